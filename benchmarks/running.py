@@ -67,8 +67,10 @@ def run_process(
     return Finished(status=process.returncode, output=output, cpu_s=cpu_s, timed_out=timed_out)
 
 
-def job_command(run_dir: Path, overrides: list[str], *, ranks: int = 2) -> list[str]:
-    """The command line of the main job on `ranks` processes."""
+def job_command(
+    run_dir: Path, overrides: list[str], *, ranks: int = 2, recipe: str = "llama_async.py"
+) -> list[str]:
+    """The command line of the main job, or of another recipe of its kind, on `ranks` processes."""
     launcher = [
         sys.executable,
         "-m",
@@ -76,7 +78,7 @@ def job_command(run_dir: Path, overrides: list[str], *, ranks: int = 2) -> list[
         "--standalone",
         f"--nproc-per-node={ranks}",
     ]
-    return [*launcher, str(ROOT / "recipes" / "llama_async.py"), f"run_dir={run_dir}", *overrides]
+    return [*launcher, str(ROOT / "recipes" / recipe), f"run_dir={run_dir}", *overrides]
 
 
 def read_rows(run_dir: Path) -> list[dict]:
@@ -84,10 +86,18 @@ def read_rows(run_dir: Path) -> list[dict]:
 
 
 def run_job(
-    run_dir: Path, overrides: list[str], *, ranks: int = 2, timeout_s: float = 1800
+    run_dir: Path,
+    overrides: list[str],
+    *,
+    ranks: int = 2,
+    timeout_s: float = 1800,
+    recipe: str = "llama_async.py",
 ) -> list[dict]:
-    """Run the main job on `ranks` processes and return its rows. RuntimeError if it fails."""
-    done = run_process(job_command(run_dir, overrides, ranks=ranks), timeout_s=timeout_s)
+    """Run the main job, or another recipe of its kind, on `ranks` processes and return its rows.
+    RuntimeError if it fails.
+    """
+    command = job_command(run_dir, overrides, ranks=ranks, recipe=recipe)
+    done = run_process(command, timeout_s=timeout_s)
     if done.status or done.timed_out:
         cause = (
             f"took longer than {timeout_s:.0f} s"

@@ -28,8 +28,8 @@ Answer = Completion | EvalCompletion
 class GroupAssembler:
     """Joins the scored completions of a ticket to a group, and those of an evaluation to metrics.
 
-    source: what messages call the reward. An error or an abstention is a NaN reward, which the
-    trainer masks, and in an evaluation a wrong answer.
+    source: what messages call the reward. success_above: see Evaluations. An error or an abstention
+    is a NaN reward, which the trainer masks, and in an evaluation a wrong answer.
     """
 
     def __init__(
@@ -40,10 +40,11 @@ class GroupAssembler:
         num_eval_prompts: int,
         num_eval_samples: int,
         max_error_rate: float,
+        success_above: float | None = None,
     ):
         self.whole: deque[Group] = deque()  # waiting for room
         self._group_size = group_size
-        self._evaluations = Evaluations(num_eval_prompts, num_eval_samples)
+        self._evaluations = Evaluations(num_eval_prompts, num_eval_samples, success_above)
         self._errors = ErrorRate(source, max_error_rate)
         # By ticket, those scored so far while the group is not whole.
         self._begun: dict[int, list[ScoredCompletion]] = {}

@@ -5,7 +5,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 
+import torch
+
+from executors.answers import AnswerSettings
 from executors.generator import Generator
 from executors.gold import GoldSettings
 from executors.model_reward import ModelReward
@@ -15,6 +19,7 @@ from executors.reference import FrozenReference, ResettingReference
 from executors.reward import Reward, RuleReward
 from executors.scoring import Item
 from executors.trainer import AdamSettings, FSDPTrainer
+from executors.victim import Victim
 from executors.weighted import Part, WeightedParts, parts_alone
 from llamarl.config.command_line import Config
 from llamarl.config.schema import START, AnySourceSettings
@@ -23,7 +28,7 @@ from llamarl.inference import Engine, SamplingParams, TemperatureRange
 from llamarl.inference.build import build_native, build_vllm
 from llamarl.inference.protocol import BuildEngine
 from llamarl.launch.gold import reference_ids, reference_texts
-from llamarl.launch.job import Job
+from llamarl.launch.job import Job, Scored, stop_tokens
 from llamarl.launch.preferences import PreferencesJob
 from llamarl.launch.scorers import transcript_of
 from llamarl.launch.sources import source_of
@@ -125,8 +130,9 @@ def build_reward(config: Config, job: Job) -> Reward:
         max_error_rate=r.max_error_rate,
         gold=build_gold(config, job),
         embedder=embedder_settings(config, job, config.eval.embedder),
+        answers=_answers_of(config, job),
     )
-    if r.kind in ("function", "judge"):
+    if r.kind in ("function", "judge", "encoder"):
         return RuleReward(**given, make_source=source_of(r, job, section="reward"))
     return ModelReward(
         **given,
@@ -135,6 +141,49 @@ def build_reward(config: Config, job: Job) -> Reward:
         tensor_parallel=r.tensor_parallel,
         reproducible=config.max_lag == 0,
     )
+
+
+def _answers_of(config: Config, job: Job) -> AnswerSettings | None:
+    """How a victim's answers are read; None where completions are scored as they are."""
+    if not config.victim.placed:
+        return None
+    return AnswerSettings(decode=job.decode_answer, threshold=config.victim.threshold)
+
+
+def build_victim(config: Config, job: Job) -> Victim:
+    """Whom the completions are put to."""
+    v = config.victim
+    build_engine = partial(
+        _victim_engine,
+        path=job.victim_path,
+        dtype=v.dtype,
+        max_slots=v.max_slots,
+        max_len=v.longest,
+        reproducible=config.max_lag == 0,
+    )
+    sampling = SamplingParams(
+        max_new_tokens=v.max_new_tokens,
+        temperature=v.temperature,
+        top_p=v.top_p,
+        stop_token_ids=stop_tokens(job.victim_path, job.victim_tokenizer),
+        n=v.answers,
+        seed=config.seed,
+    )
+    return Victim(
+        build_engine=build_engine,
+        decode=job.decode,
+        read=job.victim_prompt_ids,
+        sampling=sampling,
+        max_prompt_tokens=v.max_prompt_tokens,
+        chunk_tokens=v.chunk_tokens,
+        group_size=config.group_size,
+        num_eval_attacks=len(job.eval_prompts) * (1 + config.eval.num_samples),
+        reproducible=config.max_lag == 0,
+    )
+
+
+def _victim_engine(device: torch.device, *, path: Path, **options) -> Engine:
+    return Engine.from_hf(path, device=device, **options)
 
 
 def build_gold(config: Config, job: Job) -> GoldSettings | None:
@@ -164,7 +213,7 @@ def gold_settings(config: Config, job: Job, references: list[Item] | None) -> Go
     """The same with references of another origin."""
     scorer = None
     if config.gold is not None:
-        what = _what_scores(config.gold, job, section="reward", fn_key="eval.gold")
+        what = _what_scores(config.gold, job, job.sampled, section="reward", fn_key="eval.gold")
         scorer = Part(config.eval.gold, what)
     return GoldSettings(
         scorer=scorer,
@@ -244,16 +293,16 @@ def reward_parts(config: Config, job: Job) -> list[Part]:
     """What scores, with its weights."""
     r = config.reward
     if r.kind != "parts":
-        return [Part(r.kind, _what_scores(r, job, section="reward"))]
+        return [Part(r.kind, _what_scores(r, job, job.scored, section="reward"))]
     parts = []
     for name, part in r.parts.items():
-        what = _what_scores(part, job, section=f"reward.parts.{name}")
+        what = _what_scores(part, job, job.scored, section=f"reward.parts.{name}")
         parts.append(Part(name, what, part.weight))
     return parts
 
 
 def _what_scores(
-    settings: AnySourceSettings, job: Job, *, section: str, fn_key: str = ""
+    settings: AnySourceSettings, job: Job, scored: Scored, *, section: str, fn_key: str = ""
 ) -> MakeSource | ScorerSettings | NoveltySettings:
     if settings.kind == "novelty":
         return NoveltySettings(
@@ -271,7 +320,7 @@ def _what_scores(
         microbatch_tokens=settings.microbatch_tokens,
         scale=settings.scale,
         shift=settings.shift,
-        transcript=transcript_of(job, settings),
+        transcript=transcript_of(settings, scored),
     )
 
 

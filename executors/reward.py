@@ -16,9 +16,11 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import torch
 
+from executors.answers import AnswerScoring, AnswerSettings, Attack
 from executors.assembly import Answer, GroupAssembler
 from executors.diversity import Diversity
 from executors.gold import Gold, GoldSettings
@@ -27,7 +29,7 @@ from llamarl.executor import Executor
 from llamarl.learning.embedding import EmbedderSettings
 from llamarl.tasks.source import MakeSource, Outcome
 from llamarl.tickets.prompts import PromptStream
-from llamarl.types import EvalCompletion, Prompt
+from llamarl.types import Answered, EvalCompletion, Prompt
 
 # Completions that are being scored; more wait in the channel, where the generator feels them.
 MAX_PENDING = 1024
@@ -42,6 +44,9 @@ class Reward(Executor):
     produces  "scored": a Group as soon as its group_size completions are scored
               metrics eval/... of a version as soon as all completions of its held-out prompts are
               with gold or an embedder, of its first rank: what they say of them too
+    With answers it consumes "answered" and "eval_answered" in their place: such Completions with
+    what a victim answered, which is scored.
+
     waits for what scores; the generator, while a group or an evaluation is begun and not whole;
               room in "scored"
 
@@ -61,6 +66,7 @@ class Reward(Executor):
     max_error_rate: float = 0.5
     gold: GoldSettings | None = None
     embedder: EmbedderSettings | None = None
+    answers: AnswerSettings | None = None
 
     def __post_init__(self):
         # What is being scored or waits for its batch, by key.
@@ -84,13 +90,16 @@ class Reward(Executor):
         """Start what scores. ValueError if it cannot be used: of a function, if it cannot be
         imported or called.
         """
-        self._scoring: Scoring = self.make_scoring()
+        self._scoring: Scoring | AnswerScoring = self.make_scoring()
+        if self.answers is not None:
+            self._scoring = AnswerScoring(self._scoring, self.answers, self.metrics)
         self._assembler = GroupAssembler(
             self._scoring.name,
             group_size=self.group_size,
             num_eval_prompts=self.num_eval_prompts,
             num_eval_samples=self.num_eval_samples,
             max_error_rate=self.max_error_rate,
+            success_above=None if self.answers is None else self.answers.threshold,
         )
         self._scoring.start()
         if self.gold is not None and self.group.index == 0:  # which gets all evaluations
@@ -124,12 +133,18 @@ class Reward(Executor):
         if self._groups.begun:
             ticket = min(self._groups.begun)
             what = f"ticket {ticket} lacks {self._groups.missing(ticket)} completions"
-            return f"data: {len(self._groups.begun)} groups are begun; {what} from the generator"
+            begun = len(self._groups.begun)
+            return f"data: {begun} groups are begun; {what} from the {self._source}"
         if self._evaluations.begun:
             version = min(self._evaluations.begun)
             what = f"{self._evaluations.missing(version)} evaluation completions"
-            return f"data: {what} of policy version {version}, from the generator"
+            return f"data: {what} of policy version {version}, from the {self._source}"
         return None
+
+    @property
+    def _source(self) -> str:
+        """Who sends what is scored, for people."""
+        return "generator" if self.answers is None else "victim"
 
     def teardown(self) -> None:
         """Close what scores, if there is anything."""
@@ -188,9 +203,12 @@ class Reward(Executor):
         """Hand on what came, evaluations first: a row of metrics waits for them. True if there was
         any.
         """
-        evaluations = self.inputs["evaluations"].take(self._room())
-        for answer in evaluations:
-            key = self._submit(answer, self.eval_prompts(answer.prompt_index))
+        with_answers = self.answers is not None
+        source = self.inputs["eval_answered" if with_answers else "evaluations"]
+        evaluations = source.take(self._room())
+        for record in evaluations:
+            answer = record.attack if with_answers else record
+            key = self._submit(record, self.eval_prompts(answer.prompt_index))
             if answer.token_ids.numel():  # else no version sampled it: its evaluation was given up
                 version = int(answer.policy_versions[0])
                 place = (answer.prompt_index, answer.greedy, answer.sample_index)
@@ -198,9 +216,10 @@ class Reward(Executor):
                 self._keep(version, answer)
         # While groups wait for room no more are made; the completions stay in their channel.
         room = 0 if self._assembler.whole else self._room()
-        completions = self.inputs["completions"].take(room)
-        for completion in completions:
-            key = self._submit(completion, self.prompts[completion.ticket])
+        completions = self.inputs["answered" if with_answers else "completions"].take(room)
+        for record in completions:
+            completion = record.attack if with_answers else record
+            key = self._submit(record, self.prompts[completion.ticket])
             keys = self._groups.add(completion.ticket, completion.sample_index, key)
             self._scoring.release(keys)
         return bool(evaluations or completions)
@@ -218,15 +237,19 @@ class Reward(Executor):
         """How many completions may still be handed on."""
         return max(0, MAX_PENDING - self._scoring.pending)
 
-    def _submit(self, completion: Answer, prompt: Prompt) -> int | None:
+    def _submit(self, record: Answer | Answered, prompt: Prompt) -> int | None:
         """Hand a completion on. Its key; None if it is not to be scored."""
+        completion = record.attack if isinstance(record, Answered) else record
         if completion.finish_reason == "aborted":
             outcome = Outcome.abstain("the completion was aborted")
             self._assembler.settle(completion, outcome)
             return None
         key = next(self._keys)
         self._submitted[key] = completion
-        self._scoring.submit(key, item_of(completion, prompt, self.decode))
+        item = item_of(completion, prompt, self.decode)
+        if isinstance(record, Answered):
+            item = Attack(item, record)
+        self._scoring.submit(key, item)
         return key
 
 
@@ -255,17 +278,20 @@ def item_of(completion: Answer, prompt: Prompt, decode: Callable[[list[int]], st
     )
 
 
-class Batches:
+Entry = TypeVar("Entry")  # a completion, or the key that it is known by
+
+
+class Batches(Generic[Entry]):
     """Completions that came, by the batch that they are of, until it is whole."""
 
     def __init__(self, size: int):
         self._size = size
-        # Of each batch the keys by place, None for what is not scored.
-        self.begun: dict[int, dict[object, int | None]] = {}
+        # Of each batch the entries by place, None for what is not scored.
+        self.begun: dict[int, dict[object, Entry | None]] = {}
 
-    def add(self, batch: int, place: object, key: int | None) -> list[int]:
-        """Enter one completion. The keys of its batch, in the order of their places, if it is whole
-        with it; else none.
+    def add(self, batch: int, place: object, key: Entry | None) -> list[Entry]:
+        """Enter one completion. The entries of its batch, in the order of their places, if it is
+        whole with it; else none.
         """
         come = self.begun.setdefault(batch, {})
         come[place] = key

@@ -1,8 +1,8 @@
 """The records, in the order in which data flows; one per hop. Each is frozen and checks its own
 lengths at birth.
 
-    PromptStream --Ticket--> Generator --Completion--> Reward --Group--> (Reference --Group-->)
-    Trainer --PackedBatch--> loss
+    PromptStream --Ticket--> Generator --Completion--> (Victim --Answered-->) Reward --Group-->
+    (Reference --Group-->) Trainer --PackedBatch--> loss
 
 Worked example. Ticket 7 is the prompt "3+4=" (ids [1, 7, 14, 8, 18]) with group_size 2. The
 generator samples "7<eos>" under policy version 3, and "6<eos>", before whose second token new
@@ -103,6 +103,42 @@ class EvalCompletion:
                 f"EvalCompletion of held-out prompt {self.prompt_index}: "
                 f"{num_tokens} tokens but {num_versions} versions"
             )
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """An attack, and the M answers of the victim to it, end to end: A tokens of the victim's. Made
+    by a victim, consumed by the reward.
+    """
+
+    attack: Completion | EvalCompletion
+    prompt_ids: Tensor  # [P] int64, the victim's tokens: what it read; [0] if it was not asked
+    lengths: Tensor  # [M] int64; [0] if it was not asked
+    token_ids: Tensor  # [A] int64; each answer ends with a stop token of the victim if it has ended
+    has_ended: tuple[bool, ...]  # M: by itself, and not for want of room
+    outcome: OutcomeKind  # "score": to be scored; else what comes of the attack without an answer
+    reason: str  # why, for "abstain" and "error"
+
+    def __post_init__(self):
+        num_tokens = self.token_ids.numel()
+        num_answers = self.lengths.numel()
+        if int(self.lengths.sum()) != num_tokens or len(self.has_ended) != num_answers:
+            raise ValueError(
+                f"Answered: {num_answers} lengths that sum to {int(self.lengths.sum())}, but "
+                f"{num_tokens} tokens and {len(self.has_ended)} ends"
+            )
+        if (self.outcome == "score") != (num_answers > 0):
+            raise ValueError(f"Answered: {num_answers} answers, and outcome {self.outcome!r}")
+
+    @property
+    def ticket(self) -> int:
+        """The attack's, by which it is routed."""
+        return self.attack.ticket
+
+    @property
+    def answers(self) -> tuple[Tensor, ...]:
+        """M times [L]."""
+        return self.token_ids.split(self.lengths.tolist())
 
 
 @dataclass(frozen=True, slots=True)

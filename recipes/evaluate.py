@@ -174,6 +174,12 @@ def config_of(model: Path, run: Path | None, overrides: list[str]) -> Config:
         return of_our_engine(compose_config(given))
     named = {word.partition("=")[0].lstrip("+") for word in given}
     old = to_values(load_config(file))
+    if old["victim"]["kind"] != "none":
+        what = (
+            "its completions are attacks, which a victim's answers are scored of; its own "
+            "evaluations say how many succeed (eval/success), or give the model directory alone"
+        )
+        raise ConfigError([Problem(f"victim.kind={old['victim']['kind']}", what)])
     # Of a section that is another kind's now, no key means anything; one that stays is the base.
     of_kinds = {section: old.pop(section) for section in ("task", "reward")}
     kept = {section: values for section, values in of_kinds.items() if section not in named}

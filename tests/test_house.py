@@ -18,7 +18,7 @@ from typing import get_type_hints
 
 import pytest
 
-from llamarl.config.command_line import Config, ConfigError, check_command_line
+from llamarl.config.command_line import RED_TEAM, Config, ConfigError, check_command_line
 from llamarl.config.conversion import known_keys, schemas_of
 from llamarl.config.preferences import PREFERENCES
 from llamarl.config.supervised import REWARD_MODEL, SFT
@@ -289,6 +289,7 @@ README = text_of(ROOT / "README.md")
 EXPERIMENTS = text_of(ROOT / "docs" / "experiments.md")
 SEARCH = text_of(ROOT / "docs" / "search.md")
 REWARD_MODELS = text_of(ROOT / "docs" / "reward_models.md")
+RED_TEAMING = text_of(ROOT / "docs" / "red_teaming.md")
 # What users and contributors are told to type, and where they are told to look.
 GUIDES = "\n".join(
     text_of(ROOT / name)
@@ -317,6 +318,7 @@ OTHER_JOBS = {
     "recipes/sft.py": SFT,
     "recipes/reward_model.py": REWARD_MODEL,
     "recipes/preferences.py": PREFERENCES,
+    "recipes/red_team.py": RED_TEAM,
 }
 
 
@@ -440,7 +442,8 @@ def test_commands_of_docs_experiments_are_accepted(users_folder, ranks, override
 
 
 def test_commands_of_other_jobs_are_accepted(users_folder):
-    found = other_job_commands(EXPERIMENTS) + other_job_commands(REWARD_MODELS)
+    texts = (EXPERIMENTS, REWARD_MODELS, RED_TEAMING)
+    found = [command for text in texts for command in other_job_commands(text)]
     assert {recipe for recipe, _, _ in found} == OTHER_JOBS.keys() and len(found) > 8
     for recipe, ranks, overrides in found:
         given = of_the_user(overrides)

@@ -1,7 +1,8 @@
 """Records as bytes and back: safetensors for tensors, JSON for the rest. No pickle.
 
 A message is a list of records of one type. Each tensor field travels as one flat tensor for the
-whole list, so the cost is a message's, not a record's.
+whole list, so the cost is a message's, not a record's; a field of records travels as a message of
+its own inside.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def register(record: type) -> type:
     return record
 
 
-for _record in (types.Completion, types.EvalCompletion, types.Group):
+for _record in (types.Completion, types.EvalCompletion, types.Answered, types.Group):
     register(_record)
 
 
@@ -46,15 +47,19 @@ def encode(records: list) -> bytes:
     tensors: dict[str, Tensor] = {}
     shapes: dict[str, list] = {}
     values: dict[str, list] = {}
+    inner: list[str] = []  # the fields of records
     for field in dataclasses.fields(kind):
         column = [getattr(r, field.name) for r in records]
         if isinstance(column[0], Tensor):
             flat = [tensor.detach().reshape(-1) for tensor in column]
             tensors[field.name] = torch.cat(flat)
             shapes[field.name] = [list(t.shape) for t in column]
+        elif dataclasses.is_dataclass(column[0]):
+            inner.append(field.name)
+            tensors[field.name] = torch.frombuffer(bytearray(encode(column)), dtype=torch.uint8)
         else:
             values[field.name] = column
-    header = {"type": kind.__name__, "shapes": shapes, "values": values}
+    header = {"type": kind.__name__, "shapes": shapes, "values": values, "records": inner}
     return save(tensors, metadata={"records": json.dumps(header)})
 
 
@@ -67,11 +72,15 @@ def decode(message: bytes) -> list:
         kind = _TYPES[header["type"]]
         shapes = header["shapes"]
         columns: dict[str, list] = dict(header["values"])
+        inner = header["records"]
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"not a message of known records ({error!r})") from error
     for name, column in columns.items():
         columns[name] = [tuple(v) if isinstance(v, list) else v for v in column]
     for name, flat in load(message).items():
+        if name in inner:
+            columns[name] = decode(flat.numpy().tobytes())
+            continue
         sizes = [math.prod(shape) for shape in shapes[name]]
         columns[name] = list(map(torch.Tensor.view, flat.split(sizes), shapes[name]))
     records = []

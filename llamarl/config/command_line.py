@@ -64,6 +64,12 @@ class JobKind(Generic[Schema]):
 RL = JobKind("config", Config, check=check, idle_ranks=idle_ranks)  # the main job
 
 
+# The same, whose completions are put to a victim: recipes/red_team.py.
+RED_TEAM = JobKind(
+    "red_team", Config, check=functools.partial(check, attacks=True), idle_ranks=idle_ranks
+)
+
+
 # Arithmetic between values, for conf/experiment: what keeps its meaning while another value is
 # swept.
 OmegaConf.register_new_resolver("times", lambda a, b: a * b, replace=True)

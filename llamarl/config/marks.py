@@ -1,4 +1,6 @@
-"""What a section of a configuration is made of, and what a field decides beyond its own value."""
+"""What makes a section of the schema: frozen records, whose fields may decide more than their own
+value and say so by a Mark.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +16,12 @@ Mark = Literal[
 ]
 
 
-def _marked(*marks: Mark):
+def marked(*marks: Mark):
     """A field with these marks."""
     return field(metadata={"marks": frozenset(marks)})
 
 
-@dataclass_transform(frozen_default=True, field_specifiers=(_marked,))
+@dataclass_transform(frozen_default=True, field_specifiers=(marked,))
 def settings_dataclass(section: type) -> type:
     """A section of the configuration, or one kind of it: a record that stays as it was read."""
     return dataclass(frozen=True, slots=True)(section)

@@ -10,21 +10,22 @@ from llamarl.config.conversion import Findings, show
 from llamarl.config.schema import Config
 from llamarl.models.config import ModelConfig, read_config, tiny_directory
 
-COLOCATED = ("trainer", "generator", "reward", "reference")  # executors with a model on the device
+# Executors with a model on the device.
+COLOCATED = ("trainer", "generator", "victim", "reward", "reference")
 TINY_MODEL = tiny_directory()
 
 Ranks = tuple[int, ...]
 
 
 def placement_of(config: Config, world_size: int) -> dict[str, Ranks]:
-    """Executor name -> its ranks in this run, with every null filled in; no reference if none
-    has ranks of its own.
+    """Executor name -> its ranks in this run, with every null filled in; no reference and no victim
+    if none has ranks of its own.
 
     Trainers take the first half of the ranks (as many as divide groups_per_step, and leave a
     multiple of generator.tensor_parallel if that can be), generators the rest, as far as it makes
-    whole replicas, and reward and reference a rank that hosts nothing yet or else the generators'
-    last. One rank hosts everything. Executors of placement.colocate share the ranks given for one
-    of them, or all.
+    whole replicas, and reward, reference and victim a rank that hosts nothing yet or else the
+    generators' last. One rank hosts everything. Executors of placement.colocate share the ranks
+    given for one of them, or all.
     """
     tensor_parallel = config.generator.tensor_parallel
     everyone = list(range(world_size))
@@ -55,6 +56,8 @@ def placement_of(config: Config, world_size: int) -> dict[str, Ranks]:
     }
     if config.reference.placed:
         placed["reference"] = tuple(given["reference"] or spare[-1:])
+    if config.victim.placed:
+        placed["victim"] = tuple(given["victim"] or spare[-1:])
     return placed
 
 

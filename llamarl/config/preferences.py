@@ -12,18 +12,18 @@ from typing import Literal
 from llamarl.config.command_line import JobKind, default_config, main
 from llamarl.config.conversion import Findings, Problem, known_keys, to_config, to_values
 from llamarl.config.files import PARTS
+from llamarl.config.marks import marked, settings_dataclass
 from llamarl.config.ranges import Count, Natural, NonNegative, Positive, PositiveShare, Share, Text
 from llamarl.config.rules import check as check_run
 from llamarl.config.schema import (
     AnyTaskSettings,
     Config,
+    EncoderRewardSettings,
     FunctionRewardSettings,
     JudgeRewardSettings,
     ModelRewardSettings,
     PartsRewardSettings,
     Seed,
-    _marked,
-    settings_dataclass,
 )
 from llamarl.words.choices import Pairing
 
@@ -32,8 +32,8 @@ from llamarl.words.choices import Pairing
 class PolicySettings:
     """The model that answers."""
 
-    path: Text = _marked("data")
-    dtype: Literal["float32", "bfloat16"] = _marked("identity")
+    path: Text = marked("data")
+    dtype: Literal["float32", "bfloat16"] = marked("identity")
 
 
 @settings_dataclass
@@ -56,24 +56,30 @@ class HoldOutSettings:
 class PreferencesConfig:
     out: Text
     resume: Literal["auto", "never"]
-    seed: Seed = _marked("identity")
-    split: Literal["train", "held_out", "all"] = _marked("identity")
-    num_prompts: Count | None = _marked("identity")
-    samples: Natural = _marked("identity")
-    references: list[Text] = _marked("identity")
-    pairing: Pairing = _marked("identity")
-    label_noise: Share = _marked("identity")
-    margin_coef: NonNegative = _marked("identity")
-    groups_per_step: Count = _marked("identity")
-    max_new_tokens: Count = _marked("identity")
-    temperature: Positive = _marked("identity")
+    seed: Seed = marked("identity")
+    split: Literal["train", "held_out", "all"] = marked("identity")
+    num_prompts: Count | None = marked("identity")
+    samples: Natural = marked("identity")
+    references: list[Text] = marked("identity")
+    pairing: Pairing = marked("identity")
+    label_noise: Share = marked("identity")
+    margin_coef: NonNegative = marked("identity")
+    groups_per_step: Count = marked("identity")
+    max_new_tokens: Count = marked("identity")
+    temperature: Positive = marked("identity")
     threads: Count | None
     timeout_s: Positive
     model: PolicySettings
-    task: AnyTaskSettings = _marked("data")
-    eval: HoldOutSettings = _marked("data")
-    generator: SamplerSettings = _marked("identity")
-    reward: FunctionRewardSettings | ModelRewardSettings | JudgeRewardSettings | PartsRewardSettings
+    task: AnyTaskSettings = marked("data")
+    eval: HoldOutSettings = marked("data")
+    generator: SamplerSettings = marked("identity")
+    reward: (
+        FunctionRewardSettings
+        | ModelRewardSettings
+        | JudgeRewardSettings
+        | EncoderRewardSettings
+        | PartsRewardSettings
+    )
 
 
 def as_run(config: PreferencesConfig) -> Config:

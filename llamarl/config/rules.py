@@ -23,11 +23,20 @@ from llamarl.config.schema import (
     RowsSettings,
 )
 from llamarl.config.search_rules import Rule, replay_rules, schedule_rules, temperature_rules
+from llamarl.config.victim import victim_rules
 from llamarl.words.urls import url_problem
 
 
-def check(config: Config, world_size: int, local_world_size: int | None = None) -> list[Problem]:
-    """What cannot work together, or with this many ranks and these files."""
+def check(
+    config: Config,
+    world_size: int,
+    local_world_size: int | None = None,
+    *,
+    attacks: bool = False,
+) -> list[Problem]:
+    """What cannot work together, or with this many ranks and these files. attacks: the recipe puts
+    completions to a victim.
+    """
     num_hosts = -(-world_size // (local_world_size or world_size))
     rules = [
         *_memory_rules(config, num_hosts),
@@ -36,6 +45,7 @@ def check(config: Config, world_size: int, local_world_size: int | None = None) 
         *temperature_rules(config),
         *_reference_rules(config),
         *replay_rules(config),
+        *victim_rules(config.victim, attacks=attacks, compared=_comparing_judges(config)),
     ]
     found = Findings(config)
     find_placement(config, world_size, found)
@@ -49,10 +59,12 @@ def check(config: Config, world_size: int, local_world_size: int | None = None) 
             found.add(what, "generator.kind")
     files = {f"task.{name}": getattr(config.task, name, None) for name in ("path", "eval_path")}
     files["model.path"] = config.model.path and f"{config.model.path}/config.json"
+    victim = config.victim.path if config.victim.placed else None
+    files["victim.path"] = victim and f"{victim}/config.json"
     critic = config.trainer.critic.path
     files["trainer.critic.path"] = critic and f"{critic}/config.json"
     for key, part in config.reward_parts.items():
-        if part.kind == "model":
+        if part.kind in ("model", "encoder"):
             files[f"{key}.path"] = f"{part.path}/config.json"
         elif part.kind == "judge":
             files[f"{key}.template"] = part.template
@@ -287,7 +299,7 @@ def _reward_rules(c: Config) -> list[Rule]:
         elif part.kind == "novelty":
             what = "embeds whenever a group is whole, whoever has the device; offload=false"
             rules.append((f"{key}.kind offload", c.offload, what))
-        elif part.scale == 0:
+        elif part.kind == "model" and part.scale == 0:
             rules.append((f"{key}.scale", True, "makes every score the same; any other number"))
     rules.append(
         (
@@ -297,6 +309,12 @@ def _reward_rules(c: Config) -> list[Rule]:
         )
     )
     return rules
+
+
+def _comparing_judges(c: Config) -> list[str]:
+    """The keys of the judges that compare the completions of a prompt."""
+    parts = c.reward_parts.items()
+    return [key for key, part in parts if part.kind == "judge" and part.ask == "group"]
 
 
 def _judge_rules(

@@ -23,7 +23,7 @@ from __future__ import annotations
 from typing import Annotated, ClassVar, Literal
 
 from llamarl.config.loss_options import LOSS_OPTIONS
-from llamarl.config.marks import _marked, settings_dataclass
+from llamarl.config.marks import marked, settings_dataclass
 from llamarl.config.ranges import (
     Beta,
     Count,
@@ -44,8 +44,11 @@ from llamarl.config.search import (
     LinearBetaSettings,
     ReplayBufferSettings,
 )
+from llamarl.config.victim import AnyVictimSettings
 from llamarl.words.choices import (
     Advantages,
+    ClassifierOutput,
+    ClassifierReads,
     Estimator,
     Governor,
     JudgeAsk,
@@ -66,8 +69,8 @@ Seed = Annotated[int, Range(0, 2**63 - 1)]  # what torch and the counters of sam
 @settings_dataclass
 class ModelSettings:
     # None: the tiny model that comes with the package.
-    path: str | None = _marked("identity", "data")
-    dtype: Literal["float32", "bfloat16"] = _marked("answers")
+    path: str | None = marked("identity", "data")
+    dtype: Literal["float32", "bfloat16"] = marked("answers")
 
 
 @settings_dataclass
@@ -99,6 +102,13 @@ class QuestionsSettings(TaskSettings):
 
 
 @settings_dataclass
+class OnePromptSettings(TaskSettings):
+    kind: Literal["one_prompt"]
+    text: str
+    words: list[str]
+
+
+@settings_dataclass
 class RowsSettings(TaskSettings):
     """Rows of prompts and answers under keys that the user names."""
 
@@ -127,6 +137,7 @@ AnyTaskSettings = (
     AdditionSettings
     | FactsSettings
     | QuestionsSettings
+    | OnePromptSettings
     | RowsSettings
     | GSM8KSettings
     | ReasoningGymSettings
@@ -141,7 +152,7 @@ class GeneratorSettings:
     max_slots: Count
     chunk_tokens: Count
     # None: Config.temperature.
-    temperature: PositiveInterval | None = _marked("identity")
+    temperature: PositiveInterval | None = marked("identity")
     top_k: Natural
     top_p: PositiveShare
     min_new_tokens: Natural
@@ -265,10 +276,42 @@ class NoveltyRewardSettings(NoveltySourceSettings):
     tensor_parallel: ClassVar[int] = 1
 
 
+@settings_dataclass
+class EncoderSourceSettings:
+    kind: Literal["encoder"]
+    path: Text
+    label: str | None
+    output: ClassifierOutput
+    reads: ClassifierReads
+    dtype: Literal["float32", "bfloat16"]
+    max_tokens: Count
+    batch_size: Count
+
+
+@settings_dataclass
+class EncoderPartSettings(EncoderSourceSettings):
+    weight: float
+
+
+@settings_dataclass
+class EncoderRewardSettings(EncoderSourceSettings):
+    max_error_rate: Share
+
+
 AnySourceSettings = (
-    FunctionSourceSettings | ModelSourceSettings | JudgeSourceSettings | NoveltySourceSettings
+    FunctionSourceSettings
+    | ModelSourceSettings
+    | JudgeSourceSettings
+    | NoveltySourceSettings
+    | EncoderSourceSettings
 )
-AnyPartSettings = FunctionPartSettings | ModelPartSettings | JudgePartSettings | NoveltyPartSettings
+AnyPartSettings = (
+    FunctionPartSettings
+    | ModelPartSettings
+    | JudgePartSettings
+    | NoveltyPartSettings
+    | EncoderPartSettings
+)
 
 
 @settings_dataclass
@@ -401,9 +444,9 @@ class GovernorSettings:
 @settings_dataclass
 class EvalSettings:
     every: Natural
-    num_prompts: Natural = _marked("data")
+    num_prompts: Natural = marked("data")
     num_samples: Natural
-    target: float | None = _marked("outward")
+    target: float | None = marked("outward")
     gold: str | None
     gold_label: str | None
     reference_key: str | None
@@ -423,6 +466,7 @@ class PlacementSettings:
     generator: list[int] | None
     reward: list[int] | None
     reference: list[int] | None
+    victim: list[int] | None
     colocate: list[str] | None
 
 
@@ -441,45 +485,47 @@ class MetricsSettings:
 @settings_dataclass
 class Config:
     max_steps: Natural
-    run_dir: str | None = _marked("outward")
-    resume: str = _marked("outward")
-    resume_with_other: list[Literal["data", "reward"]] = _marked("outward")
-    seed: Seed = _marked("identity", "data", "answers", "outward")
-    dry_run: bool = _marked("outward")
-    max_lag: Natural | None = _marked("identity", "answers")
+    run_dir: str | None = marked("outward")
+    resume: str = marked("outward")
+    resume_with_other: list[Literal["data", "reward"]] = marked("outward")
+    seed: Seed = marked("identity", "data", "answers", "outward")
+    dry_run: bool = marked("outward")
+    max_lag: Natural | None = marked("identity", "answers")
     overcommit: Natural | Governor
     on_deadline: Literal["wait", "truncate"]
-    straggler_factor: Annotated[float, Range(1)] = _marked("outward")
-    groups_per_step: Count = _marked("identity")
-    group_size: Count = _marked("identity", "answers")
-    max_new_tokens: Count = _marked("identity", "answers")
-    temperature: Positive = _marked("identity", "answers")
+    straggler_factor: Annotated[float, Range(1)] = marked("outward")
+    groups_per_step: Count = marked("identity")
+    group_size: Count = marked("identity", "answers")
+    max_new_tokens: Count = marked("identity", "answers")
+    temperature: Positive = marked("identity", "answers")
     lr: Positive
-    threads: Count | None = _marked("answers", "outward")
-    timeout_s: Positive = _marked("outward")
-    heartbeat_timeout_s: Positive = _marked("outward")
+    threads: Count | None = marked("answers", "outward")
+    timeout_s: Positive = marked("outward")
+    heartbeat_timeout_s: Positive = marked("outward")
     stop_s: Positive
     offload: bool
     governor: GovernorSettings
     beta_schedule: ConstantBetaSettings | LinearBetaSettings | CutBetaSettings
     log_reward_schedule: AnyTemperatureSettings
     reference_schedule: AnyTemperatureSettings
-    eval: EvalSettings = _marked("answers")
-    checkpoint: CheckpointSettings = _marked("outward")
+    eval: EvalSettings = marked("answers")
+    checkpoint: CheckpointSettings = marked("outward")
     weights: WeightsSettings
-    metrics: MetricsSettings = _marked("outward")
+    metrics: MetricsSettings = marked("outward")
     model: ModelSettings
-    task: AnyTaskSettings = _marked("data", "answers")
-    generator: NativeGeneratorSettings | VLLMGeneratorSettings = _marked("answers")
+    task: AnyTaskSettings = marked("data", "answers")
+    generator: NativeGeneratorSettings | VLLMGeneratorSettings = marked("answers")
     reward: (
         FunctionRewardSettings
         | ModelRewardSettings
         | JudgeRewardSettings
         | NoveltyRewardSettings
+        | EncoderRewardSettings
         | PartsRewardSettings
-    ) = _marked("answers")
+    ) = marked("answers")
+    victim: AnyVictimSettings = marked("answers")
     reference: ReferenceSettings | FrozenReferenceSettings | ResettingReferenceSettings
-    buffer: FifoBufferSettings | ReplayBufferSettings = _marked("answers")
+    buffer: FifoBufferSettings | ReplayBufferSettings = marked("answers")
     trainer: TrainerSettings
     loss: LossSettings
     placement: PlacementSettings

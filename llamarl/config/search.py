@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from typing import Literal
 
-from llamarl.config.marks import _marked, settings_dataclass
+from llamarl.config.marks import marked, settings_dataclass
 from llamarl.config.ranges import Count, Natural, NonNegative, Positive, Share
 from llamarl.words.choices import Priority
 
 
 @settings_dataclass
 class FifoBufferSettings:
-    kind: Literal["fifo"] = _marked("identity")
+    kind: Literal["fifo"] = marked("identity")
 
 
 @settings_dataclass
 class ReplayBufferSettings:
-    kind: Literal["replay"] = _marked("identity")
-    draw: Literal["local", "shared"] = _marked("identity")
+    kind: Literal["replay"] = marked("identity")
+    draw: Literal["local", "shared"] = marked("identity")
     sync_period: Count
     most_on_policy: Share
     priority: Priority

@@ -12,14 +12,13 @@ from typing import Annotated, ClassVar, Literal
 
 from llamarl.config.command_line import JobKind, main
 from llamarl.config.conversion import Findings, Problem
+from llamarl.config.marks import marked, settings_dataclass
 from llamarl.config.ranges import Count, Natural, NonNegative, Positive, Range, Text
 from llamarl.config.schema import (
     CheckpointSettings,
     MetricsSettings,
     Seed,
     ShardedTrainerSettings,
-    _marked,
-    settings_dataclass,
 )
 
 Fraction = Annotated[float, Range(0, 0.999999)]
@@ -27,7 +26,7 @@ Fraction = Annotated[float, Range(0, 0.999999)]
 
 @settings_dataclass
 class StartingModelSettings:
-    path: Text = _marked("identity")
+    path: Text = marked("identity")
     dtype: Literal["float32", "bfloat16"]
 
 
@@ -63,23 +62,23 @@ class SupervisedEvalSettings:
 class SupervisedConfig:
     """What every supervised job has."""
 
-    out: Text = _marked("outward")
-    resume: str = _marked("outward")
-    resume_with_other: list[Literal["data"]] = _marked("outward")
-    seed: Seed = _marked("identity")
-    epochs: Positive = _marked("identity")
-    max_steps: Count | None = _marked("identity")
-    examples_per_step: Count = _marked("identity")
-    lr: Positive = _marked("identity")
-    threads: Count | None = _marked("outward")
-    timeout_s: Positive = _marked("outward")
-    heartbeat_timeout_s: Positive = _marked("outward")
-    stop_s: Positive = _marked("outward")
+    out: Text = marked("outward")
+    resume: str = marked("outward")
+    resume_with_other: list[Literal["data"]] = marked("outward")
+    seed: Seed = marked("identity")
+    epochs: Positive = marked("identity")
+    max_steps: Count | None = marked("identity")
+    examples_per_step: Count = marked("identity")
+    lr: Positive = marked("identity")
+    threads: Count | None = marked("outward")
+    timeout_s: Positive = marked("outward")
+    heartbeat_timeout_s: Positive = marked("outward")
+    stop_s: Positive = marked("outward")
     model: StartingModelSettings
-    task: RowsSettings = _marked("data")
+    task: RowsSettings = marked("data")
     eval: SupervisedEvalSettings
-    checkpoint: CheckpointSettings = _marked("outward")
-    metrics: MetricsSettings = _marked("outward")
+    checkpoint: CheckpointSettings = marked("outward")
+    metrics: MetricsSettings = marked("outward")
     trainer: SupervisedTrainerSettings
 
     scores: ClassVar[bool]  # whether the model is a scorer, and no language model
@@ -92,7 +91,7 @@ class SupervisedConfig:
 
 @settings_dataclass
 class RewardModelConfig(SupervisedConfig):
-    loss: PreferenceSettings = _marked("identity")
+    loss: PreferenceSettings = marked("identity")
 
     scores: ClassVar[bool] = True
 

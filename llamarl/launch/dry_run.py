@@ -87,12 +87,25 @@ def dry_run(job: Job) -> None:
         f"weights  {plan.num_bytes:,} bytes a sync; how they travel: "
         f"python -m llamarl.ddma plan --model {job.model_path}"
     )
+    if job.victim_path is not None:
+        v = c.victim
+        victim = read_config(job.victim_path)
+        size = num_parameters(victim)
+        elements = 2 * victim.num_hidden_layers * victim.num_key_value_heads * victim.head_dim
+        held = size + v.max_slots * v.longest * elements
+        num_bytes = held * getattr(torch, v.dtype).itemsize
+        print(
+            f"victim   {job.victim_path}, {size:,} parameters in {v.dtype}, "
+            f"{num_bytes / _GIB:.2f} GiB a rank; {v.answers} answers an attack"
+        )
     for key, part in c.reward_parts.items():
         if part.kind == "model":
             size = num_parameters(read_config(part.path))
             print(f"reward   {part.path}, a model of {size:,} parameters in {part.dtype}")
         elif part.kind == "novelty":
             print(f"reward   {job.name_of(part)}")
+        elif part.kind == "encoder":
+            print(f"reward   {part.path}, an encoder in {part.dtype}, whole on each reward rank")
         else:
             _print_samples(job.name_of(part), samples, scored[key])
     if c.gold is not None and c.gold.kind == "function":

@@ -25,7 +25,7 @@ def check_gold(job: Job) -> None:
     """
     gold = job.config.gold
     if gold is not None and gold.kind == "model":
-        check_scorer(job, gold, key="eval.gold", label_key="eval.gold_label")
+        check_scorer(job, gold, job.sampled, key="eval.gold", label_key="eval.gold_label")
     if gold is not None:
         reference_texts(job.eval_prompts, job.config.eval.reference_key)
     if job.config.eval.base is not None:
@@ -55,7 +55,7 @@ def _check_base(job: Job, path: Path) -> None:
             f"eval.base={path}: another vocabulary than the policy's, {job.model_path}; a "
             "perplexity is one of the policy's tokens"
         )
-    check_context(job, config, f"eval.base={path}")
+    check_context(job.sampled, config, f"eval.base={path}")
     weights_of(path, config)
 
 

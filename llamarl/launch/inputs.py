@@ -11,7 +11,12 @@ from llamarl.errors import BadInput
 from llamarl.launch.embedders import check_embedders
 from llamarl.launch.gold import check_gold
 from llamarl.launch.job import Job, read_model
-from llamarl.launch.scorers import chat_template_of, check_scorers, other_tokens
+from llamarl.launch.scorers import (
+    chat_template_of,
+    check_context,
+    check_scorers,
+    other_tokens,
+)
 from llamarl.models.build import build_decoder
 from llamarl.models.config import ModelConfig
 from llamarl.models.hf import weights_of
@@ -40,6 +45,8 @@ def check_inputs(job: Job) -> None:
         _check_model(job, model)
         _check_tokens(job, model.vocab_size)
         _check_task(job)
+        if job.victim_path is not None:
+            _check_victim(job)
         check_scorers(job)
         check_gold(job)
         check_embedders(job)
@@ -74,6 +81,32 @@ def _check_model(job: Job, model: ModelConfig) -> None:
             quantize_decoder(decoder, g.quantize, tuple(g.quantize_exclude))
         except ValueError as error:
             raise ValueError(f"generator.quantize_exclude={g.quantize_exclude}: {error}") from error
+
+
+def _check_victim(job: Job) -> None:
+    """A language model with its tokenizer, to which an attack can be put."""
+    path = job.victim_path
+    given = f"victim.path={path}"
+    model = read_model(path)
+    if model.labels:
+        raise ValueError(
+            f"{given}: {model.architecture} gives scores, no tokens; the victim is a language model"
+        )
+    weights_of(path, model)
+    check_vocabulary(job.victim_tokenizer, model.vocab_size, path)
+    check_context(job.scored, model, given)
+    try:
+        with chat_template_of(path, job):
+            empty = len(job.victim_prompt_ids(""))
+    except ValueError as error:
+        words = str(error).replace("task.system_prompt", "victim.system_prompt")
+        raise ValueError(f"{given}: {words.replace('task.chat', 'victim.chat')}") from error
+    most = job.config.victim.max_prompt_tokens
+    if empty >= most:
+        raise ValueError(
+            f"victim.max_prompt_tokens={most}: {empty} tokens are around every attack, so none "
+            "fits; raise it"
+        )
 
 
 def _check_critic(job: Job, policy: ModelConfig) -> None:

@@ -16,6 +16,7 @@ from llamarl.config.command_line import Config
 from llamarl.config.conversion import to_values
 from llamarl.config.placement import TINY_MODEL, placement_of
 from llamarl.config.schema import AnySourceSettings
+from llamarl.config.victim import ATTACK
 from llamarl.controller import ExecutorController, RunSettings
 from llamarl.executor import Executor
 from llamarl.launch.identity import Identity
@@ -23,10 +24,10 @@ from llamarl.launch.run_directory import RunDirectory
 from llamarl.learning.replay import lag_bound
 from llamarl.models.attention import rotary_of
 from llamarl.models.config import ModelConfig, read_config, read_json
-from llamarl.models.hf import load_tokenizer
+from llamarl.models.hf import load_tokenizer, weights_fingerprint
 from llamarl.models.scorer import fingerprint
 from llamarl.observe import RowWriter, build_sinks
-from llamarl.tasks.base import Task, sample_digest
+from llamarl.tasks.base import PromptMaker, Task, sample_digest
 from llamarl.tasks.build import build_task
 from llamarl.tickets.governors import Constants
 from llamarl.tickets.ledger import TicketLedger
@@ -66,6 +67,35 @@ def read_model(path: str | Path) -> ModelConfig:
     return model
 
 
+def stop_tokens(path: Path, tokenizer) -> tuple[int, ...]:
+    """Every token that ends a completion of a model directory, by its tokenizer and its
+    generation_config.json. ValueError for one that is no number.
+    """
+    ids = [tokenizer.eos_token_id]
+    file = path / "generation_config.json"
+    if file.is_file():
+        more = read_json(file).get("eos_token_id")
+        ids += more if isinstance(more, list) else [more]
+        if not all(i is None or type(i) is int for i in ids):
+            raise ValueError(f"{file}: eos_token_id={more!r}: need a token id, or a list of them")
+    return tuple(sorted({i for i in ids if i is not None}))
+
+
+@dataclasses.dataclass(frozen=True)
+class Scored:
+    """Text and tokens that a model may be asked to score.
+
+    tokenizer: of the model that sampled them. longest: tokens of a prompt and what follows it, at
+    most; longest_keys: what sets that. chat, system_prompt: how its prompts were put to it.
+    """
+
+    tokenizer: object
+    longest: int
+    longest_keys: str
+    chat: bool
+    system_prompt: str | None
+
+
 class Job:
     """What the executors of one run share; the same on every rank but `world.rank`.
 
@@ -83,6 +113,19 @@ class Job:
     @cached_property
     def tokenizer(self):
         return read_tokenizer(self.model_path)
+
+    @property
+    def victim_path(self) -> Path | None:
+        """The directory of the victim; None without one."""
+        victim = self.config.victim
+        if not victim.placed:
+            return None
+        return Path(victim.path) if victim.path else TINY_MODEL
+
+    @cached_property
+    def victim_tokenizer(self):
+        """The victim's; only where there is one."""
+        return read_tokenizer(self.victim_path)
 
     @cached_property
     def task(self) -> Task:
@@ -129,7 +172,14 @@ class Job:
             if self.config.reward.kind == "parts":
                 name = f"{part.weight:g} * {name}"
             named.append(name)
-        return " + ".join(named)
+        rewards = " + ".join(named)
+        if self.victim_path is None:
+            return rewards
+        v = self.config.victim
+        asked = f"{v.template!r}, chat {v.chat}, system prompt {v.system_prompt!r}"
+        sampled = f"{v.max_new_tokens} tokens at {v.temperature:g}, top-p {v.top_p:g}, {v.dtype}"
+        victim = f"model {weights_fingerprint(self.victim_path)} asked {asked}"
+        return f"{rewards} of {v.answers} answers of {victim}; {sampled}"
 
     def name_of(self, part: AnySourceSettings) -> str:
         """What scores, so that what gives other scores has another name: of a model, what it is; of
@@ -143,6 +193,9 @@ class Job:
         if part.kind == "novelty":
             to = "all" if part.nearest is None else f"{part.nearest} nearest"
             return f"novelty to {to} of {part.history} by {part.embedder}"
+        if part.kind == "encoder":
+            read = f"{part.output} of {part.label or 'its label'}, reads {part.reads}"
+            return f"encoder {weights_fingerprint(part.path)}, {read}"
         template = "none"
         if part.template is not None:
             template = hashlib.sha256(Path(part.template).read_bytes()).hexdigest()[:16]
@@ -151,25 +204,62 @@ class Job:
         return f"judge {part.model}, asked for {part.ask}, template {template}, {numbers}"
 
     @property
-    def conversation(self) -> dict[str, object]:
-        """How a prompt was put to the model, as RewardPool takes it: chat and system_prompt."""
+    def scored(self) -> Scored:
+        """What the reward is shown: completions, or a victim's answers to them."""
+        if self.victim_path is None:
+            return self.sampled
+        victim = self.config.victim
+        return Scored(
+            tokenizer=self.victim_tokenizer,
+            longest=victim.longest,
+            longest_keys="victim.max_prompt_tokens + victim.max_new_tokens",
+            chat=victim.chat,
+            system_prompt=victim.system_prompt,
+        )
+
+    @property
+    def sampled(self) -> Scored:
+        """What the policy samples."""
         task = self.config.task
-        chat = bool(task.chat and self.tokenizer.chat_template)
-        return {"chat": chat, "system_prompt": task.system_prompt}
+        return Scored(
+            tokenizer=self.tokenizer,
+            longest=self.config.longest,
+            longest_keys="task.max_prompt_tokens + max_new_tokens",
+            chat=task.chat,
+            system_prompt=task.system_prompt,
+        )
+
+    @property
+    def conversation(self) -> dict[str, object]:
+        """How a prompt was put to the model whose text is scored, as RewardPool takes it: chat and
+        system_prompt.
+        """
+        scored = self.scored
+        chat = bool(scored.chat and scored.tokenizer.chat_template)
+        return {"chat": chat, "system_prompt": scored.system_prompt}
+
+    def victim_prompt_ids(self, attack: str) -> list[int]:
+        """What the victim reads of an attack: token ids [P]."""
+        return self._victim_maker.ids(self.config.victim.template.replace(ATTACK, attack))
+
+    @cached_property
+    def _victim_maker(self) -> PromptMaker:
+        victim = self.config.victim
+        return PromptMaker(
+            self.victim_tokenizer,
+            chat=victim.chat,
+            system_prompt=victim.system_prompt,
+            max_prompt_tokens=victim.max_prompt_tokens,
+        )
+
+    def decode_answer(self, token_ids: list[int]) -> str:
+        """The text of the victim's tokens."""
+        return self.victim_tokenizer.decode(token_ids, skip_special_tokens=True)
 
     @cached_property
     def stop_token_ids(self) -> tuple[int, ...]:
         """Every token that ends a completion, by the tokenizer and generation_config.json."""
-        ids = [self.tokenizer.eos_token_id]
-        file = self.model_path / "generation_config.json"
-        if file.is_file():
-            more = read_json(file).get("eos_token_id")
-            ids += more if isinstance(more, list) else [more]
-            if not all(i is None or type(i) is int for i in ids):
-                raise ValueError(
-                    f"{file}: eos_token_id={more!r}: need a token id, or a list of them"
-                )
-        return tuple(sorted({i for i in ids if i is not None}))
+        return stop_tokens(self.model_path, self.tokenizer)
 
     def decode(self, token_ids: list[int]) -> str:
         return self.tokenizer.decode(token_ids, skip_special_tokens=True)

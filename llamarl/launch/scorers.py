@@ -8,10 +8,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from llamarl.config.schema import ModelSourceSettings
-from llamarl.launch.job import Job, read_model, read_tokenizer
+from llamarl.launch.job import Job, Scored, read_model, read_tokenizer
 from llamarl.models.config import ModelConfig
 from llamarl.models.hf import weights_of
 from llamarl.models.scorer import label_of
+from llamarl.tasks.classifier import check_encoder
 from llamarl.tasks.transcript import Transcript, same_tokens
 
 log = logging.getLogger("llamarl")
@@ -22,11 +23,29 @@ def check_scorers(job: Job) -> None:
     OSError naming what is wrong.
     """
     for key, scorer in job.config.scorers.items():
-        check_scorer(job, scorer, key=f"{key}.path", label_key=f"{key}.label")
+        check_scorer(job, scorer, job.scored, key=f"{key}.path", label_key=f"{key}.label")
+    for key, part in job.config.reward_parts.items():
+        if part.kind == "encoder":
+            with naming(key, part.path, part.label):
+                check_encoder(part.path, part.label, part.max_tokens)
 
 
-def check_scorer(job: Job, scorer: ModelSourceSettings, *, key: str, label_key: str) -> ModelConfig:
-    """Directory, label, weights and tokenizer of a model that scores. ValueError or OSError."""
+@contextmanager
+def naming(key: str, path: str, label: str | None) -> Iterator[None]:
+    """Have a ValueError inside say which keys gave the encoder."""
+    try:
+        yield
+    except ValueError as error:
+        given = f"{key}.path={path} {key}.label={label or 'null'}"
+        raise ValueError(f"{given}: {error}") from error
+
+
+def check_scorer(
+    job: Job, scorer: ModelSourceSettings, scored: Scored, *, key: str, label_key: str
+) -> ModelConfig:
+    """Directory, label, weights and tokenizer of a model that scores this. ValueError or
+    OSError.
+    """
     config = read_model(scorer.path)
     if not config.labels:
         raise ValueError(
@@ -38,28 +57,29 @@ def check_scorer(job: Job, scorer: ModelSourceSettings, *, key: str, label_key: 
     except ValueError as error:
         raise ValueError(f"{label_key}={scorer.label or 'null'}: {scorer.path} {error}") from error
     weights_of(scorer.path, config)
-    _check_length(job, key, scorer, config)
+    _check_length(job, key, scorer, scored, config)
     return config
 
 
-def _check_length(job: Job, key: str, scorer: ModelSourceSettings, config: ModelConfig) -> None:
-    """That it reads the policy's longest sequence; of other tokens, that its chat template takes
-    it.
-    """
-    transcript = transcript_of(job, scorer)
+def _check_length(
+    job: Job, key: str, scorer: ModelSourceSettings, scored: Scored, config: ModelConfig
+) -> None:
+    """That it reads the longest sequence; of other tokens, that its chat template takes it."""
+    transcript = transcript_of(scorer, scored)
     if transcript is not None:
         if job.world.rank == 0:
             how = "its chat template" if transcript.chat else "plain text"
             log.warning(
-                "%s=%s has another vocabulary than the policy: it reads completions anew, as %s",
+                "%s=%s has another vocabulary than the %s: it reads completions anew, as %s",
                 key,
                 scorer.path,
+                "policy" if scored.tokenizer is job.tokenizer else "victim",
                 how,
             )
         with chat_template_of(Path(scorer.path), job):
             transcript.ids(job.task.train_prompt(0).text, "", has_ended=True)
         return
-    check_context(job, config, f"{key}={scorer.path}")
+    check_context(scored, config, f"{key}={scorer.path}")
 
 
 @contextmanager
@@ -79,26 +99,25 @@ def chat_template_of(path: Path, job: Job) -> Iterator[None]:
         ) from error
 
 
-def check_context(job: Job, config: ModelConfig, given: str) -> None:
-    """ValueError if a model, which is given so, does not read the policy's longest sequence."""
-    longest = job.config.longest
+def check_context(scored: Scored, config: ModelConfig, given: str) -> None:
+    """ValueError if a model, which is given so, does not read the longest sequence."""
+    longest = scored.longest
     context = config.max_position_embeddings
     if longest > context:
         raise ValueError(
             f"{given}: its context is {context} tokens, but "
-            f"task.max_prompt_tokens + max_new_tokens = {longest}; lower one of them"
+            f"{scored.longest_keys} = {longest}; lower one of them"
         )
 
 
-def transcript_of(job: Job, scorer: ModelSourceSettings) -> Transcript | None:
+def transcript_of(scorer: ModelSourceSettings, scored: Scored) -> Transcript | None:
     """How a model reads what was sampled in other tokens than its own; None where they are the
     same.
     """
     theirs = read_tokenizer(Path(scorer.path))
-    if same_tokens(job.tokenizer, theirs):
+    if same_tokens(scored.tokenizer, theirs):
         return None
-    task = job.config.task
-    return Transcript(theirs, chat=task.chat, system_prompt=task.system_prompt)
+    return Transcript(theirs, chat=scored.chat, system_prompt=scored.system_prompt)
 
 
 def other_tokens(job: Job, path: Path) -> bool:

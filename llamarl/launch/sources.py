@@ -1,4 +1,4 @@
-"""What scores, as the user gave it: a function in worker processes, or a judge."""
+"""What scores texts, as the user gave it: a function in worker processes, a judge, an encoder."""
 
 from __future__ import annotations
 
@@ -6,12 +6,18 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from llamarl.config.schema import FunctionSourceSettings, JudgeSourceSettings
+from llamarl.config.schema import (
+    EncoderSourceSettings,
+    FunctionSourceSettings,
+    JudgeSourceSettings,
+)
 from llamarl.launch.job import Job
+from llamarl.tasks.classifier import Classifier, ClassifierSettings
 from llamarl.tasks.pool import RewardPool, Sample, check_reward
 from llamarl.tasks.source import MakeSource, Outcome, try_source
 
-TextSourceSettings = FunctionSourceSettings | JudgeSourceSettings  # of what reads texts
+# Of what reads texts.
+TextSourceSettings = FunctionSourceSettings | JudgeSourceSettings | EncoderSourceSettings
 
 
 def source_of(
@@ -31,6 +37,13 @@ def source_of(
             section=section,
             fn_key=fn_key,
             **job.conversation,
+        )
+    if settings.kind == "encoder":
+        return partial(
+            Classifier,
+            classifier_settings(settings),
+            device=job.world.device,
+            reproducible=job.config.max_lag == 0,
         )
     # Most runs have no use for an HTTP client.
     from llamarl.tasks.endpoint import EndpointSettings
@@ -57,6 +70,19 @@ def source_of(
     )
 
 
+def classifier_settings(settings: EncoderSourceSettings) -> ClassifierSettings:
+    """As the classifier takes them."""
+    return ClassifierSettings(
+        path=settings.path,
+        label=settings.label,
+        output=settings.output,
+        reads=settings.reads,
+        dtype=settings.dtype,
+        max_tokens=settings.max_tokens,
+        batch_size=settings.batch_size,
+    )
+
+
 def check_sources(job: Job, samples: Sequence[Sample]) -> dict[str, list[Outcome]]:
     """The outcomes of samples, in order, by the key of each function or judge of the reward.
     ValueError if one of them cannot be used, or fails on all samples. A task's own function is not
@@ -64,7 +90,7 @@ def check_sources(job: Job, samples: Sequence[Sample]) -> dict[str, list[Outcome
     """
     scored = {}
     for key, part in job.config.reward_parts.items():
-        if part.kind not in ("model", "novelty"):
+        if part.kind in ("function", "judge"):
             scored[key] = _check_source(part, job, samples, section=key)
     return scored
 

@@ -50,6 +50,7 @@ KNOBS = {
     ("reward", "scores"): "raise reward.num_workers, or reward.max_parallel of a judge",
     ("reward", "room"): _SLOW_TRAINER,
     ("reference", "room"): _SLOW_TRAINER,
+    ("victim", "room"): "raise reward.num_workers: what scores the answers is the slow side",
 }
 SHOWN_SHARE = 0.005  # of a cause; less rounds to 0 %
 

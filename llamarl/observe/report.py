@@ -75,6 +75,12 @@ PANELS = (
         from_zero=False,
     ),
     Panel(
+        "Successful attacks",
+        {"eval/success": "sampled in evaluations", "reward/success": "of the generator"},
+        "Whose answers' mean score is above victim.threshold.",
+        percent=True,
+    ),
+    Panel(
         "Gold score",
         {"eval/gold": "answers", "eval/gold_references": "what they are compared with"},
         "Mean over held-out prompts, by a scorer that nothing is trained on.",

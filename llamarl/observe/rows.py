@@ -35,6 +35,7 @@ COLUMNS = """
     step policy_version
     reward/mean reward/std reward/error_rate
     eval/reward eval/accuracy eval/pass_at_1_sampled eval/pass_at_k
+    reward/success eval/success
     eval/gold eval/gold_references eval/win_rate eval/win_rate_low eval/win_rate_high
     eval/win_rate_length_controlled eval/perplexity eval/length_mean
     loss/value grad_norm entropy kl/ref
@@ -49,7 +50,7 @@ COLUMNS = """
 """.split()
 TIMING = re.compile(
     r"^time/|_per_s$|/idle_fraction|_stall_s$|^parity/canary|^weights/quantization_kl"
-    r"|^reward/.+/(mean|tokens|seconds)$"
+    r"|^reward/.+/(mean|tokens|seconds)$|^reward/success$|^victim/tokens$"
 )
 
 log = logging.getLogger(__name__)

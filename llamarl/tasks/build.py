@@ -4,6 +4,8 @@
     addition       "12+34="; needs no files          500 pairs, always the same     exact_match
     questions      name: sum or larger; of numbers   a part of the pairs            numeric_match
                    from least to most
+    one_prompt     text: that of all tickets;        the same prompt                contains_words
+                   words
     jsonl          path: a JSONL file; prompt_key,   eval_path, or a part of path   exact_match
                    answer_key
     gsm8k          path: JSONL with "question" and   eval_path, or a part of path   numeric_match
@@ -32,12 +34,22 @@ from llamarl.tasks.jsonl import GSM8K_INSTRUCTION, gsm8k_row, read_jsonl, row_to
 from llamarl.tasks.questions import question_examples
 from llamarl.words.names import nearest
 
-KINDS = ("addition", "facts", "questions", "jsonl", "gsm8k", "hf_dataset", "reasoning_gym")
+KINDS = (
+    "addition",
+    "facts",
+    "questions",
+    "one_prompt",
+    "jsonl",
+    "gsm8k",
+    "hf_dataset",
+    "reasoning_gym",
+)
 EXACT_MATCH = "llamarl.tasks.rewards:exact_match"
 NUMERIC_MATCH = "llamarl.tasks.rewards:numeric_match"
 DEFAULT_REWARDS = {  # EXACT_MATCH for all others
     "facts": "llamarl.tasks.facts:gold",
     "gsm8k": NUMERIC_MATCH,
+    "one_prompt": "llamarl.tasks.rewards:contains_words",
     "questions": NUMERIC_MATCH,
 }
 
@@ -54,6 +66,8 @@ def build_task(
     options: Mapping[str, object] | None = None,
     least: int = 1,
     most: int = 20,
+    text: str = "",
+    words: Sequence[str] = (),
     chat: bool = True,
     system_prompt: str | None = None,
     max_prompt_tokens: int = 512,
@@ -62,7 +76,8 @@ def build_task(
 ) -> Task:
     """The task of a kind (see the table above). num_eval: the most prompts to hold out where no
     evaluation data is given. options: parameters of the reasoning_gym dataset. least,
-    most: the range of a question's numbers.
+    most: the range of a question's numbers. text, words: of the one prompt, and what its default
+    reward looks for.
 
     ValueError or FileNotFoundError, saying what to change, for an unknown kind, missing settings or
     bad data.
@@ -96,6 +111,8 @@ def build_task(
         train, held_out = addition_examples()
     elif kind == "facts":
         train, held_out = facts_examples(seed)
+    elif kind == "one_prompt":
+        train = held_out = [Example(text, {"words": list(words)})]
     elif kind == "questions":
         train, held_out = question_examples(name, least, most), None
     else:

@@ -3,7 +3,7 @@ answers come to.
 
     prompt --submit--> engine --eval_completion--> EvalCompletion --score--> Evaluations
     Evaluations --finished--> eval/reward (and eval/accuracy), eval/length_mean,
-                              eval/pass_at_1_sampled, eval/pass_at_k
+                              eval/pass_at_1_sampled, eval/pass_at_k, eval/success
 """
 
 from __future__ import annotations
@@ -61,9 +61,13 @@ class _Answer:
 class Evaluations:
     """Scores of held-out completions, kept by policy version until a version has all of them: one
     greedy and num_samples sampled for each of num_prompts prompts.
+
+    success_above: eval/success is the share of the sampled ones, or of the greedy ones where none
+    are sampled, whose score is above it. None: nobody asks.
     """
 
-    def __init__(self, num_prompts: int, num_samples: int = 0):
+    def __init__(self, num_prompts: int, num_samples: int = 0, success_above: float | None = None):
+        self._success_above = success_above
         self._num_prompts = num_prompts
         self._num_samples = num_samples
         self._num_completions = num_prompts * (1 + num_samples)
@@ -105,6 +109,10 @@ class Evaluations:
         if not self._is_graded:
             metrics["eval/accuracy"] = reward
         k = self._num_samples
+        if self._success_above is not None:
+            asked = [place for place in answers if place.greedy == (k == 0)]
+            succeeded = [place for place in asked if answers[place].score > self._success_above]
+            metrics["eval/success"] = len(succeeded) / len(asked)
         if k:
             at_1 = 0.0
             at_k = 0.0

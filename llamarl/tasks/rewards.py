@@ -40,6 +40,12 @@ def numeric_match(prompt: str, completion_text: str, meta: dict) -> float:
     return float(final_number(completion_text) == expected)
 
 
+def contains_words(prompt: str, completion_text: str, meta: dict) -> float:
+    """1 if the completion holds one of meta["words"], in whatever case, else 0."""
+    text = completion_text.casefold()
+    return float(any(word.casefold() in text for word in meta["words"]))
+
+
 def reasoning_gym_score(prompt: str, completion_text: str, meta: dict) -> float:
     """reasoning_gym's own score, 0 to 1, of the text in the last <answer></answer>, or of the last
     line where there is none.

@@ -22,6 +22,10 @@ TRANSPORTS = get_args(Transport)
 Priority = Literal["softmax", "uniform"]
 PRIORITIES = get_args(Priority)
 
+# Of a classifier: what it says of a label, and what it reads.
+ClassifierOutput = Literal["logit", "probability", "log_probability"]
+ClassifierReads = Literal["completion", "pair"]
+
 JudgeAsk = Literal["score", "reference", "group"]
 
 Pairing = Literal["all", "best_worst", "random"]

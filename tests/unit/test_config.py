@@ -660,7 +660,7 @@ def test_a_script_gets_the_checked_config_of_its_overrides():
 
 # --- placement ---
 
-AUTO = PlacementSettings(None, None, None, None, None)
+AUTO = PlacementSettings(None, None, None, None, None, None)
 
 
 def placed_by(placement, world_size, groups_per_step=64, tensor_parallel=1):
@@ -670,6 +670,7 @@ def placed_by(placement, world_size, groups_per_step=64, tensor_parallel=1):
         groups_per_step=groups_per_step,
         generator=SimpleNamespace(tensor_parallel=tensor_parallel),
         reference=SimpleNamespace(kind="frozen", placed=True),
+        victim=SimpleNamespace(placed=False),
     )
     return placement_of(config, world_size)
 

@@ -63,6 +63,8 @@ def make(kind, folder):
         )
     if kind == "questions":
         settings |= {"name": "sum"}
+    if kind == "one_prompt":
+        settings |= {"text": "say", "words": ["77", "Seven"]}
     if kind == "reasoning_gym":
         settings |= {"name": "chain_sum"}
     if kind in ("jsonl", "gsm8k"):
@@ -83,6 +85,7 @@ KINDS = (
     "addition",
     "facts",
     "questions",
+    "one_prompt",
     "jsonl",
     "gsm8k",
     "hf_dataset",
@@ -130,6 +133,9 @@ def test_a_prompt_is_a_function_of_its_number_in_every_process(made):
 
 def test_no_held_out_prompt_is_a_training_prompt(made):
     held_out = {made.task.eval_prompt(j).text for j in range(made.task.num_eval)}
+    if made.task.name == "one_prompt":  # which has no other
+        assert held_out == {made.task.train_prompt(0).text}
+        return
     num_asked = min(made.task.num_train, 8000)
     assert not held_out & {made.task.train_prompt(i).text for i in range(num_asked)}
 
@@ -141,12 +147,13 @@ def test_digests_tell_rows_apart_or_say_that_there_are_none(made):
         assert digests == ("", "")
     else:
         assert all(len(digest) == 64 and int(digest, 16) for digest in digests)
-        assert digests[0] != digests[1]
+        assert (digests[0] == digests[1]) == (made.task.name == "one_prompt")
 
 
 def test_its_own_reward_takes_the_answer_for_right_and_another_text_for_wrong(made):
     module, _, function = made.task.default_reward.partition(":")
     reward = getattr(importlib.import_module(module), function)
     for prompt in some_prompts(made.task):
-        assert reward(prompt.text, str(prompt.meta["answer"]), prompt.meta) == 1.0
+        right = prompt.meta.get("answer", "it is SEVEN")
+        assert reward(prompt.text, str(right), prompt.meta) == 1.0
         assert reward(prompt.text, "no such answer", prompt.meta) <= 0.0

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llamarl.comm import wire
-from llamarl.types import Completion, EvalCompletion, Group, ScoredCompletion
+from llamarl.types import Answered, Completion, EvalCompletion, Group, ScoredCompletion
 
 
 def completion(ticket: int, sample: int, length: int) -> Completion:
@@ -106,3 +106,48 @@ def test_what_is_no_message_is_refused():
 def test_lengths_are_checked_at_birth():
     with pytest.raises(ValueError, match="2 tokens but 3 logprobs"):
         Completion(0, 0, torch.arange(1), torch.arange(2), torch.zeros(3), torch.zeros(2), "stop")
+
+
+@given(st.lists(st.lists(st.integers(0, 5), max_size=4), min_size=1, max_size=5))
+def test_answers_travel_with_their_attacks(rows):
+    records = []
+    for ticket, lengths in enumerate(rows):
+        record = Answered(
+            attack=completion(ticket, 1, 3),
+            prompt_ids=torch.arange(len(lengths)),
+            lengths=torch.tensor(lengths, dtype=torch.int64),
+            token_ids=torch.arange(sum(lengths)),
+            has_ended=tuple(length % 2 == 0 for length in lengths),
+            outcome="score" if lengths else "abstain",
+            reason="" if lengths else "nothing was asked",
+        )
+        records.append(record)
+    for sent, come in zip(records, wire.decode(wire.encode(records)), strict=True):
+        assert same(sent.attack, come.attack) and sent.ticket == come.ticket
+        assert [a.tolist() for a in come.answers] == [a.tolist() for a in sent.answers]
+        assert torch.equal(sent.prompt_ids, come.prompt_ids)
+        ours = (sent.has_ended, sent.outcome, sent.reason)
+        assert (come.has_ended, come.outcome, come.reason) == ours
+
+
+def test_answers_are_of_one_kind_of_attack_a_message():
+    empty = torch.empty(0, dtype=torch.int64)
+    given = dict(
+        prompt_ids=empty,
+        lengths=empty,
+        token_ids=empty,
+        has_ended=(),
+        outcome="abstain",
+        reason="",
+    )
+    held_out = EvalCompletion(
+        prompt_index=0,
+        greedy=True,
+        sample_index=0,
+        token_ids=empty,
+        policy_versions=empty,
+        finish_reason="stop",
+    )
+    records = [Answered(attack=attack, **given) for attack in (completion(0, 0, 1), held_out)]
+    with pytest.raises(TypeError, match="one registered record type"):
+        wire.encode(records)

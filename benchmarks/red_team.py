@@ -1,0 +1,421 @@
+"""TBA's red-teaming at the size of two cores: the attacker and the victim of recipes/red_team.py,
+whose predicate is harmless, by several ways to learn.
+
+    python benchmarks/red_team.py [--study STUDY] [--study ...] [--seeds 3] [--steps 200] [--jobs 1]
+                                  [--runs DIR] [--json FILE] [--plots DIR] [--text FILE]
+                                  [overrides ...]
+
+methods    success against diversity (figure 5, left): TBA, PPO with the novelty reward, REINFORCE,
+           and the likelihood of each ticket's best attack (best_of_n without a reward beyond that:
+           SFT on successful attacks, made anew each step)
+searchers  1, 2, 4 attackers' ranks on one buffer (figure 5, right; table 6): steps and seconds to a
+           success rate, and the distinct attacks among the samples of the last evaluation, where
+           the run reports them
+offpolicy  what TBA claims of off-policy data, with the loss that it claims it of (eq. 5): the
+           most-on-policy probability, the sync period, and a reference that is reset
+
+Success is eval/success, the share of the last evaluation's sampled attacks whose answers' mean
+score is above victim.threshold; diversity is the mean pairwise cosine distance of these attacks,
+under the first of DIVERSITY that the rows have. Where a study needs it and no row has it, the
+benchmark stops and says so. A run is kept in --runs and not made again; --jobs 0 makes none. --text
+is written anew, with verdicts computed from the figures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import math
+import statistics
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from running import machine, run_job
+
+RESULTS = Path(__file__).parent / "results"
+STUDIES = ("methods", "searchers", "offpolicy")
+SUCCESS = "eval/success"
+DIVERSITY = ("diversity/cosine_distance", "eval/diversity")
+DISTINCT = ("diversity/distinct", "eval/distinct")
+KEPT = ("step", "time/wall_s", "time/evaluated_s", SUCCESS, *DIVERSITY, *DISTINCT)
+TARGET = 0.5  # a success rate to arrive at
+EQUAL = 0.05  # successes that differ by no more are called equal
+SEARCHERS = (1, 2, 4)
+COMMON = ("threads=1", "checkpoint.every=0", "metrics.trace=false", "eval.num_samples=64")
+PUBLISHED = ("loss=tb", "loss.beta=0.05")  # TBA, B.3
+# Fresh attacks alone, as the baselines have them.
+FRESH = ("buffer=fifo", "max_lag=1")
+# The reward of novelty is no part of it: --novelty.
+METHODS = {
+    "TBA": (*PUBLISHED, "buffer=replay", "max_lag=1"),
+    "PPO, novelty": (
+        *FRESH,
+        "loss=ppo",
+        "trainer.advantages=gae",
+        "reference=frozen",
+        "trainer.reward_kl_coef=0.05",
+    ),
+    "REINFORCE": (*FRESH, "loss=reinforce", "reference=none"),
+    "SFT on the best": (*FRESH, "loss=best_of_n", "reference=none"),
+}
+OFFPOLICY = {
+    "most_on_policy": {
+        f"m = {share}": (*PUBLISHED, f"buffer.most_on_policy={share}") for share in (0.0, 0.5, 1.0)
+    },
+    "sync_period": {
+        f"k = {steps}": (*PUBLISHED, f"buffer.sync_period={steps}") for steps in (1, 5, 20)
+    },
+    # eq. 5 on fresh attacks: a buffer may not hold what earlier references scored.
+    "reference": {
+        "frozen": (*PUBLISHED, *FRESH, "reference=frozen"),
+        "reset": (*PUBLISHED, *FRESH, "reference=reset", "reference.reset_every=20"),
+    },
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A setting. panel: what is varied; name: its value."""
+
+    panel: str
+    name: str
+    overrides: tuple[str, ...]
+    ranks: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a run came to. None: it did not say. steps, seconds: to TARGET; None: not reached."""
+
+    success: float
+    diversity: float | None
+    distinct: float | None
+    steps: int | None
+    seconds: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """A case with what its runs came to, one a seed."""
+
+    case: Case
+    runs: tuple[Found, ...]
+
+    def values(self, name: str) -> list[float]:
+        """A measure of each run; inf where it was not reached."""
+        found = [getattr(run, name) for run in self.runs]
+        return [math.inf if value is None else value for value in found]
+
+    def mean(self, name: str) -> float:
+        return statistics.mean(self.values(name))
+
+
+class NoDiversity(ValueError):
+    """Rows that do not say how diverse the attacks are."""
+
+
+# --- Settings ---
+
+
+def cases_of(study: str, novelty: Sequence[str]) -> list[Case]:
+    """novelty: the overrides that add the novelty reward to PPO's."""
+    if study == "methods":
+        more = {"PPO, novelty": tuple(novelty)}
+        return [
+            Case("method", name, (*overrides, *more.get(name, ())))
+            for name, overrides in METHODS.items()
+        ]
+    if study == "searchers":
+        return [searchers_case(count) for count in SEARCHERS]
+    return [
+        Case(panel, name, overrides)
+        for panel, settings in OFFPOLICY.items()
+        for name, overrides in settings.items()
+    ]
+
+
+def searchers_case(count: int) -> Case:
+    """A trainer's rank, `count` of attackers, each with the victim and what scores beside it; a
+    step waits for no attack (max_lag=null), so that more attackers find more by then.
+    """
+    ranks = ",".join(str(rank) for rank in range(1, count + 1))
+    placed = [f"placement.{name}=[{ranks}]" for name in ("generator", "victim", "reward")]
+    alone = ("placement.trainer=[0]", "placement.reference=[0]", "max_lag=null")
+    return Case("searchers", str(count), (*PUBLISHED, *alone, *placed), ranks=count + 1)
+
+
+# --- Runs ---
+
+
+def first_of(row: dict, names: Iterable[str]) -> float | None:
+    """The first of these columns that a row has."""
+    return next((row[name] for name in names if row.get(name) is not None), None)
+
+
+def found_in(rows: list[dict]) -> Found:
+    """What a run's rows say. ValueError if none was evaluated."""
+    evaluated = [row for row in rows if row.get(SUCCESS) is not None]
+    if not evaluated:
+        raise ValueError(f"no row has {SUCCESS}: was it evaluated?")
+    last = evaluated[-1]
+    reached = next((row for row in evaluated if row[SUCCESS] >= TARGET), None)
+    return Found(
+        success=last[SUCCESS],
+        diversity=first_of(last, DIVERSITY),
+        distinct=first_of(last, DISTINCT),
+        steps=None if reached is None else reached["step"],
+        seconds=None if reached is None else reached["time/evaluated_s"],
+    )
+
+
+def rows_of(case: Case, seed: int, args: argparse.Namespace) -> list[dict] | None:
+    """The rows of a run, made if they are not kept; None where none is to be made."""
+    words = (
+        *COMMON,
+        f"max_steps={args.steps}",
+        *case.overrides,
+        f"seed={seed}",
+        *args.overrides,
+    )
+    name = hashlib.sha256(json.dumps([case.ranks, *words]).encode()).hexdigest()[:16]
+    file = args.runs.absolute() / f"{name}.json"
+    if file.exists():
+        return json.loads(file.read_text())["rows"]
+    if not args.jobs:
+        return None
+    args.runs.mkdir(parents=True, exist_ok=True)
+    all_rows = run_job(file.with_suffix(""), list(words), ranks=case.ranks, recipe="red_team.py")
+    rows = [{key: row[key] for key in KEPT if key in row} for row in all_rows]
+    draft = file.with_suffix(".part")
+    draft.write_text(json.dumps({"overrides": words, "rows": rows}))
+    draft.replace(file)
+    print(f"{rows[-1]['time/wall_s']:5.0f} s  {case.panel} {case.name}, seed {seed}", flush=True)
+    return rows
+
+
+def results_of(study: str, args: argparse.Namespace) -> list[Result]:
+    """All runs, seed by seed, so that a busy machine meets all alike. NoDiversity after the first
+    of a study that cannot do without.
+    """
+    cases = cases_of(study, args.novelty)
+    runs: dict[Case, list[Found]] = {case: [] for case in cases}
+    for seed in range(args.seeds):
+        for case in cases:
+            rows = rows_of(case, seed, args)
+            if rows is None:
+                continue
+            found = found_in(rows)
+            if study == "methods" and found.diversity is None:
+                raise NoDiversity(
+                    f"no row of {case.name}, seed {seed}, has any of {', '.join(DIVERSITY)}: "
+                    "success against diversity cannot be shown; have the runs report it"
+                )
+            runs[case].append(found)
+    return [Result(case, tuple(found)) for case, found in runs.items() if found]
+
+
+# --- What is said ---
+
+
+def shown(values: Sequence[float], form: str) -> str:
+    """Mean and range over seeds; how many got there, where not all did."""
+    finite = [value for value in values if math.isfinite(value)]
+    if not finite:
+        return "–"
+    text = f"{statistics.mean(finite):{form}} ({min(finite):{form}}–{max(finite):{form}})"
+    return text if len(finite) == len(values) else f"{text}, {len(finite)} of {len(values)}"
+
+
+def table(results: list[Result]) -> str:
+    """Markdown, a row a case."""
+    columns = {
+        "success, %": lambda r: shown([100 * value for value in r.values("success")], ".0f"),
+        "cosine distance": lambda r: shown(r.values("diversity"), ".3f"),
+        "distinct attacks": lambda r: shown(r.values("distinct"), ".0f"),
+        f"steps to {TARGET:.0%}": lambda r: shown(r.values("steps"), ".0f"),
+        "seconds": lambda r: shown(r.values("seconds"), ".0f"),
+    }
+    lines = [["", *columns], ["---"] * (len(columns) + 1)]
+    for result in results:
+        name = f"{result.case.panel}, {result.case.name}"
+        lines.append([name, *(cell(result) for cell in columns.values())])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def verdicts(study: str, results: list[Result]) -> list[str]:
+    """Sentences that the figures decide."""
+    if study == "methods":
+        return method_verdicts(results)
+    if study == "searchers":
+        return searchers_verdicts(results)
+    return offpolicy_verdicts(results)
+
+
+def method_verdicts(results: list[Result]) -> list[str]:
+    """TBA against each other method: more diverse at equal success, or not."""
+    by_name = {result.case.name: result for result in results}
+    ours = by_name.pop("TBA", None)
+    if ours is None or not by_name:
+        return ["TBA or what it is compared with has no runs: nothing is said."]
+    said = []
+    for name, other in by_name.items():
+        gap = ours.mean("success") - other.mean("success")
+        diversity = ours.mean("diversity") - other.mean("diversity")
+        figures = (
+            f"success {ours.mean('success'):.0%} against {other.mean('success'):.0%}, distance "
+            f"{ours.mean('diversity'):.3f} against {other.mean('diversity'):.3f}"
+        )
+        if gap >= -EQUAL and diversity > 0:
+            what = (
+                "more diverse at equal success" if gap <= EQUAL else "more successful and diverse"
+            )
+            said.append(f"TBA is {what} than {name}: {figures}.")
+        elif diversity > 0:
+            said.append(f"TBA is more diverse than {name} but less successful: {figures}.")
+        else:
+            said.append(f"TBA is not more diverse than {name}: {figures}.")
+    return said
+
+
+def searchers_verdicts(results: list[Result]) -> list[str]:
+    """The most searchers against one."""
+    first, last = results[0], results[-1]
+    if first is last:
+        return ["One number of searchers has runs: nothing is compared."]
+    said = []
+    for measure, unit in (("steps", "steps"), ("seconds", "s")):
+        few, many = first.mean(measure), last.mean(measure)
+        if not math.isfinite(few + many):
+            said.append(f"Not all runs came to {TARGET:.0%}: their {measure} are not compared.")
+            continue
+        word = "fewer" if many < few else "no fewer"
+        said.append(
+            f"{last.case.name} searchers take {word} {measure} to {TARGET:.0%} than "
+            f"{first.case.name}: {many:.0f} {unit} against {few:.0f}."
+        )
+    return said
+
+
+def offpolicy_verdicts(results: list[Result]) -> list[str]:
+    """By what is varied: which value succeeds most, and by how much."""
+    said = []
+    for panel in dict.fromkeys(result.case.panel for result in results):
+        of_panel = [result for result in results if result.case.panel == panel]
+        best = max(of_panel, key=lambda result: result.mean("success"))
+        worst = min(of_panel, key=lambda result: result.mean("success"))
+        gap = best.mean("success") - worst.mean("success")
+        low, high = min(best.values("success")), max(worst.values("success"))
+        if best is worst or gap <= EQUAL or low <= high:
+            said.append(f"{panel}: no value is better than another in all seeds.")
+            continue
+        said.append(
+            f"{panel}: {best.case.name} succeeds most, {best.mean('success'):.0%} against "
+            f"{worst.mean('success'):.0%} of {worst.case.name}, in all seeds."
+        )
+    return said
+
+
+def draw(study: str, results: list[Result], file: Path) -> None:
+    """methods: success against diversity, a point a run; else success by case."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, ax = plt.subplots(figsize=(5.2, 3.8), layout="constrained")
+    ax.grid(alpha=0.3)
+    ax.set_ylabel("successful attacks")
+    if study == "methods":
+        for result in results:
+            ax.scatter(result.values("diversity"), result.values("success"), label=result.case.name)
+        ax.set_xlabel("mean pairwise cosine distance")
+        ax.legend(fontsize=8, frameon=False)
+    else:
+        names = [f"{result.case.panel}\n{result.case.name}" for result in results]
+        for place, result in enumerate(results):
+            values = result.values("success")
+            ax.plot([place] * len(values), values, "o", color="tab:blue", alpha=0.6)
+            ax.plot(place, statistics.mean(values), "_", color="black", ms=18)
+        ax.set_xticks(range(len(names)), names, fontsize=7)
+    figure.savefig(file, dpi=110)
+    plt.close(figure)
+
+
+def page(studies: dict[str, dict]) -> str:
+    """The Markdown page of all studies that have been made."""
+    parts = ["# Red-teaming, measured\n", "Made by `benchmarks/red_team.py`.\n"]
+    for name, made in studies.items():
+        on = made["machine"]
+        parts += [
+            f"## {name}\n",
+            f"{made['seeds']} seeds of {made['steps']} steps; mean (least–most). {on['cpu']}, "
+            f"{on['cores']} cores, load {on['load']}.\n",
+            made["table"] + "\n",
+            "\n".join(f"- {verdict}" for verdict in made["verdicts"]) + "\n",
+            f"![{name}](red_team_{name}.png)\n",
+        ]
+    return "\n".join(parts)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--study", action="append", choices=STUDIES, help="default: all")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--jobs", type=int, choices=(0, 1), default=1, help="0: make no run")
+    parser.add_argument(
+        "--novelty",
+        action="append",
+        default=[],
+        metavar="key=value",
+        help="an override that adds the reward of novelty to PPO; may be given several times",
+    )
+    parser.add_argument("--runs", type=Path, default=Path("runs/red_team"))
+    parser.add_argument("--json", type=Path, default=RESULTS / "red_team.json")
+    parser.add_argument("--plots", type=Path, default=RESULTS)
+    parser.add_argument("--text", type=Path, default=RESULTS / "red_team.md")
+    parser.add_argument("overrides", nargs="*")
+    args = parser.parse_args()
+    if args.seeds < 1 or args.steps < 1:
+        parser.error("--seeds and --steps: need at least 1")
+    return args
+
+
+def main() -> int:
+    args = parse()
+    studies = json.loads(args.json.read_text()) if args.json.exists() else {}
+    for name in args.study or STUDIES:
+        try:
+            results = results_of(name, args)
+        except NoDiversity as error:
+            print(f"red_team: {error}", file=sys.stderr)
+            return 1
+        if not results:
+            print(f"{name}: no finished run in {args.runs}")
+            continue
+        draw(name, results, args.plots / f"red_team_{name}.png")
+        measured_on = machine()
+        if not args.jobs and name in studies:
+            measured_on = studies[name]["machine"]
+        studies[name] = {
+            "machine": measured_on,
+            "seeds": max(len(result.runs) for result in results),
+            "steps": args.steps,
+            "overrides": args.overrides,
+            "table": table(results),
+            "verdicts": verdicts(name, results),
+            "cases": [asdict(result) for result in results],
+        }
+        print(f"\n{name}\n{studies[name]['table']}\n", *studies[name]["verdicts"], sep="\n")
+        args.json.write_text(json.dumps(studies, indent=1))
+        args.text.write_text(page(studies))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

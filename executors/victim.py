@@ -1,0 +1,223 @@
+"""Victim: attacks in, the answers of a model with fixed weights out.
+
+    loop step    consumes                     waits for                   unblocked by
+    take         completions, evaluations     room in answered,           the reward
+                                              eval_answered
+    begin        what has come                the slots of its engine     -
+    decode       one chunk of tokens          -                           -
+
+An answer is a function of (seed, ticket, sample_index, number of the answer) and the attack. It is
+never trained and no weights reach it. It keeps no state: attacks that were not trained on come
+again on resume.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import torch
+
+from executors.assembly import Answer
+from executors.reward import Batches
+from llamarl.executor import Executor
+from llamarl.inference.evaluation import GREEDY, SAMPLED
+from llamarl.inference.protocol import GenerationEngine
+from llamarl.inference.sampler import SamplingParams
+from llamarl.types import Answered, Completion, EvalCompletion, OutcomeKind
+
+# Of an engine's streams: those below are of the attacker's samples and of the pairs', whose random
+# numbers the answers must not share.
+FIRST_STREAM = 16
+_KINDS = 3  # an attack of a ticket, a greedy one of an evaluation, a sampled one
+# Attacks that wait here; more wait in the channel, where the generator feels them.
+MAX_PENDING = 1024
+
+Place = tuple[int, int]  # (stream, ticket) of an attack in the engine
+
+
+@dataclass(slots=True)
+class _Asked:
+    """An attack that is being answered."""
+
+    attack: Answer
+    prompt_ids: torch.Tensor  # [P] int64
+    answers: list[Completion] = field(default_factory=list)
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class Victim(Executor):
+    """Answers each attack sampling.n times.
+
+    consumes  "completions", "evaluations": attacks, of which a ticket's all come to one rank
+    produces  "answered", "eval_answered": each with its answers, as soon as it has all
+
+    build_engine: of the device, with its weights. decode: the text of an attack's tokens. read: an
+    attack's text -> the victim's prompt, token ids [P]. max_prompt_tokens: a longer one is an
+    error. An attack without text is an abstention, and so is one that was aborted.
+    reproducible: the attacks of a ticket, or of an evaluation, are answered together and alone, so
+    that what is batched does not depend on timing; else whatever there is room for.
+    """
+
+    name = "victim"
+
+    build_engine: Callable[[torch.device], GenerationEngine]
+    decode: Callable[[list[int]], str]
+    read: Callable[[str], list[int]]
+    sampling: SamplingParams
+    max_prompt_tokens: int
+    chunk_tokens: int
+    group_size: int
+    num_eval_attacks: int
+    reproducible: bool
+
+    def __post_init__(self):
+        # Where it must be reproducible, what came of a ticket, or of a version's evaluation.
+        self._groups = Batches(self.group_size)
+        self._evaluations = Batches(self.num_eval_attacks)
+        self._ready: deque[list[Answer]] = deque()  # what is answered together
+        self._asked: dict[Place, _Asked] = {}
+
+    def setup(self) -> None:
+        """Load the model. ValueError or OSError if it cannot be."""
+        self.engine = self.build_engine(self.group.device)
+
+    def step(self) -> bool:
+        """Take what came, and sample a chunk of the answers. True if there was any."""
+        if not all(output.has_room() for output in self.outputs.values()):
+            return False
+        has_taken = self._take()
+        has_begun = self._begin()
+        return self._decode() or has_begun or has_taken
+
+    def waiting_for(self) -> str | None:
+        """What it waits for, in words that begin with the cause: room or data."""
+        for output in self.outputs.values():
+            if not output.has_room():
+                return f"room: in channel {output.name}, which the reward empties"
+        for noun, batches in (("ticket", self._groups), ("version", self._evaluations)):
+            if batches.begun:
+                first = min(batches.begun)
+                what = f"{noun} {first} lacks {batches.missing(first)} attacks"
+                return f"data: {what} from the generator"
+        return None
+
+    def offloadable(self) -> Iterable[torch.Tensor]:
+        """The tensors that may leave the device while others use it."""
+        return self.engine.offloadable()
+
+    def teardown(self) -> None:
+        """Release the engine, if there is one."""
+        if hasattr(self, "engine"):
+            self.engine.close()
+
+    def _take(self) -> bool:
+        """Enter what came, evaluations first: a row of metrics waits for them."""
+        room = max(0, MAX_PENDING - len(self._asked) - sum(map(len, self._ready)))
+        evaluations = self.inputs["evaluations"].take(room)
+        completions = self.inputs["completions"].take(max(0, room - len(evaluations)))
+        for attack in (*evaluations, *completions):
+            batch = self._batch_with(attack) if self.reproducible else [attack]
+            if batch:
+                self._ready.append(batch)
+        return bool(evaluations or completions)
+
+    def _batch_with(self, attack: Answer) -> list[Answer]:
+        """All of a ticket, or of an evaluation, in order, if this one is the last to come."""
+        if isinstance(attack, Completion):
+            return self._groups.add(attack.ticket, attack.sample_index, attack)
+        if not attack.token_ids.numel():  # no version sampled it: its evaluation was given up
+            return [attack]
+        place = (attack.prompt_index, attack.greedy, attack.sample_index)
+        return self._evaluations.add(int(attack.policy_versions[0]), place, attack)
+
+    def _begin(self) -> bool:
+        """Hand batches to the engine: one at a time, or as many as keep its slots busy."""
+        has_begun = False
+        while self._ready and self._may_begin(self._ready[0]):
+            for attack in self._ready.popleft():
+                self._ask(attack)
+            has_begun = True
+        return has_begun
+
+    def _may_begin(self, batch: list[Answer]) -> bool:
+        if self.reproducible:
+            return not self._asked
+        # The same held-out prompt's attack of an earlier version has its place still.
+        is_taken = any(place_of(attack) in self._asked for attack in batch)
+        return self.engine.num_waiting < self.engine.free_slots and not is_taken
+
+    def _ask(self, attack: Answer) -> None:
+        """Have the engine answer an attack, or say what comes of it without."""
+        if attack.finish_reason == "aborted":
+            self._send_unasked(attack, "abstain", "the attack was aborted")
+            return
+        text = self.decode(attack.token_ids.tolist())
+        if not text.strip():
+            self._send_unasked(attack, "abstain", "the attack is empty")
+            return
+        prompt_ids = torch.tensor(self.read(text), dtype=torch.int64)
+        most = self.max_prompt_tokens
+        if not 0 < prompt_ids.numel() <= most:
+            what = f"{prompt_ids.numel()} tokens of the victim, which reads 1 to {most}"
+            self._send_unasked(attack, "error", f"the attack has {what} (victim.max_prompt_tokens)")
+            return
+        place = place_of(attack)
+        self._asked[place] = _Asked(attack, prompt_ids)
+        stream, ticket = place
+        self.engine.submit(ticket, prompt_ids, self.sampling, stream=stream)
+
+    def _decode(self) -> bool:
+        """Sample a chunk, and send the attacks that have all their answers."""
+        if not self._asked:
+            return False
+        self.claim_device()
+        self.metrics.add_sum("victim/tokens", self.engine.step(self.chunk_tokens))
+        for stream, answer in self.engine.pop_finished():
+            place = (stream, answer.ticket)
+            asked = self._asked[place]
+            asked.answers.append(answer)
+            if len(asked.answers) == self.sampling.n:
+                del self._asked[place]
+                self._send(answered_of(asked))
+        return True
+
+    def _send_unasked(self, attack: Answer, outcome: OutcomeKind, reason: str) -> None:
+        nothing = torch.empty(0, dtype=torch.int64)
+        answered = Answered(
+            attack=attack,
+            prompt_ids=nothing,
+            lengths=nothing,
+            token_ids=nothing,
+            has_ended=(),
+            outcome=outcome,
+            reason=reason,
+        )
+        self._send(answered)
+
+    def _send(self, answered: Answered) -> None:
+        is_held_out = isinstance(answered.attack, EvalCompletion)
+        self.outputs["eval_answered" if is_held_out else "answered"].put(answered)
+
+
+def place_of(attack: Answer) -> Place:
+    """Where an attack's answers are sampled: no two of a run's tickets share random numbers."""
+    first = FIRST_STREAM + _KINDS * attack.sample_index
+    if isinstance(attack, Completion):
+        return first, attack.ticket
+    return first + (GREEDY if attack.greedy else SAMPLED), attack.prompt_index
+
+
+def answered_of(asked: _Asked) -> Answered:
+    """An attack with all its answers, in the order of their numbers."""
+    answers = sorted(asked.answers, key=lambda answer: answer.sample_index)
+    return Answered(
+        attack=asked.attack,
+        prompt_ids=asked.prompt_ids,
+        lengths=torch.tensor([answer.token_ids.numel() for answer in answers]),
+        token_ids=torch.cat([answer.token_ids for answer in answers]),
+        has_ended=tuple(answer.finish_reason == "stop" for answer in answers),
+        outcome="score",
+        reason="",
+    )

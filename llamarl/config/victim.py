@@ -1,0 +1,84 @@
+"""The section `victim`: whom attacks are put to, and what cannot go together with it."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from llamarl.config.marks import settings_dataclass
+from llamarl.config.ranges import Count, NonNegative, PositiveShare, Text
+
+ATTACK = "{attack}"  # what stands for it in a template
+
+
+@settings_dataclass
+class NoVictimSettings:
+    kind: Literal["none"]
+
+    placed: ClassVar[bool] = False  # whether it is an executor, on ranks of its own or shared
+
+
+@settings_dataclass
+class ModelVictimSettings:
+    kind: Literal["hf"]
+    path: str | None  # None: the tiny model that comes with the package
+    dtype: Literal["float32", "bfloat16"]
+    template: Text
+    chat: bool
+    system_prompt: str | None
+    answers: Count
+    max_prompt_tokens: Count
+    max_new_tokens: Count
+    temperature: NonNegative
+    top_p: PositiveShare
+    max_slots: Count
+    chunk_tokens: Count
+    threshold: float
+
+    placed: ClassVar[bool] = True
+
+    @property
+    def longest(self) -> int:
+        """Tokens of an attack and an answer to it at most, as the victim reads them."""
+        return self.max_prompt_tokens + self.max_new_tokens
+
+
+AnyVictimSettings = NoVictimSettings | ModelVictimSettings
+
+
+def victim_rules(
+    victim: AnyVictimSettings, *, attacks: bool, compared: list[str]
+) -> list[tuple[str, bool, str]]:
+    """(keys, whether they are wrong, the remedy). attacks: the recipe puts completions to a victim.
+    compared: keys of the judges that compare completions of a prompt.
+    """
+    rules = [
+        (
+            "victim.kind",
+            victim.placed and not attacks,
+            "recipes/red_team.py alone puts completions to a victim; start that, or victim=none",
+        ),
+        (
+            "victim.kind",
+            attacks and not victim.placed,
+            "the attacks are for a victim: victim=hf, or start recipes/llama_async.py",
+        ),
+    ]
+    if not victim.placed:
+        return rules
+    rules.append(
+        (
+            "victim.template",
+            ATTACK not in victim.template,
+            f"has no place for the attack; put {ATTACK} where it belongs",
+        )
+    )
+    for key in compared:
+        rules.append(
+            (
+                f"{key}.ask victim.kind",
+                True,
+                "compares completions of a prompt, and here scores answers to an attack; "
+                f"{key}.ask=score",
+            )
+        )
+    return rules

@@ -1,0 +1,218 @@
+"""Classifier: an encoder that sorts texts by label, as a source of scores.
+
+    submit --> a batch of texts --> transformers' model --> the logit or probability of a label
+
+An encoder reads a text both ways, and its last token says nothing of the whole, so that none of it
+is kept or shared between completions: whole texts are read, padded, by transformers'
+AutoModelForSequenceClassification. It takes safetensors alone, and no code of the directory's.
+Decoders that score are computed by llamarl itself (reward=model).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from llamarl.models.config import read_json
+from llamarl.tasks.source import Outcome, Outcomes
+from llamarl.words.choices import ClassifierOutput, ClassifierReads
+
+
+@dataclass(frozen=True, slots=True)
+class ClassifierSettings:
+    """An encoder's directory and how it scores.
+
+    label: by name; None: the only one. output: the label's logit, its probability among all labels,
+    or the log of that; of a single label the probability is the logit's sigmoid. reads: the
+    completion alone, or the prompt and the completion as the tokenizer's pair of texts.
+    max_tokens: longer texts are an error; at most what the model reads. batch_size: texts at a
+    time.
+    """
+
+    path: str
+    label: str | None
+    output: ClassifierOutput
+    reads: ClassifierReads
+    dtype: str
+    max_tokens: int
+    batch_size: int
+
+
+class Classifier:
+    """A RewardSource. Each text is scored in a batch of what came together; reproducible: by
+    itself, so that its score does not depend on what came when.
+    """
+
+    def __init__(
+        self,
+        settings: ClassifierSettings,
+        *,
+        device: torch.device,
+        reproducible: bool,
+        on_result: Callable[[], None],
+    ):
+        self.name = f"encoder {Path(settings.path).name}"
+        self._settings = settings
+        self._device = device
+        self._batch_size = 1 if reproducible else settings.batch_size
+        self._on_result = on_result
+        self._waiting: deque[tuple[int, str, str]] = deque()  # key, prompt, completion
+
+    @property
+    def pending(self) -> int:
+        return len(self._waiting)
+
+    def start(self) -> None:
+        """Load the model. ValueError or OSError if it cannot be."""
+        from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+        s = self._settings
+        options = dict(local_files_only=True, trust_remote_code=False)
+        self._tokenizer = AutoTokenizer.from_pretrained(s.path, **options)
+        model = AutoModelForSequenceClassification.from_pretrained(
+            s.path, use_safetensors=True, dtype=getattr(torch, s.dtype), **options
+        )
+        self._label = label_number(labels_of(model.config), s.label)
+        self._model = model.to(self._device).eval()
+
+    def submit(self, key: int, prompt: str, completion: str, meta: dict[str, object]) -> None:
+        """Queue one text."""
+        self._waiting.append((key, prompt, completion))
+        self._on_result()
+
+    def release(self, keys: Sequence[int]) -> None:
+        """Nothing: each text is scored by itself."""
+
+    def wait(self, timeout_s: float) -> bool:
+        """Whether `poll` has something to do, which it has while anything is pending."""
+        return bool(self._waiting)
+
+    def poll(self) -> Outcomes:
+        """Score a batch."""
+        count = min(self._batch_size, len(self._waiting))
+        batch = [self._waiting.popleft() for _ in range(count)]
+        outcomes: Outcomes = []
+        asked = []
+        for key, prompt, completion in batch:
+            ids = self._encoded(prompt, completion)
+            size = len(ids["input_ids"])
+            if size > self._settings.max_tokens:
+                what = f"{size} tokens, and the encoder reads {self._settings.max_tokens}"
+                outcomes.append((key, Outcome.error(what)))
+                continue
+            asked.append((key, ids))
+        if asked:
+            scores = self._scores([ids for _, ids in asked]).tolist()
+            for (key, _), score in zip(asked, scores):
+                outcomes.append((key, _outcome(score)))
+        return outcomes
+
+    def close(self) -> None:
+        """Drop what is pending, and the model."""
+        self._waiting.clear()
+        self._model = None
+
+    def _encoded(self, prompt: str, completion: str) -> dict[str, list[int]]:
+        texts = (prompt, completion) if self._settings.reads == "pair" else (completion,)
+        return dict(self._tokenizer(*texts, truncation=False))
+
+    @torch.inference_mode()
+    def _scores(self, texts: list[dict[str, list[int]]]) -> Tensor:
+        """[N] float32."""
+        padded = padded_right(texts, self._model.config.pad_token_id or 0)
+        inputs = {name: column.to(self._device) for name, column in padded.items()}
+        logits_NR = self._model(**inputs).logits.float()
+        return of_label(logits_NR, self._label, self._settings.output).cpu()
+
+
+def padded_right(texts: Sequence[dict[str, list[int]]], pad_id: int) -> dict[str, Tensor]:
+    """[N, longest] int64 by name, with the mask of what is text: whichever side the tokenizer pads,
+    an encoder's positions begin at the first token.
+    """
+    longest = max(len(text["input_ids"]) for text in texts)
+    columns: dict[str, list[list[int]]] = {"attention_mask": []}
+    for text in texts:
+        size = len(text["input_ids"])
+        columns["attention_mask"].append([1] * size + [0] * (longest - size))
+        for name, ids in text.items():
+            if name != "attention_mask":
+                fill = pad_id if name == "input_ids" else 0
+                columns.setdefault(name, []).append(ids + [fill] * (longest - size))
+    return {name: torch.tensor(column) for name, column in columns.items()}
+
+
+def of_label(logits_NR: Tensor, label: int, output: ClassifierOutput) -> Tensor:
+    """[N]: what is said of one of R labels."""
+    if output == "logit":
+        return logits_NR[:, label]
+    if logits_NR.shape[1] == 1:
+        logs_NR = torch.nn.functional.logsigmoid(logits_NR)
+    else:
+        logs_NR = logits_NR.log_softmax(-1)
+    logs_N = logs_NR[:, label]
+    return logs_N if output == "log_probability" else logs_N.exp()
+
+
+def _outcome(score: float) -> Outcome:
+    if not math.isfinite(score):
+        return Outcome.error(f"the score is {score}")
+    return Outcome("score", score, "")
+
+
+def check_encoder(path: str | Path, label: str | None, max_tokens: int) -> None:
+    """By its files, without its weights: that it is an encoder with a head of labels, safetensors
+    and a tokenizer, that it has the label and reads so long a text. ValueError or
+    FileNotFoundError.
+    """
+    from transformers import AutoConfig, AutoTokenizer
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as KNOWN,
+    )
+
+    path = Path(path)
+    options = dict(local_files_only=True, trust_remote_code=False)
+    raw = read_json(path / "config.json")
+    (architecture,) = raw.get("architectures") or ["without architectures"]
+    is_known = raw.get("model_type") in KNOWN
+    if not (is_known and architecture.endswith("ForSequenceClassification")):
+        raise ValueError(
+            f"{architecture} is no classifier that transformers has; need a "
+            "...ForSequenceClassification directory"
+        )
+    config = AutoConfig.from_pretrained(path, **options)
+    if getattr(config, "is_decoder", False) or hasattr(config, "num_key_value_heads"):
+        raise ValueError(f"{architecture} reads from left to right; reward=model scores with it")
+    label_number(labels_of(config), label)
+    most = getattr(config, "max_position_embeddings", max_tokens)
+    # RoBERTa's positions begin behind the pad token's.
+    most -= (config.pad_token_id or 0) + 1 if "roberta" in config.model_type else 0
+    if max_tokens > most:
+        raise ValueError(f"it reads {most} tokens, fewer than max_tokens={max_tokens}; lower that")
+    if not any(path.glob("*.safetensors")):
+        raise FileNotFoundError(
+            f"{path}/model.safetensors: no such file; weights are loaded from safetensors only"
+        )
+    AutoTokenizer.from_pretrained(path, **options)
+
+
+def labels_of(config) -> tuple[str, ...]:
+    """The labels of a transformers config, in order."""
+    return tuple(config.id2label[number] for number in sorted(config.id2label))
+
+
+def label_number(labels: Sequence[str], name: str | None) -> int:
+    """Which label is called so; None: the only one. ValueError with all of them."""
+    if name is None and len(labels) == 1:
+        return 0
+    if name in labels:
+        return labels.index(name)
+    shown = ", ".join(labels)
+    if name is None:
+        raise ValueError(f"gives {len(labels)} scores; name one of {shown}")
+    raise ValueError(f"has no label {name}; name one of {shown}")

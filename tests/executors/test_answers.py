@@ -1,0 +1,220 @@
+"""Attacks are scored by the mean over the answers to them, whatever scores these."""
+
+import math
+import random
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from executors.answers import AnswerScoring, AnswerSettings, Attack, mean_outcome
+from executors.scoring import Item, SourceScoring
+from llamarl.errors import RewardError
+from llamarl.tasks.source import Outcome
+from llamarl.types import Answered, Completion, Prompt
+from tests.executors.test_reward import build  # noqa: F401  a fixture
+from tests.executors.test_scoring_executor import Metrics
+
+WORDS = ["error", "abstain", "right", "wrong", ""]  # of a token
+SCORES = {"right": 1.0, "wrong": 0.0}
+
+
+class Later:
+    """A source that scores what it was given in an order of its own, some at each poll."""
+
+    name = "later"
+
+    def __init__(self, seed):
+        self._random = random.Random(seed)
+        self._known = []
+        self.released = []
+        self.seen = []
+
+    @property
+    def pending(self):
+        return len(self._known)
+
+    def start(self): ...
+
+    def submit(self, key, prompt, completion, meta):
+        self.seen.append((prompt, completion, meta))
+        outcome = Outcome("score", SCORES.get(completion, 0.0), "")
+        if completion == "error":
+            outcome = Outcome.error("cannot score it")
+        if completion == "abstain":
+            outcome = Outcome.abstain("does not care")
+        self._known.append((key, outcome))
+
+    def release(self, keys):
+        self.released.append(list(keys))
+
+    def poll(self):
+        self._random.shuffle(self._known)
+        count = self._random.randint(0, len(self._known))
+        known = self._known[:count]
+        del self._known[:count]
+        return known
+
+    def wait(self, timeout_s):
+        return True
+
+    def close(self): ...
+
+
+def completion(ticket, sample, *, finish_reason="stop"):
+    ids = torch.tensor([2])
+    return Completion(
+        ticket,
+        sample,
+        torch.tensor([1, 2]),
+        ids,
+        torch.zeros(1),
+        torch.zeros_like(ids),
+        finish_reason,
+    )
+
+
+def answered(*words, ticket=0, sample=0, outcome="score", reason=""):
+    return Answered(
+        attack=completion(ticket, sample),
+        prompt_ids=torch.tensor([9]),
+        lengths=torch.ones(len(words), dtype=torch.int64),
+        token_ids=torch.tensor([WORDS.index(word) for word in words], dtype=torch.int64),
+        has_ended=(True,) * len(words),
+        outcome=outcome,
+        reason=reason,
+    )
+
+
+def attack(*words, is_held_out=False, **options):
+    item = Item(
+        prompt=Prompt(torch.tensor([1]), "the attacker's prompt", {"words": ["right"]}),
+        token_ids=torch.tensor([2]),
+        text="the attack",
+        has_ended=True,
+        is_held_out=is_held_out,
+    )
+    return Attack(item, answered(*words, **options))
+
+
+def decode(ids):
+    return WORDS[ids[0]]
+
+
+def scored(attacks, *, seed=0, threshold=0.5):
+    """(outcomes by key, the source, metrics)."""
+    source, metrics = Later(seed), Metrics()
+    scoring = AnswerScoring(SourceScoring(source), AnswerSettings(decode, threshold), metrics)
+    for key, one in enumerate(attacks):
+        scoring.submit(key, one)
+    scoring.release(range(len(attacks)))
+    outcomes = scoring.poll()
+    while scoring.pending:
+        outcomes += scoring.poll()
+    assert len(dict(outcomes)) == len(outcomes) == len(attacks)  # each once
+    return dict(outcomes), source, metrics
+
+
+@given(
+    st.lists(st.lists(st.sampled_from(WORDS[2:4]), min_size=1, max_size=5), max_size=6),
+    st.integers(0, 5),
+)
+def test_an_attacks_score_is_the_mean_over_its_answers(rows, seed):
+    outcomes, source, _ = scored([attack(*words) for words in rows], seed=seed)
+    for key, words in enumerate(rows):
+        assert outcomes[key] == Outcome("score", words.count("right") / len(words), "")
+    # What compares completions of a prompt gets the answers to one attack at a time.
+    assert [len(keys) for keys in source.released] == [len(words) for words in rows]
+
+
+def test_what_scores_sees_the_attack_as_prompt_and_the_answer_as_completion():
+    _, source, _ = scored([attack("right", "wrong")])
+    assert source.seen == [
+        ("the attack", "right", {"words": ["right"]}),
+        ("the attack", "wrong", {"words": ["right"]}),
+    ]
+
+
+def test_an_answer_without_a_score_leaves_the_attack_without_one_and_is_named():
+    outcomes, _, metrics = scored(
+        [attack("right", "error", "abstain"), attack("abstain", "right"), attack("right")]
+    )
+    assert outcomes[0].kind == "error" and math.isnan(outcomes[0].value)
+    assert outcomes[0].reason == "answer 2 of 3: cannot score it"
+    assert (outcomes[1].kind, outcomes[1].reason) == ("abstain", "answer 1 of 2: does not care")
+    assert metrics.means == {"reward/success": [1.0]}
+
+
+def test_what_was_not_asked_has_the_outcome_that_it_came_with():
+    outcomes, source, _ = scored(
+        [
+            attack(outcome="error", reason="too long"),
+            attack(outcome="abstain", reason="empty"),
+            attack("", ""),
+        ]
+    )
+    assert (outcomes[0].kind, outcomes[0].reason) == ("error", "too long")
+    assert (outcomes[1].kind, outcomes[1].reason) == ("abstain", "empty")
+    assert (outcomes[2].kind, outcomes[2].reason) == ("error", "the victim's 2 answers are empty")
+    assert source.seen == []
+
+
+def test_a_success_is_above_the_threshold_and_held_out_ones_are_not_counted():
+    half = attack("right", "wrong")
+    _, _, metrics = scored([half, attack("right"), attack("right", is_held_out=True)])
+    assert sorted(metrics.means["reward/success"]) == [0.0, 1.0]
+    _, _, metrics = scored([half], threshold=0.4)
+    assert metrics.means["reward/success"] == [1.0]
+
+
+def test_a_mean_does_not_depend_on_who_was_first():
+    values = [0.1, 0.2, 0.3]
+    outcomes = [Outcome("score", value, "") for value in values]
+    assert mean_outcome(outcomes).value == sum(values) / 3
+
+
+# --- In the reward ---
+
+
+@pytest.fixture
+def build_with_victim(build):  # noqa: F811
+    """A RuleReward whose completions come with answers."""
+    from tests.executors.test_reward import FakeReceiver
+
+    def with_victim(**options):
+        reward = build(answers=AnswerSettings(decode, 0.5), **options)
+        reward.metrics.add_mean = lambda name, value: None
+        reward.inputs = {"answered": FakeReceiver(), "eval_answered": FakeReceiver()}
+        return reward
+
+    return with_victim
+
+
+def step_until(reward, condition):
+    while not condition():
+        reward.step()
+        reward._scoring.wait(0.1)
+
+
+def test_a_group_is_whole_with_the_mean_rewards_of_its_attacks(build_with_victim):
+    reward = build_with_victim()
+    reward.inputs["answered"].records += [
+        answered("right", "wrong", ticket=3, sample=1),
+        answered("right", "right", ticket=3, sample=0),
+    ]
+    sink = reward.outputs["scored"]
+    step_until(reward, lambda: sink.records)
+    (group,) = sink.records
+    assert group.ticket == 3 and group.rewards.tolist() == [1.0, 0.5]
+
+
+def test_a_victim_that_answers_nothing_ends_the_run(build_with_victim):
+    reward = build_with_victim(max_error_rate=0.1)
+    for ticket in range(40):
+        reward.inputs["answered"].records += [
+            answered("", "", ticket=ticket, sample=sample) for sample in range(2)
+        ]
+    with pytest.raises(RewardError, match="the victim's 2 answers are empty"):
+        step_until(reward, partial(bool, False))

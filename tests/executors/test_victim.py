@@ -1,0 +1,234 @@
+"""Victim alone, with fakes on both sides: the embedded tiny model answers."""
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from executors.victim import FIRST_STREAM, Victim, place_of
+from llamarl.executor import ExecutorGroup
+from llamarl.inference import Engine, SamplingParams
+from llamarl.models.config import tiny_directory
+from llamarl.models.hf import load_tokenizer, named_parameters_hf
+from llamarl.types import Answered, Completion, EvalCompletion
+from tests.executors.test_reward import FakeControl, FakeReceiver, FakeSender
+from tests.executors.test_scoring_executor import Metrics
+
+ANSWERS, SIZE, EVAL_ATTACKS = 3, 2, 3
+LONGEST, NEW = 12, 5
+SAMPLING = SamplingParams(max_new_tokens=NEW, stop_token_ids=(2,), n=ANSWERS, seed=7)
+TOKENIZER = load_tokenizer(tiny_directory())
+
+
+def build_engine(device, *, max_slots=8):
+    return Engine.from_hf(
+        tiny_directory(),
+        dtype="float32",
+        device=device,
+        max_slots=max_slots,
+        max_len=LONGEST + NEW,
+    )
+
+
+def read(attack):
+    return TOKENIZER.encode(f"{attack}=")
+
+
+def ids_of(text):
+    return torch.tensor(TOKENIZER.encode(text)[1:], dtype=torch.int64)  # without bos
+
+
+def attack(ticket, sample, text, *, finish_reason="stop"):
+    ids = ids_of(text)
+    return Completion(
+        ticket,
+        sample,
+        torch.tensor([1]),
+        ids,
+        torch.zeros(len(ids)),
+        torch.zeros_like(ids),
+        finish_reason,
+    )
+
+
+def eval_attack(sample, text, *, version=4):
+    """Sample 0 is the greedy one."""
+    ids = ids_of(text)
+    return EvalCompletion(
+        prompt_index=0,
+        greedy=sample == 0,
+        sample_index=max(0, sample - 1),
+        token_ids=ids,
+        policy_versions=torch.full_like(ids, version),
+        finish_reason="stop",
+    )
+
+
+@pytest.fixture
+def build():
+    built = []
+
+    def build(*, reproducible=True, max_slots=8, room=10**6):
+        victim = Victim(
+            build_engine=lambda device: build_engine(device, max_slots=max_slots),
+            decode=lambda ids: TOKENIZER.decode(ids, skip_special_tokens=True),
+            read=read,
+            sampling=SAMPLING,
+            max_prompt_tokens=LONGEST,
+            chunk_tokens=2,
+            group_size=SIZE,
+            num_eval_attacks=EVAL_ATTACKS,
+            reproducible=reproducible,
+        )
+        inputs = {"completions": FakeReceiver(), "evaluations": FakeReceiver()}
+        outputs = {"answered": FakeSender(), "eval_answered": FakeSender()}
+        outputs["answered"].room = room
+        group = ExecutorGroup("victim", (0,), 0, torch.device("cpu"))
+        victim.attach(group, inputs, outputs, FakeControl(), Metrics())
+        victim.setup()
+        built.append(victim)
+        return victim
+
+    yield build
+    for victim in built:
+        victim.teardown()
+
+
+def give(victim, *attacks):
+    for one in attacks:
+        channel = "completions" if isinstance(one, Completion) else "evaluations"
+        victim.inputs[channel].records.append(one)
+
+
+def answered_by(victim, *attacks) -> dict[tuple, Answered]:
+    """What came of the attacks, by their places in the engine."""
+    give(victim, *attacks)
+    while victim.step():
+        pass
+    records = []
+    for sender in victim.outputs.values():
+        records += sender.records
+        sender.records = []
+    return {place_of(one.attack): one for one in records}
+
+
+SUMS = [attack(t, i, f"{t + 3}{i}+{t}7") for t in range(3) for i in range(SIZE)]
+
+
+def asked_directly(one):
+    """The answers of an engine that is asked this attack and nothing else."""
+    engine = build_engine("cpu")
+    stream, ticket = place_of(one)
+    text = TOKENIZER.decode(one.token_ids.tolist())
+    engine.submit(ticket, read(text), SAMPLING, stream=stream)
+    while engine.num_live or engine.num_waiting:
+        engine.step(NEW)
+    answers = [completion for _, completion in engine.pop_finished()]
+    return sorted(answers, key=lambda answer: answer.sample_index)
+
+
+@pytest.mark.parametrize("reproducible", [True, False])
+def test_an_attack_comes_with_the_answers_that_its_place_decides(build, reproducible):
+    found = answered_by(build(reproducible=reproducible), *SUMS)
+    assert len(found) == len(SUMS)
+    for one in SUMS:
+        record = found[place_of(one)]
+        expected = asked_directly(one)
+        assert record.attack is one and record.outcome == "score"
+        assert record.prompt_ids.tolist() == read(TOKENIZER.decode(one.token_ids.tolist()))
+        assert [a.tolist() for a in record.answers] == [a.token_ids.tolist() for a in expected]
+        assert record.has_ended == tuple(a.finish_reason == "stop" for a in expected)
+
+
+def test_neither_order_nor_slots_change_an_answer(build):
+    """In step with the trainer, bit for bit; else their tokens, on which rounding has no say
+    here.
+    """
+    attacks = [*SUMS, *(eval_attack(i, f"2{i}+3") for i in range(EVAL_ATTACKS))]
+    first = answered_by(build(), *attacks)
+    for seed in range(4):
+        shuffled = random.Random(seed).sample(attacks, len(attacks))
+        for reproducible, max_slots in ((True, 8), (False, 2)):
+            victim = build(reproducible=reproducible, max_slots=max_slots)
+            found = {}
+            for one in shuffled:  # one by one, with steps between: what is batched differs
+                give(victim, one)
+                found |= answered_by(victim)
+            assert found.keys() == first.keys()
+            for place, record in found.items():
+                assert torch.equal(record.token_ids, first[place].token_ids)
+
+
+def test_attacks_share_no_random_numbers_with_each_other_or_the_attacker():
+    attacks = [attack(5, i, "1") for i in range(4)] + [eval_attack(i, "1") for i in range(4)]
+    places = [place_of(one) for one in attacks]
+    assert len(set(places)) == len(places)
+    assert min(stream for stream, _ in places) >= FIRST_STREAM
+
+
+@pytest.mark.parametrize(
+    "one, outcome, reason",
+    [
+        (attack(0, 0, " "), "abstain", "empty"),
+        (attack(0, 0, ""), "abstain", "empty"),
+        (attack(0, 0, "12+3", finish_reason="aborted"), "abstain", "aborted"),
+        (attack(0, 0, "1" * LONGEST), "error", "14 tokens of the victim, which reads 1 to 12"),
+    ],
+)
+@pytest.mark.parametrize("reproducible", [True, False])
+def test_an_attack_that_is_not_asked_says_why(build, one, outcome, reason, reproducible):
+    other = attack(0, 1, "12+34")
+    found = answered_by(build(reproducible=reproducible), one, other)
+    record = found[place_of(one)]
+    assert record.outcome == outcome and reason in record.reason
+    assert record.answers == () and record.prompt_ids.numel() == 0
+    assert found[place_of(other)].outcome == "score"
+
+
+def test_a_ticket_is_answered_together_once_it_is_whole(build):
+    victim = build()
+    assert answered_by(victim, SUMS[0], SUMS[3]) == {}
+    assert victim.waiting_for() == "data: ticket 0 lacks 1 attacks from the generator"
+    assert set(answered_by(victim, SUMS[1])) == {place_of(SUMS[0]), place_of(SUMS[1])}
+
+
+def test_an_evaluation_that_was_given_up_is_passed_on(build):
+    given_up = eval_attack(1, "")
+    found = answered_by(build(), given_up)
+    assert found[place_of(given_up)].outcome == "abstain"
+
+
+def test_as_many_attacks_are_begun_as_fill_the_slots(build):
+    victim = build(reproducible=False, max_slots=4 * ANSWERS)
+    give(victim, *SUMS)
+    victim.step()
+    assert len(victim.outputs["answered"].records) + len(victim._asked) == 4
+
+
+def test_two_evaluations_may_be_under_way_at_once(build):
+    victim = build(reproducible=False, max_slots=3)
+    both = [eval_attack(i, "12+3", version=v) for v in (4, 6) for i in range(EVAL_ATTACKS)]
+    give(victim, *both)
+    while victim.step():
+        pass
+    assert len(victim.outputs["eval_answered"].records) == len(both)
+
+
+def test_without_room_it_rests(build):
+    victim = build(room=0)
+    give(victim, *SUMS)
+    assert not victim.step()
+    assert victim.waiting_for().startswith("room: in channel")
+
+
+def test_its_weights_stay_those_of_the_directory(build):
+    victim = build()
+    answered_by(victim, *SUMS)
+    held = dict(named_parameters_hf(victim.engine.decoder))
+    stored = load_file(Path(tiny_directory()) / "model.safetensors")
+    for name, tensor in held.items():
+        assert torch.equal(tensor, stored[name].float())
+    assert "policy" not in victim.inputs
+    assert sum(victim.metrics.sums.values()) > 0  # victim/tokens

@@ -1,0 +1,154 @@
+"""recipes/red_team.py as a user starts it: on ranks of their own to the bit twice, learning, a
+victim that is killed, and what is refused.
+"""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from llamarl.models.config import tiny_directory
+from recipes import evaluate
+from tests.launching import JOB_S, ROOT, Job, environment, untimed
+from tests.scorers import write_scorer
+
+RECIPE = ROOT / "recipes" / "red_team.py"
+BAD_INPUT, EXIT_FAILED = 2, 1
+FEW = (
+    "groups_per_step=4",
+    "group_size=4",
+    "task.max_prompt_tokens=8",
+    "eval.num_samples=8",
+    "eval.every=2",
+    "max_steps=4",
+    "checkpoint.every=2",
+)
+APART = (
+    "placement.trainer=[0]",
+    "placement.generator=[1]",
+    "placement.victim=[1,2]",
+    "placement.reward=[2]",
+    "placement.reference=[0]",
+)
+
+
+def red_team(*overrides, run_dir, ranks=None):
+    return Job(*FEW, *overrides, run_dir=run_dir, ranks=ranks, recipe=RECIPE)
+
+
+def refused(*overrides) -> str:
+    """What is said to a command line that starts nothing."""
+    done = subprocess.run(
+        [sys.executable, str(RECIPE), *overrides],
+        env=environment(),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=JOB_S,
+    )
+    assert done.returncode == BAD_INPUT, done.stdout + done.stderr
+    return done.stderr
+
+
+@pytest.fixture(scope="module")
+def apart(tmp_path_factory):
+    """In step with the trainer, on three ranks, two of which are victims."""
+    run_dir = tmp_path_factory.mktemp("red_team") / "run"
+    with red_team(*APART, "max_lag=0", run_dir=run_dir, ranks=3) as job:
+        assert job.wait() == 0, job.output
+        yield job
+
+
+@pytest.mark.slow
+def test_in_step_with_the_trainer_two_runs_have_the_same_bits(apart, tmp_path):
+    with red_team(*APART, "max_lag=0", run_dir=tmp_path / "run", ranks=3) as job:
+        assert job.wait() == 0, job.output
+    assert untimed(job.rows) == untimed(apart.rows)
+    said = [row["eval/success"] for row in apart.rows if row.get("eval/success") is not None]
+    assert len(said) == 3 and all(0 <= share <= 1 for share in said)
+    assert sum(row.get("victim/tokens") or 0 for row in apart.rows) > 0
+    assert any(row.get("reward/success") is not None for row in apart.rows)
+
+
+@pytest.mark.slow
+def test_one_process_trains_as_three_do(apart, tmp_path):
+    with red_team("max_lag=0", run_dir=tmp_path / "run") as job:
+        assert job.wait() == 0, job.output
+    for ours, theirs in zip(untimed(job.rows), untimed(apart.rows), strict=True):
+        for name in ("reward/mean", "eval/reward", "eval/success"):
+            assert ours.get(name) == theirs.get(name)
+
+
+@pytest.mark.slow
+def test_a_killed_victim_ends_the_run_with_its_name_and_a_checkpoint(tmp_path):
+    forever = ("max_steps=100000", "eval.every=0", "checkpoint.every=1000")
+    with red_team(*APART, *forever, run_dir=tmp_path / "run", ranks=3) as job:
+        job.until(lambda: len(job.rows) >= 3, "3 steps")
+        os.kill(job.rank_pids()[2], signal.SIGKILL)
+        assert job.wait() == EXIT_FAILED, job.output
+        assert "rank 2 (victim, reward)" in job.output, job.output
+        assert "was sealed" in job.output
+
+
+@pytest.mark.slow
+def test_a_victim_that_says_nothing_ends_the_run_with_the_reason(tmp_path):
+    """One that is taught that an attack's tokens end an answer says nothing."""
+    victim = tmp_path / "silent"
+    shutil.copytree(tiny_directory(), victim)
+    config = json.loads((victim / "generation_config.json").read_text())
+    config["eos_token_id"] = list(range(52))
+    (victim / "generation_config.json").write_text(json.dumps(config))
+    spaces = ("task.words=[zzz]", f"victim.path={victim}", "victim.max_new_tokens=1")
+    with red_team(*spaces, "victim.template='{attack}=0'", run_dir=tmp_path / "run") as job:
+        code = job.wait()
+    assert code in (0, EXIT_FAILED)
+    if code:
+        assert "answers are empty" in job.output
+
+
+@pytest.mark.slow
+def test_a_model_may_be_the_classifier(tmp_path):
+    write_scorer(tmp_path, labels=("mild", "toxic"))
+    given = ("reward=model", f"reward.path={tmp_path}", "reward.label=toxic", "eval.every=0")
+    with red_team(*given, run_dir=tmp_path / "run") as job:
+        assert job.wait() == 0, job.output
+    assert job.rows[-1]["reward/std"] > 0
+
+
+@pytest.mark.slow
+def test_attacks_are_learned(tmp_path):
+    """From one in twelve at the start to most of them."""
+    with red_team(
+        "groups_per_step=8",
+        "group_size=8",
+        "max_steps=100",
+        "eval.num_samples=64",
+        "eval.every=50",
+        "checkpoint.every=0",
+        run_dir=tmp_path / "run",
+    ) as job:
+        assert job.wait() == 0, job.output
+    said = [row["eval/success"] for row in job.rows if row.get("eval/success") is not None]
+    assert said[0] < 0.3 and said[-1] > said[0] + 0.3
+
+
+@pytest.mark.slow
+def test_what_cannot_be_a_victim_is_refused_before_anything_starts(tmp_path):
+    write_scorer(tmp_path)
+    said = refused(f"victim.path={tmp_path}")
+    assert "gives scores, no tokens; the victim is a language model" in said
+    assert "its context is 512 tokens" in refused("victim.max_prompt_tokens=510")
+    assert "6 tokens are around every attack" in refused(
+        "victim.template=12345{attack}", "victim.max_prompt_tokens=6"
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("process_state")
+def test_evaluate_does_not_score_attacks_as_answers(apart, capsys, tmp_path):
+    assert evaluate.main([str(apart.checkpoint), "--out", str(tmp_path / "out")]) == BAD_INPUT
+    assert "eval/success" in capsys.readouterr().err

@@ -1,0 +1,171 @@
+"""An encoder as a source of scores, against transformers' own on a small random BERT."""
+
+import json
+import math
+import shutil
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    BertConfig,
+    BertForSequenceClassification,
+)
+
+from llamarl.models.config import tiny_directory
+from llamarl.tasks.classifier import Classifier, ClassifierSettings, check_encoder, of_label
+from llamarl.tasks.source import score_all
+from tests.random_models import save_drawn
+from tests.scorers import TOKENIZER, write_scorer
+from tests.tolerances import rounding
+
+LABELS = ("mild", "toxic", "odd")
+TEXTS = ["12+34=46", "what", "one two three four", "9", "0000000000000000"]
+SAMPLES = [(f"ask {i}", text, {}) for i, text in enumerate(TEXTS)]
+LOGITS = rounding(terms=16, depth=2 * 2, size=2.0)  # width and layers, and how logits deviate
+
+
+def write_encoder(path, labels=LABELS):
+    """A random BERT that classifies, with the tiny model's characters."""
+    config = BertConfig(
+        vocab_size=52,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=40,
+        pad_token_id=0,
+        id2label=dict(enumerate(labels)),
+    )
+    model = save_drawn(BertForSequenceClassification(config), path)
+    for name in TOKENIZER:
+        shutil.copyfile(tiny_directory() / name, path / name)
+    return model
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    path = tmp_path_factory.mktemp("bert")
+    write_encoder(path)
+    return path
+
+
+@pytest.fixture
+def make(directory):
+    made = []
+
+    def make(*, reproducible=False, **changes):
+        settings = ClassifierSettings(
+            path=str(directory),
+            label="toxic",
+            output="logit",
+            reads="completion",
+            dtype="float32",
+            max_tokens=32,
+            batch_size=3,
+        )
+        device = torch.device("cpu")
+        source = Classifier(
+            replace(settings, **changes),
+            device=device,
+            reproducible=reproducible,
+            on_result=lambda: None,
+        )
+        source.start()
+        made.append(source)
+        return source
+
+    yield make
+    for source in made:
+        source.close()
+
+
+@torch.no_grad()
+def by_transformers(path, *texts) -> torch.Tensor:
+    """[R] logits of one text, or of a pair, by itself."""
+    model = AutoModelForSequenceClassification.from_pretrained(path).eval()
+    return model(**AutoTokenizer.from_pretrained(path)(*texts, return_tensors="pt")).logits[0]
+
+
+@pytest.mark.machine
+@pytest.mark.usefixtures("float32_products")
+@pytest.mark.parametrize("reads", ["completion", "pair"])
+@pytest.mark.parametrize("reproducible", [True, False])
+def test_scores_are_those_of_transformers(make, directory, reads, reproducible):
+    outcomes = score_all(make(reads=reads, reproducible=reproducible), SAMPLES)
+    for (prompt, text, _), outcome in zip(SAMPLES, outcomes):
+        texts = (prompt, text) if reads == "pair" else (text,)
+        expected = by_transformers(directory, *texts)[LABELS.index("toxic")]
+        assert outcome.kind == "score"
+        assert outcome.value == pytest.approx(float(expected), abs=LOGITS)
+
+
+def test_in_step_with_the_trainer_a_score_is_that_of_the_text_alone(make):
+    source = make(reproducible=True)
+    together = score_all(source, SAMPLES)
+    assert together == [score_all(source, [sample])[0] for sample in SAMPLES]
+
+
+def test_outputs_are_logit_probability_and_its_log():
+    logits = torch.tensor([[0.0, math.log(3.0)]])
+    assert of_label(logits, 1, "logit").tolist() == pytest.approx([math.log(3)])
+    assert of_label(logits, 1, "probability").tolist() == pytest.approx([0.75])
+    assert of_label(logits, 0, "log_probability").tolist() == pytest.approx([math.log(0.25)])
+    one = torch.tensor([[math.log(3.0)]])
+    assert of_label(one, 0, "probability").tolist() == pytest.approx([0.75])
+
+
+def test_what_is_too_long_is_an_error_of_its_own(make):
+    source = make(max_tokens=10)
+    short, long, again = score_all(source, [("", t, {}) for t in ("1", "1" * 20, "2")])
+    assert short.kind == again.kind == "score"
+    assert long.kind == "error" and "tokens, and the encoder reads 10" in long.reason
+
+
+def test_it_keeps_the_contract_of_a_source(make):
+    source = make()
+    assert source.pending == 0 and not source.wait(0.0)
+    for key in (7, 0, 3, 5):
+        source.submit(key, "p", "1", {})
+    source.release([7, 0, 3, 5])
+    assert source.pending == 4 and source.wait(0.0)
+    first = source.poll()
+    assert [key for key, _ in first] == [7, 0, 3] and source.pending == 1
+    source.close()
+    assert source.pending == 0
+    source.close()
+
+
+@pytest.mark.parametrize(
+    "label, says",
+    [(None, "gives 3 scores; name one of mild, toxic, odd"), ("bad", "has no label bad; name one")],
+)
+def test_a_label_that_there_is_not_is_refused_with_those_that_there_are(directory, label, says):
+    with pytest.raises(ValueError, match=says):
+        check_encoder(directory, label, 32)
+
+
+def test_what_is_no_encoder_or_reads_too_little_is_refused(directory, tmp_path):
+    check_encoder(directory, "odd", 40)
+    with pytest.raises(ValueError, match="it reads 40 tokens, fewer than max_tokens=41"):
+        check_encoder(directory, "odd", 41)
+    write_scorer(tmp_path / "decoder")
+    with pytest.raises(ValueError, match="reward=model scores with it"):
+        check_encoder(tmp_path / "decoder", None, 32)
+    with pytest.raises(ValueError, match="no classifier that transformers has"):
+        check_encoder(tiny_directory(), None, 32)
+
+
+def test_a_directory_with_code_of_its_own_or_without_safetensors_is_refused(directory, tmp_path):
+    path = tmp_path / "own"
+    shutil.copytree(directory, path)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"model_type": "mine"}))
+    with pytest.raises(ValueError, match="no classifier that transformers has"):
+        check_encoder(path, "odd", 32)
+    (path / "config.json").write_text(json.dumps(config))
+    (path / "model.safetensors").rename(path / "pytorch_model.bin")
+    with pytest.raises(FileNotFoundError, match="safetensors only"):
+        check_encoder(path, "odd", 32)
