@@ -6,15 +6,17 @@ import dataclasses
 from collections.abc import Sequence
 from functools import partial
 
-from executors.generator import Generator
+from executors.generator import STRETCHES, Generator
 from executors.gold import GoldSettings
 from executors.model_reward import ModelReward
 from executors.pairing import PairMaker
 from executors.reference import FrozenReference, ResettingReference
 from executors.reward import Reward, RuleReward
 from executors.scoring import Item
+from executors.streaming import StreamingReward, StreamSettings
 from executors.trainer import AdamSettings, FSDPTrainer
 from executors.weighted import Part, WeightedParts, parts_alone
+from llamarl.comm import Gather
 from llamarl.config.command_line import Config
 from llamarl.config.schema import AnySourceSettings
 from llamarl.ddma.channel import REFERENCE_WEIGHTS, Weights
@@ -24,7 +26,7 @@ from llamarl.inference.protocol import BuildEngine
 from llamarl.launch.gold import reference_ids, reference_texts
 from llamarl.launch.job import Job
 from llamarl.launch.preferences import PreferencesJob
-from llamarl.launch.scorers import transcript_of
+from llamarl.launch.scorers import stream_cache_tokens, transcript_of
 from llamarl.launch.sources import source_of
 from llamarl.learning.buffer import GroupBuffer
 from llamarl.learning.losses import check_options, options_of, resolve_loss
@@ -116,13 +118,27 @@ def build_reward(config: Config, job: Job) -> Reward:
     )
     if r.kind in ("function", "judge"):
         return RuleReward(**given, make_source=source_of(r, job, section="reward"))
-    return ModelReward(
-        **given,
+    given |= dict(
         parts=reward_parts(config, job),
         replicate=r.replicate,
         tensor_parallel=r.tensor_parallel,
         reproducible=config.max_lag == 0,
     )
+    if not r.stream:
+        return ModelReward(**given)
+    stream = StreamSettings(
+        chunk_tokens=r.chunk_tokens,
+        cache_tokens=stream_cache_tokens(config, job.placement),
+        longest=config.longest,
+    )
+    return StreamingReward(**given, stream=stream)
+
+
+def build_stretches(config: Config, generator: Generator, reward: Reward) -> list[Gather]:
+    """What is sampled on its way to the reward before a completion ends. None, or one."""
+    if not config.reward.stream:
+        return []
+    return [Gather(STRETCHES, generator, reward)]
 
 
 def build_gold(config: Config, job: Job) -> GoldSettings | None:

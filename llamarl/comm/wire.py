@@ -30,7 +30,7 @@ def register(record: type) -> type:
     return record
 
 
-for _record in (types.Completion, types.EvalCompletion, types.Group):
+for _record in (types.Completion, types.Stretch, types.EvalCompletion, types.Group):
     register(_record)
 
 

@@ -201,6 +201,8 @@ class FunctionPartSettings(FunctionSourceSettings):
 class FunctionRewardSettings(FunctionSourceSettings):
     max_error_rate: Share
 
+    stream: ClassVar[bool] = False
+
 
 @settings_dataclass
 class ModelSourceSettings:
@@ -223,6 +225,9 @@ class ModelRewardSettings(ModelSourceSettings):
     replicate: Count
     tensor_parallel: Count
     max_error_rate: Share
+    stream: bool
+    chunk_tokens: Count
+    cache_tokens: Count | None
 
 
 @settings_dataclass
@@ -251,6 +256,8 @@ class JudgePartSettings(JudgeSourceSettings):
 class JudgeRewardSettings(JudgeSourceSettings):
     max_error_rate: Share
 
+    stream: ClassVar[bool] = False
+
 
 AnySourceSettings = FunctionSourceSettings | ModelSourceSettings | JudgeSourceSettings
 AnyPartSettings = FunctionPartSettings | ModelPartSettings | JudgePartSettings
@@ -263,6 +270,9 @@ class PartsRewardSettings:
     replicate: Count
     tensor_parallel: Count
     max_error_rate: Share
+    stream: bool
+    chunk_tokens: Count
+    cache_tokens: Count | None
 
 
 @settings_dataclass

@@ -57,6 +57,11 @@ class Pass:
     def num_tokens(self) -> int:
         return sum(piece.token_ids.numel() for piece in self.pieces)
 
+    @property
+    def ends(self) -> bool:
+        """Whether a sequence is read to its end in it."""
+        return any(piece.is_last for piece in self.pieces)
+
 
 @dataclass(slots=True, eq=False)
 class _Sequence:

@@ -50,6 +50,7 @@ COLUMNS = """
 TIMING = re.compile(
     r"^time/|_per_s$|/idle_fraction|_stall_s$|^parity/canary|^weights/quantization_kl"
     r"|^reward/.+/(mean|tokens|seconds)$"
+    r"|^reward/(tail_s|prefilled_early|chunk_tokens|evictions)$"
 )
 
 log = logging.getLogger(__name__)
