@@ -127,7 +127,7 @@ def build_reward(config: Config, job: Job) -> Reward:
     if not r.stream:
         return ModelReward(**given)
     stream = StreamSettings(
-        chunk_tokens=r.chunk_tokens,
+        chunk_tokens=r.chunk_tokens or max(1, config.max_new_tokens // 8),
         cache_tokens=stream_cache_tokens(config, job.placement),
         longest=config.longest,
     )

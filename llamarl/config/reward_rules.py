@@ -51,9 +51,9 @@ def _stream_rules(c: Config) -> list[Rule]:
         ),
         (
             "reward.chunk_tokens",
-            c.reward.chunk_tokens >= c.longest,
+            c.reward.chunk_tokens is not None and c.reward.chunk_tokens >= c.longest,
             "no completion has as many tokens and one more, so none would be read before it ends; "
-            f"at most {c.longest - 1}, or reward.stream=false",
+            f"at most {c.longest - 1}, or null",
         ),
         (
             "reward.cache_tokens",

@@ -226,7 +226,7 @@ class ModelRewardSettings(ModelSourceSettings):
     tensor_parallel: Count
     max_error_rate: Share
     stream: bool
-    chunk_tokens: Count
+    chunk_tokens: Count | None
     cache_tokens: Count | None
 
 
@@ -271,7 +271,7 @@ class PartsRewardSettings:
     tensor_parallel: Count
     max_error_rate: Share
     stream: bool
-    chunk_tokens: Count
+    chunk_tokens: Count | None
     cache_tokens: Count | None
 
 
