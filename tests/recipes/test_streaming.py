@@ -12,14 +12,16 @@ from tests.launching import SMALL, Job, untimed
 from tests.scorers import SCORES, write_scorer
 
 EXIT_FAILED = 1
-STREAMED = ("reward.stream=true", "reward.chunk_tokens=3", "generator.chunk_tokens=2")
+STREAMED = ("reward.stream=true", "reward.chunk_tokens=2", "generator.chunk_tokens=2")
+# Else answers are of three tokens.
+LONG = ("max_new_tokens=12", "generator.min_new_tokens=8")
 
 
 @pytest.fixture(scope="module")
 def scorer(tmp_path_factory):
     path = tmp_path_factory.mktemp("scorer")
     write_scorer(path)
-    return ("reward=model", f"reward.path={path}", "max_lag=0")
+    return ("reward=model", f"reward.path={path}", *LONG, "max_lag=0")
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +42,7 @@ def test_completions_are_read_while_they_are_sampled(run):
     told = [row for row in run.rows if row.get("reward/prefilled_early") is not None]
     assert told and run.rows[-1]["reward/error_rate"] == 0
     assert max(row["reward/prefilled_early"] for row in told) > 0
-    assert all(row["reward/tail_s"] >= 0 and row["reward/chunk_tokens"] == 3 for row in told)
+    assert all(row["reward/tail_s"] >= 0 and row["reward/chunk_tokens"] == 2 for row in told)
     (trace,) = run.run_dir.glob("trace.rank1.json")
     names = {event["name"] for event in json.loads(trace.read_text())["traceEvents"]}
     assert {"step", "read ahead", "read to the end"} <= names
@@ -72,7 +74,7 @@ def test_rewards_are_those_without_streaming_however_ranks_share_it(run, scorer,
 def test_a_killed_rank_that_reads_ahead_ends_the_run_which_goes_on(scorer, tmp_path):
     given = (
         *SMALL,
-        *scorer[:2],
+        *scorer[:-1],
         *STREAMED,
         "placement.trainer=[0]",
         "placement.generator=[0]",

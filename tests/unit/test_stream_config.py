@@ -35,9 +35,9 @@ def test_parts_without_a_model_cannot_stream():
 
 
 def test_a_cache_holds_as_many_as_the_generators_unless_it_is_said():
-    config = compose_config([*GIVEN, "generator.max_slots=6", "reward.tensor_parallel=2"])
-    placement = {"generator": (1, 2, 3), "reward": (4, 5, 6, 7)}
-    assert stream_cache_tokens(config, placement) == 9 * config.longest  # 18 in two caches
+    config = compose_config([*GIVEN, "generator.max_slots=10"])
+    placement = {"generator": (1, 2, 3), "reward": (4, 5)}
+    assert stream_cache_tokens(config, placement) == 15 * config.longest  # 30 in two caches
     config = compose_config([*GIVEN, "reward.cache_tokens=999"])
     assert stream_cache_tokens(config, placement) == 999
 
