@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from executors.answers import AnswerSettings
-from executors.generator import Generator
+from executors.generator import STRETCHES, Generator
 from executors.gold import GoldSettings
 from executors.model_reward import ModelReward
 from executors.novelty import NoveltySettings
@@ -18,11 +18,14 @@ from executors.pairing import PairMaker
 from executors.reference import FrozenReference, ResettingReference
 from executors.reward import Reward, RuleReward
 from executors.scoring import Item
+from executors.streaming import StreamingReward, StreamSettings
 from executors.trainer import AdamSettings, FSDPTrainer
 from executors.victim import Victim
 from executors.weighted import Part, WeightedParts, parts_alone
+from llamarl.comm import Gather
 from llamarl.config.command_line import Config
-from llamarl.config.schema import START, AnySourceSettings
+from llamarl.config.rewards import AnySourceSettings
+from llamarl.config.schema import START
 from llamarl.ddma.channel import REFERENCE_WEIGHTS, Weights
 from llamarl.inference import Engine, SamplingParams, TemperatureRange
 from llamarl.inference.build import build_native, build_vllm
@@ -30,7 +33,7 @@ from llamarl.inference.protocol import BuildEngine
 from llamarl.launch.gold import reference_ids, reference_texts
 from llamarl.launch.job import Job, Scored, stop_tokens
 from llamarl.launch.preferences import PreferencesJob
-from llamarl.launch.scorers import transcript_of
+from llamarl.launch.scorers import stream_cache_tokens, transcript_of
 from llamarl.launch.sources import source_of
 from llamarl.learning.buffer import GroupBuffer
 from llamarl.learning.embedding import EmbedderSettings
@@ -134,13 +137,27 @@ def build_reward(config: Config, job: Job) -> Reward:
     )
     if r.kind in ("function", "judge", "encoder"):
         return RuleReward(**given, make_source=source_of(r, job, section="reward"))
-    return ModelReward(
-        **given,
+    given |= dict(
         parts=reward_parts(config, job),
         replicate=r.replicate,
         tensor_parallel=r.tensor_parallel,
         reproducible=config.max_lag == 0,
     )
+    if not r.stream:
+        return ModelReward(**given)
+    stream = StreamSettings(
+        chunk_tokens=r.chunk_tokens or max(1, config.max_new_tokens // 8),
+        cache_tokens=stream_cache_tokens(config, job.placement),
+        longest=config.longest,
+    )
+    return StreamingReward(**given, stream=stream)
+
+
+def build_stretches(config: Config, generator: Generator, reward: Reward) -> list[Gather]:
+    """What is sampled on its way to the reward before a completion ends. None, or one."""
+    if not config.reward.stream:
+        return []
+    return [Gather(STRETCHES, generator, reward)]
 
 
 def _answers_of(config: Config, job: Job) -> AnswerSettings | None:

@@ -5,6 +5,7 @@
     tickets      grants                   room under max_lag and overcommit   the trainer's takes
     truncate     orders; the clock        -                                   -
     decode       one chunk of tokens      room in the completions channel     the reward
+    stretches    what was sampled in it   - (left out without room)           -
 
 A version marked for evaluation is pinned: the held-out prompts run beside the tickets, and no newer
 version is taken in until they are done. Those that come meanwhile overtake each other, so that no
@@ -33,13 +34,19 @@ from llamarl.comm.lockstep import Lockstep
 from llamarl.executor import Executor
 from llamarl.inference import SamplingParams, TemperatureRange, evaluation
 from llamarl.inference.partials import pack, unpack
-from llamarl.inference.protocol import BuildEngine, GenerationEngine, ResumableEngine
+from llamarl.inference.protocol import (
+    BuildEngine,
+    GenerationEngine,
+    ResumableEngine,
+    StreamingEngine,
+)
 from llamarl.inference.requests import Partial
 from llamarl.models.parity import Canary, check_canary, check_quantized
 from llamarl.tickets.prompts import PromptStream
-from llamarl.types import Completion, Prompt
+from llamarl.types import Completion, Prompt, Stretch
 
 TRAIN = 0  # stream of the engine; the others are evaluation's
+STRETCHES = "stretches"  # what the names of channels of Stretches end with
 
 log = logging.getLogger(__name__)
 
@@ -89,12 +96,18 @@ class Generator(Executor):
         self._begun: dict[int, float] = {}  # when each began here, seconds
         self._open: dict[int, list[Completion]] = {}  # those completions of it that were sent
         self._send_again: list[Completion] = []  # what a resumed run had sent
+        # Of each live completion the tokens that were sent as stretches.
+        self._told: dict[tuple[int, int], int] = {}
 
     def setup(self) -> None:
         self.replica = Lockstep(self.group, self.control)
         self.weights = self.inputs["policy"]
         self._commands = {"swap": self._swap, "skip": self.weights.skip, "decode": self._decode}
         self.engine: GenerationEngine = self.build_engine(self.group, self.weights.bind)
+        self._hints = [end for name, end in self.outputs.items() if name.endswith(STRETCHES)]
+        assert not self._hints or isinstance(self.engine, StreamingEngine), (
+            f"{type(self.engine).__name__} does not tell what it samples"
+        )
 
     @property
     def finishes_on_stop(self) -> bool:
@@ -243,11 +256,13 @@ class Generator(Executor):
             if self.follows:
                 continue
             if stream == TRAIN:
+                self._tell_end(completion)
                 self._note_sent(completion)
                 self.outputs["completions"].put(completion)
             else:
                 answer = evaluation.eval_completion(stream, completion)
                 self.outputs["evaluations"].put(answer)
+        self._tell()
         return sampled > 0 or bool(finished)
 
     def _sampling_of(self, ticket: int) -> SamplingParams:
@@ -255,6 +270,38 @@ class Generator(Executor):
         if self.temperatures is None:
             return self.sampling
         return dataclasses.replace(self.sampling, temperature=self.temperatures.of(ticket))
+
+    def _tell(self) -> None:
+        """Send what live completions have grown by. While one who reads it is behind, nothing is
+        sent, and then more at once: decoding never waits for it.
+        """
+        if self.follows or not self._has_room_for_hints():
+            return
+        for new in self.engine.new_tokens(TRAIN):
+            stretch = Stretch(**new._asdict(), has_ended=False)
+            self._told[new.ticket, new.sample_index] = new.begin + new.token_ids.numel()
+            self._hint(stretch)
+
+    def _tell_end(self, completion: Completion) -> None:
+        """Send the last stretch of a completion, if there was one before."""
+        told = self._told.pop((completion.ticket, completion.sample_index), None)
+        if told is None or not self._has_room_for_hints():
+            return
+        stretch = Stretch(
+            ticket=completion.ticket,
+            sample_index=completion.sample_index,
+            begin=told,
+            token_ids=completion.token_ids[told:],
+            has_ended=True,
+        )
+        self._hint(stretch)
+
+    def _has_room_for_hints(self) -> bool:
+        return bool(self._hints) and all(end.has_room() for end in self._hints)
+
+    def _hint(self, stretch: Stretch) -> None:
+        for end in self._hints:
+            end.put(stretch)
 
     def _expired(self) -> list[int]:
         """Tickets that have been at it for longer than max_seconds."""

@@ -18,17 +18,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from executors.novelty import NoveltySettings
 from executors.reward import Reward
-from executors.weighted import Part, WeightedParts, models_of
+from executors.weighted import ModelQueue, Part, WeightedParts, models_of
 from llamarl.comm.lockstep import Lockstep
 from llamarl.learning.asking import broadcast, from_words, to_words
 from llamarl.learning.scoring import Asked
-from llamarl.learning.sharded_scorer import ScorerSettings
+from llamarl.learning.sharded_scorer import ScorerSettings, ShardedScorer
 from llamarl.models.fsdp import local
 
 
@@ -63,21 +64,28 @@ class ModelReward(Reward):
     def setup(self) -> None:
         """Load the models, each rank its own part, and start the sources."""
         self._lockstep = Lockstep(self.group, self.control, as_one=self.first_takes)
-        self._models = models_of(self.parts, self.group)
+        self._models = self.load_models()
         if not self.follows:
             super().setup()
+
+    def load_models(self) -> list[ShardedScorer]:
+        """The models among the parts, each rank its own share."""
+        return models_of(self.parts, self.group)
 
     def make_scoring(self) -> WeightedParts:
         """All parts, on the first rank."""
         return WeightedParts(
             self.parts,
-            models=self._models,
-            reproducible=self.reproducible,
-            run=self._run,
+            queues=[self.make_queue(number) for number in range(len(self._models))],
             metrics=self.metrics,
             device=self.group.device,
             on_result=self.control.wake,
         )
+
+    def make_queue(self, number: int) -> ModelQueue:
+        """What waits for the model of this number, on the first rank."""
+        run = partial(self._run, number)
+        return ModelQueue(self._models[number], run, reproducible=self.reproducible)
 
     def step(self) -> bool:
         """Score; or, on another rank than the first, take part in it."""
@@ -102,11 +110,14 @@ class ModelReward(Reward):
 
     def _run(self, number: int, asked: Sequence[Asked]) -> Tensor:
         """The scores [N] of what is asked of a model, with all ranks."""
-        words = to_words(asked)
-        self._lockstep.tell("score", model=number, size=words.numel())
+        self.ask("score", number, to_words(asked))
+        return self._models[number].scores(asked)
+
+    def ask(self, do: str, number: int, words: Tensor) -> None:
+        """Have the other ranks do their share of what a model is asked, in words [n]."""
+        self._lockstep.tell(do, model=number, size=words.numel())
         self.claim_device()
         broadcast(words, self.group)
-        return self._models[number].scores(asked)
 
     def _follow(self) -> bool:
         command = self._lockstep.next()
@@ -116,5 +127,10 @@ class ModelReward(Reward):
             self.claim_device()
             words = torch.empty(command["size"], dtype=torch.int64)
             broadcast(words, self.group)
-            self._models[command["model"]].scores(from_words(words))
+            self.take_part(command["do"], command["model"], words)
         return True
+
+    def take_part(self, do: str, number: int, words: Tensor) -> None:
+        """On another rank than the first: this rank's share of what a model is asked."""
+        assert do == "score", do
+        self._models[number].scores(from_words(words))

@@ -269,12 +269,15 @@ class RuleReward(Reward):
 
 def item_of(completion: Answer, prompt: Prompt, decode: Callable[[list[int]], str]) -> Item:
     """A completion as what scores sees it."""
+    is_held_out = isinstance(completion, EvalCompletion)
+    sample = None if is_held_out else (completion.ticket, completion.sample_index)
     return Item(
         prompt=prompt,
         token_ids=completion.token_ids,
         text=decode(completion.token_ids.tolist()),
         has_ended=completion.finish_reason == "stop",
-        is_held_out=isinstance(completion, EvalCompletion),
+        is_held_out=is_held_out,
+        sample=sample,
     )
 
 

@@ -27,6 +27,7 @@ class Item:
     text: str  # of token_ids, without special tokens
     has_ended: bool  # by itself, and not for want of room
     is_held_out: bool  # of an evaluation
+    sample: tuple[int, int] | None = None  # ticket and sample_index of a training completion
 
 
 class Scoring(Protocol):

@@ -35,14 +35,13 @@ class Part:
     weight: float = 1.0
 
 
-Run = Callable[[int, Sequence[Asked]], Tensor]  # (number of a model, what is asked) -> scores [N]
+Run = Callable[[Sequence[Asked]], Tensor]  # what is asked of a model -> scores [N]
 
 
 class WeightedParts:
     """Scores items by all parts; is a Scoring (executors/scoring.py).
 
-    models: those of the parts that are models, in order, and run: has one of them score, on all its
-    ranks. reproducible: batches are not computed together. metrics: gets of each part
+    queues: of those of the parts that are models, in order. metrics: gets of each part
     reward/NAME/mean, and of a model what it took; None: nobody asks. device: where novelty embeds.
     """
 
@@ -50,24 +49,20 @@ class WeightedParts:
         self,
         parts: Sequence[Part],
         *,
-        models: Sequence[ShardedScorer],
-        run: Run,
-        reproducible: bool,
+        queues: Sequence[ModelQueue],
         metrics: Meter | None,
         device: torch.device,
         on_result: Callable[[], None],
     ):
         self.name = " + ".join(part.name for part in parts)
-        self.models = models
+        self.models = [queue.model for queue in queues]
         self._parts = parts
-        self._run = run
         self._metrics = metrics
         self._sources: dict[str, Scoring] = {}
         self._queues: dict[str, ModelQueue] = {}
         for part in parts:
             if isinstance(part.what, ScorerSettings):
-                model = models[len(self._queues)]
-                self._queues[part.name] = ModelQueue(model, reproducible=reproducible)
+                self._queues[part.name] = queues[len(self._queues)]
             elif isinstance(part.what, NoveltySettings):
                 self._sources[part.name] = Novelty(part.name, part.what, device, metrics)
             else:
@@ -105,19 +100,21 @@ class WeightedParts:
             source.start()
 
     def submit(self, key: int, item: Item) -> None:
-        """Give an item to the sources; the models have it with its batch."""
+        """Give an item to the sources; most models have it with its batch."""
         self._items[key] = item
         self._said[key] = {}
         for source in self._sources.values():
             source.submit(key, item)
+        for queue in self._queues.values():
+            queue.submit(key, item)
 
     def release(self, keys: Sequence[int]) -> None:
         """Put a batch into the models' queues, and tell the sources."""
         for source in self._sources.values():
             source.release(keys)
         for name, queue in self._queues.items():
-            # All there: no item is done before the models have spoken of it.
-            batch = {key: self._items[key] for key in keys}
+            # Those that a model has scored before its batch was whole may be done.
+            batch = {key: self._items[key] for key in keys if key in self._items}
             for key, outcome in queue.put(batch):
                 self._enter(name, key, outcome)
 
@@ -125,17 +122,14 @@ class WeightedParts:
         """Let every model score a round, take what the sources have scored, and return the items
         that all parts have spoken of.
         """
-        for number, (name, queue) in enumerate(self._queues.items()):
-            if queue.pending:
-                began = time.monotonic()
-                keys, asked = queue.next_round()
-                scores_N = self._run(number, asked)
-                if self._metrics is not None:
-                    self._metrics.add_sum(f"reward/{name}/seconds", time.monotonic() - began)
-                    num_tokens = sum(one.num_tokens for one in asked)
-                    self._metrics.add_sum(f"reward/{name}/tokens", num_tokens)
-                for key, value in zip(keys, scores_N.tolist()):
-                    self._enter(name, key, queue.outcome_of(value))
+        for name, queue in self._queues.items():
+            began = time.monotonic()
+            scores, num_tokens = queue.work()
+            if num_tokens and self._metrics is not None:
+                self._metrics.add_sum(f"reward/{name}/seconds", time.monotonic() - began)
+                self._metrics.add_sum(f"reward/{name}/tokens", num_tokens)
+            for key, value in scores:
+                self._enter(name, key, queue.outcome_of(value))
         for name, source in self._sources.items():
             for key, outcome in source.poll():
                 self._enter(name, key, outcome)
@@ -208,34 +202,44 @@ def parts_alone(
     depends on what came when.
     """
     models = models_of(parts, ExecutorGroup("alone", (0,), 0, device))  # no rank takes part
-    return WeightedParts(
-        parts,
-        models=models,
-        run=lambda number, asked: models[number].scores(asked),
-        reproducible=True,
-        metrics=None,
-        device=device,
-        on_result=on_result,
-    )
+    queues = [ModelQueue(model, model.scores, reproducible=True) for model in models]
+    return WeightedParts(parts, queues=queues, metrics=None, device=device, on_result=on_result)
 
 
 class ModelQueue:
-    """Batches that wait for a model, and how many of them it scores at a time."""
+    """Batches that wait for a model, and how many of them it scores at a time.
 
-    def __init__(self, model: ShardedScorer, *, reproducible: bool):
-        self._model = model
+    run: has the model score, on all its ranks. reproducible: batches are not computed together.
+    """
+
+    def __init__(self, model: ShardedScorer, run: Run, *, reproducible: bool):
+        self.model = model
+        self._run = run
         self._reproducible = reproducible
         self._num_batches = 0
         # (number of its batch, keys, what is asked), of one prompt each
         self._waiting: deque[tuple[int, list[int], Asked]] = deque()
         self.pending = 0  # items
 
+    def submit(self, key: int, item: Item) -> None:
+        """Take note of an item, whose batch is not whole yet."""
+
+    def work(self) -> tuple[list[tuple[int, float]], int]:
+        """Have the model score a round, if something waits. The scores by key, and how many tokens
+        it read.
+        """
+        if not self._waiting:
+            return [], 0
+        keys, asked = self.next_round()
+        scores_N = self._run(asked)
+        return list(zip(keys, scores_N.tolist())), sum(one.num_tokens for one in asked)
+
     def put(self, batch: dict[int, Item]) -> Outcomes:
         """Queue the items of a batch by their prompts. The errors of those that are too long, or
         empty.
         """
         errors: Outcomes = []
-        context = self._model.decoder.config.max_position_embeddings
+        context = self.model.decoder.config.max_position_embeddings
         by_prompt: dict[tuple[int, ...], dict[int, Item]] = {}
         for key, item in batch.items():
             prompt = tuple(item.prompt.prompt_ids.tolist())
@@ -264,7 +268,7 @@ class ModelQueue:
         first, _, _ = self._waiting[0]
         keys: list[int] = []
         asked: list[Asked] = []
-        room = self._model.tokens_a_round
+        room = self.model.tokens_a_round
         while self._waiting:
             number, own, one = self._waiting[0]
             is_over = asked and one.num_tokens > room
@@ -279,7 +283,7 @@ class ModelQueue:
 
     def outcome_of(self, score: float) -> Outcome:
         """(score - shift) * scale; an error if that is no finite number."""
-        settings = self._model.settings
+        settings = self.model.settings
         return finite((score - settings.shift) * settings.scale)
 
     def clear(self) -> None:
@@ -289,7 +293,7 @@ class ModelQueue:
 
     def _tokens_of(self, item: Item) -> Tensor:
         """All tokens [P + L] of an item, as the model reads it."""
-        transcript = self._model.settings.transcript
+        transcript = self.model.settings.transcript
         if transcript is None:
             return torch.cat([item.prompt.prompt_ids, item.token_ids])
         ids = transcript.ids(item.prompt.text, item.text, has_ended=item.has_ended)

@@ -88,6 +88,8 @@ class Meter(Protocol):
 
     def report(self, step: int, values: dict) -> None: ...
 
+    def span(self, track: str, name: str, start_s: float, end_s: float) -> None: ...
+
 
 class Tickets(Protocol):
     """What a generator sees of the tickets (llamarl.tickets.service), and what a trainer."""

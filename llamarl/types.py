@@ -3,6 +3,7 @@ lengths at birth.
 
     PromptStream --Ticket--> Generator --Completion--> (Victim --Answered-->) Reward --Group-->
     (Reference --Group-->) Trainer --PackedBatch--> loss
+                                                 (with reward.stream also Stretches, ahead of it)
 
 Worked example. Ticket 7 is the prompt "3+4=" (ids [1, 7, 14, 8, 18]) with group_size 2. The
 generator samples "7<eos>" under policy version 3, and "6<eos>", before whose second token new
@@ -79,6 +80,29 @@ class Completion:
             raise ValueError(
                 f"Completion {self.ticket}/{self.sample_index}: {tokens} tokens but {logprobs} "
                 f"logprobs and {versions} versions"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """The next tokens of a completion that is being sampled: a hint, for who reads it meanwhile.
+    Made by a generator between two chunks, consumed by the reward.
+
+    The completion itself says all of it again, and nothing is lost where stretches are.
+    """
+
+    ticket: int
+    sample_index: int
+    begin: int  # tokens of the completion before it
+    token_ids: Tensor  # [n] int64
+    has_ended: bool  # the completion ends with it, aborted or not
+
+    def __post_init__(self):
+        if self.begin < 0 or self.token_ids.dim() != 1 or self.token_ids.dtype != torch.int64:
+            raise ValueError(
+                f"Stretch {self.ticket}/{self.sample_index}: begin={self.begin}, "
+                f"{self.token_ids.dtype} tokens of shape {list(self.token_ids.shape)}; "
+                "need begin >= 0 and [n] int64"
             )
 
 

@@ -18,6 +18,7 @@ from executors.build import (
     build_reference_weights,
     build_references,
     build_reward,
+    build_stretches,
     build_trainer,
     build_weights,
 )
@@ -40,6 +41,7 @@ def run(config: Config) -> None:
             channels=[
                 Gather("completions", generator, reward),
                 Gather("evaluations", generator, reward, spread=False),
+                *build_stretches(config, generator, reward),
                 *(Gather("scored", a, b) for a, b in pairwise(scorers)),
                 Scatter("groups", scorers[-1], trainer),
                 build_weights(config, trainer, generator),

@@ -302,6 +302,7 @@ GUIDES = "\n".join(
         "docs/metrics.md",
         "docs/rewards.md",
         "docs/running.md",
+        "docs/streaming.md",
     )
 )
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)

@@ -31,7 +31,14 @@ def register(record: type) -> type:
     return record
 
 
-for _record in (types.Completion, types.EvalCompletion, types.Answered, types.Group):
+_RECORDS = (
+    types.Completion,
+    types.Stretch,
+    types.EvalCompletion,
+    types.Answered,
+    types.Group,
+)
+for _record in _RECORDS:
     register(_record)
 
 

@@ -12,7 +12,14 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 CONF_DIR = next(path for path in (_PACKAGE / "conf", _PACKAGE.parent / "conf") if path.is_dir())
 PARTS = "reward.parts"  # sections by names of the user's own
 # Of a whole reward, and so of no part of one.
-_OF_ALL_PARTS = ("max_error_rate", "replicate", "tensor_parallel")
+_OF_ALL_PARTS = (
+    "max_error_rate",
+    "replicate",
+    "tensor_parallel",
+    "stream",
+    "chunk_tokens",
+    "cache_tokens",
+)
 
 
 def with_whole_parts(values: dict[str, object]) -> dict[str, object]:

@@ -14,17 +14,15 @@ from llamarl.config.conversion import Findings, Problem, known_keys, to_config, 
 from llamarl.config.files import PARTS
 from llamarl.config.marks import marked, settings_dataclass
 from llamarl.config.ranges import Count, Natural, NonNegative, Positive, PositiveShare, Share, Text
-from llamarl.config.rules import check as check_run
-from llamarl.config.schema import (
-    AnyTaskSettings,
-    Config,
+from llamarl.config.rewards import (
     EncoderRewardSettings,
     FunctionRewardSettings,
     JudgeRewardSettings,
     ModelRewardSettings,
     PartsRewardSettings,
-    Seed,
 )
+from llamarl.config.rules import check as check_run
+from llamarl.config.schema import AnyTaskSettings, Config, Seed
 from llamarl.words.choices import Pairing
 
 

@@ -15,13 +15,8 @@ from llamarl.config.conversion import Findings, Problem, convert, did_you_mean, 
 from llamarl.config.files import CONF_DIR
 from llamarl.config.loss_options import LOSS_OPTIONS, declarations, declares
 from llamarl.config.placement import find_placement
-from llamarl.config.schema import (
-    START,
-    Config,
-    JudgeSourceSettings,
-    LossSettings,
-    RowsSettings,
-)
+from llamarl.config.reward_rules import comparing_judges, reward_rules
+from llamarl.config.schema import START, Config, LossSettings
 from llamarl.config.search_rules import Rule, replay_rules, schedule_rules, temperature_rules
 from llamarl.config.victim import victim_rules
 from llamarl.words.urls import url_problem
@@ -45,7 +40,7 @@ def check(
         *temperature_rules(config),
         *_reference_rules(config),
         *replay_rules(config),
-        *victim_rules(config.victim, attacks=attacks, compared=_comparing_judges(config)),
+        *victim_rules(config.victim, attacks=attacks, compared=comparing_judges(config)),
     ]
     found = Findings(config)
     find_placement(config, world_size, found)
@@ -255,7 +250,7 @@ def _ahead_rules(c: Config) -> list[Rule]:
             "diversity is of several answers to a prompt; eval.num_samples=2 or more, "
             "or eval.embedder=null",
         ),
-        *_reward_rules(c),
+        *reward_rules(c),
     ]
 
 
@@ -279,71 +274,6 @@ def _gold_rules(c: Config) -> list[Rule]:
             "eval.gold_label eval.gold",
             c.eval.gold_label is not None and not is_model,
             "only a scorer's directory has labels; eval.gold_label=null, or eval.gold=DIR",
-        ),
-    ]
-
-
-def _reward_rules(c: Config) -> list[Rule]:
-    """Of what scores: something without an answer to compare with, or nothing at all."""
-    has_no_answer = isinstance(c.task, RowsSettings) and c.task.answer_key is None
-    rules = []
-    for key, part in c.reward_parts.items():
-        if part.kind == "function":
-            what = "the task's own reward compares with an answer; "
-            remedy = f"{key}.fn=module:function, or task.answer_key=answer"
-            rules.append(
-                (f"task.answer_key {key}.fn", has_no_answer and part.fn is None, what + remedy)
-            )
-        elif part.kind == "judge":
-            rules += _judge_rules(c, key, part, has_no_answer=has_no_answer)
-        elif part.kind == "novelty":
-            what = "embeds whenever a group is whole, whoever has the device; offload=false"
-            rules.append((f"{key}.kind offload", c.offload, what))
-        elif part.kind == "model" and part.scale == 0:
-            rules.append((f"{key}.scale", True, "makes every score the same; any other number"))
-    rules.append(
-        (
-            "reward.kind",
-            not c.reward_parts,
-            "needs parts: 'reward.parts={rm: {kind: model, path: DIR}}'",
-        )
-    )
-    return rules
-
-
-def _comparing_judges(c: Config) -> list[str]:
-    """The keys of the judges that compare the completions of a prompt."""
-    parts = c.reward_parts.items()
-    return [key for key, part in parts if part.kind == "judge" and part.ask == "group"]
-
-
-def _judge_rules(
-    c: Config, key: str, judge: JudgeSourceSettings, *, has_no_answer: bool
-) -> list[Rule]:
-    """Of a judge whose settings are under a key, and of what it compares."""
-    is_evaluated = c.eval.every > 0 and c.eval.num_prompts > 0
-    compares = judge.ask == "group"
-    return [
-        (
-            f"{key}.lowest {key}.highest",
-            judge.lowest >= judge.highest,
-            "leaves no room for a score; lowest is the worst one",
-        ),
-        (
-            f"{key}.ask group_size",
-            compares and c.group_size < 2,
-            "compares the completions of a prompt; group_size=2 or more",
-        ),
-        (
-            f"{key}.ask eval.num_samples",
-            compares and is_evaluated and c.eval.num_samples == 0,
-            "in an evaluation a greedy completion has none of its prompt to be compared with; "
-            f"eval.num_samples=1, eval.every=0, or {key}.ask=reference",
-        ),
-        (
-            f"{key}.ask task.answer_key",
-            judge.ask == "reference" and has_no_answer,
-            "compares with the prompt's answer; task.answer_key=answer",
         ),
     ]
 

@@ -15,7 +15,8 @@ What a kind does not let anyone choose, and its readers ask of every kind, is a 
 class.
 
 A field that decides more than its own value says so by a Mark (llamarl/config/marks.py). The
-sections of the buffer and of schedules are in llamarl/config/search.py.
+sections of what scores are in llamarl/config/rewards.py, those of the buffer and of schedules in
+llamarl/config/search.py.
 """
 
 from __future__ import annotations
@@ -36,6 +37,12 @@ from llamarl.config.ranges import (
     Share,
     Text,
 )
+from llamarl.config.rewards import (
+    AnyRewardSettings,
+    AnySourceSettings,
+    FunctionSourceSettings,
+    ModelSourceSettings,
+)
 from llamarl.config.search import (
     AnyTemperatureSettings,
     ConstantBetaSettings,
@@ -47,11 +54,8 @@ from llamarl.config.search import (
 from llamarl.config.victim import AnyVictimSettings
 from llamarl.words.choices import (
     Advantages,
-    ClassifierOutput,
-    ClassifierReads,
     Estimator,
     Governor,
-    JudgeAsk,
     Quantized,
     Schedule,
     Transport,
@@ -184,143 +188,6 @@ class VLLMGeneratorSettings(GeneratorSettings):
     cache_tokens: ClassVar[None] = None  # gpu_memory_utilization bounds its cache
     quantize: ClassVar[str] = "none"  # it takes weights as they are
     quantize_exclude: ClassVar[tuple[str, ...]] = ()
-
-
-@settings_dataclass
-class FunctionSourceSettings:
-    kind: Literal["function"]
-    fn: str | None
-    num_workers: Count
-    timeout_s: Positive
-    memory_mb: Count
-
-
-@settings_dataclass
-class FunctionPartSettings(FunctionSourceSettings):
-    weight: float
-
-
-@settings_dataclass
-class FunctionRewardSettings(FunctionSourceSettings):
-    max_error_rate: Share
-
-
-@settings_dataclass
-class ModelSourceSettings:
-    kind: Literal["model"]
-    path: Text
-    label: str | None
-    dtype: Literal["float32", "bfloat16"]
-    microbatch_tokens: Count
-    scale: float
-    shift: float
-
-
-@settings_dataclass
-class ModelPartSettings(ModelSourceSettings):
-    weight: float
-
-
-@settings_dataclass
-class ModelRewardSettings(ModelSourceSettings):
-    replicate: Count
-    tensor_parallel: Count
-    max_error_rate: Share
-
-
-@settings_dataclass
-class JudgeSourceSettings:
-    kind: Literal["judge"]
-    url: Text
-    model: Text
-    api_key_env: str | None
-    ask: JudgeAsk
-    template: str | None
-    lowest: float
-    highest: float
-    max_parallel: Count
-    timeout_s: Positive
-    max_retries: Natural
-    max_tokens: Count | None
-    temperature: NonNegative | None
-
-
-@settings_dataclass
-class JudgePartSettings(JudgeSourceSettings):
-    weight: float
-
-
-@settings_dataclass
-class JudgeRewardSettings(JudgeSourceSettings):
-    max_error_rate: Share
-
-
-@settings_dataclass
-class NoveltySourceSettings:
-    kind: Literal["novelty"]
-    embedder: Text
-    history: Count
-    nearest: Count | None
-
-
-@settings_dataclass
-class NoveltyPartSettings(NoveltySourceSettings):
-    weight: float
-
-
-@settings_dataclass
-class NoveltyRewardSettings(NoveltySourceSettings):
-    max_error_rate: Share
-
-    replicate: ClassVar[int] = 1  # it is one history's, on one rank
-    tensor_parallel: ClassVar[int] = 1
-
-
-@settings_dataclass
-class EncoderSourceSettings:
-    kind: Literal["encoder"]
-    path: Text
-    label: str | None
-    output: ClassifierOutput
-    reads: ClassifierReads
-    dtype: Literal["float32", "bfloat16"]
-    max_tokens: Count
-    batch_size: Count
-
-
-@settings_dataclass
-class EncoderPartSettings(EncoderSourceSettings):
-    weight: float
-
-
-@settings_dataclass
-class EncoderRewardSettings(EncoderSourceSettings):
-    max_error_rate: Share
-
-
-AnySourceSettings = (
-    FunctionSourceSettings
-    | ModelSourceSettings
-    | JudgeSourceSettings
-    | NoveltySourceSettings
-    | EncoderSourceSettings
-)
-AnyPartSettings = (
-    FunctionPartSettings
-    | ModelPartSettings
-    | JudgePartSettings
-    | NoveltyPartSettings
-    | EncoderPartSettings
-)
-
-
-@settings_dataclass
-class PartsRewardSettings:
-    kind: Literal["parts"]
-    parts: dict[str, AnyPartSettings]  # by names of the user's own
-    replicate: Count
-    tensor_parallel: Count
-    max_error_rate: Share
 
 
 @settings_dataclass
@@ -515,14 +382,7 @@ class Config:
     model: ModelSettings
     task: AnyTaskSettings = marked("data", "answers")
     generator: NativeGeneratorSettings | VLLMGeneratorSettings = marked("answers")
-    reward: (
-        FunctionRewardSettings
-        | ModelRewardSettings
-        | JudgeRewardSettings
-        | NoveltyRewardSettings
-        | EncoderRewardSettings
-        | PartsRewardSettings
-    ) = marked("answers")
+    reward: AnyRewardSettings = marked("answers")
     victim: AnyVictimSettings = marked("answers")
     reference: ReferenceSettings | FrozenReferenceSettings | ResettingReferenceSettings
     buffer: FifoBufferSettings | ReplayBufferSettings = marked("answers")

@@ -1,4 +1,4 @@
-"""Keys and values of the running rows, and the two attentions that read them.
+"""Keys and values of the running rows, and the attentions that read them.
 
 Row i of the batch is slot i of the cache: the engine keeps its running rows dense in [0, num_rows),
 so decoding reads the cache as a view and nothing is gathered. A row that ends leaves a hole, which
@@ -30,7 +30,7 @@ class SlotCache:
     """
 
     def __init__(self, decoder: Decoder, max_slots: int, max_len: int, budget: int):
-        self.max_len = _whole_blocks(max_len)
+        self.max_len = whole_blocks(max_len)
         self.budget = budget
         self.num_kv_heads = decoder.num_cached_kv_heads
         self.head_dim = decoder.config.head_dim
@@ -48,7 +48,7 @@ class SlotCache:
 
     def rows_of(self, length: int) -> int:
         """How many rows of `length` tokens the budget holds, and one in any case."""
-        places = self.max_len if self._fixed else _whole_blocks(length)
+        places = self.max_len if self._fixed else whole_blocks(length)
         return max(1, self.budget // places)
 
     def reserve(self, rows: int, length: int) -> None:
@@ -63,7 +63,7 @@ class SlotCache:
             raise IndexError(f"{rows} rows of {length} tokens in a cache of {held}")
         # Doubling, so that growing costs little; within the budget, where longer rows may mean
         # fewer.
-        needed = _whole_blocks(length)
+        needed = whole_blocks(length)
         if length > self.capacity:
             doubled = max(needed, 2 * self.capacity)
             self.capacity = min(doubled, self.max_len)
@@ -99,7 +99,7 @@ class SlotCache:
 
     def copy(self, source: Tensor, target: Tensor, length: int) -> None:
         """Copy the first `length` places of slots `source` to slots `target`."""
-        end = _whole_blocks(length)
+        end = whole_blocks(length)
         for layer in self.layers:
             places = layer[:, :, :, :end]
             moved = places.index_select(1, source)
@@ -145,6 +145,45 @@ class Extend:
         return out_HTK.transpose(0, 1)
 
 
+class Pieces:
+    """Attention of the next tokens of N sequences end to end, each over what its slot holds and
+    over its own. Sequences are padded to the longest for the kernel alone.
+
+    slots_N: of each, where its K/V are kept; starts_N: tokens that are there; lengths_N >= 1: its
+    new ones, T in all. A slot may be of several that follow each other.
+    """
+
+    def __init__(self, cache: SlotCache, slots_N: Tensor, starts_N: Tensor, lengths_N: Tensor):
+        device = cache.device
+        self._cache = cache
+        self._slots_N = slots_N.to(device)
+        self.longest = int((starts_N + lengths_N).max())
+        ends_N = lengths_N.cumsum(0)
+        firsts_N = ends_N - lengths_N
+        offsets_T = (firsts_N - starts_N).repeat_interleave(lengths_N)
+        positions_T = torch.arange(int(ends_N[-1])) - offsets_T
+        steps_L = torch.arange(int(lengths_N.max()))
+        # Padding asks the sequence's last token again, and its answer is dropped.
+        steps_NL = torch.minimum(steps_L, lengths_N[:, None] - 1)
+        is_token_NL = steps_L < lengths_N[:, None]
+        queries_NL = firsts_N[:, None] + steps_NL
+        seen_NLM = torch.arange(self.longest) <= (starts_N[:, None] + steps_NL)[..., None]
+        self.positions_T = positions_T.to(device)
+        self._slots_T = slots_N.repeat_interleave(lengths_N).to(device)
+        self._queries_NL = queries_NL.to(device)
+        self._seen_N1LM = seen_NLM[:, None].to(device)
+        self._places_T = is_token_NL.flatten().nonzero()[:, 0].to(device)
+
+    def attend(self, layer: int, q_THK: Tensor, k_TJK: Tensor, v_TJK: Tensor) -> Tensor:
+        keys, values = self._cache.write(layer, self._slots_T, self.positions_T, k_TJK, v_TJK)
+        k_NJMK = keys[self._slots_N, :, : self.longest]
+        v_NJMK = values[self._slots_N, :, : self.longest]
+        q_NHLK = q_THK[self._queries_NL].transpose(1, 2)
+        out_NHLK = fused(q_NHLK, k_NJMK, v_NJMK, self._seen_N1LM)
+        out_NLHK = out_NHLK.transpose(1, 2)
+        return out_NLHK.flatten(0, 1)[self._places_T]
+
+
 class Decode:
     """Attention of one new token a row, at positions_N < longest, for the rows in slots first_slot
     onwards.
@@ -165,7 +204,7 @@ class Decode:
         self.longest = longest
         self._rows = slice(first_slot, end)
         self._slots = torch.arange(first_slot, end, device=device)
-        self._length = _whole_blocks(longest)
+        self._length = whole_blocks(longest)
         places_L = torch.arange(self._length, device=device)
         unseen_NL = places_L > positions_N[:, None]
         bias_NL = torch.where(unseen_NL, -torch.inf, 0.0)
@@ -197,6 +236,7 @@ class Decode:
         return seen.reshape(q_NHK.shape)
 
 
-def _whole_blocks(length: int) -> int:
+def whole_blocks(length: int) -> int:
+    """The places that a row of so many tokens takes."""
     blocks = -(-length // _BLOCK)
     return blocks * _BLOCK

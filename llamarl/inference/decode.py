@@ -139,7 +139,7 @@ class NativeDecode:
             groups=config.num_key_value_heads,
             head_dim=config.head_dim,
             units=config.intermediate_size,
-            vocab=config.vocab_size,
+            vocab=len(decoder.output_weight),
             eps=decoder.norm.eps,
             layer=ctypes.addressof(self._layers),
             embedding=self._keep(decoder.tok_embeddings.weight),
@@ -176,7 +176,29 @@ class NativeDecode:
         last_M: ascending rows, the only ones with logits. All int64, and looked at before C, which
         trusts them, sees them: IndexError for a token, place, slot or row that is not there.
         """
-        model = self._model
+        return self._run(self._model, tokens_N, positions_N, cache, slots_N, last_M)["logits"]
+
+    def hidden(
+        self, tokens_N: Tensor, positions_N: Tensor, cache: SlotCache, slots_N: Tensor
+    ) -> Tensor:
+        """The same pass without the head: the normed hidden states [N, D], in the model's dtype."""
+        width = self._model.hidden
+        headless = _Model.from_buffer_copy(self._model)
+        headless.vocab = 0
+        x = self._run(headless, tokens_N, positions_N, cache, slots_N, None)["x"]
+        # They lie end to end, whatever the width of this room for them.
+        return x.flatten()[: tokens_N.numel() * width].unflatten(0, (-1, width))
+
+    def _run(
+        self,
+        model: _Model,
+        tokens_N: Tensor,
+        positions_N: Tensor,
+        cache: SlotCache,
+        slots_N: Tensor,
+        last_M: Tensor | None,
+    ) -> dict[str, Tensor]:
+        """What the kernel was given and has written, by its name in _Step."""
         dtype = self._dtype
         rows = outputs = tokens_N.numel()
         _check_indices("token ids", tokens_N, rows, self._decoder.config.vocab_size)
@@ -210,7 +232,7 @@ class NativeDecode:
             setattr(step, name, tensor.data_ptr())
         model.tiles = self.use_tiles
         self._kernels.decode(ctypes.byref(model), ctypes.byref(step))
-        return tensors["logits"]
+        return tensors
 
 
 def _last_write(parameter: Tensor) -> tuple[int, int]:

@@ -35,6 +35,7 @@ from torch import Tensor
 from llamarl.inference.cache import SlotCache
 from llamarl.inference.graph import DecodeGraphs
 from llamarl.inference.requests import (
+    NewTokens,
     Partial,
     Recorded,
     Request,
@@ -71,8 +72,8 @@ class Engine(SlotEngine):
     reproducible: take the same kernels in every run; else those that this machine's clock shows to
     be clearly faster.
 
-    It is a GenerationEngine, a ResumableEngine and a QuantizedEngine (llamarl.inference.protocol),
-    where the calls that all engines share are described in full.
+    It is a GenerationEngine, and a Resumable-, Streaming- and QuantizedEngine
+    (llamarl.inference.protocol), where the calls that all engines share are described in full.
     """
 
     def __init__(
@@ -200,6 +201,19 @@ class Engine(SlotEngine):
             )
             partials.append(partial)
         return partials
+
+    # Not in inference mode: they are sent to others.
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def new_tokens(self, stream: int) -> list[NewTokens]:
+        """What the live samples of a stream have sampled since the last call; none twice."""
+        found = []
+        for (request, index), (begin, token_ids) in zip(
+            self._running, self._rows.news(self.num_live)
+        ):
+            if request.stream == stream and token_ids.numel():
+                found.append(NewTokens(request.ticket, index, begin, token_ids))
+        return found
 
     @torch.inference_mode()
     def step(self, chunk: int) -> int:

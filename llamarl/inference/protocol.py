@@ -23,7 +23,7 @@ from typing import Protocol, runtime_checkable
 from torch import Tensor, nn
 
 from llamarl.executor import ExecutorGroup
-from llamarl.inference.requests import Partial, TokenIds
+from llamarl.inference.requests import NewTokens, Partial, TokenIds
 from llamarl.inference.sampler import SamplingParams
 from llamarl.models.config import ModelConfig
 from llamarl.types import Completion
@@ -129,6 +129,18 @@ class ResumableEngine(GenerationEngine, Protocol):
         """Queue what remains of a sample: under the same weights it goes on token for token.
 
         ValueError as in `submit`, and if it has ended, or has not a logprob and a version a token.
+        """
+
+
+@runtime_checkable
+class StreamingEngine(GenerationEngine, Protocol):
+    """An engine that tells what it samples before a completion has ended."""
+
+    def new_tokens(self, stream: int) -> list[NewTokens]:
+        """What the live samples of a stream have sampled since the last call, in the order in which
+        they were sampled; those of a sample that goes on elsewhere from its first token on.
+
+        Tokens are told once. Those with which a sample ends are not: its completion has them.
         """
 
 

@@ -22,6 +22,15 @@ class Recorded(NamedTuple):
     policy_versions: Tensor  # [L] int64
 
 
+class NewTokens(NamedTuple):
+    """The n tokens that were sampled of one completion since it was last asked."""
+
+    ticket: int
+    sample_index: int
+    begin: int  # its tokens before them
+    token_ids: Tensor  # [n] int64, on the CPU
+
+
 _NONE = torch.empty(0, dtype=torch.int64)
 NOTHING = Recorded(_NONE, torch.empty(0), _NONE)  # what a completion has that has not begun
 

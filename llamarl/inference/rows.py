@@ -39,6 +39,7 @@ class Rows:
         self.token = zeros()  # [R], the newest token; the decoder reads it next
         self.position = zeros()  # [R], its place
         self.count = zeros()  # [R], tokens sampled
+        self.told = zeros()  # [R], those of them that `news` has given
         self.live = zeros(dtype=torch.bool)  # [R]; at first none is
         self.key = zeros()  # [R], of the row's uniforms
         self.max_new_tokens = zeros()  # [R]
@@ -65,6 +66,7 @@ class Rows:
             self.stops = F.pad(self.stops, (0, missing), value=-1)
         self.stops[rows] = -1
         self.count[rows] = 0
+        self.told[rows] = 0
         self.live[rows] = True
         places = []
         lengths = []
@@ -148,6 +150,22 @@ class Rows:
             parts = [column[i, :length] for column in columns]
             recorded.append(Recorded(*parts))
         return recorded
+
+    def news(self, num_rows: int) -> list[tuple[int, Tensor]]:
+        """(begin, tokens [n] on the CPU) of each of the first rows: what it has sampled since this
+        was last asked. Waits once for the device.
+        """
+        rows = slice(0, num_rows)
+        begins = self.told[rows].tolist()
+        ends = self.count[rows].tolist()
+        first = min(begins, default=0)
+        last = max(ends, default=0)
+        tokens = self.tokens[rows, first:last].clone().cpu()
+        self.told[rows] = self.count[rows]
+        news = []
+        for row, (begin, end) in enumerate(zip(begins, ends)):
+            news.append((begin, tokens[row, begin - first : end - first]))
+        return news
 
     def tables(self) -> list[Tensor]:
         """Every tensor of the rows, none copied."""

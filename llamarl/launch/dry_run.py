@@ -9,10 +9,12 @@ import torch
 from omegaconf import OmegaConf
 
 from llamarl.config.conversion import to_values
+from llamarl.config.rewards import ModelSourceSettings
 from llamarl.ddma.layout import Destination, Source, parameters_to_send
 from llamarl.ddma.plan import make_plan
 from llamarl.launch.gold import check_gold_function
 from llamarl.launch.job import Job
+from llamarl.launch.scorers import stream_cache_tokens
 from llamarl.launch.sources import check_sources
 from llamarl.models.config import read_config
 from llamarl.models.sharding import num_parameters
@@ -102,6 +104,8 @@ def dry_run(job: Job) -> None:
         if part.kind == "model":
             size = num_parameters(read_config(part.path))
             print(f"reward   {part.path}, a model of {size:,} parameters in {part.dtype}")
+            if c.reward.stream:
+                _print_cache(job, part)
         elif part.kind == "novelty":
             print(f"reward   {job.name_of(part)}")
         elif part.kind == "encoder":
@@ -117,6 +121,17 @@ def dry_run(job: Job) -> None:
             what = f"{path}, a model of {size:,} parameters in {c.model.dtype}"
             print(f"{name}     {what}, whole on the reward's first rank")
     print("dry run: nothing was started and nothing written")
+
+
+def _print_cache(job: Job, scorer: ModelSourceSettings) -> None:
+    """What a model takes that reads completions while these are sampled."""
+    model = read_config(scorer.path)
+    tokens = stream_cache_tokens(job.config, job.placement)
+    elements = 2 * model.num_hidden_layers * model.num_key_value_heads * model.head_dim
+    num_bytes = tokens * elements * getattr(torch, scorer.dtype).itemsize
+    split = job.config.reward.tensor_parallel
+    size = f"{num_bytes / split / _GIB:.2f} GiB a reward rank"
+    print(f"stream   {size}, for a cache of {tokens:,} tokens")
 
 
 def _print_samples(name: str, samples: list[Prompt], outcomes: list[Outcome]) -> None:

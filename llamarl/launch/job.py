@@ -15,7 +15,7 @@ from llamarl.comm.groups import World
 from llamarl.config.command_line import Config
 from llamarl.config.conversion import to_values
 from llamarl.config.placement import TINY_MODEL, placement_of
-from llamarl.config.schema import AnySourceSettings
+from llamarl.config.rewards import AnySourceSettings
 from llamarl.config.victim import ATTACK
 from llamarl.controller import ExecutorController, RunSettings
 from llamarl.executor import Executor

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from llamarl.config.schema import ModelSourceSettings
+from llamarl.config.rewards import ModelSourceSettings
+from llamarl.config.schema import Config
 from llamarl.launch.job import Job, Scored, read_model, read_tokenizer
 from llamarl.models.config import ModelConfig
 from llamarl.models.hf import weights_of
@@ -24,10 +25,28 @@ def check_scorers(job: Job) -> None:
     """
     for key, scorer in job.config.scorers.items():
         check_scorer(job, scorer, job.scored, key=f"{key}.path", label_key=f"{key}.label")
+        if job.config.reward.stream and transcript_of(job, scorer, job.scored) is not None:
+            raise ValueError(
+                f"reward.stream=true {key}.path={scorer.path}: it has another vocabulary than the "
+                "policy, so that its tokens are not known before a completion has ended; "
+                "reward.stream=false, or a scorer of the policy's tokens"
+            )
     for key, part in job.config.reward_parts.items():
         if part.kind == "encoder":
             with naming(key, part.path, part.label):
                 check_encoder(part.path, part.label, part.max_tokens)
+
+
+def stream_cache_tokens(config: Config, placement: Mapping[str, Sequence[int]]) -> int:
+    """Places of the cache of each model that reads completions while these are sampled, per
+    data-parallel rank of the reward: where it is not set, as many as all generators' slots need.
+    """
+    if config.reward.cache_tokens is not None:
+        return config.reward.cache_tokens
+    replicas = len(placement["generator"]) // config.generator.tensor_parallel
+    caches = len(placement["reward"]) // config.reward.tensor_parallel
+    samples = -(-replicas * config.generator.max_slots // caches)
+    return samples * config.longest
 
 
 @contextmanager

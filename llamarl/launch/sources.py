@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from llamarl.config.schema import (
+from llamarl.config.rewards import (
     EncoderSourceSettings,
     FunctionSourceSettings,
     JudgeSourceSettings,

@@ -24,6 +24,7 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 from llamarl.observe.rates import Idle, Row, idle_shares
 from llamarl.observe.rows import ACCURACY, EVALUATED, FILE_NAME
 from llamarl.observe.sinks import read_rows
+from llamarl.observe.streaming import Columns, streaming_verdict
 
 SMOOTH_FROM = 80  # values; shorter curves are shown as they are
 COLOURS = ("#3366cc", "#dd7711", "#339955", "#aa4499", "#888888", "#bb3333", "#117777")
@@ -38,8 +39,6 @@ LOOK = {  # of every plot, as matplotlib's settings
     "svg.fonttype": "none",
     "svg.hashsalt": "llamarl",
 }
-
-Columns = dict[str, np.ndarray]  # each [rows] in float64, NaN where a row has no value
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,6 +319,9 @@ def facts(columns: Columns) -> list[tuple[str, str]]:
     fact("padding computed", "packing/padding_fraction", np.mean, ".1%")
     fact("microbatch budget unused", "packing/unused_budget_fraction", np.mean, ".1%")
     fact("reward errors, worst step", "reward/error_rate", np.max, ".1%")
+    streamed = streaming_verdict(columns)
+    if streamed is not None:
+        found.append(("streaming to the scorer", streamed))
     fact("weights a publish, MB", "weights/bytes", lambda sizes: np.median(sizes) / 1e6, ".1f")
     fact("trainer − generator logprobs, max", "parity/logprob_diff_max", np.max, ".2g")
     return found

@@ -839,3 +839,88 @@ def test_a_peer_whose_leader_failed_does_not_wait_for_its_end(replica):
     began = time.monotonic()
     peer.teardown()
     assert time.monotonic() - began < 1
+
+
+# --- stretches ---
+
+
+class Narrow(Outbox):
+    """A channel that has room when a test says so."""
+
+    room = True
+
+    def has_room(self):
+        return self.room
+
+
+def streaming_generator(names=("stretches",), **options):
+    g = generator(chunk=1, **options)
+    ends = {name: Narrow() for name in names}
+    g.attach(g.group, g.inputs, g.outputs | ends, g.control, g.metrics, g.tickets)
+    g.setup()
+    g.weights.staged = Staged(0)
+    return g, list(ends.values())
+
+
+def heard(stretches):
+    """What stretches say of each completion, which must follow each other without a gap."""
+    told, ended = {}, set()
+    for stretch in stretches:
+        place = (stretch.ticket, stretch.sample_index)
+        had = told.setdefault(place, [])
+        assert stretch.begin == len(had) and place not in ended
+        had += stretch.token_ids.tolist()
+        ended |= {place} if stretch.has_ended else set()
+    return told, ended
+
+
+def test_what_is_sampled_is_told_after_every_chunk_and_is_the_completions():
+    g, (stretches, second) = streaming_generator(("stretches", "ref_stretches"))
+    g.step()
+    live = [s for s in stretches if not s.has_ended]
+    assert live and all(s.begin == 0 and s.token_ids.numel() == 1 for s in live)
+    while len(g.outputs["completions"]) < 2 * GROUP:
+        g.step()
+    told, ended = heard(stretches)
+    for completion in g.outputs["completions"]:
+        place = (completion.ticket, completion.sample_index)
+        assert place in ended and told[place] == completion.token_ids.tolist()
+    assert second == stretches
+
+
+def test_without_room_for_stretches_it_decodes_on_and_tells_more_at_once():
+    g, (stretches,) = streaming_generator()
+    g.step()
+    stretches.room = False
+    before = len(stretches)
+    for _ in range(3):
+        assert g.step()
+    assert len(stretches) == before
+    stretches.room = True
+    g.step()
+    first = stretches[before]
+    assert first.token_ids.numel() == 4
+    stretches.room = False
+    while len(g.outputs["completions"]) < GROUP:
+        g.step()  # what ends meanwhile is told by its completion alone
+    stretches.room = True
+    for _ in range(20):
+        g.step()
+    _, ended = heard(stretches)
+    first_group = {(c.ticket, c.sample_index) for c in g.outputs["completions"][:GROUP]}
+    assert ended and not ended & first_group
+
+
+def test_what_is_ended_by_an_order_is_told_as_ended():
+    g, (stretches,) = streaming_generator()
+    g.step()
+    g.step()
+    (ticket, *_) = {s.ticket for s in stretches}
+    g.tickets.orders = [ticket]
+    g.step()
+    told, ended = heard(stretches)
+    assert ended >= {(ticket, index) for index in range(GROUP)}
+    aborted = [c for c in g.outputs["completions"] if c.finish_reason == "aborted"]
+    assert {c.ticket for c in aborted} == {ticket}
+    for completion in aborted:
+        assert told[ticket, completion.sample_index] == completion.token_ids.tolist()

@@ -13,6 +13,7 @@ from llamarl.inference.protocol import (
     GenerationEngine,
     QuantizedEngine,
     ResumableEngine,
+    StreamingEngine,
 )
 from llamarl.inference.vllm_engine import VLLMEngine, vllm_problem
 from tests import engines
@@ -60,6 +61,7 @@ def params(new=6, **options):
         (GenerationEngine, Engine),
         (ResumableEngine, Engine),
         (QuantizedEngine, Engine),
+        (StreamingEngine, Engine),
         (GenerationEngine, VLLMEngine),
     ],
 )
@@ -193,6 +195,45 @@ def test_scores_are_logprobs_a_token_and_change_nothing_of_what_runs(engine):
 
 def test_what_may_leave_the_device_are_tensors(engine):
     assert all(isinstance(tensor, torch.Tensor) for tensor in engine.offloadable())
+
+
+# --- while it samples ---
+
+
+def test_new_tokens_are_told_once_and_are_those_of_the_completion(engine):
+    if not isinstance(engine, StreamingEngine):
+        pytest.skip("it does not tell what it samples")
+    told = {}
+
+    def listen():
+        for new in engine.new_tokens(1):
+            had = told.setdefault((new.ticket, new.sample_index), [])
+            assert new.begin == len(had) and new.token_ids.dtype == torch.int64
+            assert not new.token_ids.is_inference()
+            had += new.token_ids.tolist()
+
+    engine.submit(0, PROMPT, params(new=3, n=2), stream=0)
+    engine.submit(7, PROMPT, params(new=9, n=3), stream=1)
+    for steps in (1, 2, 1):
+        for _ in range(steps):
+            engine.step(1)  # of a step without a listener the tokens are told with the next ones
+        listen()
+    partials = engine.export_partials()
+    engine.step(9)
+    listen()
+    found = {(c.ticket, c.sample_index): c for stream, c in engine.pop_finished() if stream == 1}
+    assert told.keys() == found.keys() and len(told[7, 0]) == 4
+    for place, tokens in told.items():
+        assert found[place].token_ids.tolist()[: len(tokens)] == tokens
+    engine.abort()
+    engine.pop_finished()
+    told.clear()
+    # What goes on is told from its first token on.
+    (first, *_) = [partial for partial in partials if partial.stream == 1]
+    engine.submit_partial(first)
+    engine.step(1)
+    listen()
+    assert told[7, first.sample_index][: first.token_ids.numel()] == first.token_ids.tolist()
 
 
 # --- over a checkpoint ---

@@ -1,0 +1,111 @@
+"""What cannot go together of what scores: functions, models and judges, each with the remedy."""
+
+from __future__ import annotations
+
+from llamarl.config.rewards import JudgeSourceSettings
+from llamarl.config.schema import Config, RowsSettings
+
+Rule = tuple[str, bool, str]  # the keys, whether they are wrong, the remedy
+
+
+def reward_rules(c: Config) -> list[Rule]:
+    """Of what scores: something without an answer to compare with, or nothing at all."""
+    has_no_answer = isinstance(c.task, RowsSettings) and c.task.answer_key is None
+    rules = []
+    for key, part in c.reward_parts.items():
+        if part.kind == "function":
+            what = "the task's own reward compares with an answer; "
+            remedy = f"{key}.fn=module:function, or task.answer_key=answer"
+            rules.append(
+                (f"task.answer_key {key}.fn", has_no_answer and part.fn is None, what + remedy)
+            )
+        elif part.kind == "judge":
+            rules += _judge_rules(c, key, part, has_no_answer=has_no_answer)
+        elif part.kind == "novelty":
+            what = "embeds whenever a group is whole, whoever has the device; offload=false"
+            rules.append((f"{key}.kind offload", c.offload, what))
+        elif part.kind == "model" and part.scale == 0:
+            rules.append((f"{key}.scale", True, "makes every score the same; any other number"))
+    rules.append(
+        (
+            "reward.kind",
+            not c.reward_parts,
+            "needs parts: 'reward.parts={rm: {kind: model, path: DIR}}'",
+        )
+    )
+    if c.reward.stream:
+        rules += _stream_rules(c)
+    return rules
+
+
+def comparing_judges(c: Config) -> list[str]:
+    """The keys of the judges that compare the completions of a prompt."""
+    parts = c.reward_parts.items()
+    return [key for key, part in parts if part.kind == "judge" and part.ask == "group"]
+
+
+def _stream_rules(c: Config) -> list[Rule]:
+    """Of models that read completions while these are sampled."""
+    cache_tokens = c.reward.cache_tokens
+    return [
+        (
+            "reward.stream generator.kind",
+            c.generator.kind == "vllm",
+            "vLLM does not tell what it samples before a completion has ended; "
+            "generator=native, or reward.stream=false",
+        ),
+        (
+            "reward.stream reward.kind",
+            bool(c.reward_parts) and not c.scorers,
+            "no part is a model, and nothing else reads tokens; reward.stream=false",
+        ),
+        (
+            "reward.stream victim.kind",
+            c.victim.placed,
+            "what is scored is the victim's answers, which begin when an attack has ended; "
+            "reward.stream=false",
+        ),
+        (
+            "reward.chunk_tokens",
+            c.reward.chunk_tokens is not None and c.reward.chunk_tokens >= c.longest,
+            "no completion has as many tokens and one more, so none would be read before it ends; "
+            f"at most {c.longest - 1}, or null",
+        ),
+        (
+            "reward.cache_tokens",
+            cache_tokens is not None and cache_tokens < c.longest,
+            "does not hold one sequence of task.max_prompt_tokens + max_new_tokens; "
+            f"need at least {c.longest}, or null",
+        ),
+    ]
+
+
+def _judge_rules(
+    c: Config, key: str, judge: JudgeSourceSettings, *, has_no_answer: bool
+) -> list[Rule]:
+    """Of a judge whose settings are under a key, and of what it compares."""
+    is_evaluated = c.eval.every > 0 and c.eval.num_prompts > 0
+    compares = judge.ask == "group"
+    return [
+        (
+            f"{key}.lowest {key}.highest",
+            judge.lowest >= judge.highest,
+            "leaves no room for a score; lowest is the worst one",
+        ),
+        (
+            f"{key}.ask group_size",
+            compares and c.group_size < 2,
+            "compares the completions of a prompt; group_size=2 or more",
+        ),
+        (
+            f"{key}.ask eval.num_samples",
+            compares and is_evaluated and c.eval.num_samples == 0,
+            "in an evaluation a greedy completion has none of its prompt to be compared with; "
+            f"eval.num_samples=1, eval.every=0, or {key}.ask=reference",
+        ),
+        (
+            f"{key}.ask task.answer_key",
+            judge.ask == "reference" and has_no_answer,
+            "compares with the prompt's answer; task.answer_key=answer",
+        ),
+    ]

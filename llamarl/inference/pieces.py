@@ -1,0 +1,236 @@
+"""Pieces of growing sequences, read by a decoder into a cache of its own (llamarl.inference.growing
+says which).
+
+    reader = PieceReader(decoder, ScoreHead(label=0), slots=32, max_len=1024, group=group,
+                         one_by_one=False)
+    values = reader.run([reading])        # a Pass for each data-parallel rank; on all ranks
+
+On a CPU the native pass reads all pieces of a rank together: a row's sums are in one order whatever
+lies beside it, so that what is read depends neither on how a sequence is cut nor on the others.
+Elsewhere the module reads them; with one_by_one a piece a forward, so that a sequence has the same
+bits whenever its pieces are read.
+
+LIMITS. The native pass keeps a second copy of the weights, laid out for it. A slot has max_len
+places, whatever its sequence fills. Where a model is sharded each pass gathers every weight, as
+each microbatch of whole sequences does, though it may have few tokens.
+
+Shapes: T tokens, n tokens of a piece, D model, V rows of the head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from llamarl.executor import ExecutorGroup
+from llamarl.inference.cache import Pieces, SlotCache, whole_blocks
+from llamarl.inference.decode import NativeDecode
+from llamarl.inference.growing import Pass, Piece
+from llamarl.learning.asking import join_shares
+from llamarl.models.attention import PackedAttention
+from llamarl.models.build import Decoder
+from llamarl.models.fsdp import reshard
+
+_NUMBERS = 7  # that say what a piece is, but for its tokens
+
+
+class PieceHead(Protocol):
+    """What is made of the hidden states of a piece."""
+
+    def num_values(self, piece: Piece) -> int:
+        """How many numbers it gives of a piece; 0: the piece is read and no more."""
+
+    def __call__(self, hidden_nD: Tensor, weight_VD: Tensor, piece: Piece) -> Tensor:
+        """Those numbers, float32. weight_VD: the decoder's output weight."""
+
+
+class ScoreHead:
+    """One label's score at the last token of a sequence, in float32."""
+
+    def __init__(self, label: int):
+        self._label = label
+
+    def num_values(self, piece: Piece) -> int:
+        return int(piece.is_last)
+
+    def __call__(self, hidden_nD: Tensor, weight_VD: Tensor, piece: Piece) -> Tensor:
+        scores_1C = F.linear(hidden_nD[-1:].float(), weight_VD.float())
+        return scores_1C[0, self._label : self._label + 1]
+
+
+class PieceReader:
+    """This rank's cache of `slots` rows, and the passes that fill it.
+
+    head: what is wanted of the pieces. group: the executor's ranks, whose data-parallel ranks have
+    a cache each. one_by_one: without native kernels a piece a forward.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        head: PieceHead,
+        *,
+        slots: int,
+        max_len: int,
+        group: ExecutorGroup,
+        one_by_one: bool,
+    ):
+        self._decoder = decoder
+        self._head = head
+        self._group = group
+        self._one_by_one = one_by_one
+        self._slots = slots
+        self.cache = SlotCache(decoder, slots, max_len, slots * whole_blocks(max_len))
+        fits = NativeDecode.fits(decoder, self.cache.device, self.cache.dtype)
+        self.native = NativeDecode(decoder, self.cache.dtype) if fits else None
+
+    @torch.no_grad()
+    def run(self, passes: Sequence[Pass]) -> list[Tensor]:
+        """Read a pass on each data-parallel rank; collective over all ranks. What the head gives of
+        each piece [num_values], of all passes in order, on the CPU: the same on all ranks.
+        """
+        if self.cache.device.type == "cpu":
+            self.cache.reserve(self._slots, self.cache.max_len)
+        sizes = []
+        first = 0
+        for number, one in enumerate(passes):
+            if number == self._group.data_index:
+                first = sum(sizes)
+            sizes += [self._head.num_values(piece) for piece in one.pieces]
+        own = passes[self._group.data_index]
+        self._copy(own)
+        found = self._read_all(own, most=max(len(one.pieces) for one in passes))
+        values = torch.zeros(sum(sizes))
+        if found:
+            read = torch.cat(found)
+            values[first : first + read.numel()] = read
+        if values.numel():
+            join_shares(values, self._group)
+        return list(values.split(sizes))
+
+    def weights_changed(self) -> None:
+        """Take it that the weights are others. What the cache holds is of the old ones."""
+        if self.native is not None:
+            self.native.stale = True
+
+    def _copy(self, reading: Pass) -> None:
+        for source, target, length in reading.copies:
+            places = torch.tensor([source, target], device=self.cache.device)
+            self.cache.copy(places[:1], places[1:], length)
+
+    def _read_all(self, own: Pass, most: int) -> list[Tensor]:
+        """Read this rank's pieces, of which another rank may have as many as `most`."""
+        if self.native is not None:
+            return self._read_natively(own.pieces) if own.pieces else []
+        forwards = [own.pieces] if own.pieces else []
+        num_forwards = min(most, 1)
+        if self._one_by_one:
+            forwards = [(piece,) for piece in own.pieces]
+            num_forwards = most
+        found = []
+        for pieces in forwards:
+            found += self._read(pieces)
+        for _ in range(num_forwards - len(forwards)):
+            self._take_part()
+        reshard(self._decoder)
+        return found
+
+    def _read_natively(self, pieces: Sequence[Piece]) -> list[Tensor]:
+        self.native.refresh()
+        lengths_N = torch.tensor([piece.token_ids.numel() for piece in pieces])
+        starts_N = torch.tensor([piece.begin for piece in pieces])
+        slots_N = torch.tensor([piece.slot for piece in pieces])
+        tokens_T = torch.cat([piece.token_ids for piece in pieces])
+        offsets_N = lengths_N.cumsum(0) - lengths_N - starts_N
+        positions_T = torch.arange(tokens_T.numel()) - offsets_N.repeat_interleave(lengths_N)
+        slots_T = slots_N.repeat_interleave(lengths_N)
+        hidden_TD = self.native.hidden(tokens_T, positions_T, self.cache, slots_T)
+        return self._values(pieces, hidden_TD, self._decoder.output_weight)
+
+    def _read(self, pieces: Sequence[Piece]) -> list[Tensor]:
+        context = Pieces(
+            self.cache,
+            torch.tensor([piece.slot for piece in pieces]),
+            torch.tensor([piece.begin for piece in pieces]),
+            torch.tensor([piece.token_ids.numel() for piece in pieces]),
+        )
+        tokens_T = torch.cat([piece.token_ids for piece in pieces])
+
+        def head(hidden_TD: Tensor, weight_VD: Tensor) -> list[Tensor]:
+            return self._values(pieces, hidden_TD, weight_VD)
+
+        return self._decoder(tokens_T.to(self.cache.device), context.positions_T, context, head)
+
+    def _values(
+        self, pieces: Sequence[Piece], hidden_TD: Tensor, weight_VD: Tensor
+    ) -> list[Tensor]:
+        """What the head gives of each piece, by itself: so that it does not depend on others."""
+        found = []
+        begin = 0
+        for piece in pieces:
+            end = begin + piece.token_ids.numel()
+            if self._head.num_values(piece):
+                values = self._head(hidden_TD[begin:end], weight_VD, piece)
+                found.append(values.float().cpu())
+            begin = end
+        return found
+
+    def _take_part(self) -> None:
+        """A forward of nothing, where others have more pieces: a sharded model needs all ranks."""
+        zero = torch.zeros(1, dtype=torch.int64, device=self.cache.device)
+        attention = PackedAttention(torch.tensor([0, 1], device=self.cache.device))
+        self._decoder(zero, zero, attention, lambda hidden_TD, _: hidden_TD)
+
+
+def to_words(passes: Sequence[Pass]) -> Tensor:
+    """Passes as whole numbers [n] int64, for other ranks: for each how many copies and pieces it
+    has, what those are, then the tokens of all.
+    """
+    numbers = [len(passes)]
+    tokens = []
+    for one in passes:
+        numbers += [len(one.copies), len(one.pieces)]
+        for copy in one.copies:
+            numbers += copy
+        for piece in one.pieces:
+            ids = piece.token_ids
+            numbers += [*piece.key, piece.slot, piece.begin, ids.numel(), piece.next_id]
+            numbers.append(int(piece.is_last))
+            tokens.append(ids)
+    return torch.cat([torch.tensor(numbers, dtype=torch.int64), *tokens])
+
+
+def from_words(words: Tensor) -> list[Pass]:
+    """The inverse of to_words."""
+    numbers = iter(words.tolist())
+    plans = []
+    for _ in range(next(numbers)):
+        num_copies = next(numbers)
+        num_pieces = next(numbers)
+        copies = [_take(numbers, 3) for _ in range(num_copies)]
+        plans.append((copies, [_take(numbers, _NUMBERS) for _ in range(num_pieces)]))
+    left = words[words.numel() - len(list(numbers)) :]
+    passes = []
+    for copies, sizes in plans:
+        pieces = []
+        for ticket, index, slot, begin, size, next_id, is_last in sizes:
+            piece = Piece(
+                key=(ticket, index),
+                slot=slot,
+                begin=begin,
+                token_ids=left[:size],
+                next_id=next_id,
+                is_last=bool(is_last),
+            )
+            pieces.append(piece)
+            left = left[size:]
+        passes.append(Pass(tuple(copies), tuple(pieces)))
+    return passes
+
+
+def _take(numbers: Iterator[int], count: int) -> tuple[int, ...]:
+    return tuple(next(numbers) for _ in range(count))

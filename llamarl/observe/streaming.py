@@ -1,0 +1,61 @@
+"""Whether reading completions while they are sampled paid, in one line of the report."""
+
+from __future__ import annotations
+
+import numpy as np
+
+Columns = dict[str, np.ndarray]  # each [rows] in float64, NaN where a row has no value
+
+_ENOUGH = 0.5  # share of a completion that should be read before it ends
+
+
+def streaming_verdict(columns: Columns) -> str | None:
+    """What was read before it ended, the wait that was left beside the time that an answer takes to
+    be read alone, and which key to turn. None without reward.stream.
+    """
+    early = _mean(columns, "reward/prefilled_early")
+    tail_s = _mean(columns, "reward/tail_s")
+    if early is None or tail_s is None:
+        return None
+    said = f"{early:.0%} of an answer read before it ended; its score {tail_s:.2g} s after"
+    whole_s = _seconds_an_answer(columns)
+    if whole_s is None:
+        return said
+    said = f"{said} (read alone: {whole_s:.2g} s)"
+    if tail_s < whole_s and early >= _ENOUGH:
+        return f"paid: {said}"
+    return f"did not pay: {said}; {_knob(columns, early)}"
+
+
+def _knob(columns: Columns, early: float) -> str:
+    if (_mean(columns, "reward/evictions") or 0) > 0:
+        return "raise reward.cache_tokens"
+    if early < _ENOUGH:
+        return "lower reward.chunk_tokens or generator.chunk_tokens"
+    return (
+        "the scorer is busy: a rank of its own in placement.reward, or larger reward.chunk_tokens"
+    )
+
+
+def _seconds_an_answer(columns: Columns) -> float | None:
+    """What one model takes for the mean answer, at the pace that all of them had together."""
+    seconds = _totals(columns, "/seconds")
+    tokens = _totals(columns, "/tokens")
+    length = _mean(columns, "completion/length_mean")
+    if not tokens or length is None:
+        return None
+    return length * seconds / tokens
+
+
+def _totals(columns: Columns, end: str) -> float:
+    total = 0.0
+    for name, values in columns.items():
+        if name.startswith("reward/") and name.endswith(end):
+            total += float(np.nansum(values))
+    return total
+
+
+def _mean(columns: Columns, name: str) -> float | None:
+    values = columns.get(name, np.empty(0))
+    known = values[~np.isnan(values)]
+    return float(known.mean()) if len(known) else None

@@ -1,0 +1,183 @@
+"""StreamingReward alone: completions that are read while they grow have the score of the whole."""
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from executors.streaming import StreamingReward, StreamSettings
+from executors.weighted import Part
+from llamarl.executor import ExecutorGroup
+from llamarl.learning.sharded_scorer import ScorerSettings
+from llamarl.types import Stretch
+from tests.executors.test_reward import FakeControl, FakeReceiver, FakeSender
+from tests.executors.test_scoring_executor import (
+    ASKED,
+    SIZE,
+    Lengths,
+    Metrics,
+    all_of,
+    answer,
+    close_to,
+    completion,
+    feed,
+    prompt,
+    words,
+)
+from tests.scorers import transformers_scores, write_scorer
+
+pytestmark = [pytest.mark.machine, pytest.mark.usefixtures("float32_products")]
+LONGEST = 48
+
+
+class Spans(Metrics):
+    """Metrics that keep the names of spans."""
+
+    def __init__(self):
+        super().__init__()
+        self.spans = []
+
+    def span(self, track, name, start_s, end_s):
+        assert track == "reward" and start_s <= end_s
+        self.spans.append(name)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return tmp_path_factory.mktemp("scorer")
+
+
+@pytest.fixture(scope="module")
+def scorer(path):
+    return write_scorer(path)
+
+
+def streaming(path, *, parts=None, cache_tokens=8 * LONGEST, chunk_tokens=4, reproducible=True):
+    model = ScorerSettings(path=str(path), dtype="float32", microbatch_tokens=20)
+    executor = StreamingReward(
+        prompts=[prompt(i) for i in range(len(ASKED))],
+        eval_prompts=prompt,
+        decode=words,
+        group_size=SIZE,
+        num_eval_prompts=len(ASKED),
+        parts=[Part("model", model), *(parts or [])],
+        reproducible=reproducible,
+        stream=StreamSettings(
+            chunk_tokens=chunk_tokens, cache_tokens=cache_tokens, longest=LONGEST
+        ),
+    )
+    group = ExecutorGroup("reward", (0,), 0, torch.device("cpu"))
+    inputs = {name: FakeReceiver() for name in ("completions", "evaluations", "stretches")}
+    executor.attach(group, inputs, {"scored": FakeSender()}, FakeControl(), Spans())
+    executor.setup()
+    return executor
+
+
+def stretch(ticket, sample, begin, end=None, *, has_ended=False):
+    ids = ASKED[ticket].completions[sample][begin:end]
+    return Stretch(ticket, sample, begin, ids, has_ended)
+
+
+def longest_sample(ticket):
+    sizes = [ids.numel() for ids in ASKED[ticket].completions]
+    return sizes.index(max(sizes)), max(sizes)
+
+
+def test_what_is_sampled_is_read_before_it_ends(path, scorer):
+    executor = streaming(path)
+    sample, size = longest_sample(0)
+    executor.inputs["stretches"].records.append(stretch(0, sample, 0, size - 1))
+    assert executor.step() and executor.metrics.spans == ["read ahead"]
+    while executor.step():
+        pass
+    assert executor.waiting_for() is None  # nobody owes it what was only begun
+    group = feed(executor, *all_of(0))[0]
+    close_to(group.rewards, transformers_scores(scorer, [ASKED[0]]))
+    early = executor.metrics.means["reward/prefilled_early"]
+    assert early[:sample] + early[sample + 1 :] == [0] * (SIZE - 1) and early[sample] > 0.5
+    assert len(executor.metrics.means["reward/tail_s"]) == SIZE
+    assert executor.metrics.means["reward/chunk_tokens"] == [4] * SIZE
+    assert executor.metrics.spans[-1] == "read to the end"
+    whole = sum(ASKED[0].prompt_ids.numel() + c.numel() for c in ASKED[0].completions)
+    assert executor.metrics.sums["reward/model/tokens"] <= whole
+    executor.teardown()
+
+
+@st.composite
+def heard(draw):
+    """Stretches and completions of two tickets in any order: twice, late, with gaps, or never."""
+    records = []
+    for ticket in (1, 3):
+        for sample, ids in enumerate(ASKED[ticket].completions):
+            cut = draw(st.integers(0, ids.numel()))
+            for begin, end in ((0, cut), (cut, None)):
+                times = draw(st.sampled_from([0, 1, 1, 2]))
+                records += [stretch(ticket, sample, begin, end, has_ended=end is None)] * times
+            records.append(completion(ticket, sample))
+    return draw(st.permutations(records))
+
+
+@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(heard(), st.sampled_from([LONGEST, 3 * LONGEST, 9 * LONGEST]))
+def test_scores_have_the_same_bits_whatever_was_heard_before(path, scorer, records, cache_tokens):
+    executor = streaming(path, cache_tokens=cache_tokens)
+    unheard = feed(streaming(path), *all_of(1), *all_of(3))
+    for record in records:
+        channel = "stretches" if isinstance(record, Stretch) else "completions"
+        executor.inputs[channel].records.append(record)
+        executor.step()
+    groups = feed(executor)
+    for ticket in (1, 3):
+        assert torch.equal(groups[ticket].rewards, unheard[ticket].rewards)
+    assert executor.metrics.counters["reward/scored"] == 2 * SIZE
+
+
+def test_a_full_cache_drops_what_was_read_least_and_scores_the_same(path, scorer):
+    executor = streaming(path, cache_tokens=LONGEST)
+    sample, size = longest_sample(2)
+    executor.inputs["stretches"].records.append(stretch(2, sample, 0, size - 1))
+    executor.step()
+    feed(executor, *all_of(0))
+    groups = feed(executor, *all_of(2))
+    for ticket in (0, 2):
+        close_to(groups[ticket].rewards, transformers_scores(scorer, [ASKED[ticket]]))
+    assert executor.metrics.sums["reward/evictions"] == 1
+
+
+def test_an_aborted_completion_is_read_no_further(path, scorer):
+    executor = streaming(path)
+    sample, size = longest_sample(0)
+    executor.inputs["stretches"].records.append(stretch(0, sample, 0, size - 1))
+    executor.step()
+    gone = completion(0, sample, finish_reason="aborted")
+    group = feed(executor, gone, *[c for c in all_of(0) if c.sample_index != sample])[0]
+    assert group.rewards.isnan().sum() == 1 and group.rewards[sample].isnan()
+    (queue,) = executor._streams
+    assert sum(growing.num_known for growing in queue._caches) == 0
+    # Its last stretch comes late.
+    executor.inputs["stretches"].records.append(stretch(0, sample, 0))
+    executor.step()
+    assert sum(growing.num_known for growing in queue._caches) == 0
+
+
+def test_held_out_answers_are_scored_whole(path, scorer):
+    executor = streaming(path)
+    executor.inputs["evaluations"].records.extend(answer(i) for i in range(len(ASKED)))
+    feed(executor, *all_of(2))
+    ((_, values),) = executor.metrics.reports
+    wanted = transformers_scores(scorer, ASKED)[::SIZE].mean()
+    close_to(torch.tensor(values["eval/reward"]), wanted)
+    assert len(executor.metrics.means["reward/prefilled_early"]) == SIZE
+
+
+def test_each_model_streams_and_sources_are_weighed_beside_it(path, scorer):
+    model = ScorerSettings(path=str(path), dtype="float32")
+    parts = [Part("again", model, 2.0), Part("words", Lengths, -0.5)]
+    executor = streaming(path, parts=parts)
+    sample, size = longest_sample(3)
+    executor.inputs["stretches"].records.append(stretch(3, sample, 0, size - 1))
+    executor.step()
+    group = feed(executor, *all_of(3))[3]
+    lengths = torch.tensor([float(len(c)) for c in ASKED[3].completions])
+    close_to((group.rewards + 0.5 * lengths) / 3, transformers_scores(scorer, [ASKED[3]]))
+    assert len(executor.metrics.means["reward/tail_s"]) == 2 * SIZE
