@@ -74,12 +74,6 @@ PANELS = (
         from_zero=False,
     ),
     Panel(
-        "Successful attacks",
-        {"eval/success": "sampled in evaluations", "reward/success": "of the generator"},
-        "Whose answers' mean score is above victim.threshold.",
-        percent=True,
-    ),
-    Panel(
         "Gold score",
         {"eval/gold": "answers", "eval/gold_references": "what they are compared with"},
         "Mean over held-out prompts, by a scorer that nothing is trained on.",
@@ -159,6 +153,12 @@ PANELS = (
             "completion/truncated_fraction": "by max_new_tokens",
             "completion/deadline_truncated_fraction": "by time, not trained on",
         },
+        percent=True,
+    ),
+    Panel(
+        "Successful attacks",
+        {"eval/success": "sampled in evaluations", "reward/success": "of the generator"},
+        "Whose answers' mean score is above victim.threshold.",
         percent=True,
     ),
     Panel("Generated tokens/s", {"generator/tokens_per_s": ""}),

@@ -2,16 +2,13 @@
 victim that is killed, and what is refused.
 """
 
-import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
 
 import pytest
 
-from llamarl.models.config import tiny_directory
 from recipes import evaluate
 from tests.launching import JOB_S, ROOT, Job, environment, untimed
 from tests.scorers import write_scorer
@@ -95,19 +92,13 @@ def test_a_killed_victim_ends_the_run_with_its_name_and_a_checkpoint(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_victim_that_says_nothing_ends_the_run_with_the_reason(tmp_path):
-    """One that is taught that an attack's tokens end an answer says nothing."""
-    victim = tmp_path / "silent"
-    shutil.copytree(tiny_directory(), victim)
-    config = json.loads((victim / "generation_config.json").read_text())
-    config["eos_token_id"] = list(range(52))
-    (victim / "generation_config.json").write_text(json.dumps(config))
-    spaces = ("task.words=[zzz]", f"victim.path={victim}", "victim.max_new_tokens=1")
-    with red_team(*spaces, "victim.template='{attack}=0'", run_dir=tmp_path / "run") as job:
-        code = job.wait()
-    assert code in (0, EXIT_FAILED)
-    if code:
-        assert "answers are empty" in job.output
+def test_a_victim_that_mostly_says_nothing_ends_the_run_with_the_reason(tmp_path):
+    """Asked for the sum of 12 and six digits, the tiny model has nothing to say."""
+    asked = ("victim.template='12+{attack}='", "max_steps=100", "eval.every=0")
+    with red_team(*asked, run_dir=tmp_path / "run") as job:
+        assert job.wait() == EXIT_FAILED, job.output
+    assert "above reward.max_error_rate=0.1" in job.output
+    assert "the victim's 4 answers are empty" in job.output
 
 
 @pytest.mark.slow
@@ -143,7 +134,7 @@ def test_what_cannot_be_a_victim_is_refused_before_anything_starts(tmp_path):
     assert "gives scores, no tokens; the victim is a language model" in said
     assert "its context is 512 tokens" in refused("victim.max_prompt_tokens=510")
     assert "6 tokens are around every attack" in refused(
-        "victim.template=12345{attack}", "victim.max_prompt_tokens=6"
+        "victim.template='12345{attack}'", "victim.max_prompt_tokens=6"
     )
 
 

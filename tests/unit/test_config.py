@@ -14,6 +14,8 @@ from omegaconf import OmegaConf
 
 from llamarl.config.command_line import (
     CONF_DIR,
+    RED_TEAM,
+    RL,
     ConfigError,
     check_command_line,
     compose_config,
@@ -102,12 +104,13 @@ def test_every_choice_of_every_group_fits_the_schema_and_has_the_name_of_its_kin
     judge = ["reward.url=http://127.0.0.1:8000/v1", "reward.model=m"]
     needed = {"jsonl": data, "gsm8k": data, "hf_dataset": data, "judge": judge}
     needed |= {"linear": line, "cut": [*line, "beta_schedule.cut_step=3"]}
-    needed |= {"model": [f"reward.path={tmp_path}"]}
+    needed |= dict.fromkeys(("model", "encoder"), [f"reward.path={tmp_path}"])
     needed |= {"parts": ["reward.parts={brief: {kind: function}}"]}
     needed |= {"adapters_off": ["trainer.lora.rank=4"]}
     for file in (CONF_DIR / group).glob("*.yaml"):
         given = [f"model.path={tmp_path}", *needed.get(file.stem, ())]
-        config = compose_config([f"{group}={file.stem}", *given])
+        kind = RED_TEAM if (group, file.stem) == ("victim", "hf") else RL
+        config = compose_config([f"{group}={file.stem}", *given], kind)
         if group in sections_of_kinds():
             assert getattr(config, group).kind == file.stem
 
