@@ -152,7 +152,13 @@ def test_a_synchronous_run_with_novelty_is_the_same_every_time(tmp_path):
     for name, ranks in {"one": None, "two": 2}.items():
         with Job(*SMALL, *parts, run_dir=tmp_path / name, ranks=ranks) as job:
             assert job.wait() == 0, job.output
-        runs.append(untimed(job.rows))
+        runs.append(untimed(job.rows)[-3:])
+    # What parts say is told as it comes, and so in this row or the next.
+    for rows in runs:
+        told = [row.pop("reward/new/mean", None) for row in rows]
+        assert told[0] == 1.0 and 0 < told[2] < 1
+        for row in rows:
+            row.pop("reward/sum/mean", None)
+            row.pop("diversity/cosine_distance", None)
     assert runs[0] == runs[1]
-    novelty = [row["reward/new/mean"] for row in runs[0][-3:]]
-    assert novelty[0] == 1.0 and 0 < novelty[2] < 1
+    assert all(row["grad_norm"] > 0 for row in runs[0])
