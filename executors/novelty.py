@@ -130,7 +130,8 @@ class Novelty:
         self._num_groups += 1
         if self._num_groups < self._settings.groups_per_step:
             return
-        self._come.sort(key=lambda entry: entry[0])  # equal texts have equal vectors
+        # Vectors of equal texts may differ by what else their batches held.
+        self._come.sort(key=lambda entry: (entry[0], entry[1].tolist()))
         new_ME = torch.stack([vector for _, vector in self._come])
         if self._past_ME is not None:
             new_ME = torch.cat([self._past_ME, new_ME])

@@ -210,7 +210,7 @@ def test_a_published_attack_runs_at_a_smaller_size(name, tmp_path):
         "task.eval_path=null",
         "eval.embedder=null",
         "log_reward_schedule.end_step=2",
-        "trainer.parity_tolerance=1e-6",  # fresh tokens are not compared
+        "trainer.parity_tolerance=1e-3",  # which fresh tokens, were they compared, would exceed
     )
     with Job(f"+experiment={name}", *REDUCED, *attack, run_dir=tmp_path / "run") as job:
         assert job.wait() == 0, job.output
