@@ -6,11 +6,12 @@ import dataclasses
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import torch
 
 from executors.answers import AnswerSettings
-from executors.generator import STRETCHES, Generator
+from executors.generator import REFERENCE_STRETCHES, STRETCHES, Generator
 from executors.gold import GoldSettings
 from executors.model_reward import ModelReward
 from executors.novelty import NoveltySettings
@@ -19,6 +20,7 @@ from executors.reference import FrozenReference, ResettingReference
 from executors.reward import Reward, RuleReward
 from executors.scoring import Item
 from executors.streaming import StreamingReward, StreamSettings
+from executors.streaming_reference import StreamingReference
 from executors.trainer import AdamSettings, FSDPTrainer
 from executors.victim import Victim
 from executors.weighted import Part, WeightedParts, parts_alone
@@ -145,19 +147,41 @@ def build_reward(config: Config, job: Job) -> Reward:
     )
     if not r.stream:
         return ModelReward(**given)
-    stream = StreamSettings(
-        chunk_tokens=r.chunk_tokens or max(1, config.max_new_tokens // 8),
-        cache_tokens=stream_cache_tokens(config, job.placement),
+    return StreamingReward(**given, stream=stream_settings(config, job, "reward"))
+
+
+def stream_settings(
+    config: Config, job: Job, name: Literal["reward", "reference"]
+) -> StreamSettings:
+    """How the executor `name` reads completions while they are sampled."""
+    chunk_tokens = getattr(config, name).chunk_tokens
+    fractions = [max(1, config.max_new_tokens // parts) for parts in (16, 8, 4, 2)]
+    searches = chunk_tokens == "auto"
+    if searches or chunk_tokens is None:
+        chunk_tokens = fractions[0 if searches else 1]
+    return StreamSettings(
+        chunk_tokens=chunk_tokens,
+        candidates=tuple(fractions) if searches else (),
+        a_step=config.groups_per_step * config.group_size,
+        cache_tokens=stream_cache_tokens(config, job.placement, name),
         longest=config.longest,
     )
-    return StreamingReward(**given, stream=stream)
 
 
-def build_stretches(config: Config, generator: Generator, reward: Reward) -> list[Gather]:
-    """What is sampled on its way to the reward before a completion ends. None, or one."""
-    if not config.reward.stream:
-        return []
-    return [Gather(STRETCHES, generator, reward)]
+def build_stretches(
+    config: Config,
+    generator: Generator,
+    reward: Reward,
+    references: Sequence[FrozenReference],
+) -> list[Gather]:
+    """What is sampled on its way to the reward and to the reference before a completion ends."""
+    channels = []
+    if config.reward.stream:
+        channels.append(Gather(STRETCHES, generator, reward))
+    if config.reference.stream:
+        (reference,) = references
+        channels.append(Gather(REFERENCE_STRETCHES, generator, reference))
+    return channels
 
 
 def _answers_of(config: Config, job: Job) -> AnswerSettings | None:
@@ -355,6 +379,9 @@ def build_references(config: Config, job: Job) -> list[FrozenReference]:
         tensor_parallel=reference.tensor_parallel,
         reproducible=config.max_lag == 0,
     )
+    if reference.stream:
+        stream = stream_settings(config, job, "reference")
+        return [StreamingReference(**settings, prompts=job.prompts, stream=stream)]
     if reference.kind == "frozen":
         return [FrozenReference(**settings)]
     return [

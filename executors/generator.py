@@ -47,6 +47,7 @@ from llamarl.types import Completion, Prompt, Stretch
 
 TRAIN = 0  # stream of the engine; the others are evaluation's
 STRETCHES = "stretches"  # what the names of channels of Stretches end with
+REFERENCE_STRETCHES = f"reference_{STRETCHES}"
 
 log = logging.getLogger(__name__)
 

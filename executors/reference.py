@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from executors.generator import REFERENCE_STRETCHES
 from llamarl.comm.lockstep import Lockstep
 from llamarl.ddma.channel import REFERENCE_WEIGHTS, RESET
 from llamarl.errors import NotFinite, TimedOut
@@ -81,7 +82,7 @@ class FrozenReference(Executor):
             group=self.group,
         )
         self.decoder = self._model.decoder
-        (source,) = self.inputs.keys() - {REFERENCE_WEIGHTS}
+        (source,) = self.inputs.keys() - {REFERENCE_WEIGHTS, REFERENCE_STRETCHES}
         self._source = self.inputs[source]
         (self._sink,) = self.outputs.values()
 
@@ -117,13 +118,17 @@ class FrozenReference(Executor):
         broadcast(words, self.group)
         found = self._model.logprobs(asked, together=not self.reproducible)
         for group, logprobs in zip(groups, found):
-            if not logprobs.isfinite().all():
-                raise NotFinite(
-                    f"reference on rank {self.group.rank}, ticket {group.ticket}: its logprobs sum "
-                    f"to {float(logprobs.sum())}. The weights of version {self.version}, or what "
-                    f"is computed with them, are not finite; version 0 is {self.model_path}"
-                )
+            self.check_finite(group, logprobs)
         return found
+
+    def check_finite(self, group: Group, logprobs: torch.Tensor) -> None:
+        """NotFinite if not all of a group's logprobs [T] are finite."""
+        if not logprobs.isfinite().all():
+            raise NotFinite(
+                f"reference on rank {self.group.rank}, ticket {group.ticket}: its logprobs sum "
+                f"to {float(logprobs.sum())}. The weights of version {self.version}, or what "
+                f"is computed with them, are not finite; version 0 is {self.model_path}"
+            )
 
     def _follow(self) -> bool:
         command = self._next_command()

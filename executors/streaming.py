@@ -18,7 +18,7 @@ completions all meet the same one.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -33,6 +33,7 @@ from llamarl.executor import Meter
 from llamarl.inference.cache import whole_blocks
 from llamarl.inference.growing import GrowingSequences, Key, Pass
 from llamarl.inference.pieces import PieceReader, ScoreHead, from_words, to_words
+from llamarl.learning.chunk_search import ChunkSearch
 from llamarl.learning.sharded_scorer import ShardedScorer
 from llamarl.types import Completion, Prompt, Stretch
 
@@ -46,13 +47,17 @@ Read = Callable[[Sequence[Pass]], list[Tensor]]  # on all ranks -> the values of
 class StreamSettings:
     """How completions are read while they are sampled.
 
-    chunk_tokens: of a piece. cache_tokens: places of each model's cache, per data-parallel rank.
-    longest: tokens of a prompt and its completion at most.
+    chunk_tokens: of a piece, or of the first ones. cache_tokens: places of each model's cache, per
+    data-parallel rank. longest: tokens of a prompt and its completion at most. candidates: sizes of
+    pieces among which the one with the fastest steps is looked for; none: it stays. a_step:
+    completions that a step trains on.
     """
 
     chunk_tokens: int
     cache_tokens: int
     longest: int
+    candidates: tuple[int, ...] = ()
+    a_step: int = 1
 
     @property
     def slots(self) -> int:
@@ -65,7 +70,13 @@ class StreamingReward(ModelReward):
     """A ModelReward with a cache for each of its models on each rank.
 
     consumes  "stretches" too: what completions have grown by
+
+    A step is as many scored completions as a step trains on: steps are timed here, for the search
+    of chunk_tokens, by how fast they follow each other.
     """
+
+    state_is_optional = True  # the search begins anew
+    state_may_be_absent = True
 
     stream: StreamSettings
 
@@ -73,6 +84,9 @@ class StreamingReward(ModelReward):
         """Load the models, and lay out their caches."""
         self._readers: list[PieceReader] = []
         self._streams: list[StreamQueue] = []
+        self._search = ChunkSearch(self.stream.candidates) if self.stream.candidates else None
+        self._step_ends = self.stream.a_step  # at so many scored completions
+        self._step_began: float | None = None  # the first is not timed: it began with the run
         super().setup()
 
     def load_models(self) -> list[ShardedScorer]:
@@ -116,6 +130,7 @@ class StreamingReward(ModelReward):
                 queue.extend(stretch, prompt_ids)
         before = self._num_read()
         has_worked = super().step()
+        self._time_step()
         return has_worked or self._num_read() > before
 
     def _submit(self, completion: Answer, prompt: Prompt) -> int | None:
@@ -148,6 +163,37 @@ class StreamingReward(ModelReward):
         self.metrics.span(self.name, what, began, time.monotonic())
         return values
 
+    def _time_step(self) -> None:
+        """At the end of a step, take the size of pieces that the search says."""
+        beyond = self._streams[0].num_scored - self._step_ends
+        if self._search is None or beyond < 0:
+            return
+        now = time.monotonic()
+        num_steps = 1 + beyond // self.stream.a_step
+        if self._step_began is not None:
+            self._search.step((now - self._step_began) / num_steps)
+        self._step_began = now
+        self._step_ends += num_steps * self.stream.a_step
+        self._take_chunk_tokens()
+
+    def _take_chunk_tokens(self) -> None:
+        for queue in self._streams:
+            queue.chunk_tokens = self._search.chunk_tokens
+
+    def state_dict(self) -> dict:
+        """How far the search has come; the first rank's."""
+        if self.follows or self._search is None:
+            return {}
+        return {"chunk_search": self._search.state_dict()}
+
+    def load_state_dict(self, parts: Iterable[dict]) -> None:
+        """Go on with the search."""
+        for part in parts:
+            state = part.get("chunk_search")
+            if state is not None and self._search is not None and not self.follows:
+                self._search.load_state_dict(state)
+                self._take_chunk_tokens()
+
     def _num_read(self) -> int:
         return sum(queue.num_read for queue in self._streams)
 
@@ -173,6 +219,8 @@ class StreamQueue(ModelQueue):
     ):
         super().__init__(model, run, reproducible=reproducible)
         self.num_read = 0  # tokens, so far
+        self.num_scored = 0  # completions, so far
+        self.chunk_tokens = stream.chunk_tokens
         self._read = read
         # What is longer is an error, told with its batch.
         self._longest = min(stream.longest, model.decoder.config.max_position_embeddings)
@@ -255,6 +303,7 @@ class StreamQueue(ModelQueue):
     def _scored(self, sample: Key, value: float) -> tuple[int, float]:
         key, came = self._whole.pop(sample)
         self.pending -= 1
+        self.num_scored += 1
         self._metrics.add_mean("reward/tail_s", time.monotonic() - came)
         return key, value
 
@@ -270,4 +319,6 @@ class StreamQueue(ModelQueue):
 
     def _cache_of(self, ticket: int) -> GrowingSequences:
         """A ticket's completions share their prompt, and so a cache."""
-        return self._caches[ticket % len(self._caches)]
+        growing = self._caches[ticket % len(self._caches)]
+        growing.chunk_tokens = self.chunk_tokens
+        return growing

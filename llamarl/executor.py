@@ -224,6 +224,8 @@ class Executor:
     stages_on_host: bool = False
     # A run can go on without what `state_dict` holds: that work starts again.
     state_is_optional: bool = False
+    # A checkpoint may know nothing of its state, since it was made where it had none.
+    state_may_be_absent: bool = False
     # How long the loop may rest when no executor of a rank has work; less where none wakes it.
     poll_s: float = POLL_S
 

@@ -41,7 +41,7 @@ def run(config: Config) -> None:
             channels=[
                 Gather("completions", generator, reward),
                 Gather("evaluations", generator, reward, spread=False),
-                *build_stretches(config, generator, reward),
+                *build_stretches(config, generator, reward, references),
                 *(Gather("scored", a, b) for a, b in pairwise(scorers)),
                 Scatter("groups", scorers[-1], trainer),
                 build_weights(config, trainer, generator),

@@ -138,13 +138,15 @@ def find(
     return None
 
 
-def ranks_of(path: Path, name: str) -> list[int]:
+def ranks_of(path: Path, name: str, *, may_be_absent: bool = False) -> list[int]:
     """The ranks (places within the executor) that saved a part of `name`.
 
     [] if its state was lost, and can be done without. CheckpointError if the checkpoint knows no
-    such executor.
+    such executor, unless that may be.
     """
     parts = _read_manifest(path)["parts"]
+    if may_be_absent and name not in parts:
+        return []
     if name not in parts:
         raise CheckpointError(
             f"{path}: holds no state of {name}, only of {', '.join(parts)}; it was made by another "

@@ -128,7 +128,8 @@ class CheckpointService:
             self._metrics.load_state_dict(state["metrics"])
         for executor in self._executors:
             if executor.has_state():
-                ranks = ranks_of(path, executor.name)
+                may_be_absent = executor.state_may_be_absent
+                ranks = ranks_of(path, executor.name, may_be_absent=may_be_absent)
                 executor.load_state_dict(load_part(path, executor.name, rank) for rank in ranks)
             # A checkpoint of another run's directory is not in this one's.
             if executor.leads and self._checkpointer.sealed(executor.version):

@@ -187,6 +187,14 @@ def _find_shared_models(
     sizes["reference.tensor_parallel"] = c.reference.tensor_parallel
     _find_copies("reference", placed, sizes, found)
     _find_waits("reference", "reference", c, placed, found)
+    shared = sorted(set(placed["reference"]) & set(placed["trainer"]))
+    if c.reference.stream and len(shared) > 1:
+        what = (
+            f"ranks {show(shared)} would share the trainer and a reference that reads while "
+            "others sample, and each wait in one for the other; place them apart, or "
+            "reference.stream=false"
+        )
+        found.add(what, "placement.reference", "placement.trainer", "reference.stream")
     _find_uneven("reference", c.reference.tensor_parallel, "model", model, found)
     both = sorted(set(placed["reward"]) & set(placed["reference"]))
     leader = placed["reward"][0]

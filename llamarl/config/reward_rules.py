@@ -47,7 +47,15 @@ def comparing_judges(c: Config) -> list[str]:
 def _stream_rules(c: Config) -> list[Rule]:
     """Of models that read completions while these are sampled."""
     cache_tokens = c.reward.cache_tokens
+    searches = c.reward.chunk_tokens == "auto"
+    is_fixed = c.reward.chunk_tokens is not None and not searches
     return [
+        (
+            "reward.chunk_tokens max_lag",
+            searches and c.max_lag == 0,
+            "takes what a clock says is fastest, and a synchronous run has the same bits whatever "
+            "the clock says; a number, null, or max_lag=1",
+        ),
         (
             "reward.stream generator.kind",
             c.generator.kind == "vllm",
@@ -67,7 +75,7 @@ def _stream_rules(c: Config) -> list[Rule]:
         ),
         (
             "reward.chunk_tokens",
-            c.reward.chunk_tokens is not None and c.reward.chunk_tokens >= c.longest,
+            is_fixed and c.reward.chunk_tokens >= c.longest,
             "no completion has as many tokens and one more, so none would be read before it ends; "
             f"at most {c.longest - 1}, or null",
         ),

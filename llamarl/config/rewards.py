@@ -52,7 +52,7 @@ class ModelRewardSettings(ModelSourceSettings):
     tensor_parallel: Count
     max_error_rate: Share
     stream: bool
-    chunk_tokens: Count | None
+    chunk_tokens: Count | Literal["auto"] | None
     cache_tokens: Count | None
 
 
@@ -155,7 +155,7 @@ class PartsRewardSettings:
     tensor_parallel: Count
     max_error_rate: Share
     stream: bool
-    chunk_tokens: Count | None
+    chunk_tokens: Count | Literal["auto"] | None
     cache_tokens: Count | None
 
 

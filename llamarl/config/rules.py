@@ -405,6 +405,46 @@ def _reference_rules(c: Config) -> list[Rule]:
             "the policy's weights travel to the reference while others have the device; "
             "offload=false, or reference=frozen",
         ),
+        *_reference_stream_rules(c),
+    ]
+
+
+def _reference_stream_rules(c: Config) -> list[Rule]:
+    """Of a reference that reads completions while these are sampled."""
+    r = c.reference
+    if not r.stream:
+        return []
+    if r.kind == "reset":
+        why = (
+            "the version that scores a completion is that of its newest token, which is not known "
+            "while it is sampled; reference=frozen, or reference.stream=false"
+        )
+        return [("reference.stream reference.kind", True, why)]
+    return [
+        (
+            "reference.stream generator.kind",
+            c.generator.kind == "vllm",
+            "vLLM does not tell what it samples before a completion has ended; "
+            "generator=native, or reference.stream=false",
+        ),
+        (
+            "reference.stream offload",
+            c.offload,
+            "executors take turns on the device, so that none reads while another samples; "
+            "offload=false, or reference.stream=false",
+        ),
+        (
+            "reference.chunk_tokens",
+            r.chunk_tokens is not None and r.chunk_tokens >= c.longest,
+            "no completion has as many tokens and one more, so none would be read before it ends; "
+            f"at most {c.longest - 1}, or null",
+        ),
+        (
+            "reference.cache_tokens",
+            r.cache_tokens is not None and r.cache_tokens < c.longest,
+            "does not hold one sequence of task.max_prompt_tokens + max_new_tokens; "
+            f"need at least {c.longest}, or null",
+        ),
     ]
 
 

@@ -198,6 +198,7 @@ class ReferenceSettings:
 
     reset_every: ClassVar[None] = None
     placed: ClassVar[bool] = False  # whether it is an executor, on ranks of its own or shared
+    stream: ClassVar[bool] = False
 
 
 @settings_dataclass
@@ -205,6 +206,9 @@ class FrozenReferenceSettings:
     kind: Literal["frozen"]
     replicate: Count
     tensor_parallel: Count
+    stream: bool
+    chunk_tokens: Count | None
+    cache_tokens: Count | None
 
     reset_every: ClassVar[None] = None
     placed: ClassVar[bool] = True
@@ -216,6 +220,7 @@ class ResettingReferenceSettings:
     reset_every: Count
     replicate: Count
     tensor_parallel: Count
+    stream: bool
 
     placed: ClassVar[bool] = True
 

@@ -44,6 +44,7 @@ class Piece:
     token_ids: Tensor  # [n] int64, n >= 1
     next_id: int  # the token behind it; -1 where the sequence ends with it
     is_last: bool  # nothing of the sequence is read after it
+    prompt_size: int  # tokens of the sequence's prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +124,22 @@ class GrowingSequences:
         """How many sequences it knows, whole or not."""
         return len(self._sequences)
 
+    def known(self, key: Key) -> Tensor | None:
+        """The tokens [n] of a completion as far as they are known; None if it was not begun, or is
+        done or forgotten.
+        """
+        sequence = self._sequences.get(key)
+        return None if sequence is None else sequence.tokens[sequence.prompt_size :]
+
+    def num_read(self, key: Key) -> int:
+        """How many tokens of a completion that is not done were read, or predicted where the last
+        one is a label.
+        """
+        sequence = self._sequences.get(key)
+        if sequence is None:
+            return 0
+        return max(0, sequence.read + self._label - sequence.prompt_size)
+
     # --- What is said of sequences ---
 
     def extend(
@@ -163,7 +180,7 @@ class GrowingSequences:
 
     def finish(self, key: Key, prompt_ids: Tensor, token_ids: Tensor) -> int:
         """The whole completion, [P] and [L]; its last piece will be in a pass. Returns how many of
-        its L tokens were read already.
+        its L tokens were read already, or predicted where the last one is a label.
 
         ValueError for a sequence that is longer than max_len or has nothing to read, and if it was
         whole already.
@@ -183,7 +200,7 @@ class GrowingSequences:
         sequence.prompt_size = prompt_ids.numel()
         sequence.is_whole = True
         sequence.read = min(sequence.read, _pieces_within(inputs - 1, sequence.chunk))
-        return max(0, sequence.read - sequence.prompt_size)
+        return self.num_read(key)
 
     def forget(self, key: Key) -> None:
         """Nothing of this sequence is wanted."""
@@ -295,6 +312,7 @@ class GrowingSequences:
                 token_ids=sequence.tokens[sequence.read : end],
                 next_id=int(sequence.tokens[end]) if is_behind else -1,
                 is_last=is_last,
+                prompt_size=sequence.prompt_size,
             )
             plan.pieces.append(piece)
             plan.room -= size

@@ -31,11 +31,12 @@ from llamarl.inference.cache import Pieces, SlotCache, whole_blocks
 from llamarl.inference.decode import NativeDecode
 from llamarl.inference.growing import Pass, Piece
 from llamarl.learning.asking import join_shares
+from llamarl.learning.logprobs import chunked_logprobs
 from llamarl.models.attention import PackedAttention
 from llamarl.models.build import Decoder
 from llamarl.models.fsdp import reshard
 
-_NUMBERS = 7  # that say what a piece is, but for its tokens
+_NUMBERS = 8  # that say what a piece is, but for its tokens
 
 
 class PieceHead(Protocol):
@@ -60,6 +61,32 @@ class ScoreHead:
     def __call__(self, hidden_nD: Tensor, weight_VD: Tensor, piece: Piece) -> Tensor:
         scores_1C = F.linear(hidden_nD[-1:].float(), weight_VD.float())
         return scores_1C[0, self._label : self._label + 1]
+
+
+class LogprobHead:
+    """The logprobs of a completion's tokens in a piece, each predicted by the token before it:
+    float32, nats. Of sequences whose last token is a label (llamarl.inference.growing).
+
+    temperature: that logits are divided by.
+    """
+
+    def __init__(self, temperature: float):
+        self._temperature = temperature
+
+    def num_values(self, piece: Piece) -> int:
+        predicted = piece.begin + piece.token_ids.numel() + 1  # tokens, those of the prompt too
+        return max(0, min(predicted - piece.prompt_size, piece.token_ids.numel()))
+
+    def __call__(self, hidden_nD: Tensor, weight_VD: Tensor, piece: Piece) -> Tensor:
+        count = self.num_values(piece)
+        labels_n = F.pad(piece.token_ids[1:], (0, 1), value=piece.next_id)
+        logprobs, _ = chunked_logprobs(
+            hidden_nD[-count:],
+            weight_VD,
+            labels_n[-count:].to(hidden_nD.device),
+            temperature=self._temperature,
+        )
+        return logprobs
 
 
 class PieceReader:
@@ -199,7 +226,7 @@ def to_words(passes: Sequence[Pass]) -> Tensor:
         for piece in one.pieces:
             ids = piece.token_ids
             numbers += [*piece.key, piece.slot, piece.begin, ids.numel(), piece.next_id]
-            numbers.append(int(piece.is_last))
+            numbers += [int(piece.is_last), piece.prompt_size]
             tokens.append(ids)
     return torch.cat([torch.tensor(numbers, dtype=torch.int64), *tokens])
 
@@ -217,7 +244,7 @@ def from_words(words: Tensor) -> list[Pass]:
     passes = []
     for copies, sizes in plans:
         pieces = []
-        for ticket, index, slot, begin, size, next_id, is_last in sizes:
+        for ticket, index, slot, begin, size, next_id, is_last, prompt_size in sizes:
             piece = Piece(
                 key=(ticket, index),
                 slot=slot,
@@ -225,6 +252,7 @@ def from_words(words: Tensor) -> list[Pass]:
                 token_ids=left[:size],
                 next_id=next_id,
                 is_last=bool(is_last),
+                prompt_size=prompt_size,
             )
             pieces.append(piece)
             left = left[size:]

@@ -83,6 +83,9 @@ def dry_run(job: Job) -> None:
         num_held = sum(holder.box(model, parameter, 0).numel for parameter in parameters)
         copies = 1 if c.reference.kind == "frozen" else 2  # with what the next version comes into
         reference_bytes = num_held * dtype.itemsize * copies
+        if c.reference.stream:
+            cached = stream_cache_tokens(c, job.placement, "reference")
+            reference_bytes += cached * token_elements * dtype.itemsize / reference_tp
         memory += f"; {reference_bytes / _GIB:.2f} GiB a reference rank"
     print(memory)
     print(
@@ -126,7 +129,7 @@ def dry_run(job: Job) -> None:
 def _print_cache(job: Job, scorer: ModelSourceSettings) -> None:
     """What a model takes that reads completions while these are sampled."""
     model = read_config(scorer.path)
-    tokens = stream_cache_tokens(job.config, job.placement)
+    tokens = stream_cache_tokens(job.config, job.placement, "reward")
     elements = 2 * model.num_hidden_layers * model.num_key_value_heads * model.head_dim
     num_bytes = tokens * elements * getattr(torch, scorer.dtype).itemsize
     split = job.config.reward.tensor_parallel

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Literal
 
 from llamarl.config.rewards import ModelSourceSettings
 from llamarl.config.schema import Config
@@ -37,14 +38,18 @@ def check_scorers(job: Job) -> None:
                 check_encoder(part.path, part.label, part.max_tokens)
 
 
-def stream_cache_tokens(config: Config, placement: Mapping[str, Sequence[int]]) -> int:
+def stream_cache_tokens(
+    config: Config, placement: Mapping[str, Sequence[int]], name: Literal["reward", "reference"]
+) -> int:
     """Places of the cache of each model that reads completions while these are sampled, per
-    data-parallel rank of the reward: where it is not set, as many as all generators' slots need.
+    data-parallel rank of the executor `name`: where it is not set, as many as all generators' slots
+    need.
     """
-    if config.reward.cache_tokens is not None:
-        return config.reward.cache_tokens
+    settings = getattr(config, name)
+    if settings.cache_tokens is not None:
+        return settings.cache_tokens
     replicas = len(placement["generator"]) // config.generator.tensor_parallel
-    caches = len(placement["reward"]) // config.reward.tensor_parallel
+    caches = len(placement[name]) // settings.tensor_parallel
     samples = -(-replicas * config.generator.max_slots // caches)
     return samples * config.longest
 

@@ -52,7 +52,7 @@ def scorer(path):
     return write_scorer(path)
 
 
-def streaming(path, *, parts=None, cache_tokens=8 * LONGEST, chunk_tokens=4, reproducible=True):
+def streaming(path, *, parts=None, cache_tokens=8 * LONGEST, reproducible=True, **search):
     model = ScorerSettings(path=str(path), dtype="float32", microbatch_tokens=20)
     executor = StreamingReward(
         prompts=[prompt(i) for i in range(len(ASKED))],
@@ -63,7 +63,10 @@ def streaming(path, *, parts=None, cache_tokens=8 * LONGEST, chunk_tokens=4, rep
         parts=[Part("model", model), *(parts or [])],
         reproducible=reproducible,
         stream=StreamSettings(
-            chunk_tokens=chunk_tokens, cache_tokens=cache_tokens, longest=LONGEST
+            chunk_tokens=search.get("candidates", [4])[0],
+            cache_tokens=cache_tokens,
+            longest=LONGEST,
+            **search,
         ),
     )
     group = ExecutorGroup("reward", (0,), 0, torch.device("cpu"))
@@ -181,3 +184,26 @@ def test_each_model_streams_and_sources_are_weighed_beside_it(path, scorer):
     lengths = torch.tensor([float(len(c)) for c in ASKED[3].completions])
     close_to((group.rewards + 0.5 * lengths) / 3, transformers_scores(scorer, [ASKED[3]]))
     assert len(executor.metrics.means["reward/tail_s"]) == 2 * SIZE
+
+
+def searching(path):
+    executor = streaming(path, reproducible=False, candidates=(2, 5), a_step=SIZE)
+    return executor, executor._streams[0]
+
+
+def test_the_size_of_pieces_is_searched_step_by_step_and_goes_on_from_a_checkpoint(path, scorer):
+    executor, queue = searching(path)
+    seen = []
+    for ticket in (0, 1, 2, 3):
+        seen.append(queue.chunk_tokens)
+        group = feed(executor, *all_of(ticket))[ticket]
+        close_to(group.rewards, transformers_scores(scorer, [ASKED[ticket]]))
+    assert seen + [queue.chunk_tokens] == [2, 2, 2, 2, 5]  # the first step is not timed
+    assert executor.metrics.means["reward/chunk_tokens"] == [2] * 4 * SIZE
+    resumed, other = searching(path)
+    assert other.chunk_tokens == 2
+    resumed.load_state_dict([executor.state_dict(), {}])
+    assert other.chunk_tokens == 5 and resumed.state_dict() == executor.state_dict()
+    feed(resumed, *all_of(0))
+    assert resumed.metrics.means["reward/chunk_tokens"] == [5] * SIZE
+    assert streaming(path).state_dict() == {}

@@ -5,17 +5,22 @@ to the bit where no layer is split.
 import pytest
 import torch
 
+from executors.streaming import StreamSettings
+from executors.streaming_reference import StreamedLogprobs
 from llamarl.comm.groups import World, executor_group
 from llamarl.executor import ExecutorGroup
+from llamarl.inference.pieces import LogprobHead, PieceReader
 from llamarl.learning.sharded_reference import ShardedReference
 from llamarl.models.config import read_config, tiny_directory
 from llamarl.models.fsdp import local
+from llamarl.types import Stretch
 from tests.ranks.test_topologies import TOPOLOGIES, WORLD
 from tests.scorers import asked_for
 from tests.tolerances import of_logprobs
 
 DEADLINE_S = 200
 CPU = torch.device("cpu")
+LONGEST = 48  # tokens of a sequence
 LOGIT = 8.0  # at most so large, at this temperature
 
 
@@ -77,3 +82,72 @@ def test_shards_say_what_the_whole_says(pool):
                     assert one == pytest.approx(other, rel=0, abs=tolerance), name
             slack = 1.05 if tp == 1 else 1.2
             assert held <= slack * share, name
+
+
+def streamed_by(reference: ShardedReference, group: ExecutorGroup) -> list[list[float]]:
+    """The same of the first prompts, read in pieces, of which some are read ahead; every rank plans
+    for all.
+    """
+    asked = asked_for(6, 4)
+    settings = StreamSettings(chunk_tokens=4, cache_tokens=6 * LONGEST, longest=LONGEST)
+    streams = [StreamedLogprobs(settings) for _ in range(group.data_size)]
+    reader = PieceReader(
+        reference.decoder,
+        LogprobHead(0.7),
+        slots=settings.slots,
+        max_len=LONGEST,
+        group=group,
+        one_by_one=True,
+    )
+
+    def read() -> bool:
+        passes = [stream.next_pass(30) for stream in streams]
+        values = iter(reader.run(passes))
+        for stream, one in zip(streams, passes):
+            for piece in one.pieces:
+                stream.note(piece, next(values))
+        return any(one.pieces for one in passes)
+
+    for ticket, one in enumerate(asked):
+        stream = streams[ticket % len(streams)]
+        for index, token_ids in enumerate(one.completions):
+            stream.extend(Stretch(ticket, index, 0, token_ids[: 7 * index], False), one.prompt_ids)
+        read()
+    found = []
+    for ticket, one in enumerate(asked):
+        stream = streams[ticket % len(streams)]
+        for index, token_ids in enumerate(one.completions):
+            stream.want((ticket, index), one.prompt_ids, token_ids)
+        while read():
+            pass
+        keys = [(ticket, index) for index in range(len(one.completions))]
+        found.append(torch.cat([stream.take(key) for key in keys]).tolist())
+    return found
+
+
+def streamed_shares(rank: int) -> dict[str, list]:
+    """What one rank of the pool answers: logprobs of the whole sequences, and of pieces."""
+    world = World(rank, WORLD, CPU)
+    everyone = tuple(range(WORLD))
+    found = {}
+    for name, (replicate, tp) in TOPOLOGIES.items():
+        group = executor_group(
+            "reference", everyone, world, DEADLINE_S, replicate=replicate, tensor_parallel=tp
+        )
+        reference = reference_on(group)
+        whole = reference.logprobs(asked_for(6, 4), together=False)
+        found[name] = [[values.tolist() for values in whole], streamed_by(reference, group)]
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.machine
+def test_pieces_say_what_whole_sequences_say_however_ranks_share_the_model(pool):
+    answers = pool.call(__file__, "streamed_shares", ranks=WORLD, timeout_s=DEADLINE_S)
+    tolerance = of_logprobs(read_config(tiny_directory()), size=LOGIT)
+    for answer in answers:
+        for name in TOPOLOGIES:
+            whole, pieces = answer[name]
+            assert pieces == answers[0][name][1], name
+            for one, other in zip(pieces, whole, strict=True):
+                assert one == pytest.approx(other, rel=0, abs=tolerance), name

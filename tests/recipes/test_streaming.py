@@ -93,3 +93,23 @@ def test_a_killed_rank_that_reads_ahead_ends_the_run_which_goes_on(scorer, tmp_p
     with Job(*given, more, "resume=auto", run_dir=run_dir, ranks=3) as job:
         assert job.wait() == 0, job.output
         assert [row["step"] for row in job.rows] == list(range(1, step + 3))
+
+
+@pytest.mark.slow
+def test_a_run_that_did_not_stream_goes_on_with_a_search_of_chunk_tokens(scorer, tmp_path):
+    """Two generators; the checkpoint it goes on from knows nothing of the search, the next does."""
+    placed = ("placement.trainer=[0]", "placement.generator=[0,1]", "placement.reward=[1]")
+    given = (*SMALL, *scorer[:-1], *placed)
+    run_dir = tmp_path / "run"
+    with Job(*given, "max_steps=2", run_dir=run_dir, ranks=2) as job:
+        assert job.wait() == 0, job.output
+    searches = ("reward.stream=true", "reward.chunk_tokens=auto", "resume=auto")
+    timed = []
+    for steps in (6, 7):
+        with Job(*given, *searches, f"max_steps={steps}", run_dir=run_dir, ranks=2) as job:
+            assert job.wait() == 0, job.output
+        assert job.rows[-1]["step"] == steps and job.rows[-1]["reward/error_rate"] == 0
+        (part,) = job.checkpoint.glob("reward.rank0.json")
+        timed.append(json.loads(part.read_text())["chunk_search"]["num_steps"])
+    # The first step of a run is not timed: the last one has gone on counting.
+    assert timed[1] >= timed[0] >= 1

@@ -182,8 +182,8 @@ def test_what_cannot_be_read_is_refused():
 
 
 def test_passes_travel_as_numbers():
-    first = Piece((7, 1), 3, 4, ids(5, 6), 9, False)
-    second = Piece((8, 0), 2, 0, ids(1), -1, True)
+    first = Piece((7, 1), 3, 4, ids(5, 6), 9, False, 5)
+    second = Piece((8, 0), 2, 0, ids(1), -1, True, 1)
     passes = [Pass(((0, 1, 4), (0, 2, 4)), (first, second)), Pass(), Pass((), (second,))]
     arrived = from_words(to_words(passes))
     assert [one.copies for one in arrived] == [one.copies for one in passes]

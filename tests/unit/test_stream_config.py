@@ -3,7 +3,7 @@
 import pytest
 
 from executors.build import build_stretches
-from executors.generator import STRETCHES
+from executors.generator import REFERENCE_STRETCHES, STRETCHES
 from llamarl.config.command_line import ConfigError, check_command_line, compose_config
 from llamarl.launch.scorers import stream_cache_tokens
 from llamarl.models.config import tiny_directory
@@ -19,6 +19,7 @@ LONGEST = compose_config(list(GIVEN)).longest
         (["reward.chunk_tokens=0"], "reward.chunk_tokens=0", "at least 1"),
         (["reward.chunk_tokens=4096"], "reward.chunk_tokens=4096", f"at most {LONGEST - 1}"),
         (["reward.cache_tokens=5"], "reward.cache_tokens=5", f"need at least {LONGEST}"),
+        (["reward.chunk_tokens=auto", "max_lag=0"], "reward.chunk_tokens=auto max_lag=0", "null"),
         (["generator=vllm"], "reward.stream=true generator.kind=vllm", "generator=native"),
     ],
 )
@@ -34,15 +35,51 @@ def test_parts_without_a_model_cannot_stream():
         check_command_line(["reward=parts", PARTS, "reward.stream=true"], world_size=2)
 
 
+REFERENCE = ("reference=frozen", "reference.stream=true")
+
+
+@pytest.mark.parametrize(
+    "overrides, where, remedy",
+    [
+        (["reference=reset"], "reference.stream=true reference.kind=reset", "its newest token"),
+        (["generator=vllm"], "reference.stream=true generator.kind=vllm", "generator=native"),
+        (["reference.chunk_tokens=4096"], "reference.chunk_tokens=4096", f"at most {LONGEST - 1}"),
+        (["reference.cache_tokens=5"], "reference.cache_tokens=5", f"need at least {LONGEST}"),
+        (["offload=true", "max_lag=0"], "reference.stream=true offload=true", "offload=false"),
+        (
+            ["placement.reference=[0,1]", "placement.trainer=[0,1]", "max_lag=0"],
+            "placement.reference=[0,1] placement.trainer=[0,1] reference.stream=true",
+            "place them apart",
+        ),
+        (["reference=none"], "reference.stream", "reference=frozen"),
+    ],
+)
+def test_a_reference_that_cannot_stream_is_refused(overrides, where, remedy, monkeypatch):
+    monkeypatch.setattr("llamarl.inference.vllm_engine.vllm_problem", lambda: None)
+    with pytest.raises(ConfigError) as error:
+        check_command_line([*REFERENCE, *overrides], world_size=2)
+    assert where in str(error.value) and remedy in str(error.value)
+
+
 def test_a_cache_holds_as_many_as_the_generators_unless_it_is_said():
     config = compose_config([*GIVEN, "generator.max_slots=10"])
     placement = {"generator": (1, 2, 3), "reward": (4, 5)}
-    assert stream_cache_tokens(config, placement) == 15 * config.longest  # 30 in two caches
-    config = compose_config([*GIVEN, "reward.cache_tokens=999"])
-    assert stream_cache_tokens(config, placement) == 999
+    # 30 in two caches
+    assert stream_cache_tokens(config, placement, "reward") == 15 * config.longest
+    config = compose_config([*GIVEN, *REFERENCE, "reward.cache_tokens=999"])
+    assert stream_cache_tokens(config, placement, "reward") == 999
+    placement["reference"] = (4, 5)
+    slots = config.generator.max_slots
+    assert stream_cache_tokens(config, placement, "reference") == -(-3 * slots // 2) * LONGEST
 
 
 def test_stretches_have_a_channel_only_where_they_are_read():
-    (channel,) = build_stretches(compose_config(list(GIVEN)), "generator", "reward")
+    (channel,) = build_stretches(compose_config(list(GIVEN)), "generator", "reward", [])
     assert channel.name == STRETCHES
-    assert build_stretches(compose_config([]), "generator", "reward") == []
+    assert build_stretches(compose_config([]), "generator", "reward", []) == []
+    config = compose_config([*GIVEN, *REFERENCE])
+    both = build_stretches(config, "generator", "reward", ["reference"])
+    assert [(channel.name, channel.destination) for channel in both] == [
+        (STRETCHES, "reward"),
+        (REFERENCE_STRETCHES, "reference"),
+    ]

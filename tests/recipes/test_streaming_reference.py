@@ -1,0 +1,70 @@
+"""reference.stream=true as a user starts it: what is trained is the same but for rounding, the same
+bits each time, and on ranks that share the model; resumed.
+"""
+
+import json
+
+import pytest
+
+from tests.launching import SMALL, Job, untimed
+
+GIVEN = (*SMALL, "reference=frozen", "loss.kl_coef=0.1", "max_lag=0", "lr=1e-3", "eval.every=0")
+STREAMED = ("reference.stream=true", "reference.chunk_tokens=3", "generator.chunk_tokens=2")
+TWO = ("placement.trainer=[0]", "placement.generator=[1]", "placement.reward=[1]")
+
+
+def run(*overrides, run_dir, ranks=2):
+    with Job(*GIVEN, *TWO, *overrides, run_dir=run_dir, ranks=ranks) as job:
+        assert job.wait() == 0, job.output
+    return job
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A run whose reference scores whole groups."""
+    return untimed(run(STREAMED[-1], run_dir=tmp_path_factory.mktemp("whole") / "run").rows)
+
+
+@pytest.fixture(scope="module")
+def streamed(tmp_path_factory):
+    run_dir = tmp_path_factory.mktemp("streamed") / "run"
+    return run(*STREAMED, run_dir=run_dir)
+
+
+def assert_close(rows, wanted):
+    assert max(row["kl/ref"] for row in wanted) > 1e-4
+    assert len(rows) == len(wanted)
+    for row, other in zip(rows, wanted):
+        assert row["kl/ref"] == pytest.approx(other["kl/ref"], rel=1e-3, abs=1e-6)
+        assert row["reward/mean"] == pytest.approx(other["reward/mean"])
+
+
+@pytest.mark.slow
+def test_completions_are_read_while_they_are_sampled_and_train_the_same(streamed, whole):
+    told = [row for row in streamed.rows if row.get("reference/prefilled_early") is not None]
+    assert max(row["reference/prefilled_early"] for row in told) > 0.5
+    assert all(row["reference/tail_s"] >= 0 for row in told)
+    (trace,) = streamed.run_dir.glob("trace.rank1.json")
+    names = {event["name"] for event in json.loads(trace.read_text())["traceEvents"]}
+    assert {"read ahead", "read to the end"} <= names
+    assert_close(untimed(streamed.rows), whole)
+
+
+@pytest.mark.slow
+def test_synchronous_runs_with_it_are_alike_to_the_bit(streamed, tmp_path):
+    again = run(*STREAMED, run_dir=tmp_path / "run")
+    assert untimed(again.rows) == untimed(streamed.rows)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("split", ["reference.tensor_parallel=2", "reference.tensor_parallel=1"])
+def test_ranks_that_share_the_model_say_the_same(whole, tmp_path, split):
+    placed = ("placement.reference=[1,2]", split)
+    assert_close(untimed(run(*STREAMED, *placed, run_dir=tmp_path / "run", ranks=3).rows), whole)
+
+
+@pytest.mark.slow
+def test_a_resumed_run_reads_what_was_not_told_again(streamed, tmp_path):
+    run(*STREAMED, "max_steps=2", run_dir=tmp_path / "run")
+    resumed = run(*STREAMED, "resume=auto", run_dir=tmp_path / "run")
+    assert untimed(resumed.rows) == untimed(streamed.rows)
