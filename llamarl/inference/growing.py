@@ -245,7 +245,11 @@ class GrowingSequences:
 
     def _next_size(self, sequence: _Sequence) -> int:
         """Tokens of the next piece that may be read; 0: none."""
-        left = sequence.tokens.numel() - self._label - sequence.read
+        return self._size_behind(sequence, sequence.read)
+
+    def _size_behind(self, sequence: _Sequence, read: int) -> int:
+        """The same once so many tokens were read."""
+        left = sequence.tokens.numel() - self._label - read
         if sequence.is_whole:
             return min(left, sequence.chunk)
         return sequence.chunk if left > sequence.chunk else 0
@@ -280,6 +284,8 @@ class GrowingSequences:
             if not is_alike or not other.read:
                 continue
             if other.read >= shared:
+                if not self._size_behind(sequence, shared):
+                    return False  # nothing is copied that no piece follows
                 plan.copies.append((other.slot, sequence.slot, shared))
                 sequence.read = shared
                 return True

@@ -31,6 +31,7 @@ class Slots:
     def run(self, most: int) -> int:
         """A pass; how many tokens were read."""
         reading = self.growing.next_pass(most)
+        assert reading.pieces or not reading.copies, "nobody runs a pass without pieces"
         for source, target, size in reading.copies:
             self.held[target] = self.held[source][:size]
         for piece in reading.pieces:
@@ -137,6 +138,18 @@ def test_a_prompt_is_read_once_for_all_samples_of_its_ticket():
     second = growing.next_pass(100)
     assert [size for _, _, size in second.copies] == [4, 4]
     assert {(piece.key, piece.begin) for piece in second.pieces} == {((3, 1), 4), ((3, 2), 4)}
+
+
+def test_a_prompt_is_copied_once_something_is_read_behind_it():
+    growing = GrowingSequences(chunk_tokens=2, slots=2, max_len=LONGEST)
+    prompt = ids(1, 2, 3, 4)
+    growing.extend((3, 0), prompt, 0, ids(6))
+    growing.next_pass(100)
+    growing.extend((3, 1), prompt, 0, ids())
+    assert growing.next_pass(100) == Pass()
+    growing.extend((3, 1), prompt, 0, ids(6, 7, 8))
+    ((_, _, size),) = growing.next_pass(100).copies
+    assert size == 4
 
 
 def test_whole_sequences_go_first_and_take_the_slot_of_what_was_read_least():
