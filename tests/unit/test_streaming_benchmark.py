@@ -1,4 +1,4 @@
-"""benchmarks/streaming.py without its runs: its arithmetic, and what it says of what it measured."""
+"""benchmarks/streaming.py without its runs: its arithmetic, and what it says of its figures."""
 
 import importlib
 from pathlib import Path
