@@ -102,3 +102,16 @@ def test_overcommit(tmp_path):
 def test_quantized(tmp_path):
     run("quantized", "--steps", 2, "--seeds", 1, "--json", tmp_path / "found.json")
     assert json.loads((tmp_path / "found.json").read_text())
+
+
+def test_streaming(tmp_path):
+    """Without TRL: ours alone."""
+    sizes = ("--groups", 2, "--group", 2, "--answer-tokens", 12, "--slots", 4, "--steps", 2)
+    chunks = ("--chunks", 4)
+    files = ("--json", tmp_path / "found.json", "--page", tmp_path / "found.md")
+    run("streaming", "--model", TINY_MODEL, *sizes, *chunks, *files)
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert [made["way"] for made in found["runs"]] == ["none", "intra", "inter", "both"]
+    assert all(made["tail_s"] > 0 for made in found["runs"])
+    assert 0 < found["runs"][1]["prefilled_early"] <= 1
+    assert "| intra | 4 |" in (tmp_path / "found.md").read_text()
