@@ -202,8 +202,8 @@ class StreamQueue(ModelQueue):
     """A model's batches that are held out, and the completions that it reads as they grow.
 
     read: has the model read passes, on all its ranks. num_caches: data-parallel ranks. metrics:
-    gets reward/tail_s, from a completion to its score; reward/prefilled_early, the share of a
-    completion's tokens that were read before it came; reward/chunk_tokens; and reward/evictions.
+    gets reward/prefilled_early, the share of a completion's tokens that were read before it came;
+    reward/chunk_tokens; and reward/evictions.
     """
 
     def __init__(
@@ -231,8 +231,8 @@ class StreamQueue(ModelQueue):
                 chunk_tokens=stream.chunk_tokens, slots=stream.slots, max_len=self._longest
             )
             self._caches.append(growing)
-        # Of the whole completions that are not read to their ends: key, and when each came.
-        self._whole: dict[Key, tuple[int, float]] = {}
+        # Of the whole completions that are not read to their ends: their keys.
+        self._whole: dict[Key, int] = {}
         self._round_is_due = False
         self._evictions = 0
 
@@ -260,7 +260,7 @@ class StreamQueue(ModelQueue):
         if size:
             self._metrics.add_mean("reward/prefilled_early", early / size)
         self._metrics.add_mean("reward/chunk_tokens", growing.chunk_tokens)
-        self._whole[item.sample] = (key, time.monotonic())
+        self._whole[item.sample] = key
         self.pending += 1
 
     def put(self, batch: dict[int, Item]) -> list:
@@ -301,10 +301,9 @@ class StreamQueue(ModelQueue):
             growing.clear()
 
     def _scored(self, sample: Key, value: float) -> tuple[int, float]:
-        key, came = self._whole.pop(sample)
+        key = self._whole.pop(sample)
         self.pending -= 1
         self.num_scored += 1
-        self._metrics.add_mean("reward/tail_s", time.monotonic() - came)
         return key, value
 
     def _count_evictions(self) -> None:

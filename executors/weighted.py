@@ -42,7 +42,8 @@ class WeightedParts:
     """Scores items by all parts; is a Scoring (executors/scoring.py).
 
     queues: of those of the parts that are models, in order. metrics: gets of each part
-    reward/NAME/mean, and of a model what it took; None: nobody asks. device: where novelty embeds.
+    reward/NAME/mean, and of a model what it took, and reward/tail_s, from a completion to a model's
+    score; None: nobody asks. device: where novelty embeds.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class WeightedParts:
             else:
                 self._sources[part.name] = SourceScoring(part.what(on_result=on_result))
         self._items: dict[int, Item] = {}
+        self._came: dict[int, float] = {}  # when each came
         self._said: dict[int, dict[str, Outcome]] = {}  # of each item, by part
         self._done: Outcomes = []
 
@@ -102,6 +104,7 @@ class WeightedParts:
     def submit(self, key: int, item: Item) -> None:
         """Give an item to the sources; most models have it with its batch."""
         self._items[key] = item
+        self._came[key] = time.monotonic()
         self._said[key] = {}
         for source in self._sources.values():
             source.submit(key, item)
@@ -129,6 +132,7 @@ class WeightedParts:
                 self._metrics.add_sum(f"reward/{name}/seconds", time.monotonic() - began)
                 self._metrics.add_sum(f"reward/{name}/tokens", num_tokens)
             for key, value in scores:
+                self._note_tail(key)
                 self._enter(name, key, queue.outcome_of(value))
         for name, source in self._sources.items():
             for key, outcome in source.poll():
@@ -151,6 +155,11 @@ class WeightedParts:
         for queue in self._queues.values():
             queue.clear()
 
+    def _note_tail(self, key: int) -> None:
+        """Count how long a completion has waited for a model's score."""
+        if self._metrics is not None and not self._items[key].is_held_out:
+            self._metrics.add_mean("reward/tail_s", time.monotonic() - self._came[key])
+
     def _enter(self, name: str, key: int, outcome: Outcome) -> None:
         """Note what a part says of an item, which may be the last word on it."""
         is_counted = outcome.kind == "score" and not self._items[key].is_held_out
@@ -160,6 +169,7 @@ class WeightedParts:
         said[name] = outcome
         if len(said) == len(self._parts):
             del self._items[key]
+            del self._came[key]
             del self._said[key]
             self._done.append((key, self._sum(said)))
 

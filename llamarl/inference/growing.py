@@ -87,6 +87,8 @@ class _Plan:
     copies: list[tuple[int, int, int]] = field(default_factory=list)
     pieces: list[Piece] = field(default_factory=list)
     reading: set[int] = field(default_factory=set)  # tickets whose prompts are read in it
+    # Of each sequence that is read in it, the tokens that its slot holds before.
+    held: dict[Key, int] = field(default_factory=dict)
 
 
 class GrowingSequences:
@@ -283,7 +285,7 @@ class GrowingSequences:
             is_alike = other.key[0] == ticket and other.chunk == sequence.chunk
             if not is_alike or not other.read:
                 continue
-            if other.read >= shared:
+            if plan.held.get(other.key, other.read) >= shared:
                 if not self._size_behind(sequence, shared):
                     return False  # nothing is copied that no piece follows
                 plan.copies.append((other.slot, sequence.slot, shared))
@@ -304,6 +306,7 @@ class GrowingSequences:
         """Plan as many pieces of a sequence as may be read and have room."""
         if sequence.read < self._shared_size(sequence):
             plan.reading.add(sequence.key[0])
+        plan.held[sequence.key] = sequence.read
         while size := self._next_size(sequence):
             if plan.pieces and size > plan.room:
                 plan.room = 0

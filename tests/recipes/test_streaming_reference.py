@@ -1,13 +1,16 @@
 """reference.stream=true as a user starts it: what is trained is the same but for rounding, the same
-bits each time, and on ranks that share the model; resumed.
+bits each time, and on ranks that share the model; resumed, and killed.
 """
 
 import json
+import os
+import signal
 
 import pytest
 
 from tests.launching import SMALL, Job, untimed
 
+EXIT_FAILED = 1
 GIVEN = (*SMALL, "reference=frozen", "loss.kl_coef=0.1", "max_lag=0", "lr=1e-3", "eval.every=0")
 STREAMED = ("reference.stream=true", "reference.chunk_tokens=3", "generator.chunk_tokens=2")
 TWO = ("placement.trainer=[0]", "placement.generator=[1]", "placement.reward=[1]")
@@ -68,3 +71,23 @@ def test_a_resumed_run_reads_what_was_not_told_again(streamed, tmp_path):
     run(*STREAMED, "max_steps=2", run_dir=tmp_path / "run")
     resumed = run(*STREAMED, "resume=auto", run_dir=tmp_path / "run")
     assert untimed(resumed.rows) == untimed(streamed.rows)
+
+
+@pytest.mark.slow
+def test_a_killed_rank_that_reads_ahead_is_named_and_the_run_goes_on(tmp_path):
+    """With lag, on two ranks of which the second follows."""
+    given = (*SMALL, "reference=frozen", "loss.kl_coef=0.1", "eval.every=0", *STREAMED, *TWO)
+    given += ("placement.reference=[2,3]",)
+    run_dir = tmp_path / "run"
+    with Job(*given, "max_steps=100000", run_dir=run_dir, ranks=4) as job:
+        job.until(
+            lambda: any(row.get("reference/prefilled_early") for row in job.rows[3:]),
+            "steps of what was read before",
+        )
+        os.kill(job.rank_pids()[3], signal.SIGKILL)
+        assert job.wait() == EXIT_FAILED, job.output
+        assert "rank 3 (reference)" in job.output, job.output
+        step = int(job.checkpoint.name.removeprefix("step_"))
+    with Job(*given, f"max_steps={step + 2}", "resume=auto", run_dir=run_dir, ranks=4) as job:
+        assert job.wait() == 0, job.output
+        assert [row["step"] for row in job.rows] == list(range(1, step + 3))

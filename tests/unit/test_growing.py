@@ -152,6 +152,16 @@ def test_a_prompt_is_copied_once_something_is_read_behind_it():
     assert size == 4
 
 
+def test_what_a_pass_reads_is_copied_by_no_other_piece_of_it():
+    growing = GrowingSequences(chunk_tokens=2, slots=2, max_len=LONGEST)
+    growing.finish((3, 0), ids(1, 2), ids())
+    growing.finish((3, 1), ids(1, 2), ids(4))
+    reading = growing.next_pass(100)
+    assert not reading.copies
+    places = [(piece.key, piece.begin) for piece in reading.pieces]
+    assert places == [((3, 0), 0), ((3, 1), 0), ((3, 1), 2)]
+
+
 def test_whole_sequences_go_first_and_take_the_slot_of_what_was_read_least():
     growing = GrowingSequences(chunk_tokens=2, slots=2, max_len=LONGEST)
     growing.extend((0, 0), ids(1), 0, ids(2, 3, 4, 5))
