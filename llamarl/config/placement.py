@@ -187,14 +187,6 @@ def _find_shared_models(
     sizes["reference.tensor_parallel"] = c.reference.tensor_parallel
     _find_copies("reference", placed, sizes, found)
     _find_waits("reference", "reference", c, placed, found)
-    shared = sorted(set(placed["reference"]) & set(placed["trainer"]))
-    if c.reference.stream and len(shared) > 1:
-        what = (
-            f"ranks {show(shared)} would share the trainer and a reference that reads while "
-            "others sample, and each wait in one for the other; place them apart, or "
-            "reference.stream=false"
-        )
-        found.add(what, "placement.reference", "placement.trainer", "reference.stream")
     _find_uneven("reference", c.reference.tensor_parallel, "model", model, found)
     both = sorted(set(placed["reward"]) & set(placed["reference"]))
     leader = placed["reward"][0]
@@ -223,6 +215,12 @@ def _find_waits(name: str, noun: str, c: Config, placed: dict[str, Ranks], found
     """Ranks of an executor whose ranks act as one that would wait for themselves in another."""
     ranks = placed[name]
     shared = sorted(set(ranks) & set(placed["trainer"]))
+    if len(shared) > 1 and c.max_lag == 0 and getattr(c, name).stream:
+        what = (
+            f"ranks {show(shared)} would share the trainer and a {noun} that reads while others "
+            f"sample, and each wait in one for the other; place them apart, or {name}.stream=false"
+        )
+        found.add(what, f"placement.{name}", "placement.trainer", f"{name}.stream")
     if len(shared) > 1 and c.max_lag != 0:
         what = (
             f"ranks {show(shared)} would share the {noun} and the trainer, "

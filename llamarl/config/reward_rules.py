@@ -68,6 +68,12 @@ def _stream_rules(c: Config) -> list[Rule]:
             "no part is a model, and nothing else reads tokens; reward.stream=false",
         ),
         (
+            "reward.stream offload",
+            c.offload,
+            "executors take turns on the device, so that none reads while another samples; "
+            "offload=false, or reward.stream=false",
+        ),
+        (
             "reward.stream victim.kind",
             c.victim.placed,
             "what is scored is the victim's answers, which begin when an attack has ended; "

@@ -4,7 +4,7 @@ import pytest
 
 from executors.build import build_stretches
 from executors.generator import REFERENCE_STRETCHES, STRETCHES
-from llamarl.config.command_line import ConfigError, check_command_line, compose_config
+from llamarl.config.command_line import RED_TEAM, ConfigError, check_command_line, compose_config
 from llamarl.launch.scorers import stream_cache_tokens
 from llamarl.models.config import tiny_directory
 
@@ -21,6 +21,12 @@ LONGEST = compose_config(list(GIVEN)).longest
         (["reward.cache_tokens=5"], "reward.cache_tokens=5", f"need at least {LONGEST}"),
         (["reward.chunk_tokens=auto", "max_lag=0"], "reward.chunk_tokens=auto max_lag=0", "null"),
         (["generator=vllm"], "reward.stream=true generator.kind=vllm", "generator=native"),
+        (["offload=true", "max_lag=0"], "reward.stream=true offload=true", "offload=false"),
+        (
+            ["placement.reward=[0,1]", "placement.trainer=[0,1]", "max_lag=0"],
+            "placement.reward=[0,1] placement.trainer=[0,1] reward.stream=true",
+            "place them apart",
+        ),
     ],
 )
 def test_what_cannot_stream_is_refused(overrides, where, remedy, monkeypatch):
@@ -28,6 +34,11 @@ def test_what_cannot_stream_is_refused(overrides, where, remedy, monkeypatch):
     with pytest.raises(ConfigError) as error:
         check_command_line([*GIVEN, *overrides], world_size=2)
     assert where in str(error.value) and remedy in str(error.value)
+
+
+def test_a_reward_of_a_victims_answers_cannot_stream():
+    with pytest.raises(ConfigError, match="begin when an attack has ended"):
+        check_command_line([*GIVEN], world_size=2, kind=RED_TEAM)
 
 
 def test_parts_without_a_model_cannot_stream():
