@@ -5,20 +5,19 @@ whose predicate is harmless, by several ways to learn.
                                   [--runs DIR] [--json FILE] [--plots DIR] [--text FILE]
                                   [overrides ...]
 
-methods    success against diversity (figure 5, left): TBA, PPO with the novelty reward, REINFORCE,
-           and the likelihood of each ticket's best attack (best_of_n without a reward beyond that:
-           SFT on successful attacks, made anew each step)
+methods    success against diversity (figure 5, left): TBA, PPO (without the paper's novelty
+           reward, which is not to be had beside a victim), REINFORCE, and the likelihood of each
+           ticket's best attack (best_of_n without a reward beyond that: SFT on successful attacks,
+           made anew each step)
 searchers  1, 2, 4 attackers' ranks on one buffer (figure 5, right; table 6): steps and seconds to a
-           success rate, and the distinct attacks among the samples of the last evaluation, where
-           the run reports them
+           success rate, and the distinct successful attacks that the buffer was given
 offpolicy  what TBA claims of off-policy data, with the loss that it claims it of (eq. 5): the
            most-on-policy probability, the sync period, and a reference that is reset
 
 Success is eval/success, the share of the last evaluation's sampled attacks whose answers' mean
-score is above victim.threshold; diversity is the mean pairwise cosine distance of these attacks,
-under the first of DIVERSITY that the rows have. Where a study needs it and no row has it, the
-benchmark stops and says so. A run is kept in --runs and not made again; --jobs 0 makes none. --text
-is written anew, with verdicts computed from the figures.
+score is above victim.threshold; diversity is eval/diversity, the mean pairwise cosine distance of
+these attacks under the model that training starts from. A run is kept in --runs and not made again;
+--jobs 0 makes none. --text is written anew, with verdicts computed from the figures.
 """
 
 from __future__ import annotations
@@ -28,8 +27,7 @@ import hashlib
 import json
 import math
 import statistics
-import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -38,20 +36,25 @@ from running import machine, run_job
 RESULTS = Path(__file__).parent / "results"
 STUDIES = ("methods", "searchers", "offpolicy")
 SUCCESS = "eval/success"
-DIVERSITY = ("diversity/cosine_distance", "eval/diversity")
-DISTINCT = ("diversity/distinct", "eval/distinct")
-KEPT = ("step", "time/wall_s", "time/evaluated_s", SUCCESS, *DIVERSITY, *DISTINCT)
+DIVERSITY = "eval/diversity"
+DISTINCT = "buffer/distinct_good"
+KEPT = ("step", "time/wall_s", "time/evaluated_s", SUCCESS, DIVERSITY, DISTINCT)
 TARGET = 0.5  # a success rate to arrive at
 EQUAL = 0.05  # successes that differ by no more are called equal
 SEARCHERS = (1, 2, 4)
-COMMON = ("threads=1", "checkpoint.every=0", "metrics.trace=false", "eval.num_samples=64")
+COMMON = (
+    "threads=1",
+    "checkpoint.every=0",
+    "metrics.trace=false",
+    "eval.num_samples=64",
+    "eval.embedder=start",
+)
 PUBLISHED = ("loss=tb", "loss.beta=0.05")  # TBA, B.3
 # Fresh attacks alone, as the baselines have them.
 FRESH = ("buffer=fifo", "max_lag=1")
-# The reward of novelty is no part of it: --novelty.
 METHODS = {
     "TBA": (*PUBLISHED, "buffer=replay", "max_lag=1"),
-    "PPO, novelty": (
+    "PPO": (
         *FRESH,
         "loss=ppo",
         "trainer.advantages=gae",
@@ -113,21 +116,12 @@ class Result:
         return statistics.mean(self.values(name))
 
 
-class NoDiversity(ValueError):
-    """Rows that do not say how diverse the attacks are."""
-
-
 # --- Settings ---
 
 
-def cases_of(study: str, novelty: Sequence[str]) -> list[Case]:
-    """novelty: the overrides that add the novelty reward to PPO's."""
+def cases_of(study: str) -> list[Case]:
     if study == "methods":
-        more = {"PPO, novelty": tuple(novelty)}
-        return [
-            Case("method", name, (*overrides, *more.get(name, ())))
-            for name, overrides in METHODS.items()
-        ]
+        return [Case("method", name, overrides) for name, overrides in METHODS.items()]
     if study == "searchers":
         return [searchers_case(count) for count in SEARCHERS]
     return [
@@ -144,15 +138,11 @@ def searchers_case(count: int) -> Case:
     ranks = ",".join(str(rank) for rank in range(1, count + 1))
     placed = [f"placement.{name}=[{ranks}]" for name in ("generator", "victim", "reward")]
     alone = ("placement.trainer=[0]", "placement.reference=[0]", "max_lag=null")
-    return Case("searchers", str(count), (*PUBLISHED, *alone, *placed), ranks=count + 1)
+    counted = (f"buffer.good_reward={TARGET}",)
+    return Case("searchers", str(count), (*PUBLISHED, *alone, *counted, *placed), ranks=count + 1)
 
 
 # --- Runs ---
-
-
-def first_of(row: dict, names: Iterable[str]) -> float | None:
-    """The first of these columns that a row has."""
-    return next((row[name] for name in names if row.get(name) is not None), None)
 
 
 def found_in(rows: list[dict]) -> Found:
@@ -164,8 +154,8 @@ def found_in(rows: list[dict]) -> Found:
     reached = next((row for row in evaluated if row[SUCCESS] >= TARGET), None)
     return Found(
         success=last[SUCCESS],
-        diversity=first_of(last, DIVERSITY),
-        distinct=first_of(last, DISTINCT),
+        diversity=last.get(DIVERSITY),
+        distinct=last.get(DISTINCT),
         steps=None if reached is None else reached["step"],
         seconds=None if reached is None else reached["time/evaluated_s"],
     )
@@ -197,10 +187,8 @@ def rows_of(case: Case, seed: int, args: argparse.Namespace) -> list[dict] | Non
 
 
 def results_of(study: str, args: argparse.Namespace) -> list[Result]:
-    """All runs, seed by seed, so that a busy machine meets all alike. NoDiversity after the first
-    of a study that cannot do without.
-    """
-    cases = cases_of(study, args.novelty)
+    """All runs, seed by seed, so that a busy machine meets all alike."""
+    cases = cases_of(study)
     runs: dict[Case, list[Found]] = {case: [] for case in cases}
     for seed in range(args.seeds):
         for case in cases:
@@ -208,11 +196,6 @@ def results_of(study: str, args: argparse.Namespace) -> list[Result]:
             if rows is None:
                 continue
             found = found_in(rows)
-            if study == "methods" and found.diversity is None:
-                raise NoDiversity(
-                    f"no row of {case.name}, seed {seed}, has any of {', '.join(DIVERSITY)}: "
-                    "success against diversity cannot be shown; have the runs report it"
-                )
             runs[case].append(found)
     return [Result(case, tuple(found)) for case, found in runs.items() if found]
 
@@ -368,13 +351,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--jobs", type=int, choices=(0, 1), default=1, help="0: make no run")
-    parser.add_argument(
-        "--novelty",
-        action="append",
-        default=[],
-        metavar="key=value",
-        help="an override that adds the reward of novelty to PPO; may be given several times",
-    )
     parser.add_argument("--runs", type=Path, default=Path("runs/red_team"))
     parser.add_argument("--json", type=Path, default=RESULTS / "red_team.json")
     parser.add_argument("--plots", type=Path, default=RESULTS)
@@ -386,15 +362,11 @@ def parse() -> argparse.Namespace:
     return args
 
 
-def main() -> int:
+def main() -> None:
     args = parse()
     studies = json.loads(args.json.read_text()) if args.json.exists() else {}
     for name in args.study or STUDIES:
-        try:
-            results = results_of(name, args)
-        except NoDiversity as error:
-            print(f"red_team: {error}", file=sys.stderr)
-            return 1
+        results = results_of(name, args)
         if not results:
             print(f"{name}: no finished run in {args.runs}")
             continue
@@ -414,8 +386,7 @@ def main() -> int:
         print(f"\n{name}\n{studies[name]['table']}\n", *studies[name]["verdicts"], sep="\n")
         args.json.write_text(json.dumps(studies, indent=1))
         args.text.write_text(page(studies))
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

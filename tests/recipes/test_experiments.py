@@ -2,6 +2,7 @@
 and data.
 """
 
+import dataclasses
 import functools
 import json
 
@@ -10,6 +11,7 @@ import pytest
 from executors.build import options_at
 from llamarl.config.command_line import (
     CONF_DIR,
+    RED_TEAM,
     ConfigError,
     check_command_line,
     compose_config,
@@ -31,9 +33,14 @@ TABLES = ("async_rlhf_table4", "async_rlhf_table7", "tba_table3", "tba_red_team"
 MODEL_REWARDS = tuple(name for name in NAMES if name.startswith(TABLES))
 
 
-def reward_of(name, directory):
-    """What such an experiment needs beside its model and data."""
-    return [f"reward.path={directory}"] if name in MODEL_REWARDS else []
+def given_of(name, directory):
+    """What such an experiment needs: a model, what it is prompted with, and what scores."""
+    words = [f"model.path={directory}"]
+    if not name.startswith("tba_red_team"):
+        words.append(f"task.path={directory / 'train.jsonl'}")
+    if name in MODEL_REWARDS:
+        words.append(f"reward.path={directory}")
+    return words
 
 
 @pytest.fixture(scope="module")
@@ -60,8 +67,7 @@ def settings(given, directory):
 
     @functools.cache
     def settings_of(name, *overrides):
-        given_too = reward_of(name, directory)
-        return compose_config([f"+experiment={name}", *given, *given_too, *overrides])
+        return compose_config([f"+experiment={name}", *given_of(name, directory), *overrides])
 
     return settings_of
 
@@ -77,7 +83,7 @@ def loss_of(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_it_is_accepted_on_ranks_and_fits_its_model(name, settings, given, directory):
     config = settings(name)
-    overrides = [f"+experiment={name}", *given, *reward_of(name, directory)]
+    overrides = [f"+experiment={name}", *given_of(name, directory)]
     check_command_line(overrides, world_size=4)
     longest = config.task.max_prompt_tokens + config.max_new_tokens
     assert longest <= read_config(config.model.path).max_position_embeddings
@@ -110,6 +116,16 @@ def test_what_the_papers_tables_say(settings):
     )
 
 
+@pytest.mark.parametrize("name", ["tba_red_team_gpt2", "tba_red_team_llama"])
+def test_a_published_attack_has_a_victim_in_its_own_recipe(name, given, directory):
+    words = [f"+experiment={name}", *given_of(name, directory)]
+    victim = ("victim=hf", f"victim.path={directory}")
+    config = compose_config([*words, *victim], RED_TEAM)
+    assert (config.victim.template, config.victim.path) == ("{attack}", str(directory))
+    alone = compose_config(words)
+    assert dataclasses.replace(config, victim=alone.victim) == alone
+
+
 def test_what_the_red_teaming_appendix_says(settings):
     gpt2, llama = settings("tba_red_team_gpt2"), settings("tba_red_team_llama")
     for c in (gpt2, llama):
@@ -117,6 +133,7 @@ def test_what_the_red_teaming_appendix_says(settings):
         assert (c.loss.fn, c.loss.options["beta"], c.reference.kind) == ("tb", 0.05, "frozen")
         assert (c.buffer.sync_period, c.max_lag, c.eval.num_samples) == (10, None, 1024)
         assert (c.eval.num_prompts, c.eval.embedder) == (1, "start")
+        assert (c.task.kind, c.task.chat) == ("one_prompt", False)
     assert (gpt2.buffer.most_on_policy, gpt2.buffer.max_size) == (0.5, 100_000)
     assert (gpt2.buffer.grow_until, llama.buffer.grow_until) == (4000, None)
     assert (llama.buffer.most_on_policy, llama.buffer.max_size) == (0.6, 130_000)

@@ -207,7 +207,6 @@ def test_a_published_attack_runs_at_a_smaller_size(name, tmp_path):
         "buffer.sync_period=1",
         "overcommit=4",
         "reward=function",
-        "task.eval_path=null",
         "eval.embedder=null",
         "log_reward_schedule.end_step=2",
         "trainer.parity_tolerance=1e-3",  # which fresh tokens, were they compared, would exceed

@@ -14,7 +14,7 @@ import red_team  # noqa: E402
 
 def row(step, success, diversity=None):
     values = {"step": step, "eval/success": success, "time/evaluated_s": 2.0 * step}
-    return values if diversity is None else values | {"diversity/cosine_distance": diversity}
+    return values if diversity is None else values | {"eval/diversity": diversity}
 
 
 def result(name, *pairs, panel="method"):
@@ -72,11 +72,11 @@ def test_the_table_says_how_many_arrived():
 
 @pytest.mark.parametrize("study", ["methods", "offpolicy"])
 def test_every_case_is_a_run_that_may_be(study):
-    for case in red_team.cases_of(study, []):
+    for case in red_team.cases_of(study):
         compose_config([*red_team.COMMON, *case.overrides], RED_TEAM)
 
 
 def test_searchers_are_ranks_beside_the_trainers():
-    cases = red_team.cases_of("searchers", [])
+    cases = red_team.cases_of("searchers")
     assert [case.ranks for case in cases] == [2, 3, 5]
     assert "placement.generator=[1,2]" in cases[1].overrides
