@@ -67,6 +67,7 @@ def test_a_killed_generator_costs_no_step_that_was_trained(tmp_path):
         assert consumed(job.checkpoint) == ((step + 2) * GROUPS, step + 2)
 
 
+@pytest.mark.slow
 def test_a_station_that_fails_beside_the_trainer_costs_no_step_either(tmp_path):
     """In one process: the reward fails for good once FAIL_AFTER completions are scored."""
     failing = ("reward.fn=tests.launching:fails_later", "max_lag=2", "max_steps=100000")

@@ -78,6 +78,7 @@ def score_of_answer(model, tokenizer, prompt, completion):
     return float(score_of(model, torch.tensor(ids)))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("process_state")
 def test_a_run_reports_what_transformers_says_of_its_answers(run, gold, answers):
     _, model = gold
@@ -99,6 +100,7 @@ def test_a_run_reports_what_transformers_says_of_its_answers(run, gold, answers)
     assert last["eval/gold_masked"] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("process_state")
 @torch.no_grad()
 def test_a_run_reports_the_perplexity_of_transformers(run, answers):
@@ -150,6 +152,7 @@ def test_gold_may_be_a_function_and_beside_a_lagging_trainer(tmp_path):
         assert wins == pytest.approx(row["eval/accuracy"] * EVAL_PROMPTS / 2, abs=1e-9)
 
 
+@pytest.mark.slow
 def test_the_report_has_its_curves(run):
     page = write_report(run.run_dir).read_text()
     for title in ("Gold score", "Win rate", "Perplexity under the base model"):
@@ -187,6 +190,7 @@ def judged(users_folder, capsys):
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("process_state")
 def test_evaluate_says_what_the_run_said(run, evaluated):
     said, _ = evaluated

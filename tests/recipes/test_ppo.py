@@ -28,7 +28,8 @@ def saved(checkpoint, rank=0):
     return load_file(checkpoint / f"trainer.rank{rank}.safetensors")
 
 
-@pytest.mark.parametrize("ranks", [None, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [None, 2])
 def test_ppo_runs_and_its_head_is_in_checkpoints_alone(tmp_path, ranks):
     with Job(*SMALL, *PPO, "max_steps=2", run_dir=tmp_path / "run", ranks=ranks) as job:
         assert job.wait() == 0, job.output

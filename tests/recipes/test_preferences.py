@@ -114,6 +114,7 @@ def test_the_same_seed_gives_the_same_file(make, tmp_path):
     assert (tmp_path / "one").read_bytes() != (tmp_path / "other").read_bytes()
 
 
+@pytest.mark.slow
 def test_what_was_stopped_goes_on_to_the_same_file(make, tmp_path, monkeypatch):
     code, said, whole = make(CLOSENESS, out="whole")
     assert code == 0, said
@@ -251,6 +252,7 @@ def test_held_out_prompts_are_pairs_of_their_own(make):
     assert {row["prompt"] for row in held} <= {row["prompt"] for row in both} - set(train)
 
 
+@pytest.mark.slow
 def test_a_reference_may_be_another_key(make):
     given = (
         "references=[human]",

@@ -58,6 +58,7 @@ def synchronous_replay(tmp_path_factory):
         yield job
 
 
+@pytest.mark.slow
 def test_each_step_draws_from_all_that_has_joined_and_within_its_bound(synchronous_replay):
     rows = synchronous_replay.rows[1:]
     batch = GROUPS * S

@@ -36,7 +36,7 @@ def test_the_keys_of_how_a_run_answers():
     keys = {key.partition(".")[0] for key in marked("answers")}
     assert keys == set(
         "task reward eval generator model group_size max_new_tokens temperature seed threads "
-        "max_lag buffer".split()
+        "max_lag buffer victim".split()
     )
     assert is_marked("model.dtype", "answers") and not is_marked("model.path", "answers")
 
