@@ -26,7 +26,7 @@ def check_scorers(job: Job) -> None:
     """
     for key, scorer in job.config.scorers.items():
         check_scorer(job, scorer, job.scored, key=f"{key}.path", label_key=f"{key}.label")
-        if job.config.reward.stream and transcript_of(job, scorer, job.scored) is not None:
+        if job.config.reward.stream and transcript_of(scorer, job.scored) is not None:
             raise ValueError(
                 f"reward.stream=true {key}.path={scorer.path}: it has another vocabulary than the "
                 "policy, so that its tokens are not known before a completion has ended; "
