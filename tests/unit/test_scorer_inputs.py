@@ -107,6 +107,14 @@ def test_another_vocabulary_is_noticed(tmp_path, caplog):
     check_inputs(job(MODEL, f"reward.path={tmp_path}/rm", "task.chat=false"))
 
 
+def test_a_scorer_of_other_tokens_cannot_read_ahead(tmp_path):
+    write_scorer(tmp_path / "rm")
+    streams = (MODEL, f"reward.path={tmp_path}/rm", "reward.stream=true")
+    check_inputs(job(*streams))
+    swap_tokens(tmp_path / "rm")
+    assert "it has another vocabulary than the policy" in refusal(*streams)
+
+
 def test_parts_take_what_they_do_not_set_from_the_files_of_their_kinds(tmp_path):
     parts = "reward.parts={rm: {kind: model, path: DIR}, brief: {kind: function, weight: 0.2}}"
     config = compose_config(
