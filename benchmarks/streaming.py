@@ -230,10 +230,10 @@ def verdict(found: dict) -> list[str]:
     inter = next(run for run in runs if run["way"] == "inter")
     both = next(run for run in runs if run["way"] == "both")
     change = both["step_s"] / inter["step_s"] - 1
-    lines.append(
-        f"- Beside asynchrony it changes a step by {change:+.0%}: trainer and scorer share a core "
-        "here, which has no idle time left to read ahead in."
-    )
+    said = f"- Beside asynchrony it changes a step by {change:+.0%}"
+    if change > 0:
+        said += ": trainer and scorer share a core here, with no idle time left to read ahead in"
+    lines.append(f"{said}.")
     if found["trl"] is not None:
         times = found["trl"]["step_s"] / fastest["step_s"]
         lines.append(f"- TRL's step, on both cores, takes {times:.1f} times as long.")

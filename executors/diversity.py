@@ -3,8 +3,8 @@
     sampled answers of each prompt --embed--> mean pairwise cosine distance --> eval/diversity
 
 TBA's measure of red-teaming (arXiv 2503.18929, 5.2, figure 5) is that of 1024 attacks, which all
-answer one prompt; of several prompts it is the mean, each prompt by itself. Answers are embedded in
-microbatches of tokens, one at a call, so that training's completions are not held up by more.
+answer one prompt; of several prompts it is the mean, each prompt by itself. Answers are embedded a
+few at a call, so that training's completions are not held up by more.
 """
 
 from __future__ import annotations

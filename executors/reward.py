@@ -129,7 +129,7 @@ class Reward(Executor):
             return f"scores: {what}, from the reward workers"
         if self._reported:
             version = min(self._reported)
-            return f"scores: eval.gold's of the evaluation of policy version {version}"
+            return f"scores: what is said besides of the evaluation of policy version {version}"
         if self._groups.begun:
             ticket = min(self._groups.begun)
             what = f"ticket {ticket} lacks {self._groups.missing(ticket)} completions"

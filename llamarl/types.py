@@ -3,7 +3,7 @@ lengths at birth.
 
     PromptStream --Ticket--> Generator --Completion--> (Victim --Answered-->) Reward --Group-->
     (Reference --Group-->) Trainer --PackedBatch--> loss
-                                                 (with reward.stream also Stretches, ahead of it)
+                                                 (and Stretches ahead of it, to who reads ahead)
 
 Worked example. Ticket 7 is the prompt "3+4=" (ids [1, 7, 14, 8, 18]) with group_size 2. The
 generator samples "7<eos>" under policy version 3, and "6<eos>", before whose second token new
@@ -86,7 +86,7 @@ class Completion:
 @dataclass(frozen=True, slots=True)
 class Stretch:
     """The next tokens of a completion that is being sampled: a hint, for who reads it meanwhile.
-    Made by a generator between two chunks, consumed by the reward.
+    Made by a generator between two chunks, consumed by the reward and the reference.
 
     The completion itself says all of it again, and nothing is lost where stretches are.
     """

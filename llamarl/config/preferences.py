@@ -113,6 +113,8 @@ def check(
     if config.reward.kind in ("model", "parts"):
         if config.reward.replicate * config.reward.tensor_parallel > 1:
             found.add("what scores is in one process here: 1", *split)
+        if config.reward.stream:
+            found.add("pairs are scored when they are whole; false", "reward.stream")
     for name, part in getattr(config.reward, "parts", {}).items():
         if part.kind == "novelty":
             what = "is of a run's own history, and pairs have none; leave the part out"

@@ -1,4 +1,4 @@
-"""What cannot go together of what scores: functions, models and judges, each with the remedy."""
+"""What cannot go together of what scores, whatever its kind, each with the remedy."""
 
 from __future__ import annotations
 
@@ -26,6 +26,9 @@ def reward_rules(c: Config) -> list[Rule]:
             rules.append((f"{key}.kind offload", c.offload, what))
             what = "is of what is scored, a victim's answers, and not of the attacks; victim=none"
             rules.append((f"{key}.kind victim.kind", c.victim.placed, what))
+        elif part.kind == "encoder":
+            what = "stays on its device and computes at any time; offload=false"
+            rules.append((f"{key}.kind offload", c.offload, what))
         elif part.kind == "model" and part.scale == 0:
             rules.append((f"{key}.scale", True, "makes every score the same; any other number"))
     rules.append(

@@ -139,11 +139,6 @@ class PieceReader:
             join_shares(values, self._group)
         return list(values.split(sizes))
 
-    def weights_changed(self) -> None:
-        """Take it that the weights are others. What the cache holds is of the old ones."""
-        if self.native is not None:
-            self.native.stale = True
-
     def _copy(self, reading: Pass) -> None:
         for source, target, length in reading.copies:
             places = torch.tensor([source, target], device=self.cache.device)

@@ -10,6 +10,7 @@ from typing import Literal
 
 from llamarl.config.rewards import ModelSourceSettings
 from llamarl.config.schema import Config
+from llamarl.inference.cache import whole_blocks
 from llamarl.launch.job import Job, Scored, read_model, read_tokenizer
 from llamarl.models.config import ModelConfig
 from llamarl.models.hf import weights_of
@@ -51,7 +52,7 @@ def stream_cache_tokens(
     replicas = len(placement["generator"]) // config.generator.tensor_parallel
     caches = len(placement[name]) // settings.tensor_parallel
     samples = -(-replicas * config.generator.max_slots // caches)
-    return samples * config.longest
+    return samples * whole_blocks(config.longest)
 
 
 @contextmanager

@@ -33,14 +33,17 @@ TABLES = ("async_rlhf_table4", "async_rlhf_table7", "tba_table3", "tba_red_team"
 MODEL_REWARDS = tuple(name for name in NAMES if name.startswith(TABLES))
 
 
+def reward_of(name, directory):
+    """What scores, where the paper has a reward model."""
+    return [f"reward.path={directory}"] if name in MODEL_REWARDS else []
+
+
 def given_of(name, directory):
     """What such an experiment needs: a model, what it is prompted with, and what scores."""
     words = [f"model.path={directory}"]
     if not name.startswith("tba_red_team"):
         words.append(f"task.path={directory / 'train.jsonl'}")
-    if name in MODEL_REWARDS:
-        words.append(f"reward.path={directory}")
-    return words
+    return words + reward_of(name, directory)
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,7 @@ import pytest
 from executors.build import build_stretches
 from executors.generator import REFERENCE_STRETCHES, STRETCHES
 from llamarl.config.command_line import RED_TEAM, ConfigError, check_command_line, compose_config
+from llamarl.inference.cache import whole_blocks
 from llamarl.launch.scorers import stream_cache_tokens
 from llamarl.models.config import tiny_directory
 
@@ -76,12 +77,13 @@ def test_a_cache_holds_as_many_as_the_generators_unless_it_is_said():
     config = compose_config([*GIVEN, "generator.max_slots=10"])
     placement = {"generator": (1, 2, 3), "reward": (4, 5)}
     # 30 in two caches
-    assert stream_cache_tokens(config, placement, "reward") == 15 * config.longest
+    assert stream_cache_tokens(config, placement, "reward") == 15 * whole_blocks(config.longest)
     config = compose_config([*GIVEN, *REFERENCE, "reward.cache_tokens=999"])
     assert stream_cache_tokens(config, placement, "reward") == 999
     placement["reference"] = (4, 5)
     slots = config.generator.max_slots
-    assert stream_cache_tokens(config, placement, "reference") == -(-3 * slots // 2) * LONGEST
+    rows = -(-3 * slots // 2)
+    assert stream_cache_tokens(config, placement, "reference") == rows * whole_blocks(LONGEST)
 
 
 def test_stretches_have_a_channel_only_where_they_are_read():
