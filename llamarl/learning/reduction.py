@@ -47,18 +47,14 @@ class Ranks:
 
     def union(self, names: list[str]) -> list[str]:
         """The names that any rank gives, sorted where there are several ranks; none holds a
-        comma.
+        comma. Ranks that share a decoder give the same ones.
         """
         if self.size == 1:
             return names
-        text = ",".join(names).encode()
-        longest = int(self.max(size=len(text))["size"])
-        padded = text.ljust(longest + 1, b",")
-        mine = torch.tensor(list(padded), dtype=torch.uint8, device=self._device)
-        parts = [torch.empty_like(mine) for _ in range(self.size)]
-        dist.all_gather(parts, mine, group=self._group)
-        known = bytes(torch.cat(parts).tolist()).decode().split(",")
-        return sorted(set(known) - {""})
+        known: set[str] = set()
+        for message in self.gather(",".join(names).encode()):
+            known.update(message.decode().split(","))
+        return sorted(known - {""})
 
     def gather(self, message: bytes) -> list[bytes]:
         """What each rank gives, in their order; of ranks that share a decoder the first one's."""
