@@ -36,36 +36,29 @@ RUNS = [
 ]
 
 
+# 1,000 operations a second at a half, 2 x 5 a token: 50 tokens a second are read.
+SMALL = {
+    "parameters": 5.0,
+    "peak": 1000.0,
+    "prefill_share": 0.5,
+    "decode_step_s": 0.1,
+    "answers": 2,
+    "answer_tokens": 100,
+    "prompt_tokens": 50,
+    "train_s": 4.0,
+}
+
+
 def test_a_step_of_eight_gpus_by_hand(benchmark):
-    # 1,000 operations a second at a half, 2 x 5 a token: 50 tokens a second are read.
-    cluster = benchmark.Cluster(
-        parameters=5.0,
-        peak=1000.0,
-        prefill_share=0.5,
-        decode_step_s=0.1,
-        answers=2,
-        answer_tokens=100,
-        prompt_tokens=50,
-        train_s=4.0,
-    )
-    step = benchmark.predicted(cluster, 25)
+    step = benchmark.predicted(benchmark.Cluster(**SMALL), 25)
     assert (step["decode_s"], step["read_s"], step["tail_s"]) == (10.0, 6.0, 1.0)
     assert (step["whole_step_s"], step["ahead_step_s"]) == (20.0, 15.0)
     assert step["saved"] == 0.25
 
 
 def test_a_scorer_that_cannot_keep_up_is_behind_at_the_end(benchmark):
-    cluster = benchmark.Cluster(
-        parameters=5.0,
-        peak=100.0,
-        prefill_share=0.5,
-        decode_step_s=0.1,
-        answers=2,
-        answer_tokens=100,
-        prompt_tokens=50,
-        train_s=4.0,
-    )
-    step = benchmark.predicted(cluster, 25)
+    slow = benchmark.Cluster(**{**SMALL, "peak": 100.0})
+    step = benchmark.predicted(slow, 25)
     assert (step["read_s"], step["tail_s"]) == (60.0, 50.0 + 10.0)
 
 
