@@ -6,7 +6,7 @@ from pathlib import Path
 
 from llamarl.config.schema import START
 from llamarl.launch.job import Job, read_tokenizer
-from llamarl.learning.embedding import check_encoder
+from llamarl.learning.embedding import check_sentence_encoder
 
 
 def check_embedders(job: Job) -> None:
@@ -17,7 +17,7 @@ def check_embedders(job: Job) -> None:
         if given == START:
             continue
         try:
-            check_encoder(given)
+            check_sentence_encoder(given)
             read_tokenizer(Path(given))
         except (OSError, ValueError) as error:
             raise ValueError(f"{key}: {error}") from error

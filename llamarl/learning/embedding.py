@@ -26,8 +26,10 @@ from llamarl.learning.packing import collate
 from llamarl.models.attention import PackedAttention
 from llamarl.models.frozen import frozen_decoder
 from llamarl.models.hf import load_tokenizer
+from llamarl.tasks.classifier import most_tokens_of
 
 _UNBOUNDED = 1_000_000  # a tokenizer that knows no longest text says more than this
+_CUSTOMARY = 512  # tokens, where neither it nor the model says how many are read
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +159,7 @@ class EncoderEmbedder:
         self._model = model.to(device).eval().requires_grad_(False)
         self._longest = self._tokenizer.model_max_length
         if self._longest > _UNBOUNDED:
-            self._longest = getattr(model.config, "max_position_embeddings", 512)
+            self._longest = most_tokens_of(model.config) or _CUSTOMARY
 
     def embed(self, texts: Sequence[str]) -> Tensor:
         ids = []
@@ -186,7 +188,7 @@ class EncoderEmbedder:
         return (hidden_NLE * weights_NL1).sum(1) / weights_NL1.sum(1)
 
 
-def check_encoder(path: str) -> None:
+def check_sentence_encoder(path: str) -> None:
     """That transformers knows an encoder's directory, and that its weights are safetensors.
     ValueError or OSError naming it.
     """

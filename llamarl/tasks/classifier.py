@@ -23,6 +23,9 @@ from llamarl.models.config import read_json
 from llamarl.tasks.source import Outcome, Outcomes
 from llamarl.words.choices import ClassifierOutput, ClassifierReads
 
+# Parts of the model types whose positions begin behind the pad token's, as RoBERTa's do.
+_BEHIND_PAD = ("roberta", "camembert", "mpnet", "longformer", "data2vec-text", "xmod")
+
 
 @dataclass(frozen=True, slots=True)
 class ClassifierSettings:
@@ -189,16 +192,24 @@ def check_encoder(path: str | Path, label: str | None, max_tokens: int) -> None:
     if getattr(config, "is_decoder", False) or hasattr(config, "num_key_value_heads"):
         raise ValueError(f"{architecture} reads from left to right; reward=model scores with it")
     label_number(labels_of(config), label)
-    most = getattr(config, "max_position_embeddings", max_tokens)
-    # RoBERTa's positions begin behind the pad token's.
-    most -= (config.pad_token_id or 0) + 1 if "roberta" in config.model_type else 0
-    if max_tokens > most:
+    most = most_tokens_of(config)
+    if most is not None and max_tokens > most:
         raise ValueError(f"it reads {most} tokens, fewer than max_tokens={max_tokens}; lower that")
     if not any(path.glob("*.safetensors")):
         raise FileNotFoundError(
             f"{path}/model.safetensors: no such file; weights are loaded from safetensors only"
         )
     AutoTokenizer.from_pretrained(path, **options)
+
+
+def most_tokens_of(config) -> int | None:
+    """The longest text that an encoder of this transformers config reads, in tokens; None where
+    the config does not say.
+    """
+    places = getattr(config, "max_position_embeddings", None)
+    if places is None or not any(name in config.model_type for name in _BEHIND_PAD):
+        return places
+    return places - (config.pad_token_id or 0) - 1
 
 
 def labels_of(config) -> tuple[str, ...]:

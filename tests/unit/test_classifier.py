@@ -15,7 +15,13 @@ from transformers import (
 )
 
 from llamarl.models.config import tiny_directory
-from llamarl.tasks.classifier import Classifier, ClassifierSettings, check_encoder, of_label
+from llamarl.tasks.classifier import (
+    Classifier,
+    ClassifierSettings,
+    check_encoder,
+    most_tokens_of,
+    of_label,
+)
 from llamarl.tasks.source import score_all
 from tests.random_models import save_drawn
 from tests.scorers import TOKENIZER, write_scorer
@@ -169,3 +175,27 @@ def test_a_directory_with_code_of_its_own_or_without_safetensors_is_refused(dire
     (path / "model.safetensors").rename(path / "pytorch_model.bin")
     with pytest.raises(FileNotFoundError, match="safetensors only"):
         check_encoder(path, "odd", 32)
+
+
+@pytest.mark.parametrize(
+    "config_class, most",
+    [("BertConfig", 514), ("RobertaConfig", 512), ("CamembertConfig", 512), ("MPNetConfig", 512)],
+)
+def test_positions_behind_the_pad_token_are_not_read(config_class, most):
+    """The longest text that a random encoder reads; one token more is beyond its positions."""
+    import transformers
+
+    config = getattr(transformers, config_class)(
+        vocab_size=20,
+        hidden_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=8,
+        max_position_embeddings=514,
+        pad_token_id=1,
+    )
+    assert most_tokens_of(config) == most
+    model = transformers.AutoModel.from_config(config)
+    model(input_ids=torch.full((1, most), 5))
+    with pytest.raises((IndexError, RuntimeError)):
+        model(input_ids=torch.full((1, most + 1), 5))

@@ -12,7 +12,7 @@ from transformers import AutoModel, AutoTokenizer, BertConfig, BertModel
 
 from llamarl.learning.embedding import (
     EmbedderSettings,
-    check_encoder,
+    check_sentence_encoder,
     load_embedder,
     mean_pairwise_distance,
 )
@@ -94,10 +94,10 @@ def test_an_encoder_embeds_without_what_texts_are_padded_with(encoder):
 
 
 def test_an_encoder_is_refused_without_safetensors_or_a_known_config(encoder, tmp_path):
-    check_encoder(str(encoder))
+    check_sentence_encoder(str(encoder))
     with pytest.raises(ValueError, match=r"no model\.safetensors"):
-        check_encoder(str(tmp_path))
+        check_sentence_encoder(str(tmp_path))
     (tmp_path / "model.safetensors").touch()
     (tmp_path / "config.json").write_text('{"model_type": "no_such_model"}')
     with pytest.raises(ValueError, match="transformers cannot read its config.json"):
-        check_encoder(str(tmp_path))
+        check_sentence_encoder(str(tmp_path))
