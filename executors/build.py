@@ -42,7 +42,7 @@ from llamarl.learning.embedding import EmbedderSettings
 from llamarl.learning.losses import check_options, options_of, resolve_loss
 from llamarl.learning.losses.common import has_mark
 from llamarl.learning.losses.regularisers import regularised
-from llamarl.learning.replay import Draw, ReplayBuffer, SharedReplayBuffer
+from llamarl.learning.replay import Draw, ReplayBuffer, SharedReplayBuffer, SplitReplayBuffer
 from llamarl.learning.schedules import value_at
 from llamarl.learning.shaping import Shaping
 from llamarl.learning.sharded_scorer import ScorerSettings
@@ -391,6 +391,13 @@ def build_references(config: Config, job: Job) -> list[FrozenReference]:
     ]
 
 
+BUFFERS = {  # by buffer.draw
+    "local": ReplayBuffer,
+    "shared": SharedReplayBuffer,
+    "split": SplitReplayBuffer,
+}
+
+
 def build_buffer(config: Config, job: Job) -> GroupBuffer:
     """This trainer rank's; a replay buffer has its share of the prompts and of the room, or all."""
     b = config.buffer
@@ -401,8 +408,7 @@ def build_buffer(config: Config, job: Job) -> GroupBuffer:
     ranks = job.placement["trainer"]
     trains_here = job.world.rank in ranks
     dp_rank = ranks.index(job.world.rank) // peers if trains_here else 0
-    is_shared = b.draw == "shared"
-    shares = 1 if is_shared else dp_ranks
+    shares = dp_ranks if b.draw == "local" else 1
     draw = Draw(
         prompts=config.groups_per_step // shares,
         completions=config.trained_per_prompt,
@@ -410,8 +416,7 @@ def build_buffer(config: Config, job: Job) -> GroupBuffer:
         priority=b.priority,
         temperature=b.temperature,
     )
-    make = SharedReplayBuffer if is_shared else ReplayBuffer
-    return make(
+    return BUFFERS[b.draw](
         draw=draw,
         sync_period=b.sync_period,
         max_size=b.max_size // shares,
@@ -490,6 +495,7 @@ def build_trainer(config: Config, job: Job) -> FSDPTrainer:
         skip_zero_advantage=skips,
         parity_tolerance=None if differs else t.parity_tolerance,
         whole_groups=has_mark(loss_fn, "whole_groups"),
+        shares_groups=config.splits_prompts,
         minibatches_per_step=t.minibatches_per_step,
         updates_per_batch=t.updates_per_batch,
         shaping=Shaping(

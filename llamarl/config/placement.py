@@ -134,6 +134,10 @@ def _find_trainer(c: Config, num_ranks: int, model: ModelConfig | None, found: F
         for key, amount in wanted.items():
             if not isinstance(amount, str) and amount % dp_ranks:
                 found.add(f"{ranks} cannot share it evenly; need a multiple of {dp_ranks}", key)
+        if c.splits_prompts and c.trained_per_prompt % dp_ranks:
+            what = f"{ranks} cannot share a prompt's {c.trained_per_prompt} completions evenly"
+            remedy = f"need a multiple of {dp_ranks}"
+            found.add(f"{what}; {remedy}", "buffer.completions_per_prompt", "group_size")
         if c.groups_per_step % dp_ranks == 0 and c.groups_per_step % unit:
             what = f"{ranks} cannot cut their groups into {n} minibatches each"
             remedy = f"need a multiple of {unit} groups"

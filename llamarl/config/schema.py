@@ -403,6 +403,11 @@ class Config:
         return self.group_size
 
     @property
+    def splits_prompts(self) -> bool:
+        """Whether each trainer rank trains on a share of every prompt's completions."""
+        return self.buffer.kind == "replay" and self.buffer.draw == "split"
+
+    @property
     def longest(self) -> int:
         """Tokens of a prompt and its completion at most."""
         return self.task.max_prompt_tokens + self.max_new_tokens

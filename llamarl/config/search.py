@@ -17,7 +17,7 @@ class FifoBufferSettings:
 @settings_dataclass
 class ReplayBufferSettings:
     kind: Literal["replay"] = marked("identity")
-    draw: Literal["local", "shared"] = marked("identity")
+    draw: Literal["local", "shared", "split"] = marked("identity")
     sync_period: Count
     most_on_policy: Share
     priority: Priority

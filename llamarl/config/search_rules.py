@@ -76,6 +76,18 @@ def replay_rules(c: Config) -> list[Rule]:
             "need at least 2, or trainer.advantages=gae",
         ),
         (
+            "buffer.draw loss.fn",
+            b.draw == "split" and not declares(c.loss.fn, "group_means"),
+            "gives a rank a part of each prompt's completions, and this loss needs all of them; "
+            "buffer.draw=shared, or loss=tb",
+        ),
+        (
+            "buffer.draw trainer.filter_groups",
+            b.draw == "split" and c.trainer.filter_groups,
+            "gives a rank a part of each group, which does not show whether all its rewards are "
+            "equal; trainer.filter_groups=false, or buffer.draw=shared",
+        ),
+        (
             "buffer.initial_completions max_lag",
             c.max_lag is not None and initial > batch,
             "with a bounded lag a step begins with one batch; max_lag=null, or a smaller fill",

@@ -333,7 +333,7 @@ class Job:
         c = self.config
         if c.max_lag is None:
             return None
-        shares = 1 if c.buffer.draw == "shared" else self.num_dp_ranks
+        shares = self.num_dp_ranks if c.buffer.draw == "local" else 1
         return lag_bound(
             max_lag=c.max_lag,
             completions_per_step=c.groups_per_step // shares * c.group_size,

@@ -14,6 +14,7 @@ import functools
 import math
 import warnings
 from bisect import insort
+from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass, fields, replace
 from itertools import chain
@@ -96,6 +97,7 @@ def pack(
     budget_tokens: int,
     drop_zero_advantage: bool,
     whole_groups: bool = False,
+    largest_over_ranks: Callable[[list[int]], list[int]] | None = None,
 ) -> Packing:
     """Collate the trained completions of `groups` with their targets and shift them, on the CPU.
 
@@ -105,7 +107,9 @@ def pack(
     and is over the budget gets a microbatch of its own (warned once). Aborted completions and those
     with a NaN reward are left out and counted nowhere. drop_zero_advantage also leaves out those
     whose advantages are all 0: right for pure policy gradients, where they add nothing and still
-    count in the denominators; wrong where a loss has other terms. ValueError for an empty prompt,
+    count in the denominators; wrong where a loss has other terms. largest_over_ranks: where every
+    rank has a share of the same groups, each rank's sizes -> the largest ones; with it a group's
+    shares are in the microbatch of the same number on all ranks. ValueError for an empty prompt,
     targets that do not fit or are not finite, or ref_logprobs in only some groups.
     """
     if not groups:
@@ -121,7 +125,7 @@ def pack(
         )
     flat = _flatten(groups, targets)
     kept = flat.trained & flat.has_advantage if drop_zero_advantage else flat.trained
-    bins = _collated(flat, kept, budget_tokens, whole_groups)
+    bins = _collated(flat, kept, budget_tokens, whole_groups, largest_over_ranks)
     tokens = [b.size for b in bins]
     if max(tokens, default=0) > budget_tokens:
         _warn_too_long(budget_tokens, whole_groups)
@@ -262,7 +266,13 @@ class _Bin:
     size: int  # packed tokens
 
 
-def _collated(flat: _Flat, kept: Tensor, budget: int, whole_groups: bool) -> list[_Bin]:
+def _collated(
+    flat: _Flat,
+    kept: Tensor,
+    budget: int,
+    whole_groups: bool,
+    largest_over_ranks: Callable[[list[int]], list[int]] | None,
+) -> list[_Bin]:
     """The kept [N] completions by microbatch.
 
     First what a group has over the budget is collated, then the parts of all groups. While the
@@ -281,8 +291,11 @@ def _collated(flat: _Flat, kept: Tensor, budget: int, whole_groups: bool) -> lis
         for cut in cuts:
             own = sorted(members[i] for i in cut)
             parts.append(_Bin({number: own}, prompt + sum(sizes[i] for i in cut)))
+    sizes = [part.size for part in parts]
+    if largest_over_ranks is not None:
+        sizes = largest_over_ranks(sizes)
     bins = []
-    for places in collate([part.size for part in parts], budget):
+    for places in collate(sizes, budget):
         joined = _Bin({}, 0)
         for place in places:
             joined.members |= parts[place].members

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping, Sequence
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -11,6 +12,7 @@ from torch import Tensor
 from llamarl.models.tp import TensorParallel
 
 Number = Tensor | float  # a tensor of one element
+Name = TypeVar("Name", bound=Hashable)
 
 
 class Ranks:
@@ -45,6 +47,22 @@ class Ranks:
         """The largest of each value over the ranks; all ranks give the same names."""
         return self._reduced(values, dist.ReduceOp.MAX)
 
+    def max_each(self, values: Sequence[int]) -> list[int]:
+        """Of each value the largest over the ranks; all ranks give as many."""
+        largest = self._reduced(dict(enumerate(values)), dist.ReduceOp.MAX)
+        return [int(value) for value in largest.values()]
+
+    def total(self, values: Tensor) -> Tensor:
+        """The elementwise sum over the ranks of values of one shape, without gradient. ValueError
+        for values that have one: it would be lost.
+        """
+        if values.requires_grad:
+            raise ValueError("a sum over the trainer's ranks has no gradient: detach its values")
+        total = values.clone() if self._is_counted else torch.zeros_like(values)
+        if self.size > 1:
+            dist.all_reduce(total, group=self._group)
+        return total
+
     def union(self, names: list[str]) -> list[str]:
         """The names that any rank gives, sorted where there are several ranks; none holds a
         comma. Ranks that share a decoder give the same ones.
@@ -76,7 +94,9 @@ class Ranks:
             messages.append(part[: int(size)].cpu().numpy().tobytes())
         return messages
 
-    def _reduced(self, values: Mapping[str, Number], operation: dist.ReduceOp) -> dict[str, float]:
+    def _reduced(
+        self, values: Mapping[Name, Number], operation: dist.ReduceOp
+    ) -> dict[Name, float]:
         numbers = [float(value) for value in values.values()]
         if self.size > 1 and numbers:
             packed = torch.tensor(numbers, dtype=torch.float64, device=self._device)

@@ -144,7 +144,7 @@ class ReplayBuffer(GroupBuffer):
         self._held = kept + hidden
         # What the step just taken has to tell, in numbers.
         self._told = {"hidden": sum(h.group.lengths.numel() for h in hidden)}
-        return self._trained_here(self._sample(kept, step))
+        return self._sample(kept, step)
 
     def untake(self, groups: list[Group]) -> None:
         came, self._held, self._passed, self._room, self._grows = self._before
@@ -161,8 +161,8 @@ class ReplayBuffer(GroupBuffer):
         """The groups that join, given those that were handed over here."""
         return groups
 
-    def _trained_here(self, drawn: list[Group]) -> list[Group]:
-        """Of what was drawn, what this rank trains on."""
+    def _trained_here(self, drawn: Tensor) -> Tensor:
+        """Of the completions drawn [B, K], those that this rank trains on."""
         return drawn
 
     def _holds(self, ticket: int, is_mine: bool) -> bool:
@@ -268,7 +268,8 @@ class ReplayBuffer(GroupBuffer):
             "on_policy": int(is_newest[drawn].sum()),
             "duplicates": drawn.numel() - drawn.unique().numel(),
         }
-        return [_joined(list(map(rows.__getitem__, places))) for places in drawn.tolist()]
+        trained_here = self._trained_here(drawn).tolist()
+        return [_joined([rows[place] for place in places]) for places in trained_here]
 
     def metrics(self, ranks: Ranks) -> dict[str, float]:
         """buffer/*: completions that may be drawn, and their prompts; copies of them that are held
@@ -390,7 +391,7 @@ class SharedReplayBuffer(ReplayBuffer):
             come += wire.decode(theirs) if theirs else []
         return sorted(come, key=lambda group: group.ticket)
 
-    def _trained_here(self, drawn: list[Group]) -> list[Group]:
+    def _trained_here(self, drawn: Tensor) -> Tensor:
         return drawn[self.rank :: self.num_ranks]
 
     def _holds(self, ticket: int, is_mine: bool) -> bool:
@@ -404,6 +405,15 @@ class SharedReplayBuffer(ReplayBuffer):
 
     def _counts(self) -> bool:
         return self.rank == 0
+
+
+class SplitReplayBuffer(SharedReplayBuffer):
+    """A SharedReplayBuffer of whose draws each rank trains on an equal share of every prompt's K
+    completions, a multiple of the ranks: a prompt is that of all ranks.
+    """
+
+    def _trained_here(self, drawn: Tensor) -> Tensor:
+        return drawn[:, self.rank :: self.num_ranks]
 
 
 def _prompt_of(group: Group) -> bytes:

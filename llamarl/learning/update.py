@@ -83,6 +83,8 @@ class UpdateSettings:
     parity_tolerance: float | None
     decay_steps: int | None = None  # of wsd, in steps; None: the last fifth
     whole_groups: bool = False  # the loss couples the completions of a group
+    # Every data-parallel rank is given a share of the same groups, in the same order.
+    shares_groups: bool = False
     minibatches_per_step: int = 1
     updates_per_batch: int = 1
     shaping: Shaping = field(default_factory=Shaping)
@@ -332,6 +334,7 @@ class PolicyUpdate:
             budget_tokens=s.microbatch_tokens,
             drop_zero_advantage=s.skip_zero_advantage,
             whole_groups=s.whole_groups,
+            largest_over_ranks=self.ranks.max_each if s.shares_groups else None,
         )
         return packing.over(self.ranks)
 
@@ -453,6 +456,7 @@ class PolicyUpdate:
             num_completions=minibatch.num_completions,
             num_groups=minibatch.num_groups,
             num_trained_groups=minibatch.num_trained_groups,
+            sum_over_ranks=self.ranks.total if self.settings.shares_groups else None,
         )
         inputs = LossInputs(
             trainer_logprobs=logprobs,

@@ -5,6 +5,8 @@ Each rank leaves what it computed in a safetensors file.
 """
 
 import dataclasses
+from functools import partial
+from itertools import compress
 from pathlib import Path
 
 import pytest
@@ -22,6 +24,7 @@ from llamarl.learning.losses.clipped import clipped
 from llamarl.learning.losses.common import per_completion
 from llamarl.learning.losses.policy_gradient import policy_gradient
 from llamarl.learning.losses.regularisers import regularised
+from llamarl.learning.losses.tb import tb
 from llamarl.learning.optim import build_optimizer, clip_grad_norm
 from llamarl.learning.packing import filler, pack
 from llamarl.learning.shaping import Shaping
@@ -198,7 +201,37 @@ def whole_group_step(decoder, rank: int, ranks: int) -> dict[str, torch.Tensor]:
     one.
     """
     settings = dataclasses.replace(SETTINGS, whole_groups=True, updates_per_batch=2)
-    return stepped(decoder, rank, ranks, coupled, settings, None)
+    return stepped(decoder, graded(groups_of(rank, ranks)), ranks, coupled, settings, None)
+
+
+def split_step(decoder, rank: int, ranks: int) -> dict[str, torch.Tensor]:
+    """Two steps of trajectory balance, two passes each; a rank has half of each group's
+    completions.
+    """
+    groups = []
+    for group in graded(groups_of(0, 1)):
+        rewards = torch.linspace(-1, 1, 4) * (1 + group.ticket)
+        scored = dataclasses.replace(group, rewards=rewards, outcomes=("score",) * 4)
+        groups.append(share_of(scored, rank, ranks))
+    settings = dataclasses.replace(
+        SETTINGS, whole_groups=True, shares_groups=True, updates_per_batch=2, microbatch_tokens=20
+    )
+    return stepped(decoder, groups, ranks, partial(tb, beta=0.5), settings, None)
+
+
+def share_of(group: Group, rank: int, ranks: int) -> Group:
+    """The group with every so-many-th of its completions, tokens and all."""
+    kept = torch.arange(len(group.lengths)) % ranks == rank
+    of_tokens = kept.repeat_interleave(group.lengths)
+    tokens = ("token_ids", "generator_logprobs", "policy_versions", "ref_logprobs")
+    return dataclasses.replace(
+        group,
+        lengths=group.lengths[kept],
+        rewards=group.rewards[kept],
+        finish_reasons=tuple(compress(group.finish_reasons, kept)),
+        outcomes=tuple(compress(group.outcomes, kept)),
+        **{name: getattr(group, name)[of_tokens] for name in tokens},
+    )
 
 
 def ppo_step(decoder, rank: int, ranks: int) -> dict[str, torch.Tensor]:
@@ -216,7 +249,8 @@ def ppo_step(decoder, rank: int, ranks: int) -> dict[str, torch.Tensor]:
         mesh=everyone,
         device=torch.device("cpu"),
     )
-    out = stepped(decoder, rank, ranks, regularised(clipped), settings, critic)
+    groups = graded(groups_of(rank, ranks))
+    out = stepped(decoder, groups, ranks, regularised(clipped), settings, critic)
     out |= {
         f"head/{name}": whole(p.detach()).clone()
         for name, p in zip(("weight", "bias"), critic.parameters)
@@ -235,14 +269,17 @@ def ppo_step(decoder, rank: int, ranks: int) -> dict[str, torch.Tensor]:
     return out
 
 
-def stepped(decoder, rank, ranks, loss_fn, settings, critic) -> dict[str, torch.Tensor]:
-    groups = [
-        dataclasses.replace(g, ref_logprobs=torch.linspace(-4, -2, g.token_ids.numel()))
-        for g in groups_of(rank, ranks)
-    ]
-    groups = [
-        dataclasses.replace(g, finish_reasons=("stop", "length", "stop", "stop")) for g in groups
-    ]
+def graded(groups: list[Group]) -> list[Group]:
+    """The groups with what a reference says of them, and one that has not ended."""
+    out = []
+    for group in groups:
+        of_reference = torch.linspace(-4, -2, group.token_ids.numel())
+        reasons = ("stop", "length", "stop", "stop")
+        out.append(dataclasses.replace(group, ref_logprobs=of_reference, finish_reasons=reasons))
+    return out
+
+
+def stepped(decoder, groups, ranks, loss_fn, settings, critic) -> dict[str, torch.Tensor]:
     group = dist.group.WORLD if ranks > 1 else None
     optimizer = torch.optim.SGD(decoder.parameters())
     update = PolicyUpdate(
@@ -267,7 +304,12 @@ def stepped(decoder, rank, ranks, loss_fn, settings, critic) -> dict[str, torch.
     }
 
 
-STEPS = {"update": policy_step, "coupled": whole_group_step, "ppo": ppo_step}
+STEPS = {
+    "update": policy_step,
+    "coupled": whole_group_step,
+    "ppo": ppo_step,
+    "split": split_step,
+}
 
 
 def whole(tensor):
@@ -391,8 +433,8 @@ def test_a_policy_update_of_two_ranks_is_that_of_one_even_if_a_rank_has_no_group
     )
 
 
-@pytest.mark.parametrize("kind", ["coupled", "ppo"])
-def test_whole_groups_and_value_heads_learn_the_same_on_two_ranks(ranks, kind):
+@pytest.mark.parametrize("kind", ["coupled", "ppo", "split"])
+def test_whole_groups_split_groups_and_value_heads_learn_the_same_on_two_ranks(ranks, kind):
     one = {f"{kind}/{name}": tensor for name, tensor in STEPS[kind](decoder_of(True), 0, 1).items()}
     for rank in ranks:
         got = {name for name in rank if name.startswith(f"{kind}/") and "/saved" not in name}

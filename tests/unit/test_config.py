@@ -744,6 +744,15 @@ def test_offload_is_refused_with_its_reason():
     assert ["given different ones" in what for what in clash.values()] == [True]
 
 
+def test_a_draw_that_is_split_gives_every_trainer_rank_as_many_completions():
+    given = ("buffer=replay", "buffer.draw=split", "loss=tb", "reference=frozen", "group_size=9")
+    assert complaints(*given, "buffer.completions_per_prompt=6", world_size=4) == {}
+    keys = "buffer.completions_per_prompt=null group_size=9"
+    (what,) = complaints(*given, world_size=4).values()
+    assert "share a prompt's 9 completions evenly; need a multiple of 2" in what
+    assert keys in complaints(*given, world_size=4)
+
+
 @pytest.mark.parametrize(
     "world_size, size, groups, trainer, generator, reward",
     [
@@ -892,6 +901,22 @@ def test_multirun_runs_every_point(recipe):
             ["buffer=replay", "buffer.completions_per_prompt=9"],
             "buffer.completions_per_prompt=9 group_size=8",
             "S >= K",
+        ),
+        (
+            ["buffer=replay", "buffer.draw=split", "loss=tba", "reference=frozen"],
+            "buffer.draw=split loss.fn=tba",
+            "buffer.draw=shared, or loss=tb",
+        ),
+        (
+            [
+                "buffer=replay",
+                "buffer.draw=split",
+                "loss=tb",
+                "reference=frozen",
+                "trainer.filter_groups=true",
+            ],
+            "buffer.draw=split trainer.filter_groups=true",
+            "trainer.filter_groups=false",
         ),
         (
             ["buffer=replay", "max_lag=2", "buffer.initial_completions=1000"],

@@ -10,7 +10,7 @@ import torch
 
 from llamarl.comm.channel import dp_rank_of
 from llamarl.learning.reduction import Ranks
-from llamarl.learning.replay import ReplayBuffer, SharedReplayBuffer
+from llamarl.learning.replay import ReplayBuffer, SharedReplayBuffer, SplitReplayBuffer
 from tests.launching import SMALL, Job
 from tests.unit.test_replay import ALONE, draw, group, names_of
 
@@ -39,13 +39,13 @@ class Together:
         return ranks
 
 
-def shared(ranks, **options):
+def shared(ranks, make=SharedReplayBuffer, completions=3, **options):
     """The buffers of so many ranks."""
     together = Together(ranks)
     made = []
     for rank in range(ranks):
-        buffer = SharedReplayBuffer(
-            draw=draw(prompts=4, completions=3),
+        buffer = make(
+            draw=draw(prompts=4, completions=completions),
             sync_period=2,
             max_size=20,
             seed=5,
@@ -58,9 +58,13 @@ def shared(ranks, **options):
     return made
 
 
-def alone(**options):
+def alone(completions=3, **options):
     made = ReplayBuffer(
-        draw=draw(prompts=4, completions=3), sync_period=2, max_size=20, seed=5, **options
+        draw=draw(prompts=4, completions=completions),
+        sync_period=2,
+        max_size=20,
+        seed=5,
+        **options,
     )
     made.attach(ALONE)
     return made
@@ -109,6 +113,19 @@ def test_ranks_together_draw_what_one_rank_draws(ranks):
     assert len(prompts) == 3, "a prompt's completions have met on all ranks"
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_ranks_that_split_a_draw_have_equal_shares_of_all_its_prompts(ranks):
+    one, many = alone(completions=4), shared(ranks, SplitReplayBuffer, completions=4)
+    for step in range(4):
+        (expected,) = take([one], step)
+        parts = take(many, step)
+        for place, whole in enumerate(expected):
+            of_ranks = [names_of(part[place]) for part in parts]
+            assert [len(names) for names in of_ranks] == [4 // ranks] * ranks
+            in_turn = [of_ranks[k % ranks][k // ranks] for k in range(4)]
+            assert in_turn == names_of(whole)
+
+
 def test_a_step_that_is_given_up_is_drawn_again():
     many = shared(2)
     take(many, 0)
@@ -142,14 +159,22 @@ def test_a_checkpoint_has_each_group_once_and_goes_on_with_any_number_of_ranks(b
 
 
 @pytest.mark.slow
-def test_two_trainer_ranks_of_a_run_draw_what_one_draws(tmp_path):
+@pytest.mark.parametrize(
+    "own",
+    [
+        ("buffer.draw=shared",),
+        ("buffer.draw=split", "loss=tb", "reference=frozen", "loss.beta=0.1"),
+    ],
+    ids=["shared", "split"],
+)
+def test_two_trainer_ranks_of_a_run_draw_what_one_draws(tmp_path, own):
     """The same completions as in a run of one trainer rank, until the weights round otherwise."""
-    drawn = ("buffer=replay", "buffer.draw=shared", "max_lag=0", "max_steps=2", "eval.every=0")
+    drawn = (*own, "buffer=replay", "max_lag=0", "max_steps=2", "eval.every=0")
     rows = []
-    for name, ranks, placed in (
-        ("one", 2, ("placement.trainer=[0]",)),
-        ("two", 3, ("placement.trainer=[0,1]", "placement.generator=[2]", "placement.reward=[2]")),
-    ):
+    for name, ranks, trainers, last in (("one", 2, "[0]", 1), ("two", 3, "[0,1]", 2)):
+        placed = [f"placement.trainer={trainers}"]
+        for executor in ("generator", "reward", "reference"):
+            placed.append(f"placement.{executor}=[{last}]")
         with Job(*SMALL, *drawn, *placed, run_dir=tmp_path / name, ranks=ranks) as job:
             assert job.wait() == 0, job.output
         rows.append(job.rows[-2])

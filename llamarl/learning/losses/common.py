@@ -51,6 +51,14 @@ def whole_groups(fn: Marked) -> Marked:
     return fn
 
 
+def group_means(fn: Marked) -> Marked:
+    """The loss couples the completions of a group by `Completions.group_mean` alone, of values
+    without gradient, and uses no advantages: ranks may share a group.
+    """
+    fn.group_means = True
+    return fn
+
+
 def uses_all_completions(fn: Marked) -> Marked:
     """The loss has a gradient where the advantage is 0, so such completions are not left out."""
     fn.uses_all_completions = True

@@ -8,6 +8,7 @@ ranks add up to the loss of the batch. A mean over what one rank holds would up-
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -36,6 +37,10 @@ class Completions:
     num_groups: float  # groups with at least two trained completions
     num_trained_groups: float  # groups with at least one
 
+    # Where each rank has a share of the same groups: the elementwise sum over the ranks, without
+    # gradient. None: every group is here whole.
+    sum_over_ranks: Callable[[Tensor], Tensor] | None = None
+
     def lengths(self, loss_mask: Tensor) -> Tensor:
         """[N] float32: how many trained labels each completion has."""
         return self.sums(loss_mask.float())
@@ -45,12 +50,16 @@ class Completions:
         return sum_by(values, self.index, self.groups.numel())
 
     def group_mean(self, values: Tensor, valid: Tensor) -> Tensor:
-        """[N]: for each completion the mean of its group's valid values [N], 0 of none. What is
-        not valid may hold anything.
+        """[N]: for each completion the mean of its group's valid values [N], 0 of none. What is not
+        valid may hold anything. It is of the whole group also where ranks share it: ValueError then
+        for values with a gradient.
         """
         size = self.groups.numel()
-        count = sum_by(valid.to(values.dtype), self.groups, size).clamp(min=1)
-        return (sum_by(torch.where(valid, values, 0), self.groups, size) / count)[self.groups]
+        sums = sum_by(torch.where(valid, values, 0), self.groups, size)
+        counts = sum_by(valid.to(values.dtype), self.groups, size)
+        if self.sum_over_ranks is not None:
+            sums, counts = self.sum_over_ranks(torch.stack([sums, counts]))
+        return (sums / counts.clamp(min=1))[self.groups]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

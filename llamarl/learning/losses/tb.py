@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from llamarl.learning.losses.common import (
     LossAndMetrics,
+    group_means,
     half_square,
     log_ratio,
     masked,
@@ -18,6 +19,7 @@ from llamarl.learning.losses.ratios import token_metrics
 
 
 @whole_groups
+@group_means
 @uses_all_completions
 @needs_reference
 def tb(
