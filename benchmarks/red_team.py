@@ -5,10 +5,9 @@ whose predicate is harmless, by several ways to learn.
                                   [--runs DIR] [--json FILE] [--plots DIR] [--text FILE]
                                   [overrides ...]
 
-methods    success against diversity (figure 5, left): TBA, PPO (without the paper's novelty
-           reward, which is not to be had beside a victim), REINFORCE, and the likelihood of each
-           ticket's best attack (best_of_n without a reward beyond that: SFT on successful attacks,
-           made anew each step)
+methods    success against diversity (figure 5, left): TBA, PPO with a reward for novelty and
+           without, REINFORCE, and the likelihood of each ticket's best attack (best_of_n without a
+           reward beyond that: SFT on successful attacks, made anew each step)
 searchers  1, 2, 4 attackers' ranks on one buffer (figure 5, right; table 6): steps and seconds to a
            success rate, and the distinct successful attacks that the buffer was given
 offpolicy  what TBA claims of off-policy data, with the loss that it claims it of (eq. 5): the
@@ -53,15 +52,21 @@ COMMON = (
 PUBLISHED = ("loss=tb", "loss.beta=0.05")  # TBA, B.3
 # Fresh attacks alone, as the baselines have them.
 FRESH = ("buffer=fifo", "max_lag=1")
+PPO = (
+    *FRESH,
+    "loss=ppo",
+    "trainer.advantages=gae",
+    "reference=frozen",
+    "trainer.reward_kl_coef=0.05",
+)
 METHODS = {
     "TBA": (*PUBLISHED, "buffer=replay", "max_lag=1"),
-    "PPO": (
-        *FRESH,
-        "loss=ppo",
-        "trainer.advantages=gae",
-        "reference=frozen",
-        "trainer.reward_kl_coef=0.05",
+    "PPO with novelty": (
+        *PPO,
+        "reward=parts",
+        "reward.parts={success: {kind: function}, new: {kind: novelty, nearest: 10}}",
     ),
+    "PPO": PPO,
     "REINFORCE": (*FRESH, "loss=reinforce", "reference=none"),
     "SFT on the best": (*FRESH, "loss=best_of_n", "reference=none"),
 }

@@ -4,7 +4,7 @@
 
 What scores sees each answer as a completion of the prompt that the attack is. So a function, a
 judge, a model, or parts of these may score it. An attack one of whose answers has no score has
-none.
+none. Novelty is that of the attack, which each of its answers names.
 """
 
 from __future__ import annotations
@@ -87,10 +87,11 @@ class AnswerScoring:
             self._scoring.submit(own, item)
 
     def release(self, keys: Sequence[int]) -> None:
-        """The answers to each of these attacks are the completions of one prompt: a batch each."""
+        """The answers to these attacks are a batch."""
+        batch: list[int] = []
         for key in keys:
-            if key in self._said:
-                self._scoring.release(list(self._said[key]))
+            batch += self._said.get(key, {})
+        self._scoring.release(batch)
 
     def poll(self) -> Outcomes:
         """The outcomes of attacks all of whose answers have one."""
@@ -106,7 +107,7 @@ class AnswerScoring:
         for key, outcome in done:
             is_held_out = self._is_held_out.pop(key)
             if outcome.kind == "score" and not is_held_out:
-                succeeds = outcome.value > self._settings.threshold
+                succeeds = outcome.achieved > self._settings.threshold
                 self._metrics.add_mean("reward/success", float(succeeds))
         return done
 
@@ -130,6 +131,7 @@ class AnswerScoring:
                 text=self._settings.decode(token_ids.tolist()),
                 has_ended=has_ended,
                 is_held_out=attack.item.is_held_out,
+                attack=attack.item,
             )
             items.append(item)
         return items
@@ -141,4 +143,8 @@ def mean_outcome(outcomes: Sequence[Outcome]) -> Outcome:
         for number, outcome in enumerate(outcomes, start=1):
             if outcome.kind == kind:
                 return make(f"answer {number} of {len(outcomes)}: {outcome.reason}")
-    return Outcome("score", sum(outcome.value for outcome in outcomes) / len(outcomes), "")
+    value = sum(outcome.value for outcome in outcomes) / len(outcomes)
+    without_novelty = None
+    if any(outcome.without_novelty is not None for outcome in outcomes):
+        without_novelty = sum(outcome.achieved for outcome in outcomes) / len(outcomes)
+    return Outcome("score", value, "", without_novelty)

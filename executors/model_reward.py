@@ -16,7 +16,7 @@ each has a copy.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -27,6 +27,7 @@ from executors.novelty import NoveltySettings
 from executors.reward import Reward
 from executors.weighted import ModelQueue, Part, WeightedParts, models_of
 from llamarl.comm.lockstep import Lockstep
+from llamarl.executor import State
 from llamarl.learning.asking import broadcast, from_words, to_words
 from llamarl.learning.scoring import Asked
 from llamarl.learning.sharded_scorer import ScorerSettings, ShardedScorer
@@ -43,6 +44,9 @@ class ModelReward(Reward):
     """
 
     parts: Sequence[Part]
+    state_is_optional = True  # novelty's history begins anew
+    state_may_be_absent = True
+
     replicate: int = 1
     tensor_parallel: int = 1
     reproducible: bool = False
@@ -74,13 +78,14 @@ class ModelReward(Reward):
 
     def make_scoring(self) -> WeightedParts:
         """All parts, on the first rank."""
-        return WeightedParts(
+        self._weighted = WeightedParts(
             self.parts,
             queues=[self.make_queue(number) for number in range(len(self._models))],
             metrics=self.metrics,
             device=self.group.device,
             on_result=self.control.wake,
         )
+        return self._weighted
 
     def make_queue(self, number: int) -> ModelQueue:
         """What waits for the model of this number, on the first rank."""
@@ -101,6 +106,26 @@ class ModelReward(Reward):
         for model in self._models:
             tensors += [local(parameter) for parameter in model.decoder.parameters()]
         return tensors
+
+    def state_dict(self) -> State:
+        """What novelty remembers; the first rank's."""
+        state: State = {}
+        if self.first_takes and not self.follows:
+            for name, novelty in self._weighted.novelties.items():
+                for key, values in novelty.state_dict().items():
+                    state[f"novelty/{name}/{key}"] = values
+        return state
+
+    def load_state_dict(self, parts: Iterable[Mapping]) -> None:
+        """Remember what the first rank did."""
+        if self.follows or not self._weighted.novelties:
+            return
+        for part in parts:
+            for name, novelty in self._weighted.novelties.items():
+                start = f"novelty/{name}/"
+                own = {key.removeprefix(start): part[key] for key in part if key.startswith(start)}
+                if own:
+                    novelty.load_state_dict(own)
 
     def teardown(self) -> None:
         """Take part in what was begun, then close the sources."""

@@ -18,9 +18,9 @@ from llamarl.tasks.source import Outcome, Outcomes, RewardSource
 from llamarl.types import Prompt
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Item:
-    """A completion to score, as tokens and as text."""
+    """A completion to score, as tokens and as text. Two are never equal, whatever they hold."""
 
     prompt: Prompt
     token_ids: Tensor  # [L] int64; ends with the stop token if it has ended by itself
@@ -28,6 +28,12 @@ class Item:
     has_ended: bool  # by itself, and not for want of room
     is_held_out: bool  # of an evaluation
     sample: tuple[int, int] | None = None  # ticket and sample_index of a training completion
+    attack: Item | None = None  # of a victim's answer: what it answers
+
+    @property
+    def of_policy(self) -> Item:
+        """What the policy said: itself, or of a victim's answer the attack."""
+        return self if self.attack is None else self.attack
 
 
 class Scoring(Protocol):

@@ -18,7 +18,7 @@ completions all meet the same one.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -29,7 +29,7 @@ from executors.generator import STRETCHES
 from executors.model_reward import ModelReward
 from executors.scoring import Item
 from executors.weighted import ModelQueue, Run
-from llamarl.executor import Meter
+from llamarl.executor import Meter, State
 from llamarl.inference.cache import whole_blocks
 from llamarl.inference.growing import GrowingSequences, Key, Pass
 from llamarl.inference.pieces import PieceReader, ScoreHead, from_words, to_words
@@ -75,9 +75,7 @@ class StreamingReward(ModelReward):
     of chunk_tokens, by how fast they follow each other.
     """
 
-    state_is_optional = True  # the search begins anew
-    state_may_be_absent = True
-
+    state_is_optional = True  # the search begins anew too
     stream: StreamSettings
 
     def setup(self) -> None:
@@ -180,14 +178,17 @@ class StreamingReward(ModelReward):
         for queue in self._streams:
             queue.chunk_tokens = self._search.chunk_tokens
 
-    def state_dict(self) -> dict:
-        """How far the search has come; the first rank's."""
-        if self.follows or self._search is None:
-            return {}
-        return {"chunk_search": self._search.state_dict()}
+    def state_dict(self) -> State:
+        """How far the search has come too; the first rank's."""
+        state = super().state_dict()
+        if self._search is not None and not self.follows:
+            state["chunk_search"] = self._search.state_dict()
+        return state
 
-    def load_state_dict(self, parts: Iterable[dict]) -> None:
-        """Go on with the search."""
+    def load_state_dict(self, parts: Iterable[Mapping]) -> None:
+        """Go on with the search too."""
+        parts = list(parts)
+        super().load_state_dict(parts)
         for part in parts:
             state = part.get("chunk_search")
             if state is not None and self._search is not None and not self.follows:

@@ -4,6 +4,7 @@
     release --> each model's queue --a round-- Outcome --+
 
 An item that one part calls an error, or abstains from, has no score, whatever the others say of it.
+What novelty adds is told apart.
 """
 
 from __future__ import annotations
@@ -61,11 +62,13 @@ class WeightedParts:
         self._metrics = metrics
         self._sources: dict[str, Scoring] = {}
         self._queues: dict[str, ModelQueue] = {}
+        self.novelties: dict[str, Novelty] = {}  # those of the sources
         for part in parts:
             if isinstance(part.what, ScorerSettings):
                 self._queues[part.name] = queues[len(self._queues)]
             elif isinstance(part.what, NoveltySettings):
-                self._sources[part.name] = Novelty(part.name, part.what, device, metrics)
+                self.novelties[part.name] = Novelty(part.name, part.what, device, metrics)
+                self._sources[part.name] = self.novelties[part.name]
             else:
                 self._sources[part.name] = SourceScoring(part.what(on_result=on_result))
         self._items: dict[int, Item] = {}
@@ -83,8 +86,8 @@ class WeightedParts:
     @property
     def is_computing(self) -> bool:
         """Whether a model has work, so that the next `poll` does some."""
-        novelties = [one for one in self._sources.values() if isinstance(one, Novelty)]
-        return any(worker.pending for worker in [*self._queues.values(), *novelties])
+        workers = [*self._queues.values(), *self.novelties.values()]
+        return any(worker.pending for worker in workers)
 
     @property
     def counts(self) -> Counter[str]:
@@ -176,6 +179,7 @@ class WeightedParts:
     def _sum(self, said: dict[str, Outcome]) -> Outcome:
         """The outcome of all parts, which does not depend on who spoke first."""
         total = 0.0
+        for_novelty = 0.0
         abstention = None
         for part in self._parts:
             outcome = said[part.name]
@@ -184,8 +188,15 @@ class WeightedParts:
             if outcome.kind == "abstain":
                 abstention = abstention or Outcome.abstain(self._reason(part, outcome))
                 continue
-            total += part.weight * outcome.value
-        return abstention or finite(total)
+            weighted = part.weight * outcome.value
+            if part.name in self.novelties:
+                for_novelty += weighted
+            else:
+                total += weighted
+        if abstention is not None:
+            return abstention
+        without_novelty = total if self.novelties else None
+        return finite(total + for_novelty, without_novelty)
 
     def _reason(self, part: Part, outcome: Outcome) -> str:
         if len(self._parts) == 1:
@@ -316,8 +327,8 @@ def asked_of(sequences: list[Tensor]) -> Asked:
     return Asked(sequences[0][:shared], tuple(tokens[shared:] for tokens in sequences))
 
 
-def finite(value: float) -> Outcome:
+def finite(value: float, without_novelty: float | None = None) -> Outcome:
     """A score, or the error that it is none."""
     if not math.isfinite(value):
         return Outcome.error(f"the score is {value}")
-    return Outcome("score", value, "")
+    return Outcome("score", value, "", without_novelty)

@@ -24,8 +24,6 @@ def reward_rules(c: Config) -> list[Rule]:
         elif part.kind == "novelty":
             what = "embeds whenever a group is whole, whoever has the device; offload=false"
             rules.append((f"{key}.kind offload", c.offload, what))
-            what = "is of what is scored, a victim's answers, and not of the attacks; victim=none"
-            rules.append((f"{key}.kind victim.kind", c.victim.placed, what))
         elif part.kind == "encoder":
             what = "stays on its device and computes at any time; offload=false"
             rules.append((f"{key}.kind offload", c.offload, what))

@@ -54,6 +54,7 @@ class _Answer:
     """What is kept of a scored completion."""
 
     score: float  # 0 for an error too
+    succeeds: bool
     is_error: bool
     num_tokens: int
 
@@ -63,7 +64,7 @@ class Evaluations:
     greedy and num_samples sampled for each of num_prompts prompts.
 
     success_above: eval/success is the share of the sampled ones, or of the greedy ones where none
-    are sampled, whose score is above it. None: nobody asks.
+    are sampled, whose score, without what novelty adds, is above it. None: nobody asks.
     """
 
     def __init__(self, num_prompts: int, num_samples: int = 0, success_above: float | None = None):
@@ -84,8 +85,13 @@ class Evaluations:
         self._is_graded |= score not in (0.0, 1.0)
         version = int(completion.policy_versions[0])
         place = _Place(completion.prompt_index, completion.greedy, completion.sample_index)
-        answer = _Answer(score, outcome.kind == "error", num_tokens)
+        answer = _Answer(score, self._succeeds(outcome), outcome.kind == "error", num_tokens)
         self._answers.setdefault(version, {})[place] = answer
+
+    def _succeeds(self, outcome: Outcome) -> bool:
+        if self._success_above is None or outcome.kind != "score":
+            return False
+        return outcome.achieved > self._success_above
 
     def finished(self) -> list[tuple[int, dict[str, float]]]:
         """(version, metrics) of each version that has all its completions, once."""
@@ -111,8 +117,7 @@ class Evaluations:
         k = self._num_samples
         if self._success_above is not None:
             asked = [place for place in answers if place.greedy == (k == 0)]
-            succeeded = [place for place in asked if answers[place].score > self._success_above]
-            metrics["eval/success"] = len(succeeded) / len(asked)
+            metrics["eval/success"] = sum(answers[place].succeeds for place in asked) / len(asked)
         if k:
             at_1 = 0.0
             at_k = 0.0

@@ -22,6 +22,13 @@ class Outcome:
     kind: Literal["score", "abstain", "error"]
     value: float  # NaN unless kind is "score"
     reason: str  # why, for "abstain" and "error"
+    # The value without what is given for novelty; None: nothing is.
+    without_novelty: float | None = None
+
+    @property
+    def achieved(self) -> float:
+        """What says whether it succeeded: novelty is no success."""
+        return self.value if self.without_novelty is None else self.without_novelty
 
     @classmethod
     def error(cls, reason: str) -> Outcome:

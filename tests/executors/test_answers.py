@@ -103,9 +103,19 @@ def decode(ids):
     return WORDS[ids[0]]
 
 
-def scored(attacks, *, seed=0, threshold=0.5):
+class WithNovelty(Later):
+    """The same, with a reward of 1 for novelty besides."""
+
+    def poll(self):
+        known = []
+        for key, outcome in super().poll():
+            known.append((key, Outcome("score", outcome.value + 1, "", outcome.value)))
+        return known
+
+
+def scored(attacks, *, seed=0, threshold=0.5, make=Later):
     """(outcomes by key, the source, metrics)."""
-    source, metrics = Later(seed), Metrics()
+    source, metrics = make(seed), Metrics()
     scoring = AnswerScoring(SourceScoring(source), AnswerSettings(decode, threshold), metrics)
     for key, one in enumerate(attacks):
         scoring.submit(key, one)
@@ -125,8 +135,7 @@ def test_an_attacks_score_is_the_mean_over_its_answers(rows, seed):
     outcomes, source, _ = scored([attack(*words) for words in rows], seed=seed)
     for key, words in enumerate(rows):
         assert outcomes[key] == Outcome("score", words.count("right") / len(words), "")
-    # What compares completions of a prompt gets the answers to one attack at a time.
-    assert [len(keys) for keys in source.released] == [len(words) for words in rows]
+    assert [len(keys) for keys in source.released] == [sum(map(len, rows))]  # one batch
 
 
 def test_what_scores_sees_the_attack_as_prompt_and_the_answer_as_completion():
@@ -167,6 +176,13 @@ def test_a_success_is_above_the_threshold_and_held_out_ones_are_not_counted():
     assert sorted(metrics.means["reward/success"]) == [0.0, 1.0]
     _, _, metrics = scored([half], threshold=0.4)
     assert metrics.means["reward/success"] == [1.0]
+
+
+def test_novelty_is_rewarded_and_is_no_success():
+    attacks = [attack("right", "wrong"), attack("right", "right")]
+    outcomes, _, metrics = scored(attacks, make=WithNovelty)
+    assert [outcomes[key].value for key in range(2)] == [1.5, 2.0]
+    assert sorted(metrics.means["reward/success"]) == [0.0, 1.0]
 
 
 def test_a_mean_does_not_depend_on_who_was_first():

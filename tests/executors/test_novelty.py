@@ -2,7 +2,9 @@
 part of a reward.
 """
 
+import itertools
 import random
+from dataclasses import replace
 from unittest.mock import patch
 
 import numpy as np
@@ -35,8 +37,9 @@ class ByText:
         return torch.tensor(np.stack([vector_of(text) for text in texts]), dtype=torch.float32)
 
 
-def item(text, is_held_out=False):
-    return Item(PROMPT, torch.tensor([3]), text, True, is_held_out)
+def item(text, is_held_out=False, sample=(0, 0)):
+    where = None if is_held_out else sample
+    return Item(PROMPT, torch.tensor([3]), text, True, is_held_out, where)
 
 
 def made(history=100, nearest=None, metrics=None):
@@ -47,12 +50,14 @@ def made(history=100, nearest=None, metrics=None):
     return novelty
 
 
-def score(novelty, groups, held_out=False):
-    """The scores of groups of texts, by group, which come in this order."""
+def score(novelty, groups, held_out=False, tickets=None, first=0):
+    """The scores of groups of texts, by group, which come in this order; of these tickets, or of
+    one after another.
+    """
     scored = []
-    for texts in groups:
-        outcomes = score_all(novelty, [item(text, held_out) for text in texts])
-        scored.append([outcome.value for outcome in outcomes])
+    for ticket, texts in zip(tickets or itertools.count(first), groups):
+        items = [item(text, held_out, (ticket, i)) for i, text in enumerate(texts)]
+        scored.append([outcome.value for outcome in score_all(novelty, items)])
     return scored
 
 
@@ -81,13 +86,50 @@ def test_scores_are_those_of_the_formula_whatever_order_a_steps_groups_come_in(
     order = random.Random(seed)
     novelty, past = made(history, nearest), []
     for step in range(3):
-        groups = [[f"{step} {g} {i}" for i in range(2)] for g in range(GROUPS)]
-        order.shuffle(groups)
-        scored = score(novelty, groups)
-        for texts, values in zip(groups, scored):
-            wanted = [expected(text, past, nearest) for text in texts]
+        tickets = list(range(step * GROUPS, (step + 1) * GROUPS))
+        texts_of = {t: [f"{t} {i}" for i in range(2)] for t in tickets}
+        order.shuffle(tickets)
+        # A group that was aborted, or of which nothing has a score, never comes.
+        came = tickets[order.randrange(2) :]
+        scored = score(novelty, [texts_of[t] for t in came], tickets=came)
+        for ticket, values in zip(came, scored):
+            wanted = [expected(text, past, nearest) for text in texts_of[ticket]]
             assert values == pytest.approx(wanted, abs=1e-5)
-        past = (past + sorted(text for texts in groups for text in texts))[-history:]
+        for ticket in sorted(came):
+            past += texts_of[ticket]
+        past = past[-history:]
+
+
+@given(step=st.integers(0, 3), seed=st.integers(0, 99))
+@settings(max_examples=10, deadline=None)
+def test_a_run_that_goes_on_gives_the_same_scores_to_the_bit(step, seed):
+    """Also for tickets that were scored before the checkpoint, and are again after it."""
+    order = random.Random(seed)
+    groups = [[f"{seed} {t} {i}" for i in range(3)] for t in range(4 * GROUPS)]
+    straight, before, after = made(history=10), made(history=10), made(history=10)
+    whole = score(straight, groups)
+    scored_by_then = step * GROUPS + order.randrange(GROUPS)
+    score(before, groups[:scored_by_then])
+    state = before.state_dict()
+    if state:
+        after.load_state_dict(state)
+    first = step * GROUPS
+    assert score(after, groups[first:], first=first) == whole[first:]
+
+
+def test_an_attack_is_compared_once_and_not_its_answers():
+    attacks = [item("ask", sample=(0, 0)), item("beg", sample=(0, 1))]
+    novelty = made(nearest=1)
+    answers = []
+    for attack in attacks:
+        answers += [replace(item(f"no {i}"), attack=attack) for i in range(2)]
+    assert [outcome.value for outcome in score_all(novelty, answers)] == [1.0] * 4
+    assert novelty.state_dict()["places"].tolist() == [[0, 0], [0, 1]]
+    later = replace(item("no 0"), attack=item("ask", sample=(GROUPS, 0)))
+    new = replace(item("no 0"), attack=item("other", sample=(GROUPS, 1)))
+    found = [outcome.value for outcome in score_all(novelty, [later, new])]
+    closest = max(cosine("other", "ask"), cosine("other", "beg"))
+    assert found == pytest.approx([0.0, 1 - closest], abs=1e-5)
 
 
 def test_held_out_completions_are_scored_and_not_remembered():
@@ -95,6 +137,7 @@ def test_held_out_completions_are_scored_and_not_remembered():
     for _ in range(3):
         assert score(novelty, [["a", "b"]] * GROUPS, held_out=True)[0] == [1.0, 1.0]
     score(novelty, [["a", "b"], ["c", "d"], ["e", "f"]])
+    score(novelty, [["g", "h"]], first=GROUPS)  # of the next step, with which these are remembered
     once = score(novelty, [["a"]], held_out=True)
     assert once[0][0] == pytest.approx(expected("a", list("abcdef"), None), abs=1e-5)
     assert score(novelty, [["a"]], held_out=True) == once
@@ -109,7 +152,7 @@ def test_a_repeated_completion_is_not_new_and_a_groups_own_distance_is_told():
 
     novelty = made(nearest=1, metrics=Meter())
     score(novelty, [["a", "b"], ["c", "d"], ["e", "e"]])
-    assert score(novelty, [["b", "new"]])[0][0] == pytest.approx(0.0, abs=1e-6)
+    assert score(novelty, [["b", "new"]], first=GROUPS)[0][0] == pytest.approx(0.0, abs=1e-6)
     distances = told["diversity/cosine_distance"]
     assert distances[0] == pytest.approx(1 - cosine("a", "b"), abs=1e-5)
     assert distances[2] == pytest.approx(0.0, abs=1e-6)
@@ -132,10 +175,13 @@ def test_as_a_part_it_weighs_with_the_start_model():
     how = NoveltySettings(embedder, history=10, nearest=1, groups_per_step=1)
     scoring = parts_alone([Part("new", how, weight=0.5)], CPU)
     scoring.start()
-    items = [item("12+34=46"), item("7")]
+    texts = ("12+34=46", "7")
+    items = [item(text, sample=(0, i)) for i, text in enumerate(texts)]
     assert [outcome.value for outcome in score_all(scoring, items)] == [0.5, 0.5]
-    again = [outcome.value for outcome in score_all(scoring, items)]
-    assert again == pytest.approx([0.0, 0.0], abs=1e-6)
+    later = [item(text, sample=(1, i)) for i, text in enumerate(texts)]
+    outcomes = score_all(scoring, later)
+    assert [outcome.value for outcome in outcomes] == pytest.approx([0.0, 0.0], abs=1e-6)
+    assert {outcome.achieved for outcome in outcomes} == {0.0}, "novelty alone is no success"
     scoring.close()
 
 

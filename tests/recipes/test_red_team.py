@@ -110,6 +110,33 @@ def test_a_model_may_be_the_classifier(tmp_path):
     assert job.rows[-1]["reward/std"] > 0
 
 
+NOVEL = (
+    "reward=parts",
+    "reward.parts={hit: {kind: function}, new: {kind: novelty, nearest: 4, weight: 0.5}}",
+    "max_lag=0",
+    "buffer=fifo",
+    "loss=reinforce",
+    "reference=none",
+)
+
+
+@pytest.mark.slow
+def test_attacks_are_rewarded_for_novelty_which_a_resumed_run_remembers(tmp_path):
+    with red_team(*NOVEL, run_dir=tmp_path / "whole") as job:
+        assert job.wait() == 0, job.output
+        whole = untimed(job.rows)
+    for steps in (2, 4):
+        given = (*NOVEL, f"max_steps={steps}", "resume=auto")
+        with red_team(*given, run_dir=tmp_path / "resumed") as job:
+            assert job.wait() == 0, job.output
+    assert untimed(job.rows) == whole
+    last = whole[-1]
+    assert 0 < last["reward/new/mean"] < 1, "attacks have become like those before them"
+    assert 0 < last["diversity/cosine_distance"] < 1
+    # A share s of attacks whose means are above 0.5 makes a mean of more than s / 2.
+    assert last["reward/success"] <= 2 * last["reward/hit/mean"]
+
+
 @pytest.mark.slow
 def test_attacks_are_learned(tmp_path):
     """From one in twelve at the start to most of them."""

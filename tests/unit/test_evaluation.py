@@ -86,3 +86,17 @@ def test_the_mean_of_scores_other_than_0_and_1_is_no_accuracy_and_stays_none(sco
         ((_, values),) = book.finished()
         rows.append((values["eval/reward"], values.get("eval/accuracy")))
     assert rows == [(0.5, 0.5), ((score + 1) / 2, None), (0.0, None)]
+
+
+@pytest.mark.parametrize("num_samples, success", [(0, 1.0), (2, 0.25)])
+def test_a_success_is_a_score_above_the_threshold_without_what_novelty_adds(num_samples, success):
+    """Of the sampled ones where there are any."""
+    book = Evaluations(num_prompts=2, num_samples=num_samples, success_above=0.5)
+    sampled = [scored(0.6), scored(0.5), Outcome("score", 2.0, "", without_novelty=0.5)]
+    sampled.append(Outcome("error", math.nan, "x"))
+    for prompt in range(2):
+        book.add(completion(prompt, 0), Outcome("score", 0.2, "", without_novelty=0.9))
+        for sample in range(num_samples):
+            book.add(completion(prompt, 1 + sample), sampled[2 * prompt + sample])
+    ((_, values),) = book.finished()
+    assert values["eval/success"] == success
