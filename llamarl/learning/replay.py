@@ -268,8 +268,10 @@ class ReplayBuffer(GroupBuffer):
             "on_policy": int(is_newest[drawn].sum()),
             "duplicates": drawn.numel() - drawn.unique().numel(),
         }
-        trained_here = self._trained_here(drawn).tolist()
-        return [_joined([rows[place] for place in places]) for places in trained_here]
+        groups = []
+        for places in self._trained_here(drawn).tolist():
+            groups.append(_joined([rows[place] for place in places]))
+        return groups
 
     def metrics(self, ranks: Ranks) -> dict[str, float]:
         """buffer/*: completions that may be drawn, and their prompts; copies of them that are held
