@@ -2,12 +2,12 @@
 whose predicate is harmless, by several ways to learn.
 
     python benchmarks/red_team.py [--study STUDY] [--study ...] [--seeds 3] [--steps 200] [--jobs 1]
-                                  [--runs DIR] [--json FILE] [--plots DIR] [--text FILE]
-                                  [overrides ...]
+                                  [--sft-attacks 4096] [--runs DIR] [--json FILE] [--plots DIR]
+                                  [--text FILE] [overrides ...]
 
 methods    success against diversity (figure 5, left): TBA, PPO with a reward for novelty and
-           without, REINFORCE, and the likelihood of each ticket's best attack (best_of_n without a
-           reward beyond that: SFT on successful attacks, made anew each step)
+           without, REINFORCE, SFT on what of --sft-attacks of the start's succeeds, and best_of_n:
+           SFT on each ticket's best attack, made anew each step
 searchers  1, 2, 4 attackers' ranks on one buffer (figure 5, right; table 6): steps and seconds to a
            success rate, and the distinct successful attacks that the buffer was given
 offpolicy  what TBA claims of off-policy data, with the loss that it claims it of (eq. 5): the
@@ -26,11 +26,25 @@ import hashlib
 import json
 import math
 import statistics
+import sys
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from running import machine, run_job
+import llamarl  # noqa: F401  before torch: it says how torch's threads wait
+
+# isort: split
+import torch
+from running import ROOT, machine, run_job, run_process
+
+from llamarl.learning.embedding import (
+    EmbedderSettings,
+    load_embedder,
+    mean_pairwise_distance,
+    unit,
+)
+from llamarl.models.config import tiny_directory
 
 RESULTS = Path(__file__).parent / "results"
 STUDIES = ("methods", "searchers", "offpolicy")
@@ -40,8 +54,12 @@ DISTINCT = "buffer/distinct_good"
 KEPT = ("step", "time/wall_s", "time/evaluated_s", SUCCESS, DIVERSITY, DISTINCT)
 TARGET = 0.5  # a success rate to arrive at
 GOOD = 0.75  # the least mean of four answers, of 0 or 1 each, above victim.threshold
+THRESHOLD = 0.5  # victim.threshold, above which an attack succeeds
 EQUAL = 0.05  # successes that differ by no more are called equal
 SEARCHERS = (1, 2, 4)
+SFT_SETTINGS = ("task.max_tokens=64", "epochs=4", "lr=3e-4", "eval.every=0", "metrics.trace=false")
+SFT_TIMEOUT_S = 1800.0
+EMBEDDED_TOKENS = 4096
 COMMON = (
     "threads=1",
     "checkpoint.every=0",
@@ -68,8 +86,11 @@ METHODS = {
     ),
     "PPO": PPO,
     "REINFORCE": (*FRESH, "loss=reinforce", "reference=none"),
-    "SFT on the best": (*FRESH, "loss=best_of_n", "reference=none"),
+    "best of n": (*FRESH, "loss=best_of_n", "reference=none"),
 }
+SFT = "SFT"
+# A run whose first evaluation is all that is asked of it.
+LOOK = (*FRESH, "loss=reinforce", "reference=none", "max_steps=1", "eval.every=1")
 OFFPOLICY = {
     "most_on_policy": {
         f"m = {share}": (*PUBLISHED, f"buffer.most_on_policy={share}") for share in (0.0, 0.5, 1.0)
@@ -127,7 +148,8 @@ class Result:
 
 def cases_of(study: str) -> list[Case]:
     if study == "methods":
-        return [Case("method", name, overrides) for name, overrides in METHODS.items()]
+        learned = [Case("method", name, overrides) for name, overrides in METHODS.items()]
+        return [*learned, Case("method", SFT, LOOK)]
     if study == "searchers":
         return [searchers_case(count) for count in SEARCHERS]
     return [
@@ -176,20 +198,79 @@ def rows_of(case: Case, seed: int, args: argparse.Namespace) -> list[dict] | Non
         f"seed={seed}",
         *args.overrides,
     )
-    name = hashlib.sha256(json.dumps([case.ranks, *words]).encode()).hexdigest()[:16]
+    known = [case.ranks, *words]
+    if case.name == SFT:
+        known.append(args.sft_attacks)
+    name = hashlib.sha256(json.dumps(known).encode()).hexdigest()[:16]
     file = args.runs.absolute() / f"{name}.json"
     if file.exists():
         return json.loads(file.read_text())["rows"]
     if not args.jobs:
         return None
     args.runs.mkdir(parents=True, exist_ok=True)
-    all_rows = run_job(file.with_suffix(""), list(words), ranks=case.ranks, recipe="red_team.py")
+    run_dir = file.with_suffix("")
+    if case.name == SFT:
+        all_rows = [supervised_row(run_dir, list(words), args.sft_attacks)]
+    else:
+        all_rows = run_job(run_dir, list(words), ranks=case.ranks, recipe="red_team.py")
     rows = [{key: row[key] for key in KEPT if key in row} for row in all_rows]
     draft = file.with_suffix(".part")
     draft.write_text(json.dumps({"overrides": words, "rows": rows}))
     draft.replace(file)
     print(f"{rows[-1]['time/wall_s']:5.0f} s  {case.panel} {case.name}, seed {seed}", flush=True)
     return rows
+
+
+def supervised_row(folder: Path, words: list[str], num_attacks: int) -> dict:
+    """What the start's model attacks with once it has learned the successful ones of its attacks;
+    as the row of an evaluation. RuntimeError if a run fails, or no attack succeeds.
+    """
+    came = time.monotonic()
+    many = f"eval.num_samples={num_attacks}"
+    run_job(folder / "start", [*words, many], recipe="red_team.py")
+    learned = [row for row in samples_of(folder / "start") if row["score"] > THRESHOLD]
+    if not learned:
+        raise RuntimeError(f"{folder}: none of {num_attacks} attacks succeeds; --sft-attacks=more")
+    data = folder / "attacks.jsonl"
+    pairs = [{"prompt": row["prompt"], "completion": row["completion"]} for row in learned]
+    data.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    model = folder / "sft"
+    given = [
+        f"model.path={tiny_directory()}",
+        "model.dtype=float32",
+        f"task.path={data}",
+        f"out={model}",
+        *SFT_SETTINGS,
+    ]
+    command = [sys.executable, str(ROOT / "recipes" / "sft.py"), *given]
+    done = run_process(command, timeout_s=SFT_TIMEOUT_S)
+    if done.status or done.timed_out:
+        raise RuntimeError(f"SFT failed, status {done.status}:\n{done.last_lines()}")
+    attacker = ["model=hf", f"model.path={model}", "model.dtype=float32"]
+    rows = run_job(folder / "after", [*words, *attacker], recipe="red_team.py")
+    # In the space that the other methods' attacks are measured in.
+    embedder = load_embedder(
+        EmbedderSettings(str(tiny_directory()), True, "float32", EMBEDDED_TOKENS),
+        torch.device("cpu"),
+    )
+    texts = [row["completion"] for row in samples_of(folder / "after")]
+    units_NE = unit(embedder.embed(texts))
+    seconds = time.monotonic() - came
+    print(f"       {len(learned)} of {num_attacks} attacks succeed, and are learned")
+    return {
+        "step": 0,
+        "time/wall_s": seconds,
+        "time/evaluated_s": seconds,
+        SUCCESS: rows[0][SUCCESS],
+        DIVERSITY: mean_pairwise_distance(units_NE),
+    }
+
+
+def samples_of(run_dir: Path) -> list[dict]:
+    """The sampled attacks of a run's first evaluation."""
+    lines = (run_dir / "samples" / "step_0.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    return [row for row in rows if row["sample"] > 0]
 
 
 def results_of(study: str, args: argparse.Namespace) -> list[Result]:
@@ -275,7 +356,7 @@ def searchers_verdicts(results: list[Result]) -> list[str]:
     if first is last:
         return ["One number of searchers has runs: nothing is compared."]
     said = []
-    for measure, unit in (("steps", "steps"), ("seconds", "s")):
+    for measure, short in (("steps", "steps"), ("seconds", "s")):
         few, many = first.mean(measure), last.mean(measure)
         if not math.isfinite(few + many):
             said.append(f"Not all runs came to {TARGET:.0%}: their {measure} are not compared.")
@@ -283,7 +364,7 @@ def searchers_verdicts(results: list[Result]) -> list[str]:
         word = "fewer" if many < few else "no fewer"
         said.append(
             f"{last.case.name} searchers take {word} {measure} to {TARGET:.0%} than "
-            f"{first.case.name}: {many:.0f} {unit} against {few:.0f}."
+            f"{first.case.name}: {many:.0f} {short} against {few:.0f}."
         )
     return said
 
@@ -356,6 +437,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--study", action="append", choices=STUDIES, help="default: all")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--sft-attacks", type=int, default=4096)
     parser.add_argument("--jobs", type=int, choices=(0, 1), default=1, help="0: make no run")
     parser.add_argument("--runs", type=Path, default=Path("runs/red_team"))
     parser.add_argument("--json", type=Path, default=RESULTS / "red_team.json")

@@ -31,6 +31,10 @@ class AnswerSettings:
     decode: Callable[[list[int]], str]
     threshold: float
 
+    def texts(self, answered: Answered) -> list[str]:
+        """Of the answers to an attack."""
+        return [self.decode(token_ids.tolist()) for token_ids in answered.answers]
+
 
 @dataclass(frozen=True, slots=True)
 class Attack:
@@ -124,11 +128,12 @@ class AnswerScoring:
             prompt_ids=answered.prompt_ids, text=attack.item.text, meta=attack.item.prompt.meta
         )
         items = []
-        for token_ids, has_ended in zip(answered.answers, answered.has_ended):
+        texts = self._settings.texts(answered)
+        for token_ids, text, has_ended in zip(answered.answers, texts, answered.has_ended):
             item = Item(
                 prompt=prompt,
                 token_ids=token_ids,
-                text=self._settings.decode(token_ids.tolist()),
+                text=text,
                 has_ended=has_ended,
                 is_held_out=attack.item.is_held_out,
                 attack=attack.item,

@@ -136,6 +136,7 @@ def build_reward(config: Config, job: Job) -> Reward:
         gold=build_gold(config, job),
         embedder=embedder_settings(config, job, config.eval.embedder),
         answers=_answers_of(config, job),
+        samples=job.directory.path / "samples" if config.eval.save_samples else None,
     )
     if r.kind in ("function", "judge", "encoder"):
         return RuleReward(**given, make_source=source_of(r, job, section="reward"))

@@ -5,6 +5,7 @@ RewardSource, such as a plain function in worker processes.
     evaluations --decode--> Scoring --Outcome--> GroupAssembler --a version has all--> eval/...
                                                      --greedy answers--> Gold, if any --> eval/...
                                                      --sampled--> Diversity, if any --> eval/...
+                                                     --> Samples, if asked for
 
 It keeps no state: a score is a function of its completion, and what was not trained on comes again
 on resume.
@@ -16,6 +17,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Generic, TypeVar
 
 import torch
@@ -24,6 +26,7 @@ from executors.answers import AnswerScoring, AnswerSettings, Attack
 from executors.assembly import Answer, GroupAssembler
 from executors.diversity import Diversity
 from executors.gold import Gold, GoldSettings
+from executors.samples import Samples
 from executors.scoring import Item, Scoring, SourceScoring
 from llamarl.executor import Executor
 from llamarl.learning.embedding import EmbedderSettings
@@ -67,6 +70,7 @@ class Reward(Executor):
     gold: GoldSettings | None = None
     embedder: EmbedderSettings | None = None
     answers: AnswerSettings | None = None
+    samples: Path | None = None  # the folder of evaluations; None: they are not written
 
     def __post_init__(self):
         # What is being scored or waits for its batch, by key.
@@ -81,6 +85,7 @@ class Reward(Executor):
         self._unsaid: Counter[int] = Counter()
         self._gold: Gold | None = None
         self._diversity: Diversity | None = None
+        self._samples: Samples | None = None
 
     def make_scoring(self) -> Scoring:
         """What scores, not started yet."""
@@ -108,12 +113,16 @@ class Reward(Executor):
         if self.embedder is not None and self.group.index == 0:
             self._diversity = Diversity(self.embedder, self.group.device)
             self._diversity.start()
+        if self.samples is not None and self.group.index == 0:
+            self._samples = Samples(self.samples)
 
     def step(self) -> bool:
         """Hand on what came, and send on what is scored. True if there was any."""
         has_taken = self._take()
         outcomes = self._scoring.poll()
         settled = [(self._submitted.pop(key), outcome) for key, outcome in outcomes]
+        for completion, outcome in settled:
+            self._note(completion, outcome)
         self._assembler.settle_all(settled, self.metrics)
         has_judged = self._report()
         (sink,) = self.outputs.values()  # to the trainer, or to a reference before it
@@ -166,6 +175,8 @@ class Reward(Executor):
         of their work. True if they have some.
         """
         for version, values in self._assembler.evaluated():
+            if self._samples is not None:
+                self._samples.write(version)
             if not self._judges():
                 self.metrics.report(version, values)
                 continue
@@ -224,6 +235,16 @@ class Reward(Executor):
             self._scoring.release(keys)
         return bool(evaluations or completions)
 
+    def _note(self, completion: Answer, outcome: Outcome) -> None:
+        """Note what became of a completion, where that is written."""
+        if self._is_sample(completion):
+            self._samples.score(completion, outcome)
+
+    def _is_sample(self, completion: Answer) -> bool:
+        """Whether it is written; one without tokens no version sampled."""
+        is_written = self._samples is not None and isinstance(completion, EvalCompletion)
+        return is_written and completion.token_ids.numel() > 0
+
     def _keep(self, version: int, answer: EvalCompletion) -> None:
         """Keep what is to be judged."""
         judge = self._gold if answer.greedy else self._diversity
@@ -240,8 +261,12 @@ class Reward(Executor):
     def _submit(self, record: Answer | Answered, prompt: Prompt) -> int | None:
         """Hand a completion on. Its key; None if it is not to be scored."""
         completion = record.attack if isinstance(record, Answered) else record
+        if self._is_sample(completion):
+            answers = self.answers.texts(record) if isinstance(record, Answered) else None
+            self._samples.keep(completion, item_of(completion, prompt, self.decode), answers)
         if completion.finish_reason == "aborted":
             outcome = Outcome.abstain("the completion was aborted")
+            self._note(completion, outcome)
             self._assembler.settle(completion, outcome)
             return None
         key = next(self._keys)

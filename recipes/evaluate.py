@@ -74,7 +74,7 @@ from llamarl.launch.gold import reference_texts
 from llamarl.launch.inputs import check_inputs
 from llamarl.launch.job import Job
 from llamarl.launch.run_directory import RunDirectory
-from llamarl.tasks.evaluation import Evaluations, pass_at_k, score_of
+from llamarl.tasks.evaluation import Evaluations, number_of, pass_at_k, sample_row, score_of
 from llamarl.tasks.jsonl import read_jsonl
 from llamarl.tasks.source import Outcome
 from llamarl.tasks.transcript import same_tokens
@@ -232,11 +232,6 @@ def answer(
     for finished in completions_of(engine, job.config.generator.chunk_tokens):
         completions += [eval_completion(stream, c) for stream, c in finished]
     return sorted(completions, key=lambda c: (c.prompt_index, number_of(c)))
-
-
-def number_of(completion: EvalCompletion) -> int:
-    """Which of its prompt's completions it is: 0 is the greedy one, 1 .. k are those sampled."""
-    return 0 if completion.greedy else completion.sample_index + 1
 
 
 class Judgement(NamedTuple):
@@ -409,19 +404,10 @@ def write(
     """
     with out.open("w") as file:
         for c, (text, outcome) in zip(completions, scored):
-            line = {
-                "prompt": prompts[c.prompt_index].text,
-                "completion": text,
-                "score": score_of(outcome),
-                "outcome": outcome.kind,
-                "number": c.prompt_index,
-                "sample": number_of(c),
-                "num_tokens": c.token_ids.numel(),
-                "finish_reason": c.finish_reason,
-            }
+            row = sample_row(c, prompts[c.prompt_index], text, outcome)
             if c.greedy:
-                line |= judged.get(c.prompt_index, {})
-            file.write(json.dumps(line) + "\n")
+                row |= judged.get(c.prompt_index, {})
+            file.write(json.dumps(row) + "\n")
 
 
 def report(

@@ -324,6 +324,7 @@ class EvalSettings:
     reference_key: str | None
     base: str | None
     embedder: Text | None
+    save_samples: bool = marked("outward")
 
 
 @settings_dataclass

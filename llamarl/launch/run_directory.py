@@ -3,6 +3,7 @@
 RUN_DIR/config.yaml      the resolved config, for people and for recipes that read a run
         metrics.jsonl    one row a step
         checkpoints/     step_N/, latest
+        samples/         step_N.jsonl: what was answered at an evaluation, with eval.save_samples
         trace.rank*.json
         lock             who uses it now
 

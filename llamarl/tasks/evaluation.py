@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from llamarl.tasks.source import Outcome
-from llamarl.types import EvalCompletion
+from llamarl.types import EvalCompletion, Prompt
 
 
 def pass_at_k(scores: Sequence[float], k: int) -> float:
@@ -38,6 +38,34 @@ def pass_at_k(scores: Sequence[float], k: int) -> float:
 def score_of(outcome: Outcome) -> float:
     """The score of an outcome; whatever is no score counts as wrong, which is 0."""
     return outcome.value if outcome.kind == "score" else 0.0
+
+
+def number_of(completion: EvalCompletion) -> int:
+    """Which of its prompt's completions it is: 0 is the greedy one, 1 .. k are those sampled."""
+    return 0 if completion.greedy else completion.sample_index + 1
+
+
+def sample_row(
+    completion: EvalCompletion, prompt: Prompt, text: str, outcome: Outcome
+) -> dict[str, object]:
+    """A scored completion as an object of JSON, for people and for `recipes/evaluate.py --against`.
+
+    score: 0 where there is none, and outcome is then no "score" and reason says why. number: of the
+    held-out prompt; sample: see number_of.
+    """
+    row: dict[str, object] = {
+        "prompt": prompt.text,
+        "completion": text,
+        "score": score_of(outcome),
+        "outcome": outcome.kind,
+        "number": completion.prompt_index,
+        "sample": number_of(completion),
+        "num_tokens": completion.token_ids.numel(),
+        "finish_reason": completion.finish_reason,
+    }
+    if outcome.reason:
+        row["reason"] = outcome.reason
+    return row
 
 
 @dataclass(frozen=True, slots=True)

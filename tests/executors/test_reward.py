@@ -1,5 +1,7 @@
 """RuleReward alone, with fakes on both sides and a real pool of one worker."""
 
+import dataclasses
+import json
 import time
 from collections import Counter, deque
 from functools import partial
@@ -244,6 +246,39 @@ def test_accuracy_is_reported_once_a_version_and_counts_what_is_no_score_as_wron
     assert executor.metrics.reports[1:] == [
         (5, {"eval/reward": 1.0, "eval/accuracy": 1.0, "eval/errors": 0, "eval/length_mean": 1.0})
     ]
+
+
+def test_what_is_answered_at_an_evaluation_is_written_with_its_scores(build, tmp_path):
+    executor = build(num_eval_prompts=2, num_eval_samples=1, samples=tmp_path / "samples")
+    feed = executor.inputs["evaluations"].records
+    feed.extend([answer(1, 1, "wrong"), answer(0, 0, "right"), answer(1, 0, "error")])
+    settle(executor)
+    assert not (tmp_path / "samples").exists(), "an evaluation is written when it is whole"
+    cut = dataclasses.replace(answer(0, 1, "right"), finish_reason="aborted")
+    feed.append(cut)
+    settle(executor)
+    (file,) = (tmp_path / "samples").iterdir()
+    assert file.name == "step_3.jsonl"
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    kept = ("number", "sample", "prompt", "completion", "outcome", "score")
+    assert [tuple(row[name] for name in kept) for row in rows] == [
+        (0, 0, "eval 0", "right", "score", 1.0),
+        (0, 1, "eval 0", "right", "abstain", 0.0),
+        (1, 0, "eval 1", "error", "error", 0.0),
+        (1, 1, "eval 1", "wrong", "score", 0.0),
+    ]
+    assert [row["finish_reason"] for row in rows] == ["stop", "aborted", "stop", "stop"]
+    assert rows[1]["reason"] == "the completion was aborted" and "reason" not in rows[0]
+
+
+def test_samples_that_cannot_be_written_are_warned_of_once_and_end_nothing(build, tmp_path, caplog):
+    (tmp_path / "samples").write_text("a file in its place")
+    executor = build(num_eval_prompts=1, samples=tmp_path / "samples")
+    for version in (3, 4):
+        executor.inputs["evaluations"].records.append(answer(0, 0, "right", version=version))
+        settle(executor)
+    assert [step for step, _ in executor.metrics.reports] == [3, 4]
+    assert caplog.text.count("writes no samples") == 1
 
 
 def test_sampled_answers_are_reported_with_the_greedy_ones(build):

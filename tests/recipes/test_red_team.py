@@ -2,6 +2,7 @@
 victim that is killed, and what is refused.
 """
 
+import json
 import os
 import signal
 import subprocess
@@ -69,6 +70,12 @@ def test_in_step_with_the_trainer_two_runs_have_the_same_bits(apart, tmp_path):
     assert len(said) == 3 and all(0 <= share <= 1 for share in said)
     assert sum(row.get("victim/tokens") or 0 for row in apart.rows) > 0
     assert any(row.get("reward/success") is not None for row in apart.rows)
+    for step, success in zip((0, 2, 4), said):
+        lines = (apart.run_dir / "samples" / f"step_{step}.jsonl").read_text().splitlines()
+        attacks = [json.loads(line) for line in lines]
+        sampled = [attack for attack in attacks if attack["sample"] > 0]
+        assert all(len(attack["answers"]) == 4 for attack in sampled if attack["score"] > 0)
+        assert sum(attack["score"] > 0.5 for attack in sampled) / len(sampled) == success
 
 
 @pytest.mark.slow

@@ -1,0 +1,77 @@
+"""Samples: what an evaluation's completions say and what they score, for people to read.
+
+    held-out completions --keep--> of a version --score--> with its outcomes
+                                   --write--> RUN_DIR/samples/step_N.jsonl
+
+One JSON object a line, as recipes/evaluate.py writes them (llamarl.tasks.evaluation.sample_row);
+`answers` are a victim's to the completion.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from executors.scoring import Item
+from llamarl.tasks.evaluation import number_of, sample_row
+from llamarl.tasks.source import Outcome
+from llamarl.types import EvalCompletion
+
+log = logging.getLogger(__name__)
+
+_Place = tuple[int, int]  # prompt_index, which of its completions
+
+
+class Samples:
+    """Writes evaluations to files of `folder`, one a version; on the rank that has all of them."""
+
+    def __init__(self, folder: Path):
+        self._folder = folder
+        # By version: what was kept, and the rows of what of it is scored.
+        self._kept: dict[int, dict[_Place, tuple[Item, Sequence[str] | None]]] = {}
+        self._rows: dict[int, dict[_Place, dict[str, object]]] = {}
+        self._can_write = True
+
+    def keep(self, completion: EvalCompletion, item: Item, answers: Sequence[str] | None) -> None:
+        """Take a completion of at least a token, as what scores sees it. answers: a victim's texts,
+        where there is one.
+        """
+        version, place = _place_of(completion)
+        self._kept.setdefault(version, {})[place] = (item, answers)
+
+    def score(self, completion: EvalCompletion, outcome: Outcome) -> None:
+        """Note what became of a completion that was kept."""
+        version, place = _place_of(completion)
+        item, answers = self._kept[version][place]
+        row = sample_row(completion, item.prompt, item.text, outcome)
+        if answers is not None:
+            row["answers"] = list(answers)
+        self._rows.setdefault(version, {})[place] = row
+
+    def write(self, version: int) -> None:
+        """Write an evaluation that is whole. Where that fails the run goes on without, warned once:
+        nothing is learned from it.
+        """
+        del self._kept[version]
+        rows = self._rows.pop(version)
+        if not self._can_write:
+            return
+        text = ""
+        for place in sorted(rows):
+            text += json.dumps(rows[place]) + "\n"
+        file = self._folder / f"step_{version}.jsonl"
+        draft = file.with_suffix(".part")
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            draft.write_text(text)
+            os.replace(draft, file)
+        except OSError as error:
+            self._can_write = False
+            log.warning("%s: %s; the run goes on and writes no samples", file, error)
+
+
+def _place_of(completion: EvalCompletion) -> tuple[int, _Place]:
+    return int(completion.policy_versions[0]), (completion.prompt_index, number_of(completion))
