@@ -54,7 +54,6 @@ DISTINCT = "buffer/distinct_good"
 KEPT = ("step", "time/wall_s", "time/evaluated_s", SUCCESS, DIVERSITY, DISTINCT)
 TARGET = 0.5  # a success rate to arrive at
 GOOD = 0.75  # the least mean of four answers, of 0 or 1 each, above victim.threshold
-THRESHOLD = 0.5  # victim.threshold, above which an attack succeeds
 EQUAL = 0.05  # successes that differ by no more are called equal
 SEARCHERS = (1, 2, 4)
 SFT_SETTINGS = ("task.max_tokens=64", "epochs=4", "lr=3e-4", "eval.every=0", "metrics.trace=false")
@@ -228,7 +227,7 @@ def supervised_row(folder: Path, words: list[str], num_attacks: int) -> dict:
     came = time.monotonic()
     many = f"eval.num_samples={num_attacks}"
     run_job(folder / "start", [*words, many], recipe="red_team.py")
-    learned = [row for row in samples_of(folder / "start") if row["score"] > THRESHOLD]
+    learned = [row for row in samples_of(folder / "start") if row["success"]]
     if not learned:
         raise RuntimeError(f"{folder}: none of {num_attacks} attacks succeeds; --sft-attacks=more")
     data = folder / "attacks.jsonl"

@@ -409,9 +409,8 @@ def build_buffer(config: Config, job: Job) -> GroupBuffer:
     ranks = job.placement["trainer"]
     trains_here = job.world.rank in ranks
     dp_rank = ranks.index(job.world.rank) // peers if trains_here else 0
-    shares = dp_ranks if b.draw == "local" else 1
     draw = Draw(
-        prompts=config.groups_per_step // shares,
+        prompts=config.groups_per_step // job.num_buffers,
         completions=config.trained_per_prompt,
         most_on_policy=b.most_on_policy,
         priority=b.priority,
@@ -420,7 +419,7 @@ def build_buffer(config: Config, job: Job) -> GroupBuffer:
     return BUFFERS[b.draw](
         draw=draw,
         sync_period=b.sync_period,
-        max_size=b.max_size // shares,
+        max_size=b.max_size // job.num_buffers,
         seed=config.seed,
         rank=dp_rank,
         num_ranks=dp_ranks,
@@ -449,6 +448,12 @@ def build_trainer(config: Config, job: Job) -> FSDPTrainer:
     plain_loss = resolve_loss(c.fn)
     options = c.options_for(set(options_of(plain_loss)))
     check_options(plain_loss, options)
+    if config.splits_prompts and not has_mark(plain_loss, "group_means"):
+        raise ValueError(
+            f"buffer.draw=split loss.fn={c.fn}: gives a rank a part of each prompt's completions, "
+            "and this loss does not say that it couples them by their means alone (@group_means, "
+            "docs/losses.md); buffer.draw=shared, or loss=tb"
+        )
     loss_fn = regularised(
         partial(plain_loss, **options),
         kl_coef=c.kl_coef,

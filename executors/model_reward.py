@@ -44,7 +44,8 @@ class ModelReward(Reward):
     """
 
     parts: Sequence[Part]
-    state_is_optional = True  # novelty's history begins anew
+    # What novelty remembers; without that its history begins anew.
+    state_is_optional = True
     state_may_be_absent = True
 
     replicate: int = 1
@@ -120,12 +121,15 @@ class ModelReward(Reward):
         """Remember what the first rank did."""
         if self.follows or not self._weighted.novelties:
             return
+        states: dict[str, dict[str, Tensor | str]] = {}
         for part in parts:
-            for name, novelty in self._weighted.novelties.items():
-                start = f"novelty/{name}/"
-                own = {key.removeprefix(start): part[key] for key in part if key.startswith(start)}
-                if own:
-                    novelty.load_state_dict(own)
+            for key in part:
+                if key.startswith("novelty/"):
+                    name, _, field = key.removeprefix("novelty/").rpartition("/")
+                    states.setdefault(name, {})[field] = part[key]
+        for name, state in states.items():
+            if name in self._weighted.novelties:
+                self._weighted.novelties[name].load_state_dict(state)
 
     def teardown(self) -> None:
         """Take part in what was begun, then close the sources."""

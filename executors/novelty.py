@@ -18,6 +18,7 @@ Shapes: N completions of a batch, M of the history, E numbers of a vector.
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -36,6 +37,8 @@ from llamarl.learning.embedding import (
 )
 from llamarl.tasks.source import Outcome, Outcomes
 
+log = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, slots=True)
 class NoveltySettings:
@@ -51,16 +54,29 @@ class NoveltySettings:
 
 
 @dataclass(frozen=True, slots=True)
-class _Remembered:
-    """A training completion that was scored."""
+class _Past:
+    """Training completions that were scored: ticket and sample_index of each, and its vector."""
 
-    ticket: int
-    sample_index: int
-    unit_E: Tensor
+    places_M2: Tensor  # int64
+    units_ME: Tensor  # float32
 
-    @property
-    def place(self) -> tuple[int, int]:
-        return self.ticket, self.sample_index
+    def where(self, kept_M: Tensor) -> _Past:
+        return _Past(self.places_M2[kept_M], self.units_ME[kept_M])
+
+    def without(self, ticket: int) -> _Past:
+        is_other_M = self.places_M2[:, 0] != ticket
+        return self if bool(is_other_M.all()) else self.where(is_other_M)
+
+    def with_more(self, other: _Past) -> _Past:
+        return _Past(
+            torch.cat([self.places_M2, other.places_M2]), torch.cat([self.units_ME, other.units_ME])
+        )
+
+    def newest(self, count: int) -> _Past:
+        """The last `count` in the order of their places, in this order."""
+        places = self.places_M2.tolist()
+        order = sorted(range(len(places)), key=places.__getitem__)
+        return self.where(torch.tensor(order[-count:], dtype=torch.int64))
 
 
 class Novelty:
@@ -83,9 +99,8 @@ class Novelty:
         self._items: dict[int, Item] = {}
         self._released: deque[list[int]] = deque()
         self._embedder: Embedder | None = None
-        self._history: list[_Remembered] = []  # oldest first
-        self._history_ME: Tensor | None = None  # its vectors; None: it is empty
-        self._come: list[_Remembered] = []  # of the newest step yet
+        self._history: _Past | None = None  # oldest first
+        self._come: _Past | None = None  # of the newest step yet
         self._step = 0  # the newest of which anything came
 
     @property
@@ -113,7 +128,7 @@ class Novelty:
         keys = self._released.popleft()
         said = [self._items.pop(key).of_policy for key in keys]
         items = list(dict.fromkeys(said))  # one attack has several answers
-        units_NE = unit(self._embedder.embed([item.text for item in items]))
+        units_NE = unit(self._embedder.embed([item.text for item in items])).float()
         if not items[0].is_held_out:
             self._begin(items[0].sample[0])
         scores = dict(zip(items, self._novelty(units_NE).tolist()))
@@ -130,50 +145,54 @@ class Novelty:
         self._items.clear()
         self._released.clear()
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """What is remembered: places [M, 2] int64, tickets and sample_indices; units [M, E]."""
-        remembered = self._history + self._come
-        if not remembered:
+    def state_dict(self) -> dict[str, Tensor | str]:
+        """What is remembered: places [M, 2] int64, tickets and sample_indices; units [M, E]; and
+        whose vectors these are.
+        """
+        past = _joined(self._history, self._come)
+        if past is None:
             return {}
-        return {
-            "places": torch.tensor([one.place for one in remembered]),
-            "units": torch.stack([one.unit_E for one in remembered]),
-        }
+        return {"places": past.places_M2, "units": past.units_ME, "embedder": self._embedder_name}
 
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Go on with what was remembered."""
-        remembered = []
-        for (ticket, sample_index), unit_E in zip(state["places"].tolist(), state["units"]):
-            remembered.append(_Remembered(ticket, sample_index, unit_E))
-        self._step = max(self._step_of(one.ticket) for one in remembered)
-        self._come = [one for one in remembered if self._step_of(one.ticket) == self._step]
-        self._set_history([one for one in remembered if self._step_of(one.ticket) < self._step])
+    def load_state_dict(self, state: Mapping[str, Tensor | str]) -> None:
+        """Go on with what was remembered; begin anew, with a warning, if another model embedded."""
+        if state["embedder"] != self._embedder_name:
+            log.warning(
+                "reward %s: the checkpoint remembers completions by vectors of %s, which those of "
+                "%s are not compared with: its history begins anew",
+                self.name,
+                state["embedder"],
+                self._embedder_name,
+            )
+            return
+        past = _Past(state["places"], state["units"])
+        steps_M = past.places_M2[:, 0] // self._settings.groups_per_step
+        self._step = int(steps_M.max())
+        self._history = past.where(steps_M < self._step)
+        self._come = past.where(steps_M == self._step)
 
-    def _step_of(self, ticket: int) -> int:
-        return ticket // self._settings.groups_per_step
+    @property
+    def _embedder_name(self) -> str:
+        return self._settings.embedder.path
 
     def _begin(self, ticket: int) -> None:
         """Forget what was said of a ticket before; with a later step the history takes the rest."""
-        self._come = [one for one in self._come if one.ticket != ticket]
-        if any(one.ticket == ticket for one in self._history):
-            self._set_history([one for one in self._history if one.ticket != ticket])
-        step = self._step_of(ticket)
+        if self._history is not None:
+            self._history = self._history.without(ticket)
+        if self._come is not None:
+            self._come = self._come.without(ticket)
+        step = ticket // self._settings.groups_per_step
         if step > self._step:
             self._step = step
-            every = sorted(self._history + self._come, key=lambda one: one.place)
-            self._come = []
-            self._set_history(every[-self._settings.history :])
-
-    def _set_history(self, history: list[_Remembered]) -> None:
-        self._history = history
-        units = [one.unit_E for one in history]
-        self._history_ME = torch.stack(units) if units else None
+            past = _joined(self._history, self._come)
+            self._history = None if past is None else past.newest(self._settings.history)
+            self._come = None
 
     def _novelty(self, units_NE: Tensor) -> Tensor:
         """[N]: 1 - the mean cosine to the nearest; 1 without a history."""
-        if self._history_ME is None:
+        if self._history is None or not len(self._history.units_ME):
             return torch.ones(len(units_NE))
-        cosines_NM = units_NE @ self._history_ME.T
+        cosines_NM = units_NE @ self._history.units_ME.T
         nearest = self._settings.nearest
         if nearest is not None and nearest < cosines_NM.shape[1]:
             cosines_NM = cosines_NM.topk(nearest, dim=1).values
@@ -184,6 +203,11 @@ class Novelty:
         if self._metrics is not None and len(items) > 1:
             distance = mean_pairwise_distance(units_NE)
             self._metrics.add_mean("diversity/cosine_distance", distance)
-        for item, unit_E in zip(items, units_NE):
-            ticket, sample_index = item.sample
-            self._come.append(_Remembered(ticket, sample_index, unit_E))
+        places = torch.tensor([item.sample for item in items])
+        self._come = _joined(self._come, _Past(places, units_NE))
+
+
+def _joined(first: _Past | None, then: _Past | None) -> _Past | None:
+    if first is None or then is None:
+        return then if first is None else first
+    return first.with_more(then)

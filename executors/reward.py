@@ -7,8 +7,8 @@ RewardSource, such as a plain function in worker processes.
                                                      --sampled--> Diversity, if any --> eval/...
                                                      --> Samples, if asked for
 
-It keeps no state: a score is a function of its completion, and what was not trained on comes again
-on resume.
+A score is a function of its completion (and of what novelty remembers, in ModelReward), so that
+there is no state to keep: what was not trained on comes again on resume.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class Reward(Executor):
             num_eval_prompts=self.num_eval_prompts,
             num_eval_samples=self.num_eval_samples,
             max_error_rate=self.max_error_rate,
-            success_above=None if self.answers is None else self.answers.threshold,
+            success_above=self._success_above,
         )
         self._scoring.start()
         if self.gold is not None and self.group.index == 0:  # which gets all evaluations
@@ -114,7 +114,7 @@ class Reward(Executor):
             self._diversity = Diversity(self.embedder, self.group.device)
             self._diversity.start()
         if self.samples is not None and self.group.index == 0:
-            self._samples = Samples(self.samples)
+            self._samples = Samples(self.samples, self._success_above)
 
     def step(self) -> bool:
         """Hand on what came, and send on what is scored. True if there was any."""
@@ -149,6 +149,11 @@ class Reward(Executor):
             what = f"{self._evaluations.missing(version)} evaluation completions"
             return f"data: {what} of policy version {version}, from the {self._source}"
         return None
+
+    @property
+    def _success_above(self) -> float | None:
+        """The score above which an attack succeeds; None: there is no victim."""
+        return None if self.answers is None else self.answers.threshold
 
     @property
     def _source(self) -> str:

@@ -4,7 +4,8 @@
                                    --write--> RUN_DIR/samples/step_N.jsonl
 
 One JSON object a line, as recipes/evaluate.py writes them (llamarl.tasks.evaluation.sample_row);
-`answers` are a victim's to the completion.
+`answers` are a victim's to the completion, and `success` is whether their mean score, novelty
+apart, is above victim.threshold.
 """
 
 from __future__ import annotations
@@ -26,10 +27,14 @@ _Place = tuple[int, int]  # prompt_index, which of its completions
 
 
 class Samples:
-    """Writes evaluations to files of `folder`, one a version; on the rank that has all of them."""
+    """Writes evaluations to files of `folder`, one a version; on the rank that has all of them.
 
-    def __init__(self, folder: Path):
+    success_above: of an attack's score; None: there is no victim.
+    """
+
+    def __init__(self, folder: Path, success_above: float | None):
         self._folder = folder
+        self._success_above = success_above
         # By version: what was kept, and the rows of what of it is scored.
         self._kept: dict[int, dict[_Place, tuple[Item, Sequence[str] | None]]] = {}
         self._rows: dict[int, dict[_Place, dict[str, object]]] = {}
@@ -48,6 +53,7 @@ class Samples:
         item, answers = self._kept[version][place]
         row = sample_row(completion, item.prompt, item.text, outcome)
         if answers is not None:
+            row["success"] = outcome.kind == "score" and outcome.achieved > self._success_above
             row["answers"] = list(answers)
         self._rows.setdefault(version, {})[place] = row
 

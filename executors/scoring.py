@@ -67,13 +67,13 @@ class Scoring(Protocol):
 
 
 class SourceScoring:
-    """A RewardSource as Scoring: it has no use for tokens."""
+    """A RewardSource as Scoring: it has no use for tokens. The answers to an attack are a batch."""
 
     def __init__(self, source: RewardSource):
         self.source = source
         self.name = source.name
+        self._asked: dict[int, Item | None] = {}  # the attack that waits for its batch, by key
         self.start = source.start
-        self.release = source.release
         self.poll = source.poll
         self.wait = source.wait
         self.close = source.close
@@ -83,7 +83,15 @@ class SourceScoring:
         return self.source.pending
 
     def submit(self, key: int, item: Item) -> None:
+        self._asked[key] = item.attack
         self.source.submit(key, item.prompt.text, item.text, item.prompt.meta)
+
+    def release(self, keys: Sequence[int]) -> None:
+        batches: dict[Item | None, list[int]] = {}
+        for key in keys:
+            batches.setdefault(self._asked.pop(key), []).append(key)
+        for batch in batches.values():
+            self.source.release(batch)
 
 
 def score_all(scoring: Scoring, items: Sequence[Item]) -> list[Outcome]:

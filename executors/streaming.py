@@ -75,7 +75,6 @@ class StreamingReward(ModelReward):
     of chunk_tokens, by how fast they follow each other.
     """
 
-    state_is_optional = True  # the search begins anew too
     stream: StreamSettings
 
     def setup(self) -> None:

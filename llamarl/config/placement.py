@@ -21,11 +21,11 @@ def placement_of(config: Config, world_size: int) -> dict[str, Ranks]:
     """Executor name -> its ranks in this run, with every null filled in; no reference and no victim
     if none has ranks of its own.
 
-    Trainers take the first half of the ranks (as many as divide groups_per_step, and leave a
-    multiple of generator.tensor_parallel if that can be), generators the rest, as far as it makes
-    whole replicas, and reward, reference and victim a rank that hosts nothing yet or else the
-    generators' last. One rank hosts everything. Executors of placement.colocate share the ranks
-    given for one of them, or all.
+    Trainers take the first half of the ranks (as many as divide groups_per_step, or a prompt's
+    completions where these are split, and leave a multiple of generator.tensor_parallel if that can
+    be), generators the rest, as far as it makes whole replicas, and reward, reference and victim a
+    rank that hosts nothing yet or else the generators' last. One rank hosts everything. Executors
+    of placement.colocate share the ranks given for one of them, or all.
     """
     tensor_parallel = config.generator.tensor_parallel
     everyone = list(range(world_size))
@@ -38,7 +38,8 @@ def placement_of(config: Config, world_size: int) -> dict[str, Ranks]:
     if not trainer:
         free = [rank for rank in everyone if rank not in generator] or everyone
         most = max(1, min(world_size // 2, len(free)))
-        sizes = [n for n in range(most, 0, -1) if config.groups_per_step % n == 0]
+        amount = config.trained_per_prompt if config.splits_prompts else config.groups_per_step
+        sizes = [n for n in range(most, 0, -1) if amount % n == 0]
         if not generator:
             left_by = {n: world_size - n for n in sizes}  # ranks that are left to generators
             whole = [n for n in sizes if left_by[n] > 0 and left_by[n] % tensor_parallel == 0]
@@ -121,7 +122,6 @@ def _find_trainer(c: Config, num_ranks: int, model: ModelConfig | None, found: F
     t, n = c.trainer.tensor_parallel, c.trainer.minibatches_per_step
     replica = c.trainer.replicate * t
     dp_ranks = num_ranks // t
-    unit = dp_ranks * n
     if num_ranks % replica:
         sizes = {"trainer.replicate": c.trainer.replicate, "trainer.tensor_parallel": t}
         keys = [key for key, size in sizes.items() if size > 1]
@@ -130,15 +130,17 @@ def _find_trainer(c: Config, num_ranks: int, model: ModelConfig | None, found: F
         found.add(f"{ranks} cannot be split so; {remedy}", *keys)
     else:
         ranks = f"{dp_ranks} trainer ranks" if t == 1 else f"{dp_ranks} sets of {t} trainer ranks"
-        wanted = {"groups_per_step": c.groups_per_step, "overcommit": c.overcommit}
-        for key, amount in wanted.items():
+        shared = {"groups_per_step": c.groups_per_step, "overcommit": c.overcommit}
+        unit = dp_ranks * n
+        if c.splits_prompts:  # a rank has a part of each group
+            shared = {"buffer.completions_per_prompt group_size": c.trained_per_prompt}
+            unit = n
+        for keys, amount in shared.items():
             if not isinstance(amount, str) and amount % dp_ranks:
-                found.add(f"{ranks} cannot share it evenly; need a multiple of {dp_ranks}", key)
-        if c.splits_prompts and c.trained_per_prompt % dp_ranks:
-            what = f"{ranks} cannot share a prompt's {c.trained_per_prompt} completions evenly"
-            remedy = f"need a multiple of {dp_ranks}"
-            found.add(f"{what}; {remedy}", "buffer.completions_per_prompt", "group_size")
-        if c.groups_per_step % dp_ranks == 0 and c.groups_per_step % unit:
+                what = f"{ranks} cannot share it evenly; need a multiple of {dp_ranks}"
+                found.add(what, *keys.split())
+        are_shared = c.splits_prompts or c.groups_per_step % dp_ranks == 0
+        if are_shared and c.groups_per_step % unit:
             what = f"{ranks} cannot cut their groups into {n} minibatches each"
             remedy = f"need a multiple of {unit} groups"
             found.add(f"{what}; {remedy}", "groups_per_step", "trainer.minibatches_per_step")

@@ -404,6 +404,11 @@ class Config:
         return self.group_size
 
     @property
+    def draws_together(self) -> bool:
+        """Whether all trainer ranks draw from one buffer."""
+        return self.buffer.kind == "replay" and self.buffer.draw != "local"
+
+    @property
     def splits_prompts(self) -> bool:
         """Whether each trainer rank trains on a share of every prompt's completions."""
         return self.buffer.kind == "replay" and self.buffer.draw == "split"

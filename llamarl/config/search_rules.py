@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from llamarl.config.loss_options import declares
+from llamarl.config.loss_options import declarations, declares
 from llamarl.config.schema import Config
 
 Rule = tuple[str, bool, str]  # the keys, whether they are wrong, the remedy
@@ -57,6 +57,8 @@ def replay_rules(c: Config) -> list[Rule]:
     batch = c.groups_per_step * c.group_size
     initial = b.initial_completions or 0
     by_token = c.trainer.advantages == "gae"
+    # A loss of the user's own is asked for its mark when it is imported.
+    needs_whole = c.loss.fn in declarations() and not declares(c.loss.fn, "group_means")
     return [
         (
             "buffer.max_size groups_per_step",
@@ -77,7 +79,7 @@ def replay_rules(c: Config) -> list[Rule]:
         ),
         (
             "buffer.draw loss.fn",
-            b.draw == "split" and not declares(c.loss.fn, "group_means"),
+            b.draw == "split" and needs_whole,
             "gives a rank a part of each prompt's completions, and this loss needs all of them; "
             "buffer.draw=shared, or loss=tb",
         ),
@@ -86,6 +88,12 @@ def replay_rules(c: Config) -> list[Rule]:
             b.draw == "split" and c.trainer.filter_groups,
             "gives a rank a part of each group, which does not show whether all its rewards are "
             "equal; trainer.filter_groups=false, or buffer.draw=shared",
+        ),
+        (
+            "buffer.good_reward reward.kind",
+            b.good_reward is not None and any(p.kind == "novelty" for p in c.reward_parts.values()),
+            "counts completions by their rewards, of which novelty is a part and no success; "
+            "buffer.good_reward=null, or a reward without novelty",
         ),
         (
             "buffer.initial_completions max_lag",

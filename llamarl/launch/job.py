@@ -289,7 +289,7 @@ class Job:
             max_lag=c.max_lag,
             overcommit=c.overcommit,
             constants=Constants(**dataclasses.asdict(c.governor)),
-            num_dp_ranks=self.num_dp_ranks,
+            num_dp_ranks=self.num_buffers,  # whatever a shared one is given counts for the step
             num_generators=len(self.placement["generator"]) // c.generator.tensor_parallel,
             resume_in_work=c.resumes_partials,
             initial_groups=initial_groups,
@@ -325,6 +325,11 @@ class Job:
         return len(self.placement["trainer"]) // self.config.trainer.tensor_parallel
 
     @property
+    def num_buffers(self) -> int:
+        """Of the trainer: one a data-parallel rank, or one that all draw from."""
+        return 1 if self.config.draws_together else self.num_dp_ranks
+
+    @property
     def replay_lag(self) -> int | None:
         """Steps that a completion drawn from a replay buffer is old at most.
 
@@ -333,13 +338,12 @@ class Job:
         c = self.config
         if c.max_lag is None:
             return None
-        shares = self.num_dp_ranks if c.buffer.draw == "local" else 1
         return lag_bound(
             max_lag=c.max_lag,
-            completions_per_step=c.groups_per_step // shares * c.group_size,
+            completions_per_step=c.groups_per_step // self.num_buffers * c.group_size,
             group_size=c.group_size,
             sync_period=c.buffer.sync_period,
-            max_size=c.buffer.max_size // shares,
+            max_size=c.buffer.max_size // self.num_buffers,
         )
 
     def writer(self) -> RowWriter:

@@ -110,7 +110,8 @@ def pack(
     count in the denominators; wrong where a loss has other terms. largest_over_ranks: where every
     rank has a share of the same groups, each rank's sizes -> the largest ones; with it a group's
     shares are in the microbatch of the same number on all ranks. ValueError for an empty prompt,
-    targets that do not fit or are not finite, or ref_logprobs in only some groups.
+    targets that do not fit or are not finite, ref_logprobs in only some groups, or shared groups
+    that are cut or of which anything is left out.
     """
     if not groups:
         return Packing(
@@ -125,6 +126,11 @@ def pack(
         )
     flat = _flatten(groups, targets)
     kept = flat.trained & flat.has_advantage if drop_zero_advantage else flat.trained
+    if largest_over_ranks is not None and not (whole_groups and bool(kept.all())):
+        raise ValueError(
+            "ranks share these groups, so each trains on all of its part, uncut: the loss needs "
+            "whole_groups and uses_all_completions, and no completion may be without a reward"
+        )
     bins = _collated(flat, kept, budget_tokens, whole_groups, largest_over_ranks)
     tokens = [b.size for b in bins]
     if max(tokens, default=0) > budget_tokens:

@@ -161,6 +161,10 @@ class ReplayBuffer(GroupBuffer):
         """The groups that join, given those that were handed over here."""
         return groups
 
+    def _agreed(self, drawn: Tensor) -> Tensor:
+        """What is drawn [B, K], the same on all ranks that draw together."""
+        return drawn
+
     def _trained_here(self, drawn: Tensor) -> Tensor:
         """Of the completions drawn [B, K], those that this rank trains on."""
         return drawn
@@ -256,6 +260,7 @@ class ReplayBuffer(GroupBuffer):
             self.draw,
             rng_of(self.seed, step, self._stream),
         )
+        drawn = self._agreed(drawn)
         self._passed = set(compress(numbers, passed.tolist()))
         ages = [step - row.oldest for row in rows]
         self._told |= {
@@ -392,6 +397,13 @@ class SharedReplayBuffer(ReplayBuffer):
         for theirs in self._ranks.gather(bytes(message)):
             come += wire.decode(theirs) if theirs else []
         return sorted(come, key=lambda group: group.ticket)
+
+    def _agreed(self, drawn: Tensor) -> Tensor:
+        # The first rank's: processors may differ in a softmax's last bit.
+        first = self._ranks.gather(drawn.numpy().tobytes())[0]
+        if not first:
+            return drawn
+        return torch.frombuffer(bytearray(first), dtype=torch.int64).view(drawn.shape)
 
     def _trained_here(self, drawn: Tensor) -> Tensor:
         return drawn[self.rank :: self.num_ranks]

@@ -42,8 +42,12 @@ def item(text, is_held_out=False, sample=(0, 0)):
     return Item(PROMPT, torch.tensor([3]), text, True, is_held_out, where)
 
 
+def by_text(path):
+    return EmbedderSettings(path, False, "float32", 100)
+
+
 def made(history=100, nearest=None, metrics=None):
-    how = NoveltySettings(None, history, nearest, groups_per_step=GROUPS)
+    how = NoveltySettings(by_text("a"), history, nearest, groups_per_step=GROUPS)
     novelty = Novelty("new", how, CPU, metrics)
     with patch.object(novelty_module, "load_embedder", lambda settings, device: ByText()):
         novelty.start()
@@ -115,6 +119,15 @@ def test_a_run_that_goes_on_gives_the_same_scores_to_the_bit(step, seed):
         after.load_state_dict(state)
     first = step * GROUPS
     assert score(after, groups[first:], first=first) == whole[first:]
+
+
+def test_what_another_model_embedded_is_not_compared_with(caplog):
+    before = made()
+    score(before, [["a"]] * GROUPS)
+    other = NoveltySettings(by_text("b"), 100, None, groups_per_step=GROUPS)
+    after = Novelty("new", other, CPU)
+    after.load_state_dict(before.state_dict())
+    assert after.state_dict() == {} and "vectors of a" in caplog.text
 
 
 def test_an_attack_is_compared_once_and_not_its_answers():

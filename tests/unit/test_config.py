@@ -667,11 +667,15 @@ def test_a_script_gets_the_checked_config_of_its_overrides():
 AUTO = PlacementSettings(None, None, None, None, None, None)
 
 
-def placed_by(placement, world_size, groups_per_step=64, tensor_parallel=1):
-    """The ranks of a run with a reference that gives these alone."""
+def placed_by(placement, world_size, groups_per_step=64, tensor_parallel=1, split_into=None):
+    """The ranks of a run with a reference that gives these alone. split_into: completions of each
+    prompt that all trainer ranks share.
+    """
     config = SimpleNamespace(
         placement=placement,
         groups_per_step=groups_per_step,
+        trained_per_prompt=split_into,
+        splits_prompts=split_into is not None,
         generator=SimpleNamespace(tensor_parallel=tensor_parallel),
         reference=SimpleNamespace(kind="frozen", placed=True),
         victim=SimpleNamespace(placed=False),
@@ -703,6 +707,11 @@ def test_what_is_given_stays_and_the_rest_is_filled_in_around_it():
     assert placed == {"trainer": (1, 2), "generator": (0,), "reward": (3,), "reference": (3,)}
     placed = placed_by(dataclasses.replace(AUTO, generator=[0, 1, 2, 3, 4]), 8, groups_per_step=64)
     assert placed["trainer"] == (5, 6)  # three are free, but cannot share 64 groups
+
+
+def test_trainers_that_split_prompts_are_as_many_as_share_the_completions():
+    assert placed_by(AUTO, 6, groups_per_step=1, split_into=9)["trainer"] == (0, 1, 2)
+    assert placed_by(AUTO, 6, groups_per_step=3, split_into=4)["trainer"] == (0, 1)
 
 
 @given(st.integers(1, 40), st.integers(1, 40))
@@ -748,9 +757,14 @@ def test_a_draw_that_is_split_gives_every_trainer_rank_as_many_completions():
     given = ("buffer=replay", "buffer.draw=split", "loss=tb", "reference=frozen", "group_size=9")
     assert complaints(*given, "buffer.completions_per_prompt=6", world_size=4) == {}
     keys = "buffer.completions_per_prompt=null group_size=9"
-    (what,) = complaints(*given, world_size=4).values()
-    assert "share a prompt's 9 completions evenly; need a multiple of 2" in what
-    assert keys in complaints(*given, world_size=4)
+    placed = ("placement.trainer=[0,1]", "placement.generator=[2,3]", "groups_per_step=1")
+    (what,) = complaints(*given, *placed, world_size=4).values()
+    assert "2 trainer ranks cannot share it evenly; need a multiple of 2" in what
+    assert keys in complaints(*given, *placed, world_size=4)
+    six = "buffer.completions_per_prompt=6"
+    assert complaints(*given, *placed, six, world_size=4) == {}, "the ranks share one group"
+    cut = complaints(*given, *placed, six, "trainer.minibatches_per_step=2", world_size=4)
+    assert "need a multiple of 2 groups" in "".join(cut.values())
 
 
 @pytest.mark.parametrize(

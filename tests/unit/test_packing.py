@@ -51,11 +51,16 @@ def group(prompt, completions, rewards=None, *, ticket=0, reasons=None, referenc
     )
 
 
-def packed(groups, advantages=None, budget=100, drop=False, whole_groups=False):
+def packed(groups, advantages=None, budget=100, drop=False, whole_groups=False, **options):
     advantages = advantages or [torch.arange(1.0, g.lengths.numel() + 1) for g in groups]
     targets = [Targets.of(g, a) for g, a in zip(groups, advantages)]
     return pack(
-        groups, targets, budget_tokens=budget, drop_zero_advantage=drop, whole_groups=whole_groups
+        groups,
+        targets,
+        budget_tokens=budget,
+        drop_zero_advantage=drop,
+        whole_groups=whole_groups,
+        **options,
     )
 
 
@@ -307,6 +312,40 @@ def test_a_group_that_must_stay_whole_is_never_cut_and_is_warned_of():
     assert [
         b.input_ids.numel() for b in packed(groups, budget=14, whole_groups=True).microbatches
     ] == [14]
+
+
+def test_ranks_that_share_groups_have_the_same_ones_in_each_microbatch():
+    """Sizes 7, 3, 5 on one rank and 3, 7, 5 on the other: each by itself puts others together."""
+    lengths = [[6, 2, 4], [2, 6, 4]]
+    ranks = [[group([9], [[1] * n]) for n in of_rank] for of_rank in lengths]
+    sizes = [[n for n in of_rank] for of_rank in lengths]
+
+    def largest(own):
+        assert own in sizes
+        return [max(pair) for pair in zip(*sizes)]
+
+    apart = [packed(groups, budget=8, whole_groups=True) for groups in ranks]
+    plans = [completions_of(one, groups) for one, groups in zip(apart, ranks)]
+    assert plans[0] != plans[1], "the test needs plans that would differ"
+    together = [
+        packed(groups, budget=8, whole_groups=True, largest_over_ranks=largest) for groups in ranks
+    ]
+    plans = [completions_of(one, groups) for one, groups in zip(together, ranks)]
+    assert plans[0] == plans[1] and sorted(map(tuple, plans[0])) == [(0,), (1,), (2,)]
+
+
+@pytest.mark.parametrize(
+    "rewards, options",
+    [
+        ([1.0, 0.0], {}),  # cut
+        ([1.0, float("nan")], {"whole_groups": True}),
+        ([1.0, 0.0], {"whole_groups": True, "drop": True, "advantages": [torch.tensor([1.0, 0])]}),
+    ],
+)
+def test_a_share_of_which_something_is_left_out_is_refused(rewards, options):
+    shared = [group([9], [[1, 2], [3]], rewards)]
+    with pytest.raises(ValueError, match="ranks share these groups"):
+        packed(shared, largest_over_ranks=list, **options)
 
 
 def test_targets_by_token_reach_their_labels():

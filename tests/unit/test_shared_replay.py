@@ -126,6 +126,14 @@ def test_ranks_that_split_a_draw_have_equal_shares_of_all_its_prompts(ranks):
             assert in_turn == names_of(whole)
 
 
+def test_what_the_first_rank_draws_counts_where_processors_round_otherwise():
+    many = shared(2)
+    drawn = [torch.tensor([[0, 1, 2], [3, 4, 5]]), torch.tensor([[0, 1, 7], [3, 4, 5]])]
+    with ThreadPoolExecutor(2) as pool:
+        agreed = list(pool.map(lambda rank: many[rank]._agreed(drawn[rank]), range(2)))
+    assert all(torch.equal(one, drawn[0]) for one in agreed)
+
+
 def test_a_step_that_is_given_up_is_drawn_again():
     many = shared(2)
     take(many, 0)
@@ -163,7 +171,7 @@ def test_a_checkpoint_has_each_group_once_and_goes_on_with_any_number_of_ranks(b
     "own",
     [
         ("buffer.draw=shared",),
-        ("buffer.draw=split", "loss=tb", "reference=frozen", "loss.beta=0.1"),
+        ("buffer.draw=split", "groups_per_step=1", "loss=tb", "reference=frozen"),
     ],
     ids=["shared", "split"],
 )
