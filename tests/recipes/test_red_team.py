@@ -52,6 +52,13 @@ def refused(*overrides) -> str:
     return done.stderr
 
 
+def sampled_at(step, run_dir) -> list[dict]:
+    """What an evaluation has written of its sampled attacks."""
+    lines = (run_dir / "samples" / f"step_{step}.jsonl").read_text().splitlines()
+    attacks = [json.loads(line) for line in lines]
+    return [attack for attack in attacks if attack["sample"] > 0]
+
+
 @pytest.fixture(scope="module")
 def apart(tmp_path_factory):
     """In step with the trainer, on three ranks, two of which are victims."""
@@ -71,11 +78,10 @@ def test_in_step_with_the_trainer_two_runs_have_the_same_bits(apart, tmp_path):
     assert sum(row.get("victim/tokens") or 0 for row in apart.rows) > 0
     assert any(row.get("reward/success") is not None for row in apart.rows)
     for step, success in zip((0, 2, 4), said):
-        lines = (apart.run_dir / "samples" / f"step_{step}.jsonl").read_text().splitlines()
-        attacks = [json.loads(line) for line in lines]
-        sampled = [attack for attack in attacks if attack["sample"] > 0]
+        sampled = sampled_at(step, apart.run_dir)
         assert all(len(attack["answers"]) == 4 for attack in sampled if attack["score"] > 0)
-        assert sum(attack["score"] > 0.5 for attack in sampled) / len(sampled) == success
+        assert all(attack["success"] == (attack["score"] > 0.5) for attack in sampled)
+        assert sum(attack["success"] for attack in sampled) / len(sampled) == success
 
 
 @pytest.mark.slow
@@ -132,16 +138,17 @@ def test_attacks_are_rewarded_for_novelty_which_a_resumed_run_remembers(tmp_path
     with red_team(*NOVEL, run_dir=tmp_path / "whole") as job:
         assert job.wait() == 0, job.output
         whole = untimed(job.rows)
+        last = job.rows[-1]
     for steps in (2, 4):
         given = (*NOVEL, f"max_steps={steps}", "resume=auto")
         with red_team(*given, run_dir=tmp_path / "resumed") as job:
             assert job.wait() == 0, job.output
     assert untimed(job.rows) == whole
-    last = whole[-1]
     assert 0 < last["reward/new/mean"] < 1, "attacks have become like those before them"
     assert 0 < last["diversity/cosine_distance"] < 1
-    # A share s of attacks whose means are above 0.5 makes a mean of more than s / 2.
-    assert last["reward/success"] <= 2 * last["reward/hit/mean"]
+    sampled = sampled_at(4, tmp_path / "resumed")
+    assert all(attack["score"] > 0 for attack in sampled), "none is quite like others"
+    assert sum(attack["success"] for attack in sampled) / len(sampled) == last["eval/success"]
 
 
 @pytest.mark.slow

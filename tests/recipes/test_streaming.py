@@ -97,13 +97,16 @@ def test_a_killed_rank_that_reads_ahead_ends_the_run_which_goes_on(scorer, tmp_p
 
 @pytest.mark.slow
 def test_a_run_that_did_not_stream_goes_on_with_a_search_of_chunk_tokens(scorer, tmp_path):
-    """Two generators; the checkpoint it goes on from knows nothing of the search, the next does."""
+    """Two generators; the checkpoint it goes on from knows nothing of the reward, the next does."""
     placed = ("placement.trainer=[0]", "placement.generator=[0,1]", "placement.reward=[1]")
-    given = (*SMALL, *scorer[:-1], *placed)
+    given = (*SMALL, *LONG, *placed)
     run_dir = tmp_path / "run"
     with Job(*given, "max_steps=2", run_dir=run_dir, ranks=2) as job:
         assert job.wait() == 0, job.output
+        assert not list(job.checkpoint.glob("reward.*"))
+    given += scorer[:2]
     searches = ("reward.stream=true", "reward.chunk_tokens=auto", "resume=auto")
+    searches += ("resume_with_other=[reward]",)
     timed = []
     for steps in (6, 7):
         with Job(*given, *searches, f"max_steps={steps}", run_dir=run_dir, ranks=2) as job:
