@@ -25,6 +25,7 @@ import argparse
 import hashlib
 import json
 import math
+import shutil
 import statistics
 import sys
 import time
@@ -208,6 +209,7 @@ def rows_of(case: Case, seed: int, args: argparse.Namespace) -> list[dict] | Non
         return None
     args.runs.mkdir(parents=True, exist_ok=True)
     run_dir = file.with_suffix("")
+    shutil.rmtree(run_dir, ignore_errors=True)  # of one that was cut off
     if case.name == SFT:
         all_rows = [supervised_row(run_dir, list(words), args.sft_attacks)]
     else:

@@ -6,7 +6,8 @@ turns are learned.
     {"role": "user", ...}, ...]}
 
 Text that is given and text that is learned are tokenised apart, as in RL, where the prompt is
-tokens before the completion is text.
+tokens before the completion is text. A prompt may be empty where the tokenizer begins a text with a
+token of its own.
 """
 
 from __future__ import annotations
@@ -191,11 +192,17 @@ def _prompt_pair(
     key = answer_key or next((k for k in ANSWER_KEYS if k in row), ANSWER_KEYS[0])
     check_keys(row, prompt_key, key)
     for needed in (prompt_key, key):
-        if not isinstance(row[needed], (str, int, float)) or row[needed] == "":
-            raise ValueError(
-                f'"{needed}" must be text that is not empty, this is {type(row[needed]).__name__}'
-            )
-    return answered(torch.tensor(maker.ids(str(row[prompt_key]))), str(row[key]), tokenizer)
+        if not isinstance(row[needed], (str, int, float)):
+            raise ValueError(f'"{needed}" must be text, this is {type(row[needed]).__name__}')
+    if row[key] == "":
+        raise ValueError(f'"{key}" must be text that is not empty')
+    prompt_ids = maker.ids(str(row[prompt_key]))
+    if not prompt_ids:
+        raise ValueError(
+            f'"{prompt_key}" is empty, and this tokenizer begins no text with a token of its own: '
+            "the first token needs something to look at"
+        )
+    return answered(torch.tensor(prompt_ids), str(row[key]), tokenizer)
 
 
 def _check_messages(messages: object) -> None:

@@ -5,6 +5,7 @@ what is wrong is named.
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -118,12 +119,25 @@ def test_a_prompt_is_a_user_turn_where_there_is_a_template(chatting, tmp_path):
     assert chatting.decode(plain.token_ids) == "<bos>1+12<eos>"
 
 
+def test_a_prompt_may_be_empty_where_a_text_begins_with_a_token_of_its_own(tokenizer, tmp_path):
+    file = rows(tmp_path / "a.jsonl", {"prompt": "", "completion": "2"})
+    (pair,) = read_pairs(file, tokenizer, max_tokens=9)
+    assert tokenizer.decode(pair.token_ids) == "<bos>2<eos>"
+    assert pair.learned.tolist() == [False, True, True]
+    bare = SimpleNamespace(
+        chat_template=None, eos_token_id=0, encode=lambda text: [ord(c) for c in text]
+    )
+    with pytest.raises(ValueError, match='a.jsonl:1: "prompt" is empty, and this tokenizer'):
+        read_pairs(file, bare, max_tokens=9)
+
+
 BAD = {
     "not JSON": "{",
     "need a JSON object": [1],
     'no key "completion"; ': {"prompt": "1"},
-    '"prompt" must be text that is not empty': {"prompt": "", "completion": "1"},
-    '"completion" must be text': {"prompt": "1", "completion": None},
+    '"prompt" must be text, this is list': {"prompt": ["1"], "completion": "1"},
+    '"completion" must be text that is not empty': {"prompt": "1", "completion": ""},
+    '"completion" must be text, this is NoneType': {"prompt": "1", "completion": None},
     "12 tokens, the model takes 11": {"prompt": "12345", "completion": "12345"},
     '"messages" must be a list': {"messages": "hello"},
     "message 2 must be": {"messages": [ONE, {"role": "assistant"}]},
