@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+LAUNCHER_FAILED = "torch/distributed/elastic/multiprocessing/api.py"
 STOP_S = 60.0  # a process that is asked to end has so long
 
 
@@ -31,7 +32,13 @@ class Finished:
     timed_out: bool
 
     def last_lines(self) -> str:
-        return "\n".join(self.output.splitlines()[-15:])
+        """What it said last, before what a launcher says of ranks that failed."""
+        said = []
+        for line in self.output.splitlines():
+            if LAUNCHER_FAILED in line:
+                break
+            said.append(line)
+        return "\n".join(said[-15:])
 
 
 def run_process(
