@@ -126,7 +126,13 @@ def test_a_published_attack_has_a_victim_in_its_own_recipe(name, given, director
     config = compose_config([*words, *victim], RED_TEAM)
     assert (config.victim.template, config.victim.path) == ("{attack}", str(directory))
     alone = compose_config(words)
-    assert dataclasses.replace(config, victim=alone.victim) == alone
+    assert (config.eval.save_samples, config.reward.max_error_rate) == (True, 0.5)
+    of_recipe = {
+        "victim": alone.victim,
+        "eval": dataclasses.replace(config.eval, save_samples=False),
+        "reward": dataclasses.replace(config.reward, max_error_rate=alone.reward.max_error_rate),
+    }
+    assert dataclasses.replace(config, **of_recipe) == alone
 
 
 def test_what_the_red_teaming_appendix_says(settings):
@@ -137,6 +143,7 @@ def test_what_the_red_teaming_appendix_says(settings):
         assert (c.buffer.sync_period, c.max_lag, c.eval.num_samples) == (10, None, 1024)
         assert (c.eval.num_prompts, c.eval.embedder) == (1, "start")
         assert (c.task.kind, c.task.chat) == ("one_prompt", False)
+        assert c.buffer.draw == "split", "one log Z over all trainer ranks"
     assert (gpt2.buffer.most_on_policy, gpt2.buffer.max_size) == (0.5, 100_000)
     assert (gpt2.buffer.grow_until, llama.buffer.grow_until) == (4000, None)
     assert (llama.buffer.most_on_policy, llama.buffer.max_size) == (0.6, 130_000)
