@@ -6,13 +6,14 @@ whose predicate is harmless, by several ways to learn.
                                   [--text FILE] [overrides ...]
 
 methods    success against diversity (figure 5, left): TBA, PPO with a reward for novelty and
-           without, REINFORCE, SFT on what of --sft-attacks of the start's succeeds, and best_of_n:
-           SFT on each ticket's best attack, made anew each step
+           without, REINFORCE, best_of_n (the likelihood of each ticket's best attack), and SFT: the
+           start's model attacks --sft-attacks times, and learns the attacks that succeed
 searchers  1, 2, 4 attackers' ranks on one buffer (figure 5, right; table 6): steps and seconds to a
            success rate, and the distinct successful attacks that the buffer was given
 offpolicy  what TBA claims of off-policy data, with the loss that it claims it of (eq. 5): the
            most-on-policy probability, the sync period, and a reference that is reset
 
+Steps and seconds are those until the runs are at TARGET, and none of SFT, which has no such run.
 Success is eval/success, the share of the last evaluation's sampled attacks whose answers' mean
 score is above victim.threshold; diversity is eval/diversity, the mean pairwise cosine distance of
 these attacks under the model that training starts from. A run is kept in --runs and not made again;
@@ -28,7 +29,6 @@ import math
 import shutil
 import statistics
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -56,8 +56,17 @@ KEPT = ("step", "time/wall_s", "time/evaluated_s", SUCCESS, DIVERSITY, DISTINCT)
 TARGET = 0.5  # a success rate to arrive at
 GOOD = 0.75  # the least mean of four answers, of 0 or 1 each, above victim.threshold
 EQUAL = 0.05  # successes that differ by no more are called equal
+TBA = "TBA"  # how the names of its settings begin
 SEARCHERS = (1, 2, 4)
-SFT_SETTINGS = ("task.max_tokens=64", "epochs=4", "lr=3e-4", "eval.every=0", "metrics.trace=false")
+SFT_SETTINGS = (
+    "task.max_tokens=64",
+    "task.num_eval=1",
+    "examples_per_step=16",
+    "epochs=10",
+    "lr=3e-4",
+    "eval.every=0",
+    "metrics.trace=false",
+)
 SFT_TIMEOUT_S = 1800.0
 EMBEDDED_TOKENS = 4096
 COMMON = (
@@ -78,12 +87,19 @@ PPO = (
     "trainer.reward_kl_coef=0.05",
 )
 METHODS = {
-    "TBA": (*PUBLISHED, "buffer=replay", "max_lag=1"),
-    "PPO with novelty": (
-        *PPO,
-        "reward=parts",
-        "reward.parts={success: {kind: function}, new: {kind: novelty, nearest: 10}}",
-    ),
+    **{
+        f"{TBA}, beta {beta}": ("loss=tb", f"loss.beta={beta}", "buffer=replay", "max_lag=1")
+        for beta in (0.05, 0.15, 0.3)
+    },
+    **{
+        f"PPO with novelty, weight {weight}": (
+            *PPO,
+            "reward=parts",
+            "reward.parts={success: {kind: function}, "
+            f"new: {{kind: novelty, nearest: 10, weight: {weight}}}}}",
+        )
+        for weight in (1, 3)
+    },
     "PPO": PPO,
     "REINFORCE": (*FRESH, "loss=reinforce", "reference=none"),
     "best of n": (*FRESH, "loss=best_of_n", "reference=none"),
@@ -200,7 +216,7 @@ def rows_of(case: Case, seed: int, args: argparse.Namespace) -> list[dict] | Non
     )
     known = [case.ranks, *words]
     if case.name == SFT:
-        known.append(args.sft_attacks)
+        known += [args.sft_attacks, *SFT_SETTINGS]
     name = hashlib.sha256(json.dumps(known).encode()).hexdigest()[:16]
     file = args.runs.absolute() / f"{name}.json"
     if file.exists():
@@ -226,12 +242,11 @@ def supervised_row(folder: Path, words: list[str], num_attacks: int) -> dict:
     """What the start's model attacks with once it has learned the successful ones of its attacks;
     as the row of an evaluation. RuntimeError if a run fails, or no attack succeeds.
     """
-    came = time.monotonic()
     many = f"eval.num_samples={num_attacks}"
     run_job(folder / "start", [*words, many], recipe="red_team.py")
     learned = [row for row in samples_of(folder / "start") if row["success"]]
     if not learned:
-        raise RuntimeError(f"{folder}: none of {num_attacks} attacks succeeds; --sft-attacks=more")
+        raise RuntimeError(f"{folder}: none of {num_attacks} attacks succeeds; raise --sft-attacks")
     data = folder / "attacks.jsonl"
     pairs = [{"prompt": row["prompt"], "completion": row["completion"]} for row in learned]
     data.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
@@ -256,12 +271,11 @@ def supervised_row(folder: Path, words: list[str], num_attacks: int) -> dict:
     )
     texts = [row["completion"] for row in samples_of(folder / "after")]
     units_NE = unit(embedder.embed(texts))
-    seconds = time.monotonic() - came
-    print(f"       {len(learned)} of {num_attacks} attacks succeed, and are learned")
+    print(f"       {len(learned)} of {num_attacks} attacks succeed; all but one are learned")
     return {
-        "step": 0,
-        "time/wall_s": seconds,
-        "time/evaluated_s": seconds,
+        "step": None,
+        "time/wall_s": rows[-1]["time/wall_s"],
+        "time/evaluated_s": None,
         SUCCESS: rows[0][SUCCESS],
         DIVERSITY: mean_pairwise_distance(units_NE),
     }
@@ -326,28 +340,29 @@ def verdicts(study: str, results: list[Result]) -> list[str]:
 
 
 def method_verdicts(results: list[Result]) -> list[str]:
-    """TBA against each other method: more diverse at equal success, or not."""
-    by_name = {result.case.name: result for result in results}
-    ours = by_name.pop("TBA", None)
-    if ours is None or not by_name:
+    """TBA against every other setting: of those of its settings that succeed as often, or more, the
+    most diverse one.
+    """
+    ours = [result for result in results if result.case.name.startswith(TBA)]
+    others = [result for result in results if not result.case.name.startswith(TBA)]
+    if not ours or not others:
         return ["TBA or what it is compared with has no runs: nothing is said."]
     said = []
-    for name, other in by_name.items():
-        gap = ours.mean("success") - other.mean("success")
-        diversity = ours.mean("diversity") - other.mean("diversity")
-        figures = (
-            f"success {ours.mean('success'):.0%} against {other.mean('success'):.0%}, distance "
-            f"{ours.mean('diversity'):.3f} against {other.mean('diversity'):.3f}"
+    for other in others:
+        name, success = other.case.name, other.mean("success")
+        as_good = [result for result in ours if result.mean("success") >= success - EQUAL]
+        if not as_good:
+            most = max(result.mean("success") for result in ours)
+            said.append(f"No TBA succeeds as often as {name}: {most:.0%} against {success:.0%}.")
+            continue
+        best = max(as_good, key=lambda result: result.mean("diversity"))
+        is_more = best.mean("diversity") > other.mean("diversity")
+        said.append(
+            f"{best.case.name}: {'more' if is_more else 'not more'} diverse than {name} at no less "
+            f"success; distance {best.mean('diversity'):.3f} against "
+            f"{other.mean('diversity'):.3f}, success {best.mean('success'):.0%} against "
+            f"{success:.0%}."
         )
-        if gap >= -EQUAL and diversity > 0:
-            what = (
-                "more diverse at equal success" if gap <= EQUAL else "more successful and diverse"
-            )
-            said.append(f"TBA is {what} than {name}: {figures}.")
-        elif diversity > 0:
-            said.append(f"TBA is more diverse than {name} but less successful: {figures}.")
-        else:
-            said.append(f"TBA is not more diverse than {name}: {figures}.")
     return said
 
 

@@ -4,6 +4,7 @@ machine.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import platform
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-LAUNCHER_FAILED = "torch/distributed/elastic/multiprocessing/api.py"
+LAUNCHER_LINE = "torch/distributed/elastic/multiprocessing/api.py"
 STOP_S = 60.0  # a process that is asked to end has so long
 
 
@@ -33,12 +34,9 @@ class Finished:
 
     def last_lines(self) -> str:
         """What it said last, before what a launcher says of ranks that failed."""
-        said = []
-        for line in self.output.splitlines():
-            if LAUNCHER_FAILED in line:
-                break
-            said.append(line)
-        return "\n".join(said[-15:])
+        every = self.output.splitlines()
+        said = list(itertools.takewhile(lambda line: LAUNCHER_LINE not in line, every))
+        return "\n".join((said or every)[-15:])
 
 
 def run_process(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -441,6 +441,18 @@ def options_at(step: int, *, config: Config) -> dict[str, float]:
     return options
 
 
+def _check_splits(loss_fn: Callable, name: str) -> None:
+    """ValueError if ranks cannot each have a part of the groups that a loss is given."""
+    needed = ("whole_groups", "group_means", "uses_all_completions")
+    lacking = [f"@{mark}" for mark in needed if not has_mark(loss_fn, mark)]
+    if lacking:
+        raise ValueError(
+            f"buffer.draw=split loss.fn={name}: gives a rank a part of each prompt's completions, "
+            f"and this loss does not say that it may ({', '.join(lacking)}: docs/losses.md); "
+            "buffer.draw=shared, or loss=tb"
+        )
+
+
 def build_trainer(config: Config, job: Job) -> FSDPTrainer:
     """The trainer, with its loss, its buffer and what it does to a batch."""
     t, g = config.trainer, config.generator
@@ -448,12 +460,8 @@ def build_trainer(config: Config, job: Job) -> FSDPTrainer:
     plain_loss = resolve_loss(c.fn)
     options = c.options_for(set(options_of(plain_loss)))
     check_options(plain_loss, options)
-    if config.splits_prompts and not has_mark(plain_loss, "group_means"):
-        raise ValueError(
-            f"buffer.draw=split loss.fn={c.fn}: gives a rank a part of each prompt's completions, "
-            "and this loss does not say that it couples them by their means alone (@group_means, "
-            "docs/losses.md); buffer.draw=shared, or loss=tb"
-        )
+    if config.splits_prompts:
+        _check_splits(plain_loss, c.fn)
     loss_fn = regularised(
         partial(plain_loss, **options),
         kl_coef=c.kl_coef,

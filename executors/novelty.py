@@ -156,12 +156,12 @@ class Novelty:
 
     def load_state_dict(self, state: Mapping[str, Tensor | str]) -> None:
         """Go on with what was remembered; begin anew, with a warning, if another model embedded."""
-        if state["embedder"] != self._embedder_name:
+        if state.get("embedder") != self._embedder_name:
             log.warning(
                 "reward %s: the checkpoint remembers completions by vectors of %s, which those of "
                 "%s are not compared with: its history begins anew",
                 self.name,
-                state["embedder"],
+                state.get("embedder"),
                 self._embedder_name,
             )
             return

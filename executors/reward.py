@@ -7,8 +7,8 @@ RewardSource, such as a plain function in worker processes.
                                                      --sampled--> Diversity, if any --> eval/...
                                                      --> Samples, if asked for
 
-A score is a function of its completion (and of what novelty remembers, in ModelReward), so that
-there is no state to keep: what was not trained on comes again on resume.
+It keeps no state: a score is a function of its completion, and what was not trained on comes again
+on resume. A ModelReward keeps what novelty remembers.
 """
 
 from __future__ import annotations

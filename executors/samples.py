@@ -50,6 +50,8 @@ class Samples:
     def score(self, completion: EvalCompletion, outcome: Outcome) -> None:
         """Note what became of a completion that was kept."""
         version, place = _place_of(completion)
+        if place not in self._kept.get(version, {}):
+            return  # of an evaluation that is written already
         item, answers = self._kept[version][place]
         row = sample_row(completion, item.prompt, item.text, outcome)
         if answers is not None:

@@ -72,9 +72,8 @@ class SourceScoring:
     def __init__(self, source: RewardSource):
         self.source = source
         self.name = source.name
-        self._asked: dict[int, Item | None] = {}  # the attack that waits for its batch, by key
+        self._attacks: dict[int, Item] = {}  # what an answer that is being scored answers, by key
         self.start = source.start
-        self.poll = source.poll
         self.wait = source.wait
         self.close = source.close
 
@@ -83,15 +82,22 @@ class SourceScoring:
         return self.source.pending
 
     def submit(self, key: int, item: Item) -> None:
-        self._asked[key] = item.attack
+        if item.attack is not None:
+            self._attacks[key] = item.attack
         self.source.submit(key, item.prompt.text, item.text, item.prompt.meta)
 
     def release(self, keys: Sequence[int]) -> None:
         batches: dict[Item | None, list[int]] = {}
         for key in keys:
-            batches.setdefault(self._asked.pop(key), []).append(key)
+            batches.setdefault(self._attacks.get(key), []).append(key)
         for batch in batches.values():
             self.source.release(batch)
+
+    def poll(self) -> Outcomes:
+        outcomes = self.source.poll()
+        for key, _ in outcomes:
+            self._attacks.pop(key, None)
+        return outcomes
 
 
 def score_all(scoring: Scoring, items: Sequence[Item]) -> list[Outcome]:

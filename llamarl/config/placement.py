@@ -130,14 +130,16 @@ def _find_trainer(c: Config, num_ranks: int, model: ModelConfig | None, found: F
         found.add(f"{ranks} cannot be split so; {remedy}", *keys)
     else:
         ranks = f"{dp_ranks} trainer ranks" if t == 1 else f"{dp_ranks} sets of {t} trainer ranks"
-        shared = {"groups_per_step": c.groups_per_step, "overcommit": c.overcommit}
+        shared = {"groups_per_step": c.groups_per_step}
+        if not c.draws_together:
+            shared["overcommit"] = c.overcommit
         unit = dp_ranks * n
         if c.splits_prompts:  # a rank has a part of each group
             shared = {"buffer.completions_per_prompt group_size": c.trained_per_prompt}
             unit = n
         for keys, amount in shared.items():
             if not isinstance(amount, str) and amount % dp_ranks:
-                what = f"{ranks} cannot share it evenly; need a multiple of {dp_ranks}"
+                what = f"{ranks} cannot share {amount} evenly; need a multiple of {dp_ranks}"
                 found.add(what, *keys.split())
         are_shared = c.splits_prompts or c.groups_per_step % dp_ranks == 0
         if are_shared and c.groups_per_step % unit:

@@ -289,7 +289,7 @@ class Job:
             max_lag=c.max_lag,
             overcommit=c.overcommit,
             constants=Constants(**dataclasses.asdict(c.governor)),
-            num_dp_ranks=self.num_buffers,  # whatever a shared one is given counts for the step
+            num_pools=self.num_buffers,
             num_generators=len(self.placement["generator"]) // c.generator.tensor_parallel,
             resume_in_work=c.resumes_partials,
             initial_groups=initial_groups,

@@ -110,7 +110,7 @@ class SupervisedJob:
         c = self.config
         # No prompt is asked for: the ledger stands still.
         ledger = TicketLedger(
-            groups_per_step=1, max_lag=0, overcommit=0, num_dp_ranks=1, num_generators=1
+            groups_per_step=1, max_lag=0, overcommit=0, num_pools=1, num_generators=1
         )
         ExecutorController(
             executors=[trainer],

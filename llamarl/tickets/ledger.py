@@ -22,8 +22,11 @@ them (docs/staleness.md). No deadlock: by (1) the tickets due at v fit into step
 than B are started, one more may always start (its deadline g + max_lag >= v once the generator
 holds recent weights).
 
-With n data-parallel trainer ranks, ticket t belongs to rank perm[t mod n], and the rules hold for
-each of them with B/n and its share of overcommit. All data-parallel ranks take together.
+A pool is the tickets whose groups one buffer is handed. Where each of n data-parallel trainer ranks
+has its own buffer there are n pools: ticket t is of pool t mod n, and the rules hold for each pool
+with B/n and its share of overcommit. Where all draw from one buffer there is one. All pools are
+taken from together. To which rank a ticket's group goes is said elsewhere
+(llamarl.comm.channel.dp_rank_of).
 
 max_lag None is for a replay buffer, which is handed everything and bounds staleness by its size.
 Every deadline is NEVER, so that (1) says nothing, and what is left of the rules is
@@ -54,8 +57,8 @@ def in_time(deadlines: list[int], step: int, groups_per_step: int) -> bool:
     return all(i < (d - step + 1) * groups_per_step for i, d in enumerate(sorted(deadlines)))
 
 
-class RankTickets:
-    """The rules of this module for one data-parallel rank. Not thread-safe; TicketLedger is.
+class TicketPool:
+    """The rules of this module for one pool. Not thread-safe; TicketLedger is.
 
     first, stride: its tickets are first, first + stride, ... num_shares > 1: they are dealt to that
     many generators in turn, each with a cursor of its own. fill: groups that step 0 waits for where
@@ -172,12 +175,12 @@ class RankTickets:
 
 
 class TicketLedger:
-    """Starts and takes tickets under the rules above, for all data-parallel ranks. Thread-safe.
+    """Starts and takes tickets under the rules above, of all pools. Thread-safe.
 
     Each ticket is consumed once.
 
     overcommit: groups, or the name of a governor, with its constants. num_generators: with max_lag
-    0 a data-parallel rank's tickets are dealt to them in turn, so that what is sampled does not
+    0 a pool's tickets are dealt to them in turn, so that what is sampled does not
     depend on who asks first; otherwise a ticket goes to whoever asks. resume_in_work: over a
     resume, tickets whose partial completions were saved stay started, with their deadlines. max_lag
     None: a replay buffer takes everything, and step 0 waits for initial_groups; overcommit is then
@@ -191,7 +194,7 @@ class TicketLedger:
         max_lag: int | None,
         overcommit: int | str,
         constants: Constants = Constants(),
-        num_dp_ranks: int = 1,
+        num_pools: int = 1,
         num_generators: int = 1,
         resume_in_work: bool = False,
         initial_groups: int = 1,
@@ -209,16 +212,16 @@ class TicketLedger:
         self._resume_in_work = resume_in_work
         fill = None
         if max_lag is None:
-            fill = max(1, math.ceil(initial_groups / num_dp_ranks))
-        self._dp_ranks = [
-            RankTickets(
+            fill = max(1, math.ceil(initial_groups / num_pools))
+        self._pools = [
+            TicketPool(
                 first=first,
-                stride=num_dp_ranks,
-                groups_per_step=groups_per_step // num_dp_ranks,
+                stride=num_pools,
+                groups_per_step=groups_per_step // num_pools,
                 num_shares=self._num_shares,
                 fill=fill,
             )
-            for first in range(num_dp_ranks)
+            for first in range(num_pools)
         ]
         self._taken: dict[int, int] | None = None  # by the step before this one, until it is final
         self._lock = threading.RLock()
@@ -228,16 +231,14 @@ class TicketLedger:
         """Groups; None: no limit."""
         return self.governor.value if self.governor else self._overcommit
 
-    def _dp_rank(self, ticket: int) -> RankTickets:
-        # RankTickets i of the ledger holds tickets i mod n; dp_rank_of names the rank that trains
-        # on them.
-        return self._dp_ranks[ticket % len(self._dp_ranks)]
+    def _pool(self, ticket: int) -> TicketPool:
+        return self._pools[ticket % len(self._pools)]
 
     def _unfinished(self) -> dict[int, int]:
         """Ticket -> deadline of all in work."""
         found = {}
-        for dp_rank in self._dp_ranks:
-            found |= dp_rank.unfinished()
+        for pool in self._pools:
+            found |= pool.unfinished()
         return found
 
     def start(self, count: int, version: int, generator: int = 0) -> list[Ticket]:
@@ -246,24 +247,24 @@ class TicketLedger:
         Fewer, or none, if the rules forbid more.
         """
         granted = []
-        n = len(self._dp_ranks)
+        n = len(self._pools)
         share = generator % self._num_shares
         deadline = NEVER if self.max_lag is None else version + self.max_lag
         with self._lock:
-            # The first data-parallel ranks have one more where overcommit does not split.
+            # The first pools have one more where overcommit does not split.
             overcommits = [self.overcommit] * n
             if self.overcommit is not None:
                 overcommits = [(self.overcommit + n - 1 - index) // n for index in range(n)]
-            rooms = list(zip(self._dp_ranks, overcommits))
+            rooms = list(zip(self._pools, overcommits))
             while len(granted) < count:
                 able = [
-                    dp_rank
-                    for dp_rank, overcommit in rooms
-                    if dp_rank.may_start(share, deadline, self.step, overcommit)
+                    pool
+                    for pool, overcommit in rooms
+                    if pool.may_start(share, deadline, self.step, overcommit)
                 ]
                 if not able:
                     break
-                first = min(able, key=lambda dp_rank: dp_rank.next_ticket(share))
+                first = min(able, key=lambda pool: pool.next_ticket(share))
                 granted.append(first.start(share, deadline))
         return granted
 
@@ -274,35 +275,35 @@ class TicketLedger:
         """
         with self._lock:
             for ticket in tickets:
-                dp_rank = self._dp_rank(ticket)
-                if ticket not in dp_rank.deadlines or ticket in dp_rank.finished:
+                pool = self._pool(ticket)
+                if ticket not in pool.deadlines or ticket in pool.finished:
                     raise ValueError(
                         f"ticket {ticket} finished, but it is not in work: started twice, or "
                         "trained on already"
                     )
-                dp_rank.finished.add(ticket)
+                pool.finished.add(ticket)
 
     def take(self, step: int, waited: bool = False) -> list[int] | None:
-        """What all data-parallel ranks hand over to step `step`; None while one of them must wait.
+        """What all pools hand over to step `step`; None while one of them must wait.
 
-        One rank's tickets after another's, earliest deadline first. Taking is final unless `untake`
+        One pool's tickets after another's, earliest deadline first. Taking is final unless `untake`
         follows. ValueError if `step` is not the next one.
         """
         with self._lock:
             if step != self.step:
                 raise ValueError(f"step {step} taken, but the next is {self.step}")
-            chosen = [dp_rank.choose(step) for dp_rank in self._dp_ranks]
+            chosen = [pool.choose(step) for pool in self._pools]
             if any(batch is None for batch in chosen):
                 return None
             consumed: dict[int, int] = {}
-            for dp_rank, batch in zip(self._dp_ranks, chosen):
-                dp_rank.finished.difference_update(batch)
+            for pool, batch in zip(self._pools, chosen):
+                pool.finished.difference_update(batch)
                 for ticket in batch:
-                    consumed[ticket] = dp_rank.deadlines.pop(ticket)
+                    consumed[ticket] = pool.deadlines.pop(ticket)
             self.step += 1
             self._taken = consumed
             if self.governor:
-                num_finished = sum(len(dp_rank.finished) for dp_rank in self._dp_ranks)
+                num_finished = sum(len(pool.finished) for pool in self._pools)
                 self.governor.taken(waited=waited, num_finished=num_finished)
             return list(consumed)
 
@@ -321,9 +322,9 @@ class TicketLedger:
             if self._taken is None or step != self.step - 1:
                 raise ValueError(f"step {step} was not the last to be taken")
             for ticket, deadline in self._taken.items():
-                dp_rank = self._dp_rank(ticket)
-                dp_rank.deadlines[ticket] = deadline
-                dp_rank.finished.add(ticket)
+                pool = self._pool(ticket)
+                pool.deadlines[ticket] = deadline
+                pool.finished.add(ticket)
             self.step = step
             self._taken = None
 
@@ -342,13 +343,13 @@ class TicketLedger:
     def overdue(self) -> list[int]:
         """Unfinished tickets whose last step is the next one.
 
-        None, until every data-parallel rank that waits could do without them.
+        None, until every pool that waits could do without them.
         """
         tickets = []
         with self._lock:
-            for dp_rank in self._dp_ranks:
-                overdue = dp_rank.overdue(self.step)
-                if not overdue and dp_rank.choose(self.step) is None:
+            for pool in self._pools:
+                overdue = pool.overdue(self.step)
+                if not overdue and pool.choose(self.step) is None:
                     return []
                 tickets += overdue
         return tickets
@@ -360,9 +361,9 @@ class TicketLedger:
         """
         saved = set()
         with self._lock:
-            for dp_rank in self._dp_ranks:
-                dp_rank.restart(dp_rank.finished - set(buffered))
-                saved |= dp_rank.finished
+            for pool in self._pools:
+                pool.restart(pool.finished - set(buffered))
+                saved |= pool.finished
         return saved
 
     def state_dict(self) -> dict:
@@ -375,14 +376,14 @@ class TicketLedger:
             again: list[int] = []
             finished: list[list[int]] = []
             in_work: list[list[int]] = []
-            # One frontier for all data-parallel ranks: what lies between is listed, so that another
-            # number of data-parallel ranks can go on.
-            top = max(max(dp_rank.cursors) for dp_rank in self._dp_ranks)
-            for dp_rank in self._dp_ranks:
-                unfinished = dp_rank.unfinished()
-                again += [*dp_rank.untouched(top), *dp_rank.again, *unfinished]
+            # One frontier for all pools: what lies between is listed, so that another number of
+            # pools can go on.
+            top = max(max(pool.cursors) for pool in self._pools)
+            for pool in self._pools:
+                unfinished = pool.unfinished()
+                again += [*pool.untouched(top), *pool.again, *unfinished]
                 in_work += [[t, unfinished[t]] for t in sorted(unfinished)]
-                finished += [[t, dp_rank.deadlines[t]] for t in sorted(dp_rank.finished)]
+                finished += [[t, pool.deadlines[t]] for t in sorted(pool.finished)]
             return {
                 "step": self.step,
                 "overcommit": self.overcommit,
@@ -394,15 +395,15 @@ class TicketLedger:
             }
 
     def load_state_dict(self, state: dict, saved: Set[int] = frozenset()) -> list[int]:
-        """Go on from a checkpoint; another number of data-parallel ranks or generators is fine.
+        """Go on from a checkpoint; another number of pools or generators is fine.
 
         saved: tickets whose partial completions it holds. Returns those that start again although
-        it has their group, or what there is of it: on other data-parallel ranks than before, more
+        it has their group, or what there is of it: in other pools than before, more
         may be due in one than it can train on in time. They are as few as can be, and so are the
-        finished ones among them (docs/staleness.md); on as many data-parallel ranks as before there
+        finished ones among them (docs/staleness.md); with as many pools as before there
         are none.
         """
-        n = len(self._dp_ranks)
+        n = len(self._pools)
         with self._lock:
             self.step = state["step"]
             if self.governor:
@@ -411,20 +412,20 @@ class TicketLedger:
             resumable = saved if self._resume_in_work else frozenset()
             in_work = _by_deadline(pair for pair in state["in_work"] if pair[0] in resumable)
             again = sorted([*state["again"], *finished])  # until they are found to fit
-            for index, dp_rank in enumerate(self._dp_ranks):
-                dp_rank.deadlines = {}
-                dp_rank.finished = set()
-                dp_rank.again = [t for t in again if t % n == index]
-                dp_rank.resume_at(state["frontier"])
+            for index, pool in enumerate(self._pools):
+                pool.deadlines = {}
+                pool.finished = set()
+                pool.again = [t for t in again if t % n == index]
+                pool.resume_at(state["frontier"])
             # What is finished has cost most: it goes first, what is in work takes the room that is
             # left.
             dropped = []
             for ticket, deadline in [*finished.items(), *in_work.items()]:
-                dp_rank = self._dp_rank(ticket)
-                if not dp_rank.go_on(ticket, deadline, self.step):
+                pool = self._pool(ticket)
+                if not pool.go_on(ticket, deadline, self.step):
                     dropped.append(ticket)
                 elif ticket in finished:
-                    dp_rank.finished.add(ticket)
+                    pool.finished.add(ticket)
             return sorted(dropped)
 
 

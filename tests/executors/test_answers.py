@@ -180,6 +180,17 @@ def test_a_success_is_above_the_threshold_and_held_out_ones_are_not_counted():
     assert metrics.means["reward/success"] == [1.0]
 
 
+def test_nothing_is_kept_of_attacks_that_were_scored_before_their_group_was_whole():
+    source = SourceScoring(Later(0))
+    scoring = AnswerScoring(source, AnswerSettings(decode, 0.5), Metrics())
+    for key in range(2):
+        scoring.submit(key, attack("right", "wrong"))
+    while scoring.pending:
+        scoring.poll()
+    scoring.release(range(2))
+    assert not source._attacks and not scoring._said
+
+
 def test_novelty_is_rewarded_and_is_no_success():
     attacks = [attack("right", "wrong"), attack("right", "right")]
     outcomes, _, metrics = scored(attacks, make=WithNovelty)

@@ -651,7 +651,7 @@ class Mail:
 def test_a_group_is_finished_once_it_has_reached_all_peers_and_all_of_them_take_it():
     controls, handlers = [], {}
     controls += [Mail(rank, controls, handlers) for rank in range(4)]
-    ledger = TicketLedger(groups_per_step=2, max_lag=0, overcommit=0, num_dp_ranks=2)
+    ledger = TicketLedger(groups_per_step=2, max_lag=0, overcommit=0, num_pools=2)
     ranks = [
         TicketService(ledger, c, trainer_ranks=(0, 1, 2, 3), timeout_s=1.0, tensor_parallel=2)
         for c in controls

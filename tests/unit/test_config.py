@@ -759,7 +759,7 @@ def test_a_draw_that_is_split_gives_every_trainer_rank_as_many_completions():
     keys = "buffer.completions_per_prompt=null group_size=9"
     placed = ("placement.trainer=[0,1]", "placement.generator=[2,3]", "groups_per_step=1")
     (what,) = complaints(*given, *placed, world_size=4).values()
-    assert "2 trainer ranks cannot share it evenly; need a multiple of 2" in what
+    assert "2 trainer ranks cannot share 9 evenly; need a multiple of 2" in what
     assert keys in complaints(*given, *placed, world_size=4)
     six = "buffer.completions_per_prompt=6"
     assert complaints(*given, *placed, six, world_size=4) == {}, "the ranks share one group"

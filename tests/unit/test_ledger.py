@@ -60,7 +60,7 @@ def desks():
         controls.extend(made)
         dp_ranks = len(trainer_ranks)
         options = {"trainer_ranks": trainer_ranks, "timeout_s": timeout_s, **desk}
-        out = [TicketService(ledger(num_dp_ranks=dp_ranks, **settings), c, **options) for c in made]
+        out = [TicketService(ledger(num_pools=dp_ranks, **settings), c, **options) for c in made]
         for control in made if start else ():
             control.start()
         return out, made

@@ -32,17 +32,21 @@ def test_a_run_comes_to_its_last_evaluation_and_to_the_first_above_the_target():
         red_team.found_in([{"step": 1}])
 
 
-def test_verdicts_follow_the_figures():
-    ours = result("TBA", (0.80, 0.5), (0.82, 0.5))
+def test_each_setting_is_compared_with_the_most_diverse_tba_that_succeeds_as_often():
+    ours = [
+        result("TBA, beta 1", (0.80, 0.5), (0.82, 0.5)),
+        result("TBA, beta 2", (0.62, 0.7)),
+        result("TBA, beta 3", (0.30, 0.9)),
+    ]
     others = {
-        "more diverse at equal success than even": result("even", (0.81, 0.4)),
-        "more successful and diverse than weak": result("weak", (0.5, 0.4)),
-        "more diverse than strong but less successful": result("strong", (0.95, 0.4)),
-        "not more diverse than wide": result("wide", (0.5, 0.6)),
+        "TBA, beta 1: more diverse than even": result("even", (0.83, 0.4)),
+        "TBA, beta 2: more diverse than weak": result("weak", (0.64, 0.6)),
+        "TBA, beta 1: not more diverse than wide": result("wide", (0.8, 0.6)),
+        "No TBA succeeds as often as strong: 81% against 95%": result("strong", (0.95, 0.4)),
     }
-    said = red_team.method_verdicts([ours, *others.values()])
-    assert all(f"TBA is {what}" in sentence for what, sentence in zip(others, said, strict=True))
-    assert "nothing is said" in red_team.method_verdicts([others.popitem()[1]])[0]
+    said = red_team.method_verdicts([*ours, *others.values()])
+    assert all(sentence.startswith(what) for what, sentence in zip(others, said, strict=True))
+    assert "nothing is said" in red_team.method_verdicts(ours)[0]
 
 
 def test_more_searchers_are_compared_only_where_all_arrived():

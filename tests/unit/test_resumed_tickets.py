@@ -29,7 +29,7 @@ class Run:
             groups_per_step=B,
             max_lag=self.max_lag,
             overcommit=self.overcommit,
-            num_dp_ranks=dp_ranks,
+            num_pools=dp_ranks,
             num_generators=generators,
             resume_in_work=self.max_lag > 0,
         )
@@ -148,7 +148,7 @@ def test_after_every_resume_on_any_ranks_the_next_step_can_be_taken_each_ticket_
 def test_of_more_groups_than_a_lane_can_train_on_in_time_the_rest_starts_again():
     def make(dp_ranks):
         return TicketLedger(
-            groups_per_step=4, max_lag=1, overcommit=4, num_dp_ranks=dp_ranks, resume_in_work=True
+            groups_per_step=4, max_lag=1, overcommit=4, num_pools=dp_ranks, resume_in_work=True
         )
 
     state = make(1).state_dict() | {

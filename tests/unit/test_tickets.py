@@ -63,7 +63,7 @@ def test_random_schedules_obey_the_rules_never_exceed_max_lag_and_never_deadlock
 ):
     overcommit = overcommit if max_lag else 0
     ledger = TicketLedger(
-        groups_per_step=B * dp_ranks, max_lag=max_lag, overcommit=overcommit, num_dp_ranks=dp_ranks
+        groups_per_step=B * dp_ranks, max_lag=max_lag, overcommit=overcommit, num_pools=dp_ranks
     )
     share = [overcommit // dp_ranks + (i < overcommit % dp_ranks) for i in range(dp_ranks)]
     naive = [NaiveRankTickets(B, max_lag, share[i]) for i in range(dp_ranks)]
@@ -146,7 +146,7 @@ def test_the_inequality_and_max_lag_hold_under_every_governor_with_and_without_t
         groups_per_step=B * dp_ranks,
         max_lag=max_lag,
         overcommit=kind,
-        num_dp_ranks=dp_ranks,
+        num_pools=dp_ranks,
         constants=constants,
     )
     naive = [NaiveRankTickets(B, max_lag, 0) for _ in range(dp_ranks)]
@@ -227,7 +227,7 @@ def test_a_trainer_that_waits_for_data_ends_no_straggler():
 
 
 def test_a_lane_that_waits_for_data_keeps_the_others_from_ending_stragglers():
-    ledger = TicketLedger(groups_per_step=2, max_lag=1, overcommit=4, num_dp_ranks=2)
+    ledger = TicketLedger(groups_per_step=2, max_lag=1, overcommit=4, num_pools=2)
     ledger.start(4, 0)  # two a data-parallel rank, deadline 1
     ledger.finish([0, 1])
     assert ledger.take(0) == [0, 1]
@@ -295,7 +295,7 @@ def test_a_resumed_ledger_consumes_every_ticket_once_on_any_number_of_lanes(
     steps, dp_ranks, new_dp_ranks, in_work, done
 ):
     def make(n):
-        return TicketLedger(groups_per_step=4, max_lag=2, overcommit=8, num_dp_ranks=n)
+        return TicketLedger(groups_per_step=4, max_lag=2, overcommit=8, num_pools=n)
 
     ledger, consumed = make(dp_ranks), []
     for _ in range(steps):
@@ -329,7 +329,7 @@ def test_tickets_whose_completions_were_saved_stay_started_and_all_are_consumed_
 ):
     def make(n):
         return TicketLedger(
-            groups_per_step=4, max_lag=2, overcommit=8, num_dp_ranks=n, resume_in_work=True
+            groups_per_step=4, max_lag=2, overcommit=8, num_pools=n, resume_in_work=True
         )
 
     ledger, consumed = make(dp_ranks), []
@@ -375,7 +375,7 @@ def test_without_the_wish_saved_completions_start_again():
 def test_a_saved_ticket_that_could_not_be_trained_on_in_time_starts_again():
     def make(dp_ranks):
         return TicketLedger(
-            groups_per_step=2, max_lag=0, overcommit=0, num_dp_ranks=dp_ranks, resume_in_work=True
+            groups_per_step=2, max_lag=0, overcommit=0, num_pools=dp_ranks, resume_in_work=True
         )
 
     ledger = make(1)

@@ -42,7 +42,7 @@ def test_the_first_step_waits_for_the_fill_and_no_other_for_anything():
 
 
 def test_every_lane_waits_for_its_share_of_the_fill():
-    ours = ledger(num_dp_ranks=2, initial_groups=5, overcommit="auto")
+    ours = ledger(num_pools=2, initial_groups=5, overcommit="auto")
     started(ours, 20)
     ours.finish([0, 2, 4, 6, 1, 3])
     assert ours.take(0) is None
@@ -73,7 +73,7 @@ def test_each_ticket_is_handed_over_once_also_over_resumes(dp_ranks, fill, rolls
         max_lag=None,
         overcommit=dp_ranks,
         initial_groups=fill,
-        num_dp_ranks=dp_ranks,
+        num_pools=dp_ranks,
         resume_in_work=True,
     )
     ours, working, finished, handed = TicketLedger(**make), [], set(), []

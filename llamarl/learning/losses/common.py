@@ -53,8 +53,8 @@ def whole_groups(fn: Marked) -> Marked:
 
 def group_means(fn: Marked) -> Marked:
     """The loss couples the completions of a group by `Completions.group_mean` alone, of values
-    without gradient, which it calls for each microbatch, and uses neither advantages nor numbers of
-    groups and their tokens: ranks may share a group.
+    without gradient, and uses neither advantages nor numbers of groups and their tokens. Ranks may
+    then share a group: the mean is collective, and taken as often for each microbatch.
     """
     fn.group_means = True
     return fn

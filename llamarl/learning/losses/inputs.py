@@ -37,9 +37,9 @@ class Completions:
     num_groups: float  # groups with at least two trained completions
     num_trained_groups: float  # groups with at least one
 
-    # Where each rank has an equal share of the same groups, of which the three numbers above that
-    # count groups or their tokens then know nothing: the elementwise sum over the ranks, collective
-    # and without gradient. None: every group is here whole.
+    # Where each rank has an equal share of the same groups: the elementwise sum over the ranks,
+    # collective and without gradient; group_tokens, num_groups and num_trained_groups are then of
+    # shares. None: every group is here whole.
     sum_over_ranks: Callable[[Tensor], Tensor] | None = None
 
     def lengths(self, loss_mask: Tensor) -> Tensor:
