@@ -39,6 +39,7 @@ def test_what_a_config_reads_of_a_loss_is_what_the_loss_declares():
     marks = {mark for declared in declarations().values() for mark in declared.marks}
     assert marks == {
         "whole_groups",
+        "group_means",
         "uses_all_completions",
         "needs_reference",
         "token_advantages",
