@@ -29,6 +29,7 @@ import math
 import shutil
 import statistics
 import sys
+import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -430,6 +431,11 @@ def draw(study: str, results: list[Result], file: Path) -> None:
     plt.close(figure)
 
 
+def as_item(verdict: str) -> str:
+    """A sentence as an item of a list, in lines of a page's width."""
+    return textwrap.fill(f"- {verdict}", 130, subsequent_indent="  ", break_on_hyphens=False)
+
+
 def page(studies: dict[str, dict]) -> str:
     """The Markdown page of all studies that have been made."""
     parts = ["# Red-teaming, measured\n", "Made by `benchmarks/red_team.py`.\n"]
@@ -440,7 +446,8 @@ def page(studies: dict[str, dict]) -> str:
             f"{made['seeds']} seeds of {made['steps']} steps; mean (least–most). {on['cpu']}, "
             f"{on['cores']} cores, load {on['load']}.\n",
             made["table"] + "\n",
-            "\n".join(f"- {verdict}" for verdict in made["verdicts"]) + "\n",
+            *(as_item(verdict) for verdict in made["verdicts"]),
+            "",
             f"![{name}](red_team_{name}.png)\n",
         ]
     return "\n".join(parts)
