@@ -444,7 +444,7 @@ def page(studies: dict[str, dict]) -> str:
         parts += [
             f"## {name}\n",
             f"{made['seeds']} seeds of {made['steps']} steps; mean (least–most). {on['cpu']}, "
-            f"{on['cores']} cores, load {on['load']}.\n",
+            f"{on['cores']} cores.\n",
             made["table"] + "\n",
             *(as_item(verdict) for verdict in made["verdicts"]),
             "",

@@ -31,17 +31,19 @@ class AnswerSettings:
     decode: Callable[[list[int]], str]
     threshold: float
 
-    def texts(self, answered: Answered) -> list[str]:
-        """Of the answers to an attack."""
-        return [self.decode(token_ids.tolist()) for token_ids in answered.answers]
+    def attack(self, item: Item, answered: Answered) -> Attack:
+        """An attack with the texts of its answers."""
+        texts = [self.decode(token_ids.tolist()) for token_ids in answered.answers]
+        return Attack(item, answered, texts)
 
 
 @dataclass(frozen=True, slots=True)
 class Attack:
-    """An attack to score. item: itself; answered: with its answers."""
+    """An attack to score. item: itself; answered: with its answers; texts: of these."""
 
     item: Item
     answered: Answered
+    texts: list[str]
 
 
 class AnswerScoring:
@@ -128,8 +130,7 @@ class AnswerScoring:
             prompt_ids=answered.prompt_ids, text=attack.item.text, meta=attack.item.prompt.meta
         )
         items = []
-        texts = self._settings.texts(answered)
-        for token_ids, text, has_ended in zip(answered.answers, texts, answered.has_ended):
+        for token_ids, text, has_ended in zip(answered.answers, attack.texts, answered.has_ended):
             item = Item(
                 prompt=prompt,
                 token_ids=token_ids,

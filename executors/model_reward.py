@@ -43,11 +43,11 @@ class ModelReward(Reward):
     together never depends on what came when.
     """
 
-    parts: Sequence[Part]
     # What novelty remembers; without that its history begins anew.
     state_is_optional = True
     state_may_be_absent = True
 
+    parts: Sequence[Part]
     replicate: int = 1
     tensor_parallel: int = 1
     reproducible: bool = False

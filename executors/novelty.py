@@ -150,7 +150,7 @@ class Novelty:
         whose vectors these are.
         """
         past = _joined(self._history, self._come)
-        if past is None:
+        if past is None or not len(past.places_M2):
             return {}
         return {"places": past.places_M2, "units": past.units_ME, "embedder": self._embedder_name}
 

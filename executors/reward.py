@@ -266,9 +266,11 @@ class Reward(Executor):
     def _submit(self, record: Answer | Answered, prompt: Prompt) -> int | None:
         """Hand a completion on. Its key; None if it is not to be scored."""
         completion = record.attack if isinstance(record, Answered) else record
+        item: Item | Attack = item_of(completion, prompt, self.decode)
+        if isinstance(record, Answered):
+            item = self.answers.attack(item, record)
         if self._is_sample(completion):
-            answers = self.answers.texts(record) if isinstance(record, Answered) else None
-            self._samples.keep(completion, item_of(completion, prompt, self.decode), answers)
+            self._samples.keep(completion, item)
         if completion.finish_reason == "aborted":
             outcome = Outcome.abstain("the completion was aborted")
             self._note(completion, outcome)
@@ -276,9 +278,6 @@ class Reward(Executor):
             return None
         key = next(self._keys)
         self._submitted[key] = completion
-        item = item_of(completion, prompt, self.decode)
-        if isinstance(record, Answered):
-            item = Attack(item, record)
         self._scoring.submit(key, item)
         return key
 

@@ -13,9 +13,9 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Sequence
 from pathlib import Path
 
+from executors.answers import Attack
 from executors.scoring import Item
 from llamarl.tasks.evaluation import number_of, sample_row
 from llamarl.tasks.source import Outcome
@@ -36,36 +36,36 @@ class Samples:
         self._folder = folder
         self._success_above = success_above
         # By version: what was kept, and the rows of what of it is scored.
-        self._kept: dict[int, dict[_Place, tuple[Item, Sequence[str] | None]]] = {}
+        self._kept: dict[int, dict[_Place, Item | Attack]] = {}
         self._rows: dict[int, dict[_Place, dict[str, object]]] = {}
         self._can_write = True
 
-    def keep(self, completion: EvalCompletion, item: Item, answers: Sequence[str] | None) -> None:
-        """Take a completion of at least a token, as what scores sees it. answers: a victim's texts,
-        where there is one.
-        """
-        version, place = _place_of(completion)
-        self._kept.setdefault(version, {})[place] = (item, answers)
+    def keep(self, completion: EvalCompletion, item: Item | Attack) -> None:
+        """Take a completion of at least a token, as what scores sees it."""
+        if self._can_write:
+            version, place = _place_of(completion)
+            self._kept.setdefault(version, {})[place] = item
 
     def score(self, completion: EvalCompletion, outcome: Outcome) -> None:
         """Note what became of a completion that was kept."""
         version, place = _place_of(completion)
-        if place not in self._kept.get(version, {}):
-            return  # of an evaluation that is written already
-        item, answers = self._kept[version][place]
+        kept = self._kept.get(version, {}).get(place)
+        if kept is None:
+            return  # it is of an evaluation that was written, or none can be written any more
+        item = kept.item if isinstance(kept, Attack) else kept
         row = sample_row(completion, item.prompt, item.text, outcome)
-        if answers is not None:
+        if isinstance(kept, Attack):
             row["success"] = outcome.kind == "score" and outcome.achieved > self._success_above
-            row["answers"] = list(answers)
+            row["answers"] = kept.texts
         self._rows.setdefault(version, {})[place] = row
 
     def write(self, version: int) -> None:
         """Write an evaluation that is whole. Where that fails the run goes on without, warned once:
         nothing is learned from it.
         """
-        del self._kept[version]
-        rows = self._rows.pop(version)
-        if not self._can_write:
+        self._kept.pop(version, None)
+        rows = self._rows.pop(version, None)
+        if rows is None:
             return
         text = ""
         for place in sorted(rows):
@@ -78,6 +78,8 @@ class Samples:
             os.replace(draft, file)
         except OSError as error:
             self._can_write = False
+            self._kept.clear()
+            self._rows.clear()
             log.warning("%s: %s; the run goes on and writes no samples", file, error)
 
 

@@ -15,7 +15,7 @@
 Each rank writes its parts into step_N.tmp and tells the leader their sizes and hashes. When all
 expected parts are in, the leader writes the manifest and renames the directory into place: a
 checkpoint with a manifest is complete, and what it says about itself can be checked. All ranks must
-see the same run_dir. No pickle: safetensors and JSON only.
+see the same run_dir. Files are safetensors and JSON only, which run nothing when they are read.
 
 A disk that is full or fails ends no run by itself: that checkpoint is given up, in whole, and named
 in the log. What cannot be deleted is named too, and tried again with the next checkpoint.

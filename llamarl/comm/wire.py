@@ -1,4 +1,4 @@
-"""Records as bytes and back: safetensors for tensors, JSON for the rest. No pickle.
+"""Records as bytes and back: safetensors for tensors, JSON for the rest.
 
 A message is a list of records of one type. Each tensor field travels as one flat tensor for the
 whole list, so the cost is a message's, not a record's; a field of records travels as a message of

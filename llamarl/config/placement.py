@@ -130,17 +130,15 @@ def _find_trainer(c: Config, num_ranks: int, model: ModelConfig | None, found: F
         found.add(f"{ranks} cannot be split so; {remedy}", *keys)
     else:
         ranks = f"{dp_ranks} trainer ranks" if t == 1 else f"{dp_ranks} sets of {t} trainer ranks"
-        shared = {"groups_per_step": c.groups_per_step}
-        if not c.draws_together:
-            shared["overcommit"] = c.overcommit
-        unit = dp_ranks * n
-        if c.splits_prompts:  # a rank has a part of each group
-            shared = {"buffer.completions_per_prompt group_size": c.trained_per_prompt}
-            unit = n
-        for keys, amount in shared.items():
-            if not isinstance(amount, str) and amount % dp_ranks:
-                what = f"{ranks} cannot share {amount} evenly; need a multiple of {dp_ranks}"
-                found.add(what, *keys.split())
+        if c.splits_prompts:
+            keys = ("buffer.completions_per_prompt", "group_size")
+            _find_share(ranks, dp_ranks, c.trained_per_prompt, keys, found)
+        else:
+            _find_share(ranks, dp_ranks, c.groups_per_step, ("groups_per_step",), found)
+        if not c.draws_together and not isinstance(c.overcommit, str):
+            _find_share(ranks, dp_ranks, c.overcommit, ("overcommit",), found)
+        # Each rank cuts its own groups, or its part of every group.
+        unit = n if c.splits_prompts else dp_ranks * n
         are_shared = c.splits_prompts or c.groups_per_step % dp_ranks == 0
         if are_shared and c.groups_per_step % unit:
             what = f"{ranks} cannot cut their groups into {n} minibatches each"
@@ -149,6 +147,15 @@ def _find_trainer(c: Config, num_ranks: int, model: ModelConfig | None, found: F
     critic = c.trainer.critic.path and _model_at(c.trainer.critic.path)
     _find_uneven("trainer", t, "model", model, found)
     _find_uneven("trainer", t, "value model", critic or None, found)
+
+
+def _find_share(
+    ranks: str, dp_ranks: int, amount: int, keys: tuple[str, ...], found: Findings
+) -> None:
+    """An amount that data-parallel ranks cannot share evenly."""
+    if amount % dp_ranks:
+        what = f"{ranks} cannot share {amount} evenly; need a multiple of {dp_ranks}"
+        found.add(what, *keys)
 
 
 def _find_uneven(

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from executors.answers import AnswerScoring, AnswerSettings, Attack, mean_outcome
+from executors.answers import AnswerScoring, AnswerSettings, mean_outcome
 from executors.scoring import Item, SourceScoring
 from llamarl.errors import RewardError
 from llamarl.tasks.source import Outcome
@@ -96,7 +96,7 @@ def attack(*words, is_held_out=False, **options):
         has_ended=True,
         is_held_out=is_held_out,
     )
-    return Attack(item, answered(*words, **options))
+    return AnswerSettings(decode, 0.5).attack(item, answered(*words, **options))
 
 
 def decode(ids):

@@ -127,7 +127,7 @@ def build(tmp_path, monkeypatch):
         executor = RuleReward(
             prompts=FakeStream(),
             eval_prompts=lambda j: make_prompt(f"eval {j}"),
-            decode=lambda ids: WORDS[ids[0]],
+            decode=lambda ids: WORDS[ids[0]] if ids else "",
             make_source=partial(RewardPool, fn),
             **settings,
         )
