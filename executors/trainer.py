@@ -292,7 +292,9 @@ class FSDPTrainer(Executor):
         reported |= self.buffer.metrics(ranks)
         self.version += 1
         self.tickets.trained(result.mean_reward if result.num_trained_tokens else math.nan)
-        stall_s = self._publish(must_differ=result.grad_norm > 0)
+        # One below the optimizer's eps is the rounding of no gradient, as equal rewards leave it.
+        has_gradient = result.grad_norm > self.adam.eps
+        stall_s = self._publish(must_differ=has_gradient)
         if self.resets_reference(self.version):
             # Mail tells of it, in order with that of checkpoints.
             self.reference_weights.publish(self.version, must_load=True, must_differ=False)

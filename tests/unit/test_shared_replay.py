@@ -185,7 +185,6 @@ def test_a_run_with_one_group_a_step_goes_on_with_more_trainer_ranks(tmp_path, m
             assert job.wait() == 0, job.output
     assert [row["step"] for row in job.rows] == list(range(1, 7))
     assert all(row["tokens/trained"] > 0 for row in job.rows)
-    assert any(row["grad_norm"] > 0 for row in job.rows), "where rewards differ"
     sizes = [row["buffer/size"] + row["buffer/copies"] for row in job.rows]
     assert sizes == sorted(sizes), "what was held before is held still"
 
