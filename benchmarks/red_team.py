@@ -10,8 +10,9 @@ methods    success against diversity (figure 5, left): TBA, PPO with a reward fo
            start's model attacks --sft-attacks times, and learns the attacks that succeed
 searchers  1, 2, 4 attackers' ranks on one buffer (figure 5, right; table 6): steps and seconds to a
            success rate, and the distinct successful attacks that the buffer was given
-offpolicy  what TBA claims of off-policy data, with the loss that it claims it of (eq. 5): the
-           most-on-policy probability, the sync period, and a reference that is reset
+offpolicy  what TBA claims of off-policy data, each with the loss that it claims it of: of eq. 5 and
+           a buffer the most-on-policy probability and the sync period; of eq. 16, on attacks of up
+           to eight steps ago, a reference that is reset (appendix D)
 
 Steps and seconds are those until the runs are at TARGET, and none of SFT, which has no such run.
 Success is eval/success, the share of the last evaluation's sampled attacks whose answers' mean
@@ -29,7 +30,6 @@ import math
 import shutil
 import statistics
 import sys
-import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -38,7 +38,7 @@ import llamarl  # noqa: F401  before torch: it says how torch's threads wait
 
 # isort: split
 import torch
-from running import ROOT, machine, run_job, run_process
+from running import ROOT, as_item, machine, run_job, run_process
 
 from llamarl.learning.embedding import (
     EmbedderSettings,
@@ -108,6 +108,8 @@ METHODS = {
 SFT = "SFT"
 # A run whose first evaluation is all that is asked of it.
 LOOK = (*FRESH, "loss=reinforce", "reference=none", "max_steps=1", "eval.every=1")
+# TBA's section 6 has no buffer, and attacks of a constant age.
+LATE = ("loss=tba", "buffer=fifo", "max_lag=8")
 OFFPOLICY = {
     "most_on_policy": {
         f"m = {share}": (*PUBLISHED, f"buffer.most_on_policy={share}") for share in (0.0, 0.5, 1.0)
@@ -115,10 +117,9 @@ OFFPOLICY = {
     "sync_period": {
         f"k = {steps}": (*PUBLISHED, f"buffer.sync_period={steps}") for steps in (1, 5, 20)
     },
-    # eq. 5 on fresh attacks: a buffer may not hold what earlier references scored.
-    "reference": {
-        "frozen": (*PUBLISHED, *FRESH, "reference=frozen"),
-        "reset": (*PUBLISHED, *FRESH, "reference=reset", "reference.reset_every=20"),
+    "reference, eq. 16": {
+        "frozen": (*LATE, "reference=frozen"),
+        "reset": (*LATE, "reference=reset", "reference.reset_every=20"),
     },
 }
 
@@ -429,11 +430,6 @@ def draw(study: str, results: list[Result], file: Path) -> None:
         ax.set_xticks(range(len(names)), names, fontsize=7)
     figure.savefig(file, dpi=110)
     plt.close(figure)
-
-
-def as_item(verdict: str) -> str:
-    """A sentence as an item of a list, in lines of a page's width."""
-    return textwrap.fill(f"- {verdict}", 130, subsequent_indent="  ", break_on_hyphens=False)
 
 
 def page(studies: dict[str, dict]) -> str:

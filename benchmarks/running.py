@@ -13,11 +13,13 @@ import signal
 import subprocess
 import sys
 import tempfile
+import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 LAUNCHER_LINE = "torch/distributed/elastic/multiprocessing/api.py"
+PAGE_COLUMNS = 130  # of Markdown
 STOP_S = 60.0  # a process that is asked to end has so long
 
 
@@ -153,3 +155,13 @@ def machine() -> dict[str, str | int | float]:
         "torch": torch.__version__,
         "python": platform.python_version(),
     }
+
+
+def as_paragraph(text: str) -> str:
+    """A text in lines of a page's width."""
+    return textwrap.fill(text, PAGE_COLUMNS, break_on_hyphens=False)
+
+
+def as_item(text: str) -> str:
+    """The same as an item of a list."""
+    return textwrap.fill(f"- {text}", PAGE_COLUMNS, subsequent_indent="  ", break_on_hyphens=False)

@@ -2,7 +2,7 @@
 policy and a reward model of one size.
 
     python benchmarks/streaming.py --model DIR [--steps 4] [--chunks 16 32 64 128]
-    [--trl-python PYTHON] [--json FILE] [--page FILE]
+    [--trl-python PYTHON] [--runs DIR] [--json FILE] [--page FILE]
 
 DIR is a language model's directory; a scorer of its trunk with a random head is made for the time
 of the run. The main job runs on two ranks of one thread: the generator has one of them, trainer and
@@ -17,6 +17,7 @@ time. Four ways to overlap, the bars of OPPO's figure 6:
 and intra over --chunks, the curve of figure 7b. The limit that a tail is compared with is the tail
 of `none` in the same run: what reading the whole costs where nothing was read before. --trl-python:
 an interpreter that has TRL, whose RLOO trainer makes the same steps with the same two models.
+--runs: what runs come to is kept there, and none is made again with the same settings.
 
 `predicted` is arithmetic, no measurement: a step of seven GPUs that sample and train beside one
 that scores, from how fast each works.
@@ -29,13 +30,22 @@ import json
 import statistics
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import llamarl  # noqa: F401  before torch: it says how torch's threads wait
 
 # isort: split
-from running import ROOT, machine, read_rows, run_job, run_process
+from running import (
+    ROOT,
+    as_item,
+    as_paragraph,
+    machine,
+    read_rows,
+    run_job,
+    run_process,
+)
 from scoring import scorer_of
 
 WAYS = ("none", "intra", "inter", "both")
@@ -130,6 +140,21 @@ def overrides_of(way: str, chunk_tokens: int) -> list[str]:
     return words
 
 
+def kept(args: argparse.Namespace, name: str, make: Callable[[], dict]) -> dict:
+    """What the run of that name came to: from --runs, where an earlier call made it."""
+    if args.runs is None:
+        return make()
+    sizes = f"{args.groups}x{args.group}x{args.answer_tokens}_{args.slots}_{args.dtype}"
+    file = args.runs / f"{args.model.name}_{sizes}_{args.steps}_{name}.json"
+    if file.exists():
+        return json.loads(file.read_text())
+    found = make()
+    args.runs.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(found) + "\n")
+    print(f"{name}: {json.dumps(found)}", file=sys.stderr)
+    return found
+
+
 def made_run(args: argparse.Namespace, scorer: Path, way: str, chunk_tokens: int) -> dict:
     """One run's medians over its steps but the first."""
     with tempfile.TemporaryDirectory() as folder:
@@ -151,10 +176,8 @@ def made_run(args: argparse.Namespace, scorer: Path, way: str, chunk_tokens: int
     }
 
 
-def made_by_trl(args: argparse.Namespace, scorer: Path) -> dict | None:
-    """TRL's step; None where no interpreter with TRL was named."""
-    if args.trl_python is None:
-        return None
+def made_by_trl(args: argparse.Namespace, scorer: Path) -> dict:
+    """TRL's step."""
     with tempfile.TemporaryDirectory() as folder:
         script = ROOT / "benchmarks" / "streaming_trl.py"
         run_dir = Path(folder) / "run"
@@ -222,57 +245,107 @@ def verdict(found: dict) -> list[str]:
     share = shortest["tail_s"] / none["tail_s"]
     is_met = "met" if share <= AIM else "not met"
     lines = [
-        f"- The shortest tail, with chunks of {shortest['chunk_tokens']} tokens, is {share:.0%} of "
+        f"The shortest tail, with chunks of {shortest['chunk_tokens']} tokens, is {share:.0%} of "
         f"that without reading ahead: the aim of {AIM:.0%} is {is_met}.",
-        f"- A synchronous step takes {fastest['step_s'] / none['step_s']:.0%} of the time at the "
+        f"A synchronous step takes {fastest['step_s'] / none['step_s']:.0%} of the time at the "
         f"best chunk size, {fastest['chunk_tokens']} tokens.",
     ]
     inter = next(run for run in runs if run["way"] == "inter")
     both = next(run for run in runs if run["way"] == "both")
     change = both["step_s"] / inter["step_s"] - 1
-    said = f"- Beside asynchrony it changes a step by {change:+.0%}"
+    said = f"Beside asynchrony it changes a step by {change:+.0%}"
     if change > 0:
         said += ": trainer and scorer share a core here, with no idle time left to read ahead in"
     lines.append(f"{said}.")
     if found["trl"] is not None:
         times = found["trl"]["step_s"] / fastest["step_s"]
-        lines.append(f"- TRL's step, on both cores, takes {times:.1f} times as long.")
+        lines.append(f"TRL's step, on both cores, takes {times:.1f} times as long.")
     return lines
 
 
-def page_of(found: dict) -> str:
+def draw(found: dict, file: Path) -> None:
+    """Seconds a step by overlap (figure 6), and the tail of a score by chunk size (figure 7b)."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, (bars, curve) = plt.subplots(1, 2, figsize=(8.4, 3.4), layout="constrained")
+    best = best_chunk(found["runs"])
+    heights = {}
+    for run in found["runs"]:
+        if run["way"] != "intra" or run["chunk_tokens"] == best:
+            heights[run["way"]] = run["step_s"]
+    if found["trl"] is not None:
+        heights["TRL"] = found["trl"]["step_s"]
+    drawn = bars.bar(list(heights), list(heights.values()), color="tab:blue")
+    bars.bar_label(drawn, fmt="%.0f", fontsize=8)
+    bars.set_ylabel("seconds a step")
+    bars.set_title(f"overlap (chunks of {best} tokens)", fontsize=9)
+
+    intra = [run for run in found["runs"] if run["way"] == "intra"]
+    sizes = [run["chunk_tokens"] for run in intra]
+    whole = next(run for run in found["runs"] if run["way"] == "none")
+    curve.plot(sizes, [run["tail_s"] for run in intra], "o-", label="read ahead")
+    curve.axhline(whole["tail_s"], color="black", ls="--", lw=1, label="whole")
+    curve.axhline(AIM * whole["tail_s"], color="gray", ls=":", lw=1, label=f"{AIM:.0%} of it")
+    curve.set_xscale("log", base=2)
+    curve.set_xticks(sizes, [str(size) for size in sizes])
+    curve.set_ylim(bottom=0)
+    curve.set_xlabel("tokens of a chunk")
+    curve.set_ylabel("tail of a score, s")
+    curve.legend(fontsize=8, frameon=False)
+    for ax in (bars, curve):
+        ax.grid(alpha=0.3, axis="y")
+        ax.set_axisbelow(True)
+    figure.savefig(file, dpi=110)
+    plt.close(figure)
+
+
+def page_of(found: dict, picture: str) -> str:
     """The page of docs and results, in Markdown."""
     about = found["machine"]
     sizes = found["settings"]
     cluster = Cluster()
-    lines = [
-        "# Reading ahead: measured",
-        "",
+    setup = (
         f"{sizes['model']} as policy and as trunk of the scorer, {sizes['dtype']}, "
         f"{sizes['groups']} x {sizes['group']} answers of {sizes['answer_tokens']} tokens a step, "
         f"{sizes['slots']} at a time, medians of {sizes['steps']} steps after the first; two ranks "
         f"of one thread: the generator has one, trainer and scorer the other. {about['cpu']}, "
-        f"{about['cores']} cores, torch {about['torch']}. Made by `benchmarks/streaming.py`.",
-        "",
-        *table(found),
-        "",
-        *verdict(found),
-        "",
-        "## Where it cannot pay",
-        "",
-        "- A scorer that is much smaller than the policy: its whole reading is a small share of a "
+        f"{about['cores']} cores, torch {about['torch']}. Made by `benchmarks/streaming.py`."
+    )
+    little = (
+        "A scorer that is much smaller than the policy: its whole reading is a small share of a "
         "step, and that share is all that can be saved.",
-        "- Ranks that are busy while answers are sampled, as with two cores and `max_lag` above 0: "
-        "what is read ahead takes the time from training.",
-        "- Short answers: most of a reading is the prompt, and the tail is one piece anyway.",
-        "",
-        "## Seven GPUs and one that scores: arithmetic, not measured",
-        "",
+        "Ranks that are busy while answers are sampled, as with two cores and `max_lag` above 0: "
+        "what is read ahead takes the time from training, or waits for it.",
+        "Short answers: most of a reading is the prompt, and the tail is one piece anyway.",
+    )
+    assumed = (
         f"A model and a scorer of {cluster.parameters / 1e9:.1f}e9 parameters, "
         f"{cluster.answers} answers of {cluster.answer_tokens} tokens after prompts of "
         f"{cluster.prompt_tokens}, {cluster.decode_step_s * 1e3:.0f} ms a token of all answers, "
         f"prefill at {cluster.prefill_share:.0%} of {cluster.peak / 1e12:.0f}e12 operations a "
-        f"second, training {cluster.train_s:.0f} s; all answers end at once.",
+        f"second, training {cluster.train_s:.0f} s; all answers end at once."
+    )
+    lines = [
+        "# Reading ahead: measured",
+        "",
+        as_paragraph(setup),
+        "",
+        *table(found),
+        "",
+        *map(as_item, verdict(found)),
+        "",
+        f"![seconds a step, and tails]({picture})",
+        "",
+        "## Where it pays little",
+        "",
+        *map(as_item, little),
+        "",
+        "## Seven GPUs and one that scores: arithmetic, not measured",
+        "",
+        as_paragraph(assumed),
         "",
         "| chunk, tokens | tail, s | step, s | saved |",
         "|---|---|---|---|",
@@ -299,26 +372,32 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--steps", type=int, default=4, help="that count; one more comes first")
     parser.add_argument("--trl-python", help="an interpreter with TRL")
+    parser.add_argument("--runs", type=Path, help="keeps what the runs came to; none: nothing is")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--page", type=Path)
+    parser.add_argument("--page", type=Path, help="Markdown; its picture lies beside it")
     return parser.parse_args()
 
 
 def main() -> None:
     args = parse()
-    runs = []
+    trl = None
     with tempfile.TemporaryDirectory() as folder:
         scorer = scorer_of(args.model, Path(folder) / "scorer")
-        runs.append(made_run(args, scorer, "none", 0))
+
+        def run_of(way: str, chunk_tokens: int = 0) -> dict:
+            name = f"{way}_{chunk_tokens}" if chunk_tokens else way
+            return kept(args, name, lambda: made_run(args, scorer, way, chunk_tokens))
+
+        runs = [run_of("none")]
         for chunk_tokens in args.chunks:
-            runs.append(made_run(args, scorer, "intra", chunk_tokens))
-            print(json.dumps(runs[-1]), file=sys.stderr)
-        runs.append(made_run(args, scorer, "inter", 0))
-        runs.append(made_run(args, scorer, "both", best_chunk(runs)))
-        trl = made_by_trl(args, scorer)
+            runs.append(run_of("intra", chunk_tokens))
+        runs.append(run_of("inter"))
+        runs.append(run_of("both", best_chunk(runs)))
+        if args.trl_python is not None:
+            trl = kept(args, "trl", lambda: made_by_trl(args, scorer))
     named = vars(args) | {"model": args.model.name}  # and not where it lies
-    kept = ("json", "page", "trl_python")
-    settings = {name: value for name, value in named.items() if name not in kept}
+    not_sizes = ("json", "page", "trl_python", "runs")
+    settings = {name: value for name, value in named.items() if name not in not_sizes}
     found = {
         "benchmark": "streaming",
         "machine": machine(),
@@ -327,11 +406,13 @@ def main() -> None:
         "trl": trl,
     }
     print("\n".join(table(found)))
-    print("\n".join(verdict(found)))
+    print("\n".join(map(as_item, verdict(found))))
     if args.json:
         args.json.write_text(json.dumps(found, indent=2) + "\n")
     if args.page:
-        args.page.write_text(page_of(found))
+        picture = args.page.with_suffix(".png")
+        draw(found, picture)
+        args.page.write_text(page_of(found, picture.name))
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from llamarl.config.command_line import Config
 from llamarl.config.conversion import to_values
 from llamarl.config.placement import TINY_MODEL, placement_of
 from llamarl.config.rewards import AnySourceSettings
+from llamarl.config.schema import START
 from llamarl.config.victim import ATTACK
 from llamarl.controller import ExecutorController, RunSettings
 from llamarl.executor import Executor
@@ -192,7 +193,8 @@ class Job:
             return f"(model {fingerprint(part.path)} {label} - {part.shift:g}) * {part.scale:g}"
         if part.kind == "novelty":
             to = "all" if part.nearest is None else f"{part.nearest} nearest"
-            return f"novelty to {to} of {part.history} by {part.embedder}"
+            embedder = self.model_path if part.embedder == START else part.embedder
+            return f"novelty to {to} of {part.history} by {weights_fingerprint(embedder)}"
         if part.kind == "encoder":
             read = f"{part.output} of {part.label or 'its label'}, reads {part.reads}"
             return f"encoder {weights_fingerprint(part.path)}, {read}"

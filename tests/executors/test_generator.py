@@ -888,6 +888,24 @@ def test_what_is_sampled_is_told_after_every_chunk_and_is_the_completions():
     assert second == stretches
 
 
+@pytest.mark.parametrize("in_flight", [True, False])
+def test_weights_that_come_meanwhile_leave_true_what_was_told(in_flight):
+    g, (stretches,) = streaming_generator(in_flight=in_flight)
+    for version in range(1, 4):
+        g.step()
+        g.step()
+        g.weights.staged = Staged(version)
+    while len(g.outputs["completions"]) < 2 * GROUP:
+        g.step()
+    told, ended = heard(stretches)
+    versions = set()
+    for completion in g.outputs["completions"]:
+        place = (completion.ticket, completion.sample_index)
+        assert place in ended and told[place] == completion.token_ids.tolist()
+        versions |= {tuple(completion.policy_versions.tolist())}
+    assert any(len(set(of_one)) > 1 for of_one in versions) == in_flight
+
+
 def test_without_room_for_stretches_it_decodes_on_and_tells_more_at_once():
     g, (stretches,) = streaming_generator()
     g.step()

@@ -6,6 +6,7 @@ computed in a safetensors file.
 """
 
 import dataclasses
+import functools
 import json
 import shutil
 from pathlib import Path
@@ -96,6 +97,7 @@ MODELS = {
     },
 }
 NAMES = ("tiny", *MODELS)
+QUICK = ("uneven", "biased", "fused_by_heads")  # the others are slow
 PROMPTS = ([1, 5, 6, 14, 7, 8, 18], [3], [9, 9, 4, 31], [40, 2, 17, 6, 6], [11, 12])
 TOKENS = torch.tensor([1, 5, 6, 14, 7, 8, 18, 40, 3, 9, 44, 12])
 CU_SEQLENS = torch.tensor([0, 7, 12])
@@ -192,16 +194,16 @@ def compute(path: Path, tp: TensorParallel | None) -> dict[str, torch.Tensor]:
     return {name: value.contiguous() for name, value in out.items()}
 
 
-def compute_on_ranks(rank: int, directory: str) -> None:
+def compute_on_ranks(rank: int, directory: str, name: str) -> None:
     """What one rank of the pool runs."""
     directory = Path(directory)
     out = {}
     for size in SIZES:
         group = dist.new_group(list(range(size)))
-        for name in NAMES if rank < size else ():
+        if rank < size:
             computed = compute(directory / name, TensorParallel(rank, size, group))
-            out |= {f"{size}/{name}/{what}": value for what, value in computed.items()}
-    save_file(out, directory / f"rank{rank}.safetensors")
+            out |= {f"{size}/{what}": value for what, value in computed.items()}
+    save_file(out, directory / f"{name}.rank{rank}.safetensors")
 
 
 @pytest.fixture(scope="module")
@@ -214,37 +216,56 @@ def directory(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def ranks(pool, directory) -> list[dict[str, torch.Tensor]]:
-    """What each rank computed."""
-    pool.call(
-        __file__, "compute_on_ranks", ranks=WORLD, timeout_s=DEADLINE_S, directory=str(directory)
-    )
-    return [load_file(directory / f"rank{rank}.safetensors") for rank in range(WORLD)]
+def ranks(pool, directory):
+    """ranks(name): what each rank computed of a model, made when it is first asked for."""
+
+    @functools.cache
+    def ranks_of(name: str) -> list[dict[str, torch.Tensor]]:
+        pool.call(
+            __file__,
+            "compute_on_ranks",
+            ranks=WORLD,
+            timeout_s=DEADLINE_S,
+            directory=str(directory),
+            name=name,
+        )
+        return [load_file(directory / f"{name}.rank{rank}.safetensors") for rank in range(WORLD)]
+
+    return ranks_of
 
 
 @pytest.fixture(scope="module")
-def alone(directory) -> dict[str, dict[str, torch.Tensor]]:
-    """What one process computes, by model."""
-    return {name: compute(directory / name, None) for name in NAMES}
+def alone(directory):
+    """alone(name): what one process computes of a model."""
+
+    @functools.cache
+    def alone_of(name: str) -> dict[str, torch.Tensor]:
+        return compute(directory / name, None)
+
+    return alone_of
 
 
-@pytest.fixture(params=NAMES)
+def marked(name: str):
+    return pytest.param(name, marks=() if name in QUICK else pytest.mark.slow)
+
+
+@pytest.fixture(params=[marked(name) for name in NAMES])
 def name(request) -> str:
     return request.param
 
 
 @pytest.fixture
 def one(alone, name) -> dict[str, torch.Tensor]:
-    return alone[name]
+    return alone(name)
 
 
 @pytest.fixture(params=SIZES)
 def several(request, ranks, name) -> list[dict[str, torch.Tensor]]:
     """What the ranks computed of the model, by rank."""
-    prefix = f"{request.param}/{name}/"
+    prefix = f"{request.param}/"
     return [
         {k.removeprefix(prefix): v for k, v in rank.items() if k.startswith(prefix)}
-        for rank in ranks[: request.param]
+        for rank in ranks(name)[: request.param]
     ]
 
 

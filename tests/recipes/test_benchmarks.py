@@ -105,12 +105,16 @@ def test_quantized(tmp_path):
 
 
 def test_streaming(tmp_path):
-    """Without TRL: ours alone."""
+    """Without TRL: ours alone. What it keeps of its runs is not made again."""
     sizes = ("--groups", 2, "--group", 2, "--answer-tokens", 12, "--slots", 4, "--steps", 2)
     chunks = ("--chunks", 4)
     files = ("--json", tmp_path / "found.json", "--page", tmp_path / "found.md")
-    run("streaming", "--model", TINY_MODEL, *sizes, *chunks, *files)
+    words = ("--model", TINY_MODEL, *sizes, *chunks, *files, "--runs", tmp_path / "runs")
+    run("streaming", *words)
     found = json.loads((tmp_path / "found.json").read_text())
+    run("streaming", *words)
+    again = json.loads((tmp_path / "found.json").read_text())
+    assert again["runs"] == found["runs"]
     assert [made["way"] for made in found["runs"]] == ["none", "intra", "inter", "both"]
     assert all(made["tail_s"] > 0 for made in found["runs"])
     assert 0 < found["runs"][1]["prefilled_early"] <= 1

@@ -84,3 +84,14 @@ def test_searchers_are_ranks_beside_the_trainers():
     cases = red_team.cases_of("searchers")
     assert [case.ranks for case in cases] == [2, 3, 5]
     assert "placement.generator=[1,2]" in cases[1].overrides
+
+
+@pytest.mark.slow
+def test_sft_learns_the_starts_successful_attacks_and_attacks_with_them(tmp_path):
+    words = ["max_steps=0", "eval.num_samples=16", "groups_per_step=4", "group_size=4"]
+    found = red_team.supervised_row(tmp_path, words, 256)
+    successful = [attack for attack in red_team.samples_of(tmp_path / "start") if attack["success"]]
+    learned = (tmp_path / "attacks.jsonl").read_text().splitlines()
+    assert len(learned) == len(successful) > 0
+    assert 0 <= found["eval/success"] <= 1
+    assert 0 < found["eval/diversity"] < 2

@@ -7,13 +7,19 @@ import json
 import math
 from collections import Counter
 from itertools import permutations
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from executors.build import build_buffer
+from llamarl.comm.groups import World
+from llamarl.config.command_line import compose_config
 from llamarl.errors import LagExceeded
+from llamarl.launch.job import Job
+from llamarl.launch.run_directory import RunDirectory
 from llamarl.learning.buffer import decoded
 from llamarl.learning.reduction import Ranks
 from llamarl.learning.replay import Draw, ReplayBuffer, draw_completions, lag_bound, rng_of
@@ -678,3 +684,15 @@ def test_what_two_ranks_both_find_counts_once_and_outlives_their_number():
     for buffer in three:
         buffer.load([b.state_dict() for b in ranks], set(), lambda ticket: False)
     assert sum(len(buffer._good) for buffer in three) == 5
+
+
+@pytest.mark.parametrize("draw, num_buffers", [("local", 2), ("shared", 1), ("split", 1)])
+def test_prompts_and_room_are_shared_out_over_a_runs_buffers(draw, num_buffers):
+    words = ("buffer=replay", "buffer.max_size=600", f"buffer.draw={draw}")
+    config = compose_config([*words, "loss=tb", "reference=frozen", "groups_per_step=8"])
+    job = Job(config, World(0, 3, torch.device("cpu")), RunDirectory(Path("."), None))
+    job.placement = job.placement | {"trainer": (0, 1)}
+    assert job.num_buffers == num_buffers
+    buffer = build_buffer(config, job)
+    assert buffer.draw.prompts == 8 // num_buffers
+    assert buffer.max_size == 600 // num_buffers

@@ -1,13 +1,21 @@
 """reward.stream and its keys: what is refused, and what is made of them."""
 
+from pathlib import Path
+
 import pytest
+import torch
 
 from executors.build import build_stretches
 from executors.generator import REFERENCE_STRETCHES, STRETCHES
+from llamarl.comm.groups import World
 from llamarl.config.command_line import RED_TEAM, ConfigError, check_command_line, compose_config
 from llamarl.inference.cache import whole_blocks
+from llamarl.launch.dry_run import dry_run
+from llamarl.launch.job import Job
+from llamarl.launch.run_directory import RunDirectory
 from llamarl.launch.scorers import stream_cache_tokens
 from llamarl.models.config import tiny_directory
+from tests.scorers import write_scorer
 
 GIVEN = ("reward=model", f"reward.path={tiny_directory()}", "reward.stream=true")
 PARTS = "reward.parts={brief: {kind: function}}"
@@ -96,3 +104,24 @@ def test_stretches_have_a_channel_only_where_they_are_read():
         (STRETCHES, "reward"),
         (REFERENCE_STRETCHES, "reference"),
     ]
+
+
+def test_a_dry_run_says_what_the_caches_take(tmp_path, capsys):
+    """Keys and values of four bytes: by layers, heads and their sizes 192 bytes a token of the
+    scorer, 3,072 of the policy and of the reference.
+    """
+    write_scorer(tmp_path)
+    scorer = ("reward=model", f"reward.path={tmp_path}", "reward.dtype=float32")
+    caches = ("reward.cache_tokens=4194304", "reference.cache_tokens=8388608")
+    world = World(0, 2, torch.device("cpu"))
+
+    def said(*overrides):
+        config = compose_config(["reference=frozen", *scorer, *overrides])
+        dry_run(Job(config, world, RunDirectory(Path("."), None)))
+        return capsys.readouterr().out
+
+    with_both = said("reward.stream=true", "reference.stream=true", *caches)
+    assert "stream   0.75 GiB a reward rank, for a cache of 4,194,304 tokens" in with_both
+    assert "; 24.01 GiB a reference rank" in with_both
+    with_neither = said()
+    assert "stream   " not in with_neither and "; 0.01 GiB a reference rank" in with_neither
