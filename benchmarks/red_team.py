@@ -90,7 +90,7 @@ PPO = (
 METHODS = {
     **{
         f"{TBA}, beta {beta}": ("loss=tb", f"loss.beta={beta}", "buffer=replay", "max_lag=1")
-        for beta in (0.05, 0.15, 0.3)
+        for beta in (0.05, 0.1, 0.15, 0.3)
     },
     **{
         f"PPO with novelty, weight {weight}": (

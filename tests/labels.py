@@ -1,5 +1,7 @@
 """Rewards that label pairs, in a module that a worker imports in no time."""
 
+import time
+
 
 def closeness(prompt, completion, meta):
     """How near a sum is; None for what is no number, an error for what is above 90."""
@@ -7,6 +9,12 @@ def closeness(prompt, completion, meta):
         return None
     assert int(completion) <= 90
     return -float(abs(int(completion) - int(meta["answer"])))
+
+
+def unhurried(prompt, completion, meta):
+    """The same, and so late that there is time to interrupt it."""
+    time.sleep(0.02)
+    return closeness(prompt, completion, meta)
 
 
 def length(prompt, completion, meta):

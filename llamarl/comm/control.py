@@ -326,8 +326,19 @@ class Control:
             except dist.DistError as error:
                 if not self._closing.is_set():
                     self.fail(PeerDied(self._store_gone(error)))
-            if self._closing.wait(BEAT_S):
+            overslept_s = self._sleep()
+            if self._closing.is_set():
                 return
+            for rank, (beat, since) in seen.items():
+                seen[rank] = (beat, since + overslept_s)
+
+    def _sleep(self) -> float:
+        """Until the next beat. Returns by how many seconds that took longer: its host may have been
+        held up, and with it other ranks, so that their silence in that time means nothing.
+        """
+        began = time.monotonic()
+        self._closing.wait(BEAT_S)
+        return max(0.0, time.monotonic() - began - BEAT_S)
 
     def _watch(self) -> None:
         while self.failure is None:
@@ -342,8 +353,10 @@ class Control:
             if silent_s > STORE_PATIENCE * self.heartbeat_timeout_s:
                 text = self._store_gone(f"it has not answered for {silent_s:.0f} s")
                 self.fail_now(PeerDied(text))
-            if self._closing.wait(BEAT_S):
+            overslept_s = self._sleep()
+            if self._closing.is_set():
                 return
+            self._beaten_at += overslept_s
         self._end_if_stuck()
 
     def _look_for_silent(self, store: dist.Store, seen: dict[int, tuple[bytes, float]]) -> None:

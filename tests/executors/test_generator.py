@@ -838,7 +838,7 @@ def test_a_peer_whose_leader_failed_does_not_wait_for_its_end(replica):
     peer.control.failure = RuntimeError("rank 4 failed")
     began = time.monotonic()
     peer.teardown()
-    assert time.monotonic() - began < 1
+    assert time.monotonic() - began < 10
 
 
 # --- stretches ---

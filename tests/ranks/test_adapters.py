@@ -28,6 +28,8 @@ from llamarl.models.sharding import parameter_shapes
 from llamarl.types import Group
 from tests.tolerances import rounding
 
+pytestmark = pytest.mark.slow
+
 WORLD, STEPS, GROUPS = 4, 2, 4
 TOPOLOGIES = {"fsdp4": 1, "hsdp2x2": 2}  # replicate; the rest are shards
 LORA = [

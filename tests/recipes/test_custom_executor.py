@@ -17,7 +17,7 @@ RECIPE = ROOT / "recipes" / "custom_executor.py"
     [
         (2, ["placement.reward=[0,1]"]),
         (1, ["reference=frozen", "loss.kl_coef=0.01"]),
-        (1, ["reference=reset", "reference.reset_every=2"]),
+        (1, ["reference=reset", "reference.reset_every=2", "loss.kl_coef=0.01", "max_lag=0"]),
     ],
 )
 def test_it_takes_the_topologies_of_the_main_job(tmp_path, ranks, overrides):

@@ -153,9 +153,10 @@ def test_what_another_version_began_is_not_gone_on_with(make, tmp_path):
 
 @pytest.mark.slow
 def test_a_killed_one_goes_on_to_the_same_file(make, prompts, tmp_path):
-    code, said, _ = make(CLOSENESS, out="whole")
+    unhurried = "reward.fn=tests.labels:unhurried"
+    code, said, _ = make(unhurried, out="whole")
     assert code == 0, said
-    words = (MODEL, *SMALL, prompts, CLOSENESS)
+    words = (MODEL, *SMALL, prompts, unhurried)
 
     def job():
         return Job(*words, run_dir=tmp_path / "pairs", recipe=RECIPE, directory_key="out")

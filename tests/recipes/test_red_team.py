@@ -108,9 +108,9 @@ def test_a_killed_victim_ends_the_run_with_its_name_and_a_checkpoint(tmp_path):
 def test_a_victim_that_often_says_nothing_ends_the_run_with_the_reason(tmp_path):
     """Asked for the sum of 12 and six digits, the tiny model may have nothing to say."""
     asked = ("victim.template='12+{attack}='", "max_steps=100", "eval.every=0")
-    with red_team(*asked, "reward.max_error_rate=0.1", run_dir=tmp_path / "run") as job:
+    with red_team(*asked, "reward.max_error_rate=0.01", run_dir=tmp_path / "run") as job:
         assert job.wait() == EXIT_FAILED, job.output
-    assert "above reward.max_error_rate=0.1" in job.output
+    assert "above reward.max_error_rate=0.01" in job.output
     assert "the victim's 4 answers are empty" in job.output
 
 
@@ -161,6 +161,7 @@ def test_attacks_are_learned(tmp_path):
         "eval.num_samples=64",
         "eval.every=50",
         "checkpoint.every=0",
+        "max_lag=0",
         run_dir=tmp_path / "run",
     ) as job:
         assert job.wait() == 0, job.output

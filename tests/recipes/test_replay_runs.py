@@ -129,6 +129,7 @@ def reset_run(tmp_path_factory):
         yield job
 
 
+@pytest.mark.slow
 @pytest.mark.machine
 def test_a_reference_is_reset_every_so_many_steps(reset_run):
     rows = reset_run.rows[1:]
@@ -252,10 +253,8 @@ def test_a_published_setting_runs_at_a_smaller_size(name, overrides, betas, tmp_
         )
     else:
         assert [row["loss/beta"] for row in rows] == pytest.approx(betas)
-        assert (
-            rows[0]["tb/log_ratio"] == pytest.approx(0, abs=1e-4)
-            and abs(rows[-1]["tb/log_ratio"]) > 1e-3
-        )
+        assert rows[0]["tb/log_ratio"] == pytest.approx(0, abs=1e-4)
+        assert rows[-1]["kl/ref"] > 1e-6, "which has no sign, as a mean of log ratios has"
 
 
 @pytest.mark.slow

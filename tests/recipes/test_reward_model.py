@@ -111,6 +111,7 @@ def test_two_ranks_learn_what_one_learns(two_ranks, pairs, tmp_path):
     assert ours[-1]["eval/loss"] < ours[0]["eval/loss"]
 
 
+@pytest.mark.slow
 def test_transformers_scores_alike(two_ranks):
     """A batch as its users make one: padded, each row with the end token."""
     out = two_ranks.run_dir
@@ -197,6 +198,7 @@ def test_a_stop_request_saves_and_writes_no_model(pairs, tmp_path):
     assert not (tmp_path / "out" / "config.json").exists()
 
 
+@pytest.mark.slow
 def test_the_report_has_its_curves(two_ranks, tmp_path):
     page = write_report(two_ranks.run_dir, tmp_path / "report.html").read_text()
     for title in ("Loss", "Accuracy", "Scores", "Reliability", "Calibration error"):
@@ -237,6 +239,7 @@ def test_a_used_directory_is_refused_by_the_name_of_its_key_and_its_own(refusal,
     assert "choose another out" in said
 
 
+@pytest.mark.slow
 def test_a_head_of_two_labels_is_refused(refusal, two_ranks, pairs, tmp_path):
     model = tmp_path / "model"
     shutil.copytree(two_ranks.run_dir, model)
@@ -279,7 +282,7 @@ def test_table_5_of_async_rlhf(pairs):
 @pytest.mark.slow
 def test_sft_killed_on_two_ranks_and_resumed_is_the_run_that_was_not(tmp_path):
     rows = write_rows(tmp_path / "rows.jsonl", 300)
-    long = (*SMALL, "max_steps=16", rows)
+    long = (*SMALL, "max_steps=48", rows)
 
     def job(name: str, *more: str, ranks: int | None = 2) -> Job:
         return job_of(*long, *more, out=tmp_path / name, ranks=ranks, recipe=SFT_RECIPE)

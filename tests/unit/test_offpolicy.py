@@ -246,6 +246,7 @@ def test_no_process_is_started_for_runs_that_are_kept(modules, tmp_path, monkeyp
     modules.forked.make(tmp_path, [("lr=1",), ("lr=1",)], jobs=2)
 
 
+@pytest.mark.slow
 def test_every_study_asks_for_jobs_that_the_config_accepts(modules):
     o = modules.offpolicy
     rates = dict.fromkeys(o.ALL_LOSSES, o.RATE)
