@@ -108,8 +108,9 @@ METHODS = {
 SFT = "SFT"
 # A run whose first evaluation is all that is asked of it.
 LOOK = (*FRESH, "loss=reinforce", "reference=none", "max_steps=1", "eval.every=1")
-# TBA's section 6 has no buffer, and attacks of a constant age.
-LATE = ("loss=tba", "buffer=fifo", "max_lag=8")
+# TBA's section 6 has no buffer, and attacks of a constant age. How an attacker fares that comes to
+# silence its victim is of interest too.
+LATE = ("loss=tba", "buffer=fifo", "max_lag=8", "reward.max_error_rate=1")
 OFFPOLICY = {
     "most_on_policy": {
         f"m = {share}": (*PUBLISHED, f"buffer.most_on_policy={share}") for share in (0.0, 0.5, 1.0)
