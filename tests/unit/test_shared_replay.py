@@ -189,23 +189,29 @@ def test_a_run_with_one_group_a_step_goes_on_with_more_trainer_ranks(tmp_path, m
     assert sizes == sorted(sizes), "what was held before is held still"
 
 
+SPLIT = ("buffer.draw=split", "groups_per_step=3", "loss=tb", "reference=frozen")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "own",
+    "own, ranks, topology",
     [
-        ("buffer.draw=shared",),
-        ("buffer.draw=split", "groups_per_step=1", "loss=tb", "reference=frozen"),
+        (("buffer.draw=shared",), 3, "trainer.tensor_parallel=1"),
+        (SPLIT, 3, "trainer.tensor_parallel=1"),
+        (SPLIT, 5, "trainer.tensor_parallel=2"),
     ],
-    ids=["shared", "split"],
+    ids=["shared", "split", "split_layers_too"],
 )
-def test_two_trainer_ranks_of_a_run_draw_what_one_draws(tmp_path, own):
+def test_trainer_ranks_of_a_run_draw_what_one_draws(tmp_path, own, ranks, topology):
     """The same completions as in a run of one trainer rank, until the weights round otherwise."""
-    drawn = (*own, "buffer=replay", "max_lag=0", "max_steps=2", "eval.every=0")
-    rows = []
-    for name, ranks in (("one", 2), ("two", 3)):
-        with Job(*SMALL, *drawn, *placed_on(ranks), run_dir=tmp_path / name, ranks=ranks) as job:
-            assert job.wait() == 0, job.output
-        rows.append(job.rows[-2])
+    drawn = (*SMALL, *own, "buffer=replay", "max_lag=0", "max_steps=2", "eval.every=0")
+    with Job(*drawn, *placed_on(2), run_dir=tmp_path / "one", ranks=2) as job:
+        assert job.wait() == 0, job.output
+        (alone, _) = job.rows
+    with Job(*drawn, *placed_on(ranks), topology, run_dir=tmp_path / "all", ranks=ranks) as job:
+        assert job.wait() == 0, job.output
+        (together, _) = job.rows
     for column in ("buffer/size", "buffer/prompts", "reward/mean", "tokens/trained"):
-        assert rows[0][column] == pytest.approx(rows[1][column], rel=1e-6)
-    assert rows[0]["grad_norm"] == pytest.approx(rows[1]["grad_norm"], rel=1e-3)
+        assert alone[column] == pytest.approx(together[column], rel=1e-6)
+    assert alone["grad_norm"] > 1e-3, "else rewards are all equal, and nothing is compared"
+    assert alone["grad_norm"] == pytest.approx(together["grad_norm"], rel=1e-3)
