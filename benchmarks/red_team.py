@@ -414,7 +414,8 @@ def draw(study: str, results: list[Result], file: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, ax = plt.subplots(figsize=(5.2, 3.8), layout="constrained")
+    width = 5.2 if study == "methods" else max(5.2, 1.2 * len(results))
+    figure, ax = plt.subplots(figsize=(width, 3.8), layout="constrained")
     ax.grid(alpha=0.3)
     ax.set_ylabel("successful attacks")
     if study == "methods":
