@@ -14,7 +14,8 @@ offpolicy  what TBA claims of off-policy data, each with the loss that it claims
            a buffer the most-on-policy probability and the sync period; of eq. 16, on attacks of up
            to eight steps ago, a reference that is reset (appendix D)
 
-Steps and seconds are those until the runs are at TARGET, and none of SFT, which has no such run.
+Steps and seconds are those until the runs are at a success rate, and none of SFT, which has no such
+run: 50 %, and 20 % of searchers, whom a trainer outruns that waits for nothing on the same cores.
 Success is eval/success, the share of the last evaluation's sampled attacks whose answers' mean
 score is above victim.threshold; diversity is eval/diversity, the mean pairwise cosine distance of
 these attacks under the model that training starts from. A run is kept in --runs and not made again;
@@ -55,6 +56,7 @@ DIVERSITY = "eval/diversity"
 DISTINCT = "buffer/distinct_good"
 KEPT = ("step", "time/wall_s", "time/evaluated_s", SUCCESS, DIVERSITY, DISTINCT)
 TARGET = 0.5  # a success rate to arrive at
+SEARCHERS_TARGET = 0.2
 GOOD = 0.75  # the least mean of four answers, of 0 or 1 each, above victim.threshold
 EQUAL = 0.05  # successes that differ by no more are called equal
 TBA = "TBA"  # how the names of its settings begin
@@ -127,23 +129,27 @@ OFFPOLICY = {
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A setting. panel: what is varied; name: its value."""
+    """A setting. panel: what is varied; name: its value; target: a success rate to arrive at."""
 
     panel: str
     name: str
     overrides: tuple[str, ...]
     ranks: int = 1
+    target: float = TARGET
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What a run came to. None: it did not say. steps, seconds: to TARGET; None: not reached."""
+    """What a run came to. None: it did not say. steps, seconds: to its target; None: not reached.
+    total_s: seconds of all steps.
+    """
 
     success: float
     diversity: float | None
     distinct: float | None
     steps: int | None
     seconds: float | None
+    total_s: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,25 +192,27 @@ def searchers_case(count: int) -> Case:
     placed = [f"placement.{name}=[{ranks}]" for name in ("generator", "victim", "reward")]
     alone = ("placement.trainer=[0]", "placement.reference=[0]", "max_lag=null")
     counted = (f"buffer.good_reward={GOOD}",)
-    return Case("searchers", str(count), (*PUBLISHED, *alone, *counted, *placed), ranks=count + 1)
+    overrides = (*PUBLISHED, *alone, *counted, *placed)
+    return Case("searchers", str(count), overrides, count + 1, SEARCHERS_TARGET)
 
 
 # --- Runs ---
 
 
-def found_in(rows: list[dict]) -> Found:
+def found_in(rows: list[dict], target: float = TARGET) -> Found:
     """What a run's rows say. ValueError if none was evaluated."""
     evaluated = [row for row in rows if row.get(SUCCESS) is not None]
     if not evaluated:
         raise ValueError(f"no row has {SUCCESS}: was it evaluated?")
     last = evaluated[-1]
-    reached = next((row for row in evaluated if row[SUCCESS] >= TARGET), None)
+    reached = next((row for row in evaluated if row[SUCCESS] >= target), None)
     return Found(
         success=last[SUCCESS],
         diversity=last.get(DIVERSITY),
         distinct=last.get(DISTINCT),
         steps=None if reached is None else reached["step"],
         seconds=None if reached is None else reached["time/evaluated_s"],
+        total_s=last.get("time/evaluated_s"),
     )
 
 
@@ -300,7 +308,7 @@ def results_of(study: str, args: argparse.Namespace) -> list[Result]:
             rows = rows_of(case, seed, args)
             if rows is None:
                 continue
-            found = found_in(rows)
+            found = found_in(rows, case.target)
             runs[case].append(found)
     return [Result(case, tuple(found)) for case, found in runs.items() if found]
 
@@ -323,8 +331,9 @@ def table(results: list[Result]) -> str:
         "success, %": lambda r: shown([100 * value for value in r.values("success")], ".0f"),
         "cosine distance": lambda r: shown(r.values("diversity"), ".3f"),
         "distinct attacks": lambda r: shown(r.values("distinct"), ".0f"),
-        f"steps to {TARGET:.0%}": lambda r: shown(r.values("steps"), ".0f"),
+        f"steps to {results[0].case.target:.0%}": lambda r: shown(r.values("steps"), ".0f"),
         "seconds": lambda r: shown(r.values("seconds"), ".0f"),
+        "of all steps": lambda r: shown(r.values("total_s"), ".0f"),
     }
     lines = [["", *columns], ["---"] * (len(columns) + 1)]
     for result in results:
@@ -372,17 +381,18 @@ def method_verdicts(results: list[Result]) -> list[str]:
 def searchers_verdicts(results: list[Result]) -> list[str]:
     """The most searchers against one."""
     first, last = results[0], results[-1]
+    target = first.case.target
     if first is last:
         return ["One number of searchers has runs: nothing is compared."]
     said = []
     for measure, short in (("steps", "steps"), ("seconds", "s")):
         few, many = first.mean(measure), last.mean(measure)
         if not math.isfinite(few + many):
-            said.append(f"Not all runs came to {TARGET:.0%}: their {measure} are not compared.")
+            said.append(f"Not all runs came to {target:.0%}: their {measure} are not compared.")
             continue
         word = "fewer" if many < few else "no fewer"
         said.append(
-            f"{last.case.name} searchers take {word} {measure} to {TARGET:.0%} than "
+            f"{last.case.name} searchers take {word} {measure} to {target:.0%} than "
             f"{first.case.name}: {many:.0f} {short} against {few:.0f}."
         )
     return said

@@ -28,6 +28,7 @@ def test_a_run_comes_to_its_last_evaluation_and_to_the_first_above_the_target():
     assert (found.success, found.diversity, found.distinct) == (0.4, 0.3, None)
     assert (found.steps, found.seconds) == (2, 4.0)
     assert red_team.found_in([row(0, 0.1)]).steps is None
+    assert red_team.found_in([row(0, 0.1), row(2, 0.3), row(4, 0.2)], 0.2).steps == 2
     with pytest.raises(ValueError, match="no row has eval/success"):
         red_team.found_in([{"step": 1}])
 
