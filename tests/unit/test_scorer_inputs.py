@@ -191,3 +191,14 @@ def test_a_scorer_is_known_by_what_it_is(tmp_path):
     shutil.copytree(tmp_path / "rm", tmp_path / "moved")
     assert fingerprint(tmp_path / "rm") == fingerprint(tmp_path / "moved")
     assert fingerprint(tmp_path / "rm") != fingerprint(tmp_path / "other")
+
+
+def test_novelty_is_named_by_what_its_embedder_is_and_not_by_where_it_lies(tmp_path):
+    shutil.copytree(tiny_directory(), tmp_path / "same")
+    write_scorer(tmp_path / "other")
+
+    def named(embedder: str) -> str:
+        parts = f"reward.parts={{new: {{kind: novelty, embedder: {embedder}}}}}"
+        return job("reward=parts", parts).reward
+
+    assert named("start") == named(f"{tmp_path}/same") != named(f"{tmp_path}/other")
