@@ -11,8 +11,8 @@ methods    success against diversity (figure 5, left): TBA, PPO with a reward fo
 searchers  1, 2, 4 attackers' ranks on one buffer (figure 5, right; table 6): steps and seconds to a
            success rate, and the distinct successful attacks that the buffer was given
 offpolicy  what TBA claims of off-policy data, each with the loss that it claims it of: of eq. 5 and
-           a buffer the most-on-policy probability and the sync period; of eq. 16, on attacks of up
-           to eight steps ago, a reference that is reset (appendix D)
+           a buffer the most-on-policy probability and the sync period; of eq. 16, on attacks of
+           eight steps ago, a reference that is reset (appendix D)
 
 Steps and seconds are those until the runs are at a success rate, and none of SFT, which has no such
 run: 50 %, and 20 % of searchers, whom a trainer outruns that waits for nothing on the same cores.
@@ -110,9 +110,9 @@ METHODS = {
 SFT = "SFT"
 # A run whose first evaluation is all that is asked of it.
 LOOK = (*FRESH, "loss=reinforce", "reference=none", "max_steps=1", "eval.every=1")
-# TBA's section 6 has no buffer, and attacks of a constant age. How an attacker fares that comes to
-# silence its victim is of interest too.
-LATE = ("loss=tba", "buffer=fifo", "max_lag=8", "reward.max_error_rate=1")
+# TBA's section 6 has no buffer, and attacks of a constant age: 8 steps of 8 groups each. How an
+# attacker fares that comes to silence its victim is of interest too.
+LATE = ("loss=tba", "buffer=fifo", "max_lag=8", "overcommit=64", "reward.max_error_rate=1")
 OFFPOLICY = {
     "most_on_policy": {
         f"m = {share}": (*PUBLISHED, f"buffer.most_on_policy={share}") for share in (0.0, 0.5, 1.0)
