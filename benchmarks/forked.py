@@ -8,7 +8,6 @@ that share runs make them once.
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import json
 import os
@@ -21,7 +20,7 @@ import traceback
 from dataclasses import dataclass
 from pathlib import Path
 
-from running import ROOT
+from running import ROOT, keep, kept_file
 
 KEPT = {
     "step",
@@ -64,9 +63,7 @@ class Run:
 
 def store(folder: Path, overrides: tuple[str, ...]) -> Path:
     """The file that keeps this run."""
-    return (
-        folder / f"{hashlib.sha256(json.dumps(sorted(overrides)).encode()).hexdigest()[:16]}.json"
-    )
+    return kept_file(folder, sorted(overrides))
 
 
 def load_run(folder: Path, overrides: tuple[str, ...]) -> Run | None:
@@ -164,8 +161,6 @@ def _finish(
         for line in lines
     ]
     run = Run(overrides, rows, failed, usage.ru_utime + usage.ru_stime, os.getloadavg()[0])
-    partial = store(folder, overrides).with_suffix(".part")
-    partial.write_text(json.dumps({**run.__dict__, "finished_at": time.time()}))
-    partial.replace(store(folder, overrides))
+    keep(store(folder, overrides), {**run.__dict__, "finished_at": time.time()})
     shutil.rmtree(scratch)
     return run

@@ -25,7 +25,6 @@ these attacks under the model that training starts from. A run is kept in --runs
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import math
 import shutil
@@ -39,7 +38,7 @@ import llamarl  # noqa: F401  before torch: it says how torch's threads wait
 
 # isort: split
 import torch
-from running import ROOT, as_item, machine, run_job, run_process
+from running import ROOT, as_item, keep, kept_file, machine, run_job, run_process
 
 from llamarl.learning.embedding import (
     EmbedderSettings,
@@ -228,8 +227,7 @@ def rows_of(case: Case, seed: int, args: argparse.Namespace) -> list[dict] | Non
     known = [case.ranks, *words]
     if case.name == SFT:
         known += [args.sft_attacks, *SFT_SETTINGS]
-    name = hashlib.sha256(json.dumps(known).encode()).hexdigest()[:16]
-    file = args.runs.absolute() / f"{name}.json"
+    file = kept_file(args.runs, known)
     if file.exists():
         return json.loads(file.read_text())["rows"]
     if not args.jobs:
@@ -242,9 +240,7 @@ def rows_of(case: Case, seed: int, args: argparse.Namespace) -> list[dict] | Non
     else:
         all_rows = run_job(run_dir, list(words), ranks=case.ranks, recipe="red_team.py")
     rows = [{key: row[key] for key in KEPT if key in row} for row in all_rows]
-    draft = file.with_suffix(".part")
-    draft.write_text(json.dumps({"overrides": words, "rows": rows}))
-    draft.replace(file)
+    keep(file, {"overrides": words, "rows": rows})
     print(f"{rows[-1]['time/wall_s']:5.0f} s  {case.panel} {case.name}, seed {seed}", flush=True)
     return rows
 

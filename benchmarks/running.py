@@ -4,6 +4,7 @@ machine.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import os
@@ -155,6 +156,20 @@ def machine() -> dict[str, str | int | float]:
         "torch": torch.__version__,
         "python": platform.python_version(),
     }
+
+
+def kept_file(folder: Path, known: object) -> Path:
+    """Where what a run came to is kept, by all that makes it that run: settings, as JSON."""
+    name = hashlib.sha256(json.dumps(known).encode()).hexdigest()[:16]
+    return folder.absolute() / f"{name}.json"
+
+
+def keep(file: Path, found: dict) -> None:
+    """Write it, whole or not at all."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    draft = file.with_suffix(".part")
+    draft.write_text(json.dumps(found))
+    draft.replace(file)
 
 
 def as_paragraph(text: str) -> str:

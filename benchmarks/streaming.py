@@ -41,6 +41,8 @@ from running import (
     ROOT,
     as_item,
     as_paragraph,
+    keep,
+    kept_file,
     machine,
     read_rows,
     run_job,
@@ -140,17 +142,31 @@ def overrides_of(way: str, chunk_tokens: int) -> list[str]:
     return words
 
 
-def kept(args: argparse.Namespace, name: str, make: Callable[[], dict]) -> dict:
-    """What the run of that name came to: from --runs, where an earlier call made it."""
+def sizes_of(args: argparse.Namespace) -> dict:
+    """What makes a run that run, but for its overlap."""
+    return {
+        "model": args.model.name,  # and not where it lies
+        "groups": args.groups,
+        "group": args.group,
+        "answer_tokens": args.answer_tokens,
+        "slots": args.slots,
+        "dtype": args.dtype,
+        "steps": args.steps,
+    }
+
+
+def made_or_kept(args: argparse.Namespace, name: str, make: Callable[[], dict]) -> dict:
+    """What the run of that name came to: from --runs, where an earlier call on such a machine made
+    it.
+    """
     if args.runs is None:
         return make()
-    sizes = f"{args.groups}x{args.group}x{args.answer_tokens}_{args.slots}_{args.dtype}"
-    file = args.runs / f"{args.model.name}_{sizes}_{args.steps}_{name}.json"
+    on = {key: value for key, value in machine().items() if key != "load"}
+    file = kept_file(args.runs, [name, sizes_of(args), on])
     if file.exists():
         return json.loads(file.read_text())
     found = make()
-    args.runs.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(found) + "\n")
+    keep(file, found)
     print(f"{name}: {json.dumps(found)}", file=sys.stderr)
     return found
 
@@ -386,7 +402,7 @@ def main() -> None:
 
         def run_of(way: str, chunk_tokens: int = 0) -> dict:
             name = f"{way}_{chunk_tokens}" if chunk_tokens else way
-            return kept(args, name, lambda: made_run(args, scorer, way, chunk_tokens))
+            return made_or_kept(args, name, lambda: made_run(args, scorer, way, chunk_tokens))
 
         runs = [run_of("none")]
         for chunk_tokens in args.chunks:
@@ -394,14 +410,11 @@ def main() -> None:
         runs.append(run_of("inter"))
         runs.append(run_of("both", best_chunk(runs)))
         if args.trl_python is not None:
-            trl = kept(args, "trl", lambda: made_by_trl(args, scorer))
-    named = vars(args) | {"model": args.model.name}  # and not where it lies
-    not_sizes = ("json", "page", "trl_python", "runs")
-    settings = {name: value for name, value in named.items() if name not in not_sizes}
+            trl = made_or_kept(args, "trl", lambda: made_by_trl(args, scorer))
     found = {
         "benchmark": "streaming",
         "machine": machine(),
-        "settings": settings,
+        "settings": sizes_of(args) | {"chunks": args.chunks},
         "runs": runs,
         "trl": trl,
     }

@@ -60,6 +60,8 @@ _SAVED_AS = {"weights": "model/", "moments": ""}  # prefixes, see llamarl.models
 
 log = logging.getLogger(__name__)
 
+LEAST_RATE = 0.01  # of lr: what a step of a smaller one changes may be nothing
+
 
 @dataclass(frozen=True, slots=True)
 class AdamSettings:
@@ -292,9 +294,7 @@ class FSDPTrainer(Executor):
         reported |= self.buffer.metrics(ranks)
         self.version += 1
         self.tickets.trained(result.mean_reward if result.num_trained_tokens else math.nan)
-        # One below the optimizer's eps is the rounding of no gradient, as equal rewards leave it.
-        has_gradient = result.grad_norm > self.adam.eps
-        stall_s = self._publish(must_differ=has_gradient)
+        stall_s = self._publish(must_differ=self._must_differ(result.grad_norm))
         if self.resets_reference(self.version):
             # Mail tells of it, in order with that of checkpoints.
             self.reference_weights.publish(self.version, must_load=True, must_differ=False)
@@ -318,6 +318,14 @@ class FSDPTrainer(Executor):
         if self.checkpoint_at(self.version) and self.version < self.settings.max_steps:
             self.checkpoints.save(self.version, self)
         self._wait_since = time.monotonic()
+
+    def _must_differ(self, grad_norm: float) -> bool:
+        """Whether the step that made this version must show in the generator's weights.
+
+        A gradient below the optimizer's eps is the rounding of none, as equal rewards leave it, and
+        a schedule's last rates may be too small for the generator's dtype.
+        """
+        return grad_norm > self.adam.eps and self.settings.rate(self.version - 1) > LEAST_RATE
 
     def _publish(self, *, must_differ: bool) -> float:
         self.claim_device()

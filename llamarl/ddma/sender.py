@@ -8,7 +8,6 @@ llamarl.ddma.protocol says how a version travels.
 
 from __future__ import annotations
 
-import logging
 import queue
 import time
 from collections.abc import Callable
@@ -34,8 +33,6 @@ from llamarl.errors import PeerDied, TimedOut, WeightsError
 from llamarl.models.config import ModelConfig
 from llamarl.models.fsdp import local
 from llamarl.models.sharding import aligned
-
-log = logging.getLogger(__name__)
 
 LOOK_S = 0.2  # between two looks at whether a free slot can still be hoped for
 
@@ -106,11 +103,10 @@ class WeightsSender:
     ) -> float:
         """Stage this rank's shard as `version`; it travels behind.
 
-        must_differ: the optimizer had a gradient, so that a payload equal to the last one is warned
-        of, and a second one in a row ends the run with WeightsError. must_load: no newer version
-        may take its place before the receivers have loaded it. evaluate: they evaluate it, and so
-        must load it too. canary() runs after staging, while buckets travel: what the receivers are
-        to check the version with.
+        must_differ: the optimizer had a gradient, so a payload equal to the last one ends the run
+        with WeightsError. must_load: no newer version may take its place before the receivers have
+        loaded it. evaluate: they evaluate it, and so must load it too. canary() runs after staging,
+        while buckets travel: what the receivers are to check the version with.
 
         Returns the seconds that the caller was held for, without those of canary(). TimedOut if no
         slot comes free: the generators have not taken the version before last. After a stop request
@@ -181,7 +177,6 @@ class Publisher:
         self._queued: queue.Queue[QueuedVersion | None] = queue.Queue()
         self._peers = {out.link.peer for out in links}
         self._last_digests: dict[int, int] = {}
-        self._was_equal = False  # the newest version that had to differ
         self._closing = False
         self._thread = self._control.thread(f"publish-{context.name}", self._run)
 
@@ -271,26 +266,15 @@ class Publisher:
         digests = send_version(
             self._links, queued, self._context.copier, while_staging=self._while_staging
         )
-        if queued.must_differ:
-            is_equal = bool(digests) and digests == self._last_digests
-            if is_equal:
-                self._tell_equal(queued.version)
-            self._was_equal = is_equal
+        if queued.must_differ and digests and digests == self._last_digests:
+            raise WeightsError(
+                f"weights of version {queued.version} equal those of the version before, after an "
+                "optimizer step: the step changed nothing the generator can see (learning rate too "
+                "small for its dtype?)"
+            )
         self._last_digests = digests
         self.committed_version = queued.version
         self._free.put(queued.slot)
-
-    def _tell_equal(self, version: int) -> None:
-        """Once a schedule's last rates may have done it, or a gradient of next to nothing."""
-        said = (
-            f"weights of version {version} equal those of the version before, after an optimizer "
-            "step: the step changed nothing the generator can see (learning rate too small for its "
-            "dtype?)"
-        )
-        if self._was_equal:
-            raise WeightsError(f"{said}, as the step before")
-        where = f"{self._context} from rank {self._control.rank}"
-        log.warning("%s: %s; another such step ends the run", where, said)
 
     def close(self) -> None:
         """Deliver what is queued, then say that no more comes.

@@ -97,6 +97,19 @@ class UpdateSettings:
     def updates_per_step(self) -> int:
         return self.minibatches_per_step * self.updates_per_batch
 
+    def rate(self, version: int, index: int = 0) -> float:
+        """What an update has of the learning rates, 0 to 1. index: of the update in its step."""
+        updates = self.updates_per_step
+        decay_steps = None if self.decay_steps is None else self.decay_steps * updates
+        return lr_at(
+            version * updates + index,
+            lr=1.0,
+            schedule=self.schedule,
+            warmup_steps=self.warmup_steps * updates,
+            max_steps=self.max_steps * updates,
+            decay_steps=decay_steps,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
@@ -358,20 +371,11 @@ class PolicyUpdate:
         if update_id.is_first:
             metrics |= self._checked_parity(tally, update_id)
         metrics |= over_ranks(tally.metrics, self.ranks)
-        s = self.settings
-        updates = s.updates_per_step
-        factor = lr_at(  # of the learning rates, in this update
-            update_id.version * updates + update_id.index,
-            lr=1.0,
-            schedule=s.schedule,
-            warmup_steps=s.warmup_steps * updates,
-            max_steps=s.max_steps * updates,
-            decay_steps=None if s.decay_steps is None else s.decay_steps * updates,
-        )
-        set_lr(self.optimizer, s.lr * factor)
+        rate = self.settings.rate(update_id.version, update_id.index)
+        set_lr(self.optimizer, self.settings.lr * rate)
         self.optimizer.step()
         if self.critic:
-            self.critic.step(factor)
+            self.critic.step(rate)
         sizes = self.ranks.sum(labels=tally.labels, tokens=tally.tokens, places=tally.places)
         return Update(completions=minibatch.num_completions, metrics=metrics, **sizes)
 

@@ -4,10 +4,12 @@ nothing.
 
 import dataclasses
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from executors.trainer import FSDPTrainer
 from llamarl.errors import NotFinite, ParityError
 from llamarl.learning.losses.policy_gradient import policy_gradient
 from llamarl.learning.losses.regularisers import regularised
@@ -481,3 +483,23 @@ def test_a_canary_for_a_quantised_generator_holds_the_likeliest_tokens_too(top):
     assert got.top_ids == want.indices.tolist()
     torch.testing.assert_close(torch.tensor(got.top_logprobs), want.values, atol=1e-5, rtol=0)
     assert got.logprobs == update.canary(SEQUENCES).logprobs
+
+
+def test_each_update_has_its_own_rate():
+    settings = dataclasses.replace(SETTINGS, minibatches_per_step=2, max_steps=2)
+    rates = [settings.rate(version, index) for version in (0, 1) for index in (0, 1)]
+    assert rates == pytest.approx([1.0, 0.75, 0.5, 0.25])
+
+
+@pytest.mark.parametrize(
+    "version, grad_norm, must_differ",
+    [
+        (1, 2e-8, True),
+        (1, 4e-15, False),  # rounding
+        (1000, 1.0, False),  # the last of a cosine's rates
+    ],
+)
+def test_only_a_step_with_a_gradient_and_a_rate_must_show(version, grad_norm, must_differ):
+    settings = dataclasses.replace(SETTINGS, schedule="cosine", max_steps=1000)
+    trainer = SimpleNamespace(settings=settings, adam=SimpleNamespace(eps=1e-8), version=version)
+    assert FSDPTrainer._must_differ(trainer, grad_norm) == must_differ
