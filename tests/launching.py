@@ -7,6 +7,7 @@ else's process is touched.
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import signal
@@ -15,12 +16,14 @@ import sys
 import time
 import uuid
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import psutil
 
 from llamarl.observe import is_timing
 from llamarl.tasks.rewards import exact_match
+from tests.forked import Forkery
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPE = ROOT / "recipes" / "llama_async.py"
@@ -75,22 +78,25 @@ class Job:
         self.run_dir = run_dir
         self._recipe = str(recipe)
         self._mark = uuid.uuid4().hex
-        launcher = (
-            ["-m", "torch.distributed.run", rendezvous, f"--nproc-per-node={ranks}", *torchrun]
-            if ranks
-            else []
-        )
-        where = [f"{directory_key}={run_dir}"] if run_dir else []
         home = run_dir.parent if run_dir else cwd
         self._log = home / f"{self._mark}.log" if cwd is None else cwd.parent / f"{self._mark}.log"
-        marked = environment(PYTHONUNBUFFERED="1", **{_MARK: self._mark}) | dict(env)
+        where = [f"{directory_key}={run_dir}"] if run_dir else []
+        argv = [self._recipe, *overrides, *where]
+        marked = {"PYTHONUNBUFFERED": "1", _MARK: self._mark} | dict(env)
+        launcher = []
+        if ranks:
+            launcher = ["-m", "torch.distributed.run", rendezvous, f"--nproc-per-node={ranks}"]
+            launcher += torchrun
+        self.process = self._start(argv, launcher, ranks, marked, cwd or ROOT)
+
+    def _start(self, argv, launcher, ranks, more_environment, cwd):
         with self._log.open("wb") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, *launcher, self._recipe, *overrides, *where],
+            return subprocess.Popen(
+                [sys.executable, *launcher, *argv],
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=marked,
-                cwd=cwd or ROOT,
+                env=environment(**more_environment),
+                cwd=cwd,
                 start_new_session=True,
             )
 
@@ -104,6 +110,10 @@ class Job:
             except ProcessLookupError:
                 pass  # it ended meanwhile
         self.process.wait()
+
+    def stop(self) -> None:
+        """Ask for the end at the next step, as a cluster's scheduler does."""
+        os.kill(self.process.pid, signal.SIGTERM)
 
     @property
     def output(self) -> str:
@@ -187,6 +197,34 @@ class Job:
             if (p.info["environ"] or {}).get(_MARK) == self._mark
             and p.info["status"] != psutil.STATUS_ZOMBIE
         ]
+
+
+class ForkedJob(Job):
+    """A job that starts at once, where a test is of what comes of it and not of how it is started:
+    without an interpreter of its own for each rank, and with a launcher that does as torchrun does.
+    """
+
+    def _start(self, argv, launcher, ranks, more_environment, cwd):
+        given = environment(**more_environment)
+        return _forkery().start(argv, ranks=ranks, environment=given, log=self._log, cwd=cwd)
+
+    def __exit__(self, *_) -> None:
+        self.process.end()
+        for pid in self.pids():  # what its ranks have started
+            os.kill(pid, signal.SIGKILL)
+
+    def stop(self) -> None:
+        self.process.stop()
+
+    def rank_pids(self) -> dict[int, int]:
+        return dict(enumerate(self.process.pids))
+
+
+@cache
+def _forkery() -> Forkery:
+    made = Forkery()
+    atexit.register(made.close)
+    return made
 
 
 def untimed(rows: list[dict]) -> list[dict]:

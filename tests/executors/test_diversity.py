@@ -5,7 +5,7 @@ import torch
 
 from executors import diversity as diversity_module
 from executors.diversity import TEXTS_A_CALL, Diversity
-from tests.launching import SMALL, Job
+from tests.launching import SMALL, ForkedJob
 
 DIRECTIONS = {"east": [1.0, 0.0], "north": [0.0, 1.0], "west": [-1.0, 0.0]}
 
@@ -61,7 +61,7 @@ def test_it_works_in_pieces_and_ends_versions_in_order(embedder):
 def test_a_run_reports_it_beside_what_gold_says(tmp_path):
     judged = ("eval.gold=tests.launching:unhurried", "eval.reference_key=null")
     sampled = ("eval.embedder=start", "eval.num_samples=3", "max_steps=2")
-    with Job(*SMALL, *judged, *sampled, run_dir=tmp_path / "run") as job:
+    with ForkedJob(*SMALL, *judged, *sampled, run_dir=tmp_path / "run") as job:
         assert job.wait() == 0, job.output
         rows = job.rows
     assert [row["step"] for row in rows if row.get("eval/diversity") is not None] == [0, 2]

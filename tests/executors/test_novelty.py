@@ -20,7 +20,7 @@ from executors.weighted import Part, parts_alone
 from llamarl.learning.embedding import EmbedderSettings
 from llamarl.models.config import tiny_directory
 from llamarl.types import Prompt
-from tests.launching import COMPLETIONS, SMALL, Job, untimed
+from tests.launching import COMPLETIONS, SMALL, ForkedJob, untimed
 
 CPU = torch.device("cpu")
 GROUPS = 3  # a step
@@ -209,7 +209,7 @@ def test_a_synchronous_run_with_novelty_is_the_same_every_time(tmp_path):
     )
     runs = []
     for name, ranks in {"one": None, "two": 2}.items():
-        with Job(*SMALL, *parts, run_dir=tmp_path / name, ranks=ranks) as job:
+        with ForkedJob(*SMALL, *parts, run_dir=tmp_path / name, ranks=ranks) as job:
             assert job.wait() == 0, job.output
         runs.append(untimed(job.rows)[-3:])
     assert runs[0] == runs[1]

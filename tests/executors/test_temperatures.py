@@ -15,7 +15,7 @@ from llamarl.executor import ExecutorGroup
 from llamarl.inference import SamplingParams, TemperatureRange
 from llamarl.inference.evaluation import SAMPLED
 from tests.executors.test_generator import PROMPT, canary_of, generator, stored
-from tests.launching import SMALL, Job, untimed
+from tests.launching import SMALL, ForkedJob, untimed
 
 LOW, HIGH, SEED = 0.7, 2.0, 11
 DRAWN = TemperatureRange(LOW, HIGH, SEED)
@@ -142,7 +142,7 @@ def test_a_run_explores_at_drawn_temperatures_and_its_resume_draws_the_same(tmp_
     runs = []
     for name, ends in {"whole": (2,), "resumed": (1, 2)}.items():
         for end in ends:
-            with Job(
+            with ForkedJob(
                 *SMALL,
                 *search,
                 f"max_steps={end}",

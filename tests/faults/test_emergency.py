@@ -9,7 +9,7 @@ import signal
 import pytest
 
 from llamarl.checkpoint.checkpointer import ranks_of, verify
-from tests.launching import GROUPS, SMALL, Job, untimed
+from tests.launching import GROUPS, SMALL, ForkedJob, Job, untimed
 
 RARE = ("checkpoint.every=1000", "eval.every=0")
 EXIT_FAILED = 1
@@ -52,7 +52,7 @@ def test_a_killed_generator_costs_no_step_that_was_trained(tmp_path):
         step = check_whole(job, at_least=3)
         assert "rank 1 (generator, reward)" in job.output, job.output
         assert ranks_of(job.checkpoint, "generator") == []
-    with Job(
+    with ForkedJob(
         *SMALL,
         *RARE,
         "max_lag=2",
@@ -71,7 +71,9 @@ def test_a_killed_generator_costs_no_step_that_was_trained(tmp_path):
 def test_a_station_that_fails_beside_the_trainer_costs_no_step_either(tmp_path):
     """In one process: the reward fails for good once FAIL_AFTER completions are scored."""
     failing = ("reward.fn=tests.launching:fails_later", "max_lag=2", "max_steps=100000")
-    with Job(*SMALL, *RARE, *failing, run_dir=tmp_path / "run", env={"FAIL_AFTER": "48"}) as job:
+    with ForkedJob(
+        *SMALL, *RARE, *failing, run_dir=tmp_path / "run", env={"FAIL_AFTER": "48"}
+    ) as job:
         assert job.wait() == EXIT_FAILED
         check_whole(job, at_least=1)
         assert "above reward.max_error_rate" in job.output
@@ -92,7 +94,7 @@ def test_torchrun_restarts_from_the_last_words_of_a_killed_generator(synchronous
 @pytest.mark.slow
 def test_a_silent_generator_costs_no_step_that_was_trained(tmp_path):
     quick = ("heartbeat_timeout_s=4", "max_lag=2", "max_steps=100000")
-    with Job(*SMALL, *RARE, *quick, run_dir=tmp_path / "run", ranks=2) as job:
+    with ForkedJob(*SMALL, *RARE, *quick, run_dir=tmp_path / "run", ranks=2) as job:
         kill_after(job, rank=1, steps=3, number=signal.SIGSTOP)
         job.until(lambda: "was sealed after that" in job.output, "a checkpoint")
         check_whole(job, at_least=3)
@@ -110,7 +112,7 @@ THREE = (
 
 @pytest.mark.slow
 def test_two_trainer_ranks_save_the_same_step_when_the_generator_dies(tmp_path):
-    with Job(*SMALL, *RARE, *THREE, run_dir=tmp_path / "run", ranks=3) as job:
+    with ForkedJob(*SMALL, *RARE, *THREE, run_dir=tmp_path / "run", ranks=3) as job:
         kill_after(job, rank=2, steps=3)
         assert job.wait() == EXIT_FAILED, job.output
         check_whole(job, at_least=3)

@@ -9,7 +9,7 @@ import socket
 
 import pytest
 
-from tests.launching import SMALL, Job
+from tests.launching import SMALL, ForkedJob, Job
 
 BAD_INPUT = 2
 ENDLESS = ("max_steps=100000", "eval.every=0", "checkpoint.every=2")
@@ -42,9 +42,9 @@ def test_completions_under_way_are_not_gone_on_with_under_other_prompts(tmp_path
     completions start anew.
     """
     task = sums(tmp_path / "sums.jsonl", first=10)
-    with Job(*SMALL, *LONG, *task, "max_steps=100000", run_dir=tmp_path / "run") as job:
+    with ForkedJob(*SMALL, *LONG, *task, "max_steps=100000", run_dir=tmp_path / "run") as job:
         job.until(lambda: len(job.rows) >= 2, "two steps")
-        os.kill(job.process.pid, signal.SIGTERM)
+        job.stop()
         job.wait()
         stopped = job.checkpoint
     in_work = json.loads((stopped / "generator.rank0.json").read_text())["in_work"]
@@ -56,9 +56,9 @@ def test_completions_under_way_are_not_gone_on_with_under_other_prompts(tmp_path
         "resume=auto",
     )
     sums(tmp_path / "sums.jsonl", first=30)
-    with Job(*again, *task, run_dir=tmp_path / "run") as job:
+    with ForkedJob(*again, *task, run_dir=tmp_path / "run") as job:
         assert job.wait() == BAD_INPUT and "the data itself has changed" in job.output
-    with Job(*again, *task, "resume_with_other=[data]", run_dir=tmp_path / "run") as job:
+    with ForkedJob(*again, *task, "resume_with_other=[data]", run_dir=tmp_path / "run") as job:
         assert job.wait() == 0, job.output
         assert f"completions of {len(in_work)} tickets were sampled for other prompts" in job.output
         assert "completions go on after" not in job.output

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from llamarl.checkpoint.checkpointer import verify
-from tests.launching import GROUP_SIZE, GROUPS, SMALL, Job, environment, untimed
+from tests.launching import GROUP_SIZE, GROUPS, SMALL, ForkedJob, Job, environment, untimed
 
 LONG = ("max_steps=100000", "eval.every=0", "checkpoint.every=0")
 HEARTBEAT_S = 4
@@ -21,7 +21,7 @@ def test_sigterm_ends_all_processes_with_a_valid_checkpoint(tmp_path):
     with Job(*SMALL, *LONG, run_dir=tmp_path / "run", ranks=2) as job:
         job.until(lambda: len(job.rows) >= 2, "two steps")
         everyone = set(job.pids())
-        os.kill(job.process.pid, signal.SIGTERM)
+        job.stop()
         job.until_gone(everyone)
         assert verify(job.checkpoint) == []
 
@@ -73,12 +73,12 @@ def test_trainer_ranks_stop_at_the_same_step_and_the_run_goes_on_with_one(tmp_pa
     with Job(*SMALL, *LONG, *two, run_dir=tmp_path / "run", ranks=3) as job:
         job.until(lambda: len(job.rows) >= 3, "three steps")
         everyone = set(job.pids())
-        os.kill(job.process.pid, signal.SIGTERM)
+        job.stop()
         job.until_gone(everyone)
         assert verify(job.checkpoint) == []
         stopped_at = int(job.checkpoint.name.removeprefix("step_"))
     further = f"max_steps={stopped_at + 2}"
-    with Job(*SMALL, *LONG, further, "resume=auto", run_dir=tmp_path / "run", ranks=2) as job:
+    with ForkedJob(*SMALL, *LONG, further, "resume=auto", run_dir=tmp_path / "run", ranks=2) as job:
         assert job.wait() == 0, job.output
         assert [r["step"] for r in job.rows][-1] == stopped_at + 2
         assert len({r["step"] for r in job.rows}) == len(job.rows)
@@ -103,7 +103,7 @@ def test_a_checkpoint_that_takes_longer_than_stop_s_is_waited_for(tmp_path):
     with Job(*SMALL, *LONG, "stop_s=2", run_dir=tmp_path / "run", ranks=2, env=slow) as job:
         job.until(lambda: len(job.rows) >= 2, "two steps")
         everyone = set(job.pids())
-        os.kill(job.process.pid, signal.SIGTERM)
+        job.stop()
         job.until_gone(everyone)
         assert verify(job.checkpoint) == [] and "could not end" not in job.output
 
@@ -138,7 +138,7 @@ def stopped_amid_work(run_dir: Path, three: tuple[str, ...]) -> tuple[Path, set[
     the stop comes: then the run goes on and is stopped again.
     """
     for attempt in range(STOPS):
-        with Job(
+        with ForkedJob(
             *SMALL,
             *UNFINISHED,
             *three,
@@ -149,7 +149,7 @@ def stopped_amid_work(run_dir: Path, three: tuple[str, ...]) -> tuple[Path, set[
         ) as job:
             before = len(job.rows)
             job.until(lambda: len(job.rows) >= before + 2, "two steps")
-            os.kill(job.process.pid, signal.SIGTERM)
+            job.stop()
             job.wait()
             assert verify(job.checkpoint) == []
             stopped = job.checkpoint
@@ -184,7 +184,7 @@ def test_a_run_stopped_amid_long_completions_goes_on_with_them(tmp_path, three, 
     stopped, in_work = stopped_amid_work(tmp_path / "run", three)
     step = int(stopped.name.removeprefix("step_")) + 3
     again = (f"max_steps={step}", "resume=auto", f"generator.resume_partials={str(resume).lower()}")
-    with Job(
+    with ForkedJob(
         *SMALL,
         *UNFINISHED,
         *(three if ranks == 3 else ()),
@@ -237,7 +237,7 @@ def test_a_stopped_rank_is_named_by_the_others(tmp_path, stopped):
 
 @pytest.mark.slow
 def test_a_reward_that_always_fails_ends_the_run_and_is_named(tmp_path):
-    with Job(
+    with ForkedJob(
         *SMALL,
         "max_steps=50",
         "eval.every=0",
@@ -266,6 +266,6 @@ def test_a_reward_that_hangs_on_one_prompt_is_contained_and_counted(tmp_path):
         "max_lag=0",
         "max_steps=1",
     )
-    with Job(*SMALL, *hanging, run_dir=tmp_path / "run", env=env) as job:
+    with ForkedJob(*SMALL, *hanging, run_dir=tmp_path / "run", env=env) as job:
         assert job.wait() == 0, job.output
         assert job.rows[1]["reward/error_rate"] == 4 / 16  # the four completions of ticket 0

@@ -16,7 +16,7 @@ from llamarl.config.conversion import load_config, save_config
 from llamarl.errors import CheckpointError
 from llamarl.models.config import tiny_directory
 from llamarl.tasks.evaluation import pass_at_k
-from tests.launching import EVAL_PROMPTS, JOB_S, ROOT, SMALL, STEPS, Job, environment, untimed
+from tests.launching import EVAL_PROMPTS, JOB_S, ROOT, SMALL, STEPS, ForkedJob, environment, untimed
 
 RECIPE = ROOT / "recipes" / "evaluate.py"
 SAMPLES = 4
@@ -113,7 +113,7 @@ def test_a_run_reports_pass_at_k_from_its_first_version_on_and_the_recipe_finds_
     synchronous_run, evaluate, tmp_path
 ):
     sampled = ("max_lag=0", "max_steps=2", f"eval.num_samples={SAMPLES}")
-    with Job(*SMALL, *sampled, run_dir=tmp_path / "run") as job:
+    with ForkedJob(*SMALL, *sampled, run_dir=tmp_path / "run") as job:
         assert job.wait() == 0, job.output
         rows = job.rows
     evaluated = [row for row in rows if "eval/pass_at_k" in row]

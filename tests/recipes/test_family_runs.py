@@ -15,7 +15,7 @@ from llamarl.models.attention import PackedAttention
 from llamarl.models.build import build_decoder, read_config
 from llamarl.models.config import tiny_directory
 from llamarl.models.hf import load_weights
-from tests.launching import SMALL, Job
+from tests.launching import SMALL, ForkedJob
 from tests.tolerances import rounding
 
 pytestmark = pytest.mark.slow
@@ -65,7 +65,9 @@ def directory(request, tmp_path) -> Path:
 def test_a_run_learns_and_leaves_a_model_that_transformers_loads(directory, tmp_path):
     given = ("model=hf", f"model.path={directory}", "model.dtype=float32", "lr=3e-3")
     reward = "reward.fn=tests.recipes.test_family_runs:digits_at_the_start"
-    with Job(*SMALL, *given, *RANKS, reward, "max_lag=1", run_dir=tmp_path / "run", ranks=3) as job:
+    with ForkedJob(
+        *SMALL, *given, *RANKS, reward, "max_lag=1", run_dir=tmp_path / "run", ranks=3
+    ) as job:
         assert job.wait() == 0, job.output
         rows = job.rows
     assert any(row.get("grad_norm") for row in rows)

@@ -18,7 +18,7 @@ from llamarl.models.config import tiny_directory
 from llamarl.observe.report import write_report
 from llamarl.tasks.win_rate import WinRate
 from recipes import evaluate
-from tests.launching import EVAL_PROMPTS, SMALL, Job, environment, untimed
+from tests.launching import EVAL_PROMPTS, SMALL, ForkedJob, environment, untimed
 from tests.random_models import swap_tokens
 from tests.scorers import SCORES, score_of, write_scorer
 from tests.tolerances import rounding
@@ -47,7 +47,7 @@ def run(gold, tmp_path_factory):
     path, _ = gold
     given = (f"eval.gold={path}", f"eval.base={tiny_directory()}")
     run_dir = tmp_path_factory.mktemp("gold_run") / "run"
-    with Job(*GIVEN, *given, run_dir=run_dir) as job:
+    with ForkedJob(*GIVEN, *given, run_dir=run_dir) as job:
         assert job.wait() == 0, job.output
         yield job
 
@@ -122,14 +122,14 @@ def test_a_run_reports_the_perplexity_of_transformers(run, answers):
 def test_synchronous_runs_are_alike_to_the_bit_with_gold_too(run, gold, tmp_path):
     path, _ = gold
     given = (f"eval.gold={path}", f"eval.base={tiny_directory()}")
-    with Job(*GIVEN, *given, run_dir=tmp_path / "run") as job:
+    with ForkedJob(*GIVEN, *given, run_dir=tmp_path / "run") as job:
         assert job.wait() == 0, job.output
     assert untimed(job.rows) == untimed(run.rows)
 
 
 @pytest.mark.slow
 def test_gold_changes_nothing_that_is_learned(run, tmp_path):
-    with Job(*GIVEN, run_dir=tmp_path / "run") as job:
+    with ForkedJob(*GIVEN, run_dir=tmp_path / "run") as job:
         assert job.wait() == 0, job.output
     for plain, judged in zip(untimed(job.rows), untimed(run.rows), strict=True):
         assert plain == {name: judged[name] for name in plain}
@@ -140,7 +140,7 @@ def test_gold_may_be_a_function_and_beside_a_lagging_trainer(tmp_path):
     (tmp_path / "user_gold.py").write_text(USER_MODULE)
     env = {"PYTHONPATH": os.pathsep.join([environment()["PYTHONPATH"], str(tmp_path)])}
     given = (*SMALL, "eval.gold=user_gold:close", "max_lag=1")
-    with Job(*given, run_dir=tmp_path / "run", ranks=2, env=env) as job:
+    with ForkedJob(*given, run_dir=tmp_path / "run", ranks=2, env=env) as job:
         assert job.wait() == 0, job.output
     judged = [row for row in job.rows if "eval/gold" in row]
     assert [row["step"] for row in judged] == [0, 2, 4]

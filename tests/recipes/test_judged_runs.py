@@ -3,7 +3,7 @@
 import pytest
 
 from tests.judge_server import HANG_UP, NO_REPLY, JudgeServer, Reply, longer
-from tests.launching import Job
+from tests.launching import ForkedJob
 
 BAD_INPUT = 2  # the exit code
 KEY = "sk-a-secret-that-must-not-be-seen"
@@ -16,7 +16,7 @@ def judged_by(server):
 
 def run_judged_by(server, folder, *overrides):
     """The job, which has ended, and its exit code."""
-    job = Job(
+    job = ForkedJob(
         *judged_by(server),
         "eval.every=0",
         "groups_per_step=8",

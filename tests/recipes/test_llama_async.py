@@ -20,6 +20,7 @@ from tests.launching import (
     ROOT,
     SMALL,
     STEPS,
+    ForkedJob,
     Job,
     environment,
     untimed,
@@ -154,7 +155,7 @@ def test_a_dry_run_shows_the_plan_scores_samples_and_writes_nothing(launch_here,
     ],
 )
 def test_any_placement_trains_alike(synchronous_run, tmp_path, ranks, placement):
-    with Job(*SMALL, "max_lag=0", *placement, run_dir=tmp_path / "run", ranks=ranks) as job:
+    with ForkedJob(*SMALL, "max_lag=0", *placement, run_dir=tmp_path / "run", ranks=ranks) as job:
         assert job.wait() == 0, job.output
         rows, want = job.rows, synchronous_run.rows
     assert [r["step"] for r in rows] == [r["step"] for r in want]
@@ -167,7 +168,7 @@ def test_any_placement_trains_alike(synchronous_run, tmp_path, ranks, placement)
 
 @pytest.mark.slow
 def test_a_reference_adds_its_kl_and_every_row_has_it(tmp_path):
-    with Job(
+    with ForkedJob(
         *SMALL, "reference=frozen", "loss.kl_coef=0.01", run_dir=tmp_path / "run", ranks=2
     ) as job:
         assert job.wait() == 0, job.output
@@ -183,7 +184,7 @@ def test_a_step_that_changed_nothing_ends_a_run_where_there_was_a_gradient(
 ):
     """One below the optimizer's eps is rounding: how a sum of nothing rounds must end no run."""
     too_small = ("lr=1e-30", "max_lag=0", "eval.every=0", f"trainer.eps={eps}")
-    with Job(*SMALL, *too_small, "max_steps=2", run_dir=tmp_path / "run") as job:
+    with ForkedJob(*SMALL, *too_small, "max_steps=2", run_dir=tmp_path / "run") as job:
         code = job.wait()
     assert (code != 0) == is_gradient, job.output
     assert ("the step changed nothing the generator can see" in job.output) == is_gradient
@@ -219,7 +220,7 @@ def test_replicas_and_tensor_parallel_trainers_train_as_one_rank_does(
         "max_steps=3",
         "eval.every=0",
     )
-    with Job(*SMALL, *five, topology, run_dir=tmp_path / "run", ranks=5) as job:
+    with ForkedJob(*SMALL, *five, topology, run_dir=tmp_path / "run", ranks=5) as job:
         assert job.wait() == 0, job.output
         rows, want = job.rows, synchronous_run.rows
     assert [r["step"] for r in rows] == [1, 2, 3]
@@ -239,11 +240,11 @@ def known(name, rows):
 def test_scales_of_rows_that_trainer_ranks_share_are_those_of_whole_rows(tmp_path):
     """With int8, a scale of a part of a row would sample other tokens."""
     common = ("generator.quantize=int8", "max_lag=0", "max_steps=2", "eval.every=0")
-    with Job(*SMALL, *common, run_dir=tmp_path / "one", ranks=1) as job:
+    with ForkedJob(*SMALL, *common, run_dir=tmp_path / "one", ranks=1) as job:
         assert job.wait() == 0, job.output
         want = job.rows
     three = ("placement.trainer=[0,1]", "placement.generator=[2]", "trainer.tensor_parallel=2")
-    with Job(*SMALL, *common, *three, run_dir=tmp_path / "run", ranks=3) as job:
+    with ForkedJob(*SMALL, *common, *three, run_dir=tmp_path / "run", ranks=3) as job:
         assert job.wait() == 0, job.output
         rows = job.rows
     assert len(rows) == len(want)
@@ -271,7 +272,7 @@ def test_two_ranks_that_share_the_generators_model_train_as_one_does(
         "max_steps=3",
         "eval.every=3",
     )
-    with Job(*SMALL, *three, run_dir=tmp_path / "run", ranks=3) as job:
+    with ForkedJob(*SMALL, *three, run_dir=tmp_path / "run", ranks=3) as job:
         assert job.wait() == 0, job.output
         rows, want = job.rows, synchronous_run.rows
     assert "generator 1,2 (tensor parallel 2)" in job.output

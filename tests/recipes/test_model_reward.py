@@ -9,7 +9,7 @@ import signal
 import pytest
 
 from recipes import evaluate
-from tests.launching import SMALL, Job, untimed
+from tests.launching import SMALL, ForkedJob, untimed
 from tests.random_models import swap_tokens
 from tests.scorers import SCORES, spoil_head, write_scorer
 
@@ -27,7 +27,7 @@ def scorer(tmp_path_factory):
 def run(scorer, tmp_path_factory):
     """A synchronous one on two ranks."""
     run_dir = tmp_path_factory.mktemp("model_reward") / "run"
-    with Job(*SMALL, *scorer, "max_lag=0", run_dir=run_dir, ranks=2) as job:
+    with ForkedJob(*SMALL, *scorer, "max_lag=0", run_dir=run_dir, ranks=2) as job:
         assert job.wait() == 0, job.output
         yield job
 
@@ -56,7 +56,7 @@ def test_evaluate_says_what_the_run_said(run, capsys, tmp_path):
 @pytest.mark.parametrize("split", ["reward.tensor_parallel=2", "reward.tensor_parallel=1"])
 def test_ranks_that_share_the_scorer_reward_alike(run, scorer, tmp_path, split):
     placed = ("placement.trainer=[0]", "placement.generator=[1]", "placement.reward=[1,2]")
-    with Job(
+    with ForkedJob(
         *SMALL, *scorer, *placed, split, "max_lag=0", run_dir=tmp_path / "run", ranks=3
     ) as job:
         assert job.wait() == 0, job.output
@@ -69,7 +69,7 @@ def test_ranks_that_share_the_scorer_reward_alike(run, scorer, tmp_path, split):
 
 @pytest.mark.slow
 def test_synchronous_runs_are_alike_to_the_bit(run, scorer, tmp_path):
-    with Job(*SMALL, *scorer, "max_lag=0", run_dir=tmp_path / "run", ranks=2) as job:
+    with ForkedJob(*SMALL, *scorer, "max_lag=0", run_dir=tmp_path / "run", ranks=2) as job:
         assert job.wait() == 0, job.output
     assert untimed(job.rows) == untimed(run.rows)
 
@@ -79,7 +79,7 @@ def test_scores_that_are_not_finite_end_the_run(tmp_path):
     write_scorer(tmp_path)
     spoil_head(tmp_path)
     given = ("reward=model", f"reward.path={tmp_path}", "max_steps=50")
-    with Job(*SMALL, *given, run_dir=tmp_path / "run") as job:
+    with ForkedJob(*SMALL, *given, run_dir=tmp_path / "run") as job:
         assert job.wait() == EXIT_FAILED, job.output
     assert "above reward.max_error_rate=0.1" in job.output
     assert "the score is nan" in job.output and "Traceback" not in job.output
@@ -90,7 +90,7 @@ def test_a_scorer_of_another_vocabulary_reads_the_text(tmp_path):
     write_scorer(tmp_path)
     swap_tokens(tmp_path)
     given = ("reward=model", f"reward.path={tmp_path}", "max_steps=1")
-    with Job(*SMALL, *given, run_dir=tmp_path / "run") as job:
+    with ForkedJob(*SMALL, *given, run_dir=tmp_path / "run") as job:
         assert job.wait() == 0, job.output
     assert "has another vocabulary than the policy: it reads completions anew" in job.output
     assert job.rows[-1]["reward/error_rate"] == 0
@@ -108,7 +108,7 @@ def test_executors_that_take_turns_train_the_same(scorer, tmp_path):
     found = []
     for offload in ("true", "false"):
         run_dir = tmp_path / offload
-        with Job(*SMALL, *parts, f"offload={offload}", run_dir=run_dir, ranks=2) as job:
+        with ForkedJob(*SMALL, *parts, f"offload={offload}", run_dir=run_dir, ranks=2) as job:
             assert job.wait() == 0, job.output
         found.append(untimed(job.rows))
     assert found[0] == found[1]
@@ -128,7 +128,7 @@ def test_a_killed_rank_of_a_scorer_costs_no_step_that_was_trained(scorer, tmp_pa
         "eval.every=0",
     )
     run_dir = tmp_path / "run"
-    with Job(*given, "max_steps=100000", run_dir=run_dir, ranks=3) as job:
+    with ForkedJob(*given, "max_steps=100000", run_dir=run_dir, ranks=3) as job:
         job.until(lambda: len(job.rows) >= 3, "three steps")
         os.kill(job.rank_pids()[killed], signal.SIGKILL)
         assert job.wait() == EXIT_FAILED, job.output
@@ -137,6 +137,6 @@ def test_a_killed_rank_of_a_scorer_costs_no_step_that_was_trained(scorer, tmp_pa
         step = int(job.checkpoint.name.removeprefix("step_"))
         assert step >= 3
     more = f"max_steps={step + 2}"
-    with Job(*given, more, "resume=auto", run_dir=run_dir, ranks=3) as job:
+    with ForkedJob(*given, more, "resume=auto", run_dir=run_dir, ranks=3) as job:
         assert job.wait() == 0, job.output
         assert [row["step"] for row in job.rows] == list(range(1, step + 3))

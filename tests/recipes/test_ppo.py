@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from llamarl.config.command_line import ConfigError, compose_config
-from tests.launching import SMALL, Job, untimed
+from tests.launching import SMALL, ForkedJob, untimed
 
 PPO = (
     "loss=ppo",
@@ -31,7 +31,7 @@ def saved(checkpoint, rank=0):
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [None, 2])
 def test_ppo_runs_and_its_head_is_in_checkpoints_alone(tmp_path, ranks):
-    with Job(*SMALL, *PPO, "max_steps=2", run_dir=tmp_path / "run", ranks=ranks) as job:
+    with ForkedJob(*SMALL, *PPO, "max_steps=2", run_dir=tmp_path / "run", ranks=ranks) as job:
         assert job.wait() == 0, job.output
         rows, state = job.rows[1:], saved(job.checkpoint)
         exported = load_file(job.checkpoint / "hf" / "model.safetensors")
@@ -54,7 +54,7 @@ def test_ppo_runs_and_its_head_is_in_checkpoints_alone(tmp_path, ranks):
 @pytest.mark.slow
 def test_a_value_model_of_its_own_is_in_checkpoints_and_not_in_what_is_exported(tmp_path):
     overrides = (*SMALL, *PPO, "trainer.critic.trunk=own", "max_steps=1")
-    with Job(*overrides, run_dir=tmp_path / "run") as job:
+    with ForkedJob(*overrides, run_dir=tmp_path / "run") as job:
         assert job.wait() == 0, job.output
         row, state = job.rows[1], saved(job.checkpoint)
         exported = load_file(job.checkpoint / "hf" / "model.safetensors")
@@ -84,12 +84,12 @@ def test_a_resumed_ppo_run_has_the_bits_of_one_that_was_not_interrupted(
     tmp_path, trunk, topology, ranks
 ):
     settings = (*SMALL, *PPO, *topology, f"trainer.critic.trunk={trunk}")
-    with Job(*settings, run_dir=tmp_path / "whole", ranks=ranks) as job:
+    with ForkedJob(*settings, run_dir=tmp_path / "whole", ranks=ranks) as job:
         assert job.wait() == 0, job.output
         rows, want = untimed(job.rows), saved(job.checkpoint)
-    with Job(*settings, "max_steps=2", run_dir=tmp_path / "run", ranks=ranks) as job:
+    with ForkedJob(*settings, "max_steps=2", run_dir=tmp_path / "run", ranks=ranks) as job:
         assert job.wait() == 0, job.output
-    with Job(*settings, "resume=auto", run_dir=tmp_path / "run", ranks=ranks) as job:
+    with ForkedJob(*settings, "resume=auto", run_dir=tmp_path / "run", ranks=ranks) as job:
         assert job.wait() == 0, job.output
         assert "resumed from step_2" in job.output
         assert untimed(job.rows) == rows

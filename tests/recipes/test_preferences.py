@@ -24,7 +24,7 @@ from llamarl.native.drafts import Draft
 from recipes import preferences
 from tests.judge_server import JudgeServer, between
 from tests.labels import closeness
-from tests.launching import ROOT, Job
+from tests.launching import ROOT, ForkedJob
 from tests.scorers import SCORES, score_of, write_scorer
 from tests.supervised import task_of
 from tests.test_house import blocks
@@ -159,7 +159,7 @@ def test_a_killed_one_goes_on_to_the_same_file(make, prompts, tmp_path):
     words = (MODEL, *SMALL, prompts, unhurried)
 
     def job():
-        return Job(*words, run_dir=tmp_path / "pairs", recipe=RECIPE, directory_key="out")
+        return ForkedJob(*words, run_dir=tmp_path / "pairs", recipe=RECIPE, directory_key="out")
 
     def has_begun():
         progress = tmp_path / "pairs.progress"
@@ -167,7 +167,7 @@ def test_a_killed_one_goes_on_to_the_same_file(make, prompts, tmp_path):
 
     with job() as killed:
         killed.until(has_begun, "pairs")
-        os.kill(killed.process.pid, signal.SIGKILL)
+        os.kill(killed.rank_pids()[0], signal.SIGKILL)
         assert killed.wait() != 0
     with job() as resumed:
         assert resumed.wait() == 0, resumed.output
@@ -379,7 +379,7 @@ def test_a_reward_model_of_noisy_pairs_agrees_with_what_labelled_them(tmp_path):
 
     def pairs(name: str, *more: str) -> Path:
         file = tmp_path / name
-        with Job(*words, *more, run_dir=file, recipe=RECIPE, directory_key="out") as job:
+        with ForkedJob(*words, *more, run_dir=file, recipe=RECIPE, directory_key="out") as job:
             assert job.wait() == 0, job.output
         return file
 
@@ -392,7 +392,7 @@ def test_a_reward_model_of_noisy_pairs_agrees_with_what_labelled_them(tmp_path):
     data = (f"task.path={train}", f"task.eval_path={clean}")
     trainer = ROOT / "recipes" / "reward_model.py"
     out = {"run_dir": tmp_path / "rm", "directory_key": "out"}
-    with Job(*model, *learn, *data, recipe=trainer, **out) as job:
+    with ForkedJob(*model, *learn, *data, recipe=trainer, **out) as job:
         assert job.wait() == 0, job.output
     assert job.rows[0]["eval/accuracy"] < 0.7
     assert job.rows[-1]["eval/accuracy"] >= 0.85

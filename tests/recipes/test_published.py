@@ -6,7 +6,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from llamarl.config.command_line import CONF_DIR, ConfigError
-from tests.launching import Job
+from tests.launching import ForkedJob
 from tests.recipes.test_experiments import NAMES as ALL
 from tests.recipes.test_experiments import OWN_CRITICS, directory, given, reward_of, settings
 from tests.scorers import write_scorer
@@ -186,7 +186,7 @@ def test_it_runs_at_a_reduced_size(name, tmp_path):
         "eval.every=2",
         "checkpoint.every=0",
     )
-    with Job(f"+experiment={name}", *small, run_dir=tmp_path / "run") as job:
+    with ForkedJob(f"+experiment={name}", *small, run_dir=tmp_path / "run") as job:
         assert job.wait() == 0, job.output
         rows = job.rows
     assert [row["step"] for row in rows] == [0, 1, 2] and any(

@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from recipes import evaluate
-from tests.launching import JOB_S, ROOT, Job, environment, untimed
+from tests.launching import JOB_S, ROOT, ForkedJob, environment, untimed
 from tests.scorers import write_scorer
 
 RECIPE = ROOT / "recipes" / "red_team.py"
@@ -35,7 +35,7 @@ APART = (
 
 
 def red_team(*overrides, run_dir, ranks=None):
-    return Job(*FEW, *overrides, run_dir=run_dir, ranks=ranks, recipe=RECIPE)
+    return ForkedJob(*FEW, *overrides, run_dir=run_dir, ranks=ranks, recipe=RECIPE)
 
 
 def refused(*overrides) -> str:

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from llamarl.models.config import read_config, tiny_directory
-from tests.launching import GROUPS, SMALL, STEPS, Job, untimed
+from tests.launching import GROUPS, SMALL, STEPS, ForkedJob, untimed
 from tests.tolerances import of_logprobs
 
 S, K = 6, 4
@@ -53,7 +53,7 @@ def held_in(row):
 
 @pytest.fixture(scope="module")
 def synchronous_replay(tmp_path_factory):
-    with Job(*SMALL, *SYNCHRONOUS, run_dir=tmp_path_factory.mktemp("replay") / "run") as job:
+    with ForkedJob(*SMALL, *SYNCHRONOUS, run_dir=tmp_path_factory.mktemp("replay") / "run") as job:
         assert job.wait() == 0, job.output
         yield job
 
@@ -83,7 +83,7 @@ def test_each_step_draws_from_all_that_has_joined_and_within_its_bound(synchrono
 def test_a_resumed_run_draws_and_trains_as_one_that_was_not_stopped(synchronous_replay, tmp_path):
     """On two ranks and in one process alike."""
     for end in (2, STEPS):
-        with Job(
+        with ForkedJob(
             *SMALL,
             *SYNCHRONOUS,
             f"max_steps={end}",
@@ -99,7 +99,7 @@ def test_a_resumed_run_draws_and_trains_as_one_that_was_not_stopped(synchronous_
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [None, 2, 3])
 def test_without_a_bound_every_group_is_handed_over_once_and_beta_falls(tmp_path, ranks):
-    with Job(
+    with ForkedJob(
         *SMALL,
         *FREE,
         "max_steps=5",
@@ -124,7 +124,7 @@ def test_without_a_bound_every_group_is_handed_over_once_and_beta_falls(tmp_path
 
 @pytest.fixture(scope="module")
 def reset_run(tmp_path_factory):
-    with Job(*SMALL, *RESET, run_dir=tmp_path_factory.mktemp("reset") / "run") as job:
+    with ForkedJob(*SMALL, *RESET, run_dir=tmp_path_factory.mktemp("reset") / "run") as job:
         assert job.wait() == 0, job.output
         yield job
 
@@ -148,7 +148,7 @@ def test_a_reference_is_reset_every_so_many_steps(reset_run):
 @pytest.mark.slow
 def test_a_resumed_run_has_the_reference_of_one_that_was_not_stopped(reset_run, tmp_path):
     for end in (2, 3, STEPS):  # at a reset, after it, and to the end
-        with Job(
+        with ForkedJob(
             *SMALL, *RESET, f"max_steps={end}", "resume=auto", run_dir=tmp_path / "run", ranks=2
         ) as job:
             assert job.wait() == 0, job.output
@@ -159,7 +159,7 @@ def test_a_resumed_run_has_the_reference_of_one_that_was_not_stopped(reset_run, 
 def test_two_trainer_ranks_have_a_share_each_and_one_goes_on_with_both(tmp_path):
     three = ("placement.trainer=[0,1]", "placement.generator=[2]", "placement.reward=[2]")
     quiet = ("eval.every=0", "checkpoint.every=0")
-    with Job(
+    with ForkedJob(
         *SMALL, *FREE, *three, *quiet, "max_steps=3", run_dir=tmp_path / "run", ranks=3
     ) as job:
         assert job.wait() == 0, job.output
@@ -170,7 +170,9 @@ def test_two_trainer_ranks_have_a_share_each_and_one_goes_on_with_both(tmp_path)
         size = held_in(job.rows[-1])
     tickets = [{ticket for ticket, _ in part} for part in held]
     assert [{t % 2 for t in part} for part in tickets] in ([{0}, {1}], [{1}, {0}]) and all(tickets)
-    with Job(*SMALL, *FREE, *quiet, "max_steps=4", "resume=auto", run_dir=tmp_path / "run") as job:
+    with ForkedJob(
+        *SMALL, *FREE, *quiet, "max_steps=4", "resume=auto", run_dir=tmp_path / "run"
+    ) as job:
         assert job.wait() == 0, job.output
     again = json.loads((job.checkpoint / "trainer.rank0.json").read_text())["held"]
     assert {t for t, _ in again} >= tickets[0] | tickets[1] and held_in(job.rows[-1]) >= size
@@ -213,7 +215,7 @@ def test_a_published_attack_runs_at_a_smaller_size(name, tmp_path):
         "log_reward_schedule.end_step=2",
         "trainer.parity_tolerance=1e-3",  # which fresh tokens, were they compared, would exceed
     )
-    with Job(f"+experiment={name}", *REDUCED, *attack, run_dir=tmp_path / "run") as job:
+    with ForkedJob(f"+experiment={name}", *REDUCED, *attack, run_dir=tmp_path / "run") as job:
         assert job.wait() == 0, job.output
     rows = job.rows[-3:]
     assert [row["loss/log_reward_temperature"] for row in rows] == [2.0, 1.5, 1.0]
@@ -242,7 +244,7 @@ def test_a_published_attack_runs_at_a_smaller_size(name, tmp_path):
     ],
 )
 def test_a_published_setting_runs_at_a_smaller_size(name, overrides, betas, tmp_path):
-    with Job(f"+experiment={name}", *REDUCED, *overrides, run_dir=tmp_path / "run") as job:
+    with ForkedJob(f"+experiment={name}", *REDUCED, *overrides, run_dir=tmp_path / "run") as job:
         assert job.wait() == 0, job.output
     rows = job.rows[-3:]
     assert all(row["grad_norm"] > 0 for row in rows)
@@ -267,7 +269,7 @@ def test_ppo_with_a_value_head_trains_on_what_is_replayed_in_minibatches(tmp_pat
     )
     quiet = ("eval.every=0", "checkpoint.every=2")
     for end in (2, STEPS):
-        with Job(
+        with ForkedJob(
             *SMALL,
             *SYNCHRONOUS,
             *ppo,

@@ -27,7 +27,7 @@ from llamarl.models.config import read_config, tiny_directory
 from llamarl.models.scorer import load_scorer, scores_at
 from llamarl.observe.report import write_report
 from recipes import reward_model
-from tests.launching import ROOT, Job, untimed
+from tests.launching import ROOT, ForkedJob, untimed
 from tests.tolerances import rounding
 
 RECIPE = ROOT / "recipes" / "reward_model.py"
@@ -74,9 +74,13 @@ def write_pairs(path: Path, count: int) -> str:
     return f"task.path={path}"
 
 
-def job_of(*overrides: str, out: Path, ranks: int | None = None, recipe: Path = RECIPE) -> Job:
+def job_of(
+    *overrides: str, out: Path, ranks: int | None = None, recipe: Path = RECIPE
+) -> ForkedJob:
     model = () if any(o.startswith("model.path") for o in overrides) else (TINY_PATH,)
-    return Job(*model, *overrides, run_dir=out, ranks=ranks, recipe=recipe, directory_key="out")
+    return ForkedJob(
+        *model, *overrides, run_dir=out, ranks=ranks, recipe=recipe, directory_key="out"
+    )
 
 
 TINY_PATH = f"model.path={tiny_directory()}"
@@ -88,7 +92,7 @@ def pairs(tmp_path_factory) -> str:
 
 
 @pytest.fixture(scope="module")
-def two_ranks(pairs, tmp_path_factory) -> Job:
+def two_ranks(pairs, tmp_path_factory) -> ForkedJob:
     """The finished run on two ranks, over which score.weight [1, D] is sharded unevenly."""
     with job_of(*SMALL, pairs, out=tmp_path_factory.mktemp("two") / "out", ranks=2) as job:
         assert job.wait() == 0, job.output
@@ -191,7 +195,7 @@ def test_a_run_goes_on_over_another_number_of_ranks(two_ranks, pairs, tmp_path):
 def test_a_stop_request_saves_and_writes_no_model(pairs, tmp_path):
     with job_of(*SMALL, "max_steps=1000", "epochs=100", pairs, out=tmp_path / "out") as job:
         job.until(lambda: len(job.rows) >= 3, "three rows")
-        os.kill(job.process.pid, signal.SIGINT)
+        os.kill(job.rank_pids()[0], signal.SIGINT)
         assert job.wait() == 0, job.output
         assert "resume=auto goes on" in job.output
         assert verify(job.checkpoint) == []
@@ -284,7 +288,7 @@ def test_sft_killed_on_two_ranks_and_resumed_is_the_run_that_was_not(tmp_path):
     rows = write_rows(tmp_path / "rows.jsonl", 300)
     long = (*SMALL, "max_steps=48", rows)
 
-    def job(name: str, *more: str, ranks: int | None = 2) -> Job:
+    def job(name: str, *more: str, ranks: int | None = 2) -> ForkedJob:
         return job_of(*long, *more, out=tmp_path / name, ranks=ranks, recipe=SFT_RECIPE)
 
     with job("whole") as whole:

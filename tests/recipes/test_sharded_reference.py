@@ -9,7 +9,7 @@ import signal
 
 import pytest
 
-from tests.launching import SMALL, Job, untimed
+from tests.launching import SMALL, ForkedJob, untimed
 
 EXIT_FAILED = 1
 SYNCHRONOUS = (*SMALL, "loss.kl_coef=0.1", "max_lag=0", "lr=1e-3", "eval.every=0")
@@ -27,7 +27,7 @@ LEAST_KL = 1e-3  # after a step at this learning rate
 def run_to(end, *overrides, run_dir):
     """The rows of a run to step `end`, which has ended well."""
     given = (*SYNCHRONOUS, *PLACED, *overrides, f"max_steps={end}")
-    with Job(*given, run_dir=run_dir, ranks=4) as job:
+    with ForkedJob(*given, run_dir=run_dir, ranks=4) as job:
         assert job.wait() == 0, job.output
     return untimed(job.rows)
 
@@ -76,7 +76,7 @@ def test_a_killed_rank_of_a_reference_is_named_and_the_run_ends(tmp_path, kind, 
     placed = ("placement.trainer=[0]", "placement.generator=[1]", "placement.reward=[1]")
     endless = "max_steps=100000"
     run = (*given, *placed, SHARDED, f"reference={kind}", endless)
-    with Job(*run, run_dir=tmp_path / "run", ranks=4) as job:
+    with ForkedJob(*run, run_dir=tmp_path / "run", ranks=4) as job:
         job.until(lambda: len(job.rows) >= 2, "two steps")
         os.kill(job.rank_pids()[killed], signal.SIGKILL)
         assert job.wait() == EXIT_FAILED, job.output

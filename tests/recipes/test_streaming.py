@@ -8,7 +8,7 @@ import signal
 
 import pytest
 
-from tests.launching import SMALL, Job, untimed
+from tests.launching import SMALL, ForkedJob, untimed
 from tests.scorers import SCORES, write_scorer
 
 EXIT_FAILED = 1
@@ -28,7 +28,7 @@ def scorer(tmp_path_factory):
 def run(scorer, tmp_path_factory):
     """A synchronous one on two ranks, of which one generates and rewards."""
     run_dir = tmp_path_factory.mktemp("streaming") / "run"
-    with Job(*SMALL, *scorer, *STREAMED, run_dir=run_dir, ranks=2) as job:
+    with ForkedJob(*SMALL, *scorer, *STREAMED, run_dir=run_dir, ranks=2) as job:
         assert job.wait() == 0, job.output
         yield job
 
@@ -50,7 +50,7 @@ def test_completions_are_read_while_they_are_sampled(run):
 
 @pytest.mark.slow
 def test_synchronous_runs_that_stream_are_alike_to_the_bit(run, scorer, tmp_path):
-    with Job(*SMALL, *scorer, *STREAMED, run_dir=tmp_path / "run", ranks=2) as job:
+    with ForkedJob(*SMALL, *scorer, *STREAMED, run_dir=tmp_path / "run", ranks=2) as job:
         assert job.wait() == 0, job.output
     assert untimed(job.rows) == untimed(run.rows)
 
@@ -62,7 +62,7 @@ def test_rewards_are_those_without_streaming_however_ranks_share_it(run, scorer,
     given = (*SMALL, *scorer, *placed, split, "max_steps=2")
     found = []
     for stream in ((), STREAMED):
-        with Job(*given, *stream, run_dir=tmp_path / str(len(stream)), ranks=3) as job:
+        with ForkedJob(*given, *stream, run_dir=tmp_path / str(len(stream)), ranks=3) as job:
             assert job.wait() == 0, job.output
         found.append(rewards_of(job, 1))
     # Later steps are of policies that rounding has moved.
@@ -83,14 +83,14 @@ def test_a_killed_rank_that_reads_ahead_ends_the_run_which_goes_on(scorer, tmp_p
         "eval.every=0",
     )
     run_dir = tmp_path / "run"
-    with Job(*given, "max_steps=100000", run_dir=run_dir, ranks=3) as job:
+    with ForkedJob(*given, "max_steps=100000", run_dir=run_dir, ranks=3) as job:
         job.until(lambda: len(job.rows) >= 3, "three steps")
         os.kill(job.rank_pids()[2], signal.SIGKILL)
         assert job.wait() == EXIT_FAILED, job.output
         assert "rank 2 (reward)" in job.output, job.output
         step = int(job.checkpoint.name.removeprefix("step_"))
     more = f"max_steps={step + 2}"
-    with Job(*given, more, "resume=auto", run_dir=run_dir, ranks=3) as job:
+    with ForkedJob(*given, more, "resume=auto", run_dir=run_dir, ranks=3) as job:
         assert job.wait() == 0, job.output
         assert [row["step"] for row in job.rows] == list(range(1, step + 3))
 
@@ -101,7 +101,7 @@ def test_a_run_that_did_not_stream_goes_on_with_a_search_of_chunk_tokens(scorer,
     placed = ("placement.trainer=[0]", "placement.generator=[0,1]", "placement.reward=[1]")
     given = (*SMALL, *LONG, *placed)
     run_dir = tmp_path / "run"
-    with Job(*given, "max_steps=2", run_dir=run_dir, ranks=2) as job:
+    with ForkedJob(*given, "max_steps=2", run_dir=run_dir, ranks=2) as job:
         assert job.wait() == 0, job.output
         assert not list(job.checkpoint.glob("reward.*"))
     given += scorer[:2]
@@ -109,7 +109,7 @@ def test_a_run_that_did_not_stream_goes_on_with_a_search_of_chunk_tokens(scorer,
     searches += ("resume_with_other=[reward]",)
     timed = []
     for steps in (6, 7):
-        with Job(*given, *searches, f"max_steps={steps}", run_dir=run_dir, ranks=2) as job:
+        with ForkedJob(*given, *searches, f"max_steps={steps}", run_dir=run_dir, ranks=2) as job:
             assert job.wait() == 0, job.output
         assert job.rows[-1]["step"] == steps and job.rows[-1]["reward/error_rate"] == 0
         (part,) = job.checkpoint.glob("reward.rank0.json")

@@ -8,7 +8,7 @@ import signal
 
 import pytest
 
-from tests.launching import SMALL, Job, untimed
+from tests.launching import SMALL, ForkedJob, untimed
 
 EXIT_FAILED = 1
 GIVEN = (*SMALL, "reference=frozen", "loss.kl_coef=0.1", "max_lag=0", "lr=1e-3", "eval.every=0")
@@ -17,7 +17,7 @@ TWO = ("placement.trainer=[0]", "placement.generator=[1]", "placement.reward=[1]
 
 
 def run(*overrides, run_dir, ranks=2):
-    with Job(*GIVEN, *TWO, *overrides, run_dir=run_dir, ranks=ranks) as job:
+    with ForkedJob(*GIVEN, *TWO, *overrides, run_dir=run_dir, ranks=ranks) as job:
         assert job.wait() == 0, job.output
     return job
 
@@ -81,7 +81,7 @@ def test_a_killed_rank_that_reads_ahead_is_named_and_the_run_goes_on(tmp_path):
     given = (*SMALL, "reference=frozen", "loss.kl_coef=0.1", "eval.every=0", *STREAMED, *TWO)
     given += ("placement.reference=[2,3]",)
     run_dir = tmp_path / "run"
-    with Job(*given, "max_steps=100000", run_dir=run_dir, ranks=4) as job:
+    with ForkedJob(*given, "max_steps=100000", run_dir=run_dir, ranks=4) as job:
         job.until(
             lambda: any(row.get("reference/prefilled_early") for row in job.rows[3:]),
             "steps of what was read before",
@@ -90,6 +90,6 @@ def test_a_killed_rank_that_reads_ahead_is_named_and_the_run_goes_on(tmp_path):
         assert job.wait() == EXIT_FAILED, job.output
         assert "rank 3 (reference)" in job.output, job.output
         step = int(job.checkpoint.name.removeprefix("step_"))
-    with Job(*given, f"max_steps={step + 2}", "resume=auto", run_dir=run_dir, ranks=4) as job:
+    with ForkedJob(*given, f"max_steps={step + 2}", "resume=auto", run_dir=run_dir, ranks=4) as job:
         assert job.wait() == 0, job.output
         assert [row["step"] for row in job.rows] == list(range(1, step + 3))

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from tests.launching import RECIPE, ROOT, SMALL, Job, environment
+from tests.launching import RECIPE, ROOT, SMALL, ForkedJob, environment
 
 LONG, TOKENS, SHORT = 5, 400, 4  # the straggler; tokens of its completions, and of all others
 GROUPS, SIZE = 4, 2
@@ -94,7 +94,7 @@ def test_otherwise_its_step_waits_for_it_and_the_log_names_it(tmp_path):
 @pytest.mark.slow
 def test_a_time_limit_that_nothing_meets_masks_everything_and_the_run_goes_on(tmp_path):
     limit = "generator.max_seconds=1e-6", "generator.chunk_tokens=1", "generator.min_new_tokens=5"
-    with Job(*SMALL, "max_lag=1", *limit, run_dir=tmp_path / "run") as job:
+    with ForkedJob(*SMALL, "max_lag=1", *limit, run_dir=tmp_path / "run") as job:
         assert job.wait() == 0, job.output
         rows = [row for row in job.rows if row["step"]]
     assert [row["completion/deadline_truncated_fraction"] for row in rows] == [1] * len(rows)

@@ -22,7 +22,7 @@ from llamarl.learning.update import StepAborted
 from llamarl.models.config import tiny_directory
 from llamarl.models.lora import Lora, LoraLinear, adapters_off
 from llamarl.models.training import training_decoder
-from tests.launching import SMALL, Job
+from tests.launching import SMALL, ForkedJob
 from tests.tolerances import rounding
 from tests.updating import NAN, VERSION, go_on, group, update_of
 
@@ -150,7 +150,7 @@ def test_a_run_with_it(tmp_path):
         "lr=1e-2",
         "max_steps=2",
     )
-    with Job(*overrides, run_dir=tmp_path / "run") as job:
+    with ForkedJob(*overrides, run_dir=tmp_path / "run") as job:
         assert job.wait() == 0, job.output
         rows = job.rows[1:]
     assert rows[0]["kl/ref"] == pytest.approx(0.0, abs=1e-6)  # the adapters start at 0
@@ -166,7 +166,7 @@ def test_a_run_with_a_reference_that_is_sharded_as_the_trainer_is(tmp_path, rank
     kinds = {}
     for kind in ("frozen", "sharded"):
         run_dir = tmp_path / kind
-        with Job(f"reference={kind}", *shared, *placed, run_dir=run_dir, ranks=ranks) as job:
+        with ForkedJob(f"reference={kind}", *shared, *placed, run_dir=run_dir, ranks=ranks) as job:
             assert job.wait() == 0, job.output
             kinds[kind] = [row["kl/ref"] for row in job.rows[1:]]
     assert kinds["sharded"] == pytest.approx(kinds["frozen"], rel=1e-3, abs=1e-6)

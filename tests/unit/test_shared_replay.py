@@ -11,7 +11,7 @@ import torch
 from llamarl.comm.channel import dp_rank_of
 from llamarl.learning.reduction import Ranks
 from llamarl.learning.replay import ReplayBuffer, SharedReplayBuffer, SplitReplayBuffer
-from tests.launching import SMALL, Job
+from tests.launching import SMALL, ForkedJob
 from tests.unit.test_replay import ALONE, draw, group, names_of
 
 SECONDS = 30
@@ -181,7 +181,7 @@ def test_a_run_with_one_group_a_step_goes_on_with_more_trainer_ranks(tmp_path, m
     given = (*SMALL, *split, "groups_per_step=1", f"max_lag={max_lag}", "resume=auto")
     for ranks, steps in ((2, 3), (3, 6)):
         words = (*given, *placed_on(ranks), f"max_steps={steps}")
-        with Job(*words, run_dir=tmp_path / "run", ranks=ranks) as job:
+        with ForkedJob(*words, run_dir=tmp_path / "run", ranks=ranks) as job:
             assert job.wait() == 0, job.output
     assert [row["step"] for row in job.rows] == list(range(1, 7))
     assert all(row["tokens/trained"] > 0 for row in job.rows)
@@ -205,10 +205,12 @@ SPLIT = ("buffer.draw=split", "groups_per_step=3", "loss=tb", "reference=frozen"
 def test_trainer_ranks_of_a_run_draw_what_one_draws(tmp_path, own, ranks, topology):
     """The same completions as in a run of one trainer rank, until the weights round otherwise."""
     drawn = (*SMALL, *own, "buffer=replay", "max_lag=0", "max_steps=2", "eval.every=0")
-    with Job(*drawn, *placed_on(2), run_dir=tmp_path / "one", ranks=2) as job:
+    with ForkedJob(*drawn, *placed_on(2), run_dir=tmp_path / "one", ranks=2) as job:
         assert job.wait() == 0, job.output
         (alone, _) = job.rows
-    with Job(*drawn, *placed_on(ranks), topology, run_dir=tmp_path / "all", ranks=ranks) as job:
+    with ForkedJob(
+        *drawn, *placed_on(ranks), topology, run_dir=tmp_path / "all", ranks=ranks
+    ) as job:
         assert job.wait() == 0, job.output
         (together, _) = job.rows
     for column in ("buffer/size", "buffer/prompts", "reward/mean", "tokens/trained"):
