@@ -23,7 +23,7 @@ import psutil
 
 from llamarl.observe import is_timing
 from llamarl.tasks.rewards import exact_match
-from tests.forked import Forkery
+from tests.forkery import Forkery
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPE = ROOT / "recipes" / "llama_async.py"
@@ -206,6 +206,7 @@ class ForkedJob(Job):
 
     def _start(self, argv, launcher, ranks, more_environment, cwd):
         given = environment(**more_environment)
+        self._log.touch()
         return _forkery().start(argv, ranks=ranks, environment=given, log=self._log, cwd=cwd)
 
     def __exit__(self, *_) -> None:

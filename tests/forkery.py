@@ -126,15 +126,16 @@ class Forkery:
         from tests.launching import environment
 
         self._folder = tempfile.TemporaryDirectory()
-        self._process = subprocess.Popen(
+        process = subprocess.Popen(
             [sys.executable, __file__, self._address],
             env=environment(),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,
         )
-        up = select.select([self._process.stdout], [], [], START_S)[0]
-        assert up and self._process.stdout.readline(), "the process to fork from did not come up"
+        up = select.select([process.stdout], [], [], START_S)[0]
+        assert up and process.stdout.readline(), "the process to fork from did not come up"
+        self._process = process
 
 
 # --- what that process runs ---
