@@ -23,7 +23,7 @@ import psutil
 
 from llamarl.observe import is_timing
 from llamarl.tasks.rewards import exact_match
-from tests.forkery import Forkery
+from tests.forkery import ForkedProcess, Forkery
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPE = ROOT / "recipes" / "llama_async.py"
@@ -83,19 +83,24 @@ class Job:
         where = [f"{directory_key}={run_dir}"] if run_dir else []
         argv = [self._recipe, *overrides, *where]
         marked = {"PYTHONUNBUFFERED": "1", _MARK: self._mark} | dict(env)
+        self.process = self._start(
+            argv,
+            ranks=ranks,
+            options=(rendezvous, *torchrun),
+            env=environment(**marked),
+            cwd=cwd or ROOT,
+        )
+
+    def _start(self, argv, *, ranks, options, env, cwd) -> subprocess.Popen | ForkedProcess:
         launcher = []
         if ranks:
-            launcher = ["-m", "torch.distributed.run", rendezvous, f"--nproc-per-node={ranks}"]
-            launcher += torchrun
-        self.process = self._start(argv, launcher, ranks, marked, cwd or ROOT)
-
-    def _start(self, argv, launcher, ranks, more_environment, cwd):
+            launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}", *options]
         with self._log.open("wb") as log:
             return subprocess.Popen(
                 [sys.executable, *launcher, *argv],
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=environment(**more_environment),
+                env=env,
                 cwd=cwd,
                 start_new_session=True,
             )
@@ -104,12 +109,15 @@ class Job:
         return self
 
     def __exit__(self, *_) -> None:
+        self._kill_all()
+        self.process.wait()
+
+    def _kill_all(self) -> None:
         for pid in self.pids():
             try:
                 os.kill(pid, signal.SIGKILL)
             except ProcessLookupError:
                 pass  # it ended meanwhile
-        self.process.wait()
 
     def stop(self) -> None:
         """Ask for the end at the next step, as a cluster's scheduler does."""
@@ -201,18 +209,20 @@ class Job:
 
 class ForkedJob(Job):
     """A job that starts at once, where a test is of what comes of it and not of how it is started:
-    without an interpreter of its own for each rank, and with a launcher that does as torchrun does.
+    its ranks have no interpreter of their own, and its launcher does as torchrun does.
+
+    All of a session's have one order of sets of words (PYTHONHASHSEED), so that whether that
+    matters is for Jobs to say.
     """
 
-    def _start(self, argv, launcher, ranks, more_environment, cwd):
-        given = environment(**more_environment)
+    def _start(self, argv, *, ranks, options, env, cwd) -> ForkedProcess:
+        assert options == ("--standalone",), "a Job has options of torchrun"
         self._log.touch()
-        return _forkery().start(argv, ranks=ranks, environment=given, log=self._log, cwd=cwd)
+        return _forkery().start(argv, ranks=ranks, environment=env, log=self._log, cwd=cwd)
 
     def __exit__(self, *_) -> None:
         self.process.end()
-        for pid in self.pids():  # what its ranks have started
-            os.kill(pid, signal.SIGKILL)
+        self._kill_all()  # what its ranks have started
 
     def stop(self) -> None:
         self.process.stop()
