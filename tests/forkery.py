@@ -255,6 +255,8 @@ def run_rank(job: dict, rank: int, port_reader: int) -> None:
         )
     sys.argv = job["argv"]
     sys.path[0] = str(Path(sys.argv[0]).parent)
+    folders = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[1:1] = [folder for folder in folders if folder not in sys.path]
     code = FAILED
     try:
         runpy.run_path(sys.argv[0], run_name="__main__")

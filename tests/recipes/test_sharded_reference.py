@@ -32,15 +32,38 @@ def run_to(end, *overrides, run_dir):
     return untimed(job.rows)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind, differs", [(("reference=frozen",), True), (RESET, False)])
-def test_a_sharded_reference_trains_what_a_whole_one_does(tmp_path, kind, differs):
-    """One that is reset at every step is the policy, and differs from it by rounding, if at all."""
-    whole = run_to(END, *kind, WHOLE, run_dir=tmp_path / "whole")
-    kl = whole[-1]["kl/ref"]
-    assert kl > LEAST_KL if differs else kl < ROUNDING
+@pytest.fixture(scope="module")
+def reset_run(tmp_path_factory):
+    """Rows of a whole reference that is reset at every step."""
+    return run_to(END, *RESET, WHOLE, run_dir=tmp_path_factory.mktemp("reset") / "run")
+
+
+@pytest.fixture(scope="module")
+def interrupted_run(tmp_path_factory):
+    """The directory of a run that shards such a reference and has ended after step 2."""
+    run_dir = tmp_path_factory.mktemp("interrupted") / "run"
+    run_to(2, *RESET, SHARDED, "checkpoint.every=2", run_dir=run_dir)
+    return run_dir
+
+
+def check_sharded_as(whole, kind, folder):
     for name, placed in {"sharded": (SHARDED,), "copies": COPIES}.items():
-        assert run_to(END, *kind, *placed, run_dir=tmp_path / name) == whole
+        assert run_to(END, *kind, *placed, run_dir=folder / name) == whole
+
+
+@pytest.mark.slow
+def test_a_sharded_frozen_reference_trains_what_a_whole_one_does(tmp_path):
+    kind = ("reference=frozen",)
+    whole = run_to(END, *kind, WHOLE, run_dir=tmp_path / "whole")
+    assert whole[-1]["kl/ref"] > LEAST_KL
+    check_sharded_as(whole, kind, tmp_path)
+
+
+@pytest.mark.slow
+def test_a_sharded_reset_reference_trains_what_a_whole_one_does(reset_run, tmp_path):
+    """Reset at every step it is the policy, and differs from it by rounding, if at all."""
+    assert reset_run[-1]["kl/ref"] < ROUNDING
+    check_sharded_as(reset_run, RESET, tmp_path)
 
 
 @pytest.mark.slow
@@ -86,9 +109,10 @@ def test_a_killed_rank_of_a_reference_is_named_and_the_run_ends(tmp_path, kind, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("after", [(SHARDED,), (WHOLE,), COPIES])
-def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted(tmp_path, after):
+def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted(
+    reset_run, interrupted_run, tmp_path, after
+):
     """On as many ranks as it was saved on, and on others."""
-    whole = run_to(END, *RESET, WHOLE, run_dir=tmp_path / "whole")
-    run_dir = tmp_path / "sharded"
-    run_to(2, *RESET, SHARDED, "checkpoint.every=2", run_dir=run_dir)
-    assert run_to(END, *RESET, *after, "resume=auto", run_dir=run_dir) == whole
+    run_dir = tmp_path / "run"
+    shutil.copytree(interrupted_run, run_dir)
+    assert run_to(END, *RESET, *after, "resume=auto", run_dir=run_dir) == reset_run

@@ -10,6 +10,8 @@ from tests.launching import ForkedJob
 
 SAYS = """
 import os, sys
+if "COLOURED" in os.environ:
+    import colours
 print("given", sys.argv[1:], os.environ["COLOUR"], "COLOR" in os.environ)
 print("rank", os.environ.get("RANK"), "of", os.environ.get("WORLD_SIZE"), file=sys.stderr)
 sys.exit(3)
@@ -61,9 +63,12 @@ def test_arguments_and_environment_come_and_output_and_code_go(job_of, monkeypat
         assert job.wait() == 3
     assert f"given ['lr=1', 'run_dir={tmp_path / 'run'}'] red False" in job.output
     assert "rank None of None" in job.output
-    with job_of(SAYS, env={"COLOUR": "blue"}, ranks=2) as job:
+    (tmp_path / "modules").mkdir()
+    (tmp_path / "modules" / "colours.py").write_text("print('imported')")
+    env = {"COLOUR": "blue", "COLOURED": "yes", "PYTHONPATH": str(tmp_path / "modules")}
+    with job_of(SAYS, env=env, ranks=2) as job:
         assert job.wait() == 1, "as torchrun says it"
-    assert "blue False" in job.output
+    assert "blue False" in job.output and job.output.count("imported") == 2
     assert "rank 0 of 2" in job.output and "rank 1 of 2" in job.output
 
 
