@@ -1,17 +1,19 @@
 """Jobs that start at once: their processes are forked from one that has imported what they import,
 for a fresh interpreter spends more on imports than a small job on all else.
 
-    with Forkery() as forkery:
-        process = forkery.start(argv, ranks=2, environment={}, log=log, cwd=ROOT)
-        code = process.wait(timeout=60)
+    given = {"ranks": 2, "environment": environment(), "log": log, "cwd": ROOT}
+    process = the_forkery().start([PROGRAM, "max_steps=3"], **given)
+    code = process.wait(timeout=60)
+    process.end()
 
-Each pytest process has one such forkery. It takes one connection a job, and forks a launcher for
+Each pytest process has one. It takes one connection a job, and forks a launcher for
 it, which forks the ranks and does what torchrun does: it hosts their store, ends all when one
 fails, and says how it ended. A connection that its client closes ends the job.
 """
 
 from __future__ import annotations
 
+import atexit
 import importlib
 import json
 import os
@@ -25,10 +27,19 @@ import tempfile
 import time
 import traceback
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-IMPORTED = ("hydra", "transformers", "torch._dynamo", "executors.build", "executors.trainer")
+IMPORTED = (
+    "hydra",
+    "hypothesis",
+    "pytest",
+    "transformers",
+    "torch._dynamo",
+    "executors.build",
+    "executors.trainer",
+)
 START_S = 240  # to import that: a busy machine is slow
 GRACE_S = 30  # from SIGTERM to SIGKILL, as torchrun has it
 POLL_S = 0.02
@@ -136,6 +147,14 @@ class Forkery:
         up = select.select([process.stdout], [], [], START_S)[0]
         assert up and process.stdout.readline(), "the process to fork from did not come up"
         self._process = process
+
+
+@cache
+def the_forkery() -> Forkery:
+    """This process's, which ends with it."""
+    made = Forkery()
+    atexit.register(made.close)
+    return made
 
 
 # --- what that process runs ---

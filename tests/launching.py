@@ -7,7 +7,6 @@ else's process is touched.
 
 from __future__ import annotations
 
-import atexit
 import json
 import os
 import signal
@@ -16,14 +15,13 @@ import sys
 import time
 import uuid
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 
 import psutil
 
 from llamarl.observe import is_timing
 from llamarl.tasks.rewards import exact_match
-from tests.forkery import ForkedProcess, Forkery
+from tests.forkery import ForkedProcess, the_forkery
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPE = ROOT / "recipes" / "llama_async.py"
@@ -218,7 +216,7 @@ class ForkedJob(Job):
     def _start(self, argv, *, ranks, options, env, cwd) -> ForkedProcess:
         assert options == ("--standalone",), "a Job has options of torchrun"
         self._log.touch()
-        return _forkery().start(argv, ranks=ranks, environment=env, log=self._log, cwd=cwd)
+        return the_forkery().start(argv, ranks=ranks, environment=env, log=self._log, cwd=cwd)
 
     def __exit__(self, *_) -> None:
         self.process.end()
@@ -229,13 +227,6 @@ class ForkedJob(Job):
 
     def rank_pids(self) -> dict[int, int]:
         return dict(enumerate(self.process.pids))
-
-
-@cache
-def _forkery() -> Forkery:
-    made = Forkery()
-    atexit.register(made.close)
-    return made
 
 
 def untimed(rows: list[dict]) -> list[dict]:

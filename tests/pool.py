@@ -4,9 +4,9 @@ takes longer than most tests.
     # what exchange(rank, ...) returned, by rank
     answers = pool.call(__file__, "exchange", ranks=4, timeout_s=60, scenario=scenario)
 
-Each rank is this file run as a script. It takes one call a line from its standard input, answers
-with one line, and makes a world of its own for each call: nothing of one is left for the next but
-what was imported.
+Each rank is this file run as a script. It takes one call a line from its connection, answers with
+one line, and makes a world of its own for each call: nothing of one is left for the next but what
+was imported.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import importlib.util
 import json
 import os
 import queue
-import subprocess
+import socket
 import sys
 import tempfile
 import threading
@@ -23,7 +23,8 @@ import time
 import traceback
 from pathlib import Path
 
-from tests.launching import environment
+from tests.forkery import ForkedProcess, the_forkery
+from tests.launching import ROOT, environment
 
 RANKS = 4
 START_S = 240  # for the processes to come up: a busy machine is slow
@@ -35,7 +36,8 @@ class Pool:
 
     def __init__(self, size: int = RANKS):
         self.size = size
-        self._processes: list[subprocess.Popen] = []
+        self._processes: list[ForkedProcess] = []
+        self._connections: list[socket.socket] = []
         self._lines: list[queue.Queue] = []
         self._folder: tempfile.TemporaryDirectory | None = None
         self._calls = 0
@@ -57,15 +59,15 @@ class Pool:
             "store": store,
             "arguments": arguments,
         }
-        for process in self._processes[:ranks]:
-            process.stdin.write(json.dumps(call) + "\n")
-            process.stdin.flush()
+        for connection in self._connections[:ranks]:
+            connection.sendall(json.dumps(call).encode() + b"\n")
         answers = self._answers(ranks, timeout_s)
-        failed = [
-            f"rank {r}: {a['error'] if a else 'no answer'}"
-            for r, a in enumerate(answers)
-            if a is None or "error" in a
-        ]
+        failed = []
+        for rank, answer in enumerate(answers):
+            if answer is None:
+                failed.append(f"rank {rank}: no answer\n{self._log(rank).read_text()}")
+            elif "error" in answer:
+                failed.append(f"rank {rank}: {answer['error']}")
         if failed:
             self.close()
             raise AssertionError("\n".join(failed))
@@ -73,32 +75,41 @@ class Pool:
 
     @property
     def pids(self) -> list[int]:
-        return [process.pid for process in self._processes]
+        return [pid for process in self._processes for pid in process.pids]
 
     def close(self) -> None:
         for process in self._processes:
-            process.kill()
-            process.wait()
-            process.stdin.close()
-            process.stdout.close()
+            process.end()
+        for connection in self._connections:
+            connection.close()
         self._processes = []
+        self._connections = []
         if self._folder:
             self._folder.cleanup()
+
+    def _log(self, rank: int) -> Path:
+        return Path(self._folder.name) / f"{rank}.log"
 
     def _start(self) -> None:
         self._folder = tempfile.TemporaryDirectory()
         self._lines = [queue.Queue() for _ in range(self.size)]
-        for lines in self._lines:
-            process = subprocess.Popen(
-                [sys.executable, __file__, str(len(self._processes))],
-                env=environment(GLOO_SOCKET_IFNAME="lo"),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-            self._processes.append(process)
-            threading.Thread(target=_read, args=(process, lines), daemon=True).start()
-        assert all(self._answers(self.size, START_S)), "the processes did not come up"
+        address = f"{self._folder.name}/ranks"
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(address)
+            listener.listen()
+            listener.settimeout(START_S)
+            for rank, lines in enumerate(self._lines):
+                process = the_forkery().start(
+                    [__file__, address, str(rank)],
+                    ranks=None,
+                    environment=environment(GLOO_SOCKET_IFNAME="lo"),
+                    log=self._log(rank),
+                    cwd=ROOT,
+                )
+                self._processes.append(process)
+                connection, _ = listener.accept()
+                self._connections.append(connection)
+                threading.Thread(target=_read, args=(connection, lines), daemon=True).start()
 
     def _answers(self, ranks: int, timeout_s: float) -> list[dict | None]:
         until = time.monotonic() + timeout_s
@@ -114,11 +125,12 @@ class Pool:
         return answers
 
 
-def _read(process: subprocess.Popen, lines: queue.Queue) -> None:
+def _read(connection: socket.socket, lines: queue.Queue) -> None:
     try:
-        for line in process.stdout:
-            lines.put(line)
-    except ValueError:
+        with connection.makefile("r") as answers:
+            for line in answers:
+                lines.put(line)
+    except OSError:
         pass  # closed
     lines.put("null")
 
@@ -126,20 +138,19 @@ def _read(process: subprocess.Popen, lines: queue.Queue) -> None:
 # --- what a rank runs ---
 
 
-def serve(rank: int) -> None:
+def serve(address: str, rank: int) -> None:
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever else is printed is no answer
+    connection = socket.socket(socket.AF_UNIX)
+    connection.connect(address)
+    calls = connection.makefile("r")
 
     def answer(values: dict) -> None:
-        answers.write(json.dumps(values) + "\n")
-        answers.flush()
+        connection.sendall(json.dumps(values).encode() + b"\n")
 
-    answer({"up": True})
-    for line in sys.stdin:
+    for line in calls:
         call = json.loads(line)
         try:
             world = dist.FileStore(call["store"], call["ranks"])
@@ -166,4 +177,4 @@ def _module(file: str):
 
 
 if __name__ == "__main__":
-    serve(int(sys.argv[1]))
+    serve(sys.argv[1], int(sys.argv[2]))

@@ -45,7 +45,7 @@ BAD_INPUT = 2
 
 @pytest.fixture(scope="module")
 def asynchronous_run(tmp_path_factory):
-    with Job(
+    with ForkedJob(
         *SMALL, "max_lag=1", run_dir=tmp_path_factory.mktemp("asynchronous") / "run", ranks=2
     ) as job:
         assert job.wait() == 0, job.output
