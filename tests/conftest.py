@@ -13,7 +13,7 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1")
 import pytest  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
 
-from tests.launching import SMALL, Job  # noqa: E402
+from tests.launching import SMALL, ForkedJob  # noqa: E402
 from tests.pool import Pool  # noqa: E402
 
 # A busy machine makes an example slow, and no claim wrong.
@@ -118,6 +118,7 @@ def launch_here(run_here):
 @pytest.fixture(scope="session")
 def synchronous_run(tmp_path_factory):
     """The finished one-process run, with max_lag=0, that others must equal."""
-    with Job(*SMALL, "max_lag=0", run_dir=tmp_path_factory.mktemp("synchronous") / "run") as job:
+    run_dir = tmp_path_factory.mktemp("synchronous") / "run"
+    with ForkedJob(*SMALL, "max_lag=0", run_dir=run_dir) as job:
         assert job.wait() == 0, job.output
         yield job
