@@ -6,9 +6,9 @@ for a fresh interpreter spends more on imports than a small job on all else.
     code = process.wait(timeout=60)
     process.end()
 
-Each pytest process has one. It takes one connection a job, and forks a launcher for
-it, which forks the ranks and does what torchrun does: it hosts their store, ends all when one
-fails, and says how it ended. A connection that its client closes ends the job.
+Each pytest process has one. It takes one connection a job, and forks a launcher for it, which forks
+the ranks and does what torchrun does: it hosts their store, ends all when one fails, and says how
+it ended. A connection that its client closes ends the job.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ class ForkedProcess:
         self._answers = connection.makefile("rb")
         self._code: int | None = None
         connection.settimeout(START_S)
-        self.pids: list[int] = json.loads(self._answers.readline())
+        self.pids: list[int] = self._answer()
 
     def poll(self) -> int | None:
         """The exit code: torchrun's for several ranks, the process's for one; None: it runs."""
         if self._code is None and select.select([self._connection], [], [], 0)[0]:
-            self._code = json.loads(self._answers.readline())
+            self._code = self._answer()
         return self._code
 
     def wait(self, timeout: float) -> int:
@@ -71,6 +71,11 @@ class ForkedProcess:
                 raise subprocess.TimeoutExpired("a forked job", timeout)
             time.sleep(POLL_S)
         return self._code
+
+    def _answer(self):
+        line = self._answers.readline()
+        assert line, "the launcher of a forked job has ended"
+        return json.loads(line)
 
     def stop(self) -> None:
         """Send SIGTERM to all ranks, as torchrun does with one that it gets."""
@@ -193,9 +198,10 @@ def launch(connection: socket.socket) -> None:
         pid = os.fork()
         if pid == 0:
             connection.close()
+            os.close(port_writer)
             run_rank(job, rank, port_reader)
         pids.append(pid)
-    store = None
+    store = None  # which lives as long as this process
     if job["ranks"]:
         from torch.distributed import TCPStore
 
@@ -251,33 +257,11 @@ def send(number: signal.Signals, pids: set[int]) -> None:
 
 def run_rank(job: dict, rank: int, port_reader: int) -> None:
     """The program, as this process. Does not return."""
-    log = os.open(job["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    sys.stdout.reconfigure(line_buffering=True)
-    os.chdir(job["cwd"])
-    os.environ.clear()
-    os.environ.update(job["environment"])
-    ranks = job["ranks"]
-    if ranks:
-        port = os.read(port_reader, PORT_DIGITS).decode()
-        os.environ.update(
-            RANK=str(rank),
-            LOCAL_RANK=str(rank),
-            WORLD_SIZE=str(ranks),
-            LOCAL_WORLD_SIZE=str(ranks),
-            MASTER_ADDR="127.0.0.1",
-            MASTER_PORT=str(int(port)),
-            TORCHELASTIC_USE_AGENT_STORE="True",
-        )
-    sys.argv = job["argv"]
-    sys.path[0] = str(Path(sys.argv[0]).parent)
-    folders = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    sys.path[1:1] = [folder for folder in folders if folder not in sys.path]
     code = FAILED
     try:
+        become(job)
+        if job["ranks"]:
+            os.environ.update(place(rank, job["ranks"], port_reader))
         runpy.run_path(sys.argv[0], run_name="__main__")
         code = 0
     except SystemExit as end:
@@ -293,6 +277,39 @@ def run_rank(job: dict, rank: int, port_reader: int) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+
+def become(job: dict) -> None:
+    """Have a job's output, folder, environment and arguments, and the paths that follow from
+    them.
+    """
+    log = os.open(job["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    sys.stdout.reconfigure(line_buffering=True)
+    os.chdir(job["cwd"])
+    os.environ.clear()
+    os.environ.update(job["environment"])
+    sys.argv = job["argv"]
+    sys.path[0] = str(Path(sys.argv[0]).parent)
+    folders = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[1:1] = [folder for folder in folders if folder and folder not in sys.path]
+
+
+def place(rank: int, ranks: int, port_reader: int) -> dict[str, str]:
+    """What torchrun tells a rank. Waits for the store's port."""
+    port = os.read(port_reader, PORT_DIGITS).decode()
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(int(port)),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
 
 
 if __name__ == "__main__":
