@@ -41,6 +41,7 @@ IMPORTED = (
     "executors.trainer",
 )
 START_S = 240  # to import that: a busy machine is slow
+END_S = 60  # for what is killed, or has nothing more to do, to be gone
 GRACE_S = 30  # from SIGTERM to SIGKILL, as torchrun has it
 POLL_S = 0.02
 FAILED = 1
@@ -54,7 +55,6 @@ class ForkedProcess:
         self._connection = connection
         self._answers = connection.makefile("rb")
         self._code: int | None = None
-        connection.settimeout(START_S)
         self.pids: list[int] = self._answer()
 
     def poll(self) -> int | None:
@@ -114,6 +114,7 @@ class Forkery:
         if self._process is None:
             self._start()
         connection = socket.socket(socket.AF_UNIX)
+        connection.settimeout(END_S)
         connection.connect(self._address)
         job = {
             "argv": argv,
@@ -129,7 +130,11 @@ class Forkery:
         if self._process is None:
             return
         self._process.stdin.close()
-        self._process.wait()
+        try:
+            self._process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait(END_S)
         self._process.stdout.close()
         self._process = None
         self._folder.cleanup()
@@ -299,7 +304,9 @@ def become(job: dict) -> None:
 
 
 def place(rank: int, ranks: int, port_reader: int) -> dict[str, str]:
-    """What torchrun tells a rank. Waits for the store's port."""
+    """What llamarl asks of all that torchrun tells a rank. Waits for the store's port; ValueError
+    if the launcher ends before.
+    """
     port = os.read(port_reader, PORT_DIGITS).decode()
     return {
         "RANK": str(rank),

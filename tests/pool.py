@@ -107,7 +107,11 @@ class Pool:
                     cwd=ROOT,
                 )
                 self._processes.append(process)
-                connection, _ = listener.accept()
+                try:
+                    connection, _ = listener.accept()
+                except TimeoutError:
+                    said = self._log(rank).read_text()
+                    raise AssertionError(f"rank {rank} did not come up:\n{said}") from None
                 self._connections.append(connection)
                 threading.Thread(target=_read, args=(connection, lines), daemon=True).start()
 

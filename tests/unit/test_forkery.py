@@ -1,7 +1,6 @@
 """A forked job is to its test what a started one is: arguments, environment, output and end."""
 
 import signal
-import time
 
 import psutil
 import pytest
@@ -12,7 +11,7 @@ SAYS = """
 import os, sys
 if "COLOURED" in os.environ:
     import colours
-print("given", sys.argv[1:], os.environ["COLOUR"], "COLOR" in os.environ)
+print("given", sys.argv[1:], os.environ["COLOUR"], "PATH" in os.environ)
 print("rank", os.environ.get("RANK"), "of", os.environ.get("WORLD_SIZE"), file=sys.stderr)
 sys.exit(3)
 """
@@ -58,7 +57,7 @@ def job_of(tmp_path):
 
 def test_arguments_and_environment_come_and_output_and_code_go(job_of, monkeypatch, tmp_path):
     monkeypatch.setenv("COLOUR", "red")
-    monkeypatch.delenv("COLOR", raising=False)
+    monkeypatch.delenv("PATH")  # which the process to fork from has
     with job_of(SAYS, "lr=1") as job:
         assert job.wait() == 3
     assert f"given ['lr=1', 'run_dir={tmp_path / 'run'}'] red False" in job.output
@@ -106,6 +105,4 @@ def test_leaving_a_job_kills_it(job_of):
         job.until(lambda: job.output.count("waits") == 2, "both ranks")
         job.stop()
         job.until(lambda: job.output.count("asked to stop") == 2, "both ranks")
-        began = time.monotonic()
-    assert time.monotonic() - began < 30, "they were asked to end, and waited for"
     assert not [pid for pid in job.rank_pids().values() if psutil.pid_exists(pid)]
