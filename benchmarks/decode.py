@@ -1,8 +1,8 @@
 """Tokens per second of decoding: our engine, transformers, vLLM, and the bound, in one run on one
 machine.
 
-    python benchmarks/decode.py --model DIR --batch 1,8,32,64 --new-tokens 128 [--against hf,vllm]
-    [--threads N] [--json FILE]
+    python benchmarks/decode.py --model DIR --batch 1,8,32,64 --new-tokens 128
+    [--against transformers,vllm] [--threads N] [--json FILE]
 
 Every request has PROMPT tokens and samples exactly --new-tokens (no stop token). Each figure is the
 median of --repeats runs, taken in turn, so that a busy minute of the machine falls on all. The
@@ -301,10 +301,13 @@ def step_cost(costs: list[list[float]], rows: int, places: int) -> float:
     return short + (long - short) * (places / rows - PROMPT - 6) / (LONG - PROMPT)
 
 
+CONTESTANTS = {"transformers": transformers, "vllm": vllm, "engine": ours}
+RIVALS = ("transformers", "vllm")
+
+
 def measure(args: argparse.Namespace, batch: int, names: list[str]) -> dict[str, list[float]]:
     """Tokens/s of each name at this batch, one a repeat; `bound` is tokens/s too."""
-    contestants = {"hf": transformers, "vllm": vllm, "engine": ours}
-    runs = {name: contestants[name](args, batch) for name in names}
+    runs = {name: CONTESTANTS[name](args, batch) for name in names}
     least = bound(args, batch)
     for run in runs.values():
         run()
@@ -321,7 +324,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--model", required=True, help="a Hugging Face directory")
     parser.add_argument("--batch", default="1,8,32,64")
     parser.add_argument("--new-tokens", type=int, default=128)
-    parser.add_argument("--against", default="hf,vllm")
+    parser.add_argument("--against", default=",".join(RIVALS), help="any of the default's")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--repeats", type=int, default=3)
@@ -329,6 +332,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--cpu-time", action="store_true")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    args.against = [name for name in args.against.split(",") if name]
+    unknown = [name for name in args.against if name not in RIVALS]
+    if unknown:
+        parser.error(f"--against {','.join(unknown)}: need some of {', '.join(RIVALS)}")
     if args.cpu_time and args.threads != 1:
         parser.error("--cpu-time needs --threads 1: threads that wait burn CPU seconds too")
     args.device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -341,7 +348,7 @@ def main() -> None:
     clock = time.process_time if args.cpu_time else time.perf_counter
     torch.set_num_threads(args.threads)
     print(f"float32 {use_float32_products(reproducible=True)}")
-    rivals = [name for name in args.against.split(",") if name]
+    rivals = args.against
     if "vllm" in rivals and importlib.util.find_spec("vllm") is None:
         rivals.remove("vllm")
         print("vllm   absent: not importable here")

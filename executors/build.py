@@ -32,6 +32,7 @@ from llamarl.ddma.channel import REFERENCE_WEIGHTS, Weights
 from llamarl.inference import Engine, SamplingParams, TemperatureRange
 from llamarl.inference.build import build_native, build_vllm
 from llamarl.inference.protocol import BuildEngine
+from llamarl.inference.stop_strings import unescaped
 from llamarl.launch.gold import reference_ids, reference_texts
 from llamarl.launch.job import Job, Scored, stop_tokens
 from llamarl.launch.preferences import PreferencesJob
@@ -67,6 +68,7 @@ def sampling_of(config: Config, job: Job) -> SamplingParams:
         top_p=g.top_p,
         min_new_tokens=g.min_new_tokens,
         stop_token_ids=job.stop_token_ids,
+        stop_strings=tuple(unescaped(string) for string in g.stop),
         n=config.group_size,
         seed=config.seed,
     )
@@ -88,6 +90,7 @@ def engine_builder(config: Config, job: Job) -> BuildEngine:
         model_dtype=config.model.dtype,
         max_slots=g.max_slots,
         max_len=config.longest,
+        decode=job.decode,
     )
     if g.kind == "vllm":
         return partial(build_vllm, **sizes, gpu_memory_utilization=g.gpu_memory_utilization)
@@ -301,6 +304,7 @@ def engine_alone(config: Config, job: Job) -> Engine:
         max_len=config.longest,
         cache_tokens=g.cache_tokens,
         prefill_chunk=g.prefill_chunk,
+        decode=job.decode,
     )
 
 

@@ -66,7 +66,8 @@ class Completion:
     ticket: int
     sample_index: int  # 0 .. group_size-1
     prompt_ids: Tensor  # [P] int64
-    token_ids: Tensor  # [L] int64; ends with the stop token when finish_reason is "stop"
+    # [L] int64; if finish_reason is "stop", the last is a stop token, or completes a stop string
+    token_ids: Tensor
     # [L] float32 nats, of the processed distribution that was sampled from
     generator_logprobs: Tensor
     policy_versions: Tensor  # [L] int64, the weights that sampled each token
@@ -115,7 +116,8 @@ class EvalCompletion:
     prompt_index: int  # 0 .. num_eval_prompts-1
     greedy: bool
     sample_index: int  # 0 .. k-1 of those sampled; 0 of the greedy one
-    token_ids: Tensor  # [L] int64; ends with the stop token when finish_reason is "stop"
+    # [L] int64; if finish_reason is "stop", the last is a stop token, or completes a stop string
+    token_ids: Tensor
     policy_versions: Tensor  # [L] int64, all alike: one version answers all of an evaluation
     finish_reason: FinishReason
 

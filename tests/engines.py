@@ -52,17 +52,6 @@ def vllm(log, monkeypatch, **sizes):
     return VLLMEngine(config, parameters, model_path=SMOLLM2, gpu_memory_utilization=0.25, **sizes)
 
 
-def generate(engine, prompts, params):
-    """params.n completions of each prompt, in order; prompt i is ticket i. The engine is idle."""
-    assert engine.num_live == engine.num_waiting == 0 and not engine.pop_finished()
-    for ticket, prompt in enumerate(prompts):
-        engine.submit(ticket, prompt, params)
-    while engine.num_live or engine.num_waiting:
-        engine.step(32)
-    found = {(c.ticket, c.sample_index): c for _, c in engine.pop_finished()}
-    return [[found[ticket, i] for i in range(params.n)] for ticket in range(len(prompts))]
-
-
 def load(engine, source, version, *, recompute_kv=False):
     """A directory's weights, or tensors by their Hugging Face names, as those of `version`."""
     if isinstance(source, Mapping):

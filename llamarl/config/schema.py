@@ -160,6 +160,7 @@ class GeneratorSettings:
     top_k: Natural
     top_p: PositiveShare
     min_new_tokens: Natural
+    stop: list[str]
     in_flight_updates: bool | None
     max_seconds: Positive | None
 

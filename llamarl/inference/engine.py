@@ -20,8 +20,8 @@ it waits.
 LIMITS. K/V are not paged: each row has max_len places on a GPU, and on a CPU as many as the longest
 row that runs. Nothing of a prompt is kept once its samples have started: there is no prefix cache,
 and equal prompts of two tickets are computed twice. One long prompt at a time is prefilled in
-pieces; a second waits for it. There is no speculative decoding and no stop string: stop tokens end
-a sample.
+pieces; a second waits for it. There is no speculative decoding. Stop strings are looked for between
+steps, on the host: what a row sampled behind one is dropped.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ from llamarl.inference.rows import Rows
 from llamarl.inference.runner import ModelRunner, batches
 from llamarl.inference.sampler import SamplingParams, process
 from llamarl.inference.slots import SlotEngine
+from llamarl.inference.stop_strings import Decode
 from llamarl.models.build import Decoder, build_decoder, read_config
 from llamarl.models.hf import load_weights
 from llamarl.models.sharding import num_parameters
@@ -71,6 +72,7 @@ class Engine(SlotEngine):
     cuda_graphs: on a GPU, replay a token's kernels as one graph.
     reproducible: take the same kernels in every run; else those that this machine's clock shows to
     be clearly faster.
+    decode: token ids -> their text. Samples with stop strings need it.
 
     It is a GenerationEngine, and a Resumable-, Streaming- and QuantizedEngine
     (llamarl.inference.protocol), where the calls that all engines share are described in full.
@@ -88,6 +90,7 @@ class Engine(SlotEngine):
         device: str | torch.device = "cpu",
         cuda_graphs: bool = True,
         reproducible: bool = True,
+        decode: Decode | None = None,
     ):
         if max_slots < 1 or max_len < 2:
             raise ValueError(
@@ -103,7 +106,7 @@ class Engine(SlotEngine):
         self._on_cpu = self.device.type == "cpu"
         if self._on_cpu:
             keep_freed_memory()
-        super().__init__(decoder.config.vocab_size, max_slots, max_len)
+        super().__init__(decoder.config.vocab_size, max_slots, max_len, decode)
         self.decoder = decoder.to(device=self.device, dtype=dtype)
         budget = max_slots * max_len if cache_tokens is None else cache_tokens
         if budget < max_len or prefill_chunk < 1:
@@ -515,6 +518,7 @@ class Engine(SlotEngine):
         stay dense.
         """
         num_rows = self.num_live
+        self._end_at_stop_strings()
         live = self._rows.live[:num_rows].tolist()
         ended = [row for row in range(num_rows) if not live[row]]
         if not ended:
@@ -533,6 +537,20 @@ class Engine(SlotEngine):
         del self._running[num_live:]
         self._rows.live[num_live:] = False
 
+    def _end_at_stop_strings(self) -> None:
+        """End the rows whose text has come to a stop string, and drop what they sampled behind."""
+        rows = []
+        for row, sample in enumerate(self._running):
+            if sample.request.params.stop_strings:
+                rows.append(row)
+        if not rows:
+            return
+        for row, (seen, token_ids) in zip(rows, self._rows.unsearched(rows)):
+            params = self._running[row].request.params
+            end = self._end_of_text(params, token_ids, seen)
+            if end is not None:
+                self._rows.stop(row, end)
+
     # Not in inference mode: a completion's tensors take part in training.
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -544,11 +562,14 @@ class Engine(SlotEngine):
                 f"logits are not finite under policy version {self.policy_version}: "
                 f"its weights hold NaN or infinity, or overflow {self._cache.dtype}"
             )
-        for row, had in zip(ended, recorded):
+        is_stopped = self._rows.stopped[ended].tolist()
+        for row, had, is_stopped_by_text in zip(ended, recorded, is_stopped):
             sample = self._running[row]
             reason: FinishReason = "length"
             if aborted:
                 reason = "aborted"
+            elif is_stopped_by_text:
+                reason = "stop"
             elif int(had.token_ids[-1]) in sample.request.params.stop_token_ids:
                 reason = "stop"
             self._finish(*sample, had, reason)

@@ -24,7 +24,10 @@ def submit(
     how many completions that makes.
     """
     greedy = SamplingParams(
-        sampling.max_new_tokens, temperature=0.0, stop_token_ids=sampling.stop_token_ids
+        sampling.max_new_tokens,
+        temperature=0.0,
+        stop_token_ids=sampling.stop_token_ids,
+        stop_strings=sampling.stop_strings,
     )
     engine.submit(prompt_index, prompt.prompt_ids, greedy, stream=GREEDY)
     if num_samples:

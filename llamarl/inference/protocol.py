@@ -66,8 +66,8 @@ class GenerationEngine(Protocol):
         (training, evaluation). The tokens of a sample depend on (seed, stream, ticket,
         sample_index) and the logits, not on the slot or on what runs beside it.
 
-        ValueError for an empty prompt, one that leaves no room for max_new_tokens, or ids outside
-        the vocabulary.
+        ValueError for an empty prompt, one that leaves no room for max_new_tokens, ids outside the
+        vocabulary, or stop strings if the engine was not given a `decode`.
         """
 
     def step(self, chunk: int) -> int:

@@ -40,6 +40,8 @@ class Rows:
         self.position = zeros()  # [R], its place
         self.count = zeros()  # [R], tokens sampled
         self.told = zeros()  # [R], those of them that `news` has given
+        self.searched = zeros()  # [R], those of them that were searched for stop strings
+        self.stopped = zeros(dtype=torch.bool)  # [R], whether a stop string ended it
         self.live = zeros(dtype=torch.bool)  # [R]; at first none is
         self.key = zeros()  # [R], of the row's uniforms
         self.max_new_tokens = zeros()  # [R]
@@ -67,6 +69,8 @@ class Rows:
         self.stops[rows] = -1
         self.count[rows] = 0
         self.told[rows] = 0
+        self.searched[rows] = 0
+        self.stopped[rows] = False
         self.live[rows] = True
         places = []
         lengths = []
@@ -166,6 +170,23 @@ class Rows:
         for row, (begin, end) in enumerate(zip(begins, ends)):
             news.append((begin, tokens[row, begin - first : end - first]))
         return news
+
+    def unsearched(self, rows: list[int]) -> list[tuple[int, list[int]]]:
+        """(seen, tokens) of each of some rows: all that it has sampled, and how many of them this
+        has given before. Waits for the device.
+        """
+        counts = self.count[rows]
+        seen = self.searched[rows].tolist()
+        self.searched[rows] = counts
+        lengths = counts.tolist()
+        tokens = self.tokens[rows, : max(lengths)].tolist()
+        return [(s, row[:length]) for s, row, length in zip(seen, tokens, lengths)]
+
+    def stop(self, row: int, end: int) -> None:
+        """End a row with the first `end` of its tokens."""
+        self.count[row] = end
+        self.stopped[row] = True
+        self.live[row] = False
 
     def tables(self) -> list[Tensor]:
         """Every tensor of the rows, none copied."""

@@ -37,8 +37,10 @@ class SamplingParams:
     temperature: float = 1.0  # 0: greedy, whose logprobs are those of temperature 1
     top_k: int = 0  # keep the k likeliest (and what ties with the last of them); 0: all
     top_p: float = 1.0  # then the fewest likeliest that hold this mass; 1: all
-    min_new_tokens: int = 0  # no stop token before
+    min_new_tokens: int = 0  # no stop token, and no end of a stop string, before
     stop_token_ids: tuple[int, ...] = ()
+    # A completion also ends with the token that completes one of these in its text.
+    stop_strings: tuple[str, ...] = ()
     n: int = 1
     seed: int = 0
 
@@ -55,6 +57,7 @@ class SamplingParams:
                 f"need 0 to max_new_tokens={most}",
             ),
             "stop_token_ids": (smallest_stop >= 0, "token ids are not negative"),
+            "stop_strings": ("" not in self.stop_strings, "an empty string is in every text"),
             "n": (self.n >= 1, "need at least 1"),
         }
         problems = []
@@ -64,6 +67,7 @@ class SamplingParams:
         if problems:
             raise ValueError("bad sampling parameters: " + "; ".join(problems))
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        object.__setattr__(self, "stop_strings", tuple(self.stop_strings))
 
 
 def sample_keys(places_N4: Tensor) -> Tensor:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from torch import Tensor
 
 from llamarl.inference.requests import Recorded, Request, TokenIds
 from llamarl.inference.sampler import SamplingParams
+from llamarl.inference.stop_strings import Decode, StopStrings
 from llamarl.types import Completion, FinishReason
 
 
@@ -20,11 +21,13 @@ class SlotEngine:
 
     _running: Collection  # the samples that hold a slot
 
-    def __init__(self, vocab_size: int, max_slots: int, max_len: int):
+    def __init__(self, vocab_size: int, max_slots: int, max_len: int, decode: Decode | None = None):
         self.max_slots = max_slots
         self.max_len = max_len
         self.policy_version = 0
         self._vocab_size = vocab_size
+        self._decode = decode
+        self._stops: dict[tuple[str, ...], StopStrings] = {}
         self._waiting: deque[Request] = deque()
         self._finished: list[tuple[int, Completion]] = []
 
@@ -54,14 +57,33 @@ class SlotEngine:
         """Queue params.n samples of a prompt. stream tells kinds of work (training, evaluation)
         with equal tickets apart.
 
-        ValueError for an empty prompt, one that does not fit max_len with max_new_tokens, or ids
-        outside the vocabulary.
+        ValueError for an empty prompt, one that does not fit max_len with max_new_tokens, ids
+        outside the vocabulary, or stop strings without `decode`.
         """
         self._queue(Request(stream, ticket, prompt_ids, params, end=params.n))
 
     def _queue(self, request: Request) -> None:
         request.check(self._vocab_size, self.max_len)
+        if request.params.stop_strings and self._decode is None:
+            raise ValueError(
+                f"ticket {request.ticket}: stop_strings={list(request.params.stop_strings)} need "
+                "the engine's decode, which gives the text of token ids; or use stop_token_ids"
+            )
         self._waiting.append(request)
+
+    def _end_of_text(
+        self, params: SamplingParams, token_ids: Sequence[int], seen: int
+    ) -> int | None:
+        """Returns how many of a sample's tokens to keep, if a stop string ends behind the first
+        `seen` of them; otherwise None.
+        """
+        if not params.stop_strings:
+            return None
+        stops = self._stops.get(params.stop_strings)
+        if stops is None:
+            stops = StopStrings(params.stop_strings, self._decode)
+            self._stops[params.stop_strings] = stops
+        return stops.end_of(token_ids, seen=seen, least=params.min_new_tokens)
 
     def pop_finished(self) -> list[tuple[int, Completion]]:
         """(stream, completion) of every sample that ended since the last call, in the order in

@@ -35,6 +35,7 @@ from torch import Tensor, nn
 from llamarl.inference.requests import Recorded, Request, TokenIds
 from llamarl.inference.sampler import SamplingParams, sample_keys
 from llamarl.inference.slots import SlotEngine
+from llamarl.inference.stop_strings import Decode
 from llamarl.models.config import ModelConfig
 from llamarl.models.sharding import aligned
 from llamarl.native.shared_memory import map_shared, path_of, shared_file
@@ -79,7 +80,9 @@ def vllm_seed(seed: int, stream: int, ticket: int, sample_index: int) -> int:
 
 
 def vllm_sampling(params: SamplingParams, seed: int) -> dict[str, object]:
-    """Keywords of vLLM's SamplingParams for one sample. Only stop_token_ids stop it."""
+    """Keywords of vLLM's SamplingParams for one sample. Only stop_token_ids stop it there; stop
+    strings are looked for here.
+    """
     return {
         "temperature": params.temperature,
         "top_k": params.top_k,
@@ -147,6 +150,11 @@ class _Growing:
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
 
+    def keep(self, count: int) -> None:
+        """Drop all but the first tokens."""
+        for values in (self.token_ids, self.logprobs, self.versions):
+            del values[count:]
+
 
 class VLLMEngine(SlotEngine):
     """Samples completions by vLLM from weights that others may exchange between steps.
@@ -156,6 +164,7 @@ class VLLMEngine(SlotEngine):
     max_slots, max_len: as Engine's.
     gpu_memory_utilization: the part of the device's memory (of a CPU's, the host's) that weights
     and K/V cache may take; less is taken where the slots need less.
+    decode: as Engine's.
 
     It is a GenerationEngine (llamarl.inference.protocol), where its calls are described in full.
 
@@ -173,11 +182,12 @@ class VLLMEngine(SlotEngine):
         max_len: int,
         gpu_memory_utilization: float,
         device: torch.device = torch.device("cpu"),
+        decode: Decode | None = None,
     ):
         problem = vllm_problem()
         if problem is not None:
             raise ImportError(problem)
-        super().__init__(config.vocab_size, max_slots, max_len)
+        super().__init__(config.vocab_size, max_slots, max_len, decode)
         self._parameters = [parameter for _, parameter in parameters]
         self._running: dict[str, _Growing] = {}  # by the name that vLLM knows it under
         self._names = map(str, itertools.count())
@@ -275,16 +285,23 @@ class VLLMEngine(SlotEngine):
                 f"logits are not finite under policy version {self.policy_version}: "
                 "its weights hold NaN or infinity, or overflow"
             )
-        count = len(token_ids)
+        seen = len(growing.token_ids)
         growing.token_ids += token_ids
         growing.logprobs += logprobs
-        growing.versions += [self.policy_version] * count
+        growing.versions += [self.policy_version] * len(token_ids)
+        end = self._end_of_text(growing.request.params, growing.token_ids, seen)
+        if end is not None:
+            growing.keep(end)
+            if reason is None:
+                self._dropped.append(name)
+            self._end(name, "stop")
+            return end - seen
         if reason is not None:
             if reason not in ("stop", "length"):
                 ticket = growing.request.ticket
                 raise RuntimeError(f"vLLM ended a completion of ticket {ticket} with {reason!r}")
             self._end(name, reason)
-        return count
+        return len(token_ids)
 
     @torch.no_grad()
     def weights_changed(self, version: int, *, recompute_kv: bool = False) -> None:

@@ -38,6 +38,7 @@ from llamarl.models.config import ModelConfig
 from llamarl.models.hf import weights_of
 from llamarl.models.scorer import SCORE
 from llamarl.observe import RowWriter, build_sinks
+from llamarl.observe.console import SUPERVISED_COLUMNS
 from llamarl.tickets.ledger import TicketLedger
 
 TRAINER = "trainer"  # the name of the one executor
@@ -138,6 +139,7 @@ class SupervisedJob:
         sinks = build_sinks(
             self.directory.path,
             max_steps=self.max_steps,
+            columns=SUPERVISED_COLUMNS,
             tensorboard=m.tensorboard,
             wandb=m.wandb,
             config=to_values(self.config),

@@ -5,6 +5,7 @@ plain `name value` words.
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import TextIO
 
 from llamarl.observe.rates import Row
@@ -22,15 +23,28 @@ WIDTHS = {
     "grad": 7,
     "tok/s": 6,
     "idle g/t": 9,
+    "idle": 5,
     "s/step": 7,
 }
+RL_COLUMNS = ("step", "reward", "eval", "lag", "loss", "grad", "tok/s", "idle g/t", "s/step")
+# Of a job whose only executor is a trainer.
+SUPERVISED_COLUMNS = ("step", "eval", "loss", "grad", "idle", "s/step")
 
 
 class Console:
-    """A sink that prints. `max_steps` is only shown; `stream` is standard output unless given."""
+    """A sink that prints the given columns of each row. `max_steps` is only shown; `stream` is
+    standard output unless given.
+    """
 
-    def __init__(self, *, max_steps: int | None = None, stream: TextIO | None = None):
+    def __init__(
+        self,
+        *,
+        max_steps: int | None = None,
+        stream: TextIO | None = None,
+        columns: Sequence[str] = RL_COLUMNS,
+    ):
         self.max_steps = max_steps
+        self._columns = tuple(columns)
         self.stream = stream or sys.stdout
         self._num_lines = 0
         self._rich = None
@@ -41,7 +55,8 @@ class Console:
 
     def write(self, row: Row) -> None:
         """Print one row."""
-        cells = format_cells(row, self.max_steps)
+        every_cell = format_cells(row, self.max_steps)
+        cells = {header: every_cell[header] for header in self._columns}
         if self._rich is None:
             # Where all scores are 0 or 1 their mean is an accuracy.
             is_accuracy = row.get("eval/accuracy") is not None
@@ -50,7 +65,7 @@ class Console:
             print("  ".join(words), file=self.stream, flush=True)
             return
         if self._num_lines % HEADER_EVERY == 0:
-            headers = " ".join(f"{header:>{width}}" for header, width in WIDTHS.items())
+            headers = " ".join(f"{header:>{WIDTHS[header]}}" for header in cells)
             self._rich.print(headers, style="dim", no_wrap=True, crop=False)
         self._num_lines += 1
         from rich.text import Text
@@ -60,10 +75,11 @@ class Console:
             "reward": "bold",
             "eval": "bold green",
             "idle g/t": "yellow" if idle > IDLE_HIGH else "",
+            "idle": "yellow" if idle > IDLE_HIGH else "",
         }
         line = Text()
-        for header, width in WIDTHS.items():
-            line.append(f"{cells[header]:>{width}}", style=styles.get(header, ""))
+        for header, cell in cells.items():
+            line.append(f"{cell:>{WIDTHS[header]}}", style=styles.get(header, ""))
             line.append(" ")
         line.rstrip()
         self._rich.print(line, no_wrap=True, crop=False)
@@ -84,6 +100,7 @@ def format_cells(row: Row, max_steps: int | None) -> dict[str, str]:
 
     step = str(row["step"])
     rate = row.get("generator/tokens_per_s")
+    trainer_idle = cell("trainer/idle_fraction", ".0%")
     return {
         "step": f"{step}/{max_steps}" if max_steps else step,
         "reward": cell("reward/mean", ".3f"),
@@ -94,9 +111,8 @@ def format_cells(row: Row, max_steps: int | None) -> dict[str, str]:
         "loss": cell("loss/value", ".4f"),
         "grad": cell("grad_norm", ".3g"),
         "tok/s": "" if rate is None else short_count(rate),
-        "idle g/t": pair(
-            cell("generator/idle_fraction", ".0%"), cell("trainer/idle_fraction", ".0%")
-        ),
+        "idle g/t": pair(cell("generator/idle_fraction", ".0%"), trainer_idle),
+        "idle": trainer_idle,
         "s/step": cell("time/step_s", ".3g"),
     }
 

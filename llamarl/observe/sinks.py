@@ -7,13 +7,14 @@ from __future__ import annotations
 import itertools
 import json
 import os
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Protocol
 
 from llamarl.errors import MetricsError
 from llamarl.native.disk import free_bytes
-from llamarl.observe.console import Console
+from llamarl.observe.console import RL_COLUMNS, Console
 from llamarl.observe.rates import Row
 from llamarl.observe.signal import SignalWatch
 
@@ -170,14 +171,17 @@ def build_sinks(
     run_dir: str | Path,
     *,
     max_steps: int | None,
+    columns: Sequence[str] = RL_COLUMNS,
     tensorboard: bool = False,
     wandb: bool = False,
     config: dict | None = None,
 ) -> list[Sink]:
     """The console and what was asked for; RowWriter adds the JSONL file. ValueError names a package
     that is missing.
+
+    columns: those that the console shows.
     """
-    sinks: list[Sink] = [Console(max_steps=max_steps), SignalWatch()]
+    sinks: list[Sink] = [Console(max_steps=max_steps, columns=columns), SignalWatch()]
     if tensorboard:
         sinks.append(TensorBoard(run_dir))
     if wandb:

@@ -3,12 +3,11 @@
 import pytest
 import torch
 
-from llamarl.inference import Engine, SamplingParams
+from llamarl.inference import Engine, SamplingParams, generate
 from llamarl.models.attention import PackedAttention
 from llamarl.models.build import build_decoder, read_config
 from llamarl.models.config import tiny_directory
 from llamarl.models.hf import load_weights
-from tests.engines import generate
 from tests.launching import SMALL, Job
 
 pytestmark = [

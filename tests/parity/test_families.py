@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2Config, GPTNeoXConfig, Qwen3Config
 
-from llamarl.inference import Engine, SamplingParams
+from llamarl.inference import Engine, SamplingParams, generate
 from llamarl.inference.decode import NativeDecode
 from llamarl.models import hf
 from llamarl.models.attention import PackedAttention
@@ -25,7 +25,6 @@ from llamarl.models.lora import Lora, LoraLinear, PolicyWeights
 from llamarl.models.quantize import QuantizedLinear, quantize_decoder
 from llamarl.models.stored import to_stored
 from llamarl.models.training import training_decoder
-from tests.engines import generate
 from tests.random_models import save_drawn
 from tests.tolerances import assert_same_greedy, margins_of, rounding
 

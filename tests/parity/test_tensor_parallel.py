@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
-from llamarl.inference import Engine, SamplingParams
+from llamarl.inference import Engine, SamplingParams, generate
 from llamarl.models.attention import PackedAttention
 from llamarl.models.build import build_decoder, read_config
 from llamarl.models.config import tiny_directory
@@ -25,7 +25,6 @@ from llamarl.models.hf import load_weights, named_parameters_hf
 from llamarl.models.sharding import heads_of, parameter_shapes, tensor_parallel_box
 from llamarl.models.stored import to_stored
 from llamarl.models.tp import TensorParallel
-from tests.engines import generate
 from tests.tolerances import assert_same_greedy, first_difference, margins_of, of_logprobs, rounding
 
 pytestmark = pytest.mark.machine

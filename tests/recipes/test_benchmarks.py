@@ -41,7 +41,7 @@ def test_decode(tmp_path):
         "--new-tokens",
         8,
         "--against",
-        "hf",
+        "transformers",
         "--dtype",
         "float32",
         "--repeats",

@@ -7,13 +7,12 @@ import json
 import pytest
 import torch
 
-from llamarl.inference import Engine, SamplingParams
+from llamarl.inference import Engine, SamplingParams, generate
 from llamarl.inference.decode import NativeDecode
 from llamarl.inference.runner import ModelRunner
 from llamarl.models.config import tiny_directory
 from llamarl.native import choice
 from llamarl.native.choice import CLEARLY_FASTER, fastest
-from tests.engines import generate
 
 
 @pytest.fixture(autouse=True)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from llamarl.inference import generate
 from llamarl.inference.decode import NativeDecode
 from llamarl.inference.engine import Engine
 from llamarl.inference.sampler import SamplingParams
@@ -17,7 +18,7 @@ from llamarl.models.attention import PackedAttention
 from llamarl.models.build import ModelConfig, build_decoder, read_config
 from llamarl.models.hf import load_weights, named_parameters_hf
 from llamarl.native import library
-from tests.engines import generate, load
+from tests.engines import load
 from tests.tolerances import assert_same_greedy, margins_of, of_logprobs
 
 pytestmark = pytest.mark.machine

@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llamarl.observe import Console, Metrics, RowWriter, Trace, build_sinks, is_timing
+from llamarl.observe.console import SUPERVISED_COLUMNS
 from llamarl.observe.rates import RateMeter, idle_shares
 from llamarl.observe.report import columns_of, facts, moving_mean, write_report
 from llamarl.observe.report import main as report_main
@@ -530,6 +531,14 @@ def test_a_plain_console_line_names_what_it_shows():
         "18.2k  idle g/t 3%/-  s/step 0.31"
     )
     assert second == "step 13/200"
+
+
+def test_a_job_without_a_generator_shows_its_trainers_idle_share_alone():
+    row = {"step": 3, "loss/value": 0.5, "trainer/idle_fraction": 0.25}
+    row |= {"generator/idle_fraction": None, "time/step_s": 2.0}
+    out = io.StringIO()
+    Console(stream=out, columns=SUPERVISED_COLUMNS).write(row)
+    assert out.getvalue() == "step 3  loss 0.5000  idle 25%  s/step 2\n"
 
 
 def test_the_mean_of_graded_scores_is_not_called_an_accuracy(tmp_path):
