@@ -295,6 +295,7 @@ GUIDES = "\n".join(
     text_of(ROOT / name)
     for name in (
         "README.md",
+        "AGENTS.md",
         "CONTRIBUTING.md",
         "docs/architecture.md",
         "docs/lm_eval.md",
