@@ -133,8 +133,27 @@ def _check_critic(job: Job, policy: ModelConfig) -> None:
         )
     if model.labels:
         weights_of(path, model)
+        _warn_of_rescaled_scores(job)
     else:
         weights_of(path, model.as_scorer(), may_lack=(SCORE,))
+
+
+def _warn_of_rescaled_scores(job: Job) -> None:
+    """A value model starts with the scores of its head as they are, whatever the reward makes of
+    them.
+    """
+    if job.world.rank > 0:
+        return
+    for key, part in job.config.scorers.items():
+        if part.scale != 1 or part.shift != 0:
+            log.warning(
+                "trainer.critic.path: its values start as raw scores, but rewards are "
+                "(score - %s.shift=%g) * %s.scale=%g; the first advantages are off by that much",
+                key,
+                part.shift,
+                key,
+                part.scale,
+            )
 
 
 def _check_tokens(job: Job, vocab_size: int) -> None:

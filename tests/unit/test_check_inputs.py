@@ -173,6 +173,15 @@ def test_a_reward_model_and_a_language_model_can_start_a_value_model(model):
     check_inputs(job(model, *own_critic(model)))
 
 
+def test_a_value_model_that_starts_beside_rescaled_rewards_is_warned_of(model, caplog):
+    path = value_model(model)
+    words = (*own_critic(path), "reward=model", f"reward.path={path}")
+    check_inputs(job(model, *words))
+    assert "raw scores" not in caplog.text
+    check_inputs(job(model, *words, "reward.scale=2", "reward.shift=0.5"))
+    assert "(score - reward.shift=0.5) * reward.scale=2" in caplog.text
+
+
 @pytest.mark.parametrize(
     "changes, said",
     [

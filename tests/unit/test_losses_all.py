@@ -44,6 +44,7 @@ def test_what_a_config_reads_of_a_loss_is_what_the_loss_declares():
         "needs_reference",
         "token_advantages",
         "holds_to_generator",
+        "sums_completions",
     }
     for name, fn in LOSSES.items():
         assert list(declarations()[name].options) == options_of(fn)

@@ -116,6 +116,44 @@ def test_the_kl_is_weighed_as_the_loss_is(normalize, bound):
     assert with_kl - p.call(fn, **given)[0].item() == pytest.approx(want, rel=1e-10)
 
 
+SUMMED = ["rloo", "copg", "proximal_rloo", "online_dpo", "best_of_n", "tb"]
+
+
+@pytest.mark.parametrize("name", SUMMED)
+def test_around_a_loss_that_sums_completions_kl_coef_is_the_papers_beta(name):
+    """The mean over completions of the sum over each one's tokens."""
+    p = problem(sizes=(3, 2, 4))
+    x = p.ref - p.pi.detach()
+    kl = (x.exp() - 1 - x).tolist()
+    sums = []
+    for j in range(p.completions.groups.numel()):
+        own = p.labels(j).tolist()
+        if own:
+            sums.append(sum(kl[i] for i in own))
+    want = 0.04 * sum(sums) / len(sums)
+    fn = PUBLISHED[name]
+    around = p.call(regularised(fn, kl_coef=0.04))[0].item()
+    assert around - p.call(fn)[0].item() == pytest.approx(want, rel=1e-9)
+
+
+def test_best_of_n_by_length_has_a_kl_by_length():
+    p = problem(sizes=(3, 2, 4))
+    x = p.ref - p.pi.detach()
+    kl = (x.exp() - 1 - x).tolist()
+    means = []
+    for j in range(p.completions.groups.numel()):
+        own = p.labels(j).tolist()
+        if own:
+            means.append(sum(kl[i] for i in own) / len(own))
+    want = 0.04 * sum(means) / len(means)
+    fn = functools.partial(PUBLISHED["best_of_n"], length_normalize=True)
+    given = PUBLISHED["best_of_n"]
+    bound = p.call(regularised(fn, kl_coef=0.04))[0].item() - p.call(fn)[0].item()
+    asked = p.call(regularised(given, kl_coef=0.04), length_normalize=True)[0].item()
+    assert bound == pytest.approx(want, rel=1e-9)
+    assert asked - p.call(fn)[0].item() == pytest.approx(want, rel=1e-9)
+
+
 def test_the_entropy_bonus_is_weighed_as_the_loss_is():
     p = problem(sizes=(3, 2, 4))
     entropy = torch.linspace(1.0, 3.0, p.pi.numel(), dtype=torch.float64, requires_grad=True)
@@ -126,7 +164,7 @@ def test_the_entropy_bonus_is_weighed_as_the_loss_is():
     assert bonus == pytest.approx(-0.3 * sum(means) / len(means), rel=1e-10)
 
 
-def test_around_proximal_rloo_kl_and_entropy_are_means_over_tokens_by_hand():
+def test_around_proximal_rloo_kl_and_entropy_are_sums_of_completions_by_hand():
     # y0 of two labels, y1 of one; pi is mu, so both ratios are 1. pi is ref too, but at y1's label,
     # where ref is half of pi: KL log 2 - 1/2, its slope 1 - 1/2.
     pi, entropy = f64(HALF, HALF, HALF, grad=True), f64(2.0, 3.0, 4.0, grad=True)

@@ -8,6 +8,7 @@ from llamarl.learning.advantages import best_and_worst
 from llamarl.learning.losses.common import (
     LossAndMetrics,
     masked,
+    sums_completions,
     uses_all_completions,
     whole_groups,
 )
@@ -15,6 +16,7 @@ from llamarl.learning.losses.inputs import LossInputs
 from llamarl.learning.losses.ratios import token_metrics
 
 
+@sums_completions
 @whole_groups
 @uses_all_completions
 def best_of_n(inputs: LossInputs, *, length_normalize: bool = False) -> LossAndMetrics:

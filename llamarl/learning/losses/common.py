@@ -35,6 +35,8 @@ Marked = TypeVar("Marked", bound=Callable)
 # exp() stops growing at e^20 = 4.9e8. Such a ratio is a broken run either way; the sums stay finite
 # and say so.
 MAX_LOG_RATIO = 20.0
+# How `normalized` treats the terms around a loss that sums a completion's tokens. No option has it.
+SUMS = "sums"
 # A square goes on along its tangent past this, for the same reason.
 MAX_SQUARED = 1e8
 
@@ -89,6 +91,14 @@ def holds_to_generator(fn: Marked) -> Marked:
 def token_advantages(fn: Marked) -> Marked:
     """The loss uses an advantage of each token's own, as trainer.advantages=gae makes them."""
     fn.token_advantages = True
+    return fn
+
+
+def sums_completions(fn: Marked) -> Marked:
+    """The loss is a mean over completions (or groups) of sums over a completion's tokens. A KL term
+    around it is then of the same kind, so that its coefficient is the beta of the papers.
+    """
+    fn.sums_completions = True
     return fn
 
 
@@ -186,13 +196,17 @@ def per_completion(total: Tensor, completions: Completions) -> Tensor:
 def normalized(objective: Tensor, inputs: LossInputs, normalize: str) -> Tensor:
     """The microbatch's share of the batch's mean of an objective [T], which is 0 where masked.
 
+    "sums"         sum_jt o_jt / num_completions                            (a KL a completion)
     "tokens"       sum_t o_t / num_loss_tokens                                (TRL "dapo"; PRIME-RL)
     "completions"  sum_j (1/|y_j|) sum_t o_jt / num_completions               (GRPO; TRL "grpo")
     "groups"       sum_g (1/sum_j |y_gj|) sum_jt o_gjt / num_trained_groups   (Magistral 2.1)
 
-    Every token, every completion or every group weighs the same. ValueError for another name.
+    Every token, every completion or every group weighs the same; of "sums" a completion weighs as
+    much as it has tokens. ValueError for another name.
     """
     completions = inputs.completions
+    if normalize == SUMS:
+        return per_completion(objective.sum(), completions)
     if normalize == "tokens":
         return per_token(objective.sum(), inputs.num_loss_tokens)
     if normalize == "completions":

@@ -12,6 +12,7 @@ from llamarl.learning.losses.common import (
     log_ratio,
     needs_reference,
     reference_of,
+    sums_completions,
     uses_all_completions,
     whole_groups,
 )
@@ -19,6 +20,7 @@ from llamarl.learning.losses.inputs import LossInputs
 from llamarl.learning.losses.ratios import token_metrics
 
 
+@sums_completions
 @whole_groups
 @uses_all_completions
 @needs_reference

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from llamarl.learning.losses.clipped import clipped
-from llamarl.learning.losses.common import LossAndMetrics, holds_to_generator, token_advantages
+from llamarl.learning.losses.common import (
+    LossAndMetrics,
+    holds_to_generator,
+    sums_completions,
+    token_advantages,
+)
 from llamarl.learning.losses.inputs import LossInputs
 from llamarl.learning.losses.ratios import Bound
 
 
+@sums_completions
 @token_advantages
 @holds_to_generator
 def proximal_rloo(

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from llamarl.learning.losses.common import (
     NORMALIZE,
+    SUMS,
     Loss,
     LossAndMetrics,
     half_square,
+    has_mark,
     k3,
     log_ratio,
     masked,
@@ -27,10 +30,17 @@ def regularised(
 ) -> Loss:
     """loss + mean_t [ kl_coef KL_t(pi, ref) - entropy_coef H_t ]
 
-    H = inputs.entropy, KL_t = `kl_to_reference`. The mean is the loss's own: by its option
-    `normalize` (see `normalized`; of completions: DeepSeekMath eq. 3), over all trained tokens
-    alike where it has none. metrics: those of the loss, and with a reference kl/ref (k3 whatever
-    the estimator, always over all tokens).
+    H = inputs.entropy, KL_t = `kl_to_reference`. The mean is of the loss's own kind:
+
+    - by its option `normalize` where it has one (see `normalized`; of completions: DeepSeekMath
+      eq. 3);
+    - a sum over each completion's tokens and a mean over completions around a loss that is so
+      itself (`sums_completions`): kl_coef is then the beta of KL(pi || ref) of whole completions,
+      as RLOO's and PPO's papers have it; a mean over its tokens with `length_normalize`;
+    - over all trained tokens alike otherwise.
+
+    metrics: those of the loss, and with a reference kl/ref (k3 whatever the estimator, always over
+    all tokens).
 
     ValueError for coefficients below 0 or an unknown estimator, here; in a call, for kl_coef > 0
     without ref_logprobs, or entropy_coef > 0 without an entropy that has a gradient.
@@ -41,16 +51,25 @@ def regularised(
         )
     if kl_estimator not in ESTIMATORS:
         raise ValueError(f"kl_estimator={kl_estimator}: need {' or '.join(ESTIMATORS)}")
-    # The loss may mean another thing by this name.
-    option = inspect.signature(loss_fn).parameters.get("normalize")
-    own_normalize = "tokens"
-    if option is not None and option.default in NORMALIZE:
-        own_normalize = option.default
+    defaults = {}
+    for name, parameter in inspect.signature(loss_fn).parameters.items():
+        defaults[name] = parameter.default
+    sums = has_mark(loss_fn, "sums_completions")
+
+    def normalize_of(options: Mapping[str, object]) -> str:
+        chosen = {**defaults, **options}
+        if sums:
+            return "completions" if chosen.get("length_normalize") is True else SUMS
+        # A loss may mean another thing by this name.
+        own = chosen.get("normalize")
+        if "normalize" in options or own in NORMALIZE:
+            return own
+        return "tokens"
 
     @functools.wraps(loss_fn)
     def with_regularisers(inputs: LossInputs, **options: object) -> LossAndMetrics:
         loss, metrics = loss_fn(inputs, **options)
-        normalize = options.get("normalize", own_normalize)
+        normalize = normalize_of(options)
         if kl_coef > 0 and inputs.ref_logprobs is None:
             raise ValueError(
                 f"kl_coef={kl_coef} needs ref_logprobs: "

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from llamarl.learning.losses.common import LossAndMetrics, per_completion, pulled
+from llamarl.learning.losses.common import LossAndMetrics, per_completion, pulled, sums_completions
 from llamarl.learning.losses.inputs import LossInputs
 from llamarl.learning.losses.ratios import token_metrics
 
 
+@sums_completions
 def rloo(inputs: LossInputs) -> LossAndMetrics:
     """-(1/N) sum_j A_j log pi(y_j)        (Async RLHF, app. B, L_RLOO; Ahmadian et al., 2024)
 

@@ -11,6 +11,7 @@ from llamarl.learning.losses.common import (
     needs_reference,
     per_completion,
     reference_of,
+    sums_completions,
     uses_all_completions,
     whole_groups,
 )
@@ -18,6 +19,7 @@ from llamarl.learning.losses.inputs import LossInputs
 from llamarl.learning.losses.ratios import token_metrics
 
 
+@sums_completions
 @whole_groups
 @group_means
 @uses_all_completions
