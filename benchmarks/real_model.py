@@ -103,16 +103,24 @@ def curve_of(rows: list[dict]) -> list[dict]:
 
 
 def answers_of(directory: Path, overrides: list[str], out: Path) -> list[dict]:
-    """The greedy answers of a model directory or a checkpoint to the first held-out prompts.
-    RuntimeError if it cannot be asked.
+    """The greedy answers of a model directory or a checkpoint to some held-out prompts, at equal
+    distances: their order is that of the numbers in them. RuntimeError if it cannot be asked.
     """
     evaluate = [sys.executable, str(ROOT / "recipes" / "evaluate.py"), str(directory)]
-    flags = ["--samples", "0", "--num-prompts", str(SHOWN_ANSWERS), "--out", str(out)]
+    flags = ["--samples", "0", "--out", str(out)]
     done = run_process([*evaluate, *flags, *overrides], timeout_s=600)
     if done.status:
         raise RuntimeError(f"evaluate {directory} failed:\n{done.last_lines()}")
-    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    every_line = [json.loads(line) for line in out.read_text().splitlines()]
+    lines = at_equal_distances(every_line, SHOWN_ANSWERS)
     return [{"prompt": line["prompt"], "answer": line["completion"]} for line in lines]
+
+
+def at_equal_distances(lines: list, count: int) -> list:
+    """Returns `count` of the lines, the first among them; all if there are no more."""
+    if len(lines) <= count:
+        return lines
+    return [lines[i * len(lines) // count] for i in range(count)]
 
 
 def made_run(args: argparse.Namespace, task: str, mode: str, at_a_time: int, seed: int) -> dict:
@@ -212,7 +220,7 @@ def sync_runs_at_a_time(runs: list[dict]) -> str:
 
 
 def answers_table(run: dict) -> str:
-    """A Markdown table of the first held-out prompts' answers, before and after."""
+    """A Markdown table of some held-out prompts' answers, before and after."""
     lines = ["| prompt | before | after |", "|---|---|---|"]
     for before, after in zip(run["before"], run["after"]):
         cells = [before["prompt"], before["answer"], after["answer"]]

@@ -18,7 +18,7 @@ sync              max_lag 1 against 0 on two ranks at equal steps, with seconds 
 
 All runs begin with PIPELINE's SFT model against its reward model, and those of a study train on as
 many completions. The win rate is that of gold over the sloppy teacher's summaries of 500 held-out
-posts, greedy; perplexity that of the same answers under the SFT model, Async RLHF's measure of KL.
+posts, greedy; perplexity that of the same answers under the SFT model (docs/rewards.md).
 KL itself is the reference's k3 estimate over what the evaluated version samples at temperature 0.7
 for the step after, nats a completion: none after the last step. Runs of the first three studies are
 one process of one thread each. --runs keeps finished ones; --jobs 0 makes none. --text: a Markdown

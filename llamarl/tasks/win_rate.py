@@ -172,8 +172,9 @@ class Judged:
 
     @property
     def perplexity(self) -> float:
-        """exp of the mean negative log-probability of a token of the answers: Async RLHF's measure
-        of how far a policy is from the model that it began as (3.1).
+        """exp of the mean negative log-probability of a token of the answers: how far a policy is
+        from the model that it began as. Async RLHF's code measures another thing by this name:
+        it divides by the prompt's tokens too, and takes the mean of each sample's exp.
         """
         return float(np.exp(-self.logprobs_N.sum() / self.num_tokens_N.sum()))
 
