@@ -77,6 +77,7 @@ def test_logprobs_are_those_of_what_the_ticket_was_sampled_from():
         assert not torch.allclose(completion.generator_logprobs, at_another, atol=1e-3)
 
 
+@pytest.mark.bitwise("a resumed completion is the one that was not stopped")
 def test_partial_completions_go_on_at_their_tickets_temperature():
     whole = finished(sampled())
     first = sampled()

@@ -99,7 +99,7 @@ def test_a_frozen_scale_costs_no_gradient_and_changes_no_other(monkeypatch, dtyp
         (h + y * y).sum().backward()
         assert (scale.grad is not None) == is_trained
         found.append(x.grad)
-    assert torch.equal(*found)
+    torch.testing.assert_close(*found)
     if fused.kernels(x) is not None:
         assert sums[0] is not None and sums[1] is None
 
@@ -237,6 +237,7 @@ def test_head(monkeypatch, dtype, entropy_grad):
         assert (results[1] - exact[1]).abs().max() <= ROUNDING[dtype] * exact[1].abs().max()
 
 
+@pytest.mark.bitwise("the training kernels sum alike on any number of threads")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_results_do_not_depend_on_the_number_of_threads(dtype):
     before = torch.get_num_threads()
