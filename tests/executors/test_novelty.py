@@ -201,6 +201,7 @@ def test_as_a_part_it_weighs_with_the_start_model():
     scoring.close()
 
 
+@pytest.mark.bitwise("a synchronous run is the same every time")
 @pytest.mark.slow
 def test_a_synchronous_run_with_novelty_is_the_same_every_time(tmp_path):
     parts = (

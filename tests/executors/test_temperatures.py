@@ -137,6 +137,7 @@ def test_another_rank_samples_a_ticket_alike():
     assert params[0] == params[1] and isinstance(params[0], SamplingParams)
 
 
+@pytest.mark.bitwise("a synchronous run that was resumed is the one that was not")
 @pytest.mark.slow
 def test_a_run_explores_at_drawn_temperatures_and_its_resume_draws_the_same(tmp_path):
     search = ("loss=tb", "buffer=replay", "max_lag=0", "generator.temperature=[0.7,2.0]")

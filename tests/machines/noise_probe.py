@@ -164,6 +164,7 @@ def noise_of_fork() -> list[float]:
 
 
 def probe() -> dict[str, object]:
+    forked = noise_of_fork()  # first, while there are no threads
     a, b = factors()
     apart = {name: measured(product, a, b) for name, product in products().items()}
     apart["gradient"] = measured(gradient, a, b)
@@ -172,7 +173,7 @@ def probe() -> dict[str, object]:
         "products": {name: asdict(found) for name, found in apart.items()},
         "attention": attention_apart(),
         "kernels": of_kernels(),
-        "noise": [noise(), noise_of_fork()],
+        "noise": [noise(), forked],
     }
 
 

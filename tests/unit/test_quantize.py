@@ -266,7 +266,8 @@ def test_no_tokens_a_bias_and_float16(kind, arithmetic):
     weight, bias = random(8, 16), nn.Parameter(torch.arange(8.0), requires_grad=False)
     plain, biased = (linear_of(weight, kind, arithmetic, bias=b) for b in (None, bias))
     x = random(3, 16, seed=1)
-    torch.testing.assert_close(biased(x), plain(x) + bias)
+    want = plain(x) + bias
+    assert (biased(x) - want).abs().max() <= rounding(terms=16, size=float(want.abs().max()))
     assert plain(x[:0]).shape == (0, 8)
     # 16 products of 100 and 0.01 fit float16; those of 100 and the whole numbers in the weight, 127
     # or 448, do not.
@@ -362,7 +363,8 @@ def test_a_linear_warns_once_if_it_is_not_multiplied_as_usual(monkeypatch):
     usual = linear_of(random(8, 16), "int8"), linear_of(random(8, 16), "fp8")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        torch.testing.assert_close(linear(x), first)
+        tolerance = rounding(terms=16, size=float(first.abs().max()))
+        assert (linear(x) - first).abs().max() <= tolerance
         assert [u(x).shape for u in usual] == [(2, 8)] * 2 and [u.arithmetic for u in usual] == [
             "int_mm",
             "weight_only",
@@ -430,6 +432,9 @@ def test_names_shapes_and_dtypes_are_what_is_quantized_says(kind):
 UNTIED = ModelConfig("LlamaForCausalLM", 96, 32, 64, 2, 4, 2, 8, 1e-5, 1e4, None, 64, False, False)
 
 
+@pytest.mark.bitwise(
+    "activations are rounded to int8 or fp8 at thresholds, where a last bit is a whole step"
+)
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_untied_head_is_quantised_where_it_is_asked_for(kind):
     torch.manual_seed(0)
@@ -446,8 +451,7 @@ def test_an_untied_head_is_quantised_where_it_is_asked_for(kind):
         and decoder.output.weight.dtype == QUANTIZED[kind]
     )
     logits = decoder(tokens, tokens, attention)
-    torch.testing.assert_close(logits, decoder.output(hidden))
-    assert not torch.equal(logits, kept)
+    assert torch.equal(logits, decoder.output(hidden)) and not torch.equal(logits, kept)
     torch.testing.assert_close(logits, kept, rtol=0, atol=0.05 * kept.abs().max().item())
 
 
