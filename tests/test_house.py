@@ -541,6 +541,20 @@ def test_readme_scripts_take_the_options_that_it_gives_them():
     assert all((ROOT / file).is_file() for file in files)
 
 
+def test_what_is_promised_to_the_bit_says_what_the_promise_is():
+    """Such a test is left out where products are noisy, by this marker and with its reason."""
+    found = []
+    for file in python_files("tests"):
+        for node in ast.walk(ast.parse(text_of(file))):
+            for decorator in getattr(node, "decorator_list", ()):
+                if ast.unparse(decorator).startswith("pytest.mark.bitwise"):
+                    found.append((f"{file.name} {node.name}", decorator))
+    assert found
+    for name, decorator in found:
+        has_reason = isinstance(decorator, ast.Call) and len(decorator.args) == 1
+        assert has_reason and isinstance(decorator.args[0].value, str), name
+
+
 def test_readme_extras_and_markers_are_in_setup_cfg():
     setup = ConfigParser()
     setup.read(ROOT / "setup.cfg")

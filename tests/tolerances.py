@@ -69,3 +69,27 @@ def assert_same_greedy(ours: Tensor, theirs: Tensor, margins: Tensor, tolerance:
             f"{margin:.2g} nats"
         )
     return same
+
+
+def assert_same_ranking(ours: list[int], values_V: Tensor, tolerance: float) -> None:
+    """`ours`, the indices of the largest values in falling order, is a right order of values_V [V].
+
+    Two values that are closer than rounding have no order, so each place needs only a value as
+    large as that place's, up to twice the tolerance of one.
+    """
+    assert len(set(ours)) == len(ours), f"{ours} repeats an index"
+    largest = values_V.topk(len(ours)).values
+    short_by = largest - values_V[ours]
+    assert short_by.abs().max() <= 2 * tolerance, f"{ours} have {values_V[ours]}, not {largest}"
+
+
+def assert_same_count(ours: float, *, stricter: float, looser: float, what: str) -> None:
+    """How many values lie past a threshold is right, if it lies between the counts for a threshold
+    that rounding moved up and one that it moved down.
+
+    A count is not continuous: a value as close to the threshold as rounding is on either side of it
+    in one order of summation or another, and is one more or one less. No tolerance on the count
+    says that. stricter, looser: the counts past the threshold moved by the tolerance of a value.
+    """
+    assert stricter <= looser, f"{what}: {stricter} past the farther threshold, {looser} past it"
+    assert stricter <= ours <= looser, f"{what}: {ours}, not {stricter} to {looser}"

@@ -251,7 +251,9 @@ def value_loss(
     loss = half_square(values - returns)
     clipped = loss
     if value_clip is not None:
-        clipped_value = old_values + (values - old_values).clamp(-value_clip, value_clip)
+        # Bounds of the value itself: old + (values - old) has other last bits than values, and
+        # would count as clipped where no clip acts.
+        clipped_value = values.clamp(old_values - value_clip, old_values + value_clip)
         clipped = half_square(clipped_value - returns)
     total = torch.maximum(loss, clipped).sum()
     metrics = {

@@ -224,6 +224,7 @@ def test_a_full_channel_stops_it_before_it_takes_anything(model):
     assert ours.waiting_for() == "room: in channel referenced, which the trainer empties"
 
 
+@pytest.mark.bitwise("a reproducible reference scores a group alike whatever is beside it")
 @pytest.mark.filterwarnings("ignore:sequences longer")
 @pytest.mark.parametrize("budget", [1000, 16])
 def test_together_groups_share_microbatches_and_alone_they_keep_their_bits(model, packings, budget):

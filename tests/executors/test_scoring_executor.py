@@ -203,6 +203,7 @@ def test_what_is_too_long_for_the_scorer_is_an_error(build, tmp_path):
     assert [o == "error" for o in group.outcomes] == [size == max(sizes) for size in sizes]
 
 
+@pytest.mark.bitwise("a reproducible reward scores alike in any order")
 def test_a_reproducible_reward_has_the_same_bits_in_any_order(build, scorer):
     in_turn = [record for ticket in range(4) for record in all_of(ticket)]
     alone = feed(build(reproducible=True), *in_turn)

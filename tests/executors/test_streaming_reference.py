@@ -170,6 +170,7 @@ def heard(draw):
     return draw(st.permutations(records))
 
 
+@pytest.mark.bitwise("streamed logprobs are those of the whole")
 @pytest.mark.parametrize("native", [True, False])
 @settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(heard(), st.sampled_from([LONGEST, 3 * LONGEST, 9 * LONGEST]))

@@ -120,6 +120,7 @@ def heard(draw):
     return draw(st.permutations(records))
 
 
+@pytest.mark.bitwise("streamed scores are those of the whole")
 @settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(heard(), st.sampled_from([LONGEST, 3 * LONGEST, 9 * LONGEST]))
 def test_scores_have_the_same_bits_whatever_was_heard_before(path, scorer, records, cache_tokens):

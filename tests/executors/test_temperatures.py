@@ -77,6 +77,7 @@ def test_logprobs_are_those_of_what_the_ticket_was_sampled_from():
         assert not torch.allclose(completion.generator_logprobs, at_another, atol=1e-3)
 
 
+@pytest.mark.bitwise("a resumed completion is the one that was not stopped")
 def test_partial_completions_go_on_at_their_tickets_temperature():
     whole = finished(sampled())
     first = sampled()
@@ -136,6 +137,7 @@ def test_another_rank_samples_a_ticket_alike():
     assert params[0] == params[1] and isinstance(params[0], SamplingParams)
 
 
+@pytest.mark.bitwise("a synchronous run that was resumed is the one that was not")
 @pytest.mark.slow
 def test_a_run_explores_at_drawn_temperatures_and_its_resume_draws_the_same(tmp_path):
     search = ("loss=tb", "buffer=replay", "max_lag=0", "generator.temperature=[0.7,2.0]")

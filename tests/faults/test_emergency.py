@@ -79,6 +79,7 @@ def test_a_station_that_fails_beside_the_trainer_costs_no_step_either(tmp_path):
         assert "above reward.max_error_rate" in job.output
 
 
+@pytest.mark.bitwise("a synchronous run that was restarted is the one that was not")
 @pytest.mark.slow
 def test_torchrun_restarts_from_the_last_words_of_a_killed_generator(synchronous_run, tmp_path):
     slow = ("max_lag=0", "checkpoint.every=1000", "reward.fn=tests.launching:unhurried")

@@ -36,6 +36,7 @@ def test_ctrl_c_in_one_process_ends_it_with_a_valid_checkpoint(tmp_path):
         assert verify(job.checkpoint) == []
 
 
+@pytest.mark.bitwise("a synchronous run that was resumed is the one that was not")
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [None, 2])
 def test_a_run_killed_and_resumed_equals_one_that_was_not(synchronous_run, tmp_path, ranks):
@@ -209,6 +210,7 @@ def test_a_run_stopped_amid_long_completions_goes_on_with_them(tmp_path, three, 
     )
 
 
+@pytest.mark.bitwise("a synchronous run that was restarted is the one that was not")
 @pytest.mark.slow
 def test_torchrun_restarts_a_killed_rank_and_the_run_ends_well(synchronous_run, tmp_path):
     slow = ("max_lag=0", "reward.fn=tests.launching:unhurried")

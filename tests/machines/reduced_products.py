@@ -10,6 +10,7 @@ einsum, the backward pass.
 from __future__ import annotations
 
 import warnings
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ _aten = torch.ops.aten
 _library = torch.library.Library("aten", "IMPL")  # the kernels live as long as this does
 
 
-def reduce_products() -> None:
+def reduce_products(_torch: ModuleType) -> None:
     """Replace the CPU's kernels of this process."""
     with warnings.catch_warnings():
         # That kernels are replaced, which is what is meant.

@@ -207,7 +207,7 @@ def test_older_directories_of_gpt2_leave_out_how_names_begin_and_keep_masks(tmp_
     raw = json.loads((tmp_path / "config.json").read_text())
     del raw["tie_word_embeddings"]  # which transformers takes to be true
     (tmp_path / "config.json").write_text(json.dumps(raw))
-    assert torch.equal(logits_of(ours(tmp_path)), want)
+    assert (logits_of(ours(tmp_path)) - want).abs().max() <= LOGITS
 
 
 def test_pythias_own_config_names_rotary_positions_otherwise(tmp_path):

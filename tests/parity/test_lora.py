@@ -81,7 +81,7 @@ def plain(directory):
 
 def test_adapters_start_as_nothing_and_only_they_are_trained(directory):
     decoder = adapted(directory, b=0.0)
-    assert torch.equal(logits(decoder), logits(plain(directory)))
+    assert (logits(decoder) - logits(plain(directory))).abs().max() <= MERGED
     logits(decoder).square().mean().backward()
     trained = {n for n, p in decoder.named_parameters() if p.grad is not None}
     assert trained == {n for n, p in decoder.named_parameters() if p.requires_grad}

@@ -185,9 +185,8 @@ def test_an_older_transformers_config_reads_the_same(directories, tmp_path):
         json.dumps(raw | {"rope_theta": 500.0, "rope_scaling": {"type": "linear", "factor": 4.0}})
     )
     tokens = random_tokens()
-    assert torch.equal(
-        whole(ours(path), tokens), whole(ours(directories["llama_linear_rope"]), tokens)
-    )
+    want = whole(ours(directories["llama_linear_rope"]), tokens)
+    assert (whole(ours(path), tokens) - want).abs().max() <= LOGITS
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -246,10 +245,9 @@ def test_sharded_export_loads_in_transformers_and_here(directories, tmp_path, mo
     assert all(shard.stat().st_size < 70_000 for shard in shards)
     index = json.loads((out / "model.safetensors.index.json").read_text())
     assert set(index["weight_map"].values()) == {shard.name for shard in shards}
-    assert torch.equal(
-        theirs(out)(tokens[None]).logits, theirs(directories[name])(tokens[None]).logits
-    )
-    assert torch.equal(whole(ours(out), tokens), whole(ours(directories[name]), tokens))
+    want = theirs(directories[name])(tokens[None]).logits[0]
+    assert (theirs(out)(tokens[None]).logits[0] - want).abs().max() <= LOGITS
+    assert (whole(ours(out), tokens) - want).abs().max() <= LOGITS
 
 
 def test_export_rounds_to_the_dtype_and_says_so(directories, tmp_path):
@@ -548,7 +546,8 @@ def test_the_head_gets_normed_hidden_states_and_the_output_weight(directories):
         tokens, torch.arange(LENGTH), context, lambda hidden, weight: (hidden, weight)
     )
     assert weight is decoder.tok_embeddings.weight
-    assert torch.equal(torch.nn.functional.linear(hidden, weight), whole(decoder, tokens))
+    logits = torch.nn.functional.linear(hidden, weight)
+    assert (logits - whole(decoder, tokens)).abs().max() <= LOGITS
 
 
 def test_every_parameter_has_a_name_that_transformers_knows(directories):

@@ -35,11 +35,13 @@ from llamarl.models.attention import PackedAttention
 from llamarl.models.build import ModelConfig, build_decoder
 from llamarl.types import Group
 from tests.loss_problems import inputs_of
-from tests.tolerances import rounding
+from tests.tolerances import assert_same_count, rounding
 
 pytestmark = pytest.mark.machine
 
 OF_MICROBATCHES = ("padding_fraction", "unused_budget_fraction")  # each rank fills its own
+AT_THRESHOLDS = ("clip/low", "clip/high", "value/clipped")  # shares of labels, by counts of them
+CLIP = 0.2
 RANKS = 2
 MAX_NORM = 0.01  # well below the norm, so that clipping shows
 FLOAT32 = rounding(
@@ -234,23 +236,24 @@ def share_of(group: Group, rank: int, ranks: int) -> Group:
     )
 
 
-def ppo_step(decoder, rank: int, ranks: int) -> dict[str, torch.Tensor]:
+def ppo_step(decoder, rank: int, ranks: int, *, clip: float = CLIP) -> dict[str, torch.Tensor]:
     """Two steps of PPO with a value head, two passes each, everything shaped and whitened over the
-    ranks.
+    ranks. clip: of ratios and of values.
     """
     everyone = init_device_mesh("cpu", (ranks,)) if ranks > 1 else None
     shaping = Shaping(missing_eos_penalty=-1.0, reward_kl_coef=0.05, whiten="both")
     settings = dataclasses.replace(SETTINGS, updates_per_batch=2, shaping=shaping)
     critic = SharedCritic(
         12,
-        CriticSettings(0.05, 0.5, 0.2, 0.9, 0.8),
+        CriticSettings(0.05, 0.5, clip, 0.9, 0.8),
         betas=(0.9, 0.99),
         eps=1e-4,
         mesh=everyone,
         device=torch.device("cpu"),
     )
     groups = graded(groups_of(rank, ranks))
-    out = stepped(decoder, groups, ranks, regularised(clipped), settings, critic)
+    loss = regularised(partial(clipped, clip_low=clip, clip_high=clip))
+    out = stepped(decoder, groups, ranks, loss, settings, critic)
     out |= {
         f"head/{name}": whole(p.detach()).clone()
         for name, p in zip(("weight", "bias"), critic.parameters)
@@ -436,11 +439,21 @@ def test_a_policy_update_of_two_ranks_is_that_of_one_even_if_a_rank_has_no_group
 @pytest.mark.parametrize("kind", ["coupled", "ppo", "split"])
 def test_whole_groups_split_groups_and_value_heads_learn_the_same_on_two_ranks(ranks, kind):
     one = {f"{kind}/{name}": tensor for name, tensor in STEPS[kind](decoder_of(True), 0, 1).items()}
+    stricter, looser = {}, {}
+    if kind == "ppo":
+        stricter = ppo_step(decoder_of(True), 0, 1, clip=CLIP + TWO_STEPS)
+        looser = ppo_step(decoder_of(True), 0, 1, clip=CLIP - TWO_STEPS)
+        assert {name for name in looser if name.endswith(AT_THRESHOLDS)}
     for rank in ranks:
         got = {name for name in rank if name.startswith(f"{kind}/") and "/saved" not in name}
         assert got == one.keys()
         for name, want in one.items():
             if name.endswith(OF_MICROBATCHES):
+                continue
+            if name.endswith(AT_THRESHOLDS):
+                own = name.removeprefix(f"{kind}/")
+                counts = {"stricter": float(stricter[own]), "looser": float(looser[own])}
+                assert_same_count(float(rank[name]), **counts, what=name)
                 continue
             torch.testing.assert_close(
                 rank[name], want, atol=TWO_STEPS, rtol=TWO_STEPS, msg=lambda m: f"{name}: {m}"

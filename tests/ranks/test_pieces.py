@@ -76,6 +76,7 @@ def read_in_pieces(rank: int, path: str) -> dict[str, list]:
     return found
 
 
+@pytest.mark.bitwise("a streamed score does not depend on what was read ahead")
 @pytest.mark.slow
 @pytest.mark.machine
 @pytest.mark.usefixtures("float32_products")

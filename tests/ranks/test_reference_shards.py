@@ -61,6 +61,7 @@ def shares(rank: int) -> dict[str, list]:
     return found
 
 
+@pytest.mark.bitwise("a reference sharded by rows alone says what the whole one says")
 @pytest.mark.slow
 @pytest.mark.machine
 def test_shards_say_what_the_whole_says(pool):

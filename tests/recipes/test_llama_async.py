@@ -60,6 +60,7 @@ def test_every_row_has_every_name_and_evaluations_are_at_their_steps(synchronous
         assert not [name for name in NAMES if name not in row]
 
 
+@pytest.mark.bitwise("a synchronous run has the same bits on one rank and on two")
 def test_one_process_and_two_ranks_sample_and_train_on_the_same_bits(synchronous_run, tmp_path):
     with Job(*SMALL, "max_lag=0", run_dir=tmp_path / "run", ranks=2) as job:
         assert job.wait() == 0, job.output

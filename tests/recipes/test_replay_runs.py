@@ -79,6 +79,7 @@ def test_each_step_draws_from_all_that_has_joined_and_within_its_bound(synchrono
     assert any(row["lag/max"] > 0 for row in rows), "nothing was replayed"
 
 
+@pytest.mark.bitwise("a synchronous run that was resumed is the one that was not")
 @pytest.mark.slow
 def test_a_resumed_run_draws_and_trains_as_one_that_was_not_stopped(synchronous_replay, tmp_path):
     """On two ranks and in one process alike."""
@@ -145,6 +146,7 @@ def test_a_reference_is_reset_every_so_many_steps(reset_run):
     )
 
 
+@pytest.mark.bitwise("a synchronous run that was resumed is the one that was not")
 @pytest.mark.slow
 def test_a_resumed_run_has_the_reference_of_one_that_was_not_stopped(reset_run, tmp_path):
     for end in (2, 3, STEPS):  # at a reset, after it, and to the end

@@ -108,6 +108,7 @@ def test_scores_are_those_of_transformers(make, directory, reads, reproducible):
         assert outcome.value == pytest.approx(float(expected), abs=LOGITS)
 
 
+@pytest.mark.bitwise("a reproducible score depends on its text alone")
 def test_in_step_with_the_trainer_a_score_is_that_of_the_text_alone(make):
     source = make(reproducible=True)
     together = score_all(source, SAMPLES)

@@ -69,6 +69,7 @@ def logits(engine: Engine, way: str, rows: slice) -> torch.Tensor:
     return torch.stack(out)
 
 
+@pytest.mark.bitwise("the decode kernel sums a row alike whatever rows lie beside it")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", list(SHAPES))
 def test_a_row_has_the_same_bits_among_any_other_rows(shape, dtype):

@@ -193,6 +193,7 @@ def test_a_sample_depends_on_its_seed_and_ticket_alone_and_not_on_slots_batch_or
     )
 
 
+@pytest.mark.bitwise("an engine's completions follow from what it is asked")
 def test_the_same_submissions_give_the_same_bits():
     def run():
         e = engine(max_slots=6)
@@ -507,6 +508,7 @@ def test_the_native_path_takes_any_heads_biases_and_both_dtypes(head_dim, heads,
             assert difference.max() < tolerance
 
 
+@pytest.mark.bitwise("the decode kernel sums a row alike whatever rows lie beside it")
 def test_a_row_of_the_native_path_does_not_depend_on_the_others_or_on_threads():
     needs_kernels()
     e = engine(max_slots=70)

@@ -99,7 +99,7 @@ def test_a_frozen_scale_costs_no_gradient_and_changes_no_other(monkeypatch, dtyp
         (h + y * y).sum().backward()
         assert (scale.grad is not None) == is_trained
         found.append(x.grad)
-    assert torch.equal(*found)
+    torch.testing.assert_close(*found)
     if fused.kernels(x) is not None:
         assert sums[0] is not None and sums[1] is None
 
@@ -112,11 +112,9 @@ def test_swiglu(monkeypatch, dtype):
 def test_swiglu_of_large_and_broken_gates():
     gate = torch.tensor([-1e30, -100.0, -50.0, 0.0, 50.0, 1e30, float("nan")])
     got = fused.swiglu(gate, torch.ones(7))
-    assert (
-        got[:4].abs().max() < 1e-19
-        and got[4:6].tolist() == [50.0, gate[5].item()]
-        and got[6].isnan()
-    )
+    assert got[:4].abs().max() < 1e-19
+    assert got[4:6].tolist() == pytest.approx([50.0, 1e30])
+    assert got[6].isnan()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -237,6 +235,7 @@ def test_head(monkeypatch, dtype, entropy_grad):
         assert (results[1] - exact[1]).abs().max() <= ROUNDING[dtype] * exact[1].abs().max()
 
 
+@pytest.mark.bitwise("the training kernels sum alike on any number of threads")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_results_do_not_depend_on_the_number_of_threads(dtype):
     before = torch.get_num_threads()

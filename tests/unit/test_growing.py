@@ -266,6 +266,7 @@ def streamed(decoder, asked, *, native, chunk, slots=4, seed=None, one_by_one=Tr
     return torch.tensor(list(scores.values()))
 
 
+@pytest.mark.bitwise("a streamed score does not depend on what was read ahead")
 @pytest.mark.machine
 @pytest.mark.usefixtures("float32_products")
 @pytest.mark.parametrize("native", [True, False])

@@ -394,6 +394,16 @@ def test_value_loss_by_hand():
     assert free.item() == pytest.approx(4.25 / 2 / 3)
 
 
+def test_value_loss_leaves_what_is_inside_the_clip_as_it_is():
+    # V_old + (V - V_old) has other last bits than V for one in eight of these, which is no clip.
+    random = torch.Generator().manual_seed(0)
+    values, old, returns = torch.rand(3, 1000, generator=random) * 0.4 - 0.2
+    free, _ = value_loss(values, old, returns, value_clip=None, num_loss_tokens=1)
+    loss, metrics = value_loss(values, old, returns, value_clip=0.4, num_loss_tokens=1)
+    assert metrics["value/clipped"] == 0
+    assert loss == free
+
+
 def test_value_loss_clips_a_step_towards_the_return():
     # V 2 from V_old 1 towards R 3: the clipped 1.4 is farther, (3 - 1.4)^2, and has no gradient
     value = torch.tensor([2.0], requires_grad=True)

@@ -44,6 +44,7 @@ def same(a, b):
     return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
+@pytest.mark.bitwise("a step's updates are ordinary steps, one after the other")
 @pytest.mark.parametrize("minibatches, passes", [(2, 1), (1, 2), (2, 3), (4, 1)])
 def test_a_step_is_so_many_ordinary_steps_on_its_parts(minibatches, passes):
     once, groups = adam(minibatches_per_step=minibatches, updates_per_batch=passes), groups_of()
@@ -110,6 +111,7 @@ def test_the_rate_falls_with_every_update():
 # --- what ends a step ---
 
 
+@pytest.mark.bitwise("a step that was stopped and made again is the step")
 def test_a_stop_before_the_first_update_changes_nothing_and_after_it_the_step_is_finished():
     whole = adam(minibatches_per_step=2, updates_per_batch=2)
     asked = []

@@ -112,6 +112,7 @@ def test_a_step_is_that_of_one_sequence_at_a_time(microbatch_tokens, passes):
     assert metrics["value/grad_norm"] > 0 and metrics["value/loss"] > 0
 
 
+@pytest.mark.bitwise("the critic's settings change nothing of the policy's step")
 def test_it_is_clipped_by_its_own_norm_which_leaves_the_policys_step_as_it_was():
     free, clipped = own_update(), own_update(max_grad_norm=1e-3)
     norms = [u.run(groups_of(), VERSION, go_on).metrics for u in (free, clipped)]
@@ -152,6 +153,7 @@ def test_values_that_are_not_finite_change_nothing():
     assert [p.tolist() for p in update.decoder.parameters()] == before
 
 
+@pytest.mark.bitwise("a resumed critic goes on as the one that was not stopped")
 def test_it_goes_on_bit_for_bit_from_what_was_saved():
     first, straight = (own_update(own_critic(optimizer=torch.optim.AdamW)) for _ in range(2))
     for update in (first, straight):

@@ -72,6 +72,7 @@ def replica_of(mesh):
     return decoder.train()
 
 
+@pytest.mark.bitwise("a microbatch has the same bfloat16 gradients alone and among others")
 @pytest.mark.parametrize("make", [decoder_of, replica_of])
 def test_gradients_of_microbatches_add_up_in_float32(mesh, make):
     """The float32 sum of each microbatch's own bfloat16 gradient, to float32's rounding; a bfloat16
@@ -103,6 +104,7 @@ def test_gradients_of_microbatches_add_up_in_float32(mesh, make):
     assert not all(torch.allclose(got[name], narrow[name], rtol=1e-4, atol=0) for name in got)
 
 
+@pytest.mark.bitwise("one rank makes the products that FSDP makes")
 def test_one_rank_computes_what_fsdp_does(mesh):
     """Bit for bit but for the embedding, whose two gradients FSDP adds in bfloat16."""
     alone, replica = decoder_of(mesh), replica_of(mesh)
@@ -117,6 +119,7 @@ def test_one_rank_computes_what_fsdp_does(mesh):
             assert torch.equal(got, want[name]), name
 
 
+@pytest.mark.bitwise("recomputed products are the first ones")
 def test_copies_follow_the_masters_also_where_backward_recomputes(mesh):
     """A step between two backwards: copies of the first must not serve the second."""
     for recompute in (False, True):
@@ -136,6 +139,7 @@ def test_copies_follow_the_masters_also_where_backward_recomputes(mesh):
         assert all(torch.equal(got, want[name]) for name, got in gradients(decoder).items())
 
 
+@pytest.mark.bitwise("a step that was dropped and made again is the step")
 def test_a_step_that_is_dropped_leaves_nothing_for_the_next(mesh):
     clean, dropped = decoder_of(mesh), decoder_of(mesh)
     backward(dropped, 5, last=False)
@@ -147,6 +151,7 @@ def test_a_step_that_is_dropped_leaves_nothing_for_the_next(mesh):
     assert all(torch.equal(got[name], want[name]) for name in want)
 
 
+@pytest.mark.bitwise("offloading changes no number")
 def test_offloaded_masters_get_the_same_gradients(mesh):
     """On a CPU there is nowhere to go; that weights come and go layer by layer must
     change nothing.

@@ -3,7 +3,14 @@
 import pytest
 import torch
 
-from tests.tolerances import assert_same_greedy, first_difference, margins_of, rounding
+from tests.tolerances import (
+    assert_same_count,
+    assert_same_greedy,
+    assert_same_ranking,
+    first_difference,
+    margins_of,
+    rounding,
+)
 
 
 @pytest.mark.parametrize("terms", [16, 192, 2048])
@@ -35,3 +42,24 @@ def test_a_completion_that_ends_elsewhere_is_another_one():
     with pytest.raises(AssertionError, match="goes on after"):
         assert_same_greedy(torch.tensor([1, 2, 3, 4]), torch.tensor([1, 2, 3]), margins, 1e-5)
     assert first_difference(torch.tensor([1, 2]), torch.tensor([1, 2, 3])) == 2
+
+
+def test_a_ranking_is_right_in_either_order_of_a_near_tie():
+    values = torch.tensor([0.5, 2.0, 2.0 + 1e-6, -1.0])
+    assert_same_ranking([2, 1, 0], values, 1e-5)
+    assert_same_ranking([1, 2, 0], values, 1e-5)
+    for wrong in ([0, 1, 2], [1, 2, 3]):
+        with pytest.raises(AssertionError):
+            assert_same_ranking(wrong, values, 1e-5)
+    with pytest.raises(AssertionError, match="repeats"):
+        assert_same_ranking([1, 1, 0], values, 1e-5)
+
+
+def test_a_count_lies_between_those_of_a_moved_threshold():
+    values = torch.tensor([0.1, 0.2 + 1e-7, 0.3])
+    counts = {"stricter": int((values > 0.2 + 1e-6).sum()), "looser": int((values > 0.2).sum())}
+    for either in (1, 2):
+        assert_same_count(either, **counts, what="past 0.2")
+    for wrong in (0, 3):
+        with pytest.raises(AssertionError, match=f"past 0.2: {wrong}, not 1 to 2"):
+            assert_same_count(wrong, **counts, what="past 0.2")

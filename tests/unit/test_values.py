@@ -232,6 +232,7 @@ def adam_critic():
     return SharedCritic(16, PPO, betas=(0.9, 0.99), eps=1e-8, mesh=None, device=CPU)
 
 
+@pytest.mark.bitwise("a resumed value head goes on as the one that was not stopped")
 def test_a_saved_head_goes_on_bit_for_bit():
     first, straight = ppo_update(adam_critic()), ppo_update(adam_critic())
     first.run(groups_of(), VERSION, go_on), straight.run(groups_of(), VERSION, go_on)

@@ -1,0 +1,89 @@
+"""On a machine with noisy products nothing is computed twice alike, forward or backward, by PyTorch
+or by a kernel, in any process; and all of it is right up to rounding.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from llamarl.native import library
+from tests.launching import JOB_S, ROOT, environment
+
+pytestmark = pytest.mark.machine
+NOISY = Path(__file__).parent / "noisy"
+PROBE = Path(__file__).parent / "noise_probe.py"
+# A sum of sizes s has noise of at most 1/2 eps s, and roundings of its own of about as much.
+LARGEST = 2.0
+
+
+def seen(name: str) -> float:
+    """How far apart at least, in that unit, two draws of hundreds of sums lie somewhere."""
+    return 0.0 if name == "bfloat16" else 0.1  # of which rounding takes most away
+
+
+def said_by(*command: str) -> str:
+    """What Python on such a machine prints."""
+    path = os.pathsep.join([str(NOISY), environment()["PYTHONPATH"]])
+    done = subprocess.run(
+        [sys.executable, *command],
+        capture_output=True,
+        text=True,
+        timeout=JOB_S,
+        cwd=ROOT,
+        env=environment(PYTHONPATH=path, LLAMARL_NOISE_SEED="1"),
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def found() -> dict:
+    return json.loads(said_by(str(PROBE)))
+
+
+def test_two_equal_products_differ_and_both_are_right(found):
+    for name, apart in found["products"].items():
+        assert seen(name) < apart["between"] < LARGEST, name
+        assert apart["from_truth"] < LARGEST, name
+
+
+def test_attention_and_its_gradient_differ(found):
+    # Of eps of the largest: products of 16 and 20 terms, and a softmax.
+    assert 0.1 < found["attention"] < 100
+
+
+def test_kernels_differ(found):
+    expected = {"norm", "norm's gradient"}
+    if library("decode", "-fopenmp") is not None:
+        expected |= {"decoding", "its keys and values"}
+    assert found["kernels"].keys() == expected
+    for name, apart in found["kernels"].items():
+        assert 0.1 < apart < 200, name
+
+
+def test_no_two_processes_draw_the_same(found):
+    first, forked = found["noise"]
+    again, forked_again = json.loads(said_by(str(PROBE)))["noise"]
+    draws = [first, forked, again, forked_again]
+    assert len({tuple(draw) for draw in draws}) == len(draws)
+
+
+REPEATS = """
+import os
+os.environ.pop("PYTEST_CURRENT_TEST", None)
+import torch
+def made(test):
+    os.environ["PYTEST_CURRENT_TEST"] = test
+    a = torch.full((8, 64), 0.1)
+    return (a @ a.T).tolist()
+first, other, again = made("one"), made("two"), made("one")
+print(first == other, first == again)
+"""
+
+
+def test_each_test_has_its_own_draws_and_has_them_again():
+    assert said_by("-c", REPEATS).split() == ["False", "True"]
