@@ -162,12 +162,22 @@ class ExecutorController:
             identity=settings.identity,
             stale_tickets=settings.stale_tickets,
         )
+        self.reached_target = False  # of evaluations, on the leader: settings.eval_target
         self._told_of_loss = False
         self._current: Executor | None = None  # that makes a step
         self._has_signal = False  # to stop, which the leader has not been told yet
         self._done_at: float | None = None  # when the leader's trainer had made its last step
         self._stop_until: float | None = None  # when this rank must have ended after a stop request
         self._endpoints: list[ChannelEnd] = []  # this rank's
+
+    @property
+    def is_leader(self) -> bool:
+        return self.control.is_leader
+
+    @property
+    def step(self) -> int:
+        """Steps that were made, on a rank of the executor that leads."""
+        return getattr(self._trainer, "version", 0)
 
     def _hosted(self, rank: int) -> str:
         """What a rank hosts, for people."""
@@ -469,6 +479,7 @@ class ExecutorController:
             return
         reward = self.metrics.writer.evaluated
         if reward is not None and reward >= target:
+            self.reached_target = True
             self.control.request_stop()
 
     def _is_over(self) -> bool:

@@ -17,6 +17,10 @@ expected parts are in, the leader writes the manifest and renames the directory 
 checkpoint with a manifest is complete, and what it says about itself can be checked. All ranks must
 see the same run_dir. Files are safetensors and JSON only, which run nothing when they are read.
 
+A step may be sealed again, by a run that went on from before it. Then the old directory is renamed
+away before the new one takes its name; between the two step_N.tmp is the checkpoint, which has its
+manifest by then. After a kill at that moment `find` gives it its name.
+
 A disk that is full or fails ends no run by itself: that checkpoint is given up, in whole, and named
 in the log. What cannot be deleted is named too, and tried again with the next checkpoint.
 
@@ -54,7 +58,8 @@ TOPIC = "checkpoint"
 _SHOWN = 10  # damaged files that a message names
 _CHUNK_BYTES = 1 << 20  # read at once for a digest
 _SEALED = re.compile(r"step_(\d+)")
-_LEFTOVER = re.compile(r"step_(\d+)\.(tmp|old)(\.\d+)?")
+_LEFTOVER = re.compile(r"step_(\d+)\.(tmp|old|tmp\.old)(\.\d+)?")
+_WRITTEN = re.compile(r"step_(\d+)\.tmp")
 
 log = logging.getLogger(__name__)
 
@@ -109,6 +114,7 @@ def find(
     """The checkpoint to go on from.
 
     For "auto" that is the newest valid one of run_dir, None if it has none at all; else `resume`.
+    The caller then has the directory for itself, because what a kill left whole is given its name.
     Damaged ones are named in a warning and passed over. CheckpointError if all are damaged, or the
     one asked for is; FileNotFoundError if that does not exist. check: says what is wrong with one,
     as `verify`, which it is by default.
@@ -125,7 +131,9 @@ def find(
             remedy = "Use another step_N, or resume=auto for the newest valid one"
             raise CheckpointError(f"{damage(path, problems)}\n{remedy}")
         return path
-    candidates = _newest_first(Path(run_dir) / "checkpoints", _SEALED)
+    folder = Path(run_dir) / "checkpoints"
+    name_whole_ones(folder)
+    candidates = _newest_first(folder, _SEALED)
     for _, path in candidates:
         problems = check(path)
         if not problems:
@@ -136,6 +144,19 @@ def find(
             f"{run_dir}: no checkpoint is whole (see above). To start over, choose another run_dir"
         )
     return None
+
+
+def name_whole_ones(folder: Path) -> None:
+    """Rename to step_N each step_N.tmp that was killed after its manifest was written, where there
+    is no step_N.
+
+    The caller has the directory for itself. OSError if the disk refuses it.
+    """
+    for step, path in _newest_first(folder, _WRITTEN):
+        final = folder / f"step_{step}"
+        if not final.exists() and not verify(path, hashes=False):
+            path.rename(final)
+            log.warning("%s: sealed, but a kill had kept it from its name; it has it now", final)
 
 
 def ranks_of(path: Path, name: str, *, may_be_absent: bool = False) -> list[int]:
@@ -210,6 +231,7 @@ class Checkpointer:
         self._arrived: dict[int, dict[str, dict]] = {}
         self.failed: dict[int, str] = {}  # on the leader: step -> why it was given up
         if control.is_leader:
+            name_whole_ones(self.folder)
             for _, path in _newest_first(self.folder, _LEFTOVER):
                 discard(path)
 
@@ -355,9 +377,16 @@ class Checkpointer:
         # The manifest vouches for the files; its own digest vouches for it.
         text = json.dumps({**body, "sha256": _digest(body)}, indent=1)
         _write(writing / MANIFEST, text)
+        before: Path | None = None
         if final.exists():  # of a run that was resumed before it, or damaged
-            final.rename(aside(final))
-        writing.rename(final)
+            before = aside(final)
+            final.rename(before)
+        try:
+            writing.rename(final)
+        except OSError:
+            if before is not None:
+                before.rename(final)
+            raise
         del self._arrived[step]
         self._point_to(final)
         self._prune(step)

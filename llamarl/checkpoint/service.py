@@ -119,7 +119,7 @@ class CheckpointService:
     def restore(self, path: Path) -> None:
         """Bring ledger, metrics and this rank's executors to a checkpoint.
 
-        On every rank, after setup.
+        On every rank, after setup. CheckpointError names an executor that cannot go on from it.
         """
         state = load_part(path, CONTROLLER, ranks_of(path, CONTROLLER)[0])
         saved_tickets = in_work(path) - self._stale_tickets
@@ -130,7 +130,11 @@ class CheckpointService:
             if executor.has_state():
                 may_be_absent = executor.state_may_be_absent
                 ranks = ranks_of(path, executor.name, may_be_absent=may_be_absent)
-                executor.load_state_dict(load_part(path, executor.name, rank) for rank in ranks)
+                parts = [load_part(path, executor.name, rank) for rank in ranks]
+                try:
+                    executor.load_state_dict(parts)
+                except ValueError as error:
+                    raise CheckpointError(f"{path}: {executor.name}: {error}") from error
             # A checkpoint of another run's directory is not in this one's.
             if executor.leads and self._checkpointer.sealed(executor.version):
                 self._saved = executor.version

@@ -73,7 +73,7 @@ Seed = Annotated[int, Range(0, 2**63 - 1)]  # what torch and the counters of sam
 @settings_dataclass
 class ModelSettings:
     # None: the tiny model that comes with the package.
-    path: str | None = marked("identity", "data")
+    path: str | None = marked("data")
     dtype: Literal["float32", "bfloat16"] = marked("answers")
 
 
@@ -361,7 +361,7 @@ class Config:
     max_steps: Natural
     run_dir: str | None = marked("outward")
     resume: str = marked("outward")
-    resume_with_other: list[Literal["data", "reward"]] = marked("outward")
+    resume_with_other: list[Literal["data", "reward", "model"]] = marked("outward")
     seed: Seed = marked("identity", "data", "answers", "outward")
     dry_run: bool = marked("outward")
     max_lag: Natural | None = marked("identity", "answers")

@@ -26,7 +26,7 @@ Fraction = Annotated[float, Range(0, 0.999999)]
 
 @settings_dataclass
 class StartingModelSettings:
-    path: Text = marked("identity")
+    path: Text
     dtype: Literal["float32", "bfloat16"]
 
 
@@ -64,7 +64,7 @@ class SupervisedConfig:
 
     out: Text = marked("outward")
     resume: str = marked("outward")
-    resume_with_other: list[Literal["data"]] = marked("outward")
+    resume_with_other: list[Literal["data", "model"]] = marked("outward")
     seed: Seed = marked("identity")
     epochs: Positive = marked("identity")
     max_steps: Count | None = marked("identity")

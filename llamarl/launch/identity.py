@@ -5,20 +5,35 @@
               not by where they came from
     reward    what scores: import paths of functions, digests of models, judges and what they are
               asked
+    models    of each model that the run reads, by its key: what it is, and not where it lies
+    kept      keys of the models whose weights are in every checkpoint
+    adapters  what trainer.lora says, where there are adapters
 
 The config alone cannot tell whether ticket 7 is still the prompt that it was: the data may have
 changed under the same path, or lie elsewhere unchanged. So prompts are compared by fingerprint, and
-the config's keys only explain what differs.
+the config's keys only explain what differs. The same holds for models.
+
+Where weights are read again from a model's directory, other weights are another run: those under
+adapters, a reference's, and those of what judges evaluations. A model that is trained as a whole is
+in the checkpoint, so other weights in its directory are only warned of. Of that directory a run
+reads config.json, the tokenizer and the stop tokens again.
 """
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from llamarl.config.conversion import is_marked, show, value_differences
+from llamarl.config.conversion import flat, is_marked, show, value_differences
 from llamarl.config.schema import Config
+from llamarl.models.config import ModelConfig
 
 THE_DATA = "the data itself has changed, or the tokenizer or chat template, under the same settings"
+
+OTHER_WEIGHTS = "other weights"
+# Parts of a model: a digest, a list of numbers, or the fields of its config.json.
+ModelParts = Mapping[str, object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,12 +43,21 @@ class Identity:
     config: dict[str, object]  # nested, under the keys of the command line
     prompts: dict[str, str]  # "training prompts", "held-out prompts" -> fingerprint
     reward: str
+    models: dict[str, ModelParts]  # "model.path" -> {"config.json": ..., "weights": ...}
+    kept: list[str]
+    adapters: dict[str, object]  # {"rank": 4, "alpha": 8.0, "targets": [...]}; {"rank": 0}
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
     what: str  # a line for people
     permit: str | None  # the word of resume_with_other that lets it pass; None: nothing does
+    refuses: bool = True  # otherwise it is only told
+
+
+def architecture_of(model: ModelConfig) -> dict[str, object]:
+    """What config.json says of a decoder, as JSON values."""
+    return {**dataclasses.asdict(model), "labels": list(model.labels)}
 
 
 def differences(
@@ -43,8 +67,8 @@ def differences(
     read, in words.
     """
     changed = {}
-    for key, (was, now) in value_differences(old.config, new.config).items():
-        changed[key] = f"{key}: {show(was)} in {place}, {show(now)} now"
+    for key, pair in value_differences(old.config, new.config).items():
+        changed[key] = _change(key, pair, place)
     found = []
     reasons = []
     for key, difference in changed.items():
@@ -52,6 +76,11 @@ def differences(
             found.append(Difference(difference, None))
         if is_marked(key, "data", schema):
             reasons.append(difference)
+    adapters = value_differences(old.adapters, new.adapters)
+    if 0 in adapters.get("rank", ()):  # the other keys are of the run that has some
+        adapters = {"rank": adapters["rank"]}
+    for key, pair in adapters.items():
+        found.append(Difference(_change(f"trainer.lora.{key}", pair, place), None))
     others = [name for name in new.prompts if new.prompts[name] != old.prompts.get(name)]
     if others:
         what = f"other {' and '.join(others)}: {'; '.join(reasons) or THE_DATA}"
@@ -59,4 +88,47 @@ def differences(
     if old.reward != new.reward:
         what = f"another reward: {old.reward} in {place}, {new.reward} now"
         found.append(Difference(what, permit="reward"))
+    found += _other_models(old, new, place)
     return found
+
+
+def _other_models(old: Identity, new: Identity, place: str) -> list[Difference]:
+    """A model that only one of them reads is no difference: there is nothing that it was."""
+    before = flat(old.config)
+    now = flat(new.config)
+    found = []
+    for key in sorted(old.models.keys() & new.models.keys()):
+        where = f"{key}={show(now.get(key))}"
+        if before.get(key) != now.get(key):
+            where += f" ({show(before.get(key))} in {place})"
+        is_kept = key in new.kept
+        what = _other_parts(old.models[key], new.models[key], place)
+        if is_kept and OTHER_WEIGHTS in what:
+            what.remove(OTHER_WEIGHTS)
+            told = (
+                f"another model, {where}: {OTHER_WEIGHTS}, which are not read; {place} has its own"
+            )
+            found.append(Difference(told, permit=None, refuses=False))
+        if what:
+            found.append(Difference(f"another model, {where}: {'; '.join(what)}", permit="model"))
+    return found
+
+
+def _other_parts(old: ModelParts, new: ModelParts, place: str) -> list[str]:
+    """What differs of the parts that both say, in words."""
+    what = []
+    for part in [name for name in new if name in old and old[name] != new[name]]:
+        was, is_now = old[part], new[part]
+        if isinstance(was, Mapping) and isinstance(is_now, Mapping):
+            changes = value_differences(was, is_now)
+            what += [_change(f"{part}: {field}", pair, place) for field, pair in changes.items()]
+        elif isinstance(was, list):
+            what.append(_change(part, (was, is_now), place))
+        else:
+            what.append(f"other {part}")
+    return what
+
+
+def _change(name: str, pair: tuple[object, object], place: str) -> str:
+    was, now = pair
+    return f"{name}: {show(was)} in {place}, {show(now)} now"

@@ -20,13 +20,14 @@ from llamarl.config.schema import START
 from llamarl.config.victim import ATTACK
 from llamarl.controller import ExecutorController, RunSettings
 from llamarl.executor import Executor
-from llamarl.launch.identity import Identity
+from llamarl.launch.identity import Identity, ModelParts, architecture_of
+from llamarl.launch.outcome import has_finished, recorded
 from llamarl.launch.run_directory import RunDirectory
 from llamarl.learning.replay import lag_bound
 from llamarl.models.attention import rotary_of
 from llamarl.models.config import ModelConfig, read_config, read_json
-from llamarl.models.hf import load_tokenizer, weights_fingerprint
-from llamarl.models.scorer import fingerprint
+from llamarl.models.fingerprint import model_digest, tokenizer_digest, weights_digest
+from llamarl.models.hf import load_tokenizer
 from llamarl.observe import RowWriter, build_sinks
 from llamarl.tasks.base import PromptMaker, Task, sample_digest
 from llamarl.tasks.build import build_task
@@ -82,6 +83,11 @@ def stop_tokens(path: Path, tokenizer) -> tuple[int, ...]:
     return tuple(sorted({i for i in ids if i is not None}))
 
 
+def parts_of(path: str | Path) -> ModelParts:
+    """What tells a decoder from others, wherever it lies."""
+    return {"config.json": architecture_of(read_config(path)), "weights": weights_digest(path)}
+
+
 @dataclasses.dataclass(frozen=True)
 class Scored:
     """Text and tokens that a model may be asked to score.
@@ -110,6 +116,7 @@ class Job:
         self.placement = placement_of(config, world.size)
         self.model_path = Path(config.model.path) if config.model.path else TINY_MODEL
         self._writer: RowWriter | None = None
+        self._stopped_after: int | None = None  # a step, on the leader of a run that has more
 
     @cached_property
     def tokenizer(self):
@@ -149,20 +156,68 @@ class Job:
         return [self.task.eval_prompt(j) for j in range(count)]
 
     @cached_property
-    def identity(self) -> Identity:
-        """What makes this run that run."""
+    def prompt_fingerprints(self) -> dict[str, str]:
+        """What is equal for equal prompts alone."""
         # Also with eval.every=0: the prompts that are held out stay the same when a run goes on
         # without evaluations.
         asked = min(self.config.eval.num_prompts, self.task.num_eval)
         sample = sample_digest(self.task.eval_prompt, asked)
+        return {
+            "training prompts": self.prompts.fingerprint,
+            "held-out prompts": f"{asked}, rows {self.task.eval_digest}, sample {sample}",
+        }
+
+    @cached_property
+    def identity(self) -> Identity:
+        """What makes this run that run. It reads a little of many models' files, so one rank asks
+        for it.
+        """
         return Identity(
             config=to_values(self.config),
-            prompts={
-                "training prompts": self.prompts.fingerprint,
-                "held-out prompts": f"{asked}, rows {self.task.eval_digest}, sample {sample}",
-            },
+            prompts=self.prompt_fingerprints,
             reward=self.reward,
+            models=self.models,
+            kept=self._kept,
+            adapters=self._adapters,
         )
+
+    @property
+    def models(self) -> dict[str, ModelParts]:
+        """What the models are that the run reads, by their keys."""
+        c = self.config
+        policy = {
+            "config.json": architecture_of(read_config(self.model_path)),
+            "tokenizer": tokenizer_digest(self.model_path),
+            "stop tokens": list(self.stop_token_ids),
+            "weights": weights_digest(self.model_path),
+        }
+        found: dict[str, ModelParts] = {"model.path": policy}
+        if c.trainer.critic.path:
+            found["trainer.critic.path"] = parts_of(c.trainer.critic.path)
+        if c.gold is not None and c.gold.kind == "model":
+            found["eval.gold"] = parts_of(c.gold.path)
+        if c.eval.base is not None:
+            found["eval.base"] = parts_of(c.eval.base)
+        if c.eval.embedder not in (None, START):
+            found["eval.embedder"] = {"files": model_digest(c.eval.embedder)}
+        return found
+
+    @property
+    def _kept(self) -> list[str]:
+        """The models, by their keys, whose weights every checkpoint has."""
+        c = self.config
+        # Under adapters, as a reference and as an embedder it is what training started from.
+        starts_here = c.trainer.lora.rank > 0 or c.reference.kind != "none"
+        if starts_here or c.eval.embedder == START:
+            return ["trainer.critic.path"]
+        return ["model.path", "trainer.critic.path"]
+
+    @property
+    def _adapters(self) -> dict[str, object]:
+        lora = self.config.trainer.lora
+        if not lora.rank:
+            return {"rank": 0}
+        return {"rank": lora.rank, "alpha": lora.alpha, "targets": sorted(lora.targets)}
 
     @property
     def reward(self) -> str:
@@ -179,7 +234,11 @@ class Job:
         v = self.config.victim
         asked = f"{v.template!r}, chat {v.chat}, system prompt {v.system_prompt!r}"
         sampled = f"{v.max_new_tokens} tokens at {v.temperature:g}, top-p {v.top_p:g}, {v.dtype}"
-        victim = f"model {weights_fingerprint(self.victim_path)} asked {asked}"
+        # Its chat template too is in how it reads an attack.
+        reads = hashlib.sha256(str(self.victim_prompt_ids(ATTACK)).encode()).hexdigest()[:16]
+        ends = stop_tokens(self.victim_path, self.victim_tokenizer)
+        asked += f", as tokens {reads}, until {ends}"
+        victim = f"model {model_digest(self.victim_path)} asked {asked}"
         return f"{rewards} of {v.answers} answers of {victim}; {sampled}"
 
     def name_of(self, part: AnySourceSettings) -> str:
@@ -190,14 +249,14 @@ class Job:
             return part.fn or self.task.default_reward
         if part.kind == "model":
             label = part.label or ""
-            return f"(model {fingerprint(part.path)} {label} - {part.shift:g}) * {part.scale:g}"
+            return f"(model {model_digest(part.path)} {label} - {part.shift:g}) * {part.scale:g}"
         if part.kind == "novelty":
             to = "all" if part.nearest is None else f"{part.nearest} nearest"
             embedder = self.model_path if part.embedder == START else part.embedder
-            return f"novelty to {to} of {part.history} by {weights_fingerprint(embedder)}"
+            return f"novelty to {to} of {part.history} by {model_digest(embedder)}"
         if part.kind == "encoder":
             read = f"{part.output} of {part.label or 'its label'}, reads {part.reads}"
-            return f"encoder {weights_fingerprint(part.path)}, {read}"
+            return f"encoder {model_digest(part.path)}, {read}"
         template = "none"
         if part.template is not None:
             template = hashlib.sha256(Path(part.template).read_bytes()).hexdigest()[:16]
@@ -308,10 +367,10 @@ class Job:
             trace=c.metrics.trace,
             truncate=c.on_deadline == "truncate",
             straggler_factor=c.straggler_factor,
-            identity=dataclasses.asdict(self.identity),
+            identity=self.directory.identity,
             stale_tickets=self.directory.stale_tickets,
         )
-        ExecutorController(
+        controller = ExecutorController(
             executors=executors,
             channels=channels,
             placement=self.placement,
@@ -319,7 +378,11 @@ class Job:
             world=self.world,
             settings=settings,
             make_writer=self.writer,
-        ).run()
+        )
+        with recorded(controller, self.directory.path, max_steps=c.max_steps):
+            controller.run()
+        if not has_finished(controller, c.max_steps):
+            self._stopped_after = controller.step
 
     @property
     def num_dp_ranks(self) -> int:
@@ -394,6 +457,9 @@ class Job:
         if self._writer is None:
             return
         print(f"\n{self._writer.summary()}")
+        if self._stopped_after is not None:
+            steps = f"{self._stopped_after} of {self.config.max_steps}"
+            print(f"stopped    after step {steps}: resume=auto goes on")
         latest = self.directory.path / "checkpoints" / "latest"
         print(
             f"model      {latest} names the newest; its hf/ is a Hugging Face directory", flush=True

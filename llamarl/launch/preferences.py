@@ -7,7 +7,6 @@ with launch_preferences(config) as job:
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -26,6 +25,7 @@ from llamarl.launch.run_directory import RunDirectory
 from llamarl.launch.sources import check_sources
 from llamarl.launch.start import explained
 from llamarl.models.config import read_config
+from llamarl.models.fingerprint import model_digest
 from llamarl.native.drafts import Draft
 from llamarl.tasks.base import Example, PromptMaker, sample_digest
 from llamarl.tasks.build import prompt_maker, row_reader
@@ -36,7 +36,6 @@ from llamarl.types import Prompt
 TOLD_EVERY_S = 5.0
 INTERRUPTED = 130  # the exit code after Ctrl-C
 DEFAULT_MAX_TOKENS = 1024  # of a reward model's pairs: task.max_tokens in conf/supervised.yaml
-_SAMPLED_BLOCKS, _BLOCK = 16, 1 << 16  # of a file of weights
 
 # Of each batch of prompts, by number: its lines, and what became of it.
 Make = Callable[[Iterable[range]], Iterator[tuple[str, Tally]]]
@@ -106,9 +105,11 @@ class PreferencesJob:
             config=to_values(self.config),
             prompts={
                 "prompts": f"{self.num_prompts}, {task.train_digest}, {task.eval_digest}, {sample}",
-                "model": _model_digest(self.run_job.model_path),
             },
             reward=self.run_job.reward,
+            models={"model.path": {"files": model_digest(self.run_job.model_path)}},
+            kept=[],
+            adapters={},
         )
 
     def open(self) -> None:
@@ -278,16 +279,3 @@ def _check_prompt(prompt: Prompt | Example, config: PreferencesConfig) -> None:
         if not isinstance(value, str) or not value.strip():
             raise ValueError(f'"{key}" is no text, or empty; references=[KEY] names answers')
         check_text(key, value)
-
-
-def _model_digest(path: Path) -> str:
-    """A SHA-256 of a model, wherever it lies: of its config and of parts of its weights."""
-    digest = hashlib.sha256((path / "config.json").read_bytes())
-    for file in sorted(path.glob("*.safetensors")):
-        size = file.stat().st_size
-        digest.update(str(size).encode())
-        with file.open("rb") as stream:
-            for block in range(_SAMPLED_BLOCKS):
-                stream.seek(size * block // _SAMPLED_BLOCKS)
-                digest.update(stream.read(_BLOCK))
-    return digest.hexdigest()

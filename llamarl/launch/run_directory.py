@@ -5,6 +5,7 @@ RUN_DIR/config.yaml      the resolved config, for people and for recipes that re
         checkpoints/     step_N/, latest
         samples/         step_N.jsonl: what was answered at an evaluation, with eval.save_samples
         trace.rank*.json
+        outcome.json     how it ended (outcome.py)
         lock             who uses it now
 
 Rank 0 decides; all ranks verify a checkpoint together, each a share of its files:
@@ -22,10 +23,12 @@ In the launcher's own store, which outlives restarted workers and belongs to thi
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch.distributed as dist
@@ -40,6 +43,7 @@ from llamarl.config.supervised import SupervisedConfig
 from llamarl.errors import RunDirectoryError, TimedOut
 from llamarl.inference.partials import of_other_prompts
 from llamarl.launch.identity import Identity, differences
+from llamarl.launch.outcome import forget
 from llamarl.native.files import LOCK, DirectoryLock
 from llamarl.tickets.prompts import PromptStream
 
@@ -56,6 +60,8 @@ class RunDirectory:
 
     path: Path
     resume_from: Path | None  # a checkpoint's directory
+    # What a checkpoint says of this run: an Identity's values, as rank 0 has read it.
+    identity: Mapping[str, object] = field(default_factory=dict)
     # Tickets whose unfinished completions in that checkpoint are of other prompts.
     stale_tickets: frozenset[int] = frozenset()
     lock: DirectoryLock | None = None  # on rank 0
@@ -69,20 +75,23 @@ class RunDirectory:
 def open_run(
     config: Config | SupervisedConfig,
     world: World,
-    identity: Identity,
+    fingerprints: Mapping[str, str],
+    identity: Identity | None,
     prompts: PromptStream | None = None,
 ) -> RunDirectory:
     """Open the run's directory. Collective over the world: rank 0 decides, the others help.
 
-    RunDirectoryError on every rank. identity, prompts: of the run that is to start or to go on;
-    None where nothing is generated. PeerDied or TimedOut names a rank that does not answer.
+    RunDirectoryError on every rank. fingerprints: of the prompts or rows, as this rank reads them.
+    identity: of the run that is to start or to go on; on rank 0, None elsewhere. prompts: None
+    where nothing is generated. PeerDied or TimedOut names a rank that does not answer.
     """
     store = world.store() or dist.HashStore()
     exchange = Exchange(store, rank=world.rank, timeout_s=config.timeout_s)
     with reaching("the other ranks, to open the run's directory", rank=world.rank):
-        exchange.tell(f"prompts/{world.rank}", identity.prompts)
+        exchange.tell(f"prompts/{world.rank}", dict(fingerprints))
         if world.rank > 0:
             return _follow(exchange, world)
+        assert identity is not None, "rank 0 knows which run this is"
         opening = _Opening(
             config=config, world=world, identity=identity, prompts=prompts, exchange=exchange
         )
@@ -100,8 +109,12 @@ def _follow(exchange: Exchange, world: World) -> RunDirectory:
         if "error" in order:
             raise RunDirectoryError(order["error"])
         if "verify" not in order:
-            resume_from = Path(order["resume_from"]) if order["resume_from"] else None
-            return RunDirectory(Path(order["path"]), resume_from, frozenset(order["stale_tickets"]))
+            return RunDirectory(
+                path=Path(order["path"]),
+                resume_from=Path(order["resume_from"]) if order["resume_from"] else None,
+                identity=order["identity"],
+                stale_tickets=frozenset(order["stale_tickets"]),
+            )
         problems = _share_of(Path(order["verify"]), exchange, world)
         exchange.tell(f"found/{number}/{world.rank}", {"problems": problems})
     raise AssertionError("rank 0 has told all it had to")
@@ -151,6 +164,7 @@ class _Opening:
         told = {
             "path": str(run.path),
             "resume_from": str(run.resume_from or ""),
+            "identity": run.identity,
             "stale_tickets": sorted(run.stale_tickets),
         }
         self._order(told)
@@ -170,19 +184,15 @@ class _Opening:
         own: Path | None = None  # opened by this job before its workers were restarted
         if launcher is not None and launcher.check([key]):
             own = Path(launcher.get(key).decode())
-        path = Path(config.run_dir) if config.run_dir else own
-        if path is None:
-            # runs/TIME, or runs/TIME-2, runs/TIME-3, ...: one that does not exist.
-            path = new = RUNS / time.strftime("%Y%m%d-%H%M%S")
-            numbers = itertools.count(2)
-            while path.exists():
-                path = new.with_name(f"{new.name}-{next(numbers)}")
-        path = path.absolute()
+        path = Path(config.run_dir).absolute() if config.run_dir else own
         # A restarted rank 0 goes on in the directory that it had opened itself.
-        resume = "auto" if config.resume == "never" and path == own else config.resume
-        if resume == "never":
+        goes_on_here = path is not None and path == own
+        resume = "auto" if config.resume == "never" and goes_on_here else config.resume
+        if path is not None and resume == "never":
             _refuse_used(path)
-        if path.is_dir():
+        if path is not None and resume == "auto":
+            path.mkdir(parents=True, exist_ok=True)  # another job may begin there at this moment
+        if path is not None and path.is_dir():
             # Before its checkpoints are looked at: whoever has it may be writing.
             self._lock_directory(path)
         resume_from: Path | None = None
@@ -192,15 +202,20 @@ class _Opening:
         if resume_from is not None:
             resume_from = resume_from.absolute()
             stale = self._check_same_run(resume_from)
+        if path is None:
+            path = _new_directory()
+        path.mkdir(parents=True, exist_ok=True)
         if self.lock is None:
-            path.mkdir(parents=True)
             self._lock_directory(path)
         if resume == "never":
             _refuse_used(path)  # again: another job may have had it until just now
         if launcher is not None:
             launcher.set(key, str(path))
+        forget(path)
         save_config(config, path / "config.yaml")
-        return RunDirectory(path, resume_from, stale_tickets=stale, lock=self.lock)
+        return RunDirectory(
+            path, resume_from, identity=asdict(self.identity), stale_tickets=stale, lock=self.lock
+        )
 
     def _lock_directory(self, path: Path) -> None:
         # A job that was told to stop has stop_s to end.
@@ -237,13 +252,17 @@ class _Opening:
             ) from error
         found = differences(old, self.identity, type(self.config))
         permitted = self.config.resume_with_other
-        refused = [difference for difference in found if difference.permit not in permitted]
+        refused = []
+        for difference in found:
+            if difference.refuses and difference.permit not in permitted:
+                refused.append(difference)
         if refused:
             lines = "\n".join(f"  {difference.what}" for difference in refused)
             permits = [difference.permit for difference in refused]
             way = ""
             if None not in permits:
-                way = f"go on all the same with resume_with_other=[{','.join(permits)}], "
+                words = ",".join(dict.fromkeys(permits))
+                way = f"go on all the same with resume_with_other=[{words}], "
             raise RunDirectoryError(
                 f"{checkpoint}: this would be another run, not that one going on:\n{lines}\n"
                 f"Use what it was begun with, {way}or {instead}"
@@ -263,6 +282,20 @@ class _Opening:
                 len(stale),
             )
         return frozenset(stale)
+
+
+def _new_directory() -> Path:
+    """Make runs/TIME, or runs/TIME-2, runs/TIME-3, ...: the first that does not exist. Jobs that
+    begin in the same second get one each.
+    """
+    RUNS.mkdir(parents=True, exist_ok=True)
+    first = RUNS.absolute() / time.strftime("%Y%m%d-%H%M%S")
+    names = (first.with_name(f"{first.name}-{number}") for number in itertools.count(2))
+    for path in itertools.chain([first], names):
+        with contextlib.suppress(FileExistsError):
+            path.mkdir()
+            return path
+    raise AssertionError("there are always more names")
 
 
 def _refuse_used(path: Path) -> None:

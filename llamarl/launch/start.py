@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import traceback
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -78,8 +79,10 @@ def launch(config: Config) -> Iterator[Job]:
             if world.rank == 0:  # which makes the directory
                 check_sources(job, [])
                 check_gold_function(job)
-            _ = job.identity  # read here: what is wrong with the data is bad input
-        job.directory = open_run(config, world, job.identity, job.prompts)
+            # Read here: what is wrong with the data is bad input.
+            fingerprints = job.prompt_fingerprints
+            identity = job.identity if world.rank == 0 else None
+        job.directory = open_run(config, world, fingerprints, identity, job.prompts)
         ending.callback(job.directory.release)
         if world.rank == 0:
             job.announce()
@@ -97,9 +100,14 @@ def explained() -> Iterator[ExitStack]:
     )
     rank = int(os.environ.get("RANK", 0))
     code = 0
+    ended_well = False
     ending = ExitStack()
     try:
         yield ending
+        ended_well = True
+    except SystemExit as end:  # of a dry run, on every rank
+        ended_well = not end.code
+        raise
     except (RunDirectoryError, BadInput) as error:
         if rank == 0:
             _complain(f"llamarl: {error}")
@@ -115,14 +123,25 @@ def explained() -> Iterator[ExitStack]:
         )
         _complain(f"llamarl: rank {rank}: {why} ({str(error).splitlines()[0]})")
         code = EXIT_FAILED
+    except Exception:  # none that is foreseen
+        if not _has_peers():
+            raise
+        traceback.print_exc()
+        code = EXIT_FAILED
     finally:
         ending.close()
-        # A failed peer cannot take part in an orderly end; the process ends with its sockets.
-        if code == 0 and dist.is_initialized():
+        # After a failure the ranks cannot end in order together: this process ends with its
+        # sockets, and waits for nobody.
+        if dist.is_initialized() and (ended_well or not _has_peers()):
             dist.destroy_process_group()
     if code:
         sys.stdout.flush()
         os._exit(code)
+
+
+def _has_peers() -> bool:
+    """Whether there are other ranks, which an orderly end would wait for."""
+    return dist.is_initialized() and dist.get_world_size() > 1
 
 
 def _complain(text: str) -> None:

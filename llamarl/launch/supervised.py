@@ -9,7 +9,6 @@ OUT/config.json, model.safetensors, tokenizer.json, ...    the model, once the r
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import math
 import os
@@ -30,7 +29,8 @@ from llamarl.errors import RunDirectoryError
 from llamarl.executor import Executor
 from llamarl.launch.identity import Identity
 from llamarl.launch.inputs import bad_input, check_vocabulary
-from llamarl.launch.job import read_model, read_tokenizer
+from llamarl.launch.job import parts_of, read_model, read_tokenizer
+from llamarl.launch.outcome import recorded
 from llamarl.launch.run_directory import RunDirectory, open_run
 from llamarl.launch.start import explained
 from llamarl.learning.supervised import ExampleOrder
@@ -91,7 +91,14 @@ class SupervisedJob:
     @property
     def identity(self) -> Identity:
         """What makes this run that run."""
-        return Identity(to_values(self.config), prompts=self.data.fingerprints, reward="")
+        return Identity(
+            config=to_values(self.config),
+            prompts=self.data.fingerprints,
+            reward="",
+            models={"model.path": parts_of(self.config.model.path)},
+            kept=["model.path"],
+            adapters={},
+        )
 
     def eval_due(self, version: int) -> bool:
         """Whether this version is evaluated: the first, the last, and those between as asked."""
@@ -113,7 +120,7 @@ class SupervisedJob:
         ledger = TicketLedger(
             groups_per_step=1, max_lag=0, overcommit=0, num_pools=1, num_generators=1
         )
-        ExecutorController(
+        controller = ExecutorController(
             executors=[trainer],
             channels=[],
             placement={TRAINER: tuple(range(self.world.size))},
@@ -127,10 +134,12 @@ class SupervisedJob:
                 heartbeat_timeout_s=c.heartbeat_timeout_s,
                 stop_s=c.stop_s,
                 trace=c.metrics.trace,
-                identity=dataclasses.asdict(self.identity),
+                identity=self.directory.identity,
             ),
             make_writer=self._make_writer,
-        ).run()
+        )
+        with recorded(controller, self.directory.path, max_steps=self.max_steps):
+            controller.run()
         if self.world.rank == 0:
             self._conclude(trainer.version)
 
@@ -202,7 +211,8 @@ def launch_supervised(
             data = read_data(config.task, tokenizer)
         job = SupervisedJob(config, world, data)
         try:
-            job.directory = open_run(config, world, job.identity)
+            identity = job.identity if world.rank == 0 else None
+            job.directory = open_run(config, world, data.fingerprints, identity)
         except RunDirectoryError as error:
             raise RunDirectoryError(_in_own_words(str(error))) from error
         ending.callback(job.directory.release)

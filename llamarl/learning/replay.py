@@ -319,6 +319,20 @@ class ReplayBuffer(GroupBuffer):
 
     # --- Checkpoints ---
 
+    def _load_room(self, parts: list[Mapping]) -> None:
+        """Parts are in the order of the ranks. One without a room still grew."""
+        if self.grow_until is None:
+            return
+        buffers = [part for part in parts if "held" in part]  # and not of tensor-parallel peers
+        if len(buffers) == self.num_ranks:
+            room = buffers[self.rank].get("room")
+        else:
+            rooms = [part["room"] for part in buffers if "room" in part]
+            room = self._share_of(rooms) if rooms else None
+        if room is not None:
+            self._room = room
+            self._grows = False
+
     def stored(self) -> list[Group]:
         return super().stored() + [h.group for h in self._stored()]
 
@@ -342,8 +356,8 @@ class ReplayBuffer(GroupBuffer):
     def load(
         self, parts: Iterable[Mapping], finished: set[int], is_mine: Callable[[int], bool]
     ) -> None:
-        """With another number of ranks each takes what is of its own tickets now, and its share of
-        the room.
+        """Each rank takes what is of its own tickets now. On as many ranks as had saved it each has
+        the room that it had; on another number its share of all.
         """
         parts = list(parts)
         super().load(parts, finished, is_mine)
@@ -352,10 +366,7 @@ class ReplayBuffer(GroupBuffer):
             if "good" in part:
                 self._keep_good(part["good"])
         self._found = []
-        rooms = [part["room"] for part in parts if "room" in part]
-        if rooms and self.grow_until is not None:
-            self._room = self._share_of(rooms)
-            self._grows = False
+        self._load_room(parts)
         for part in parts:
             passed |= set(part.get("passed", []))
             taken = {}

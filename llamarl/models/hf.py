@@ -6,7 +6,6 @@ of Llama's directories; stored.py says where those of other families keep them.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 import shutil
@@ -116,6 +115,7 @@ class SafetensorsDir:
             raise FileNotFoundError(
                 f"{single}: no such file; weights are loaded from safetensors only"
             )
+        self.files = [self.path / name for name in files]
         self.file_of = {}  # name of a tensor -> the opened file
         for name in files:
             file = self.path / name
@@ -205,20 +205,6 @@ def load_weights(
             part = read_box(source.get_slice(place.name), place, held, config)
             local(parameter).copy_(part)
     return decoder
-
-
-def weights_fingerprint(path: str | Path) -> str:
-    """A SHA-256 of a model directory, wherever it lies: of its config and the first row of each
-    tensor.
-    """
-    path = Path(path)
-    digest = hashlib.sha256((path / "config.json").read_bytes())
-    for name, file in sorted(SafetensorsDir(path).file_of.items()):
-        rows = file.get_slice(name)
-        first = rows[:1] if rows.get_shape() else file.get_tensor(name)
-        digest.update(name.encode())
-        digest.update(first.float().numpy().tobytes())
-    return digest.hexdigest()
 
 
 def export(

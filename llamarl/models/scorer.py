@@ -12,7 +12,6 @@ Shapes: T tokens, N sequences, C labels, D model.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 from pathlib import Path
@@ -26,7 +25,7 @@ from llamarl.models.build import Decoder
 from llamarl.models.config import ModelConfig, read_config
 from llamarl.models.frozen import frozen_decoder
 from llamarl.models.fsdp import held_box, local
-from llamarl.models.hf import SafetensorsDir, load_tokenizer
+from llamarl.models.hf import load_tokenizer
 from llamarl.models.protocol import Head
 from llamarl.models.sharding import Box
 from llamarl.models.tp import TensorParallel
@@ -109,15 +108,6 @@ def settle_pad_token(path: str | Path) -> None:
     tokenizer.save_pretrained(path)
     raw["pad_token_id"] = tokenizer.pad_token_id
     file.write_text(json.dumps(raw, indent=2))
-
-
-def fingerprint(path: str | Path) -> str:
-    """A SHA-256 of a scorer, wherever it lies: of its config and its head."""
-    path = Path(path)
-    digest = hashlib.sha256((path / "config.json").read_bytes())
-    head = SafetensorsDir(path).file_of[SCORE].get_tensor(SCORE)
-    digest.update(head.float().numpy().tobytes())
-    return digest.hexdigest()
 
 
 def label_of(config: ModelConfig, name: str | None) -> int:

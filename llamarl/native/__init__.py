@@ -136,9 +136,14 @@ def _compile(compiler: str, source: Path, flags: tuple[str, ...], target: Path) 
 
 
 def cache_folder() -> Path:
-    """Where compiled kernels and measured choices are kept."""
-    caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(caches, "llamarl")
+    """Where compiled kernels and measured choices are kept. OSError if this user has no home."""
+    caches = os.environ.get("XDG_CACHE_HOME")
+    if caches:
+        return Path(caches, "llamarl")
+    try:
+        return Path.home() / ".cache" / "llamarl"
+    except RuntimeError as error:
+        raise OSError(f"no folder to keep files in ({error}); set XDG_CACHE_HOME") from error
 
 
 def _file_name(compiler: str, source: Path, flags: tuple[str, ...]) -> str:

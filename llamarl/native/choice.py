@@ -46,8 +46,8 @@ def fastest(
         return names[0]
     known = "\n".join([what, *names, key, cpu_description()])
     digest = hashlib.sha256(known.encode()).hexdigest()
-    file = cache_folder() / f"choice-{digest[:16]}.json"
-    kept = _read(file)
+    file_name = f"choice-{digest[:16]}.json"
+    kept = _read(file_name)
     if kept in ways:
         return kept
     # A first call of each, which may compile or lay out, does not count.
@@ -66,28 +66,30 @@ def fastest(
             chosen = name
     measured = [f"{name} {seconds * 1e3:.1f} ms" for name, seconds in times.items()]
     log.info("%s: %s, by measurement (%s)", what, chosen, ", ".join(measured))
-    _keep(file, {"way": chosen, "what": what, "key": key, "times_s": times})
+    _keep(file_name, {"way": chosen, "what": what, "key": key, "times_s": times})
     return chosen
 
 
-def _read(file: Path) -> str | None:
+def _read(name: str) -> str | None:
     """The way that is kept there; None where there is no file, or one that cannot be read."""
     try:
-        return json.loads(file.read_text())["way"]
+        way = json.loads((cache_folder() / name).read_text())["way"]
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        log.warning("%s: measuring anew, for it cannot be read: %s", file, error)
+    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+        log.warning("%s: measuring anew, for it cannot be read: %s", name, error)
         return None
+    return way if isinstance(way, str) else None
 
 
-def _keep(file: Path, found: dict) -> None:
+def _keep(name: str, found: dict) -> None:
     """Processes may keep one at once: the last rename wins."""
     try:
+        file = cache_folder() / name
         file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         with tempfile.TemporaryDirectory(dir=file.parent) as scratch:
             made = Path(scratch) / file.name
             made.write_text(json.dumps(found, indent=1) + "\n")
             os.replace(made, file)
     except OSError as error:
-        log.warning("%s: %s will be measured again in the next run: %s", file, found["what"], error)
+        log.warning("%s: %s will be measured again in the next run: %s", name, found["what"], error)

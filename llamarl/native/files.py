@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import json
@@ -13,25 +14,41 @@ from collections.abc import Callable
 from pathlib import Path
 
 from llamarl.errors import InUse
+from llamarl.native.disk import free_bytes
 
 log = logging.getLogger(__name__)
 
 LOCK = "lock"
 _LOOK_S = 0.2
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)  # of a file system without them
 
 
 def replace_text(file: str | Path, text: str) -> None:
     """Write a file so that at any moment, also after a power cut, it is the old one or the new one.
-    OSError if it cannot be.
+    OSError, which names the file and what to do, if it cannot be.
     """
     file = Path(file)
     new = file.with_name(f"{file.name}.new")
-    with new.open("w") as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
-    put_in_place(new, file)
+    try:
+        with new.open("w") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())
+        put_in_place(new, file)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            new.unlink()  # half a file takes room
+        raise OSError(error.errno, _why_not_written(error, file), str(file)) from error
+
+
+def _why_not_written(error: OSError, file: Path) -> str:
+    """The system does not name the file when a write fails, only when it cannot be opened."""
+    why = f"cannot be written: {error.strerror or error}"
+    if error.errno not in _NO_ROOM:
+        return why
+    free = free_bytes(file.parent)
+    return f"{why}, and {free:,} bytes are free; make room there, and start again"
 
 
 def put_in_place(new: Path, file: Path) -> None:
@@ -62,13 +79,7 @@ class DirectoryLock:
         self._file = os.open(directory / LOCK, flags, 0o644)
         try:
             self._take(directory, patience_s, waiting)
-            os.ftruncate(self._file, 0)
-            holder = {
-                "host": socket.gethostname(),
-                "pid": os.getpid(),
-                "since": time.strftime("%Y-%m-%d %H:%M:%S"),
-            }
-            os.pwrite(self._file, json.dumps(holder).encode(), 0)
+            self._say_who(directory)
         except BaseException:
             os.close(self._file)
             raise
@@ -104,6 +115,18 @@ class DirectoryLock:
                 )
             waiting()
             time.sleep(_LOOK_S)
+
+    def _say_who(self, directory: Path) -> None:
+        holder = {
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "since": time.strftime("%Y-%m-%d %H:%M:%S"),
+        }
+        try:
+            os.ftruncate(self._file, 0)
+            os.pwrite(self._file, json.dumps(holder).encode(), 0)
+        except OSError as error:  # the lock holds all the same
+            log.warning("%s: does not say who has it (%s)", directory / LOCK, error.strerror)
 
     def _holder(self) -> str:
         """Who wrote the file last, for people."""

@@ -182,7 +182,10 @@ class RowWriter:
             self._abandoned.add(step)
 
     def state_dict(self, step: int) -> dict:
-        """What a checkpoint of `step` needs: JSON values. Reports for later steps are left out."""
+        """What a checkpoint of `step` needs: JSON values. Reports for later steps are left out.
+        Rows that it counts as written are on the disk for good.
+        """
+        self.file.sync()
         pending = [[s, dict(row)] for s, row in sorted(self._pending.items()) if s <= step]
         return {
             "step": step,

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
 import os
 from collections.abc import Sequence
 from functools import partial
@@ -17,6 +18,8 @@ from llamarl.native.disk import free_bytes
 from llamarl.observe.console import RL_COLUMNS, Console
 from llamarl.observe.rates import Row
 from llamarl.observe.signal import SignalWatch
+
+log = logging.getLogger(__name__)
 
 
 class Sink(Protocol):
@@ -55,6 +58,18 @@ class Jsonl:
                 f"and {free_bytes(self.path):,} bytes are free. "
                 "Make room there, and start again with resume=auto"
             ) from error
+
+    def sync(self) -> None:
+        """Have the kernel put what was written on the disk, where a power cut leaves it. A disk
+        that refuses is only warned of: its checkpoint is worth more than a few rows.
+        """
+        try:
+            with self.path.open("rb") as file:
+                os.fsync(file.fileno())
+        except FileNotFoundError:
+            return  # there is no row yet
+        except OSError as error:
+            log.warning("%s: may lose its last rows in a power cut (%s)", self.path, error)
 
     def read(self) -> list[Row]:
         """All rows of the file so far; see `read_rows`."""

@@ -5,7 +5,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from llamarl.checkpoint.checkpointer import Checkpointer
 from llamarl.checkpoint.parts import Part
+from llamarl.checkpoint.service import CheckpointService
+from llamarl.comm.control import Control
+from llamarl.errors import CheckpointError
 from llamarl.models.sharded_state import Shard, box_from
 from llamarl.models.sharding import Box
 
@@ -49,3 +53,27 @@ def test_only_rows_that_a_rank_holds_are_read(mine, expected):
     assert found == count * 3 and torch.equal(parameter.detach(), SAVED[first : first + count])
     assert torch.equal(optimizer.state[parameter]["exp_avg"], SAVED[first : first + count] + 100)
     assert [part.read for part in parts] == [2 * n for n in expected], "weights, and one moment"
+
+
+def test_an_executor_that_cannot_go_on_is_an_end_in_words_with_the_checkpoints_name(tmp_path):
+    control = Control(None, rank=0, world_size=1, leader=0, names=["all"])
+    expected = [("controller", 0), ("trainer", 0)]
+    checkpointer = Checkpointer(tmp_path, keep=1, control=control, expected=expected)
+    checkpointer.save_part(3, "controller", 0, {"ledger": {}, "metrics": {}})
+    checkpointer.save_part(3, "trainer", 0, {"w": torch.zeros(2)})
+    checkpointer.pump()
+
+    def refuse(parts):
+        raise ValueError(f"{list(parts)[0]['w'].numel()} elements do not fit")
+
+    executor = SimpleNamespace(
+        name="trainer",
+        leads=True,
+        has_state=lambda: True,
+        state_may_be_absent=False,
+        load_state_dict=refuse,
+    )
+    stateful = SimpleNamespace(load_state_dict=lambda *state: None)
+    service = CheckpointService(checkpointer, [executor], control, stateful, stateful, identity={})
+    with pytest.raises(CheckpointError, match="step_3: trainer: 2 elements do not fit"):
+        service.restore(checkpointer.folder / "step_3")

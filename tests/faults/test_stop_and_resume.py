@@ -34,6 +34,16 @@ def test_ctrl_c_in_one_process_ends_it_with_a_valid_checkpoint(tmp_path):
         job.until_gone(everyone)
         assert job.wait() == 0, job.output
         assert verify(job.checkpoint) == []
+    step = int(job.checkpoint.name.removeprefix("step_"))
+    outcome = json.loads((job.run_dir / "outcome.json").read_text())
+    assert outcome == {"ended": "stopped", "step": step, "max_steps": 100000}
+    assert f"stopped    after step {step} of 100000: resume=auto goes on" in job.output
+
+
+def test_a_run_that_made_its_steps_says_so(synchronous_run):
+    outcome = json.loads((synchronous_run.run_dir / "outcome.json").read_text())
+    assert outcome == {"ended": "finished", "step": 4, "max_steps": 4}
+    assert "stopped  " not in synchronous_run.output
 
 
 @pytest.mark.bitwise("a synchronous run that was resumed is the one that was not")
@@ -248,6 +258,7 @@ def test_a_reward_that_always_fails_ends_the_run_and_is_named(tmp_path):
     ) as job:
         assert job.wait() == EXIT_FAILED
         assert "tests.launching:fails" in job.output and "no verdict" in job.output
+    assert json.loads((job.run_dir / "outcome.json").read_text())["ended"] == "failed"
 
 
 @pytest.mark.slow

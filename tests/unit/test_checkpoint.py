@@ -1,5 +1,6 @@
 """Checkpoints are on disk as a whole or not at all, and any damage is found and named."""
 
+import contextlib
 import json
 import logging
 import os
@@ -292,6 +293,66 @@ def test_a_kill_at_any_call_to_the_disk_leaves_only_valid_checkpoints(
         if survived:
             break
     assert (True, "step_40") in outcomes and any(not survived for survived, _ in outcomes)
+
+
+class Disk:
+    """The primitives of the file system, of which one call fails or is the last."""
+
+    PRIMITIVES = [(os, "fsync"), (os, "replace"), (os, "open"), (shutil, "rmtree")]
+    PRIMITIVES += [(checkpoint.Path, "rename"), (checkpoint.Path, "write_text")]
+
+    def __init__(self, patch, at, ends):
+        self.calls = 0
+        for target, name in self.PRIMITIVES:
+            patch.setattr(target, name, self._counted(getattr(target, name), at, ends))
+
+    def _counted(self, real, at, ends):
+        def call(*args, **kwargs):
+            here = self.calls
+            self.calls += 1
+            if here == at and ends == "refused":
+                raise OSError(28, "No space left on device")
+            if here >= at and ends == "killed":
+                raise Killed
+            return real(*args, **kwargs)
+
+        return call
+
+
+@pytest.mark.parametrize("ends", ["killed", "refused"])
+def test_a_step_is_sealed_anew_without_a_moment_that_has_no_checkpoint(tmp_path, monkeypatch, ends):
+    """At each call to the disk in turn, with no other checkpoint to go back to."""
+    monkeypatch.setattr(os, "fsync", lambda file: None)  # no power is cut here
+
+    def checkpointer(run_dir):
+        control = FakeControl(Mail())
+        return Checkpointer(run_dir, keep=1, control=control, expected=[("trainer", 0)])
+
+    def seal(leader, step, value):
+        leader.save_part(step, "trainer", 0, {"w": torch.tensor([value]), "value": value})
+        leader.pump()
+
+    values = set()
+    for at in range(1000):
+        run_dir = tmp_path / str(at)
+        seal(checkpointer(run_dir), 20, 1.0)
+        leader = checkpointer(run_dir)
+        with monkeypatch.context() as patch:
+            disk = Disk(patch, at, ends)
+            with contextlib.suppress(Killed):
+                seal(leader, 20, 2.0)
+        found = find("auto", run_dir)
+        assert found == leader.folder / "step_20" and verify(found) == [], at
+        part = load_part(found, "trainer", 0)
+        assert part["w"].item() == part["value"]
+        values.add(part["value"])
+        restarted = checkpointer(run_dir)
+        assert find("auto", run_dir) == found
+        seal(restarted, 40, 3.0)
+        assert {path.name for path in leader.folder.iterdir()} == {"step_40", "latest"}, at
+        if disk.calls <= at:
+            break
+    assert at > 15 and values == {1.0, 2.0}
 
 
 # --- damage ---

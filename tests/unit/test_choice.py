@@ -11,7 +11,7 @@ from llamarl.inference import Engine, SamplingParams, generate
 from llamarl.inference.decode import NativeDecode
 from llamarl.inference.runner import ModelRunner
 from llamarl.models.config import tiny_directory
-from llamarl.native import choice
+from llamarl.native import cache_folder, choice
 from llamarl.native.choice import CLEARLY_FASTER, fastest
 
 
@@ -67,7 +67,18 @@ def test_what_was_found_is_kept_for_the_same_machine_and_key(own_folder):
     )
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"way": "unknown"}', '{"way": 3}'])
+UNUSABLE = {
+    "empty": "",
+    "cut off": "{",
+    "a list": "[]",
+    "unknown": '{"way": "unknown"}',
+    "a number": '{"way": 3}',
+    "a list of ways": '{"way": ["vectors"]}',
+    "deep": "[" * 100_000,
+}
+
+
+@pytest.mark.parametrize("content", UNUSABLE.values(), ids=UNUSABLE)
 def test_a_kept_choice_that_cannot_be_used_is_measured_anew(own_folder, content):
     Work(tiles=2.0, vectors=1.0).fastest()
     (file,) = own_folder.glob("choice-*.json")
@@ -80,6 +91,17 @@ def test_a_folder_that_cannot_be_written_to_is_a_warning(own_folder, caplog):
     own_folder.write_text("a file where the folder should be")
     assert Work(tiles=2.0, vectors=1.0).fastest() == "vectors"
     assert "will be measured again" in caplog.text
+
+
+def test_a_user_without_a_home_measures_each_time(monkeypatch, caplog):
+    def homeless():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(choice, "cache_folder", cache_folder)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr("pathlib.Path.home", homeless)
+    assert Work(tiles=2.0, vectors=1.0).fastest() == "vectors"
+    assert "will be measured again" in caplog.text and "set XDG_CACHE_HOME" in caplog.text
 
 
 def the_engine(**options) -> Engine:

@@ -635,6 +635,21 @@ def test_the_end_of_growth_outlives_a_checkpoint_on_any_number_of_ranks():
     assert "room" not in later.state_dict(), "it still grows"
 
 
+def test_on_as_many_ranks_each_has_the_room_that_it_had_and_grows_if_it_grew():
+    """Three ranks, to which different numbers of groups had come; nothing had come to the last."""
+    saved = [buffer_of(grow_until=2, rank=rank, num_ranks=3) for rank in range(3)]
+    for buffer, per_step in zip(saved, (4, 2)):
+        grown(buffer, 4, per_step=per_step)
+    parts = []
+    for buffer in saved:
+        parts += [buffer.state_dict(), {"buffered": []}]  # and a tensor-parallel peer's
+    assert [part.get("room") for part in parts[::2]] == [24, 12, None]
+    for rank, (room, grows) in enumerate([(24, False), (12, False), (1000, True)]):
+        again = buffer_of(grow_until=2, rank=rank, num_ranks=3)
+        again.load(parts, set(), lambda ticket: False)
+        assert (again._room, again._grows) == (room, grows)
+
+
 # --- what was found ---
 
 

@@ -3,16 +3,21 @@ together to find out.
 """
 
 import dataclasses
+import errno
 import itertools
 import json
 import logging
+import os
+import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 
 from llamarl.checkpoint.checkpointer import Checkpointer, verify
 from llamarl.comm.control import Control
@@ -23,9 +28,13 @@ from llamarl.errors import CheckpointError, InUse, RunDirectoryError
 from llamarl.inference.partials import pack
 from llamarl.inference.requests import Partial
 from llamarl.inference.sampler import SamplingParams
+from llamarl.launch import job as job_module
+from llamarl.launch import run_directory
 from llamarl.launch.job import Job
 from llamarl.launch.run_directory import RunDirectory, open_run
-from llamarl.native.files import DirectoryLock
+from llamarl.models.config import tiny_directory
+from llamarl.models.fingerprint import weights_digest
+from llamarl.native.files import DirectoryLock, replace_text
 
 WORLD = World(0, 1, torch.device("cpu"))
 IN_WORK = range(8)  # tickets
@@ -80,7 +89,8 @@ def job(data, tmp_path, monkeypatch):
 
 
 def opened(job, world=WORLD):
-    return open_run(job.config, world, job.identity, job.prompts)
+    identity = job.identity if world.rank == 0 else None
+    return open_run(job.config, world, job.prompt_fingerprints, identity, job.prompts)
 
 
 def a_checkpoint(job, step=3):
@@ -270,6 +280,150 @@ def test_the_config_of_the_checkpoint_counts_and_not_the_file_beside_it(job):
         load_config(run.path / "config.yaml")
 
 
+# --- the models that a run reads ---
+
+LORA = "trainer.lora.rank=4"
+TRUNCATION = {"direction": "Right", "max_length": 512, "strategy": "LongestFirst", "stride": 0}
+
+
+@pytest.fixture
+def base(tmp_path):
+    """A model directory of the user's."""
+    return Path(shutil.copytree(tiny_directory(), tmp_path / "base"))
+
+
+def of(base, *overrides):
+    return ("model=hf", f"model.path={base}", *overrides)
+
+
+def retrained(base):
+    """All MLP weights a little larger, in place."""
+    file = base / "model.safetensors"
+    tensors = load_file(file)
+    for name in tensors:
+        if "mlp" in name:
+            tensors[name] = tensors[name] * 1.05
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    "given, key",
+    [
+        ([LORA], "model.path"),
+        (["reference=frozen", "loss.kl_coef=0.1"], "model.path"),
+        (["reference=sharded", "loss.kl_coef=0.1"], "model.path"),
+        (["eval.base={base}", "model=tiny", "model.path=null"], "eval.base"),
+    ],
+)
+def test_other_weights_under_what_a_checkpoint_has_not_are_refused_unless_it_is_said(
+    job, base, caplog, given, key
+):
+    given = of(base, *(word.format(base=base) for word in given))
+    path = a_checkpoint(job(*given))
+    opened(job(*given)).release()
+    retrained(base)
+    with pytest.raises(RunDirectoryError) as refused:
+        opened(job(*given))
+    said = str(refused.value)
+    assert f"another model, {key}={base}: other weights" in said
+    assert "resume_with_other=[model]" in said
+    with caplog.at_level(logging.WARNING, "llamarl"):
+        assert opened(job(*given, "resume_with_other=[model]")).resume_from == path
+    assert f"step_3 goes on with another model, {key}={base}: other weights" in caplog.text
+
+
+def test_a_model_that_was_moved_is_the_same_model(job, base):
+    path = a_checkpoint(job(*of(base, LORA)))
+    moved = base.rename(base.with_name("moved"))
+    assert opened(job(*of(moved, LORA))).resume_from == path
+
+
+def test_a_model_of_which_the_checkpoint_has_all_weights_may_be_another_now(job, base, caplog):
+    path = a_checkpoint(job(*of(base)))
+    retrained(base)
+    with caplog.at_level(logging.WARNING, "llamarl"):
+        assert opened(job(*of(base))).resume_from == path
+    assert "other weights, which are not read; the checkpoint has its own" in caplog.text
+
+
+def test_a_reference_is_what_training_began_with_also_where_it_is_asked_for_later(job, base):
+    a_checkpoint(job(*of(base)))
+    retrained(base)
+    with pytest.raises(RunDirectoryError, match="other weights"):
+        opened(job(*of(base, "reference=frozen", "loss.kl_coef=0.1")))
+
+
+def test_what_is_read_of_any_policys_directory_is_compared(job, base):
+    a_checkpoint(job(*of(base)))
+    file = base / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"rope_theta": 77.0}))
+    tokenizer = json.loads((base / "tokenizer.json").read_text())
+    written_anew = {**tokenizer, "truncation": dict(TRUNCATION)}
+    (base / "tokenizer.json").write_text(json.dumps(written_anew, indent=4))
+    with pytest.raises(RunDirectoryError) as refused:
+        opened(job(*of(base)))
+    assert "config.json: rope_theta: " in str(refused.value)
+    assert "tokenizer" not in str(refused.value)
+    tokenizer["model"]["vocab"]["a new word"] = len(tokenizer["model"]["vocab"])
+    (base / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(RunDirectoryError, match="other tokenizer"):
+        opened(job(*of(base)))
+
+
+@pytest.mark.parametrize("now", [(), ("trainer.lora.rank=8",), (LORA, "trainer.lora.alpha=3")])
+def test_other_adapters_are_refused_by_their_key(job, now):
+    a_checkpoint(job(LORA))
+    with pytest.raises(RunDirectoryError) as refused:
+        opened(job(*now))
+    assert "  trainer.lora." in str(refused.value)
+    assert "resume_with_other" not in str(refused.value)
+
+
+def test_models_are_read_on_rank_0_alone_and_all_ranks_know_what_it_read(job, base, monkeypatch):
+    jobs = [job(*of(base, LORA)) for _ in range(3)]
+    read = []
+    digest = job_module.weights_digest
+
+    def watched(path):
+        read.append(path)
+        return digest(path)
+
+    monkeypatch.setattr(job_module, "weights_digest", watched)
+    runs = opened_by_all(jobs)
+    assert read == [base]
+    assert runs[1].identity == runs[2].identity == json.loads(json.dumps(runs[0].identity))
+    assert runs[2].identity["models"]["model.path"]["weights"] == digest(base)
+
+
+def test_a_digest_of_weights_sees_every_tensor_and_reads_little_of_any(tmp_path, monkeypatch):
+    tensors = {
+        "a": torch.arange(300_000.0).view(300, 1000),
+        "b": torch.arange(50.0),
+        "c": torch.tensor(1.0, dtype=torch.bfloat16),
+        "d": torch.zeros(3, 4, 5),
+        "e": torch.zeros(0, 4),
+    }
+
+    def written(**changed):
+        save_file(tensors | changed, tmp_path / "model.safetensors")
+        return weights_digest(tmp_path)
+
+    first = written()
+    assert written() == first
+    others = {
+        written(b=torch.arange(50.0) + torch.eye(50)[7]),
+        written(c=torch.tensor(1.0078125, dtype=torch.bfloat16)),
+        written(d=torch.zeros(3, 5, 4)),
+        written(d=torch.zeros(3, 4, 5, dtype=torch.float16)),
+        written(e=torch.zeros(0, 5)),
+    }
+    for row in (0, 150, 299):
+        a = tensors["a"].clone()
+        a[row, 3] += 1
+        others.add(written(a=a))
+    assert len(others | {first}) == 9
+
+
 # --- one directory, one job ---
 
 
@@ -300,6 +454,86 @@ def test_what_is_in_the_lock_of_a_directory_is_for_people_alone(tmp_path):
     with pytest.raises(InUse, match="in use by another process"):
         DirectoryLock(tmp_path, patience_s=0.0)
     first.release()
+
+
+def test_jobs_that_begin_in_the_same_second_have_a_directory_each(job, monkeypatch):
+    """Each has seen that there was none: they make it at once."""
+    monkeypatch.setattr(run_directory.time, "strftime", lambda format: "now")
+    makes = Path.mkdir
+    together = threading.Barrier(4)
+
+    def mkdir(path, *args, **kwargs):
+        if path.name == "now":
+            together.wait(60.0)
+        makes(path, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "mkdir", mkdir)
+    with ThreadPoolExecutor(4) as threads:
+        made = list(threads.map(lambda _: run_directory._new_directory(), range(4)))
+    assert sorted(path.name for path in made) == ["now", "now-2", "now-3", "now-4"]
+
+
+def test_a_job_that_goes_on_sees_what_another_wrote_while_it_waited_for_the_directory(
+    job, monkeypatch
+):
+    """Both are told to go on in a directory that is not there yet; the other is first."""
+    late = job()
+    lock = run_directory._Opening._lock_directory
+
+    def lock_after_the_other_ended(opening, path):
+        a_checkpoint(job())
+        lock(opening, path)
+
+    monkeypatch.setattr(run_directory._Opening, "_lock_directory", lock_after_the_other_ended)
+    assert opened(late).resume_from.name == "step_3"
+
+
+def refuses_writes(monkeypatch, code=errno.ENOSPC):
+    """The disk opens files and takes nothing; the system then names no file."""
+
+    def refused(*args):
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "fsync", refused)
+
+
+def test_a_full_disk_is_named_with_the_file_and_what_to_do(job, monkeypatch, tmp_path):
+    first = opened(job())
+    first.release()
+    before = (first.path / "config.yaml").read_text()
+    refuses_writes(monkeypatch)
+    with pytest.raises(RunDirectoryError) as refused:
+        opened(job())
+    said = str(refused.value)
+    assert str(first.path / "config.yaml") in said and "make room there, and start again" in said
+    assert (first.path / "config.yaml").read_text() == before
+    assert not (first.path / "config.yaml.new").exists()
+    refuses_writes(monkeypatch, errno.EIO)
+    with pytest.raises(OSError, match="cannot be written: Input/output error: .*/x'") as refused:
+        replace_text(tmp_path / "x", "text")
+    assert refused.value.errno == errno.EIO and "room" not in str(refused.value)
+
+
+def test_a_lock_that_cannot_say_who_has_it_is_a_lock(tmp_path, monkeypatch, caplog):
+    def full(*args):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", full)
+        first = DirectoryLock(tmp_path, patience_s=0.0)
+    assert "lock: does not say who has it (No space left on device)" in caplog.text
+    with pytest.raises(InUse):
+        DirectoryLock(tmp_path, patience_s=0.0)
+    first.release()
+
+
+def test_what_an_earlier_run_said_of_its_end_is_gone_when_another_begins(job):
+    first = opened(job())
+    outcome = first.path / "outcome.json"
+    outcome.write_text('{"ended": "stopped"}')
+    first.release()
+    opened(job())
+    assert not outcome.exists()
 
 
 def alone_on(launcher):
@@ -367,7 +601,7 @@ def opened_by_all(jobs):
             return str(error)
 
     for job in jobs:
-        job.identity  # made alone: tokenizers do not like company at their first step
+        job.prompt_fingerprints  # made alone: tokenizers do not like company at their first step
     with ThreadPoolExecutor(len(jobs)) as pool:
         return list(pool.map(rank, range(len(jobs))))
 
@@ -396,7 +630,7 @@ def test_a_rank_that_reads_other_data_is_named(job, data, tmp_path):
     change(data, 7, [row(98, 98)])
     jobs[2] = job(f"task.path={stale}")
     for one in jobs[:2]:
-        one.identity
+        one.prompt_fingerprints
     told = opened_by_all(jobs)
     assert len(set(told)) == 1 and "rank 2 reads other training prompts" in told[0]
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from llamarl.comm.groups import World
 from llamarl.config.command_line import ConfigError, check_command_line, compose_config
@@ -14,7 +15,7 @@ from llamarl.launch.inputs import check_inputs
 from llamarl.launch.job import Job
 from llamarl.launch.run_directory import RunDirectory
 from llamarl.models.config import tiny_directory
-from llamarl.models.scorer import fingerprint
+from llamarl.models.fingerprint import model_digest
 from tests.random_models import swap_tokens
 from tests.scorers import write_scorer
 
@@ -189,8 +190,13 @@ def test_a_scorer_is_known_by_what_it_is(tmp_path):
     write_scorer(tmp_path / "rm")
     write_scorer(tmp_path / "other", seed=1)
     shutil.copytree(tmp_path / "rm", tmp_path / "moved")
-    assert fingerprint(tmp_path / "rm") == fingerprint(tmp_path / "moved")
-    assert fingerprint(tmp_path / "rm") != fingerprint(tmp_path / "other")
+    known = model_digest(tmp_path / "rm")
+    assert known == model_digest(tmp_path / "moved")
+    assert known != model_digest(tmp_path / "other")
+    weights = load_file(tmp_path / "moved" / "model.safetensors")
+    trunk = next(name for name in weights if "mlp" in name)
+    save_file(weights | {trunk: weights[trunk] * 1.05}, tmp_path / "moved" / "model.safetensors")
+    assert known != model_digest(tmp_path / "moved"), "another trunk under the same head"
 
 
 def test_novelty_is_named_by_what_its_embedder_is_and_not_by_where_it_lies(tmp_path):

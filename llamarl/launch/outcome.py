@@ -1,0 +1,75 @@
+"""How a run ended, for a program that reads it: RUN_DIR/outcome.json.
+
+    {"ended": "stopped", "step": 120, "max_steps": 1000}
+
+    ended       meaning
+    "finished"  it made all its steps, or reached eval.target; exit code 0
+    "stopped"   a signal ended it before; it has a checkpoint, and resume=auto goes on; exit code 0
+    "failed"    an error ended it; exit code 1
+
+There is no such file while a run goes on, nor after one that was killed.
+
+An exit code cannot tell a stopped run from a finished one: torchrun takes a worker's code other
+than 0 for a failure, starts the workers again while --max-restarts allows it, and itself ends with
+1 when it is sent SIGTERM.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Literal, Protocol
+
+from llamarl.native.files import replace_text
+
+FILE_NAME = "outcome.json"
+
+Ended = Literal["finished", "stopped", "failed"]
+
+log = logging.getLogger("llamarl")
+
+
+class Running(Protocol):
+    """A run under way, as its controller knows it."""
+
+    is_leader: bool
+    reached_target: bool  # of its evaluations
+
+    @property
+    def step(self) -> int:
+        """Steps that were made."""
+        ...
+
+
+def has_finished(run: Running, max_steps: int) -> bool:
+    """Whether a run that ended well had nothing more to do. On the leader."""
+    return run.step >= max_steps or run.reached_target
+
+
+@contextmanager
+def recorded(run: Running, run_dir: Path, *, max_steps: int) -> Iterator[None]:
+    """Within it runs the run. Afterwards its outcome is written, on the leader alone."""
+    ended: Ended = "failed"
+    try:
+        yield
+        ended = "finished" if has_finished(run, max_steps) else "stopped"
+    finally:
+        if run.is_leader:
+            _write(run_dir / FILE_NAME, ended, run.step, max_steps)
+
+
+def _write(file: Path, ended: Ended, step: int, max_steps: int) -> None:
+    """A disk that refuses it is no other end of the run."""
+    said = {"ended": ended, "step": step, "max_steps": max_steps}
+    try:
+        replace_text(file, json.dumps(said) + "\n")
+    except OSError as error:
+        log.warning("%s", error)
+
+
+def forget(run_dir: Path) -> None:
+    """Delete what an earlier run in this directory left. OSError if that cannot be."""
+    (run_dir / FILE_NAME).unlink(missing_ok=True)
