@@ -268,6 +268,8 @@ class Reward(Executor):
     def _submit(self, record: Answer | Answered, prompt: Prompt) -> int | None:
         """Hand a completion on. Its key; None if it is not to be scored."""
         completion = record.attack if isinstance(record, Answered) else record
+        if completion.policy_versions.numel():
+            self.note_version(int(completion.policy_versions[-1]))
         item: Item | Attack = item_of(completion, prompt, self.decode)
         if isinstance(record, Answered):
             item = self.answers.attack(item, record)
