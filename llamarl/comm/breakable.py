@@ -35,6 +35,7 @@ class BreakableSteps:
     def __init__(self, name: str, *, device: torch.device, is_over: Callable[[], bool]):
         self.left = False  # a step was left: it may stand in a collective until this process ends
         self._device = device
+        self._num_threads = torch.get_num_threads()
         self._is_over = is_over
         self._asked: queue.SimpleQueue[tuple[Callable[[], bool], Future]] = queue.SimpleQueue()
         # A daemon: one that is stuck must not keep the process from its end.
@@ -67,6 +68,8 @@ class BreakableSteps:
                 return False
 
     def _run(self) -> None:
+        # OpenMP keeps this number for each thread, and sums depend on it.
+        torch.set_num_threads(self._num_threads)
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)  # each thread has its own
         while True:

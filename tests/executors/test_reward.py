@@ -12,6 +12,7 @@ import torch
 from executors import assembly
 from executors import reward as reward_module
 from executors.reward import RuleReward
+from llamarl.controller import ExecutorController
 from llamarl.errors import RewardError
 from llamarl.executor import ExecutorGroup
 from llamarl.tasks.pool import RewardPool
@@ -105,7 +106,7 @@ def completion(ticket, sample_index, word, *, finish_reason="stop", version=3):
 
 def answer(prompt, sample, word, *, version=3):
     """Of a held-out prompt; sample 0 is the greedy one, and 1 .. k are those sampled."""
-    ids = torch.tensor([WORDS.index(word)])
+    ids = torch.tensor([WORDS.index(word)] if word else [], dtype=torch.int64)
     return EvalCompletion(
         prompt_index=prompt,
         greedy=sample == 0,
@@ -153,6 +154,19 @@ def settle(executor):
         assert time.monotonic() < give_up, executor.waiting_for()
     (sink,) = executor.outputs.values()
     return sink.records
+
+
+def test_an_error_can_name_the_step_that_the_newest_completion_is_of(build):
+    executor = build()
+    assert executor.step_at == 0
+    feed = executor.inputs["completions"].records
+    feed.extend(completion(7, i, "right", version=version) for i, version in enumerate((5, 4)))
+    executor.inputs["evaluations"].records.append(answer(0, 0, "", version=9))
+    settle(executor)
+    assert executor.step_at == 5
+    controller = object.__new__(ExecutorController)
+    controller._current = executor
+    assert controller._doing == "in reward, step 5, among ranks [0]"
 
 
 def test_a_group_is_sent_when_its_last_completion_is_scored(build):

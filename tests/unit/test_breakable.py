@@ -38,6 +38,11 @@ def test_steps_are_made_one_after_another_in_one_other_thread(steps):
     assert not steps.left
 
 
+def test_a_step_computes_with_as_many_threads_as_the_loop(steps):
+    wanted = torch.get_num_threads()
+    assert steps.make(lambda: torch.get_num_threads() == wanted)
+
+
 @pytest.mark.parametrize("error", [ValueError("bad"), TimeoutError("of its own")], ids=repr)
 def test_what_a_step_raises_is_raised_by_the_loop(steps, error):
     def step():
