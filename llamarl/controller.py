@@ -416,7 +416,7 @@ class ExecutorController:
             return self._step(executor, clock)
         except Exception as error:  # whatever it is, the trainer is whole
             # A collective breaks here because another rank is gone: that one is named.
-            self.control.lose(self.control.explained(error, self._doing))
+            self.control.lose(self.control.explained(error, self._doing, is_loss=True))
             return False
 
     def _hear_of_loss(self) -> None:

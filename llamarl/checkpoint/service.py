@@ -111,9 +111,11 @@ class CheckpointService:
         for rank in others:
             self._control.post(rank, _AT, {"step": step, "place": place})
         began = time.monotonic()
-        while not others <= self._at[step, place]:
+        while True:
             for sender, message in self._control.take(_AT):
                 self._at[message["step"], message["place"]].add(sender)
+            if others <= self._at[step, place]:
+                break
             self._control.check()
             if time.monotonic() > max(began, self._control.progressed_at) + self._timeout_s:
                 late = sorted(others - self._at[step, place])

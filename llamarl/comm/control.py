@@ -266,11 +266,14 @@ class Control:
             "Start again with resume=auto"
         )
 
-    def explained(self, error: BaseException, doing: str) -> BaseException:
+    def explained(
+        self, error: BaseException, doing: str, *, is_loss: bool = False
+    ) -> BaseException:
         """The error, or what it means: PeerDied, where and what to do, if a collective broke.
 
         That is what gloo, NCCL or the Store raise when a peer is gone. doing: "in trainer, step 3,
-        among ranks [0, 1]".
+        among ranks [0, 1]". is_loss: the keepers save a checkpoint after it, and what comes of that
+        is noted then.
         """
         text = str(error).split(". ")[0]
         is_of_gloo = type(error) is RuntimeError and _OF_GLOO.search(text)
@@ -282,7 +285,7 @@ class Control:
         unknown = "A rank that takes part has ended; its own output says why"
         cause = self.failure or self.loss or unknown
         remedy = "Start again with resume=auto"
-        if self.rank in self.keepers or not self.keepers:
+        if not is_loss and (self.rank in self.keepers or not self.keepers):
             remedy = f"No checkpoint was made of the steps since the last one. {remedy}"
         return PeerDied(
             f"{self._named(self.rank)} {doing}: a collective broke: {text}\n{cause}\n{remedy}",

@@ -357,6 +357,15 @@ def test_what_breaks_under_a_collective_is_said_with_rank_station_step_cause_and
         assert part in str(explained)
 
 
+def test_a_broken_collective_beside_the_trainer_does_not_say_that_no_checkpoint_was_made(alone):
+    alone.keep([0], LAST_WORDS_S)
+    alone.lose(PeerDied("rank 1 is gone", [1]))
+    doing = "in reward, step 3, among ranks [0, 1]"
+    without = "No checkpoint was made of the steps since the last one"
+    assert without in str(alone.explained(RuntimeError(GLOO), doing))
+    assert without not in str(alone.explained(RuntimeError(GLOO), doing, is_loss=True))
+
+
 def test_a_rank_that_is_left_alone_in_a_collective_names_the_one_that_is_gone(ranks, monkeypatch):
     """Rank 1 follows in an executor that rank 2 led; rank 0, the trainer, alone has a link that
     broke.

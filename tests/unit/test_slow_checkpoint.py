@@ -38,7 +38,7 @@ class FakeControl:
     "writing" is word of progress.
     """
 
-    rank = 0
+    rank = leader = 0
     loss = None
     is_leader = True
 
