@@ -144,7 +144,7 @@ class ModelReward(Reward):
 
     def ask(self, do: str, number: int, words: Tensor) -> None:
         """Have the other ranks do their share of what a model is asked, in words [n]."""
-        self._lockstep.tell(do, model=number, size=words.numel())
+        self._lockstep.tell(do, model=number, size=words.numel(), step=self.step_at)
         self.claim_device()
         broadcast(words, self.group)
 
@@ -153,6 +153,7 @@ class ModelReward(Reward):
         if command is None:
             return False
         with self._lockstep.taking_part():
+            self.note_version(command["step"])
             self.claim_device()
             words = torch.empty(command["size"], dtype=torch.int64)
             broadcast(words, self.group)

@@ -111,9 +111,11 @@ class FrozenReference(Executor):
         """
         if not groups:
             return []
+        for group in groups:
+            self.note_version(newest_version(group))
         asked = [asked_of(group) for group in groups]
         words = to_words(asked)
-        self._lockstep.tell("score", size=words.numel())
+        self._lockstep.tell("score", size=words.numel(), step=self.step_at)
         self.claim_device()
         broadcast(words, self.group)
         found = self._model.logprobs(asked, together=not self.reproducible)
@@ -142,8 +144,9 @@ class FrozenReference(Executor):
         """What the first rank has told to do next, once it may be done."""
         return self._lockstep.next()
 
-    def _score_told(self, size: int) -> None:
+    def _score_told(self, size: int, step: int) -> None:
         """Take part in `score`."""
+        self.note_version(step)
         self.claim_device()
         words = torch.empty(size, dtype=torch.int64)
         broadcast(words, self.group)
@@ -163,6 +166,11 @@ class FrozenReference(Executor):
         """Take part in what was begun."""
         if hasattr(self, "_model"):
             self._lockstep.part(self._follow)
+
+
+def newest_version(group: Group) -> int:
+    """Returns the newest policy version that sampled a token of a group; 0 if it has no tokens."""
+    return int(group.policy_versions.max()) if group.policy_versions.numel() else 0
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -213,7 +221,7 @@ class ResettingReference(FrozenReference):
 
     def needs(self, group: Group) -> int:
         """The first version of the reference that may score a group."""
-        newest = int(group.policy_versions.max()) if group.policy_versions.numel() else 0
+        newest = newest_version(group)
         return newest - newest % self.reset_every
 
     def waiting_for(self) -> str | None:

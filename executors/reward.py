@@ -44,7 +44,8 @@ class Reward(Executor):
 
     consumes  "completions": Completions of training tickets
               "evaluations": EvalCompletions, of which one policy version sampled each
-    produces  "scored": a Group as soon as its group_size completions are scored
+    produces  a Group, to its only output ("scored" here), as soon as its group_size completions are
+              scored
               metrics eval/... of a version as soon as all completions of its held-out prompts are
               with gold or an embedder, of its first rank: what they say of them too
     With answers it consumes "answered" and "eval_answered" in their place: such Completions with
@@ -95,6 +96,8 @@ class Reward(Executor):
         """Start what scores. ValueError if it cannot be used: of a function, if it cannot be
         imported or called.
         """
+        # To the trainer, or to a reference before it: the recipe names the channel.
+        (self._sink,) = self.outputs.values()
         self._scoring: Scoring | AnswerScoring = self.make_scoring()
         if self.answers is not None:
             self._scoring = AnswerScoring(self._scoring, self.answers, self.metrics)
@@ -125,14 +128,13 @@ class Reward(Executor):
             self._note(completion, outcome)
         self._assembler.settle_all(settled, self.metrics)
         has_judged = self._report()
-        (sink,) = self.outputs.values()  # to the trainer, or to a reference before it
-        has_sent = self._assembler.send(sink)
+        has_sent = self._assembler.send(self._sink)
         return has_sent or bool(outcomes) or has_taken or has_judged
 
     def waiting_for(self) -> str | None:
         """What it waits for, in words that begin with the cause: room, scores or data."""
         if self._assembler.whole:
-            return f"room: in channel {self.outputs['scored'].name}, which the trainer empties"
+            return f"room: in channel {self._sink.name}, which the trainer empties"
         if self._scoring.pending:
             what = f"{self._scoring.pending} by {self._scoring.name}"
             return f"scores: {what}, from the reward workers"
@@ -266,6 +268,8 @@ class Reward(Executor):
     def _submit(self, record: Answer | Answered, prompt: Prompt) -> int | None:
         """Hand a completion on. Its key; None if it is not to be scored."""
         completion = record.attack if isinstance(record, Answered) else record
+        if completion.policy_versions.numel():
+            self.note_version(int(completion.policy_versions[-1]))
         item: Item | Attack = item_of(completion, prompt, self.decode)
         if isinstance(record, Answered):
             item = self.answers.attack(item, record)

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from executors.generator import REFERENCE_STRETCHES
-from executors.reference import FrozenReference
+from executors.reference import FrozenReference, newest_version
 from executors.streaming import MOST_STRETCHES, StreamSettings
 from llamarl.inference.growing import GrowingSequences, Key, Pass, Piece
 from llamarl.inference.pieces import LogprobHead, PieceReader, from_words, to_words
@@ -101,6 +101,7 @@ class StreamingReference(FrozenReference):
         if room <= 0 or not self._sink.has_room():
             return
         for group in self._source.take(room):
+            self.note_version(newest_version(group))
             stream = self._stream_of(group.ticket)
             keys = []
             early = 0
@@ -132,7 +133,7 @@ class StreamingReference(FrozenReference):
     def _read(self, passes: Sequence[Pass]) -> list[Tensor]:
         began = time.monotonic()
         words = to_words(passes)
-        self._lockstep.tell("read", size=words.numel())
+        self._lockstep.tell("read", size=words.numel(), step=self.step_at)
         self.claim_device()
         broadcast(words, self.group)
         values = self._reader.run(passes)
@@ -140,8 +141,9 @@ class StreamingReference(FrozenReference):
         self.metrics.span(self.name, what, began, time.monotonic())
         return values
 
-    def _read_told(self, size: int) -> None:
+    def _read_told(self, size: int, step: int) -> None:
         """Take part in `_read`."""
+        self.note_version(step)
         self.claim_device()
         words = torch.empty(size, dtype=torch.int64)
         broadcast(words, self.group)

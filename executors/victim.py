@@ -118,6 +118,8 @@ class Victim(Executor):
         evaluations = self.inputs["evaluations"].take(room)
         completions = self.inputs["completions"].take(max(0, room - len(evaluations)))
         for attack in (*evaluations, *completions):
+            if attack.policy_versions.numel():
+                self.note_version(int(attack.policy_versions[-1]))
             batch = self._batch_with(attack) if self.reproducible else [attack]
             if batch:
                 self._ready.append(batch)

@@ -25,7 +25,9 @@ process the same loop steps the executors in turn.
 A loss (llamarl.comm.control) is a rank or an executor that is gone while all keepers live: the
 ranks of the trainer, and of every other executor whose state is not optional. The keepers then do
 what they do at a stop: the trainer ends its step, or gives it up, the leader seals a checkpoint
-without what is lost, and all end with the error. So a restart goes on from there.
+without what is lost, and all end with the error. So a restart goes on from there. The others wait
+for that. A keeper's loop never stands in a collective with a rank that is none: those steps are
+made in a thread that it can leave (llamarl.comm.breakable).
 """
 
 from __future__ import annotations
@@ -40,6 +42,7 @@ from types import FrameType
 
 from llamarl.checkpoint.checkpointer import Checkpointer
 from llamarl.checkpoint.service import CONTROLLER, CheckpointService
+from llamarl.comm.breakable import BreakableSteps
 from llamarl.comm.channel import Channel, ChannelEnd, ConnectContext
 from llamarl.comm.control import Control
 from llamarl.comm.groups import RankInfo, World, executor_group
@@ -47,7 +50,7 @@ from llamarl.comm.meeting import reaching
 from llamarl.errors import CheckpointError, PeerDied, TimedOut
 from llamarl.executor import POLL_S, Executor, ExecutorGroup
 from llamarl.models.offload import DeviceSharing
-from llamarl.native.disk import free_bytes
+from llamarl.native.disk import shown_free
 from llamarl.observe import Metrics, MetricsError, RowWriter, Trace
 from llamarl.tickets.ledger import TicketLedger
 from llamarl.tickets.service import TicketService
@@ -64,7 +67,8 @@ class RunSettings:
     keep_checkpoints: int
     timeout_s: float
     heartbeat_timeout_s: float
-    stop_s: float  # from a stop request to the sealed checkpoint
+    # From a stop request to the sealed checkpoint, not counting while that is getting on.
+    stop_s: float
     offload: tuple[str, ...] = ()  # executors that take turns on the device that they share
     eval_target: float | None = None  # end once the evaluation's mean reward reaches it
     trace: bool = True
@@ -161,8 +165,11 @@ class ExecutorController:
             self.tickets,
             identity=settings.identity,
             stale_tickets=settings.stale_tickets,
+            timeout_s=settings.timeout_s,
         )
         self.reached_target = False  # of evaluations, on the leader: settings.eval_target
+        # Those of this rank whose steps the loop can leave, by name.
+        self._breakable: dict[str, BreakableSteps] = {}
         self._told_of_loss = False
         self._current: Executor | None = None  # that makes a step
         self._has_signal = False  # to stop, which the leader has not been told yet
@@ -305,7 +312,7 @@ class ExecutorController:
         except BaseException as raised:
             error = self.control.explained(raised, self._doing)
             try:
-                # Of its loss all know.
+                # Every rank has already been told about a loss.
                 if error is not self.control.loss or self.control.failure is not None:
                     self.control.report_failure(error)
             except PeerDied:
@@ -327,6 +334,7 @@ class ExecutorController:
             if _is_kept(executor):
                 keepers.update(self.placement[executor.name])
         self.control.keep(keepers, self.settings.stop_s)
+        self._breakable = self._breakable_steps(keepers)
         while not self._is_told_to_end():
             self._serve_requests()
             worked = self.checkpoints.serve()
@@ -342,6 +350,23 @@ class ExecutorController:
                 self._check_stop()
             if not worked:
                 self.control.wait(rest_s)
+
+    def _breakable_steps(self, keepers: set[int]) -> dict[str, BreakableSteps]:
+        """On a keeper: for the executors that it shares with ranks which are none.
+
+        Such a rank may hang in a collective with this one, which then has a checkpoint to save.
+        """
+        if self.world.rank not in keepers:
+            return {}
+        found = {}
+        for executor in self.local:
+            if not keepers.issuperset(self.placement[executor.name]):
+                found[executor.name] = BreakableSteps(
+                    executor.name,
+                    device=self.world.device,
+                    is_over=lambda: bool(self.control.loss or self.control.failure),
+                )
+        return found
 
     def _is_told_to_end(self) -> bool:
         """Whether the leader has ended the run. Raises what went wrong, here or elsewhere."""
@@ -369,7 +394,8 @@ class ExecutorController:
         now = time.monotonic()
         if self._stop_until is None:
             self._stop_until = now + self._patience_s
-        if now <= self._stop_until:
+        # What gets on with its checkpoint is not late.
+        if now <= max(self._stop_until, self.control.progressed_at + self._patience_s):
             return
         if self.control.is_leader:
             remedy = "raise stop_s"
@@ -391,15 +417,16 @@ class ExecutorController:
     def _step_or_lose(self, executor: Executor, clock: _Clock) -> bool:
         """Make one step.
 
-        What fails in an executor without state that must be kept is a loss, as on any other rank.
+        If the executor holds no state that a checkpoint needs, its failure is a loss: the trainer
+        saves, and the run ends.
         """
         if _is_kept(executor):
             return self._step(executor, clock)
         try:
             return self._step(executor, clock)
         except Exception as error:  # whatever it is, the trainer is whole
-            # Of a broken collective the rank that is gone is the cause, and not this one.
-            self.control.lose(self.control.explained(error, self._doing))
+            # A collective breaks here because another rank is gone: that one is named.
+            self.control.lose(self.control.explained(error, self._doing, is_loss=True))
             return False
 
     def _hear_of_loss(self) -> None:
@@ -444,7 +471,7 @@ class ExecutorController:
     def _step(self, executor: Executor, clock: _Clock) -> bool:
         began = time.monotonic()
         self._current = executor
-        worked = executor.step()
+        worked = self._make_step(executor)
         now = time.monotonic()
         if worked:
             idle_s = began - clock.idle_since
@@ -456,11 +483,14 @@ class ExecutorController:
             clock.idle_since = now
             clock.reason = None
             return True
+        if self._was_left(executor):
+            return False
         reason = executor.waiting_for()
         if reason is None or clock.reason is None:
             clock.reason_since = now
         clock.reason = reason
-        waited_s = now - clock.reason_since
+        # While a rank gets on with a checkpoint, others may have to wait for it.
+        waited_s = now - max(clock.reason_since, self.control.progressed_at)
         if reason and waited_s > self.settings.timeout_s:
             # Between two steps everything is whole: a loss, and no failure.
             self.control.lose(
@@ -471,6 +501,27 @@ class ExecutorController:
                 )
             )
         return False
+
+    def _make_step(self, executor: Executor) -> bool:
+        """Make one step, here or where the loop can leave it."""
+        steps = self._breakable.get(executor.name)
+        if steps is None:
+            return executor.step()
+        worked = steps.make(executor.step)
+        if steps.left:
+            log.error(
+                "rank %d leaves a step of %s, which does not end: it is among ranks %s",
+                self.world.rank,
+                executor.name,
+                list(executor.group.ranks),
+            )
+            self.checkpoints.leave_out(executor)
+        return worked
+
+    def _was_left(self, executor: Executor) -> bool:
+        """Whether a step of it was left, so that nothing may be asked of it any more."""
+        steps = self._breakable.get(executor.name)
+        return steps is not None and steps.left
 
     def _check_target(self) -> None:
         """On the leader: ask to stop once the evaluation has reached the target."""
@@ -512,17 +563,20 @@ class ExecutorController:
         executor = self._current
         if executor is None:
             return "while connecting"
-        step = getattr(executor, "version", "?")
-        return f"in {executor.name}, step {step}, among ranks {list(executor.group.ranks)}"
+        return (
+            f"in {executor.name}, step {executor.step_at}, among ranks {list(executor.group.ranks)}"
+        )
 
     def _close(self, ended_well: bool) -> None:
         """Release everything.
 
         What the disk refuses then is an error of its own only where there is no earlier one.
         """
-        closing = [executor.teardown for executor in reversed(self.local)]
+        # One whose step was left still uses what a teardown would release.
+        whole = [executor for executor in self.local if not self._was_left(executor)]
+        closing = [executor.teardown for executor in reversed(whole)]
         closing += [endpoint.close for endpoint in self._endpoints]
-        closing += [self.metrics.close, self._dump_trace]
+        closing += [lambda: self.metrics.close(self.checkpoints.sealed_step), self._dump_trace]
         try:
             for close in closing:
                 try:
@@ -541,4 +595,4 @@ class ExecutorController:
         try:
             self.metrics.trace.dump(path)
         except OSError as error:  # nothing depends on it
-            log.warning("%s: not written (%s, %s bytes free)", path, error, f"{free_bytes(path):,}")
+            log.warning("%s: not written (%s), and %s", path, error, shown_free(path))

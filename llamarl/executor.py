@@ -226,6 +226,8 @@ class Executor:
     state_is_optional: bool = False
     # A checkpoint may know nothing of its state, since it was made where it had none.
     state_may_be_absent: bool = False
+    # The newest policy version that its work was of (`note_version`).
+    newest_version: int = 0
     # How long the loop may rest when no executor of a rank has work; less where none wakes it.
     poll_s: float = POLL_S
 
@@ -258,6 +260,15 @@ class Executor:
     def step(self) -> bool:
         """Do one bounded piece of work. Returns False if there was none: see `waiting_for`."""
         raise NotImplementedError
+
+    def note_version(self, version: int) -> None:
+        """Note a policy version that its work is of: an error names the newest as the step."""
+        self.newest_version = max(self.newest_version, version)
+
+    @property
+    def step_at(self) -> int:
+        """Returns the step that it is at, for messages: its own version, or its work's newest."""
+        return max(self.newest_version, getattr(self, "version", 0))
 
     def waiting_for(self) -> str | None:
         """Returns what the next step needs: "CAUSE: what, from whom"; None if idleness is no fault.

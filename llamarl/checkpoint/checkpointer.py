@@ -21,6 +21,9 @@ A step may be sealed again, by a run that went on from before it. Then the old d
 away before the new one takes its name; between the two step_N.tmp is the checkpoint, which has its
 manifest by then. After a kill at that moment `find` gives it its name.
 
+While a rank writes, hashes and syncs its part, `progress` says how far it has come: whoever waits
+for a rank that gets on has patience (Control.saving).
+
 A disk that is full or fails ends no run by itself: that checkpoint is given up, in whole, and named
 in the log. What cannot be deleted is named too, and tried again with the next checkpoint.
 
@@ -31,13 +34,17 @@ in the log. What cannot be deleted is named too, and tried again with the next c
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import json
 import logging
 import os
 import re
+import stat
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import safetensors.torch
@@ -48,7 +55,7 @@ from llamarl.checkpoint.parts import Part
 from llamarl.comm.control import Control
 from llamarl.errors import CheckpointError
 from llamarl.executor import State
-from llamarl.native.disk import aside, check_room, discard, free_bytes
+from llamarl.native.disk import aside, check_room, discard, shown_free
 from llamarl.words.lists import first_of
 
 FORMAT = 4
@@ -57,6 +64,10 @@ LATEST = "latest"
 TOPIC = "checkpoint"
 _SHOWN = 10  # damaged files that a message names
 _CHUNK_BYTES = 1 << 20  # read at once for a digest
+_SYNC_BYTES = 1 << 26  # synced at once
+_HASHERS = 4  # files of a part that are hashed at once
+# Flags of sync_file_range(2): start writing a range, and wait until it is written.
+_WRITE_AND_WAIT = 1 | 2 | 4
 _SEALED = re.compile(r"step_(\d+)")
 _LEFTOVER = re.compile(r"step_(\d+)\.(tmp|old|tmp\.old)(\.\d+)?")
 _WRITTEN = re.compile(r"step_(\d+)\.tmp")
@@ -230,10 +241,34 @@ class Checkpointer:
         # Step -> part -> its "files", file -> [bytes, sha256]; or the "error", why it has none.
         self._arrived: dict[int, dict[str, dict]] = {}
         self.failed: dict[int, str] = {}  # on the leader: step -> why it was given up
+        self.newest_sealed: int | None = None  # on the leader: the newest step of this process
+        # The part that this rank writes: the folder of its step, and a pattern of its files there.
+        self._under_way: tuple[Path, str] | None = None
+        self._num_chunks = 0  # that were hashed or synced so far
         if control.is_leader:
             name_whole_ones(self.folder)
             for _, path in _newest_first(self.folder, _LEFTOVER):
                 discard(path)
+
+    def progress(self) -> tuple[int, int]:
+        """Returns how far this rank has come with its part: chunks hashed or synced, bytes written.
+
+        Any thread may call it. A file may be laid out before it is filled, so that its blocks count
+        too.
+        """
+        num_bytes = 0
+        if self._under_way is not None:
+            folder, pattern = self._under_way
+            for file in folder.glob(pattern):
+                try:
+                    status = file.stat()
+                except OSError:
+                    continue  # renamed meanwhile
+                num_bytes += status.st_size + 512 * status.st_blocks
+        return self._num_chunks, num_bytes
+
+    def _got_on(self) -> None:
+        self._num_chunks += 1
 
     def begin(self, step: int) -> Path:
         """The directory that the parts of `step` are written to.
@@ -260,6 +295,7 @@ class Checkpointer:
         with self.writing(step, part, num_bytes):
             folder = self.begin(step)
             check_room(folder, num_bytes)
+            self._under_way = (folder, f"{part}.*")
             files = [folder / f"{part}.json"]
             files[0].write_text(text)
             if tensors:
@@ -276,8 +312,8 @@ class Checkpointer:
         try:
             yield
         except (OSError, SafetensorError) as error:
-            free = free_bytes(self.folder)
-            why = f"{part}: {error}; it needs {num_bytes:,} bytes, and {free:,} are free"
+            free = shown_free(self.folder)
+            why = f"{part}: {error}; it needs {num_bytes:,} bytes, and {free}"
             self._tell_leader({"step": step, "part": part, "error": why})
 
     def _tell_leader(self, message: dict) -> None:
@@ -291,6 +327,7 @@ class Checkpointer:
         with self.writing(step, part, num_bytes):
             folder = self.begin(step)
             check_room(folder, num_bytes)
+            self._under_way = (folder, f"{part}*/*")
             return folder
         return None
 
@@ -299,9 +336,12 @@ class Checkpointer:
         folder = self.begin(step)
         written: Files = {}
         for file in files:
-            _sync(file)
+            _sync(file, self._got_on)
+        with ThreadPoolExecutor(_HASHERS) as pool:
+            digests = list(pool.map(partial(_sha256, progress=self._got_on), files))
+        for file, digest in zip(files, digests):
             name = file.relative_to(folder).as_posix()
-            written[name] = [file.stat().st_size, _sha256(file)]
+            written[name] = [file.stat().st_size, digest]
         for directory in {file.parent for file in files}:
             _sync(directory)
         self._tell_leader({"step": step, "part": part, "files": written})
@@ -388,6 +428,7 @@ class Checkpointer:
                 before.rename(final)
             raise
         del self._arrived[step]
+        self.newest_sealed = step
         self._point_to(final)
         self._prune(step)
 
@@ -518,10 +559,33 @@ def _write(file: Path, text: str) -> None:
     _sync(file)
 
 
-def _sync(path: Path) -> None:
-    """Have the kernel put a file's contents, or a directory's entries, on disk."""
+def _sync(path: Path, progress: Callable[[], None] = lambda: None) -> None:
+    """Have the kernel put a file's contents, or a directory's entries, on disk.
+
+    progress is called after every _SYNC_BYTES of a file, where the system can sync a part of one.
+    """
     descriptor = os.open(path, os.O_RDONLY)
     try:
+        _sync_in_pieces(descriptor, progress)
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _sync_in_pieces(descriptor: int, progress: Callable[[], None]) -> None:
+    """Put most of a file on disk, so that the fsync after it takes no long time.
+
+    That alone says whether all is there: errors are left to it.
+    """
+    sync_range = getattr(ctypes.CDLL(None), "sync_file_range", None)  # Linux has it
+    status = os.fstat(descriptor)
+    if sync_range is None or not stat.S_ISREG(status.st_mode):
+        return
+    for begin in range(0, status.st_size, _SYNC_BYTES):
+        sync_range(
+            ctypes.c_int(descriptor),
+            ctypes.c_int64(begin),
+            ctypes.c_int64(_SYNC_BYTES),
+            ctypes.c_uint(_WRITE_AND_WAIT),
+        )
+        progress()

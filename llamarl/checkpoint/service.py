@@ -8,11 +8,18 @@ two of its steps. When all parts are in, the checkpoint is sealed. Once a rank i
     message   from -> to             handled                      meaning
     save      leader -> every rank   by the loop, between steps   save your executors' parts of
                                                                   step n
+    at        trainer rank -> the    by their save, which waits   I have come to this place in the
+              others                                              save of step n
+
+A save may take as long as it needs while it gets on (Control.saving). The trainer's ranks wait for
+each other by messages before and after what is collective in it, because a collective's own
+patience is timeout_s.
 """
 
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Mapping, Set
 from pathlib import Path
 from typing import Protocol
@@ -23,6 +30,7 @@ from llamarl.errors import CheckpointError, TimedOut
 from llamarl.executor import Executor
 from llamarl.tickets.service import TicketService
 
+_AT = "at"
 CONTROLLER = "controller"  # the part with the ledger, the metrics cursor and the run's identity
 
 
@@ -41,7 +49,8 @@ class CheckpointService:
 
     executors: those. identity: what makes the run that run (llamarl.launch.identity).
     stale_tickets: those whose unfinished completions in the checkpoint to restore are of other
-    prompts.
+    prompts. timeout_s: how long a trainer rank waits for another one whose part of a save does not
+    get on.
     """
 
     def __init__(
@@ -53,14 +62,18 @@ class CheckpointService:
         tickets: TicketService,
         identity: Mapping[str, object],
         stale_tickets: Set[int] = frozenset(),
+        timeout_s: float = 600.0,
     ):
         self._checkpointer = checkpointer
-        self._executors = executors
+        self._executors = list(executors)
         self._control = control
         self._metrics = metrics
         self._tickets = tickets
         self._identity = identity
         self._stale_tickets = stale_tickets
+        self._timeout_s = timeout_s
+        # (step, place in its save) -> the other trainer ranks that have come to it.
+        self._at: defaultdict[tuple[int, str], set[int]] = defaultdict(set)
         self._saved = -1  # the newest step that this rank's trainer has saved; -1: none
 
     def save(self, step: int, trainer: Executor) -> None:
@@ -71,6 +84,10 @@ class CheckpointService:
         if step == self._saved:
             return
         self._saved = step
+        with self._control.saving(self._checkpointer.progress):
+            self._save(step, trainer)
+
+    def _save(self, step: int, trainer: Executor) -> None:
         if self._control.is_leader:
             self._metrics.pump()
             state = {
@@ -81,7 +98,34 @@ class CheckpointService:
             self._checkpointer.save_part(step, CONTROLLER, self._control.rank, state)
             self._control.post_all("save", {"step": step})
         self._checkpointer.save_part(step, trainer.name, trainer.group.index, trainer.state_dict())
+        self._meet(step, "before the export", trainer)
         self._export(step, trainer)
+        self._meet(step, "after the export", trainer)
+
+    def _meet(self, step: int, place: str, trainer: Executor) -> None:
+        """Wait until all trainer ranks have come to a place in the save of `step`.
+
+        TimedOut names those whose part does not get on.
+        """
+        others = set(trainer.group.ranks) - {self._control.rank}
+        for rank in others:
+            self._control.post(rank, _AT, {"step": step, "place": place})
+        began = time.monotonic()
+        while True:
+            for sender, message in self._control.take(_AT):
+                self._at[message["step"], message["place"]].add(sender)
+            if others <= self._at[step, place]:
+                break
+            self._control.check()
+            if time.monotonic() > max(began, self._control.progressed_at) + self._timeout_s:
+                late = sorted(others - self._at[step, place])
+                raise TimedOut(
+                    f"trainer on rank {self._control.rank} waited {self._timeout_s:.0f} s in the "
+                    f"checkpoint of step {step}, {place}, for ranks {late}, which wrote nothing "
+                    "meanwhile. Raise timeout_s if their disk is slow rather than stuck"
+                )
+            self._control.wait(0.02)
+        del self._at[step, place]
 
     def _export(self, step: int, trainer: Executor) -> None:
         """Write a directory that transformers loads, where there is room.
@@ -105,16 +149,28 @@ class CheckpointService:
         Called by the loop, between two steps.
         """
         asked = self._control.take("save")
-        # The executor that leads has saved itself.
-        others = [e for e in self._executors if e.has_state() and not e.leads]
         for _, message in asked:
-            step = message["step"]
-            for executor in others:
+            with self._control.saving(self._checkpointer.progress):
+                self._save_others(message["step"])
+        self._checkpointer.pump()
+        return bool(asked)
+
+    def _save_others(self, step: int) -> None:
+        """Save the executors of this rank but the one that leads, which has saved itself."""
+        for executor in self._executors:
+            if executor.has_state() and not executor.leads:
                 executor.before_checkpoint(step)
                 state = executor.state_dict()
                 self._checkpointer.save_part(step, executor.name, executor.group.index, state)
-        self._checkpointer.pump()
-        return bool(asked)
+
+    def leave_out(self, executor: Executor) -> None:
+        """Save nothing of an executor any more: it is lost, and its state may be torn."""
+        self._executors.remove(executor)
+
+    @property
+    def sealed_step(self) -> int | None:
+        """The newest step that this process has sealed a checkpoint of; on the leader."""
+        return self._checkpointer.newest_sealed
 
     def restore(self, path: Path) -> None:
         """Bring ledger, metrics and this rank's executors to a checkpoint.
@@ -142,15 +198,16 @@ class CheckpointService:
     def wait_sealed(self, limit: str, timeout_s: float) -> None:
         """On the leader: wait until the last checkpoint is valid on disk.
 
-        limit: the config key that timeout_s is the value of. TimedOut names the parts that are
-        missing; CheckpointError says why it could not be written.
+        That may take as long as it needs while a rank gets on with its part. limit: the
+        config key that timeout_s is the value of. TimedOut names the parts that are missing;
+        CheckpointError says why it could not be written.
         """
-        until = time.monotonic() + timeout_s
+        began = time.monotonic()
         while self._saved >= 0 and not self._checkpointer.sealed(self._saved):
             self.serve()
             if self._saved in self._checkpointer.failed:
                 raise CheckpointError(self._checkpointer.failed[self._saved])
-            if time.monotonic() > until:
+            if time.monotonic() > max(began, self._control.progressed_at) + timeout_s:
                 missing = self._checkpointer.missing(self._saved)
                 raise TimedOut(
                     f"checkpoint of step {self._saved}: parts {missing} did not come within "

@@ -15,10 +15,18 @@ every rank by name, and each ends with PeerDied: in its loop, or, if it is stuck
 with the dead, by the watch thread, GRACE_S later. That also ends the rank when the Store itself is
 silent, for STORE_PATIENCE times as long: the heartbeat thread then hangs in it.
 
+A rank that writes a checkpoint may take its time as long as it gets on: the watch thread measures
+that once a second and tells the leader, which tells all. No wait for it counts meanwhile, and no
+rank is ended in it (`saving`, `progressed_at`).
+
+    message   from -> to               handled                     meaning
+    writing   a rank -> leader -> all  by the listener, at once    what it writes gets on
+
 What went wrong is one of two things. A failure ends this rank's loop at once. A loss leaves all of
-the keepers, the ranks whose state a checkpoint cannot do without, alive and this rank among them:
-it ends them too, but once they have sealed a checkpoint (llamarl.controller), for which they have
-last_words_s.
+the keepers alive, the ranks whose state a checkpoint cannot do without. It ends every rank too, but
+only once the keepers have sealed a checkpoint (llamarl.controller), for which they have
+last_words_s. The other ranks wait for that, since a launcher kills all soon after the first has
+ended.
 """
 
 from __future__ import annotations
@@ -31,7 +39,8 @@ import sys
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -76,6 +85,12 @@ class Control:
         self._beaten_at = math.inf  # the last time that the Store took this rank's beat
         self._last_words_until = math.inf
         self._last_words_s = 0.0
+        # When a rank's writing of a checkpoint was last seen to get on; -inf: never.
+        self.progressed_at = -math.inf
+        # What this rank has written of a checkpoint so far; None while it writes none.
+        self._measure: Callable[[], object] | None = None
+        self._measured: object = None  # at the last look
+        self._passed_on_at = -math.inf  # the progress that the leader has told all others of
         self.stopping = False  # every rank has been asked to end
         self.signalled = False  # this process has a stop signal that its loop has not passed on yet
         self._mail: dict[str, deque] = defaultdict(deque)
@@ -83,6 +98,7 @@ class Control:
             "failed": self._on_failed,
             "lost": self._on_lost,
             "stop": self._on_stop,
+            "writing": self._on_writing,
         }
         self._changed = threading.Condition()
         self._news = False  # something has come since the last wait
@@ -212,12 +228,15 @@ class Control:
     def lose(self, error: Exception) -> None:
         """Make this rank's loop end with `error`, which leaves the keepers whole.
 
-        A keeper has a checkpoint to seal before.
+        They have a checkpoint to seal before, and the other ranks wait until the leader says so.
         """
-        if self.rank not in self.keepers:
+        if not self.keepers:
             self.fail_now(error)
         elif self.loss is None:
-            self._last_words_until = time.monotonic() + self._last_words_s
+            patience_s = self._last_words_s
+            if self.rank not in self.keepers:
+                patience_s += GRACE_S  # so that the leader's word comes first
+            self._last_words_until = time.monotonic() + patience_s
             self.loss = error
             self.wake()
 
@@ -247,11 +266,14 @@ class Control:
             "Start again with resume=auto"
         )
 
-    def explained(self, error: BaseException, doing: str) -> BaseException:
+    def explained(
+        self, error: BaseException, doing: str, *, is_loss: bool = False
+    ) -> BaseException:
         """The error, or what it means: PeerDied, where and what to do, if a collective broke.
 
         That is what gloo, NCCL or the Store raise when a peer is gone. doing: "in trainer, step 3,
-        among ranks [0, 1]".
+        among ranks [0, 1]". is_loss: the keepers save a checkpoint after it, and what comes of that
+        is noted then.
         """
         text = str(error).split(". ")[0]
         is_of_gloo = type(error) is RuntimeError and _OF_GLOO.search(text)
@@ -263,12 +285,27 @@ class Control:
         unknown = "A rank that takes part has ended; its own output says why"
         cause = self.failure or self.loss or unknown
         remedy = "Start again with resume=auto"
-        if self.rank in self.keepers or not self.keepers:
+        if not is_loss and (self.rank in self.keepers or not self.keepers):
             remedy = f"No checkpoint was made of the steps since the last one. {remedy}"
         return PeerDied(
             f"{self._named(self.rank)} {doing}: a collective broke: {text}\n{cause}\n{remedy}",
             getattr(cause, "ranks", ()),
         )
+
+    @contextmanager
+    def saving(self, measure: Callable[[], object]) -> Iterator[None]:
+        """Have all ranks be patient with this one while it writes a checkpoint and gets on.
+
+        measure: how much it has written so far, as anything that can be compared. Called on the
+        watch thread.
+        """
+        self._measured = None
+        self.progressed_at = time.monotonic()
+        self._measure = measure
+        try:
+            yield
+        finally:
+            self._measure = None
 
     def check(self) -> None:
         """Raise what went wrong elsewhere, if anything did."""
@@ -283,6 +320,9 @@ class Control:
 
     def _on_stop(self, sender: int, payload: dict) -> None:
         self.stopping = True
+
+    def _on_writing(self, sender: int, payload: dict) -> None:
+        self.progressed_at = time.monotonic()
 
     # --- Threads ---
 
@@ -342,11 +382,12 @@ class Control:
 
     def _watch(self) -> None:
         while self.failure is None:
+            self._look_at_writing()
             now = time.monotonic()
-            if now > self._last_words_until:
+            if now > max(self._last_words_until, self.progressed_at + self._last_words_s):
                 self.loss.add_note(
                     f"No checkpoint could be sealed within the {self._last_words_s:.0f} s of "
-                    "stop_s after that."
+                    "stop_s after that, or after its writing last got on."
                 )
                 self.fail_now(self.loss)
             silent_s = now - self._beaten_at
@@ -358,6 +399,23 @@ class Control:
                 return
             self._beaten_at += overslept_s
         self._end_if_stuck()
+
+    def _look_at_writing(self) -> None:
+        """See whether what this rank writes gets on, and pass on that it does."""
+        measure = self._measure
+        done = None if measure is None else measure()
+        gets_on = measure is not None and done != self._measured
+        if gets_on:
+            self._measured = done
+            self.progressed_at = time.monotonic()
+        try:
+            if self.is_leader and self.progressed_at > self._passed_on_at:
+                self._passed_on_at = self.progressed_at
+                self.post_all("writing", {}, but=[self.rank])
+            elif gets_on and not self.is_leader:
+                self.post(self.leader, "writing", {})
+        except PeerDied as error:
+            self.fail(error)
 
     def _look_for_silent(self, store: dist.Store, seen: dict[int, tuple[bytes, float]]) -> None:
         """Report the ranks that have beaten and do so no more; each once.
@@ -384,9 +442,19 @@ class Control:
         self.fail(PeerDied(why, said))
 
     def _end_if_stuck(self) -> None:
-        if self._closing.wait(GRACE_S):
-            return
-        text = f"llamarl: rank {self.rank} is stuck in a collective; ending it. {self.failure}"
+        """End this process GRACE_S after its loop should have ended; not while it writes."""
+        until = time.monotonic() + GRACE_S
+        while time.monotonic() < until:
+            if self._closing.wait(min(BEAT_S, GRACE_S)):
+                return
+            self._look_at_writing()
+            if self._measure is not None:
+                until = max(until, self.progressed_at + GRACE_S)
+        where = "a collective"
+        if self._measure is not None:
+            where = f"the writing of a checkpoint, of which nothing was written for {GRACE_S:.0f} s"
+        said = "\n".join([str(self.failure), *getattr(self.failure, "__notes__", ())])
+        text = f"llamarl: rank {self.rank} is stuck in {where}; ending it. {said}"
         print(text, file=sys.stderr, flush=True)
         os._exit(EXIT_PEER_DIED)
 

@@ -20,6 +20,14 @@ def free_bytes(path: Path) -> int:
     return shutil.disk_usage(folder).free
 
 
+def shown_free(path: Path) -> str:
+    """Returns how much room the disk of a path has left, for messages. Never fails."""
+    try:
+        return f"{free_bytes(path):,} bytes are free"
+    except OSError as error:  # the disk that refused a write may refuse this too
+        return f"how many bytes are free cannot be told ({error})"
+
+
 def check_room(folder: Path, num_bytes: int) -> None:
     """OSError, as the write itself would say it, if the disk has not so many bytes left."""
     if free_bytes(folder) < num_bytes:

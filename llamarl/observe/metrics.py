@@ -112,14 +112,15 @@ class Metrics:
         if self.writer is not None and state:
             self.writer.load_state_dict(state)
 
-    def close(self) -> None:
+    def close(self, sealed_step: int | None = None) -> None:
         """Send or write what is left. On the leader call it after the others' last messages have
-        arrived.
+        arrived. sealed_step: the newest step that there is a checkpoint of. MetricsError names the
+        rows that the disk still refuses.
         """
         self._posted_at = -math.inf
         self.pump()
         if self.writer is not None:
-            self.writer.close()
+            self.writer.close(sealed_step)
 
     def _post(self) -> None:
         now = time.monotonic()

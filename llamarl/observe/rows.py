@@ -20,6 +20,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from llamarl.observe.rates import Counters, RateMeter, Row, idle_shares
@@ -160,8 +161,26 @@ class RowWriter:
             row = {"step": step, "policy_version": step} | row
             known = {name: row[name] for name in COLUMNS if name in row}
             ordered = known | dict(sorted(row.items()))
-            for sink in (self.file, *self.sinks):
-                sink.write(ordered)
+            self.file.write(ordered)
+            for sink in self.sinks:
+                self._use(sink, partial(sink.write, ordered))
+
+    def _use(self, sink: Sink, call: Callable[[], None]) -> None:
+        """Call a sink beside the file. Where it fails the run goes on, warned once a sink."""
+        try:
+            call()
+        except Exception as error:  # whatever it is, no step depends on it
+            name = type(sink).__name__
+            if name not in self._warned:
+                self._warned.add(name)
+                log.warning(
+                    "%s did not take a row (%s: %s); the run goes on, and %s gets every row "
+                    "(said once)",
+                    name,
+                    type(error).__name__,
+                    error,
+                    self.file.path,
+                )
 
     def is_complete(self, step: int) -> bool:
         """Whether nothing more is awaited for the rows up to `step`: all are trained and evaluated,
@@ -183,21 +202,25 @@ class RowWriter:
 
     def state_dict(self, step: int) -> dict:
         """What a checkpoint of `step` needs: JSON values. Reports for later steps are left out.
-        Rows that it counts as written are on the disk for good.
+
+        Rows that the disk refuses are tried once more, and kept in it where that fails. Those that
+        it counts as written are on the disk for good.
         """
+        self.file.retry()
         self.file.sync()
         pending = [[s, dict(row)] for s, row in sorted(self._pending.items()) if s <= step]
         return {
             "step": step,
             "next_row": min(self.next_row, step + 1),
             "pending": pending,
+            "held": [row for row in self.file.held if row["step"] <= step],
             "counters": self.counters(),
             "wall_s": self.wall_s,
         }
 
     def load_state_dict(self, state: dict) -> None:
         """Continue after the checkpoint that `state` belongs to: later rows leave the file, and are
-        trained again.
+        trained again. Rows that the disk had refused until then are written.
 
         What the file knows of rows that waited for an evaluation at the checkpoint is kept. The
         checkpoint's own version is evaluated again; the weights of earlier ones are gone, and so
@@ -205,8 +228,12 @@ class RowWriter:
         """
         first = state["next_row"]
         step = state["step"]
-        removed = self.file.truncate(first)
-        self._pending = {row["step"]: row for row in removed if row["step"] <= step}
+        held = state.get("held", [])
+        # They may have been written after the checkpoint: each is in the file once, in its place.
+        removed = self.file.truncate(min([first, *(row["step"] for row in held)]))
+        for row in held:
+            self.file.write(row)
+        self._pending = {row["step"]: row for row in removed if first <= row["step"] <= step}
         for pending_step, row in state["pending"]:
             self._pending[pending_step] = self._pending.get(pending_step, {}) | row
         self.next_row = first
@@ -217,13 +244,18 @@ class RowWriter:
         for earlier in range(first, step):
             self.abandon_eval(earlier)
 
-    def close(self) -> None:
-        """Write the rows that lack only their evaluation, and close every sink."""
+    def close(self, sealed_step: int | None = None) -> None:
+        """Write the rows that lack only their evaluation, and close every sink.
+
+        sealed_step: the newest step that there is a checkpoint of. MetricsError names the rows that
+        the disk still refuses.
+        """
         for step in range(self.next_row, self.last_trained + 1):
             self.abandon_eval(step)
         self.flush()
-        for sink in (self.file, *self.sinks):
-            sink.close()
+        for sink in self.sinks:
+            self._use(sink, sink.close)
+        self.file.close(sealed_step)
 
     def summary(self) -> str:
         """What is printed at a run's end: before and after, speed and idleness of the whole run,

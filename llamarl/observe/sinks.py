@@ -4,6 +4,7 @@ console.py.
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import logging
@@ -14,16 +15,22 @@ from pathlib import Path
 from typing import Protocol
 
 from llamarl.errors import MetricsError
-from llamarl.native.disk import free_bytes
+from llamarl.native.disk import shown_free
 from llamarl.observe.console import RL_COLUMNS, Console
 from llamarl.observe.rates import Row
 from llamarl.observe.signal import SignalWatch
+
+# Of rows that the disk refuses: some 32,000 of 2 KB.
+MOST_HELD_BYTES = 1 << 26
 
 log = logging.getLogger(__name__)
 
 
 class Sink(Protocol):
-    """Anything that takes finished rows, in step order, each once."""
+    """Anything that takes finished rows, in step order, each once.
+
+    What one of them raises ends no run: RowWriter warns of it once.
+    """
 
     def write(self, row: Row) -> None:
         """Take one row: {"step": int, name: number or None}."""
@@ -33,31 +40,102 @@ class Sink(Protocol):
 
 
 class Jsonl:
-    """One JSON object a line, in UTF-8, flushed at every row, so that a killed run loses no row."""
+    """One JSON object a line, in UTF-8. A row reaches the file at once, so that a killed run loses
+    none.
+
+    Rows that the disk refuses (it is full, over its quota, read-only, broken) are held in memory,
+    some 2 KB each and MOST_HELD_BYTES in all, and written in their order with the next row, or by
+    `retry`. A line is in the file as a whole and once: what the disk took of one is cut off again.
+    """
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
         self._continues = False  # after a write or truncate: append to what is there
+        self._num_bytes = 0  # of the whole lines in the file
+        self._held: list[tuple[int, bytes]] = []  # (step, line), oldest first
+        self._held_bytes = 0
+        self._lost: list[int] = []  # steps whose rows there was no memory for either
+        self._refused: OSError | None = None  # why the oldest held row is not in the file
+
+    @property
+    def held(self) -> list[Row]:
+        """The rows that the disk has refused so far, oldest first."""
+        return [json.loads(line) for _, line in self._held]
 
     def write(self, row: Row) -> None:
-        """Append one row. MetricsError if the disk refuses it; what a resumed run finds of the row
-        then, it cuts off.
-        """
-        line = json.dumps(row, allow_nan=False) + "\n"
+        """Append one row, after those that are held; or hold it, with a warning at the first."""
+        line = (json.dumps(row, allow_nan=False) + "\n").encode()
+        if self._held_bytes + len(line) > MOST_HELD_BYTES:
+            if not self._lost:
+                log.error(
+                    "%s: %s bytes of rows are held in memory; those from step %d on are lost, but "
+                    "for what the console shows",
+                    self.path,
+                    f"{self._held_bytes:,}",
+                    row["step"],
+                )
+            self._lost.append(row["step"])
+        else:
+            self._held.append((row["step"], line))
+            self._held_bytes += len(line)
+        self.retry()
+
+    def retry(self) -> bool:
+        """Write what is held. Returns whether nothing is held any more."""
+        if not self._held:
+            return True
+        steps = [step for step, _ in self._held]
         try:
-            if not self._continues:
-                self.path.parent.mkdir(parents=True, exist_ok=True)
-                self._set_aside()
-                self._continues = True
-            with self.path.open("ab") as file:
-                file.write(line.encode())
+            self._append_held()
         except OSError as error:
-            what = f"the row of step {row['step']} ({len(line)} bytes)"
-            raise MetricsError(
-                f"{self.path}: {what} could not be written ({error}), "
-                f"and {free_bytes(self.path):,} bytes are free. "
-                "Make room there, and start again with resume=auto"
-            ) from error
+            if self._refused is None:
+                log.error(
+                    "%s: the row of step %d (%d bytes) is refused (%s), and %s. It and those after "
+                    "it are held in memory, and written once the disk takes them. Make room there; "
+                    "training goes on",
+                    self.path,
+                    self._held[0][0],
+                    len(self._held[0][1]),
+                    error,
+                    shown_free(self.path),
+                )
+            self._refused = error
+            return False
+        if self._refused is not None:
+            log.warning("%s: %s, which were held, are written", self.path, _shown(steps))
+            self._refused = None
+        return True
+
+    def _append_held(self) -> None:
+        """Append the held lines, as many as the disk takes. OSError if it does not take all."""
+        if not self._continues:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._set_aside()
+            self._continues = True
+        refused: OSError | None = None
+        num_written = 0
+        descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            size = os.fstat(descriptor).st_size
+            end = min(size, self._num_bytes)
+            if size > end:
+                os.ftruncate(descriptor, end)  # of a line that the disk took only a part of
+            try:
+                for _, line in self._held:
+                    _write_at(descriptor, line, end)
+                    end += len(line)
+                    num_written += 1
+            except OSError as error:
+                refused = error
+                os.ftruncate(descriptor, end)
+        finally:
+            # A network file system may refuse only here: then nothing counts as written.
+            os.close(descriptor)
+        self._num_bytes = end
+        self._held_bytes -= sum(len(line) for _, line in self._held[:num_written])
+        del self._held[:num_written]
+        if refused is not None:
+            raise refused
 
     def sync(self) -> None:
         """Have the kernel put what was written on the disk, where a power cut leaves it. A disk
@@ -72,8 +150,9 @@ class Jsonl:
             log.warning("%s: may lose its last rows in a power cut (%s)", self.path, error)
 
     def read(self) -> list[Row]:
-        """All rows of the file so far; see `read_rows`."""
-        return read_rows(self.path) if self.path.exists() else []
+        """All rows so far: those of the file (see `read_rows`), and those that are held."""
+        written = read_rows(self.path) if self.path.exists() else []
+        return written + self.held
 
     def truncate(self, step: int) -> list[Row]:
         """Cut off the rows from `step` on, and a line that a kill left unfinished. Returns the rows
@@ -88,17 +167,56 @@ class Jsonl:
             with open(self.path, "r+b") as file:
                 for _ in range(num_kept):
                     file.readline()
-                file.truncate(file.tell())
+                self._num_bytes = file.tell()
+                file.truncate(self._num_bytes)
         return rows[num_kept:]
 
-    def close(self) -> None:
-        """Nothing is held open between rows."""
+    def close(self, sealed_step: int | None = None) -> None:
+        """Write what is held. MetricsError names the rows that the disk still refuses, and those of
+        them that the checkpoint of sealed_step holds.
+        """
+        self.retry()
+        missing = [step for step, _ in self._held] + self._lost
+        if not missing:
+            return
+        kept = []
+        if sealed_step is not None:
+            kept = [step for step, _ in self._held if step <= sealed_step]
+        lost = missing[len(kept) :]
+        why = self._refused or "the disk refused them for too long to hold them"
+        said = [f"{self.path}: {_shown(missing)} could not be written ({why}), "]
+        said.append(f"and {shown_free(self.path)}.")
+        if kept:
+            said.append(
+                f" The checkpoint of step {sealed_step} holds {_shown(kept)}: make room there, and "
+                "start again with resume=auto, which writes them."
+            )
+        if lost:
+            said.append(f" No checkpoint holds {_shown(lost)}: what they said is on the console.")
+        raise MetricsError("".join(said))
 
     def _set_aside(self) -> None:
         """Keep an earlier run's file as NAME.1.jsonl, NAME.2.jsonl, ..."""
         if self.path.exists():
             names = (self.path.with_suffix(f".{n}{self.path.suffix}") for n in itertools.count(1))
             os.replace(self.path, next(aside for aside in names if not aside.exists()))
+
+
+def _write_at(descriptor: int, line: bytes, offset: int) -> None:
+    """Write all of a line at a place of a file. OSError if the disk does not take all of it."""
+    while line:
+        num_bytes = os.pwrite(descriptor, line, offset)
+        if not num_bytes:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        line = line[num_bytes:]
+        offset += num_bytes
+
+
+def _shown(steps: list[int]) -> str:
+    """The rows of these steps, for people."""
+    if len(steps) == 1:
+        return f"the row of step {steps[0]}"
+    return f"{len(steps)} rows (steps {steps[0]} to {steps[-1]})"
 
 
 def read_rows(path: str | Path) -> list[Row]:

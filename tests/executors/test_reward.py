@@ -12,6 +12,7 @@ import torch
 from executors import assembly
 from executors import reward as reward_module
 from executors.reward import RuleReward
+from llamarl.controller import ExecutorController
 from llamarl.errors import RewardError
 from llamarl.executor import ExecutorGroup
 from llamarl.tasks.pool import RewardPool
@@ -46,9 +47,10 @@ class FakeReceiver:
 
 
 class FakeSender:
-    name, room = "scored", 10**6
+    room = 10**6
 
-    def __init__(self):
+    def __init__(self, name="scored"):
+        self.name = name
         self.records = []
 
     def has_room(self):
@@ -104,7 +106,7 @@ def completion(ticket, sample_index, word, *, finish_reason="stop", version=3):
 
 def answer(prompt, sample, word, *, version=3):
     """Of a held-out prompt; sample 0 is the greedy one, and 1 .. k are those sampled."""
-    ids = torch.tensor([WORDS.index(word)])
+    ids = torch.tensor([WORDS.index(word)] if word else [], dtype=torch.int64)
     return EvalCompletion(
         prompt_index=prompt,
         greedy=sample == 0,
@@ -123,6 +125,7 @@ def build(tmp_path, monkeypatch):
 
     def build(**options):
         fn = options.pop("fn", FN)
+        output = options.pop("output", "scored")
         settings = {"group_size": 2, "num_eval_prompts": 3} | options
         executor = RuleReward(
             prompts=FakeStream(),
@@ -133,7 +136,8 @@ def build(tmp_path, monkeypatch):
         )
         group = ExecutorGroup("reward", (0,), 0, torch.device("cpu"))
         inputs = {"completions": FakeReceiver(), "evaluations": FakeReceiver()}
-        executor.attach(group, inputs, {"scored": FakeSender()}, FakeControl(), FakeMetrics())
+        outputs = {output: FakeSender(output)}
+        executor.attach(group, inputs, outputs, FakeControl(), FakeMetrics())
         built.append(executor)
         executor.setup()
         return executor
@@ -148,7 +152,21 @@ def settle(executor):
     give_up = time.monotonic() + DEADLINE_S
     while executor.step() or executor._scoring.pending:
         assert time.monotonic() < give_up, executor.waiting_for()
-    return executor.outputs["scored"].records
+    (sink,) = executor.outputs.values()
+    return sink.records
+
+
+def test_an_error_can_name_the_step_that_the_newest_completion_is_of(build):
+    executor = build()
+    assert executor.step_at == 0
+    feed = executor.inputs["completions"].records
+    feed.extend(completion(7, i, "right", version=version) for i, version in enumerate((5, 4)))
+    executor.inputs["evaluations"].records.append(answer(0, 0, "", version=9))
+    settle(executor)
+    assert executor.step_at == 5
+    controller = object.__new__(ExecutorController)
+    controller._current = executor
+    assert controller._doing == "in reward, step 5, among ranks [0]"
 
 
 def test_a_group_is_sent_when_its_last_completion_is_scored(build):
@@ -300,18 +318,20 @@ def test_sampled_answers_are_reported_with_the_greedy_ones(build):
     assert (values["eval/pass_at_1_sampled"], values["eval/pass_at_k"]) == (0.25, 0.5)
 
 
-def test_groups_wait_for_room_and_completions_then_stay_in_their_channel(build):
-    executor = build()
-    executor.outputs["scored"].room = 1
+@pytest.mark.parametrize("output", ["scored", "groups"])
+def test_groups_wait_for_room_and_completions_then_stay_in_their_channel(build, output):
+    executor = build(output=output)
+    sink = executor.outputs[output]
+    sink.room = 1
     feed = executor.inputs["completions"].records
     feed.extend(completion(t, i, "right") for t in range(2) for i in range(2))
     assert len(settle(executor)) == 1
-    assert executor.waiting_for() == "room: in channel scored, which the trainer empties"
+    assert executor.waiting_for() == f"room: in channel {output}, which the trainer empties"
     feed.append(completion(9, 0, "right"))
     executor.inputs["evaluations"].records.extend(answer(j, 0, "right") for j in range(3))
     settle(executor)
     assert len(feed) == 1 and len(executor.metrics.reports) == 1  # evaluations need no room
-    executor.outputs["scored"].room = 2
+    sink.room = 2
     assert [g.ticket for g in settle(executor)] == [0, 1] and not feed
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from llamarl.checkpoint.checkpointer import ranks_of, verify
 from tests.launching import GROUPS, SMALL, ForkedJob, Job, untimed
+from tests.scorers import write_scorer
 
 RARE = ("checkpoint.every=1000", "eval.every=0")
 EXIT_FAILED = 1
@@ -130,3 +131,25 @@ def test_a_dead_trainer_rank_is_named_in_a_line_and_leaves_no_checkpoint(tmp_pat
         ours = job.output[: job.output.index("ChildFailedError")]
         assert f"rank {killed} (trainer)" in ours and "controller.py" not in ours, job.output
         assert not list((tmp_path / "run").glob("checkpoints/step_*"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shared", ["scorer", "generator"])
+def test_a_rank_that_hangs_in_a_collective_with_the_trainers_costs_no_step_either(tmp_path, shared):
+    """Rank 0 trains, and stands with the stopped rank 1 in what only a timeout of a minute ends."""
+    given = ["heartbeat_timeout_s=4", "timeout_s=60", "max_lag=2", "max_steps=100000"]
+    given += ["placement.trainer=[0]"]
+    if shared == "scorer":
+        write_scorer(tmp_path / "scorer")
+        given += ["reward=model", f"reward.path={tmp_path / 'scorer'}", "reward.stream=true"]
+        given += ["reward.chunk_tokens=2", "generator.chunk_tokens=2", "max_new_tokens=12"]
+        given += ["placement.generator=[1]", "placement.reward=[0,1]"]
+    else:
+        given += ["placement.generator=[0,1]", "generator.tensor_parallel=2"]
+        given += ["placement.reward=[0]"]
+    with ForkedJob(*SMALL, *RARE, *given, run_dir=tmp_path / "run", ranks=2) as job:
+        kill_after(job, rank=1, steps=3, number=signal.SIGSTOP)
+        job.until(lambda: "was sealed after that" in job.output, "a checkpoint")
+        check_whole(job, at_least=3)
+        assert "has not been heard of" in job.output and "leaves a step of" in job.output
+        assert "is stuck" not in job.output

@@ -565,7 +565,7 @@ def test_a_disk_without_room_is_seen_before_anything_is_written_and_the_next_che
         patch.setattr("safetensors.torch.save_file", lambda *_: pytest.fail("written"))
         save(leader, other, 40)
     check_given_up(leader, 40, "trainer.rank1: [Errno 28] No space left on device")
-    assert "and 10 are free" in caplog.text and "Training goes on" in caplog.text
+    assert "and 10 bytes are free" in caplog.text and "Training goes on" in caplog.text
     assert save(leader, other, 60) == find("auto", tmp_path)
 
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from llamarl.comm import control as control_module
 from llamarl.comm.control import Control
 from llamarl.controller import ExecutorController
-from llamarl.errors import PeerDied
+from llamarl.errors import PeerDied, TimedOut
 
 WAIT_S = 10.0  # for what should come at once
 BEAT_S, SILENCE_S = 0.02, 1.0  # a busy machine must not look like a silent rank
@@ -357,6 +357,15 @@ def test_what_breaks_under_a_collective_is_said_with_rank_station_step_cause_and
         assert part in str(explained)
 
 
+def test_a_broken_collective_beside_the_trainer_does_not_say_that_no_checkpoint_was_made(alone):
+    alone.keep([0], LAST_WORDS_S)
+    alone.lose(PeerDied("rank 1 is gone", [1]))
+    doing = "in reward, step 3, among ranks [0, 1]"
+    without = "No checkpoint was made of the steps since the last one"
+    assert without in str(alone.explained(RuntimeError(GLOO), doing))
+    assert without not in str(alone.explained(RuntimeError(GLOO), doing, is_loss=True))
+
+
 def test_a_rank_that_is_left_alone_in_a_collective_names_the_one_that_is_gone(ranks, monkeypatch):
     """Rank 1 follows in an executor that rank 2 led; rank 0, the trainer, alone has a link that
     broke.
@@ -375,7 +384,7 @@ def test_a_rank_that_is_left_alone_in_a_collective_names_the_one_that_is_gone(ra
     controller = SimpleNamespace(control=everyone[1], _step=step, _doing=in_it)
     executor = SimpleNamespace(leads=False, has_state=lambda: False)
     assert not ExecutorController._step_or_lose(controller, executor, clock=None)
-    assert "the link with rank 2 broke" in str(failure_of(everyone[1]))
+    assert "the link with rank 2 broke" in str(eventually(lambda: everyone[1].loss))
     assert "the link with rank 2 broke" in str(everyone[0].loss)
 
 
@@ -392,17 +401,16 @@ def test_other_errors_stay_as_they_are(alone, error):
 LAST_WORDS_S = 60.0
 
 
-def test_a_death_that_spares_the_keepers_is_a_loss_to_them_and_ends_the_others(ranks):
+def test_a_death_that_spares_the_keepers_is_a_loss_to_all_who_wait_for_the_last_checkpoint(ranks):
     everyone = ranks(3)
     for control in everyone:
         control.keep([0, 2], LAST_WORDS_S)
     everyone[0].fail(PeerDied("rank 1 is gone", [1]))
     everyone[0].report_loss()
-    for keeper in (everyone[0], everyone[2]):
-        assert "rank 1 is gone" in str(eventually(lambda: keeper.loss))
-        keeper.check()
-        assert keeper.ending
-    assert "rank 1 is gone" in str(failure_of(everyone[1]))
+    for control in everyone:  # a launcher kills all soon after the first that ends
+        assert "rank 1 is gone" in str(eventually(lambda: control.loss))
+        control.check()
+        assert control.ending
 
 
 @pytest.mark.parametrize(
@@ -440,3 +448,91 @@ def test_the_ranks_that_a_failing_one_names_count_too(ranks):
     everyone[0].keep([0, 2], LAST_WORDS_S)
     everyone[1].report_failure(PeerDied("rank 2 is gone", [2]))  # and so 1 ends: 2 was a keeper
     assert failure_of(everyone[0]).ranks == {1, 2}
+
+
+def test_who_waits_for_the_last_checkpoint_of_others_waits_longer_than_they_may_take(
+    ranks, monkeypatch
+):
+    monkeypatch.setattr(control_module, "GRACE_S", LAST_WORDS_S)
+    leader, other = ranks(2)
+    for control in (leader, other):
+        control.keep([0], 0.0)
+        control.lose(TimedOut("the generator waited too long"))
+    assert failure_of(leader) is leader.loss
+    other.check()
+
+
+# --- writing a checkpoint ---
+
+
+class Disk:
+    """What a writer has written so far, which a test lets grow."""
+
+    def __init__(self):
+        self.written = 0
+        self.looks = 0
+
+    def measure(self):
+        self.looks += 1
+        return self.written
+
+
+def test_progress_of_one_rank_is_known_to_all_and_a_standstill_is_none(ranks):
+    everyone = ranks(3)
+    disk = Disk()
+    with everyone[1].saving(disk.measure):
+        for control in everyone:
+            eventually(lambda: control.progressed_at > 0)
+        for _ in range(2):
+            before = [control.progressed_at for control in everyone]
+            disk.written += 1
+            for control, last in zip(everyone, before):
+                eventually(lambda: control.progressed_at > last)
+        settled = everyone[1].progressed_at
+        seen = disk.looks
+        eventually(lambda: disk.looks > seen + 3)
+        assert everyone[1].progressed_at == settled
+    seen = disk.looks
+    everyone[1].wait(10 * BEAT_S)  # no event: that nothing happens is the claim
+    assert disk.looks <= seen + 1
+
+
+def test_last_words_that_get_on_have_no_end_and_a_standstill_ends_them(ranks, monkeypatch):
+    monkeypatch.setattr(control_module, "GRACE_S", LAST_WORDS_S)
+    leader, _ = ranks(2)
+    last_words_s = 1.0
+    leader.keep([0], last_words_s)
+    disk = Disk()
+    with leader.saving(disk.measure):
+        leader.fail(PeerDied("rank 1 is gone", [1]))
+        until = time.monotonic() + 2 * last_words_s
+        while time.monotonic() < until:
+            disk.written += 1
+            time.sleep(BEAT_S)
+        leader.check()
+        assert "or after its writing last got on" in failure_of(leader).__notes__[0]
+
+
+def test_a_rank_is_not_ended_while_it_writes_but_once_its_writing_stands_still(
+    ranks, monkeypatch, capsys
+):
+    codes = []
+    ended = threading.Event()
+    grace_s = 0.5
+    monkeypatch.setattr(control_module, "GRACE_S", grace_s)
+    monkeypatch.setattr(control_module.os, "_exit", lambda code: (codes.append(code), ended.set()))
+    leader, _ = ranks(2)
+    disk = Disk()
+    with leader.saving(disk.measure):
+        error = PeerDied("rank 1 is gone")
+        error.add_note("No checkpoint was made of the steps since the last one.")
+        leader.fail(error)
+        until = time.monotonic() + 3 * grace_s
+        while time.monotonic() < until:
+            disk.written += 1
+            time.sleep(BEAT_S)
+        assert not codes
+        assert ended.wait(WAIT_S)
+    said = capsys.readouterr().err
+    assert "rank 0 is stuck in the writing of a checkpoint" in said
+    assert "rank 1 is gone\nNo checkpoint was made of the steps since the last one." in said

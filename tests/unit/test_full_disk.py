@@ -1,8 +1,7 @@
-"""A full disk beside the checkpoints: metrics, traces, and the exported model that all trainer
-ranks make together.
+"""A full disk beside the checkpoints: traces, and the exported model that all trainer ranks make
+together. Rows of metrics: test_held_rows.py.
 """
 
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -12,29 +11,10 @@ from executors.trainer import FSDPTrainer
 from llamarl.checkpoint.service import CheckpointService
 from llamarl.controller import ExecutorController
 from llamarl.errors import CheckpointError
-from llamarl.launch.start import RUN_ENDS
-from llamarl.observe import Jsonl, MetricsError
 
 
 def full(*args, **kwargs):
     raise OSError(28, "No space left on device")
-
-
-def test_a_row_that_cannot_be_written_says_what_it_needs_and_is_an_end_that_explains_itself(
-    tmp_path, monkeypatch
-):
-    file = Jsonl(tmp_path / "metrics.jsonl")
-    monkeypatch.setattr(Path, "open", full)
-    with pytest.raises(
-        MetricsError,
-        match=(
-            r"metrics.jsonl: the row of step 3 \(\d+ bytes\) could not be written .* bytes are "
-            r"free"
-        ),
-    ):
-        file.write({"step": 3})
-    file.close()
-    assert MetricsError in RUN_ENDS
 
 
 def closing_controller(tmp_path, closed, trace):
@@ -44,6 +24,8 @@ def closing_controller(tmp_path, closed, trace):
         local=[executor],
         _endpoints=[SimpleNamespace(close=lambda: closed.append("channel"))],
         metrics=metrics,
+        checkpoints=SimpleNamespace(sealed_step=None),
+        _was_left=lambda executor: False,
         settings=SimpleNamespace(trace=trace, run_dir=tmp_path),
         world=SimpleNamespace(rank=0),
         control=SimpleNamespace(close=lambda: closed.append("control")),
@@ -104,7 +86,9 @@ def test_the_last_checkpoint_that_could_not_be_written_ends_the_run_with_the_rea
     checkpointer = SimpleNamespace(
         sealed=lambda step: False, failed={8: "step 8: no room"}, pump=lambda: None
     )
-    control = SimpleNamespace(loss=None, take=lambda topic: [], wait=lambda s: None)
+    control = SimpleNamespace(
+        loss=None, take=lambda topic: [], wait=lambda s: None, progressed_at=0.0
+    )
     checkpoints = CheckpointService(checkpointer, [], control, None, None, identity={})
     checkpoints._saved = 8
     with pytest.raises(CheckpointError, match="step 8: no room"):

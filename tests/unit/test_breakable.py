@@ -1,0 +1,146 @@
+"""A step that never ends is left after a loss, and the run saves what it can."""
+
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from llamarl.comm import breakable
+from llamarl.comm.breakable import BreakableSteps
+from llamarl.controller import ExecutorController
+
+CPU = torch.device("cpu")
+WAIT_S = 30.0
+
+
+@pytest.fixture
+def over():
+    return threading.Event()
+
+
+@pytest.fixture
+def steps(over, monkeypatch):
+    monkeypatch.setattr(breakable, "LAST_S", 0.2)
+    monkeypatch.setattr(breakable, "LOOK_S", 0.01)
+    return BreakableSteps("reward", device=CPU, is_over=over.is_set)
+
+
+def test_steps_are_made_one_after_another_in_one_other_thread(steps):
+    made = []
+
+    def step():
+        made.append(threading.current_thread())
+        return len(made) < 3
+
+    assert [steps.make(step) for _ in range(3)] == [True, True, False]
+    assert len(set(made)) == 1 and made[0] is not threading.current_thread()
+    assert not steps.left
+
+
+def test_a_step_computes_with_as_many_threads_as_the_loop(steps):
+    wanted = torch.get_num_threads()
+    assert steps.make(lambda: torch.get_num_threads() == wanted)
+
+
+@pytest.mark.parametrize("error", [ValueError("bad"), TimeoutError("of its own")], ids=repr)
+def test_what_a_step_raises_is_raised_by_the_loop(steps, error):
+    def step():
+        raise error
+
+    with pytest.raises(type(error), match=str(error)) as raised:
+        steps.make(step)
+    assert raised.value is error and not steps.left
+    assert steps.make(lambda: True)
+
+
+def test_a_step_that_hangs_is_left_once_the_run_ends_and_no_sooner(steps, over):
+    """As one does in a collective with a rank that is stopped."""
+    peer_answers = threading.Event()
+    has_begun = threading.Event()
+
+    def step():
+        has_begun.set()
+        return peer_answers.wait(WAIT_S)
+
+    ends = threading.Timer(0.3, over.set)
+    ends.start()
+    assert steps.make(step) is False
+    assert has_begun.is_set() and over.is_set() and steps.left
+    peer_answers.set()
+
+
+def test_a_step_that_ends_soon_after_a_loss_is_not_left(steps, over, monkeypatch):
+    monkeypatch.setattr(breakable, "LAST_S", WAIT_S)
+    over.set()
+    goes_on = threading.Event()
+    threading.Timer(0.1, goes_on.set).start()
+    assert steps.make(lambda: goes_on.wait(WAIT_S)) and not steps.left
+
+
+# --- which steps, and what becomes of a station whose step was left ---
+
+
+class Station:
+    """An executor that says nothing of itself but what the controller asks."""
+
+    leads = False
+    finishes_on_stop = False
+    state_is_optional = True
+
+    def __init__(self, name, ranks):
+        self.name = name
+        self.group = SimpleNamespace(ranks=ranks)
+        self.torn_down = False
+
+    def has_state(self):
+        return False
+
+    def waiting_for(self):
+        pytest.fail("asked in the middle of a step")
+
+    def teardown(self):
+        self.torn_down = True
+
+
+def controller(rank, placement, control):
+    made = object.__new__(ExecutorController)
+    made.world = SimpleNamespace(rank=rank, device=CPU)
+    made.placement = placement
+    made.local = [Station(name, ranks) for name, ranks in placement.items() if rank in ranks]
+    made.control = control
+    return made
+
+
+PLACEMENT = {"trainer": (0, 1), "reward": (1, 2), "reference": (0, 1), "generator": (2, 3)}
+
+
+@pytest.mark.parametrize("rank, breakable_names", [(0, []), (1, ["reward"]), (2, []), (3, [])])
+def test_a_keeper_can_leave_the_steps_that_it_shares_with_ranks_that_are_none(
+    rank, breakable_names
+):
+    control = SimpleNamespace(loss=None, failure=None)
+    found = controller(rank, PLACEMENT, control)._breakable_steps({0, 1})
+    assert list(found) == breakable_names
+
+
+def test_a_station_whose_step_was_left_is_saved_asked_and_torn_down_no_more(steps, over, caplog):
+    left_out = []
+    made = controller(1, {"reward": (1, 2)}, SimpleNamespace(progressed_at=0.0))
+    made._breakable = {"reward": steps}
+    made.checkpoints = SimpleNamespace(leave_out=left_out.append, sealed_step=None)
+    (reward,) = made.local
+    hangs = threading.Event()
+    reward.step = lambda: hangs.wait(WAIT_S)
+    over.set()
+    clock = SimpleNamespace(idle_since=0.0, reason=None, reason_since=0.0)
+    assert made._step(reward, clock) is False
+    assert left_out == [reward]
+    assert "rank 1 leaves a step of reward, which does not end" in caplog.text
+    made._endpoints = []
+    made.metrics = SimpleNamespace(close=lambda sealed_step: None)
+    made.settings = SimpleNamespace(trace=False)
+    made.control = SimpleNamespace(close=lambda: None)
+    made._close(ended_well=False)
+    assert not reward.torn_down
+    hangs.set()
