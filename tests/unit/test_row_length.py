@@ -12,31 +12,32 @@ from llamarl.models.config import tiny_directory
 from llamarl.models.hf import load_tokenizer
 
 
-def config_of(directory, *overrides):
-    words = [f"model.path={directory}", "task.path=rows.jsonl", "out=out", *overrides]
-    return compose_config(words, SFT)
+def config_of(directory, rows, *overrides):
+    """rows: a file, of two rows; the second has more than 16 tokens."""
+    texts = ("1+1=", "1+" * 20 + "1=")
+    rows.write_text("\n".join(json.dumps({"prompt": t, "completion": "2"}) for t in texts))
+    words = [f"model.path={directory}", f"task.path={rows}", f"out={rows.parent / 'out'}"]
+    return compose_config([*words, *overrides], SFT)
 
 
 def test_a_context_below_task_max_tokens_is_taken_and_said_once(tmp_path, caplog):
     model = shutil.copytree(tiny_directory(), tmp_path / "model")
     values = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(values | {"max_position_embeddings": 16}))
-    config = config_of(model, "task.max_tokens=1024")
+    rows = tmp_path / "rows.jsonl"
+    config = config_of(model, rows, "task.max_tokens=1024")
     with caplog.at_level(logging.WARNING, "llamarl"):
         taken = within_context(config, is_told=True)
         within_context(config, is_told=False)  # another rank
     assert taken.task.max_tokens == 16 and config.task.max_tokens == 1024
     assert len(caplog.records) == 1
     assert f"task.max_tokens=1024, but the context of {model} is 16 tokens" in caplog.text
-    rows = tmp_path / "rows.jsonl"
-    texts = ("1+1=", "1+" * 20 + "1=")  # the second is longer than the context
-    rows.write_text("\n".join(json.dumps({"prompt": t, "completion": "2"}) for t in texts))
-    given = (f"task.path={rows}", "task.drop_long=true", "task.chat=false", "task.num_eval=1")
-    short = within_context(config_of(model, *given), is_told=False)
+    given = ("task.drop_long=true", "task.chat=false", "task.num_eval=1")
+    short = within_context(config_of(model, rows, *given), is_told=False)
     assert len(read_sft_data(short.task, load_tokenizer(model)).train) == 1
 
 
-def test_a_context_that_is_long_enough_changes_nothing(caplog):
-    config = config_of(tiny_directory(), "task.max_tokens=512")
+def test_a_context_that_is_long_enough_changes_nothing(tmp_path, caplog):
+    config = config_of(tiny_directory(), tmp_path / "rows.jsonl", "task.max_tokens=512")
     assert within_context(config, is_told=True) is config
     assert not caplog.records
