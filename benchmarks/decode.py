@@ -89,7 +89,9 @@ def transformers(args: argparse.Namespace, batch: int) -> Callable[[], None]:
     from transformers import AutoModelForCausalLM
 
     model = (
-        AutoModelForCausalLM.from_pretrained(args.model, dtype=getattr(torch, args.dtype))
+        AutoModelForCausalLM.from_pretrained(
+            args.model, dtype=getattr(torch, args.dtype), trust_remote_code=False
+        )
         .to(args.device)
         .eval()
     )

@@ -126,7 +126,7 @@ def measured(args: argparse.Namespace, path: Path) -> dict[str, object]:
 
     asked = drawn(args, read_config(path).vocab_size)
     theirs = AutoModelForSequenceClassification.from_pretrained(
-        path, dtype=getattr(torch, args.dtype)
+        path, dtype=getattr(torch, args.dtype), trust_remote_code=False
     )
     theirs = theirs.to(args.device).eval()
     contestants = {"ours": ours(args, path, asked)}

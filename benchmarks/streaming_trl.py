@@ -40,9 +40,11 @@ from llamarl.native.precision import use_float32_products  # noqa: E402
 torch.set_num_threads(args.threads)
 use_float32_products(reproducible=True)  # as the main job does where it is synchronous
 args.run_dir.mkdir(parents=True)
-tokenizer = transformers.AutoTokenizer.from_pretrained(args.model, padding_side="left")
+tokenizer = transformers.AutoTokenizer.from_pretrained(
+    args.model, padding_side="left", trust_remote_code=False
+)
 scorer = transformers.AutoModelForSequenceClassification.from_pretrained(
-    args.scorer, dtype=getattr(torch, args.dtype)
+    args.scorer, dtype=getattr(torch, args.dtype), trust_remote_code=False
 )
 
 

@@ -51,7 +51,9 @@ print(json.dumps({**about, "torch": torch.__version__, "float32": str(products)}
 
 examples = json.loads(args.examples.read_text())
 settings = args.settings
-tokenizer = transformers.AutoTokenizer.from_pretrained(args.model, padding_side="left")
+tokenizer = transformers.AutoTokenizer.from_pretrained(
+    args.model, padding_side="left", trust_remote_code=False
+)
 args.run_dir.mkdir(parents=True)
 
 

@@ -43,7 +43,7 @@ torch.set_num_threads(args.threads)
 products = use_float32_products(reproducible=True)  # as benchmarks/train.py multiplies
 clock = time.process_time if args.cpu_time else time.perf_counter
 rows = json.load(open(args.rows))
-tokenizer = AutoTokenizer.from_pretrained(args.model)
+tokenizer = AutoTokenizer.from_pretrained(args.model, trust_remote_code=False)
 if tokenizer.pad_token is None:
     tokenizer.pad_token = tokenizer.eos_token
 out = tempfile.TemporaryDirectory()

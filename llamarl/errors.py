@@ -64,3 +64,13 @@ class BadInput(ValueError):
 
 class InUse(ValueError):
     """Another job has the directory; the message names it."""
+
+
+class BadWeights(ValueError):
+    """Weights that the user gave hold NaN or infinite numbers, as only who loads them finds. The
+    message names the directory and the tensor.
+    """
+
+
+class NoWeights(FileNotFoundError, ValueError):
+    """A model directory has no weights, or lacks some of their files; a dry run needs none."""

@@ -234,6 +234,35 @@ def test_nothing_pickles():
 # --- Sizes and leftovers ---
 
 
+def trusting(source: str) -> list[int]:
+    """Lines that have transformers load something and do not forbid a directory's own code.
+
+    Left out, transformers asks on the terminal, and runs the code after a "y".
+    """
+    lines = []
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+            continue
+        if node.func.attr != "from_pretrained":
+            continue
+        given = {word.arg: ast.unparse(word.value) for word in node.keywords}
+        if given.get("trust_remote_code") != "False":
+            lines.append(node.lineno)
+    return lines
+
+
+def test_no_code_of_a_model_directory_is_run():
+    assert trusting("a = AutoModel.from_pretrained(path)") == [1]  # such a call is seen
+    assert trusting("AutoModel.from_pretrained(path, trust_remote_code=True)") == [1]
+    assert not trusting("AutoModel.from_pretrained(path, trust_remote_code=False)")
+    found = {}
+    for file in python_files(*CODE, "benchmarks"):
+        lines = trusting(file.read_text())
+        if lines:
+            found[file.name] = lines
+    assert not found
+
+
 def test_files_and_functions_are_short():
     long = []
     for file in python_files(*CODE, "benchmarks"):

@@ -74,6 +74,10 @@ RED_TEAM = JobKind(
 # swept.
 OmegaConf.register_new_resolver("times", lambda a, b: a * b, replace=True)
 OmegaConf.register_new_resolver("over", lambda a, b: -(-a // b), replace=True)  # rounded up
+# Steps of a schedule, for every so many of the run: at least one, so that the shortest run has it.
+OmegaConf.register_new_resolver("step_of", lambda a, b: max(1, -(-a // b)), replace=True)
+# Steps that the shortest run goes without: rounded down.
+OmegaConf.register_new_resolver("steps_in", lambda a, b: a // b, replace=True)
 # For conf/loss: the name of a file there, while loss.fn is still the function that it sets.
 OmegaConf.register_new_resolver(
     "preset",

@@ -10,6 +10,7 @@ from omegaconf import OmegaConf
 
 from llamarl.config.conversion import to_values
 from llamarl.config.rewards import ModelSourceSettings
+from llamarl.config.schema import START
 from llamarl.ddma.layout import Destination, Source, parameters_to_send
 from llamarl.ddma.plan import make_plan
 from llamarl.launch.gold import check_gold_function
@@ -72,8 +73,11 @@ def dry_run(job: Job) -> None:
         f"model    {num_elements:,} parameters ({c.model.dtype} in the generator, "
         "float32 in the trainer)"
     )
+    activations = job.activation_bytes(model)
+    is_saving = c.trainer.activation_checkpointing
     memory = (
-        f"memory   {trainer_bytes / _GIB:.2f} GiB a trainer rank and activations; "
+        f"memory   {trainer_bytes / _GIB:.2f} GiB a trainer rank and "
+        f"{activations[is_saving] / _GIB:.2f} GiB of activations at most; "
         f"{generator_bytes / _GIB:.2f} GiB a generator rank"
     )
     if c.reference.placed:
@@ -88,6 +92,10 @@ def dry_run(job: Job) -> None:
             reference_bytes += cached * token_elements * dtype.itemsize / reference_tp
         memory += f"; {reference_bytes / _GIB:.2f} GiB a reference rank"
     print(memory)
+    print(
+        f"         activations of {c.longest:,} tokens a sequence: {activations[False] / _GIB:.2f} "
+        f"GiB, or {activations[True] / _GIB:.2f} with trainer.activation_checkpointing=true"
+    )
     print(
         f"weights  {plan.num_bytes:,} bytes a sync; how they travel: "
         f"python -m llamarl.ddma plan --model {job.model_path}"
@@ -110,7 +118,9 @@ def dry_run(job: Job) -> None:
             if c.reward.stream:
                 _print_cache(job, part)
         elif part.kind == "novelty":
-            print(f"reward   {job.name_of(part)}")
+            embedder = job.model_path if part.embedder == START else part.embedder
+            name = f"novelty by {embedder}" if job.without_weights else job.name_of(part)
+            print(f"reward   {name}")
         elif part.kind == "encoder":
             print(f"reward   {part.path}, an encoder in {part.dtype}, whole on each reward rank")
         else:
@@ -123,6 +133,8 @@ def dry_run(job: Job) -> None:
             size = num_parameters(read_config(path))
             what = f"{path}, a model of {size:,} parameters in {c.model.dtype}"
             print(f"{name}     {what}, whole on the reward's first rank")
+    for missing in dict.fromkeys(job.without_weights):
+        print(f"weights  not there yet: {missing}; a run needs them")
     print("dry run: nothing was started and nothing written")
 
 

@@ -17,7 +17,8 @@ def check_embedders(job: Job) -> None:
         if given == START:
             continue
         try:
-            check_sentence_encoder(given)
+            with job.weights_may_wait():
+                check_sentence_encoder(given)
             read_tokenizer(Path(given))
         except (OSError, ValueError) as error:
             raise ValueError(f"{key}: {error}") from error

@@ -14,7 +14,6 @@ from llamarl.launch.job import Job, read_model
 from llamarl.launch.scorers import check_context, check_scorer, other_tokens
 from llamarl.launch.sources import source_of
 from llamarl.models.config import read_config
-from llamarl.models.hf import weights_of
 from llamarl.tasks.source import try_source
 from llamarl.types import Prompt
 
@@ -56,7 +55,7 @@ def _check_base(job: Job, path: Path) -> None:
             "perplexity is one of the policy's tokens"
         )
     check_context(job.sampled, config, f"eval.base={path}")
-    weights_of(path, config)
+    job.check_weights(path, config)
 
 
 def reference_texts(prompts: Sequence[Prompt], key: str | None) -> list[str] | None:

@@ -19,7 +19,6 @@ from llamarl.launch.scorers import (
 )
 from llamarl.models.build import build_decoder
 from llamarl.models.config import ModelConfig
-from llamarl.models.hf import weights_of
 from llamarl.models.quantize import quantize_decoder
 from llamarl.models.scorer import SCORE
 
@@ -74,7 +73,7 @@ def _check_model(job: Job, model: ModelConfig) -> None:
             f"{model.architecture}, whose tensors lie otherwise there than here; "
             "generator=native samples it"
         )
-    weights_of(job.model_path, model)
+    job.check_weights(job.model_path, model)
     if g.kind == "native" and g.quantize != "none":
         decoder = build_decoder(model)  # on the meta device
         try:
@@ -92,7 +91,7 @@ def _check_victim(job: Job) -> None:
         raise ValueError(
             f"{given}: {model.architecture} gives scores, no tokens; the victim is a language model"
         )
-    weights_of(path, model)
+    job.check_weights(path, model)
     check_vocabulary(job.victim_tokenizer, model.vocab_size, path)
     check_context(job.scored, model, given)
     try:
@@ -132,10 +131,10 @@ def _check_critic(job: Job, policy: ModelConfig) -> None:
             f"task.max_prompt_tokens + max_new_tokens = {c.longest}; lower one of them"
         )
     if model.labels:
-        weights_of(path, model)
+        job.check_weights(path, model)
         _warn_of_rescaled_scores(job)
     else:
-        weights_of(path, model.as_scorer(), may_lack=(SCORE,))
+        job.check_weights(path, model.as_scorer(), may_lack=(SCORE,))
 
 
 def _warn_of_rescaled_scores(job: Job) -> None:

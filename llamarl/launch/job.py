@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import math
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 
@@ -19,15 +21,18 @@ from llamarl.config.rewards import AnySourceSettings
 from llamarl.config.schema import START
 from llamarl.config.victim import ATTACK
 from llamarl.controller import ExecutorController, RunSettings
+from llamarl.errors import NoWeights
 from llamarl.executor import Executor
 from llamarl.launch.identity import Identity, ModelParts, architecture_of
 from llamarl.launch.outcome import has_finished, recorded
 from llamarl.launch.run_directory import RunDirectory
+from llamarl.learning.memory import activation_bytes, longest_microbatch
 from llamarl.learning.replay import lag_bound
 from llamarl.models.attention import rotary_of
-from llamarl.models.config import ModelConfig, read_config, read_json
+from llamarl.models.config import ModelConfig, check_sizes, read_config
+from llamarl.models.directory import check_files, read_json
 from llamarl.models.fingerprint import model_digest, tokenizer_digest, weights_digest
-from llamarl.models.hf import load_tokenizer
+from llamarl.models.hf import load_tokenizer, weights_of
 from llamarl.observe import RowWriter, build_sinks
 from llamarl.tasks.base import PromptMaker, Task, sample_digest
 from llamarl.tasks.build import build_task
@@ -35,6 +40,15 @@ from llamarl.tickets.governors import Constants
 from llamarl.tickets.ledger import TicketLedger
 from llamarl.tickets.prompts import PromptStream
 from llamarl.types import Prompt
+
+_GIB = 1 << 30
+# What a tokenizer is made of, of these the JSON.
+_TOKENIZER_FILES = (
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "tokenizer.json",
+)
 
 
 def read_tokenizer(path: Path):
@@ -46,10 +60,16 @@ def read_tokenizer(path: Path):
     except FileNotFoundError:
         raise
     except Exception as error:  # transformers and tokenizers raise anything, and name no file
-        for name in ("tokenizer_config.json", "tokenizer.json"):
+        check_files(path)
+        for name in _TOKENIZER_FILES:
             file = path / name
             if file.is_file():
                 read_json(file)  # which says what is wrong with it, if it is no JSON
+        if "trust_remote_code" in str(error):
+            raise ValueError(
+                f"{path / 'tokenizer_config.json'}: the tokenizer is code of the directory's own "
+                "(auto_map), which is never run; need a tokenizer.json that transformers reads"
+            ) from error
         file = path / "tokenizer.json"
         what = f"{type(error).__name__}: {error}".splitlines()[0]
         raise ValueError(
@@ -63,6 +83,7 @@ def read_model(path: str | Path) -> ModelConfig:
     """
     model = read_config(path)
     try:
+        check_sizes(model)
         rotary_of(model)
     except (ValueError, TypeError, ArithmeticError) as error:
         raise ValueError(f"{Path(path) / 'config.json'}: {error}") from error
@@ -117,6 +138,28 @@ class Job:
         self.model_path = Path(config.model.path) if config.model.path else TINY_MODEL
         self._writer: RowWriter | None = None
         self._stopped_after: int | None = None  # a step, on the leader of a run that has more
+        self.without_weights: list[str] = []  # what a dry run did not find, in words
+
+    @contextmanager
+    def weights_may_wait(self) -> Iterator[None]:
+        """Have a dry run do without the weights of a model directory, which are noted in
+        `without_weights`; a run needs them: NoWeights.
+        """
+        try:
+            yield
+        except NoWeights as error:
+            if not self.config.dry_run:
+                raise
+            self.without_weights.append(str(error).partition(";")[0])
+
+    def check_weights(
+        self, path: str | Path, model: ModelConfig, *, may_lack: Collection[str] = ()
+    ) -> None:
+        """That a directory has the weights of its config.json; see weights_of and
+        weights_may_wait.
+        """
+        with self.weights_may_wait():
+            weights_of(path, model, may_lack=may_lack)
 
     @cached_property
     def tokenizer(self):
@@ -411,6 +454,29 @@ class Job:
             max_size=c.buffer.max_size // self.num_buffers,
         )
 
+    def activation_bytes(self, model: ModelConfig) -> dict[bool, int]:
+        """Bytes of activations on a trainer rank, for the longest sequences that the config
+        allows, without and with trainer.activation_checkpointing.
+        """
+        c = self.config
+        size = longest_microbatch(
+            prompt_tokens=c.longest - c.max_new_tokens,
+            completion_tokens=c.max_new_tokens,
+            group_size=c.group_size,
+            budget_tokens=c.trainer.microbatch_tokens,
+        )
+        found = {}
+        for checkpointing in (False, True):
+            found[checkpointing] = activation_bytes(
+                model,
+                size,
+                itemsize=getattr(torch, c.model.dtype).itemsize,
+                checkpointing=checkpointing,
+                tensor_parallel=c.trainer.tensor_parallel,
+                device=self.world.device.type,
+            )
+        return found
+
     def writer(self) -> RowWriter:
         """The leader's book of metrics, with the console and what else the config asks for."""
         m = self.config.metrics
@@ -448,9 +514,25 @@ class Job:
         print(f"float32  {self.world.products}")
         ends = ", stragglers end at their deadline" if c.on_deadline == "truncate" else ""
         print(f"async    max_lag {'none' if c.max_lag is None else c.max_lag}, {overcommit}{ends}")
+        if c.longest > c.trainer.microbatch_tokens:
+            self._announce_memory()
         checkpoint = self.directory.resume_from
         resumed = f", resumed from {checkpoint.name}" if checkpoint else ""
         print(f"run      {self.directory.path}{resumed}", flush=True)
+
+    def _announce_memory(self) -> None:
+        """Print what sequences beyond the token budget of a microbatch may take."""
+        c = self.config
+        held, saved = self.activation_bytes(read_config(self.model_path)).values()
+        taken = saved if c.trainer.activation_checkpointing else held
+        remedy = ""
+        if not c.trainer.activation_checkpointing:
+            remedy = f", {saved / _GIB:.2f} with trainer.activation_checkpointing=true"
+        budget = f"trainer.microbatch_tokens={c.trainer.microbatch_tokens}"
+        print(
+            f"memory   sequences of up to {c.longest:,} tokens, beyond {budget}: at most "
+            f"{taken / _GIB:.2f} GiB of activations a trainer rank{remedy}"
+        )
 
     def conclude(self) -> None:
         """Print how the run went, on the leader."""

@@ -10,10 +10,10 @@ from typing import Literal
 
 from llamarl.config.rewards import ModelSourceSettings
 from llamarl.config.schema import Config
+from llamarl.errors import NoWeights
 from llamarl.inference.cache import whole_blocks
 from llamarl.launch.job import Job, Scored, read_model, read_tokenizer
 from llamarl.models.config import ModelConfig
-from llamarl.models.hf import weights_of
 from llamarl.models.scorer import label_of
 from llamarl.tasks.classifier import check_encoder
 from llamarl.tasks.transcript import Transcript, same_tokens
@@ -35,7 +35,7 @@ def check_scorers(job: Job) -> None:
             )
     for key, part in job.config.reward_parts.items():
         if part.kind == "encoder":
-            with naming(key, part.path, part.label):
+            with job.weights_may_wait(), naming(key, part.path, part.label):
                 check_encoder(part.path, part.label, part.max_tokens)
 
 
@@ -60,6 +60,8 @@ def naming(key: str, path: str, label: str | None) -> Iterator[None]:
     """Have a ValueError inside say which keys gave the encoder."""
     try:
         yield
+    except NoWeights:
+        raise
     except ValueError as error:
         given = f"{key}.path={path} {key}.label={label or 'null'}"
         raise ValueError(f"{given}: {error}") from error
@@ -81,7 +83,7 @@ def check_scorer(
         label_of(config, scorer.label)
     except ValueError as error:
         raise ValueError(f"{label_key}={scorer.label or 'null'}: {scorer.path} {error}") from error
-    weights_of(scorer.path, config)
+    job.check_weights(scorer.path, config)
     _check_length(job, key, scorer, scored, config)
     return config
 

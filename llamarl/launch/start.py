@@ -22,6 +22,7 @@ from llamarl.comm.groups import init_world, threads_per_rank
 from llamarl.config.command_line import Config
 from llamarl.errors import (
     BadInput,
+    BadWeights,
     CheckpointError,
     LagExceeded,
     MetricsError,
@@ -111,6 +112,9 @@ def explained() -> Iterator[ExitStack]:
     except (RunDirectoryError, BadInput) as error:
         if rank == 0:
             _complain(f"llamarl: {error}")
+        code = EXIT_BAD_INPUT
+    except BadWeights as error:  # found by those ranks alone that hold them
+        _complain(f"llamarl: rank {rank}: {error}")
         code = EXIT_BAD_INPUT
     except RUN_ENDS as error:
         said = "\n".join([str(error), *getattr(error, "__notes__", ())])

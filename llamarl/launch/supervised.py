@@ -9,6 +9,7 @@ OUT/config.json, model.safetensors, tokenizer.json, ...    the model, once the r
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 import os
@@ -208,6 +209,7 @@ def launch_supervised(
         torch.manual_seed(config.seed)
         with bad_input():
             tokenizer = _checked_tokenizer(config)
+            config = within_context(config, is_told=world.rank == 0)
             data = read_data(config.task, tokenizer)
         job = SupervisedJob(config, world, data)
         try:
@@ -238,6 +240,26 @@ def _check_head(config: SupervisedConfig, model: ModelConfig) -> None:
         )
 
 
+def within_context(config: SupervisedConfig, *, is_told: bool) -> SupervisedConfig:
+    """With rows of no more tokens than the model's context, which is said once where it is less
+    than task.max_tokens.
+    """
+    context = read_model(config.model.path).max_position_embeddings
+    given = config.task.max_tokens
+    if given <= context:
+        return config
+    if is_told:
+        log.warning(
+            "task.max_tokens=%d, but the context of %s is %d tokens: rows of at most %d are taken",
+            given,
+            config.model.path,
+            context,
+            context,
+        )
+    task = dataclasses.replace(config.task, max_tokens=context)
+    return dataclasses.replace(config, task=task)
+
+
 def _checked_tokenizer(config: SupervisedConfig):
     """The model directory's, whose weights and ids fit. ValueError or FileNotFoundError."""
     path = Path(config.model.path)
@@ -246,12 +268,6 @@ def _checked_tokenizer(config: SupervisedConfig):
     trained = model.as_scorer() if config.scores else model
     may_lack = () if model.labels else (SCORE,)
     weights_of(path, trained, may_lack=may_lack)
-    longest = model.max_position_embeddings
-    if config.task.max_tokens > longest:
-        raise ValueError(
-            f"task.max_tokens={config.task.max_tokens}, but the model's context is {longest}; "
-            "lower it"
-        )
     tokenizer = read_tokenizer(path)
     check_vocabulary(tokenizer, model.vocab_size, path)
     return tokenizer

@@ -22,10 +22,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from llamarl.errors import NoWeights
 from llamarl.learning.packing import collate
 from llamarl.models.attention import PackedAttention
+from llamarl.models.directory import read_json
 from llamarl.models.frozen import frozen_decoder
-from llamarl.models.hf import load_tokenizer
+from llamarl.models.hf import check_encoder_directory, check_finite, load_tokenizer
 from llamarl.tasks.classifier import most_tokens_of
 
 _UNBOUNDED = 1_000_000  # a tokenizer that knows no longest text says more than this
@@ -153,9 +155,12 @@ class EncoderEmbedder:
         model = AutoModel.from_pretrained(
             settings.path,
             local_files_only=True,
+            trust_remote_code=False,
             use_safetensors=True,
             dtype=getattr(torch, settings.dtype),
         )
+        for name, parameter in model.named_parameters():
+            check_finite(name, parameter, Path(settings.path))
         self._model = model.to(device).eval().requires_grad_(False)
         self._longest = self._tokenizer.model_max_length
         if self._longest > _UNBOUNDED:
@@ -195,13 +200,17 @@ def check_sentence_encoder(path: str) -> None:
     from transformers import AutoConfig
 
     directory = Path(path)
-    names = ("model.safetensors", "model.safetensors.index.json")
-    if not any((directory / name).is_file() for name in names):
-        raise ValueError(
-            f"{path}: no model.safetensors; an embedder's weights are read from that alone"
-        )
+    if not (directory / "config.json").is_file():
+        raise ValueError(f"{path}: no config.json and no model.safetensors; need an encoder's")
+    read_json(directory / "config.json")
     try:
-        AutoConfig.from_pretrained(path, local_files_only=True)
+        AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except (ValueError, OSError) as error:
         reason = str(error).splitlines()[0]
         raise ValueError(f"{path}: transformers cannot read its config.json: {reason}") from error
+    try:
+        check_encoder_directory(directory)
+    except NoWeights as error:
+        raise NoWeights(
+            f"{path}: no model.safetensors; an embedder's weights are read from that alone"
+        ) from error

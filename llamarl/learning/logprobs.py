@@ -25,6 +25,7 @@ from llamarl.models.fused import kernels, weight_gradient
 # Up to this many logits are one chunk, kept for backward: recomputing them would cost more than it
 # saves.
 KEEP_LOGITS = 1 << 22
+CHUNK_TOKENS = 1024  # rows of logits at a time
 # Up to this many bytes they are kept for backward, though chunks are smaller.
 KEEP_BYTES = 1 << 26
 
@@ -38,7 +39,7 @@ def chunked_logprobs(
     labels_T: Tensor,
     *,
     temperature: float = 1.0,
-    chunk_tokens: int = 1024,
+    chunk_tokens: int = CHUNK_TOKENS,
     entropy_grad: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """(log softmax(hidden @ weight.T / temperature)[label], entropy of that softmax), [T] nats

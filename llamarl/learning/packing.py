@@ -397,7 +397,8 @@ def _warn_too_long(budget_tokens: int, whole_groups: bool) -> None:
         remedy = "the longest prompt plus group_size times max_new_tokens"
     warnings.warn(
         f"{what} longer than trainer.microbatch_tokens={budget_tokens} get microbatches of their "
-        "own and need more memory than it promises; raise it to at least "
+        "own and need more memory than it promises; trainer.activation_checkpointing=true holds a "
+        "fraction of it (+dry_run=true says both in GiB), or raise the budget to at least "
         f"{remedy}",
         stacklevel=3,
     )

@@ -69,6 +69,7 @@ class PackedAttention:
         prefix_starts = starts[parents]
         prefixes = torch.where(is_child, lengths[parents], 0)
         self._parts = []
+        self._added_masks: dict[tuple[int, torch.dtype], Tensor] = {}
         for of_kind in (~is_child, is_child):
             numbers = of_kind.nonzero().squeeze(1)
             for n in _of_like_length(numbers, lengths, prefixes):
@@ -99,7 +100,7 @@ class PackedAttention:
         if kernels(q_THK) is not None and longest <= limit:
             return PackedProducts.apply(q_THK, k_TJK, v_TJK, self._parts)
         attended = []
-        for part in self._parts:
+        for number, part in enumerate(self._parts):
             q_NHLK = _padded(q_THK, part.queries_NL)
             k_NJMK = _padded(k_TJK, part.keys_NM)
             v_NJMK = _padded(v_TJK, part.keys_NM)
@@ -107,11 +108,27 @@ class PackedAttention:
             if is_short and q_THK.device.type == "cpu":
                 out_NHLK = masked_products(q_NHLK, k_NJMK, v_NJMK, part.mask)
             else:
-                out_NHLK = fused(q_NHLK, k_NJMK, v_NJMK, part.mask)
+                mask = self._added_mask(number, q_THK.dtype)
+                out_NHLK = fused(q_NHLK, k_NJMK, v_NJMK, mask)
             out_NLHK = out_NHLK.transpose(1, 2)
             attended.append(out_NLHK.flatten(0, 1))
         padded = torch.cat(attended)
         return padded.index_select(0, self._places_T)
+
+    def _added_mask(self, number: int, dtype: torch.dtype) -> Tensor | None:
+        """What is added to the scores of part `number`, 0 or -inf, [N, 1, L, M]; None: causal.
+
+        Made once for all layers: of a mask of bools PyTorch makes one in every layer, and each of
+        them is held for backward.
+        """
+        mask = self._parts[number].mask
+        if mask is None:
+            return None
+        key = (number, dtype)
+        if key not in self._added_masks:
+            added = torch.zeros(mask.shape, dtype=dtype, device=mask.device)
+            self._added_masks[key] = added.masked_fill_(~mask, -torch.inf)
+        return self._added_masks[key]
 
     def _check_places(self) -> None:
         """IndexError where a segment reaches outside the tokens: kernels on a CPU trust the places
@@ -189,8 +206,8 @@ def _padded(x_THK: Tensor, index_NL: Tensor) -> Tensor:
 
 
 def fused(q_NHLK: Tensor, k_NJMK: Tensor, v_NJMK: Tensor, mask: Tensor | None) -> Tensor:
-    """Attention [N, H, L, K] by PyTorch's kernels; mask: bool, broadcast to [N, 1, L, M], true
-    where a key is seen; None: causal.
+    """Attention [N, H, L, K] by PyTorch's kernels; mask: broadcast to [N, 1, L, M], bool, true
+    where a key is seen, or what is added to the scores; None: causal.
     """
     shared = q_NHLK.shape[1] // k_NJMK.shape[1]
     if mask is not None and shared > 1 and q_NHLK.is_cuda:
@@ -217,6 +234,11 @@ class Rotary:
         steps = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu")
         inv_freq = 1.0 / theta ** (steps / head_dim)
         self.inv_freq, self.factor = _scale_frequencies(inv_freq, theta, scaling or {})
+        if not (self.inv_freq.isfinite().all() and math.isfinite(self.factor)):
+            raise ValueError(
+                f"rope_theta={theta} and rope_scaling={scaling} give angles that are no finite "
+                "numbers; fetch it again"
+            )
         self._table = torch.empty(2, 0, 1, head_dim)  # cos and sin of every position so far
 
     def __call__(self, positions_T: Tensor, longest: int) -> Angles:

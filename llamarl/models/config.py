@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import json
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from llamarl.models.directory import architecture_in, check_files, read_json
 from llamarl.models.families import FAMILIES, Family
 
 SCORER = "ForSequenceClassification"  # its head gives num_labels scores in place of logits
@@ -21,6 +23,21 @@ _COUNTS = (
     "head_dim",
     "max_position_embeddings",
 )
+# The most of each that is believed: far above any model, and far below what fills memory or takes
+# minutes to count through.
+_MOST_LAYERS = 10_000
+_MOST_FEATURES = 1 << 24
+_MOST = {
+    "vocab_size": 1 << 31,
+    "num_hidden_layers": _MOST_LAYERS,
+    "hidden_size": _MOST_FEATURES,
+    "intermediate_size": _MOST_FEATURES,
+    "num_attention_heads": _MOST_FEATURES,
+    "num_key_value_heads": _MOST_FEATURES,
+    "head_dim": _MOST_FEATURES,
+}
+# Numbers, and the least that each may be. A base of 1 turns all features alike.
+_NUMBERS = {"rms_norm_eps": 0.0, "rope_theta": 1.0}
 
 
 def tiny_directory() -> Path:
@@ -83,28 +100,17 @@ def family_of(architecture: str) -> str:
     return architecture
 
 
-def read_json(file: Path) -> dict:
-    """The JSON object that a file holds. ValueError naming it if it holds none."""
-    try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:  # JSONDecodeError and UnicodeDecodeError are ValueErrors
-        raise ValueError(f"{file}: not JSON: {error}; fetch it again") from error
-    if not isinstance(value, dict):
-        raise ValueError(
-            f"{file}: need a JSON object, this is {type(value).__name__}; fetch it again"
-        )
-    return value
-
-
 def read_config(path: str | Path) -> ModelConfig:
     """Read DIR/config.json (or the file itself).
 
-    FileNotFoundError if it is absent; ValueError for an unsupported architecture, sliding-window
-    attention in use, or a missing or impossible field, naming the file.
+    FileNotFoundError if it is absent; ValueError for a directory whose files lie elsewhere, an
+    unsupported architecture, sliding-window attention in use, or a missing or impossible field,
+    naming the file.
     """
     path = Path(path)
     file = path
     if path.is_dir():
+        check_files(path)
         file = path / "config.json"
     if not file.is_file():
         raise FileNotFoundError(
@@ -112,12 +118,15 @@ def read_config(path: str | Path) -> ModelConfig:
             "a model directory holds config.json, model.safetensors and tokenizer.json"
         )
     raw = read_json(file)
-    architecture = (raw.get("architectures") or ["(none)"])[0]
+    try:
+        architecture = architecture_in(raw)
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from error
     problem = _unknown(architecture)
     if problem:
         raise ValueError(f"{file}: {problem}")
     family = FAMILIES[family_of(architecture)]
-    problem = _unsupported(raw, architecture, family) or _malformed(raw, family)
+    problem = _malformed(raw, family) or _unsupported(raw, architecture, family)
     if architecture.endswith(SCORER):
         problem = problem or _misnamed(raw)
     if problem:
@@ -225,19 +234,78 @@ def _unsupported(raw: dict, architecture: str, family: Family) -> str | None:
 
 
 def _malformed(raw: dict, family: Family) -> str | None:
-    """Which field is a count that is none, or should be an object; None: no such field."""
-    for key in _COUNTS:
+    """Which field is not of its kind, or beyond belief; None: no such field."""
+    problem = _miscounted(raw, family.fields) or oversized(raw, family.fields)
+    if problem:
+        return problem
+    for key, least in _NUMBERS.items():
         key = family.fields.get(key, key)
-        count = raw.get(key)
-        if count is not None and not (type(count) is int and count > 0):
-            return f"{key}={count!r}: need a whole number of at least 1; fetch it again"
+        number = raw.get(key)
+        if number is not None and not _is_number(number, least):
+            return f"{key}={number!r}: need a finite number of at least {least:g}; fetch it again"
+    for key in ("tie_word_embeddings", "use_parallel_residual", "use_sliding_window"):
+        if not isinstance(raw.get(key), bool | None):
+            return f"{key}={raw[key]!r}: need true or false; fetch it again"
+    window = raw.get("sliding_window")
+    if not (window is None or _is_number(window, 0)):
+        return f"sliding_window={window!r}: need a whole number of tokens, or null"
     for key in ("rope_parameters", "rope_scaling"):
         if not isinstance(raw.get(key) or {}, dict):
             return f"{key}={raw[key]!r}: need an object with rope_type, or null"
-    fraction = raw.get("rotary_pct", 1)
-    if not (isinstance(fraction, int | float) and 0 <= fraction <= 1):
-        return f"rotary_pct={fraction!r}: need a share of a head's features, from 0 to 1"
+    rope = raw.get("rope_parameters") or {}
+    theta = rope.get("rope_theta")
+    if not (theta is None or _is_number(theta, _NUMBERS["rope_theta"])):
+        return f"rope_parameters.rope_theta={theta!r}: need a finite number of at least 1"
+    fractions = {
+        "rotary_pct": raw.get("rotary_pct"),
+        "rope_parameters.partial_rotary_factor": rope.get("partial_rotary_factor"),
+    }
+    for key, fraction in fractions.items():
+        if not (fraction is None or (_is_number(fraction, 0) and fraction <= 1)):
+            return f"{key}={fraction!r}: need a share of a head's features, from 0 to 1"
     return None
+
+
+def check_sizes(config: ModelConfig) -> None:
+    """ValueError for sizes that do not go with each other, so that no decoder can be computed."""
+    heads = config.num_attention_heads
+    kv_heads = config.num_key_value_heads
+    if heads % kv_heads:
+        raise ValueError(f"{heads} query heads cannot share {kv_heads} key/value heads evenly")
+    if config.head_dim < 1:
+        raise ValueError(f"hidden_size={config.hidden_size} is too small for {heads} heads")
+    turned = config.head_dim if config.rotary_dim is None else config.rotary_dim
+    if turned % 2:
+        raise ValueError(f"{turned} features of a head are turned in pairs; need an even number")
+
+
+def _miscounted(raw: dict, fields: Mapping[str, str]) -> str | None:
+    """Which count is none; None: no such field. fields: Llama's names -> those of this file."""
+    for name in _COUNTS:
+        key = fields.get(name, name)
+        count = raw.get(key)
+        if count is not None and not (type(count) is int and count > 0):
+            return f"{key}={count!r}: need a whole number of at least 1; fetch it again"
+    return None
+
+
+def oversized(raw: dict, fields: Mapping[str, str]) -> str | None:
+    """Which field of a config.json says more than any model has; None: no such field. fields:
+    Llama's names -> those of this file.
+    """
+    for name, most in _MOST.items():
+        key = fields.get(name, name)
+        count = raw.get(key)
+        if isinstance(count, int) and count > most:
+            return f"{key}={count}: need at most {most:,}; fetch it again"
+    return None
+
+
+def _is_number(value: object, least: float) -> bool:
+    """Whether it is a finite number of at least so much."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return math.isfinite(value) and value >= least
 
 
 def _misnamed(raw: dict) -> str | None:

@@ -13,7 +13,7 @@ import os
 import struct
 from pathlib import Path
 
-from llamarl.models.config import read_json
+from llamarl.models.directory import read_json
 from llamarl.models.hf import SafetensorsDir
 
 # Where there is no tokenizer.json: what a tokenizer is made of.
@@ -48,7 +48,8 @@ def _tensor_digests(file: Path) -> dict[str, bytes]:
         (header_bytes,) = struct.unpack("<Q", stream.read(8))
         header = json.loads(os.pread(stream.fileno(), header_bytes, 8))
         data = 8 + header_bytes  # where the tensors begin
-        os.posix_fadvise(stream.fileno(), data, 0, os.POSIX_FADV_RANDOM)
+        if hasattr(os, "posix_fadvise"):  # macOS has none
+            os.posix_fadvise(stream.fileno(), data, 0, os.POSIX_FADV_RANDOM)
         for name, tensor in header.items():
             if name == "__metadata__":
                 continue

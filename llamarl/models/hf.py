@@ -17,7 +17,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from llamarl.models.config import ModelConfig, read_config, read_json
+from llamarl.errors import BadWeights, NoWeights
+from llamarl.models.config import ModelConfig, oversized, read_config
+from llamarl.models.directory import check_files, read_json
 from llamarl.models.fsdp import held_box, local
 from llamarl.models.protocol import LanguageModel
 from llamarl.models.sharding import Shape
@@ -56,6 +58,11 @@ _MADE_ANEW = (
     ".attention.bias",
     ".attention.masked_bias",
 )
+# Dtypes, as safetensors calls them. Integers would be taken for the numbers themselves, without the
+# scales that they are multiples of.
+_FLOATING = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
+_NEED_FLOATING = f"need one of {', '.join(_FLOATING)}"
+_IDS = ("position_ids", "token_type_ids")  # ends of names: what older encoders keep of their inputs
 _LAYER = re.compile(r"(?<=layers\.)\d+")
 _COPIED = (
     "config.json",
@@ -98,13 +105,16 @@ class SafetensorsDir:
     """The tensors of a model directory, read one at a time or by slice; sharded (index.json) or
     single.
 
-    base: how names begin; where none does, it is left out in the files. FileNotFoundError or
-    ValueError naming the file when one is missing, truncated or not safetensors.
+    base: how names begin; where none does, it is left out in the files. NoWeights (which is a
+    FileNotFoundError) or ValueError naming the file when one is missing, truncated, not
+    safetensors, or outside of the directory.
     """
 
     def __init__(self, path: str | Path, *, base: str = ""):
         self.path = Path(path)
         self._left_out = ""
+        if self.path.is_dir():
+            check_files(self.path)
         index = self.path / "model.safetensors.index.json"
         single = self.path / "model.safetensors"
         if index.is_file():
@@ -112,15 +122,13 @@ class SafetensorsDir:
         elif single.is_file():
             files = [single.name]
         else:
-            raise FileNotFoundError(
-                f"{single}: no such file; weights are loaded from safetensors only"
-            )
+            raise NoWeights(f"{single}: no such file; weights are loaded from safetensors only")
         self.files = [self.path / name for name in files]
         self.file_of = {}  # name of a tensor -> the opened file
         for name in files:
             file = self.path / name
             if not file.is_file():
-                raise FileNotFoundError(f"{file}: no such file, but the index names it")
+                raise NoWeights(f"{file}: no such file, but the index names it")
             try:
                 opened = safe_open(file, framework="pt")
             except (SafetensorError, OSError) as error:
@@ -143,27 +151,54 @@ def _weight_map(index: Path) -> dict[str, str]:
     is_map = isinstance(named, dict) and named
     if not (is_map and all(isinstance(file, str) for file in named.values())):
         raise ValueError(f"{index}: no weight_map from tensors to files; fetch it again")
+    for tensor, file in named.items():
+        # A path, or "..", which Path calls the name of itself: it may lead anywhere.
+        if Path(file).name != file or file == ".." or "\0" in file:
+            raise ValueError(
+                f"{index}: {tensor} in {file!r}, which is no file of the directory; fetch it again"
+            )
     return named
 
 
 def check_weights(
     source: SafetensorsDir, shapes: Mapping[str, Shape], *, may_lack: Collection[str] = ()
 ) -> None:
-    """ValueError naming what is absent, unknown, or of another shape than `shapes` by the names of
-    the directory's tensors. Reads no numbers. may_lack: names that need not be there.
+    """ValueError naming what is absent, unknown, of integers, or of another shape than `shapes` by
+    the names of the directory's tensors. Reads no numbers. may_lack: names that need not be there.
     """
     missing = shapes.keys() - source.file_of.keys() - set(may_lack)
     problems = [f"{name}: absent" for name in missing]
     for name in source.file_of:
         if name in shapes:
-            shape = tuple(source.get_slice(name).get_shape())
+            tensor = source.get_slice(name)
+            shape = tuple(tensor.get_shape())
+            dtype = tensor.get_dtype()
             if shape != shapes[name]:
                 problems.append(f"{name}: shape {shape}, the config says {shapes[name]}")
+            elif dtype not in _FLOATING:
+                problems.append(f"{name}: {dtype}, {_NEED_FLOATING}")
         elif not name.endswith(_MADE_ANEW):
             problems.append(f"{name}: not in this architecture")
     if problems:
         listed = "\n  ".join(sorted(problems)[:20])
         raise ValueError(f"{source.path}: weights do not fit config.json:\n  {listed}")
+
+
+def check_encoder_directory(path: Path) -> None:
+    """That a directory which transformers itself is to load has files of its own, sizes to be
+    believed and weights of floating-point numbers. ValueError or FileNotFoundError.
+    """
+    check_files(path)
+    file = path / "config.json"
+    raw = read_json(file)
+    for layers in ("num_hidden_layers", "n_layers", "num_layers"):
+        problem = oversized(raw, {"num_hidden_layers": layers})
+        if problem:
+            raise ValueError(f"{file}: {problem}")
+    for name, opened in SafetensorsDir(path).file_of.items():
+        dtype = opened.get_slice(name).get_dtype()
+        if dtype not in _FLOATING and not name.endswith(_IDS):
+            raise ValueError(f"{path}: {name}: {dtype}, {_NEED_FLOATING}")
 
 
 def weights_of(
@@ -191,7 +226,7 @@ def load_weights(
     Sharded parameters (DTensor) read their own rows only, and a tensor-parallel decoder its own
     part of each. Adapters are left as they are, and what the directory lacks of `may_lack`.
     ValueError naming tensors that are absent, unknown, or of another shape; nothing is loaded by
-    halves then.
+    halves then. BadWeights for one that holds NaN or infinite numbers.
     """
     config = decoder.config
     source = weights_of(path, config, may_lack=may_lack)
@@ -203,8 +238,21 @@ def load_weights(
         if place is not None and place.name in source.file_of:
             held = held_box(decoder, name, parameter)
             part = read_box(source.get_slice(place.name), place, held, config)
+            check_finite(place.name, part, source.path)
             local(parameter).copy_(part)
     return decoder
+
+
+def check_finite(name: str, tensor: Tensor, path: Path) -> None:
+    """BadWeights if a tensor of the directory `path` holds NaN or infinite numbers."""
+    if tensor.dtype.itemsize == 1:  # float8, of which torch tests nothing
+        tensor = tensor.float()
+    num_bad = tensor.numel() - int(tensor.isfinite().sum())
+    if num_bad:
+        raise BadWeights(
+            f"{path}: {name} holds {num_bad:,} numbers that are NaN or infinite; fetch the "
+            "directory again, or take an earlier checkpoint"
+        )
 
 
 def export(
@@ -226,7 +274,7 @@ def export(
     for name in _COPIED:
         if (like / name).is_file():
             shutil.copyfile(like / name, out / name)
-    config = json.loads((like / "config.json").read_text())
+    config = read_json(like / "config.json")
     key = "dtype" if "dtype" in config else "torch_dtype"
     config[key] = str(dtype).removeprefix("torch.")
     config |= fields or {}
@@ -271,11 +319,15 @@ def _write_shards(
 
 
 def load_tokenizer(path: str | Path):
-    """The directory's own tokenizer, from its files alone (no hub is asked)."""
+    """The directory's own tokenizer, from its files alone: no hub is asked, and no code of the
+    directory's is run.
+    """
     from transformers import AutoTokenizer
 
+    if Path(path).is_dir():
+        check_files(Path(path))
     if not (Path(path) / "tokenizer_config.json").is_file():
         raise FileNotFoundError(
             f"{path}: no tokenizer_config.json; a model directory needs its tokenizer"
         )
-    return AutoTokenizer.from_pretrained(path, local_files_only=True)
+    return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)

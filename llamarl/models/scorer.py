@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from llamarl.models.build import Decoder
 from llamarl.models.config import ModelConfig, read_config
+from llamarl.models.directory import read_json
 from llamarl.models.frozen import frozen_decoder
 from llamarl.models.fsdp import held_box, local
 from llamarl.models.hf import load_tokenizer
@@ -89,7 +90,7 @@ def settle_pad_token(path: str | Path) -> None:
     """
     path = Path(path)
     file = path / "config.json"
-    raw = json.loads(file.read_text())
+    raw = read_json(file)
     tokenizer = load_tokenizer(path)
     pad = raw["pad_token_id"]
     if pad is not None and pad != tokenizer.eos_token_id and pad == tokenizer.pad_token_id:
@@ -128,7 +129,7 @@ def scorer_fields(config: ModelConfig, like: str | Path) -> dict[str, object]:
     transformers finds the last token of a padded row by pad_token_id: where `like` has none, its
     end token is taken.
     """
-    raw = json.loads((Path(like) / "config.json").read_text())
+    raw = read_json(Path(like) / "config.json")
     pad = raw.get("pad_token_id")
     if pad is None:
         end = raw.get("eos_token_id")

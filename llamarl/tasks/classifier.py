@@ -19,7 +19,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from llamarl.models.config import read_json
+from llamarl.models.directory import architecture_in, read_json
+from llamarl.models.hf import check_encoder_directory, check_finite
 from llamarl.tasks.source import Outcome, Outcomes
 from llamarl.words.choices import ClassifierOutput, ClassifierReads
 
@@ -72,15 +73,22 @@ class Classifier:
         return len(self._waiting)
 
     def start(self) -> None:
-        """Load the model. ValueError or OSError if it cannot be."""
+        """Load the model. ValueError or OSError if it cannot be; BadWeights for NaN in it."""
         from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
         s = self._settings
-        options = dict(local_files_only=True, trust_remote_code=False)
-        self._tokenizer = AutoTokenizer.from_pretrained(s.path, **options)
-        model = AutoModelForSequenceClassification.from_pretrained(
-            s.path, use_safetensors=True, dtype=getattr(torch, s.dtype), **options
+        self._tokenizer = AutoTokenizer.from_pretrained(
+            s.path, local_files_only=True, trust_remote_code=False
         )
+        model = AutoModelForSequenceClassification.from_pretrained(
+            s.path,
+            use_safetensors=True,
+            dtype=getattr(torch, s.dtype),
+            local_files_only=True,
+            trust_remote_code=False,
+        )
+        for name, parameter in model.named_parameters():
+            check_finite(name, parameter, Path(s.path))
         self._label = label_number(labels_of(model.config), s.label)
         self._model = model.to(self._device).eval()
 
@@ -179,27 +187,23 @@ def check_encoder(path: str | Path, label: str | None, max_tokens: int) -> None:
     )
 
     path = Path(path)
-    options = dict(local_files_only=True, trust_remote_code=False)
     raw = read_json(path / "config.json")
-    (architecture,) = raw.get("architectures") or ["without architectures"]
+    architecture = architecture_in(raw)
     is_known = raw.get("model_type") in KNOWN
     if not (is_known and architecture.endswith("ForSequenceClassification")):
         raise ValueError(
             f"{architecture} is no classifier that transformers has; need a "
             "...ForSequenceClassification directory"
         )
-    config = AutoConfig.from_pretrained(path, **options)
+    config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     if getattr(config, "is_decoder", False) or hasattr(config, "num_key_value_heads"):
         raise ValueError(f"{architecture} reads from left to right; reward=model scores with it")
     label_number(labels_of(config), label)
     most = most_tokens_of(config)
     if most is not None and max_tokens > most:
         raise ValueError(f"it reads {most} tokens, fewer than max_tokens={max_tokens}; lower that")
-    if not any(path.glob("*.safetensors")):
-        raise FileNotFoundError(
-            f"{path}/model.safetensors: no such file; weights are loaded from safetensors only"
-        )
-    AutoTokenizer.from_pretrained(path, **options)
+    AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    check_encoder_directory(path)
 
 
 def most_tokens_of(config) -> int | None:

@@ -48,6 +48,8 @@ def read_jsonl(path: str | Path, make: Callable[[dict], Made]) -> list[Made]:
             except json.JSONDecodeError as error:
                 what = f"not JSON: {error.msg} at column {error.colno}"
                 problems.append(f"{path}:{number}: {what}")
+            except RecursionError:
+                problems.append(f"{path}:{number}: JSON nested too deep to be read")
             except ValueError as error:  # UnicodeDecodeError is one
                 problems.append(f"{path}:{number}: {error}")
     refuse("bad lines", problems)

@@ -93,6 +93,33 @@ def test_it_is_accepted_on_ranks_and_fits_its_model(name, settings, given, direc
     assert config.loss.fn == SECTIONS[loss_of(name)]["fn"]
 
 
+@pytest.mark.parametrize("max_steps", [20, 1])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_shorter_run_of_it_is_accepted_with_shorter_schedules(
+    name, max_steps, settings, directory
+):
+    overrides = [f"+experiment={name}", *given_of(name, directory), f"max_steps={max_steps}"]
+    check_command_line(overrides, world_size=4)
+    config = settings(name, f"max_steps={max_steps}")
+    assert config.max_steps == max_steps
+    schedules = (config.beta_schedule, config.log_reward_schedule, config.reference_schedule)
+    for schedule in schedules:
+        assert schedule.kind == "constant" or schedule.end_step <= max_steps
+    assert config.trainer.warmup_steps + (config.trainer.decay_steps or 0) <= max_steps
+
+
+def test_schedules_keep_their_share_of_a_shorter_run(settings):
+    two = settings("tba_table2", "max_steps=20").trainer
+    assert (two.warmup_steps, two.decay_steps) == (1, 10)
+    three = settings("tba_table3", "max_steps=64").beta_schedule
+    assert (three.end_step, three.cut_step) == (32, 8)
+    llama = settings("tba_red_team_llama", "max_steps=50")
+    ends = (llama.log_reward_schedule.end_step, llama.reference_schedule.end_step)
+    assert ends == (10, 20)
+    assert settings("tba_red_team_gpt2", "max_steps=50").buffer.grow_until == 40
+    assert settings("tba_red_team_gpt2").buffer.grow_until == 4000
+
+
 def test_the_papers_rewards_are_models(settings):
     assert len(MODEL_REWARDS) == 8
     for name in NAMES:

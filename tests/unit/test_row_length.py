@@ -1,0 +1,43 @@
+"""How long a row of supervised training may be: task.max_tokens, and never above the context."""
+
+import json
+import logging
+import shutil
+
+from llamarl.config.command_line import compose_config
+from llamarl.config.supervised import SFT
+from llamarl.launch.supervised import within_context
+from llamarl.learning.sft_data import read_sft_data
+from llamarl.models.config import tiny_directory
+from llamarl.models.hf import load_tokenizer
+
+
+def config_of(directory, rows, *overrides):
+    """rows: a file, of two rows; the second has more than 16 tokens."""
+    texts = ("1+1=", "1+" * 20 + "1=")
+    rows.write_text("\n".join(json.dumps({"prompt": t, "completion": "2"}) for t in texts))
+    words = [f"model.path={directory}", f"task.path={rows}", f"out={rows.parent / 'out'}"]
+    return compose_config([*words, *overrides], SFT)
+
+
+def test_a_context_below_task_max_tokens_is_taken_and_said_once(tmp_path, caplog):
+    model = shutil.copytree(tiny_directory(), tmp_path / "model")
+    values = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(values | {"max_position_embeddings": 16}))
+    rows = tmp_path / "rows.jsonl"
+    config = config_of(model, rows, "task.max_tokens=1024")
+    with caplog.at_level(logging.WARNING, "llamarl"):
+        taken = within_context(config, is_told=True)
+        within_context(config, is_told=False)  # another rank
+    assert taken.task.max_tokens == 16 and config.task.max_tokens == 1024
+    assert len(caplog.records) == 1
+    assert f"task.max_tokens=1024, but the context of {model} is 16 tokens" in caplog.text
+    given = ("task.drop_long=true", "task.chat=false", "task.num_eval=1")
+    short = within_context(config_of(model, rows, *given), is_told=False)
+    assert len(read_sft_data(short.task, load_tokenizer(model)).train) == 1
+
+
+def test_a_context_that_is_long_enough_changes_nothing(tmp_path, caplog):
+    config = config_of(tiny_directory(), tmp_path / "rows.jsonl", "task.max_tokens=512")
+    assert within_context(config, is_told=True) is config
+    assert not caplog.records
