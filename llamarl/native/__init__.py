@@ -136,8 +136,13 @@ def _compile(compiler: str, source: Path, flags: tuple[str, ...], target: Path) 
 
 
 def cache_folder() -> Path:
-    """Where compiled kernels and measured choices are kept."""
-    caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    """Where compiled kernels and measured choices are kept. OSError if this user has no home."""
+    caches = os.environ.get("XDG_CACHE_HOME")
+    if not caches:
+        try:
+            caches = Path.home() / ".cache"
+        except RuntimeError as error:
+            raise OSError(f"{error} Set HOME, or XDG_CACHE_HOME, to a directory") from error
     return Path(caches, "llamarl")
 
 

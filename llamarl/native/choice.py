@@ -46,9 +46,10 @@ def fastest(
         return names[0]
     known = "\n".join([what, *names, key, cpu_description()])
     digest = hashlib.sha256(known.encode()).hexdigest()
-    file = cache_folder() / f"choice-{digest[:16]}.json"
-    kept = _read(file)
-    if kept in ways:
+    name_of_file = f"choice-{digest[:16]}.json"
+    kept = _read(name_of_file)
+    # Other values than a name, such as a list, cannot even be looked up.
+    if isinstance(kept, str) and kept in ways:
         return kept
     # A first call of each, which may compile or lay out, does not count.
     for work in ways.values():
@@ -66,13 +67,15 @@ def fastest(
             chosen = name
     measured = [f"{name} {seconds * 1e3:.1f} ms" for name, seconds in times.items()]
     log.info("%s: %s, by measurement (%s)", what, chosen, ", ".join(measured))
-    _keep(file, {"way": chosen, "what": what, "key": key, "times_s": times})
+    _keep(name_of_file, {"way": chosen, "what": what, "key": key, "times_s": times})
     return chosen
 
 
-def _read(file: Path) -> str | None:
-    """The way that is kept there; None where there is no file, or one that cannot be read."""
+def _read(name: str) -> object:
+    """What is kept there as the way; None where there is no file, or one that cannot be read."""
+    file = Path(name)
     try:
+        file = cache_folder() / name
         return json.loads(file.read_text())["way"]
     except FileNotFoundError:
         return None
@@ -81,9 +84,11 @@ def _read(file: Path) -> str | None:
         return None
 
 
-def _keep(file: Path, found: dict) -> None:
+def _keep(name: str, found: dict) -> None:
     """Processes may keep one at once: the last rename wins."""
+    file = Path(name)
     try:
+        file = cache_folder() / name
         file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         with tempfile.TemporaryDirectory(dir=file.parent) as scratch:
             made = Path(scratch) / file.name

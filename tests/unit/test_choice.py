@@ -68,7 +68,10 @@ def test_what_was_found_is_kept_for_the_same_machine_and_key(own_folder):
     )
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"way": "unknown"}', '{"way": 3}'])
+@pytest.mark.parametrize(
+    "content",
+    ["", "{", "[]", '{"way": "unknown"}', '{"way": 3}', '{"way": []}', '{"way": {}}'],
+)
 def test_a_kept_choice_that_cannot_be_used_is_measured_anew(own_folder, content):
     Work(tiles=2.0, vectors=1.0).fastest()
     (file,) = own_folder.glob("choice-*.json")
@@ -81,6 +84,17 @@ def test_a_folder_that_cannot_be_written_to_is_a_warning(own_folder, caplog):
     own_folder.write_text("a file where the folder should be")
     assert Work(tiles=2.0, vectors=1.0).fastest() == "vectors"
     assert "will be measured again" in caplog.text
+
+
+def test_without_a_home_it_is_measured_each_time_and_a_warning_says_so(monkeypatch, caplog):
+    def no_home():
+        raise OSError("Set HOME")
+
+    monkeypatch.setattr(choice, "cache_folder", no_home)
+    for _ in range(2):
+        work = Work(tiles=2.0, vectors=1.0)
+        assert work.fastest() == "vectors" and work.calls
+    assert "Set HOME" in caplog.text
 
 
 def the_engine(**options) -> Engine:
