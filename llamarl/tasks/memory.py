@@ -43,9 +43,11 @@ class Watch:
     def __init__(self, worker: int, limit_bytes: int, note: int):
         self._limit_bytes = limit_bytes
         self._note = note
-        self._family = {worker}  # the worker and its descendants
+        # The worker and its descendants, each with the process that started it.
+        self._family = {worker: os.getpid()}
         self._strangers: set[int] = set()  # all other processes at the last look
         self._due = time.monotonic()
+        self._was_over = False  # at the last look, by the sum of several processes
 
     def wait_s(self) -> float:
         """Seconds until the next look."""
@@ -53,19 +55,25 @@ class Watch:
 
     def is_too_much(self) -> bool:
         """Look, if it is time to. If they hold too much: write down how much, and return True."""
-        began = time.monotonic()
-        if began < self._due:
+        if time.monotonic() < self._due:
             return False
+        began_s = time.process_time()
         self._find_family()
-        held = self._held_bytes()
-        if held > self._limit_bytes:
+        resident = self._resident()
+        held = max(resident.values(), default=0)
+        is_by_one = held > self._limit_bytes
+        if not is_by_one:
+            held = self._sum(resident)
+        is_over = held > self._limit_bytes
+        # A sum is looked at twice: a process that is just being started is one for a moment.
+        if is_by_one or (is_over and self._was_over):
             write_note(self._note, held)
             return True
-        ended = time.monotonic()
+        self._was_over = is_over
         pause_s = (self._limit_bytes - held) / GROWTH_BYTES_PER_S
         pause_s = min(max(pause_s, SOONEST_S), LATEST_S)
-        pause_s = max(pause_s, REST_FACTOR * (ended - began))
-        self._due = ended + pause_s
+        pause_s = max(pause_s, REST_FACTOR * (time.process_time() - began_s))
+        self._due = time.monotonic() + pause_s
         return False
 
     def check_peak(self) -> None:
@@ -76,17 +84,23 @@ class Watch:
         if peak > self._limit_bytes:
             write_note(self._note, peak)
 
-    def _held_bytes(self) -> int:
-        """What the family holds. Pages that its processes share count once, if it matters."""
-        resident = {pid: _resident_bytes(pid) for pid in self._family}
+    def _resident(self) -> dict[int, int]:
+        """The resident bytes of each process of the family that has memory of its own."""
+        sizes = {pid: _sizes(pid) for pid in self._family}
+        resident = {}
+        for pid, parent in self._family.items():
+            # Between vfork and exec a process uses its parent's memory, and so has its sizes.
+            if sizes[pid] != sizes.get(parent):
+                resident[pid] = sizes[pid][1] * _PAGE_BYTES
+        return resident
+
+    def _sum(self, resident: dict[int, int]) -> int:
+        """What processes hold together. Pages that they share count once, if it matters."""
         total = sum(resident.values())
-        largest = max(resident.values(), default=0)
         if total <= self._limit_bytes:
             return total
-        if largest > self._limit_bytes:
-            return largest
         # Forked processes share most of their pages: the sum may count a page many times.
-        return sum(_own_share_bytes(pid, resident[pid]) for pid in self._family)
+        return sum(_own_share_bytes(pid, size) for pid, size in resident.items())
 
     def _find_family(self) -> None:
         """Add the processes that descendants have started, and forget those that are gone.
@@ -95,17 +109,16 @@ class Watch:
         in the family stays in it.
         """
         alive = {int(entry) for entry in os.listdir("/proc") if entry.isdecimal()}
-        self._family &= alive
+        self._family = {pid: parent for pid, parent in self._family.items() if pid in alive}
         self._strangers &= alive
-        unknown = alive - self._family - self._strangers
-        parents = {pid: _parent(pid) for pid in unknown}
+        unknown = {pid: _parent(pid) for pid in alive - self._strangers - self._family.keys()}
         while True:
-            found = {pid for pid, parent in parents.items() if parent in self._family}
-            found -= self._family
+            found = {pid: parent for pid, parent in unknown.items() if parent in self._family}
             if not found:
                 break
             self._family |= found
-        self._strangers |= unknown - self._family
+            unknown = {pid: parent for pid, parent in unknown.items() if pid not in found}
+        self._strangers |= unknown.keys()
 
 
 def peak_bytes() -> int:
@@ -171,14 +184,16 @@ def too_much(held_bytes: int, limit_mb: int, section: str) -> str:
     )
 
 
-def _resident_bytes(pid: int) -> int:
-    """0 for a process that has ended."""
+def _sizes(pid: int) -> tuple[int, int, int]:
+    """Pages that a process has mapped, those that are resident, and of these those of files; zeros
+    for one that has ended.
+    """
     try:
         with open(f"/proc/{pid}/statm") as file:
             fields = file.read().split()
     except OSError:
-        return 0
-    return int(fields[1]) * _PAGE_BYTES
+        return (0, 0, 0)
+    return (int(fields[0]), int(fields[1]), int(fields[2]))
 
 
 def _own_share_bytes(pid: int, resident_bytes: int) -> int:

@@ -4,10 +4,13 @@ an error of memory says so however it came about.
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from llamarl.errors import RewardError
@@ -148,9 +151,15 @@ def note():
 
 
 def is_too_much(process, limit_mb, note):
+    """Whether one of two looks finds too much."""
+    watch = Watch(process.pid, limit_mb * MB, note.writer)
     with process:
         try:
-            return Watch(process.pid, limit_mb * MB, note.writer).is_too_much()
+            for _ in range(2):
+                time.sleep(watch.wait_s())
+                if watch.is_too_much():
+                    return True
+            return False
         finally:
             process.kill()
 
@@ -192,6 +201,31 @@ for _ in range(4):
     os.read(ready, 1)
 """
     assert is_too_much(process_that(forking), limit_mb, note) is expected
+
+
+@on_linux
+def test_a_process_that_is_being_started_has_no_memory_of_its_own(note, tmp_path):
+    os.mkfifo(tmp_path / "fifo")
+    # The child opens its input before it becomes another program, and waits there for a writer.
+    starting = f"""
+import os
+held = b"x" * (200 << 20)
+files = [(os.POSIX_SPAWN_OPEN, 0, {str(tmp_path / "fifo")!r}, os.O_RDONLY, 0)]
+print("ready", flush=True)
+os.posix_spawn(sys.executable, [sys.executable, "-c", ""], os.environ, file_actions=files)
+"""
+    process = process_that(starting)
+    until = time.monotonic() + DEADLINE_S
+    children = []
+    while not children and time.monotonic() < until:
+        time.sleep(0.01)
+        children = psutil.Process(process.pid).children()
+    try:
+        assert len(children) == 1
+        assert not is_too_much(process, 300, note)
+    finally:
+        for child in children:
+            child.kill()
 
 
 @on_linux
