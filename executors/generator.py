@@ -37,8 +37,8 @@ from llamarl.inference.partials import pack, unpack
 from llamarl.inference.protocol import (
     BuildEngine,
     GenerationEngine,
-    ResumableEngine,
-    StreamingEngine,
+    can_resume,
+    can_stream,
 )
 from llamarl.inference.requests import Partial
 from llamarl.models.parity import Canary, check_canary, check_quantized
@@ -106,7 +106,7 @@ class Generator(Executor):
         self._commands = {"swap": self._swap, "skip": self.weights.skip, "decode": self._decode}
         self.engine: GenerationEngine = self.build_engine(self.group, self.weights.bind)
         self._hints = [end for name, end in self.outputs.items() if name.endswith(STRETCHES)]
-        assert not self._hints or isinstance(self.engine, StreamingEngine), (
+        assert not self._hints or can_stream(self.engine), (
             f"{type(self.engine).__name__} does not tell what it samples"
         )
 
@@ -322,14 +322,14 @@ class Generator(Executor):
 
     def state_dict(self) -> dict:
         """Completions of groups that are not whole; of each replica its first rank saves them."""
-        if self.follows or not isinstance(self.engine, ResumableEngine):
+        if self.follows or not can_resume(self.engine):
             return pack([])
         partials = [partial for partial in self.engine.export_partials() if partial.stream == TRAIN]
         return pack([*partials, *chain.from_iterable(self._open.values())])
 
     def load_state_dict(self, parts: Iterable[dict]) -> None:
         """This replica's share of the tickets that are in work: any replica can go on with any."""
-        if not isinstance(self.engine, ResumableEngine):
+        if not can_resume(self.engine):
             return
         share = sorted(self.tickets.in_work())[self.group.data_index :: self.group.data_size]
         if not self.follows:

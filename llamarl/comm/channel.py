@@ -28,6 +28,7 @@ from typing import Protocol
 import torch.distributed as dist
 
 from llamarl.comm import wire
+from llamarl.comm.causes import cause_of
 from llamarl.comm.control import Control
 from llamarl.comm.groups import RankInfo, link_group
 from llamarl.comm.meeting import reaching
@@ -160,8 +161,7 @@ class _Queue:
         """End this rank's loop with what gloo's error on a link with `rank` means."""
         if self._closing:
             return
-        cause = str(error).split(". ")[0].splitlines()[0]
-        why = self._control.gone(PeerDied(cause, [rank]))
+        why = self._control.gone(PeerDied(cause_of(error), [rank]))
         text = f"channel {self.name!r} {way} rank {rank}: {why}"
         self._control.fail(PeerDied(text, [rank]))
 

@@ -45,6 +45,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from llamarl.comm.causes import cause_of
 from llamarl.errors import PeerDied
 
 BEAT_S = 1.0
@@ -287,8 +288,9 @@ class Control:
         remedy = "Start again with resume=auto"
         if not is_loss and (self.rank in self.keepers or not self.keepers):
             remedy = f"No checkpoint was made of the steps since the last one. {remedy}"
+        broke = f"a collective broke: {cause_of(error)}"
         return PeerDied(
-            f"{self._named(self.rank)} {doing}: a collective broke: {text}\n{cause}\n{remedy}",
+            f"{self._named(self.rank)} {doing}: {broke}\n{cause}\n{remedy}",
             getattr(cause, "ranks", ()),
         )
 

@@ -29,6 +29,7 @@ from functools import lru_cache
 
 import torch.distributed as dist
 
+from llamarl.comm.causes import cause_of
 from llamarl.errors import PeerDied, TimedOut
 
 # Between two looks into the store: at first, and after a while.
@@ -80,7 +81,7 @@ def reaching(what: str, *, rank: int) -> Iterator[None]:
     except PeerDied:
         raise
     except RuntimeError as error:  # gloo raises no type of its own
-        cause = str(error).splitlines()[0]
+        cause = cause_of(error)
         raise PeerDied(
             f"rank {rank} could not reach {what} ({type(error).__name__}: {cause}). A rank or its "
             "launcher has ended, or no network leads there: see what each rank said last"

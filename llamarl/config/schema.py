@@ -63,7 +63,7 @@ from llamarl.words.choices import (
 )
 
 HEAD_LR = 1e-3  # of a value head, where trainer.value_lr is null
-# Of a gold scorer that is a function: an answer, and the address space of its one worker.
+# Of a gold scorer that is a function: an answer, and the memory of its one worker.
 GOLD_TIMEOUT_S = 30.0
 GOLD_MEMORY_MB = 4096
 START = "start"  # as an embedder: the model that training starts from

@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from llamarl.comm.causes import cause_of
 from llamarl.comm.wire import send_message
 from llamarl.errors import LinkTimeout, PeerDied, WeightsError
 from llamarl.native.shared_memory import map_shared, path_of, shared_file
@@ -307,8 +308,7 @@ class RankLink(LocalLink):
             text = str(error)
             if timeout_s < FOREVER_S and _TIMED_OUT.search(text):
                 raise LinkTimeout(f"nothing came for {timeout_s:.0f} s") from error
-            first_sentence = text.split(". ")[0].splitlines()[0]
-            raise PeerDied(first_sentence, [self.peer]) from error
+            raise PeerDied(cause_of(error), [self.peer]) from error
 
 
 def _share_device_memory(tensor: Tensor) -> list:

@@ -18,7 +18,7 @@ they stamp on tokens.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol, runtime_checkable
+from typing import Protocol, TypeGuard
 
 from torch import Tensor, nn
 
@@ -116,7 +116,6 @@ class GenerationEngine(Protocol):
         """Release what does not go with the object: processes, files. What runs is lost."""
 
 
-@runtime_checkable
 class ResumableEngine(GenerationEngine, Protocol):
     """An engine whose unfinished samples outlive it, in a checkpoint. With any other they start
     again.
@@ -132,7 +131,6 @@ class ResumableEngine(GenerationEngine, Protocol):
         """
 
 
-@runtime_checkable
 class StreamingEngine(GenerationEngine, Protocol):
     """An engine that tells what it samples before a completion has ended."""
 
@@ -154,6 +152,23 @@ class QuantizedEngine(GenerationEngine, Protocol):
         temperature: float = 1.0,
     ) -> Tensor:
         """[L, V] float32 nats: as `score`, of the whole vocabulary at the place of each token."""
+
+
+def can_resume(engine: GenerationEngine) -> TypeGuard[ResumableEngine]:
+    """Returns whether an engine is a ResumableEngine."""
+    return _has_calls_of(engine, ResumableEngine)
+
+
+def can_stream(engine: GenerationEngine) -> TypeGuard[StreamingEngine]:
+    """Returns whether an engine is a StreamingEngine."""
+    return _has_calls_of(engine, StreamingEngine)
+
+
+def _has_calls_of(engine: GenerationEngine, protocol: type) -> bool:
+    # Not by isinstance: since Python 3.12 it misses what an engine has by __getattr__, as one that
+    # wraps another does.
+    names = [name for name in vars(protocol) if not name.startswith("_")]
+    return all(hasattr(engine, name) for name in names)
 
 
 # Builds the engine of a rank of the generator, without weights. Collective over the ranks that

@@ -16,7 +16,7 @@ Shapes: T tokens, D model, V vocabulary, K head dim.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 from torch import Tensor, nn
 
@@ -28,9 +28,12 @@ from llamarl.models.tp import TensorParallel
 Head = Callable[[Tensor, Tensor], object]  # (hidden [T, D], output weight [V, D]) -> anything
 
 
-@runtime_checkable
 class LanguageModel(Protocol):
-    """A decoder over flat tokens. It is an nn.Module besides."""
+    """A decoder over flat tokens. It is an nn.Module besides.
+
+    isinstance cannot tell whether a module is one: since Python 3.12 it does not see submodules,
+    which a module has by __getattr__. tests/parity/test_models.py looks at each member.
+    """
 
     # Everyone.
     config: ModelConfig

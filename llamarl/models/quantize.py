@@ -139,8 +139,7 @@ class QuantizedLinear(nn.Module):
             scale_T1 = scale_T[:, None]
             weight_IO = self.weight.t()
             if self.arithmetic == "scaled_mm":
-                scales = {"scale_a": scale_T1, "scale_b": self.weight_scale[None]}
-                y = torch._scaled_mm(q_TI, weight_IO, **scales, out_dtype=torch.bfloat16)
+                y = _scaled_product(q_TI, weight_IO, scale_T1, self.weight_scale[None])
             else:
                 missing = _PADDED - len(q_TI)
                 if q_TI.is_cuda and missing > 0:
@@ -189,6 +188,34 @@ def arithmetic_of(kind: str, shape: Shape, device: torch.device) -> tuple[str, s
     else:
         return usual, ""
     return "weight_only", obstacle
+
+
+def _scaled_product(q_TI: Tensor, q_IO: Tensor, scale_T1: Tensor, scale_1O: Tensor) -> Tensor:
+    """[T, O] bfloat16: the product of fp8 numbers, summed in float32, times a scale for each row
+    and each column. Where _scaled_mm takes no such scales it sums, and they are multiplied behind.
+    """
+    if _takes_row_scales(q_TI.device):
+        scales = {"scale_a": scale_T1, "scale_b": scale_1O}
+        return torch._scaled_mm(q_TI, q_IO, **scales, out_dtype=torch.bfloat16)
+    one = torch.ones((), device=q_TI.device)
+    sums_TO = torch._scaled_mm(q_TI, q_IO, scale_a=one, scale_b=one, out_dtype=torch.float32)
+    return (sums_TO * scale_T1 * scale_1O).to(torch.bfloat16)
+
+
+@functools.cache
+def _takes_row_scales(device: torch.device) -> bool:
+    """Whether this torch's _scaled_mm takes a scale for each row there, found by a trial.
+
+    torch 2.11 takes one scale for the whole on a CPU.
+    """
+    q = torch.zeros(16, 16, dtype=torch.float8_e4m3fn, device=device)
+    ones = torch.ones(16, 1, device=device)
+    scales = {"scale_a": ones, "scale_b": ones.t()}
+    try:
+        torch._scaled_mm(q, q.t(), **scales, out_dtype=torch.bfloat16)
+    except (RuntimeError, ValueError):
+        return False
+    return True
 
 
 @functools.cache

@@ -21,7 +21,7 @@ files, network, signals. Processes survive that were started by one outside the 
 that the kernel does not let die, or whose worker's guard is itself killed by SIGKILL; on other
 systems than Linux also those that leave the process group, and those of a killed rank. A function
 that looks for the worker's pipes can forge scores. Run completions that are programs in a sandbox
-of your own. Memory is bounded per process, not per worker.
+of your own. Memory is bounded on Linux alone (memory.py).
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ from pathlib import Path
 from llamarl.errors import RewardError
 from llamarl.tasks import worker as worker_script
 from llamarl.tasks.forms import Form
+from llamarl.tasks.memory import Note, too_much
 from llamarl.tasks.source import Outcome, Outcomes, score_all, try_source
 
 BATCH = 64  # calls in flight a worker
@@ -103,19 +104,21 @@ class _Worker:
     """
 
     def __init__(self, fn: str, setup: str, bell: int, timeout_s: float):
-        # Threads reserve address space, which is limited.
+        # A worker is one core's work, and freed memory that an arena keeps counts as held.
         few_threads = {"OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2"}
+        self.note = Note()
         self._process = subprocess.Popen(
             # -P keeps the script's own directory off sys.path; the worker takes over this process's
             # path.
-            [sys.executable, "-P", worker_script.__file__, fn, setup],
+            [sys.executable, "-P", worker_script.__file__, fn, setup, str(self.note.writer)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,
             bufsize=0,
             env=few_threads | os.environ,
-            pass_fds=[bell],
+            pass_fds=[bell, self.note.writer],
         )
+        self.note.hand_over()
         self.stdout = self._process.stdout.fileno()
         self.stdin = self._process.stdin.fileno()
         os.set_blocking(self.stdout, False)
@@ -226,6 +229,7 @@ class _Worker:
         if not self._process.stdin.closed:
             self.kill()
         self._process.stdout.close()
+        self.note.close()
 
 
 class _Bell:
@@ -266,12 +270,12 @@ class RewardPool:
             pool.score([("12+34=", "46", {"answer": "46"})])    # [Outcome("score", 1.0, "")]
 
     num_workers: processes. timeout_s: seconds by the clock for an item; a call for n of them may
-    take n times as long. memory_mb: MiB of address space for a worker; all above 0. chat: the
-    prompts were turns of a chat template, after system_prompt if there is one; a function of TRL's
-    form then gets messages. on_result: called in a thread of the pool's when there is something to
-    poll, so that a waiting loop need not ask. section: of the configuration, which messages name
-    keys of. fn_key: the key that names the function, where it is not section.fn; no key then names
-    the limits.
+    take n times as long. memory_mb: MiB that a worker and what it starts may hold (memory.py);
+    all above 0. chat: the prompts were turns of a chat template, after system_prompt if there is
+    one; a function of TRL's form then gets messages. on_result: called in a thread of the pool's
+    when there is something to poll, so that a waiting loop need not ask. section: of the
+    configuration, which messages name keys of. fn_key: the key that names the function, where it is
+    not section.fn; no key then names the limits.
 
     The function sees this process's sys.path and its current directory. Workers end with the thread
     that made the pool: make it in a thread that lives as long.
@@ -294,6 +298,7 @@ class RewardPool:
         self._fn_key = fn_key or f"{section}.fn"
         self._prefix = "" if fn_key else f"{section}."  # of the limits' names
         self._timeout_s = timeout_s
+        self._memory_mb = memory_mb
         here = os.getcwd()
         path = [here, *(folder or here for folder in sys.path), _OUR_ROOT]
         self._bell = _Bell(on_result)
@@ -468,13 +473,14 @@ class RewardPool:
                 "the worker sent an answer that is not its item's "
                 "(does the function fork, or write to its pipe?)"
             )
+        held_bytes = worker.note.read()
+        if held_bytes is not None:
+            what = too_much(held_bytes, self._memory_mb, self._prefix)
         if suspect is None:
             self._failed_starts += 1
             if self._failed_starts >= MAX_FAILED_STARTS:
                 what = what or f"importing it took longer than {START_S:.0f} s"
                 remedy = "call it by hand"
-                if self._prefix:  # else its memory is no setting
-                    remedy += f", or raise {self._prefix}memory_mb if it imports much"
                 raise RewardError(
                     f"{self._fn_key}={self.name}: {what} before it scored anything, "
                     f"{MAX_FAILED_STARTS} times in a row; {remedy}"

@@ -3,8 +3,8 @@ it as a script.
 
     rank -- guard, which the pool starts -- worker, its fork, in a session of its own -- children
 
-    argv    the function's import path, and {"path", "memory_mb", "timeout_s", "parent", "bell",
-            "chat", "system_prompt"}
+    argv    the function's import path; {"path", "memory_mb", "timeout_s", "parent", "bell",
+            "chat", "system_prompt"}; and the descriptor of the note (memory.py)
     stdin   [keys, prompts, completions, metas], a call each: of one completion, or of all those of
             a prompt if the function takes them together (forms.py)
     stdout  ["ready", form] or ["failed", why], once
@@ -37,13 +37,17 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
+
+if TYPE_CHECKING:
+    from llamarl.tasks.memory import Watch
 
 # Results of a full batch of items then fit into a pipe, so that none waits for its reader.
 MAX_REASON_BYTES = 400
 MAX_PRINTED_BYTES = 1 << 16  # by a worker, to stderr
 SWEEP_S = 0.5  # for killed processes to end; one that the kernel holds is left to it
 GUARDED = sys.platform == "linux"
+_OUR_ROOT = str(Path(__file__).resolve().parents[2])  # where llamarl is
 # prctl's options, by Linux's numbers.
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -55,15 +59,20 @@ Call = Callable[[list[str], list[str], list[dict]], list]  # forms.py
 Verdict = tuple[str, float | None, str]
 
 
-def main(path: str, setup: dict) -> None:
+def main(path: str, setup: dict, note: int) -> None:
     """Score the items of standard input with the function at `path` until there are no more."""
     commands, results = _private_pipes()
     bell = setup["bell"]
     os.set_inheritable(bell, False)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    os.set_inheritable(note, False)
+    memory_bytes = setup["memory_mb"] << 20
     if GUARDED:
-        _guard(setup["parent"], [commands.fileno(), results.fileno(), bell])
-    _limit_memory(setup["memory_mb"])
+        sys.path.insert(0, _OUR_ROOT)
+        _guard(setup["parent"], [commands.fileno(), results.fileno(), bell], memory_bytes, note)
+    else:
+        reason = f"the reward's memory_mb={setup['memory_mb']} is not in force here: it needs Linux"
+        print(f"llamarl: {reason}", file=sys.stderr)
     sys.path[:] = setup["path"]
     sys.stdout.reconfigure(line_buffering=True)  # a killed worker's prints would otherwise be lost
 
@@ -89,12 +98,14 @@ def main(path: str, setup: dict) -> None:
 
     call = call_of(function, chat=setup["chat"], system_prompt=setup["system_prompt"])
     kept = _children()
+    _end_if_over(memory_bytes, note)
     send(["ready", form_of(function)])
     for line in commands:
         keys, prompts, completions, metas = json.loads(line)
         _limit_cpu(setup["timeout_s"] * len(keys))
         verdicts = score(call, prompts, completions, metas)
         kill_children(but=kept)
+        _end_if_over(memory_bytes, note)
         send([keys, verdicts, time.monotonic()])
 
 
@@ -150,19 +161,20 @@ def resolve(path: str) -> Callable:
 
 
 def _describe(error: BaseException) -> str:
-    """The type, message and innermost place of an exception that was caught, with a remedy where
-    the memory limit is the likely cause.
+    """The type, message and innermost place of an exception that was caught, marked where memory
+    was refused.
     """
     try:
         message = str(error)
     except BaseException as failure:  # it is the user's code too
         message = f"(its message raises {type(failure).__name__})"
     text = f"{type(error).__name__}: {message}".removesuffix(": ")
-    signs = ("failed to map segment", "annot allocate memory")
-    is_of_memory = isinstance(error, MemoryError) or any(sign in text for sign in signs)
-    remedy = "; the reward's memory_mb is its limit" if is_of_memory else ""
     *_, (frame, line) = traceback.walk_tb(error.__traceback__)
-    return f"{text} ({Path(frame.f_code.co_filename).name}:{line}){remedy}"
+    text = f"{text} ({Path(frame.f_code.co_filename).name}:{line})"
+    signs = ("failed to map segment", "annot allocate memory", "can't allocate memory")
+    if isinstance(error, MemoryError) or any(sign in text for sign in signs):
+        text = f"out of memory: {text}; the machine refused it, not the limit memory_mb"
+    return text
 
 
 def _short(reason: str) -> str:
@@ -182,13 +194,19 @@ def _private_pipes() -> tuple[BinaryIO, BinaryIO]:
     return commands, results
 
 
-def _limit_memory(memory_mb: int) -> None:
-    limit_bytes = memory_mb << 20
-    try:
-        resource.setrlimit(resource.RLIMIT_AS, (limit_bytes, limit_bytes))
-    except (ValueError, OSError) as error:  # macOS does not offer it
-        reason = f"the reward's memory_mb={memory_mb} is not in force here: {error}"
-        print(f"llamarl: {reason}", file=sys.stderr)
+def _end_if_over(memory_bytes: int, note: int) -> None:
+    """End this worker if it ever held more, however short that was: what becomes of an item does
+    not depend on when its guard looked.
+    """
+    if not GUARDED:
+        return
+    # Not at the top: this file runs as a script, which finds llamarl once `main` has set sys.path.
+    from llamarl.tasks.memory import peak_bytes, write_note
+
+    peak = peak_bytes()
+    if peak > memory_bytes:
+        write_note(note, peak)
+        os._exit(1)
 
 
 def _limit_cpu(timeout_s: float) -> None:
@@ -235,10 +253,13 @@ class _Prints:
         return bool(text)
 
 
-def _guard(parent: int, pipes: list[int]) -> None:
+def _guard(parent: int, pipes: list[int], memory_bytes: int, note: int) -> None:
     """Fork. The call returns in the worker, which has a session of its own, and never in the guard,
-    which closes its `pipes`.
+    which closes its `pipes` and writes to `note` how much memory was more than memory_bytes.
     """
+    # Not at the top: this file runs as a script, which finds llamarl once `main` has set sys.path.
+    from llamarl.tasks.memory import Watch, be_first_to_go
+
     _set_for_process(_PR_SET_PDEATHSIG, signal.SIGTERM)
     _set_for_process(_PR_SET_CHILD_SUBREAPER, 1)
     printed, prints = os.pipe()
@@ -254,7 +275,8 @@ def _guard(parent: int, pipes: list[int]) -> None:
     if worker:
         for descriptor in (*pipes, prints):
             os.close(descriptor)
-        _watch(worker, parent, signals, _Prints(printed))
+        held = Watch(worker, memory_bytes, note)
+        _watch(worker, parent, signals, _Prints(printed), held)
     signal.set_wakeup_fd(-1)
     for number in _HEARD:
         signal.signal(number, signal.SIG_DFL)
@@ -263,26 +285,30 @@ def _guard(parent: int, pipes: list[int]) -> None:
     _set_for_process(_PR_SET_CHILD_SUBREAPER, 1)
     if os.getppid() != guard:  # it died before the call
         os._exit(1)
+    be_first_to_go()
     os.dup2(prints, 1)
     os.dup2(prints, 2)
     for descriptor in (signals, rings, printed, prints):
         os.close(descriptor)
 
 
-def _watch(worker: int, parent: int, signals: int, prints: _Prints) -> None:
-    """Wait until the worker ends, or must end; then end all that it leaves, and this process in the
-    way in which the worker ended.
+def _watch(worker: int, parent: int, signals: int, prints: _Prints, held: Watch) -> None:
+    """Wait until the worker ends, or must end, as it must when too much memory is held; then end
+    all that it leaves, and this process in the way in which the worker ended.
     """
     sources = [signals, prints.source]
     heard = b""
     status = None
     while status is None and signal.SIGTERM not in heard and os.getppid() == parent:
-        ready, _, _ = select.select(sources, [], [])
+        if held.is_too_much():
+            break
+        ready, _, _ = select.select(sources, [], [], held.wait_s())
         if signals in ready:
             heard = os.read(signals, 1 << 16)
         if prints.source in ready and not prints.pass_on():
             sources.remove(prints.source)
         status = _reap(worker)
+    held.check_peak()
     if status is None:
         try:
             os.killpg(worker, signal.SIGKILL)
@@ -364,4 +390,4 @@ def _set_for_process(option: int, value: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], json.loads(sys.argv[2]))
+    main(sys.argv[1], json.loads(sys.argv[2]), int(sys.argv[3]))

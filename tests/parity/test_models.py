@@ -28,6 +28,7 @@ from llamarl.models.families import FAMILIES, Family
 from llamarl.models.protocol import LanguageModel
 from llamarl.models.sharding import num_parameters, parameter_shapes
 from llamarl.models.stored import stored_parameters
+from tests.protocols import missing_members
 from tests.random_models import SIZES, save_drawn
 from tests.tolerances import rounding
 
@@ -189,10 +190,16 @@ def test_an_older_transformers_config_reads_the_same(directories, tmp_path):
     assert (whole(ours(path), tokens) - want).abs().max() <= LOGITS
 
 
+def test_a_member_that_is_missing_is_named(directories):
+    decoder = ours(directories["llama_tied"])
+    del decoder.layers
+    assert missing_members(decoder, LanguageModel) == ["layers"]
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 def test_it_is_what_trainer_engine_and_transfer_ask_of_a_model(directories, name):
     decoder = ours(directories[name])
-    assert isinstance(decoder, LanguageModel)
+    assert missing_members(decoder, LanguageModel) == []
     shapes = {key: tuple(p.shape) for key, p in hf.named_parameters_hf(decoder)}
     assert shapes == parameter_shapes(decoder.config) and list(shapes)[0] == EMBEDDING
     assert len(decoder.layers) == decoder.config.num_hidden_layers

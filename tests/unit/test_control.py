@@ -11,6 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from llamarl.comm import control as control_module
+from llamarl.comm.causes import cause_of
 from llamarl.comm.control import Control
 from llamarl.controller import ExecutorController
 from llamarl.errors import PeerDied, TimedOut
@@ -348,6 +349,7 @@ def test_what_breaks_under_a_collective_is_said_with_rank_station_step_cause_and
         isinstance(explained, PeerDied)
         and explained.ranks == {1}
         and "typically" not in str(explained)
+        and "pair.cc" not in str(explained)
     )
     for part in (
         "rank 0 (everything) in trainer, step 3, among ranks [0, 1]",
@@ -364,6 +366,28 @@ def test_a_broken_collective_beside_the_trainer_does_not_say_that_no_checkpoint_
     without = "No checkpoint was made of the steps since the last one"
     assert without in str(alone.explained(RuntimeError(GLOO), doing))
     assert without not in str(alone.explained(RuntimeError(GLOO), doing, is_loss=True))
+
+
+@pytest.mark.parametrize(
+    "said, cause",
+    [
+        (GLOO, "Connection closed by peer [127.0.0.1]:1"),
+        (
+            "[/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection "
+            "closed by peer [10.0.0.7]:21933. This is typically caused by a crash",
+            "Connection closed by peer [10.0.0.7]:21933",
+        ),
+        (
+            "NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:94, remote process "
+            "exited\nframe #0: x (0x1 in lib.so)",
+            "NCCL error remote process exited",
+        ),
+        ("Broken pipe", "Broken pipe"),
+        ("", "RuntimeError"),
+    ],
+)
+def test_a_cause_is_told_without_the_line_of_source_that_noticed_it(said, cause):
+    assert cause_of(RuntimeError(said)) == cause
 
 
 def test_a_rank_that_is_left_alone_in_a_collective_names_the_one_that_is_gone(ranks, monkeypatch):

@@ -14,6 +14,8 @@ from llamarl.inference.protocol import (
     QuantizedEngine,
     ResumableEngine,
     StreamingEngine,
+    can_resume,
+    can_stream,
 )
 from llamarl.inference.vllm_engine import VLLMEngine, vllm_problem
 from tests import engines
@@ -78,7 +80,22 @@ def test_every_call_takes_what_the_protocol_says(protocol, implementation):
 
 
 def test_who_can_resume_is_seen_from_its_calls(engine):
-    assert isinstance(engine, ResumableEngine) == hasattr(engine, "export_partials")
+    assert can_resume(engine) == hasattr(engine, "export_partials")
+
+
+class Wrapped:
+    """An engine in a wrapper that has its calls by __getattr__ alone."""
+
+    def __init__(self, engine):
+        self._engine = engine
+
+    def __getattr__(self, name):
+        return getattr(self._engine, name)
+
+
+def test_an_engine_in_a_wrapper_can_what_the_engine_can(engine):
+    assert can_resume(Wrapped(engine)) == can_resume(engine)
+    assert can_stream(Wrapped(engine)) == can_stream(engine)
 
 
 # --- from submit to pop_finished ---
@@ -201,7 +218,7 @@ def test_what_may_leave_the_device_are_tensors(engine):
 
 
 def test_new_tokens_are_told_once_and_are_those_of_the_completion(engine):
-    if not isinstance(engine, StreamingEngine):
+    if not can_stream(engine):
         pytest.skip("it does not tell what it samples")
     told = {}
 
@@ -240,7 +257,7 @@ def test_new_tokens_are_told_once_and_are_those_of_the_completion(engine):
 
 
 def test_partial_completions_go_on_token_for_token(engine):
-    if not isinstance(engine, ResumableEngine):
+    if not can_resume(engine):
         pytest.skip("its samples start again")
     asked = [(0, params(n=3, seed=2)), (1, params(n=2, seed=2))]
     for ticket, given in asked:

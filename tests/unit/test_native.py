@@ -246,6 +246,20 @@ def test_a_library_of_another_user_is_not_loaded(fresh, monkeypatch):
         assert loaded_again() is not None
 
 
+def test_a_user_without_a_home_has_pytorchs_operations_and_a_warning(fresh, monkeypatch):
+    def nobody(uid):
+        raise KeyError(f"getpwuid(): uid not found: {uid}")
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr("pwd.getpwuid", nobody)
+    with pytest.raises(OSError, match="Set HOME, or XDG_CACHE_HOME"):
+        native.cache_folder()
+    monkeypatch.setattr(native.shutil, "which", lambda name: "/bin/sh")
+    with pytest.warns(UserWarning, match="copy: going on with PyTorch's operations, .* Set HOME"):
+        assert loaded_again() is None
+
+
 # --- The instruction set ---
 
 

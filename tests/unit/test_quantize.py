@@ -261,6 +261,31 @@ def test_linears_compute_with_the_quantised_numbers(
     ).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_fp8_products_are_the_same_where_torch_takes_one_scale_for_the_whole(monkeypatch, dtype):
+    linear = linear_of(random(48, 96), "fp8", "scaled_mm")
+    x = random(7, 96, seed=1, dtype=dtype)
+    usual = linear(x)
+    monkeypatch.setattr(quantize, "_takes_row_scales", lambda device: False)
+    got = linear(x)
+    # Each rounds a float32 sum to bfloat16, and the sums may differ in their last bits.
+    assert got.dtype == usual.dtype == dtype
+    torch.testing.assert_close(
+        got, usual, rtol=2 * BFLOAT16, atol=96 * FLOAT32 * usual.abs().max().item()
+    )
+
+
+@pytest.mark.parametrize("error", [RuntimeError, ValueError, NotImplementedError])
+def test_whether_scales_of_rows_are_taken_is_found_by_a_trial(monkeypatch, error):
+    def refuses(*args, **kwargs):
+        raise error("For tensor-wise scaling scales must be scalars")
+
+    monkeypatch.setattr(torch, "_scaled_mm", refuses)
+    assert not quantize._takes_row_scales.__wrapped__(torch.device("cpu"))
+    monkeypatch.setattr(torch, "_scaled_mm", lambda *args, **kwargs: None)
+    assert quantize._takes_row_scales.__wrapped__(torch.device("cpu"))
+
+
 @pytest.mark.parametrize("kind, arithmetic", ARITHMETICS)
 def test_no_tokens_a_bias_and_float16(kind, arithmetic):
     weight, bias = random(8, 16), nn.Parameter(torch.arange(8.0), requires_grad=False)
