@@ -14,6 +14,7 @@ from typing import Protocol
 from llamarl.errors import MetricsError
 from llamarl.native.disk import free_bytes
 from llamarl.observe.console import Console
+from llamarl.observe.lag import LagWatch
 from llamarl.observe.rates import Row
 from llamarl.observe.signal import SignalWatch
 
@@ -170,14 +171,17 @@ def build_sinks(
     run_dir: str | Path,
     *,
     max_steps: int | None,
+    free_running: int | None = None,
     tensorboard: bool = False,
     wandb: bool = False,
     config: dict | None = None,
 ) -> list[Sink]:
     """The console and what was asked for; RowWriter adds the JSONL file. ValueError names a package
-    that is missing.
+    that is missing. free_running: of a run without a bound on lag, its sync period.
     """
     sinks: list[Sink] = [Console(max_steps=max_steps), SignalWatch()]
+    if free_running is not None:
+        sinks.append(LagWatch(free_running))
     if tensorboard:
         sinks.append(TensorBoard(run_dir))
     if wandb:
