@@ -178,13 +178,13 @@ def table_cases(steps: int, rates: dict[str, str]) -> list[Case]:
 
 def tba_cases(steps: int, rates: dict[str, str]) -> list[Case]:
     """TBA on fresh groups is `table`'s. With its own buffer a step draws from all that there is:
-    each step waits for a batch of new groups (max_lag 1), or waits for none, as published (max_lag
+    each step waits for a batch of new groups (max_lag 1), or for no batch, as published (max_lag
     null).
     """
     fresh = [c for c in table_cases(steps, rates) if c.curve in ("tba", "online_dpo", "grpo")]
     waits = settings("tba", steps=steps, rate=rates["tba"])
-    # Where the trainer never waits, a turn of the one process is a step, in which a worker scores
-    # no more than 64 completions.
+    # Where the trainer waits for no batch, a turn of the one process is a step, in which a worker
+    # scores no more than 64 completions.
     free = (
         *("max_lag=null" if s.startswith("max_lag=") else s for s in waits),
         "reward.num_workers=4",

@@ -15,7 +15,7 @@ offpolicy  what TBA claims of off-policy data, each with the loss that it claims
            eight steps ago, a reference that is reset (appendix D)
 
 Steps and seconds are those until the runs are at a success rate, and none of SFT, which has no such
-run: 50 %, and 20 % of searchers, whom a trainer outruns that waits for nothing on the same cores.
+run: 50 %, and 20 % of searchers, whom a trainer outruns that shares their cores.
 Success is eval/success, the share of the last evaluation's sampled attacks whose answers' mean
 score is above victim.threshold; diversity is eval/diversity, the mean pairwise cosine distance of
 these attacks under the model that training starts from. A run is kept in --runs and not made again;
@@ -185,7 +185,7 @@ def cases_of(study: str) -> list[Case]:
 
 def searchers_case(count: int) -> Case:
     """A trainer's rank, `count` of attackers, each with the victim and what scores beside it; a
-    step waits for no attack (max_lag=null), so that more attackers find more by then.
+    step waits for no batch of attacks (max_lag=null), so that more attackers find more by then.
     """
     ranks = ",".join(str(rank) for rank in range(1, count + 1))
     placed = [f"placement.{name}=[{ranks}]" for name in ("generator", "victim", "reward")]

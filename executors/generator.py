@@ -2,7 +2,9 @@
 
     loop step    consumes                 waits for                           unblocked by
     weights      the staged version       -                                   the trainer's publish
-    tickets      grants                   room under max_lag and overcommit   the trainer's takes
+    tickets      grants                   room under max_lag and overcommit   the trainer's takes;
+                                                                              without max_lag what
+                                                                              arrives there
     truncate     orders; the clock        -                                   -
     decode       one chunk of tokens      room in the completions channel     the reward
     stretches    what was sampled in it   - (left out without room)           -
@@ -179,10 +181,7 @@ class Generator(Executor):
         if not self.outputs["completions"].has_room():
             return "room: in channel completions, which the reward empties"
         if self.engine.num_live == 0:
-            return (
-                f"tickets: the ledger grants none at version {self.version} "
-                "until the trainer takes a batch"
-            )
+            return self.tickets.ungranted(self.version)
         return None
 
     def _swap_weights(self) -> bool:

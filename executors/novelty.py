@@ -19,14 +19,13 @@ Shapes: N completions of a batch, M of the history, E numbers of a vector.
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from executors.scoring import Item
+from executors.scoring import Item, Queue
 from llamarl.executor import Meter
 from llamarl.learning.embedding import (
     Embedder,
@@ -97,7 +96,7 @@ class Novelty:
         self._device = device
         self._metrics = metrics
         self._items: dict[int, Item] = {}
-        self._released: deque[list[int]] = deque()
+        self._released: Queue[list[int]] = Queue()
         self._embedder: Embedder | None = None
         self._history: _Past | None = None  # oldest first
         self._come: _Past | None = None  # of the newest step yet
@@ -119,13 +118,14 @@ class Novelty:
     def release(self, keys: Sequence[int]) -> None:
         """These items are all of a batch."""
         if keys:
-            self._released.append(list(keys))
+            is_held_out = self._items[keys[0]].is_held_out
+            self._released.put(list(keys), is_held_out=is_held_out)
 
     def poll(self) -> Outcomes:
         """Score a batch."""
         if not self._released:
             return []
-        keys = self._released.popleft()
+        keys = self._released.take()
         said = [self._items.pop(key).of_policy for key in keys]
         items = list(dict.fromkeys(said))  # one attack has several answers
         units_NE = unit(self._embedder.embed([item.text for item in items])).float()

@@ -218,12 +218,13 @@ class Reward(Executor):
             self._diversity.begin(version, list(sampled.values()))
 
     def _take(self) -> bool:
-        """Hand on what came, evaluations first: a row of metrics waits for them. True if there was
-        any.
+        """Hand on what came. Evaluations need no room, and what scores takes them first: a row of
+        metrics waits for them, and there are never more than the generator may have asked for. True
+        if there was any.
         """
         with_answers = self.answers is not None
         source = self.inputs["eval_answered" if with_answers else "evaluations"]
-        evaluations = source.take(self._room())
+        evaluations = source.take()
         for record in evaluations:
             answer = record.attack if with_answers else record
             key = self._submit(record, self.eval_prompts(answer.prompt_index))

@@ -279,7 +279,7 @@ class FSDPTrainer(Executor):
         waited_s = time.monotonic() - self._wait_since
         groups = self.buffer.take(tickets, self.version)
         try:
-            result = self._update.run(groups, self.version, lambda: self.control.ending)
+            result = self._update.run(groups, self.version, self._is_given_up)
         except StepAborted:
             self.buffer.untake(groups)
             self.tickets.untake(self.version)
@@ -318,6 +318,13 @@ class FSDPTrainer(Executor):
         if self.checkpoint_at(self.version) and self.version < self.settings.max_steps:
             self.checkpoints.save(self.version, self)
         self._wait_since = time.monotonic()
+
+    def _is_given_up(self) -> bool:
+        """Between two microbatches: take in what has arrived, which may make room for tickets; and
+        whether the step had better end here.
+        """
+        self._receive()
+        return self.control.ending
 
     def _must_differ(self, grad_norm: float) -> bool:
         """Whether the step that made this version must show in the generator's weights.

@@ -13,7 +13,6 @@ again on resume.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
@@ -21,6 +20,7 @@ import torch
 
 from executors.assembly import Answer
 from executors.reward import Batches
+from executors.scoring import Queue
 from llamarl.executor import Executor
 from llamarl.inference.evaluation import GREEDY, SAMPLED
 from llamarl.inference.protocol import GenerationEngine
@@ -76,7 +76,7 @@ class Victim(Executor):
         # Where it must be reproducible, what came of a ticket, or of a version's evaluation.
         self._groups = Batches(self.group_size)
         self._evaluations = Batches(self.num_eval_attacks)
-        self._ready: deque[list[Answer]] = deque()  # what is answered together
+        self._ready: Queue[list[Answer]] = Queue()  # what is answered together
         self._asked: dict[Place, _Asked] = {}
 
     def setup(self) -> None:
@@ -113,16 +113,18 @@ class Victim(Executor):
             self.engine.close()
 
     def _take(self) -> bool:
-        """Enter what came, evaluations first: a row of metrics waits for them."""
+        """Enter what came. Evaluations need no room: a row of metrics waits for them, and there are
+        never more than the generator may have asked for.
+        """
         room = max(0, MAX_PENDING - len(self._asked) - sum(map(len, self._ready)))
-        evaluations = self.inputs["evaluations"].take(room)
-        completions = self.inputs["completions"].take(max(0, room - len(evaluations)))
+        evaluations = self.inputs["evaluations"].take()
+        completions = self.inputs["completions"].take(room)
         for attack in (*evaluations, *completions):
             if attack.policy_versions.numel():
                 self.note_version(int(attack.policy_versions[-1]))
             batch = self._batch_with(attack) if self.reproducible else [attack]
             if batch:
-                self._ready.append(batch)
+                self._ready.put(batch, is_held_out=isinstance(attack, EvalCompletion))
         return bool(evaluations or completions)
 
     def _batch_with(self, attack: Answer) -> list[Answer]:
@@ -135,10 +137,12 @@ class Victim(Executor):
         return self._evaluations.add(int(attack.policy_versions[0]), place, attack)
 
     def _begin(self) -> bool:
-        """Hand batches to the engine: one at a time, or as many as keep its slots busy."""
+        """Hand batches to the engine, evaluations first: one at a time, or as many as keep its
+        slots busy.
+        """
         has_begun = False
-        while self._ready and self._may_begin(self._ready[0]):
-            for attack in self._ready.popleft():
+        while self._ready and self._may_begin(self._ready.first):
+            for attack in self._ready.take():
                 self._ask(attack)
             has_begun = True
         return has_begun

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import os.path
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from executors.novelty import Novelty, NoveltySettings
-from executors.scoring import Item, Scoring, SourceScoring
+from executors.scoring import Item, Queue, Scoring, SourceScoring
 from llamarl.executor import ExecutorGroup, Meter
 from llamarl.learning.scoring import Asked
 from llamarl.learning.sharded_scorer import ScorerSettings, ShardedScorer
@@ -239,7 +239,7 @@ class ModelQueue:
         self._reproducible = reproducible
         self._num_batches = 0
         # (number of its batch, keys, what is asked), of one prompt each
-        self._waiting: deque[tuple[int, list[int], Asked]] = deque()
+        self._waiting: Queue[tuple[int, list[int], Asked]] = Queue()
         self.pending = 0  # items
 
     def submit(self, key: int, item: Item) -> None:
@@ -277,7 +277,9 @@ class ModelQueue:
                 errors.append((key, Outcome.error(what)))
             if tokens:
                 asked = asked_of(list(tokens.values()))
-                self._waiting.append((self._num_batches, list(tokens), asked))
+                is_held_out = next(iter(items.values())).is_held_out
+                unit = (self._num_batches, list(tokens), asked)
+                self._waiting.put(unit, is_held_out=is_held_out)
                 self.pending += len(tokens)
         self._num_batches += 1
         return errors
@@ -286,16 +288,16 @@ class ModelQueue:
         """The keys of what is scored next, and what is asked: as much as fills a microbatch on each
         rank. Where it must be reproducible, of one batch alone.
         """
-        first, _, _ = self._waiting[0]
+        first, _, _ = self._waiting.first
         keys: list[int] = []
         asked: list[Asked] = []
         room = self.model.tokens_a_round
         while self._waiting:
-            number, own, one = self._waiting[0]
+            number, own, one = self._waiting.first
             is_over = asked and one.num_tokens > room
             if is_over or (self._reproducible and number != first):
                 break
-            self._waiting.popleft()
+            self._waiting.take()
             keys += own
             asked.append(one)
             room -= one.num_tokens

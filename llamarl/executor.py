@@ -96,7 +96,7 @@ class Tickets(Protocol):
 
     synchronous: bool
     resumed_step: int
-    overcommit: int | None
+    overcommit: int
 
     def ask(self, generator: int, count: int, version: int) -> list: ...
 
@@ -117,6 +117,8 @@ class Tickets(Protocol):
     def trained(self, reward: float) -> None: ...
 
     def waits_for(self) -> str: ...
+
+    def ungranted(self, version: int) -> str: ...
 
     def reconcile(self, buffered: list[int]) -> set[int]: ...
 

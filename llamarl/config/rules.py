@@ -182,7 +182,18 @@ def _ahead_rules(c: Config) -> list[Rule]:
         (
             "overcommit max_lag",
             unbounded and c.overcommit in ("oppo", "window"),
-            "their rules are for a bounded lag; a number of groups, or auto: no limit",
+            "their rules are for a bounded lag; a number of groups, or auto: two batches on their "
+            "way",
+        ),
+        (
+            "governor.start max_lag",
+            unbounded and g.start is not None,
+            "no rule moves overcommit without a bound; governor.start=null, or max_lag=1",
+        ),
+        (
+            "governor.most max_lag",
+            unbounded and g.most is not None,
+            "no rule moves overcommit without a bound; governor.most=null, or max_lag=1",
         ),
         (
             "on_deadline max_lag",

@@ -37,7 +37,7 @@ from llamarl.observe import RowWriter, build_sinks
 from llamarl.tasks.base import PromptMaker, Task, sample_digest
 from llamarl.tasks.build import build_task
 from llamarl.tickets.governors import Constants
-from llamarl.tickets.ledger import TicketLedger
+from llamarl.tickets.ledger import TicketLedger, free_overcommit
 from llamarl.tickets.prompts import PromptStream
 from llamarl.types import Prompt
 
@@ -394,9 +394,11 @@ class Job:
             overcommit=c.overcommit,
             constants=Constants(**dataclasses.asdict(c.governor)),
             num_pools=self.num_buffers,
-            num_generators=len(self.placement["generator"]) // c.generator.tensor_parallel,
+            num_generators=self.num_generators,
             resume_in_work=c.resumes_partials,
             initial_groups=initial_groups,
+            sync_period=self.sync_period,
+            max_steps=c.max_steps,
         )
         settings = RunSettings(
             run_dir=self.directory.path,
@@ -426,6 +428,26 @@ class Job:
             controller.run()
         if not has_finished(controller, c.max_steps):
             self._stopped_after = controller.step
+
+    @property
+    def num_generators(self) -> int:
+        """Replicas, of so many ranks as share a copy of the model."""
+        return len(self.placement["generator"]) // self.config.generator.tensor_parallel
+
+    @property
+    def sync_period(self) -> int:
+        """Steps after which what has come joins the buffer."""
+        buffer = self.config.buffer
+        return buffer.sync_period if buffer.kind == "replay" else 1
+
+    @property
+    def num_on_their_way(self) -> int:
+        """Without a bound on lag: the groups that may be between the ledger and the trainer."""
+        c = self.config
+        overcommit = c.overcommit
+        if isinstance(overcommit, str):
+            overcommit = free_overcommit(c.groups_per_step, self.num_generators)
+        return c.groups_per_step + overcommit
 
     @property
     def num_dp_ranks(self) -> int:
@@ -483,6 +505,7 @@ class Job:
         sinks = build_sinks(
             self.directory.path,
             max_steps=self.config.max_steps,
+            free_running=self.sync_period if self.config.max_lag is None else None,
             tensorboard=m.tensorboard,
             wandb=m.wandb,
             config=to_values(self.config),
@@ -503,6 +526,8 @@ class Job:
         """Print what runs where; on rank 0, when the run's directory is open."""
         c = self.config
         overcommit = "synchronous" if c.max_lag == 0 else f"overcommit {c.overcommit}"
+        if c.max_lag is None:
+            overcommit = f"at most {self.num_on_their_way} groups on their way"
         if c.buffer.kind == "replay":
             overcommit += f", replay of the newest {c.buffer.max_size:,} completions"
             if self.replay_lag is not None:

@@ -15,16 +15,19 @@ later epoch may do so on another rank, where it is a prompt of its own.
 
 Drawing, for each of a step's B prompts (4.2), independently:
 
-    with probability m   most on-policy: a prompt with completions of the newest join*, and K of
+    with probability m   most on-policy: a prompt with some of the newest* completions, and K of
                          these, uniformly
     else                 reward priority: any prompt, and K of its completions by
                          p_j ~ exp(r_j / T), or uniformly
 
-(* that brought something to draw) without replacement, by Gumbel top-k, where there are K, and with
-replacement where there are fewer. Prompts are drawn uniformly from those whose turn it is
-(`choose_prompts`): none comes again, in this step or a later one, before all that such a draw could
-take were drawn. All is a function of (seed, step, rank), of what the buffer holds and of the turns.
-Rewards are the task's own: they are shaped (llamarl.learning.shaping) when they are trained on.
+(* by the policy version of their oldest token, those that joined last first among equals; as many
+as the newest join brought to draw)
+
+without replacement, by Gumbel top-k, where there are K, and with replacement where there are fewer.
+Prompts are drawn uniformly from those whose turn it is (`choose_prompts`): none comes again, in
+this step or a later one, before all that such a draw could take were drawn. All is a function of
+(seed, step, rank), of what the buffer holds and of the turns. Rewards are the task's own: they are
+shaped (llamarl.learning.shaping) when they are trained on.
 
 Shapes: B prompts a step, K completions of each; N completions and P prompts that may be drawn, C of
 them at most of one prompt; n completions of a group.
@@ -249,8 +252,10 @@ class ReplayBuffer(GroupBuffer):
             last.pop((row.prompt, row.completion), None)
             last[row.prompt, row.completion] = row
         rows = list(last.values())
-        newest = max((row.joined for row in rows), default=-1)
-        is_newest = torch.tensor([row.joined == newest for row in rows], dtype=torch.bool)
+        is_newest = newest_of(
+            torch.tensor([row.oldest for row in rows], dtype=torch.int64),
+            torch.tensor([row.joined for row in rows], dtype=torch.int64),
+        )
         passed = torch.tensor([prompt in self._passed for prompt in numbers], dtype=torch.bool)
         drawn = draw_completions(
             torch.tensor([row.reward for row in rows]),
@@ -269,6 +274,7 @@ class ReplayBuffer(GroupBuffer):
             "copies": len(came) - len(rows),
             "age": sum(ages),
             "age_max": max(ages, default=0),
+            "age_min": min(ages, default=0),
             "drawn": drawn.numel(),
             "on_policy": int(is_newest[drawn].sum()),
             "duplicates": drawn.numel() - drawn.unique().numel(),
@@ -281,9 +287,10 @@ class ReplayBuffer(GroupBuffer):
     def metrics(self, ranks: Ranks) -> dict[str, float]:
         """buffer/*: completions that may be drawn, and their prompts; copies of them that are held
         too; those that wait for a sync step; ages in steps, of the oldest token of what may be
-        drawn; of the completions drawn, how many are of the newest join (fraction), and how many
-        repeat another, token for token (count). With good_reward also how many different
-        completions of at least that reward were ever handed over.
+        drawn (age_min: on the rank where the newest is oldest); of the completions drawn, how many
+        are of the newest (fraction), and how many repeat another, token for token (count). With
+        good_reward also how many different completions of at least that reward were ever handed
+        over.
         """
         found = {}
         if self.good_reward is not None:
@@ -297,6 +304,7 @@ class ReplayBuffer(GroupBuffer):
             "buffer/hidden": sums["hidden"],
             "buffer/age_mean": sums["age"] / max(1.0, sums["size"]),
             "buffer/age_max": ranks.max(age=self._told["age_max"])["age"],
+            "buffer/age_min": ranks.max(age=self._told["age_min"])["age"],
             "buffer/on_policy_fraction": sums["on_policy"] / max(1.0, sums["drawn"]),
             "buffer/duplicates": sums["duplicates"],
             **found,
@@ -474,6 +482,23 @@ def rng_of(seed: int, step: int, rank: int) -> torch.Generator:
     return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
 
 
+def newest_of(versions: Tensor, joined: Tensor) -> Tensor:
+    """[N] bool: the most on-policy ones of N completions that may be drawn.
+
+    versions [N] int64: policy version of the oldest token; joined [N] int64: sync step of the join.
+    As many as the newest join brought, the highest versions first and among equals those that
+    joined last; with those that equal the last of them in both, so that none is left out by its
+    place. What a slow way to the buffer has made old is so not taken for new because it came last.
+    """
+    if not joined.numel():
+        return torch.empty(0, dtype=torch.bool)
+    count = int((joined == joined.max()).sum())
+    ages = torch.stack([versions, joined], dim=1)  # in order of age: oldest rows first
+    _, ranks_N = ages.unique(dim=0, return_inverse=True)  # sorted by version, then by join
+    least = ranks_N.sort(descending=True).values[count - 1]
+    return ranks_N >= least
+
+
 def draw_completions(
     rewards: Tensor,
     prompts: Tensor,
@@ -485,7 +510,7 @@ def draw_completions(
     """[B, K] int64: which of the N completions a step trains on, a row a prompt; [0, K] of none.
 
     rewards [N], finite; prompts [N] int64: whose completion it is, 0 to P - 1, each with at least
-    one; is_newest [N] bool: whether it is of the newest join; passed [P] bool: see
+    one; is_newest [N] bool: whether it is of the newest; passed [P] bool: see
     `choose_prompts`, which brings it up to date.
     """
     if not rewards.numel():
@@ -520,7 +545,7 @@ def choose_prompts(
 ) -> Tensor:
     """[B] int64: one of the P prompts for each draw, in turn.
 
-    A draw by recency (recent [B] bool) may take the prompts of the newest join (has_newest [P]
+    A draw by recency (recent [B] bool) may take the prompts of the newest ones (has_newest [P]
     bool, some of them), any other draw every prompt. It takes one whose turn it is, uniformly:
     passed [P] bool, kept from step to step and changed in place, has those that were drawn since
     their turn came. Where all that it may take have passed, their turn comes again, of those that

@@ -41,6 +41,10 @@ KNOBS = {
         "the trainer is the slow side: "
         "raise overcommit (then max_lag), or move ranks to placement.trainer"
     ),
+    ("generator", "arrivals"): (
+        "what is between the generator and the trainer is slow: raise reward.num_workers or give "
+        "its executors more ranks; overcommit has more on its way, which is older when it arrives"
+    ),
     ("generator", "room"): (
         "what follows the generator is slow: "
         "raise reward.num_workers or move ranks to placement.trainer"

@@ -142,8 +142,8 @@ PANELS = (
     ),
     Panel(
         "Replay buffer, age",
-        {"buffer/age_max": "max", "buffer/age_mean": "mean"},
-        "Steps, of what it holds.",
+        {"buffer/age_max": "max", "buffer/age_mean": "mean", "buffer/age_min": "min"},
+        "Steps, of what it holds. A least age that rises: no newer data comes.",
         smooth=False,
     ),
     Panel("Completion length", {"completion/length_mean": "tokens, mean"}),

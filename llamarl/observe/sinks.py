@@ -17,6 +17,7 @@ from typing import Protocol
 from llamarl.errors import MetricsError
 from llamarl.native.disk import shown_free
 from llamarl.observe.console import RL_COLUMNS, Console
+from llamarl.observe.lag import LagWatch
 from llamarl.observe.rates import Row
 from llamarl.observe.signal import SignalWatch
 
@@ -305,6 +306,7 @@ def build_sinks(
     *,
     max_steps: int | None,
     columns: Sequence[str] = RL_COLUMNS,
+    free_running: int | None = None,
     tensorboard: bool = False,
     wandb: bool = False,
     config: dict | None = None,
@@ -312,9 +314,12 @@ def build_sinks(
     """The console and what was asked for; RowWriter adds the JSONL file. ValueError names a package
     that is missing.
 
-    columns: those that the console shows.
+    columns: those that the console shows. free_running: of a run without a bound on lag, its sync
+    period.
     """
     sinks: list[Sink] = [Console(max_steps=max_steps, columns=columns), SignalWatch()]
+    if free_running is not None:
+        sinks.append(LagWatch(free_running))
     if tensorboard:
         sinks.append(TensorBoard(run_dir))
     if wandb:

@@ -72,6 +72,11 @@ class Classifier:
     def pending(self) -> int:
         return len(self._waiting)
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether it has a batch to score."""
+        return len(self._waiting) >= self._batch_size
+
     def start(self) -> None:
         """Load the model. ValueError or OSError if it cannot be; BadWeights for NaN in it."""
         from transformers import AutoModelForSequenceClassification, AutoTokenizer

@@ -143,6 +143,11 @@ class Judge:
         """
         return self._num_pending
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether as many wait as are asked about at a time."""
+        return self._num_pending >= 2 * self._settings.max_parallel
+
     def start(self) -> None:
         """Block until the judge has answered once. ValueError if it does not."""
         self._thread = threading.Thread(target=self._run, name="judge", daemon=True)

@@ -49,6 +49,7 @@ from llamarl.tasks.memory import Note, too_much
 from llamarl.tasks.source import Outcome, Outcomes, score_all, try_source
 
 BATCH = 64  # calls in flight a worker
+BUSY_S = 3.0  # of calls that a worker is given ahead; two at least, BATCH at most
 START_S = 120.0  # for a worker to import the user's module
 # For a worker whose output has ended to exit by itself, so that its own exit code is told.
 EXIT_S = 0.5
@@ -317,6 +318,7 @@ class RewardPool:
         self._released: list[Sequence[int]] = []  # keys, while the form is not known
         self._queue: deque[_Call] = deque()
         self._failed_starts = 0
+        self._call_s: float | None = None  # seconds that a call takes, of late
         self._workers = [self._new_worker() for _ in range(num_workers)]
 
     def __enter__(self) -> RewardPool:
@@ -335,6 +337,16 @@ class RewardPool:
             calls += worker.in_flight
         num_held = len(self._held) if self._form is None else 0
         return num_held + sum(len(call.keys) for call in calls)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether each worker has calls for BUSY_S."""
+        if self._call_s is None:
+            ahead = BATCH
+        else:
+            ahead = min(BATCH, max(2, int(BUSY_S / max(self._call_s, 1e-6))))
+        num_calls = len(self._queue) + sum(len(worker.in_flight) for worker in self._workers)
+        return num_calls >= ahead * len(self._workers)
 
     def submit(self, key: int, prompt: str, completion: str, meta: dict) -> None:
         """Queue an item; `poll` starts it. Keys name items for the caller alone. TypeError if meta
@@ -425,7 +437,8 @@ class RewardPool:
                     and worker.in_flight[0].keys == keys
                     and len(verdicts) == len(keys)
                 ):
-                    worker.in_flight.popleft()
+                    call = worker.in_flight.popleft()
+                    self._note_seconds(finished_at - max(call.sent_at, worker.free_at))
                     worker.free_at = finished_at
                     self._failed_starts = 0
                     for key, (kind, value, reason) in zip(keys, verdicts):
@@ -434,6 +447,12 @@ class RewardPool:
                 case _:
                     worker.astray = True
                     return
+
+    def _note_seconds(self, seconds: float) -> None:
+        """What a call took, by the worker's own time stamps: the newest count most."""
+        if self._call_s is None:
+            self._call_s = seconds
+        self._call_s += 0.2 * (seconds - self._call_s)
 
     def _learn(self, form: Form) -> None:
         """A worker says which form the function has: what came before is queued now."""

@@ -70,6 +70,12 @@ class RewardSource(Protocol):
         that wait for the rest of their batch.
         """
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether it has enough to do for a while. More may be submitted, but what is given later
+        can be chosen later: an evaluation goes before what waits.
+        """
+
     def start(self) -> None:
         """Block until items can be scored. ValueError says what the user has to change."""
 

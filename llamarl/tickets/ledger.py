@@ -12,7 +12,8 @@ R(d) counts started, untrained tickets with deadline <= d. Always
 
 that is: everything started can still be trained on in time, B a step. Two rules keep (1):
   admission   a ticket may start if (1) still holds with it, and
-              started-and-untrained <= B + overcommit;
+              started-and-untrained <= B + overcommit, and <= (T - v) * B: what the steps that are
+              left of T train on;
   take        step v trains on B finished groups, earliest deadline first, if (1) holds for v + 1
               without them.
 Taking moves v to v + 1 at once, before training on it ends, so generation goes on meanwhile. (1) at
@@ -30,10 +31,13 @@ taken from together. To which rank a ticket's group goes is said elsewhere
 
 max_lag None is for a replay buffer, which is handed everything and bounds staleness by its size.
 Every deadline is NEVER, so that (1) says nothing, and what is left of the rules is
-  admission   a ticket may start while started-and-unfinished < B + overcommit (None: while there is
-              room in the channels);
-  take        step v hands over all that is finished; step 0 waits for an initial fill, no other
-              step waits.
+  admission   a ticket may start while started-and-unfinished < B + overcommit, and v < T: what is
+              on its way to the trainer is bounded, and each arrival there makes room for one;
+  take        step v hands over all that is finished; step 0 waits for an initial fill, and steps k,
+              2k, ..., the syncs, until a NEWS-th of a batch has come since the last sync.
+A ticket is unfinished until it is with the trainer. At most B + overcommit are, and some of them
+arrive between two syncs, so that a slow scorer makes a run slower and not older; how old it may
+become is derived in docs/staleness.md.
 """
 
 from __future__ import annotations
@@ -46,6 +50,7 @@ from llamarl.tickets.governors import GOVERNORS, Constants, Governor
 from llamarl.types import Ticket
 
 NEVER = 1 << 62  # deadline of a ticket that any step may train on
+NEWS = 4  # the share of a batch, one in so many, that every sync of a replay buffer brings at least
 
 
 def in_time(deadlines: list[int], step: int, groups_per_step: int) -> bool:
@@ -62,7 +67,7 @@ class TicketPool:
 
     first, stride: its tickets are first, first + stride, ... num_shares > 1: they are dealt to that
     many generators in turn, each with a cursor of its own. fill: groups that step 0 waits for where
-    a take hands over everything; None: a take is one batch.
+    a take hands over everything; None: a take is one batch. sync_period: k, with a fill.
     """
 
     def __init__(
@@ -73,12 +78,15 @@ class TicketPool:
         groups_per_step: int,
         num_shares: int = 1,
         fill: int | None = None,
+        sync_period: int = 1,
     ):
         self.groups_per_step = groups_per_step
         self.fill = fill
         self.deadlines: dict[int, int] = {}  # started and untrained
         self.finished: set[int] = set()
         self.again: list[int] = []  # to start once more, before new ones
+        self.handed: dict[int, int] = {}  # step -> groups, of those since the last sync
+        self._sync_period = sync_period
         self._first = first
         self._stride = stride
         self._turn = stride * num_shares  # from a share's ticket to its next one
@@ -97,16 +105,27 @@ class TicketPool:
         """Ticket -> deadline of those in work."""
         return {t: d for t, d in self.deadlines.items() if t not in self.finished}
 
-    def may_start(self, share: int, deadline: int, step: int, overcommit: int | None) -> bool:
+    def limit(self, overcommit: int, steps_left: int | None) -> int:
+        """How many may be started and untrained; where a take hands over everything, unfinished.
+
+        steps_left: to be taken; None: there is always one more.
+        """
+        window = self.groups_per_step + overcommit
+        if steps_left is None:
+            return window
+        if self.fill is not None:
+            return window if steps_left else 0
+        return min(window, steps_left * self.groups_per_step)
+
+    def may_start(self, share: int, deadline: int, step: int, limit: int) -> bool:
         """Whether the rules admit this share's next ticket."""
         if self.fill is not None:
-            num_unfinished = len(self.deadlines) - len(self.finished)
-            return overcommit is None or num_unfinished < self.groups_per_step + overcommit
+            return len(self.deadlines) - len(self.finished) < limit
         if len(self.cursors) > 1:
             end_of_batch = self._first + self._stride * self.groups_per_step * (step + 1)
             if self.next_ticket(share) >= end_of_batch:
                 return False  # its share of this batch is started
-        if deadline < step or len(self.deadlines) >= self.groups_per_step + overcommit:
+        if deadline < step or len(self.deadlines) >= limit:
             return False
         return self._fits(deadline, step)
 
@@ -126,7 +145,7 @@ class TicketPool:
     def choose(self, step: int) -> list[int] | None:
         """What step `step` takes, earliest deadline first, or None if it must wait."""
         if self.fill is not None:
-            if step == 0 and len(self.finished) < self.fill:
+            if len(self.finished) < self._least(step):
                 return None
             return sorted(self.finished)
         by_deadline = sorted(self.finished, key=lambda t: (self.deadlines[t], t))
@@ -136,6 +155,32 @@ class TicketPool:
         chosen = set(batch)
         rest = [d for t, d in self.deadlines.items() if t not in chosen]
         return batch if in_time(rest, step + 1, self.groups_per_step) else None
+
+    def _least(self, step: int) -> int:
+        """How many finished groups this step waits for, where a take hands over everything."""
+        if step == 0:
+            return self.fill
+        if step % self._sync_period:
+            return 0
+        since = step - self._sync_period
+        handed = sum(count for taken, count in self.handed.items() if taken > since)
+        return math.ceil(self.groups_per_step / NEWS) - handed
+
+    def hand_over(self, step: int, tickets: list[int]) -> dict[int, int]:
+        """Take these out, for a step. Ticket -> deadline."""
+        self.finished.difference_update(tickets)
+        since = step - self._sync_period
+        self.handed = {taken: count for taken, count in self.handed.items() if taken > since}
+        self.handed[step] = len(tickets)
+        return {ticket: self.deadlines.pop(ticket) for ticket in tickets}
+
+    def take_back(self, step: int, taken: dict[int, int]) -> None:
+        """Undo `hand_over` of what is among these: ticket -> deadline."""
+        self.handed.pop(step)
+        for ticket, deadline in taken.items():
+            if ticket % self._stride == self._first:
+                self.deadlines[ticket] = deadline
+                self.finished.add(ticket)
 
     def overdue(self, step: int) -> list[int]:
         """Unfinished tickets whose last step is `step`, once a batch of others is finished."""
@@ -174,6 +219,13 @@ class TicketPool:
         self.cursors = [frontier + (at - frontier) % self._turn for at in self.cursors]
 
 
+def free_overcommit(groups_per_step: int, num_generators: int) -> int:
+    """What overcommit=auto is without a bound on lag: two batches on their way, or two groups a
+    generator where that is more, one that is sampled and one behind it. In groups.
+    """
+    return max(groups_per_step, 2 * num_generators - groups_per_step)
+
+
 class TicketLedger:
     """Starts and takes tickets under the rules above, of all pools. Thread-safe.
 
@@ -183,8 +235,10 @@ class TicketLedger:
     0 a pool's tickets are dealt to them in turn, so that what is sampled does not
     depend on who asks first; otherwise a ticket goes to whoever asks. resume_in_work: over a
     resume, tickets whose partial completions were saved stay started, with their deadlines. max_lag
-    None: a replay buffer takes everything, and step 0 waits for initial_groups; overcommit is then
-    a number of groups, or auto: no limit. Which of these go together, the config checks.
+    None: a replay buffer takes everything, step 0 waits for initial_groups, and what comes joins it
+    every sync_period steps; overcommit is then a number of groups, or auto: `free_overcommit`.
+    max_steps: T, the steps of the run, after the last of which nothing starts; None: it has no end.
+    Which of these go together, the config checks.
     """
 
     def __init__(
@@ -198,15 +252,19 @@ class TicketLedger:
         num_generators: int = 1,
         resume_in_work: bool = False,
         initial_groups: int = 1,
+        sync_period: int = 1,
+        max_steps: int | None = None,
     ):
         self.groups_per_step = groups_per_step
         self.max_lag = max_lag
+        self.max_steps = max_steps
         self.step = 0  # v, the next step to be taken
         self.governor: Governor | None = None
-        self._overcommit: int | None = None
         if not isinstance(overcommit, str):
             self._overcommit = overcommit
-        elif max_lag is not None:
+        elif max_lag is None:
+            self._overcommit = free_overcommit(groups_per_step, num_generators)
+        else:
             self.governor = GOVERNORS[overcommit](groups_per_step, max_lag, constants)
         self._num_shares = num_generators if max_lag == 0 else 1
         self._resume_in_work = resume_in_work
@@ -220,6 +278,7 @@ class TicketLedger:
                 groups_per_step=groups_per_step // num_pools,
                 num_shares=self._num_shares,
                 fill=fill,
+                sync_period=sync_period,
             )
             for first in range(num_pools)
         ]
@@ -227,8 +286,8 @@ class TicketLedger:
         self._lock = threading.RLock()
 
     @property
-    def overcommit(self) -> int | None:
-        """Groups; None: no limit."""
+    def overcommit(self) -> int:
+        """Groups."""
         return self.governor.value if self.governor else self._overcommit
 
     def _pool(self, ticket: int) -> TicketPool:
@@ -247,26 +306,34 @@ class TicketLedger:
         Fewer, or none, if the rules forbid more.
         """
         granted = []
-        n = len(self._pools)
         share = generator % self._num_shares
         deadline = NEVER if self.max_lag is None else version + self.max_lag
         with self._lock:
-            # The first pools have one more where overcommit does not split.
-            overcommits = [self.overcommit] * n
-            if self.overcommit is not None:
-                overcommits = [(self.overcommit + n - 1 - index) // n for index in range(n)]
-            rooms = list(zip(self._pools, overcommits))
+            limits = self._limits()
             while len(granted) < count:
                 able = [
                     pool
-                    for pool, overcommit in rooms
-                    if pool.may_start(share, deadline, self.step, overcommit)
+                    for pool, limit in zip(self._pools, limits)
+                    if pool.may_start(share, deadline, self.step, limit)
                 ]
                 if not able:
                     break
                 first = min(able, key=lambda pool: pool.next_ticket(share))
                 granted.append(first.start(share, deadline))
         return granted
+
+    def _limits(self) -> list[int]:
+        """Of each pool, how many may be started."""
+        n = len(self._pools)
+        steps_left = None
+        if self.max_steps is not None:
+            steps_left = max(0, self.max_steps - self.step)
+        limits = []
+        for index, pool in enumerate(self._pools):
+            # The first pools have one more where overcommit does not split.
+            overcommit = (self.overcommit + n - 1 - index) // n
+            limits.append(pool.limit(overcommit, steps_left))
+        return limits
 
     def finish(self, tickets: list[int]) -> None:
         """Note groups that have reached the trainer, scored.
@@ -297,9 +364,7 @@ class TicketLedger:
                 return None
             consumed: dict[int, int] = {}
             for pool, batch in zip(self._pools, chosen):
-                pool.finished.difference_update(batch)
-                for ticket in batch:
-                    consumed[ticket] = pool.deadlines.pop(ticket)
+                consumed |= pool.hand_over(step, batch)
             self.step += 1
             self._taken = consumed
             if self.governor:
@@ -321,10 +386,8 @@ class TicketLedger:
         with self._lock:
             if self._taken is None or step != self.step - 1:
                 raise ValueError(f"step {step} was not the last to be taken")
-            for ticket, deadline in self._taken.items():
-                pool = self._pool(ticket)
-                pool.deadlines[ticket] = deadline
-                pool.finished.add(ticket)
+            for pool in self._pools:
+                pool.take_back(step, self._taken)
             self.step = step
             self._taken = None
 

@@ -143,6 +143,17 @@ class TicketService:
             tickets += [Ticket(index, deadline) for index, deadline in granted]
         return tickets
 
+    def ungranted(self, version: int) -> str:
+        """What makes room for another ticket, in words that begin with the cause."""
+        if self.max_lag is None:
+            return (
+                f"arrivals: of groups at the trainer; as many as overcommit={self.overcommit} "
+                "allows are on their way"
+            )
+        return (
+            f"tickets: the ledger grants none at version {version} until the trainer takes a batch"
+        )
+
     def go_on(self, tickets: list[int]) -> None:
         """After a resume: this rank's generator goes on with these.
 
@@ -206,8 +217,8 @@ class TicketService:
             self._tell_of_room()  # the governor may have made some
 
     @property
-    def overcommit(self) -> int | None:
-        """Groups, as the governor has it now; None: no limit. Of interest on the leader."""
+    def overcommit(self) -> int:
+        """Groups, as the governor has it now. Of interest on the leader."""
         return self._ledger.overcommit
 
     def waits_for(self) -> str:

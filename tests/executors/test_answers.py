@@ -25,6 +25,7 @@ class Later:
     """A source that scores what it was given in an order of its own, some at each poll."""
 
     name = "later"
+    is_busy = False
 
     def __init__(self, seed):
         self._random = random.Random(seed)

@@ -38,6 +38,7 @@ class Lengths:
     """
 
     name = "lengths"
+    is_busy = False
 
     def __init__(self, *, on_result):
         self._asked = []

@@ -39,6 +39,7 @@ class Lengths:
     """A source: the number of words of a completion; an error for none, None for "hm"."""
 
     name = "lengths"
+    is_busy = False
 
     def __init__(self, *, on_result):
         self._known = []

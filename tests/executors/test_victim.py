@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from executors import victim as victim_module
 from executors.victim import FIRST_STREAM, Victim, place_of
 from llamarl.executor import ExecutorGroup
 from llamarl.inference import Engine, SamplingParams
@@ -214,6 +215,22 @@ def test_two_evaluations_may_be_under_way_at_once(build):
     while victim.step():
         pass
     assert len(victim.outputs["eval_answered"].records) == len(both)
+
+
+@pytest.mark.parametrize("reproducible", [True, False])
+def test_an_evaluation_overtakes_the_attacks_that_wait(build, monkeypatch, reproducible):
+    """Also where no more attacks may be taken in."""
+    monkeypatch.setattr(victim_module, "MAX_PENDING", len(SUMS))
+    victim = build(reproducible=reproducible, max_slots=ANSWERS * SIZE)
+    give(victim, *SUMS)
+    victim.step()
+    begun = len(victim._asked) + len(victim.outputs["answered"].records)
+    assert begun == SIZE, "the rest waits"
+    give(victim, *SUMS, *(eval_attack(i, f"2{i}+3") for i in range(EVAL_ATTACKS)))
+    evaluated = victim.outputs["eval_answered"].records
+    while len(evaluated) < EVAL_ATTACKS:
+        assert victim.step()
+    assert len(victim.outputs["answered"].records) < len(SUMS)
 
 
 def test_without_room_it_rests(build):

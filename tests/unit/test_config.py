@@ -900,7 +900,9 @@ def test_multirun_runs_every_point(recipe):
     "overrides, where, remedy",
     [
         (["max_lag=null"], "max_lag=null buffer.kind=fifo", "buffer=replay"),
-        (["buffer=replay", "overcommit=oppo"], "overcommit=oppo max_lag=null", "auto: no limit"),
+        (["buffer=replay", "governor.start=4"], "governor.start=4 max_lag=null", "no rule moves"),
+        (["buffer=replay", "governor.most=4"], "governor.most=4 max_lag=null", "no rule moves"),
+        (["buffer=replay", "overcommit=oppo"], "overcommit=oppo max_lag=null", "auto: two batches"),
         (
             ["buffer=replay", "on_deadline=truncate"],
             "on_deadline=truncate max_lag=null",

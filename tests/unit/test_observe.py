@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from llamarl.observe import Console, Metrics, RowWriter, Trace, build_sinks, is_timing
 from llamarl.observe.console import SUPERVISED_COLUMNS
+from llamarl.observe.lag import LagWatch
 from llamarl.observe.rates import RateMeter, idle_shares
 from llamarl.observe.report import columns_of, facts, moving_mean, write_report
 from llamarl.observe.report import main as report_main
@@ -786,6 +787,75 @@ def test_a_run_whose_first_steps_bring_no_signal_says_what_to_try(caplog):
     assert "max_new_tokens (75% of completions are cut off)" in record.message
     assert "numeric_match" in record.message
     assert max(map(len, record.message.splitlines())) <= 100
+
+
+def said_of(ages: list[float], caplog, sync_period: int = 1) -> list[str]:
+    """What a watch says of the newest data's ages, step by step."""
+    caplog.clear()
+    watch = LagWatch(sync_period)
+    for step, age in enumerate(ages, start=1):
+        watch.write({"step": step, "lag/mean": 2.0 * step, "buffer/age_min": age})
+    return [record.message for record in caplog.records]
+
+
+def test_a_run_to_which_no_newer_data_comes_says_so_once_and_what_to_try(caplog):
+    (message,) = said_of([float(step) for step in range(60)], caplog)
+    assert "is 19 steps old, 1.0 steps older at each of the\nlast 20 steps" in message
+    assert "overcommit" in message and "reward.num_workers" in message
+    assert max(map(len, message.splitlines())) <= 100
+
+
+@pytest.mark.parametrize(
+    "grows",
+    [
+        # from step 30 on nothing new comes; before that, what is on its way came
+        [*(5.0 + step % 2 for step in range(30)), *(5.0 + step for step in range(30))],
+        # a step now and then that brings something, of which the next knows nothing
+        [float(step) - 3 * (step % 7 == 0) for step in range(60)],
+        # nearly all of it is of the first policy
+        [0.9 * step for step in range(60)],
+    ],
+)
+def test_a_few_odd_steps_do_not_hide_it(grows, caplog):
+    assert len(said_of(grows, caplog)) == 1
+
+
+@pytest.mark.parametrize(
+    "fine",
+    [
+        # the draws' lag grows, the newest data stays new: a buffer that is drawn from by reward
+        [1.0] * 200,
+        # until what is on its way has come for the first time, and ever after
+        [min(float(step), 8.0) for step in range(200)],
+        # what comes is new at every third step
+        [20.0 + step % 3 for step in range(200)],
+        # slowly older, as where answers become longer
+        [0.3 * step for step in range(200)],
+        [0.0] * 200,
+        [float(step) for step in range(19)],
+    ],
+)
+def test_what_grows_old_as_it_should_is_not_warned_of(fine, caplog):
+    assert said_of(fine, caplog) == []
+
+
+@pytest.mark.parametrize("sync_period", [5, 10, 50])
+def test_within_a_sync_period_data_grows_old_as_it_should(sync_period, caplog):
+    assert said_of([2.0 + step % sync_period for step in range(400)], caplog, sync_period) == []
+    assert len(said_of([float(step) for step in range(400)], caplog, sync_period)) == 1
+
+
+def test_rows_without_a_replay_buffer_are_not_looked_at(caplog):
+    watch = LagWatch()
+    for step in range(60):
+        watch.write({"step": step, "lag/mean": float(step)})
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("free_running", [None, 1])
+def test_only_a_run_without_a_bound_on_lag_is_watched(tmp_path, free_running):
+    sinks = build_sinks(tmp_path, max_steps=1, free_running=free_running)
+    assert any(isinstance(sink, LagWatch) for sink in sinks) == (free_running is not None)
 
 
 @pytest.mark.parametrize("late", [0, 1, 2])

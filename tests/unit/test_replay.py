@@ -22,7 +22,14 @@ from llamarl.launch.job import Job
 from llamarl.launch.run_directory import RunDirectory
 from llamarl.learning.buffer import decoded
 from llamarl.learning.reduction import Ranks
-from llamarl.learning.replay import Draw, ReplayBuffer, draw_completions, lag_bound, rng_of
+from llamarl.learning.replay import (
+    Draw,
+    ReplayBuffer,
+    draw_completions,
+    lag_bound,
+    newest_of,
+    rng_of,
+)
 from llamarl.learning.step_metrics import lag_histogram
 from llamarl.types import Group
 
@@ -99,15 +106,21 @@ class Naive:
                 self.held.pop(0)
 
     def drawable(self):
-        """{prompt: {name: (is it of the newest join)}}"""
+        """{prompt: {name: (is it of the newest: as many as joined last, by version, then by join,
+        and whatever equals the last of these)}}
+        """
         out = {}
         for _, joined, g in self.held:
             for i, reward in enumerate(g.rewards.tolist()):
                 if not math.isnan(reward) and g.finish_reasons[i] != "aborted":
-                    out.setdefault(int(g.prompt_ids[1]), {})[100 * g.ticket + i] = joined
-        newest = max((joined for names in out.values() for joined in names.values()), default=-1)
+                    age = (int(g.policy_versions[0]), joined)
+                    out.setdefault(int(g.prompt_ids[1]), {})[100 * g.ticket + i] = age
+        ages = sorted((age for names in out.values() for age in names.values()), reverse=True)
+        last_join = max((joined for _, joined in ages), default=-1)
+        joined_last = [age for age in ages if age[1] == last_join]
+        least = ages[len(joined_last) - 1] if ages else None
         return {
-            prompt: {name: joined == newest for name, joined in names.items()}
+            prompt: {name: age >= least for name, age in names.items()}
             for prompt, names in out.items()
         }
 
@@ -125,6 +138,7 @@ class Naive:
             st.tuples(
                 st.integers(0, 3),
                 st.lists(st.sampled_from([0.0, 1.0, NAN, 2.5]), min_size=1, max_size=4),
+                st.integers(0, 4),
             ),
             max_size=3,
         ),
@@ -147,8 +161,8 @@ def test_what_is_drawn_is_what_a_naive_buffer_could_give(
     naive, ticket = Naive(sync_period, max_size), 0
     for step, come in enumerate(steps):
         groups = [
-            group(ticket + i, prompt=p, rewards=tuple(rewards), version=step)
-            for i, (p, rewards) in enumerate(come)
+            group(ticket + i, prompt=p, rewards=tuple(rewards), version=max(0, step - lag))
+            for i, (p, rewards, lag) in enumerate(come)
         ]
         ticket += len(groups)
         ours.put(groups)
@@ -201,6 +215,34 @@ def test_what_is_drawn_is_what_a_naive_buffer_could_give(
         flat = {c: recent for names in drawable.values() for c, recent in names.items()}
         on_policy = sum(flat[c] for c in drawn) / max(1, len(drawn))
         assert told["buffer/on_policy_fraction"] == on_policy
+
+
+def test_recency_is_a_version_and_no_order_of_arrival():
+    """Step 1's group is of version 1; the two that come after it are of version 0, as from a slow
+    scorer. Of two of the newest the one of version 1 is, and the last to come of the others.
+    """
+    ours = buffer_of(prompts=1, completions=2, most_on_policy=1.0)
+    ours.put([group(0, version=1), group(1, version=0)])
+    ours.take([0], 1)
+    first = ours.take([1], 2)
+    assert [g.ticket for g in first] == [0], "as many as came last: the two of version 1"
+    ours.put([group(2, version=0), group(3, version=0)])
+    drawn = {
+        g.ticket for step in range(3, 40) for g in ours.take([2, 3] if step == 3 else [], step)
+    }
+    assert drawn == {0, 2, 3}, "four came last: the two of version 1, and the last of version 0"
+
+
+def test_a_completion_over_two_versions_is_as_old_as_its_oldest_token():
+    versions, joined = torch.tensor([3, 5, 4, 5, 5]), torch.tensor([6, 4, 6, 4, 2])
+    assert newest_of(versions, joined).tolist() == [False, True, False, True, False]
+    ours = buffer_of(prompts=1, completions=2, most_on_policy=1.0)
+    old = group(0, version=7, lengths=[2, 2])
+    old.policy_versions[[0, 2]] = 5  # and 7 from the second token on
+    ours.put([old, group(1, version=6)])
+    ours.take([0, 1], 8)
+    ours.put([group(2, version=5)])
+    assert [g.ticket for g in ours.take([2], 9)] == [1]
 
 
 # --- probabilities ---
@@ -432,6 +474,7 @@ def test_metrics_by_hand():
         "buffer/hidden": 2,
         "buffer/age_mean": (3 + 3 + 2 + 2) / 4,
         "buffer/age_max": 3,
+        "buffer/age_min": 2,
         "buffer/copies": 0,
         "buffer/on_policy_fraction": 1,
         "buffer/duplicates": 3 - len(set(names_of(drawn[0]))),

@@ -49,6 +49,10 @@ class ThreadSource:
         self._thread = threading.Thread(target=self._work, daemon=True)
         self.pending = 0
 
+    @property
+    def is_busy(self):
+        return self.pending >= 2
+
     def start(self):
         self._thread.start()
 
@@ -205,6 +209,16 @@ def test_what_is_pending_was_submitted_and_not_yet_returned(source):
         source.wait(0.1)
         returned += len(source.poll())
         assert source.pending == 3 - returned
+
+
+def test_it_is_busy_with_much_to_do_and_never_with_nothing(source):
+    assert not source.is_busy
+    for key in range(300):
+        source.submit(key, f"p{key}", "c", {"extra": 0})
+    source.release(range(300))
+    assert source.is_busy
+    collect(source)
+    assert not source.is_busy
 
 
 def test_an_error_and_an_abstention_are_no_score_and_say_why(source):

@@ -113,6 +113,64 @@ def test_random_schedules_obey_the_rules_never_exceed_max_lag_and_never_deadlock
     assert len(consumed) == len(set(consumed))
 
 
+@settings(max_examples=100)
+@given(
+    B=st.integers(1, 4),
+    max_lag=st.integers(0, 3),
+    overcommit=st.sampled_from([0, 3, 12, "auto"]),
+    dp_ranks=st.integers(1, 3),
+    generators=st.integers(1, 3),
+    max_steps=st.lists(st.integers(1, 8), min_size=1, max_size=3).map(sorted),
+    rolls=st.lists(st.integers(0, 10**6), max_size=60),
+)
+def test_no_ticket_starts_that_no_step_can_use_and_a_longer_run_goes_on_densely(
+    B, max_lag, overcommit, dp_ranks, generators, max_steps, rolls
+):
+    """Runs of so many steps, each going on from the last checkpoint of the one before."""
+    state, consumed, started = None, [], []
+    for last in max_steps:
+        ledger = TicketLedger(
+            groups_per_step=B * dp_ranks,
+            max_lag=max_lag,
+            overcommit=overcommit if max_lag else 0,
+            num_pools=dp_ranks,
+            num_generators=generators,
+            max_steps=last,
+        )
+        if state is not None:
+            ledger.load_state_dict(json.loads(json.dumps(state)))
+        working = []
+
+        def ask(generator, version):
+            granted = [t.index for t in ledger.start(5, version, generator)]
+            started.extend(granted)
+            working.extend(granted)
+            # What the steps that are left train on.
+            assert len(started) - len(consumed) <= (last - ledger.step) * B * dp_ranks
+
+        def take():
+            consumed.extend(ledger.take(ledger.step) or [])
+
+        for roll in rolls:
+            if roll % 3 == 0:
+                ask(roll // 3 % generators, max(0, ledger.step - roll // 9 % 2))
+            elif roll % 3 == 1 and working:
+                ledger.finish([working.pop(roll // 3 % len(working))])
+            elif ledger.step < last:
+                take()
+        while ledger.step < last:
+            before = (ledger.step, len(started), len(working))
+            for generator in range(generators):
+                ask(generator, ledger.step)
+            ledger.finish(working)
+            working.clear()
+            take()
+            assert (ledger.step, len(started), len(working)) != before, "a standstill"
+        assert not working and not ledger.in_work() and ledger.start(9, last) == []
+        assert sorted(started) == sorted(consumed) == list(range(B * dp_ranks * last))
+        state = ledger.state_dict()
+
+
 def naive_overdue(dp_ranks: list[NaiveRankTickets]) -> list[int]:
     """Unfinished tickets at their last step, in data-parallel ranks with B others finished, if
     every other data-parallel rank could take.

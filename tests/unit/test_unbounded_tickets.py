@@ -26,23 +26,34 @@ def test_only_groups_on_their_way_count_against_overcommit():
     assert started(ours, 10) == [0, 1, 2, 3, 4, 5] and started(ours, 1) == []
     ours.finish([5, 0])
     assert started(ours, 9) == [6, 7], "two have come, though no step has taken them"
-    assert len(started(ledger(overcommit="auto"), 500)) == 500
+    assert started(ledger(overcommit="auto"), 500) == list(range(8)), "two batches"
 
 
-def test_the_first_step_waits_for_the_fill_and_no_other_for_anything():
-    ours = ledger(initial_groups=3, overcommit="auto")
+def test_the_first_step_waits_for_the_fill_and_others_for_a_quarter_of_a_batch_a_sync():
+    ours = ledger(initial_groups=3, overcommit=16, groups_per_step=8, sync_period=3)
     started(ours, 20)
     ours.finish([4, 1])
     assert ours.take(0) is None and ours.waits_for()[:2] == [0, 2] and ours.overdue() == []
     ours.finish([7])
     assert ours.take(0) == [1, 4, 7]
     assert ours.take(1) == [] and ours.take(2) == []
+    assert ours.take(3) is None, "nothing has come since step 0"
     ours.finish([0])
-    assert ours.take(3) == [0]
+    assert ours.take(3) is None, "one of two"
+    ours.finish([5])
+    assert ours.take(3) == [0, 5]
+    ours.finish([2])
+    assert ours.take(4) == [2] and ours.take(5) == []
+    assert ours.take(6) is None, "one, which step 4 took"
+    ours.untake(5)
+    ours.finish([3])
+    assert ours.take(5) == [3] and ours.take(6) == [], "two, which steps 4 and 5 took"
+    ours.untake(6)
+    assert ours.take(6) == [] and ours.take(7) == []
 
 
 def test_every_lane_waits_for_its_share_of_the_fill():
-    ours = ledger(num_pools=2, initial_groups=5, overcommit="auto")
+    ours = ledger(num_pools=2, initial_groups=5, overcommit=16)
     started(ours, 20)
     ours.finish([0, 2, 4, 6, 1, 3])
     assert ours.take(0) is None
@@ -91,7 +102,8 @@ def test_each_ticket_is_handed_over_once_also_over_resumes(dp_ranks, fill, rolls
             first = ours.step == 0
             taken = ours.take(ours.step)
             shares = [sum(t % dp_ranks == i for t in finished) for i in range(dp_ranks)]
-            assert (taken is None) == (first and min(shares) < max(1, -(-fill // dp_ranks)))
+            least = max(1, -(-fill // dp_ranks)) if first else 1  # one of two groups a step
+            assert (taken is None) == (min(shares) < least)
             if taken is not None:
                 assert set(taken) == finished and len(taken) == len(finished)
                 handed += taken
@@ -110,5 +122,25 @@ def test_each_ticket_is_handed_over_once_also_over_resumes(dp_ranks, fill, rolls
     assert set(handed) | open_ == set(range(state["frontier"])) and not set(handed) & open_
 
 
-def test_without_a_bound_auto_is_no_limit():
-    assert ledger(overcommit="auto").overcommit is None and ledger().overcommit == 2
+def test_after_the_last_step_nothing_starts_and_a_longer_run_goes_on():
+    ours = ledger(max_steps=2)
+    assert started(ours, 99) == [0, 1, 2, 3, 4, 5]
+    ours.finish([0, 1, 2])
+    assert ours.take(0) == [0, 1, 2]
+    ours.finish([3])
+    assert ours.take(1) == [3]
+    assert started(ours, 99) == [], "no step is left, though two alone are on their way"
+    ours.untake(1)
+    assert started(ours, 1) == [6], "the last step is to come again"
+    ours.take(1)
+    longer = ledger(max_steps=3, resume_in_work=True)
+    longer.load_state_dict(json.loads(json.dumps(ours.state_dict())), {4, 5})
+    assert longer.in_work() == {4, 5} and started(longer, 99) == [6, 7, 8, 9]
+
+
+def test_without_a_bound_auto_is_two_batches_or_two_groups_a_generator():
+    assert ledger().overcommit == 2
+    assert ledger(overcommit="auto").overcommit == 4
+    assert ledger(overcommit="auto", num_generators=2).overcommit == 4
+    searchers = ledger(overcommit="auto", num_generators=5)
+    assert searchers.overcommit == 6 and len(started(searchers, 99)) == 10

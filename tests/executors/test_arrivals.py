@@ -1,0 +1,37 @@
+"""A trainer takes in what arrives while it computes: what is on its way makes room at once."""
+
+from types import SimpleNamespace
+
+import torch
+
+from executors.trainer import FSDPTrainer
+from llamarl.learning.buffer import GroupBuffer
+from llamarl.learning.update import StepAborted
+from tests.executors.test_reward import FakeReceiver
+
+
+def test_what_arrives_between_two_microbatches_is_told_before_the_step_ends():
+    inbox, told = FakeReceiver(), []
+    trainer = object.__new__(FSDPTrainer)  # without what a model needs
+    trainer.inputs = {"scored": inbox}
+    trainer.buffer = GroupBuffer()
+    trainer.version, trainer._wait_since, trainer.done = 3, 0.0, False
+    trainer.control = SimpleNamespace(ending=False)
+    trainer.checkpoints = SimpleNamespace(save=lambda version, executor: None)
+    trainer.tickets = SimpleNamespace(
+        finish=lambda tickets: told.append(list(tickets)), untake=lambda step: None
+    )
+
+    class Update:
+        def run(self, groups, version, stop):
+            for ticket in (7, 9):
+                inbox.records.append(SimpleNamespace(ticket=ticket, rewards=torch.zeros(2)))
+                assert not stop()
+                assert told[-1] == [ticket]
+            trainer.control.ending = True
+            assert stop()
+            raise StepAborted
+
+    trainer._update = Update()
+    trainer._train([])
+    assert told == [[7], [9]] and trainer.buffer.tickets() == [7, 9] and trainer.done

@@ -1,0 +1,165 @@
+"""What waits to be scored: evaluations go first, between whole units of work."""
+
+import random
+
+import torch
+
+from executors.scoring import Item, Queue, SourceScoring
+from executors.weighted import ModelQueue
+from llamarl.tasks.source import Outcome
+from llamarl.types import Prompt
+
+
+def item(name, *, is_held_out=False, attack=None):
+    prompt = Prompt(torch.tensor([1, len(name)]), name, {})
+    return Item(prompt, torch.tensor([3, 2]), name, True, is_held_out, attack=attack)
+
+
+class OneAtATime:
+    """A source that is busy with one item, or one batch of so many; `score` ends that."""
+
+    name = "one at a time"
+
+    def __init__(self, size=1):
+        self._size = size
+        self.given = []
+        self.released = []
+        self._ready = []
+        self._done = []
+
+    @property
+    def pending(self):
+        return len(self._ready) + len(self._done)
+
+    @property
+    def is_busy(self):
+        return bool(self._ready)
+
+    def start(self): ...
+
+    def wait(self, timeout_s):
+        return True
+
+    def close(self): ...
+
+    def submit(self, key, prompt, completion, meta):
+        self.given.append(completion)
+        if self._size == 1:
+            self._ready.append(key)
+
+    def release(self, keys):
+        self.released.append(list(keys))
+        if self._size > 1:
+            assert len(self.given) >= len(keys), "released before it was given"
+            self._ready += keys
+
+    def score(self):
+        self._done += [(key, Outcome("score", 1.0, "")) for key in self._ready]
+        self._ready = []
+
+    def poll(self):
+        done = self._done
+        self._done = []
+        return done
+
+
+def test_of_equals_the_first_to_come_is_first_and_evaluations_before_all_others():
+    queue = Queue()
+    for number in range(6):
+        queue.put(number, is_held_out=number in (2, 4))
+    assert list(queue) == [2, 4, 0, 1, 3, 5] and len(queue) == 6
+    assert queue.first == 2
+    assert [queue.take() for _ in range(6)] == [2, 4, 0, 1, 3, 5] and not queue
+
+
+def test_an_evaluation_goes_before_what_the_source_was_not_given():
+    source = OneAtATime()
+    scoring = SourceScoring(source)
+    for key in range(3):
+        scoring.submit(key, item(f"train {key}"))
+    assert source.given == ["train 0"] and scoring.pending == 3
+    scoring.submit(3, item("held out 3", is_held_out=True))
+    scoring.submit(4, item("held out 4", is_held_out=True))
+    outcomes = []
+    while scoring.pending:
+        source.score()
+        outcomes += [key for key, _ in scoring.poll()]
+    assert outcomes == [0, 3, 4, 1, 2]
+
+
+def test_a_batch_is_released_once_the_source_has_all_of_it():
+    source = OneAtATime(size=2)
+    scoring = SourceScoring(source)
+    for ticket in range(3):
+        for key in (2 * ticket, 2 * ticket + 1):
+            scoring.submit(key, item(f"train {key}"))
+        scoring.release([2 * ticket, 2 * ticket + 1])
+    assert source.released == [[0, 1]] and source.given == ["train 0", "train 1"]
+    for key in (6, 7):
+        scoring.submit(key, item(f"held out {key}", is_held_out=True))
+    scoring.release([6, 7])
+    outcomes = []
+    while scoring.pending:
+        source.score()
+        outcomes += [key for key, _ in scoring.poll()]
+    assert outcomes == [0, 1, 6, 7, 2, 3, 4, 5]
+    assert source.released == [[0, 1], [6, 7], [2, 3], [4, 5]]
+
+
+def test_in_any_order_everything_is_scored_once_and_each_attacks_answers_are_a_batch():
+    for seed in range(50):
+        roll = random.Random(seed)
+        source = OneAtATime(size=roll.choice([1, 2]))
+        scoring = SourceScoring(source)
+        batches = []
+        for number in range(8):
+            is_held_out = roll.random() < 0.3
+            attack = item(f"attack {number}", is_held_out=is_held_out)
+            keys = [2 * number, 2 * number + 1]
+            batches.append((keys, [item("", is_held_out=is_held_out, attack=attack)] * 2))
+        outcomes = []
+        for keys, items in batches:
+            for key, one in zip(keys, items):
+                scoring.submit(key, one)
+            scoring.release(keys)
+            if roll.random() < 0.5:
+                source.score()
+                outcomes += [key for key, _ in scoring.poll()]
+        while scoring.pending:
+            source.score()
+            outcomes += [key for key, _ in scoring.poll()]
+        assert sorted(outcomes) == list(range(16))
+        assert sorted(source.released) == [keys for keys, _ in batches]
+
+
+class Model:
+    """What a queue asks of a scorer: rounds of one prompt."""
+
+    tokens_a_round = 1
+
+    class decoder:
+        class config:
+            max_position_embeddings = 100
+
+    class settings:
+        transcript = None
+        shift, scale = 0.0, 1.0
+
+
+def test_a_model_scores_the_batches_of_evaluations_first():
+    rounds = []
+
+    def run(asked):
+        rounds.append(asked[0].num_tokens)
+        return torch.zeros(len(asked))
+
+    for reproducible in (True, False):
+        queue = ModelQueue(Model(), run, reproducible=reproducible)
+        for key in range(3):
+            queue.put({key: item(f"train {key}")})
+        queue.put({3: item("held out", is_held_out=True)})
+        order = []
+        while queue.pending:
+            scores, _ = queue.work()
+            order += [key for key, _ in scores]
+        assert order == [3, 0, 1, 2]
