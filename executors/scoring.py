@@ -8,13 +8,13 @@ its completions, so that it waits for the batch that they are in (executors/weig
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
 
-from llamarl.tasks.source import Outcome, Outcomes, RewardSource
+from llamarl.tasks.source import Outcome, Outcomes, RewardSource, with_sampled
 from llamarl.types import Prompt
 
 
@@ -29,6 +29,19 @@ class Item:
     is_held_out: bool  # of an evaluation
     sample: tuple[int, int] | None = None  # ticket and sample_index of a training completion
     attack: Item | None = None  # of a victim's answer: what it answers
+    # The text of token ids with special tokens; None: there are none.
+    decode_raw: Callable[[list[int]], str] | None = None
+
+    @property
+    def meta(self) -> dict[str, object]:
+        """Of its prompt's row, with what was sampled. ValueError if a key of the row is in the
+        way.
+        """
+        token_ids = self.token_ids.tolist()
+        raw_text = self.text if self.decode_raw is None else self.decode_raw(token_ids)
+        return with_sampled(
+            self.prompt.meta, token_ids=token_ids, raw_text=raw_text, ended=self.has_ended
+        )
 
     @property
     def of_policy(self) -> Item:
@@ -67,11 +80,14 @@ class Scoring(Protocol):
 
 
 class SourceScoring:
-    """A RewardSource as Scoring: it has no use for tokens. The answers to an attack are a batch."""
+    """A RewardSource as Scoring: it reads text, and tokens in meta. The answers to an attack are a
+    batch.
+    """
 
     def __init__(self, source: RewardSource):
         self.source = source
         self.name = source.name
+        self._reads_sampled = getattr(source, "reads_sampled", True)
         self._attacks: dict[int, Item] = {}  # what an answer that is being scored answers, by key
         self.start = source.start
         self.wait = source.wait
@@ -84,7 +100,8 @@ class SourceScoring:
     def submit(self, key: int, item: Item) -> None:
         if item.attack is not None:
             self._attacks[key] = item.attack
-        self.source.submit(key, item.prompt.text, item.text, item.prompt.meta)
+        meta = item.meta if self._reads_sampled else item.prompt.meta
+        self.source.submit(key, item.prompt.text, item.text, meta)
 
     def release(self, keys: Sequence[int]) -> None:
         batches: dict[Item | None, list[int]] = {}

@@ -76,7 +76,7 @@ def launch(config: Config) -> Iterator[Job]:
                 dry_run(job)
                 raise SystemExit(0)
             if world.rank == 0:  # which makes the directory
-                check_sources(job, [])
+                check_sources(job)
                 check_gold_function(job)
             _ = job.identity  # read here: what is wrong with the data is bad input
         job.directory = open_run(config, world, job.identity, job.prompts)
