@@ -25,11 +25,12 @@ class AnswerSettings:
     """How answers are read, and when an attack counts as a success.
 
     decode: the text of the victim's tokens. threshold: an attack succeeds with a mean score above
-    it.
+    it. decode_raw: their text with special tokens; None: there are none.
     """
 
     decode: Callable[[list[int]], str]
     threshold: float
+    decode_raw: Callable[[list[int]], str] | None = None
 
     def attack(self, item: Item, answered: Answered) -> Attack:
         """An attack with the texts of its answers."""
@@ -138,6 +139,7 @@ class AnswerScoring:
                 has_ended=has_ended,
                 is_held_out=attack.item.is_held_out,
                 attack=attack.item,
+                decode_raw=self._settings.decode_raw,
             )
             items.append(item)
         return items

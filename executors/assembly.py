@@ -29,7 +29,7 @@ class GroupAssembler:
     """Joins the scored completions of a ticket to a group, and those of an evaluation to metrics.
 
     source: what messages call the reward. success_above: see Evaluations. An error or an abstention
-    is a NaN reward, which the trainer masks, and in an evaluation a wrong answer.
+    is a NaN reward, which the trainer masks, and is left out of an evaluation.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class GroupAssembler:
             metrics.add("reward/errors", kinds["error"])
             self._errors.check()
 
-    def evaluated(self) -> list[tuple[int, dict[str, float]]]:
+    def evaluated(self) -> list[tuple[int, dict[str, float | str]]]:
         """The evaluations that are whole, once: (version, metrics)."""
         return self._evaluations.finished()
 

@@ -132,6 +132,7 @@ def build_reward(config: Config, job: Job) -> Reward:
         prompts=job.prompts,
         eval_prompts=job.task.eval_prompt,
         decode=job.decode,
+        decode_raw=job.decode_raw,
         group_size=config.group_size,
         num_eval_prompts=len(job.eval_prompts),
         num_eval_samples=config.eval.num_samples,
@@ -192,7 +193,11 @@ def _answers_of(config: Config, job: Job) -> AnswerSettings | None:
     """How a victim's answers are read; None where completions are scored as they are."""
     if not config.victim.placed:
         return None
-    return AnswerSettings(decode=job.decode_answer, threshold=config.victim.threshold)
+    return AnswerSettings(
+        decode=job.decode_answer,
+        threshold=config.victim.threshold,
+        decode_raw=job.decode_answer_raw,
+    )
 
 
 def build_victim(config: Config, job: Job) -> Victim:
@@ -283,6 +288,7 @@ def references_of(
             text=text,
             has_ended=True,
             is_held_out=True,
+            decode_raw=job.decode_raw,
         )
         items.append(item)
     return items

@@ -125,7 +125,7 @@ class PairMaker:
     ) -> None:
         """A prompt's completions become candidates, which are scored."""
         for completion in samples:
-            item = item_of(completion, answered.prompt, self._decode)
+            item = item_of(completion, answered.prompt, self._decode, self._tokenizer.decode)
             tally.completions += 1
             tally.cut += not item.has_ended
             self._add(answered, completion.sample_index, item, tally)
@@ -155,6 +155,7 @@ class PairMaker:
             text=text,
             has_ended=True,
             is_held_out=False,
+            decode_raw=self._tokenizer.decode,
         )
         tally.references += 1
         self._add(answered, key, item, tally)

@@ -54,8 +54,8 @@ class Reward(Executor):
     waits for what scores; the generator, while a group or an evaluation is begun and not whole;
               room in "scored"
 
-    An error or an abstention is a NaN reward, which the trainer masks, and in an evaluation a wrong
-    answer. RewardError when more than max_error_rate of the last assembly.MIN_OUTCOMES to
+    An error or an abstention is a NaN reward, which the trainer masks, and is left out of an
+    evaluation. RewardError when more than max_error_rate of the last assembly.MIN_OUTCOMES to
     ERROR_WINDOW outcomes are errors.
     """
 
@@ -64,6 +64,9 @@ class Reward(Executor):
     prompts: PromptStream
     eval_prompts: Callable[[int], Prompt]
     decode: Callable[[list[int]], str]
+    decode_raw: Callable[[list[int]], str] | None = (
+        None  # with special tokens; None: there are none
+    )
     group_size: int
     num_eval_prompts: int
     num_eval_samples: int = 0
@@ -82,7 +85,7 @@ class Reward(Executor):
         # With gold or diversity: by version its answers by place, its metrics until both have
         # spoken, and how many of them have not.
         self._answers: dict[int, dict[tuple[int, bool, int], Item]] = {}
-        self._reported: dict[int, dict[str, float]] = {}
+        self._reported: dict[int, dict[str, float | str]] = {}
         self._unsaid: Counter[int] = Counter()
         self._gold: Gold | None = None
         self._diversity: Diversity | None = None
@@ -258,7 +261,7 @@ class Reward(Executor):
         judge = self._gold if answer.greedy else self._diversity
         if judge is not None:
             prompt = self.eval_prompts(answer.prompt_index)
-            item = item_of(answer, prompt, self.decode)
+            item = item_of(answer, prompt, self.decode, self.decode_raw)
             place = (answer.prompt_index, answer.greedy, answer.sample_index)
             self._answers.setdefault(version, {})[place] = item
 
@@ -271,7 +274,7 @@ class Reward(Executor):
         completion = record.attack if isinstance(record, Answered) else record
         if completion.policy_versions.numel():
             self.note_version(int(completion.policy_versions[-1]))
-        item: Item | Attack = item_of(completion, prompt, self.decode)
+        item: Item | Attack = item_of(completion, prompt, self.decode, self.decode_raw)
         if isinstance(record, Answered):
             item = self.answers.attack(item, record)
         if self._is_sample(completion):
@@ -301,8 +304,15 @@ class RuleReward(Reward):
         return SourceScoring(self.make_source(on_result=self.control.wake))
 
 
-def item_of(completion: Answer, prompt: Prompt, decode: Callable[[list[int]], str]) -> Item:
-    """A completion as what scores sees it."""
+def item_of(
+    completion: Answer,
+    prompt: Prompt,
+    decode: Callable[[list[int]], str],
+    decode_raw: Callable[[list[int]], str] | None = None,
+) -> Item:
+    """A completion as what scores sees it. decode: the text of token ids without special tokens;
+    decode_raw: with them, None if there are none.
+    """
     is_held_out = isinstance(completion, EvalCompletion)
     sample = None if is_held_out else (completion.ticket, completion.sample_index)
     return Item(
@@ -312,6 +322,7 @@ def item_of(completion: Answer, prompt: Prompt, decode: Callable[[list[int]], st
         has_ended=completion.finish_reason == "stop",
         is_held_out=is_held_out,
         sample=sample,
+        decode_raw=decode_raw,
     )
 
 

@@ -9,14 +9,14 @@ its completions, so that it waits for the batch that they are in (executors/weig
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Generic, Protocol, TypeVar
 
 from torch import Tensor
 
-from llamarl.tasks.source import Outcome, Outcomes, RewardSource
+from llamarl.tasks.source import Outcome, Outcomes, RewardSource, with_sampled
 from llamarl.types import Prompt
 
 
@@ -31,6 +31,19 @@ class Item:
     is_held_out: bool  # of an evaluation
     sample: tuple[int, int] | None = None  # ticket and sample_index of a training completion
     attack: Item | None = None  # of a victim's answer: what it answers
+    # The text of token ids with special tokens; None: there are none.
+    decode_raw: Callable[[list[int]], str] | None = None
+
+    @property
+    def meta(self) -> dict[str, object]:
+        """Of its prompt's row, with what was sampled. ValueError if a key of the row is in the
+        way.
+        """
+        token_ids = self.token_ids.tolist()
+        raw_text = self.text if self.decode_raw is None else self.decode_raw(token_ids)
+        return with_sampled(
+            self.prompt.meta, token_ids=token_ids, raw_text=raw_text, ended=self.has_ended
+        )
 
     @property
     def of_policy(self) -> Item:
@@ -113,7 +126,8 @@ class _Batch:
 
 
 class SourceScoring:
-    """A RewardSource as Scoring: it has no use for tokens. The answers to an attack are a batch.
+    """A RewardSource as Scoring: it reads text, and tokens in meta. The answers to an attack are a
+    batch.
 
     The source is given what keeps it busy. What waits beyond that waits here, where an evaluation
     overtakes it.
@@ -122,6 +136,7 @@ class SourceScoring:
     def __init__(self, source: RewardSource):
         self.source = source
         self.name = source.name
+        self._reads_sampled = getattr(source, "reads_sampled", True)
         self._attacks: dict[int, Item] = {}  # what an answer that is being scored answers, by key
         self._waiting: Queue[tuple[int, Item]] = Queue()  # with their keys
         self._waiting_keys: set[int] = set()
@@ -171,7 +186,8 @@ class SourceScoring:
         while self._waiting and not self.source.is_busy:
             key, item = self._waiting.take()
             self._waiting_keys.remove(key)
-            self.source.submit(key, item.prompt.text, item.text, item.prompt.meta)
+            meta = item.meta if self._reads_sampled else item.prompt.meta
+            self.source.submit(key, item.prompt.text, item.text, meta)
             self._release_with(key)
             has_given = True
         return has_given

@@ -74,7 +74,9 @@ from llamarl.launch.gold import reference_texts
 from llamarl.launch.inputs import check_inputs
 from llamarl.launch.job import Job
 from llamarl.launch.run_directory import RunDirectory
-from llamarl.tasks.evaluation import Evaluations, number_of, pass_at_k, sample_row, score_of
+from llamarl.observe.console import left_out
+from llamarl.observe.rates import EVALUATED, LEFT_OUT
+from llamarl.tasks.evaluation import Evaluations, number_of, pass_at_k, sample_row
 from llamarl.tasks.jsonl import read_jsonl
 from llamarl.tasks.source import Outcome
 from llamarl.tasks.transcript import same_tokens
@@ -298,7 +300,7 @@ def answers_of(other: Job, job: Job, prompts: list[Prompt]) -> list[Item]:
             "its tokens; raise it"
         )
     completions = answer(engine_alone(other.config, other), other, theirs, 0)
-    items = [item_of(c, p, other.decode) for c, p in zip(completions, prompts)]
+    items = [item_of(c, p, other.decode, other.decode_raw) for c, p in zip(completions, prompts)]
     if same_tokens(other.tokenizer, job.tokenizer):
         return items
     return references_of(job, prompts, [item.text for item in items])
@@ -422,21 +424,26 @@ def report(
     scores: dict[int, list[float]] = {}  # of each prompt's samples
     for c, outcome in zip(completions, outcomes):
         book.add(c, outcome)
-        if not c.greedy:
-            scores.setdefault(c.prompt_index, []).append(score_of(outcome))
+        if not c.greedy and outcome.kind == "score":
+            scores.setdefault(c.prompt_index, []).append(outcome.value)
     ((_, metrics),) = book.finished()
     length = metrics["eval/length_mean"]
     passes = "eval/accuracy" in metrics  # all scores are 0 or 1
-    reward = metrics["eval/reward"]
-    greedy = f"pass@1 {reward:.2%}" if passes else f"reward {reward:.4g}"
+    reward = metrics.get(EVALUATED)
+    if reward is None:
+        greedy = f"-- ({left_out(metrics)})"
+    else:
+        greedy = f"pass@1 {reward:.2%}" if passes else f"reward {reward:.4g}"
     lines = [
         f"greedy   {greedy} of {num_prompts} held-out prompts, {length:.1f} tokens mean length"
     ]
-    if k:
+    if reward is not None and LEFT_OUT in metrics:
+        lines.append(f"         {left_out(metrics)}")
+    if k and scores:
         draws = sorted({k, *(1 << i for i in range(k.bit_length()))})
         passed = []
         for n in draws:
-            best = sum(pass_at_k(s, n) for s in scores.values()) / num_prompts
+            best = sum(pass_at_k(s, min(n, len(s))) for s in scores.values()) / len(scores)
             passed.append(f"pass@{n} {best:.2%}" if passes else f"best of {n} {best:.4g}")
         lengths = [c.token_ids.numel() for c in completions if not c.greedy]
         mean = sum(lengths) / len(lengths)
@@ -444,7 +451,7 @@ def report(
         lines.append(f"sampled  {'  '.join(passed)}   {how}, {mean:.1f} tokens mean length")
     if metrics["eval/errors"]:
         lines.append(
-            f"errors   {metrics['eval/errors']} completions could not be scored and count as wrong"
+            f"errors   {metrics['eval/errors']} completions could not be scored and are left out"
         )
     return lines
 
@@ -499,7 +506,9 @@ def run(args: argparse.Namespace) -> None:
     with closing(build_scoring(config, job)) as scoring:
         scoring.start()  # what is wrong with a source is told before any work
         completions = answer(engine, job, prompts, k)
-        items = [item_of(c, prompts[c.prompt_index], job.decode) for c in completions]
+        items = [
+            item_of(c, prompts[c.prompt_index], job.decode, job.decode_raw) for c in completions
+        ]
         outcomes = score_all(scoring, items)
     print(f"model    {model}, {config.task.kind}")
     print("\n".join(report(config, completions, outcomes, count, k)))

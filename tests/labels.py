@@ -22,6 +22,18 @@ def length(prompt, completion, meta):
     return len(completion) + 0.0001 * sum(map(ord, completion))
 
 
+def tokens(prompt, completion, meta):
+    """How many tokens were sampled; an error where the text with special tokens is another's."""
+    sampled = meta["sampled"]
+    assert len(sampled["token_ids"]) == sampled["num_tokens"]
+    assert sampled["raw_text"].startswith(completion)
+    return float(sampled["num_tokens"])
+
+
+def broken(prompt, completion, meta):
+    import a_package_that_is_not_there  # noqa: F401
+
+
 def nearness(prompt, completion, meta):
     """How near a sum is; what is no number is further than all of them."""
     if not completion.isdigit():

@@ -16,7 +16,7 @@ from llamarl.ddma.plan import make_plan
 from llamarl.launch.gold import check_gold_function
 from llamarl.launch.job import Job
 from llamarl.launch.scorers import stream_cache_tokens
-from llamarl.launch.sources import check_sources
+from llamarl.launch.sources import samples_of, try_sources
 from llamarl.models.config import read_config
 from llamarl.models.sharding import num_parameters
 from llamarl.tasks.source import Outcome
@@ -34,9 +34,9 @@ def dry_run(job: Job) -> None:
     if job.world.rank > 0:
         return
     c = job.config
-    samples = [job.task.train_prompt(i) for i in range(min(3, job.task.num_train))]
-    answers = [(p.text, str(p.meta.get("answer", "")), p.meta) for p in samples]
-    scored = check_sources(job, answers)
+    samples = samples_of(job)
+    prompts = [job.task.train_prompt(i) for i in range(len(samples))]
+    scored = try_sources(job, samples)
     check_gold_function(job)
     print(OmegaConf.to_yaml(OmegaConf.create(to_values(c))))
     print(f"ranks    {job.hosts}")
@@ -124,7 +124,7 @@ def dry_run(job: Job) -> None:
         elif part.kind == "encoder":
             print(f"reward   {part.path}, an encoder in {part.dtype}, whole on each reward rank")
         else:
-            _print_samples(job.name_of(part), samples, scored[key])
+            _print_samples(job.name_of(part), prompts, scored[key])
     if c.gold is not None and c.gold.kind == "function":
         print(f"gold     {c.eval.gold}")
     whole = {"gold": c.gold and c.gold.kind == "model" and c.eval.gold, "base": c.eval.base}
@@ -149,10 +149,10 @@ def _print_cache(job: Job, scorer: ModelSourceSettings) -> None:
     print(f"stream   {size}, for a cache of {tokens:,} tokens")
 
 
-def _print_samples(name: str, samples: list[Prompt], outcomes: list[Outcome]) -> None:
+def _print_samples(name: str, prompts: list[Prompt], outcomes: list[Outcome]) -> None:
     """What a function or a judge says of the reference answers."""
     print(f"reward   {name}, here given the reference answers")
-    for prompt, outcome in zip(samples, outcomes):
+    for prompt, outcome in zip(prompts, outcomes):
         score = f"{outcome.kind}: {outcome.reason}"
         if outcome.kind == "score":
             score = f"{outcome.value:g}"

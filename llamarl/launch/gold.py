@@ -12,9 +12,9 @@ from torch import Tensor
 
 from llamarl.launch.job import Job, read_model
 from llamarl.launch.scorers import check_context, check_scorer, other_tokens
-from llamarl.launch.sources import source_of
+from llamarl.launch.sources import samples_of
 from llamarl.models.config import read_config
-from llamarl.tasks.source import try_source
+from llamarl.tasks.pool import check_reward
 from llamarl.types import Prompt
 
 
@@ -32,12 +32,21 @@ def check_gold(job: Job) -> None:
 
 
 def check_gold_function(job: Job) -> None:
-    """That a function can be imported and called. ValueError."""
+    """That a function can be imported and called, and does not fail on all samples in the same way.
+    ValueError.
+    """
     gold = job.config.gold
     if gold is None or gold.kind != "function":
         return
-    make = source_of(gold, job, section="reward", fn_key="eval.gold")
-    try_source(make(on_result=lambda: None), [], given=f"eval.gold={gold.fn}")
+    check_reward(
+        gold.fn,
+        samples_of(job),
+        fn_key="eval.gold",
+        remedy="correct what scores, or leave eval.gold out",
+        timeout_s=gold.timeout_s,
+        memory_mb=gold.memory_mb,
+        **job.conversation,
+    )
 
 
 def _check_base(job: Job, path: Path) -> None:

@@ -360,13 +360,22 @@ class Job:
         """The text of the victim's tokens."""
         return self.victim_tokenizer.decode(token_ids, skip_special_tokens=True)
 
+    def decode_answer_raw(self, token_ids: list[int]) -> str:
+        """The same text with special tokens."""
+        return self.victim_tokenizer.decode(token_ids, skip_special_tokens=False)
+
     @cached_property
     def stop_token_ids(self) -> tuple[int, ...]:
         """Every token that ends a completion, by the tokenizer and generation_config.json."""
         return stop_tokens(self.model_path, self.tokenizer)
 
     def decode(self, token_ids: list[int]) -> str:
+        """The text of the policy's tokens."""
         return self.tokenizer.decode(token_ids, skip_special_tokens=True)
+
+    def decode_raw(self, token_ids: list[int]) -> str:
+        """The same text with special tokens."""
+        return self.tokenizer.decode(token_ids, skip_special_tokens=False)
 
     def eval_due(self, version: int) -> bool:
         """Whether this version is evaluated."""

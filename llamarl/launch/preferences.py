@@ -222,7 +222,7 @@ def launch_preferences(config: PreferencesConfig) -> Iterator[PreferencesJob]:
         check_inputs(run)
         with bad_input():
             _check_prompts(job)
-            check_sources(run, [])
+            check_sources(run)
             job.open()
         ending.callback(job.draft.close)
         yield job

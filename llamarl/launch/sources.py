@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -14,7 +15,11 @@ from llamarl.config.rewards import (
 from llamarl.launch.job import Job
 from llamarl.tasks.classifier import Classifier, ClassifierSettings
 from llamarl.tasks.pool import RewardPool, Sample, check_reward
-from llamarl.tasks.source import MakeSource, Outcome, try_source
+from llamarl.tasks.source import MakeSource, Outcome, commonest, try_source, with_sampled
+
+NUM_SAMPLES = 3
+
+log = logging.getLogger("llamarl")
 
 # Of what reads texts.
 TextSourceSettings = FunctionSourceSettings | JudgeSourceSettings | EncoderSourceSettings
@@ -83,29 +88,90 @@ def classifier_settings(settings: EncoderSourceSettings) -> ClassifierSettings:
     )
 
 
-def check_sources(job: Job, samples: Sequence[Sample]) -> dict[str, list[Outcome]]:
+def samples_of(job: Job) -> list[Sample]:
+    """What a reward is tried on: of the first NUM_SAMPLES training prompts the row's own answer, or
+    the prompt's text where it has none, as a completion that ended by itself.
+    """
+    tokenizer = job.scored.tokenizer
+    samples = []
+    for number in range(min(NUM_SAMPLES, job.task.num_train)):
+        prompt = job.task.train_prompt(number)
+        text = str(prompt.meta.get("answer", "")) or prompt.text
+        token_ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
+        if tokenizer.eos_token_id is not None:
+            token_ids.append(tokenizer.eos_token_id)
+        raw_text = tokenizer.decode(token_ids, skip_special_tokens=False)
+        meta = with_sampled(prompt.meta, token_ids=token_ids, raw_text=raw_text, ended=True)
+        samples.append((prompt.text, text, meta))
+    return samples
+
+
+def check_sources(job: Job) -> None:
+    """Try each function that the user gave on samples, and ask each judge once; in one process of a
+    job, before anything heavy starts. ValueError if one cannot be used, or if a function fails on
+    all samples in the same way, unless reward.max_error_rate is 1.
+
+    A judge is not tried on samples, for its replies may cost money.
+    """
+    samples = samples_of(job)
+    for key, part in job.config.reward_parts.items():
+        if part.kind == "function" and part.fn:
+            outcomes = try_part(part, job, samples, section=key)
+            _warn_of_no_score(f"{key}.fn={part.fn}", outcomes)
+        elif part.kind == "judge":
+            try_part(part, job, [], section=key)
+
+
+def try_sources(job: Job, samples: Sequence[Sample]) -> dict[str, list[Outcome]]:
     """The outcomes of samples, in order, by the key of each function or judge of the reward.
-    ValueError if one of them cannot be used, or fails on all samples. A task's own function is not
-    tried without samples.
+    ValueError as check_sources says.
     """
     scored = {}
     for key, part in job.config.reward_parts.items():
         if part.kind in ("function", "judge"):
-            scored[key] = _check_source(part, job, samples, section=key)
+            scored[key] = try_part(part, job, samples, section=key)
     return scored
 
 
-def _check_source(
-    settings: TextSourceSettings, job: Job, samples: Sequence[Sample], *, section: str
+def try_part(
+    settings: FunctionSourceSettings | JudgeSourceSettings,
+    job: Job,
+    samples: Sequence[Sample],
+    *,
+    section: str,
 ) -> list[Outcome]:
+    """The outcomes of samples by one function or judge. ValueError as check_sources says."""
+    remedy = "correct what scores, or go on all the same with reward.max_error_rate=1"
     if settings.kind == "function":
-        if not (settings.fn or samples):
-            return []
-        limits = dict(timeout_s=settings.timeout_s, memory_mb=settings.memory_mb)
-        fn = settings.fn or job.task.default_reward
-        return check_reward(fn, samples, section=section, **limits, **job.conversation)
+        return check_reward(
+            settings.fn or job.task.default_reward,
+            samples,
+            section=section,
+            remedy=remedy,
+            must_score=job.config.reward.max_error_rate < 1,
+            timeout_s=settings.timeout_s,
+            memory_mb=settings.memory_mb,
+            **job.conversation,
+        )
     judge = source_of(settings, job, section=section)(on_result=lambda: None)
-    return try_source(judge, samples, given=f"{section}.url={settings.url}")
+    return try_source(judge, samples, given=f"{section}.url={settings.url}", remedy=remedy)
+
+
+def _warn_of_no_score(given: str, outcomes: Sequence[Outcome]) -> None:
+    """Say so where a function that may be used has scored none of the samples."""
+    if any(outcome.kind == "score" for outcome in outcomes):
+        return
+    for kind, word in (("abstain", "abstains"), ("error", "fails")):
+        reasons = [outcome.reason for outcome in outcomes if outcome.kind == kind]
+        if reasons:
+            log.warning(
+                "%s %s on %d of the %d samples that it was tried on, and scores none: %s",
+                given,
+                word,
+                len(reasons),
+                len(outcomes),
+                commonest(reasons),
+            )
 
 
 def read_template(file: str | None) -> str | None:

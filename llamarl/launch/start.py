@@ -78,7 +78,7 @@ def launch(config: Config) -> Iterator[Job]:
                 dry_run(job)
                 raise SystemExit(0)
             if world.rank == 0:  # which makes the directory
-                check_sources(job, [])
+                check_sources(job)
                 check_gold_function(job)
             # Read here: what is wrong with the data is bad input.
             fingerprints = job.prompt_fingerprints

@@ -8,9 +8,10 @@ import sys
 from collections.abc import Sequence
 from typing import TextIO
 
-from llamarl.observe.rates import Row
+from llamarl.observe.rates import EVALUATED, LEFT_OUT, LEFT_OUT_REASON, Row
 
 HEADER_EVERY = 25
+SHOWN_REASON = 120  # characters of a reason
 IDLE_HIGH = 0.25  # an idle share above this is worth a colour
 
 # The cells of a line, by their header on a terminal.
@@ -61,6 +62,9 @@ class Console:
             # Where all scores are 0 or 1 their mean is an accuracy.
             is_accuracy = row.get("eval/accuracy") is not None
             names = {"eval": "accuracy" if is_accuracy else "held-out"}
+            missing = left_out(row)
+            if missing:
+                cells["eval"] += f" ({missing})"
             words = [f"{names.get(name, name)} {cell}" for name, cell in cells.items() if cell]
             print("  ".join(words), file=self.stream, flush=True)
             return
@@ -82,6 +86,9 @@ class Console:
             line.append(f"{cell:>{WIDTHS[header]}}", style=styles.get(header, ""))
             line.append(" ")
         line.rstrip()
+        missing = left_out(row)
+        if missing:
+            line.append(f"\n{'held out':>{WIDTHS['step']}} {missing}", style="yellow")
         self._rich.print(line, no_wrap=True, crop=False)
 
     def close(self) -> None:
@@ -106,7 +113,8 @@ def format_cells(row: Row, max_steps: int | None) -> dict[str, str]:
         "reward": cell("reward/mean", ".3f"),
         "eval": cell("eval/accuracy", ".1%")
         or cell("eval/reward", ".3f")
-        or cell("eval/loss", ".4f"),
+        or cell("eval/loss", ".4f")
+        or ("--" if row.get(LEFT_OUT) else ""),
         "lag": pair(cell("lag/mean", ".1f"), cell("lag/max", ".0f")),
         "loss": cell("loss/value", ".4f"),
         "grad": cell("grad_norm", ".3g"),
@@ -115,6 +123,18 @@ def format_cells(row: Row, max_steps: int | None) -> dict[str, str]:
         "idle": trainer_idle,
         "s/step": cell("time/step_s", ".3g"),
     }
+
+
+def left_out(row: Row) -> str:
+    """Says of an evaluation which answers have no score, and why; "" where all have one."""
+    count = row.get(LEFT_OUT)
+    if not count:
+        return ""
+    what = "errors" if row.get("eval/errors") else "abstentions"
+    reason = str(row.get(LEFT_OUT_REASON))[:SHOWN_REASON]
+    if row.get(EVALUATED) is None:
+        return f"all {count} are {what}: {reason}"
+    return f"{count} {what} left out: {reason}"
 
 
 def short_count(value: float) -> str:

@@ -55,9 +55,9 @@ class Metrics:
         self._posted_at = -math.inf
         self._warned: set[str] = set()
 
-    def report(self, step: int, values: dict[str, SupportsFloat | None]) -> None:
-        """Give the row of `step` these values (numbers or 0-dim tensors; NaN and infinity become
-        null, warned of once a name).
+    def report(self, step: int, values: dict[str, SupportsFloat | str | None]) -> None:
+        """Give the row of `step` these values (numbers or 0-dim tensors, or a reason as text; NaN
+        and infinity become null, warned of once a name).
         """
         numbers = {name: self._number(step, name, value) for name, value in values.items()}
         self._reports.append((step, numbers))
@@ -133,9 +133,11 @@ class Metrics:
         self.control.post(self.leader, TOPIC, message)
         self._reports = []
 
-    def _number(self, step: int, name: str, value: SupportsFloat | None) -> float | None:
-        if value is None:
-            return None
+    def _number(
+        self, step: int, name: str, value: SupportsFloat | str | None
+    ) -> float | str | None:
+        if value is None or isinstance(value, str):
+            return value
         if isinstance(value, Integral):
             return int(value)
         number = float(value)

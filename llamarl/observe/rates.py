@@ -17,7 +17,11 @@ from collections import deque
 from dataclasses import dataclass
 
 Counters = dict[str, float]  # totals of one rank, or of all
-Row = dict[str, float | None]  # of metrics.jsonl, by column
+Row = dict[str, float | str | None]  # of metrics.jsonl, by column; text where a reason is told
+
+EVALUATED = "eval/reward"  # a column that every evaluation of which an answer has a score has
+LEFT_OUT = "eval/left_out"  # held-out prompts whose greedy answer has no score, where there are any
+LEFT_OUT_REASON = "eval/left_out_reason"  # the commonest reason, as text
 
 WINDOW_S = 1.0
 MEAN = "mean/"  # counters mean/NAME/sum and mean/NAME/count become column NAME

@@ -242,10 +242,11 @@ def read_columns(file: Path) -> Columns:
 
 
 def columns_of(rows: list[Row]) -> Columns:
-    """Each column that has a value in any row, in alphabetical order."""
+    """Each column that has a number in any row, in alphabetical order."""
     columns = {}
     for name in sorted(set().union(*rows)):
-        values = np.array([row.get(name) for row in rows], dtype=np.float64)
+        numbers = [None if isinstance(row.get(name), str) else row.get(name) for row in rows]
+        values = np.array(numbers, dtype=np.float64)
         if not np.isnan(values).all():
             columns[name] = values
     return columns

@@ -5,7 +5,8 @@ Reports for one step come from several ranks and at different times; the evaluat
 come many steps later. A row is *whole*, and is written once all rows before it are, when it has
 
     loss/value       the trainer's part (step 0, the untrained policy, has none), and
-    eval/reward      if an evaluation of this step is due.
+    eval/reward      if an evaluation of this step is due; or eval/left_out, where none of its
+                     answers has a score.
 
 The trainer's report is also the moment at which the row's rates are taken from the counters of all
 ranks. Rows are never rewritten, except that a resumed run first cuts the file back to its
@@ -23,11 +24,10 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from llamarl.observe.rates import Counters, RateMeter, Row, idle_shares
+from llamarl.observe.rates import EVALUATED, LEFT_OUT, Counters, RateMeter, Row, idle_shares
 from llamarl.observe.sinks import Jsonl, Sink
 
 TRAINED = "loss/value"
-EVALUATED = "eval/reward"
 ACCURACY = "eval/accuracy"  # the same, of an evaluation whose scores are all 0 or 1
 FILE_NAME = "metrics.jsonl"
 
@@ -35,7 +35,8 @@ FILE_NAME = "metrics.jsonl"
 COLUMNS = """
     step policy_version
     reward/mean reward/std reward/error_rate
-    eval/reward eval/accuracy eval/pass_at_1_sampled eval/pass_at_k
+    eval/reward eval/accuracy eval/left_out eval/left_out_reason
+    eval/pass_at_1_sampled eval/pass_at_k
     reward/success eval/success
     eval/gold eval/gold_references eval/win_rate eval/win_rate_low eval/win_rate_high
     eval/win_rate_length_controlled eval/perplexity eval/length_mean
@@ -64,6 +65,11 @@ def is_timing(name: str) -> bool:
     between two runs of one seed.
     """
     return TIMING.search(name) is not None
+
+
+def is_evaluated(row: Row) -> bool:
+    """Whether an evaluation is in these values, and be it one that came to nothing."""
+    return EVALUATED in row or LEFT_OUT in row
 
 
 class RowWriter:
@@ -139,10 +145,11 @@ class RowWriter:
             wall_s = self.wall_s
             row.update(self._meter.read(wall_s, self.counters()))
             row["time/wall_s"] = wall_s
-        elif step == 0 and EVALUATED in values:
+        elif step == 0 and is_evaluated(values):
             row["time/wall_s"] = self.wall_s
         if values.get(EVALUATED) is not None:
             self.evaluated = values[EVALUATED]
+        if is_evaluated(values):
             row["time/evaluated_s"] = self.wall_s
 
     def flush(self) -> None:
@@ -287,12 +294,12 @@ class RowWriter:
         row = self._pending.get(step, {})
         # The trainer reports in order: once a later step is in, nothing more comes for this one.
         # Step 0 without an evaluation ends the same way.
-        trained = TRAINED in row or step < self.last_trained or (step == 0 and EVALUATED in row)
+        trained = TRAINED in row or step < self.last_trained or (step == 0 and is_evaluated(row))
         return trained and self._evaluated(step)
 
     def _evaluated(self, step: int) -> bool:
         return (
             not self.eval_due(step)
-            or EVALUATED in self._pending.get(step, {})
+            or is_evaluated(self._pending.get(step, {}))
             or step in self._abandoned
         )

@@ -34,7 +34,7 @@ class Sink(Protocol):
     """
 
     def write(self, row: Row) -> None:
-        """Take one row: {"step": int, name: number or None}."""
+        """Take one row: {"step": int, name: number, text or None}."""
 
     def close(self) -> None:
         """Release files and connections."""
@@ -260,7 +260,7 @@ class TensorBoard:
         if self._writer is None:
             self._writer = self._open(purge_step=row["step"])
         for name, value in row.items():
-            if name != "step" and value is not None:
+            if name != "step" and isinstance(value, int | float):
                 self._writer.add_scalar(name, value, row["step"])
 
     def close(self) -> None:
@@ -293,7 +293,7 @@ class WandB:
         id_file.write_text(self._run.id)
 
     def write(self, row: Row) -> None:
-        values = {name: value for name, value in row.items() if value is not None}
+        values = {name: value for name, value in row.items() if isinstance(value, int | float)}
         step = values.pop("step")
         self._run.log(values, step=step)
 

@@ -53,6 +53,8 @@ class Classifier:
     itself, so that its score does not depend on what came when.
     """
 
+    reads_sampled = False  # it reads texts
+
     def __init__(
         self,
         settings: ClassifierSettings,

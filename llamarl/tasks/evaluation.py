@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from llamarl.tasks.source import Outcome
+from llamarl.tasks.source import Outcome, commonest
 from llamarl.types import EvalCompletion, Prompt
 
 
@@ -35,9 +35,9 @@ def pass_at_k(scores: Sequence[float], k: int) -> float:
     return expected
 
 
-def score_of(outcome: Outcome) -> float:
-    """The score of an outcome; whatever is no score counts as wrong, which is 0."""
-    return outcome.value if outcome.kind == "score" else 0.0
+def score_of(outcome: Outcome) -> float | None:
+    """The score of an outcome; None for an error or an abstention."""
+    return outcome.value if outcome.kind == "score" else None
 
 
 def number_of(completion: EvalCompletion) -> int:
@@ -50,8 +50,8 @@ def sample_row(
 ) -> dict[str, object]:
     """A scored completion as an object of JSON, for people and for `recipes/evaluate.py --against`.
 
-    score: 0 where there is none, and outcome is then no "score" and reason says why. number: of the
-    held-out prompt; sample: see number_of.
+    score: null where there is none, and outcome is then no "score" and reason says why. number: of
+    the held-out prompt; sample: see number_of.
     """
     row: dict[str, object] = {
         "prompt": prompt.text,
@@ -79,11 +79,12 @@ class _Place:
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """What is kept of a scored completion."""
+    """What is kept of a completion that was handed to the reward."""
 
-    score: float  # 0 for an error too
-    succeeds: bool
+    score: float | None  # None for an error and an abstention
+    reason: str  # why there is none
     is_error: bool
+    succeeds: bool
     num_tokens: int
 
 
@@ -91,8 +92,10 @@ class Evaluations:
     """Scores of held-out completions, kept by policy version until a version has all of them: one
     greedy and num_samples sampled for each of num_prompts prompts.
 
-    success_above: eval/success is the share of the sampled ones, or of the greedy ones where none
-    are sampled, whose score, without what novelty adds, is above it. None: nobody asks.
+    What has no score, an error or an abstention, is left out of every mean; where no greedy answer
+    has one there is no mean. success_above: eval/success is the share of the sampled ones, or of
+    the greedy ones where none are sampled, whose score, without what novelty adds, is above it.
+    None: nobody asks.
     """
 
     def __init__(self, num_prompts: int, num_samples: int = 0, success_above: float | None = None):
@@ -109,11 +112,17 @@ class Evaluations:
         if not num_tokens:
             # aborted before its first token: no version sampled it, and its evaluation was given up
             return
-        score = score_of(outcome)
-        self._is_graded |= score not in (0.0, 1.0)
+        has_score = outcome.kind == "score"
+        self._is_graded |= has_score and outcome.value not in (0.0, 1.0)
         version = int(completion.policy_versions[0])
         place = _Place(completion.prompt_index, completion.greedy, completion.sample_index)
-        answer = _Answer(score, self._succeeds(outcome), outcome.kind == "error", num_tokens)
+        answer = _Answer(
+            score=outcome.value if has_score else None,
+            reason=outcome.reason,
+            is_error=outcome.kind == "error",
+            succeeds=self._succeeds(outcome),
+            num_tokens=num_tokens,
+        )
         self._answers.setdefault(version, {})[place] = answer
 
     def _succeeds(self, outcome: Outcome) -> bool:
@@ -121,7 +130,7 @@ class Evaluations:
             return False
         return outcome.achieved > self._success_above
 
-    def finished(self) -> list[tuple[int, dict[str, float]]]:
+    def finished(self) -> list[tuple[int, dict[str, float | str]]]:
         """(version, metrics) of each version that has all its completions, once."""
         whole = [
             version
@@ -130,29 +139,46 @@ class Evaluations:
         ]
         return [(version, self._metrics(self._answers.pop(version))) for version in whole]
 
-    def _metrics(self, answers: dict[_Place, _Answer]) -> dict[str, float]:
+    def _metrics(self, answers: dict[_Place, _Answer]) -> dict[str, float | str]:
         # In the order of prompts and samples: the sums must not depend on who answered first.
         n = self._num_prompts
         greedy = [answers[_Place(j, greedy=True)] for j in range(n)]
-        reward = sum(answer.score for answer in greedy) / n
-        metrics = {
-            "eval/reward": reward,
+        metrics: dict[str, float | str] = {
             "eval/errors": sum(answer.is_error for answer in answers.values()),
             "eval/length_mean": sum(answer.num_tokens for answer in greedy) / n,
         }
-        if not self._is_graded:
-            metrics["eval/accuracy"] = reward
+        scores = [answer.score for answer in greedy if answer.score is not None]
+        if scores:
+            reward = sum(scores) / len(scores)
+            metrics["eval/reward"] = reward
+            if not self._is_graded:
+                metrics["eval/accuracy"] = reward
+        if len(scores) < n:
+            metrics["eval/left_out"] = n - len(scores)
+            reasons = [answer.reason for answer in greedy if answer.score is None]
+            metrics["eval/left_out_reason"] = commonest(reasons)
         k = self._num_samples
         if self._success_above is not None:
             asked = [place for place in answers if place.greedy == (k == 0)]
-            metrics["eval/success"] = sum(answers[place].succeeds for place in asked) / len(asked)
+            if any(answers[place].score is not None for place in asked):
+                num_successes = sum(answers[place].succeeds for place in asked)
+                metrics["eval/success"] = num_successes / len(asked)
         if k:
-            at_1 = 0.0
-            at_k = 0.0
+            of_prompts = []
             for j in range(n):
-                scores = [answers[_Place(j, False, i)].score for i in range(k)]
-                at_1 += pass_at_k(scores, 1)
-                at_k += pass_at_k(scores, k)
-            metrics["eval/pass_at_1_sampled"] = at_1 / n
-            metrics["eval/pass_at_k"] = at_k / n
+                sampled = [answers[_Place(j, False, i)].score for i in range(k)]
+                of_prompts.append([score for score in sampled if score is not None])
+            metrics |= _pass_metrics([of_prompt for of_prompt in of_prompts if of_prompt])
         return metrics
+
+
+def _pass_metrics(of_prompts: Sequence[Sequence[float]]) -> dict[str, float | str]:
+    """Of the scores that each prompt's samples have, at least one: their mean, and the best."""
+    if not of_prompts:
+        return {}
+    at_1 = sum(pass_at_k(scores, 1) for scores in of_prompts)
+    best = sum(max(scores) for scores in of_prompts)
+    return {
+        "eval/pass_at_1_sampled": at_1 / len(of_prompts),
+        "eval/pass_at_k": best / len(of_prompts),
+    }

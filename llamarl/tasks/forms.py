@@ -2,27 +2,41 @@
 
     form      is called with                         and scores
     single    (prompt, completion, meta)             one completion: float, or None to abstain
+    verl      (data_source=, solution_str=,          the same, as verl calls it
+              ground_truth=, extra_info=)
     batch     (prompts, completions, metas)          all completions of one prompt: a list of those
     trl       (prompts=, completions=, **columns)    the same, as TRL's GRPOTrainer calls it
 
-A function that takes `completions` has one of the last two forms: batch if it takes `metas` too,
-else trl. Under other names, `@batched` says that it is a batch function. Standard library only:
-reward workers use it, and start in a moment.
+A function that takes `solution_str` has verl's form. One that takes `completions` has one of the
+last two: batch if it takes `metas` too, else trl. Under other names, `@batched` says that it is a
+batch function. Each may be async. Standard library only: reward workers use it, and start in a
+moment.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from typing import Literal
 
-Form = Literal["single", "batch", "trl"]
+from llamarl.tasks.source import SAMPLED
+
+Form = Literal["single", "verl", "batch", "trl"]
+# What a call scores: one completion; several of any prompts, side by side; all of one prompt.
+Takes = Literal["one", "several", "group"]
 # (prompts, completions, metas) -> a value for each completion, which nobody has looked at yet
 Call = Callable[[list[str], list[str], list[dict]], list]
+# (prompt, completion, meta) -> the value, or what it is awaited by
+CallOne = Callable[[str, str, dict], object]
 
 _MARK = "llamarl_reward_form"
 # What TRL hands over besides, of its trainer; a function that cannot do without them needs TRL.
-_OF_TRL_ALONE = ("completion_ids", "trainer_state", "environments")
+_OF_TRL_ALONE = ("trainer_state", "environments")
+_TOKENS = "completion_ids"  # TRL's name for the tokens of each completion
+# What verl's reward managers call a function with.
+_OF_VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
+# What they call one with that scores a whole batch.
+_OF_VERLS_BATCH = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
 
 
 def batched(function: Callable) -> Callable:
@@ -39,30 +53,48 @@ def form_of(function: Callable) -> Form:
         names = inspect.signature(function).parameters
     except ValueError:  # some functions written in C have none
         return "single"
+    if "solution_str" in names:
+        return "verl"
     if "completions" not in names:
         return "single"
     return "batch" if "metas" in names else "trl"
 
 
+def takes_of(function: Callable) -> Takes:
+    """What a call of a reward function scores. Async functions of one completion are called for
+    several at a time.
+    """
+    if form_of(function) in ("batch", "trl"):
+        return "group"
+    return "several" if _is_async(function) else "one"
+
+
+def _is_async(function: Callable) -> bool:
+    """Whether calling it only begins its work. An instance is what its __call__ is."""
+    call = getattr(function, "__call__", None)
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
+
+
 def check_signature(function: Callable, name: str) -> None:
     """ValueError if a reward function of this name cannot be called as its form is."""
     form = form_of(function)
-    if inspect.iscoroutinefunction(function) and form != "trl":
-        raise ValueError(
-            f"{name} is async; a reward is a plain function (prompt, completion, meta) -> float"
-        )
     try:
         signature = inspect.signature(function)
     except ValueError:  # calling will tell
         return
     try:
         if form == "trl":
-            _check_trl(signature)
+            _check_keywords(signature, not_given=_OF_TRL_ALONE)
+        elif form == "verl":
+            required = _required(signature)
+            _check_keywords(signature, not_given=[n for n in required if n not in _OF_VERL])
         else:
             signature.bind("prompt", "completion", {})
+            _check_no_verl(signature, is_marked=form == "batch")
     except TypeError as error:
         calls = {
             "single": "(prompt, completion, meta)",
+            "verl": "(data_source=..., solution_str=..., ground_truth=..., extra_info=...)",
             "batch": "(prompts, completions, metas)",
             "trl": "(prompts=..., completions=..., **columns)",
         }
@@ -71,14 +103,39 @@ def check_signature(function: Callable, name: str) -> None:
         ) from error
 
 
-def _check_trl(signature: inspect.Signature) -> None:
-    """TypeError for a parameter that TRL's trainer alone could give."""
+def _required(signature: inspect.Signature) -> list[str]:
+    """The names of the parameters that a call must give."""
+    names = []
+    for name, parameter in signature.parameters.items():
+        is_open = parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
+        if parameter.default is parameter.empty and not is_open:
+            names.append(name)
+    return names
+
+
+def _check_keywords(signature: inspect.Signature, *, not_given: Collection[str]) -> None:
+    """TypeError for a function that takes no keywords, or needs one of `not_given`."""
     for name, parameter in signature.parameters.items():
         if parameter.kind is inspect.Parameter.POSITIONAL_ONLY:
             raise TypeError(f"{name} takes no keyword")
-        is_needed = parameter.default is inspect.Parameter.empty
-        if is_needed and name in _OF_TRL_ALONE:
+    for name in _required(signature):
+        if name in not_given:
             raise TypeError(f"{name} is not handed over; give it a default")
+
+
+def _check_no_verl(signature: inspect.Signature, *, is_marked: bool) -> None:
+    """TypeError for a function of verl's that would get prompt, completion and meta in the place of
+    what its parameters are called.
+    """
+    if is_marked:
+        return
+    for name in list(signature.parameters)[:3]:
+        if name in _OF_VERLS_BATCH:
+            what = "verl's batch form is not called here"
+            raise TypeError(f"{name}: {what}; score one completion, with {', '.join(_OF_VERL)}")
+        if name in _OF_VERL:
+            what = "verl's functions are known by a parameter solution_str"
+            raise TypeError(f"{name}: {what}; call the completion's parameter that")
 
 
 def call_of(function: Callable, *, chat: bool, system_prompt: str | None) -> Call:
@@ -88,14 +145,17 @@ def call_of(function: Callable, *, chat: bool, system_prompt: str | None) -> Cal
     raises whatever the function raises, and ValueError if it does not return a value for each.
     """
     form = form_of(function)
-    if form == "single":
-        return lambda *columns: [function(*one) for one in zip(*columns)]
+    if form in ("single", "verl"):
+        one = call_one_of(function)
+        return lambda *columns: [awaited(one(*item)) for item in zip(*columns)]
     if form == "batch":
-        return lambda *columns: _listed(function(*columns), len(columns[1]))
+        return lambda *columns: _listed(awaited(function(*columns)), len(columns[1]))
     system = [{"role": "system", "content": system_prompt}] if system_prompt else []
 
     def call(prompts: list[str], completions: list[str], metas: list[dict]) -> list:
         arguments = _columns(metas)
+        if all(SAMPLED in meta for meta in metas):
+            arguments[_TOKENS] = [meta[SAMPLED]["token_ids"] for meta in metas]
         arguments["prompts"] = prompts
         arguments["completions"] = completions
         if chat:
@@ -103,14 +163,86 @@ def call_of(function: Callable, *, chat: bool, system_prompt: str | None) -> Cal
             arguments["completions"] = [[_turn("assistant", text)] for text in completions]
         # Its reports have no place here.
         arguments["log_extra"] = arguments["log_metric"] = lambda *_: None
-        returned = function(**_accepted(function, arguments))
-        if inspect.iscoroutine(returned):
-            import asyncio  # most functions need none of it
-
-            returned = asyncio.run(returned)
+        returned = awaited(function(**_accepted(function, arguments)))
         return _listed(returned, len(completions))
 
     return call
+
+
+def call_one_of(function: Callable) -> CallOne:
+    """How one completion is put to a function of the form single or verl. What an async function
+    returns is to be awaited.
+    """
+    if form_of(function) == "single":
+        return function
+
+    def call(prompt: str, completion: str, meta: dict) -> object:
+        arguments = _verl_arguments(completion, meta)
+        returned = function(**_accepted(function, arguments))
+        if inspect.isawaitable(returned):
+            return _score_of_awaited(returned)
+        return _score_of(returned)
+
+    return call
+
+
+def _verl_arguments(completion: str, meta: dict) -> dict[str, object]:
+    """What verl's reward managers give a function. ValueError for a row without a ground truth."""
+    kept = meta.get("reward_model")
+    if isinstance(kept, Mapping) and "ground_truth" in kept:
+        ground_truth = kept["ground_truth"]
+    elif "answer" in meta:
+        ground_truth = meta["answer"]
+    else:
+        raise ValueError(
+            "no ground_truth: the row has no answer and no reward_model.ground_truth; "
+            "set task.answer_key"
+        )
+    extra_info = dict(meta.get("extra_info") or {})
+    if SAMPLED in meta:
+        extra_info[SAMPLED] = meta[SAMPLED]
+    return {
+        "data_source": meta.get("data_source", ""),
+        "solution_str": completion,
+        "ground_truth": ground_truth,
+        "extra_info": extra_info,
+    }
+
+
+def _score_of(returned: object) -> object:
+    """The score in what a function of verl's returns: a number, or a mapping with more to log."""
+    if isinstance(returned, Mapping) and "score" in returned:
+        return _plain(returned["score"])
+    return _plain(returned)
+
+
+async def _score_of_awaited(returned: Awaitable) -> object:
+    return _score_of(await returned)
+
+
+_runners: list = []  # the asyncio.Runner of this process, once there is one
+
+
+def runner():
+    """The asyncio.Runner of this process. One loop serves all calls, so that what a function keeps
+    open between them, such as an HTTP session, goes on working.
+    """
+    if not _runners:
+        import asyncio  # most functions need none of it
+
+        _runners.append(asyncio.Runner())
+    return _runners[0]
+
+
+def awaited(returned: object) -> object:
+    """What a function has returned; of an async one, what it returns once it has run."""
+    if not inspect.isawaitable(returned):
+        return returned
+
+    async def wait() -> object:
+        return await returned
+
+    return runner().run(wait())
 
 
 def _turn(role: str, content: str) -> dict[str, str]:
@@ -122,7 +254,8 @@ def _columns(metas: list[dict]) -> dict[str, object]:
     names: dict[str, None] = {}
     for meta in metas:
         names.update(dict.fromkeys(meta))
-    kept = [name for name in names if name not in ("prompt", "completion", *_OF_TRL_ALONE)]
+    left_out = ("prompt", "completion", _TOKENS, *_OF_TRL_ALONE)
+    kept = [name for name in names if name not in left_out]
     columns: dict[str, object] = {}
     for name in kept:
         columns[name] = [meta.get(name) for meta in metas]

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from llamarl.tasks.base import Example
 from llamarl.tasks.jsonl import check_keys, row_to_example
+from llamarl.tasks.source import check_row_keys
 
 log = logging.getLogger(__name__)
 
@@ -24,6 +25,7 @@ class HFExamples(Sequence):
     def __init__(self, dataset, prompt_key: str, answer_key: str | None, where: str):
         try:
             check_keys(dataset.column_names, prompt_key, answer_key)
+            check_row_keys(set(dataset.column_names) - {prompt_key})
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from error
         odd = {

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from llamarl.tasks.base import Example
+from llamarl.tasks.source import check_row_keys
 from llamarl.words.lists import first_of
 from llamarl.words.names import nearest
 
@@ -72,10 +73,11 @@ def row_to_example(row: dict, prompt_key: str, answer_key: str | None) -> Exampl
         row_to_example({"q": "1+1=", "a": "2"}, "q", "a")
         Example(text="1+1=", meta={"a": "2", "answer": "2"})
 
-    ValueError for a key that is absent or null, for a prompt that is no text, and for a prompt or
-    an answer that cannot be encoded.
+    ValueError for a key that is absent or null, for one that is llamarl's own, for a prompt that is
+    no text, and for a prompt or an answer that cannot be encoded.
     """
     check_keys(row, prompt_key, answer_key)
+    check_row_keys(row.keys() - {prompt_key})
     prompt = row[prompt_key]
     if not isinstance(prompt, str) or not prompt:
         shown = json.dumps(prompt, default=str)[:60]

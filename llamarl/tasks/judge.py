@@ -100,6 +100,8 @@ class Judge:
     max_parallel requests at a time; what is submitted beyond that waits in it.
     """
 
+    reads_sampled = False  # its questions are of texts
+
     def __init__(
         self,
         endpoint: EndpointSettings,

@@ -11,6 +11,14 @@ that call alone are errors, the calls behind it go back to the head of the queue
 call starts when the call before it finished, by the worker's own time stamps, so that a pool that
 is polled rarely kills nobody early.
 
+The first call of a worker may load what the function needs, and has a start's patience (calls.py:
+Patience). Where first calls are killed, on several prompts, and nothing was ever scored, `poll`
+raises RewardError.
+
+An async function of one completion is called for up to BATCH at a time, side by side. The worker
+ends each that takes longer than `timeout_s`. One that does not let it, because it computes or
+blocks, is killed ASYNC_GRACE_S later; those side by side with it are then scored one at a time.
+
 What this protects from: exceptions, hangs (also in C code), NaN, exit, crashes, runaway memory,
 prints without end (worker.MAX_PRINTED_BYTES a worker), and processes that a call starts and leaves
 running: they are killed when the call ends, and when the worker or this process does, however that
@@ -34,29 +42,27 @@ import selectors
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
 from llamarl.errors import RewardError
 from llamarl.tasks import worker as worker_script
-from llamarl.tasks.forms import Form
+from llamarl.tasks.bell import Bell
+from llamarl.tasks.calls import MAX_FIRST_KILLS, START_S, Call, Item, Patience
+from llamarl.tasks.forms import Takes
 from llamarl.tasks.memory import Note, too_much
-from llamarl.tasks.source import Outcome, Outcomes, score_all, try_source
+from llamarl.tasks.source import SAMPLED, Outcome, Outcomes, score_all, try_source
 
 BATCH = 64  # calls in flight a worker
 BUSY_S = 3.0  # of calls that a worker is given ahead; two at least, BATCH at most
-START_S = 120.0  # for a worker to import the user's module
 # For a worker whose output has ended to exit by itself, so that its own exit code is told.
 EXIT_S = 0.5
 KILL_S = 5.0  # for a killed worker to be gone; one that the kernel holds is left to it
 MAX_FAILED_STARTS = 3  # in a row
 _READ_BYTES = 1 << 16
-_BELL_REST_S = 0.001  # between two rings: one call of on_result serves all results of that time
 # Where llamarl is, for a worker whose parent found it in what was then the current directory.
 _OUR_ROOT = str(Path(worker_script.__file__).resolve().parents[2])
 
@@ -65,46 +71,12 @@ log = logging.getLogger(__name__)
 Sample = tuple[str, str, dict]  # prompt, completion and meta
 
 
-@dataclass(slots=True)
-class _Call:
-    """Completions to score together, as the line that a worker reads."""
-
-    keys: list[int]
-    line: bytes
-    sent_at: float = math.inf  # when the last byte of it was in the worker's pipe
-
-    @classmethod
-    def of(cls, items: Mapping[int, _Item]) -> _Call:
-        """The call for items, by key."""
-        columns = [
-            json.dumps(list(items)),
-            _array(item.prompt for item in items.values()),
-            _array(item.completion for item in items.values()),
-            _array(item.meta for item in items.values()),
-        ]
-        return cls(list(items), _array(columns).encode() + b"\n")
-
-
-@dataclass(frozen=True, slots=True)
-class _Item:
-    """One completion to score, each field as JSON."""
-
-    prompt: str
-    completion: str
-    meta: str
-
-
-def _array(values: Iterable[str]) -> str:
-    """JSON values as a JSON array."""
-    return f"[{', '.join(values)}]"
-
-
 class _Worker:
     """One subprocess and its pipes. Nothing here blocks, save for the end of a process that is
     ending or killed.
     """
 
-    def __init__(self, fn: str, setup: str, bell: int, timeout_s: float):
+    def __init__(self, fn: str, setup: str, bell: int):
         # A worker is one core's work, and freed memory that an arena keeps counts as held.
         few_threads = {"OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2"}
         self.note = Note()
@@ -124,22 +96,21 @@ class _Worker:
         self.stdin = self._process.stdin.fileno()
         os.set_blocking(self.stdout, False)
         os.set_blocking(self.stdin, False)
-        self._timeout_s = timeout_s
         self._received = b""
-        self.in_flight: deque[_Call] = deque()  # oldest first; the first is the one being scored
-        self.unsent: deque[_Call] = deque()  # the last of these, which the pipe was too full for
+        self.in_flight: deque[Call] = deque()  # oldest first; the first is the one being scored
+        self.unsent: deque[Call] = deque()  # the last of these, which the pipe was too full for
         self._num_written = 0  # bytes of the first unsent one that are in the pipe
         self.ready = False  # it has imported the function
         self.ended = False  # its output has
         self.astray = False  # it said what it was not asked; nothing more of it counts
-        self.free_at = time.monotonic()  # when it started, was ready, or finished its last call
+        self.is_fresh = True  # it was given no call yet
+        self.free_at = time.monotonic()  # when it started, was ready, or finished its last answer
 
-    def send(self, calls: Sequence[_Call]) -> None:
-        """Give it calls to make, behind those that it has; `flush` writes them."""
-        for call in calls:
-            call.sent_at = math.inf
-        self.in_flight.extend(calls)
-        self.unsent.extend(calls)
+    def send(self, call: Call) -> None:
+        """Give it a call to make, behind those that it has; `flush` writes it."""
+        self.is_fresh = False
+        self.in_flight.append(call)
+        self.unsent.append(call)
 
     def flush(self) -> None:
         """Write as much as the pipe takes now."""
@@ -171,7 +142,7 @@ class _Worker:
                     message = None
                 yield message
 
-    def current(self) -> _Call | None:
+    def current(self) -> Call | None:
         """The call that is being made; None while the worker has none, or not all of it."""
         if not self.in_flight:
             return None
@@ -186,7 +157,7 @@ class _Worker:
         call = self.current()
         if call is None:
             return math.inf
-        return max(call.sent_at, self.free_at) + self._timeout_s * len(call.keys)
+        return max(call.sent_at, self.free_at) + call.limit_s
 
     def kill(self) -> str:
         """End it and all that it started, within 2 KILL_S. Returns how the worker itself ended, in
@@ -233,37 +204,6 @@ class _Worker:
         self.note.close()
 
 
-class _Bell:
-    """A pipe that workers ring after each result, and the thread that hears it."""
-
-    def __init__(self, on_result: Callable[[], None]):
-        self._hears, self.rings = os.pipe()
-        os.set_blocking(self.rings, False)  # of the workers' end too: they share it
-        self._on_result = on_result
-        self._closing = False
-        self._thread = threading.Thread(target=self._listen, name="reward-bell", daemon=True)
-        self._thread.start()
-
-    def _listen(self) -> None:
-        while True:
-            os.read(self._hears, _READ_BYTES)
-            if self._closing:
-                return
-            self._on_result()
-            time.sleep(_BELL_REST_S)
-
-    def close(self) -> None:
-        """End the thread and close the pipe."""
-        self._closing = True
-        try:
-            os.write(self.rings, b".")
-        except BlockingIOError:
-            pass  # full, so the thread has something to read
-        self._thread.join()
-        os.close(self._hears)
-        os.close(self.rings)
-
-
 class RewardPool:
     """A RewardSource (source.py) that calls a function, given by its import path, in processes.
 
@@ -271,12 +211,13 @@ class RewardPool:
             pool.score([("12+34=", "46", {"answer": "46"})])    # [Outcome("score", 1.0, "")]
 
     num_workers: processes. timeout_s: seconds by the clock for an item; a call for n of them may
-    take n times as long. memory_mb: MiB that a worker and what it starts may hold (memory.py);
-    all above 0. chat: the prompts were turns of a chat template, after system_prompt if there is
-    one; a function of TRL's form then gets messages. on_result: called in a thread of the pool's
-    when there is something to poll, so that a waiting loop need not ask. section: of the
-    configuration, which messages name keys of. fn_key: the key that names the function, where it is
-    not section.fn; no key then names the limits.
+    take n times as long, and the first call of a worker longer. memory_mb: MiB that a worker and
+    what it starts may hold (memory.py); all above 0. chat: the prompts were turns of a chat
+    template, after system_prompt if there is one; a function of TRL's form then gets messages.
+    on_result: called in a thread of the pool's when there is something to poll, so that a waiting
+    loop need not ask. section: of the configuration, which messages name keys of. fn_key: the key
+    that names the function, where it is not section.fn; no key then names the limits. traced:
+    errors tell the lines of code that they came through.
 
     The function sees this process's sys.path and its current directory. Workers end with the thread
     that made the pool: make it in a thread that lives as long.
@@ -294,6 +235,7 @@ class RewardPool:
         on_result: Callable[[], None] = lambda: None,
         section: str = "reward",
         fn_key: str = "",
+        traced: bool = False,
     ):
         self.name = fn
         self._fn_key = fn_key or f"{section}.fn"
@@ -302,21 +244,23 @@ class RewardPool:
         self._memory_mb = memory_mb
         here = os.getcwd()
         path = [here, *(folder or here for folder in sys.path), _OUR_ROOT]
-        self._bell = _Bell(on_result)
+        self._bell = Bell(on_result)
         setup = {
             "path": list(dict.fromkeys(path)),
             "memory_mb": memory_mb,
-            "timeout_s": timeout_s,
             "chat": chat,
             "system_prompt": system_prompt,
+            "traced": traced,
             "parent": os.getpid(),
             "bell": self._bell.rings,
         }
-        self._new_worker = partial(_Worker, fn, json.dumps(setup), self._bell.rings, timeout_s)
-        self._form: Form | None = None  # of the function; None until a worker has imported it
-        self._held: dict[int, _Item] = {}  # of no call yet, by key
+        self._new_worker = partial(_Worker, fn, json.dumps(setup), self._bell.rings)
+        # What a call of the function scores; None until a worker has imported it.
+        self._takes: Takes | None = None
+        self._patience = Patience(timeout_s)
+        self._held: dict[int, Item] = {}  # of no call yet, by key
         self._released: list[Sequence[int]] = []  # keys, while the form is not known
-        self._queue: deque[_Call] = deque()
+        self._queue: deque[Call] = deque()
         self._failed_starts = 0
         self._call_s: float | None = None  # seconds that a call takes, of late
         self._workers = [self._new_worker() for _ in range(num_workers)]
@@ -335,8 +279,8 @@ class RewardPool:
         calls = list(self._queue)
         for worker in self._workers:
             calls += worker.in_flight
-        num_held = len(self._held) if self._form is None else 0
-        return num_held + sum(len(call.keys) for call in calls)
+        num_held = len(self._held) if self._takes is None else 0
+        return num_held + sum(len(call.items) for call in calls)
 
     @property
     def is_busy(self) -> bool:
@@ -345,7 +289,10 @@ class RewardPool:
             ahead = BATCH
         else:
             ahead = min(BATCH, max(2, int(BUSY_S / max(self._call_s, 1e-6))))
-        num_calls = len(self._queue) + sum(len(worker.in_flight) for worker in self._workers)
+        num_calls = len(self._queue)
+        for worker in self._workers:
+            for call in worker.in_flight:
+                num_calls += len(call.items) if call.is_several else 1
         return num_calls >= ahead * len(self._workers)
 
     def submit(self, key: int, prompt: str, completion: str, meta: dict) -> None:
@@ -353,21 +300,26 @@ class RewardPool:
         is not JSON.
         """
         assert self._workers, "submit on a closed pool"
-        item = _Item(
-            prompt=json.dumps(prompt), completion=json.dumps(completion), meta=json.dumps(meta)
+        row = dict(meta)
+        sampled = row.pop(SAMPLED, None)
+        item = Item(
+            prompt=json.dumps(prompt),
+            completion=json.dumps(completion),
+            meta=json.dumps(row),
+            sampled=json.dumps(sampled),
         )
-        if self._form == "single":
-            self._queue.append(_Call.of({key: item}))
-        else:
+        if self._takes in (None, "group"):
             self._held[key] = item
+        else:
+            self._queue.append(self._call_for(key, item))
 
     def release(self, keys: Sequence[int]) -> None:
         """These items are all of a batch: a function that takes a prompt's completions together is
         called with them now.
         """
-        if self._form is None:
+        if self._takes is None:
             self._released.append(keys)
-        elif self._form != "single":
+        elif self._takes == "group":
             self._queue.extend(self._calls_of(keys))
 
     def poll(self) -> Outcomes:
@@ -428,22 +380,20 @@ class RewardPool:
             match message:
                 case ["failed", why]:
                     raise ValueError(f"{self._fn_key}={self.name}: {why}")
-                case ["ready", form]:
+                case ["ready", takes]:
                     worker.ready = True
                     worker.free_at = time.monotonic()
-                    self._learn(form)
-                case [keys, [*verdicts], finished_at] if (
+                    self._learn(takes)
+                case [[*keys], [*verdicts], finished_at] if (
                     worker.in_flight
-                    and worker.in_flight[0].keys == keys
+                    and worker.in_flight[0].is_answered_by(keys)
                     and len(verdicts) == len(keys)
                 ):
-                    call = worker.in_flight.popleft()
-                    self._note_seconds(finished_at - max(call.sent_at, worker.free_at))
-                    worker.free_at = finished_at
-                    self._failed_starts = 0
-                    for key, (kind, value, reason) in zip(keys, verdicts):
-                        number = math.nan if value is None else value
-                        outcomes.append((key, Outcome(kind, number, reason)))
+                    call = worker.in_flight[0]
+                    self._enter(worker, keys, finished_at)
+                    outcomes += [
+                        (key, self._outcome(call, *verdict)) for key, verdict in zip(keys, verdicts)
+                    ]
                 case _:
                     worker.astray = True
                     return
@@ -454,26 +404,52 @@ class RewardPool:
             self._call_s = seconds
         self._call_s += 0.2 * (seconds - self._call_s)
 
-    def _learn(self, form: Form) -> None:
-        """A worker says which form the function has: what came before is queued now."""
-        if self._form is not None:
+    def _outcome(self, call: Call, kind: str, value: float | None, reason: str) -> Outcome:
+        """A worker's verdict on an item of a call."""
+        if kind == "late":
+            return Outcome.error(self._late(call, count=1))
+        return Outcome(kind, math.nan if value is None else value, reason)
+
+    def _enter(self, worker: _Worker, keys: list[int], finished_at: float) -> None:
+        """Take note that a worker has scored these items of its call, at this time."""
+        call = worker.in_flight[0]
+        if not call.is_first:  # which may have loaded something
+            self._note_seconds(finished_at - max(call.sent_at, worker.free_at))
+        worker.free_at = finished_at
+        self._failed_starts = 0
+        self._patience.has_answered = True
+        for key in keys:
+            del call.items[key]
+        if call.items:
             return
-        self._form = form
-        if form == "single":
-            self._queue.extend(_Call.of({key: item}) for key, item in self._held.items())
-            self._held.clear()
-        else:
+        worker.in_flight.popleft()
+        if call.is_first:
+            self._patience.note_return(finished_at - call.sent_at)
+
+    def _learn(self, takes: Takes) -> None:
+        """A worker says what a call scores: what came before is queued now."""
+        if self._takes is not None:
+            return
+        self._takes = takes
+        if takes == "group":
             for keys in self._released:
                 self._queue.extend(self._calls_of(keys))
+        else:
+            self._queue.extend(self._call_for(key, item) for key, item in self._held.items())
+            self._held.clear()
         self._released.clear()
 
-    def _calls_of(self, keys: Sequence[int]) -> list[_Call]:
+    def _call_for(self, key: int, item: Item) -> Call:
+        """A call for one item, which others may join where several are scored side by side."""
+        return Call({key: item}, is_several=self._takes == "several")
+
+    def _calls_of(self, keys: Sequence[int]) -> list[Call]:
         """The calls for held items: one for each prompt, in the order in which they were given."""
-        by_prompt: dict[tuple[str, str], dict[int, _Item]] = {}
+        by_prompt: dict[tuple[str, str], dict[int, Item]] = {}
         for key in keys:
             item = self._held.pop(key)
             by_prompt.setdefault((item.prompt, item.meta), {})[key] = item
-        return [_Call.of(items) for items in by_prompt.values()]
+        return [Call(items) for items in by_prompt.values()]
 
     def _replace(self, worker: _Worker, outcomes: Outcomes) -> _Worker:
         """A worker in the place of one that died, overran or is astray. The items of its first call
@@ -506,37 +482,114 @@ class RewardPool:
                 )
         elif worker.in_flight and worker.in_flight[0] is suspect:
             worker.in_flight.popleft()
-            reason = what or self._late(suspect)
-            outcomes += [(key, Outcome.error(reason)) for key in suspect.keys]
+            is_late = what is None
+            if is_late and suspect.is_first:
+                self._count_first_kill(suspect)
+            if len(suspect.items) > 1 and suspect.is_several:
+                # One of them is to blame, and nobody knows which: each is tried by itself.
+                for key, item in reversed(suspect.items.items()):
+                    worker.in_flight.appendleft(Call({key: item}, is_several=True, may_join=False))
+            else:
+                reason = self._late(suspect, count=len(suspect.items)) if is_late else what
+                outcomes += [(key, Outcome.error(reason)) for key in suspect.items]
         self._queue.extendleft(reversed(worker.in_flight))
         worker.in_flight.clear()
         worker.close()
         return self._new_worker()
 
-    def _late(self, call: _Call) -> str:
+    def _count_first_kill(self, call: Call) -> None:
+        """A first call was killed. RewardError if nothing gives reason to hope for another one."""
+        patience = self._patience
+        patience.note_kill(call)
+        if patience.is_at_end:
+            raise RewardError(
+                f"{self._fn_key}={self.name}: the first calls of {patience.num_kills} workers "
+                f"took longer than {call.limit_s:g} s each, and nothing was ever scored; "
+                f"{self._loading}"
+            )
+
+    @property
+    def _loading(self) -> str:
+        """What to do where the first call takes too long."""
+        module = self.name.partition(":")[0]
+        top = f"if it loads something slow, load it at the top of the module {module}"
+        return f"{top}, or raise {self._prefix}timeout_s" if self._prefix else top
+
+    def _late(self, call: Call, *, count: int) -> str:
+        """Why so many items of a call have no score."""
         limit = f"took longer than {self._prefix}timeout_s={self._timeout_s:g}"
-        count = len(call.keys)
-        return limit if count == 1 else f"{limit} for each of the {count} completions of a call"
+        if count > 1:
+            limit = f"{limit} for each of the {count} completions of a call"
+        if not call.is_first:
+            return limit
+        reason = f"{limit}, and than the {call.limit_s:g} s of a worker's first call"
+        num_kills = self._patience.num_kills
+        if num_kills < MAX_FIRST_KILLS:
+            return reason
+        return f"{reason}, {num_kills} times in a row; {self._loading}"
 
     def _hand_out(self) -> None:
-        num_calls = len(self._queue) + sum(len(worker.in_flight) for worker in self._workers)
-        share = min(BATCH, math.ceil(num_calls / len(self._workers)))
+        num_items = len(self._queue) + sum(len(worker.in_flight) for worker in self._workers)
+        if self._takes == "several":
+            num_items = self.pending
+        share = min(BATCH, math.ceil(num_items / len(self._workers)))
         for worker in self._workers:
-            count = min(len(self._queue), share - len(worker.in_flight))
-            if worker.ready and count > 0:
-                worker.send([self._queue.popleft() for _ in range(count)])
+            if worker.ready:
+                for call in self._next_calls(worker, share):
+                    first_s = self._patience.seconds if worker.is_fresh else None
+                    call.hand_out(timeout_s=self._timeout_s, first_s=first_s)
+                    worker.send(call)
             worker.flush()
+
+    def _next_calls(self, worker: _Worker, share: int) -> list[Call]:
+        """What a worker gets now, out of the queue. share: calls that it may have, or items side by
+        side.
+        """
+        if self._takes == "several":
+            return [] if worker.in_flight else self._joined(share)
+        count = min(len(self._queue), share - len(worker.in_flight))
+        return [self._next_call() for _ in range(count)]
+
+    def _next_call(self) -> Call:
+        """The next call out of the queue, if there is one that is not put off; else the first."""
+        for place, call in enumerate(self._queue):
+            if not self._patience.puts_off(call):
+                del self._queue[place]
+                return call
+        return self._queue.popleft()
+
+    def _joined(self, most: int) -> list[Call]:
+        """The next call for items that are scored side by side, at most so many; none where nothing
+        waits.
+        """
+        if not self._queue:
+            return []
+        call = self._next_call()
+        while call.may_join and len(call.items) < most and self._queue:
+            if not self._queue[0].may_join:
+                break
+            call.items.update(self._queue.popleft().items)
+        return [call]
 
 
 def check_reward(
-    fn: str, samples: Sequence[Sample], *, section: str = "reward", **limits
+    fn: str,
+    samples: Sequence[Sample],
+    *,
+    section: str = "reward",
+    fn_key: str = "",
+    remedy: str = "correct what scores",
+    must_score: bool = True,
+    **limits,
 ) -> list[Outcome]:
     """The outcomes of (prompt, completion, meta) samples by the function at import path `fn`, in
     order. Blocks.
 
-    section and limits, which are timeout_s, memory_mb, chat and system_prompt: as RewardPool's.
-    ValueError names what is wrong: no module, no function (and the nearest name), parameters that
-    do not fit, or an error on every sample.
+    section, fn_key and limits, which are timeout_s, memory_mb, chat and system_prompt: as
+    RewardPool's. remedy, must_score: as try_source's. ValueError names what is wrong: no module, no
+    function (and the nearest name), parameters that do not fit, or the same error on every sample,
+    with the lines of code that it came through.
     """
-    pool = RewardPool(fn, section=section, **limits)
-    return try_source(pool, samples, given=f"{section}.fn={fn}")
+    pool = RewardPool(fn, section=section, fn_key=fn_key, traced=True, **limits)
+    given = f"{fn_key or section + '.fn'}={fn}"
+    return try_source(pool, samples, given=given, remedy=remedy, must_score=must_score)

@@ -10,9 +10,12 @@ tests/unit/test_reward_contract.py holds every source to them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
+
+from llamarl.errors import RewardError
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +45,38 @@ class Outcome:
 
 
 Outcomes = list[tuple[int, Outcome]]  # each with the key under which its item was submitted
+
+# The key of meta under which a source finds what was sampled; no row may have it.
+SAMPLED = "sampled"
+
+
+def with_sampled(
+    meta: Mapping[str, object], *, token_ids: list[int], raw_text: str, ended: bool
+) -> dict[str, object]:
+    """A row's meta with what was sampled under SAMPLED.
+
+        {"answer": "46", "sampled": {"num_tokens": 3, "ended": True, "raw_text": "46</s>",
+                                     "token_ids": [19, 21, 2]}}
+
+    token_ids: [L], with the stop token of a completion that ended by itself (`ended`), and not for
+    want of room. raw_text: their text with special tokens. ValueError if the row has the key.
+    """
+    check_row_keys(meta)
+    sampled = {
+        "num_tokens": len(token_ids),
+        "ended": ended,
+        "raw_text": raw_text,
+        "token_ids": token_ids,
+    }
+    return {**meta, SAMPLED: sampled}
+
+
+def check_row_keys(keys: Collection[str]) -> None:
+    """ValueError if a row has the key that is llamarl's own."""
+    if SAMPLED in keys:
+        raise ValueError(
+            f'the key "{SAMPLED}" is where a reward finds what was sampled; rename the row\'s own'
+        )
 
 
 class RewardSource(Protocol):
@@ -82,7 +117,8 @@ class RewardSource(Protocol):
     def submit(self, key: int, prompt: str, completion: str, meta: dict[str, object]) -> None:
         """Take one item; the call does not block. `poll` returns the key with the outcome, once.
 
-        key: unique among what is pending. meta: JSON values; TypeError for others.
+        key: unique among what is pending. meta: JSON values; TypeError for others. In a run it has
+        what was sampled under SAMPLED, unless the source has an attribute reads_sampled = False.
         """
 
     def release(self, keys: Sequence[int]) -> None:
@@ -121,20 +157,46 @@ def score_all(
 
 
 def try_source(
-    source: RewardSource, samples: Sequence[tuple[str, str, dict[str, object]]], *, given: str
+    source: RewardSource,
+    samples: Sequence[tuple[str, str, dict[str, object]]],
+    *,
+    given: str,
+    remedy: str = "correct what scores",
+    must_score: bool = True,
 ) -> list[Outcome]:
     """The outcomes of samples by a source that is made for them alone: it is started and closed.
-    ValueError if it cannot be used, or fails on all of them. given: the key and value that name it.
+    ValueError if it cannot be used, or if it fails on all of them in the same way. given: the key
+    and value that name it. remedy: what to do then. must_score: whether a failure on all of them
+    is told as an error; else the caller sees it in the outcomes.
     """
     try:
         source.start()
         outcomes = score_all(source, samples)
+    except RewardError as error:  # here it is the user's to correct, and nothing has started
+        raise ValueError(str(error)) from error
     finally:
         source.close()
-    if outcomes and all(outcome.kind == "error" for outcome in outcomes):
+    kinds = {failure_of(outcome) for outcome in outcomes}
+    if must_score and outcomes and None not in kinds and len(kinds) == 1:
         what = f"failed on all {len(outcomes)} samples: {outcomes[0].reason}"
-        raise ValueError(f"{given}: {what}")
+        raise ValueError(f"{given}: {what}\n{remedy}")
     return outcomes
+
+
+def failure_of(outcome: Outcome) -> str | None:
+    """In what way an item failed: the first word of the reason, such as an exception's type. None
+    unless it is an error.
+    """
+    if outcome.kind != "error":
+        return None
+    word, _, _ = outcome.reason.partition(" ")
+    return word
+
+
+def commonest(reasons: Sequence[str]) -> str:
+    """The reason that is given most often; of several the one that came first."""
+    ((reason, _),) = Counter(reasons).most_common(1)
+    return reason
 
 
 class MakeSource(Protocol):

@@ -3,13 +3,17 @@ it as a script.
 
     rank -- guard, which the pool starts -- worker, its fork, in a session of its own -- children
 
-    argv    the function's import path; {"path", "memory_mb", "timeout_s", "parent", "bell",
-            "chat", "system_prompt"}; and the descriptor of the note (memory.py)
-    stdin   [keys, prompts, completions, metas], a call each: of one completion, or of all those of
-            a prompt if the function takes them together (forms.py)
-    stdout  ["ready", form] or ["failed", why], once
-            [keys, [[kind, value or null, reason], ...], finished_at], in the order of the calls
+    argv    the function's import path; {"path", "memory_mb", "parent", "bell", "chat",
+            "system_prompt", "traced"}; and the descriptor of the note (memory.py)
+    stdin   [keys, prompts, completions, metas, sampled, limit_s], a call each: of one completion,
+            of several side by side, or of all those of a prompt (forms.py: takes_of)
+    stdout  ["ready", takes] or ["failed", why], once
+            [keys, [[kind, value or null, reason], ...], finished_at], in the order of the calls; of
+            several side by side each has a line of its own, as it is done
     bell    one byte after each line of stdout, into the descriptor that the pool gave for it
+
+sampled has of each completion what goes into its meta as SAMPLED (source.py), or null. limit_s is
+of the whole call; where it scores several side by side, of each of them.
 
 One JSON value a line; finished_at is time.monotonic(), which all processes of a machine share. Both
 pipes are moved to descriptors of their own before the user's code is imported, so that its prints
@@ -35,7 +39,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
@@ -45,6 +49,8 @@ if TYPE_CHECKING:
 # Results of a full batch of items then fit into a pipe, so that none waits for its reader.
 MAX_REASON_BYTES = 400
 MAX_PRINTED_BYTES = 1 << 16  # by a worker, to stderr
+SHOWN_FRAMES = 3  # of a traceback, and of each line of it
+SHOWN_COLUMNS = 80
 SWEEP_S = 0.5  # for killed processes to end; one that the kernel holds is left to it
 GUARDED = sys.platform == "linux"
 _OUR_ROOT = str(Path(__file__).resolve().parents[2])  # where llamarl is
@@ -54,8 +60,10 @@ _PR_SET_CHILD_SUBREAPER = 36
 _HEARD = (signal.SIGCHLD, signal.SIGTERM)  # by the guard
 
 Call = Callable[[list[str], list[str], list[dict]], list]  # forms.py
-# What became of one item: the kind of its Outcome ("score", "abstain" or "error"); the score, None
-# unless there is one; and why there is none.
+CallOne = Callable[[str, str, dict], Awaitable[object]]
+# What became of one item: the kind of its Outcome ("score", "abstain" or "error"), or "late", which
+# is an error whose reason the pool knows; the score, None unless there is one; and why there is
+# none.
 Verdict = tuple[str, float | None, str]
 
 
@@ -94,31 +102,107 @@ def main(path: str, setup: dict, note: int) -> None:
         send(["failed", str(error)])
         return
     # Not at the top: this file runs as a script, which finds llamarl once sys.path is set.
-    from llamarl.tasks.forms import call_of, form_of
+    from llamarl.tasks.forms import call_of, call_one_of, runner, takes_of
+    from llamarl.tasks.source import SAMPLED
 
-    call = call_of(function, chat=setup["chat"], system_prompt=setup["system_prompt"])
-    kept = _children()
-    _end_if_over(memory_bytes, note)
-    send(["ready", form_of(function)])
-    for line in commands:
-        keys, prompts, completions, metas = json.loads(line)
-        _limit_cpu(setup["timeout_s"] * len(keys))
-        verdicts = score(call, prompts, completions, metas)
-        kill_children(but=kept)
+    takes = takes_of(function)
+    if takes == "several":
+        call_one = call_one_of(function)
+    else:
+        call = call_of(function, chat=setup["chat"], system_prompt=setup["system_prompt"])
+    traced = setup["traced"]
+
+    def tell(keys: list[int], verdicts: list[Verdict]) -> None:
         _end_if_over(memory_bytes, note)
         send([keys, verdicts, time.monotonic()])
 
+    kept = _children()
+    _end_if_over(memory_bytes, note)
+    send(["ready", takes])
+    for line in commands:
+        keys, prompts, completions, metas, sampled, limit_s = json.loads(line)
+        for meta, one in zip(metas, sampled):
+            if one is not None:
+                meta[SAMPLED] = one
+        if takes == "several":
+            _limit_cpu(limit_s * len(keys))
+            items = dict(zip(keys, zip(prompts, completions, metas)))
+            runner().run(score_each(call_one, items, limit_s, tell, traced=traced))
+            kill_children(but=kept)
+        else:
+            _limit_cpu(limit_s)
+            verdicts = score(call, prompts, completions, metas, traced=traced)
+            kill_children(but=kept)
+            tell(keys, verdicts)
+
 
 def score(
-    call: Call, prompts: list[str], completions: list[str], metas: list[dict]
+    call: Call,
+    prompts: list[str],
+    completions: list[str],
+    metas: list[dict],
+    *,
+    traced: bool = False,
 ) -> list[Verdict]:
-    """The verdicts on the items of one call. Only a finite number is a score."""
+    """The verdicts on the items of one call. Only a finite number is a score. traced: what is
+    raised is told with its innermost lines.
+    """
     try:
         return [_verdict(value) for value in call(prompts, completions, metas)]
     # The user's code may raise anything; whatever it is becomes a typed error of these items and
     # ends nothing else.
     except BaseException as error:
-        return [("error", None, _short(_describe(error)))] * len(completions)
+        return [_raised(error, traced=traced)] * len(completions)
+
+
+async def score_each(
+    call_one: CallOne,
+    items: dict[int, tuple[str, str, dict]],
+    limit_s: float,
+    tell: Callable[[list[int], list[Verdict]], None],
+    *,
+    traced: bool = False,
+) -> None:
+    """Score (prompt, completion, meta) items by key side by side, and tell the verdict on each as
+    soon as it is known: "late" where it takes longer than limit_s.
+    """
+    import asyncio  # most functions need none of it
+
+    async def score_one(key: int, item: tuple[str, str, dict]) -> None:
+        clock = asyncio.timeout(limit_s)
+        try:
+            async with clock:
+                verdict = _verdict(await call_one(*item))
+        # As in `score`.
+        except BaseException as error:
+            verdict = _raised(error, traced=traced)
+            if clock.expired() and isinstance(error, TimeoutError):
+                verdict = ("late", None, "")
+        tell([key], [verdict])
+
+    await asyncio.gather(*(score_one(key, item) for key, item in items.items()))
+
+
+def _raised(error: BaseException, *, traced: bool) -> Verdict:
+    """The verdict on the items of a call that raised."""
+    reason = _short(_describe(error))
+    if traced:
+        reason += _innermost(error)
+    return ("error", None, reason)
+
+
+def _innermost(error: BaseException) -> str:
+    """The last SHOWN_FRAMES lines of code that an exception came through, each in a line; none of
+    llamarl's own.
+    """
+    own = {__file__, sys.modules["llamarl.tasks.forms"].__file__}
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename not in own]
+    shown = ""
+    for frame in frames[-SHOWN_FRAMES:]:
+        shown += f"\n  {frame.filename}:{frame.lineno}, in {frame.name}"
+        if frame.line:
+            shown += f": {frame.line[:SHOWN_COLUMNS]}"
+    return shown.encode("utf-8", "replace").decode()
 
 
 def _verdict(value: object) -> Verdict:
@@ -210,7 +294,7 @@ def _end_if_over(memory_bytes: int, note: int) -> None:
 
 
 def _limit_cpu(timeout_s: float) -> None:
-    """Let the kernel end a spinning item even while the pool is not looking: CPU time so far plus
+    """Let the kernel end a spinning call even while the pool is not looking: CPU time so far plus
     timeout_s on every core.
     """
     _, hard = resource.getrlimit(resource.RLIMIT_CPU)

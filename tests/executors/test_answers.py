@@ -143,10 +143,14 @@ def test_an_attacks_score_is_the_mean_over_its_answers(rows, seed):
 
 def test_what_scores_sees_the_attack_as_prompt_and_the_answer_as_completion():
     _, source, _ = scored([attack("right", "wrong")])
-    assert source.seen == [
-        ("the attack", "right", {"words": ["right"]}),
-        ("the attack", "wrong", {"words": ["right"]}),
+    assert [(prompt, text, meta["words"]) for prompt, text, meta in source.seen] == [
+        ("the attack", "right", ["right"]),
+        ("the attack", "wrong", ["right"]),
     ]
+    # What was sampled is the answer, in the victim's tokens.
+    told = [meta["sampled"] for _, _, meta in source.seen]
+    assert [one["token_ids"] for one in told] == [[2], [3]] and WORDS[2:4] == ["right", "wrong"]
+    assert [one["raw_text"] for one in told] == ["right", "wrong"]
 
 
 def test_an_answer_without_a_score_leaves_the_attack_without_one_and_is_named():

@@ -238,7 +238,7 @@ def test_an_aborted_completion_abstains_without_being_scored(build):
     assert executor.metrics.counters["reward/scored"] == 0
 
 
-def test_accuracy_is_reported_once_a_version_and_counts_what_is_no_score_as_wrong(build):
+def test_accuracy_is_reported_once_a_version_and_leaves_out_what_has_no_score(build):
     executor = build()
     feed = executor.inputs["evaluations"].records
     feed.extend([answer(0, 0, "right", version=4), answer(0, 0, "right", version=5)])
@@ -252,18 +252,50 @@ def test_accuracy_is_reported_once_a_version_and_counts_what_is_no_score_as_wron
     feed.append(answer(1, 0, "right", version=4))
     assert settle(executor) == []
     ((step, values),) = executor.metrics.reports
-    right = pytest.approx(2 / 3)
     assert step == 4 and values == {
-        "eval/reward": right,
-        "eval/accuracy": right,
+        "eval/reward": 1.0,
+        "eval/accuracy": 1.0,
         "eval/errors": 1,
         "eval/length_mean": 1.0,
+        "eval/left_out": 1,
+        "eval/left_out_reason": "RuntimeError: cannot score eval 2 (scoring.py:5)",
     }
     feed.extend([answer(1, 0, "right", version=5), answer(2, 0, "right", version=5)])
     settle(executor)
     assert executor.metrics.reports[1:] == [
         (5, {"eval/reward": 1.0, "eval/accuracy": 1.0, "eval/errors": 0, "eval/length_mean": 1.0})
     ]
+
+
+def test_a_function_is_told_what_was_sampled(build):
+    with open("scoring.py", "a") as file:
+        file.write(
+            "\ndef sampled(prompt, completion, meta):\n"
+            "    told = meta['sampled']\n"
+            "    assert completion == 'right' and told['raw_text'] == 'right, and 1 more', told\n"
+            "    return told['token_ids'][1] + 10 * told['num_tokens'] + 100 * told['ended']\n"
+        )
+    executor = build(
+        fn="scoring:sampled",
+        group_size=2,
+        num_eval_prompts=1,
+        decode_raw=lambda ids: f"{WORDS[ids[0]]}, and {len(ids) - 1} more",
+    )
+    ids = torch.tensor([WORDS.index("right"), 7])
+    for sample, reason in enumerate(("stop", "length")):
+        one = completion(4, sample, "right")
+        logprobs = torch.zeros(2)
+        changed = dict(token_ids=ids, generator_logprobs=logprobs, finish_reason=reason)
+        changed["policy_versions"] = torch.zeros(2, dtype=torch.int64)
+        executor.inputs["completions"].records.append(dataclasses.replace(one, **changed))
+    held_out = dataclasses.replace(
+        answer(0, 0, "right"), token_ids=ids, policy_versions=torch.full_like(ids, 3)
+    )
+    executor.inputs["evaluations"].records.append(held_out)
+    (group,) = settle(executor)
+    assert group.rewards.tolist() == [127.0, 27.0]
+    ((_, values),) = executor.metrics.reports
+    assert values["eval/reward"] == 127.0
 
 
 def test_what_is_answered_at_an_evaluation_is_written_with_its_scores(build, tmp_path):
@@ -281,8 +313,8 @@ def test_what_is_answered_at_an_evaluation_is_written_with_its_scores(build, tmp
     kept = ("number", "sample", "prompt", "completion", "outcome", "score")
     assert [tuple(row[name] for name in kept) for row in rows] == [
         (0, 0, "eval 0", "right", "score", 1.0),
-        (0, 1, "eval 0", "right", "abstain", 0.0),
-        (1, 0, "eval 1", "error", "error", 0.0),
+        (0, 1, "eval 0", "right", "abstain", None),
+        (1, 0, "eval 1", "error", "error", None),
         (1, 1, "eval 1", "wrong", "score", 0.0),
     ]
     assert [row["finish_reason"] for row in rows] == ["stop", "aborted", "stop", "stop"]

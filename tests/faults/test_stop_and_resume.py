@@ -248,16 +248,17 @@ def test_a_stopped_rank_is_named_by_the_others(tmp_path, stopped):
 
 
 @pytest.mark.slow
-def test_a_reward_that_always_fails_ends_the_run_and_is_named(tmp_path):
+def test_a_reward_that_fails_once_the_run_has_begun_ends_it_and_is_named(tmp_path):
     with ForkedJob(
         *SMALL,
         "max_steps=50",
         "eval.every=0",
-        "reward.fn=tests.launching:fails",
+        "reward.fn=tests.launching:fails_later",
         run_dir=tmp_path / "run",
+        env={"FAIL_AFTER": "3"},  # it scores the samples that it is tried on
     ) as job:
         assert job.wait() == EXIT_FAILED
-        assert "tests.launching:fails" in job.output and "no verdict" in job.output
+        assert "tests.launching:fails_later" in job.output and "no more verdicts" in job.output
     assert json.loads((job.run_dir / "outcome.json").read_text())["ended"] == "failed"
 
 

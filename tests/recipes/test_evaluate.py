@@ -152,6 +152,21 @@ def test_a_model_without_a_run_takes_keys_of_the_main_job(evaluate):
     )
 
 
+def test_a_function_is_told_what_was_sampled(evaluate):
+    asked = ("--num-prompts", 3, "--samples", 2, "max_new_tokens=3", "temperature=2")
+    done = evaluate(tiny_directory(), *asked, "reward.fn=tests.labels:tokens")
+    assert [line["score"] for line in done.lines] == [line["num_tokens"] for line in done.lines]
+    assert {line["outcome"] for line in done.lines} == {"score"} and len(done.lines) == 9
+
+
+def test_where_all_are_errors_there_is_no_figure(evaluate):
+    asked = ("--num-prompts", 3, "--samples", 2, "max_new_tokens=1")
+    done = evaluate(tiny_directory(), *asked, "reward.fn=tests.labels:broken")
+    assert "greedy   -- (all 3 are errors: ModuleNotFoundError" in done.stdout
+    assert "pass@" not in done.stdout and "9 completions could not be scored" in done.stdout
+    assert {line["score"] for line in done.lines} == {None}
+
+
 def test_the_directory_of_the_lines_is_made(evaluate):
     done = evaluate(
         tiny_directory(),

@@ -18,6 +18,7 @@ from llamarl.inference import vllm_engine
 from llamarl.launch.inputs import check_inputs
 from llamarl.launch.job import Job
 from llamarl.launch.run_directory import RunDirectory
+from llamarl.launch.sources import samples_of
 from llamarl.models.build import build_decoder, read_config
 from llamarl.models.config import tiny_directory
 from llamarl.models.hf import load_weights
@@ -283,6 +284,8 @@ def test_a_chat_template_that_raises_is_named(model, name, template):
         (("+dry_run=true", "max_new_tokens=1000"), "the model's context is 512"),
         (("+dry_run=true", "reward.fn=tests.launching:fails"), "failed on all 3 samples"),
         (("max_new_tokens=1000",), "the model's context is 512"),
+        (("reward.fn=tests.launching:fails",), "failed on all 3 samples: RuntimeError: no verdict"),
+        (("eval.gold=tests.launching:fails",), "eval.gold=tests.launching:fails: failed on all 3"),
         (("reward.fn=nosuch:fn",), "reward.fn=nosuch:fn: no module nosuch"),
         (("reward.fn=tests.launching:unhurrid",), "did you mean"),
     ],
@@ -296,3 +299,78 @@ def test_a_run_and_a_dry_run_end_with_one_line_and_leave_no_directory(
         code == BAD_INPUT and len(lines) == 1 and said in lines[0] and "Traceback" not in output.err
     )
     assert not (tmp_path / "run").exists()
+
+
+SAMPLED = '''
+seen = []
+
+
+def fails_in_other_ways(prompt, completion, meta):
+    """Two errors of one kind and one of another: the third says what it was given."""
+    seen.append(completion)
+    if len(seen) < 3:
+        raise KeyError(len(seen))
+    raise RuntimeError(f"{completion} {meta['answer']} {meta['sampled']}")
+
+
+def abstains(prompt, completion, meta):
+    return None
+
+
+def missing(prompt, completion, meta):
+    import a_package_that_is_not_there
+
+
+def empty(prompts, completions, metas):
+    return ()
+'''
+
+
+@pytest.fixture
+def tried(tmp_path, monkeypatch, launch_here):
+    """tried(name, *overrides): exit code and what was said of a start with a function that is tried
+    on samples; the run ends for another reason, once everything of the user's is looked at.
+    """
+    (tmp_path / "mine.py").write_text(SAMPLED)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "in_the_way").touch()
+    monkeypatch.chdir(tmp_path)
+
+    def start(name, *overrides):
+        code, output = launch_here(f"reward.fn=mine:{name}", "run_dir=run", *overrides)
+        return code, output.err
+
+    return start
+
+
+def test_a_function_is_refused_for_one_kind_of_error_on_all_samples_alone(tried):
+    code, said = tried("fails_in_other_ways")
+    assert code == BAD_INPUT and "holds a run already" in said and "failed on all" not in said
+    assert "fails on 3 of the 3 samples that it was tried on, and scores none" in said
+    code, said = tried("abstains")
+    assert "holds a run already" in said and "abstains on 3 of the 3 samples" in said
+    code, said = tried("empty")
+    assert "failed on all 3 samples: ValueError: returned 0 values for 1 completions" in said
+    code, said = tried("missing")
+    assert code == BAD_INPUT and "holds a run already" not in said
+    assert "reward.fn=mine:missing: failed on all 3 samples: ModuleNotFoundError: No module" in said
+    lines = said.splitlines()
+    frame = next(line for line in lines if "mine.py" in line and "in missing" in line)
+    assert frame.endswith("import a_package_that_is_not_there")
+    assert lines[-1].startswith("correct what scores, or go on all the same with reward.max_err")
+    code, said = tried("missing", "reward.max_error_rate=1")
+    assert "holds a run already" in said and "fails on 3 of the 3 samples" in said
+
+
+def test_the_samples_are_the_rows_own_answers_as_they_would_be_sampled(model):
+    run = job(model)
+    samples = samples_of(run)
+    assert len(samples) == 3
+    for number, (prompt, text, meta) in enumerate(samples):
+        asked = run.task.train_prompt(number)
+        assert (prompt, text) == (asked.text, asked.meta["answer"])
+        sampled = meta["sampled"]
+        assert sampled["ended"] and sampled["num_tokens"] == len(sampled["token_ids"])
+        assert sampled["token_ids"][-1] == run.tokenizer.eos_token_id
+        assert run.decode(sampled["token_ids"]) == text
+        assert sampled["raw_text"] == text + run.tokenizer.eos_token

@@ -71,8 +71,44 @@ def test_a_version_is_whole_with_every_sample_of_every_prompt():
         "eval/accuracy": 0.5,
         "eval/errors": 1,
         "eval/length_mean": 2.0,
-        "eval/pass_at_1_sampled": 0.25,
+        "eval/pass_at_1_sampled": 0.25,  # 1/2 of prompt 0, and 0 of the one sample that has a score
         "eval/pass_at_k": 0.5,
+    }
+
+
+def error(reason):
+    return Outcome.error(reason)
+
+
+def test_what_has_no_score_is_in_no_mean_and_is_counted():
+    book = Evaluations(num_prompts=4, num_samples=1)
+    greedy = [scored(-3.0), error("KeyError: 'a'"), Outcome.abstain("why"), error("KeyError: 'a'")]
+    for prompt, outcome in enumerate(greedy):
+        book.add(completion(prompt, 0), outcome)
+        book.add(completion(prompt, 1), scored(-1.0) if prompt == 2 else error("x"))
+    ((_, values),) = book.finished()
+    assert values == {
+        "eval/reward": -3.0,  # of the one that has a score; a 0 for an error would beat it
+        "eval/errors": 5,
+        "eval/length_mean": 2.0,
+        "eval/left_out": 3,
+        "eval/left_out_reason": "KeyError: 'a'",
+        "eval/pass_at_1_sampled": -1.0,
+        "eval/pass_at_k": -1.0,
+    }
+
+
+def test_an_evaluation_of_errors_alone_has_no_mean():
+    book = Evaluations(num_prompts=2, num_samples=1, success_above=0.5)
+    for prompt in range(2):
+        for sample in range(2):
+            book.add(completion(prompt, sample), error("ModuleNotFoundError: No module named 'x'"))
+    ((_, values),) = book.finished()
+    assert values == {
+        "eval/errors": 4,
+        "eval/length_mean": 2.0,
+        "eval/left_out": 2,
+        "eval/left_out_reason": "ModuleNotFoundError: No module named 'x'",
     }
 
 

@@ -12,6 +12,7 @@ import sys
 import types
 from collections import defaultdict
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -540,6 +541,42 @@ def test_a_job_without_a_generator_shows_its_trainers_idle_share_alone():
     out = io.StringIO()
     Console(stream=out, columns=SUPERVISED_COLUMNS).write(row)
     assert out.getvalue() == "step 3  loss 0.5000  idle 25%  s/step 2\n"
+
+
+ALL_ERRORS = {
+    "eval/errors": 500,
+    "eval/left_out": 500,
+    "eval/left_out_reason": "ModuleNotFoundError: No module named 'x'",
+}
+
+
+def test_an_evaluation_of_errors_alone_has_no_figure_on_the_console():
+    out = io.StringIO()
+    console = Console(stream=out)
+    console.write({"step": 0} | ALL_ERRORS)
+    console.write({"step": 1, "eval/left_out": 2, "eval/errors": 0, "eval/left_out_reason": "x"})
+    partly = {"eval/reward": 0.5, "eval/accuracy": 0.5, "eval/left_out": 3, "eval/errors": 4}
+    console.write({"step": 2, "eval/left_out_reason": "KeyError"} | partly)
+    assert out.getvalue().splitlines() == [
+        "step 0  held-out -- (all 500 are errors: ModuleNotFoundError: No module named 'x')",
+        "step 1  held-out -- (all 2 are abstentions: x)",
+        "step 2  accuracy 50.0% (3 errors left out: KeyError)",
+    ]
+
+
+def test_a_row_whose_evaluation_came_to_nothing_is_whole_and_has_no_mean(tmp_path):
+    writer = writer_in(tmp_path, every=1)
+    metrics = metrics_of(writer)
+    metrics.report(0, ALL_ERRORS)
+    metrics.report(1, {"loss/value": 1.0, "eval/reward": 0.5, "eval/accuracy": 0.5})
+    metrics.pump()
+    first, second = writer.file.read()
+    assert first["eval/left_out_reason"] == ALL_ERRORS["eval/left_out_reason"]
+    assert not {"eval/reward", "eval/accuracy"} & set(first) and second["eval/reward"] == 0.5
+    assert writer.is_complete(1) and "accuracy   50.0% -> 50.0%" in writer.summary()
+    columns = columns_of([first, second])
+    assert "eval/left_out_reason" not in columns
+    assert np.isnan(columns["eval/accuracy"][0]) and columns["eval/accuracy"][1] == 0.5
 
 
 def test_the_mean_of_graded_scores_is_not_called_an_accuracy(tmp_path):

@@ -13,8 +13,8 @@ import time
 
 import pytest
 
+from llamarl.tasks import calls, worker
 from llamarl.tasks import pool as pool_module
-from llamarl.tasks import worker
 from llamarl.tasks.pool import RewardPool
 
 DEADLINE_S = 30.0  # for waits that must end; never reached unless something is broken
@@ -68,6 +68,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux tell
 @pytest.fixture(autouse=True)
 def user_directory(tmp_path, monkeypatch):
     """The user's own directory, which is the current one."""
+    monkeypatch.setattr(calls, "FIRST_CALL_S", 0.0)  # a first call has timeout_s, as others
     (tmp_path / "my_rewards.py").write_text(USER_MODULE)
     (tmp_path / "served.py").write_text(
         "from my_rewards import start\n"

@@ -24,6 +24,10 @@ def score(prompt, completion, meta):
     return None if completion == "abstain" else float(len(prompt) + meta["extra"])
 
 
+async def score_later(prompt, completion, meta):
+    return score(prompt, completion, meta)
+
+
 def score_all(prompts, completions, metas):
     return [score(*one) for one in zip(prompts, completions, metas)]
 
@@ -138,6 +142,7 @@ class JudgedSource(Judge):
 
 SOURCES = {
     "a function": partial(RewardPool, "scoring:score"),
+    "an async function": partial(RewardPool, "scoring:score_later"),
     "a function in two processes": partial(RewardPool, "scoring:score", num_workers=2),
     "a function of all completions": partial(RewardPool, "scoring:score_all"),
     "a function of TRL's form": partial(RewardPool, "scoring:trl_style", num_workers=2),

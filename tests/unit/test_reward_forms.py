@@ -4,9 +4,10 @@ import time
 
 import pytest
 
+from llamarl.tasks import calls
 from llamarl.tasks.forms import batched, form_of
 from llamarl.tasks.pool import RewardPool, check_reward
-from llamarl.tasks.source import Outcome
+from llamarl.tasks.source import Outcome, with_sampled
 
 USER_MODULE = '''
 import time
@@ -65,7 +66,47 @@ async def trl_later(completions, **kwargs):
     return [2.0 for _ in completions]
 
 
-def needs_tokens(completions, completion_ids, **kwargs):
+def trl_tokens(completions, completion_ids, **kwargs):
+    """As DAPO's soft overlong punishment looks at lengths."""
+    return [-float(len(ids)) for ids in completion_ids]
+
+
+def lengths(prompts, completions, metas):
+    return [float(sum(meta["sampled"]["token_ids"])) for meta in metas]
+
+
+def raw(prompt, completion, meta):
+    sampled = meta["sampled"]
+    assert sampled["num_tokens"] == len(sampled["token_ids"])
+    return float(sampled["ended"] and sampled["raw_text"] == completion + "</s>")
+
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    """As verl calls it: by keywords, a number or a mapping with "score" as answer."""
+    assert isinstance(extra_info, dict)
+    if data_source == "mapping":
+        return {"score": 0.5, "acc": True}
+    return float(solution_str == ground_truth) + 10 * extra_info.get("index", 0)
+
+
+async def verl_later(solution_str, ground_truth, **kwargs):
+    assert set(kwargs) == {"data_source", "extra_info"}
+    return {"score": float(len(solution_str) + kwargs["extra_info"]["sampled"]["num_tokens"])}
+
+
+def verl_batch(data_sources, solution_strs, ground_truths, extra_infos=None):
+    return []
+
+
+def verl_other(model_output, ground_truth, timeout_score=0):
+    return 0.0
+
+
+def verl_router(solution_str, ground_truth, reward_router_address):
+    return 0.0
+
+
+def needs_state(completions, trainer_state, **kwargs):
     return []
 
 
@@ -76,6 +117,7 @@ def needs_more(prompts, completions, metas, more):
 
 @pytest.fixture(autouse=True)
 def user_directory(tmp_path, monkeypatch):
+    monkeypatch.setattr(calls, "FIRST_CALL_S", 0.0)  # a first call has timeout_s, as others
     (tmp_path / "my_rewards.py").write_text(USER_MODULE)
     monkeypatch.chdir(tmp_path)
 
@@ -171,10 +213,48 @@ def test_a_function_of_trls_form_takes_what_it_names_and_may_be_async():
     assert values("trl_later", [("p", "c", {}), ("p", "d", {})]) == [2.0, 2.0]
 
 
+def sampled(text, token_ids, *, ended=True, **meta):
+    """A sample as a run has it: the row's meta with what was sampled."""
+    raw_text = text + ("</s>" if ended else "")
+    return "p", text, with_sampled(meta, token_ids=token_ids, raw_text=raw_text, ended=ended)
+
+
+def test_what_was_sampled_reaches_every_form():
+    samples = [sampled("a", [5, 2]), sampled("b c", [6, 7, 8], ended=False)]
+    assert values("raw", samples) == [1, 0]
+    assert values("trl_tokens", samples) == [-2, -3]
+    assert values("lengths", samples) == [7, 21]  # one call: both are of one prompt
+    assert samples[1][2]["sampled"] == {
+        "num_tokens": 3,
+        "ended": False,
+        "raw_text": "b c",
+        "token_ids": [6, 7, 8],
+    }
+    with pytest.raises(ValueError, match='the key "sampled" is where'):
+        sampled("a", [2], sampled="mine")
+
+
+def test_a_function_of_verls_form_is_called_as_verl_calls_it():
+    of_verl = {"reward_model": {"style": "rule", "ground_truth": "4"}, "answer": "so 4"}
+    samples = [
+        ("2+2=", "4", {"answer": "4", "data_source": "sums"}),
+        ("2+2=", "5", {"answer": "4"}),
+        ("2+2=", "4", of_verl | {"extra_info": {"index": 3}}),
+        ("2+2=", "4", of_verl | {"data_source": "mapping"}),
+    ]
+    assert values("compute_score", samples) == [1.0, 0.0, 31.0, 0.5]
+    assert values("verl_later", [sampled("abc", [5, 2], answer="4")]) == [5.0]
+    (outcome,) = score("compute_score", [("2+2=", "4", {})])
+    assert "no ground_truth: the row has no answer and no reward_model.ground" in outcome.reason
+
+
 @pytest.mark.parametrize(
     "name, reason",
     [
-        ("needs_tokens", "completion_ids is not handed over; give it a default"),
+        ("verl_batch", "data_sources: verl's batch form is not called here; score one completion"),
+        ("verl_other", "ground_truth: verl's functions are known by a parameter solution_str"),
+        ("verl_router", "reward_router_address is not handed over; give it a default"),
+        ("needs_state", "trainer_state is not handed over; give it a default"),
         ("needs_more", "needs_more(prompts, completions, metas): missing a required argument"),
     ],
 )

@@ -119,6 +119,16 @@ def test_jsonl_meta_is_the_rest_of_the_row_with_the_answer_under_answer(tmp_path
     assert (task.num_train, task.num_eval) == (2, 2)
 
 
+def test_a_row_has_no_key_under_which_a_reward_finds_what_was_sampled(tmp_path):
+    row = {"prompt": "q", "answer": "a", "sampled": 1}
+    file = write_jsonl(tmp_path / "t.jsonl", [row])
+    with pytest.raises(ValueError, match=r't.jsonl:1: the key "sampled" is where a reward finds'):
+        build_task("jsonl", CharTokenizer(), path=file, eval_path=file)
+    file = write_jsonl(tmp_path / "t.jsonl", [{"sampled": "q", "answer": "a"}])
+    task = build_task("jsonl", CharTokenizer(), path=file, eval_path=file, prompt_key="sampled")
+    assert task.train_prompt(0).meta == {"answer": "a"}  # the prompt is not in it
+
+
 def test_every_bad_line_is_named_with_file_and_line(tmp_path):
     file = tmp_path / "t.jsonl"
     good = b'{"prompt": "q", "answer": "a"}\n'
