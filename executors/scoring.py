@@ -84,7 +84,7 @@ class SourceScoring:
     def submit(self, key: int, item: Item) -> None:
         if item.attack is not None:
             self._attacks[key] = item.attack
-        self.source.submit(key, item.prompt.text, item.text, item.prompt.meta)
+        self.source.submit(key, item.prompt.text, item.text, item.prompt.reward_meta)
 
     def release(self, keys: Sequence[int]) -> None:
         batches: dict[Item | None, list[int]] = {}

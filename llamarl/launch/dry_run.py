@@ -34,7 +34,7 @@ def dry_run(job: Job) -> None:
         return
     c = job.config
     samples = [job.task.train_prompt(i) for i in range(min(3, job.task.num_train))]
-    answers = [(p.text, str(p.meta.get("answer", "")), p.meta) for p in samples]
+    answers = [(p.text, str(p.meta.get("answer", "")), p.reward_meta) for p in samples]
     scored = check_sources(job, answers)
     check_gold_function(job)
     print(OmegaConf.to_yaml(OmegaConf.create(to_values(c))))

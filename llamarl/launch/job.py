@@ -30,6 +30,7 @@ from llamarl.models.scorer import fingerprint
 from llamarl.observe import RowWriter, build_sinks
 from llamarl.tasks.base import PromptMaker, Task, sample_digest
 from llamarl.tasks.build import build_task
+from llamarl.tasks.fitting import Remembered, here
 from llamarl.tickets.governors import Constants
 from llamarl.tickets.ledger import TicketLedger
 from llamarl.tickets.prompts import PromptStream
@@ -100,10 +101,18 @@ class Scored:
 class Job:
     """What the executors of one run share; the same on every rank but `world.rank`.
 
-    directory: the run's; until it is opened, where it is to be.
+    directory: the run's; until it is opened, where it is to be. remembered: who looks at the rows
+    of files.
     """
 
-    def __init__(self, config: Config, world: World, directory: RunDirectory):
+    def __init__(
+        self,
+        config: Config,
+        world: World,
+        directory: RunDirectory,
+        remembered: Remembered = here,
+    ):
+        self._remembered = remembered
         self.config = config
         self.world = world
         self.directory = directory
@@ -135,6 +144,7 @@ class Job:
             **dataclasses.asdict(self.config.task),
             num_eval=self.config.eval.num_prompts or 1,
             seed=self.config.seed,
+            remembered=self._remembered,
         )
 
     @cached_property

@@ -25,12 +25,31 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from llamarl.tasks.addition import addition_examples
-from llamarl.tasks.base import Example, ListTask, PromptMaker, Task, Tokenizer
+from llamarl.tasks.base import (
+    Example,
+    Fitting,
+    ListTask,
+    PromptMaker,
+    Task,
+    Tokenizer,
+    fitting_of,
+)
 from llamarl.tasks.facts import Post, facts_posts
-from llamarl.tasks.jsonl import GSM8K_INSTRUCTION, gsm8k_row, read_jsonl, row_to_example
+from llamarl.tasks.fitting import (
+    Progress,
+    Remembered,
+    Tell,
+    from_values,
+    here,
+    key_of,
+    to_values,
+    tokenizer_digest,
+)
+from llamarl.tasks.jsonl import GSM8K_INSTRUCTION, JsonlExamples, gsm8k_row, row_to_example
 from llamarl.tasks.questions import question_examples
 from llamarl.words.names import nearest
 
@@ -73,11 +92,12 @@ def build_task(
     max_prompt_tokens: int = 512,
     num_eval: int = 500,
     seed: int = 0,
+    remembered: Remembered = here,
 ) -> Task:
     """The task of a kind (see the table above). num_eval: the most prompts to hold out where no
     evaluation data is given. options: parameters of the reasoning_gym dataset. least,
     most: the range of a question's numbers. text, words: of the one prompt, and what its default
-    reward looks for.
+    reward looks for. remembered: who looks at the rows of files.
 
     ValueError or FileNotFoundError, saying what to change, for an unknown kind, missing settings or
     bad data.
@@ -102,11 +122,17 @@ def build_task(
     def read(path: str | Path) -> tuple[Sequence[Example], Sequence[Example] | None]:
         """(training examples, held-out examples or None) of a file or directory."""
         if kind == "hf_dataset":
-            from llamarl.tasks.hf_dataset import read_hf_dataset
+            from llamarl.tasks.hf_dataset import directory_digest, read_hf_dataset
 
+            digests.append(directory_digest(path))
             return read_hf_dataset(path, prompt_key, answer_key)
-        return read_jsonl(path, row_reader(kind, prompt_key, answer_key)), None
+        rows = JsonlExamples(path, row_reader(kind, prompt_key, answer_key))
+        digests.append(rows.digest)
+        checks.append(rows.check)
+        return rows, None
 
+    digests: list[str] = []  # of what is read, in order
+    checks: list[Callable[[], None]] = []
     if kind == "addition":
         train, held_out = addition_examples()
     elif kind == "facts":
@@ -125,7 +151,58 @@ def build_task(
         held_out = _select(train, held)
         train = _select(train, kept)
     default_reward = DEFAULT_REWARDS.get(kind, EXACT_MATCH)
-    return ListTask(kind, train, held_out, maker, default_reward=default_reward)
+    split = _Split(kind, train, held_out, maker, digests, checks)
+    fittings = split.fittings(
+        remembered, keys=[prompt_key, answer_key], chat=chat, system_prompt=system_prompt
+    )
+    return ListTask(kind, train, held_out, maker, default_reward=default_reward, fittings=fittings)
+
+
+@dataclass(frozen=True, slots=True)
+class _Split:
+    """The examples of a task, and the files that they are from.
+
+    digests: of the files, in order; checks: what reads all their rows, and raises ValueError.
+    """
+
+    kind: str
+    train: Sequence[Example]
+    held_out: Sequence[Example]
+    maker: PromptMaker
+    digests: list[str]
+    checks: list[Callable[[], None]]
+
+    def fittings(self, remembered: Remembered, **settings: object) -> tuple[Fitting, Fitting]:
+        """Which training and held-out examples fit. settings: what decides it besides."""
+        tokenizer = tokenizer_digest(self.maker.tokenizer)
+        if not self.digests or tokenizer is None:
+            remembered = here  # made of nothing, in a moment; or nobody can tell what it is
+        key = key_of(
+            {
+                "kind": self.kind,
+                "rows": self.digests,
+                "sizes": [len(self.train), len(self.held_out)],
+                "tokenizer": tokenizer,
+                "instruction": self.maker.instruction,
+                "max_prompt_tokens": self.maker.max_prompt_tokens,
+                **settings,
+            }
+        )
+        found = remembered(key, self._find)
+        return (
+            from_values(found["train"], len(self.train)),
+            from_values(found["held_out"], len(self.held_out)),
+        )
+
+    def _find(self, progress: Progress) -> dict[str, object]:
+        """Look at all rows."""
+        for check in self.checks:
+            check()
+        tell = Tell(self.kind, len(self.train) + len(self.held_out), progress)
+        found = {}
+        for name, examples in (("train", self.train), ("held_out", self.held_out)):
+            found[name] = to_values(fitting_of(self.maker, examples, tell), len(examples))
+        return found
 
 
 def row_reader(
