@@ -137,6 +137,13 @@ class ReasoningGymSettings(TaskSettings):
     options: dict[str, object]  # the dataset's own parameters
 
 
+@settings_dataclass
+class PythonTaskSettings(TaskSettings):
+    kind: Literal["python"]
+    fn: Text
+    options: dict[str, object]  # what the function takes besides
+
+
 AnyTaskSettings = (
     AdditionSettings
     | FactsSettings
@@ -145,6 +152,7 @@ AnyTaskSettings = (
     | RowsSettings
     | GSM8KSettings
     | ReasoningGymSettings
+    | PythonTaskSettings
 )
 
 

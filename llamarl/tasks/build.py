@@ -16,6 +16,8 @@
                    files; seed
     reasoning_gym  name: such as chain_sum; seed     questions of a seed of their   reasoning_gym
                                                      own                            _score
+    python         fn: module:function that returns  as it says                     as it says
+                   a Task; options (own.py)
 
 "A part of path" is min(num_eval, a tenth) of its rows, at random but the same in every run, and
 taken out of training.
@@ -50,6 +52,7 @@ from llamarl.tasks.fitting import (
     tokenizer_digest,
 )
 from llamarl.tasks.jsonl import GSM8K_INSTRUCTION, JsonlExamples, gsm8k_row, row_to_example
+from llamarl.tasks.own import own_task
 from llamarl.tasks.questions import question_examples
 from llamarl.words.names import nearest
 
@@ -62,6 +65,7 @@ KINDS = (
     "gsm8k",
     "hf_dataset",
     "reasoning_gym",
+    "python",
 )
 EXACT_MATCH = "llamarl.tasks.rewards:exact_match"
 NUMERIC_MATCH = "llamarl.tasks.rewards:numeric_match"
@@ -85,6 +89,7 @@ def build_task(
     options: Mapping[str, object] | None = None,
     least: int = 1,
     most: int = 20,
+    fn: str | None = None,
     text: str = "",
     words: Sequence[str] = (),
     chat: bool = True,
@@ -95,8 +100,8 @@ def build_task(
     remembered: Remembered = here,
 ) -> Task:
     """The task of a kind (see the table above). num_eval: the most prompts to hold out where no
-    evaluation data is given. options: parameters of the reasoning_gym dataset. least,
-    most: the range of a question's numbers. text, words: of the one prompt, and what its default
+    evaluation data is given. options: parameters of the reasoning_gym dataset, or of fn, the
+    import path of a function that returns a task. least, most: the range of a question's numbers. text, words: of the one prompt, and what its default
     reward looks for. remembered: who looks at the rows of files.
 
     ValueError or FileNotFoundError, saying what to change, for an unknown kind, missing settings or
@@ -114,6 +119,8 @@ def build_task(
         system_prompt=system_prompt,
         max_prompt_tokens=max_prompt_tokens,
     )
+    if kind == "python":
+        return own_task(fn, maker, seed=seed, num_eval=num_eval, options=options or {})
     if kind == "reasoning_gym":
         from llamarl.tasks.procedural import ReasoningGymTask
 
