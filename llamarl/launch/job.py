@@ -33,7 +33,7 @@ from llamarl.tasks.build import build_task
 from llamarl.tasks.fitting import Remembered, here
 from llamarl.tickets.governors import Constants
 from llamarl.tickets.ledger import TicketLedger
-from llamarl.tickets.prompts import PromptStream
+from llamarl.tickets.prompts import AnyPrompts, prompts_of
 from llamarl.types import Prompt
 
 
@@ -148,8 +148,8 @@ class Job:
         )
 
     @cached_property
-    def prompts(self) -> PromptStream:
-        return PromptStream(self.task, self.config.seed)
+    def prompts(self) -> AnyPrompts:
+        return prompts_of(self.task, self.config.seed)
 
     @cached_property
     def eval_prompts(self) -> list[Prompt]:

@@ -18,6 +18,8 @@
                                                      own                            _score
     python         fn: module:function that returns  as it says                     as it says
                    a Task; options (own.py)
+    mixture        parts: by name, each a kind     from each part, by its weight    each part's
+                   with its keys, and a weight
 
 "A part of path" is min(num_eval, a tenth) of its rows, at random but the same in every run, and
 taken out of training.
@@ -52,6 +54,7 @@ from llamarl.tasks.fitting import (
     tokenizer_digest,
 )
 from llamarl.tasks.jsonl import GSM8K_INSTRUCTION, JsonlExamples, gsm8k_row, row_to_example
+from llamarl.tasks.mixture import MixtureTask, shares
 from llamarl.tasks.own import own_task
 from llamarl.tasks.questions import question_examples
 from llamarl.words.names import nearest
@@ -66,6 +69,7 @@ KINDS = (
     "hf_dataset",
     "reasoning_gym",
     "python",
+    "mixture",
 )
 EXACT_MATCH = "llamarl.tasks.rewards:exact_match"
 NUMERIC_MATCH = "llamarl.tasks.rewards:numeric_match"
@@ -97,12 +101,16 @@ def build_task(
     max_prompt_tokens: int = 512,
     num_eval: int = 500,
     seed: int = 0,
+    parts: Mapping[str, Mapping[str, object]] | None = None,
     remembered: Remembered = here,
+    keeps_turns: bool = False,
 ) -> Task:
     """The task of a kind (see the table above). num_eval: the most prompts to hold out where no
     evaluation data is given. options: parameters of the reasoning_gym dataset, or of fn, the
-    import path of a function that returns a task. least, most: the range of a question's numbers. text, words: of the one prompt, and what its default
-    reward looks for. remembered: who looks at the rows of files.
+    import path of a function that returns a task. parts: of a mixture, by name: the settings of
+    each and its weight. least, most: the range of a question's numbers. text, words: of the one
+    prompt, and what its default reward looks for. remembered: who looks at the rows of files.
+    keeps_turns: see PromptMaker.
 
     ValueError or FileNotFoundError, saying what to change, for an unknown kind, missing settings or
     bad data.
@@ -110,6 +118,9 @@ def build_task(
     if kind not in KINDS:
         near = nearest(kind, KINDS, cutoff=0.3) or f"one of {', '.join(KINDS)}"
         raise ValueError(f"task.kind={kind}: unknown; did you mean {near}?")
+    if kind == "mixture":
+        shared = {"seed": seed, "remembered": remembered}
+        return _mixture(parts or {}, tokenizer, num_eval=num_eval, **shared)
     if path is None and kind in ("jsonl", "gsm8k", "hf_dataset"):
         raise ValueError(f"task.kind={kind} needs task.path")
     maker = prompt_maker(
@@ -118,6 +129,7 @@ def build_task(
         chat=chat,
         system_prompt=system_prompt,
         max_prompt_tokens=max_prompt_tokens,
+        keeps_turns=keeps_turns,
     )
     if kind == "python":
         return own_task(fn, maker, seed=seed, num_eval=num_eval, options=options or {})
@@ -163,6 +175,25 @@ def build_task(
         remembered, keys=[prompt_key, answer_key], chat=chat, system_prompt=system_prompt
     )
     return ListTask(kind, train, held_out, maker, default_reward=default_reward, fittings=fittings)
+
+
+def _mixture(
+    parts: Mapping[str, Mapping[str, object]], tokenizer: Tokenizer, *, num_eval: int, **shared
+) -> MixtureTask:
+    """The mixture of these parts. shared: what all of them are built with."""
+    if not parts:
+        raise ValueError("task.parts is empty; task.parts={a: {kind: addition}, b: {...}}")
+    weights = {name: float(part["weight"]) for name, part in parts.items()}
+    held_out = shares(weights, num_eval)
+    tasks = {}
+    for name, part in parts.items():
+        own = {key: value for key, value in part.items() if key != "weight"}
+        own["num_eval"] = max(1, held_out[name])
+        try:
+            tasks[name] = build_task(tokenizer=tokenizer, keeps_turns=True, **own, **shared)
+        except ValueError as error:
+            raise ValueError(f"task.parts.{name}: {error}") from error
+    return MixtureTask(tasks, weights, num_eval)
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,6 +259,7 @@ def prompt_maker(
     chat: bool,
     system_prompt: str | None,
     max_prompt_tokens: int,
+    keeps_turns: bool = False,
 ) -> PromptMaker:
     """What makes the prompts of a task of this kind."""
     return PromptMaker(
@@ -236,6 +268,7 @@ def prompt_maker(
         system_prompt=system_prompt,
         max_prompt_tokens=max_prompt_tokens,
         instruction=GSM8K_INSTRUCTION if kind == "gsm8k" else "",
+        keeps_turns=keeps_turns,
     )
 
 
