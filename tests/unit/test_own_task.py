@@ -34,7 +34,7 @@ def build(tmp_path, monkeypatch):
 
 def the_example():
     """The module that docs/tasks.md shows."""
-    (source,) = re.findall(r"```python\n(# my_module.py.*?)```", DOCS.read_text(), re.DOTALL)
+    (source,) = re.findall(r"```python\n(# my_tasks.py.*?)```", DOCS.read_text(), re.DOTALL)
     return source
 
 
