@@ -170,7 +170,14 @@ def build_task(
         held_out = _select(train, held)
         train = _select(train, kept)
     default_reward = DEFAULT_REWARDS.get(kind, EXACT_MATCH)
-    split = _Split(kind, train, held_out, maker, digests, checks)
+    split = _Split(
+        kind=kind,
+        train=train,
+        held_out=held_out,
+        maker=maker,
+        digests=digests,
+        checks=checks,
+    )
     fittings = split.fittings(
         remembered, keys=[prompt_key, answer_key], chat=chat, system_prompt=system_prompt
     )
