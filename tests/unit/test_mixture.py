@@ -16,7 +16,7 @@ from llamarl.tasks.mixture import BLOCK, Schedule, shares
 from llamarl.tasks.rewards import part_reward
 from llamarl.tickets.prompts import MixedPrompts, PromptStream, part_of, prompts_of
 
-WEIGHTS = st.dictionaries(st.sampled_from("abcdef"), st.floats(0.01, 100.0), min_size=1, max_size=5)
+WEIGHTS = st.dictionaries(st.sampled_from("abcdef"), st.floats(1.0, 100.0), min_size=1, max_size=5)
 TEMPLATE = "{% for m in messages %}{{ m.content }}={% endfor %}"
 
 
