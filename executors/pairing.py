@@ -206,7 +206,7 @@ class PairMaker:
                 )
                 tally.enter(pair)
                 if not isinstance(pair, str):
-                    turns = self._prompts.turns(answered.prompt.text)
+                    turns = self._prompts.turns(answered.prompt.asked)
                     row = row_of(pair, turns, number=number, margin_coef=rule.margin_coef)
                     rows.append(row)
         tally.unscored += len(unscored)

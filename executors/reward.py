@@ -31,8 +31,8 @@ from executors.scoring import Item, Scoring, SourceScoring
 from llamarl.executor import Executor
 from llamarl.learning.embedding import EmbedderSettings
 from llamarl.tasks.source import MakeSource, Outcome
-from llamarl.tickets.prompts import PromptStream
-from llamarl.types import Answered, EvalCompletion, Prompt
+from llamarl.tickets.prompts import AnyPrompts, part_of
+from llamarl.types import Answered, Completion, EvalCompletion, Prompt
 
 # Completions that are being scored; more wait in the channel, where the generator feels them.
 MAX_PENDING = 1024
@@ -61,7 +61,7 @@ class Reward(Executor):
 
     name = "reward"
 
-    prompts: PromptStream
+    prompts: AnyPrompts
     eval_prompts: Callable[[int], Prompt]
     decode: Callable[[list[int]], str]
     decode_raw: Callable[[list[int]], str] | None = (
@@ -250,6 +250,10 @@ class Reward(Executor):
         """Note what became of a completion, where that is written."""
         if self._is_sample(completion):
             self._samples.score(completion, outcome)
+        if isinstance(completion, Completion) and outcome.kind == "score":
+            part = part_of(self.prompts[completion.ticket])
+            if part is not None:
+                self.metrics.add_mean(f"reward/part/{part}/mean", outcome.value)
 
     def _is_sample(self, completion: Answer) -> bool:
         """Whether it is written; one without tokens no version sampled."""

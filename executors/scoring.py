@@ -42,7 +42,7 @@ class Item:
         token_ids = self.token_ids.tolist()
         raw_text = self.text if self.decode_raw is None else self.decode_raw(token_ids)
         return with_sampled(
-            self.prompt.meta, token_ids=token_ids, raw_text=raw_text, ended=self.has_ended
+            self.prompt.reward_meta, token_ids=token_ids, raw_text=raw_text, ended=self.has_ended
         )
 
     @property
@@ -186,7 +186,7 @@ class SourceScoring:
         while self._waiting and not self.source.is_busy:
             key, item = self._waiting.take()
             self._waiting_keys.remove(key)
-            meta = item.meta if self._reads_sampled else item.prompt.meta
+            meta = item.meta if self._reads_sampled else item.prompt.reward_meta
             self.source.submit(key, item.prompt.text, item.text, meta)
             self._release_with(key)
             has_given = True

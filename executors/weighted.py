@@ -319,7 +319,7 @@ class ModelQueue:
         transcript = self.model.settings.transcript
         if transcript is None:
             return torch.cat([item.prompt.prompt_ids, item.token_ids])
-        ids = transcript.ids(item.prompt.text, item.text, has_ended=item.has_ended)
+        ids = transcript.ids(item.prompt.asked, item.text, has_ended=item.has_ended)
         return torch.tensor(ids, dtype=torch.int64)
 
 

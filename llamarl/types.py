@@ -36,6 +36,7 @@ from torch import Tensor
 
 FinishReason = Literal["stop", "length", "aborted"]
 OutcomeKind = Literal["score", "abstain", "error"]
+MESSAGES_KEY = "prompt_messages"  # of the meta that a reward gets: the turns of a conversation
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +52,41 @@ class Ticket:
 
 
 @dataclass(frozen=True, slots=True)
+class Message:
+    """A turn of a conversation, as a chat template takes it."""
+
+    role: str  # "system", "user", "assistant" or "tool"
+    content: str
+
+    def to_dict(self) -> dict[str, str]:
+        """{"role": ..., "content": ...}"""
+        return {"role": self.role, "content": self.content}
+
+
+@dataclass(frozen=True, slots=True)
 class Prompt:
     """What a ticket (or an evaluation question) asks. Made by a task; the same on every rank."""
 
     prompt_ids: Tensor  # [P] int64
     text: str  # the prompt as the reward function sees it
     meta: dict[str, object]  # JSON values that the reward needs, such as {"answer": "7"}
+    # The turns that the model reads. () where the prompt is one text, which task.chat and
+    # task.system_prompt say how to put.
+    messages: tuple[Message, ...] = ()
+
+    @property
+    def asked(self) -> str | tuple[Message, ...]:
+        """The turns of a conversation, or the text of a prompt that is none."""
+        return self.messages or self.text
+
+    @property
+    def reward_meta(self) -> dict[str, object]:
+        """The meta that a reward gets: of a conversation with its turns, as {"role", "content"},
+        under MESSAGES_KEY.
+        """
+        if not self.messages:
+            return self.meta
+        return {**self.meta, MESSAGES_KEY: [message.to_dict() for message in self.messages]}
 
 
 @dataclass(frozen=True, slots=True)

@@ -271,6 +271,15 @@ def hangs_on_one(prompt: str, completion: str, meta: dict) -> float:
     return exact_match(prompt, completion, meta)
 
 
+def of_turns(prompts, completions, answer, **columns):
+    """TRL's form: 1 where a prompt is the turns system, user, assistant, user; else it raises."""
+    for prompt, completion in zip(prompts, completions, strict=True):
+        roles = [turn["role"] for turn in (*prompt, *completion)]
+        if roles != ["system", "user", "assistant", "user", "assistant"]:
+            raise ValueError(f"the turns are {roles}")
+    return [float(text == prompt[-1]["content"]) for text, prompt in zip(answer, prompts)]
+
+
 def fails(prompt: str, completion: str, meta: dict) -> float:
     raise RuntimeError("no verdict")
 

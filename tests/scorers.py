@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import shutil
 from pathlib import Path
 
@@ -42,10 +41,11 @@ def write_scorer(path: Path, *, labels: tuple[str, ...] = ("reward",), seed: int
 
 
 def spoil_head(path: Path) -> None:
-    """Make one weight of a scorer's head no number."""
+    """Make every score of a scorer overflow; each of its weights is a number."""
     file = path / "model.safetensors"
     held = load_file(file)
-    held["score.weight"][0, 3] = math.nan
+    held["model.norm.weight"].fill_(3e38)
+    held["score.weight"].fill_(3e38)
     save_file(held, file, metadata={"format": "pt"})
 
 

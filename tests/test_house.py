@@ -333,6 +333,7 @@ GUIDES = "\n".join(
         "docs/rewards.md",
         "docs/running.md",
         "docs/streaming.md",
+        "docs/tasks.md",
     )
 )
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)

@@ -41,7 +41,7 @@ from llamarl.config.conversion import (
     show,
     to_config,
 )
-from llamarl.config.files import PARTS
+from llamarl.config.files import PARTS, TASK_PARTS
 from llamarl.config.placement import idle_ranks
 from llamarl.config.rules import CONF_DIR, check
 from llamarl.config.schema import Config
@@ -205,8 +205,9 @@ def _read_override(
         is_option = name.startswith("loss.") and name.count(".") == 1
         if "task.options" in known:
             is_option = is_option or name.startswith("task.options.")
-        if PARTS in known:
-            is_option = is_option or name.startswith(f"{PARTS}.")
+        for parts in (PARTS, TASK_PARTS):
+            if parts in known:
+                is_option = is_option or name.startswith(f"{parts}.")
         if not (is_option or name in known or name in groups):
             return Problem(name, "unknown key" + did_you_mean(name, known), (name,))
     points = [text]

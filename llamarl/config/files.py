@@ -10,7 +10,9 @@ from omegaconf import OmegaConf
 _PACKAGE = Path(__file__).resolve().parents[1]
 # An installed package has it inside, a checkout beside it.
 CONF_DIR = next(path for path in (_PACKAGE / "conf", _PACKAGE.parent / "conf") if path.is_dir())
-PARTS = "reward.parts"  # sections by names of the user's own
+# Sections by names of the user's own.
+PARTS = "reward.parts"
+TASK_PARTS = "task.parts"
 # Of a whole reward, and so of no part of one.
 _OF_ALL_PARTS = (
     "max_error_rate",
@@ -23,26 +25,35 @@ _OF_ALL_PARTS = (
 
 
 def with_whole_parts(values: dict[str, object]) -> dict[str, object]:
-    """The values, unresolved, where each part of a reward has what it does not set itself from the
-    file of its kind, conf/reward/KIND.yaml, and a weight of 1.
+    """The values, unresolved, where each part of a reward or of a task has what it does not set
+    itself from the file of its kind, conf/reward/KIND.yaml or conf/task/KIND.yaml, and a weight of
+    1.
     """
-    reward = values.get("reward")
-    parts = reward.get("parts") if isinstance(reward, Mapping) else None
-    if not isinstance(parts, Mapping):
-        return values
+    whole = dict(values)
+    for name in ("reward", "task"):
+        section = values.get(name)
+        parts = section.get("parts") if isinstance(section, Mapping) else None
+        if isinstance(parts, Mapping):
+            whole[name] = {**section, "parts": _whole(name, parts)}
+    return whole
+
+
+def _whole(section: str, parts: Mapping[str, object]) -> dict[str, object]:
     whole = {}
     for name, part in parts.items():
         whole[name] = part
         if isinstance(part, Mapping):
-            whole[name] = {**_defaults(part.get("kind")), **part}
-    return {**values, "reward": {**reward, "parts": whole}}
+            whole[name] = {**_defaults(section, part.get("kind")), **part}
+    return whole
 
 
-def _defaults(kind: object) -> dict[str, object]:
+def _defaults(section: str, kind: object) -> dict[str, object]:
     """What a part of this kind has that does not set it; nothing of a kind that there is not."""
-    file = CONF_DIR / "reward" / f"{kind}.yaml"
-    if kind == "parts" or not file.is_file():
+    file = CONF_DIR / section / f"{kind}.yaml"
+    if kind in ("parts", "mixture") or not file.is_file():
         return {}
     values = OmegaConf.to_container(OmegaConf.load(file))
+    if section == "task":  # whose files set values of other sections too
+        values = values["task"]
     own = {name: value for name, value in values.items() if name not in _OF_ALL_PARTS}
     return {**own, "weight": 1.0}

@@ -109,6 +109,8 @@ def check(
     if config.samples + len(config.references) < 2:
         what = "has nothing to be compared with; samples=2 or more, or references=[answer]"
         found.add(what, "samples", "references")
+    if config.task.kind == "mixture":
+        found.add("pairs are of one task; choose a part", "task.kind")
     split = ("reward.replicate", "reward.tensor_parallel")
     if config.reward.kind in ("model", "parts"):
         if config.reward.replicate * config.reward.tensor_parallel > 1:

@@ -137,6 +137,79 @@ class ReasoningGymSettings(TaskSettings):
     options: dict[str, object]  # the dataset's own parameters
 
 
+@settings_dataclass
+class PythonTaskSettings(TaskSettings):
+    kind: Literal["python"]
+    fn: Text
+    options: dict[str, object]  # what the function takes besides
+
+
+@settings_dataclass
+class AdditionPartSettings(AdditionSettings):
+    weight: Positive
+
+
+@settings_dataclass
+class FactsPartSettings(FactsSettings):
+    weight: Positive
+
+
+@settings_dataclass
+class QuestionsPartSettings(QuestionsSettings):
+    weight: Positive
+
+
+@settings_dataclass
+class OnePromptPartSettings(OnePromptSettings):
+    weight: Positive
+
+
+@settings_dataclass
+class RowsPartSettings(RowsSettings):
+    weight: Positive
+
+
+@settings_dataclass
+class GSM8KPartSettings(GSM8KSettings):
+    weight: Positive
+
+
+@settings_dataclass
+class ReasoningGymPartSettings(ReasoningGymSettings):
+    weight: Positive
+
+
+@settings_dataclass
+class PythonPartSettings(PythonTaskSettings):
+    weight: Positive
+
+
+AnyTaskPartSettings = (
+    AdditionPartSettings
+    | FactsPartSettings
+    | QuestionsPartSettings
+    | OnePromptPartSettings
+    | RowsPartSettings
+    | GSM8KPartSettings
+    | ReasoningGymPartSettings
+    | PythonPartSettings
+)
+
+
+@settings_dataclass
+class MixtureSettings:
+    kind: Literal["mixture"]
+    parts: dict[str, AnyTaskPartSettings]  # by names of the user's own
+
+    chat: ClassVar[bool] = False  # each part's prompts have their turns with them
+    system_prompt: ClassVar[None] = None
+
+    @property
+    def max_prompt_tokens(self) -> int:
+        """Of any part."""
+        return max(part.max_prompt_tokens for part in self.parts.values()) if self.parts else 1
+
+
 AnyTaskSettings = (
     AdditionSettings
     | FactsSettings
@@ -145,6 +218,8 @@ AnyTaskSettings = (
     | RowsSettings
     | GSM8KSettings
     | ReasoningGymSettings
+    | PythonTaskSettings
+    | MixtureSettings
 )
 
 

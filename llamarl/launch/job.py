@@ -36,9 +36,10 @@ from llamarl.models.hf import load_tokenizer, weights_of
 from llamarl.observe import RowWriter, build_sinks
 from llamarl.tasks.base import PromptMaker, Task, sample_digest
 from llamarl.tasks.build import build_task
+from llamarl.tasks.fitting import Remembered, here
 from llamarl.tickets.governors import Constants
 from llamarl.tickets.ledger import TicketLedger, free_overcommit
-from llamarl.tickets.prompts import PromptStream
+from llamarl.tickets.prompts import AnyPrompts, prompts_of
 from llamarl.types import Prompt
 
 _GIB = 1 << 30
@@ -127,10 +128,18 @@ class Scored:
 class Job:
     """What the executors of one run share; the same on every rank but `world.rank`.
 
-    directory: the run's; until it is opened, where it is to be.
+    directory: the run's; until it is opened, where it is to be. remembered: who looks at the rows
+    of files.
     """
 
-    def __init__(self, config: Config, world: World, directory: RunDirectory):
+    def __init__(
+        self,
+        config: Config,
+        world: World,
+        directory: RunDirectory,
+        remembered: Remembered = here,
+    ):
+        self._remembered = remembered
         self.config = config
         self.world = world
         self.directory = directory
@@ -185,11 +194,12 @@ class Job:
             **dataclasses.asdict(self.config.task),
             num_eval=self.config.eval.num_prompts or 1,
             seed=self.config.seed,
+            remembered=self._remembered,
         )
 
     @cached_property
-    def prompts(self) -> PromptStream:
-        return PromptStream(self.task, self.config.seed)
+    def prompts(self) -> AnyPrompts:
+        return prompts_of(self.task, self.config.seed)
 
     @cached_property
     def eval_prompts(self) -> list[Prompt]:

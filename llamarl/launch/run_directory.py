@@ -4,6 +4,7 @@ RUN_DIR/config.yaml      the resolved config, for people and for recipes that re
         metrics.jsonl    one row a step
         checkpoints/     step_N/, latest
         samples/         step_N.jsonl: what was answered at an evaluation, with eval.save_samples
+        prompts.json     which of the task's rows have prompts that fit (llamarl/launch/reading.py)
         trace.rank*.json
         outcome.json     how it ended (outcome.py)
         lock             who uses it now

@@ -104,7 +104,7 @@ def _check_length(
                 how,
             )
         with chat_template_of(Path(scorer.path), job):
-            transcript.ids(job.task.train_prompt(0).text, "", has_ended=True)
+            transcript.ids(job.task.train_prompt(0).asked, "", has_ended=True)
         return
     check_context(scored, config, f"{key}={scorer.path}")
 

@@ -101,7 +101,7 @@ def samples_of(job: Job) -> list[Sample]:
         if tokenizer.eos_token_id is not None:
             token_ids.append(tokenizer.eos_token_id)
         raw_text = tokenizer.decode(token_ids, skip_special_tokens=False)
-        meta = with_sampled(prompt.meta, token_ids=token_ids, raw_text=raw_text, ended=True)
+        meta = with_sampled(prompt.reward_meta, token_ids=token_ids, raw_text=raw_text, ended=True)
         samples.append((prompt.text, text, meta))
     return samples
 

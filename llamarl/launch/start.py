@@ -38,6 +38,7 @@ from llamarl.launch.dry_run import dry_run
 from llamarl.launch.gold import check_gold_function
 from llamarl.launch.inputs import bad_input, check_inputs
 from llamarl.launch.job import Job
+from llamarl.launch.reading import SharedReading
 from llamarl.launch.run_directory import RunDirectory, open_run
 from llamarl.launch.sources import check_sources
 
@@ -71,7 +72,9 @@ def launch(config: Config) -> Iterator[Job]:
         threads = threads_per_rank(config.threads, synchronous=synchronous)
         world = init_world(threads=threads, timeout_s=config.timeout_s, reproducible=synchronous)
         torch.manual_seed(config.seed)
-        job = Job(config, world, RunDirectory(Path(config.run_dir or "runs/(new)"), None))
+        reading = SharedReading(world, _earlier_starts(config), config.timeout_s)
+        directory = RunDirectory(Path(config.run_dir or "runs/(new)"), None)
+        job = Job(config, world, directory, reading)
         check_inputs(job)
         with bad_input():  # what the user gave is looked at before there is a directory
             if config.dry_run:
@@ -86,9 +89,20 @@ def launch(config: Config) -> Iterator[Job]:
         job.directory = open_run(config, world, fingerprints, identity, job.prompts)
         ending.callback(job.directory.release)
         if world.rank == 0:
+            reading.save(job.directory.path)
             job.announce()
         yield job
         job.conclude()
+
+
+def _earlier_starts(config: Config) -> list[Path]:
+    """The directories that an earlier start of this run, or the one that it goes on from, had."""
+    folders = []
+    if config.run_dir is not None:
+        folders.append(Path(config.run_dir))
+    if config.resume not in ("auto", "never"):
+        folders += Path(config.resume).absolute().parents[1:2]  # RUN_DIR/checkpoints/step_N
+    return folders
 
 
 @contextmanager

@@ -26,12 +26,19 @@ import torch
 from llamarl.learning.preference import Preference
 from llamarl.learning.sft import check_end_token
 from llamarl.learning.supervised import RowsToRead
-from llamarl.tasks.base import PromptMaker
+from llamarl.tasks.base import (
+    PromptMaker,
+    check_chat_template,
+    refused_by_template,
+    template_ids,
+)
 from llamarl.tasks.build import hold_out
+from llamarl.tasks.conversation import messages_of, shown
 from llamarl.tasks.jsonl import check_keys, read_jsonl
+from llamarl.types import Message
 
 SIDES = ("chosen", "rejected")
-Messages = list[dict[str, str]]
+Messages = tuple[Message, ...]
 
 log = logging.getLogger(__name__)
 
@@ -137,20 +144,10 @@ class _Reader:
     def _prompt_ids(self, prompt: str | Messages) -> list[int]:
         if isinstance(prompt, str):
             return self._maker.ids(prompt)
-        if not getattr(self._tokenizer, "chat_template", None):
-            raise ValueError(
-                "the prompt is a list of messages, but the tokenizer has no chat template; give "
-                "it as a text"
-            )
-        from jinja2.exceptions import TemplateError
-
-        try:
-            ids = self._tokenizer.apply_chat_template(
-                prompt, add_generation_prompt=True, tokenize=True, return_dict=False
-            )
-        except TemplateError as error:
-            raise ValueError(f"the chat template refuses the prompt: {error}") from error
-        return list(ids)
+        check_chat_template(self._tokenizer)
+        turns = [message.to_dict() for message in prompt]
+        with refused_by_template():
+            return template_ids(self._tokenizer, turns)
 
     def _answer_ids(self, text: str) -> torch.Tensor:
         ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -168,50 +165,28 @@ def _margin(value: object) -> float:
 
 def _prompt(value: object) -> str | Messages:
     if isinstance(value, list):
-        return _messages(value, "prompt")
+        return messages_of(value, "prompt")
     if not isinstance(value, str) or not value.strip():
-        raise ValueError(f'"prompt" must be text that is not empty, or messages: {_shown(value)}')
+        raise ValueError(f'"prompt" must be text that is not empty, or messages: {shown(value)}')
     return value
 
 
 def _answer(value: object, prompt: str | Messages, side: str) -> str:
     """The text of an answer; of messages, of the one reply behind the prompt's."""
     if isinstance(value, list):
-        messages = _messages(value, side)
+        messages = messages_of(value, side)
         before = prompt
         if isinstance(prompt, str):
-            before = [{"role": "user", "content": prompt}]
+            before = (Message("user", prompt),)
         *repeated, reply = messages
-        if repeated and repeated != before:
+        if repeated and tuple(repeated) != before:
             raise ValueError(
                 f'"{side}" has {len(messages)} messages that do not begin with the '
                 "prompt's; give the reply alone"
             )
-        if reply["role"] != "assistant":
-            raise ValueError(f'"{side}" ends with a message of {reply["role"]!r}, not assistant')
-        value = reply["content"]
+        if reply.role != "assistant":
+            raise ValueError(f'"{side}" ends with a message of {reply.role!r}, not assistant')
+        value = reply.content
     if not isinstance(value, str) or not value.strip():
-        raise ValueError(f'"{side}" must be text that is not empty, or messages: {_shown(value)}')
+        raise ValueError(f'"{side}" must be text that is not empty, or messages: {shown(value)}')
     return value
-
-
-def _messages(value: list, key: str) -> Messages:
-    """Messages with a role and a text alone."""
-    if not value:
-        raise ValueError(f'"{key}" is an empty list; give messages, or a text')
-    messages = []
-    for number, message in enumerate(value, start=1):
-        is_message = isinstance(message, dict) and isinstance(message.get("role"), str)
-        if not is_message or not isinstance(message.get("content"), str):
-            raise ValueError(
-                f'"{key}", message {number}: need {{"role": ..., "content": text}}, this is '
-                f"{_shown(message)}"
-            )
-        messages.append({"role": message["role"], "content": message["content"]})
-    if not any(message["content"].strip() for message in messages):
-        raise ValueError(f'"{key}" has no text in any message')
-    return messages
-
-
-def _shown(value: object) -> str:
-    return json.dumps(value, default=str)[:60]

@@ -26,10 +26,10 @@ from llamarl.learning.sft import Pair, answered, check_end_token
 from llamarl.learning.supervised import RowsToRead
 from llamarl.tasks.base import PromptMaker
 from llamarl.tasks.build import hold_out
+from llamarl.tasks.conversation import messages_of
 from llamarl.tasks.jsonl import check_keys, read_jsonl
 
 ANSWER_KEYS = ("completion", "answer")  # where the row says nothing else
-ROLES = ("system", "user", "assistant", "tool")
 
 log = logging.getLogger(__name__)
 
@@ -206,17 +206,9 @@ def _prompt_pair(
 
 
 def _check_messages(messages: object) -> None:
-    if not isinstance(messages, list) or not messages:
-        raise ValueError('"messages" must be a list of {"role": ..., "content": ...}')
-    for i, message in enumerate(messages, start=1):
-        if not isinstance(message, dict) or not isinstance(message.get("content"), str):
-            raise ValueError(f'message {i} must be {{"role": ..., "content": text}}')
-        if message.get("role") not in ROLES:
-            raise ValueError(
-                f"message {i} has role {message.get('role')!r}; there is {', '.join(ROLES)}"
-            )
-    for one, other in itertools.pairwise(messages):
-        if one["role"] == other["role"] == "assistant":
+    roles = [message.role for message in messages_of(messages, "messages")]
+    for one, other in itertools.pairwise(roles):
+        if one == other == "assistant":
             raise ValueError("two assistant messages in a row; join them")
-    if all(message["role"] != "assistant" for message in messages):
+    if "assistant" not in roles:
         raise ValueError("no assistant message: there is nothing to learn")

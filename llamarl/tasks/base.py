@@ -10,24 +10,28 @@ class of your own with Task's members (see procedural.py), and give it a name in
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import logging
 import unicodedata
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Protocol
 
 import torch
 
-from llamarl.types import Prompt
+from llamarl.tasks.conversation import text_of, with_system
+from llamarl.types import Message, Prompt
 
 log = logging.getLogger(__name__)
 
 # Per task and split; a prompt is asked for group_size times, soon after one another.
 CACHED_PROMPTS = 65_536
 SAMPLED = 100  # prompts whose token ids a fingerprint looks at; some tasks make 75 a second
+BATCH = 1024  # examples that are encoded together
 BOUNDARY_TOKENS = 8  # that text may add where it meets the template, by breaking merges there
 
 
@@ -89,16 +93,30 @@ class Tokenizer(Protocol):
 class Example:
     """One question before tokenisation."""
 
-    text: str  # as the reward function sees it
+    prompt: str | tuple[Message, ...]  # a text, or a conversation whose last turn is the user's
     meta: dict[str, object]  # JSON values that the reward needs
+
+    @property
+    def text(self) -> str:
+        """The prompt as the reward function sees it."""
+        return self.prompt if isinstance(self.prompt, str) else text_of(self.prompt)
+
+    @property
+    def values(self) -> list[object]:
+        """The prompt and its meta as JSON values, which a digest is of."""
+        if isinstance(self.prompt, str):
+            return [self.prompt, self.meta]
+        return [[message.to_dict() for message in self.prompt], self.meta]
 
 
 class PromptMaker:
     """Makes the prompt ids of a text: a user turn of the tokenizer's chat template if `chat` is
-    true and it has one, else the text encoded as it is.
+    true and it has one, else the text encoded as it is. A conversation is always put into the
+    template, with system_prompt in front unless it has a system turn of its own.
 
-    max_prompt_tokens: what `fits` compares with. instruction: appended to what the model reads, and
-    to nothing else. ValueError if a system prompt is given that no template could carry.
+    max_prompt_tokens: what `fits` compares with. instruction: appended to what the model reads of a
+    text, and to nothing else. keeps_turns: the prompts of texts have their turns with them too.
+    ValueError if a system prompt is given that no template could carry.
     """
 
     def __init__(
@@ -109,6 +127,7 @@ class PromptMaker:
         system_prompt: str | None,
         max_prompt_tokens: int,
         instruction: str = "",
+        keeps_turns: bool = False,
     ):
         if max_prompt_tokens < 1:
             raise ValueError(f"max_prompt_tokens={max_prompt_tokens}: need at least 1")
@@ -118,53 +137,118 @@ class PromptMaker:
             raise ValueError(
                 f"task.system_prompt is set, but {why}; unset it, or put the text into the prompts"
             )
-        self._tokenizer = tokenizer
-        self._instruction = instruction
-        self._system = [{"role": "system", "content": system_prompt}] if system_prompt else []
+        self.tokenizer = tokenizer
+        self._asks_chat = chat
+        self.instruction = instruction
+        self._keeps_turns = keeps_turns
+        self._system_prompt = system_prompt
         self.max_prompt_tokens = max_prompt_tokens
         self._overhead = len(self.ids("")) + BOUNDARY_TOKENS
 
-    def turns(self, text: str) -> str | list[dict[str, str]]:
-        """What the model reads of a question: messages for the chat template, or a text."""
-        text += self._instruction
-        if not self._chat:
-            return text
-        return [*self._system, {"role": "user", "content": text}]
-
-    def ids(self, text: str) -> list[int]:
-        """The prompt ids [P] of a question."""
-        turns = self.turns(text)
-        if isinstance(turns, str):
-            return list(self._tokenizer.encode(turns))
-        ids = self._tokenizer.apply_chat_template(
-            turns, add_generation_prompt=True, tokenize=True, return_dict=False
-        )
-        return list(ids)
-
-    def fits(self, text: str) -> bool:
-        """Whether the prompt is at most max_prompt_tokens long. Tokenises only what its size in
-        bytes leaves in doubt.
+    def turns(self, question: str | tuple[Message, ...]) -> str | list[dict[str, str]]:
+        """What the model reads of a question: messages for the chat template, or a text. ValueError
+        for a conversation that can be put into no template.
         """
+        if isinstance(question, str):
+            question += self.instruction
+            if not self._chat:
+                return question
+            question = (Message("user", question),)
+        elif not self._asks_chat:
+            raise ValueError("the prompt is a conversation, but task.chat is false; set it to true")
+        else:
+            check_chat_template(self.tokenizer)
+        return [turn.to_dict() for turn in with_system(question, self._system_prompt)]
+
+    def ids(self, question: str | tuple[Message, ...]) -> list[int]:
+        """The prompt ids [P] of a question."""
+        turns = self.turns(question)
+        if isinstance(turns, str):
+            return list(self.tokenizer.encode(turns))
+        return template_ids(self.tokenizer, turns)
+
+    def num_tokens(self, questions: Sequence[str | tuple[Message, ...]]) -> list[int]:
+        """How long the prompts of questions are, in tokens: encoded together where the tokenizer
+        can.
+        """
+        if not callable(self.tokenizer):
+            return [len(self.ids(question)) for question in questions]
+        texts = [self.turns(question) for question in questions]
+        if self._chat:
+            texts = self.tokenizer.apply_chat_template(
+                texts, add_generation_prompt=True, tokenize=False
+            )
+        # A template writes the special tokens that a text begins and ends with itself.
+        encoded = self.tokenizer(
+            texts, add_special_tokens=not self._chat, return_attention_mask=False, verbose=False
+        )
+        return [len(ids) for ids in encoded["input_ids"]]
+
+    def surely_fits(self, text: str) -> bool:
+        """Whether the size in bytes of a text alone says that its prompt is short enough."""
         # A token stands for a byte at least, of the text or of what normalization makes of it.
         forms = [text]
         if not text.isascii():
             forms.append(unicodedata.normalize("NFKD", text))
         most_tokens = max(len(form.encode("utf-8", "replace")) for form in forms)
-        if self._overhead + most_tokens <= self.max_prompt_tokens:
-            return True
-        return len(self.ids(text)) <= self.max_prompt_tokens
+        return self._overhead + most_tokens <= self.max_prompt_tokens
+
+    def fits(self, text: str) -> bool:
+        """Whether the prompt of a text is at most max_prompt_tokens long. Tokenises only what its
+        size in bytes leaves in doubt.
+        """
+        return self.surely_fits(text) or len(self.ids(text)) <= self.max_prompt_tokens
 
     def prompt(self, example: Example) -> Prompt:
         """The prompt of an example, tokenised."""
-        ids = torch.tensor(self.ids(example.text), dtype=torch.int64)
-        return Prompt(ids, example.text, example.meta)
+        ids = torch.tensor(self.ids(example.prompt), dtype=torch.int64)
+        return Prompt(ids, example.text, example.meta, self._messages(example.prompt))
+
+    def _messages(self, question: str | tuple[Message, ...]) -> tuple[Message, ...]:
+        """The turns that a prompt has with it, without the instruction: () if it is known as a
+        text.
+        """
+        if isinstance(question, str):
+            if not (self._chat and self._keeps_turns):
+                return ()
+            question = (Message("user", question),)
+        return with_system(question, self._system_prompt)
+
+
+def check_chat_template(tokenizer: Tokenizer) -> None:
+    """ValueError if a tokenizer cannot show a conversation."""
+    if not getattr(tokenizer, "chat_template", None):
+        raise ValueError(
+            "the prompt is a list of messages, but the tokenizer has no chat template; give it as "
+            "a text"
+        )
+
+
+@contextmanager
+def refused_by_template() -> Iterator[None]:
+    """Have what a chat template raises of a conversation be a ValueError."""
+    from jinja2.exceptions import TemplateError
+
+    try:
+        yield
+    except TemplateError as error:
+        raise ValueError(f"the chat template refuses it: {error}") from error
+
+
+def template_ids(tokenizer: Tokenizer, turns: list[dict[str, str]]) -> list[int]:
+    """The token ids [P] of turns in the tokenizer's chat template, where an answer is to begin."""
+    ids = tokenizer.apply_chat_template(
+        turns, add_generation_prompt=True, tokenize=True, return_dict=False
+    )
+    return list(ids)
 
 
 class ListTask:
     """A Task over two sequences of examples. Tokenises on demand; prompts over the limit are
     dropped with one warning.
 
-    ValueError if no training prompt is left.
+    fittings: which of both are short enough; None: they are looked at here. ValueError if no
+    training prompt is left, or naming an example that the chat template refuses.
     """
 
     def __init__(
@@ -175,18 +259,18 @@ class ListTask:
         maker: PromptMaker,
         *,
         default_reward: str,
+        fittings: tuple[Fitting, Fitting] | None = None,
     ):
         self.name = name
         self.default_reward = default_reward
         limit = maker.max_prompt_tokens
-        fitting = _Fitting(maker, train)
-        fitting_eval = _Fitting(maker, held_out)
+        fitting, fitting_eval = fittings or (fitting_of(maker, train), fitting_of(maker, held_out))
         self.num_train = len(fitting.places)
         self.num_eval = len(fitting_eval.places)
         self.train_digest = fitting.digest
         self.eval_digest = fitting_eval.digest
-        self.train_prompt = fitting.prompt
-        self.eval_prompt = fitting_eval.prompt
+        self.train_prompt = _cached_prompts(maker, train, fitting)
+        self.eval_prompt = _cached_prompts(maker, held_out, fitting_eval)
         num_dropped = len(train) - self.num_train
         num_dropped_eval = len(held_out) - self.num_eval
         if num_dropped or num_dropped_eval:
@@ -207,24 +291,95 @@ class ListTask:
             )
 
 
-class _Fitting:
-    """The examples whose prompts are short enough; `prompt(i)` is the i-th of them, tokenised."""
-
-    def __init__(self, maker: PromptMaker, examples: Sequence[Example]):
-        self.places = array("q")  # among the examples
-        digest = hashlib.sha256()
-        for i, example in enumerate(examples):
-            if maker.fits(example.text):
-                self.places.append(i)
-                digest.update(json_of(example.text, example.meta))
-        self.digest = digest.hexdigest()  # SHA-256 over them
-        cached = lru_cache(CACHED_PROMPTS)
-        self.prompt = cached(lambda i: maker.prompt(examples[self.places[i]]))
+def _cached_prompts(
+    maker: PromptMaker, examples: Sequence[Example], fitting: Fitting
+) -> Callable[[int], Prompt]:
+    """What gives the i-th of the examples that fit, tokenised."""
+    places = fitting.places
+    return lru_cache(CACHED_PROMPTS)(lambda i: maker.prompt(examples[places[i]]))
 
 
-def json_of(text: str, meta: dict[str, object]) -> bytes:
-    """A question as bytes that are the same in every process, for a digest."""
-    return json.dumps([text, meta], sort_keys=True, default=str).encode()
+@dataclass(frozen=True, slots=True)
+class Fitting:
+    """Which of a sequence of examples have prompts that are short enough."""
+
+    places: array  # of int64, ascending
+    digest: str  # SHA-256 over those examples
+
+
+def fitting_of(
+    maker: PromptMaker,
+    examples: Sequence[Example],
+    on_batch: Callable[[int], None] = lambda count: None,
+) -> Fitting:
+    """Look at all examples, a batch at a time. on_batch(n): n more are done. ValueError names the
+    example that the chat template refuses.
+    """
+    places = array("q")
+    digest = hashlib.sha256()
+    walk = iter(examples)
+    begin = 0
+    batch = list(itertools.islice(walk, BATCH))
+    while batch:
+        for place in _fitting_places(maker, batch, partial(_place_of, examples, begin)):
+            places.append(begin + place)
+            digest.update(json_of(*batch[place].values))
+        begin += len(batch)
+        on_batch(len(batch))
+        batch = list(itertools.islice(walk, BATCH))
+    return Fitting(places, digest.hexdigest())
+
+
+def _fitting_places(
+    maker: PromptMaker, batch: Sequence[Example], place_of: Callable[[int], str]
+) -> list[int]:
+    """Which examples of a batch fit, by place. place_of: where one is, for messages."""
+    from jinja2.exceptions import TemplateError
+
+    # A conversation is always looked at: a template may refuse it.
+    doubtful = []
+    fitting = []
+    for place, example in enumerate(batch):
+        if isinstance(example.prompt, str) and maker.surely_fits(example.prompt):
+            fitting.append(place)
+        else:
+            doubtful.append(place)
+    if not doubtful:
+        return fitting
+    try:
+        lengths = maker.num_tokens([batch[place].prompt for place in doubtful])
+    except (ValueError, TemplateError):
+        for place in doubtful:
+            if not isinstance(batch[place].prompt, str):
+                _check_conversation(maker, batch[place].prompt, place_of(place))
+        raise
+    for place, length in zip(doubtful, lengths):
+        if length <= maker.max_prompt_tokens:
+            fitting.append(place)
+    return sorted(fitting)
+
+
+def _check_conversation(maker: PromptMaker, turns: tuple[Message, ...], where: str) -> None:
+    """ValueError, naming the place, if a conversation can be put into no template."""
+    try:
+        with refused_by_template():
+            maker.ids(turns)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
+
+
+def _place_of(examples: Sequence[Example], begin: int, place: int) -> str:
+    """Where an example is, for messages: FILE:LINE where it is of a file."""
+    number = begin + place
+    where = getattr(examples, "where", None)
+    return f"prompt {number}" if where is None else where(number)
+
+
+def json_of(prompt: object, meta: dict[str, object]) -> bytes:
+    """A question as bytes that are the same in every process, for a digest. prompt: a text, or the
+    messages of a conversation as JSON values.
+    """
+    return json.dumps([prompt, meta], sort_keys=True, default=str).encode()
 
 
 def sample_digest(prompt_of: Callable[[int], Prompt], count: int) -> str:

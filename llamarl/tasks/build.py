@@ -16,6 +16,10 @@
                    files; seed
     reasoning_gym  name: such as chain_sum; seed     questions of a seed of their   reasoning_gym
                                                      own                            _score
+    python         fn: module:function that returns  as it says                     as it says
+                   a Task; options (own.py)
+    mixture        parts: by name, each a kind     from each part, by its weight    each part's
+                   with its keys, and a weight
 
 "A part of path" is min(num_eval, a tenth) of its rows, at random but the same in every run, and
 taken out of training.
@@ -25,12 +29,33 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from llamarl.tasks.addition import addition_examples
-from llamarl.tasks.base import Example, ListTask, PromptMaker, Task, Tokenizer
+from llamarl.tasks.base import (
+    Example,
+    Fitting,
+    ListTask,
+    PromptMaker,
+    Task,
+    Tokenizer,
+    fitting_of,
+)
 from llamarl.tasks.facts import Post, facts_posts
-from llamarl.tasks.jsonl import GSM8K_INSTRUCTION, gsm8k_row, read_jsonl, row_to_example
+from llamarl.tasks.fitting import (
+    Progress,
+    Remembered,
+    Tell,
+    from_values,
+    here,
+    key_of,
+    to_values,
+    tokenizer_digest,
+)
+from llamarl.tasks.jsonl import GSM8K_INSTRUCTION, JsonlExamples, gsm8k_row, row_to_example
+from llamarl.tasks.mixture import MixtureTask, shares
+from llamarl.tasks.own import own_task
 from llamarl.tasks.questions import question_examples
 from llamarl.words.names import nearest
 
@@ -43,6 +68,8 @@ KINDS = (
     "gsm8k",
     "hf_dataset",
     "reasoning_gym",
+    "python",
+    "mixture",
 )
 EXACT_MATCH = "llamarl.tasks.rewards:exact_match"
 NUMERIC_MATCH = "llamarl.tasks.rewards:numeric_match"
@@ -66,6 +93,7 @@ def build_task(
     options: Mapping[str, object] | None = None,
     least: int = 1,
     most: int = 20,
+    fn: str | None = None,
     text: str = "",
     words: Sequence[str] = (),
     chat: bool = True,
@@ -73,11 +101,16 @@ def build_task(
     max_prompt_tokens: int = 512,
     num_eval: int = 500,
     seed: int = 0,
+    parts: Mapping[str, Mapping[str, object]] | None = None,
+    remembered: Remembered = here,
+    keeps_turns: bool = False,
 ) -> Task:
     """The task of a kind (see the table above). num_eval: the most prompts to hold out where no
-    evaluation data is given. options: parameters of the reasoning_gym dataset. least,
-    most: the range of a question's numbers. text, words: of the one prompt, and what its default
-    reward looks for.
+    evaluation data is given. options: parameters of the reasoning_gym dataset, or of fn, the
+    import path of a function that returns a task. parts: of a mixture, by name: the settings of
+    each and its weight. least, most: the range of a question's numbers. text, words: of the one
+    prompt, and what its default reward looks for. remembered: who looks at the rows of files.
+    keeps_turns: see PromptMaker.
 
     ValueError or FileNotFoundError, saying what to change, for an unknown kind, missing settings or
     bad data.
@@ -85,6 +118,9 @@ def build_task(
     if kind not in KINDS:
         near = nearest(kind, KINDS, cutoff=0.3) or f"one of {', '.join(KINDS)}"
         raise ValueError(f"task.kind={kind}: unknown; did you mean {near}?")
+    if kind == "mixture":
+        shared = {"seed": seed, "remembered": remembered}
+        return _mixture(parts or {}, tokenizer, num_eval=num_eval, **shared)
     if path is None and kind in ("jsonl", "gsm8k", "hf_dataset"):
         raise ValueError(f"task.kind={kind} needs task.path")
     maker = prompt_maker(
@@ -93,7 +129,10 @@ def build_task(
         chat=chat,
         system_prompt=system_prompt,
         max_prompt_tokens=max_prompt_tokens,
+        keeps_turns=keeps_turns,
     )
+    if kind == "python":
+        return own_task(fn, maker, seed=seed, num_eval=num_eval, options=options or {})
     if kind == "reasoning_gym":
         from llamarl.tasks.procedural import ReasoningGymTask
 
@@ -102,11 +141,17 @@ def build_task(
     def read(path: str | Path) -> tuple[Sequence[Example], Sequence[Example] | None]:
         """(training examples, held-out examples or None) of a file or directory."""
         if kind == "hf_dataset":
-            from llamarl.tasks.hf_dataset import read_hf_dataset
+            from llamarl.tasks.hf_dataset import directory_digest, read_hf_dataset
 
+            digests.append(directory_digest(path))
             return read_hf_dataset(path, prompt_key, answer_key)
-        return read_jsonl(path, row_reader(kind, prompt_key, answer_key)), None
+        rows = JsonlExamples(path, row_reader(kind, prompt_key, answer_key))
+        digests.append(rows.digest)
+        checks.append(rows.check)
+        return rows, None
 
+    digests: list[str] = []  # of what is read, in order
+    checks: list[Callable[[], None]] = []
     if kind == "addition":
         train, held_out = addition_examples()
     elif kind == "facts":
@@ -125,7 +170,84 @@ def build_task(
         held_out = _select(train, held)
         train = _select(train, kept)
     default_reward = DEFAULT_REWARDS.get(kind, EXACT_MATCH)
-    return ListTask(kind, train, held_out, maker, default_reward=default_reward)
+    split = _Split(
+        kind=kind,
+        train=train,
+        held_out=held_out,
+        maker=maker,
+        digests=digests,
+        checks=checks,
+    )
+    fittings = split.fittings(
+        remembered, keys=[prompt_key, answer_key], chat=chat, system_prompt=system_prompt
+    )
+    return ListTask(kind, train, held_out, maker, default_reward=default_reward, fittings=fittings)
+
+
+def _mixture(
+    parts: Mapping[str, Mapping[str, object]], tokenizer: Tokenizer, *, num_eval: int, **shared
+) -> MixtureTask:
+    """The mixture of these parts. shared: what all of them are built with."""
+    if not parts:
+        raise ValueError("task.parts is empty; task.parts={a: {kind: addition}, b: {...}}")
+    weights = {name: float(part["weight"]) for name, part in parts.items()}
+    held_out = shares(weights, num_eval)
+    tasks = {}
+    for name, part in parts.items():
+        own = {key: value for key, value in part.items() if key != "weight"}
+        own["num_eval"] = max(1, held_out[name])
+        try:
+            tasks[name] = build_task(tokenizer=tokenizer, keeps_turns=True, **own, **shared)
+        except ValueError as error:
+            raise ValueError(f"task.parts.{name}: {error}") from error
+    return MixtureTask(tasks, weights, num_eval)
+
+
+@dataclass(frozen=True, slots=True)
+class _Split:
+    """The examples of a task, and the files that they are from.
+
+    digests: of the files, in order; checks: what reads all their rows, and raises ValueError.
+    """
+
+    kind: str
+    train: Sequence[Example]
+    held_out: Sequence[Example]
+    maker: PromptMaker
+    digests: list[str]
+    checks: list[Callable[[], None]]
+
+    def fittings(self, remembered: Remembered, **settings: object) -> tuple[Fitting, Fitting]:
+        """Which training and held-out examples fit. settings: what decides it besides."""
+        tokenizer = tokenizer_digest(self.maker.tokenizer)
+        if not self.digests or tokenizer is None:
+            remembered = here  # made of nothing, in a moment; or nobody can tell what it is
+        key = key_of(
+            {
+                "kind": self.kind,
+                "rows": self.digests,
+                "sizes": [len(self.train), len(self.held_out)],
+                "tokenizer": tokenizer,
+                "instruction": self.maker.instruction,
+                "max_prompt_tokens": self.maker.max_prompt_tokens,
+                **settings,
+            }
+        )
+        found = remembered(key, self._find)
+        return (
+            from_values(found["train"], len(self.train)),
+            from_values(found["held_out"], len(self.held_out)),
+        )
+
+    def _find(self, progress: Progress) -> dict[str, object]:
+        """Look at all rows."""
+        for check in self.checks:
+            check()
+        tell = Tell(self.kind, len(self.train) + len(self.held_out), progress)
+        found = {}
+        for name, examples in (("train", self.train), ("held_out", self.held_out)):
+            found[name] = to_values(fitting_of(self.maker, examples, tell), len(examples))
+        return found
 
 
 def row_reader(
@@ -144,6 +266,7 @@ def prompt_maker(
     chat: bool,
     system_prompt: str | None,
     max_prompt_tokens: int,
+    keeps_turns: bool = False,
 ) -> PromptMaker:
     """What makes the prompts of a task of this kind."""
     return PromptMaker(
@@ -152,6 +275,7 @@ def prompt_maker(
         system_prompt=system_prompt,
         max_prompt_tokens=max_prompt_tokens,
         instruction=GSM8K_INSTRUCTION if kind == "gsm8k" else "",
+        keeps_turns=keeps_turns,
     )
 
 

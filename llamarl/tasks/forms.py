@@ -30,6 +30,7 @@ Call = Callable[[list[str], list[str], list[dict]], list]
 CallOne = Callable[[str, str, dict], object]
 
 _MARK = "llamarl_reward_form"
+_MESSAGES = "prompt_messages"  # of a conversation's meta: llamarl.types.MESSAGES_KEY
 # What TRL hands over besides, of its trainer; a function that cannot do without them needs TRL.
 _OF_TRL_ALONE = ("trainer_state", "environments")
 _TOKENS = "completion_ids"  # TRL's name for the tokens of each completion
@@ -37,6 +38,7 @@ _TOKENS = "completion_ids"  # TRL's name for the tokens of each completion
 _OF_VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
 # What they call one with that scores a whole batch.
 _OF_VERLS_BATCH = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
+_NO_COLUMNS = ("prompt", "completion", _MESSAGES, _TOKENS, *_OF_TRL_ALONE)
 
 
 def batched(function: Callable) -> Callable:
@@ -152,15 +154,22 @@ def call_of(function: Callable, *, chat: bool, system_prompt: str | None) -> Cal
         return lambda *columns: _listed(awaited(function(*columns)), len(columns[1]))
     system = [{"role": "system", "content": system_prompt}] if system_prompt else []
 
+    def prompt_of(text: str, meta: dict) -> str | list[dict[str, str]]:
+        """As TRL has a prompt: the turns that the model read, or a text."""
+        if chat:
+            return meta.get(_MESSAGES) or [*system, _turn("user", text)]
+        return meta.get(_MESSAGES) or text
+
     def call(prompts: list[str], completions: list[str], metas: list[dict]) -> list:
         arguments = _columns(metas)
         if all(SAMPLED in meta for meta in metas):
             arguments[_TOKENS] = [meta[SAMPLED]["token_ids"] for meta in metas]
-        arguments["prompts"] = prompts
-        arguments["completions"] = completions
-        if chat:
-            arguments["prompts"] = [[*system, _turn("user", text)] for text in prompts]
-            arguments["completions"] = [[_turn("assistant", text)] for text in completions]
+        asked = [prompt_of(text, meta) for text, meta in zip(prompts, metas)]
+        said = []
+        for prompt, text in zip(asked, completions):
+            said.append(text if isinstance(prompt, str) else [_turn("assistant", text)])
+        arguments["prompts"] = asked
+        arguments["completions"] = said
         # Its reports have no place here.
         arguments["log_extra"] = arguments["log_metric"] = lambda *_: None
         returned = awaited(function(**_accepted(function, arguments)))
@@ -254,8 +263,7 @@ def _columns(metas: list[dict]) -> dict[str, object]:
     names: dict[str, None] = {}
     for meta in metas:
         names.update(dict.fromkeys(meta))
-    left_out = ("prompt", "completion", _TOKENS, *_OF_TRL_ALONE)
-    kept = [name for name in names if name not in left_out]
+    kept = [name for name in names if name not in _NO_COLUMNS]
     columns: dict[str, object] = {}
     for name in kept:
         columns[name] = [meta.get(name) for meta in metas]

@@ -4,8 +4,11 @@ arrow files.
 
 from __future__ import annotations
 
+import hashlib
 import logging
+from array import array
 from collections.abc import Iterator, Sequence
+from copy import copy
 from pathlib import Path
 
 from llamarl.tasks.base import Example
@@ -44,6 +47,7 @@ class HFExamples(Sequence):
         self._dataset = dataset.with_format(None)
         self._keys = (prompt_key, answer_key)
         self._where = where
+        self._rows: Sequence[int] = range(len(dataset))  # their numbers in the whole split
 
     def __len__(self) -> int:
         return len(self._dataset)
@@ -59,11 +63,18 @@ class HFExamples(Sequence):
             try:
                 yield row_to_example(row, *self._keys)
             except ValueError as error:
-                raise ValueError(f"{self._where}: row {i}: {error}") from error
+                raise ValueError(f"{self.where(i)}: {error}") from error
+
+    def where(self, i: int) -> str:
+        """The dataset, the split and the number of a row."""
+        return f"{self._where}: row {self._rows[i]}"
 
     def select(self, rows: Sequence[int]) -> HFExamples:
         """The examples at these places, in this order."""
-        return HFExamples(self._dataset.select(rows), *self._keys, self._where)
+        selected = copy(self)
+        selected._dataset = self._dataset.select(rows)
+        selected._rows = array("q", (self._rows[i] for i in rows))
+        return selected
 
 
 def _fits_json(kind) -> bool:
@@ -88,6 +99,18 @@ def _fits_json(kind) -> bool:
         types.is_null,
     )
     return any(is_held(kind) for is_held in held)
+
+
+def directory_digest(path: str | Path) -> str:
+    """A SHA-256 of all files of a dataset directory, by their names and what is in them."""
+    path = Path(path)
+    digest = hashlib.sha256()
+    for file in sorted(path.rglob("*")):
+        if file.is_file():
+            digest.update(str(file.relative_to(path)).encode())
+            with file.open("rb") as stream:
+                digest.update(hashlib.file_digest(stream, "sha256").digest())
+    return digest.hexdigest()
 
 
 def read_hf_dataset(

@@ -4,19 +4,30 @@ files are of this kind.
 
 from __future__ import annotations
 
+import hashlib
+import io
 import json
-from collections.abc import Callable, Collection, Sequence
+import logging
+import os
+from array import array
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from copy import copy
 from pathlib import Path
-from typing import TypeVar
+from typing import BinaryIO, TypeVar
 
 from llamarl.tasks.base import Example
+from llamarl.tasks.conversation import conversation_of, shown
 from llamarl.tasks.source import check_row_keys
+from llamarl.types import MESSAGES_KEY
 from llamarl.words.lists import first_of
 from llamarl.words.names import nearest
 
 Made = TypeVar("Made")
 
 SHOWN_PROBLEMS = 10
+LARGE_BYTES = 1 << 28  # of a file that is said to be held in memory
+
+log = logging.getLogger(__name__)
 GSM8K_INSTRUCTION = (
     "\n\nThink step by step. Finish with the final answer on a line of its own: #### number"
 )
@@ -29,34 +40,114 @@ def read_jsonl(path: str | Path, make: Callable[[dict], Made]) -> list[Made]:
     ValueError names FILE:LINE for each bad line (the first SHOWN_PROBLEMS), FileNotFoundError says
     that there is no file.
     """
+    with _open(path) as lines:
+        made = list(_each(path, lines, make))
+    if not made:
+        raise ValueError(f"{path}: empty; need at least one JSON object a line")
+    return made
+
+
+def _open(path: str | Path) -> BinaryIO:
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(
             f"{path}: no such file; set task.path or task.eval_path to a JSONL file"
         )
-    made = []
+    return path.open("rb")
+
+
+def _each(path: str | Path, lines: Iterable[bytes], make: Callable[[dict], Made]) -> Iterator[Made]:
+    """What `make` makes of each row; after the last one ValueError names the bad lines."""
     problems = []
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            try:
-                encoding = "utf-8-sig" if number == 1 else "utf-8"
-                text = line.decode(encoding)
-                if text.strip():
-                    row = json.loads(text)
-                    if not isinstance(row, dict):
-                        raise ValueError(f"need a JSON object, this is {type(row).__name__}")
-                    made.append(make(row))
-            except json.JSONDecodeError as error:
-                what = f"not JSON: {error.msg} at column {error.colno}"
-                problems.append(f"{path}:{number}: {what}")
-            except RecursionError:
-                problems.append(f"{path}:{number}: JSON nested too deep to be read")
-            except ValueError as error:  # UnicodeDecodeError is one
-                problems.append(f"{path}:{number}: {error}")
+    for number, line in enumerate(lines, start=1):
+        try:
+            row = _row_of(line, number)
+            if row is None:
+                continue
+            made = make(row)
+        except json.JSONDecodeError as error:
+            what = f"not JSON: {error.msg} at column {error.colno}"
+            problems.append(f"{path}:{number}: {what}")
+        except RecursionError:
+            problems.append(f"{path}:{number}: JSON nested too deep to be read")
+        except ValueError as error:  # UnicodeDecodeError is one
+            problems.append(f"{path}:{number}: {error}")
+        else:
+            yield made
     refuse("bad lines", problems)
-    if not made:
-        raise ValueError(f"{path}: empty; need at least one JSON object a line")
-    return made
+
+
+def _row_of(line: bytes, number: int) -> dict | None:
+    """The object of a line, of which there are from 1; None for a blank one."""
+    encoding = "utf-8-sig" if number == 1 else "utf-8"
+    text = line.decode(encoding)
+    if not text.strip():
+        return None
+    row = json.loads(text)
+    if not isinstance(row, dict):
+        raise ValueError(f"need a JSON object, this is {type(row).__name__}")
+    return row
+
+
+class JsonlExamples(Sequence[Example]):
+    """The rows of a file as examples: held as the file's bytes, and read when asked for.
+
+    digest: SHA-256 of the file. FileNotFoundError, or ValueError if it is empty.
+    """
+
+    def __init__(self, path: str | Path, make: Callable[[dict], Example]):
+        self._path = path
+        self._make = make
+        with _open(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size >= LARGE_BYTES:
+                held = f"{size / 1e9:.1f} GB and 16 bytes a row"
+                log.info("%s: each rank holds it in memory: %s", path, held)
+            self._data = file.read()
+        self.digest = hashlib.sha256(self._data).hexdigest()
+        self._begins = array("q")  # of the lines that are not blank, in bytes
+        self._numbers = array("q")  # of those lines, from 1
+        begin = 0
+        for number, line in enumerate(io.BytesIO(self._data), start=1):
+            if not _is_blank(line, number):
+                self._begins.append(begin)
+                self._numbers.append(number)
+            begin += len(line)
+        if not self._numbers:
+            raise ValueError(f"{path}: empty; need at least one JSON object a line")
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __getitem__(self, i: int) -> Example:
+        begin = self._begins[i]
+        end = self._data.find(b"\n", begin)
+        line = self._data[begin : end if end >= 0 else None]
+        return self._make(_row_of(line, self._numbers[i]))
+
+    def check(self) -> None:
+        """Read all rows of the file. ValueError names FILE:LINE of the bad ones."""
+        for _ in _each(self._path, io.BytesIO(self._data), self._make):
+            pass
+
+    def where(self, i: int) -> str:
+        """FILE:LINE of a row."""
+        return f"{self._path}:{self._numbers[i]}"
+
+    def select(self, rows: Sequence[int]) -> JsonlExamples:
+        """The examples at these places, in this order."""
+        selected = copy(self)
+        selected._begins = array("q", (self._begins[i] for i in rows))
+        selected._numbers = array("q", (self._numbers[i] for i in rows))
+        return selected
+
+
+def _is_blank(line: bytes, number: int) -> bool:
+    """Whether a line is skipped. One that is no text is not: it is a bad line."""
+    if line[:1] == b"{":
+        return False
+    encoding = "utf-8-sig" if number == 1 else "utf-8"
+    return not line.decode(encoding, "replace").strip()
 
 
 def refuse(what: str, problems: Sequence[str]) -> None:
@@ -71,18 +162,29 @@ def row_to_example(row: dict, prompt_key: str, answer_key: str | None) -> Exampl
     with the answer (if answer_key is given) also under "answer".
 
         row_to_example({"q": "1+1=", "a": "2"}, "q", "a")
-        Example(text="1+1=", meta={"a": "2", "answer": "2"})
+        Example(prompt="1+1=", meta={"a": "2", "answer": "2"})
 
-    ValueError for a key that is absent or null, for one that is llamarl's own, for a prompt that is
-    no text, and for a prompt or an answer that cannot be encoded.
+    A prompt that is a list of messages is a conversation, whose last turn is the user's. ValueError
+    for a key that is absent or null, for one that is llamarl's own, for a prompt that is neither,
+    and for a prompt or an answer that cannot be encoded.
     """
     check_keys(row, prompt_key, answer_key)
     check_row_keys(row.keys() - {prompt_key})
+    if MESSAGES_KEY in row and prompt_key != MESSAGES_KEY:
+        raise ValueError(
+            f'"{MESSAGES_KEY}" is where a reward finds the turns of a conversation; rename it'
+        )
     prompt = row[prompt_key]
-    if not isinstance(prompt, str) or not prompt:
-        shown = json.dumps(prompt, default=str)[:60]
-        raise ValueError(f'"{prompt_key}" must be text that is not empty, this is {shown}')
-    check_text(prompt_key, prompt)
+    if isinstance(prompt, list):
+        prompt = conversation_of(prompt, prompt_key)
+        for message in prompt:
+            check_text(prompt_key, message.content)
+    elif not isinstance(prompt, str) or not prompt:
+        raise ValueError(
+            f'"{prompt_key}" must be text that is not empty, or messages, this is {shown(prompt)}'
+        )
+    else:
+        check_text(prompt_key, prompt)
     meta = {key: value for key, value in row.items() if key != prompt_key}
     if answer_key:
         if row[answer_key] is None:
@@ -119,8 +221,10 @@ def check_keys(keys: Collection[str], prompt_key: str, answer_key: str | None) -
 def gsm8k_row(row: dict) -> Example:
     """A row of GSM8K's, whose "answer" is a worked solution with the final number behind "####"."""
     example = row_to_example(row, "question", "answer")
+    if not isinstance(example.prompt, str):
+        raise ValueError('"question" must be text; messages are for task=jsonl')
     solution = example.meta["answer"]
     if not isinstance(solution, str) or "####" not in solution:
         raise ValueError('"answer" must be a worked solution that ends in "#### number"')
     number = solution.rpartition("####")[2].strip()
-    return Example(example.text, {"answer": number, "solution": solution})
+    return Example(example.prompt, {"answer": number, "solution": solution})

@@ -12,6 +12,9 @@ import re
 from decimal import Decimal
 from functools import lru_cache
 
+from llamarl.tasks.forms import form_of
+from llamarl.words.names import import_function
+
 _NUMBER = re.compile(
     # a minus after a number, a word or a bracket subtracts; elsewhere it is a sign
     r"(?:(?<![\w.)\]])-)?"
@@ -92,3 +95,16 @@ def _reasoning_gym_dataset(name: str, size: int, seed: int, options: str):
 @lru_cache(maxsize=1024)
 def _reasoning_gym_entry(name: str, size: int, seed: int, options: str, index: int) -> dict:
     return _reasoning_gym_dataset(name, size, seed, options)[index]
+
+
+def part_reward(prompt: str, completion: str, meta: dict) -> float | None:
+    """Of a mixture whose parts have rewards of different kinds: the reward of the prompt's part.
+    ValueError if that takes all completions of a prompt together.
+    """
+    path = meta["part_reward"]
+    function = import_function(path)
+    if form_of(function) != "single":
+        raise ValueError(
+            f"{path} scores whole groups, which a mixture's parts do not; set reward.fn"
+        )
+    return function(prompt, completion, meta)

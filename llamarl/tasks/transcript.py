@@ -9,35 +9,50 @@ anew, in its own chat template.
 from __future__ import annotations
 
 from llamarl.tasks.base import Tokenizer
+from llamarl.tasks.conversation import text_of, with_system
+from llamarl.types import Message
 
 
 class Transcript:
     """Texts become token ids, as the turns of a user and of an assistant if `chat` is true and the
     tokenizer has a template, else end to end.
 
-    End to end, a completion that has ended by itself is followed by the tokenizer's end token; a
-    template closes the assistant's turn in its own way.
+    The turns of a conversation are put to the template whatever `chat` is. Without a template it is
+    read as a reward function reads it (text_of), with the answer as its last turn. End to end, a
+    completion that has ended by itself is followed by the tokenizer's end token; a template closes
+    the assistant's turn in its own way.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, chat: bool, system_prompt: str | None):
         self._tokenizer = tokenizer
-        self.chat = bool(chat and getattr(tokenizer, "chat_template", None))
-        self._system = [{"role": "system", "content": system_prompt}] if system_prompt else []
+        self._has_template = bool(getattr(tokenizer, "chat_template", None))
+        self.chat = chat and self._has_template
+        self._system_prompt = system_prompt
         end = getattr(tokenizer, "eos_token_id", None)
         self._end = [] if end is None else [end]
 
-    def ids(self, prompt: str, completion: str, *, has_ended: bool) -> list[int]:
-        """The token ids [P + L] of a prompt and its completion."""
-        if not self.chat:
-            ids = list(self._tokenizer.encode(prompt + completion))
-            return ids + self._end if has_ended else ids
-        turns = [
-            *self._system,
-            {"role": "user", "content": prompt},
-            {"role": "assistant", "content": completion},
-        ]
+    def ids(
+        self, prompt: str | tuple[Message, ...], completion: str, *, has_ended: bool
+    ) -> list[int]:
+        """The token ids [P + L] of a prompt, a text or the turns of a conversation, and its
+        completion.
+        """
+        answer = Message("assistant", completion)
+        if isinstance(prompt, str) and self.chat:
+            turns = with_system((Message("user", prompt), answer), self._system_prompt)
+        elif isinstance(prompt, str):
+            return self._end_to_end(prompt + completion, has_ended)
+        elif not self._has_template:
+            return self._end_to_end(text_of((*prompt, answer)), has_ended)
+        else:
+            turns = (*prompt, answer)
         template = self._tokenizer.apply_chat_template
-        return list(template(turns, tokenize=True, return_dict=False))
+        shown = [turn.to_dict() for turn in turns]
+        return list(template(shown, tokenize=True, return_dict=False))
+
+    def _end_to_end(self, text: str, has_ended: bool) -> list[int]:
+        ids = list(self._tokenizer.encode(text))
+        return ids + self._end if has_ended else ids
 
 
 def same_tokens(one, other) -> bool:

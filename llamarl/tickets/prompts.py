@@ -6,6 +6,7 @@ import random
 from functools import lru_cache
 
 from llamarl.tasks.base import Task, sample_digest
+from llamarl.tasks.mixture import PART_KEY, REWARD_KEY, MixtureTask, Schedule
 from llamarl.types import Prompt
 
 
@@ -43,3 +44,42 @@ class PromptStream:
     def __getitem__(self, ticket: int) -> Prompt:
         epoch, place = divmod(ticket, self._task.num_train)
         return self._task.train_prompt(self._order(epoch)[place])
+
+
+class MixedPrompts:
+    """PromptStream of a mixture: each part has its own stream, in its own epochs. ValueError for a
+    weight that is too small.
+    """
+
+    def __init__(self, task: MixtureTask, seed: int):
+        self._task = task
+        self._schedule = Schedule(task.weights, seed)
+        self._streams = {name: PromptStream(part, seed) for name, part in task.parts.items()}
+
+    @property
+    def fingerprint(self) -> str:
+        """The parts in their order, how often each is asked, and each one's own."""
+        parts = []
+        for name, stream in self._streams.items():
+            parts.append(f"{self._schedule.shares[name]} of {name}: {stream.fingerprint}")
+        return "; ".join(parts)
+
+    def __getitem__(self, ticket: int) -> Prompt:
+        draw = self._schedule[ticket]
+        return self._task.prompt_of(draw.part, self._streams[draw.part][draw.number])
+
+
+AnyPrompts = PromptStream | MixedPrompts
+
+
+def prompts_of(task: Task, seed: int) -> AnyPrompts:
+    """Ticket i's prompt, by number."""
+    if isinstance(task, MixtureTask):
+        return MixedPrompts(task, seed)
+    return PromptStream(task, seed)
+
+
+def part_of(prompt: Prompt) -> str | None:
+    """The part of a mixture that a prompt is of; None if it is of none."""
+    part = prompt.meta.get(PART_KEY)
+    return part if isinstance(part, str) and REWARD_KEY in prompt.meta else None

@@ -106,6 +106,7 @@ def test_every_choice_of_every_group_fits_the_schema_and_has_the_name_of_its_kin
     needed |= {"linear": line, "cut": [*line, "beta_schedule.cut_step=3"]}
     needed |= dict.fromkeys(("model", "encoder"), [f"reward.path={tmp_path}"])
     needed |= {"parts": ["reward.parts={brief: {kind: function}}"]}
+    needed |= {"python": ["task.fn=m:f"], "mixture": ["task.parts={a: {kind: addition}}"]}
     needed |= {"adapters_off": ["trainer.lora.rank=4"]}
     for file in (CONF_DIR / group).glob("*.yaml"):
         given = [f"model.path={tmp_path}", *needed.get(file.stem, ())]

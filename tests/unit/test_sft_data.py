@@ -140,7 +140,9 @@ BAD = {
     '"completion" must be text, this is NoneType': {"prompt": "1", "completion": None},
     "12 tokens, the model takes 11": {"prompt": "12345", "completion": "12345"},
     '"messages" must be a list': {"messages": "hello"},
-    "message 2 must be": {"messages": [ONE, {"role": "assistant"}]},
+    '"messages", message 2: need {"role": ..., "content": text}': {
+        "messages": [ONE, {"role": "assistant"}]
+    },
     "message 1 has role 'human'; there is system, user": {
         "messages": [{"role": "human", "content": "1"}, SAID[0]]
     },

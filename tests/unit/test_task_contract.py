@@ -61,6 +61,8 @@ def make(kind, folder):
         return Doubling(
             PromptMaker(CharTokenizer(), max_prompt_tokens=MAX_PROMPT_TOKENS, **no_chat)
         )
+    if kind == "python":
+        settings |= {"fn": f"{__name__}:Doubling"}
     if kind == "questions":
         settings |= {"name": "sum"}
     if kind == "one_prompt":
@@ -90,6 +92,7 @@ KINDS = (
     "gsm8k",
     "hf_dataset",
     "reasoning_gym",
+    "python",
     "doubling",
 )
 

@@ -153,7 +153,10 @@ def test_every_bad_line_is_named_with_file_and_line(tmp_path):
 @pytest.mark.parametrize(
     ("row", "what"),
     [
-        ({"prompt": None, "answer": "4"}, '"prompt" must be text that is not empty, this is null'),
+        (
+            {"prompt": None, "answer": "4"},
+            '"prompt" must be text that is not empty, or messages, this is null',
+        ),
         (
             {"prompt": "2+2=", "answer": None},
             '"answer" is null; give the answer, or leave the row out',

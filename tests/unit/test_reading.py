@@ -1,0 +1,259 @@
+"""Rows of files are looked at once a run: by one rank, in batches, and again if they change."""
+
+import json
+import threading
+
+import pytest
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llamarl.comm.groups import World
+from llamarl.launch.reading import FILE, SharedReading
+from llamarl.models.config import tiny_directory
+from llamarl.models.hf import load_tokenizer
+from llamarl.tasks import base
+from llamarl.tasks.base import Example, Fitting, PromptMaker, fitting_of
+from llamarl.tasks.build import build_task
+from llamarl.tasks.fitting import from_values, here, to_values, tokenizer_digest
+from llamarl.tasks.jsonl import JsonlExamples, row_to_example
+
+WAIT_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_tokenizer(tiny_directory())
+
+
+def write(file, *prompts):
+    rows = [{"prompt": prompt, "answer": "1"} for prompt in prompts]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+PROMPTS = ["1" * (n % 13 + 1) for n in range(40)]  # <bos> and a token a digit
+
+
+class Rank(World):
+    """A rank of several whose store is one of this process."""
+
+    def __init__(self, rank, size, shared):
+        super().__init__(rank, size, device="cpu")
+        object.__setattr__(self, "shared", shared)
+
+    def store(self):
+        return self.shared if self.size > 1 else None
+
+
+def alone(*folders):
+    return SharedReading(Rank(0, 1, None), folders, WAIT_S)
+
+
+class Counted:
+    """Counts how often the rows are looked at."""
+
+    def __init__(self, reading):
+        self._reading = reading
+        self.num_finds = 0
+
+    def __call__(self, key, find):
+        def counted(progress):
+            self.num_finds += 1
+            return find(progress)
+
+        return self._reading(key, counted)
+
+
+def build(tokenizer, path, reading=here, **given):
+    given = {"max_prompt_tokens": 9, "num_eval": 4} | given
+    return build_task("jsonl", tokenizer, path=path, remembered=reading, **given)
+
+
+def same(one, other):
+    digests = [(task.train_digest, task.eval_digest) for task in (one, other)]
+    texts = []
+    for task in (one, other):
+        own = [task.train_prompt(i).text for i in range(task.num_train)]
+        texts.append(own + [task.eval_prompt(j).text for j in range(task.num_eval)])
+    return digests[0] == digests[1] and texts[0] == texts[1]
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    prompts=st.lists(st.text("0123456789+= \u00e9", min_size=0, max_size=20), max_size=20),
+    limit=st.integers(1, 20),
+    batch=st.integers(1, 7),
+    chat=st.booleans(),
+)
+def test_a_batch_fits_as_its_prompts_do_one_at_a_time(prompts, limit, batch, chat):
+    tokenizer = load_tokenizer(tiny_directory())
+    if chat:
+        tokenizer.chat_template = (
+            "{{ bos_token }}{% for m in messages %}{{ m.content }}={% endfor %}"
+        )
+    maker = PromptMaker(tokenizer, chat=True, system_prompt=None, max_prompt_tokens=limit)
+    examples = [Example(prompt, {}) for prompt in prompts]
+    whole, base.BATCH = base.BATCH, batch
+    try:
+        found = fitting_of(maker, examples)
+    finally:
+        base.BATCH = whole
+    want = [place for place, prompt in enumerate(prompts) if len(maker.ids(prompt)) <= limit]
+    assert list(found.places) == want
+
+
+@given(bits=st.lists(st.booleans(), max_size=50))
+def test_a_fitting_is_the_same_as_json(bits):
+    places = base.array("q", [place for place, bit in enumerate(bits) if bit])
+    values = json.loads(json.dumps(to_values(Fitting(places, "ab"), len(bits))))
+    assert from_values(values, len(bits)) == Fitting(places, "ab")
+    with pytest.raises(ValueError, match="examples"):
+        from_values(values, len(bits) + 1)
+
+
+def test_a_resumed_run_takes_what_was_found(tokenizer, tmp_path):
+    file = write(tmp_path / "rows.jsonl", *PROMPTS)
+    first = alone(tmp_path)
+    task = build(tokenizer, file, first)
+    first.save(tmp_path)
+    again = Counted(alone(tmp_path / "elsewhere", tmp_path))
+    assert same(task, build(tokenizer, file, again)) and again.num_finds == 0
+    assert same(task, build(tokenizer, file))
+    assert 0 < task.num_train < 36
+
+
+def test_other_rows_settings_or_tokens_are_looked_at_again(tokenizer, tmp_path):
+    file = write(tmp_path / "rows.jsonl", *PROMPTS)
+    first = alone(tmp_path)
+    build(tokenizer, file, first)
+    first.save(tmp_path)
+    other_tokens = load_tokenizer(tiny_directory())
+    other_tokens.chat_template = "{{ messages[0].content }}"
+    assert tokenizer_digest(other_tokens) != tokenizer_digest(tokenizer)
+    for changed in (
+        lambda reading: build(tokenizer, file, reading, max_prompt_tokens=8),
+        lambda reading: build(tokenizer, file, reading, num_eval=3),
+        lambda reading: build(other_tokens, file, reading),
+        lambda reading: build(tokenizer, write(file, *PROMPTS[1:], "7"), reading),
+    ):
+        reading = Counted(alone(tmp_path))
+        changed(reading)
+        assert reading.num_finds == 1
+
+
+@pytest.mark.parametrize("damage", ["cut", "bit", "no object", "no text"])
+def test_a_damaged_file_is_made_anew_and_said(tokenizer, tmp_path, caplog, damage):
+    file = write(tmp_path / "rows.jsonl", *PROMPTS)
+    first = alone(tmp_path)
+    task = build(tokenizer, file, first)
+    first.save(tmp_path)
+    kept = tmp_path / FILE
+    whole = kept.read_text()
+    texts = {
+        "cut": whole[:-40],
+        "bit": whole.replace(task.train_digest, task.eval_digest),
+        "no object": "[]",
+        "no text": '{"found": 3, "digest": "0"}',
+    }
+    kept.write_text(texts[damage])
+    reading = Counted(alone(tmp_path))
+    assert same(task, build(tokenizer, file, reading)) and reading.num_finds == 1
+    assert f"{kept} is damaged" in caplog.text
+    reading._reading.save(tmp_path)
+    assert kept.read_text() == whole
+
+
+def test_a_disk_that_refuses_the_file_ends_nothing(tokenizer, tmp_path, caplog):
+    reading = alone()
+    build(tokenizer, write(tmp_path / "rows.jsonl", *PROMPTS), reading)
+    reading.save(tmp_path / "gone")
+    assert "cannot be written" in caplog.text
+
+
+def together(files, tokenizer):
+    """What ranks that read these files at the same time have: a task or an error of each, and how
+    often it has looked.
+    """
+    store = dist.HashStore()
+    readings = []
+    for rank in range(len(files)):
+        readings.append(Counted(SharedReading(Rank(rank, len(files), store), (), WAIT_S)))
+    made = [None] * len(files)
+
+    def work(rank):
+        try:
+            made[rank] = build(tokenizer, files[rank], readings[rank])
+        except ValueError as error:
+            made[rank] = error
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(len(files))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(WAIT_S)
+    return made, [reading.num_finds for reading in readings]
+
+
+def test_one_rank_looks_for_all(tokenizer, tmp_path):
+    file = write(tmp_path / "rows.jsonl", *PROMPTS)
+    tasks, finds = together([file] * 3, tokenizer)
+    assert finds == [1, 0, 0]
+    assert all(same(task, build(tokenizer, file)) for task in tasks)
+
+
+def test_a_rank_with_other_rows_finds_its_own_and_so_is_found_out(tokenizer, tmp_path):
+    files = [write(tmp_path / "a.jsonl", *PROMPTS), write(tmp_path / "b.jsonl", *PROMPTS[1:], "7")]
+    tasks, finds = together(files, tokenizer)
+    assert finds == [1, 1] and tasks[0].train_digest != tasks[1].train_digest
+
+
+def test_what_is_wrong_with_the_rows_ends_all_ranks(tokenizer, tmp_path):
+    file = write(tmp_path / "rows.jsonl", *PROMPTS)
+    file.write_text(file.read_text() + "{")
+    (told, other), finds = together([file, file], tokenizer)
+    assert finds == [1, 0]
+    assert f"{file}:41: not JSON" in str(told) and "rank 0 failed at reading" in str(other)
+
+
+def test_long_work_is_said(tokenizer, tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr("llamarl.tasks.fitting.SOON_S", 0.0)
+    monkeypatch.setattr("llamarl.tasks.fitting.TOLD_EVERY_S", 0.0)
+    monkeypatch.setattr(base, "BATCH", 10)
+    caplog.set_level("INFO")
+    build(tokenizer, write(tmp_path / "rows.jsonl", *PROMPTS))
+    assert "task jsonl: 10 of 40 rows encoded" in caplog.text
+    assert "task jsonl: 40 of 40 rows encoded" in caplog.text
+
+
+def test_a_large_file_says_what_it_takes(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr("llamarl.tasks.jsonl.LARGE_BYTES", 100)
+    caplog.set_level("INFO")
+    file = write(tmp_path / "rows.jsonl", *PROMPTS)
+    JsonlExamples(file, dict)
+    assert f"{file}: each rank holds it in memory: 0.0 GB and 16 bytes a row" in caplog.text
+
+
+@given(
+    lines=st.lists(
+        st.sampled_from(["", " ", "\u00a0", '{"prompt": "1"}', ' {"prompt": "\u00e9"}', "\r"])
+    ),
+    mark=st.booleans(),
+    end=st.sampled_from(["", "\n"]),
+)
+def test_rows_that_are_read_when_asked_for_are_those_of_the_file(
+    tmp_path_factory, lines, mark, end
+):
+    file = tmp_path_factory.mktemp("rows") / "rows.jsonl"
+    file.write_bytes(("\ufeff" * mark + "\n".join(lines) + end).encode())
+    want = [(n, json.loads(line)) for n, line in enumerate(lines, 1) if line.strip()]
+    if not want:
+        with pytest.raises(ValueError, match="empty"):
+            JsonlExamples(file, dict)
+        return
+    rows = JsonlExamples(file, lambda row: row_to_example(row, "prompt", None))
+    rows.check()
+    assert [rows[i].text for i in range(len(rows))] == [row["prompt"] for _, row in want]
+    assert [rows.where(i) for i in range(len(rows))] == [f"{file}:{n}" for n, _ in want]
+    odd = rows.select(range(0, len(rows), 2))
+    assert [example.text for example in odd] == [row["prompt"] for _, row in want[::2]]
