@@ -165,6 +165,7 @@ def test_a_source_is_given_the_text_and_the_turns(tokenizer, tmp_path):
     class Source:
         name = "source"
         start = wait = close = None
+        is_busy = reads_sampled = False
 
         def submit(self, *what):
             given.append(what)
