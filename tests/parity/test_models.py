@@ -193,7 +193,7 @@ def test_an_older_transformers_config_reads_the_same(directories, tmp_path):
 def test_a_member_that_is_missing_is_named(directories):
     decoder = ours(directories["llama_tied"])
     del decoder.layers
-    assert missing_members(decoder, LanguageModel) == ["layers"]
+    assert "layers" in missing_members(decoder, LanguageModel)  # and what is told by them
 
 
 @pytest.mark.parametrize("name", CONFIGS)
