@@ -327,7 +327,9 @@ def test_options_of_the_engine_reach_it():
 
 
 def test_options_of_the_config_reach_the_generator():
-    job = SimpleNamespace(model_path="m", prompts=None, eval_prompts=[], stop_token_ids=(2,))
+    job = SimpleNamespace(
+        model_path="m", prompts=None, eval_prompts=[], stop_token_ids=(2,), decode=str
+    )
     own = [
         "generator.cache_tokens=640",
         "generator.prefill_chunk=7",
@@ -346,7 +348,9 @@ def test_options_of_the_config_reach_the_generator():
 
 def test_the_config_names_the_engine(monkeypatch):
     monkeypatch.setattr("llamarl.inference.vllm_engine.vllm_problem", lambda: None)
-    job = SimpleNamespace(model_path="m", prompts=None, eval_prompts=[], stop_token_ids=(2,))
+    job = SimpleNamespace(
+        model_path="m", prompts=None, eval_prompts=[], stop_token_ids=(2,), decode=str
+    )
     native = build_generator(compose_config(["generator.quantize=int8"]), job)
     assert native.build_engine.func is build_native
     assert (native.build_engine.keywords["quantize"], native.max_quantization_kl) == ("int8", 0.5)

@@ -114,7 +114,12 @@ def test_held_out_prompts_and_the_canary_have_the_runs_temperature():
 
 def test_the_config_gives_the_range_to_the_generator_and_takes_the_comparison_from_the_trainer():
     job = SimpleNamespace(
-        model_path="m", prompts=None, eval_prompts=[], stop_token_ids=(2,), eval_due=None
+        model_path="m",
+        prompts=None,
+        eval_prompts=[],
+        stop_token_ids=(2,),
+        eval_due=None,
+        decode=str,
     )
     job.num_dp_ranks = 1
     drawn = ["generator.temperature=[0.7,2]", "seed=11"]

@@ -191,10 +191,10 @@ def test_around_proximal_rloo_kl_and_entropy_are_sums_of_completions_by_hand():
     loss, _ = fn(inputs)
     loss.backward()
     own = -(1 - 3) / 2
-    kl = (math.log(2) - 0.5) / 3
-    assert loss.item() == pytest.approx(own + 0.1 * kl - 0.2 * (2 + 3 + 4) / 3, rel=1e-12)
-    assert pi.grad.tolist() == pytest.approx([-1 / 2, -1 / 2, 3 / 2 + 0.1 * 0.5 / 3], rel=1e-12)
-    assert entropy.grad.tolist() == pytest.approx([-0.2 / 3] * 3, rel=1e-12)
+    kl = (math.log(2) - 0.5) / 2
+    assert loss.item() == pytest.approx(own + 0.1 * kl - 0.2 * (2 + 3 + 4) / 2, rel=1e-12)
+    assert pi.grad.tolist() == pytest.approx([-1 / 2, -1 / 2, 3 / 2 + 0.1 * 0.5 / 2], rel=1e-12)
+    assert entropy.grad.tolist() == pytest.approx([-0.2 / 2] * 3, rel=1e-12)
 
 
 @uses_entropy

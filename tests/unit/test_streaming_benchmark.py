@@ -62,11 +62,26 @@ def test_a_scorer_that_cannot_keep_up_is_behind_at_the_end(benchmark):
     assert (step["read_s"], step["tail_s"]) == (60.0, 50.0 + 10.0)
 
 
+def said_of(benchmark, runs, trl=None):
+    return "\n".join(benchmark.verdict({"runs": runs, "trl": trl, "settings": {"steps": 3}}))
+
+
 def test_the_fastest_chunk_is_taken_and_the_aim_is_judged_by_the_shortest_tail(benchmark):
     assert benchmark.best_chunk(RUNS) == 64
-    said = "\n".join(benchmark.verdict({"runs": RUNS, "trl": {"step_s": 24.0}}))
+    said = said_of(benchmark, RUNS, {"step_s": 24.0})
     assert "chunks of 16 tokens, is 10% of" in said and "of 15% is met" in said
-    assert "takes 80% of the time" in said and "+10%" in said and "3.0 times" in said
+    assert "takes 80% of the time" in said and "90% at the slowest" in said
+    assert "it changes a step by +10%" in said and "3.0 times" in said
     slower = [a_run("intra", 16, 9.0, 1.0) if run["chunk_tokens"] == 16 else run for run in RUNS]
-    said = "\n".join(benchmark.verdict({"runs": slower, "trl": None}))
+    said = said_of(benchmark, slower)
     assert "not met" in said and "TRL" not in said
+
+
+def test_no_saving_is_told_that_the_runs_cannot_show(benchmark):
+    # The scorer works for 1 s of a step, and 2 s seem to be saved.
+    assert "2.0 s seem to be saved" in said_of(benchmark, RUNS)
+    within = [run | {"scorer_s": 2.5} for run in RUNS]
+    assert "seem to be saved" not in said_of(benchmark, within)
+    unread = [run | {"prefilled_early": 0.0} if run["way"] == "both" else run for run in RUNS]
+    said = said_of(benchmark, unread)
+    assert "nothing was read ahead (0%)" in said and "no effect of streaming" in said
