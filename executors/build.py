@@ -75,7 +75,7 @@ def sampling_of(config: Config, job: Job) -> SamplingParams:
 
 
 def temperatures_of(config: Config) -> TemperatureRange | None:
-    """Of tickets, where generator.temperature is set."""
+    """Returns the temperatures of tickets; None unless generator.temperature is set."""
     drawn = config.generator.temperature
     if drawn is None:
         return None
@@ -260,7 +260,7 @@ def embedder_settings(config: Config, job: Job, given: str | None) -> EmbedderSe
 
 
 def gold_settings(config: Config, job: Job, references: list[Item] | None) -> GoldSettings:
-    """The same with references of another origin."""
+    """Returns the gold scorer's settings. references: answers that it compares with; None: none."""
     scorer = None
     if config.gold is not None:
         what = _what_scores(config.gold, job, job.sampled, section="reward", fn_key="eval.gold")
@@ -377,7 +377,7 @@ def _what_scores(
 
 
 def build_references(config: Config, job: Job) -> list[FrozenReference]:
-    """None, or one."""
+    """Returns the reference executor in a list, which is empty without one."""
     reference = config.reference
     if not reference.placed:
         return []

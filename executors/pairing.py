@@ -88,7 +88,7 @@ class PairMaker:
         self._counted: Counter[str] = Counter()  # of the source, in batches that are settled
 
     def make(self, batches: Iterable[range]) -> Iterator[tuple[str, Tally]]:
-        """Of each batch of prompts, in order: its lines, and what became of it."""
+        """Yields the lines of each batch of prompts, in order, and what became of it."""
         scored: deque[_Batch] = deque()
         for numbers in batches:
             scored.append(self._answer(numbers))

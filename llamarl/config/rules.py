@@ -79,8 +79,8 @@ def check(
 
 
 def _memory_rules(c: Config, num_hosts: int) -> list[Rule]:
-    """Of the generator's slots, cache and unfinished completions; of the memory that executors
-    share, and how weights travel.
+    """Rules about the generator's slots, cache and unfinished completions, about memory that
+    executors share, and about how weights travel.
     """
     g = c.generator
     t, transport = c.trainer, c.weights.transport
@@ -166,8 +166,8 @@ def _memory_rules(c: Config, num_hosts: int) -> list[Rule]:
 
 
 def _ahead_rules(c: Config) -> list[Rule]:
-    """Of the bound of the lag, what may start ahead, and the bounds of that; of what a run goes
-    on with, and when it ends.
+    """Rules about max_lag, overcommit and its governor, about what a run goes on with, and about
+    when it ends.
     """
     g = c.governor
     synchronous, unbounded = c.max_lag == 0, c.max_lag is None
@@ -266,7 +266,7 @@ def _ahead_rules(c: Config) -> list[Rule]:
 
 
 def _gold_rules(c: Config) -> list[Rule]:
-    """Of what judges evaluations besides the reward."""
+    """Rules about what judges evaluations besides the reward."""
     is_evaluated = c.eval.every > 0 and c.eval.num_prompts > 0
     is_model = c.gold is not None and c.gold.kind == "model"
     rules = []
@@ -304,7 +304,7 @@ def _find_credentials(c: Config, found: Findings) -> None:
 
 
 def _learning_rules(c: Config) -> list[Rule]:
-    """Of advantages, of completions or of tokens; of the critic; of adapters; of schedules."""
+    """Rules about advantages, the critic, adapters and schedules."""
     t, fn = c.trainer, c.loss.fn
     adapts, decays = t.lora.rank > 0, t.decay_steps is not None
     by_token = t.advantages == "gae"
@@ -379,7 +379,7 @@ def _learning_rules(c: Config) -> list[Rule]:
 
 
 def _reference_rules(c: Config) -> list[Rule]:
-    """Of the reference, and what compares with it."""
+    """Rules about the reference, and about what compares with it."""
     kind = c.reference.kind
     absent, resets = kind == "none", kind == "reset"
     return [
@@ -421,7 +421,7 @@ def _reference_rules(c: Config) -> list[Rule]:
 
 
 def _reference_stream_rules(c: Config) -> list[Rule]:
-    """Of a reference that reads completions while these are sampled."""
+    """Rules about a reference that reads completions while they are sampled."""
     r = c.reference
     if not r.stream:
         return []
@@ -520,8 +520,8 @@ def _find_options(loss: LossSettings, taken: Sequence[str], found: Findings) -> 
 
 
 def _find_own_loss(loss: LossSettings, found: Findings) -> None:
-    """The same for a function of the user's own, beside which the options of the chosen file in
-    conf/loss are still there.
+    """Check a user's loss function. The options of the chosen file in conf/loss are still set
+    beside it: ignore those.
     """
     from llamarl.learning.losses import (  # imports torch, so only here
         check_options,
