@@ -36,8 +36,8 @@ class Item:
 
     @property
     def meta(self) -> dict[str, object]:
-        """Of its prompt's row, with what was sampled. ValueError if a key of the row is in the
-        way.
+        """Returns the meta of the prompt's row, with what was sampled. ValueError if a key of the
+        row is in the way.
         """
         token_ids = self.token_ids.tolist()
         raw_text = self.text if self.decode_raw is None else self.decode_raw(token_ids)

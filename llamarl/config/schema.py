@@ -206,7 +206,7 @@ class MixtureSettings:
 
     @property
     def max_prompt_tokens(self) -> int:
-        """Of any part."""
+        """Returns the largest of the parts."""
         return max(part.max_prompt_tokens for part in self.parts.values()) if self.parts else 1
 
 

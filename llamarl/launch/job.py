@@ -371,7 +371,7 @@ class Job:
         return self.victim_tokenizer.decode(token_ids, skip_special_tokens=True)
 
     def decode_answer_raw(self, token_ids: list[int]) -> str:
-        """The same text with special tokens."""
+        """The text of the victim's tokens, with special tokens."""
         return self.victim_tokenizer.decode(token_ids, skip_special_tokens=False)
 
     @cached_property
@@ -384,7 +384,7 @@ class Job:
         return self.tokenizer.decode(token_ids, skip_special_tokens=True)
 
     def decode_raw(self, token_ids: list[int]) -> str:
-        """The same text with special tokens."""
+        """The text of the policy's tokens, with special tokens."""
         return self.tokenizer.decode(token_ids, skip_special_tokens=False)
 
     def eval_due(self, version: int) -> bool:
@@ -470,12 +470,12 @@ class Job:
 
     @property
     def num_dp_ranks(self) -> int:
-        """Of the trainer."""
+        """Returns how many data-parallel ranks the trainer has."""
         return len(self.placement["trainer"]) // self.config.trainer.tensor_parallel
 
     @property
     def num_buffers(self) -> int:
-        """Of the trainer: one a data-parallel rank, or one that all draw from."""
+        """Returns how many buffers feed the trainer: one a data-parallel rank, or one for all."""
         return 1 if self.config.draws_together else self.num_dp_ranks
 
     @property
