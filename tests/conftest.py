@@ -14,6 +14,7 @@ import pytest  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
 
 from tests.launching import SMALL, ForkedJob  # noqa: E402
+from tests.order import long_files_first  # noqa: E402
 from tests.pool import Pool  # noqa: E402
 
 # A busy machine makes an example slow, and no claim wrong.
@@ -34,6 +35,12 @@ def pytest_xdist_auto_num_workers(config) -> int:
     if files_are_named or config.option.markexpr in ("gpu", "vllm"):
         return 0
     return min(len(os.sched_getaffinity(0)), MAX_WORKERS)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items) -> None:
+    """Order the files, after tests were left out and pytest-randomly has shuffled the others."""
+    long_files_first(items)
 
 
 @pytest.fixture(scope="session")
