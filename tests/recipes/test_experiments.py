@@ -109,14 +109,16 @@ def test_a_shorter_run_of_it_is_accepted_with_shorter_schedules(
 
 
 def test_schedules_keep_their_share_of_a_shorter_run(settings):
-    two = settings("tba_table2", "max_steps=20").trainer
-    assert (two.warmup_steps, two.decay_steps) == (1, 10)
+    short = settings("tba_table2", "max_steps=20")
+    two = short.trainer
+    assert (two.warmup_steps, two.decay_steps, short.beta_schedule.end_step) == (1, 10, 10)
     three = settings("tba_table3", "max_steps=64").beta_schedule
     assert (three.end_step, three.cut_step) == (32, 8)
     llama = settings("tba_red_team_llama", "max_steps=50")
     ends = (llama.log_reward_schedule.end_step, llama.reference_schedule.end_step)
     assert ends == (10, 20)
-    assert settings("tba_red_team_gpt2", "max_steps=50").buffer.grow_until == 40
+    short = settings("tba_red_team_gpt2", "max_steps=50")
+    assert (short.buffer.grow_until, short.log_reward_schedule.end_step) == (40, 5)
     assert settings("tba_red_team_gpt2").buffer.grow_until == 4000
 
 

@@ -115,6 +115,7 @@ def test_other_turns_are_other_data(tokenizer, tmp_path):
         ([{"role": "user", "content": "\ud800"}], "half of a surrogate pair"),
         ([SAID, ASKED], "the chat template refuses it: an assistant begins"),
         (3, '"prompt" must be text that is not empty, or messages, this is 3'),
+        ([{"role": "user", "content": " \n"}], '"prompt" has no text in any message'),
     ],
 )
 def test_a_bad_conversation_is_named_by_file_and_line(tokenizer, tmp_path, prompt, what):
@@ -123,6 +124,18 @@ def test_a_bad_conversation_is_named_by_file_and_line(tokenizer, tmp_path, promp
     with pytest.raises(ValueError) as refused:
         build_task("jsonl", tokenizer, path=file, eval_path=file)
     assert f"{file}:2: " in str(refused.value) and what in str(refused.value)
+
+
+def test_a_row_has_no_place_of_its_own_for_the_turns(tokenizer, tmp_path):
+    row = {"prompt": TURNS, "answer": "4", MESSAGES_KEY: [ASKED]}
+    file = write(tmp_path / "rows.jsonl", row)
+    with pytest.raises(ValueError, match='rows.jsonl:1: "prompt_messages" is where a reward finds'):
+        build_task("jsonl", tokenizer, path=file, eval_path=file)
+    # Where it is the prompt itself there is no other.
+    task = build_task(
+        "jsonl", tokenizer, path=file, eval_path=file, prompt_key=MESSAGES_KEY, answer_key="answer"
+    )
+    assert task.train_prompt(0).reward_meta[MESSAGES_KEY] == [ASKED]
 
 
 def test_a_conversation_needs_a_template_and_chat(tokenizer, tmp_path):

@@ -66,9 +66,10 @@ def test_refused_rows_are_held_and_written_with_the_next_one_the_disk_takes(
     file = Jsonl(tmp_path / "metrics.jsonl")
     file.write(row(1))
     disk.room, disk.number = room, number
+    num_taken = room // LINE
     for step in (2, 3, 4):
         file.write(row(step))
-    num_taken = room // LINE
+        assert steps_of(file.path) == list(range(1, 2 + min(num_taken, step - 1)))
     assert steps_of(file.path) == list(range(1, 2 + num_taken)), "no line is torn"
     assert [one["step"] for one in file.held] == list(range(2 + num_taken, 5))
     assert [one["step"] for one in file.read()] == [1, 2, 3, 4]
@@ -99,6 +100,31 @@ def test_a_disk_that_refuses_at_the_close_of_a_file_gets_all_of_it_again(tmp_pat
     assert [one["step"] for one in file.held] == [2]
     file.write(row(3))
     assert steps_of(file.path) == [1, 2, 3]
+
+
+def test_a_file_that_somebody_emptied_meanwhile_has_no_hole(tmp_path):
+    file = Jsonl(tmp_path / "metrics.jsonl")
+    for step in (1, 2, 3):
+        file.write(row(step))
+    os.truncate(file.path, LINE)
+    file.write(row(4))
+    assert steps_of(file.path) == [1, 4]
+    file.path.unlink()
+    file.write(row(5))
+    assert steps_of(file.path) == [5]
+
+
+def test_what_was_held_and_is_written_makes_room_in_memory(tmp_path, disk, monkeypatch):
+    monkeypatch.setattr(sinks_module, "MOST_HELD_BYTES", 3 * LINE)
+    file = Jsonl(tmp_path / "metrics.jsonl")
+    for first in (1, 4, 7):
+        disk.room = 0
+        for step in range(first, first + 3):
+            file.write(row(step))
+        disk.room = None
+        assert file.retry()
+    file.close()
+    assert steps_of(file.path) == list(range(1, 10))
 
 
 def test_a_directory_that_cannot_be_made_yet_loses_no_row(tmp_path):
@@ -181,6 +207,31 @@ def test_a_checkpoint_holds_the_rows_that_the_disk_refuses_and_a_resume_writes_e
     train(second, 5)
     second.close()
     assert written(tmp_path) == [1, 2, 3, 4, 5]
+
+
+def test_a_checkpoint_holds_no_row_that_its_resume_will_train_again(tmp_path, disk):
+    first = writer(tmp_path)
+    train(first, 1)
+    disk.room = 0
+    train(first, 2, 3)
+    state = json.loads(json.dumps(first.state_dict(2)))
+    assert [one["step"] for one in state["held"]] == [2]
+    disk.room = None
+    second = writer(tmp_path)
+    second.load_state_dict(state)
+    train(second, 3)
+    second.close()
+    assert written(tmp_path) == [1, 2, 3]
+
+
+def test_rows_that_are_refused_at_the_end_keep_no_sink_open(tmp_path, disk):
+    kept = Kept()
+    rows = writer(tmp_path, [kept])
+    disk.room = 0
+    train(rows, 1)
+    with pytest.raises(MetricsError):
+        rows.close()
+    assert kept.is_closed and kept.steps == [1]
 
 
 def test_a_checkpoint_tries_again_to_write_what_is_held(tmp_path, disk):

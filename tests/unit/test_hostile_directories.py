@@ -24,7 +24,13 @@ from llamarl.learning.embedding import check_sentence_encoder
 from llamarl.models.build import build_decoder, read_config
 from llamarl.models.config import tiny_directory
 from llamarl.models.fingerprint import weights_digest
-from llamarl.models.hf import export, load_tokenizer, load_weights
+from llamarl.models.hf import (
+    SafetensorsDir,
+    check_encoder_directory,
+    export,
+    load_tokenizer,
+    load_weights,
+)
 from llamarl.tasks.classifier import check_encoder
 from llamarl.tasks.jsonl import read_jsonl, row_to_example
 from tests.launching import SMALL, ForkedJob
@@ -186,6 +192,18 @@ def test_weights_that_are_no_numbers_are_named_as_they_are_loaded(model, number)
     assert str(refused.value).startswith(f"{model}: {name} holds 1 numbers that are NaN")
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_numbers_of_eight_bits_are_weights_and_looked_at_too(model, dtype):
+    tensors = {name: tensor.to(dtype) for name, tensor in load_file(model / WEIGHTS).items()}
+    save_file(tensors, model / WEIGHTS, metadata={"format": "pt"})
+    load_weights(build_decoder(read_config(model)), model)
+    name = "model.layers.1.mlp.up_proj.weight"
+    tensors[name].view(torch.uint8)[3, 5] = 0x7F  # NaN in both
+    save_file(tensors, model / WEIGHTS, metadata={"format": "pt"})
+    with pytest.raises(BadWeights, match=f"{name} holds 1 numbers that are NaN"):
+        load_weights(build_decoder(read_config(model)), model)
+
+
 def test_a_run_with_such_weights_ends_in_words(model, tmp_path):
     tensors = load_file(model / WEIGHTS)
     tensors["model.norm.weight"][0] = math.nan
@@ -197,7 +215,9 @@ def test_a_run_with_such_weights_ends_in_words(model, tmp_path):
     assert "Traceback" not in started.output
 
 
-@pytest.mark.parametrize("where", ["../outside.safetensors", "/outside.safetensors", "..", "a/b"])
+@pytest.mark.parametrize(
+    "where", ["../outside.safetensors", "/outside.safetensors", "..", "a/b", "model\0.safetensors"]
+)
 def test_an_index_that_leads_elsewhere_is_refused(model, where):
     with safe_open(model / WEIGHTS, "pt") as held:
         names = list(held.keys())
@@ -237,6 +257,23 @@ def test_a_link_out_of_the_directory_is_refused_and_never_exported(model, tmp_pa
     with pytest.raises(ValueError, match="outside of the directory"):
         export([], like=model, out=tmp_path / "hf", dtype=torch.float32)
     assert not (tmp_path / "hf" / name).exists()
+
+
+def test_whoever_opens_weights_alone_follows_no_link_out_either(model, tmp_path):
+    shutil.move(model / WEIGHTS, tmp_path / "outside")
+    (model / WEIGHTS).symlink_to(tmp_path / "outside")
+    for read in (SafetensorsDir, weights_digest, check_encoder_directory, load_tokenizer):
+        with pytest.raises(ValueError, match="a link to .* outside of the directory"):
+            read(model)
+
+
+def test_what_a_link_leads_to_is_not_told(model, tmp_path):
+    (tmp_path / "secret").write_text("root:x:0")
+    (model / "config.json").unlink()
+    (model / "config.json").symlink_to(tmp_path / "secret")
+    for read in (read_config, check_encoder_directory):
+        with pytest.raises(ValueError, match="a link to .* outside of the directory"):
+            read(model)
 
 
 def test_links_inside_of_the_directory_and_a_link_to_it_are_followed(model, tmp_path):

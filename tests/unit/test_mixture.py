@@ -12,7 +12,7 @@ from llamarl.config.conversion import load_config, save_config
 from llamarl.models.config import tiny_directory
 from llamarl.models.hf import load_tokenizer
 from llamarl.tasks.build import build_task
-from llamarl.tasks.mixture import BLOCK, Schedule, shares
+from llamarl.tasks.mixture import BLOCK, MixtureTask, Schedule, shares
 from llamarl.tasks.rewards import part_reward
 from llamarl.tickets.prompts import MixedPrompts, PromptStream, part_of, prompts_of
 
@@ -45,6 +45,17 @@ def test_a_draw_is_a_function_of_its_number_and_numbers_the_parts_tickets(weight
     asked = data.draw(st.lists(st.integers(0, 2 * BLOCK + 4), max_size=5))
     again = Schedule(dict(weights), seed)  # as after a resumption, on any rank
     assert [again[ticket] for ticket in asked] == [walked[ticket] for ticket in asked]
+
+
+def test_every_block_and_every_seed_has_an_order_of_its_own():
+    """Else a part would meet the same other prompts of its step again and again."""
+    orders = []
+    for seed in range(2):
+        schedule = Schedule({"a": 1.0, "b": 2.0}, seed)
+        for block in range(2):
+            tickets = range(block * BLOCK, block * BLOCK + 100)
+            orders.append(tuple(schedule[ticket].part for ticket in tickets))
+    assert len(set(orders)) == 4
 
 
 @given(weights=WEIGHTS, count=st.integers(0, 50))
@@ -140,6 +151,50 @@ def test_a_prompts_part_scores_it(build):
     assert part_reward("", "It is 1.", meta) == 1.0
     meta["part_reward"] = "llamarl.tasks.rewards:exact_match"
     assert part_reward("", "It is 1.", meta) == 0.0
+
+
+def of_a_group(prompts, completions, metas):
+    return [1.0] * len(completions)
+
+
+def test_parts_with_rewards_of_different_kinds_are_each_scored_by_their_own():
+    parts = {
+        "sums": part("addition", chat=False, max_prompt_tokens=16),
+        "asked": part("questions", chat=False, max_prompt_tokens=64, name="sum", least=1, most=9),
+    }
+    task = build_task("mixture", load_tokenizer(tiny_directory()), parts=parts, num_eval=8)
+    assert task.default_reward == "llamarl.tasks.rewards:part_reward"
+    scored = {}
+    for j in range(task.num_eval):
+        prompt = task.eval_prompt(j)
+        said = f"It is {prompt.meta['answer']}."
+        scored.setdefault(part_of(prompt), set()).add(part_reward(prompt.text, said, prompt.meta))
+    assert scored == {"sums": {0.0}, "asked": {1.0}}  # exact_match, numeric_match
+    with pytest.raises(ValueError, match="scores whole groups, which a mixture's parts do not"):
+        part_reward("", "", {"part_reward": "tests.unit.test_mixture:of_a_group"})
+
+
+class OnDemand:
+    """A part whose rows are made as they are asked for."""
+
+    name = "on demand"
+    default_reward = "llamarl.tasks.rewards:exact_match"
+    num_train = num_eval = 3
+
+    def __init__(self, train_digest, eval_digest):
+        self.train_digest = train_digest
+        self.eval_digest = eval_digest
+
+
+def test_a_digest_is_of_all_parts_or_there_is_none():
+    def digests(*pairs):
+        parts = {str(n): OnDemand(*pair) for n, pair in enumerate(pairs)}
+        task = MixtureTask(parts, dict.fromkeys(parts, 1.0), 2)
+        return task.train_digest, task.eval_digest
+
+    assert digests(("a", ""), ("b", "c"))[1] == ""
+    told = {digests(("a", "c"), ("b", "c")), digests(("b", "c"), ("a", "c"))}
+    assert len(told) == 2 and "" not in {one for pair in told for one in pair}
 
 
 def test_parts_have_what_their_kinds_files_say(tmp_path):

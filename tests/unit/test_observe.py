@@ -870,6 +870,10 @@ def test_a_few_odd_steps_do_not_hide_it(grows, caplog):
         [0.3 * step for step in range(200)],
         [0.0] * 200,
         [float(step) for step in range(19)],
+        # what was late has just come
+        [*(float(step) for step in range(19)), 3.0],
+        # a single step is odd
+        [*[1.0] * 30, 400.0, *[1.0] * 30],
     ],
 )
 def test_what_grows_old_as_it_should_is_not_warned_of(fine, caplog):

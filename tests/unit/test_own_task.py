@@ -65,8 +65,22 @@ def make_task(maker, seed, num_eval):
 """
 
 
+# Prompts that a user made by hand, in front of a method's name.
+OTHER_IDS = """def train_prompt(self, i):
+        import dataclasses
+        made = self.made(i)
+        return dataclasses.replace(made, prompt_ids=made.prompt_ids{})
+    def made"""
+OTHER_TEXT = """def train_prompt(self, i):
+        import dataclasses
+        return dataclasses.replace(self.made(i), text=None)
+    def made"""
+
+
 def test_a_function_is_given_the_seed_and_what_is_held_out_if_it_asks(build):
     assert build(GOOD, seed=7, num_eval=9).given == (7, 9)
+    # What task.options says of the same name is nearer.
+    assert build(GOOD, seed=7, num_eval=9, options={"seed": 3}).given == (3, 9)
 
 
 @pytest.mark.parametrize(
@@ -89,6 +103,21 @@ def test_a_function_is_given_the_seed_and_what_is_held_out_if_it_asks(build):
             "def train_prompt(self, i): raise KeyError(i); ",
             "train_prompt(0) raised KeyError: 0",
         ),
+        (
+            "def train_prompt(self, i): return ",
+            "def train_prompt(self, i): return i < 2 and ",
+            "train_prompt(2) is a bool, must be a Prompt; make it with maker.prompt(",
+        ),
+        (
+            "def eval_prompt(self, j): return ",
+            "def eval_prompt(self, j): return j < 1 and ",
+            "eval_prompt(1) is a bool, must be a Prompt",
+        ),
+        ("def train_prompt", OTHER_IDS.format("[:0]"), "train_prompt(0): prompt_ids is empty"),
+        ("def train_prompt", OTHER_IDS.format(".int()"), "must be a tensor of int64 with one"),
+        ("def train_prompt", OTHER_IDS.format("[None]"), "must be a tensor of int64 with one"),
+        ("def train_prompt", OTHER_IDS.format(".tolist()"), "must be a tensor of int64 with one"),
+        ("def train_prompt", OTHER_TEXT, "train_prompt(0): text must be a text, is None"),
         ("(maker, seed, num_eval)", "(maker, level)", "argument: 'level'; it takes level"),
         ("(maker, seed, num_eval)", "()", "it cannot be called with the prompt maker"),
         ("class Numbers", "import no_such_module\nclass Numbers", "importing it failed: Module"),

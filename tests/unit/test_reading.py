@@ -132,6 +132,9 @@ def test_other_rows_settings_or_tokens_are_looked_at_again(tokenizer, tmp_path):
     other_tokens.chat_template = "{{ messages[0].content }}"
     assert tokenizer_digest(other_tokens) != tokenizer_digest(tokenizer)
     for changed in (
+        lambda reading: build(tokenizer, file, reading, chat=False),
+        lambda reading: build(tokenizer, file, reading, answer_key=None),
+        lambda reading: build(tokenizer, file, reading, prompt_key="answer"),
         lambda reading: build(tokenizer, file, reading, max_prompt_tokens=8),
         lambda reading: build(tokenizer, file, reading, num_eval=3),
         lambda reading: build(other_tokens, file, reading),
@@ -140,6 +143,66 @@ def test_other_rows_settings_or_tokens_are_looked_at_again(tokenizer, tmp_path):
         reading = Counted(alone(tmp_path))
         changed(reading)
         assert reading.num_finds == 1
+
+
+def test_a_system_prompt_makes_prompts_longer(tmp_path):
+    tokenizer = load_tokenizer(tiny_directory())
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}={% endfor %}"
+    file = write(tmp_path / "rows.jsonl", *PROMPTS)
+    first = alone(tmp_path)
+    short = build(tokenizer, file, first)
+    first.save(tmp_path)
+    long = build(tokenizer, file, alone(tmp_path), system_prompt="12345")
+    assert long.num_train < short.num_train
+    assert same(long, build(tokenizer, file, system_prompt="12345"))
+
+
+def test_the_same_file_of_another_kind_is_looked_at_again(tokenizer, tmp_path):
+    """GSM8K's prompts have an instruction behind them."""
+    rows = [{"question": f"{n}+1", "answer": f"so #### {n + 1}"} for n in range(40)]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    first = alone(tmp_path)
+    build(tokenizer, file, first, prompt_key="question", max_prompt_tokens=200)
+    first.save(tmp_path)
+    given = {"prompt_key": "question", "max_prompt_tokens": 200, "num_eval": 4}
+    again = Counted(alone(tmp_path))
+    build_task("gsm8k", tokenizer, path=file, remembered=again, **given)
+    assert again.num_finds == 1
+
+
+def test_a_tokenizer_is_known_by_its_tokens_its_template_and_its_special_tokens():
+    def digest(change=lambda loaded: None):
+        loaded = load_tokenizer(tiny_directory())
+        change(loaded)
+        return tokenizer_digest(loaded)
+
+    digests = {
+        digest(),
+        digest(lambda loaded: loaded.add_tokens(["12"])),
+        digest(lambda loaded: setattr(loaded, "chat_template", "{{ bos_token }}")),
+        digest(lambda loaded: setattr(loaded, "bos_token", loaded.eos_token)),
+    }
+    assert len(digests) == 4 and digest() in digests
+    assert tokenizer_digest(object()) is None
+
+
+def test_what_was_kept_stays_kept_beside_what_is_new(tokenizer, tmp_path, caplog):
+    """As of a mixture to which a part was added."""
+    files = [write(tmp_path / "a.jsonl", *PROMPTS), write(tmp_path / "b.jsonl", *PROMPTS[1:])]
+    first = alone(tmp_path)
+    build(tokenizer, files[0], first)
+    first.save(tmp_path)
+    second = alone(tmp_path)
+    for file in files:
+        build(tokenizer, file, second)
+    second.save(tmp_path)
+    third = Counted(alone(tmp_path))
+    for file in files:
+        build(tokenizer, file, third)
+    assert third.num_finds == 0
+    third._reading.save(tmp_path / "gone")  # there is nothing to save
+    assert "cannot be written" not in caplog.text
 
 
 @pytest.mark.parametrize("damage", ["cut", "bit", "no object", "no text"])

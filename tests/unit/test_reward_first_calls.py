@@ -83,6 +83,14 @@ class Judge:
 
 
 judge = Judge()
+
+
+class Meeting:
+    async def __call__(self, prompt, completion, meta):
+        return await meets(prompt, completion, meta)
+
+
+meeting = Meeting()
 '''
 
 
@@ -204,6 +212,10 @@ def test_an_async_call_that_does_not_yield_is_killed_and_costs_itself_alone(monk
     assert "took longer than reward.timeout_s=1.5" in outcomes[1].reason
 
 
-def test_an_instance_whose_call_is_async_is_an_async_function():
+def test_an_instance_whose_call_is_async_is_an_async_function(monkeypatch):
+    monkeypatch.setattr(calls, "FIRST_CALL_S", 20.0)
     (outcome,) = score("judge", ["c"])
     assert outcome.value == 3.0 and not math.isnan(outcome.value)
+    # Side by side too: one of two calls waits for the other.
+    outcomes = score("meeting", ["meet", "meet"], timeout_s=20.0)
+    assert [outcome.kind for outcome in outcomes] == ["score", "score"]

@@ -2,14 +2,20 @@
 
 import dataclasses
 from contextlib import closing
+from types import SimpleNamespace
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from executors.build import sampling_of
+from llamarl.config.command_line import compose_config
 from llamarl.inference import Engine, SamplingParams, generate
+from llamarl.inference.evaluation import submit
 from llamarl.inference.stop_strings import StopStrings, unescaped
 from llamarl.models.config import tiny_directory
+from llamarl.types import Prompt
 from tests import engines
 from tests.launching import ROOT
 
@@ -56,6 +62,20 @@ def test_a_stop_string_over_token_borders_ends_with_the_token_that_completes_it(
     assert StopStrings(("\n\n",), decode).end_of([1, 4, 5, 1], seen=0) == 3
 
 
+def test_a_character_over_a_chunks_border_completes_a_stop_string():
+    """Before its last byte it is shown as what is not complete, which is no text yet."""
+    assert StopStrings(("€",), decode).end_of([1, 9, 10], seen=2) == 3
+    assert StopStrings(("a€",), decode).end_of([1, 1, 1, 9, 10], seen=4) == 5
+
+
+def test_a_text_that_is_decoded_from_inside_of_a_character_hides_no_stop_string():
+    """A token a byte, as where a tokenizer falls back: of "€" two may be left out."""
+    for before in range(40):
+        ids = list(("x" * before + "€ab").encode())
+        stops = StopStrings(("€ab",), lambda ids: bytes(ids).decode(errors="replace"))
+        assert stops.end_of(ids, seen=len(ids) - 1) == len(ids)
+
+
 def test_special_tokens_between_do_not_hide_a_stop_string():
     ids = [1, 3, *[0] * 100, 3, 1]
     assert StopStrings(("\n\n",), decode).end_of(ids, seen=103 - 1) == 103
@@ -74,6 +94,16 @@ def test_special_tokens_between_do_not_hide_a_stop_string():
 )
 def test_a_command_line_can_say_a_line_break(typed, meant):
     assert unescaped(typed) == meant
+
+
+def test_what_the_command_line_says_is_what_samples_and_greedy_answers_end_at():
+    config = compose_config([r"generator.stop=['\n\n','Q:']"])
+    sampling = sampling_of(config, SimpleNamespace(stop_token_ids=(2,)))
+    asked = [sampling]
+    engine = SimpleNamespace(submit=lambda index, ids, params, stream: asked.append(params))
+    submit(engine, 0, Prompt(torch.tensor([4]), "", {}), sampling, num_samples=2)
+    assert [params.temperature for params in asked] == [1.0, 0.0, 1.0]
+    assert [params.stop_strings for params in asked] == [("\n\n", "Q:")] * 3
 
 
 @pytest.mark.parametrize("strings", [(), ("a", "")])
@@ -128,6 +158,19 @@ def test_the_engine_cuts_what_it_samples_without_them(chunk):
         assert one.generator_logprobs == pytest.approx(other.generator_logprobs[:count], abs=1e-5)
 
 
+def test_each_token_is_decoded_a_few_times_however_long_a_completion_is():
+    decoded = []
+
+    def counted(token_ids):
+        decoded.append(len(token_ids))
+        return letters(token_ids)
+
+    engine = small_engine(max_slots=1, max_len=160, decode=counted)
+    params = SamplingParams(128, temperature=4.0, stop_strings=("#",))
+    generate(engine, PROMPTS[:1], params, chunk_tokens=4)
+    assert max(decoded) <= 32 and sum(decoded) <= 16 * 128
+
+
 def test_a_sample_that_goes_on_elsewhere_ends_at_the_same_token():
     def engine():
         return small_engine(max_slots=4, max_len=32, decode=letters)
@@ -173,6 +216,30 @@ def test_what_vllm_samples_behind_a_stop_string_is_dropped_and_it_is_told(tmp_pa
         assert (ended.token_ids.tolist(), ended.finish_reason) == expected
         generate(engine, [[4]], SamplingParams(2))
     assert '"abort": ["1"]' in log.read_text()
+
+
+def test_only_kept_tokens_of_vllm_count_and_what_it_ended_itself_is_not_aborted(
+    tmp_path, monkeypatch
+):
+    log = tmp_path / "log"
+    with closing(
+        engines.vllm_over_stand_in(log, monkeypatch, max_slots=2, max_len=32, decode=letters)
+    ) as engine:
+        engine.weights_changed(0)
+        ((whole,),) = generate(engine, [[4]], SamplingParams(12))
+        string = letters(whole.token_ids.tolist())[5:8]
+        kept = len(cut(whole, (string,))[0])
+        # With room for these tokens alone vLLM ends at the same one; with more it goes on.
+        for room in (kept, 12):
+            engine.submit(0, [4], SamplingParams(room, stop_strings=(string,)))
+            count = 0
+            while engine.num_live or engine.num_waiting:
+                count += engine.step(8)
+            ((_, ended),) = engine.pop_finished()
+            assert (count, ended.finish_reason) == (kept, "stop")
+        generate(engine, [[4]], SamplingParams(2))
+    told = [line for line in log.read_text().splitlines() if '"abort": ["' in line]
+    assert len(told) == 1 and '"abort": ["2"]' in told[0]
 
 
 # --- generate ---
