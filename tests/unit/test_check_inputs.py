@@ -18,10 +18,12 @@ from llamarl.inference import vllm_engine
 from llamarl.launch.inputs import check_inputs
 from llamarl.launch.job import Job
 from llamarl.launch.run_directory import RunDirectory
-from llamarl.launch.sources import samples_of
+from llamarl.launch.sources import check_sources, samples_of
 from llamarl.models.build import build_decoder, read_config
 from llamarl.models.config import tiny_directory
 from llamarl.models.hf import load_weights
+from llamarl.types import MESSAGES_KEY
+from tests.judge_server import JudgeServer
 from tests.random_models import swap_tokens
 
 BAD_INPUT = 2
@@ -374,3 +376,25 @@ def test_the_samples_are_the_rows_own_answers_as_they_would_be_sampled(model):
         assert sampled["token_ids"][-1] == run.tokenizer.eos_token_id
         assert run.decode(sampled["token_ids"]) == text
         assert sampled["raw_text"] == text + run.tokenizer.eos_token
+
+
+def test_a_sample_of_a_conversation_has_its_turns(model, tmp_path):
+    template = "{% for m in messages %}{{ m.content }}={% endfor %}"
+    change(model / "tokenizer_config.json", chat_template=template)
+    turns = [{"role": "system", "content": "7"}, {"role": "user", "content": "1+1"}]
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text((json.dumps({"prompt": turns, "answer": "2"}) + "\n") * 3)
+    samples = samples_of(job(model, "task=jsonl", f"task.path={rows}", f"task.eval_path={rows}"))
+    for prompt, text, meta in samples:
+        assert (prompt, text) == ("system: 7\n\nuser: 1+1", "2")
+        assert meta[MESSAGES_KEY] == turns
+
+
+def test_a_judge_is_asked_once_and_about_no_sample(model):
+    """Its replies may cost money."""
+    with JudgeServer(lambda question: "5") as server:
+        words = ("reward=judge", f"reward.url={server.url}", "reward.model=wise")
+        check_sources(job(model, *words))
+        assert len(server.paths) == 1 and server.questions == []
+    with pytest.raises(ValueError, match=f"reward.url={server.url}"):
+        check_sources(job(model, *words, "reward.max_retries=0", "reward.timeout_s=5"))

@@ -114,6 +114,16 @@ def test_a_file_that_somebody_emptied_meanwhile_has_no_hole(tmp_path):
     assert steps_of(file.path) == [5]
 
 
+def test_what_stands_behind_the_last_whole_line_is_cut_off(tmp_path):
+    """As what the disk took of a line and would not cut off again."""
+    file = Jsonl(tmp_path / "metrics.jsonl")
+    file.write(row(1))
+    with file.path.open("a") as end:
+        end.write(json.dumps(row(2))[:-3] + " " * LINE)
+    file.write(row(2))
+    assert steps_of(file.path) == [1, 2]
+
+
 def test_what_was_held_and_is_written_makes_room_in_memory(tmp_path, disk, monkeypatch):
     monkeypatch.setattr(sinks_module, "MOST_HELD_BYTES", 3 * LINE)
     file = Jsonl(tmp_path / "metrics.jsonl")

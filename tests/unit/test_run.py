@@ -35,6 +35,8 @@ from llamarl.launch.run_directory import RunDirectory, open_run
 from llamarl.models.config import tiny_directory
 from llamarl.models.fingerprint import weights_digest
 from llamarl.native.files import DirectoryLock, replace_text
+from tests.scorers import write_scorer
+from tests.unit.test_classifier import write_encoder
 
 WORLD = World(0, 1, torch.device("cpu"))
 IN_WORK = range(8)  # tickets
@@ -280,6 +282,28 @@ def test_the_config_of_the_checkpoint_counts_and_not_the_file_beside_it(job):
         load_config(run.path / "config.yaml")
 
 
+# --- what is watched ---
+
+
+@pytest.mark.parametrize(
+    "given, period",
+    [
+        (["buffer=replay", "loss=tb", "buffer.sync_period=3"], 3),
+        (["buffer=replay", "loss=tb", "max_lag=4"], None),
+        ([], None),
+    ],
+)
+def test_a_run_without_a_bound_on_lag_is_watched(job, monkeypatch, given, period):
+    asked = []
+    monkeypatch.setattr(
+        job_module, "build_sinks", lambda *_, free_running, **__: asked.append(free_running) or []
+    )
+    run = job(*given)
+    run.directory = opened(run)
+    run.writer()
+    assert asked == [period]
+
+
 # --- the models that a run reads ---
 
 LORA = "trainer.lora.rank=4"
@@ -297,11 +321,11 @@ def of(base, *overrides):
 
 
 def retrained(base):
-    """All MLP weights a little larger, in place."""
+    """All weights between attentions a little larger, in place."""
     file = base / "model.safetensors"
     tensors = load_file(file)
     for name in tensors:
-        if "mlp" in name:
+        if "mlp" in name or "intermediate" in name:
             tensors[name] = tensors[name] * 1.05
     save_file(tensors, file, metadata={"format": "pt"})
 
@@ -330,6 +354,52 @@ def test_other_weights_under_what_a_checkpoint_has_not_are_refused_unless_it_is_
     with caplog.at_level(logging.WARNING, "llamarl"):
         assert opened(job(*given, "resume_with_other=[model]")).resume_from == path
     assert f"step_3 goes on with another model, {key}={base}: other weights" in caplog.text
+
+
+def test_every_model_that_a_run_reads_is_told_apart(job, base, tmp_path):
+    """By the key that names it: also those that judge, embed, or start a critic."""
+    own = ("loss=ppo", "trainer.advantages=gae", "trainer.critic.trunk=own")
+    for name in ("critic", "judged"):
+        shutil.copytree(base, tmp_path / name)
+    write_scorer(tmp_path / "judge")
+    write_encoder(tmp_path / "embedder")
+    given = {
+        "trainer.critic.path": (tmp_path / "critic", own),
+        "eval.gold": (tmp_path / "judge", ()),
+        "eval.base": (tmp_path / "judged", ()),
+        "eval.embedder": (tmp_path / "embedder", ("eval.num_samples=2",)),
+    }
+    for key, (path, words) in given.items():
+        told = [job(*of(base, *words, f"{key}={path}")).models[key] for _ in range(2)]
+        retrained(path)
+        told.append(job(*of(base, *words, f"{key}={path}")).models[key])
+        assert told[0] == told[1] != told[2], key
+
+
+def test_what_measures_diversity_by_the_starts_weights_keeps_them(job, base):
+    words = ("eval.embedder=start", "eval.num_samples=2")
+    a_checkpoint(job(*of(base, *words)))
+    retrained(base)
+    with pytest.raises(RunDirectoryError, match="other weights"):
+        opened(job(*of(base, *words)))
+
+
+def test_a_critic_that_the_checkpoint_has_may_lie_elsewhere_changed(job, base, caplog):
+    words = ("loss=ppo", "trainer.advantages=gae", "trainer.critic.trunk=own")
+    critic = Path(shutil.copytree(base, base.with_name("critic")))
+    given = of(base, *words, f"trainer.critic.path={critic}")
+    path = a_checkpoint(job(*given))
+    retrained(critic)
+    with caplog.at_level(logging.WARNING, "llamarl"):
+        assert opened(job(*given)).resume_from == path
+    assert f"another model, trainer.critic.path={critic}: other weights, which" in caplog.text
+
+
+def test_a_word_permits_what_it_names_alone(job, base):
+    a_checkpoint(job(*of(base, LORA)))
+    retrained(base)
+    with pytest.raises(RunDirectoryError, match=r"resume_with_other=\[model\]"):
+        opened(job(*of(base, LORA, "resume_with_other=[data,reward]")))
 
 
 def test_a_model_that_was_moved_is_the_same_model(job, base):
