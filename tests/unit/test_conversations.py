@@ -187,6 +187,9 @@ def test_a_source_is_given_the_text_and_the_turns(tokenizer, tmp_path):
     item = Item(prompt, torch.tensor([5]), "4", has_ended=True, is_held_out=False)
     SourceScoring(Source()).submit(3, item)
     assert given == [(3, prompt.text, "4", {"answer": "0", MESSAGES_KEY: TURNS})]
+    Source.reads_sampled = True
+    SourceScoring(Source()).submit(4, item)
+    assert given[1][3][MESSAGES_KEY] == TURNS and given[1][3]["sampled"]["token_ids"] == [5]
 
 
 def test_a_scorer_of_other_tokens_reads_the_turns(tokenizer, tmp_path):

@@ -70,6 +70,8 @@ async def meets(prompt, completion, meta):
         raise KeyError("no")
     if completion == "exit":
         raise SystemExit(3)
+    if completion == "gives up":
+        raise TimeoutError("the server did not answer")
     return float(len(_loops))
 
 
@@ -197,11 +199,14 @@ def test_async_calls_are_under_way_at_the_same_time_in_one_worker():
 
 def test_an_async_call_that_overruns_or_raises_costs_itself_alone(monkeypatch):
     monkeypatch.setattr(calls, "FIRST_CALL_S", 0.0)
-    outcomes = score("meets", ["a", "wait", "raise", "exit", "b"], timeout_s=1.0)
+    completions = ["a", "wait", "raise", "exit", "gives up", "b"]
+    outcomes = score("meets", completions, timeout_s=1.0)
     kinds = [outcome.kind for outcome in outcomes]
-    assert kinds == ["score", "error", "error", "error", "score"]
+    assert kinds == ["score", "error", "error", "error", "error", "score"]
     assert outcomes[1].reason.startswith("took longer than reward.timeout_s=1")
     assert "KeyError: 'no'" in outcomes[2].reason and "SystemExit: 3" in outcomes[3].reason
+    # A limit of the user's own is not the pool's.
+    assert outcomes[4].reason.startswith("TimeoutError: the server did not answer")
 
 
 def test_an_async_call_that_does_not_yield_is_killed_and_costs_itself_alone(monkeypatch):

@@ -66,6 +66,18 @@ async def trl_later(completions, **kwargs):
     return [2.0 for _ in completions]
 
 
+class Later:
+    """What is awaited and is no coroutine, as libraries have it."""
+
+    def __await__(self):
+        yield from ()
+        return [3.0]
+
+
+def trl_awaitable(completions, **kwargs):
+    return Later()
+
+
 def trl_tokens(completions, completion_ids, **kwargs):
     """As DAPO's soft overlong punishment looks at lengths."""
     return [-float(len(ids)) for ids in completion_ids]
@@ -211,6 +223,7 @@ def test_a_function_of_trls_form_gets_messages_where_the_prompt_was_a_chat():
 def test_a_function_of_trls_form_takes_what_it_names_and_may_be_async():
     assert values("trl_narrow", [("p", "c", {"answer": "x"})]) == [1.0]
     assert values("trl_later", [("p", "c", {}), ("p", "d", {})]) == [2.0, 2.0]
+    assert values("trl_awaitable", [("p", "c", {})]) == [3.0]
 
 
 def sampled(text, token_ids, *, ended=True, **meta):

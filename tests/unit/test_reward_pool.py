@@ -400,3 +400,19 @@ def test_what_the_parent_can_import_a_worker_can(tmp_path, monkeypatch):
 def test_meta_that_is_not_json_is_refused():
     with pytest.raises(TypeError, match="JSON"), RewardPool("my_rewards:score") as pool:
         pool.submit(0, "", "", {"answer": {1, 2}})
+
+
+@pytest.mark.parametrize(
+    "call_s, ahead", [(None, BATCH), (0.001, BATCH), (0.1, 30), (1.0, 3), (60.0, 2)]
+)
+def test_a_worker_has_calls_for_some_seconds_ahead_and_what_else_comes_can_wait(call_s, ahead):
+    """So that an evaluation overtakes all but these."""
+    with RewardPool("llamarl.tasks.rewards:exact_match", num_workers=2) as pool:
+        pool.start()
+        if call_s is not None:
+            pool._note_seconds(call_s)  # what a worker's time stamps say
+        count = 0
+        while not pool.is_busy:
+            pool.submit(count, "p", "c", {"answer": "c"})
+            count += 1
+    assert count == 2 * ahead

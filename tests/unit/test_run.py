@@ -33,7 +33,7 @@ from llamarl.launch import run_directory
 from llamarl.launch.job import Job
 from llamarl.launch.run_directory import RunDirectory, open_run
 from llamarl.models.config import tiny_directory
-from llamarl.models.fingerprint import weights_digest
+from llamarl.models.fingerprint import model_digest, weights_digest
 from llamarl.native.files import DirectoryLock, replace_text
 from tests.scorers import write_scorer
 from tests.unit.test_classifier import write_encoder
@@ -307,6 +307,7 @@ def test_a_run_without_a_bound_on_lag_is_watched(job, monkeypatch, given, period
 # --- the models that a run reads ---
 
 LORA = "trainer.lora.rank=4"
+SINGLE = "model.safetensors"
 TRUNCATION = {"direction": "Right", "max_length": 512, "strategy": "LongestFirst", "stride": 0}
 
 
@@ -440,6 +441,14 @@ def test_what_is_read_of_any_policys_directory_is_compared(job, base):
         opened(job(*of(base)))
 
 
+def test_other_stop_tokens_are_another_model(job, base):
+    a_checkpoint(job(*of(base)))
+    file = base / "generation_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_token_id": [2, 3]}))
+    with pytest.raises(RunDirectoryError, match=r"model.path=.*: stop tokens: \[2\] in the"):
+        opened(job(*of(base)))
+
+
 @pytest.mark.parametrize("now", [(), ("trainer.lora.rank=8",), (LORA, "trainer.lora.alpha=3")])
 def test_other_adapters_are_refused_by_their_key(job, now):
     a_checkpoint(job(LORA))
@@ -475,11 +484,13 @@ def test_a_digest_of_weights_sees_every_tensor_and_reads_little_of_any(tmp_path,
     }
 
     def written(**changed):
-        save_file(tensors | changed, tmp_path / "model.safetensors")
+        save_file(tensors | changed, tmp_path / SINGLE)
         return weights_digest(tmp_path)
 
     first = written()
     assert written() == first
+    save_file({f"{name}z": value for name, value in tensors.items()}, tmp_path / SINGLE)
+    assert weights_digest(tmp_path) != first, "the same numbers under other names"
     others = {
         written(b=torch.arange(50.0) + torch.eye(50)[7]),
         written(c=torch.tensor(1.0078125, dtype=torch.bfloat16)),
@@ -492,6 +503,21 @@ def test_a_digest_of_weights_sees_every_tensor_and_reads_little_of_any(tmp_path,
         a[row, 3] += 1
         others.add(written(a=a))
     assert len(others | {first}) == 9
+
+
+def test_a_digest_of_a_model_sees_its_config_its_tokenizer_and_its_weights(base):
+    digests = {model_digest(base)}
+    assert model_digest(base) in digests
+    for name, field, value in (
+        ("config.json", "rope_theta", 77.0),
+        ("tokenizer.json", "added_tokens", []),
+    ):
+        values = json.loads((base / name).read_text())
+        (base / name).write_text(json.dumps(values | {field: value}))
+        digests.add(model_digest(base))
+    retrained(base)
+    digests.add(model_digest(base))
+    assert len(digests) == 4
 
 
 # --- one directory, one job ---
