@@ -185,6 +185,18 @@ def test_nothing_is_scored_before_its_batch_is_whole_and_an_empty_batch_is_none(
     assert [key for key, _ in novelty.poll()] == [0, 1]
 
 
+def test_an_evaluation_goes_before_the_batches_that_wait():
+    novelty = made()
+    for key in range(3):
+        novelty.submit(key, item(f"train {key}"))
+        novelty.release([key])
+    for key in (3, 4):
+        novelty.submit(key, item(f"held out {key}", is_held_out=True))
+    novelty.release([3, 4])
+    polled = [[key for key, _ in novelty.poll()] for _ in range(4)]
+    assert polled == [[3, 4], [0], [1], [2]]
+
+
 def test_as_a_part_it_weighs_with_the_start_model():
     """The only group of a step of its own: a second one repeats it."""
     embedder = EmbedderSettings(str(tiny_directory()), True, "float32", 1000)

@@ -58,6 +58,7 @@ class OneAtATime:
         self._ready = []
 
     def poll(self):
+        self.num_begun = len(self.given)
         done = self._done
         self._done = []
         return done
@@ -84,6 +85,7 @@ def test_an_evaluation_goes_before_what_the_source_was_not_given():
     while scoring.pending:
         source.score()
         outcomes += [key for key, _ in scoring.poll()]
+        assert source.num_begun == len(source.given), "what it was given last has not begun"
     assert outcomes == [0, 3, 4, 1, 2]
 
 

@@ -377,6 +377,20 @@ def test_no_more_is_taken_than_the_pool_may_hold(build, monkeypatch):
     assert sorted(g.ticket for g in settle(executor)) == list(range(10))
 
 
+def test_an_evaluation_needs_no_room_and_is_taken_at_once(build, monkeypatch):
+    monkeypatch.setattr(reward_module, "MAX_PENDING", 2)
+    executor = build()
+    executor.inputs["completions"].records.extend(
+        completion(t, i, "right") for t in range(10) for i in range(2)
+    )
+    executor.step()
+    feed = executor.inputs["evaluations"].records
+    feed.extend(answer(j, 0, "right") for j in range(3))
+    executor.step()
+    assert not feed
+    assert sorted(g.ticket for g in settle(executor)) == list(range(10))
+
+
 def test_too_many_errors_end_the_run_and_say_why(build):
     executor = build(max_error_rate=0.4)
     words = ["error"] * 30 + ["right"] * 33

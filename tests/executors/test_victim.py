@@ -233,6 +233,15 @@ def test_an_evaluation_overtakes_the_attacks_that_wait(build, monkeypatch, repro
     assert len(victim.outputs["answered"].records) < len(SUMS)
 
 
+def test_an_evaluation_is_taken_in_where_no_attack_has_room(build, monkeypatch):
+    monkeypatch.setattr(victim_module, "MAX_PENDING", 1)
+    victim = build()
+    give(victim, *SUMS, *(eval_attack(i, f"2{i}+3") for i in range(EVAL_ATTACKS)))
+    victim.step()
+    assert not victim.inputs["evaluations"].records
+    assert len(victim.inputs["completions"].records) == len(SUMS) - 1
+
+
 def test_without_room_it_rests(build):
     victim = build(room=0)
     give(victim, *SUMS)

@@ -88,6 +88,17 @@ def make(directory):
         source.close()
 
 
+def test_it_is_busy_with_a_batch_and_not_with_less(make):
+    source = make()
+    for key in range(3):
+        assert not source.is_busy
+        source.submit(key, "p", "c", {})
+    assert source.is_busy
+    while source.pending:
+        source.poll()
+    assert not source.is_busy
+
+
 @torch.no_grad()
 def by_transformers(path, *texts) -> torch.Tensor:
     """[R] logits of one text, or of a pair, by itself."""

@@ -80,6 +80,12 @@ def test_a_copy_that_is_not_spoilt_is_taken(model):
         ({"rope_parameters": {"rope_theta": -1.0}}, "rope_parameters.rope_theta=-1.0: need"),
         ({"rope_scaling": {"type": "linear", "factor": math.nan}}, "no finite numbers"),
         ({"rope_scaling": {"type": "linear", "factor": 0}}, "no finite numbers"),
+        ({"rope_parameters": {"partial_rotary_factor": 2.0}}, "need a share of a head's features"),
+        ({"rotary_pct": "half"}, "rotary_pct='half': need a share of a head's features"),
+        (
+            {"head_dim": None, "num_attention_heads": 384, "num_key_value_heads": 384},
+            "hidden_size=192 is too small for 384 heads",
+        ),
         ({"tie_word_embeddings": "false"}, "tie_word_embeddings='false': need true or false"),
         ({"sliding_window": "all"}, "sliding_window='all': need a whole number"),
         ({"architectures": {"a": 1}}, "architectures={'a': 1}: need a list of names"),
