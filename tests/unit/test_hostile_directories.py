@@ -321,6 +321,13 @@ def test_a_snapshot_that_links_out_of_its_models_cache_is_refused(model, tmp_pat
     assert f"{snapshot / 'NOTICE'}: a link to" in refusal(snapshot)
 
 
+def test_a_folder_called_snapshots_is_no_cache_of_the_hub(model, tmp_path):
+    snapshot = hub_cache(model, tmp_path)
+    home = tmp_path / "models--org--name"
+    renamed = home.rename(tmp_path / "home") / snapshot.relative_to(home)
+    assert "a link to" in refusal(renamed)
+
+
 # --- Code ---
 
 
