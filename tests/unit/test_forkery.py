@@ -13,6 +13,8 @@ if "COLOURED" in os.environ:
     import colours
 print("given", sys.argv[1:], os.environ["COLOUR"], "PATH" in os.environ)
 print("rank", os.environ.get("RANK"), "of", os.environ.get("WORLD_SIZE"), file=sys.stderr)
+"""
+FAILS = """
 sys.exit(3)
 """
 FAILS_ON_ONE = """
@@ -41,6 +43,8 @@ mine, other = (os.environ["RANK"], "1") if os.environ["RANK"] == "0" else ("1", 
 store.set(mine, f"from {mine}")
 print(f"heard {store.get(other).decode()}", flush=True)
 """
+# The first rank that fails ends the others, so none may fail before all have spoken.
+FAILS_WHEN_ALL_HAVE_SPOKEN = MEETS + FAILS
 
 
 @pytest.fixture
@@ -58,14 +62,14 @@ def job_of(tmp_path):
 def test_arguments_and_environment_come_and_output_and_code_go(job_of, monkeypatch, tmp_path):
     monkeypatch.setenv("COLOUR", "red")
     monkeypatch.delenv("PATH")  # which the process to fork from has
-    with job_of(SAYS, "lr=1") as job:
+    with job_of(SAYS + FAILS, "lr=1") as job:
         assert job.wait() == 3
     assert f"given ['lr=1', 'run_dir={tmp_path / 'run'}'] red False" in job.output
     assert "rank None of None" in job.output
     (tmp_path / "modules").mkdir()
     (tmp_path / "modules" / "colours.py").write_text("print('imported')")
     env = {"COLOUR": "blue", "COLOURED": "yes", "PYTHONPATH": str(tmp_path / "modules")}
-    with job_of(SAYS, env=env, ranks=2) as job:
+    with job_of(SAYS + FAILS_WHEN_ALL_HAVE_SPOKEN, env=env, ranks=2) as job:
         assert job.wait() == 1, "as torchrun says it"
     assert "blue False" in job.output and job.output.count("imported") == 2
     assert "rank 0 of 2" in job.output and "rank 1 of 2" in job.output
