@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from llamarl.errors import RewardError
 from llamarl.executor import Meter, RecordSender
 from llamarl.tasks.evaluation import Evaluations
+from llamarl.tasks.held_out import EvalSet
 from llamarl.tasks.source import Outcome
 from llamarl.types import Completion, EvalCompletion, Group, ScoredCompletion
 
@@ -37,14 +38,14 @@ class GroupAssembler:
         source: str,
         *,
         group_size: int,
-        num_eval_prompts: int,
+        eval_sets: Sequence[EvalSet],
         num_eval_samples: int,
         max_error_rate: float,
         success_above: float | None = None,
     ):
         self.whole: deque[Group] = deque()  # waiting for room
         self._group_size = group_size
-        self._evaluations = Evaluations(num_eval_prompts, num_eval_samples, success_above)
+        self._evaluations = Evaluations(eval_sets, num_eval_samples, success_above)
         self._errors = ErrorRate(source, max_error_rate)
         # By ticket, those scored so far while the group is not whole.
         self._begun: dict[int, list[ScoredCompletion]] = {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -53,6 +53,7 @@ from llamarl.models.config import read_config
 from llamarl.models.lora import Lora
 from llamarl.models.parity import TOP
 from llamarl.models.scorer import label_of
+from llamarl.tasks.held_out import EvalSet
 from llamarl.tasks.pairs import PairRule
 from llamarl.tasks.source import MakeSource
 from llamarl.types import Prompt
@@ -89,7 +90,7 @@ def engine_builder(config: Config, job: Job) -> BuildEngine:
         model_path=str(job.model_path),
         model_dtype=config.model.dtype,
         max_slots=g.max_slots,
-        max_len=config.longest,
+        max_len=config.longest_asked,
         decode=job.decode,
     )
     if g.kind == "vllm":
@@ -130,11 +131,11 @@ def build_reward(config: Config, job: Job) -> Reward:
     r = config.reward
     given = dict(
         prompts=job.prompts,
-        eval_prompts=job.task.eval_prompt,
+        eval_prompts=job.held_out.prompt,
         decode=job.decode,
         decode_raw=job.decode_raw,
         group_size=config.group_size,
-        num_eval_prompts=len(job.eval_prompts),
+        eval_sets=job.eval_sets,
         num_eval_samples=config.eval.num_samples,
         max_error_rate=r.max_error_rate,
         gold=build_gold(config, job),
@@ -240,10 +241,10 @@ def build_gold(config: Config, job: Job) -> GoldSettings | None:
     """What judges evaluations besides the reward; None if nothing does."""
     if config.gold is None and config.eval.base is None:
         return None
-    texts = None
-    if config.gold is not None:
-        texts = reference_texts(job.eval_prompts, config.eval.reference_key)
-    return gold_settings(config, job, references_of(job, job.eval_prompts, texts))
+    key = None if config.gold is None else config.eval.reference_key
+    texts = reference_texts(job.eval_sets, job.eval_prompts, key)
+    items = references_of(job, job.eval_prompts.values(), texts)
+    return gold_settings(config, job, items, job.eval_sets)
 
 
 def embedder_settings(config: Config, job: Job, given: str | None) -> EmbedderSettings | None:
@@ -259,8 +260,10 @@ def embedder_settings(config: Config, job: Job, given: str | None) -> EmbedderSe
     )
 
 
-def gold_settings(config: Config, job: Job, references: list[Item] | None) -> GoldSettings:
-    """Returns the gold scorer's settings. references: answers that it compares with; None: none."""
+def gold_settings(
+    config: Config, job: Job, references: list[Item] | None, sets: Sequence[EvalSet]
+) -> GoldSettings:
+    """Returns the gold scorer's settings. references: to compare with; sets: of whose prompts."""
     scorer = None
     if config.gold is not None:
         what = _what_scores(config.gold, job, job.sampled, section="reward", fn_key="eval.gold")
@@ -268,6 +271,7 @@ def gold_settings(config: Config, job: Job, references: list[Item] | None) -> Go
     return GoldSettings(
         scorer=scorer,
         base_path=config.eval.base,
+        sets=tuple(sets),
         references=None if references is None else tuple(references),
         dtype=config.model.dtype,
         microbatch_tokens=config.trainer.microbatch_tokens,
@@ -275,7 +279,7 @@ def gold_settings(config: Config, job: Job, references: list[Item] | None) -> Go
 
 
 def references_of(
-    job: Job, prompts: Sequence[Prompt], texts: Sequence[str] | None
+    job: Job, prompts: Iterable[Prompt], texts: Sequence[str] | None
 ) -> list[Item] | None:
     """Texts as completions that ended by themselves, one to each prompt; None without texts."""
     if texts is None:
@@ -307,7 +311,7 @@ def engine_alone(config: Config, job: Job) -> Engine:
         dtype=config.model.dtype,
         device=job.world.device,
         max_slots=g.max_slots,
-        max_len=config.longest,
+        max_len=config.longest_asked,
         cache_tokens=g.cache_tokens,
         prefill_chunk=g.prefill_chunk,
         decode=job.decode,

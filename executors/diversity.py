@@ -9,6 +9,7 @@ few at a call, so that training's completions are not held up by more.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import deque
 from collections.abc import Sequence
@@ -23,6 +24,7 @@ from llamarl.learning.embedding import (
     load_embedder,
     mean_pairwise_distance,
 )
+from llamarl.tasks.held_out import EvalSet
 
 TEXTS_A_CALL = 32
 
@@ -39,10 +41,13 @@ class _Evaluation:
 
 
 class Diversity:
-    """Measures evaluations, in the order in which they came; on one rank alone."""
+    """Measures evaluations, in the order in which they came; on one rank alone. sets: of whose
+    prompts the answers are, by number.
+    """
 
-    def __init__(self, settings: EmbedderSettings, device: torch.device):
+    def __init__(self, settings: EmbedderSettings, sets: Sequence[EvalSet], device: torch.device):
         self._settings = settings
+        self._sets = sets
         self._device = device
         self._evaluations: deque[_Evaluation] = deque()
         self._embedder: Embedder | None = None
@@ -81,16 +86,20 @@ class Diversity:
         if oldest.num_embedded < len(oldest.texts):
             return []
         self._evaluations.popleft()
-        return [(oldest.version, {"eval/diversity": _mean_distance(oldest)})]
+        return [(oldest.version, self._metrics(oldest))]
 
     def close(self) -> None:
         """Drop what is pending."""
         self._evaluations.clear()
 
-
-def _mean_distance(evaluation: _Evaluation) -> float:
-    """The mean over prompts of the mean distance of two of a prompt's answers."""
-    vectors_NE = torch.cat(evaluation.vectors)
-    of_prompts = vectors_NE.split(evaluation.sizes)
-    distances = [mean_pairwise_distance(own) for own in of_prompts]
-    return math.fsum(distances) / len(distances)
+    def _metrics(self, evaluation: _Evaluation) -> dict[str, float]:
+        """Of each set the mean over prompts of the mean distance of two of a prompt's answers."""
+        vectors_NE = torch.cat(evaluation.vectors)
+        of_prompts = vectors_NE.split(evaluation.sizes)
+        distances = [mean_pairwise_distance(own) for own in of_prompts]
+        metrics = {}
+        rest = iter(distances)
+        for one in self._sets:
+            own = list(itertools.islice(rest, one.count))
+            metrics |= one.columns({"eval/diversity": math.fsum(own) / len(own)})
+        return metrics

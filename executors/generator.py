@@ -26,7 +26,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import chain
 
@@ -61,7 +61,8 @@ class Generator(Executor):
 
     build_engine: builds the replica's engine, whichever it is, at set-up.
     prompts: prompts[ticket] is the ticket's prompt.
-    eval_prompts: the held-out ones, each answered greedily and eval_samples times by `sampling`.
+    eval_prompts: the held-out ones by number, each answered greedily and eval_samples times by
+    `sampling`.
     temperatures: of tickets, in the place of sampling's, which is what the trainer scores at. None:
     sampling's.
     chunk_tokens: tokens a row between two looks at weights, tickets and stop requests.
@@ -79,7 +80,7 @@ class Generator(Executor):
 
     build_engine: BuildEngine
     prompts: PromptStream
-    eval_prompts: list[Prompt]
+    eval_prompts: Mapping[int, Prompt]
     sampling: SamplingParams
     chunk_tokens: int
     in_flight_updates: bool
@@ -231,9 +232,10 @@ class Generator(Executor):
                 self.metrics.add_mean("weights/quantization_kl", kl)
         if taken.evaluate:
             # This replica's share of the held-out prompts.
-            for j in range(self.group.data_index, len(self.eval_prompts), self.group.data_size):
+            share = list(self.eval_prompts)[self.group.data_index :: self.group.data_size]
+            for number in share:
                 self._evaluating += evaluation.submit(
-                    self.engine, j, self.eval_prompts[j], self.sampling, self.eval_samples
+                    self.engine, number, self.eval_prompts[number], self.sampling, self.eval_samples
                 )
         return True
 

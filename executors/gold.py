@@ -27,6 +27,7 @@ from llamarl.errors import NotFinite, RewardError
 from llamarl.learning.packing import collate
 from llamarl.learning.sft import NextToken, Pair, completion_logprobs, pack_pairs, pair_of
 from llamarl.models.frozen import frozen_decoder
+from llamarl.tasks.held_out import EvalSet
 from llamarl.tasks.source import Outcome
 from llamarl.tasks.win_rate import Judged
 
@@ -39,13 +40,14 @@ class GoldSettings:
 
     scorer: a source of scores, or a model; None: nothing scores. base_path: a Hugging Face
     directory of a language model with the policy's tokens; None: no perplexity. references: an
-    answer to each held-out prompt, in order; None: no win rate. microbatch_tokens: packed tokens a
-    forward of base.
+    answer to each held-out prompt, in order; None: no win rate. sets: of whose prompts these and
+    all answers are, one set after the other. microbatch_tokens: packed tokens a forward of base.
     """
 
     scorer: Part | None
     base_path: str | None
     references: tuple[Item, ...] | None
+    sets: tuple[EvalSet, ...]
     dtype: str
     microbatch_tokens: int
 
@@ -138,8 +140,9 @@ class Gold:
         )
         self._evaluations.append(evaluation)
 
-    def poll(self) -> list[tuple[int, Judged]]:
-        """Score a microbatch with each model, and return the versions that are judged with it.
+    def poll(self) -> list[tuple[int, list[Judged]]]:
+        """Score a microbatch with each model, and return the versions that are judged with it, each
+        set by itself.
 
         RewardError if all of an evaluation are errors; NotFinite for a log-probability
         that is no number.
@@ -159,7 +162,10 @@ class Gold:
         if oldest.unread or not is_scored:
             return []
         self._evaluations.popleft()
-        return [(oldest.version, self._judged(oldest))]
+        judged = self._judged(oldest)
+        ends = list(itertools.accumulate(one.count for one in self.settings.sets))
+        begins = [0, *ends[:-1]]
+        return [(oldest.version, [judged.part(*span) for span in zip(begins, ends)])]
 
     def wait(self, timeout_s: float) -> None:
         """Block until `poll` has something to do, at most timeout_s."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -30,6 +30,7 @@ from executors.samples import Samples
 from executors.scoring import Item, Scoring, SourceScoring
 from llamarl.executor import Executor
 from llamarl.learning.embedding import EmbedderSettings
+from llamarl.tasks.held_out import EvalSet, set_of
 from llamarl.tasks.source import MakeSource, Outcome
 from llamarl.tickets.prompts import AnyPrompts, part_of
 from llamarl.types import Answered, Completion, EvalCompletion, Prompt
@@ -46,7 +47,8 @@ class Reward(Executor):
               "evaluations": EvalCompletions, of which one policy version sampled each
     produces  a Group, to its only output ("scored" here), as soon as its group_size completions are
               scored
-              metrics eval/... of a version as soon as all completions of its held-out prompts are
+              metrics eval/... of a version as soon as all completions of its held-out prompts are,
+              and of each further set eval/NAME/...
               with gold or an embedder, of its first rank: what they say of them too
     With answers it consumes "answered" and "eval_answered" in their place: such Completions with
     what a victim answered, which is scored.
@@ -68,7 +70,7 @@ class Reward(Executor):
         None  # with special tokens; None: there are none
     )
     group_size: int
-    num_eval_prompts: int
+    eval_sets: Sequence[EvalSet]
     num_eval_samples: int = 0
     max_error_rate: float = 0.5
     gold: GoldSettings | None = None
@@ -81,7 +83,9 @@ class Reward(Executor):
         self._submitted: dict[int, Answer] = {}
         self._keys = itertools.count()
         self._groups = Batches(self.group_size)  # by ticket
-        self._evaluations = Batches(self.num_eval_prompts * (1 + self.num_eval_samples))
+        # By version; a set is a batch of its own, and what compares completions keeps to it.
+        each = 1 + self.num_eval_samples
+        self._evaluations = {one: Batches(one.count * each) for one in self.eval_sets}
         # With gold or diversity: by version its answers by place, its metrics until both have
         # spoken, and how many of them have not.
         self._answers: dict[int, dict[tuple[int, bool, int], Item]] = {}
@@ -107,7 +111,7 @@ class Reward(Executor):
         self._assembler = GroupAssembler(
             self._scoring.name,
             group_size=self.group_size,
-            num_eval_prompts=self.num_eval_prompts,
+            eval_sets=self.eval_sets,
             num_eval_samples=self.num_eval_samples,
             max_error_rate=self.max_error_rate,
             success_above=self._success_above,
@@ -117,10 +121,10 @@ class Reward(Executor):
             self._gold = Gold(self.gold, self.group.device, on_result=self.control.wake)
             self._gold.start()
         if self.embedder is not None and self.group.index == 0:
-            self._diversity = Diversity(self.embedder, self.group.device)
+            self._diversity = Diversity(self.embedder, self.eval_sets, self.group.device)
             self._diversity.start()
         if self.samples is not None and self.group.index == 0:
-            self._samples = Samples(self.samples, self._success_above)
+            self._samples = Samples(self.samples, self.eval_sets, self._success_above)
 
     def step(self) -> bool:
         """Hand on what came, and send on what is scored. True if there was any."""
@@ -149,10 +153,11 @@ class Reward(Executor):
             what = f"ticket {ticket} lacks {self._groups.missing(ticket)} completions"
             begun = len(self._groups.begun)
             return f"data: {begun} groups are begun; {what} from the {self._source}"
-        if self._evaluations.begun:
-            version = min(self._evaluations.begun)
-            what = f"{self._evaluations.missing(version)} evaluation completions"
-            return f"data: {what} of policy version {version}, from the {self._source}"
+        for one, answers in self._evaluations.items():
+            if answers.begun:
+                version = min(answers.begun)
+                what = f"{answers.missing(version)} evaluation completions{one.place}"
+                return f"data: {what} of policy version {version}, from the {self._source}"
         return None
 
     @property
@@ -198,7 +203,10 @@ class Reward(Executor):
         self.claim_device()
         said = []
         if self._gold is not None:
-            said += [(version, judged.metrics()) for version, judged in self._gold.poll()]
+            for version, judged in self._gold.poll():
+                for one, of_set in zip(self.eval_sets, judged):
+                    self._reported[version] |= one.columns(of_set.metrics())
+                said.append((version, {}))
         if self._diversity is not None:
             said += self._diversity.poll()
         for version, more in said:
@@ -234,7 +242,8 @@ class Reward(Executor):
             if answer.token_ids.numel():  # else no version sampled it: its evaluation was given up
                 version = int(answer.policy_versions[0])
                 place = (answer.prompt_index, answer.greedy, answer.sample_index)
-                self._scoring.release(self._evaluations.add(version, place, key))
+                of = set_of(self.eval_sets, answer.prompt_index)
+                self._scoring.release(self._evaluations[of].add(version, place, key))
                 self._keep(version, answer)
         # While groups wait for room no more are made; the completions stay in their channel.
         room = 0 if self._assembler.whole else self._room()

@@ -13,11 +13,13 @@ from __future__ import annotations
 import json
 import logging
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from executors.answers import Attack
 from executors.scoring import Item
 from llamarl.tasks.evaluation import number_of, sample_row
+from llamarl.tasks.held_out import EvalSet, set_of
 from llamarl.tasks.source import Outcome
 from llamarl.types import EvalCompletion
 
@@ -29,11 +31,12 @@ _Place = tuple[int, int]  # prompt_index, which of its completions
 class Samples:
     """Writes evaluations to files of `folder`, one a version; on the rank that has all of them.
 
-    success_above: of an attack's score; None: there is no victim.
+    sets: what is asked. success_above: of an attack's score; None: there is no victim.
     """
 
-    def __init__(self, folder: Path, success_above: float | None):
+    def __init__(self, folder: Path, sets: Sequence[EvalSet], success_above: float | None):
         self._folder = folder
+        self._sets = sets
         self._success_above = success_above
         # By version: what was kept, and the rows of what of it is scored.
         self._kept: dict[int, dict[_Place, Item | Attack]] = {}
@@ -53,7 +56,8 @@ class Samples:
         if kept is None:
             return  # it is of an evaluation that was written, or none can be written any more
         item = kept.item if isinstance(kept, Attack) else kept
-        row = sample_row(completion, item.prompt, item.text, outcome)
+        of = set_of(self._sets, completion.prompt_index)
+        row = sample_row(completion, of, item.prompt, item.text, outcome)
         if isinstance(kept, Attack):
             row["success"] = outcome.kind == "score" and outcome.achieved > self._success_above
             row["answers"] = kept.texts

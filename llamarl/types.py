@@ -143,7 +143,7 @@ class EvalCompletion:
     a generator as soon as it finishes, consumed by the reward.
     """
 
-    prompt_index: int  # 0 .. num_eval_prompts-1
+    prompt_index: int  # among all held-out prompts: the task's own, then those of each set
     greedy: bool
     sample_index: int  # 0 .. k-1 of those sampled; 0 of the greedy one
     # [L] int64; if finish_reason is "stop", the last is a stop token, or completes a stop string

@@ -1,5 +1,6 @@
-"""How well a model answers a task's held-out prompts: pass@1 greedily, pass@k sampled as in
-training; and by a scorer that it was not trained against, how often it wins. One process.
+"""How well a model answers a task's held-out prompts, and those of eval.sets: pass@1 greedily,
+pass@k sampled as in training; and by a scorer that it was not trained against, how often it wins.
+One process.
 
     # as the run was configured: the accuracy that it reported
     python recipes/evaluate.py RUN_DIR/checkpoints/latest
@@ -25,7 +26,7 @@ import json
 import math
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -46,7 +47,7 @@ from executors.build import (
 )
 from executors.gold import Gold
 from executors.reward import item_of
-from executors.scoring import Item, score_all
+from executors.scoring import Item, Scoring, score_all
 from llamarl.checkpoint.checkpointer import LATEST, MANIFEST, damage, verify
 from llamarl.comm.groups import init_world, threads_per_rank
 from llamarl.config.command_line import (
@@ -65,6 +66,7 @@ from llamarl.config.conversion import (
     to_values,
     value_differences,
 )
+from llamarl.config.files import EVAL_SETS
 from llamarl.config.supervised import is_of_a_supervised_job
 from llamarl.errors import CheckpointError
 from llamarl.inference import Engine
@@ -77,11 +79,13 @@ from llamarl.launch.run_directory import RunDirectory
 from llamarl.observe.console import left_out
 from llamarl.observe.rates import EVALUATED, LEFT_OUT
 from llamarl.tasks.evaluation import Evaluations, number_of, pass_at_k, sample_row
+from llamarl.tasks.held_out import EvalSet, set_of
 from llamarl.tasks.jsonl import read_jsonl
 from llamarl.tasks.source import Outcome
 from llamarl.tasks.transcript import same_tokens
 from llamarl.tasks.win_rate import Judged, WinRate, length_controlled_interval, win_rate
 from llamarl.types import EvalCompletion, Prompt
+from llamarl.words.columns import OWN
 
 REFERENCES = "references"
 OF_THE_RUN = "of_the_run"  # the file of a section in a folder of its own
@@ -109,7 +113,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--num-prompts",
         type=int,
-        help="the first so many held-out prompts; as the config has it if not given",
+        help="the first so many held-out prompts of each set; as the config has it if not given",
     )
     parser.add_argument(
         "--samples", type=int, help="sampled completions a prompt; eval.num_samples if not given"
@@ -185,8 +189,11 @@ def config_of(model: Path, run: Path | None, overrides: list[str]) -> Config:
     # Of a section that is another kind's now, no key means anything; one that stays is the base.
     of_kinds = {section: old.pop(section) for section in ("task", "reward")}
     kept = {section: values for section, values in of_kinds.items() if section not in named}
+    sets = old["eval"].pop("sets")
     config = of_our_engine(compose_over(kept, given))
     values = to_values(config)
+    if not any(f"{name}.".startswith(f"{EVAL_SETS}.") for name in named):
+        values["eval"]["sets"] = sets
     named |= set(value_differences(to_values(compose_config([])), values))
     for key, was in flat(old).items():
         section, _, name = key.rpartition(".")
@@ -223,13 +230,28 @@ def of_our_engine(config: Config) -> Config:
     return config
 
 
+class Asked(NamedTuple):
+    """Held-out prompts by number, set after set."""
+
+    sets: tuple[EvalSet, ...]
+    prompts: dict[int, Prompt]
+
+
+def asked_of(job: Job, most: int | None) -> Asked:
+    """Of each set its first prompts, as many as the config says; or `most`, where it has them."""
+    # What is held out depends on eval.num_prompts alone, so that nothing that was trained on is
+    # asked.
+    sets = job.held_out.sets if most is None else job.held_out.first(most)
+    return Asked(sets, job.held_out.asked(sets))
+
+
 def answer(
-    engine: Engine, job: Job, prompts: list[Prompt], num_samples: int
+    engine: Engine, job: Job, prompts: Mapping[int, Prompt], num_samples: int
 ) -> list[EvalCompletion]:
     """The completions of all prompts, in order: of each the greedy one, then the sampled ones."""
     sampling = sampling_of(job.config, job)
-    for j, prompt in enumerate(prompts):
-        submit(engine, j, prompt, sampling, num_samples)
+    for number, prompt in prompts.items():
+        submit(engine, number, prompt, sampling, num_samples)
     completions = []
     for finished in completions_of(engine, job.config.generator.chunk_tokens):
         completions += [eval_completion(stream, c) for stream, c in finished]
@@ -237,26 +259,27 @@ def answer(
 
 
 class Judgement(NamedTuple):
-    """What gold and base say, and of what."""
+    """What gold and base say of a set, and of what."""
 
     judged: Judged
     against: list[Item] | None
 
 
-def find_against(given: str, job: Job, prompts: list[Prompt]) -> Callable[[], list[Item]] | None:
+def find_against(given: str, job: Job, asked: Asked) -> Callable[[], list[Item]] | None:
     """How to come to the answers that are to be beaten, one to each prompt; None if there are none.
     What is wrong with them is told here: ValueError or OSError.
     """
+    prompts = list(asked.prompts.values())
     config = job.config
     if config.gold is None:
         if given != REFERENCES:
             raise ValueError(f"--against {given}: needs what judges; --gold DIR|module:function")
         return None
     if given == REFERENCES:
-        texts = reference_texts(prompts, config.eval.reference_key)
+        texts = reference_texts(*asked, config.eval.reference_key)
         return None if texts is None else partial(references_of, job, prompts, texts)
     if Path(given).is_file():
-        texts = read_answers(Path(given), prompts)
+        texts = read_answers(Path(given), asked)
         return partial(references_of, job, prompts, texts)
     model, _ = find_model(given)
     own = dataclasses.replace(config.model, path=str(model))
@@ -264,37 +287,42 @@ def find_against(given: str, job: Job, prompts: list[Prompt]) -> Callable[[], li
     unjudged = dataclasses.replace(config.eval, gold=None, gold_label=None, base=None)
     other = Job(dataclasses.replace(config, model=own, eval=unjudged), job.world, job.directory)
     check_inputs(other)
-    return partial(answers_of, other, job, prompts)
+    return partial(answers_of, other, job, asked)
 
 
-def read_answers(file: Path, prompts: list[Prompt]) -> list[str]:
+def read_answers(file: Path, asked: Asked) -> list[str]:
     """The greedy answer of a file to each of these prompts. ValueError naming FILE:LINE of a bad
     line, or the first prompt without an answer.
     """
 
-    def answer_of(row: dict) -> tuple[str, str] | None:
+    def answer_of(row: dict) -> tuple[tuple[str, str], str] | None:
         texts = (row.get("prompt"), row.get("completion"))
         if not all(isinstance(text, str) for text in texts):
             raise ValueError('need "prompt" and "completion", as texts')
-        return None if row.get("sample") else texts
+        prompt, completion = texts
+        return None if row.get("sample") else ((row.get("set", OWN), prompt), completion)
 
     rows = read_jsonl(file, answer_of)
     answers = dict(row for row in rows if row is not None)
     texts = []
-    for number, prompt in enumerate(prompts):
-        if prompt.text not in answers:
+    for number, prompt in asked.prompts.items():
+        one = set_of(asked.sets, number)
+        if (one.name, prompt.text) not in answers:
             raise ValueError(
-                f"--against {file}: has no greedy answer to held-out prompt {number}, "
-                f"{prompt.text[:40]!r}; make it from the same rows"
+                f"--against {file}: has no greedy answer to held-out prompt {number - one.first}"
+                f"{one.place}, {prompt.text[:40]!r}; make it from the same rows"
             )
-        texts.append(answers[prompt.text])
+        texts.append(answers[one.name, prompt.text])
     return texts
 
 
-def answers_of(other: Job, job: Job, prompts: list[Prompt]) -> list[Item]:
+def answers_of(other: Job, job: Job, asked: Asked) -> list[Item]:
     """The greedy answers of another model, in the tokens of the one that is evaluated."""
-    theirs = [other.task.eval_prompt(j) for j in range(min(len(prompts), other.task.num_eval))]
-    if [prompt.text for prompt in theirs] != [prompt.text for prompt in prompts]:
+    prompts = list(asked.prompts.values())
+    most = max(one.count for one in asked.sets)
+    every = asked_of(other, most).prompts
+    theirs = {number: prompt for number, prompt in every.items() if number in asked.prompts}
+    if [prompt.text for prompt in theirs.values()] != [prompt.text for prompt in prompts]:
         raise ValueError(
             f"--against {other.model_path}: not all held-out prompts fit task.max_prompt_tokens in "
             "its tokens; raise it"
@@ -306,10 +334,12 @@ def answers_of(other: Job, job: Job, prompts: list[Prompt]) -> list[Item]:
     return references_of(job, prompts, [item.text for item in items])
 
 
-def judge(job: Job, items: list[Item], against: Callable[[], list[Item]] | None) -> Judgement:
-    """What gold and base say of greedy answers, one to each prompt, in order."""
+def judge(
+    job: Job, sets: Sequence[EvalSet], items: list[Item], against: Callable[[], list[Item]] | None
+) -> list[Judgement]:
+    """What gold and base say of greedy answers, one to each prompt, in order; set by set."""
     others = None if against is None else against()
-    gold = Gold(gold_settings(job.config, job, others), job.world.device)
+    gold = Gold(gold_settings(job.config, job, others, sets), job.world.device)
     gold.start()
     with closing(gold):
         gold.begin(0, items)
@@ -318,7 +348,14 @@ def judge(job: Job, items: list[Item], against: Callable[[], list[Item]] | None)
             gold.wait(1.0)
             judged = gold.poll()
     ((_, said),) = judged
-    return Judgement(judged=said, against=others)
+    judgements = []
+    begin = 0
+    for one, of_set in zip(sets, said):
+        end = begin + one.count
+        own = None if others is None else others[begin:end]
+        judgements.append(Judgement(judged=of_set, against=own))
+        begin = end
+    return judgements
 
 
 def judgement_lines(config: Config, judgement: Judgement, against: str) -> list[str]:
@@ -360,11 +397,9 @@ def shown_rate(rate: WinRate | None) -> str:
     return f"{rate.share:.1%} [{rate.low:.1%}, {rate.high:.1%}]"
 
 
-def judged_columns(judgement: Judgement | None) -> dict[int, dict[str, object]]:
-    """By prompt, what a line of --out says of its greedy answer besides."""
+def judged_columns(one: EvalSet, judgement: Judgement) -> dict[int, dict[str, object]]:
+    """By number of the prompt, what a line of --out says of its greedy answer besides."""
     columns: dict[int, dict[str, object]] = {}
-    if judgement is None:
-        return columns
     judged = judgement.judged
     for place in range(judged.num_tokens_N.size):
         own: dict[str, object] = {}
@@ -375,7 +410,7 @@ def judged_columns(judgement: Judgement | None) -> dict[int, dict[str, object]]:
             own["gold_against"] = number_or_none(judged.against_N[place])
         if judged.logprobs_N is not None:
             own["base_logprob"] = float(judged.logprobs_N[place])
-        columns[place] = own
+        columns[one.first + place] = own
     return columns
 
 
@@ -396,7 +431,7 @@ def check_writable(out: Path) -> None:
 
 def write(
     out: Path,
-    prompts: list[Prompt],
+    asked: Asked,
     completions: list[EvalCompletion],
     scored: list[tuple[str, Outcome]],
     judged: dict[int, dict[str, object]],
@@ -406,7 +441,8 @@ def write(
     """
     with out.open("w") as file:
         for c, (text, outcome) in zip(completions, scored):
-            row = sample_row(c, prompts[c.prompt_index], text, outcome)
+            of = set_of(asked.sets, c.prompt_index)
+            row = sample_row(c, of, asked.prompts[c.prompt_index], text, outcome)
             if c.greedy:
                 row |= judged.get(c.prompt_index, {})
             file.write(json.dumps(row) + "\n")
@@ -416,13 +452,18 @@ def report(
     config: Config,
     completions: list[EvalCompletion],
     outcomes: list[Outcome],
-    num_prompts: int,
+    of: EvalSet,
     k: int,
 ) -> list[str]:
-    """The lines to print about num_prompts prompts with k samples each."""
-    book = Evaluations(num_prompts, k)
+    """The lines to print about the prompts of a set with k samples each; completions and their
+    outcomes are of all sets.
+    """
+    num_prompts = of.count
+    # Under the columns of the task's own, whichever set it is.
+    book = Evaluations([dataclasses.replace(of, name=OWN)], k)
     scores: dict[int, list[float]] = {}  # of each prompt's samples
-    for c, outcome in zip(completions, outcomes):
+    own = [(c, one) for c, one in zip(completions, outcomes) if c.prompt_index in of.numbers]
+    for c, outcome in own:
         book.add(c, outcome)
         if not c.greedy and outcome.kind == "score":
             scores.setdefault(c.prompt_index, []).append(outcome.value)
@@ -445,7 +486,7 @@ def report(
         for n in draws:
             best = sum(pass_at_k(s, min(n, len(s))) for s in scores.values()) / len(scores)
             passed.append(f"pass@{n} {best:.2%}" if passes else f"best of {n} {best:.4g}")
-        lengths = [c.token_ids.numel() for c in completions if not c.greedy]
+        lengths = [c.token_ids.numel() for c, _ in own if not c.greedy]
         mean = sum(lengths) / len(lengths)
         how = f"{k} a prompt at temperature {config.temperature:g}"
         lines.append(f"sampled  {'  '.join(passed)}   {how}, {mean:.1f} tokens mean length")
@@ -454,6 +495,22 @@ def report(
             f"errors   {metrics['eval/errors']} completions could not be scored and are left out"
         )
     return lines
+
+
+def score_by_set(
+    scoring: Scoring, sets: Sequence[EvalSet], completions: list[EvalCompletion], items: list[Item]
+) -> list[Outcome]:
+    """The outcomes of items, in order; what compares completions keeps to those of a set."""
+    outcomes: list[Outcome] = []
+    for one in sets:
+        own = [item for c, item in zip(completions, items) if c.prompt_index in one.numbers]
+        outcomes += score_all(scoring, own)
+    return outcomes
+
+
+def print_lines(of: EvalSet, lines: Sequence[str]) -> None:
+    """Print lines about a set, after its name where it is not the task's own."""
+    print("\n".join([f"held out {of.name}", *lines] if of.name else lines))
 
 
 def find_model(given: str | Path) -> tuple[Path, Path | None]:
@@ -493,33 +550,33 @@ def run(args: argparse.Namespace) -> None:
     world = init_world(threads=threads, timeout_s=config.timeout_s, reproducible=True)
     job = Job(config, world, RunDirectory(Path("."), None))
     check_inputs(job)
-    # What is held out depends on eval.num_prompts alone, so that nothing that was trained on is
-    # asked.
-    count = min(args.num_prompts or config.eval.num_prompts, job.task.num_eval)
-    if not count:
+    asked = asked_of(job, args.num_prompts)
+    if not asked.sets:
         raise ValueError("no held-out prompts: set eval.num_prompts, or task.eval_path=FILE")
     check_writable(args.out)
-    prompts = [job.task.eval_prompt(j) for j in range(count)]
-    against = find_against(args.against, job, prompts)
+    against = find_against(args.against, job, asked)
     k = config.eval.num_samples if args.samples is None else args.samples
     engine = engine_alone(config, job)
     with closing(build_scoring(config, job)) as scoring:
         scoring.start()  # what is wrong with a source is told before any work
-        completions = answer(engine, job, prompts, k)
+        completions = answer(engine, job, asked.prompts, k)
         items = [
-            item_of(c, prompts[c.prompt_index], job.decode, job.decode_raw) for c in completions
+            item_of(c, asked.prompts[c.prompt_index], job.decode, job.decode_raw)
+            for c in completions
         ]
-        outcomes = score_all(scoring, items)
+        outcomes = score_by_set(scoring, asked.sets, completions, items)
     print(f"model    {model}, {config.task.kind}")
-    print("\n".join(report(config, completions, outcomes, count, k)))
-    judgement = None
+    for one in asked.sets:
+        print_lines(one, report(config, completions, outcomes, one, k))
+    judged: dict[int, dict[str, object]] = {}
     if config.gold is not None or config.eval.base is not None:
         del engine  # the scorers' memory
         greedy = [item for c, item in zip(completions, items) if c.greedy]
-        judgement = judge(job, greedy, against)
-        print("\n".join(judgement_lines(config, judgement, args.against)))
+        for one, judgement in zip(asked.sets, judge(job, asked.sets, greedy, against)):
+            print_lines(one, judgement_lines(config, judgement, args.against))
+            judged |= judged_columns(one, judgement)
     scored = list(zip([item.text for item in items], outcomes))
-    write(args.out, prompts, completions, scored, judged_columns(judgement))
+    write(args.out, asked, completions, scored, judged)
     print(f"written  {args.out}")
 
 

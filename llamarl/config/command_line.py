@@ -41,7 +41,7 @@ from llamarl.config.conversion import (
     show,
     to_config,
 )
-from llamarl.config.files import PARTS, TASK_PARTS
+from llamarl.config.files import EVAL_SETS, PARTS, TASK_PARTS
 from llamarl.config.placement import idle_ranks
 from llamarl.config.rules import CONF_DIR, check
 from llamarl.config.schema import Config
@@ -201,11 +201,11 @@ def _read_override(
     section, _, option = key.partition(".")
     for name in [f"{key}.{inner}" for inner in value] if is_section else [key]:
         known = known_keys(schema)
-        # An option of a user's own loss, or of a dataset, may have any name, and so may parts.
+        # An option of a user's own loss, or of a dataset, may have any name; so may parts and sets.
         is_option = name.startswith("loss.") and name.count(".") == 1
         if "task.options" in known:
             is_option = is_option or name.startswith("task.options.")
-        for parts in (PARTS, TASK_PARTS):
+        for parts in (PARTS, TASK_PARTS, EVAL_SETS):
             if parts in known:
                 is_option = is_option or name.startswith(f"{parts}.")
         if not (is_option or name in known or name in groups):
@@ -228,8 +228,9 @@ def _read_override(
                 near = did_you_mean(name, known) if len(known) > 1 else ""
                 return Problem(text, f"need {' or '.join(known)}{near}", (key,))
         return _Override(key, text, points)
-    # conf/ lacks, until it is given, an option of a loss or what only some kinds of a section have.
-    may_be_absent = section in sections_of_kinds(schema)
+    # conf/ lacks, until it is given, an option of a loss, what only some kinds of a section have,
+    # and a set of held-out prompts.
+    may_be_absent = section in sections_of_kinds(schema) or f"{key}.".startswith(f"{EVAL_SETS}.")
     if section == "loss":
         may_be_absent = option not in ("", "fn", "name", "kl_coef", "kl_estimator", "entropy_coef")
     prefix = "++" if may_be_absent else ""

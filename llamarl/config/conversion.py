@@ -129,9 +129,10 @@ def sections_of_kinds(schema: type = Config) -> tuple[str, ...]:
 
 
 def is_marked(key: str, mark: Mark, schema: type = Config) -> bool:
-    """Whether a key bears a mark of the schema: by itself, or by the section that it is in."""
-    section = key.partition(".")[0]
-    return any(mark in known_keys(schema).get(name, ()) for name in (key, section))
+    """Whether a key bears a mark of the schema: by itself, or by a section that it is in."""
+    marks = known_keys(schema)
+    within = itertools.accumulate(key.split("."), "{}.{}".format)
+    return any(mark in marks.get(name, ()) for name in within)
 
 
 def did_you_mean(key: str, names: Collection[str]) -> str:
@@ -422,7 +423,10 @@ def load_config(path: str | Path) -> Config:
     version's schema.
     """
     try:
-        return to_config(OmegaConf.load(path))
+        composed = OmegaConf.load(path)
+        if isinstance(composed, DictConfig) and "eval" in composed:
+            composed.eval.setdefault("sets", {})  # earlier releases had none
+        return to_config(composed)
     except YAMLError as error:
         cause = " ".join(str(error).split())
         raise ValueError(

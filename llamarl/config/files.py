@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 from omegaconf import OmegaConf
@@ -13,6 +14,7 @@ CONF_DIR = next(path for path in (_PACKAGE / "conf", _PACKAGE.parent / "conf") i
 # Sections by names of the user's own.
 PARTS = "reward.parts"
 TASK_PARTS = "task.parts"
+EVAL_SETS = "eval.sets"
 # Of a whole reward, and so of no part of one.
 _OF_ALL_PARTS = (
     "max_error_rate",
@@ -25,35 +27,53 @@ _OF_ALL_PARTS = (
 
 
 def with_whole_parts(values: dict[str, object]) -> dict[str, object]:
-    """The values, unresolved, where each part of a reward or of a task has what it does not set
-    itself from the file of its kind, conf/reward/KIND.yaml or conf/task/KIND.yaml, and a weight of
-    1.
+    """The values, unresolved, where each part of a reward or of a task, and each set of held-out
+    prompts, has what it does not set itself from the file of its kind, conf/reward/KIND.yaml or
+    conf/task/KIND.yaml; and a part a weight of 1, a set as many prompts as eval.num_prompts says.
     """
     whole = dict(values)
     for name in ("reward", "task"):
         section = values.get(name)
         parts = section.get("parts") if isinstance(section, Mapping) else None
         if isinstance(parts, Mapping):
-            whole[name] = {**section, "parts": _whole(name, parts)}
+            whole[name] = {**section, "parts": _whole(parts, partial(_of_a_part, name))}
+    evaluation = values.get("eval")
+    sets = evaluation.get("sets") if isinstance(evaluation, Mapping) else None
+    if isinstance(sets, Mapping):
+        whole["eval"] = {**evaluation, "sets": _whole(sets, _of_a_set)}
     return whole
 
 
-def _whole(section: str, parts: Mapping[str, object]) -> dict[str, object]:
+def _whole(
+    parts: Mapping[str, object], defaults_of: Callable[[object], dict[str, object]]
+) -> dict[str, object]:
     whole = {}
     for name, part in parts.items():
         whole[name] = part
         if isinstance(part, Mapping):
-            whole[name] = {**_defaults(section, part.get("kind")), **part}
+            whole[name] = {**defaults_of(part.get("kind")), **part}
     return whole
 
 
-def _defaults(section: str, kind: object) -> dict[str, object]:
+def _of_a_part(section: str, kind: object) -> dict[str, object]:
     """What a part of this kind has that does not set it; nothing of a kind that there is not."""
+    own = _defaults(section, kind)
+    return {**own, "weight": 1.0} if own else {}
+
+
+def _of_a_set(kind: object) -> dict[str, object]:
+    """The same of a set of held-out prompts, whose path has nothing but those."""
+    own = _defaults("task", kind)
+    own.pop("eval_path", None)
+    return {**own, "num_prompts": "${eval.num_prompts}"} if own else {}
+
+
+def _defaults(section: str, kind: object) -> dict[str, object]:
+    """The values of conf/SECTION/KIND.yaml; none of a kind that there is not."""
     file = CONF_DIR / section / f"{kind}.yaml"
     if kind in ("parts", "mixture") or not file.is_file():
         return {}
     values = OmegaConf.to_container(OmegaConf.load(file))
     if section == "task":  # whose files set values of other sections too
         values = values["task"]
-    own = {name: value for name, value in values.items() if name not in _OF_ALL_PARTS}
-    return {**own, "weight": 1.0}
+    return {name: value for name, value in values.items() if name not in _OF_ALL_PARTS}

@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from llamarl.config.files import EVAL_SETS
 from llamarl.config.rewards import JudgeSourceSettings
-from llamarl.config.schema import Config, RowsSettings
+from llamarl.config.schema import Config
+from llamarl.config.tasks import FileSettings
 
 Rule = tuple[str, bool, str]  # the keys, whether they are wrong, the remedy
 
 
 def reward_rules(c: Config) -> list[Rule]:
     """Of what scores: something without an answer to compare with, or nothing at all."""
-    has_no_answer = isinstance(c.task, RowsSettings) and c.task.answer_key is None
+    asked = {"task": c.task}
+    asked |= {f"{EVAL_SETS}.{name}": one for name, one in c.eval.sets.items()}
+    unanswered = []
+    for section, rows in asked.items():
+        if isinstance(rows, FileSettings) and rows.answer_key is None:
+            unanswered.append(f"{section}.answer_key")
     rules = []
     for key, part in c.reward_parts.items():
         if part.kind == "function":
-            what = "the task's own reward compares with an answer; "
-            remedy = f"{key}.fn=module:function, or task.answer_key=answer"
-            rules.append(
-                (f"task.answer_key {key}.fn", has_no_answer and part.fn is None, what + remedy)
-            )
+            for answer_key in unanswered:
+                what = "the task's own reward compares with an answer; "
+                remedy = f"{key}.fn=module:function, or {answer_key}=answer"
+                rules.append((f"{answer_key} {key}.fn", part.fn is None, what + remedy))
         elif part.kind == "judge":
-            rules += _judge_rules(c, key, part, has_no_answer=has_no_answer)
+            rules += _judge_rules(c, key, part, unanswered=unanswered)
         elif part.kind == "novelty":
             what = "embeds whenever a group is whole, whoever has the device; offload=false"
             rules.append((f"{key}.kind offload", c.offload, what))
@@ -98,12 +106,13 @@ def _stream_rules(c: Config) -> list[Rule]:
 
 
 def _judge_rules(
-    c: Config, key: str, judge: JudgeSourceSettings, *, has_no_answer: bool
+    c: Config, key: str, judge: JudgeSourceSettings, *, unanswered: Sequence[str]
 ) -> list[Rule]:
-    """Of a judge whose settings are under a key, and of what it compares."""
-    is_evaluated = c.eval.every > 0 and c.eval.num_prompts > 0
+    """Of a judge whose settings are under a key, and of what it compares. unanswered: the keys of
+    answers that are null.
+    """
     compares = judge.ask == "group"
-    return [
+    rules = [
         (
             f"{key}.lowest {key}.highest",
             judge.lowest >= judge.highest,
@@ -116,13 +125,12 @@ def _judge_rules(
         ),
         (
             f"{key}.ask eval.num_samples",
-            compares and is_evaluated and c.eval.num_samples == 0,
+            compares and c.is_evaluated and c.eval.num_samples == 0,
             "in an evaluation a greedy completion has none of its prompt to be compared with; "
             f"eval.num_samples=1, eval.every=0, or {key}.ask=reference",
         ),
-        (
-            f"{key}.ask task.answer_key",
-            judge.ask == "reference" and has_no_answer,
-            "compares with the prompt's answer; task.answer_key=answer",
-        ),
     ]
+    for answer_key in unanswered:
+        what = f"compares with the prompt's answer; {answer_key}=answer"
+        rules.append((f"{key}.ask {answer_key}", judge.ask == "reference", what))
+    return rules

@@ -12,7 +12,8 @@ from pathlib import Path
 from omegaconf import OmegaConf
 
 from llamarl.config.conversion import Findings, Problem, convert, did_you_mean, need
-from llamarl.config.files import CONF_DIR
+from llamarl.config.eval_rules import eval_rules, find_set_names
+from llamarl.config.files import CONF_DIR, EVAL_SETS
 from llamarl.config.loss_options import LOSS_OPTIONS, declarations, declares
 from llamarl.config.placement import find_placement
 from llamarl.config.reward_rules import comparing_judges, reward_rules
@@ -32,6 +33,9 @@ def check(
     """What cannot work together, or with this many ranks and these files. attacks: the recipe puts
     completions to a victim.
     """
+    found = Findings(config)
+    if not find_set_names(config, found):
+        return found.problems  # what else is wrong is told by keys, which such names do not make
     num_hosts = -(-world_size // (local_world_size or world_size))
     rules = [
         *_memory_rules(config, num_hosts),
@@ -42,7 +46,6 @@ def check(
         *replay_rules(config),
         *victim_rules(config.victim, attacks=attacks, compared=comparing_judges(config)),
     ]
-    found = Findings(config)
     find_placement(config, world_size, found)
     for keys, is_broken, remedy in rules:
         if is_broken:
@@ -53,6 +56,8 @@ def check(
         if what := vllm_problem():
             found.add(what, "generator.kind")
     files = {f"task.{name}": getattr(config.task, name, None) for name in ("path", "eval_path")}
+    for name, one in config.eval.sets.items():
+        files[f"{EVAL_SETS}.{name}.path"] = getattr(one, "path", None)
     files["model.path"] = config.model.path and f"{config.model.path}/config.json"
     victim = config.victim.path if config.victim.placed else None
     files["victim.path"] = victim and f"{victim}/config.json"
@@ -99,9 +104,9 @@ def _memory_rules(c: Config, num_hosts: int) -> list[Rule]:
         ),
         (
             "generator.cache_tokens",
-            g.cache_tokens is not None and g.cache_tokens < c.longest,
-            "does not hold one sequence of task.max_prompt_tokens + max_new_tokens; "
-            f"need at least {c.longest}, or null",
+            g.cache_tokens is not None and g.cache_tokens < c.longest_asked,
+            f"does not hold one sequence of {c.longest_keys}; "
+            f"need at least {c.longest_asked}, or null",
         ),
         (
             "generator.recompute_kv",
@@ -172,7 +177,6 @@ def _ahead_rules(c: Config) -> list[Rule]:
     g = c.governor
     synchronous, unbounded = c.max_lag == 0, c.max_lag is None
     truncates = c.on_deadline == "truncate"
-    aims = c.eval.target is not None
     return [
         (
             "overcommit max_lag",
@@ -243,49 +247,8 @@ def _ahead_rules(c: Config) -> list[Rule]:
             "nothing is gone on with; resume=auto or a checkpoint's directory, "
             "or resume_with_other=[]",
         ),
-        (
-            "eval.target eval.every",
-            aims and c.eval.every == 0,
-            "nothing is evaluated, so no target is reached; eval.every=10, or eval.target=null",
-        ),
-        (
-            "eval.target eval.num_prompts",
-            aims and c.eval.num_prompts == 0,
-            "nothing is evaluated, so no target is reached; "
-            "eval.num_prompts=500, or eval.target=null",
-        ),
-        *_gold_rules(c),
-        (
-            "eval.embedder eval.num_samples",
-            c.eval.embedder is not None and c.eval.num_samples < 2,
-            "diversity is of several answers to a prompt; eval.num_samples=2 or more, "
-            "or eval.embedder=null",
-        ),
+        *eval_rules(c),
         *reward_rules(c),
-    ]
-
-
-def _gold_rules(c: Config) -> list[Rule]:
-    """Rules about what judges evaluations besides the reward."""
-    is_evaluated = c.eval.every > 0 and c.eval.num_prompts > 0
-    is_model = c.gold is not None and c.gold.kind == "model"
-    rules = []
-    for key in ("eval.gold", "eval.base", "eval.embedder"):
-        given = getattr(c.eval, key.removeprefix("eval."))
-        rules.append(
-            (
-                f"{key} eval.every eval.num_prompts",
-                given is not None and not is_evaluated,
-                f"nothing is evaluated; eval.every=10 eval.num_prompts=500, or {key}=null",
-            )
-        )
-    return [
-        *rules,
-        (
-            "eval.gold_label eval.gold",
-            c.eval.gold_label is not None and not is_model,
-            "only a scorer's directory has labels; eval.gold_label=null, or eval.gold=DIR",
-        ),
     ]
 
 

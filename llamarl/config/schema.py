@@ -15,14 +15,15 @@ What a kind does not let anyone choose, and its readers ask of every kind, is a 
 class.
 
 A field that decides more than its own value says so by a Mark (llamarl/config/marks.py). The
-sections of what scores are in llamarl/config/rewards.py, those of the buffer and of schedules in
-llamarl/config/search.py.
+sections of what scores are in llamarl/config/rewards.py, those of tasks in llamarl/config/tasks.py,
+those of the buffer and of schedules in llamarl/config/search.py.
 """
 
 from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal
 
+from llamarl.config.files import EVAL_SETS
 from llamarl.config.loss_options import LOSS_OPTIONS
 from llamarl.config.marks import marked, settings_dataclass
 from llamarl.config.ranges import (
@@ -51,6 +52,7 @@ from llamarl.config.search import (
     LinearBetaSettings,
     ReplayBufferSettings,
 )
+from llamarl.config.tasks import AnyEvalSetSettings, AnyTaskSettings
 from llamarl.config.victim import AnyVictimSettings
 from llamarl.words.choices import (
     Advantages,
@@ -75,152 +77,6 @@ class ModelSettings:
     # None: the tiny model that comes with the package.
     path: str | None = marked("data")
     dtype: Literal["float32", "bfloat16"] = marked("answers")
-
-
-@settings_dataclass
-class TaskSettings:
-    """What every kind of task has."""
-
-    kind: str
-    chat: bool
-    system_prompt: str | None
-    max_prompt_tokens: Count
-
-
-@settings_dataclass
-class AdditionSettings(TaskSettings):
-    kind: Literal["addition"]
-
-
-@settings_dataclass
-class FactsSettings(TaskSettings):
-    kind: Literal["facts"]
-
-
-@settings_dataclass
-class QuestionsSettings(TaskSettings):
-    kind: Literal["questions"]
-    name: Literal["sum", "larger"]
-    least: Natural
-    most: Natural
-
-
-@settings_dataclass
-class OnePromptSettings(TaskSettings):
-    kind: Literal["one_prompt"]
-    text: str
-    words: list[str]
-
-
-@settings_dataclass
-class RowsSettings(TaskSettings):
-    """Rows of prompts and answers under keys that the user names."""
-
-    kind: Literal["jsonl", "hf_dataset"]
-    path: Text
-    eval_path: str | None
-    prompt_key: str
-    answer_key: str | None  # None: no reference answer
-
-
-@settings_dataclass
-class GSM8KSettings(TaskSettings):
-    kind: Literal["gsm8k"]
-    path: Text
-    eval_path: str | None
-
-
-@settings_dataclass
-class ReasoningGymSettings(TaskSettings):
-    kind: Literal["reasoning_gym"]
-    name: Text
-    options: dict[str, object]  # the dataset's own parameters
-
-
-@settings_dataclass
-class PythonTaskSettings(TaskSettings):
-    kind: Literal["python"]
-    fn: Text
-    options: dict[str, object]  # what the function takes besides
-
-
-@settings_dataclass
-class AdditionPartSettings(AdditionSettings):
-    weight: Positive
-
-
-@settings_dataclass
-class FactsPartSettings(FactsSettings):
-    weight: Positive
-
-
-@settings_dataclass
-class QuestionsPartSettings(QuestionsSettings):
-    weight: Positive
-
-
-@settings_dataclass
-class OnePromptPartSettings(OnePromptSettings):
-    weight: Positive
-
-
-@settings_dataclass
-class RowsPartSettings(RowsSettings):
-    weight: Positive
-
-
-@settings_dataclass
-class GSM8KPartSettings(GSM8KSettings):
-    weight: Positive
-
-
-@settings_dataclass
-class ReasoningGymPartSettings(ReasoningGymSettings):
-    weight: Positive
-
-
-@settings_dataclass
-class PythonPartSettings(PythonTaskSettings):
-    weight: Positive
-
-
-AnyTaskPartSettings = (
-    AdditionPartSettings
-    | FactsPartSettings
-    | QuestionsPartSettings
-    | OnePromptPartSettings
-    | RowsPartSettings
-    | GSM8KPartSettings
-    | ReasoningGymPartSettings
-    | PythonPartSettings
-)
-
-
-@settings_dataclass
-class MixtureSettings:
-    kind: Literal["mixture"]
-    parts: dict[str, AnyTaskPartSettings]  # by names of the user's own
-
-    chat: ClassVar[bool] = False  # each part's prompts have their turns with them
-    system_prompt: ClassVar[None] = None
-
-    @property
-    def max_prompt_tokens(self) -> int:
-        """Returns the largest of the parts."""
-        return max(part.max_prompt_tokens for part in self.parts.values()) if self.parts else 1
-
-
-AnyTaskSettings = (
-    AdditionSettings
-    | FactsSettings
-    | QuestionsSettings
-    | OnePromptSettings
-    | RowsSettings
-    | GSM8KSettings
-    | ReasoningGymSettings
-    | PythonTaskSettings
-    | MixtureSettings
-)
 
 
 @settings_dataclass
@@ -394,6 +250,7 @@ class EvalSettings:
     every: Natural
     num_prompts: Natural = marked("data")
     num_samples: Natural
+    sets: dict[str, AnyEvalSetSettings] = marked("data")  # by names of the user's own
     target: float | None = marked("outward")
     gold: str | None
     gold_label: str | None
@@ -491,8 +348,32 @@ class Config:
 
     @property
     def longest(self) -> int:
-        """Tokens of a prompt and its completion at most."""
+        """Tokens of a prompt that is trained on and its completion at most."""
         return self.task.max_prompt_tokens + self.max_new_tokens
+
+    @property
+    def longest_asked(self) -> int:
+        """Tokens of any prompt and its completion at most, those of eval.sets included."""
+        return max(self._prompt_tokens.values()) + self.max_new_tokens
+
+    @property
+    def longest_keys(self) -> str:
+        """What sets longest_asked."""
+        most = self._prompt_tokens
+        return f"{max(most, key=most.get)}.max_prompt_tokens + max_new_tokens"
+
+    @property
+    def _prompt_tokens(self) -> dict[str, int]:
+        """Tokens of a prompt at most, by the section that says so."""
+        most = {"task": self.task.max_prompt_tokens}
+        for name, one in self.eval.sets.items():
+            most[f"{EVAL_SETS}.{name}"] = one.max_prompt_tokens
+        return most
+
+    @property
+    def is_evaluated(self) -> bool:
+        """Whether any held-out prompt is ever asked."""
+        return self.eval.every > 0 and (self.eval.num_prompts > 0 or bool(self.eval.sets))
 
     @property
     def reward_parts(self) -> dict[str, AnySourceSettings]:

@@ -35,19 +35,19 @@ def dry_run(job: Job) -> None:
         return
     c = job.config
     samples = samples_of(job)
-    prompts = [job.task.train_prompt(i) for i in range(len(samples))]
+    prompts = list(map(job.task.train_prompt, range(len(samples))))
     scored = try_sources(job, samples)
     check_gold_function(job)
     print(OmegaConf.to_yaml(OmegaConf.create(to_values(c))))
     print(f"ranks    {job.hosts}")
     print(f"float32  {job.world.products}")
     for rank in range(job.world.size):
-        hosted = [name for name, ranks in job.placement.items() if rank in ranks]
-        print(f"rank {rank:<4}{', '.join(hosted) or '(nothing)'}")
+        hosted = ", ".join(name for name, ranks in job.placement.items() if rank in ranks)
+        print(f"rank {rank:<4}{hosted or '(nothing)'}")
+    _print_sets(job)
     generator = c.generator
     model = read_config(job.model_path)
     dtype = getattr(torch, c.model.dtype)
-
     replicate = c.trainer.replicate
     trainer_tp = c.trainer.tensor_parallel
     shards = len(job.placement["trainer"]) // (replicate * trainer_tp)
@@ -64,7 +64,7 @@ def dry_run(job: Job) -> None:
         trainer_bytes += num_parameters(critic) * _HELD_BYTES / (shards * trainer_tp)
     if c.reference.kind == "sharded":
         trainer_bytes += num_parameters(model) * dtype.itemsize / (shards * trainer_tp)
-    cache_tokens = generator.cache_tokens or generator.max_slots * c.longest
+    cache_tokens = generator.cache_tokens or generator.max_slots * c.longest_asked
     token_elements = 2 * model.num_hidden_layers * model.num_key_value_heads * model.head_dim
     num_elements = num_parameters(model)
     held_elements = 2 * num_elements + cache_tokens * token_elements
@@ -136,6 +136,20 @@ def dry_run(job: Job) -> None:
     for missing in dict.fromkeys(job.without_weights):
         print(f"weights  not there yet: {missing}; a run needs them")
     print("dry run: nothing was started and nothing written")
+
+
+def _print_sets(job: Job) -> None:
+    """What evaluations ask, the task's own and eval.sets."""
+    sets = job.config.eval.sets
+    if not sets:
+        return
+    if not job.eval_sets:
+        print(f"held out {', '.join(sets)}: not asked, with eval.every=0")
+    for one in job.eval_sets:
+        kind = sets[one.name].kind if one.name else job.config.task.kind
+        name = one.name or "the task's own"
+        first = job.eval_prompts[one.first]
+        print(f"held out {name}: {one.count} prompts of {kind}, the first {first.text[:60]!r}")
 
 
 def _print_cache(job: Job, scorer: ModelSourceSettings) -> None:

@@ -4,7 +4,7 @@ is read.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -14,6 +14,7 @@ from llamarl.launch.job import Job, read_model
 from llamarl.launch.scorers import check_context, check_scorer, other_tokens
 from llamarl.launch.sources import samples_of
 from llamarl.models.config import read_config
+from llamarl.tasks.held_out import EvalSet, set_of
 from llamarl.tasks.pool import check_reward
 from llamarl.types import Prompt
 
@@ -26,7 +27,7 @@ def check_gold(job: Job) -> None:
     if gold is not None and gold.kind == "model":
         check_scorer(job, gold, job.sampled, key="eval.gold", label_key="eval.gold_label")
     if gold is not None:
-        reference_texts(job.eval_prompts, job.config.eval.reference_key)
+        reference_texts(job.eval_sets, job.eval_prompts, job.config.eval.reference_key)
     if job.config.eval.base is not None:
         _check_base(job, Path(job.config.eval.base))
 
@@ -67,20 +68,24 @@ def _check_base(job: Job, path: Path) -> None:
     job.check_weights(path, config)
 
 
-def reference_texts(prompts: Sequence[Prompt], key: str | None) -> list[str] | None:
-    """The answers that held-out rows give under this key; None without one. ValueError for the
-    first row that gives none.
+def reference_texts(
+    sets: Sequence[EvalSet], prompts: Mapping[int, Prompt], key: str | None
+) -> list[str] | None:
+    """The answers that held-out rows give under this key; None without one. prompts: of these sets,
+    by number. ValueError for the first row that gives none.
     """
     if key is None:
         return None
     texts = []
-    for number, prompt in enumerate(prompts):
+    for number, prompt in prompts.items():
         text = prompt.meta.get(key)
         if not isinstance(text, str) or not text:
             keys = ", ".join(prompt.meta) or "none"
+            one = set_of(sets, number)
+            row = f"{number - one.first}{one.place}"
             raise ValueError(
-                f"eval.reference_key={key}: held-out row {number} ({prompt.text[:40]!r}) has no "
-                f"text there to compare with (its keys: {keys}); another key, or "
+                f"eval.reference_key={key}: held-out row {row} ({prompt.text[:40]!r}) "
+                f"has no text there to compare with (its keys: {keys}); another key, or "
                 "eval.reference_key=null"
             )
         texts.append(text)

@@ -24,10 +24,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from llamarl.config.conversion import flat, is_marked, show, value_differences
 from llamarl.config.schema import Config
-from llamarl.models.config import ModelConfig
+from llamarl.models.config import ModelConfig, read_config
+from llamarl.models.fingerprint import weights_digest
 
 THE_DATA = "the data itself has changed, or the tokenizer or chat template, under the same settings"
 
@@ -58,6 +60,11 @@ class Difference:
 def architecture_of(model: ModelConfig) -> dict[str, object]:
     """What config.json says of a decoder, as JSON values."""
     return {**dataclasses.asdict(model), "labels": list(model.labels)}
+
+
+def parts_of(path: str | Path) -> ModelParts:
+    """What tells a decoder from others, wherever it lies."""
+    return {"config.json": architecture_of(read_config(path)), "weights": weights_digest(path)}
 
 
 def differences(

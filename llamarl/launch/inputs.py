@@ -52,9 +52,9 @@ def check_inputs(job: Job) -> None:
         if c.trainer.critic.path:
             _check_critic(job, model)
         context = model.max_position_embeddings
-        if c.longest > context:
+        if c.longest_asked > context:
             raise ValueError(
-                f"task.max_prompt_tokens + max_new_tokens = {c.longest}, but the model's context "
+                f"{c.longest_keys} = {c.longest_asked}, but the model's context "
                 f"is {context}; lower one of them"
             )
 
@@ -182,6 +182,15 @@ def check_vocabulary(tokenizer, vocab_size: int, path: Path) -> None:
 
 
 def _check_task(job: Job) -> None:
-    """The data, and the chat template on a prompt of it."""
+    """The data, and the chat template on a prompt of it and of each set of held-out ones."""
     with chat_template_of(job.model_path, job):
         job.task.train_prompt(0)
+        for one in job.held_out.sets:
+            job.held_out.prompt(one.first)
+    reads_turns = job.victim_path is None and job.conversation["chat"]
+    for name, one in job.config.eval.sets.items():
+        if reads_turns and not one.chat:
+            raise ValueError(
+                f"eval.sets.{name}.chat=false task.chat=true: what scores would read its prompts "
+                f"as turns of the chat template; eval.sets.{name}.chat=true"
+            )

@@ -23,7 +23,7 @@ from llamarl.config.victim import ATTACK
 from llamarl.controller import ExecutorController, RunSettings
 from llamarl.errors import NoWeights
 from llamarl.executor import Executor
-from llamarl.launch.identity import Identity, ModelParts, architecture_of
+from llamarl.launch.identity import Identity, ModelParts, architecture_of, parts_of
 from llamarl.launch.outcome import has_finished, recorded
 from llamarl.launch.run_directory import RunDirectory
 from llamarl.learning.memory import activation_bytes, longest_microbatch
@@ -34,15 +34,15 @@ from llamarl.models.directory import check_files, read_json
 from llamarl.models.fingerprint import model_digest, tokenizer_digest, weights_digest
 from llamarl.models.hf import load_tokenizer, weights_of
 from llamarl.observe import RowWriter, build_sinks
-from llamarl.tasks.base import PromptMaker, Task, sample_digest
-from llamarl.tasks.build import build_task
+from llamarl.tasks.base import PromptMaker, Task
+from llamarl.tasks.build import build_held_out, build_task
 from llamarl.tasks.fitting import Remembered, here
+from llamarl.tasks.held_out import EvalSet, HeldOut
 from llamarl.tickets.governors import Constants
 from llamarl.tickets.ledger import TicketLedger, free_overcommit
 from llamarl.tickets.prompts import AnyPrompts, prompts_of
 from llamarl.types import Prompt
 
-_GIB = 1 << 30
 # What a tokenizer is made of, of these the JSON.
 _TOKENIZER_FILES = (
     "tokenizer_config.json",
@@ -103,11 +103,6 @@ def stop_tokens(path: Path, tokenizer) -> tuple[int, ...]:
         if not all(i is None or type(i) is int for i in ids):
             raise ValueError(f"{file}: eos_token_id={more!r}: need a token id, or a list of them")
     return tuple(sorted({i for i in ids if i is not None}))
-
-
-def parts_of(path: str | Path) -> ModelParts:
-    """What tells a decoder from others, wherever it lies."""
-    return {"config.json": architecture_of(read_config(path)), "weights": weights_digest(path)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -202,22 +197,40 @@ class Job:
         return prompts_of(self.task, self.config.seed)
 
     @cached_property
-    def eval_prompts(self) -> list[Prompt]:
-        if not self.config.eval.every:
-            return []
-        count = min(self.config.eval.num_prompts, self.task.num_eval)
-        return [self.task.eval_prompt(j) for j in range(count)]
+    def held_out(self) -> HeldOut:
+        """The task's held-out prompts, and those of eval.sets."""
+        return build_held_out(
+            self.task,
+            self.config.eval.num_prompts,
+            {name: dataclasses.asdict(one) for name, one in self.config.eval.sets.items()},
+            tokenizer=self.tokenizer,
+            seed=self.config.seed,
+            remembered=self._remembered,
+        )
+
+    @property
+    def eval_sets(self) -> tuple[EvalSet, ...]:
+        """What is asked at an evaluation."""
+        return self.held_out.sets if self.config.eval.every else ()
+
+    @property
+    def set_rewards(self) -> list[str]:
+        """The rewards of the kinds of eval.sets, each once."""
+        return list(dict.fromkeys(self.held_out.rewards.values()))
+
+    @cached_property
+    def eval_prompts(self) -> dict[int, Prompt]:
+        """The prompts of those sets, by number."""
+        return self.held_out.asked(self.eval_sets)
 
     @cached_property
     def prompt_fingerprints(self) -> dict[str, str]:
         """What is equal for equal prompts alone."""
         # Also with eval.every=0: the prompts that are held out stay the same when a run goes on
         # without evaluations.
-        asked = min(self.config.eval.num_prompts, self.task.num_eval)
-        sample = sample_digest(self.task.eval_prompt, asked)
         return {
             "training prompts": self.prompts.fingerprint,
-            "held-out prompts": f"{asked}, rows {self.task.eval_digest}, sample {sample}",
+            "held-out prompts": self.held_out.fingerprint,
         }
 
     @cached_property
@@ -337,8 +350,8 @@ class Job:
         task = self.config.task
         return Scored(
             tokenizer=self.tokenizer,
-            longest=self.config.longest,
-            longest_keys="task.max_prompt_tokens + max_new_tokens",
+            longest=self.config.longest_asked,
+            longest_keys=self.config.longest_keys,
             chat=task.chat,
             system_prompt=task.system_prompt,
         )
@@ -540,43 +553,6 @@ class Job:
         if tensor_parallel > 1:
             hosts["generator"] += f" (tensor parallel {tensor_parallel})"
         return "  ".join(f"{name} {ranks}" for name, ranks in hosts.items())
-
-    def announce(self) -> None:
-        """Print what runs where; on rank 0, when the run's directory is open."""
-        c = self.config
-        overcommit = "synchronous" if c.max_lag == 0 else f"overcommit {c.overcommit}"
-        if c.max_lag is None:
-            overcommit = f"at most {self.num_on_their_way} groups on their way"
-        if c.buffer.kind == "replay":
-            overcommit += f", replay of the newest {c.buffer.max_size:,} completions"
-            if self.replay_lag is not None:
-                overcommit += f", at most {self.replay_lag:,} steps old"
-        completions = f"{c.groups_per_step} x {c.group_size} completions a step"
-        print(f"llamarl  {self.model_path.name} on {c.task.kind}, {completions}, {c.loss.name}")
-        device = f"{self.world.device.type}, {torch.get_num_threads()} thread(s) each"
-        print(f"ranks    {self.hosts}  ({device})")
-        print(f"float32  {self.world.products}")
-        ends = ", stragglers end at their deadline" if c.on_deadline == "truncate" else ""
-        print(f"async    max_lag {'none' if c.max_lag is None else c.max_lag}, {overcommit}{ends}")
-        if c.longest > c.trainer.microbatch_tokens:
-            self._announce_memory()
-        checkpoint = self.directory.resume_from
-        resumed = f", resumed from {checkpoint.name}" if checkpoint else ""
-        print(f"run      {self.directory.path}{resumed}", flush=True)
-
-    def _announce_memory(self) -> None:
-        """Print what sequences beyond the token budget of a microbatch may take."""
-        c = self.config
-        held, saved = self.activation_bytes(read_config(self.model_path)).values()
-        taken = saved if c.trainer.activation_checkpointing else held
-        remedy = ""
-        if not c.trainer.activation_checkpointing:
-            remedy = f", {saved / _GIB:.2f} with trainer.activation_checkpointing=true"
-        budget = f"trainer.microbatch_tokens={c.trainer.microbatch_tokens}"
-        print(
-            f"memory   sequences of up to {c.longest:,} tokens, beyond {budget}: at most "
-            f"{taken / _GIB:.2f} GiB of activations a trainer rank{remedy}"
-        )
 
     def conclude(self) -> None:
         """Print how the run went, on the leader."""

@@ -13,6 +13,7 @@ from llamarl.config.rewards import (
     JudgeSourceSettings,
 )
 from llamarl.launch.job import Job
+from llamarl.tasks.by_set import RewardsBySet
 from llamarl.tasks.classifier import Classifier, ClassifierSettings
 from llamarl.tasks.pool import RewardPool, Sample, check_reward
 from llamarl.tasks.source import MakeSource, Outcome, commonest, try_source, with_sampled
@@ -33,9 +34,8 @@ def source_of(
     that cannot be read.
     """
     if settings.kind == "function":
-        return partial(
+        pool = partial(
             RewardPool,
-            settings.fn or job.task.default_reward,
             num_workers=settings.num_workers,
             timeout_s=settings.timeout_s,
             memory_mb=settings.memory_mb,
@@ -43,6 +43,11 @@ def source_of(
             fn_key=fn_key,
             **job.conversation,
         )
+        path = settings.fn or job.task.default_reward
+        others = [] if settings.fn else [fn for fn in job.set_rewards if fn != path]
+        if not others:
+            return partial(pool, path)
+        return partial(RewardsBySet, partial(pool, path), {fn: partial(pool, fn) for fn in others})
     if settings.kind == "encoder":
         return partial(
             Classifier,

@@ -28,9 +28,9 @@ from llamarl.config.supervised import RowsSettings, SupervisedConfig
 from llamarl.controller import ExecutorController, RunSettings
 from llamarl.errors import RunDirectoryError
 from llamarl.executor import Executor
-from llamarl.launch.identity import Identity
+from llamarl.launch.identity import Identity, parts_of
 from llamarl.launch.inputs import bad_input, check_vocabulary
-from llamarl.launch.job import parts_of, read_model, read_tokenizer
+from llamarl.launch.job import read_model, read_tokenizer
 from llamarl.launch.outcome import recorded
 from llamarl.launch.run_directory import RunDirectory, open_run
 from llamarl.launch.start import explained

@@ -8,7 +8,15 @@ import sys
 from collections.abc import Sequence
 from typing import TextIO
 
-from llamarl.observe.rates import EVALUATED, LEFT_OUT, LEFT_OUT_REASON, Row
+from llamarl.observe.rates import (
+    ACCURACY,
+    EVALUATED,
+    LEFT_OUT,
+    LEFT_OUT_REASON,
+    Row,
+    sets_of,
+)
+from llamarl.words.columns import OWN, column_of
 
 HEADER_EVERY = 25
 SHOWN_REASON = 120  # characters of a reason
@@ -67,6 +75,8 @@ class Console:
                 cells["eval"] += f" ({missing})"
             words = [f"{names.get(name, name)} {cell}" for name, cell in cells.items() if cell]
             print("  ".join(words), file=self.stream, flush=True)
+            for line in set_lines(row):
+                print(line, file=self.stream, flush=True)
             return
         if self._num_lines % HEADER_EVERY == 0:
             headers = " ".join(f"{header:>{WIDTHS[header]}}" for header in cells)
@@ -89,6 +99,8 @@ class Console:
         missing = left_out(row)
         if missing:
             line.append(f"\n{'held out':>{WIDTHS['step']}} {missing}", style="yellow")
+        for told in set_lines(row):
+            line.append(f"\n{told}", style="green")
         self._rich.print(line, no_wrap=True, crop=False)
 
     def close(self) -> None:
@@ -111,10 +123,7 @@ def format_cells(row: Row, max_steps: int | None) -> dict[str, str]:
     return {
         "step": f"{step}/{max_steps}" if max_steps else step,
         "reward": cell("reward/mean", ".3f"),
-        "eval": cell("eval/accuracy", ".1%")
-        or cell("eval/reward", ".3f")
-        or cell("eval/loss", ".4f")
-        or ("--" if row.get(LEFT_OUT) else ""),
+        "eval": evaluated(row) or cell("eval/loss", ".4f") or ("--" if row.get(LEFT_OUT) else ""),
         "lag": pair(cell("lag/mean", ".1f"), cell("lag/max", ".0f")),
         "loss": cell("loss/value", ".4f"),
         "grad": cell("grad_norm", ".3g"),
@@ -125,14 +134,39 @@ def format_cells(row: Row, max_steps: int | None) -> dict[str, str]:
     }
 
 
-def left_out(row: Row) -> str:
-    """Says of an evaluation which answers have no score, and why; "" where all have one."""
-    count = row.get(LEFT_OUT)
+def evaluated(row: Row, name: str = OWN) -> str:
+    """What an evaluation of a set says, unpadded; "" where it says no number."""
+    for column, spec in ((ACCURACY, ".1%"), (EVALUATED, ".3f")):
+        value = row.get(column_of(name, column))
+        if value is not None:
+            return format(value, spec)
+    return ""
+
+
+def set_lines(row: Row) -> list[str]:
+    """A line for each set of held-out prompts besides the task's own: "held-out NAME accuracy
+    12.0%".
+    """
+    lines = []
+    for name in sets_of(row):
+        is_accuracy = row.get(column_of(name, ACCURACY)) is not None
+        line = f"held-out {name} {'accuracy' if is_accuracy else 'reward'} "
+        line += evaluated(row, name) or "--"
+        missing = left_out(row, name)
+        lines.append(f"{line} ({missing})" if missing else line)
+    return lines
+
+
+def left_out(row: Row, name: str = OWN) -> str:
+    """Says of an evaluation of a set which answers have no score, and why; "" where all have
+    one.
+    """
+    count = row.get(column_of(name, LEFT_OUT))
     if not count:
         return ""
-    what = "errors" if row.get("eval/errors") else "abstentions"
-    reason = str(row.get(LEFT_OUT_REASON))[:SHOWN_REASON]
-    if row.get(EVALUATED) is None:
+    what = "errors" if row.get(column_of(name, "eval/errors")) else "abstentions"
+    reason = str(row.get(column_of(name, LEFT_OUT_REASON)))[:SHOWN_REASON]
+    if row.get(column_of(name, EVALUATED)) is None:
         return f"all {count} are {what}: {reason}"
     return f"{count} {what} left out: {reason}"
 

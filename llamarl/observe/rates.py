@@ -14,6 +14,7 @@ Counters read here (all only grow; seconds are summed over the ranks of an execu
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 Counters = dict[str, float]  # totals of one rank, or of all
@@ -22,12 +23,32 @@ Row = dict[str, float | str | None]  # of metrics.jsonl, by column; text where a
 EVALUATED = "eval/reward"  # a column that every evaluation of which an answer has a score has
 LEFT_OUT = "eval/left_out"  # held-out prompts whose greedy answer has no score, where there are any
 LEFT_OUT_REASON = "eval/left_out_reason"  # the commonest reason, as text
+ACCURACY = "eval/accuracy"  # the same as EVALUATED, where all scores are 0 or 1
+_TOLD = (EVALUATED, LEFT_OUT)  # one of them is in every evaluation
 
 WINDOW_S = 1.0
 MEAN = "mean/"  # counters mean/NAME/sum and mean/NAME/count become column NAME
 SUM = "sum/"  # the growth of counter sum/NAME becomes column NAME
 # Executors whose idle share every row has, null where nothing was counted.
 ALWAYS = ("generator", "trainer")
+
+
+def sets_of(columns: Iterable[str]) -> list[str]:
+    """The names of the sets of held-out prompts that columns tell of besides the task's own, in
+    alphabetical order.
+    """
+    names = set()
+    for column in columns:
+        parts = column.split("/")
+        if len(parts) == 3 and f"{parts[0]}/{parts[2]}" in _TOLD:
+            names.add(parts[1])
+    return sorted(names)
+
+
+def is_evaluated(row: Row) -> bool:
+    """Whether an evaluation is in these values, and be it one that came to nothing."""
+    return any(column in row for column in _TOLD) or bool(sets_of(row))
+
 
 _MORE_RANKS = (
     "its process works for other executors meanwhile: start more ranks (torchrun --nproc-per-node)"

@@ -11,7 +11,7 @@ import base64
 import io
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 from pathlib import Path
 
@@ -21,10 +21,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from llamarl.observe.rates import Idle, Row, idle_shares
-from llamarl.observe.rows import ACCURACY, EVALUATED, FILE_NAME
+from llamarl.observe.rates import ACCURACY, EVALUATED, Idle, Row, idle_shares, sets_of
+from llamarl.observe.rows import FILE_NAME
 from llamarl.observe.sinks import read_rows
 from llamarl.observe.streaming import Columns, streaming_verdict
+from llamarl.words.columns import OWN, column_of
 
 SMOOTH_FROM = 80  # values; shorter curves are shown as they are
 COLOURS = ("#3366cc", "#dd7711", "#339955", "#aa4499", "#888888", "#bb3333", "#117777")
@@ -257,11 +258,13 @@ def page(run_dir: Path, columns: Columns) -> str:
     """The HTML of a run."""
     curves = []
     absent = []
+    names = sets_of(columns)
     for panel in SUPERVISED_PANELS if SUPERVISED in columns else PANELS:
-        if panel.series.keys().isdisjoint(columns):
+        panels = [panel, *(of_set(panel, name) for name in names if is_of_evaluations(panel))]
+        shown = [one for one in panels if not one.series.keys().isdisjoint(columns)]
+        curves += [figure_html(draw(columns, one), one.title, one.note) for one in shown]
+        if not shown:
             absent.append(panel.title)
-        else:
-            curves.append(figure_html(draw(columns, panel), panel.title, panel.note))
     idle = idle_over_run(columns)
     rows = [
         f"<tr><th>{escape(name)}</th><td class='number'>{escape(value)}</td></tr>"
@@ -291,6 +294,21 @@ def page(run_dir: Path, columns: Columns) -> str:
     return "\n".join(parts) + "\n"
 
 
+def is_of_evaluations(panel: Panel) -> bool:
+    """Whether a panel has a curve of held-out prompts."""
+    return any(column.startswith("eval/") for column in panel.series)
+
+
+def of_set(panel: Panel, name: str) -> Panel:
+    """The same panel of a set of held-out prompts."""
+    series = {}
+    for column, label in panel.series.items():
+        if column.startswith("eval/"):
+            series[column_of(name, column)] = label
+    band = panel.band and tuple(column_of(name, column) for column in panel.band)
+    return replace(panel, title=f"{panel.title}: {name}", series=series, band=band)
+
+
 def facts(columns: Columns) -> list[tuple[str, str]]:
     """The run in a few lines: (name, formatted value), only what was measured."""
     found = [("steps", f"{columns['step'][-1]:.0f}")]
@@ -304,13 +322,15 @@ def facts(columns: Columns) -> list[tuple[str, str]]:
             found.append((name, format(reduce(known(column)), spec)))
 
     fact("wall time, s", "time/wall_s", np.max, ".1f")
-    evaluated = known(EVALUATED)
-    accuracy = known(ACCURACY)
-    if len(accuracy) and len(evaluated) in (0, len(accuracy)):
-        found.append(("accuracy", f"{accuracy[0]:.1%} → {accuracy[-1]:.1%}"))
-    elif len(evaluated):
-        change = f"{evaluated[0]:.4g} → {evaluated[-1]:.4g}"
-        found.append(("reward, held-out prompts", change))
+    for name in (OWN, *sets_of(columns)):
+        evaluated = known(column_of(name, EVALUATED))
+        accuracy = known(column_of(name, ACCURACY))
+        where = f", {name}" if name else ""
+        if len(accuracy) and len(evaluated) in (0, len(accuracy)):
+            found.append((f"accuracy{where}", f"{accuracy[0]:.1%} → {accuracy[-1]:.1%}"))
+        elif len(evaluated):
+            change = f"{evaluated[0]:.4g} → {evaluated[-1]:.4g}"
+            found.append((f"reward, held-out prompts{where}", change))
     fact("s a step, median", "time/step_s", np.median, ".3g")
     fact("generated tokens/s, median", "generator/tokens_per_s", np.median, ",.0f")
     fact("lag, mean", "lag/mean", np.mean, ".2f")

@@ -6,7 +6,8 @@ come many steps later. A row is *whole*, and is written once all rows before it 
 
     loss/value       the trainer's part (step 0, the untrained policy, has none), and
     eval/reward      if an evaluation of this step is due; or eval/left_out, where none of its
-                     answers has a score.
+                     answers has a score; or one of these of a set of eval.sets: all of them come
+                     together.
 
 The trainer's report is also the moment at which the row's rates are taken from the counters of all
 ranks. Rows are never rewritten, except that a resumed run first cuts the file back to its
@@ -16,6 +17,7 @@ what depends on the clock (`is_timing`).
 
 from __future__ import annotations
 
+import itertools
 import logging
 import re
 import time
@@ -24,11 +26,20 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from llamarl.observe.rates import EVALUATED, LEFT_OUT, Counters, RateMeter, Row, idle_shares
+from llamarl.observe.rates import (
+    ACCURACY,
+    EVALUATED,
+    Counters,
+    RateMeter,
+    Row,
+    idle_shares,
+    is_evaluated,
+    sets_of,
+)
 from llamarl.observe.sinks import Jsonl, Sink
+from llamarl.words.columns import OWN, column_of
 
 TRAINED = "loss/value"
-ACCURACY = "eval/accuracy"  # the same, of an evaluation whose scores are all 0 or 1
 FILE_NAME = "metrics.jsonl"
 
 # The order of columns in a row; names that are not here follow in alphabetical order.
@@ -65,11 +76,6 @@ def is_timing(name: str) -> bool:
     between two runs of one seed.
     """
     return TIMING.search(name) is not None
-
-
-def is_evaluated(row: Row) -> bool:
-    """Whether an evaluation is in these values, and be it one that came to nothing."""
-    return EVALUATED in row or LEFT_OUT in row
 
 
 class RowWriter:
@@ -273,13 +279,16 @@ class RowWriter:
         wall_s = self.wall_s
         num_steps = rows[-1]["step"] if rows else 0
         lines = [f"{num_steps} steps in {wall_s:.1f} s"]
-        evaluated = [row[EVALUATED] for row in rows if row.get(EVALUATED) is not None]
-        accuracy = [row[ACCURACY] for row in rows if row.get(ACCURACY) is not None]
-        # Supervised runs have no rewards; in others an accuracy is the mean of the same scores.
-        if accuracy and len(evaluated) in (0, len(accuracy)):
-            lines.append(f"accuracy   {accuracy[0]:.1%} -> {accuracy[-1]:.1%}")
-        elif evaluated:
-            lines.append(f"held out   reward {evaluated[0]:.4g} -> {evaluated[-1]:.4g}")
+        for name in (OWN, *sets_of(itertools.chain.from_iterable(rows))):
+            evaluated = _known(rows, column_of(name, EVALUATED))
+            accuracy = _known(rows, column_of(name, ACCURACY))
+            # Supervised runs have no rewards; in others an accuracy is the mean of the same scores.
+            if accuracy and len(evaluated) in (0, len(accuracy)):
+                label = f"held out   {name} accuracy" if name else "accuracy  "
+                lines.append(f"{label} {accuracy[0]:.1%} -> {accuracy[-1]:.1%}")
+            elif evaluated:
+                label = f"held out   {name} reward" if name else "held out   reward"
+                lines.append(f"{label} {evaluated[0]:.4g} -> {evaluated[-1]:.4g}")
         if "generator/tokens" in counters and wall_s > 0:
             tokens_per_s = counters["generator/tokens"] / wall_s
             lines.append(f"generated  {tokens_per_s:,.0f} tokens/s")
@@ -303,3 +312,8 @@ class RowWriter:
             or is_evaluated(self._pending.get(step, {}))
             or step in self._abandoned
         )
+
+
+def _known(rows: list[Row], column: str) -> list[float]:
+    """The values that rows have of a column."""
+    return [row[column] for row in rows if row.get(column) is not None]

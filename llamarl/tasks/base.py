@@ -247,8 +247,9 @@ class ListTask:
     """A Task over two sequences of examples. Tokenises on demand; prompts over the limit are
     dropped with one warning.
 
-    fittings: which of both are short enough; None: they are looked at here. ValueError if no
-    training prompt is left, or naming an example that the chat template refuses.
+    fittings: which of both are short enough; None: they are looked at here. trains: whether there
+    must be training prompts. ValueError if none of these is left, or naming an example that the
+    chat template refuses.
     """
 
     def __init__(
@@ -260,6 +261,7 @@ class ListTask:
         *,
         default_reward: str,
         fittings: tuple[Fitting, Fitting] | None = None,
+        trains: bool = True,
     ):
         self.name = name
         self.default_reward = default_reward
@@ -284,7 +286,7 @@ class ListTask:
                 len(held_out),
                 limit,
             )
-        if not self.num_train:
+        if trains and not self.num_train:
             raise ValueError(
                 f"task {name}: none of {len(train)} training prompts fits "
                 f"task.max_prompt_tokens={limit}; raise it"

@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from llamarl.tasks.addition import addition_examples
@@ -53,10 +53,12 @@ from llamarl.tasks.fitting import (
     to_values,
     tokenizer_digest,
 )
+from llamarl.tasks.held_out import HeldOut
 from llamarl.tasks.jsonl import GSM8K_INSTRUCTION, JsonlExamples, gsm8k_row, row_to_example
 from llamarl.tasks.mixture import MixtureTask, shares
 from llamarl.tasks.own import own_task
 from llamarl.tasks.questions import question_examples
+from llamarl.words.columns import OWN
 from llamarl.words.names import nearest
 
 KINDS = (
@@ -104,13 +106,15 @@ def build_task(
     parts: Mapping[str, Mapping[str, object]] | None = None,
     remembered: Remembered = here,
     keeps_turns: bool = False,
+    trains: bool = True,
 ) -> Task:
     """The task of a kind (see the table above). num_eval: the most prompts to hold out where no
     evaluation data is given. options: parameters of the reasoning_gym dataset, or of fn, the
     import path of a function that returns a task. parts: of a mixture, by name: the settings of
     each and its weight. least, most: the range of a question's numbers. text, words: of the one
     prompt, and what its default reward looks for. remembered: who looks at the rows of files.
-    keeps_turns: see PromptMaker.
+    keeps_turns: see PromptMaker. trains: whether it may have training prompts; else those of path
+    are all held out, as those of eval_path are.
 
     ValueError or FileNotFoundError, saying what to change, for an unknown kind, missing settings or
     bad data.
@@ -123,6 +127,8 @@ def build_task(
         return _mixture(parts or {}, tokenizer, num_eval=num_eval, **shared)
     if path is None and kind in ("jsonl", "gsm8k", "hf_dataset"):
         raise ValueError(f"task.kind={kind} needs task.path")
+    if not trains:
+        path, eval_path = None, path
     maker = prompt_maker(
         kind,
         tokenizer,
@@ -137,21 +143,7 @@ def build_task(
         from llamarl.tasks.procedural import ReasoningGymTask
 
         return ReasoningGymTask(name, maker, num_eval=num_eval, seed=seed, options=options or {})
-
-    def read(path: str | Path) -> tuple[Sequence[Example], Sequence[Example] | None]:
-        """(training examples, held-out examples or None) of a file or directory."""
-        if kind == "hf_dataset":
-            from llamarl.tasks.hf_dataset import directory_digest, read_hf_dataset
-
-            digests.append(directory_digest(path))
-            return read_hf_dataset(path, prompt_key, answer_key)
-        rows = JsonlExamples(path, row_reader(kind, prompt_key, answer_key))
-        digests.append(rows.digest)
-        checks.append(rows.check)
-        return rows, None
-
-    digests: list[str] = []  # of what is read, in order
-    checks: list[Callable[[], None]] = []
+    files = _Files(kind, prompt_key, answer_key)
     if kind == "addition":
         train, held_out = addition_examples()
     elif kind == "facts":
@@ -160,28 +152,68 @@ def build_task(
         train = held_out = [Example(text, {"words": list(words)})]
     elif kind == "questions":
         train, held_out = question_examples(name, least, most), None
+    elif path is not None:
+        train, held_out = files.read(path)
     else:
-        train, held_out = read(path)
+        train, held_out = [], None
     if eval_path is not None:
-        eval_train, eval_held_out = read(eval_path)
+        eval_train, eval_held_out = files.read(eval_path)
         held_out = eval_train if eval_held_out is None else eval_held_out
     if held_out is None:
         kept, held = hold_out(len(train), num_eval)
         held_out = _select(train, held)
         train = _select(train, kept)
+    if not trains:
+        train = []
     default_reward = DEFAULT_REWARDS.get(kind, EXACT_MATCH)
     split = _Split(
         kind=kind,
         train=train,
         held_out=held_out,
         maker=maker,
-        digests=digests,
-        checks=checks,
+        digests=files.digests,
+        checks=files.checks,
     )
     fittings = split.fittings(
         remembered, keys=[prompt_key, answer_key], chat=chat, system_prompt=system_prompt
     )
-    return ListTask(kind, train, held_out, maker, default_reward=default_reward, fittings=fittings)
+    return ListTask(
+        kind,
+        train,
+        held_out,
+        maker,
+        default_reward=default_reward,
+        fittings=fittings,
+        trains=trains,
+    )
+
+
+def build_held_out(
+    task: Task, num_own: int, sets: Mapping[str, Mapping[str, object]], **shared
+) -> HeldOut:
+    """The held-out prompts of a task, at most num_own, and those of eval.sets. sets: of each, by
+    name, the settings of its kind and num_prompts. shared: what all of them are built with.
+
+    ValueError or FileNotFoundError, naming the set, for what build_task says and for one without
+    prompts.
+    """
+    tasks = {}
+    counts = {OWN: num_own}
+    for name, one in sets.items():
+        counts[name] = one["num_prompts"]
+        own = {key: value for key, value in one.items() if key != "num_prompts"}
+        own["num_eval"] = counts[name]
+        try:
+            task_of_set = build_task(keeps_turns=True, trains=False, **own, **shared)
+        except ValueError as error:
+            raise ValueError(f"eval.sets.{name}: {error}") from error
+        if not task_of_set.num_eval:
+            raise ValueError(
+                f"eval.sets.{name}: has no held-out prompts of at most "
+                f"max_prompt_tokens={one['max_prompt_tokens']}; give it other rows, or raise that"
+            )
+        tasks[name] = task_of_set
+    return HeldOut(task, tasks, counts)
 
 
 def _mixture(
@@ -201,6 +233,31 @@ def _mixture(
         except ValueError as error:
             raise ValueError(f"task.parts.{name}: {error}") from error
     return MixtureTask(tasks, weights, num_eval)
+
+
+@dataclass(frozen=True, slots=True)
+class _Files:
+    """Reads the rows of files. digests: of those that were read, in order; checks: what reads all
+    their rows, and raises ValueError.
+    """
+
+    kind: str
+    prompt_key: str
+    answer_key: str | None
+    digests: list[str] = field(default_factory=list)
+    checks: list[Callable[[], None]] = field(default_factory=list)
+
+    def read(self, path: str | Path) -> tuple[Sequence[Example], Sequence[Example] | None]:
+        """(training examples, held-out examples or None) of a file or directory."""
+        if self.kind == "hf_dataset":
+            from llamarl.tasks.hf_dataset import directory_digest, read_hf_dataset
+
+            self.digests.append(directory_digest(path))
+            return read_hf_dataset(path, self.prompt_key, self.answer_key)
+        rows = JsonlExamples(path, row_reader(self.kind, self.prompt_key, self.answer_key))
+        self.digests.append(rows.digest)
+        self.checks.append(rows.check)
+        return rows, None
 
 
 @dataclass(frozen=True, slots=True)

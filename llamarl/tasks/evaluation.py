@@ -4,6 +4,7 @@ answers come to.
     prompt --submit--> engine --eval_completion--> EvalCompletion --score--> Evaluations
     Evaluations --finished--> eval/reward (and eval/accuracy), eval/length_mean,
                               eval/pass_at_1_sampled, eval/pass_at_k, eval/success
+                              and of a set of eval.sets the same as eval/NAME/...
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from llamarl.tasks.held_out import EvalSet, set_of
 from llamarl.tasks.source import Outcome, commonest
 from llamarl.types import EvalCompletion, Prompt
 
@@ -46,23 +48,25 @@ def number_of(completion: EvalCompletion) -> int:
 
 
 def sample_row(
-    completion: EvalCompletion, prompt: Prompt, text: str, outcome: Outcome
+    completion: EvalCompletion, of: EvalSet, prompt: Prompt, text: str, outcome: Outcome
 ) -> dict[str, object]:
     """A scored completion as an object of JSON, for people and for `recipes/evaluate.py --against`.
 
     score: null where there is none, and outcome is then no "score" and reason says why. number: of
-    the held-out prompt; sample: see number_of.
+    the held-out prompt, in its set; sample: see number_of; set: the set's name, but for the task's.
     """
     row: dict[str, object] = {
         "prompt": prompt.text,
         "completion": text,
         "score": score_of(outcome),
         "outcome": outcome.kind,
-        "number": completion.prompt_index,
+        "number": completion.prompt_index - of.first,
         "sample": number_of(completion),
         "num_tokens": completion.token_ids.numel(),
         "finish_reason": completion.finish_reason,
     }
+    if of.name:
+        row["set"] = of.name
     if outcome.reason:
         row["reason"] = outcome.reason
     return row
@@ -90,7 +94,7 @@ class _Answer:
 
 class Evaluations:
     """Scores of held-out completions, kept by policy version until a version has all of them: one
-    greedy and num_samples sampled for each of num_prompts prompts.
+    greedy and num_samples sampled for each prompt of these sets.
 
     What has no score, an error or an abstention, is left out of every mean; where no greedy answer
     has one there is no mean. success_above: eval/success is the share of the sampled ones, or of
@@ -98,12 +102,18 @@ class Evaluations:
     None: nobody asks.
     """
 
-    def __init__(self, num_prompts: int, num_samples: int = 0, success_above: float | None = None):
+    def __init__(
+        self,
+        sets: Sequence[EvalSet],
+        num_samples: int = 0,
+        success_above: float | None = None,
+    ):
         self._success_above = success_above
-        self._num_prompts = num_prompts
+        self._sets = sets
         self._num_samples = num_samples
-        self._num_completions = num_prompts * (1 + num_samples)
-        self._is_graded = False  # a score other than 0 and 1 was seen: their mean is no accuracy
+        self._num_completions = sum(one.count for one in sets) * (1 + num_samples)
+        # Sets of which a score other than 0 and 1 was seen: their mean is no accuracy.
+        self._graded: set[EvalSet] = set()
         self._answers: dict[int, dict[_Place, _Answer]] = {}  # by version
 
     def add(self, completion: EvalCompletion, outcome: Outcome) -> None:
@@ -113,7 +123,8 @@ class Evaluations:
             # aborted before its first token: no version sampled it, and its evaluation was given up
             return
         has_score = outcome.kind == "score"
-        self._is_graded |= has_score and outcome.value not in (0.0, 1.0)
+        if has_score and outcome.value not in (0.0, 1.0):
+            self._graded.add(set_of(self._sets, completion.prompt_index))
         version = int(completion.policy_versions[0])
         place = _Place(completion.prompt_index, completion.greedy, completion.sample_index)
         answer = _Answer(
@@ -137,12 +148,21 @@ class Evaluations:
             for version, answers in self._answers.items()
             if len(answers) == self._num_completions
         ]
-        return [(version, self._metrics(self._answers.pop(version))) for version in whole]
+        found = []
+        for version in whole:
+            answers = self._answers.pop(version)
+            metrics: dict[str, float | str] = {}
+            for one in self._sets:
+                metrics |= one.columns(self._metrics(one, answers))
+            found.append((version, metrics))
+        return found
 
-    def _metrics(self, answers: dict[_Place, _Answer]) -> dict[str, float | str]:
+    def _metrics(self, of: EvalSet, every: dict[_Place, _Answer]) -> dict[str, float | str]:
+        """What the answers of a set come to, under the columns of the task's own."""
         # In the order of prompts and samples: the sums must not depend on who answered first.
-        n = self._num_prompts
-        greedy = [answers[_Place(j, greedy=True)] for j in range(n)]
+        n = of.count
+        answers = {place: one for place, one in every.items() if place.prompt_index in of.numbers}
+        greedy = [answers[_Place(j, greedy=True)] for j in of.numbers]
         metrics: dict[str, float | str] = {
             "eval/errors": sum(answer.is_error for answer in answers.values()),
             "eval/length_mean": sum(answer.num_tokens for answer in greedy) / n,
@@ -151,7 +171,7 @@ class Evaluations:
         if scores:
             reward = sum(scores) / len(scores)
             metrics["eval/reward"] = reward
-            if not self._is_graded:
+            if of not in self._graded:
                 metrics["eval/accuracy"] = reward
         if len(scores) < n:
             metrics["eval/left_out"] = n - len(scores)
@@ -165,7 +185,7 @@ class Evaluations:
                 metrics["eval/success"] = num_successes / len(asked)
         if k:
             of_prompts = []
-            for j in range(n):
+            for j in of.numbers:
                 sampled = [answers[_Place(j, False, i)].score for i in range(k)]
                 of_prompts.append([score for score in sampled if score is not None])
             metrics |= _pass_metrics([of_prompt for of_prompt in of_prompts if of_prompt])

@@ -10,7 +10,7 @@ not be scored, and is in no figure.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 
@@ -157,6 +157,14 @@ class Judged:
     against_tokens_N: np.ndarray | None = None
     same_N: np.ndarray | None = None  # bool: the two texts are equal
     logprobs_N: np.ndarray | None = None  # nats of each whole answer, under that model
+
+    def part(self, begin: int, end: int) -> Judged:
+        """What they say of the answers from `begin` on and before `end`."""
+        values = {}
+        for field in fields(self):
+            of_all = getattr(self, field.name)
+            values[field.name] = None if of_all is None else of_all[begin:end]
+        return Judged(**values)
 
     @property
     def wins_N(self) -> np.ndarray | None:

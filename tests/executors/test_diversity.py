@@ -5,6 +5,7 @@ import torch
 
 from executors import diversity as diversity_module
 from executors.diversity import TEXTS_A_CALL, Diversity
+from llamarl.tasks.held_out import EvalSet, own_set
 from tests.launching import SMALL, ForkedJob
 
 DIRECTIONS = {"east": [1.0, 0.0], "north": [0.0, 1.0], "west": [-1.0, 0.0]}
@@ -31,14 +32,15 @@ def embedder(monkeypatch):
     return made
 
 
-def started():
-    diversity = Diversity(settings=None, device=torch.device("cpu"))
+def started(num_prompts):
+    sets = own_set(num_prompts)
+    diversity = Diversity(settings=None, sets=sets, device=torch.device("cpu"))
     diversity.start()
     return diversity
 
 
 def test_it_is_the_mean_over_prompts_of_the_distance_among_a_prompts_answers(embedder):
-    diversity = started()
+    diversity = started(3)
     assert diversity.poll() == [] and not diversity.is_computing
     diversity.begin(4, [["east", "east"], ["east", "west"], ["north", "east"]])
     assert diversity.is_computing
@@ -47,8 +49,17 @@ def test_it_is_the_mean_over_prompts_of_the_distance_among_a_prompts_answers(emb
     assert not diversity.is_computing
 
 
+def test_each_set_has_a_mean_of_its_own(embedder):
+    sets = (EvalSet("", 0, 1), EvalSet("a", 9, 2))
+    diversity = Diversity(settings=None, sets=sets, device=torch.device("cpu"))
+    diversity.start()
+    diversity.begin(4, [["east", "west"], ["east", "east"], ["north", "east"]])
+    ((_, metrics),) = diversity.poll()
+    assert metrics == {"eval/diversity": pytest.approx(2), "eval/a/diversity": pytest.approx(0.5)}
+
+
 def test_it_works_in_pieces_and_ends_versions_in_order(embedder):
-    diversity = started()
+    diversity = started(1)
     diversity.begin(1, [["east", "north"] * TEXTS_A_CALL])
     diversity.begin(2, [["west", "west"]])
     assert diversity.poll() == []

@@ -2,6 +2,7 @@
 asks for, and replicas in lockstep.
 """
 
+import itertools
 import json
 import threading
 import time
@@ -24,6 +25,7 @@ from llamarl.inference.evaluation import eval_completion
 from llamarl.models.config import tiny_directory
 from llamarl.models.hf import SafetensorsDir
 from llamarl.models.parity import Canary, Sequence
+from llamarl.tasks.held_out import APART
 from llamarl.tickets.ledger import TicketLedger
 from llamarl.tickets.service import TicketService
 from llamarl.types import Completion, Prompt, Ticket
@@ -162,7 +164,7 @@ def generator(
     made = Generator(
         build_engine=build_engine,
         prompts=[PROMPT] * 100,
-        eval_prompts=[PROMPT] * EVALS,
+        eval_prompts=dict.fromkeys(range(EVALS), PROMPT),
         sampling=params,
         chunk_tokens=chunk,
         in_flight_updates=in_flight,
@@ -249,6 +251,21 @@ def test_an_evaluated_version_is_pinned_until_its_prompts_are_done():
     assert g.version == 6
 
 
+def test_the_prompts_of_every_set_are_answered_once_under_their_numbers():
+    g = generator(chunk=1, eval_samples=1)
+    g.eval_prompts = dict.fromkeys([0, APART, APART + 1, 2 * APART], PROMPT)
+    g.tickets.grants = 0
+    g.weights.staged = Staged(5, must_load=True, evaluate=True)
+    while len(g.outputs["evaluations"]) < 8:
+        g.step()
+    answers = g.outputs["evaluations"]
+    asked = sorted((c.prompt_index, c.greedy) for c in answers)
+    assert asked == list(itertools.product(g.eval_prompts, (False, True)))
+    greedy = {tuple(c.token_ids.tolist()) for c in answers if c.greedy}
+    sampled = {tuple(c.token_ids.tolist()) for c in answers if not c.greedy}
+    assert len(greedy) == 1 and len(sampled) > 1  # of one prompt, by random numbers of their own
+
+
 def test_in_step_with_the_trainer_it_asks_for_nothing_while_it_evaluates():
     g = generator(synchronous=True, chunk=1)
     g.weights.staged = Staged(0, must_load=True, evaluate=True)
@@ -328,7 +345,7 @@ def test_options_of_the_engine_reach_it():
 
 def test_options_of_the_config_reach_the_generator():
     job = SimpleNamespace(
-        model_path="m", prompts=None, eval_prompts=[], stop_token_ids=(2,), decode=str
+        model_path="m", prompts=None, eval_prompts={}, stop_token_ids=(2,), decode=str
     )
     own = [
         "generator.cache_tokens=640",
@@ -349,7 +366,7 @@ def test_options_of_the_config_reach_the_generator():
 def test_the_config_names_the_engine(monkeypatch):
     monkeypatch.setattr("llamarl.inference.vllm_engine.vllm_problem", lambda: None)
     job = SimpleNamespace(
-        model_path="m", prompts=None, eval_prompts=[], stop_token_ids=(2,), decode=str
+        model_path="m", prompts=None, eval_prompts={}, stop_token_ids=(2,), decode=str
     )
     native = build_generator(compose_config(["generator.quantize=int8"]), job)
     assert native.build_engine.func is build_native

@@ -15,6 +15,7 @@ from executors.weighted import Part
 from llamarl.errors import NotFinite, RewardError
 from llamarl.learning.sharded_scorer import ScorerSettings
 from llamarl.models.config import tiny_directory
+from llamarl.tasks.held_out import EvalSet, own_set
 from llamarl.tasks.source import Outcome
 from llamarl.types import Prompt
 from tests.scorers import SCORES, write_scorer
@@ -78,12 +79,13 @@ class Lengths:
         self.closed = True
 
 
-def make(references, *, what=Lengths, base=None):
+def make(references, *, what=Lengths, base=None, sets=own_set(1000)):
     scorer = None if what is None else Part("lengths", what)
     settings = GoldSettings(
         scorer=scorer,
         base_path=base,
         references=references,
+        sets=sets,
         dtype="float32",
         microbatch_tokens=8,
     )
@@ -98,7 +100,7 @@ def judged(gold, count=1):
     for _ in range(100):
         found += gold.poll()
         if len(found) == count:
-            return found
+            return [(version, said) for version, (said,) in found]
         gold.wait(0.0)
     raise AssertionError(f"{len(found)} of {count}")
 
@@ -177,7 +179,7 @@ def test_models_work_a_microbatch_at_a_call(tmp_path, monkeypatch):
     gold.begin(0, answers)  # of 4 fed tokens each, two a microbatch
     for expected in (1, 2, 3):
         assert gold.is_computing
-        found = gold.poll()
+        found = [(version, said) for version, (said,) in gold.poll()]
         assert len(sizes) == expected
     found += [] if found else judged(gold)
     assert sizes == [8, 8, 8] and len(found) == 1
@@ -187,6 +189,19 @@ def test_models_work_a_microbatch_at_a_call(tmp_path, monkeypatch):
     ((_, all_of_them),) = found
     assert all_of_them.gold_N[0] == pytest.approx(first.gold_N[0], abs=SCORES)
     assert len(gold.tensors()) > len(list(gold._base.parameters()))
+
+
+def test_each_set_is_judged_by_itself():
+    sets = (EvalSet("", 0, 2), EvalSet("a", 7, 1))
+    gold = make((item("a"), item("a"), item("aaa")), sets=sets)
+    gold.begin(4, [item("aa"), item("aaaa"), item("b")])
+    found = []
+    for _ in range(5):
+        found += gold.poll()
+    ((version, (own, other)),) = found
+    assert version == 4
+    assert own.metrics()["eval/gold"] == 3.0 and own.metrics()["eval/win_rate"] == 1.0
+    assert other.metrics()["eval/gold"] == 1.0 and other.metrics()["eval/win_rate"] == 0.0
 
 
 def test_closing_frees_the_source():

@@ -15,6 +15,7 @@ from executors.reward import RuleReward
 from llamarl.controller import ExecutorController
 from llamarl.errors import RewardError
 from llamarl.executor import ExecutorGroup
+from llamarl.tasks.held_out import APART, EvalSet, own_set
 from llamarl.tasks.pool import RewardPool
 from llamarl.types import Completion, EvalCompletion, Prompt
 
@@ -126,7 +127,7 @@ def build(tmp_path, monkeypatch):
     def build(**options):
         fn = options.pop("fn", FN)
         output = options.pop("output", "scored")
-        settings = {"group_size": 2, "num_eval_prompts": 3} | options
+        settings = {"group_size": 2, "eval_sets": own_set(3)} | options
         executor = RuleReward(
             prompts=FakeStream(),
             eval_prompts=lambda j: make_prompt(f"eval {j}"),
@@ -203,7 +204,7 @@ def test_an_error_or_an_abstention_is_nan_and_never_zero(build):
 
 
 def test_a_function_over_completions_sees_whole_groups_and_whole_evaluations(build):
-    executor = build(fn="scoring:rank", group_size=3, num_eval_prompts=2, num_eval_samples=1)
+    executor = build(fn="scoring:rank", group_size=3, eval_sets=own_set(2), num_eval_samples=1)
     feed = executor.inputs["completions"].records
     feed.extend([completion(7, 2, "wrong"), completion(8, 0, "right"), completion(7, 0, "right")])
     settle(executor)
@@ -278,7 +279,7 @@ def test_a_function_is_told_what_was_sampled(build):
     executor = build(
         fn="scoring:sampled",
         group_size=2,
-        num_eval_prompts=1,
+        eval_sets=own_set(1),
         decode_raw=lambda ids: f"{WORDS[ids[0]]}, and {len(ids) - 1} more",
     )
     ids = torch.tensor([WORDS.index("right"), 7])
@@ -299,7 +300,7 @@ def test_a_function_is_told_what_was_sampled(build):
 
 
 def test_what_is_answered_at_an_evaluation_is_written_with_its_scores(build, tmp_path):
-    executor = build(num_eval_prompts=2, num_eval_samples=1, samples=tmp_path / "samples")
+    executor = build(eval_sets=own_set(2), num_eval_samples=1, samples=tmp_path / "samples")
     feed = executor.inputs["evaluations"].records
     feed.extend([answer(1, 1, "wrong"), answer(0, 0, "right"), answer(1, 0, "error")])
     settle(executor)
@@ -323,7 +324,7 @@ def test_what_is_answered_at_an_evaluation_is_written_with_its_scores(build, tmp
 
 def test_samples_that_cannot_be_written_are_warned_of_once_and_end_nothing(build, tmp_path, caplog):
     (tmp_path / "samples").write_text("a file in its place")
-    executor = build(num_eval_prompts=1, samples=tmp_path / "samples")
+    executor = build(eval_sets=own_set(1), samples=tmp_path / "samples")
     for version in (3, 4):
         executor.inputs["evaluations"].records.append(answer(0, 0, "right", version=version))
         settle(executor)
@@ -332,7 +333,7 @@ def test_samples_that_cannot_be_written_are_warned_of_once_and_end_nothing(build
 
 
 def test_sampled_answers_are_reported_with_the_greedy_ones(build):
-    executor = build(num_eval_prompts=2, num_eval_samples=2)
+    executor = build(eval_sets=own_set(2), num_eval_samples=2)
     words = {
         (0, 0): "right",
         (0, 1): "wrong",
@@ -429,5 +430,33 @@ def test_teardown_is_harmless_before_setup():
         decode=str,
         make_source=partial(RewardPool, FN),
         group_size=2,
-        num_eval_prompts=0,
+        eval_sets=own_set(0),
     ).teardown()
+
+
+def test_a_function_over_completions_sees_each_set_by_itself(build):
+    sets = (EvalSet("", 0, 1), EvalSet("a", APART, 1))
+    executor = build(fn="scoring:rank", eval_sets=sets, num_eval_samples=1)
+    executor.eval_prompts = lambda number: make_prompt("the same in both")
+    feed = executor.inputs["evaluations"].records
+    feed.extend([answer(0, 0, "right"), answer(APART, 0, "right"), answer(0, 1, "wrong")])
+    settle(executor)
+    told = "data: 1 evaluation completions of eval.sets.a of policy version 3, from the generator"
+    assert executor.waiting_for() == told and executor.metrics.reports == []
+    feed.append(answer(APART, 1, "right"))
+    settle(executor)
+    ((step, values),) = executor.metrics.reports
+    assert step == 3
+    assert values["eval/reward"] == 0.5  # of right and wrong; among all four it would be 3/4
+    assert values["eval/a/reward"] == 1.0
+
+
+def test_what_is_answered_is_written_with_its_set_and_its_number_there(build, tmp_path):
+    sets = (EvalSet("", 0, 1), EvalSet("a", APART, 2))
+    executor = build(eval_sets=sets, samples=tmp_path / "samples")
+    feed = executor.inputs["evaluations"].records
+    feed.extend(answer(number, 0, "right") for number in (APART + 1, 0, APART))
+    settle(executor)
+    lines = (tmp_path / "samples" / "step_3.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    assert [(row.get("set"), row["number"]) for row in rows] == [(None, 0), ("a", 0), ("a", 1)]

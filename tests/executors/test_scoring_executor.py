@@ -11,6 +11,7 @@ from llamarl.executor import ExecutorGroup
 from llamarl.learning.sharded_scorer import ScorerSettings
 from llamarl.models.config import tiny_directory
 from llamarl.models.hf import load_tokenizer
+from llamarl.tasks.held_out import own_set
 from llamarl.tasks.source import Outcome
 from llamarl.tasks.transcript import Transcript, same_tokens
 from llamarl.types import Completion, EvalCompletion, Prompt
@@ -122,7 +123,7 @@ def build(tmp_path):
             eval_prompts=prompt,
             decode=words,
             group_size=SIZE,
-            num_eval_prompts=len(ASKED),
+            eval_sets=own_set(len(ASKED)),
             parts=parts or [Part("model", model)],
             reproducible=reproducible,
         )

@@ -9,6 +9,7 @@ from executors.streaming import StreamingReward, StreamSettings
 from executors.weighted import Part
 from llamarl.executor import ExecutorGroup
 from llamarl.learning.sharded_scorer import ScorerSettings
+from llamarl.tasks.held_out import own_set
 from llamarl.types import Stretch
 from tests.executors.test_reward import FakeControl, FakeReceiver, FakeSender
 from tests.executors.test_scoring_executor import (
@@ -59,7 +60,7 @@ def streaming(path, *, parts=None, cache_tokens=8 * LONGEST, reproducible=True, 
         eval_prompts=prompt,
         decode=words,
         group_size=SIZE,
-        num_eval_prompts=len(ASKED),
+        eval_sets=own_set(len(ASKED)),
         parts=[Part("model", model), *(parts or [])],
         reproducible=reproducible,
         stream=StreamSettings(

@@ -116,7 +116,7 @@ def test_the_config_gives_the_range_to_the_generator_and_takes_the_comparison_fr
     job = SimpleNamespace(
         model_path="m",
         prompts=None,
-        eval_prompts=[],
+        eval_prompts={},
         stop_token_ids=(2,),
         eval_due=None,
         decode=str,

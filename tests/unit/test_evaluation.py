@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llamarl.tasks.evaluation import Evaluations, pass_at_k
+from llamarl.tasks.held_out import APART, EvalSet, own_set
 from llamarl.tasks.source import Outcome
 from llamarl.types import EvalCompletion
 
@@ -52,7 +53,7 @@ def scored(value):
 
 
 def test_a_version_is_whole_with_every_sample_of_every_prompt():
-    book = Evaluations(num_prompts=2, num_samples=2)
+    book = Evaluations(own_set(2), num_samples=2)
     answers = {
         (0, 0): scored(1.0),
         (0, 1): scored(0.0),
@@ -81,7 +82,7 @@ def error(reason):
 
 
 def test_what_has_no_score_is_in_no_mean_and_is_counted():
-    book = Evaluations(num_prompts=4, num_samples=1)
+    book = Evaluations(own_set(4), num_samples=1)
     greedy = [scored(-3.0), error("KeyError: 'a'"), Outcome.abstain("why"), error("KeyError: 'a'")]
     for prompt, outcome in enumerate(greedy):
         book.add(completion(prompt, 0), outcome)
@@ -99,7 +100,7 @@ def test_what_has_no_score_is_in_no_mean_and_is_counted():
 
 
 def test_an_evaluation_of_errors_alone_has_no_mean():
-    book = Evaluations(num_prompts=2, num_samples=1, success_above=0.5)
+    book = Evaluations(own_set(2), num_samples=1, success_above=0.5)
     for prompt in range(2):
         for sample in range(2):
             book.add(completion(prompt, sample), error("ModuleNotFoundError: No module named 'x'"))
@@ -114,7 +115,7 @@ def test_an_evaluation_of_errors_alone_has_no_mean():
 
 @pytest.mark.parametrize("score", [0.5, -1.0, 7.0])
 def test_the_mean_of_scores_other_than_0_and_1_is_no_accuracy_and_stays_none(score):
-    book = Evaluations(num_prompts=2)
+    book = Evaluations(own_set(2))
     rows = []
     for version, scores in enumerate([(0.0, 1.0), (score, 1.0), (0.0, 0.0)]):
         for prompt, value in enumerate(scores):
@@ -127,7 +128,7 @@ def test_the_mean_of_scores_other_than_0_and_1_is_no_accuracy_and_stays_none(sco
 @pytest.mark.parametrize("num_samples, success", [(0, 1.0), (2, 0.25)])
 def test_a_success_is_a_score_above_the_threshold_without_what_novelty_adds(num_samples, success):
     """Of the sampled ones where there are any."""
-    book = Evaluations(num_prompts=2, num_samples=num_samples, success_above=0.5)
+    book = Evaluations(own_set(2), num_samples=num_samples, success_above=0.5)
     sampled = [scored(0.6), scored(0.5), Outcome("score", 2.0, "", without_novelty=0.5)]
     sampled.append(Outcome("error", math.nan, "x"))
     for prompt in range(2):
@@ -136,3 +137,46 @@ def test_a_success_is_a_score_above_the_threshold_without_what_novelty_adds(num_
             book.add(completion(prompt, 1 + sample), sampled[2 * prompt + sample])
     ((_, values),) = book.finished()
     assert values["eval/success"] == success
+
+
+def test_each_set_has_figures_of_its_own_once_all_are_whole():
+    sets = (EvalSet("", 0, 1), EvalSet("a", APART, 2), EvalSet("b", 2 * APART, 1))
+    book = Evaluations(sets, num_samples=1)
+    values = {0: 1.0, APART: 0.0, APART + 1: 1.0}
+    for number, value in values.items():
+        book.add(completion(number, 0, length=2), scored(value))
+        book.add(completion(number, 1), scored(1.0))
+    assert book.finished() == []  # b lacks all of its own
+    book.add(completion(2 * APART, 0, length=6), scored(-2.5))
+    book.add(completion(2 * APART, 1), error("x"))
+    ((version, found),) = book.finished()
+    assert version == 3
+    assert found == {
+        "eval/reward": 1.0,
+        "eval/accuracy": 1.0,
+        "eval/errors": 0,
+        "eval/length_mean": 2.0,
+        "eval/pass_at_1_sampled": 1.0,
+        "eval/pass_at_k": 1.0,
+        "eval/a/reward": 0.5,
+        "eval/a/accuracy": 0.5,
+        "eval/a/errors": 0,
+        "eval/a/length_mean": 2.0,
+        "eval/a/pass_at_1_sampled": 1.0,
+        "eval/a/pass_at_k": 1.0,
+        "eval/b/reward": -2.5,  # graded, which makes the accuracy of no other set one
+        "eval/b/errors": 1,
+        "eval/b/length_mean": 6.0,
+    }
+
+
+def test_a_set_of_errors_alone_leaves_the_others_their_means():
+    sets = (EvalSet("", 0, 1), EvalSet("a", APART, 2))
+    book = Evaluations(sets)
+    book.add(completion(0, 0), scored(1.0))
+    for number in (APART, APART + 1):
+        book.add(completion(number, 0), error("no answer"))
+    ((_, found),) = book.finished()
+    assert found["eval/accuracy"] == 1.0 and "eval/left_out" not in found
+    assert found["eval/a/left_out"] == 2 and found["eval/a/left_out_reason"] == "no answer"
+    assert "eval/a/reward" not in found

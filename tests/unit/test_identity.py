@@ -20,7 +20,7 @@ def test_the_keys_of_a_runs_identity():
 def test_the_keys_that_decide_what_the_prompts_are():
     keys = marked("data")
     of_the_task = {key for key in known_keys() if key.split(".")[0] == "task"}
-    assert keys == {"seed", "model.path", "eval.num_prompts", *of_the_task}
+    assert keys == {"seed", "model.path", "eval.num_prompts", "eval.sets", *of_the_task}
 
 
 def test_the_keys_that_make_no_other_variant():

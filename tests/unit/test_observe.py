@@ -564,6 +564,63 @@ def test_an_evaluation_of_errors_alone_has_no_figure_on_the_console():
     ]
 
 
+OF_SETS = {
+    "eval/reward": 0.5,
+    "eval/accuracy": 0.5,
+    "eval/a/reward": 0.25,
+    "eval/a/accuracy": 0.25,
+    "eval/b/reward": -2.5,
+    "eval/c/errors": 3,
+    "eval/c/left_out": 3,
+    "eval/c/left_out_reason": "KeyError",
+}
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_each_set_has_a_line_of_its_own_on_the_console(terminal):
+    out = Terminal() if terminal else io.StringIO()
+    Console(stream=out).write({"step": 2} | OF_SETS)
+    first, *lines = out.getvalue().splitlines()[-4:]
+    lines = [re.sub(r"\x1b\[[0-9;]*m", "", line) for line in lines]
+    assert "50.0%" in first
+    assert lines == [
+        "held-out a accuracy 25.0%",
+        "held-out b reward -2.500",
+        "held-out c reward -- (all 3 are errors: KeyError)",
+    ]
+
+
+def test_each_set_is_in_the_summary_and_has_curves_in_the_report(tmp_path):
+    writer = writer_in(tmp_path, every=1)
+    writer.ingest(0, OF_SETS)
+    later = {"eval/a/reward": 0.75, "eval/a/accuracy": 0.75, "eval/b/reward": 1.5}
+    writer.ingest(1, {"loss/value": 1.0} | OF_SETS | later)
+    writer.flush()
+    summary = writer.summary()
+    assert "accuracy   50.0% -> 50.0%" in summary
+    assert "held out   a accuracy 25.0% -> 75.0%" in summary
+    assert "held out   b reward -2.5 -> 1.5" in summary
+    writer.close()
+    page = Page(write_report(tmp_path).read_text())
+    titles = [alt for alt, _ in page.images if alt.startswith("Evaluation")]
+    assert titles == ["Evaluation", "Evaluation: a", "Evaluation: b"]
+    known = dict(facts(columns_of(read_rows(tmp_path / "metrics.jsonl"))))
+    assert known["accuracy"] == "50.0% → 50.0%" and known["accuracy, a"] == "25.0% → 75.0%"
+    assert known["reward, held-out prompts, b"] == "-2.5 → 1.5"
+
+
+def test_a_row_of_sets_alone_is_whole_with_them(tmp_path):
+    writer = writer_in(tmp_path, every=1)
+    writer.ingest(0, {"eval/c/left_out": 3})
+    writer.ingest(1, {"loss/value": 1.0})
+    writer.flush()
+    assert [row["step"] for row in writer.file.read()] == [0]
+    writer.ingest(1, {"eval/c/reward": 1.0})
+    writer.flush()
+    assert [row["step"] for row in writer.file.read()] == [0, 1]
+    assert writer.evaluated is None  # eval.target is of the task's own
+
+
 def test_a_row_whose_evaluation_came_to_nothing_is_whole_and_has_no_mean(tmp_path):
     writer = writer_in(tmp_path, every=1)
     metrics = metrics_of(writer)

@@ -1,0 +1,216 @@
+"""The sections of the schema for tasks: each kind alone, as one part of several, and as a set of
+held-out prompts.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from llamarl.config.marks import settings_dataclass
+from llamarl.config.ranges import Count, Natural, Positive, Text
+
+
+@settings_dataclass
+class TaskSettings:
+    """What every kind of task has."""
+
+    kind: str
+    chat: bool
+    system_prompt: str | None
+    max_prompt_tokens: Count
+
+
+@settings_dataclass
+class AdditionSettings(TaskSettings):
+    kind: Literal["addition"]
+
+
+@settings_dataclass
+class FactsSettings(TaskSettings):
+    kind: Literal["facts"]
+
+
+@settings_dataclass
+class QuestionsSettings(TaskSettings):
+    kind: Literal["questions"]
+    name: Literal["sum", "larger"]
+    least: Natural
+    most: Natural
+
+
+@settings_dataclass
+class OnePromptSettings(TaskSettings):
+    kind: Literal["one_prompt"]
+    text: str
+    words: list[str]
+
+
+@settings_dataclass
+class FileSettings(TaskSettings):
+    """Rows of prompts and answers under keys that the user names."""
+
+    kind: Literal["jsonl", "hf_dataset"]
+    path: Text
+    prompt_key: str
+    answer_key: str | None  # None: no reference answer
+
+
+@settings_dataclass
+class RowsSettings(FileSettings):
+    eval_path: str | None
+
+
+@settings_dataclass
+class GSM8KFileSettings(TaskSettings):
+    kind: Literal["gsm8k"]
+    path: Text
+
+
+@settings_dataclass
+class GSM8KSettings(GSM8KFileSettings):
+    eval_path: str | None
+
+
+@settings_dataclass
+class ReasoningGymSettings(TaskSettings):
+    kind: Literal["reasoning_gym"]
+    name: Text
+    options: dict[str, object]  # the dataset's own parameters
+
+
+@settings_dataclass
+class PythonTaskSettings(TaskSettings):
+    kind: Literal["python"]
+    fn: Text
+    options: dict[str, object]  # what the function takes besides
+
+
+@settings_dataclass
+class AdditionPartSettings(AdditionSettings):
+    weight: Positive
+
+
+@settings_dataclass
+class FactsPartSettings(FactsSettings):
+    weight: Positive
+
+
+@settings_dataclass
+class QuestionsPartSettings(QuestionsSettings):
+    weight: Positive
+
+
+@settings_dataclass
+class OnePromptPartSettings(OnePromptSettings):
+    weight: Positive
+
+
+@settings_dataclass
+class RowsPartSettings(RowsSettings):
+    weight: Positive
+
+
+@settings_dataclass
+class GSM8KPartSettings(GSM8KSettings):
+    weight: Positive
+
+
+@settings_dataclass
+class ReasoningGymPartSettings(ReasoningGymSettings):
+    weight: Positive
+
+
+@settings_dataclass
+class PythonPartSettings(PythonTaskSettings):
+    weight: Positive
+
+
+AnyTaskPartSettings = (
+    AdditionPartSettings
+    | FactsPartSettings
+    | QuestionsPartSettings
+    | OnePromptPartSettings
+    | RowsPartSettings
+    | GSM8KPartSettings
+    | ReasoningGymPartSettings
+    | PythonPartSettings
+)
+
+
+@settings_dataclass
+class MixtureSettings:
+    kind: Literal["mixture"]
+    parts: dict[str, AnyTaskPartSettings]  # by names of the user's own
+
+    chat: ClassVar[bool] = False  # each part's prompts have their turns with them
+    system_prompt: ClassVar[None] = None
+
+    @property
+    def max_prompt_tokens(self) -> int:
+        """Returns the largest of the parts."""
+        return max(part.max_prompt_tokens for part in self.parts.values()) if self.parts else 1
+
+
+AnyTaskSettings = (
+    AdditionSettings
+    | FactsSettings
+    | QuestionsSettings
+    | OnePromptSettings
+    | RowsSettings
+    | GSM8KSettings
+    | ReasoningGymSettings
+    | PythonTaskSettings
+    | MixtureSettings
+)
+
+
+@settings_dataclass
+class AdditionSetSettings(AdditionSettings):
+    num_prompts: Count
+
+
+@settings_dataclass
+class FactsSetSettings(FactsSettings):
+    num_prompts: Count
+
+
+@settings_dataclass
+class QuestionsSetSettings(QuestionsSettings):
+    num_prompts: Count
+
+
+@settings_dataclass
+class OnePromptSetSettings(OnePromptSettings):
+    num_prompts: Count
+
+
+@settings_dataclass
+class RowsSetSettings(FileSettings):
+    num_prompts: Count
+
+
+@settings_dataclass
+class GSM8KSetSettings(GSM8KFileSettings):
+    num_prompts: Count
+
+
+@settings_dataclass
+class ReasoningGymSetSettings(ReasoningGymSettings):
+    num_prompts: Count
+
+
+@settings_dataclass
+class PythonSetSettings(PythonTaskSettings):
+    num_prompts: Count
+
+
+AnyEvalSetSettings = (
+    AdditionSetSettings
+    | FactsSetSettings
+    | QuestionsSetSettings
+    | OnePromptSetSettings
+    | RowsSetSettings
+    | GSM8KSetSettings
+    | ReasoningGymSetSettings
+    | PythonSetSettings
+)
