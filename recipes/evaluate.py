@@ -88,6 +88,7 @@ from llamarl.types import EvalCompletion, Prompt
 from llamarl.words.columns import OWN
 
 REFERENCES = "references"
+THE_TASK = "the task's own"
 OF_THE_RUN = "of_the_run"  # the file of a section in a folder of its own
 # What is as the engine here is, whatever the run's generator was.
 OUR_OWN = (
@@ -508,9 +509,11 @@ def score_by_set(
     return outcomes
 
 
-def print_lines(of: EvalSet, lines: Sequence[str]) -> None:
-    """Print lines about a set, after its name where it is not the task's own."""
-    print("\n".join([f"held out {of.name}", *lines] if of.name else lines))
+def print_lines(of: EvalSet, sets: Sequence[EvalSet], lines: Sequence[str]) -> None:
+    """Print lines about one of these sets, after its name where there is more than the task's."""
+    if of.name or len(sets) > 1:
+        print(f"held out {of.name or THE_TASK}")
+    print("\n".join(lines))
 
 
 def find_model(given: str | Path) -> tuple[Path, Path | None]:
@@ -567,13 +570,13 @@ def run(args: argparse.Namespace) -> None:
         outcomes = score_by_set(scoring, asked.sets, completions, items)
     print(f"model    {model}, {config.task.kind}")
     for one in asked.sets:
-        print_lines(one, report(config, completions, outcomes, one, k))
+        print_lines(one, asked.sets, report(config, completions, outcomes, one, k))
     judged: dict[int, dict[str, object]] = {}
     if config.gold is not None or config.eval.base is not None:
         del engine  # the scorers' memory
         greedy = [item for c, item in zip(completions, items) if c.greedy]
         for one, judgement in zip(asked.sets, judge(job, asked.sets, greedy, against)):
-            print_lines(one, judgement_lines(config, judgement, args.against))
+            print_lines(one, asked.sets, judgement_lines(config, judgement, args.against))
             judged |= judged_columns(one, judgement)
     scored = list(zip([item.text for item in items], outcomes))
     write(args.out, asked, completions, scored, judged)

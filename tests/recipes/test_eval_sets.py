@@ -70,8 +70,9 @@ def test_a_checkpoint_is_evaluated_on_them_as_the_run_was(stopped, tmp_path, mon
     out = tmp_path / "answers.jsonl"
     with redirect_stdout(StringIO()) as said:
         assert evaluate.main([str(stopped.checkpoint), "--out", str(out), "threads=1"]) == 0
-    own, digits, words = said.getvalue().split("held out ")
-    assert "held-out prompts" in own and digits.startswith("digits\ngreedy   pass@1 100.00% of 1 ")
+    _, own, digits, words = said.getvalue().split("held out ")
+    assert own.startswith("the task's own\ngreedy   pass@1 ")
+    assert digits.startswith("digits\ngreedy   pass@1 100.00% of 1 ")
     assert words.startswith("words\ngreedy   pass@1 0.00% of 4 ")
     scores = {}
     for row in map(json.loads, out.read_text().splitlines()):
@@ -84,7 +85,8 @@ def test_other_sets_are_another_runs_and_the_same_ones_go_on(stopped, sets):
     given = (*SMALL, "eval.save_samples=true", "resume=auto")
     with ForkedJob(*given, run_dir=stopped.run_dir) as job:
         assert job.wait() == BAD_INPUT
-        assert "other held-out prompts: eval.sets.digits.chat: true in the checkpoint" in job.output
+        assert "other held-out prompts: eval.sets." in job.output
+        assert "eval.sets.digits.kind: one_prompt in the checkpoint, null now" in job.output
     with ForkedJob(*given, sets, run_dir=stopped.run_dir, ranks=2) as job:
         assert job.wait() == 0, job.output
         assert "resumed from step_2" in job.output

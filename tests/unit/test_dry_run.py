@@ -191,3 +191,12 @@ def test_a_prompt_costs_its_length_times_the_layers_and_checkpointing_saves_most
     assert long / short == pytest.approx(2, rel=0.1)
     saved = activation_bytes(config, MicrobatchSize(1, 1, 4096, 64), itemsize=2, checkpointing=True)
     assert saved < long / 5
+
+
+def test_it_lists_what_evaluations_ask_where_there_are_sets(capsys):
+    given = ("eval.num_prompts=6", "eval.sets={sums: {kind: addition, num_prompts: 4}}")
+    output = said(capsys, *given)
+    assert "held out the task's own: 6 prompts of addition, the first '25+60='" in output
+    assert "held out sums: 4 prompts of addition, the first '25+60='" in output
+    assert "held out sums: not asked, with eval.every=0" in said(capsys, *given, "eval.every=0")
+    assert "held out " not in said(capsys, "eval.num_prompts=6")
