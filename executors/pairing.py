@@ -25,6 +25,7 @@ from llamarl.inference.offline import completions_of
 from llamarl.tasks.base import PromptMaker
 from llamarl.tasks.pairs import Candidate, PairRule, Tally, label, row_of
 from llamarl.tasks.source import Outcome
+from llamarl.tasks.special import text_ids
 from llamarl.types import Completion, Prompt
 
 STREAM = 3  # of the engine's samples; training has 0, evaluations have 1 and 2
@@ -233,4 +234,4 @@ class PairMaker:
         return self._tokenizer.decode(token_ids, skip_special_tokens=True)
 
     def _ids(self, text: str) -> list[int]:
-        return self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        return text_ids(self._tokenizer, text)

@@ -54,8 +54,9 @@ class Victim(Executor):
     produces  "answered", "eval_answered": each with its answers, as soon as it has all
 
     build_engine: of the device, with its weights. decode: the text of an attack's tokens. read: an
-    attack's text -> the victim's prompt, token ids [P]. max_prompt_tokens: a longer one is an
-    error. An attack without text is an abstention, and so is one that was aborted.
+    attack's text -> the victim's prompt, token ids [P]; what it raises ValueError for is an error,
+    and so is a prompt of more than max_prompt_tokens. An attack without text is an abstention, and
+    so is one that was aborted.
     reproducible: the attacks of a ticket, or of an evaluation, are answered together and alone, so
     that what is batched does not depend on timing; else whatever there is room for.
     """
@@ -163,7 +164,11 @@ class Victim(Executor):
         if not text.strip():
             self._send_unasked(attack, "abstain", "the attack is empty")
             return
-        prompt_ids = torch.tensor(self.read(text), dtype=torch.int64)
+        try:
+            prompt_ids = torch.tensor(self.read(text), dtype=torch.int64)
+        except ValueError as error:
+            self._send_unasked(attack, "error", f"the attack cannot be read: {error}")
+            return
         most = self.max_prompt_tokens
         if not 0 < prompt_ids.numel() <= most:
             what = f"{prompt_ids.numel()} tokens of the victim, which reads 1 to {most}"

@@ -256,8 +256,8 @@ class ModelQueue:
         return list(zip(keys, scores_N.tolist())), sum(one.num_tokens for one in asked)
 
     def put(self, batch: dict[int, Item]) -> Outcomes:
-        """Queue the items of a batch by their prompts. The errors of those that are too long, or
-        empty.
+        """Queue the items of a batch by their prompts. The errors of those that are too long, are
+        empty or cannot be read.
         """
         errors: Outcomes = []
         context = self.model.decoder.config.max_position_embeddings
@@ -268,7 +268,11 @@ class ModelQueue:
         for items in by_prompt.values():
             tokens = {}
             for key, item in items.items():
-                ids = self._tokens_of(item)
+                try:
+                    ids = self._tokens_of(item)
+                except ValueError as error:
+                    errors.append((key, Outcome.error(str(error))))
+                    continue
                 size = ids.numel()
                 if 0 < size <= context:
                     tokens[key] = ids
@@ -315,7 +319,7 @@ class ModelQueue:
         self.pending = 0
 
     def _tokens_of(self, item: Item) -> Tensor:
-        """All tokens [P + L] of an item, as the model reads it."""
+        """All tokens [P + L] of an item, as the model reads it. ValueError."""
         transcript = self.model.settings.transcript
         if transcript is None:
             return torch.cat([item.prompt.prompt_ids, item.token_ids])

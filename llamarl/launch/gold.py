@@ -16,6 +16,7 @@ from llamarl.launch.sources import samples_of
 from llamarl.models.config import read_config
 from llamarl.tasks.held_out import EvalSet, set_of
 from llamarl.tasks.pool import check_reward
+from llamarl.tasks.special import text_ids
 from llamarl.types import Prompt
 
 
@@ -96,7 +97,7 @@ def reference_ids(job: Job, text: str) -> Tensor:
     """The tokens [L] of an answer as the policy would have sampled it: tokenised apart from its
     prompt, with the end token.
     """
-    ids = job.tokenizer(text, add_special_tokens=False)["input_ids"]
+    ids = text_ids(job.tokenizer, text)
     end = job.tokenizer.eos_token_id
     if end is not None:
         ids = [*ids, end]

@@ -366,8 +366,10 @@ class Job:
         return {"chat": chat, "system_prompt": scored.system_prompt}
 
     def victim_prompt_ids(self, attack: str) -> list[int]:
-        """What the victim reads of an attack: token ids [P]."""
-        return self._victim_maker.ids(self.config.victim.template.replace(ATTACK, attack))
+        """What the victim reads of an attack: token ids [P]. ValueError for one that its tokenizer
+        cannot tell from special tokens.
+        """
+        return self._victim_maker.filled_ids(self.config.victim.template, ATTACK, attack)
 
     @cached_property
     def _victim_maker(self) -> PromptMaker:

@@ -17,6 +17,7 @@ from llamarl.tasks.by_set import RewardsBySet
 from llamarl.tasks.classifier import Classifier, ClassifierSettings
 from llamarl.tasks.pool import RewardPool, Sample, check_reward
 from llamarl.tasks.source import MakeSource, Outcome, commonest, try_source, with_sampled
+from llamarl.tasks.special import text_ids
 
 NUM_SAMPLES = 3
 
@@ -102,7 +103,7 @@ def samples_of(job: Job) -> list[Sample]:
     for number in range(min(NUM_SAMPLES, job.task.num_train)):
         prompt = job.task.train_prompt(number)
         text = str(prompt.meta.get("answer", "")) or prompt.text
-        token_ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
+        token_ids = text_ids(tokenizer, text)
         if tokenizer.eos_token_id is not None:
             token_ids.append(tokenizer.eos_token_id)
         raw_text = tokenizer.decode(token_ids, skip_special_tokens=False)

@@ -115,7 +115,8 @@ class PolicyEmbedder:
         return list(self._decoder.parameters())
 
     def _ids_of(self, text: str) -> list[int]:
-        ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        asked = {"add_special_tokens": False, "split_special_tokens": True}
+        ids = self._tokenizer(text, **asked)["input_ids"]
         context = self._decoder.config.max_position_embeddings
         return ids[:context] or [self._tokenizer.eos_token_id or 0]
 
@@ -169,7 +170,8 @@ class EncoderEmbedder:
     def embed(self, texts: Sequence[str]) -> Tensor:
         ids = []
         for text in texts:
-            own = self._tokenizer(text, truncation=True, max_length=self._longest)["input_ids"]
+            asked = {"truncation": True, "max_length": self._longest, "split_special_tokens": True}
+            own = self._tokenizer(text, **asked)["input_ids"]
             ids.append(own or [self._tokenizer.pad_token_id or 0])
         vectors_NE = torch.zeros(len(texts), self._model.config.hidden_size)
         for places in collate([len(own) for own in ids], self._budget):

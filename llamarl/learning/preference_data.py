@@ -30,11 +30,11 @@ from llamarl.tasks.base import (
     PromptMaker,
     check_chat_template,
     refused_by_template,
-    template_ids,
 )
 from llamarl.tasks.build import hold_out
 from llamarl.tasks.conversation import messages_of, shown
 from llamarl.tasks.jsonl import check_keys, read_jsonl
+from llamarl.tasks.special import Spelled, chat_ids, text_ids
 from llamarl.types import Message
 
 SIDES = ("chosen", "rejected")
@@ -99,7 +99,9 @@ class _Reader:
 
     def read(self, path: str | Path) -> list[Preference]:
         """All pairs of a file that are not too long."""
+        self._spelled = Spelled(self._tokenizer)
         pairs = read_jsonl(path, self._pair)
+        self._spelled.warn(str(path), len(pairs))
         kept = [pair for pair in pairs if pair is not None]
         if len(kept) < len(pairs):
             log.warning(
@@ -120,6 +122,8 @@ class _Reader:
         margin = _margin(row.get("margin"))
         prompt = _prompt(row["prompt"])
         chosen, rejected = (_answer(row[side], prompt, side) for side in SIDES)
+        asked = [prompt] if isinstance(prompt, str) else [turn.content for turn in prompt]
+        self._spelled.note([*asked, chosen, rejected])
         if chosen == rejected:
             raise ValueError("both answers are equal: there is nothing to prefer; leave it out")
         pair = Preference(
@@ -147,10 +151,10 @@ class _Reader:
         check_chat_template(self._tokenizer)
         turns = [message.to_dict() for message in prompt]
         with refused_by_template():
-            return template_ids(self._tokenizer, turns)
+            return chat_ids(self._tokenizer, turns, reply=True)
 
     def _answer_ids(self, text: str) -> torch.Tensor:
-        ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        ids = text_ids(self._tokenizer, text)
         return torch.tensor([*ids, self._tokenizer.eos_token_id])
 
 

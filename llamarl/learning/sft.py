@@ -25,6 +25,7 @@ from llamarl.learning.segments import sum_by
 from llamarl.learning.supervised import Sums
 from llamarl.models.attention import PackedAttention
 from llamarl.models.build import Decoder
+from llamarl.tasks.special import text_ids
 from llamarl.types import Prompt
 
 
@@ -77,10 +78,10 @@ def make_pair(prompt: Prompt, tokenizer, max_tokens: int) -> Pair:
 
 def answered(prompt_ids: Tensor, text: str, tokenizer) -> Pair:
     """A prompt and the text to learn behind it, which ends with the end token. ValueError if there
-    is none.
+    is none, or as `text_ids`.
     """
     check_end_token(tokenizer)
-    completion = tokenizer(text, add_special_tokens=False)["input_ids"]
+    completion = text_ids(tokenizer, text)
     return pair_of(prompt_ids, torch.tensor([*completion, tokenizer.eos_token_id]))
 
 

@@ -24,10 +24,11 @@ import torch
 
 from llamarl.learning.sft import Pair, answered, check_end_token
 from llamarl.learning.supervised import RowsToRead
-from llamarl.tasks.base import PromptMaker
+from llamarl.tasks.base import PromptMaker, refused_by_template
 from llamarl.tasks.build import hold_out
 from llamarl.tasks.conversation import messages_of
 from llamarl.tasks.jsonl import check_keys, read_jsonl
+from llamarl.tasks.special import Spelled, shown_turns, special_tokens
 
 ANSWER_KEYS = ("completion", "answer")  # where the row says nothing else
 
@@ -59,11 +60,15 @@ def read_pairs(
         tokenizer, chat=chat, system_prompt=system_prompt, max_prompt_tokens=max_tokens
     )
 
+    spelled = Spelled(tokenizer)
+
     def to_pair(row: dict) -> Pair | None:
         if messages_key in row:
             pair = conversation_pair(row[messages_key], tokenizer)
+            spelled.note([message["content"] for message in row[messages_key]])
         else:
             pair = _prompt_pair(row, tokenizer, maker, prompt_key, answer_key)
+            spelled.note([str(row[prompt_key]), str(row[_key_of_answer(row, answer_key)])])
         if pair.token_ids.numel() > max_tokens and drop_long:
             return None
         if pair.token_ids.numel() > max_tokens:
@@ -74,6 +79,7 @@ def read_pairs(
         return pair
 
     pairs = read_jsonl(path, to_pair)
+    spelled.warn(str(path), len(pairs))
     kept = [pair for pair in pairs if pair is not None]
     if len(kept) < len(pairs):
         num_dropped = len(pairs) - len(kept)
@@ -146,16 +152,15 @@ def conversation_pair(messages: object, tokenizer) -> Pair:
         )
 
     def shown(count: int, reply: bool) -> str:
-        from jinja2.exceptions import TemplateError
-
-        try:
+        with refused_by_template():
             return tokenizer.apply_chat_template(
                 messages[:count], tokenize=False, add_generation_prompt=reply
             )
-        except TemplateError as error:
-            raise ValueError(f"the chat template refuses it: {error}") from error
 
-    whole = shown(len(messages), reply=False)
+    with refused_by_template():
+        marked = shown_turns(tokenizer, messages, reply=False)
+    whole = marked.text
+    ids_of = special_tokens(tokenizer).ids
     at = 0
     ids: list[int] = []
     learned: list[bool] = []
@@ -169,8 +174,8 @@ def conversation_pair(messages: object, tokenizer) -> Pair:
                 f"the chat template shows message {i + 1} otherwise once others follow it, so its "
                 "tokens are not those of a reply; split the conversation into one row a reply"
             )
-        context = tokenizer(given[at:], add_special_tokens=False)["input_ids"]
-        reply = tokenizer(done[len(given) :], add_special_tokens=False)["input_ids"]
+        context = ids_of(marked.part(at, len(given)))
+        reply = ids_of(marked.part(len(given), len(done)))
         # What the template puts behind the end token is never sampled: it belongs to the next
         # turn's context.
         ends = [place for place, token in enumerate(reply) if token == tokenizer.eos_token_id]
@@ -189,7 +194,7 @@ def conversation_pair(messages: object, tokenizer) -> Pair:
 def _prompt_pair(
     row: dict, tokenizer, maker: PromptMaker, prompt_key: str, answer_key: str | None
 ) -> Pair:
-    key = answer_key or next((k for k in ANSWER_KEYS if k in row), ANSWER_KEYS[0])
+    key = _key_of_answer(row, answer_key)
     check_keys(row, prompt_key, key)
     for needed in (prompt_key, key):
         if not isinstance(row[needed], (str, int, float)):
@@ -203,6 +208,10 @@ def _prompt_pair(
             "the first token needs something to look at"
         )
     return answered(torch.tensor(prompt_ids), str(row[key]), tokenizer)
+
+
+def _key_of_answer(row: dict, answer_key: str | None) -> str:
+    return answer_key or next((key for key in ANSWER_KEYS if key in row), ANSWER_KEYS[0])
 
 
 def _check_messages(messages: object) -> None:

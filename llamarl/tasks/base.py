@@ -24,6 +24,7 @@ from typing import Protocol
 import torch
 
 from llamarl.tasks.conversation import text_of, with_system
+from llamarl.tasks.special import Shown, chat_ids, special_tokens, text_ids, warn_of_spelled
 from llamarl.types import Message, Prompt
 
 log = logging.getLogger(__name__)
@@ -164,8 +165,40 @@ class PromptMaker:
         """The prompt ids [P] of a question."""
         turns = self.turns(question)
         if isinstance(turns, str):
-            return list(self.tokenizer.encode(turns))
-        return template_ids(self.tokenizer, turns)
+            return text_ids(self.tokenizer, turns, add_special_tokens=True)
+        return chat_ids(self.tokenizer, turns, reply=True)
+
+    def filled_ids(self, template: str, field: str, text: str) -> list[int]:
+        """The prompt ids [P] of somebody's text that stands for `field` in a template. What the
+        template writes may be special tokens. ValueError as `chat_ids`.
+        """
+        special = special_tokens(self.tokenizer)
+        turns = self.turns(template)
+        is_text = isinstance(turns, str)
+        contents = [turns] if is_text else [turn["content"] for turn in turns]
+        own = contents[-1].split(field)  # a system prompt may be in front
+        spans = []
+        filled = own[0]
+        for part in own[1:]:
+            begin = len(filled)
+            filled += text
+            spans.append((begin, len(filled)))
+            filled += part
+        foreign = []
+        for begin, end in spans:
+            foreign += special.foreign_in(filled, begin, end)
+        if is_text:
+            return special.ids(Shown(filled, tuple(foreign)), add_special_tokens=True)
+        *before, last = turns
+        asked = [*before, {**last, "content": filled}]
+        of_each = [special.foreign_in(turn["content"]) for turn in before]
+        return chat_ids(self.tokenizer, asked, reply=True, foreign=[*of_each, foreign])
+
+    def spells_special(self, question: str | tuple[Message, ...]) -> bool:
+        """Whether a question spells a special token, which is read as plain text."""
+        texts = [question] if isinstance(question, str) else [turn.content for turn in question]
+        spelling = special_tokens(self.tokenizer).spelling
+        return any(spelling(text) is not None for text in texts)
 
     def num_tokens(self, questions: Sequence[str | tuple[Message, ...]]) -> list[int]:
         """How long the prompts of questions are, in tokens: encoded together where the tokenizer
@@ -174,6 +207,13 @@ class PromptMaker:
         if not callable(self.tokenizer):
             return [len(self.ids(question)) for question in questions]
         texts = [self.turns(question) for question in questions]
+        usual = [place for place, text in enumerate(texts) if not self._is_suspect(text)]
+        lengths = [0] * len(questions)
+        for place in set(range(len(questions))).difference(usual):
+            lengths[place] = len(self.ids(questions[place]))
+        if not usual:
+            return lengths
+        texts = [texts[place] for place in usual]
         if self._chat:
             texts = self.tokenizer.apply_chat_template(
                 texts, add_generation_prompt=True, tokenize=False
@@ -182,7 +222,16 @@ class PromptMaker:
         encoded = self.tokenizer(
             texts, add_special_tokens=not self._chat, return_attention_mask=False, verbose=False
         )
-        return [len(ids) for ids in encoded["input_ids"]]
+        for place, ids in zip(usual, encoded["input_ids"]):
+            lengths[place] = len(ids)
+        return lengths
+
+    def _is_suspect(self, turns: str | list[dict[str, str]]) -> bool:
+        """Whether what the model reads could hold spellings of special tokens."""
+        special = special_tokens(self.tokenizer)
+        if isinstance(turns, str):
+            return special.spelling(turns) is not None
+        return any(special.suspects(turn["content"]) for turn in turns)
 
     def surely_fits(self, text: str) -> bool:
         """Whether the size in bytes of a text alone says that its prompt is short enough."""
@@ -235,14 +284,6 @@ def refused_by_template() -> Iterator[None]:
         raise ValueError(f"the chat template refuses it: {error}") from error
 
 
-def template_ids(tokenizer: Tokenizer, turns: list[dict[str, str]]) -> list[int]:
-    """The token ids [P] of turns in the tokenizer's chat template, where an answer is to begin."""
-    ids = tokenizer.apply_chat_template(
-        turns, add_generation_prompt=True, tokenize=True, return_dict=False
-    )
-    return list(ids)
-
-
 class ListTask:
     """A Task over two sequences of examples. Tokenises on demand; prompts over the limit are
     dropped with one warning.
@@ -286,6 +327,15 @@ class ListTask:
                 len(held_out),
                 limit,
             )
+        spelled = fitting.spelled + fitting_eval.spelled
+        if spelled:
+            source, own = (train, fitting) if fitting.spelled else (held_out, fitting_eval)
+            warn_of_spelled(
+                f"task {name}",
+                spelled,
+                len(train) + len(held_out),
+                first=_place_of(source, 0, own.first_spelled),
+            )
         if trains and not self.num_train:
             raise ValueError(
                 f"task {name}: none of {len(train)} training prompts fits "
@@ -307,6 +357,8 @@ class Fitting:
 
     places: array  # of int64, ascending
     digest: str  # SHA-256 over those examples
+    spelled: int = 0  # how many of all the examples spell a special token
+    first_spelled: int | None = None  # the first of these, by place
 
 
 def fitting_of(
@@ -321,15 +373,19 @@ def fitting_of(
     digest = hashlib.sha256()
     walk = iter(examples)
     begin = 0
+    spelled: list[int] = []
     batch = list(itertools.islice(walk, BATCH))
     while batch:
+        for place, example in enumerate(batch):
+            if maker.spells_special(example.prompt):
+                spelled.append(begin + place)
         for place in _fitting_places(maker, batch, partial(_place_of, examples, begin)):
             places.append(begin + place)
             digest.update(json_of(*batch[place].values))
         begin += len(batch)
         on_batch(len(batch))
         batch = list(itertools.islice(walk, BATCH))
-    return Fitting(places, digest.hexdigest())
+    return Fitting(places, digest.hexdigest(), len(spelled), next(iter(spelled), None))
 
 
 def _fitting_places(
@@ -338,11 +394,13 @@ def _fitting_places(
     """Which examples of a batch fit, by place. place_of: where one is, for messages."""
     from jinja2.exceptions import TemplateError
 
-    # A conversation is always looked at: a template may refuse it.
+    # A conversation is always looked at: a template may refuse it. So is a text that spells a
+    # special token, which may have no other tokens.
     doubtful = []
     fitting = []
     for place, example in enumerate(batch):
-        if isinstance(example.prompt, str) and maker.surely_fits(example.prompt):
+        is_plain = isinstance(example.prompt, str) and not maker.spells_special(example.prompt)
+        if is_plain and maker.surely_fits(example.prompt):
             fitting.append(place)
         else:
             doubtful.append(place)
@@ -352,8 +410,9 @@ def _fitting_places(
         lengths = maker.num_tokens([batch[place].prompt for place in doubtful])
     except (ValueError, TemplateError):
         for place in doubtful:
-            if not isinstance(batch[place].prompt, str):
-                _check_conversation(maker, batch[place].prompt, place_of(place))
+            question = batch[place].prompt
+            if not isinstance(question, str) or maker.spells_special(question):
+                _check_question(maker, question, place_of(place))
         raise
     for place, length in zip(doubtful, lengths):
         if length <= maker.max_prompt_tokens:
@@ -361,11 +420,11 @@ def _fitting_places(
     return sorted(fitting)
 
 
-def _check_conversation(maker: PromptMaker, turns: tuple[Message, ...], where: str) -> None:
-    """ValueError, naming the place, if a conversation can be put into no template."""
+def _check_question(maker: PromptMaker, question: str | tuple[Message, ...], where: str) -> None:
+    """ValueError, naming the place, if a question can be put into no template."""
     try:
         with refused_by_template():
-            maker.ids(turns)
+            maker.ids(question)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from llamarl.models.directory import architecture_in, read_json
 from llamarl.models.hf import check_encoder_directory, check_finite
 from llamarl.tasks.source import Outcome, Outcomes
+from llamarl.tasks.special import special_tokens
 from llamarl.words.choices import ClassifierOutput, ClassifierReads
 
 # Parts of the model types whose positions begin behind the pad token's, as RoBERTa's do.
@@ -118,7 +119,11 @@ class Classifier:
         outcomes: Outcomes = []
         asked = []
         for key, prompt, completion in batch:
-            ids = self._encoded(prompt, completion)
+            try:
+                ids = self._encoded(prompt, completion)
+            except ValueError as error:
+                outcomes.append((key, Outcome.error(str(error))))
+                continue
             size = len(ids["input_ids"])
             if size > self._settings.max_tokens:
                 what = f"{size} tokens, and the encoder reads {self._settings.max_tokens}"
@@ -137,8 +142,12 @@ class Classifier:
         self._model = None
 
     def _encoded(self, prompt: str, completion: str) -> dict[str, list[int]]:
+        """ValueError for texts that cannot be told from special tokens."""
         texts = (prompt, completion) if self._settings.reads == "pair" else (completion,)
-        return dict(self._tokenizer(*texts, truncation=False))
+        ids = dict(self._tokenizer(*texts, truncation=False, split_special_tokens=True))
+        harmless = self._tokenizer(*["0"] * len(texts))["input_ids"]
+        special_tokens(self._tokenizer).check_like(ids["input_ids"], harmless, texts)
+        return ids
 
     @torch.inference_mode()
     def _scores(self, texts: list[dict[str, list[int]]]) -> Tensor:

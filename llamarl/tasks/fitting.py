@@ -24,7 +24,7 @@ import numpy as np
 
 from llamarl.tasks.base import Fitting, Tokenizer
 
-FORMAT = 1  # of what is remembered, and of how prompts are made
+FORMAT = 2  # of what is remembered, and of how prompts are made
 SOON_S = 3.0  # until how far it is is said
 TOLD_EVERY_S = 5.0
 
@@ -80,6 +80,8 @@ def to_values(fitting: Fitting, count: int) -> dict[str, object]:
         "count": count,
         "fitting": base64.b64encode(packed).decode(),
         "digest": fitting.digest,
+        "spelled": fitting.spelled,
+        "first_spelled": fitting.first_spelled,
     }
 
 
@@ -91,10 +93,14 @@ def from_values(values: object, count: int) -> Fitting:
         packed = zlib.decompress(base64.b64decode(values["fitting"], validate=True))
         bits = np.unpackbits(np.frombuffer(packed, dtype=np.uint8), count=count)
         digest = str(values["digest"])
+        spelled = int(values["spelled"])
+        first = values["first_spelled"]
+        if first is not None:
+            first = int(first)
     except (KeyError, TypeError, zlib.error) as error:
         raise ValueError(f"{type(error).__name__}: {error}") from error
     places = np.flatnonzero(bits).astype(np.int64)
-    return Fitting(array("q", places.tobytes()), digest)
+    return Fitting(array("q", places.tobytes()), digest, spelled, first)
 
 
 class Tell:

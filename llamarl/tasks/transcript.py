@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from llamarl.tasks.base import Tokenizer
 from llamarl.tasks.conversation import text_of, with_system
+from llamarl.tasks.special import chat_ids, text_ids
 from llamarl.types import Message
 
 
@@ -35,7 +36,7 @@ class Transcript:
         self, prompt: str | tuple[Message, ...], completion: str, *, has_ended: bool
     ) -> list[int]:
         """The token ids [P + L] of a prompt, a text or the turns of a conversation, and its
-        completion.
+        completion. ValueError as `chat_ids`.
         """
         answer = Message("assistant", completion)
         if isinstance(prompt, str) and self.chat:
@@ -46,12 +47,10 @@ class Transcript:
             return self._end_to_end(text_of((*prompt, answer)), has_ended)
         else:
             turns = (*prompt, answer)
-        template = self._tokenizer.apply_chat_template
-        shown = [turn.to_dict() for turn in turns]
-        return list(template(shown, tokenize=True, return_dict=False))
+        return chat_ids(self._tokenizer, [turn.to_dict() for turn in turns], reply=False)
 
     def _end_to_end(self, text: str, has_ended: bool) -> list[int]:
-        ids = list(self._tokenizer.encode(text))
+        ids = text_ids(self._tokenizer, text, add_special_tokens=True)
         return ids + self._end if has_ended else ids
 
 

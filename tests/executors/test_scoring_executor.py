@@ -266,6 +266,22 @@ def test_another_tokenizers_model_reads_the_text(build, scorer, tmp_path):
     close_to(group.rewards[:2], transformers_scores(scorer, [asked_of(read)]))
 
 
+def test_a_completion_that_cannot_be_read_is_an_error_of_its_own(build, scorer, monkeypatch):
+    theirs = load_tokenizer(tiny_directory())
+    transcript = Transcript(theirs, chat=False, system_prompt=None)
+    usual = transcript.ids
+    refused = words(completion(0, 1).token_ids.tolist())
+
+    def ids(prompt, text, *, has_ended):
+        if text == refused:
+            raise ValueError("it spells one")
+        return usual(prompt, text, has_ended=has_ended)
+
+    monkeypatch.setattr(transcript, "ids", ids)
+    group = feed(build(transcript=transcript), *(completion(0, i) for i in range(SIZE)))[0]
+    assert group.outcomes == ("score", "error", "score")
+
+
 def test_a_chat_template_closes_the_turn(tmp_path):
     theirs = load_tokenizer(tiny_directory())
     theirs.chat_template = (

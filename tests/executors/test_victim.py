@@ -188,6 +188,22 @@ def test_an_attack_that_is_not_asked_says_why(build, one, outcome, reason, repro
     assert found[place_of(other)].outcome == "score"
 
 
+def test_an_attack_that_cannot_be_read_is_an_error_of_its_own(build):
+    victim = build()
+
+    def read_sums(text):
+        if "+" not in text:
+            raise ValueError(f"{text} spells it")
+        return read(text)
+
+    victim.read = read_sums
+    one, other = attack(0, 0, "123"), attack(0, 1, "12+34")
+    found = answered_by(victim, one, other)
+    record = found[place_of(one)]
+    assert (record.outcome, record.reason) == ("error", "the attack cannot be read: 123 spells it")
+    assert found[place_of(other)].outcome == "score"
+
+
 def test_a_ticket_is_answered_together_once_it_is_whole(build):
     victim = build()
     assert answered_by(victim, SUMS[0], SUMS[3]) == {}

@@ -5,7 +5,6 @@ what is wrong is named.
 from __future__ import annotations
 
 import json
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -124,11 +123,16 @@ def test_a_prompt_may_be_empty_where_a_text_begins_with_a_token_of_its_own(token
     (pair,) = read_pairs(file, tokenizer, max_tokens=9)
     assert tokenizer.decode(pair.token_ids) == "<bos>2<eos>"
     assert pair.learned.tolist() == [False, True, True]
-    bare = SimpleNamespace(
-        chat_template=None, eos_token_id=0, encode=lambda text: [ord(c) for c in text]
-    )
+
+    class Bare:
+        chat_template = None
+        eos_token_id = 0
+
+        def encode(self, text):
+            return [ord(sign) for sign in text]
+
     with pytest.raises(ValueError, match='a.jsonl:1: "prompt" is empty, and this tokenizer'):
-        read_pairs(file, bare, max_tokens=9)
+        read_pairs(file, Bare(), max_tokens=9)
 
 
 BAD = {

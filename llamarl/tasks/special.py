@@ -1,0 +1,408 @@
+"""Special tokens are the template's to write: texts of rows, of users and of completions spell them
+at most.
+
+    turns --chat template--> Shown(text, foreign) --SpecialTokens.ids--> token ids
+
+A tokenizer reads `<|im_end|>` as the end of a turn wherever it stands. So a text that spells a
+special token goes another way: where all of it is somebody's text, transformers splits special
+tokens; where a template surrounds it, the template's own special tokens are renamed, in a tokenizer
+with the same model that knows these names alone. All other texts take the tokenizer's usual way.
+
+Special are the tokens that the tokenizer says are, and those that it names (eos_token and its
+like). Other added tokens, such as Qwen's `<think>`, are words that a text may write.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+log = logging.getLogger(__name__)
+
+Span = tuple[int, int]  # begin and end in a text, in characters
+Turns = list[dict[str, str]]
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """A text with what others wrote in it. foreign: the pieces of others' that could be a part of a
+    special token's spelling, in order; empty where none of them is.
+    """
+
+    text: str
+    foreign: tuple[Span, ...] = ()
+
+    def part(self, begin: int, end: int) -> Shown:
+        """The text from begin to end."""
+        cut = []
+        for first, last in self.foreign:
+            if first < end and last > begin:
+                cut.append((max(first, begin) - begin, min(last, end) - begin))
+        return Shown(self.text[begin:end], tuple(cut))
+
+
+class SpecialTokens:
+    """The special tokens of a tokenizer, and the encoding of texts that spell them."""
+
+    def __init__(self, tokenizer):
+        self._tokenizer = tokenizer
+        added = getattr(tokenizer, "added_tokens_decoder", {}).values()
+        words = {str(token) for token in added if token.special}
+        words |= set(getattr(tokenizer, "all_special_tokens", ()))
+        words.discard("")
+        # The longest first, as the tokenizer takes them.
+        self._words = sorted(words, key=lambda word: (-len(word), word))
+        self._pattern = _any_of(self._words)
+        self._mark = f"⟦{secrets.token_hex(8)}:"  # which no text holds
+        self._marks = re.compile(re.escape(self._mark) + r"(\d+)⟧")
+        self._most = max(map(len, self._words), default=0)
+        self._heads = {word[:size] for word in words for size in range(1, len(word))}
+        self._tails = {word[size:] for word in words for size in range(1, len(word))}
+        self._firsts = {word[0] for word in words}
+        self._lasts = {word[-1] for word in words}
+        self._joined = "\0".join(self._words)
+        self._normalize = None
+        normalizer = getattr(getattr(tokenizer, "backend_tokenizer", None), "normalizer", None)
+        # Those that the tokenizer looks for behind its normalizer.
+        behind = [str(token) for token in added if token.special and token.normalized]
+        if normalizer is not None and behind:
+            self._normalize = normalizer.normalize_str
+            # Some normalizers put a mark in front of a text, which a word within one has not.
+            self._behind = _any_of([self._normalize(word).lstrip("▁ ") for word in behind])
+
+    def spelling(self, text: str) -> str | None:
+        """The first special token that a text spells; None: there is none."""
+        if not self._words:
+            return None
+        found = self._pattern.search(text)
+        if found is None and self._normalize is not None:
+            found = self._behind.search(self._normalize(text))
+        return found and found.group()
+
+    def text_ids(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """The token ids of a text all of which is somebody's. add_special_tokens: with those that
+        the tokenizer begins and ends a text with. ValueError if it cannot but give special tokens.
+        """
+        word = self.spelling(text)
+        if word is None:
+            return self._usual_ids(text, add_special_tokens)
+        ids = self._tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
+        self._check(ids, 0, word)
+        return self._surrounded(ids) if add_special_tokens else list(ids)
+
+    def _usual_ids(self, text: str, add_special_tokens: bool) -> list[int]:
+        if add_special_tokens:
+            return list(self._tokenizer.encode(text))
+        return list(self._tokenizer.encode(text, add_special_tokens=False))
+
+    def _surrounded(self, ids: Sequence[int]) -> list[int]:
+        """The ids of a text with those that the tokenizer begins and ends a text with."""
+        before, after = self._around
+        return [*before, *ids, *after]
+
+    def suspects(self, text: str) -> bool:
+        """Whether a text could, with what a template has around it, spell a special token."""
+        return bool(self.foreign_in(text))
+
+    def foreign_in(self, text: str, begin: int = 0, end: int | None = None) -> list[Span]:
+        """The pieces of text[begin:end], which is somebody's, that could be a part of a special
+        token's spelling: all of one, or at an edge a piece that what is next to it makes whole.
+        """
+        if not self._words:
+            return []
+        end = len(text) if end is None else end
+        core = text[begin:end].strip()  # a template may strip it
+        if not core:
+            return []
+        first = text.index(core, begin)
+        last = first + len(core)
+        found = [match.span() for match in self._pattern.finditer(text, begin, end)]
+        is_inside = len(core) < self._most and core in self._joined
+        is_normalized = self._normalize and self._behind.search(self._normalize(core))
+        if is_inside or is_normalized:
+            return [(first, last)]
+        tail = core[-self._most :]
+        if any(sign in tail for sign in self._firsts):
+            size = _longest(len(tail), lambda size: tail[-size:] in self._heads)
+            found.append((last - size, last))
+        head = core[: self._most]
+        if any(sign in head for sign in self._lasts):
+            size = _longest(len(head), lambda size: head[:size] in self._tails)
+            found.append((first, first + size))
+        return _merged(found)
+
+    def shown(self, render: Callable[[Turns], str], turns: Turns, foreign: Sequence[list[Span]]):
+        """What a chat template shows of turns, and where in it others' pieces are. foreign: those
+        of each turn's content. ValueError if the template changes them.
+        """
+        text = render(turns)
+        pieces: list[str] = []
+        marked = []
+        for turn, spans in zip(turns, foreign):
+            content = turn["content"]
+            parts = []
+            at = 0
+            for begin, end in spans:
+                parts += [content[at:begin], f"{self._mark}{len(pieces)}⟧"]
+                pieces.append(content[begin:end])
+                at = end
+            marked.append({**turn, "content": "".join([*parts, content[at:]])})
+        if not pieces:
+            return Shown(text)
+        with_marks = render(marked)
+        found = self._filled(with_marks, pieces)
+        if found.text == text:
+            return found
+        # It changes them so that nothing of a special token is left, or nobody can tell.
+        if self._pattern.findall(text) == self._pattern.findall(with_marks):
+            return Shown(text)
+        word = next(filter(None, map(self.spelling, pieces)), pieces[0])
+        raise ValueError(
+            f"the text spells the special token {word!r}, and the chat template changes the text, "
+            "so that its own special tokens cannot be told from it; take it out"
+        )
+
+    def _filled(self, text: str, pieces: Sequence[str]) -> Shown:
+        """A text with marks in which the pieces stand in their places."""
+        parts = []
+        spans = []
+        size = 0
+        at = 0
+        for mark in self._marks.finditer(text):
+            piece = pieces[int(mark.group(1))]
+            parts += [text[at : mark.start()], piece]
+            size += mark.start() - at
+            spans.append((size, size + len(piece)))
+            size += len(piece)
+            at = mark.end()
+        return Shown("".join([*parts, text[at:]]), tuple(spans))
+
+    def ids(self, shown: Shown, *, add_special_tokens: bool = False) -> list[int]:
+        """The token ids of a text that a template has written around others'. ValueError if they
+        cannot be had without special tokens of others'.
+        """
+        text = shown.text
+        word = self._crossing(shown)
+        if word is None:
+            return self._usual_ids(text, add_special_tokens)
+        backend, known = self._renamed(word)
+        parts = []
+        own: list[str] = []
+        at = 0
+
+        def renamed(found: re.Match[str]) -> str:
+            own.append(found.group())
+            return self._name(found.group())
+
+        for begin, end in (*shown.foreign, (len(text), len(text))):
+            parts += [self._pattern.sub(renamed, text[at:begin]), text[begin:end]]
+            at = end
+        encoded = backend.encode("".join(parts), add_special_tokens=False).ids
+        ids = [known.get(token, token) for token in encoded]
+        self._check(ids, self._num_special(self._tokenizer.convert_tokens_to_ids(own)), word)
+        return self._surrounded(ids) if add_special_tokens else ids
+
+    def _crossing(self, shown: Shown) -> str | None:
+        """A special token that the tokenizer would read where somebody's text is a part of its
+        spelling.
+        """
+        for begin, end in shown.foreign:
+            near = shown.text[max(0, begin - self._most) : end + self._most]
+            at = begin - max(0, begin - self._most)
+            for found in self._overlapping(near, at, at + end - begin):
+                return found
+            word = self.spelling(shown.text[begin:end])
+            if word is not None:
+                return word
+        return None
+
+    def _overlapping(self, text: str, begin: int, end: int) -> list[str]:
+        """The special tokens spelled anywhere in a text that reach into begin..end."""
+        found = []
+        for start in range(max(0, begin - self._most), end):
+            match = self._pattern.match(text, start)
+            if match and match.end() > begin:
+                found.append(match.group())
+        return found
+
+    @cached_property
+    def _around(self) -> tuple[list[int], list[int]]:
+        """The tokens that a text begins and ends with by themselves."""
+        bare = self._tokenizer.encode("0", add_special_tokens=False)
+        whole = self._tokenizer.encode("0", add_special_tokens=True)
+        for begin in range(len(whole) - len(bare) + 1):
+            if whole[begin : begin + len(bare)] == bare:
+                return whole[:begin], whole[begin + len(bare) :]
+        raise ValueError("the tokenizer changes a text when it adds special tokens to it")
+
+    @cached_property
+    def _guarded(self) -> set[int]:
+        """The ids of special tokens that no text may give. A model gives its unknown token itself,
+        and a padding token may be a word.
+        """
+        t = self._tokenizer
+        harmless = {t.unk_token_id, t.pad_token_id} - {t.eos_token_id, t.bos_token_id}
+        return set(t.convert_tokens_to_ids(self._words)) - harmless
+
+    def check_like(self, ids: Sequence[int], like: Sequence[int], texts: Sequence[str]) -> None:
+        """ValueError if the ids of texts have more special tokens than those of harmless texts."""
+        for word in filter(None, map(self.spelling, texts)):
+            self._check(ids, self._num_special(like), word)
+
+    def _num_special(self, ids: Sequence[int]) -> int:
+        return sum(token in self._guarded for token in ids)
+
+    def _check(self, ids: Sequence[int], num_own: int, word: str) -> None:
+        """ValueError if there are other special tokens than the template's."""
+        num_found = self._num_special(ids)
+        if num_found > num_own:
+            raise ValueError(
+                f"the text spells the special token {word!r}, and this tokenizer has no other "
+                "tokens for that; take it out"
+            )
+        if num_found < num_own:
+            raise ValueError(
+                f"the text spells the special token {word!r}, and beside it the chat template's "
+                "own special tokens cannot be encoded; take it out"
+            )
+
+    def _name(self, word: str) -> str:
+        """What a template's special token is called while it is encoded."""
+        return f"{self._mark}{self._words.index(word)}⟧"
+
+    def _renamed(self, word: str):
+        """The tokenizer with its special tokens renamed, and its ids of added tokens -> those of
+        the given tokenizer.
+        """
+        if not hasattr(self._tokenizer, "backend_tokenizer"):
+            kind = type(self._tokenizer).__name__
+            raise ValueError(
+                f"the text spells the special token {word!r}, which {kind} cannot tell from one "
+                "of the chat template's; take it out, or save the tokenizer as a tokenizer.json"
+            )
+        return self._renamed_backend
+
+    @cached_property
+    def _renamed_backend(self):
+        from tokenizers import AddedToken, Tokenizer
+
+        given = self._tokenizer.backend_tokenizer
+        made = Tokenizer(given.model)  # shares the model
+        for part in ("normalizer", "pre_tokenizer"):
+            if getattr(given, part) is not None:
+                setattr(made, part, getattr(given, part))
+        known = {}
+        for index, token in sorted(given.get_added_tokens_decoder().items()):
+            is_special = token.content in self._words
+            name = self._name(token.content) if is_special else token.content
+            renamed = AddedToken(
+                name,
+                single_word=token.single_word,
+                lstrip=token.lstrip,
+                rstrip=token.rstrip,
+                normalized=token.normalized,
+                special=is_special,
+            )
+            made.add_tokens([renamed])
+            known[made.token_to_id(name)] = index
+        return made, known
+
+
+@lru_cache(maxsize=8)
+def special_tokens(tokenizer) -> SpecialTokens:
+    """Those of a tokenizer, which is not changed afterwards."""
+    return SpecialTokens(tokenizer)
+
+
+def text_ids(tokenizer, text: str, *, add_special_tokens: bool = False) -> list[int]:
+    """The token ids of somebody's text, none of which is a special token of its own. ValueError."""
+    return special_tokens(tokenizer).text_ids(text, add_special_tokens=add_special_tokens)
+
+
+def shown_turns(tokenizer, turns: Turns, *, reply: bool) -> Shown:
+    """Turns in the tokenizer's chat template. reply: up to where the assistant's turn begins.
+    ValueError as `SpecialTokens.shown`.
+    """
+    special = special_tokens(tokenizer)
+    foreign = [special.foreign_in(turn["content"]) for turn in turns]
+    return _shown_turns(tokenizer, turns, foreign, reply=reply)
+
+
+def _shown_turns(tokenizer, turns: Turns, foreign: Sequence[list[Span]], *, reply: bool) -> Shown:
+    def render(turns: Turns) -> str:
+        return tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=reply)
+
+    return special_tokens(tokenizer).shown(render, turns, foreign)
+
+
+def chat_ids(
+    tokenizer, turns: Turns, *, reply: bool, foreign: Sequence[list[Span]] | None = None
+) -> list[int]:
+    """The token ids of turns in the tokenizer's chat template. foreign: of each turn's content the
+    pieces that others wrote and could be part of a special token's spelling; None: all of it is
+    theirs. ValueError as `SpecialTokens.shown` and `SpecialTokens.ids`.
+    """
+    special = special_tokens(tokenizer)
+    if foreign is None:
+        foreign = [special.foreign_in(turn["content"]) for turn in turns]
+    if not any(foreign):
+        ids = tokenizer.apply_chat_template(
+            turns, add_generation_prompt=reply, tokenize=True, return_dict=False
+        )
+        return list(ids)
+    return special.ids(_shown_turns(tokenizer, turns, foreign, reply=reply))
+
+
+class Spelled:
+    """How many rows of a file spell a special token."""
+
+    def __init__(self, tokenizer):
+        self._special = special_tokens(tokenizer)
+        self._count = 0
+
+    def note(self, texts: Sequence[str]) -> None:
+        """A row has these texts."""
+        self._count += any(self._special.spelling(text) is not None for text in texts)
+
+    def warn(self, what: str, num_rows: int) -> None:
+        """Say it, if there are any."""
+        warn_of_spelled(what, self._count, num_rows)
+
+
+def warn_of_spelled(what: str, count: int, num_rows: int, first: str = "") -> None:
+    """Say how many rows of a file or a task spell a special token. first: where the first is."""
+    if count:
+        log.warning(
+            "%s: %d of %d rows spell a special token in their texts%s; it is read as plain text, "
+            "since only the chat template writes special tokens",
+            what,
+            count,
+            num_rows,
+            f", first {first}" if first else "",
+        )
+
+
+def _any_of(words: Sequence[str]) -> re.Pattern[str]:
+    return re.compile("|".join(map(re.escape, words)) or r"(?!)")
+
+
+def _longest(most: int, fits: Callable[[int], bool]) -> int:
+    """The largest size, up to the most, that fits; 0: none does."""
+    return next((size for size in range(most, 0, -1) if fits(size)), 0)
+
+
+def _merged(spans: list[Span]) -> list[Span]:
+    """Spans in order, without empty ones, those that overlap as one."""
+    merged: list[Span] = []
+    for begin, end in sorted(spans):
+        if begin == end:
+            continue
+        if merged and begin < merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+        else:
+            merged.append((begin, end))
+    return merged
