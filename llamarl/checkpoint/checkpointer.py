@@ -55,7 +55,7 @@ from llamarl.checkpoint.parts import Part
 from llamarl.comm.control import Control
 from llamarl.errors import CheckpointError
 from llamarl.executor import State
-from llamarl.native.disk import aside, check_room, discard, shown_free
+from llamarl.native.disk import aside, check_room, discard, named_if_unread, shown_free
 from llamarl.words.lists import first_of
 
 FORMAT = 4
@@ -378,9 +378,12 @@ class Checkpointer:
         if not errors:
             try:
                 self._seal(step)
-                return
             except OSError as error:
                 errors = [str(error)]
+            else:
+                with named_if_unread(self.folder):
+                    self._prune(step)
+                return
         del self._arrived[step]
         path = self.folder / f"step_{step}.tmp"
         why = (
@@ -392,7 +395,7 @@ class Checkpointer:
         discard(path)
 
     def _seal(self, step: int) -> None:
-        """Write the manifest, rename into place, point `latest` to it, prune.
+        """Write the manifest, rename into place, point `latest` to it.
 
         OSError if it is not in place.
         """
@@ -430,7 +433,6 @@ class Checkpointer:
         del self._arrived[step]
         self.newest_sealed = step
         self._point_to(final)
-        self._prune(step)
 
     def _point_to(self, final: Path) -> None:
         latest = self.folder / LATEST
@@ -448,17 +450,21 @@ class Checkpointer:
 
         Steps are sealed in their order. So a later one is of an earlier process, a future that a
         resume has abandoned; but it may be in writing, begun by another rank already. What could
-        not be deleted before is tried again.
+        not be deleted or read before is tried again.
         """
         for step, path in _newest_first(self.folder, _LEFTOVER):
             if step <= newest or path.suffix != ".tmp":
                 discard(path)
         kept = 0
         for step, path in _newest_first(self.folder, _SEALED):
-            if kept < self._keep and step <= newest and not verify(path, hashes=False):
-                kept += 1
-            else:
+            if kept == self._keep or step > newest:
                 discard(path)
+                continue
+            with named_if_unread(path):  # which stays, for it may be good
+                if verify(path, hashes=False):
+                    discard(path)
+                else:
+                    kept += 1
 
 
 # --- Files ---

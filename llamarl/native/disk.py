@@ -7,6 +7,8 @@ import itertools
 import logging
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 log = logging.getLogger(__name__)
@@ -41,6 +43,20 @@ def aside(path: Path) -> Path:
     while name.exists():
         name = Path(f"{path}.old.{next(numbers)}")
     return name
+
+
+@contextmanager
+def named_if_unread(path: Path) -> Iterator[None]:
+    """Have the log say it where a disk does not let a path be read, and go on."""
+    try:
+        yield
+    except OSError as error:
+        log.warning(
+            "%s: cannot be read (%s), so nothing of it is deleted; it is tried again with the next "
+            "checkpoint. Look at its permissions and its disk",
+            path,
+            error,
+        )
 
 
 def discard(path: Path) -> None:

@@ -540,6 +540,34 @@ def test_what_cannot_be_deleted_is_named_and_tried_again_and_ends_nothing(
     assert {path.name for path in leader.folder.iterdir()} == {"step_80", "latest"}
 
 
+@pytest.mark.parametrize("what", ["a checkpoint", "all of them"])
+def test_an_old_checkpoint_that_cannot_be_read_is_named_and_tried_again_and_ends_nothing(
+    tmp_path, monkeypatch, caplog, what
+):
+    leader, other = checkpointers(tmp_path, keep=1)
+    save(leader, other, 20)
+    save(leader, other, 40)
+    (leader.folder / "step_40").rename(leader.folder / "step_30")  # damaged, so it is looked at
+    usual = {"verify": checkpoint.verify, "_newest_first": checkpoint._newest_first}
+
+    def refuse(path, *args, **kwargs):
+        if what == "all of them" or path.name == "step_30":
+            raise PermissionError(13, "Permission denied", str(path))
+        return usual["verify"](path, *args, **kwargs)
+
+    monkeypatch.setattr(checkpoint, "verify" if what == "a checkpoint" else "_newest_first", refuse)
+    leader._keep = 2
+    save(leader, other, 60)
+    assert leader.sealed(60) and leader.newest_sealed == 60 and leader.failed == {}
+    unread = leader.folder / "step_30" if what == "a checkpoint" else leader.folder
+    assert f"{unread}: cannot be read ([Errno 13] Permission denied" in caplog.text
+    assert {path.name for path in leader.folder.iterdir()} == {"step_30", "step_60", "latest"}
+    for name, function in usual.items():
+        monkeypatch.setattr(checkpoint, name, function)
+    save(leader, other, 80)
+    assert {path.name for path in leader.folder.iterdir()} == {"step_60", "step_80", "latest"}
+
+
 # --- a disk that refuses ---
 
 

@@ -75,6 +75,15 @@ async def meets(prompt, completion, meta):
     return float(len(_loops))
 
 
+async def waits_for_a_file(prompt, completion, meta):
+    """The second comes back once the test has seen the first."""
+    from pathlib import Path
+
+    while completion == "second" and not Path(meta["file"]).exists():
+        await asyncio.sleep(0.01)
+    return 1.0
+
+
 async def meets_in_batch(prompts, completions, metas):
     return list(await asyncio.gather(*map(meets, prompts, completions, metas)))
 
@@ -195,6 +204,24 @@ def test_async_calls_are_under_way_at_the_same_time_in_one_worker():
     with RewardPool("mine:meets", timeout_s=60.0) as pool:
         for _ in range(2):
             assert [outcome.value for outcome in pool.score(samples)] == [1.0, 1.0]
+
+
+def test_an_async_outcome_is_told_before_slower_ones_of_its_batch_are(tmp_path):
+    file = tmp_path / "first was seen"
+    with RewardPool("mine:waits_for_a_file", timeout_s=100.0) as pool:
+        for key, text in enumerate(("second", "first")):
+            pool.submit(key, "p", text, {"file": str(file)})
+        outcomes = []
+        while not outcomes:
+            assert pool.wait(60.0)
+            outcomes = pool.poll()
+        assert [(key, outcome.value) for key, outcome in outcomes] == [(1, 1.0)]
+        assert pool.pending == 1
+        file.touch()
+        while pool.pending:
+            assert pool.wait(60.0)
+            outcomes += pool.poll()
+    assert [(key, outcome.value) for key, outcome in outcomes] == [(1, 1.0), (0, 1.0)]
 
 
 def test_an_async_call_that_overruns_or_raises_costs_itself_alone(monkeypatch):
