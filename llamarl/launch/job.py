@@ -26,6 +26,7 @@ from llamarl.executor import Executor
 from llamarl.launch.identity import Identity, ModelParts, architecture_of, parts_of
 from llamarl.launch.outcome import has_finished, recorded
 from llamarl.launch.run_directory import RunDirectory
+from llamarl.launch.templates import check_template_ends
 from llamarl.learning.memory import activation_bytes, longest_microbatch
 from llamarl.learning.replay import lag_bound
 from llamarl.models.attention import rotary_of
@@ -56,6 +57,12 @@ def read_tokenizer(path: Path):
     """transformers' tokenizer of a model directory. FileNotFoundError or ValueError naming the file
     that is wrong.
     """
+    tokenizer = _loaded_tokenizer(path)
+    check_template_ends(tokenizer, path)
+    return tokenizer
+
+
+def _loaded_tokenizer(path: Path):
     try:
         return load_tokenizer(path)
     except FileNotFoundError:
@@ -366,9 +373,7 @@ class Job:
         return {"chat": chat, "system_prompt": scored.system_prompt}
 
     def victim_prompt_ids(self, attack: str) -> list[int]:
-        """What the victim reads of an attack: token ids [P]. ValueError for one that its tokenizer
-        cannot tell from special tokens.
-        """
+        """What the victim reads of an attack: token ids [P]. ValueError: they cannot be had."""
         return self._victim_maker.filled_ids(self.config.victim.template, ATTACK, attack)
 
     @cached_property

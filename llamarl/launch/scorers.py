@@ -13,6 +13,7 @@ from llamarl.config.schema import Config
 from llamarl.errors import NoWeights
 from llamarl.inference.cache import whole_blocks
 from llamarl.launch.job import Job, Scored, read_model, read_tokenizer
+from llamarl.launch.templates import template_file
 from llamarl.models.config import ModelConfig
 from llamarl.models.scorer import label_of
 from llamarl.tasks.classifier import check_encoder
@@ -117,8 +118,7 @@ def chat_template_of(path: Path, job: Job) -> Iterator[None]:
     try:
         yield
     except TemplateError as error:
-        own = path / "chat_template.jinja"
-        file = own if own.is_file() else path / "tokenizer_config.json"
+        file = template_file(path)
         what = " ".join(f"{type(error).__name__}: {error}".split())
         remedy = "unset task.system_prompt" if job.config.task.system_prompt else "correct it"
         raise ValueError(

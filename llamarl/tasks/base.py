@@ -15,7 +15,7 @@ import json
 import logging
 import unicodedata
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -376,10 +376,10 @@ def fitting_of(
     spelled: list[int] = []
     batch = list(itertools.islice(walk, BATCH))
     while batch:
-        for place, example in enumerate(batch):
-            if maker.spells_special(example.prompt):
-                spelled.append(begin + place)
-        for place in _fitting_places(maker, batch, partial(_place_of, examples, begin)):
+        own = [place for place, row in enumerate(batch) if maker.spells_special(row.prompt)]
+        spelled += [begin + place for place in own]
+        where = partial(_place_of, examples, begin)
+        for place in _fitting_places(maker, batch, frozenset(own), where):
             places.append(begin + place)
             digest.update(json_of(*batch[place].values))
         begin += len(batch)
@@ -389,9 +389,14 @@ def fitting_of(
 
 
 def _fitting_places(
-    maker: PromptMaker, batch: Sequence[Example], place_of: Callable[[int], str]
+    maker: PromptMaker,
+    batch: Sequence[Example],
+    spelled: Collection[int],
+    place_of: Callable[[int], str],
 ) -> list[int]:
-    """Which examples of a batch fit, by place. place_of: where one is, for messages."""
+    """Which examples of a batch fit, by place. spelled: those that spell a special token. place_of:
+    where one is, for messages.
+    """
     from jinja2.exceptions import TemplateError
 
     # A conversation is always looked at: a template may refuse it. So is a text that spells a
@@ -399,7 +404,7 @@ def _fitting_places(
     doubtful = []
     fitting = []
     for place, example in enumerate(batch):
-        is_plain = isinstance(example.prompt, str) and not maker.spells_special(example.prompt)
+        is_plain = isinstance(example.prompt, str) and place not in spelled
         if is_plain and maker.surely_fits(example.prompt):
             fitting.append(place)
         else:
@@ -411,7 +416,7 @@ def _fitting_places(
     except (ValueError, TemplateError):
         for place in doubtful:
             question = batch[place].prompt
-            if not isinstance(question, str) or maker.spells_special(question):
+            if not isinstance(question, str) or place in spelled:
                 _check_question(maker, question, place_of(place))
         raise
     for place, length in zip(doubtful, lengths):
