@@ -60,8 +60,12 @@ class SpecialTokens:
         self._mark = f"⟦{secrets.token_hex(8)}:"  # which no text holds
         self._marks = re.compile(re.escape(self._mark) + r"(\d+)⟧")
         self._most = max(map(len, self._words), default=0)
-        self._heads = {word[:size] for word in words for size in range(1, len(word))}
-        self._tails = {word[size:] for word in words for size in range(1, len(word))}
+        self._heads: set[str] = set()
+        self._tails: set[str] = set()
+        for word in words:
+            for size in range(1, len(word)):
+                self._heads.add(word[:size])
+                self._tails.add(word[size:])
         self._firsts = {word[0] for word in words}
         self._lasts = {word[-1] for word in words}
         self._joined = "\0".join(self._words)
