@@ -68,6 +68,21 @@ class World:
     products: str = "highest"  # how this process multiplies float32
     # The launcher's store, which outlives restarted workers; None without a launcher.
     launcher: dist.Store | None = None
+    is_imagined: bool = False  # for a dry run: the other ranks were never started
+
+    def imagined(self, size: int) -> World:
+        """A world of so many ranks, of which this process is the first and the others are not
+        there.
+        """
+        return dataclasses.replace(self, size=size, is_imagined=True)
+
+    def shares_memory(self, rank: int) -> bool:
+        """Whether a rank computes in the memory that this one does: the host's, or the GPU's."""
+        if not self.infos:
+            return rank == self.rank
+        mine = self.infos[self.rank]
+        its = self.infos[rank]
+        return (mine.host, mine.gpu) == (its.host, its.gpu)
 
     def store(self) -> dist.Store | None:
         """The control plane's own corner of the c10d Store; None in a world of one."""

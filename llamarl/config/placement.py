@@ -64,6 +64,7 @@ def placement_of(config: Config, world_size: int) -> dict[str, Ranks]:
 
 def idle_ranks(config: Config, world_size: int) -> list[int]:
     """The ranks that would host nothing."""
+    world_size = config.ranks or world_size
     hosts = set().union(*placement_of(config, world_size).values())
     return [rank for rank in range(world_size) if rank not in hosts]
 

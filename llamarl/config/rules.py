@@ -36,8 +36,13 @@ def check(
     found = Findings(config)
     if not find_set_names(config, found):
         return found.problems  # what else is wrong is told by keys, which such names do not make
+    started = world_size
+    world_size = config.ranks or started
+    if config.ranks is not None:
+        local_world_size = None  # of a cluster that nothing is known of
     num_hosts = -(-world_size // (local_world_size or world_size))
     rules = [
+        *_dry_run_rules(config, started),
         *_memory_rules(config, num_hosts),
         *_ahead_rules(config),
         *_learning_rules(config),
@@ -81,6 +86,23 @@ def check(
     _find_credentials(config, found)
     _find_loss(config.loss, found)
     return found.problems
+
+
+def _dry_run_rules(c: Config, started: int) -> list[Rule]:
+    """Rules about ranks that are not there. started: those that are."""
+    return [
+        (
+            "ranks dry_run",
+            c.ranks is not None and not c.dry_run,
+            "ranks that are not there cannot run; +dry_run=true shows what they would hold, and "
+            "torchrun --nproc-per-node starts them",
+        ),
+        (
+            "ranks",
+            c.ranks is not None and started > 1,
+            f"this dry run has {started} ranks already; start it in one process, without torchrun",
+        ),
+    ]
 
 
 def _memory_rules(c: Config, num_hosts: int) -> list[Rule]:

@@ -296,6 +296,7 @@ class Config:
     resume_with_other: list[Literal["data", "reward", "model"]] = marked("outward")
     seed: Seed = marked("identity", "data", "answers", "outward")
     dry_run: bool = marked("outward")
+    ranks: Count | None = marked("outward")
     max_lag: Natural | None = marked("identity", "answers")
     overcommit: Natural | Governor
     on_deadline: Literal["wait", "truncate"]

@@ -11,19 +11,16 @@ from omegaconf import OmegaConf
 from llamarl.config.conversion import to_values
 from llamarl.config.rewards import ModelSourceSettings
 from llamarl.config.schema import START
-from llamarl.ddma.layout import Destination, Source, parameters_to_send
 from llamarl.ddma.plan import make_plan
 from llamarl.launch.gold import check_gold_function
 from llamarl.launch.job import Job
+from llamarl.launch.memory import GIB, memory_lines, prices, rank_map, sent_by, warn_of_memory
 from llamarl.launch.scorers import stream_cache_tokens
 from llamarl.launch.sources import samples_of, try_sources
 from llamarl.models.config import read_config
 from llamarl.models.sharding import num_parameters
 from llamarl.tasks.source import Outcome
 from llamarl.types import Prompt
-
-_HELD_BYTES = 4 + 8 + 4  # of each parameter in the trainer: float32, Adam's moments, gradient
-_GIB = 1 << 30
 
 
 def dry_run(job: Job) -> None:
@@ -41,75 +38,29 @@ def dry_run(job: Job) -> None:
     print(OmegaConf.to_yaml(OmegaConf.create(to_values(c))))
     print(f"ranks    {job.hosts}")
     print(f"float32  {job.world.products}")
-    for rank in range(job.world.size):
-        hosted = ", ".join(name for name, ranks in job.placement.items() if rank in ranks)
-        print(f"rank {rank:<4}{hosted or '(nothing)'}")
+    found = prices(job)
+    for line in rank_map(job, found):
+        print(line)
     _print_sets(job)
-    generator = c.generator
     model = read_config(job.model_path)
-    dtype = getattr(torch, c.model.dtype)
-    replicate = c.trainer.replicate
-    trainer_tp = c.trainer.tensor_parallel
-    shards = len(job.placement["trainer"]) // (replicate * trainer_tp)
-    source = Source(shards, replicate, trainer_tp)
-    tp = generator.tensor_parallel
-    destination = Destination(tp, len(job.placement["generator"]) // tp)
-    parameters = parameters_to_send(model, dtype)
-    plan = make_plan(model, parameters, source, destination)
-
-    num_held = sum(source.box(model, parameter, 0).numel for parameter in parameters)
-    trainer_bytes = num_held * (_HELD_BYTES + 2 * dtype.itemsize)
-    if c.trainer.critic.trunk == "own":
-        critic = read_config(c.trainer.critic.path or job.model_path)
-        trainer_bytes += num_parameters(critic) * _HELD_BYTES / (shards * trainer_tp)
-    if c.reference.kind == "sharded":
-        trainer_bytes += num_parameters(model) * dtype.itemsize / (shards * trainer_tp)
-    cache_tokens = generator.cache_tokens or generator.max_slots * c.longest_asked
-    token_elements = 2 * model.num_hidden_layers * model.num_key_value_heads * model.head_dim
-    num_elements = num_parameters(model)
-    held_elements = 2 * num_elements + cache_tokens * token_elements
-    generator_bytes = held_elements * dtype.itemsize / tp
     print(
-        f"model    {num_elements:,} parameters ({c.model.dtype} in the generator, "
+        f"model    {num_parameters(model):,} parameters ({c.model.dtype} in the generator, "
         "float32 in the trainer)"
     )
-    activations = job.activation_bytes(model)
-    is_saving = c.trainer.activation_checkpointing
-    memory = (
-        f"memory   {trainer_bytes / _GIB:.2f} GiB a trainer rank and "
-        f"{activations[is_saving] / _GIB:.2f} GiB of activations at most; "
-        f"{generator_bytes / _GIB:.2f} GiB a generator rank"
-    )
-    if c.reference.placed:
-        reference_tp = c.reference.tensor_parallel
-        shards = len(job.placement["reference"]) // (c.reference.replicate * reference_tp)
-        holder = Destination(reference_tp, fsdp=shards, split_vocabulary=False)
-        num_held = sum(holder.box(model, parameter, 0).numel for parameter in parameters)
-        copies = 1 if c.reference.kind == "frozen" else 2  # with what the next version comes into
-        reference_bytes = num_held * dtype.itemsize * copies
-        if c.reference.stream:
-            cached = stream_cache_tokens(c, job.placement, "reference")
-            reference_bytes += cached * token_elements * dtype.itemsize / reference_tp
-        memory += f"; {reference_bytes / _GIB:.2f} GiB a reference rank"
-    print(memory)
-    print(
-        f"         activations of {c.longest:,} tokens a sequence: {activations[False] / _GIB:.2f} "
-        f"GiB, or {activations[True] / _GIB:.2f} with trainer.activation_checkpointing=true"
-    )
+    for line in memory_lines(job, found):
+        print(line)
+    warn_of_memory(job, found)
+    plan = make_plan(model, *sent_by(job))
     print(
         f"weights  {plan.num_bytes:,} bytes a sync; how they travel: "
         f"python -m llamarl.ddma plan --model {job.model_path}"
     )
     if job.victim_path is not None:
         v = c.victim
-        victim = read_config(job.victim_path)
-        size = num_parameters(victim)
-        elements = 2 * victim.num_hidden_layers * victim.num_key_value_heads * victim.head_dim
-        held = size + v.max_slots * v.longest * elements
-        num_bytes = held * getattr(torch, v.dtype).itemsize
+        size = num_parameters(read_config(job.victim_path))
         print(
-            f"victim   {job.victim_path}, {size:,} parameters in {v.dtype}, "
-            f"{num_bytes / _GIB:.2f} GiB a rank; {v.answers} answers an attack"
+            f"victim   {job.victim_path}, {size:,} parameters in {v.dtype}; "
+            f"{v.answers} answers an attack"
         )
     for key, part in c.reward_parts.items():
         if part.kind == "model":
@@ -159,7 +110,7 @@ def _print_cache(job: Job, scorer: ModelSourceSettings) -> None:
     elements = 2 * model.num_hidden_layers * model.num_key_value_heads * model.head_dim
     num_bytes = tokens * elements * getattr(torch, scorer.dtype).itemsize
     split = job.config.reward.tensor_parallel
-    size = f"{num_bytes / split / _GIB:.2f} GiB a reward rank"
+    size = f"{num_bytes / split / GIB:.2f} GiB a reward rank"
     print(f"stream   {size}, for a cache of {tokens:,} tokens")
 
 

@@ -10,8 +10,6 @@ from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 
-import torch
-
 from llamarl.comm.channel import Channel
 from llamarl.comm.groups import World
 from llamarl.config.command_line import Config
@@ -27,7 +25,6 @@ from llamarl.launch.identity import Identity, ModelParts, architecture_of, parts
 from llamarl.launch.outcome import has_finished, recorded
 from llamarl.launch.run_directory import RunDirectory
 from llamarl.launch.templates import check_template_ends
-from llamarl.learning.memory import activation_bytes, longest_microbatch
 from llamarl.learning.replay import lag_bound
 from llamarl.models.attention import rotary_of
 from llamarl.models.config import ModelConfig, check_sizes, read_config
@@ -514,29 +511,6 @@ class Job:
             sync_period=c.buffer.sync_period,
             max_size=c.buffer.max_size // self.num_buffers,
         )
-
-    def activation_bytes(self, model: ModelConfig) -> dict[bool, int]:
-        """Bytes of activations on a trainer rank, for the longest sequences that the config
-        allows, without and with trainer.activation_checkpointing.
-        """
-        c = self.config
-        size = longest_microbatch(
-            prompt_tokens=c.longest - c.max_new_tokens,
-            completion_tokens=c.max_new_tokens,
-            group_size=c.group_size,
-            budget_tokens=c.trainer.microbatch_tokens,
-        )
-        found = {}
-        for checkpointing in (False, True):
-            found[checkpointing] = activation_bytes(
-                model,
-                size,
-                itemsize=getattr(torch, c.model.dtype).itemsize,
-                checkpointing=checkpointing,
-                tensor_parallel=c.trainer.tensor_parallel,
-                device=self.world.device.type,
-            )
-        return found
 
     def writer(self) -> RowWriter:
         """The leader's book of metrics, with the console and what else the config asks for."""

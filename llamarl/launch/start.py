@@ -38,6 +38,7 @@ from llamarl.launch.dry_run import dry_run
 from llamarl.launch.gold import check_gold_function
 from llamarl.launch.inputs import bad_input, check_inputs
 from llamarl.launch.job import Job
+from llamarl.launch.memory import announce_memory
 from llamarl.launch.reading import SharedReading
 from llamarl.launch.run_directory import RunDirectory, open_run
 from llamarl.launch.sources import check_sources
@@ -77,6 +78,8 @@ def launch(config: Config) -> Iterator[Job]:
         torch.manual_seed(config.seed)
         reading = SharedReading(world, _earlier_starts(config), config.timeout_s)
         directory = RunDirectory(Path(config.run_dir or "runs/(new)"), None)
+        if config.ranks is not None:
+            world = world.imagined(config.ranks)
         job = Job(config, world, directory, reading)
         check_inputs(job)
         with bad_input():  # what the user gave is looked at before there is a directory
@@ -94,6 +97,7 @@ def launch(config: Config) -> Iterator[Job]:
         if world.rank == 0:
             reading.save(job.directory.path)
             _announce(job)
+            announce_memory(job)
         yield job
         job.conclude()
 

@@ -1,25 +1,30 @@
-"""What the activations of a training step take, before anything is allocated.
+"""What a trainer's memory holds at the peak of an update, before anything is allocated.
 
-    activation_bytes(config, longest_microbatch(...), itemsize=2, checkpointing=False)
+    update_bytes(config, longest_microbatch(...), plan)
+    UpdateBytes(held=..., working=...)
 
-Counted is what autograd holds between forward and backward, and the buffers of the head, as
-llamarl.models and llamarl.learning.logprobs make them. Not counted are weights, gradients and the
-optimizer's moments, which do not depend on the length of a sequence.
+Every term is counted from the model's shapes, as llamarl.models and llamarl.learning make the
+tensors; nothing is fitted. benchmarks/memory.py compares with what an update allocates. Counted as
+on a CPU with the C kernels, and with one microbatch as long as the config allows; the first update
+has no moments until its end, and takes less.
 
-Shapes as a decoder has them: D hidden_size, F intermediate_size, H query heads, J key/value heads,
-K head dim, V vocabulary.
+Shapes as a decoder has them: T packed tokens, R labels, D hidden_size, F intermediate_size, H query
+heads, J key/value heads, K head dim, V vocabulary.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from llamarl.learning.logprobs import CHUNK_TOKENS, KEEP_BYTES, KEEP_LOGITS
 from llamarl.models.attention import SHORT
 from llamarl.models.config import ModelConfig
+from llamarl.models.sharding import parameter_shapes, tensor_parallel_box
 
-_WIDE = 4  # bytes of a float32 number
-_SHORT = min(SHORT.values())  # keys up to which a CPU's own kernel makes no mask
+WIDE = 4  # bytes of a float32 number: of masters, gradients and sums
+_SHORT = {2: 512}  # by itemsize: keys up to which a CPU holds the attention weights; else 256
+assert _SHORT[2] == max(SHORT.values()), "SHORT has other bounds"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +44,16 @@ class MicrobatchSize:
         """Packed tokens, a prompt once for all its completions."""
         return self.prompts * self.prompt_tokens + self.completions * self.completion_tokens
 
+    @property
+    def seen(self) -> int:
+        """Keys that a completion's last token sees."""
+        return self.prompt_tokens + self.completion_tokens
+
+    @property
+    def labels(self) -> int:
+        """Tokens that are trained on."""
+        return self.completions * self.completion_tokens
+
 
 def longest_microbatch(
     *,
@@ -47,9 +62,10 @@ def longest_microbatch(
     group_size: int,
     budget_tokens: int,
     whole_groups: bool = False,
+    num_groups: int | None = None,
 ) -> MicrobatchSize:
     """The largest microbatch that packing makes of the longest sequences. whole_groups: the loss
-    needs the completions of a group together.
+    needs the completions of a group together. num_groups: there are no more; None: any number.
 
         longest_microbatch(prompt_tokens=4500, completion_tokens=64, group_size=2,
                            budget_tokens=1024)
@@ -58,6 +74,8 @@ def longest_microbatch(
     of_group = prompt_tokens + group_size * completion_tokens
     if whole_groups or of_group <= budget_tokens:
         prompts = max(1, budget_tokens // of_group)
+        if num_groups is not None:
+            prompts = min(prompts, max(1, num_groups))
         completions = prompts * group_size
     else:
         prompts = 1
@@ -70,73 +88,383 @@ def longest_microbatch(
     )
 
 
-def activation_bytes(
-    config: ModelConfig,
-    size: MicrobatchSize,
-    *,
-    itemsize: int,
-    checkpointing: bool,
-    tensor_parallel: int = 1,
-    device: str = "cpu",
-) -> int:
-    """Bytes at the peak of a forward and backward on one rank.
+@dataclass(frozen=True, slots=True)
+class Training:
+    """How a rank trains a decoder.
 
     itemsize: bytes of a number as the decoder computes. checkpointing: a layer's activations are
-    made again for its backward, and only what comes into it is held. device: elsewhere than on a
-    CPU the softmax over the vocabulary is held in float32 besides.
+    made again for its backward, and only what comes into it is held. several: an update has more
+    than one microbatch, so that gradients of earlier ones are there. lora_rank, lora_targets: of
+    adapters, 0: the weights themselves are trained. tensor_parallel, shards: ranks that share each
+    layer, and over which FSDP2 shards each of these parts. moment_bytes: of a trained number, by
+    the optimizer. has_average: a moving average of what is trained is kept. on_cpu: else the
+    softmax over the vocabulary is held in float32 besides.
     """
-    layer = layer_elements(config, size, tensor_parallel)
-    width = config.hidden_size * size.tokens
-    held = config.num_hidden_layers * (width if checkpointing else layer)
-    # A layer's gradients while it goes backward, and what checkpointing makes again of it.
-    working = layer if checkpointing else 0
-    working += 2 * width + 2 * size.tokens * config.intermediate_size // tensor_parallel
-    ends = 3 * width  # embedded tokens, the last norm's input and output
-    elements = held + ends + _mask_elements(size)
-    head = _head_bytes(config, size, itemsize, device)
-    # Layers go backward when the head is done: of the two the larger counts.
-    return elements * itemsize + max(head, working * itemsize)
+
+    itemsize: int
+    checkpointing: bool = False
+    several: bool = True
+    lora_rank: int = 0
+    lora_targets: tuple[str, ...] = ()
+    tensor_parallel: int = 1
+    shards: int = 1
+    moment_bytes: float = 8.0
+    has_average: bool = False
+    on_cpu: bool = True
 
 
-def layer_elements(config: ModelConfig, size: MicrobatchSize, tensor_parallel: int) -> int:
-    """Numbers that a layer holds for its backward."""
+@dataclass(frozen=True, slots=True)
+class UpdateBytes:
+    """held: of weights, moments and averages, from step to step. gradients: from the backward of an
+    update to the next update's start. working: at the peak of forward and backward beyond what is
+    held, gradients included. copies: of weights in a lower precision, held between microbatches.
+    """
+
+    held: int
+    gradients: int
+    working: int
+    copies: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Numbers:
+    """Numbers of one layer, of what stands around the layers, and of the embedding, which counts
+    among the latter.
+    """
+
+    layer: int
+    around: int
+    embedding: int
+
+
+def update_bytes(config: ModelConfig, size: MicrobatchSize, training: Training) -> UpdateBytes:
+    """Bytes of a decoder that is trained, on the rank that holds most."""
+    own = _numbers(config, training, training.shards)
+    layers = config.num_hidden_layers
+    adapters = _adapters(config, training)
+    held_weights = layers * own.layer + own.around
+    trained = layers * own.layer + own.around
+    if training.lora_rank:
+        # Adapters, and merged weights for those who are given the policy.
+        trained = layers * adapters.layer // training.shards
+        held_weights += trained + layers * adapters.around // training.shards
+    of_trained = training.moment_bytes + (WIDE if training.has_average else 0)
+    peak = _Peak(config, size, training)
+    return UpdateBytes(
+        held=math.ceil(WIDE * held_weights + of_trained * trained),
+        gradients=WIDE * trained,
+        working=peak.bytes(),
+        copies=peak.copies if training.several else 0,
+    )
+
+
+def held_numbers(
+    config: ModelConfig, *, tensor_parallel: int, shards: int, split_vocabulary: bool = False
+) -> int:
+    """Numbers of a model on the rank that holds most: its rows of its tensor-parallel part."""
+    total = 0
+    for name, shape in parameter_shapes(config).items():
+        total += _own_numbers(config, name, shape, tensor_parallel, shards, split_vocabulary)
+    return total
+
+
+def _own_numbers(
+    config: ModelConfig,
+    name: str,
+    shape: tuple[int, ...],
+    tensor_parallel: int,
+    shards: int,
+    split_vocabulary: bool = False,
+) -> int:
+    box = tensor_parallel_box(
+        config,
+        name,
+        shape,
+        tensor_parallel - 1,  # the last rank's share is the largest
+        tensor_parallel,
+        split_vocabulary=split_vocabulary,
+    )
+    rows = box.lengths[0]
+    return math.ceil(rows / shards) * (box.numel // rows)
+
+
+def _numbers(config: ModelConfig, training: Training, shards: int) -> _Numbers:
+    layer = around = embedding = 0
+    for name, shape in parameter_shapes(config).items():
+        if name.startswith("model.layers.") and not name.startswith("model.layers.0."):
+            continue
+        count = _own_numbers(config, name, shape, training.tensor_parallel, shards)
+        if name.startswith("model.layers."):
+            layer += count
+        else:
+            around += count
+        if name == "model.embed_tokens.weight":
+            embedding = count
+    return _Numbers(layer=layer, around=around, embedding=embedding)
+
+
+def _adapters(config: ModelConfig, training: Training) -> _Numbers:
+    """Numbers of a layer's adapters; in the place of `around`, those of the weights that they are
+    merged into.
+    """
+    own = merged = 0
+    for name, shape in parameter_shapes(config).items():
+        is_target = name.startswith("model.layers.0.") and name.endswith(".weight")
+        if is_target and name.split(".")[-2] in training.lora_targets:
+            own += training.lora_rank * sum(shape)
+            merged += math.prod(shape)
+    return _Numbers(layer=own, around=merged, embedding=0)
+
+
+class _Peak:
+    """The most that an update holds at a time beyond weights and moments, in bytes.
+
+    Looked at are the moments at which the most is there: in the head's forward and backward, in
+    the backward of the last layer and of the first, and at the embedding.
+    """
+
+    def __init__(self, config: ModelConfig, size: MicrobatchSize, training: Training):
+        self.config = config
+        self.size = size
+        self.training = training
+        item = training.itemsize
+        layers = config.num_hidden_layers
+        whole = _numbers(config, training, 1)
+        adapters = _adapters(config, training)
+        self.trains_all = not training.lora_rank
+        self.is_low = item < WIDE
+        self.width = item * config.hidden_size * size.tokens
+        self.hidden = item * config.intermediate_size // training.tensor_parallel * size.tokens
+        self.layer = _layer_bytes(config, size, training)
+        computed = whole.layer + adapters.layer
+        self.layer_gradients = computed if self.trains_all else adapters.layer  # numbers
+        self.around_gradients = whole.around if self.trains_all else 0
+        self.embedding = whole.embedding
+        # Copies in a lower precision, or what FSDP gathers of the layers at work and around them.
+        self.layer_copy = item * computed if self.is_low else 0
+        self.around_copy = item * whole.around if self.is_low else 0
+        self.copies = layers * self.layer_copy + self.around_copy
+        self.gathered = 0
+        if training.shards > 1:
+            self.layer_copy = self.around_copy = self.copies = 0
+            # The layer at work, the next one, and the buffer that this comes in.
+            self.gathered = item * (whole.around + 3 * computed)
+
+    def bytes(self) -> int:
+        """The largest of all moments."""
+        t = self.training
+        gradients = self.config.num_hidden_layers * self.layer_gradients + self.around_gradients
+        before = WIDE * gradients // t.shards if t.several else 0
+        moments = [
+            *self._head(),
+            self._layer_backward(self.config.num_hidden_layers),
+            self._layer_backward(1),
+            self._embedding_backward(),
+        ]
+        shared = before + self.gathered + self._kept_logits() + _angles(self.config, self.size)
+        mask = self.training.itemsize * _mask_elements(self.size, t)
+        return max(max(moments) + shared + mask, WIDE * gradients // t.shards)
+
+    # --- Moments ---
+
+    def _activations(self, layers: int) -> int:
+        """What the first so many layers hold for backward."""
+        return layers * (self.width if self.training.checkpointing else self.layer)
+
+    def _copies(self, layers: int) -> int:
+        """Copies that are there while the first so many layers have yet to go backward."""
+        if self.training.several:
+            return self.copies
+        if self.training.checkpointing:
+            return 0
+        return layers * self.layer_copy
+
+    def _head(self) -> list[int]:
+        """Its forward, and its backward."""
+        t = self.training
+        config = self.config
+        layers = config.num_hidden_layers
+        item = t.itemsize
+        rows = item * config.hidden_size * self.size.labels
+        # What comes out of the last layer.
+        held = self._activations(layers) + self.width
+        logits = self._logits()
+        forward = held + self.width + rows + self.copies + logits
+        found = held + 2 * rows + max(self._copies(layers), self.around_copy) + logits
+        found += self._head_gradient()
+        # The gradients of all its tokens, behind those of its rows.
+        behind = held + rows + 2 * self.width + self._copies(layers) + self._held_gradient()
+        return [forward, found, behind]
+
+    def _logits(self) -> int:
+        """Logits that are not kept, and float32 buffers of a chunk."""
+        config = self.config
+        if config.labels:
+            return 2 * WIDE * config.hidden_size * self.size.labels
+        chunk = self._chunk() * config.vocab_size
+        logits = 0 if self._kept_logits() else chunk * self.training.itemsize
+        if not self.training.on_cpu:
+            logits += 3 * chunk * WIDE
+        return logits
+
+    def _chunk(self) -> int:
+        """Rows of logits at a time."""
+        rows = self.size.labels
+        is_whole = rows * self.config.vocab_size <= KEEP_LOGITS
+        return rows if is_whole else min(rows, CHUNK_TOKENS)
+
+    def _kept_logits(self) -> int:
+        """Bytes of logits that are kept for backward, and on a CPU for the next microbatch."""
+        if self.config.labels:
+            return 0
+        logits = self.size.labels * self.config.vocab_size
+        num_bytes = logits * self.training.itemsize
+        return num_bytes if logits <= KEEP_LOGITS or num_bytes <= KEEP_BYTES else 0
+
+    def _head_gradient(self) -> int:
+        """The gradient of the head's weight while it is made: chunks add up in float32."""
+        if not self.trains_all or self.config.labels:
+            return 0
+        item = self.training.itemsize
+        weight = self.config.vocab_size * self.config.hidden_size
+        if self.size.labels > self._chunk():
+            return (WIDE + item) * weight
+        return item * weight
+
+    def _held_gradient(self) -> int:
+        """The same while layers go backward: a copy's, or one that waits for the embedding's, or
+        that of an earlier microbatch; else it is in the place where gradients are.
+        """
+        if not self.trains_all or self.config.labels:
+            return 0
+        weight = self.config.vocab_size * self.config.hidden_size
+        waits = self.is_low or self.training.shards > 1 or self.config.tie_word_embeddings
+        if waits or not self.training.several:
+            return self.training.itemsize * weight
+        return 0
+
+    def _layer_backward(self, number: int) -> int:
+        """The backward of layer `number`, 1 the first: those before it still hold theirs, and those
+        behind it have gradients.
+        """
+        t = self.training
+        below = self._activations(number - 1) + self.width
+        behind = self.config.num_hidden_layers - number
+        made = 0 if t.several else behind * WIDE * self.layer_gradients // t.shards
+        again = 0
+        if t.checkpointing:
+            again = self.width
+            if not t.several:
+                again += self.layer_copy
+        # The gradients of the MLP's hidden units, while its inputs are there; and later those of
+        # all weights, which wait for their turn where copies have them.
+        gated = self.config.traits.gated
+        at_mlp = self.layer + (2 if gated else 1) * self.hidden + self.width
+        of_mlp = self.config.hidden_size * self.config.intermediate_size // t.tensor_parallel
+        at_mlp += t.itemsize * of_mlp if self.trains_all else 0
+        waiting = t.itemsize if self.is_low or t.shards > 1 else 0
+        if not t.several and not waiting:
+            waiting = WIDE
+        # The weights of attention over few keys, and twice their gradients.
+        heads = self.config.num_attention_heads // t.tensor_parallel
+        pairs = t.itemsize * heads * _short_pairs(self.size, t)
+        gradients_of_mlp = t.itemsize * (3 if gated else 2) * of_mlp if waiting else 0
+        at_attention = self.layer - (3 if gated else 2) * self.hidden + 2 * pairs
+        at_attention += self.width + gradients_of_mlp * self.trains_all
+        at_end = 2 * self.width + waiting * self.layer_gradients
+        at_end += WIDE * (self.layer_gradients if t.shards > 1 else of_mlp * self.trains_all)
+        held = self._held_gradient()
+        return (
+            below + made + again + held + self._copies(number) + max(at_mlp, at_attention, at_end)
+        )
+
+    def _embedding_backward(self) -> int:
+        """The embedding's gradient, when those of all layers are there."""
+        t = self.training
+        made = 0
+        if not t.several:
+            made = WIDE * self.config.num_hidden_layers * self.layer_gradients // t.shards
+        if not self.trains_all:
+            return made + self._copies(0) + self.width
+        found = self._held_gradient()
+        if t.shards > 1:
+            found = (t.itemsize + WIDE) * self.around_gradients
+        elif not self.is_low:
+            found += WIDE * self.embedding
+        else:
+            # Rows are added to the master's gradient, in float32.
+            found += 0 if t.several else WIDE * self.around_gradients
+            found += WIDE * self.config.hidden_size * self.size.tokens
+        return made + found + self.width + self._copies(0)
+
+
+def layer_elements(config: ModelConfig, size: MicrobatchSize, training: Training) -> int:
+    """Numbers that a layer holds for its backward, in the precision that it computes in."""
+    split = training.tensor_parallel
     d = config.hidden_size
-    queries = config.num_attention_heads * config.head_dim // tensor_parallel
-    keys = config.num_key_value_heads * config.head_dim // tensor_parallel
-    hidden = config.intermediate_size // tensor_parallel
-    # Two sums, two norms and the joined output of attention; queries and what comes of them.
-    of_token = 5 * d + 2 * queries
+    queries = config.num_attention_heads * config.head_dim // split
+    keys = config.num_key_value_heads * config.head_dim // split
+    hidden = config.intermediate_size // split
+    # Two sums and two norms; queries, and what comes of them in the tokens' order.
+    of_token = 4 * d + 2 * queries
     of_token += (3 if config.traits.gated else 2) * hidden
+    of_token += training.lora_rank * len(training.lora_targets)
     if config.traits.qk_norm:
         of_token += queries + keys
-    seen = size.prompt_tokens + size.completion_tokens
     # Keys and values of a prompt, and again beside each completion that sees them.
-    places = size.prompts * size.prompt_tokens + size.completions * seen
-    return size.tokens * of_token + 2 * keys * places
+    places = size.prompts * size.prompt_tokens + size.completions * size.seen
+    elements = size.tokens * of_token + 2 * keys * places
+    elements += queries * _long_tokens(size, training)
+    return elements + config.num_attention_heads // split * _short_pairs(size, training)
 
 
-def _mask_elements(size: MicrobatchSize) -> int:
+def _limit(training: Training) -> int:
+    """Keys up to which a CPU holds the weights of attention."""
+    return _SHORT.get(training.itemsize, 256) if training.on_cpu else 0
+
+
+def _long_tokens(size: MicrobatchSize, training: Training) -> int:
+    """Tokens of the parts whose attention a fused kernel makes: it holds what comes of them."""
+    limit = _limit(training)
+    tokens = 0
+    if size.prompt_tokens > limit:
+        tokens += size.prompts * size.prompt_tokens
+    if size.seen > limit:
+        tokens += size.labels
+    return tokens
+
+
+def _short_pairs(size: MicrobatchSize, training: Training) -> int:
+    """Pairs of query and key of the other parts, whose weights are held."""
+    limit = _limit(training)
+    pairs = 0
+    if size.prompt_tokens <= limit:
+        pairs += size.prompts * size.prompt_tokens**2
+    if size.seen <= limit:
+        pairs += size.labels * size.seen
+    return pairs
+
+
+def _layer_bytes(config: ModelConfig, size: MicrobatchSize, training: Training) -> int:
+    """Bytes that a layer holds for its backward."""
+    elements = layer_elements(config, size, training)
+    heads = config.num_attention_heads // training.tensor_parallel
+    # A row's root mean square of each norm, and its sum of a softmax.
+    wide = 2 * size.tokens + heads * _long_tokens(size, training)
+    num_bytes = training.itemsize * elements + WIDE * wide
+    if 0 < size.prompt_tokens <= _limit(training) < size.seen:
+        num_bytes += size.prompt_tokens**2  # beside long parts a short one has a mask of bools
+    return num_bytes
+
+
+def _mask_elements(size: MicrobatchSize, training: Training) -> int:
     """Numbers of the masks of completions behind their prompts, which all layers share."""
-    seen = size.prompt_tokens + size.completion_tokens
-    if seen <= _SHORT:
+    if size.seen <= _limit(training):
         return 0
-    return size.completions * size.completion_tokens * seen
+    return size.labels * size.seen
 
 
-def _head_bytes(config: ModelConfig, size: MicrobatchSize, itemsize: int, device: str) -> int:
-    """Logits and the gradient of the head's weight, as chunked_logprobs holds them, and the
-    embedding's gradient, which is as large.
-    """
-    rows = size.completions * size.completion_tokens
-    vocabulary = config.vocab_size
-    weight = vocabulary * config.hidden_size
-    is_whole = rows * vocabulary <= KEEP_LOGITS
-    chunk = rows if is_whole else min(rows, CHUNK_TOKENS)
-    is_kept = is_whole or rows * vocabulary * itemsize <= KEEP_BYTES
-    logits = (rows if is_kept else chunk) * vocabulary * itemsize
-    if device != "cpu":
-        logits += 3 * chunk * vocabulary * _WIDE
-    gradient = 2 * weight * itemsize  # of the head's weight, and of the embedding's
-    if rows > chunk:  # chunks add up in float32
-        gradient += 2 * weight * _WIDE
-    return logits + gradient
+def _angles(config: ModelConfig, size: MicrobatchSize) -> int:
+    """Bytes of the rotary tables, and of every token's cosines and sines."""
+    table = 1 << max(8, (size.seen - 1).bit_length())
+    return 2 * WIDE * config.head_dim * (table + size.tokens)

@@ -140,7 +140,7 @@ def test_a_dry_run_shows_the_plan_scores_samples_and_writes_nothing(launch_here,
     code, output = launch_here("+dry_run=true", f"run_dir={tmp_path / 'run'}")
     assert code == 0, output.err
     assert (
-        "rank 0   trainer, generator, reward" in output.out
+        "rank 0   trainer, generator, reward, 0." in output.out
         and output.out.count("\nsample ") == 3
         and "bytes a sync" in output.out
     )

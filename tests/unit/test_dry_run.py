@@ -1,38 +1,40 @@
-"""A dry run before anything is downloaded but config.json and the tokenizer; and what it says of
-memory, beside what autograd holds.
+"""A dry run before anything is downloaded but config.json and the tokenizer, for ranks that are not
+there, and what it says of the memory of each.
 """
 
 import json
+import logging
+import re
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from llamarl.comm.groups import World
-from llamarl.config.command_line import compose_config
+from llamarl.config.command_line import (
+    RED_TEAM,
+    RL,
+    ConfigError,
+    check_command_line,
+    compose_config,
+)
 from llamarl.errors import BadInput, NoWeights
 from llamarl.launch.dry_run import dry_run
 from llamarl.launch.inputs import check_inputs
 from llamarl.launch.job import Job
+from llamarl.launch.memory import bytes_by_rank, microbatch_of, prices, warn_of_memory
 from llamarl.launch.run_directory import RunDirectory
-from llamarl.learning.logprobs import make_head
-from llamarl.learning.memory import (
-    MicrobatchSize,
-    activation_bytes,
-    layer_elements,
-    longest_microbatch,
-)
-from llamarl.models.attention import PackedAttention
-from llamarl.models.build import build_decoder, random_weights
+from llamarl.learning.memory import MicrobatchSize
 from llamarl.models.config import read_config, tiny_directory
+from llamarl.models.sharding import num_parameters
 from tests.scorers import write_scorer
 from tests.unit.test_classifier import write_encoder
 
 pytestmark = pytest.mark.timeout(120)
 
 ENCODER = ("reward=encoder", "reward.label=mild", "reward.max_tokens=32")
+PPO = ("loss=ppo", "trainer.advantages=gae", "trainer.critic.trunk=own")
 LLAMA_405B = {
     "hidden_size": 16384,
     "intermediate_size": 53248,
@@ -55,13 +57,22 @@ def without_weights(path: Path, **fields) -> Path:
     return path
 
 
-def job_of(*overrides: str, ranks: int = 1) -> Job:
-    config = compose_config(list(overrides))
-    return Job(config, World(0, ranks, torch.device("cpu")), RunDirectory(Path("."), None))
+def write_policy(path: Path) -> None:
+    """The tiny model."""
+    shutil.copytree(tiny_directory(), path)
 
 
-def said(capsys, *overrides: str, ranks: int = 1) -> str:
-    job = job_of("+dry_run=true", *overrides, ranks=ranks)
+def job_of(*overrides: str, ranks: int = 1, kind=RL) -> Job:
+    world = World(0, 1, torch.device("cpu"))
+    if ranks > 1:
+        overrides = ("+dry_run=true", f"+ranks={ranks}", *overrides)
+        world = world.imagined(ranks)
+    config = compose_config(list(dict.fromkeys(overrides)), kind)
+    return Job(config, world, RunDirectory(Path("."), None))
+
+
+def said(capsys, *overrides: str, ranks: int = 1, kind=RL) -> str:
+    job = job_of("+dry_run=true", *overrides, ranks=ranks, kind=kind)
     check_inputs(job)
     dry_run(job)
     return capsys.readouterr().out
@@ -75,11 +86,14 @@ def test_405b_on_512_ranks_is_priced_by_its_config_alone(tmp_path, capsys):
     d, f, kv = 16384, 53248, 1024
     layer = 2 * d * d + 2 * kv * d + 3 * f * d + 2 * d
     parameters = 2 * 128256 * d + 126 * layer + d
-    assert f"{parameters:,} parameters" in output and "rank 511 " in output
+    assert f"{parameters:,} parameters" in output and "ranks 256-510: generator, " in output
     assert "bytes a sync" in output and "with trainer.activation_checkpointing=true" in output
     assert f"weights  not there yet: {model / 'model.safetensors'}" in output
+    lines = re.findall(r"^ranks? \d.*", output, re.MULTILINE)
+    assert len(lines) == 3, "a line for all that are alike"
+    assert "rank 511 generator, reward, " in output
     with pytest.raises(BadInput, match=r"model\.safetensors: no such file"):
-        check_inputs(job_of(*given, ranks=512))
+        check_inputs(job_of(*given))
 
 
 @pytest.mark.parametrize(
@@ -92,8 +106,11 @@ def test_405b_on_512_ranks_is_priced_by_its_config_alone(tmp_path, capsys):
             ("reward=encoder", "reward.path={}", "reward.label=mild", "reward.max_tokens=32"),
         ),
         (write_encoder, ("eval.embedder={}", "eval.num_samples=2")),
+        (write_policy, ("eval.base={}",)),
+        (write_policy, (*PPO, "trainer.critic.path={}")),
+        (write_scorer, (*PPO, "trainer.critic.path={}")),
     ],
-    ids=["scorer", "gold", "encoder", "embedder"],
+    ids=["scorer", "gold", "encoder", "embedder", "base", "critic", "reward model as critic"],
 )
 def test_models_beside_the_policy_need_no_weights_either(tmp_path, capsys, write, overrides):
     write(tmp_path / "beside")
@@ -115,82 +132,135 @@ def test_a_shard_that_is_missing_is_named_and_a_broken_one_still_refused(tmp_pat
     assert issubclass(NoWeights, FileNotFoundError)
 
 
-# --- Memory ---
+def test_a_victim_needs_no_weights_either(tmp_path, capsys):
+    victim = without_weights(tmp_path / "victim")
+    output = said(capsys, f"victim.path={victim}", kind=RED_TEAM)
+    assert f"weights  not there yet: {victim}" in output and "memory   victim: " in output
+    with pytest.raises(BadInput, match="no such file"):
+        check_inputs(job_of(f"victim.path={victim}", kind=RED_TEAM))
 
 
-def test_the_longest_microbatch_is_of_one_prompt_where_a_group_is_over_the_budget():
-    sizes = dict(prompt_tokens=4500, completion_tokens=64, group_size=2)
-    assert longest_microbatch(**sizes, budget_tokens=1024) == MicrobatchSize(1, 1, 4500, 64)
-    assert longest_microbatch(**sizes, budget_tokens=4629) == MicrobatchSize(1, 2, 4500, 64)
-    assert longest_microbatch(**sizes, budget_tokens=9300) == MicrobatchSize(2, 4, 4500, 64)
-    whole = longest_microbatch(**sizes, budget_tokens=1024, whole_groups=True)
-    assert whole == MicrobatchSize(1, 2, 4500, 64) and whole.tokens == 4628
+# --- Ranks that are not there ---
 
 
-def held_bytes(layers: int, size: MicrobatchSize, dtype: torch.dtype, checkpointing: bool) -> int:
-    """Bytes of what autograd holds after the forward of a microbatch, but for the weights."""
-    values = read_config(tiny_directory())
-    config = replace(values, num_hidden_layers=layers, max_position_embeddings=8192)
-    decoder = random_weights(build_decoder(config, dtype=dtype), seed=0).train()
-    decoder.activation_checkpointing = checkpointing
-    lengths = [size.prompt_tokens] + [size.completion_tokens] * size.completions
-    parents = [-1] + [0] * size.completions
-    starts = torch.tensor([0, *lengths]).cumsum(0)
-    tokens = torch.randint(0, config.vocab_size, (size.tokens,))
-    positions = torch.cat([torch.arange(length) for length in lengths])
-    rows = torch.arange(size.prompt_tokens, size.tokens)
-    weights = {parameter.untyped_storage().data_ptr() for parameter in decoder.parameters()}
-    held = {}
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in weights:
-            held[storage.data_ptr()] = storage
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        attention = PackedAttention(starts, torch.tensor(parents))
-        out = decoder(tokens, positions, attention, make_head(tokens[rows], rows))
-    total = sum(storage.nbytes() for storage in held.values())
-    del out
-    return total
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    "size",
+    "overrides, world_size, says",
     [
-        MicrobatchSize(1, 1, 1500, 100),
-        MicrobatchSize(1, 1, 100, 1500),
-        MicrobatchSize(1, 4, 1000, 64),
+        (["ranks=8"], 1, "ranks that are not there cannot run"),
+        (["+dry_run=true", "+ranks=8"], 2, "start it in one process"),
+        (["+dry_run=true", "+ranks=0"], 1, "at least 1"),
+        (["+dry_run=true", "+ranks=-4"], 1, "at least 1"),
+        (["+dry_run=true", "+ranks=many"], 1, "need a whole number"),
+        (["+dry_run=true", "+ranks=4", "placement.trainer=[4]"], 1, "ranks are 0 to 3"),
+        (["+dry_run=true", "+ranks=3", "generator.tensor_parallel=4"], 1, "cannot be split"),
     ],
-    ids=["prompt", "completion", "group"],
 )
-def test_what_a_layer_holds_is_what_is_counted(dtype, size):
-    """The second of two layers, so that what all layers share is not of it."""
-    one, two = (held_bytes(layers, size, dtype, False) for layers in (1, 2))
-    config = read_config(tiny_directory())
-    counted = layer_elements(config, size, tensor_parallel=1) * dtype.itemsize
-    assert two - one == pytest.approx(counted, rel=0.05)
+def test_ranks_that_make_no_sense_are_refused_in_words(overrides, world_size, says):
+    with pytest.raises(ConfigError, match=says):
+        check_command_line(overrides, world_size=world_size)
 
 
-def test_a_checkpointed_layer_holds_what_comes_into_it():
-    size = MicrobatchSize(1, 1, 1500, 100)
-    one, two = (held_bytes(layers, size, torch.float32, True) for layers in (1, 2))
-    width = read_config(tiny_directory()).hidden_size
-    assert two - one == pytest.approx(4 * size.tokens * width, rel=0.05)
+def test_one_process_shows_the_layout_of_many_ranks(launch_here, tmp_path):
+    code, output = launch_here("+dry_run=true", "+ranks=8", f"run_dir={tmp_path / 'run'}")
+    assert code == 0, output.err
+    assert re.search(r"^ranks 0-3: trainer, 0\.\d\d GiB each$", output.out, re.MULTILINE)
+    assert re.search(r"^rank 7   generator, reward, ", output.out, re.MULTILINE)
+    assert "bytes a sync" in output.out and not (tmp_path / "run").exists()
 
 
-def test_a_prompt_costs_its_length_times_the_layers_and_checkpointing_saves_most_of_it():
-    config = replace(read_config(tiny_directory()), num_hidden_layers=30)
-    options = dict(itemsize=2, checkpointing=False)
-    short, long = (
-        activation_bytes(config, MicrobatchSize(1, 1, tokens, 64), **options)
-        for tokens in (2048, 4096)
+# --- Memory of each rank ---
+
+
+def by_name(job: Job) -> dict:
+    return {price.name: price for price in prices(job)}
+
+
+def test_every_model_is_priced_on_the_ranks_that_hold_it_in_its_dtype(tmp_path):
+    """The tiny model's parameters times bytes: two halves of the reference, a whole gold scorer."""
+    write_scorer(tmp_path / "rm")
+    job = job_of(
+        "reference=frozen",
+        "reward=model",
+        f"reward.path={tmp_path / 'rm'}",
+        "reward.dtype=bfloat16",
+        f"eval.gold={tmp_path / 'rm'}",
+        f"eval.base={tiny_directory()}",
+        "placement.trainer=[0,1]",
+        "placement.generator=[2]",
+        "placement.reward=[3,4]",
+        "placement.reference=[5,6]",
+        ranks=7,
     )
-    assert long / short == pytest.approx(2, rel=0.1)
-    saved = activation_bytes(config, MicrobatchSize(1, 1, 4096, 64), itemsize=2, checkpointing=True)
-    assert saved < long / 5
+    found = by_name(job)
+    policy = num_parameters(read_config(tiny_directory()))
+    scorer = num_parameters(read_config(tmp_path / "rm"))
+    assert found["reference"].ranks == (5, 6)
+    assert found["reference"].held == pytest.approx(4 * policy / 2, rel=0.02)
+    assert found["reward (model)"].ranks == (3, 4)
+    assert found["reward (model)"].held == pytest.approx(2 * scorer / 2, rel=0.02)
+    assert (found["eval.gold"].ranks, found["eval.gold"].held) == ((3,), 4 * scorer)
+    assert (found["eval.base"].ranks, found["eval.base"].held) == ((3,), 4 * policy)
+    # Masters, two moments, and two slots of weights on their way, over two shards.
+    assert found["trainer"].held == pytest.approx((4 + 8 + 2 * 4) * policy / 2, rel=0.02)
+    by_rank = bytes_by_rank(job, prices(job))
+    assert by_rank[3] - by_rank[4] == 4 * scorer + 4 * policy
+
+
+def test_a_critic_of_its_own_costs_what_a_policy_does():
+    several = "trainer.microbatch_tokens=100"  # in an update
+    shared = job_of("loss=ppo", "trainer.advantages=gae", several)
+    own = job_of(*PPO, several)
+    policy = num_parameters(read_config(tiny_directory()))
+    assert "critic" not in by_name(shared)
+    assert by_name(own)["critic"].held == pytest.approx(12 * policy, rel=0.02)
+    more = by_name(own)["trainer"].working - by_name(shared)["trainer"].working
+    assert more >= 4 * 0.98 * policy, "its gradients, while the policy goes backward"
+
+
+def test_a_sharded_reference_is_priced_on_the_trainers_ranks_and_a_victim_on_its_own(tmp_path):
+    sharded = by_name(job_of("reference=sharded", "model.dtype=bfloat16"))["reference"]
+    policy = num_parameters(read_config(tiny_directory()))
+    assert sharded.held == 2 * policy and sharded.ranks == (0,)
+    placed = ("placement.victim=[1]", "victim.dtype=bfloat16", "victim.max_slots=16")
+    victim = by_name(job_of(*placed, ranks=3, kind=RED_TEAM))["victim"]
+    config = read_config(tiny_directory())
+    token = 2 * 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+    # Laid out for the kernels once more; 22 tokens are two blocks of 16 in each slot.
+    assert (victim.ranks, victim.held) == ((1,), 2 * 2 * policy + 16 * 32 * token)
+
+
+def test_a_loss_that_needs_whole_groups_is_priced_with_whole_groups():
+    given = ("task.max_prompt_tokens=60", "max_new_tokens=40", "trainer.microbatch_tokens=120")
+    assert microbatch_of(job_of(*given)) == MicrobatchSize(1, 1, 60, 40)
+    whole = microbatch_of(job_of(*given, "loss=tba"))
+    assert whole == MicrobatchSize(1, 8, 60, 40)
+
+
+@pytest.mark.parametrize(
+    "overrides, free, names",
+    [
+        ((), 1 << 30, None),
+        ((), 1 << 10, "trainer.activation_checkpointing=true"),
+        (("trainer.activation_checkpointing=true",), 1 << 10, "trainer.microbatch_tokens"),
+        (("generator.max_slots=100000",), 1 << 10, "generator.max_slots"),
+    ],
+)
+def test_memory_that_will_not_do_is_warned_of_with_the_knob(
+    monkeypatch, tmp_path, caplog, overrides, free, names
+):
+    (tmp_path / "meminfo").write_text(f"MemTotal: 9 kB\nMemAvailable: {free >> 10} kB\n")
+    monkeypatch.setattr("llamarl.launch.memory.MEMINFO", tmp_path / "meminfo")
+    job = job_of(*overrides)
+    with caplog.at_level(logging.WARNING, logger="llamarl"):
+        warn_of_memory(job, prices(job))
+    assert [names in message for message in caplog.messages] == ([] if names is None else [True])
+
+
+def test_ranks_that_are_not_there_are_not_compared_with_this_machine(monkeypatch, caplog):
+    monkeypatch.setattr("llamarl.launch.memory.memory_of", lambda device: 0)
+    job = job_of("+dry_run=true", "+ranks=2", ranks=2)
+    warn_of_memory(job, prices(job))
+    assert not caplog.messages
 
 
 def test_it_lists_what_evaluations_ask_where_there_are_sets(capsys):

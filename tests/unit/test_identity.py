@@ -26,7 +26,7 @@ def test_the_keys_that_decide_what_the_prompts_are():
 def test_the_keys_that_make_no_other_variant():
     keys = {key.partition(".")[0] for key in marked("outward")}
     assert keys == set(
-        "seed run_dir resume resume_with_other dry_run threads timeout_s heartbeat_timeout_s "
+        "seed run_dir resume resume_with_other dry_run ranks threads timeout_s heartbeat_timeout_s "
         "straggler_factor checkpoint metrics eval".split()
     )
     assert is_marked("eval.target", "outward") and not is_marked("eval.every", "outward")

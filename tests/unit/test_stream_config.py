@@ -122,6 +122,6 @@ def test_a_dry_run_says_what_the_caches_take(tmp_path, capsys):
 
     with_both = said("reward.stream=true", "reference.stream=true", *caches)
     assert "stream   0.75 GiB a reward rank, for a cache of 4,194,304 tokens" in with_both
-    assert "; 24.01 GiB a reference rank" in with_both
+    assert "memory   reference: 24.01 GiB held" in with_both
     with_neither = said()
-    assert "stream   " not in with_neither and "; 0.01 GiB a reference rank" in with_neither
+    assert "stream   " not in with_neither and "memory   reference: 0.01 GiB held" in with_neither

@@ -1,0 +1,450 @@
+"""What every executor of a job will hold on each of its ranks, by configuration files alone.
+
+    for price in prices(job): price.ranks, price.held, price.working
+
+`held` is there from the start to the end; `working` comes and goes with a step. Executors of a rank
+are stepped in turn, so that a rank takes what all of them hold, and the most that one works with.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from llamarl.config.placement import Ranks
+from llamarl.config.rewards import AnySourceSettings
+from llamarl.config.schema import START
+from llamarl.ddma.layout import Destination, Parameter, Source, parameters_to_send
+from llamarl.inference.cache import whole_blocks
+from llamarl.launch.job import Job
+from llamarl.launch.scorers import stream_cache_tokens
+from llamarl.learning.losses import resolve_loss
+from llamarl.learning.losses.common import has_mark
+from llamarl.learning.memory import (
+    MicrobatchSize,
+    Training,
+    held_numbers,
+    longest_microbatch,
+    update_bytes,
+)
+from llamarl.models.config import ModelConfig, read_config
+from llamarl.models.quantize import quantized_dtype
+from llamarl.models.sharding import num_parameters
+
+log = logging.getLogger("llamarl")
+
+GIB = 1 << 30
+MEMINFO = Path("/proc/meminfo")  # Linux
+_SLOTS = 2  # of a sender, and buffers of a receiver
+_MOMENTS = {"adamw": 8.0, "adamw8bit": 2 * (1 + 4 / 256)}  # bytes of a trained number
+
+
+@dataclass(frozen=True, slots=True)
+class Price:
+    """What one part of the job takes on each of its ranks, in bytes.
+
+    name: for people. held: all the time. working: at the peak of a step besides.
+    """
+
+    name: str
+    ranks: Ranks
+    held: int
+    working: int = 0
+
+    @property
+    def total(self) -> int:
+        """Both."""
+        return self.held + self.working
+
+
+def prices(job: Job) -> list[Price]:
+    """Those of all models and caches of the job, the trainer's first."""
+    return [
+        *_trainer(job),
+        _generator(job),
+        *_reference(job),
+        *_victim(job),
+        *_scorers(job),
+        *_judges(job),
+    ]
+
+
+def bytes_by_rank(job: Job, found: list[Price]) -> list[int]:
+    """What every rank takes: all that is held there, and the most that one part works with."""
+    held = [0] * job.world.size
+    working = [0] * job.world.size
+    for price in found:
+        for rank in price.ranks:
+            held[rank] += price.held
+            working[rank] = max(working[rank], price.working)
+    return [sum(both) for both in zip(held, working)]
+
+
+def microbatch_of(job: Job) -> MicrobatchSize:
+    """The longest microbatch of the trainer that the config allows."""
+    c = job.config
+    return longest_microbatch(
+        prompt_tokens=c.longest - c.max_new_tokens,
+        completion_tokens=c.max_new_tokens,
+        group_size=_group_size(job),
+        budget_tokens=c.trainer.microbatch_tokens,
+        whole_groups=has_mark(resolve_loss(c.loss.fn), "whole_groups"),
+        num_groups=_groups_of_update(job),
+    )
+
+
+def training_of(job: Job) -> Training:
+    """How a trainer rank computes its updates."""
+    c = job.config
+    t = c.trainer
+    size = microbatch_of(job)
+    completions = _groups_of_update(job) * _group_size(job)
+    shards = len(job.placement["trainer"]) // (t.replicate * t.tensor_parallel)
+    return Training(
+        itemsize=getattr(torch, t.compute_dtype).itemsize,
+        checkpointing=t.activation_checkpointing,
+        several=completions > size.completions,
+        lora_rank=t.lora.rank,
+        lora_targets=tuple(t.lora.targets),
+        tensor_parallel=t.tensor_parallel,
+        shards=shards,
+        moment_bytes=_MOMENTS[t.optimizer],
+        has_average=t.ema_decay is not None,
+        on_cpu=job.world.device.type == "cpu",
+    )
+
+
+def _group_size(job: Job) -> int:
+    """Completions of a prompt that a rank trains on together."""
+    if job.config.splits_prompts:
+        return job.config.trained_per_prompt // job.num_dp_ranks
+    return job.config.group_size
+
+
+def _groups_of_update(job: Job) -> int:
+    """Groups of a rank in one optimizer update."""
+    c = job.config
+    ranks = 1 if c.splits_prompts else job.num_dp_ranks
+    return max(1, c.groups_per_step // (ranks * c.trainer.minibatches_per_step))
+
+
+# --- Each executor ---
+
+
+def _itemsize(dtype: str) -> int:
+    return getattr(torch, dtype).itemsize
+
+
+def sent_by(job: Job) -> tuple[list[Parameter], Source, Destination]:
+    """What travels to the generators, who holds it and who is to."""
+    c = job.config
+    model = read_config(job.model_path)
+    g = c.generator
+    quantized = None
+    exclude: tuple[str, ...] = ()
+    if g.kind == "native" and g.quantize != "none":
+        quantized = quantized_dtype(g.quantize)
+        exclude = tuple(g.quantize_exclude)
+    parameters = parameters_to_send(model, getattr(torch, c.model.dtype), quantized, exclude)
+    t = c.trainer
+    shards = len(job.placement["trainer"]) // (t.replicate * t.tensor_parallel)
+    source = Source(shards, t.replicate, t.tensor_parallel)
+    replicas = len(job.placement["generator"]) // g.tensor_parallel
+    return parameters, source, Destination(g.tensor_parallel, replicas)
+
+
+def _trainer(job: Job, *, checkpointing: bool | None = None) -> Iterator[Price]:
+    """checkpointing: as if the config said so; None: as it says."""
+    c = job.config
+    ranks = job.placement["trainer"]
+    model = read_config(job.model_path)
+    training = training_of(job)
+    if checkpointing is not None:
+        training = replace(training, checkpointing=checkpointing)
+    size = microbatch_of(job)
+    parameters, source, _ = sent_by(job)
+    own = [(source.box(model, p, 0).numel, p.dtype.itemsize) for p in parameters]
+    slots = _SLOTS * sum(numel * itemsize for numel, itemsize in own)
+    policy = update_bytes(model, size, training)
+    shared = {"tensor_parallel": training.tensor_parallel, "shards": training.shards}
+    if c.reference.kind == "reset":  # whose weights have slots of their own
+        numbers = held_numbers(model, **shared)
+        slots += _SLOTS * numbers * _itemsize(c.model.dtype)
+    working = policy.working
+    found = []
+    if c.trainer.advantages == "gae" and c.trainer.critic.trunk == "own":
+        critic_model = read_config(c.trainer.critic.path or job.model_path)
+        if not critic_model.labels:
+            critic_model = critic_model.as_scorer()
+        critic = update_bytes(critic_model, size, replace(training, lora_rank=0))
+        # One after the other goes forward and backward, while the other's gradients are there.
+        before = critic.gradients + critic.copies if training.several else 0
+        working = max(working + before, policy.gradients + policy.copies + critic.working)
+        found.append(Price("critic", ranks, critic.held))
+    if c.reference.kind == "sharded":
+        numbers = held_numbers(model, **shared)
+        found.append(Price("reference", ranks, numbers * _itemsize(c.model.dtype)))
+    yield Price("trainer", ranks, policy.held + slots, working)
+    yield from found
+
+
+def _generator(job: Job) -> Price:
+    g = job.config.generator
+    ranks = job.placement["generator"]
+    model = read_config(job.model_path)
+    if g.kind == "vllm":
+        return Price("generator", ranks, _vllm_bytes(job))
+    parameters, _, destination = sent_by(job)
+    own = [(destination.box(model, p, 0).numel, p.dtype.itemsize) for p in parameters]
+    weights = sum(numel * itemsize for numel, itemsize in own)
+    held = _SLOTS * weights + _laid_out(job, weights)
+    tokens = g.cache_tokens or g.max_slots * whole_blocks(job.config.longest_asked)
+    held += _cache(model, tokens, job.config.model.dtype, g.tensor_parallel)
+    working = g.max_slots * model.vocab_size * torch.float32.itemsize
+    return Price("generator", ranks, held, working)
+
+
+def _vllm_bytes(job: Job) -> int:
+    """What vLLM is allowed to take, and the buffers of weights on their way."""
+    share = job.config.generator.gpu_memory_utilization
+    return int(share * (memory_of(job.world.device) or 0))
+
+
+def _laid_out(job: Job, weights: int) -> int:
+    """On a CPU weights are laid out for the kernel once more."""
+    return weights if job.world.device.type == "cpu" else 0
+
+
+def _cache(model: ModelConfig, tokens: int, dtype: str, split: int = 1) -> int:
+    """Bytes of the keys and values of so many tokens."""
+    elements = 2 * model.num_hidden_layers * model.num_key_value_heads * model.head_dim
+    return math.ceil(tokens * elements * _itemsize(dtype) / split)
+
+
+def _reference(job: Job) -> Iterator[Price]:
+    c = job.config
+    r = c.reference
+    if not r.placed:
+        return
+    ranks = job.placement["reference"]
+    model = read_config(job.model_path)
+    shards = len(ranks) // (r.replicate * r.tensor_parallel)
+    numbers = held_numbers(model, tensor_parallel=r.tensor_parallel, shards=shards)
+    copies = 1 if r.kind == "frozen" else 2  # with what the next version comes into
+    held = copies * numbers * _itemsize(c.model.dtype)
+    if r.stream:
+        tokens = stream_cache_tokens(c, job.placement, "reference")
+        held += _cache(model, tokens, c.model.dtype, r.tensor_parallel)
+    yield Price("reference", ranks, held, _asking(job, model, c.model.dtype))
+
+
+def _asking(job: Job, model: ModelConfig, dtype: str) -> int:
+    """Bytes of a forward without gradients: a layer's hidden units, and a chunk of logits."""
+    size = microbatch_of(job)
+    numbers = size.tokens * (4 * model.hidden_size + 3 * model.intermediate_size)
+    if not model.labels:
+        numbers += min(size.labels, 1024) * model.vocab_size
+    return numbers * _itemsize(dtype)
+
+
+def _victim(job: Job) -> Iterator[Price]:
+    if job.victim_path is None:
+        return
+    v = job.config.victim
+    model = read_config(job.victim_path)
+    weights = num_parameters(model) * _itemsize(v.dtype)
+    held = weights + _laid_out(job, weights)
+    held += _cache(model, v.max_slots * whole_blocks(v.longest), v.dtype)
+    working = v.max_slots * model.vocab_size * torch.float32.itemsize
+    yield Price("victim", job.placement["victim"], held, working)
+
+
+def _scorers(job: Job) -> Iterator[Price]:
+    c = job.config
+    ranks = job.placement["reward"]
+    for key, part in c.reward_parts.items():
+        if part.kind == "model":
+            yield _scorer(job, key, part)
+        elif part.kind == "encoder":
+            numbers = encoder_numbers(part.path)
+            yield Price(f"{key} (encoder)", ranks, numbers * _itemsize(part.dtype))
+        elif part.kind == "novelty":
+            yield Price(f"{key} (novelty)", ranks, _embedder_bytes(job, part.embedder))
+
+
+def _scorer(job: Job, key: str, part: AnySourceSettings) -> Price:
+    c = job.config
+    ranks = job.placement["reward"]
+    model = read_config(part.path)
+    split = c.reward.tensor_parallel
+    shards = len(ranks) // (c.reward.replicate * split)
+    held = held_numbers(model, tensor_parallel=split, shards=shards) * _itemsize(part.dtype)
+    if c.reward.stream:
+        tokens = stream_cache_tokens(c, job.placement, "reward")
+        held += _cache(model, tokens, part.dtype, split)
+    return Price(f"{key} (model)", ranks, held, _asking(job, model, part.dtype))
+
+
+def _judges(job: Job) -> Iterator[Price]:
+    """What judges evaluations: whole, on the reward's first rank."""
+    c = job.config
+    first = job.placement["reward"][:1]
+    gold = c.eval.gold if c.gold is not None and c.gold.kind == "model" else None
+    for key, path in (("eval.gold", gold), ("eval.base", c.eval.base)):
+        if path:
+            model = read_config(path)
+            held = num_parameters(model) * _itemsize(c.model.dtype)
+            yield Price(key, first, held, _asking(job, model, c.model.dtype))
+    if c.eval.embedder is not None:
+        yield Price("eval.embedder", first, _embedder_bytes(job, c.eval.embedder))
+
+
+def _embedder_bytes(job: Job, given: str) -> int:
+    itemsize = _itemsize(job.config.model.dtype)
+    if given == START:
+        return num_parameters(read_config(job.model_path)) * itemsize
+    return encoder_numbers(given) * itemsize
+
+
+def encoder_numbers(path: str | Path) -> int:
+    """Numbers of a model that transformers reads, by its config.json: built without memory."""
+    from transformers import AutoConfig, AutoModel
+
+    config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    with torch.device("meta"):
+        model = AutoModel.from_config(config)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+# --- What is said of it ---
+
+
+def rank_map(job: Job, found: list[Price]) -> list[str]:
+    """Who hosts what and how much that takes, a line for all neighbours that are alike."""
+    by_rank = bytes_by_rank(job, found)
+    alike: list[tuple[int, int, str]] = []  # first and last rank, and what is said of them
+    for rank, num_bytes in enumerate(by_rank):
+        hosted = [name for name, ranks in job.placement.items() if rank in ranks]
+        said = f"{', '.join(hosted) or '(nothing)'}, {num_bytes / GIB:.2f} GiB"
+        if hosted and len(by_rank) > 1:
+            said += " each"
+        if alike and alike[-1][2] == said:
+            alike[-1] = (alike[-1][0], rank, said)
+        else:
+            alike.append((rank, rank, said))
+    lines = []
+    for first, last, said in alike:
+        if first == last:
+            lines.append(f"rank {first:<4}{said.removesuffix(' each')}")
+        else:
+            lines.append(f"ranks {first}-{last}: {said}")
+    return lines
+
+
+def memory_lines(job: Job, found: list[Price]) -> list[str]:
+    """What each part takes, and what a step of the trainer would with checkpoints."""
+    lines = []
+    for price in found:
+        said = f"memory   {price.name}: {price.held / GIB:.2f} GiB held"
+        if price.working:
+            said += f" and {price.working / GIB:.2f} at the peak of a step"
+        where = "a rank" if len(price.ranks) > 1 else f"on rank {price.ranks[0]}"
+        lines.append(f"{said}, {where}")
+    without, saved = (_working(job, checkpointing) for checkpointing in (False, True))
+    lines.append(
+        f"         an update with sequences of {job.config.longest:,} tokens: "
+        f"{without / GIB:.2f} GiB, or {saved / GIB:.2f} with trainer.activation_checkpointing=true"
+    )
+    return lines
+
+
+def _working(job: Job, checkpointing: bool) -> int:
+    """Bytes at the peak of the trainer's step, with or without activation checkpointing."""
+    return next(_trainer(job, checkpointing=checkpointing)).working
+
+
+def warn_of_memory(job: Job, found: list[Price]) -> None:
+    """Warn where this machine's ranks, or this rank's GPU, will hold more than is free."""
+    if job.world.is_imagined:
+        return
+    free = memory_of(job.world.device)
+    if free is None:
+        return
+    by_rank = bytes_by_rank(job, found)
+    neighbours = [rank for rank in range(job.world.size) if job.world.shares_memory(rank)]
+    needed = sum(by_rank[rank] for rank in neighbours)
+    if needed <= free:
+        return
+    ranks = f"rank {neighbours[0]}"
+    if len(neighbours) > 1:
+        ranks = f"the {len(neighbours)} ranks of this machine"
+    log.warning(
+        "memory: %s will take %.2f GiB, and %.2f are free. %s",
+        ranks,
+        needed / GIB,
+        free / GIB,
+        _remedies(job, found, neighbours),
+    )
+
+
+def _remedies(job: Job, found: list[Price], ranks: list[int]) -> str:
+    """What lowers the part that takes most on these ranks."""
+    c = job.config
+    shares = {price: price.total * len(set(price.ranks) & set(ranks)) for price in found}
+    largest = max(shares, key=lambda price: shares[price])
+    if largest.name == "generator" and c.generator.kind == "vllm":
+        return "Most is the generator's: lower generator.gpu_memory_utilization"
+    if largest.name == "generator":
+        return "Most is the generator's: lower generator.max_slots or generator.cache_tokens"
+    if largest.name not in ("trainer", "critic"):
+        return f"Most is that of {largest.name}: a smaller model, or more ranks for it"
+    remedies = []
+    if not c.trainer.activation_checkpointing:
+        saved = (_working(job, False) - _working(job, True)) / GIB
+        remedies.append(f"trainer.activation_checkpointing=true ({saved:.2f} GiB less a rank)")
+    remedies += ["a lower trainer.microbatch_tokens, task.max_prompt_tokens or max_new_tokens"]
+    remedies += ["trainer.lora.rank=16, trainer.optimizer=adamw8bit, or more trainer ranks"]
+    return f"Most is the trainer's: {'; '.join(remedies)}"
+
+
+def announce_memory(job: Job) -> None:
+    """At a run's start, on rank 0: what sequences beyond the budget of a microbatch take, and a
+    warning where memory will not do.
+    """
+    c = job.config
+    found = prices(job)
+    if c.longest > c.trainer.microbatch_tokens:
+        taken = _working(job, c.trainer.activation_checkpointing) / GIB
+        remedy = ""
+        if not c.trainer.activation_checkpointing:
+            saved = _working(job, True) / GIB
+            remedy = f", {saved:.2f} with trainer.activation_checkpointing=true"
+        budget = f"trainer.microbatch_tokens={c.trainer.microbatch_tokens}"
+        print(
+            f"memory   sequences of up to {c.longest:,} tokens, beyond {budget}: an update works "
+            f"with {taken:.2f} GiB a trainer rank{remedy}"
+        )
+    warn_of_memory(job, found)
+
+
+# --- What there is ---
+
+
+def memory_of(device: torch.device) -> int | None:
+    """Bytes that are free for a job: of the GPU, or of this machine; None where the machine does
+    not say.
+    """
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    if not MEMINFO.exists():
+        return None
+    for line in MEMINFO.read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name == "MemAvailable":
+            return int(value.split()[0]) * 1024
+    return None

@@ -1,0 +1,146 @@
+"""What a trainer's memory is foretold to hold, beside what autograd holds and what an update
+allocates.
+"""
+
+import importlib.util
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from llamarl.learning.logprobs import make_head
+from llamarl.learning.memory import (
+    MicrobatchSize,
+    Training,
+    layer_elements,
+    longest_microbatch,
+    update_bytes,
+)
+from llamarl.models.attention import PackedAttention
+from llamarl.models.build import build_decoder, random_weights
+from llamarl.models.config import read_config, tiny_directory
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+pytestmark = pytest.mark.timeout(300)
+
+
+def test_the_longest_microbatch_is_of_one_prompt_where_a_group_is_over_the_budget():
+    sizes = dict(prompt_tokens=4500, completion_tokens=64, group_size=2)
+    assert longest_microbatch(**sizes, budget_tokens=1024) == MicrobatchSize(1, 1, 4500, 64)
+    assert longest_microbatch(**sizes, budget_tokens=4629) == MicrobatchSize(1, 2, 4500, 64)
+    assert longest_microbatch(**sizes, budget_tokens=9300) == MicrobatchSize(2, 4, 4500, 64)
+    whole = longest_microbatch(**sizes, budget_tokens=1024, whole_groups=True)
+    assert whole == MicrobatchSize(1, 2, 4500, 64) and whole.tokens == 4628
+
+
+def held_bytes(layers: int, size: MicrobatchSize, dtype: torch.dtype, checkpointing: bool) -> int:
+    """Bytes of what autograd holds after the forward of a microbatch, but for the weights."""
+    values = read_config(tiny_directory())
+    config = replace(values, num_hidden_layers=layers, max_position_embeddings=8192)
+    decoder = random_weights(build_decoder(config, dtype=dtype), seed=0).train()
+    decoder.activation_checkpointing = checkpointing
+    lengths = [size.prompt_tokens] + [size.completion_tokens] * size.completions
+    parents = [-1] + [0] * size.completions
+    starts = torch.tensor([0, *lengths]).cumsum(0)
+    tokens = torch.randint(0, config.vocab_size, (size.tokens,))
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    rows = torch.arange(size.prompt_tokens, size.tokens)
+    weights = {parameter.untyped_storage().data_ptr() for parameter in decoder.parameters()}
+    held = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            held[storage.data_ptr()] = storage
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        attention = PackedAttention(starts, torch.tensor(parents))
+        out = decoder(tokens, positions, attention, make_head(tokens[rows], rows))
+    total = sum(storage.nbytes() for storage in held.values())
+    del out
+    return total
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "size",
+    [
+        MicrobatchSize(1, 1, 1500, 100),
+        MicrobatchSize(1, 1, 100, 1500),
+        MicrobatchSize(1, 4, 1000, 64),
+    ],
+    ids=["prompt", "completion", "group"],
+)
+def test_what_a_layer_holds_is_what_is_counted(dtype, size):
+    """The second of two layers, so that what all layers share is not of it."""
+    one, two = (held_bytes(layers, size, dtype, False) for layers in (1, 2))
+    config = read_config(tiny_directory())
+    counted = layer_elements(config, size, Training(dtype.itemsize)) * dtype.itemsize
+    assert two - one == pytest.approx(counted, rel=0.05)
+
+
+def test_a_checkpointed_layer_holds_what_comes_into_it():
+    size = MicrobatchSize(1, 1, 1500, 100)
+    one, two = (held_bytes(layers, size, torch.float32, True) for layers in (1, 2))
+    width = read_config(tiny_directory()).hidden_size
+    assert two - one == pytest.approx(4 * size.tokens * width, rel=0.05)
+
+
+def test_a_prompt_costs_its_length_times_the_layers_and_checkpointing_saves_most_of_it():
+    config = replace(read_config(tiny_directory()), num_hidden_layers=30)
+
+    def activations(tokens: int, checkpointing: bool = False) -> int:
+        training = Training(itemsize=2, checkpointing=checkpointing)
+        empty, full = (MicrobatchSize(1, 1, prompt, 64) for prompt in (1024, tokens))
+        peaks = [update_bytes(config, size, training).working for size in (empty, full)]
+        return peaks[1] - peaks[0]
+
+    assert activations(5120) / activations(3072) == pytest.approx(2, rel=0.1)
+    assert activations(4096, checkpointing=True) < activations(4096) / 5
+
+
+# --- Beside what an update allocates ---
+
+
+@pytest.fixture(scope="module")
+def benchmark():
+    """benchmarks/memory.py, as a module."""
+    sys.path.insert(0, str(BENCHMARKS))
+    try:
+        spec = importlib.util.spec_from_file_location("memory_benchmark", BENCHMARKS / "memory.py")
+        module = importlib.util.module_from_spec(spec)
+        sys.modules["memory_benchmark"] = module
+        spec.loader.exec_module(module)
+        yield module
+    finally:
+        sys.path.remove(str(BENCHMARKS))
+        sys.modules.pop("memory_benchmark", None)
+
+
+SMALL = (96, 256, 4, 4, 2, 24, 3000)
+
+
+@pytest.mark.filterwarnings("ignore:.*longer than trainer.microbatch_tokens")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"groups": 1},
+        {"groups": 3},
+        {"checkpointing": True},
+        {"checkpointing": True, "group": 6, "whole_groups": True},
+        {"lora": 4, "reference": "adapters_off"},
+        {"critic": "own", "groups": 1},
+        {"critic": "own", "checkpointing": True, "tied": False},
+        {"reference": "sharded"},
+        {"prompt": 60, "completion": 40, "group": 4},
+    ],
+    ids=lambda fields: " ".join(f"{key}={value}" for key, value in fields.items()),
+)
+def test_what_an_update_allocates_at_its_peak_is_what_is_foretold(benchmark, dtype, fields):
+    case = benchmark.Case(SMALL, dtype=dtype, **fields)
+    _, measured = benchmark.counted(case)
+    assert 0.85 <= benchmark.foretold(case) / measured <= 1.15
