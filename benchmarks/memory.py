@@ -27,6 +27,7 @@ import torch
 from running import machine
 from torch.profiler import ProfilerActivity, profile
 
+from llamarl.learning.logprobs import _spare
 from llamarl.learning.losses.policy_gradient import policy_gradient
 from llamarl.learning.losses.regularisers import regularised
 from llamarl.learning.memory import Training, longest_microbatch, update_bytes
@@ -265,6 +266,7 @@ def groups_of(case: Case) -> list[Group]:
 def counted(case: Case) -> tuple[int, int]:
     """Bytes at the peaks of the first update and of the second."""
     gc.collect()
+    _spare.clear()  # room for logits that an earlier case left
     count = Counter()
     made = count(lambda: update_of(case))
     update, _ = made

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from llamarl.learning.segments import wide_dtype
-from llamarl.models.fused import kernels, weight_gradient
+from llamarl.models.fused import add_up, kernels, weight_gradient
 
 # Up to this many logits are one chunk, kept for backward: recomputing them would cost more than it
 # saves.
@@ -154,7 +154,8 @@ class _ChunkedLogprobs(torch.autograd.Function):
                     # ones.
                     grad_weight = product.to(wide_dtype(product)) if len(parts) > 1 else product
                 else:
-                    grad_weight += product
+                    add_up(grad_weight, product)  # without a float32 copy of the product
+                del product  # as large as the weight: not beside the next chunk's
         if keeps and logits.device.type == "cpu":
             _spare[:] = [logits]
         if ctx.needs_input_grad[1]:

@@ -368,9 +368,10 @@ class _Peak:
         # The weights of attention over few keys, and twice their gradients.
         heads = self.config.num_attention_heads // t.tensor_parallel
         pairs = t.itemsize * heads * _short_pairs(self.size, t)
-        gradients_of_mlp = t.itemsize * (3 if gated else 2) * of_mlp if waiting else 0
-        at_attention = self.layer - (3 if gated else 2) * self.hidden + 2 * pairs
-        at_attention += self.width + gradients_of_mlp * self.trains_all
+        products = 3 if gated else 2
+        at_attention = self.layer - products * self.hidden + 2 * pairs + self.width
+        if waiting and self.trains_all:
+            at_attention += t.itemsize * products * of_mlp
         at_end = 2 * self.width + waiting * self.layer_gradients
         at_end += WIDE * (self.layer_gradients if t.shards > 1 else of_mlp * self.trains_all)
         held = self._held_gradient()

@@ -8,6 +8,7 @@ import shutil
 
 import pytest
 import torch
+import torch.nn.functional as F
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import (
@@ -544,6 +545,27 @@ def test_plain_products_equal_the_fused_kernel(dtype, tolerance, masked):
         assert (
             ours_.double() - theirs_.double()
         ).abs().max() <= 10 * tolerance  # sums over 17 queries and 3 heads
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_mask_that_is_made_once_gives_the_bits_of_bools_in_every_layer(dtype):
+    """Behind a prompt of 520 tokens a completion of 60, which no plain product computes."""
+    random = torch.Generator().manual_seed(0)
+    shapes = ((580, 4, 16), (580, 2, 16), (580, 2, 16))
+    drawn = [torch.randn(shape, generator=random).to(dtype) for shape in shapes]
+    own, theirs = ([x.clone().requires_grad_() for x in drawn] for _ in range(2))
+    upstream = torch.randn(60, 4, 16, generator=random).to(dtype)
+    attention = PackedAttention(torch.tensor([0, 520, 580]), torch.tensor([-1, 0]))
+    out = attention.attend(0, *own)[520:]
+    out.backward(upstream)
+    seen = torch.arange(580) <= torch.arange(520, 580)[:, None]
+    q, k, v = (x.transpose(0, 1)[None] for x in theirs)
+    want = F.scaled_dot_product_attention(q[:, :, 520:], k, v, attn_mask=seen, enable_gqa=True)
+    want = want[0].transpose(0, 1)
+    want.backward(upstream)
+    assert torch.equal(out, want)
+    for x, y in zip(own, theirs):
+        assert torch.equal(x.grad, y.grad)
 
 
 def test_the_head_gets_normed_hidden_states_and_the_output_weight(directories):

@@ -121,6 +121,8 @@ def benchmark():
 
 
 SMALL = (96, 256, 4, 4, 2, 24, 3000)
+# Of 2,100 labels the logits are more than are kept, and those of a chunk less than the gradients.
+CHUNKED = (512, 256, 1, 4, 2, 24, 17000)
 
 
 @pytest.mark.filterwarnings("ignore:.*longer than trainer.microbatch_tokens")
@@ -137,10 +139,11 @@ SMALL = (96, 256, 4, 4, 2, 24, 3000)
         {"critic": "own", "checkpointing": True, "tied": False},
         {"reference": "sharded"},
         {"prompt": 60, "completion": 40, "group": 4},
+        {"shape": CHUNKED, "prompt": 20, "completion": 700, "group": 3, "budget": 4000},
     ],
     ids=lambda fields: " ".join(f"{key}={value}" for key, value in fields.items()),
 )
 def test_what_an_update_allocates_at_its_peak_is_what_is_foretold(benchmark, dtype, fields):
-    case = benchmark.Case(SMALL, dtype=dtype, **fields)
+    case = benchmark.Case(**{"shape": SMALL, "dtype": dtype} | fields)
     _, measured = benchmark.counted(case)
-    assert 0.85 <= benchmark.foretold(case) / measured <= 1.15
+    assert 0.9 <= benchmark.foretold(case) / measured <= 1.1
