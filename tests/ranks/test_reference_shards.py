@@ -61,26 +61,51 @@ def shares(rank: int) -> dict[str, list]:
     return found
 
 
+@pytest.fixture(scope="module")
+def answers(pool) -> list[dict]:
+    """By rank."""
+    return pool.call(__file__, "shares", ranks=WORLD, timeout_s=DEADLINE_S)
+
+
+@pytest.mark.slow
+@pytest.mark.machine
+def test_shards_say_what_the_whole_says(answers):
+    tolerance = of_logprobs(read_config(tiny_directory()), size=LOGIT)
+    wanted, _ = answers[0]["whole"]
+    for answer in answers:
+        for name in ("whole", *TOPOLOGIES):
+            said, _ = answer[name]
+            for one, other in zip(said, wanted, strict=True):
+                assert one == pytest.approx(other, rel=0, abs=tolerance), name
+
+
 @pytest.mark.bitwise("a reference sharded by rows alone says what the whole one says")
 @pytest.mark.slow
 @pytest.mark.machine
-def test_shards_say_what_the_whole_says(pool):
-    answers = pool.call(__file__, "shares", ranks=WORLD, timeout_s=DEADLINE_S)
-    config = read_config(tiny_directory())
-    tolerance = of_logprobs(config, size=LOGIT)
-    vocabulary = 2 * config.vocab_size * config.hidden_size  # elements of embedding and head
+def test_shards_have_the_same_bits_on_every_rank_and_those_of_the_whole_where_no_layer_is_split(
+    answers,
+):
     for answer in answers:
-        wanted, size = answer["whole"]
-        for name, (replicate, tp) in TOPOLOGIES.items():
-            said, held = answer[name]
+        wanted, _ = answer["whole"]
+        for name, (_, tp) in TOPOLOGIES.items():
+            said, _ = answer[name]
             assert said == answers[0][name][0], name
-            share = size * replicate / WORLD
             if tp == 1:
                 assert said == wanted, name
-            else:  # each of them holds these whole, and four both key/value heads
+
+
+@pytest.mark.slow
+@pytest.mark.machine
+def test_each_rank_holds_its_share(answers):
+    config = read_config(tiny_directory())
+    vocabulary = 2 * config.vocab_size * config.hidden_size  # elements of embedding and head
+    for answer in answers:
+        _, size = answer["whole"]
+        for name, (replicate, tp) in TOPOLOGIES.items():
+            _, held = answer[name]
+            share = size * replicate / WORLD
+            if tp > 1:  # each of them holds these whole, and four both key/value heads
                 share += vocabulary * replicate / WORLD
-                for one, other in zip(said, wanted, strict=True):
-                    assert one == pytest.approx(other, rel=0, abs=tolerance), name
             slack = 1.05 if tp == 1 else 1.2
             assert held <= slack * share, name
 

@@ -266,35 +266,47 @@ def streamed(decoder, asked, *, native, chunk, slots=4, seed=None, one_by_one=Tr
     return torch.tensor(list(scores.values()))
 
 
+def streamed_in_ways(decoder, asked, *, native: bool, chunk: int) -> list[torch.Tensor]:
+    """Scores that were read at the end, read ahead and dropped, and read ahead and kept."""
+    if native:
+        reader = PieceReader(
+            decoder, ScoreHead(0), slots=1, max_len=9, group=ALONE, one_by_one=True
+        )
+        if reader.native is None:
+            pytest.skip("no compiler makes the kernels")
+    found = []
+    for slots, seed in ((4, None), (2, 2), (12, 3)):
+        found.append(streamed(decoder, asked, native=native, chunk=chunk, slots=slots, seed=seed))
+    return found
+
+
+@pytest.mark.machine
+@pytest.mark.usefixtures("float32_products")
+@pytest.mark.parametrize("native", [True, False])
+@pytest.mark.parametrize("chunk", [3, 16])
+def test_a_streamed_score_is_the_score_of_the_whole(scorer, native, chunk):
+    theirs, ours = scorer
+    asked = asked_for(4, 3)
+    wanted = transformers_scores(theirs, asked)
+    packed = ours.scores(asked)
+    for scores in streamed_in_ways(ours.decoder, asked, native=native, chunk=chunk):
+        torch.testing.assert_close(scores, wanted, rtol=0, atol=SCORES)
+        torch.testing.assert_close(scores, packed, rtol=0, atol=SCORES)
+
+
 @pytest.mark.bitwise("a streamed score does not depend on what was read ahead")
 @pytest.mark.machine
 @pytest.mark.usefixtures("float32_products")
 @pytest.mark.parametrize("native", [True, False])
-def test_a_streamed_score_is_the_score_of_the_whole(scorer, native):
-    theirs, ours = scorer
-    asked = asked_for(4, 3)
-    if (
-        native
-        and PieceReader(
-            ours.decoder, ScoreHead(0), slots=1, max_len=9, group=ALONE, one_by_one=True
-        ).native
-        is None
-    ):
-        pytest.skip("no compiler makes the kernels")
-    wanted = transformers_scores(theirs, asked)
-    packed = ours.scores(asked)
+def test_a_streamed_score_has_the_same_bits_whatever_was_read_ahead(scorer, native):
+    _, ours = scorer
     seen = {}
     for chunk in (3, 16):
-        scores = [
-            streamed(ours.decoder, asked, native=native, chunk=chunk, slots=slots, seed=seed)
-            for slots, seed in ((4, None), (2, 2), (12, 3))
-        ]
-        for one in scores:
-            # The same bits in whatever order, and whether read ahead, dropped or not.
-            assert torch.equal(one, scores[0])
-        torch.testing.assert_close(scores[0], wanted, rtol=0, atol=SCORES)
-        torch.testing.assert_close(scores[0], packed, rtol=0, atol=SCORES)
-        seen[chunk] = scores[0]
+        seen[chunk], *others = streamed_in_ways(
+            ours.decoder, asked_for(4, 3), native=native, chunk=chunk
+        )
+        for other in others:
+            assert torch.equal(other, seen[chunk])
     if native:  # each row is summed in one order
         assert torch.equal(seen[3], seen[16])
 
