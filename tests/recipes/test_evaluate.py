@@ -108,25 +108,35 @@ def test_it_finds_the_accuracy_that_the_run_reported(synchronous_run, evaluate, 
     )
 
 
+@pytest.fixture(scope="module")
+def sampling_run(tmp_path_factory):
+    """One that samples held-out prompts, too."""
+    sampled = ("max_lag=0", "max_steps=2", f"eval.num_samples={SAMPLES}")
+    run_dir = tmp_path_factory.mktemp("sampling") / "run"
+    with ForkedJob(*SMALL, *sampled, run_dir=run_dir) as job:
+        assert job.wait() == 0, job.output
+        yield job
+
+
+@pytest.mark.bitwise("what is sampled of held-out prompts changes nothing that is learned")
+@pytest.mark.slow
+def test_sampling_held_out_prompts_does_not_touch_training(sampling_run, synchronous_run):
+    plain = [
+        {name: value for name, value in row.items() if "pass_at" not in name}
+        for row in untimed(sampling_run.rows)
+    ]
+    assert plain == untimed(synchronous_run.rows)[:3]
+
+
 @pytest.mark.slow
 def test_a_run_reports_pass_at_k_from_its_first_version_on_and_the_recipe_finds_the_same(
-    synchronous_run, evaluate, tmp_path
+    sampling_run, evaluate
 ):
-    sampled = ("max_lag=0", "max_steps=2", f"eval.num_samples={SAMPLES}")
-    with ForkedJob(*SMALL, *sampled, run_dir=tmp_path / "run") as job:
-        assert job.wait() == 0, job.output
-        rows = job.rows
+    rows = sampling_run.rows
     evaluated = [row for row in rows if "eval/pass_at_k" in row]
     assert [row["step"] for row in evaluated] == [0, 2]
     assert all(0 < row["eval/pass_at_1_sampled"] < row["eval/pass_at_k"] <= 1 for row in evaluated)
-    plain = [
-        {name: value for name, value in row.items() if "pass_at" not in name}
-        for row in untimed(rows)
-    ]
-    assert plain == untimed(synchronous_run.rows)[:3], (
-        "sampling held-out prompts must not touch training"
-    )
-    done = evaluate(tmp_path / "run", "--samples", SAMPLES)
+    done = evaluate(sampling_run.run_dir, "--samples", SAMPLES)
     assert done.returncode == 0, done.stderr
     lines = done.lines
     assert f"pass@1 {percent(rows[2]['eval/pass_at_1_sampled'])}  pass@2 " in done.stdout

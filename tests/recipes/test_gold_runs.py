@@ -118,6 +118,7 @@ def test_a_run_reports_the_perplexity_of_transformers(run, answers):
     assert run.rows[-1]["eval/perplexity"] == pytest.approx(perplexity, rel=NATS)
 
 
+@pytest.mark.bitwise("a synchronous run is the same every time")
 @pytest.mark.slow
 def test_synchronous_runs_are_alike_to_the_bit_with_gold_too(run, gold, tmp_path):
     path, _ = gold
@@ -127,6 +128,7 @@ def test_synchronous_runs_are_alike_to_the_bit_with_gold_too(run, gold, tmp_path
     assert untimed(job.rows) == untimed(run.rows)
 
 
+@pytest.mark.bitwise("what is judged beside a run changes nothing that is learned")
 @pytest.mark.slow
 def test_gold_changes_nothing_that_is_learned(run, tmp_path):
     with ForkedJob(*GIVEN, run_dir=tmp_path / "run") as job:

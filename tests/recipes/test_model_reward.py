@@ -67,6 +67,7 @@ def test_ranks_that_share_the_scorer_reward_alike(run, scorer, tmp_path, split):
                 assert one[name] == pytest.approx(other[name], abs=SCORES)
 
 
+@pytest.mark.bitwise("a synchronous run is the same every time")
 @pytest.mark.slow
 def test_synchronous_runs_are_alike_to_the_bit(run, scorer, tmp_path):
     with ForkedJob(*SMALL, *scorer, "max_lag=0", run_dir=tmp_path / "run", ranks=2) as job:
@@ -96,6 +97,7 @@ def test_a_scorer_of_another_vocabulary_reads_the_text(tmp_path):
     assert job.rows[-1]["reward/error_rate"] == 0
 
 
+@pytest.mark.bitwise("offloading changes no number")
 @pytest.mark.slow
 def test_executors_that_take_turns_train_the_same(scorer, tmp_path):
     parts = (

@@ -69,6 +69,7 @@ FSDP2 = ("placement.trainer=[0,1]",)
 TP2 = (*FSDP2, "trainer.tensor_parallel=2")
 
 
+@pytest.mark.bitwise("a synchronous run that was resumed is the one that was not")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("trunk", "topology", "ranks"),

@@ -68,11 +68,16 @@ def apart(tmp_path_factory):
         yield job
 
 
+@pytest.mark.bitwise("a synchronous run is the same every time")
 @pytest.mark.slow
 def test_in_step_with_the_trainer_two_runs_have_the_same_bits(apart, tmp_path):
     with red_team(*APART, "max_lag=0", run_dir=tmp_path / "run", ranks=3) as job:
         assert job.wait() == 0, job.output
     assert untimed(job.rows) == untimed(apart.rows)
+
+
+@pytest.mark.slow
+def test_an_attack_is_a_success_by_most_of_its_answers_and_their_share_is_reported(apart):
     said = [row["eval/success"] for row in apart.rows if row.get("eval/success") is not None]
     assert len(said) == 3 and all(0 <= share <= 1 for share in said)
     assert sum(row.get("victim/tokens") or 0 for row in apart.rows) > 0
@@ -133,20 +138,31 @@ NOVEL = (
 )
 
 
-@pytest.mark.slow
-def test_attacks_are_rewarded_for_novelty_which_a_resumed_run_remembers(tmp_path):
-    with red_team(*NOVEL, run_dir=tmp_path / "whole") as job:
-        assert job.wait() == 0, job.output
-        whole = untimed(job.rows)
-        last = job.rows[-1]
+@pytest.fixture(scope="module")
+def resumed_novel(tmp_path_factory):
+    """One that was stopped after two steps."""
+    run_dir = tmp_path_factory.mktemp("novel") / "run"
     for steps in (2, 4):
         given = (*NOVEL, f"max_steps={steps}", "resume=auto")
-        with red_team(*given, run_dir=tmp_path / "resumed") as job:
+        with red_team(*given, run_dir=run_dir) as job:
             assert job.wait() == 0, job.output
-    assert untimed(job.rows) == whole
+    return job
+
+
+@pytest.mark.bitwise("a synchronous run that was resumed is the one that was not")
+@pytest.mark.slow
+def test_a_resumed_run_remembers_the_attacks_that_novelty_is_to(resumed_novel, tmp_path):
+    with red_team(*NOVEL, run_dir=tmp_path / "whole") as job:
+        assert job.wait() == 0, job.output
+    assert untimed(resumed_novel.rows) == untimed(job.rows)
+
+
+@pytest.mark.slow
+def test_attacks_are_rewarded_for_novelty(resumed_novel):
+    last = resumed_novel.rows[-1]
     assert 0 < last["reward/new/mean"] < 1, "attacks have become like those before them"
     assert 0 < last["diversity/cosine_distance"] < 1
-    sampled = sampled_at(4, tmp_path / "resumed")
+    sampled = sampled_at(4, resumed_novel.run_dir)
     assert all(attack["score"] > 0 for attack in sampled), "none is quite like others"
     assert sum(attack["success"] for attack in sampled) / len(sampled) == last["eval/success"]
 

@@ -160,6 +160,7 @@ def test_a_pad_token_that_is_the_end_token_is_replaced(pairs, tmp_path):
     torch.testing.assert_close(of_padded[0], at_the_end, rtol=0, atol=SCORE)
 
 
+@pytest.mark.bitwise("a run that was resumed is the one that was not")
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [None, 2])
 def test_a_run_killed_and_resumed_equals_one_that_was_not(pairs, tmp_path, ranks):
@@ -283,26 +284,39 @@ def test_table_5_of_async_rlhf(pairs):
     assert (trainer.warmup_fraction, trainer.weight_decay) == (0.03, 0.0)
 
 
+def long_sft(*more: str, out: Path, ranks: int | None = 2) -> ForkedJob:
+    """A run whose examples lie beside `out`."""
+    rows = write_rows(out.parent / "rows.jsonl", 300)
+    given = (*SMALL, "max_steps=48", rows, *more)
+    return job_of(*given, out=out, ranks=ranks, recipe=SFT_RECIPE)
+
+
+@pytest.fixture(scope="module")
+def sft_on_two_ranks(tmp_path_factory):
+    with long_sft(out=tmp_path_factory.mktemp("sft") / "whole") as job:
+        assert job.wait() == 0, job.output
+        yield job
+
+
+@pytest.mark.bitwise("a run that was resumed is the one that was not")
 @pytest.mark.slow
-def test_sft_killed_on_two_ranks_and_resumed_is_the_run_that_was_not(tmp_path):
-    rows = write_rows(tmp_path / "rows.jsonl", 300)
-    long = (*SMALL, "max_steps=48", rows)
-
-    def job(name: str, *more: str, ranks: int | None = 2) -> ForkedJob:
-        return job_of(*long, *more, out=tmp_path / name, ranks=ranks, recipe=SFT_RECIPE)
-
-    with job("whole") as whole:
-        assert whole.wait() == 0, whole.output
-    with job("out") as killed:
-        killed.until(lambda: (tmp_path / "out" / "checkpoints" / "latest").exists(), "a checkpoint")
+def test_sft_killed_on_two_ranks_and_resumed_is_the_run_that_was_not(sft_on_two_ranks, tmp_path):
+    out = tmp_path / "out"
+    with long_sft(out=out) as killed:
+        killed.until(lambda: (out / "checkpoints" / "latest").exists(), "a checkpoint")
         os.kill(max(killed.rank_pids().items())[1], signal.SIGKILL)
         assert killed.wait() != 0
-    with job("out", "resume=auto") as resumed:
+    with long_sft("resume=auto", out=out) as resumed:
         assert resumed.wait() == 0, resumed.output
-    assert untimed(resumed.rows) == untimed(whole.rows)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert untimed(resumed.rows) == untimed(sft_on_two_ranks.rows)
+
+
+@pytest.mark.slow
+def test_sft_on_two_ranks_trains_as_in_one_process(sft_on_two_ranks, tmp_path):
+    whole = sft_on_two_ranks
+    model = AutoModelForCausalLM.from_pretrained(whole.run_dir)
     assert model.config.architectures == ["LlamaForCausalLM"]
-    with job("alone", ranks=None) as alone:
+    with long_sft(out=tmp_path / "alone", ranks=None) as alone:
         assert alone.wait() == 0, alone.output
     for ours, theirs in zip(whole.rows, alone.rows, strict=True):
         if "eval/loss" in ours:

@@ -48,6 +48,7 @@ def test_completions_are_read_while_they_are_sampled(run):
     assert {"step", "read ahead", "read to the end"} <= names
 
 
+@pytest.mark.bitwise("a synchronous run is the same every time")
 @pytest.mark.slow
 def test_synchronous_runs_that_stream_are_alike_to_the_bit(run, scorer, tmp_path):
     with ForkedJob(*SMALL, *scorer, *STREAMED, run_dir=tmp_path / "run", ranks=2) as job:

@@ -55,6 +55,7 @@ def test_completions_are_read_while_they_are_sampled_and_train_the_same(streamed
     assert_close(untimed(streamed.rows), whole)
 
 
+@pytest.mark.bitwise("a synchronous run is the same every time")
 @pytest.mark.slow
 def test_synchronous_runs_with_it_are_alike_to_the_bit(streamed, tmp_path):
     again = run(*STREAMED, run_dir=tmp_path / "run")
@@ -68,10 +69,21 @@ def test_ranks_that_share_the_model_say_the_same(whole, tmp_path, split):
     assert_close(untimed(run(*STREAMED, *placed, run_dir=tmp_path / "run", ranks=3).rows), whole)
 
 
+@pytest.fixture(scope="module")
+def resumed(tmp_path_factory):
+    run_dir = tmp_path_factory.mktemp("resumed") / "run"
+    run(*STREAMED, "max_steps=2", run_dir=run_dir)
+    return run(*STREAMED, "resume=auto", run_dir=run_dir)
+
+
 @pytest.mark.slow
-def test_a_resumed_run_reads_what_was_not_told_again(streamed, tmp_path):
-    run(*STREAMED, "max_steps=2", run_dir=tmp_path / "run")
-    resumed = run(*STREAMED, "resume=auto", run_dir=tmp_path / "run")
+def test_a_resumed_run_reads_what_was_not_told_again(resumed, whole):
+    assert_close(untimed(resumed.rows), whole)
+
+
+@pytest.mark.bitwise("a synchronous run that was resumed is the one that was not")
+@pytest.mark.slow
+def test_a_resumed_run_has_the_bits_of_one_that_was_not_stopped(resumed, streamed):
     assert untimed(resumed.rows) == untimed(streamed.rows)
 
 
