@@ -95,6 +95,23 @@ def read_model(path: str | Path) -> ModelConfig:
     return model
 
 
+def _ranges(ranks: Collection[int]) -> str:
+    """Ranks in their order, where more than two follow one another as first-last: "0-255,511"."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    words = []
+    for run in runs:
+        if len(run) > 2:
+            words.append(f"{run[0]}-{run[-1]}")
+        else:
+            words += map(str, run)
+    return ",".join(words)
+
+
 def stop_tokens(path: Path, tokenizer) -> tuple[int, ...]:
     """Every token that ends a completion of a model directory, by its tokenizer and its
     generation_config.json. ValueError for one that is no number.
@@ -530,7 +547,7 @@ class Job:
     def hosts(self) -> str:
         """Which ranks host what, for people."""
         tensor_parallel = self.config.generator.tensor_parallel
-        hosts = {name: ",".join(map(str, ranks)) for name, ranks in self.placement.items()}
+        hosts = {name: _ranges(ranks) for name, ranks in self.placement.items()}
         if tensor_parallel > 1:
             hosts["generator"] += f" (tensor parallel {tensor_parallel})"
         return "  ".join(f"{name} {ranks}" for name, ranks in hosts.items())

@@ -92,6 +92,7 @@ def test_405b_on_512_ranks_is_priced_by_its_config_alone(tmp_path, capsys):
     lines = re.findall(r"^ranks? \d.*", output, re.MULTILINE)
     assert len(lines) == 3, "a line for all that are alike"
     assert "rank 511 generator, reward, " in output
+    assert "ranks    trainer 0-255  generator 256-511  reward 511" in output
     with pytest.raises(BadInput, match=r"model\.safetensors: no such file"):
         check_inputs(job_of(*given))
 
