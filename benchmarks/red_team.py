@@ -40,13 +40,13 @@ import llamarl  # noqa: F401  before torch: it says how torch's threads wait
 import torch
 from running import ROOT, as_item, as_paragraph, keep, kept_file, machine, run_job, run_process
 
-from llamarl.learning.embedding import (
+from llamarl.models.config import tiny_directory
+from llamarl.scoring.embedding import (
     EmbedderSettings,
     load_embedder,
     mean_pairwise_distance,
     unit,
 )
-from llamarl.models.config import tiny_directory
 
 RESULTS = Path(__file__).parent / "results"
 STUDIES = ("methods", "searchers", "offpolicy")

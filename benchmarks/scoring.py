@@ -35,13 +35,14 @@ from running import machine, run_job
 from torch import Tensor
 
 from llamarl.executor import ExecutorGroup
-from llamarl.learning.scoring import Asked, pack_scored
-from llamarl.learning.sharded_scorer import ScorerSettings, ShardedScorer
+from llamarl.learning.asking import Asked
 from llamarl.models.config import read_config
 from llamarl.models.hf import export, named_parameters_hf
 from llamarl.models.scorer import scorer_fields
 from llamarl.models.training import training_decoder
 from llamarl.native.precision import use_float32_products
+from llamarl.scoring.packed import pack_scored
+from llamarl.scoring.sharded import ScorerSettings, ShardedScorer
 
 SPREAD = 0.7  # of the logarithm of lengths
 LONGEST = 8  # times the median

@@ -10,52 +10,43 @@ from typing import Literal
 
 import torch
 
-from executors.answers import AnswerSettings
 from executors.generator import REFERENCE_STRETCHES, STRETCHES, Generator
-from executors.gold import GoldSettings
-from executors.model_reward import ModelReward
-from executors.novelty import NoveltySettings
-from executors.pairing import PairMaker
-from executors.reference import FrozenReference, ResettingReference
-from executors.reward import Reward, RuleReward
-from executors.scoring import Item
-from executors.streaming import StreamingReward, StreamSettings
-from executors.streaming_reference import StreamingReference
+from executors.reference import Reference
+from executors.reward import Reward
 from executors.trainer import AdamSettings, FSDPTrainer
 from executors.victim import Victim
-from executors.weighted import Part, WeightedParts, parts_alone
 from llamarl.comm import Gather
 from llamarl.config.command_line import Config
-from llamarl.config.rewards import AnySourceSettings
-from llamarl.config.schema import START
 from llamarl.ddma.channel import REFERENCE_WEIGHTS, Weights
 from llamarl.inference import Engine, SamplingParams, TemperatureRange
 from llamarl.inference.build import build_native, build_vllm
 from llamarl.inference.protocol import BuildEngine
 from llamarl.inference.stop_strings import unescaped
 from llamarl.launch.gold import reference_ids, reference_texts
-from llamarl.launch.job import Job, Scored, stop_tokens
+from llamarl.launch.job import Job, stop_tokens
+from llamarl.launch.kinds import embedder_settings, make_scorer, reward_parts
 from llamarl.launch.preferences import PreferencesJob
-from llamarl.launch.scorers import stream_cache_tokens, transcript_of
+from llamarl.launch.scorers import stream_cache_tokens
 from llamarl.launch.sources import source_of
 from llamarl.learning.buffer import GroupBuffer
-from llamarl.learning.embedding import EmbedderSettings
 from llamarl.learning.losses import check_options, options_of, resolve_loss
 from llamarl.learning.losses.common import has_mark
 from llamarl.learning.losses.regularisers import regularised
 from llamarl.learning.replay import Draw, ReplayBuffer, SharedReplayBuffer, SplitReplayBuffer
 from llamarl.learning.schedules import value_at
 from llamarl.learning.shaping import Shaping
-from llamarl.learning.sharded_scorer import ScorerSettings
 from llamarl.learning.update import UpdateSettings
 from llamarl.learning.values import CriticSettings
-from llamarl.models.config import read_config
 from llamarl.models.lora import Lora
 from llamarl.models.parity import TOP
-from llamarl.models.scorer import label_of
+from llamarl.scoring.ahead import StreamSettings
+from llamarl.scoring.gold import GoldSettings
+from llamarl.scoring.pairing import PairMaker
+from llamarl.scoring.pairs import PairRule
+from llamarl.scoring.replies import ReplySettings
+from llamarl.scoring.scorer import Item, Scorer, site_alone
+from llamarl.scoring.weighted import Part, Weighted
 from llamarl.tasks.held_out import EvalSet
-from llamarl.tasks.pairs import PairRule
-from llamarl.tasks.source import MakeSource
 from llamarl.types import Prompt
 
 
@@ -140,20 +131,21 @@ def build_reward(config: Config, job: Job) -> Reward:
         max_error_rate=r.max_error_rate,
         gold=build_gold(config, job),
         embedder=embedder_settings(config, job, config.eval.embedder),
-        answers=_answers_of(config, job),
+        replies=_replies_of(config, job),
         samples=job.directory.path / "samples" if config.eval.save_samples else None,
     )
     if r.kind in ("function", "judge", "encoder"):
-        return RuleReward(**given, make_source=source_of(r, job, section="reward"))
-    given |= dict(
-        parts=reward_parts(config, job),
+        return Reward(**given, make_scorer=source_of(r, job, section="reward"))
+    stream = stream_settings(config, job, "reward") if r.stream else None
+    acts_as_one = {"model", "novelty"}  # what all ranks hold together, and one history
+    return Reward(
+        **given,
+        make_scorer=partial(Weighted, reward_parts(config, job, stream)),
+        first_takes=any(part.kind in acts_as_one for part in config.reward_parts.values()),
         replicate=r.replicate,
         tensor_parallel=r.tensor_parallel,
         reproducible=config.max_lag == 0,
     )
-    if not r.stream:
-        return ModelReward(**given)
-    return StreamingReward(**given, stream=stream_settings(config, job, "reward"))
 
 
 def stream_settings(
@@ -178,7 +170,7 @@ def build_stretches(
     config: Config,
     generator: Generator,
     reward: Reward,
-    references: Sequence[FrozenReference],
+    references: Sequence[Reference],
 ) -> list[Gather]:
     """What is sampled on its way to the reward and to the reference before a completion ends."""
     channels = []
@@ -190,11 +182,11 @@ def build_stretches(
     return channels
 
 
-def _answers_of(config: Config, job: Job) -> AnswerSettings | None:
-    """How a victim's answers are read; None where completions are scored as they are."""
+def _replies_of(config: Config, job: Job) -> ReplySettings | None:
+    """Return how a victim's replies are read; None where completions are scored as they are."""
     if not config.victim.placed:
         return None
-    return AnswerSettings(
+    return ReplySettings(
         decode=job.decode_answer,
         threshold=config.victim.threshold,
         decode_raw=job.decode_answer_raw,
@@ -247,27 +239,21 @@ def build_gold(config: Config, job: Job) -> GoldSettings | None:
     return gold_settings(config, job, items, job.eval_sets)
 
 
-def embedder_settings(config: Config, job: Job, given: str | None) -> EmbedderSettings | None:
-    """What an embedder, given as START or a directory, is; None if none is."""
-    if given is None:
-        return None
-    is_policy = given == START
-    return EmbedderSettings(
-        path=str(job.model_path) if is_policy else given,
-        is_policy=is_policy,
-        dtype=config.model.dtype,
-        microbatch_tokens=config.trainer.microbatch_tokens,
-    )
-
-
 def gold_settings(
     config: Config, job: Job, references: list[Item] | None, sets: Sequence[EvalSet]
 ) -> GoldSettings:
     """Returns the gold scorer's settings. references: to compare with; sets: of whose prompts."""
     scorer = None
     if config.gold is not None:
-        what = _what_scores(config.gold, job, job.sampled, section="reward", fn_key="eval.gold")
-        scorer = Part(config.eval.gold, what)
+        make = make_scorer(
+            config.gold,
+            job,
+            job.sampled,
+            name=config.eval.gold,
+            section="reward",
+            fn_key="eval.gold",
+        )
+        scorer = Part(config.eval.gold, make)
     return GoldSettings(
         scorer=scorer,
         base_path=config.eval.base,
@@ -298,9 +284,13 @@ def references_of(
     return items
 
 
-def build_scoring(config: Config, job: Job) -> WeightedParts:
-    """What scores, in this process alone: for a script that is no job."""
-    return parts_alone(reward_parts(config, job), job.world.device)
+def build_scorer(config: Config, job: Job) -> Scorer:
+    """Return what scores, in this process alone, loaded and to be started: for a script that is no
+    job.
+    """
+    scorer = Weighted(reward_parts(config, job, None), site_alone(job.world.device))
+    scorer.load()
+    return scorer
 
 
 def engine_alone(config: Config, job: Job) -> Engine:
@@ -318,8 +308,8 @@ def engine_alone(config: Config, job: Job) -> Engine:
     )
 
 
-def build_pair_maker(job: PreferencesJob, scoring: WeightedParts) -> PairMaker:
-    """What makes the pairs of recipes/preferences.py. scoring: started."""
+def build_pair_maker(job: PreferencesJob, scorer: Scorer) -> PairMaker:
+    """Return what makes the pairs of recipes/preferences.py. scorer: started."""
     config, run = job.config, job.run_job
     settings = run.config
     sampling = sampling_of(settings, run)
@@ -333,7 +323,7 @@ def build_pair_maker(job: PreferencesJob, scoring: WeightedParts) -> PairMaker:
     )
     return PairMaker(
         engine=engine_alone(settings, run) if config.samples else None,
-        scoring=scoring,
+        scorer=scorer,
         sampling=dataclasses.replace(sampling, n=max(1, config.samples)),
         chunk_tokens=config.generator.chunk_tokens,
         prompt_of=job.prompt,
@@ -345,63 +335,24 @@ def build_pair_maker(job: PreferencesJob, scoring: WeightedParts) -> PairMaker:
     )
 
 
-def reward_parts(config: Config, job: Job) -> list[Part]:
-    """What scores, with its weights."""
-    r = config.reward
-    if r.kind != "parts":
-        return [Part(r.kind, _what_scores(r, job, job.scored, section="reward"))]
-    parts = []
-    for name, part in r.parts.items():
-        what = _what_scores(part, job, job.scored, section=f"reward.parts.{name}")
-        parts.append(Part(name, what, part.weight))
-    return parts
-
-
-def _what_scores(
-    settings: AnySourceSettings, job: Job, scored: Scored, *, section: str, fn_key: str = ""
-) -> MakeSource | ScorerSettings | NoveltySettings:
-    if settings.kind == "novelty":
-        return NoveltySettings(
-            embedder=embedder_settings(job.config, job, settings.embedder),
-            history=settings.history,
-            nearest=settings.nearest,
-            groups_per_step=job.config.groups_per_step,
-        )
-    if settings.kind != "model":
-        return source_of(settings, job, section=section, fn_key=fn_key)
-    return ScorerSettings(
-        path=settings.path,
-        dtype=settings.dtype,
-        label=label_of(read_config(settings.path), settings.label),
-        microbatch_tokens=settings.microbatch_tokens,
-        scale=settings.scale,
-        shift=settings.shift,
-        transcript=transcript_of(settings, scored),
-    )
-
-
-def build_references(config: Config, job: Job) -> list[FrozenReference]:
-    """Returns the reference executor in a list, which is empty without one."""
+def build_references(config: Config, job: Job) -> list[Reference]:
+    """Return the reference executor in a list, which is empty without one."""
     reference = config.reference
     if not reference.placed:
         return []
-    settings = dict(
-        model_path=str(job.model_path),
-        model_dtype=config.model.dtype,
-        temperature=config.temperature,
-        microbatch_tokens=config.trainer.microbatch_tokens,
-        replicate=reference.replicate,
-        tensor_parallel=reference.tensor_parallel,
-        reproducible=config.max_lag == 0,
-    )
-    if reference.stream:
-        stream = stream_settings(config, job, "reference")
-        return [StreamingReference(**settings, prompts=job.prompts, stream=stream)]
-    if reference.kind == "frozen":
-        return [FrozenReference(**settings)]
     return [
-        ResettingReference(
-            **settings, reset_every=reference.reset_every, timeout_s=config.timeout_s
+        Reference(
+            model_path=str(job.model_path),
+            model_dtype=config.model.dtype,
+            temperature=config.temperature,
+            microbatch_tokens=config.trainer.microbatch_tokens,
+            replicate=reference.replicate,
+            tensor_parallel=reference.tensor_parallel,
+            reproducible=config.max_lag == 0,
+            reset_every=reference.reset_every if reference.kind == "reset" else None,
+            timeout_s=config.timeout_s,
+            stream=stream_settings(config, job, "reference") if reference.stream else None,
+            prompts=job.prompts,
         )
     ]
 
@@ -570,7 +521,7 @@ def _is_due(every: int | None, version: int) -> bool:
 
 
 def build_reference_weights(
-    config: Config, trainer: FSDPTrainer, references: list[FrozenReference]
+    config: Config, trainer: FSDPTrainer, references: list[Reference]
 ) -> list[Weights]:
     """The policy's way to a reference that is reset to it. None, or one."""
     if config.reference.kind != "reset":

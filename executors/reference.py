@@ -1,5 +1,8 @@
-"""FrozenReference: adds the logprobs of the model that training started from. ResettingReference:
-of the policy as it was every so many steps.
+"""Reference: adds the logprobs of a language model to groups: of the one that training started
+from, or of the policy as it was every so many steps.
+
+    groups    --> Batched, or Streamed --logprobs--> on to the trainer
+    stretches --> Streamed, if it has a stream
 
 The ranks of a reference hold its model together, sharded (FSDP2) or split (tensor parallelism), or
 several copies of it, and act as one. The first takes all groups and says what all score next; the
@@ -7,37 +10,41 @@ others do their share of it.
 
     loop step    consumes              waits for              unblocked by
     first rank   a staged version      word from the trainer  the same
+                 stretches             -                      the generator
                  a batch of groups     groups                 the reward
                                        the version they need  the trainer
                                        the others' share      the others
-    another      the first's commands  -                      the first rank
+    another      the first's calls     -                      the first rank
 """
 
 from __future__ import annotations
 
-import math
-import time
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from executors.generator import REFERENCE_STRETCHES
-from llamarl.comm.lockstep import Lockstep
-from llamarl.ddma.channel import REFERENCE_WEIGHTS, RESET
-from llamarl.errors import NotFinite, TimedOut
-from llamarl.executor import Executor
-from llamarl.learning.asking import broadcast, from_words, to_words
-from llamarl.learning.sharded_reference import ShardedReference, asked_of
-from llamarl.models.fsdp import held_box, is_split, local
-from llamarl.models.hf import named_parameters_hf
-from llamarl.models.sharded_state import Shard, box_from, check_complete, check_fits
-from llamarl.models.sharding import overlap, parameter_shapes
+from llamarl.ddma.channel import REFERENCE_WEIGHTS
+from llamarl.errors import NotFinite
+from llamarl.executor import Executor, State
+from llamarl.learning.sharded_reference import ShardedReference
+from llamarl.models.fsdp import local
+from llamarl.scoring.ahead import StreamSettings
+from llamarl.scoring.logprobs import Batched, GroupLogprobs, Streamed
+from llamarl.scoring.resets import Resets, newest_version
+from llamarl.scoring.scorer import Site
+from llamarl.scoring.together import Ranks
+from llamarl.tickets.prompts import AnyPrompts
 from llamarl.types import Group
+
+# Stretches that are taken at a time; more wait in their channel.
+MAX_STRETCHES = 4096
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
-class FrozenReference(Executor):
+class Reference(Executor):
     """Adds log pi_ref of every completion token, at the temperature that the policy is sampled and
     trained at.
 
@@ -45,10 +52,12 @@ class FrozenReference(Executor):
     replicate: copies of the model, each sharded over an equal share of the ranks. tensor_parallel:
     ranks, one after another, that share each layer. groups_per_batch: the most groups that one step
     scores, per data-parallel rank. reproducible: what a group gets never depends on what came when.
+    reset_every: steps after which it becomes the policy (TBA's rho); None: it stays as it was
+    loaded. timeout_s: how long a checkpoint waits for a version of that. stream: how it reads
+    completions while these are sampled; None: it does not. prompts: of their tickets, for that.
     """
 
     name = "reference"
-    version = 0  # policy version of the weights
     split_vocabulary = False  # a token's logprob needs the whole head
     first_takes = True
 
@@ -60,10 +69,24 @@ class FrozenReference(Executor):
     tensor_parallel: int = 1
     groups_per_batch: int = 8
     reproducible: bool = False
+    reset_every: int | None = None
+    timeout_s: float = 60.0
+    stream: StreamSettings | None = None
+    prompts: AnyPrompts | None = None
+
+    def __post_init__(self):
+        self._early: list[Group] = []  # that need a later version of the reference
+        self._resets: Resets | None = None
+
+    @property
+    def version(self) -> int:
+        """The policy version of its weights."""
+        return 0 if self._resets is None else self._resets.version
 
     @property
     def follows(self) -> bool:
-        return self._lockstep.follows
+        """Whether this rank does nothing but its share of what the first one begins."""
+        return self._ranks.follows
 
     @property
     def finishes_on_stop(self) -> bool:
@@ -72,58 +95,102 @@ class FrozenReference(Executor):
 
     def setup(self) -> None:
         """Load the model, each rank its own part."""
-        self._lockstep = Lockstep(self.group, self.control, as_one=True)
-        self._commands = {"score": self._score_told}
-        self._model = ShardedReference(
+        self._ranks = Ranks(self)
+        site = Site(
+            group=self.group,
+            together=self._ranks,
+            metrics=self.metrics,
+            reproducible=self.reproducible,
+        )
+        model = ShardedReference(
             self.model_path,
             dtype=getattr(torch, self.model_dtype),
             temperature=self.temperature,
             microbatch_tokens=self.microbatch_tokens,
             group=self.group,
         )
-        self.decoder = self._model.decoder
+        self.decoder = model.decoder
+        self._logprobs: GroupLogprobs
+        if self.stream is None:
+            self._logprobs = Batched(model, site)
+        else:
+            self._logprobs = Streamed(
+                model,
+                self.stream,
+                site,
+                temperature=self.temperature,
+                microbatch_tokens=self.microbatch_tokens,
+            )
+        if self.reset_every is not None:
+            self._resets = Resets(
+                self,
+                self._ranks,
+                self.decoder,
+                self.inputs[REFERENCE_WEIGHTS],
+                every=self.reset_every,
+                timeout_s=self.timeout_s,
+            )
         (source,) = self.inputs.keys() - {REFERENCE_WEIGHTS, REFERENCE_STRETCHES}
         self._source = self.inputs[source]
         (self._sink,) = self.outputs.values()
 
     def step(self) -> bool:
-        """Score a batch of groups, if there are any and room for them; or, on another rank than the
-        first, take part in it. True if there was work.
+        """Take in a version that has come, then score the groups that need none that is newer, if
+        there is room for them; or, on another rank than the first, take part in it. True if there
+        was work.
         """
-        return self._follow() if self.follows else self._lead()
+        has_swapped = False
+        if self._resets is not None:
+            self._resets.begin_step()
+            if self.follows:
+                self._resets.report()
+            else:
+                has_swapped = self._resets.swap_next()
+        if self.follows:
+            return self._ranks.follow()
+        has_led = self._lead()
+        return has_swapped or has_led
 
     def _lead(self) -> bool:
-        if not self._sink.has_room():
-            return False
-        groups = self._next_groups()
-        for group, logprobs in zip(groups, self.score(groups)):
-            scored = replace(group, ref_logprobs=logprobs, ref_version=self.version)
-            self._sink.put(scored)
-        return bool(groups)
+        """Take stretches and groups, compute a piece, and send the groups that are done."""
+        self._hear()
+        if self._sink.has_room():
+            self._logprobs.submit(self._next_groups())
+        has_worked = self._logprobs.work()
+        has_sent = False
+        while self._sink.has_room():
+            done = self._logprobs.next_done()
+            if done is None:
+                break
+            group, logprobs = done
+            self._check_finite(group, logprobs)
+            self._sink.put(replace(group, ref_logprobs=logprobs, ref_version=self.version))
+            has_sent = True
+        return has_worked or has_sent
+
+    def _hear(self) -> None:
+        """Tell what completions have grown by, where that is sent."""
+        stretches = self.inputs.get(REFERENCE_STRETCHES)
+        if stretches is None:
+            return
+        for stretch in stretches.take(MAX_STRETCHES):
+            self._logprobs.hear(stretch, self.prompts[stretch.ticket].prompt_ids)
 
     def _next_groups(self) -> list[Group]:
-        """The groups that have come and may be scored now."""
-        return self._source.take(self.groups_per_batch * self.group.data_size)
-
-    def score(self, groups: list[Group]) -> list[torch.Tensor]:
-        """With all ranks: the logprobs [T] of each group's tokens, in their order: float32, nats.
-        NotFinite names the group whose are not.
-        """
-        if not groups:
+        """Return the groups that have come and may be scored now."""
+        room = self.groups_per_batch * self.group.data_size - self._logprobs.num_waiting
+        if room <= 0:
             return []
+        groups = self._early or self._source.take(room)
+        if self._resets is not None:
+            version = self._resets.version
+            self._early = [group for group in groups if self._resets.needs(group) > version]
+            groups = [group for group in groups if self._resets.needs(group) <= version]
         for group in groups:
             self.note_version(newest_version(group))
-        asked = [asked_of(group) for group in groups]
-        words = to_words(asked)
-        self._lockstep.tell("score", size=words.numel(), step=self.step_at)
-        self.claim_device()
-        broadcast(words, self.group)
-        found = self._model.logprobs(asked, together=not self.reproducible)
-        for group, logprobs in zip(groups, found):
-            self.check_finite(group, logprobs)
-        return found
+        return groups
 
-    def check_finite(self, group: Group, logprobs: torch.Tensor) -> None:
+    def _check_finite(self, group: Group, logprobs: Tensor) -> None:
         """NotFinite if not all of a group's logprobs [T] are finite."""
         if not logprobs.isfinite().all():
             raise NotFinite(
@@ -132,207 +199,49 @@ class FrozenReference(Executor):
                 f"is computed with them, are not finite; version 0 is {self.model_path}"
             )
 
-    def _follow(self) -> bool:
-        command = self._next_command()
-        if command is None:
-            return False
-        with self._lockstep.taking_part():
-            self._commands[command.pop("do")](**command)
-        return True
-
-    def _next_command(self) -> dict | None:
-        """What the first rank has told to do next, once it may be done."""
-        return self._lockstep.next()
-
-    def _score_told(self, size: int, step: int) -> None:
-        """Take part in `score`."""
-        self.note_version(step)
-        self.claim_device()
-        words = torch.empty(size, dtype=torch.int64)
-        broadcast(words, self.group)
-        self._model.logprobs(from_words(words), together=not self.reproducible)
-
     def waiting_for(self) -> str | None:
-        """What it waits for, in words; None for groups, which nobody owes it."""
+        """What it waits for, in words: the version that its oldest group needs, or room. None for
+        groups, which nobody owes it.
+        """
+        if self._early:
+            first = self._early[0]
+            version = f"version {self._resets.needs(first)} from the trainer"
+            return f"weights: {version}, to score ticket {first.ticket} with"
         if self.follows or self._sink.has_room():
             return None
         return f"room: in channel {self._sink.name}, which the trainer empties"
 
-    def offloadable(self) -> list[torch.Tensor]:
+    def offloadable(self) -> Iterable[Tensor]:
         """The tensors that may leave the device while others use it."""
-        return [local(parameter) for parameter in self.decoder.parameters()]
-
-    def teardown(self) -> None:
-        """Take part in what was begun."""
-        if hasattr(self, "_model"):
-            self._lockstep.part(self._follow)
-
-
-def newest_version(group: Group) -> int:
-    """Returns the newest policy version that sampled a token of a group; 0 if it has no tokens."""
-    return int(group.policy_versions.max()) if group.policy_versions.numel() else 0
-
-
-@dataclass(kw_only=True, eq=False, repr=False)
-class ResettingReference(FrozenReference):
-    """TBA's reference, reset to the policy every rho steps (section 6, appendix D): at versions
-    reset_every, 2 * reset_every, ...
-
-    A group whose newest token is of policy version g is scored by the reference of version g - g %
-    reset_every or later: until that one has come, it waits. So with max_lag=0 which version scores
-    a group does not depend on timing. Each rank gets its own shard of a version, and all swap it
-    between the same two batches.
-
-    reset_every: steps (TBA's rho). timeout_s: how long a checkpoint waits for a version.
-    """
-
-    reset_every: int
-    timeout_s: float
-
-    def __post_init__(self):
-        self._due: list[int] = []  # versions that the trainer says it has sent, oldest first
-        self._early: list[Group] = []  # that need a later version
-        self._told: dict | None = None  # a command that may not be done yet
-        self._newest = math.inf  # no version beyond this may be swapped in now
-
-    def setup(self) -> None:
-        """Load the model, and let the trainer's weights flow into it."""
-        super().setup()
-        self._commands["swap"] = self._swap
-        named = list(named_parameters_hf(self.decoder))
-        self._shards = [Shard(name, p, held_box(self.decoder, name, p)) for name, p in named]
-        self.weights = self.inputs[REFERENCE_WEIGHTS]
-        self.weights.bind(self.decoder.config, named)
-
-    def step(self) -> bool:
-        """Take in a version that has come, then score the groups that need none that is newer."""
-        # A checkpoint that was asked for before this version was made must not hold it.
-        self._newest = -1 if self.control.has("save") else math.inf
-        if self.follows:
-            return self._follow()
-        has_swapped = self._swap_next()
-        has_scored = self._lead()
-        return has_swapped or has_scored
-
-    def _next_groups(self) -> list[Group]:
-        groups = self._early or super()._next_groups()
-        self._early = [group for group in groups if self.needs(group) > self.version]
-        return [group for group in groups if self.needs(group) <= self.version]
-
-    def needs(self, group: Group) -> int:
-        """The first version of the reference that may score a group."""
-        newest = newest_version(group)
-        return newest - newest % self.reset_every
-
-    def waiting_for(self) -> str | None:
-        """What it waits for, in words: the version that its oldest group needs, or room."""
-        if self._early:
-            first = self._early[0]
-            version = f"version {self.needs(first)} from the trainer"
-            return f"weights: {version}, to score ticket {first.ticket} with"
-        return super().waiting_for()
-
-    def _may_swap(self) -> bool:
-        """Whether the trainer has told of a version, and no checkpoint forbids it."""
-        self._due += [message["version"] for _, message in self.control.take(RESET)]
-        return bool(self._due) and self._due[0] <= self._newest
-
-    def _swap_next(self) -> bool:
-        """The first rank: have all swap the next version that the trainer has told of, if it has
-        come to all. True if it had.
-        """
-        if not self._may_swap() or self._lockstep.agreed(self.weights.staged) is None:
-            return False
-        self._lockstep.tell("swap", version=self._due[0])
-        self._swap(self._due[0])
-        return True
-
-    def _next_command(self) -> dict | None:
-        # In the order of the trainer's own words: a checkpoint is before the version it was made
-        # before, though the first rank may be past it already.
-        self._lockstep.report(self.weights.staged)
-        command = self._told or super()._next_command()
-        waits = command is not None and command["do"] == "swap" and not self._may_swap()
-        self._told = command if waits else None
-        return None if waits else command
-
-    def _swap(self, version: int) -> None:
-        self.claim_device()
-        self.version = self.weights.swap().version
-        assert self.version == version, f"version {self.version} came, not {version}"
-        self._due.remove(version)
-
-    def offloadable(self) -> list[torch.Tensor]:
-        """The tensors that may leave a GPU while others use it."""
-        if self.group.device.type != "cuda":
-            # The parameters are views of the weights' buffers, which other threads write.
-            return []
-        return super().offloadable()
+        if self._resets is None or self.group.device.type == "cuda":
+            # Elsewhere the parameters are views of the buffers that versions come into, which other
+            # threads write.
+            for parameter in self.decoder.parameters():
+                yield local(parameter)
+        yield from self._logprobs.tensors()
 
     def teardown(self) -> None:
         """Take part in what was begun, then close the weights' channel, if it was opened."""
-        super().teardown()
-        if hasattr(self, "weights"):
-            self.weights.close()
-
-    # --- checkpoints ---
+        if hasattr(self, "_logprobs"):
+            self._ranks.part()
+        if self._resets is not None:
+            self._resets.close()
 
     def before_checkpoint(self, step: int) -> None:
-        """Take in what was sent up to that step and is still on its way. TimedOut if it does not
-        come.
-        """
-        self._newest = step
-        until = time.monotonic() + self.timeout_s
-        while self._may_swap():
-            has_worked = self._follow() if self.follows else self._swap_next()
-            if has_worked:
-                continue
-            self.control.check()
-            self.control.wait(0.005)
-            if time.monotonic() > until:
-                raise TimedOut(
-                    f"reference on rank {self.group.rank} waited {self.timeout_s:.0f} s "
-                    f"for version {self._due[0]} from the trainer"
-                )
+        """Take in what was sent up to that step."""
+        if self._resets is not None:
+            self._resets.before_checkpoint(step)
 
-    def state_dict(self) -> dict:
-        """The version and, of the first copy and once it is not the one that training started from,
-        this rank's shard of the weights. What tensor-parallel ranks all hold is stored by the first
-        of them alone.
-        """
-        state: dict = {"version": self.version, "boxes": {}}
-        if not self.version or self.group.replica > 0:
-            return state
-        is_first_peer = self.group.tensor_index == 0
-        for shard in self._shards:
-            if not is_first_peer and not is_split(self.decoder, shard.name):
-                continue
-            state["boxes"][shard.name] = [shard.box.offsets, shard.box.lengths]
-            state[f"model/{shard.name}"] = local(shard.parameter).contiguous()
-        return state
+    def has_state(self) -> bool:
+        """Whether checkpoints hold a part of it: of what stays as it was loaded, none."""
+        return self.reset_every is not None
 
-    @torch.no_grad()
+    def state_dict(self) -> State:
+        """Return its version and this rank's shard of it."""
+        assert self._resets is not None, "has_state says that there is none"
+        return self._resets.state_dict()
+
     def load_state_dict(self, parts: Iterable[dict]) -> None:
-        """From all ranks' parts, whatever their number was: each rank takes its own rows.
-
-        ValueError if it is of a model of other shapes, or of a llamarl that kept it otherwise.
-        """
-        missing = {shard.name: shard.box.numel for shard in self._shards}  # elements
-        shapes = parameter_shapes(self.decoder.config)
-        for part in parts:
-            if "boxes" not in part:
-                raise ValueError(
-                    "the checkpoint's reference was kept by another version of llamarl, which "
-                    "did not say what part of the model it is; go on with that version, or start a "
-                    "new run from the checkpoint's hf/"
-                )
-            check_fits(part["boxes"], shapes)
-            self.version = int(part["version"])
-            for shard in self._shards:
-                if shard.name not in part["boxes"]:
-                    continue
-                theirs = box_from(part["boxes"][shard.name])
-                shard.copy_overlap(shard.parameter, part, f"model/{shard.name}", theirs)
-                missing[shard.name] -= overlap(shard.box, theirs).numel
-        if self.version:
-            check_complete(missing)
+        """Go on from a checkpoint of any number of ranks."""
+        assert self._resets is not None, "has_state says that there is none"
+        self._resets.load_state_dict(parts)

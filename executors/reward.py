@@ -1,57 +1,75 @@
-"""Reward: completions in, whole groups with rewards out. RuleReward: what scores them is a
-RewardSource, such as a plain function in worker processes.
+"""Reward: completions in, whole groups with rewards out.
 
-    completions --decode--> Scoring --Outcome--> GroupAssembler --a group is whole--> "scored"
-    evaluations --decode--> Scoring --Outcome--> GroupAssembler --a version has all--> eval/...
+    completions --decode--> Scorer --Outcome--> GroupAssembler --a group is whole--> "scored"
+    evaluations --decode--> Scorer --Outcome--> GroupAssembler --a version has all--> eval/...
                                                      --greedy answers--> Gold, if any --> eval/...
                                                      --sampled--> Diversity, if any --> eval/...
                                                      --> Samples, if asked for
 
-It keeps no state: a score is a function of its completion, and what was not trained on comes again
-on resume. A ModelReward keeps what novelty remembers.
+What scores is any Scorer (llamarl/scoring/scorer.py): a function in worker processes, a model over
+the ranks of this executor, a weighted sum of several. Where a scorer needs all ranks they act as
+one: the first takes all completions and says what all compute next; the others do nothing but
+their share of that.
+
+    loop step    consumes              waits for               unblocked by
+    first rank   completions           what scores; room       its workers; the trainer
+                 stretches             -                       the generator
+                 a batch of tokens     the others' share       the others
+    another      the first's calls     -                       the first rank
+
+A score is a function of its completion, and what was not trained on comes again on resume. So the
+only state is the scorer's own, such as what novelty remembers.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, TypeVar
 
 import torch
 
-from executors.answers import AnswerScoring, AnswerSettings, Attack
-from executors.assembly import Answer, GroupAssembler
-from executors.diversity import Diversity
-from executors.gold import Gold, GoldSettings
-from executors.samples import Samples
-from executors.scoring import Item, Scoring, SourceScoring
-from llamarl.executor import Executor
-from llamarl.learning.embedding import EmbedderSettings
+from executors.generator import STRETCHES
+from llamarl.executor import Executor, State
+from llamarl.scoring.assembly import Batches, GroupAssembler, Scorable, item_of
+from llamarl.scoring.diversity import Diversity
+from llamarl.scoring.embedding import EmbedderSettings
+from llamarl.scoring.gold import Gold, GoldSettings
+from llamarl.scoring.replies import ReplyMean, ReplySettings
+from llamarl.scoring.samples import Samples
+from llamarl.scoring.scorer import Item, MakeScorer, Outcome, Site
+from llamarl.scoring.together import Ranks
 from llamarl.tasks.held_out import EvalSet, set_of
-from llamarl.tasks.source import MakeSource, Outcome
 from llamarl.tickets.prompts import AnyPrompts, part_of
 from llamarl.types import Answered, Completion, EvalCompletion, Prompt
 
 # Completions that are being scored; more wait in the channel, where the generator feels them.
 MAX_PENDING = 1024
+# Stretches that are taken at a time; more wait in their channel.
+MAX_STRETCHES = 4096
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class Reward(Executor):
-    """Scores completions and joins those of a ticket to a group. Subclasses say what scores.
+    """Scores completions and joins those of a ticket to a group.
+
+    make_scorer: makes what scores. first_takes: its ranks act as one, because it has models that
+    they hold together, or one history. replicate: copies of each model, each sharded over an equal
+    share of the ranks. tensor_parallel: ranks, one after another, that share each layer.
+    reproducible: what is computed together never depends on what came when.
 
     consumes  "completions": Completions of training tickets
               "evaluations": EvalCompletions, of which one policy version sampled each
+              "stretches", if there is such a channel: what completions have grown by
     produces  a Group, to its only output ("scored" here), as soon as its group_size completions are
               scored
               metrics eval/... of a version as soon as all completions of its held-out prompts are,
               and of each further set eval/NAME/...
               with gold or an embedder, of its first rank: what they say of them too
-    With answers it consumes "answered" and "eval_answered" in their place: such Completions with
-    what a victim answered, which is scored.
+    With replies it consumes "answered" and "eval_answered" in their place: each attack with the
+    victim's replies. The replies are scored.
 
     waits for what scores; the generator, while a group or an evaluation is begun and not whole;
               room in "scored"
@@ -62,7 +80,15 @@ class Reward(Executor):
     """
 
     name = "reward"
+    # What a scorer remembers; without that its history begins anew.
+    state_is_optional = True
+    state_may_be_absent = True
 
+    make_scorer: MakeScorer
+    first_takes: bool = False
+    replicate: int = 1
+    tensor_parallel: int = 1
+    reproducible: bool = False
     prompts: AnyPrompts
     eval_prompts: Callable[[int], Prompt]
     decode: Callable[[list[int]], str]
@@ -75,12 +101,12 @@ class Reward(Executor):
     max_error_rate: float = 0.5
     gold: GoldSettings | None = None
     embedder: EmbedderSettings | None = None
-    answers: AnswerSettings | None = None
+    replies: ReplySettings | None = None
     samples: Path | None = None  # the folder of evaluations; None: they are not written
 
     def __post_init__(self):
         # What is being scored or waits for its batch, by key.
-        self._submitted: dict[int, Answer] = {}
+        self._submitted: dict[int, Scorable] = {}
         self._keys = itertools.count()
         self._groups = Batches(self.group_size)  # by ticket
         # By version; a set is a batch of its own, and what compares completions keeps to it.
@@ -95,28 +121,47 @@ class Reward(Executor):
         self._diversity: Diversity | None = None
         self._samples: Samples | None = None
 
-    def make_scoring(self) -> Scoring:
-        """What scores, not started yet."""
-        raise NotImplementedError
+    @property
+    def follows(self) -> bool:
+        """Whether this rank does nothing but its share of what the first one begins."""
+        return self._ranks.follows
+
+    @property
+    def finishes_on_stop(self) -> bool:
+        """A rank takes part to the end in what the first one has begun."""
+        return self.follows
 
     def setup(self) -> None:
-        """Start what scores. ValueError if it cannot be used: of a function, if it cannot be
-        imported or called.
+        """Load models, each rank its own share, and start what scores. ValueError if it cannot be
+        used: a function, if it cannot be imported or called.
         """
+        self._ranks = Ranks(self, as_one=self.first_takes)
+        site = Site(
+            group=self.group,
+            together=self._ranks,
+            metrics=self.metrics,
+            on_result=self.control.wake,
+            reproducible=self.reproducible,
+        )
+        self._scorer = self.make_scorer(site)
+        if self.replies is not None:
+            self._scorer = ReplyMean(self._scorer, self.replies, self.metrics)
+        self._scorer.load()
+        if not self.follows:
+            self._start()
+
+    def _start(self) -> None:
         # To the trainer, or to a reference before it: the recipe names the channel.
         (self._sink,) = self.outputs.values()
-        self._scoring: Scoring | AnswerScoring = self.make_scoring()
-        if self.answers is not None:
-            self._scoring = AnswerScoring(self._scoring, self.answers, self.metrics)
         self._assembler = GroupAssembler(
-            self._scoring.name,
+            self._scorer.name,
             group_size=self.group_size,
             eval_sets=self.eval_sets,
             num_eval_samples=self.num_eval_samples,
             max_error_rate=self.max_error_rate,
             success_above=self._success_above,
         )
-        self._scoring.start()
+        self._scorer.start()
         if self.gold is not None and self.group.index == 0:  # which gets all evaluations
             self._gold = Gold(self.gold, self.group.device, on_result=self.control.wake)
             self._gold.start()
@@ -127,23 +172,33 @@ class Reward(Executor):
             self._samples = Samples(self.samples, self.eval_sets, self._success_above)
 
     def step(self) -> bool:
-        """Hand on what came, and send on what is scored. True if there was any."""
+        """Hand on what came, and send on what is scored; or, on another rank than the first, take
+        part in it. True if there was any.
+        """
+        if self.follows:
+            return self._ranks.follow()
+        self._hear()
         has_taken = self._take()
-        outcomes = self._scoring.poll()
+        outcomes = self._scorer.poll()
         settled = [(self._submitted.pop(key), outcome) for key, outcome in outcomes]
         for completion, outcome in settled:
             self._note(completion, outcome)
         self._assembler.settle_all(settled, self.metrics)
         has_judged = self._report()
         has_sent = self._assembler.send(self._sink)
-        return has_sent or bool(outcomes) or has_taken or has_judged
+        has_scored = bool(outcomes) or self._scorer.has_read_ahead
+        return has_sent or has_scored or has_taken or has_judged
 
     def waiting_for(self) -> str | None:
-        """What it waits for, in words that begin with the cause: room, scores or data."""
+        """What it waits for, in words that begin with the cause: room, scores or data. The first
+        rank alone is owed anything.
+        """
+        if self.follows:
+            return None
         if self._assembler.whole:
             return f"room: in channel {self._sink.name}, which the trainer empties"
-        if self._scoring.pending:
-            what = f"{self._scoring.pending} by {self._scoring.name}"
+        if self._scorer.pending:
+            what = f"{self._scorer.pending} by {self._scorer.name}"
             return f"scores: {what}, from the reward workers"
         if self._reported:
             version = min(self._reported)
@@ -163,23 +218,41 @@ class Reward(Executor):
     @property
     def _success_above(self) -> float | None:
         """The score above which an attack succeeds; None: there is no victim."""
-        return None if self.answers is None else self.answers.threshold
+        return None if self.replies is None else self.replies.threshold
 
     @property
     def _source(self) -> str:
         """Who sends what is scored, for people."""
-        return "generator" if self.answers is None else "victim"
+        return "generator" if self.replies is None else "victim"
 
     def teardown(self) -> None:
-        """Close what scores, if there is anything."""
-        if hasattr(self, "_scoring"):
-            self._scoring.close()
+        """Take part in what was begun, then close what scores, if there is anything."""
+        if hasattr(self, "_scorer"):
+            self._ranks.part()
+            self._scorer.close()
         for judge in self._judges():
             judge.close()
 
     def offloadable(self) -> Iterable[torch.Tensor]:
         """The tensors that may leave the device while others use it."""
-        return itertools.chain.from_iterable(judge.tensors() for judge in self._judges())
+        yield from self._scorer.tensors()
+        for judge in self._judges():
+            yield from judge.tensors()
+
+    def has_state(self) -> bool:
+        """Whether checkpoints hold a part of it: of ranks that score each by itself, none."""
+        return self.first_takes
+
+    def state_dict(self) -> State:
+        """Return what the first rank's scorer remembers."""
+        return {} if self.follows else self._scorer.state_dict()
+
+    def load_state_dict(self, parts: Iterable[Mapping]) -> None:
+        """Remember what the first rank did."""
+        if self.follows:
+            return
+        for part in parts:
+            self._scorer.load_state_dict(part)
 
     def _judges(self) -> list[Gold | Diversity]:
         """What says more of an evaluation than its scores."""
@@ -228,12 +301,20 @@ class Reward(Executor):
                     sampled.setdefault(prompt_index, []).append(item.text)
             self._diversity.begin(version, list(sampled.values()))
 
+    def _hear(self) -> None:
+        """Tell the scorer what completions have grown by, where that is sent."""
+        stretches = self.inputs.get(STRETCHES)
+        if stretches is None:
+            return
+        for stretch in stretches.take(MAX_STRETCHES):
+            self._scorer.hear(stretch, self.prompts[stretch.ticket].prompt_ids)
+
     def _take(self) -> bool:
         """Hand on what came. Evaluations need no room, and what scores takes them first: a row of
         metrics waits for them, and there are never more than the generator may have asked for. True
         if there was any.
         """
-        with_answers = self.answers is not None
+        with_answers = self.replies is not None
         source = self.inputs["eval_answered" if with_answers else "evaluations"]
         evaluations = source.take()
         for record in evaluations:
@@ -243,7 +324,7 @@ class Reward(Executor):
                 version = int(answer.policy_versions[0])
                 place = (answer.prompt_index, answer.greedy, answer.sample_index)
                 of = set_of(self.eval_sets, answer.prompt_index)
-                self._scoring.release(self._evaluations[of].add(version, place, key))
+                self._scorer.release(self._evaluations[of].add(version, place, key))
                 self._keep(version, answer)
         # While groups wait for room no more are made; the completions stay in their channel.
         room = 0 if self._assembler.whole else self._room()
@@ -252,10 +333,10 @@ class Reward(Executor):
             completion = record.attack if with_answers else record
             key = self._submit(record, self.prompts[completion.ticket])
             keys = self._groups.add(completion.ticket, completion.sample_index, key)
-            self._scoring.release(keys)
+            self._scorer.release(keys)
         return bool(evaluations or completions)
 
-    def _note(self, completion: Answer, outcome: Outcome) -> None:
+    def _note(self, completion: Scorable, outcome: Outcome) -> None:
         """Note what became of a completion, where that is written."""
         if self._is_sample(completion):
             self._samples.score(completion, outcome)
@@ -264,7 +345,7 @@ class Reward(Executor):
             if part is not None:
                 self.metrics.add_mean(f"reward/part/{part}/mean", outcome.value)
 
-    def _is_sample(self, completion: Answer) -> bool:
+    def _is_sample(self, completion: Scorable) -> bool:
         """Whether it is written; one without tokens no version sampled."""
         is_written = self._samples is not None and isinstance(completion, EvalCompletion)
         return is_written and completion.token_ids.numel() > 0
@@ -280,87 +361,26 @@ class Reward(Executor):
 
     def _room(self) -> int:
         """How many completions may still be handed on."""
-        return max(0, MAX_PENDING - self._scoring.pending)
+        return max(0, MAX_PENDING - self._scorer.pending)
 
-    def _submit(self, record: Answer | Answered, prompt: Prompt) -> int | None:
+    def _submit(self, record: Scorable | Answered, prompt: Prompt) -> int | None:
         """Hand a completion on. Its key; None if it is not to be scored."""
         completion = record.attack if isinstance(record, Answered) else record
         if completion.policy_versions.numel():
             self.note_version(int(completion.policy_versions[-1]))
-        item: Item | Attack = item_of(completion, prompt, self.decode, self.decode_raw)
+        item = item_of(completion, prompt, self.decode, self.decode_raw)
         if isinstance(record, Answered):
-            item = self.answers.attack(item, record)
+            item = self.replies.with_replies(item, record)
         if self._is_sample(completion):
             self._samples.keep(completion, item)
         if completion.finish_reason == "aborted":
+            if item.sample is not None:
+                self._scorer.forget(*item.sample)
             outcome = Outcome.abstain("the completion was aborted")
             self._note(completion, outcome)
             self._assembler.settle(completion, outcome)
             return None
         key = next(self._keys)
         self._submitted[key] = completion
-        self._scoring.submit(key, item)
+        self._scorer.submit(key, item)
         return key
-
-
-@dataclass(kw_only=True, eq=False, repr=False)
-class RuleReward(Reward):
-    """The rewards of a RewardSource.
-
-    make_source: makes it, as `partial(RewardPool, "my_module:my_reward")` does.
-    """
-
-    make_source: MakeSource
-
-    def make_scoring(self) -> SourceScoring:
-        """The source, which wakes the loop when it has scored."""
-        return SourceScoring(self.make_source(on_result=self.control.wake))
-
-
-def item_of(
-    completion: Answer,
-    prompt: Prompt,
-    decode: Callable[[list[int]], str],
-    decode_raw: Callable[[list[int]], str] | None = None,
-) -> Item:
-    """A completion as what scores sees it. decode: the text of token ids without special tokens;
-    decode_raw: with them, None if there are none.
-    """
-    is_held_out = isinstance(completion, EvalCompletion)
-    sample = None if is_held_out else (completion.ticket, completion.sample_index)
-    return Item(
-        prompt=prompt,
-        token_ids=completion.token_ids,
-        text=decode(completion.token_ids.tolist()),
-        has_ended=completion.finish_reason == "stop",
-        is_held_out=is_held_out,
-        sample=sample,
-        decode_raw=decode_raw,
-    )
-
-
-Entry = TypeVar("Entry")  # a completion, or the key that it is known by
-
-
-class Batches(Generic[Entry]):
-    """Completions that came, by the batch that they are of, until it is whole."""
-
-    def __init__(self, size: int):
-        self._size = size
-        # Of each batch the entries by place, None for what is not scored.
-        self.begun: dict[int, dict[object, Entry | None]] = {}
-
-    def add(self, batch: int, place: object, key: Entry | None) -> list[Entry]:
-        """Enter one completion. The entries of its batch, in the order of their places, if it is
-        whole with it; else none.
-        """
-        come = self.begun.setdefault(batch, {})
-        come[place] = key
-        if len(come) < self._size:
-            return []
-        del self.begun[batch]
-        return [come[place] for place in sorted(come) if come[place] is not None]
-
-    def missing(self, batch: int) -> int:
-        """How many completions a batch that was begun still lacks."""
-        return self._size - len(self.begun[batch])

@@ -18,13 +18,12 @@ from dataclasses import dataclass, field
 
 import torch
 
-from executors.assembly import Answer
-from executors.reward import Batches
-from executors.scoring import Queue
 from llamarl.executor import Executor
 from llamarl.inference.evaluation import GREEDY, SAMPLED
 from llamarl.inference.protocol import GenerationEngine
 from llamarl.inference.sampler import SamplingParams
+from llamarl.scoring.assembly import Batches, Scorable
+from llamarl.scoring.scorer import Queue
 from llamarl.types import Answered, Completion, EvalCompletion, OutcomeKind
 
 # Of an engine's streams: those below are of the attacker's samples and of the pairs', whose random
@@ -41,7 +40,7 @@ Place = tuple[int, int]  # (stream, ticket) of an attack in the engine
 class _Asked:
     """An attack that is being answered."""
 
-    attack: Answer
+    attack: Scorable
     prompt_ids: torch.Tensor  # [P] int64
     answers: list[Completion] = field(default_factory=list)
 
@@ -77,7 +76,7 @@ class Victim(Executor):
         # Where it must be reproducible, what came of a ticket, or of a version's evaluation.
         self._groups = Batches(self.group_size)
         self._evaluations = Batches(self.num_eval_attacks)
-        self._ready: Queue[list[Answer]] = Queue()  # what is answered together
+        self._ready: Queue[list[Scorable]] = Queue()  # what is answered together
         self._asked: dict[Place, _Asked] = {}
 
     def setup(self) -> None:
@@ -128,7 +127,7 @@ class Victim(Executor):
                 self._ready.put(batch, is_held_out=isinstance(attack, EvalCompletion))
         return bool(evaluations or completions)
 
-    def _batch_with(self, attack: Answer) -> list[Answer]:
+    def _batch_with(self, attack: Scorable) -> list[Scorable]:
         """All of a ticket, or of an evaluation, in order, if this one is the last to come."""
         if isinstance(attack, Completion):
             return self._groups.add(attack.ticket, attack.sample_index, attack)
@@ -148,14 +147,14 @@ class Victim(Executor):
             has_begun = True
         return has_begun
 
-    def _may_begin(self, batch: list[Answer]) -> bool:
+    def _may_begin(self, batch: list[Scorable]) -> bool:
         if self.reproducible:
             return not self._asked
         # The same held-out prompt's attack of an earlier version has its place still.
         is_taken = any(place_of(attack) in self._asked for attack in batch)
         return self.engine.num_waiting < self.engine.free_slots and not is_taken
 
-    def _ask(self, attack: Answer) -> None:
+    def _ask(self, attack: Scorable) -> None:
         """Have the engine answer an attack, or say what comes of it without."""
         if attack.finish_reason == "aborted":
             self._send_unasked(attack, "abstain", "the attack was aborted")
@@ -194,7 +193,7 @@ class Victim(Executor):
                 self._send(answered_of(asked))
         return True
 
-    def _send_unasked(self, attack: Answer, outcome: OutcomeKind, reason: str) -> None:
+    def _send_unasked(self, attack: Scorable, outcome: OutcomeKind, reason: str) -> None:
         nothing = torch.empty(0, dtype=torch.int64)
         answered = Answered(
             attack=attack,
@@ -212,7 +211,7 @@ class Victim(Executor):
         self.outputs["eval_answered" if is_held_out else "answered"].put(answered)
 
 
-def place_of(attack: Answer) -> Place:
+def place_of(attack: Scorable) -> Place:
     """Where an attack's answers are sampled: no two of a run's tickets share random numbers."""
     first = FIRST_STREAM + _KINDS * attack.sample_index
     if isinstance(attack, Completion):

@@ -299,10 +299,9 @@ class Executor:
         """Returns what a checkpoint needs to go on after the last step: tensors and JSON values."""
         return {}
 
-    @classmethod
-    def has_state(cls) -> bool:
+    def has_state(self) -> bool:
         """Whether checkpoints hold a part of it."""
-        return cls.state_dict is not Executor.state_dict
+        return type(self).state_dict is not Executor.state_dict
 
     def load_state_dict(self, parts: Iterable[Mapping]) -> None:
         """Go on from a checkpoint; after `setup`.

@@ -39,15 +39,12 @@ import torch.distributed as dist
 from omegaconf import OmegaConf
 
 from executors.build import (
-    build_scoring,
+    build_scorer,
     engine_alone,
     gold_settings,
     references_of,
     sampling_of,
 )
-from executors.gold import Gold
-from executors.reward import item_of
-from executors.scoring import Item, Scoring, score_all
 from llamarl.checkpoint.checkpointer import LATEST, MANIFEST, damage, verify
 from llamarl.comm.groups import init_world, threads_per_rank
 from llamarl.config.command_line import (
@@ -78,12 +75,14 @@ from llamarl.launch.job import Job
 from llamarl.launch.run_directory import RunDirectory
 from llamarl.observe.console import left_out
 from llamarl.observe.rates import EVALUATED, LEFT_OUT
-from llamarl.tasks.evaluation import Evaluations, number_of, pass_at_k, sample_row
+from llamarl.scoring.assembly import item_of
+from llamarl.scoring.evaluation import Evaluations, number_of, pass_at_k, sample_row
+from llamarl.scoring.gold import Gold
+from llamarl.scoring.scorer import Item, Outcome, Scorer, score_all
+from llamarl.scoring.transcript import same_tokens
+from llamarl.scoring.win_rate import Judged, WinRate, length_controlled_interval, win_rate
 from llamarl.tasks.held_out import EvalSet, set_of
 from llamarl.tasks.jsonl import read_jsonl
-from llamarl.tasks.source import Outcome
-from llamarl.tasks.transcript import same_tokens
-from llamarl.tasks.win_rate import Judged, WinRate, length_controlled_interval, win_rate
 from llamarl.types import EvalCompletion, Prompt
 from llamarl.words.columns import OWN
 
@@ -499,13 +498,13 @@ def report(
 
 
 def score_by_set(
-    scoring: Scoring, sets: Sequence[EvalSet], completions: list[EvalCompletion], items: list[Item]
+    scorer: Scorer, sets: Sequence[EvalSet], completions: list[EvalCompletion], items: list[Item]
 ) -> list[Outcome]:
     """The outcomes of items, in order; what compares completions keeps to those of a set."""
     outcomes: list[Outcome] = []
     for one in sets:
         own = [item for c, item in zip(completions, items) if c.prompt_index in one.numbers]
-        outcomes += score_all(scoring, own)
+        outcomes += score_all(scorer, own)
     return outcomes
 
 
@@ -560,14 +559,14 @@ def run(args: argparse.Namespace) -> None:
     against = find_against(args.against, job, asked)
     k = config.eval.num_samples if args.samples is None else args.samples
     engine = engine_alone(config, job)
-    with closing(build_scoring(config, job)) as scoring:
-        scoring.start()  # what is wrong with a source is told before any work
+    with closing(build_scorer(config, job)) as scorer:
+        scorer.start()  # what is wrong with it is told before any work
         completions = answer(engine, job, asked.prompts, k)
         items = [
             item_of(c, asked.prompts[c.prompt_index], job.decode, job.decode_raw)
             for c in completions
         ]
-        outcomes = score_by_set(scoring, asked.sets, completions, items)
+        outcomes = score_by_set(scorer, asked.sets, completions, items)
     print(f"model    {model}, {config.task.kind}")
     for one in asked.sets:
         print_lines(one, asked.sets, report(config, completions, outcomes, one, k))

@@ -13,7 +13,7 @@ conf/preferences.yaml what can be set.
 
 from contextlib import closing
 
-from executors.build import build_pair_maker, build_scoring
+from executors.build import build_pair_maker, build_scorer
 from llamarl.config.preferences import PreferencesConfig, preferences_main
 from llamarl.launch import launch_preferences
 
@@ -21,9 +21,9 @@ from llamarl.launch import launch_preferences
 @preferences_main
 def run(config: PreferencesConfig) -> None:
     with launch_preferences(config) as job:
-        with closing(build_scoring(job.run_job.config, job.run_job)) as scoring:
-            scoring.start()
-            job.run(build_pair_maker(job, scoring).make)
+        with closing(build_scorer(job.run_job.config, job.run_job)) as scorer:
+            scorer.start()
+            job.run(build_pair_maker(job, scorer).make)
 
 
 if __name__ == "__main__":

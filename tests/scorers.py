@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification, LlamaConfig
 
-from llamarl.learning.scoring import Asked
+from llamarl.learning.asking import Asked
 from llamarl.models.config import tiny_directory
 from tests.random_models import save_drawn
 from tests.tolerances import rounding

@@ -85,8 +85,8 @@ def test_llamarl_imports_no_executor_and_no_recipe():
 
 # The rooms of llamarl from the ground up: a file imports its own room and those before it.
 ORDER = (
-    "types errors words executor native models tasks comm tickets learning inference ddma config "
-    "checkpoint observe controller launch"
+    "types errors words executor native models tasks comm tickets learning inference ddma scoring "
+    "config checkpoint observe controller launch"
 ).split()
 
 
@@ -154,7 +154,7 @@ def test_every_room_is_a_folder_but_the_four_that_all_know():
 
 @pytest.mark.parametrize(
     "module",
-    ["llamarl", "llamarl.config.command_line", "llamarl.tasks.rewards", "llamarl.tasks.worker"],
+    ["llamarl", "llamarl.config.command_line", "llamarl.tasks.rewards", "llamarl.scoring.worker"],
 )
 def test_light_modules_import_no_torch(module):
     heavy = ("torch", "transformers", "torchtune")
@@ -603,12 +603,12 @@ def test_readme_reward_and_loss_work(users_folder):
     import torch
 
     from llamarl.learning.losses import resolve_loss
-    from llamarl.tasks.pool import check_reward
+    from llamarl.scoring.pool import check_reward
+    from llamarl.scoring.scorer import text_item
     from tests.loss_problems import inputs_of
 
-    outcomes = check_reward(
-        "my_module:my_reward", [("1+1=", " 2\n", {"answer": "2"}), ("1+1=", "3", {"answer": "2"})]
-    )
+    items = [text_item("1+1=", text, {"answer": "2"}) for text in (" 2\n", "3")]
+    outcomes = check_reward("my_module:my_reward", items)
     assert [outcome.value for outcome in outcomes] == [1.0, 0.0]
     logprobs = torch.tensor([-1.0, -2.0, -5.0], requires_grad=True)
     advantages, mask = torch.tensor([1.0, -1.0, 3.0]), torch.tensor([True, True, False])

@@ -19,7 +19,7 @@ from llamarl.launch.scorers import stream_cache_tokens
 from llamarl.launch.sources import samples_of, try_sources
 from llamarl.models.config import read_config
 from llamarl.models.sharding import num_parameters
-from llamarl.tasks.source import Outcome
+from llamarl.scoring.scorer import Outcome
 from llamarl.types import Prompt
 
 
@@ -32,7 +32,7 @@ def dry_run(job: Job) -> None:
         return
     c = job.config
     samples = samples_of(job)
-    prompts = list(map(job.task.train_prompt, range(len(samples))))
+    prompts = [sample.prompt for sample in samples]
     scored = try_sources(job, samples)
     check_gold_function(job)
     print(OmegaConf.to_yaml(OmegaConf.create(to_values(c))))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from llamarl.config.schema import START
 from llamarl.launch.job import Job, read_tokenizer
-from llamarl.learning.embedding import check_sentence_encoder
+from llamarl.scoring.embedding import check_sentence_encoder
 
 
 def check_embedders(job: Job) -> None:

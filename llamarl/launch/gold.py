@@ -14,8 +14,8 @@ from llamarl.launch.job import Job, read_model
 from llamarl.launch.scorers import check_context, check_scorer, other_tokens
 from llamarl.launch.sources import samples_of
 from llamarl.models.config import read_config
+from llamarl.scoring.pool import check_reward
 from llamarl.tasks.held_out import EvalSet, set_of
-from llamarl.tasks.pool import check_reward
 from llamarl.tasks.special import text_ids
 from llamarl.types import Prompt
 

@@ -27,10 +27,10 @@ from llamarl.launch.start import explained
 from llamarl.models.config import read_config
 from llamarl.models.fingerprint import model_digest
 from llamarl.native.drafts import Draft
+from llamarl.scoring.pairs import Tally
 from llamarl.tasks.base import Example, PromptMaker, sample_digest
 from llamarl.tasks.build import prompt_maker, row_reader
 from llamarl.tasks.jsonl import check_keys, check_text, read_jsonl, refuse
-from llamarl.tasks.pairs import Tally
 from llamarl.types import Prompt
 
 TOLD_EVERY_S = 5.0

@@ -16,8 +16,8 @@ from llamarl.launch.job import Job, Scored, read_model, read_tokenizer
 from llamarl.launch.templates import template_file
 from llamarl.models.config import ModelConfig
 from llamarl.models.scorer import label_of
-from llamarl.tasks.classifier import check_encoder
-from llamarl.tasks.transcript import Transcript, same_tokens
+from llamarl.scoring.classifier import check_encoder
+from llamarl.scoring.transcript import Transcript, same_tokens
 
 log = logging.getLogger("llamarl")
 

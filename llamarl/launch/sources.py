@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+
+import torch
 
 from llamarl.config.rewards import (
     EncoderSourceSettings,
@@ -13,10 +15,12 @@ from llamarl.config.rewards import (
     JudgeSourceSettings,
 )
 from llamarl.launch.job import Job
-from llamarl.tasks.by_set import RewardsBySet
-from llamarl.tasks.classifier import Classifier, ClassifierSettings
-from llamarl.tasks.pool import RewardPool, Sample, check_reward
-from llamarl.tasks.source import MakeSource, Outcome, commonest, try_source, with_sampled
+from llamarl.scoring.by_set import BySet
+from llamarl.scoring.classifier import Classifier, ClassifierSettings
+from llamarl.scoring.in_turn import InTurn
+from llamarl.scoring.pool import RewardPool, check_reward
+from llamarl.scoring.scorer import Item, MakeScorer, Outcome, Scorer, Site, site_alone
+from llamarl.scoring.trial import commonest, try_scorer
 from llamarl.tasks.special import text_ids
 
 NUM_SAMPLES = 3
@@ -29,10 +33,10 @@ TextSourceSettings = FunctionSourceSettings | JudgeSourceSettings | EncoderSourc
 
 def source_of(
     settings: TextSourceSettings, job: Job, *, section: str, fn_key: str = ""
-) -> MakeSource:
-    """How to make the source. section: of the configuration, where its settings are. fn_key: the
-    key that names the function, where it is not section.fn. ValueError or OSError for a template
-    that cannot be read.
+) -> MakeScorer:
+    """Return how to make what reads texts. section: of the configuration, where its settings are.
+    fn_key: the key that names the function, where it is not section.fn. ValueError or OSError for a
+    template that cannot be read.
     """
     if settings.kind == "function":
         pool = partial(
@@ -47,18 +51,20 @@ def source_of(
         path = settings.fn or job.task.default_reward
         others = [] if settings.fn else [fn for fn in job.set_rewards if fn != path]
         if not others:
-            return partial(pool, path)
-        return partial(RewardsBySet, partial(pool, path), {fn: partial(pool, fn) for fn in others})
+            return partial(_in_turn, partial(pool, path))
+        own = {fn: partial(pool, fn) for fn in others}
+        return partial(_in_turn, partial(BySet, partial(pool, path), own))
     if settings.kind == "encoder":
-        return partial(
+        make = partial(
             Classifier,
             classifier_settings(settings),
             device=job.world.device,
             reproducible=job.config.max_lag == 0,
         )
+        return partial(_in_turn, make)
     # Most runs have no use for an HTTP client.
-    from llamarl.tasks.endpoint import EndpointSettings
-    from llamarl.tasks.judge import Judge
+    from llamarl.scoring.endpoint import EndpointSettings
+    from llamarl.scoring.judge import Judge
 
     endpoint = EndpointSettings(
         url=settings.url,
@@ -71,7 +77,7 @@ def source_of(
         temperature=settings.temperature,
         section=section,
     )
-    return partial(
+    make = partial(
         Judge,
         endpoint,
         ask=settings.ask,
@@ -79,6 +85,11 @@ def source_of(
         lowest=settings.lowest,
         highest=settings.highest,
     )
+    return partial(_in_turn, make)
+
+
+def _in_turn(make: Callable[..., Scorer], site: Site) -> InTurn:
+    return InTurn(make(on_result=site.on_result))
 
 
 def classifier_settings(settings: EncoderSourceSettings) -> ClassifierSettings:
@@ -94,9 +105,9 @@ def classifier_settings(settings: EncoderSourceSettings) -> ClassifierSettings:
     )
 
 
-def samples_of(job: Job) -> list[Sample]:
-    """What a reward is tried on: of the first NUM_SAMPLES training prompts the row's own answer, or
-    the prompt's text where it has none, as a completion that ended by itself.
+def samples_of(job: Job) -> list[Item]:
+    """Return what a reward is tried on: of the first NUM_SAMPLES training prompts the row's own
+    answer, or the prompt's text where it has none, as a completion that ended by itself.
     """
     tokenizer = job.scored.tokenizer
     samples = []
@@ -106,9 +117,15 @@ def samples_of(job: Job) -> list[Sample]:
         token_ids = text_ids(tokenizer, text)
         if tokenizer.eos_token_id is not None:
             token_ids.append(tokenizer.eos_token_id)
-        raw_text = tokenizer.decode(token_ids, skip_special_tokens=False)
-        meta = with_sampled(prompt.reward_meta, token_ids=token_ids, raw_text=raw_text, ended=True)
-        samples.append((prompt.text, text, meta))
+        sample = Item(
+            prompt=prompt,
+            token_ids=torch.tensor(token_ids, dtype=torch.int64),
+            text=text,
+            has_ended=True,
+            is_held_out=False,
+            decode_raw=partial(tokenizer.decode, skip_special_tokens=False),
+        )
+        samples.append(sample)
     return samples
 
 
@@ -128,7 +145,7 @@ def check_sources(job: Job) -> None:
             try_part(part, job, [], section=key)
 
 
-def try_sources(job: Job, samples: Sequence[Sample]) -> dict[str, list[Outcome]]:
+def try_sources(job: Job, samples: Sequence[Item]) -> dict[str, list[Outcome]]:
     """The outcomes of samples, in order, by the key of each function or judge of the reward.
     ValueError as check_sources says.
     """
@@ -142,7 +159,7 @@ def try_sources(job: Job, samples: Sequence[Sample]) -> dict[str, list[Outcome]]
 def try_part(
     settings: FunctionSourceSettings | JudgeSourceSettings,
     job: Job,
-    samples: Sequence[Sample],
+    samples: Sequence[Item],
     *,
     section: str,
 ) -> list[Outcome]:
@@ -159,8 +176,8 @@ def try_part(
             memory_mb=settings.memory_mb,
             **job.conversation,
         )
-    judge = source_of(settings, job, section=section)(on_result=lambda: None)
-    return try_source(judge, samples, given=f"{section}.url={settings.url}", remedy=remedy)
+    judge = source_of(settings, job, section=section)(site_alone(job.world.device))
+    return try_scorer(judge, samples, given=f"{section}.url={settings.url}", remedy=remedy)
 
 
 def _warn_of_no_score(given: str, outcomes: Sequence[Outcome]) -> None:

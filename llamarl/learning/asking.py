@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
@@ -15,9 +16,24 @@ import torch.distributed as dist
 from torch import Tensor
 
 from llamarl.executor import ExecutorGroup
-from llamarl.learning.scoring import Asked
 
 Microbatch = TypeVar("Microbatch")
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What is to be scored of one prompt. ValueError for a sequence without any token."""
+
+    prompt_ids: Tensor  # [P] int64; [0] where the completions have no token in common
+    completions: tuple[Tensor, ...]  # [L] int64 each
+
+    def __post_init__(self):
+        if not self.prompt_ids.numel() and not all(c.numel() for c in self.completions):
+            raise ValueError("a sequence without tokens has no last one to be scored at")
+
+    @property
+    def num_tokens(self) -> int:
+        return self.prompt_ids.numel() + sum(c.numel() for c in self.completions)
 
 
 def to_words(asked: Sequence[Asked]) -> Tensor:

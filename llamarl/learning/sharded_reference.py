@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from llamarl.executor import ExecutorGroup
-from llamarl.learning.asking import join_shares, own_share
+from llamarl.learning.asking import Asked, join_shares, own_share
 from llamarl.learning.logprobs import make_head
 from llamarl.learning.packing import filler, pack, to_device
-from llamarl.learning.scoring import Asked
 from llamarl.learning.targets import Targets
 from llamarl.models.attention import PackedAttention
 from llamarl.models.frozen import frozen_decoder

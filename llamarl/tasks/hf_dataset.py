@@ -13,7 +13,7 @@ from pathlib import Path
 
 from llamarl.tasks.base import Example
 from llamarl.tasks.jsonl import check_keys, row_to_example
-from llamarl.tasks.source import check_row_keys
+from llamarl.tasks.sampled import check_row_keys
 
 log = logging.getLogger(__name__)
 

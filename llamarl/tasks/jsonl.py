@@ -17,7 +17,7 @@ from typing import BinaryIO, TypeVar
 
 from llamarl.tasks.base import Example
 from llamarl.tasks.conversation import conversation_of, shown
-from llamarl.tasks.source import check_row_keys
+from llamarl.tasks.sampled import check_row_keys
 from llamarl.types import MESSAGES_KEY
 from llamarl.words.lists import first_of
 from llamarl.words.names import nearest

@@ -9,10 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from executors.answers import AnswerScoring, AnswerSettings, mean_outcome
-from executors.scoring import Item, SourceScoring
 from llamarl.errors import RewardError
-from llamarl.tasks.source import Outcome
+from llamarl.scoring.in_turn import InTurn
+from llamarl.scoring.replies import ReplyMean, ReplySettings, mean_outcome
+from llamarl.scoring.scorer import Item, Outcome, Scorer
 from llamarl.types import Answered, Completion, Prompt
 from tests.executors.test_reward import build  # noqa: F401  a fixture
 from tests.executors.test_scoring_executor import Metrics
@@ -21,11 +21,10 @@ WORDS = ["error", "abstain", "right", "wrong", ""]  # of a token
 SCORES = {"right": 1.0, "wrong": 0.0}
 
 
-class Later:
-    """A source that scores what it was given in an order of its own, some at each poll."""
+class Later(Scorer):
+    """A scorer that scores what it was given in an order of its own, some at each poll."""
 
     name = "later"
-    is_busy = False
 
     def __init__(self, seed):
         self._random = random.Random(seed)
@@ -37,10 +36,9 @@ class Later:
     def pending(self):
         return len(self._known)
 
-    def start(self): ...
-
-    def submit(self, key, prompt, completion, meta):
-        self.seen.append((prompt, completion, meta))
+    def submit(self, key, item):
+        completion = item.text
+        self.seen.append((item.prompt.text, completion, item.meta))
         outcome = Outcome("score", SCORES.get(completion, 0.0), "")
         if completion == "error":
             outcome = Outcome.error("cannot score it")
@@ -60,8 +58,6 @@ class Later:
 
     def wait(self, timeout_s):
         return True
-
-    def close(self): ...
 
 
 def completion(ticket, sample, *, finish_reason="stop"):
@@ -97,7 +93,7 @@ def attack(*words, is_held_out=False, **options):
         has_ended=True,
         is_held_out=is_held_out,
     )
-    return AnswerSettings(decode, 0.5).attack(item, answered(*words, **options))
+    return ReplySettings(decode, 0.5).with_replies(item, answered(*words, **options))
 
 
 def decode(ids):
@@ -117,7 +113,7 @@ class WithNovelty(Later):
 def scored(attacks, *, seed=0, threshold=0.5, make=Later):
     """(outcomes by key, the source, metrics)."""
     source, metrics = make(seed), Metrics()
-    scoring = AnswerScoring(SourceScoring(source), AnswerSettings(decode, threshold), metrics)
+    scoring = ReplyMean(InTurn(source), ReplySettings(decode, threshold), metrics)
     for key, one in enumerate(attacks):
         scoring.submit(key, one)
     scoring.release(range(len(attacks)))
@@ -186,8 +182,8 @@ def test_a_success_is_above_the_threshold_and_held_out_ones_are_not_counted():
 
 
 def test_nothing_is_kept_of_attacks_that_were_scored_before_their_group_was_whole():
-    source = SourceScoring(Later(0))
-    scoring = AnswerScoring(source, AnswerSettings(decode, 0.5), Metrics())
+    source = InTurn(Later(0))
+    scoring = ReplyMean(source, ReplySettings(decode, 0.5), Metrics())
     for key in range(2):
         scoring.submit(key, attack("right", "wrong"))
     while scoring.pending:
@@ -214,11 +210,11 @@ def test_a_mean_does_not_depend_on_who_was_first():
 
 @pytest.fixture
 def build_with_victim(build):  # noqa: F811
-    """A RuleReward whose completions come with answers."""
+    """A Reward whose completions come with answers."""
     from tests.executors.test_reward import FakeReceiver
 
     def with_victim(**options):
-        reward = build(answers=AnswerSettings(decode, 0.5), **options)
+        reward = build(replies=ReplySettings(decode, 0.5), **options)
         reward.metrics.add_mean = lambda name, value: None
         reward.inputs = {"answered": FakeReceiver(), "eval_answered": FakeReceiver()}
         return reward
@@ -229,7 +225,7 @@ def build_with_victim(build):  # noqa: F811
 def step_until(reward, condition):
     while not condition():
         reward.step()
-        reward._scoring.wait(0.1)
+        reward._scorer.wait(0.1)
 
 
 def test_a_group_is_whole_with_the_mean_rewards_of_its_attacks(build_with_victim):

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from executors import diversity as diversity_module
-from executors.diversity import TEXTS_A_CALL, Diversity
+from llamarl.scoring import diversity as diversity_module
+from llamarl.scoring.diversity import TEXTS_A_CALL, Diversity
 from llamarl.tasks.held_out import EvalSet, own_set
 from tests.launching import SMALL, ForkedJob
 

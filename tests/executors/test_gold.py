@@ -3,20 +3,21 @@ are judged in their order.
 """
 
 import math
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 
-from executors import gold as gold_module
-from executors.gold import Gold, GoldSettings
-from executors.scoring import Item
-from executors.weighted import Part
 from llamarl.errors import NotFinite, RewardError
-from llamarl.learning.sharded_scorer import ScorerSettings
 from llamarl.models.config import tiny_directory
+from llamarl.scoring import gold as gold_module
+from llamarl.scoring.gold import Gold, GoldSettings
+from llamarl.scoring.model import ModelScorer
+from llamarl.scoring.scorer import Item, Outcome, Scorer
+from llamarl.scoring.sharded import ScorerSettings
+from llamarl.scoring.weighted import Part
 from llamarl.tasks.held_out import EvalSet, own_set
-from llamarl.tasks.source import Outcome
 from llamarl.types import Prompt
 from tests.scorers import SCORES, write_scorer
 
@@ -33,15 +34,14 @@ def item(text, *, prompt=0, tokens=(3, 4)):
     )
 
 
-class Lengths:
+class Lengths(Scorer):
     """A source that scores a text by its length, once it is asked a second time; "error" and
     "abstain" are what they say.
     """
 
     name = "lengths"
-    is_busy = False
 
-    def __init__(self, *, on_result):
+    def __init__(self, site):
         self._asked = []
         self._ready = []
         self.closed = False
@@ -50,14 +50,8 @@ class Lengths:
     def pending(self):
         return len(self._asked) + len(self._ready)
 
-    def start(self):
-        pass
-
-    def submit(self, key, prompt, completion, meta):
-        self._asked.append((key, completion))
-
-    def release(self, keys):
-        pass
+    def submit(self, key, item):
+        self._asked.append((key, item.text))
 
     def poll(self):
         done = self._ready
@@ -77,6 +71,10 @@ class Lengths:
 
     def close(self):
         self.closed = True
+
+
+def model(settings):
+    return partial(ModelScorer, "lengths", settings)
 
 
 def make(references, *, what=Lengths, base=None, sets=own_set(1000)):
@@ -156,8 +154,8 @@ def test_a_log_probability_that_is_no_number_ends_the_run(monkeypatch):
 
 def test_a_scorer_of_weights_that_are_no_numbers_gives_no_score(tmp_path):
     write_scorer(tmp_path)
-    gold = make(None, what=ScorerSettings(path=str(tmp_path), dtype="float32"))
-    gold._scoring.models[0].decoder.score.weight.data[:] = math.nan
+    gold = make(None, what=model(ScorerSettings(path=str(tmp_path), dtype="float32")))
+    gold._scorer.scorers["lengths"].model.decoder.score.weight.data[:] = math.nan
     gold.begin(0, [item("a")])
     with pytest.raises(RewardError, match="the score is nan"):
         judged(gold)
@@ -166,7 +164,7 @@ def test_a_scorer_of_weights_that_are_no_numbers_gives_no_score(tmp_path):
 def test_models_work_a_microbatch_at_a_call(tmp_path, monkeypatch):
     write_scorer(tmp_path)
     settings = ScorerSettings(path=str(tmp_path), dtype="float32", microbatch_tokens=8)
-    gold = make(None, what=settings, base=str(tiny_directory()))
+    gold = make(None, what=model(settings), base=str(tiny_directory()))
     sizes = []
     real = gold_module.completion_logprobs
 
@@ -183,7 +181,7 @@ def test_models_work_a_microbatch_at_a_call(tmp_path, monkeypatch):
         assert len(sizes) == expected
     found += [] if found else judged(gold)
     assert sizes == [8, 8, 8] and len(found) == 1
-    alone = make(None, what=settings, base=str(tiny_directory()))
+    alone = make(None, what=model(settings), base=str(tiny_directory()))
     alone.begin(0, answers[:1])
     ((_, first),) = judged(alone)
     ((_, all_of_them),) = found
@@ -206,7 +204,7 @@ def test_each_set_is_judged_by_itself():
 
 def test_closing_frees_the_source():
     gold = make(None)
-    source = gold._scoring._sources["lengths"].source
+    source = gold._scorer.scorers["lengths"]
     gold.begin(0, [item("a")])
     gold.close()
     assert source.closed and gold.pending == 0

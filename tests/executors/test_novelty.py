@@ -5,6 +5,7 @@ part of a reward.
 import itertools
 import random
 from dataclasses import replace
+from functools import partial
 from unittest.mock import patch
 
 import numpy as np
@@ -13,12 +14,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from executors import novelty as novelty_module
-from executors.novelty import Novelty, NoveltySettings
-from executors.scoring import Item, score_all
-from executors.weighted import Part, parts_alone
-from llamarl.learning.embedding import EmbedderSettings
 from llamarl.models.config import tiny_directory
+from llamarl.scoring import novelty as novelty_module
+from llamarl.scoring.embedding import EmbedderSettings
+from llamarl.scoring.novelty import Novelty, NoveltySettings
+from llamarl.scoring.scorer import Item, score_all, site_alone
+from llamarl.scoring.weighted import Part, Weighted
 from llamarl.types import Prompt
 from tests.launching import COMPLETIONS, SMALL, ForkedJob, untimed
 
@@ -48,7 +49,7 @@ def by_text(path):
 
 def made(history=100, nearest=None, metrics=None):
     how = NoveltySettings(by_text("a"), history, nearest, groups_per_step=GROUPS)
-    novelty = Novelty("new", how, CPU, metrics)
+    novelty = Novelty("new", how, replace(site_alone(CPU), metrics=metrics))
     with patch.object(novelty_module, "load_embedder", lambda settings, device: ByText()):
         novelty.start()
     return novelty
@@ -126,7 +127,7 @@ def test_what_another_model_embedded_is_not_compared_with(caplog):
     before = made()
     score(before, [["a"]] * GROUPS)
     other = NoveltySettings(by_text("b"), 100, None, groups_per_step=GROUPS)
-    after = Novelty("new", other, CPU)
+    after = Novelty("new", other, site_alone(CPU))
     after.load_state_dict(before.state_dict())
     assert after.state_dict() == {} and "vectors of a" in caplog.text
 
@@ -201,7 +202,8 @@ def test_as_a_part_it_weighs_with_the_start_model():
     """The only group of a step of its own: a second one repeats it."""
     embedder = EmbedderSettings(str(tiny_directory()), True, "float32", 1000)
     how = NoveltySettings(embedder, history=10, nearest=1, groups_per_step=1)
-    scoring = parts_alone([Part("new", how, weight=0.5)], CPU)
+    part = Part("new", partial(Novelty, "new", how), weight=0.5)
+    scoring = Weighted([part], site_alone(CPU))
     scoring.start()
     texts = ("12+34=46", "7")
     items = [item(text, sample=(0, i)) for i, text in enumerate(texts)]

@@ -1,5 +1,5 @@
-"""executors/pairing.py: pairs worked out by hand, from an engine and a source that say what a test
-wants.
+"""llamarl/scoring/pairing.py: pairs worked out by hand, from an engine and a scorer that say what a
+test wants.
 """
 
 import json
@@ -8,14 +8,14 @@ from collections import Counter
 import pytest
 import torch
 
-from executors.pairing import STREAM, PairMaker
 from llamarl.errors import RewardError
 from llamarl.inference import SamplingParams
 from llamarl.models.config import tiny_directory
 from llamarl.models.hf import load_tokenizer
+from llamarl.scoring.pairing import STREAM, PairMaker
+from llamarl.scoring.pairs import PairRule
+from llamarl.scoring.scorer import Outcome, Scorer
 from llamarl.tasks.base import PromptMaker
-from llamarl.tasks.pairs import PairRule
-from llamarl.tasks.source import Outcome
 from llamarl.types import Completion, Prompt
 
 TOKENIZER = load_tokenizer(tiny_directory())
@@ -69,16 +69,20 @@ class FakeEngine:
         return finished
 
 
-class FakeScoring:
+class FakeScorer(Scorer):
     """Scores a batch once it is released, and says so one item a poll, the last one first."""
 
     name = "fake"
 
     def __init__(self):
         self.released = []  # the texts of each batch
-        self.counts = Counter()
+        self._counts = Counter()
         self._items = {}
         self._known = []
+
+    @property
+    def counts(self):
+        return self._counts
 
     def submit(self, key, item):
         assert item.has_ended and item.token_ids[-1] == END
@@ -100,7 +104,7 @@ class FakeScoring:
         return True
 
 
-def made_by(*, pairing="all", compares=False, references=True, scoring=None, batches=None, **more):
+def made_by(*, pairing="all", compares=False, references=True, scorer=None, batches=None, **more):
     """(rows, tally of each batch)."""
     rule = PairRule(
         pairing=pairing,
@@ -117,7 +121,7 @@ def made_by(*, pairing="all", compares=False, references=True, scoring=None, bat
 
     maker = PairMaker(
         engine=FakeEngine(),
-        scoring=scoring or FakeScoring(),
+        scorer=scorer or FakeScorer(),
         sampling=SamplingParams(max_new_tokens=4, n=3),
         chunk_tokens=1,
         prompt_of=prompt_of,
@@ -167,17 +171,17 @@ def test_without_references():
 
 
 def test_one_random_pair_of_a_prompt_is_all_that_is_scored():
-    scoring = FakeScoring()
-    _, tallies = made_by(pairing="random", scoring=scoring)
-    assert [len(batch) for batch in scoring.released] == [2, 2, 2]
+    scorer = FakeScorer()
+    _, tallies = made_by(pairing="random", scorer=scorer)
+    assert [len(batch) for batch in scorer.released] == [2, 2, 2]
     entered = [tally.pairs + tally.ties + tally.equal_texts for tally in tallies]
     assert sum(entered) + sum(tally.unscored for tally in tallies) == 3
 
 
 def test_a_source_that_compares_is_given_two_at_a_time():
-    scoring = FakeScoring()
-    _, (first,) = made_by(compares=True, scoring=scoring, batches=[range(1)])
-    assert sorted(map(sorted, scoring.released)) == [
+    scorer = FakeScorer()
+    _, (first,) = made_by(compares=True, scorer=scorer, batches=[range(1)])
+    assert sorted(map(sorted, scorer.released)) == [
         ["11", "11"],
         ["11", "12"],
         ["11", "12"],
@@ -198,18 +202,18 @@ def test_pairs_do_not_depend_on_how_prompts_are_batched():
 
 
 def test_what_judges_count_is_each_batchs_own():
-    class Counting(FakeScoring):
+    class Counting(FakeScorer):
         def release(self, keys):
             super().release(keys)
-            self.counts = self.counts + Counter(pairs=1)
+            self._counts = self._counts + Counter(pairs=1)
 
-    scoring = Counting()
-    _, tallies = made_by(scoring=scoring)
+    scorer = Counting()
+    _, tallies = made_by(scorer=scorer)
     assert sum(tally.compared for tally in tallies) == 3
 
 
 def test_too_many_errors_end_it(monkeypatch):
-    monkeypatch.setattr("executors.assembly.MIN_OUTCOMES", 3)
+    monkeypatch.setattr("llamarl.scoring.assembly.MIN_OUTCOMES", 3)
     broken = {text: None for text in ("24", "26", "25")}
     monkeypatch.setitem(SCORES, 1, broken)
     with pytest.raises(RewardError, match="100% of the last 3 scores are errors"):

@@ -4,9 +4,10 @@ import random
 
 import torch
 
-from executors.scoring import Item, Queue, SourceScoring
-from executors.weighted import ModelQueue
-from llamarl.tasks.source import Outcome
+from llamarl.scoring.in_turn import InTurn
+from llamarl.scoring.model import Rounds
+from llamarl.scoring.scorer import Item, Outcome, Queue, Scorer
+from llamarl.scoring.sharded import ScorerSettings
 from llamarl.types import Prompt
 
 
@@ -15,8 +16,8 @@ def item(name, *, is_held_out=False, attack=None):
     return Item(prompt, torch.tensor([3, 2]), name, True, is_held_out, attack=attack)
 
 
-class OneAtATime:
-    """A source that is busy with one item, or one batch of so many; `score` ends that."""
+class OneAtATime(Scorer):
+    """A scorer that is busy with one item, or one batch of so many; `score` ends that."""
 
     name = "one at a time"
 
@@ -35,15 +36,11 @@ class OneAtATime:
     def is_busy(self):
         return bool(self._ready)
 
-    def start(self): ...
-
     def wait(self, timeout_s):
         return True
 
-    def close(self): ...
-
-    def submit(self, key, prompt, completion, meta):
-        self.given.append(completion)
+    def submit(self, key, item):
+        self.given.append(item.text)
         if self._size == 1:
             self._ready.append(key)
 
@@ -75,7 +72,7 @@ def test_of_equals_the_first_to_come_is_first_and_evaluations_before_all_others(
 
 def test_an_evaluation_goes_before_what_the_source_was_not_given():
     source = OneAtATime()
-    scoring = SourceScoring(source)
+    scoring = InTurn(source)
     for key in range(3):
         scoring.submit(key, item(f"train {key}"))
     assert source.given == ["train 0"] and scoring.pending == 3
@@ -91,7 +88,7 @@ def test_an_evaluation_goes_before_what_the_source_was_not_given():
 
 def test_a_batch_is_released_once_the_source_has_all_of_it():
     source = OneAtATime(size=2)
-    scoring = SourceScoring(source)
+    scoring = InTurn(source)
     for ticket in range(3):
         for key in (2 * ticket, 2 * ticket + 1):
             scoring.submit(key, item(f"train {key}"))
@@ -112,7 +109,7 @@ def test_in_any_order_everything_is_scored_once_and_each_attacks_answers_are_a_b
     for seed in range(50):
         roll = random.Random(seed)
         source = OneAtATime(size=roll.choice([1, 2]))
-        scoring = SourceScoring(source)
+        scoring = InTurn(source)
         batches = []
         for number in range(8):
             is_held_out = roll.random() < 0.3
@@ -134,34 +131,19 @@ def test_in_any_order_everything_is_scored_once_and_each_attacks_answers_are_a_b
         assert sorted(source.released) == [keys for keys, _ in batches]
 
 
-class Model:
-    """What a queue asks of a scorer: rounds of one prompt."""
-
-    tokens_a_round = 1
-
-    class decoder:
-        class config:
-            max_position_embeddings = 100
-
-    class settings:
-        transcript = None
-        shift, scale = 0.0, 1.0
-
-
 def test_a_model_scores_the_batches_of_evaluations_first():
-    rounds = []
-
-    def run(asked):
-        rounds.append(asked[0].num_tokens)
-        return torch.zeros(len(asked))
-
     for reproducible in (True, False):
-        queue = ModelQueue(Model(), run, reproducible=reproducible)
+        rounds = Rounds(
+            ScorerSettings(path="", dtype="float32"),
+            context=100,
+            tokens_a_round=1,
+            reproducible=reproducible,
+        )
         for key in range(3):
-            queue.put({key: item(f"train {key}")})
-        queue.put({3: item("held out", is_held_out=True)})
+            rounds.put({key: item(f"train {key}")})
+        rounds.put({3: item("held out", is_held_out=True)})
         order = []
-        while queue.pending:
-            scores, _ = queue.work()
-            order += [key for key, _ in scores]
+        while rounds.pending:
+            keys, _ = rounds.take()
+            order += keys
         assert order == [3, 0, 1, 2]

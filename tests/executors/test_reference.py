@@ -1,4 +1,4 @@
-"""FrozenReference alone: its scores are those of each prompt with each completion in a forward of
+"""Reference alone: its scores are those of each prompt with each completion in a forward of
 its own.
 """
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from executors.reference import FrozenReference
+from executors.reference import Reference
 from llamarl.errors import NotFinite
 from llamarl.executor import ExecutorGroup
 from llamarl.learning import sharded_reference
@@ -87,7 +87,7 @@ def packings(monkeypatch):
 
 
 def executor(model, *, temperature=1.0, microbatch_tokens=1000, **settings):
-    made = FrozenReference(
+    made = Reference(
         model_path=str(model),
         model_dtype="float32",
         temperature=temperature,
@@ -119,8 +119,19 @@ def group(ticket=0, lengths=(3, 1, 6, 2), prompt=4):
     )
 
 
+def scored_all(ours, groups):
+    """The logprobs of groups that come together."""
+    ours.inputs["scored"].records.extend(groups)
+    while ours.step():
+        pass
+    (sink,) = ours.outputs.values()
+    found = [g.ref_logprobs for g in sink.records]
+    sink.records.clear()
+    return found
+
+
 def scored(ours, g):
-    (logprobs,) = ours.score([g])
+    (logprobs,) = scored_all(ours, [g])
     return logprobs
 
 
@@ -231,10 +242,10 @@ def test_together_groups_share_microbatches_and_alone_they_keep_their_bits(model
     groups = [group(ticket, lengths=(ticket + 1, 2)) for ticket in range(4)]
     ours = executor(model, microbatch_tokens=budget, reproducible=True)
     alone = [scored(ours, g) for g in groups]
-    beside = ours.score(groups)
+    beside = scored_all(ours, groups)
     assert len(packings) == 2 * len(groups)
     assert all(torch.equal(a, b) for a, b in zip(alone, beside, strict=True))
-    together = executor(model, microbatch_tokens=budget).score(groups)
+    together = scored_all(executor(model, microbatch_tokens=budget), groups)
     assert len(packings) == 2 * len(groups) + 1
     for found, wanted in zip(together, alone, strict=True):
         torch.testing.assert_close(found, wanted, atol=LOGPROBS, rtol=0)
@@ -244,7 +255,7 @@ def test_logprobs_that_are_not_finite_are_an_error_that_names_the_ticket(model):
     ours = executor(model)
     ours.decoder.layers[0].attn.q_proj.weight.data.fill_(NAN)
     with pytest.raises(NotFinite, match="reference on rank 0, ticket 7: its logprobs sum to nan"):
-        ours.score([group(7)])
+        scored_all(ours, [group(7)])
 
 
 def test_scoring_leaves_weights_and_gradients_alone(model):

@@ -1,4 +1,4 @@
-"""ResettingReference alone: which version scores a group, when it takes one in, and what a
+"""A reference that is reset, alone: which version scores a group, when it takes one in, and what a
 checkpoint holds.
 """
 
@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from executors.reference import FrozenReference, ResettingReference
+from executors.reference import Reference
 from llamarl.ddma.channel import REFERENCE_WEIGHTS, RESET
 from llamarl.errors import TimedOut
 from llamarl.executor import ExecutorGroup
@@ -95,7 +95,7 @@ def executor():
 
 
 def make(reset_every=10, timeout_s=5.0, rank=0, ranks=(0,)):
-    ours = ResettingReference(
+    ours = Reference(
         model_path=str(tiny_directory()),
         model_dtype="float32",
         temperature=1.0,
@@ -130,12 +130,19 @@ def group(ticket, *versions):
     )
 
 
+def scored(ours, record):
+    """The logprobs of a group that comes alone."""
+    ours.inputs["scored"].records.append(record)
+    assert ours.step()
+    return sent(ours)[record.ticket].ref_logprobs
+
+
 def sent(ours):
     return {g.ticket: g for g in ours.outputs["groups"].take()}
 
 
 def reset(ours, version, *, told=True):
-    ours.weights.coming.append(version)
+    ours.inputs[REFERENCE_WEIGHTS].coming.append(version)
     if told:
         ours.control.deliver(RESET, {"version": version})
 
@@ -167,7 +174,7 @@ def test_scores_are_those_of_the_version_that_was_taken_in(executor):
     executor.inputs["scored"].records.append(group(0, 11, 11))
     executor.step()
     after = sent(executor)[0].ref_logprobs
-    alone = FrozenReference(
+    alone = Reference(
         model_path=str(tiny_directory()),
         model_dtype="float32",
         temperature=1.0,
@@ -175,10 +182,10 @@ def test_scores_are_those_of_the_version_that_was_taken_in(executor):
     )
     alone.attach(executor.group, {"scored": FakeChannel()}, {"groups": FakeChannel()}, None, None)
     alone.setup()
-    torch.testing.assert_close(alone.score([group(0, 0, 0)])[0], before, atol=LOGPROBS, rtol=0)
+    torch.testing.assert_close(scored(alone, group(0, 0, 0)), before, atol=LOGPROBS, rtol=0)
     for p in alone.decoder.parameters():
         p.data *= 1.01
-    torch.testing.assert_close(alone.score([group(0, 0, 0)])[0], after, atol=LOGPROBS, rtol=0)
+    torch.testing.assert_close(scored(alone, group(0, 0, 0)), after, atol=LOGPROBS, rtol=0)
     assert (before - after).abs().max() > 10 * LOGPROBS
 
 
@@ -196,10 +203,9 @@ def test_no_version_is_taken_in_that_the_trainer_has_not_told_of_or_ahead_of_a_s
 
 def test_a_snapshot_waits_for_what_was_sent_before_it(executor):
     executor.control.deliver(RESET, {"version": 10})
+    coming = executor.inputs[REFERENCE_WEIGHTS].coming
     executor.control.waited = lambda: (
-        executor.weights.coming.append(10)
-        if executor.version == 0 and not executor.weights.coming
-        else None
+        coming.append(10) if executor.version == 0 and not coming else None
     )
     executor.before_checkpoint(10)
     assert executor.version == 10 and executor.state_dict()["version"] == 10
@@ -220,12 +226,12 @@ def test_a_resumed_reference_has_the_weights_of_its_version(executor):
     state, resumed = executor.state_dict(), make()
     resumed.load_state_dict(iter([state]))
     assert resumed.version == 10
-    again, wanted = (ours.score([group(0, 12, 12)])[0] for ours in (resumed, executor))
+    again, wanted = (scored(ours, group(0, 12, 12)) for ours in (resumed, executor))
     torch.testing.assert_close(again, wanted, atol=LOGPROBS, rtol=0)
     names = {f"model/{name}" for name, _ in named_parameters_hf(executor.decoder)}
     assert state.keys() == names | {"version", "boxes"}
     assert {f"model/{name}" for name in state["boxes"]} == names
-    assert ResettingReference.has_state() and not FrozenReference.has_state()
+    assert executor.has_state() and not make(reset_every=None).has_state()
 
 
 @pytest.mark.parametrize(

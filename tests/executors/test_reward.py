@@ -1,22 +1,22 @@
-"""RuleReward alone, with fakes on both sides and a real pool of one worker."""
+"""Reward alone, with fakes on both sides and a real pool of one worker."""
 
 import dataclasses
 import json
 import time
 from collections import Counter, deque
-from functools import partial
 
 import pytest
 import torch
 
-from executors import assembly
 from executors import reward as reward_module
-from executors.reward import RuleReward
+from executors.reward import Reward
 from llamarl.controller import ExecutorController
 from llamarl.errors import RewardError
 from llamarl.executor import ExecutorGroup
+from llamarl.scoring import assembly
+from llamarl.scoring.in_turn import InTurn
+from llamarl.scoring.pool import RewardPool
 from llamarl.tasks.held_out import APART, EvalSet, own_set
-from llamarl.tasks.pool import RewardPool
 from llamarl.types import Completion, EvalCompletion, Prompt
 
 DEADLINE_S = 30.0
@@ -128,11 +128,11 @@ def build(tmp_path, monkeypatch):
         fn = options.pop("fn", FN)
         output = options.pop("output", "scored")
         settings = {"group_size": 2, "eval_sets": own_set(3)} | options
-        executor = RuleReward(
+        executor = Reward(
             prompts=FakeStream(),
             eval_prompts=lambda j: make_prompt(f"eval {j}"),
             decode=lambda ids: WORDS[ids[0]] if ids else "",
-            make_source=partial(RewardPool, fn),
+            make_scorer=lambda site: InTurn(RewardPool(fn, on_result=site.on_result)),
             **settings,
         )
         group = ExecutorGroup("reward", (0,), 0, torch.device("cpu"))
@@ -151,7 +151,7 @@ def build(tmp_path, monkeypatch):
 def settle(executor):
     """Step until there is nothing to do and no score is awaited."""
     give_up = time.monotonic() + DEADLINE_S
-    while executor.step() or executor._scoring.pending:
+    while executor.step() or executor._scorer.pending:
         assert time.monotonic() < give_up, executor.waiting_for()
     (sink,) = executor.outputs.values()
     return sink.records
@@ -424,11 +424,11 @@ def test_a_wrong_function_is_an_error_of_setup(build):
 
 
 def test_teardown_is_harmless_before_setup():
-    RuleReward(
+    Reward(
         prompts=FakeStream(),
         eval_prompts=make_prompt,
         decode=str,
-        make_source=partial(RewardPool, FN),
+        make_scorer=lambda site: InTurn(RewardPool(FN)),
         group_size=2,
         eval_sets=own_set(0),
     ).teardown()

@@ -1,19 +1,21 @@
-"""ModelReward alone, with fakes on both sides and a small random scorer."""
+"""Reward with models alone, with fakes on both sides and a small random scorer."""
 
 from collections import Counter
+from functools import partial
 
 import pytest
 import torch
 
-from executors.model_reward import ModelReward
-from executors.weighted import Part, asked_of
+from executors.reward import Reward
 from llamarl.executor import ExecutorGroup
-from llamarl.learning.sharded_scorer import ScorerSettings
 from llamarl.models.config import tiny_directory
 from llamarl.models.hf import load_tokenizer
+from llamarl.scoring.model import ModelScorer, asked_of
+from llamarl.scoring.scorer import Outcome, Scorer
+from llamarl.scoring.sharded import ScorerSettings
+from llamarl.scoring.transcript import Transcript, same_tokens
+from llamarl.scoring.weighted import Part, Weighted
 from llamarl.tasks.held_out import own_set
-from llamarl.tasks.source import Outcome
-from llamarl.tasks.transcript import Transcript, same_tokens
 from llamarl.types import Completion, EvalCompletion, Prompt
 from tests.executors.test_reward import FakeControl, FakeMetrics, FakeReceiver, FakeSender
 from tests.scorers import SCORES, asked_for, spoil_head, transformers_scores, write_scorer
@@ -36,13 +38,12 @@ class Metrics(FakeMetrics):
         self.sums[name] += value
 
 
-class Lengths:
-    """A source: the number of words of a completion; an error for none, None for "hm"."""
+class Lengths(Scorer):
+    """A scorer: the number of words of a completion; an error for none, None for "hm"."""
 
     name = "lengths"
-    is_busy = False
 
-    def __init__(self, *, on_result):
+    def __init__(self, site):
         self._known = []
         self.batches: list[list[int]] = []
 
@@ -50,10 +51,9 @@ class Lengths:
     def pending(self):
         return len(self._known)
 
-    def start(self): ...
-
-    def submit(self, key, prompt, completion, meta):
-        words = len(completion.split(","))
+    def submit(self, key, item):
+        words = len(item.text.split(","))
+        meta = item.prompt.meta
         outcome = Outcome("score", float(words), "")
         if words == meta.get("error_at"):
             outcome = Outcome.error("cannot count")
@@ -108,6 +108,10 @@ def words(ids):
     return ",".join(map(str, ids))
 
 
+def part(name, settings, weight=1.0, stream=None):
+    return Part(name, partial(ModelScorer, name, settings, stream=stream), weight)
+
+
 @pytest.fixture
 def scorer(tmp_path):
     """Transformers' model; its directory is tmp_path."""
@@ -118,13 +122,14 @@ def scorer(tmp_path):
 def build(tmp_path):
     def build(parts=None, *, meta=None, reproducible=False, **changes):
         model = ScorerSettings(path=str(tmp_path), dtype="float32", **changes)
-        executor = ModelReward(
+        executor = Reward(
             prompts=[prompt(i, **(meta or {})) for i in range(len(ASKED))],
             eval_prompts=prompt,
             decode=words,
             group_size=SIZE,
             eval_sets=own_set(len(ASKED)),
-            parts=parts or [Part("model", model)],
+            make_scorer=partial(Weighted, parts or [part("model", model)]),
+            first_takes=True,
             reproducible=reproducible,
         )
         group = ExecutorGroup("reward", (0,), 0, torch.device("cpu"))
@@ -216,7 +221,7 @@ def test_a_reproducible_reward_has_the_same_bits_in_any_order(build, scorer):
 
 def test_parts_are_weighed_and_added(build, scorer, tmp_path):
     model = ScorerSettings(path=str(tmp_path), dtype="float32")
-    parts = [Part("rm", model, 2.0), Part("words", Lengths, -0.5), Part("again", model, 1.0)]
+    parts = [part("rm", model, 2.0), Part("words", Lengths, -0.5), part("again", model, 1.0)]
     executor = build(parts)
     group = feed(executor, *all_of(3))[3]
     lengths = torch.tensor([float(len(c)) for c in ASKED[3].completions])
@@ -235,8 +240,8 @@ def test_sources_without_a_model_are_weighed_too_and_hear_of_whole_groups(build)
     group = feed(executor, *all_of(3)[1:])[3]
     lengths = torch.tensor([float(len(c)) for c in ASKED[3].completions])
     torch.testing.assert_close(group.rewards, 2.5 * lengths, rtol=0, atol=0)
-    for source in executor._scoring._sources.values():
-        assert [batch for batch in source.source.batches if batch] == [[0, 1, 2]]
+    for scorer in executor._scorer.scorers.values():
+        assert [batch for batch in scorer.batches if batch] == [[0, 1, 2]]
 
 
 def test_what_one_part_cannot_score_has_no_reward(build, scorer, tmp_path):
@@ -244,7 +249,7 @@ def test_what_one_part_cannot_score_has_no_reward(build, scorer, tmp_path):
     lengths = [len(c) for c in ASKED[3].completions]
     assert len(set(lengths)) == SIZE
     meta = {"error_at": lengths[0], "abstain_at": lengths[1]}
-    executor = build([Part("rm", model), Part("words", Lengths)], meta=meta)
+    executor = build([part("rm", model), Part("words", Lengths)], meta=meta)
     group = feed(executor, *all_of(3))[3]
     assert group.outcomes == ("error", "abstain", "score")
     assert group.rewards.isnan().tolist() == [True, True, False]

@@ -1,18 +1,20 @@
-"""StreamingReference alone: completions that are read while they grow get the logprobs of the
+"""Reference with a stream: completions that are read while they grow get the logprobs of the
 whole.
 """
+
+from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from executors.streaming import StreamSettings
-from executors.streaming_reference import StreamingReference
+from executors.reference import Reference
 from llamarl.errors import NotFinite
 from llamarl.executor import ExecutorGroup
-from llamarl.inference.growing import Piece
-from llamarl.inference.pieces import LogprobHead
+from llamarl.scoring.ahead import StreamSettings
+from llamarl.scoring.growing import Piece
+from llamarl.scoring.pieces import LogprobHead
 from llamarl.types import Prompt, Stretch
 from tests.executors.test_reference import (
     LOGPROBS,
@@ -23,6 +25,7 @@ from tests.executors.test_reference import (
     group,
     model,  # noqa: F401 (a fixture)
     one_by_one,
+    scored,
 )
 from tests.executors.test_scoring_executor import Metrics
 
@@ -61,7 +64,7 @@ def streaming(
     native=True,
     reproducible=True,
 ):
-    made = StreamingReference(
+    made = Reference(
         model_path=str(model),
         model_dtype="float32",
         temperature=temperature,
@@ -77,7 +80,7 @@ def streaming(
     made.attach(ranks, inputs, {"groups": FakeSender()}, control=None, metrics=Spans())
     made.setup()
     if not native:
-        made._reader.native = None
+        made._logprobs._ahead._reader.native = None
     return made
 
 
@@ -104,7 +107,7 @@ def sent(ours):
 
 
 def num_held(ours):
-    return sum(stream.num_held for stream in ours._streams)
+    return sum(stream.num_held for stream in ours._logprobs._streams)
 
 
 def test_what_has_ended_is_read_to_its_end_before_its_group_comes(model):  # noqa: F811
@@ -126,7 +129,8 @@ def test_what_has_ended_is_read_to_its_end_before_its_group_comes(model):  # noq
 def test_the_rest_is_read_when_the_group_comes_and_nothing_twice(model):  # noqa: F811
     ours = streaming(model, chunk_tokens=2)
     read = []
-    run = ours._reader.run
+    calls = ours._ranks._calls
+    run = calls["read"].run
 
     def watched(passes):
         for one in passes:
@@ -137,7 +141,7 @@ def test_the_rest_is_read_when_the_group_comes_and_nothing_twice(model):  # noqa
             )
         return run(passes)
 
-    ours._reader.run = watched
+    calls["read"] = replace(calls["read"], run=watched)
     hear(ours, stretch(3, 1, 0, 7), of_ticket(3))
     torch.testing.assert_close(
         sent(ours)[3], one_by_one(model, of_ticket(3)), atol=LOGPROBS, rtol=0
@@ -200,7 +204,7 @@ def test_pieces_may_be_read_together_and_the_temperature_is_the_policys(model): 
     for ticket, found in sent(ours).items():
         wanted = one_by_one(model, of_ticket(ticket), temperature=0.5)
         torch.testing.assert_close(found, wanted, atol=2 * LOGPROBS, rtol=0)
-        plain = executor(model, temperature=0.5).score([of_ticket(ticket)])[0]
+        plain = scored(executor(model, temperature=0.5), of_ticket(ticket))
         torch.testing.assert_close(found, plain, atol=2 * LOGPROBS, rtol=0)
 
 

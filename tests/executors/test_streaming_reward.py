@@ -1,14 +1,17 @@
-"""StreamingReward alone: completions that are read while they grow have the score of the whole."""
+"""Reward with a stream: completions that are read while they grow have the score of the whole."""
+
+from functools import partial
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from executors.streaming import StreamingReward, StreamSettings
-from executors.weighted import Part
+from executors.reward import Reward
 from llamarl.executor import ExecutorGroup
-from llamarl.learning.sharded_scorer import ScorerSettings
+from llamarl.scoring.ahead import StreamSettings
+from llamarl.scoring.sharded import ScorerSettings
+from llamarl.scoring.weighted import Part, Weighted
 from llamarl.tasks.held_out import own_set
 from llamarl.types import Stretch
 from tests.executors.test_reward import FakeControl, FakeReceiver, FakeSender
@@ -22,6 +25,7 @@ from tests.executors.test_scoring_executor import (
     close_to,
     completion,
     feed,
+    part,
     prompt,
     words,
 )
@@ -53,22 +57,27 @@ def scorer(path):
     return write_scorer(path)
 
 
-def streaming(path, *, parts=None, cache_tokens=8 * LONGEST, reproducible=True, **search):
-    model = ScorerSettings(path=str(path), dtype="float32", microbatch_tokens=20)
-    executor = StreamingReward(
+def streaming(path, *, model=None, parts=None, cache_tokens=8 * LONGEST, **search):
+    reproducible = search.pop("reproducible", True)
+    stream = StreamSettings(
+        chunk_tokens=search.get("candidates", [4])[0],
+        cache_tokens=cache_tokens,
+        longest=LONGEST,
+        **search,
+    )
+    own = ScorerSettings(path=str(path), dtype="float32", microbatch_tokens=20)
+    weighted = [part("model", own, stream=stream), *(parts or [])]
+    if model is not None:
+        weighted.append(part("again", model, 2.0, stream=stream))
+    executor = Reward(
         prompts=[prompt(i) for i in range(len(ASKED))],
         eval_prompts=prompt,
         decode=words,
         group_size=SIZE,
         eval_sets=own_set(len(ASKED)),
-        parts=[Part("model", model), *(parts or [])],
+        make_scorer=partial(Weighted, weighted),
+        first_takes=True,
         reproducible=reproducible,
-        stream=StreamSettings(
-            chunk_tokens=search.get("candidates", [4])[0],
-            cache_tokens=cache_tokens,
-            longest=LONGEST,
-            **search,
-        ),
     )
     group = ExecutorGroup("reward", (0,), 0, torch.device("cpu"))
     inputs = {name: FakeReceiver() for name in ("completions", "evaluations", "stretches")}
@@ -157,12 +166,12 @@ def test_an_aborted_completion_is_read_no_further(path, scorer):
     gone = completion(0, sample, finish_reason="aborted")
     group = feed(executor, gone, *[c for c in all_of(0) if c.sample_index != sample])[0]
     assert group.rewards.isnan().sum() == 1 and group.rewards[sample].isnan()
-    (queue,) = executor._streams
-    assert sum(growing.num_known for growing in queue._caches) == 0
+    ahead = executor._scorer.scorers["model"]._growing.ahead
+    assert sum(growing.num_known for growing in ahead.caches) == 0
     # Its last stretch comes late.
     executor.inputs["stretches"].records.append(stretch(0, sample, 0))
     executor.step()
-    assert sum(growing.num_known for growing in queue._caches) == 0
+    assert sum(growing.num_known for growing in ahead.caches) == 0
 
 
 def test_held_out_answers_are_scored_whole(path, scorer):
@@ -175,10 +184,9 @@ def test_held_out_answers_are_scored_whole(path, scorer):
     assert len(executor.metrics.means["reward/prefilled_early"]) == SIZE
 
 
-def test_each_model_streams_and_sources_are_weighed_beside_it(path, scorer):
+def test_each_model_streams_and_others_are_weighed_beside_it(path, scorer):
     model = ScorerSettings(path=str(path), dtype="float32")
-    parts = [Part("again", model, 2.0), Part("words", Lengths, -0.5)]
-    executor = streaming(path, parts=parts)
+    executor = streaming(path, model=model, parts=[Part("words", Lengths, -0.5)])
     sample, size = longest_sample(3)
     executor.inputs["stretches"].records.append(stretch(3, sample, 0, size - 1))
     executor.step()
@@ -190,7 +198,7 @@ def test_each_model_streams_and_sources_are_weighed_beside_it(path, scorer):
 
 def searching(path):
     executor = streaming(path, reproducible=False, candidates=(2, 5), a_step=SIZE)
-    return executor, executor._streams[0]
+    return executor, executor._scorer.scorers["model"]._growing
 
 
 def test_the_size_of_pieces_is_searched_step_by_step_and_goes_on_from_a_checkpoint(path, scorer):

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from llamarl.comm.groups import World, executor_group
-from llamarl.inference.growing import GrowingSequences
-from llamarl.inference.pieces import PieceReader, ScoreHead
-from llamarl.learning.sharded_scorer import ScorerSettings, ShardedScorer
+from llamarl.scoring.growing import GrowingSequences
+from llamarl.scoring.pieces import PieceReader, ScoreHead
+from llamarl.scoring.sharded import ScorerSettings, ShardedScorer
 from tests.ranks.test_topologies import TOPOLOGIES, WORLD
 from tests.scorers import SCORES, asked_for, transformers_scores, write_scorer
 

@@ -5,14 +5,14 @@ to the bit where no layer is split.
 import pytest
 import torch
 
-from executors.streaming import StreamSettings
-from executors.streaming_reference import StreamedLogprobs
 from llamarl.comm.groups import World, executor_group
 from llamarl.executor import ExecutorGroup
-from llamarl.inference.pieces import LogprobHead, PieceReader
 from llamarl.learning.sharded_reference import ShardedReference
 from llamarl.models.config import read_config, tiny_directory
 from llamarl.models.fsdp import local
+from llamarl.scoring.growing import GrowingSequences
+from llamarl.scoring.logprobs import StreamedLogprobs
+from llamarl.scoring.pieces import LogprobHead, PieceReader
 from llamarl.types import Stretch
 from tests.ranks.test_topologies import TOPOLOGIES, WORLD
 from tests.scorers import asked_for
@@ -21,6 +21,7 @@ from tests.tolerances import of_logprobs
 DEADLINE_S = 200
 CPU = torch.device("cpu")
 LONGEST = 48  # tokens of a sequence
+SLOTS = 6
 LOGIT = 8.0  # at most so large, at this temperature
 
 
@@ -115,12 +116,14 @@ def streamed_by(reference: ShardedReference, group: ExecutorGroup) -> list[list[
     for all.
     """
     asked = asked_for(6, 4)
-    settings = StreamSettings(chunk_tokens=4, cache_tokens=6 * LONGEST, longest=LONGEST)
-    streams = [StreamedLogprobs(settings) for _ in range(group.data_size)]
+    streams = []
+    for _ in range(group.data_size):
+        growing = GrowingSequences(chunk_tokens=4, slots=SLOTS, max_len=LONGEST, last_is_label=True)
+        streams.append(StreamedLogprobs(growing, most_kept=100))
     reader = PieceReader(
         reference.decoder,
         LogprobHead(0.7),
-        slots=settings.slots,
+        slots=SLOTS,
         max_len=LONGEST,
         group=group,
         one_by_one=True,
@@ -137,7 +140,7 @@ def streamed_by(reference: ShardedReference, group: ExecutorGroup) -> list[list[
     for ticket, one in enumerate(asked):
         stream = streams[ticket % len(streams)]
         for index, token_ids in enumerate(one.completions):
-            stream.extend(Stretch(ticket, index, 0, token_ids[: 7 * index], False), one.prompt_ids)
+            stream.hear(Stretch(ticket, index, 0, token_ids[: 7 * index], False), one.prompt_ids)
         read()
     found = []
     for ticket, one in enumerate(asked):

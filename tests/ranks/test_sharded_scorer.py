@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from llamarl.comm.groups import World, executor_group
-from llamarl.learning.sharded_scorer import ScorerSettings, ShardedScorer
 from llamarl.models.fsdp import local
+from llamarl.scoring.sharded import ScorerSettings, ShardedScorer
 from tests.ranks.test_topologies import TOPOLOGIES, WORLD
 from tests.scorers import SCORES, asked_for, transformers_scores, write_scorer
 

@@ -15,7 +15,7 @@ from llamarl.config.command_line import compose_config
 from llamarl.config.conversion import load_config, save_config
 from llamarl.errors import CheckpointError
 from llamarl.models.config import tiny_directory
-from llamarl.tasks.evaluation import pass_at_k
+from llamarl.scoring.evaluation import pass_at_k
 from tests.launching import EVAL_PROMPTS, JOB_S, ROOT, SMALL, STEPS, ForkedJob, environment, untimed
 
 RECIPE = ROOT / "recipes" / "evaluate.py"

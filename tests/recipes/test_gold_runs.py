@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from llamarl.models.config import tiny_directory
 from llamarl.observe.report import write_report
-from llamarl.tasks.win_rate import WinRate
+from llamarl.scoring.win_rate import WinRate
 from recipes import evaluate
 from tests.launching import EVAL_PROMPTS, SMALL, ForkedJob, environment, untimed
 from tests.random_models import swap_tokens

@@ -368,10 +368,11 @@ def test_the_samples_are_the_rows_own_answers_as_they_would_be_sampled(model):
     run = job(model)
     samples = samples_of(run)
     assert len(samples) == 3
-    for number, (prompt, text, meta) in enumerate(samples):
+    for number, item in enumerate(samples):
         asked = run.task.train_prompt(number)
-        assert (prompt, text) == (asked.text, asked.meta["answer"])
-        sampled = meta["sampled"]
+        text = asked.meta["answer"]
+        assert (item.prompt.text, item.text) == (asked.text, text)
+        sampled = item.meta["sampled"]
         assert sampled["ended"] and sampled["num_tokens"] == len(sampled["token_ids"])
         assert sampled["token_ids"][-1] == run.tokenizer.eos_token_id
         assert run.decode(sampled["token_ids"]) == text

@@ -15,14 +15,14 @@ from transformers import (
 )
 
 from llamarl.models.config import tiny_directory
-from llamarl.tasks.classifier import (
+from llamarl.scoring.classifier import (
     Classifier,
     ClassifierSettings,
     check_encoder,
     most_tokens_of,
     of_label,
 )
-from llamarl.tasks.source import score_all
+from llamarl.scoring.scorer import score_all, text_item
 from tests.random_models import save_drawn
 from tests.scorers import TOKENIZER, write_scorer
 from tests.tolerances import rounding
@@ -108,10 +108,15 @@ def by_transformers(path, *texts) -> torch.Tensor:
 
 @pytest.mark.machine
 @pytest.mark.usefixtures("float32_products")
+def items_of(samples):
+    return [text_item(*sample) for sample in samples]
+
+
 @pytest.mark.parametrize("reads", ["completion", "pair"])
 @pytest.mark.parametrize("reproducible", [True, False])
 def test_scores_are_those_of_transformers(make, directory, reads, reproducible):
-    outcomes = score_all(make(reads=reads, reproducible=reproducible), SAMPLES)
+    made = make(reads=reads, reproducible=reproducible)
+    outcomes = score_all(made, items_of(SAMPLES))
     for (prompt, text, _), outcome in zip(SAMPLES, outcomes):
         texts = (prompt, text) if reads == "pair" else (text,)
         expected = by_transformers(directory, *texts)[LABELS.index("toxic")]
@@ -121,9 +126,9 @@ def test_scores_are_those_of_transformers(make, directory, reads, reproducible):
 
 @pytest.mark.bitwise("a reproducible score depends on its text alone")
 def test_in_step_with_the_trainer_a_score_is_that_of_the_text_alone(make):
-    source = make(reproducible=True)
-    together = score_all(source, SAMPLES)
-    assert together == [score_all(source, [sample])[0] for sample in SAMPLES]
+    scorer = make(reproducible=True)
+    items = items_of(SAMPLES)
+    assert score_all(scorer, items) == [score_all(scorer, [item])[0] for item in items]
 
 
 def test_outputs_are_logit_probability_and_its_log():
@@ -136,8 +141,8 @@ def test_outputs_are_logit_probability_and_its_log():
 
 
 def test_what_is_too_long_is_an_error_of_its_own(make):
-    source = make(max_tokens=10)
-    short, long, again = score_all(source, [("", t, {}) for t in ("1", "1" * 20, "2")])
+    texts = items_of([("", text, {}) for text in ("1", "1" * 20, "2")])
+    short, long, again = score_all(make(max_tokens=10), texts)
     assert short.kind == again.kind == "score"
     assert long.kind == "error" and "tokens, and the encoder reads 10" in long.reason
 
@@ -146,7 +151,7 @@ def test_it_keeps_the_contract_of_a_source(make):
     source = make()
     assert source.pending == 0 and not source.wait(0.0)
     for key in (7, 0, 3, 5):
-        source.submit(key, "p", "1", {})
+        source.submit(key, text_item("p", "1", {}))
     source.release([7, 0, 3, 5])
     assert source.pending == 4 and source.wait(0.0)
     first = source.poll()

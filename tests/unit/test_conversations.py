@@ -7,16 +7,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from executors.scoring import Item, SourceScoring
 from llamarl.learning.preference_data import read_preference_data
 from llamarl.models.config import tiny_directory
 from llamarl.models.hf import load_tokenizer
+from llamarl.scoring.forms import call_of
+from llamarl.scoring.pairs import Candidate, Pair, row_of
+from llamarl.scoring.scorer import Item
+from llamarl.scoring.transcript import Transcript
 from llamarl.tasks.base import Example, PromptMaker
 from llamarl.tasks.build import build_task
 from llamarl.tasks.conversation import text_of
-from llamarl.tasks.forms import call_of
-from llamarl.tasks.pairs import Candidate, Pair, row_of
-from llamarl.tasks.transcript import Transcript
 from llamarl.types import MESSAGES_KEY, Message
 
 TEMPLATE = (
@@ -172,24 +172,12 @@ def test_functions_of_every_form_find_the_turns(tokenizer, tmp_path):
     assert seen == [(prompt.text, TURNS), of_trl, of_trl]
 
 
-def test_a_source_is_given_the_text_and_the_turns(tokenizer, tmp_path):
-    given = []
-
-    class Source:
-        name = "source"
-        start = wait = close = None
-        is_busy = reads_sampled = False
-
-        def submit(self, *what):
-            given.append(what)
-
+def test_a_scorer_is_given_the_text_and_the_turns(tokenizer, tmp_path):
     prompt = task_of(tmp_path, tokenizer, TURNS).train_prompt(0)
     item = Item(prompt, torch.tensor([5]), "4", has_ended=True, is_held_out=False)
-    SourceScoring(Source()).submit(3, item)
-    assert given == [(3, prompt.text, "4", {"answer": "0", MESSAGES_KEY: TURNS})]
-    Source.reads_sampled = True
-    SourceScoring(Source()).submit(4, item)
-    assert given[1][3][MESSAGES_KEY] == TURNS and given[1][3]["sampled"]["token_ids"] == [5]
+    meta = dict(item.meta)
+    assert meta.pop("sampled")["token_ids"] == [5]
+    assert meta == {"answer": "0", MESSAGES_KEY: TURNS}
 
 
 def test_a_scorer_of_other_tokens_reads_the_turns(tokenizer, tmp_path):

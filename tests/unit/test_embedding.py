@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModel, AutoTokenizer, BertConfig, BertModel
 
-from llamarl.learning.embedding import (
+from llamarl.models.config import tiny_directory
+from llamarl.scoring.embedding import (
     EmbedderSettings,
     check_sentence_encoder,
     load_embedder,
     mean_pairwise_distance,
 )
-from llamarl.models.config import tiny_directory
 
 CPU = torch.device("cpu")
 TEXTS = ["12+34=46", "7", "", "1+1=2 1+1=2 1+1=2", "99+1=100"]

@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llamarl.executor import ExecutorGroup
-from llamarl.inference.growing import GrowingSequences, Pass, Piece
-from llamarl.inference.pieces import PieceReader, ScoreHead, from_words, to_words
-from llamarl.learning.sharded_scorer import ScorerSettings, ShardedScorer
+from llamarl.scoring.growing import GrowingSequences, Pass, Piece
+from llamarl.scoring.pieces import PieceReader, ScoreHead, from_words, to_words
+from llamarl.scoring.sharded import ScorerSettings, ShardedScorer
 from tests.scorers import SCORES, asked_for, transformers_scores, write_scorer
 
 ALONE = ExecutorGroup("reward", (0,), 0, torch.device("cpu"))

@@ -19,10 +19,10 @@ from llamarl.launch.sources import source_of
 from llamarl.models.config import tiny_directory
 from llamarl.models.hf import load_tokenizer
 from llamarl.observe.rows import COLUMNS
+from llamarl.scoring.by_set import BySet
+from llamarl.scoring.scorer import Outcome, Scorer, text_item
 from llamarl.tasks.build import build_task
-from llamarl.tasks.by_set import RewardsBySet
 from llamarl.tasks.held_out import APART, EvalSet, HeldOut, own_set, set_of
-from llamarl.tasks.source import Outcome
 from llamarl.words.columns import OWN_COLUMNS
 
 
@@ -221,10 +221,8 @@ def test_a_set_of_plain_prompts_is_refused_where_rewards_read_turns(rows, monkey
         check_inputs(job)
 
 
-class Always:
-    """A source whose score is its own, once an item is released."""
-
-    is_busy = False
+class Always(Scorer):
+    """A scorer whose score is its own, once an item is released."""
 
     def __init__(self, name, value, *, on_result):
         self.name = name
@@ -236,10 +234,7 @@ class Always:
     def pending(self):
         return len(self._items)
 
-    def start(self):
-        pass
-
-    def submit(self, key, prompt, completion, meta):
+    def submit(self, key, item):
         self._items.append(key)
 
     def release(self, keys):
@@ -257,7 +252,7 @@ def test_a_sets_own_kind_scores_it_and_nothing_else():
     def make(name, value):
         return lambda *, on_result: Always(name, value, on_result=on_result)
 
-    source = RewardsBySet(make("main", 1.0), {"own": make("own", 2.0)}, on_result=lambda: None)
+    scorer = BySet(make("main", 1.0), {"own": make("own", 2.0)}, on_result=lambda: None)
     metas = [
         {"part_reward": "own"},  # of a training part: the name alone says nothing
         {"part_reward": "own", "eval_set": "a"},
@@ -265,15 +260,21 @@ def test_a_sets_own_kind_scores_it_and_nothing_else():
         {},
     ]
     for key, meta in enumerate(metas):
-        source.submit(key, "", "", meta)
-    assert source.pending == 4 and source.name == "main"
-    source.release([0, 1, 2, 3])
-    assert [one.released for one in source._sources] == [[[0, 2, 3]], [[1]]]
-    scores = {key: outcome.value for key, outcome in source.poll()}
+        scorer.submit(key, text_item("", "", meta))
+    assert scorer.pending == 4 and scorer.name == "main"
+    scorer.release([0, 1, 2, 3])
+    assert [one.released for one in scorer._scorers] == [[[0, 2, 3]], [[1]]]
+    scores = {key: outcome.value for key, outcome in scorer.poll()}
     assert scores == {0: 1.0, 1: 2.0, 2: 1.0, 3: 1.0}
-    assert source.pending == 0
-    source.release([0, 1])  # of what was scored by itself
-    assert [one.released for one in source._sources] == [[[0, 2, 3]], [[1]]]
+    assert scorer.pending == 0
+    scorer.release([0, 1])  # of what was scored by itself
+    assert [one.released for one in scorer._scorers] == [[[0, 2, 3]], [[1]]]
+
+
+def by_set(job):
+    """Whether sets are scored each by a reward of its own."""
+    (make,) = source_of(job.config.reward, job, section="reward").args
+    return make.func is BySet
 
 
 def test_only_a_reward_that_nobody_named_is_each_sets_own(tmp_path):
@@ -281,11 +282,11 @@ def test_only_a_reward_that_nobody_named_is_each_sets_own(tmp_path):
     file.write_text(json.dumps({"question": "1+1?", "answer": "2\n#### 2"}) + "\n")
     sets = f"g: {{kind: gsm8k, path: {file}, max_prompt_tokens: 100}}"
     job = job_of(sets=sets)
-    assert source_of(job.config.reward, job, section="reward").func is RewardsBySet
+    assert by_set(job)
     named = job_of("reward.fn=llamarl.tasks.rewards:exact_match", sets=sets)
-    assert source_of(named.config.reward, named, section="reward").func is not RewardsBySet
+    assert not by_set(named)
     same = job_of(sets="sums: {kind: addition}")
-    assert source_of(same.config.reward, same, section="reward").func is not RewardsBySet
+    assert not by_set(same)
 
 
 def test_a_run_without_prompts_to_ask_has_no_sets():

@@ -20,7 +20,6 @@ from llamarl.errors import BadInput, BadWeights
 from llamarl.launch.inputs import check_inputs
 from llamarl.launch.job import Job
 from llamarl.launch.run_directory import RunDirectory
-from llamarl.learning.embedding import check_sentence_encoder
 from llamarl.models.build import build_decoder, read_config
 from llamarl.models.config import tiny_directory
 from llamarl.models.fingerprint import weights_digest
@@ -31,7 +30,8 @@ from llamarl.models.hf import (
     load_tokenizer,
     load_weights,
 )
-from llamarl.tasks.classifier import check_encoder
+from llamarl.scoring.classifier import check_encoder
+from llamarl.scoring.embedding import check_sentence_encoder
 from llamarl.tasks.jsonl import read_jsonl, row_to_example
 from tests.launching import SMALL, ForkedJob
 from tests.scorers import write_scorer

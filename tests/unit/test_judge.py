@@ -9,10 +9,10 @@ from contextlib import contextmanager
 
 import pytest
 
-from llamarl.tasks import endpoint as endpoint_module
-from llamarl.tasks.endpoint import EndpointSettings, Failed, seconds_of
-from llamarl.tasks.judge import Judge, choice_in, number_in
-from llamarl.tasks.source import Outcome
+from llamarl.scoring import endpoint as endpoint_module
+from llamarl.scoring.endpoint import EndpointSettings, Failed, seconds_of
+from llamarl.scoring.judge import Judge, choice_in, number_in
+from llamarl.scoring.scorer import Outcome, text_item
 from llamarl.words.urls import url_problem
 from tests.judge_server import HANG_UP, NO_REPLY, JudgeServer, Reply, between, longer
 
@@ -43,7 +43,7 @@ def started(server, **options):
 def judged(judge, items):
     """The outcomes of (prompt, completion, meta), one batch, in order."""
     for key, item in enumerate(items):
-        judge.submit(key, *item)
+        judge.submit(key, text_item(*item))
     judge.release(range(len(items)))
     outcomes = {}
     give_up = time.monotonic() + PATIENCE_S

@@ -7,7 +7,6 @@ import dataclasses
 import pytest
 import torch
 
-from executors.reference import FrozenReference
 from llamarl.config.command_line import (
     ConfigError,
     check_command_line,
@@ -18,6 +17,7 @@ from llamarl.errors import NotFinite
 from llamarl.executor import ExecutorGroup
 from llamarl.learning.losses.policy_gradient import policy_gradient
 from llamarl.learning.losses.regularisers import regularised
+from llamarl.learning.sharded_reference import ShardedReference, asked_of
 from llamarl.learning.update import StepAborted
 from llamarl.models.config import tiny_directory
 from llamarl.models.lora import Lora, LoraLinear, adapters_off
@@ -63,16 +63,14 @@ def groups_of():
 
 
 def frozen_scores(groups):
-    reference = FrozenReference(
-        model_path=str(tiny_directory()),
-        model_dtype="float32",
+    reference = ShardedReference(
+        str(tiny_directory()),
+        dtype=torch.float32,
         temperature=0.7,
         microbatch_tokens=1000,
+        group=ExecutorGroup("reference", (0,), 0, CPU),
     )
-    where = ExecutorGroup("reference", (0,), 0, CPU)
-    reference.attach(where, {"scored": None}, {"groups": None}, None, None)
-    reference.setup()
-    return reference.score(groups)
+    return reference.logprobs([asked_of(group) for group in groups], together=True)
 
 
 def test_it_says_what_a_frozen_reference_says():

@@ -1,4 +1,4 @@
-"""llamarl/tasks/pairs.py: which completions make a pair, and which of them is better."""
+"""llamarl/scoring/pairs.py: which completions make a pair, and which of them is better."""
 
 import itertools
 import math
@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llamarl.tasks.pairs import Candidate, PairRule, Tally, label, row_of
+from llamarl.scoring.pairs import Candidate, PairRule, Tally, label, row_of
 
 SCORES = st.lists(st.sampled_from([math.nan, -1.0, 0.0, 0.5, 2.0]), min_size=2, max_size=6)
 PAIRINGS = ("all", "best_worst", "random")

@@ -13,9 +13,9 @@ import time
 
 import pytest
 
-from llamarl.tasks import calls, worker
-from llamarl.tasks import pool as pool_module
-from llamarl.tasks.pool import RewardPool
+from llamarl.scoring import calls, worker
+from llamarl.scoring import pool as pool_module
+from llamarl.scoring.pool import RewardPool
 
 DEADLINE_S = 30.0  # for waits that must end; never reached unless something is broken
 USER_MODULE = '''
@@ -124,10 +124,10 @@ def test_what_an_item_started_ends_with_a_worker_that_dies_or_is_killed(what, ti
 def test_what_an_item_started_ends_with_the_rank(user_directory):
     code = """
     import time
-    from llamarl.tasks.pool import RewardPool
+    from llamarl.scoring.pool import RewardPool
     pool = RewardPool("my_rewards:score", timeout_s=1000)
     pool.start()
-    pool.submit(0, "", "hang", {})
+    pool.submit(0, text_item("", "hang", {}))
     pool.poll()
     print("at work", flush=True)
     time.sleep(1000)

@@ -6,9 +6,10 @@ import os
 import pytest
 
 from llamarl.errors import RewardError
-from llamarl.tasks import calls
-from llamarl.tasks.calls import Call, Item, Patience
-from llamarl.tasks.pool import RewardPool, check_reward
+from llamarl.scoring import calls
+from llamarl.scoring.calls import Call, Patience, TextItem
+from llamarl.scoring.pool import RewardPool, check_reward
+from llamarl.scoring.scorer import text_item
 
 USER_MODULE = '''
 import asyncio, resource, time
@@ -150,7 +151,9 @@ def test_first_calls_that_never_come_back_end_the_run_and_say_what_to_do(monkeyp
     with pytest.raises(RewardError, match=what):
         score("hangs", ["hang"] * 100, timeout_s=0.5, num_workers=num_workers)
     with pytest.raises(ValueError, match=what):  # as a run's start says it
-        check_reward("mine:hangs", [(f"p{i}", "hang", {}) for i in range(3)], timeout_s=0.5)
+        check_reward(
+            "mine:hangs", [text_item(f"p{i}", "hang", {}) for i in range(3)], timeout_s=0.5
+        )
 
 
 def test_one_prompt_that_hangs_first_ends_no_run(monkeypatch):
@@ -179,7 +182,7 @@ def test_the_patience_for_a_first_call_follows_those_that_came_back():
     patience.note_return(1.0)
     seconds = [patience.seconds]
     for number in range(3):
-        patience.note_kill(Call({0: Item(f"p{number}", "c", "{}", "null")}))
+        patience.note_kill(Call({0: TextItem(f"p{number}", "c", "{}", "null")}))
         seconds.append(patience.seconds)
     assert seconds == [32.0, 64.0, 120.0, 120.0]  # 2 + 10 * 3, doubled up to a start's 120
     patience.note_return(0.0)

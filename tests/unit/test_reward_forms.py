@@ -4,15 +4,16 @@ import time
 
 import pytest
 
-from llamarl.tasks import calls
-from llamarl.tasks.forms import batched, form_of
-from llamarl.tasks.pool import RewardPool, check_reward
-from llamarl.tasks.source import Outcome, with_sampled
+from llamarl.scoring import calls
+from llamarl.scoring.forms import batched, form_of
+from llamarl.scoring.pool import RewardPool, check_reward
+from llamarl.scoring.scorer import Outcome, text_item
+from llamarl.tasks.sampled import with_sampled
 
 USER_MODULE = '''
 import time
 
-from llamarl.tasks.forms import batched
+from llamarl.scoring.forms import batched
 
 
 def rank(prompts, completions, metas):
@@ -160,7 +161,7 @@ def test_a_group_waits_until_it_is_released():
     with RewardPool("my_rewards:rank") as pool:
         pool.start()
         for key, text in enumerate(("a", "aa", "b")):
-            pool.submit(key, "p", text, {})
+            pool.submit(key, text_item("p", text, {}))
         assert pool.pending == 0 and not pool.wait(0.2) and pool.poll() == []
         pool.release([0, 1])
         assert pool.pending == 2

@@ -13,7 +13,8 @@ import time
 import pytest
 
 from llamarl.errors import RewardError
-from llamarl.tasks.pool import BATCH, RewardPool, check_reward
+from llamarl.scoring.pool import BATCH, RewardPool, check_reward
+from llamarl.scoring.scorer import text_item
 
 DEADLINE_S = 30.0  # for waits that must end; never reached unless something is broken
 
@@ -129,7 +130,7 @@ def drain(pool):
 def run(completions, **options):
     with RewardPool("my_rewards:score", **options) as pool:
         for key, completion in enumerate(completions):
-            pool.submit(key, "prompt", completion, {})
+            pool.submit(key, text_item("prompt", completion, {}))
         outcomes = drain(pool)
     return [outcomes[key] for key in range(len(completions))]
 
@@ -161,7 +162,7 @@ def test_a_finite_number_is_a_score_and_nothing_else_is():
 def test_prompt_completion_and_meta_arrive_whole():
     completion = 'line\n"quoted" \u2028 ünïcode \ud800 \x00' + "x" * 300_000  # longer than a pipe
     with RewardPool("my_rewards:length") as pool:
-        pool.submit(9, "prompt", completion, {"extra": 1000})
+        pool.submit(9, text_item("prompt", completion, {"extra": 1000}))
         assert drain(pool)[9].value == 6 + len(completion) + 1000
 
 
@@ -228,7 +229,7 @@ def test_a_pool_that_is_polled_late_kills_nobody_early():
     with RewardPool("my_rewards:score", timeout_s=2.0) as pool:
         pool.start()
         for key in range(5):
-            pool.submit(key, "", "sleep 0.5", {})
+            pool.submit(key, text_item("", "sleep 0.5", {}))
         pool.poll()
         time.sleep(2.2)
         assert [o.kind for o in drain(pool).values()] == ["score"] * 5
@@ -238,7 +239,7 @@ def test_the_clock_of_an_item_stands_while_the_item_is_not_in_the_pipe():
     with RewardPool("my_rewards:score", timeout_s=2.0) as pool:
         pool.start()
         for key in range(BATCH):
-            pool.submit(key, "x" * 20_000, "value 1", {})
+            pool.submit(key, text_item("x" * 20_000, "value 1", {}))
         pool.poll()
         time.sleep(2.5)  # the worker has run dry; what is left of the batch waits here
         assert [o.kind for o in drain(pool).values()] == ["score"] * BATCH
@@ -275,8 +276,8 @@ def test_work_is_spread_over_the_workers():
     with open("meet.py", "w") as file:
         file.write(textwrap.dedent(code))
     with RewardPool("meet:score", num_workers=2, timeout_s=DEADLINE_S) as pool:
-        pool.submit(0, "b", "a", {})
-        pool.submit(1, "a", "b", {})
+        pool.submit(0, text_item("b", "a", {}))
+        pool.submit(1, text_item("a", "b", {}))
         assert [o.kind for o in drain(pool).values()] == ["score"] * 2
 
 
@@ -287,7 +288,7 @@ def test_on_result_is_called_when_there_is_something_to_poll():
         pool.start()
         time.sleep(0.02)
         heard.clear()
-        pool.submit(0, "", "sleep 0.1", {})
+        pool.submit(0, text_item("", "sleep 0.1", {}))
         assert pool.poll() == [] and heard.wait(DEADLINE_S)
         assert [key for key, _ in pool.poll()] == [0]
 
@@ -295,7 +296,7 @@ def test_on_result_is_called_when_there_is_something_to_poll():
 def test_close_leaves_no_process_and_may_be_repeated():
     pool = RewardPool("my_rewards:score", num_workers=2)
     pids = [w._process.pid for w in pool._workers]
-    pool.submit(0, "", "hang", {})
+    pool.submit(0, text_item("", "hang", {}))
     pool.poll()
     pool.close()
     pool.close()
@@ -310,10 +311,10 @@ def test_close_leaves_no_process_and_may_be_repeated():
 def test_a_hanging_worker_dies_with_its_parent():
     code = """
     import time
-    from llamarl.tasks.pool import RewardPool
+    from llamarl.scoring.pool import RewardPool
     pool = RewardPool("my_rewards:score", timeout_s=1000)
     pool.start()
-    pool.submit(0, "", "hang", {})
+    pool.submit(0, text_item("", "hang", {}))
     pool.poll()
     print(pool._workers[0]._process.pid, flush=True)
     time.sleep(1000)
@@ -368,7 +369,7 @@ def await_death(pid):
 )
 def test_a_wrong_import_path_is_explained(fn, what):
     with pytest.raises(ValueError, match=f"reward.fn={fn}: (.|\n)*{what}"):
-        check_reward(fn, [("", "", {})])
+        check_reward(fn, [text_item("", "", {})])
 
 
 def test_a_module_that_kills_its_worker_ends_the_start():
@@ -385,7 +386,7 @@ def test_check_reward_scores_samples_in_order():
     )
     assert [o.kind for o in outcomes] == ["score", "error", "score"]
     with pytest.raises(ValueError, match="failed on all 2 samples: KeyError: 'absent'"):
-        check_reward("my_rewards:always_fails", [("", "", {})] * 2)
+        check_reward("my_rewards:always_fails", [text_item("", "", {})] * 2)
 
 
 def test_what_the_parent_can_import_a_worker_can(tmp_path, monkeypatch):
@@ -394,12 +395,12 @@ def test_what_the_parent_can_import_a_worker_can(tmp_path, monkeypatch):
         "def score(prompt, completion, meta):\n    return 4\n"
     )
     monkeypatch.syspath_prepend(tmp_path / "elsewhere")
-    assert check_reward("far_rewards:score", [("", "", {})])[0].value == 4.0
+    assert check_reward("far_rewards:score", [text_item("", "", {})])[0].value == 4.0
 
 
 def test_meta_that_is_not_json_is_refused():
     with pytest.raises(TypeError, match="JSON"), RewardPool("my_rewards:score") as pool:
-        pool.submit(0, "", "", {"answer": {1, 2}})
+        pool.submit(0, text_item("", "", {"answer": {1, 2}}))
 
 
 @pytest.mark.parametrize(
@@ -413,6 +414,6 @@ def test_a_worker_has_calls_for_some_seconds_ahead_and_what_else_comes_can_wait(
             pool._note_seconds(call_s)  # what a worker's time stamps say
         count = 0
         while not pool.is_busy:
-            pool.submit(count, "p", "c", {"answer": "c"})
+            pool.submit(count, text_item("p", "c", {"answer": "c"}))
             count += 1
     assert count == 2 * ahead

@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llamarl.executor import ExecutorGroup
-from llamarl.learning.asking import from_words, to_words
-from llamarl.learning.scoring import Asked, filler, pack_scored
-from llamarl.learning.sharded_scorer import ScorerSettings, ShardedScorer
+from llamarl.learning.asking import Asked, from_words, to_words
+from llamarl.scoring.packed import filler, pack_scored
+from llamarl.scoring.sharded import ScorerSettings, ShardedScorer
 from tests.scorers import SCORES, asked_for, transformers_scores, write_scorer
 
 pytestmark = pytest.mark.machine

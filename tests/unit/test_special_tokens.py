@@ -25,10 +25,10 @@ from llamarl.learning.preference_data import read_preference_data
 from llamarl.learning.sft_data import conversation_pair, read_pairs
 from llamarl.models.config import tiny_directory
 from llamarl.models.hf import load_tokenizer
+from llamarl.scoring.transcript import Transcript
 from llamarl.tasks.base import PromptMaker
 from llamarl.tasks.build import build_task
 from llamarl.tasks.special import Shown, chat_ids, special_tokens, text_ids
-from llamarl.tasks.transcript import Transcript
 
 SPECIAL = ("<|im_start|>", "<|im_end|>", "<|bos|>")
 WORD = "<think>"  # added, and not special

@@ -612,7 +612,7 @@ def test_an_answer_that_cannot_be_compared_is_an_error_and_no_score():
 
 def test_what_a_reward_worker_and_its_pool_import_has_no_torch():
     code = (
-        "import sys, llamarl.tasks.pool, llamarl.tasks.rewards, llamarl.tasks.worker; "
+        "import sys, llamarl.scoring.pool, llamarl.tasks.rewards, llamarl.scoring.worker; "
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

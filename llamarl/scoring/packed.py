@@ -17,26 +17,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from llamarl.learning.asking import Asked
 from llamarl.learning.packing import collate
 from llamarl.models.attention import PackedAttention
 from llamarl.models.protocol import LanguageModel
 from llamarl.models.scorer import scores_at
-
-
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """What is to be scored of one prompt. ValueError for a sequence without any token."""
-
-    prompt_ids: Tensor  # [P] int64; [0] where the completions have no token in common
-    completions: tuple[Tensor, ...]  # [L] int64 each
-
-    def __post_init__(self):
-        if not self.prompt_ids.numel() and not all(c.numel() for c in self.completions):
-            raise ValueError("a sequence without tokens has no last one to be scored at")
-
-    @property
-    def num_tokens(self) -> int:
-        return self.prompt_ids.numel() + sum(c.numel() for c in self.completions)
 
 
 @dataclass(frozen=True, slots=True)

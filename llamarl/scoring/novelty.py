@@ -25,16 +25,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from executors.scoring import Item, Queue
-from llamarl.executor import Meter
-from llamarl.learning.embedding import (
+from llamarl.executor import State
+from llamarl.scoring.embedding import (
     Embedder,
     EmbedderSettings,
     load_embedder,
     mean_pairwise_distance,
     unit,
 )
-from llamarl.tasks.source import Outcome, Outcomes
+from llamarl.scoring.scorer import Item, Outcome, Outcomes, Queue, Scorer, Site
 
 log = logging.getLogger(__name__)
 
@@ -78,23 +77,16 @@ class _Past:
         return self.where(torch.tensor(order[-count:], dtype=torch.int64))
 
 
-class Novelty:
-    """Scores batches of completions; is a Scoring (executors/scoring.py).
+class Novelty(Scorer):
+    """Scores batches of completions. Its metric diversity/cosine_distance is of a group's."""
 
-    metrics: gets diversity/cosine_distance, of a group's completions; None: nobody asks.
-    """
+    is_novelty = True
 
-    def __init__(
-        self,
-        name: str,
-        settings: NoveltySettings,
-        device: torch.device,
-        metrics: Meter | None = None,
-    ):
+    def __init__(self, name: str, settings: NoveltySettings, site: Site):
         self.name = name
         self._settings = settings
-        self._device = device
-        self._metrics = metrics
+        self._device = site.group.device
+        self._metrics = site.metrics
         self._items: dict[int, Item] = {}
         self._released: Queue[list[int]] = Queue()
         self._embedder: Embedder | None = None
@@ -106,6 +98,10 @@ class Novelty:
     def pending(self) -> int:
         """The number of items whose batch is whole and not scored."""
         return sum(map(len, self._released))
+
+    @property
+    def is_computing(self) -> bool:
+        return bool(self._released)
 
     def start(self) -> None:
         """Load the model. ValueError or OSError for what cannot be used."""
@@ -145,9 +141,9 @@ class Novelty:
         self._items.clear()
         self._released.clear()
 
-    def state_dict(self) -> dict[str, Tensor | str]:
-        """What is remembered: places [M, 2] int64, tickets and sample_indices; units [M, E]; and
-        whose vectors these are.
+    def state_dict(self) -> State:
+        """Return what is remembered: places [M, 2] int64, tickets and sample_indices; units [M, E];
+        and whose vectors these are.
         """
         past = _joined(self._history, self._come)
         if past is None or not len(past.places_M2):

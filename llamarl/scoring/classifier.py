@@ -10,7 +10,6 @@ Decoders that score are computed by llamarl itself (reward=model).
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from llamarl.models.directory import architecture_in, read_json
 from llamarl.models.hf import check_encoder_directory, check_finite
-from llamarl.tasks.source import Outcome, Outcomes
+from llamarl.scoring.scorer import Item, Outcome, Outcomes, Scorer
 from llamarl.tasks.special import special_tokens
 from llamarl.words.choices import ClassifierOutput, ClassifierReads
 
@@ -49,12 +48,10 @@ class ClassifierSettings:
     batch_size: int
 
 
-class Classifier:
-    """A RewardSource. Each text is scored in a batch of what came together; reproducible: by
+class Classifier(Scorer):
+    """A Scorer of texts. Each text is scored in a batch of what came together; reproducible: by
     itself, so that its score does not depend on what came when.
     """
-
-    reads_sampled = False  # it reads texts
 
     def __init__(
         self,
@@ -74,6 +71,10 @@ class Classifier:
     @property
     def pending(self) -> int:
         return len(self._waiting)
+
+    @property
+    def is_computing(self) -> bool:
+        return bool(self._waiting)
 
     @property
     def is_busy(self) -> bool:
@@ -100,9 +101,9 @@ class Classifier:
         self._label = label_number(labels_of(model.config), s.label)
         self._model = model.to(self._device).eval()
 
-    def submit(self, key: int, prompt: str, completion: str, meta: dict[str, object]) -> None:
+    def submit(self, key: int, item: Item) -> None:
         """Queue one text."""
-        self._waiting.append((key, prompt, completion))
+        self._waiting.append((key, item.prompt.text, item.text))
         self._on_result()
 
     def release(self, keys: Sequence[int]) -> None:
@@ -133,7 +134,7 @@ class Classifier:
         if asked:
             scores = self._scores([ids for _, ids in asked]).tolist()
             for (key, _), score in zip(asked, scores):
-                outcomes.append((key, _outcome(score)))
+                outcomes.append((key, Outcome.score(score)))
         return outcomes
 
     def close(self) -> None:
@@ -184,12 +185,6 @@ def of_label(logits_NR: Tensor, label: int, output: ClassifierOutput) -> Tensor:
         logs_NR = logits_NR.log_softmax(-1)
     logs_N = logs_NR[:, label]
     return logs_N if output == "log_probability" else logs_N.exp()
-
-
-def _outcome(score: float) -> Outcome:
-    if not math.isfinite(score):
-        return Outcome.error(f"the score is {score}")
-    return Outcome("score", score, "")
 
 
 def check_encoder(path: str | Path, label: str | None, max_tokens: int) -> None:

@@ -3,7 +3,7 @@
     held-out completions --keep--> of a version --score--> with its outcomes
                                    --write--> RUN_DIR/samples/step_N.jsonl
 
-One JSON object a line, as recipes/evaluate.py writes them (llamarl.tasks.evaluation.sample_row);
+One JSON object a line, as recipes/evaluate.py writes them (llamarl.scoring.evaluation.sample_row);
 `answers` are a victim's to the completion, and `success` is whether their mean score, novelty
 apart, is above victim.threshold.
 """
@@ -16,11 +16,9 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from executors.answers import Attack
-from executors.scoring import Item
-from llamarl.tasks.evaluation import number_of, sample_row
+from llamarl.scoring.evaluation import number_of, sample_row
+from llamarl.scoring.scorer import Item, Outcome
 from llamarl.tasks.held_out import EvalSet, set_of
-from llamarl.tasks.source import Outcome
 from llamarl.types import EvalCompletion
 
 log = logging.getLogger(__name__)
@@ -39,11 +37,11 @@ class Samples:
         self._sets = sets
         self._success_above = success_above
         # By version: what was kept, and the rows of what of it is scored.
-        self._kept: dict[int, dict[_Place, Item | Attack]] = {}
+        self._kept: dict[int, dict[_Place, Item]] = {}
         self._rows: dict[int, dict[_Place, dict[str, object]]] = {}
         self._can_write = True
 
-    def keep(self, completion: EvalCompletion, item: Item | Attack) -> None:
+    def keep(self, completion: EvalCompletion, item: Item) -> None:
         """Take a completion of at least a token, as what scores sees it."""
         if self._can_write:
             version, place = _place_of(completion)
@@ -55,12 +53,11 @@ class Samples:
         kept = self._kept.get(version, {}).get(place)
         if kept is None:
             return  # it is of an evaluation that was written, or none can be written any more
-        item = kept.item if isinstance(kept, Attack) else kept
         of = set_of(self._sets, completion.prompt_index)
-        row = sample_row(completion, of, item.prompt, item.text, outcome)
-        if isinstance(kept, Attack):
+        row = sample_row(completion, of, kept.prompt, kept.text, outcome)
+        if self._success_above is not None:
             row["success"] = outcome.kind == "score" and outcome.achieved > self._success_above
-            row["answers"] = kept.texts
+            row["answers"] = [reply.text for reply in kept.replies]
         self._rows.setdefault(version, {})[place] = row
 
     def write(self, version: int) -> None:

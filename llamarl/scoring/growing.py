@@ -14,7 +14,7 @@ was read has been dropped in the meantime.
 Hints may come twice, late, with gaps or never: what they say of a sequence counts until it is
 whole, and what they did not say is read then.
 
-This class computes nothing: llamarl.inference.pieces reads what it plans, into one cache. Where
+This class computes nothing: llamarl.scoring.pieces reads what it plans, into one cache. Where
 ranks have a cache each, each cache has an object of this class, all of them on the first rank.
 """
 

@@ -21,15 +21,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from executors.scoring import Item
-from executors.weighted import Part, WeightedParts, parts_alone
 from llamarl.errors import NotFinite, RewardError
 from llamarl.learning.packing import collate
 from llamarl.learning.sft import NextToken, Pair, completion_logprobs, pack_pairs, pair_of
 from llamarl.models.frozen import frozen_decoder
+from llamarl.scoring.scorer import Item, Outcome, Scorer, site_alone
+from llamarl.scoring.weighted import Part, Weighted
+from llamarl.scoring.win_rate import Judged
 from llamarl.tasks.held_out import EvalSet
-from llamarl.tasks.source import Outcome
-from llamarl.tasks.win_rate import Judged
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +77,7 @@ class Gold:
         self._evaluations: deque[_Evaluation] = deque()
         self._references: list[int] = []  # their keys, until they are scored
         self._against_N: np.ndarray | None = None
-        self._scoring: WeightedParts | None = None
+        self._scorer: Scorer | None = None
         self._base = None
 
     def start(self) -> None:
@@ -87,8 +86,10 @@ class Gold:
         """
         scorer = self.settings.scorer
         if scorer is not None:
-            self._scoring = parts_alone([scorer], self.device, on_result=self.on_result)
-            self._scoring.start()
+            site = site_alone(self.device, on_result=self.on_result)
+            self._scorer = Weighted([scorer], site)
+            self._scorer.load()
+            self._scorer.start()
             self._references = self._submit(self.settings.references or ())
         if self.settings.base_path is not None:
             dtype = getattr(torch, self.settings.dtype)
@@ -105,7 +106,7 @@ class Gold:
     def is_computing(self) -> bool:
         """Whether a model has work, so that the next `poll` does some."""
         is_reading = any(evaluation.unread for evaluation in self._evaluations)
-        return is_reading or (self._scoring is not None and self._scoring.is_computing)
+        return is_reading or (self._scorer is not None and self._scorer.is_computing)
 
     @property
     def name(self) -> str:
@@ -114,14 +115,11 @@ class Gold:
 
     def tensors(self) -> list[Tensor]:
         """The models' weights."""
-        decoders = []
-        if self._scoring is not None:
-            decoders += [model.decoder for model in self._scoring.models]
-        if self._base is not None:
-            decoders.append(self._base)
         found: list[Tensor] = []
-        for decoder in decoders:
-            found += decoder.parameters()
+        if self._scorer is not None:
+            found += self._scorer.tensors()
+        if self._base is not None:
+            found += self._base.parameters()
         return found
 
     def begin(self, version: int, answers: Sequence[Item]) -> None:
@@ -133,7 +131,7 @@ class Gold:
         evaluation = _Evaluation(
             version=version,
             answers=answers,
-            keys=self._submit(answers) if self._scoring else [],
+            keys=self._submit(answers) if self._scorer else [],
             pairs=pairs,
             unread=deque(collate(sizes, self.settings.microbatch_tokens)),
             logprobs_N=torch.zeros(len(answers), dtype=torch.float64),
@@ -147,8 +145,8 @@ class Gold:
         RewardError if all of an evaluation are errors; NotFinite for a log-probability
         that is no number.
         """
-        if self._scoring is not None:
-            self._outcomes.update(self._scoring.poll())
+        if self._scorer is not None:
+            self._outcomes.update(self._scorer.poll())
         if self._references and self._outcomes.keys() >= set(self._references):
             self._settle_references()
         if not self._evaluations:
@@ -170,20 +168,20 @@ class Gold:
     def wait(self, timeout_s: float) -> None:
         """Block until `poll` has something to do, at most timeout_s."""
         if not self.is_computing:
-            self._scoring.wait(timeout_s)
+            self._scorer.wait(timeout_s)
 
     def close(self) -> None:
         """Drop what is pending and free the source."""
         self._evaluations.clear()
-        if self._scoring is not None:
-            self._scoring.close()
+        if self._scorer is not None:
+            self._scorer.close()
 
     def _submit(self, items: Sequence[Item]) -> list[int]:
         keys = [next(self._keys) for _ in items]
         for key, item in zip(keys, items):
-            self._scoring.submit(key, item)
+            self._scorer.submit(key, item)
         if keys:
-            self._scoring.release(keys)
+            self._scorer.release(keys)
         return keys
 
     def _scores(self, keys: list[int], what: str) -> np.ndarray:
@@ -208,7 +206,7 @@ class Gold:
     def _judged(self, evaluation: _Evaluation) -> Judged:
         answers = evaluation.answers
         gold_N = None
-        if self._scoring is not None:
+        if self._scorer is not None:
             what = f"answers of policy version {evaluation.version}"
             gold_N = self._scores(evaluation.keys, what)
         compared = {}

@@ -28,7 +28,7 @@ from llamarl.models.attention import PackedAttention
 from llamarl.models.directory import read_json
 from llamarl.models.frozen import frozen_decoder
 from llamarl.models.hf import check_encoder_directory, check_finite, load_tokenizer
-from llamarl.tasks.classifier import most_tokens_of
+from llamarl.scoring.classifier import most_tokens_of
 
 _UNBOUNDED = 1_000_000  # a tokenizer that knows no longest text says more than this
 _CUSTOMARY = 512  # tokens, where neither it nor the model says how many are read

@@ -13,8 +13,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from llamarl.scoring.scorer import Outcome
+from llamarl.scoring.trial import commonest
 from llamarl.tasks.held_out import EvalSet, set_of
-from llamarl.tasks.source import Outcome, commonest
 from llamarl.types import EvalCompletion, Prompt
 
 

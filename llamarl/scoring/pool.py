@@ -1,6 +1,6 @@
 """A pool of reward workers: a hard timeout, and an error that is never a score.
 
-    submit(key, prompt, completion, meta) [--> release(keys)]
+    submit(key, item) [--> release(keys)]
       --> queue --> up to BATCH calls in a worker's pipe --> poll() --> [(key, Outcome)]
 
 A call scores one item, or all of a prompt's that were released together, if the function takes them
@@ -49,12 +49,14 @@ from functools import partial
 from pathlib import Path
 
 from llamarl.errors import RewardError
-from llamarl.tasks import worker as worker_script
-from llamarl.tasks.bell import Bell
-from llamarl.tasks.calls import MAX_FIRST_KILLS, START_S, Call, Item, Patience
-from llamarl.tasks.forms import Takes
-from llamarl.tasks.memory import Note, too_much
-from llamarl.tasks.source import SAMPLED, Outcome, Outcomes, score_all, try_source
+from llamarl.scoring import worker as worker_script
+from llamarl.scoring.bell import Bell
+from llamarl.scoring.calls import MAX_FIRST_KILLS, START_S, Call, Patience, TextItem
+from llamarl.scoring.forms import Takes
+from llamarl.scoring.memory import Note, too_much
+from llamarl.scoring.scorer import Item, Outcome, Outcomes, Scorer, score_all, text_item
+from llamarl.scoring.trial import try_scorer
+from llamarl.tasks.sampled import SAMPLED
 
 BATCH = 64  # calls in flight a worker
 BUSY_S = 3.0  # of calls that a worker is given ahead; two at least, BATCH at most
@@ -204,8 +206,8 @@ class _Worker:
         self.note.close()
 
 
-class RewardPool:
-    """A RewardSource (source.py) that calls a function, given by its import path, in processes.
+class RewardPool(Scorer):
+    """A Scorer that calls a function, given by its import path, in processes.
 
         with RewardPool("llamarl.tasks.rewards:exact_match", num_workers=2) as pool:
             pool.score([("12+34=", "46", {"answer": "46"})])    # [Outcome("score", 1.0, "")]
@@ -258,7 +260,7 @@ class RewardPool:
         # What a call of the function scores; None until a worker has imported it.
         self._takes: Takes | None = None
         self._patience = Patience(timeout_s)
-        self._held: dict[int, Item] = {}  # of no call yet, by key
+        self._held: dict[int, TextItem] = {}  # of no call yet, by key
         self._released: list[Sequence[int]] = []  # keys, while the form is not known
         self._queue: deque[Call] = deque()
         self._failed_starts = 0
@@ -295,23 +297,23 @@ class RewardPool:
                 num_calls += len(call.items) if call.is_several else 1
         return num_calls >= ahead * len(self._workers)
 
-    def submit(self, key: int, prompt: str, completion: str, meta: dict) -> None:
+    def submit(self, key: int, item: Item) -> None:
         """Queue an item; `poll` starts it. Keys name items for the caller alone. TypeError if meta
         is not JSON.
         """
         assert self._workers, "submit on a closed pool"
-        row = dict(meta)
+        row = dict(item.meta)
         sampled = row.pop(SAMPLED, None)
-        item = Item(
-            prompt=json.dumps(prompt),
-            completion=json.dumps(completion),
+        text = TextItem(
+            prompt=json.dumps(item.prompt.text),
+            completion=json.dumps(item.text),
             meta=json.dumps(row),
             sampled=json.dumps(sampled),
         )
         if self._takes in (None, "group"):
-            self._held[key] = item
+            self._held[key] = text
         else:
-            self._queue.append(self._call_for(key, item))
+            self._queue.append(self._call_for(key, text))
 
     def release(self, keys: Sequence[int]) -> None:
         """These items are all of a batch: a function that takes a prompt's completions together is
@@ -362,7 +364,7 @@ class RewardPool:
         """The outcomes of (prompt, completion, meta) samples, in order, as one batch. Blocks;
         nothing else may be pending.
         """
-        return score_all(self, samples)
+        return score_all(self, [text_item(*sample) for sample in samples])
 
     def close(self) -> None:
         """Kill all workers. What is pending is dropped."""
@@ -439,13 +441,13 @@ class RewardPool:
             self._held.clear()
         self._released.clear()
 
-    def _call_for(self, key: int, item: Item) -> Call:
+    def _call_for(self, key: int, item: TextItem) -> Call:
         """A call for one item, which others may join where several are scored side by side."""
         return Call({key: item}, is_several=self._takes == "several")
 
     def _calls_of(self, keys: Sequence[int]) -> list[Call]:
         """The calls for held items: one for each prompt, in the order in which they were given."""
-        by_prompt: dict[tuple[str, str], dict[int, Item]] = {}
+        by_prompt: dict[tuple[str, str], dict[int, TextItem]] = {}
         for key in keys:
             item = self._held.pop(key)
             by_prompt.setdefault((item.prompt, item.meta), {})[key] = item
@@ -574,7 +576,7 @@ class RewardPool:
 
 def check_reward(
     fn: str,
-    samples: Sequence[Sample],
+    items: Sequence[Item],
     *,
     section: str = "reward",
     fn_key: str = "",
@@ -582,14 +584,13 @@ def check_reward(
     must_score: bool = True,
     **limits,
 ) -> list[Outcome]:
-    """The outcomes of (prompt, completion, meta) samples by the function at import path `fn`, in
-    order. Blocks.
+    """Return the outcomes of items by the function at import path `fn`, in order. Blocks.
 
     section, fn_key and limits, which are timeout_s, memory_mb, chat and system_prompt: as
-    RewardPool's. remedy, must_score: as try_source's. ValueError names what is wrong: no module, no
-    function (and the nearest name), parameters that do not fit, or the same error on every sample,
+    RewardPool's. remedy, must_score: as try_scorer's. ValueError names what is wrong: no module, no
+    function (and the nearest name), parameters that do not fit, or the same error on every item,
     with the lines of code that it came through.
     """
     pool = RewardPool(fn, section=section, fn_key=fn_key, traced=True, **limits)
     given = f"{fn_key or section + '.fn'}={fn}"
-    return try_source(pool, samples, given=given, remedy=remedy, must_score=must_score)
+    return try_scorer(pool, items, given=given, remedy=remedy, must_score=must_score)

@@ -44,7 +44,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
 if TYPE_CHECKING:
-    from llamarl.tasks.memory import Watch
+    from llamarl.scoring.memory import Watch
 
 # Results of a full batch of items then fit into a pipe, so that none waits for its reader.
 MAX_REASON_BYTES = 400
@@ -102,8 +102,8 @@ def main(path: str, setup: dict, note: int) -> None:
         send(["failed", str(error)])
         return
     # Not at the top: this file runs as a script, which finds llamarl once sys.path is set.
-    from llamarl.tasks.forms import call_of, call_one_of, runner, takes_of
-    from llamarl.tasks.source import SAMPLED
+    from llamarl.scoring.forms import call_of, call_one_of, runner, takes_of
+    from llamarl.tasks.sampled import SAMPLED
 
     takes = takes_of(function)
     if takes == "several":
@@ -195,7 +195,7 @@ def _innermost(error: BaseException) -> str:
     """The last SHOWN_FRAMES lines of code that an exception came through, each in a line; none of
     llamarl's own.
     """
-    own = {__file__, sys.modules["llamarl.tasks.forms"].__file__}
+    own = {__file__, sys.modules["llamarl.scoring.forms"].__file__}
     frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename not in own]
     shown = ""
     for frame in frames[-SHOWN_FRAMES:]:
@@ -228,7 +228,7 @@ def resolve(path: str) -> Callable:
     ValueError says what is wrong with the path, the module or the function's parameters.
     """
     # Not at the top: this file runs as a script, which finds llamarl once `main` has set sys.path.
-    from llamarl.tasks.forms import check_signature
+    from llamarl.scoring.forms import check_signature
     from llamarl.words.names import NoFunction, import_function
 
     module_name, _, name = path.partition(":")
@@ -285,7 +285,7 @@ def _end_if_over(memory_bytes: int, note: int) -> None:
     if not GUARDED:
         return
     # Not at the top: this file runs as a script, which finds llamarl once `main` has set sys.path.
-    from llamarl.tasks.memory import peak_bytes, write_note
+    from llamarl.scoring.memory import peak_bytes, write_note
 
     peak = peak_bytes()
     if peak > memory_bytes:
@@ -342,7 +342,7 @@ def _guard(parent: int, pipes: list[int], memory_bytes: int, note: int) -> None:
     which closes its `pipes` and writes to `note` how much memory was more than memory_bytes.
     """
     # Not at the top: this file runs as a script, which finds llamarl once `main` has set sys.path.
-    from llamarl.tasks.memory import Watch, be_first_to_go
+    from llamarl.scoring.memory import Watch, be_first_to_go
 
     _set_for_process(_PR_SET_PDEATHSIG, signal.SIGTERM)
     _set_for_process(_PR_SET_CHILD_SUBREAPER, 1)

@@ -1,4 +1,4 @@
-"""Pieces of growing sequences, read by a decoder into a cache of its own (llamarl.inference.growing
+"""Pieces of growing sequences, read by a decoder into a cache of its own (llamarl.scoring.growing
 says which).
 
     reader = PieceReader(decoder, ScoreHead(label=0), slots=32, max_len=1024, group=group,
@@ -29,12 +29,12 @@ from torch import Tensor
 from llamarl.executor import ExecutorGroup
 from llamarl.inference.cache import Pieces, SlotCache, whole_blocks
 from llamarl.inference.decode import NativeDecode
-from llamarl.inference.growing import Pass, Piece
 from llamarl.learning.asking import join_shares
 from llamarl.learning.logprobs import chunked_logprobs
 from llamarl.models.attention import PackedAttention
 from llamarl.models.build import Decoder
 from llamarl.models.fsdp import reshard
+from llamarl.scoring.growing import Pass, Piece
 
 _NUMBERS = 8  # that say what a piece is, but for its tokens
 
@@ -65,7 +65,7 @@ class ScoreHead:
 
 class LogprobHead:
     """The logprobs of a completion's tokens in a piece, each predicted by the token before it:
-    float32, nats. Of sequences whose last token is a label (llamarl.inference.growing).
+    float32, nats. Of sequences whose last token is a label (llamarl.scoring.growing).
 
     temperature: that logits are divided by.
     """

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from llamarl.executor import ExecutorGroup
-from llamarl.learning.asking import join_shares, own_share
-from llamarl.learning.scoring import Asked, filler, pack_scored, score
+from llamarl.learning.asking import Asked, join_shares, own_share
 from llamarl.models.fsdp import reshard
 from llamarl.models.scorer import load_scorer
 from llamarl.models.tp import TensorParallel
-from llamarl.tasks.transcript import Transcript
+from llamarl.scoring.packed import filler, pack_scored, score
+from llamarl.scoring.transcript import Transcript
 
 
 @dataclass(frozen=True, slots=True)

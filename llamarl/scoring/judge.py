@@ -18,13 +18,13 @@ import logging
 import re
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from llamarl.errors import RewardError
-from llamarl.tasks.endpoint import Endpoint, EndpointSettings, Failed, check_url, read_key, shown
-from llamarl.tasks.source import Outcome, Outcomes
+from llamarl.scoring.endpoint import Endpoint, EndpointSettings, Failed, check_url, read_key, shown
+from llamarl.scoring.scorer import Item, Outcome, Outcomes, Scorer
 from llamarl.words.choices import JudgeAsk
 
 END_S = 10.0  # for the thread to end, once it is told to
@@ -78,18 +78,20 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class _Item:
+class _Text:
+    """What a judge sees of an item."""
+
     prompt: str
     completion: str
     meta: dict[str, object]
 
 
-class Judge:
-    """A RewardSource (source.py) that asks a model behind an endpoint.
+class Judge(Scorer):
+    """A Scorer that asks a model behind an endpoint.
 
         judge = Judge(EndpointSettings(url="http://127.0.0.1:8000/v1", model="NAME"))
         judge.start()
-        judge.submit(0, "Name a colour.", "Green.", {})
+        judge.submit(0, text_item("Name a colour.", "Green.", {}))
 
     ask: what it is asked (see the table above). template: the question, with {prompt} and
     {completion}, or {a} and {b} where two are compared; {answer}, {lowest} and {highest} are filled
@@ -99,8 +101,6 @@ class Judge:
     ValueError for a template, a url or a key that cannot be used. A thread asks, at most
     max_parallel requests at a time; what is submitted beyond that waits in it.
     """
-
-    reads_sampled = False  # its questions are of texts
 
     def __init__(
         self,
@@ -119,14 +119,14 @@ class Judge:
             bounds = f"{section}.lowest={lowest:g} is not below {section}.highest={highest:g}"
             raise ValueError(bounds)
         self.name = f"{endpoint.model} at {endpoint.url}"
-        self.counts: Counter[str] = Counter()  # pairs, order_ties, and failures by their kind
+        self._counts: Counter[str] = Counter()  # pairs, order_ties, and failures by their kind
         self._settings = endpoint
         self._ask = ask
         self._template = template_of(ask, template, section=section)
         self._lowest = lowest
         self._highest = highest
         self._on_result = on_result or (lambda: None)
-        self._held: dict[int, _Item] = {}  # until their batch is released, by key
+        self._held: dict[int, _Text] = {}  # until their batch is released, by key
         self._num_pending = 0
         self._known: deque[tuple[int, Outcome]] = deque()
         self._is_known = threading.Event()
@@ -146,6 +146,11 @@ class Judge:
         return self._num_pending
 
     @property
+    def counts(self) -> Mapping[str, int]:
+        """Pairs compared, order_ties, and failures by their kind."""
+        return self._counts
+
+    @property
     def is_busy(self) -> bool:
         """Whether as many wait as are asked about at a time."""
         return self._num_pending >= 2 * self._settings.max_parallel
@@ -160,22 +165,23 @@ class Judge:
             raise ValueError(f"{where}: {self._failure}")
         self._raise_failure()
 
-    def submit(self, key: int, prompt: str, completion: str, meta: dict[str, object]) -> None:
+    def submit(self, key: int, item: Item) -> None:
         """Take one item, and ask about it unless it is to be compared with its group. TypeError if
         meta is not JSON.
         """
+        meta = item.prompt.reward_meta
         json.dumps(meta)
-        item = _Item(prompt, completion, meta)
+        text = _Text(item.prompt.text, item.text, meta)
         if self._ask == "group":
-            self._held[key] = item
+            self._held[key] = text
         else:
-            self._begin([key], self._judge_one(key, item))
+            self._begin([key], self._judge_one(key, text))
 
     def release(self, keys: Sequence[int]) -> None:
         """These items are all of a batch: those of one prompt are compared with each other."""
         if self._ask != "group":
             return
-        by_prompt: dict[tuple[str, str], dict[int, _Item]] = {}
+        by_prompt: dict[tuple[str, str], dict[int, _Text]] = {}
         for key in keys:
             item = self._held.pop(key)
             by_prompt.setdefault((item.prompt, json.dumps(item.meta)), {})[key] = item
@@ -212,8 +218,8 @@ class Judge:
             log.warning("judge %s: its thread has not ended in %g s", self.name, END_S)
         self._thread = None
         self._known.clear()
-        if self.counts["requests"] > 1:  # more than the first one, of `start`
-            said = ", ".join(f"{count} {what}" for what, count in sorted(self.counts.items()))
+        if self._counts["requests"] > 1:  # more than the first one, of `start`
+            said = ", ".join(f"{count} {what}" for what, count in sorted(self._counts.items()))
             log.info("judge %s: %s", self.name, said)
 
     def _raise_failure(self) -> None:
@@ -248,7 +254,7 @@ class Judge:
             for task in self._tasks:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
-            self.counts.update(self._endpoint.counts)
+            self._counts.update(self._endpoint.counts)
             await self._endpoint.close()
 
     def _begin(self, keys: list[int], judging: Coroutine) -> None:
@@ -276,17 +282,17 @@ class Judge:
 
     def _error_of(self, failure: Failed) -> Outcome:
         """The outcome of an item whose question has failed."""
-        self.counts[failure.kind] += 1
+        self._counts[failure.kind] += 1
         return Outcome.error(str(failure))
 
-    async def _judge_one(self, key: int, item: _Item) -> None:
+    async def _judge_one(self, key: int, item: _Text) -> None:
         try:
             outcome = await self._outcome_of(item)
         except Failed as failure:
             outcome = self._error_of(failure)
         self._tell(key, outcome)
 
-    async def _outcome_of(self, item: _Item) -> Outcome:
+    async def _outcome_of(self, item: _Text) -> Outcome:
         """Of its number, or of its comparison with the prompt's own answer, which it may lack."""
         if self._ask == "score":
             return Outcome("score", await self._score(item), "")
@@ -297,7 +303,7 @@ class Judge:
         points = await self._points(item.prompt, item.completion, str(answer), item.meta)
         return Outcome("score", points, "")
 
-    async def _judge_group(self, items: dict[int, _Item]) -> None:
+    async def _judge_group(self, items: dict[int, _Text]) -> None:
         """Tell, of each item, the mean of its points over all others."""
         pairs = list(itertools.combinations(items, 2))
         comparisons = []
@@ -325,7 +331,7 @@ class Judge:
             else:
                 self._tell(key, Outcome("score", points[key] / (len(items) - 1), ""))
 
-    async def _score(self, item: _Item) -> float:
+    async def _score(self, item: _Text) -> float:
         """The judge's number, from 0 to 1."""
         values = {"prompt": item.prompt, "completion": item.completion}
         reply = await self._endpoint.ask(self._question(item.meta, values))
@@ -341,7 +347,7 @@ class Judge:
         """1 if one is preferred in both orders, 0 if the other is, else 0.5."""
         if one == other:
             return 0.5
-        self.counts["pairs"] += 1
+        self._counts["pairs"] += 1
         orders = [{"a": one, "b": other}, {"a": other, "b": one}]
         asked = [self._preference(meta, {"prompt": prompt, **order}) for order in orders]
         forward, backward = await asyncio.gather(*asked, return_exceptions=True)
@@ -350,7 +356,7 @@ class Judge:
                 raise answer
         if forward == 1.0 - backward:
             return forward
-        self.counts["order_ties"] += 1
+        self._counts["order_ties"] += 1
         return 0.5
 
     async def _preference(self, meta: dict[str, object], values: dict[str, str]) -> float:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from llamarl.learning.embedding import (
+from llamarl.scoring.embedding import (
     Embedder,
     EmbedderSettings,
     load_embedder,

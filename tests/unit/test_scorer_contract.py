@@ -1,4 +1,4 @@
-"""What every source of scores promises (llamarl/tasks/source.py: RewardSource), asked of each."""
+"""What every Scorer of texts promises (llamarl/scoring/scorer.py), asked of each."""
 
 import math
 import threading
@@ -9,10 +9,10 @@ from functools import partial
 
 import pytest
 
-from llamarl.tasks.endpoint import EndpointSettings
-from llamarl.tasks.judge import Judge
-from llamarl.tasks.pool import RewardPool
-from llamarl.tasks.source import Outcome
+from llamarl.scoring.endpoint import EndpointSettings
+from llamarl.scoring.judge import Judge
+from llamarl.scoring.pool import RewardPool
+from llamarl.scoring.scorer import Outcome, Scorer, text_item
 from tests.judge_server import JudgeServer, Reply
 
 PATIENCE_S = 60.0
@@ -37,8 +37,8 @@ def trl_style(prompts, completions, extra, **columns):
 '''
 
 
-class ThreadSource:
-    """The least that is a source: a thread that scores one item after the other, as one would that
+class ThreadScorer(Scorer):
+    """The least that is a scorer: a thread that scores one item after the other, as one would that
     asks a server.
     """
 
@@ -51,7 +51,11 @@ class ThreadSource:
         self._is_asked = threading.Semaphore(0)
         self._is_known = threading.Event()
         self._thread = threading.Thread(target=self._work, daemon=True)
-        self.pending = 0
+        self._num_pending = 0
+
+    @property
+    def pending(self):
+        return self._num_pending
 
     @property
     def is_busy(self):
@@ -60,18 +64,15 @@ class ThreadSource:
     def start(self):
         self._thread.start()
 
-    def submit(self, key, prompt, completion, meta):
-        self.pending += 1
-        self._asked.append((key, prompt, completion, meta))
+    def submit(self, key, item):
+        self._num_pending += 1
+        self._asked.append((key, item.prompt.text, item.text, item.meta))
         self._is_asked.release()
-
-    def release(self, keys):
-        pass
 
     def poll(self):
         self._is_known.clear()
         outcomes = [self._known.popleft() for _ in range(len(self._known))]
-        self.pending -= len(outcomes)
+        self._num_pending -= len(outcomes)
         return outcomes
 
     def wait(self, timeout_s):
@@ -79,7 +80,7 @@ class ThreadSource:
 
     def close(self):
         self._asked.clear()
-        self.pending = 0
+        self._num_pending = 0
         if self._thread.is_alive():
             self._is_asked.release()
             self._thread.join()
@@ -102,7 +103,7 @@ class ThreadSource:
         return Outcome("score", float(len(prompt) + meta["extra"]), "")
 
 
-class JudgedSource(Judge):
+class JudgedScorer(Judge):
     """A judge who reads the two numbers of a sum and answers with it. Rewards of a judge lie
     between 0 and 1: here they are multiplied by its highest number, a power of two.
     """
@@ -119,8 +120,9 @@ class JudgedSource(Judge):
             on_result=on_result,
         )
 
-    def submit(self, key, prompt, completion, meta):
-        super().submit(key, prompt, completion, meta | {"answer": meta["extra"]})
+    def submit(self, key, item):
+        meta = item.meta | {"answer": item.meta["extra"]}
+        super().submit(key, text_item(item.prompt.text, item.text, meta))
 
     def poll(self):
         return [(key, self._enlarged(outcome)) for key, outcome in super().poll()]
@@ -140,136 +142,136 @@ class JudgedSource(Judge):
         return replace(outcome, value=outcome.value * self.highest)
 
 
-SOURCES = {
+SCORERS = {
     "a function": partial(RewardPool, "scoring:score"),
     "an async function": partial(RewardPool, "scoring:score_later"),
     "a function in two processes": partial(RewardPool, "scoring:score", num_workers=2),
     "a function of all completions": partial(RewardPool, "scoring:score_all"),
     "a function of TRL's form": partial(RewardPool, "scoring:trl_style", num_workers=2),
-    "a thread": ThreadSource,
-    "a judge": JudgedSource,
+    "a thread": ThreadScorer,
+    "a judge": JudgedScorer,
 }
-NEVER_ABSTAINS = (JudgedSource,)
+NEVER_ABSTAINS = (JudgedScorer,)
 
 
-@pytest.fixture(params=list(SOURCES))
+@pytest.fixture(params=list(SCORERS))
 def make(request, tmp_path, monkeypatch):
-    """make(on_result) is a source; each is closed at the end."""
+    """make(on_result) is a scorer; each is closed at the end."""
     (tmp_path / "scoring.py").write_text(MODULE)
     monkeypatch.chdir(tmp_path)
     made = []
 
     def make(on_result=lambda: None):
-        made.append(SOURCES[request.param](on_result=on_result))
+        made.append(SCORERS[request.param](on_result=on_result))
         return made[-1]
 
     yield make
-    for source in made:
-        source.close()
+    for scorer in made:
+        scorer.close()
 
 
 @pytest.fixture
-def source(make):
-    source = make()
-    source.start()
-    return source
+def scorer(make):
+    scorer = make()
+    scorer.start()
+    return scorer
 
 
-def collect(source):
+def collect(scorer):
     """All outcomes, in the order in which they became known."""
-    outcomes = source.poll()
+    outcomes = scorer.poll()
     give_up = time.monotonic() + PATIENCE_S
-    while source.pending:
+    while scorer.pending:
         assert time.monotonic() < give_up
-        source.wait(0.1)
-        outcomes += source.poll()
+        scorer.wait(0.1)
+        outcomes += scorer.poll()
     return outcomes
 
 
-def test_it_has_a_name(source):
-    assert isinstance(source.name, str) and source.name
+def test_it_has_a_name(scorer):
+    assert isinstance(scorer.name, str) and scorer.name
 
 
-def test_every_item_is_answered_once_under_its_key(source):
+def test_every_item_is_answered_once_under_its_key(scorer):
     keys = [7, 0, 3, *range(100, 300)]
     for key in keys:
-        source.submit(key, "p" * (key % 5), "c", {"extra": key})
-    source.release(keys)
-    outcomes = collect(source)
+        scorer.submit(key, text_item("p" * (key % 5), "c", {"extra": key}))
+    scorer.release(keys)
+    outcomes = collect(scorer)
     assert sorted(key for key, _ in outcomes) == sorted(keys)
     assert {key: outcome.value for key, outcome in outcomes} == {k: k % 5 + k for k in keys}
-    assert source.poll() == []
+    assert scorer.poll() == []
 
 
-def test_what_is_pending_was_submitted_and_not_yet_returned(source):
-    assert source.pending == 0
+def test_what_is_pending_was_submitted_and_not_yet_returned(scorer):
+    assert scorer.pending == 0
     for key in range(3):
-        source.submit(key, "p", "c", {"extra": 0})
-    source.release(range(3))
-    assert source.pending == 3
+        scorer.submit(key, text_item("p", "c", {"extra": 0}))
+    scorer.release(range(3))
+    assert scorer.pending == 3
     returned = 0
     give_up = time.monotonic() + PATIENCE_S
     while returned < 3:
         assert time.monotonic() < give_up
-        source.wait(0.1)
-        returned += len(source.poll())
-        assert source.pending == 3 - returned
+        scorer.wait(0.1)
+        returned += len(scorer.poll())
+        assert scorer.pending == 3 - returned
 
 
-def test_it_is_busy_with_much_to_do_and_never_with_nothing(source):
-    assert not source.is_busy
+def test_it_is_busy_with_much_to_do_and_never_with_nothing(scorer):
+    assert not scorer.is_busy
     for key in range(300):
-        source.submit(key, f"p{key}", "c", {"extra": 0})
-    source.release(range(300))
-    assert source.is_busy
-    collect(source)
-    assert not source.is_busy
+        scorer.submit(key, text_item(f"p{key}", "c", {"extra": 0}))
+    scorer.release(range(300))
+    assert scorer.is_busy
+    collect(scorer)
+    assert not scorer.is_busy
 
 
-def test_an_error_and_an_abstention_are_no_score_and_say_why(source):
+def test_an_error_and_an_abstention_are_no_score_and_say_why(scorer):
     for key, completion in enumerate(("error", "abstain", "c")):
-        source.submit(key, "prompt", completion, {"extra": key})
-    source.release(range(3))
-    outcomes = dict(collect(source))
+        scorer.submit(key, text_item("prompt", completion, {"extra": key}))
+    scorer.release(range(3))
+    outcomes = dict(collect(scorer))
     assert (outcomes[0].kind, outcomes[2].kind) == ("error", "score")
     assert math.isnan(outcomes[0].value) and "cannot score prompt" in outcomes[0].reason
-    if not isinstance(source, NEVER_ABSTAINS):
+    if not isinstance(scorer, NEVER_ABSTAINS):
         assert outcomes[1].kind == "abstain" and outcomes[1].reason
         assert math.isnan(outcomes[1].value)
     assert outcomes[2] == Outcome("score", 8.0, "")
 
 
-def test_it_goes_on_after_an_error(source):
-    source.submit(0, "p", "error", {"extra": 0})
-    source.release([0])
-    collect(source)
-    source.submit(1, "pp", "c", {"extra": 0})
-    source.release([1])
-    assert collect(source) == [(1, Outcome("score", 2.0, ""))]
+def test_it_goes_on_after_an_error(scorer):
+    scorer.submit(0, text_item("p", "error", {"extra": 0}))
+    scorer.release([0])
+    collect(scorer)
+    scorer.submit(1, text_item("pp", "c", {"extra": 0}))
+    scorer.release([1])
+    assert collect(scorer) == [(1, Outcome("score", 2.0, ""))]
 
 
 def test_who_waits_is_told_of_a_result(make):
     heard = threading.Event()
-    source = make(on_result=heard.set)
-    source.start()
-    source.submit(0, "p", "c", {"extra": 0})
-    source.release([0])
-    outcomes = source.poll()
+    scorer = make(on_result=heard.set)
+    scorer.start()
+    scorer.submit(0, text_item("p", "c", {"extra": 0}))
+    scorer.release([0])
+    outcomes = scorer.poll()
     if not outcomes:
         assert heard.wait(PATIENCE_S)
-    assert outcomes + collect(source) == [(0, Outcome("score", 1.0, ""))]
+    assert outcomes + collect(scorer) == [(0, Outcome("score", 1.0, ""))]
 
 
-def test_a_wait_with_nothing_to_come_ends_by_itself(source):
+def test_a_wait_with_nothing_to_come_ends_by_itself(scorer):
     give_up = time.monotonic() + PATIENCE_S
-    while source.wait(0.01):  # of two processes the second may still be starting
-        assert time.monotonic() < give_up and source.poll() == []
+    while scorer.wait(0.01):  # of two processes the second may still be starting
+        assert time.monotonic() < give_up and scorer.poll() == []
 
 
-def test_closing_drops_what_is_pending_and_may_be_done_twice(source):
+def test_closing_drops_what_is_pending_and_may_be_done_twice(scorer):
     for key in range(5):
-        source.submit(key, "p", "c", {"extra": 0})
-    source.release(range(4))
-    source.close()
-    assert source.pending == 0
-    source.close()
+        scorer.submit(key, text_item("p", "c", {"extra": 0}))
+    scorer.release(range(4))
+    scorer.close()
+    assert scorer.pending == 0
+    scorer.close()

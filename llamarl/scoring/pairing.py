@@ -1,6 +1,6 @@
 """PairMaker: prompts become preference pairs, in one process.
 
-    prompts --engine--> completions --Scoring--> Outcomes --PairRule--> lines, Tally
+    prompts --engine--> completions --Scorer--> Outcomes --PairRule--> lines, Tally
        |--references--> candidates -|
 
 While a batch of prompts is scored the next one is sampled, so that a judge's time costs little.
@@ -16,15 +16,12 @@ from dataclasses import dataclass, field
 
 import torch
 
-from executors.assembly import ErrorRate
-from executors.reward import item_of
-from executors.scoring import Item
-from executors.weighted import WeightedParts
 from llamarl.inference import Engine, SamplingParams
 from llamarl.inference.offline import completions_of
+from llamarl.scoring.assembly import ErrorRate, item_of
+from llamarl.scoring.pairs import Candidate, PairRule, Tally, label, row_of
+from llamarl.scoring.scorer import Item, Outcome, Scorer
 from llamarl.tasks.base import PromptMaker
-from llamarl.tasks.pairs import Candidate, PairRule, Tally, label, row_of
-from llamarl.tasks.source import Outcome
 from llamarl.tasks.special import text_ids
 from llamarl.types import Completion, Prompt
 
@@ -54,7 +51,7 @@ class _Batch:
 class PairMaker:
     """Samples completions of prompts, has them scored, and pairs them.
 
-    engine: None: nothing is sampled. scoring: started, and nobody else's. sampling: its n is the
+    engine: None: nothing is sampled. scorer: started, and nobody else's. sampling: its n is the
     number of completions. prompt_of: of a number. references_of: a prompt's own answers, by key.
     tokenizer: of the policy. RewardError when more than max_error_rate of what is scored are
     errors.
@@ -64,7 +61,7 @@ class PairMaker:
         self,
         *,
         engine: Engine | None,
-        scoring: WeightedParts,
+        scorer: Scorer,
         sampling: SamplingParams,
         chunk_tokens: int,
         prompt_of: Callable[[int], Prompt],
@@ -75,7 +72,7 @@ class PairMaker:
         max_error_rate: float,
     ):
         self._engine = engine
-        self._scoring = scoring
+        self._scorer = scorer
         self._sampling = sampling
         self._chunk_tokens = chunk_tokens
         self._prompt_of = prompt_of
@@ -83,7 +80,7 @@ class PairMaker:
         self._tokenizer = tokenizer
         self._prompts = prompts
         self._rule = rule
-        self._errors = ErrorRate(scoring.name, max_error_rate)
+        self._errors = ErrorRate(scorer.name, max_error_rate)
         self._keys = itertools.count()
         self._outcomes: dict[int, Outcome] = {}  # by key, until its batch is settled
         self._counted: Counter[str] = Counter()  # of the source, in batches that are settled
@@ -138,8 +135,8 @@ class PairMaker:
         for places in self._rule.batches(number, count):
             keys = {place: next(self._keys) for place in places}
             for place, key in keys.items():
-                self._scoring.submit(key, answered.items[place])
-            self._scoring.release(list(keys.values()))
+                self._scorer.submit(key, answered.items[place])
+            self._scorer.release(list(keys.values()))
             answered.batches.append(keys)
 
     def _add_reference(self, answered: _Answered, key: str, text: str, tally: Tally) -> None:
@@ -180,7 +177,7 @@ class PairMaker:
                 wanted.update(keys.values())
         self._collect()
         while not wanted <= self._outcomes.keys():
-            self._scoring.wait(WAIT_S)
+            self._scorer.wait(WAIT_S)
             self._collect()
         lines = []
         for number, answered in batch.answered.items():
@@ -215,7 +212,7 @@ class PairMaker:
 
     def _collect(self) -> None:
         """Take what is scored. RewardError when too much of it are errors."""
-        outcomes = self._scoring.poll()
+        outcomes = self._scorer.poll()
         for key, outcome in outcomes:
             self._errors.add(outcome)
             self._outcomes[key] = outcome
@@ -224,7 +221,7 @@ class PairMaker:
 
     def _count_orders(self, tally: Tally) -> None:
         """What judges have compared since the last batch was settled."""
-        counts = self._scoring.counts
+        counts = Counter(self._scorer.counts)
         since = counts - self._counted
         tally.compared = since["pairs"]
         tally.order_ties = since["order_ties"]

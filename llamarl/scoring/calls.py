@@ -1,6 +1,6 @@
 """What a reward pool hands to its workers, and how long a worker's first call may take.
 
-Item, Item, ... --Call--> a line in a worker's pipe (worker.py)
+TextItem, TextItem, ... --Call--> a line in a worker's pipe (worker.py)
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ ASYNC_GRACE_S = 2.0  # for a worker to end by itself what overruns
 
 
 @dataclass(frozen=True, slots=True)
-class Item:
+class TextItem:
     """One completion to score, each field as JSON."""
 
     prompt: str
@@ -31,7 +31,7 @@ class Item:
 class Call:
     """Completions to score together; once it is handed out, as the line that a worker reads."""
 
-    items: dict[int, Item]  # by key; without those that are answered
+    items: dict[int, TextItem]  # by key; without those that are answered
     # Whether they are scored side by side, each with a time limit and an answer of its own.
     is_several: bool = False
     may_join: bool = True  # it may be handed out together with others, if these are is_several

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Generic, TypeVar
 
 from llamarl.errors import RewardError
 from llamarl.executor import Meter, RecordSender
-from llamarl.tasks.evaluation import Evaluations
+from llamarl.scoring.evaluation import Evaluations
+from llamarl.scoring.scorer import Item, Outcome
 from llamarl.tasks.held_out import EvalSet
-from llamarl.tasks.source import Outcome
-from llamarl.types import Completion, EvalCompletion, Group, ScoredCompletion
+from llamarl.types import Completion, EvalCompletion, Group, Prompt, ScoredCompletion
 
 ERROR_WINDOW = 256  # outcomes over which the error rate is taken
 MIN_OUTCOMES = 64  # before a rate says anything
@@ -23,7 +24,56 @@ LOGGED_REASONS = 20  # distinct ones; the counters go on
 
 log = logging.getLogger(__name__)
 
-Answer = Completion | EvalCompletion
+Scorable = Completion | EvalCompletion
+
+
+def item_of(
+    completion: Scorable,
+    prompt: Prompt,
+    decode: Callable[[list[int]], str],
+    decode_raw: Callable[[list[int]], str] | None = None,
+) -> Item:
+    """Return a completion as what scores sees it. decode: the text of token ids without special
+    tokens; decode_raw: with them, None if there are none.
+    """
+    is_held_out = isinstance(completion, EvalCompletion)
+    sample = None if is_held_out else (completion.ticket, completion.sample_index)
+    return Item(
+        prompt=prompt,
+        token_ids=completion.token_ids,
+        text=decode(completion.token_ids.tolist()),
+        has_ended=completion.finish_reason == "stop",
+        is_held_out=is_held_out,
+        sample=sample,
+        decode_raw=decode_raw,
+    )
+
+
+Entry = TypeVar("Entry")  # a completion, or the key that it is known by
+
+
+class Batches(Generic[Entry]):
+    """Completions that came, by the batch that they are of, until it is whole."""
+
+    def __init__(self, size: int):
+        self._size = size
+        # Of each batch the entries by place, None for what is not scored.
+        self.begun: dict[int, dict[object, Entry | None]] = {}
+
+    def add(self, batch: int, place: object, key: Entry | None) -> list[Entry]:
+        """Enter one completion. The entries of its batch, in the order of their places, if it is
+        whole with it; else none.
+        """
+        come = self.begun.setdefault(batch, {})
+        come[place] = key
+        if len(come) < self._size:
+            return []
+        del self.begun[batch]
+        return [come[place] for place in sorted(come) if come[place] is not None]
+
+    def missing(self, batch: int) -> int:
+        """How many completions a batch that was begun still lacks."""
+        return self._size - len(self.begun[batch])
 
 
 class GroupAssembler:
@@ -50,7 +100,7 @@ class GroupAssembler:
         # By ticket, those scored so far while the group is not whole.
         self._begun: dict[int, list[ScoredCompletion]] = {}
 
-    def settle(self, completion: Answer, outcome: Outcome) -> None:
+    def settle(self, completion: Scorable, outcome: Outcome) -> None:
         """Enter an outcome into its evaluation, or into its group, which may be whole with it."""
         if isinstance(completion, EvalCompletion):
             self._evaluations.add(completion, outcome)
@@ -67,7 +117,7 @@ class GroupAssembler:
             del self._begun[completion.ticket]
             self.whole.append(Group.of(group))
 
-    def settle_all(self, settled: Iterable[tuple[Answer, Outcome]], metrics: Meter) -> None:
+    def settle_all(self, settled: Iterable[tuple[Scorable, Outcome]], metrics: Meter) -> None:
         """Enter what a source has scored, and count it. RewardError when too much are errors."""
         kinds: Counter[str] = Counter()
         for completion, outcome in settled:

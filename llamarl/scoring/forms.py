@@ -19,7 +19,7 @@ import inspect
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from typing import Literal
 
-from llamarl.tasks.source import SAMPLED
+from llamarl.tasks.sampled import SAMPLED
 
 Form = Literal["single", "verl", "batch", "trl"]
 # What a call scores: one completion; several of any prompts, side by side; all of one prompt.

@@ -1,0 +1,1 @@
+"""What scores or annotates completions: functions, judges, encoders, models, and their sums."""

@@ -1,0 +1,81 @@
+"""BySet: where no function is named, each set of held-out prompts is scored by the reward of its
+own kind, as each part of a mixture is.
+
+    task=addition eval.sets={b: {kind: gsm8k, ...}}
+
+    training, the task's own --> exact_match      b --> numeric_match
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from llamarl.scoring.scorer import Item, Outcomes, Scorer
+from llamarl.tasks.held_out import SET_KEY
+from llamarl.tasks.mixture import REWARD_KEY
+
+
+class BySet(Scorer):
+    """Several Scorers of texts. make_main: of all but what `make_own` has: by import path the
+    rewards of sets that have others.
+    """
+
+    def __init__(
+        self,
+        make_main: Callable[..., Scorer],
+        make_own: Mapping[str, Callable[..., Scorer]],
+        *,
+        on_result: Callable[[], None],
+    ):
+        self._main = make_main(on_result=on_result)
+        self._own = {path: make(on_result=on_result) for path, make in make_own.items()}
+        self._scorers: list[Scorer] = [self._main, *self._own.values()]
+        self._givens: dict[int, Scorer] = {}  # who scores a pending item, by key
+        self.name = self._main.name
+
+    @property
+    def pending(self) -> int:
+        return sum(scorer.pending for scorer in self._scorers)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether one of them has enough to do for a while."""
+        return any(scorer.is_busy for scorer in self._scorers)
+
+    def start(self) -> None:
+        for scorer in self._scorers:
+            scorer.start()
+
+    def submit(self, key: int, item: Item) -> None:
+        """Take one item, for the reward of its set."""
+        meta = item.prompt.reward_meta
+        scorer = self._main
+        if SET_KEY in meta:
+            scorer = self._own.get(meta.get(REWARD_KEY), self._main)
+        self._givens[key] = scorer
+        scorer.submit(key, item)
+
+    def release(self, keys: Sequence[int]) -> None:
+        """These items are all of a batch. One that was scored by itself needs no release."""
+        for scorer in self._scorers:
+            own = [key for key in keys if self._givens.get(key) is scorer]
+            if own:
+                scorer.release(own)
+
+    def poll(self) -> Outcomes:
+        outcomes: Outcomes = []
+        for scorer in self._scorers:
+            outcomes += scorer.poll()
+        for key, _ in outcomes:
+            del self._givens[key]
+        return outcomes
+
+    def wait(self, timeout_s: float) -> bool:
+        """Block until one of them may have scored, at most timeout_s."""
+        waiting = [scorer for scorer in self._scorers if scorer.pending]
+        return bool(waiting) and waiting[0].wait(timeout_s)
+
+    def close(self) -> None:
+        self._givens.clear()
+        for scorer in self._scorers:
+            scorer.close()

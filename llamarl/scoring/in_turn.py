@@ -1,0 +1,112 @@
+"""InTurn: what reads texts is given what keeps it busy, and evaluations first.
+
+    submit --> waiting: evaluations before all others --while it is not busy--> a Scorer --> poll
+
+What waits beyond what keeps the scorer busy waits here, where an evaluation overtakes it. The
+replies to one attack are a batch of their own, so that what compares completions compares these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from llamarl.scoring.scorer import Item, Outcomes, Queue, Scorer
+
+
+@dataclass(slots=True)
+class _Batch:
+    """Keys that were released together, and how many of them the scorer was not given yet."""
+
+    keys: list[int]
+    num_waiting: int
+
+
+class InTurn(Scorer):
+    """A Scorer before another one."""
+
+    def __init__(self, scorer: Scorer):
+        self.scorer = scorer
+        self.name = scorer.name
+        self._attacks: dict[int, Item] = {}  # what a reply that is being scored replies to, by key
+        self._waiting: Queue[tuple[int, Item]] = Queue()  # with their keys
+        self._waiting_keys: set[int] = set()
+        self._batches: dict[int, _Batch] = {}  # of those that wait and were released, by key
+
+    @property
+    def pending(self) -> int:
+        return len(self._waiting) + self.scorer.pending
+
+    @property
+    def is_computing(self) -> bool:
+        return self.scorer.is_computing
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        return self.scorer.counts
+
+    def load(self) -> None:
+        self.scorer.load()
+
+    def start(self) -> None:
+        self.scorer.start()
+
+    def submit(self, key: int, item: Item) -> None:
+        if item.attack is not None:
+            self._attacks[key] = item.attack
+        self._waiting.put((key, item), is_held_out=item.is_held_out)
+        self._waiting_keys.add(key)
+        self._hand_on()
+
+    def release(self, keys: Sequence[int]) -> None:
+        batches: dict[Item | None, list[int]] = {}
+        for key in keys:
+            batches.setdefault(self._attacks.get(key), []).append(key)
+        for batch in batches.values():
+            waiting = self._waiting_keys.intersection(batch)
+            if waiting:
+                self._batches |= dict.fromkeys(waiting, _Batch(batch, len(waiting)))
+            else:
+                self.scorer.release(batch)
+
+    def poll(self) -> Outcomes:
+        outcomes = self.scorer.poll()
+        if self._hand_on():
+            outcomes += self.scorer.poll()  # which begins with what it was given
+        for key, _ in outcomes:
+            self._attacks.pop(key, None)
+        return outcomes
+
+    def wait(self, timeout_s: float) -> bool:
+        return self.scorer.wait(timeout_s)
+
+    def close(self) -> None:
+        self._waiting.clear()
+        self._waiting_keys.clear()
+        self._batches.clear()
+        self.scorer.close()
+
+    def tensors(self) -> Iterator[Tensor]:
+        yield from self.scorer.tensors()
+
+    def _hand_on(self) -> bool:
+        """Give the scorer more, until it is busy. True if there was any."""
+        has_given = False
+        while self._waiting and not self.scorer.is_busy:
+            key, item = self._waiting.take()
+            self._waiting_keys.remove(key)
+            self.scorer.submit(key, item)
+            self._release_with(key)
+            has_given = True
+        return has_given
+
+    def _release_with(self, key: int) -> None:
+        """Release the batch of an item that the scorer was just given, if it lacked that alone."""
+        batch = self._batches.pop(key, None)
+        if batch is None:
+            return
+        batch.num_waiting -= 1
+        if not batch.num_waiting:
+            self.scorer.release(batch.keys)

@@ -1,0 +1,293 @@
+"""What a language model says of whole groups: the logprob of every completion token.
+
+    submit(groups) --> work() --> next_done() --> (group, logprobs [T])
+
+Batched computes groups together, once they have come. Streamed reads their completions while these
+are sampled, so that their logprobs are there when they end. Completions are then read in pieces of
+chunk_tokens, so that a group's logprobs have the same bits whatever was heard of it before, and are
+those of Batched within rounding. Both run on all ranks of a site, and the first of them plans.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from llamarl.learning.asking import Asked, from_words, to_words
+from llamarl.learning.sharded_reference import ShardedReference, asked_of
+from llamarl.scoring.ahead import Ahead, StreamSettings
+from llamarl.scoring.growing import GrowingSequences, Key, Pass, Piece
+from llamarl.scoring.pieces import LogprobHead
+from llamarl.scoring.scorer import Site
+from llamarl.scoring.together import Call
+from llamarl.types import Group, Stretch
+
+# Completions that were read to their ends and whose groups have not come, for each slot of a cache:
+# of more, the oldest are forgotten and read anew.
+_KEPT_A_SLOT = 16
+
+
+class GroupLogprobs(Protocol):
+    """Computes logprobs of groups; on the first rank."""
+
+    @property
+    def num_waiting(self) -> int:
+        """How many groups were submitted and not given back."""
+
+    def hear(self, stretch: Stretch, prompt_ids: Tensor) -> None:
+        """Take note of what a completion of a prompt [P] has grown by."""
+
+    def submit(self, groups: Sequence[Group]) -> None:
+        """Take groups; does not block."""
+
+    def work(self) -> bool:
+        """Do a bounded piece of work, with all ranks. False if there was none."""
+
+    def next_done(self) -> tuple[Group, Tensor] | None:
+        """Return the group that came first, with its logprobs [T], float32, nats; None while it
+        lacks some.
+        """
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Yield what it holds on the device besides the model."""
+
+
+class Batched:
+    """All groups that have come, at once."""
+
+    def __init__(self, model: ShardedReference, site: Site):
+        self._model = model
+        self._site = site
+        self._waiting: list[Group] = []
+        self._done: deque[tuple[Group, Tensor]] = deque()
+        site.together.add("score", Call(self._compute, to_words, from_words))
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting) + len(self._done)
+
+    def hear(self, stretch: Stretch, prompt_ids: Tensor) -> None:
+        """Nothing is read ahead."""
+
+    def submit(self, groups: Sequence[Group]) -> None:
+        self._waiting += groups
+
+    def work(self) -> bool:
+        if not self._waiting:
+            return False
+        groups = self._waiting
+        self._waiting = []
+        found = self._site.together.call("score", [asked_of(group) for group in groups])
+        self._done += zip(groups, found)
+        return True
+
+    def next_done(self) -> tuple[Group, Tensor] | None:
+        return self._done.popleft() if self._done else None
+
+    def tensors(self) -> Iterator[Tensor]:
+        yield from ()
+
+    def _compute(self, asked: Sequence[Asked]) -> list[Tensor]:
+        return self._model.logprobs(asked, together=not self._site.reproducible)
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    """A group that was submitted and not given back."""
+
+    group: Group
+    keys: tuple[Key, ...]  # of its completions that have tokens
+    came: float  # seconds
+
+
+class Streamed:
+    """Completions as they grow, and the rest of them once their groups have come.
+
+    Its metrics are reference/prefilled_early, the share of a group's tokens whose logprobs were
+    there as it came; reference/tail_s, from a group to its logprobs; and reference/evictions.
+    microbatch_tokens: of a pass, per rank.
+    """
+
+    def __init__(
+        self,
+        model: ShardedReference,
+        settings: StreamSettings,
+        site: Site,
+        *,
+        temperature: float,
+        microbatch_tokens: int,
+    ):
+        self._metrics = site.metrics
+        self._microbatch_tokens = microbatch_tokens
+        self._ahead = Ahead(
+            model.decoder,
+            LogprobHead(temperature),
+            settings,
+            site,
+            call="read",
+            about="reference",
+            last_is_label=True,
+        )
+        most_kept = settings.slots * _KEPT_A_SLOT
+        self._streams = [StreamedLogprobs(growing, most_kept) for growing in self._ahead.caches]
+        self._waiting: deque[_Waiting] = deque()
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    def hear(self, stretch: Stretch, prompt_ids: Tensor) -> None:
+        self._stream_of(stretch.ticket).hear(stretch, prompt_ids)
+
+    def submit(self, groups: Sequence[Group]) -> None:
+        """Have the completions of groups read to their ends."""
+        for group in groups:
+            stream = self._stream_of(group.ticket)
+            keys = []
+            early = 0
+            for index, token_ids in enumerate(group.token_ids.split(group.lengths.tolist())):
+                if not token_ids.numel():
+                    continue
+                key = (group.ticket, index)
+                early += stream.want(key, group.prompt_ids, token_ids)
+                keys.append(key)
+            if keys and self._metrics is not None:
+                share = early / group.token_ids.numel()
+                self._metrics.add_mean("reference/prefilled_early", share)
+            self._waiting.append(_Waiting(group, tuple(keys), time.monotonic()))
+
+    def work(self) -> bool:
+        """Read a pass, of whole completions or else of what may be read ahead."""
+        passes = [stream.next_pass(self._microbatch_tokens) for stream in self._streams]
+        if not any(one.pieces for one in passes):
+            return False
+        values = iter(self._ahead.read(passes))
+        for stream, one in zip(self._streams, passes):
+            for piece in one.pieces:
+                stream.note(piece, next(values))
+        self._ahead.note_evictions()
+        return True
+
+    def next_done(self) -> tuple[Group, Tensor] | None:
+        if not self._waiting:
+            return None
+        first = self._waiting[0]
+        stream = self._stream_of(first.group.ticket)
+        if not all(stream.has(key) for key in first.keys):
+            return None
+        self._waiting.popleft()
+        if self._metrics is not None:
+            self._metrics.add_mean("reference/tail_s", time.monotonic() - first.came)
+        return first.group, torch.cat([torch.zeros(0), *map(stream.take, first.keys)])
+
+    def tensors(self) -> Iterator[Tensor]:
+        yield from self._ahead.tensors()
+
+    def _stream_of(self, ticket: int) -> StreamedLogprobs:
+        return self._streams[self._ahead.index_of(ticket)]
+
+
+class StreamedLogprobs:
+    """The completions of one cache: what is read of each, and the logprobs that came of it.
+
+    A completion is read to its end once a stretch says that it has ended, or its group has come.
+    growing: plans for the cache, with a label at the end. most_kept: completions that were read to
+    their ends and that nobody has asked for.
+    """
+
+    def __init__(self, growing: GrowingSequences, most_kept: int):
+        self._growing = growing
+        self._most_kept = most_kept
+        # Of what is being read the logprobs of each piece, by where in the sequence it begins.
+        self._parts: dict[Key, dict[int, Tensor]] = {}
+        self._whole: dict[Key, Tensor] = {}  # tokens [L] of what is being read to its end
+        self._wanted: set[Key] = set()  # by groups that have come
+        # Tokens and logprobs, [L] each, of what was read to its end: the newest last.
+        self._read: dict[Key, tuple[Tensor, Tensor]] = {}
+
+    @property
+    def num_held(self) -> int:
+        """How many completions it holds anything of."""
+        return len(self._parts.keys() | self._whole.keys() | self._read.keys())
+
+    def hear(self, stretch: Stretch, prompt_ids: Tensor) -> None:
+        """Take note of what a completion has grown by, and whether it has ended."""
+        key = (stretch.ticket, stretch.sample_index)
+        if key in self._whole or key in self._read:
+            return
+        begin = stretch.begin
+        new = stretch.token_ids
+        self._growing.extend(key, prompt_ids, begin, new, has_ended=stretch.has_ended)
+        token_ids = self._growing.known(key)
+        size = 0 if token_ids is None else token_ids.numel()
+        if stretch.has_ended and 0 < size == begin + new.numel():
+            self._finish(key, prompt_ids, token_ids)
+        if len(self._parts) > self._growing.num_known:
+            # Of sequences that it has not heard of for long, and so has forgotten.
+            self._parts = {
+                key: parts
+                for key, parts in self._parts.items()
+                if self._growing.known(key) is not None
+            }
+
+    def want(self, key: Key, prompt_ids: Tensor, token_ids: Tensor) -> int:
+        """Have the completion [L] of a group read to its end, if it is not, until `take`. Returns
+        of how many of its L >= 1 tokens the logprobs are there already.
+        """
+        self._wanted.add(key)
+        if key in self._read:
+            of_these, _ = self._read[key]
+            if torch.equal(of_these, token_ids):
+                return token_ids.numel()
+            del self._read[key]  # it was sampled anew, and otherwise
+        if key in self._whole and not torch.equal(self._whole[key], token_ids):
+            self._growing.forget(key)
+            del self._whole[key]
+        if key not in self._whole:
+            self._finish(key, prompt_ids, token_ids)
+        return self._growing.num_read(key)
+
+    def next_pass(self, most_tokens: int) -> Pass:
+        """What is read next, to be told with `note`."""
+        return self._growing.next_pass(most_tokens)
+
+    def note(self, piece: Piece, logprobs: Tensor) -> None:
+        """Keep what a piece gave."""
+        parts = self._parts.setdefault(piece.key, {})
+        parts[piece.begin] = logprobs
+        if not piece.is_last:
+            return
+        del self._parts[piece.key]
+        # What lies behind is of tokens that were then sampled anew.
+        begins = sorted(begin for begin in parts if begin <= piece.begin)
+        token_ids = self._whole.pop(piece.key)
+        found = torch.cat([parts[begin] for begin in begins])
+        assert found.numel() == token_ids.numel(), (piece.key, begins)
+        self._read[piece.key] = (token_ids, found)
+        self._forget_oldest()
+
+    def has(self, key: Key) -> bool:
+        """Whether a wanted completion was read to its end."""
+        return key in self._read
+
+    def take(self, key: Key) -> Tensor:
+        """The logprobs [L] of a wanted completion that was, float32, nats; it is forgotten."""
+        self._wanted.remove(key)
+        _, logprobs = self._read.pop(key)
+        return logprobs
+
+    def _finish(self, key: Key, prompt_ids: Tensor, token_ids: Tensor) -> None:
+        self._growing.finish(key, prompt_ids, token_ids)
+        self._whole[key] = token_ids
+
+    def _forget_oldest(self) -> None:
+        """Their groups may never come."""
+        spare = [key for key in self._read if key not in self._wanted]
+        for key in spare[: max(0, len(spare) - self._most_kept)]:
+            del self._read[key]

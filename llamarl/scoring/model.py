@@ -1,0 +1,378 @@
+"""ModelScorer: a model that scores, over the ranks of its executor; whole, or while it is sampled.
+
+    submit --> release(a batch) --> rounds of whole completions -----+
+    hear(stretch) --> read ahead --submit--> its last piece is read --+--> (score - shift) * scale
+
+A model computes a prompt once for all its completions, so it waits for the batch that they are in.
+With a stream it reads training completions while they are sampled. The score belongs to the
+completion, and is that of the whole: a stretch only says earlier what may be read. Held-out
+completions are scored whole, as their batch comes.
+"""
+
+from __future__ import annotations
+
+import os.path
+import time
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from llamarl.executor import State
+from llamarl.learning.asking import Asked, from_words, to_words
+from llamarl.models.fsdp import local
+from llamarl.scoring.ahead import Ahead, StreamSettings
+from llamarl.scoring.chunk_search import ChunkSearch
+from llamarl.scoring.growing import Key
+from llamarl.scoring.pieces import ScoreHead
+from llamarl.scoring.scorer import Item, Outcome, Outcomes, Queue, Scorer, Site
+from llamarl.scoring.sharded import ScorerSettings, ShardedScorer
+from llamarl.scoring.together import Call
+from llamarl.types import Stretch
+
+Scores = list[tuple[int, float]]  # each with the key of its item
+
+
+class ModelScorer(Scorer):
+    """A model's scores.
+
+    name: of the part of the reward that it is. stream: how it reads completions while they are
+    sampled; None: it does not. Its metrics, for completions that are trained on:
+    reward/NAME/seconds and tokens, what it took; reward/tail_s, from a completion to its score;
+    with a stream reward/prefilled_early, the share of a completion's tokens that were read before
+    it came, reward/chunk_tokens and reward/evictions.
+
+    A step is as many scored completions as a step trains on: steps are timed here, for the search
+    of chunk_tokens, by how fast they follow each other.
+    """
+
+    def __init__(
+        self, name: str, settings: ScorerSettings, site: Site, stream: StreamSettings | None = None
+    ):
+        self.name = name
+        self._settings = settings
+        self._site = site
+        self._stream = stream
+        self._items: dict[int, Item] = {}  # those that have no score, by key
+        self._came: dict[int, float] = {}  # when each came
+        self._errors: Outcomes = []
+        self._has_read_ahead = False
+
+    def load(self) -> None:
+        """Load the model, and lay out its cache."""
+        model = ShardedScorer(self._settings, self._site.group)
+        self.model = model
+        self._run = f"score/{self.name}"
+        self._site.together.add(self._run, Call(model.scores, to_words, from_words))
+        self._rounds = Rounds(
+            self._settings,
+            context=model.decoder.config.max_position_embeddings,
+            tokens_a_round=model.tokens_a_round,
+            reproducible=self._site.reproducible,
+        )
+        self._growing: Growing | None = None
+        if self._stream is not None:
+            ahead = Ahead(
+                model.decoder,
+                ScoreHead(self._settings.label),
+                self._stream,
+                self._site,
+                call=f"read/{self.name}",
+                about="reward",
+            )
+            self._growing = Growing(ahead, self._stream, self._settings.microbatch_tokens)
+
+    @property
+    def pending(self) -> int:
+        num_growing = 0 if self._growing is None else self._growing.pending
+        return self._rounds.pending + num_growing
+
+    @property
+    def is_computing(self) -> bool:
+        return self.pending > 0
+
+    @property
+    def has_read_ahead(self) -> bool:
+        return self._has_read_ahead
+
+    def submit(self, key: int, item: Item) -> None:
+        """Take one item. With a stream a training completion is read to its end; any other waits
+        for its batch.
+        """
+        self._items[key] = item
+        self._came[key] = time.monotonic()
+        if self._growing is None or not self._growing.is_streamed(item):
+            return
+        early = self._growing.finish(key, item)
+        size = item.token_ids.numel()
+        metrics = self._site.metrics
+        if metrics is not None:
+            if size:
+                metrics.add_mean("reward/prefilled_early", early / size)
+            metrics.add_mean("reward/chunk_tokens", self._growing.chunk_tokens)
+
+    def hear(self, stretch: Stretch, prompt_ids: Tensor) -> None:
+        if self._growing is not None:
+            self._growing.ahead.hear(stretch, prompt_ids)
+
+    def forget(self, ticket: int, sample_index: int) -> None:
+        if self._growing is not None:
+            self._growing.ahead.cache_of(ticket).forget((ticket, sample_index))
+
+    def release(self, keys: Sequence[int]) -> None:
+        """Queue a batch, but for what is read as it grows, which may have its score already."""
+        batch = {}
+        for key in keys:
+            item = self._items.get(key)
+            if item is not None and not self._is_streamed(item):
+                batch[key] = item
+        self._errors += self._rounds.put(batch)
+
+    def poll(self) -> Outcomes:
+        """Score a round, or read a pass."""
+        began = time.monotonic()
+        outcomes = self._errors
+        self._errors = []
+        scores, num_tokens = self._work()
+        self._has_read_ahead = num_tokens > 0 and not scores
+        metrics = self._site.metrics
+        if num_tokens and metrics is not None:
+            metrics.add_sum(f"reward/{self.name}/seconds", time.monotonic() - began)
+            metrics.add_sum(f"reward/{self.name}/tokens", num_tokens)
+        for key, value in scores:
+            if metrics is not None and not self._items[key].is_held_out:
+                metrics.add_mean("reward/tail_s", time.monotonic() - self._came[key])
+            outcomes.append((key, self._outcome_of(value)))
+        for key, _ in outcomes:
+            del self._items[key]
+            del self._came[key]
+        if self._growing is not None:
+            self._growing.time_step()
+        return outcomes
+
+    def wait(self, timeout_s: float) -> bool:
+        """`poll` has something to do while anything is pending."""
+        return self.pending > 0
+
+    def close(self) -> None:
+        """Drop what is pending."""
+        self._items.clear()
+        self._came.clear()
+        if hasattr(self, "model"):
+            self._rounds.clear()
+            if self._growing is not None:
+                self._growing.clear()
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Yield its weights and its cache."""
+        for parameter in self.model.decoder.parameters():
+            yield local(parameter)
+        if self._growing is not None:
+            yield from self._growing.ahead.tensors()
+
+    def state_dict(self) -> State:
+        """Return how far the search of chunk_tokens has come."""
+        return {} if self._growing is None else self._growing.state_dict()
+
+    def load_state_dict(self, state: Mapping) -> None:
+        """Go on with the search."""
+        if self._growing is not None:
+            self._growing.load_state_dict(state)
+
+    def _is_streamed(self, item: Item) -> bool:
+        return self._growing is not None and self._growing.is_streamed(item)
+
+    def _work(self) -> tuple[Scores, int]:
+        """Score a round, or read a pass: the scores, and how many tokens were read. Completions
+        that have come first, in turn with rounds; else a round; else what may be read ahead.
+        """
+        growing = self._growing
+        has_round = self._rounds.pending > 0
+        if growing is None:
+            return self._score_round() if has_round else ([], 0)
+        if has_round and (growing.round_is_due or not growing.pending):
+            growing.round_is_due = False
+            return self._score_round()
+        growing.round_is_due = True
+        return growing.read_pass()
+
+    def _score_round(self) -> tuple[Scores, int]:
+        keys, asked = self._rounds.take()
+        scores_N = self._site.together.call(self._run, asked)
+        return list(zip(keys, scores_N.tolist())), sum(one.num_tokens for one in asked)
+
+    def _outcome_of(self, score: float) -> Outcome:
+        return Outcome.score((score - self._settings.shift) * self._settings.scale)
+
+
+class Rounds:
+    """Batches that wait for a model, and how many of them it scores at a time.
+
+    context: tokens that the model reads at most. tokens_a_round: that fill a microbatch on each
+    rank. reproducible: batches are not computed together.
+    """
+
+    def __init__(
+        self, settings: ScorerSettings, *, context: int, tokens_a_round: int, reproducible: bool
+    ):
+        self.pending = 0  # items
+        self._transcript = settings.transcript
+        self._context = context
+        self._tokens_a_round = tokens_a_round
+        self._reproducible = reproducible
+        self._num_batches = 0
+        # (number of its batch, keys, what is asked), of one prompt each
+        self._waiting: Queue[tuple[int, list[int], Asked]] = Queue()
+
+    def put(self, batch: Mapping[int, Item]) -> Outcomes:
+        """Queue the items of a batch by their prompts. Returns the errors of those that are too
+        long, are empty or cannot be read.
+        """
+        errors: Outcomes = []
+        by_prompt: dict[tuple[int, ...], dict[int, Item]] = {}
+        for key, item in batch.items():
+            prompt = tuple(item.prompt.prompt_ids.tolist())
+            by_prompt.setdefault(prompt, {})[key] = item
+        for items in by_prompt.values():
+            tokens = {}
+            for key, item in items.items():
+                try:
+                    ids = self._tokens_of(item)
+                except ValueError as error:
+                    errors.append((key, Outcome.error(str(error))))
+                    continue
+                size = ids.numel()
+                if 0 < size <= self._context:
+                    tokens[key] = ids
+                    continue
+                what = f"{size} tokens, and the scorer reads 1 to {self._context}"
+                errors.append((key, Outcome.error(what)))
+            if tokens:
+                asked = asked_of(list(tokens.values()))
+                is_held_out = next(iter(items.values())).is_held_out
+                unit = (self._num_batches, list(tokens), asked)
+                self._waiting.put(unit, is_held_out=is_held_out)
+                self.pending += len(tokens)
+        self._num_batches += 1
+        return errors
+
+    def take(self) -> tuple[list[int], list[Asked]]:
+        """Return the keys of what is scored next, and what is asked: as much as fills a microbatch
+        on each rank. Where it must be reproducible, of one batch alone.
+        """
+        first, _, _ = self._waiting.first
+        keys: list[int] = []
+        asked: list[Asked] = []
+        room = self._tokens_a_round
+        while self._waiting:
+            number, own, one = self._waiting.first
+            is_over = asked and one.num_tokens > room
+            if is_over or (self._reproducible and number != first):
+                break
+            self._waiting.take()
+            keys += own
+            asked.append(one)
+            room -= one.num_tokens
+        self.pending -= len(keys)
+        return keys, asked
+
+    def clear(self) -> None:
+        """Drop everything."""
+        self._waiting.clear()
+        self.pending = 0
+
+    def _tokens_of(self, item: Item) -> Tensor:
+        """All tokens [P + L] of an item, as the model reads it. ValueError."""
+        if self._transcript is None:
+            return torch.cat([item.prompt.prompt_ids, item.token_ids])
+        ids = self._transcript.ids(item.prompt.asked, item.text, has_ended=item.has_ended)
+        return torch.tensor(ids, dtype=torch.int64)
+
+
+class Growing:
+    """The training completions that a model reads as they grow, and the size of their pieces.
+
+    microbatch_tokens: of a pass, per rank.
+    """
+
+    def __init__(self, ahead: Ahead, settings: StreamSettings, microbatch_tokens: int):
+        self.ahead = ahead
+        self.round_is_due = False
+        self._budget = microbatch_tokens
+        self._whole: dict[Key, int] = {}  # of the whole ones that are not read to their ends: keys
+        self._search = ChunkSearch(settings.candidates) if settings.candidates else None
+        self._a_step = settings.a_step
+        self._num_scored = 0  # completions, so far
+        self._step_ends = settings.a_step  # at so many scored completions
+        self._step_began: float | None = None  # the first is not timed: it began with the run
+
+    @property
+    def pending(self) -> int:
+        return len(self._whole)
+
+    @property
+    def chunk_tokens(self) -> int:
+        return self.ahead.chunk_tokens
+
+    def is_streamed(self, item: Item) -> bool:
+        """Whether it is read as it grows: of training, and no longer than the cache's rows."""
+        size = item.prompt.prompt_ids.numel() + item.token_ids.numel()
+        return item.sample is not None and 0 < size <= self.ahead.longest
+
+    def finish(self, key: int, item: Item) -> int:
+        """Have a completion read to its end. Returns how many of its tokens were read already."""
+        growing = self.ahead.cache_of(item.sample[0])
+        self._whole[item.sample] = key
+        return growing.finish(item.sample, item.prompt.prompt_ids, item.token_ids)
+
+    def read_pass(self) -> tuple[Scores, int]:
+        """Read a pass: the scores of completions that it ends, and how many tokens it read."""
+        passes = [growing.next_pass(self._budget) for growing in self.ahead.caches]
+        num_tokens = sum(one.num_tokens for one in passes)
+        if not num_tokens:
+            return [], 0
+        values = iter(self.ahead.read(passes))
+        scores = []
+        for one in passes:
+            for piece in one.pieces:
+                value = next(values)
+                if piece.is_last:
+                    self._num_scored += 1
+                    scores.append((self._whole.pop(piece.key), float(value)))
+        self.ahead.note_evictions()
+        return scores, num_tokens
+
+    def time_step(self) -> None:
+        """At the end of a step, take the size of pieces that the search says."""
+        beyond = self._num_scored - self._step_ends
+        if self._search is None or beyond < 0:
+            return
+        now = time.monotonic()
+        num_steps = 1 + beyond // self._a_step
+        if self._step_began is not None:
+            self._search.step((now - self._step_began) / num_steps)
+        self._step_began = now
+        self._step_ends += num_steps * self._a_step
+        self.ahead.chunk_tokens = self._search.chunk_tokens
+
+    def state_dict(self) -> State:
+        """Return how far the search has come."""
+        return {} if self._search is None else {"chunk_search": self._search.state_dict()}
+
+    def load_state_dict(self, state: Mapping) -> None:
+        """Go on with the search."""
+        searched = state.get("chunk_search")
+        if self._search is not None and searched is not None:
+            self._search.load_state_dict(searched)
+            self.ahead.chunk_tokens = self._search.chunk_tokens
+
+    def clear(self) -> None:
+        """Drop everything."""
+        self._whole.clear()
+        self.ahead.clear()
+
+
+def asked_of(sequences: list[Tensor]) -> Asked:
+    """Return sequences as completions of what they all begin with."""
+    shared = len(os.path.commonprefix([tokens.tolist() for tokens in sequences]))
+    return Asked(sequences[0][:shared], tuple(tokens[shared:] for tokens in sequences))

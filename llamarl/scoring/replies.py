@@ -1,0 +1,170 @@
+"""ReplyMean: an attack's score is the mean over the victim's replies to it.
+
+    submit(attack with M replies) --M items--> a Scorer --M outcomes--> mean --> poll
+
+What scores sees each reply as a completion of the prompt that the attack is. So a function, a
+judge, a model, or parts of these may score it. An attack one of whose replies has no score has
+none. Novelty is that of the attack, which each of its replies names.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from llamarl.executor import Meter, State
+from llamarl.scoring.scorer import Item, Outcome, Outcomes, Scorer
+from llamarl.types import Answered, Prompt
+
+
+@dataclass(frozen=True, slots=True)
+class ReplySettings:
+    """How replies are read, and when an attack counts as a success.
+
+    decode: the text of the victim's tokens. threshold: an attack succeeds with a mean score above
+    it. decode_raw: their text with special tokens; None: there are none.
+    """
+
+    decode: Callable[[list[int]], str]
+    threshold: float
+    decode_raw: Callable[[list[int]], str] | None = None
+
+    def with_replies(self, attack: Item, answered: Answered) -> Item:
+        """Return an attack with the replies to it, each as a completion of the attack; or with the
+        outcome that it has without.
+        """
+        if answered.outcome != "score":
+            make = Outcome.error if answered.outcome == "error" else Outcome.abstain
+            return dataclasses.replace(attack, known=make(answered.reason))
+        prompt = Prompt(prompt_ids=answered.prompt_ids, text=attack.text, meta=attack.prompt.meta)
+        replies = []
+        for token_ids, has_ended in zip(answered.answers, answered.has_ended):
+            reply = Item(
+                prompt=prompt,
+                token_ids=token_ids,
+                text=self.decode(token_ids.tolist()),
+                has_ended=has_ended,
+                is_held_out=attack.is_held_out,
+                attack=attack,
+                decode_raw=self.decode_raw,
+            )
+            replies.append(reply)
+        known = None
+        if not any(reply.text.strip() for reply in replies):
+            known = Outcome.error(f"the victim's {len(replies)} answers are empty")
+        return dataclasses.replace(attack, replies=tuple(replies), known=known)
+
+
+class ReplyMean(Scorer):
+    """Scores attacks by what scores their replies.
+
+    scorer: of the replies. metrics: gets reward/success, the share of trained-on attacks that
+    succeed.
+    """
+
+    def __init__(self, scorer: Scorer, settings: ReplySettings, metrics: Meter):
+        self.name = scorer.name
+        self._scorer = scorer
+        self._settings = settings
+        self._metrics = metrics
+        self._keys = itertools.count()
+        self._owners: dict[int, int] = {}  # the attack of each reply that is being scored
+        # Of each attack the outcomes of its replies, by their keys, in order; None: not known yet.
+        self._said: dict[int, dict[int, Outcome | None]] = {}
+        self._is_held_out: dict[int, bool] = {}
+        self._done: deque[tuple[int, Outcome]] = deque()
+
+    @property
+    def pending(self) -> int:
+        """The number of replies that are being scored."""
+        return self._scorer.pending
+
+    @property
+    def is_computing(self) -> bool:
+        return self._scorer.is_computing
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        return self._scorer.counts
+
+    def load(self) -> None:
+        self._scorer.load()
+
+    def start(self) -> None:
+        self._scorer.start()
+
+    def submit(self, key: int, item: Item) -> None:
+        """Have the replies to an attack scored, unless its outcome is known without."""
+        self._is_held_out[key] = item.is_held_out
+        if item.known is not None:
+            self._done.append((key, item.known))
+            return
+        self._said[key] = {}
+        for reply in item.replies:
+            own = next(self._keys)
+            self._owners[own] = key
+            self._said[key][own] = None
+            self._scorer.submit(own, reply)
+
+    def release(self, keys: Sequence[int]) -> None:
+        """The replies to these attacks are a batch."""
+        batch: list[int] = []
+        for key in keys:
+            batch += self._said.get(key, {})
+        self._scorer.release(batch)
+
+    def poll(self) -> Outcomes:
+        """Return the outcomes of attacks all of whose replies have one."""
+        for own, outcome in self._scorer.poll():
+            key = self._owners.pop(own)
+            said = self._said[key]
+            said[own] = outcome
+            outcomes = [one for one in said.values() if one is not None]
+            if len(outcomes) == len(said):
+                del self._said[key]
+                self._done.append((key, mean_outcome(outcomes)))
+        done = list(self._done)
+        self._done.clear()
+        for key, outcome in done:
+            is_held_out = self._is_held_out.pop(key)
+            if outcome.kind == "score" and not is_held_out:
+                succeeds = outcome.achieved > self._settings.threshold
+                self._metrics.add_mean("reward/success", float(succeeds))
+        return done
+
+    def wait(self, timeout_s: float) -> bool:
+        return self._scorer.wait(timeout_s)
+
+    def close(self) -> None:
+        self._scorer.close()
+        self._owners.clear()
+        self._said.clear()
+
+    def tensors(self) -> Iterator[Tensor]:
+        yield from self._scorer.tensors()
+
+    def state_dict(self) -> State:
+        return self._scorer.state_dict()
+
+    def load_state_dict(self, state: Mapping) -> None:
+        self._scorer.load_state_dict(state)
+
+
+def mean_outcome(outcomes: Sequence[Outcome]) -> Outcome:
+    """Return the mean score of replies; the first error, or else the first abstention, if any has
+    none.
+    """
+    for kind, make in (("error", Outcome.error), ("abstain", Outcome.abstain)):
+        for number, outcome in enumerate(outcomes, start=1):
+            if outcome.kind == kind:
+                return make(f"answer {number} of {len(outcomes)}: {outcome.reason}")
+    value = sum(outcome.value for outcome in outcomes) / len(outcomes)
+    without_novelty = None
+    if any(outcome.without_novelty is not None for outcome in outcomes):
+        without_novelty = sum(outcome.achieved for outcome in outcomes) / len(outcomes)
+    return Outcome("score", value, "", without_novelty)

@@ -1,0 +1,172 @@
+"""Resets: the weights of a reference that becomes the policy as it was every so many steps
+(TBA, arXiv 2503.18929, section 6 and appendix D: rho).
+
+    trainer --"reset" message: version v is sent--> due --> all ranks hold it --> swap
+
+Each rank gets its own shard of a version, and all swap it between the same two batches. A group
+whose newest token is of policy version g is scored by the reference of version g - g % every or
+later: until that one has come, it waits. So with max_lag=0 which version scores a group does not
+depend on timing.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable
+
+import torch
+
+from llamarl.ddma.channel import RESET
+from llamarl.ddma.receiver import WeightsReceiver
+from llamarl.errors import TimedOut
+from llamarl.executor import Executor, State
+from llamarl.models.build import Decoder
+from llamarl.models.fsdp import held_box, is_split, local
+from llamarl.models.hf import named_parameters_hf
+from llamarl.models.sharded_state import Shard, box_from, check_complete, check_fits
+from llamarl.models.sharding import overlap, parameter_shapes
+from llamarl.scoring.together import Call, Ranks
+from llamarl.types import Group
+
+
+class Resets:
+    """One rank's end of that.
+
+    weights: where versions come in. every: steps. timeout_s: how long a checkpoint waits for a
+    version.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        ranks: Ranks,
+        decoder: Decoder,
+        weights: WeightsReceiver,
+        *,
+        every: int,
+        timeout_s: float,
+    ):
+        self.version = 0  # of the policy, in the reference
+        self._executor = executor
+        self._ranks = ranks
+        self._decoder = decoder
+        self._every = every
+        self._timeout_s = timeout_s
+        self._due: list[int] = []  # versions that the trainer says it has sent, oldest first
+        self._newest = math.inf  # no version beyond this may be swapped in now
+        named = list(named_parameters_hf(decoder))
+        self._shards = [Shard(name, p, held_box(decoder, name, p)) for name, p in named]
+        self._weights = weights
+        self._weights.bind(decoder.config, named)
+        ranks.add("swap", Call(self._swap, is_ready=self._may_swap))
+
+    def begin_step(self) -> None:
+        """A checkpoint that was asked for before a version was made must not hold it."""
+        self._newest = -1 if self._executor.control.has("save") else math.inf
+
+    def needs(self, group: Group) -> int:
+        """Return the first version of the reference that may score a group."""
+        newest = newest_version(group)
+        return newest - newest % self._every
+
+    def report(self) -> None:
+        """On another rank than the first: say which version is staged here."""
+        self._ranks.lockstep.report(self._weights.staged)
+
+    def swap_next(self) -> bool:
+        """The first rank: have all swap the next version that the trainer has told of, if it has
+        come to all. True if it had.
+        """
+        if not self._may_swap() or self._ranks.lockstep.agreed(self._weights.staged) is None:
+            return False
+        self._ranks.call("swap", self._due[0])
+        return True
+
+    def close(self) -> None:
+        """Close the weights' channel."""
+        self._weights.close()
+
+    def _may_swap(self) -> bool:
+        """Whether the trainer has told of a version, and no checkpoint forbids it. On any rank in
+        the order of the trainer's own words: a checkpoint is before the version it was made before,
+        though the first rank may be past it already.
+        """
+        self._due += [message["version"] for _, message in self._executor.control.take(RESET)]
+        return bool(self._due) and self._due[0] <= self._newest
+
+    def _swap(self, version: int) -> None:
+        self.version = self._weights.swap().version
+        assert self.version == version, f"version {self.version} came, not {version}"
+        self._due.remove(version)
+
+    # --- Checkpoints ---
+
+    def before_checkpoint(self, step: int) -> None:
+        """Take in what was sent up to that step and is still on its way. TimedOut if it does not
+        come.
+        """
+        self._newest = step
+        until = time.monotonic() + self._timeout_s
+        while self._may_swap():
+            if self._ranks.follows:
+                self.report()
+                has_worked = self._ranks.follow()
+            else:
+                has_worked = self.swap_next()
+            if has_worked:
+                continue
+            self._executor.control.check()
+            self._executor.control.wait(0.005)
+            if time.monotonic() > until:
+                raise TimedOut(
+                    f"reference on rank {self._executor.group.rank} waited {self._timeout_s:.0f} s "
+                    f"for version {self._due[0]} from the trainer"
+                )
+
+    def state_dict(self) -> State:
+        """The version and, of the first copy and once it is not the one that training started from,
+        this rank's shard of the weights. What tensor-parallel ranks all hold is stored by the first
+        of them alone.
+        """
+        state: State = {"version": self.version, "boxes": {}}
+        if not self.version or self._executor.group.replica > 0:
+            return state
+        is_first_peer = self._executor.group.tensor_index == 0
+        for shard in self._shards:
+            if not is_first_peer and not is_split(self._decoder, shard.name):
+                continue
+            state["boxes"][shard.name] = [shard.box.offsets, shard.box.lengths]
+            state[f"model/{shard.name}"] = local(shard.parameter).contiguous()
+        return state
+
+    @torch.no_grad()
+    def load_state_dict(self, parts: Iterable[dict]) -> None:
+        """From all ranks' parts, whatever their number was: each rank takes its own rows.
+
+        ValueError if it is of a model of other shapes, or of a llamarl that kept it otherwise.
+        """
+        missing = {shard.name: shard.box.numel for shard in self._shards}  # elements
+        shapes = parameter_shapes(self._decoder.config)
+        for part in parts:
+            if "boxes" not in part:
+                raise ValueError(
+                    "the checkpoint's reference was kept by another version of llamarl, which "
+                    "did not say what part of the model it is; go on with that version, or start a "
+                    "new run from the checkpoint's hf/"
+                )
+            check_fits(part["boxes"], shapes)
+            self.version = int(part["version"])
+            for shard in self._shards:
+                if shard.name not in part["boxes"]:
+                    continue
+                theirs = box_from(part["boxes"][shard.name])
+                shard.copy_overlap(shard.parameter, part, f"model/{shard.name}", theirs)
+                missing[shard.name] -= overlap(shard.box, theirs).numel
+        if self.version:
+            check_complete(missing)
+
+
+def newest_version(group: Group) -> int:
+    """Return the newest policy version that sampled a token of a group; 0 if it has no tokens."""
+    return int(group.policy_versions.max()) if group.policy_versions.numel() else 0

@@ -1,0 +1,130 @@
+"""Calls that all ranks of an executor make together, begun by the first.
+
+    first rank: call(name, value) --to_words----> broadcast --> run(value) --> what that returns
+    the others: follow()          <--from_words-- broadcast --> run(value)
+
+What is collective in `run` keeps the ranks together. A scorer adds its calls when it is made, on
+every rank and in the same order; afterwards the first rank alone decides which is made next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from llamarl.comm.lockstep import Lockstep
+from llamarl.executor import Executor
+from llamarl.learning.asking import broadcast
+
+
+def _always() -> bool:
+    return True
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One kind of call.
+
+    run: this rank's share of it. to_words, from_words: a value as whole numbers [n] int64, which
+    are broadcast, and back; None: the value is JSON, and travels with the command. is_ready:
+    whether another rank than the first may make it now; the call waits until it may.
+    """
+
+    run: Callable[[Any], Any]
+    to_words: Callable[[Any], Tensor] | None = None
+    from_words: Callable[[Tensor], Any] | None = None
+    is_ready: Callable[[], bool] = _always
+
+
+class Together(Protocol):
+    """What a scorer sees of the ranks that it runs on."""
+
+    def add(self, name: str, call: Call) -> None:
+        """Let calls of this name be made. On every rank, before the first is."""
+
+    def call(self, name: str, value: Any) -> Any:
+        """On the first rank: have all ranks run it. Returns what `run` does here."""
+
+
+class Alone:
+    """The calls of a process that has nobody beside it."""
+
+    def __init__(self):
+        self._calls: dict[str, Call] = {}
+
+    def add(self, name: str, call: Call) -> None:
+        """Let calls of this name be made."""
+        assert name not in self._calls, name
+        self._calls[name] = call
+
+    def call(self, name: str, value: Any) -> Any:
+        """Run it."""
+        return self._calls[name].run(value)
+
+
+class Ranks:
+    """The calls of an executor's ranks. as_one: all of them act as one; else each by itself."""
+
+    def __init__(self, executor: Executor, *, as_one: bool = True):
+        self._executor = executor
+        self._group = executor.group
+        self.lockstep = Lockstep(executor.group, executor.control, as_one=as_one)
+        self._calls: dict[str, Call] = {}
+        self._told: dict | None = None  # a command that is not ready yet
+
+    @property
+    def follows(self) -> bool:
+        """Whether another rank than this one begins the calls."""
+        return self.lockstep.follows
+
+    def add(self, name: str, call: Call) -> None:
+        """Let calls of this name be made."""
+        assert name not in self._calls, name
+        self._calls[name] = call
+
+    def call(self, name: str, value: Any) -> Any:
+        """On the first rank: have all ranks run it. Returns what `run` does here."""
+        call = self._calls[name]
+        step = self._executor.step_at
+        if call.to_words is None:
+            self.lockstep.tell(name, value=value, step=step)
+            self._executor.claim_device()
+            return call.run(value)
+        words = call.to_words(value)
+        self.lockstep.tell(name, size=words.numel(), step=step)
+        self._executor.claim_device()
+        self._broadcast(words)
+        return call.run(value)
+
+    def follow(self) -> bool:
+        """On another rank than the first: make the call that is next. False if there is none."""
+        command = self._told or self.lockstep.next()
+        self._told = None
+        if command is None:
+            return False
+        call = self._calls[command["do"]]
+        if not call.is_ready():
+            self._told = command
+            return False
+        with self.lockstep.taking_part():
+            self._executor.note_version(command["step"])
+            self._executor.claim_device()
+            if call.from_words is None:
+                call.run(command["value"])
+            else:
+                words = torch.empty(command["size"], dtype=torch.int64)
+                self._broadcast(words)
+                call.run(call.from_words(words))
+        return True
+
+    def part(self) -> None:
+        """The last call: the first rank begins nothing more, the others make what it has begun."""
+        self.lockstep.part(self.follow)
+
+    def _broadcast(self, words: Tensor) -> None:
+        if self.lockstep.peers or self.lockstep.follows:
+            broadcast(words, self._group)

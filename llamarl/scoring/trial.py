@@ -1,0 +1,52 @@
+"""What scores is tried before a run starts: on a few items, whose failures are told in words."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from llamarl.errors import RewardError
+from llamarl.scoring.scorer import Item, Outcome, Scorer, score_all
+
+
+def try_scorer(
+    scorer: Scorer,
+    items: Sequence[Item],
+    *,
+    given: str,
+    remedy: str = "correct what scores",
+    must_score: bool = True,
+) -> list[Outcome]:
+    """Return the outcomes of items by a scorer that is made for them alone: it is started and
+    closed. ValueError if it cannot be used, or if it fails on all of them in the same way. given:
+    the key and value that name it. remedy: what to do then. must_score: whether a failure on all of
+    them is told as an error; else the caller sees it in the outcomes.
+    """
+    try:
+        scorer.start()
+        outcomes = score_all(scorer, items)
+    except RewardError as error:  # here it is the user's to correct, and nothing has started
+        raise ValueError(str(error)) from error
+    finally:
+        scorer.close()
+    kinds = {failure_of(outcome) for outcome in outcomes}
+    if must_score and outcomes and None not in kinds and len(kinds) == 1:
+        what = f"failed on all {len(outcomes)} samples: {outcomes[0].reason}"
+        raise ValueError(f"{given}: {what}\n{remedy}")
+    return outcomes
+
+
+def failure_of(outcome: Outcome) -> str | None:
+    """In what way an item failed: the first word of the reason, such as an exception's type. None
+    unless it is an error.
+    """
+    if outcome.kind != "error":
+        return None
+    word, _, _ = outcome.reason.partition(" ")
+    return word
+
+
+def commonest(reasons: Sequence[str]) -> str:
+    """The reason that is given most often; of several the one that came first."""
+    ((reason, _),) = Counter(reasons).most_common(1)
+    return reason

@@ -1,0 +1,171 @@
+"""Weighted: what several scorers say of a completion becomes one score.
+
+    submit, hear, forget, release --> each part --Outcome--> sum of weight * value --> poll
+
+An item that one part calls an error, or abstains from, has no score, whatever the others say of it.
+What novelty adds is told apart.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from llamarl.executor import State
+from llamarl.scoring.scorer import Item, MakeScorer, Outcome, Outcomes, Scorer, Site
+from llamarl.types import Stretch
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A part of a reward: a scorer, and what its scores are multiplied by."""
+
+    name: str
+    make: MakeScorer
+    weight: float = 1.0
+
+
+class Weighted(Scorer):
+    """Scores items by all parts. Its metrics are reward/NAME/mean, of what is trained on."""
+
+    def __init__(self, parts: Sequence[Part], site: Site):
+        self.name = " + ".join(part.name for part in parts)
+        self._parts = parts
+        self._metrics = site.metrics
+        self.scorers: dict[str, Scorer] = {part.name: part.make(site) for part in parts}
+        self._is_held_out: dict[int, bool] = {}  # of those that some part has not spoken of
+        self._said: dict[int, dict[str, Outcome]] = {}  # of each of these, by part
+        self._done: Outcomes = []
+
+    @property
+    def pending(self) -> int:
+        return max(scorer.pending for scorer in self.scorers.values())
+
+    @property
+    def is_computing(self) -> bool:
+        return any(scorer.is_computing for scorer in self.scorers.values())
+
+    @property
+    def has_read_ahead(self) -> bool:
+        return any(scorer.has_read_ahead for scorer in self.scorers.values())
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        """What its parts have counted, together."""
+        counts: Counter[str] = Counter()
+        for scorer in self.scorers.values():
+            # A copy, made at one go: a judge's thread may be counting something new.
+            counts.update(dict(scorer.counts))
+        return counts
+
+    def load(self) -> None:
+        for scorer in self.scorers.values():
+            scorer.load()
+
+    def start(self) -> None:
+        for scorer in self.scorers.values():
+            scorer.start()
+
+    def submit(self, key: int, item: Item) -> None:
+        self._is_held_out[key] = item.is_held_out
+        self._said[key] = {}
+        for scorer in self.scorers.values():
+            scorer.submit(key, item)
+
+    def hear(self, stretch: Stretch, prompt_ids: Tensor) -> None:
+        for scorer in self.scorers.values():
+            scorer.hear(stretch, prompt_ids)
+
+    def forget(self, ticket: int, sample_index: int) -> None:
+        for scorer in self.scorers.values():
+            scorer.forget(ticket, sample_index)
+
+    def release(self, keys: Sequence[int]) -> None:
+        for scorer in self.scorers.values():
+            scorer.release(keys)
+
+    def poll(self) -> Outcomes:
+        """Return the items that all parts have spoken of."""
+        for name, scorer in self.scorers.items():
+            for key, outcome in scorer.poll():
+                self._enter(name, key, outcome)
+        done = self._done
+        self._done = []
+        return done
+
+    def wait(self, timeout_s: float) -> bool:
+        """Block until a part may have scored, where none computes here."""
+        if self.is_computing:
+            return True
+        waiting = [scorer for scorer in self.scorers.values() if scorer.pending]
+        return bool(waiting) and waiting[0].wait(timeout_s)
+
+    def close(self) -> None:
+        for scorer in self.scorers.values():
+            scorer.close()
+
+    def tensors(self) -> Iterator[Tensor]:
+        for scorer in self.scorers.values():
+            yield from scorer.tensors()
+
+    def state_dict(self) -> State:
+        """Return what each part would miss, under its name."""
+        state: State = {}
+        for name, scorer in self.scorers.items():
+            for key, value in scorer.state_dict().items():
+                state[f"{name}/{key}"] = value
+        return state
+
+    def load_state_dict(self, state: Mapping) -> None:
+        for name, scorer in self.scorers.items():
+            own = {}
+            for key, value in state.items():
+                of_part, _, field = key.rpartition("/")
+                # Older checkpoints say of what kind the part is, too.
+                if of_part.removeprefix("novelty/") == name:
+                    own[field] = value
+            if own:
+                scorer.load_state_dict(own)
+
+    def _enter(self, name: str, key: int, outcome: Outcome) -> None:
+        """Note what a part says of an item, which may be the last word on it."""
+        is_counted = outcome.kind == "score" and not self._is_held_out[key]
+        if is_counted and self._metrics is not None:
+            self._metrics.add_mean(f"reward/{name}/mean", outcome.value)
+        said = self._said[key]
+        said[name] = outcome
+        if len(said) == len(self._parts):
+            del self._is_held_out[key]
+            del self._said[key]
+            self._done.append((key, self._sum(said)))
+
+    def _sum(self, said: Mapping[str, Outcome]) -> Outcome:
+        """Return the outcome of all parts, which does not depend on who spoke first."""
+        total = 0.0
+        for_novelty = 0.0
+        has_novelty = False
+        abstention = None
+        for part in self._parts:
+            outcome = said[part.name]
+            if outcome.kind == "error":
+                return Outcome.error(self._reason(part, outcome))
+            if outcome.kind == "abstain":
+                abstention = abstention or Outcome.abstain(self._reason(part, outcome))
+                continue
+            weighted = part.weight * outcome.value
+            if self.scorers[part.name].is_novelty:
+                has_novelty = True
+                for_novelty += weighted
+            else:
+                total += weighted
+        if abstention is not None:
+            return abstention
+        return Outcome.score(total + for_novelty, total if has_novelty else None)
+
+    def _reason(self, part: Part, outcome: Outcome) -> str:
+        if len(self._parts) == 1:
+            return outcome.reason
+        return f"{part.name}: {outcome.reason}"

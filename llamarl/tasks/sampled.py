@@ -1,0 +1,37 @@
+"""What a reward finds in a row's meta besides the row: what was sampled. Standard library only."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+# The key of meta under which a scorer finds what was sampled; no row may have it.
+SAMPLED = "sampled"
+
+
+def with_sampled(
+    meta: Mapping[str, object], *, token_ids: list[int], raw_text: str, ended: bool
+) -> dict[str, object]:
+    """Return a row's meta with what was sampled under SAMPLED.
+
+        {"answer": "46", "sampled": {"num_tokens": 3, "ended": True, "raw_text": "46</s>",
+                                     "token_ids": [19, 21, 2]}}
+
+    token_ids: [L], with the stop token of a completion that ended by itself (`ended`), and not for
+    want of room. raw_text: their text with special tokens. ValueError if the row has the key.
+    """
+    check_row_keys(meta)
+    sampled = {
+        "num_tokens": len(token_ids),
+        "ended": ended,
+        "raw_text": raw_text,
+        "token_ids": token_ids,
+    }
+    return {**meta, SAMPLED: sampled}
+
+
+def check_row_keys(keys: Collection[str]) -> None:
+    """ValueError if a row has the key that is llamarl's own."""
+    if SAMPLED in keys:
+        raise ValueError(
+            f'the key "{SAMPLED}" is where a reward finds what was sampled; rename the row\'s own'
+        )
