@@ -52,10 +52,10 @@ from llamarl.errors import RewardError
 from llamarl.scoring import worker as worker_script
 from llamarl.scoring.bell import Bell
 from llamarl.scoring.calls import MAX_FIRST_KILLS, START_S, Call, Patience, TextItem
-from llamarl.scoring.forms import Takes
 from llamarl.scoring.memory import Note, too_much
 from llamarl.scoring.scorer import Item, Outcome, Outcomes, Scorer, score_all, text_item
 from llamarl.scoring.trial import try_scorer
+from llamarl.tasks.forms import Takes
 from llamarl.tasks.sampled import SAMPLED
 
 BATCH = 64  # calls in flight a worker

@@ -102,7 +102,7 @@ def main(path: str, setup: dict, note: int) -> None:
         send(["failed", str(error)])
         return
     # Not at the top: this file runs as a script, which finds llamarl once sys.path is set.
-    from llamarl.scoring.forms import call_of, call_one_of, runner, takes_of
+    from llamarl.tasks.forms import call_of, call_one_of, runner, takes_of
     from llamarl.tasks.sampled import SAMPLED
 
     takes = takes_of(function)
@@ -195,7 +195,7 @@ def _innermost(error: BaseException) -> str:
     """The last SHOWN_FRAMES lines of code that an exception came through, each in a line; none of
     llamarl's own.
     """
-    own = {__file__, sys.modules["llamarl.scoring.forms"].__file__}
+    own = {__file__, sys.modules["llamarl.tasks.forms"].__file__}
     frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename not in own]
     shown = ""
     for frame in frames[-SHOWN_FRAMES:]:
@@ -228,7 +228,7 @@ def resolve(path: str) -> Callable:
     ValueError says what is wrong with the path, the module or the function's parameters.
     """
     # Not at the top: this file runs as a script, which finds llamarl once `main` has set sys.path.
-    from llamarl.scoring.forms import check_signature
+    from llamarl.tasks.forms import check_signature
     from llamarl.words.names import NoFunction, import_function
 
     module_name, _, name = path.partition(":")

@@ -12,7 +12,7 @@ import re
 from decimal import Decimal
 from functools import lru_cache
 
-from llamarl.scoring.forms import form_of
+from llamarl.tasks.forms import form_of
 from llamarl.words.names import import_function
 
 _NUMBER = re.compile(

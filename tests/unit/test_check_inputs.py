@@ -386,9 +386,9 @@ def test_a_sample_of_a_conversation_has_its_turns(model, tmp_path):
     rows = tmp_path / "rows.jsonl"
     rows.write_text((json.dumps({"prompt": turns, "answer": "2"}) + "\n") * 3)
     samples = samples_of(job(model, "task=jsonl", f"task.path={rows}", f"task.eval_path={rows}"))
-    for prompt, text, meta in samples:
-        assert (prompt, text) == ("system: 7\n\nuser: 1+1", "2")
-        assert meta[MESSAGES_KEY] == turns
+    for item in samples:
+        assert (item.prompt.text, item.text) == ("system: 7\n\nuser: 1+1", "2")
+        assert item.meta[MESSAGES_KEY] == turns
 
 
 def test_a_judge_is_asked_once_and_about_no_sample(model):

@@ -92,7 +92,7 @@ def test_it_is_busy_with_a_batch_and_not_with_less(make):
     source = make()
     for key in range(3):
         assert not source.is_busy
-        source.submit(key, "p", "c", {})
+        source.submit(key, text_item("p", "c", {}))
     assert source.is_busy
     while source.pending:
         source.poll()
@@ -106,12 +106,12 @@ def by_transformers(path, *texts) -> torch.Tensor:
     return model(**AutoTokenizer.from_pretrained(path)(*texts, return_tensors="pt")).logits[0]
 
 
-@pytest.mark.machine
-@pytest.mark.usefixtures("float32_products")
 def items_of(samples):
     return [text_item(*sample) for sample in samples]
 
 
+@pytest.mark.machine
+@pytest.mark.usefixtures("float32_products")
 @pytest.mark.parametrize("reads", ["completion", "pair"])
 @pytest.mark.parametrize("reproducible", [True, False])
 def test_scores_are_those_of_transformers(make, directory, reads, reproducible):

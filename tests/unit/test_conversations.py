@@ -10,13 +10,13 @@ import torch
 from llamarl.learning.preference_data import read_preference_data
 from llamarl.models.config import tiny_directory
 from llamarl.models.hf import load_tokenizer
-from llamarl.scoring.forms import call_of
 from llamarl.scoring.pairs import Candidate, Pair, row_of
 from llamarl.scoring.scorer import Item
 from llamarl.scoring.transcript import Transcript
 from llamarl.tasks.base import Example, PromptMaker
 from llamarl.tasks.build import build_task
 from llamarl.tasks.conversation import text_of
+from llamarl.tasks.forms import call_of
 from llamarl.types import MESSAGES_KEY, Message
 
 TEMPLATE = (

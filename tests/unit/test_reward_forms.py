@@ -5,15 +5,15 @@ import time
 import pytest
 
 from llamarl.scoring import calls
-from llamarl.scoring.forms import batched, form_of
 from llamarl.scoring.pool import RewardPool, check_reward
 from llamarl.scoring.scorer import Outcome, text_item
+from llamarl.tasks.forms import batched, form_of
 from llamarl.tasks.sampled import with_sampled
 
 USER_MODULE = '''
 import time
 
-from llamarl.scoring.forms import batched
+from llamarl.tasks.forms import batched
 
 
 def rank(prompts, completions, metas):
