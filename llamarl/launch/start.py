@@ -42,10 +42,8 @@ from llamarl.launch.memory import announce_memory
 from llamarl.launch.reading import SharedReading
 from llamarl.launch.run_directory import RunDirectory, open_run
 from llamarl.launch.sources import check_sources
-from llamarl.models.config import read_config
 from llamarl.tasks.held_out import shown_sets
 
-_GIB = 1 << 30
 EXIT_BAD_INPUT = 2
 EXIT_FAILED = 1
 
@@ -119,28 +117,11 @@ def _announce(job: Job) -> None:
     print(f"float32  {job.world.products}")
     ends = ", stragglers end at their deadline" if c.on_deadline == "truncate" else ""
     print(f"async    max_lag {'none' if c.max_lag is None else c.max_lag}, {overcommit}{ends}")
-    if c.longest > c.trainer.microbatch_tokens:
-        _announce_memory(job)
     if c.eval.sets and c.is_evaluated:
         print(f"held out {shown_sets(job.eval_sets)}")
     checkpoint = job.directory.resume_from
     resumed = f", resumed from {checkpoint.name}" if checkpoint else ""
     print(f"run      {job.directory.path}{resumed}", flush=True)
-
-
-def _announce_memory(job: Job) -> None:
-    """Print what sequences beyond the token budget of a microbatch may take."""
-    c = job.config
-    held, saved = job.activation_bytes(read_config(job.model_path)).values()
-    taken = saved if c.trainer.activation_checkpointing else held
-    remedy = ""
-    if not c.trainer.activation_checkpointing:
-        remedy = f", {saved / _GIB:.2f} with trainer.activation_checkpointing=true"
-    budget = f"trainer.microbatch_tokens={c.trainer.microbatch_tokens}"
-    print(
-        f"memory   sequences of up to {c.longest:,} tokens, beyond {budget}: at most "
-        f"{taken / _GIB:.2f} GiB of activations a trainer rank{remedy}"
-    )
 
 
 def _earlier_starts(config: Config) -> list[Path]:

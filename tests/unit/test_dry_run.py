@@ -20,6 +20,7 @@ from llamarl.config.command_line import (
     compose_config,
 )
 from llamarl.errors import BadInput, NoWeights
+from llamarl.launch import launch
 from llamarl.launch.dry_run import dry_run
 from llamarl.launch.inputs import check_inputs
 from llamarl.launch.job import Job
@@ -264,6 +265,20 @@ def test_ranks_that_are_not_there_are_not_compared_with_this_machine(monkeypatch
     job = job_of("+dry_run=true", "+ranks=2", ranks=2)
     warn_of_memory(job, prices(job))
     assert not caplog.messages
+
+
+def test_a_start_says_what_sequences_beyond_the_budget_take(run_here, tmp_path):
+    given = ("threads=1", "trainer.microbatch_tokens=8", f"run_dir={tmp_path / 'run'}")
+
+    def begin() -> None:
+        with launch(compose_config(list(given))):
+            raise SystemExit(0)
+
+    code, output = run_here(begin)
+    assert code == 0, output.err
+    (line,) = [line for line in output.out.splitlines() if line.startswith("memory ")]
+    longest = compose_config(list(given)).longest
+    assert f"up to {longest} tokens, beyond trainer.microbatch_tokens=8" in line
 
 
 def test_it_lists_what_evaluations_ask_where_there_are_sets(capsys):
