@@ -26,25 +26,27 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import chain
 
 import torch
 
 from llamarl.comm.lockstep import Lockstep
+from llamarl.ddma.channel import receiver_of
 from llamarl.executor import Executor
 from llamarl.inference import SamplingParams, TemperatureRange, evaluation
 from llamarl.inference.partials import pack, unpack
 from llamarl.inference.protocol import (
     BuildEngine,
     GenerationEngine,
+    can_hold_quantized,
     can_resume,
     can_stream,
 )
 from llamarl.inference.requests import Partial
 from llamarl.models.parity import Canary, check_canary, check_quantized
-from llamarl.tickets.prompts import PromptStream
+from llamarl.tickets.prompts import AnyPrompts
 from llamarl.types import Completion, Prompt, Stretch
 
 TRAIN = 0  # stream of the engine; the others are evaluation's
@@ -79,7 +81,7 @@ class Generator(Executor):
     state_is_optional = True  # its tickets start again
 
     build_engine: BuildEngine
-    prompts: PromptStream
+    prompts: AnyPrompts
     eval_prompts: Mapping[int, Prompt]
     sampling: SamplingParams
     chunk_tokens: int
@@ -105,8 +107,12 @@ class Generator(Executor):
 
     def setup(self) -> None:
         self.replica = Lockstep(self.group, self.control)
-        self.weights = self.inputs["policy"]
-        self._commands = {"swap": self._swap, "skip": self.weights.skip, "decode": self._decode}
+        self.weights = receiver_of(self.inputs, "policy")
+        self._commands: dict[str, Callable[..., object]] = {
+            "swap": self._swap,
+            "skip": self.weights.skip,
+            "decode": self._decode,
+        }
         self.engine: GenerationEngine = self.build_engine(self.group, self.weights.bind)
         self._hints = [end for name, end in self.outputs.items() if name.endswith(STRETCHES)]
         assert not self._hints or can_stream(self.engine), (
@@ -216,7 +222,10 @@ class Generator(Executor):
         if taken.canary:
             canary = Canary.from_json(taken.canary)  # what the trainer says of the version
             most = self.max_quantization_kl
-            score = self.engine.score if most is None else self.engine.score_all
+            score = self.engine.score
+            if most is not None:
+                assert can_hold_quantized(self.engine), "an engine without them was refused"
+                score = self.engine.score_all
             scores = []
             for sequence in canary.sequences:
                 prompt_ids = sequence.token_ids[: sequence.given]
@@ -279,6 +288,7 @@ class Generator(Executor):
         """
         if self.follows or not self._has_room_for_hints():
             return
+        assert can_stream(self.engine), "`setup` asked"
         for new in self.engine.new_tokens(TRAIN):
             stretch = Stretch(**new._asdict(), has_ended=False)
             self._told[new.ticket, new.sample_index] = new.begin + new.token_ids.numel()
@@ -328,7 +338,7 @@ class Generator(Executor):
         partials = [partial for partial in self.engine.export_partials() if partial.stream == TRAIN]
         return pack([*partials, *chain.from_iterable(self._open.values())])
 
-    def load_state_dict(self, parts: Iterable[dict]) -> None:
+    def load_state_dict(self, parts: Iterable[Mapping]) -> None:
         """This replica's share of the tickets that are in work: any replica can go on with any."""
         if not can_resume(self.engine):
             return

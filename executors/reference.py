@@ -19,14 +19,14 @@ others do their share of it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from executors.generator import REFERENCE_STRETCHES
-from llamarl.ddma.channel import REFERENCE_WEIGHTS
+from llamarl.ddma.channel import REFERENCE_WEIGHTS, receiver_of
 from llamarl.errors import NotFinite
 from llamarl.executor import Executor, State
 from llamarl.learning.sharded_reference import ShardedReference
@@ -79,11 +79,6 @@ class Reference(Executor):
         self._resets: Resets | None = None
 
     @property
-    def version(self) -> int:
-        """The policy version of its weights."""
-        return 0 if self._resets is None else self._resets.version
-
-    @property
     def follows(self) -> bool:
         """Whether this rank does nothing but its share of what the first one begins."""
         return self._ranks.follows
@@ -126,7 +121,7 @@ class Reference(Executor):
                 self,
                 self._ranks,
                 self.decoder,
-                self.inputs[REFERENCE_WEIGHTS],
+                receiver_of(self.inputs, REFERENCE_WEIGHTS),
                 every=self.reset_every,
                 timeout_s=self.timeout_s,
             )
@@ -171,7 +166,7 @@ class Reference(Executor):
     def _hear(self) -> None:
         """Tell what completions have grown by, where that is sent."""
         stretches = self.inputs.get(REFERENCE_STRETCHES)
-        if stretches is None:
+        if stretches is None or self.prompts is None:
             return
         for stretch in stretches.take(MAX_STRETCHES):
             self._logprobs.hear(stretch, self.prompts[stretch.ticket].prompt_ids)
@@ -183,9 +178,9 @@ class Reference(Executor):
             return []
         groups = self._early or self._source.take(room)
         if self._resets is not None:
-            version = self._resets.version
-            self._early = [group for group in groups if self._resets.needs(group) > version]
-            groups = [group for group in groups if self._resets.needs(group) <= version]
+            resets = self._resets
+            self._early = [group for group in groups if resets.needs(group) > self.version]
+            groups = [group for group in groups if resets.needs(group) <= self.version]
         for group in groups:
             self.note_version(newest_version(group))
         return groups
@@ -203,7 +198,7 @@ class Reference(Executor):
         """What it waits for, in words: the version that its oldest group needs, or room. None for
         groups, which nobody owes it.
         """
-        if self._early:
+        if self._early and self._resets is not None:
             first = self._early[0]
             version = f"version {self._resets.needs(first)} from the trainer"
             return f"weights: {version}, to score ticket {first.ticket} with"
@@ -241,7 +236,7 @@ class Reference(Executor):
         assert self._resets is not None, "has_state says that there is none"
         return self._resets.state_dict()
 
-    def load_state_dict(self, parts: Iterable[dict]) -> None:
+    def load_state_dict(self, parts: Iterable[Mapping]) -> None:
         """Go on from a checkpoint of any number of ranks."""
         assert self._resets is not None, "has_state says that there is none"
         self._resets.load_state_dict(parts)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -138,7 +138,7 @@ class SupervisedTrainer(Executor):
         row = self._update.run(examples, self.version)
         trained = time.monotonic()
         self.version += 1
-        columns = {
+        columns: dict[str, float | None] = {
             **row,
             "examples/trained": len(numbers),
             "time/step_s": trained - began,
@@ -179,7 +179,7 @@ class SupervisedTrainer(Executor):
         return state
 
     @torch.no_grad()
-    def load_state_dict(self, parts: Iterable[dict]) -> None:
+    def load_state_dict(self, parts: Iterable[Mapping]) -> None:
         """From all ranks' parts, whatever their number was. ValueError if they are of a model of
         other shapes.
         """

@@ -15,7 +15,7 @@ import logging
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Literal
@@ -23,7 +23,8 @@ from typing import Literal
 import torch
 
 from llamarl.comm.channel import dp_rank_of
-from llamarl.ddma.channel import REFERENCE_WEIGHTS, RESET
+from llamarl.ddma.channel import REFERENCE_WEIGHTS, RESET, sender_of
+from llamarl.ddma.sender import WeightsSender
 from llamarl.executor import Executor
 from llamarl.learning.buffer import GroupBuffer
 from llamarl.learning.ema import WeightAverage
@@ -149,7 +150,8 @@ class FSDPTrainer(Executor):
         self._all_parameters = list(self.decoder.parameters())
         trained = [shard.parameter for shard in self._shards]
         self.optimizer = self._optimizer_of(trained, self.settings.lr)
-        self.critic = self._load_critic() if self.critic_settings else None
+        critic = self.critic_settings
+        self.critic = None if critic is None else self._load_critic(critic)
         self._reference = None
         if self.own_reference == "adapters_off":
             self._reference = self.decoder
@@ -170,18 +172,25 @@ class FSDPTrainer(Executor):
             step_options=self.step_options,
         )
         self.buffer.attach(self._update.ranks)
-        self.weights = self.outputs["policy"]
-        self.reference_weights = self.outputs.get(REFERENCE_WEIGHTS)
-        for weights in self.outputs.values():
+        self.weights = sender_of(self.outputs, "policy")
+        self.reference_weights: WeightsSender | None = None
+        if REFERENCE_WEIGHTS in self.outputs:
+            self.reference_weights = sender_of(self.outputs, REFERENCE_WEIGHTS)
+        for name in self.outputs:
+            weights = sender_of(self.outputs, name)
             weights.bind(self.decoder.config, self._policy.parameters, self.group.tensor_group)
+
+    @property
+    def _sender_to_reference(self) -> WeightsSender:
+        assert self.reference_weights is not None, "a reference that is reset has a channel"
+        return self.reference_weights
 
     def _optimizer_of(
         self, parameters: Iterable[torch.nn.Parameter], lr: float
     ) -> torch.optim.Optimizer:
         return build_optimizer(parameters, lr=lr, **dataclasses.asdict(self.adam))
 
-    def _load_critic(self) -> Critic:
-        settings = self.critic_settings
+    def _load_critic(self, settings: CriticSettings) -> Critic:
         if self.critic_path is None:
             return SharedCritic(
                 self.decoder.config.hidden_size,
@@ -253,7 +262,9 @@ class FSDPTrainer(Executor):
         in.
         """
         resets = self.resets_reference(self.version + 1)
-        return self.weights.has_room() and (not resets or self.reference_weights.has_room())
+        if resets and not self._sender_to_reference.has_room():
+            return False
+        return self.weights.has_room()
 
     def waiting_for(self) -> str | None:
         if self.done:
@@ -297,9 +308,9 @@ class FSDPTrainer(Executor):
         stall_s = self._publish(must_differ=self._must_differ(result.grad_norm))
         if self.resets_reference(self.version):
             # Mail tells of it, in order with that of checkpoints.
-            self.reference_weights.publish(self.version, must_load=True, must_differ=False)
+            self._sender_to_reference.publish(self.version, must_load=True, must_differ=False)
             if self.control.is_leader:
-                for rank in self.reference_weights.receivers:
+                for rank in self._sender_to_reference.receivers:
                     self.control.post(rank, RESET, {"version": self.version})
         if self.group.index == 0:
             self.metrics.report(
@@ -384,7 +395,7 @@ class FSDPTrainer(Executor):
         return state
 
     @torch.no_grad()
-    def load_state_dict(self, parts: Iterable[dict]) -> None:
+    def load_state_dict(self, parts: Iterable[Mapping]) -> None:
         """From all ranks' parts, whatever their number was: each rank takes the rows and the groups
         that are its own now.
 
@@ -410,7 +421,7 @@ class FSDPTrainer(Executor):
         parameters = [shard.parameter for shard in self._shards]
         set_steps(self.optimizer, parameters, float(parts[0]["adam_step"]))
         if self.critic:
-            self._load_critic_state(parts)
+            self._load_critic_state(self.critic, parts)
         names = chain.from_iterable(parts)
         if self._average and not any(name.startswith("ema/") for name in names):
             log.warning(
@@ -428,10 +439,10 @@ class FSDPTrainer(Executor):
         )
         self._published = -1
 
-    def _load_critic_state(self, parts: list[dict]) -> None:
+    def _load_critic_state(self, critic: Critic, parts: Sequence[Mapping]) -> None:
         """ValueError where a value model's weights are not there; a head then starts at 0."""
-        missing = self.critic.load_state_dict(parts)
-        if missing and self.critic.trunk is not None:
+        missing = critic.load_state_dict(parts)
+        if missing and critic.trunk is not None:
             raise ValueError(
                 f"the checkpoint lacks {missing} elements of this rank's value model "
                 "(trainer.critic.trunk=own): it was saved without one, or with another"
@@ -440,7 +451,7 @@ class FSDPTrainer(Executor):
             message = "the checkpoint has no value head: this run's starts at 0"
             warnings.warn(message, stacklevel=2)
 
-    def _check_fits(self, part: dict) -> None:
+    def _check_fits(self, part: Mapping) -> None:
         """ValueError if a saved part is of other adapters, or of tensors that this model does not
         have, or of larger ones.
         """

@@ -74,8 +74,8 @@ class Victim(Executor):
 
     def __post_init__(self):
         # Where it must be reproducible, what came of a ticket, or of a version's evaluation.
-        self._groups = Batches(self.group_size)
-        self._evaluations = Batches(self.num_eval_attacks)
+        self._groups: Batches[Scorable] = Batches(self.group_size)
+        self._evaluations: Batches[Scorable] = Batches(self.num_eval_attacks)
         self._ready: Queue[list[Scorable]] = Queue()  # what is answered together
         self._asked: dict[Place, _Asked] = {}
 

@@ -184,7 +184,7 @@ class ExecutorController:
     @property
     def step(self) -> int:
         """Steps that were made, on a rank of the executor that leads."""
-        return getattr(self._trainer, "version", 0)
+        return self._trainer.version
 
     def _hosted(self, rank: int) -> str:
         """What a rank hosts, for people."""
@@ -310,16 +310,16 @@ class ExecutorController:
             self.connect()
             self._loop()
         except BaseException as raised:
-            error = self.control.explained(raised, self._doing)
+            error = meant = self.control.explained(raised, self._doing)
             try:
                 # Every rank has already been told about a loss.
-                if error is not self.control.loss or self.control.failure is not None:
-                    self.control.report_failure(error)
+                if meant is not self.control.loss or self.control.failure is not None:
+                    self.control.report_failure(meant)
             except PeerDied:
                 pass  # the launcher is gone; there is nobody to tell
-            if error is raised:
+            if meant is raised:
                 raise
-            raise error from raised
+            raise meant from raised
         finally:
             self._close(ended_well=error is None)
             for number, handler in handlers.items():
@@ -431,10 +431,10 @@ class ExecutorController:
 
     def _hear_of_loss(self) -> None:
         """Once: tell the others; on the leader have the keepers save what there is to save."""
-        if self._told_of_loss:
+        loss = self.control.loss
+        if loss is None or self._told_of_loss:
             return
         self._told_of_loss = True
-        loss = self.control.loss
         self.control.report_loss()
         if not self.control.is_leader:
             return
@@ -526,9 +526,10 @@ class ExecutorController:
     def _check_target(self) -> None:
         """On the leader: ask to stop once the evaluation has reached the target."""
         target = self.settings.eval_target
-        if target is None or not self.control.is_leader or self.control.stopping:
+        writer = self.metrics.writer  # the leader's alone
+        if target is None or writer is None or self.control.stopping:
             return
-        reward = self.metrics.writer.evaluated
+        reward = writer.evaluated
         if reward is not None and reward >= target:
             self.reached_target = True
             self.control.request_stop()
@@ -540,7 +541,8 @@ class ExecutorController:
             return False
         if self._done_at is None:
             self._done_at = time.monotonic()
-        if self.control.stopping or self.metrics.writer.is_complete(trainer.version):
+        writer = self.metrics.writer
+        if self.control.stopping or writer is None or writer.is_complete(trainer.version):
             return True
         timeout_s = self.settings.timeout_s
         if time.monotonic() - self._done_at > timeout_s:

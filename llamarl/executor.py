@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 POLL_S = 0.05
 
-State = dict[str, "torch.Tensor | int | float | str | list"]
+State = Mapping[str, object]  # tensors, and what JSON holds
 
 
 class RecordReceiver(Protocol):
@@ -94,9 +94,14 @@ class Meter(Protocol):
 class Tickets(Protocol):
     """What a generator sees of the tickets (llamarl.tickets.service), and what a trainer."""
 
-    synchronous: bool
-    resumed_step: int
-    overcommit: int
+    @property
+    def synchronous(self) -> bool: ...
+
+    @property
+    def resumed_step(self) -> int: ...
+
+    @property
+    def overcommit(self) -> int: ...
 
     def ask(self, generator: int, count: int, version: int) -> list: ...
 
@@ -193,6 +198,7 @@ class ExecutorGroup:
 
         if self.replicate == 1:
             return DeviceMesh.from_group(self.shard_group, self.device.type)
+        assert self.replica_group is not None, "replicas have a group of the ranks of one shard"
         all_ranks = torch.tensor(self.ranks).view(self.replicate, -1, self.tensor_parallel)
         return DeviceMesh.from_group(
             [self.replica_group, self.shard_group],
@@ -211,17 +217,14 @@ class Executor:
     split_vocabulary: bool = True
     # Copies of the model that its ranks hold together, each sharded over the others.
     replicate: int = 1
-    # Of its ranks the first alone reads its channels, and has the others take part.
-    first_takes: bool = False
     # Where it shares its device, and leaves it to others between steps.
     turns: Turns | None = None
 
     # Its roles. One executor of a graph leads: its first rank is the leader, its steps are the
     # run's, and the run ends when it is `done`. It has `version`, `done` and `export` too.
     leads: bool = False
-    # A stop request lets it go on: it has a last checkpoint to make, or takes part on this rank in
-    # what another has begun.
-    finishes_on_stop: bool = False
+    version: int = 0  # policy version of its weights, where it has any
+    done: bool = False
     # What it sends lies in host memory, whatever device it computes on.
     stages_on_host: bool = False
     # A run can go on without what `state_dict` holds: that work starts again.
@@ -232,6 +235,41 @@ class Executor:
     newest_version: int = 0
     # How long the loop may rest when no executor of a rank has work; less where none wakes it.
     poll_s: float = POLL_S
+
+    _tickets: Tickets | None = None
+    _checkpoints: Checkpoints | None = None
+
+    @property
+    def first_takes(self) -> bool:
+        """Whether of its ranks the first alone reads its channels, and has the others take part."""
+        return False
+
+    @property
+    def finishes_on_stop(self) -> bool:
+        """A stop request lets it go on: it has a last checkpoint to make, or takes part on this
+        rank in what another has begun.
+        """
+        return False
+
+    @property
+    def tickets(self) -> Tickets:
+        """The run's tickets, for an executor that was attached with them."""
+        assert self._tickets is not None, f"{self.name} was attached without tickets"
+        return self._tickets
+
+    @tickets.setter
+    def tickets(self, tickets: Tickets) -> None:
+        self._tickets = tickets
+
+    @property
+    def checkpoints(self) -> Checkpoints:
+        """The run's checkpoints, for an executor that was attached with them."""
+        assert self._checkpoints is not None, f"{self.name} was attached without checkpoints"
+        return self._checkpoints
+
+    @checkpoints.setter
+    def checkpoints(self, checkpoints: Checkpoints) -> None:
+        self._checkpoints = checkpoints
 
     def attach(
         self,
@@ -253,8 +291,8 @@ class Executor:
         self.outputs = outputs
         self.control = control
         self.metrics = metrics
-        self.tickets = tickets
-        self.checkpoints = checkpoints
+        self._tickets = tickets
+        self._checkpoints = checkpoints
 
     def setup(self) -> None:
         """Build what is heavy. Collective over the executor's ranks."""
@@ -270,7 +308,7 @@ class Executor:
     @property
     def step_at(self) -> int:
         """Returns the step that it is at, for messages: its own version, or its work's newest."""
-        return max(self.newest_version, getattr(self, "version", 0))
+        return max(self.newest_version, self.version)
 
     def waiting_for(self) -> str | None:
         """Returns what the next step needs: "CAUSE: what, from whom"; None if idleness is no fault.
@@ -308,6 +346,17 @@ class Executor:
 
         parts: what every rank of this executor had saved, in rank order, read one at a time.
         """
+
+    @property
+    def export_bytes(self) -> int:
+        """Bytes of what `export` writes. Asked of the executor that leads."""
+        raise NotImplementedError(f"{type(self).__name__} leads no graph: it exports nothing")
+
+    def export(self, out: str | None) -> None:
+        """Write a directory that transformers loads; None: only take part in making it. Collective
+        over the executor that leads, of which alone it is asked.
+        """
+        raise NotImplementedError(f"{type(self).__name__} leads no graph: it exports nothing")
 
     def teardown(self) -> None:
         """Release processes, files and threads. Must not fail when `setup` did not finish."""

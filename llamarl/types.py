@@ -189,6 +189,7 @@ class Answered:
     @property
     def ticket(self) -> int:
         """The attack's, by which it is routed."""
+        assert isinstance(self.attack, Completion), "answers to a held-out prompt have no ticket"
         return self.attack.ticket
 
     @property

@@ -28,7 +28,7 @@ import argparse
 import itertools
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import reduce
 from pathlib import Path
 from typing import NamedTuple
@@ -72,7 +72,6 @@ TITLES = {
 JUDGED = (GOLD, WIN_RATE, PERPLEXITY)  # columns of the table, for runs that have any of them
 LEGEND_WIDTH = 110  # characters that fit one row of a legend
 LAST_STEP = "Large dots: the last step"
-SMALL_GREY = {"fontsize": "small", "color": "#777777", "loc": "left"}
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -253,7 +252,7 @@ def looks(labels: Sequence[str]) -> list[dict[str, object]]:
     parts = [label.partition(", ") for label in labels]
     firsts = list(dict.fromkeys(first for first, _, _ in parts))
     rests = list(dict.fromkeys(rest for _, _, rest in parts))
-    pairs = itertools.cycle(itertools.product(STYLES, COLOURS))
+    pairs: Iterable[tuple[str, str]] = itertools.cycle(itertools.product(STYLES, COLOURS))
     if len(firsts) <= len(COLOURS) and len(rests) <= len(STYLES):
         pairs = [
             (STYLES[rests.index(rest)], COLOURS[firsts.index(first)]) for first, _, rest in parts
@@ -310,13 +309,17 @@ def mean_path(paths: Sequence[np.ndarray]) -> np.ndarray:
     return np.mean(aligned, axis=0)
 
 
+def _subtitle(axes: Axes, text: str) -> None:
+    axes.set_title(text, fontsize="small", color="#777777", loc="left")
+
+
 def draw_pareto(variants: Variants, x: str, y: str) -> Figure:
     """The plot of y against x: each run's path thin, a variant's mean at equal steps bold, the last
     step a dot.
     """
     figure, (axes,) = _figure(1)
     _draw_paths(axes, variants, x, y)
-    axes.set_title(LAST_STEP, **SMALL_GREY)
+    _subtitle(axes, LAST_STEP)
     _legend(figure, axes)
     return figure
 
@@ -335,7 +338,7 @@ def draw_win_rate(variants: Variants) -> Figure:
             axes.vlines(xs, low, high, color=look["color"], linewidth=0.8, alpha=0.3)
     axes.yaxis.set_major_formatter(PercentFormatter(xmax=1))
     how = f"{LAST_STEP}. Dashed: as good as the references. Bars: 95 %, of a run alone"
-    axes.set_title(how, **SMALL_GREY)
+    _subtitle(axes, how)
     _legend(figure, axes)
     return figure
 
@@ -347,8 +350,8 @@ def draw_gold(variants: Variants) -> Figure:
     figure, both = _figure(2, share_y=False)
     for axes, y in zip(both, (EVALUATED, GOLD)):
         _draw_paths(axes, variants, ROOT_KL, y)
-    both[0].set_title("What is trained on (the proxy)", **SMALL_GREY)
-    both[1].set_title(f"What is not (gold). {LAST_STEP}", **SMALL_GREY)
+    _subtitle(both[0], "What is trained on (the proxy)")
+    _subtitle(both[1], f"What is not (gold). {LAST_STEP}")
     _legend(figure, both[0])
     return figure
 
@@ -361,8 +364,15 @@ def _draw_paths(axes: Axes, variants: Variants, x: str, y: str) -> None:
                 axes.plot(xs, ys, color=look["color"], linewidth=0.7, alpha=0.35)
         xs, ys, _ = mean_path(paths)
         _draw_mean(axes, xs, ys, label=label, **look)
-        dot = {"marker": "o", "markersize": 8, "markeredgecolor": "white", "zorder": 5}
-        axes.plot(xs[-1], ys[-1], color=look["color"], **dot)
+        axes.plot(
+            xs[-1],
+            ys[-1],
+            color=look["color"],
+            marker="o",
+            markersize=8,
+            markeredgecolor="white",
+            zorder=5,
+        )
     axes.set(xlabel=TITLES.get(x, x), ylabel=TITLES.get(y, y))
 
 
@@ -381,7 +391,7 @@ def draw_progress(variants: Variants, y: str, target: float) -> Figure:
                 axes.fill_between(xs, least, greatest, color=look["color"], alpha=0.15, linewidth=0)
         axes.set_xlabel(TITLES[x])
     both[0].set_ylabel(TITLES.get(y, y))
-    both[0].set_title(f"Dashed: the target, {target:.4g}", **SMALL_GREY)
+    _subtitle(both[0], f"Dashed: the target, {target:.4g}")
     _legend(figure, both[0])
     return figure
 

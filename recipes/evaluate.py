@@ -217,7 +217,7 @@ def compose_over(sections: dict[str, dict], overrides: list[str]) -> Config:
         for section, values in sections.items():
             file = Path(folder) / section / f"{OF_THE_RUN}.yaml"
             file.parent.mkdir()
-            OmegaConf.save(OmegaConf.create(escaped(values)), file)
+            OmegaConf.save(OmegaConf.create({k: escaped(v) for k, v in values.items()}), file)
             choices.append(f"{section}={OF_THE_RUN}")
         return compose_config([*choices, *overrides], config_dir=folder)
 
@@ -296,10 +296,9 @@ def read_answers(file: Path, asked: Asked) -> list[str]:
     """
 
     def answer_of(row: dict) -> tuple[tuple[str, str], str] | None:
-        texts = (row.get("prompt"), row.get("completion"))
-        if not all(isinstance(text, str) for text in texts):
+        prompt, completion = row.get("prompt"), row.get("completion")
+        if not isinstance(prompt, str) or not isinstance(completion, str):
             raise ValueError('need "prompt" and "completion", as texts')
-        prompt, completion = texts
         return None if row.get("sample") else ((row.get("set", OWN), prompt), completion)
 
     rows = read_jsonl(file, answer_of)
@@ -371,6 +370,7 @@ def judgement_lines(config: Config, judgement: Judgement, against: str) -> list[
     if judged.against_N is not None:
         lines[-1] += f"; {shown_score(found['eval/gold_references'])} of {against}"
         wins_N = judged.wins_N
+        assert wins_N is not None, "gold has said of both who wins"
         ties = int((wins_N == 0.5).sum())
         rate = win_rate(wins_N)
         what = f"over {against}, {ties} ties" if rate else "nothing could be compared"

@@ -151,13 +151,14 @@ class Data(NamedTuple):
 def read_data(args: argparse.Namespace, tokenizer, longest: int) -> Data:
     """ValueError naming what is wrong, by FILE:LINE in a JSONL file."""
     if args.task == "jsonl" and args.path:
-        keys = {
-            "prompt_key": args.prompt_key,
-            "answer_key": args.answer_key,
-            "messages_key": args.messages_key,
-        }
-        read = partial(
-            read_pairs, tokenizer=tokenizer, max_tokens=longest, chat=not args.no_chat, **keys
+        read: Callable[[str], list[sft.Pair]] = partial(
+            read_pairs,
+            tokenizer=tokenizer,
+            max_tokens=longest,
+            chat=not args.no_chat,
+            prompt_key=args.prompt_key,
+            answer_key=args.answer_key,
+            messages_key=args.messages_key,
         )
         pairs = read(args.path)
         if args.eval_path:
@@ -232,6 +233,7 @@ def train(
             **limits,
         )
         progress.update(bar, advance=1, description=f"sft  loss {loss:.3f}  accuracy {last:.1%}")
+    raise AssertionError("the last step returns")
 
 
 def check_writable(out: Path) -> None:

@@ -27,6 +27,7 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -170,12 +171,12 @@ def run(args: argparse.Namespace) -> None:
     rows = []
     for file in args.posts:
         name = f"{file.stem}.jsonl"
-        rows += read_jsonl(file, lambda row, name=name: post_row(row, name, fits))
+        rows += read_jsonl(file, partial(post_row, file=name, fits=fits))
     rows = without_repeated(rows)
     for file in args.comparisons:
         rows += read_jsonl(file, lambda row: pair_row(row, fits))
     lines: dict[str, list[str]] = {}
-    left_out = Counter()
+    left_out: Counter[str] = Counter()
     for row in rows:
         if row.left_out:
             left_out[row.left_out] += 1

@@ -120,7 +120,7 @@ def verify(
 
 
 def find(
-    resume: str, run_dir: str | Path, check: Callable[[Path], list[str]] = verify
+    resume: str, run_dir: str | Path | None, check: Callable[[Path], list[str]] = verify
 ) -> Path | None:
     """The checkpoint to go on from.
 
@@ -142,6 +142,7 @@ def find(
             remedy = "Use another step_N, or resume=auto for the newest valid one"
             raise CheckpointError(f"{damage(path, problems)}\n{remedy}")
         return path
+    assert run_dir is not None, "a run that goes on has a directory"
     folder = Path(run_dir) / "checkpoints"
     name_whole_ones(folder)
     candidates = _newest_first(folder, _SEALED)
@@ -514,8 +515,8 @@ def _read_manifest(path: Path) -> dict:
 
 def _split(name: str, state: State) -> tuple[dict[str, Tensor], dict[str, object]]:
     """(tensors, ready for safetensors; JSON values)."""
-    tensors = {}
-    values = {}
+    tensors: dict[str, Tensor] = {}
+    values: dict[str, object] = {}
     storages = set()
     for key, value in state.items():
         if isinstance(value, Tensor):

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from safetensors import safe_open
 from torch import Tensor
 
 
-class Part(Mapping):
+class Part(Mapping[str, Any]):
     """What one executor's rank had saved, by name.
 
     tensors: a safetensors file, None without tensors. OSError or SafetensorError if that cannot be
@@ -22,15 +23,15 @@ class Part(Mapping):
 
     def __init__(self, values: Mapping[str, object], tensors: Path | None):
         self._values = values
-        self._file = None
+        self._file: safe_open | None = None
         self._names: frozenset[str] = frozenset()
         if tensors is not None:
             self._file = safe_open(tensors, "pt")
             self._names = frozenset(self._file.keys())
 
-    def __getitem__(self, name: str) -> object:
+    def __getitem__(self, name: str) -> Any:
         if name in self._names:
-            return self._file.get_tensor(name)
+            return self._tensors().get_tensor(name)
         return self._values[name]
 
     def __contains__(self, name: object) -> bool:
@@ -45,4 +46,11 @@ class Part(Mapping):
 
     def box(self, name: str, index: tuple[slice, ...]) -> Tensor:
         """tensor[index], of which nothing else is read."""
-        return self._file.get_slice(name)[index] if index else self._file.get_tensor(name)
+        file = self._tensors()
+        return file.get_slice(name)[index] if index else file.get_tensor(name)
+
+    def _tensors(self) -> safe_open:
+        """Returns the file of tensors. KeyError where there is none."""
+        if self._file is None:
+            raise KeyError("this part was saved without tensors")
+        return self._file

@@ -76,19 +76,22 @@ class Channel:
         control = context.control
         sources = context.placement[self.source.name]
         destinations = context.placement[self.destination.name]
-        receiver = None
+        receiver: Receiver | None = None
         if control.rank in destinations:
             receiver = Receiver(self.name, self.capacity, control)
             for rank in sources:
                 if rank != control.rank:
+                    assert group is not None, "ranks that are linked have a group"
                     receiver.listen(rank, group)
         if control.rank not in sources:
             return None, receiver
         consumers: list[_Queue] = []  # in executor order
         for rank in destinations:
             if rank == control.rank:
+                assert receiver is not None, "made above, where this rank is a destination"
                 consumers.append(receiver)
             else:
+                assert group is not None, "ranks that are linked have a group"
                 consumers.append(_Link(self.name, self.capacity, control, rank, group))
         route = partial(self.route, num_destinations=len(destinations))
         return Sender(self.name, consumers, route), receiver

@@ -42,11 +42,14 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import TypeVar
 
 import torch.distributed as dist
 
 from llamarl.comm.causes import cause_of
 from llamarl.errors import PeerDied
+
+Failure = TypeVar("Failure", bound=BaseException)
 
 BEAT_S = 1.0
 GRACE_S = 10.0
@@ -107,6 +110,17 @@ class Control:
         self._store = store
         self._threads: list[threading.Thread] = []
 
+    def _shared_store(self) -> dist.Store:
+        """Returns the Store, where there are other ranks."""
+        assert self._store is not None, "a world of one rank has no Store"
+        return self._store
+
+    def _own_store(self) -> dist.Store:
+        """Returns a connection to the Store for one thread alone."""
+        # Every Store of several processes has it; torch's annotations give it to two kinds.
+        clone: Callable[[], dist.Store] = getattr(self._shared_store(), "clone")
+        return clone()
+
     def start(self) -> None:
         """Begin to listen and beat; after all handlers are in place."""
         if self._store is not None and not self._threads:
@@ -124,8 +138,9 @@ class Control:
             self._deliver(self.rank, topic, payload)
             return
         message = json.dumps([self.rank, topic, payload])
+        store = self._shared_store()
         try:
-            self._store.queue_push(f"mail/{rank}", message.encode())
+            store.queue_push(f"mail/{rank}", message.encode())
         except dist.DistError as error:
             raise PeerDied(self._store_gone(error)) from error
 
@@ -213,7 +228,7 @@ class Control:
 
         At once; or as a loss, where the dead are known to be none of the keepers.
         """
-        dead = getattr(error, "ranks", frozenset())
+        dead = error.ranks if isinstance(error, PeerDied) else frozenset()
         dead_keepers = sorted(dead & self.keepers)
         if dead and not dead_keepers:
             self.lose(error)
@@ -267,9 +282,7 @@ class Control:
             "Start again with resume=auto"
         )
 
-    def explained(
-        self, error: BaseException, doing: str, *, is_loss: bool = False
-    ) -> BaseException:
+    def explained(self, error: Failure, doing: str, *, is_loss: bool = False) -> Failure | PeerDied:
         """The error, or what it means: PeerDied, where and what to do, if a collective broke.
 
         That is what gloo, NCCL or the Store raise when a peer is gone. doing: "in trainer, step 3,
@@ -337,7 +350,7 @@ class Control:
         self.wake()
 
     def _listen(self) -> None:
-        store = self._store.clone()
+        store = self._own_store()
         store.set_timeout(_FOREVER)
         while not self._closing.is_set():
             try:
@@ -351,7 +364,7 @@ class Control:
             self._deliver(sender, topic, payload)
 
     def _beat(self) -> None:
-        store = self._store.clone()
+        store = self._own_store()
         watched = {self.leader}
         if self.is_leader:
             watched = set(range(self.world_size)) - {self.rank}
@@ -387,11 +400,13 @@ class Control:
             self._look_at_writing()
             now = time.monotonic()
             if now > max(self._last_words_until, self.progressed_at + self._last_words_s):
-                self.loss.add_note(
+                loss = self.loss
+                assert loss is not None, "last words end after a loss"
+                loss.add_note(
                     f"No checkpoint could be sealed within the {self._last_words_s:.0f} s of "
                     "stop_s after that, or after its writing last got on."
                 )
-                self.fail_now(self.loss)
+                self.fail_now(loss)
             silent_s = now - self._beaten_at
             if silent_s > STORE_PATIENCE * self.heartbeat_timeout_s:
                 text = self._store_gone(f"it has not answered for {silent_s:.0f} s")

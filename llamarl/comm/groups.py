@@ -113,11 +113,12 @@ def init_world(*, threads: int | None, timeout_s: float, reproducible: bool) -> 
         torch.cuda.set_device(device)
     timeout = timedelta(seconds=timeout_s)
     launcher = launcher_store(timeout_s)
-    store = dist.HashStore()
+    store: dist.Store = dist.HashStore()
     with reaching("the other ranks at the start", rank=rank):
         if size > 1:
             if local_size == size:
                 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+            assert launcher is not None, "several ranks have a launcher"
             # No start may read what an earlier one left in the launcher's store.
             name = meet(launcher, rank=rank, size=size, timeout_s=timeout_s)
             store = dist.PrefixStore(f"start-{name}", launcher)

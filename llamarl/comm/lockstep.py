@@ -32,7 +32,8 @@ END_S = 15.0  # a peer waits no longer for it
 class StagedVersion(Protocol):
     """A whole version that waits to be swapped in."""
 
-    version: int
+    @property
+    def version(self) -> int: ...
 
 
 class Lockstep:

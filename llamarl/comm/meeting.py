@@ -141,6 +141,7 @@ def _lead(store: dist.Store, me: str, size: int, until: float) -> str | None:
         if store.check(answers):
             store.set(f"open/{name}", "")
             return name
+    raise AssertionError("looking does not end")
 
 
 def _attend(store: dist.Store, me: str, rank: int, until: float) -> str | None:
@@ -158,6 +159,7 @@ def _attend(store: dist.Store, me: str, rank: int, until: float) -> str | None:
             answered = name
         if store.check([f"open/{name}"]):
             return name
+    raise AssertionError("looking does not end")
 
 
 def _check_place(process: bytes, me: str, rank: int) -> None:
@@ -229,3 +231,4 @@ class Exchange:
                     f"{source} to say {what}, and that rank showed no progress. See what it last "
                     "said, or raise timeout_s"
                 )
+        raise AssertionError("looking does not end")

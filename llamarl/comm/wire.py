@@ -97,7 +97,7 @@ def decode(message: bytes) -> list:
     return records
 
 
-def send_message(payload: bytes, rank: int, group: dist.ProcessGroup, tag: int = 0) -> None:
+def send_message(payload: bytes, rank: int, group: dist.ProcessGroup | None, tag: int = 0) -> None:
     """Returns once the peer has begun to take the payload. An empty one: no more comes."""
     dist.send(torch.tensor([len(payload)]), rank, group=group, tag=tag)
     if payload:

@@ -24,7 +24,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic
+from typing import Generic, overload
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -41,7 +41,7 @@ from llamarl.config.conversion import (
     show,
     to_config,
 )
-from llamarl.config.files import EVAL_SETS, PARTS, TASK_PARTS
+from llamarl.config.files import EVAL_SETS, PARTS, TASK_PARTS, sections
 from llamarl.config.placement import idle_ranks
 from llamarl.config.rules import CONF_DIR, check
 from llamarl.config.schema import Config
@@ -103,9 +103,19 @@ def check_command_line(
     return _read(overrides, kind, config_name, config_dir, multirun, ranks)[0]
 
 
+@overload
+def compose_config(overrides: list[str], *, config_dir: str | None = None) -> Config: ...
+
+
+@overload
 def compose_config(
-    overrides: list[str], kind: JobKind[Schema] = RL, config_dir: str | None = None
-) -> Schema:
+    overrides: list[str], kind: JobKind[Schema], config_dir: str | None = None
+) -> Schema: ...
+
+
+def compose_config(
+    overrides: list[str], kind: JobKind = RL, config_dir: str | None = None
+) -> object:
     """The checked config of a command line for one process, for a script that is no Hydra job: of
     the kind's schema. ConfigError as above. config_dir: files of the user's own beside those of
     conf/.
@@ -145,13 +155,14 @@ def _read(
         else:
             accepted.append(override.text)
             choices.append([(override.key, point) for point in override.points])
-    configs = []
+    configs: list[Schema] = []
     with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
         for combination in itertools.product(*choices):
             chosen = dict(combination)
-            config, found = _compose(kind, config_name or kind.file, search, chosen, ranks)
-            configs.append(config)
-            problems += found
+            made = _compose(kind, config_name or kind.file, search, chosen, ranks)
+            if made[0] is not None:
+                configs.append(made[0])
+            problems += made[1]
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
     return accepted, configs
@@ -199,7 +210,7 @@ def _read_override(
     value = override.value()
     is_section = isinstance(value, dict)
     section, _, option = key.partition(".")
-    for name in [f"{key}.{inner}" for inner in value] if is_section else [key]:
+    for name in [f"{key}.{inner}" for inner in value] if isinstance(value, dict) else [key]:
         known = known_keys(schema)
         # An option of a user's own loss, or of a dataset, may have any name; so may parts and sets.
         is_option = name.startswith("loss.") and name.count(".") == 1
@@ -221,12 +232,12 @@ def _read_override(
             return Problem(key, what, (key,))
         points = [f"{key}={point}" for point in override.sweep_string_iterator()]
     if key in groups and not is_section:
-        known = sorted(groups[key])
+        members = sorted(groups[key])
         for point in points:
             name = point.partition("=")[2]
-            if name not in known:
-                near = did_you_mean(name, known) if len(known) > 1 else ""
-                return Problem(text, f"need {' or '.join(known)}{near}", (key,))
+            if name not in members:
+                near = did_you_mean(name, members) if len(members) > 1 else ""
+                return Problem(text, f"need {' or '.join(members)}{near}", (key,))
         return _Override(key, text, points)
     # conf/ lacks, until it is given, an option of a loss, what only some kinds of a section have,
     # and a set of held-out prompts.
@@ -238,7 +249,7 @@ def _read_override(
 
 
 def _compose(
-    kind: JobKind,
+    kind: JobKind[Schema],
     config_name: str,
     search: list[str],
     chosen: dict[str, str],
@@ -276,14 +287,22 @@ def _compose(
             if not found:
                 return None, [*problems, Problem(config_name, " ".join(str(error).split()))]
         else:
-            wrong |= echoing(OmegaConf.to_container(composed), required)
+            wrong |= echoing(sections(composed), required)
             found = kind.check(config, *ranks)
             return config, problems + [p for p in found if wrong.isdisjoint(p.keys)]
         problems += [problem for problem in found if wrong.isdisjoint(problem.keys)]
     return None, problems
 
 
-def main(recipe: Callable[[Schema], None], kind: JobKind[Schema] = RL) -> Callable[[], None]:
+@overload
+def main(recipe: Callable[[Config], None]) -> Callable[[], None]: ...
+
+
+@overload
+def main(recipe: Callable[[Schema], None], kind: JobKind[Schema]) -> Callable[[], None]: ...
+
+
+def main(recipe: Callable, kind: JobKind = RL) -> Callable[[], None]:
     """Decorator: run a recipe with the checked config of its command line, under Hydra (--help,
     --cfg job, --multirun).
 

@@ -9,19 +9,28 @@ import dataclasses
 import functools
 import itertools
 import math
-import operator
 import re
 import types
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Annotated, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+    overload,
+)
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from llamarl.config.files import with_whole_parts
+from llamarl.config.files import sections, with_whole_parts
 from llamarl.config.loss_options import LOSS_OPTIONS
 from llamarl.config.marks import Mark
 from llamarl.config.ranges import Positive
@@ -77,7 +86,10 @@ class Findings:
     def add(self, what: str, *keys: str) -> None:
         shown = []
         for key in keys:
-            value = functools.reduce(operator.getitem, key.split("."), self._values)
+            value: object = self._values
+            for name in key.split("."):
+                assert isinstance(value, Mapping), f"{key}: there is no such section"
+                value = value[name]
             shown.append(f"{key}={show(value)}")
         self.problems.append(Problem(" ".join(shown), what, keys))
 
@@ -147,7 +159,8 @@ def did_you_mean(key: str, names: Collection[str]) -> str:
         return f"; did you mean {last[tail]}?"
     near = nearest(key, names, cutoff=0.75)
     if near is None:
-        near = last.get(nearest(tail, last, cutoff=0.7))
+        alike = nearest(tail, last, cutoff=0.7)
+        near = None if alike is None else last[alike]
     return "" if near is None else f"; did you mean {near}?"
 
 
@@ -222,11 +235,12 @@ def convert(value: object, hint: object) -> object:
     elif origin is dict:
         if isinstance(value, Mapping) and all(isinstance(name, str) for name in value):
             return dict(value)
-    elif type(value) in (int, float):
+    elif isinstance(value, int | float) and not isinstance(value, bool):
         # A number may be meant as a text; as a whole number only if it is one.
-        fits = hint in (float, str) or (hint is int and value % 1 == 0)
-        if fits and math.isfinite(value):
-            return hint(value)
+        for kind in (float, str, int):
+            fits = hint is kind and (kind is not int or value % 1 == 0)
+            if fits and math.isfinite(value):
+                return kind(value)
     elif type(value) is hint:
         return value
     raise ValueError
@@ -291,7 +305,7 @@ class _Reader:
     def _fill(self, values: Mapping[str, object], schema: type, prefix: str) -> object | None:
         """The dataclass of these values; None if a key is missing or does not fit."""
         left = dict(values)
-        read = {}
+        read: dict[str, object] = {}
         for name, hint in _hints(schema).items():
             key = prefix + name
             schemas = schemas_of(hint)
@@ -344,15 +358,24 @@ def show(value: object) -> str:
     return str(value)
 
 
-def to_config(composed: DictConfig | Mapping[str, object], schema: type[Schema] = Config) -> Schema:
+@overload
+def to_config(composed: DictConfig | Mapping[str, object]) -> Config: ...
+
+
+@overload
+def to_config(composed: DictConfig | Mapping[str, object], schema: type[Schema]) -> Schema: ...
+
+
+def to_config(composed: DictConfig | Mapping[str, object], schema: type = Config) -> object:
     """The typed config. ConfigError names every unknown key, wrong type and value out of range at
     once.
     """
     reader = _Reader(schema)
-    values = written = composed
     if isinstance(composed, DictConfig):
-        written = with_whole_parts(OmegaConf.to_container(composed))
+        written = with_whole_parts(sections(composed))
         values = _resolved(written, reader.problems)
+    else:
+        values = written = dict(composed)
     config = reader.section(values, (schema,), "")
     if reader.problems:
         echoes = echoing(written, keys_of(reader.problems))
@@ -367,7 +390,7 @@ def _resolved(written: dict, problems: list[Problem]) -> dict:
     """
     config = OmegaConf.create(written)
     try:
-        return OmegaConf.to_container(config, resolve=True)
+        return sections(config, resolve=True)
     except OmegaConfBaseException:
         pass  # told below, key by key
     for key, value in flat(written).items():
@@ -378,7 +401,7 @@ def _resolved(written: dict, problems: list[Problem]) -> dict:
         except OmegaConfBaseException as error:
             what = f"{show(value)}: {str(error).splitlines()[0]}"
             problems.append(Problem(key, what, (key,)))
-    return OmegaConf.to_container(config)
+    return sections(config)
 
 
 def echoing(written: Mapping[str, object], keys: Iterable[str]) -> set[str]:
@@ -393,8 +416,9 @@ def echoing(written: Mapping[str, object], keys: Iterable[str]) -> set[str]:
     return echoes
 
 
-def to_values(config: object) -> dict[str, object]:
+def to_values(config: object) -> dict[str, Any]:
     """The inverse of to_config: nested plain values under the keys of the command line."""
+    assert dataclasses.is_dataclass(config) and not isinstance(config, type), "a schema's config"
     values = dataclasses.asdict(config)
     if isinstance(config, Config):
         values["loss"].update(values["loss"].pop("options"))
@@ -403,7 +427,7 @@ def to_values(config: object) -> dict[str, object]:
 
 def save_config(config: object, path: str | Path) -> None:
     """Write config.yaml, whole at any moment: resolved, and read back by `load_config`."""
-    values = escaped(to_values(config))
+    values = {key: escaped(value) for key, value in to_values(config).items()}
     replace_text(path, OmegaConf.to_yaml(OmegaConf.create(values)))
 
 
@@ -424,7 +448,9 @@ def load_config(path: str | Path) -> Config:
     """
     try:
         composed = OmegaConf.load(path)
-        if isinstance(composed, DictConfig) and "eval" in composed:
+        if not isinstance(composed, DictConfig):
+            raise ConfigError([Problem(str(path), "damaged: a list, not sections")])
+        if "eval" in composed:
             composed.eval.setdefault("sets", {})  # earlier releases had none
         return to_config(composed)
     except YAMLError as error:

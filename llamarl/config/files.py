@@ -26,6 +26,13 @@ _OF_ALL_PARTS = (
 )
 
 
+def sections(config: object, *, resolve: bool = False) -> dict:
+    """Returns a config of OmegaConf's as nested values; resolve: with references filled in."""
+    values = OmegaConf.to_container(config, resolve=resolve)
+    assert isinstance(values, dict), f"sections were expected, and not {type(values).__name__}"
+    return values
+
+
 def with_whole_parts(values: dict[str, object]) -> dict[str, object]:
     """The values, unresolved, where each part of a reward or of a task, and each set of held-out
     prompts, has what it does not set itself from the file of its kind, conf/reward/KIND.yaml or
@@ -35,11 +42,11 @@ def with_whole_parts(values: dict[str, object]) -> dict[str, object]:
     for name in ("reward", "task"):
         section = values.get(name)
         parts = section.get("parts") if isinstance(section, Mapping) else None
-        if isinstance(parts, Mapping):
+        if isinstance(section, Mapping) and isinstance(parts, Mapping):
             whole[name] = {**section, "parts": _whole(parts, partial(_of_a_part, name))}
     evaluation = values.get("eval")
     sets = evaluation.get("sets") if isinstance(evaluation, Mapping) else None
-    if isinstance(sets, Mapping):
+    if isinstance(evaluation, Mapping) and isinstance(sets, Mapping):
         whole["eval"] = {**evaluation, "sets": _whole(sets, _of_a_set)}
     return whole
 
@@ -73,7 +80,7 @@ def _defaults(section: str, kind: object) -> dict[str, object]:
     file = CONF_DIR / section / f"{kind}.yaml"
     if kind in ("parts", "mixture") or not file.is_file():
         return {}
-    values = OmegaConf.to_container(OmegaConf.load(file))
+    values = sections(OmegaConf.load(file))
     if section == "task":  # whose files set values of other sections too
         values = values["task"]
     return {name: value for name, value in values.items() if name not in _OF_ALL_PARTS}

@@ -77,9 +77,9 @@ def find_placement(c: Config, world_size: int, found: Findings) -> None:
         what = f"need two or more of {', '.join(COLOCATED)}; or null"
         found.add(what, "placement.colocate")
     elif together is not None:
-        placed = [name for name in together if given[name]]
-        if len({tuple(given[name]) for name in placed}) > 1:
-            keys = [f"placement.{name}" for name in placed]
+        named = [name for name in together if given[name]]
+        if len({tuple(given[name]) for name in named}) > 1:
+            keys = [f"placement.{name}" for name in named]
             found.add("share their ranks, but are given different ones", *keys)
     for name, ranks in given.items():
         if ranks is None:
@@ -132,8 +132,8 @@ def _find_trainer(c: Config, num_ranks: int, model: ModelConfig | None, found: F
     else:
         ranks = f"{dp_ranks} trainer ranks" if t == 1 else f"{dp_ranks} sets of {t} trainer ranks"
         if c.splits_prompts:
-            keys = ("buffer.completions_per_prompt", "group_size")
-            _find_share(ranks, dp_ranks, c.trained_per_prompt, keys, found)
+            shared = ("buffer.completions_per_prompt", "group_size")
+            _find_share(ranks, dp_ranks, c.trained_per_prompt, shared, found)
         else:
             _find_share(ranks, dp_ranks, c.groups_per_step, ("groups_per_step",), found)
         if not c.draws_together and not isinstance(c.overcommit, str):

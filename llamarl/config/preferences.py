@@ -91,7 +91,7 @@ def as_run(config: PreferencesConfig) -> Config:
     for section in ("task", "reward"):
         values[section] = own[section]  # of its kind
     for section in ("model", "eval", "generator"):
-        values[section] |= own[section]
+        values[section].update(own[section])
     values["max_lag"] = 0
     values["eval"]["every"] = 0
     values["group_size"] = max(2, min(config.samples, config.generator.max_slots))

@@ -5,7 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from llamarl.config.files import EVAL_SETS
-from llamarl.config.rewards import JudgeSourceSettings
+from llamarl.config.rewards import (
+    EncoderSourceSettings,
+    FunctionSourceSettings,
+    JudgeSourceSettings,
+    NoveltySourceSettings,
+)
 from llamarl.config.schema import Config
 from llamarl.config.tasks import FileSettings
 
@@ -14,7 +19,7 @@ Rule = tuple[str, bool, str]  # the keys, whether they are wrong, the remedy
 
 def reward_rules(c: Config) -> list[Rule]:
     """Of what scores: something without an answer to compare with, or nothing at all."""
-    asked = {"task": c.task}
+    asked: dict[str, object] = {"task": c.task}
     asked |= {f"{EVAL_SETS}.{name}": one for name, one in c.eval.sets.items()}
     unanswered = []
     for section, rows in asked.items():
@@ -22,20 +27,20 @@ def reward_rules(c: Config) -> list[Rule]:
             unanswered.append(f"{section}.answer_key")
     rules = []
     for key, part in c.reward_parts.items():
-        if part.kind == "function":
+        if isinstance(part, FunctionSourceSettings):
             for answer_key in unanswered:
                 what = "the task's own reward compares with an answer; "
                 remedy = f"{key}.fn=module:function, or {answer_key}=answer"
                 rules.append((f"{answer_key} {key}.fn", part.fn is None, what + remedy))
-        elif part.kind == "judge":
+        elif isinstance(part, JudgeSourceSettings):
             rules += _judge_rules(c, key, part, unanswered=unanswered)
-        elif part.kind == "novelty":
+        elif isinstance(part, NoveltySourceSettings):
             what = "embeds whenever a group is whole, whoever has the device; offload=false"
             rules.append((f"{key}.kind offload", c.offload, what))
-        elif part.kind == "encoder":
+        elif isinstance(part, EncoderSourceSettings):
             what = "stays on its device and computes at any time; offload=false"
             rules.append((f"{key}.kind offload", c.offload, what))
-        elif part.kind == "model" and part.scale == 0:
+        elif part.scale == 0:
             rules.append((f"{key}.scale", True, "makes every score the same; any other number"))
     rules.append(
         (
@@ -52,14 +57,16 @@ def reward_rules(c: Config) -> list[Rule]:
 def comparing_judges(c: Config) -> list[str]:
     """The keys of the judges that compare the completions of a prompt."""
     parts = c.reward_parts.items()
-    return [key for key, part in parts if part.kind == "judge" and part.ask == "group"]
+    return [
+        key for key, part in parts if isinstance(part, JudgeSourceSettings) and part.ask == "group"
+    ]
 
 
 def _stream_rules(c: Config) -> list[Rule]:
     """Of models that read completions while these are sampled."""
     cache_tokens = c.reward.cache_tokens
-    searches = c.reward.chunk_tokens == "auto"
-    is_fixed = c.reward.chunk_tokens is not None and not searches
+    chunk_tokens = c.reward.chunk_tokens
+    searches = chunk_tokens == "auto"
     return [
         (
             "reward.chunk_tokens max_lag",
@@ -92,7 +99,7 @@ def _stream_rules(c: Config) -> list[Rule]:
         ),
         (
             "reward.chunk_tokens",
-            is_fixed and c.reward.chunk_tokens >= c.longest,
+            isinstance(chunk_tokens, int) and chunk_tokens >= c.longest,
             "no completion has as many tokens and one more, so none would be read before it ends; "
             f"at most {c.longest - 1}, or null",
         ),

@@ -27,7 +27,11 @@ class FunctionPartSettings(FunctionSourceSettings):
 class FunctionRewardSettings(FunctionSourceSettings):
     max_error_rate: Share
 
+    replicate: ClassVar[int] = 1  # nothing of it is on the ranks' devices
+    tensor_parallel: ClassVar[int] = 1
     stream: ClassVar[bool] = False
+    chunk_tokens: ClassVar[None] = None
+    cache_tokens: ClassVar[None] = None
 
 
 @settings_dataclass
@@ -82,7 +86,11 @@ class JudgePartSettings(JudgeSourceSettings):
 class JudgeRewardSettings(JudgeSourceSettings):
     max_error_rate: Share
 
+    replicate: ClassVar[int] = 1  # nothing of it is on the ranks' devices
+    tensor_parallel: ClassVar[int] = 1
     stream: ClassVar[bool] = False
+    chunk_tokens: ClassVar[None] = None
+    cache_tokens: ClassVar[None] = None
 
 
 @settings_dataclass
@@ -105,6 +113,8 @@ class NoveltyRewardSettings(NoveltySourceSettings):
     replicate: ClassVar[int] = 1  # it is one history's, on one rank
     tensor_parallel: ClassVar[int] = 1
     stream: ClassVar[bool] = False
+    chunk_tokens: ClassVar[None] = None
+    cache_tokens: ClassVar[None] = None
 
 
 @settings_dataclass
@@ -128,7 +138,11 @@ class EncoderPartSettings(EncoderSourceSettings):
 class EncoderRewardSettings(EncoderSourceSettings):
     max_error_rate: Share
 
+    replicate: ClassVar[int] = 1  # nothing of it is on the ranks' devices
+    tensor_parallel: ClassVar[int] = 1
     stream: ClassVar[bool] = False
+    chunk_tokens: ClassVar[None] = None
+    cache_tokens: ClassVar[None] = None
 
 
 AnySourceSettings = (

@@ -13,13 +13,18 @@ from omegaconf import OmegaConf
 
 from llamarl.config.conversion import Findings, Problem, convert, did_you_mean, need
 from llamarl.config.eval_rules import eval_rules, find_set_names
-from llamarl.config.files import CONF_DIR, EVAL_SETS
+from llamarl.config.files import CONF_DIR, EVAL_SETS, sections
 from llamarl.config.loss_options import LOSS_OPTIONS, declarations, declares
 from llamarl.config.placement import find_placement
 from llamarl.config.reward_rules import comparing_judges, reward_rules
+from llamarl.config.rewards import (
+    EncoderSourceSettings,
+    JudgeSourceSettings,
+    ModelSourceSettings,
+)
 from llamarl.config.schema import START, Config, LossSettings
 from llamarl.config.search_rules import Rule, replay_rules, schedule_rules, temperature_rules
-from llamarl.config.victim import victim_rules
+from llamarl.config.victim import ModelVictimSettings, victim_rules
 from llamarl.words.urls import url_problem
 
 
@@ -64,14 +69,14 @@ def check(
     for name, one in config.eval.sets.items():
         files[f"{EVAL_SETS}.{name}.path"] = getattr(one, "path", None)
     files["model.path"] = config.model.path and f"{config.model.path}/config.json"
-    victim = config.victim.path if config.victim.placed else None
+    victim = config.victim.path if isinstance(config.victim, ModelVictimSettings) else None
     files["victim.path"] = victim and f"{victim}/config.json"
     critic = config.trainer.critic.path
     files["trainer.critic.path"] = critic and f"{critic}/config.json"
     for key, part in config.reward_parts.items():
-        if part.kind in ("model", "encoder"):
+        if isinstance(part, ModelSourceSettings | EncoderSourceSettings):
             files[f"{key}.path"] = f"{part.path}/config.json"
-        elif part.kind == "judge":
+        elif isinstance(part, JudgeSourceSettings):
             files[f"{key}.template"] = part.template
     files["eval.base"] = config.eval.base and f"{config.eval.base}/config.json"
     for key, embedder in config.embedders.items():
@@ -294,7 +299,9 @@ def _learning_rules(c: Config) -> list[Rule]:
     adapts, decays = t.lora.rank > 0, t.decay_steps is not None
     by_token = t.advantages == "gae"
     published = _published_losses().items()
-    by_token_too = [name for name, sets in published if declares(sets["fn"], "token_advantages")]
+    by_token_too = [
+        name for name, sets in published if declares(str(sets["fn"]), "token_advantages")
+    ]
     # A name that is no loss is told elsewhere, and a loss of the user's own may take anything.
     refuses_tokens = fn in declarations() and not declares(fn, "token_advantages")
     return [
@@ -356,7 +363,7 @@ def _learning_rules(c: Config) -> list[Rule]:
         ),
         (
             "trainer.decay_steps trainer.warmup_steps max_steps",
-            decays and t.decay_steps + t.warmup_steps > c.max_steps > 0,
+            t.decay_steps is not None and t.decay_steps + t.warmup_steps > c.max_steps > 0,
             "warm-up and decay are longer than the run",
         ),
         *schedule_rules(c),
@@ -448,7 +455,7 @@ def _reference_stream_rules(c: Config) -> list[Rule]:
 def _published_losses() -> dict[str, Mapping[str, object]]:
     """What `loss=NAME` sets in the section `loss`, by name: the files of conf/loss."""
     files = sorted((CONF_DIR / "loss").glob("*.yaml"))
-    return {file.stem: OmegaConf.load(file)["loss"] for file in files}
+    return {file.stem: sections(OmegaConf.load(file))["loss"] for file in files}
 
 
 def _find_loss(loss: LossSettings, found: Findings) -> None:
@@ -488,10 +495,12 @@ def _find_options(loss: LossSettings, taken: Sequence[str], found: Findings) -> 
         found.problems.append(Problem(key, f"unknown key{why}", (key,)))
     if not all_fit:
         return
-    low = loss.options.get("ratio_mask_low") or 0
-    high = loss.options.get("ratio_mask_high") or math.inf
-    cap = loss.options.get("ratio_cap") or math.inf
-    clip = loss.options.get("clip_high", -math.inf)
+    low = _bound(loss, "ratio_mask_low") or 0
+    high = _bound(loss, "ratio_mask_high") or math.inf
+    cap = _bound(loss, "ratio_cap") or math.inf
+    clip = _bound(loss, "clip_high")
+    if clip is None:
+        clip = -math.inf
     is_mean = loss.options.get("max_tokens") is None or loss.options.get("normalize") == "tokens"
     if low >= high:
         what = "masks every ratio; the low bound must be below the high one"
@@ -502,6 +511,12 @@ def _find_options(loss: LossSettings, taken: Sequence[str], found: Findings) -> 
     if not is_mean:
         what = "a constant takes the place of the mean; normalize=tokens, or max_tokens=null"
         found.add(what, "loss.max_tokens", "loss.normalize")
+
+
+def _bound(loss: LossSettings, option: str) -> float | None:
+    """Returns the number that an option is; None where it is null, or not an option of the loss."""
+    value = loss.options.get(option)
+    return value if isinstance(value, int | float) else None
 
 
 def _find_own_loss(loss: LossSettings, found: Findings) -> None:

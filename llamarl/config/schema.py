@@ -43,6 +43,8 @@ from llamarl.config.rewards import (
     AnySourceSettings,
     FunctionSourceSettings,
     ModelSourceSettings,
+    NoveltySourceSettings,
+    PartsRewardSettings,
 )
 from llamarl.config.search import (
     AnyTemperatureSettings,
@@ -130,7 +132,11 @@ class ReferenceSettings:
 
     reset_every: ClassVar[None] = None
     placed: ClassVar[bool] = False  # whether it is an executor, on ranks of its own or shared
+    replicate: ClassVar[int] = 1
+    tensor_parallel: ClassVar[int] = 1
     stream: ClassVar[bool] = False
+    chunk_tokens: ClassVar[None] = None
+    cache_tokens: ClassVar[None] = None
 
 
 @settings_dataclass
@@ -333,19 +339,19 @@ class Config:
     @property
     def trained_per_prompt(self) -> int:
         """Completions of a prompt that a step trains on."""
-        if self.buffer.kind == "replay" and self.buffer.completions_per_prompt is not None:
-            return self.buffer.completions_per_prompt
+        if isinstance(self.buffer, ReplayBufferSettings):
+            return self.buffer.completions_per_prompt or self.group_size
         return self.group_size
 
     @property
     def draws_together(self) -> bool:
         """Whether all trainer ranks draw from one buffer."""
-        return self.buffer.kind == "replay" and self.buffer.draw != "local"
+        return isinstance(self.buffer, ReplayBufferSettings) and self.buffer.draw != "local"
 
     @property
     def splits_prompts(self) -> bool:
         """Whether each trainer rank trains on a share of every prompt's completions."""
-        return self.buffer.kind == "replay" and self.buffer.draw == "split"
+        return isinstance(self.buffer, ReplayBufferSettings) and self.buffer.draw == "split"
 
     @property
     def longest(self) -> int:
@@ -361,7 +367,7 @@ class Config:
     def longest_keys(self) -> str:
         """What sets longest_asked."""
         most = self._prompt_tokens
-        return f"{max(most, key=most.get)}.max_prompt_tokens + max_new_tokens"
+        return f"{max(most, key=lambda section: most[section])}.max_prompt_tokens + max_new_tokens"
 
     @property
     def _prompt_tokens(self) -> dict[str, int]:
@@ -379,14 +385,15 @@ class Config:
     @property
     def reward_parts(self) -> dict[str, AnySourceSettings]:
         """What scores, by key: "reward", or "reward.parts.NAME" of each part."""
-        if self.reward.kind != "parts":
+        if not isinstance(self.reward, PartsRewardSettings):
             return {"reward": self.reward}
         return {f"reward.parts.{name}": part for name, part in self.reward.parts.items()}
 
     @property
     def scorers(self) -> dict[str, ModelSourceSettings]:
         """The models among what scores, by key."""
-        return {key: part for key, part in self.reward_parts.items() if part.kind == "model"}
+        parts = self.reward_parts.items()
+        return {key: part for key, part in parts if isinstance(part, ModelSourceSettings)}
 
     @property
     def gold(self) -> FunctionSourceSettings | ModelSourceSettings | None:
@@ -426,7 +433,7 @@ class Config:
         """What embeds texts, START or a directory, by key."""
         found = {} if self.eval.embedder is None else {"eval.embedder": self.eval.embedder}
         for key, part in self.reward_parts.items():
-            if part.kind == "novelty":
+            if isinstance(part, NoveltySourceSettings):
                 found[f"{key}.embedder"] = part.embedder
         return found
 

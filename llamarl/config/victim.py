@@ -45,6 +45,12 @@ class ModelVictimSettings:
 AnyVictimSettings = NoVictimSettings | ModelVictimSettings
 
 
+def placed_victim(victim: AnyVictimSettings) -> ModelVictimSettings:
+    """Returns the settings of a victim, where there is one."""
+    assert isinstance(victim, ModelVictimSettings), "there is no victim: victim=none"
+    return victim
+
+
 def victim_rules(
     victim: AnyVictimSettings, *, attacks: bool, compared: list[str]
 ) -> list[tuple[str, bool, str]]:
@@ -63,7 +69,7 @@ def victim_rules(
             "the attacks are for a victim: victim=hf, or start recipes/llama_async.py",
         ),
     ]
-    if not victim.placed:
+    if isinstance(victim, NoVictimSettings):
         return rules
     rules.append(
         (

@@ -30,17 +30,18 @@ DTYPES = {
 MOST_ROWS = 16  # of a printed table
 
 
-def topology(kind: type, text: str) -> Source | Destination:
-    """Source(fsdp=4, tp=2) of "fsdp=4,tp=2". ValueError names what is wrong."""
-    known = [f.name for f in dataclasses.fields(kind)]
-    values = {}
+def sizes_of(known: tuple[str, ...], text: str) -> dict[str, int]:
+    """Returns {"fsdp": 4, "replicate": 1, "tp": 2} of "fsdp=4,tp=2". ValueError names what is
+    wrong.
+    """
+    values = dict.fromkeys(known, 1)
     for part in filter(None, text.split(",")):
         key, _, value = part.partition("=")
         if key not in known or not value.isdigit() or int(value) < 1:
             wanted = ",".join(f"{name}=N" for name in known)
             raise ValueError(f"{part!r}: need {wanted}, each N at least 1 (left out: 1)")
         values[key] = int(value)
-    return kind(**values)
+    return values
 
 
 def report(plan: Plan) -> dict:
@@ -199,8 +200,9 @@ def main(arguments: list[str] | None = None) -> int:
         dtype = torch.bfloat16
     try:
         config = read_config(given.model)
-        source = topology(Source, given.source)
-        destination = topology(Destination, given.destination)
+        source = Source(**sizes_of(("fsdp", "replicate", "tp"), given.source))
+        held = sizes_of(("tp", "replicas", "fsdp"), given.destination)
+        destination = Destination(tp=held["tp"], replicas=held["replicas"], fsdp=held["fsdp"])
         parameters = parameters_to_send(config, dtype, quantized)
         plan = make_plan(config, parameters, source, destination, feed=given.feed)
     except (FileNotFoundError, ValueError) as error:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
+from typing import cast
 
 import torch
 
@@ -20,6 +22,17 @@ REFERENCE_WEIGHTS = "reference_policy"  # the channel of the weights that the re
 
 # the leader's word that a version was sent there; in order with its word of checkpoints
 RESET = "reset"
+
+
+def receiver_of(ends: Mapping[str, object], name: str) -> WeightsReceiver:
+    """Returns the receiving end of the channel of weights `name`, of an executor's inputs."""
+    # A channel of weights gives an executor ends of its own kind, and a test gives it others.
+    return cast(WeightsReceiver, ends[name])
+
+
+def sender_of(ends: Mapping[str, object], name: str) -> WeightsSender:
+    """Returns the sending end of the channel of weights `name`, of an executor's outputs."""
+    return cast(WeightsSender, ends[name])
 
 
 @dataclass(frozen=True)

@@ -69,7 +69,7 @@ class Copier:
         if self.method == "lanes" and _can_pack(target, source):
             # A contiguous source is one row.
             rows = 1 if source.is_contiguous() else len(source)
-            return copy_kernels().pack_rows(
+            return _present_kernels().pack_rows(
                 target.data_ptr(),
                 source.data_ptr(),
                 source.nbytes // rows,
@@ -94,7 +94,7 @@ class Copier:
         addresses = ctypes.c_void_p * count
         numbers = ctypes.c_uint64 * count
         digests = numbers()
-        copy_kernels().pack_columns(
+        _present_kernels().pack_columns(
             count,
             addresses(*(target.data_ptr() for target in targets)),
             addresses(*(source.data_ptr() for source in sources)),
@@ -123,7 +123,7 @@ class Copier:
         if self.method == "lanes" and not on_device:
             count = len(parts.targets)
             digests = (ctypes.c_uint64 * count)()
-            copy_kernels().copy_moves(count, parts.moves, source.data_ptr(), digests)
+            _present_kernels().copy_moves(count, parts.moves, source.data_ptr(), digests)
             return fold(digests)
         found = []
         for start, target in parts.targets:
@@ -143,8 +143,15 @@ class Copier:
         if self.method == "lanes":
             if flat.is_cuda:
                 raise ValueError(f"the method lanes reads memory of the CPU, not of {flat.device}")
-            return copy_kernels().digest_of(flat.data_ptr(), flat.numel())
-        return xxhash.xxh3_64_intdigest(flat.numpy())
+            return _present_kernels().digest_of(flat.data_ptr(), flat.numel())
+        return xxhash.xxh3_64_intdigest(flat.numpy().data)
+
+
+def _present_kernels() -> ctypes.CDLL:
+    """Returns the kernels, which the method "lanes" is taken for."""
+    kernels = copy_kernels()
+    assert kernels is not None, "the method lanes was chosen without kernels"
+    return kernels
 
 
 def fold(digests: Iterable[int | Tensor]) -> int:

@@ -80,11 +80,15 @@ class Forwarder:
 
     def repairs(self) -> None:
         """Some of what has arrived was damaged, and comes again."""
-        self._current.was_repaired = True
+        self._begun().was_repaired = True
 
     def seal(self, canary: dict) -> None:
         """The version is whole and right, and ends with this canary."""
-        self._current.seal(canary)
+        self._begun().seal(canary)
+
+    def _begun(self) -> QueuedVersion:
+        assert self._current is not None, "no version has begun to come"
+        return self._current
 
     def end(self) -> None:
         """No more versions come."""

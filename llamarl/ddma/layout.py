@@ -183,7 +183,8 @@ def buffer_of(
     """
     by_name = {p.name: p for p in parameters}
     fused = _fused(by_name) if fuse else {}
-    runs = {name: (name,) for name in by_name}  # what lies end to end, by its first name
+    # What lies end to end, by its first name.
+    runs: dict[str, tuple[str, ...]] = {name: (name,) for name in by_name}
     for members in fused.values():
         for name in members:
             del runs[name]

@@ -67,7 +67,7 @@ class Header:
 
     kind: Kind
     version: int = -1
-    more: dict | None = None
+    more: dict = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +150,7 @@ class LocalLink:
     transport = "local"
     peer: int | None = None  # the other rank, where there is one
     # Whether bytes are sent, and received into memory of the receiver's. Where they are not, it
-    # reads the sender's, and there is no send_bytes.
+    # reads the sender's.
     streams = False
 
     def __init__(self):
@@ -206,6 +206,10 @@ class LocalLink:
 
         return arrived
 
+    def send_bytes(self, flat: Tensor) -> Callable[[], None]:
+        """Sender: begin to send a bucket's bytes. Call the result to wait until they may change."""
+        raise AssertionError(f"a {self.transport} link sends no bytes: they are read in place")
+
 
 class RankLink(LocalLink):
     """A link between two ranks.
@@ -217,12 +221,13 @@ class RankLink(LocalLink):
     def __init__(
         self,
         peer: int,
-        group: dist.ProcessGroup,
+        group: dist.ProcessGroup | None,
         transport: str,
         payload_group: dist.ProcessGroup | None = None,
     ):
         super().__init__()
         self.peer = peer
+        self._peer = peer
         self.transport = transport
         self.streams = transport in ("gloo", "nccl")
         self._group = group
@@ -254,7 +259,7 @@ class RankLink(LocalLink):
         tag = _Tag.TO_RECEIVER if to_receiver else _Tag.TO_SENDER
         message = json.dumps([header.kind, header.version, header.more]).encode()
         with self._with_peer():
-            send_message(message, self.peer, self._group, tag)
+            send_message(message, self._peer, self._group, tag)
 
     def recv(self, at_receiver: bool = True, timeout_s: float = FOREVER_S) -> Header:
         tag = _Tag.TO_RECEIVER if at_receiver else _Tag.TO_SENDER
@@ -270,12 +275,13 @@ class RankLink(LocalLink):
     ) -> Callable[[float], Tensor]:
         if not self.streams:
             return super().fetch(slot, start, size, staged=staged)
+        assert scratch is not None, "what is sent is received into the receiver's memory"
         return self._begin_recv(scratch, self._payload_group, _Tag.PAYLOAD)
 
     def send_bytes(self, flat: Tensor) -> Callable[[], None]:
-        """Sender: begin to send a bucket's bytes. Call the result to wait until they may change."""
         with self._with_peer():
-            work = dist.isend(flat, self.peer, group=self._payload_group, tag=_Tag.PAYLOAD)
+            work = dist.isend(flat, self._peer, group=self._payload_group, tag=_Tag.PAYLOAD)
+        assert work is not None, "both ranks of a link are in its group"
 
         def wait_until_gone(_kept: Tensor = flat) -> None:
             with self._with_peer():
@@ -284,14 +290,15 @@ class RankLink(LocalLink):
         return wait_until_gone
 
     def _begin_recv(
-        self, tensor: Tensor, group: dist.ProcessGroup, tag: int
+        self, tensor: Tensor, group: dist.ProcessGroup | None, tag: int
     ) -> Callable[[float], Tensor]:
         """Begin to receive into a tensor. Call the result, with seconds, to have it.
 
         LinkTimeout after these seconds.
         """
         with self._with_peer():
-            work = dist.irecv(tensor, self.peer, group=group, tag=tag)
+            work = dist.irecv(tensor, self._peer, group=group, tag=tag)
+        assert work is not None, "both ranks of a link are in its group"
 
         def arrived(timeout_s: float) -> Tensor:
             with self._with_peer(timeout_s):
@@ -308,7 +315,7 @@ class RankLink(LocalLink):
             text = str(error)
             if timeout_s < FOREVER_S and _TIMED_OUT.search(text):
                 raise LinkTimeout(f"nothing came for {timeout_s:.0f} s") from error
-            raise PeerDied(cause_of(error), [self.peer]) from error
+            raise PeerDied(cause_of(error), [self._peer]) from error
 
 
 def _share_device_memory(tensor: Tensor) -> list:
@@ -324,4 +331,4 @@ def _open_device_memory(coded: list, num_bytes: int) -> Tensor:
     shared = [base64.b64decode(part) if isinstance(part, str) else part for part in coded]
     storage = torch.UntypedStorage._new_shared_cuda(*shared)
     flat = torch.empty(0, dtype=torch.uint8, device=storage.device)
-    return flat.set_(storage, 0, (num_bytes,))
+    return flat.set_(storage, 0, torch.Size([num_bytes]), (1,))

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -103,11 +104,12 @@ class WeightsReceiver:
         is_sharded = any(isinstance(parameter, DTensor) for parameter in self._parameters)
         self._exchange = device.type == "cpu" and not is_sharded
         if self._route.on_device:
-            where = {"dtype": torch.uint8, "device": device}
+            zeros = partial(torch.zeros, num_bytes, dtype=torch.uint8, device=device)
         else:
-            where = {"dtype": torch.uint8, "pin_memory": device.type == "cuda"}
+            is_pinned = device.type == "cuda"
+            zeros = partial(torch.zeros, num_bytes, dtype=torch.uint8, pin_memory=is_pinned)
         count = 2 if self._exchange else 1
-        return [torch.zeros(num_bytes, **where) for _ in range(count)]
+        return [zeros() for _ in range(count)]
 
     def _incoming(self, plan: Plan, me: int, whole: tuple[Bucket, ...]) -> list[Incoming]:
         """The links from all that send to this rank: trainer ranks, or another generator rank."""
@@ -125,18 +127,23 @@ class WeightsReceiver:
         return links
 
     @property
+    def _bound(self) -> Subscriber:
+        assert self._subscriber is not None, "`bind` comes first"
+        return self._subscriber
+
+    @property
     def staged(self) -> Staged | None:
         """What `swap` would bring in, or None."""
-        return self._subscriber.staged
+        return self._bound.staged
 
     @property
     def overtakable(self) -> bool:
         """Whether a newer version waits for the place of the staged one, which may be skipped."""
-        return self._subscriber.overtakable
+        return self._bound.overtakable
 
     def skip(self, version: int) -> None:
         """Let go of the staged version, if it is this one, for a newer one to come."""
-        self._subscriber.skip(version)
+        self._bound.skip(version)
 
     @torch.no_grad()
     def swap(self) -> Staged | None:
@@ -144,7 +151,7 @@ class WeightsReceiver:
 
         On a CPU that is an exchange of pointers, on a GPU or into shards one copy.
         """
-        with self._subscriber.handover() as (staged, buffer):
+        with self._bound.handover() as (staged, buffer):
             if staged is None:
                 return None
             views = self._views[buffer.data_ptr()]
@@ -350,9 +357,9 @@ class _LinkReader:
         scatters = any(target.in_place is None for target in targets[0])
         if self._link.streams and scatters:
             largest = max(bucket.end - bucket.start for bucket in self._buckets)
-            where = {"dtype": torch.uint8, "device": subscriber.device}
             for _ in range(AHEAD):
-                self._scratches.append(torch.empty(largest, **where))
+                scratch = torch.empty(largest, dtype=torch.uint8, device=subscriber.device)
+                self._scratches.append(scratch)
 
     def run(self) -> None:
         """Receive until the sender closes."""

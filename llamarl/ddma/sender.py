@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import queue
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor
 
 from llamarl.ddma.links import NUM_SLOTS, Header, Kind, Slots, make_slots
 from llamarl.ddma.payload import Bucket, Progress, buckets_of
@@ -47,7 +47,7 @@ class WeightsSender:
     def bind(
         self,
         config: ModelConfig,
-        parameters: list[tuple[str, nn.Parameter]],
+        parameters: Sequence[tuple[str, Tensor]],
         tensor_group: dist.ProcessGroup | None = None,
     ) -> Plan:
         """Publish these parameters from now on: plain, or DTensors sharded as the route says.
@@ -116,7 +116,7 @@ class WeightsSender:
         began = time.monotonic()
         # Collective, and so not left to whether this rank has a slot to stage in.
         self._staging.quantize()
-        queued = self._publisher.enqueue(
+        queued = self._bound.enqueue(
             version,
             must_load=must_load or evaluate,
             evaluate=evaluate,
@@ -132,10 +132,15 @@ class WeightsSender:
         queued.seal(canary())
         return stall_s
 
+    @property
+    def _bound(self) -> Publisher:
+        assert self._publisher is not None, "`bind` comes first, and `close` last"
+        return self._publisher
+
     def has_room(self) -> bool:
         """Whether `publish` would not wait for a receiver that only this rank's loop moves on."""
         route = self._route
-        return route.rank not in route.destinations or self._publisher.has_room()
+        return route.rank not in route.destinations or self._bound.has_room()
 
     @property
     def receivers(self) -> tuple[int, ...]:
@@ -169,8 +174,10 @@ class Publisher:
         self._slots = slots
         self._links = links
         self._while_staging = bool(slots.counters)
-        counters = slots.counters or [None] * NUM_SLOTS
-        self._progress = [Progress(counter) for counter in counters]
+        if slots.counters:
+            self._progress = [Progress(counter) for counter in slots.counters]
+        else:
+            self._progress = [Progress(None) for _ in range(NUM_SLOTS)]
         self._free: queue.Queue[int] = queue.Queue()
         for slot in range(NUM_SLOTS):
             self._free.put(slot)
@@ -219,8 +226,9 @@ class Publisher:
             try:
                 return self._free.get(timeout=LOOK_S)
             except queue.Empty:
-                lost = getattr(self._control.loss, "ranks", frozenset())
-                is_cut_off = self._control.loss is not None and not self._thread.is_alive()
+                loss = self._control.loss
+                lost = loss.ranks if isinstance(loss, PeerDied) else frozenset()
+                is_cut_off = loss is not None and not self._thread.is_alive()
                 if self._control.stopping or is_cut_off or lost & self._peers:
                     return None
         raise TimedOut(

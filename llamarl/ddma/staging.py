@@ -97,7 +97,8 @@ class Staging:
 
         What other links carry of a piece's rows is copied with it, before its own bucket's turn.
         """
-        digests: dict[int, int] = {}  # of what has been copied, by where it starts in the slot
+        # Of what has been copied, by where it starts in the slot.
+        digests: dict[int, int | Tensor] = {}
         for bucket in self._buckets:
             for piece in bucket.pieces:
                 if piece.start in digests:

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from llamarl.inference.cache import SlotCache
 from llamarl.inference.sampler import check_vector
 from llamarl.models.attention import Attention
-from llamarl.models.build import Decoder
+from llamarl.models.build import Decoder, FeedForward, Layer
 from llamarl.models.norms import RMSNorm
 from llamarl.native import library
 
@@ -72,12 +72,14 @@ class NativeDecode:
         self.stale = True  # the weights were exchanged: lay them out again
         self._decoder = decoder
         self._dtype = dtype
-        self._kernels = _library(dtype)
+        kernels = _library(dtype)
+        assert kernels is not None, "`fits` says whether there are any"
+        self._kernels = kernels
         self.has_tiles = bool(self._kernels.tiles_allowed())
         self.use_tiles = self.has_tiles
         # Another one where the source, the compiler or the CPU is.
         self.version = Path(self._kernels._name).name
-        self._seen = []  # of each parameter its last write
+        self._seen: list[tuple[int, int]] = []  # of each parameter its last write
         self._kept: list[Tensor] = []  # what the structures below point to
         self._layers = (_Layer * len(decoder.layers))()
         self._model = _Model()
@@ -123,6 +125,7 @@ class NativeDecode:
         self._seen = seen
         self._kept = []
         for layer, its in zip(self._layers, decoder.layers):
+            assert isinstance(its, Layer) and isinstance(its.mlp, FeedForward), "as `fits` saw"
             layer.qkv = self._panels(_by_groups(its.attn, "weight"))
             layer.output = self._panels(its.attn.output_proj.weight)
             layer.gate = self._panels(its.mlp.w1.weight)
@@ -132,6 +135,8 @@ class NativeDecode:
                 layer.qkv_bias = self._keep(_by_groups(its.attn, "bias").float())
             layer.attention_norm = self._keep(its.sa_norm.scale.float())
             layer.mlp_norm = self._keep(its.mlp_norm.scale.float())
+        norm = decoder.norm
+        assert isinstance(norm, RMSNorm), "as `fits` saw"
         self._model = _Model(
             layers=len(decoder.layers),
             hidden=config.hidden_size,
@@ -140,10 +145,10 @@ class NativeDecode:
             head_dim=config.head_dim,
             units=config.intermediate_size,
             vocab=len(decoder.output_weight),
-            eps=decoder.norm.eps,
+            eps=norm.eps,
             layer=ctypes.addressof(self._layers),
             embedding=self._keep(decoder.tok_embeddings.weight),
-            norm=self._keep(decoder.norm.scale.float()),
+            norm=self._keep(norm.scale.float()),
             head=self._panels(decoder.output_weight),
         )
 

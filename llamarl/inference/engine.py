@@ -42,6 +42,7 @@ from llamarl.inference.requests import (
     Sample,
     TokenIds,
     check_vocabulary,
+    on_cpu,
 )
 from llamarl.inference.rows import Rows
 from llamarl.inference.runner import ModelRunner, batches
@@ -172,7 +173,7 @@ class Engine(SlotEngine):
         request = Request(
             stream=partial.stream,
             ticket=partial.ticket,
-            prompt_ids=partial.prompt_ids,
+            prompt_ids=on_cpu(partial.prompt_ids),
             params=partial.params,
             end=partial.sample_index + 1,
             num_started=partial.sample_index,
@@ -317,7 +318,7 @@ class Engine(SlotEngine):
         tokens = tokens.to(self.device)
         count = tokens.numel()
         params = SamplingParams(max_new_tokens=max(1, count), temperature=temperature)
-        request = Request(0, 0, prompt_ids, params, end=1)
+        request = Request(0, 0, on_cpu(prompt_ids), params, end=1)
         request.check(self._vocab_size, self.max_len)
         self._runner.refresh()
         slot = self._num_held if self._on_cpu else self._cache.rows - 2
@@ -414,6 +415,7 @@ class Engine(SlotEngine):
         of its last token.
         """
         piece = request.ids[begin : begin + self._prefill_chunk]
+        assert self._staging is not None, "it was given to this prompt's first piece"
         return self._runner.prefill(self._staging, [piece], [1], start=begin)
 
     def _start(self, admitted: list[Sample]) -> None:
@@ -437,6 +439,7 @@ class Engine(SlotEngine):
             count = num_samples[staged]
             logits_1V = self._extend(staged, staged.num_cached)
             targets = torch.arange(first, first + count, device=self.device)
+            assert self._staging is not None, "its pieces before are there"
             source = torch.full_like(targets, self._staging)
             self._cache.copy(source, targets, staged.ids.numel())
             staged.num_cached = 0

@@ -62,6 +62,7 @@ class DecodeGraphs:
             return
         graph = torch.cuda.CUDAGraph()
         record = self._record()
+        assert record is not None, "the engine goes after its graphs"
         here = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(here)
         with torch.cuda.stream(self._stream):

@@ -19,7 +19,7 @@ from llamarl.inference.sampler import SamplingParams
 from llamarl.types import Completion
 
 if TYPE_CHECKING:
-    from llamarl.tickets.prompts import PromptStream
+    from llamarl.tickets.prompts import AnyPrompts
 
 # Every tensor of a sample, and under what name its lengths are kept.
 _LENGTHS = {
@@ -63,14 +63,30 @@ def unpack(
     sample_indices = state["sample_indices"].tolist()
     for i, reason in enumerate(state["finish_reasons"]):
         had = {name: parts[i] for name, parts in tables.items()}
-        had |= {"ticket": tickets[i], "sample_index": sample_indices[i]}
         is_kept = had["policy_versions"] <= newest
         for name in Recorded._fields:
             had[name] = had[name][: is_kept.sum()]
         if reason is None or not is_kept.all():
-            yield Partial(stream=stream, params=params_of(tickets[i]), **had)
+            yield Partial(
+                stream=stream,
+                ticket=tickets[i],
+                sample_index=sample_indices[i],
+                prompt_ids=had["prompt_ids"],
+                token_ids=had["token_ids"],
+                generator_logprobs=had["generator_logprobs"],
+                policy_versions=had["policy_versions"],
+                params=params_of(tickets[i]),
+            )
         else:
-            yield Completion(finish_reason=reason, **had)
+            yield Completion(
+                ticket=tickets[i],
+                sample_index=sample_indices[i],
+                prompt_ids=had["prompt_ids"],
+                token_ids=had["token_ids"],
+                generator_logprobs=had["generator_logprobs"],
+                policy_versions=had["policy_versions"],
+                finish_reason=reason,
+            )
 
 
 def _parts(state: Mapping, name: str) -> Sequence[Tensor]:
@@ -78,7 +94,7 @@ def _parts(state: Mapping, name: str) -> Sequence[Tensor]:
     return state[name].split(state[_LENGTHS[name]].tolist())
 
 
-def of_other_prompts(state: Mapping, prompts: PromptStream) -> set[int]:
+def of_other_prompts(state: Mapping, prompts: AnyPrompts) -> set[int]:
     """The tickets of what was packed that ask another prompt now than what their completions were
     sampled for.
     """

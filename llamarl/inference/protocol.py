@@ -164,6 +164,11 @@ def can_stream(engine: GenerationEngine) -> TypeGuard[StreamingEngine]:
     return _has_calls_of(engine, StreamingEngine)
 
 
+def can_hold_quantized(engine: GenerationEngine) -> TypeGuard[QuantizedEngine]:
+    """Returns whether an engine is a QuantizedEngine."""
+    return _has_calls_of(engine, QuantizedEngine)
+
+
 def _has_calls_of(engine: GenerationEngine, protocol: type) -> bool:
     # Not by isinstance: since Python 3.12 it misses what an engine has by __getattr__, as one that
     # wraps another does.

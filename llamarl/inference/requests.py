@@ -57,15 +57,12 @@ class Request:
 
     stream: int
     ticket: int
-    prompt_ids: TokenIds  # [P] int64, on the CPU once it is here
+    prompt_ids: Tensor  # [P] int64, on the CPU
     params: SamplingParams
     end: int
     num_started: int = 0
     recorded: Recorded = NOTHING  # what its only sample has already
     num_cached: int = 0  # tokens of a long prompt that wait in the staging slot
-
-    def __post_init__(self):
-        self.prompt_ids = torch.as_tensor(self.prompt_ids, dtype=torch.int64, device="cpu")
 
     def check(self, vocab_size: int, max_len: int) -> None:
         """ValueError for an empty prompt, one that max_len has no room for, or unknown ids.
@@ -124,7 +121,12 @@ class Sample(NamedTuple):
     """One sample of a request."""
 
     request: Request
-    index: int
+    sample_index: int
+
+
+def on_cpu(ids: TokenIds) -> Tensor:
+    """[L] int64 on the CPU, of ids as a caller has them."""
+    return torch.as_tensor(ids, dtype=torch.int64, device="cpu")
 
 
 def check_vocabulary(what: str, ids: Tensor, vocab_size: int) -> None:

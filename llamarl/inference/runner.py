@@ -17,6 +17,7 @@ from torch import Tensor
 
 from llamarl.inference.cache import Decode, Extend, Prefill, SlotCache
 from llamarl.inference.decode import NativeDecode
+from llamarl.models.attention import AttentionContext
 from llamarl.models.build import Decoder
 from llamarl.native.choice import fastest
 
@@ -66,6 +67,7 @@ class ModelRunner:
         place is written to.
         """
         native = self.native
+        assert native is not None, "there is a choice where kernels fit"
         self._cache.reserve(self._rows, 1)
         zeros_N = torch.zeros(self._rows, dtype=torch.int64)
         native.refresh()
@@ -135,6 +137,7 @@ class ModelRunner:
         else:
             positions_T = positions_T.to(device)
             last_N = last_N.to(device)
+            context: AttentionContext
             if start is None:
                 cu_seqlens = F.pad(ends_N.to(device), (1, 0))
                 context = Prefill(self._cache, cu_seqlens, slots_T.to(device), positions_T)

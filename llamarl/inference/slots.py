@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 
 from torch import Tensor
 
-from llamarl.inference.requests import Recorded, Request, TokenIds
+from llamarl.inference.requests import Recorded, Request, TokenIds, on_cpu
 from llamarl.inference.sampler import SamplingParams
 from llamarl.inference.stop_strings import Decode, StopStrings
 from llamarl.types import Completion, FinishReason
@@ -60,7 +60,7 @@ class SlotEngine:
         ValueError for an empty prompt, one that does not fit max_len with max_new_tokens, ids
         outside the vocabulary, or stop strings without `decode`.
         """
-        self._queue(Request(stream, ticket, prompt_ids, params, end=params.n))
+        self._queue(Request(stream, ticket, on_cpu(prompt_ids), params, end=params.n))
 
     def _queue(self, request: Request) -> None:
         request.check(self._vocab_size, self.max_len)
@@ -81,6 +81,7 @@ class SlotEngine:
             return None
         stops = self._stops.get(params.stop_strings)
         if stops is None:
+            assert self._decode is not None, "a request that needs it was refused"
             stops = StopStrings(params.stop_strings, self._decode)
             self._stops[params.stop_strings] = stops
         return stops.end_of(token_ids, seen=seen, least=params.min_new_tokens)

@@ -251,7 +251,7 @@ class VLLMEngine(SlotEngine):
 
     def _schedule(self) -> list[dict[str, object]]:
         """Give free slots to waiting samples, in order; returns them as vLLM is told of them."""
-        start = []
+        start: list[dict[str, object]] = []
         while self._waiting and self.free_slots:
             request = self._waiting[0]
             growing = _Growing(request, request.num_started)
@@ -262,7 +262,7 @@ class VLLMEngine(SlotEngine):
             self._running[name] = growing
             params = request.params
             seed = vllm_seed(params.seed, request.stream, request.ticket, growing.index)
-            described = {
+            described: dict[str, object] = {
                 "name": name,
                 "prompt_ids": request.prompt_ids.tolist(),
                 "salt": str(self.policy_version),  # prompts share cached K/V under equal ones alone
@@ -300,7 +300,7 @@ class VLLMEngine(SlotEngine):
             if reason not in ("stop", "length"):
                 ticket = growing.request.ticket
                 raise RuntimeError(f"vLLM ended a completion of ticket {ticket} with {reason!r}")
-            self._end(name, reason)
+            self._end(name, "stop" if reason == "stop" else "length")
         return len(token_ids)
 
     @torch.no_grad()
@@ -311,7 +311,7 @@ class VLLMEngine(SlotEngine):
         K/V of running samples stay: recompute_kv is refused by the config.
         """
         assert not recompute_kv, "config lets no recompute_kv through"
-        torch._foreach_copy_(self._shared, self._parameters)
+        torch._foreach_copy_(self._shared, tuple(self._parameters))
         # A prompt without a token yet may have shared K/V of the old weights: it starts again,
         # where it was in line.
         unread = [name for name, growing in self._running.items() if not growing.token_ids]
@@ -382,8 +382,10 @@ class VLLMEngine(SlotEngine):
             print(command, file=self._worker.stdin, flush=True)
         except BrokenPipeError:
             pass  # there will be no answer, which is told below
-        answered, _, _ = select.select([self._worker.stdout], [], [], ANSWER_S)
-        line = self._worker.stdout.readline() if answered else ""
+        answers = self._worker.stdout
+        assert answers is not None, "it was started with a pipe"
+        answered, _, _ = select.select([answers], [], [], ANSWER_S)
+        line = answers.readline() if answered else ""
         if not line.endswith("\n"):
             if answered:
                 how = f"ended with exit code {self._worker.wait()}"

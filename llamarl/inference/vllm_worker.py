@@ -18,6 +18,7 @@ import queue
 import sys
 import threading
 import traceback
+from collections.abc import Set
 from typing import TextIO
 
 import torch
@@ -114,7 +115,7 @@ class Worker:
             outputs |= {output.request_id: output for output in self._advance(names)}
         return outputs
 
-    def _advance(self, others: set[str] = frozenset()) -> list[RequestOutput]:
+    def _advance(self, others: Set[str] = frozenset()) -> list[RequestOutput]:
         """One step of vLLM; returns the outputs of `others`, which are no samples."""
         found = []
         for output in self.engine.step():

@@ -11,6 +11,7 @@ from omegaconf import OmegaConf
 from llamarl.config.conversion import to_values
 from llamarl.config.rewards import ModelSourceSettings
 from llamarl.config.schema import START
+from llamarl.config.victim import placed_victim
 from llamarl.ddma.plan import make_plan
 from llamarl.launch.gold import check_gold_function
 from llamarl.launch.job import Job
@@ -56,7 +57,7 @@ def dry_run(job: Job) -> None:
         f"python -m llamarl.ddma plan --model {job.model_path}"
     )
     if job.victim_path is not None:
-        v = c.victim
+        v = placed_victim(c.victim)
         size = num_parameters(read_config(job.victim_path))
         print(
             f"victim   {job.victim_path}, {size:,} parameters in {v.dtype}; "

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from llamarl.config.victim import placed_victim
 from llamarl.errors import BadInput
 from llamarl.launch.embedders import check_embedders
 from llamarl.launch.gold import check_gold
@@ -50,7 +51,7 @@ def check_inputs(job: Job) -> None:
         check_gold(job)
         check_embedders(job)
         if c.trainer.critic.path:
-            _check_critic(job, model)
+            _check_critic(job, Path(c.trainer.critic.path), model)
         context = model.max_position_embeddings
         if c.longest_asked > context:
             raise ValueError(
@@ -85,6 +86,7 @@ def _check_model(job: Job, model: ModelConfig) -> None:
 def _check_victim(job: Job) -> None:
     """A language model with its tokenizer, to which an attack can be put."""
     path = job.victim_path
+    assert path is not None, "asked where there is a victim"
     given = f"victim.path={path}"
     model = read_model(path)
     if model.labels:
@@ -100,7 +102,7 @@ def _check_victim(job: Job) -> None:
     except ValueError as error:
         words = str(error).replace("task.system_prompt", "victim.system_prompt")
         raise ValueError(f"{given}: {words.replace('task.chat', 'victim.chat')}") from error
-    most = job.config.victim.max_prompt_tokens
+    most = placed_victim(job.config.victim).max_prompt_tokens
     if empty >= most:
         raise ValueError(
             f"victim.max_prompt_tokens={most}: {empty} tokens are around every attack, so none "
@@ -108,10 +110,8 @@ def _check_victim(job: Job) -> None:
         )
 
 
-def _check_critic(job: Job, policy: ModelConfig) -> None:
+def _check_critic(job: Job, path: Path, policy: ModelConfig) -> None:
     """A value model reads the policy's tokens and says one number of each."""
-    c = job.config
-    path = Path(c.trainer.critic.path)
     file = path / "config.json"
     model = read_model(path)
     if len(model.labels) > 1:
@@ -125,10 +125,10 @@ def _check_critic(job: Job, policy: ModelConfig) -> None:
             f"{path}: another vocabulary than the policy's, {job.model_path}; a value model "
             "(trainer.critic.path) reads the policy's tokens"
         )
-    if c.longest > model.max_position_embeddings:
+    if job.config.longest > model.max_position_embeddings:
         raise ValueError(
             f"{file}: the value model's context is {model.max_position_embeddings}, but "
-            f"task.max_prompt_tokens + max_new_tokens = {c.longest}; lower one of them"
+            f"task.max_prompt_tokens + max_new_tokens = {job.config.longest}; lower one of them"
         )
     if model.labels:
         job.check_weights(path, model)
@@ -188,8 +188,8 @@ def _check_task(job: Job) -> None:
         for one in job.held_out.sets:
             job.held_out.prompt(one.first)
     reads_turns = job.victim_path is None and job.conversation["chat"]
-    for name, one in job.config.eval.sets.items():
-        if reads_turns and not one.chat:
+    for name, settings in job.config.eval.sets.items():
+        if reads_turns and not settings.chat:
             raise ValueError(
                 f"eval.sets.{name}.chat=false task.chat=true: what scores would read its prompts "
                 f"as turns of the chat template; eval.sets.{name}.chat=true"

@@ -15,9 +15,16 @@ from llamarl.comm.groups import World
 from llamarl.config.command_line import Config
 from llamarl.config.conversion import to_values
 from llamarl.config.placement import TINY_MODEL, placement_of
-from llamarl.config.rewards import AnySourceSettings
-from llamarl.config.schema import START
-from llamarl.config.victim import ATTACK
+from llamarl.config.rewards import (
+    AnyPartSettings,
+    AnySourceSettings,
+    EncoderSourceSettings,
+    FunctionSourceSettings,
+    ModelSourceSettings,
+    NoveltySourceSettings,
+)
+from llamarl.config.schema import START, ReplayBufferSettings
+from llamarl.config.victim import ATTACK, NoVictimSettings, placed_victim
 from llamarl.controller import ExecutorController, RunSettings
 from llamarl.errors import NoWeights
 from llamarl.executor import Executor
@@ -194,13 +201,12 @@ class Job:
     def victim_path(self) -> Path | None:
         """The directory of the victim; None without one."""
         victim = self.config.victim
-        if not victim.placed:
-            return None
-        return Path(victim.path) if victim.path else TINY_MODEL
+        return None if isinstance(victim, NoVictimSettings) else Path(victim.path or TINY_MODEL)
 
     @cached_property
     def victim_tokenizer(self):
         """The victim's; only where there is one."""
+        assert self.victim_path is not None, "there is no victim: victim=none"
         return read_tokenizer(self.victim_path)
 
     @cached_property
@@ -312,13 +318,13 @@ class Job:
         named = []
         for part in self.config.reward_parts.values():
             name = self.name_of(part)
-            if self.config.reward.kind == "parts":
+            if isinstance(part, AnyPartSettings):
                 name = f"{part.weight:g} * {name}"
             named.append(name)
         rewards = " + ".join(named)
         if self.victim_path is None:
             return rewards
-        v = self.config.victim
+        v = placed_victim(self.config.victim)
         asked = f"{v.template!r}, chat {v.chat}, system prompt {v.system_prompt!r}"
         sampled = f"{v.max_new_tokens} tokens at {v.temperature:g}, top-p {v.top_p:g}, {v.dtype}"
         # Its chat template too is in how it reads an attack.
@@ -332,16 +338,16 @@ class Job:
         """What scores, so that what gives other scores has another name: of a model, what it is; of
         a judge, what it is asked.
         """
-        if part.kind == "function":
+        if isinstance(part, FunctionSourceSettings):
             return part.fn or self.task.default_reward
-        if part.kind == "model":
+        if isinstance(part, ModelSourceSettings):
             label = part.label or ""
             return f"(model {model_digest(part.path)} {label} - {part.shift:g}) * {part.scale:g}"
-        if part.kind == "novelty":
+        if isinstance(part, NoveltySourceSettings):
             to = "all" if part.nearest is None else f"{part.nearest} nearest"
             embedder = self.model_path if part.embedder == START else part.embedder
             return f"novelty to {to} of {part.history} by {model_digest(embedder)}"
-        if part.kind == "encoder":
+        if isinstance(part, EncoderSourceSettings):
             read = f"{part.output} of {part.label or 'its label'}, reads {part.reads}"
             return f"encoder {model_digest(part.path)}, {read}"
         template = "none"
@@ -354,9 +360,9 @@ class Job:
     @property
     def scored(self) -> Scored:
         """What the reward is shown: completions, or a victim's answers to them."""
-        if self.victim_path is None:
-            return self.sampled
         victim = self.config.victim
+        if isinstance(victim, NoVictimSettings):
+            return self.sampled
         return Scored(
             tokenizer=self.victim_tokenizer,
             longest=victim.longest,
@@ -383,16 +389,17 @@ class Job:
         system_prompt.
         """
         scored = self.scored
-        chat = bool(scored.chat and scored.tokenizer.chat_template)
+        chat = bool(scored.chat and getattr(scored.tokenizer, "chat_template", None))
         return {"chat": chat, "system_prompt": scored.system_prompt}
 
     def victim_prompt_ids(self, attack: str) -> list[int]:
         """What the victim reads of an attack: token ids [P]. ValueError: they cannot be had."""
-        return self._victim_maker.filled_ids(self.config.victim.template, ATTACK, attack)
+        template = placed_victim(self.config.victim).template
+        return self._victim_maker.filled_ids(template, ATTACK, attack)
 
     @cached_property
     def _victim_maker(self) -> PromptMaker:
-        victim = self.config.victim
+        victim = placed_victim(self.config.victim)
         return PromptMaker(
             self.victim_tokenizer,
             chat=victim.chat,
@@ -491,7 +498,7 @@ class Job:
     def sync_period(self) -> int:
         """Steps after which what has come joins the buffer."""
         buffer = self.config.buffer
-        return buffer.sync_period if buffer.kind == "replay" else 1
+        return buffer.sync_period if isinstance(buffer, ReplayBufferSettings) else 1
 
     @property
     def num_on_their_way(self) -> int:
@@ -521,6 +528,7 @@ class Job:
         c = self.config
         if c.max_lag is None:
             return None
+        assert isinstance(c.buffer, ReplayBufferSettings), "asked of a replay buffer"
         return lag_bound(
             max_lag=c.max_lag,
             completions_per_step=c.groups_per_step // self.num_buffers * c.group_size,

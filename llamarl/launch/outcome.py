@@ -35,8 +35,13 @@ log = logging.getLogger("llamarl")
 class Running(Protocol):
     """A run under way, as its controller knows it."""
 
-    is_leader: bool
-    reached_target: bool  # of its evaluations
+    @property
+    def is_leader(self) -> bool: ...
+
+    @property
+    def reached_target(self) -> bool:
+        """Whether its evaluations have."""
+        ...
 
     @property
     def step(self) -> int:

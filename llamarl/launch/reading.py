@@ -56,12 +56,13 @@ class SharedReading:
             return self._follow(word, key, find)
         told: dict[str, object] = {"error": "rank 0 failed at reading the task's rows; see there"}
         try:
-            told = {"key": key, "found": self._find(key, find)}
+            found = self._find(key, find)
+            told = {"key": key, "found": found}
         finally:
             if not self._is_alone:
                 with reaching("the other ranks, to tell them which rows fit", rank=0):
                     self._exchange.tell(word, told)
-        return told["found"]
+        return found
 
     def _follow(self, word: str, key: str, find: Find) -> dict[str, object]:
         """On every rank but 0."""

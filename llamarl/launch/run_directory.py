@@ -46,7 +46,7 @@ from llamarl.inference.partials import of_other_prompts
 from llamarl.launch.identity import Identity, differences
 from llamarl.launch.outcome import forget
 from llamarl.native.files import LOCK, DirectoryLock
-from llamarl.tickets.prompts import PromptStream
+from llamarl.tickets.prompts import AnyPrompts
 
 RUNS = Path("runs")
 # Of this process: --multirun has several, and a restarted process counts them anew.
@@ -78,7 +78,7 @@ def open_run(
     world: World,
     fingerprints: Mapping[str, str],
     identity: Identity | None,
-    prompts: PromptStream | None = None,
+    prompts: AnyPrompts | None = None,
 ) -> RunDirectory:
     """Open the run's directory. Collective over the world: rank 0 decides, the others help.
 
@@ -136,7 +136,7 @@ class _Opening:
     config: Config | SupervisedConfig
     world: World
     identity: Identity
-    prompts: PromptStream | None
+    prompts: AnyPrompts | None
     exchange: Exchange
     num_orders: int = 0
     lock: DirectoryLock | None = None
@@ -259,9 +259,9 @@ class _Opening:
                 refused.append(difference)
         if refused:
             lines = "\n".join(f"  {difference.what}" for difference in refused)
-            permits = [difference.permit for difference in refused]
+            permits = [one.permit for one in refused if one.permit is not None]
             way = ""
-            if None not in permits:
+            if len(permits) == len(refused):
                 words = ",".join(dict.fromkeys(permits))
                 way = f"go on all the same with resume_with_other=[{words}], "
             raise RunDirectoryError(

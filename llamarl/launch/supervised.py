@@ -50,8 +50,11 @@ log = logging.getLogger("llamarl")
 class Data(Protocol):
     """Examples, for training and held out."""
 
-    train: Sequence
-    held_out: Sequence
+    @property
+    def train(self) -> Sequence: ...
+
+    @property
+    def held_out(self) -> Sequence: ...
 
     @property
     def fingerprints(self) -> dict[str, str]:
@@ -174,6 +177,7 @@ class SupervisedJob:
 
     def _conclude(self, version: int) -> None:
         """On rank 0: put the model into its place, and say how the run went."""
+        assert self._writer is not None, "rank 0 writes rows"
         print(f"\n{self._writer.summary()}")
         out = self.directory.path
         if version < self.max_steps:

@@ -10,7 +10,6 @@ step trains on:
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
@@ -125,8 +124,9 @@ class GroupBuffer:
 
 def decoded(part: Mapping) -> list[Group]:
     """The groups of a stored part."""
-    groups = []
-    for i in itertools.count():
-        if f"{MESSAGE}{i}" not in part:
-            return groups
-        groups += wire.decode(part[f"{MESSAGE}{i}"].numpy().tobytes())
+    groups: list[Group] = []
+    number = 0
+    while f"{MESSAGE}{number}" in part:
+        groups += wire.decode(part[f"{MESSAGE}{number}"].numpy().tobytes())
+        number += 1
+    return groups

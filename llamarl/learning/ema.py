@@ -25,7 +25,7 @@ class WeightAverage:
     ):
         self.decay = decay
         trained = [p for p in parameters if p.requires_grad]
-        self._averages = {p: p.detach().float().clone() for p in trained}
+        self._averages: dict[Tensor, Tensor] = {p: p.detach().float().clone() for p in trained}
         optimizer.register_step_post_hook(lambda *_: self.update())
 
     @torch.no_grad()

@@ -72,10 +72,15 @@ def chunked_logprobs(
 
 
 def make_head(
-    labels_R: Tensor, rows: Tensor, **options: float
+    labels_R: Tensor,
+    rows: Tensor,
+    *,
+    temperature: float = 1.0,
+    chunk_tokens: int = CHUNK_TOKENS,
+    entropy_grad: bool = False,
 ) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """A head for Decoder.forward that gives (logprobs, entropy) of labels [R], each predicted at
-    its row of the hidden states. options: those of chunked_logprobs.
+    its row of the hidden states. The rest is as of chunked_logprobs.
 
     rows [R] int64 into T. Prompt tokens need no logits, so they are in no row; a row may predict
     several labels (the first tokens of a group's completions). Without any, the empty results still
@@ -83,7 +88,14 @@ def make_head(
     """
 
     def head(hidden_TD: Tensor, weight_VD: Tensor) -> tuple[Tensor, Tensor]:
-        return chunked_logprobs(hidden_TD.index_select(0, rows), weight_VD, labels_R, **options)
+        return chunked_logprobs(
+            hidden_TD.index_select(0, rows),
+            weight_VD,
+            labels_R,
+            temperature=temperature,
+            chunk_tokens=chunk_tokens,
+            entropy_grad=entropy_grad,
+        )
 
     return head
 

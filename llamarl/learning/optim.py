@@ -69,6 +69,7 @@ def settle_moments(optimizer: torch.optim.Optimizer) -> None:
     if not hasattr(optimizer, "_new_buffer"):
         return
     from torchao.optim.quant_utils import quantize_8bit_with_qmap
+    from torchao.optim.subclass_8bit import OptimState8bit
 
     for p, state in optimizer.state.items():
         for key in MOMENTS:
@@ -79,6 +80,7 @@ def settle_moments(optimizer: torch.optim.Optimizer) -> None:
             if scale is not None:
                 # In units of their blocks, where the largest code is 1 in every block: no scale is
                 # chosen anew.
+                assert isinstance(own, OptimState8bit), "what has a scale is kept in 8 bits"
                 unit = values.view(len(scale), -1) / scale.clamp(min=1e-12).view(-1, 1)
                 own.codes.copy_(quantize_8bit_with_qmap(unit, own.qmap).view_as(own.codes))
                 own.scale.copy_(scale)
@@ -144,7 +146,7 @@ def clip_grad_norm(
     for p, group in zip(parameters, tensor_groups or itertools.repeat(None)):
         if p.grad is None:
             continue
-        kind = (group, None, ())
+        kind: tuple = (group, None, ())
         if isinstance(p.grad, DTensor):
             kind = (group, p.grad.device_mesh, p.grad.placements)
         kinds.setdefault(kind, []).append(local(p.grad))

@@ -326,7 +326,7 @@ def _without_emptiest(
     """
     emptiest = min(bins, key=lambda b: b.size)
     others = [deepcopy(b) for b in bins if b is not emptiest]
-    group_of = {}
+    group_of: dict[int, int] = {}
     for number, members in emptiest.members.items():
         group_of |= dict.fromkeys(members, number)
     for completion in sorted(group_of, key=lambda c: -lengths[c]):
@@ -347,7 +347,7 @@ def _build(flat: _Flat, members: dict[int, list[int]]) -> PackedBatch:
     """The microbatch of these completions by group: each prompt and behind it its completions."""
     input_ids = []  # of each segment, as positions and parents
     positions = []
-    parents = []
+    parents: list[int] = []
     rows = []  # of each completion, as places
     places = []
     tokens = 0

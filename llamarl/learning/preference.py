@@ -127,7 +127,7 @@ def pack_preferences(pairs: Sequence[Preference], device: torch.device) -> Prefe
     """One batch; of no pairs, a single token whose score nobody reads."""
     ids = []
     positions = []
-    parents = []
+    parents: list[int] = []
     last = []  # of each answer
     tokens = 0
     for pair in pairs:

@@ -161,10 +161,9 @@ class _Reader:
 def _margin(value: object) -> float:
     if value is None:
         return 0.0
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not is_number or not math.isfinite(value):
-        raise ValueError(f'"margin" must be a finite number, this is {value!r}')
-    return float(value)
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
+        return float(value)
+    raise ValueError(f'"margin" must be a finite number, this is {value!r}')
 
 
 def _prompt(value: object) -> str | Messages:

@@ -95,7 +95,7 @@ class Ranks:
         return messages
 
     def _reduced(
-        self, values: Mapping[Name, Number], operation: dist.ReduceOp
+        self, values: Mapping[Name, Number], operation: dist.ReduceOp.RedOpType
     ) -> dict[Name, float]:
         numbers = [float(value) for value in values.values()]
         if self.size > 1 and numbers:

@@ -214,7 +214,7 @@ class ReplayBuffer(GroupBuffer):
 
     def _stop_growing(self, held: list[_Held], step: int) -> None:
         """Where growth ends there is room for what is held then, and no more."""
-        if not self._grows or step < self.grow_until:
+        if not self._grows or self.grow_until is None or step < self.grow_until:
             return
         size = sum(h.group.lengths.numel() for h in held)
         if size >= self.draw.prompts * self.draw.completions:

@@ -21,6 +21,7 @@ def value_at(
     cut        the same line, but final from cut_step on: table 3 has end_step at half of the steps
                and cut_step at an eighth
     """
-    if step >= end_step or (kind == "cut" and step >= cut_step):
+    is_cut = kind == "cut" and cut_step is not None and step >= cut_step
+    if step >= end_step or is_cut:
         return final
     return first + (final - first) * step / end_step

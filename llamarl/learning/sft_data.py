@@ -144,7 +144,7 @@ def conversation_pair(messages: object, tokenizer) -> Pair:
     ValueError, saying what is wrong, for messages that are not right, or a template that is absent
     or shows an earlier turn otherwise once later ones follow.
     """
-    _check_messages(messages)
+    messages = _checked_messages(messages)
     if not getattr(tokenizer, "chat_template", None):
         raise ValueError(
             "a conversation, but the tokenizer has no chat template; give rows a prompt and a "
@@ -214,10 +214,15 @@ def _key_of_answer(row: dict, answer_key: str | None) -> str:
     return answer_key or next((key for key in ANSWER_KEYS if key in row), ANSWER_KEYS[0])
 
 
-def _check_messages(messages: object) -> None:
+def _checked_messages(messages: object) -> list[dict]:
+    """Returns them as they are, of which a template may read more. ValueError if there is no turn
+    to learn.
+    """
     roles = [message.role for message in messages_of(messages, "messages")]
     for one, other in itertools.pairwise(roles):
         if one == other == "assistant":
             raise ValueError("two assistant messages in a row; join them")
     if "assistant" not in roles:
         raise ValueError("no assistant message: there is nothing to learn")
+    assert isinstance(messages, list), "messages_of refuses all else"
+    return messages

@@ -42,7 +42,8 @@ class Metric:
         if self.reduction is not Reduction.MAX:
             return Metric(self.value + other.value, self.reduction)
         if isinstance(self.value, Tensor):
-            return Metric(torch.maximum(self.value, other.value), self.reduction)
+            theirs = torch.as_tensor(other.value, device=self.value.device)
+            return Metric(torch.maximum(self.value, theirs), self.reduction)
         return Metric(max(self.value, other.value), self.reduction)
 
 
@@ -183,6 +184,13 @@ class Update:
     metrics: Metrics
 
 
+def measured(row: Row, column: str) -> float:
+    """Returns a value that every step has."""
+    value = row[column]
+    assert value is not None, f"no step goes without {column}"
+    return value
+
+
 def updates_row(updates: list[Update]) -> Row:
     """The numbers that the metrics of a step's updates become, and what stands for those that no
     microbatch told of.
@@ -196,7 +204,7 @@ def updates_row(updates: list[Update]) -> Row:
         Reduction.COMPLETION_MEAN: max(1.0, sum(u.completions for u in updates)),
         Reduction.UPDATE_MEAN: len(updates),
     }
-    untold = {
+    untold: Row = {
         "entropy": 0.0,
         "kl/ref": None,  # no reference
         "parity/logprob_diff_max": None,  # no fresh token
@@ -205,7 +213,7 @@ def updates_row(updates: list[Update]) -> Row:
         "ratio/max": 1.0,
         "ratio/capped_fraction": 0.0,
     }
-    told = {name: m.value / number_of[m.reduction] for name, m in metrics.items()}
+    told = {name: float(m.value) / number_of[m.reduction] for name, m in metrics.items()}
     places = sum(u.places for u in updates)
     padding = 1 - sum(u.tokens for u in updates) / places if places else 0.0
     return {**untold, **told, "packing/padding_fraction": padding}

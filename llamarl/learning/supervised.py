@@ -32,6 +32,7 @@ from llamarl.models.build import Decoder
 from llamarl.models.fsdp import next_backward
 
 Example = TypeVar("Example")
+Given = TypeVar("Given", contravariant=True)  # an example, to what is learned
 Batch = TypeVar("Batch")
 
 Sums = dict[str, Tensor]  # [] each, over the targets of a microbatch
@@ -40,30 +41,43 @@ Sums = dict[str, Tensor]  # [] each, over the targets of a microbatch
 class RowsToRead(Protocol):
     """Where the rows are, and how they become tokens."""
 
-    path: str
-    eval_path: str | None
-    num_eval: int
-    max_tokens: int
-    drop_long: bool
-    chat: bool
-    system_prompt: str | None
+    @property
+    def path(self) -> str: ...
+
+    @property
+    def eval_path(self) -> str | None: ...
+
+    @property
+    def num_eval(self) -> int: ...
+
+    @property
+    def max_tokens(self) -> int: ...
+
+    @property
+    def drop_long(self) -> bool: ...
+
+    @property
+    def chat(self) -> bool: ...
+
+    @property
+    def system_prompt(self) -> str | None: ...
 
 
-class Objective(Protocol[Example, Batch]):
+class Objective(Protocol[Given, Batch]):
     """What is learned.
 
     Targets are what a loss is the mean over: pairs of answers, or tokens.
     """
 
-    def num_tokens(self, example: Example) -> int:
+    def num_tokens(self, example: Given) -> int:
         """What an example takes of a microbatch."""
         ...
 
-    def num_targets(self, example: Example) -> int:
+    def num_targets(self, example: Given) -> int:
         """What an example counts in the mean."""
         ...
 
-    def pack(self, examples: Sequence[Example], device: torch.device) -> Batch:
+    def pack(self, examples: Sequence[Given], device: torch.device) -> Batch:
         """A microbatch of whole examples. Of none: one that trains nothing, for a rank with fewer
         than its FSDP peers, who all must run the same number.
         """

@@ -92,6 +92,7 @@ def make_targets(
             for group, own_advantages, own_rewards in zip(groups, by_completion, rewards)
         ]
     else:
+        assert old_values is not None, "a critic has said values before the step"
         targets = _targets_by_token(groups, rewards, critic.settings, old_values)
         metrics["value/explained_variance"] = _explained_variance(groups, targets, ranks)
     if shaping.whitens("advantages"):

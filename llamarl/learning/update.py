@@ -43,6 +43,7 @@ from llamarl.learning.step_metrics import (
     batch_row,
     join,
     lag_histogram,
+    measured,
     metrics_of_loss,
     over_ranks,
     updates_row,
@@ -55,6 +56,7 @@ from llamarl.models.fsdp import drop_gradients, next_backward, reshard, tensor_g
 from llamarl.models.hf import named_parameters_hf
 from llamarl.models.lora import adapters_off
 from llamarl.models.parity import Canary, Sequence
+from llamarl.models.protocol import Head
 from llamarl.types import Group, PackedBatch
 
 Stop = Callable[[], bool]  # whether to give the step up
@@ -195,6 +197,7 @@ class PolicyUpdate:
         self.step_options = step_options
         self._device = device
         tp = decoder.tensor_parallel
+        self._tensor_parallel = tp
         self.ranks = Ranks(group, device, tp)
         names = [name for name, _ in named_parameters_hf(decoder)]
         self._tensor_groups = tensor_groups(decoder, names)
@@ -224,12 +227,15 @@ class PolicyUpdate:
         parts = s.minibatches_per_step
         bounds = [len(trained) * i // parts for i in range(parts + 1)]
         cuts = [slice(first, end) for first, end in pairwise(bounds)]
+        old_values = None
+        if self.critic is not None:
+            old_values = self._old_values(self.critic, trained, version, stop)
         targets, of_targets = make_targets(
             trained,
             s.shaping,
             advantages=s.advantages,
             critic=self.critic,
-            old_values=self._old_values(trained, version, stop) if self.critic else None,
+            old_values=old_values,
             minibatches=cuts,
             ranks=self.ranks,
         )
@@ -254,9 +260,9 @@ class PolicyUpdate:
             updates.append(self._update(minibatches[index % parts], update_id, stop))
         metrics = updates_row(updates) | row
         return StepResult(
-            grad_norm=metrics["grad_norm"],
-            mean_reward=metrics["reward/mean"],
-            num_trained_tokens=metrics["tokens/trained"],
+            grad_norm=measured(metrics, "grad_norm"),
+            mean_reward=measured(metrics, "reward/mean"),
+            num_trained_tokens=measured(metrics, "tokens/trained"),
             metrics=metrics,
         )
 
@@ -293,20 +299,22 @@ class PolicyUpdate:
         """Collective: the groups with ref_logprobs, of every completion, by the weights that
         training started from. NotFinite.
         """
+        reference = self.reference
+        assert reference is not None, "asked where the trainer has one of its own"
         alike = [group_of(asked_of(g)) for g in groups]
         everything = [Targets.of(g, g.rewards) for g in alike]
         logprobs_C = torch.zeros(sum(g.token_ids.numel() for g in groups))
-        with adapters_off(self.reference):
+        with adapters_off(reference):
             for microbatch in self._minibatch(alike, everything).microbatches:
                 self._agree_to_go_on(stop)
                 logprobs_C[microbatch.places] = label_logprobs(
-                    self.reference,
+                    reference,
                     microbatch,
                     self._device,
                     temperature=self.settings.temperature,
                 )
-        if self.reference is not self.decoder:
-            reshard(self.reference)
+        if reference is not self.decoder:
+            reshard(reference)
         total = self.ranks.sum(logprobs=float(logprobs_C.sum()))["logprobs"]
         if not math.isfinite(total):
             raise NotFinite(
@@ -318,7 +326,7 @@ class PolicyUpdate:
         return [replace(g, ref_logprobs=own) for g, own in zip(groups, own_logprobs, strict=True)]
 
     @torch.no_grad()
-    def _old_values(self, groups: list[Group], version: int, stop: Stop) -> Tensor:
+    def _old_values(self, critic: Critic, groups: list[Group], version: int, stop: Stop) -> Tensor:
         """Collective: [C] values of all groups' completion tokens, end to end; 0 of those that are
         not trained on. NotFinite.
         """
@@ -328,7 +336,7 @@ class PolicyUpdate:
             self._agree_to_go_on(stop)
             batch = to_device(microbatch, self._device)
             attention = PackedAttention(batch.cu_seqlens, batch.parents)
-            values_R = self.critic.values(self.decoder, batch, attention)
+            values_R = critic.values(self.decoder, batch, attention)
             values_C[microbatch.places] = values_R.cpu()
         total = self.ranks.sum(values=float(values_C.sum()))["values"]
         if not math.isfinite(total):
@@ -365,8 +373,8 @@ class PolicyUpdate:
             self._forward_backward(microbatch, minibatch, update_id, tally)
         if update_id.is_first:
             self._agree_to_go_on(stop)
-        if self._copied:
-            share_gradients(self._copied, self.decoder.tensor_parallel.group)
+        if self._tensor_parallel is not None and self._copied:
+            share_gradients(self._copied, self._tensor_parallel.group)
         metrics = self._checked(tally, update_id)
         if update_id.is_first:
             metrics |= self._checked_parity(tally, update_id)
@@ -384,7 +392,7 @@ class PolicyUpdate:
     ) -> None:
         """Add a microbatch's share to the gradients and to the tally."""
         batch = to_device(batch, self._device)
-        head = make_head(
+        head: Head = make_head(
             batch.labels,
             batch.rows,
             temperature=self.settings.temperature,
@@ -431,6 +439,7 @@ class PolicyUpdate:
         self, values: Tensor, batch: PackedBatch, minibatch: Packing
     ) -> tuple[Tensor, Metrics]:
         """The microbatch's share of the values' loss, times its coefficient, and its metrics."""
+        assert self.critic is not None, "values have a critic that said them"
         settings = self.critic.settings
         loss, sums = value_loss(
             values,

@@ -8,6 +8,7 @@ K head dim, D model, N sequences, L longest, M keys.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -343,7 +344,7 @@ def turned(x_THK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([first, x_THK[..., dim:]], dim=-1)
 
 
-def repeated(x_TJK: Tensor, repeats: list[int]) -> Tensor:
+def repeated(x_TJK: Tensor, repeats: Sequence[int]) -> Tensor:
     """[T, H, K]: K/V head j repeats[j] times, for the query heads that read it."""
     heads = []
     for head, count in zip(x_TJK.split(1, dim=1), repeats):
@@ -365,17 +366,17 @@ class Attention(nn.Module):
 
     def __init__(self, layer: int, config: ModelConfig, tp: TensorParallel | None = None):
         super().__init__()
+        self.sharing: KeyValueSharing | None = None
         if tp:
             heads = heads_of(config, tp.rank, tp.size)
             self.sharing = KeyValueSharing(config, tp)
         else:
             heads = heads_of(config, 0, 1)
-            self.sharing = None
         self.layer = layer
         self.head_dim = config.head_dim
         self.tp = tp
         self.num_cached_kv_heads = heads.num_kv
-        self.repeats = []
+        self.repeats: tuple[int, ...] = ()
         if not heads.uniform:
             # A kernel takes equally many query heads for every K/V head; where they are not, each
             # query head gets its own.
@@ -401,7 +402,7 @@ class Attention(nn.Module):
 
     def forward(self, x_TD: Tensor, *, mask: AttentionContext, input_pos: Angles) -> Tensor:
         num_tokens = x_TD.shape[0]
-        if self.tp:
+        if self.tp and self.sharing:
             x_TD = copied(x_TD, self.tp)
             q = self.q_proj(x_TD)
             k = self.sharing(self.k_proj, x_TD)
@@ -429,7 +430,7 @@ class Attention(nn.Module):
         """Every head normed, where the family does that."""
         if norm is None:
             return x_THK
-        scale_K = norm.scale
+        scale_K: Tensor = norm.scale
         if self.tp:
             # Whole on every rank, which sees its own heads alone: the gradient is the sum of all.
             scale_K = copied(scale_K, self.tp)

@@ -11,6 +11,7 @@ docs/models.md says how to add one.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -37,7 +38,7 @@ __all__ = ["Decoder", "ModelConfig", "build_decoder", "random_weights", "read_co
 
 
 _TANH_GELU = partial(F.gelu, approximate="tanh")
-ACTIVATIONS = {  # as config.json names them
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {  # as config.json names them
     "gelu": F.gelu,
     "gelu_new": _TANH_GELU,
     "gelu_fast": _TANH_GELU,
@@ -95,7 +96,7 @@ class PlainFeedForward(_FeedForward):
     def __init__(self, config: ModelConfig, tp: TensorParallel | None):
         super().__init__(config, tp)
         dim = config.hidden_size
-        self.activation = ACTIVATIONS[config.activation]
+        self.activation: Callable[[Tensor], Tensor] = ACTIVATIONS[config.activation]
         self.w2 = nn.Linear(self.hidden_dim, dim, bias=False)
         self.w3 = nn.Linear(dim, self.hidden_dim, bias=True)
         # Beside the projection: of all ranks' sum, and not of each rank's part.
@@ -146,10 +147,12 @@ class Decoder(TransformerDecoder):
 
     def __init__(self, config: ModelConfig, tp: TensorParallel | None):
         dim = config.hidden_size
+        embedding: nn.Embedding
         if tp and tp.split_vocabulary:
             embedding = SplitEmbedding(config.vocab_size, dim, tp)
         else:
             embedding = nn.Embedding(config.vocab_size, dim)
+        output: nn.Module
         if config.labels or config.tie_word_embeddings:
             output = nn.Identity()
         else:
@@ -181,7 +184,9 @@ class Decoder(TransformerDecoder):
             return self.score.weight
         if self.config.tie_word_embeddings:
             return self.tok_embeddings.weight
-        return self.output.weight
+        weight = self.output.weight
+        assert isinstance(weight, Tensor), "an untied head has a weight"
+        return weight
 
     def project(self, h_TD: Tensor, weight_VD: Tensor) -> Tensor:
         """Logits [T, V] of hidden states: by the output weight, or, where that is quantised, by its
@@ -194,7 +199,9 @@ class Decoder(TransformerDecoder):
     @property
     def num_cached_kv_heads(self) -> int:
         """K/V heads a layer that this rank's attention hands to its context."""
-        return self.layers[0].attn.num_cached_kv_heads
+        first = self.layers[0]
+        assert isinstance(first, Layer), f"a decoder's layers are {Layer.__name__}s"
+        return first.attn.num_cached_kv_heads
 
     def forward(
         self,
@@ -226,6 +233,7 @@ class Decoder(TransformerDecoder):
         if tp is None or not tp.split_vocabulary or self.config.labels:
             return head(h, self.output_weight)
         logits = head(copied(h, tp), self.output_weight)
+        assert isinstance(logits, Tensor), "a split vocabulary has a head that returns logits"
         return gathered(logits, self.config.vocab_size, tp)
 
     def _check_places(self, longest: int) -> None:

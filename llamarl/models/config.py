@@ -165,12 +165,13 @@ def _to_config(raw: dict, architecture: str, family: Family) -> ModelConfig:
     if family.rotary_fraction < 1:
         fraction = family.rotary_fraction
         if fraction:
-            fraction = raw.get("rotary_pct", fraction_of_rope or fraction)
+            by_default: float = fraction_of_rope or fraction
+            fraction = raw.get("rotary_pct", by_default)
         rotary_dim = int(head_dim * fraction)
     units = raw.get("intermediate_size")
     if units is None and family.widening:
         units = family.widening * hidden_size
-    labels = ()
+    labels: tuple[str, ...] = ()
     if architecture.endswith(SCORER):
         named = raw.get("id2label") or {"0": "LABEL_0", "1": "LABEL_1"}  # transformers' default
         labels = tuple(str(named[str(i)]) for i in range(len(named)))

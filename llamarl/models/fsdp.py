@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from llamarl.models.protocol import LanguageModel
 from llamarl.models.sharding import Box, parameter_shapes, tensor_parallel_box
+from llamarl.models.tp import TensorParallel
 
 
 def wrap(
@@ -45,11 +47,12 @@ def wrap(
     policy = MixedPrecisionPolicy(
         param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
-    given = {"mesh": mesh, "mp_policy": policy, "offload_policy": offload}
-    shard = mesh.shape[-1] > 1 or cpu_offload
+    shard = cpu_offload or (mesh is not None and mesh.shape[-1] > 1)
+    wrap_one = partial(fully_shard, mesh=mesh, mp_policy=policy, offload_policy=offload)
     for layer in decoder.layers:
-        fully_shard(layer, reshard_after_forward=shard, **given)
-    fully_shard(decoder, reshard_after_forward=False, **given)
+        wrap_one(layer, reshard_after_forward=shard)
+    assert isinstance(decoder, nn.Module), f"{type(decoder).__name__} is no module"
+    wrap_one(decoder, reshard_after_forward=False)
     decoder.whole_on_each_rank = not shard
 
 
@@ -61,6 +64,7 @@ def next_backward(decoder: LanguageModel, *, last: bool) -> None:
     if decoder.masters is not None:
         decoder.masters.last = last
     if decoder.whole_on_each_rank:
+        assert isinstance(decoder, FSDPModule), "`wrap` says so of the decoders that it wraps"
         decoder.set_requires_gradient_sync(last)
         decoder.set_reshard_after_backward(last)
 
@@ -87,12 +91,19 @@ def drop_gradients(decoder: LanguageModel) -> None:
     decoder.zero_grad(set_to_none=True)
 
 
+def _place_of(decoder: LanguageModel) -> TensorParallel:
+    """Returns this rank's place among those that share a tensor-parallel decoder."""
+    tp = decoder.tensor_parallel
+    assert tp is not None, "the decoder is not tensor-parallel"
+    return tp
+
+
 def _tensor_box(decoder: LanguageModel, name: str) -> Box:
     """The part of the parameter with this Hugging Face name that this rank of a tensor-parallel
     decoder and the others of its mesh hold together.
     """
     shape = parameter_shapes(decoder.config)[name]
-    tp = decoder.tensor_parallel
+    tp = _place_of(decoder)
     return tensor_parallel_box(
         decoder.config, name, shape, tp.rank, tp.size, split_vocabulary=tp.split_vocabulary
     )
@@ -109,11 +120,13 @@ def tensor_groups(decoder: LanguageModel, names: Iterable[str]) -> list[dist.Pro
     """Of each parameter with these Hugging Face names the ranks that hold its other tensor-parallel
     parts; None: each rank holds it whole.
     """
-    tp = decoder.tensor_parallel
-    return [tp.group if is_split(decoder, name) else None for name in names]
+    groups: list[dist.ProcessGroup | None] = []
+    for name in names:
+        groups.append(_place_of(decoder).group if is_split(decoder, name) else None)
+    return groups
 
 
-def held_box(decoder: LanguageModel, name: str, parameter: nn.Parameter) -> Box:
+def held_box(decoder: LanguageModel, name: str, parameter: Tensor) -> Box:
     """The part of a parameter that this rank holds."""
     if decoder.tensor_parallel is None:
         box = Box.whole(tuple(parameter.shape))
@@ -142,7 +155,7 @@ def local(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def whole_parameters(
-    decoder: LanguageModel, parameters: Iterable[tuple[str, nn.Parameter]]
+    decoder: LanguageModel, parameters: Iterable[tuple[str, Tensor]]
 ) -> Iterator[Iterator[tuple[str, Tensor]]]:
     """Collective over a replica's ranks: each parameter, one at a time; whole on tensor-parallel
     rank 0, elsewhere the rank's part.
@@ -159,7 +172,7 @@ def whole_parameters(
 
 
 def _made_whole(
-    decoder: LanguageModel, parameters: Iterable[tuple[str, nn.Parameter]]
+    decoder: LanguageModel, parameters: Iterable[tuple[str, Tensor]]
 ) -> Iterator[tuple[str, Tensor]]:
     for name, p in parameters:
         part = p.detach()
@@ -174,7 +187,7 @@ def _joined(decoder: LanguageModel, name: str, part: Tensor) -> Tensor:
     """Collective over the tensor-parallel ranks, whose parts are of one shape: the first gets them
     end to end.
     """
-    tp = decoder.tensor_parallel
+    tp = _place_of(decoder)
     whole = parameter_shapes(decoder.config)[name]
     parts = None
     if tp.rank == 0:

@@ -70,6 +70,15 @@ def kernels(x: Tensor) -> ctypes.CDLL | None:
     return lib
 
 
+def present_kernels(x: Tensor) -> ctypes.CDLL:
+    """Returns the kernels for tensors like x, where `kernels` was asked before whether there are
+    any.
+    """
+    lib = kernels(x)
+    assert lib is not None, f"no kernels for {x.dtype} on {x.device}"
+    return lib
+
+
 def call_kernel(kernel: Callable[..., None], *arguments: object) -> None:
     """Run a function of `kernels` on the threads that PyTorch has. Tensors are given by their
     address, None as a null pointer.
@@ -149,7 +158,9 @@ class _AddRmsNorm(Function):
             h = torch.empty_like(x)
         y = torch.empty_like(x)
         inverse_T = x.new_empty(rows, dtype=torch.float32)
-        call_kernel(kernels(x).rms_norm, y, inverse_T, h, x, change, scale_D, rows, dim, eps)
+        call_kernel(
+            present_kernels(x).rms_norm, y, inverse_T, h, x, change, scale_D, rows, dim, eps
+        )
         ctx.save_for_backward(h, scale_D, inverse_T)
         ctx.set_materialize_grads(False)
         return h, y
@@ -170,9 +181,9 @@ class _AddRmsNorm(Function):
             sums_D = torch.empty_like(scale_D, dtype=torch.float32)
         tensors = (grad_x, sums_D, grad_h, grad_y, h, inverse_T, scale_D)
         sizes = (inverse_T.numel(), scale_D.numel())
-        call_kernel(kernels(h).rms_norm_backward, *tensors, *sizes)
+        call_kernel(present_kernels(h).rms_norm_backward, *tensors, *sizes)
         grad_change = grad_x if needs_change else None
-        grad_scale = sums_D.to(scale_D.dtype) if needs_scale else None
+        grad_scale = None if sums_D is None else sums_D.to(scale_D.dtype)
         return grad_x, grad_change, grad_scale, None
 
 
@@ -192,7 +203,7 @@ class _SwiGlu(Function):
     @staticmethod
     def forward(ctx, gate: Tensor, up: Tensor) -> Tensor:
         out = torch.empty_like(gate)
-        call_kernel(kernels(gate).swiglu, out, gate, up, gate.numel())
+        call_kernel(present_kernels(gate).swiglu, out, gate, up, gate.numel())
         ctx.save_for_backward(gate, up)
         return out
 
@@ -204,7 +215,7 @@ class _SwiGlu(Function):
         grad_gate = torch.empty_like(gate)
         grad_up = torch.empty_like(up)
         tensors = (grad_gate, grad_up, grad, gate, up)
-        call_kernel(kernels(gate).swiglu_backward, *tensors, gate.numel())
+        call_kernel(present_kernels(gate).swiglu_backward, *tensors, gate.numel())
         return grad_gate, grad_up
 
 
@@ -237,7 +248,7 @@ class _Rotate(Function):
         ctx.save_for_backward(cos, sin)
         ctx.direction = direction
         out = torch.empty_like(x_THK)
-        call_kernel(kernels(x_THK).rotate, out, x_THK, cos, sin, *x_THK.shape, direction)
+        call_kernel(present_kernels(x_THK).rotate, out, x_THK, cos, sin, *x_THK.shape, direction)
         return out
 
     @staticmethod
@@ -273,7 +284,11 @@ class _Projections(Function):
         weights = parameters[:count]
         biases = parameters[count:]
         ctx.save_for_backward(x_TD, *weights)
-        return tuple(F.linear(x_TD, weight, bias) for weight, bias in zip(weights, biases))
+        made = []
+        for weight, bias in zip(weights, biases):
+            assert weight is not None, "every projection has a weight"
+            made.append(F.linear(x_TD, weight, bias))
+        return tuple(made)
 
     @staticmethod
     @once_differentiable
@@ -375,7 +390,7 @@ class PackedProducts(Function):
             row_shape = (torch.get_num_threads(), weights_BRM.shape[-1])
             rows = weights_BRM.new_empty(row_shape, dtype=torch.float32)
             sizes = (*part.queries_NL.shape, *weights_BRM.shape)
-            softmax = kernels(q_THK).causal_softmax
+            softmax = present_kernels(q_THK).causal_softmax
             call_kernel(softmax, weights_BRM, rows, part.seen_N, *sizes, head_dim**-0.5)
             _scatter(torch.bmm(weights_BRM, v_BMK), part, out_THK)
             kept += [q_BRK, k_BMK, v_BMK, weights_BRM]
@@ -400,7 +415,7 @@ class PackedProducts(Function):
             _scatter_add(torch.bmm(weights_BRM.transpose(1, 2), grad_BRK), part, grad_v)
             grad_BRM = torch.bmm(grad_BRK, v_BMK.transpose(1, 2))
             sizes = (part.queries_NL.shape[1], *grad_BRM.shape)
-            softmax_backward = kernels(q_BRK).causal_softmax_backward
+            softmax_backward = present_kernels(q_BRK).causal_softmax_backward
             call_kernel(softmax_backward, grad_BRM, weights_BRM, *sizes, head_dim**-0.5)
             _scatter(torch.bmm(grad_BRM, k_BMK), part, grad_q)
             _scatter_add(torch.bmm(grad_BRM.transpose(1, 2), q_BRK), part, grad_k)
@@ -416,7 +431,7 @@ def _gathered(
     rows = index_NL.shape[1] * x_THK.shape[1] // kv_heads
     out = x_THK.new_empty(num_batches, rows, head_dim)
     sizes = (*index_NL.shape, *x_THK.shape[1:])
-    call_kernel(kernels(x_THK).gather, out, x_THK, index_NL, lengths_N, *sizes)
+    call_kernel(present_kernels(x_THK).gather, out, x_THK, index_NL, lengths_N, *sizes)
     return out
 
 
@@ -424,10 +439,10 @@ def _scatter(x_BRK: Tensor, part: Part, out_THK: Tensor) -> None:
     """Put the part's tokens in their places of out."""
     index_NL = part.queries_NL
     sizes = (*index_NL.shape, *out_THK.shape[1:])
-    call_kernel(kernels(x_BRK).scatter, out_THK, x_BRK, index_NL, part.lengths_N, *sizes)
+    call_kernel(present_kernels(x_BRK).scatter, out_THK, x_BRK, index_NL, part.lengths_N, *sizes)
 
 
 def _scatter_add(x_BMK: Tensor, part: Part, out_TJK: Tensor) -> None:
     """Add what belongs to the part's keys to their tokens' float32 sums."""
     sizes = (*part.keys_NM.shape, *out_TJK.shape[1:])
-    call_kernel(kernels(x_BMK).scatter_add, out_TJK, x_BMK, part.keys_NM, *sizes)
+    call_kernel(present_kernels(x_BMK).scatter_add, out_TJK, x_BMK, part.keys_NM, *sizes)

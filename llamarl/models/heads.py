@@ -46,10 +46,13 @@ def with_values(head: Head, values: ValueHead, rows: Tensor) -> Head:
     hidden state of each row.
     """
     of_rows = only_values(values, rows)
-    return lambda hidden_TD, weight_VD: (
-        *head(hidden_TD, weight_VD),
-        of_rows(hidden_TD, weight_VD),
-    )
+
+    def both(hidden_TD: Tensor, weight_VD: Tensor) -> tuple[object, ...]:
+        made = head(hidden_TD, weight_VD)
+        assert isinstance(made, tuple), "a head of labels gives logprobs and entropy"
+        return (*made, of_rows(hidden_TD, weight_VD))
+
+    return both
 
 
 def only_values(values: ValueHead, rows: Tensor) -> Head:

@@ -21,7 +21,7 @@ from llamarl.errors import BadWeights, NoWeights
 from llamarl.models.config import ModelConfig, oversized, read_config
 from llamarl.models.directory import check_files, read_json
 from llamarl.models.fsdp import held_box, local
-from llamarl.models.protocol import LanguageModel
+from llamarl.models.protocol import LanguageModel, Model
 from llamarl.models.sharding import Shape
 from llamarl.models.stored import read_box, stored_parameters, stored_shapes, to_stored
 
@@ -93,7 +93,7 @@ def hf_name(name: str) -> str:
     raise KeyError(f"{name} has no Hugging Face name; add it to llamarl/models/hf.py")
 
 
-def named_parameters_hf(decoder: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+def named_parameters_hf(decoder: nn.Module | LanguageModel) -> Iterator[tuple[str, nn.Parameter]]:
     """(Hugging Face name, parameter), in the decoder's order, adapters included. Wrapper prefixes
     of checkpointing are dropped.
     """
@@ -148,8 +148,8 @@ class SafetensorsDir:
 def _weight_map(index: Path) -> dict[str, str]:
     """Tensor -> file. ValueError naming the index if it says no such thing."""
     named = read_json(index).get("weight_map")
-    is_map = isinstance(named, dict) and named
-    if not (is_map and all(isinstance(file, str) for file in named.values())):
+    files = named.values() if isinstance(named, dict) else ()
+    if not isinstance(named, dict) or not all(isinstance(file, str) for file in files) or not files:
         raise ValueError(f"{index}: no weight_map from tensors to files; fetch it again")
     for tensor, file in named.items():
         # A path, or "..", which Path calls the name of itself: it may lead anywhere.
@@ -214,12 +214,12 @@ def weights_of(
 
 @torch.no_grad()
 def load_weights(
-    decoder: LanguageModel,
+    decoder: Model,
     path: str | Path,
     *,
     device: str | torch.device = "cpu",
     may_lack: Collection[str] = (),
-) -> LanguageModel:
+) -> Model:
     """Fill a decoder (on the meta device or not), one tensor at a time, from a model directory.
     Returns it.
 
@@ -285,8 +285,8 @@ def _write_shards(
     named_tensors: Iterable[tuple[str, Tensor]], out: Path, dtype: torch.dtype
 ) -> None:
     """Write model.safetensors, or shards of it and their index."""
-    names_of_shards = []
-    pending = {}
+    names_of_shards: list[list[str]] = []
+    pending: dict[str, Tensor] = {}
     total_bytes = 0
 
     def flush() -> None:

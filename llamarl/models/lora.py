@@ -147,9 +147,10 @@ class PolicyWeights:
         for name, parameter in named_parameters_hf(decoder):
             if name.endswith(_ENDS):
                 continue
+            weight: Tensor = parameter
             if name in self._adapted:
-                parameter = _like(parameter, torch.empty_like(local(parameter)))
-            self.parameters.append((name, parameter))
+                weight = _like(parameter, torch.empty_like(local(parameter)))
+            self.parameters.append((name, weight))
 
     @torch.no_grad()
     def refresh(self) -> None:

@@ -30,15 +30,15 @@ class Masters:
     backward recomputes makes its own again.
     """
 
-    def __init__(self, decoder: nn.Module, dtype: torch.dtype):
+    def __init__(self, decoder: nn.Module, layers: nn.ModuleList, dtype: torch.dtype):
         self.last = True
         self._dtype = dtype
         self._decoder = decoder
-        self._held: dict[nn.Module, dict[str, nn.Parameter]] = {}
+        self._held: dict[nn.Module, dict[str, nn.Parameter | None]] = {}
         self._copies: dict[tuple[nn.Module, str], Tensor] = {}
-        in_layers = set(decoder.layers.modules())
+        in_layers = set(layers.modules())
         around = [module for module in decoder.modules() if module not in in_layers]
-        for layer in decoder.layers:
+        for layer in layers:
             self._swap(layer, list(layer.modules()))
         self._swap(decoder, around)
 
@@ -63,7 +63,7 @@ class Masters:
         owner.register_forward_hook(lambda *_: self._leave(modules), always_call=True)
         for module in modules:
             if type(module) is nn.Embedding:
-                module.forward = partial(self._look_up, module)
+                setattr(module, "forward", partial(self._look_up, module))
 
     def _enter(self, modules: list[nn.Module]) -> None:
         for module in modules:
@@ -81,6 +81,7 @@ class Masters:
 
     def _look_up(self, embedding: nn.Embedding, tokens: Tensor) -> Tensor:
         master = self._held[embedding]["weight"]
+        assert master is not None, "an embedding has a weight"
         return _Rows.apply(master, self._copy_of(embedding, "weight", master), tokens)
 
 

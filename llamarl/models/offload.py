@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 
 Tensors = Callable[[], Iterable[Tensor]]
 
@@ -26,7 +26,8 @@ class DeviceSharing:
         self.names = tuple(names)
         self.holder: str | None = None
         self._tensors: dict[str, Tensors] = {}
-        self._away = {}  # executor -> its storages, emptied, each with its bytes in host memory
+        # executor -> its storages, emptied, each with its bytes in host memory
+        self._away: dict[str, list[tuple[UntypedStorage, UntypedStorage]]] = {}
 
     def join(self, name: str, tensors: Tensors) -> None:
         """`tensors()` names what may leave the device; asked anew at each turn. What `name` holds
@@ -58,8 +59,8 @@ class DeviceSharing:
         for storage in storages.values():
             # PyTorch keeps pinned memory that is freed, for the next to leave.
             pin_memory = storage.device.type == "cuda"
-            kept = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=pin_memory)
-            kept = kept.untyped_storage()
+            room = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=pin_memory)
+            kept = room.untyped_storage()
             kept.copy_(storage, non_blocking=True)
             away.append((storage, kept))
         _settle()

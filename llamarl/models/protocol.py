@@ -15,9 +15,10 @@ Shapes: T tokens, D model, V vocabulary, K head dim.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Iterator
+from typing import Protocol, TypeVar, overload
 
+import torch
 from torch import Tensor, nn
 
 from llamarl.models.attention import Angles, AttentionContext
@@ -27,9 +28,13 @@ from llamarl.models.tp import TensorParallel
 
 Head = Callable[[Tensor, Tensor], object]  # (hidden [T, D], output weight [V, D]) -> anything
 
+Made = TypeVar("Made")  # by a head
+Model = TypeVar("Model", bound="LanguageModel")  # what is given, and returned
+
 
 class LanguageModel(Protocol):
-    """A decoder over flat tokens. It is an nn.Module besides.
+    """A decoder over flat tokens. It is an nn.Module besides, whose methods that are called here
+    stand at the end.
 
     isinstance cannot tell whether a module is one: since Python 3.12 it does not see submodules,
     which a module has by __getattr__. tests/parity/test_models.py looks at each member.
@@ -40,13 +45,19 @@ class LanguageModel(Protocol):
     tensor_parallel: TensorParallel | None  # whose part of each parameter this is; None: the whole
     layers: nn.ModuleList
 
+    @overload
+    def __call__(
+        self, tokens_T: Tensor, positions_T: Tensor, attention: AttentionContext, head: None = None
+    ) -> Tensor: ...
+
+    @overload
     def __call__(
         self,
         tokens_T: Tensor,
         positions_T: Tensor,
         attention: AttentionContext,
-        head: Head | None = None,
-    ) -> object:
+        head: Callable[[Tensor, Tensor], Made],
+    ) -> Made:
         """Logits [T, V] in the model's dtype, or what `head` makes of the normed hidden states and
         the output weight.
 
@@ -61,7 +72,10 @@ class LanguageModel(Protocol):
     masters: Masters | None  # one rank's float32 weights, where it computes in a lower precision
 
     # The engine asks these.
-    tok_embeddings: nn.Module  # whose weight [V, D] has the model's dtype and device
+    @property
+    def tok_embeddings(self) -> nn.Embedding:
+        """Whose weight [V, D] has the model's dtype and device."""
+        ...
 
     @property
     def output_weight(self) -> Tensor:
@@ -80,3 +94,20 @@ class LanguageModel(Protocol):
     def rotary(self, positions_T: Tensor, longest: int) -> Angles:
         """cos and sin [T, 1, K] of positions below `longest`. The first call builds the tables."""
         ...
+
+    # nn.Module's.
+    def parameters(self) -> Iterator[nn.Parameter]: ...
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...
+
+    def modules(self) -> Iterator[nn.Module]: ...
+
+    def named_modules(self) -> Iterator[tuple[str, nn.Module]]: ...
+
+    def set_submodule(self, target: str, module: nn.Module) -> None: ...
+
+    def requires_grad_(self, requires_grad: bool = True) -> object: ...
+
+    def to_empty(self, *, device: str | torch.device | int | None) -> object: ...
+
+    def zero_grad(self, set_to_none: bool = True) -> None: ...

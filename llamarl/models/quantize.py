@@ -55,10 +55,11 @@ def quantize_rows(
     """
     dtype = quantized_dtype(kind)
     outs, ins = weight_OI.shape
-    q, scale = q_out, scale_out
-    if q is None:
+    if q_out is None or scale_out is None:
         q = torch.empty(outs, ins, dtype=dtype, device=weight_OI.device)
         scale = torch.empty(outs, device=weight_OI.device)
+    else:
+        q, scale = q_out, scale_out
     assert (q.dtype, q.shape) == (dtype, weight_OI.shape), f"q_out is {q.dtype} {q.shape}"
     is_fit = (scale.dtype, scale.shape) == (torch.float32, (outs,))
     assert is_fit, f"scale_out is {scale.dtype} {scale.shape}"
@@ -195,8 +196,9 @@ def _scaled_product(q_TI: Tensor, q_IO: Tensor, scale_T1: Tensor, scale_1O: Tens
     and each column. Where _scaled_mm takes no such scales it sums, and they are multiplied behind.
     """
     if _takes_row_scales(q_TI.device):
-        scales = {"scale_a": scale_T1, "scale_b": scale_1O}
-        return torch._scaled_mm(q_TI, q_IO, **scales, out_dtype=torch.bfloat16)
+        return torch._scaled_mm(
+            q_TI, q_IO, scale_a=scale_T1, scale_b=scale_1O, out_dtype=torch.bfloat16
+        )
     one = torch.ones((), device=q_TI.device)
     sums_TO = torch._scaled_mm(q_TI, q_IO, scale_a=one, scale_b=one, out_dtype=torch.float32)
     return (sums_TO * scale_T1 * scale_1O).to(torch.bfloat16)
@@ -210,9 +212,8 @@ def _takes_row_scales(device: torch.device) -> bool:
     """
     q = torch.zeros(16, 16, dtype=torch.float8_e4m3fn, device=device)
     ones = torch.ones(16, 1, device=device)
-    scales = {"scale_a": ones, "scale_b": ones.t()}
     try:
-        torch._scaled_mm(q, q.t(), **scales, out_dtype=torch.bfloat16)
+        torch._scaled_mm(q, q.t(), scale_a=ones, scale_b=ones.t(), out_dtype=torch.bfloat16)
     except (RuntimeError, ValueError):
         return False
     return True
@@ -268,6 +269,7 @@ def quantize_decoder(decoder: nn.Module, kind: str, exclude: tuple[str, ...] = (
         )
     for name, path in paths.items():
         old = decoder.get_submodule(path)
+        assert isinstance(old, nn.Linear), f"{path} was a projection"
         weight = old.weight
         if not is_quantized(name, weight.shape, exclude):
             continue

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -27,7 +28,6 @@ from llamarl.models.directory import read_json
 from llamarl.models.frozen import frozen_decoder
 from llamarl.models.fsdp import held_box, local
 from llamarl.models.hf import load_tokenizer
-from llamarl.models.protocol import Head
 from llamarl.models.sharding import Box
 from llamarl.models.tp import TensorParallel
 
@@ -36,7 +36,7 @@ SCORE = "score.weight"  # the head's Hugging Face name
 log = logging.getLogger(__name__)
 
 
-def scores_at(rows_N: Tensor) -> Head:
+def scores_at(rows_N: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
     """A head for Decoder.forward: the scores [N, C] of the hidden states at these places of T, in
     float32.
     """

@@ -167,7 +167,7 @@ def parameter_shapes(config: ModelConfig) -> dict[str, Shape]:
     q = config.num_attention_heads * config.head_dim
     kv = config.num_key_value_heads * config.head_dim
     vocabulary = (config.vocab_size, d)
-    of_layer = {}
+    of_layer: dict[str, Shape] = {}
     for projection, rows in (("q_proj", q), ("k_proj", kv), ("v_proj", kv)):
         of_layer[f"self_attn.{projection}.weight"] = (rows, d)
         if config.attention_bias:
@@ -186,12 +186,12 @@ def parameter_shapes(config: ModelConfig) -> dict[str, Shape]:
     if traits.biases:
         of_layer["mlp.down_proj.bias"] = (d,)
         of_layer["mlp.up_proj.bias"] = (f,)
-    norm = {"weight": (d,)}
+    norm: dict[str, Shape] = {"weight": (d,)}
     if traits.norm == "layer":
         norm["bias"] = (d,)
     for name in ("input_layernorm", "post_attention_layernorm"):
         of_layer |= {f"{name}.{part}": shape for part, shape in norm.items()}
-    shapes = {"model.embed_tokens.weight": vocabulary}
+    shapes: dict[str, Shape] = {"model.embed_tokens.weight": vocabulary}
     if traits.learned_positions:
         shapes["model.embed_positions.weight"] = (config.max_position_embeddings, d)
     for i in range(config.num_hidden_layers):

@@ -75,12 +75,12 @@ def read_box(tensor, place: Stored, box: Box, config: ModelConfig) -> Tensor:
     first = box.offsets[0]
     rows = torch.arange(first, first + box.lengths[0])
     if place.kind is not None:
-        rows = _fused_rows(rows, place, config)
+        rows = _fused_rows(rows, place.kind, config)
     if not rows.numel():
         return torch.empty(box.lengths)
     low = int(rows[0])
     high = int(rows[-1]) + 1
-    span = (slice(low, high),)
+    span: tuple[slice, ...] = (slice(low, high),)
     for offset, length in zip(box.offsets[1:], box.lengths[1:]):
         span += (slice(offset, offset + length),)
     if place.turned:
@@ -92,14 +92,14 @@ def read_box(tensor, place: Stored, box: Box, config: ModelConfig) -> Tensor:
     return part.index_select(0, rows - low)
 
 
-def _fused_rows(rows: Tensor, place: Stored, config: ModelConfig) -> Tensor:
-    """Where these rows of queries, keys or values are among those of all three."""
+def _fused_rows(rows: Tensor, kind: int, config: ModelConfig) -> Tensor:
+    """Where these rows of queries, keys or values (`kind`) are among those of all three."""
     if config.traits.fused == "kinds":
         whole = config.num_attention_heads * config.head_dim
-        return rows + place.kind * whole
+        return rows + kind * whole
     head_dim = config.head_dim
     head = rows // head_dim
-    return (len(_KINDS) * head + place.kind) * head_dim + rows % head_dim
+    return (len(_KINDS) * head + kind) * head_dim + rows % head_dim
 
 
 def to_stored(
@@ -110,7 +110,7 @@ def to_stored(
     Queries, keys and values wait for each other.
     """
     places = stored_parameters(config)
-    waiting = {}
+    waiting: dict[str, dict[int, Tensor]] = {}
     for name, tensor in named_tensors:
         place = places.get(name)
         if place is None:  # not of this architecture: a head that replaces another

@@ -43,10 +43,12 @@ class TensorParallel:
         """This process's place in an executor's group; None if its ranks share no layers."""
         if group.tensor_parallel == 1:
             return None
+        peers = group.tensor_group
+        assert peers is not None, "ranks that share layers have a group"
         return cls(
             group.tensor_index,
             group.tensor_parallel,
-            group.tensor_group,
+            peers,
             split_vocabulary=split_vocabulary,
         )
 
@@ -133,9 +135,9 @@ class KeyValueSharing:
         if not self.any or not torch.is_grad_enabled():
             return projection(x_TD)
         weight = self._shared(projection.weight)
-        bias = projection.bias
-        if bias is not None:
-            bias = self._shared(bias)
+        bias = None
+        if projection.bias is not None:
+            bias = self._shared(projection.bias)
         return F.linear(x_TD, weight, bias)
 
     def _shared(self, parameter: Tensor) -> Tensor:

@@ -43,8 +43,9 @@ def training_decoder(
         "the loss needs the whole head"
     )
     config = read_config(path)
-    draws_head = score_seed is not None and not config.labels
-    if draws_head:
+    if config.labels:
+        score_seed = None  # it has a head
+    if score_seed is not None:
         config = config.as_scorer()
     decoder = build_decoder(config, dtype=torch.float32, tensor_parallel=tensor_parallel)
     decoder.activation_checkpointing = activation_checkpointing
@@ -54,10 +55,10 @@ def training_decoder(
         pin_memory = device.type == "cuda"
         wrap(decoder, mesh, compute_dtype, cpu_offload=cpu_offload, pin_memory=pin_memory)
     elif compute_dtype != torch.float32:
-        decoder.masters = Masters(decoder, compute_dtype)
+        decoder.masters = Masters(decoder, decoder.layers, compute_dtype)
     holder = torch.device("cpu") if cpu_offload else device
-    load_weights(decoder, path, device=holder, may_lack=(SCORE,) if draws_head else ())
-    if draws_head:
+    load_weights(decoder, path, device=holder, may_lack=() if score_seed is None else (SCORE,))
+    if score_seed is not None:
         draw_score_head(decoder, seed=score_seed)
     if lora:
         reset_lora(decoder, lora)

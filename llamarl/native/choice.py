@@ -48,7 +48,7 @@ def fastest(
     digest = hashlib.sha256(known.encode()).hexdigest()
     file_name = f"choice-{digest[:16]}.json"
     kept = _read(file_name)
-    if kept in ways:
+    if kept is not None and kept in ways:
         return kept
     # A first call of each, which may compile or lay out, does not count.
     for work in ways.values():

@@ -146,7 +146,9 @@ def variants_of(runs: Sequence[Run]) -> tuple[Variants, list[str]]:
     keys = [key for key in TELLING if key in values]
     keys += [key for key in values if key not in TELLING]
     told: list[str] = []
-    names = [()] * len(runs)  # of each run, its values of the keys that are told
+    names: list[tuple[str, ...]] = [()] * len(
+        runs
+    )  # of each run, its values of the keys that are told
     for key in keys:
         longer = [(*name, value) for name, value in zip(names, values[key])]
         if len(set(longer)) > len(set(names)):

@@ -14,6 +14,7 @@ from llamarl.observe.rates import (
     LEFT_OUT,
     LEFT_OUT_REASON,
     Row,
+    number_of,
     sets_of,
 )
 from llamarl.words.columns import OWN, column_of
@@ -84,24 +85,27 @@ class Console:
         self._num_lines += 1
         from rich.text import Text
 
-        idle = max(row.get("generator/idle_fraction") or 0, row.get("trainer/idle_fraction") or 0)
+        idle = max(
+            number_of(row, "generator/idle_fraction") or 0,
+            number_of(row, "trainer/idle_fraction") or 0,
+        )
         styles = {
             "reward": "bold",
             "eval": "bold green",
             "idle g/t": "yellow" if idle > IDLE_HIGH else "",
             "idle": "yellow" if idle > IDLE_HIGH else "",
         }
-        line = Text()
+        printed = Text()
         for header, cell in cells.items():
-            line.append(f"{cell:>{WIDTHS[header]}}", style=styles.get(header, ""))
-            line.append(" ")
-        line.rstrip()
+            printed.append(f"{cell:>{WIDTHS[header]}}", style=styles.get(header, ""))
+            printed.append(" ")
+        printed.rstrip()
         missing = left_out(row)
         if missing:
-            line.append(f"\n{'held out':>{WIDTHS['step']}} {missing}", style="yellow")
+            printed.append(f"\n{'held out':>{WIDTHS['step']}} {missing}", style="yellow")
         for told in set_lines(row):
-            line.append(f"\n{told}", style="green")
-        self._rich.print(line, no_wrap=True, crop=False)
+            printed.append(f"\n{told}", style="green")
+        self._rich.print(printed, no_wrap=True, crop=False)
 
     def close(self) -> None:
         self.stream.flush()
@@ -118,7 +122,7 @@ def format_cells(row: Row, max_steps: int | None) -> dict[str, str]:
         return f"{first or '-'}/{second or '-'}" if first or second else ""
 
     step = str(row["step"])
-    rate = row.get("generator/tokens_per_s")
+    rate = number_of(row, "generator/tokens_per_s")
     trainer_idle = cell("trainer/idle_fraction", ".0%")
     return {
         "step": f"{step}/{max_steps}" if max_steps else step,

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Sequence
 from itertools import combinations
 
-from llamarl.observe.rates import Row
+from llamarl.observe.rates import Row, number_of
 
 AGE = "buffer/age_min"
 LEAST_WINDOW = 20  # steps that are looked at; three sync periods where that is more
@@ -34,16 +34,17 @@ class LagWatch:
     """
 
     def __init__(self, sync_period: int = 1):
-        self._ages: deque[float] = deque(maxlen=max(LEAST_WINDOW, 3 * sync_period))
+        self._window = max(LEAST_WINDOW, 3 * sync_period)
+        self._ages: deque[float] = deque(maxlen=self._window)
         self._is_said = False
 
     def write(self, row: Row) -> None:
         """Look at a row."""
-        age = row.get(AGE)
+        age = number_of(row, AGE)
         if age is None or self._is_said:
             return
         self._ages.append(float(age))
-        if len(self._ages) < self._ages.maxlen or age <= LATE:
+        if len(self._ages) < self._window or age <= LATE:
             return
         slope = steepness(self._ages)
         if slope >= STEEP:

@@ -161,7 +161,7 @@ class RateMeter:
         def since_previous(name: str) -> float:
             return counters.get(name, 0) - previous.get(name, 0)
 
-        values = {
+        values: Row = {
             "generator/tokens_per_s": tokens_per_s,
             "weights/swap_stall_s": since_previous("weights/swap_stall_s"),
         }
@@ -181,3 +181,16 @@ class RateMeter:
             for cause, share in idle.causes:
                 values[f"{column}/{cause}"] = share
         return values
+
+
+def number_of(row: Row, column: str) -> float | None:
+    """Returns a row's number; None where it has none in this column, or a text."""
+    value = row.get(column)
+    return None if isinstance(value, str) else value
+
+
+def step_of(row: Row) -> int:
+    """Returns the step that a row is of."""
+    step = number_of(row, "step")
+    assert step is not None, "every row has its step"
+    return int(step)

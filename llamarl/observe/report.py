@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from html import escape
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import matplotlib
 import numpy as np
@@ -27,9 +28,12 @@ from llamarl.observe.sinks import read_rows
 from llamarl.observe.streaming import Columns, streaming_verdict
 from llamarl.words.columns import OWN, column_of
 
+if TYPE_CHECKING:
+    from matplotlib.typing import RcKeyType
+
 SMOOTH_FROM = 80  # values; shorter curves are shown as they are
 COLOURS = ("#3366cc", "#dd7711", "#339955", "#aa4499", "#888888", "#bb3333", "#117777")
-LOOK = {  # of every plot, as matplotlib's settings
+LOOK: dict[RcKeyType, object] = {  # of every plot, as matplotlib's settings
     "axes.axisbelow": True,
     "axes.grid": True,
     "axes.spines.right": False,
@@ -279,8 +283,8 @@ def page(run_dir: Path, columns: Columns) -> str:
         f"<h2>Curves</h2>{panels_html(curves)}",
     ]
     if absent:
-        names = escape(", ".join(absent))
-        parts.append(f"<p class='quiet'>Not measured in this run: {names}.</p>")
+        titles = escape(", ".join(absent))
+        parts.append(f"<p class='quiet'>Not measured in this run: {titles}.</p>")
     if idle:
         curves = [
             figure_html(draw_idle(columns, one), f"Idle: {one.executor}", one.knob) for one in idle
@@ -305,7 +309,10 @@ def of_set(panel: Panel, name: str) -> Panel:
     for column, label in panel.series.items():
         if column.startswith("eval/"):
             series[column_of(name, column)] = label
-    band = panel.band and tuple(column_of(name, column) for column in panel.band)
+    band = None
+    if panel.band is not None:
+        least, greatest = panel.band
+        band = (column_of(name, least), column_of(name, greatest))
     return replace(panel, title=f"{panel.title}: {name}", series=series, band=band)
 
 
@@ -406,7 +413,8 @@ def draw(columns: Columns, panel: Panel) -> Figure:
     if len(shown) > 1:
         axes.legend()
     else:
-        axes.set_ylabel(*shown.values())
+        for label in shown.values():
+            axes.set_ylabel(label)
     return figure
 
 

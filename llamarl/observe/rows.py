@@ -34,7 +34,9 @@ from llamarl.observe.rates import (
     Row,
     idle_shares,
     is_evaluated,
+    number_of,
     sets_of,
+    step_of,
 )
 from llamarl.observe.sinks import Jsonl, Sink
 from llamarl.words.columns import OWN, column_of
@@ -123,7 +125,7 @@ class RowWriter:
 
     def counters(self) -> Counters:
         """Totals over all ranks and over the runs that this one resumes."""
-        total = Counter()
+        total: Counter[str] = Counter()
         for counters in self._counters.values():
             total.update(counters)
         return dict(total)
@@ -153,8 +155,9 @@ class RowWriter:
             row["time/wall_s"] = wall_s
         elif step == 0 and is_evaluated(values):
             row["time/wall_s"] = self.wall_s
-        if values.get(EVALUATED) is not None:
-            self.evaluated = values[EVALUATED]
+        reward = number_of(values, EVALUATED)
+        if reward is not None:
+            self.evaluated = reward
         if is_evaluated(values):
             row["time/evaluated_s"] = self.wall_s
 
@@ -226,7 +229,7 @@ class RowWriter:
             "step": step,
             "next_row": min(self.next_row, step + 1),
             "pending": pending,
-            "held": [row for row in self.file.held if row["step"] <= step],
+            "held": [row for row in self.file.held if step_of(row) <= step],
             "counters": self.counters(),
             "wall_s": self.wall_s,
         }
@@ -246,7 +249,7 @@ class RowWriter:
         removed = self.file.truncate(min([first, *(row["step"] for row in held)]))
         for row in held:
             self.file.write(row)
-        self._pending = {row["step"]: row for row in removed if first <= row["step"] <= step}
+        self._pending = {step_of(row): row for row in removed if first <= step_of(row) <= step}
         for pending_step, row in state["pending"]:
             self._pending[pending_step] = self._pending.get(pending_step, {}) | row
         self.next_row = first
@@ -316,4 +319,5 @@ class RowWriter:
 
 def _known(rows: list[Row], column: str) -> list[float]:
     """The values that rows have of a column."""
-    return [row[column] for row in rows if row.get(column) is not None]
+    values = (number_of(row, column) for row in rows)
+    return [value for value in values if value is not None]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from llamarl.observe.rates import Row
+from llamarl.observe.rates import Row, number_of, step_of
 
 FIRST_STEPS = 3  # that bring nothing before it is said
 MANY_CUT = 0.5  # share of completions that end at the token limit, from which that may be why
@@ -22,7 +22,7 @@ class SignalWatch:
 
     def write(self, row: Row) -> None:
         """Look at a row of the first steps."""
-        if row["step"] > FIRST_STEPS or row.get("reward/std") != 0.0:
+        if step_of(row) > FIRST_STEPS or row.get("reward/std") != 0.0:
             return
         self._num_flat += 1
         if self._num_flat == FIRST_STEPS:
@@ -39,7 +39,7 @@ def no_signal(row: Row) -> str:
         f"{row['reward/mean']:g},",
         "so nothing is learned from them. recipes/evaluate.py shows what the model answers. Try",
     ]
-    cut = row.get("completion/truncated_fraction") or 0.0
+    cut = number_of(row, "completion/truncated_fraction") or 0.0
     if cut >= MANY_CUT:
         lines.append(f"  - a larger max_new_tokens ({cut:.0%} of completions are cut off)")
     lines += [

@@ -18,7 +18,7 @@ from llamarl.errors import MetricsError
 from llamarl.native.disk import shown_free
 from llamarl.observe.console import RL_COLUMNS, Console
 from llamarl.observe.lag import LagWatch
-from llamarl.observe.rates import Row
+from llamarl.observe.rates import Row, step_of
 from llamarl.observe.signal import SignalWatch
 
 # Of rows that the disk refuses: some 32,000 of 2 KB.
@@ -75,9 +75,9 @@ class Jsonl:
                     f"{self._held_bytes:,}",
                     row["step"],
                 )
-            self._lost.append(row["step"])
+            self._lost.append(step_of(row))
         else:
-            self._held.append((row["step"], line))
+            self._held.append((step_of(row), line))
             self._held_bytes += len(line)
         self.retry()
 
@@ -163,7 +163,7 @@ class Jsonl:
         self._continues = True
         rows = self.read()
         # Rows are in step order: the kept ones are a prefix.
-        num_kept = sum(row["step"] < step for row in rows)
+        num_kept = sum(step_of(row) < step for row in rows)
         if self.path.exists():
             with open(self.path, "r+b") as file:
                 for _ in range(num_kept):

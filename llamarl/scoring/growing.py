@@ -288,6 +288,7 @@ class GrowingSequences:
             if plan.held.get(other.key, other.read) >= shared:
                 if not self._size_behind(sequence, shared):
                     return False  # nothing is copied that no piece follows
+                assert other.slot is not None and sequence.slot is not None, "both are read"
                 plan.copies.append((other.slot, sequence.slot, shared))
                 sequence.read = shared
                 return True
@@ -313,6 +314,7 @@ class GrowingSequences:
                 return
             end = sequence.read + size
             is_behind = end < sequence.tokens.numel()
+            assert sequence.slot is not None, "what is read has a slot"
             is_last = sequence.is_whole and end == sequence.tokens.numel() - self._label
             piece = Piece(
                 key=sequence.key,

@@ -226,7 +226,8 @@ class StreamedLogprobs:
         self._growing.extend(key, prompt_ids, begin, new, has_ended=stretch.has_ended)
         token_ids = self._growing.known(key)
         size = 0 if token_ids is None else token_ids.numel()
-        if stretch.has_ended and 0 < size == begin + new.numel():
+        is_whole = stretch.has_ended and 0 < size == begin + new.numel()
+        if token_ids is not None and is_whole:
             self._finish(key, prompt_ids, token_ids)
         if len(self._parts) > self._growing.num_known:
             # Of sequences that it has not heard of for long, and so has forgotten.

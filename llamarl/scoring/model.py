@@ -104,7 +104,7 @@ class ModelScorer(Scorer):
         if self._growing is None or not self._growing.is_streamed(item):
             return
         early = self._growing.finish(key, item)
-        size = item.token_ids.numel()
+        size = item.sampled_ids.numel()
         metrics = self._site.metrics
         if metrics is not None:
             if size:
@@ -284,7 +284,7 @@ class Rounds:
     def _tokens_of(self, item: Item) -> Tensor:
         """All tokens [P + L] of an item, as the model reads it. ValueError."""
         if self._transcript is None:
-            return torch.cat([item.prompt.prompt_ids, item.token_ids])
+            return torch.cat([item.prompt.prompt_ids, item.sampled_ids])
         ids = self._transcript.ids(item.prompt.asked, item.text, has_ended=item.has_ended)
         return torch.tensor(ids, dtype=torch.int64)
 
@@ -316,14 +316,16 @@ class Growing:
 
     def is_streamed(self, item: Item) -> bool:
         """Whether it is read as it grows: of training, and no longer than the cache's rows."""
-        size = item.prompt.prompt_ids.numel() + item.token_ids.numel()
+        size = item.prompt.prompt_ids.numel() + item.sampled_ids.numel()
         return item.sample is not None and 0 < size <= self.ahead.longest
 
     def finish(self, key: int, item: Item) -> int:
         """Have a completion read to its end. Returns how many of its tokens were read already."""
-        growing = self.ahead.cache_of(item.sample[0])
+        assert item.sample is not None, "is_streamed says so"
+        ticket, _ = item.sample
         self._whole[item.sample] = key
-        return growing.finish(item.sample, item.prompt.prompt_ids, item.token_ids)
+        growing = self.ahead.cache_of(ticket)
+        return growing.finish(item.sample, item.prompt.prompt_ids, item.sampled_ids)
 
     def read_pass(self) -> tuple[Scores, int]:
         """Read a pass: the scores of completions that it ends, and how many tokens it read."""

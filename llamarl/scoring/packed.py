@@ -106,7 +106,7 @@ def _cut(asked: Asked, first: int, budget: int) -> list[_Part]:
 
 
 def _build(parts: list[_Part]) -> ScoreBatch:
-    segments = []  # token ids of each
+    segments: list[Tensor] = []  # token ids of each
     positions = []
     parents = []
     rows = []

@@ -122,7 +122,7 @@ class PieceReader:
         """
         if self.cache.device.type == "cpu":
             self.cache.reserve(self._slots, self.cache.max_len)
-        sizes = []
+        sizes: list[int] = []
         first = 0
         for number, one in enumerate(passes):
             if number == self._group.data_index:
@@ -147,7 +147,7 @@ class PieceReader:
     def _read_all(self, own: Pass, most: int) -> list[Tensor]:
         """Read this rank's pieces, of which another rank may have as many as `most`."""
         if self.native is not None:
-            return self._read_natively(own.pieces) if own.pieces else []
+            return self._read_natively(self.native, own.pieces) if own.pieces else []
         forwards = [own.pieces] if own.pieces else []
         num_forwards = min(most, 1)
         if self._one_by_one:
@@ -161,8 +161,8 @@ class PieceReader:
         reshard(self._decoder)
         return found
 
-    def _read_natively(self, pieces: Sequence[Piece]) -> list[Tensor]:
-        self.native.refresh()
+    def _read_natively(self, native: NativeDecode, pieces: Sequence[Piece]) -> list[Tensor]:
+        native.refresh()
         lengths_N = torch.tensor([piece.token_ids.numel() for piece in pieces])
         starts_N = torch.tensor([piece.begin for piece in pieces])
         slots_N = torch.tensor([piece.slot for piece in pieces])
@@ -170,7 +170,7 @@ class PieceReader:
         offsets_N = lengths_N.cumsum(0) - lengths_N - starts_N
         positions_T = torch.arange(tokens_T.numel()) - offsets_N.repeat_interleave(lengths_N)
         slots_T = slots_N.repeat_interleave(lengths_N)
-        hidden_TD = self.native.hidden(tokens_T, positions_T, self.cache, slots_T)
+        hidden_TD = native.hidden(tokens_T, positions_T, self.cache, slots_T)
         return self._values(pieces, hidden_TD, self._decoder.output_weight)
 
     def _read(self, pieces: Sequence[Piece]) -> list[Tensor]:
@@ -233,7 +233,7 @@ def from_words(words: Tensor) -> list[Pass]:
     for _ in range(next(numbers)):
         num_copies = next(numbers)
         num_pieces = next(numbers)
-        copies = [_take(numbers, 3) for _ in range(num_copies)]
+        copies = [(next(numbers), next(numbers), next(numbers)) for _ in range(num_copies)]
         plans.append((copies, [_take(numbers, _NUMBERS) for _ in range(num_pieces)]))
     left = words[words.numel() - len(list(numbers)) :]
     passes = []

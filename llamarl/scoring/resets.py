@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 
@@ -47,7 +47,6 @@ class Resets:
         every: int,
         timeout_s: float,
     ):
-        self.version = 0  # of the policy, in the reference
         self._executor = executor
         self._ranks = ranks
         self._decoder = decoder
@@ -96,8 +95,10 @@ class Resets:
         return bool(self._due) and self._due[0] <= self._newest
 
     def _swap(self, version: int) -> None:
-        self.version = self._weights.swap().version
-        assert self.version == version, f"version {self.version} came, not {version}"
+        staged = self._weights.swap()
+        assert staged is not None, f"version {version} is not here"
+        assert staged.version == version, f"version {staged.version} came, not {version}"
+        self._executor.version = version
         self._due.remove(version)
 
     # --- Checkpoints ---
@@ -129,19 +130,21 @@ class Resets:
         this rank's shard of the weights. What tensor-parallel ranks all hold is stored by the first
         of them alone.
         """
-        state: State = {"version": self.version, "boxes": {}}
-        if not self.version or self._executor.group.replica > 0:
+        version = self._executor.version
+        boxes: dict[str, list] = {}
+        state: dict[str, object] = {"version": version, "boxes": boxes}
+        if not version or self._executor.group.replica > 0:
             return state
         is_first_peer = self._executor.group.tensor_index == 0
         for shard in self._shards:
             if not is_first_peer and not is_split(self._decoder, shard.name):
                 continue
-            state["boxes"][shard.name] = [shard.box.offsets, shard.box.lengths]
+            boxes[shard.name] = [shard.box.offsets, shard.box.lengths]
             state[f"model/{shard.name}"] = local(shard.parameter).contiguous()
         return state
 
     @torch.no_grad()
-    def load_state_dict(self, parts: Iterable[dict]) -> None:
+    def load_state_dict(self, parts: Iterable[Mapping]) -> None:
         """From all ranks' parts, whatever their number was: each rank takes its own rows.
 
         ValueError if it is of a model of other shapes, or of a llamarl that kept it otherwise.
@@ -156,14 +159,14 @@ class Resets:
                     "new run from the checkpoint's hf/"
                 )
             check_fits(part["boxes"], shapes)
-            self.version = int(part["version"])
+            self._executor.version = int(part["version"])
             for shard in self._shards:
                 if shard.name not in part["boxes"]:
                     continue
                 theirs = box_from(part["boxes"][shard.name])
                 shard.copy_overlap(shard.parameter, part, f"model/{shard.name}", theirs)
                 missing[shard.name] -= overlap(shard.box, theirs).numel
-        if self.version:
+        if self._executor.version:
             check_complete(missing)
 
 

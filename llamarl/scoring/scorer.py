@@ -81,6 +81,13 @@ class Item:
     decode_raw: Callable[[list[int]], str] | None = None
 
     @property
+    def sampled_ids(self) -> Tensor:
+        """The token ids [L], where what scores needs them. ValueError where only text is known."""
+        if self.token_ids is None:
+            raise ValueError(f"{self.text[:40]!r} is a text without token ids")
+        return self.token_ids
+
+    @property
     def meta(self) -> dict[str, object]:
         """Return the meta of the prompt's row, with what was sampled. ValueError if a key of the
         row is in the way.
@@ -185,9 +192,11 @@ class Scorer(Protocol):
 
     def load(self) -> None:
         """Load models. Collective over the site's ranks: each holds its own share."""
+        return None
 
     def start(self) -> None:
         """Block until items can be scored. ValueError says what the user has to change."""
+        return None
 
     def submit(self, key: int, item: Item) -> None:
         """Take one item; the call does not block. `poll` returns the key with the outcome, once.
@@ -197,14 +206,17 @@ class Scorer(Protocol):
 
     def hear(self, stretch: Stretch, prompt_ids: Tensor) -> None:
         """Take note of what a completion of a prompt [P] has grown by, which may be read ahead."""
+        return None
 
     def forget(self, ticket: int, sample_index: int) -> None:
         """Drop what was heard of a completion: no score of it is wanted."""
+        return None
 
     def release(self, keys: Sequence[int]) -> None:
         """These items are all of a batch: completions of a ticket, or of an evaluation. What
         compares those of one prompt begins with them.
         """
+        return None
 
     def poll(self) -> Outcomes:
         """Return the outcomes that have become known since the last call, by key. The call is also
@@ -218,6 +230,7 @@ class Scorer(Protocol):
 
     def close(self) -> None:
         """Drop what is pending and free everything. A second call does nothing."""
+        return None
 
     def tensors(self) -> Iterator[Tensor]:
         """Yield what it holds on the device, which may leave it while others use that."""
@@ -229,6 +242,7 @@ class Scorer(Protocol):
 
     def load_state_dict(self, state: Mapping) -> None:
         """Go on from there."""
+        return None
 
 
 MakeScorer = Callable[[Site], Scorer]

@@ -113,7 +113,7 @@ class Weighted(Scorer):
 
     def state_dict(self) -> State:
         """Return what each part would miss, under its name."""
-        state: State = {}
+        state: dict[str, object] = {}
         for name, scorer in self.scorers.items():
             for key, value in scorer.state_dict().items():
                 state[f"{name}/{key}"] = value

@@ -44,7 +44,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Sequence, Set
 
 from llamarl.tickets.governors import GOVERNORS, Constants, Governor
 from llamarl.types import Ticket
@@ -159,6 +159,7 @@ class TicketPool:
     def _least(self, step: int) -> int:
         """How many finished groups this step waits for, where a take hands over everything."""
         if step == 0:
+            assert self.fill is not None, "asked where a take hands over everything"
             return self.fill
         if step % self._sync_period:
             return 0
@@ -209,7 +210,7 @@ class TicketPool:
 
     def untouched(self, end: int) -> list[int]:
         """Tickets below `end` that no share has come to."""
-        tickets = []
+        tickets: list[int] = []
         for cursor in self.cursors:
             tickets += range(cursor, end, self._turn)
         return tickets
@@ -295,7 +296,7 @@ class TicketLedger:
 
     def _unfinished(self) -> dict[int, int]:
         """Ticket -> deadline of all in work."""
-        found = {}
+        found: dict[int, int] = {}
         for pool in self._pools:
             found |= pool.unfinished()
         return found
@@ -305,7 +306,7 @@ class TicketLedger:
 
         Fewer, or none, if the rules forbid more.
         """
-        granted = []
+        granted: list[Ticket] = []
         share = generator % self._num_shares
         deadline = NEVER if self.max_lag is None else version + self.max_lag
         with self._lock:
@@ -359,9 +360,12 @@ class TicketLedger:
         with self._lock:
             if step != self.step:
                 raise ValueError(f"step {step} taken, but the next is {self.step}")
-            chosen = [pool.choose(step) for pool in self._pools]
-            if any(batch is None for batch in chosen):
-                return None
+            chosen = []
+            for pool in self._pools:
+                batch = pool.choose(step)
+                if batch is None:
+                    return None
+                chosen.append(batch)
             consumed: dict[int, int] = {}
             for pool, batch in zip(self._pools, chosen):
                 consumed |= pool.hand_over(step, batch)
@@ -492,6 +496,7 @@ class TicketLedger:
             return sorted(dropped)
 
 
-def _by_deadline(pairs: Iterable[list[int]]) -> dict[int, int]:
+def _by_deadline(pairs: Iterable[Sequence[int]]) -> dict[int, int]:
     """Ticket -> deadline of [ticket, deadline] pairs, the earliest deadline first."""
-    return dict(sorted(pairs, key=lambda pair: (pair[1], pair[0])))
+    in_order = sorted(pairs, key=lambda pair: (pair[1], pair[0]))
+    return {ticket: deadline for ticket, deadline in in_order}

@@ -57,7 +57,7 @@ class TicketTimes:
 
     def new_stragglers(self, now_s: float) -> dict[int, list[tuple[int, float]]]:
         """Generator's rank -> (ticket, seconds so far) of those new since the last call."""
-        found = {}
+        found: dict[int, list[tuple[int, float]]] = {}
         if self.median_s is None:
             return found
         limit_s = self.factor * self.median_s

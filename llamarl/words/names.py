@@ -49,8 +49,7 @@ def import_function(path: str) -> Callable:
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        is_asked_for = error.name and f"{module_name}.".startswith(f"{error.name}.")
-        if not is_asked_for:
+        if not error.name or not f"{module_name}.".startswith(f"{error.name}."):
             raise  # the module is there, something that it imports is not
         files = [file.stem for file in Path.cwd().glob("*.py")]
         raise NoFunction(

@@ -47,10 +47,15 @@ MAX_SQUARED = 1e8
 # (llamarl/config/loss_options.py).
 
 
+def _marked(fn: Marked, mark: str) -> Marked:
+    """The loss, of which `has_mark` says yes."""
+    setattr(fn, mark, True)
+    return fn
+
+
 def whole_groups(fn: Marked) -> Marked:
     """The loss couples the completions of a group, so all of them must be in one microbatch."""
-    fn.whole_groups = True
-    return fn
+    return _marked(fn, "whole_groups")
 
 
 def group_means(fn: Marked) -> Marked:
@@ -58,48 +63,41 @@ def group_means(fn: Marked) -> Marked:
     without gradient, and uses neither advantages nor numbers of groups and their tokens. Ranks may
     then share a group: the mean is collective, and taken as often for each microbatch.
     """
-    fn.group_means = True
-    return fn
+    return _marked(fn, "group_means")
 
 
 def uses_all_completions(fn: Marked) -> Marked:
     """The loss has a gradient where the advantage is 0, so such completions are not left out."""
-    fn.uses_all_completions = True
-    return fn
+    return _marked(fn, "uses_all_completions")
 
 
 def uses_entropy(fn: Marked) -> Marked:
     """The loss has a gradient in `inputs.entropy`, which is made without one otherwise."""
-    fn.uses_entropy = True
-    return fn
+    return _marked(fn, "uses_entropy")
 
 
 def needs_reference(fn: Marked) -> Marked:
     """The loss compares with a reference: a config that has none is refused."""
-    fn.needs_reference = True
-    return fn
+    return _marked(fn, "needs_reference")
 
 
 def holds_to_generator(fn: Marked) -> Marked:
     """The loss takes generator_logprobs for an earlier version of the policy itself, near which it
     holds the policy: a generator that samples at temperatures of its own is refused.
     """
-    fn.holds_to_generator = True
-    return fn
+    return _marked(fn, "holds_to_generator")
 
 
 def token_advantages(fn: Marked) -> Marked:
     """The loss uses an advantage of each token's own, as trainer.advantages=gae makes them."""
-    fn.token_advantages = True
-    return fn
+    return _marked(fn, "token_advantages")
 
 
 def sums_completions(fn: Marked) -> Marked:
     """The loss is a mean over completions (or groups) of sums over a completion's tokens. A KL term
     around it is then of the same kind, so that its coefficient is the beta of the papers.
     """
-    fn.sums_completions = True
-    return fn
+    return _marked(fn, "sums_completions")
 
 
 def has_mark(fn: Loss | None, mark: str) -> bool:

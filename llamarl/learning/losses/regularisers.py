@@ -20,6 +20,8 @@ from llamarl.learning.losses.common import (
     log_ratio,
     masked,
     normalized,
+    uses_all_completions,
+    uses_entropy,
 )
 from llamarl.learning.losses.inputs import LossInputs
 from llamarl.words.choices import ESTIMATORS
@@ -63,7 +65,7 @@ def regularised(
         # A loss may mean another thing by this name.
         own = chosen.get("normalize")
         if "normalize" in options or own in NORMALIZE:
-            return own
+            return str(own)
         return "tokens"
 
     @functools.wraps(loss_fn)
@@ -93,9 +95,9 @@ def regularised(
         return loss, metrics
 
     if entropy_coef > 0:
-        with_regularisers.uses_entropy = True
+        uses_entropy(with_regularisers)
     if kl_coef > 0 or entropy_coef > 0:
-        with_regularisers.uses_all_completions = True
+        uses_all_completions(with_regularisers)
     return with_regularisers
 
 
