@@ -54,7 +54,7 @@ from llamarl.config.search import (
     LinearBetaSettings,
     ReplayBufferSettings,
 )
-from llamarl.config.tasks import AnyEvalSetSettings, AnyTaskSettings
+from llamarl.config.tasks import AnyEvalSetSettings, AnyTaskSettings, MixtureSettings
 from llamarl.config.victim import AnyVictimSettings
 from llamarl.words.choices import (
     Advantages,
@@ -352,6 +352,14 @@ class Config:
     def splits_prompts(self) -> bool:
         """Whether each trainer rank trains on a share of every prompt's completions."""
         return isinstance(self.buffer, ReplayBufferSettings) and self.buffer.draw == "split"
+
+    @property
+    def shows_turns(self) -> bool:
+        """Whether prompts, trained on or held out, are shown to the policy by its chat template."""
+        tasks = [self.task, *self.eval.sets.values()]
+        if isinstance(self.task, MixtureSettings):
+            tasks += self.task.parts.values()
+        return any(task.chat for task in tasks)
 
     @property
     def longest(self) -> int:

@@ -19,6 +19,6 @@ def check_embedders(job: Job) -> None:
         try:
             with job.weights_may_wait():
                 check_sentence_encoder(given)
-            read_tokenizer(Path(given))
+            read_tokenizer(Path(given), chat=False)
         except (OSError, ValueError) as error:
             raise ValueError(f"{key}: {error}") from error

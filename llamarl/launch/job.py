@@ -57,12 +57,13 @@ _TOKENIZER_FILES = (
 )
 
 
-def read_tokenizer(path: Path):
-    """transformers' tokenizer of a model directory. FileNotFoundError or ValueError naming the file
-    that is wrong.
+def read_tokenizer(path: Path, *, chat: bool):
+    """Return transformers' tokenizer of a model directory. chat: its template is used, and so is
+    tried. FileNotFoundError or ValueError naming the file that is wrong.
     """
     tokenizer = _loaded_tokenizer(path)
-    check_template_ends(tokenizer, path)
+    if chat:
+        check_template_ends(tokenizer, path)
     return tokenizer
 
 
@@ -195,7 +196,7 @@ class Job:
 
     @cached_property
     def tokenizer(self):
-        return read_tokenizer(self.model_path)
+        return read_tokenizer(self.model_path, chat=self.config.shows_turns)
 
     @property
     def victim_path(self) -> Path | None:
@@ -206,8 +207,10 @@ class Job:
     @cached_property
     def victim_tokenizer(self):
         """The victim's; only where there is one."""
+        victim = self.config.victim
         assert self.victim_path is not None, "there is no victim: victim=none"
-        return read_tokenizer(self.victim_path)
+        assert not isinstance(victim, NoVictimSettings), "there is no victim: victim=none"
+        return read_tokenizer(self.victim_path, chat=victim.chat)
 
     @cached_property
     def task(self) -> Task:

@@ -141,7 +141,7 @@ def transcript_of(scorer: ModelSourceSettings, scored: Scored) -> Transcript | N
     """How a model reads what was sampled in other tokens than its own; None where they are the
     same.
     """
-    theirs = read_tokenizer(Path(scorer.path))
+    theirs = read_tokenizer(Path(scorer.path), chat=scored.chat)
     if same_tokens(scored.tokenizer, theirs):
         return None
     return Transcript(theirs, chat=scored.chat, system_prompt=scored.system_prompt)
@@ -153,6 +153,6 @@ def other_tokens(job: Job, path: Path) -> bool:
     """
     if not (path / "tokenizer_config.json").is_file():
         return False
-    theirs = read_tokenizer(path).get_vocab()
+    theirs = read_tokenizer(path, chat=False).get_vocab()
     ours = job.tokenizer.get_vocab()
     return any(theirs.get(token) != index for token, index in ours.items())

@@ -272,6 +272,6 @@ def _checked_tokenizer(config: SupervisedConfig):
     trained = model.as_scorer() if config.scores else model
     may_lack = () if model.labels else (SCORE,)
     weights_of(path, trained, may_lack=may_lack)
-    tokenizer = read_tokenizer(path)
+    tokenizer = read_tokenizer(path, chat=True)
     check_vocabulary(tokenizer, model.vocab_size, path)
     return tokenizer

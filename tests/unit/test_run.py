@@ -32,6 +32,7 @@ from llamarl.launch import job as job_module
 from llamarl.launch import run_directory
 from llamarl.launch.job import Job
 from llamarl.launch.run_directory import RunDirectory, open_run
+from llamarl.launch.start import _announce
 from llamarl.models.config import tiny_directory
 from llamarl.models.fingerprint import model_digest, weights_digest
 from llamarl.native.files import DirectoryLock, replace_text
@@ -132,7 +133,7 @@ def a_checkpoint(job, step=3):
     ],
 )
 def test_the_first_line_of_a_run_names_the_loss_as_it_was_chosen(job, capsys, given, name):
-    job(*given).announce()
+    _announce(job(*given))
     first = capsys.readouterr().out.splitlines()[0]
     assert first == f"llamarl  tiny on jsonl, 8 x 8 completions a step, {name}"
 

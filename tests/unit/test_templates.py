@@ -29,7 +29,7 @@ def test_a_template_that_loops_for_ever_is_told_by_its_file(directory, monkeypat
     file = directory / "chat_template.jinja"
     file.write_text(when + ENDLESS + ("{% endif %}" if when else ""))
     with pytest.raises(ValueError) as error:
-        read_tokenizer(directory)
+        read_tokenizer(directory, chat=True)
     assert str(error.value).startswith(f"{file}: chat_template did not show a conversation of ")
     assert "within 0.2 s of CPU time" in str(error.value)
 
@@ -43,6 +43,6 @@ def test_a_template_that_ends_or_refuses_is_read_and_no_clock_is_left(directory)
         "a",
     ):
         (directory / "chat_template.jinja").write_text(template)
-        assert read_tokenizer(directory).chat_template == template
+        assert read_tokenizer(directory, chat=True).chat_template == template
     assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0.0, 0.0)
     assert signal.getsignal(signal.SIGVTALRM) == before
