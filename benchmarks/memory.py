@@ -23,6 +23,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import llamarl  # noqa: F401  before torch: it says how torch's threads wait
+
+# isort: split
 import torch
 from running import machine
 from torch.profiler import ProfilerActivity, profile
@@ -180,7 +183,7 @@ def decoder_of(case: Case, config: ModelConfig, lora: Lora | None = None) -> Dec
     if lora:
         add_lora(decoder, lora)
     if case.dtype != "float32":
-        decoder.masters = Masters(decoder, getattr(torch, case.dtype))
+        decoder.masters = Masters(decoder, decoder.layers, getattr(torch, case.dtype))
     random_weights(decoder, seed=0)
     if lora:
         reset_lora(decoder, lora)

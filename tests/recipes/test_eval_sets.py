@@ -3,6 +3,7 @@ through a stop, a resume and recipes/evaluate.py.
 """
 
 import json
+import shutil
 from contextlib import redirect_stdout
 from io import StringIO
 
@@ -81,13 +82,15 @@ def test_a_checkpoint_is_evaluated_on_them_as_the_run_was(stopped, tmp_path, mon
     assert scores["digits"] == [1.0] and scores["words"] == [0.0] * 4
 
 
-def test_other_sets_are_another_runs_and_the_same_ones_go_on(stopped, sets):
+def test_other_sets_are_another_runs_and_the_same_ones_go_on(stopped, sets, tmp_path):
     given = (*SMALL, "eval.save_samples=true", "resume=auto")
-    with ForkedJob(*given, run_dir=stopped.run_dir) as job:
+    run_dir = tmp_path / "run"  # the other tests read what has stopped
+    shutil.copytree(stopped.run_dir, run_dir)
+    with ForkedJob(*given, run_dir=run_dir) as job:
         assert job.wait() == BAD_INPUT
         assert "other held-out prompts: eval.sets." in job.output
         assert "eval.sets.digits.kind: one_prompt in the checkpoint, null now" in job.output
-    with ForkedJob(*given, sets, run_dir=stopped.run_dir, ranks=2) as job:
+    with ForkedJob(*given, sets, run_dir=run_dir, ranks=2) as job:
         assert job.wait() == 0, job.output
         assert "resumed from step_2" in job.output
         assert told(job.rows) == {step: [1.0, 0.0] for step in (0, 2, 4)}

@@ -125,6 +125,7 @@ def test_what_an_item_started_ends_with_the_rank(user_directory):
     code = """
     import time
     from llamarl.scoring.pool import RewardPool
+    from llamarl.scoring.scorer import text_item
     pool = RewardPool("my_rewards:score", timeout_s=1000)
     pool.start()
     pool.submit(0, text_item("", "hang", {}))

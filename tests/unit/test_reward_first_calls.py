@@ -213,7 +213,7 @@ def test_an_async_outcome_is_told_before_slower_ones_of_its_batch_are(tmp_path):
     file = tmp_path / "first was seen"
     with RewardPool("mine:waits_for_a_file", timeout_s=100.0) as pool:
         for key, text in enumerate(("second", "first")):
-            pool.submit(key, "p", text, {"file": str(file)})
+            pool.submit(key, text_item("p", text, {"file": str(file)}))
         outcomes = []
         while not outcomes:
             assert pool.wait(60.0)

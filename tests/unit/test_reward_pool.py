@@ -312,6 +312,7 @@ def test_a_hanging_worker_dies_with_its_parent():
     code = """
     import time
     from llamarl.scoring.pool import RewardPool
+    from llamarl.scoring.scorer import text_item
     pool = RewardPool("my_rewards:score", timeout_s=1000)
     pool.start()
     pool.submit(0, text_item("", "hang", {}))
@@ -381,9 +382,8 @@ def test_a_module_that_kills_its_worker_ends_the_start():
 
 
 def test_check_reward_scores_samples_in_order():
-    outcomes = check_reward(
-        "my_rewards:score", [("", "value 1", {}), ("", "raise x", {}), ("", "value 2", {})]
-    )
+    items = [text_item("", text, {}) for text in ("value 1", "raise x", "value 2")]
+    outcomes = check_reward("my_rewards:score", items)
     assert [o.kind for o in outcomes] == ["score", "error", "score"]
     with pytest.raises(ValueError, match="failed on all 2 samples: KeyError: 'absent'"):
         check_reward("my_rewards:always_fails", [text_item("", "", {})] * 2)

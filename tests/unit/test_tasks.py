@@ -610,9 +610,9 @@ def test_an_answer_that_cannot_be_compared_is_an_error_and_no_score():
         numeric_match("", "4", {"answer": "four"})
 
 
-def test_what_a_reward_worker_and_its_pool_import_has_no_torch():
+def test_what_a_reward_worker_imports_has_no_torch():
     code = (
-        "import sys, llamarl.scoring.pool, llamarl.tasks.rewards, llamarl.scoring.worker; "
+        "import sys, llamarl.tasks.forms, llamarl.tasks.rewards, llamarl.scoring.worker; "
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -167,7 +167,7 @@ def test_a_step_of_ppo_is_that_of_one_sequence_at_a_time(microbatch_tokens, pass
 
 def test_old_values_of_every_trained_token_do_not_depend_on_the_packing():
     update = ppo_update(microbatch_tokens=17)
-    values = update._old_values(groups_of(), VERSION, go_on)
+    values = update._old_values(update.critic, groups_of(), VERSION, go_on)
     want, at = torch.zeros_like(values), 0
     alone = iter(sequences())
     for g in groups_of():
