@@ -1,3 +1,5 @@
-"""The executors: generator, reward, reference, trainer. Each can be built and stepped alone."""
+"""The executors: generator, victim, reward, reference, trainer, supervised. Each can be built and
+stepped alone.
+"""
 
 import llamarl  # noqa: F401  before torch, which the executors import

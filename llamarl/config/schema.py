@@ -405,7 +405,7 @@ class Config:
 
     @property
     def gold(self) -> FunctionSourceSettings | ModelSourceSettings | None:
-        """What judges evaluations besides the reward: eval.gold as a source of scores."""
+        """What judges evaluations besides the reward: eval.gold as settings of a scorer."""
         gold = self.eval.gold
         if gold is None:
             return None

@@ -1,4 +1,4 @@
-"""Classifier: an encoder that sorts texts by label, as a source of scores.
+"""Classifier: an encoder that sorts texts by label, as a scorer.
 
     submit --> a batch of texts --> transformers' model --> the logit or probability of a label
 

@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 class GoldSettings:
     """What judges, and what answers are compared with.
 
-    scorer: a source of scores, or a model; None: nothing scores. base_path: a Hugging Face
+    scorer: what scores; None: nothing does. base_path: a Hugging Face
     directory of a language model with the policy's tokens; None: no perplexity. references: an
     answer to each held-out prompt, in order; None: no win rate. sets: of whose prompts these and
     all answers are, one set after the other. microbatch_tokens: packed tokens a forward of base.

@@ -1,3 +1,1 @@
-"""Tasks: where prompts come from and how completions are scored. Importing it imports no torch
-(reward workers do).
-"""
+"""Tasks: where prompts come from. Importing it imports no torch (reward workers do)."""
