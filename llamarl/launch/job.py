@@ -250,7 +250,9 @@ class Job:
 
     @cached_property
     def eval_prompts(self) -> dict[int, Prompt]:
-        """The prompts of those sets, by number."""
+        """The prompts of those sets, by number; none where nothing is evaluated."""
+        if not self.config.eval.every:
+            return {}
         return self.held_out.asked(self.eval_sets)
 
     @cached_property
