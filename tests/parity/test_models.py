@@ -547,6 +547,7 @@ def test_plain_products_equal_the_fused_kernel(dtype, tolerance, masked):
         ).abs().max() <= 10 * tolerance  # sums over 17 queries and 3 heads
 
 
+@pytest.mark.bitwise("a mask that is made once gives the bits of one that each layer makes")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_mask_that_is_made_once_gives_the_bits_of_bools_in_every_layer(dtype):
     """Behind a prompt of 520 tokens a completion of 60, which no plain product computes."""

@@ -114,6 +114,6 @@ def test_a_run_that_did_not_stream_goes_on_with_a_search_of_chunk_tokens(scorer,
             assert job.wait() == 0, job.output
         assert job.rows[-1]["step"] == steps and job.rows[-1]["reward/error_rate"] == 0
         (part,) = job.checkpoint.glob("reward.rank0.json")
-        timed.append(json.loads(part.read_text())["chunk_search"]["num_steps"])
+        timed.append(json.loads(part.read_text())["model/chunk_search"]["num_steps"])
     # The first step of a run is not timed: the last one has gone on counting.
     assert timed[1] >= timed[0] >= 1
