@@ -69,7 +69,9 @@ def _of_a_part(section: str, kind: object) -> dict[str, object]:
 
 
 def _of_a_set(kind: object) -> dict[str, object]:
-    """The same of a set of held-out prompts, whose path has nothing but those."""
+    """Return what a set of held-out prompts of this kind has that does not set it. All rows of its
+    path are held out, so there is no eval_path.
+    """
     own = _defaults("task", kind)
     own.pop("eval_path", None)
     return {**own, "num_prompts": "${eval.num_prompts}"} if own else {}

@@ -18,7 +18,7 @@ Rule = tuple[str, bool, str]  # the keys, whether they are wrong, the remedy
 
 
 def reward_rules(c: Config) -> list[Rule]:
-    """Of what scores: something without an answer to compare with, or nothing at all."""
+    """Return the rules about what scores: it needs an answer to compare with, and parts."""
     asked: dict[str, object] = {"task": c.task}
     asked |= {f"{EVAL_SETS}.{name}": one for name, one in c.eval.sets.items()}
     unanswered = []
@@ -63,7 +63,7 @@ def comparing_judges(c: Config) -> list[str]:
 
 
 def _stream_rules(c: Config) -> list[Rule]:
-    """Of models that read completions while these are sampled."""
+    """Return the rules about models that read completions while these are sampled."""
     cache_tokens = c.reward.cache_tokens
     chunk_tokens = c.reward.chunk_tokens
     searches = chunk_tokens == "auto"
@@ -115,8 +115,9 @@ def _stream_rules(c: Config) -> list[Rule]:
 def _judge_rules(
     c: Config, key: str, judge: JudgeSourceSettings, *, unanswered: Sequence[str]
 ) -> list[Rule]:
-    """Of a judge whose settings are under a key, and of what it compares. unanswered: the keys of
-    answers that are null.
+    """Return the rules about a judge, its settings under a key, and what it compares.
+
+    unanswered: the keys of answers that are null.
     """
     compares = judge.ask == "group"
     rules = [

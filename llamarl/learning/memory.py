@@ -332,8 +332,8 @@ class _Peak:
         return item * weight
 
     def _held_gradient(self) -> int:
-        """The same while layers go backward: a copy's, or one that waits for the embedding's, or
-        that of an earlier microbatch; else it is in the place where gradients are.
+        """Return the bytes of the head's gradient while layers go backward. It is a copy's, waits
+        for the embedding's, or is an earlier microbatch's; else it lies where gradients are.
         """
         if not self.trains_all or self.config.labels:
             return 0
