@@ -46,12 +46,12 @@ class AttentionContext(Protocol):
     longest: int  # above every position
 
     def attend(self, layer: int, q_THK: Tensor, k_TJK: Tensor, v_TJK: Tensor) -> Tensor:
-        """Softmax attention of every token over what it may see. Returns [T, H, K]."""
+        """Return softmax attention of every token over what it may see, [T, H, K]."""
         ...
 
 
 class PackedAttention:
-    """Causal attention inside each of S segments that lie end to end, where a segment may continue
+    """Attends causally inside each of S segments that lie end to end; a segment may continue
     another.
 
     cu_seqlens [S+1]: where each segment starts, and the total. parents [S]: the segment that this
@@ -117,10 +117,11 @@ class PackedAttention:
         return padded.index_select(0, self._places_T)
 
     def _added_mask(self, number: int, dtype: torch.dtype) -> Tensor | None:
-        """What is added to the scores of part `number`, 0 or -inf, [N, 1, L, M]; None: causal.
+        """Return what is added to the scores of part `number`: 0 or -inf, [N, 1, L, M]; None:
+        causal.
 
-        Made once for all layers: of a mask of bools PyTorch makes one in every layer, and each of
-        them is held for backward.
+        It is made once for all layers. Given a mask of bools, PyTorch would make one in every
+        layer, and hold each of them for backward.
         """
         mask = self._parts[number].mask
         if mask is None:
@@ -132,8 +133,8 @@ class PackedAttention:
         return self._added_masks[key]
 
     def _check_places(self) -> None:
-        """IndexError where a segment reaches outside the tokens: kernels on a CPU trust the places
-        that they are given.
+        """Raise IndexError where a segment reaches outside the tokens: kernels on a CPU trust the
+        places that they are given.
         """
         keys = torch.cat([part.keys_NM.flatten() for part in self._parts])
         if not keys.numel():
@@ -146,8 +147,8 @@ class PackedAttention:
 
 
 def _of_like_length(places: Tensor, lengths: Tensor, prefixes: Tensor) -> list[Tensor]:
-    """The segments at these places, longest first, cut into classes of like length: one ends where
-    its padding would cost as much as a kernel call more.
+    """Cut the segments at these places, longest first, into classes of like length. A class ends
+    where its padding would cost as much as one more kernel call.
 
     places [n]: numbers of segments; lengths, prefixes [S]: tokens of every segment, and of what it
     continues. Returns numbers of segments, n in all.
@@ -175,7 +176,7 @@ def _of_like_length(places: Tensor, lengths: Tensor, prefixes: Tensor) -> list[T
 
 
 def _part(starts: Tensor, lengths: Tensor, prefix_starts: Tensor, prefix_lengths: Tensor) -> Part:
-    """N segments padded to the longest, with the tokens of their parents before their own keys.
+    """Pad N segments to the longest, with the tokens of their parents before their own keys.
 
     starts, lengths [N]: each segment's first token and count; prefix_starts, prefix_lengths [N]:
     its parent's, of length 0 where it has none.
@@ -194,21 +195,23 @@ def _part(starts: Tensor, lengths: Tensor, prefix_starts: Tensor, prefix_lengths
 
 
 def _places(starts_N: Tensor, lengths_N: Tensor, longest: int) -> Tensor:
-    """[N, longest]: each segment's tokens, its last one again and again behind its length."""
+    """Return [N, longest]: the places of each segment's tokens. Behind its length its last token is
+    repeated.
+    """
     places = torch.arange(longest, device=starts_N.device)
     last_N1 = lengths_N[:, None] - 1
     return starts_N[:, None] + torch.minimum(places, last_N1)
 
 
 def _padded(x_THK: Tensor, index_NL: Tensor) -> Tensor:
-    """[N, H, L, K]: the tokens at each place."""
+    """Return [N, H, L, K]: the tokens at each place."""
     x = x_THK.index_select(0, index_NL.flatten())
     return x.unflatten(0, index_NL.shape).transpose(1, 2)
 
 
 def fused(q_NHLK: Tensor, k_NJMK: Tensor, v_NJMK: Tensor, mask: Tensor | None) -> Tensor:
-    """Attention [N, H, L, K] by PyTorch's kernels; mask: broadcast to [N, 1, L, M], bool, true
-    where a key is seen, or what is added to the scores; None: causal.
+    """Compute attention [N, H, L, K] by PyTorch's kernels. mask: broadcast to [N, 1, L, M]; bool,
+    true where a key is seen, or the number that is added to each score; None: causal.
     """
     shared = q_NHLK.shape[1] // k_NJMK.shape[1]
     if mask is not None and shared > 1 and q_NHLK.is_cuda:
@@ -258,14 +261,16 @@ class Rotary:
 
 
 def rotary_of(config: ModelConfig) -> Rotary:
-    """Of no feature, where a model has no rotary positions."""
+    """Return the rotary embedding of a model; it turns no feature if the model has no rotary
+    positions.
+    """
     dim = config.head_dim if config.rotary_dim is None else config.rotary_dim
     return Rotary(dim, config.rope_theta, config.rope_scaling)
 
 
 def _scale_frequencies(inv_freq: Tensor, theta: float, scaling: dict) -> tuple[Tensor, float]:
-    """The frequencies [K/2] of a context that was stretched after training, and what cos and sin
-    are multiplied by.
+    """Return the frequencies [K/2] of a context that was stretched after training, and the factor
+    for cos and sin.
     """
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     try:
@@ -292,8 +297,8 @@ def _scale_frequencies(inv_freq: Tensor, theta: float, scaling: dict) -> tuple[T
 
 
 def _yarn(inv_freq: Tensor, theta: float, scaling: dict) -> tuple[Tensor, float]:
-    """Dims that turn more than beta_fast times in the original context stay, those below beta_slow
-    are stretched by `factor`, a ramp between; cos and sin are multiplied by 0.1 ln(factor) + 1.
+    """Keep dims that turn more than beta_fast times in the original context, stretch those below
+    beta_slow by `factor`, and use a ramp between. Multiply cos and sin by 0.1 ln(factor) + 1.
 
     Source: Peng et al. 2023, YaRN, 3.2 to 3.4.
     """
@@ -302,7 +307,7 @@ def _yarn(inv_freq: Tensor, theta: float, scaling: dict) -> tuple[Tensor, float]
     old = scaling["original_max_position_embeddings"]
 
     def dim_of(turns: float) -> float:
-        """The (real) dim d that makes so many turns: old / (2 pi theta^(d / half)) = turns."""
+        """Return the (real) dim d that makes so many turns: old / (2 pi theta^(d / half)) = turns."""
         angle = 2 * math.pi * turns
         return half * math.log(old / angle) / math.log(theta)
 
@@ -332,8 +337,8 @@ def _yarn(inv_freq: Tensor, theta: float, scaling: dict) -> tuple[Tensor, float]
 
 
 def turned(x_THK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """The first features of every head turned by its token's angles, as many as these are for; the
-    others stay.
+    """Turn the first features of every head by its token's angles, as many as there are angles for;
+    the others stay.
     """
     dim = cos.shape[-1]
     if dim == x_THK.shape[-1]:
@@ -345,7 +350,7 @@ def turned(x_THK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def repeated(x_TJK: Tensor, repeats: Sequence[int]) -> Tensor:
-    """[T, H, K]: K/V head j repeats[j] times, for the query heads that read it."""
+    """Return [T, H, K]: K/V head j repeats[j] times, once for each query head that reads it."""
     heads = []
     for head, count in zip(x_TJK.split(1, dim=1), repeats):
         heads.append(head.expand(-1, count, -1))
@@ -353,7 +358,7 @@ def repeated(x_TJK: Tensor, repeats: Sequence[int]) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Grouped-query attention whose kernel comes with the call.
+    """Grouped-query attention. The caller hands in the kernel.
 
     `mask` is an AttentionContext and `input_pos` the rotary (cos, sin) that all layers share. With
     tensor parallelism it holds the rank's heads, and every rank returns the sum of what all make of
@@ -427,7 +432,7 @@ class Attention(nn.Module):
         return out_TD
 
     def _normed(self, x_THK: Tensor, norm: RMSNorm | None) -> Tensor:
-        """Every head normed, where the family does that."""
+        """Norm every head, if the family does that."""
         if norm is None:
             return x_THK
         scale_K: Tensor = norm.scale

@@ -47,7 +47,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {  # as config.json names t
 
 
 class _FeedForward(nn.Module):
-    """Up into hidden units and, by w2, down again.
+    """Projects up into hidden units and, by w2, down again.
 
     With tensor parallelism it holds the rank's share of the hidden units, and every rank returns
     the sum of what all make of theirs.
@@ -63,7 +63,7 @@ class _FeedForward(nn.Module):
             self.hidden_dim = span(config.intermediate_size, tp.rank, tp.size)[1]
 
     def hidden(self, x: Tensor) -> Tensor:
-        """The hidden units."""
+        """Return the hidden units of x."""
         raise NotImplementedError
 
     def forward(self, x: Tensor) -> Tensor:
@@ -76,7 +76,9 @@ class _FeedForward(nn.Module):
 
 
 class FeedForward(_FeedForward):
-    """w2(silu(w1 x) * w3 x): torchtune's, under its names. w1 is the gate, w2 goes down, w3 up."""
+    """Computes w2(silu(w1 x) * w3 x): torchtune's feed-forward, under its names. w1 is the gate, w2
+    goes down, w3 up.
+    """
 
     def __init__(self, config: ModelConfig, tp: TensorParallel | None):
         super().__init__(config, tp)
@@ -86,12 +88,13 @@ class FeedForward(_FeedForward):
         self.w3 = nn.Linear(dim, self.hidden_dim, bias=False)
 
     def hidden(self, x: Tensor) -> Tensor:
+        """Return the hidden units: silu(w1 x) * w3 x."""
         gate, up = projections(x, self.w1, self.w3)
         return swiglu(gate, up)
 
 
 class PlainFeedForward(_FeedForward):
-    """w2(act(w3 x)), both with a bias. w3 goes up, w2 down, as in FeedForward."""
+    """Computes w2(act(w3 x)), both with a bias. w3 goes up, w2 down, as in FeedForward."""
 
     def __init__(self, config: ModelConfig, tp: TensorParallel | None):
         super().__init__(config, tp)
@@ -103,6 +106,7 @@ class PlainFeedForward(_FeedForward):
         self.down_bias = nn.Parameter(torch.zeros(dim))
 
     def hidden(self, x: Tensor) -> Tensor:
+        """Return the hidden units: act(w3 x)."""
         (up,) = projections(x, self.w3)
         return self.activation(up)
 
@@ -126,6 +130,7 @@ class Layer(nn.Module):
         self.is_parallel = config.parallel_residual
 
     def forward(self, x_TD: Tensor, *, mask: AttentionContext, input_pos: Angles) -> Tensor:
+        """Return the residual stream [T, D] behind this layer."""
         x_TD, normed_TD = self.sa_norm.of_sum(x_TD, None)
         attended_TD = self.attn(normed_TD, mask=mask, input_pos=input_pos)
         if self.is_parallel:
@@ -135,7 +140,7 @@ class Layer(nn.Module):
 
 
 class Decoder(TransformerDecoder):
-    """Torchtune's decoder over flat tokens, of layers of its own.
+    """Torchtune's decoder over flat tokens, with layers of our own.
 
     The head is handed in because training never wants all [T, V] logits at once: `head(hidden [T,
     D], weight [V, D])` runs inside forward, where FSDP has the weight whole.
@@ -177,8 +182,8 @@ class Decoder(TransformerDecoder):
 
     @property
     def output_weight(self) -> Tensor:
-        """[V, D], or the rank's rows of a split vocabulary: the embedding itself when tied. A
-        scorer's is [labels, D].
+        """The output weight [V, D], or this rank's rows of a split vocabulary: the embedding itself
+        when tied. A scorer's is [labels, D].
         """
         if self.config.labels:
             return self.score.weight
@@ -189,7 +194,7 @@ class Decoder(TransformerDecoder):
         return weight
 
     def project(self, h_TD: Tensor, weight_VD: Tensor) -> Tensor:
-        """Logits [T, V] of hidden states: by the output weight, or, where that is quantised, by its
+        """Return logits [T, V] of hidden states, by the output weight; if that is quantised, by its
         module.
         """
         if hasattr(self.output, "weight_scale"):
@@ -198,7 +203,7 @@ class Decoder(TransformerDecoder):
 
     @property
     def num_cached_kv_heads(self) -> int:
-        """K/V heads a layer that this rank's attention hands to its context."""
+        """The K/V heads of a layer that this rank's attention hands to its context."""
         first = self.layers[0]
         assert isinstance(first, Layer), f"a decoder's layers are {Layer.__name__}s"
         return first.attn.num_cached_kv_heads
@@ -237,7 +242,7 @@ class Decoder(TransformerDecoder):
         return gathered(logits, self.config.vocab_size, tp)
 
     def _check_places(self, longest: int) -> None:
-        """ValueError for a sequence that is longer than there are learned positions."""
+        """Raise ValueError for a sequence that is longer than there are learned positions."""
         places = self.config.max_position_embeddings
         if longest > places:
             raise ValueError(
@@ -253,7 +258,7 @@ def build_decoder(
     dtype: torch.dtype = torch.float32,
     tensor_parallel: TensorParallel | None = None,
 ) -> Decoder:
-    """The decoder with uninitialised weights (`llamarl.models.hf.load_weights` fills them).
+    """Build the decoder with uninitialised weights (`llamarl.models.hf.load_weights` fills them).
 
     tensor_parallel: of every parameter only the rank's part, as llamarl.models.sharding says, under
     the same name. ValueError if there are fewer query heads than ranks.

@@ -41,15 +41,15 @@ _NUMBERS = {"rms_norm_eps": 0.0, "rope_theta": 1.0}
 
 
 def tiny_directory() -> Path:
-    """Where the embedded model lies: a Llama of 1.6 M parameters that adds two-digit numbers right
-    about 2 times in 5. benchmarks/make_tiny.py made it.
+    """Return where the embedded model lies: a Llama of 1.6 M parameters that adds two-digit numbers
+    right about 2 times in 5. benchmarks/make_tiny.py made it.
     """
     return Path(__file__).parent / "tiny"
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """What the decoder's shape depends on. Names are Hugging Face's."""
+    """What determines the decoder's shape. The names are Hugging Face's."""
 
     architecture: str  # LlamaForCausalLM
     vocab_size: int
@@ -72,7 +72,7 @@ class ModelConfig:
 
     @property
     def family(self) -> str:
-        """Llama, of LlamaForCausalLM and LlamaForSequenceClassification."""
+        """The family's name: Llama for LlamaForCausalLM and for LlamaForSequenceClassification."""
         return family_of(self.architecture)
 
     @property
@@ -81,7 +81,9 @@ class ModelConfig:
         return FAMILIES[self.family]
 
     def as_scorer(self) -> ModelConfig:
-        """The model of one score on this model's trunk; of a scorer, itself."""
+        """Return the config of a model with one score on this model's trunk; a scorer's own config
+        is returned as it is.
+        """
         if self.labels:
             return self
         return dataclasses.replace(
@@ -93,7 +95,7 @@ class ModelConfig:
 
 
 def family_of(architecture: str) -> str:
-    """What stands before the name of its head."""
+    """Return the part of an architecture's name before the name of its head."""
     for head in _HEADS:
         if architecture.endswith(head):
             return architecture.removesuffix(head)
@@ -140,7 +142,7 @@ def read_config(path: str | Path) -> ModelConfig:
 
 
 def _renamed(raw: dict, family: Family) -> dict:
-    """The fields of config.json under the names that Llama's have."""
+    """Rename the fields of config.json to the names that Llama's have."""
     renamed = dict(raw)
     for ours, theirs in family.fields.items():
         if theirs in raw:
@@ -149,7 +151,7 @@ def _renamed(raw: dict, family: Family) -> dict:
 
 
 def _to_config(raw: dict, architecture: str, family: Family) -> ModelConfig:
-    """The record of what config.json says. KeyError for a field that must be there and is not."""
+    """Make the record of what config.json says. KeyError for a required field that is missing."""
     # transformers 5 writes rope_parameters; 4 wrote rope_theta and rope_scaling.
     rope = dict(raw.get("rope_parameters") or {})
     theta_of_rope = rope.pop("rope_theta", None)
@@ -199,7 +201,7 @@ def _to_config(raw: dict, architecture: str, family: Family) -> ModelConfig:
 
 
 def _unknown(architecture: str) -> str | None:
-    """That there is no such family, or no such head of one; None: there is."""
+    """Say that there is no such family, or that the family has no such head; None if there is."""
     family = FAMILIES.get(family_of(architecture))
     name = family_of(architecture)
     if family is not None and architecture in (name + family.causal, name + SCORER):
@@ -212,7 +214,9 @@ def _unknown(architecture: str) -> str | None:
 
 
 def _unsupported(raw: dict, architecture: str, family: Family) -> str | None:
-    """What the config asks for and the decoder does not compute, with the remedy; None: nothing."""
+    """Say what the config asks for and the decoder does not compute, with the remedy; None if there
+    is nothing.
+    """
     is_mistral = family_of(architecture) == "Mistral"
     window = raw.get("sliding_window", 4096 if is_mistral else None)  # transformers' own default
     uses_window = window and raw.get("use_sliding_window", is_mistral)
@@ -235,7 +239,7 @@ def _unsupported(raw: dict, architecture: str, family: Family) -> str | None:
 
 
 def _malformed(raw: dict, family: Family) -> str | None:
-    """Which field is not of its kind, or beyond belief; None: no such field."""
+    """Name the field that is of the wrong kind or beyond belief; None if there is none."""
     problem = _miscounted(raw, family.fields) or oversized(raw, family.fields)
     if problem:
         return problem
@@ -268,7 +272,7 @@ def _malformed(raw: dict, family: Family) -> str | None:
 
 
 def check_sizes(config: ModelConfig) -> None:
-    """ValueError for sizes that do not go with each other, so that no decoder can be computed."""
+    """Raise ValueError for sizes that contradict each other, so that no decoder can be computed."""
     heads = config.num_attention_heads
     kv_heads = config.num_key_value_heads
     if heads % kv_heads:
@@ -281,7 +285,9 @@ def check_sizes(config: ModelConfig) -> None:
 
 
 def _miscounted(raw: dict, fields: Mapping[str, str]) -> str | None:
-    """Which count is none; None: no such field. fields: Llama's names -> those of this file."""
+    """Name the count that is no count; None if there is none. fields: Llama's names -> those of
+    this file.
+    """
     for name in _COUNTS:
         key = fields.get(name, name)
         count = raw.get(key)
@@ -291,8 +297,8 @@ def _miscounted(raw: dict, fields: Mapping[str, str]) -> str | None:
 
 
 def oversized(raw: dict, fields: Mapping[str, str]) -> str | None:
-    """Which field of a config.json says more than any model has; None: no such field. fields:
-    Llama's names -> those of this file.
+    """Name the field of a config.json that is larger than in any model; None if there is none.
+    fields: Llama's names -> those of this file.
     """
     for name, most in _MOST.items():
         key = fields.get(name, name)
@@ -303,14 +309,16 @@ def oversized(raw: dict, fields: Mapping[str, str]) -> str | None:
 
 
 def _is_number(value: object, least: float) -> bool:
-    """Whether it is a finite number of at least so much."""
+    """Whether a value is a finite number of at least `least`."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
     return math.isfinite(value) and value >= least
 
 
 def _misnamed(raw: dict) -> str | None:
-    """That a scorer's labels are not names by their numbers; None: they are, or it names none."""
+    """Say that a scorer's labels are not names by their numbers; None if they are, or if it names
+    none.
+    """
     named = raw.get("id2label") or {}
     if isinstance(named, dict) and named.keys() == {str(i) for i in range(len(named))}:
         return None

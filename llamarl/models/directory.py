@@ -1,4 +1,4 @@
-"""What is asked of the files of a model directory, which may be a stranger's. Needs no torch."""
+"""Checks on the files of a model directory, which may be a stranger's. Needs no torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def check_files(directory: Path) -> None:
-    """ValueError for a file that lies elsewhere, or that is no regular file.
+    """Raise ValueError for a file that lies elsewhere, or that is no regular file.
 
     A link may lead to another file of the directory. In the cache of the Hugging Face Hub it may
     lead to the model's own blobs:
@@ -36,7 +36,7 @@ def check_files(directory: Path) -> None:
 
 
 def read_json(file: Path) -> dict:
-    """The JSON object that a file holds. ValueError naming it if it holds none."""
+    """Return the JSON object that a file holds. ValueError naming it if it holds none."""
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:  # JSONDecodeError and UnicodeDecodeError are ValueErrors
@@ -53,7 +53,7 @@ def read_json(file: Path) -> dict:
 
 
 def architecture_in(raw: dict) -> str:
-    """The first of the architectures that a config.json names; "(none)" if it names none.
+    """Return the first of the architectures that a config.json names; "(none)" if it names none.
     ValueError if they are no names.
     """
     named = raw.get("architectures") or ["(none)"]

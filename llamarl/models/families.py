@@ -1,4 +1,4 @@
-"""What the layers of a family of models are made of. Needs no torch.
+"""The layers that each family of models is made of. Needs no torch.
 
 A family is what stands before ForCausalLM in an architecture's name. What its config.json may
 choose is in `ModelConfig`; what all of its models have in common is here.

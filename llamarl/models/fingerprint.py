@@ -1,4 +1,4 @@
-"""What tells a model directory from others, wherever it lies and whatever its size: digests of its
+"""Digests that tell a model directory from others, wherever it lies and whatever its size: of its
 small files, and of a few rows of each tensor.
 
 Of a directory of 100 GB less than 100 MB are read. So a model that was trained on, merged, scaled
@@ -23,10 +23,11 @@ _MOST_BYTES = 1 << 15  # of a row
 
 
 def weights_digest(path: str | Path) -> str:
-    """A SHA-256 of a model directory's weights: of each tensor its name, type and shape, and the
-    first bytes of its first, middle and last row.
+    """Return a SHA-256 of a model directory's weights. It covers each tensor's name, type and
+    shape, and the first bytes of its first, middle and last row.
 
-    The same for another split into files. FileNotFoundError or ValueError as of SafetensorsDir.
+    It does not depend on how the weights are split into files. FileNotFoundError or ValueError as
+    from SafetensorsDir.
     """
     digests = {}
     for file in SafetensorsDir(path).files:
@@ -39,7 +40,7 @@ def weights_digest(path: str | Path) -> str:
 
 
 def _tensor_digests(file: Path) -> dict[str, bytes]:
-    """Of each tensor of a safetensors file, by its name.
+    """Return the digest of each tensor of a safetensors file, by the tensor's name.
 
     The rows are read one by one, because a mapped file would be read ahead around each of them.
     """
@@ -66,8 +67,8 @@ def _tensor_digests(file: Path) -> dict[str, bytes]:
 
 
 def tokenizer_digest(path: str | Path) -> str:
-    """A SHA-256 of how a model directory's tokenizer cuts texts, without its chat template. The
-    same for a tokenizer.json that was only written anew.
+    """Return a SHA-256 of how a model directory's tokenizer cuts texts, without its chat template.
+    It is unchanged if tokenizer.json was only written anew.
     """
     path = Path(path)
     digest = hashlib.sha256()
@@ -85,7 +86,7 @@ def tokenizer_digest(path: str | Path) -> str:
 
 
 def model_digest(path: str | Path) -> str:
-    """A SHA-256 of a model directory: of its config, its tokenizer and its weights."""
+    """Return a SHA-256 over a model directory's config, tokenizer and weights."""
     digest = hashlib.sha256((Path(path) / "config.json").read_bytes())
     digest.update(tokenizer_digest(path).encode())
     digest.update(weights_digest(path).encode())

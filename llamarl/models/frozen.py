@@ -22,7 +22,7 @@ def frozen_decoder(
     tensor_parallel: TensorParallel | None = None,
     cpu_offload: bool = False,
 ) -> Decoder:
-    """The decoder of a Hugging Face directory, held in dtype, its weights frozen.
+    """Load the decoder of a Hugging Face directory in dtype, with frozen weights.
 
     mesh: [shard], or [replicate, shard]: the ranks that hold the same tensor-parallel part, over
     which FSDP2 shards it; each reads its own rows alone. Collective over both from the first use

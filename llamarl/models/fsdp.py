@@ -37,8 +37,8 @@ def wrap(
     cpu_offload: bool,
     pin_memory: bool,
 ) -> None:
-    """FSDP2 of every layer, and of the decoder around them, computing in compute_dtype and reducing
-    in float32. Before weights load.
+    """Wrap every layer, and the decoder around them, in FSDP2. It computes in compute_dtype and
+    reduces in float32. Call it before weights load.
     """
     offload = OffloadPolicy()
     if cpu_offload:
@@ -57,9 +57,9 @@ def wrap(
 
 
 def next_backward(decoder: LanguageModel, *, last: bool) -> None:
-    """Before each microbatch of an optimizer step, `last` with its last one: where a rank holds
-    every weight of its part, weights are cast once a step and gradients add up in float32, to be
-    reduced once. Sharded ones do so at every microbatch.
+    """Prepare a microbatch of an optimizer step; `last` says that it is the step's last one. Where
+    a rank holds every weight of its part, weights are cast once a step and gradients add up in
+    float32, to be reduced once. Sharded ones do so at every microbatch.
     """
     if decoder.masters is not None:
         decoder.masters.last = last
@@ -76,7 +76,7 @@ def reshard(decoder: LanguageModel) -> None:
 
 
 def drop_gradients(decoder: LanguageModel) -> None:
-    """Forget what microbatches have added up so far, on a step that ends before its last one."""
+    """Forget the gradients of the microbatches so far, on a step that ends before its last one."""
     if decoder.masters is not None:
         decoder.masters.forget()
     for module in decoder.modules():
@@ -99,8 +99,8 @@ def _place_of(decoder: LanguageModel) -> TensorParallel:
 
 
 def _tensor_box(decoder: LanguageModel, name: str) -> Box:
-    """The part of the parameter with this Hugging Face name that this rank of a tensor-parallel
-    decoder and the others of its mesh hold together.
+    """Return the part of the parameter with this Hugging Face name that this rank of a
+    tensor-parallel decoder and the others of its mesh hold together.
     """
     shape = parameter_shapes(decoder.config)[name]
     tp = _place_of(decoder)
@@ -117,8 +117,8 @@ def is_split(decoder: LanguageModel, name: str) -> bool:
 
 
 def tensor_groups(decoder: LanguageModel, names: Iterable[str]) -> list[dist.ProcessGroup | None]:
-    """Of each parameter with these Hugging Face names the ranks that hold its other tensor-parallel
-    parts; None: each rank holds it whole.
+    """Return, for each parameter with these Hugging Face names, the ranks that hold its other
+    tensor-parallel parts; None if each rank holds it whole.
     """
     groups: list[dist.ProcessGroup | None] = []
     for name in names:
@@ -127,7 +127,7 @@ def tensor_groups(decoder: LanguageModel, names: Iterable[str]) -> list[dist.Pro
 
 
 def held_box(decoder: LanguageModel, name: str, parameter: Tensor) -> Box:
-    """The part of a parameter that this rank holds."""
+    """Return the part of a parameter that this rank holds."""
     if decoder.tensor_parallel is None:
         box = Box.whole(tuple(parameter.shape))
     else:
@@ -138,7 +138,9 @@ def held_box(decoder: LanguageModel, name: str, parameter: Tensor) -> Box:
 
 
 def local_rows(parameter: DTensor) -> tuple[int, int]:
-    """(first row, number of rows) that this rank holds of an FSDP2 parameter sharded on dim 0."""
+    """Return (first row, number of rows) that this rank holds of an FSDP2 parameter sharded on dim
+    0.
+    """
     shape, offset = compute_local_shape_and_global_offset(
         parameter.shape, parameter.device_mesh, parameter.placements
     )
@@ -146,7 +148,7 @@ def local_rows(parameter: DTensor) -> tuple[int, int]:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor, without gradients: of the shape of its held_box."""
+    """Return what this rank holds of a tensor, without gradients. Its shape is that of held_box."""
     tensor = tensor.detach()
     if isinstance(tensor, DTensor):
         tensor = tensor.to_local()
@@ -157,8 +159,8 @@ def local(tensor: Tensor) -> Tensor:
 def whole_parameters(
     decoder: LanguageModel, parameters: Iterable[tuple[str, Tensor]]
 ) -> Iterator[Iterator[tuple[str, Tensor]]]:
-    """Collective over a replica's ranks: each parameter, one at a time; whole on tensor-parallel
-    rank 0, elsewhere the rank's part.
+    """Collective over a replica's ranks: yield each parameter, one at a time; whole on
+    tensor-parallel rank 0, elsewhere the rank's part.
 
     Those that were not taken inside are made at its end, also after an error: the other ranks take
     part in making each.
@@ -184,8 +186,8 @@ def _made_whole(
 
 
 def _joined(decoder: LanguageModel, name: str, part: Tensor) -> Tensor:
-    """Collective over the tensor-parallel ranks, whose parts are of one shape: the first gets them
-    end to end.
+    """Collective over the tensor-parallel ranks, whose parts are of one shape: join the parts end
+    to end on the first of them.
     """
     tp = _place_of(decoder)
     whole = parameter_shapes(decoder.config)[name]

@@ -1,4 +1,4 @@
-"""What a layer computes between its products: on a CPU each is one pass over memory.
+"""The operations of a layer between its products: on a CPU each is one pass over memory.
 
 A layer's additions, multiplications and roundings one by one cost a CPU more than its products do,
 forward and backward. Each function here states its equation and holds it in plain PyTorch; on a CPU
@@ -58,7 +58,7 @@ _ARGUMENTS = {
 
 
 def kernels(x: Tensor) -> ctypes.CDLL | None:
-    """The kernels for tensors like x, or None where plain operations are to be used."""
+    """Return the kernels for tensors like x, or None where plain operations are to be used."""
     if x.device.type != "cpu" or x.dtype not in _FLAGS:
         return None
     lib = library("train", *_FLAGS[x.dtype])
@@ -88,7 +88,7 @@ def call_kernel(kernel: Callable[..., None], *arguments: object) -> None:
 
 
 def add_up(total: Tensor, part: Tensor) -> None:
-    """total += part, in total's float32; part in any dtype, of the same shape."""
+    """Add `part` to `total`, in total's float32; part is of any dtype and the same shape."""
     lib = kernels(part)
     if lib is None or not (total.is_contiguous() and part.is_contiguous()):
         total.add_(part)
@@ -122,8 +122,8 @@ def weight_gradient(grad_TN: Tensor, x_TD: Tensor) -> Tensor:
 def add_rms_norm(
     x: Tensor, change: Tensor | None, scale_D: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """(h, its norm) with h = x + change (None: x) [..., D]: the residual stream and what the next
-    block reads of it, together.
+    """Return (h, its norm) with h = x + change (None: x) [..., D]: the residual stream and what the
+    next block reads of it, together.
 
     The norm is h / sqrt(mean(h^2) + eps) in float32, then in h's dtype times scale: Hugging Face's
     order of rounding.
@@ -223,7 +223,7 @@ class _SwiGlu(Function):
 
 
 def rotate(x_THK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Each pair (i, i + K/2) of every head turned by its token's angle; cos, sin [T, 1, K] float32,
+    """Turn each pair (i, i + K/2) of every head by its token's angle; cos, sin [T, 1, K] float32,
     their halves equal.
 
     The kernel multiplies in float32 and rounds once; plain operations round cos, sin and each
@@ -241,7 +241,7 @@ def rotate(x_THK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class _Rotate(Function):
-    """By the angles times direction, 1 or -1; a rotation's gradient is turned back."""
+    """Turns by the angles times `direction`, 1 or -1; a rotation's gradient is turned back."""
 
     @staticmethod
     def forward(ctx, x_THK: Tensor, cos: Tensor, sin: Tensor, direction: float) -> Tensor:
@@ -262,8 +262,8 @@ class _Rotate(Function):
 
 
 def projections(x_TD: Tensor, *linears: nn.Module) -> tuple[Tensor, ...]:
-    """linear(x) for each of them. Where all are plain, the input's gradient adds up inside the
-    products of backward.
+    """Return linear(x) for each of `linears`. If all are plain, the input's gradient adds up inside
+    the products of backward.
     """
     are_plain = all(type(linear) is nn.Linear for linear in linears)
     if not are_plain or not torch.is_grad_enabled():
@@ -342,7 +342,7 @@ class Part:
 
 
 def masked_products(q_NHLK: Tensor, k_NJMK: Tensor, v_NJMK: Tensor, mask: Tensor | None) -> Tensor:
-    """Attention [N, H, L, K] by plain batched products; holds all N H L M weights.
+    """Compute attention [N, H, L, K] by plain batched products. All N H L M weights are held.
 
     Sums and the softmax are float32's or wider; in bfloat16 scores and weights are rounded to it
     between the products. mask: bool, broadcast to [N, 1, L, M], true where a key is seen; None:
@@ -425,7 +425,7 @@ class PackedProducts(Function):
 def _gathered(
     x_THK: Tensor, index_NL: Tensor, kv_heads: int, lengths_N: Tensor | None = None
 ) -> Tensor:
-    """[N J, R L, K]: the heads of the tokens at each place; zeros behind the lengths."""
+    """Return [N J, R L, K]: the heads of the tokens at each place; zeros behind the lengths."""
     head_dim = x_THK.shape[-1]
     num_batches = len(index_NL) * kv_heads
     rows = index_NL.shape[1] * x_THK.shape[1] // kv_heads

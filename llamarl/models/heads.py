@@ -32,8 +32,8 @@ class ValueHead(nn.Module):
 
 
 def value_head(dim: int, *, mesh: DeviceMesh | None, device: torch.device) -> ValueHead:
-    """A value head, float32, sharded over `mesh` like the decoder's parameters. Collective over it
-    from the first use on.
+    """Return a value head, float32, sharded over `mesh` like the decoder's parameters. Collective
+    over it from the first use on.
     """
     head = ValueHead(dim).to(device)
     if mesh is not None and mesh.size() > 1:
@@ -42,8 +42,8 @@ def value_head(dim: int, *, mesh: DeviceMesh | None, device: torch.device) -> Va
 
 
 def with_values(head: Head, values: ValueHead, rows: Tensor) -> Head:
-    """A head for Decoder.forward: what `head` gives (logprobs, entropy), and the value of the
-    hidden state of each row.
+    """Return a head for Decoder.forward that gives what `head` gives (logprobs, entropy), and the
+    value of the hidden state of each row.
     """
     of_rows = only_values(values, rows)
 
@@ -56,5 +56,5 @@ def with_values(head: Head, values: ValueHead, rows: Tensor) -> Head:
 
 
 def only_values(values: ValueHead, rows: Tensor) -> Head:
-    """A head for Decoder.forward that gives values alone: no logits are made."""
+    """Return a head for Decoder.forward that gives values alone: no logits are made."""
     return lambda hidden_TD, _: values(hidden_TD.index_select(0, rows))

@@ -81,7 +81,7 @@ SHARD_BYTES = 4 << 30  # of exported files; also the most that export holds in m
 
 
 def hf_name(name: str) -> str:
-    """The Hugging Face name of a decoder's parameter. KeyError if it has none."""
+    """Return the Hugging Face name of a decoder's parameter. KeyError if it has none."""
     layer = _LAYER.search(name)
     pattern = _LAYER.sub("{}", name)
     for ours, theirs in _NAMES:
@@ -94,15 +94,15 @@ def hf_name(name: str) -> str:
 
 
 def named_parameters_hf(decoder: nn.Module | LanguageModel) -> Iterator[tuple[str, nn.Parameter]]:
-    """(Hugging Face name, parameter), in the decoder's order, adapters included. Wrapper prefixes
-    of checkpointing are dropped.
+    """Yield (Hugging Face name, parameter) in the decoder's order, adapters included. Wrapper
+    prefixes of checkpointing are dropped.
     """
     for name, parameter in decoder.named_parameters():
         yield hf_name(name.replace("_checkpoint_wrapped_module.", "")), parameter
 
 
 class SafetensorsDir:
-    """The tensors of a model directory, read one at a time or by slice; sharded (index.json) or
+    """Reads the tensors of a model directory, one at a time or by slice; sharded (index.json) or
     single.
 
     base: how names begin; where none does, it is left out in the files. NoWeights (which is a
@@ -141,12 +141,12 @@ class SafetensorsDir:
             self.file_of = {base + name: opened for name, opened in self.file_of.items()}
 
     def get_slice(self, name: str):
-        """A lazily sliced tensor."""
+        """Return a tensor that is read only where it is sliced."""
         return self.file_of[name].get_slice(name.removeprefix(self._left_out))
 
 
 def _weight_map(index: Path) -> dict[str, str]:
-    """Tensor -> file. ValueError naming the index if it says no such thing."""
+    """Return tensor -> file of an index. ValueError naming the index if it says no such thing."""
     named = read_json(index).get("weight_map")
     files = named.values() if isinstance(named, dict) else ()
     if not isinstance(named, dict) or not all(isinstance(file, str) for file in files) or not files:
@@ -163,8 +163,9 @@ def _weight_map(index: Path) -> dict[str, str]:
 def check_weights(
     source: SafetensorsDir, shapes: Mapping[str, Shape], *, may_lack: Collection[str] = ()
 ) -> None:
-    """ValueError naming what is absent, unknown, of integers, or of another shape than `shapes` by
-    the names of the directory's tensors. Reads no numbers. may_lack: names that need not be there.
+    """Raise ValueError naming each tensor that is absent, unknown, of integers, or of another shape
+    than in `shapes`, by its name in the directory. Reads no numbers. may_lack: names that need not
+    be there.
     """
     missing = shapes.keys() - source.file_of.keys() - set(may_lack)
     problems = [f"{name}: absent" for name in missing]
@@ -185,7 +186,7 @@ def check_weights(
 
 
 def check_encoder_directory(path: Path) -> None:
-    """That a directory which transformers itself is to load has files of its own, sizes to be
+    """Check that a directory which transformers itself is to load has files of its own, sizes to be
     believed and weights of floating-point numbers. ValueError or FileNotFoundError.
     """
     check_files(path)
@@ -204,8 +205,8 @@ def check_encoder_directory(path: Path) -> None:
 def weights_of(
     path: str | Path, config: ModelConfig, *, may_lack: Collection[str] = ()
 ) -> SafetensorsDir:
-    """A directory's weights, checked against its config.json. See SafetensorsDir and check_weights
-    for errors.
+    """Return a directory's weights, checked against its config.json. See SafetensorsDir and
+    check_weights for errors.
     """
     source = SafetensorsDir(path, base=config.traits.base)
     check_weights(source, stored_shapes(config), may_lack=may_lack)
@@ -244,7 +245,7 @@ def load_weights(
 
 
 def check_finite(name: str, tensor: Tensor, path: Path) -> None:
-    """BadWeights if a tensor of the directory `path` holds NaN or infinite numbers."""
+    """Raise BadWeights if a tensor of the directory `path` holds NaN or infinite numbers."""
     if tensor.dtype.itemsize == 1:  # float8, of which torch tests nothing
         tensor = tensor.float()
     num_bad = tensor.numel() - int(tensor.isfinite().sum())
@@ -319,8 +320,8 @@ def _write_shards(
 
 
 def load_tokenizer(path: str | Path):
-    """The directory's own tokenizer, from its files alone: no hub is asked, and no code of the
-    directory's is run.
+    """Load the directory's own tokenizer from its files alone: no hub is asked, and no code of the
+    directory is run.
     """
     from transformers import AutoTokenizer
 

@@ -32,8 +32,8 @@ Value = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Lora:
-    """rank r of each adapter; alpha: their product counts alpha / r; targets: Hugging Face names of
-    projections; seed: of A.
+    """Settings of the adapters. rank: r of each. alpha: their product counts alpha / r. targets:
+    Hugging Face names of projections. seed: of A.
     """
 
     rank: int
@@ -94,8 +94,8 @@ def add_lora(decoder: LanguageModel, lora: Lora) -> None:
 
 @torch.no_grad()
 def reset_lora(decoder: nn.Module, lora: Lora) -> None:
-    """A uniform in +-1/sqrt(D_in), B zero. A is a function of (seed, place in the model) alone,
-    however it is sharded.
+    """Draw A uniformly from +-1/sqrt(D_in) and set B to zero. A is a function of (seed, place in
+    the model) alone, however it is sharded.
     """
     draw = torch.Generator().manual_seed(lora.seed)
     for module in decoder.modules():
@@ -113,8 +113,8 @@ def reset_lora(decoder: nn.Module, lora: Lora) -> None:
 
 @contextmanager
 def adapters_off(decoder: nn.Module) -> Iterator[None]:
-    """Inside, the decoder computes as its frozen weights alone do: as the model that it began
-    as.
+    """Let the decoder compute, inside the block, with its frozen weights alone: as the model that
+    it began as.
     """
     adapted = [module for module in decoder.modules() if isinstance(module, LoraLinear)]
     for module in adapted:
@@ -154,8 +154,8 @@ class PolicyWeights:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Collective over the ranks that share the model: bring `parameters` up to date. Nothing to
-        do without adapters.
+        """Collective over the ranks that share the model: bring `parameters` up to date. Without
+        adapters nothing has to be done.
         """
         for name, merged in self.parameters:
             if name in self._adapted:
@@ -163,7 +163,9 @@ class PolicyWeights:
 
     @torch.no_grad()
     def with_values(self, value: Value) -> Iterator[tuple[str, Tensor]]:
-        """Collective: the weights with value(p) in each parameter's place, merged one at a time."""
+        """Collective: yield the weights with value(p) in each parameter's place, merged one at a
+        time.
+        """
         for name, p in self.parameters:
             if name in self._adapted:
                 yield name, _like(p, self._adapted[name].merged(value))
@@ -171,7 +173,7 @@ class PolicyWeights:
                 yield name, value(p)
 
     def buffers(self) -> list[Tensor]:
-        """What it holds beside the parameters, this rank's part."""
+        """Return the tensors that this rank holds beside the parameters."""
         return [local(merged) for name, merged in self.parameters if name in self._adapted]
 
 
@@ -185,8 +187,8 @@ class _Adapted:
     scaling: float
 
     def merged(self, value: Value = lambda p: p, *, out: Tensor | None = None) -> Tensor:
-        """This rank's rows of W + scaling B A, with value(p) in place of A and B. Collective over
-        the ranks that shard A.
+        """Return this rank's rows of W + scaling B A, with value(p) in place of A and B. Collective
+        over the ranks that shard A.
         """
         a = value(self.a).detach()
         if isinstance(a, DTensor):
@@ -198,7 +200,7 @@ class _Adapted:
 
 
 def _like(parameter: Tensor, own: Tensor) -> Tensor:
-    """A tensor that is sharded like the parameter, with this part of it."""
+    """Return a tensor that is sharded like the parameter, with this part of it."""
     if not isinstance(parameter, DTensor):
         return own
     return DTensor.from_local(

@@ -22,8 +22,8 @@ from llamarl.models.fused import Gradients, add_up
 
 
 class Masters:
-    """Puts copies in the parameters' places while a layer, or the decoder around its layers, is in
-    its forward.
+    """Puts low-precision copies in the parameters' places while a layer, or the decoder around its
+    layers, is in its forward.
 
     Outside of forward the modules hold the masters. `last`: no microbatch of this step follows, so
     copies are forgotten after the decoder's forward, but for what backward holds; a layer that
@@ -43,7 +43,7 @@ class Masters:
         self._swap(decoder, around)
 
     def _copy_of(self, module: nn.Module, name: str, master: Tensor) -> Tensor:
-        """The values of module's parameter `name` in the lower precision, without gradients."""
+        """Return the values of module's parameter `name` in the lower precision, without gradients."""
         copy = self._copies.get((module, name))
         if copy is None:
             copy = master.detach().to(self._dtype)
@@ -52,8 +52,8 @@ class Masters:
         return copy
 
     def forget(self) -> None:
-        """Make the copies anew when they are needed next: the masters change, or their step has
-        ended early.
+        """Drop the copies, so that they are made anew when they are needed next: the masters
+        change, or their step has ended early.
         """
         self._copies.clear()
 
@@ -86,7 +86,7 @@ class Masters:
 
 
 class _Copy(Function):
-    """The copy, whose gradient is added to the master's."""
+    """Gives the copy; its gradient is added to the master's."""
 
     @staticmethod
     def forward(ctx, master: Tensor, copy: Tensor) -> Tensor:
@@ -105,8 +105,8 @@ class _Copy(Function):
 
 
 class _Rows(Function):
-    """The copy's rows of these tokens. Their gradients are added to the master's rows: those of a
-    whole embedding are zeros.
+    """Gives the copy's rows of these tokens. Their gradients are added to the master's rows alone,
+    because those of all other rows are zeros.
     """
 
     @staticmethod

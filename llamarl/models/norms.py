@@ -23,7 +23,7 @@ class RMSNorm(nn.Module):
         return normed
 
     def of_sum(self, x: Tensor, change: Tensor | None) -> tuple[Tensor, Tensor]:
-        """(h, norm(h)) with h = x + change (None: x)."""
+        """Return (h, norm(h)) with h = x + change (None: x)."""
         return add_rms_norm(x, change, self.scale, self.eps)
 
 
@@ -40,7 +40,7 @@ class LayerNorm(nn.Module):
         return F.layer_norm(x, self.scale.shape, self.scale, self.bias, self.eps)
 
     def of_sum(self, x: Tensor, change: Tensor | None) -> tuple[Tensor, Tensor]:
-        """(h, norm(h)) with h = x + change (None: x)."""
+        """Return (h, norm(h)) with h = x + change (None: x)."""
         h = x
         if change is not None:
             h = x + change
@@ -48,6 +48,6 @@ class LayerNorm(nn.Module):
 
 
 def norm_of(config: ModelConfig) -> RMSNorm | LayerNorm:
-    """A norm of the residual stream."""
+    """Return a norm of the residual stream."""
     kind = LayerNorm if config.traits.norm == "layer" else RMSNorm
     return kind(config.hidden_size, eps=config.rms_norm_eps)

@@ -20,7 +20,7 @@ Tensors = Callable[[], Iterable[Tensor]]
 
 
 class DeviceSharing:
-    """Who holds the device. Not thread-safe: one loop a rank steps all executors."""
+    """Knows who holds the device. Not thread-safe: one loop a rank steps all executors."""
 
     def __init__(self, names: Iterable[str]):
         self.names = tuple(names)
@@ -30,8 +30,8 @@ class DeviceSharing:
         self._away: dict[str, list[tuple[UntypedStorage, UntypedStorage]]] = {}
 
     def join(self, name: str, tensors: Tensors) -> None:
-        """`tensors()` names what may leave the device; asked anew at each turn. What `name` holds
-        now leaves at once.
+        """Add an executor: `tensors()` names what may leave the device, and is asked anew at each
+        turn. What `name` holds now leaves at once.
         """
         self._tensors[name] = tensors
         self._leave(name)

@@ -1,5 +1,5 @@
-"""Canaries: what the trainer says fixed prompts' logprobs are under a version, for whoever received
-that version to check.
+"""Canaries: the trainer says what the logprobs of fixed prompts are under a version, and whoever
+received that version checks them.
 
     trainer     canary = Canary(sequences, logprobs)   travels at the end of the version's bytes
     generator   after the swap, before the first token is sampled: the same by the path that samples
@@ -29,12 +29,14 @@ TOP = 64  # likeliest tokens a place that a quantised generator is compared on
 
 
 class Prompts(Protocol):
+    """Prompts by ticket number."""
+
     def __getitem__(self, ticket: int): ...
 
 
 @dataclass(frozen=True, slots=True)
 class Sequence:
-    """Token ids, of which the first `given` are the prompt and the others are scored."""
+    """Token ids. The first `given` are the prompt, the others are scored."""
 
     token_ids: list[int]
     given: int
@@ -52,16 +54,18 @@ class Canary:
     top_logprobs: list[list[float]]
 
     def to_json(self) -> dict:
+        """Return the canary as JSON values."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, values: dict) -> Canary:
+        """Make a canary of what `to_json` returned."""
         sequences = [Sequence(**sequence) for sequence in values["sequences"]]
         return cls(**{**values, "sequences": sequences})
 
 
 def canary_sequences(prompts: Prompts, *, first: bool) -> list[Sequence]:
-    """What a version is checked with: parts of the run's first prompts.
+    """Return the sequences that a version is checked with: parts of the run's first prompts.
 
     first: the version that a run starts with, which is checked at more places than later ones.
     """
@@ -81,7 +85,8 @@ def canary_sequences(prompts: Prompts, *, first: bool) -> list[Sequence]:
 def check_canary(
     canary: Canary, logprobs: Tensor, *, version: int, rank: int, tolerance: float
 ) -> float:
-    """The largest difference in nats between the canary's logprobs and these [scored] float32.
+    """Return the largest difference in nats between the canary's logprobs and these [scored]
+    float32.
 
     ParityError if it is above the tolerance, or not a number.
     """
@@ -103,7 +108,7 @@ def check_canary(
 def check_quantized(
     canary: Canary, logprobs_SV: Tensor, *, version: int, rank: int, most: float
 ) -> float:
-    """Mean KL(generator || trainer) in nats over the canary's S places, from below.
+    """Return a lower bound of the mean KL(generator || trainer) in nats over the canary's S places.
 
     logprobs_SV: the generator's. ParityError if it is above `most`, or not a number.
     """

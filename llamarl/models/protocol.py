@@ -1,4 +1,5 @@
-"""What trainer, engine and weight transfer need of a model. `build.Decoder` gives it.
+"""LanguageModel: what trainer, engine and weight transfer need of a model. `build.Decoder` gives
+it.
 
     parameters   by Hugging Face name, each with its shape and its part for a tensor-parallel rank
     layers       one module a block: FSDP shards each, and the cache keeps keys and values of each
@@ -33,8 +34,8 @@ Model = TypeVar("Model", bound="LanguageModel")  # what is given, and returned
 
 
 class LanguageModel(Protocol):
-    """A decoder over flat tokens. It is an nn.Module besides, whose methods that are called here
-    stand at the end.
+    """A decoder over flat tokens. It is an nn.Module besides; those of its methods that are called
+    here stand at the end.
 
     isinstance cannot tell whether a module is one: since Python 3.12 it does not see submodules,
     which a module has by __getattr__. tests/parity/test_models.py looks at each member.
@@ -58,8 +59,8 @@ class LanguageModel(Protocol):
         attention: AttentionContext,
         head: Callable[[Tensor, Tensor], Made],
     ) -> Made:
-        """Logits [T, V] in the model's dtype, or what `head` makes of the normed hidden states and
-        the output weight.
+        """Return logits [T, V] in the model's dtype, or what `head` makes of the normed hidden
+        states and the output weight.
 
         Layer i must hand its queries, keys and values to `attention.attend(i, q, k, v)`, which says
         what each token sees: that is all it may know of sequences, caches and packing.
@@ -74,25 +75,27 @@ class LanguageModel(Protocol):
     # The engine asks these.
     @property
     def tok_embeddings(self) -> nn.Embedding:
-        """Whose weight [V, D] has the model's dtype and device."""
+        """The embedding. Its weight [V, D] has the model's dtype and device."""
         ...
 
     @property
     def output_weight(self) -> Tensor:
-        """[V, D], or the rank's rows of a split vocabulary."""
+        """The output weight [V, D], or this rank's rows of a split vocabulary."""
         ...
 
     @property
     def num_cached_kv_heads(self) -> int:
-        """Key/value heads a layer that are handed to the attention context."""
+        """The key/value heads of a layer that are handed to the attention context."""
         ...
 
     def project(self, h_TD: Tensor, weight_VD: Tensor) -> Tensor:
-        """Logits [T, V] of hidden states: the head of generation."""
+        """Return logits [T, V] of hidden states: the head of generation."""
         ...
 
     def rotary(self, positions_T: Tensor, longest: int) -> Angles:
-        """cos and sin [T, 1, K] of positions below `longest`. The first call builds the tables."""
+        """Return cos and sin [T, 1, K] of positions below `longest`. The first call builds the
+        tables.
+        """
         ...
 
     # nn.Module's.

@@ -30,7 +30,7 @@ _NEEDS = {"scaled_mm": ((8, 9), 16), "int_mm": ((7, 5), 8)}
 
 
 def quantized_dtype(kind: str) -> torch.dtype:
-    """ValueError naming the choices if `kind` is none of them."""
+    """Return the dtype of `kind`. ValueError naming the choices if it is none of them."""
     if kind not in QUANTIZED:
         raise ValueError(f"quantize={kind!r}: need one of {', '.join(QUANTIZED)}")
     return QUANTIZED[kind]
@@ -44,8 +44,8 @@ def quantize_rows(
     scale_out: Tensor | None = None,
     largest_O: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(q [O, I] in one byte, scale [O] float32) of a float matrix; written into q_out and scale_out
-    if both are given.
+    """Quantise a float matrix: return (q [O, I] in one byte, scale [O] float32), written into q_out
+    and scale_out if both are given.
 
     scale = absmax of the row / the largest number of `kind`, or 1 for a row of zeros; q = row /
     scale, to nearest even. A row depends on no other, so shards of whole rows are quantised as the
@@ -166,8 +166,8 @@ class QuantizedLinear(nn.Module):
 
 
 def arithmetic_of(kind: str, shape: Shape, device: torch.device) -> tuple[str, str]:
-    """QuantizedLinear's arithmetic for a weight of `shape` on a device, and what rules the usual
-    one out ("" if nothing).
+    """Return QuantizedLinear's arithmetic for a weight of `shape` on a device, and what rules the
+    usual one out ("" if nothing does).
     """
     # On a CPU, for 32 bfloat16 tokens and 576x576: fp8 scaled_mm, which widens the weight number by
     # number, takes 1.6 ms and weight_only 0.25; int_mm 0.14, weight_only 0.20, _weight_int8pack_mm
@@ -192,8 +192,9 @@ def arithmetic_of(kind: str, shape: Shape, device: torch.device) -> tuple[str, s
 
 
 def _scaled_product(q_TI: Tensor, q_IO: Tensor, scale_T1: Tensor, scale_1O: Tensor) -> Tensor:
-    """[T, O] bfloat16: the product of fp8 numbers, summed in float32, times a scale for each row
-    and each column. Where _scaled_mm takes no such scales it sums, and they are multiplied behind.
+    """Return [T, O] bfloat16: the product of fp8 numbers, summed in float32, times a scale for each
+    row and each column. If _scaled_mm takes no such scales it only sums, and the scales are
+    multiplied in afterwards.
     """
     if _takes_row_scales(q_TI.device):
         return torch._scaled_mm(
@@ -221,7 +222,9 @@ def _takes_row_scales(device: torch.device) -> bool:
 
 @functools.cache
 def _int_mm_is_exact() -> bool:
-    """Without VNNI a CPU sums pairs of products in 16 bits, which overflow without a word."""
+    """Whether integer products are exact here. Without VNNI a CPU sums pairs of products in 16
+    bits, which overflow without a warning.
+    """
     a = torch.full((16, 64), 127, dtype=torch.int8)
     sums = torch._int_mm(a, a.t())
     is_exact = sums == 64 * 127 * 127
@@ -229,7 +232,7 @@ def _int_mm_is_exact() -> bool:
 
 
 def _widen(q: Tensor, dtype: torch.dtype) -> Tensor:
-    """q's numbers in bfloat16 or float32, exactly (but NaN, beside which the scale is no number
+    """Return q's numbers in bfloat16 or float32, exactly (except NaN, whose scale is no number
     either).
     """
     if q.dtype != torch.float8_e4m3fn or q.device.type != "cpu":
@@ -282,10 +285,10 @@ def quantize_decoder(decoder: nn.Module, kind: str, exclude: tuple[str, ...] = (
 
 
 def kl_from_top(ids_LK: Tensor, logprobs_LK: Tensor, other_logprobs_LV: Tensor) -> Tensor:
-    """[L] float64, nats: a lower bound of KL(other || reference).
+    """Return [L] float64, nats: a lower bound of KL(other || reference).
 
-    Of the reference the logprobs [L, K] of K distinct ids are known. The bound is the KL between
-    the two over K + 1 bins, those ids and all the rest, which merging bins cannot raise.
+    The reference is known by the logprobs [L, K] of K distinct ids alone. The bound is the KL
+    between the two over K + 1 bins, those ids and all the rest; merging bins cannot raise a KL.
     """
     q_LK = logprobs_LK.double()
     other_LV = other_logprobs_LV.double()

@@ -37,8 +37,8 @@ log = logging.getLogger(__name__)
 
 
 def scores_at(rows_N: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
-    """A head for Decoder.forward: the scores [N, C] of the hidden states at these places of T, in
-    float32.
+    """Return a head for Decoder.forward: the scores [N, C] of the hidden states at these places of
+    T, in float32.
     """
 
     def head(hidden_TD: Tensor, weight_CD: Tensor) -> Tensor:
@@ -49,8 +49,8 @@ def scores_at(rows_N: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
 
 @torch.no_grad()
 def draw_score_head(decoder: Decoder, *, seed: int) -> None:
-    """Give the head its first values, of which each rank takes its own part: normal, with standard
-    deviation 1 / sqrt(D + 1)          (Stiennon et al. 2020, B.1)
+    """Draw the head's first values, of which each rank takes its own part: normal, with standard
+    deviation 1 / sqrt(D + 1) (Stiennon et al. 2020, B.1).
     """
     shape = (len(decoder.config.labels), decoder.config.hidden_size)
     generator = torch.Generator().manual_seed(seed)
@@ -68,8 +68,8 @@ def load_scorer(
     mesh: DeviceMesh | None = None,
     tensor_parallel: TensorParallel | None = None,
 ) -> Decoder:
-    """`frozen_decoder` of a ...ForSequenceClassification directory. ValueError naming the directory
-    if it holds a language model, or weights that do not fit.
+    """Load the `frozen_decoder` of a ...ForSequenceClassification directory. ValueError naming the
+    directory if it holds a language model, or weights that do not fit.
     """
     config = read_config(path)
     if not config.labels:
@@ -82,7 +82,7 @@ def load_scorer(
 
 
 def settle_pad_token(path: str | Path) -> None:
-    """See to it that a scorer's directory does not pad with the token that ends answers.
+    """Make sure that a scorer's directory does not pad with the token that ends completions.
 
     transformers scores a row at its last token that is not the pad token, so that it would pass
     over that end, which ours scores at. Another special token that answers do not hold becomes the
@@ -112,7 +112,9 @@ def settle_pad_token(path: str | Path) -> None:
 
 
 def label_of(config: ModelConfig, name: str | None) -> int:
-    """Which of a scorer's labels is called so; None: the only one. ValueError with all of them."""
+    """Return the number of the label with this name; None: of the only label. ValueError naming all
+    of them.
+    """
     labels = config.labels
     if name is None and len(labels) == 1:
         return 0
@@ -124,7 +126,8 @@ def label_of(config: ModelConfig, name: str | None) -> int:
 
 
 def scorer_fields(config: ModelConfig, like: str | Path) -> dict[str, object]:
-    """What config.json of an exported scorer says in place of that of the model it began as.
+    """Return the fields that config.json of an exported scorer has in place of those of the model
+    it began as.
 
     transformers finds the last token of a padded row by pad_token_id: where `like` has none, its
     end token is taken.

@@ -31,15 +31,15 @@ _OTHER_MODEL = ": it is another model's; resume with the model.path that it was 
 
 
 def box_of(part: Mapping, name: str, index: tuple[slice, ...]) -> Tensor:
-    """part[name][index]; where the part has a method `box`, without reading the rest."""
+    """Return part[name][index]; if the part has a method `box`, without reading the rest."""
     if hasattr(part, "box"):
         return part.box(name, index)
     return part[name][index]
 
 
 def moment(value: Tensor) -> Tensor:
-    """This rank's part of one of MOMENTS as a plain tensor; of an 8-bit one what it stands for, in
-    float32.
+    """Return this rank's part of one of MOMENTS as a plain tensor; an 8-bit one as the float32
+    values that it stands for.
     """
     own = local(value)
     if hasattr(own, "codes"):
@@ -48,7 +48,7 @@ def moment(value: Tensor) -> Tensor:
 
 
 def moment_scale(value: Tensor) -> Tensor | None:
-    """What the blocks of an 8-bit moment, this rank's part, are multiplied by; None for a plain
+    """Return the factors of the blocks of an 8-bit moment, for this rank's part; None for a plain
     moment.
     """
     return getattr(local(value), "scale", None)
@@ -65,7 +65,9 @@ class Shard:
     def state(
         self, optimizer: torch.optim.Optimizer, *, weights: str, moments: str
     ) -> dict[str, Tensor]:
-        """What is to be saved of it; moments only once the optimizer has made a step."""
+        """Return what is to be saved of this shard; moments only once the optimizer has made a
+        step.
+        """
         tensors = {f"{weights}{self.name}": local(self.parameter)}
         kept = optimizer.state.get(self.parameter, {})
         for key in MOMENTS:
@@ -87,7 +89,7 @@ class Shard:
         weights: str,
         moments: str,
     ) -> int:
-        """Take what a saved part, which holds the box `theirs`, has of this shard and its moments.
+        """Take this shard and its moments from a saved part, which holds the box `theirs`.
 
         Returns how many elements of the parameter that was. 8-bit moments are left as plain tensors
         for llamarl.learning.optim.settle_moments, their scales beside them where the boxes are the
@@ -110,7 +112,9 @@ class Shard:
 
     @torch.no_grad()
     def copy_overlap(self, tensor: Tensor, part: Mapping, saved: str, theirs: Box) -> None:
-        """Copy into a tensor that is sharded like the parameter what part[saved] has of it."""
+        """Copy part[saved] into a tensor that is sharded like the parameter, where their boxes
+        overlap.
+        """
         common = overlap(self.box, theirs)
         if common.numel:  # else there is nothing to read
             values = box_of(part, saved, common.within(theirs))
@@ -118,14 +122,14 @@ class Shard:
 
 
 def box_from(saved: list) -> Box:
-    """The box of [offsets, lengths], as JSON gives them back."""
+    """Return the box of [offsets, lengths], as JSON gives them back."""
     offsets, lengths = saved
     return Box(tuple(offsets), tuple(lengths))
 
 
 def check_fits(boxes: Mapping[str, list], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """ValueError if the boxes of a saved part are of tensors that a model of these shapes does not
-    have, or of larger ones.
+    """Raise ValueError if the boxes of a saved part belong to tensors that a model of these shapes
+    does not have, or to larger ones.
     """
     for name, saved in boxes.items():
         shape = shapes.get(name)
@@ -137,7 +141,9 @@ def check_fits(boxes: Mapping[str, list], shapes: Mapping[str, tuple[int, ...]])
 
 
 def check_complete(missing: Mapping[str, int]) -> None:
-    """ValueError if elements of a parameter were in no part; missing: how many, by its name."""
+    """Raise ValueError if elements of a parameter were in no part. missing: how many, by the
+    parameter's name.
+    """
     absent = [name for name, elements in missing.items() if elements]
     if absent:
         raise ValueError(
@@ -147,7 +153,7 @@ def check_complete(missing: Mapping[str, int]) -> None:
 
 
 def steps_of(optimizer: torch.optim.Optimizer) -> float:
-    """The steps that the optimizer has made."""
+    """Return how many steps the optimizer has made."""
     return next((float(state["step"]) for state in optimizer.state.values()), 0.0)
 
 
@@ -162,7 +168,7 @@ def set_steps(
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """All tensors of the optimizer's state."""
+    """Return all tensors of the optimizer's state."""
     tensors = []
     for state in optimizer.state.values():
         tensors += [value for value in state.values() if isinstance(value, Tensor)]

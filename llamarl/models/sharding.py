@@ -32,21 +32,23 @@ class Box:
 
     @classmethod
     def whole(cls, shape: Shape) -> Box:
+        """Return the box of a whole tensor."""
         return cls((0,) * len(shape), tuple(shape))
 
     @property
     def numel(self) -> int:
+        """The number of elements."""
         return math.prod(self.lengths)
 
     def fits(self, shape: Shape) -> bool:
-        """Whether it is of a tensor of this shape."""
+        """Whether this box lies inside a tensor of this shape."""
         if len(shape) != len(self.lengths):
             return False
         ends = map(operator.add, self.offsets, self.lengths)
         return all(map(operator.le, ends, shape))
 
     def cut(self, dim: int, first: int, count: int) -> Box:
-        """This box with `count` of its places in `dim`, from its own place `first` on."""
+        """Return this box with `count` of its places in `dim`, from its own place `first` on."""
         offsets = list(self.offsets)
         lengths = list(self.lengths)
         offsets[dim] += first
@@ -54,7 +56,7 @@ class Box:
         return Box(tuple(offsets), tuple(lengths))
 
     def within(self, outer: Box) -> tuple[slice, ...]:
-        """Index of this box in a tensor that holds `outer`."""
+        """Return the index of this box in a tensor that holds `outer`."""
         index = []
         for mine, its, count in zip(self.offsets, outer.offsets, self.lengths):
             start = mine - its
@@ -63,7 +65,7 @@ class Box:
 
 
 def overlap(a: Box, b: Box) -> Box:
-    """The box of what is in both; some lengths are 0 if nothing is."""
+    """Return the box that both boxes cover; some lengths are 0 if they share nothing."""
     offsets = []
     lengths = []
     for start_a, count_a, start_b, count_b in zip(a.offsets, a.lengths, b.offsets, b.lengths):
@@ -87,6 +89,7 @@ class Heads:
 
     @property
     def num_kv(self) -> int:
+        """The number of key/value heads that the rank holds."""
         return len(self.readers)
 
     @property
@@ -96,14 +99,14 @@ class Heads:
 
 
 def span(total: int, rank: int, size: int) -> tuple[int, int]:
-    """(first, count) of the rank's share of `total`, as even as it goes."""
+    """Return (first, count) of the rank's share of `total`, as even as it goes."""
     first = total * rank // size
     end = total * (rank + 1) // size
     return first, end - first
 
 
 def heads_of(config: ModelConfig, rank: int, size: int) -> Heads:
-    """ValueError if there are fewer query heads than ranks."""
+    """Return the attention heads of a rank. ValueError if there are fewer query heads than ranks."""
     if size > config.num_attention_heads:
         raise ValueError(
             f"tensor_parallel={size}: the model has {config.num_attention_heads} query heads "
@@ -129,8 +132,8 @@ def tensor_parallel_box(
     *,
     split_vocabulary: bool = True,
 ) -> Box:
-    """The part of the parameter with this Hugging Face name that tensor-parallel rank `rank` of
-    `size` holds.
+    """Return the part of the parameter with this Hugging Face name that tensor-parallel rank `rank`
+    of `size` holds.
     """
     whole = Box.whole(shape)
     if size == 1:
@@ -161,7 +164,7 @@ def tensor_parallel_box(
 
 
 def parameter_shapes(config: ModelConfig) -> dict[str, Shape]:
-    """Hugging Face name -> shape of every parameter, in the decoder's order."""
+    """Return Hugging Face name -> shape of every parameter, in the decoder's order."""
     d = config.hidden_size
     f = config.intermediate_size
     q = config.num_attention_heads * config.head_dim
@@ -206,7 +209,7 @@ def parameter_shapes(config: ModelConfig) -> dict[str, Shape]:
 
 
 def num_parameters(config: ModelConfig) -> int:
-    """Elements of all parameters."""
+    """Return the number of elements of all parameters."""
     shapes = parameter_shapes(config)
     return sum(math.prod(shape) for shape in shapes.values())
 
@@ -225,5 +228,5 @@ def is_quantized(name: str, shape: Shape, exclude: tuple[str, ...] = (HEAD,)) ->
 
 
 def aligned(num_bytes: int) -> int:
-    """The next place, from num_bytes on, where something may start."""
+    """Return the next place, from num_bytes on, where something may start."""
     return -(-num_bytes // ALIGN_BYTES) * ALIGN_BYTES

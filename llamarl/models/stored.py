@@ -28,8 +28,8 @@ _KINDS = ("q_proj", "k_proj", "v_proj")
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A parameter's place in a directory. name, shape: of the tensor that holds it. kind: which of
-    queries, keys and values it is of a tensor of all three, else None. turned: [in, out].
+    """A parameter's place in a directory. name, shape: of the tensor that holds it. kind: queries,
+    keys or values, if that tensor holds all three; else None. turned: it is stored as [in, out].
     """
 
     name: str
@@ -39,13 +39,13 @@ class Stored:
 
 
 def stored_parameters(config: ModelConfig) -> dict[str, Stored]:
-    """Of every parameter, by our name for it."""
+    """Return where every parameter is stored, by our name for it."""
     shapes = parameter_shapes(config)
     return {name: _stored(config.traits, name, shape) for name, shape in shapes.items()}
 
 
 def stored_shapes(config: ModelConfig) -> dict[str, Shape]:
-    """Of every tensor of a directory, by its name there."""
+    """Return the shape of every tensor of a directory, by its name there."""
     return {place.name: place.shape for place in stored_parameters(config).values()}
 
 
@@ -63,7 +63,7 @@ def _stored(family: Family, name: str, shape: Shape) -> Stored:
 
 
 def _name_in(family: Family, name: str) -> str:
-    """A directory's name for a parameter that Llama's call `name`."""
+    """Return a directory's name for the parameter that Llama's call `name`."""
     for ours, theirs in family.names:
         if ours in name:
             name = name.replace(ours, theirs)
@@ -71,7 +71,9 @@ def _name_in(family: Family, name: str) -> str:
 
 
 def read_box(tensor, place: Stored, box: Box, config: ModelConfig) -> Tensor:
-    """The box of a parameter from the tensor that holds it, which is sliced as it lies on disk."""
+    """Read the box of a parameter from the tensor that holds it, which is sliced as it lies on
+    disk.
+    """
     first = box.offsets[0]
     rows = torch.arange(first, first + box.lengths[0])
     if place.kind is not None:
@@ -93,7 +95,7 @@ def read_box(tensor, place: Stored, box: Box, config: ModelConfig) -> Tensor:
 
 
 def _fused_rows(rows: Tensor, kind: int, config: ModelConfig) -> Tensor:
-    """Where these rows of queries, keys or values (`kind`) are among those of all three."""
+    """Return where these rows of queries, keys or values (`kind`) are among those of all three."""
     if config.traits.fused == "kinds":
         whole = config.num_attention_heads * config.head_dim
         return rows + kind * whole
@@ -105,7 +107,8 @@ def _fused_rows(rows: Tensor, kind: int, config: ModelConfig) -> Tensor:
 def to_stored(
     named_tensors: Iterable[tuple[str, Tensor]], config: ModelConfig
 ) -> Iterator[tuple[str, Tensor]]:
-    """Whole parameters under our names, as they come, become tensors as a directory keeps them.
+    """Yield the tensors that a directory keeps, from whole parameters under our names, as they
+    come.
 
     Queries, keys and values wait for each other.
     """
@@ -128,7 +131,7 @@ def to_stored(
 
 
 def _joined(parts: list[Tensor], config: ModelConfig) -> Tensor:
-    """Rows of queries, keys and values as one tensor."""
+    """Join rows of queries, keys and values into one tensor."""
     if config.traits.fused == "kinds":
         return torch.cat(parts)
     by_head = [part.unflatten(0, (-1, config.head_dim)) for part in parts]

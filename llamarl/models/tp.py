@@ -40,7 +40,7 @@ class TensorParallel:
 
     @classmethod
     def of(cls, group: ExecutorGroup, *, split_vocabulary: bool = True) -> TensorParallel | None:
-        """This process's place in an executor's group; None if its ranks share no layers."""
+        """Return this process's place in an executor's group; None if its ranks share no layers."""
         if group.tensor_parallel == 1:
             return None
         peers = group.tensor_group
@@ -64,15 +64,15 @@ class _Summed(torch.autograd.Function):
 
 
 def _sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Collective: a tensor of its own with the sum of the ranks' x."""
+    """Collective: return the sum of the ranks' x, in a tensor of its own."""
     total = x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total, group=group)
     return total
 
 
 def copied(x: Tensor, tp: TensorParallel) -> Tensor:
-    """x, which every rank holds. Collective over the ranks in backward, which sums what they make
-    of it.
+    """Return x, which every rank holds. Collective over the ranks in backward, which sums the
+    gradients that they give it.
     """
     view = x.view_as(x)
     if view.requires_grad:
@@ -81,8 +81,8 @@ def copied(x: Tensor, tp: TensorParallel) -> Tensor:
 
 
 def summed(x: Tensor, tp: TensorParallel) -> Tensor:
-    """Collective over the ranks: the sum of their x, the same bits on each. Without gradients x
-    itself is overwritten.
+    """Collective over the ranks: return the sum of their x, with the same bits on each. Without
+    gradients x itself is overwritten.
     """
     if torch.is_grad_enabled():
         return _Summed.apply(x, tp.group)
@@ -92,8 +92,8 @@ def summed(x: Tensor, tp: TensorParallel) -> Tensor:
 
 
 def gathered(x: Tensor, total: int, tp: TensorParallel) -> Tensor:
-    """Collective over the ranks: [..., total] from the rank's span of the last dim, the same bits
-    on each.
+    """Collective over the ranks: return [..., total], joined from each rank's span of the last dim,
+    with the same bits on each.
     """
     counts = [span(total, rank, tp.size)[1] for rank in range(tp.size)]
     if x.shape[-1] != counts[tp.rank]:
@@ -129,8 +129,8 @@ class KeyValueSharing:
         self.any = num_held > config.num_key_value_heads
 
     def __call__(self, projection: nn.Linear, x_TD: Tensor) -> Tensor:
-        """projection(x). Collective over all ranks in backward, which sums the weights' gradients
-        over the ranks that hold the same rows.
+        """Return projection(x). Collective over all ranks in backward, which sums the weights'
+        gradients over the ranks that hold the same rows.
         """
         if not self.any or not torch.is_grad_enabled():
             return projection(x_TD)
@@ -141,7 +141,9 @@ class KeyValueSharing:
         return F.linear(x_TD, weight, bias)
 
     def _shared(self, parameter: Tensor) -> Tensor:
-        """The parameter, of which other ranks hold some rows too: their gradients are summed."""
+        """Return the parameter so that its gradients are summed over the ranks that hold the same
+        rows.
+        """
 
         def sum_of_rows(grad: Tensor) -> Tensor:
             every = grad.new_zeros(self._total, *grad.shape[1:])
@@ -156,7 +158,9 @@ class KeyValueSharing:
 
 
 class SplitEmbedding(nn.Embedding):
-    """The rank's span of the vocabulary. Tokens of others are zero here, and whole in the sum."""
+    """Embeds with this rank's span of the vocabulary. Tokens of other spans are zero here; the sum
+    over the ranks has them all.
+    """
 
     def __init__(self, vocab_size: int, dim: int, tp: TensorParallel):
         self.first, count = span(vocab_size, tp.rank, tp.size)

@@ -28,7 +28,8 @@ def training_decoder(
     cpu_offload: bool = False,
     score_seed: int | None = None,
 ) -> Decoder:
-    """A decoder with float32 master weights that computes in compute_dtype and reduces in float32.
+    """Load a decoder with float32 master weights that computes in compute_dtype and reduces in
+    float32.
 
     mesh: [shard], or [replicate, shard] for replicas of the shards (HSDP): the ranks that hold the
     same tensor-parallel part, which must hold embedding and head whole. Collective over both from
