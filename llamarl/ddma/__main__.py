@@ -1,5 +1,5 @@
-"""python -m llamarl.ddma plan --model DIR_OR_CONFIG --source fsdp=4,replicate=1,tp=1 --destination
-tp=2,replicas=2
+"""The command that prints a weight plan: python -m llamarl.ddma plan --model DIR_OR_CONFIG --source
+fsdp=4,replicate=1,tp=1 --destination tp=2,replicas=2
 
 Prints how weights would travel: bytes per rank and per link, against the floor. Needs a
 config.json, no weights and no GPU.
@@ -45,7 +45,8 @@ def sizes_of(known: tuple[str, ...], text: str) -> dict[str, int]:
 
 
 def report(plan: Plan) -> dict:
-    """A plan's bytes by rank and link, and the least that any plan could do with. JSON.
+    """Return a plan's bytes by rank and link, and the least that any plan could do with, as JSON
+    values.
 
     source_floor: each root's bytes once, spread evenly over the trainer's ranks. receive_floor: the
     largest shard, once. links: those that carry something, {"from", "to", "bytes"}.
@@ -93,7 +94,7 @@ def report(plan: Plan) -> dict:
 
 
 def why(plan: Plan) -> str:
-    """Who feeds the replicas, and the reason."""
+    """Return who feeds the replicas, and the reason."""
     replicas = plan.destination.replicas
     tp = plan.destination.tp
     ranks = plan.source.num_ranks
@@ -172,6 +173,7 @@ def _spread(values: list[int]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """Run the command line. Returns the exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m llamarl.ddma",
         description=__doc__,

@@ -25,20 +25,20 @@ RESET = "reset"
 
 
 def receiver_of(ends: Mapping[str, object], name: str) -> WeightsReceiver:
-    """Returns the receiving end of the channel of weights `name`, of an executor's inputs."""
+    """Return the receiving end of the weights channel `name` among an executor's inputs."""
     # A channel of weights gives an executor ends of its own kind, and a test gives it others.
     return cast(WeightsReceiver, ends[name])
 
 
 def sender_of(ends: Mapping[str, object], name: str) -> WeightsSender:
-    """Returns the sending end of the channel of weights `name`, of an executor's outputs."""
+    """Return the sending end of the weights channel `name` among an executor's outputs."""
     return cast(WeightsSender, ends[name])
 
 
 @dataclass(frozen=True)
 class Weights(Channel):
-    """Policy weights, shard to shard: from a trainer to the executor that computes with them. Each
-    rank of that has an end of its own, for its part of a copy.
+    """Carries policy weights shard to shard, from a trainer to the executor that computes with
+    them. Each rank of that executor has an end of its own, for its part of a copy.
 
     dtype: the one that they travel in, which is the destination's. quantize: "none", or the form in
     which projections travel, "fp8" or "int8"; exclude: fragments of the names of those that stay in
@@ -54,7 +54,9 @@ class Weights(Channel):
     def connect(
         self, context: ConnectContext
     ) -> tuple[WeightsSender | None, WeightsReceiver | None]:
-        """See Channel.connect. WeightsError if the transport asked for cannot join two ranks."""
+        """Make this rank's ends; see Channel.connect. WeightsError if the transport asked for
+        cannot join two ranks.
+        """
         sources = context.placement[self.source.name]
         destinations = context.placement[self.destination.name]
         replicate = self.source.replicate

@@ -81,7 +81,7 @@ class Copier:
         return self.digest(target.contiguous())
 
     def copy_columns(self, targets: list[Tensor], sources: list[Tensor]) -> list[int | Tensor]:
-        """`copy` of several sources, and the digest of each.
+        """Do `copy` for several sources, and return the digest of each.
 
         Columns of the same rows are copied row by row, so that what lies side by side is read in
         one run.
@@ -136,7 +136,7 @@ class Copier:
         return fold(found)
 
     def digest(self, of: Tensor) -> int | Tensor:
-        """The digest of a contiguous tensor's bytes. One on a device is not waited for."""
+        """Return the digest of a contiguous tensor's bytes. One on a device is not waited for."""
         flat = of.reshape(-1).view(torch.uint8)
         if self.method == "device":
             return _device_digest(flat)
@@ -148,14 +148,16 @@ class Copier:
 
 
 def _present_kernels() -> ctypes.CDLL:
-    """Returns the kernels, which the method "lanes" is taken for."""
+    """Return the kernels, which are there where the method "lanes" was taken."""
     kernels = copy_kernels()
     assert kernels is not None, "the method lanes was chosen without kernels"
     return kernels
 
 
 def fold(digests: Iterable[int | Tensor]) -> int:
-    """One digest of several, in order; signed, so that it fits an int64. Waits for the device."""
+    """Return one digest of several, in order; signed, so that it fits an int64. Waits for the
+    device.
+    """
     total: int | Tensor = 0
     for digest in digests:
         total = total * _FOLD + digest
@@ -166,7 +168,9 @@ def fold(digests: Iterable[int | Tensor]) -> int:
 
 
 def _can_pack(target: Tensor, source: Tensor) -> bool:
-    """Whether the kernel can: rows on the CPU to a contiguous target, in dtypes that it has."""
+    """Whether the kernel can copy this: rows on the CPU to a contiguous target, in dtypes that it
+    has.
+    """
     if target.is_cuda or source.is_cuda or source.dim() > 2:
         return False
     if source.stride(-1) != 1 or not target.is_contiguous():
@@ -176,7 +180,7 @@ def _can_pack(target: Tensor, source: Tensor) -> bool:
 
 
 def _can_pack_columns(targets: list[Tensor], sources: list[Tensor]) -> bool:
-    """Whether the kernel can in one call: columns of the same rows, in the same dtypes."""
+    """Whether the kernel can copy these in one call: columns of the same rows, in the same dtypes."""
     kinds = set()
     for target, source in zip(targets, sources, strict=True):
         if source.dim() != 2 or target.shape != source.shape or not _can_pack(target, source):
@@ -186,7 +190,7 @@ def _can_pack_columns(targets: list[Tensor], sources: list[Tensor]) -> bool:
 
 
 def _device_digest(flat: Tensor) -> Tensor:
-    """[] int64, wrapping."""
+    """Return the digest [] int64 of bytes on a device; its sums wrap around."""
     if flat.storage_offset() % 8:
         flat = flat.clone()  # words must lie on words
     size = flat.numel()

@@ -56,7 +56,9 @@ class Forwarder:
         context.control.thread(f"forward-{context.name}", self._run)
 
     def begin(self, version: int, buffer: int, *, must_load: bool, evaluate: bool) -> None:
-        """A version begins to come into the buffer with this number. The last one has been sent."""
+        """Take up a version that begins to come into the buffer with this number. The last one has
+        been sent.
+        """
         self._progress.reset()
         self._arrived = set()
         self._awaited = deque(self._origins)
@@ -71,7 +73,7 @@ class Forwarder:
         self._versions.put(self._current)
 
     def arrived(self, link: int, bucket: int) -> None:
-        """A bucket of this link of the receiver's is in its place."""
+        """Note that a bucket of this link of the receiver's is in its place."""
         with self._lock:
             self._arrived.add((link, bucket))
             while self._awaited and self._awaited[0] <= self._arrived:
@@ -79,11 +81,11 @@ class Forwarder:
                 self._progress.mark()
 
     def repairs(self) -> None:
-        """Some of what has arrived was damaged, and comes again."""
+        """Note that some of what has arrived was damaged, and comes again."""
         self._begun().was_repaired = True
 
     def seal(self, canary: dict) -> None:
-        """The version is whole and right, and ends with this canary."""
+        """Note that the version is whole and right, and ends with this canary."""
         self._begun().seal(canary)
 
     def _begun(self) -> QueuedVersion:
@@ -91,7 +93,7 @@ class Forwarder:
         return self._current
 
     def end(self) -> None:
-        """No more versions come."""
+        """Note that no more versions come."""
         self._versions.put(None)
 
     def close(self) -> None:
@@ -126,7 +128,7 @@ class Forwarder:
 def _origins(
     arriving: list[tuple[Bucket, ...]], forwarded: tuple[Bucket, ...]
 ) -> list[set[_Arrival]]:
-    """Of each forwarded bucket, the arrivals that bring some of it."""
+    """Return, for each forwarded bucket, the arrivals that bring some of it."""
     boxes: dict[str, list[tuple[int, Box]]] = {}  # name -> (forwarded bucket, its box of it)
     for number, bucket in enumerate(forwarded):
         for piece in bucket.pieces:

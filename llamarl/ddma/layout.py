@@ -1,5 +1,5 @@
-"""Who holds which box of which global parameter. Pure: shapes and topology say everything, no
-metadata is gathered.
+"""Who holds which box of which global parameter. Pure: shapes and topology determine everything, so
+no metadata is gathered.
 
     trainer    rank = (replica * fsdp + shard) * tp + t
                HSDP replicas of FSDP2 shards of tensor-parallel parts
@@ -39,7 +39,9 @@ FUSED = {
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """A global tensor that travels: its Hugging Face name, shape and dtype on its way."""
+    """A global tensor that travels, with its Hugging Face name, its shape and the dtype in which it
+    travels.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -56,20 +58,21 @@ class Piece:
 
     @property
     def name(self) -> str:
-        """The parameter's."""
+        """The parameter's Hugging Face name."""
         return self.parameter.name
 
     @property
     def num_bytes(self) -> int:
+        """The bytes of the box."""
         return self.box.numel * self.parameter.dtype.itemsize
 
     @property
     def end(self) -> int:
-        """The byte behind its last."""
+        """The byte behind the last one."""
         return self.start + self.num_bytes
 
     def view_in(self, flat: Tensor) -> Tensor:
-        """The box, in its own shape and dtype, as a view of the memory flat [bytes] uint8."""
+        """Return the box, in its own shape and dtype, as a view of the memory flat [bytes] uint8."""
         run = flat[self.start : self.end]
         return run.view(self.parameter.dtype).view(self.box.lengths)
 
@@ -84,10 +87,11 @@ class Source:
 
     @property
     def num_ranks(self) -> int:
+        """The number of trainer ranks."""
         return self.fsdp * self.replicate * self.tp
 
     def box(self, config: ModelConfig, p: Parameter, rank: int) -> Box:
-        """What a rank holds of a parameter.
+        """Return what a rank holds of a parameter.
 
         FSDP2 cuts dim 0 of a tensor-parallel part into ceil-sized chunks; the last ranks may hold
         less, or nothing.
@@ -101,8 +105,9 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """How those hold it that compute with it: generators in tensor-parallel parts, a reference in
-    FSDP2's shards of such parts. split_vocabulary: tensor-parallel ranks share embedding and head.
+    """How the ranks that compute with the model hold it: generators in tensor-parallel parts, a
+    reference in FSDP2's shards of such parts. split_vocabulary: tensor-parallel ranks share
+    embedding and head.
     """
 
     tp: int = 1
@@ -112,15 +117,16 @@ class Destination:
 
     @property
     def parts(self) -> int:
-        """The ranks that hold a replica together."""
+        """The number of ranks that hold a replica together."""
         return self.fsdp * self.tp
 
     @property
     def num_ranks(self) -> int:
+        """The number of ranks of all replicas."""
         return self.parts * self.replicas
 
     def box(self, config: ModelConfig, p: Parameter, part: int) -> Box:
-        """What rank `part` of a replica holds of a parameter."""
+        """Return what rank `part` of a replica holds of a parameter."""
         shard, t = divmod(part, self.tp)
         name = p.name.removesuffix(SCALE)
         whole = tensor_parallel_box(
@@ -130,7 +136,9 @@ class Destination:
 
 
 def _shard_of(box: Box, shard: int, num_shards: int) -> Box:
-    """The rows of it that FSDP2 gives to a shard: a ceil-sized chunk, less or none on the last."""
+    """Return the rows of a box that FSDP2 gives to a shard: a ceil-sized chunk, less or none on the
+    last.
+    """
     rows = box.lengths[0]
     chunk = -(-rows // num_shards)
     first = min(shard * chunk, rows)
@@ -143,7 +151,7 @@ def parameters_to_send(
     quantized: torch.dtype | None = None,
     exclude: tuple[str, ...] = (HEAD,),
 ) -> list[Parameter]:
-    """What a model's weights are on their way, in parameter_shapes' order.
+    """Return the tensors that a model's weights travel as, in parameter_shapes' order.
 
     dtype: of all that is_quantized(name, shape, exclude) does not name. quantized: of what it does
     name, or None where nothing is.
@@ -177,7 +185,7 @@ def buffer_of(
     *,
     fuse: bool = False,
 ) -> Buffer:
-    """The buffer of rank `part` of a replica.
+    """Return the buffer of rank `part` of a replica.
 
     fuse: the members of FUSED lie end to end, so that each group is one tensor too.
     """
@@ -201,7 +209,7 @@ def buffer_of(
 
 
 def _fused(by_name: dict[str, Parameter]) -> dict[str, tuple[str, ...]]:
-    """The name of each fused tensor, and those of its members, which have one dtype."""
+    """Return fused tensor's name -> names of its members, which have one dtype."""
     fused = {}
     for name in by_name:
         for group, parts in FUSED.items():

@@ -44,7 +44,7 @@ _COUNTER_BYTES = 64  # the last cache line of a slot's memory holds its counter
 
 
 class _Tag(IntEnum):
-    """What keeps the messages between two ranks apart."""
+    """Numbers that keep the messages between two ranks apart."""
 
     TO_RECEIVER = 0
     TO_SENDER = 1
@@ -63,7 +63,7 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What is said on a link. `more` is JSON on the wire."""
+    """A message on a link. `more` is JSON on the wire."""
 
     kind: Kind
     version: int = -1
@@ -72,7 +72,7 @@ class Header:
 
 @dataclass(frozen=True, slots=True)
 class Slots:
-    """Memory that a sender stages into, and what lets a receiver elsewhere reach it."""
+    """Memory that a sender stages into, and the means by which a receiver elsewhere reaches it."""
 
     tensors: list[Tensor]  # [bytes] uint8 each
     # [1] int64 each: how many buckets are staged. None where receivers begin when all are, and on a
@@ -81,13 +81,14 @@ class Slots:
     files: tuple[int, ...] = ()  # descriptors of shared ones, until all receivers have mapped them
 
     def close_files(self) -> None:
-        """Let go of the descriptors: all receivers have mapped what they stand for."""
+        """Close the descriptors: all receivers have mapped the memory behind them."""
         for file in self.files:
             os.close(file)
 
 
 def make_slots(num_bytes: int, device: torch.device, *, shared: bool) -> Slots:
-    """Slots on a device, or on the CPU: there pinned if there is a GPU, or in shared memory.
+    """Allocate slots on a device, or on the CPU: there pinned if there is a GPU, or in shared
+    memory.
 
     WeightsError, with the alternative, if there is no room.
     """
@@ -120,7 +121,7 @@ def _shared_slots(num_bytes: int) -> Slots:
 
 
 def _with_counters(whole: list[Tensor], files: tuple[int, ...] = ()) -> Slots:
-    """Slots in memory that has room for a counter at its end."""
+    """Return slots in memory that has room for a counter at its end."""
     tensors = []
     counters = []
     for memory in whole:
@@ -131,7 +132,7 @@ def _with_counters(whole: list[Tensor], files: tuple[int, ...] = ()) -> Slots:
 
 
 def _map_path(path: str, num_bytes: int) -> Tensor:
-    """WeightsError, with the alternative, if another process's memory is out of reach."""
+    """Map another process's memory. WeightsError, with the alternative, if it is out of reach."""
     try:
         file = os.open(path, os.O_RDWR)
     except OSError as error:
@@ -173,12 +174,12 @@ class LocalLink:
         """Receiver: map what the sender offers."""
 
     def send(self, header: Header, to_receiver: bool = True) -> None:
-        """Either side: say this to the other one."""
+        """Either side: send this header to the other one."""
         waiting = self._to_receiver if to_receiver else self._to_sender
         waiting.put(header)
 
     def recv(self, at_receiver: bool = True, timeout_s: float = FOREVER_S) -> Header:
-        """Either side: what the other one says next. LinkTimeout after timeout_s."""
+        """Either side: wait for the other one's next header. LinkTimeout after timeout_s."""
         waiting = self._to_receiver if at_receiver else self._to_sender
         try:
             return waiting.get(timeout=timeout_s)
@@ -188,7 +189,7 @@ class LocalLink:
     def fetch(
         self, slot: int, start: int, size: int, scratch: Tensor | None = None, staged: int = 0
     ) -> Callable[[float], Tensor]:
-        """Receiver: begin to get a bucket's bytes. Call the result, with seconds, to have them.
+        """Receiver: begin to get a bucket's bytes. Call the result, with seconds, to wait for them.
 
         They are [size] uint8: a view of the sender's slot once `staged` of its buckets are, or on a
         link that streams received into `scratch`. LinkTimeout after these seconds.
@@ -292,7 +293,7 @@ class RankLink(LocalLink):
     def _begin_recv(
         self, tensor: Tensor, group: dist.ProcessGroup | None, tag: int
     ) -> Callable[[float], Tensor]:
-        """Begin to receive into a tensor. Call the result, with seconds, to have it.
+        """Begin to receive into a tensor. Call the result, with seconds, to wait for it.
 
         LinkTimeout after these seconds.
         """
@@ -319,7 +320,9 @@ class RankLink(LocalLink):
 
 
 def _share_device_memory(tensor: Tensor) -> list:
-    """What another process on this host needs to open a CUDA tensor's memory. JSON."""
+    """Return what another process on this host needs to open a CUDA tensor's memory, as JSON
+    values.
+    """
     coded = []
     for part in tensor.untyped_storage()._share_cuda_():
         coded.append(base64.b64encode(part).decode() if isinstance(part, bytes) else part)
@@ -327,7 +330,7 @@ def _share_device_memory(tensor: Tensor) -> list:
 
 
 def _open_device_memory(coded: list, num_bytes: int) -> Tensor:
-    """The tensor [bytes] uint8 that another process shared."""
+    """Return the tensor [bytes] uint8 that another process shared."""
     shared = [base64.b64decode(part) if isinstance(part, str) else part for part in coded]
     storage = torch.UntypedStorage._new_shared_cuda(*shared)
     flat = torch.empty(0, dtype=torch.uint8, device=storage.device)

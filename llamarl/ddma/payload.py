@@ -1,5 +1,5 @@
-"""What links carry: pieces in buckets, laid out by the sender and put in place by the receiver. No
-threads of its own.
+"""The content of links: pieces in buckets, laid out by the sender and put in place by the receiver.
+Starts no threads.
 """
 
 from __future__ import annotations
@@ -35,12 +35,13 @@ class Bucket:
         return self.pieces[-1].end
 
     def digest(self, flat: Tensor, copier: Copier) -> int:
-        """The digest of the pieces where they lie in flat [bytes] uint8."""
+        """Return the digest of the pieces where they lie in flat [bytes] uint8."""
         return fold(copier.digest(flat[piece.start : piece.end]) for piece in self.pieces)
 
 
 def buckets_of(pieces: Iterable[Piece], limit: int) -> tuple[Bucket, ...]:
-    """Pieces in the order in which they lie, in buckets that span no more than `limit` bytes.
+    """Group pieces, in the order in which they lie, into buckets that span no more than `limit`
+    bytes.
 
     A piece that is larger than that is cut by rows; one row is not cut.
     """
@@ -58,7 +59,7 @@ def buckets_of(pieces: Iterable[Piece], limit: int) -> tuple[Bucket, ...]:
 
 
 def _cut(piece: Piece, limit: int) -> list[Piece]:
-    """A piece by rows, in parts of no more than `limit` bytes, or one row."""
+    """Cut a piece by rows into parts of no more than `limit` bytes, or of one row."""
     rows = piece.box.lengths[0]
     in_limit = rows * limit // max(piece.num_bytes, 1)
     each = max(1, in_limit)
@@ -74,7 +75,7 @@ def _cut(piece: Piece, limit: int) -> list[Piece]:
 
 
 class Progress:
-    """How many buckets of a slot (or of a buffer) are whole, from the first one on.
+    """Counts how many buckets of a slot (or of a buffer) are whole, from the first one on.
 
     counter: [1] int64 of the same, which other processes may read.
     """
@@ -86,14 +87,14 @@ class Progress:
         self.reset()
 
     def reset(self) -> None:
-        """Let no bucket be whole any more."""
+        """Set the count back to zero."""
         self._events: list[torch.cuda.Event | None] = []
         self._digests: list[int | None] = []
         if self._counter is not None:
             self._counter.zero_()
 
     def mark(self, event: torch.cuda.Event | None = None, digest: int | None = None) -> None:
-        """Say that the next bucket is whole, or will be after this event on the device.
+        """Note that the next bucket is whole, or will be after this event on the device.
 
         digest: the bucket's, where it is known already.
         """
@@ -105,11 +106,11 @@ class Progress:
             self._changed.notify_all()
 
     def digest(self, index: int) -> int | None:
-        """The digest that the bucket was marked with."""
+        """Return the digest that the bucket was marked with."""
         return self._digests[index]
 
     def wait(self, index: int) -> bool:
-        """Wait until a bucket is whole. False if this was closed before."""
+        """Wait until a bucket is whole. Returns False if this was closed before."""
         with self._changed:
             self._changed.wait_for(lambda: self._closed or len(self._events) > index)
             if len(self._events) <= index:
@@ -120,7 +121,7 @@ class Progress:
         return True
 
     def close(self) -> None:
-        """Let nobody wait any longer."""
+        """End all waits."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()

@@ -32,8 +32,9 @@ _Boxes = dict[tuple[int, int], Box]  # by (trainer rank, rank in a replica)
 
 @dataclass(frozen=True)
 class Plan:
-    """See the module. `roots`: replicas that the trainer feeds; the others get their weights from
-    the replica `roots` before them.
+    """Which pieces travel between which ranks; the module's docstring has an example. `roots`:
+    replicas that the trainer feeds; the others get their weights from the replica `roots` before
+    them.
     """
 
     config: ModelConfig
@@ -44,7 +45,7 @@ class Plan:
     _cache: dict = field(default_factory=dict, repr=False, compare=False)
 
     def pieces(self, source: int, part: int, start: int = 0) -> list[Piece]:
-        """What trainer rank `source` sends to rank `part` of each replica that it feeds, in
+        """Return what trainer rank `source` sends to rank `part` of each replica that it feeds, in
         parameter order. In its slot they lie from byte `start` on, each on a cache line.
         """
         out = []
@@ -57,14 +58,14 @@ class Plan:
         return out
 
     def feeds(self, source: int) -> list[int]:
-        """Replicas that trainer rank `source` sends to."""
+        """Return the replicas that trainer rank `source` sends to."""
         if not self._dealt:
             return list(range(self.roots))
         replica = source // (self.source.fsdp * self.source.tp)  # the trainer's
         return list(range(replica, self.roots, self.source.replicate))
 
     def feeders(self, d: int) -> tuple[list[int], int | None]:
-        """Who sends to generator rank d: (trainer ranks, None), or ([], a generator rank)."""
+        """Return who sends to generator rank d: (trainer ranks, None), or ([], a generator rank)."""
         replica, part = divmod(d, self.destination.parts)
         if replica >= self.roots:
             return [], d - self.roots * self.destination.parts
@@ -75,7 +76,7 @@ class Plan:
         return feeders, None
 
     def follower(self, d: int) -> int | None:
-        """The generator rank that d forwards its weights to."""
+        """Return the generator rank that d forwards its weights to, or None."""
         after = d + self.roots * self.destination.parts
         return after if after < self.destination.num_ranks else None
 
@@ -111,8 +112,8 @@ class Plan:
         return self.roots % self.source.replicate == 0
 
     def _crossing(self, p: Parameter) -> tuple[_Boxes, np.ndarray]:
-        """What crosses of a parameter: the box from each trainer rank to each rank of a replica,
-        and [sources, parts] its bytes, 0 where nothing is sent.
+        """Return what crosses of a parameter: the box from each trainer rank to each rank of a
+        replica, and its bytes [sources, parts], 0 where nothing is sent.
         """
         _, _, in_layers = p.name.partition("layers.")
         _, _, part = in_layers.partition(".")  # layers are alike
@@ -122,7 +123,9 @@ class Plan:
         return self._cache[key]
 
     def _cut(self, p: Parameter) -> tuple[_Boxes, np.ndarray]:
-        """What crosses of a parameter and its like: holders of the same bytes cut them by rows."""
+        """Return what crosses of a parameter and its like: ranks that hold the same bytes cut them
+        by rows.
+        """
         boxes: _Boxes = {}
         parts = self.destination.parts
         num_bytes = np.zeros((self.source.num_ranks, parts), np.int64)
@@ -137,7 +140,9 @@ class Plan:
         return boxes, num_bytes
 
     def _holders(self, p: Parameter) -> list[tuple[Box, list[int]]]:
-        """Each box that trainer ranks hold of a parameter, with those that share its sending."""
+        """Return each box that trainer ranks hold of a parameter, with those that share its
+        sending.
+        """
         num_shards = self.source.fsdp * self.source.tp
         sharing: dict[tuple[Box, int], list[int]] = {}
         for rank in range(self.source.num_ranks):
@@ -155,8 +160,9 @@ def make_plan(
     *,
     feed: str = "auto",
 ) -> Plan:
-    """feed: direct | chain | auto (chain where the trainer's links would be the narrow place).
+    """Plan which box goes from which trainer rank to which generator rank.
 
+    feed: direct | chain | auto (chain where the trainer's links would be the narrow place).
     ValueError if the trainer's ranks together do not hold what a generator rank needs.
     """
     # Roots at which a trainer rank sends what a generator rank takes.

@@ -78,7 +78,7 @@ class Outgoing:
 
 @dataclass(slots=True)
 class QueuedVersion:
-    """A version that is to be sent: what it is, and where it lies.
+    """A version that is to be sent, and where it lies.
 
     It may be queued before its bytes are there. `progress` says how many of its buckets are,
     `staged` that all are, and `seal` gives the canary, which is sent last.
@@ -105,7 +105,7 @@ class QueuedVersion:
             self.canary.set_result(canary)
 
     def wait_for_bucket(self, number: int) -> None:
-        """Returns once the bucket is there. WeightsError if it never will be."""
+        """Wait until the bucket is there. WeightsError if it never will be."""
         if not self.progress.wait(number):
             raise self._given_up()
 

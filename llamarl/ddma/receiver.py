@@ -46,7 +46,9 @@ class Staged:
 
 @dataclass(frozen=True, slots=True)
 class Incoming:
-    """A link as its receiver sees it, what it carries, and who sends it."""
+    """A link as its receiver sees it, with the buckets that it carries and the rank that sends
+    them.
+    """
 
     link: LocalLink
     buckets: tuple[Bucket, ...]
@@ -54,7 +56,7 @@ class Incoming:
 
 
 class WeightsReceiver:
-    """The generator rank's end."""
+    """The generator rank's end of a Weights channel."""
 
     def __init__(self, route: WeightsRoute):
         self._route = route
@@ -98,8 +100,8 @@ class WeightsReceiver:
         )
 
     def _make_buffers(self, num_bytes: int, device: torch.device) -> list[Tensor]:
-        """Two that change places; or one where others hold the parameters' addresses, graphs on a
-        GPU or FSDP, and weights are copied over.
+        """Allocate two buffers that change places, or one. One is enough where others hold the
+        parameters' addresses (graphs on a GPU, FSDP) and weights are copied over.
         """
         is_sharded = any(isinstance(parameter, DTensor) for parameter in self._parameters)
         self._exchange = device.type == "cpu" and not is_sharded
@@ -112,7 +114,9 @@ class WeightsReceiver:
         return [zeros() for _ in range(count)]
 
     def _incoming(self, plan: Plan, me: int, whole: tuple[Bucket, ...]) -> list[Incoming]:
-        """The links from all that send to this rank: trainer ranks, or another generator rank."""
+        """Return the links from all that send to this rank: trainer ranks, or another generator
+        rank.
+        """
         route = self._route
         feeders, upstream = plan.feeders(me)
         if upstream is not None:
@@ -133,7 +137,7 @@ class WeightsReceiver:
 
     @property
     def staged(self) -> Staged | None:
-        """What `swap` would bring in, or None."""
+        """The version that `swap` would bring in, or None."""
         return self._bound.staged
 
     @property
@@ -142,7 +146,7 @@ class WeightsReceiver:
         return self._bound.overtakable
 
     def skip(self, version: int) -> None:
-        """Let go of the staged version, if it is this one, for a newer one to come."""
+        """Drop the staged version, if it is this one, so that a newer one can come."""
         self._bound.skip(version)
 
     @torch.no_grad()
@@ -166,7 +170,7 @@ class WeightsReceiver:
             return staged
 
     def close(self) -> None:
-        """Close once: its executor does so at its end, and the controller whatever happens."""
+        """Close once: the executor does so at its end, and the controller whatever happens."""
         subscriber = self._subscriber
         self._subscriber = None
         if subscriber is not None:
@@ -174,7 +178,7 @@ class WeightsReceiver:
 
 
 def _views_of(flat: Tensor, of: Buffer, parameters: list[tuple[str, nn.Parameter]]) -> list[Tensor]:
-    """The typed view of each parameter in a buffer [bytes] uint8. WeightsError (see bind)."""
+    """Return the typed view of each parameter in a buffer [bytes] uint8. WeightsError (see bind)."""
     views = []
     for name, parameter in parameters:
         names = of.fused.get(name, (name,))
@@ -257,7 +261,7 @@ class Subscriber:
         return self._newest > staged.version
 
     def skip(self, version: int) -> None:
-        """Let go of the staged version, if it is this one, for a newer one to come."""
+        """Drop the staged version, if it is this one, so that a newer one can come."""
         with self._state:
             if self._staged is not None and self._staged.version == version:
                 self._staged = None
@@ -265,7 +269,8 @@ class Subscriber:
 
     @contextmanager
     def handover(self) -> Iterator[tuple[Staged | None, Tensor]]:
-        """The staged version and its buffer, which is the live one afterwards; None if none waits.
+        """Yield the staged version and its buffer, which is the live one afterwards; None if none
+        waits.
 
         With two buffers it stays valid until the next swap; with one, it must be copied out inside.
         """
@@ -278,7 +283,7 @@ class Subscriber:
                 self._state.notify_all()
 
     def claim(self, version: int, *, must_load: bool, evaluate: bool) -> bool:
-        """Wait until the idle buffer is this version's. False when closing.
+        """Wait until the idle buffer is this version's. Returns False when closing.
 
         A staged version is dropped for it, unless that must be loaded or this is in order.
         """
@@ -304,7 +309,9 @@ class Subscriber:
         return staged is None or not (staged.must_load or self._in_order)
 
     def complete(self, link: int, whole: Staged) -> None:
-        """A link has brought its part of a version, which is staged when all links have."""
+        """Note that a link has brought its part of a version. The version is staged when all links
+        have.
+        """
         with self._state:
             self._missing.discard(link)
             if not self._missing:
@@ -320,7 +327,7 @@ class Subscriber:
             self._state.notify_all()
 
     def close(self) -> None:
-        """End the threads. Waits a little, not for a peer that is gone."""
+        """End the threads. Waits a little, but not for a peer that is gone."""
         with self._state:
             self.is_closing = True
             self._state.notify_all()
@@ -379,7 +386,9 @@ class _LinkReader:
                 raise PeerDied(f"{where}: {control.gone(error)}", error.ranks) from error
 
     def _receive_version(self) -> bool:
-        """Receive this link's part of one version. False when the sender closes, or this end."""
+        """Receive this link's part of one version. Returns False when the sender or this end
+        closes.
+        """
         begin = self._link.recv()
         if begin.kind == Kind.CLOSE:
             return False
@@ -411,7 +420,7 @@ class _LinkReader:
         )
 
     def _next(self, kind: Kind, version: int, missing: list[int]) -> Header:
-        """The next header, which is of this kind and version, or WeightsError."""
+        """Return the next header. WeightsError if it is not of this kind and version."""
         try:
             header = self._link.recv(timeout_s=self._context.timeout_s)
         except LinkTimeout as error:

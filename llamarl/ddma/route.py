@@ -1,4 +1,6 @@
-"""The route of a Weights channel: who sends what to whom, and how. Made once, from both sides."""
+"""The route of a Weights channel: which rank sends what to which, and how. Made once, from both
+sides.
+"""
 
 from __future__ import annotations
 
@@ -81,7 +83,7 @@ class WeightsRoute:
 
     @property
     def rank(self) -> int:
-        """This process's."""
+        """This process's rank."""
         return self.control.rank
 
     @property
@@ -90,15 +92,15 @@ class WeightsRoute:
         return LinkContext(self.name, self.control, self.timeout_s, self.copier)
 
     def link_to(self, peer: int) -> LocalLink:
-        """This rank's link to a rank that it sends to."""
+        """Return this rank's link to a rank that it sends to."""
         return self._link(peer, self._transports[self.rank, peer])
 
     def link_from(self, peer: int) -> LocalLink:
-        """This rank's link from a rank that sends to it."""
+        """Return this rank's link from a rank that sends to it."""
         return self._link(peer, self._transports[peer, self.rank])
 
     def plan(self, config: ModelConfig) -> Plan:
-        """Which box of which parameter of a model goes from which rank to which."""
+        """Return the plan for a model: which box of which parameter goes from which rank to which."""
         quantized = QUANTIZED.get(self.quantize)
         parameters = parameters_to_send(config, self.dtype, quantized, self.exclude)
         return make_plan(config, parameters, self.source, self.destination, feed=self._feed)
@@ -107,7 +109,7 @@ class WeightsRoute:
     def ranks_outnumber_cores(self) -> bool:
         """Whether the ranks at work on this host have less than a core each.
 
-        What goes on at once then only goes on slower.
+        Running things at once then only makes each of them slower.
         """
         mine = self.ranks[self.rank]
         here = [info for info in self._involved if info.host == mine.host]

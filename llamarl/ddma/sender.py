@@ -38,7 +38,7 @@ LOOK_S = 0.2  # between two looks at whether a free slot can still be hoped for
 
 
 class WeightsSender:
-    """The trainer rank's end."""
+    """The trainer rank's end of a Weights channel."""
 
     def __init__(self, route: WeightsRoute):
         self._route = route
@@ -72,7 +72,8 @@ class WeightsSender:
         return self._plan
 
     def _make_links(self, plan: Plan) -> tuple[list[Outgoing], list[Bucket]]:
-        """The links to all receivers, and the buckets of all links in the order of their numbers.
+        """Return the links to all receivers, and the buckets of all links in the order of their
+        numbers.
 
         Replicas that get the same bytes get them from one place.
         """
@@ -101,7 +102,7 @@ class WeightsSender:
         evaluate: bool = False,
         canary: Callable[[], dict] = dict,
     ) -> float:
-        """Stage this rank's shard as `version`; it travels behind.
+        """Stage this rank's shard as `version`; threads send it afterwards.
 
         must_differ: the optimizer had a gradient, so a payload equal to the last one ends the run
         with WeightsError. must_load: no newer version may take its place before the receivers have
@@ -138,7 +139,9 @@ class WeightsSender:
         return self._publisher
 
     def has_room(self) -> bool:
-        """Whether `publish` would not wait for a receiver that only this rank's loop moves on."""
+        """Whether `publish` can go on without waiting for a receiver that only this rank's loop
+        moves on.
+        """
         route = self._route
         return route.rank not in route.destinations or self._bound.has_room()
 
@@ -149,11 +152,11 @@ class WeightsSender:
 
     @property
     def bytes_per_sync(self) -> int:
-        """Bytes of one version over all links of all ranks."""
+        """The bytes of one version over all links of all ranks."""
         return self._plan.num_bytes
 
     def close(self) -> None:
-        """Close once: its executor does so at its end, and the controller whatever happens."""
+        """Close once: the executor does so at its end, and the controller whatever happens."""
         publisher = self._publisher
         self._publisher = None
         if publisher is not None:
@@ -215,7 +218,7 @@ class Publisher:
         return not self._free.empty()
 
     def _free_slot(self, version: int) -> int | None:
-        """A slot that no version is in.
+        """Return a slot that no version is in.
 
         None if none will come free: a stop was asked for, or a rank is lost without which no
         version is delivered.
@@ -285,7 +288,7 @@ class Publisher:
         self._free.put(queued.slot)
 
     def close(self) -> None:
-        """Deliver what is queued, then say that no more comes.
+        """Deliver what is queued, then tell the receivers that no more comes.
 
         Waits a little, not for a peer that is gone.
         """

@@ -1,4 +1,4 @@
-"""Staging: a trainer rank's shard, copied into a slot in the dtype and the order in which it
+"""Staging: a trainer rank copies its shard into a slot, in the dtype and the order in which it
 travels.
 """
 
@@ -93,7 +93,7 @@ class Staging:
             progress.mark(event)
 
     def _fill_in_one_pass(self, slot: Tensor, progress: Progress, held: dict[str, Tensor]) -> None:
-        """The same, with digests that are known when a bucket is whole.
+        """Copy the shard as `fill` does, and know each bucket's digest when the bucket is whole.
 
         What other links carry of a piece's rows is copied with it, before its own bucket's turn.
         """
@@ -112,11 +112,12 @@ class Staging:
             progress.mark(digest=fold(digests[piece.start] for piece in bucket.pieces))
 
     def _part(self, held: dict[str, Tensor], piece: Piece) -> Tensor:
-        """A piece's part of this rank's shard."""
+        """Return a piece's part of this rank's shard."""
         return held[piece.name][piece.box.within(self._boxes[piece.name])]
 
     def _largest_of_split_rows(self) -> dict[str, Tensor]:
-        """Collective over the ranks that hold parts of one row: its absmax, for quantised weights.
+        """Collective over the ranks that hold parts of one row: return the row's absmax, for
+        quantised weights.
 
         Empty where every row lies on one rank.
         """
@@ -138,7 +139,7 @@ class Staging:
 
 
 def _pieces_side_by_side(buckets: list[Bucket]) -> dict[int, list[Piece]]:
-    """Where a piece starts in the slot -> all pieces of its rows, itself among them."""
+    """Return first byte of a piece in the slot -> all pieces of its rows, itself among them."""
     of_rows: dict[tuple, list[Piece]] = defaultdict(list)
     beside: dict[int, list[Piece]] = {}
     for bucket in buckets:

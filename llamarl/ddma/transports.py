@@ -15,7 +15,7 @@ Pairs = list[tuple[RankInfo, RankInfo]]  # (sender, receiver)
 
 
 def choose_transports(asked: str, pairs: Pairs) -> dict[tuple[int, int], str]:
-    """(sender rank, receiver rank) -> transport. `asked`: one of TRANSPORTS.
+    """Return (sender rank, receiver rank) -> transport. `asked`: one of TRANSPORTS.
 
     GPUs on one host use cuda_ipc, on several nccl; without GPUs on both sides shm on one host, gloo
     between two. WeightsError with the reason and what can be done instead, if the one asked for
@@ -45,7 +45,7 @@ def choose_transports(asked: str, pairs: Pairs) -> dict[tuple[int, int], str]:
 
 
 def _check(asked: str, between: Pairs, nccl_joins_all: bool) -> None:
-    """WeightsError for the first pair that this transport cannot join, with those that can."""
+    """Raise WeightsError for the first pair that this transport cannot join, with those that can."""
     for a, b in between:
         reason = _refusal(asked, a, b, nccl_joins_all)
         if reason is None:
@@ -61,7 +61,7 @@ def _check(asked: str, between: Pairs, nccl_joins_all: bool) -> None:
 
 
 def _refusal(transport: str, a: RankInfo, b: RankInfo, nccl_joins_all: bool) -> str | None:
-    """Why a transport cannot join two ranks; None if it can."""
+    """Say why a transport cannot join two ranks; None if it can."""
     if transport in ("shm", "cuda_ipc") and a.host != b.host:
         return "are on different hosts"
     if transport in _ON_DEVICE and not (a.gpu and b.gpu):
