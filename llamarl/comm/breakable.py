@@ -1,4 +1,4 @@
-"""BreakableSteps: the steps of an executor that the loop can leave, should one never end.
+"""BreakableSteps: steps of an executor that the loop can leave, should one never end.
 
 A collective with a rank that hangs (a stopped process, a host without its network) does not end
 before its group's timeout: gloo has no way to break one off from outside. A rank that must save a

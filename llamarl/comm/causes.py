@@ -1,4 +1,4 @@
-"""What gloo, NCCL or the store say when a rank is gone, for people."""
+"""Turns the errors that gloo, NCCL or the store raise when a rank is gone into plain words."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _SOURCE_PLACE = re.compile(r"(in: )?\[?[^\s\[\]]+\.(c|cc|cpp|cu|h|hpp):\d+[\],]?
 
 
 def cause_of(error: BaseException) -> str:
-    """Returns the first sentence of an error, without the lines of source that it came from.
+    """Return the first sentence of an error, without the lines of source that it came from.
 
     cause_of(RuntimeError("[/gloo/pair.cc:553] Connection closed by peer [10.0.0.1]:21. This ..."))
     # "Connection closed by peer [10.0.0.1]:21"

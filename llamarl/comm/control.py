@@ -61,7 +61,8 @@ _FOREVER = timedelta(days=7)
 
 
 class Control:
-    """One per rank. `store` is None in a world of one, where mail is a local queue.
+    """A rank's control: its mailbox, and its watch over other ranks. `store` is None in a world of
+    one, where mail is a local queue.
 
     names: what each rank hosts, for messages ("rank 1 (generator, reward)").
     """
@@ -111,18 +112,18 @@ class Control:
         self._threads: list[threading.Thread] = []
 
     def _shared_store(self) -> dist.Store:
-        """Returns the Store, where there are other ranks."""
+        """Return the Store, where there are other ranks."""
         assert self._store is not None, "a world of one rank has no Store"
         return self._store
 
     def _own_store(self) -> dist.Store:
-        """Returns a connection to the Store for one thread alone."""
+        """Return a connection to the Store for one thread alone."""
         # Every Store of several processes has it; torch's annotations give it to two kinds.
         clone: Callable[[], dist.Store] = getattr(self._shared_store(), "clone")
         return clone()
 
     def start(self) -> None:
-        """Begin to listen and beat; after all handlers are in place."""
+        """Begin to listen and beat. Call it once all handlers are in place."""
         if self._store is not None and not self._threads:
             self._threads = [
                 self.thread("control-listen", self._listen),
@@ -133,7 +134,9 @@ class Control:
     # --- Messages ---
 
     def post(self, rank: int, topic: str, payload: dict) -> None:
-        """Put a JSON message into a rank's mailbox. Never waits; in order per sender."""
+        """Put a JSON message into a rank's mailbox. Never waits; messages of one sender keep their
+        order.
+        """
         if rank == self.rank:
             self._deliver(self.rank, topic, payload)
             return
@@ -152,16 +155,17 @@ class Control:
         )
 
     def _named(self, rank: int) -> str:
-        """A rank with what it hosts, for people."""
+        """Return a rank's number and what it hosts, for people."""
         return f"rank {rank} ({self.names[rank]})"
 
     def post_all(self, topic: str, payload: dict, but: Iterable[int] = ()) -> None:
+        """Put a JSON message into the mailbox of every rank, except those in `but`."""
         for rank in range(self.world_size):
             if rank not in but:
                 self.post(rank, topic, payload)
 
     def take(self, topic: str) -> list[tuple[int, dict]]:
-        """All messages of a topic that have come, as (sender, payload). Does not wait."""
+        """Return all messages of a topic that have come, as (sender, payload). Does not wait."""
         box = self._mail[topic]
         return [box.popleft() for _ in range(len(box))]
 
@@ -172,12 +176,13 @@ class Control:
     def on(self, topic: str, handler: Callable[[int, dict], None]) -> None:
         """Have a topic's messages handled at once.
 
-        On the listener thread; what a rank posts to itself, on the poster's.
+        The handler runs on the listener thread; for what a rank posts to itself, on the thread that
+        posts it.
         """
         self._handlers[topic] = handler
 
     def wake(self) -> None:
-        """Something came for this rank: end a running `wait`."""
+        """End a running `wait`: something has come for this rank."""
         if self._news:
             return  # the next `wait` ends at once already, and after it all is looked at
         with self._changed:
@@ -185,7 +190,7 @@ class Control:
             self._changed.notify_all()
 
     def wait(self, timeout_s: float) -> None:
-        """Until something comes for this rank, or timeout_s."""
+        """Wait until something comes for this rank, at most timeout_s."""
         with self._changed:
             if not self._news:
                 self._changed.wait(timeout_s)
@@ -195,7 +200,7 @@ class Control:
 
     @property
     def ending(self) -> bool:
-        """Whether a step that is under way had better be given up: it would be the last."""
+        """Whether a step that is under way had better be given up, because it would be the last."""
         return self.stopping or self.signalled or self.loss is not None
 
     def request_stop(self) -> None:
@@ -216,7 +221,7 @@ class Control:
         self.post_all("lost", {"why": str(self.loss)}, but=[self.rank])
 
     def keep(self, keepers: Iterable[int], last_words_s: float) -> None:
-        """From now on there is state that a checkpoint of these ranks saves.
+        """Note that there is state from now on which a checkpoint of these ranks saves.
 
         After a loss they have last_words_s for that.
         """
@@ -226,7 +231,7 @@ class Control:
     def fail(self, error: Exception) -> None:
         """Make this rank's loop end with `error`, from a channel's thread.
 
-        At once; or as a loss, where the dead are known to be none of the keepers.
+        It ends at once, or as a loss if the dead are known to be none of the keepers.
         """
         dead = error.ranks if isinstance(error, PeerDied) else frozenset()
         dead_keepers = sorted(dead & self.keepers)
@@ -275,7 +280,7 @@ class Control:
         return thread
 
     def gone(self, error: PeerDied) -> str:
-        """What a broken link means, for people."""
+        """Return what a broken link means, for people."""
         who = " and ".join(self._named(rank) for rank in sorted(error.ranks))
         return (
             f"the link with {who} broke: {error}. That rank has ended; its own output says why. "
@@ -283,7 +288,8 @@ class Control:
         )
 
     def explained(self, error: Failure, doing: str, *, is_loss: bool = False) -> Failure | PeerDied:
-        """The error, or what it means: PeerDied, where and what to do, if a collective broke.
+        """Return the error or, if a collective broke, the PeerDied that it means, with the place
+        and the remedy.
 
         That is what gloo, NCCL or the Store raise when a peer is gone. doing: "in trainer, step 3,
         among ranks [0, 1]". is_loss: the keepers save a checkpoint after it, and what comes of that
@@ -323,7 +329,7 @@ class Control:
             self._measure = None
 
     def check(self) -> None:
-        """Raise what went wrong elsewhere, if anything did."""
+        """Raise the error that ends this rank, if there is one."""
         if self.failure is not None:
             raise self.failure
 
@@ -388,8 +394,9 @@ class Control:
                 seen[rank] = (beat, since + overslept_s)
 
     def _sleep(self) -> float:
-        """Until the next beat. Returns by how many seconds that took longer: its host may have been
-        held up, and with it other ranks, so that their silence in that time means nothing.
+        """Sleep until the next beat. Returns by how many seconds that took longer: this host may
+        have been held up, and other ranks with it, so that their silence in that time means
+        nothing.
         """
         began = time.monotonic()
         self._closing.wait(BEAT_S)
@@ -418,7 +425,7 @@ class Control:
         self._end_if_stuck()
 
     def _look_at_writing(self) -> None:
-        """See whether what this rank writes gets on, and pass on that it does."""
+        """Look whether this rank's writing gets on, and pass it on if so."""
         measure = self._measure
         done = None if measure is None else measure()
         gets_on = measure is not None and done != self._measured
@@ -435,7 +442,7 @@ class Control:
             self.fail(error)
 
     def _look_for_silent(self, store: dist.Store, seen: dict[int, tuple[bytes, float]]) -> None:
-        """Report the ranks that have beaten and do so no more; each once.
+        """Report the ranks whose beat has stopped, each once.
 
         seen: rank -> its last beat and when it came, of those that this rank watches.
         """
@@ -459,7 +466,7 @@ class Control:
         self.fail(PeerDied(why, said))
 
     def _end_if_stuck(self) -> None:
-        """End this process GRACE_S after its loop should have ended; not while it writes."""
+        """End this process GRACE_S after its loop should have ended, unless it is writing."""
         until = time.monotonic() + GRACE_S
         while time.monotonic() < until:
             if self._closing.wait(min(BEAT_S, GRACE_S)):

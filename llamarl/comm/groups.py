@@ -39,7 +39,7 @@ class RankInfo:
 
 
 def this_rank_info(rank: int, device: torch.device) -> RankInfo:
-    """What this process says of itself. device: where its executors compute."""
+    """Return what this process says of itself. device: where its executors compute."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     boot_id = boot.read_text().strip() if boot.exists() else ""
     # Shared memory is found by its owner's process number, which means something within a pid
@@ -71,7 +71,7 @@ class World:
     is_imagined: bool = False  # for a dry run: the other ranks were never started
 
     def imagined(self, size: int) -> World:
-        """A world of so many ranks, of which this process is the first and the others are not
+        """Return a world of `size` ranks in which this process is the first and the others are not
         there.
         """
         return dataclasses.replace(self, size=size, is_imagined=True)
@@ -85,7 +85,7 @@ class World:
         return (mine.host, mine.gpu) == (its.host, its.gpu)
 
     def store(self) -> dist.Store | None:
-        """The control plane's own corner of the c10d Store; None in a world of one."""
+        """Return the control plane's own corner of the c10d Store; None in a world of one."""
         if self.size == 1:
             return None
         return dist.PrefixStore("llamarl", dist.distributed_c10d._get_default_store())
@@ -137,7 +137,7 @@ def init_world(*, threads: int | None, timeout_s: float, reproducible: bool) -> 
 
 
 def have_a_gpu_each(infos: Iterable[RankInfo]) -> bool:
-    """Whether these ranks each have one of their own: NCCL refuses ranks that share a GPU."""
+    """Whether each of these ranks has a GPU of its own: NCCL refuses ranks that share one."""
     gpus = [info.gpu for info in infos]
     return None not in gpus and 0 < len(set(gpus)) == len(gpus)
 
@@ -162,7 +162,7 @@ def executor_group(
     mesh = torch.tensor(ranks).view(replicate, -1, tensor_parallel)
 
     def along(axis: int) -> dist.ProcessGroup | None:
-        """A group for each line of ranks of the mesh along an axis; returns this rank's."""
+        """Make a group for each line of ranks of the mesh along an axis, and return this rank's."""
         lines = mesh.movedim(axis, -1).flatten(0, 1).tolist()
         return dist.new_subgroups_by_enumeration(lines, timeout, backend)[0]
 
@@ -219,7 +219,7 @@ def device_link_group(
 
 
 def threads_per_rank(threads: int | None, *, synchronous: bool) -> int | None:
-    """Threads a rank should use; None: as many as torch would.
+    """Return how many threads a rank should use; None: as many as torch would.
 
     Synchronous runs use one on CPU unless told: results depend on the count, and should not depend
     on how many ranks share the machine.

@@ -37,8 +37,8 @@ class StagedVersion(Protocol):
 
 
 class Lockstep:
-    """A rank's place in its replica: among all ranks of its executor where they act as one, else
-    among those that share a copy of the model.
+    """A rank's place among the ranks that move in step: all ranks of its executor if these act as
+    one, else those that share a copy of the model.
     """
 
     def __init__(self, group: ExecutorGroup, control: Mail, *, as_one: bool = False):
@@ -67,7 +67,7 @@ class Lockstep:
             self._control.post(peer, self._topic, {"do": do, **what})
 
     def next(self) -> dict | None:
-        """Peer: the next command, or None as long as there is none."""
+        """Peer: return the next command, or None as long as there is none."""
         self._told.extend(command for _, command in self._control.take(self._topic))
         if not self._told:
             return None
@@ -77,14 +77,14 @@ class Lockstep:
 
     @contextmanager
     def taking_part(self) -> Iterator[None]:
-        """Peer: around what a command asks for, after a failure in which nothing can follow."""
+        """Peer: wrap the work of a command. After a failure in it no command can follow."""
         self._is_torn = True
         yield
         self._is_torn = False
 
     def part(self, follow: Callable[[], bool]) -> None:
-        """The last call: the leader says that it begins nothing more; a peer takes part, by
-        `follow`, in what it has begun.
+        """Leave: the last call. The leader says that it begins nothing more; a peer takes part, by
+        `follow`, in what the leader has begun.
         """
         try:
             if not self.follows:
@@ -108,7 +108,7 @@ class Lockstep:
             self._control.post(self.leader, self._held_topic, {"version": staged.version})
 
     def agreed(self, staged: StagedVersion | None) -> int | None:
-        """Leader: the version that is staged, if every rank of the replica has it; or None."""
+        """Leader: return the staged version if every rank of the replica has it, else None."""
         for peer, message in self._control.take(self._held_topic):
             self._held[peer] = message["version"]
         if staged is None or any(self._held.get(peer) != staged.version for peer in self.peers):

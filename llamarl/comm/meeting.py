@@ -1,4 +1,5 @@
-"""How the ranks of a start find each other, and what they tell each other before the Control.
+"""The meeting at a start: how ranks find each other, and what they tell each other before Control
+runs.
 
 The launcher's store outlives restarted workers and the jobs of a sweep, so it holds what earlier
 starts left there. No number from outside tells one start from another: each agent of torchrun
@@ -39,7 +40,8 @@ RENEW_S = 1.0  # at most so often a rank says that its work goes on
 
 
 def launcher_store(timeout_s: float) -> dist.Store | None:
-    """The c10d store that all processes of this launch share. PeerDied if it cannot be reached.
+    """Return the c10d store that all processes of this launch share. PeerDied if it cannot be
+    reached.
 
     It is torchrun's own, which outlives restarted workers, else one that rank 0 hosts. None for a
     process that no launcher started.
@@ -61,9 +63,9 @@ def launcher_store(timeout_s: float) -> dist.Store | None:
 
 @lru_cache(maxsize=1)
 def _connect(host: str, port: int, hosts_it: bool, timeout: timedelta) -> dist.Store:
-    """One connection for all jobs of this process.
+    """Connect to the store once, for all jobs of this process.
 
-    A store that it hosts must not end between two of them.
+    A store that this process hosts must not end between two of them.
     """
     return dist.TCPStore(
         host, port, is_master=hosts_it, timeout=timeout, wait_for_workers=False, multi_tenant=True
@@ -72,7 +74,7 @@ def _connect(host: str, port: int, hosts_it: bool, timeout: timedelta) -> dist.S
 
 @contextmanager
 def reaching(what: str, *, rank: int) -> Iterator[None]:
-    """Have what the store or gloo raises become a PeerDied.
+    """Turn what the store or gloo raises into a PeerDied.
 
     It names this rank and what it tried to reach.
     """
@@ -89,7 +91,7 @@ def reaching(what: str, *, rank: int) -> Iterator[None]:
 
 
 def _looks() -> Iterator[float]:
-    """The time, at once and then again and again, with growing pauses between."""
+    """Yield the time, at once and then again and again, with growing pauses between."""
     pause = SOON_S
     while True:
         yield time.monotonic()
@@ -121,7 +123,7 @@ def meet(store: dist.Store, *, rank: int, size: int, timeout_s: float) -> str:
 
 
 def _lead(store: dist.Store, me: str, size: int, until: float) -> str | None:
-    """On rank 0: the name under which all have answered, or None if they do not in time."""
+    """Return, on rank 0, the name under which all have answered, or None if they do not in time."""
     hellos = [f"hello/{rank}" for rank in range(size)]
     called: list[bytes] = []
     name = ""
@@ -145,7 +147,9 @@ def _lead(store: dist.Store, me: str, size: int, until: float) -> str | None:
 
 
 def _attend(store: dist.Store, me: str, rank: int, until: float) -> str | None:
-    """On the other ranks: the name under which rank 0 goes on, or None if it does not in time."""
+    """Return, on the other ranks, the name under which rank 0 goes on, or None if it does not in
+    time.
+    """
     answered = ""
     for now in _looks():
         if now > until:
@@ -171,7 +175,7 @@ def _check_place(process: bytes, me: str, rank: int) -> None:
 
 
 def _missing(store: dist.Store, rank: int, size: int) -> str:
-    """The ranks that hold up the meeting, as far as `rank` can see."""
+    """Return the ranks that hold up the meeting, as far as `rank` can see."""
     absent = [r for r in range(size) if not store.check([f"hello/{r}"])]
     if not absent:
         process = store.get(f"hello/{rank or 1}").decode()
@@ -184,7 +188,7 @@ def _missing(store: dist.Store, rank: int, size: int) -> str:
 
 
 class Exchange:
-    """What the ranks of one start tell each other, each word once.
+    """Lets the ranks of one start tell each other things, each once.
 
     Every wait is for one rank and ends when that rank has shown no progress for timeout_s: whoever
     is at long work calls `progress`, and whoever waits passes on what progress it sees.
@@ -198,11 +202,11 @@ class Exchange:
         self._renewed_at = 0.0
 
     def tell(self, key: str, value: dict) -> None:
-        """A JSON object, for whoever waits for it."""
+        """Publish a JSON object under `key`, for whoever waits for it."""
         self._store.set(f"word/{key}", json.dumps(value))
 
     def progress(self) -> None:
-        """This rank's work goes on. Cheap: may be called at any rate."""
+        """Note that this rank's work goes on. Cheap: may be called at any rate."""
         now = time.monotonic()
         if now - self._renewed_at >= RENEW_S:
             self._count += 1

@@ -1,4 +1,4 @@
-"""Records as bytes and back: safetensors for tensors, JSON for the rest.
+"""Turns records into bytes and back: safetensors for tensors, JSON for the rest.
 
 A message is a list of records of one type. Each tensor field travels as one flat tensor for the
 whole list, so the cost is a message's, not a record's; a field of records travels as a message of
@@ -22,7 +22,7 @@ _TYPES: dict[str, type] = {}
 
 
 def register(record: type) -> type:
-    """Class decorator: let a frozen dataclass of tensors and JSON values travel.
+    """Let a frozen dataclass of tensors and JSON values travel (class decorator).
 
     ValueError if the name is taken.
     """
@@ -43,7 +43,9 @@ for _record in _RECORDS:
 
 
 def encode(records: list) -> bytes:
-    """Bytes of a non-empty list of records of one registered type. TypeError for others."""
+    """Encode a non-empty list of records of one registered type as bytes. TypeError for other
+    types.
+    """
     kind = type(records[0])
     kinds = {_TYPES.get(kind.__name__), *map(type, records)}
     if kinds != {kind}:
@@ -71,7 +73,7 @@ def encode(records: list) -> bytes:
 
 
 def decode(message: bytes) -> list:
-    """The records of a message. ValueError if it is not one."""
+    """Decode the records of a message. ValueError if it is not one."""
     size = int.from_bytes(message[:8], "little")  # of safetensors' own header
     try:
         metadata = json.loads(message[8 : 8 + size])["__metadata__"]
@@ -98,7 +100,9 @@ def decode(message: bytes) -> list:
 
 
 def send_message(payload: bytes, rank: int, group: dist.ProcessGroup | None, tag: int = 0) -> None:
-    """Returns once the peer has begun to take the payload. An empty one: no more comes."""
+    """Send a payload, and return once the peer has begun to take it. An empty one means that no
+    more comes.
+    """
     dist.send(torch.tensor([len(payload)]), rank, group=group, tag=tag)
     if payload:
         raw = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
@@ -106,7 +110,7 @@ def send_message(payload: bytes, rank: int, group: dist.ProcessGroup | None, tag
 
 
 def recv_message(rank: int, group: dist.ProcessGroup) -> bytes:
-    """The next message from `rank`; an empty one when it has closed its side."""
+    """Receive the next message from `rank`; an empty one once that has closed its side."""
     size = torch.zeros(1, dtype=torch.int64)
     dist.recv(size, rank, group=group)
     payload = torch.empty(int(size), dtype=torch.uint8)
