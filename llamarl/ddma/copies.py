@@ -180,7 +180,9 @@ def _can_pack(target: Tensor, source: Tensor) -> bool:
 
 
 def _can_pack_columns(targets: list[Tensor], sources: list[Tensor]) -> bool:
-    """Whether the kernel can copy these in one call: columns of the same rows, in the same dtypes."""
+    """Whether the kernel can copy these in one call: columns of the same rows, in the same
+    dtypes.
+    """
     kinds = set()
     for target, source in zip(targets, sources, strict=True):
         if source.dim() != 2 or target.shape != source.shape or not _can_pack(target, source):

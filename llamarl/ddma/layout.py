@@ -72,7 +72,9 @@ class Piece:
         return self.start + self.num_bytes
 
     def view_in(self, flat: Tensor) -> Tensor:
-        """Return the box, in its own shape and dtype, as a view of the memory flat [bytes] uint8."""
+        """Return the box, in its own shape and dtype, as a view of the memory flat [bytes]
+        uint8.
+        """
         run = flat[self.start : self.end]
         return run.view(self.parameter.dtype).view(self.box.lengths)
 

@@ -65,7 +65,9 @@ class Plan:
         return list(range(replica, self.roots, self.source.replicate))
 
     def feeders(self, d: int) -> tuple[list[int], int | None]:
-        """Return who sends to generator rank d: (trainer ranks, None), or ([], a generator rank)."""
+        """Return who sends to generator rank d: (trainer ranks, None), or ([], a generator
+        rank).
+        """
         replica, part = divmod(d, self.destination.parts)
         if replica >= self.roots:
             return [], d - self.roots * self.destination.parts

@@ -178,7 +178,9 @@ class WeightsReceiver:
 
 
 def _views_of(flat: Tensor, of: Buffer, parameters: list[tuple[str, nn.Parameter]]) -> list[Tensor]:
-    """Return the typed view of each parameter in a buffer [bytes] uint8. WeightsError (see bind)."""
+    """Return the typed view of each parameter in a buffer [bytes] uint8. WeightsError (see
+    bind).
+    """
     views = []
     for name, parameter in parameters:
         names = of.fused.get(name, (name,))

@@ -100,7 +100,9 @@ class WeightsRoute:
         return self._link(peer, self._transports[peer, self.rank])
 
     def plan(self, config: ModelConfig) -> Plan:
-        """Return the plan for a model: which box of which parameter goes from which rank to which."""
+        """Return the plan for a model: which box of which parameter goes from which rank to
+        which.
+        """
         quantized = QUANTIZED.get(self.quantize)
         parameters = parameters_to_send(config, self.dtype, quantized, self.exclude)
         return make_plan(config, parameters, self.source, self.destination, feed=self._feed)

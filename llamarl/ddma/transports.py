@@ -45,7 +45,9 @@ def choose_transports(asked: str, pairs: Pairs) -> dict[tuple[int, int], str]:
 
 
 def _check(asked: str, between: Pairs, nccl_joins_all: bool) -> None:
-    """Raise WeightsError for the first pair that this transport cannot join, with those that can."""
+    """Raise WeightsError for the first pair that this transport cannot join, with those that
+    can.
+    """
     for a, b in between:
         reason = _refusal(asked, a, b, nccl_joins_all)
         if reason is None:

@@ -307,7 +307,9 @@ def _yarn(inv_freq: Tensor, theta: float, scaling: dict) -> tuple[Tensor, float]
     old = scaling["original_max_position_embeddings"]
 
     def dim_of(turns: float) -> float:
-        """Return the (real) dim d that makes so many turns: old / (2 pi theta^(d / half)) = turns."""
+        """Return the (real) dim d that makes so many turns: old / (2 pi theta^(d / half)) =
+        turns.
+        """
         angle = 2 * math.pi * turns
         return half * math.log(old / angle) / math.log(theta)
 

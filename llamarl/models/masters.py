@@ -43,7 +43,9 @@ class Masters:
         self._swap(decoder, around)
 
     def _copy_of(self, module: nn.Module, name: str, master: Tensor) -> Tensor:
-        """Return the values of module's parameter `name` in the lower precision, without gradients."""
+        """Return the values of module's parameter `name` in the lower precision, without
+        gradients.
+        """
         copy = self._copies.get((module, name))
         if copy is None:
             copy = master.detach().to(self._dtype)

@@ -106,7 +106,9 @@ def span(total: int, rank: int, size: int) -> tuple[int, int]:
 
 
 def heads_of(config: ModelConfig, rank: int, size: int) -> Heads:
-    """Return the attention heads of a rank. ValueError if there are fewer query heads than ranks."""
+    """Return the attention heads of a rank. ValueError if there are fewer query heads than
+    ranks.
+    """
     if size > config.num_attention_heads:
         raise ValueError(
             f"tensor_parallel={size}: the model has {config.num_attention_heads} query heads "
