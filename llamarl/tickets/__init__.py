@@ -1,1 +1,3 @@
-"""Prompts by number: which may start, which are trained on next, who works on which."""
+"""Tickets, that is prompts by number: which may start, which are trained on next, who works on
+which.
+"""

@@ -22,7 +22,7 @@ from statistics import fmean
 
 @dataclass(frozen=True, slots=True)
 class Constants:
-    """What the rules leave open.
+    """The numbers that the rules leave open.
 
     OPPO's names: start, least, most are Delta, Delta_min, Delta_max; window is w or W.
     """
@@ -57,10 +57,12 @@ class Governor:
         self.value = max(self.least, min(self.most, value))  # groups
 
     def taken(self, *, waited: bool, num_finished: int) -> None:
-        """A step was taken, at once or after a wait; so many groups stay behind, finished."""
+        """Note that a step was taken, at once or after a wait, and how many finished groups stay
+        behind.
+        """
 
     def trained(self, reward: float) -> None:
-        """A step was trained on completions of this mean reward; NaN if none had one."""
+        """Note that a step was trained on completions of this mean reward; NaN if none had one."""
 
     def resume(self, value: int, rewards: list[float]) -> None:
         """Go on from a checkpoint."""
@@ -69,13 +71,16 @@ class Governor:
 
 
 class AutoGovernor(Governor):
-    """Looks at each take.
+    """Adjusts the number at each take.
 
     One that had to wait adds an eighth of a batch; one that leaves half a batch finished takes as
     much away.
     """
 
     def taken(self, *, waited: bool, num_finished: int) -> None:
+        """Add an eighth of a batch after a wait; take as much away if half a batch stays
+        finished.
+        """
         eighth = max(1, self.groups_per_step // 8)
         if num_finished >= self.half_a_batch:
             self._set(self.value - eighth)
@@ -84,7 +89,7 @@ class AutoGovernor(Governor):
 
 
 class OppoGovernor(Governor):
-    """More groups while the reward rises, fewer while it does not   (OPPO eq. 4)
+    """Allows more groups while the reward rises, fewer while it does not (OPPO eq. 4).
 
     s_t = 1/w sum_{i=t-w+1..t} (R_i - R_{i-1})
     Delta + delta_inc if s_t > 0, else Delta - delta_dec
@@ -93,6 +98,7 @@ class OppoGovernor(Governor):
     """
 
     def trained(self, reward: float) -> None:
+        """Adjust the number by the slope of the last w rewards."""
         if math.isnan(reward):
             return
         w = self.constants.window
@@ -107,7 +113,8 @@ class OppoGovernor(Governor):
 
 
 class WindowGovernor(Governor):
-    """Fewer groups when the reward rose between windows, more when it fell   (OPPO alg. 1, 22-28)
+    """Allows fewer groups when the reward rose between windows, more when it fell (OPPO alg. 1,
+    22-28).
 
     d = mean(R of the last W steps) - mean(R of the W before)
     Delta - sign(d) max(1, floor(Delta / 4))
@@ -116,6 +123,7 @@ class WindowGovernor(Governor):
     """
 
     def trained(self, reward: float) -> None:
+        """Adjust the number at the end of each window of W steps."""
         if math.isnan(reward):
             return
         w = self.constants.window

@@ -54,8 +54,8 @@ NEWS = 4  # the share of a batch, one in so many, that every sync of a replay bu
 
 
 def in_time(deadlines: list[int], step: int, groups_per_step: int) -> bool:
-    """Inequality (1): can all these started tickets still be trained on, groups_per_step a step
-    from `step` on?
+    """Whether inequality (1) holds: all these started tickets can still be trained on,
+    groups_per_step a step from `step` on.
 
     The i-th earliest deadline d must leave room for i + 1 tickets in steps step..d.
     """
@@ -63,7 +63,7 @@ def in_time(deadlines: list[int], step: int, groups_per_step: int) -> bool:
 
 
 class TicketPool:
-    """The rules of this module for one pool. Not thread-safe; TicketLedger is.
+    """Applies the rules of this module to one pool. Not thread-safe; TicketLedger is.
 
     first, stride: its tickets are first, first + stride, ... num_shares > 1: they are dealt to that
     many generators in turn, each with a cursor of its own. fill: groups that step 0 waits for where
@@ -94,7 +94,7 @@ class TicketPool:
         self.cursors = [first + stride * share for share in range(num_shares)]
 
     def next_ticket(self, share: int) -> int:
-        """The ticket that this share starts next."""
+        """Return the ticket that this share starts next."""
         cursor = self.cursors[share]
         for ticket in self.again:
             if (cursor - ticket) % self._turn == 0:
@@ -102,11 +102,12 @@ class TicketPool:
         return cursor
 
     def unfinished(self) -> dict[int, int]:
-        """Ticket -> deadline of those in work."""
+        """Return ticket -> deadline of those in work."""
         return {t: d for t, d in self.deadlines.items() if t not in self.finished}
 
     def limit(self, overcommit: int, steps_left: int | None) -> int:
-        """How many may be started and untrained; where a take hands over everything, unfinished.
+        """Return how many tickets may be started and untrained; where a take hands over everything,
+        unfinished.
 
         steps_left: to be taken; None: there is always one more.
         """
@@ -134,6 +135,7 @@ class TicketPool:
         return in_time([*self.deadlines.values(), deadline], step, self.groups_per_step)
 
     def start(self, share: int, deadline: int) -> Ticket:
+        """Start the share's next ticket with this deadline, and return it."""
         ticket = self.next_ticket(share)
         if ticket in self.again:
             self.again.remove(ticket)
@@ -143,7 +145,7 @@ class TicketPool:
         return Ticket(ticket, deadline)
 
     def choose(self, step: int) -> list[int] | None:
-        """What step `step` takes, earliest deadline first, or None if it must wait."""
+        """Return what step `step` takes, earliest deadline first, or None if it must wait."""
         if self.fill is not None:
             if len(self.finished) < self._least(step):
                 return None
@@ -157,7 +159,9 @@ class TicketPool:
         return batch if in_time(rest, step + 1, self.groups_per_step) else None
 
     def _least(self, step: int) -> int:
-        """How many finished groups this step waits for, where a take hands over everything."""
+        """Return how many finished groups this step waits for, where a take hands over
+        everything.
+        """
         if step == 0:
             assert self.fill is not None, "asked where a take hands over everything"
             return self.fill
@@ -168,7 +172,7 @@ class TicketPool:
         return math.ceil(self.groups_per_step / NEWS) - handed
 
     def hand_over(self, step: int, tickets: list[int]) -> dict[int, int]:
-        """Take these out, for a step. Ticket -> deadline."""
+        """Take these tickets out, for a step. Returns ticket -> deadline."""
         self.finished.difference_update(tickets)
         since = step - self._sync_period
         self.handed = {taken: count for taken, count in self.handed.items() if taken > since}
@@ -184,7 +188,9 @@ class TicketPool:
                 self.finished.add(ticket)
 
     def overdue(self, step: int) -> list[int]:
-        """Unfinished tickets whose last step is `step`, once a batch of others is finished."""
+        """Return unfinished tickets whose last step is `step`, once a batch of others is
+        finished.
+        """
         if len(self.finished) < self.groups_per_step or self.fill is not None:
             return []
         return sorted(t for t, d in self.unfinished().items() if d <= step)
@@ -198,7 +204,8 @@ class TicketPool:
         self.again.sort()
 
     def go_on(self, ticket: int, deadline: int, step: int) -> bool:
-        """After a resume: one that was to start again stays started, if it fits. Says whether.
+        """After a resume: keep a ticket started that was to start again, if it fits. Returns
+        whether it does.
 
         It fits if it, and all that is started, can still be trained on in time.
         """
@@ -209,7 +216,7 @@ class TicketPool:
         return True
 
     def untouched(self, end: int) -> list[int]:
-        """Tickets below `end` that no share has come to."""
+        """Return the tickets below `end` that no share has come to."""
         tickets: list[int] = []
         for cursor in self.cursors:
             tickets += range(cursor, end, self._turn)
@@ -221,14 +228,14 @@ class TicketPool:
 
 
 def free_overcommit(groups_per_step: int, num_generators: int) -> int:
-    """What overcommit=auto is without a bound on lag: two batches on their way, or two groups a
-    generator where that is more, one that is sampled and one behind it. In groups.
+    """Return what overcommit=auto is without a bound on lag, in groups: two batches on their way
+    or, if that is more, two groups a generator, one that is sampled and one behind it.
     """
     return max(groups_per_step, 2 * num_generators - groups_per_step)
 
 
 class TicketLedger:
-    """Starts and takes tickets under the rules above, of all pools. Thread-safe.
+    """Starts and takes tickets of all pools under the rules above. Thread-safe.
 
     Each ticket is consumed once.
 
@@ -288,21 +295,22 @@ class TicketLedger:
 
     @property
     def overcommit(self) -> int:
-        """Groups."""
+        """How many groups beyond one batch may be started."""
         return self.governor.value if self.governor else self._overcommit
 
     def _pool(self, ticket: int) -> TicketPool:
         return self._pools[ticket % len(self._pools)]
 
     def _unfinished(self) -> dict[int, int]:
-        """Ticket -> deadline of all in work."""
+        """Return ticket -> deadline of all in work."""
         found: dict[int, int] = {}
         for pool in self._pools:
             found |= pool.unfinished()
         return found
 
     def start(self, count: int, version: int, generator: int = 0) -> list[Ticket]:
-        """Up to `count` tickets for a generator that holds weights `version`.
+        """Start up to `count` tickets for a generator that holds weights `version`, and return
+        them.
 
         Fewer, or none, if the rules forbid more.
         """
@@ -324,7 +332,7 @@ class TicketLedger:
         return granted
 
     def _limits(self) -> list[int]:
-        """Of each pool, how many may be started."""
+        """Return, for each pool, how many tickets may be started."""
         n = len(self._pools)
         steps_left = None
         if self.max_steps is not None:
@@ -352,7 +360,7 @@ class TicketLedger:
                 pool.finished.add(ticket)
 
     def take(self, step: int, waited: bool = False) -> list[int] | None:
-        """What all pools hand over to step `step`; None while one of them must wait.
+        """Return what all pools hand over to step `step`; None while one of them must wait.
 
         One pool's tickets after another's, earliest deadline first. Taking is final unless `untake`
         follows. ValueError if `step` is not the next one.
@@ -377,7 +385,9 @@ class TicketLedger:
             return list(consumed)
 
     def trained(self, reward: float) -> None:
-        """The step taken last was trained on, at this mean reward (NaN: no completion had one)."""
+        """Note that the step taken last was trained on, at this mean reward (NaN: no completion had
+        one).
+        """
         if self.governor:
             with self._lock:
                 self.governor.trained(reward)
@@ -396,21 +406,23 @@ class TicketLedger:
             self._taken = None
 
     def waits_for(self) -> list[int]:
-        """Tickets that hold up the next step: those in work with the earliest deadlines."""
+        """Return the tickets that hold up the next step: those in work with the earliest
+        deadlines.
+        """
         with self._lock:
             unfinished = self._unfinished()
         by_deadline = sorted(unfinished, key=lambda t: (unfinished[t], t))
         return by_deadline[: self.groups_per_step]
 
     def in_work(self) -> set[int]:
-        """Started and not finished."""
+        """Return the tickets that are started and not finished."""
         with self._lock:
             return set(self._unfinished())
 
     def overdue(self) -> list[int]:
-        """Unfinished tickets whose last step is the next one.
+        """Return unfinished tickets whose last step is the next one.
 
-        None, until every pool that waits could do without them.
+        There are none until every pool that waits could do without them.
         """
         tickets = []
         with self._lock:
@@ -434,10 +446,10 @@ class TicketLedger:
         return saved
 
     def state_dict(self) -> dict:
-        """JSON values.
+        """Return the ledger's state as JSON values.
 
-        Tickets in work are among those to start again; in_work has their deadlines, for those that
-        need not.
+        Tickets in work are among those to start again; in_work has the deadlines of those that need
+        not.
         """
         with self._lock:
             again: list[int] = []
@@ -497,6 +509,6 @@ class TicketLedger:
 
 
 def _by_deadline(pairs: Iterable[Sequence[int]]) -> dict[int, int]:
-    """Ticket -> deadline of [ticket, deadline] pairs, the earliest deadline first."""
+    """Return ticket -> deadline of [ticket, deadline] pairs, the earliest deadline first."""
     in_order = sorted(pairs, key=lambda pair: (pair[1], pair[0]))
     return {ticket: deadline for ticket, deadline in in_order}

@@ -1,4 +1,4 @@
-"""Prompts by number: ticket i is always the same prompt."""
+"""Prompts by number: ticket i always has the same prompt."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from llamarl.types import Prompt
 
 
 class PromptStream:
-    """stream[ticket] is a pure function of (task, seed).
+    """Gives the prompt of each ticket: stream[ticket] is a pure function of (task, seed).
 
     It is epochs of the training prompts, each in an order of its own.
     """
@@ -30,10 +30,11 @@ class PromptStream:
 
     @property
     def fingerprint(self) -> str:
-        """What streams of the same prompts in the same order have in common, and no others.
+        """A text that is equal for streams of the same prompts in the same order, and for no
+        others.
 
-        Their number, the order, the digest of all rows, and of a sample of them the token ids,
-        which tokenizer, chat template and system prompt decide too.
+        It covers the number of prompts, their order, the digest of all rows, and the token ids of a
+        sample, which depend on tokenizer, chat template and system prompt too.
         """
         num_prompts = self._task.num_train
         sample = sample_digest(self._task.train_prompt, num_prompts)
@@ -47,8 +48,8 @@ class PromptStream:
 
 
 class MixedPrompts:
-    """PromptStream of a mixture: each part has its own stream, in its own epochs. ValueError for a
-    weight that is too small.
+    """Gives the prompts of a mixture: each part has a PromptStream of its own, in its own epochs.
+    ValueError for a weight that is too small.
     """
 
     def __init__(self, task: MixtureTask, seed: int):
@@ -58,7 +59,9 @@ class MixedPrompts:
 
     @property
     def fingerprint(self) -> str:
-        """The parts in their order, how often each is asked, and each one's own."""
+        """A text of the parts in their order, how often each is asked, and each one's own
+        fingerprint.
+        """
         parts = []
         for name, stream in self._streams.items():
             parts.append(f"{self._schedule.shares[name]} of {name}: {stream.fingerprint}")
@@ -73,13 +76,13 @@ AnyPrompts = PromptStream | MixedPrompts
 
 
 def prompts_of(task: Task, seed: int) -> AnyPrompts:
-    """Ticket i's prompt, by number."""
+    """Return the prompts of a task by ticket number."""
     if isinstance(task, MixtureTask):
         return MixedPrompts(task, seed)
     return PromptStream(task, seed)
 
 
 def part_of(prompt: Prompt) -> str | None:
-    """The part of a mixture that a prompt is of; None if it is of none."""
+    """Return the part of a mixture that a prompt belongs to; None if it belongs to none."""
     part = prompt.meta.get(PART_KEY)
     return part if isinstance(part, str) and REWARD_KEY in prompt.meta else None

@@ -49,7 +49,7 @@ _SHOWN = 8  # stragglers in a line of the log
 
 
 class TicketService:
-    """A rank's access to the ledger.
+    """Gives a rank access to the ledger.
 
     ledger: used on the leader only; each rank builds one, which costs nothing. tensor_parallel: so
     many trainer ranks, one after another, are one data-parallel rank of the ledger and train on the
@@ -95,12 +95,13 @@ class TicketService:
 
     @property
     def synchronous(self) -> bool:
+        """Whether asks wait for their answers: with max_lag 0."""
         return self.max_lag == 0
 
     # --- Generators ---
 
     def ask(self, generator: int, count: int, version: int) -> list[Ticket]:
-        """Have up to `count` groups, for which there is room, to start.
+        """Ask for up to `count` groups to start, for which there is room.
 
         Returns those that were granted since the last call, to this ask or an earlier one. Nothing
         is asked while an answer is under way, nor where the last one was a refusal and neither this
@@ -131,7 +132,7 @@ class TicketService:
         return tickets
 
     def granted(self) -> list[Ticket]:
-        """Tickets granted since the last call."""
+        """Return the tickets granted since the last call."""
         tickets = []
         for _, payload in self._control.take("grant"):
             granted = payload["tickets"]
@@ -144,7 +145,7 @@ class TicketService:
         return tickets
 
     def ungranted(self, version: int) -> str:
-        """What makes room for another ticket, in words that begin with the cause."""
+        """Say what makes room for another ticket. The text begins with the cause."""
         if self.max_lag is None:
             return (
                 f"arrivals: of groups at the trainer; as many as overcommit={self.overcommit} "
@@ -155,14 +156,14 @@ class TicketService:
         )
 
     def go_on(self, tickets: list[int]) -> None:
-        """After a resume: this rank's generator goes on with these.
+        """After a resume: note that this rank's generator goes on with these tickets.
 
         They can then be named, or ended, as stragglers.
         """
         self._control.post(self._control.leader, "going_on", {"tickets": tickets})
 
     def to_truncate(self) -> list[int]:
-        """Tickets that must end where they are, told since the last call.
+        """Return the tickets that must end where they are, told since the last call.
 
         Their grants have come before.
         """
@@ -174,11 +175,11 @@ class TicketService:
     # --- Trainers ---
 
     def finish(self, tickets: list[int]) -> None:
-        """These groups have reached this trainer rank."""
+        """Note that these groups have reached this trainer rank."""
         self._control.post(self._control.leader, "finish", {"tickets": tickets})
 
     def take(self, step: int, waited: bool = False) -> list[int] | None:
-        """This data-parallel rank's batch of step `step`, or None if it must still wait.
+        """Return this data-parallel rank's batch of step `step`, or None if it must still wait.
 
         The leader's call decides for all data-parallel ranks.
         """
@@ -208,7 +209,7 @@ class TicketService:
             self._ledger.untake(step)
 
     def trained(self, reward: float) -> None:
-        """The step taken last was trained on, at this mean reward (NaN: none).
+        """Note that the step taken last was trained on, at this mean reward (NaN: none).
 
         The leader's call counts.
         """
@@ -218,11 +219,13 @@ class TicketService:
 
     @property
     def overcommit(self) -> int:
-        """Groups, as the governor has it now. Of interest on the leader."""
+        """How many groups beyond one batch may be started, as the governor has it now. Only the
+        leader's value counts.
+        """
         return self._ledger.overcommit
 
     def waits_for(self) -> str:
-        """Which tickets hold up the next step, for messages."""
+        """Return which tickets hold up the next step, for messages."""
         if not self._control.is_leader:
             return f"the ledger on rank {self._control.leader}"
         tickets = self._ledger.waits_for()
@@ -244,7 +247,7 @@ class TicketService:
                 self._refused[sender] = None
 
     def _tell_of_room(self) -> None:
-        """Have generators ask again that were refused, in the order in which they were."""
+        """Tell generators that were refused to ask again, in the order in which they were."""
         if self.synchronous:
             return  # what a generator may start depends on its version alone
         with self._lock:
@@ -329,13 +332,15 @@ class TicketService:
 
     @property
     def resumed_step(self) -> int:
-        """Right after load_state_dict: the checkpoint's step, and so its policy version."""
+        """The checkpoint's step, and so its policy version. Valid right after load_state_dict."""
         return self._ledger.step
 
     def in_work(self) -> set[int]:
-        """Right after load_state_dict: tickets that stay started, whose completions must go on."""
+        """Right after load_state_dict: return the tickets that stay started, whose completions must
+        go on.
+        """
         return self._ledger.in_work()
 
     def reconcile(self, buffered: list[int]) -> set[int]:
-        """Of the groups that a checkpoint holds, those that the ledger counts as finished."""
+        """Return those of the groups in a checkpoint that the ledger counts as finished."""
         return self._ledger.reconcile(buffered)

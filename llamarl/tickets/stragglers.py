@@ -1,4 +1,4 @@
-"""Who works on which ticket since when, and which tickets take far longer than most.
+"""Tracks who works on which ticket since when, and which tickets take far longer than most.
 
 Pure: times are given, in seconds.
 """
@@ -26,7 +26,7 @@ class Work:
 
 
 class TicketTimes:
-    """Tickets in work, and the stragglers among them.
+    """Knows the tickets in work, and the stragglers among them.
 
     A straggler has taken more than `factor` times the median of those that finished last.
     """
@@ -40,13 +40,14 @@ class TicketTimes:
     def granted(
         self, tickets: Iterable[int], rank: int, now_s: float, *, is_resumed: bool = False
     ) -> None:
+        """Note tickets that were granted to a rank."""
         for ticket in tickets:
             self.work[ticket] = Work(rank, now_s, is_resumed)
 
     def finished(self, tickets: Iterable[int], now_s: float) -> None:
         """Note tickets that have arrived.
 
-        Those that are not known are of no interest: a resumed run's that were finished before.
+        Unknown ones are ignored: a resumed run's that were finished before.
         """
         for ticket in tickets:
             work = self.work.pop(ticket, None)
@@ -56,7 +57,9 @@ class TicketTimes:
             self.median_s = statistics.median(self._newest_s)
 
     def new_stragglers(self, now_s: float) -> dict[int, list[tuple[int, float]]]:
-        """Generator's rank -> (ticket, seconds so far) of those new since the last call."""
+        """Return generator's rank -> (ticket, seconds so far) of the stragglers that are new since
+        the last call.
+        """
         found: dict[int, list[tuple[int, float]]] = {}
         if self.median_s is None:
             return found
