@@ -1,1 +1,1 @@
-"""What a run needs to go on, on disk."""
+"""Checkpoints: what a run needs on disk to go on."""

@@ -87,7 +87,7 @@ def verify(
     share: tuple[int, int] = (0, 1),
     progress: Callable[[], None] = lambda: None,
 ) -> list[str]:
-    """What is wrong with a checkpoint, a line a file; [] if nothing.
+    """Return what is wrong with a checkpoint, a line a file; [] if nothing.
 
     Without `hashes` only names and sizes are compared. share: (i, n) for the i-th of n processes
     that verify it together, each some of the files and about as many bytes. progress is called
@@ -122,7 +122,7 @@ def verify(
 def find(
     resume: str, run_dir: str | Path | None, check: Callable[[Path], list[str]] = verify
 ) -> Path | None:
-    """The checkpoint to go on from.
+    """Return the checkpoint to go on from.
 
     For "auto" that is the newest valid one of run_dir, None if it has none at all; else `resume`.
     The caller then has the directory for itself, because what a kill left whole is given its name.
@@ -172,7 +172,7 @@ def name_whole_ones(folder: Path) -> None:
 
 
 def ranks_of(path: Path, name: str, *, may_be_absent: bool = False) -> list[int]:
-    """The ranks (places within the executor) that saved a part of `name`.
+    """Return the ranks (places within the executor) that saved a part of `name`.
 
     [] if its state was lost, and can be done without. CheckpointError if the checkpoint knows no
     such executor, unless that may be.
@@ -189,7 +189,7 @@ def ranks_of(path: Path, name: str, *, may_be_absent: bool = False) -> list[int]
 
 
 def load_part(path: Path, name: str, rank: int) -> Part:
-    """What `save_part` was given, on the CPU.
+    """Load what `save_part` was given, on the CPU.
 
     CheckpointError names the file if it is absent or cannot be read.
     """
@@ -204,7 +204,9 @@ def load_part(path: Path, name: str, rank: int) -> Part:
 
 
 def in_work(path: Path) -> set[int]:
-    """The tickets whose unfinished completions some executor saved, as `in_work` in its part."""
+    """Return the tickets whose unfinished completions some executor saved, as `in_work` in its
+    part.
+    """
     tickets = set()
     for name, ranks in _read_manifest(path)["parts"].items():
         for rank in ranks:
@@ -216,7 +218,7 @@ def in_work(path: Path) -> set[int]:
 
 
 class Checkpointer:
-    """A rank's part in writing checkpoints; the leader's also seals and prunes them.
+    """A rank's part in writing checkpoints. The leader's also seals and prunes them.
 
     expected: the parts of a whole checkpoint, (executor, place of a rank within it); extra_parts:
     those of `register_files`. optional: executors whose parts a checkpoint can do without after a
@@ -252,7 +254,7 @@ class Checkpointer:
                 discard(path)
 
     def progress(self) -> tuple[int, int]:
-        """Returns how far this rank has come with its part: chunks hashed or synced, bytes written.
+        """Return how far this rank has come with its part: chunks hashed or synced, bytes written.
 
         Any thread may call it. A file may be laid out before it is filled, so that its blocks count
         too.
@@ -272,7 +274,7 @@ class Checkpointer:
         self._num_chunks += 1
 
     def begin(self, step: int) -> Path:
-        """The directory that the parts of `step` are written to.
+        """Return the directory that the parts of `step` are written to.
 
         Any rank may call it, any number of times.
         """
@@ -284,9 +286,9 @@ class Checkpointer:
         return path
 
     def save_part(self, step: int, name: str, rank: int, state: State) -> None:
-        """Write one executor's state of one rank, to disk for good, and tell the leader.
+        """Write one executor's state of one rank to disk for good, and tell the leader.
 
-        Or tell it why that cannot be done. Values are tensors (of this rank, of any device) or
+        If that fails, the leader is told why. Values are tensors (of this rank, of any device) or
         JSON. TypeError, naming the key, for anything else.
         """
         tensors, values = _split(name, state)
@@ -306,7 +308,8 @@ class Checkpointer:
 
     @contextmanager
     def writing(self, step: int, part: str, num_bytes: int) -> Iterator[None]:
-        """Have what the disk refuses be no error here but that part's, which the leader is told.
+        """Report what the disk refuses inside the block to the leader, as that part's error,
+        instead of raising it.
 
         `step` will then not be sealed. num_bytes: how much the part needs, for the message.
         """
@@ -321,9 +324,9 @@ class Checkpointer:
         self._control.post(self._control.leader, TOPIC, message)
 
     def place_for(self, step: int, part: str, num_bytes: int) -> Path | None:
-        """`begin(step)` if the disk has room for a part there; else None.
+        """Return `begin(step)` if the disk has room for a part there; else None.
 
-        Why is then told as in `writing`.
+        The leader is then told why, as in `writing`.
         """
         with self.writing(step, part, num_bytes):
             folder = self.begin(step)
@@ -333,7 +336,9 @@ class Checkpointer:
         return None
 
     def register_files(self, step: int, part: str, files: list[Path]) -> None:
-        """Have files that were written below `begin(step)` be a part, on disk for good."""
+        """Register files that were written below `begin(step)` as a part, and put them on disk for
+        good.
+        """
         folder = self.begin(step)
         written: Files = {}
         for file in files:
@@ -350,7 +355,7 @@ class Checkpointer:
     def pump(self) -> None:
         """On the leader: take in what was reported, and seal each step that is whole.
 
-        Elsewhere nothing is reported.
+        On other ranks nothing is reported.
         """
         for _, message in self._control.take(TOPIC):
             parts = self._arrived.setdefault(message["step"], {})
@@ -360,7 +365,7 @@ class Checkpointer:
                 self._settle(step)
 
     def missing(self, step: int) -> list[str]:
-        """On the leader: the parts of `step` that have not come, and must."""
+        """On the leader: return the parts of `step` that must come and have not."""
         arrived = self._arrived.get(step, {})
         # After a loss some of the optional ones will not come.
         waived = frozenset() if self._control.loss is None else self._optional
@@ -373,7 +378,7 @@ class Checkpointer:
         return step not in self._arrived and (self.folder / f"step_{step}" / MANIFEST).is_file()
 
     def _settle(self, step: int) -> None:
-        """Seal it; give it up if a part of it could not be written."""
+        """Seal a step, or give it up if a part of it could not be written."""
         parts = self._arrived[step].values()
         errors = [part["error"] for part in parts if "error" in part]
         if not errors:
@@ -476,7 +481,7 @@ def _stem(name: str, rank: int) -> str:
 
 
 def _newest_first(folder: Path, pattern: re.Pattern) -> list[tuple[int, Path]]:
-    """(step, directory) of those whose name has this pattern."""
+    """Return (step, directory) of those whose name has this pattern, the newest step first."""
     found = []
     for path in folder.glob("step_*"):
         name = pattern.fullmatch(path.name)
@@ -486,7 +491,7 @@ def _newest_first(folder: Path, pattern: re.Pattern) -> list[tuple[int, Path]]:
 
 
 def damage(path: Path, problems: list[str]) -> str:
-    """What `verify` found, for people."""
+    """Format what `verify` found, for people."""
     return "\n  ".join([f"checkpoint {path} is damaged:", *first_of(problems, _SHOWN)])
 
 
@@ -495,7 +500,9 @@ def _digest(body: dict) -> str:
 
 
 def _read_manifest(path: Path) -> dict:
-    """CheckpointError, naming the file, if it is absent, damaged or of another format."""
+    """Read the manifest. CheckpointError, naming the file, if it is absent, damaged or of another
+    format.
+    """
     file = path / MANIFEST
     if not file.is_file():
         raise CheckpointError(
@@ -514,7 +521,7 @@ def _read_manifest(path: Path) -> dict:
 
 
 def _split(name: str, state: State) -> tuple[dict[str, Tensor], dict[str, object]]:
-    """(tensors, ready for safetensors; JSON values)."""
+    """Split a state into (tensors, ready for safetensors; JSON values)."""
     tensors: dict[str, Tensor] = {}
     values: dict[str, object] = {}
     storages = set()
@@ -532,7 +539,9 @@ def _split(name: str, state: State) -> tuple[dict[str, Tensor], dict[str, object
 
 
 def _check_json(where: str, value: object) -> None:
-    """TypeError for what JSON cannot hold, or would change (an integer key becomes a text)."""
+    """Raise TypeError for what JSON cannot hold, or would change (an integer key becomes a
+    text).
+    """
     if isinstance(value, dict):
         for key, item in value.items():
             if not isinstance(key, str):
@@ -551,7 +560,7 @@ def _check_json(where: str, value: object) -> None:
 
 
 def _sha256(file: Path, progress: Callable[[], None] = lambda: None) -> str:
-    """progress is called after every _CHUNK_BYTES."""
+    """Return the SHA-256 of a file. progress is called after every _CHUNK_BYTES."""
     digest = hashlib.sha256()
     chunk = bytearray(_CHUNK_BYTES)
     with file.open("rb") as stream:
@@ -582,7 +591,7 @@ def _sync(path: Path, progress: Callable[[], None] = lambda: None) -> None:
 def _sync_in_pieces(descriptor: int, progress: Callable[[], None]) -> None:
     """Put most of a file on disk, so that the fsync after it takes no long time.
 
-    That alone says whether all is there: errors are left to it.
+    Errors are ignored here, because only that fsync says whether all is there.
     """
     sync_range = getattr(ctypes.CDLL(None), "sync_file_range", None)  # Linux has it
     status = os.fstat(descriptor)

@@ -1,4 +1,4 @@
-"""A part of a checkpoint, as it is read.
+"""Part: one executor's part of a checkpoint, as it is read.
 
 Its JSON values come at once, its tensors, or boxes of them, when they are asked for: each rank of a
 large model reads what its own boxes overlap, and not what all the others had saved.
@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 class Part(Mapping[str, Any]):
-    """What one executor's rank had saved, by name.
+    """Holds what one executor's rank had saved, by name.
 
     tensors: a safetensors file, None without tensors. OSError or SafetensorError if that cannot be
     read.
@@ -45,12 +45,12 @@ class Part(Mapping[str, Any]):
         return len(self._values) + len(self._names)
 
     def box(self, name: str, index: tuple[slice, ...]) -> Tensor:
-        """tensor[index], of which nothing else is read."""
+        """Read tensor[index], and nothing else of the tensor."""
         file = self._tensors()
         return file.get_slice(name)[index] if index else file.get_tensor(name)
 
     def _tensors(self) -> safe_open:
-        """Returns the file of tensors. KeyError where there is none."""
+        """Return the file of tensors. KeyError where there is none."""
         if self._file is None:
             raise KeyError("this part was saved without tensors")
         return self._file

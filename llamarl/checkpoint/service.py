@@ -1,4 +1,4 @@
-"""One checkpoint of every executor at a step boundary.
+"""CheckpointService: makes one checkpoint of every executor at a step boundary.
 
 The executor that leads, the trainer, decides when (its ranks reach a boundary together) and saves
 itself there. The leader then asks every other executor that has state to save its own, each between
@@ -47,10 +47,10 @@ class MetricsState(Protocol):
 class CheckpointService:
     """A rank's part in the run's checkpoints: it saves and restores the executors that it hosts.
 
-    executors: those. identity: what makes the run that run (llamarl.launch.identity).
-    stale_tickets: those whose unfinished completions in the checkpoint to restore are of other
-    prompts. timeout_s: how long a trainer rank waits for another one whose part of a save does not
-    get on.
+    executors: those that this rank hosts. identity: what makes the run that run
+    (llamarl.launch.identity). stale_tickets: tickets of the checkpoint to restore whose unfinished
+    completions belong to other prompts. timeout_s: how long a trainer rank waits for another one
+    whose part of a save does not get on.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class CheckpointService:
     def _export(self, step: int, trainer: Executor) -> None:
         """Write a directory that transformers loads, where there is room.
 
-        Collective over the trainer, of which the first rank writes.
+        Collective over the trainer; its first rank writes.
         """
         if trainer.group.index > 0:
             trainer.export(None)
@@ -144,7 +144,7 @@ class CheckpointService:
                 self._checkpointer.register_files(step, "hf", sorted(folder.glob("hf*/*")))
 
     def serve(self) -> bool:
-        """Save what the leader asked for, and seal what is whole. Says if it did something.
+        """Save what the leader asked for, and seal what is whole. Returns whether it did something.
 
         Called by the loop, between two steps.
         """
@@ -156,7 +156,7 @@ class CheckpointService:
         return bool(asked)
 
     def _save_others(self, step: int) -> None:
-        """Save the executors of this rank but the one that leads, which has saved itself."""
+        """Save the executors of this rank except the one that leads, which has saved itself."""
         for executor in self._executors:
             if executor.has_state() and not executor.leads:
                 executor.before_checkpoint(step)
@@ -164,12 +164,12 @@ class CheckpointService:
                 self._checkpointer.save_part(step, executor.name, executor.group.index, state)
 
     def leave_out(self, executor: Executor) -> None:
-        """Save nothing of an executor any more: it is lost, and its state may be torn."""
+        """Stop saving an executor: it is lost, and its state may be torn."""
         self._executors.remove(executor)
 
     @property
     def sealed_step(self) -> int | None:
-        """The newest step that this process has sealed a checkpoint of; on the leader."""
+        """On the leader: the newest step that this process has sealed a checkpoint of."""
         return self._checkpointer.newest_sealed
 
     def restore(self, path: Path) -> None:
