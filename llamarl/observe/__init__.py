@@ -1,4 +1,4 @@
-"""What a run says about itself: metrics rows, the console, traces and the report. Importing it
+"""Reports of a run about itself: metrics rows, the console, traces and the report. Importing it
 imports no torch.
 """
 

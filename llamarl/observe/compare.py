@@ -64,8 +64,8 @@ class Run:
     columns: Columns
 
     def values(self, *names: str) -> np.ndarray:
-        """The values [names, rows], in float64, of the rows that have all of these columns.
-        ValueError if there is none, naming what is near.
+        """Return the values [names, rows], in float64, of the rows that have all of these columns.
+        ValueError if there are none, naming what is near.
         """
         missing = [name for name in names if name not in self.columns]
         if missing:
@@ -83,8 +83,8 @@ Variants = dict[str, list[Run]]  # by label: runs of one config but for what is 
 
 
 def load_runs(directories: Sequence[str | Path]) -> list[Run]:
-    """The runs in these run directories, and in the directories of runs (sweeps) among them, in
-    order.
+    """Load the runs in these run directories, and in the directories of runs (sweeps) among them,
+    in order.
 
     FileNotFoundError for a directory without any; ValueError for a run without rows, a damaged
     file, or a config.yaml of another version.
@@ -114,7 +114,7 @@ def load_runs(directories: Sequence[str | Path]) -> list[Run]:
 
 
 def completion_kl(columns: Columns) -> np.ndarray:
-    """[rows] KL of whole completions to a reference that does not move, in nats.
+    """Return [rows]: the KL of whole completions to a reference that does not move, in nats.
 
     kl/ref is a mean over tokens; times the mean length it is the KL of a completion. A step's
     completions are of the policy before it. The policy of step 0 is the reference.
@@ -125,9 +125,9 @@ def completion_kl(columns: Columns) -> np.ndarray:
 
 
 def root_kl(run: Run) -> Columns:
-    """The column ROOT_KL: the square root of the KL of whole completions to the model that training
-    began with, in square roots of nats, which is Gao et al.'s measure of how far a policy is (2022,
-    section 3). No column where no such model was asked.
+    """Return the column ROOT_KL: the square root of the KL of whole completions to the model that
+    training began with, in square roots of nats (Gao et al. 2022, section 3). Empty where no such
+    model was asked.
     """
     has_all = {KL, LENGTH} <= run.columns.keys()
     if not has_all or run.config.reference.kind == "reset":
@@ -136,8 +136,8 @@ def root_kl(run: Run) -> Columns:
 
 
 def variants_of(runs: Sequence[Run]) -> tuple[Variants, list[str]]:
-    """The runs by variant, in the order of the values that name them; and the keys that differ too,
-    but follow from those.
+    """Group runs by variant, in the order of the values that name the variants. Returns them, and
+    the keys that differ too but follow from those.
 
     A key is part of the label if what is in it so far does not settle the key's value in every run.
     """
@@ -162,7 +162,9 @@ def variants_of(runs: Sequence[Run]) -> tuple[Variants, list[str]]:
 
 
 def _differing_values(runs: Sequence[Run]) -> dict[str, list[str]]:
-    """By key in which any two runs differ, but for what is OUTWARD: each run's value as shown."""
+    """Return, for each key in which two runs differ and which is not OUTWARD, each run's value as
+    shown.
+    """
     first = to_values(runs[0].config)
     values: dict[str, list[str]] = {}
     for i, run in enumerate(runs):
@@ -174,7 +176,9 @@ def _differing_values(runs: Sequence[Run]) -> dict[str, list[str]]:
 
 
 def _label(keys: list[str], values: tuple[str, ...]) -> str:
-    """ "ppo, max_lag 1": the last part of each key where that is unmistakable."""
+    """Return a variant's name, such as "ppo, max_lag 1": the last part of each key where that is
+    unmistakable.
+    """
     last = [key.rpartition(".")[2] for key in keys]
     words = []
     for key, name, value in zip(keys, last, values):
@@ -184,7 +188,7 @@ def _label(keys: list[str], values: tuple[str, ...]) -> str:
 
 
 def _rank(value: str) -> tuple[float, str]:
-    """Numbers by their value, before words."""
+    """Return a sort key that puts numbers by their value, before words."""
     try:
         return float(value), ""
     except ValueError:

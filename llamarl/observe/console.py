@@ -1,5 +1,5 @@
-"""Console: one line a step. On a terminal an aligned table with colour (rich); in a pipe or file
-plain `name value` words.
+"""The console: one line a step. On a terminal an aligned table with colour (rich); in a pipe or
+file plain `name value` words.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ SUPERVISED_COLUMNS = ("step", "eval", "loss", "grad", "idle", "s/step")
 
 
 class Console:
-    """A sink that prints the given columns of each row. `max_steps` is only shown; `stream` is
+    """Prints the given columns of each row (a sink). `max_steps` is only shown; `stream` is
     standard output unless given.
     """
 
@@ -108,11 +108,14 @@ class Console:
         self._rich.print(printed, no_wrap=True, crop=False)
 
     def close(self) -> None:
+        """Finish the table."""
         self.stream.flush()
 
 
 def format_cells(row: Row, max_steps: int | None) -> dict[str, str]:
-    """The cells of a line by their header, unpadded; an empty one where the row has no value."""
+    """Return the cells of a line by their header, unpadded; an empty one where the row has no
+    value.
+    """
 
     def cell(name: str, spec: str) -> str:
         value = row.get(name)
@@ -139,7 +142,7 @@ def format_cells(row: Row, max_steps: int | None) -> dict[str, str]:
 
 
 def evaluated(row: Row, name: str = OWN) -> str:
-    """What an evaluation of a set says, unpadded; "" where it says no number."""
+    """Format the evaluation of a set, unpadded; "" where it has no number."""
     for column, spec in ((ACCURACY, ".1%"), (EVALUATED, ".3f")):
         value = row.get(column_of(name, column))
         if value is not None:
@@ -148,8 +151,8 @@ def evaluated(row: Row, name: str = OWN) -> str:
 
 
 def set_lines(row: Row) -> list[str]:
-    """A line for each set of held-out prompts besides the task's own: "held-out NAME accuracy
-    12.0%".
+    """Return a line for each set of held-out prompts besides the task's own, such as "held-out NAME
+    accuracy 12.0%".
     """
     lines = []
     for name in sets_of(row):
@@ -162,9 +165,7 @@ def set_lines(row: Row) -> list[str]:
 
 
 def left_out(row: Row, name: str = OWN) -> str:
-    """Says of an evaluation of a set which answers have no score, and why; "" where all have
-    one.
-    """
+    """Say which completions of an evaluated set have no score, and why; "" where all have one."""
     count = row.get(column_of(name, LEFT_OUT))
     if not count:
         return ""
@@ -176,7 +177,7 @@ def left_out(row: Row, name: str = OWN) -> str:
 
 
 def short_count(value: float) -> str:
-    """Three digits and a letter: 812, 5.21k, 18.2k, 1.3M."""
+    """Format a count with three digits and a letter: 812, 5.21k, 18.2k, 1.3M."""
     for limit, unit in ((1e6, "M"), (1e3, "k")):
         if value >= limit:
             return f"{value / limit:.3g}{unit}"

@@ -1,4 +1,6 @@
-"""A run whose data no longer becomes newer says so, instead of training on ever older tokens."""
+"""LagWatch: warns when a run's data no longer becomes newer, so that it trains on ever older
+tokens.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +28,12 @@ log = logging.getLogger(__name__)
 
 
 class LagWatch:
-    """A sink that warns, once, where the newest data of a replay buffer grows old by about a step
-    a step. For runs without a bound on lag: one ends such a growth by itself.
+    """Warns, once, where the newest data of a replay buffer grows old by about a step a step (a
+    sink). It is for runs without a bound on lag: a bound ends such a growth by itself.
 
-    Looked at is the newest that could be drawn, not what is: draws by reward, and from a buffer
-    that grows, become older as they should. sync_period: steps after which what came can be drawn.
+    It looks at the newest data that could be drawn, not at what is drawn: draws by reward, and
+    draws from a buffer that grows, become older as they should. sync_period: steps after which what
+    came can be drawn.
     """
 
     def __init__(self, sync_period: int = 1):
@@ -52,12 +55,12 @@ class LagWatch:
             log.warning("%s", _REMEDY.format(age=age, slope=slope, window=len(self._ages)))
 
     def close(self) -> None:
-        """There is nothing to release."""
+        """Release nothing: there is nothing to release."""
 
 
 def steepness(values: Sequence[float]) -> float:
-    """How much values grow from one to the next, two of them at least: the median slope over all
-    pairs, Theil and Sen's, a line that a few odd values do not move.
+    """Return how much values grow from one to the next (at least two values): the median slope over
+    all pairs, Theil and Sen's, which a few odd values do not move.
     """
     pairs = combinations(enumerate(values), 2)
     return statistics.median((after - before) / (j - i) for (i, before), (j, after) in pairs)

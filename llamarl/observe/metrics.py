@@ -1,4 +1,4 @@
-"""Metrics: the one door through which every executor reports.
+"""Metrics: every executor reports through it.
 
     executor --report(step, {...})-->  Metrics --"metrics" messages--> the leader's Metrics
              --add(counter, amount)-->    |                              --> RowWriter --> sinks
@@ -33,8 +33,8 @@ log = logging.getLogger(__name__)
 
 
 class Metrics:
-    """What executors report to; one per process. `writer` is given on the leader and nowhere else
-    (ValueError).
+    """Takes the reports of a process's executors; one per process. `writer` is given on the leader
+    and nowhere else (ValueError).
     """
 
     def __init__(
@@ -67,8 +67,8 @@ class Metrics:
         self.counters[counter] = self.counters.get(counter, 0) + amount
 
     def add_mean(self, name: str, value: float) -> None:
-        """One observation of a column that holds the mean over all those since the row before, of
-        all ranks.
+        """Add one observation to a column that holds the mean over all those since the row before,
+        of all ranks.
         """
         self.add(f"{MEAN}{name}/sum", value)
         self.add(f"{MEAN}{name}/count", 1)
@@ -102,7 +102,7 @@ class Metrics:
         self.writer.flush()
 
     def state_dict(self, step: int) -> dict:
-        """JSON values for the checkpoint of `step`; {} except on the leader."""
+        """Return JSON values for the checkpoint of `step`; {} except on the leader."""
         return {} if self.writer is None else self.writer.state_dict(step)
 
     def load_state_dict(self, state: dict) -> None:

@@ -1,5 +1,5 @@
-"""Counters summed over ranks -> the rates of a row, idle shares by cause, and the knob that would
-shorten them.
+"""Rates: counters summed over ranks become the rates of a row, idle shares by cause, and the knob
+that would shorten them.
 
 Counters read here (all only grow; seconds are summed over the ranks of an executor):
 
@@ -34,8 +34,8 @@ ALWAYS = ("generator", "trainer")
 
 
 def sets_of(columns: Iterable[str]) -> list[str]:
-    """The names of the sets of held-out prompts that columns tell of besides the task's own, in
-    alphabetical order.
+    """Return the names of the sets of held-out prompts, besides the task's own, that have columns
+    among these, in alphabetical order.
     """
     names = set()
     for column in columns:
@@ -46,7 +46,7 @@ def sets_of(columns: Iterable[str]) -> list[str]:
 
 
 def is_evaluated(row: Row) -> bool:
-    """Whether an evaluation is in these values, and be it one that came to nothing."""
+    """Whether these values hold an evaluation, even one without any score."""
     return any(column in row for column in _TOLD) or bool(sets_of(row))
 
 
@@ -94,7 +94,7 @@ class Idle:
 
     @property
     def knob(self) -> str:
-        """What to turn for the largest cause; empty when there is nothing to say."""
+        """The key to turn for the largest cause; empty when there is nothing to say."""
         if not self.causes:
             return ""
         largest, _ = self.causes[0]
@@ -108,8 +108,8 @@ class Idle:
 
 
 def idle_shares(counters: Counters) -> list[Idle]:
-    """The idle shares of every executor that has counted any time; a difference of two counter
-    readings works as well.
+    """Return the idle shares of every executor that has counted any time; a difference of two
+    counter readings works as well.
     """
     shares = []
     timed = {name.split("/")[0] for name in counters if name.endswith(("/idle_s", "/busy_s"))}
@@ -131,7 +131,7 @@ def idle_shares(counters: Counters) -> list[Idle]:
 
 
 class RateMeter:
-    """Differences of counter readings taken at every row.
+    """Turns counter readings, taken at every row, into rates.
 
     Rates are over the time since the previous row, or over the last WINDOW_S where rows come
     faster: other ranks' counters are up to a tenth of a second old, which would show as noise in
@@ -142,7 +142,7 @@ class RateMeter:
         self._readings: deque[tuple[float, Counters]] = deque([(wall_s, dict(counters))])
 
     def read(self, wall_s: float, counters: Counters) -> Row:
-        """The derived values of the row that ends now; null where no time or no work was
+        """Return the derived values of the row that ends now; null where no time or no work was
         counted.
         """
         readings = self._readings
@@ -184,13 +184,13 @@ class RateMeter:
 
 
 def number_of(row: Row, column: str) -> float | None:
-    """Returns a row's number; None where it has none in this column, or a text."""
+    """Return a row's number; None where it has none in this column, or a text."""
     value = row.get(column)
     return None if isinstance(value, str) else value
 
 
 def step_of(row: Row) -> int:
-    """Returns the step that a row is of."""
+    """Return the step that a row belongs to."""
     step = number_of(row, "step")
     assert step is not None, "every row has its step"
     return int(step)

@@ -1,4 +1,6 @@
-"""One self-contained HTML page about a run:  python -m llamarl.observe.report RUN_DIR [-o FILE]
+"""The report: one self-contained HTML page about a run.
+
+    python -m llamarl.observe.report RUN_DIR [-o FILE]
 
 Reads RUN_DIR/metrics.jsonl (and config.yaml, if there), also while the run goes on. Curves are
 embedded SVG images; the page loads nothing. To add a curve, add a Panel.
@@ -239,7 +241,7 @@ def write_report(run_dir: str | Path, out: str | Path | None = None) -> Path:
 
 
 def read_columns(file: Path) -> Columns:
-    """The columns of a metrics.jsonl. ValueError if it is damaged or holds no rows yet."""
+    """Read the columns of a metrics.jsonl. ValueError if it is damaged or holds no rows yet."""
     rows = read_rows(file)
     if not rows:
         raise ValueError(f"{file} holds no rows yet; wait for the first step")
@@ -247,7 +249,7 @@ def read_columns(file: Path) -> Columns:
 
 
 def columns_of(rows: list[Row]) -> Columns:
-    """Each column that has a number in any row, in alphabetical order."""
+    """Return each column that has a number in any row, in alphabetical order."""
     columns = {}
     for name in sorted(set().union(*rows)):
         numbers = [None if isinstance(row.get(name), str) else row.get(name) for row in rows]
@@ -259,7 +261,7 @@ def columns_of(rows: list[Row]) -> Columns:
 
 @matplotlib.rc_context(LOOK)
 def page(run_dir: Path, columns: Columns) -> str:
-    """The HTML of a run."""
+    """Return the HTML of a run."""
     curves = []
     absent = []
     names = sets_of(columns)
@@ -304,7 +306,7 @@ def is_of_evaluations(panel: Panel) -> bool:
 
 
 def of_set(panel: Panel, name: str) -> Panel:
-    """The same panel of a set of held-out prompts."""
+    """Return the same panel for a set of held-out prompts."""
     series = {}
     for column, label in panel.series.items():
         if column.startswith("eval/"):
@@ -317,7 +319,7 @@ def of_set(panel: Panel, name: str) -> Panel:
 
 
 def facts(columns: Columns) -> list[tuple[str, str]]:
-    """The run in a few lines: (name, formatted value), only what was measured."""
+    """Return the run in a few lines: (name, formatted value), only what was measured."""
     found = [("steps", f"{columns['step'][-1]:.0f}")]
 
     def known(column: str) -> np.ndarray:
@@ -356,8 +358,8 @@ def facts(columns: Columns) -> list[tuple[str, str]]:
 
 
 def idle_over_run(columns: Columns) -> list[Idle]:
-    """The idle shares of the whole run by cause: those of its rows, weighted with the time that
-    each row stands for.
+    """Return the idle shares of the whole run by cause: those of its rows, weighted with the time
+    that each row stands for.
     """
     wall_s = np.nan_to_num(columns.get("time/wall_s", columns["step"]))
     row_s = np.diff(wall_s, prepend=0).clip(min=1e-9)
@@ -375,7 +377,7 @@ def idle_over_run(columns: Columns) -> list[Idle]:
 
 
 def moving_mean(values: np.ndarray, width: int) -> np.ndarray:
-    """The centred mean over `width` (odd) values, over fewer at the ends; NaNs count for
+    """Return the centred mean over `width` (odd) values, over fewer at the ends; NaNs count for
     nothing.
     """
     known = ~np.isnan(values)
@@ -386,7 +388,7 @@ def moving_mean(values: np.ndarray, width: int) -> np.ndarray:
 
 
 def draw(columns: Columns, panel: Panel) -> Figure:
-    """The plot of one panel."""
+    """Draw the plot of one panel."""
     figure, axes = _figure(panel.percent)
     shown = {column: label for column, label in panel.series.items() if column in columns}
     for (column, label), colour in zip(shown.items(), COLOURS):
@@ -419,8 +421,8 @@ def draw(columns: Columns, panel: Panel) -> Figure:
 
 
 def smoothing_width(num_values: int) -> int:
-    """Over how many values a curve of so many is smoothed: an odd number, about a twentieth; 1 for
-    a short one, which is not.
+    """Return over how many values a curve is smoothed: an odd number, about a twentieth of all; 1
+    for a short curve, which is not smoothed.
     """
     if num_values < SMOOTH_FROM:
         return 1
@@ -428,12 +430,12 @@ def smoothing_width(num_values: int) -> int:
 
 
 def marker_of(num_values: int) -> str:
-    """How matplotlib marks each of so many values: few by a dot, many not at all."""
+    """Return how matplotlib marks each of so many values: few by a dot, many not at all."""
     return "o" if num_values <= 40 else ""
 
 
 def draw_idle(columns: Columns, idle: Idle) -> Figure:
-    """An executor's idle share over steps, its causes stacked."""
+    """Draw an executor's idle share over steps, its causes stacked."""
     figure, axes = _figure(percent=True)
     column = f"{idle.executor}/idle_fraction"
     share = columns[column]
@@ -460,7 +462,7 @@ def _figure(percent: bool) -> tuple[Figure, Axes]:
 
 
 def figure_html(figure: Figure, title: str, note: str) -> str:
-    """The plot as an SVG image inside the page, under its title."""
+    """Return the plot as an SVG image inside the page, under its title."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format="svg", metadata={"Date": None})
     data = base64.b64encode(buffer.getvalue()).decode("ascii")
@@ -471,12 +473,12 @@ def figure_html(figure: Figure, title: str, note: str) -> str:
 
 
 def panels_html(figures: list[str]) -> str:
-    """Figures side by side."""
+    """Return figures side by side."""
     return f"<div class='panels'>{''.join(figures)}</div>"
 
 
 def idle_html(idle: list[Idle]) -> str:
-    """A line an executor: idle share, causes, and the knob to turn for the largest."""
+    """Return a line for each executor: idle share, causes, and the knob to turn for the largest."""
     if not idle:
         return "<p class='quiet'>No busy or idle time was counted.</p>"
     head = "<th>executor</th><th>idle</th><th>waiting for</th><th>to shorten the longest wait</th>"

@@ -116,7 +116,7 @@ class RowWriter:
 
     @property
     def wall_s(self) -> float:
-        """Seconds since the start; goes on over a resume, without the time in between."""
+        """The seconds since the start. They go on over a resume, without the time in between."""
         return self.clock() - self._start_s
 
     def set_counters(self, rank: int, totals: Counters) -> None:
@@ -124,7 +124,7 @@ class RowWriter:
         self._counters[rank] = totals
 
     def counters(self) -> Counters:
-        """Totals over all ranks and over the runs that this one resumes."""
+        """Return the totals over all ranks and over the runs that this one resumes."""
         total: Counter[str] = Counter()
         for counters in self._counters.values():
             total.update(counters)
@@ -182,7 +182,7 @@ class RowWriter:
                 self._use(sink, partial(sink.write, ordered))
 
     def _use(self, sink: Sink, call: Callable[[], None]) -> None:
-        """Call a sink beside the file. Where it fails the run goes on, warned once a sink."""
+        """Call a sink beside the file. If it fails the run goes on, with one warning a sink."""
         try:
             call()
         except Exception as error:  # whatever it is, no step depends on it
@@ -217,7 +217,8 @@ class RowWriter:
             self._abandoned.add(step)
 
     def state_dict(self, step: int) -> dict:
-        """What a checkpoint of `step` needs: JSON values. Reports for later steps are left out.
+        """Return what a checkpoint of `step` needs, as JSON values. Reports for later steps are
+        left out.
 
         Rows that the disk refuses are tried once more, and kept in it where that fails. Those that
         it counts as written are on the disk for good.
@@ -274,8 +275,8 @@ class RowWriter:
         self.file.close(sealed_step)
 
     def summary(self) -> str:
-        """What is printed at a run's end: before and after, speed and idleness of the whole run,
-        resumed parts included.
+        """Return what is printed at a run's end: before and after, speed and idleness of the whole
+        run, resumed parts included.
         """
         rows = self.file.read()
         counters = self.counters()
@@ -318,6 +319,6 @@ class RowWriter:
 
 
 def _known(rows: list[Row], column: str) -> list[float]:
-    """The values that rows have of a column."""
+    """Return the values that rows have in a column."""
     values = (number_of(row, column) for row in rows)
     return [value for value in values if value is not None]

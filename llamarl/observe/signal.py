@@ -1,4 +1,4 @@
-"""A run that has nothing to learn from says so, instead of printing zeros for hours."""
+"""SignalWatch: warns when a run has nothing to learn from, instead of printing zeros for hours."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ log = logging.getLogger(__name__)
 
 
 class SignalWatch:
-    """A sink that warns, once, where the first steps of a run bring no signal: all completions got
-    the same reward, so that no one is better than another.
+    """Warns, once, where the first steps of a run bring no signal (a sink): all completions got the
+    same reward, so that no one is better than another.
     """
 
     def __init__(self):
@@ -29,11 +29,11 @@ class SignalWatch:
             log.warning("%s", no_signal(row))
 
     def close(self) -> None:
-        """There is nothing to release."""
+        """Release nothing: there is nothing to release."""
 
 
 def no_signal(row: Row) -> str:
-    """Says so in a line or two, and then what to try, in the order of what it costs."""
+    """Return the warning in a line or two, and then what to try, in the order of what it costs."""
     lines = [
         f"the first {FIRST_STEPS} steps brought no signal: every completion got the reward "
         f"{row['reward/mean']:g},",

@@ -1,4 +1,4 @@
-"""Where rows go: JSONL always, TensorBoard and Weights & Biases by option. The console is in
+"""Sinks: where rows go. JSONL always, TensorBoard and Weights & Biases by option. The console is in
 console.py.
 """
 
@@ -41,8 +41,8 @@ class Sink(Protocol):
 
 
 class Jsonl:
-    """One JSON object a line, in UTF-8. A row reaches the file at once, so that a killed run loses
-    none.
+    """Writes one JSON object a line, in UTF-8. A row reaches the file at once, so that a killed run
+    loses none.
 
     Rows that the disk refuses (it is full, over its quota, read-only, broken) are held in memory,
     some 2 KB each and MOST_HELD_BYTES in all, and written in their order with the next row, or by
@@ -139,8 +139,8 @@ class Jsonl:
             raise refused
 
     def sync(self) -> None:
-        """Have the kernel put what was written on the disk, where a power cut leaves it. A disk
-        that refuses is only warned of: its checkpoint is worth more than a few rows.
+        """Have the kernel put what was written on the disk, where a power cut leaves it. A refusing
+        disk only brings a warning: its checkpoint is worth more than a few rows.
         """
         try:
             with self.path.open("rb") as file:
@@ -151,7 +151,7 @@ class Jsonl:
             log.warning("%s: may lose its last rows in a power cut (%s)", self.path, error)
 
     def read(self) -> list[Row]:
-        """All rows so far: those of the file (see `read_rows`), and those that are held."""
+        """Return all rows so far: those of the file (see `read_rows`), and those that are held."""
         written = read_rows(self.path) if self.path.exists() else []
         return written + self.held
 
@@ -214,15 +214,15 @@ def _write_at(descriptor: int, line: bytes, offset: int) -> None:
 
 
 def _shown(steps: list[int]) -> str:
-    """The rows of these steps, for people."""
+    """Format the rows of these steps, for people."""
     if len(steps) == 1:
         return f"the row of step {steps[0]}"
     return f"{len(steps)} rows (steps {steps[0]} to {steps[-1]})"
 
 
 def read_rows(path: str | Path) -> list[Row]:
-    """The rows of a metrics.jsonl. An unfinished last line is left out; any other bad line is a
-    ValueError "FILE:LINE: what".
+    """Read the rows of a metrics.jsonl. An unfinished last line is left out; any other bad line is
+    a ValueError "FILE:LINE: what".
     """
     lines = Path(path).read_bytes().split(b"\n")
     rows = []
@@ -242,8 +242,8 @@ def read_rows(path: str | Path) -> list[Row]:
 
 
 class TensorBoard:
-    """Scalars under RUN_DIR/tensorboard; a resumed run hides what an earlier one logged from its
-    first row on.
+    """Writes scalars under RUN_DIR/tensorboard; a resumed run hides what an earlier one logged from
+    its first row on.
     """
 
     def __init__(self, run_dir: str | Path):
@@ -257,6 +257,7 @@ class TensorBoard:
         self._writer: SummaryWriter | None = None
 
     def write(self, row: Row) -> None:
+        """Log the row's numbers at its step."""
         if self._writer is None:
             self._writer = self._open(purge_step=row["step"])
         for name, value in row.items():
@@ -269,8 +270,8 @@ class TensorBoard:
 
 
 class WandB:
-    """One Weights & Biases run a run directory: its id is kept in RUN_DIR/wandb_id, so that a
-    resumed run continues it.
+    """Writes one Weights & Biases run a run directory: its id is kept in RUN_DIR/wandb_id, so that
+    a resumed run continues it.
 
     W&B takes steps only upwards: rows that a resumed run repeats are ignored by it, with its own
     warning.
@@ -293,6 +294,7 @@ class WandB:
         id_file.write_text(self._run.id)
 
     def write(self, row: Row) -> None:
+        """Log the row at its step."""
         values = {name: value for name, value in row.items() if isinstance(value, int | float)}
         step = values.pop("step")
         self._run.log(values, step=step)
@@ -311,8 +313,8 @@ def build_sinks(
     wandb: bool = False,
     config: dict | None = None,
 ) -> list[Sink]:
-    """The console and what was asked for; RowWriter adds the JSONL file. ValueError names a package
-    that is missing.
+    """Build the console and the sinks that were asked for; RowWriter adds the JSONL file.
+    ValueError names a package that is missing.
 
     columns: those that the console shows. free_running: of a run without a bound on lag, its sync
     period.

@@ -1,4 +1,4 @@
-"""Whether reading completions while they are sampled paid, in one line of the report."""
+"""One line of the report: whether reading completions while they are sampled paid."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ _ENOUGH = 0.5  # share of a completion that should be read before it ends
 
 
 def streaming_verdict(columns: Columns) -> str | None:
-    """What was read before it ended, the wait that was left beside the time that an answer takes to
-    be read alone, and which key to turn. None without reward.stream.
+    """Return the share of tokens that were read before a completion ended, the wait that was left
+    beside the time that a whole completion takes to be read, and which key to turn. None without
+    reward.stream.
     """
     early = _mean(columns, "reward/prefilled_early")
     tail_s = _mean(columns, "reward/tail_s")
@@ -38,7 +39,9 @@ def _knob(columns: Columns, early: float) -> str:
 
 
 def _seconds_an_answer(columns: Columns) -> float | None:
-    """What one model takes for the mean answer, at the pace that all of them had together."""
+    """Return what one model takes to read the mean completion, at the pace that all of them had
+    together; None if unknown.
+    """
     seconds = _totals(columns, "/seconds")
     tokens = _totals(columns, "/tokens")
     length = _mean(columns, "completion/length_mean")

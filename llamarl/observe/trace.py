@@ -1,4 +1,4 @@
-"""Trace: what each executor of a rank did when, as a file for https://ui.perfetto.dev or
+"""Trace: records what each executor of a rank did when, as a file for https://ui.perfetto.dev or
 chrome://tracing.
 
 The newest `capacity` spans are held, so that it can always be on. Each rank dumps its own file; to
@@ -18,7 +18,9 @@ from llamarl.native.files import replace_text
 
 
 class Trace:
-    """A ring buffer of spans; one process (`rank`) with a track per executor in the viewer."""
+    """Holds a ring buffer of spans; one process (`rank`) with a track per executor in the
+    viewer.
+    """
 
     def __init__(self, rank: int, *, capacity: int = 20_000):
         self.rank = rank
@@ -56,7 +58,7 @@ class Trace:
         _write(Path(path), events, dropped=self.num_spans - len(self._spans))
 
     def _meta(self, what: str, **arguments) -> dict:
-        """An event that names something of this rank for the viewer."""
+        """Return an event that names something of this rank for the viewer."""
         return {"ph": "M", "name": what, "pid": self.rank, "args": arguments}
 
 
