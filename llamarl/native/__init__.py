@@ -1,4 +1,4 @@
-"""What this machine gives: kernels in C, float32 products, memory, threads that wait, a disk.
+"""Use of this machine: kernels in C, float32 products, memory, threads that wait, a disk.
 
     kernels      here           compiled on first use from copy.c, decode.c and train.c
     the fastest  choice.py      of several ways to compute one thing, by measurement
@@ -53,10 +53,10 @@ Structs = tuple[type[ctypes.Structure], ...]
 
 @functools.cache
 def library(name: str, *flags: str, structs: Structs = ()) -> ctypes.CDLL | None:
-    """The kernels of NAME.c compiled with more flags; structs: those shared with the caller.
+    """Load the kernels of NAME.c compiled with more flags; structs: those shared with the caller.
 
-    None where LLAMARL_NATIVE=0, and, with a warning, where no compiler makes the kernels or a
-    struct has another size in C.
+    Returns None where LLAMARL_NATIVE=0, and, with a warning, where no compiler makes the kernels or
+    a struct has another size in C.
     """
     if os.environ.get("LLAMARL_NATIVE", "1") == "0":
         return None
@@ -76,9 +76,9 @@ def library(name: str, *flags: str, structs: Structs = ()) -> ctypes.CDLL | None
 
 
 def _loaded(source: Path, flags: tuple[str, ...]) -> ctypes.CDLL:
-    """The library of `source` for LLAMARL_NATIVE_ARCH.
+    """Load the library of `source` for LLAMARL_NATIVE_ARCH.
 
-    Where the compiler refuses "native": for its own default, with a warning.
+    If the compiler refuses "native", it is compiled for the compiler's own default, with a warning.
     """
     compiler = shutil.which(os.environ.get("CC", "cc"))
     if compiler is None:
@@ -103,9 +103,10 @@ def _loaded(source: Path, flags: tuple[str, ...]) -> ctypes.CDLL:
 
 
 def _kept(compiler: str, source: Path, flags: tuple[str, ...]) -> ctypes.CDLL:
-    """The library of `source` from the cache, which is made if it is not there.
+    """Load the library of `source` from the cache, which is filled if need be.
 
-    Where others own the cache or may write to it: one made in a private folder, with a warning.
+    If others own the cache or may write to it, a library is made in a private folder, with a
+    warning.
     """
     target = cache_folder() / _file_name(compiler, source, flags)
     target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -136,7 +137,9 @@ def _compile(compiler: str, source: Path, flags: tuple[str, ...], target: Path) 
 
 
 def cache_folder() -> Path:
-    """Where compiled kernels and measured choices are kept. OSError if this user has no home."""
+    """Return where compiled kernels and measured choices are kept. OSError if this user has no
+    home.
+    """
     caches = os.environ.get("XDG_CACHE_HOME")
     if caches:
         return Path(caches, "llamarl")
@@ -147,7 +150,7 @@ def cache_folder() -> Path:
 
 
 def _file_name(compiler: str, source: Path, flags: tuple[str, ...]) -> str:
-    """Another one for another source, command, compiler or CPU."""
+    """Return a name that differs for another source, command, compiler or CPU."""
     command = [compiler, "--version"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT_S, check=True)
     parts = [source.read_text(), *flags, compiler, done.stdout, cpu_description()]
@@ -157,7 +160,7 @@ def _file_name(compiler: str, source: Path, flags: tuple[str, ...]) -> str:
 
 
 def _not_ours(target: Path) -> Path | None:
-    """Which of the folder and the file (if there is one) is open to others, or theirs; None:
+    """Return which of the folder and the file (if there is one) others own or may write to; None:
     neither.
     """
     paths = [target.parent]
@@ -175,7 +178,7 @@ def _not_ours(target: Path) -> Path | None:
 
 
 def _check_sizes(kernels: ctypes.CDLL, structs: Structs) -> None:
-    """OSError if a struct has another size in C."""
+    """Raise OSError if a struct has another size in C."""
     for struct in structs:
         name = struct.__name__.lstrip("_")
         size_of = getattr(kernels, f"size_of_{name}", None)
@@ -189,7 +192,7 @@ def _check_sizes(kernels: ctypes.CDLL, structs: Structs) -> None:
 
 
 def cpu_description() -> str:
-    """What "native" looks at."""
+    """Return what the compiler's "native" looks at."""
     features = set()
     info = Path("/proc/cpuinfo")
     if info.is_file():

@@ -1,4 +1,4 @@
-"""glibc's malloc, told to keep freed memory, in huge pages: address space that is in use at the
+"""Settings of glibc's malloc: keep freed memory, in huge pages. The address space is in use at the
 peak anyway.
 """
 

@@ -36,7 +36,7 @@ def fastest(
     key: str,
     clock: Callable[[], float] = time.perf_counter,
 ) -> str:
-    """The name of the way to take: the first, unless another one is clearly faster.
+    """Return the name of the way to take: the first, unless another one is clearly faster.
 
     what: for people. ways: the expected best comes first. key: what the times depend on beside the
     CPU, such as shapes and threads.
@@ -71,7 +71,9 @@ def fastest(
 
 
 def _read(name: str) -> str | None:
-    """The way that is kept there; None where there is no file, or one that cannot be read."""
+    """Return the way that is kept under a name; None if there is no file, or one that cannot be
+    read.
+    """
     try:
         way = json.loads((cache_folder() / name).read_text())["way"]
     except FileNotFoundError:
@@ -83,7 +85,7 @@ def _read(name: str) -> str | None:
 
 
 def _keep(name: str, found: dict) -> None:
-    """Processes may keep one at once: the last rename wins."""
+    """Keep what was found. Processes may do so at once: the last rename wins."""
     try:
         file = cache_folder() / name
         file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)

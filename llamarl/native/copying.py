@@ -21,7 +21,7 @@ class Move(ctypes.Structure):
 
 @functools.cache
 def copy_kernels() -> ctypes.CDLL | None:
-    """The kernels, or None where this process has none (see native.library)."""
+    """Return the kernels, or None where this process has none (see native.library)."""
     kernels = native.library("copy", structs=(Move,))
     if kernels is None:
         return None
@@ -40,7 +40,9 @@ def copy_kernels() -> ctypes.CDLL | None:
 
 @functools.cache
 def copy_kernels_version() -> str:
-    """The version of this process's kernels, "" without them. Equal versions digest alike."""
+    """Return the version of this process's kernels, "" without them. Equal versions digest
+    alike.
+    """
     if copy_kernels() is None:
         return ""
     source = Path(native.__file__).with_name("copy.c")

@@ -1,4 +1,4 @@
-"""What a disk may refuse: room for a file, and the deletion of a directory."""
+"""Room on a disk, and the deletion of a directory that the disk may refuse."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 
 
 def free_bytes(path: Path) -> int:
-    """On the disk that holds a path, or would once it is made."""
+    """Return the free bytes of the disk that holds a path, or would once it is made."""
     folder = path.absolute()
     while not folder.exists():
         folder = folder.parent
@@ -23,7 +23,7 @@ def free_bytes(path: Path) -> int:
 
 
 def shown_free(path: Path) -> str:
-    """Returns how much room the disk of a path has left, for messages. Never fails."""
+    """Return how much room the disk of a path has left, for messages. Never fails."""
     try:
         return f"{free_bytes(path):,} bytes are free"
     except OSError as error:  # the disk that refused a write may refuse this too
@@ -31,13 +31,15 @@ def shown_free(path: Path) -> str:
 
 
 def check_room(folder: Path, num_bytes: int) -> None:
-    """OSError, as the write itself would say it, if the disk has not so many bytes left."""
+    """Raise OSError, as the write itself would, if the disk has not so many bytes left."""
     if free_bytes(folder) < num_bytes:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
 
 
 def aside(path: Path) -> Path:
-    """A free name, which ends in .old and perhaps a number, for what is to be deleted."""
+    """Return a free name, which ends in .old and perhaps a number, for a path that is to be
+    deleted.
+    """
     name = Path(f"{path}.old")
     numbers = itertools.count(1)
     while name.exists():
@@ -47,7 +49,7 @@ def aside(path: Path) -> Path:
 
 @contextmanager
 def named_if_unread(path: Path) -> Iterator[None]:
-    """Have the log say it where a disk does not let a path be read, and go on."""
+    """Log it and go on where a disk does not let a path be read."""
     try:
         yield
     except OSError as error:
@@ -60,9 +62,9 @@ def named_if_unread(path: Path) -> Iterator[None]:
 
 
 def discard(path: Path) -> None:
-    """Delete a directory, or say in the log that it stays.
+    """Delete a directory, or log that it stays.
 
-    Renamed first: a kill while it is being deleted must not leave what looks like a damaged
+    It is renamed first: a kill while it is being deleted must not leave what looks like a damaged
     checkpoint.
     """
     try:

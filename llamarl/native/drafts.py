@@ -19,7 +19,8 @@ from llamarl.native.files import put_in_place, replace_text
 
 
 class Draft:
-    """What is written of a file so far; this process alone writes it, until `close` or its end.
+    """A file that is being written in pieces; this process alone writes it, until `close` or its
+    end.
 
     file: its directory is made. about: JSON that says what the file is to be, kept beside it. anew:
     drop what an earlier process wrote, and in the end the file that may be there.
@@ -74,7 +75,7 @@ class Draft:
             self._note()
 
     def _read_progress(self) -> int:
-        """The bytes of the whole pieces."""
+        """Return the number of bytes of the whole pieces."""
         try:
             said = json.loads(self._progress.read_text())
             self.notes = dict(said["notes"])
@@ -101,10 +102,10 @@ class Draft:
         replace_text(self._progress, json.dumps(said))
 
     def finish(self) -> None:
-        """All pieces are there: put the file into its place."""
+        """Put the file into its place. Call it once all pieces are there."""
         put_in_place(self._part, self.file)
         self._progress.unlink()
 
     def close(self) -> None:
-        """Let others write it."""
+        """Let other processes write it."""
         self._stream.close()

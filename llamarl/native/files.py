@@ -1,4 +1,6 @@
-"""Files that a kill or a power cut leaves whole, and directories that one job has for itself."""
+"""Files that stay whole after a kill or a power cut, and directories that one job has for
+itself.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ def replace_text(file: str | Path, text: str) -> None:
 
 
 def _why_not_written(error: OSError, file: Path) -> str:
-    """The system does not name the file when a write fails, only when it cannot be opened."""
+    """Return why a write failed, with the file's name: the system names it only when a file cannot
+    be opened.
+    """
     why = f"cannot be written: {error.strerror or error}"
     if error.errno not in _NO_ROOM:
         return why
@@ -52,8 +56,8 @@ def _why_not_written(error: OSError, file: Path) -> str:
 
 
 def put_in_place(new: Path, file: Path) -> None:
-    """Give a file that is whole on the disk another's name in the same directory, for good also
-    after a power cut.
+    """Give a file that is whole on the disk the name of another in the same directory, for good
+    also after a power cut.
     """
     os.replace(new, file)
     directory = os.open(file.parent, os.O_RDONLY)
@@ -64,8 +68,8 @@ def put_in_place(new: Path, file: Path) -> None:
 
 
 class DirectoryLock:
-    """This process's sole use of a directory, until `release` or its end, however it ends: a lock
-    on DIRECTORY/lock, which the kernel holds (on NFS its server). What is in the file is for
+    """Gives this process the sole use of a directory, until `release` or its end, however it ends:
+    a lock on DIRECTORY/lock, which the kernel holds (on NFS its server). What is in the file is for
     people.
 
     patience_s: so long the last user may take to end; waiting() is called meanwhile. InUse names a
@@ -129,7 +133,7 @@ class DirectoryLock:
             log.warning("%s: does not say who has it (%s)", directory / LOCK, error.strerror)
 
     def _holder(self) -> str:
-        """Who wrote the file last, for people."""
+        """Return who wrote the file last, for people."""
         try:
             holder = json.loads(os.pread(self._file, 4096, 0))
             return f"process {holder['pid']} on {holder['host']} since {holder['since']}"
@@ -137,4 +141,5 @@ class DirectoryLock:
             return "another process"
 
     def release(self) -> None:
+        """Let others use the directory."""
         os.close(self._file)

@@ -1,4 +1,4 @@
-"""Which of PyTorch's settings gives float32 products on this CPU, and the fastest of those that do.
+"""Finds which of PyTorch's settings give float32 products on this CPU, and the fastest of them.
 
     products = use_float32_products(reproducible=False)
     # "medium (error 4e-07, 157 GFLOP/s), not highest (error 4e-07, 64 GFLOP/s), ..."
@@ -43,8 +43,8 @@ class Measured:
 
 
 def use_float32_products(*, reproducible: bool) -> str:
-    """Set the fastest precision whose float32 products are float32's, for this process, and say
-    which, and what the others gave. On a GPU nothing is tried.
+    """Set the fastest precision whose float32 products are float32's, for this process. Returns
+    which that is, and what the others gave. On a GPU nothing is tried.
 
     reproducible: decide by the errors alone, in the order of SETTINGS, so that every run on one
     machine decides alike. Else a setting that is clearly faster goes before. A GPU's TF32 is never
@@ -61,7 +61,7 @@ def use_float32_products(*, reproducible: bool) -> str:
 
 
 def choose(tried: Sequence[Measured], *, reproducible: bool) -> Measured:
-    """The one to take of those in `tried`, which are in the order of preference and hold
+    """Return the setting to take of `tried`, which are in the order of preference and hold
     "highest".
     """
     error_of = {measured.setting: measured.error for measured in tried}
@@ -76,8 +76,8 @@ def choose(tried: Sequence[Measured], *, reproducible: bool) -> Measured:
 
 
 def measure(setting: str) -> Measured:
-    """Error and speed of float32 products under one setting, in a few ms. Leaves the precision as
-    it was.
+    """Measure error and speed of float32 products under one setting, in a few ms. Leaves the
+    precision as it was.
     """
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(setting)

@@ -10,7 +10,8 @@ from torch import Tensor
 
 
 def shared_file(num_bytes: int) -> int:
-    """The descriptor of new memory that other processes can map (path_of). OSError without room.
+    """Return the descriptor of new memory that other processes can map (path_of). OSError without
+    room.
 
     It has no name, so no death can leave it behind.
     """
@@ -24,7 +25,7 @@ def shared_file(num_bytes: int) -> int:
 
 
 def path_of(file: int) -> str:
-    """The path by which other processes open one of this process's descriptors.
+    """Return the path by which other processes open one of this process's descriptors.
 
     They must be of this host, this user and this pid namespace.
     """
@@ -32,7 +33,7 @@ def path_of(file: int) -> str:
 
 
 def map_shared(file: int, num_bytes: int) -> Tensor:
-    """The memory behind a descriptor, as a tensor [num_bytes] uint8. OSError."""
+    """Map the memory behind a descriptor as a tensor [num_bytes] uint8. OSError."""
     # Mapped whole at once: the first versions should not pay for page faults.
     flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
     mapped = mmap.mmap(file, max(num_bytes, 1), flags=flags)

@@ -1,4 +1,4 @@
-"""How threads that share a computation wait for each other: a short spin, then asleep.
+"""Settings of threads that share a computation: they spin shortly, then sleep.
 
 GNU's OpenMP, under PyTorch and our kernels, spins for 300,000 turns before it sleeps, which is 16
 ms where a turn takes 140 cycles. Beside other work, and beside the second pool of threads that our
@@ -19,8 +19,8 @@ _SET_BY_USERS = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
 
 
 def wait_briefly() -> None:
-    """Say so to the OpenMP of this process and of those that it starts, unless the environment says
-    something else.
+    """Tell the OpenMP of this process and of those that it starts to spin shortly, unless the
+    environment says something else.
     """
     if not any(name in os.environ for name in _SET_BY_USERS):
         os.environ["GOMP_SPINCOUNT"] = str(SPINS)

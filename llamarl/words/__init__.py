@@ -1,4 +1,5 @@
-"""Words that a user gives: which there are, the nearest of them, a function by its import path.
+"""Words that a user gives: which are allowed, the nearest of them, and a function by its import
+path.
 
 Standard library only.
 """

@@ -1,5 +1,5 @@
-"""The words that a setting may be, where both the schema of a configuration and the code that acts
-on the words need them. Imports nothing, so that a command line is checked before torch is there.
+"""Words that a setting may be, for both the schema of a configuration and the code that acts on
+them. Imports nothing, so that a command line is checked before torch is there.
 
 A set of words is a Literal, which the schema (llamarl/config/schema.py) takes as a type; code that
 checks a word by itself takes the tuple of the same words. Where words name functions or classes, as

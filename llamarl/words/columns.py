@@ -1,5 +1,5 @@
-"""The columns of evaluations: of the task's own held-out prompts eval/..., of the set NAME of
-eval.sets eval/NAME/...
+"""Columns of evaluations. The task's own held-out prompts have eval/..., the set NAME of eval.sets
+has eval/NAME/...
 """
 
 from __future__ import annotations
@@ -30,6 +30,6 @@ _PREFIX = "eval/"
 
 
 def column_of(name: str, column: str) -> str:
-    """The column of the set of this name for what the task's own has as "eval/..."."""
+    """Return the column of a set for what the task's own prompts have as "eval/..."."""
     assert column.startswith(_PREFIX), column
     return f"{_PREFIX}{name}/{column.removeprefix(_PREFIX)}" if name else column

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def first_of(items: Sequence[str], most: int) -> list[str]:
-    """The first `most` of them, and, where that leaves some out, how many more there are."""
+    """Return the first `most` items and, if that leaves some out, how many more there are."""
     shown = list(items[:most])
     if len(items) > most:
         shown.append(f"and {len(items) - most} more")

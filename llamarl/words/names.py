@@ -20,7 +20,7 @@ class NoFunction(ValueError):
 
 
 def nearest(name: str, names: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """The one of `names` that is most like `name`, or None where none is.
+    """Return the one of `names` that is most like `name`, or None if none is.
 
     cutoff: 0 to 1, the least likeness (difflib's ratio) that counts.
     """
@@ -29,13 +29,15 @@ def nearest(name: str, names: Iterable[str], cutoff: float = 0.6) -> str | None:
 
 
 def did_you_mean(name: str, names: Iterable[str], cutoff: float = 0.6) -> str:
-    """The end of an error message: "; did you mean NEAREST?", or "" where no name is near."""
+    """Return the end of an error message: "; did you mean NEAREST?", or "" where no name is
+    near.
+    """
     near = nearest(name, names, cutoff)
     return "" if near is None else f"; did you mean {near}?"
 
 
 def import_function(path: str) -> Callable:
-    """The function that an import path "module:function" names, as "my_module:my_reward" does.
+    """Import the function that "module:function" names, such as "my_module:my_reward".
 
     The current directory is importable. NoFunction if there is no such module or function; what
     else a module raises while it is imported comes through.

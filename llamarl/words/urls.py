@@ -8,7 +8,9 @@ _FORM = "needs the form http://HOST:PORT/v1"
 
 
 def url_problem(url: str) -> str | None:
-    """What is wrong with an endpoint's url, in words that do not repeat it; None if nothing is."""
+    """Return what is wrong with an endpoint's url, in words that do not repeat it; None if nothing
+    is.
+    """
     if " " in url or not url.isprintable():
         return f"holds a space or a sign that cannot be printed; it {_FORM}"
     try:
