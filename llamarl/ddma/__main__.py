@@ -1,8 +1,9 @@
-"""The command that prints a weight plan: python -m llamarl.ddma plan --model DIR_OR_CONFIG --source
-fsdp=4,replicate=1,tp=1 --destination tp=2,replicas=2
+"""Print how weights would travel: bytes per rank and per link, against the floor.
 
-Prints how weights would travel: bytes per rank and per link, against the floor. Needs a
-config.json, no weights and no GPU.
+    python -m llamarl.ddma plan --model DIR_OR_CONFIG --source fsdp=4,replicate=1,tp=1
+                                --destination tp=2,replicas=2
+
+Needs a config.json, no weights and no GPU.
 """
 
 from __future__ import annotations
