@@ -1,5 +1,5 @@
-"""Rewards become advantages, by group, by token (GAE), or by choosing among the completions of a
-group.
+"""Turns rewards into advantages: by group, by token (GAE), or by choosing among the completions of
+a group.
 
 A group's functions take rewards [..., G] and give advantages of the same shape and dtype, float32
 at least; leading dims are groups. NaN marks a completion that must not be trained on: advantage 0,
@@ -54,7 +54,7 @@ ADVANTAGES: dict[str, Callable[[Tensor], Tensor]] = {
 def gae(
     rewards: Tensor, values: Tensor, lengths: Tensor, *, gamma: float, lam: float
 ) -> tuple[Tensor, Tensor]:
-    """(advantages [R], returns [R]) of completions packed end to end.
+    """Return (advantages [R], returns [R]) of completions packed end to end.
 
     A_t = sum_l (gamma lam)^l delta_{t+l},  delta_t = r_t + gamma V_{t+1} - V_t        (OPPO, eq. 1)
     return_t = A_t + V_t
@@ -85,7 +85,7 @@ def gae(
 
 
 def _from_later(x: Tensor, step: int, left: Tensor) -> Tensor:
-    """x[t + step] where that is in the same completion, else 0."""
+    """Return x[t + step] where that is in the same completion, else 0."""
     return torch.where(left >= step, x.roll(-step), 0)
 
 
@@ -107,8 +107,8 @@ def best_and_worst(
 
 
 def _first_of_the_highest(rewards: Tensor, groups: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
-    """(first, highest) [N] each: for group g, at place g, its first valid completion of the highest
-    reward, and that; without one a place all the same, and -inf.
+    """Return (first, highest) [N] each: for group g, at place g, its first valid completion of the
+    highest reward, and that reward. A group without a valid completion has some place, and -inf.
     """
     size = rewards.numel()
     nothing = torch.full_like(rewards, -torch.inf)
@@ -123,7 +123,7 @@ def _first_of_the_highest(rewards: Tensor, groups: Tensor, valid: Tensor) -> tup
 
 
 def _centred(rewards: Tensor) -> tuple[Tensor, Tensor]:
-    """(r - mean, 0 where NaN; number of valid rewards [..., 1]), float64.
+    """Return (r - mean, 0 where NaN; number of valid rewards [..., 1]), float64.
 
     In float64 the sum of equal float32 rewards is exact, so that their advantages are exactly 0 and
     can be dropped.

@@ -1,4 +1,4 @@
-"""How the ranks of an executor, which act as one, share what is asked of a model.
+"""How the ranks of an executor, which act as one, share the requests to a model.
 
 first rank: asked --to_words--> broadcast ---------------> its share --+
 the others:                     broadcast --from_words--> their shares
@@ -22,7 +22,9 @@ Microbatch = TypeVar("Microbatch")
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What is to be scored of one prompt. ValueError for a sequence without any token."""
+    """A request: the completions of one prompt that are to be scored. ValueError for a sequence
+    without any token.
+    """
 
     prompt_ids: Tensor  # [P] int64; [0] where the completions have no token in common
     completions: tuple[Tensor, ...]  # [L] int64 each
@@ -33,12 +35,13 @@ class Asked:
 
     @property
     def num_tokens(self) -> int:
+        """The tokens of the prompt and of all completions."""
         return self.prompt_ids.numel() + sum(c.numel() for c in self.completions)
 
 
 def to_words(asked: Sequence[Asked]) -> Tensor:
-    """What is asked as whole numbers [n] int64, for other ranks: for each prompt its length, how
-    many completions it has and their lengths, then the tokens of all.
+    """Encode requests as one message of whole numbers [n] int64, for other ranks: for each prompt
+    its length, how many completions it has and their lengths, then the tokens of all.
     """
     sizes = []
     tokens = []
@@ -51,7 +54,7 @@ def to_words(asked: Sequence[Asked]) -> Tensor:
 
 
 def from_words(words: Tensor) -> list[Asked]:
-    """The inverse of to_words."""
+    """Decode a message of `to_words`."""
     number, *rest = words.tolist()
     place = 0
     lengths = []  # of each prompt: its own, then those of its completions
@@ -69,7 +72,9 @@ def from_words(words: Tensor) -> list[Asked]:
 
 
 def broadcast(words: Tensor, group: ExecutorGroup) -> None:
-    """Collective over the executor's ranks: the first one's words, in host memory, to all."""
+    """Collective over the executor's ranks: send the first rank's message, in host memory, to
+    all.
+    """
     if group.size > 1:
         dist.broadcast(words, group.ranks[0], group=group.process_group)
 
@@ -77,8 +82,8 @@ def broadcast(words: Tensor, group: ExecutorGroup) -> None:
 def own_share(
     microbatches: list[Microbatch], filler: Microbatch, group: ExecutorGroup
 ) -> list[Microbatch]:
-    """This rank's of all microbatches; as many on every rank, with fillers at the end, for all must
-    run the same number where the model is sharded.
+    """Return this rank's share of all microbatches. Every rank gets as many, with fillers at the
+    end, because all must run the same number where the model is sharded.
     """
     own = microbatches[group.data_index :: group.data_size]
     most = math.ceil(len(microbatches) / group.data_size)
@@ -86,8 +91,8 @@ def own_share(
 
 
 def join_shares(values_N: Tensor, group: ExecutorGroup) -> None:
-    """Collective over the executor's ranks: values on the CPU, of which each rank has those of its
-    share and zeros elsewhere, become all of them on every rank.
+    """Collective over the executor's ranks: fill values on the CPU, of which each rank has those of
+    its share and zeros elsewhere, with the values of all ranks.
     """
     if group.size == 1:
         return

@@ -1,5 +1,5 @@
-"""Finished groups that wait at a trainer rank for their step. The ledger decides which are handed
-over, and when.
+"""Buffers of finished groups, which wait at a trainer rank for their step. The ledger decides which
+are handed over, and when.
 
 A buffer is put what comes, and at each step it takes what the ledger hands over and gives what the
 step trains on:
@@ -25,7 +25,8 @@ MESSAGE = "buffer/"
 
 @dataclass(eq=False, repr=False)
 class GroupBuffer:
-    """fifo: groups by ticket. Which leave is the ledger's word (earliest deadline first).
+    """Holds groups by ticket (buffer=fifo). The ledger decides which leave, the earliest deadline
+    first.
 
     max_lag: steps that a group's oldest token may be old when it is handed over; None: no bound.
     """
@@ -36,21 +37,21 @@ class GroupBuffer:
         self._groups: dict[int, Group] = {}  # come, and not handed over
 
     def attach(self, ranks: Ranks) -> None:
-        """Tell it which ranks train together, before the first `take`."""
+        """Set the ranks that train together. Call it before the first `take`."""
 
     def __len__(self) -> int:
         return len(self._groups)
 
     def put(self, groups: list[Group]) -> None:
-        """ValueError for a ticket that is here already: each is handed over once."""
+        """Add groups. ValueError for a ticket that is here already: each is handed over once."""
         for group in groups:
             if group.ticket in self._groups:
                 raise ValueError(f"group {group.ticket} came twice")
             self._groups[group.ticket] = group
 
     def take(self, tickets: list[int], step: int) -> list[Group]:
-        """The groups that step `step` trains on, given those that the ledger hands over; here these
-        themselves, in ticket order.
+        """Return the groups that step `step` trains on, given those that the ledger hands over;
+        here these themselves, in ticket order.
 
         KeyError for one that has not come; LagExceeded for tokens of more than max_lag steps ago.
         """
@@ -79,28 +80,28 @@ class GroupBuffer:
         return groups
 
     def untake(self, groups: list[Group]) -> None:
-        """The step just taken is given up: everything is as before it. groups: what `take`
-        returned.
+        """Restore everything as it was before the step just taken, which is given up. groups: what
+        `take` returned.
         """
         self.put(groups)
 
     def tickets(self) -> list[int]:
-        """Of the groups that wait to be handed over."""
+        """Return the tickets of the groups that wait to be handed over."""
         return sorted(self._groups)
 
     def metrics(self, ranks: Ranks) -> dict[str, float]:
-        """Collective over ranks: what there is to tell after `take`, of all ranks' buffers."""
+        """Collective over ranks: return metrics of all ranks' buffers, after `take`."""
         return {}
 
     # --- Checkpoints ---
 
     def stored(self) -> list[Group]:
-        """Every group that a checkpoint must hold."""
+        """Return every group that a checkpoint must hold."""
         return [self._groups[t] for t in self.tickets()]
 
     def state_dict(self) -> dict:
-        """Groups as wire messages `buffer/0`, `buffer/1`, ... (uint8); `buffered`: tickets not
-        handed over.
+        """Return groups as wire messages `buffer/0`, `buffer/1`, ... (uint8); `buffered`: tickets
+        not handed over.
         """
         state: dict = {"buffered": self.tickets()}
         for i, group in enumerate(self.stored()):
@@ -113,8 +114,8 @@ class GroupBuffer:
     def load(
         self, parts: Iterable[Mapping], finished: set[int], is_mine: Callable[[int], bool]
     ) -> None:
-        """Of what all ranks stored, this one's. finished: tickets that the ledger counts as
-        finished and not handed over.
+        """Take this rank's groups from what all ranks stored. finished: tickets that the ledger
+        counts as finished and not handed over.
         """
         for part in parts:
             mine = {t for t in part["buffered"] if t in finished and is_mine(t)}
@@ -123,7 +124,7 @@ class GroupBuffer:
 
 
 def decoded(part: Mapping) -> list[Group]:
-    """The groups of a stored part."""
+    """Return the groups of a stored part."""
     groups: list[Group] = []
     number = 0
     while f"{MESSAGE}{number}" in part:

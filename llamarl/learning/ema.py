@@ -13,8 +13,8 @@ from llamarl.models.fsdp import local
 
 
 class WeightAverage:
-    """Averages of the parameters that require a gradient, in float32, sharded as they are; frozen
-    ones are their own average.
+    """Averages the parameters that require a gradient, in float32, sharded as they are; frozen ones
+    are their own average.
 
     decay d in [0, 1). It follows the optimizer by itself: every optimizer.step() is counted, and
     nothing else.
@@ -30,20 +30,20 @@ class WeightAverage:
 
     @torch.no_grad()
     def update(self) -> None:
-        """One step of the average."""
+        """Make one step of the average."""
         weights = [local(p).float() for p in self._averages]
         torch._foreach_lerp_(self.tensors(), weights, 1 - self.decay)
 
     def of(self, parameter: Tensor) -> Tensor:
-        """The average of a parameter: sharded like it, or itself if it is frozen."""
+        """Return the average of a parameter: sharded like it, or itself if it is frozen."""
         return self._averages.get(parameter, parameter)
 
     @torch.no_grad()
     def restart(self) -> None:
-        """From the weights as they are."""
+        """Start again from the weights as they are."""
         for p, average in self._averages.items():
             local(average).copy_(local(p))
 
     def tensors(self) -> list[Tensor]:
-        """This rank's parts of the averages."""
+        """Return this rank's parts of the averages."""
         return [local(e) for e in self._averages.values()]

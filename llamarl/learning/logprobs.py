@@ -42,8 +42,8 @@ def chunked_logprobs(
     chunk_tokens: int = CHUNK_TOKENS,
     entropy_grad: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """(log softmax(hidden @ weight.T / temperature)[label], entropy of that softmax), [T] nats
-    each, float32 or wider.
+    """Return (log softmax(hidden @ weight.T / temperature)[label], entropy of that softmax), [T]
+    nats each, float32 or wider.
 
     temperature 0 means greedy decoding, which has no distribution of its own: it is treated as 1.
     The entropy carries a gradient only with `entropy_grad`. Peak memory beyond the gradients: a few
@@ -79,8 +79,8 @@ def make_head(
     chunk_tokens: int = CHUNK_TOKENS,
     entropy_grad: bool = False,
 ) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """A head for Decoder.forward that gives (logprobs, entropy) of labels [R], each predicted at
-    its row of the hidden states. The rest is as of chunked_logprobs.
+    """Return a head for Decoder.forward that gives (logprobs, entropy) of labels [R], each
+    predicted at its row of the hidden states. See chunked_logprobs for the rest.
 
     rows [R] int64 into T. Prompt tokens need no logits, so they are in no row; a row may predict
     several labels (the first tokens of a group's completions). Without any, the empty results still
@@ -210,7 +210,7 @@ def log_softmax_backward(
     b_C: Tensor | None,
     temperature: float,
 ) -> Tensor:
-    """The gradient dz [C, V] of the logits.
+    """Return the gradient dz [C, V] of the logits.
 
     p = e^l,   l = (z - top) / temperature - log_sum
     dz = (a (onehot(label) - p) - b p (l + entropy)) / temperature
@@ -235,8 +235,8 @@ def log_softmax_backward(
 
 
 def _room(tokens: int, weight_VD: Tensor) -> Tensor:
-    """Memory for logits [T, V], not initialised: the spare where it fits, for fresh pages cost a
-    CPU as much as the softmax does.
+    """Return memory for logits [T, V], not initialised: the spare where it fits, because fresh
+    pages cost a CPU as much as the softmax does.
     """
     vocab = weight_VD.shape[0]
     needed = tokens * vocab

@@ -1,4 +1,4 @@
-"""What a trainer's memory holds at the peak of an update, before anything is allocated.
+"""Predicts what a trainer's memory holds at the peak of an update, before anything is allocated.
 
     update_bytes(config, longest_microbatch(...), plan)
     UpdateBytes(held=..., working=...)
@@ -41,17 +41,17 @@ class MicrobatchSize:
 
     @property
     def tokens(self) -> int:
-        """Packed tokens, a prompt once for all its completions."""
+        """The packed tokens, a prompt once for all its completions."""
         return self.prompts * self.prompt_tokens + self.completions * self.completion_tokens
 
     @property
     def seen(self) -> int:
-        """Keys that a completion's last token sees."""
+        """The keys that a completion's last token sees."""
         return self.prompt_tokens + self.completion_tokens
 
     @property
     def labels(self) -> int:
-        """Tokens that are trained on."""
+        """The tokens that are trained on."""
         return self.completions * self.completion_tokens
 
 
@@ -64,8 +64,8 @@ def longest_microbatch(
     whole_groups: bool = False,
     num_groups: int | None = None,
 ) -> MicrobatchSize:
-    """The largest microbatch that packing makes of the longest sequences. whole_groups: the loss
-    needs the completions of a group together. num_groups: there are no more; None: any number.
+    """Return the largest microbatch that packing makes of the longest sequences. whole_groups: the
+    loss needs the completions of a group together. num_groups: there are no more; None: any number.
 
         longest_microbatch(prompt_tokens=4500, completion_tokens=64, group_size=2,
                            budget_tokens=1024)
@@ -115,9 +115,10 @@ class Training:
 
 @dataclass(frozen=True, slots=True)
 class UpdateBytes:
-    """held: of weights, moments and averages, from step to step. gradients: from the backward of an
-    update to the next update's start. working: at the peak of forward and backward beyond what is
-    held, gradients included. copies: of weights in a lower precision, held between microbatches.
+    """The bytes of an update. held: weights, moments and averages, from step to step. gradients:
+    from the backward of an update to the next update's start. working: the peak of forward and
+    backward beyond what is held, gradients included. copies: weights in a lower precision, held
+    between microbatches.
     """
 
     held: int
@@ -128,8 +129,8 @@ class UpdateBytes:
 
 @dataclass(frozen=True, slots=True)
 class _Numbers:
-    """Numbers of one layer, of what stands around the layers, and of the embedding, which counts
-    among the latter.
+    """Counts of numbers: of one layer, around the layers, and of the embedding, which is included
+    in the latter.
     """
 
     layer: int
@@ -138,7 +139,7 @@ class _Numbers:
 
 
 def update_bytes(config: ModelConfig, size: MicrobatchSize, training: Training) -> UpdateBytes:
-    """Bytes of a decoder that is trained, on the rank that holds most."""
+    """Return the bytes of a decoder that is trained, on the rank that holds most."""
     own = _numbers(config, training, training.shards)
     layers = config.num_hidden_layers
     adapters = _adapters(config, training)
@@ -161,7 +162,9 @@ def update_bytes(config: ModelConfig, size: MicrobatchSize, training: Training) 
 def held_numbers(
     config: ModelConfig, *, tensor_parallel: int, shards: int, split_vocabulary: bool = False
 ) -> int:
-    """Numbers of a model on the rank that holds most: its rows of its tensor-parallel part."""
+    """Return how many numbers of a model the rank that holds most has: its rows of its
+    tensor-parallel part.
+    """
     total = 0
     for name, shape in parameter_shapes(config).items():
         total += _own_numbers(config, name, shape, tensor_parallel, shards, split_vocabulary)
@@ -204,8 +207,8 @@ def _numbers(config: ModelConfig, training: Training, shards: int) -> _Numbers:
 
 
 def _adapters(config: ModelConfig, training: Training) -> _Numbers:
-    """Numbers of a layer's adapters; in the place of `around`, those of the weights that they are
-    merged into.
+    """Return the numbers of a layer's adapters; in place of `around`, those of the weights that
+    they are merged into.
     """
     own = merged = 0
     for name, shape in parameter_shapes(config).items():
@@ -217,10 +220,10 @@ def _adapters(config: ModelConfig, training: Training) -> _Numbers:
 
 
 class _Peak:
-    """The most that an update holds at a time beyond weights and moments, in bytes.
+    """Computes the most bytes that an update holds at a time beyond weights and moments.
 
-    Looked at are the moments at which the most is there: in the head's forward and backward, in
-    the backward of the last layer and of the first, and at the embedding.
+    It looks at the moments at which most is there: in the head's forward and backward, in the
+    backward of the last layer and of the first, and at the embedding.
     """
 
     def __init__(self, config: ModelConfig, size: MicrobatchSize, training: Training):
@@ -251,7 +254,7 @@ class _Peak:
             self.gathered = item * (whole.around + 3 * computed)
 
     def bytes(self) -> int:
-        """The largest of all moments."""
+        """Return the largest of all moments."""
         t = self.training
         gradients = self.config.num_hidden_layers * self.layer_gradients + self.around_gradients
         before = WIDE * gradients // t.shards if t.several else 0
@@ -268,11 +271,13 @@ class _Peak:
     # --- Moments ---
 
     def _activations(self, layers: int) -> int:
-        """What the first so many layers hold for backward."""
+        """Return what the first `layers` layers hold for backward."""
         return layers * (self.width if self.training.checkpointing else self.layer)
 
     def _copies(self, layers: int) -> int:
-        """Copies that are there while the first so many layers have yet to go backward."""
+        """Return the copies that are there while the first `layers` layers have yet to go
+        backward.
+        """
         if self.training.several:
             return self.copies
         if self.training.checkpointing:
@@ -280,7 +285,7 @@ class _Peak:
         return layers * self.layer_copy
 
     def _head(self) -> list[int]:
-        """Its forward, and its backward."""
+        """Return the bytes at the head's forward, and at its backward."""
         t = self.training
         config = self.config
         layers = config.num_hidden_layers
@@ -297,7 +302,7 @@ class _Peak:
         return [forward, found, behind]
 
     def _logits(self) -> int:
-        """Logits that are not kept, and float32 buffers of a chunk."""
+        """Return the bytes of logits that are not kept, and of a chunk's float32 buffers."""
         config = self.config
         if config.labels:
             return 2 * WIDE * config.hidden_size * self.size.labels
@@ -308,13 +313,15 @@ class _Peak:
         return logits
 
     def _chunk(self) -> int:
-        """Rows of logits at a time."""
+        """Return how many rows of logits are made at a time."""
         rows = self.size.labels
         is_whole = rows * self.config.vocab_size <= KEEP_LOGITS
         return rows if is_whole else min(rows, CHUNK_TOKENS)
 
     def _kept_logits(self) -> int:
-        """Bytes of logits that are kept for backward, and on a CPU for the next microbatch."""
+        """Return the bytes of logits that are kept for backward, and on a CPU for the next
+        microbatch.
+        """
         if self.config.labels:
             return 0
         logits = self.size.labels * self.config.vocab_size
@@ -322,7 +329,9 @@ class _Peak:
         return num_bytes if logits <= KEEP_LOGITS or num_bytes <= KEEP_BYTES else 0
 
     def _head_gradient(self) -> int:
-        """The gradient of the head's weight while it is made: chunks add up in float32."""
+        """Return the bytes of the gradient of the head's weight while it is made: chunks add up in
+        float32.
+        """
         if not self.trains_all or self.config.labels:
             return 0
         item = self.training.itemsize
@@ -344,8 +353,8 @@ class _Peak:
         return 0
 
     def _layer_backward(self, number: int) -> int:
-        """The backward of layer `number`, 1 the first: those before it still hold theirs, and those
-        behind it have gradients.
+        """Return the bytes at the backward of layer `number`, 1 the first: those before it still
+        hold their activations, and those behind it have gradients.
         """
         t = self.training
         below = self._activations(number - 1) + self.width
@@ -380,7 +389,7 @@ class _Peak:
         )
 
     def _embedding_backward(self) -> int:
-        """The embedding's gradient, when those of all layers are there."""
+        """Return the bytes at the embedding's gradient, when those of all layers are there."""
         t = self.training
         made = 0
         if not t.several:
@@ -400,7 +409,9 @@ class _Peak:
 
 
 def layer_elements(config: ModelConfig, size: MicrobatchSize, training: Training) -> int:
-    """Numbers that a layer holds for its backward, in the precision that it computes in."""
+    """Return how many numbers a layer holds for its backward, in the precision that it computes
+    in.
+    """
     split = training.tensor_parallel
     d = config.hidden_size
     queries = config.num_attention_heads * config.head_dim // split
@@ -420,12 +431,12 @@ def layer_elements(config: ModelConfig, size: MicrobatchSize, training: Training
 
 
 def _limit(training: Training) -> int:
-    """Keys up to which a CPU holds the weights of attention."""
+    """Return up to how many keys a CPU holds the weights of attention."""
     return _SHORT.get(training.itemsize, 256) if training.on_cpu else 0
 
 
 def _long_tokens(size: MicrobatchSize, training: Training) -> int:
-    """Tokens of the parts whose attention a fused kernel makes: it holds what comes of them."""
+    """Return the tokens of the parts whose attention a fused kernel makes: it holds its results."""
     limit = _limit(training)
     tokens = 0
     if size.prompt_tokens > limit:
@@ -436,7 +447,7 @@ def _long_tokens(size: MicrobatchSize, training: Training) -> int:
 
 
 def _short_pairs(size: MicrobatchSize, training: Training) -> int:
-    """Pairs of query and key of the other parts, whose weights are held."""
+    """Return the pairs of query and key of the other parts, whose weights are held."""
     limit = _limit(training)
     pairs = 0
     if size.prompt_tokens <= limit:
@@ -447,7 +458,7 @@ def _short_pairs(size: MicrobatchSize, training: Training) -> int:
 
 
 def _layer_bytes(config: ModelConfig, size: MicrobatchSize, training: Training) -> int:
-    """Bytes that a layer holds for its backward."""
+    """Return the bytes that a layer holds for its backward."""
     elements = layer_elements(config, size, training)
     heads = config.num_attention_heads // training.tensor_parallel
     # A row's root mean square of each norm, and its sum of a softmax.
@@ -459,13 +470,15 @@ def _layer_bytes(config: ModelConfig, size: MicrobatchSize, training: Training) 
 
 
 def _mask_elements(size: MicrobatchSize, training: Training) -> int:
-    """Numbers of the masks of completions behind their prompts, which all layers share."""
+    """Return the numbers of the masks of completions behind their prompts, which all layers
+    share.
+    """
     if size.seen <= _limit(training):
         return 0
     return size.labels * size.seen
 
 
 def _angles(config: ModelConfig, size: MicrobatchSize) -> int:
-    """Bytes of the rotary tables, and of every token's cosines and sines."""
+    """Return the bytes of the rotary tables, and of every token's cosines and sines."""
     table = 1 << max(8, (size.seen - 1).bit_length())
     return 2 * WIDE * config.head_dim * (table + size.tokens)

@@ -32,8 +32,8 @@ def build_optimizer(
     weight_decay: float,
     kind: str = "adamw",
 ) -> torch.optim.Optimizer:
-    """AdamW over plain or sharded (DTensor) parameters. Norm scales and biases (one dim) are not
-    decayed.
+    """Build AdamW over plain or sharded (DTensor) parameters. Norm scales and biases (one dim) are
+    not decayed.
 
     kind: adamw, fused; adamw8bit, torchao's, whose moments take a byte each, in blocks of 256
     (Dettmers et al. 2022). Parameters that do not require gradients are left out; ValueError if
@@ -61,7 +61,7 @@ def build_optimizer(
 
 @torch.no_grad()
 def settle_moments(optimizer: torch.optim.Optimizer) -> None:
-    """After plain moments were put into its state: in the form that it keeps.
+    """Bring plain moments, which were put into the optimizer's state, into the form that it keeps.
 
     8-bit ones with KEY_scale beside KEY, as `moment` and `moment_scale` gave them, are the same
     bits again; without it (they were cut in other blocks) they are rounded once more.
@@ -107,8 +107,8 @@ def lr_at(
     max_steps: int,
     decay_steps: int | None = None,
 ) -> float:
-    """The learning rate of optimizer step `step`, from 0: up a line to `lr` in warmup_steps, then
-    by `schedule` until max_steps.
+    """Return the learning rate of optimizer step `step`, from 0: up a line to `lr` in warmup_steps,
+    then by `schedule` until max_steps.
 
     constant; linear and cosine, to 0; wsd: lr, then a line to 0 over the last decay_steps, or the
     last fifth. No step below max_steps has rate 0. ValueError for a warm-up that leaves no steps.
@@ -132,8 +132,8 @@ def clip_grad_norm(
     *,
     tensor_groups: Sequence[dist.ProcessGroup | None] | None = None,
 ) -> Tensor:
-    """Collective over the parameters' meshes: the 2-norm of all gradients [] before they are scaled
-    to at most max_norm.
+    """Collective over the parameters' meshes: scale all gradients to a 2-norm of at most max_norm,
+    and return their norm [] before that.
 
     Each shard of a DTensor counts once, a replica not again, whatever meshes they are on (FSDP2,
     HSDP); plain tensors count as they are. tensor_groups: of each parameter, the ranks that hold
@@ -171,7 +171,8 @@ def clip_grad_norm(
 
 @torch.no_grad()
 def share_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> None:
-    """Collective: gradients of parameters that every rank of `group` holds become the first rank's.
+    """Collective: replace the gradients of parameters that every rank of `group` holds by the first
+    rank's.
 
     They differ by rounding alone, where a device adds in no fixed order; copies of a parameter must
     not drift apart by it.

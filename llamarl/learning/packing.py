@@ -47,7 +47,8 @@ class Packing:
     has_reference: bool  # ref_logprobs hold a reference's; else they are zeros without meaning
 
     def over(self, ranks: Ranks) -> Packing:
-        """Collective: counted over all ranks, and with as many microbatches on each.
+        """Collective: return this packing with counts over all ranks, and with as many microbatches
+        on each.
 
         A rank with fewer takes part in its peers' collectives with empty ones.
         """
@@ -69,7 +70,7 @@ class Packing:
 
 
 def collate(lengths: list[int], budget: float) -> list[list[int]]:
-    """Indices of sequences by microbatch: longest first, each into the first with room.
+    """Return the indices of sequences by microbatch: longest first, each into the first with room.
 
     Source: Magistral, 3. Ties keep their order, so equal input gives equal output. A sequence
     longer than the budget gets a microbatch of its own. ValueError for a budget without room.
@@ -150,8 +151,8 @@ def pack(
 
 
 def filler() -> PackedBatch:
-    """A microbatch that trains nothing: for a rank with fewer than its FSDP peers, who all must run
-    the same number.
+    """Return a microbatch that trains nothing. A rank with fewer microbatches than its FSDP peers
+    uses it, because all must run the same number.
     """
     zero = torch.zeros(1, dtype=torch.int64)
     none = zero[:0]
@@ -178,14 +179,14 @@ def filler() -> PackedBatch:
 
 
 def to_device(batch: PackedBatch, device: torch.device | str) -> PackedBatch:
-    """The batch with every tensor on `device`."""
+    """Return the batch with every tensor on `device`."""
     moved = {f.name: getattr(batch, f.name).to(device, non_blocking=True) for f in fields(batch)}
     return PackedBatch(**moved)
 
 
 @dataclass(frozen=True, slots=True)
 class _Flat:
-    """All groups end to end."""
+    """The sequences of all groups end to end."""
 
     prompts: list[Tensor]  # the ids of each group's
     lengths: Tensor  # [N]
@@ -235,7 +236,7 @@ def _flatten(groups: list[Group], targets: list[Targets]) -> _Flat:
 
 
 def _check(groups: list[Group], targets: list[Targets]) -> None:
-    """ValueError, see pack."""
+    """Raise the ValueErrors that `pack` names."""
     has_reference = {g.ref_logprobs.numel() > 0 for g in groups if g.token_ids.numel()}
     if len(has_reference) > 1:
         raise ValueError(
@@ -266,7 +267,7 @@ def _check(groups: list[Group], targets: list[Targets]) -> None:
 
 @dataclass(slots=True)
 class _Bin:
-    """What goes into a microbatch together."""
+    """The completions that go into a microbatch together."""
 
     members: dict[int, list[int]]  # completions, ascending, by the group whose prompt they share
     size: int  # packed tokens
@@ -279,7 +280,7 @@ def _collated(
     whole_groups: bool,
     largest_over_ranks: Callable[[list[int]], list[int]] | None,
 ) -> list[_Bin]:
-    """The kept [N] completions by microbatch.
+    """Group the kept [N] completions by microbatch.
 
     First what a group has over the budget is collated, then the parts of all groups. While the
     completions of the emptiest microbatch fit into the holes of the others, they go there: one
@@ -318,8 +319,8 @@ def _collated(
 def _without_emptiest(
     bins: list[_Bin], flat: _Flat, lengths: list[int], budget: int
 ) -> list[_Bin] | None:
-    """The microbatches but the emptiest, whose completions go into holes of the others; None if
-    they do not fit.
+    """Return the microbatches without the emptiest, whose completions go into holes of the others;
+    None if they do not fit.
 
     The longest goes first, where its prompt is computed anyway or else into the first hole that
     holds a prompt more.
@@ -344,7 +345,9 @@ def _without_emptiest(
 
 
 def _build(flat: _Flat, members: dict[int, list[int]]) -> PackedBatch:
-    """The microbatch of these completions by group: each prompt and behind it its completions."""
+    """Build the microbatch of these completions by group: each prompt and behind it its
+    completions.
+    """
     input_ids = []  # of each segment, as positions and parents
     positions = []
     parents: list[int] = []

@@ -1,4 +1,4 @@
-"""Reward models by Bradley and Terry: of two answers to a prompt the better one is to score higher.
+"""Reward models by Bradley and Terry: the better of two completions of a prompt is to score higher.
 
 P(chosen is better) = sigmoid(r_chosen - r_rejected)
 
@@ -31,7 +31,7 @@ BINS = tuple(f"{50 + 5 * i}-{55 + 5 * i}" for i in range(NUM_BINS))
 
 @dataclass(frozen=True, slots=True)
 class Preference:
-    """A prompt and two answers, each with the token that ends it."""
+    """A prompt and two completions, each with the token that ends it."""
 
     prompt_ids: Tensor  # [P] int64, at least one
     chosen_ids: Tensor  # [L] int64
@@ -40,7 +40,7 @@ class Preference:
 
     @property
     def num_tokens(self) -> int:
-        """With the prompt once."""
+        """The tokens of a pair, with the prompt once."""
         ids = (self.prompt_ids, self.chosen_ids, self.rejected_ids)
         return sum(part.numel() for part in ids)
 
@@ -73,7 +73,9 @@ def bradley_terry(
 
 
 class BradleyTerry:
-    """The Objective of a reward model. Its targets are pairs."""
+    """The objective of a reward model (llamarl.learning.supervised.Objective). Its targets are
+    pairs.
+    """
 
     def __init__(self, *, center_coef: float):
         self.center_coef = center_coef
@@ -85,11 +87,13 @@ class BradleyTerry:
         return 1
 
     def pack(self, pairs: Sequence[Preference], device: torch.device) -> PreferenceBatch:
+        """Return the pairs as one batch on the device."""
         return pack_preferences(pairs, device)
 
     def loss(
         self, decoder: Decoder, batch: PreferenceBatch
     ) -> tuple[Tensor, Sums, PackedAttention]:
+        """Return the batch's loss [], sums for the metrics, and the attention."""
         attention = PackedAttention(batch.cu_seqlens, batch.parents)
         chosen_N, rejected_N = pair_scores(decoder, batch, attention)
         loss = bradley_terry(chosen_N, rejected_N, batch.margins, center_coef=self.center_coef)
@@ -104,18 +108,20 @@ class BradleyTerry:
         return loss, sums, attention
 
     def measure(self, decoder: Decoder, batch: PreferenceBatch) -> Sums:
+        """Return the sums of an evaluation over the batch's pairs."""
         attention = PackedAttention(batch.cu_seqlens, batch.parents)
         chosen_N, rejected_N = pair_scores(decoder, batch, attention)
         return held_out_sums(chosen_N, rejected_N, batch.margins)
 
     def summary(self, sums: Mapping[str, float], num_targets: float) -> dict[str, float | None]:
+        """Return the columns of an evaluation from its sums."""
         return held_out_columns(sums, num_targets)
 
 
 def pair_scores(
     decoder: Decoder, batch: PreferenceBatch, attention: PackedAttention
 ) -> tuple[Tensor, Tensor]:
-    """The scores [N] of the chosen and of the rejected answers, float32."""
+    """Return the scores [N] of the chosen and of the rejected completions, float32."""
     rows = torch.cat([batch.chosen, batch.rejected])
     scores_R1 = decoder(batch.input_ids, batch.positions, attention, scores_at(rows))
     scores_R = scores_R1.squeeze(1)
@@ -124,7 +130,9 @@ def pair_scores(
 
 
 def pack_preferences(pairs: Sequence[Preference], device: torch.device) -> PreferenceBatch:
-    """One batch; of no pairs, a single token whose score nobody reads."""
+    """Pack pairs as one batch. Without any pair it holds a single token whose score nobody
+    reads.
+    """
     ids = []
     positions = []
     parents: list[int] = []
@@ -163,8 +171,8 @@ def pack_preferences(pairs: Sequence[Preference], device: torch.device) -> Prefe
 
 
 def held_out_sums(chosen_N: Tensor, rejected_N: Tensor, margins_N: Tensor) -> Sums:
-    """Sums over pairs, float64: the loss, scores, and by bin of confidence how many pairs there
-    are, how sure the model is of them, and how many it ranks right.
+    """Return sums over pairs, float64: the loss, scores, and by bin of confidence how many pairs
+    there are, how sure the model is of them, and how many it ranks right.
     """
     chosen_N = chosen_N.double()
     rejected_N = rejected_N.double()
@@ -188,8 +196,8 @@ def held_out_sums(chosen_N: Tensor, rejected_N: Tensor, margins_N: Tensor) -> Su
 
 
 def held_out_columns(sums: Mapping[str, float], num_pairs: float) -> dict[str, float | None]:
-    """Columns of an evaluation: means over pairs, the scores' mean and standard deviation, and the
-    reliability table with its expected calibration error:
+    """Return the columns of an evaluation: means over pairs, the scores' mean and standard
+    deviation, and the reliability table with its expected calibration error:
 
     ECE = sum over bins of pairs / all pairs * |share ranked right - mean confidence|
     (Guo et al. 2017, eq. 3)

@@ -1,5 +1,5 @@
-"""Preference pairs from JSON lines: a prompt, the better answer and the worse one, as texts or as
-chat messages.
+"""Reads preference pairs from JSON lines: a prompt, the better answer and the worse one, as texts
+or as chat messages.
 
     {"prompt": "1+1=", "chosen": "2", "rejected": "3"}
     {"prompt": "1+1=", "chosen": "2", "rejected": "3", "margin": 0.5}
@@ -52,16 +52,18 @@ class PreferenceData:
 
     @property
     def fingerprints(self) -> dict[str, str]:
-        """What says whether two runs have the same data: SHA-256 over token ids and margins."""
+        """SHA-256 over token ids and margins, by which two runs can tell whether they have the same
+        data.
+        """
         return {"training pairs": _digest(self.train), "held-out pairs": _digest(self.held_out)}
 
 
 def read_preference_data(task: RowsToRead, tokenizer) -> PreferenceData:
-    """The pairs of task.path and the first num_eval of eval_path; without that, of `path`, of which
-    they are held out.
+    """Read the pairs of task.path, and hold out the first num_eval of eval_path; without that,
+    pairs of `path` itself are held out.
 
     FileNotFoundError, or ValueError naming FILE:LINE of each bad row (the first ten), or if nothing
-    is left to train on. drop_long: pairs of more than max_tokens are left out, which is said; else
+    is left to train on. drop_long: pairs of more than max_tokens are left out, with a warning; else
     they are bad rows.
     """
     reader = _Reader(task, tokenizer)
@@ -83,7 +85,7 @@ def _digest(pairs: Sequence[Preference]) -> str:
 
 
 class _Reader:
-    """Makes pairs of rows."""
+    """Makes pairs from rows."""
 
     def __init__(self, task: RowsToRead, tokenizer):
         check_end_token(tokenizer)
@@ -98,7 +100,7 @@ class _Reader:
         )
 
     def read(self, path: str | Path) -> list[Preference]:
-        """All pairs of a file that are not too long."""
+        """Read all pairs of a file that are not too long."""
         self._spelled = Spelled(self._tokenizer)
         pairs = read_jsonl(path, self._pair)
         self._spelled.warn(str(path), len(pairs))
@@ -116,7 +118,7 @@ class _Reader:
         return kept
 
     def _pair(self, row: dict) -> Preference | None:
-        """The pair of a row; None for one that is too long and may be left out. ValueError."""
+        """Make the pair of a row; None for one that is too long and may be left out. ValueError."""
         for side in SIDES:
             check_keys(row, "prompt", side)
         margin = _margin(row.get("margin"))
@@ -175,7 +177,7 @@ def _prompt(value: object) -> str | Messages:
 
 
 def _answer(value: object, prompt: str | Messages, side: str) -> str:
-    """The text of an answer; of messages, of the one reply behind the prompt's."""
+    """Return the text of an answer; if it is messages, of the one reply behind the prompt's."""
     if isinstance(value, list):
         messages = messages_of(value, side)
         before = prompt

@@ -1,4 +1,4 @@
-"""The trainer's ranks as one: sums and maxima over them, and questions that one yes decides."""
+"""Sums and maxima over the trainer's ranks, and questions that one yes decides."""
 
 from __future__ import annotations
 
@@ -32,29 +32,29 @@ class Ranks:
         self._is_counted = tp is None or tp.rank == 0
 
     def any(self, wanted: bool) -> bool:
-        """Whether one of them wants it."""
+        """Whether any rank wants it."""
         return self.max(wanted=wanted)["wanted"] > 0
 
     def sum(self, **values: Number) -> dict[str, float]:
-        """The sum of each value over the ranks, in float64; all ranks give the
-        same names.
+        """Return the sum of each value over the ranks, in float64; all ranks give the same
+        names.
         """
         if not self._is_counted:
             values = dict.fromkeys(values, 0.0)
         return self._reduced(values, dist.ReduceOp.SUM)
 
     def max(self, **values: Number) -> dict[str, float]:
-        """The largest of each value over the ranks; all ranks give the same names."""
+        """Return the largest of each value over the ranks; all ranks give the same names."""
         return self._reduced(values, dist.ReduceOp.MAX)
 
     def max_each(self, values: Sequence[int]) -> list[int]:
-        """Of each value the largest over the ranks; all ranks give as many."""
+        """Return, for each value, the largest over the ranks; all ranks give as many."""
         largest = self._reduced(dict(enumerate(values)), dist.ReduceOp.MAX)
         return [int(value) for value in largest.values()]
 
     def total(self, values: Tensor) -> Tensor:
-        """The elementwise sum over the ranks of values of one shape, without gradient. ValueError
-        for values that have one: it would be lost.
+        """Return the elementwise sum over the ranks of values of one shape, without gradient.
+        ValueError for values that have one: it would be lost.
         """
         if values.requires_grad:
             raise ValueError("a sum over the trainer's ranks has no gradient: detach its values")
@@ -64,8 +64,8 @@ class Ranks:
         return total
 
     def union(self, names: list[str]) -> list[str]:
-        """The names that any rank gives, sorted where there are several ranks; none holds a
-        comma. Ranks that share a decoder give the same ones.
+        """Return the names that any rank gives, sorted where there are several ranks; no name holds
+        a comma. Ranks that share a decoder give the same ones.
         """
         if self.size == 1:
             return names
@@ -75,7 +75,9 @@ class Ranks:
         return sorted(known - {""})
 
     def gather(self, message: bytes) -> list[bytes]:
-        """What each rank gives, in their order; of ranks that share a decoder the first one's."""
+        """Return what each rank gives, in the order of ranks; of ranks that share a decoder only
+        the first one's.
+        """
         if self.size == 1:
             return [message]
         own = message if self._is_counted else b""

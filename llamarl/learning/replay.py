@@ -56,7 +56,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """How a step's completions are drawn; TBA's symbols."""
+    """How a step's completions are drawn; the comments have TBA's symbols."""
 
     prompts: int  # B, of this rank
     completions: int  # K
@@ -92,11 +92,11 @@ class _Held:
 def lag_bound(
     *, max_lag: int, completions_per_step: int, group_size: int, sync_period: int, max_size: int
 ) -> int:
-    """The most steps that a trained token is old, of one rank: max_lag + floor((max_size - S) / A)
-    + k - 1 (docs/replay.md).
+    """Return how many steps a token that one rank trains on is old at most: max_lag +
+    floor((max_size - S) / A) + k - 1 (docs/replay.md).
 
-    A = completions_per_step: handed over at each step, at least, by groups of S whose lag is then
-    at most max_lag.
+    A = completions_per_step: at least so many are handed over at each step, by groups of S whose
+    lag is then at most max_lag.
     """
     return max_lag + (max_size - group_size) // completions_per_step + sync_period - 1
 
@@ -134,6 +134,7 @@ class ReplayBuffer(GroupBuffer):
         self._grows = self.grow_until is not None  # until its room is what it holds
 
     def take(self, tickets: list[int], step: int) -> list[Group]:
+        """Take in the groups that were handed over, and return those that step `step` draws."""
         came = super().take(tickets, step)
         # For `untake`: what was held and had passed before.
         self._before = (came, self._held, self._passed, self._room, self._grows)
@@ -157,23 +158,23 @@ class ReplayBuffer(GroupBuffer):
 
     @property
     def _stream(self) -> int:
-        """Which rank's random numbers it draws by."""
+        """The number of the rank whose random numbers it draws by."""
         return self.rank
 
     def _shared(self, groups: list[Group]) -> list[Group]:
-        """The groups that join, given those that were handed over here."""
+        """Return the groups that join, given those that were handed over here."""
         return groups
 
     def _agreed(self, drawn: Tensor) -> Tensor:
-        """What is drawn [B, K], the same on all ranks that draw together."""
+        """Return the draw [B, K], the same on all ranks that draw together."""
         return drawn
 
     def _trained_here(self, drawn: Tensor) -> Tensor:
-        """Of the completions drawn [B, K], those that this rank trains on."""
+        """Return those of the completions drawn [B, K] that this rank trains on."""
         return drawn
 
     def _holds(self, ticket: int, is_mine: bool) -> bool:
-        """Whether it holds a ticket's group, which is or is not of this rank's own tickets."""
+        """Whether this rank holds a ticket's group. is_mine: the ticket is one of its own."""
         return is_mine
 
     def _stores(self, ticket: int) -> bool:
@@ -181,16 +182,18 @@ class ReplayBuffer(GroupBuffer):
         return True
 
     def _share_of(self, rooms: list[int]) -> int:
-        """Its room, given those that all ranks stored."""
+        """Return this rank's room, given those that all ranks stored."""
         least = self.draw.prompts * self.draw.completions
         return max(least, sum(rooms) // self.num_ranks)
 
     def _counts(self) -> bool:
-        """Whether what it tells is to be added to what other ranks tell."""
+        """Whether this rank's metrics are to be added to those of other ranks."""
         return True
 
     def _hold(self, group: Group, step: int) -> _Held:
-        """A group that was handed over at a step, which the next sync step makes visible."""
+        """Make the record of a group that was handed over at a step; the next sync step makes it
+        visible.
+        """
         joined = -(-step // self.sync_period) * self.sync_period
         bounds = [0, *group.lengths.cumsum(0).tolist()]
         rows = []
@@ -213,7 +216,7 @@ class ReplayBuffer(GroupBuffer):
         return _Held(group, step, joined, rows)
 
     def _stop_growing(self, held: list[_Held], step: int) -> None:
-        """Where growth ends there is room for what is held then, and no more."""
+        """Fix the room where growth ends: there is room for what is held then, and no more."""
         if not self._grows or self.grow_until is None or step < self.grow_until:
             return
         size = sum(h.group.lengths.numel() for h in held)
@@ -285,12 +288,14 @@ class ReplayBuffer(GroupBuffer):
         return groups
 
     def metrics(self, ranks: Ranks) -> dict[str, float]:
-        """buffer/*: completions that may be drawn, and their prompts; copies of them that are held
-        too; those that wait for a sync step; ages in steps, of the oldest token of what may be
-        drawn (age_min: on the rank where the newest is oldest); of the completions drawn, how many
-        are of the newest (fraction), and how many repeat another, token for token (count). With
-        good_reward also how many different completions of at least that reward were ever handed
-        over.
+        """Collective over ranks: return metrics named buffer/*.
+
+        They count completions that may be drawn, and their prompts; copies of them that are held
+        too; completions that wait for a sync step; and ages in steps, of the oldest token of what
+        may be drawn (age_min: on the rank where the newest is oldest). Of the completions drawn
+        they say how many are of the newest (fraction), and how many repeat another, token for token
+        (count). With good_reward they also count the different completions of at least that reward
+        that were ever handed over.
         """
         found = {}
         if self.good_reward is not None:
@@ -311,8 +316,8 @@ class ReplayBuffer(GroupBuffer):
         }
 
     def _num_good(self, ranks: Ranks) -> float:
-        """How many different completions of good reward have come to any rank, ever. Each is kept
-        by the rank that its digest names.
+        """Return how many different completions of good reward have ever come to any rank. Each is
+        kept by the rank that its digest names.
         """
         mine = torch.tensor(self._found, dtype=torch.int64).numpy().tobytes()
         for message in ranks.gather(mine):
@@ -328,7 +333,7 @@ class ReplayBuffer(GroupBuffer):
     # --- Checkpoints ---
 
     def _load_room(self, parts: list[Mapping]) -> None:
-        """Parts are in the order of the ranks. One without a room still grew."""
+        """Take the room from parts in the order of the ranks. A part without a room still grew."""
         if self.grow_until is None:
             return
         buffers = [part for part in parts if "held" in part]  # and not of tensor-parallel peers
@@ -348,8 +353,9 @@ class ReplayBuffer(GroupBuffer):
         return [h for h in self._held if self._stores(h.group.ticket)]
 
     def state_dict(self) -> dict:
-        """Also `held`: [ticket, taken] of what was handed over; `passed`: the newest ticket of each
-        prompt that was drawn since its turn came; `room`: once it grows no more.
+        """Return the groups, and besides `held`: [ticket, taken] of what was handed over; `passed`:
+        the newest ticket of each prompt that was drawn since its turn came; `room`: once it grows
+        no more.
         """
         held = [[h.group.ticket, h.taken] for h in self._stored()]
         newest = {_prompt_of(h.group): h.group.ticket for h in self._held}
@@ -364,7 +370,7 @@ class ReplayBuffer(GroupBuffer):
     def load(
         self, parts: Iterable[Mapping], finished: set[int], is_mine: Callable[[int], bool]
     ) -> None:
-        """Each rank takes what is of its own tickets now. On as many ranks as had saved it each has
+        """Take the groups of this rank's own tickets. On as many ranks as had saved them each has
         the room that it had; on another number its share of all.
         """
         parts = list(parts)
@@ -389,14 +395,14 @@ class ReplayBuffer(GroupBuffer):
 
 
 def _digest_of(row: _Row) -> int:
-    """A number from 0 to 2**63 - 1, the same for equal completions of equal prompts."""
+    """Return a number from 0 to 2**63 - 1 that is equal for equal completions of equal prompts."""
     digest = hashlib.blake2b(row.prompt + b"|" + row.completion, digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 class SharedReplayBuffer(ReplayBuffer):
-    """A buffer that every trainer rank holds whole: what is handed over to any joins on all.
-    All draw the same B prompts of the step, of which each rank trains on its share, each prompt's K
+    """Holds the whole buffer on every trainer rank: what is handed over to any rank joins on all.
+    All draw the same B prompts of the step, and each rank trains on its share, each prompt's K
     completions on one rank.
 
     So a prompt's completions meet wherever they were sent, and what is drawn is what one rank with
@@ -441,8 +447,8 @@ class SharedReplayBuffer(ReplayBuffer):
 
 
 class SplitReplayBuffer(SharedReplayBuffer):
-    """A SharedReplayBuffer of whose draws each rank trains on an equal share of every prompt's K
-    completions, a multiple of the ranks: a prompt is that of all ranks.
+    """A SharedReplayBuffer in which each rank trains on an equal share of every prompt's K
+    completions, so that all ranks share each prompt. K is a multiple of the ranks.
     """
 
     def _trained_here(self, drawn: Tensor) -> Tensor:
@@ -450,12 +456,14 @@ class SplitReplayBuffer(SharedReplayBuffer):
 
 
 def _prompt_of(group: Group) -> bytes:
-    """The same for equal prompts."""
+    """Return a key that is equal for equal prompts."""
     return group.prompt_ids.numpy().tobytes()
 
 
 def _joined(rows: list[_Row]) -> Group:
-    """One group of completions [K] of the same prompt; its ticket is that of their newest group."""
+    """Join completions [K] of the same prompt as one group; its ticket is that of their newest
+    group.
+    """
     groups = [row.group for row in rows]
 
     def tokens(field: str) -> Tensor:
@@ -477,13 +485,13 @@ def _joined(rows: list[_Row]) -> Group:
 
 
 def rng_of(seed: int, step: int, rank: int) -> torch.Generator:
-    """The randomness of one step on one rank."""
+    """Return the random generator of one step on one rank."""
     digest = hashlib.blake2b(f"replay {seed} {step} {rank}".encode(), digest_size=8).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
 
 
 def newest_of(versions: Tensor, joined: Tensor) -> Tensor:
-    """[N] bool: the most on-policy ones of N completions that may be drawn.
+    """Return [N] bool: the most on-policy ones of N completions that may be drawn.
 
     versions [N] int64: policy version of the oldest token; joined [N] int64: sync step of the join.
     As many as the newest join brought, the highest versions first and among equals those that
@@ -507,7 +515,8 @@ def draw_completions(
     draw: Draw,
     random: torch.Generator,
 ) -> Tensor:
-    """[B, K] int64: which of the N completions a step trains on, a row a prompt; [0, K] of none.
+    """Return [B, K] int64: which of the N completions a step trains on, a row a prompt; [0, K] if
+    there are none.
 
     rewards [N], finite; prompts [N] int64: whose completion it is, 0 to P - 1, each with at least
     one; is_newest [N] bool: whether it is of the newest; passed [P] bool: see
@@ -543,7 +552,7 @@ def draw_completions(
 def choose_prompts(
     has_newest: Tensor, passed: Tensor, recent: Tensor, random: torch.Generator
 ) -> Tensor:
-    """[B] int64: one of the P prompts for each draw, in turn.
+    """Return [B] int64: one of the P prompts for each draw, in turn.
 
     A draw by recency (recent [B] bool) may take the prompts of the newest ones (has_newest [P]
     bool, some of them), any other draw every prompt. It takes one whose turn it is, uniformly:

@@ -1,4 +1,4 @@
-"""What options of a loss become from step to step."""
+"""Options of a loss that change from step to step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ def value_at(
     end_step: int,
     cut_step: int | None = None,
 ) -> float:
-    """What an option is at step `step`, from 0, in all of its updates, if it began as `first`.
+    """Return an option's value at step `step`, from 0, in all of its updates, if it began as
+    `first`.
 
     Source: beta of TBA, arXiv 2503.18929, tables 2 and 3; the temperatures of the log reward and of
     the language model, B.3.

@@ -1,5 +1,5 @@
-"""Rewards before they become advantages: a set reward where the end token is missing, KL to the
-reference, whitening.
+"""Shapes rewards before they become advantages: a set reward where the end token is missing, KL to
+the reference, whitening.
 
     r_t = -beta KL_t + [t is the last token] * score        (Async RLHF 2.1; OPPO eq. 1's r_t)
 
@@ -37,8 +37,8 @@ SumOverRanks = Callable[..., dict[str, float]]
 
 @dataclass(frozen=True, slots=True)
 class Shaping:
-    """missing_eos_penalty: the reward of a completion without an end token; None: its own.
-    reward_kl_coef: beta, 0: no KL.
+    """Settings of the shaping. missing_eos_penalty: the reward of a completion without an end
+    token; None: its own. reward_kl_coef: beta, 0: no KL.
     """
 
     missing_eos_penalty: float | None = None
@@ -61,14 +61,14 @@ class Shaping:
 
 @dataclass(frozen=True, slots=True)
 class Rewards:
-    """What a group is rewarded with. A completion's reward is the sum of its tokens' rewards."""
+    """The rewards of a group. A completion's reward is the sum of its tokens' rewards."""
 
     completions: Tensor  # [G] float32; NaN where the completion must not be trained on
     tokens: Tensor  # [T] float32; 0 there
 
 
 def shape(group: Group, shaping: Shaping) -> Rewards:
-    """The shaped rewards of a group. ValueError for a KL without ref_logprobs."""
+    """Return the shaped rewards of a group. ValueError for a KL without ref_logprobs."""
     lengths = group.lengths
     scores = group.rewards.double()
     if shaping.missing_eos_penalty is not None:
@@ -97,7 +97,7 @@ def shape(group: Group, shaping: Shaping) -> Rewards:
 def whiten_rewards(
     groups: list[Group], rewards: list[Rewards], *, by_token: bool, total: SumOverRanks
 ) -> list[Rewards]:
-    """Collective: rewards over their standard deviation in the batch, over tokens (GAE) or
+    """Collective: divide rewards by their standard deviation in the batch, over tokens (GAE) or
     completions.
 
     Means stay: Huang et al. 2024 (the settings of Async RLHF's table 4) leave them for the value
@@ -117,7 +117,7 @@ def whiten_rewards(
 def whiten_advantages(
     advantages: list[Tensor], trained: list[Tensor], *, total: SumOverRanks
 ) -> list[Tensor]:
-    """Collective: (A - mean) / std over what is trained on all ranks; 0 at the others.
+    """Collective: return (A - mean) / std over what is trained on all ranks; 0 at the others.
 
     [T] and [T] bool each, over tokens; or [G] and [G] bool, over completions.
     """
@@ -128,8 +128,8 @@ def whiten_advantages(
 
 
 def moments(values: list[Tensor], total: SumOverRanks) -> tuple[float, float]:
-    """Collective: mean, and standard deviation over n - 1 (0 of fewer than two), of all ranks'
-    values. Two passes, float64.
+    """Collective: return the mean and the standard deviation over n - 1 (0 for fewer than two) of
+    all ranks' values. Two passes, float64.
     """
     wide = torch.cat([torch.zeros(0), *values]).double()
     sums = total(count=float(wide.numel()), sum=float(wide.sum()))

@@ -1,5 +1,5 @@
-"""A language model that says how likely given tokens are, over the ranks of an executor: sharded,
-split, or a copy on each.
+"""ShardedReference: a language model over the ranks of an executor (sharded, split, or a copy on
+each) says how likely given tokens are.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class ShardedReference:
 
     @torch.no_grad()
     def logprobs(self, asked: Sequence[Asked], *, together: bool) -> list[Tensor]:
-        """For each prompt the logprobs [T] of its completions' tokens, end to end: float32, nats,
-        on the CPU; the same on all ranks, of which each computes its share.
+        """Return for each prompt the logprobs [T] of its completions' tokens, end to end: float32,
+        nats, on the CPU; the same on all ranks, of which each computes its share.
 
         together: a microbatch may hold completions of several prompts. Else the values of one do
         not depend on what is asked beside it.
@@ -72,7 +72,7 @@ class ShardedReference:
         return list(logprobs_C.split(sizes))
 
     def _packed(self, groups: list[Group], together: bool) -> list[tuple[PackedBatch, Tensor]]:
-        """Microbatches, and where their labels are among the tokens of all groups."""
+        """Return microbatches, and where their labels are among the tokens of all groups."""
         found = []
         first = 0
         for batch in [groups] if together else [[group] for group in groups]:
@@ -92,7 +92,7 @@ class ShardedReference:
 def label_logprobs(
     decoder: LanguageModel, microbatch: PackedBatch, device: torch.device, *, temperature: float
 ) -> Tensor:
-    """The logprobs [R] of a microbatch's labels, float32, nats, on the CPU."""
+    """Return the logprobs [R] of a microbatch's labels, float32, nats, on the CPU."""
     batch = to_device(microbatch, device)
     attention = PackedAttention(batch.cu_seqlens, batch.parents)
     head = make_head(batch.labels, batch.rows, temperature=temperature)
@@ -101,12 +101,14 @@ def label_logprobs(
 
 
 def asked_of(group: Group) -> Asked:
-    """All completions of a group, whatever their rewards say."""
+    """Return the request for all completions of a group, whatever their rewards say."""
     return Asked(group.prompt_ids, group.token_ids.split(group.lengths.tolist()))
 
 
 def group_of(asked: Asked) -> Group:
-    """As if every completion were trained on, so that packing leaves none out."""
+    """Return a request as a group in which every completion is trained on, so that packing leaves
+    none out.
+    """
     lengths = [completion.numel() for completion in asked.completions]
     zeros = torch.zeros(sum(lengths))
     return Group(

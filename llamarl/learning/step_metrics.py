@@ -1,5 +1,5 @@
-"""The row of metrics of a step: what its groups add up to, what its updates add, and the numbers
-that they become.
+"""A step's row of metrics: what its groups add up to, what its updates add, and the numbers that
+they become.
 
 A metric is made in parts, one a microbatch, which are joined over the microbatches and ranks of an
 update and over the updates of the step. A step of several updates is one row: its means are over
@@ -22,7 +22,9 @@ from llamarl.types import Group
 
 
 class Reduction(Enum):
-    """What a metric is of its parts: the largest, or their sum over a number of things."""
+    """How the parts of a metric become its value: the largest, or their sum over a number of
+    things.
+    """
 
     MAX = "the largest part"
     TOKEN_MEAN = "the sum over the trained tokens that were computed"
@@ -38,7 +40,7 @@ class Metric:
     reduction: Reduction
 
     def joined(self, other: Metric) -> Metric:
-        """This part and another one of the same metric."""
+        """Return this part and another one of the same metric as one."""
         if self.reduction is not Reduction.MAX:
             return Metric(self.value + other.value, self.reduction)
         if isinstance(self.value, Tensor):
@@ -52,14 +54,14 @@ Row = dict[str, float | None]  # by name; None: there was nothing to measure
 
 
 def join(metrics: Metrics, more: Metrics) -> None:
-    """Take more parts into `metrics`."""
+    """Add more parts to `metrics`."""
     for name, part in more.items():
         metrics[name] = metrics[name].joined(part) if name in metrics else part
 
 
 def metrics_of_loss(given: Mapping[str, Tensor]) -> Metrics:
-    """The metrics of what a loss gives, or of sums over a microbatch's tokens, whose names say how
-    they are reduced (llamarl.learning.losses.common).
+    """Return the metrics of a loss, or of sums over a microbatch's tokens. Their names say how they
+    are reduced (llamarl.learning.losses.common).
 
     "/max" ends the name of a maximum and "/completions", which is dropped, that of a mean over
     completions; all others are means over tokens. "/sum" becomes "/mean".
@@ -81,9 +83,9 @@ def metrics_of_loss(given: Mapping[str, Tensor]) -> Metrics:
 
 
 def over_ranks(metrics: Metrics, ranks: Ranks) -> Metrics:
-    """Collective: the metrics of all ranks joined, as floats.
+    """Collective: return the metrics of all ranks joined, as floats.
 
-    Ranks may know different ones: a loss may say nothing of a microbatch without labels.
+    Ranks may have different names: a loss may say nothing of a microbatch without labels.
     """
     known = {}
     for entry in ranks.union([f"{m.reduction.name} {name}" for name, m in metrics.items()]):
@@ -112,7 +114,8 @@ LAG_BUCKETS = {
 
 
 def lag_histogram(lags: Tensor) -> dict[str, Tensor]:
-    """The number of tokens in each bucket of lags, from the lags [R] int64 of tokens in steps.
+    """Return the number of tokens in each bucket of lags, from the lags [R] int64 of tokens in
+    steps.
 
     Divided by the number of tokens they are shares, which add up to 1.
     """
@@ -126,8 +129,8 @@ def lag_histogram(lags: Tensor) -> dict[str, Tensor]:
 
 
 def batch_row(groups: list[Group], version: int, ranks: Ranks) -> dict[str, float]:
-    """Collective: the metrics of the groups that a step took, also those that have no part in its
-    updates. version: the policy version that is trained.
+    """Collective: return the metrics of the groups that a step took, also of those that have no
+    part in its updates. version: the policy version that is trained.
     """
     outcomes = list(chain.from_iterable(g.outcomes for g in groups))
     reasons = list(chain.from_iterable(g.finish_reasons for g in groups))
@@ -175,7 +178,7 @@ def batch_row(groups: list[Group], version: int, ranks: Ranks) -> dict[str, floa
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """What an update did, over all ranks."""
+    """The results of an update, over all ranks."""
 
     completions: float  # trained ones, also those left out because their advantage is 0
     labels: float
@@ -185,15 +188,15 @@ class Update:
 
 
 def measured(row: Row, column: str) -> float:
-    """Returns a value that every step has."""
+    """Return a value that every step has."""
     value = row[column]
     assert value is not None, f"no step goes without {column}"
     return value
 
 
 def updates_row(updates: list[Update]) -> Row:
-    """The numbers that the metrics of a step's updates become, and what stands for those that no
-    microbatch told of.
+    """Return the numbers that the metrics of a step's updates become, and defaults for those that
+    no microbatch told of.
     """
     metrics: Metrics = {}
     for update in updates:

@@ -1,4 +1,5 @@
-"""What a batch is trained towards: its rewards shaped, made advantages of, whitened over all ranks.
+"""Makes a batch's targets: its rewards are shaped, turned into advantages, and whitened over all
+ranks.
 
 groups -> (with_signal) -> those that are trained on
 rewards -> shape -> (whiten) -> advantages: of each group's completions, or GAE's of each token ->
@@ -32,7 +33,7 @@ from llamarl.types import Group
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """What a group is trained towards, made of its shaped rewards."""
+    """The targets of a group, made of its shaped rewards."""
 
     rewards: Tensor  # [G] float32, shaped; NaN where the completion must not be trained on
     advantages: Tensor  # [T] float32
@@ -41,7 +42,8 @@ class Targets:
 
     @classmethod
     def of(cls, group: Group, advantages: Tensor, rewards: Tensor | None = None) -> Targets:
-        """The targets that give every token of a completion its completion's advantage ([G]).
+        """Return the targets that give every token of a completion its completion's advantage
+        ([G]).
 
         rewards [G]: shaped; None: the group's own.
         """
@@ -63,7 +65,7 @@ def make_targets(
     minibatches: list[slice],
     ranks: Ranks,
 ) -> tuple[list[Targets], Row]:
-    """Collective: the targets of this rank's groups, and metrics of the whole batch.
+    """Collective: return the targets of this rank's groups, and metrics of the whole batch.
 
     advantages: a name in ADVANTAGES, where there is no critic; with one, old_values [C] are its
     values of all tokens. minibatches: which of the groups are trained on together;
@@ -103,7 +105,7 @@ def make_targets(
 
 
 def with_signal(groups: list[Group], shaping: Shaping) -> list[Group]:
-    """Those in which two trained completions have different shaped rewards.
+    """Return the groups in which two trained completions have different shaped rewards.
 
     The others have no advantage to learn from: Magistral (2.1) leaves them out of its batches, and
     so out of every mean and deviation.
@@ -119,7 +121,9 @@ def with_signal(groups: list[Group], shaping: Shaping) -> list[Group]:
 def _targets_by_token(
     groups: list[Group], rewards: list[Rewards], settings: CriticSettings, old_values: Tensor
 ) -> list[Targets]:
-    """Targets by GAE, all 0 for the tokens that are not trained on; old_values [C], 0 for these."""
+    """Return targets by GAE, all 0 for the tokens that are not trained on; old_values [C], 0 for
+    these.
+    """
     if not groups:
         return []
     lengths = end_to_end(groups, "lengths")
@@ -142,7 +146,7 @@ def _targets_by_token(
 
 
 def _explained_variance(groups: list[Group], targets: list[Targets], ranks: Ranks) -> float | None:
-    """Collective: see make_targets."""
+    """Collective: return value/explained_variance, see make_targets."""
     returns = []
     errors = []
     for t, g in zip(targets, groups):

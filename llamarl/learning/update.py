@@ -97,10 +97,13 @@ class UpdateSettings:
 
     @property
     def updates_per_step(self) -> int:
+        """The optimizer updates of a step: passes times minibatches."""
         return self.minibatches_per_step * self.updates_per_batch
 
     def rate(self, version: int, index: int = 0) -> float:
-        """What an update has of the learning rates, 0 to 1. index: of the update in its step."""
+        """Return the fraction, 0 to 1, of the learning rates that an update uses. index: of the
+        update in its step.
+        """
         updates = self.updates_per_step
         decay_steps = None if self.decay_steps is None else self.decay_steps * updates
         return lr_at(
@@ -115,7 +118,7 @@ class UpdateSettings:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step says of itself, the same on every rank."""
+    """The results of a step, the same on every rank."""
 
     grad_norm: float  # before clipping, the mean over the step's updates
     mean_reward: float  # the task's own, of all groups that were taken
@@ -125,7 +128,7 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True)
 class _UpdateId:
-    """Which update of which step."""
+    """The place of an update: its step, pass and minibatch."""
 
     settings: UpdateSettings
     version: int
@@ -149,7 +152,7 @@ class _UpdateId:
 
 @dataclass(slots=True)
 class _Tally:
-    """What the microbatches of an update have added up to on this rank."""
+    """The sums of an update's microbatches on this rank."""
 
     loss: Tensor | float = 0.0
     # A loss may mask what is not finite, or not look at it; it is a broken batch all the same.
@@ -215,7 +218,7 @@ class PolicyUpdate:
             self._models.append(critic.trunk)
 
     def run(self, groups: list[Group], version: int, stop: Stop) -> StepResult:
-        """Step `version` -> version + 1 on this rank's groups.
+        """Make step `version` -> version + 1 on this rank's groups.
 
         StepAborted if any rank's stop() is true at a microbatch boundary before the first update;
         NotFinite; ParityError.
@@ -268,8 +271,8 @@ class PolicyUpdate:
 
     @torch.no_grad()
     def canary(self, sequences: list[Sequence], *, top: int = 0) -> Canary:
-        """Collective: what the weights, as they are, say of these sequences. top: likeliest tokens
-        to keep at each place.
+        """Collective: return the logprobs of these sequences under the weights as they are. top:
+        likeliest tokens to keep at each place.
         """
         with self._device:
             tokens = [torch.tensor(s.token_ids) for s in sequences]
@@ -296,7 +299,7 @@ class PolicyUpdate:
 
     @torch.no_grad()
     def _with_reference(self, groups: list[Group], version: int, stop: Stop) -> list[Group]:
-        """Collective: the groups with ref_logprobs, of every completion, by the weights that
+        """Collective: return the groups with ref_logprobs of every completion, by the weights that
         training started from. NotFinite.
         """
         reference = self.reference
@@ -327,8 +330,8 @@ class PolicyUpdate:
 
     @torch.no_grad()
     def _old_values(self, critic: Critic, groups: list[Group], version: int, stop: Stop) -> Tensor:
-        """Collective: [C] values of all groups' completion tokens, end to end; 0 of those that are
-        not trained on. NotFinite.
+        """Collective: return [C] values of all groups' completion tokens, end to end; 0 for tokens
+        that are not trained on. NotFinite.
         """
         values_C = torch.zeros(sum(g.token_ids.numel() for g in groups))
         everything = [Targets.of(g, torch.ones_like(g.rewards)) for g in groups]
@@ -347,7 +350,7 @@ class PolicyUpdate:
         return values_C
 
     def _minibatch(self, groups: list[Group], targets: list[Targets]) -> Packing:
-        """Collective: these groups of this rank packed, and counted over all ranks."""
+        """Collective: pack these groups of this rank, with counts over all ranks."""
         s = self.settings
         packing = pack(
             groups,
@@ -362,7 +365,7 @@ class PolicyUpdate:
     # --- One update ---
 
     def _update(self, minibatch: Packing, update_id: _UpdateId, stop: Stop) -> Update:
-        """Collective: one optimizer update. StepAborted, NotFinite, ParityError."""
+        """Collective: make one optimizer update. StepAborted, NotFinite, ParityError."""
         self._zero_grad()
         tally = _Tally()
         for i, microbatch in enumerate(minibatch.microbatches, start=1):
@@ -438,7 +441,9 @@ class PolicyUpdate:
     def _value_loss(
         self, values: Tensor, batch: PackedBatch, minibatch: Packing
     ) -> tuple[Tensor, Metrics]:
-        """The microbatch's share of the values' loss, times its coefficient, and its metrics."""
+        """Return the microbatch's share of the values' loss, times its coefficient, and its
+        metrics.
+        """
         assert self.critic is not None, "values have a critic that said them"
         settings = self.critic.settings
         loss, sums = value_loss(
@@ -460,7 +465,9 @@ class PolicyUpdate:
         logprobs: Tensor,
         entropy: Tensor,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The microbatch's share of the loss, and its metrics (llamarl.learning.losses.common)."""
+        """Return the microbatch's share of the loss, and its metrics
+        (llamarl.learning.losses.common).
+        """
         completions = Completions(
             index=batch.completions,
             groups=batch.groups,
@@ -484,7 +491,9 @@ class PolicyUpdate:
         return self.loss_fn(inputs, **self.step_options(update_id.version))
 
     def _is_fresh(self, batch: PackedBatch, version: int) -> Tensor:
-        """[R] bool: sampled by these weights from what these weights made of all before it."""
+        """Return [R] bool: labels sampled by these weights, with every token before them from these
+        weights too.
+        """
         if self.settings.recomputes_kv:
             return batch.policy_versions == version
         # Versions never fall within a completion: one that began under this one is of it alone.
@@ -501,7 +510,7 @@ class PolicyUpdate:
             self.critic.optimizer.zero_grad()
 
     def _agree_to_go_on(self, stop: Stop) -> None:
-        """Collective. StepAborted on all ranks if one wants to stop."""
+        """Collective: raise StepAborted on all ranks if one wants to stop."""
         if self.ranks.any(stop()):
             self._zero_grad()
             for model in self._models:
@@ -509,8 +518,8 @@ class PolicyUpdate:
             raise StepAborted
 
     def _checked(self, tally: _Tally, update_id: _UpdateId) -> Metrics:
-        """Collective: the loss, and the norms of the policy's and the critic's gradients before
-        each is clipped. NotFinite.
+        """Collective: return the loss, and the norms of the policy's and the critic's gradients
+        before each is clipped. NotFinite.
         """
         most = self.settings.max_grad_norm
         norm = float(
@@ -540,8 +549,8 @@ class PolicyUpdate:
         )
 
     def _checked_parity(self, tally: _Tally, update_id: _UpdateId) -> Metrics:
-        """Collective: how far trainer and generator logprobs are apart on fresh tokens, nothing
-        without one. ParityError if one token's are too far apart.
+        """Collective: return how far trainer and generator logprobs are apart on fresh tokens;
+        nothing if there are none. ParityError if one token's are too far apart.
         """
         worst = self.ranks.max(farthest=float(tally.farthest))["farthest"]
         total = self.ranks.sum(squares=float(tally.squares), fresh=int(tally.fresh))

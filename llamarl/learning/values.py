@@ -1,5 +1,5 @@
-"""The critic of PPO, its optimizer, and what it is trained towards. Its trunk is the policy's own,
-or that of a value model.
+"""The critic of PPO, its optimizer, and its targets. Its trunk is the policy's own, or that of a
+value model.
 
     A_t = sum_l (gamma lambda)^l delta_{t+l}        (GAE; OPPO eq. 1)
     delta_t = r_t + gamma V(s_{t+1}) - V(s_t)
@@ -44,8 +44,8 @@ _SAVED_AS = {"weights": "value/", "moments": "value/"}  # prefixes, see sharded_
 
 @dataclass(frozen=True, slots=True)
 class CriticSettings:
-    """lr: of the critic's own parameters, by the policy's schedule. coef: of its loss. clip: how
-    far a value may move, None: any way.
+    """Settings of a critic. lr: of its own parameters, by the policy's schedule. coef: of its loss.
+    clip: how far a value may move, None: any way.
     """
 
     lr: float
@@ -56,8 +56,8 @@ class CriticSettings:
 
 
 class Critic:
-    """Says values, and learns them beside the policy: its parameters, their optimizer, and their
-    part of a checkpoint.
+    """Predicts values, and learns them beside the policy: it has parameters, their optimizer, and
+    their part of a checkpoint.
 
     tensor_groups: as `llamarl.models.fsdp.tensor_groups` gives them, one a shard.
     """
@@ -79,22 +79,24 @@ class Critic:
         self.parameters = [shard.parameter for shard in shards]
 
     def values(self, policy: Decoder, batch: PackedBatch, attention: PackedAttention) -> Tensor:
-        """Collective: [R] float32, the values of the hidden states at the batch's rows."""
+        """Collective: return [R] float32, the values of the hidden states at the batch's rows."""
         raise NotImplementedError
 
     def beside(self, head: Head, rows: Tensor) -> Head:
-        """The head of the policy's forward, which gives values too where the trunk is shared."""
+        """Return the head of the policy's forward, which gives values too where the trunk is
+        shared.
+        """
         raise NotImplementedError
 
     def step(self, factor: float) -> None:
-        """One optimizer step at `factor` times its learning rate."""
+        """Make one optimizer step at `factor` times its learning rate."""
         set_lr(self.optimizer, self.settings.lr * factor)
         self.optimizer.step()
 
     # --- Checkpoints ---
 
     def state_dict(self, *, is_first_peer: bool = True) -> dict:
-        """This rank's shards and their moments, and which boxes they are.
+        """Return this rank's shards and their moments, and which boxes they are.
 
         is_first_peer: whether it also saves what all tensor-parallel ranks hold.
         """
@@ -128,7 +130,7 @@ class Critic:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of its whole parameters, by the names that they are saved under."""
+        """The shapes of its whole parameters, by the names that they are saved under."""
         raise NotImplementedError
 
     def _check_fits(self, saved: Mapping[str, list]) -> None:
@@ -142,7 +144,7 @@ class Critic:
                 )
 
     def offloadable(self) -> Iterable[Tensor]:
-        """The parameters and their moments; gradients end with the step."""
+        """Return the parameters and their moments; gradients end with the step."""
         self.optimizer.zero_grad()
         return [local(t) for t in (*self.parameters, *optimizer_tensors(self.optimizer))]
 
@@ -174,17 +176,17 @@ class SharedCritic(Critic):
         super().__init__(settings, shards, optimizer, [None] * len(shards))
 
     def values(self, policy: Decoder, batch: PackedBatch, attention: PackedAttention) -> Tensor:
-        """By a forward of the policy that makes no logits."""
+        """Return values by a forward of the policy that makes no logits."""
         head = only_values(self.head, batch.rows)
         return policy(batch.input_ids, batch.positions, attention, head)
 
     def beside(self, head: Head, rows: Tensor) -> Head:
-        """What `head` gives, and values."""
+        """Return a head that gives what `head` gives, and values."""
         return with_values(head, self.head, rows)
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of the head's weight and bias."""
+        """The shapes of the head's weight and bias."""
         return {shard.name: tuple(shard.parameter.shape) for shard in self.shards}
 
 
@@ -206,23 +208,23 @@ class OwnCritic(Critic):
         super().__init__(settings, shards, optimizer, split_over)
 
     def values(self, policy: Decoder, batch: PackedBatch, attention: PackedAttention) -> Tensor:
-        """By its own forward: the scores of the rows."""
+        """Return values by its own forward: the scores of the rows."""
         head = scores_at(batch.rows)
         values_R1 = self.trunk(batch.input_ids, batch.positions, attention, head)
         return values_R1.squeeze(1)
 
     def beside(self, head: Head, rows: Tensor) -> Head:
-        """`head` alone."""
+        """Return `head` itself, since the values come from elsewhere."""
         return head
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Those of its trunk, by Hugging Face names."""
+        """The shapes of its trunk's parameters, by Hugging Face names."""
         return parameter_shapes(self.trunk.config)
 
 
 def held_rows(parameter: torch.nn.Parameter) -> Box:
-    """The part of a head's parameter that this rank holds."""
+    """Return the part of a head's parameter that this rank holds."""
     if not isinstance(parameter, DTensor):
         return Box.whole(tuple(parameter.shape))
     first, count = local_rows(parameter)

@@ -14,7 +14,7 @@ _SHUFFLE_SEED = 0  # the split never changes, so that figures of different runs 
 
 
 def addition_examples() -> tuple[list[Example], list[Example]]:
-    """(training, held out) examples: 7,600 and 500."""
+    """Return (training, held out) examples: 7,600 and 500."""
     pairs = list(itertools.product(range(10, 100), repeat=2))
     random.Random(_SHUFFLE_SEED).shuffle(pairs)
     examples = []

@@ -1,4 +1,4 @@
-"""What a task is: numbered training and evaluation prompts, and the reward that goes with them.
+"""Task: numbered training and evaluation prompts, and the reward that goes with them.
 
     tokenizer --PromptMaker--> prompt ids
     examples  --ListTask-----> train_prompt(i), eval_prompt(j)
@@ -72,12 +72,12 @@ class Task(Protocol):
     eval_digest: str  # the same of the held-out ones
 
     def train_prompt(self, i: int) -> Prompt:
-        """Training prompt i, 0 <= i < num_train. `meta["answer"]` holds the reference answer where
-        the task has one.
+        """Return training prompt i, 0 <= i < num_train. `meta["answer"]` holds the row's own answer
+        where the task has one.
         """
 
     def eval_prompt(self, j: int) -> Prompt:
-        """Evaluation prompt j, 0 <= j < num_eval: none of them is a training prompt."""
+        """Return evaluation prompt j, 0 <= j < num_eval; none of them is a training prompt."""
 
 
 class Tokenizer(Protocol):
@@ -104,7 +104,7 @@ class Example:
 
     @property
     def values(self) -> list[object]:
-        """The prompt and its meta as JSON values, which a digest is of."""
+        """The prompt and its meta as JSON values, from which a digest is made."""
         if isinstance(self.prompt, str):
             return [self.prompt, self.meta]
         return [[message.to_dict() for message in self.prompt], self.meta]
@@ -147,8 +147,8 @@ class PromptMaker:
         self._overhead = len(self.ids("")) + BOUNDARY_TOKENS
 
     def turns(self, question: str | tuple[Message, ...]) -> str | list[dict[str, str]]:
-        """What the model reads of a question: messages for the chat template, or a text. ValueError
-        for a conversation that can be put into no template.
+        """Return what the model reads of a question: messages for the chat template, or a text.
+        ValueError for a conversation that can be put into no template.
         """
         if isinstance(question, str):
             question += self.instruction
@@ -162,15 +162,15 @@ class PromptMaker:
         return [turn.to_dict() for turn in with_system(question, self._system_prompt)]
 
     def ids(self, question: str | tuple[Message, ...]) -> list[int]:
-        """The prompt ids [P] of a question."""
+        """Return the prompt ids [P] of a question."""
         turns = self.turns(question)
         if isinstance(turns, str):
             return text_ids(self.tokenizer, turns, add_special_tokens=True)
         return chat_ids(self.tokenizer, turns, reply=True)
 
     def filled_ids(self, template: str, field: str, text: str) -> list[int]:
-        """The prompt ids [P] of somebody's text that stands for `field` in a template. What the
-        template writes may be special tokens. ValueError as `chat_ids`.
+        """Return the prompt ids [P] of somebody's text that stands for `field` in a template. Only
+        the template may write special tokens. ValueError as from `chat_ids`.
         """
         special = special_tokens(self.tokenizer)
         turns = self.turns(template)
@@ -201,8 +201,8 @@ class PromptMaker:
         return any(spelling(text) is not None for text in texts)
 
     def num_tokens(self, questions: Sequence[str | tuple[Message, ...]]) -> list[int]:
-        """How long the prompts of questions are, in tokens: encoded together where the tokenizer
-        can.
+        """Return how long the prompts of questions are, in tokens. They are encoded together if the
+        tokenizer can.
         """
         if not callable(self.tokenizer):
             return [len(self.ids(question)) for question in questions]
@@ -249,13 +249,13 @@ class PromptMaker:
         return self.surely_fits(text) or len(self.ids(text)) <= self.max_prompt_tokens
 
     def prompt(self, example: Example) -> Prompt:
-        """The prompt of an example, tokenised."""
+        """Return the prompt of an example, tokenised."""
         ids = torch.tensor(self.ids(example.prompt), dtype=torch.int64)
         return Prompt(ids, example.text, example.meta, self._messages(example.prompt))
 
     def _messages(self, question: str | tuple[Message, ...]) -> tuple[Message, ...]:
-        """The turns that a prompt has with it, without the instruction: () if it is known as a
-        text.
+        """Return the turns that a prompt has with it, without the instruction; () if it is known as
+        a text.
         """
         if isinstance(question, str):
             if not (self._chat and self._keeps_turns):
@@ -265,7 +265,7 @@ class PromptMaker:
 
 
 def check_chat_template(tokenizer: Tokenizer) -> None:
-    """ValueError if a tokenizer cannot show a conversation."""
+    """Raise ValueError if a tokenizer cannot show a conversation."""
     if not getattr(tokenizer, "chat_template", None):
         raise ValueError(
             "the prompt is a list of messages, but the tokenizer has no chat template; give it as "
@@ -275,7 +275,7 @@ def check_chat_template(tokenizer: Tokenizer) -> None:
 
 @contextmanager
 def refused_by_template() -> Iterator[None]:
-    """Have what a chat template raises of a conversation be a ValueError."""
+    """Turn what a chat template raises about a conversation into a ValueError."""
     from jinja2.exceptions import TemplateError
 
     try:
@@ -285,7 +285,7 @@ def refused_by_template() -> Iterator[None]:
 
 
 class ListTask:
-    """A Task over two sequences of examples. Tokenises on demand; prompts over the limit are
+    """A Task over two sequences of examples. It tokenises on demand; prompts over the limit are
     dropped with one warning.
 
     fittings: which of both are short enough; None: they are looked at here. trains: whether there
@@ -346,14 +346,14 @@ class ListTask:
 def _cached_prompts(
     maker: PromptMaker, examples: Sequence[Example], fitting: Fitting
 ) -> Callable[[int], Prompt]:
-    """What gives the i-th of the examples that fit, tokenised."""
+    """Return a function that gives the i-th of the examples that fit, tokenised."""
     places = fitting.places
     return lru_cache(CACHED_PROMPTS)(lambda i: maker.prompt(examples[places[i]]))
 
 
 @dataclass(frozen=True, slots=True)
 class Fitting:
-    """Which of a sequence of examples have prompts that are short enough."""
+    """Says which of a sequence of examples have prompts that are short enough."""
 
     places: array  # of int64, ascending
     digest: str  # SHA-256 over those examples
@@ -366,8 +366,8 @@ def fitting_of(
     examples: Sequence[Example],
     on_batch: Callable[[int], None] = lambda count: None,
 ) -> Fitting:
-    """Look at all examples, a batch at a time. on_batch(n): n more are done. ValueError names the
-    example that the chat template refuses.
+    """Find which examples have prompts that are short enough, a batch at a time. on_batch(n): n
+    more are done. ValueError names the example that the chat template refuses.
     """
     places = array("q")
     digest = hashlib.sha256()
@@ -394,8 +394,8 @@ def _fitting_places(
     spelled: Collection[int],
     place_of: Callable[[int], str],
 ) -> list[int]:
-    """Which examples of a batch fit, by place. spelled: those that spell a special token. place_of:
-    where one is, for messages.
+    """Return which examples of a batch fit, by place. spelled: those that spell a special token.
+    place_of: where an example is, for messages.
     """
     from jinja2.exceptions import TemplateError
 
@@ -426,7 +426,7 @@ def _fitting_places(
 
 
 def _check_question(maker: PromptMaker, question: str | tuple[Message, ...], where: str) -> None:
-    """ValueError, naming the place, if a question can be put into no template."""
+    """Raise ValueError, naming the place, if a question can be put into no template."""
     try:
         with refused_by_template():
             maker.ids(question)
@@ -435,22 +435,22 @@ def _check_question(maker: PromptMaker, question: str | tuple[Message, ...], whe
 
 
 def _place_of(examples: Sequence[Example], begin: int, place: int) -> str:
-    """Where an example is, for messages: FILE:LINE where it is of a file."""
+    """Return where an example is, for messages: FILE:LINE if it comes from a file."""
     number = begin + place
     where = getattr(examples, "where", None)
     return f"prompt {number}" if where is None else where(number)
 
 
 def json_of(prompt: object, meta: dict[str, object]) -> bytes:
-    """A question as bytes that are the same in every process, for a digest. prompt: a text, or the
-    messages of a conversation as JSON values.
+    """Encode a question as bytes that are the same in every process, for a digest. prompt: a text,
+    or the messages of a conversation as JSON values.
     """
     return json.dumps([prompt, meta], sort_keys=True, default=str).encode()
 
 
 def sample_digest(prompt_of: Callable[[int], Prompt], count: int) -> str:
-    """A SHA-256 over at most SAMPLED of `count` prompts, evenly apart: their token ids, texts and
-    meta.
+    """Return a SHA-256 over at most SAMPLED of `count` prompts, evenly apart: their token ids,
+    texts and meta.
     """
     digest = hashlib.sha256()
     step = max(1, -(-count // SAMPLED))

@@ -1,4 +1,4 @@
-"""Tasks by kind: what `task=gsm8k` on the command line becomes.
+"""Builds tasks by kind: what `task=gsm8k` on the command line becomes.
 
     kind           prompts                           held out for evaluation        reward
     addition       "12+34="; needs no files          500 pairs, always the same     exact_match
@@ -108,8 +108,8 @@ def build_task(
     keeps_turns: bool = False,
     trains: bool = True,
 ) -> Task:
-    """The task of a kind (see the table above). num_eval: the most prompts to hold out where no
-    evaluation data is given. options: parameters of the reasoning_gym dataset, or of fn, the
+    """Build the task of a kind (see the table above). num_eval: the most prompts to hold out where
+    no evaluation data is given. options: parameters of the reasoning_gym dataset, or of fn, the
     import path of a function that returns a task. parts: of a mixture, by name: the settings of
     each and its weight. least, most: the range of a question's numbers. text, words: of the one
     prompt, and what its default reward looks for. remembered: who looks at the rows of files.
@@ -191,8 +191,8 @@ def build_task(
 def build_held_out(
     task: Task, num_own: int, sets: Mapping[str, Mapping[str, object]], **shared
 ) -> HeldOut:
-    """The held-out prompts of a task, at most num_own, and those of eval.sets. sets: of each, by
-    name, the settings of its kind and num_prompts. shared: what all of them are built with.
+    """Build the held-out prompts of a task, at most num_own, and those of eval.sets. sets: of each,
+    by name, the settings of its kind and num_prompts. shared: what all of them are built with.
 
     ValueError or FileNotFoundError, naming the set, for what build_task says and for one without
     prompts.
@@ -219,7 +219,7 @@ def build_held_out(
 def _mixture(
     parts: Mapping[str, Mapping[str, object]], tokenizer: Tokenizer, *, num_eval: int, **shared
 ) -> MixtureTask:
-    """The mixture of these parts. shared: what all of them are built with."""
+    """Build the mixture of these parts. shared: what all of them are built with."""
     if not parts:
         raise ValueError("task.parts is empty; task.parts={a: {kind: addition}, b: {...}}")
     weights = {name: float(part["weight"]) for name, part in parts.items()}
@@ -237,8 +237,8 @@ def _mixture(
 
 @dataclass(frozen=True, slots=True)
 class _Files:
-    """Reads the rows of files. digests: of those that were read, in order; checks: what reads all
-    their rows, and raises ValueError.
+    """Reads the rows of files. digests: of the files that were read, in order. checks: functions
+    that read all their rows, and raise ValueError.
     """
 
     kind: str
@@ -248,7 +248,7 @@ class _Files:
     checks: list[Callable[[], None]] = field(default_factory=list)
 
     def read(self, path: str | Path) -> tuple[Sequence[Example], Sequence[Example] | None]:
-        """(training examples, held-out examples or None) of a file or directory."""
+        """Read (training examples, held-out examples or None) from a file or directory."""
         if self.kind == "hf_dataset":
             from llamarl.tasks.hf_dataset import directory_digest, read_hf_dataset
 
@@ -262,7 +262,7 @@ class _Files:
 
 @dataclass(frozen=True, slots=True)
 class _Split:
-    """The examples of a task, and the files that they are from.
+    """The examples of a task, and the files that they come from.
 
     digests: of the files, in order; checks: what reads all their rows, and raises ValueError.
     """
@@ -275,7 +275,7 @@ class _Split:
     checks: list[Callable[[], None]]
 
     def fittings(self, remembered: Remembered, **settings: object) -> tuple[Fitting, Fitting]:
-        """Which training and held-out examples fit. settings: what decides it besides."""
+        """Return which training and held-out examples fit. settings: what decides it besides."""
         tokenizer = tokenizer_digest(self.maker.tokenizer)
         if not self.digests or tokenizer is None:
             remembered = here  # made of nothing, in a moment; or nobody can tell what it is
@@ -297,7 +297,7 @@ class _Split:
         )
 
     def _find(self, progress: Progress) -> dict[str, object]:
-        """Look at all rows."""
+        """Look at all rows, and return which fit as JSON values."""
         for check in self.checks:
             check()
         tell = Tell(self.kind, len(self.train) + len(self.held_out), progress)
@@ -310,7 +310,9 @@ class _Split:
 def row_reader(
     kind: str, prompt_key: str = "prompt", answer_key: str | None = "answer"
 ) -> Callable[[dict], Example]:
-    """What makes an example of a row of JSON, for the kinds that read JSON lines."""
+    """Return the function that makes an example from a row of JSON, for the kinds that read JSON
+    lines.
+    """
     if kind == "gsm8k":
         return gsm8k_row
     return lambda row: row_to_example(row, prompt_key, answer_key)
@@ -325,7 +327,7 @@ def prompt_maker(
     max_prompt_tokens: int,
     keeps_turns: bool = False,
 ) -> PromptMaker:
-    """What makes the prompts of a task of this kind."""
+    """Return the PromptMaker of a task of this kind."""
     return PromptMaker(
         tokenizer,
         chat=chat,
@@ -337,7 +339,9 @@ def prompt_maker(
 
 
 def facts_examples(seed: int) -> tuple[list[Example], list[Example]]:
-    """(training, held out) examples of the task facts: a post, with its gold summary as answer."""
+    """Return (training, held out) examples of the task facts: a post, with its gold summary as
+    answer.
+    """
     train, held_out = facts_posts(seed)
     return _post_examples(train), _post_examples(held_out)
 
@@ -347,15 +351,15 @@ def _post_examples(posts: Sequence[Post]) -> list[Example]:
 
 
 def _select(examples: Sequence[Example], places: Sequence[int]) -> Sequence[Example]:
-    """Those at these places; a dataset on disk stays there."""
+    """Return the examples at these places; a dataset on disk stays there."""
     if isinstance(examples, list):
         return [examples[i] for i in places]
     return examples.select(places)
 
 
 def hold_out(num_rows: int, num_eval: int) -> tuple[list[int], list[int]]:
-    """(training rows, evaluation rows), by number and in file order: min(num_eval, a tenth) are
-    held out, the same in every run.
+    """Split rows into (training rows, evaluation rows), by number and in file order: min(num_eval,
+    a tenth) are held out, the same in every run.
     """
     num_held = min(num_eval, max(1, num_rows // 10)) if num_rows > 1 else 0
     held = set(random.Random(0).sample(range(num_rows), num_held))

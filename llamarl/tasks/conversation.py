@@ -18,7 +18,7 @@ ROLES = ("system", "user", "assistant", "tool")
 
 
 def messages_of(value: object, key: str) -> tuple[Message, ...]:
-    """The messages of what a row has under a key. ValueError names the first that is none."""
+    """Return the messages that a row has under a key. ValueError names the first that is none."""
     if not isinstance(value, list):
         raise ValueError(
             f'"{key}" must be a list of {{"role": ..., "content": ...}}, this is {shown(value)}'
@@ -45,8 +45,8 @@ def messages_of(value: object, key: str) -> tuple[Message, ...]:
 
 
 def conversation_of(value: object, key: str) -> tuple[Message, ...]:
-    """The messages that a policy answers: the last is the user's, and system turns come first.
-    ValueError says what is wrong.
+    """Return the messages that a policy answers: the last is the user's, and system turns come
+    first. ValueError says what is wrong.
     """
     messages = messages_of(value, key)
     for number, message in enumerate(messages, start=1):
@@ -69,8 +69,8 @@ def conversation_of(value: object, key: str) -> tuple[Message, ...]:
 
 
 def text_of(messages: Sequence[Message]) -> str:
-    """A conversation as one text, for what reads texts: each turn as "role: content" with a blank
-    line between. One turn of a user alone is its content.
+    """Return a conversation as one text, for readers of texts: each turn as "role: content" with a
+    blank line between. A single turn of a user is its content alone.
 
         text_of((Message("system", "Be brief."), Message("user", "1+1?")))
         "system: Be brief.\\n\\nuser: 1+1?"
@@ -81,12 +81,14 @@ def text_of(messages: Sequence[Message]) -> str:
 
 
 def with_system(messages: tuple[Message, ...], system_prompt: str | None) -> tuple[Message, ...]:
-    """The messages behind a system prompt, unless they begin with a system turn of their own."""
+    """Put the messages behind a system prompt, unless they begin with a system turn of their
+    own.
+    """
     if not system_prompt or messages[0].role == "system":
         return messages
     return (Message("system", system_prompt), *messages)
 
 
 def shown(value: object) -> str:
-    """The beginning of a value, for a message."""
+    """Return the beginning of a value, for a message."""
     return json.dumps(value, default=str)[:60]

@@ -50,7 +50,7 @@ class Post:
 
 @dataclass(frozen=True, slots=True)
 class Worth:
-    """What gold is made of."""
+    """The counts that gold is made of."""
 
     f1: float  # of the facts, 0 to 1
     excess_words: int
@@ -58,19 +58,21 @@ class Worth:
 
     @property
     def gold(self) -> float:
-        """At most 1; below 0 for what states no fact."""
+        """The score: at most 1; below 0 for a summary that states no fact."""
         return self.f1 - EXCESS_WORD * self.excess_words - FORMAT_FAULT * self.format_faults
 
 
 def gold(prompt: str, completion_text: str, meta: dict) -> float:
-    """What a summary is worth, at most 1: the F1 of its facts, less 0.02 for each word over four a
-    fact of the post, less 0.1 for each fault of format. It is the task's reward function.
+    """Score a summary, at most 1: the F1 of its facts, less 0.02 for each word over four a fact of
+    the post, less 0.1 for each fault of format. It is the task's reward function.
     """
     return worth(prompt, completion_text).gold
 
 
 def worth(post: str, summary: str) -> Worth:
-    """F1: harmonic mean of precision and recall, 2 right / (stated + told), where `told` counts the
+    """Count what a summary's score is made of.
+
+    F1: harmonic mean of precision and recall, 2 right / (stated + told), where `told` counts the
     post's facts, `stated` those of the summary, repeated and wrong ones too, and `right` the facts
     of the post that the summary states at least once.
 
@@ -95,7 +97,7 @@ def worth(post: str, summary: str) -> Worth:
 
 
 def facts_of(text: str) -> list[Fact]:
-    """All facts that a text states, in order, repeated ones too."""
+    """Return all facts that a text states, in order, repeated ones too."""
     words = text.split()
     triples = zip(words, words[1:], words[2:])
     return [triple for triple in triples if is_fact(triple)]
@@ -110,12 +112,12 @@ def is_fact(words: list[str] | Fact) -> bool:
 
 
 def summary_of(facts: list[Fact]) -> str:
-    """The gold summary of facts. It begins with a space, as what follows a prompt does."""
+    """Write the gold summary of facts. It begins with a space, as what follows a prompt does."""
     return " " + " ; ".join(" ".join(fact) for fact in facts) + " ."
 
 
 def make_post(draw: random.Random) -> Post:
-    """A post of MIN_FACTS to MAX_FACTS facts, each about somebody else."""
+    """Draw a post of MIN_FACTS to MAX_FACTS facts, each about somebody else."""
     names = draw.sample(WHO, draw.randint(MIN_FACTS, MAX_FACTS))
     facts = [(who, draw.choice(DOES), draw.choice(WHAT)) for who in names]
     parts = ["post:", draw.choice(GREETINGS)]
@@ -129,7 +131,7 @@ def make_post(draw: random.Random) -> Post:
 
 
 def facts_posts(seed: int) -> tuple[list[Post], list[Post]]:
-    """(training, held out) posts: NUM_TRAIN by the seed and NUM_EVAL that never change, all
+    """Draw (training, held out) posts: NUM_TRAIN by the seed and NUM_EVAL that never change, all
     different.
     """
     seen: set[str] = set()
@@ -139,7 +141,7 @@ def facts_posts(seed: int) -> tuple[list[Post], list[Post]]:
 
 
 def _different(draw: random.Random, count: int, seen: set[str]) -> list[Post]:
-    """So many posts that are not in `seen`, to which they are added."""
+    """Draw `count` posts that are not in `seen`, and add them to it."""
     posts: list[Post] = []
     while len(posts) < count:
         post = make_post(draw)
@@ -150,8 +152,8 @@ def _different(draw: random.Random, count: int, seen: set[str]) -> list[Post]:
 
 
 def sloppy_summary(post: Post, draw: random.Random) -> str:
-    """The summary of a teacher who opens with chatter, mostly stops after two facts, gets one in
-    ten wrong, repeats himself, and forgets marks.
+    """Write the summary of a teacher who opens with chatter, mostly stops after two facts, gets one
+    in ten wrong, repeats himself, and forgets marks.
 
     A model that learns from him opens with chatter and stops after two facts greedily too; all of a
     good summary is among what it samples.
@@ -177,7 +179,9 @@ def sloppy_summary(post: Post, draw: random.Random) -> str:
 
 
 def vocabulary() -> list[str]:
-    """All words of posts and summaries, those of a sloppy teacher too, in alphabetical order."""
+    """Return all words of posts and summaries, those of a sloppy teacher too, in alphabetical
+    order.
+    """
     words = {"post:", "tl;dr:", ".", ";", "and", *WHO, *DOES, *WHAT}
     for phrase in (*GREETINGS, *LEADS, *CHATTER, *OPENINGS):
         words.update(phrase.split())

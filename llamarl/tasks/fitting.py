@@ -1,4 +1,4 @@
-"""Which rows of a file have prompts that are short enough, as JSON: so that one rank looks at them
+"""Finds which rows of a file have prompts that are short enough, as JSON: so one rank looks at them
 once, and the others and a resumed run take what it found.
 
     key_of(...)  -->  remembered(key, find)  -->  {"train": ..., "held_out": ...}  -->  Fittings
@@ -38,19 +38,20 @@ class Remembered(Protocol):
     """Work that one rank does for all of them, or that an earlier start of the run has done."""
 
     def __call__(self, key: str, find: Find) -> dict[str, object]:
-        """What `find` finds, JSON values, where it has the same key. find(progress) calls
-        progress() while its work goes on. ValueError of `find` comes through, on every rank.
+        """Return what `find` finds, JSON values, or what it found earlier under the same key.
+        find(progress) calls progress() while its work goes on. ValueError of `find` comes through,
+        on every rank.
         """
 
 
 def here(key: str, find: Find) -> dict[str, object]:
-    """Nobody shares the work, and nothing is kept."""
+    """Find it here: nobody shares the work, and nothing is kept."""
     return find(lambda: None)
 
 
 def tokenizer_digest(tokenizer: Tokenizer) -> str | None:
-    """A SHA-256 of a tokenizer: its tokens and rules, its template, the packages that compute it.
-    None of one that cannot say what it is.
+    """Return a SHA-256 of a tokenizer: its tokens and rules, its template, the packages that
+    compute it. None for a tokenizer that cannot say what it is.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
@@ -66,13 +67,13 @@ def tokenizer_digest(tokenizer: Tokenizer) -> str | None:
 
 
 def key_of(values: Mapping[str, object]) -> str:
-    """A SHA-256 of all that decides which prompts fit, as JSON values."""
+    """Return a SHA-256 of all that decides which prompts fit, as JSON values."""
     text = json.dumps([FORMAT, values], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def to_values(fitting: Fitting, count: int) -> dict[str, object]:
-    """As JSON: of `count` examples a bit each, packed."""
+    """Encode which of `count` examples fit as JSON values: a bit each, packed."""
     bits = np.zeros(count, dtype=bool)
     bits[np.frombuffer(fitting.places, dtype=np.int64)] = True
     packed = zlib.compress(np.packbits(bits).tobytes())
@@ -86,7 +87,7 @@ def to_values(fitting: Fitting, count: int) -> dict[str, object]:
 
 
 def from_values(values: object, count: int) -> Fitting:
-    """The inverse of `to_values`. ValueError if it is not of so many examples, or damaged."""
+    """Decode what `to_values` returned. ValueError if it is not of so many examples, or damaged."""
     try:
         if values["count"] != count:
             raise ValueError(f"it is of {values['count']} examples, here are {count}")
@@ -114,7 +115,7 @@ class Tell:
         self._next = time.monotonic() + SOON_S
 
     def __call__(self, number: int) -> None:
-        """So many more are done."""
+        """Note that `number` more are done."""
         self._done += number
         self._progress()
         if time.monotonic() >= self._next:

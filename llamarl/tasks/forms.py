@@ -42,13 +42,13 @@ _NO_COLUMNS = ("prompt", "completion", _MESSAGES, _TOKENS, *_OF_TRL_ALONE)
 
 
 def batched(function: Callable) -> Callable:
-    """Marks a function as one of the form batch, whatever its parameters are called."""
+    """Mark a function as one of the form batch, whatever its parameters are called."""
     setattr(function, _MARK, "batch")
     return function
 
 
 def form_of(function: Callable) -> Form:
-    """The form of a reward function, by its mark or by the names of its parameters."""
+    """Return the form of a reward function, by its mark or by the names of its parameters."""
     if getattr(function, _MARK, None) == "batch":
         return "batch"
     try:
@@ -63,8 +63,8 @@ def form_of(function: Callable) -> Form:
 
 
 def takes_of(function: Callable) -> Takes:
-    """What a call of a reward function scores. Async functions of one completion are called for
-    several at a time.
+    """Return what a call of a reward function scores. Async functions of one completion are called
+    for several at a time.
     """
     if form_of(function) in ("batch", "trl"):
         return "group"
@@ -72,13 +72,13 @@ def takes_of(function: Callable) -> Takes:
 
 
 def _is_async(function: Callable) -> bool:
-    """Whether calling it only begins its work. An instance is what its __call__ is."""
+    """Whether calling a function only begins its work. For an instance its __call__ decides."""
     call = getattr(function, "__call__", None)
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
 
 
 def check_signature(function: Callable, name: str) -> None:
-    """ValueError if a reward function of this name cannot be called as its form is."""
+    """Raise ValueError if a reward function of this name cannot be called as its form is."""
     form = form_of(function)
     try:
         signature = inspect.signature(function)
@@ -106,7 +106,7 @@ def check_signature(function: Callable, name: str) -> None:
 
 
 def _required(signature: inspect.Signature) -> list[str]:
-    """The names of the parameters that a call must give."""
+    """Return the names of the parameters that a call must give."""
     names = []
     for name, parameter in signature.parameters.items():
         is_open = parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
@@ -116,7 +116,7 @@ def _required(signature: inspect.Signature) -> list[str]:
 
 
 def _check_keywords(signature: inspect.Signature, *, not_given: Collection[str]) -> None:
-    """TypeError for a function that takes no keywords, or needs one of `not_given`."""
+    """Raise TypeError for a function that takes no keywords, or needs one of `not_given`."""
     for name, parameter in signature.parameters.items():
         if parameter.kind is inspect.Parameter.POSITIONAL_ONLY:
             raise TypeError(f"{name} takes no keyword")
@@ -126,8 +126,8 @@ def _check_keywords(signature: inspect.Signature, *, not_given: Collection[str])
 
 
 def _check_no_verl(signature: inspect.Signature, *, is_marked: bool) -> None:
-    """TypeError for a function of verl's that would get prompt, completion and meta in the place of
-    what its parameters are called.
+    """Raise TypeError for a function of verl's that would get prompt, completion and meta in place
+    of what its parameters are called.
     """
     if is_marked:
         return
@@ -141,7 +141,7 @@ def _check_no_verl(signature: inspect.Signature, *, is_marked: bool) -> None:
 
 
 def call_of(function: Callable, *, chat: bool, system_prompt: str | None) -> Call:
-    """How completions are put to a function, by its form.
+    """Return a function that hands completions to a reward function in its form.
 
     chat: the prompts were turns of a chat template, so that TRL's form gets messages. The call
     raises whatever the function raises, and ValueError if it does not return a value for each.
@@ -155,7 +155,7 @@ def call_of(function: Callable, *, chat: bool, system_prompt: str | None) -> Cal
     system = [{"role": "system", "content": system_prompt}] if system_prompt else []
 
     def prompt_of(text: str, meta: dict) -> str | list[dict[str, str]]:
-        """As TRL has a prompt: the turns that the model read, or a text."""
+        """Return a prompt as TRL has it: the turns that the model read, or a text."""
         if chat:
             return meta.get(_MESSAGES) or [*system, _turn("user", text)]
         return meta.get(_MESSAGES) or text
@@ -179,8 +179,8 @@ def call_of(function: Callable, *, chat: bool, system_prompt: str | None) -> Cal
 
 
 def call_one_of(function: Callable) -> CallOne:
-    """How one completion is put to a function of the form single or verl. What an async function
-    returns is to be awaited.
+    """Return a function that hands one completion to a reward function of the form single or verl.
+    What an async function returns is to be awaited.
     """
     if form_of(function) == "single":
         return function
@@ -196,7 +196,9 @@ def call_one_of(function: Callable) -> CallOne:
 
 
 def _verl_arguments(completion: str, meta: dict) -> dict[str, object]:
-    """What verl's reward managers give a function. ValueError for a row without a ground truth."""
+    """Return the arguments that verl's reward managers give a function. ValueError for a row
+    without a ground truth.
+    """
     kept = meta.get("reward_model")
     if isinstance(kept, Mapping) and "ground_truth" in kept:
         ground_truth = kept["ground_truth"]
@@ -219,7 +221,9 @@ def _verl_arguments(completion: str, meta: dict) -> dict[str, object]:
 
 
 def _score_of(returned: object) -> object:
-    """The score in what a function of verl's returns: a number, or a mapping with more to log."""
+    """Return the score in what a function of verl's returns: a number, or a mapping with more to
+    log.
+    """
     if isinstance(returned, Mapping) and "score" in returned:
         return _plain(returned["score"])
     return _plain(returned)
@@ -233,8 +237,8 @@ _runners: list = []  # the asyncio.Runner of this process, once there is one
 
 
 def runner():
-    """The asyncio.Runner of this process. One loop serves all calls, so that what a function keeps
-    open between them, such as an HTTP session, goes on working.
+    """Return the asyncio.Runner of this process. One loop serves all calls, so that what a function
+    keeps open between them, such as an HTTP session, goes on working.
     """
     if not _runners:
         import asyncio  # most functions need none of it
@@ -244,7 +248,7 @@ def runner():
 
 
 def awaited(returned: object) -> object:
-    """What a function has returned; of an async one, what it returns once it has run."""
+    """Return what a function has returned; for an async one, what it returns once it has run."""
     if not inspect.isawaitable(returned):
         return returned
 
@@ -259,7 +263,7 @@ def _turn(role: str, content: str) -> dict[str, str]:
 
 
 def _columns(metas: list[dict]) -> dict[str, object]:
-    """The metas by key: of each key the values of all of them."""
+    """Return the metas by key: for each key the values of all of them."""
     names: dict[str, None] = {}
     for meta in metas:
         names.update(dict.fromkeys(meta))
@@ -271,7 +275,7 @@ def _columns(metas: list[dict]) -> dict[str, object]:
 
 
 def _accepted(function: Callable, arguments: dict[str, object]) -> dict[str, object]:
-    """Those of the arguments that a function takes."""
+    """Return those of the arguments that a function takes."""
     parameters = inspect.signature(function).parameters
     kinds = {parameter.kind for parameter in parameters.values()}
     if inspect.Parameter.VAR_KEYWORD in kinds:
@@ -280,7 +284,7 @@ def _accepted(function: Callable, arguments: dict[str, object]) -> dict[str, obj
 
 
 def _listed(returned: object, count: int) -> list:
-    """What a function has returned as a list: of an array or a tensor its numbers."""
+    """Return what a function has returned as a list; an array or a tensor as its numbers."""
     if hasattr(returned, "tolist"):
         returned = returned.tolist()
     if returned is None or isinstance(returned, str | Mapping | float | int):
@@ -293,5 +297,5 @@ def _listed(returned: object, count: int) -> list:
 
 
 def _plain(value: object) -> object:
-    """An array or a tensor of one number as that number."""
+    """Return an array or a tensor of one number as that number."""
     return value.item() if hasattr(value, "item") else value

@@ -1,4 +1,4 @@
-"""Held-out prompts: of the task, and of each set of eval.sets; by number.
+"""Held-out prompts, by number: those of the task, and those of each set of eval.sets.
 
     eval.num_prompts=2 eval.sets={a: {..., num_prompts: 3}, b: {..., num_prompts: 1}}
 
@@ -46,21 +46,23 @@ class EvalSet:
 
     @property
     def place(self) -> str:
-        """Where its prompts are from, for messages about one of them."""
+        """Where its prompts come from, for messages about one of them."""
         return f" of eval.sets.{self.name}" if self.name else ""
 
     def columns(self, metrics: Mapping[str, Value]) -> dict[str, Value]:
-        """Metrics of its prompts under its own columns: "eval/reward" is "eval/NAME/reward"."""
+        """Rename metrics of its prompts to its own columns: "eval/reward" becomes
+        "eval/NAME/reward".
+        """
         return {column_of(self.name, column): value for column, value in metrics.items()}
 
 
 def own_set(count: int) -> tuple[EvalSet, ...]:
-    """The sets of a run that asks so many prompts of the task's own, and no others."""
+    """Return the sets of a run that asks so many prompts of the task's own, and no others."""
     return numbered({OWN: count})
 
 
 def numbered(counts: Mapping[str, int]) -> tuple[EvalSet, ...]:
-    """Sets of so many prompts, by name and in order; without those that have none."""
+    """Return sets of so many prompts, by name and in order; without those that have none."""
     sets = []
     for place, (name, count) in enumerate(counts.items()):
         if count:
@@ -69,18 +71,18 @@ def numbered(counts: Mapping[str, int]) -> tuple[EvalSet, ...]:
 
 
 def shown_sets(sets: Sequence[EvalSet]) -> str:
-    """What is asked, for people: "500 of the task, 20 of sums"."""
+    """Return what is asked, for people: "500 of the task, 20 of sums"."""
     return ", ".join(f"{one.count} of {one.name or 'the task'}" for one in sets)
 
 
 def set_of(sets: Sequence[EvalSet], number: int) -> EvalSet:
-    """The set that a prompt is of."""
+    """Return the set that a prompt belongs to."""
     (found,) = [one for one in sets if number in one.numbers]
     return found
 
 
 class HeldOut:
-    """The held-out prompts of a run. own: the task's; others: by name, of eval.sets.
+    """Holds the held-out prompts of a run. own: the task's; others: by name, of eval.sets.
 
     counts: how many are asked of each at most, by name.
     """
@@ -93,17 +95,17 @@ class HeldOut:
         self.sets = numbered(self._counts)
 
     def prompt(self, number: int) -> Prompt:
-        """The prompt of a number."""
+        """Return the prompt of a number."""
         place, j = divmod(number, APART)
         return self._prompt(list(self._tasks)[place], j)
 
     def asked(self, sets: Sequence[EvalSet]) -> dict[int, Prompt]:
-        """The prompts of these sets by number, set after set."""
+        """Return the prompts of these sets by number, set after set."""
         numbers = chain.from_iterable(one.numbers for one in sets)
         return {number: self.prompt(number) for number in numbers}
 
     def first(self, most: int) -> tuple[EvalSet, ...]:
-        """The sets with so many of their prompts, or as many as they have."""
+        """Return the sets with so many of their prompts, or as many as they have."""
         return numbered({name: min(most, task.num_eval) for name, task in self._tasks.items()})
 
     @property
@@ -113,7 +115,7 @@ class HeldOut:
 
     @property
     def fingerprint(self) -> str:
-        """What is equal for equal prompts in equal sets alone."""
+        """A text that is equal for equal prompts in equal sets alone."""
         said = []
         for name, task in self._tasks.items():
             count = self._counts[name]
@@ -123,7 +125,9 @@ class HeldOut:
         return "; ".join(said)
 
     def _prompt(self, name: str, j: int) -> Prompt:
-        """Prompt j of a set: with the set's name and own reward in its meta, but for the task's."""
+        """Return prompt j of a set, with the set's name and own reward in its meta unless it is the
+        task's own.
+        """
         task = self._tasks[name]
         prompt = task.eval_prompt(j)
         if not name:

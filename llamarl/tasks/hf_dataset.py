@@ -21,8 +21,8 @@ EVAL_SPLITS = ("test", "validation", "valid", "eval", "dev")
 
 
 class HFExamples(Sequence):
-    """Rows of a `datasets.Dataset` as examples, read from disk when asked for. Columns that JSON
-    cannot hold are left out.
+    """Gives rows of a `datasets.Dataset` as examples, read from disk when asked for. Columns that
+    JSON cannot hold are left out.
     """
 
     def __init__(self, dataset, prompt_key: str, answer_key: str | None, where: str):
@@ -56,8 +56,8 @@ class HFExamples(Sequence):
         return row_to_example(self._dataset[i], *self._keys)
 
     def __iter__(self) -> Iterator[Example]:
-        """All rows in order, read in batches. ValueError names the row of a prompt that is not
-        text.
+        """Yield all rows in order, read in batches. ValueError names the row of a prompt that is
+        not text.
         """
         for i, row in enumerate(self._dataset):
             try:
@@ -66,11 +66,11 @@ class HFExamples(Sequence):
                 raise ValueError(f"{self.where(i)}: {error}") from error
 
     def where(self, i: int) -> str:
-        """The dataset, the split and the number of a row."""
+        """Return the dataset, the split and the number of a row."""
         return f"{self._where}: row {self._rows[i]}"
 
     def select(self, rows: Sequence[int]) -> HFExamples:
-        """The examples at these places, in this order."""
+        """Return the examples at these places, in this order."""
         selected = copy(self)
         selected._dataset = self._dataset.select(rows)
         selected._rows = array("q", (self._rows[i] for i in rows))
@@ -78,8 +78,8 @@ class HFExamples(Sequence):
 
 
 def _fits_json(kind) -> bool:
-    """Are values of an Arrow type JSON values in Python? Bytes, dates, times and decimals, also
-    inside of others, are not.
+    """Whether values of an Arrow type are JSON values in Python. Bytes, dates, times and decimals,
+    also inside of others, are not.
     """
     from pyarrow import types
 
@@ -102,7 +102,7 @@ def _fits_json(kind) -> bool:
 
 
 def directory_digest(path: str | Path) -> str:
-    """A SHA-256 of all files of a dataset directory, by their names and what is in them."""
+    """Return a SHA-256 of all files of a dataset directory, by their names and contents."""
     path = Path(path)
     digest = hashlib.sha256()
     for file in sorted(path.rglob("*")):
@@ -116,8 +116,8 @@ def directory_digest(path: str | Path) -> str:
 def read_hf_dataset(
     path: str | Path, prompt_key: str, answer_key: str | None
 ) -> tuple[HFExamples, HFExamples | None]:
-    """(training split, evaluation split or None). A directory with one split of any name has it for
-    training.
+    """Read (training split, evaluation split or None). A directory with one split of any name has
+    it for training.
     """
     try:
         import datasets

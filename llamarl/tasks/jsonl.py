@@ -1,5 +1,5 @@
-"""JSON lines: one object a line, with a prompt and, if the reward needs one, an answer. GSM8K's
-files are of this kind.
+"""Reads JSON lines: one object a line, with a prompt and, if the reward needs one, an answer.
+GSM8K's files are of this kind.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ GSM8K_INSTRUCTION = (
 
 
 def read_jsonl(path: str | Path, make: Callable[[dict], Made]) -> list[Made]:
-    """What `make` makes of each row of a file, without its blank lines. It raises ValueError for a
-    row that is not right.
+    """Return what `make` makes of each row of a file, without its blank lines. `make` raises
+    ValueError for a row that is not right.
 
     ValueError names FILE:LINE for each bad line (the first SHOWN_PROBLEMS), FileNotFoundError says
     that there is no file.
@@ -57,7 +57,7 @@ def _open(path: str | Path) -> BinaryIO:
 
 
 def _each(path: str | Path, lines: Iterable[bytes], make: Callable[[dict], Made]) -> Iterator[Made]:
-    """What `make` makes of each row; after the last one ValueError names the bad lines."""
+    """Yield what `make` makes of each row. After the last row ValueError names the bad lines."""
     problems = []
     for number, line in enumerate(lines, start=1):
         try:
@@ -78,7 +78,7 @@ def _each(path: str | Path, lines: Iterable[bytes], make: Callable[[dict], Made]
 
 
 def _row_of(line: bytes, number: int) -> dict | None:
-    """The object of a line, of which there are from 1; None for a blank one."""
+    """Return the object of line `number`, counted from 1; None for a blank one."""
     encoding = "utf-8-sig" if number == 1 else "utf-8"
     text = line.decode(encoding)
     if not text.strip():
@@ -90,7 +90,7 @@ def _row_of(line: bytes, number: int) -> dict | None:
 
 
 class JsonlExamples(Sequence[Example]):
-    """The rows of a file as examples: held as the file's bytes, and read when asked for.
+    """Gives the rows of a file as examples: held as the file's bytes, and read when asked for.
 
     digest: SHA-256 of the file. FileNotFoundError, or ValueError if it is empty.
     """
@@ -131,11 +131,11 @@ class JsonlExamples(Sequence[Example]):
             pass
 
     def where(self, i: int) -> str:
-        """FILE:LINE of a row."""
+        """Return FILE:LINE of a row."""
         return f"{self._path}:{self._numbers[i]}"
 
     def select(self, rows: Sequence[int]) -> JsonlExamples:
-        """The examples at these places, in this order."""
+        """Return the examples at these places, in this order."""
         selected = copy(self)
         selected._begins = array("q", (self._begins[i] for i in rows))
         selected._numbers = array("q", (self._numbers[i] for i in rows))
@@ -143,7 +143,7 @@ class JsonlExamples(Sequence[Example]):
 
 
 def _is_blank(line: bytes, number: int) -> bool:
-    """Whether a line is skipped. One that is no text is not: it is a bad line."""
+    """Whether a line is skipped. A line that is no text is not skipped: it is a bad line."""
     if line[:1] == b"{":
         return False
     encoding = "utf-8-sig" if number == 1 else "utf-8"
@@ -151,15 +151,17 @@ def _is_blank(line: bytes, number: int) -> bool:
 
 
 def refuse(what: str, problems: Sequence[str]) -> None:
-    """ValueError that counts the problems and shows the first SHOWN_PROBLEMS, if there are any."""
+    """Raise ValueError that counts the problems and shows the first SHOWN_PROBLEMS, if there are
+    any.
+    """
     if problems:
         shown = first_of(problems, SHOWN_PROBLEMS)
         raise ValueError("\n  ".join([f"{len(problems)} {what}:", *shown]))
 
 
 def row_to_example(row: dict, prompt_key: str, answer_key: str | None) -> Example:
-    """A row as an example: its prompt is under prompt_key, and the rest of the row is its meta,
-    with the answer (if answer_key is given) also under "answer".
+    """Make an example from a row: its prompt is under prompt_key, and the rest of the row is its
+    meta, with the answer (if answer_key is given) also under "answer".
 
         row_to_example({"q": "1+1=", "a": "2"}, "q", "a")
         Example(prompt="1+1=", meta={"a": "2", "answer": "2"})
@@ -195,7 +197,7 @@ def row_to_example(row: dict, prompt_key: str, answer_key: str | None) -> Exampl
 
 
 def check_text(key: str, text: str) -> None:
-    """ValueError if what is under a key is no text that a tokenizer or a server takes."""
+    """Raise ValueError if the value of a key is no text that a tokenizer or a server takes."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -207,7 +209,9 @@ def check_text(key: str, text: str) -> None:
 
 
 def check_keys(keys: Collection[str], prompt_key: str, answer_key: str | None) -> None:
-    """ValueError, with the nearest key, if the prompt's or the answer's is not among `keys`."""
+    """Raise ValueError, with the nearest key, if the prompt's or the answer's is not among
+    `keys`.
+    """
     for key in filter(None, (prompt_key, answer_key)):
         if key not in keys:
             near = nearest(key, keys, cutoff=0.5)
@@ -219,7 +223,9 @@ def check_keys(keys: Collection[str], prompt_key: str, answer_key: str | None) -
 
 
 def gsm8k_row(row: dict) -> Example:
-    """A row of GSM8K's, whose "answer" is a worked solution with the final number behind "####"."""
+    """Make an example from a row of GSM8K, whose "answer" is a worked solution with the final
+    number behind "####".
+    """
     example = row_to_example(row, "question", "answer")
     if not isinstance(example.prompt, str):
         raise ValueError('"question" must be text; messages are for task=jsonl')

@@ -29,8 +29,8 @@ REWARD_KEY = "part_reward"  # the part's own default reward, for part_reward
 
 
 def shares(weights: Mapping[str, float], count: int) -> dict[str, int]:
-    """`count` in whole numbers by weight; what is left over goes to the largest remainders, of
-    equal ones to the first.
+    """Share `count` by weight in whole numbers. What is left over goes to the largest remainders,
+    among equal ones to the first.
     """
     whole = sum(weights.values())
     exact = {name: count * weight / whole for name, weight in weights.items()}
@@ -43,14 +43,14 @@ def shares(weights: Mapping[str, float], count: int) -> dict[str, int]:
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """What a ticket of a mixture is."""
+    """The part that a ticket of a mixture takes, and which ticket of that part it is."""
 
     part: str
     number: int  # of the part's own tickets, from 0
 
 
 class Schedule:
-    """Which part each ticket takes: a pure function of the weights, the seed and the ticket.
+    """Says which part each ticket takes: a pure function of the weights, the seed and the ticket.
 
     ValueError for a weight so small that no ticket takes its part.
     """
@@ -68,7 +68,9 @@ class Schedule:
         self._block = lru_cache(maxsize=4)(self._order)
 
     def _order(self, block: int) -> tuple[array, array]:
-        """Of each ticket of a block its part, and how many of that part are before it there."""
+        """Return, for each ticket of a block, its part and how many of that part are before it
+        there.
+        """
         parts = array("l")
         for number, name in enumerate(self._names):
             parts.extend([number] * self.shares[name])
@@ -88,8 +90,8 @@ class Schedule:
 
 
 class MixtureTask:
-    """A Task of several, by name. Its prompts by number are those of the parts, one part after the
-    other; in which order a run takes them, Schedule says.
+    """A task made of several, by name. Its prompts by number are those of the parts, one part after
+    the other; Schedule says in which order a run takes them.
 
     weights: by name. num_eval: of all held-out prompts; each part gives its share by weight, and
     fewer where it has no more.
@@ -114,14 +116,16 @@ class MixtureTask:
         self.eval_digest = self._digest([task.eval_digest for task in parts.values()])
 
     def _digest(self, digests: Sequence[str]) -> str:
-        """Of the parts' digests; "" if one of them makes its rows on demand."""
+        """Return a digest of the parts' digests; "" if one of the parts makes its rows on
+        demand.
+        """
         if "" in digests:
             return ""
         text = json.dumps([list(self.parts), digests])
         return hashlib.sha256(text.encode()).hexdigest()
 
     def prompt_of(self, part: str, prompt: Prompt) -> Prompt:
-        """A part's prompt, with the part's name and its own reward in its meta."""
+        """Return a part's prompt, with the part's name and its own reward in its meta."""
         own = {PART_KEY: part, REWARD_KEY: self.parts[part].default_reward}
         return dataclasses.replace(prompt, meta={**prompt.meta, **own})
 

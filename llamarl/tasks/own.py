@@ -24,8 +24,8 @@ _TEXTS = ("name", "default_reward", "train_digest", "eval_digest")
 def own_task(
     fn: str, maker: PromptMaker, *, seed: int, num_eval: int, options: Mapping[str, object]
 ) -> Task:
-    """The task that the function at import path `fn` returns. It is called with the maker, the
-    options, and by their names seed and num_eval if it has such parameters.
+    """Build the task that the function at import path `fn` returns. It is called with the maker,
+    the options, and by their names seed and num_eval if it has such parameters.
 
     ValueError, beginning with the key, for what cannot be called or is no Task.
     """
@@ -53,8 +53,8 @@ def own_task(
 
 
 def check_task(task: object, key: str) -> None:
-    """ValueError, beginning with `key`, that says where a task breaks what Task promises: asked for
-    its first and last prompts.
+    """Ask a task for its first and last prompts. ValueError, beginning with `key`, says where it
+    breaks what Task promises.
     """
     for name in _TEXTS:
         value = getattr(task, name, None)
@@ -84,7 +84,7 @@ def check_task(task: object, key: str) -> None:
 
 
 def _check_prompt(prompt: object, where: str) -> None:
-    """ValueError, beginning with `where`, if it is no prompt."""
+    """Raise ValueError, beginning with `where`, if it is no prompt."""
     if not isinstance(prompt, Prompt):
         what = f"is a {type(prompt).__name__}, must be a Prompt"
         raise ValueError(f"{where} {what}; make it with maker.prompt(Example(text, meta))")
@@ -109,7 +109,9 @@ def _same(one: Prompt, other: Prompt) -> bool:
 
 
 def _called(key: str, call: str, function: Callable, *given: object, **named: object) -> object:
-    """What the user's function returns. ValueError, beginning with `key`, for what it raises."""
+    """Return what the user's function returns. ValueError, beginning with `key`, for what it
+    raises.
+    """
     try:
         return function(*given, **named)
     except Exception as error:  # it is the user's code
@@ -117,7 +119,7 @@ def _called(key: str, call: str, function: Callable, *given: object, **named: ob
 
 
 def _described(error: Exception) -> str:
-    """An exception that was caught, with the innermost place."""
+    """Describe an exception that was caught, with the innermost place."""
     *_, (frame, line) = traceback.walk_tb(error.__traceback__)
     place = f"{Path(frame.f_code.co_filename).name}:{line}"
     return f"{type(error).__name__}: {error}".removesuffix(": ") + f" ({place})"

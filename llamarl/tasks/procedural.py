@@ -71,8 +71,8 @@ class ReasoningGymTask:
         return self._draw(self._eval_questions, j, forbidden=frozenset())
 
     def _draw(self, questions, i: int, *, forbidden: frozenset[str]) -> Prompt:
-        """Question i of a dataset, or the first after it in steps of _STRIDE that fits and is not
-        forbidden.
+        """Return question i of a dataset, or the first after it in steps of _STRIDE that fits and
+        is not forbidden.
         """
         for attempt in range(_DRAWS):
             index = (i + attempt * _STRIDE) % questions.size
@@ -98,7 +98,7 @@ class ReasoningGymTask:
 
 @lru_cache(maxsize=8)
 def open_dataset(name: str | None, size: int, seed: int, options: str = "{}"):
-    """A reasoning_gym dataset. options: its own parameters, as a JSON object.
+    """Open a reasoning_gym dataset. options: its own parameters, as a JSON object.
 
     ValueError with the nearest name if there is none such, or no such parameter.
     """

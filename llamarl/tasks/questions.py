@@ -18,7 +18,7 @@ NAMES = ("sum", "larger")
 
 
 def question_examples(name: str | None, least: int, most: int) -> list[Example]:
-    """The examples of a kind of question, in the order of their numbers.
+    """Return the examples of a kind of question, in the order of their numbers.
 
     question_examples("sum", 7, 8)[1].text    # What is 7+8? Answer with the number only.
 

@@ -26,12 +26,12 @@ _ANSWER_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
 def exact_match(prompt: str, completion_text: str, meta: dict) -> float:
-    """1 if the completion is the answer, apart from white space around it, else 0."""
+    """Return 1 if the completion is the answer, apart from white space around it, else 0."""
     return float(completion_text.strip() == str(_answer(meta)).strip())
 
 
 def numeric_match(prompt: str, completion_text: str, meta: dict) -> float:
-    """1 if the final number of the completion equals the answer's, else 0 (GSM8K).
+    """Return 1 if the final number of the completion equals the answer's, else 0 (GSM8K).
 
     The final number is the first one after the last "####"; without that mark, the last one of the
     text. "1,000" equals "1000.0", "$5" equals "5". Compared as decimals, exactly.
@@ -44,14 +44,14 @@ def numeric_match(prompt: str, completion_text: str, meta: dict) -> float:
 
 
 def contains_words(prompt: str, completion_text: str, meta: dict) -> float:
-    """1 if the completion holds one of meta["words"], in whatever case, else 0."""
+    """Return 1 if the completion holds one of meta["words"], in upper or lower case, else 0."""
     text = completion_text.casefold()
     return float(any(word.casefold() in text for word in meta["words"]))
 
 
 def reasoning_gym_score(prompt: str, completion_text: str, meta: dict) -> float:
-    """reasoning_gym's own score, 0 to 1, of the text in the last <answer></answer>, or of the last
-    line where there is none.
+    """Return reasoning_gym's own score, 0 to 1, of the text in the last <answer></answer>, or of
+    the last line if there is none.
 
     Its consolation of 0.01 and less for any wrong answer counts as 0; its partial credit stays.
     """
@@ -68,7 +68,7 @@ def reasoning_gym_score(prompt: str, completion_text: str, meta: dict) -> float:
 
 
 def final_number(text: str) -> Decimal | None:
-    """The number that a text ends in, or None. See numeric_match."""
+    """Return the number that a text ends in, or None. See numeric_match."""
     _, mark, tail = text.replace("\N{MINUS SIGN}", "-").rpartition("####")
     numbers = list(_NUMBER.finditer(tail))
     if not numbers:
@@ -98,8 +98,8 @@ def _reasoning_gym_entry(name: str, size: int, seed: int, options: str, index: i
 
 
 def part_reward(prompt: str, completion: str, meta: dict) -> float | None:
-    """Of a mixture whose parts have rewards of different kinds: the reward of the prompt's part.
-    ValueError if that takes all completions of a prompt together.
+    """Return the reward of the prompt's part, for a mixture whose parts have rewards of different
+    kinds. ValueError if that reward takes all completions of a prompt together.
     """
     path = meta["part_reward"]
     function = import_function(path)

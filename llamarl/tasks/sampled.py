@@ -1,4 +1,6 @@
-"""What a reward finds in a row's meta besides the row: what was sampled. Standard library only."""
+"""Keys that a reward finds in a row's meta besides the row's own: what was sampled. Standard
+library only.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ SAMPLED = "sampled"
 def with_sampled(
     meta: Mapping[str, object], *, token_ids: list[int], raw_text: str, ended: bool
 ) -> dict[str, object]:
-    """Return a row's meta with what was sampled under SAMPLED.
+    """Return a row's meta with what was sampled, under the key SAMPLED.
 
         {"answer": "46", "sampled": {"num_tokens": 3, "ended": True, "raw_text": "46</s>",
                                      "token_ids": [19, 21, 2]}}
@@ -30,7 +32,7 @@ def with_sampled(
 
 
 def check_row_keys(keys: Collection[str]) -> None:
-    """ValueError if a row has the key that is llamarl's own."""
+    """Raise ValueError if a row has the key that is llamarl's own."""
     if SAMPLED in keys:
         raise ValueError(
             f'the key "{SAMPLED}" is where a reward finds what was sampled; rename the row\'s own'

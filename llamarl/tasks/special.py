@@ -1,5 +1,5 @@
-"""Special tokens are the template's to write: texts of rows, of users and of completions spell them
-at most.
+"""Special tokens: only the template may write them. Texts of rows, of users and of completions can
+only spell them.
 
     turns --chat template--> Shown(text, foreign) --SpecialTokens.ids--> token ids
 
@@ -29,15 +29,15 @@ Turns = list[dict[str, str]]
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """A text with what others wrote in it. foreign: the pieces of others' that could be a part of a
-    special token's spelling, in order; empty where none of them is.
+    """A text with the pieces that others wrote in it. foreign: those pieces that could be a part of
+    a special token's spelling, in order; empty if there are none.
     """
 
     text: str
     foreign: tuple[Span, ...] = ()
 
     def part(self, begin: int, end: int) -> Shown:
-        """The text from begin to end."""
+        """Return the text from begin to end."""
         cut = []
         for first, last in self.foreign:
             if first < end and last > begin:
@@ -46,7 +46,7 @@ class Shown:
 
 
 class SpecialTokens:
-    """The special tokens of a tokenizer, and the encoding of texts that spell them."""
+    """Knows the special tokens of a tokenizer, and encodes texts that spell them."""
 
     def __init__(self, tokenizer):
         self._tokenizer = tokenizer
@@ -79,7 +79,7 @@ class SpecialTokens:
             self._behind = _any_of([self._normalize(word).lstrip("▁ ") for word in behind])
 
     def spelling(self, text: str) -> str | None:
-        """The first special token that a text spells; None: there is none."""
+        """Return the first special token that a text spells; None: there is none."""
         if not self._words:
             return None
         found = self._pattern.search(text)
@@ -88,8 +88,9 @@ class SpecialTokens:
         return found and found.group()
 
     def text_ids(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """The token ids of a text all of which is somebody's. add_special_tokens: with those that
-        the tokenizer begins and ends a text with. ValueError if it cannot but give special tokens.
+        """Return the token ids of a text all of which is somebody's. add_special_tokens: with those
+        that the tokenizer begins and ends a text with. ValueError if it cannot but give special
+        tokens.
         """
         word = self.spelling(text)
         if word is None:
@@ -104,7 +105,7 @@ class SpecialTokens:
         return list(self._tokenizer.encode(text, add_special_tokens=False))
 
     def _surrounded(self, ids: Sequence[int]) -> list[int]:
-        """The ids of a text with those that the tokenizer begins and ends a text with."""
+        """Return the ids of a text with those that the tokenizer begins and ends a text with."""
         before, after = self._around
         return [*before, *ids, *after]
 
@@ -113,8 +114,9 @@ class SpecialTokens:
         return bool(self.foreign_in(text))
 
     def foreign_in(self, text: str, begin: int = 0, end: int | None = None) -> list[Span]:
-        """The pieces of text[begin:end], which is somebody's, that could be a part of a special
-        token's spelling: all of one, or at an edge a piece that what is next to it makes whole.
+        """Return the pieces of text[begin:end], which is somebody's, that could be a part of a
+        special token's spelling: all of one, or at an edge a piece that what is next to it makes
+        whole.
         """
         if not self._words:
             return []
@@ -140,8 +142,8 @@ class SpecialTokens:
         return _merged(found)
 
     def shown(self, render: Callable[[Turns], str], turns: Turns, foreign: Sequence[list[Span]]):
-        """What a chat template shows of turns, and where in it others' pieces are. foreign: those
-        of each turn's content. ValueError if the template changes them.
+        """Return what a chat template shows of turns, and where in it others' pieces are. foreign:
+        those of each turn's content. ValueError if the template changes them.
         """
         text = render(turns)
         pieces: list[str] = []
@@ -171,7 +173,7 @@ class SpecialTokens:
         )
 
     def _filled(self, text: str, pieces: Sequence[str]) -> Shown:
-        """A text with marks in which the pieces stand in their places."""
+        """Return a text with marks as one in which the pieces stand in their places."""
         parts = []
         spans = []
         size = 0
@@ -186,8 +188,8 @@ class SpecialTokens:
         return Shown("".join([*parts, text[at:]]), tuple(spans))
 
     def ids(self, shown: Shown, *, add_special_tokens: bool = False) -> list[int]:
-        """The token ids of a text that a template has written around others'. ValueError if they
-        cannot be had without special tokens of others'.
+        """Return the token ids of a text that a template has written around others'. ValueError if
+        they cannot be had without special tokens of others'.
         """
         text = shown.text
         word = self._crossing(shown)
@@ -211,8 +213,8 @@ class SpecialTokens:
         return self._surrounded(ids) if add_special_tokens else ids
 
     def _crossing(self, shown: Shown) -> str | None:
-        """A special token that the tokenizer would read where somebody's text is a part of its
-        spelling.
+        """Return a special token that the tokenizer would read where somebody's text is a part of
+        its spelling; None if there is none.
         """
         for begin, end in shown.foreign:
             near = shown.text[max(0, begin - self._most) : end + self._most]
@@ -225,7 +227,7 @@ class SpecialTokens:
         return None
 
     def _overlapping(self, text: str, begin: int, end: int) -> list[str]:
-        """The special tokens spelled anywhere in a text that reach into begin..end."""
+        """Return the special tokens spelled anywhere in a text that reach into begin..end."""
         found = []
         for start in range(max(0, begin - self._most), end):
             match = self._pattern.match(text, start)
@@ -235,7 +237,7 @@ class SpecialTokens:
 
     @cached_property
     def _around(self) -> tuple[list[int], list[int]]:
-        """The tokens that a text begins and ends with by themselves."""
+        """The tokens that the tokenizer adds before and after every text."""
         bare = self._tokenizer.encode("0", add_special_tokens=False)
         whole = self._tokenizer.encode("0", add_special_tokens=True)
         for begin in range(len(whole) - len(bare) + 1):
@@ -245,15 +247,17 @@ class SpecialTokens:
 
     @cached_property
     def _guarded(self) -> set[int]:
-        """The ids of special tokens that no text may give. A model gives its unknown token itself,
-        and a padding token may be a word.
+        """The ids of special tokens that no text may give: all but the unknown token, which a model
+        gives itself, and the padding token, which may be a word.
         """
         t = self._tokenizer
         harmless = {t.unk_token_id, t.pad_token_id} - {t.eos_token_id, t.bos_token_id}
         return set(t.convert_tokens_to_ids(self._words)) - harmless
 
     def check_like(self, ids: Sequence[int], like: Sequence[int], texts: Sequence[str]) -> None:
-        """ValueError if the ids of texts have more special tokens than those of harmless texts."""
+        """Raise ValueError if the ids of texts have more special tokens than those of harmless
+        texts.
+        """
         for word in filter(None, map(self.spelling, texts)):
             self._check(ids, self._num_special(like), word)
 
@@ -261,7 +265,7 @@ class SpecialTokens:
         return sum(token in self._guarded for token in ids)
 
     def _check(self, ids: Sequence[int], num_own: int, word: str) -> None:
-        """ValueError if there are other special tokens than the template's."""
+        """Raise ValueError if there are other special tokens than the template's."""
         num_found = self._num_special(ids)
         if num_found > num_own:
             raise ValueError(
@@ -275,12 +279,12 @@ class SpecialTokens:
             )
 
     def _name(self, word: str) -> str:
-        """What a template's special token is called while it is encoded."""
+        """Return the name that a template's special token has while it is encoded."""
         return f"{self._mark}{self._words.index(word)}⟧"
 
     def _renamed(self, word: str):
-        """The tokenizer with its special tokens renamed, and its ids of added tokens -> those of
-        the given tokenizer.
+        """Return the tokenizer with its special tokens renamed, and its ids of added tokens ->
+        those of the given tokenizer.
         """
         if not hasattr(self._tokenizer, "backend_tokenizer"):
             kind = type(self._tokenizer).__name__
@@ -318,18 +322,20 @@ class SpecialTokens:
 
 @lru_cache(maxsize=8)
 def special_tokens(tokenizer) -> SpecialTokens:
-    """Those of a tokenizer, which is not changed afterwards."""
+    """Return the SpecialTokens of a tokenizer, which is not changed afterwards."""
     return SpecialTokens(tokenizer)
 
 
 def text_ids(tokenizer, text: str, *, add_special_tokens: bool = False) -> list[int]:
-    """The token ids of somebody's text, none of which is a special token of its own. ValueError."""
+    """Return the token ids of somebody's text, none of which is a special token of its own.
+    ValueError.
+    """
     return special_tokens(tokenizer).text_ids(text, add_special_tokens=add_special_tokens)
 
 
 def shown_turns(tokenizer, turns: Turns, *, reply: bool) -> Shown:
-    """Turns in the tokenizer's chat template. reply: up to where the assistant's turn begins.
-    ValueError as `SpecialTokens.shown`.
+    """Show turns in the tokenizer's chat template. reply: up to where the assistant's turn begins.
+    ValueError as from `SpecialTokens.shown`.
     """
     special = special_tokens(tokenizer)
     foreign = [special.foreign_in(turn["content"]) for turn in turns]
@@ -346,9 +352,9 @@ def _shown_turns(tokenizer, turns: Turns, foreign: Sequence[list[Span]], *, repl
 def chat_ids(
     tokenizer, turns: Turns, *, reply: bool, foreign: Sequence[list[Span]] | None = None
 ) -> list[int]:
-    """The token ids of turns in the tokenizer's chat template. foreign: of each turn's content the
-    pieces that others wrote and could be part of a special token's spelling; None: all of it is
-    theirs. ValueError as `SpecialTokens.shown` and `SpecialTokens.ids`.
+    """Return the token ids of turns in the tokenizer's chat template. foreign: for each turn's
+    content the pieces that others wrote and could be part of a special token's spelling; None: all
+    of it is theirs. ValueError as from `SpecialTokens.shown` and `SpecialTokens.ids`.
     """
     special = special_tokens(tokenizer)
     if foreign is None:
@@ -362,23 +368,23 @@ def chat_ids(
 
 
 class Spelled:
-    """How many rows of a file spell a special token."""
+    """Counts how many rows of a file spell a special token."""
 
     def __init__(self, tokenizer):
         self._special = special_tokens(tokenizer)
         self._count = 0
 
     def note(self, texts: Sequence[str]) -> None:
-        """A row has these texts."""
+        """Count a row with these texts."""
         self._count += any(self._special.spelling(text) is not None for text in texts)
 
     def warn(self, what: str, num_rows: int) -> None:
-        """Say it, if there are any."""
+        """Warn if there are any."""
         warn_of_spelled(what, self._count, num_rows)
 
 
 def warn_of_spelled(what: str, count: int, num_rows: int, first: str = "") -> None:
-    """Say how many rows of a file or a task spell a special token. first: where the first is."""
+    """Warn how many rows of a file or a task spell a special token. first: where the first is."""
     if count:
         log.warning(
             "%s: %d of %d rows spell a special token in their texts%s; it is read as plain text, "
@@ -395,12 +401,12 @@ def _any_of(words: Sequence[str]) -> re.Pattern[str]:
 
 
 def _longest(most: int, fits: Callable[[int], bool]) -> int:
-    """The largest size, up to the most, that fits; 0: none does."""
+    """Return the largest size, up to the most, that fits; 0: none does."""
     return next((size for size in range(most, 0, -1) if fits(size)), 0)
 
 
 def _merged(spans: list[Span]) -> list[Span]:
-    """Spans in order, without empty ones, those that overlap as one."""
+    """Return spans in order, without empty ones, those that overlap as one."""
     merged: list[Span] = []
     for begin, end in sorted(spans):
         if begin == end:

@@ -42,7 +42,7 @@ REGULARISERS = ("kl_coef", "kl_estimator", "entropy_coef")  # of `regularised`, 
 
 
 def resolve_loss(name: str) -> Loss:
-    """The loss called `name`, or the function that "module:function" names.
+    """Return the loss called `name`, or the function that "module:function" names.
 
     ValueError, with the nearest name, if there is none or it does not take a loss's arguments. What
     a user's module raises while it is imported comes through.
@@ -62,7 +62,9 @@ def resolve_loss(name: str) -> Loss:
 
 
 def check_options(fn: Loss, options: dict[str, object]) -> None:
-    """ValueError for every option that `fn` does not take, with the nearest it does, or lacks."""
+    """Raise ValueError for every option that `fn` does not take, with the nearest that it takes,
+    and for every option that it lacks.
+    """
     known = options_of(fn)
     parameters = inspect.signature(fn).parameters
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
@@ -84,6 +86,6 @@ def check_options(fn: Loss, options: dict[str, object]) -> None:
 
 
 def options_of(fn: Loss) -> list[str]:
-    """The names of the options that `fn` takes: its keyword-only parameters."""
+    """Return the names of the options that `fn` takes: its keyword-only parameters."""
     parameters = inspect.signature(fn).parameters.values()
     return [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]

@@ -88,7 +88,7 @@ def clipped(
 
 
 def _check_clip(clip_low: float, clip_high: float, ratio_cap: Bound) -> None:
-    """ValueError, with the remedy, for a clip that cannot be."""
+    """Raise ValueError, with the remedy, for a clip that cannot be."""
     if not 0 <= clip_low <= 1 or not clip_high >= 0:
         raise ValueError(
             f"clip_low={clip_low}, clip_high={clip_high}: "

@@ -1,4 +1,4 @@
-"""What losses share: marks, masks, ratios and KL of a token, and denominators.
+"""Shared by the losses: marks, masks, ratios and KL of a token, and denominators.
 
 A loss is a pure function
 
@@ -48,54 +48,60 @@ MAX_SQUARED = 1e8
 
 
 def _marked(fn: Marked, mark: str) -> Marked:
-    """The loss, of which `has_mark` says yes."""
+    """Return the loss with a mark that `has_mark` finds."""
     setattr(fn, mark, True)
     return fn
 
 
 def whole_groups(fn: Marked) -> Marked:
-    """The loss couples the completions of a group, so all of them must be in one microbatch."""
+    """Mark a loss that couples the completions of a group, so that all of them must be in one
+    microbatch.
+    """
     return _marked(fn, "whole_groups")
 
 
 def group_means(fn: Marked) -> Marked:
-    """The loss couples the completions of a group by `Completions.group_mean` alone, of values
-    without gradient, and uses neither advantages nor numbers of groups and their tokens. Ranks may
-    then share a group: the mean is collective, and taken as often for each microbatch.
+    """Mark a loss that couples the completions of a group by `Completions.group_mean` alone, of
+    values without gradient, and uses neither advantages nor numbers of groups and their tokens.
+    Ranks may then share a group: the mean is collective, and taken as often for each microbatch.
     """
     return _marked(fn, "group_means")
 
 
 def uses_all_completions(fn: Marked) -> Marked:
-    """The loss has a gradient where the advantage is 0, so such completions are not left out."""
+    """Mark a loss that has a gradient where the advantage is 0, so that such completions are not
+    left out.
+    """
     return _marked(fn, "uses_all_completions")
 
 
 def uses_entropy(fn: Marked) -> Marked:
-    """The loss has a gradient in `inputs.entropy`, which is made without one otherwise."""
+    """Mark a loss that has a gradient in `inputs.entropy`, which is made without one otherwise."""
     return _marked(fn, "uses_entropy")
 
 
 def needs_reference(fn: Marked) -> Marked:
-    """The loss compares with a reference: a config that has none is refused."""
+    """Mark a loss that compares with a reference: a config that has none is refused."""
     return _marked(fn, "needs_reference")
 
 
 def holds_to_generator(fn: Marked) -> Marked:
-    """The loss takes generator_logprobs for an earlier version of the policy itself, near which it
-    holds the policy: a generator that samples at temperatures of its own is refused.
+    """Mark a loss that takes generator_logprobs for an earlier version of the policy itself, near
+    which it holds the policy: a generator that samples at temperatures of its own is refused.
     """
     return _marked(fn, "holds_to_generator")
 
 
 def token_advantages(fn: Marked) -> Marked:
-    """The loss uses an advantage of each token's own, as trainer.advantages=gae makes them."""
+    """Mark a loss that uses an advantage of each token's own, as trainer.advantages=gae makes
+    them.
+    """
     return _marked(fn, "token_advantages")
 
 
 def sums_completions(fn: Marked) -> Marked:
-    """The loss is a mean over completions (or groups) of sums over a completion's tokens. A KL term
-    around it is then of the same kind, so that its coefficient is the beta of the papers.
+    """Mark a loss that is a mean over completions (or groups) of sums over a completion's tokens. A
+    KL term around it is then of the same kind, so that its coefficient is the beta of the papers.
     """
     return _marked(fn, "sums_completions")
 
@@ -113,7 +119,7 @@ def has_mark(fn: Loss | None, mark: str) -> bool:
 
 
 def reference_of(inputs: LossInputs, name: str) -> Tensor:
-    """ref_logprobs. ValueError where no reference runs, for the loss called `name`."""
+    """Return ref_logprobs. ValueError where no reference runs, for the loss called `name`."""
     if inputs.ref_logprobs is None:
         raise ValueError(f"{name} needs ref_logprobs: switch the reference on (reference=frozen)")
     return inputs.ref_logprobs
@@ -123,7 +129,7 @@ def reference_of(inputs: LossInputs, name: str) -> Tensor:
 
 
 def masked(values: Tensor, mask: Tensor) -> Tensor:
-    """values where mask, else 0; in float32 at least.
+    """Return values where mask, else 0; in float32 at least.
 
     It is not a product with the mask: 0 * inf is NaN, in the gradient too.
     """
@@ -131,19 +137,23 @@ def masked(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def log_ratio(inputs: LossInputs, old_logprobs: Tensor) -> Tensor:
-    """[T]: log(pi / old) where trained, else 0; in float32 at least. pi = trainer_logprobs."""
+    """Return [T]: log(pi / old) where trained, else 0; in float32 at least. pi =
+    trainer_logprobs.
+    """
     mask = inputs.loss_mask
     return masked(inputs.trainer_logprobs, mask) - masked(old_logprobs, mask)
 
 
 def pulled(inputs: LossInputs, of_label: Tensor) -> Tensor:
-    """[T]: the advantage, without gradient, times what a label has [T], 0 where masked."""
+    """Return [T]: the advantage, without gradient, times a value of each label [T], 0 where
+    masked.
+    """
     mask = inputs.loss_mask
     return masked(inputs.advantages, mask).detach() * masked(of_label, mask)
 
 
 def ratio(log_ratio: Tensor) -> Tensor:
-    """exp(log_ratio), at most e^20."""
+    """Return exp(log_ratio), at most e^20."""
     return log_ratio.clamp(max=MAX_LOG_RATIO).exp()
 
 
@@ -167,7 +177,7 @@ def half_square(x: Tensor) -> Tensor:
 
 
 def maximum(values: Tensor) -> Tensor:
-    """The largest of the values, or 0 where there is none."""
+    """Return the largest of the values, or 0 where there is none."""
     return values.amax() if values.numel() else values.new_zeros(())
 
 
@@ -175,7 +185,7 @@ def maximum(values: Tensor) -> Tensor:
 
 
 def per_token(total: Tensor, num_loss_tokens: float) -> Tensor:
-    """total / num_loss_tokens, the trained tokens of the whole batch over all ranks.
+    """Divide a total by num_loss_tokens, the trained tokens of the whole batch over all ranks.
 
     A batch without any has loss 0. ValueError for a negative count.
     """
@@ -187,12 +197,13 @@ def per_token(total: Tensor, num_loss_tokens: float) -> Tensor:
 
 
 def per_completion(total: Tensor, completions: Completions) -> Tensor:
-    """total / the trained completions of the whole batch over all ranks."""
+    """Divide a total by the trained completions of the whole batch over all ranks."""
     return total / max(completions.num_completions, 1)
 
 
 def normalized(objective: Tensor, inputs: LossInputs, normalize: str) -> Tensor:
-    """The microbatch's share of the batch's mean of an objective [T], which is 0 where masked.
+    """Return the microbatch's share of the batch's mean of an objective [T], which is 0 where
+    masked.
 
     "sums"         sum_jt o_jt / num_completions                            (a KL a completion)
     "tokens"       sum_t o_t / num_loss_tokens                                (TRL "dapo"; PRIME-RL)

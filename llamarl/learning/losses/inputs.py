@@ -1,4 +1,4 @@
-"""What a loss is given: one microbatch of trained tokens, and how much there is in the whole batch.
+"""The input of a loss: one microbatch of trained tokens, and how much there is in the whole batch.
 
     loss of a batch = sum over its microbatches of  (1/num_loss_tokens) sum_t f(trainer_logprobs_t)
 
@@ -43,17 +43,17 @@ class Completions:
     sum_over_ranks: Callable[[Tensor], Tensor] | None = None
 
     def lengths(self, loss_mask: Tensor) -> Tensor:
-        """[N] float32: how many trained labels each completion has."""
+        """Return [N] float32: how many trained labels each completion has."""
         return self.sums(loss_mask.float())
 
     def sums(self, values: Tensor) -> Tensor:
-        """[N]: the sum of each completion's values [T]."""
+        """Return [N]: the sum of each completion's values [T]."""
         return sum_by(values, self.index, self.groups.numel())
 
     def group_mean(self, values: Tensor, valid: Tensor) -> Tensor:
-        """[N]: for each completion the mean of its group's valid values [N], 0 of none. What is not
-        valid may hold anything. It is of the whole group also where ranks share it: ValueError then
-        for values with a gradient.
+        """Return [N]: for each completion the mean of its group's valid values [N], 0 without any.
+        Values that are not valid may be anything. The mean is of the whole group also where ranks
+        share it: ValueError then for values with a gradient.
         """
         size = self.groups.numel()
         sums = sum_by(torch.where(valid, values, 0), self.groups, size)

@@ -25,7 +25,7 @@ Bound = float | None  # None: no bound
 
 
 def at_level(token_log_ratio: Tensor, inputs: LossInputs, level: str) -> Tensor:
-    """[T]: the log ratio that each label is weighted by, from its own [T] (0 where masked).
+    """Return [T]: the log ratio that each label is weighted by, from its own [T] (0 where masked).
 
     ValueError for an unknown level.
     """
@@ -43,7 +43,7 @@ def at_level(token_log_ratio: Tensor, inputs: LossInputs, level: str) -> Tensor:
 def kept_labels(
     raw: Tensor, loss_mask: Tensor, ratio_mask_low: Bound, ratio_mask_high: Bound
 ) -> tuple[Tensor, Metrics]:
-    """[T] bool: the trained labels whose ratio [T] is inside the mask's bounds.
+    """Return [T] bool: the trained labels whose ratio [T] is inside the mask's bounds; and metrics.
 
     NaN is inside: what is broken must reach the check of the loss. metrics: ratio/masked (labels
     outside), nothing where there is no mask.
@@ -56,12 +56,13 @@ def kept_labels(
 
 
 def bound(limit: Bound) -> float:
-    """The limit as a number: infinity for None."""
+    """Return the limit as a number: infinity for None."""
     return math.inf if limit is None else limit
 
 
 def off_policy_metrics(token_log_ratio: Tensor, raw: Tensor) -> Metrics:
-    """How far off-policy the batch is: ratio/sum and ratio/max of the raw ratio [T], kl/generator.
+    """Measure how far off-policy the batch is: ratio/sum and ratio/max of the raw ratio [T],
+    kl/generator.
 
     kl/generator is the k3 estimate of KL(mu || pi).
     """
@@ -73,13 +74,13 @@ def off_policy_metrics(token_log_ratio: Tensor, raw: Tensor) -> Metrics:
 
 
 def token_metrics(inputs: LossInputs) -> Metrics:
-    """`off_policy_metrics` of each token's own ratio, for losses that do not use it."""
+    """Return `off_policy_metrics` of each token's own ratio, for losses that do not use it."""
     token = log_ratio(inputs, inputs.generator_logprobs).detach()
     return off_policy_metrics(token, masked(ratio(token), inputs.loss_mask))
 
 
 def check_ratio(ratio_cap: Bound, ratio_mask_low: Bound, ratio_mask_high: Bound) -> None:
-    """ValueError, with the remedy, for knobs that contradict themselves."""
+    """Raise ValueError, with the remedy, for knobs that contradict themselves."""
     if ratio_cap is not None and not ratio_cap > 0:
         raise ValueError(f"ratio_cap={ratio_cap}: need more than 0, or null for no cap")
     if not 0 <= (ratio_mask_low or 0.0) < bound(ratio_mask_high):

@@ -102,7 +102,7 @@ def regularised(
 
 
 def kl_to_reference(x: Tensor, estimator: str) -> Tensor:
-    """Estimates [T] of KL(pi || ref) from one sample of pi, with x = log(ref/pi) [T]
+    """Estimate KL(pi || ref) [T] from one sample of pi, with x = log(ref/pi) [T]
 
     (Schulman, "Approximating KL divergence".)
 
