@@ -50,7 +50,7 @@ from llamarl.tickets.prompts import AnyPrompts
 from llamarl.types import Completion, Prompt, Stretch
 
 TRAIN = 0  # stream of the engine; the others are evaluation's
-STRETCHES = "stretches"  # what the names of channels of Stretches end with
+STRETCHES = "stretches"  # ends the names of channels of Stretches
 REFERENCE_STRETCHES = f"reference_{STRETCHES}"
 
 log = logging.getLogger(__name__)
@@ -58,23 +58,23 @@ log = logging.getLogger(__name__)
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class Generator(Executor):
-    """One engine a replica. Sampling is a function of (seed, ticket, sample_index, position), not
-    of the rank or the batch.
+    """Samples completions, with one engine a replica. Sampling is a function of (seed, ticket,
+    sample_index, position), not of the rank or the batch.
 
-    build_engine: builds the replica's engine, whichever it is, at set-up.
+    build_engine: builds the replica's engine at set-up.
     prompts: prompts[ticket] is the ticket's prompt.
-    eval_prompts: the held-out ones by number, each answered greedily and eval_samples times by
-    `sampling`.
-    temperatures: of tickets, in the place of sampling's, which is what the trainer scores at. None:
-    sampling's.
+    eval_prompts: held-out prompts by number. Each gets a greedy completion, and eval_samples more
+    that are sampled by `sampling`.
+    temperatures: what tickets are sampled at, in place of sampling's temperature, at which the
+    trainer scores them. None: sampling's.
     chunk_tokens: tokens a row between two looks at weights, tickets and stop requests.
-    in_flight_updates: take new weights in while completions run; else when none does.
+    in_flight_updates: take new weights in while completions run; else only when none does.
     recompute_kv: at new weights, compute anew what is cached of running completions.
     parity_tolerance: nats that the canary of a version may differ from the trainer's.
-    max_quantization_kl: of quantised weights, the most nats of mean KL in the place of that; None:
-    they are not quantised. The engine is then a QuantizedEngine.
-    max_seconds: what has not ended so long after its ticket's start ends there, aborted, as at the
-    ledger's order to truncate. None: no limit.
+    max_quantization_kl: for quantised weights, the most nats of mean KL, checked in place of
+    parity_tolerance. The engine is then a QuantizedEngine. None: weights are not quantised.
+    max_seconds: a completion that has not ended so long after its ticket's start ends there,
+    aborted, as at the ledger's order to truncate. None: no limit.
     """
 
     name = "generator"
@@ -97,15 +97,16 @@ class Generator(Executor):
     def __post_init__(self):
         self.version = -1
         self._sampled = 0  # tokens
-        self._evaluating = 0  # completions of held-out prompts still to finish
-        # Of the tickets whose groups are not whole, kept by the first rank of a replica alone:
+        self._evaluating = 0  # completions of held-out prompts that are not finished
+        # The tickets whose groups are not whole. Only the first rank of a replica keeps them.
         self._begun: dict[int, float] = {}  # when each began here, seconds
-        self._open: dict[int, list[Completion]] = {}  # those completions of it that were sent
+        self._open: dict[int, list[Completion]] = {}  # the completions that were sent
         self._send_again: list[Completion] = []  # what a resumed run had sent
-        # Of each live completion the tokens that were sent as stretches.
+        # How many tokens of each live completion were sent as stretches.
         self._told: dict[tuple[int, int], int] = {}
 
     def setup(self) -> None:
+        """Build the engine and bind it to the incoming weights."""
         self.replica = Lockstep(self.group, self.control)
         self.weights = receiver_of(self.inputs, "policy")
         self._commands: dict[str, Callable[..., object]] = {
@@ -121,17 +122,22 @@ class Generator(Executor):
 
     @property
     def finishes_on_stop(self) -> bool:
-        """A follower takes part to the end in what the first rank of its replica has begun."""
+        """Whether this rank goes on after a stop: a follower takes part to the end in what the
+        first rank of its replica has begun.
+        """
         return self.follows
 
     @property
     def follows(self) -> bool:
+        """Whether another rank of the replica decides what this one does."""
         return self.group.tensor_index > 0
 
     def step(self) -> bool:
+        """Take weights and tickets in, and sample a chunk. True if anything was done."""
         return self._follow() if self.follows else self._lead()
 
     def _lead(self) -> bool:
+        """Decide for the replica: swap weights, start and end tickets, sample a chunk."""
         swapped = self._swap_weights()
         completions, evaluations = self.outputs["completions"], self.outputs["evaluations"]
         has_room = completions.has_room() and evaluations.has_room()
@@ -139,12 +145,13 @@ class Generator(Executor):
             return swapped
         while self._send_again:
             completions.put(self._send_again.pop())
-        # Before the grants: an order comes after its ticket's grant, which is so taken by then.
+        # Orders are taken before grants: an order comes after its ticket's grant, so that the grant
+        # is taken by then.
         ended = self.tickets.to_truncate() + self._expired()
         # In step with the trainer, evaluation runs alone: what is batched together must not depend
         # on timing.
         is_blocked = self.tickets.synchronous and self._evaluating > 0
-        # As many groups as there is room for, a chunk ahead of need.
+        # Ask for as many groups as there is room for, a chunk ahead of need.
         room = (self.engine.free_slots - self.engine.num_waiting) // self.sampling.n
         if room > 0 and not is_blocked:
             granted = self.tickets.ask(self.group.data_index, room, self.version)
@@ -158,13 +165,14 @@ class Generator(Executor):
         return swapped or sampled
 
     def _together(self, do: str, **what) -> bool:
-        """Have every rank of the replica do it, this one too. `sampled` shows a rank that has come
-        apart from the others.
+        """Run a command on every rank of the replica, this one too. `sampled` shows a rank that has
+        come apart from the others.
         """
         self.replica.tell(do, sampled=self._sampled, **what)
         return bool(self._commands[do](**what))
 
     def _follow(self) -> bool:
+        """Do the leader's next command, if one has come."""
         self.replica.report(self.weights.staged)
         command = self.replica.next()
         if command is None:
@@ -181,6 +189,9 @@ class Generator(Executor):
         return True
 
     def waiting_for(self) -> str | None:
+        """Return what it waits for, in words that begin with the cause: weights, room or
+        tickets.
+        """
         if self.follows:
             return None  # its leader waits for what both need
         if self.version < 0:
@@ -207,6 +218,7 @@ class Generator(Executor):
     # -- what every rank of a replica does, when its leader does
 
     def _swap(self, version: int) -> bool:
+        """Take in the staged version, check its canary, and start its evaluation if it is due."""
         self.claim_device()
         began = time.monotonic()
         taken = self.weights.swap()
@@ -277,14 +289,14 @@ class Generator(Executor):
         return sampled > 0 or bool(finished)
 
     def _sampling_of(self, ticket: int) -> SamplingParams:
-        """How a ticket's completions are sampled, on every rank and after a resume alike."""
+        """Return how a ticket's completions are sampled, on every rank and after a resume alike."""
         if self.temperatures is None:
             return self.sampling
         return dataclasses.replace(self.sampling, temperature=self.temperatures.of(ticket))
 
     def _tell(self) -> None:
-        """Send what live completions have grown by. While one who reads it is behind, nothing is
-        sent, and then more at once: decoding never waits for it.
+        """Send the new tokens of live completions. While a reader is behind, nothing is sent, and
+        then more at once: decoding never waits for a reader.
         """
         if self.follows or not self._has_room_for_hints():
             return
@@ -316,7 +328,7 @@ class Generator(Executor):
             end.put(stretch)
 
     def _expired(self) -> list[int]:
-        """Tickets that have been at it for longer than max_seconds."""
+        """Return the tickets that have been in work for longer than max_seconds."""
         if self.max_seconds is None:
             return []
         now = time.monotonic()
@@ -325,6 +337,7 @@ class Generator(Executor):
     # -- checkpoints
 
     def _note_sent(self, completion: Completion) -> None:
+        """Keep a completion that was sent until its group is whole."""
         group = self._open.setdefault(completion.ticket, [])
         group.append(completion)
         if len(group) == self.sampling.n:
@@ -332,14 +345,18 @@ class Generator(Executor):
             del self._begun[completion.ticket]
 
     def state_dict(self) -> dict:
-        """Completions of groups that are not whole; of each replica its first rank saves them."""
+        """Return the completions of groups that are not whole. The first rank of each replica saves
+        them.
+        """
         if self.follows or not can_resume(self.engine):
             return pack([])
         partials = [partial for partial in self.engine.export_partials() if partial.stream == TRAIN]
         return pack([*partials, *chain.from_iterable(self._open.values())])
 
     def load_state_dict(self, parts: Iterable[Mapping]) -> None:
-        """This replica's share of the tickets that are in work: any replica can go on with any."""
+        """Take this replica's share of the tickets that are in work. Any replica can go on with any
+        ticket.
+        """
         if not can_resume(self.engine):
             return
         share = sorted(self.tickets.in_work())[self.group.data_index :: self.group.data_size]
@@ -350,7 +367,7 @@ class Generator(Executor):
             for sample in unpack(part, self.tickets.resumed_step, TRAIN, self._sampling_of):
                 if sample.ticket not in share:
                     continue
-                # Those of other prompts were left out when the checkpoint was opened.
+                # Completions of other prompts were left out when the checkpoint was opened.
                 same = torch.equal(sample.prompt_ids, self.prompts[sample.ticket].prompt_ids)
                 assert same, (
                     f"ticket {sample.ticket}: a saved completion is of another prompt than the "
@@ -374,9 +391,11 @@ class Generator(Executor):
     # -- ending
 
     def offloadable(self) -> list[torch.Tensor]:
+        """Return the tensors that may leave the device while others use it."""
         return self.engine.offloadable()
 
     def teardown(self) -> None:
+        """Let the replica's ranks leave together, then close weights and engine."""
         if hasattr(self, "engine"):
             self.replica.part(self._follow)
         if hasattr(self, "weights"):

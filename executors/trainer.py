@@ -55,13 +55,15 @@ from llamarl.models.sharding import num_parameters, parameter_shapes
 from llamarl.models.tp import TensorParallel
 from llamarl.models.training import training_decoder
 
-SHORT_S = 0.02  # a wait for data up to this is none
-EMA = "_ema"  # behind the name of an exported directory: the averaged weights
+SHORT_S = 0.02  # a shorter wait for data does not count as one
+EMA = "_ema"  # ends the name of the exported directory with the averaged weights
 _SAVED_AS = {"weights": "model/", "moments": ""}  # prefixes, see llamarl.models.sharded_state
 
 log = logging.getLogger(__name__)
 
-LEAST_RATE = 0.01  # of lr: what a step of a smaller one changes may be nothing
+# Below this share of lr a step may be too small to change the generator's weights, so equal weights
+# are no error.
+LEAST_RATE = 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,12 +78,12 @@ class AdamSettings:
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class FSDPTrainer(Executor):
-    """Policy version v is the number of steps, of batches taken, in the weights; step v makes v +
-    1, in one update or several.
+    """Trains the policy. Policy version v is the number of steps, of batches taken, in the weights;
+    step v makes v + 1, in one update or several.
 
     replicate: copies of the model, each sharded over an equal share of the ranks. tensor_parallel:
     ranks, one after another, that share each layer and train on the same groups. lora: train
-    adapters alone; generators, a reference that is reset and directories get merged weights.
+    adapters alone; they are merged into the weights before these are sent or exported.
     critic_path: directory that a value model of its own starts as; None: the critic is a head on
     the policy's trunk. critic_seed: of that model's head, where the directory has none.
     ema_decay: keep an exponential moving average of the weights, and export it too.
@@ -126,7 +128,7 @@ class FSDPTrainer(Executor):
         self.version = 0
         self.done = False
         self._published = -1
-        self._frozen: list[torch.nn.Parameter] = []  # of a reference of its own
+        self._frozen: list[torch.nn.Parameter] = []  # parameters of a reference of its own
         self._wait_since = time.monotonic()
 
     # --- Life ---
@@ -140,13 +142,13 @@ class FSDPTrainer(Executor):
             )
         self.decoder = self._load_decoder(self.model_path, lora=self.lora)
         named = named_parameters_hf(self.decoder)
-        # What is trained and saved, adapters and no frozen weights; and what the policy is to
-        # everybody else.
+        # `_shards` are trained and saved: adapters, and no frozen weights. `_policy` is what all
+        # others see.
         self._shards = [
             Shard(name, p, held_box(self.decoder, name, p)) for name, p in named if p.requires_grad
         ]
         self._policy = PolicyWeights(self.decoder)
-        # As they are now: after a forward FSDP shows its root's gathered ones.
+        # Listed now, because after a forward FSDP shows its root's gathered parameters.
         self._all_parameters = list(self.decoder.parameters())
         trained = [shard.parameter for shard in self._shards]
         self.optimizer = self._optimizer_of(trained, self.settings.lr)
@@ -234,13 +236,16 @@ class FSDPTrainer(Executor):
         return TensorParallel.of(self.group, split_vocabulary=self.split_vocabulary)
 
     def step(self) -> bool:
+        """Take the groups of a step and train on them, publish a version, or save and end. Returns
+        whether anything was done. Collective over the trainer's ranks once a step is taken.
+        """
         arrived = self._receive()
         if self._published < self.version:
             self._publish(must_differ=False)
             return True
         if self.done:
             return arrived
-        # Looked at first: the leader's last batch is told before its word to stop.
+        # Read this before taking: the leader tells its last batch before its word to stop.
         stopping = self.control.stopping
         is_last = self.version >= self.settings.max_steps
         tickets = None
@@ -258,8 +263,7 @@ class FSDPTrainer(Executor):
     def _has_room(self) -> bool:
         """Whether the weights of this step can leave.
 
-        A step that waited for that would keep this rank's own generator from taking earlier ones
-        in.
+        If a step waited for that, this rank's own generator could not take earlier ones in.
         """
         resets = self.resets_reference(self.version + 1)
         if resets and not self._sender_to_reference.has_room():
@@ -267,6 +271,9 @@ class FSDPTrainer(Executor):
         return self.weights.has_room()
 
     def waiting_for(self) -> str | None:
+        """Return what it waits for, in words that begin with the cause: weights or data; None at
+        the end.
+        """
         if self.done:
             return None
         if self.version < self.settings.max_steps and not self._has_room():
@@ -279,6 +286,9 @@ class FSDPTrainer(Executor):
     # --- One step ---
 
     def _receive(self) -> bool:
+        """Move groups that have come into the buffer, and tell the ledger. Returns whether any
+        came.
+        """
         groups = list(chain.from_iterable(channel.take() for channel in self.inputs.values()))
         if groups:
             self.buffer.put(groups)
@@ -286,6 +296,7 @@ class FSDPTrainer(Executor):
         return bool(groups)
 
     def _train(self, tickets: list[int]) -> None:
+        """Make one step on the groups of these tickets, publish its version and report its row."""
         self.claim_device()
         waited_s = time.monotonic() - self._wait_since
         groups = self.buffer.take(tickets, self.version)
@@ -307,7 +318,7 @@ class FSDPTrainer(Executor):
         self.tickets.trained(result.mean_reward if result.num_trained_tokens else math.nan)
         stall_s = self._publish(must_differ=self._must_differ(result.grad_norm))
         if self.resets_reference(self.version):
-            # Mail tells of it, in order with that of checkpoints.
+            # A message tells of it, so that it keeps its order with those of checkpoints.
             self._sender_to_reference.publish(self.version, must_load=True, must_differ=False)
             if self.control.is_leader:
                 for rank in self._sender_to_reference.receivers:
@@ -331,8 +342,8 @@ class FSDPTrainer(Executor):
         self._wait_since = time.monotonic()
 
     def _is_given_up(self) -> bool:
-        """Between two microbatches: take in what has arrived, which may make room for tickets; and
-        whether the step had better end here.
+        """Whether the step had better end here. Between two microbatches it also takes in what has
+        arrived, which may make room for tickets.
         """
         self._receive()
         return self.control.ending
@@ -340,12 +351,13 @@ class FSDPTrainer(Executor):
     def _must_differ(self, grad_norm: float) -> bool:
         """Whether the step that made this version must show in the generator's weights.
 
-        A gradient below the optimizer's eps is the rounding of none, as equal rewards leave it, and
-        a schedule's last rates may be too small for the generator's dtype.
+        A gradient below the optimizer's eps is only rounding, as equal rewards leave it, and a
+        schedule's last rates may be too small for the generator's dtype.
         """
         return grad_norm > self.adam.eps and self.settings.rate(self.version - 1) > LEAST_RATE
 
     def _publish(self, *, must_differ: bool) -> float:
+        """Publish the present version. Returns the seconds that it held this rank up."""
         self.claim_device()
         sequences = canary_sequences(self.canary_prompts, first=self._published < 0)
         self._policy.refresh()
@@ -359,7 +371,7 @@ class FSDPTrainer(Executor):
         return stall_s
 
     def _finish(self) -> None:
-        """The last checkpoint: at a stop request, or after the last step."""
+        """Save the last checkpoint: at a stop request, or after the last step."""
         self.claim_device()
         self.checkpoints.save(self.version, self)
         self.done = True
@@ -367,8 +379,8 @@ class FSDPTrainer(Executor):
     # --- Checkpoints ---
 
     def state_dict(self) -> dict:
-        """This rank's shard: trained weights (float32) and their average, Adam's moments, the
-        critic's, the buffer; and which part of the model they are.
+        """Return this rank's shard: trained weights (float32) and their average, Adam's moments,
+        the critic's, the buffer; and which part of the model they are.
 
         What several ranks hold is stored by the first of them alone.
         """
@@ -396,8 +408,8 @@ class FSDPTrainer(Executor):
 
     @torch.no_grad()
     def load_state_dict(self, parts: Iterable[Mapping]) -> None:
-        """From all ranks' parts, whatever their number was: each rank takes the rows and the groups
-        that are its own now.
+        """Load from all ranks' parts, whatever their number was: each rank takes the rows and the
+        groups that are its own now.
 
         ValueError if it was saved with other adapters than this run's, or from a model of other
         shapes.
@@ -440,7 +452,9 @@ class FSDPTrainer(Executor):
         self._published = -1
 
     def _load_critic_state(self, critic: Critic, parts: Sequence[Mapping]) -> None:
-        """ValueError where a value model's weights are not there; a head then starts at 0."""
+        """Load the critic. ValueError if a value model's weights are not there; a head then starts
+        at 0.
+        """
         missing = critic.load_state_dict(parts)
         if missing and critic.trunk is not None:
             raise ValueError(
@@ -452,8 +466,8 @@ class FSDPTrainer(Executor):
             warnings.warn(message, stacklevel=2)
 
     def _check_fits(self, part: Mapping) -> None:
-        """ValueError if a saved part is of other adapters, or of tensors that this model does not
-        have, or of larger ones.
+        """Raise ValueError if a saved part has other adapters, or tensors that this model does not
+        have, or larger ones.
         """
         if part.get("lora") != self._lora_state():
             raise ValueError(
@@ -467,7 +481,7 @@ class FSDPTrainer(Executor):
 
     @property
     def export_bytes(self) -> int:
-        """About what `export` writes."""
+        """About how many bytes `export` writes."""
         copies = 2 if self._average else 1
         element_bytes = getattr(torch, self.model_dtype).itemsize
         return num_parameters(self.decoder.config) * element_bytes * copies
@@ -494,13 +508,15 @@ class FSDPTrainer(Executor):
                 export(whole, self.model_path, out, dtype=getattr(torch, self.model_dtype))
 
     def _lora_state(self) -> dict | None:
-        """As it comes back from JSON."""
+        """Return the adapters' settings as they come back from JSON; None without adapters."""
         if not self.lora:
             return None
         return {**dataclasses.asdict(self.lora), "targets": sorted(self.lora.targets)}
 
     def offloadable(self) -> list[torch.Tensor]:
-        """Weights, their average and the optimizer's moments; gradients end with the step."""
+        """Return weights, their average and the optimizer's moments; gradients end with the
+        step.
+        """
         self.optimizer.zero_grad(set_to_none=True)
         own = [*self._all_parameters, *self._frozen, *optimizer_tensors(self.optimizer)]
         tensors = [local(tensor) for tensor in own]
@@ -512,5 +528,6 @@ class FSDPTrainer(Executor):
         return tensors
 
     def teardown(self) -> None:
+        """Close the channels of weights."""
         for weights in getattr(self, "outputs", {}).values():
             weights.close()

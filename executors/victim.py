@@ -1,4 +1,4 @@
-"""Victim: attacks in, the answers of a model with fixed weights out.
+"""Victim: takes attacks, and samples the replies of a model with fixed weights.
 
     loop step    consumes                     waits for                   unblocked by
     take         completions, evaluations     room in answered,           the reward
@@ -6,8 +6,8 @@
     begin        what has come                the slots of its engine     -
     decode       one chunk of tokens          -                           -
 
-An answer is a function of (seed, ticket, sample_index, number of the answer) and the attack. It is
-never trained and no weights reach it. It keeps no state: attacks that were not trained on come
+A reply is a function of (seed, ticket, sample_index, number of the reply) and the attack. The victim
+is never trained and no weights reach it. It keeps no state: attacks that were not trained on come
 again on resume.
 """
 
@@ -26,8 +26,8 @@ from llamarl.scoring.assembly import Batches, Scorable
 from llamarl.scoring.scorer import Queue
 from llamarl.types import Answered, Completion, EvalCompletion, OutcomeKind
 
-# Of an engine's streams: those below are of the attacker's samples and of the pairs', whose random
-# numbers the answers must not share.
+# The first of the engine's streams for replies. Those below are for the attacker's samples and for
+# win rates, whose random numbers replies must not share.
 FIRST_STREAM = 16
 _KINDS = 3  # an attack of a ticket, a greedy one of an evaluation, a sampled one
 # Attacks that wait here; more wait in the channel, where the generator feels them.
@@ -38,7 +38,7 @@ Place = tuple[int, int]  # (stream, ticket) of an attack in the engine
 
 @dataclass(slots=True)
 class _Asked:
-    """An attack that is being answered."""
+    """An attack that the victim is replying to."""
 
     attack: Scorable
     prompt_ids: torch.Tensor  # [P] int64
@@ -47,17 +47,18 @@ class _Asked:
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class Victim(Executor):
-    """Answers each attack sampling.n times.
+    """Samples sampling.n replies to each attack.
 
-    consumes  "completions", "evaluations": attacks, of which a ticket's all come to one rank
-    produces  "answered", "eval_answered": each with its answers, as soon as it has all
+    consumes  "completions", "evaluations": attacks; all those of a ticket come to one rank
+    produces  "answered", "eval_answered": each attack with its replies, as soon as it has all
 
-    build_engine: of the device, with its weights. decode: the text of an attack's tokens. read: an
-    attack's text -> the victim's prompt, token ids [P]; what it raises ValueError for is an error,
-    and so is a prompt of more than max_prompt_tokens. An attack without text is an abstention, and
-    so is one that was aborted.
-    reproducible: the attacks of a ticket, or of an evaluation, are answered together and alone, so
-    that what is batched does not depend on timing; else whatever there is room for.
+    build_engine: given the device, builds the engine with its weights.
+    decode: token ids of an attack -> its text.
+    read: an attack's text -> the victim's prompt, token ids [P]. If it raises ValueError, the
+    attack is an error, and so is one whose prompt has more than max_prompt_tokens. An attack
+    without text is an abstention, and so is one that was aborted.
+    reproducible: the attacks of a ticket, or of an evaluation, get their replies together and
+    alone, so that what is batched does not depend on timing; else as many as there is room for.
     """
 
     name = "victim"
@@ -73,10 +74,10 @@ class Victim(Executor):
     reproducible: bool
 
     def __post_init__(self):
-        # Where it must be reproducible, what came of a ticket, or of a version's evaluation.
+        # If replies must be reproducible: attacks of a ticket, or of a version's evaluation, so far.
         self._groups: Batches[Scorable] = Batches(self.group_size)
         self._evaluations: Batches[Scorable] = Batches(self.num_eval_attacks)
-        self._ready: Queue[list[Scorable]] = Queue()  # what is answered together
+        self._ready: Queue[list[Scorable]] = Queue()  # attacks that get replies together
         self._asked: dict[Place, _Asked] = {}
 
     def setup(self) -> None:
@@ -84,7 +85,7 @@ class Victim(Executor):
         self.engine = self.build_engine(self.group.device)
 
     def step(self) -> bool:
-        """Take what came, and sample a chunk of the answers. True if there was any."""
+        """Take what came, and sample a chunk of the replies. True if there was any work."""
         if not all(output.has_room() for output in self.outputs.values()):
             return False
         has_taken = self._take()
@@ -92,7 +93,7 @@ class Victim(Executor):
         return self._decode() or has_begun or has_taken
 
     def waiting_for(self) -> str | None:
-        """What it waits for, in words that begin with the cause: room or data."""
+        """Return what it waits for, in words that begin with the cause: room or data."""
         for output in self.outputs.values():
             if not output.has_room():
                 return f"room: in channel {output.name}, which the reward empties"
@@ -104,7 +105,7 @@ class Victim(Executor):
         return None
 
     def offloadable(self) -> Iterable[torch.Tensor]:
-        """The tensors that may leave the device while others use it."""
+        """Return the tensors that may leave the device while others use it."""
         return self.engine.offloadable()
 
     def teardown(self) -> None:
@@ -113,8 +114,8 @@ class Victim(Executor):
             self.engine.close()
 
     def _take(self) -> bool:
-        """Enter what came. Evaluations need no room: a row of metrics waits for them, and there are
-        never more than the generator may have asked for.
+        """Take in what came. Evaluations need no room: a row of metrics waits for them, and there
+        are never more than the generator may have asked for.
         """
         room = max(0, MAX_PENDING - len(self._asked) - sum(map(len, self._ready)))
         evaluations = self.inputs["evaluations"].take()
@@ -128,7 +129,9 @@ class Victim(Executor):
         return bool(evaluations or completions)
 
     def _batch_with(self, attack: Scorable) -> list[Scorable]:
-        """All of a ticket, or of an evaluation, in order, if this one is the last to come."""
+        """Return all attacks of a ticket, or of an evaluation, in order, if this one is the last to
+        come.
+        """
         if isinstance(attack, Completion):
             return self._groups.add(attack.ticket, attack.sample_index, attack)
         if not attack.token_ids.numel():  # no version sampled it: its evaluation was given up
@@ -150,12 +153,12 @@ class Victim(Executor):
     def _may_begin(self, batch: list[Scorable]) -> bool:
         if self.reproducible:
             return not self._asked
-        # The same held-out prompt's attack of an earlier version has its place still.
+        # An attack of an earlier version on the same held-out prompt may still have its place.
         is_taken = any(place_of(attack) in self._asked for attack in batch)
         return self.engine.num_waiting < self.engine.free_slots and not is_taken
 
     def _ask(self, attack: Scorable) -> None:
-        """Have the engine answer an attack, or say what comes of it without."""
+        """Submit an attack to the engine, or send its outcome if it cannot be asked."""
         if attack.finish_reason == "aborted":
             self._send_unasked(attack, "abstain", "the attack was aborted")
             return
@@ -179,7 +182,7 @@ class Victim(Executor):
         self.engine.submit(ticket, prompt_ids, self.sampling, stream=stream)
 
     def _decode(self) -> bool:
-        """Sample a chunk, and send the attacks that have all their answers."""
+        """Sample a chunk, and send the attacks that have all their replies."""
         if not self._asked:
             return False
         self.claim_device()
@@ -212,7 +215,9 @@ class Victim(Executor):
 
 
 def place_of(attack: Scorable) -> Place:
-    """Where an attack's answers are sampled: no two of a run's tickets share random numbers."""
+    """Return where an attack's replies are sampled: no two tickets of a run share random
+    numbers.
+    """
     first = FIRST_STREAM + _KINDS * attack.sample_index
     if isinstance(attack, Completion):
         return first, attack.ticket
@@ -220,7 +225,7 @@ def place_of(attack: Scorable) -> Place:
 
 
 def answered_of(asked: _Asked) -> Answered:
-    """An attack with all its answers, in the order of their numbers."""
+    """Return an attack with all its replies, in the order of their numbers."""
     answers = sorted(asked.answers, key=lambda answer: answer.sample_index)
     return Answered(
         attack=asked.attack,

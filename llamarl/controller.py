@@ -67,7 +67,7 @@ class RunSettings:
     keep_checkpoints: int
     timeout_s: float
     heartbeat_timeout_s: float
-    # From a stop request to the sealed checkpoint, not counting while that is getting on.
+    # The time from a stop request to the sealed checkpoint, without that in which it gets on.
     stop_s: float
     offload: tuple[str, ...] = ()  # executors that take turns on the device that they share
     eval_target: float | None = None  # end once the evaluation's mean reward reaches it
@@ -75,19 +75,17 @@ class RunSettings:
     truncate: bool = False  # end stragglers at their deadline, rather than wait
     # A ticket that takes so many times the median is named in the log.
     straggler_factor: float = 5.0
-    # What every checkpoint says of its run (llamarl.launch.identity).
-    identity: Mapping[str, object] = field(default_factory=dict)
-    # Tickets of resume_from whose unfinished completions are of other prompts.
-    stale_tickets: frozenset[int] = frozenset()
+    identity: Mapping[str, object] = field(default_factory=dict)  # see llamarl.launch.identity
+    stale_tickets: frozenset[int] = frozenset()  # of resume_from: their prompts have changed
 
 
 def _is_kept(executor: Executor) -> bool:
-    """Whether no checkpoint can be without this executor's state."""
+    """Whether every checkpoint needs this executor's state."""
     return executor.leads or (executor.has_state() and not executor.state_is_optional)
 
 
 class _Clock:
-    """An executor's busy and idle time, and since when it waits for what."""
+    """Measures an executor's busy and idle time, and since when it waits for what."""
 
     def __init__(self, now: float):
         self.idle_since = now
@@ -168,7 +166,7 @@ class ExecutorController:
             timeout_s=settings.timeout_s,
         )
         self.reached_target = False  # of evaluations, on the leader: settings.eval_target
-        # Those of this rank whose steps the loop can leave, by name.
+        # This rank's executors whose steps the loop can leave, by name.
         self._breakable: dict[str, BreakableSteps] = {}
         self._told_of_loss = False
         self._current: Executor | None = None  # that makes a step
@@ -183,11 +181,11 @@ class ExecutorController:
 
     @property
     def step(self) -> int:
-        """Steps that were made, on a rank of the executor that leads."""
+        """The steps made so far, on a rank of the executor that leads."""
         return self._trainer.version
 
     def _hosted(self, rank: int) -> str:
-        """What a rank hosts, for people."""
+        """Return what a rank hosts, for people."""
         names = [e.name for e in self.executors if rank in self.placement[e.name]]
         return ", ".join(names) or "idle"
 
@@ -254,7 +252,7 @@ class ExecutorController:
             self.checkpoints.restore(self.settings.resume_from)
 
     def _group_of(self, executor: Executor) -> ExecutorGroup | None:
-        """Returns the executor's group; None on ranks that do not host it. Collective."""
+        """Return the executor's group; None on ranks that do not host it. Collective."""
         self._meet(f"executor {executor.name}")
         with reaching(f"the ranks of executor {executor.name}", rank=self.world.rank):
             return executor_group(
@@ -267,9 +265,9 @@ class ExecutorController:
             )
 
     def _meet(self, place: str) -> None:
-        """Wait for all ranks: what they make together next waits without end.
+        """Wait for all ranks, because what they make together next waits without end.
 
-        TimedOut names those that are not here.
+        TimedOut names the ranks that are not here.
         """
         store = self.world.store()
         if store is None:
@@ -291,7 +289,7 @@ class ExecutorController:
             time.sleep(0.01)
 
     def _info_for_links(self, info: RankInfo) -> RankInfo:
-        """What a rank says of itself: without its GPU, if what it sends lies on the host."""
+        """Return what a rank says of itself: without its GPU, if what it sends lies on the host."""
         for executor in self.executors:
             if executor.stages_on_host and info.rank in self.placement[executor.name]:
                 return replace(info, gpu=None, nccl=False)
@@ -352,7 +350,7 @@ class ExecutorController:
                 self.control.wait(rest_s)
 
     def _breakable_steps(self, keepers: set[int]) -> dict[str, BreakableSteps]:
-        """On a keeper: for the executors that it shares with ranks which are none.
+        """On a keeper: return steps of the executors that it shares with ranks that are none.
 
         Such a rank may hang in a collective with this one, which then has a checkpoint to save.
         """
@@ -379,7 +377,7 @@ class ExecutorController:
         return bool(told)
 
     def _serve_requests(self) -> None:
-        """Pass on what this rank has heard of a loss and of requests to stop."""
+        """Pass on losses and requests to stop that this rank has heard of."""
         if self.control.loss is not None:
             self._hear_of_loss()
         if self._has_signal and not self.control.stopping:
@@ -390,11 +388,11 @@ class ExecutorController:
             self.control.request_stop()
 
     def _check_stop(self) -> None:
-        """After a stop request: TimedOut, or the loss, if the end takes too long."""
+        """After a stop request: raise TimedOut, or the loss, if the end takes too long."""
         now = time.monotonic()
         if self._stop_until is None:
             self._stop_until = now + self._patience_s
-        # What gets on with its checkpoint is not late.
+        # A rank that gets on with its checkpoint is not late.
         if now <= max(self._stop_until, self.control.progressed_at + self._patience_s):
             return
         if self.control.is_leader:
@@ -409,7 +407,9 @@ class ExecutorController:
         raise self.control.loss or late
 
     def _goes_on(self, executor: Executor) -> bool:
-        """A stop ends all work but the last checkpoint and what has begun; a loss that too."""
+        """Whether the executor is still stepped: after a stop if it leads or has to finish what it
+        began, after a loss only if it leads.
+        """
         if self.control.loss is not None:
             return executor.leads
         return executor.leads or executor.finishes_on_stop or not self.control.stopping
@@ -425,12 +425,12 @@ class ExecutorController:
         try:
             return self._step(executor, clock)
         except Exception as error:  # whatever it is, the trainer is whole
-            # A collective breaks here because another rank is gone: that one is named.
+            # A collective breaks here because another rank died: blame that rank.
             self.control.lose(self.control.explained(error, self._doing, is_loss=True))
             return False
 
     def _hear_of_loss(self) -> None:
-        """Once: tell the others; on the leader have the keepers save what there is to save."""
+        """Tell the others of a loss, once; on the leader let the keepers save what there is."""
         loss = self.control.loss
         if loss is None or self._told_of_loss:
             return
@@ -445,7 +445,7 @@ class ExecutorController:
             self.control.fail_now(loss)
 
     def _seal_last(self) -> str:
-        """On the leader: wait for the last checkpoint. Returns what came of it, for people.
+        """On the leader: wait for the last checkpoint, and return the result, for people.
 
         CheckpointError or TimedOut where nothing else ends the run.
         """
@@ -463,7 +463,7 @@ class ExecutorController:
     def _patience_s(self) -> float:
         """How long an end that was asked for may take.
 
-        The others wait for the leader, which may be writing: it alone says what is too slow.
+        The others wait for the leader, which may be writing: it alone decides what is too slow.
         """
         stops = self.control.stopping and self.control.is_leader
         return self.settings.stop_s if stops else self.settings.timeout_s
@@ -492,7 +492,7 @@ class ExecutorController:
         # While a rank gets on with a checkpoint, others may have to wait for it.
         waited_s = now - max(clock.reason_since, self.control.progressed_at)
         if reason and waited_s > self.settings.timeout_s:
-            # Between two steps everything is whole: a loss, and no failure.
+            # Between two steps everything is whole, so this is a loss and no failure.
             self.control.lose(
                 TimedOut(
                     f"{executor.name} on rank {self.world.rank} waited {waited_s:.0f} s for "
@@ -519,7 +519,7 @@ class ExecutorController:
         return worked
 
     def _was_left(self, executor: Executor) -> bool:
-        """Whether a step of it was left, so that nothing may be asked of it any more."""
+        """Whether a step of the executor was left, so that nothing may be asked of it any more."""
         steps = self._breakable.get(executor.name)
         return steps is not None and steps.left
 
@@ -572,9 +572,9 @@ class ExecutorController:
     def _close(self, ended_well: bool) -> None:
         """Release everything.
 
-        What the disk refuses then is an error of its own only where there is no earlier one.
+        An error of the disk is raised only if there is no earlier error.
         """
-        # One whose step was left still uses what a teardown would release.
+        # An executor whose step was left still uses what a teardown would release.
         whole = [executor for executor in self.local if not self._was_left(executor)]
         closing = [executor.teardown for executor in reversed(whole)]
         closing += [endpoint.close for endpoint in self._endpoints]

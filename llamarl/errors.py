@@ -1,4 +1,4 @@
-"""Ends that explain themselves: what the message of each says is all that a user needs."""
+"""Errors that end a run and explain themselves: the message of each is all that a user needs."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ class InUse(ValueError):
 
 
 class BadWeights(ValueError):
-    """Weights that the user gave hold NaN or infinite numbers, as only who loads them finds. The
-    message names the directory and the tensor.
+    """Weights that the user gave hold NaN or infinite numbers. Only the executor that loads them
+    finds that. The message names the directory and the tensor.
     """
 
 

@@ -46,8 +46,8 @@ class Ticket:
     """
 
     index: int  # dense from 0, in prompt order; PromptStream(task, seed)[index] is its prompt
-    # the last optimizer step that may train on it: version when started + max_lag (tickets.NEVER
-    # without one)
+    # the last optimizer step that may train on it: version when started + max_lag, or
+    # llamarl.tickets.ledger.NEVER without a max_lag
     deadline: int
 
 
@@ -59,13 +59,13 @@ class Message:
     content: str
 
     def to_dict(self) -> dict[str, str]:
-        """{"role": ..., "content": ...}"""
+        """Return {"role": ..., "content": ...}."""
         return {"role": self.role, "content": self.content}
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What a ticket (or an evaluation question) asks. Made by a task; the same on every rank."""
+    """The question of a ticket (or of an evaluation). Made by a task; the same on every rank."""
 
     prompt_ids: Tensor  # [P] int64
     text: str  # the prompt as the reward function sees it
@@ -76,12 +76,12 @@ class Prompt:
 
     @property
     def asked(self) -> str | tuple[Message, ...]:
-        """The turns of a conversation, or the text of a prompt that is none."""
+        """The turns of a conversation, or the text of a prompt that is no conversation."""
         return self.messages or self.text
 
     @property
     def reward_meta(self) -> dict[str, object]:
-        """The meta that a reward gets: of a conversation with its turns, as {"role", "content"},
+        """The meta that a reward gets; a conversation's has its turns, as {"role", "content"},
         under MESSAGES_KEY.
         """
         if not self.messages:
@@ -116,8 +116,8 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """The next tokens of a completion that is being sampled: a hint, for who reads it meanwhile.
-    Made by a generator between two chunks, consumed by the reward and the reference.
+    """The next tokens of a completion that is being sampled: a hint, for executors that read it
+    meanwhile. Made by a generator between two chunks, consumed by the reward and the reference.
 
     The completion itself says all of it again, and nothing is lost where stretches are.
     """
@@ -139,7 +139,7 @@ class Stretch:
 
 @dataclass(frozen=True, slots=True)
 class EvalCompletion:
-    """One answer to a held-out prompt, of which each gets a greedy one and k sampled ones. Made by
+    """A completion of a held-out prompt. Each prompt gets a greedy one and k sampled ones. Made by
     a generator as soon as it finishes, consumed by the reward.
     """
 
@@ -148,7 +148,7 @@ class EvalCompletion:
     sample_index: int  # 0 .. k-1 of those sampled; 0 of the greedy one
     # [L] int64; if finish_reason is "stop", the last is a stop token, or completes a stop string
     token_ids: Tensor
-    policy_versions: Tensor  # [L] int64, all alike: one version answers all of an evaluation
+    policy_versions: Tensor  # [L] int64, all alike: an evaluation is of one version
     finish_reason: FinishReason
 
     def __post_init__(self):
@@ -163,16 +163,16 @@ class EvalCompletion:
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """An attack, and the M answers of the victim to it, end to end: A tokens of the victim's. Made
+    """An attack, and the M replies of the victim to it, end to end: A tokens of the victim's. Made
     by a victim, consumed by the reward.
     """
 
     attack: Completion | EvalCompletion
     prompt_ids: Tensor  # [P] int64, the victim's tokens: what it read; [0] if it was not asked
     lengths: Tensor  # [M] int64; [0] if it was not asked
-    token_ids: Tensor  # [A] int64; each answer ends with a stop token of the victim if it has ended
+    token_ids: Tensor  # [A] int64; a reply that has ended ends with a stop token of the victim
     has_ended: tuple[bool, ...]  # M: by itself, and not for want of room
-    outcome: OutcomeKind  # "score": to be scored; else what comes of the attack without an answer
+    outcome: OutcomeKind  # "score": to be scored; else what comes of the attack without a reply
     reason: str  # why, for "abstain" and "error"
 
     def __post_init__(self):
@@ -188,13 +188,13 @@ class Answered:
 
     @property
     def ticket(self) -> int:
-        """The attack's, by which it is routed."""
-        assert isinstance(self.attack, Completion), "answers to a held-out prompt have no ticket"
+        """The attack's ticket, by which it is routed."""
+        assert isinstance(self.attack, Completion), "replies to a held-out attack have no ticket"
         return self.attack.ticket
 
     @property
     def answers(self) -> tuple[Tensor, ...]:
-        """M times [L]."""
+        """The M replies, [L] each."""
         return self.token_ids.split(self.lengths.tolist())
 
 
@@ -226,8 +226,7 @@ class Group:
     rewards: Tensor  # [G] float32, NaN where the completion must not be trained on
     finish_reasons: tuple[str, ...]  # G
     outcomes: tuple[str, ...]  # G
-    # policy version of the reference that made ref_logprobs; 0: the weights that training started
-    # from
+    # policy version of the reference that made ref_logprobs; 0: the weights that training began with
     ref_version: int = 0
 
     def __post_init__(self):
@@ -251,7 +250,7 @@ class Group:
 
     @classmethod
     def of(cls, scored: list[ScoredCompletion]) -> Group:
-        """Join the scored completions of one ticket, in sample order. ValueError if they are of
+        """Join the scored completions of one ticket, in sample order. ValueError if they belong to
         several tickets.
         """
         scored = sorted(scored, key=lambda s: s.completion.sample_index)
@@ -288,7 +287,7 @@ class Group:
 
     @property
     def oldest_version(self) -> int:
-        """The smallest policy version in it: lag is the trainer's version minus this."""
+        """The smallest policy version in the group: its lag is the trainer's version minus this."""
         return int(self.policy_versions.min()) if self.policy_versions.numel() else 0
 
 

@@ -204,9 +204,7 @@ def load_part(path: Path, name: str, rank: int) -> Part:
 
 
 def in_work(path: Path) -> set[int]:
-    """Return the tickets whose unfinished completions some executor saved, as `in_work` in its
-    part.
-    """
+    """Return the tickets whose unfinished completions an executor saved as `in_work`."""
     tickets = set()
     for name, ranks in _read_manifest(path)["parts"].items():
         for rank in ranks:
@@ -308,8 +306,7 @@ class Checkpointer:
 
     @contextmanager
     def writing(self, step: int, part: str, num_bytes: int) -> Iterator[None]:
-        """Report what the disk refuses inside the block to the leader, as that part's error,
-        instead of raising it.
+        """Report what the disk refuses in the block to the leader, as that part's error.
 
         `step` will then not be sealed. num_bytes: how much the part needs, for the message.
         """
@@ -336,9 +333,7 @@ class Checkpointer:
         return None
 
     def register_files(self, step: int, part: str, files: list[Path]) -> None:
-        """Register files that were written below `begin(step)` as a part, and put them on disk for
-        good.
-        """
+        """Register files written below `begin(step)` as a part, and put them on disk for good."""
         folder = self.begin(step)
         written: Files = {}
         for file in files:
@@ -466,7 +461,7 @@ class Checkpointer:
             if kept == self._keep or step > newest:
                 discard(path)
                 continue
-            with named_if_unread(path):  # which stays, for it may be good
+            with named_if_unread(path):  # it stays, because it may be good
                 if verify(path, hashes=False):
                     discard(path)
                 else:
@@ -500,9 +495,7 @@ def _digest(body: dict) -> str:
 
 
 def _read_manifest(path: Path) -> dict:
-    """Read the manifest. CheckpointError, naming the file, if it is absent, damaged or of another
-    format.
-    """
+    """Read the manifest. CheckpointError if it is absent, damaged or of another format."""
     file = path / MANIFEST
     if not file.is_file():
         raise CheckpointError(
@@ -539,9 +532,7 @@ def _split(name: str, state: State) -> tuple[dict[str, Tensor], dict[str, object
 
 
 def _check_json(where: str, value: object) -> None:
-    """Raise TypeError for what JSON cannot hold, or would change (an integer key becomes a
-    text).
-    """
+    """Raise TypeError for what JSON cannot hold or would change: an integer key becomes a text."""
     if isinstance(value, dict):
         for key, item in value.items():
             if not isinstance(key, str):

@@ -56,7 +56,7 @@ GRACE_S = 10.0
 EXIT_PEER_DIED = 70
 NAMED_S = 2.0  # the name of a dead rank comes within so long of what its death broke
 STORE_PATIENCE = 3  # times heartbeat_timeout_s that the Store may be silent
-_OF_GLOO = re.compile(r"gloo|Connection (closed|reset) by peer")  # which raises plain RuntimeErrors
+_OF_GLOO = re.compile(r"gloo|Connection (closed|reset) by peer")  # gloo raises plain RuntimeErrors
 _FOREVER = timedelta(days=7)
 
 
@@ -86,7 +86,9 @@ class Control:
         self.failure: Exception | None = None  # ends this rank now
         # Ends this rank once the keepers have sealed a checkpoint.
         self.loss: Exception | None = None
-        self.keepers: frozenset[int] = frozenset()  # none: there is no state yet that were worth it
+        self.keepers: frozenset[int] = (
+            frozenset()
+        )  # empty while there is no state worth a checkpoint
         self._beaten_at = math.inf  # the last time that the Store took this rank's beat
         self._last_words_until = math.inf
         self._last_words_s = 0.0

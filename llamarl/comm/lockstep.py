@@ -26,7 +26,7 @@ from typing import Protocol
 from llamarl.executor import POLL_S, ExecutorGroup, Mail
 
 LAST = "end"  # the command after which nothing more comes
-END_S = 15.0  # a peer waits no longer for it
+END_S = 15.0  # a peer waits no longer for LAST than this
 
 
 class StagedVersion(Protocol):
@@ -48,7 +48,7 @@ class Lockstep:
         self.follows = group.rank != self.leader
         self.ended = False  # nothing more comes
         self._control = control
-        # Of each executor its own: a rank may lead or follow in several.
+        # Each executor has its own topics, because a rank may lead or follow in several.
         self._topic = f"lockstep/{group.name}"
         self._held_topic = f"held/{group.name}"
         self._is_torn = False  # a command has failed midway

@@ -97,7 +97,7 @@ class Staging:
 
         What other links carry of a piece's rows is copied with it, before its own bucket's turn.
         """
-        # Of what has been copied, by where it starts in the slot.
+        # Digests of the pieces that have been copied, by their first byte in the slot.
         digests: dict[int, int | Tensor] = {}
         for bucket in self._buckets:
             for piece in bucket.pieces:

@@ -24,7 +24,7 @@ from llamarl.models.attention import PackedAttention
 from llamarl.models.build import Decoder
 from llamarl.models.scorer import scores_at
 
-# Of the confidence max(p, 1 - p) of a pair, which is at least a half: 50 to 55 %, to 60 %, ...
+# Bins of a pair's confidence max(p, 1 - p), which is at least a half: 50 to 55 %, to 60 %, ...
 NUM_BINS = 10
 BINS = tuple(f"{50 + 5 * i}-{55 + 5 * i}" for i in range(NUM_BINS))
 

@@ -7,9 +7,9 @@
                                        leave when it is full
                                  draw  B prompts a step, K completions each
 
-A prompt that is generated again adds to its completions. Prompts are told apart by their token ids,
-and so are a prompt's completions: of equal ones the last to come is drawn, the others are copies,
-which only take their place. What a trainer rank holds is of its own tickets
+A prompt that is generated again adds to its completions. Two prompts are the same if their token
+ids are equal; likewise completions. Of equal completions only the newest can be drawn. Older copies
+still count towards max_size. A trainer rank holds groups of its own tickets
 (llamarl.comm.channel.dp_rank_of): a group is never split, and a prompt that comes again in a
 later epoch may do so on another rank, where it is a prompt of its own.
 
@@ -109,7 +109,7 @@ class ReplayBuffer(GroupBuffer):
     max_size. good_reward: completions of at least so much are counted, each once; None: none are.
 
     max_lag: of what is handed over, as a GroupBuffer's. most_lag: what lag_bound says of the rest;
-    a group that is older leaves, which none is before a resume on another number of ranks. None: no
+    an older group leaves, which happens only after a resume on another number of ranks. None: no
     bound. Completions that must not be trained on (no reward, aborted, without tokens) and copies
     take their place, and are never drawn.
     """
@@ -248,7 +248,7 @@ class ReplayBuffer(GroupBuffer):
     def _sample(self, held: list[_Held], step: int) -> list[Group]:
         came = list(chain.from_iterable(h.rows for h in held))
         numbers: dict[bytes, int] = {}  # of the prompts, in the order in which they came
-        # Of equal completions of a prompt the last to come is drawn, and has its own place.
+        # Among equal completions of a prompt only the last to come can be drawn, in its own place.
         last: dict[tuple[bytes, bytes], _Row] = {}
         for row in came:
             numbers.setdefault(row.prompt, len(numbers))

@@ -81,7 +81,7 @@ class UpdateSettings:
     temperature: float
     advantages: str  # a name in ADVANTAGES; not used with a critic, whose advantages are GAE's
     skip_zero_advantage: bool
-    # None: logprobs are not compared, for the generator truncates its distribution.
+    # Nats. None: logprobs are not compared, because the generator truncates its distribution.
     parity_tolerance: float | None
     decay_steps: int | None = None  # of wsd, in steps; None: the last fifth
     whole_groups: bool = False  # the loss couples the completions of a group
@@ -155,10 +155,10 @@ class _Tally:
     """The sums of an update's microbatches on this rank."""
 
     loss: Tensor | float = 0.0
-    # A loss may mask what is not finite, or not look at it; it is a broken batch all the same.
+    # A loss may mask what is not finite, or not look at it; the batch is broken all the same.
     log_ratio: Tensor | float = 0.0
-    # Of fresh tokens: how far trainer and generator logprobs are apart at most (-1 without one),
-    # the sum of these differences squared, and how many tokens there are.
+    # Over fresh tokens: the largest difference of trainer and generator logprobs (-1 without any),
+    # the sum of the squared differences, and how many tokens there are.
     farthest: Tensor | float = -1.0
     squares: Tensor | float = 0.0
     fresh: Tensor | int = 0

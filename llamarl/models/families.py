@@ -19,24 +19,24 @@ class Family:
 
     causal: str = CAUSAL  # what its language models are called behind the family's name
 
-    # Of layers.
+    # How layers differ.
     norm: Literal["rms", "layer"] = "rms"  # LayerNorm has a bias
     gated: bool = True  # down(act(gate x) * up x); else down(act(up x))
     activations: tuple[str, ...] = ("silu",)  # that config.json may name; the first is its default
     qkv_bias: bool = False  # the projections to queries, keys and values carry one
-    biases: bool = False  # so do those back, and the MLP's
+    biases: bool = False  # the projections back and the MLP's carry one too
     qk_norm: bool = False  # every head of queries and keys is normed before its rotary turn
     rotary_fraction: float = 1.0  # of a head, unless config.json says; 0: no rotary positions
     learned_positions: bool = False  # added to the embedding, max_position_embeddings of them
     parallel_residual: bool = False  # x + attn(norm(x)) + mlp(norm(x)), unless config.json says
 
-    # Where config.json says nothing.
+    # Defaults of fields that config.json lacks.
     norm_eps: float = 1e-6
     head_dim: int | None = None  # None: the model's width shared out among its heads
     widening: int | None = None  # units of the MLP to a feature of the model
     tied: bool = False
 
-    # Of directories. names: a part of one of Llama's names -> what stands there instead.
+    # How directories differ. names: a part of one of Llama's names -> what stands there instead.
     names: tuple[tuple[str, str], ...] = ()
     base: str = ""  # how names begin, which some directories leave out
     fused: Literal["", "heads", "kinds"] = ""  # queries, keys and values are one tensor

@@ -27,10 +27,11 @@ from llamarl.native import library
 
 Gradients = tuple[Tensor | None, ...]  # from backward: one for each input of forward
 
-# Neither errno nor traps are looked at: a compiler makes vectors of the loops then.
+# Without errno and traps a compiler can vectorise the loops.
 _MATH = ("-fopenmp", "-fno-math-errno", "-fno-trapping-math")
 _FLAGS = {torch.float32: _MATH, torch.bfloat16: (*_MATH, "-DBF16")}
-# Of a gradient, at a time: of some hundred tokens, they stay in the cache until the product.
+# Rows of a gradient that are turned at a time. For some hundred tokens they stay in the cache until
+# the product.
 _TURNED_ROWS = 4096
 _KINDS = {
     "p": ctypes.c_void_p,

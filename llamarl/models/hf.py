@@ -246,7 +246,7 @@ def load_weights(
 
 def check_finite(name: str, tensor: Tensor, path: Path) -> None:
     """Raise BadWeights if a tensor of the directory `path` holds NaN or infinite numbers."""
-    if tensor.dtype.itemsize == 1:  # float8, of which torch tests nothing
+    if tensor.dtype.itemsize == 1:  # torch has no isfinite for float8
         tensor = tensor.float()
     num_bad = tensor.numel() - int(tensor.isfinite().sum())
     if num_bad:

@@ -19,10 +19,10 @@ from torch import Tensor
 from llamarl.errors import ParityError
 from llamarl.models.quantize import kl_from_top
 
-# Checked when a run starts: so many tokens of so many prompts, scored from the second on.
+# When a run starts, so many tokens of so many prompts are checked, scored from the second on.
 FIRST_PROMPTS = 4
 FIRST_TOKENS = 64
-# Checked at every later version: so many tokens of one prompt, of which the last ones are scored.
+# At every later version so many tokens of one prompt are checked; only the last ones are scored.
 LATER_TOKENS = 32
 LATER_SCORED = 4
 TOP = 64  # likeliest tokens a place that a quantised generator is compared on

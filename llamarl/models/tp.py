@@ -124,7 +124,7 @@ class KeyValueSharing:
         self.tp = tp
         self._first = every[tp.rank].first_kv * config.head_dim
         self._total = config.num_key_value_heads * config.head_dim
-        # The same answer on every rank.
+        # Every rank comes to the same result here.
         num_held = sum(heads.num_kv for heads in every)
         self.any = num_held > config.num_key_value_heads
 

@@ -123,7 +123,7 @@ def _kept(compiler: str, source: Path, flags: tuple[str, ...]) -> ctypes.CDLL:
     with tempfile.TemporaryDirectory(prefix="llamarl-") as private:
         target = Path(private) / target.name
         _compile(compiler, source, flags, target)
-        return ctypes.CDLL(str(target))  # which stays loaded when its file is gone
+        return ctypes.CDLL(str(target))  # it stays loaded when its file is gone
 
 
 def _compile(compiler: str, source: Path, flags: tuple[str, ...], target: Path) -> None:

@@ -37,7 +37,7 @@ WIDTHS = {
     "s/step": 7,
 }
 RL_COLUMNS = ("step", "reward", "eval", "lag", "loss", "grad", "tok/s", "idle g/t", "s/step")
-# Of a job whose only executor is a trainer.
+# Columns of a job whose only executor is a trainer.
 SUPERVISED_COLUMNS = ("step", "eval", "loss", "grad", "idle", "s/step")
 
 

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 Counters = dict[str, float]  # totals of one rank, or of all
 Row = dict[str, float | str | None]  # of metrics.jsonl, by column; text where a reason is told
 
-EVALUATED = "eval/reward"  # a column that every evaluation of which an answer has a score has
-LEFT_OUT = "eval/left_out"  # held-out prompts whose greedy answer has no score, where there are any
+EVALUATED = "eval/reward"  # in every evaluation in which a completion has a score
+LEFT_OUT = "eval/left_out"  # greedy completions without a score, if there are any
 LEFT_OUT_REASON = "eval/left_out_reason"  # the commonest reason, as text
 ACCURACY = "eval/accuracy"  # the same as EVALUATED, where all scores are 0 or 1
 _TOLD = (EVALUATED, LEFT_OUT)  # one of them is in every evaluation

@@ -21,7 +21,7 @@ from llamarl.observe.lag import LagWatch
 from llamarl.observe.rates import Row, step_of
 from llamarl.observe.signal import SignalWatch
 
-# Of rows that the disk refuses: some 32,000 of 2 KB.
+# The most that is held of rows that the disk refuses: some 32,000 rows of 2 KB.
 MOST_HELD_BYTES = 1 << 26
 
 log = logging.getLogger(__name__)

@@ -69,7 +69,7 @@ class Task(Protocol):
     num_eval: int
     # SHA-256 over all training rows; "" where rows are made on demand, as a function of the config.
     train_digest: str
-    eval_digest: str  # the same of the held-out ones
+    eval_digest: str  # likewise over the held-out rows
 
     def train_prompt(self, i: int) -> Prompt:
         """Return training prompt i, 0 <= i < num_train. `meta["answer"]` holds the row's own answer

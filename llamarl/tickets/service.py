@@ -81,12 +81,12 @@ class TicketService:
         # Messages of the leader to itself are handled on its own thread.
         self._lock = threading.Lock()
         self._offer: dict[int, list[int]] = {}  # step -> tickets, as mailed
-        # Of a generator: its newest ask.
+        # On a generator: its newest ask.
         self._num_asked = 0  # groups that it asks for; 0: it is answered
         self._is_refused = False  # less was granted than asked for, and there is no news of room
         self._asked_version = -1
-        # Of the leader: ranks of generators that were granted less than asked for; a dict, for its
-        # order.
+        # On the leader: ranks of generators that were granted less than they asked for. A dict keeps
+        # their order.
         self._refused: dict[int, None] = {}
         if control.is_leader:
             control.on("ask", self._on_ask)

@@ -22,7 +22,7 @@ TRANSPORTS = get_args(Transport)
 Priority = Literal["softmax", "uniform"]
 PRIORITIES = get_args(Priority)
 
-# Of a classifier: what it says of a label, and what it reads.
+# What a classifier says about a label, and what it reads.
 ClassifierOutput = Literal["logit", "probability", "log_probability"]
 ClassifierReads = Literal["completion", "pair"]
 

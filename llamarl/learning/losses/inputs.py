@@ -32,7 +32,7 @@ class Completions:
     # [N] float32: the trained tokens of its whole group, in whichever microbatches they are
     group_tokens: Tensor
 
-    # Of the whole batch, over all ranks:
+    # Counts of the whole batch, over all ranks:
     num_completions: float  # completions with a trained token
     num_groups: float  # groups with at least two trained completions
     num_trained_groups: float  # groups with at least one
