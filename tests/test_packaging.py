@@ -1,0 +1,54 @@
+"""What a checkout has beside code: a licence, a changelog, hooks that check what .ci/run checks."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import shlex
+from configparser import ConfigParser
+
+import yaml
+
+from tests.test_house import ROOT, text_of
+
+# SHA-256 of https://www.apache.org/licenses/LICENSE-2.0.txt, whose last lines leave a name open.
+APACHE_2 = "cfc7749b96f63bd31c3c42b5c471bf756814053e847c10f3eb003417bc523d30"
+OPEN_NAME = "Copyright [yyyy] [name of copyright owner]"
+CHECKS = ("form", "lint", "types")  # the stages of .ci/run that look at files alone
+
+
+def test_the_licence_is_apaches_own_text_and_is_packaged():
+    text = text_of(ROOT / "LICENSE")
+    as_published = text.replace("Copyright the llamarl developers", OPEN_NAME)
+    assert hashlib.sha256(as_published.encode()).hexdigest() == APACHE_2
+    setup = ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    assert setup["metadata"]["license"] == "Apache-2.0"
+    assert setup["metadata"]["license_files"].split() == ["LICENSE"]
+
+
+def test_the_changelog_says_what_is_not_released_first():
+    headings = re.findall(r"^## (.*)$", text_of(ROOT / "CHANGELOG.md"), re.MULTILINE)
+    assert headings[0] == "[Unreleased]"
+    kinds = re.findall(r"^### (.*)$", text_of(ROOT / "CHANGELOG.md"), re.MULTILINE)
+    assert set(kinds) <= {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
+
+
+def stages() -> dict[str, list[str]]:
+    """Stage of .ci/run -> the words of its command, without the folder of the environment."""
+    found = {}
+    line = re.compile(r'^ *stage "(\w+)" \w+ "\$bin/(\w+)"(.*)$', re.MULTILINE)
+    for name, program, rest in line.findall(text_of(ROOT / ".ci" / "run")):
+        found[name] = [program, *shlex.split(rest)]
+    return found
+
+
+def test_hooks_run_what_ci_runs():
+    (repo,) = yaml.safe_load(text_of(ROOT / ".pre-commit-config.yaml"))["repos"]
+    assert repo["repo"] == "local"  # nothing is fetched
+    hooks = {hook["id"]: shlex.split(hook["entry"]) for hook in repo["hooks"]}
+    of_ci = stages()
+    assert hooks == {name: of_ci[name] for name in CHECKS}
+    for hook in repo["hooks"]:
+        assert hook["language"] == "system"
+        assert hook["pass_filenames"] is False
