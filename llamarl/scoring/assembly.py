@@ -36,20 +36,22 @@ def item_of(
     """Return a completion as what scores sees it. decode: the text of token ids without special
     tokens; decode_raw: with them, None if there are none.
     """
-    is_held_out = isinstance(completion, EvalCompletion)
-    sample = None if is_held_out else (completion.ticket, completion.sample_index)
+    sample = None
+    if isinstance(completion, Completion):
+        sample = (completion.ticket, completion.sample_index)
     return Item(
         prompt=prompt,
         token_ids=completion.token_ids,
         text=decode(completion.token_ids.tolist()),
         has_ended=completion.finish_reason == "stop",
-        is_held_out=is_held_out,
+        is_held_out=isinstance(completion, EvalCompletion),
         sample=sample,
         decode_raw=decode_raw,
     )
 
 
 Entry = TypeVar("Entry")  # a completion, or the key that it is known by
+Place = int | tuple[int, ...]  # in a batch: a number, or several
 
 
 class Batches(Generic[Entry]):
@@ -58,9 +60,9 @@ class Batches(Generic[Entry]):
     def __init__(self, size: int):
         self._size = size
         # Of each batch the entries by place, None for what is not scored.
-        self.begun: dict[int, dict[object, Entry | None]] = {}
+        self.begun: dict[int, dict[Place, Entry | None]] = {}
 
-    def add(self, batch: int, place: object, key: Entry | None) -> list[Entry]:
+    def add(self, batch: int, place: Place, key: Entry | None) -> list[Entry]:
         """Enter one completion. The entries of its batch, in the order of their places, if it is
         whole with it; else none.
         """
@@ -69,7 +71,8 @@ class Batches(Generic[Entry]):
         if len(come) < self._size:
             return []
         del self.begun[batch]
-        return [come[place] for place in sorted(come) if come[place] is not None]
+        in_order = [come[place] for place in sorted(come)]
+        return [entry for entry in in_order if entry is not None]
 
     def missing(self, batch: int) -> int:
         """How many completions a batch that was begun still lacks."""

@@ -49,9 +49,10 @@ class BySet(Scorer):
     def submit(self, key: int, item: Item) -> None:
         """Take one item, for the reward of its set."""
         meta = item.prompt.reward_meta
+        path = meta.get(REWARD_KEY)
         scorer = self._main
-        if SET_KEY in meta:
-            scorer = self._own.get(meta.get(REWARD_KEY), self._main)
+        if SET_KEY in meta and isinstance(path, str):
+            scorer = self._own.get(path, self._main)
         self._givens[key] = scorer
         scorer.submit(key, item)
 

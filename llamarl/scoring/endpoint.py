@@ -289,7 +289,7 @@ def _warn_of_open_key(settings: EndpointSettings) -> None:
     if parts.scheme == "https" or parts.hostname == "localhost":
         return
     try:
-        is_here = ipaddress.ip_address(parts.hostname).is_loopback
+        is_here = ipaddress.ip_address(parts.hostname or "").is_loopback
     except ValueError:
         is_here = False
     if not is_here:

@@ -20,7 +20,6 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from llamarl.errors import RewardError
 from llamarl.scoring.endpoint import Endpoint, EndpointSettings, Failed, check_url, read_key, shown
@@ -208,9 +207,11 @@ class Judge(Scorer):
         self._num_pending = 0
         if self._thread is None:
             return
-        if self._loop is not None and not self._loop.is_closed():
+        loop = self._loop
+        main = self._main
+        if loop is not None and main is not None and not loop.is_closed():
             try:
-                self._loop.call_soon_threadsafe(self._main.cancel)
+                loop.call_soon_threadsafe(main.cancel)
             except RuntimeError:
                 pass  # the loop has ended meanwhile
         self._thread.join(END_S)
@@ -264,7 +265,7 @@ class Judge(Scorer):
         self._loop.call_soon_threadsafe(self._spawn, judging)
 
     def _spawn(self, judging: Coroutine) -> None:
-        task = self._loop.create_task(judging)
+        task = asyncio.get_running_loop().create_task(judging)
         self._tasks.add(task)
         task.add_done_callback(self._forget)
 
@@ -334,7 +335,7 @@ class Judge(Scorer):
     async def _score(self, item: _Text) -> float:
         """The judge's number, from 0 to 1."""
         values = {"prompt": item.prompt, "completion": item.completion}
-        reply = await self._endpoint.ask(self._question(item.meta, values))
+        reply = await self._reply_to(item.meta, values)
         number = number_in(reply)
         if number is None:
             raise Failed("nonsense", f'no "Score: N" in the reply: {shown(reply)}')
@@ -351,9 +352,10 @@ class Judge(Scorer):
         orders = [{"a": one, "b": other}, {"a": other, "b": one}]
         asked = [self._preference(meta, {"prompt": prompt, **order}) for order in orders]
         forward, backward = await asyncio.gather(*asked, return_exceptions=True)
-        for answer in (forward, backward):
-            if isinstance(answer, BaseException):
-                raise answer
+        if isinstance(forward, BaseException):
+            raise forward
+        if isinstance(backward, BaseException):
+            raise backward
         if forward == 1.0 - backward:
             return forward
         self._counts["order_ties"] += 1
@@ -361,11 +363,16 @@ class Judge(Scorer):
 
     async def _preference(self, meta: dict[str, object], values: dict[str, str]) -> float:
         """The points of what stands first: 1, 0, or 0.5 for a tie."""
-        reply = await self._endpoint.ask(self._question(meta, values))
+        reply = await self._reply_to(meta, values)
         choice = choice_in(reply)
         if choice is None:
             raise Failed("nonsense", f'no "Verdict: A, B or tie" in the reply: {shown(reply)}')
         return _POINTS[choice]
+
+    async def _reply_to(self, meta: dict[str, object], values: dict[str, str]) -> str:
+        """The judge's reply to the question with these values."""
+        assert self._endpoint is not None, "only the thread's own tasks ask"
+        return await self._endpoint.ask(self._question(meta, values))
 
     def _question(self, meta: dict[str, object], values: dict[str, str]) -> str:
         """The template with its places filled in, at once: what a completion says is not read for
@@ -403,9 +410,9 @@ def number_in(reply: str) -> float | None:
     return float(found[-1]) if found else None
 
 
-def choice_in(reply: str) -> Literal["a", "b", "tie"] | None:
-    """What stands behind the last "Verdict:", or in the last [[ ]], or what the reply consists of;
-    None if that is neither A nor B nor tie.
+def choice_in(reply: str) -> str | None:
+    """What stands behind the last "Verdict:", or in the last [[ ]], or what the reply consists of:
+    "a", "b" or "tie"; None if that is neither A nor B nor tie.
     """
     bare = _BARE_VERDICT.fullmatch(reply)
     found = [bare[1]] if bare else _VERDICT.findall(reply)

@@ -122,10 +122,12 @@ class Novelty(Scorer):
         if not self._released:
             return []
         keys = self._released.take()
+        assert self._embedder is not None, "poll comes after start"
         said = [self._items.pop(key).of_policy for key in keys]
         items = list(dict.fromkeys(said))  # one attack has several answers
         units_NE = unit(self._embedder.embed([item.text for item in items])).float()
         if not items[0].is_held_out:
+            assert items[0].sample is not None, "a training completion is a ticket's"
             self._begin(items[0].sample[0])
         scores = dict(zip(items, self._novelty(units_NE).tolist()))
         if not items[0].is_held_out:
@@ -161,7 +163,10 @@ class Novelty(Scorer):
                 self._embedder_name,
             )
             return
-        past = _Past(state["places"], state["units"])
+        places = state["places"]
+        units = state["units"]
+        assert isinstance(places, Tensor) and isinstance(units, Tensor), "state_dict has tensors"
+        past = _Past(places, units)
         steps_M = past.places_M2[:, 0] // self._settings.groups_per_step
         self._step = int(steps_M.max())
         self._history = past.where(steps_M < self._step)

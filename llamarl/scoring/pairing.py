@@ -127,8 +127,8 @@ class PairMaker:
             tally.completions += 1
             tally.cut += not item.has_ended
             self._add(answered, completion.sample_index, item, tally)
-        for key, text in self._references_of(answered.prompt).items():
-            self._add_reference(answered, key, text, tally)
+        for name, text in self._references_of(answered.prompt).items():
+            self._add_reference(answered, name, text, tally)
         count = len(answered.candidates)
         if count < 2:
             return
@@ -171,7 +171,7 @@ class PairMaker:
 
     def _settle(self, batch: _Batch) -> tuple[str, Tally]:
         """The lines of a batch, once all of it is scored."""
-        wanted = set()
+        wanted: set[int] = set()
         for answered in batch.answered.values():
             for keys in answered.batches:
                 wanted.update(keys.values())
@@ -190,7 +190,7 @@ class PairMaker:
         """The pairs of a prompt."""
         rule = self._rule
         rows = []
-        unscored = set()
+        unscored: set[int] = set()
         for keys in answered.batches:
             outcomes = {place: self._outcomes.pop(key) for place, key in keys.items()}
             scores = {place: outcome.value for place, outcome in outcomes.items()}

@@ -47,6 +47,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any, Literal
 
 from llamarl.errors import RewardError
 from llamarl.scoring import worker as worker_script
@@ -94,8 +95,13 @@ class _Worker:
             pass_fds=[bell, self.note.writer],
         )
         self.note.hand_over()
-        self.stdout = self._process.stdout.fileno()
-        self.stdin = self._process.stdin.fileno()
+        output = self._process.stdout
+        commands = self._process.stdin
+        assert output is not None and commands is not None, "both are pipes"
+        self._output = output
+        self._commands = commands
+        self.stdout = output.fileno()
+        self.stdin = commands.fileno()
         os.set_blocking(self.stdout, False)
         os.set_blocking(self.stdin, False)
         self._received = b""
@@ -126,9 +132,9 @@ class _Worker:
         except (BlockingIOError, BrokenPipeError):
             pass  # the pipe is full; or it died, which its closed output says to the reader
 
-    def read(self) -> Iterator[object]:
-        """The messages that have come, with None for a line that is no JSON. Sets `ended` at the
-        end of the output.
+    def read(self) -> Iterator[Any]:
+        """The messages that have come, as JSON values, with None for a line that is no JSON. Sets
+        `ended` at the end of the output.
         """
         while not self.ended:
             try:
@@ -178,7 +184,7 @@ class _Worker:
             # Before it is reaped: until then its id, and so its group's, cannot be anybody else's.
             os.killpg(self._process.pid, signal.SIGKILL)
             code = self._wait(KILL_S)
-        self._process.stdin.close()
+        self._commands.close()
         if code is None:
             pid = self._process.pid
             log.warning("reward worker %d was killed and has not ended in %g s", pid, KILL_S)
@@ -200,9 +206,9 @@ class _Worker:
 
     def close(self) -> None:
         """Kill it if that was not done, and close its output."""
-        if not self._process.stdin.closed:
+        if not self._commands.closed:
             self.kill()
-        self._process.stdout.close()
+        self._output.close()
         self.note.close()
 
 
@@ -406,7 +412,13 @@ class RewardPool(Scorer):
             self._call_s = seconds
         self._call_s += 0.2 * (seconds - self._call_s)
 
-    def _outcome(self, call: Call, kind: str, value: float | None, reason: str) -> Outcome:
+    def _outcome(
+        self,
+        call: Call,
+        kind: Literal["score", "abstain", "error", "late"],
+        value: float | None,
+        reason: str,
+    ) -> Outcome:
         """A worker's verdict on an item of a call."""
         if kind == "late":
             return Outcome.error(self._late(call, count=1))
@@ -492,8 +504,9 @@ class RewardPool(Scorer):
                 for key, item in reversed(suspect.items.items()):
                     worker.in_flight.appendleft(Call({key: item}, is_several=True, may_join=False))
             else:
-                reason = self._late(suspect, count=len(suspect.items)) if is_late else what
-                outcomes += [(key, Outcome.error(reason)) for key in suspect.items]
+                if what is None:
+                    what = self._late(suspect, count=len(suspect.items))
+                outcomes += [(key, Outcome.error(what)) for key in suspect.items]
         self._queue.extendleft(reversed(worker.in_flight))
         worker.in_flight.clear()
         worker.close()

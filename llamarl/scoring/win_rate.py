@@ -10,7 +10,7 @@ not be scored, and is in no figure.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -100,6 +100,7 @@ def length_controlled_interval(
     known = ~np.isnan(wins_N)
     wins_M = wins_N[known]
     length_M = scaled_lengths(longer_N[known])
+    assert length_M is not None, "so there would be no share"
     size = (NUM_RESAMPLES, wins_M.size)
     drawn = np.random.default_rng(seed).integers(wins_M.size, size=size)
     weights = fit(wins_M[drawn], length_M[drawn])
@@ -160,22 +161,30 @@ class Judged:
 
     def part(self, begin: int, end: int) -> Judged:
         """What they say of the answers from `begin` on and before `end`."""
-        values = {}
-        for field in fields(self):
-            of_all = getattr(self, field.name)
-            values[field.name] = None if of_all is None else of_all[begin:end]
-        return Judged(**values)
+
+        def cut(values_N: np.ndarray | None) -> np.ndarray | None:
+            return None if values_N is None else values_N[begin:end]
+
+        return Judged(
+            num_tokens_N=self.num_tokens_N[begin:end],
+            gold_N=cut(self.gold_N),
+            against_N=cut(self.against_N),
+            against_tokens_N=cut(self.against_tokens_N),
+            same_N=cut(self.same_N),
+            logprobs_N=cut(self.logprobs_N),
+        )
 
     @property
     def wins_N(self) -> np.ndarray | None:
         """What `wins` says."""
-        if self.against_N is None:
+        if self.gold_N is None or self.against_N is None or self.same_N is None:
             return None
         return wins(self.gold_N, self.against_N, self.same_N)
 
     @property
     def longer_N(self) -> np.ndarray:
         """By how many tokens each answer is longer than what it is compared with."""
+        assert self.against_tokens_N is not None, "these answers are compared with none"
         return self.num_tokens_N - self.against_tokens_N
 
     @property
@@ -184,6 +193,7 @@ class Judged:
         from the model that it began as. Async RLHF's code measures another thing by this name:
         it divides by the prompt's tokens too, and takes the mean of each sample's exp.
         """
+        assert self.logprobs_N is not None, "no model was asked for logprobs of these answers"
         return float(np.exp(-self.logprobs_N.sum() / self.num_tokens_N.sum()))
 
     def metrics(self) -> dict[str, float | None]:
@@ -192,13 +202,14 @@ class Judged:
         if self.gold_N is not None:
             found["eval/gold"] = _mean(self.gold_N)
             found["eval/gold_masked"] = int(np.isnan(self.gold_N).sum())
-        if self.against_N is not None:
+        wins_N = self.wins_N
+        if self.against_N is not None and wins_N is not None:
             found["eval/gold_references"] = _mean(self.against_N)
-            rate = win_rate(self.wins_N)
-            found["eval/win_rate"] = rate and rate.share
-            found["eval/win_rate_low"] = rate and rate.low
-            found["eval/win_rate_high"] = rate and rate.high
-            controlled = length_controlled(self.wins_N, self.longer_N)
+            rate = win_rate(wins_N)
+            found["eval/win_rate"] = None if rate is None else rate.share
+            found["eval/win_rate_low"] = None if rate is None else rate.low
+            found["eval/win_rate_high"] = None if rate is None else rate.high
+            controlled = length_controlled(wins_N, self.longer_N)
             found["eval/win_rate_length_controlled"] = controlled
         if self.logprobs_N is not None:
             found["eval/perplexity"] = self.perplexity

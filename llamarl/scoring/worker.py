@@ -29,6 +29,7 @@ module was imported lives on. Elsewhere there is no guard: the worker notices th
 from __future__ import annotations
 
 import ctypes
+import io
 import json
 import math
 import numbers
@@ -60,7 +61,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 _HEARD = (signal.SIGCHLD, signal.SIGTERM)  # by the guard
 
 Call = Callable[[list[str], list[str], list[dict]], list]  # forms.py
-CallOne = Callable[[str, str, dict], Awaitable[object]]
+CallOne = Callable[[str, str, dict], object]  # what it returns is to be awaited
 # What became of one item: the kind of its Outcome ("score", "abstain" or "error"), or "late", which
 # is an error whose reason the pool knows; the score, None unless there is one; and why there is
 # none.
@@ -82,6 +83,7 @@ def main(path: str, setup: dict, note: int) -> None:
         reason = f"the reward's memory_mb={setup['memory_mb']} is not in force here: it needs Linux"
         print(f"llamarl: {reason}", file=sys.stderr)
     sys.path[:] = setup["path"]
+    assert isinstance(sys.stdout, io.TextIOWrapper), "prints go to the interpreter's own stream"
     sys.stdout.reconfigure(line_buffering=True)  # a killed worker's prints would otherwise be lost
 
     own = os.getpid()
@@ -172,7 +174,9 @@ async def score_each(
         clock = asyncio.timeout(limit_s)
         try:
             async with clock:
-                verdict = _verdict(await call_one(*item))
+                returned = call_one(*item)
+                assert isinstance(returned, Awaitable), "async functions are called side by side"
+                verdict = _verdict(await returned)
         # As in `score`.
         except BaseException as error:
             verdict = _raised(error, traced=traced)

@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -85,9 +85,15 @@ class Tokenizer(Protocol):
 
     chat_template: str | None
 
+    def __hash__(self) -> int:
+        """What is known of a tokenizer is kept by it."""
+
     def encode(self, text: str) -> list[int]: ...
 
-    def apply_chat_template(self, messages: list[dict[str, str]], **options) -> list[int]: ...
+    def apply_chat_template(self, messages: list[Any], **options: Any) -> Any:
+        """Return the token ids of a conversation; with tokenize=False its text, or the texts of
+        several.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,11 +109,30 @@ class Example:
         return self.prompt if isinstance(self.prompt, str) else text_of(self.prompt)
 
     @property
-    def values(self) -> list[object]:
+    def values(self) -> tuple[object, dict[str, object]]:
         """The prompt and its meta as JSON values, from which a digest is made."""
         if isinstance(self.prompt, str):
-            return [self.prompt, self.meta]
-        return [[message.to_dict() for message in self.prompt], self.meta]
+            return self.prompt, self.meta
+        return [message.to_dict() for message in self.prompt], self.meta
+
+
+class Rows(Protocol):
+    """Rows of a file or a dataset as examples, read when they are asked for."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, i: int, /) -> Example: ...
+
+    def __iter__(self) -> Iterator[Example]: ...
+
+    def where(self, i: int) -> str:
+        """Return where row i is, for messages."""
+
+    def select(self, rows: Sequence[int]) -> Rows:
+        """Return the rows at these places, in this order."""
+
+
+Examples = list[Example] | Rows
 
 
 class PromptMaker:
@@ -174,8 +199,7 @@ class PromptMaker:
         """
         special = special_tokens(self.tokenizer)
         turns = self.turns(template)
-        is_text = isinstance(turns, str)
-        contents = [turns] if is_text else [turn["content"] for turn in turns]
+        contents = [turns] if isinstance(turns, str) else [turn["content"] for turn in turns]
         own = contents[-1].split(field)  # a system prompt may be in front
         spans = []
         filled = own[0]
@@ -187,7 +211,7 @@ class PromptMaker:
         foreign = []
         for begin, end in spans:
             foreign += special.foreign_in(filled, begin, end)
-        if is_text:
+        if isinstance(turns, str):
             return special.ids(Shown(filled, tuple(foreign)), add_special_tokens=True)
         *before, last = turns
         asked = [*before, {**last, "content": filled}]
@@ -296,8 +320,8 @@ class ListTask:
     def __init__(
         self,
         name: str,
-        train: Sequence[Example],
-        held_out: Sequence[Example],
+        train: Examples,
+        held_out: Examples,
         maker: PromptMaker,
         *,
         default_reward: str,
@@ -327,15 +351,14 @@ class ListTask:
                 len(held_out),
                 limit,
             )
-        spelled = fitting.spelled + fitting_eval.spelled
-        if spelled:
-            source, own = (train, fitting) if fitting.spelled else (held_out, fitting_eval)
-            warn_of_spelled(
-                f"task {name}",
-                spelled,
-                len(train) + len(held_out),
-                first=_place_of(source, 0, own.first_spelled),
-            )
+        first = None
+        if fitting.first_spelled is not None:
+            first = _place_of(train, 0, fitting.first_spelled)
+        elif fitting_eval.first_spelled is not None:
+            first = _place_of(held_out, 0, fitting_eval.first_spelled)
+        if first is not None:
+            spelled = fitting.spelled + fitting_eval.spelled
+            warn_of_spelled(f"task {name}", spelled, len(train) + len(held_out), first=first)
         if trains and not self.num_train:
             raise ValueError(
                 f"task {name}: none of {len(train)} training prompts fits "
@@ -344,7 +367,7 @@ class ListTask:
 
 
 def _cached_prompts(
-    maker: PromptMaker, examples: Sequence[Example], fitting: Fitting
+    maker: PromptMaker, examples: Examples, fitting: Fitting
 ) -> Callable[[int], Prompt]:
     """Return a function that gives the i-th of the examples that fit, tokenised."""
     places = fitting.places
@@ -363,7 +386,7 @@ class Fitting:
 
 def fitting_of(
     maker: PromptMaker,
-    examples: Sequence[Example],
+    examples: Examples,
     on_batch: Callable[[int], None] = lambda count: None,
 ) -> Fitting:
     """Find which examples have prompts that are short enough, a batch at a time. on_batch(n): n
@@ -404,8 +427,9 @@ def _fitting_places(
     doubtful = []
     fitting = []
     for place, example in enumerate(batch):
-        is_plain = isinstance(example.prompt, str) and place not in spelled
-        if is_plain and maker.surely_fits(example.prompt):
+        question = example.prompt
+        is_plain = isinstance(question, str) and place not in spelled
+        if isinstance(question, str) and is_plain and maker.surely_fits(question):
             fitting.append(place)
         else:
             doubtful.append(place)
@@ -434,11 +458,10 @@ def _check_question(maker: PromptMaker, question: str | tuple[Message, ...], whe
         raise ValueError(f"{where}: {error}") from error
 
 
-def _place_of(examples: Sequence[Example], begin: int, place: int) -> str:
+def _place_of(examples: Examples, begin: int, place: int) -> str:
     """Return where an example is, for messages: FILE:LINE if it comes from a file."""
     number = begin + place
-    where = getattr(examples, "where", None)
-    return f"prompt {number}" if where is None else where(number)
+    return f"prompt {number}" if isinstance(examples, list) else examples.where(number)
 
 
 def json_of(prompt: object, meta: dict[str, object]) -> bytes:

@@ -31,10 +31,12 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from llamarl.tasks.addition import addition_examples
 from llamarl.tasks.base import (
     Example,
+    Examples,
     Fitting,
     ListTask,
     PromptMaker,
@@ -103,7 +105,7 @@ def build_task(
     max_prompt_tokens: int = 512,
     num_eval: int = 500,
     seed: int = 0,
-    parts: Mapping[str, Mapping[str, object]] | None = None,
+    parts: Mapping[str, Mapping[str, Any]] | None = None,
     remembered: Remembered = here,
     keeps_turns: bool = False,
     trains: bool = True,
@@ -123,8 +125,7 @@ def build_task(
         near = nearest(kind, KINDS, cutoff=0.3) or f"one of {', '.join(KINDS)}"
         raise ValueError(f"task.kind={kind}: unknown; did you mean {near}?")
     if kind == "mixture":
-        shared = {"seed": seed, "remembered": remembered}
-        return _mixture(parts or {}, tokenizer, num_eval=num_eval, **shared)
+        return _mixture(parts or {}, tokenizer, num_eval=num_eval, seed=seed, remembered=remembered)
     if path is None and kind in ("jsonl", "gsm8k", "hf_dataset"):
         raise ValueError(f"task.kind={kind} needs task.path")
     if not trains:
@@ -138,12 +139,16 @@ def build_task(
         keeps_turns=keeps_turns,
     )
     if kind == "python":
+        if fn is None:
+            raise ValueError("task.kind=python needs task.fn")
         return own_task(fn, maker, seed=seed, num_eval=num_eval, options=options or {})
     if kind == "reasoning_gym":
         from llamarl.tasks.procedural import ReasoningGymTask
 
         return ReasoningGymTask(name, maker, num_eval=num_eval, seed=seed, options=options or {})
     files = _Files(kind, prompt_key, answer_key)
+    train: Examples
+    held_out: Examples | None
     if kind == "addition":
         train, held_out = addition_examples()
     elif kind == "facts":
@@ -189,7 +194,7 @@ def build_task(
 
 
 def build_held_out(
-    task: Task, num_own: int, sets: Mapping[str, Mapping[str, object]], **shared
+    task: Task, num_own: int, sets: Mapping[str, Mapping[str, Any]], **shared
 ) -> HeldOut:
     """Build the held-out prompts of a task, at most num_own, and those of eval.sets. sets: of each,
     by name, the settings of its kind and num_prompts. shared: what all of them are built with.
@@ -217,7 +222,7 @@ def build_held_out(
 
 
 def _mixture(
-    parts: Mapping[str, Mapping[str, object]], tokenizer: Tokenizer, *, num_eval: int, **shared
+    parts: Mapping[str, Mapping[str, Any]], tokenizer: Tokenizer, *, num_eval: int, **shared: Any
 ) -> MixtureTask:
     """Build the mixture of these parts. shared: what all of them are built with."""
     if not parts:
@@ -247,7 +252,7 @@ class _Files:
     digests: list[str] = field(default_factory=list)
     checks: list[Callable[[], None]] = field(default_factory=list)
 
-    def read(self, path: str | Path) -> tuple[Sequence[Example], Sequence[Example] | None]:
+    def read(self, path: str | Path) -> tuple[Examples, Examples | None]:
         """Read (training examples, held-out examples or None) from a file or directory."""
         if self.kind == "hf_dataset":
             from llamarl.tasks.hf_dataset import directory_digest, read_hf_dataset
@@ -268,8 +273,8 @@ class _Split:
     """
 
     kind: str
-    train: Sequence[Example]
-    held_out: Sequence[Example]
+    train: Examples
+    held_out: Examples
     maker: PromptMaker
     digests: list[str]
     checks: list[Callable[[], None]]
@@ -296,12 +301,12 @@ class _Split:
             from_values(found["held_out"], len(self.held_out)),
         )
 
-    def _find(self, progress: Progress) -> dict[str, object]:
+    def _find(self, progress: Progress) -> dict[str, Any]:
         """Look at all rows, and return which fit as JSON values."""
         for check in self.checks:
             check()
         tell = Tell(self.kind, len(self.train) + len(self.held_out), progress)
-        found = {}
+        found: dict[str, Any] = {}
         for name, examples in (("train", self.train), ("held_out", self.held_out)):
             found[name] = to_values(fitting_of(self.maker, examples, tell), len(examples))
         return found
@@ -350,7 +355,7 @@ def _post_examples(posts: Sequence[Post]) -> list[Example]:
     return [Example(post.text, {"answer": post.summary}) for post in posts]
 
 
-def _select(examples: Sequence[Example], places: Sequence[int]) -> Sequence[Example]:
+def _select(examples: Examples, places: Sequence[int]) -> Examples:
     """Return the examples at these places; a dataset on disk stays there."""
     if isinstance(examples, list):
         return [examples[i] for i in places]

@@ -18,7 +18,7 @@ import zlib
 from array import array
 from collections.abc import Callable, Mapping
 from importlib.metadata import version
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -31,20 +31,20 @@ TOLD_EVERY_S = 5.0
 log = logging.getLogger(__name__)
 
 Progress = Callable[[], None]
-Find = Callable[[Progress], dict[str, object]]
+Find = Callable[[Progress], dict[str, Any]]  # JSON values
 
 
 class Remembered(Protocol):
     """Work that one rank does for all of them, or that an earlier start of the run has done."""
 
-    def __call__(self, key: str, find: Find) -> dict[str, object]:
+    def __call__(self, key: str, find: Find) -> dict[str, Any]:
         """Return what `find` finds, JSON values, or what it found earlier under the same key.
         find(progress) calls progress() while its work goes on. ValueError of `find` comes through,
         on every rank.
         """
 
 
-def here(key: str, find: Find) -> dict[str, object]:
+def here(key: str, find: Find) -> dict[str, Any]:
     """Find it here: nobody shares the work, and nothing is kept."""
     return find(lambda: None)
 
@@ -60,7 +60,7 @@ def tokenizer_digest(tokenizer: Tokenizer) -> str | None:
         backend.to_str(),
         tokenizer.chat_template,
         type(tokenizer).__name__,
-        tokenizer.special_tokens_map,
+        getattr(tokenizer, "special_tokens_map", None),
         [version(package) for package in ("transformers", "tokenizers")],
     ]
     return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()
@@ -86,7 +86,7 @@ def to_values(fitting: Fitting, count: int) -> dict[str, object]:
     }
 
 
-def from_values(values: object, count: int) -> Fitting:
+def from_values(values: Any, count: int) -> Fitting:
     """Decode what `to_values` returned. ValueError if it is not of so many examples, or damaged."""
     try:
         if values["count"] != count:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Awaitable, Callable, Collection, Mapping
-from typing import Literal
+from typing import Any, Literal
 
 from llamarl.tasks.sampled import SAMPLED
 
@@ -283,7 +283,7 @@ def _accepted(function: Callable, arguments: dict[str, object]) -> dict[str, obj
     return {name: value for name, value in arguments.items() if name in parameters}
 
 
-def _listed(returned: object, count: int) -> list:
+def _listed(returned: Any, count: int) -> list:
     """Return what a function has returned as a list; an array or a tensor as its numbers."""
     if hasattr(returned, "tolist"):
         returned = returned.tolist()

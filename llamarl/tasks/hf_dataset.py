@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 EVAL_SPLITS = ("test", "validation", "valid", "eval", "dev")
 
 
-class HFExamples(Sequence):
+class HFExamples:
     """Gives rows of a `datasets.Dataset` as examples, read from disk when asked for. Columns that
     JSON cannot hold are left out.
     """

@@ -89,7 +89,7 @@ def _row_of(line: bytes, number: int) -> dict | None:
     return row
 
 
-class JsonlExamples(Sequence[Example]):
+class JsonlExamples:
     """Gives the rows of a file as examples: held as the file's bytes, and read when asked for.
 
     digest: SHA-256 of the file. FileNotFoundError, or ValueError if it is empty.
@@ -123,7 +123,14 @@ class JsonlExamples(Sequence[Example]):
         begin = self._begins[i]
         end = self._data.find(b"\n", begin)
         line = self._data[begin : end if end >= 0 else None]
-        return self._make(_row_of(line, self._numbers[i]))
+        row = _row_of(line, self._numbers[i])
+        assert row is not None, "blank lines have no place here"
+        return self._make(row)
+
+    def __iter__(self) -> Iterator[Example]:
+        """All rows in order."""
+        for i in range(len(self)):
+            yield self[i]
 
     def check(self) -> None:
         """Read all rows of the file. ValueError names FILE:LINE of the bad ones."""

@@ -10,6 +10,7 @@ import json
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -52,7 +53,7 @@ def own_task(
     return task
 
 
-def check_task(task: object, key: str) -> None:
+def check_task(task: Any, key: str) -> None:
     """Ask a task for its first and last prompts. ValueError, beginning with `key`, says where it
     breaks what Task promises.
     """
@@ -108,7 +109,7 @@ def _same(one: Prompt, other: Prompt) -> bool:
     return is_read_alike and (one.text, one.meta) == (other.text, other.meta)
 
 
-def _called(key: str, call: str, function: Callable, *given: object, **named: object) -> object:
+def _called(key: str, call: str, function: Callable, *given: object, **named: object) -> Any:
     """Return what the user's function returns. ValueError, beginning with `key`, for what it
     raises.
     """

@@ -205,6 +205,11 @@ def test_a_missing_path_says_which_setting_names_it(kind, tmp_path):
         build_task(kind, CharTokenizer(), path=tmp_path / "absent")
 
 
+def test_a_task_of_ones_own_needs_its_function():
+    with pytest.raises(ValueError, match="needs task.fn"):
+        build_task("python", CharTokenizer())
+
+
 def test_an_unknown_kind_gets_the_nearest_name():
     with pytest.raises(ValueError, match="task.kind=gsm8: unknown; did you mean gsm8k"):
         build_task("gsm8", CharTokenizer())
