@@ -30,13 +30,11 @@ from llamarl.models.hf import export, named_parameters_hf
 from llamarl.models.scorer import scorer_fields, settle_pad_token
 from llamarl.models.sharded_state import (
     Shard,
-    box_from,
-    check_complete,
-    check_fits,
+    load_shards,
     set_steps,
     steps_of,
 )
-from llamarl.models.sharding import num_parameters, parameter_shapes
+from llamarl.models.sharding import Box, num_parameters, parameter_shapes
 from llamarl.models.training import training_decoder
 
 _SAVED_AS = {"weights": "model/", "moments": ""}  # prefixes, see llamarl.models.sharded_state
@@ -183,21 +181,19 @@ class SupervisedTrainer(Executor):
         """From all ranks' parts, whatever their number was. ValueError if they are of a model of
         other shapes.
         """
-        missing = {shard.name: shard.box.numel for shard in self._shards}  # elements
-        shapes = parameter_shapes(self.decoder.config)
+        parts = list(parts)
         steps = 0.0
         for part in parts:
-            check_fits(part["boxes"], shapes)
             self.version = int(part["version"])
             steps = max(steps, float(part["adam_step"]))
-            for shard in self._shards:
-                if shard.name in part["boxes"]:
-                    theirs = box_from(part["boxes"][shard.name])
-                    missing[shard.name] -= shard.load(part, theirs, self.optimizer, **_SAVED_AS)
-        check_complete(missing)
+        shapes = parameter_shapes(self.decoder.config)
+        load_shards(self._shards, parts, shapes=shapes, take=self._load_shard)
         settle_moments(self.optimizer)
         set_steps(self.optimizer, [p for _, p in self._parameters], steps)
         self._evaluated = self.version
+
+    def _load_shard(self, shard: Shard, part: Mapping, theirs: Box) -> None:
+        shard.load(part, theirs, self.optimizer, **_SAVED_AS)
 
     @property
     def export_bytes(self) -> int:

@@ -44,14 +44,12 @@ from llamarl.models.lora import Lora, PolicyWeights
 from llamarl.models.parity import Prompts, canary_sequences
 from llamarl.models.sharded_state import (
     Shard,
-    box_from,
-    check_complete,
-    check_fits,
+    load_shards,
     optimizer_tensors,
     set_steps,
     steps_of,
 )
-from llamarl.models.sharding import num_parameters, parameter_shapes
+from llamarl.models.sharding import Box, num_parameters, parameter_shapes
 from llamarl.models.tp import TensorParallel
 from llamarl.models.training import training_decoder
 
@@ -416,19 +414,12 @@ class FSDPTrainer(Executor):
         """
         self.claim_device()
         parts = list(parts)
-        missing = {shard.name: shard.box.numel for shard in self._shards}  # elements
         for part in parts:
-            self._check_fits(part)
+            self._check_adapters(part)
             self.version = int(part["version"])
-            for shard in self._shards:
-                if shard.name not in part["boxes"]:
-                    continue
-                theirs = box_from(part["boxes"][shard.name])
-                missing[shard.name] -= shard.load(part, theirs, self.optimizer, **_SAVED_AS)
-                averaged = f"ema/{shard.name}"
-                if self._average and averaged in part:
-                    shard.copy_overlap(self._average.of(shard.parameter), part, averaged, theirs)
-        check_complete(missing)
+        shapes = {shard.name: tuple(shard.parameter.shape) for shard in self._shards}
+        shapes |= parameter_shapes(self.decoder.config)
+        load_shards(self._shards, parts, shapes=shapes, take=self._load_shard)
         settle_moments(self.optimizer)
         parameters = [shard.parameter for shard in self._shards]
         set_steps(self.optimizer, parameters, float(parts[0]["adam_step"]))
@@ -451,6 +442,12 @@ class FSDPTrainer(Executor):
         )
         self._published = -1
 
+    def _load_shard(self, shard: Shard, part: Mapping, theirs: Box) -> None:
+        shard.load(part, theirs, self.optimizer, **_SAVED_AS)
+        averaged = f"ema/{shard.name}"
+        if self._average and averaged in part:
+            shard.copy_overlap(self._average.of(shard.parameter), part, averaged, theirs)
+
     def _load_critic_state(self, critic: Critic, parts: Sequence[Mapping]) -> None:
         """Load the critic. ValueError if a value model's weights are not there; a head then starts
         at 0.
@@ -465,19 +462,14 @@ class FSDPTrainer(Executor):
             message = "the checkpoint has no value head: this run's starts at 0"
             warnings.warn(message, stacklevel=2)
 
-    def _check_fits(self, part: Mapping) -> None:
-        """Raise ValueError if a saved part has other adapters, or tensors that this model does not
-        have, or larger ones.
-        """
+    def _check_adapters(self, part: Mapping) -> None:
+        """Raise ValueError if a saved part has other adapters."""
         if part.get("lora") != self._lora_state():
             raise ValueError(
                 f"the checkpoint was saved with trainer.lora={part.get('lora')}, this run has "
                 f"{self._lora_state()}: resume with the same, or start a run of its own from the "
                 "checkpoint's hf/ with model.path"
             )
-        shapes = {shard.name: tuple(shard.parameter.shape) for shard in self._shards}
-        shapes |= parameter_shapes(self.decoder.config)
-        check_fits(part["boxes"], shapes)
 
     @property
     def export_bytes(self) -> int:

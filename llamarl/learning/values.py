@@ -35,7 +35,14 @@ from llamarl.models.heads import only_values, value_head, with_values
 from llamarl.models.hf import named_parameters_hf
 from llamarl.models.protocol import Head
 from llamarl.models.scorer import scores_at
-from llamarl.models.sharded_state import Shard, box_from, optimizer_tensors, set_steps, steps_of
+from llamarl.models.sharded_state import (
+    Shard,
+    box_from,
+    optimizer_tensors,
+    saved_shards,
+    set_steps,
+    steps_of,
+)
 from llamarl.models.sharding import Box, parameter_shapes
 from llamarl.types import PackedBatch
 
@@ -113,16 +120,14 @@ class Critic:
         """Take what the ranks' parts hold of this rank's shards. Returns how many elements of these
         they lack. ValueError if a part is of another value model.
         """
+        parts = list(parts)
         missing = sum(shard.box.numel for shard in self.shards)
         steps = 0.0
         for part in parts:
-            saved = part.get("value_rows", {})
-            self._check_fits(saved)
+            self._check_fits(part.get("value_rows", {}))
             steps = max(steps, float(part.get("value_step", 0.0)))
-            for shard in self.shards:
-                if shard.name in saved:
-                    theirs = box_from(saved[shard.name])
-                    missing -= shard.load(part, theirs, self.optimizer, **_SAVED_AS)
+        for shard, part, theirs in saved_shards(self.shards, parts, boxes="value_rows"):
+            missing -= shard.load(part, theirs, self.optimizer, **_SAVED_AS)
         settle_moments(self.optimizer)
         if not missing:
             set_steps(self.optimizer, self.parameters, steps)

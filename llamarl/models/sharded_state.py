@@ -16,7 +16,7 @@ What is saved of a parameter NAME is called, with the prefixes that its owner ch
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -119,6 +119,41 @@ class Shard:
         if common.numel:  # else there is nothing to read
             values = box_of(part, saved, common.within(theirs))
             local(tensor)[common.within(self.box)].copy_(values)
+
+
+def saved_shards(
+    shards: Sequence[Shard], parts: Iterable[Mapping], *, boxes: str = "boxes"
+) -> Iterator[tuple[Shard, Mapping, Box]]:
+    """Yield, part by part, each shard whose parameter a part holds something of, the part, and the
+    box that it holds. boxes: the key under which parts say their boxes by parameter's name.
+    """
+    for part in parts:
+        held = part.get(boxes, {})
+        for shard in shards:
+            if shard.name in held:
+                yield shard, part, box_from(held[shard.name])
+
+
+def load_shards(
+    shards: Sequence[Shard],
+    parts: Sequence[Mapping],
+    *,
+    shapes: Mapping[str, tuple[int, ...]],
+    take: Callable[[Shard, Mapping, Box], object],
+) -> None:
+    """Take all elements of these shards from the parts that any number of ranks have saved.
+
+    shapes: of the model's whole parameters, by name. take(shard, part, theirs): copies what the
+    part, which holds the box `theirs`, has of the shard. ValueError if a part is of a model of
+    other shapes, or if no part holds some elements.
+    """
+    for part in parts:
+        check_fits(part["boxes"], shapes)
+    missing = {shard.name: shard.box.numel for shard in shards}  # elements
+    for shard, part, theirs in saved_shards(shards, parts):
+        take(shard, part, theirs)
+        missing[shard.name] -= overlap(shard.box, theirs).numel
+    check_complete(missing)
 
 
 def box_from(saved: list) -> Box:

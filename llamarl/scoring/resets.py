@@ -24,8 +24,8 @@ from llamarl.executor import Executor, State
 from llamarl.models.build import Decoder
 from llamarl.models.fsdp import held_box, is_split, local
 from llamarl.models.hf import named_parameters_hf
-from llamarl.models.sharded_state import Shard, box_from, check_complete, check_fits
-from llamarl.models.sharding import overlap, parameter_shapes
+from llamarl.models.sharded_state import Shard, load_shards
+from llamarl.models.sharding import Box, parameter_shapes
 from llamarl.scoring.together import Call, Ranks
 from llamarl.types import Group
 
@@ -149,8 +149,7 @@ class Resets:
 
         ValueError if it is of a model of other shapes, or of a llamarl that kept it otherwise.
         """
-        missing = {shard.name: shard.box.numel for shard in self._shards}  # elements
-        shapes = parameter_shapes(self._decoder.config)
+        parts = list(parts)
         for part in parts:
             if "boxes" not in part:
                 raise ValueError(
@@ -158,16 +157,14 @@ class Resets:
                     "did not say what part of the model it is; go on with that version, or start a "
                     "new run from the checkpoint's hf/"
                 )
-            check_fits(part["boxes"], shapes)
             self._executor.version = int(part["version"])
-            for shard in self._shards:
-                if shard.name not in part["boxes"]:
-                    continue
-                theirs = box_from(part["boxes"][shard.name])
-                shard.copy_overlap(shard.parameter, part, f"model/{shard.name}", theirs)
-                missing[shard.name] -= overlap(shard.box, theirs).numel
-        if self._executor.version:
-            check_complete(missing)
+        if self._executor.version:  # else it is what training started from, which is not saved
+            shapes = parameter_shapes(self._decoder.config)
+            load_shards(self._shards, parts, shapes=shapes, take=_load_shard)
+
+
+def _load_shard(shard: Shard, part: Mapping, theirs: Box) -> None:
+    shard.copy_overlap(shard.parameter, part, f"model/{shard.name}", theirs)
 
 
 def newest_version(group: Group) -> int:
