@@ -29,19 +29,10 @@ from typing import Generic, overload
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from llamarl.config.conversion import (
-    ConfigError,
-    Problem,
-    Schema,
-    did_you_mean,
-    echoing,
-    keys_of,
-    known_keys,
-    sections_of_kinds,
-    show,
-    to_config,
-)
+from llamarl.config.conversion import Schema, echoing, known_keys, sections_of_kinds, to_config
 from llamarl.config.files import EVAL_SETS, PARTS, TASK_PARTS, sections
+from llamarl.config.findings import ConfigError, Problem, keys_of, show
+from llamarl.config.hints import did_you_mean
 from llamarl.config.placement import idle_ranks
 from llamarl.config.rules import CONF_DIR, check
 from llamarl.config.schema import Config

@@ -4,94 +4,31 @@ not fit told at once.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import itertools
-import math
 import re
-import types
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import (
-    Annotated,
-    Any,
-    Literal,
-    TypeVar,
-    Union,
-    get_args,
-    get_origin,
-    get_type_hints,
-    overload,
-)
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints, overload
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from llamarl.config.files import sections, with_whole_parts
+from llamarl.config.findings import ConfigError, Problem, keys_of, show
+from llamarl.config.hints import convert, describe, did_you_mean, is_union, need
 from llamarl.config.loss_options import LOSS_OPTIONS
 from llamarl.config.marks import Mark
-from llamarl.config.ranges import Positive
 from llamarl.config.schema import Config, LossSettings
 from llamarl.native.files import replace_text
-from llamarl.words.names import nearest
 
-# Keys of earlier releases -> today's.
-RENAMED = {
-    "deadline_s": "timeout_s",
-    "generator.quantize_keep": "generator.quantize_exclude",
-    "loss.length_normalise": "loss.length_normalize",
-    "loss.normalise": "loss.normalize",
-    "reference.enabled": "reference.kind",
-}
 _REFERENCE = re.compile(r"(\\*)\$\{")  # and the backslashes before it, which then are signs too
 
 
 Schema = TypeVar("Schema")  # the dataclass of a kind of job's whole configuration
-
-
-@dataclass(frozen=True, slots=True)
-class Problem:
-    where: str  # a key, or key=value
-    what: str
-    keys: tuple[str, ...] = ()  # the keys that it is about
-
-
-def keys_of(problems: Iterable[Problem]) -> set[str]:
-    """The keys that any of these problems is about."""
-    return set().union(*(problem.keys for problem in problems))
-
-
-class ConfigError(ValueError):
-    """All problems of a config, one aligned line each."""
-
-    def __init__(self, problems: list[Problem]):
-        self.problems = problems
-        width = min(max(len(p.where) for p in problems), 50)
-        lines = [f"  {p.where:<{width}}   {p.what}" for p in problems]
-        super().__init__("\n".join(["bad config, nothing started:", *lines]))
-
-
-class Findings:
-    """What is wrong with a config that fits the schema: problems, told with the values that they
-    are about.
-    """
-
-    def __init__(self, config: object):
-        self.problems: list[Problem] = []
-        self._values = to_values(config)
-
-    def add(self, what: str, *keys: str) -> None:
-        shown = []
-        for key in keys:
-            value: object = self._values
-            for name in key.split("."):
-                assert isinstance(value, Mapping), f"{key}: there is no such section"
-                value = value[name]
-            shown.append(f"{key}={show(value)}")
-        self.problems.append(Problem(" ".join(shown), what, keys))
 
 
 @functools.cache
@@ -101,13 +38,9 @@ def _hints(schema: type) -> dict[str, object]:
     return {field.name: hints[field.name] for field in fields(schema)}
 
 
-def _is_union(hint: object) -> bool:
-    return get_origin(hint) in (Union, types.UnionType)
-
-
 def schemas_of(hint: object) -> tuple[type, ...]:
     """The dataclasses that a section may be: several where it has kinds; () if it is no section."""
-    arms = get_args(hint) if _is_union(hint) else (hint,)
+    arms = get_args(hint) if is_union(hint) else (hint,)
     return arms if all(map(is_dataclass, arms)) else ()
 
 
@@ -147,103 +80,9 @@ def is_marked(key: str, mark: Mark, schema: type = Config) -> bool:
     return any(mark in marks.get(name, ()) for name in within)
 
 
-def did_you_mean(key: str, names: Collection[str]) -> str:
-    """ "; did you mean NAME?" for the nearest name, by its last part or as a whole; "" when none is
-    near. A key of an earlier release is answered with its name of today.
-    """
-    if key in RENAMED:
-        return f"; it is called {RENAMED[key]} now"
-    last = {name.rpartition(".")[2]: name for name in reversed(list(names))}
-    tail = key.rpartition(".")[2]
-    if tail in last:
-        return f"; did you mean {last[tail]}?"
-    near = nearest(key, names, cutoff=0.75)
-    if near is None:
-        alike = nearest(tail, last, cutoff=0.7)
-        near = None if alike is None else last[alike]
-    return "" if near is None else f"; did you mean {near}?"
-
-
-def need(value: object, hint: object) -> str:
-    """What a value that does not fit should have been: "need X", with the nearest word."""
-    near = did_you_mean(value, names_of(hint)) if isinstance(value, str) else ""
-    return f"need {describe(hint)}{near}"
-
-
 def _is_named(hint: object) -> bool:
     """Whether a section holds sections by names that the user gives them."""
     return get_origin(hint) is dict and bool(schemas_of(get_args(hint)[1]))
-
-
-_WORDS = {
-    int: "a whole number",
-    float: "a number",
-    bool: "true or false",
-    str: "a text",
-    type(None): "null",
-    list[int]: "a list of ranks such as [0,1]",
-    list[str]: "a list of texts such as [a,b]",
-    list[Positive]: "two numbers above 0:",
-}
-
-
-def describe(hint: object) -> str:
-    """What a value must be, in words."""
-    if hint in _WORDS:
-        return _WORDS[hint]
-    origin, arms = get_origin(hint), get_args(hint)
-    if origin is Annotated:
-        base, bounds = arms
-        return f"{describe(base)} {bounds}"
-    if origin is Literal:
-        return " or ".join(arms)
-    if origin is dict:
-        return "a section of your own keys"
-    if origin is list:
-        return f"a list of some of {', '.join(names_of(hint))}"
-    return " or ".join(map(describe, arms))
-
-
-def names_of(hint: object) -> tuple[str, ...]:
-    """The words among what a value may be."""
-    arms = get_args(hint)
-    if get_origin(hint) is Literal:
-        return arms
-    return tuple(itertools.chain.from_iterable(map(names_of, arms)))
-
-
-def convert(value: object, hint: object) -> object:
-    """The value in the hint's type. ValueError, without words, if it does not fit."""
-    if _is_union(hint):
-        for arm in get_args(hint):
-            with contextlib.suppress(ValueError):
-                return convert(value, arm)
-        raise ValueError
-    origin = get_origin(hint)
-    if origin is Annotated:
-        base, bounds = get_args(hint)
-        converted = convert(value, base)
-        if converted in bounds:
-            return converted
-    elif origin is Literal:
-        if value in get_args(hint):
-            return value
-    elif origin is list:
-        (item_hint,) = get_args(hint)
-        if isinstance(value, list):
-            return [convert(item, item_hint) for item in value]
-    elif origin is dict:
-        if isinstance(value, Mapping) and all(isinstance(name, str) for name in value):
-            return dict(value)
-    elif isinstance(value, int | float) and not isinstance(value, bool):
-        # A number may be meant as a text; as a whole number only if it is one.
-        for kind in (float, str, int):
-            fits = hint is kind and (kind is not int or value % 1 == 0)
-            if fits and math.isfinite(value):
-                return kind(value)
-    elif type(value) is hint:
-        return value
-    raise ValueError
 
 
 class _Reader:
@@ -347,15 +186,6 @@ class _Reader:
         for name in names:
             key = f"{prefix}{name}"
             self._refuse(key, "unknown key" + did_you_mean(key, self._keys))
-
-
-def show(value: object) -> str:
-    """As it is written on a command line."""
-    if isinstance(value, list):
-        return "[" + ",".join(map(show, value)) + "]"
-    if value is None or isinstance(value, bool):
-        return "null" if value is None else str(value).lower()
-    return str(value)
 
 
 @overload

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-from llamarl.config.conversion import Findings, Problem
 from llamarl.config.files import EVAL_SETS
+from llamarl.config.findings import Findings, Problem
 from llamarl.config.schema import Config
 from llamarl.config.search_rules import Rule
 from llamarl.words.columns import OWN_COLUMNS

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from pathlib import Path
 
-from llamarl.config.conversion import Findings, show
+from llamarl.config.findings import Findings, show
 from llamarl.config.schema import Config
 from llamarl.models.config import ModelConfig, read_config, tiny_directory
 

@@ -10,8 +10,9 @@ import functools
 from typing import Literal
 
 from llamarl.config.command_line import JobKind, default_config, main
-from llamarl.config.conversion import Findings, Problem, known_keys, to_config, to_values
+from llamarl.config.conversion import known_keys, to_config, to_values
 from llamarl.config.files import PARTS
+from llamarl.config.findings import Findings, Problem
 from llamarl.config.marks import marked, settings_dataclass
 from llamarl.config.ranges import Count, Natural, NonNegative, Positive, PositiveShare, Share, Text
 from llamarl.config.rewards import (
@@ -102,7 +103,7 @@ def check(
     config: PreferencesConfig, world_size: int, local_world_size: int | None = None
 ) -> list[Problem]:
     """What cannot work together, or with this many ranks and these files."""
-    found = Findings(config)
+    found = Findings(to_values(config))
     if world_size > 1:
         what = "pairs are made by one process: start it with python"
         found.problems.append(Problem(f"{world_size} ranks", what))

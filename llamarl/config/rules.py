@@ -11,9 +11,11 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
-from llamarl.config.conversion import Findings, Problem, convert, did_you_mean, need
+from llamarl.config.conversion import to_values
 from llamarl.config.eval_rules import eval_rules, find_set_names
 from llamarl.config.files import CONF_DIR, EVAL_SETS, sections
+from llamarl.config.findings import Findings, Problem
+from llamarl.config.hints import convert, did_you_mean, need
 from llamarl.config.loss_options import LOSS_OPTIONS, declarations, declares
 from llamarl.config.placement import find_placement
 from llamarl.config.reward_rules import comparing_judges, reward_rules
@@ -38,7 +40,7 @@ def check(
     """What cannot work together, or with this many ranks and these files. attacks: the recipe puts
     completions to a victim.
     """
-    found = Findings(config)
+    found = Findings(to_values(config))
     if not find_set_names(config, found):
         return found.problems  # what else is wrong is told by keys, which such names do not make
     started = world_size

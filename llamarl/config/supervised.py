@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
 from llamarl.config.command_line import JobKind, main
-from llamarl.config.conversion import Findings, Problem
+from llamarl.config.conversion import to_values
+from llamarl.config.findings import Findings, Problem
 from llamarl.config.marks import marked, settings_dataclass
 from llamarl.config.ranges import Count, Natural, NonNegative, Positive, Range, Text
 from llamarl.config.schema import (
@@ -105,7 +106,7 @@ def check(
     config: SupervisedConfig, world_size: int, local_world_size: int | None = None
 ) -> list[Problem]:
     """What cannot work together, or with this many ranks and these files."""
-    found = Findings(config)
+    found = Findings(to_values(config))
     if world_size % config.trainer.replicate:
         found.add(f"must divide the {world_size} ranks", "trainer.replicate")
     files = {

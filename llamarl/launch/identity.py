@@ -26,7 +26,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from llamarl.config.conversion import flat, is_marked, show, value_differences
+from llamarl.config.conversion import flat, is_marked, value_differences
+from llamarl.config.findings import show
 from llamarl.config.schema import Config
 from llamarl.models.config import ModelConfig, read_config
 from llamarl.models.fingerprint import weights_digest

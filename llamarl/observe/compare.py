@@ -14,14 +14,9 @@ from pathlib import Path
 
 import numpy as np
 
-from llamarl.config.conversion import (
-    did_you_mean,
-    is_marked,
-    load_config,
-    show,
-    to_values,
-    value_differences,
-)
+from llamarl.config.conversion import is_marked, load_config, to_values, value_differences
+from llamarl.config.findings import show
+from llamarl.config.hints import did_you_mean
 from llamarl.config.schema import Config
 from llamarl.observe.report import Columns, read_columns
 from llamarl.observe.rows import EVALUATED, FILE_NAME

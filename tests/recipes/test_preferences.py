@@ -16,7 +16,7 @@ import torch
 from transformers import AutoTokenizer
 
 from llamarl.config.command_line import check_command_line, compose_config
-from llamarl.config.conversion import ConfigError
+from llamarl.config.findings import ConfigError
 from llamarl.config.preferences import PREFERENCES
 from llamarl.learning.preference_data import read_preference_data
 from llamarl.models.config import tiny_directory

@@ -1,0 +1,70 @@
+"""What is wrong with a configuration: problems, each with the keys that it is about."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    where: str  # a key, or key=value
+    what: str
+    keys: tuple[str, ...] = ()  # the keys that it is about
+
+
+def keys_of(problems: Iterable[Problem]) -> set[str]:
+    """The keys that any of these problems is about."""
+    return set().union(*(problem.keys for problem in problems))
+
+
+class ConfigError(ValueError):
+    """All problems of a config, one aligned line each."""
+
+    def __init__(self, problems: list[Problem]):
+        self.problems = problems
+        width = min(max(len(p.where) for p in problems), 50)
+        lines = [f"  {p.where:<{width}}   {p.what}" for p in problems]
+        super().__init__("\n".join(["bad config, nothing started:", *lines]))
+
+
+class Findings:
+    """What is wrong with a config that fits the schema: problems, told with the values that they
+    are about. values: the config's, as `to_values` gives them.
+    """
+
+    def __init__(self, values: Mapping[str, object]):
+        self.problems: list[Problem] = []
+        self._values = values
+
+    def add(self, what: str, *keys: str) -> None:
+        """Add a problem of these keys: what is wrong, and the remedy. It is told after key=value of
+        each.
+        """
+        shown = []
+        for key in keys:
+            value: object = self._values
+            for name in key.split("."):
+                assert isinstance(value, Mapping), f"{key}: there is no such section"
+                value = value[name]
+            shown.append(f"{key}={show(value)}")
+        self.problems.append(Problem(" ".join(shown), what, keys))
+
+    def add_unless_file(self, path: str | Path | None, key: str) -> None:
+        """Add a problem unless there is something at the path; None is no path."""
+        if path and not Path(path).exists():
+            self.add(f"no such file: {Path(path)}", key)
+
+    def add_unless_model(self, directory: str | None, key: str) -> None:
+        """Add a problem unless a model's config.json is in the directory; None is no directory."""
+        self.add_unless_file(directory and f"{directory}/config.json", key)
+
+
+def show(value: object) -> str:
+    """As it is written on a command line."""
+    if isinstance(value, list):
+        return "[" + ",".join(map(show, value)) + "]"
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else str(value).lower()
+    return str(value)

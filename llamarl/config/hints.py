@@ -1,0 +1,119 @@
+"""What a value may be, as a type says it: a value of that type, or words of what is needed."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import types
+from collections.abc import Collection, Mapping
+from typing import Annotated, Literal, Union, get_args, get_origin
+
+from llamarl.config.ranges import Positive
+from llamarl.words.names import nearest
+
+# Keys of earlier releases -> today's.
+RENAMED = {
+    "deadline_s": "timeout_s",
+    "generator.quantize_keep": "generator.quantize_exclude",
+    "loss.length_normalise": "loss.length_normalize",
+    "loss.normalise": "loss.normalize",
+    "reference.enabled": "reference.kind",
+}
+
+_WORDS = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "a text",
+    type(None): "null",
+    list[int]: "a list of ranks such as [0,1]",
+    list[str]: "a list of texts such as [a,b]",
+    list[Positive]: "two numbers above 0:",
+}
+
+
+def is_union(hint: object) -> bool:
+    return get_origin(hint) in (Union, types.UnionType)
+
+
+def did_you_mean(key: str, names: Collection[str]) -> str:
+    """ "; did you mean NAME?" for the nearest name, by its last part or as a whole; "" when none is
+    near. A key of an earlier release is answered with its name of today.
+    """
+    if key in RENAMED:
+        return f"; it is called {RENAMED[key]} now"
+    last = {name.rpartition(".")[2]: name for name in reversed(list(names))}
+    tail = key.rpartition(".")[2]
+    if tail in last:
+        return f"; did you mean {last[tail]}?"
+    near = nearest(key, names, cutoff=0.75)
+    if near is None:
+        alike = nearest(tail, last, cutoff=0.7)
+        near = None if alike is None else last[alike]
+    return "" if near is None else f"; did you mean {near}?"
+
+
+def need(value: object, hint: object) -> str:
+    """What a value that does not fit should have been: "need X", with the nearest word."""
+    near = did_you_mean(value, names_of(hint)) if isinstance(value, str) else ""
+    return f"need {describe(hint)}{near}"
+
+
+def describe(hint: object) -> str:
+    """What a value must be, in words."""
+    if hint in _WORDS:
+        return _WORDS[hint]
+    origin, arms = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        base, bounds = arms
+        return f"{describe(base)} {bounds}"
+    if origin is Literal:
+        return " or ".join(arms)
+    if origin is dict:
+        return "a section of your own keys"
+    if origin is list:
+        return f"a list of some of {', '.join(names_of(hint))}"
+    return " or ".join(map(describe, arms))
+
+
+def names_of(hint: object) -> tuple[str, ...]:
+    """The words among what a value may be."""
+    arms = get_args(hint)
+    if get_origin(hint) is Literal:
+        return arms
+    return tuple(itertools.chain.from_iterable(map(names_of, arms)))
+
+
+def convert(value: object, hint: object) -> object:
+    """The value in the hint's type. ValueError, without words, if it does not fit."""
+    if is_union(hint):
+        for arm in get_args(hint):
+            with contextlib.suppress(ValueError):
+                return convert(value, arm)
+        raise ValueError
+    origin = get_origin(hint)
+    if origin is Annotated:
+        base, bounds = get_args(hint)
+        converted = convert(value, base)
+        if converted in bounds:
+            return converted
+    elif origin is Literal:
+        if value in get_args(hint):
+            return value
+    elif origin is list:
+        (item_hint,) = get_args(hint)
+        if isinstance(value, list):
+            return [convert(item, item_hint) for item in value]
+    elif origin is dict:
+        if isinstance(value, Mapping) and all(isinstance(name, str) for name in value):
+            return dict(value)
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        # A number may be meant as a text; as a whole number only if it is one.
+        for kind in (float, str, int):
+            fits = hint is kind and (kind is not int or value % 1 == 0)
+            if fits and math.isfinite(value):
+                return kind(value)
+    elif type(value) is hint:
+        return value
+    raise ValueError
