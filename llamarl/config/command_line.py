@@ -4,9 +4,9 @@ Imports no torch.
     @main
     def run(config: Config) -> None: ...
 
-Values live in conf/ (Hydra groups), types and ranges in llamarl/config/schema.py, what cannot work
-together in llamarl/config/rules.py. Everything wrong with a command line is found before anything
-heavy starts and is printed at once:
+Values live in conf/ (Hydra groups). Types, ranges and what cannot work together are in
+llamarl/config/sections/, a file for each section. Everything wrong with a command line is found
+before anything heavy starts and is printed at once:
 
     bad config, nothing started:
       groups_per_step=0   need a whole number of at least 1
@@ -30,11 +30,11 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from llamarl.config.conversion import Schema, echoing, known_keys, sections_of_kinds, to_config
-from llamarl.config.files import EVAL_SETS, PARTS, TASK_PARTS, sections
+from llamarl.config.files import CONF_DIR, EVAL_SETS, PARTS, TASK_PARTS, sections
 from llamarl.config.findings import ConfigError, Problem, keys_of, show
 from llamarl.config.hints import did_you_mean
 from llamarl.config.placement import idle_ranks
-from llamarl.config.rules import CONF_DIR, check
+from llamarl.config.rules import check
 from llamarl.config.schema import Config
 
 

@@ -22,7 +22,8 @@ from llamarl.config.findings import ConfigError, Problem, keys_of, show
 from llamarl.config.hints import convert, describe, did_you_mean, is_union, need
 from llamarl.config.loss_options import LOSS_OPTIONS
 from llamarl.config.marks import Mark
-from llamarl.config.schema import Config, LossSettings
+from llamarl.config.schema import Config
+from llamarl.config.sections.loss import LossSettings
 from llamarl.native.files import replace_text
 
 _REFERENCE = re.compile(r"(\\*)\$\{")  # and the backslashes before it, which then are signs too

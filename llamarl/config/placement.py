@@ -8,10 +8,9 @@ from pathlib import Path
 
 from llamarl.config.findings import Findings, show
 from llamarl.config.schema import Config
+from llamarl.config.sections.placement import COLOCATED, find_given_ranks
 from llamarl.models.config import ModelConfig, read_config, tiny_directory
 
-# Executors with a model on the device.
-COLOCATED = ("trainer", "generator", "victim", "reward", "reference")
 TINY_MODEL = tiny_directory()
 
 Ranks = tuple[int, ...]
@@ -71,30 +70,7 @@ def idle_ranks(config: Config, world_size: int) -> list[int]:
 
 def find_placement(c: Config, world_size: int, found: Findings) -> None:
     """Ranks that cannot be, or cannot host what is placed on them."""
-    given = dataclasses.asdict(c.placement)
-    together = given.pop("colocate")
-    if together is not None and (len(together) < 2 or not set(together) <= set(COLOCATED)):
-        what = f"need two or more of {', '.join(COLOCATED)}; or null"
-        found.add(what, "placement.colocate")
-    elif together is not None:
-        named = [name for name in together if given[name]]
-        if len({tuple(given[name]) for name in named}) > 1:
-            keys = [f"placement.{name}" for name in named]
-            found.add("share their ranks, but are given different ones", *keys)
-    for name, ranks in given.items():
-        if ranks is None:
-            continue
-        key = f"placement.{name}"
-        if not ranks or len(set(ranks)) < len(ranks):
-            found.add("need at least one rank, each once; or null", key)
-        outside = [rank for rank in ranks if not 0 <= rank < world_size]
-        if outside:
-            there_are = "there is one rank, 0"
-            if world_size > 1:
-                there_are = f"ranks are 0 to {world_size - 1}"
-            what = f"no rank {show(outside)}: {there_are} (torchrun --nproc-per-node)"
-            found.add(what, key)
-    if found.problems:
+    if not find_given_ranks(c.placement, found, world_size=world_size):
         return
     placed = placement_of(c, world_size)
     model = _model_at(c.model.path or TINY_MODEL)

@@ -23,7 +23,9 @@ from llamarl.config.rewards import (
     PartsRewardSettings,
 )
 from llamarl.config.rules import check as check_run
-from llamarl.config.schema import AnyTaskSettings, Config, Seed
+from llamarl.config.schema import Config
+from llamarl.config.sections.run import Seed
+from llamarl.config.tasks import AnyTaskSettings
 from llamarl.words.choices import Pairing
 
 

@@ -1,8 +1,8 @@
 """The schema of a run's configuration: what may be set, its type and its range.
 
 Keys are explained where their values are, in conf/. No field has a default here, so that every
-value of a run is found in conf/ or on its command line. What must hold between values is checked in
-llamarl/config/rules.py.
+value of a run is found in conf/ or on its command line. What must hold between values is checked
+beside their dataclass; llamarl/config/rules.py has it all checked.
 
 A section of several kinds is a union of dataclasses. Its key `kind`, which the file of conf/ that
 was chosen for the section sets, says which of them the section is; a key that only one kind has is
@@ -11,33 +11,18 @@ a field of that kind alone:
     buffer=fifo      buffer.kind                                          FifoBufferSettings
     buffer=replay    buffer.kind, buffer.sync_period, buffer.max_size     ReplayBufferSettings
 
-What a kind does not let anyone choose, and its readers ask of every kind, is a constant of the
-class.
+If only some kinds offer a setting, the others give it as a class constant, so that readers need not
+ask which kind it is.
 
-A field that decides more than its own value says so by a Mark (llamarl/config/marks.py). The
-sections of what scores are in llamarl/config/rewards.py, those of tasks in llamarl/config/tasks.py,
-those of the buffer and of schedules in llamarl/config/search.py.
+A field that decides more than its own value says so by a Mark (llamarl/config/marks.py). Sections
+and their rules are in llamarl/config/sections/, a file each; those of what scores are in
+llamarl/config/rewards.py.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
-
 from llamarl.config.files import EVAL_SETS
-from llamarl.config.loss_options import LOSS_OPTIONS
 from llamarl.config.marks import marked, settings_dataclass
-from llamarl.config.ranges import (
-    Beta,
-    Count,
-    Natural,
-    NonNegative,
-    Positive,
-    PositiveInterval,
-    PositiveShare,
-    Range,
-    Share,
-    Text,
-)
 from llamarl.config.rewards import (
     AnyRewardSettings,
     AnySourceSettings,
@@ -50,273 +35,34 @@ from llamarl.config.search import (
     AnyTemperatureSettings,
     ConstantBetaSettings,
     CutBetaSettings,
-    FifoBufferSettings,
     LinearBetaSettings,
-    ReplayBufferSettings,
 )
-from llamarl.config.tasks import AnyEvalSetSettings, AnyTaskSettings, MixtureSettings
+from llamarl.config.sections.buffer import AnyBufferSettings, ReplayBufferSettings
+from llamarl.config.sections.checkpoint import CheckpointSettings
+from llamarl.config.sections.evaluation import EvalSettings
+from llamarl.config.sections.generator import AnyGeneratorSettings
+from llamarl.config.sections.loss import LossSettings
+from llamarl.config.sections.metrics import MetricsSettings
+from llamarl.config.sections.model import ModelSettings
+from llamarl.config.sections.overcommit import GovernorSettings
+from llamarl.config.sections.placement import PlacementSettings
+from llamarl.config.sections.reference import AnyReferenceSettings
+from llamarl.config.sections.run import RunSettings
+from llamarl.config.sections.trainer import TrainerSettings
+from llamarl.config.sections.weights import WeightsSettings
+from llamarl.config.tasks import AnyTaskSettings, MixtureSettings
 from llamarl.config.victim import AnyVictimSettings
-from llamarl.words.choices import (
-    Advantages,
-    Estimator,
-    Governor,
-    Quantized,
-    Schedule,
-    Transport,
-    Whiten,
-)
 
 HEAD_LR = 1e-3  # of a value head, where trainer.value_lr is null
 # Of a gold scorer that is a function: an answer, and the memory of its one worker.
 GOLD_TIMEOUT_S = 30.0
 GOLD_MEMORY_MB = 4096
-START = "start"  # as an embedder: the model that training starts from
-Seed = Annotated[int, Range(0, 2**63 - 1)]  # what torch and the counters of sampling hold
 
 
 @settings_dataclass
-class ModelSettings:
-    # None: the tiny model that comes with the package.
-    path: str | None = marked("data")
-    dtype: Literal["float32", "bfloat16"] = marked("answers")
+class Config(RunSettings):
+    """The keys of a run, and its sections."""
 
-
-@settings_dataclass
-class GeneratorSettings:
-    """What every kind of generator has."""
-
-    kind: str
-    max_slots: Count
-    chunk_tokens: Count
-    # None: Config.temperature.
-    temperature: PositiveInterval | None = marked("identity")
-    top_k: Natural
-    top_p: PositiveShare
-    min_new_tokens: Natural
-    stop: list[str]
-    in_flight_updates: bool | None
-    max_seconds: Positive | None
-
-
-@settings_dataclass
-class NativeGeneratorSettings(GeneratorSettings):
-    kind: Literal["native"]
-    tensor_parallel: Count
-    recompute_kv: bool
-    resume_partials: bool | None
-    cache_tokens: Count | None
-    prefill_chunk: Count
-    quantize: Quantized
-    quantize_exclude: list[str]
-    max_quantization_kl: Positive
-
-
-@settings_dataclass
-class VLLMGeneratorSettings(GeneratorSettings):
-    kind: Literal["vllm"]
-    gpu_memory_utilization: PositiveShare
-
-    tensor_parallel: ClassVar[int] = 1  # a vLLM here has one rank
-    recompute_kv: ClassVar[bool] = False  # vLLM keeps its cache over new weights
-    resume_partials: ClassVar[bool] = False  # it starts unfinished completions again
-    cache_tokens: ClassVar[None] = None  # gpu_memory_utilization bounds its cache
-    quantize: ClassVar[str] = "none"  # it takes weights as they are
-    quantize_exclude: ClassVar[tuple[str, ...]] = ()
-
-
-@settings_dataclass
-class ReferenceSettings:
-    """No reference, or one that the trainer itself asks before its update."""
-
-    kind: Literal["none", "adapters_off", "sharded"]
-
-    reset_every: ClassVar[None] = None
-    placed: ClassVar[bool] = False  # whether it is an executor, on ranks of its own or shared
-    replicate: ClassVar[int] = 1
-    tensor_parallel: ClassVar[int] = 1
-    stream: ClassVar[bool] = False
-    chunk_tokens: ClassVar[None] = None
-    cache_tokens: ClassVar[None] = None
-
-
-@settings_dataclass
-class FrozenReferenceSettings:
-    kind: Literal["frozen"]
-    replicate: Count
-    tensor_parallel: Count
-    stream: bool
-    chunk_tokens: Count | None
-    cache_tokens: Count | None
-
-    reset_every: ClassVar[None] = None
-    placed: ClassVar[bool] = True
-
-
-@settings_dataclass
-class ResettingReferenceSettings:
-    kind: Literal["reset"]
-    reset_every: Count
-    replicate: Count
-    tensor_parallel: Count
-    stream: bool
-
-    placed: ClassVar[bool] = True
-
-
-@settings_dataclass
-class LoraSettings:
-    rank: Natural
-    alpha: Positive
-    targets: list[
-        Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-    ]
-
-
-@settings_dataclass
-class CriticModelSettings:
-    trunk: Literal["shared", "own"]
-    path: str | None  # None: an own trunk starts as the policy
-
-
-@settings_dataclass
-class ShardedTrainerSettings:
-    """What every trainer has that shards a decoder."""
-
-    replicate: Count
-    microbatch_tokens: Count
-    max_grad_norm: Positive | None
-    optimizer: Literal["adamw", "adamw8bit"]
-    weight_decay: NonNegative
-    beta1: Beta
-    beta2: Beta
-    eps: Positive
-    schedule: Schedule
-    compute_dtype: Literal["float32", "bfloat16"]
-    activation_checkpointing: bool
-    cpu_offload: bool
-
-
-@settings_dataclass
-class TrainerSettings(ShardedTrainerSettings):
-    tensor_parallel: Count
-    warmup_steps: Natural
-    decay_steps: Count | None
-    advantages: Advantages
-    lora: LoraSettings
-    ema_decay: Annotated[float, Range(0, 0.9999999)] | None
-    parity_tolerance: Positive
-    skip_zero_advantage: bool
-    filter_groups: bool
-    minibatches_per_step: Count
-    updates_per_batch: Count
-    missing_eos_penalty: float | None
-    reward_kl_coef: NonNegative
-    reward_kl_estimator: Estimator
-    whiten: Whiten
-    gamma: Share
-    gae_lambda: Share
-    critic: CriticModelSettings
-    value_lr: Positive | None
-    value_coef: NonNegative
-    value_clip: Positive | None
-
-
-@settings_dataclass
-class LossSettings:
-    fn: str  # a loss of the package, or module:function
-    name: str  # of the chosen file in conf/loss; fn where another function has taken its place
-    kl_coef: NonNegative
-    kl_estimator: Estimator
-    entropy_coef: NonNegative
-    options: dict[str, object]  # every further key of loss.*, for the function alone
-
-    def options_for(self, taken: set[str]) -> dict[str, object]:
-        """The options for a function that takes these: one of the user's own need not take those
-        that the package's losses have.
-        """
-        return {
-            key: value
-            for key, value in self.options.items()
-            if key in taken or key not in LOSS_OPTIONS
-        }
-
-
-@settings_dataclass
-class GovernorSettings:
-    start: Natural | None
-    least: Natural
-    most: Natural | None
-    window: Count
-    increase: Natural
-    decrease: Natural
-
-
-@settings_dataclass
-class EvalSettings:
-    every: Natural
-    num_prompts: Natural = marked("data")
-    num_samples: Natural
-    sets: dict[str, AnyEvalSetSettings] = marked("data")  # by names of the user's own
-    target: float | None = marked("outward")
-    gold: str | None
-    gold_label: str | None
-    reference_key: str | None
-    base: str | None
-    embedder: Text | None
-    save_samples: bool = marked("outward")
-
-
-@settings_dataclass
-class CheckpointSettings:
-    every: Natural
-    keep: Count
-
-
-@settings_dataclass
-class PlacementSettings:
-    trainer: list[int] | None
-    generator: list[int] | None
-    reward: list[int] | None
-    reference: list[int] | None
-    victim: list[int] | None
-    colocate: list[str] | None
-
-
-@settings_dataclass
-class WeightsSettings:
-    transport: Transport
-
-
-@settings_dataclass
-class MetricsSettings:
-    tensorboard: bool
-    wandb: bool
-    trace: bool
-
-
-@settings_dataclass
-class Config:
-    max_steps: Natural
-    run_dir: str | None = marked("outward")
-    resume: str = marked("outward")
-    resume_with_other: list[Literal["data", "reward", "model"]] = marked("outward")
-    seed: Seed = marked("identity", "data", "answers", "outward")
-    dry_run: bool = marked("outward")
-    ranks: Count | None = marked("outward")
-    max_lag: Natural | None = marked("identity", "answers")
-    overcommit: Natural | Governor
-    on_deadline: Literal["wait", "truncate"]
-    straggler_factor: Annotated[float, Range(1)] = marked("outward")
-    groups_per_step: Count = marked("identity")
-    group_size: Count = marked("identity", "answers")
-    max_new_tokens: Count = marked("identity", "answers")
-    temperature: Positive = marked("identity", "answers")
-    lr: Positive
-    threads: Count | None = marked("answers", "outward")
-    timeout_s: Positive = marked("outward")
-    heartbeat_timeout_s: Positive = marked("outward")
-    stop_s: Positive
-    offload: bool
     governor: GovernorSettings
     beta_schedule: ConstantBetaSettings | LinearBetaSettings | CutBetaSettings
     log_reward_schedule: AnyTemperatureSettings
@@ -327,11 +73,11 @@ class Config:
     metrics: MetricsSettings = marked("outward")
     model: ModelSettings
     task: AnyTaskSettings = marked("data", "answers")
-    generator: NativeGeneratorSettings | VLLMGeneratorSettings = marked("answers")
+    generator: AnyGeneratorSettings = marked("answers")
     reward: AnyRewardSettings = marked("answers")
     victim: AnyVictimSettings = marked("answers")
-    reference: ReferenceSettings | FrozenReferenceSettings | ResettingReferenceSettings
-    buffer: FifoBufferSettings | ReplayBufferSettings = marked("answers")
+    reference: AnyReferenceSettings
+    buffer: AnyBufferSettings = marked("answers")
     trainer: TrainerSettings
     loss: LossSettings
     placement: PlacementSettings
@@ -388,7 +134,7 @@ class Config:
     @property
     def is_evaluated(self) -> bool:
         """Whether any held-out prompt is ever asked."""
-        return self.eval.every > 0 and (self.eval.num_prompts > 0 or bool(self.eval.sets))
+        return self.eval.is_asked
 
     @property
     def reward_parts(self) -> dict[str, AnySourceSettings]:
@@ -409,7 +155,7 @@ class Config:
         gold = self.eval.gold
         if gold is None:
             return None
-        if ":" in gold:
+        if self.eval.gold_kind == "function":
             return FunctionSourceSettings(
                 kind="function",
                 fn=gold,
@@ -458,15 +204,12 @@ class Config:
     @property
     def samples_as_trained(self) -> bool:
         """Whether every completion is sampled at the temperature at which it is trained on."""
-        drawn = self.generator.temperature
-        return drawn is None or drawn == [self.temperature] * 2
+        return self.generator.samples_at(self.temperature)
 
     @property
     def updates_in_flight(self) -> bool:
         """Whether a generator takes in new weights while completions are running."""
-        if self.generator.in_flight_updates is None:
-            return self.max_lag != 0
-        return self.generator.in_flight_updates
+        return self.generator.updates_in_flight(self.max_lag)
 
     @property
     def resumes_partials(self) -> bool:

@@ -4,29 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
-from llamarl.config.marks import marked, settings_dataclass
-from llamarl.config.ranges import Count, Natural, NonNegative, Positive, Share
-from llamarl.words.choices import Priority
-
-
-@settings_dataclass
-class FifoBufferSettings:
-    kind: Literal["fifo"] = marked("identity")
-
-
-@settings_dataclass
-class ReplayBufferSettings:
-    kind: Literal["replay"] = marked("identity")
-    draw: Literal["local", "shared", "split"] = marked("identity")
-    sync_period: Count
-    most_on_policy: Share
-    priority: Priority
-    temperature: Positive
-    completions_per_prompt: Count | None
-    max_size: Count
-    grow_until: Count | None
-    good_reward: float | None
-    initial_completions: Natural | None
+from llamarl.config.marks import settings_dataclass
+from llamarl.config.ranges import Count, Natural, NonNegative, Positive
 
 
 @settings_dataclass

@@ -15,12 +15,10 @@ from llamarl.config.conversion import to_values
 from llamarl.config.findings import Findings, Problem
 from llamarl.config.marks import marked, settings_dataclass
 from llamarl.config.ranges import Count, Natural, NonNegative, Positive, Range, Text
-from llamarl.config.schema import (
-    CheckpointSettings,
-    MetricsSettings,
-    Seed,
-    ShardedTrainerSettings,
-)
+from llamarl.config.sections.checkpoint import CheckpointSettings
+from llamarl.config.sections.metrics import MetricsSettings
+from llamarl.config.sections.run import Seed
+from llamarl.config.sections.trainer import ShardedTrainerSettings
 
 Fraction = Annotated[float, Range(0, 0.999999)]
 

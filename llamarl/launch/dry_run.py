@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 
 from llamarl.config.conversion import to_values
 from llamarl.config.rewards import ModelSourceSettings
-from llamarl.config.schema import START
+from llamarl.config.sections.evaluation import START
 from llamarl.config.victim import placed_victim
 from llamarl.ddma.plan import make_plan
 from llamarl.launch.gold import check_gold_function

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from llamarl.config.schema import START
+from llamarl.config.sections.evaluation import START
 from llamarl.launch.job import Job, read_tokenizer
 from llamarl.scoring.embedding import check_sentence_encoder
 

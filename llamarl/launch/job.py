@@ -23,7 +23,8 @@ from llamarl.config.rewards import (
     ModelSourceSettings,
     NoveltySourceSettings,
 )
-from llamarl.config.schema import START, ReplayBufferSettings
+from llamarl.config.sections.buffer import ReplayBufferSettings
+from llamarl.config.sections.evaluation import START
 from llamarl.config.victim import ATTACK, NoVictimSettings, placed_victim
 from llamarl.controller import ExecutorController, RunSettings
 from llamarl.errors import NoWeights

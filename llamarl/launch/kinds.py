@@ -5,7 +5,8 @@ from __future__ import annotations
 from functools import partial
 
 from llamarl.config.rewards import AnySourceSettings
-from llamarl.config.schema import START, Config
+from llamarl.config.schema import Config
+from llamarl.config.sections.evaluation import START
 from llamarl.launch.job import Job, Scored
 from llamarl.launch.scorers import transcript_of
 from llamarl.launch.sources import source_of

@@ -18,7 +18,7 @@ import torch
 
 from llamarl.config.placement import Ranks
 from llamarl.config.rewards import AnySourceSettings
-from llamarl.config.schema import START
+from llamarl.config.sections.evaluation import START
 from llamarl.ddma.layout import Destination, Parameter, Source, parameters_to_send
 from llamarl.inference.cache import whole_blocks
 from llamarl.launch.job import Job

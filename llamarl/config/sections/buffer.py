@@ -1,0 +1,119 @@
+"""The section `buffer`: what holds groups until they are trained on, and what cannot go together
+with a replay buffer's size and what is drawn from it.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from llamarl.config.findings import Findings
+from llamarl.config.loss_options import declarations, declares
+from llamarl.config.marks import marked, settings_dataclass
+from llamarl.config.ranges import Count, Natural, Positive, Share
+from llamarl.config.sections.loss import LossSettings
+from llamarl.config.sections.run import RunSettings
+from llamarl.config.sections.trainer import TrainerSettings
+from llamarl.words.choices import Priority
+
+
+@settings_dataclass
+class FifoBufferSettings:
+    kind: Literal["fifo"] = marked("identity")
+
+
+@settings_dataclass
+class ReplayBufferSettings:
+    kind: Literal["replay"] = marked("identity")
+    draw: Literal["local", "shared", "split"] = marked("identity")
+    sync_period: Count
+    most_on_policy: Share
+    priority: Priority
+    temperature: Positive
+    completions_per_prompt: Count | None
+    max_size: Count
+    grow_until: Count | None
+    good_reward: float | None
+    initial_completions: Natural | None
+
+
+AnyBufferSettings = FifoBufferSettings | ReplayBufferSettings
+
+
+def find_buffer(
+    buffer: AnyBufferSettings,
+    run: RunSettings,
+    found: Findings,
+    *,
+    loss: LossSettings,
+    trainer: TrainerSettings,
+    seeks_novelty: bool,
+) -> None:
+    """Find what cannot be drawn from a replay buffer. seeks_novelty: whether a reward does."""
+    if isinstance(buffer, FifoBufferSettings):
+        return
+    _find_sizes(buffer, run, found, by_token=trainer.advantages == "gae")
+    # A loss of the user's own is asked for its mark when it is imported.
+    needs_whole = loss.fn in declarations() and not declares(loss.fn, "group_means")
+    if buffer.draw == "split" and needs_whole:
+        found.add(
+            "a split draw gives a rank a part of each prompt's completions, and this loss needs "
+            "all of them; buffer.draw=shared, or loss=tb",
+            "buffer.draw",
+            "loss.fn",
+        )
+    if buffer.draw == "split" and trainer.filter_groups:
+        found.add(
+            "a split draw gives a rank a part of each group, which does not show whether all its "
+            "rewards are equal; trainer.filter_groups=false, or buffer.draw=shared",
+            "buffer.draw",
+            "trainer.filter_groups",
+        )
+    if buffer.good_reward is not None and seeks_novelty:
+        found.add(
+            "completions are counted by their rewards, of which novelty is a part and no success; "
+            "buffer.good_reward=null, or a reward without novelty",
+            "buffer.good_reward",
+            "reward.kind",
+        )
+
+
+def _find_sizes(
+    buffer: ReplayBufferSettings, run: RunSettings, found: Findings, *, by_token: bool
+) -> None:
+    """Find more completions than there are. by_token: whether each token has an advantage."""
+    per_prompt = buffer.completions_per_prompt or run.group_size
+    trained = run.groups_per_step * per_prompt
+    initial = buffer.initial_completions or 0
+    if buffer.max_size < trained:
+        found.add(
+            f"the buffer does not hold the {trained} completions of a step; raise buffer.max_size",
+            "buffer.max_size",
+            "groups_per_step",
+        )
+    if per_prompt > run.group_size:
+        found.add(
+            "a prompt has fewer completions than are trained on at once: TBA's S >= K; "
+            "raise group_size",
+            "buffer.completions_per_prompt",
+            "group_size",
+        )
+    if buffer.completions_per_prompt == 1 and run.group_size > 1 and not by_token:
+        found.add(
+            "one completion of a prompt has no baseline: its advantage is always 0; "
+            "need at least 2, or trainer.advantages=gae",
+            "buffer.completions_per_prompt",
+            "trainer.advantages",
+        )
+    if run.max_lag is not None and initial > run.groups_per_step * run.group_size:
+        found.add(
+            "with a bounded lag a step begins with one batch; max_lag=null, or a smaller fill",
+            "buffer.initial_completions",
+            "max_lag",
+        )
+    if initial > buffer.max_size:
+        found.add(
+            "the buffer does not hold its initial fill; raise buffer.max_size, or lower "
+            "buffer.initial_completions",
+            "buffer.initial_completions",
+            "buffer.max_size",
+        )

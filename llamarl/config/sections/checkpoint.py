@@ -1,0 +1,12 @@
+"""The section `checkpoint`. Where a run is resumed from is said by `resume`, in run.py."""
+
+from __future__ import annotations
+
+from llamarl.config.marks import settings_dataclass
+from llamarl.config.ranges import Count, Natural
+
+
+@settings_dataclass
+class CheckpointSettings:
+    every: Natural
+    keep: Count

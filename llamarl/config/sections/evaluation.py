@@ -1,0 +1,113 @@
+"""The section `eval`: which held-out prompts are asked, what judges the answers, and what cannot go
+together there.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Literal
+
+from llamarl.config.files import EVAL_SETS
+from llamarl.config.findings import Findings, Problem
+from llamarl.config.marks import marked, settings_dataclass
+from llamarl.config.ranges import Natural, Text
+from llamarl.config.tasks import AnyEvalSetSettings
+from llamarl.words.columns import OWN_COLUMNS
+
+START = "start"  # as an embedder: the model that training starts from
+# Of a set: it names columns, and keys of the command line.
+_SET_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
+
+
+@settings_dataclass
+class EvalSettings:
+    every: Natural
+    num_prompts: Natural = marked("data")
+    num_samples: Natural
+    sets: dict[str, AnyEvalSetSettings] = marked("data")  # by names of the user's own
+    target: float | None = marked("outward")
+    gold: str | None
+    gold_label: str | None
+    reference_key: str | None
+    base: str | None
+    embedder: Text | None
+    save_samples: bool = marked("outward")
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether any held-out prompt is ever asked."""
+        return self.every > 0 and (self.num_prompts > 0 or bool(self.sets))
+
+    @property
+    def gold_kind(self) -> Literal["function", "model"] | None:
+        """What eval.gold names."""
+        if self.gold is None:
+            return None
+        return "function" if ":" in self.gold else "model"
+
+
+def find_set_names(evaluation: EvalSettings, found: Findings) -> bool:
+    """Find names of sets that cannot be used. Returns whether keys can be made of all of them."""
+    for name in evaluation.sets:
+        key = f"{EVAL_SETS}.{name}"
+        if not _SET_NAME.fullmatch(name):
+            what = "a set's name has letters, digits, _ and -, and begins with a letter"
+            found.problems.append(Problem(key, f"{what}; it names columns, eval/NAME/...", (key,)))
+        elif name in OWN_COLUMNS:
+            what = f"eval/{name} is a column of the task's own held-out prompts; another name"
+            found.problems.append(Problem(key, what, (key,)))
+    return all(_SET_NAME.fullmatch(name) for name in evaluation.sets)
+
+
+def find_evaluation(evaluation: EvalSettings, found: Findings) -> None:
+    """Find targets that cannot be reached, and judges of nothing or that are not there."""
+    if evaluation.target is not None:
+        _find_target(evaluation, found)
+    if evaluation.gold_label is not None and evaluation.gold_kind != "model":
+        found.add(
+            "only a scorer's directory has labels; eval.gold_label=null, or eval.gold=DIR",
+            "eval.gold_label",
+            "eval.gold",
+        )
+    if evaluation.embedder is not None and evaluation.num_samples < 2:
+        found.add(
+            "diversity is of several answers to a prompt; eval.num_samples=2 or more, "
+            "or eval.embedder=null",
+            "eval.embedder",
+            "eval.num_samples",
+        )
+    judges = {
+        "eval.gold": evaluation.gold,
+        "eval.base": evaluation.base,
+        "eval.embedder": evaluation.embedder,
+    }
+    for key, given in judges.items():
+        if given is not None and not evaluation.is_asked:
+            found.add(
+                f"nothing is evaluated; eval.every=10 eval.num_prompts=500, or {key}=null",
+                key,
+                "eval.every",
+                "eval.num_prompts",
+            )
+    found.add_unless_model(evaluation.base, "eval.base")
+    if evaluation.gold_kind == "model":
+        found.add_unless_model(evaluation.gold, "eval.gold")
+    if evaluation.embedder != START:
+        found.add_unless_model(evaluation.embedder, "eval.embedder")
+
+
+def _find_target(evaluation: EvalSettings, found: Findings) -> None:
+    """Find why eval.target would never be reached."""
+    if evaluation.every == 0:
+        found.add(
+            "nothing is evaluated, so no target is reached; eval.every=10, or eval.target=null",
+            "eval.target",
+            "eval.every",
+        )
+    if evaluation.num_prompts == 0:
+        found.add(
+            "the task's own held-out prompts are not asked, so no target is reached; "
+            "eval.num_prompts=500, or eval.target=null",
+            "eval.target",
+            "eval.num_prompts",
+        )

@@ -1,0 +1,174 @@
+"""The section `generator`: how completions are sampled, and what cannot go together with it."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from llamarl.config.findings import Findings
+from llamarl.config.loss_options import declares
+from llamarl.config.marks import marked, settings_dataclass
+from llamarl.config.ranges import Count, Natural, Positive, PositiveInterval, PositiveShare
+from llamarl.config.sections.loss import LossSettings
+from llamarl.config.sections.run import RunSettings
+from llamarl.words.choices import Quantized
+
+
+@settings_dataclass
+class GeneratorSettings:
+    """What every kind of generator has."""
+
+    kind: str
+    max_slots: Count
+    chunk_tokens: Count
+    # None: RunSettings.temperature.
+    temperature: PositiveInterval | None = marked("identity")
+    top_k: Natural
+    top_p: PositiveShare
+    min_new_tokens: Natural
+    stop: list[str]
+    in_flight_updates: bool | None
+    max_seconds: Positive | None
+
+    def samples_at(self, temperature: float) -> bool:
+        """Whether every completion is sampled at this temperature, given that it is the run's."""
+        return self.temperature is None or self.temperature == [temperature] * 2
+
+    def updates_in_flight(self, max_lag: int | None) -> bool:
+        """Whether new weights are taken in while completions are running."""
+        return max_lag != 0 if self.in_flight_updates is None else self.in_flight_updates
+
+
+@settings_dataclass
+class NativeGeneratorSettings(GeneratorSettings):
+    kind: Literal["native"]
+    tensor_parallel: Count
+    recompute_kv: bool
+    resume_partials: bool | None
+    cache_tokens: Count | None
+    prefill_chunk: Count
+    quantize: Quantized
+    quantize_exclude: list[str]
+    max_quantization_kl: Positive
+
+
+@settings_dataclass
+class VLLMGeneratorSettings(GeneratorSettings):
+    kind: Literal["vllm"]
+    gpu_memory_utilization: PositiveShare
+
+    tensor_parallel: ClassVar[int] = 1  # a vLLM here has one rank
+    recompute_kv: ClassVar[bool] = False  # vLLM keeps its cache over new weights
+    resume_partials: ClassVar[bool] = False  # it starts unfinished completions again
+    cache_tokens: ClassVar[None] = None  # gpu_memory_utilization bounds its cache
+    quantize: ClassVar[str] = "none"  # it takes weights as they are
+    quantize_exclude: ClassVar[tuple[str, ...]] = ()
+
+
+AnyGeneratorSettings = NativeGeneratorSettings | VLLMGeneratorSettings
+
+
+def find_generator(
+    generator: AnyGeneratorSettings,
+    run: RunSettings,
+    found: Findings,
+    *,
+    longest: int,
+    longest_keys: str,
+) -> None:
+    """Find slots, caches and unfinished completions that cannot be.
+
+    longest: tokens of any prompt and its completion at most. longest_keys: the keys that set it.
+    """
+    if generator.min_new_tokens > run.max_new_tokens:
+        found.add(
+            "generator.min_new_tokens must not exceed max_new_tokens",
+            "generator.min_new_tokens",
+            "max_new_tokens",
+        )
+    if run.group_size > generator.max_slots:
+        found.add(
+            "a group does not fit the slots of a generator; raise generator.max_slots",
+            "group_size",
+            "generator.max_slots",
+        )
+    if generator.cache_tokens is not None and generator.cache_tokens < longest:
+        found.add(
+            f"the cache does not hold one sequence of {longest_keys}; need at least {longest}, "
+            "or null",
+            "generator.cache_tokens",
+        )
+    _find_unfinished(generator, run, found)
+    if generator.kind == "vllm":
+        _find_vllm(run, found)
+
+
+def _find_unfinished(generator: AnyGeneratorSettings, run: RunSettings, found: Findings) -> None:
+    """Find what unfinished completions cannot go through: new weights, or a resume."""
+    updates_in_flight = generator.updates_in_flight(run.max_lag)
+    if generator.recompute_kv and not updates_in_flight:
+        found.add(
+            "no completion is running when new weights are loaded, so there is nothing to compute "
+            "anew; leave it out, or raise max_lag",
+            "generator.recompute_kv",
+        )
+    if generator.resume_partials is not True:
+        return
+    if run.max_lag == 0:
+        found.add(
+            "a resumed synchronous run has the bits of an uninterrupted one, so its completions "
+            "start again; leave generator.resume_partials out",
+            "generator.resume_partials",
+            "max_lag",
+        )
+    elif not updates_in_flight:
+        found.add(
+            "resumed completions would go on under other weights than they were begun with; leave "
+            "one of the two keys out",
+            "generator.resume_partials",
+            "generator.in_flight_updates",
+        )
+
+
+def _find_vllm(run: RunSettings, found: Findings) -> None:
+    """Find what vLLM cannot do, or that it is not there."""
+    from llamarl.inference.vllm_engine import vllm_problem  # imports torch, so only for vLLM
+
+    if run.offload:
+        found.add(
+            "vLLM's memory cannot leave the device; generator=native, or offload=false",
+            "offload",
+            "generator.kind",
+        )
+    if what := vllm_problem():
+        found.add(what, "generator.kind")
+
+
+def find_other_temperatures(
+    generator: AnyGeneratorSettings,
+    run: RunSettings,
+    found: Findings,
+    *,
+    loss: LossSettings,
+    reward_kl_coef: float,
+) -> None:
+    """Find what needs completions that are sampled at the temperature that they are trained on at.
+
+    An importance weight pi/mu is right for others too: mu is what they were sampled from.
+    """
+    if generator.samples_at(run.temperature):
+        return
+    key = "generator.temperature"
+    if declares(loss.fn, "holds_to_generator"):
+        found.add(
+            "this loss holds the policy near what sampled, which is hotter or colder than the "
+            f"policy; loss=tb, tba or aipo, or {key}=null",
+            key,
+            "loss.fn",
+        )
+    if reward_kl_coef > 0:
+        found.add(
+            "the penalty would take the KL of what sampled for that of the policy; loss.kl_coef "
+            f"in its place, or {key}=null",
+            key,
+            "trainer.reward_kl_coef",
+        )

@@ -1,0 +1,20 @@
+"""The section `model`: the model that training starts from."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from llamarl.config.findings import Findings
+from llamarl.config.marks import marked, settings_dataclass
+
+
+@settings_dataclass
+class ModelSettings:
+    # None: the tiny model that comes with the package.
+    path: str | None = marked("data")
+    dtype: Literal["float32", "bfloat16"] = marked("answers")
+
+
+def find_model(model: ModelSettings, found: Findings) -> None:
+    """Find a directory without a model."""
+    found.add_unless_model(model.path, "model.path")

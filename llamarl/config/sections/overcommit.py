@@ -1,0 +1,96 @@
+"""The section `governor`, and what cannot go together about starting ahead: max_lag, overcommit,
+its governor and on_deadline.
+"""
+
+from __future__ import annotations
+
+from llamarl.config.findings import Findings
+from llamarl.config.marks import settings_dataclass
+from llamarl.config.ranges import Count, Natural
+from llamarl.config.sections.run import RunSettings
+
+
+@settings_dataclass
+class GovernorSettings:
+    start: Natural | None
+    least: Natural
+    most: Natural | None
+    window: Count
+    increase: Natural
+    decrease: Natural
+
+
+def find_overcommit(
+    run: RunSettings, governor: GovernorSettings, found: Findings, *, buffer_kind: str
+) -> None:
+    """Find rules of starting ahead that contradict each other or the bound of the lag."""
+    if run.max_lag == 0:
+        _find_synchronous(run, found)
+    elif run.max_lag is None:
+        _find_unbounded(run, governor, found, buffer_kind=buffer_kind)
+    elif run.on_deadline == "truncate" and run.overcommit == 0:
+        found.add(
+            "a straggler is truncated once other groups make up its batch, and with overcommit=0 "
+            "none are started beyond one batch; overcommit=auto, or on_deadline=wait",
+            "on_deadline",
+            "overcommit",
+        )
+    if governor.most is not None and governor.least > governor.most:
+        found.add("governor.least must not exceed governor.most", "governor.least", "governor.most")
+    if governor.start is None:
+        return
+    if governor.start < governor.least:
+        found.add(
+            "governor.start must be at least governor.least", "governor.start", "governor.least"
+        )
+    if governor.most is not None and governor.start > governor.most:
+        found.add("governor.start must be at most governor.most", "governor.start", "governor.most")
+
+
+def _find_synchronous(run: RunSettings, found: Findings) -> None:
+    """Find what a synchronous run cannot do."""
+    if run.overcommit not in ("auto", 0):
+        found.add(
+            "without lag no group can start ahead; overcommit=0, or max_lag=1",
+            "overcommit",
+            "max_lag",
+        )
+    if run.on_deadline == "truncate":
+        found.add(
+            "without lag every ticket is due at its own step, and no other can stand in for it; "
+            "on_deadline=wait, or max_lag=1",
+            "on_deadline",
+            "max_lag",
+        )
+
+
+def _find_unbounded(
+    run: RunSettings, governor: GovernorSettings, found: Findings, *, buffer_kind: str
+) -> None:
+    """Find what needs a bound of the lag."""
+    if run.overcommit in ("oppo", "window"):
+        found.add(
+            f"the rule {run.overcommit} needs a bounded lag; give a number of groups, or auto: two "
+            "batches on their way",
+            "overcommit",
+            "max_lag",
+        )
+    for key, value in (("governor.start", governor.start), ("governor.most", governor.most)):
+        if value is not None:
+            found.add(
+                f"without a bound no rule moves overcommit; {key}=null, or max_lag=1",
+                key,
+                "max_lag",
+            )
+    if run.on_deadline == "truncate":
+        found.add(
+            "without a bound no ticket has a deadline; on_deadline=wait, or generator.max_seconds",
+            "on_deadline",
+            "max_lag",
+        )
+    if buffer_kind != "replay":
+        found.add(
+            "max_lag=null needs buffer=replay, whose size bounds staleness; or set max_lag=1",
+            "max_lag",
+            "buffer.kind",
+        )

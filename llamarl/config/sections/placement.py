@@ -1,0 +1,72 @@
+"""The section `placement`: the ranks that are given to executors, and what ranks cannot be given.
+
+Where null is given, llamarl/config/placement.py finds ranks, and what these cannot host.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from llamarl.config.findings import Findings, show
+from llamarl.config.marks import settings_dataclass
+
+# Executors with a model on the device.
+COLOCATED = ("trainer", "generator", "victim", "reward", "reference")
+
+
+@settings_dataclass
+class PlacementSettings:
+    trainer: list[int] | None
+    generator: list[int] | None
+    reward: list[int] | None
+    reference: list[int] | None
+    victim: list[int] | None
+    colocate: list[str] | None
+
+
+def find_sharing(placement: PlacementSettings, found: Findings, *, offload: bool) -> None:
+    """Find nothing that an offload could move."""
+    if offload and not placement.colocate:
+        found.add(
+            "offload=true moves executors that share a device out of each other's way; name them: "
+            "placement.colocate=[trainer,generator]",
+            "offload",
+            "placement.colocate",
+        )
+
+
+def find_given_ranks(placement: PlacementSettings, found: Findings, *, world_size: int) -> bool:
+    """Find ranks that are not there, or that are given against placement.colocate. Returns whether
+    all can be.
+    """
+    num_before = len(found.problems)
+    given = dataclasses.asdict(placement)
+    together = given.pop("colocate")
+    if together is not None and (len(together) < 2 or not set(together) <= set(COLOCATED)):
+        what = f"need two or more of {', '.join(COLOCATED)}; or null"
+        found.add(what, "placement.colocate")
+    elif together is not None:
+        keys = [f"placement.{name}" for name in together if given[name]]
+        if len({tuple(given[name]) for name in together if given[name]}) > 1:
+            names = " and ".join(keys)
+            found.add(
+                f"{names} are colocated, so they must name the same ranks; or give the ranks of "
+                "one of them alone",
+                *keys,
+            )
+    for name, ranks in given.items():
+        if ranks is not None:
+            _find_ranks(f"placement.{name}", ranks, found, world_size=world_size)
+    return len(found.problems) == num_before
+
+
+def _find_ranks(key: str, ranks: list[int], found: Findings, *, world_size: int) -> None:
+    """Find no rank, a rank that is named twice, or one that is not there."""
+    if not ranks or len(set(ranks)) < len(ranks):
+        found.add("need at least one rank, each once; or null", key)
+    outside = [rank for rank in ranks if not 0 <= rank < world_size]
+    if outside:
+        there_are = "there is one rank, 0"
+        if world_size > 1:
+            there_are = f"ranks are 0 to {world_size - 1}"
+        found.add(f"no rank {show(outside)}: {there_are} (torchrun --nproc-per-node)", key)

@@ -1,0 +1,155 @@
+"""The section `reference`: the policy that others are compared with, and what cannot go together
+with it.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from llamarl.config.findings import Findings
+from llamarl.config.loss_options import declares
+from llamarl.config.marks import settings_dataclass
+from llamarl.config.ranges import Count
+from llamarl.config.sections.loss import LossSettings
+from llamarl.config.sections.run import RunSettings
+from llamarl.config.sections.trainer import TrainerSettings
+
+
+@settings_dataclass
+class ReferenceSettings:
+    """No reference, or one that the trainer itself asks before its update."""
+
+    kind: Literal["none", "adapters_off", "sharded"]
+
+    reset_every: ClassVar[None] = None
+    placed: ClassVar[bool] = False  # whether it is an executor, on ranks of its own or shared
+    replicate: ClassVar[int] = 1
+    tensor_parallel: ClassVar[int] = 1
+    stream: ClassVar[bool] = False
+    chunk_tokens: ClassVar[None] = None
+    cache_tokens: ClassVar[None] = None
+
+
+@settings_dataclass
+class FrozenReferenceSettings:
+    kind: Literal["frozen"]
+    replicate: Count
+    tensor_parallel: Count
+    stream: bool
+    chunk_tokens: Count | None
+    cache_tokens: Count | None
+
+    reset_every: ClassVar[None] = None
+    placed: ClassVar[bool] = True
+
+
+@settings_dataclass
+class ResettingReferenceSettings:
+    kind: Literal["reset"]
+    reset_every: Count
+    replicate: Count
+    tensor_parallel: Count
+    stream: bool
+
+    placed: ClassVar[bool] = True
+
+
+AnyReferenceSettings = ReferenceSettings | FrozenReferenceSettings | ResettingReferenceSettings
+
+
+def find_reference(
+    reference: AnyReferenceSettings,
+    run: RunSettings,
+    found: Findings,
+    *,
+    loss: LossSettings,
+    trainer: TrainerSettings,
+    buffer_kind: str,
+) -> None:
+    """Find what needs a reference that there is not, or that one cannot go with."""
+    if reference.kind == "none":
+        _find_needed(found, loss=loss, trainer=trainer)
+    if reference.kind == "adapters_off" and trainer.lora.rank == 0:
+        found.add(
+            "this reference is the trainer's weights without their adapters, and there are none: "
+            "every weight is trained; trainer.lora.rank=16, or reference=frozen",
+            "reference.kind",
+            "trainer.lora.rank",
+        )
+    if reference.kind == "reset" and buffer_kind == "replay":
+        found.add(
+            "what the buffer holds was scored by earlier references; "
+            "reference=frozen, or buffer=fifo",
+            "reference.reset_every",
+            "buffer.kind",
+        )
+    if reference.kind == "reset" and run.offload:
+        found.add(
+            "the policy's weights travel to the reference while others have the device; "
+            "offload=false, or reference=frozen",
+            "reference.reset_every",
+            "offload",
+        )
+
+
+def _find_needed(found: Findings, *, loss: LossSettings, trainer: TrainerSettings) -> None:
+    """Find what compares with a reference."""
+    coefs = {"trainer.reward_kl_coef": trainer.reward_kl_coef, "loss.kl_coef": loss.kl_coef}
+    for key, coef in coefs.items():
+        if coef > 0:
+            remedy = f"reference=frozen, or {key}=0"
+            found.add(f"a KL needs a reference: {remedy}", key, "reference.kind")
+    if declares(loss.fn, "needs_reference"):
+        found.add(
+            "this loss compares with a reference: reference=frozen", "loss.fn", "reference.kind"
+        )
+
+
+def find_reference_stream(
+    reference: AnyReferenceSettings,
+    run: RunSettings,
+    found: Findings,
+    *,
+    generator_kind: str,
+    longest: int,
+) -> None:
+    """Find what keeps a reference from reading completions while they are sampled.
+
+    longest: tokens of a prompt that is trained on and its completion at most.
+    """
+    if not reference.stream:
+        return
+    if isinstance(reference, ResettingReferenceSettings):
+        found.add(
+            "the version that scores a completion is that of its newest token, which is not known "
+            "while it is sampled; reference=frozen, or reference.stream=false",
+            "reference.stream",
+            "reference.kind",
+        )
+        return
+    if generator_kind == "vllm":
+        found.add(
+            "vLLM does not tell what it samples before a completion has ended; "
+            "generator=native, or reference.stream=false",
+            "reference.stream",
+            "generator.kind",
+        )
+    if run.offload:
+        found.add(
+            "executors take turns on the device, so that none reads while another samples; "
+            "offload=false, or reference.stream=false",
+            "reference.stream",
+            "offload",
+        )
+    if reference.chunk_tokens is not None and reference.chunk_tokens >= longest:
+        found.add(
+            "no completion has as many tokens and one more, so none would be read before it ends; "
+            f"at most {longest - 1}, or null",
+            "reference.chunk_tokens",
+        )
+    if reference.cache_tokens is not None and reference.cache_tokens < longest:
+        found.add(
+            "the cache does not hold one sequence of task.max_prompt_tokens + max_new_tokens; "
+            f"need at least {longest}, or null",
+            "reference.cache_tokens",
+        )

@@ -1,0 +1,76 @@
+"""The keys of a run that are in no section, and what cannot go together among them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from llamarl.config.findings import Findings
+from llamarl.config.marks import marked, settings_dataclass
+from llamarl.config.ranges import Count, Natural, Positive, Range
+from llamarl.words.choices import Governor
+
+Seed = Annotated[int, Range(0, 2**63 - 1)]  # what torch and the counters of sampling hold
+
+
+@settings_dataclass
+class RunSettings:
+    max_steps: Natural
+    run_dir: str | None = marked("outward")
+    resume: str = marked("outward")
+    resume_with_other: list[Literal["data", "reward", "model"]] = marked("outward")
+    seed: Seed = marked("identity", "data", "answers", "outward")
+    dry_run: bool = marked("outward")
+    ranks: Count | None = marked("outward")
+    max_lag: Natural | None = marked("identity", "answers")
+    overcommit: Natural | Governor
+    on_deadline: Literal["wait", "truncate"]
+    straggler_factor: Annotated[float, Range(1)] = marked("outward")
+    groups_per_step: Count = marked("identity")
+    group_size: Count = marked("identity", "answers")
+    max_new_tokens: Count = marked("identity", "answers")
+    temperature: Positive = marked("identity", "answers")
+    lr: Positive
+    threads: Count | None = marked("answers", "outward")
+    timeout_s: Positive = marked("outward")
+    heartbeat_timeout_s: Positive = marked("outward")
+    stop_s: Positive
+    offload: bool
+
+
+def find_run(run: RunSettings, num_started: int, found: Findings) -> None:
+    """Find ranks that are not there, and a run or a checkpoint that cannot be gone on with.
+
+    num_started: the ranks that torchrun started.
+    """
+    if run.ranks is not None and not run.dry_run:
+        found.add(
+            "ranks that are not there cannot run; +dry_run=true shows what they would hold, and "
+            "torchrun --nproc-per-node starts them",
+            "ranks",
+            "dry_run",
+        )
+    if run.ranks is not None and num_started > 1:
+        found.add(
+            f"this dry run has {num_started} ranks already; start it in one process, without "
+            "torchrun",
+            "ranks",
+        )
+    if run.resume == "auto" and not run.run_dir:
+        found.add("resuming needs the run's directory: run_dir=DIR", "resume", "run_dir")
+    if run.resume_with_other and run.resume == "never":
+        found.add(
+            "the run resumes nothing, so nothing can differ; resume=auto or a checkpoint's "
+            "directory, or resume_with_other=[]",
+            "resume_with_other",
+            "resume",
+        )
+    if run.resume not in ("auto", "never") and not Path(run.resume).is_dir():
+        found.add("no such directory; need auto, never or a checkpoint's directory", "resume")
+    if run.offload and run.max_lag != 0:
+        found.add(
+            "with any lag trainer and generator work at the same time, so neither can leave the "
+            "device; max_lag=0, or offload=false",
+            "offload",
+            "max_lag",
+        )

@@ -1,0 +1,211 @@
+"""The section `trainer`: optimizer, advantages, critic, adapters, and what cannot go together with
+them.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from llamarl.config.findings import Findings
+from llamarl.config.loss_options import declarations, declares
+from llamarl.config.marks import settings_dataclass
+from llamarl.config.ranges import Beta, Count, Natural, NonNegative, Positive, Range, Share
+from llamarl.config.sections.loss import LossSettings, published_losses
+from llamarl.config.sections.run import RunSettings
+from llamarl.words.choices import Advantages, Estimator, Schedule, Whiten
+
+
+@settings_dataclass
+class LoraSettings:
+    rank: Natural
+    alpha: Positive
+    targets: list[
+        Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    ]
+
+
+@settings_dataclass
+class CriticModelSettings:
+    trunk: Literal["shared", "own"]
+    path: str | None  # None: an own trunk starts as the policy
+
+
+@settings_dataclass
+class ShardedTrainerSettings:
+    """What every trainer has that shards a decoder."""
+
+    replicate: Count
+    microbatch_tokens: Count
+    max_grad_norm: Positive | None
+    optimizer: Literal["adamw", "adamw8bit"]
+    weight_decay: NonNegative
+    beta1: Beta
+    beta2: Beta
+    eps: Positive
+    schedule: Schedule
+    compute_dtype: Literal["float32", "bfloat16"]
+    activation_checkpointing: bool
+    cpu_offload: bool
+
+
+@settings_dataclass
+class TrainerSettings(ShardedTrainerSettings):
+    tensor_parallel: Count
+    warmup_steps: Natural
+    decay_steps: Count | None
+    advantages: Advantages
+    lora: LoraSettings
+    ema_decay: Annotated[float, Range(0, 0.9999999)] | None
+    parity_tolerance: Positive
+    skip_zero_advantage: bool
+    filter_groups: bool
+    minibatches_per_step: Count
+    updates_per_batch: Count
+    missing_eos_penalty: float | None
+    reward_kl_coef: NonNegative
+    reward_kl_estimator: Estimator
+    whiten: Whiten
+    gamma: Share
+    gae_lambda: Share
+    critic: CriticModelSettings
+    value_lr: Positive | None
+    value_coef: NonNegative
+    value_clip: Positive | None
+
+
+def find_trainer(
+    trainer: TrainerSettings, run: RunSettings, found: Findings, *, loss: LossSettings
+) -> None:
+    """Find what a trainer cannot do at once."""
+    _find_optimizer(trainer, run, found)
+    _find_steps(trainer, run, found)
+    _find_advantages(trainer, run, found, loss=loss)
+    _find_critic(trainer, found)
+    _find_adapters(trainer, found)
+
+
+def _find_optimizer(trainer: TrainerSettings, run: RunSettings, found: Findings) -> None:
+    """Find moments that cannot lie where they are to."""
+    if run.offload and trainer.cpu_offload:
+        found.add(
+            "both keep the trainer in host memory; trainer.cpu_offload=false, or offload=false",
+            "offload",
+            "trainer.cpu_offload",
+        )
+    if trainer.optimizer != "adamw8bit":
+        return
+    if run.offload:
+        found.add(
+            "8-bit moments cannot leave the device; trainer.optimizer=adamw, or offload=false",
+            "trainer.optimizer",
+            "offload",
+        )
+    if trainer.cpu_offload:
+        found.add(
+            "8-bit moments are for a device's memory; trainer.optimizer=adamw, or "
+            "trainer.cpu_offload=false",
+            "trainer.optimizer",
+            "trainer.cpu_offload",
+        )
+
+
+def _find_steps(trainer: TrainerSettings, run: RunSettings, found: Findings) -> None:
+    """Find a warm-up and a decay of the learning rate that the run's steps do not hold."""
+    if trainer.warmup_steps > run.max_steps > 0:
+        found.add(
+            "the warm-up would not end; trainer.warmup_steps must not exceed max_steps",
+            "trainer.warmup_steps",
+            "max_steps",
+        )
+    if trainer.decay_steps is None:
+        return
+    if trainer.schedule != "wsd":
+        found.add(
+            "only the schedule wsd ends with a decay; trainer.schedule=wsd, or "
+            "trainer.decay_steps=null",
+            "trainer.decay_steps",
+            "trainer.schedule",
+        )
+    if trainer.decay_steps + trainer.warmup_steps > run.max_steps > 0:
+        found.add(
+            "warm-up and decay are longer than the run; lower one of them, or raise max_steps",
+            "trainer.decay_steps",
+            "trainer.warmup_steps",
+            "max_steps",
+        )
+
+
+def _find_advantages(
+    trainer: TrainerSettings, run: RunSettings, found: Findings, *, loss: LossSettings
+) -> None:
+    """Find advantages that are always 0, or that nothing can use."""
+    if trainer.advantages != "gae":
+        if run.group_size < 2:
+            found.add(
+                "a group of one has no baseline: its advantage is always 0; need at least 2, or "
+                "trainer.advantages=gae",
+                "group_size",
+                "trainer.advantages",
+            )
+        return
+    # A name that is no loss is told elsewhere, and a loss of the user's own may take anything.
+    if loss.fn in declarations() and not declares(loss.fn, "token_advantages"):
+        published = published_losses().items()
+        by_token = [n for n, sets in published if declares(str(sets["fn"]), "token_advantages")]
+        found.add(
+            "gae gives each token its own advantage, which this loss does not use; "
+            f"trainer.advantages=group_mean, or loss={' or '.join(by_token)}",
+            "trainer.advantages",
+            "loss.fn",
+        )
+    if trainer.filter_groups:
+        found.add(
+            "with a value head groups of equal rewards teach too; trainer.filter_groups=false",
+            "trainer.filter_groups",
+            "trainer.advantages",
+        )
+    if trainer.whiten == "completions":
+        found.add(
+            "gae gives each token its own advantage, none of a completion; "
+            "trainer.whiten=advantages",
+            "trainer.whiten",
+            "trainer.advantages",
+        )
+
+
+def _find_critic(trainer: TrainerSettings, found: Findings) -> None:
+    """Find a value model that nothing asks, or that cannot start as it should."""
+    if trainer.critic.trunk == "own" and trainer.advantages != "gae":
+        found.add(
+            "nothing asks a value model: its values are for trainer.advantages=gae; "
+            "or trainer.critic.trunk=shared",
+            "trainer.critic.trunk",
+            "trainer.advantages",
+        )
+    if trainer.critic.path is not None and trainer.critic.trunk == "shared":
+        found.add(
+            "a head on the policy's trunk cannot start as another model; "
+            "trainer.critic.trunk=own, or trainer.critic.path=null",
+            "trainer.critic.path",
+            "trainer.critic.trunk",
+        )
+    found.add_unless_model(trainer.critic.path, "trainer.critic.path")
+
+
+def _find_adapters(trainer: TrainerSettings, found: Findings) -> None:
+    """Find adapters of nothing, or of split projections."""
+    if trainer.lora.rank == 0:
+        return
+    if trainer.tensor_parallel > 1:
+        found.add(
+            "adapters of split projections are not supported; "
+            "trainer.tensor_parallel=1 (FSDP2 shards), or trainer.lora.rank=0",
+            "trainer.lora.rank",
+            "trainer.tensor_parallel",
+        )
+    if not trainer.lora.targets:
+        found.add(
+            "nothing to adapt: name projections, such as trainer.lora.targets=[q_proj,v_proj]",
+            "trainer.lora.targets",
+            "trainer.lora.rank",
+        )

@@ -1,0 +1,30 @@
+"""The section `weights`: how the policy's weights travel, and what cannot carry them."""
+
+from __future__ import annotations
+
+from llamarl.config.findings import Findings
+from llamarl.config.marks import settings_dataclass
+from llamarl.words.choices import Transport
+
+
+@settings_dataclass
+class WeightsSettings:
+    transport: Transport
+
+
+def find_weights(
+    weights: WeightsSettings, found: Findings, *, cpu_offload: bool, num_hosts: int
+) -> None:
+    """Find transports that do not reach. cpu_offload: of the trainer."""
+    transport = weights.transport
+    if transport in ("nccl", "cuda_ipc") and cpu_offload:
+        found.add(
+            "weights that leave from host memory travel by shm or gloo; weights.transport=auto",
+            "weights.transport",
+            "trainer.cpu_offload",
+        )
+    if transport in ("shm", "cuda_ipc") and num_hosts > 1:
+        found.add(
+            f"ranks on {num_hosts} hosts share no memory; weights.transport=gloo or nccl, or auto",
+            "weights.transport",
+        )
