@@ -6,7 +6,7 @@
     begin        what has come                the slots of its engine     -
     decode       one chunk of tokens          -                           -
 
-A reply is a function of (seed, ticket, sample_index, number of the reply) and the attack. The victim
+A reply is a function of (seed, ticket, sample_index, number of the reply) and the attack. A victim
 is never trained and no weights reach it. It keeps no state: attacks that were not trained on come
 again on resume.
 """
@@ -74,7 +74,7 @@ class Victim(Executor):
     reproducible: bool
 
     def __post_init__(self):
-        # If replies must be reproducible: attacks of a ticket, or of a version's evaluation, so far.
+        # If replies must be reproducible: attacks so far of a ticket, or of a version's evaluation.
         self._groups: Batches[Scorable] = Batches(self.group_size)
         self._evaluations: Batches[Scorable] = Batches(self.num_eval_attacks)
         self._ready: Queue[list[Scorable]] = Queue()  # attacks that get replies together

@@ -226,7 +226,7 @@ class Group:
     rewards: Tensor  # [G] float32, NaN where the completion must not be trained on
     finish_reasons: tuple[str, ...]  # G
     outcomes: tuple[str, ...]  # G
-    # policy version of the reference that made ref_logprobs; 0: the weights that training began with
+    # policy version of the reference that made ref_logprobs; 0: the weights before training
     ref_version: int = 0
 
     def __post_init__(self):

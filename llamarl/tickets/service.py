@@ -85,7 +85,7 @@ class TicketService:
         self._num_asked = 0  # groups that it asks for; 0: it is answered
         self._is_refused = False  # less was granted than asked for, and there is no news of room
         self._asked_version = -1
-        # On the leader: ranks of generators that were granted less than they asked for. A dict keeps
+        # On the leader: ranks of generators that were granted less than asked for. A dict keeps
         # their order.
         self._refused: dict[int, None] = {}
         if control.is_leader:
