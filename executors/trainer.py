@@ -380,7 +380,7 @@ class FSDPTrainer(Executor):
         """Return this rank's shard: trained weights (float32) and their average, Adam's moments,
         the critic's, the buffer; and which part of the model they are.
 
-        What several ranks hold is stored by the first of them alone.
+        Tensors that several ranks hold are stored by the first of them alone.
         """
         is_first_peer = self.group.tensor_index == 0
         is_first_replica = self.group.replica == 0

@@ -290,12 +290,12 @@ class Control:
         )
 
     def explained(self, error: Failure, doing: str, *, is_loss: bool = False) -> Failure | PeerDied:
-        """Return the error or, if a collective broke, the PeerDied that it means, with the place
-        and the remedy.
+        """Return the error, or the PeerDied that it means if a collective broke, with the place and
+        the remedy.
 
-        That is what gloo, NCCL or the Store raise when a peer is gone. doing: "in trainer, step 3,
-        among ranks [0, 1]". is_loss: the keepers save a checkpoint after it, and what comes of that
-        is noted then.
+        gloo, NCCL or the Store raise plain errors when a peer is gone. doing: "in trainer, step 3,
+        among ranks [0, 1]". is_loss: the keepers save a checkpoint after it, and its result is
+        noted then.
         """
         text = str(error).split(". ")[0]
         is_of_gloo = type(error) is RuntimeError and _OF_GLOO.search(text)

@@ -28,7 +28,7 @@ _LINK_TIMEOUT = timedelta(days=7)  # a channel may be silent for long; its users
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RankInfo:
-    """What a rank says of itself before any link is made."""
+    """A rank's description of itself, made before any link."""
 
     rank: int
     host: str  # equal on ranks that can map each other's memory

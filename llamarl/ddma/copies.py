@@ -26,7 +26,7 @@ _WORD = 1 << 64
 
 
 class Parts:
-    """Where the parts of a run of bytes go: (first byte of the part, target).
+    """Places to which the parts of a run of bytes go: (first byte of the part, target).
 
     A target is contiguous, or has two dimensions and dense rows; else ValueError.
     """

@@ -81,7 +81,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """How the trainer holds the model."""
+    """The topology of the trainer: how its ranks hold the model."""
 
     fsdp: int = 1
     replicate: int = 1
@@ -107,7 +107,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """How the ranks that compute with the model hold it: generators in tensor-parallel parts, a
+    """The topology of the ranks that compute with the model: generators in tensor-parallel parts, a
     reference in FSDP2's shards of such parts. split_vocabulary: tensor-parallel ranks share
     embedding and head.
     """

@@ -52,7 +52,7 @@ class _Tag(IntEnum):
 
 
 class Kind(IntEnum):
-    """What a header says."""
+    """The kinds of headers."""
 
     OFFER = 0  # where the slots are
     BEGIN = 1  # a version, or again what was wrong of it: its slot and buckets, what it is for
@@ -235,6 +235,7 @@ class RankLink(LocalLink):
         self._payload_group = payload_group or group
 
     def offer(self, slots: Slots, base: int = 0) -> None:
+        """Sender: see LocalLink.offer."""
         where: dict[str, object] = {"bytes": slots.tensors[0].numel(), "base": base}
         if self.transport == "shm":
             where["paths"] = [path_of(file) for file in slots.files]
@@ -244,6 +245,7 @@ class RankLink(LocalLink):
         self.recv(at_receiver=False)  # mapped
 
     def accept(self) -> None:
+        """Receiver: see LocalLink.accept."""
         where = self.recv().more
         self.base = where["base"]
         if self.transport == "shm":
@@ -257,12 +259,14 @@ class RankLink(LocalLink):
         self.send(Header(Kind.OFFER), to_receiver=False)
 
     def send(self, header: Header, to_receiver: bool = True) -> None:
+        """Either side: see LocalLink.send."""
         tag = _Tag.TO_RECEIVER if to_receiver else _Tag.TO_SENDER
         message = json.dumps([header.kind, header.version, header.more]).encode()
         with self._with_peer():
             send_message(message, self._peer, self._group, tag)
 
     def recv(self, at_receiver: bool = True, timeout_s: float = FOREVER_S) -> Header:
+        """Either side: see LocalLink.recv. PeerDied if the other one is gone."""
         tag = _Tag.TO_RECEIVER if at_receiver else _Tag.TO_SENDER
         size = torch.zeros(1, dtype=torch.int64)
         self._begin_recv(size, self._group, tag)(timeout_s)
@@ -274,12 +278,14 @@ class RankLink(LocalLink):
     def fetch(
         self, slot: int, start: int, size: int, scratch: Tensor | None = None, staged: int = 0
     ) -> Callable[[float], Tensor]:
+        """Receiver: see LocalLink.fetch."""
         if not self.streams:
             return super().fetch(slot, start, size, staged=staged)
         assert scratch is not None, "what is sent is received into the receiver's memory"
         return self._begin_recv(scratch, self._payload_group, _Tag.PAYLOAD)
 
     def send_bytes(self, flat: Tensor) -> Callable[[], None]:
+        """Sender: see LocalLink.send_bytes."""
         with self._with_peer():
             work = dist.isend(flat, self._peer, group=self._payload_group, tag=_Tag.PAYLOAD)
         assert work is not None, "both ranks of a link are in its group"

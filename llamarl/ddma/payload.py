@@ -28,10 +28,12 @@ class Bucket:
 
     @property
     def start(self) -> int:
+        """The first byte."""
         return self.pieces[0].start
 
     @property
     def end(self) -> int:
+        """The byte behind the last one."""
         return self.pieces[-1].end
 
     def digest(self, flat: Tensor, copier: Copier) -> int:
@@ -128,7 +130,7 @@ class Progress:
 
 
 class Target:
-    """Where the pieces of a bucket go in one of the receiver's buffers, flat [bytes] uint8.
+    """Places of a bucket's pieces in one of the receiver's buffers, flat [bytes] uint8.
 
     in_place: the whole bucket as one range of the buffer, into which it can be received; None if
     there it is no one range.

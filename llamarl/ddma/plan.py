@@ -32,9 +32,9 @@ _Boxes = dict[tuple[int, int], Box]  # by (trainer rank, rank in a replica)
 
 @dataclass(frozen=True)
 class Plan:
-    """Which pieces travel between which ranks; the module's docstring has an example. `roots`:
-    replicas that the trainer feeds; the others get their weights from the replica `roots` before
-    them.
+    """A plan: which pieces travel between which ranks. The module's docstring has an example.
+    `roots`: replicas that the trainer feeds; the others get their weights from the replica `roots`
+    before them.
     """
 
     config: ModelConfig

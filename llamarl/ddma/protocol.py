@@ -53,7 +53,7 @@ NICENESS = 10  # of threads that work behind the model: a tenth of a core that b
 
 @dataclass(frozen=True, slots=True)
 class LinkContext:
-    """What all links of a channel have in common."""
+    """Settings that all links of a channel share."""
 
     name: str  # the channel's
     control: Control

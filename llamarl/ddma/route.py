@@ -28,7 +28,7 @@ _READ_IN_PLACE = ("local", "shm", "cuda_ipc")
 
 @dataclass(eq=False)
 class WeightsRoute:
-    """What sender and receiver agree on before any model exists.
+    """The route of a channel: what sender and receiver agree on before any model exists.
 
     Ranks are global. WeightsError if the transport asked for cannot join two of them.
     """
@@ -88,7 +88,7 @@ class WeightsRoute:
 
     @property
     def context(self) -> LinkContext:
-        """What all links of the channel have in common."""
+        """The context that all links of the channel share."""
         return LinkContext(self.name, self.control, self.timeout_s, self.copier)
 
     def link_to(self, peer: int) -> LocalLink:

@@ -95,7 +95,7 @@ class Staging:
     def _fill_in_one_pass(self, slot: Tensor, progress: Progress, held: dict[str, Tensor]) -> None:
         """Copy the shard as `fill` does, and know each bucket's digest when the bucket is whole.
 
-        What other links carry of a piece's rows is copied with it, before its own bucket's turn.
+        Rows of a piece that other links carry are copied with it, before their own bucket's turn.
         """
         # Digests of the pieces that have been copied, by their first byte in the slot.
         digests: dict[int, int | Tensor] = {}
@@ -119,7 +119,7 @@ class Staging:
         """Collective over the ranks that hold parts of one row: return the row's absmax, for
         quantised weights.
 
-        Empty where every row lies on one rank.
+        The result is empty if every row lies on one rank.
         """
         if self._route.source.tp == 1:
             return {}

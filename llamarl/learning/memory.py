@@ -90,7 +90,7 @@ def longest_microbatch(
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """How a rank trains a decoder.
+    """Settings of a rank's training of a decoder.
 
     itemsize: bytes of a number as the decoder computes. checkpointing: a layer's activations are
     made again for its backward, and only what comes into it is held. several: an update has more

@@ -81,9 +81,11 @@ class BradleyTerry:
         self.center_coef = center_coef
 
     def num_tokens(self, pair: Preference) -> int:
+        """Return how many tokens a pair takes of a microbatch."""
         return pair.num_tokens
 
     def num_targets(self, pair: Preference) -> int:
+        """Return 1: a pair is one target of the mean."""
         return 1
 
     def pack(self, pairs: Sequence[Preference], device: torch.device) -> PreferenceBatch:

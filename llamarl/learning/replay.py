@@ -56,7 +56,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """How a step's completions are drawn; the comments have TBA's symbols."""
+    """Settings of a step's draw; the comments have TBA's symbols."""
 
     prompts: int  # B, of this rank
     completions: int  # K
@@ -151,6 +151,7 @@ class ReplayBuffer(GroupBuffer):
         return self._sample(kept, step)
 
     def untake(self, groups: list[Group]) -> None:
+        """Restore what was held, and whose turn it was, before the step just taken."""
         came, self._held, self._passed, self._room, self._grows = self._before
         self.put(came)
 
@@ -347,6 +348,7 @@ class ReplayBuffer(GroupBuffer):
             self._grows = False
 
     def stored(self) -> list[Group]:
+        """Return every group that a checkpoint must hold: hidden and visible ones."""
         return super().stored() + [h.group for h in self._stored()]
 
     def _stored(self) -> list[_Held]:

@@ -56,6 +56,7 @@ class Shaping:
         )
 
     def whitens(self, what: str) -> bool:
+        """Whether `what`, "rewards" or "advantages", is whitened."""
         return self.whiten in (what, "both")
 
 

@@ -22,8 +22,8 @@ from llamarl.types import Group
 
 
 class Reduction(Enum):
-    """How the parts of a metric become its value: the largest, or their sum over a number of
-    things.
+    """The ways in which the parts of a metric become its value: the largest, or their sum over a
+    number of things.
     """
 
     MAX = "the largest part"

@@ -94,6 +94,9 @@ class PackedAttention:
         self._places_T[tokens_T] = places_T
 
     def attend(self, layer: int, q_THK: Tensor, k_TJK: Tensor, v_TJK: Tensor) -> Tensor:
+        """Return the attention of every token over its segment and that segment's parent, [T, H,
+        K].
+        """
         if q_THK.shape[0] != self._num_tokens:
             raise ValueError(f"{q_THK.shape[0]} tokens for segments of {self._num_tokens} in all")
         limit = SHORT.get(q_THK.dtype, 256)

@@ -49,7 +49,9 @@ def tiny_directory() -> Path:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """What determines the decoder's shape. The names are Hugging Face's."""
+    """The fields of a config.json that determine the decoder's shape, under Hugging Face's
+    names.
+    """
 
     architecture: str  # LlamaForCausalLM
     vocab_size: int
@@ -77,7 +79,7 @@ class ModelConfig:
 
     @property
     def traits(self) -> Family:
-        """What all models of the family have in common."""
+        """The traits that all models of the family have in common."""
         return FAMILIES[self.family]
 
     def as_scorer(self) -> ModelConfig:

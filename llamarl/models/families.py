@@ -15,7 +15,7 @@ CAUSAL = "ForCausalLM"  # behind a family's name: a language model
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """How a family's layers and directories differ from Llama's, which are all defaults."""
+    """Differences of a family's layers and directories from Llama's, which are all defaults."""
 
     causal: str = CAUSAL  # what its language models are called behind the family's name
 

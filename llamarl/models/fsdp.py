@@ -162,8 +162,8 @@ def whole_parameters(
     """Collective over a replica's ranks: yield each parameter, one at a time; whole on
     tensor-parallel rank 0, elsewhere the rank's part.
 
-    Those that were not taken inside are made at its end, also after an error: the other ranks take
-    part in making each.
+    Parameters that the block did not take are still gathered at its end, also after an error,
+    because the other ranks take part in gathering each.
     """
     whole = _made_whole(decoder, parameters)
     try:

@@ -44,7 +44,7 @@ class Sequence:
 
 @dataclass(frozen=True, slots=True)
 class Canary:
-    """What the trainer computes for some sequences under one version."""
+    """The trainer's logprobs of some sequences under one version."""
 
     sequences: list[Sequence]
     logprobs: list[float]  # of each scored token, sequence after sequence

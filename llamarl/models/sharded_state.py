@@ -56,7 +56,7 @@ def moment_scale(value: Tensor) -> Tensor | None:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """What a rank holds of a parameter."""
+    """A rank's part of a parameter."""
 
     name: str
     parameter: nn.Parameter

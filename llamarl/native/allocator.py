@@ -24,11 +24,11 @@ def keep_freed_memory() -> None:
     """Let this process reuse freed CPU tensors instead of returning their pages, where malloc is
     glibc's.
 
-    As it comes, glibc hands megabyte tensors back at every free, and the kernel zeroes their pages
-    again at the next allocation: about 4,000 page faults and a quarter of the time of a decode step
-    of the tiny model with 512 rows. What is larger than 32 MiB, as the gradient of a large
-    vocabulary's head, would come from mmap and go back whatever its thresholds say; so none does.
-    A malloc that refuses these settings stays as it is, and a line of the log says so.
+    By default glibc returns megabyte tensors at every free, and the kernel zeroes their pages again
+    at the next allocation: about 4,000 page faults and a quarter of the time of a decode step of
+    the tiny model with 512 rows. Blocks above 32 MiB, such as the gradient of a large vocabulary's
+    head, would come from mmap and be returned whatever the thresholds are; so mmap is not used at
+    all. If malloc refuses these settings it stays as it is, and a line of the log says so.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     if not hasattr(libc, "mallopt"):

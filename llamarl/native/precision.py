@@ -31,7 +31,7 @@ _REPEATS = 3
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What one setting gave here."""
+    """The result of one setting on this machine."""
 
     setting: str
     # norm of the error over the norm of the true product; the largest of the shapes tried

@@ -86,7 +86,7 @@ SHOWN_SHARE = 0.005  # of a cause; less rounds to 0 %
 
 @dataclass(frozen=True, slots=True)
 class Idle:
-    """How idle one executor was, as shares (0 to 1) of its time."""
+    """An executor's idle time, as shares (0 to 1) of its time."""
 
     executor: str
     share: float

@@ -239,9 +239,9 @@ class RowWriter:
         """Continue after the checkpoint that `state` belongs to: later rows leave the file, and are
         trained again. Rows that the disk had refused until then are written.
 
-        What the file knows of rows that waited for an evaluation at the checkpoint is kept. The
-        checkpoint's own version is evaluated again; the weights of earlier ones are gone, and so
-        their rows wait no longer.
+        If the file has more of the rows that waited for an evaluation at the checkpoint, that is
+        kept. The checkpoint's own version is evaluated again; the weights of earlier ones are gone,
+        and so their rows wait no longer.
         """
         first = state["next_row"]
         step = state["step"]

@@ -28,9 +28,9 @@ log = logging.getLogger(__name__)
 
 
 class Sink(Protocol):
-    """Anything that takes finished rows, in step order, each once.
+    """Takes finished rows, in step order, each once.
 
-    What one of them raises ends no run: RowWriter warns of it once.
+    An error of a sink ends no run: RowWriter warns of it once.
     """
 
     def write(self, row: Row) -> None:
@@ -265,6 +265,7 @@ class TensorBoard:
                 self._writer.add_scalar(name, value, row["step"])
 
     def close(self) -> None:
+        """Write what is left, and close the file."""
         if self._writer is not None:
             self._writer.close()
 
@@ -300,6 +301,7 @@ class WandB:
         self._run.log(values, step=step)
 
     def close(self) -> None:
+        """Finish the run at Weights & Biases."""
         self._run.finish()
 
 

@@ -130,10 +130,12 @@ class MixtureTask:
         return dataclasses.replace(prompt, meta={**prompt.meta, **own})
 
     def train_prompt(self, i: int) -> Prompt:
+        """Return training prompt i: the parts' prompts lie one part after the other."""
         name, number = self._find(i, self._train_ends)
         return self.prompt_of(name, self.parts[name].train_prompt(number))
 
     def eval_prompt(self, j: int) -> Prompt:
+        """Return held-out prompt j, in the same order of parts."""
         name, number = self._find(j, self._eval_ends)
         return self.prompt_of(name, self.parts[name].eval_prompt(number))
 

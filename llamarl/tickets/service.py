@@ -305,6 +305,7 @@ class TicketService:
     # --- Checkpoints ---
 
     def state_dict(self) -> dict:
+        """Return the ledger's state as JSON values."""
         return self._ledger.state_dict()
 
     def load_state_dict(self, state: dict, saved: Set[int] = frozenset()) -> None:

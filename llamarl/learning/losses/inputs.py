@@ -19,7 +19,7 @@ from llamarl.learning.segments import sum_by
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completions:
-    """Which label of a microbatch belongs to which completion, and which completion to which group.
+    """Index of a microbatch: the completion of each label, and the group of each completion.
 
     Two groups, of two completions and of one, with 3, 1 and 2 labels:
 
