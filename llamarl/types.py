@@ -177,14 +177,14 @@ class Answered:
 
     def __post_init__(self):
         num_tokens = self.token_ids.numel()
-        num_answers = self.lengths.numel()
-        if int(self.lengths.sum()) != num_tokens or len(self.has_ended) != num_answers:
+        num_replies = self.lengths.numel()
+        if int(self.lengths.sum()) != num_tokens or len(self.has_ended) != num_replies:
             raise ValueError(
-                f"Answered: {num_answers} lengths that sum to {int(self.lengths.sum())}, but "
+                f"Answered: {num_replies} lengths that sum to {int(self.lengths.sum())}, but "
                 f"{num_tokens} tokens and {len(self.has_ended)} ends"
             )
-        if (self.outcome == "score") != (num_answers > 0):
-            raise ValueError(f"Answered: {num_answers} answers, and outcome {self.outcome!r}")
+        if (self.outcome == "score") != (num_replies > 0):
+            raise ValueError(f"Answered: {num_replies} replies, and outcome {self.outcome!r}")
 
     @property
     def ticket(self) -> int:

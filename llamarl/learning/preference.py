@@ -2,12 +2,12 @@
 
 P(chosen is better) = sigmoid(r_chosen - r_rejected)
 
-A pair's prompt is computed once for both of its answers: [7 8] with answers [1 2] and [3] becomes
+A pair's prompt is computed once for both of its completions: [7 8] with [1 2] and [3] becomes
 
     input_ids  7 8 1 2 3     positions 0 1 2 3 2     cu_seqlens 0 2 4 5     parents -1 0 0
-    chosen 3   rejected 4                            the places of the answers' last tokens
+    chosen 3   rejected 4                            the places of the completions' last tokens
 
-Shapes: N pairs, P tokens of a prompt, L of an answer, T packed, S segments.
+Shapes: N pairs, P tokens of a prompt, L of a completion, T packed, S segments.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class PreferenceBatch:
     positions: Tensor  # [T] int64
     cu_seqlens: Tensor  # [S+1] int64
     parents: Tensor  # [S] int64
-    chosen: Tensor  # [N] int64: places of the chosen answers' last tokens
+    chosen: Tensor  # [N] int64: places of the chosen completions' last tokens
     rejected: Tensor  # [N] int64
     margins: Tensor  # [N] float32
 
@@ -138,7 +138,7 @@ def pack_preferences(pairs: Sequence[Preference], device: torch.device) -> Prefe
     ids = []
     positions = []
     parents: list[int] = []
-    last = []  # of each answer
+    last = []  # of each completion
     tokens = 0
     for pair in pairs:
         prompt = pair.prompt_ids.numel()
@@ -147,11 +147,11 @@ def pack_preferences(pairs: Sequence[Preference], device: torch.device) -> Prefe
         positions.append(torch.arange(prompt))
         parents.append(-1)
         tokens += prompt
-        for answer in (pair.chosen_ids, pair.rejected_ids):
-            ids.append(answer)
-            positions.append(torch.arange(prompt, prompt + answer.numel()))
+        for completion in (pair.chosen_ids, pair.rejected_ids):
+            ids.append(completion)
+            positions.append(torch.arange(prompt, prompt + completion.numel()))
             parents.append(root)
-            tokens += answer.numel()
+            tokens += completion.numel()
             last.append(tokens - 1)
     if not pairs:
         ids.append(torch.zeros(1, dtype=torch.int64))

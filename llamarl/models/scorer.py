@@ -84,8 +84,8 @@ def load_scorer(
 def settle_pad_token(path: str | Path) -> None:
     """Make sure that a scorer's directory does not pad with the token that ends completions.
 
-    transformers scores a row at its last token that is not the pad token, so that it would pass
-    over that end, which ours scores at. Another special token that answers do not hold becomes the
+    transformers scores a row at its last token that is not the pad token, so it would pass over
+    that end, at which ours scores. Another special token that completions do not hold becomes the
     pad token, of the model and of the tokenizer. Warns if there is none.
     """
     path = Path(path)

@@ -67,8 +67,8 @@ KNOBS = {
         "raise overcommit (then max_lag), or move ranks to placement.trainer"
     ),
     ("generator", "arrivals"): (
-        "what is between the generator and the trainer is slow: raise reward.num_workers or give "
-        "its executors more ranks; overcommit has more on its way, which is older when it arrives"
+        "an executor between the generator and the trainer is slow: raise reward.num_workers or "
+        "give it more ranks; more overcommit puts more on its way, which is older when it arrives"
     ),
     ("generator", "room"): (
         "what follows the generator is slow: "
@@ -79,7 +79,7 @@ KNOBS = {
     ("reward", "scores"): "raise reward.num_workers, or reward.max_parallel of a judge",
     ("reward", "room"): _SLOW_TRAINER,
     ("reference", "room"): _SLOW_TRAINER,
-    ("victim", "room"): "raise reward.num_workers: what scores the answers is the slow side",
+    ("victim", "room"): "raise reward.num_workers: the scorer of the replies is the slow side",
 }
 SHOWN_SHARE = 0.005  # of a cause; less rounds to 0 %
 

@@ -5,9 +5,9 @@ Reports for one step come from several ranks and at different times; the evaluat
 come many steps later. A row is *whole*, and is written once all rows before it are, when it has
 
     loss/value       the trainer's part (step 0, the untrained policy, has none), and
-    eval/reward      if an evaluation of this step is due; or eval/left_out, where none of its
-                     answers has a score; or one of these of a set of eval.sets: all of them come
-                     together.
+    eval/reward      if an evaluation of this step is due; or eval/left_out, if none of its
+                     completions has a score; or one of these of a set of eval.sets: all of them
+                     come together.
 
 The trainer's report is also the moment at which the row's rates are taken from the counters of all
 ranks. Rows are never rewritten, except that a resumed run first cuts the file back to its

@@ -18,8 +18,8 @@ def streaming_verdict(columns: Columns) -> str | None:
     tail_s = _mean(columns, "reward/tail_s")
     if early is None or tail_s is None:
         return None
-    said = f"{early:.0%} of an answer read before it ended; its score {tail_s:.2g} s after"
-    whole_s = _seconds_an_answer(columns)
+    said = f"{early:.0%} of a completion read before it ended; its score {tail_s:.2g} s after"
+    whole_s = _seconds_a_completion(columns)
     if whole_s is None:
         return said
     said = f"{said} (read alone: {whole_s:.2g} s)"
@@ -38,7 +38,7 @@ def _knob(columns: Columns, early: float) -> str:
     )
 
 
-def _seconds_an_answer(columns: Columns) -> float | None:
+def _seconds_a_completion(columns: Columns) -> float | None:
     """Return what one model takes to read the mean completion, at the pace that all of them had
     together; None if unknown.
     """

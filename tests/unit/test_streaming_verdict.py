@@ -29,7 +29,7 @@ def test_without_streaming_nothing_is_said():
 
 def test_a_short_tail_has_paid():
     said = dict(facts(columns()))["streaming to the scorer"]
-    assert said == "paid: 90% of an answer read before it ended; its score 0.02 s after " + (
+    assert said == "paid: 90% of a completion read before it ended; its score 0.02 s after " + (
         "(read alone: 0.1 s)"
     )
 
