@@ -14,7 +14,7 @@ import time
 import pytest
 
 from llamarl.scoring import calls, worker
-from llamarl.scoring import pool as pool_module
+from llamarl.scoring import process as process_module
 from llamarl.scoring.pool import RewardPool
 
 DEADLINE_S = 30.0  # for waits that must end; never reached unless something is broken
@@ -175,7 +175,7 @@ def test_who_prints_without_end_is_killed_like_any_other(capfd):
 
 
 def test_a_guard_that_does_not_answer_is_killed(monkeypatch):
-    monkeypatch.setattr(pool_module, "KILL_S", 0.2)
+    monkeypatch.setattr(process_module, "KILL_S", 0.2)
     pool = RewardPool("my_rewards:score")
     pool.start()
     (process,) = (w._process for w in pool._workers)
@@ -185,7 +185,7 @@ def test_a_guard_that_does_not_answer_is_killed(monkeypatch):
 
 
 def test_a_worker_that_the_kernel_holds_is_left_behind_and_told_of(monkeypatch, caplog):
-    monkeypatch.setattr(pool_module, "KILL_S", 0.1)
+    monkeypatch.setattr(process_module, "KILL_S", 0.1)
     pool = RewardPool("my_rewards:score", timeout_s=3.0)
     pool.start()
     (process,) = (w._process for w in pool._workers)

@@ -1,0 +1,164 @@
+"""The pool's side of one worker: a subprocess in a session of its own, its pipes, and its end."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+from llamarl.scoring import worker as worker_script
+from llamarl.scoring.calls import START_S, Call
+from llamarl.scoring.memory import Note
+
+# For a worker whose output has ended to exit by itself, so that its own exit code is told.
+EXIT_S = 0.5
+KILL_S = 5.0  # for a killed worker to be gone; one that the kernel holds is left to it
+_READ_BYTES = 1 << 16
+
+log = logging.getLogger(__name__)
+
+
+class WorkerProcess:
+    """One subprocess and its pipes. Nothing here blocks, save for the end of a process that is
+    ending or killed.
+    """
+
+    def __init__(self, fn: str, setup: str, bell: int):
+        # A worker is one core's work, and freed memory that an arena keeps counts as held.
+        few_threads = {"OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2"}
+        self.note = Note()
+        self._process = subprocess.Popen(
+            # -P keeps the script's own directory off sys.path; the worker takes over this process's
+            # path.
+            [sys.executable, "-P", worker_script.__file__, fn, setup, str(self.note.writer)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+            bufsize=0,
+            env=few_threads | os.environ,
+            pass_fds=[bell, self.note.writer],
+        )
+        self.note.hand_over()
+        output = self._process.stdout
+        commands = self._process.stdin
+        assert output is not None and commands is not None, "both are pipes"
+        self._output = output
+        self._commands = commands
+        self.stdout = output.fileno()
+        self.stdin = commands.fileno()
+        os.set_blocking(self.stdout, False)
+        os.set_blocking(self.stdin, False)
+        self._received = b""
+        self.in_flight: deque[Call] = deque()  # oldest first; the first is the one being scored
+        self.unsent: deque[Call] = deque()  # the last of these, which the pipe was too full for
+        self._num_written = 0  # bytes of the first unsent one that are in the pipe
+        self.ready = False  # it has imported the function
+        self.ended = False  # its output has
+        self.astray = False  # it said what it was not asked; nothing more of it counts
+        self.is_fresh = True  # it was given no call yet
+        self.free_at = time.monotonic()  # when it started, was ready, or finished its last answer
+
+    def send(self, call: Call) -> None:
+        """Give it a call to make, behind those that it has; `flush` writes it."""
+        self.is_fresh = False
+        self.in_flight.append(call)
+        self.unsent.append(call)
+
+    def flush(self) -> None:
+        """Write as much as the pipe takes now."""
+        try:
+            while self.unsent:
+                call = self.unsent[0]
+                self._num_written += os.write(self.stdin, call.line[self._num_written :])
+                if self._num_written == len(call.line):
+                    self.unsent.popleft().sent_at = time.monotonic()
+                    self._num_written = 0
+        except (BlockingIOError, BrokenPipeError):
+            pass  # the pipe is full; or it died, which its closed output says to the reader
+
+    def read(self) -> Iterator[Any]:
+        """The messages that have come, as JSON values, with None for a line that is no JSON. Sets
+        `ended` at the end of the output.
+        """
+        while not self.ended:
+            try:
+                chunk = os.read(self.stdout, _READ_BYTES)
+            except BlockingIOError:
+                return
+            self.ended = not chunk
+            *lines, self._received = (self._received + chunk).split(b"\n")
+            for line in lines:
+                try:
+                    message = json.loads(line)
+                except ValueError:
+                    message = None
+                yield message
+
+    def current(self) -> Call | None:
+        """The call that is being made; None while the worker has none, or not all of it."""
+        if not self.in_flight:
+            return None
+        first = self.in_flight[0]
+        return first if first.sent_at < math.inf else None
+
+    @property
+    def deadline(self) -> float:
+        """When it must have said something, by time.monotonic(); infinite while it owes nothing."""
+        if not self.ready:
+            return self.free_at + START_S
+        call = self.current()
+        if call is None:
+            return math.inf
+        return max(call.sent_at, self.free_at) + call.limit_s
+
+    def kill(self) -> str:
+        """End it and all that it started, within 2 KILL_S. Returns how the worker itself ended, in
+        words.
+        """
+        lingers = False
+        code = None
+        if worker_script.GUARDED:
+            lingers = self.ended and self._wait(EXIT_S) is None
+            # Its guard kills what is below it.
+            self._process.terminate()
+            code = self._wait(KILL_S)
+        elif self.ended:
+            time.sleep(EXIT_S)
+        if code is None:
+            # Before it is reaped: until then its id, and so its group's, cannot be anybody else's.
+            os.killpg(self._process.pid, signal.SIGKILL)
+            code = self._wait(KILL_S)
+        self._commands.close()
+        if code is None:
+            pid = self._process.pid
+            log.warning("reward worker %d was killed and has not ended in %g s", pid, KILL_S)
+            return f"was killed and has not ended in {KILL_S:g} s"
+        if lingers:
+            return "closed its output and was killed"
+        if code >= 0:
+            return f"exited with code {code}"
+        if code == -signal.SIGXCPU:
+            return "was ended for its CPU time"
+        return f"died of signal {-code} ({signal.strsignal(-code)})"
+
+    def _wait(self, timeout_s: float) -> int | None:
+        """The process's exit code; None if it is still there after so long."""
+        try:
+            return self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def close(self) -> None:
+        """Kill it if that was not done, and close its output."""
+        if not self._commands.closed:
+            self.kill()
+        self._output.close()
+        self.note.close()
