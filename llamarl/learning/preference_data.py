@@ -1,14 +1,14 @@
-"""Reads preference pairs from JSON lines: a prompt, the better answer and the worse one, as texts
-or as chat messages.
+"""Reads preference pairs from JSON lines: a prompt, the better completion and the worse one,
+as texts or as chat messages.
 
     {"prompt": "1+1=", "chosen": "2", "rejected": "3"}
     {"prompt": "1+1=", "chosen": "2", "rejected": "3", "margin": 0.5}
     {"prompt": [{"role": "user", "content": "1+1?"}],
      "chosen": [{"role": "assistant", "content": "2"}], "rejected": [...]}
 
-Where answers are lists of messages, they may repeat the prompt's before the reply. Prompts and
-answers are tokenised apart, as in RL, where the prompt is tokens before the completion is text; an
-answer ends with the end token, as a completion that was not cut does.
+A completion that is a list of messages may repeat the prompt's before its reply. Prompts and
+completions are tokenised apart, as in RL, where the prompt is tokens before the completion is text.
+A completion ends with the end token, as a sampled one that was not cut does.
 """
 
 from __future__ import annotations
@@ -123,19 +123,19 @@ class _Reader:
             check_keys(row, "prompt", side)
         margin = _margin(row.get("margin"))
         prompt = _prompt(row["prompt"])
-        chosen, rejected = (_answer(row[side], prompt, side) for side in SIDES)
+        chosen, rejected = (_completion(row[side], prompt, side) for side in SIDES)
         asked = [prompt] if isinstance(prompt, str) else [turn.content for turn in prompt]
         self._spelled.note([*asked, chosen, rejected])
         if chosen == rejected:
-            raise ValueError("both answers are equal: there is nothing to prefer; leave it out")
+            raise ValueError("both completions are equal: there is nothing to prefer; leave it out")
         pair = Preference(
             prompt_ids=torch.tensor(self._prompt_ids(prompt)),
-            chosen_ids=self._answer_ids(chosen),
-            rejected_ids=self._answer_ids(rejected),
+            chosen_ids=self._completion_ids(chosen),
+            rejected_ids=self._completion_ids(rejected),
             margin=margin,
         )
         if torch.equal(pair.chosen_ids, pair.rejected_ids):
-            raise ValueError("both answers are the same tokens: there is nothing to prefer")
+            raise ValueError("both completions are the same tokens: there is nothing to prefer")
         longer = max(pair.chosen_ids.numel(), pair.rejected_ids.numel())
         length = pair.prompt_ids.numel() + longer
         if length <= self._max_tokens:
@@ -155,7 +155,7 @@ class _Reader:
         with refused_by_template():
             return chat_ids(self._tokenizer, turns, reply=True)
 
-    def _answer_ids(self, text: str) -> torch.Tensor:
+    def _completion_ids(self, text: str) -> torch.Tensor:
         ids = text_ids(self._tokenizer, text)
         return torch.tensor([*ids, self._tokenizer.eos_token_id])
 
@@ -176,8 +176,8 @@ def _prompt(value: object) -> str | Messages:
     return value
 
 
-def _answer(value: object, prompt: str | Messages, side: str) -> str:
-    """Return the text of an answer; if it is messages, of the one reply behind the prompt's."""
+def _completion(value: object, prompt: str | Messages, side: str) -> str:
+    """Return the text of a completion; if it is messages, of the one reply behind the prompt's."""
     if isinstance(value, list):
         messages = messages_of(value, side)
         before = prompt

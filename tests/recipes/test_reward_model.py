@@ -231,7 +231,7 @@ def test_bad_rows_are_named_before_anything_is_written(refusal, tmp_path):
     )
     said = refusal(f"task.path={file}", out=tmp_path / "out")
     assert f'{file}:1: no key "rejected"' in said
-    assert f"{file}:2: both answers are equal" in said
+    assert f"{file}:2: both completions are equal" in said
     assert "Traceback" not in said and not (tmp_path / "out").exists()
 
 

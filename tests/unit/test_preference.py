@@ -227,7 +227,7 @@ def test_answers_end_with_the_end_token_and_prompts_are_apart(read):
     [
         ({"prompt": "1+1=", "chosen": "2"}, 'no key "rejected"'),
         ({"prompt": "1+1=", "chosen": "2", "rejected": None}, '"rejected" must be text'),
-        (GOOD | {"rejected": "2"}, "both answers are equal"),
+        (GOOD | {"rejected": "2"}, "both completions are equal"),
         (GOOD | {"prompt": " "}, '"prompt" must be text that is not empty'),
         (GOOD | {"prompt": []}, '"prompt" is an empty list'),
         (GOOD | {"margin": "much"}, '"margin" must be a finite number'),
