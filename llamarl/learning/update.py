@@ -128,7 +128,7 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True)
 class _UpdateId:
-    """The place of an update: its step, pass and minibatch."""
+    """An update by its step and its number in it, for messages and checks."""
 
     settings: UpdateSettings
     version: int
