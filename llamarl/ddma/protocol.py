@@ -23,10 +23,10 @@ change places at a swap, on a GPU the idle one is copied over the live one. A re
 half-written version.
 
 A replica that others depend on forwards each bucket as soon as it is there (Plan's chain), and says
-END when it knows that all are right. What was damaged on its way to it is so found out by the next
-one too, and sent again.
+END when it knows that all are right. If a bucket was damaged before it was forwarded, the next
+replica's digest fails as well, and the bucket is sent again.
 
-Headers come in order, and none is lost, as gloo and queues see to. Bytes are compared.
+gloo and queues keep headers in order and lose none. Digests check the bytes.
 """
 
 from __future__ import annotations
