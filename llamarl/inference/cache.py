@@ -13,11 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from llamarl.inference.room import Room, whole_blocks
 from llamarl.models.attention import PackedAttention, fused
 from llamarl.models.build import Decoder
 
-# Places are read in whole blocks: the CPU's softmax and products are slow on a ragged tail.
-_BLOCK = 16
 _FAST_PRODUCTS = (torch.float32, torch.bfloat16)  # on a CPU
 
 
@@ -26,52 +25,39 @@ class SlotCache:
     one [2, S, J, L, K], S L about `budget` at most.
 
     On a GPU S and L are fixed from the start. On a CPU they grow with what is asked of them,
-    because rows that lie close together are read twice as fast.
+    because rows that lie close together are read twice as fast. Their sizes are `room`'s.
     """
 
     def __init__(self, decoder: Decoder, max_slots: int, max_len: int, budget: int):
-        self.max_len = whole_blocks(max_len)
-        self.budget = budget
         self.num_kv_heads = decoder.num_cached_kv_heads
         self.head_dim = decoder.config.head_dim
         self.dtype = decoder.tok_embeddings.weight.dtype
         self.device = decoder.tok_embeddings.weight.device
-        self._fixed = self.device.type != "cpu"
-        self.rows = 0
-        self.capacity = _BLOCK  # places of a row
-        if self._fixed:
-            # The last two rows are for `score` and for the prompt that is prefilled in pieces.
-            affordable = self.rows_of(max_len)
-            self.rows = min(max_slots, affordable) + 2
-            self.capacity = self.max_len
+        self.room = Room(
+            max_slots=max_slots,
+            max_len=max_len,
+            budget=budget,
+            is_fixed=self.device.type != "cpu",
+        )
+        self.max_len = self.room.max_len
+        self.rows = self.room.rows
+        self.capacity = self.room.capacity  # places of a row
         self.layers = [self._empty() for _ in decoder.layers]
 
-    def rows_of(self, length: int) -> int:
-        """How many rows of `length` tokens the budget holds, and one in any case."""
-        places = self.max_len if self._fixed else whole_blocks(length)
-        return max(1, self.budget // places)
-
     def reserve(self, rows: int, length: int) -> None:
-        """Make room for `rows` rows of `length` <= max_len tokens; what is held stays.
+        """Make room for `rows` rows of `length` <= max_len tokens; what these held stays.
 
         IndexError for a longer length, and for more than a cache of fixed size has.
         """
-        if rows <= self.rows and length <= self.capacity:
+        self.room.reserve(rows, length)
+        self.fit()
+
+    def fit(self) -> None:
+        """Make the tensors as large as `room` has become. What lies within that stays."""
+        if (self.rows, self.capacity) == (self.room.rows, self.room.capacity):
             return
-        if self._fixed or length > self.max_len:
-            held = f"{self.rows} rows of at most {self.max_len}"
-            raise IndexError(f"{rows} rows of {length} tokens in a cache of {held}")
-        # Doubling, so that growing costs little; within the budget, where longer rows may mean
-        # fewer.
-        needed = whole_blocks(length)
-        if length > self.capacity:
-            doubled = max(needed, 2 * self.capacity)
-            self.capacity = min(doubled, self.max_len)
-        if rows * self.capacity > self.budget:
-            self.capacity = needed
-        affordable = self.budget // self.capacity
-        keepable = min(self.rows, affordable)
-        self.rows = max(rows, keepable)
+        self.rows = self.room.rows
+        self.capacity = self.room.capacity
         for i, old in enumerate(self.layers):
             new = self._empty()
             kept = old[:, : self.rows, :, : self.capacity]
@@ -234,9 +220,3 @@ class Decode:
         values = v_NJLK.flatten(0, 1)
         seen = torch.bmm(weights.flatten(0, 1), values)
         return seen.reshape(q_NHK.shape)
-
-
-def whole_blocks(length: int) -> int:
-    """The places that a row of so many tokens takes."""
-    blocks = -(-length // _BLOCK)
-    return blocks * _BLOCK

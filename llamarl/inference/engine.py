@@ -26,7 +26,6 @@ steps, on the host: what a row sampled behind one is dropped.
 
 from __future__ import annotations
 
-from collections import Counter
 from pathlib import Path
 
 import torch
@@ -39,7 +38,6 @@ from llamarl.inference.requests import (
     Partial,
     Recorded,
     Request,
-    Sample,
     TokenIds,
     check_vocabulary,
     on_cpu,
@@ -47,6 +45,7 @@ from llamarl.inference.requests import (
 from llamarl.inference.rows import Rows
 from llamarl.inference.runner import ModelRunner, batches
 from llamarl.inference.sampler import SamplingParams, process
+from llamarl.inference.schedule import Piece, Plan, Sample, Scheduler
 from llamarl.inference.slots import SlotEngine
 from llamarl.inference.stop_strings import Decode
 from llamarl.models.build import Decoder, build_decoder, read_config
@@ -56,9 +55,6 @@ from llamarl.native.allocator import keep_freed_memory
 from llamarl.types import FinishReason
 
 _DTYPES = ("float32", "bfloat16", "float16")
-# On a CPU ended rows are taken out, and new ones admitted, in the middle of a step once so many
-# operations were done for them in vain: about what that costs.
-_WORTH_FLOPS = 2e8
 
 
 class Engine(SlotEngine):
@@ -116,20 +112,24 @@ class Engine(SlotEngine):
                 f"need at least max_len={max_len} places and 1 token"
             )
         self._cache = SlotCache(decoder, max_slots, max_len, budget)
-        self._prefill_chunk = prefill_chunk
         self._rows = Rows(max_slots, max_len, self.device)
-        self._running: list[Sample] = []  # row -> its sample
+        self._scheduler = Scheduler(
+            self._waiting,
+            self._cache.room,
+            max_slots=max_slots,
+            prefill_chunk=prefill_chunk,
+            # The same on every tensor-parallel rank.
+            flops_per_token=2 * num_parameters(decoder.config),
+        )
+        # Row -> its sample.
+        self._running: list[Sample[Request]] = self._scheduler.running
         self._retired_tokens = 0
-        self._staging: int | None = None  # the slot of the prompt that is prefilled in pieces
         self._recompute_due = False
         self._restage_due = False
         self._version = torch.zeros(1, dtype=torch.int64, device=self.device)
         self._runner = ModelRunner(
             self.decoder, self._cache, rows=max_slots, reproducible=reproducible
         )
-        # Of a row's token; the same on every tensor-parallel rank.
-        self._flops_per_token = 2 * num_parameters(decoder.config)
-        self._wasted_flops = 0.0  # since ended rows were last taken out
         # Places that the next token of any row attends to, at most; 0: to be looked up.
         self._reach = 0
         self._graphs = None
@@ -232,16 +232,13 @@ class Engine(SlotEngine):
         self._take_in_weights()
         if self._running:
             self._look_at_rows()
-        admitted = self._schedule()
-        for turn in range(chunk):
-            if turn and self._is_retiring_worth_it():
-                self._retire()
-                admitted = self._schedule(pieces=False)
+        self._run(self._scheduler.schedule())
+        for _ in range(1, chunk):
             if not self._running:
                 break
-            if admitted:
-                self._start(admitted)
-                admitted = []
+            if self._is_retiring_worth_it():
+                self._retire()
+                self._run(self._scheduler.schedule(pieces=False))
             else:
                 self._advance(self.num_live)
         self._retire()
@@ -275,10 +272,7 @@ class Engine(SlotEngine):
         if rows:
             self._rows.live[rows] = False
             self._retire(aborted=True)
-        num_ended = len(rows) + self._abort_waiting(ticket, stream)
-        if not any(request.num_cached for request in self._waiting):
-            self._staging = None
-        return num_ended
+        return len(rows) + self._abort_waiting(ticket, stream)
 
     def score(
         self,
@@ -321,8 +315,8 @@ class Engine(SlotEngine):
         request = Request(0, 0, on_cpu(prompt_ids), params, end=1)
         request.check(self._vocab_size, self.max_len)
         self._runner.refresh()
-        slot = self._num_held if self._on_cpu else self._cache.rows - 2
-        self._reserve(slot + 1, request.max_tokens)
+        slot = self._scheduler.lend_slot(request.max_tokens)
+        self._cache.fit()
         place = request.prompt_ids.numel()
         logits = [self._runner.prefill(slot, [request.prompt_ids], [1])]
         for i in range(count - 1):
@@ -334,12 +328,6 @@ class Engine(SlotEngine):
         processed_LV = process(torch.cat(logits), temperature_N=temperature_N)
         return processed_LV.log_softmax(1)[:count]
 
-    @property
-    def _num_held(self) -> int:
-        """Slots, from the first on, that rows and the prompt in pieces have."""
-        staged = 0 if self._staging is None else self._staging + 1
-        return max(self.num_live, staged)
-
     def _take_in_weights(self) -> None:
         """What the cache holds and how the passes compute follow weights that have changed."""
         self._runner.refresh()
@@ -347,9 +335,8 @@ class Engine(SlotEngine):
             self._recompute()
         if self._restage_due:
             # The pieces of a long prompt all at once: it is not set back.
-            for request in self._waiting:
-                for begin in range(0, request.num_cached, self._prefill_chunk):
-                    self._extend(request, begin)
+            for piece in self._scheduler.staged_pieces():
+                self._extend(piece)
         self._recompute_due = False
         self._restage_due = False
 
@@ -363,90 +350,52 @@ class Engine(SlotEngine):
             return False
         is_live = self._rows.live[: self.num_live]
         num_ended = int((~is_live).sum())
-        self._wasted_flops += num_ended * self._flops_per_token
-        return num_ended == self.num_live or self._wasted_flops >= _WORTH_FLOPS
+        return self._scheduler.waste(num_ended)
 
-    def _schedule(self, *, pieces: bool = True) -> list[Sample]:
-        """Give free slots to waiting samples, in order: they become the last rows.
-
-        pieces: also go on with a prompt that is prefilled in pieces.
-        """
-        self._wasted_flops = 0.0
+    def _run(self, plan: Plan[Request]) -> None:
+        """Compute what was planned: pieces of a long prompt, and a token for every row."""
+        self._cache.fit()
         self._reach = 0
-        first = self.num_live
-        longest = max((sample.request.max_tokens for sample in self._running), default=0)
-        while self._waiting:
-            request = self._waiting[0]
-            longest = max(longest, request.max_tokens)
-            most = min(self.max_slots, self._cache.rows_of(longest))
-            room = most - self.num_live
-            if room < 1 or not self._one_piece_left(request, pieces):
-                break
-            # Tokens that partial completions bring were not sampled here.
-            self._retired_tokens -= request.recorded.token_ids.numel()
-            begin = request.num_started
-            request.num_started = min(request.end, begin + room)
-            for index in range(begin, request.num_started):
-                self._running.append(Sample(request, index))
-            if not request.num_waiting:
-                self._waiting.popleft()
-        self._reserve(self.num_live, 0)
-        return self._running[first:]
+        for piece in plan.pieces:
+            self._extend(piece)
+        if plan.starts:
+            self._start(plan)
+        elif self._running:
+            self._advance(self.num_live)
 
-    def _one_piece_left(self, request: Request, pieces: bool) -> bool:
-        """Whether a prompt's turn for its last (or only) piece has come; if not, prefill a piece,
-        or all but it if nothing decodes.
-        """
-        while request.ids.numel() - request.num_cached > self._prefill_chunk:
-            is_another_staged = self._staging is not None and not request.num_cached
-            if is_another_staged or not pieces:
-                return False
-            if self._staging is None:
-                self._staging = self.num_live if self._on_cpu else self._cache.rows - 1
-            self._reserve(self._staging + 1, request.max_tokens)
-            self._extend(request, request.num_cached)
-            request.num_cached += self._prefill_chunk
-            if self._running:
-                return False
-        return pieces or not request.num_cached
+    def _extend(self, piece: Piece[Request]) -> Tensor:
+        """Prefill a piece of a long prompt. Logits [1, V] of its last token."""
+        ids = piece.request.ids[piece.begin : piece.end]
+        return self._runner.prefill(piece.slot, [ids], [1], start=piece.begin)
 
-    def _extend(self, request: Request, begin: int) -> Tensor:
-        """Prefill the piece of a long prompt that begins there, in the staging slot. Logits [1, V]
-        of its last token.
-        """
-        piece = request.ids[begin : begin + self._prefill_chunk]
-        assert self._staging is not None, "it was given to this prompt's first piece"
-        return self._runner.prefill(self._staging, [piece], [1], start=begin)
-
-    def _start(self, admitted: list[Sample]) -> None:
-        """A token for every row: those that ran decode, the new ones, which are the last, are
+    def _start(self, plan: Plan[Request]) -> None:
+        """A token for every row: those that run decode, the new ones, which are the last, are
         prefilled; natively both in one pass.
         """
-        first = self.num_live - len(admitted)
-        num_samples = Counter(sample.request for sample in admitted)
-        requests = list(num_samples)
-        # Of those that start together only the first can have been prefilled in pieces.
-        is_staged = requests[0].num_cached > 0
+        first = plan.num_decoding
+        starts = plan.starts
+        # Only what starts first can have been prefilled in pieces.
+        last_piece = starts[0].last_piece
         done = 0  # rows that have their token
-        if first and (is_staged or not self._runner.native):
+        if first and (last_piece is not None or not self._runner.native):
             self._advance(first)
             done = first
-        self._rows.start(first, admitted)
+        for start in starts:
+            # Tokens that partial completions bring were not sampled here.
+            self._retired_tokens -= start.request.recorded.token_ids.numel()
+        self._rows.start(first, self._running[first:])
         self._look_at_rows()
-        if is_staged:
-            # Its last piece; its K/V go from the staging slot to the rows of its samples.
-            staged = requests.pop(0)
-            count = num_samples[staged]
-            logits_1V = self._extend(staged, staged.num_cached)
+        if last_piece is not None:
+            # The prompt's K/V go from the staging slot to the rows of its samples.
+            count = len(starts[0].sample_indices)
+            logits_1V = self._extend(last_piece)
             targets = torch.arange(first, first + count, device=self.device)
-            assert self._staging is not None, "its pieces before are there"
-            source = torch.full_like(targets, self._staging)
-            self._cache.copy(source, targets, staged.ids.numel())
-            staged.num_cached = 0
-            self._staging = None
+            source = torch.full_like(targets, last_piece.slot)
+            self._cache.copy(source, targets, last_piece.end)
             done = self._append(done, logits_1V.expand(count, -1))
-        prompts = [request.ids for request in requests]
-        copies = [num_samples[request] for request in requests]
+            starts = starts[1:]
+        prompts = [start.request.ids for start in starts]
+        copies = [len(start.sample_indices) for start in starts]
         for batch in batches(prompts):
             decoding = slice(done, first)  # none after the first batch
             logits_RV = self._runner.prefill(
@@ -458,14 +407,6 @@ class Engine(SlotEngine):
             )
             done = self._append(done, logits_RV)
         self._reach = 0
-
-    def _reserve(self, rows: int, length: int) -> None:
-        """Room in the cache for as many rows, none of which loses anything."""
-        held = [sample.request for sample in self._running]
-        held += [request for request in self._waiting if request.num_cached]
-        lengths = [request.max_tokens for request in held]
-        longest = max([length, *lengths])
-        self._cache.reserve(max(rows, self._num_held), longest)
 
     def _recompute(self) -> None:
         """The cache under the new weights: what the rows have read, and a long prompt's pieces from
@@ -479,9 +420,7 @@ class Engine(SlotEngine):
         for batch in batches(sequences):
             prompts = sequences[batch]
             self._runner.prefill(batch.start, prompts, [1] * len(prompts))
-        for request in self._waiting:
-            request.num_cached = 0
-        self._staging = None
+        self._scheduler.unstage()
 
     def _append(self, first: int, logits_RV: Tensor) -> int:
         """Sample a token for each of the rows from `first` on, and return the row behind them."""
@@ -527,18 +466,13 @@ class Engine(SlotEngine):
         if not ended:
             return
         self._emit(ended, aborted)
-        num_live = num_rows - len(ended)
-        holes = [row for row in ended if row < num_live]
-        movers = [row for row in range(num_live, num_rows) if live[row]]
-        if holes:
-            source = torch.tensor(movers, device=self.device)
-            target = torch.tensor(holes, device=self.device)
+        moves = self._scheduler.retire(ended)
+        if moves:
+            source = torch.tensor([move.source for move in moves], device=self.device)
+            target = torch.tensor([move.target for move in moves], device=self.device)
             self._cache.copy(source, target, self._longest(num_rows))
             self._rows.move(source, target)
-            for mover, hole in zip(movers, holes):
-                self._running[hole] = self._running[mover]
-        del self._running[num_live:]
-        self._rows.live[num_live:] = False
+        self._rows.live[self.num_live :] = False
 
     def _end_at_stop_strings(self) -> None:
         """End the rows whose text has come to a stop string, and drop what they sampled behind."""

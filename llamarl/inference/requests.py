@@ -102,6 +102,11 @@ class Request:
         return self.end - self.num_started
 
     @property
+    def num_tokens(self) -> int:
+        """How many tokens are prefilled before its samples start."""
+        return self.prompt_ids.numel() + self.recorded.token_ids.numel()
+
+    @property
     def max_tokens(self) -> int:
         """The most tokens that prompt and completion may have together."""
         return self.prompt_ids.numel() + self.params.max_new_tokens
@@ -115,13 +120,6 @@ class Request:
         """Whether it is of this ticket and this stream; None: of any."""
         is_of_ticket = ticket in (None, self.ticket)
         return is_of_ticket and stream in (None, self.stream)
-
-
-class Sample(NamedTuple):
-    """One sample of a request."""
-
-    request: Request
-    sample_index: int
 
 
 def on_cpu(ids: TokenIds) -> Tensor:

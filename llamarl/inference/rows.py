@@ -12,8 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from llamarl.inference.requests import Recorded, Sample
+from llamarl.inference.requests import Recorded, Request
 from llamarl.inference.sampler import process, sample, sample_keys, uniforms
+from llamarl.inference.schedule import Sample
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,7 @@ class Rows:
         self.logprobs = zeros(max_len, dtype=torch.float32)  # [R, L]
         self.versions = zeros(max_len)  # [R, L]
 
-    def start(self, first: int, samples: list[Sample]) -> None:
+    def start(self, first: int, samples: list[Sample[Request]]) -> None:
         """Rows from `first` on become these samples."""
         rows = slice(first, first + len(samples))
         params = [request.params for request, _ in samples]

@@ -116,12 +116,11 @@ class SlotEngine:
     def _abort_waiting(self, ticket: int | None, stream: int | None) -> int:
         """The part of `abort` that concerns samples without a slot."""
         before = self.num_waiting
-        kept: deque[Request] = deque()
-        for request in self._waiting:
+        for _ in range(len(self._waiting)):
+            request = self._waiting.popleft()
             if not request.is_of(ticket, stream):
-                kept.append(request)
+                self._waiting.append(request)
                 continue
             for index in range(request.num_started, request.end):
                 self._finish(request, index, request.recorded, "aborted")
-        self._waiting = kept
         return before - self.num_waiting

@@ -336,7 +336,7 @@ def test_it_is_never_granted_more_than_it_has_room_for_however_late_the_answer(t
 
 def test_options_of_the_engine_reach_it():
     g = generator(cache_tokens=64, prefill_chunk=3, recompute_kv=True)
-    assert (g.engine._cache.budget, g.engine._prefill_chunk) == (64, 3)
+    assert (g.engine._cache.room.budget, g.engine._scheduler.prefill_chunk) == (64, 3)
     told = []
     g.engine.weights_changed = lambda version, **options: told.append((version, options))
     g.weights.arrive(4)

@@ -59,7 +59,7 @@ def logits(engine: Engine, way: str, rows: slice) -> torch.Tensor:
     """Of a few tokens one after the other in each of these slots."""
     engine._runner.take(way)
     engine._runner.refresh()
-    engine._reserve(ROWS, MAX_LEN)
+    engine._cache.reserve(ROWS, MAX_LEN)
     slots = torch.arange(ROWS)[rows]
     out = []
     for position in range(3):

@@ -525,7 +525,7 @@ def test_a_row_of_the_native_path_does_not_depend_on_the_others_or_on_threads():
             a.generator_logprobs, b.generator_logprobs
         )
     with torch.inference_mode():
-        e._reserve(70, MAX_LEN)
+        e._cache.reserve(70, MAX_LEN)
         tokens, positions, slots = torch.arange(70) % 31, torch.full((70,), 9), torch.arange(70)
         whole = e._runner.native(tokens, positions, e._cache, slots)
         for first, end in ((0, 1), (3, 10), (8, 70)):
