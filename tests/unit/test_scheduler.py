@@ -1,0 +1,396 @@
+"""The scheduler alone, without torch: a machine of random requests runs its plans over slots that
+hold names in place of keys and values, and compares each decision with a brute-force one.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections import deque
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from llamarl.inference.room import Room
+from llamarl.inference.schedule import Move, Piece, Scheduler, Start
+
+ROOT = Path(__file__).resolve().parents[2]
+BLOCK = 16
+WORTH_FLOPS = 2e8
+
+
+@dataclass(eq=False)
+class Request:
+    """A prompt of num_tokens, whose samples end after so many new tokens each."""
+
+    num_tokens: int
+    lengths: list[int]
+    max_new: int
+    num_started: int = 0
+    num_cached: int = 0
+    end: int = field(init=False)
+
+    def __post_init__(self):
+        self.end = len(self.lengths)
+
+    @property
+    def max_tokens(self) -> int:
+        return self.num_tokens + self.max_new
+
+    def prompt(self, end: int | None = None) -> list[tuple]:
+        """Names of the keys and values of its first tokens."""
+        return [(self, place) for place in range(self.num_tokens if end is None else end)]
+
+
+def blocks(length: int) -> int:
+    return (length + BLOCK - 1) // BLOCK * BLOCK
+
+
+def requests(max_len: int) -> st.SearchStrategy[Request]:
+    def of(new: int) -> st.SearchStrategy[Request]:
+        return st.builds(
+            Request,
+            num_tokens=st.integers(1, max_len - new),
+            lengths=st.lists(st.integers(1, new), min_size=1, max_size=7),
+            max_new=st.just(new),
+        )
+
+    return st.integers(1, max_len - 1).flatmap(of)
+
+
+class Machine(RuleBasedStateMachine):
+    """An engine of names: `held` is the cache, `rows` what must run, `line` what must wait."""
+
+    @initialize(
+        max_slots=st.integers(1, 6),
+        max_len=st.sampled_from([8, 30, 64]),
+        rows_in_budget=st.sampled_from([1, 1.5, 3, 10]),
+        chunk=st.sampled_from([1, 3, 10, 100]),
+        is_fixed=st.booleans(),
+        flops=st.sampled_from([1.0, 6e7, 3e8]),
+    )
+    def begin(self, max_slots, max_len, rows_in_budget, chunk, is_fixed, flops):
+        self.max_slots, self.max_len, self.chunk, self.flops = max_slots, max_len, chunk, flops
+        self.budget = int(rows_in_budget * blocks(max_len))
+        self.room = Room(
+            max_slots=max_slots, max_len=max_len, budget=self.budget, is_fixed=is_fixed
+        )
+        self.waiting = deque()
+        self.scheduler = Scheduler(
+            self.waiting,
+            self.room,
+            max_slots=max_slots,
+            prefill_chunk=chunk,
+            flops_per_token=flops,
+        )
+        self.held = {}  # slot -> names of its keys and values
+        self.rows = []  # [request, index, tokens sampled] of each row
+        self.line = deque()  # (request, index)
+        self.finished = 0
+        self.submitted = 0
+        self.wasted = 0.0
+        self.has_lent = False
+
+    # --- What happens to it ---
+
+    @rule(data=st.data())
+    def submit(self, data):
+        request = data.draw(requests(self.max_len))
+        self.waiting.append(request)
+        self.line += [(request, index) for index in range(request.end)]
+        self.submitted += request.end
+
+    @rule(chunk=st.sampled_from([1, 1, 2, 5, 30]))
+    def step(self, chunk):
+        self.run(pieces=True)
+        for _ in range(1, chunk):
+            if not self.rows:
+                break
+            ended = [row for row in range(len(self.rows)) if not self.is_live(row)]
+            self.wasted += len(ended) * self.flops
+            is_worth_it = len(ended) == len(self.rows) or self.wasted >= WORTH_FLOPS
+            assert self.scheduler.waste(len(ended)) == is_worth_it
+            if is_worth_it:
+                self.retire(ended)
+                self.run(pieces=False)
+            else:
+                self.decode(len(self.rows))
+        self.retire([row for row in range(len(self.rows)) if not self.is_live(row)])
+
+    @precondition(lambda self: self.line or self.rows)
+    @rule(data=st.data())
+    def abort(self, data):
+        known = [request for request, *_ in [*self.line, *self.rows]]
+        gone = known[data.draw(st.integers(0, len(known) - 1))]
+        self.retire([row for row, (request, *_) in enumerate(self.rows) if request is gone])
+        if gone in self.waiting:
+            self.waiting.remove(gone)
+        left = deque(sample for sample in self.line if sample[0] is not gone)
+        self.finished += len(self.line) - len(left)
+        self.line = left
+
+    @rule(length=st.integers(1, 8))
+    def lend(self, length):
+        staged = self.scheduler.staged_pieces()
+        slot = self.scheduler.lend_slot(length)
+        assert slot >= len(self.rows) and slot not in {piece.slot for piece in staged}
+        assert slot < self.room.rows and length <= self.room.capacity
+        self.held[slot] = []  # whoever scores writes there
+        self.has_lent = True
+
+    @rule(is_recomputed=st.booleans())
+    def change_weights(self, is_recomputed):
+        if is_recomputed:
+            self.scheduler.unstage()
+            assert not any(request.num_cached for request in self.waiting)
+        pieces = self.scheduler.staged_pieces()
+        cached = [request for request in self.waiting if request.num_cached]
+        assert len(cached) == bool(pieces)
+        for piece in pieces:
+            self.held[piece.slot] = self.held[piece.slot][: piece.begin]
+            self.extend(piece)
+        if pieces:
+            assert self.held[pieces[0].slot] == cached[0].prompt(cached[0].num_cached)
+
+    # --- What the engine does with a plan ---
+
+    def is_live(self, row: int) -> bool:
+        request, index, sampled = self.rows[row]
+        return sampled < request.lengths[index]
+
+    def run(self, pieces: bool) -> None:
+        num_before = len(self.rows)
+        head = self.waiting[0] if self.waiting else None
+        cached_before = head.num_cached if head else 0
+        plan = self.scheduler.schedule(pieces=pieces)
+        self.wasted = 0.0
+        assert plan.num_decoding == num_before
+        assert not plan.pieces or pieces
+        for piece in plan.pieces:
+            assert num_before <= piece.slot < self.room.rows, "no row's slot"
+            self.extend(piece)
+        self.decode(num_before)
+        for number, start in enumerate(plan.starts):
+            assert start.last_piece is None or number == 0
+            self.begin_rows(start)
+        assert self.scheduler.running == [(request, index) for request, index, _ in self.rows]
+        if self.line:
+            self.check_who_waits(plan, head, cached_before, pieces)
+
+    def check_who_waits(self, plan, head, cached_before, pieces) -> None:
+        """Nobody waits who could run."""
+        first, _ = self.line[0]
+        is_long = first.num_tokens > self.chunk
+        if self.fits(first) and (not is_long or pieces):
+            assert is_long, "a short prompt that fits waits"
+            is_another_staged = any(start.last_piece for start in plan.starts)
+            goes_on = first is head and first.num_cached > cached_before
+            assert is_another_staged or goes_on or first.num_cached == self.chunk
+            assert self.rows, "alone it would not wait for anybody"
+
+    def fits(self, request: Request) -> bool:
+        """Whether one more row fits, all as long as the longest may become."""
+        num_rows = len(self.rows) + 1
+        tokens = [request.max_tokens, *(row[0].max_tokens for row in self.rows)]
+        places = blocks(self.max_len if self.room.is_fixed else max(tokens))
+        return num_rows <= self.max_slots and (num_rows == 1 or num_rows * places <= self.budget)
+
+    def extend(self, piece: Piece) -> None:
+        before = self.held.get(piece.slot, [])[: piece.begin]
+        assert before == piece.request.prompt(piece.begin), "the pieces before it are there"
+        assert piece.begin < piece.end <= min(piece.request.num_tokens, piece.begin + self.chunk)
+        self.write(piece.slot, piece.request.prompt(piece.end))
+
+    def begin_rows(self, start: Start) -> None:
+        request = start.request
+        piece = start.last_piece
+        if piece is None:
+            assert request.num_tokens <= self.chunk
+        else:
+            self.extend(piece)
+            assert piece.end == request.num_tokens
+        prompt = request.prompt() if piece is None else list(self.held[piece.slot])
+        assert prompt == request.prompt(), "each place once, before anything is decoded"
+        assert request.num_cached == 0 and len(start.sample_indices) > 0
+        for index in start.sample_indices:
+            assert self.line.popleft() == (request, index), "in the order of submission"
+            self.write(len(self.rows), prompt)
+            self.rows.append([request, index, 1])
+
+    def decode(self, num_rows: int) -> None:
+        """A token for each of the first rows that has not ended, behind all that its slot holds."""
+        for row in range(num_rows):
+            if self.is_live(row):
+                request, index, sampled = self.rows[row]
+                sequence = request.prompt() + [(request, index, i) for i in range(1, sampled)]
+                assert self.held[row] == sequence, "its own keys and values, all of them"
+                self.write(row, [*sequence, (request, index, sampled)])
+                self.rows[row][2] += 1
+
+    def write(self, slot: int, names: list) -> None:
+        assert slot < self.room.rows and len(names) <= self.room.capacity
+        self.held[slot] = names
+
+    def retire(self, ended: list[int]) -> None:
+        if not ended:
+            return
+        left = [sample for row, sample in enumerate(self.rows) if row not in ended]
+        moves = self.scheduler.retire(ended)
+        for source, target in moves:
+            assert source not in ended and target in ended
+            self.held[target] = self.held[source]
+            self.rows[target] = self.rows[source]
+        self.finished += len(ended)
+        del self.rows[len(left) :]
+        assert sorted(map(id, self.rows)) == sorted(map(id, left)), "all others, each once"
+        assert len(moves) <= len(ended)
+
+    # --- What is always so ---
+
+    @invariant()
+    def what_runs_fits(self):
+        assert len(self.rows) <= min(self.max_slots, self.room.rows)
+        longest = max((request.max_tokens for request, *_ in self.rows), default=0)
+        assert longest <= self.room.capacity
+        num_rows = len(self.rows)
+        assert num_rows <= 1 or num_rows * blocks(longest) <= self.budget
+        if not self.has_lent and not self.room.is_fixed:
+            assert self.room.rows * self.room.capacity <= self.budget
+        assert self.finished + len(self.rows) + len(self.line) == self.submitted
+
+    @invariant()
+    def as_many_wait_as_must(self):
+        waiting = [(r, i) for r in self.waiting for i in range(r.num_started, r.end)]
+        assert waiting == list(self.line)
+
+    def teardown(self):
+        """All that was submitted ends, in so many steps at most."""
+        if not hasattr(self, "line"):
+            return
+        works = [request.num_tokens + request.max_new for request, *_ in [*self.line, *self.rows]]
+        for _ in range(sum(works)):
+            if self.line or self.rows:
+                self.step(chunk=1)
+        assert self.finished == self.submitted and not self.rows and not self.waiting
+
+
+Machine.TestCase.settings = settings(max_examples=150, stateful_step_count=25)
+TestAnyRequestsInAnyOrder = Machine.TestCase
+
+
+# --- By hand ---
+
+
+def small(num_tokens: int, n: int, max_new: int = 4) -> Request:
+    return Request(num_tokens=num_tokens, lengths=[max_new] * n, max_new=max_new)
+
+
+def scheduler_of(*submitted: Request, **options) -> Scheduler:
+    settings_of = {"max_slots": 4, "prefill_chunk": 10, "flops_per_token": 1e8} | options
+    room = Room(max_slots=settings_of["max_slots"], max_len=64, budget=256)
+    return Scheduler(deque(submitted), room, **settings_of)
+
+
+def test_a_group_that_starts_together_is_one_start_and_its_prompt_one_prefill():
+    first, second = small(5, 3), small(7, 2)
+    plan = scheduler_of(first, second).schedule()
+    assert plan.starts == [Start(first, range(3)), Start(second, range(1))]
+    assert (plan.pieces, plan.num_decoding) == ([], 0)
+
+
+def test_a_long_prompt_beside_a_row_comes_a_piece_a_step_and_then_its_last_piece():
+    short, long = small(5, 1), small(23, 2)
+    scheduler = scheduler_of(short, long)
+    plan = scheduler.schedule()
+    # The short one starts, and the first piece is computed beside it, in the slot behind it.
+    assert (plan.starts, plan.pieces) == ([Start(short, range(1))], [Piece(long, 1, 0, 10)])
+    assert scheduler.schedule(pieces=False).pieces == []
+    plan = scheduler.schedule()
+    assert (plan.starts, plan.pieces) == ([], [Piece(long, 1, 10, 20)])
+    plan = scheduler.schedule()
+    assert plan.starts == [Start(long, range(2), last_piece=Piece(long, 1, 20, 23))]
+    assert plan.num_decoding == 1
+
+
+def test_a_long_prompt_alone_comes_at_once():
+    long = small(23, 1)
+    plan = scheduler_of(long).schedule()
+    assert plan.pieces == [Piece(long, 0, 0, 10), Piece(long, 0, 10, 20)]
+    assert plan.starts == [Start(long, range(1), last_piece=Piece(long, 0, 20, 23))]
+
+
+def test_the_last_rows_move_into_the_holes():
+    scheduler = scheduler_of(*(small(2, 1) for _ in range(4)))
+    scheduler.schedule()
+    zero, one, two, three = scheduler.running
+    assert scheduler.retire([0, 2]) == [Move(source=3, target=0)]
+    assert scheduler.running == [three, one]
+    assert scheduler.retire([1]) == [] and scheduler.running == [three]
+
+
+def test_ended_rows_are_taken_out_once_they_have_cost_what_that_costs():
+    scheduler = scheduler_of(*(small(2, 1) for _ in range(4)), flops_per_token=7e7)
+    scheduler.schedule()
+    # 0.7e8 a turn for one row: 2.1e8 with the third.
+    assert [scheduler.waste(1) for _ in range(3)] == [False, False, True]
+    scheduler.schedule()
+    assert [scheduler.waste(0), scheduler.waste(4)] == [False, True]
+
+
+def test_a_room_grows_as_its_examples_say():
+    room = Room(max_slots=8, max_len=1024, budget=4096)
+    assert room.rows_of(100) == 4096 // 112 == 36
+    sizes = []
+    for rows, length in ((3, 100), (4, 300), (4, 310), (2, 5), (8, 500)):
+        room.reserve(rows, length)
+        sizes.append((room.rows, room.capacity))
+    # 304 places are doubled for 310; 8 rows of 608 exceed 4096, so that they get 512 places each.
+    assert sizes == [(3, 112), (4, 304), (4, 608), (4, 608), (8, 512)]
+    with pytest.raises(IndexError, match="9 rows of 1025 tokens"):
+        room.reserve(9, 1025)
+
+
+@given(
+    st.integers(1, 9),
+    st.integers(1, 90),
+    st.integers(0, 400),
+    st.lists(st.tuples(st.integers(0, 9), st.floats(0, 1)), max_size=8),
+)
+def test_a_room_has_what_was_reserved_last_and_no_more_than_it_may(slots, max_len, more, asked):
+    room = Room(max_slots=slots, max_len=max_len, budget=blocks(max_len) + more)
+    for rows, part in asked:
+        length = 1 + int(part * (max_len - 1))
+        rows = min(rows, room.rows_of(length))
+        room.reserve(rows, length)
+        assert room.rows >= rows and room.capacity >= length
+        assert room.capacity % BLOCK == 0 and room.capacity <= room.max_len
+        assert room.rows * room.capacity <= room.budget
+
+
+def test_a_fixed_room_has_two_rows_more_from_the_start():
+    room = Room(max_slots=8, max_len=60, budget=200, is_fixed=True)
+    assert (room.rows, room.capacity) == (200 // 64 + 2, 64)
+    room.reserve(5, 64)
+    with pytest.raises(IndexError, match="6 rows of 10 tokens in a cache of 5 rows of at most 64"):
+        room.reserve(6, 10)
+
+
+def test_the_scheduler_is_imported_and_used_where_there_is_no_torch():
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "from collections import deque\n"
+        "from llamarl.inference.room import Room\n"
+        "from llamarl.inference.schedule import Scheduler\n"
+        "room = Room(max_slots=2, max_len=8, budget=64)\n"
+        "scheduler = Scheduler(\n"
+        "    deque(), room, max_slots=2, prefill_chunk=4, flops_per_token=1.0)\n"
+        "print(scheduler.schedule())\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=240
+    )
+    assert done.stdout.strip() == "Plan(pieces=[], num_decoding=0, starts=[])", done.stderr
