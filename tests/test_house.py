@@ -154,7 +154,13 @@ def test_every_room_is_a_folder_but_the_four_that_all_know():
 
 @pytest.mark.parametrize(
     "module",
-    ["llamarl", "llamarl.config.command_line", "llamarl.tasks.rewards", "llamarl.scoring.worker"],
+    [
+        "llamarl",
+        "llamarl.config.command_line",
+        "llamarl.inference.schedule",
+        "llamarl.tasks.rewards",
+        "llamarl.scoring.worker",
+    ],
 )
 def test_light_modules_import_no_torch(module):
     heavy = ("torch", "transformers", "torchtune")

@@ -28,7 +28,7 @@ def build_native(
     quantize_exclude: tuple[str, ...] = (),
     **options,
 ) -> Engine:
-    """An `Engine`, on one rank or, tensor-parallel, on several that share the model.
+    """Build an `Engine`, on one rank or, tensor-parallel, on several that share the model.
 
     model_path: a Hugging Face directory. quantize: the form that the weights arrive and are held
     in, or "none". quantize_exclude: parts of names of modules that keep model_dtype. options: the
@@ -49,7 +49,7 @@ def build_native(
 def build_vllm(
     group: ExecutorGroup, bind: Bind, *, model_path: str, model_dtype: str, **options
 ) -> VLLMEngine:
-    """A `VLLMEngine`: one vLLM a rank, in a process of its own.
+    """Build a `VLLMEngine`: one vLLM a rank, in a process of its own.
 
     The rank also holds the weights as they come, outside vLLM, on its device. model_path: a Hugging
     Face directory. options: the engine's others.

@@ -103,6 +103,7 @@ class Prefill:
         self.longest = self._packed.longest
 
     def attend(self, layer: int, q_THK: Tensor, k_TJK: Tensor, v_TJK: Tensor) -> Tensor:
+        """Keep the K/V, and return what each token reads of its own prompt, [T, H, K]."""
         self._cache.write(layer, self._slots, self._positions, k_TJK, v_TJK)
         return self._packed.attend(layer, q_THK, k_TJK, v_TJK)
 
@@ -123,6 +124,7 @@ class Extend:
         self._seen = places <= positions_T[:, None]
 
     def attend(self, layer: int, q_THK: Tensor, k_TJK: Tensor, v_TJK: Tensor) -> Tensor:
+        """Keep the K/V, and return what each token reads of the slot up to itself, [T, H, K]."""
         keys, values = self._cache.write(layer, self._slots, self._positions, k_TJK, v_TJK)
         k_1JLK = keys[self._slot, None, :, : self.longest].contiguous()
         v_1JLK = values[self._slot, None, :, : self.longest].contiguous()
@@ -161,6 +163,7 @@ class Pieces:
         self._places_T = is_token_NL.flatten().nonzero()[:, 0].to(device)
 
     def attend(self, layer: int, q_THK: Tensor, k_TJK: Tensor, v_TJK: Tensor) -> Tensor:
+        """Keep the K/V, and return what each token reads of its slot up to itself, [T, H, K]."""
         keys, values = self._cache.write(layer, self._slots_T, self.positions_T, k_TJK, v_TJK)
         k_NJMK = keys[self._slots_N, :, : self.longest]
         v_NJMK = values[self._slots_N, :, : self.longest]
@@ -200,6 +203,7 @@ class Decode:
         self._bias_N11L = bias_NL[:, None, None]
 
     def attend(self, layer: int, q_NHK: Tensor, k_NJK: Tensor, v_NJK: Tensor) -> Tensor:
+        """Keep the K/V, and return what each row's token reads of its row, [N, H, K]."""
         keys, values = self._cache.write(layer, self._slots, self._positions, k_NJK, v_NJK)
         k_NJLK = keys[self._rows, :, : self._length]
         v_NJLK = values[self._rows, :, : self._length]

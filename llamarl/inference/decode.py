@@ -86,8 +86,8 @@ class NativeDecode:
 
     @staticmethod
     def fits(decoder: Decoder, device: torch.device, dtype: torch.dtype) -> bool:
-        """Whether every module is what the kernel computes, in a dtype that it knows, and the
-        kernel could be compiled.
+        """Return whether every module is what the kernel computes, in a dtype that it knows, and
+        the kernel could be compiled.
         """
         if device.type != "cpu" or dtype not in _FLAGS:
             return False
@@ -186,7 +186,9 @@ class NativeDecode:
     def hidden(
         self, tokens_N: Tensor, positions_N: Tensor, cache: SlotCache, slots_N: Tensor
     ) -> Tensor:
-        """The same pass without the head: the normed hidden states [N, D], in the model's dtype."""
+        """Run the same pass without the head. Returns the normed hidden states [N, D], in the
+        model's dtype.
+        """
         width = self._model.hidden
         headless = _Model.from_buffer_copy(self._model)
         headless.vocab = 0

@@ -9,9 +9,10 @@
         engine.step(chunk=16)                     # between two steps: new weights, new work, aborts
         finished += engine.pop_finished()
 
-A prompt is prefilled once for all its samples that start together. The same submissions in the same
-order give the same bits; the slot, the batch and the chunk size change a sample only through the
-rounding of its logits.
+Each step schedules, runs and retires: llamarl.inference.schedule decides who runs in which slot,
+and this file computes what was decided. A prompt is prefilled once for all its samples that start
+together. The same submissions in the same order give the same bits; the slot, the batch and the
+chunk size change a sample only through the rounding of its logits.
 
 The cache holds at most cache_tokens places (and one row more for a long prompt and for `score`): a
 sample starts when as many rows as then run, each as long as the longest may become, fit. Until then
@@ -151,8 +152,8 @@ class Engine(SlotEngine):
         device: str | torch.device | None = None,
         **options,
     ) -> Engine:
-        """The engine of a Hugging Face directory. device None: the GPU if there is one; options:
-        the constructor's others.
+        """Build the engine of a Hugging Face directory. device None: the GPU if there is one;
+        options: the constructor's others.
 
         Errors: read_config's, load_weights'.
         """
@@ -185,8 +186,8 @@ class Engine(SlotEngine):
     @torch.inference_mode(False)
     @torch.no_grad()
     def export_partials(self) -> list[Partial]:
-        """Every sample that has not ended, as it is between two steps. The engine keeps them:
-        abort() lets go.
+        """Return every sample that has not ended, as it is between two steps. The engine keeps
+        them: abort() lets go.
         """
         recorded = self._rows.recorded(range(self.num_live))
         unfinished = list(zip(self._running, recorded))
@@ -210,7 +211,7 @@ class Engine(SlotEngine):
     @torch.inference_mode(False)
     @torch.no_grad()
     def new_tokens(self, stream: int) -> list[NewTokens]:
-        """What the live samples of a stream have sampled since the last call; none twice."""
+        """Return what the live samples of a stream have sampled since the last call; none twice."""
         found = []
         for (request, index), (begin, token_ids) in zip(
             self._running, self._rows.news(self.num_live)
@@ -280,8 +281,8 @@ class Engine(SlotEngine):
         token_ids: TokenIds,
         temperature: float = 1.0,
     ) -> Tensor:
-        """[L] float32: logprobs of given tokens by the path that samples them (prefill, then one
-        cached token at a time).
+        """Return the logprobs, [L] float32, of given tokens by the path that samples them (prefill,
+        then one cached token at a time).
 
         For parity checks; running samples are not disturbed.
         """
@@ -290,7 +291,7 @@ class Engine(SlotEngine):
         return logprobs_LV.gather(1, tokens[:, None]).squeeze(1)
 
     def offloadable(self) -> list[Tensor]:
-        """What may leave the device between two steps, and must be back before the next."""
+        """Return what may leave the device between two steps, and must be back before the next."""
         if self._on_cpu:
             # The parameters are views of the weights' buffers there, which other threads write.
             return self._cache.layers
@@ -303,7 +304,8 @@ class Engine(SlotEngine):
         token_ids: TokenIds,
         temperature: float = 1.0,
     ) -> Tensor:
-        """[L, V] float32: the whole vocabulary's logprobs at the place of each of these tokens.
+        """Return the whole vocabulary's logprobs, [L, V] float32, at the place of each of these
+        tokens.
 
         ValueError for what does not fit max_len, or ids outside the vocabulary.
         """

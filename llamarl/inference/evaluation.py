@@ -37,7 +37,7 @@ def submit(
 
 
 def eval_completion(stream: int, completion: Completion) -> EvalCompletion:
-    """What the engine finished in one of these streams, as it travels to the reward."""
+    """Return what the engine finished in one of these streams, as it travels to the reward."""
     return EvalCompletion(
         prompt_index=completion.ticket,
         greedy=stream == GREEDY,

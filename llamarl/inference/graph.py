@@ -45,8 +45,8 @@ class DecodeGraphs:
             self._addresses = addresses
 
     def run(self, rows: int, longest: int, demands: Hashable) -> None:
-        """One token. The first of its kind runs as it is, on a stream of its own, and is recorded
-        for the next.
+        """Make one token for all rows. The first of its kind runs as it is, on a stream of its own,
+        and is recorded for the next.
         """
         # Powers of two up to 16, then multiples of 16: at most 15 rows are computed in vain.
         if rows <= 16:

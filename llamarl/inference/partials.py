@@ -31,8 +31,8 @@ _LENGTHS = {
 
 
 def pack(samples: Sequence[Partial | Completion]) -> dict[str, Tensor | list]:
-    """Tensors and JSON; in_work: the tickets that they belong to. What streams and sampling
-    parameters partial ones have is not kept.
+    """Return samples as tensors and JSON; in_work: the tickets that they belong to. What streams
+    and sampling parameters partial ones have is not kept.
     """
     tickets = [s.ticket for s in samples]
     state: dict[str, Tensor | list] = {"in_work": sorted(set(tickets))}
@@ -53,8 +53,8 @@ def pack(samples: Sequence[Partial | Completion]) -> dict[str, Tensor | list]:
 def unpack(
     state: Mapping, newest: int, stream: int, params_of: Callable[[int], SamplingParams]
 ) -> Iterator[Partial | Completion]:
-    """What was packed, without tokens of policy versions after `newest`: the run that goes on will
-    make those anew. stream, params_of(ticket): how partial ones go on.
+    """Yield what was packed, without tokens of policy versions after `newest`: the run that goes on
+    will make those anew. stream, params_of(ticket): how partial ones go on.
     """
     if not state["in_work"]:
         return
@@ -95,8 +95,8 @@ def _parts(state: Mapping, name: str) -> Sequence[Tensor]:
 
 
 def of_other_prompts(state: Mapping, prompts: AnyPrompts) -> set[int]:
-    """The tickets of what was packed that ask another prompt now than what their completions were
-    sampled for.
+    """Return the tickets of what was packed that ask another prompt now than what their completions
+    were sampled for.
     """
     if not state["in_work"]:
         return set()

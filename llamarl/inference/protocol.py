@@ -78,8 +78,8 @@ class GenerationEngine(Protocol):
         """
 
     def pop_finished(self) -> list[tuple[int, Completion]]:
-        """(stream, completion) of every sample that ended since the last call, in the order in
-        which they were found ended.
+        """Return (stream, completion) of every sample that ended since the last call, in the order
+        in which they were found ended.
 
         A completion's logprobs are those of the distribution that was sampled from, and each token
         carries the policy version that sampled it.
@@ -105,12 +105,15 @@ class GenerationEngine(Protocol):
         token_ids: TokenIds,
         temperature: float = 1.0,
     ) -> Tensor:
-        """[L] float32 nats: the logprobs of L given tokens behind a prompt, under the weights in
-        force and by the computation that samples. What it samples next is not changed by it.
+        """Return the logprobs, [L] float32 nats, of L given tokens behind a prompt, under the
+        weights in force and by the computation that samples. What it samples next is not changed by
+        it.
         """
 
     def offloadable(self) -> list[Tensor]:
-        """Tensors that may leave the device between two steps, and must be back before the next."""
+        """Return tensors that may leave the device between two steps, and must be back before the
+        next.
+        """
 
     def close(self) -> None:
         """Release what does not go with the object: processes, files. What runs is lost."""
@@ -122,7 +125,9 @@ class ResumableEngine(GenerationEngine, Protocol):
     """
 
     def export_partials(self) -> list[Partial]:
-        """Every sample that has not ended, as it is between two steps. The engine keeps them."""
+        """Return every sample that has not ended, as it is between two steps. The engine keeps
+        them.
+        """
 
     def submit_partial(self, partial: Partial) -> None:
         """Queue what remains of a sample: under the same weights it goes on token for token.
@@ -135,8 +140,9 @@ class StreamingEngine(GenerationEngine, Protocol):
     """An engine that tells what it samples before a completion has ended."""
 
     def new_tokens(self, stream: int) -> list[NewTokens]:
-        """What the live samples of a stream have sampled since the last call, in the order in which
-        they were sampled; those of a sample that goes on elsewhere from its first token on.
+        """Return what the live samples of a stream have sampled since the last call, in the order
+        in which they were sampled; those of a sample that goes on elsewhere from its first token
+        on.
 
         Tokens are told once. Those with which a sample ends are not: its completion has them.
         """
@@ -151,7 +157,9 @@ class QuantizedEngine(GenerationEngine, Protocol):
         token_ids: TokenIds,
         temperature: float = 1.0,
     ) -> Tensor:
-        """[L, V] float32 nats: as `score`, of the whole vocabulary at the place of each token."""
+        """Return logprobs, [L, V] float32 nats: as `score`, of the whole vocabulary at the place of
+        each token.
+        """
 
 
 def can_resume(engine: GenerationEngine) -> TypeGuard[ResumableEngine]:

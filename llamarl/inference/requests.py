@@ -65,7 +65,7 @@ class Request:
     num_cached: int = 0  # tokens of a long prompt that wait in the staging slot
 
     def check(self, vocab_size: int, max_len: int) -> None:
-        """ValueError for an empty prompt, one that max_len has no room for, or unknown ids.
+        """Raise ValueError for an empty prompt, one that max_len has no room for, or unknown ids.
 
         For a partial completion also if it has ended, or has not a logprob and a version a token.
         """
@@ -113,22 +113,24 @@ class Request:
 
     @property
     def ids(self) -> Tensor:
-        """[P + L] int64, what is prefilled before its samples start."""
+        """Return what is prefilled before its samples start, [P + L] int64."""
         return torch.cat([self.prompt_ids, self.recorded.token_ids])
 
     def is_of(self, ticket: int | None, stream: int | None) -> bool:
-        """Whether it is of this ticket and this stream; None: of any."""
+        """Return whether it is of this ticket and this stream; None: of any."""
         is_of_ticket = ticket in (None, self.ticket)
         return is_of_ticket and stream in (None, self.stream)
 
 
 def on_cpu(ids: TokenIds) -> Tensor:
-    """[L] int64 on the CPU, of ids as a caller has them."""
+    """Return ids, as a caller has them, as [L] int64 on the CPU."""
     return torch.as_tensor(ids, dtype=torch.int64, device="cpu")
 
 
 def check_vocabulary(what: str, ids: Tensor, vocab_size: int) -> None:
-    """ValueError if `ids`, [N] int64, are of another kind, or one lies outside the vocabulary."""
+    """Raise ValueError if `ids`, [N] int64, are of another kind, or one lies outside the
+    vocabulary.
+    """
     check_vector(what, ids, ids.numel(), torch.int64, ids.device)
     if not ids.numel():
         return

@@ -56,7 +56,7 @@ class Rows:
         self.versions = zeros(max_len)  # [R, L]
 
     def start(self, first: int, samples: list[Sample[Request]]) -> None:
-        """Rows from `first` on become these samples."""
+        """Begin these samples in the rows from `first` on."""
         rows = slice(first, first + len(samples))
         params = [request.params for request, _ in samples]
         for name in ("max_new_tokens", "min_new_tokens", "temperature", "top_k", "top_p"):
@@ -92,7 +92,7 @@ class Rows:
         self.position[rows] = torch.tensor(lengths) - 1
 
     def demands(self, num_rows: int) -> Demands:
-        """What any of the first rows asks of the sampler. Waits once for the device."""
+        """Return what any of the first rows asks of the sampler. Waits once for the device."""
         rows = slice(0, num_rows)
         temperature = self.temperature[rows]
         is_greedy = temperature == 0
@@ -144,7 +144,7 @@ class Rows:
         self.position[rows] += live
 
     def recorded(self, rows: Iterable[int]) -> list[Recorded]:
-        """What each of some rows has sampled so far, on the CPU."""
+        """Return what each of some rows has sampled so far, on the CPU."""
         index = list(rows)
         lengths = self.count[index].tolist()
         longest = max(lengths, default=0)
@@ -157,8 +157,8 @@ class Rows:
         return recorded
 
     def news(self, num_rows: int) -> list[tuple[int, Tensor]]:
-        """(begin, tokens [n] on the CPU) of each of the first rows: what it has sampled since this
-        was last asked. Waits once for the device.
+        """Return (begin, tokens [n] on the CPU) of each of the first rows: what it has sampled
+        since this was last asked. Waits once for the device.
         """
         rows = slice(0, num_rows)
         begins = self.told[rows].tolist()
@@ -173,8 +173,8 @@ class Rows:
         return news
 
     def unsearched(self, rows: list[int]) -> list[tuple[int, list[int]]]:
-        """(seen, tokens) of each of some rows: all that it has sampled, and how many of them this
-        has given before. Waits for the device.
+        """Return (seen, tokens) of each of some rows: all that it has sampled, and how many of them
+        this has given before. Waits for the device.
         """
         counts = self.count[rows]
         seen = self.searched[rows].tolist()
@@ -190,7 +190,7 @@ class Rows:
         self.live[row] = False
 
     def tables(self) -> list[Tensor]:
-        """Every tensor of the rows, none copied."""
+        """Return every tensor of the rows, none copied."""
         return list(vars(self).values())
 
     def move(self, source: Tensor, target: Tensor) -> None:

@@ -48,7 +48,7 @@ class ModelRunner:
             self.native.stale = True
 
     def refresh(self) -> None:
-        """Call before a pass or several: it sees whether the weights are others."""
+        """See whether the weights are others. Call it before a pass, or several."""
         if self._undecided:
             self._undecided = False
             self.take(self._fastest_way())
@@ -89,8 +89,8 @@ class ModelRunner:
     def decode(
         self, first_slot: int, tokens_N: Tensor, positions_N: Tensor, longest: int
     ) -> Tensor:
-        """One token a row, in slots first_slot onwards, at positions_N < longest. Logits [N, V] of
-        the next.
+        """Run one token a row, in slots first_slot onwards, at positions_N < longest. Returns
+        logits [N, V] of the next.
         """
         if self.native:
             slots_N = torch.arange(first_slot, first_slot + tokens_N.numel())
@@ -159,8 +159,8 @@ class ModelRunner:
 
 
 def batches(sequences: list[Tensor]) -> Iterator[slice]:
-    """Which prompts to prefill together: so many that they have _PREFILL_TOKENS tokens at most,
-    padded to the longest (or one longer).
+    """Yield which prompts to prefill together: so many that they have _PREFILL_TOKENS tokens at
+    most, padded to the longest (or one longer).
     """
     begin = longest = 0
     for end, sequence in enumerate(sequences):

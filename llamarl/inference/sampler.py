@@ -71,7 +71,9 @@ class SamplingParams:
 
 
 def sample_keys(places_N4: Tensor) -> Tensor:
-    """[N] int64: the key of each sample. places_N4: its seed, stream, ticket and sample_index."""
+    """Return the key of each sample, [N] int64. places_N4: its seed, stream, ticket and
+    sample_index.
+    """
     seeds, streams, tickets, indices = places_N4.unbind(1)
     keys = _splitmix64(seeds, 0)
     keys = _splitmix64(keys ^ streams, 0)
@@ -91,7 +93,7 @@ class TemperatureRange:
     seed: int
 
     def of(self, ticket: int) -> float:
-        """The temperature of all completions of a ticket."""
+        """Return the temperature of all completions of a ticket."""
         key_1 = sample_keys(torch.tensor([[self.seed, _TEMPERATURES, ticket, 0]]))
         share = float(uniforms(key_1, torch.zeros_like(key_1)))
         return self.low + share * (self.high - self.low)

