@@ -610,7 +610,11 @@ def test_a_function_that_is_no_text_is_told_once():
         ),
         (
             ["loss=tb", "reference=none"],
-            {"loss.fn=tb reference.kind=none": "compares with a reference: reference=frozen"},
+            {
+                "loss.fn=tb reference.kind=none": (
+                    "this loss compares with a reference: reference=frozen"
+                )
+            },
         ),
     ],
 )
@@ -625,7 +629,9 @@ def test_advantages_of_a_token_are_for_the_losses_that_use_them(name):
 
 def test_a_loss_of_whole_completions_refuses_advantages_of_a_token():
     (refused,) = complaints("loss=rloo", "trainer.advantages=gae").values()
-    assert refused.startswith("gives each token its own advantage, which this loss does not use;")
+    assert refused.startswith(
+        "gae gives each token its own advantage, which this loss does not use;"
+    )
     assert refused.endswith(
         "loss=aipo or cispo or dr_grpo or grpo or icepop or ppo or proximal_rloo or reinforce"
     )
