@@ -29,7 +29,7 @@ from llamarl.models.config import ModelConfig
 from llamarl.models.sharding import parameter_shapes
 from llamarl.observe import RowWriter
 from llamarl.tickets.ledger import TicketLedger
-from llamarl.types import Completion, Group, ScoredCompletion
+from llamarl.types import Completion, Group, Policy, ScoredCompletion
 
 GROUPS = 64  # a step
 SIZE = 8  # completions a group
@@ -57,13 +57,13 @@ class FakeGenerator(Executor):
 
     def setup(self):
         self.model = model()
-        self.inputs["policy"].bind(SMALL, named(self.model))
+        self.inputs.of(Policy).bind(SMALL, named(self.model))
         self.version, self.sampled = -1, 0
 
     def step(self):
-        if taken := self.inputs["policy"].swap():
+        if taken := self.inputs.of(Policy).swap():
             self.version = taken.version
-        if self.version < 0 or not self.outputs["completions"].has_room():
+        if self.version < 0 or not self.outputs.of(Completion).has_room():
             return False
         tickets = self.tickets.ask(0, GROUPS, self.version)
         ids = torch.arange(LENGTH)
@@ -78,7 +78,7 @@ class FakeGenerator(Executor):
                     policy_versions=torch.full((LENGTH,), self.version),
                     finish_reason="stop",
                 )
-                self.outputs["completions"].put(fresh)
+                self.outputs.of(Completion).put(fresh)
         return bool(tickets)
 
 
@@ -89,12 +89,12 @@ class FakeReward(Executor):
         self.begun: dict[int, list[ScoredCompletion]] = {}
 
     def step(self):
-        completions = self.inputs["completions"].take()
+        completions = self.inputs.of(Completion).take()
         for c in completions:
             group = self.begun.setdefault(c.ticket, [])
             group.append(ScoredCompletion(c, "score", 1.0, ""))
             if len(group) == SIZE:
-                self.outputs["scored"].put(Group.of(self.begun.pop(c.ticket)))
+                self.outputs.of(Group).put(Group.of(self.begun.pop(c.ticket)))
         return bool(completions)
 
 
@@ -109,12 +109,12 @@ class FakeTrainer(Executor):
 
     def setup(self):
         self.model = model()
-        self.weights = self.outputs["policy"]
+        self.weights = self.outputs.of(Policy)
         self.weights.bind(SMALL, named(self.model))
         self.weights.publish(0, evaluate=False, must_differ=False)
 
     def step(self):
-        groups = self.inputs["scored"].take()
+        groups = self.inputs.of(Group).take()
         self.groups |= {g.ticket: g for g in groups}
         if groups:
             self.tickets.finish([g.ticket for g in groups])
@@ -148,9 +148,9 @@ def main() -> None:
         ExecutorController(
             executors=[generator, reward, trainer],
             channels=[
-                Gather("completions", generator, reward),
-                Scatter("scored", reward, trainer),
-                Weights("policy", trainer, generator),
+                Gather(generator, reward, carries=Completion),
+                Scatter(reward, trainer, carries=Group),
+                Weights(trainer, generator),
             ],
             placement={"trainer": (0,), "generator": (last,), "reward": (last,)},
             ledger=TicketLedger(groups_per_step=GROUPS, max_lag=2, overcommit=2 * GROUPS),

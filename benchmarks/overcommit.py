@@ -85,7 +85,7 @@ class FakeGenerator(Executor):
         ] = {}  # ticket -> when it ends, the version that began it
 
     def step(self) -> bool:
-        arrived = self.inputs["policy"].take()
+        arrived = self.inputs.of(Version).take()
         self.version = max([self.version, *(int(v.number) for v in arrived)])
         if self.version < 0:
             return False
@@ -103,7 +103,7 @@ class FakeGenerator(Executor):
         done = [t for t, (end, _) in self.ends.items() if end <= now or t in ordered]
         for ticket in done:
             end, version = self.ends.pop(ticket)
-            self.outputs["scored"].put(group(ticket, version, "stop" if end <= now else "aborted"))
+            self.outputs.of(Group).put(group(ticket, version, "stop" if end <= now else "aborted"))
         return bool(done or granted or arrived)
 
 
@@ -133,10 +133,10 @@ class FakeTrainer(Executor):
         self.publish()
 
     def publish(self) -> None:
-        self.outputs["policy"].put(Version(torch.tensor([self.version])))
+        self.outputs.of(Version).put(Version(torch.tensor([self.version])))
 
     def step(self) -> bool:
-        arrived = self.inputs["scored"].take()
+        arrived = self.inputs.of(Group).take()
         self.groups |= {g.ticket: g for g in arrived}
         if arrived:
             self.tickets.finish([g.ticket for g in arrived])
@@ -176,8 +176,8 @@ def run_one(args: argparse.Namespace) -> None:
         ExecutorController(
             executors=[generator, trainer],
             channels=[
-                Scatter("scored", generator, trainer),
-                Gather("policy", trainer, generator, spread=False),
+                Scatter(generator, trainer, carries=Group),
+                Gather(trainer, generator, carries=Version),
             ],
             placement={"trainer": (0,), "generator": (world.size - 1,)},
             ledger=TicketLedger(

@@ -128,6 +128,7 @@ def our_step(model: Path, dtype: str, budget: int, groups: list) -> Callable[[],
     from llamarl.launch.job import Job
     from llamarl.launch.run_directory import RunDirectory
     from llamarl.native.allocator import keep_freed_memory
+    from llamarl.types import Policy
 
     overrides = [
         "model=hf",
@@ -149,8 +150,8 @@ def our_step(model: Path, dtype: str, budget: int, groups: list) -> Callable[[],
     world = torch.distributed.group.WORLD
     trainer.attach(
         ExecutorGroup("trainer", (0,), 0, torch.device("cpu"), world, shard_group=world),
-        {},
-        {"policy": nothing},
+        [],
+        [(Policy, nothing)],
         *[nothing] * 4,
     )
     trainer.setup()

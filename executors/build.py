@@ -10,14 +10,13 @@ from typing import Literal
 
 import torch
 
-from executors.generator import REFERENCE_STRETCHES, STRETCHES, Generator
+from executors.generator import Generator
 from executors.reference import Reference
 from executors.reward import Reward
 from executors.trainer import AdamSettings, FSDPTrainer
 from executors.victim import Victim
-from llamarl.comm import Gather
 from llamarl.config.command_line import Config
-from llamarl.ddma.channel import REFERENCE_WEIGHTS, Weights
+from llamarl.executor import WeightsForm
 from llamarl.inference import Engine, SamplingParams, TemperatureRange
 from llamarl.inference.build import build_native, build_vllm
 from llamarl.inference.protocol import BuildEngine
@@ -97,6 +96,20 @@ def engine_builder(config: Config, job: Job) -> BuildEngine:
     )
 
 
+def build_executors(
+    config: Config, job: Job
+) -> tuple[Generator, Reward, list[Reference], FSDPTrainer]:
+    """Returns the executors of the main job: generator, reward, references (none, or one) and
+    trainer.
+    """
+    return (
+        build_generator(config, job),
+        build_reward(config, job),
+        build_references(config, job),
+        build_trainer(config, job),
+    )
+
+
 def build_generator(config: Config, job: Job) -> Generator:
     """The generator, with the engine of its kind."""
     g = config.generator
@@ -114,6 +127,12 @@ def build_generator(config: Config, job: Job) -> Generator:
         parity_tolerance=config.trainer.parity_tolerance,
         max_quantization_kl=None if g.quantize == "none" else g.max_quantization_kl,
         tensor_parallel=g.tensor_parallel,
+        weights_form=WeightsForm(
+            dtype=config.model.dtype,
+            quantize=g.quantize,
+            exclude=tuple(g.quantize_exclude),
+            transport=config.weights.transport,
+        ),
     )
 
 
@@ -142,6 +161,7 @@ def build_reward(config: Config, job: Job) -> Reward:
         **given,
         make_scorer=partial(Weighted, reward_parts(config, job, stream)),
         first_takes=any(part.kind in acts_as_one for part in config.reward_parts.values()),
+        reads_ahead=r.stream,
         replicate=r.replicate,
         tensor_parallel=r.tensor_parallel,
         reproducible=config.max_lag == 0,
@@ -164,22 +184,6 @@ def stream_settings(
         cache_tokens=stream_cache_tokens(config, job.placement, name),
         longest=config.longest,
     )
-
-
-def build_stretches(
-    config: Config,
-    generator: Generator,
-    reward: Reward,
-    references: Sequence[Reference],
-) -> list[Gather]:
-    """What is sampled on its way to the reward and to the reference before a completion ends."""
-    channels = []
-    if config.reward.stream:
-        channels.append(Gather(STRETCHES, generator, reward))
-    if config.reference.stream:
-        (reference,) = references
-        channels.append(Gather(REFERENCE_STRETCHES, generator, reference))
-    return channels
 
 
 def _replies_of(config: Config, job: Job) -> ReplySettings | None:
@@ -353,6 +357,7 @@ def build_references(config: Config, job: Job) -> list[Reference]:
             timeout_s=config.timeout_s,
             stream=stream_settings(config, job, "reference") if reference.stream else None,
             prompts=job.prompts,
+            weights_form=WeightsForm(dtype=config.model.dtype, transport=config.weights.transport),
         )
     ]
 
@@ -518,34 +523,3 @@ def build_trainer(config: Config, job: Job) -> FSDPTrainer:
 def _is_due(every: int | None, version: int) -> bool:
     """Whether what happens every so many versions, from that one on, happens at this one."""
     return bool(every) and version % every == 0
-
-
-def build_reference_weights(
-    config: Config, trainer: FSDPTrainer, references: list[Reference]
-) -> list[Weights]:
-    """The policy's way to a reference that is reset to it. None, or one."""
-    if config.reference.kind != "reset":
-        return []
-    return [
-        Weights(
-            REFERENCE_WEIGHTS,
-            trainer,
-            references[0],
-            dtype=config.model.dtype,
-            transport=config.weights.transport,
-        )
-    ]
-
-
-def build_weights(config: Config, trainer: FSDPTrainer, generator: Generator) -> Weights:
-    """The policy's way to the generator, in the form that the generator holds it in."""
-    g = config.generator
-    return Weights(
-        "policy",
-        trainer,
-        generator,
-        dtype=config.model.dtype,
-        quantize=g.quantize,
-        exclude=tuple(g.quantize_exclude),
-        transport=config.weights.transport,
-    )

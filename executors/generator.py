@@ -34,7 +34,7 @@ import torch
 
 from llamarl.comm.lockstep import Lockstep
 from llamarl.ddma.channel import receiver_of
-from llamarl.executor import Executor
+from llamarl.executor import Executor, WeightsForm
 from llamarl.inference import SamplingParams, TemperatureRange, evaluation
 from llamarl.inference.partials import pack, unpack
 from llamarl.inference.protocol import (
@@ -47,11 +47,9 @@ from llamarl.inference.protocol import (
 from llamarl.inference.requests import Partial
 from llamarl.models.parity import Canary, check_canary, check_quantized
 from llamarl.tickets.prompts import AnyPrompts
-from llamarl.types import Completion, Prompt, Stretch
+from llamarl.types import Completion, EvalCompletion, Policy, Prompt, Stretch
 
 TRAIN = 0  # stream of the engine; the others are evaluation's
-STRETCHES = "stretches"  # ends the names of channels of Stretches
-REFERENCE_STRETCHES = f"reference_{STRETCHES}"
 
 log = logging.getLogger(__name__)
 
@@ -78,6 +76,9 @@ class Generator(Executor):
     """
 
     name = "generator"
+    consumes = (Policy,)
+    produces = (Completion, EvalCompletion)
+    offers = (Stretch,)
     state_is_optional = True  # its tickets start again
 
     build_engine: BuildEngine
@@ -93,6 +94,7 @@ class Generator(Executor):
     max_quantization_kl: float | None = None
     max_seconds: float | None = None
     temperatures: TemperatureRange | None = None
+    weights_form: WeightsForm = WeightsForm()
 
     def __post_init__(self):
         self.version = -1
@@ -108,14 +110,16 @@ class Generator(Executor):
     def setup(self) -> None:
         """Build the engine and bind it to the incoming weights."""
         self.replica = Lockstep(self.group, self.control)
-        self.weights = receiver_of(self.inputs, "policy")
+        self.weights = receiver_of(self.inputs)
         self._commands: dict[str, Callable[..., object]] = {
             "swap": self._swap,
             "skip": self.weights.skip,
             "decode": self._decode,
         }
         self.engine: GenerationEngine = self.build_engine(self.group, self.weights.bind)
-        self._hints = [end for name, end in self.outputs.items() if name.endswith(STRETCHES)]
+        self._completions = self.outputs.of(Completion)
+        self._evaluations = self.outputs.of(EvalCompletion)
+        self._hints = self.outputs.all_of(Stretch)
         assert not self._hints or can_stream(self.engine), (
             f"{type(self.engine).__name__} does not tell what it samples"
         )
@@ -139,12 +143,11 @@ class Generator(Executor):
     def _lead(self) -> bool:
         """Decide for the replica: swap weights, start and end tickets, sample a chunk."""
         swapped = self._swap_weights()
-        completions, evaluations = self.outputs["completions"], self.outputs["evaluations"]
-        has_room = completions.has_room() and evaluations.has_room()
+        has_room = self._completions.has_room() and self._evaluations.has_room()
         if self.version < 0 or not has_room:
             return swapped
         while self._send_again:
-            completions.put(self._send_again.pop())
+            self._completions.put(self._send_again.pop())
         # Orders are taken before grants: an order comes after its ticket's grant, so that the grant
         # is taken by then.
         ended = self.tickets.to_truncate() + self._expired()
@@ -196,8 +199,8 @@ class Generator(Executor):
             return None  # its leader waits for what both need
         if self.version < 0:
             return "weights: the first version from the trainer"
-        if not self.outputs["completions"].has_room():
-            return "room: in channel completions, which the reward empties"
+        if not self._completions.has_room():
+            return f"room: in channel {self._completions.name}, which the reward empties"
         if self.engine.num_live == 0:
             return self.tickets.ungranted(self.version)
         return None
@@ -281,10 +284,10 @@ class Generator(Executor):
             if stream == TRAIN:
                 self._tell_end(completion)
                 self._note_sent(completion)
-                self.outputs["completions"].put(completion)
+                self._completions.put(completion)
             else:
                 answer = evaluation.eval_completion(stream, completion)
-                self.outputs["evaluations"].put(answer)
+                self._evaluations.put(answer)
         self._tell()
         return sampled > 0 or bool(finished)
 

@@ -25,10 +25,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from executors.generator import REFERENCE_STRETCHES
-from llamarl.ddma.channel import REFERENCE_WEIGHTS, receiver_of
+from llamarl.ddma.channel import receiver_of
 from llamarl.errors import NotFinite
-from llamarl.executor import Executor, State
+from llamarl.executor import Executor, State, WeightsForm
 from llamarl.learning.sharded_reference import ShardedReference
 from llamarl.models.fsdp import local
 from llamarl.scoring.ahead import StreamSettings
@@ -37,7 +36,7 @@ from llamarl.scoring.resets import Resets, newest_version
 from llamarl.scoring.scorer import Site
 from llamarl.scoring.together import Ranks
 from llamarl.tickets.prompts import AnyPrompts
-from llamarl.types import Group
+from llamarl.types import Group, ReferencePolicy, Stretch
 
 # Stretches that are taken at a time; more wait in their channel.
 MAX_STRETCHES = 4096
@@ -55,9 +54,11 @@ class Reference(Executor):
     reset_every: steps after which it becomes the policy (TBA's rho); None: it stays as it was
     loaded. timeout_s: how long a checkpoint waits for a version of that. stream: how it reads
     completions while these are sampled; None: it does not. prompts: of their tickets, for that.
+    weights_form: of what it becomes.
     """
 
     name = "reference"
+    produces = (Group,)
     split_vocabulary = False  # a token's logprob needs the whole head
     first_takes = True
 
@@ -73,10 +74,18 @@ class Reference(Executor):
     timeout_s: float = 60.0
     stream: StreamSettings | None = None
     prompts: AnyPrompts | None = None
+    weights_form: WeightsForm = WeightsForm()
 
     def __post_init__(self):
         self._early: list[Group] = []  # that need a later version of the reference
         self._resets: Resets | None = None
+
+    @property
+    def consumes(self) -> tuple[type, ...]:
+        """Groups; with a stream what completions have grown by; weights, where it is reset."""
+        ahead = (Stretch,) if self.stream is not None else ()
+        weights = (ReferencePolicy,) if self.reset_every is not None else ()
+        return (Group, *ahead, *weights)
 
     @property
     def follows(self) -> bool:
@@ -121,13 +130,12 @@ class Reference(Executor):
                 self,
                 self._ranks,
                 self.decoder,
-                receiver_of(self.inputs, REFERENCE_WEIGHTS),
+                receiver_of(self.inputs, ReferencePolicy),
                 every=self.reset_every,
                 timeout_s=self.timeout_s,
             )
-        (source,) = self.inputs.keys() - {REFERENCE_WEIGHTS, REFERENCE_STRETCHES}
-        self._source = self.inputs[source]
-        (self._sink,) = self.outputs.values()
+        self._source = self.inputs.of(Group)
+        self._sink = self.outputs.of(Group)
 
     def step(self) -> bool:
         """Take in a version that has come, then score the groups that need none that is newer, if
@@ -165,10 +173,10 @@ class Reference(Executor):
 
     def _hear(self) -> None:
         """Tell what completions have grown by, where that is sent."""
-        stretches = self.inputs.get(REFERENCE_STRETCHES)
-        if stretches is None or self.prompts is None:
+        if self.stream is None:
             return
-        for stretch in stretches.take(MAX_STRETCHES):
+        assert self.prompts is not None, "a reference that reads ahead knows the prompts"
+        for stretch in self.inputs.of(Stretch).take(MAX_STRETCHES):
             self._logprobs.hear(stretch, self.prompts[stretch.ticket].prompt_ids)
 
     def _next_groups(self) -> list[Group]:

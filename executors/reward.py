@@ -31,7 +31,6 @@ from pathlib import Path
 
 import torch
 
-from executors.generator import STRETCHES
 from llamarl.executor import Executor, State
 from llamarl.scoring.assembly import Batches, GroupAssembler, Scorable, item_of
 from llamarl.scoring.diversity import Diversity
@@ -43,7 +42,16 @@ from llamarl.scoring.scorer import Item, MakeScorer, Outcome, Site
 from llamarl.scoring.together import Ranks
 from llamarl.tasks.held_out import EvalSet, set_of
 from llamarl.tickets.prompts import AnyPrompts, part_of
-from llamarl.types import Answered, Completion, EvalCompletion, Prompt
+from llamarl.types import (
+    Answered,
+    Completion,
+    EvalAnswered,
+    EvalCompletion,
+    Group,
+    Prompt,
+    Replies,
+    Stretch,
+)
 
 # Completions that are being scored; more wait in the channel, where the generator feels them.
 MAX_PENDING = 1024
@@ -58,21 +66,21 @@ class Reward(Executor):
     make_scorer: makes what scores. first_takes: its ranks act as one, because it has models that
     they hold together, or one history. replicate: copies of each model, each sharded over an equal
     share of the ranks. tensor_parallel: ranks, one after another, that share each layer.
-    reproducible: what is computed together never depends on what came when.
+    reproducible: what is computed together never depends on what came when. reads_ahead: it takes
+    what completions have grown by, and its scorers read that.
 
-    consumes  "completions": Completions of training tickets
-              "evaluations": EvalCompletions, of which one policy version sampled each
-              "stretches", if there is such a channel: what completions have grown by
-    produces  a Group, to its only output ("scored" here), as soon as its group_size completions are
-              scored
+    consumes  Completion, of training tickets
+              EvalCompletion, of which one policy version sampled each
+              Stretch, if it reads ahead: what completions have grown by
+    produces  Group, as soon as its group_size completions are scored
               metrics eval/... of a version as soon as all completions of its held-out prompts are,
               and of each further set eval/NAME/...
               with gold or an embedder, of its first rank: what they say of them too
-    With replies it consumes "answered" and "eval_answered" in their place: each attack with the
-    victim's replies. The replies are scored.
+    With replies it consumes Answered and EvalAnswered in the place of completions: each attack with
+    the victim's replies. The replies are scored.
 
     waits for what scores; the generator, while a group or an evaluation is begun and not whole;
-              room in "scored"
+              room for groups
 
     An error or an abstention is a NaN reward, which the trainer masks, and is left out of an
     evaluation. RewardError when more than max_error_rate of the last assembly.MIN_OUTCOMES to
@@ -80,12 +88,14 @@ class Reward(Executor):
     """
 
     name = "reward"
+    produces = (Group,)
     # What a scorer remembers; without that its history begins anew.
     state_is_optional = True
     state_may_be_absent = True
 
     make_scorer: MakeScorer
     first_takes: bool = False
+    reads_ahead: bool = False
     replicate: int = 1
     tensor_parallel: int = 1
     reproducible: bool = False
@@ -122,6 +132,22 @@ class Reward(Executor):
         self._samples: Samples | None = None
 
     @property
+    def consumes(self) -> tuple[type, ...]:
+        """See the class."""
+        ahead = (Stretch,) if self.reads_ahead else ()
+        return (self._completion, self._evaluation, *ahead)
+
+    @property
+    def _completion(self) -> type[Completion | Answered]:
+        """The type of record that brings a ticket's completion."""
+        return Completion if self.replies is None else Answered
+
+    @property
+    def _evaluation(self) -> type[EvalCompletion | EvalAnswered]:
+        """The type of record that brings an evaluation's."""
+        return EvalCompletion if self.replies is None else EvalAnswered
+
+    @property
     def follows(self) -> bool:
         """Whether this rank does nothing but its share of what the first one begins."""
         return self._ranks.follows
@@ -151,8 +177,7 @@ class Reward(Executor):
             self._start()
 
     def _start(self) -> None:
-        # To the trainer, or to a reference before it: the recipe names the channel.
-        (self._sink,) = self.outputs.values()
+        self._sink = self.outputs.of(Group)
         self._assembler = GroupAssembler(
             self._scorer.name,
             group_size=self.group_size,
@@ -303,10 +328,9 @@ class Reward(Executor):
 
     def _hear(self) -> None:
         """Tell the scorer what completions have grown by, where that is sent."""
-        stretches = self.inputs.get(STRETCHES)
-        if stretches is None:
+        if not self.reads_ahead:
             return
-        for stretch in stretches.take(MAX_STRETCHES):
+        for stretch in self.inputs.of(Stretch).take(MAX_STRETCHES):
             self._scorer.hear(stretch, self.prompts[stretch.ticket].prompt_ids)
 
     def _take(self) -> bool:
@@ -315,8 +339,7 @@ class Reward(Executor):
         if there was any.
         """
         with_answers = self.replies is not None
-        source = self.inputs["eval_answered" if with_answers else "evaluations"]
-        evaluations = source.take()
+        evaluations = self.inputs.of(self._evaluation).take()
         for record in evaluations:
             answer = record.attack if with_answers else record
             key = self._submit(record, self.eval_prompts(answer.prompt_index))
@@ -328,7 +351,7 @@ class Reward(Executor):
                 self._keep(version, answer)
         # While groups wait for room no more are made; the completions stay in their channel.
         room = 0 if self._assembler.whole else self._room()
-        completions = self.inputs["answered" if with_answers else "completions"].take(room)
+        completions = self.inputs.of(self._completion).take(room)
         for record in completions:
             completion = record.attack if with_answers else record
             key = self._submit(record, self.prompts[completion.ticket])
@@ -363,13 +386,13 @@ class Reward(Executor):
         """How many completions may still be handed on."""
         return max(0, MAX_PENDING - self._scorer.pending)
 
-    def _submit(self, record: Scorable | Answered, prompt: Prompt) -> int | None:
+    def _submit(self, record: Scorable | Replies, prompt: Prompt) -> int | None:
         """Hand a completion on. Its key; None if it is not to be scored."""
-        completion = record.attack if isinstance(record, Answered) else record
+        completion = record.attack if isinstance(record, Replies) else record
         if completion.policy_versions.numel():
             self.note_version(int(completion.policy_versions[-1]))
         item = item_of(completion, prompt, self.decode, self.decode_raw)
-        if isinstance(record, Answered):
+        if isinstance(record, Replies):
             item = self.replies.with_replies(item, record)
         if self._is_sample(completion):
             self._samples.keep(completion, item)

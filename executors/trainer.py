@@ -23,7 +23,7 @@ from typing import Literal
 import torch
 
 from llamarl.comm.channel import dp_rank_of
-from llamarl.ddma.channel import REFERENCE_WEIGHTS, RESET, sender_of
+from llamarl.ddma.channel import RESET, sender_of, senders_of
 from llamarl.ddma.sender import WeightsSender
 from llamarl.executor import Executor
 from llamarl.learning.buffer import GroupBuffer
@@ -52,6 +52,7 @@ from llamarl.models.sharded_state import (
 from llamarl.models.sharding import Box, num_parameters, parameter_shapes
 from llamarl.models.tp import TensorParallel
 from llamarl.models.training import training_decoder
+from llamarl.types import Group, Policy, ReferencePolicy
 
 SHORT_S = 0.02  # a shorter wait for data does not count as one
 EMA = "_ema"  # ends the name of the exported directory with the averaged weights
@@ -94,6 +95,10 @@ class FSDPTrainer(Executor):
     """
 
     name = "trainer"
+    consumes = (Group,)
+    produces = (Policy,)
+    offers = (ReferencePolicy,)
+    takes_by_rank = True
     leads = True
     split_vocabulary = False  # the loss needs the whole head
 
@@ -172,18 +177,18 @@ class FSDPTrainer(Executor):
             step_options=self.step_options,
         )
         self.buffer.attach(self._update.ranks)
-        self.weights = sender_of(self.outputs, "policy")
-        self.reference_weights: WeightsSender | None = None
-        if REFERENCE_WEIGHTS in self.outputs:
-            self.reference_weights = sender_of(self.outputs, REFERENCE_WEIGHTS)
-        for name in self.outputs:
-            weights = sender_of(self.outputs, name)
+        self.weights = sender_of(self.outputs)
+        for weights in self._senders:
             weights.bind(self.decoder.config, self._policy.parameters, self.group.tensor_group)
 
     @property
+    def _senders(self) -> list[WeightsSender]:
+        """The ends of its channels of weights."""
+        return [*senders_of(self.outputs, Policy), *senders_of(self.outputs, ReferencePolicy)]
+
+    @property
     def _sender_to_reference(self) -> WeightsSender:
-        assert self.reference_weights is not None, "a reference that is reset has a channel"
-        return self.reference_weights
+        return sender_of(self.outputs, ReferencePolicy)
 
     def _optimizer_of(
         self, parameters: Iterable[torch.nn.Parameter], lr: float
@@ -287,7 +292,7 @@ class FSDPTrainer(Executor):
         """Move groups that have come into the buffer, and tell the ledger. Returns whether any
         came.
         """
-        groups = list(chain.from_iterable(channel.take() for channel in self.inputs.values()))
+        groups = self.inputs.of(Group).take()
         if groups:
             self.buffer.put(groups)
             self.tickets.finish([g.ticket for g in groups])
@@ -308,7 +313,7 @@ class FSDPTrainer(Executor):
         options = self.step_options(self.version)
         reported = {f"loss/{name}": value for name, value in options.items()}
         ranks = self._update.ranks  # collective
-        if self.reference_weights is not None:
+        if senders_of(self.outputs, ReferencePolicy):
             newest = max((g.ref_version for g in groups), default=0)
             reported["reference/version"] = ranks.max(version=newest)["version"]
         reported |= self.buffer.metrics(ranks)
@@ -521,5 +526,6 @@ class FSDPTrainer(Executor):
 
     def teardown(self) -> None:
         """Close the channels of weights."""
-        for weights in getattr(self, "outputs", {}).values():
-            weights.close()
+        if hasattr(self, "outputs"):
+            for weights in self._senders:
+                weights.close()

@@ -24,7 +24,7 @@ from llamarl.inference.protocol import GenerationEngine
 from llamarl.inference.sampler import SamplingParams
 from llamarl.scoring.assembly import Batches, Scorable
 from llamarl.scoring.scorer import Queue
-from llamarl.types import Answered, Completion, EvalCompletion, OutcomeKind
+from llamarl.types import Answered, Completion, EvalAnswered, EvalCompletion, OutcomeKind
 
 # The first of the engine's streams for replies. Those below are for the attacker's samples and for
 # win rates, whose random numbers replies must not share.
@@ -49,8 +49,8 @@ class _Asked:
 class Victim(Executor):
     """Samples sampling.n replies to each attack.
 
-    consumes  "completions", "evaluations": attacks; all those of a ticket come to one rank
-    produces  "answered", "eval_answered": each attack with its replies, as soon as it has all
+    consumes  Completion, EvalCompletion: attacks; all those of a ticket come to one rank
+    produces  Answered, EvalAnswered: each attack with its replies, as soon as it has all
 
     build_engine: given the device, builds the engine with its weights.
     decode: token ids of an attack -> its text.
@@ -62,6 +62,8 @@ class Victim(Executor):
     """
 
     name = "victim"
+    consumes = (Completion, EvalCompletion)
+    produces = (Answered, EvalAnswered)
 
     build_engine: Callable[[torch.device], GenerationEngine]
     decode: Callable[[list[int]], str]
@@ -86,7 +88,7 @@ class Victim(Executor):
 
     def step(self) -> bool:
         """Take what came, and sample a chunk of the replies. True if there was any work."""
-        if not all(output.has_room() for output in self.outputs.values()):
+        if not all(output.has_room() for output in self.outputs):
             return False
         has_taken = self._take()
         has_begun = self._begin()
@@ -94,7 +96,7 @@ class Victim(Executor):
 
     def waiting_for(self) -> str | None:
         """Return what it waits for, in words that begin with the cause: room or data."""
-        for output in self.outputs.values():
+        for output in self.outputs:
             if not output.has_room():
                 return f"room: in channel {output.name}, which the reward empties"
         for noun, batches in (("ticket", self._groups), ("version", self._evaluations)):
@@ -118,15 +120,16 @@ class Victim(Executor):
         are never more than the generator may have asked for.
         """
         room = max(0, MAX_PENDING - len(self._asked) - sum(map(len, self._ready)))
-        evaluations = self.inputs["evaluations"].take()
-        completions = self.inputs["completions"].take(room)
-        for attack in (*evaluations, *completions):
+        evaluations = self.inputs.of(EvalCompletion).take()
+        completions = self.inputs.of(Completion).take(room)
+        attacks: list[Scorable] = [*evaluations, *completions]
+        for attack in attacks:
             if attack.policy_versions.numel():
                 self.note_version(int(attack.policy_versions[-1]))
             batch = self._batch_with(attack) if self.reproducible else [attack]
             if batch:
                 self._ready.put(batch, is_held_out=isinstance(attack, EvalCompletion))
-        return bool(evaluations or completions)
+        return bool(attacks)
 
     def _batch_with(self, attack: Scorable) -> list[Scorable]:
         """Return all attacks of a ticket, or of an evaluation, in order, if this one is the last to
@@ -198,7 +201,7 @@ class Victim(Executor):
 
     def _send_unasked(self, attack: Scorable, outcome: OutcomeKind, reason: str) -> None:
         nothing = torch.empty(0, dtype=torch.int64)
-        answered = Answered(
+        answered = record_of(attack)(
             attack=attack,
             prompt_ids=nothing,
             lengths=nothing,
@@ -209,9 +212,11 @@ class Victim(Executor):
         )
         self._send(answered)
 
-    def _send(self, answered: Answered) -> None:
-        is_held_out = isinstance(answered.attack, EvalCompletion)
-        self.outputs["eval_answered" if is_held_out else "answered"].put(answered)
+    def _send(self, answered: Answered | EvalAnswered) -> None:
+        if isinstance(answered, Answered):
+            self.outputs.of(Answered).put(answered)
+        else:
+            self.outputs.of(EvalAnswered).put(answered)
 
 
 def place_of(attack: Scorable) -> Place:
@@ -224,10 +229,15 @@ def place_of(attack: Scorable) -> Place:
     return first + (GREEDY if attack.greedy else SAMPLED), attack.prompt_index
 
 
-def answered_of(asked: _Asked) -> Answered:
+def record_of(attack: Scorable) -> type[Answered] | type[EvalAnswered]:
+    """Return the type of record in which an attack's replies are sent."""
+    return Answered if isinstance(attack, Completion) else EvalAnswered
+
+
+def answered_of(asked: _Asked) -> Answered | EvalAnswered:
     """Return an attack with all its replies, in the order of their numbers."""
     answers = sorted(asked.answers, key=lambda answer: answer.sample_index)
-    return Answered(
+    return record_of(asked.attack)(
         attack=asked.attack,
         prompt_ids=asked.prompt_ids,
         lengths=torch.tensor([answer.token_ids.numel() for answer in answers]),

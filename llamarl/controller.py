@@ -220,15 +220,15 @@ class ExecutorController:
             timeout_s=self.settings.timeout_s,
             on_host=bool(self.settings.offload),
         )
-        inputs: dict[str, dict] = {e.name: {} for e in self.executors}
-        outputs: dict[str, dict] = {e.name: {} for e in self.executors}
+        inputs: dict[str, list] = {e.name: [] for e in self.executors}
+        outputs: dict[str, list] = {e.name: [] for e in self.executors}
         for channel in self.channels:
             source = channel.source.name
             destination = channel.destination.name
             self._meet(f"channel {channel.name} from {source} to {destination}")
             sender, receiver = channel.connect(context)
-            outputs[source][channel.name] = sender
-            inputs[destination][channel.name] = receiver
+            outputs[source].append((channel.carries, sender))
+            inputs[destination].append((channel.carries, receiver))
             self._endpoints += [end for end in (sender, receiver) if end is not None]
         for executor in self.executors:
             group = self._group_of(executor)

@@ -1,10 +1,18 @@
 """Executor: the base class of every executor, and the group of ranks that runs it.
 
     class Echo(Executor):
+        name = "echo"
+        consumes = (Group,)
+        produces = (Group,)
+
         def step(self):
-            for group in self.inputs["scored"].take():
-                self.outputs["echoed"].put(group)
-            ...
+            groups = self.inputs.of(Group).take()
+            for group in groups:
+                self.outputs.of(Group).put(group)
+            return bool(groups)
+
+An executor says which records it consumes and produces, and asks for its channels' ends by record.
+It knows no other executor: which two a channel connects is the recipe's matter (llamarl.launch).
 
 Life: __init__(plain settings; every rank builds every executor, so nothing heavy) -> setup (on its
 ranks only: models, pools) -> step* -> teardown. A `step` is one bounded piece of work (a decode
@@ -15,9 +23,9 @@ stop and checkpoint requests and hold every wait to timeout_s.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 import torch
 
@@ -30,23 +38,104 @@ POLL_S = 0.05
 State = Mapping[str, object]  # tensors, and what JSON holds
 
 
-class RecordReceiver(Protocol):
+Record = TypeVar("Record")
+ConsumedRecord = TypeVar("ConsumedRecord", contravariant=True)
+End = TypeVar("End")
+
+
+class RecordReceiver(Protocol[Record]):
     """The end of a channel that an executor reads."""
 
-    def take(self, limit: int | None = None) -> list:
+    def take(self, limit: int | None = None) -> list[Record]:
         """Returns up to `limit` records that have come, oldest first. Does not wait."""
 
 
-class RecordSender(Protocol):
+class RecordSender(Protocol[ConsumedRecord]):
     """The end of a channel that an executor writes. Ask `has_room` before the work; `put` never
     waits.
     """
 
-    name: str
+    @property
+    def name(self) -> str:
+        """The channel's, for messages."""
 
     def has_room(self) -> bool: ...
 
-    def put(self, record: object) -> None: ...
+    def put(self, record: ConsumedRecord) -> None: ...
+
+
+class Ends(Generic[End]):
+    """This rank's ends of an executor's channels, each with the type of record that it carries."""
+
+    _side = "end"  # what an end is, for messages
+
+    def __init__(self, executor: str, ends: Iterable[tuple[type, End]]):
+        self._executor = executor
+        self._ends = list(ends)
+
+    def __iter__(self) -> Iterator[End]:
+        """All ends, in the order of the channels."""
+        return (end for _, end in self._ends)
+
+    def _all_of(self, record: type) -> list[End]:
+        return [end for carried, end in self._ends if carried is record]
+
+    def _only_one_of(self, record: type) -> End:
+        found = self._all_of(record)
+        if len(found) == 1:
+            return found[0]
+        here = ", ".join(carried.__name__ for carried, _ in self._ends) or "none"
+        raise ValueError(
+            f"{self._executor} has {len(found)} {self._side}s that carry {record.__name__}, and "
+            f"asks for the one; it has {here}. Connect one channel of it in the recipe"
+        )
+
+
+class Inputs(Ends[RecordReceiver]):
+    """The ends that an executor reads."""
+
+    _side = "input"
+
+    def of(self, record: type[Record]) -> RecordReceiver[Record]:
+        """Returns the one end that brings this type of record. ValueError if there is none, or
+        several.
+        """
+        return self._only_one_of(record)
+
+    def all_of(self, record: type[Record]) -> list[RecordReceiver[Record]]:
+        """Returns every end that brings this type of record."""
+        return self._all_of(record)
+
+
+class Outputs(Ends[RecordSender]):
+    """The ends that an executor writes."""
+
+    _side = "output"
+
+    def of(self, record: type[Record]) -> RecordSender[Record]:
+        """Returns the one end that takes this type of record. ValueError if there is none, or
+        several.
+        """
+        return self._only_one_of(record)
+
+    def all_of(self, record: type[Record]) -> list[RecordSender[Record]]:
+        """Returns every end that takes this type of record."""
+        return self._all_of(record)
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsForm:
+    """In which form an executor takes weights, and on which way.
+
+    dtype: the one that they travel in, which is the executor's. quantize: "none", or the form in
+    which projections travel, "fp8" or "int8"; exclude: fragments of the names of those that stay in
+    dtype. transport: "auto", or one of ddma.transports.TRANSPORTS.
+    """
+
+    dtype: str = "float32"
+    quantize: str = "none"
+    exclude: tuple[str, ...] = ()
+    transport: str = "auto"
 
 
 class Mail(Protocol):
@@ -209,9 +298,15 @@ class ExecutorGroup:
 
 
 class Executor:
-    """One executor of the graph. Subclasses give `name` and `step`, and what else they need."""
+    """One executor of the graph. Subclasses give `name`, what they consume and produce, `step`, and
+    what else they need.
+    """
 
     name: str = "executor"
+    # The form in which weights come to it, where it consumes a Policy.
+    weights_form: WeightsForm = WeightsForm()
+    # Its records are of tickets, each of which belongs to one of its data-parallel ranks.
+    takes_by_rank: bool = False
     tensor_parallel: int = 1  # ranks, one after another, that share one copy of its model
     # Whether these share embedding and head too, not each hold them whole.
     split_vocabulary: bool = True
@@ -238,6 +333,21 @@ class Executor:
 
     _tickets: Tickets | None = None
     _checkpoints: Checkpoints | None = None
+
+    @property
+    def consumes(self) -> tuple[type, ...]:
+        """The types of records that must come to it, each from one other executor."""
+        return ()
+
+    @property
+    def produces(self) -> tuple[type, ...]:
+        """The types of records that it sends, each of which another executor must take."""
+        return ()
+
+    @property
+    def offers(self) -> tuple[type, ...]:
+        """The types of records that it sends to every executor that consumes them, if any does."""
+        return ()
 
     @property
     def first_takes(self) -> bool:
@@ -274,8 +384,8 @@ class Executor:
     def attach(
         self,
         group: ExecutorGroup,
-        inputs: Mapping[str, RecordReceiver],
-        outputs: Mapping[str, RecordSender],
+        inputs: Iterable[tuple[type, RecordReceiver]],
+        outputs: Iterable[tuple[type, RecordSender]],
         control: Mail,
         metrics: Meter,
         tickets: Tickets | None = None,
@@ -283,12 +393,12 @@ class Executor:
     ) -> None:
         """Called once by the controller, on the executor's own ranks, before `setup`.
 
-        inputs, outputs: this rank's ends of the channels, by the channel's name. A channel of
-        weights has ends of its own kind (llamarl.ddma.ends).
+        inputs, outputs: this rank's ends of the channels, each with what it carries. A channel of
+        weights has ends of its own kind (llamarl.ddma).
         """
         self.group = group
-        self.inputs = inputs
-        self.outputs = outputs
+        self.inputs = Inputs(self.name, inputs)
+        self.outputs = Outputs(self.name, outputs)
         self.control = control
         self.metrics = metrics
         self._tickets = tickets

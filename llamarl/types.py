@@ -4,6 +4,9 @@ lengths at birth.
     PromptStream --Ticket--> Generator --Completion--> (Victim --Answered-->) Reward --Group-->
     (Reference --Group-->) Trainer --PackedBatch--> loss
                                                  (and Stretches ahead of it, to who reads ahead)
+    Trainer --Policy--> Generator
+
+A channel carries one type of record, by which the executors at its ends ask for it.
 
 Worked example. Ticket 7 is the prompt "3+4=" (ids [1, 7, 14, 8, 18]) with group_size 2. The
 generator samples "7<eos>" under policy version 3, and "6<eos>", before whose second token new
@@ -162,9 +165,9 @@ class EvalCompletion:
 
 
 @dataclass(frozen=True, slots=True)
-class Answered:
-    """An attack, and the M replies of the victim to it, end to end: A tokens of the victim's. Made
-    by a victim, consumed by the reward.
+class Replies:
+    """An attack, and the M replies of the victim to it, end to end: A tokens of the victim's. See
+    Answered and EvalAnswered.
     """
 
     attack: Completion | EvalCompletion
@@ -178,13 +181,26 @@ class Answered:
     def __post_init__(self):
         num_tokens = self.token_ids.numel()
         num_replies = self.lengths.numel()
+        name = type(self).__name__
         if int(self.lengths.sum()) != num_tokens or len(self.has_ended) != num_replies:
             raise ValueError(
-                f"Answered: {num_replies} lengths that sum to {int(self.lengths.sum())}, but "
+                f"{name}: {num_replies} lengths that sum to {int(self.lengths.sum())}, but "
                 f"{num_tokens} tokens and {len(self.has_ended)} ends"
             )
         if (self.outcome == "score") != (num_replies > 0):
-            raise ValueError(f"Answered: {num_replies} replies, and outcome {self.outcome!r}")
+            raise ValueError(f"{name}: {num_replies} replies, and outcome {self.outcome!r}")
+
+    @property
+    def answers(self) -> tuple[Tensor, ...]:
+        """The M replies, [L] each."""
+        return self.token_ids.split(self.lengths.tolist())
+
+
+@dataclass(frozen=True, slots=True)
+class Answered(Replies):
+    """The replies to a Completion, an attack of a ticket. Made by a victim, consumed by the
+    reward.
+    """
 
     @property
     def ticket(self) -> int:
@@ -192,10 +208,10 @@ class Answered:
         assert isinstance(self.attack, Completion), "replies to a held-out attack have no ticket"
         return self.attack.ticket
 
-    @property
-    def answers(self) -> tuple[Tensor, ...]:
-        """The M replies, [L] each."""
-        return self.token_ids.split(self.lengths.tolist())
+
+@dataclass(frozen=True, slots=True)
+class EvalAnswered(Replies):
+    """The replies to an EvalCompletion. Made by a victim, consumed by the reward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,3 +339,15 @@ class PackedBatch:
     groups: Tensor  # [N] int64, which of the microbatch's groups a completion belongs to
     rewards: Tensor  # [N] float32, shaped, finite
     group_tokens: Tensor  # [N] float32, trained tokens of its whole group, in all microbatches
+
+
+class Policy:
+    """The policy's weights, of every version. Made by the trainer, consumed by who samples.
+
+    No object of it is made. It says what a channel of weights carries, whose ends move tensors from
+    shard to shard (llamarl.ddma).
+    """
+
+
+class ReferencePolicy(Policy):
+    """The policy's weights, of the versions that a reference is reset to."""

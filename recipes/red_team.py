@@ -14,19 +14,8 @@ prompts -> Generator -> Victim -> Reward -> (Reference ->) Trainer
 """
 
 import functools
-from itertools import pairwise
 
-from executors.build import (
-    build_generator,
-    build_reference_weights,
-    build_references,
-    build_reward,
-    build_stretches,
-    build_trainer,
-    build_victim,
-    build_weights,
-)
-from llamarl.comm import Gather, Scatter
+from executors.build import build_executors, build_victim
 from llamarl.config import Config, main
 from llamarl.config.command_line import RED_TEAM
 from llamarl.launch import launch
@@ -35,27 +24,9 @@ from llamarl.launch import launch
 @functools.partial(main, kind=RED_TEAM)
 def run(config: Config) -> None:
     with launch(config) as job:
-        generator = build_generator(config, job)
+        generator, reward, references, trainer = build_executors(config, job)
         victim = build_victim(config, job)
-        reward = build_reward(config, job)
-        references = build_references(config, job)  # none, or one
-        trainer = build_trainer(config, job)
-        scorers = [reward, *references]
-
-        job.run(
-            executors=[generator, victim, *scorers, trainer],
-            channels=[
-                Gather("completions", generator, victim),
-                Gather("evaluations", generator, victim, spread=False),
-                Gather("answered", victim, reward),
-                Gather("eval_answered", victim, reward, spread=False),
-                *build_stretches(config, generator, reward, references),
-                *(Gather("scored", a, b) for a, b in pairwise(scorers)),
-                Scatter("groups", scorers[-1], trainer),
-                build_weights(config, trainer, generator),
-                *build_reference_weights(config, trainer, references),
-            ],
-        )
+        job.run([generator, victim, reward, *references, trainer])
 
 
 if __name__ == "__main__":

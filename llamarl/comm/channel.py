@@ -1,8 +1,12 @@
-"""Channels: typed, named, bounded, in-order, one-way.
+"""Channels: typed, bounded, in-order, one-way.
 
-In one process a channel is a queue; across ranks it is p2p over a group of its own. A recipe
-declares them (Gather, Scatter, Weights) between executors; the controller connects this rank's
-ends.
+In one process a channel is a queue; across ranks it is p2p over a group of its own. A channel
+carries one type of record from an executor that produces it to one that consumes it:
+
+    Gather(generator, reward, carries=Completion)
+
+A graph's channels follow from its executors (llamarl.launch.graph), or a recipe lists them. The
+controller connects this rank's ends.
 
     thread              consumes   waits for                 unblocked by        produces
     sender (a peer)     outbox     a record in the outbox    put(); close()      one message of all
@@ -21,7 +25,7 @@ import random
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass
 from functools import lru_cache, partial
 from typing import Protocol
 
@@ -35,6 +39,28 @@ from llamarl.comm.meeting import reaching
 from llamarl.comm.wire import recv_message, send_message
 from llamarl.errors import PeerDied
 from llamarl.executor import Executor
+from llamarl.types import (
+    Answered,
+    Completion,
+    EvalAnswered,
+    EvalCompletion,
+    Group,
+    Policy,
+    ReferencePolicy,
+    Stretch,
+)
+
+# What messages call the channel of a record; that of another record has the name of its type.
+NAMES = {
+    Completion: "completions",
+    EvalCompletion: "evaluations",
+    Stretch: "stretches",
+    Answered: "answered",
+    EvalAnswered: "eval_answered",
+    Group: "scored",
+    Policy: "policy",
+    ReferencePolicy: "reference_policy",
+}
 
 
 class ChannelEnd(Protocol):
@@ -56,12 +82,22 @@ class ConnectContext:
 
 @dataclass(frozen=True)
 class Channel:
-    """One arrow of the graph: Gather and Scatter carry records, others override `connect`."""
+    """One arrow of the graph: Gather and Scatter carry records, others override `connect`.
 
-    name: str
+    carries: the type of its records. name: what messages call it; by default after its records.
+    """
+
     source: Executor
     destination: Executor
-    capacity: int = field(default=4096, kw_only=True)  # records an end holds before it pushes back
+    _: KW_ONLY
+    carries: type
+    name: str = ""
+    capacity: int = 4096  # records an end holds before it pushes back
+
+    def __post_init__(self):
+        if not self.name:
+            name = NAMES.get(self.carries, self.carries.__name__)
+            object.__setattr__(self, "name", name)
 
     def route(self, record, num_destinations: int) -> list[int]:
         """Indices of the destination ranks that get the record."""
@@ -110,13 +146,12 @@ class Channel:
 class Gather(Channel):
     """Many producers, few consumers: a ticket's records all go to one of them.
 
-    With spread=False everything goes to the first, and where that takes it for all.
+    Records that are of no ticket go to the first, and so does everything where that takes it for
+    all.
     """
 
-    spread: bool = field(default=True, kw_only=True)
-
     def route(self, record, num_destinations):
-        if not self.spread or self.destination.first_takes:
+        if self.destination.first_takes or not hasattr(record, "ticket"):
             return [0]
         return [record.ticket % num_destinations]
 

@@ -36,6 +36,7 @@ _RECORDS = (
     types.Stretch,
     types.EvalCompletion,
     types.Answered,
+    types.EvalAnswered,
     types.Group,
 )
 for _record in _RECORDS:

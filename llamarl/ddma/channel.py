@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
 from typing import cast
 
@@ -15,41 +14,38 @@ from llamarl.ddma.protocol import lower_priority
 from llamarl.ddma.receiver import WeightsReceiver
 from llamarl.ddma.route import WeightsRoute
 from llamarl.ddma.sender import WeightsSender
-from llamarl.models.sharding import HEAD
-
-REFERENCE_WEIGHTS = "reference_policy"  # the channel of the weights that the reference is reset to
-
+from llamarl.executor import Inputs, Outputs
+from llamarl.types import Policy
 
 # the leader's word that a version was sent there; in order with its word of checkpoints
 RESET = "reset"
 
 
-def receiver_of(ends: Mapping[str, object], name: str) -> WeightsReceiver:
-    """Return the receiving end of the weights channel `name` among an executor's inputs."""
+def receiver_of(inputs: Inputs, weights: type[Policy] = Policy) -> WeightsReceiver:
+    """Return the one end that brings these weights to an executor."""
     # A channel of weights gives an executor ends of its own kind, and a test gives it others.
-    return cast(WeightsReceiver, ends[name])
+    return cast(WeightsReceiver, inputs.of(weights))
 
 
-def sender_of(ends: Mapping[str, object], name: str) -> WeightsSender:
-    """Return the sending end of the weights channel `name` among an executor's outputs."""
-    return cast(WeightsSender, ends[name])
+def senders_of(outputs: Outputs, weights: type[Policy] = Policy) -> list[WeightsSender]:
+    """Return the ends by which an executor sends these weights."""
+    return cast(list[WeightsSender], outputs.all_of(weights))
+
+
+def sender_of(outputs: Outputs, weights: type[Policy] = Policy) -> WeightsSender:
+    """Return the one end by which an executor sends these weights."""
+    return cast(WeightsSender, outputs.of(weights))
 
 
 @dataclass(frozen=True)
 class Weights(Channel):
     """Carries policy weights shard to shard, from a trainer to the executor that computes with
-    them. Each rank of that executor has an end of its own, for its part of a copy.
-
-    dtype: the one that they travel in, which is the destination's. quantize: "none", or the form in
-    which projections travel, "fp8" or "int8"; exclude: fragments of the names of those that stay in
-    dtype. transport: "auto", or one of ddma.transports.TRANSPORTS.
+    them. Each rank of that executor has an end of its own, for its part of a copy. The form in
+    which they travel is the destination's `weights_form`.
     """
 
     _: KW_ONLY
-    dtype: str = "float32"
-    quantize: str = "none"
-    exclude: tuple[str, ...] = (HEAD,)
-    transport: str = "auto"
+    carries: type = Policy
 
     def connect(
         self, context: ConnectContext
@@ -59,6 +55,7 @@ class Weights(Channel):
         """
         sources = context.placement[self.source.name]
         destinations = context.placement[self.destination.name]
+        form = self.destination.weights_form
         replicate = self.source.replicate
         source_tp = self.source.tensor_parallel
         tp = self.destination.tensor_parallel
@@ -77,10 +74,10 @@ class Weights(Channel):
                 split_vocabulary=self.destination.split_vocabulary,
             ),
             on_host=context.on_host,
-            dtype=getattr(torch, self.dtype),
-            quantize=self.quantize,
-            exclude=self.exclude,
-            transport=self.transport,
+            dtype=getattr(torch, form.dtype),
+            quantize=form.quantize,
+            exclude=form.exclude,
+            transport=form.transport,
             ranks=context.ranks,
             group=self.link_group(context, behind=lower_priority),
             device_group=device_link_group(sources, destinations, context.ranks),

@@ -29,6 +29,7 @@ from llamarl.config.victim import ATTACK, NoVictimSettings, placed_victim
 from llamarl.controller import ExecutorController, RunSettings
 from llamarl.errors import NoWeights
 from llamarl.executor import Executor
+from llamarl.launch.graph import channels_between
 from llamarl.launch.identity import Identity, ModelParts, architecture_of, parts_of
 from llamarl.launch.outcome import has_finished, recorded
 from llamarl.launch.run_directory import RunDirectory
@@ -443,13 +444,16 @@ class Job:
     def run(
         self,
         executors: list[Executor],
-        channels: list[Channel],
+        channels: list[Channel] | None = None,
     ) -> None:
-        """Run the graph to its end.
+        """Run the graph to its end. ValueError if executors do not fit together.
 
         executors: in flow order; `placement` has the ranks of each by name, also of one that the
-        config does not place. channels: between them.
+        config does not place. channels: between them; None: those that follow from what the
+        executors consume and produce.
         """
+        if channels is None:
+            channels = channels_between(executors)
         c = self.config
         initial_groups = c.groups_per_step
         if c.buffer.kind == "replay" and c.buffer.initial_completions is not None:

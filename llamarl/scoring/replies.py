@@ -19,7 +19,7 @@ from torch import Tensor
 
 from llamarl.executor import Meter, State
 from llamarl.scoring.scorer import Item, Outcome, Outcomes, Scorer
-from llamarl.types import Answered, Prompt
+from llamarl.types import Prompt, Replies
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class ReplySettings:
     threshold: float
     decode_raw: Callable[[list[int]], str] | None = None
 
-    def with_replies(self, attack: Item, answered: Answered) -> Item:
+    def with_replies(self, attack: Item, answered: Replies) -> Item:
         """Return an attack with the replies to it, each as a completion of the attack; or with the
         outcome that it has without.
         """

@@ -13,9 +13,8 @@ from llamarl.errors import RewardError
 from llamarl.scoring.in_turn import InTurn
 from llamarl.scoring.replies import ReplyMean, ReplySettings, mean_outcome
 from llamarl.scoring.scorer import Item, Outcome, Scorer
-from llamarl.types import Answered, Completion, Prompt
-from tests.executors.test_reward import build  # noqa: F401  a fixture
-from tests.executors.test_scoring_executor import Metrics
+from llamarl.types import Answered, Completion, Group, Prompt
+from tests.executors.fakes import FakeMetrics
 
 WORDS = ["error", "abstain", "right", "wrong", ""]  # of a token
 SCORES = {"right": 1.0, "wrong": 0.0}
@@ -112,7 +111,7 @@ class WithNovelty(Later):
 
 def scored(attacks, *, seed=0, threshold=0.5, make=Later):
     """(outcomes by key, the source, metrics)."""
-    source, metrics = make(seed), Metrics()
+    source, metrics = make(seed), FakeMetrics()
     scoring = ReplyMean(InTurn(source), ReplySettings(decode, threshold), metrics)
     for key, one in enumerate(attacks):
         scoring.submit(key, one)
@@ -183,7 +182,7 @@ def test_a_success_is_above_the_threshold_and_held_out_ones_are_not_counted():
 
 def test_nothing_is_kept_of_attacks_that_were_scored_before_their_group_was_whole():
     source = InTurn(Later(0))
-    scoring = ReplyMean(source, ReplySettings(decode, 0.5), Metrics())
+    scoring = ReplyMean(source, ReplySettings(decode, 0.5), FakeMetrics())
     for key in range(2):
         scoring.submit(key, attack("right", "wrong"))
     while scoring.pending:
@@ -209,17 +208,9 @@ def test_a_mean_does_not_depend_on_who_was_first():
 
 
 @pytest.fixture
-def build_with_victim(build):  # noqa: F811
+def build_with_victim(build_reward):
     """A Reward whose completions come with answers."""
-    from tests.executors.test_reward import FakeReceiver
-
-    def with_victim(**options):
-        reward = build(replies=ReplySettings(decode, 0.5), **options)
-        reward.metrics.add_mean = lambda name, value: None
-        reward.inputs = {"answered": FakeReceiver(), "eval_answered": FakeReceiver()}
-        return reward
-
-    return with_victim
+    return partial(build_reward, replies=ReplySettings(decode, 0.5))
 
 
 def step_until(reward, condition):
@@ -230,11 +221,11 @@ def step_until(reward, condition):
 
 def test_a_group_is_whole_with_the_mean_rewards_of_its_attacks(build_with_victim):
     reward = build_with_victim()
-    reward.inputs["answered"].records += [
+    reward.inputs.of(Answered).records += [
         answered("right", "wrong", ticket=3, sample=1),
         answered("right", "right", ticket=3, sample=0),
     ]
-    sink = reward.outputs["scored"]
+    sink = reward.outputs.of(Group)
     step_until(reward, lambda: sink.records)
     (group,) = sink.records
     assert group.ticket == 3 and group.rewards.tolist() == [1.0, 0.5]
@@ -243,7 +234,7 @@ def test_a_group_is_whole_with_the_mean_rewards_of_its_attacks(build_with_victim
 def test_a_victim_that_answers_nothing_ends_the_run(build_with_victim):
     reward = build_with_victim(max_error_rate=0.1)
     for ticket in range(40):
-        reward.inputs["answered"].records += [
+        reward.inputs.of(Answered).records += [
             answered("", "", ticket=ticket, sample=sample) for sample in range(2)
         ]
     with pytest.raises(RewardError, match="the victim's 2 answers are empty"):

@@ -5,15 +5,17 @@ from types import SimpleNamespace
 import torch
 
 from executors.trainer import FSDPTrainer
+from llamarl.executor import Inputs
 from llamarl.learning.buffer import GroupBuffer
 from llamarl.learning.update import StepAborted
-from tests.executors.test_reward import FakeReceiver
+from llamarl.types import Group
+from tests.executors.fakes import FakeReceiver
 
 
 def test_what_arrives_between_two_microbatches_is_told_before_the_step_ends():
     inbox, told = FakeReceiver(), []
     trainer = object.__new__(FSDPTrainer)  # without what a model needs
-    trainer.inputs = {"scored": inbox}
+    trainer.inputs = Inputs("trainer", [(Group, inbox)])
     trainer.buffer = GroupBuffer()
     trainer.version, trainer._wait_since, trainer.done = 3, 0.0, False
     trainer.control = SimpleNamespace(ending=False)

@@ -3,15 +3,12 @@ asks for, and replicas in lockstep.
 """
 
 import itertools
-import json
 import threading
 import time
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import load, save
 
 from executors.build import build_generator
 from executors.generator import TRAIN, Generator
@@ -19,171 +16,26 @@ from llamarl.config.command_line import compose_config
 from llamarl.ddma.receiver import Staged
 from llamarl.errors import ParityError
 from llamarl.executor import ExecutorGroup
-from llamarl.inference import SamplingParams
 from llamarl.inference.build import build_native, build_vllm
 from llamarl.inference.evaluation import eval_completion
 from llamarl.models.config import read_config, tiny_directory
-from llamarl.models.hf import SafetensorsDir
-from llamarl.models.parity import Canary, Sequence
 from llamarl.tasks.held_out import APART
 from llamarl.tickets.ledger import TicketLedger
 from llamarl.tickets.service import TicketService
-from llamarl.types import Completion, Prompt, Ticket
+from llamarl.types import Completion, EvalCompletion, Stretch
+from tests.executors.fakes import FakeMail, FakeTickets, Outbox
+from tests.executors.generators import (
+    EVALS,
+    GROUP,
+    PROMPT,
+    TOLERANCE,
+    canary_of,
+    generator,
+    stored,
+)
 from tests.tolerances import of_logprobs
 
-PROMPT = Prompt(torch.tensor([1, 5, 6, 14, 7, 8, 18]), "12+34=", {"answer": "46"})
-GROUP, EVALS = 2, 3
-TOLERANCE = 0.01
 NATS = of_logprobs(read_config(tiny_directory()), size=2.0)
-ONE = ExecutorGroup("generator", (0,), 0, torch.device("cpu"))
-
-
-class Weights:
-    """Stages the same tiny weights under whatever version a test says."""
-
-    def __init__(self, in_order):
-        self.staged, self.in_order, self.overtakable = None, in_order, False
-
-    def bind(self, config, parameters):
-        source = SafetensorsDir(tiny_directory())
-        for name, parameter in parameters:
-            parameter.data.copy_(source.get_slice(name)[...])
-
-    def arrive(self, version, evaluate=False):
-        """A version comes whole; says whether there was room for it."""
-        kept = self.staged is not None and (self.staged.must_load or self.in_order)
-        self.overtakable = kept and not self.staged.must_load
-        if not kept:
-            self.staged = Staged(version, must_load=evaluate, evaluate=evaluate)
-        return not kept
-
-    def skip(self, version):
-        assert self.staged.version == version
-        self.staged, self.overtakable = None, False
-
-    def swap(self):
-        taken, self.staged = self.staged, None
-        return taken
-
-    def close(self):
-        pass
-
-
-class Mail:
-    """Control between generators in one process: boxes is rank -> topic -> [(sender, payload)],
-    posts all that was sent.
-    """
-
-    failure = None
-
-    def __init__(self, boxes, rank):
-        self.boxes, self.rank, self.posts = boxes, rank, []
-
-    def post(self, rank, topic, payload):
-        self.posts.append((rank, topic))
-        self.boxes.setdefault(rank, {}).setdefault(topic, []).append(
-            (self.rank, json.loads(json.dumps(payload)))
-        )
-
-    def take(self, topic):
-        return self.boxes.get(self.rank, {}).pop(topic, [])
-
-    def wait(self, timeout_s):
-        time.sleep(0.001)
-
-
-class Metrics(dict):
-    def add(self, name, amount):
-        self[name] = self.get(name, 0) + amount
-
-    add_mean = add
-
-
-class Outbox(list):
-    def has_room(self):
-        return True
-
-    put = list.append
-
-
-class Tickets:
-    """Grants `grants` tickets to each ask and remembers what was asked. resumed_step, working: what
-    a ledger says after a resume.
-    """
-
-    resumed_step, working = 0, frozenset()
-
-    def in_work(self):
-        return set(self.working)
-
-    def __init__(self, synchronous):
-        self.synchronous, self.grants, self.asked, self.next = synchronous, 1, [], 0
-        self.orders, self.went_on = [], []
-
-    def go_on(self, tickets):
-        self.went_on += tickets
-
-    def ask(self, generator, count, version):
-        self.asked.append((count, version))
-        out = [Ticket(self.next + i, version) for i in range(min(count, self.grants))]
-        self.next += len(out)
-        return out
-
-    def granted(self):
-        return []
-
-    def to_truncate(self):
-        orders, self.orders = self.orders, []
-        return orders
-
-
-def generator(
-    synchronous=False,
-    in_flight=True,
-    new_tokens=6,
-    least=None,
-    temperature=1.0,
-    chunk=2,
-    group=ONE,
-    control=None,
-    cache_tokens=None,
-    prefill_chunk=512,
-    **options,
-):
-    least = new_tokens if least is None else least
-    params = SamplingParams(
-        new_tokens, min_new_tokens=least, temperature=temperature, n=GROUP, stop_token_ids=(2,)
-    )
-    build_engine = partial(
-        build_native,
-        model_path=str(tiny_directory()),
-        model_dtype="float32",
-        max_slots=8,
-        max_len=32,
-        cache_tokens=cache_tokens,
-        prefill_chunk=prefill_chunk,
-    )
-    made = Generator(
-        build_engine=build_engine,
-        prompts=[PROMPT] * 100,
-        eval_prompts=dict.fromkeys(range(EVALS), PROMPT),
-        sampling=params,
-        chunk_tokens=chunk,
-        in_flight_updates=in_flight,
-        parity_tolerance=TOLERANCE,
-        tensor_parallel=group.tensor_parallel,
-        **options,
-    )
-    made.attach(
-        group,
-        {"policy": Weights(in_order=group.tensor_parallel > 1)},
-        {"completions": Outbox(), "evaluations": Outbox()},
-        control or Mail({}, group.rank),
-        Metrics(),
-        Tickets(synchronous),
-    )
-    made.setup()
-    return made
 
 
 def test_without_weights_it_samples_nothing_and_says_what_it_waits_for():
@@ -191,21 +43,11 @@ def test_without_weights_it_samples_nothing_and_says_what_it_waits_for():
     assert g.step() is False and g.tickets.asked == [] and g.waiting_for().startswith("weights:")
 
 
-def canary_of(difference: float) -> dict:
-    """What a trainer would say of the prompt's second half, but for `difference` in one logprob."""
-    source = generator()
-    source.weights.staged = Staged(0)
-    source.step()
-    ids = PROMPT.prompt_ids.tolist()
-    logprobs = source.engine.score(ids[:3], ids[3:]).tolist()
-    return Canary([Sequence(ids, 3)], [*logprobs[:-1], logprobs[-1] + difference], [], []).to_json()
-
-
 def test_a_version_is_compared_with_its_canary_before_anything_is_sampled_from_it():
     g = generator()
     g.weights.staged = Staged(0, canary=canary_of(0.5 * TOLERANCE))
     g.step()
-    assert g.outputs["completions"] or g.engine.num_live
+    assert g.outputs.of(Completion) or g.engine.num_live
     sampled = g.engine.num_live
     g.weights.staged = Staged(3, canary=canary_of(2 * TOLERANCE))
     with pytest.raises(ParityError, match="rank 0 and the trainer differ by 0.0.* under version 3"):
@@ -221,7 +63,7 @@ def test_weights_that_come_in_flight_stamp_the_later_tokens():
     g.weights.staged = Staged(4)
     while g.engine.num_live:
         g.step()
-    versions = [c.policy_versions.tolist() for c in g.outputs["completions"]]
+    versions = [c.policy_versions.tolist() for c in g.outputs.of(Completion)]
     assert len(versions) == GROUP and all(v == sorted(v) and set(v) == {3, 4} for v in versions)
 
 
@@ -231,9 +73,9 @@ def test_without_in_flight_updates_running_completions_keep_their_version():
     g.step()
     g.tickets.grants = 0
     g.weights.staged = Staged(4)
-    while not g.outputs["completions"]:
+    while not g.outputs.of(Completion):
         g.step()
-    assert all(set(c.policy_versions.tolist()) == {3} for c in g.outputs["completions"])
+    assert all(set(c.policy_versions.tolist()) == {3} for c in g.outputs.of(Completion))
     g.step()
     assert g.version == 4
 
@@ -244,11 +86,11 @@ def test_an_evaluated_version_is_pinned_until_its_prompts_are_done():
     g.weights.staged = Staged(5, must_load=True, evaluate=True)
     g.step()
     g.weights.staged = Staged(6)
-    while len(g.outputs["evaluations"]) < EVALS:
+    while len(g.outputs.of(EvalCompletion)) < EVALS:
         assert g.version == 5
         g.step()
-    assert all(set(c.policy_versions.tolist()) == {5} for c in g.outputs["evaluations"])
-    assert sorted(c.prompt_index for c in g.outputs["evaluations"]) == list(range(EVALS))
+    assert all(set(c.policy_versions.tolist()) == {5} for c in g.outputs.of(EvalCompletion))
+    assert sorted(c.prompt_index for c in g.outputs.of(EvalCompletion)) == list(range(EVALS))
     g.step()
     assert g.version == 6
 
@@ -258,9 +100,9 @@ def test_the_prompts_of_every_set_are_answered_once_under_their_numbers():
     g.eval_prompts = dict.fromkeys([0, APART, APART + 1, 2 * APART], PROMPT)
     g.tickets.grants = 0
     g.weights.staged = Staged(5, must_load=True, evaluate=True)
-    while len(g.outputs["evaluations"]) < 8:
+    while len(g.outputs.of(EvalCompletion)) < 8:
         g.step()
-    answers = g.outputs["evaluations"]
+    answers = g.outputs.of(EvalCompletion)
     asked = sorted((c.prompt_index, c.greedy) for c in answers)
     assert asked == list(itertools.product(g.eval_prompts, (False, True)))
     greedy = {tuple(c.token_ids.tolist()) for c in answers if c.greedy}
@@ -273,7 +115,7 @@ def test_in_step_with_the_trainer_it_asks_for_nothing_while_it_evaluates():
     g.weights.staged = Staged(0, must_load=True, evaluate=True)
     g.step()
     assert g.engine.num_live and g.tickets.asked == []
-    while len(g.outputs["evaluations"]) < EVALS:
+    while len(g.outputs.of(EvalCompletion)) < EVALS:
         g.step()
     g.step()
     assert g.tickets.asked[0] == (4, 0)  # eight free slots hold four groups of two
@@ -282,12 +124,12 @@ def test_in_step_with_the_trainer_it_asks_for_nothing_while_it_evaluates():
 def test_a_full_channel_downstream_stops_it():
     g = generator()
     g.weights.staged = Staged(0)
-    g.outputs["completions"].has_room = lambda: False
+    g.outputs.of(Completion).has_room = lambda: False
     g.step()
     assert g.tickets.asked == [] and g.waiting_for().startswith("room:")
 
 
-class LateAnswers(Tickets):
+class LateAnswers(FakeTickets):
     """Grants all that was asked for, but only `turns` turns after it was first asked."""
 
     def __init__(self, turns):
@@ -383,10 +225,10 @@ def test_held_out_prompts_are_also_sampled_under_the_pinned_version():
     g.weights.arrive(5, evaluate=True)
     g.step()
     g.weights.arrive(6)
-    while len(g.outputs["evaluations"]) < EVALS * 4:
+    while len(g.outputs.of(EvalCompletion)) < EVALS * 4:
         assert g.version == 5
         g.step()
-    answers = list(g.outputs["evaluations"])
+    answers = list(g.outputs.of(EvalCompletion))
     greedy = {c.prompt_index: c.token_ids for c in answers if c.greedy}
     sampled = {(c.prompt_index, c.sample_index): c.token_ids for c in answers if not c.greedy}
     assert len(answers) == EVALS * 4 and sorted(greedy) == list(range(EVALS))
@@ -399,14 +241,6 @@ def test_held_out_prompts_are_also_sampled_under_the_pinned_version():
 
 
 # --- checkpoints ---
-
-
-def stored(state):
-    """As a checkpoint keeps it: safetensors and JSON."""
-    tensors = {k: v.contiguous() for k, v in state.items() if isinstance(v, torch.Tensor)}
-    return json.loads(json.dumps({k: v for k, v in state.items() if k not in tensors})) | load(
-        save(tensors)
-    )
 
 
 def begun(steps, replicas=1, tickets=4):
@@ -439,7 +273,7 @@ def resumed(parts, replicas, working, step=0):
         )
         g.tickets.grants, g.tickets.working, g.tickets.resumed_step = 0, working, step
         g.load_state_dict(stored(part) for part in parts)
-        assert not g.outputs["completions"] and g.step() is False, (
+        assert not g.outputs.of(Completion) and g.step() is False, (
             "nothing is decoded before there are weights"
         )
         g.weights.arrive(step)
@@ -452,7 +286,7 @@ def finish(generators):
     for g in generators:
         while g.step():
             pass
-    sent = [c for g in generators for c in g.outputs["completions"]]
+    sent = [c for g in generators for c in g.outputs.of(Completion)]
     found = {(c.ticket, c.sample_index): (c.token_ids.tolist(), c.finish_reason) for c in sent}
     assert len(found) == len(sent), "a completion was sent twice"
     return found
@@ -472,7 +306,7 @@ def test_unfinished_groups_go_on_token_for_token_in_any_number_of_generators(ste
     sent = {
         (c.ticket, c.sample_index): (c.token_ids.tolist(), c.finish_reason)
         for g in first
-        for c in g.outputs["completions"]
+        for c in g.outputs.of(Completion)
     }
     whole = {key: value for key, value in sent.items() if key[0] not in working}
     assert all(sum(k[0] == key[0] for k in whole) == GROUP for key in whole)
@@ -493,7 +327,7 @@ def test_the_leader_is_told_which_tickets_go_on_and_can_have_them_ended():
 
 def test_some_of_these_groups_are_partly_sent():
     (g,) = begun(2)
-    tickets = [c.ticket for c in g.outputs["completions"]]
+    tickets = [c.ticket for c in g.outputs.of(Completion)]
     assert set(tickets) & set(g.state_dict()["in_work"]), "else what is sent again goes untested"
 
 
@@ -540,9 +374,9 @@ def test_ranks_that_share_a_model_save_once_and_go_on_together(replica):
         g.weights.arrive(0)
     assert leader.engine.num_waiting == peer.engine.num_waiting > 0
     settle(leader, peer)
-    assert leader._sampled == peer._sampled > 0 and not peer.outputs["completions"]
+    assert leader._sampled == peer._sampled > 0 and not peer.outputs.of(Completion)
     mine = sorted(part["in_work"])[1::2]  # the second of two replicas
-    assert sorted((c.ticket, c.sample_index) for c in leader.outputs["completions"]) == [
+    assert sorted((c.ticket, c.sample_index) for c in leader.outputs.of(Completion)) == [
         (t, i) for t in mine for i in range(GROUP)
     ]
 
@@ -557,7 +391,7 @@ def finish_all(g):
         pass
     assert not g.engine.num_live and not g._begun
     out = {}
-    for completion in g.outputs["completions"]:
+    for completion in g.outputs.of(Completion):
         out.setdefault(completion.ticket, []).append(completion)
     return out
 
@@ -575,7 +409,7 @@ def test_at_an_order_a_tickets_completions_end_with_the_tokens_so_far_and_no_oth
     whole = finish_all(with_tickets(2))
     g = with_tickets(2)
     g.tickets.grants, g.tickets.orders = 0, [1]
-    assert g.step() and {c.ticket for c in g.outputs["completions"]} == {1}
+    assert g.step() and {c.ticket for c in g.outputs.of(Completion)} == {1}
     cut = finish_all(g)
     assert [c.token_ids.tolist() for c in cut[0]] == [c.token_ids.tolist() for c in whole[0]]
     assert len(cut[1]) == GROUP
@@ -605,7 +439,7 @@ def test_an_order_for_a_ticket_that_has_ended_changes_nothing():
     assert (
         not g.step()
         and g.tickets.orders == []
-        and len(g.outputs["completions"]) == len(done[0]) == GROUP
+        and len(g.outputs.of(Completion)) == len(done[0]) == GROUP
     )
 
 
@@ -620,12 +454,12 @@ def test_after_max_seconds_a_completion_ends_but_no_evaluation(monkeypatch):
     now[0] += 5.0
     assert g._expired() == [], "the limit has not passed"
     now[0] += 0.1
-    assert not g.outputs["evaluations"], "all of it is at work when it does"
+    assert not g.outputs.of(EvalCompletion), "all of it is at work when it does"
     g.step()
-    assert [c.finish_reason for c in g.outputs["completions"]] == ["aborted"] * GROUP
+    assert [c.finish_reason for c in g.outputs.of(Completion)] == ["aborted"] * GROUP
     finish_all(g)
-    assert len(g.outputs["evaluations"]) == EVALS and all(
-        c.finish_reason != "aborted" for c in g.outputs["evaluations"]
+    assert len(g.outputs.of(EvalCompletion)) == EVALS and all(
+        c.finish_reason != "aborted" for c in g.outputs.of(EvalCompletion)
     )
 
 
@@ -647,7 +481,7 @@ def replica(monkeypatch):
             ExecutorGroup("generator", ranks, r, torch.device("cpu"), tensor_parallel=2)
             for r in (4, 5)
         ]
-        return [generator(group=g, control=Mail(boxes, g.rank), **options) for g in groups]
+        return [generator(group=g, control=FakeMail(boxes, g.rank), **options) for g in groups]
 
     return make
 
@@ -668,7 +502,7 @@ def test_a_replica_of_one_rank_posts_nothing():
     for _ in range(5):
         g.step()
     g.teardown()
-    assert g.control.posts == [] and g.outputs["completions"]
+    assert g.control.posts == [] and g.outputs.of(Completion)
 
 
 def test_weights_are_swapped_when_every_rank_has_them_and_not_before(replica):
@@ -761,9 +595,9 @@ def test_a_peer_samples_what_its_leader_samples_and_sends_nothing(replica):
             g.weights.arrive(version)
     leader.tickets.grants = 0
     settle(leader, peer)
-    sent = [*leader.outputs["completions"], *leader.outputs["evaluations"]]
+    sent = [*leader.outputs.of(Completion), *leader.outputs.of(EvalCompletion)]
     assert (
-        len(leader.outputs["completions"]) > GROUP
+        len(leader.outputs.of(Completion)) > GROUP
         and len({v for c in sent for v in c.policy_versions.tolist()}) > 1
     )
 
@@ -780,8 +614,8 @@ def test_a_peer_samples_what_its_leader_samples_and_sends_nothing(replica):
     made = [c if stream == TRAIN else eval_completion(stream, c) for stream, c in finished]
     assert sorted(map(key, sent)) == sorted(map(key, made))
     assert (
-        not peer.outputs["completions"]
-        and not peer.outputs["evaluations"]
+        not peer.outputs.of(Completion)
+        and not peer.outputs.of(EvalCompletion)
         and peer.tickets.asked == []
     )
     assert "generator/tokens" in leader.metrics and "generator/tokens" not in peer.metrics
@@ -797,7 +631,7 @@ def test_a_replica_takes_its_share_of_the_held_out_prompts(replica):
         g.weights.arrive(0, evaluate=True)
     settle(leader, peer)
     # The second of two replicas, three prompts.
-    assert [c.prompt_index for c in leader.outputs["evaluations"]] == [1]
+    assert [c.prompt_index for c in leader.outputs.of(EvalCompletion)] == [1]
 
 
 def test_a_peer_ends_what_its_leader_ends(replica):
@@ -812,7 +646,7 @@ def test_a_peer_ends_what_its_leader_ends(replica):
     assert 1 not in leader._begun and not peer._begun, "the leader alone looks at the clock"
     settle(leader, peer)
     assert peer._sampled == leader._sampled
-    assert {c.ticket: c.finish_reason for c in leader.outputs["completions"]}[1] == "aborted"
+    assert {c.ticket: c.finish_reason for c in leader.outputs.of(Completion)}[1] == "aborted"
 
 
 def test_an_idle_leader_posts_nothing(replica):
@@ -878,13 +712,11 @@ class Narrow(Outbox):
         return self.room
 
 
-def streaming_generator(names=("stretches",), **options):
-    g = generator(chunk=1, **options)
-    ends = {name: Narrow() for name in names}
-    g.attach(g.group, g.inputs, g.outputs | ends, g.control, g.metrics, g.tickets)
-    g.setup()
+def streaming_generator(num_readers=1, **options):
+    readers = [Narrow() for _ in range(num_readers)]
+    g = generator(chunk=1, outputs=[(Stretch, reader) for reader in readers], **options)
     g.weights.staged = Staged(0)
-    return g, list(ends.values())
+    return g, readers
 
 
 def heard(stretches):
@@ -900,14 +732,14 @@ def heard(stretches):
 
 
 def test_what_is_sampled_is_told_after_every_chunk_and_is_the_completions():
-    g, (stretches, second) = streaming_generator(("stretches", "ref_stretches"))
+    g, (stretches, second) = streaming_generator(num_readers=2)
     g.step()
     live = [s for s in stretches if not s.has_ended]
     assert live and all(s.begin == 0 and s.token_ids.numel() == 1 for s in live)
-    while len(g.outputs["completions"]) < 2 * GROUP:
+    while len(g.outputs.of(Completion)) < 2 * GROUP:
         g.step()
     told, ended = heard(stretches)
-    for completion in g.outputs["completions"]:
+    for completion in g.outputs.of(Completion):
         place = (completion.ticket, completion.sample_index)
         assert place in ended and told[place] == completion.token_ids.tolist()
     assert second == stretches
@@ -920,11 +752,11 @@ def test_weights_that_come_meanwhile_leave_true_what_was_told(in_flight):
         g.step()
         g.step()
         g.weights.staged = Staged(version)
-    while len(g.outputs["completions"]) < 2 * GROUP:
+    while len(g.outputs.of(Completion)) < 2 * GROUP:
         g.step()
     told, ended = heard(stretches)
     is_mixed = []
-    for completion in g.outputs["completions"]:
+    for completion in g.outputs.of(Completion):
         place = (completion.ticket, completion.sample_index)
         assert place in ended and told[place] == completion.token_ids.tolist()
         is_mixed.append(completion.policy_versions.unique().numel() > 1)
@@ -944,13 +776,13 @@ def test_without_room_for_stretches_it_decodes_on_and_tells_more_at_once():
     first = stretches[before]
     assert first.token_ids.numel() == 4
     stretches.room = False
-    while len(g.outputs["completions"]) < GROUP:
+    while len(g.outputs.of(Completion)) < GROUP:
         g.step()  # what ends meanwhile is told by its completion alone
     stretches.room = True
     for _ in range(20):
         g.step()
     _, ended = heard(stretches)
-    first_group = {(c.ticket, c.sample_index) for c in g.outputs["completions"][:GROUP]}
+    first_group = {(c.ticket, c.sample_index) for c in g.outputs.of(Completion)[:GROUP]}
     assert ended and not ended & first_group
 
 
@@ -963,7 +795,7 @@ def test_what_is_ended_by_an_order_is_told_as_ended():
     g.step()
     told, ended = heard(stretches)
     assert ended >= {(ticket, index) for index in range(GROUP)}
-    aborted = [c for c in g.outputs["completions"] if c.finish_reason == "aborted"]
+    aborted = [c for c in g.outputs.of(Completion) if c.finish_reason == "aborted"]
     assert {c.ticket for c in aborted} == {ticket}
     for completion in aborted:
         assert told[ticket, completion.sample_index] == completion.token_ids.tolist()

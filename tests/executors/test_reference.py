@@ -2,75 +2,30 @@
 its own.
 """
 
-from collections import deque
 from dataclasses import fields
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
-from executors.reference import Reference
 from llamarl.errors import NotFinite
-from llamarl.executor import ExecutorGroup
 from llamarl.learning import sharded_reference
-from llamarl.models.attention import PackedAttention
-from llamarl.models.build import build_decoder, read_config
-from llamarl.models.hf import load_weights, named_parameters_hf
 from llamarl.types import Group
-from tests.tolerances import rounding
+from tests.executors.references import (
+    LOGPROBS,
+    NAN,
+    executor,
+    group,
+    one_by_one,
+    scored,
+    scored_all,
+)
 
 pytestmark = pytest.mark.machine
 
-NAN = float("nan")
-LOGPROBS = rounding(
-    terms=16, depth=2 * 2, size=2.0
-)  # nats: width and layers of CONFIG, and how its logits deviate
-CONFIG = """{"architectures": ["LlamaForCausalLM"], "vocab_size": 29, "hidden_size": 16,
-"intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
-"num_key_value_heads": 2, "max_position_embeddings": 64,
-"tie_word_embeddings": true}"""
 
-
-class FakeReceiver:
-    def __init__(self):
-        self.records = deque()
-
-    def take(self, limit=None):
-        return [
-            self.records.popleft()
-            for _ in range(min(limit or len(self.records), len(self.records)))
-        ]
-
-
-class FakeSender:
-    name, room = "referenced", 10**6
-
-    def __init__(self):
-        self.records = []
-
-    def has_room(self):
-        return len(self.records) < self.room
-
-    def put(self, record):
-        self.records.append(record)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    """A directory with a random model whose next-token distributions are far from uniform."""
-    path = tmp_path_factory.mktemp("model")
-    (path / "config.json").write_text(CONFIG)
-    decoder = build_decoder(read_config(path), device="cpu")
-    random = torch.Generator().manual_seed(0)
-    for parameter in decoder.parameters():
-        parameter.data = torch.randn(parameter.shape, generator=random) * 0.4 + (
-            parameter.dim() == 1
-        )
-    save_file(
-        {name: p.detach().contiguous() for name, p in named_parameters_hf(decoder)},
-        path / "model.safetensors",
-    )
-    return path
+@pytest.fixture
+def model(reference_model):
+    return reference_model
 
 
 @pytest.fixture
@@ -84,72 +39,6 @@ def packings(monkeypatch):
 
     monkeypatch.setattr(sharded_reference, "pack", watched)
     return made
-
-
-def executor(model, *, temperature=1.0, microbatch_tokens=1000, **settings):
-    made = Reference(
-        model_path=str(model),
-        model_dtype="float32",
-        temperature=temperature,
-        microbatch_tokens=microbatch_tokens,
-        **settings,
-    )
-    group = ExecutorGroup("reference", (0,), 0, torch.device("cpu"))
-    made.attach(
-        group, {"scored": FakeReceiver()}, {"referenced": FakeSender()}, control=None, metrics=None
-    )
-    made.setup()
-    return made
-
-
-def group(ticket=0, lengths=(3, 1, 6, 2), prompt=4):
-    random = torch.Generator().manual_seed(ticket)
-    tokens, size = sum(lengths), len(lengths)
-    return Group(
-        ticket=ticket,
-        prompt_ids=torch.randint(0, 29, (prompt,), generator=random),
-        lengths=torch.tensor(lengths),
-        token_ids=torch.randint(0, 29, (tokens,), generator=random),
-        generator_logprobs=-torch.rand(tokens, generator=random),
-        policy_versions=torch.arange(tokens),
-        ref_logprobs=torch.empty(0),
-        rewards=torch.ones(size),
-        finish_reasons=("stop",) * size,
-        outcomes=("score",) * size,
-    )
-
-
-def scored_all(ours, groups):
-    """The logprobs of groups that come together."""
-    ours.inputs["scored"].records.extend(groups)
-    while ours.step():
-        pass
-    (sink,) = ours.outputs.values()
-    found = [g.ref_logprobs for g in sink.records]
-    sink.records.clear()
-    return found
-
-
-def scored(ours, g):
-    (logprobs,) = scored_all(ours, [g])
-    return logprobs
-
-
-@torch.no_grad()
-def one_by_one(model, g, temperature=1.0):
-    """Every token's logprob from whole logits of its own sequence."""
-    decoder, out = load_weights(build_decoder(read_config(model)), model), []
-    for completion in g.token_ids.split(g.lengths.tolist()):
-        tokens = torch.cat([g.prompt_ids, completion])
-        logits = (
-            decoder(
-                tokens, torch.arange(len(tokens)), PackedAttention(torch.tensor([0, len(tokens)]))
-            )
-            / temperature
-        )
-        logprobs = logits.log_softmax(-1)[len(g.prompt_ids) - 1 : -1]
-        out.append(logprobs.gather(1, completion[:, None])[:, 0])
-    return torch.cat(out)
 
 
 @pytest.mark.filterwarnings("ignore:sequences longer")
@@ -214,7 +103,7 @@ def test_completions_without_tokens_take_no_place(model):
 
 def test_a_step_passes_groups_on_in_order_with_scores_and_nothing_else_changed(model):
     ours, groups = executor(model, groups_per_batch=2), [group(ticket) for ticket in (4, 2, 9)]
-    source, (sink,) = ours.inputs["scored"], ours.outputs.values()
+    source, sink = ours.inputs.of(Group), ours.outputs.of(Group)
     source.records.extend(groups)
     assert ours.step() and [g.ticket for g in sink.records] == [4, 2]
     assert ours.step() and [g.ticket for g in sink.records] == [4, 2, 9]
@@ -229,10 +118,10 @@ def test_a_step_passes_groups_on_in_order_with_scores_and_nothing_else_changed(m
 
 def test_a_full_channel_stops_it_before_it_takes_anything(model):
     ours = executor(model)
-    ours.inputs["scored"].records.append(group())
-    ours.outputs["referenced"].room = 0
-    assert not ours.step() and len(ours.inputs["scored"].records) == 1
-    assert ours.waiting_for() == "room: in channel referenced, which the trainer empties"
+    ours.inputs.of(Group).records.append(group())
+    ours.outputs.of(Group).room = 0
+    assert not ours.step() and len(ours.inputs.of(Group).records) == 1
+    assert ours.waiting_for() == "room: in channel groups, which the trainer empties"
 
 
 @pytest.mark.bitwise("a reproducible reference scores a group alike whatever is beside it")

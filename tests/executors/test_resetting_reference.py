@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from executors.reference import Reference
-from llamarl.ddma.channel import REFERENCE_WEIGHTS, RESET
+from llamarl.ddma.channel import RESET
 from llamarl.errors import TimedOut
 from llamarl.executor import ExecutorGroup
 from llamarl.models.config import read_config, tiny_directory
 from llamarl.models.hf import named_parameters_hf
-from llamarl.types import Group
+from llamarl.types import Group, ReferencePolicy
 from tests.tolerances import of_logprobs
 
 LOGPROBS = of_logprobs(read_config(tiny_directory()), size=2.0)
@@ -103,11 +103,11 @@ def make(reset_every=10, timeout_s=5.0, rank=0, ranks=(0,)):
         reset_every=reset_every,
         timeout_s=timeout_s,
     )
-    inputs = {"scored": FakeChannel(), REFERENCE_WEIGHTS: FakeWeights()}
+    inputs = [(Group, FakeChannel()), (ReferencePolicy, FakeWeights())]
     ours.attach(
         ExecutorGroup("reference", ranks, rank, torch.device("cpu")),
         inputs,
-        {"groups": FakeChannel()},
+        [(Group, FakeChannel())],
         FakeControl(rank),
         None,
     )
@@ -132,23 +132,23 @@ def group(ticket, *versions):
 
 def scored(ours, record):
     """The logprobs of a group that comes alone."""
-    ours.inputs["scored"].records.append(record)
+    ours.inputs.of(Group).records.append(record)
     assert ours.step()
     return sent(ours)[record.ticket].ref_logprobs
 
 
 def sent(ours):
-    return {g.ticket: g for g in ours.outputs["groups"].take()}
+    return {g.ticket: g for g in ours.outputs.of(Group).take()}
 
 
 def reset(ours, version, *, told=True):
-    ours.inputs[REFERENCE_WEIGHTS].coming.append(version)
+    ours.inputs.of(ReferencePolicy).coming.append(version)
     if told:
         ours.control.deliver(RESET, {"version": version})
 
 
 def test_a_group_waits_for_the_reference_of_its_newest_token(executor):
-    executor.inputs["scored"].records.extend(
+    executor.inputs.of(Group).records.extend(
         [group(0, 3, 9), group(1, 9, 10), group(2), group(3, 25)]
     )
     assert executor.step() and sent(executor).keys() == {0, 2}
@@ -167,11 +167,11 @@ def test_a_group_waits_for_the_reference_of_its_newest_token(executor):
 
 
 def test_scores_are_those_of_the_version_that_was_taken_in(executor):
-    executor.inputs["scored"].records.append(group(0, 0, 0))
+    executor.inputs.of(Group).records.append(group(0, 0, 0))
     executor.step()
     before = sent(executor)[0].ref_logprobs
     reset(executor, 10)
-    executor.inputs["scored"].records.append(group(0, 11, 11))
+    executor.inputs.of(Group).records.append(group(0, 11, 11))
     executor.step()
     after = sent(executor)[0].ref_logprobs
     alone = Reference(
@@ -180,7 +180,7 @@ def test_scores_are_those_of_the_version_that_was_taken_in(executor):
         temperature=1.0,
         microbatch_tokens=500,
     )
-    alone.attach(executor.group, {"scored": FakeChannel()}, {"groups": FakeChannel()}, None, None)
+    alone.attach(executor.group, [(Group, FakeChannel())], [(Group, FakeChannel())], None, None)
     alone.setup()
     torch.testing.assert_close(scored(alone, group(0, 0, 0)), before, atol=LOGPROBS, rtol=0)
     for p in alone.decoder.parameters():
@@ -203,7 +203,7 @@ def test_no_version_is_taken_in_that_the_trainer_has_not_told_of_or_ahead_of_a_s
 
 def test_a_snapshot_waits_for_what_was_sent_before_it(executor):
     executor.control.deliver(RESET, {"version": 10})
-    coming = executor.inputs[REFERENCE_WEIGHTS].coming
+    coming = executor.inputs.of(ReferencePolicy).coming
     executor.control.waited = lambda: (
         coming.append(10) if executor.version == 0 and not coming else None
     )

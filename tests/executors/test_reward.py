@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import time
-from collections import Counter, deque
 
 import pytest
 import torch
@@ -12,83 +11,19 @@ from executors import reward as reward_module
 from executors.reward import Reward
 from llamarl.controller import ExecutorController
 from llamarl.errors import RewardError
-from llamarl.executor import ExecutorGroup
 from llamarl.scoring import assembly
 from llamarl.scoring.in_turn import InTurn
 from llamarl.scoring.pool import RewardPool
 from llamarl.tasks.held_out import APART, EvalSet, own_set
-from llamarl.types import Completion, EvalCompletion, Prompt
+from llamarl.types import Completion, EvalCompletion, Group
+from tests.executors.pooled import FN, WORDS, FakeStream, make_prompt
 
 DEADLINE_S = 30.0
-FN = "scoring:score"
-USER_MODULE = '''
-def score(prompt, completion, meta):
-    """1 for the answer; what the prompt asks for by name otherwise."""
-    if completion == "error":
-        raise RuntimeError("cannot score " + prompt)
-    if completion == "abstain":
-        return None
-    return float(completion == meta["answer"])
 
 
-def rank(prompts, completions, metas):
-    """The share of its group's completions that each equals."""
-    return [completions.count(c) / len(completions) for c in completions]
-'''
-WORDS = ["error", "abstain", "right", "wrong"]  # token id -> text; prompt i has the answer "right"
-
-
-class FakeReceiver:
-    def __init__(self):
-        self.records = deque()
-
-    def take(self, limit=None):
-        count = len(self.records) if limit is None else min(limit, len(self.records))
-        return [self.records.popleft() for _ in range(count)]
-
-
-class FakeSender:
-    room = 10**6
-
-    def __init__(self, name="scored"):
-        self.name = name
-        self.records = []
-
-    def has_room(self):
-        return len(self.records) < self.room
-
-    def put(self, record):
-        assert self.has_room()
-        self.records.append(record)
-
-
-class FakeMetrics:
-    def __init__(self):
-        self.counters, self.reports = Counter(), []
-
-    def add(self, counter, amount):
-        self.counters[counter] += amount
-
-    def report(self, step, values):
-        self.reports.append((step, values))
-
-
-class FakeControl:
-    num_wakes = 0
-
-    def wake(self):
-        self.num_wakes += 1
-
-
-class FakeStream:
-    """Ticket 7 asks "train 7"."""
-
-    def __getitem__(self, ticket):
-        return make_prompt(f"train {ticket}")
-
-
-def make_prompt(text):
-    return Prompt(torch.tensor([1, 2]), text, {"answer": "right"})
+@pytest.fixture
+def build(build_reward):
+    return build_reward
 
 
 def completion(ticket, sample_index, word, *, finish_reason="stop", version=3):
@@ -118,51 +53,20 @@ def answer(prompt, sample, word, *, version=3):
     )
 
 
-@pytest.fixture
-def build(tmp_path, monkeypatch):
-    (tmp_path / "scoring.py").write_text(USER_MODULE)
-    monkeypatch.chdir(tmp_path)
-    built = []
-
-    def build(**options):
-        fn = options.pop("fn", FN)
-        output = options.pop("output", "scored")
-        settings = {"group_size": 2, "eval_sets": own_set(3)} | options
-        executor = Reward(
-            prompts=FakeStream(),
-            eval_prompts=lambda j: make_prompt(f"eval {j}"),
-            decode=lambda ids: WORDS[ids[0]] if ids else "",
-            make_scorer=lambda site: InTurn(RewardPool(fn, on_result=site.on_result)),
-            **settings,
-        )
-        group = ExecutorGroup("reward", (0,), 0, torch.device("cpu"))
-        inputs = {"completions": FakeReceiver(), "evaluations": FakeReceiver()}
-        outputs = {output: FakeSender(output)}
-        executor.attach(group, inputs, outputs, FakeControl(), FakeMetrics())
-        built.append(executor)
-        executor.setup()
-        return executor
-
-    yield build
-    for executor in built:
-        executor.teardown()
-
-
 def settle(executor):
     """Step until there is nothing to do and no score is awaited."""
     give_up = time.monotonic() + DEADLINE_S
     while executor.step() or executor._scorer.pending:
         assert time.monotonic() < give_up, executor.waiting_for()
-    (sink,) = executor.outputs.values()
-    return sink.records
+    return executor.outputs.of(Group).records
 
 
 def test_an_error_can_name_the_step_that_the_newest_completion_is_of(build):
     executor = build()
     assert executor.step_at == 0
-    feed = executor.inputs["completions"].records
+    feed = executor.inputs.of(Completion).records
     feed.extend(completion(7, i, "right", version=version) for i, version in enumerate((5, 4)))
-    executor.inputs["evaluations"].records.append(answer(0, 0, "", version=9))
+    executor.inputs.of(EvalCompletion).records.append(answer(0, 0, "", version=9))
     settle(executor)
     assert executor.step_at == 5
     controller = object.__new__(ExecutorController)
@@ -172,7 +76,7 @@ def test_an_error_can_name_the_step_that_the_newest_completion_is_of(build):
 
 def test_a_group_is_sent_when_its_last_completion_is_scored(build):
     executor = build()
-    feed = executor.inputs["completions"].records
+    feed = executor.inputs.of(Completion).records
     feed.extend([completion(7, 1, "wrong"), completion(8, 0, "right")])
     assert settle(executor) == []
     assert (
@@ -194,7 +98,7 @@ def test_a_group_is_sent_when_its_last_completion_is_scored(build):
 
 def test_an_error_or_an_abstention_is_nan_and_never_zero(build):
     executor = build(group_size=3)
-    executor.inputs["completions"].records.extend(
+    executor.inputs.of(Completion).records.extend(
         completion(0, i, w) for i, w in enumerate(("error", "abstain", "wrong"))
     )
     (group,) = settle(executor)
@@ -205,7 +109,7 @@ def test_an_error_or_an_abstention_is_nan_and_never_zero(build):
 
 def test_a_function_over_completions_sees_whole_groups_and_whole_evaluations(build):
     executor = build(fn="scoring:rank", group_size=3, eval_sets=own_set(2), num_eval_samples=1)
-    feed = executor.inputs["completions"].records
+    feed = executor.inputs.of(Completion).records
     feed.extend([completion(7, 2, "wrong"), completion(8, 0, "right"), completion(7, 0, "right")])
     settle(executor)
     waited_for = "data: 2 groups are begun; ticket 7 lacks 1 completions from the generator"
@@ -217,7 +121,7 @@ def test_a_function_over_completions_sees_whole_groups_and_whole_evaluations(bui
     assert groups[7].rewards.tolist() == pytest.approx([2 / 3, 2 / 3, 1 / 3])
     assert groups[8].rewards[:2].tolist() == [1.0, 1.0] and groups[8].rewards[2].isnan()
 
-    answers = executor.inputs["evaluations"].records
+    answers = executor.inputs.of(EvalCompletion).records
     answers.extend([answer(0, 0, "right"), answer(0, 1, "wrong"), answer(1, 0, "right")])
     settle(executor)
     assert executor.metrics.reports == []
@@ -230,7 +134,7 @@ def test_a_function_over_completions_sees_whole_groups_and_whole_evaluations(bui
 def test_an_aborted_completion_abstains_without_being_scored(build):
     executor = build()
     for i, word in enumerate(("right", "")):
-        executor.inputs["completions"].records.append(
+        executor.inputs.of(Completion).records.append(
             completion(0, i, word, finish_reason="aborted")
         )
     (group,) = settle(executor)
@@ -241,7 +145,7 @@ def test_an_aborted_completion_abstains_without_being_scored(build):
 
 def test_accuracy_is_reported_once_a_version_and_leaves_out_what_has_no_score(build):
     executor = build()
-    feed = executor.inputs["evaluations"].records
+    feed = executor.inputs.of(EvalCompletion).records
     feed.extend([answer(0, 0, "right", version=4), answer(0, 0, "right", version=5)])
     feed.append(answer(2, 0, "error", version=4))
     settle(executor)
@@ -288,11 +192,11 @@ def test_a_function_is_told_what_was_sampled(build):
         logprobs = torch.zeros(2)
         changed = dict(token_ids=ids, generator_logprobs=logprobs, finish_reason=reason)
         changed["policy_versions"] = torch.zeros(2, dtype=torch.int64)
-        executor.inputs["completions"].records.append(dataclasses.replace(one, **changed))
+        executor.inputs.of(Completion).records.append(dataclasses.replace(one, **changed))
     held_out = dataclasses.replace(
         answer(0, 0, "right"), token_ids=ids, policy_versions=torch.full_like(ids, 3)
     )
-    executor.inputs["evaluations"].records.append(held_out)
+    executor.inputs.of(EvalCompletion).records.append(held_out)
     (group,) = settle(executor)
     assert group.rewards.tolist() == [127.0, 27.0]
     ((_, values),) = executor.metrics.reports
@@ -301,7 +205,7 @@ def test_a_function_is_told_what_was_sampled(build):
 
 def test_what_is_answered_at_an_evaluation_is_written_with_its_scores(build, tmp_path):
     executor = build(eval_sets=own_set(2), num_eval_samples=1, samples=tmp_path / "samples")
-    feed = executor.inputs["evaluations"].records
+    feed = executor.inputs.of(EvalCompletion).records
     feed.extend([answer(1, 1, "wrong"), answer(0, 0, "right"), answer(1, 0, "error")])
     settle(executor)
     assert not (tmp_path / "samples").exists(), "an evaluation is written when it is whole"
@@ -326,7 +230,7 @@ def test_samples_that_cannot_be_written_are_warned_of_once_and_end_nothing(build
     (tmp_path / "samples").write_text("a file in its place")
     executor = build(eval_sets=own_set(1), samples=tmp_path / "samples")
     for version in (3, 4):
-        executor.inputs["evaluations"].records.append(answer(0, 0, "right", version=version))
+        executor.inputs.of(EvalCompletion).records.append(answer(0, 0, "right", version=version))
         settle(executor)
     assert [step for step, _ in executor.metrics.reports] == [3, 4]
     assert caplog.text.count("writes no samples") == 1
@@ -342,7 +246,7 @@ def test_sampled_answers_are_reported_with_the_greedy_ones(build):
         (1, 1): "abstain",
         (1, 2): "wrong",
     }
-    executor.inputs["evaluations"].records.extend(
+    executor.inputs.of(EvalCompletion).records.extend(
         answer(j, i, word) for (j, i), word in words.items()
     )
     assert settle(executor) == []
@@ -354,14 +258,14 @@ def test_sampled_answers_are_reported_with_the_greedy_ones(build):
 @pytest.mark.parametrize("output", ["scored", "groups"])
 def test_groups_wait_for_room_and_completions_then_stay_in_their_channel(build, output):
     executor = build(output=output)
-    sink = executor.outputs[output]
+    sink = executor.outputs.of(Group)
     sink.room = 1
-    feed = executor.inputs["completions"].records
+    feed = executor.inputs.of(Completion).records
     feed.extend(completion(t, i, "right") for t in range(2) for i in range(2))
     assert len(settle(executor)) == 1
     assert executor.waiting_for() == f"room: in channel {output}, which the trainer empties"
     feed.append(completion(9, 0, "right"))
-    executor.inputs["evaluations"].records.extend(answer(j, 0, "right") for j in range(3))
+    executor.inputs.of(EvalCompletion).records.extend(answer(j, 0, "right") for j in range(3))
     settle(executor)
     assert len(feed) == 1 and len(executor.metrics.reports) == 1  # evaluations need no room
     sink.room = 2
@@ -371,7 +275,7 @@ def test_groups_wait_for_room_and_completions_then_stay_in_their_channel(build, 
 def test_no_more_is_taken_than_the_pool_may_hold(build, monkeypatch):
     monkeypatch.setattr(reward_module, "MAX_PENDING", 5)
     executor = build()
-    feed = executor.inputs["completions"].records
+    feed = executor.inputs.of(Completion).records
     feed.extend(completion(t, i, "right") for t in range(10) for i in range(2))
     executor.step()
     assert len(feed) == 15
@@ -381,11 +285,11 @@ def test_no_more_is_taken_than_the_pool_may_hold(build, monkeypatch):
 def test_an_evaluation_needs_no_room_and_is_taken_at_once(build, monkeypatch):
     monkeypatch.setattr(reward_module, "MAX_PENDING", 2)
     executor = build()
-    executor.inputs["completions"].records.extend(
+    executor.inputs.of(Completion).records.extend(
         completion(t, i, "right") for t in range(10) for i in range(2)
     )
     executor.step()
-    feed = executor.inputs["evaluations"].records
+    feed = executor.inputs.of(EvalCompletion).records
     feed.extend(answer(j, 0, "right") for j in range(3))
     executor.step()
     assert not feed
@@ -395,9 +299,9 @@ def test_an_evaluation_needs_no_room_and_is_taken_at_once(build, monkeypatch):
 def test_too_many_errors_end_the_run_and_say_why(build):
     executor = build(max_error_rate=0.4)
     words = ["error"] * 30 + ["right"] * 33
-    executor.inputs["completions"].records.extend(completion(i, 0, w) for i, w in enumerate(words))
+    executor.inputs.of(Completion).records.extend(completion(i, 0, w) for i, w in enumerate(words))
     settle(executor)  # 30 of 63 are more than 40 %, but too few to tell
-    executor.inputs["completions"].records.append(completion(63, 0, "error"))
+    executor.inputs.of(Completion).records.append(completion(63, 0, "error"))
     with pytest.raises(
         RewardError, match=rf"reward {FN}: 48% of the last 64 scores are errors, above .*=0.4"
     ) as error:
@@ -408,7 +312,7 @@ def test_too_many_errors_end_the_run_and_say_why(build):
 def test_some_errors_do_not(build, caplog):
     executor = build(max_error_rate=0.6)
     words = ["error", "right"] * 40
-    executor.inputs["completions"].records.extend(completion(i, 0, w) for i, w in enumerate(words))
+    executor.inputs.of(Completion).records.extend(completion(i, 0, w) for i, w in enumerate(words))
     settle(executor)
     assert executor.metrics.counters["reward/errors"] == 40
     assert len(caplog.records) == assembly.LOGGED_REASONS
@@ -438,7 +342,7 @@ def test_a_function_over_completions_sees_each_set_by_itself(build):
     sets = (EvalSet("", 0, 1), EvalSet("a", APART, 1))
     executor = build(fn="scoring:rank", eval_sets=sets, num_eval_samples=1)
     executor.eval_prompts = lambda number: make_prompt("the same in both")
-    feed = executor.inputs["evaluations"].records
+    feed = executor.inputs.of(EvalCompletion).records
     feed.extend([answer(0, 0, "right"), answer(APART, 0, "right"), answer(0, 1, "wrong")])
     settle(executor)
     told = "data: 1 evaluation completions of eval.sets.a of policy version 3, from the generator"
@@ -454,7 +358,7 @@ def test_a_function_over_completions_sees_each_set_by_itself(build):
 def test_what_is_answered_is_written_with_its_set_and_its_number_there(build, tmp_path):
     sets = (EvalSet("", 0, 1), EvalSet("a", APART, 2))
     executor = build(eval_sets=sets, samples=tmp_path / "samples")
-    feed = executor.inputs["evaluations"].records
+    feed = executor.inputs.of(EvalCompletion).records
     feed.extend(answer(number, 0, "right") for number in (APART + 1, 0, APART))
     settle(executor)
     lines = (tmp_path / "samples" / "step_3.jsonl").read_text().splitlines()

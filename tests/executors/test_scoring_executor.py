@@ -1,6 +1,5 @@
 """Reward with models alone, with fakes on both sides and a small random scorer."""
 
-from collections import Counter
 from functools import partial
 
 import pytest
@@ -10,106 +9,29 @@ from executors.reward import Reward
 from llamarl.executor import ExecutorGroup
 from llamarl.models.config import tiny_directory
 from llamarl.models.hf import load_tokenizer
-from llamarl.scoring.model import ModelScorer, asked_of
-from llamarl.scoring.scorer import Outcome, Scorer
+from llamarl.scoring.model import asked_of
 from llamarl.scoring.sharded import ScorerSettings
 from llamarl.scoring.transcript import Transcript, same_tokens
 from llamarl.scoring.weighted import Part, Weighted
 from llamarl.tasks.held_out import own_set
-from llamarl.types import Completion, EvalCompletion, Prompt
-from tests.executors.test_reward import FakeControl, FakeMetrics, FakeReceiver, FakeSender
-from tests.scorers import SCORES, asked_for, spoil_head, transformers_scores, write_scorer
+from llamarl.types import EvalCompletion, Group
+from tests.executors.fakes import FakeControl, FakeMetrics, FakeReceiver, FakeSender
+from tests.executors.scorings import (
+    ASKED,
+    SIZE,
+    Lengths,
+    all_of,
+    answer,
+    close_to,
+    completion,
+    feed,
+    part,
+    prompt,
+    words,
+)
+from tests.scorers import SCORES, spoil_head, transformers_scores, write_scorer
 
 pytestmark = [pytest.mark.machine, pytest.mark.usefixtures("float32_products")]
-SIZE = 3
-ASKED = asked_for(4, SIZE)  # of ticket i, and of held-out prompt i
-
-
-class Metrics(FakeMetrics):
-    def __init__(self):
-        super().__init__()
-        self.means: dict[str, list[float]] = {}
-        self.sums = Counter()
-
-    def add_mean(self, name, value):
-        self.means.setdefault(name, []).append(value)
-
-    def add_sum(self, name, value):
-        self.sums[name] += value
-
-
-class Lengths(Scorer):
-    """A scorer: the number of words of a completion; an error for none, None for "hm"."""
-
-    name = "lengths"
-
-    def __init__(self, site):
-        self._known = []
-        self.batches: list[list[int]] = []
-
-    @property
-    def pending(self):
-        return len(self._known)
-
-    def submit(self, key, item):
-        words = len(item.text.split(","))
-        meta = item.prompt.meta
-        outcome = Outcome("score", float(words), "")
-        if words == meta.get("error_at"):
-            outcome = Outcome.error("cannot count")
-        if words == meta.get("abstain_at"):
-            outcome = Outcome.abstain("does not care to")
-        self._known.append((key, outcome))
-
-    def release(self, keys):
-        self.batches.append(list(keys))
-
-    def poll(self):
-        known, self._known = self._known, []
-        return known
-
-    def wait(self, timeout_s):
-        return bool(self._known)
-
-    def close(self):
-        self._known = []
-
-
-def prompt(i, **meta):
-    return Prompt(ASKED[i].prompt_ids, f"question {i}", meta)
-
-
-def completion(ticket, sample, *, finish_reason="stop"):
-    ids = ASKED[ticket].completions[sample]
-    return Completion(
-        ticket,
-        sample,
-        ASKED[ticket].prompt_ids,
-        ids,
-        torch.zeros(len(ids)),
-        torch.zeros_like(ids),
-        finish_reason,
-    )
-
-
-def answer(i):
-    ids = ASKED[i].completions[0]
-    return EvalCompletion(
-        prompt_index=i,
-        greedy=True,
-        sample_index=0,
-        token_ids=ids,
-        policy_versions=torch.full_like(ids, 5),
-        finish_reason="stop",
-    )
-
-
-def words(ids):
-    return ",".join(map(str, ids))
-
-
-def part(name, settings, weight=1.0, stream=None):
-    return Part(name, partial(ModelScorer, name, settings, stream=stream), weight)
 
 
 @pytest.fixture
@@ -133,27 +55,13 @@ def build(tmp_path):
             reproducible=reproducible,
         )
         group = ExecutorGroup("reward", (0,), 0, torch.device("cpu"))
-        inputs = {"completions": FakeReceiver(), "evaluations": FakeReceiver()}
-        executor.attach(group, inputs, {"scored": FakeSender()}, FakeControl(), Metrics())
+        inputs = [(record, FakeReceiver()) for record in executor.consumes]
+        outputs = [(Group, FakeSender())]
+        executor.attach(group, inputs, outputs, FakeControl(), FakeMetrics())
         executor.setup()
         return executor
 
     return build
-
-
-def feed(executor, *records):
-    executor.inputs["completions"].records.extend(records)
-    while executor.step():
-        pass
-    return {group.ticket: group for group in executor.outputs["scored"].records}
-
-
-def all_of(ticket):
-    return [completion(ticket, sample) for sample in range(SIZE)]
-
-
-def close_to(rewards, wanted):
-    torch.testing.assert_close(rewards, wanted, rtol=0, atol=SCORES)
 
 
 def test_rewards_are_the_models_scores_of_the_sampled_tokens(build, scorer):
@@ -180,7 +88,7 @@ def test_a_score_is_shifted_and_scaled(build, scorer):
 
 def test_held_out_answers_are_scored_by_the_same_model(build, scorer):
     executor = build()
-    executor.inputs["evaluations"].records.extend(answer(i) for i in range(len(ASKED)))
+    executor.inputs.of(EvalCompletion).records.extend(answer(i) for i in range(len(ASKED)))
     assert feed(executor) == {}
     ((version, values),) = executor.metrics.reports
     wanted = transformers_scores(scorer, ASKED)[::SIZE].mean()

@@ -15,35 +15,18 @@ from llamarl.executor import ExecutorGroup
 from llamarl.scoring.ahead import StreamSettings
 from llamarl.scoring.growing import Piece
 from llamarl.scoring.pieces import LogprobHead
-from llamarl.types import Prompt, Stretch
-from tests.executors.test_reference import (
-    LOGPROBS,
-    NAN,
-    FakeReceiver,
-    FakeSender,
-    executor,
-    group,
-    model,  # noqa: F401 (a fixture)
-    one_by_one,
-    scored,
-)
-from tests.executors.test_scoring_executor import Metrics
+from llamarl.types import Group, Prompt, Stretch
+from tests.executors.fakes import FakeMetrics, FakeReceiver, FakeSender
+from tests.executors.references import LOGPROBS, NAN, executor, group, one_by_one, scored
 
 pytestmark = pytest.mark.machine
 LONGEST = 24
 LENGTHS = {1: (3, 1, 6, 2), 2: (14, 0, 9), 3: (5, 20)}  # of a ticket's completions
 
 
-class Spans(Metrics):
-    """Metrics that keep the names of spans."""
-
-    def __init__(self):
-        super().__init__()
-        self.spans = []
-
-    def span(self, track, name, start_s, end_s):
-        assert track == "reference" and start_s <= end_s
-        self.spans.append(name)
+@pytest.fixture
+def model(reference_model):
+    return reference_model
 
 
 class Prompts:
@@ -56,7 +39,7 @@ def of_ticket(ticket):
 
 
 def streaming(
-    model,  # noqa: F811
+    model,
     *,
     cache_tokens=8 * LONGEST,
     chunk_tokens=4,
@@ -75,9 +58,10 @@ def streaming(
             chunk_tokens=chunk_tokens, cache_tokens=cache_tokens, longest=LONGEST
         ),
     )
-    inputs = {"scored": FakeReceiver(), "reference_stretches": FakeReceiver()}
+    inputs = [(record, FakeReceiver()) for record in made.consumes]
+    outputs = [(Group, FakeSender("groups"))]
     ranks = ExecutorGroup("reference", (0,), 0, torch.device("cpu"))
-    made.attach(ranks, inputs, {"groups": FakeSender()}, control=None, metrics=Spans())
+    made.attach(ranks, inputs, outputs, control=None, metrics=FakeMetrics())
     made.setup()
     if not native:
         made._logprobs._ahead._reader.native = None
@@ -93,8 +77,7 @@ def stretch(ticket, sample, begin, end=None, *, has_ended=False):
 def hear(ours, *records):
     """Records as they come, each with a step."""
     for record in records:
-        name = "reference_stretches" if isinstance(record, Stretch) else "scored"
-        ours.inputs[name].records.append(record)
+        ours.inputs.of(type(record)).records.append(record)
         ours.step()
 
 
@@ -102,7 +85,7 @@ def sent(ours):
     """The logprobs of each group that was sent, once there is nothing to do."""
     while ours.step():
         pass
-    (sink,) = ours.outputs.values()
+    sink = ours.outputs.of(Group)
     return {g.ticket: g.ref_logprobs for g in sink.records}
 
 
@@ -179,7 +162,7 @@ def heard(draw):
 @settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(heard(), st.sampled_from([LONGEST, 3 * LONGEST, 9 * LONGEST]))
 def test_logprobs_have_the_same_bits_whatever_was_heard_before(
-    model,  # noqa: F811
+    model,
     native,
     records,
     cache_tokens,
@@ -216,7 +199,7 @@ def test_what_was_sampled_anew_is_read_anew(model):  # noqa: F811
     assert num_held(ours) == 1
     # Of ticket 3 it has not been read when the group is there.
     news = [Stretch(3, 1, 0, others, False), Stretch(3, 1, 9, others, True)]
-    ours.inputs["reference_stretches"].records.extend(news)
+    ours.inputs.of(Stretch).records.extend(news)
     hear(ours, of_ticket(3), of_ticket(1))
     for ticket, found in sent(ours).items():
         torch.testing.assert_close(
@@ -239,14 +222,14 @@ def test_completions_whose_groups_never_come_are_forgotten(model):  # noqa: F811
 
 def test_a_full_channel_keeps_groups_and_lets_it_read(model):  # noqa: F811
     ours = streaming(model)
-    (sink,) = ours.outputs.values()
+    sink = ours.outputs.of(Group)
     hear(ours, of_ticket(1))
     sink.room = 1
     sent(ours)
     hear(ours, of_ticket(2), stretch(3, 1, 0, 12))
-    assert len(sent(ours)) == 1 and len(ours.inputs["scored"].records) == 1
+    assert len(sent(ours)) == 1 and len(ours.inputs.of(Group).records) == 1
     assert ours.metrics.spans[-1] == "read ahead"
-    assert ours.waiting_for() == "room: in channel referenced, which the trainer empties"
+    assert ours.waiting_for() == "room: in channel groups, which the trainer empties"
     sink.room = 9
     hear(ours, group(4, lengths=(0, 0)), of_ticket(3))
     assert list(sent(ours)) == [1, 2, 4, 3]

@@ -13,13 +13,12 @@ from llamarl.scoring.ahead import StreamSettings
 from llamarl.scoring.sharded import ScorerSettings
 from llamarl.scoring.weighted import Part, Weighted
 from llamarl.tasks.held_out import own_set
-from llamarl.types import Stretch
-from tests.executors.test_reward import FakeControl, FakeReceiver, FakeSender
-from tests.executors.test_scoring_executor import (
+from llamarl.types import EvalCompletion, Group, Stretch
+from tests.executors.fakes import FakeControl, FakeMetrics, FakeReceiver, FakeSender
+from tests.executors.scorings import (
     ASKED,
     SIZE,
     Lengths,
-    Metrics,
     all_of,
     answer,
     close_to,
@@ -33,18 +32,6 @@ from tests.scorers import transformers_scores, write_scorer
 
 pytestmark = [pytest.mark.machine, pytest.mark.usefixtures("float32_products")]
 LONGEST = 48
-
-
-class Spans(Metrics):
-    """Metrics that keep the names of spans."""
-
-    def __init__(self):
-        super().__init__()
-        self.spans = []
-
-    def span(self, track, name, start_s, end_s):
-        assert track == "reward" and start_s <= end_s
-        self.spans.append(name)
 
 
 @pytest.fixture(scope="module")
@@ -77,11 +64,12 @@ def streaming(path, *, model=None, parts=None, cache_tokens=8 * LONGEST, **searc
         eval_sets=own_set(len(ASKED)),
         make_scorer=partial(Weighted, weighted),
         first_takes=True,
+        reads_ahead=True,
         reproducible=reproducible,
     )
     group = ExecutorGroup("reward", (0,), 0, torch.device("cpu"))
-    inputs = {name: FakeReceiver() for name in ("completions", "evaluations", "stretches")}
-    executor.attach(group, inputs, {"scored": FakeSender()}, FakeControl(), Spans())
+    inputs = [(record, FakeReceiver()) for record in executor.consumes]
+    executor.attach(group, inputs, [(Group, FakeSender())], FakeControl(), FakeMetrics())
     executor.setup()
     return executor
 
@@ -99,7 +87,7 @@ def longest_sample(ticket):
 def test_what_is_sampled_is_read_before_it_ends(path, scorer):
     executor = streaming(path)
     sample, size = longest_sample(0)
-    executor.inputs["stretches"].records.append(stretch(0, sample, 0, size - 1))
+    executor.inputs.of(Stretch).records.append(stretch(0, sample, 0, size - 1))
     assert executor.step() and executor.metrics.spans == ["read ahead"]
     while executor.step():
         pass
@@ -137,8 +125,7 @@ def test_scores_have_the_same_bits_whatever_was_heard_before(path, scorer, recor
     executor = streaming(path, cache_tokens=cache_tokens)
     unheard = feed(streaming(path), *all_of(1), *all_of(3))
     for record in records:
-        channel = "stretches" if isinstance(record, Stretch) else "completions"
-        executor.inputs[channel].records.append(record)
+        executor.inputs.of(type(record)).records.append(record)
         executor.step()
     groups = feed(executor)
     for ticket in (1, 3):
@@ -149,7 +136,7 @@ def test_scores_have_the_same_bits_whatever_was_heard_before(path, scorer, recor
 def test_a_full_cache_drops_what_was_read_least_and_scores_the_same(path, scorer):
     executor = streaming(path, cache_tokens=LONGEST)
     sample, size = longest_sample(2)
-    executor.inputs["stretches"].records.append(stretch(2, sample, 0, size - 1))
+    executor.inputs.of(Stretch).records.append(stretch(2, sample, 0, size - 1))
     executor.step()
     feed(executor, *all_of(0))
     groups = feed(executor, *all_of(2))
@@ -161,7 +148,7 @@ def test_a_full_cache_drops_what_was_read_least_and_scores_the_same(path, scorer
 def test_an_aborted_completion_is_read_no_further(path, scorer):
     executor = streaming(path)
     sample, size = longest_sample(0)
-    executor.inputs["stretches"].records.append(stretch(0, sample, 0, size - 1))
+    executor.inputs.of(Stretch).records.append(stretch(0, sample, 0, size - 1))
     executor.step()
     gone = completion(0, sample, finish_reason="aborted")
     group = feed(executor, gone, *[c for c in all_of(0) if c.sample_index != sample])[0]
@@ -169,14 +156,14 @@ def test_an_aborted_completion_is_read_no_further(path, scorer):
     ahead = executor._scorer.scorers["model"]._growing.ahead
     assert sum(growing.num_known for growing in ahead.caches) == 0
     # Its last stretch comes late.
-    executor.inputs["stretches"].records.append(stretch(0, sample, 0))
+    executor.inputs.of(Stretch).records.append(stretch(0, sample, 0))
     executor.step()
     assert sum(growing.num_known for growing in ahead.caches) == 0
 
 
 def test_held_out_answers_are_scored_whole(path, scorer):
     executor = streaming(path)
-    executor.inputs["evaluations"].records.extend(answer(i) for i in range(len(ASKED)))
+    executor.inputs.of(EvalCompletion).records.extend(answer(i) for i in range(len(ASKED)))
     feed(executor, *all_of(2))
     ((_, values),) = executor.metrics.reports
     wanted = transformers_scores(scorer, ASKED)[::SIZE].mean()
@@ -188,7 +175,7 @@ def test_each_model_streams_and_others_are_weighed_beside_it(path, scorer):
     model = ScorerSettings(path=str(path), dtype="float32")
     executor = streaming(path, model=model, parts=[Part("words", Lengths, -0.5)])
     sample, size = longest_sample(3)
-    executor.inputs["stretches"].records.append(stretch(3, sample, 0, size - 1))
+    executor.inputs.of(Stretch).records.append(stretch(3, sample, 0, size - 1))
     executor.step()
     group = feed(executor, *all_of(3))[3]
     lengths = torch.tensor([float(len(c)) for c in ASKED[3].completions])

@@ -14,7 +14,8 @@ from llamarl.ddma.receiver import Staged
 from llamarl.executor import ExecutorGroup
 from llamarl.inference import SamplingParams, TemperatureRange
 from llamarl.inference.evaluation import SAMPLED
-from tests.executors.test_generator import PROMPT, canary_of, generator, stored
+from llamarl.types import Completion
+from tests.executors.generators import PROMPT, canary_of, generator, stored
 from tests.launching import SMALL, ForkedJob, untimed
 
 LOW, HIGH, SEED = 0.7, 2.0, 11
@@ -50,7 +51,7 @@ def finished(g):
     g.tickets.grants = 0
     while g.engine.num_live or g.engine.num_waiting or g._send_again:
         g.step()
-    return {(c.ticket, c.sample_index): c for c in g.outputs["completions"]}
+    return {(c.ticket, c.sample_index): c for c in g.outputs.of(Completion)}
 
 
 def sampled(**options):

@@ -13,9 +13,8 @@ from llamarl.executor import ExecutorGroup
 from llamarl.inference import Engine, SamplingParams
 from llamarl.models.config import tiny_directory
 from llamarl.models.hf import load_tokenizer, named_parameters_hf
-from llamarl.types import Answered, Completion, EvalCompletion
-from tests.executors.test_reward import FakeControl, FakeReceiver, FakeSender
-from tests.executors.test_scoring_executor import Metrics
+from llamarl.types import Answered, Completion, EvalAnswered, EvalCompletion, Policy
+from tests.executors.fakes import FakeControl, FakeMetrics, FakeReceiver, FakeSender
 
 ANSWERS, SIZE, EVAL_ATTACKS = 3, 2, 3
 LONGEST, NEW = 12, 5
@@ -83,11 +82,12 @@ def build():
             num_eval_attacks=EVAL_ATTACKS,
             reproducible=reproducible,
         )
-        inputs = {"completions": FakeReceiver(), "evaluations": FakeReceiver()}
-        outputs = {"answered": FakeSender(), "eval_answered": FakeSender()}
-        outputs["answered"].room = room
+        inputs = [(record, FakeReceiver()) for record in victim.consumes]
+        answered, eval_answered = FakeSender("answered"), FakeSender("eval_answered")
+        answered.room = room
+        outputs = [(Answered, answered), (EvalAnswered, eval_answered)]
         group = ExecutorGroup("victim", (0,), 0, torch.device("cpu"))
-        victim.attach(group, inputs, outputs, FakeControl(), Metrics())
+        victim.attach(group, inputs, outputs, FakeControl(), FakeMetrics())
         victim.setup()
         built.append(victim)
         return victim
@@ -99,17 +99,16 @@ def build():
 
 def give(victim, *attacks):
     for one in attacks:
-        channel = "completions" if isinstance(one, Completion) else "evaluations"
-        victim.inputs[channel].records.append(one)
+        victim.inputs.of(type(one)).records.append(one)
 
 
-def answered_by(victim, *attacks) -> dict[tuple, Answered]:
+def answered_by(victim, *attacks) -> dict[tuple, Answered | EvalAnswered]:
     """What came of the attacks, by their places in the engine."""
     give(victim, *attacks)
     while victim.step():
         pass
     records = []
-    for sender in victim.outputs.values():
+    for sender in victim.outputs:
         records += sender.records
         sender.records = []
     return {place_of(one.attack): one for one in records}
@@ -221,7 +220,7 @@ def test_as_many_attacks_are_begun_as_fill_the_slots(build):
     victim = build(reproducible=False, max_slots=4 * ANSWERS)
     give(victim, *SUMS)
     victim.step()
-    assert len(victim.outputs["answered"].records) + len(victim._asked) == 4
+    assert len(victim.outputs.of(Answered).records) + len(victim._asked) == 4
 
 
 def test_two_evaluations_may_be_under_way_at_once(build):
@@ -230,7 +229,7 @@ def test_two_evaluations_may_be_under_way_at_once(build):
     give(victim, *both)
     while victim.step():
         pass
-    assert len(victim.outputs["eval_answered"].records) == len(both)
+    assert len(victim.outputs.of(EvalAnswered).records) == len(both)
 
 
 @pytest.mark.parametrize("reproducible", [True, False])
@@ -240,13 +239,13 @@ def test_an_evaluation_overtakes_the_attacks_that_wait(build, monkeypatch, repro
     victim = build(reproducible=reproducible, max_slots=ANSWERS * SIZE)
     give(victim, *SUMS)
     victim.step()
-    begun = len(victim._asked) + len(victim.outputs["answered"].records)
+    begun = len(victim._asked) + len(victim.outputs.of(Answered).records)
     assert begun == SIZE, "the rest waits"
     give(victim, *SUMS, *(eval_attack(i, f"2{i}+3") for i in range(EVAL_ATTACKS)))
-    evaluated = victim.outputs["eval_answered"].records
+    evaluated = victim.outputs.of(EvalAnswered).records
     while len(evaluated) < EVAL_ATTACKS:
         assert victim.step()
-    assert len(victim.outputs["answered"].records) < len(SUMS)
+    assert len(victim.outputs.of(Answered).records) < len(SUMS)
 
 
 def test_an_evaluation_is_taken_in_where_no_attack_has_room(build, monkeypatch):
@@ -254,8 +253,8 @@ def test_an_evaluation_is_taken_in_where_no_attack_has_room(build, monkeypatch):
     victim = build()
     give(victim, *SUMS, *(eval_attack(i, f"2{i}+3") for i in range(EVAL_ATTACKS)))
     victim.step()
-    assert not victim.inputs["evaluations"].records
-    assert len(victim.inputs["completions"].records) == len(SUMS) - 1
+    assert not victim.inputs.of(EvalCompletion).records
+    assert len(victim.inputs.of(Completion).records) == len(SUMS) - 1
 
 
 def test_without_room_it_rests(build):
@@ -272,5 +271,5 @@ def test_its_weights_stay_those_of_the_directory(build):
     stored = load_file(Path(tiny_directory()) / "model.safetensors")
     for name, tensor in held.items():
         assert torch.equal(tensor, stored[name].float())
-    assert "policy" not in victim.inputs
+    assert Policy not in victim.consumes
     assert sum(victim.metrics.sums.values()) > 0  # victim/tokens

@@ -25,7 +25,7 @@ from llamarl.launch.run_directory import RunDirectory
 from llamarl.models.config import read_config
 from llamarl.models.fsdp import local
 from llamarl.models.sharding import parameter_shapes
-from llamarl.types import Group
+from llamarl.types import Group, Policy
 from tests.tolerances import rounding
 
 pytestmark = pytest.mark.slow
@@ -140,7 +140,7 @@ def trainer_of(model: Path, group: ExecutorGroup, case: str) -> tuple[FSDPTraine
     job.model_path, job.prompts = model, [group_of(i) for i in range(99)]
     trainer = build_trainer(config, job)
     peers = Peers()
-    trainer.attach(group, {}, {"policy": peers}, peers, peers, peers, peers)
+    trainer.attach(group, [], [(Policy, peers)], peers, peers, peers, peers)
     trainer.setup()
     return trainer, peers
 

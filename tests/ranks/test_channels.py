@@ -103,6 +103,7 @@ def record(ticket: int, sender: int):
 
 def exchange_records(control) -> None:
     from llamarl.comm.channel import ConnectContext, Gather, Scatter, dp_rank_of
+    from llamarl.types import Completion
 
     sources, destinations = (0, 1), (1, 2)  # rank 1 is on both sides
     context = ConnectContext(
@@ -113,7 +114,7 @@ def exchange_records(control) -> None:
     )
     ends = {}
     for kind in (Gather, Scatter):
-        channel = kind(kind.__name__, Endpoint("from"), Endpoint("to"), capacity=4)
+        channel = kind(Endpoint("from"), Endpoint("to"), carries=Completion, capacity=4)
         ends[kind] = channel.connect(context)
     control.start()
     for kind, (sender, receiver) in ends.items():

@@ -32,7 +32,7 @@ from llamarl.models.fsdp import held_box, local
 from llamarl.models.sharding import Box, parameter_shapes
 from llamarl.tickets.ledger import TicketLedger
 from llamarl.tickets.service import TicketService
-from llamarl.types import Group, Prompt
+from llamarl.types import Group, Policy, Prompt
 from tests.tolerances import rounding
 
 pytestmark = pytest.mark.machine
@@ -182,7 +182,7 @@ def trainer_of(model: Path, group: ExecutorGroup) -> tuple[FSDPTrainer, Recorder
         critic_seed=3,
     )
     recorder = Recorder()
-    trainer.attach(group, {}, {"policy": recorder}, recorder, recorder, recorder, recorder)
+    trainer.attach(group, [], [(Policy, recorder)], recorder, recorder, recorder, recorder)
     trainer.setup()
     return trainer, recorder
 
@@ -619,7 +619,7 @@ class Trainer(Executor):
 
 
 def test_a_group_goes_to_all_tensor_parallel_peers_of_its_lane_and_each_lane_gets_its_share():
-    channel = Scatter("groups", Executor(), Trainer())
+    channel = Scatter(Executor(), Trainer(), carries=Group)
     routes = {t: channel.route(group_of(t), num_destinations=6) for t in range(6)}
     assert routes == {t: [2 * dp_rank_of(t, 3), 2 * dp_rank_of(t, 3) + 1] for t in range(6)}
     assert sorted(rank for ranks in routes.values() for rank in ranks) == sorted(

@@ -5,16 +5,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from executors.build import build_stretches
-from executors.generator import REFERENCE_STRETCHES, STRETCHES
+from executors.build import build_executors
 from llamarl.comm.groups import World
 from llamarl.config.command_line import RED_TEAM, ConfigError, check_command_line, compose_config
 from llamarl.inference.cache import whole_blocks
 from llamarl.launch.dry_run import dry_run
+from llamarl.launch.graph import channels_between
 from llamarl.launch.job import Job
 from llamarl.launch.run_directory import RunDirectory
 from llamarl.launch.scorers import stream_cache_tokens
 from llamarl.models.config import tiny_directory
+from llamarl.types import Stretch
 from tests.scorers import write_scorer
 
 GIVEN = ("reward=model", f"reward.path={tiny_directory()}", "reward.stream=true")
@@ -94,16 +95,24 @@ def test_a_cache_holds_as_many_as_the_generators_unless_it_is_said():
     assert stream_cache_tokens(config, placement, "reference") == rows * whole_blocks(LONGEST)
 
 
-def test_stretches_have_a_channel_only_where_they_are_read():
-    (channel,) = build_stretches(compose_config(list(GIVEN)), "generator", "reward", [])
-    assert channel.name == STRETCHES
-    assert build_stretches(compose_config([]), "generator", "reward", []) == []
-    config = compose_config([*GIVEN, *REFERENCE])
-    both = build_stretches(config, "generator", "reward", ["reference"])
-    assert [(channel.name, channel.destination) for channel in both] == [
-        (STRETCHES, "reward"),
-        (REFERENCE_STRETCHES, "reference"),
-    ]
+@pytest.mark.parametrize(
+    "overrides, wanted",
+    [
+        ([], []),
+        (GIVEN, [("stretches", "reward")]),
+        (REFERENCE, [("stretches", "reference")]),
+        ([*GIVEN, *REFERENCE], [("stretches", "reward"), ("reference_stretches", "reference")]),
+    ],
+)
+def test_stretches_have_a_channel_only_where_they_are_read(overrides, wanted, tmp_path):
+    write_scorer(tmp_path)
+    of_scorer = [f"reward.path={tmp_path}"] if "reward=model" in overrides else []
+    config = compose_config([*overrides, *of_scorer])
+    job = Job(config, World(0, 1, torch.device("cpu")), RunDirectory(Path(), None))
+    generator, reward, references, trainer = build_executors(config, job)
+    channels = channels_between([generator, reward, *references, trainer])
+    found = [(c.name, c.destination.name) for c in channels if c.carries is Stretch]
+    assert found == wanted
 
 
 def test_a_dry_run_says_what_the_caches_take(tmp_path, capsys):

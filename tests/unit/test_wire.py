@@ -8,7 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llamarl.comm import wire
-from llamarl.types import Answered, Completion, EvalCompletion, Group, ScoredCompletion
+from llamarl.types import (
+    Answered,
+    Completion,
+    EvalCompletion,
+    Group,
+    ScoredCompletion,
+)
 
 
 def completion(ticket: int, sample: int, length: int) -> Completion:
