@@ -1,14 +1,100 @@
-"""recipes/custom_executor.py: its executor goes wherever the main job's executors go."""
+"""recipes/custom_executor.py: its executor alone and wherever the main job's executors go, and a
+recipe that lists its channels.
+"""
 
 import json
 import subprocess
 import sys
 
 import pytest
+import torch
 
-from tests.launching import ROOT, SMALL, STEPS, environment
+from llamarl.executor import ExecutorGroup
+from llamarl.types import Group
+from recipes.custom_executor import LengthPenalty
+from tests.executors.fakes import FakeControl, FakeMetrics, FakeReceiver, FakeSender
+from tests.launching import ROOT, SMALL, STEPS, ForkedJob, environment, untimed
 
 RECIPE = ROOT / "recipes" / "custom_executor.py"
+LISTED = """
+from executors.build import build_executors
+from llamarl.comm import Gather, Scatter
+from llamarl.config import Config, main
+from llamarl.ddma.channel import Weights
+from llamarl.launch import launch
+from llamarl.types import Completion, EvalCompletion, Group
+
+
+@main
+def run(config: Config) -> None:
+    with launch(config) as job:
+        generator, reward, _, trainer = build_executors(config, job)
+        channels = [
+            Gather(generator, reward, carries=Completion),
+            Gather(generator, reward, carries=EvalCompletion),
+            Scatter(reward, trainer, carries=Group),
+            Weights(trainer, generator),
+        ]
+        job.run([generator, reward, trainer], channels)
+
+
+if __name__ == "__main__":
+    run()
+"""
+
+
+def group(*, lengths, rewards):
+    num_tokens = sum(lengths)
+    return Group(
+        ticket=0,
+        prompt_ids=torch.tensor([1]),
+        lengths=torch.tensor(lengths),
+        token_ids=torch.zeros(num_tokens, dtype=torch.int64),
+        generator_logprobs=torch.zeros(num_tokens),
+        policy_versions=torch.zeros(num_tokens, dtype=torch.int64),
+        ref_logprobs=torch.empty(0),
+        rewards=torch.tensor(rewards),
+        finish_reasons=("stop",) * len(lengths),
+        outcomes=("score",) * len(lengths),
+    )
+
+
+def test_a_token_costs_the_same_everywhere_and_a_full_channel_stops_it():
+    penalty = LengthPenalty(per_token=0.25)
+    source, sink = FakeReceiver(), FakeSender()
+    alone = ExecutorGroup("length_penalty", (0,), 0, torch.device("cpu"))
+    ends = [(Group, source)], [(Group, sink)]
+    penalty.attach(alone, *ends, FakeControl(), FakeMetrics())
+    assert not penalty.step() and penalty.waiting_for() is None
+    source.records.append(group(lengths=[2, 0, 4], rewards=[1.0, 0.5, float("nan")]))
+    sink.room = 0
+    assert not penalty.step() and penalty.waiting_for().startswith("room: ") and source.records
+    sink.room = 1
+    assert penalty.step()
+    (sent,) = sink.records
+    assert sent.rewards[:2].tolist() == [0.5, 0.5] and sent.rewards[2].isnan()
+    assert sent.lengths.tolist() == [2, 0, 4]
+
+
+def test_the_readme_shows_it_as_it_is():
+    source = RECIPE.read_text()
+    shown = [body for body in blocks(ROOT / "README.md") if "LengthPenalty" in body]
+    assert len(shown) == 1 and shown[0] in source
+    assert len(source.splitlines()) < 60, "it is one screen"
+
+
+def blocks(file):
+    """The Python that a document shows."""
+    return [part.split("```")[0] for part in file.read_text().split("```python\n")[1:]]
+
+
+def test_a_recipe_may_list_its_channels(synchronous_run, tmp_path):
+    recipe = tmp_path / "listed.py"
+    recipe.write_text(LISTED)
+    given = (*SMALL, "max_lag=0")
+    with ForkedJob(*given, run_dir=tmp_path / "run", recipe=recipe) as job:
+        assert job.wait() == 0, job.output
+    assert untimed(job.rows) == untimed(synchronous_run.rows)
 
 
 @pytest.mark.slow
