@@ -16,6 +16,7 @@ from executors.reward import Reward
 from executors.trainer import AdamSettings, FSDPTrainer
 from executors.victim import Victim
 from llamarl.config.command_line import Config
+from llamarl.config.placement import judge_models
 from llamarl.executor import WeightsForm
 from llamarl.inference import Engine, SamplingParams, TemperatureRange
 from llamarl.inference.build import build_native, build_vllm
@@ -39,11 +40,15 @@ from llamarl.learning.values import CriticSettings
 from llamarl.models.lora import Lora
 from llamarl.models.parity import TOP
 from llamarl.scoring.ahead import StreamSettings
-from llamarl.scoring.gold import GoldSettings
+from llamarl.scoring.diversity import Diversity
+from llamarl.scoring.gold import Gold, GoldSettings
+from llamarl.scoring.judges import MakeEvalJudge
 from llamarl.scoring.pairing import PairMaker
 from llamarl.scoring.pairs import PairRule
+from llamarl.scoring.perplexity import Perplexity, PerplexitySettings
 from llamarl.scoring.replies import ReplySettings
-from llamarl.scoring.scorer import Item, Scorer, site_alone
+from llamarl.scoring.samples import Samples
+from llamarl.scoring.scorer import Item, Scorer, Site, site_alone
 from llamarl.scoring.weighted import Part, Weighted
 from llamarl.tasks.held_out import EvalSet
 from llamarl.types import Prompt
@@ -148,23 +153,24 @@ def build_reward(config: Config, job: Job) -> Reward:
         eval_sets=job.eval_sets,
         num_eval_samples=config.eval.num_samples,
         max_error_rate=r.max_error_rate,
-        gold=build_gold(config, job),
-        embedder=embedder_settings(config, job, config.eval.embedder),
+        judges=_judges_of(config, job),
         replies=_replies_of(config, job),
-        samples=job.directory.path / "samples" if config.eval.save_samples else None,
-    )
-    if r.kind in ("function", "judge", "encoder"):
-        return Reward(**given, make_scorer=source_of(r, job, section="reward"))
-    stream = stream_settings(config, job, "reward") if r.stream else None
-    acts_as_one = {"model", "novelty"}  # what all ranks hold together, and one history
-    return Reward(
-        **given,
-        make_scorer=partial(Weighted, reward_parts(config, job, stream)),
-        first_takes=any(part.kind in acts_as_one for part in config.reward_parts.values()),
-        reads_ahead=r.stream,
         replicate=r.replicate,
         tensor_parallel=r.tensor_parallel,
         reproducible=config.max_lag == 0,
+    )
+    shares_judges = bool(judge_models(config))
+    if r.kind in ("function", "judge", "encoder"):
+        make = source_of(r, job, section="reward")
+        return Reward(**given, make_scorer=make, first_takes=shares_judges)
+    stream = stream_settings(config, job, "reward") if r.stream else None
+    acts_as_one = {"model", "novelty"}  # what all ranks hold together, and one history
+    shares_scorers = any(part.kind in acts_as_one for part in config.reward_parts.values())
+    return Reward(
+        **given,
+        make_scorer=partial(Weighted, reward_parts(config, job, stream)),
+        first_takes=shares_scorers or shares_judges,
+        reads_ahead=r.stream,
     )
 
 
@@ -233,12 +239,33 @@ def _victim_engine(device: torch.device, *, path: Path, **options) -> Engine:
     return Engine.from_hf(path, device=device, **options)
 
 
+def _judges_of(config: Config, job: Job) -> list[MakeEvalJudge]:
+    """Return what says more of evaluations than the reward does."""
+    judges: list[MakeEvalJudge] = []
+    if config.eval.save_samples:
+        judges.append(partial(_samples_judge, config, job))
+    gold = build_gold(config, job)
+    if gold is not None:
+        judges.append(partial(Gold, gold))
+    base = base_settings(config, job.eval_sets)
+    if base is not None:
+        judges.append(partial(Perplexity, base))
+    embedder = embedder_settings(config, job, config.eval.embedder)
+    if embedder is not None:
+        judges.append(partial(Diversity, embedder, job.eval_sets))
+    return judges
+
+
+def _samples_judge(config: Config, job: Job, site: Site) -> Samples:
+    success_above = config.victim.threshold if config.victim.placed else None
+    return Samples(job.directory.path / "samples", job.eval_sets, success_above)
+
+
 def build_gold(config: Config, job: Job) -> GoldSettings | None:
-    """What judges evaluations besides the reward; None if nothing does."""
-    if config.gold is None and config.eval.base is None:
+    """Return the gold scorer's settings; None without one."""
+    if config.gold is None:
         return None
-    key = None if config.gold is None else config.eval.reference_key
-    texts = reference_texts(job.eval_sets, job.eval_prompts, key)
+    texts = reference_texts(job.eval_sets, job.eval_prompts, config.eval.reference_key)
     items = references_of(job, job.eval_prompts.values(), texts)
     return gold_settings(config, job, items, job.eval_sets)
 
@@ -247,24 +274,30 @@ def gold_settings(
     config: Config, job: Job, references: list[Item] | None, sets: Sequence[EvalSet]
 ) -> GoldSettings:
     """Returns the gold scorer's settings. references: to compare with; sets: of whose prompts."""
-    scorer = None
-    if config.gold is not None:
-        make = make_scorer(
-            config.gold,
-            job,
-            job.sampled,
-            name=config.eval.gold,
-            section="reward",
-            fn_key="eval.gold",
-        )
-        scorer = Part(config.eval.gold, make)
+    make = make_scorer(
+        config.gold,
+        job,
+        job.sampled,
+        name=config.eval.gold,
+        section="reward",
+        fn_key="eval.gold",
+    )
     return GoldSettings(
-        scorer=scorer,
-        base_path=config.eval.base,
-        sets=tuple(sets),
+        scorer=Part(config.eval.gold, make),
         references=None if references is None else tuple(references),
+        sets=tuple(sets),
+    )
+
+
+def base_settings(config: Config, sets: Sequence[EvalSet]) -> PerplexitySettings | None:
+    """Return which model says how likely the answers are; None without one."""
+    if config.eval.base is None:
+        return None
+    return PerplexitySettings(
+        path=config.eval.base,
         dtype=config.model.dtype,
         microbatch_tokens=config.trainer.microbatch_tokens,
+        sets=tuple(sets),
     )
 
 

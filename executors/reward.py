@@ -2,14 +2,13 @@
 
     completions --decode--> Scorer --Outcome--> GroupAssembler --a group is whole--> "scored"
     evaluations --decode--> Scorer --Outcome--> GroupAssembler --a version has all--> eval/...
-                                                     --greedy answers--> Gold, if any --> eval/...
-                                                     --sampled--> Diversity, if any --> eval/...
-                                                     --> Samples, if asked for
+                                                     --> Judges, if any --> more of eval/...
 
 What scores is any Scorer (llamarl/scoring/scorer.py): a function in worker processes, a model over
-the ranks of this executor, a weighted sum of several. Where a scorer needs all ranks they act as
-one: the first takes all completions and says what all compute next; the others do nothing but
-their share of that.
+the ranks of this executor, a weighted sum of several. What says more of evaluations is any
+EvalJudge (llamarl/scoring/judges.py). Where one of all these needs all ranks they act as one: the
+first takes all completions and says what all compute next; the others do nothing but their share
+of that.
 
     loop step    consumes              waits for               unblocked by
     first rank   completions           what scores; room       its workers; the trainer
@@ -24,20 +23,15 @@ only state is the scorer's own, such as what novelty remembers.
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
 from llamarl.executor import Executor, State
 from llamarl.scoring.assembly import Batches, GroupAssembler, Scorable, item_of
-from llamarl.scoring.diversity import Diversity
-from llamarl.scoring.embedding import EmbedderSettings
-from llamarl.scoring.gold import Gold, GoldSettings
+from llamarl.scoring.judges import Evaluated, Judges, MakeEvalJudge
 from llamarl.scoring.replies import ReplyMean, ReplySettings
-from llamarl.scoring.samples import Samples
 from llamarl.scoring.scorer import Item, MakeScorer, Outcome, Site
 from llamarl.scoring.together import Ranks
 from llamarl.tasks.held_out import EvalSet, set_of
@@ -59,23 +53,30 @@ MAX_PENDING = 1024
 MAX_STRETCHES = 4096
 
 
+@dataclass(frozen=True, slots=True)
+class _Submitted:
+    """A completion that is being scored or waits for its batch, and how what scores sees it."""
+
+    completion: Scorable
+    item: Item
+
+
 @dataclass(kw_only=True, eq=False, repr=False)
 class Reward(Executor):
     """Scores completions and joins those of a ticket to a group.
 
-    make_scorer: makes what scores. first_takes: its ranks act as one, because it has models that
-    they hold together, or one history. replicate: copies of each model, each sharded over an equal
-    share of the ranks. tensor_parallel: ranks, one after another, that share each layer.
-    reproducible: what is computed together never depends on what came when. reads_ahead: it takes
-    what completions have grown by, and its scorers read that.
+    make_scorer: makes what scores. judges: make what says more of evaluations. first_takes: its
+    ranks act as one, because it has models that they hold together, or one history. replicate:
+    copies of each model, each sharded over an equal share of the ranks. tensor_parallel: ranks, one
+    after another, that share each layer. reproducible: what is computed together never depends on
+    what came when. reads_ahead: it takes what completions have grown by, and its scorers read that.
 
     consumes  Completion, of training tickets
               EvalCompletion, of which one policy version sampled each
               Stretch, if it reads ahead: what completions have grown by
     produces  Group, as soon as its group_size completions are scored
               metrics eval/... of a version as soon as all completions of its held-out prompts are,
-              and of each further set eval/NAME/...
-              with gold or an embedder, of its first rank: what they say of them too
+              and of each further set eval/NAME/..., with what the judges say of them
     With replies it consumes Answered and EvalAnswered in the place of completions: each attack with
     the victim's replies. The replies are scored.
 
@@ -109,27 +110,19 @@ class Reward(Executor):
     eval_sets: Sequence[EvalSet]
     num_eval_samples: int = 0
     max_error_rate: float = 0.5
-    gold: GoldSettings | None = None
-    embedder: EmbedderSettings | None = None
+    judges: Sequence[MakeEvalJudge] = ()
     replies: ReplySettings | None = None
-    samples: Path | None = None  # the folder of evaluations; None: they are not written
 
     def __post_init__(self):
-        # What is being scored or waits for its batch, by key.
-        self._submitted: dict[int, Scorable] = {}
+        self._submitted: dict[int, _Submitted] = {}  # by key
         self._keys = itertools.count()
-        self._groups = Batches(self.group_size)  # by ticket
+        self._groups: Batches[int] = Batches(self.group_size)  # by ticket
         # By version; a set is a batch of its own, and what compares completions keeps to it.
         each = 1 + self.num_eval_samples
-        self._evaluations = {one: Batches(one.count * each) for one in self.eval_sets}
-        # With gold or diversity: by version its answers by place, its metrics until both have
-        # spoken, and how many of them have not.
-        self._answers: dict[int, dict[tuple[int, bool, int], Item]] = {}
-        self._reported: dict[int, dict[str, float | str]] = {}
-        self._unsaid: Counter[int] = Counter()
-        self._gold: Gold | None = None
-        self._diversity: Diversity | None = None
-        self._samples: Samples | None = None
+        self._evaluations: dict[EvalSet, Batches[int]] = {
+            one: Batches(one.count * each) for one in self.eval_sets
+        }
+        self._judges = Judges(())
 
     @property
     def consumes(self) -> tuple[type, ...]:
@@ -173,6 +166,8 @@ class Reward(Executor):
         if self.replies is not None:
             self._scorer = ReplyMean(self._scorer, self.replies, self.metrics)
         self._scorer.load()
+        self._judges = Judges([make(site) for make in self.judges])
+        self._judges.load()
         if not self.follows:
             self._start()
 
@@ -187,14 +182,8 @@ class Reward(Executor):
             success_above=self._success_above,
         )
         self._scorer.start()
-        if self.gold is not None and self.group.index == 0:  # which gets all evaluations
-            self._gold = Gold(self.gold, self.group.device, on_result=self.control.wake)
-            self._gold.start()
-        if self.embedder is not None and self.group.index == 0:
-            self._diversity = Diversity(self.embedder, self.eval_sets, self.group.device)
-            self._diversity.start()
-        if self.samples is not None and self.group.index == 0:
-            self._samples = Samples(self.samples, self.eval_sets, self._success_above)
+        if self.group.index == 0:  # which gets all evaluations
+            self._judges.start()
 
     def step(self) -> bool:
         """Hand on what came, and send on what is scored; or, on another rank than the first, take
@@ -205,9 +194,11 @@ class Reward(Executor):
         self._hear()
         has_taken = self._take()
         outcomes = self._scorer.poll()
-        settled = [(self._submitted.pop(key), outcome) for key, outcome in outcomes]
-        for completion, outcome in settled:
-            self._note(completion, outcome)
+        settled = []
+        for key, outcome in outcomes:
+            submitted = self._submitted.pop(key)
+            self._note(submitted, outcome)
+            settled.append((submitted.completion, outcome))
         self._assembler.settle_all(settled, self.metrics)
         has_judged = self._report()
         has_sent = self._assembler.send(self._sink)
@@ -225,8 +216,8 @@ class Reward(Executor):
         if self._scorer.pending:
             what = f"{self._scorer.pending} by {self._scorer.name}"
             return f"scores: {what}, from the reward workers"
-        if self._reported:
-            version = min(self._reported)
+        version = self._judges.oldest
+        if version is not None:
             return f"scores: what is said besides of the evaluation of policy version {version}"
         if self._groups.begun:
             ticket = min(self._groups.begun)
@@ -255,14 +246,12 @@ class Reward(Executor):
         if hasattr(self, "_scorer"):
             self._ranks.part()
             self._scorer.close()
-        for judge in self._judges():
-            judge.close()
+        self._judges.close()
 
     def offloadable(self) -> Iterable[torch.Tensor]:
         """The tensors that may leave the device while others use it."""
         yield from self._scorer.tensors()
-        for judge in self._judges():
-            yield from judge.tensors()
+        yield from self._judges.tensors()
 
     def has_state(self) -> bool:
         """Whether checkpoints hold a part of it: of ranks that score each by itself, none."""
@@ -279,52 +268,18 @@ class Reward(Executor):
         for part in parts:
             self._scorer.load_state_dict(part)
 
-    def _judges(self) -> list[Gold | Diversity]:
-        """What says more of an evaluation than its scores."""
-        return [judge for judge in (self._gold, self._diversity) if judge is not None]
-
     def _report(self) -> bool:
-        """Report the evaluations that are whole, with what judges say of them; let these do a piece
-        of their work. True if they have some.
+        """Report the evaluations that are whole, once all judges have spoken of them; let these do
+        a piece of their work. True if there was any.
         """
-        for version, values in self._assembler.evaluated():
-            if self._samples is not None:
-                self._samples.write(version)
-            if not self._judges():
-                self.metrics.report(version, values)
-                continue
-            self._reported[version] = values
-            self._unsaid[version] = len(self._judges())
-            self._begin(version)
-        if not self._reported:
-            return False
-        self.claim_device()
-        said = []
-        if self._gold is not None:
-            for version, judged in self._gold.poll():
-                for one, of_set in zip(self.eval_sets, judged):
-                    self._reported[version] |= one.columns(of_set.metrics())
-                said.append((version, {}))
-        if self._diversity is not None:
-            said += self._diversity.poll()
-        for version, more in said:
-            self._reported[version] |= more
-            self._unsaid[version] -= 1
-            if not self._unsaid[version]:
-                self.metrics.report(version, self._reported.pop(version))
-        return bool(said) or any(judge.is_computing for judge in self._judges())
-
-    def _begin(self, version: int) -> None:
-        """Have an evaluation judged."""
-        answers = sorted(self._answers.pop(version).items(), key=lambda entry: entry[0])
-        if self._gold is not None:
-            self._gold.begin(version, [item for (_, greedy, _), item in answers if greedy])
-        if self._diversity is not None:
-            sampled: dict[int, list[str]] = {}
-            for (prompt_index, greedy, _), item in answers:
-                if not greedy:
-                    sampled.setdefault(prompt_index, []).append(item.text)
-            self._diversity.begin(version, list(sampled.values()))
+        for version, metrics in self._assembler.evaluated():
+            self._judges.begin(version, metrics)
+        if self._judges.is_computing:
+            self.claim_device()
+        judged = self._judges.poll()
+        for version, columns in judged:
+            self.metrics.report(version, columns)
+        return bool(judged) or self._judges.is_computing
 
     def _hear(self) -> None:
         """Tell the scorer what completions have grown by, where that is sent."""
@@ -338,49 +293,46 @@ class Reward(Executor):
         metrics waits for them, and there are never more than the generator may have asked for. True
         if there was any.
         """
-        with_answers = self.replies is not None
+        evaluations: Sequence[EvalCompletion | EvalAnswered]
         evaluations = self.inputs.of(self._evaluation).take()
-        for record in evaluations:
-            answer = record.attack if with_answers else record
-            key = self._submit(record, self.eval_prompts(answer.prompt_index))
-            if answer.token_ids.numel():  # else no version sampled it: its evaluation was given up
-                version = int(answer.policy_versions[0])
-                place = (answer.prompt_index, answer.greedy, answer.sample_index)
-                of = set_of(self.eval_sets, answer.prompt_index)
-                self._scorer.release(self._evaluations[of].add(version, place, key))
-                self._keep(version, answer)
+        for evaluation in evaluations:
+            self._take_evaluation(evaluation)
         # While groups wait for room no more are made; the completions stay in their channel.
         room = 0 if self._assembler.whole else self._room()
+        completions: Sequence[Completion | Answered]
         completions = self.inputs.of(self._completion).take(room)
-        for record in completions:
-            completion = record.attack if with_answers else record
-            key = self._submit(record, self.prompts[completion.ticket])
-            keys = self._groups.add(completion.ticket, completion.sample_index, key)
-            self._scorer.release(keys)
+        for completion in completions:
+            self._take_completion(completion)
         return bool(evaluations or completions)
 
-    def _note(self, completion: Scorable, outcome: Outcome) -> None:
-        """Note what became of a completion, where that is written."""
-        if self._is_sample(completion):
-            self._samples.score(completion, outcome)
-        if isinstance(completion, Completion) and outcome.kind == "score":
+    def _take_evaluation(self, record: EvalCompletion | EvalAnswered) -> None:
+        """Hand on a completion of a held-out prompt, and release its evaluation if it is whole."""
+        completion = record.attack if isinstance(record, EvalAnswered) else record
+        assert isinstance(completion, EvalCompletion), "a channel carries one type of record"
+        key = self._submit(record, self.eval_prompts(completion.prompt_index))
+        if completion.token_ids.numel():  # else no version sampled it: its evaluation was given up
+            version = int(completion.policy_versions[0])
+            place = (completion.prompt_index, completion.greedy, completion.sample_index)
+            of = set_of(self.eval_sets, completion.prompt_index)
+            self._scorer.release(self._evaluations[of].add(version, place, key))
+
+    def _take_completion(self, record: Completion | Answered) -> None:
+        """Hand on a completion of a ticket, and release its group if it is whole."""
+        completion = record.attack if isinstance(record, Answered) else record
+        assert isinstance(completion, Completion), "a channel carries one type of record"
+        key = self._submit(record, self.prompts[completion.ticket])
+        self._scorer.release(self._groups.add(completion.ticket, completion.sample_index, key))
+
+    def _note(self, submitted: _Submitted, outcome: Outcome) -> None:
+        """Note what became of a completion, for judges or for its part of a mixture."""
+        completion = submitted.completion
+        if isinstance(completion, EvalCompletion):
+            if completion.token_ids.numel():  # else no version sampled it
+                self._judges.keep(Evaluated(completion, submitted.item, outcome))
+        elif outcome.kind == "score":
             part = part_of(self.prompts[completion.ticket])
             if part is not None:
                 self.metrics.add_mean(f"reward/part/{part}/mean", outcome.value)
-
-    def _is_sample(self, completion: Scorable) -> bool:
-        """Whether it is written; one without tokens no version sampled."""
-        is_written = self._samples is not None and isinstance(completion, EvalCompletion)
-        return is_written and completion.token_ids.numel() > 0
-
-    def _keep(self, version: int, answer: EvalCompletion) -> None:
-        """Keep what is to be judged."""
-        judge = self._gold if answer.greedy else self._diversity
-        if judge is not None:
-            prompt = self.eval_prompts(answer.prompt_index)
-            item = item_of(answer, prompt, self.decode, self.decode_raw)
-            place = (answer.prompt_index, answer.greedy, answer.sample_index)
-            self._answers.setdefault(version, {})[place] = item
 
     def _room(self) -> int:
         """How many completions may still be handed on."""
@@ -393,17 +345,17 @@ class Reward(Executor):
             self.note_version(int(completion.policy_versions[-1]))
         item = item_of(completion, prompt, self.decode, self.decode_raw)
         if isinstance(record, Replies):
+            assert self.replies is not None, "a victim answers where its replies are scored"
             item = self.replies.with_replies(item, record)
-        if self._is_sample(completion):
-            self._samples.keep(completion, item)
+        submitted = _Submitted(completion, item)
         if completion.finish_reason == "aborted":
             if item.sample is not None:
                 self._scorer.forget(*item.sample)
             outcome = Outcome.abstain("the completion was aborted")
-            self._note(completion, outcome)
+            self._note(submitted, outcome)
             self._assembler.settle(completion, outcome)
             return None
         key = next(self._keys)
-        self._submitted[key] = completion
+        self._submitted[key] = submitted
         self._scorer.submit(key, item)
         return key

@@ -39,6 +39,7 @@ import torch.distributed as dist
 from omegaconf import OmegaConf
 
 from executors.build import (
+    base_settings,
     build_scorer,
     engine_alone,
     gold_settings,
@@ -78,7 +79,9 @@ from llamarl.observe.rates import EVALUATED, LEFT_OUT
 from llamarl.scoring.assembly import item_of
 from llamarl.scoring.evaluation import Evaluations, number_of, pass_at_k, sample_row
 from llamarl.scoring.gold import Gold
-from llamarl.scoring.scorer import Item, Outcome, Scorer, score_all
+from llamarl.scoring.judges import Evaluated, find, spans_of
+from llamarl.scoring.perplexity import Likelihood, Perplexity
+from llamarl.scoring.scorer import Item, Outcome, Scorer, score_all, site_alone
 from llamarl.scoring.transcript import same_tokens
 from llamarl.scoring.win_rate import Judged, WinRate, length_controlled_interval, win_rate
 from llamarl.tasks.held_out import EvalSet, set_of
@@ -259,9 +262,10 @@ def answer(
 
 
 class Judgement(NamedTuple):
-    """What gold and base say of a set, and of what."""
+    """What gold and base say of a set, as far as they are asked, and what gold compares with."""
 
-    judged: Judged
+    judged: Judged | None
+    likelihood: Likelihood | None
     against: list[Item] | None
 
 
@@ -334,40 +338,36 @@ def answers_of(other: Job, job: Job, asked: Asked) -> list[Item]:
 
 
 def judge(
-    job: Job, sets: Sequence[EvalSet], items: list[Item], against: Callable[[], list[Item]] | None
+    job: Job,
+    sets: Sequence[EvalSet],
+    answers: Sequence[Evaluated],
+    against: Callable[[], list[Item]] | None,
 ) -> list[Judgement]:
     """What gold and base say of greedy answers, one to each prompt, in order; set by set."""
     others = None if against is None else against()
-    gold = Gold(gold_settings(job.config, job, others, sets), job.world.device)
-    gold.start()
-    with closing(gold):
-        gold.begin(0, items)
-        judged = gold.poll()
-        while not judged:
-            gold.wait(1.0)
-            judged = gold.poll()
-    ((_, said),) = judged
-    judgements = []
-    begin = 0
-    for one, of_set in zip(sets, said):
-        end = begin + one.count
-        own = None if others is None else others[begin:end]
-        judgements.append(Judgement(judged=of_set, against=own))
-        begin = end
-    return judgements
+    site = site_alone(job.world.device)
+    judged: Sequence[Judged | None] = [None] * len(sets)
+    if job.config.gold is not None:
+        judged = find(Gold(gold_settings(job.config, job, others, sets), site), answers)
+    likely: Sequence[Likelihood | None] = [None] * len(sets)
+    base = base_settings(job.config, sets)
+    if base is not None:
+        likely = find(Perplexity(base, site), answers)
+    against_by_set = [others and others[begin:end] for begin, end in spans_of(sets)]
+    return [Judgement(*said) for said in zip(judged, likely, against_by_set)]
 
 
 def judgement_lines(config: Config, judgement: Judgement, against: str) -> list[str]:
     """The lines to print about it."""
     judged = judgement.judged
-    found = judged.metrics()
     lines = []
-    if judged.gold_N is not None:
+    if judged is not None:
+        found = judged.metrics()
         masked = found["eval/gold_masked"]
         left_out = f", {masked} answers without a score left out" if masked else ""
         mean = shown_score(found["eval/gold"])
         lines.append(f"gold     {mean} by {config.eval.gold}{left_out}")
-    if judged.against_N is not None:
+    if judged is not None and judged.against_N is not None:
         lines[-1] += f"; {shown_score(found['eval/gold_references'])} of {against}"
         wins_N = judged.wins_N
         assert wins_N is not None, "gold has said of both who wins"
@@ -380,8 +380,9 @@ def judgement_lines(config: Config, judgement: Judgement, against: str) -> list[
         lengths = f"mean length {ours:.1f} tokens, theirs {theirs:.1f}"
         how = "at equal lengths" if controlled else "no pair's lengths tell it from quality"
         lines.append(f"length   {shown_rate(controlled)} {how}; {lengths}")
-    if judged.logprobs_N is not None:
-        lines.append(f"base     perplexity {judged.perplexity:.4g} under {config.eval.base}")
+    likelihood = judgement.likelihood
+    if likelihood is not None:
+        lines.append(f"base     perplexity {likelihood.perplexity:.4g} under {config.eval.base}")
     return lines
 
 
@@ -401,15 +402,15 @@ def judged_columns(one: EvalSet, judgement: Judgement) -> dict[int, dict[str, ob
     """By number of the prompt, what a line of --out says of its greedy answer besides."""
     columns: dict[int, dict[str, object]] = {}
     judged = judgement.judged
-    for place in range(judged.num_tokens_N.size):
+    for place in range(one.count):
         own: dict[str, object] = {}
-        if judged.gold_N is not None:
+        if judged is not None:
             own["gold"] = number_or_none(judged.gold_N[place])
-        if judgement.against is not None:
+        if judged is not None and judgement.against is not None:
             own["against"] = judgement.against[place].text
             own["gold_against"] = number_or_none(judged.against_N[place])
-        if judged.logprobs_N is not None:
-            own["base_logprob"] = float(judged.logprobs_N[place])
+        if judgement.likelihood is not None:
+            own["base_logprob"] = float(judgement.likelihood.logprobs_N[place])
         columns[one.first + place] = own
     return columns
 
@@ -573,8 +574,8 @@ def run(args: argparse.Namespace) -> None:
     judged: dict[int, dict[str, object]] = {}
     if config.gold is not None or config.eval.base is not None:
         del engine  # the scorers' memory
-        greedy = [item for c, item in zip(completions, items) if c.greedy]
-        for one, judgement in zip(asked.sets, judge(job, asked.sets, greedy, against)):
+        answers = [Evaluated(*answer) for answer in zip(completions, items, outcomes)]
+        for one, judgement in zip(asked.sets, judge(job, asked.sets, answers, against)):
             print_lines(one, asked.sets, judgement_lines(config, judgement, args.against))
             judged |= judged_columns(one, judgement)
     scored = list(zip([item.text for item in items], outcomes))

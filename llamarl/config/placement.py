@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 
 from llamarl.config.findings import Findings, show
+from llamarl.config.rewards import ModelSourceSettings
 from llamarl.config.schema import Config
 from llamarl.config.sections.placement import COLOCATED, find_given_ranks
 from llamarl.models.config import ModelConfig, read_config, tiny_directory
@@ -159,20 +160,35 @@ def _model_at(path: str | Path) -> ModelConfig | None:
         return None  # told elsewhere
 
 
+def judge_models(c: Config) -> dict[str, str]:
+    """Return the models that judge evaluations, which the reward's ranks hold together: their
+    directories by key.
+    """
+    found = {}
+    if isinstance(c.gold, ModelSourceSettings):
+        found["eval.gold"] = c.gold.path
+    if c.eval.base is not None:
+        found["eval.base"] = c.eval.base
+    return found
+
+
 def _find_shared_models(
     c: Config, placed: dict[str, Ranks], model: ModelConfig | None, found: Findings
 ) -> None:
-    """Ranks that do not make whole copies of what they share, the models that score or the
+    """Ranks that do not make whole copies of what they share, the models that score or judge or the
     reference, or would wait for themselves: all of an executor act as one, led by the first.
     """
-    if c.scorers:
+    judges = judge_models(c)
+    shared = {f"scorer {scorer.path}": scorer.path for scorer in c.scorers.values()}
+    shared |= {f"model {key}={path}": path for key, path in judges.items()}
+    noun = "scorer" if c.scorers else " and ".join(judges)
+    if shared:
         size = c.reward.tensor_parallel
         sizes = {"reward.replicate": c.reward.replicate, "reward.tensor_parallel": size}
         _find_copies("reward", placed, sizes, found)
-        _find_waits("reward", "scorer", c, placed, found)
-        for scorer in c.scorers.values():
-            noun = f"scorer {scorer.path}"
-            _find_heads("reward", size, noun, _model_at(scorer.path), found)
+        _find_waits("reward", noun, c, placed, found)
+        for name, path in shared.items():
+            _find_heads("reward", size, name, _model_at(path), found)
     if not c.reference.placed:
         return
     sizes = {"reference.replicate": c.reference.replicate}
@@ -182,9 +198,9 @@ def _find_shared_models(
     _find_uneven("reference", c.reference.tensor_parallel, "model", model, found)
     both = sorted(set(placed["reward"]) & set(placed["reference"]))
     leader = placed["reward"][0]
-    if c.scorers and len(both) > 1 and leader != placed["reference"][0]:
+    if shared and len(both) > 1 and leader != placed["reference"][0]:
         what = (
-            f"ranks {show(both)} would share the scorer and the reference, which other ranks lead, "
+            f"ranks {show(both)} would share the {noun} and the reference, which other ranks lead, "
             f"and each wait in one for the other; begin both with rank {leader}, or place them "
             "apart"
         )

@@ -9,6 +9,7 @@ import torch
 from omegaconf import OmegaConf
 
 from llamarl.config.conversion import to_values
+from llamarl.config.placement import judge_models
 from llamarl.config.rewards import ModelSourceSettings
 from llamarl.config.sections.evaluation import START
 from llamarl.config.victim import placed_victim
@@ -79,12 +80,11 @@ def dry_run(job: Job) -> None:
             _print_samples(job.name_of(part), prompts, scored[key])
     if c.gold is not None and c.gold.kind == "function":
         print(f"gold     {c.eval.gold}")
-    whole = {"gold": c.gold and c.gold.kind == "model" and c.eval.gold, "base": c.eval.base}
-    for name, path in whole.items():
-        if path:
-            size = num_parameters(read_config(path))
-            what = f"{path}, a model of {size:,} parameters in {c.model.dtype}"
-            print(f"{name}     {what}, whole on the reward's first rank")
+    for key, path in judge_models(c).items():
+        size = num_parameters(read_config(path))
+        name = key.removeprefix("eval.")
+        what = f"{path}, a model of {size:,} parameters in {c.model.dtype}"
+        print(f"{name}     {what}, over the reward's ranks")
     for missing in dict.fromkeys(job.without_weights):
         print(f"weights  not there yet: {missing}; a run needs them")
     print("dry run: nothing was started and nothing written")

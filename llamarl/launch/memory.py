@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from llamarl.config.placement import Ranks
+from llamarl.config.placement import Ranks, judge_models
 from llamarl.config.rewards import AnySourceSettings
 from llamarl.config.sections.evaluation import START
 from llamarl.ddma.layout import Destination, Parameter, Source, parameters_to_send
@@ -281,27 +281,32 @@ def _scorer(job: Job, key: str, part: AnySourceSettings) -> Price:
     c = job.config
     ranks = job.placement["reward"]
     model = read_config(part.path)
-    split = c.reward.tensor_parallel
-    shards = len(ranks) // (c.reward.replicate * split)
-    held = held_numbers(model, tensor_parallel=split, shards=shards) * _itemsize(part.dtype)
+    held = _held_by_reward(job, model, part.dtype)
     if c.reward.stream:
         tokens = stream_cache_tokens(c, job.placement, "reward")
-        held += _cache(model, tokens, part.dtype, split)
+        held += _cache(model, tokens, part.dtype, c.reward.tensor_parallel)
     return Price(f"{key} (model)", ranks, held, _asking(job, model, part.dtype))
 
 
+def _held_by_reward(job: Job, model: ModelConfig, dtype: str) -> int:
+    """Bytes of a model on each of the reward's ranks, which hold it together."""
+    r = job.config.reward
+    shards = len(job.placement["reward"]) // (r.replicate * r.tensor_parallel)
+    numbers = held_numbers(model, tensor_parallel=r.tensor_parallel, shards=shards)
+    return numbers * _itemsize(dtype)
+
+
 def _judges(job: Job) -> Iterator[Price]:
-    """What judges evaluations: whole, on the reward's first rank."""
+    """What judges evaluations: models over the reward's ranks, an embedder whole on the first."""
     c = job.config
-    first = job.placement["reward"][:1]
-    gold = c.eval.gold if c.gold is not None and c.gold.kind == "model" else None
-    for key, path in (("eval.gold", gold), ("eval.base", c.eval.base)):
-        if path:
-            model = read_config(path)
-            held = num_parameters(model) * _itemsize(c.model.dtype)
-            yield Price(key, first, held, _asking(job, model, c.model.dtype))
+    ranks = job.placement["reward"]
+    dtype = c.model.dtype
+    for key, path in judge_models(c).items():
+        model = read_config(path)
+        held = _held_by_reward(job, model, dtype)
+        yield Price(key, ranks, held, _asking(job, model, dtype))
     if c.eval.embedder is not None:
-        yield Price("eval.embedder", first, _embedder_bytes(job, c.eval.embedder))
+        yield Price("eval.embedder", ranks[:1], _embedder_bytes(job, c.eval.embedder))
 
 
 def _embedder_bytes(job: Job, given: str) -> int:

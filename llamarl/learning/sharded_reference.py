@@ -15,10 +15,9 @@ from llamarl.learning.logprobs import make_head
 from llamarl.learning.packing import filler, pack, to_device
 from llamarl.learning.targets import Targets
 from llamarl.models.attention import PackedAttention
-from llamarl.models.frozen import frozen_decoder
+from llamarl.models.frozen import decoder_over
 from llamarl.models.fsdp import reshard
 from llamarl.models.protocol import LanguageModel
-from llamarl.models.tp import TensorParallel
 from llamarl.types import Group, PackedBatch
 
 
@@ -41,14 +40,7 @@ class ShardedReference:
         self._temperature = temperature
         self._microbatch_tokens = microbatch_tokens
         self._group = group
-        mesh = group.data_mesh() if group.size > 1 else None
-        self.decoder = frozen_decoder(
-            path,
-            mesh=mesh,
-            device=group.device,
-            dtype=dtype,
-            tensor_parallel=TensorParallel.of(group, split_vocabulary=False),
-        )
+        self.decoder = decoder_over(group, path, dtype=dtype)
 
     @torch.no_grad()
     def logprobs(self, asked: Sequence[Asked], *, together: bool) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""A decoder that is asked and never trained: whole on each rank, or in FSDP2's shards."""
+"""A decoder that is asked and never trained: whole on each rank, in FSDP2's shards, or split."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from llamarl.executor import ExecutorGroup
 from llamarl.models.build import Decoder, build_decoder, read_config
 from llamarl.models.fsdp import wrap
 from llamarl.models.hf import load_weights
@@ -37,3 +38,16 @@ def frozen_decoder(
         wrap(decoder, mesh, dtype, cpu_offload=cpu_offload, pin_memory=pin_memory)
     holder = torch.device("cpu") if cpu_offload else device
     return load_weights(decoder, path, device=holder).eval()
+
+
+def decoder_over(group: ExecutorGroup, path: str | Path, *, dtype: torch.dtype) -> Decoder:
+    """The frozen decoder of a directory over the ranks of an executor, as these hold a model
+    together. Each holds embedding and head whole where it shares layers, for a token's logprob.
+    """
+    return frozen_decoder(
+        path,
+        mesh=group.data_mesh() if group.size > 1 else None,
+        device=group.device,
+        dtype=dtype,
+        tensor_parallel=TensorParallel.of(group, split_vocabulary=False),
+    )

@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +24,8 @@ from llamarl.scoring.embedding import (
     load_embedder,
     mean_pairwise_distance,
 )
+from llamarl.scoring.judges import EvalJudge, Evaluated, Metrics
+from llamarl.scoring.scorer import Site
 from llamarl.tasks.held_out import EvalSet
 
 TEXTS_A_CALL = 32
@@ -40,15 +42,16 @@ class _Evaluation:
     num_embedded: int = 0
 
 
-class Diversity:
-    """Measures evaluations, in the order in which they came; on one rank alone. sets: of whose
-    prompts the answers are, by number.
+class Diversity(EvalJudge):
+    """Measures evaluations, in the order in which they came. Its model is whole on the first rank.
+
+    sets: of whose prompts the answers are.
     """
 
-    def __init__(self, settings: EmbedderSettings, sets: Sequence[EvalSet], device: torch.device):
+    def __init__(self, settings: EmbedderSettings, sets: Sequence[EvalSet], site: Site):
         self._settings = settings
         self._sets = sets
-        self._device = device
+        self._device = site.group.device
         self._evaluations: deque[_Evaluation] = deque()
         self._embedder: Embedder | None = None
 
@@ -58,29 +61,31 @@ class Diversity:
 
     @property
     def is_computing(self) -> bool:
-        """Whether there is work, so that the next `poll` does some."""
         return bool(self._evaluations)
 
-    def tensors(self) -> list[Tensor]:
-        """The model's weights."""
-        return [] if self._embedder is None else self._embedder.tensors()
+    def tensors(self) -> Iterator[Tensor]:
+        if self._embedder is not None:
+            yield from self._embedder.tensors()
 
-    def begin(self, version: int, answers: Sequence[Sequence[str]]) -> None:
-        """Take an evaluation: the texts of each held-out prompt's sampled answers."""
-        texts: list[str] = []
-        for of_prompt in answers:
-            texts += of_prompt
-        sizes = [len(of_prompt) for of_prompt in answers]
-        self._evaluations.append(_Evaluation(version, texts, sizes, []))
+    def begin(self, version: int, answers: Sequence[Evaluated]) -> None:
+        sampled: dict[int, list[str]] = {}
+        for answer in answers:
+            if not answer.completion.greedy:
+                texts = sampled.setdefault(answer.completion.prompt_index, [])
+                texts.append(answer.item.text)
+        every = list(itertools.chain.from_iterable(sampled.values()))
+        sizes = [len(texts) for texts in sampled.values()]
+        self._evaluations.append(_Evaluation(version, every, sizes, []))
 
-    def poll(self) -> list[tuple[int, dict[str, float]]]:
-        """Embed a few texts; (version, metrics) of the evaluation that is done with it."""
+    def poll(self) -> list[tuple[int, Metrics]]:
+        """Embed a few texts."""
         if not self._evaluations:
             return []
         oldest = self._evaluations[0]
         first = oldest.num_embedded
         texts = oldest.texts[first : first + TEXTS_A_CALL]
         if texts:
+            assert self._embedder is not None, "it was started"
             oldest.vectors.append(self._embedder.embed(texts))
             oldest.num_embedded += len(texts)
         if oldest.num_embedded < len(oldest.texts):
@@ -89,15 +94,14 @@ class Diversity:
         return [(oldest.version, self._metrics(oldest))]
 
     def close(self) -> None:
-        """Drop what is pending."""
         self._evaluations.clear()
 
-    def _metrics(self, evaluation: _Evaluation) -> dict[str, float]:
+    def _metrics(self, evaluation: _Evaluation) -> Metrics:
         """Of each set the mean over prompts of the mean distance of two of a prompt's answers."""
         vectors_NE = torch.cat(evaluation.vectors)
         of_prompts = vectors_NE.split(evaluation.sizes)
         distances = [mean_pairwise_distance(own) for own in of_prompts]
-        metrics = {}
+        metrics: dict[str, float] = {}
         rest = iter(distances)
         for one in self._sets:
             own = list(itertools.islice(rest, one.count))

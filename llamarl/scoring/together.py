@@ -66,12 +66,29 @@ class Alone:
         return self._calls[name].run(value)
 
 
+class Apart:
+    """Calls among those of others, by names of their own. prefix: before each name."""
+
+    def __init__(self, together: Together, prefix: str):
+        self._together = together
+        self._prefix = prefix
+
+    def add(self, name: str, call: Call) -> None:
+        """Let calls of this name be made."""
+        self._together.add(self._prefix + name, call)
+
+    def call(self, name: str, value: Any) -> Any:
+        """On the first rank: have all ranks run it. Returns what `run` does here."""
+        return self._together.call(self._prefix + name, value)
+
+
 class Ranks:
     """The calls of an executor's ranks. as_one: all of them act as one; else each by itself."""
 
     def __init__(self, executor: Executor, *, as_one: bool = True):
         self._executor = executor
         self._group = executor.group
+        self._as_one = as_one or executor.group.size == 1
         self.lockstep = Lockstep(executor.group, executor.control, as_one=as_one)
         self._calls: dict[str, Call] = {}
         self._told: dict | None = None  # a command that is not ready yet
@@ -83,6 +100,7 @@ class Ranks:
 
     def add(self, name: str, call: Call) -> None:
         """Let calls of this name be made."""
+        assert self._as_one, f"{name}: ranks that act each by itself share no calls"
         assert name not in self._calls, name
         self._calls[name] = call
 

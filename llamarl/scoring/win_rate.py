@@ -148,36 +148,34 @@ def sigmoid(x: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """What a gold scorer, and the model that the policy began as, say of one answer to each of N
-    prompts. What was not asked for is None.
+    """What a gold scorer says of one answer to each of N prompts. Where they are compared with
+    nothing, what follows gold_N is None.
     """
 
     num_tokens_N: np.ndarray  # of the answers, with their end tokens
-    gold_N: np.ndarray | None = None  # NaN where there is no score
+    gold_N: np.ndarray  # NaN where there is no score
     against_N: np.ndarray | None = None  # the scores of what they are compared with
     against_tokens_N: np.ndarray | None = None
     same_N: np.ndarray | None = None  # bool: the two texts are equal
-    logprobs_N: np.ndarray | None = None  # nats of each whole answer, under that model
 
     def part(self, begin: int, end: int) -> Judged:
-        """What they say of the answers from `begin` on and before `end`."""
+        """What it says of the answers from `begin` on and before `end`."""
 
         def cut(values_N: np.ndarray | None) -> np.ndarray | None:
             return None if values_N is None else values_N[begin:end]
 
         return Judged(
             num_tokens_N=self.num_tokens_N[begin:end],
-            gold_N=cut(self.gold_N),
+            gold_N=self.gold_N[begin:end],
             against_N=cut(self.against_N),
             against_tokens_N=cut(self.against_tokens_N),
             same_N=cut(self.same_N),
-            logprobs_N=cut(self.logprobs_N),
         )
 
     @property
     def wins_N(self) -> np.ndarray | None:
         """What `wins` says."""
-        if self.gold_N is None or self.against_N is None or self.same_N is None:
+        if self.against_N is None or self.same_N is None:
             return None
         return wins(self.gold_N, self.against_N, self.same_N)
 
@@ -187,21 +185,12 @@ class Judged:
         assert self.against_tokens_N is not None, "these answers are compared with none"
         return self.num_tokens_N - self.against_tokens_N
 
-    @property
-    def perplexity(self) -> float:
-        """exp of the mean negative log-probability of a token of the answers: how far a policy is
-        from the model that it began as. Async RLHF's code measures another thing by this name:
-        it divides by the prompt's tokens too, and takes the mean of each sample's exp.
-        """
-        assert self.logprobs_N is not None, "no model was asked for logprobs of these answers"
-        return float(np.exp(-self.logprobs_N.sum() / self.num_tokens_N.sum()))
-
     def metrics(self) -> dict[str, float | None]:
         """The columns eval/...; None where nothing could be scored or compared."""
-        found: dict[str, float | None] = {}
-        if self.gold_N is not None:
-            found["eval/gold"] = _mean(self.gold_N)
-            found["eval/gold_masked"] = int(np.isnan(self.gold_N).sum())
+        found: dict[str, float | None] = {
+            "eval/gold": _mean(self.gold_N),
+            "eval/gold_masked": int(np.isnan(self.gold_N).sum()),
+        }
         wins_N = self.wins_N
         if self.against_N is not None and wins_N is not None:
             found["eval/gold_references"] = _mean(self.against_N)
@@ -211,8 +200,6 @@ class Judged:
             found["eval/win_rate_high"] = None if rate is None else rate.high
             controlled = length_controlled(wins_N, self.longer_N)
             found["eval/win_rate_length_controlled"] = controlled
-        if self.logprobs_N is not None:
-            found["eval/perplexity"] = self.perplexity
         return found
 
 

@@ -5,7 +5,9 @@ import torch
 
 from llamarl.scoring import diversity as diversity_module
 from llamarl.scoring.diversity import TEXTS_A_CALL, Diversity
+from llamarl.scoring.scorer import site_alone
 from llamarl.tasks.held_out import EvalSet, own_set
+from tests.evaluated import evaluated
 from tests.launching import SMALL, ForkedJob
 
 DIRECTIONS = {"east": [1.0, 0.0], "north": [0.0, 1.0], "west": [-1.0, 0.0]}
@@ -34,15 +36,28 @@ def embedder(monkeypatch):
 
 def started(num_prompts):
     sets = own_set(num_prompts)
-    diversity = Diversity(settings=None, sets=sets, device=torch.device("cpu"))
+    return started_with(sets)
+
+
+def started_with(sets):
+    diversity = Diversity(settings=None, sets=sets, site=site_alone(torch.device("cpu")))
     diversity.start()
     return diversity
+
+
+def answers(*of_prompts, first=0):
+    """A greedy answer to each prompt, and these sampled ones."""
+    found = []
+    for prompt, texts in enumerate(of_prompts, start=first):
+        for sample, text in enumerate(["greedy", *texts]):
+            found.append(evaluated(text, prompt=prompt, sample=sample))
+    return found
 
 
 def test_it_is_the_mean_over_prompts_of_the_distance_among_a_prompts_answers(embedder):
     diversity = started(3)
     assert diversity.poll() == [] and not diversity.is_computing
-    diversity.begin(4, [["east", "east"], ["east", "west"], ["north", "east"]])
+    diversity.begin(4, answers(["east", "east"], ["east", "west"], ["north", "east"]))
     assert diversity.is_computing
     ((version, metrics),) = diversity.poll()
     assert version == 4 and metrics == {"eval/diversity": pytest.approx((0 + 2 + 1) / 3)}
@@ -51,17 +66,17 @@ def test_it_is_the_mean_over_prompts_of_the_distance_among_a_prompts_answers(emb
 
 def test_each_set_has_a_mean_of_its_own(embedder):
     sets = (EvalSet("", 0, 1), EvalSet("a", 9, 2))
-    diversity = Diversity(settings=None, sets=sets, device=torch.device("cpu"))
-    diversity.start()
-    diversity.begin(4, [["east", "west"], ["east", "east"], ["north", "east"]])
+    diversity = started_with(sets)
+    of_a = answers(["east", "east"], ["north", "east"], first=9)
+    diversity.begin(4, answers(["east", "west"]) + of_a)
     ((_, metrics),) = diversity.poll()
     assert metrics == {"eval/diversity": pytest.approx(2), "eval/a/diversity": pytest.approx(0.5)}
 
 
 def test_it_works_in_pieces_and_ends_versions_in_order(embedder):
     diversity = started(1)
-    diversity.begin(1, [["east", "north"] * TEXTS_A_CALL])
-    diversity.begin(2, [["west", "west"]])
+    diversity.begin(1, answers(["east", "north"] * TEXTS_A_CALL))
+    diversity.begin(2, answers(["west", "west"]))
     assert diversity.poll() == []
     assert [version for version, _ in diversity.poll()] == [1]
     assert [version for version, _ in diversity.poll()] == [2]

@@ -1,6 +1,4 @@
-"""Gold alone: what has no score is in no figure, what is no number ends the run, and evaluations
-are judged in their order.
-"""
+"""Gold alone: what has no score is in no figure, and evaluations are judged in their order."""
 
 import math
 from functools import partial
@@ -9,29 +7,26 @@ import numpy as np
 import pytest
 import torch
 
-from llamarl.errors import NotFinite, RewardError
-from llamarl.models.config import tiny_directory
-from llamarl.scoring import gold as gold_module
+from llamarl.errors import RewardError
 from llamarl.scoring.gold import Gold, GoldSettings
 from llamarl.scoring.model import ModelScorer
-from llamarl.scoring.scorer import Item, Outcome, Scorer
+from llamarl.scoring.scorer import Outcome, Scorer, site_alone
 from llamarl.scoring.sharded import ScorerSettings
 from llamarl.scoring.weighted import Part
 from llamarl.tasks.held_out import EvalSet, own_set
-from llamarl.types import Prompt
+from tests.evaluated import evaluated
 from tests.scorers import SCORES, write_scorer
 
 CPU = torch.device("cpu")
 
 
-def item(text, *, prompt=0, tokens=(3, 4)):
-    return Item(
-        prompt=Prompt(torch.tensor([1 + prompt, 2]), f"prompt {prompt}", {}),
-        token_ids=torch.tensor(tokens),
-        text=text,
-        has_ended=True,
-        is_held_out=True,
-    )
+def item(text):
+    return evaluated(text).item
+
+
+def answers(*texts):
+    """A greedy answer to each prompt, in order."""
+    return [evaluated(text, prompt=prompt) for prompt, text in enumerate(texts)]
 
 
 class Lengths(Scorer):
@@ -77,17 +72,10 @@ def model(settings):
     return partial(ModelScorer, "lengths", settings)
 
 
-def make(references, *, what=Lengths, base=None, sets=own_set(1000)):
-    scorer = None if what is None else Part("lengths", what)
-    settings = GoldSettings(
-        scorer=scorer,
-        base_path=base,
-        references=references,
-        sets=sets,
-        dtype="float32",
-        microbatch_tokens=8,
-    )
-    gold = Gold(settings, CPU)
+def make(references, *, what=Lengths, sets=own_set(1000)):
+    settings = GoldSettings(scorer=Part("lengths", what), references=references, sets=sets)
+    gold = Gold(settings, site_alone(CPU))
+    gold.load()
     gold.start()
     return gold
 
@@ -96,7 +84,7 @@ def judged(gold, count=1):
     """What it says of so many evaluations."""
     found = []
     for _ in range(100):
-        found += gold.poll()
+        found += gold.findings()
         if len(found) == count:
             return [(version, said) for version, (said,) in found]
         gold.wait(0.0)
@@ -106,7 +94,7 @@ def judged(gold, count=1):
 def test_what_has_no_score_is_masked_on_either_side(caplog):
     texts = ("aa", "a", "a", "error")
     gold = make(tuple(item(text) for text in texts))
-    gold.begin(0, [item("aaa"), item("abstain"), item("a"), item("aaaa")])
+    gold.begin(0, answers("aaa", "abstain", "a", "aaaa"))
     ((version, said),) = judged(gold)
     assert version == 0
     assert said.gold_N[[0, 2, 3]].tolist() == [3, 1, 4] and math.isnan(said.gold_N[1])
@@ -118,93 +106,102 @@ def test_what_has_no_score_is_masked_on_either_side(caplog):
 
 def test_references_are_scored_once_and_evaluations_judged_in_order():
     gold = make((item("aa"),))
-    gold.begin(3, [item("a")])
-    gold.begin(5, [item("aaa")])
+    gold.begin(3, answers("a"))
+    gold.begin(5, answers("aaa"))
     assert gold.pending == 2
     found = judged(gold, 2)
     assert [(version, said.wins_N.tolist()) for version, said in found] == [(3, [0.0]), (5, [1.0])]
     assert gold.pending == 0 and not gold.is_computing
 
 
-@pytest.mark.parametrize("references, answers", [(("error",), ("a",)), (("a",), ("error",))])
-def test_nothing_that_could_be_scored_ends_the_run(references, answers):
-    gold = make(tuple(item(text) for text in references))
-    gold.begin(2, [item(text) for text in answers])
+@pytest.mark.parametrize("reference, answer", [("error", "a"), ("a", "error")])
+def test_nothing_that_could_be_scored_ends_the_run(reference, answer):
+    gold = make((item(reference),))
+    gold.begin(2, answers(answer))
     with pytest.raises(RewardError, match="1 of 1 .*it broke; correct what scores"):
         judged(gold)
 
 
 def test_a_gold_that_abstains_from_all_says_nothing(caplog):
     gold = make((item("a"),))
-    gold.begin(0, [item("abstain")])
+    gold.begin(0, answers("abstain"))
     ((_, said),) = judged(gold)
     found = said.metrics()
     assert found["eval/gold"] is None and found["eval/win_rate"] is None
     assert found["eval/gold_masked"] == 1 and "nothing to say" in caplog.text
 
 
-def test_a_log_probability_that_is_no_number_ends_the_run(monkeypatch):
-    gold = make(None, what=None, base=str(tiny_directory()))
-    nan = torch.full((2,), math.nan, dtype=torch.float64)
-    monkeypatch.setattr(gold_module, "completion_logprobs", lambda *_: nan)
-    gold.begin(7, [item("a"), item("b", tokens=(5, 6))])
-    with pytest.raises(NotFinite, match="policy version 7 to held-out prompt 0 is nan"):
-        judged(gold)
-
-
 def test_a_scorer_of_weights_that_are_no_numbers_gives_no_score(tmp_path):
     write_scorer(tmp_path)
     gold = make(None, what=model(ScorerSettings(path=str(tmp_path), dtype="float32")))
-    gold._scorer.scorers["lengths"].model.decoder.score.weight.data[:] = math.nan
-    gold.begin(0, [item("a")])
+    gold._scorer.model.decoder.score.weight.data[:] = math.nan
+    gold.begin(0, answers("a"))
     with pytest.raises(RewardError, match="the score is nan"):
         judged(gold)
 
 
-def test_models_work_a_microbatch_at_a_call(tmp_path, monkeypatch):
+def test_a_model_works_a_microbatch_at_a_call(tmp_path):
     write_scorer(tmp_path)
     settings = ScorerSettings(path=str(tmp_path), dtype="float32", microbatch_tokens=8)
-    gold = make(None, what=model(settings), base=str(tiny_directory()))
-    sizes = []
-    real = gold_module.completion_logprobs
-
-    def counted(decoder, batch):
-        sizes.append(batch.input_ids.numel())
-        return real(decoder, batch)
-
-    monkeypatch.setattr(gold_module, "completion_logprobs", counted)
-    answers = [item(str(j), prompt=j, tokens=(3, 4, 5)) for j in range(6)]
-    gold.begin(0, answers)  # of 4 fed tokens each, two a microbatch
-    for expected in (1, 2, 3):
-        assert gold.is_computing
-        found = [(version, said) for version, (said,) in gold.poll()]
-        assert len(sizes) == expected
-    found += [] if found else judged(gold)
-    assert sizes == [8, 8, 8] and len(found) == 1
-    alone = make(None, what=model(settings), base=str(tiny_directory()))
-    alone.begin(0, answers[:1])
+    gold = make(None, what=model(settings))
+    asked = []
+    for prompt in range(6):  # of 4 tokens each, two a microbatch
+        ids = (1 + prompt, 2)
+        asked.append(evaluated(str(prompt), prompt=prompt, prompt_ids=ids, tokens=(3, 5)))
+    gold.begin(0, asked)
+    found = []
+    for _ in range(3):
+        assert not found and gold.is_computing
+        found += gold.findings()
+    assert not gold.is_computing
+    ((_, (all_of_them,)),) = found
+    alone = make(None, what=model(settings))
+    alone.begin(0, asked[:1])
     ((_, first),) = judged(alone)
-    ((_, all_of_them),) = found
     assert all_of_them.gold_N[0] == pytest.approx(first.gold_N[0], abs=SCORES)
-    assert len(gold.tensors()) > len(list(gold._base.parameters()))
+    assert len(list(gold.tensors())) > 0
+
+
+def test_sampled_answers_are_no_concern_of_it():
+    gold = make(None)
+    gold.begin(0, [evaluated("aa"), evaluated("aaaa", sample=1), evaluated("a", prompt=1)])
+    ((_, said),) = judged(gold)
+    assert said.gold_N.tolist() == [2, 1]
 
 
 def test_each_set_is_judged_by_itself():
     sets = (EvalSet("", 0, 2), EvalSet("a", 7, 1))
     gold = make((item("a"), item("a"), item("aaa")), sets=sets)
-    gold.begin(4, [item("aa"), item("aaaa"), item("b")])
+    gold.begin(4, answers("aa", "aaaa", "b"))
     found = []
     for _ in range(5):
         found += gold.poll()
-    ((version, (own, other)),) = found
+    ((version, columns),) = found
     assert version == 4
-    assert own.metrics()["eval/gold"] == 3.0 and own.metrics()["eval/win_rate"] == 1.0
-    assert other.metrics()["eval/gold"] == 1.0 and other.metrics()["eval/win_rate"] == 0.0
+    assert columns["eval/gold"] == 3.0 and columns["eval/win_rate"] == 1.0
+    assert columns["eval/a/gold"] == 1.0 and columns["eval/a/win_rate"] == 0.0
+
+
+def test_a_gold_model_runs_beside_a_part_of_the_reward_of_its_name(tmp_path):
+    write_scorer(tmp_path)
+    settings = ScorerSettings(path=str(tmp_path), dtype="float32")
+    site = site_alone(CPU)
+    reward = ModelScorer("lengths", settings, site)
+    reward.load()
+    scorer = Part("lengths", model(settings))
+    gold = Gold(GoldSettings(scorer=scorer, references=None, sets=own_set(1)), site)
+    gold.load()
+    gold.start()
+    gold.begin(0, answers("a"))
+    ((_, said),) = judged(gold)
+    reward.submit(0, item("a"))
+    reward.release([0])
+    ((_, outcome),) = reward.poll()
+    assert said.gold_N[0] == pytest.approx(outcome.value, abs=SCORES)
 
 
 def test_closing_frees_the_source():
     gold = make(None)
-    source = gold._scorer.scorers["lengths"]
-    gold.begin(0, [item("a")])
+    gold.begin(0, answers("a"))
     gold.close()
-    assert source.closed and gold.pending == 0
+    assert gold._scorer.closed and gold.pending == 0

@@ -13,7 +13,9 @@ from llamarl.controller import ExecutorController
 from llamarl.errors import RewardError
 from llamarl.scoring import assembly
 from llamarl.scoring.in_turn import InTurn
+from llamarl.scoring.judges import EvalJudge
 from llamarl.scoring.pool import RewardPool
+from llamarl.scoring.samples import Samples
 from llamarl.tasks.held_out import APART, EvalSet, own_set
 from llamarl.types import Completion, EvalCompletion, Group
 from tests.executors.pooled import FN, WORDS, FakeStream, make_prompt
@@ -203,8 +205,15 @@ def test_a_function_is_told_what_was_sampled(build):
     assert values["eval/reward"] == 127.0
 
 
+def writes(folder, sets):
+    """What makes a judge that writes evaluations."""
+    return lambda site: Samples(folder, sets, success_above=None)
+
+
 def test_what_is_answered_at_an_evaluation_is_written_with_its_scores(build, tmp_path):
-    executor = build(eval_sets=own_set(2), num_eval_samples=1, samples=tmp_path / "samples")
+    sets = own_set(2)
+    written = writes(tmp_path / "samples", sets)
+    executor = build(eval_sets=sets, num_eval_samples=1, judges=[written])
     feed = executor.inputs.of(EvalCompletion).records
     feed.extend([answer(1, 1, "wrong"), answer(0, 0, "right"), answer(1, 0, "error")])
     settle(executor)
@@ -228,12 +237,46 @@ def test_what_is_answered_at_an_evaluation_is_written_with_its_scores(build, tmp
 
 def test_samples_that_cannot_be_written_are_warned_of_once_and_end_nothing(build, tmp_path, caplog):
     (tmp_path / "samples").write_text("a file in its place")
-    executor = build(eval_sets=own_set(1), samples=tmp_path / "samples")
+    sets = own_set(1)
+    executor = build(eval_sets=sets, judges=[writes(tmp_path / "samples", sets)])
     for version in (3, 4):
         executor.inputs.of(EvalCompletion).records.append(answer(0, 0, "right", version=version))
         settle(executor)
     assert [step for step, _ in executor.metrics.reports] == [3, 4]
     assert caplog.text.count("writes no samples") == 1
+
+
+class Patient(EvalJudge):
+    """A judge that speaks when it is told to."""
+
+    def __init__(self):
+        self.may_speak = False
+        self.begun = []
+
+    def begin(self, version, answers):
+        self.begun.append((version, [answer.item.text for answer in answers]))
+
+    def poll(self):
+        if not self.may_speak:
+            return []
+        told, self.begun = self.begun, []
+        return [(version, {"eval/judged": float(len(texts))}) for version, texts in told]
+
+
+def test_an_evaluation_is_reported_once_its_judges_have_spoken(build):
+    judge = Patient()
+    executor = build(eval_sets=own_set(2), judges=[lambda site: judge])
+    feed = executor.inputs["evaluations"].records
+    feed.extend([answer(1, 0, "wrong"), answer(0, 0, "right"), answer(0, 0, "")])
+    settle(executor)
+    assert judge.begun == [(3, ["right", "wrong"])] and not executor.metrics.reports
+    told = "scores: what is said besides of the evaluation of policy version 3"
+    assert executor.waiting_for() == told
+    judge.may_speak = True
+    assert executor.step()
+    ((step, values),) = executor.metrics.reports
+    assert step == 3 and values["eval/reward"] == 0.5 and values["eval/judged"] == 2.0
+    assert executor.waiting_for() is None and not executor.step()
 
 
 def test_sampled_answers_are_reported_with_the_greedy_ones(build):
@@ -357,7 +400,7 @@ def test_a_function_over_completions_sees_each_set_by_itself(build):
 
 def test_what_is_answered_is_written_with_its_set_and_its_number_there(build, tmp_path):
     sets = (EvalSet("", 0, 1), EvalSet("a", APART, 2))
-    executor = build(eval_sets=sets, samples=tmp_path / "samples")
+    executor = build(eval_sets=sets, judges=[writes(tmp_path / "samples", sets)])
     feed = executor.inputs.of(EvalCompletion).records
     feed.extend(answer(number, 0, "right") for number in (APART + 1, 0, APART))
     settle(executor)

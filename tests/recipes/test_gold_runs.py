@@ -137,6 +137,34 @@ def test_gold_changes_nothing_that_is_learned(run, tmp_path):
         assert plain == {name: judged[name] for name in plain}
 
 
+SHARED = ("placement.trainer=[0]", "placement.generator=[1]", "placement.reward=[1,2]")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["function", "model", "split model"])
+def test_ranks_that_share_gold_and_base_judge_as_one_rank_does(run, gold, tmp_path, kind):
+    """With a function their ranks act as one for these models' sake alone."""
+    path, _ = gold
+    given = [*GIVEN, *SHARED, f"eval.gold={path}", f"eval.base={tiny_directory()}"]
+    if kind != "function":
+        given += ["reward=model", f"reward.path={path}", "max_steps=1"]
+    if kind == "split model":
+        given.append("reward.tensor_parallel=2")
+    with ForkedJob(*given, run_dir=tmp_path / "run", ranks=3) as job:
+        assert job.wait() == 0, job.output
+    # Of the policy as it began: rounding grows in later ones, and another reward makes others.
+    ours, theirs = job.rows[0], run.rows[0]
+    assert ours["step"] == theirs["step"] == 0
+    for column in ("eval/gold", "eval/gold_references"):
+        assert ours[column] == pytest.approx(theirs[column], abs=SCORES)
+    assert ours["eval/perplexity"] == pytest.approx(theirs["eval/perplexity"], rel=NATS)
+    if kind == "function":
+        assert ours["eval/accuracy"] == theirs["eval/accuracy"]
+        assert [row["step"] for row in job.rows if "eval/gold" in row] == [0, 2]
+    else:
+        assert ours["eval/reward"] == pytest.approx(ours["eval/gold"], abs=SCORES)
+
+
 @pytest.mark.slow
 def test_gold_may_be_a_function_and_beside_a_lagging_trainer(tmp_path):
     (tmp_path / "user_gold.py").write_text(USER_MODULE)

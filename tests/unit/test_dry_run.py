@@ -178,7 +178,7 @@ def by_name(job: Job) -> dict:
 
 
 def test_every_model_is_priced_on_the_ranks_that_hold_it_in_its_dtype(tmp_path):
-    """The tiny model's parameters times bytes: two halves of the reference, a whole gold scorer."""
+    """The tiny model's parameters times bytes: two halves of the reference and of each scorer."""
     write_scorer(tmp_path / "rm")
     job = job_of(
         "reference=frozen",
@@ -200,14 +200,18 @@ def test_every_model_is_priced_on_the_ranks_that_hold_it_in_its_dtype(tmp_path):
     assert found["reference"].held == pytest.approx(4 * policy / 2, rel=0.02)
     assert found["reward (model)"].ranks == (3, 4)
     assert found["reward (model)"].held == pytest.approx(2 * scorer / 2, rel=0.02)
-    assert (found["eval.gold"].ranks, found["eval.gold"].held) == ((3,), 4 * scorer)
-    assert (found["eval.base"].ranks, found["eval.base"].held) == ((3,), 4 * policy)
+    assert found["eval.gold"].ranks == found["eval.base"].ranks == (3, 4)
+    assert found["eval.gold"].held == pytest.approx(4 * scorer / 2, rel=0.02)
+    assert found["eval.base"].held == pytest.approx(4 * policy / 2, rel=0.02)
     # Masters, two moments, and two slots of weights on their way, over two shards.
     assert found["trainer"].held == pytest.approx((4 + 8 + 2 * 4) * policy / 2, rel=0.02)
     by_rank = bytes_by_rank(job, prices(job))
     # They work in turn: of what comes and goes the largest counts.
-    more = found["eval.base"].working - found["reward (model)"].working
-    assert more > 0 and by_rank[3] - by_rank[4] == 4 * scorer + 4 * policy + more
+    names = ("reward (model)", "eval.gold", "eval.base")
+    most = max(found[name].working for name in names)
+    held = sum(found[name].held for name in names)
+    assert most > found["reward (model)"].working
+    assert by_rank[3] == by_rank[4] == held + most
 
 
 def test_a_critic_of_its_own_costs_what_a_policy_does():

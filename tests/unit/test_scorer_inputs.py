@@ -186,6 +186,24 @@ def test_ranks_that_cannot_share_a_scorer_and_a_reference(tmp_path):
     assert "would share the scorer and the reference" in said
 
 
+@pytest.mark.parametrize("key", ["eval.gold", "eval.base"])
+def test_ranks_that_cannot_share_a_model_that_judges(tmp_path, key):
+    write_scorer(tmp_path / "rm")  # read by its config.json alone: a base of any kind will do here
+    given = [f"{key}={tmp_path}/rm", "placement.trainer=[0,1]"]
+    said = complaint(*given, "placement.reward=[0,1]", ranks=3)
+    assert f"would share the {key} and the trainer" in said
+    check_command_line([*given, "placement.reward=[0]"], world_size=3)
+    check_command_line([*given, "placement.reward=[0,1]", "max_lag=0"], world_size=3)
+    model = [MODEL, f"reward.path={tmp_path}/rm", "reward.tensor_parallel=5"]
+    said = complaint(*given, *model, "placement.reward=[2,3,4,5,6]", ranks=7)
+    assert f"the model {key}={tmp_path}/rm has 4 query heads" in said
+    if key == "eval.base":
+        said = complaint(
+            *given, FROZEN, "placement.reward=[2,3]", "placement.reference=[3,2]", ranks=5
+        )
+        assert "would share the eval.base and the reference" in said
+
+
 def test_a_scorer_is_known_by_what_it_is(tmp_path):
     write_scorer(tmp_path / "rm")
     write_scorer(tmp_path / "other", seed=1)

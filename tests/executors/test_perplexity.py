@@ -1,0 +1,136 @@
+"""Perplexity alone: what it is, how much it reads at a call, and what ends a run."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from llamarl.errors import NotFinite
+from llamarl.models.config import read_config, tiny_directory
+from llamarl.scoring import perplexity as perplexity_module
+from llamarl.scoring.perplexity import (
+    Likelihood,
+    Perplexity,
+    PerplexitySettings,
+    _from_words,
+    _to_words,
+)
+from llamarl.scoring.scorer import site_alone
+from llamarl.tasks.held_out import EvalSet, own_set
+from tests.evaluated import evaluated
+from tests.scorers import asked_for
+from tests.tolerances import of_logprobs
+
+EXACT = 1e-12
+LOGIT = 8.0  # at most so large
+ANSWERS = [
+    evaluated("a", prompt=0, prompt_ids=(1, 2, 5), tokens=(3, 4, 6, 7)),
+    evaluated("b", prompt=1, prompt_ids=(4,), tokens=(8,)),
+    evaluated("sampled", prompt=1, sample=1, prompt_ids=(4,), tokens=(9, 9)),
+    evaluated("c", prompt=2, prompt_ids=(2, 2), tokens=(5, 6)),
+]
+GREEDY = [answer.item for answer in ANSWERS if answer.completion.greedy]
+
+
+def make(*, microbatch_tokens=8, sets=own_set(3)):
+    settings = PerplexitySettings(
+        path=str(tiny_directory()), dtype="float32", microbatch_tokens=microbatch_tokens, sets=sets
+    )
+    judge = Perplexity(settings, site_alone(torch.device("cpu")))
+    judge.load()
+    judge.start()
+    return judge
+
+
+def found_by(judge):
+    found = []
+    while not found:
+        assert judge.is_computing
+        found = judge.findings()
+    return found
+
+
+@torch.no_grad()
+def logprobs_by_transformers(items):
+    """[N] float64, nats: of each answer alone, computed in float64."""
+    model = AutoModelForCausalLM.from_pretrained(tiny_directory(), dtype=torch.float64)
+    found = []
+    for item in items:
+        prompt = item.prompt.prompt_ids
+        logits = model(torch.cat([prompt, item.token_ids])[None]).logits[0].log_softmax(-1)
+        places = torch.arange(item.token_ids.numel()) + prompt.numel() - 1
+        found.append(float(logits[places, item.token_ids].sum()))
+    return np.array(found)
+
+
+def test_it_is_what_transformers_says_of_the_greedy_answers():
+    judge = make()
+    judge.begin(5, ANSWERS)
+    ((version, (likelihood,)),) = found_by(judge)
+    wanted = logprobs_by_transformers(GREEDY)
+    tolerance = 4 * of_logprobs(read_config(tiny_directory()), size=LOGIT)  # the longest has four
+    assert version == 5 and not judge.is_computing
+    assert likelihood.logprobs_N == pytest.approx(wanted, rel=0, abs=tolerance)
+    assert likelihood.num_tokens_N.tolist() == [4, 1, 2]
+    perplexity = math.exp(-wanted.sum() / 7)
+    assert likelihood.metrics()["eval/perplexity"] == pytest.approx(perplexity, rel=tolerance)
+
+
+def test_it_is_that_of_a_token_by_hand():
+    likelihood = Likelihood(num_tokens_N=np.array([2, 4]), logprobs_N=np.array([-2.0, -1.0]))
+    assert likelihood.perplexity == pytest.approx(math.exp(3 / 6), abs=EXACT)
+
+
+def test_each_set_is_measured_by_itself():
+    judge = make(sets=(EvalSet("", 0, 1), EvalSet("a", 7, 2)))
+    judge.begin(0, ANSWERS)
+    ((_, (own, other)),) = found_by(judge)
+    alone = make()
+    alone.begin(0, ANSWERS)
+    ((_, columns),) = [*alone.poll(), *alone.poll(), *alone.poll()]
+    every = np.concatenate([own.logprobs_N, other.logprobs_N])
+    assert (own.num_tokens_N.tolist(), other.num_tokens_N.tolist()) == ([4], [1, 2])
+    assert columns["eval/perplexity"] == pytest.approx(math.exp(-every.sum() / 7), rel=EXACT)
+
+
+def test_a_call_reads_a_microbatch(monkeypatch):
+    sizes = []
+    real = perplexity_module.completion_logprobs
+
+    def counted(decoder, batch):
+        sizes.append(batch.input_ids.numel())
+        return real(decoder, batch)
+
+    monkeypatch.setattr(perplexity_module, "completion_logprobs", counted)
+    judge = make(microbatch_tokens=8)
+    answers = []
+    for prompt in range(6):  # of 4 fed tokens each, two a microbatch
+        answers.append(evaluated("", prompt=prompt, prompt_ids=(1 + prompt, 2), tokens=(3, 4, 5)))
+    judge.begin(0, answers)
+    for expected in (1, 2, 3):
+        assert judge.is_computing
+        found = judge.findings()
+        assert len(sizes) == expected
+    assert sizes == [8, 8, 8] and len(found) == 1
+
+
+def test_a_log_probability_that_is_no_number_ends_the_run(monkeypatch):
+    nan = torch.full((3,), math.nan, dtype=torch.float64)
+    monkeypatch.setattr(perplexity_module, "completion_logprobs", lambda *_: nan)
+    judge = make(microbatch_tokens=100)
+    judge.begin(7, ANSWERS)
+    with pytest.raises(NotFinite, match="policy version 7 to held-out prompt 0 is nan"):
+        judge.poll()
+
+
+def test_what_other_ranks_are_told_is_what_was_asked():
+    first, second, third, fourth = asked_for(4, 1)
+    microbatches = [[first], [second, third], [], [fourth]]
+    told = _from_words(_to_words(microbatches))
+    assert [len(asked) for asked in told] == [1, 2, 0, 1]
+    for ours, theirs in zip(told, microbatches):
+        for one, other in zip(ours, theirs):
+            assert torch.equal(one.prompt_ids, other.prompt_ids)
+            assert torch.equal(one.completions[0], other.completions[0])
