@@ -149,13 +149,15 @@ class Pieces:
         ends_N = lengths_N.cumsum(0)
         firsts_N = ends_N - lengths_N
         offsets_T = (firsts_N - starts_N).repeat_interleave(lengths_N)
-        positions_T = torch.arange(int(ends_N[-1])) - offsets_T
+        num_tokens = int(ends_N[-1])
+        positions_T = torch.arange(num_tokens) - offsets_T
         steps_L = torch.arange(int(lengths_N.max()))
         # Padding asks the sequence's last token again, and its answer is dropped.
         steps_NL = torch.minimum(steps_L, lengths_N[:, None] - 1)
         is_token_NL = steps_L < lengths_N[:, None]
         queries_NL = firsts_N[:, None] + steps_NL
-        seen_NLM = torch.arange(self.longest) <= (starts_N[:, None] + steps_NL)[..., None]
+        places_NL = starts_N[:, None] + steps_NL
+        seen_NLM = torch.arange(self.longest) <= places_NL[..., None]
         self.positions_T = positions_T.to(device)
         self._slots_T = slots_N.repeat_interleave(lengths_N).to(device)
         self._queries_NL = queries_NL.to(device)
@@ -209,18 +211,23 @@ class Decode:
         v_NJLK = values[self._rows, :, : self._length]
         kv_heads = self._cache.num_kv_heads
         q_NJRK = q_NHK.unflatten(1, (kv_heads, -1))
-        if not self._by_products:
+        if self._by_products:
+            seen = self._read_by_products(q_NJRK, k_NJLK, v_NJLK)
+        else:
             seen = F.scaled_dot_product_attention(q_NJRK, k_NJLK, v_NJLK, attn_mask=self._bias_N11L)
-            return seen.reshape(q_NHK.shape)
-        # The CPU's attention kernel takes 25 times as long for one query a row. The keys from the
-        # left: row by row they are read twice as fast there. The softmax is float32's.
+        return seen.reshape(q_NHK.shape)
+
+    def _read_by_products(self, q_NJRK: Tensor, k_NJLK: Tensor, v_NJLK: Tensor) -> Tensor:
+        """Attention as two batched products: the CPU's own kernel takes 25 times as long for one
+        query a row. The softmax is float32's.
+        """
         keys = k_NJLK.flatten(0, 1)
         queries = q_NJRK.flatten(0, 1)
+        # The keys from the left: row by row they are read twice as fast there.
         products = torch.bmm(keys, queries.mT).mT
         scores = products.unflatten(0, q_NJRK.shape[:2])
         scale = self._cache.head_dim**-0.5
         biased = self._bias_N11L + scores * scale
         weights = biased.softmax(-1).to(keys.dtype)
         values = v_NJLK.flatten(0, 1)
-        seen = torch.bmm(weights.flatten(0, 1), values)
-        return seen.reshape(q_NHK.shape)
+        return torch.bmm(weights.flatten(0, 1), values)
