@@ -404,6 +404,13 @@ def test_a_room_has_what_was_reserved_last_and_no_more_than_it_may(slots, max_le
         assert room.rows * room.capacity <= room.budget
 
 
+def test_a_row_is_doubled_up_to_max_len_alone():
+    room = Room(max_slots=2, max_len=90, budget=400)
+    room.reserve(2, 60)
+    room.reserve(2, 70)
+    assert (room.rows, room.capacity) == (2, 96)
+
+
 def test_a_fixed_room_has_two_rows_more_from_the_start():
     room = Room(max_slots=8, max_len=60, budget=200, is_fixed=True)
     assert (room.rows, room.capacity) == (200 // 64 + 2, 64)
