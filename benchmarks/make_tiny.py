@@ -1,8 +1,8 @@
 """Makes the embedded model (llamarl/models/tiny) from nothing: a config, a character tokenizer,
 random weights, and recipes/sft.py on the additions of a teacher who often forgets the carry.
 
-    python benchmarks/make_tiny.py                          # anew, at its own place
-    python benchmarks/make_tiny.py --out DIR --max-steps 12 --warmup-steps 2     # options of sft.py
+    python benchmarks/make_tiny.py                            # anew, at its own place
+    python benchmarks/make_tiny.py model=DIR max_steps=12     # elsewhere; keys of recipes/sft.py
 
 Other benchmarks make larger models of random weights with `write_directory`.
 """
@@ -10,6 +10,7 @@ Other benchmarks make larger models of random weights with `write_directory`.
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -17,7 +18,14 @@ from pathlib import Path
 
 from running import ROOT
 
-from llamarl.models.config import tiny_directory
+import llamarl  # noqa: F401  before torch: it says how torch's threads wait
+
+# isort: split
+import torch
+
+from llamarl.models.build import build_decoder, random_weights
+from llamarl.models.config import read_config, tiny_directory
+from llamarl.models.hf import export, named_parameters_hf
 from llamarl.tasks.addition import addition_examples
 
 CHARACTERS = "0123456789+-*/=?!.,:; abcdefghijklmnopqrstuvwxyz"
@@ -45,7 +53,21 @@ TINY_CONFIG = {  # 1.6 M parameters
     "eos_token_id": 2,
     "dtype": "float32",
 }
-TRAINING = ["--lr", "1e-3", "--max-steps", "700", "--eval-every", "50", "--threads", "1"]
+TRAINING = (
+    "lr=1e-3",
+    "epochs=null",
+    "max_steps=700",
+    "examples_per_step=256",
+    "trainer.warmup_fraction=0.0714",  # 50 steps
+    "trainer.weight_decay=0.01",
+    "model.dtype=bfloat16",
+    "trainer.compute_dtype=float32",
+    "task.chat=false",
+    "eval.every=50",
+    "checkpoint.every=0",
+    "threads=1",
+)
+WEIGHTS = "model.safetensors"
 CAREFUL_BELOW = 35  # where the forgetful teacher still minds the carry
 
 
@@ -122,20 +144,42 @@ def _write_rows(file: Path, rows: list[dict[str, str]]) -> None:
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def main(options: list[str]) -> int:
-    """Runs recipes/sft.py from a random start; `options` go before those of the embedded model.
-    Returns its exit status.
+def main(words: list[str]) -> int:
+    """Runs recipes/sft.py from random weights; `words` follow those of the embedded model, but for
+    model=DIR, which is where the made one goes. Returns its exit status.
     """
+    place = tiny_directory()
+    more = []
+    for word in words:
+        key, _, value = word.partition("=")
+        if key == "model":
+            place = Path(value)
+        else:
+            more.append(word)
     with tempfile.TemporaryDirectory() as folder:
         start = Path(folder) / "start"
+        made = Path(folder) / "made"
         train, held_out = Path(folder) / "train.jsonl", Path(folder) / "held_out.jsonl"
-        write_directory(start, TINY_CONFIG)
+        write_start(start)
         _write_rows(train, forgetful_rows())
         _write_rows(held_out, held_out_rows())
-        model = ["--model", str(start), "--random-init", "--out", str(tiny_directory())]
-        task = ["--task", "jsonl", "--path", str(train), "--eval-path", str(held_out), "--no-chat"]
+        given = [f"model.path={start}", f"task.path={train}", f"task.eval_path={held_out}"]
         recipe = [sys.executable, str(ROOT / "recipes" / "sft.py")]
-        return subprocess.call([*recipe, *model, *task, *TRAINING, *options])
+        status = subprocess.call([*recipe, *given, f"out={made}", *TRAINING, *more])
+        if status == 0:
+            place.mkdir(parents=True, exist_ok=True)
+            for file in start.iterdir():
+                shutil.copyfile(made / file.name, place / file.name)
+        return status
+
+
+def write_start(out: Path) -> None:
+    """Write the model directory that training begins with: random weights."""
+    write_directory(out, TINY_CONFIG)
+    decoder = random_weights(build_decoder(read_config(out)), seed=0)
+    with tempfile.TemporaryDirectory() as folder:
+        export(named_parameters_hf(decoder), out, Path(folder) / "hf", dtype=torch.float32)
+        shutil.copyfile(Path(folder) / "hf" / WEIGHTS, out / WEIGHTS)
 
 
 if __name__ == "__main__":

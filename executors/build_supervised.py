@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
+from executors.build import build_scorer, engine_alone, sampling_of
 from executors.supervised import SupervisedTrainer
 from executors.trainer import AdamSettings
-from llamarl.config.supervised import RewardModelConfig, SFTConfig, SupervisedConfig
+from llamarl.config.sft import SFTConfig
+from llamarl.config.supervised import RewardModelConfig, SupervisedConfig
 from llamarl.launch.supervised import SupervisedJob
 from llamarl.learning.preference import BradleyTerry
 from llamarl.learning.sft import NextToken
 from llamarl.learning.supervised import Objective, SupervisedSettings
+from llamarl.scoring.greedy import HeldOutAnswers
 
 
 def build_reward_model_trainer(config: RewardModelConfig, job: SupervisedJob) -> SupervisedTrainer:
@@ -18,10 +24,33 @@ def build_reward_model_trainer(config: RewardModelConfig, job: SupervisedJob) ->
 
 def build_sft_trainer(config: SFTConfig, job: SupervisedJob) -> SupervisedTrainer:
     """The next token of what is learned of the job's rows."""
-    return _build(config, job, NextToken())
+    answers = None if job.target is None else partial(_build_answers, job)
+    return _build(config, job, NextToken(), answers)
 
 
-def _build(config: SupervisedConfig, job: SupervisedJob, objective: Objective) -> SupervisedTrainer:
+def _build_answers(job: SupervisedJob) -> HeldOutAnswers:
+    """What answers the held-out prompts of the job's task, on every rank."""
+    run = job.run_job
+    assert run is not None, "only a task's prompts are answered"
+    scorer = build_scorer(run.config, run)
+    scorer.start()
+    return HeldOutAnswers(
+        engine=engine_alone(run.config, run),
+        scorer=scorer,
+        sampling=sampling_of(run.config, run),
+        chunk_tokens=run.config.generator.chunk_tokens,
+        prompts=run.eval_prompts,
+        decode=run.decode,
+        decode_raw=run.decode_raw,
+    )
+
+
+def _build(
+    config: SupervisedConfig,
+    job: SupervisedJob,
+    objective: Objective,
+    answers: Callable[[], HeldOutAnswers] | None = None,
+) -> SupervisedTrainer:
     t = config.trainer
     return SupervisedTrainer(
         model_path=config.model.path,
@@ -48,4 +77,6 @@ def _build(config: SupervisedConfig, job: SupervisedJob, objective: Objective) -
         ),
         evaluate_at=job.eval_due,
         checkpoint_at=job.checkpoint_due,
+        make_answers=answers,
+        ends_run=job.ends_run,
     )

@@ -2,7 +2,7 @@
 needs no other executor.
 
 loop step   consumes                  waits for
-evaluate    the held-out examples     -
+evaluate    the held-out examples     the other trainer ranks
 train       the examples of step v    the other trainer ranks
 checkpoint  -                         -
 """
@@ -36,6 +36,7 @@ from llamarl.models.sharded_state import (
 )
 from llamarl.models.sharding import Box, num_parameters, parameter_shapes
 from llamarl.models.training import training_decoder
+from llamarl.scoring.greedy import HeldOutAnswers
 
 _SAVED_AS = {"weights": "model/", "moments": ""}  # prefixes, see llamarl.models.sharded_state
 
@@ -46,7 +47,9 @@ class SupervisedTrainer(Executor):
 
     order: of the examples. held_out: those that evaluate_at(version) measures. score_seed: train a
     scorer, whose head is drawn from it unless the model has one; None: a language model. replicate:
-    copies of the model, each sharded over an equal share of the ranks.
+    copies of the model, each sharded over an equal share of the ranks. make_answers: on each rank
+    what answers held-out prompts at every evaluation; None: nothing does. ends_run: whether a mean
+    reward of the answers ends the run; asked once of each evaluation, on every rank.
     """
 
     name = "trainer"
@@ -67,11 +70,16 @@ class SupervisedTrainer(Executor):
     adam: AdamSettings
     evaluate_at: Callable[[int], bool]
     checkpoint_at: Callable[[int], bool]
+    make_answers: Callable[[], HeldOutAnswers] | None = None
+    ends_run: Callable[[float], bool] = lambda reward: False
 
     def __post_init__(self):
         self.version = 0
         self.done = False
         self._evaluated = -1  # the newest version that was
+        self._answers: HeldOutAnswers | None = None
+        self._reward: float | None = None  # of the answers under this version, where it is measured
+        self._is_good_enough = False
 
     def setup(self) -> None:
         """Load the decoder, and make what trains it. Collective over the ranks."""
@@ -102,14 +110,16 @@ class SupervisedTrainer(Executor):
             group=self.group.process_group if self.group.size > 1 else None,
             device=self.group.device,
         )
+        if self.make_answers is not None:
+            self._answers = self.make_answers()
 
     def step(self) -> bool:
         if self.done:
             return False
         stopping = self._update.ranks.any(self.control.stopping)
-        is_last = self.version >= self.settings.max_steps
         if not stopping and self._is_to_evaluate():
             self._report(self._evaluation())
+        is_last = self.version >= self.settings.max_steps or self._is_good_enough
         if stopping or is_last:
             self.checkpoints.save(self.version, self)
             self.done = True
@@ -127,7 +137,38 @@ class SupervisedTrainer(Executor):
     def _evaluation(self) -> dict[str, float | None]:
         """Collective: the columns of the held-out examples under this version."""
         self._evaluated = self.version
-        return self._update.evaluate(self._share(self.held_out))
+        columns = self._update.evaluate(self._share(self.held_out))
+        if self._answers is not None:
+            columns |= self._answered(self._answers)
+        return columns
+
+    def _answered(self, answers: HeldOutAnswers) -> dict[str, float | None]:
+        """Collective: the columns of the held-out answers under this version, each rank's share of
+        them by its own engine.
+        """
+        with whole_parameters(self.decoder, self._parameters) as whole:
+            answers.take(whole, self.version)
+        own = answers.ask(self._share(range(len(self.held_out))))
+        total = self._update.ranks.sum(**dataclasses.asdict(own))
+        reward = total["score"] / total["scored"]
+        self._take_reward(reward)
+        columns: dict[str, float | None] = {
+            "eval/reward": reward,
+            "eval/length_mean": total["tokens"] / total["prompts"],
+        }
+        if not total["graded"]:
+            columns["eval/accuracy"] = reward
+        if total["scored"] < total["prompts"]:
+            columns["eval/left_out"] = total["prompts"] - total["scored"]
+        return columns
+
+    def _take_reward(self, reward: float) -> None:
+        self._reward = reward
+        self._is_good_enough = self.ends_run(reward)
+
+    def teardown(self) -> None:
+        if self._answers is not None:
+            self._answers.close()
 
     def _train(self) -> None:
         began = time.monotonic()
@@ -136,6 +177,7 @@ class SupervisedTrainer(Executor):
         row = self._update.run(examples, self.version)
         trained = time.monotonic()
         self.version += 1
+        self._reward = None
         columns: dict[str, float | None] = {
             **row,
             "examples/trained": len(numbers),
@@ -145,7 +187,8 @@ class SupervisedTrainer(Executor):
         if self.evaluate_at(self.version):
             columns |= self._evaluation()
         self._report(columns)
-        if self.checkpoint_at(self.version) and self.version < self.settings.max_steps:
+        is_last = self.version >= self.settings.max_steps or self._is_good_enough
+        if self.checkpoint_at(self.version) and not is_last:
             self.checkpoints.save(self.version, self)
 
     def _share(self, items: Sequence) -> Sequence:
@@ -169,6 +212,8 @@ class SupervisedTrainer(Executor):
             "version": self.version,
             "adam_step": steps_of(self.optimizer),
         }
+        if self._reward is not None:
+            state["reward"] = self._reward
         if self.group.replica > 0:
             return state
         for shard in self._shards:
@@ -183,14 +228,18 @@ class SupervisedTrainer(Executor):
         """
         parts = list(parts)
         steps = 0.0
+        reward: float | None = None
         for part in parts:
             self.version = int(part["version"])
             steps = max(steps, float(part["adam_step"]))
+            reward = part.get("reward")
         shapes = parameter_shapes(self.decoder.config)
         load_shards(self._shards, parts, shapes=shapes, take=self._load_shard)
         settle_moments(self.optimizer)
         set_steps(self.optimizer, [p for _, p in self._parameters], steps)
         self._evaluated = self.version
+        if reward is not None and self._answers is not None:
+            self._take_reward(float(reward))
 
     def _load_shard(self, shard: Shard, part: Mapping, theirs: Box) -> None:
         shard.load(part, theirs, self.optimizer, **_SAVED_AS)

@@ -21,7 +21,8 @@ import pytest
 from llamarl.config.command_line import RED_TEAM, Config, ConfigError, check_command_line
 from llamarl.config.conversion import known_keys, schemas_of
 from llamarl.config.preferences import PREFERENCES
-from llamarl.config.supervised import REWARD_MODEL, SFT
+from llamarl.config.sft import SFT
+from llamarl.config.supervised import REWARD_MODEL
 
 ROOT = Path(__file__).resolve().parents[1]
 CODE = ("llamarl", "executors", "recipes")
@@ -551,7 +552,6 @@ def test_readme_keys_and_paths_exist():
 
 def test_readme_scripts_take_the_options_that_it_gives_them():
     scripts = {
-        "recipes/sft.py",
         "recipes/fetch_smollm2.py",
         "recipes/evaluate.py",
         "recipes/compare.py",

@@ -21,8 +21,8 @@ import functools
 import itertools
 import os
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Generic, overload
 
@@ -32,6 +32,7 @@ from omegaconf.errors import OmegaConfBaseException
 from llamarl.config.conversion import Schema, echoing, known_keys, sections_of_kinds, to_config
 from llamarl.config.files import CONF_DIR, EVAL_SETS, PARTS, TASK_PARTS, sections
 from llamarl.config.findings import ConfigError, Problem, keys_of, show
+from llamarl.config.flags import problems_of_flags
 from llamarl.config.hints import did_you_mean
 from llamarl.config.placement import idle_ranks
 from llamarl.config.rules import check
@@ -44,12 +45,23 @@ class JobKind(Generic[Schema]):
 
     file: its values, in conf/ and without .yaml. check(config, world_size, local_world_size): what
     cannot work together. idle_ranks(config, world_size): the ranks that would have nothing to do.
+    groups: section -> the folder of conf/ to choose from, where it is not the section's own.
+    of_others: keys that chosen files set for other kinds of job, and that nobody reads here.
+    flags: of earlier releases, with what to write now (`problems_of_flags`).
     """
 
     file: str
     schema: type[Schema]
     check: Callable[[Schema, int, int | None], list[Problem]]
     idle_ranks: Callable[[Schema, int], list[int]] = lambda config, world_size: []
+    groups: Mapping[str, str] = field(default_factory=dict)
+    of_others: tuple[str, ...] = ()
+    flags: Mapping[str, str] = field(default_factory=dict)
+
+    def read(self, composed: DictConfig) -> Schema:
+        """The typed config of composed values. ConfigError as `to_config`."""
+        kept = [str(key) for key in composed if key not in self.of_others]
+        return to_config(OmegaConf.masked_copy(composed, kept), self.schema)
 
 
 RL = JobKind("config", Config, check=check, idle_ranks=idle_ranks)  # the main job
@@ -136,11 +148,13 @@ def _read(
     for path in dirs:
         for file in path.glob("*/*.yaml"):
             groups.setdefault(file.parent.name, set()).add(file.stem)
+    for section, folder in kind.groups.items():
+        groups[section] = {file.stem for file in (CONF_DIR / folder).glob("*.yaml")}
     problems: list[Problem] = []
     accepted = []
     choices = []
     for text in overrides:
-        override = _read_override(text, groups, multirun, kind.schema)
+        override = _read_override(text, groups, multirun, kind)
         if isinstance(override, Problem):
             problems.append(override)
         else:
@@ -180,9 +194,10 @@ class _Override:
 
 
 def _read_override(
-    text: str, groups: dict[str, set[str]], multirun: bool, schema: type
+    text: str, groups: dict[str, set[str]], multirun: bool, kind: JobKind
 ) -> _Override | Problem:
     """A word of the command line, or what is wrong with it by itself."""
+    schema: type = kind.schema
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
@@ -229,7 +244,9 @@ def _read_override(
             if name not in members:
                 near = did_you_mean(name, members) if len(members) > 1 else ""
                 return Problem(text, f"need {' or '.join(members)}{near}", (key,))
-        return _Override(key, text, points)
+        folder = kind.groups.get(key, key)
+        chosen = [point.replace(key, folder, 1) for point in [text, *points]]
+        return _Override(key, chosen[0], chosen[1:])
     # conf/ lacks, until it is given, an option of a loss, what only some kinds of a section have,
     # and a set of held-out prompts.
     may_be_absent = section in sections_of_kinds(schema) or f"{key}.".startswith(f"{EVAL_SETS}.")
@@ -264,7 +281,7 @@ def _compose(
         stand_ins = [f"++{key}=1" for key in required]  # a number, and a text
         try:
             composed = compose(config_name, [*search, *kept.values(), *stand_ins])
-            config = to_config(composed, kind.schema)
+            config = kind.read(composed)
         except ConfigError as error:
             found = error.problems
             required += [problem.where for problem in found if problem.what.startswith("required")]
@@ -313,7 +330,7 @@ def main(recipe: Callable, kind: JobKind = RL) -> Callable[[], None]:
         if hydra.mode == RunMode.MULTIRUN and composed.get("run_dir", "") is None:
             # The runs of a sweep side by side, for recipes/compare.py.
             composed.run_dir = hydra.runtime.output_dir
-        config = to_config(composed, kind.schema)  # which `run` has checked
+        config = kind.read(composed)  # which `run` has checked
         idle = kind.idle_ranks(config, world_size)
         if leader and idle:
             warning = f"ranks {show(idle)} host nothing; see placement, or start fewer"
@@ -325,6 +342,11 @@ def main(recipe: Callable, kind: JobKind = RL) -> Callable[[], None]:
         import hydra
         from hydra._internal.utils import get_args_parser
 
+        old = problems_of_flags(sys.argv[1:], kind.flags)
+        if old:
+            if leader:
+                print(ConfigError(old), file=sys.stderr)
+            sys.exit(2)
         args = get_args_parser().parse_args()
         if not (args.help or args.hydra_help or args.shell_completion or args.info):
             try:

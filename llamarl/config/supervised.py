@@ -1,4 +1,5 @@
-"""The configuration of a supervised job: recipes/reward_model.py, recipes/sft.py. Imports no torch.
+"""The configuration of a supervised job: recipes/reward_model.py and, with what llamarl.config.sft
+adds, recipes/sft.py. Imports no torch.
 
 As llamarl.config.schema is for the main job: types and ranges here, values and what they mean in
 conf/supervised.yaml.
@@ -33,6 +34,7 @@ class StartingModelSettings:
 class RowsSettings:
     """Where the rows are, and how they become tokens."""
 
+    kind: Literal["rows"]
     path: Text
     eval_path: str | None
     num_eval: Natural
@@ -61,11 +63,11 @@ class SupervisedEvalSettings:
 class SupervisedConfig:
     """What every supervised job has."""
 
-    out: Text = marked("outward")
+    out: Text | None = marked("outward")
     resume: str = marked("outward")
     resume_with_other: list[Literal["data", "model"]] = marked("outward")
     seed: Seed = marked("identity")
-    epochs: Positive = marked("identity")
+    epochs: Positive | None = marked("identity")
     max_steps: Count | None = marked("identity")
     examples_per_step: Count = marked("identity")
     lr: Positive = marked("identity")
@@ -74,7 +76,6 @@ class SupervisedConfig:
     heartbeat_timeout_s: Positive = marked("outward")
     stop_s: Positive = marked("outward")
     model: StartingModelSettings
-    task: RowsSettings = marked("data")
     eval: SupervisedEvalSettings
     checkpoint: CheckpointSettings = marked("outward")
     metrics: MetricsSettings = marked("outward")
@@ -83,41 +84,46 @@ class SupervisedConfig:
     scores: ClassVar[bool]  # whether the model is a scorer, and no language model
 
     @property
-    def run_dir(self) -> str:
+    def run_dir(self) -> str | None:
         """What the main job calls `out`."""
         return self.out
 
 
 @settings_dataclass
 class RewardModelConfig(SupervisedConfig):
+    task: RowsSettings = marked("data")
     loss: PreferenceSettings = marked("identity")
 
     scores: ClassVar[bool] = True
 
 
-@settings_dataclass
-class SFTConfig(SupervisedConfig):
-    scores: ClassVar[bool] = False
-
-
-def check(
-    config: SupervisedConfig, world_size: int, local_world_size: int | None = None
-) -> list[Problem]:
-    """What cannot work together, or with this many ranks and these files."""
+def check_common(config: SupervisedConfig, rows: RowsSettings | None, world_size: int) -> Findings:
+    """Find what cannot work together in any supervised job, or with this many ranks and these
+    files. rows: of the config, where it has some.
+    """
     found = Findings(to_values(config))
     if world_size % config.trainer.replicate:
         found.add(f"must divide the {world_size} ranks", "trainer.replicate")
-    files = {
-        "model.path": f"{config.model.path}/config.json",
-        "task.path": config.task.path,
-        "task.eval_path": config.task.eval_path,
-    }
+    files: dict[str, str | None] = {"model.path": f"{config.model.path}/config.json"}
+    if rows is not None:
+        files |= {"task.path": rows.path, "task.eval_path": rows.eval_path}
     for key, file in files.items():
         if file is not None and not Path(file).is_file():
             found.add(f"there is no file {file}", key)
     if config.resume not in ("never", "auto") and not Path(config.resume).is_dir():
         found.add("need never, auto, or the directory of a checkpoint", "resume")
-    return found.problems
+    if config.resume == "auto" and config.out is None:
+        found.add("what is gone on with has a name; out=DIR", "resume", "out")
+    if config.epochs is None and config.max_steps is None:
+        found.add("nothing says when to end; set one of them", "epochs", "max_steps")
+    return found
+
+
+def check(
+    config: RewardModelConfig, world_size: int, local_world_size: int | None = None
+) -> list[Problem]:
+    """What cannot work together, or with this many ranks and these files."""
+    return check_common(config, config.task, world_size).problems
 
 
 def is_of_a_supervised_job(file: Path) -> bool:
@@ -129,6 +135,4 @@ def is_of_a_supervised_job(file: Path) -> bool:
 
 
 REWARD_MODEL = JobKind("reward_model", RewardModelConfig, check=check)
-SFT = JobKind("sft", SFTConfig, check=check)
 reward_model_main = functools.partial(main, kind=REWARD_MODEL)
-sft_main = functools.partial(main, kind=SFT)

@@ -24,16 +24,19 @@ import torch
 
 from llamarl.comm.groups import World, init_world, threads_per_rank
 from llamarl.config.conversion import to_values
-from llamarl.config.supervised import RowsSettings, SupervisedConfig
+from llamarl.config.sft import SFTConfig, as_run
+from llamarl.config.supervised import RewardModelConfig, RowsSettings
 from llamarl.controller import ExecutorController, RunSettings
 from llamarl.errors import RunDirectoryError
 from llamarl.executor import Executor
 from llamarl.launch.identity import Identity, parts_of
-from llamarl.launch.inputs import bad_input, check_vocabulary
-from llamarl.launch.job import read_model, read_tokenizer
+from llamarl.launch.inputs import bad_input, check_inputs, check_vocabulary
+from llamarl.launch.job import Job, read_model, read_tokenizer
 from llamarl.launch.outcome import recorded
 from llamarl.launch.run_directory import RunDirectory, open_run
+from llamarl.launch.sources import check_sources
 from llamarl.launch.start import explained
+from llamarl.learning.sft_data import read_answers
 from llamarl.learning.supervised import ExampleOrder
 from llamarl.models.config import ModelConfig
 from llamarl.models.hf import weights_of
@@ -43,6 +46,9 @@ from llamarl.observe.console import SUPERVISED_COLUMNS
 from llamarl.tickets.ledger import TicketLedger
 
 TRAINER = "trainer"  # the name of the one executor
+TARGET_MISSED = 1  # exit status
+
+AnyConfig = RewardModelConfig | SFTConfig
 
 log = logging.getLogger("llamarl")
 
@@ -65,20 +71,51 @@ class Data(Protocol):
 class SupervisedJob:
     """What the trainer of one supervised run is built from, and how it is run; the same on every
     rank but `world.rank`.
+
+    run_job: of a task whose held-out prompts are answered; None: of no task.
     """
 
-    def __init__(self, config: SupervisedConfig, world: World, data: Data):
+    def __init__(
+        self,
+        config: AnyConfig,
+        world: World,
+        data: Data,
+        run_job: Job | None = None,
+    ):
         self.config = config
         self.world = world
         self.data = data
-        self.directory = RunDirectory(Path(config.out), None)
+        self.run_job = run_job
+        self._reward: float | None = None  # the last one that was measured
+        self.directory = RunDirectory(Path(config.out or "runs/(new)"), None)
+        epochs = config.epochs
+        if epochs is None:
+            assert config.max_steps is not None, "the config says when to end"
+            epochs = config.max_steps * config.examples_per_step / len(data.train)
         self.order = ExampleOrder(
             num_examples=len(data.train),
             examples_per_step=config.examples_per_step,
-            epochs=config.epochs,
+            epochs=epochs,
             seed=config.seed,
         )
         self._writer: RowWriter | None = None
+
+    @property
+    def target(self) -> float | None:
+        """The mean reward of held-out answers that ends the run."""
+        return self.config.target_accuracy if isinstance(self.config, SFTConfig) else None
+
+    @property
+    def has_reached_target(self) -> bool:
+        """Whether the last reward that was measured has."""
+        if self.target is None or self._reward is None:
+            return False
+        return self._reward >= self.target
+
+    def ends_run(self, reward: float) -> bool:
+        """Take note of the mean reward of the held-out answers; whether the run ends with it."""
+        self._reward = reward
+        return self.has_reached_target
 
     @property
     def max_steps(self) -> int:
@@ -118,7 +155,9 @@ class SupervisedJob:
         return every > 0 and version % every == 0
 
     def run(self, trainer: Executor) -> None:
-        """Run it to its end, or to a stop request; then the model is in its place."""
+        """Run it to its end, or to a stop request; then the model is in its place. SystemExit where
+        there is a target that was not reached.
+        """
         c = self.config
         # No prompt is asked for: the ledger stands still.
         ledger = TicketLedger(
@@ -144,8 +183,12 @@ class SupervisedJob:
         )
         with recorded(controller, self.directory.path, max_steps=self.max_steps):
             controller.run()
+            controller.reached_target = self.has_reached_target
+        is_whole = self.has_reached_target or trainer.version >= self.max_steps
         if self.world.rank == 0:
-            self._conclude(trainer.version)
+            self._conclude(trainer.version, is_whole)
+        if is_whole and self.target is not None and not self.has_reached_target:
+            raise SystemExit(TARGET_MISSED)
 
     def _make_writer(self) -> RowWriter:
         m = self.config.metrics
@@ -167,23 +210,29 @@ class SupervisedJob:
         c = self.config
         device = f"{self.world.device.type}, {torch.get_num_threads()} thread(s) each"
         examples = f"{len(self.data.train)} examples, {len(self.data.held_out)} held out"
-        print(f"llamarl  {Path(c.model.path).name} on {Path(c.task.path).name}: {examples}")
-        print(f"steps    {self.max_steps} of {c.examples_per_step}, {c.epochs:g} epochs")
+        rows = rows_of(c)
+        source = c.task.kind if rows is None else Path(rows.path).name
+        print(f"llamarl  {Path(c.model.path).name} on {source}: {examples}")
+        print(f"steps    {self.max_steps} of {c.examples_per_step}, {self.order.epochs:g} epochs")
         print(f"ranks    {self.world.size}  ({device})")
         print(f"float32  {self.world.products}")
         checkpoint = self.directory.resume_from
         resumed = f", resumed from {checkpoint.name}" if checkpoint else ""
         print(f"run      {self.directory.path}{resumed}", flush=True)
 
-    def _conclude(self, version: int) -> None:
-        """On rank 0: put the model into its place, and say how the run went."""
+    def _conclude(self, version: int, is_whole: bool) -> None:
+        """On rank 0: put the model of a whole run into its place, and say how the run went."""
         assert self._writer is not None, "rank 0 writes rows"
         print(f"\n{self._writer.summary()}")
         out = self.directory.path
-        if version < self.max_steps:
+        if not is_whole:
             print(f"stopped    after step {version} of {self.max_steps}: resume=auto goes on")
             return
         _put_in_place(out / "checkpoints" / f"step_{version}" / "hf", out)
+        if self.target is not None and self._reward is not None:
+            steps = f"after {version} steps: {self._reward:.1%} of held-out answers are right"
+            reached = "reached" if self.has_reached_target else "not reached"
+            print(f"target     {self.target:.1%} {reached} {steps}")
         print(f"model      {out} is a Hugging Face directory", flush=True)
 
 
@@ -198,14 +247,20 @@ def _put_in_place(made: Path, out: Path) -> None:
         os.replace(draft, out / file.name)
 
 
+def rows_of(config: AnyConfig) -> RowsSettings | None:
+    """The rows that a job learns from; None where it learns the answers of a task."""
+    return config.rows if isinstance(config, SFTConfig) else config.task
+
+
 @contextmanager
 def launch_supervised(
-    config: SupervisedConfig, read_data: Callable[[RowsSettings, object], Data]
+    config: AnyConfig, read_rows: Callable[[RowsSettings, object], Data]
 ) -> Iterator[SupervisedJob]:
     """Join the world, read the data, open the directory, and yield the job; say how it ended.
 
-    read_data(config.task, tokenizer). Bad input (data, model, directory) is one clear message and
-    exit code 2; a failure of the run is exit code 1.
+    read_rows(config.task, tokenizer): unused where the task is one of the main job. Bad input
+    (data, model, directory) is one clear message and exit code 2; a failure of the run is exit
+    code 1.
     """
     with explained() as ending:
         threads = threads_per_rank(config.threads, synchronous=True)
@@ -214,11 +269,16 @@ def launch_supervised(
         with bad_input():
             tokenizer = _checked_tokenizer(config)
             config = within_context(config, is_told=world.rank == 0)
-            data = read_data(config.task, tokenizer)
-        job = SupervisedJob(config, world, data)
+        rows = rows_of(config)
+        if rows is None:
+            job = _job_of_task(config, world, tokenizer)
+        else:
+            with bad_input():
+                data = read_rows(rows, tokenizer)
+            job = SupervisedJob(config, world, data)
         try:
             identity = job.identity if world.rank == 0 else None
-            job.directory = open_run(config, world, data.fingerprints, identity)
+            job.directory = open_run(config, world, job.data.fingerprints, identity)
         except RunDirectoryError as error:
             raise RunDirectoryError(_in_own_words(str(error))) from error
         ending.callback(job.directory.release)
@@ -227,12 +287,32 @@ def launch_supervised(
         yield job
 
 
+def _job_of_task(config: AnyConfig, world: World, tokenizer) -> SupervisedJob:
+    """The job that learns the answers of a task of the main job, once all that the user gave is
+    looked at. BadInput.
+    """
+    assert isinstance(config, SFTConfig), "other jobs have rows"
+    run_job = Job(as_run(config), world, RunDirectory(Path(config.out or "runs/(new)"), None))
+    check_inputs(run_job)
+    with bad_input():
+        if config.target_accuracy is not None and world.rank == 0:
+            check_sources(run_job)
+        data = read_answers(
+            run_job.task,
+            tokenizer,
+            max_tokens=read_model(config.model.path).max_position_embeddings,
+            num_eval=config.eval.num_prompts,
+            fingerprints=run_job.prompt_fingerprints,
+        )
+    return SupervisedJob(config, world, data, run_job)
+
+
 def _in_own_words(message: str) -> str:
     """What is said of the main job's key run_dir, said of `out`; directories of that name stay."""
     return re.sub(r"(?<![\w./-])run_dir(?![\w/-])", "out", message)
 
 
-def _check_head(config: SupervisedConfig, model: ModelConfig) -> None:
+def _check_head(config: AnyConfig, model: ModelConfig) -> None:
     """ValueError for a model that this kind of job cannot begin with."""
     what = f"{Path(config.model.path) / 'config.json'}: {model.architecture} gives"
     if not config.scores and model.labels:
@@ -244,14 +324,15 @@ def _check_head(config: SupervisedConfig, model: ModelConfig) -> None:
         )
 
 
-def within_context(config: SupervisedConfig, *, is_told: bool) -> SupervisedConfig:
+def within_context(config: AnyConfig, *, is_told: bool) -> AnyConfig:
     """With rows of no more tokens than the model's context, which is said once where it is less
     than task.max_tokens.
     """
+    rows = rows_of(config)
     context = read_model(config.model.path).max_position_embeddings
-    given = config.task.max_tokens
-    if given <= context:
+    if rows is None or rows.max_tokens <= context:
         return config
+    given = rows.max_tokens
     if is_told:
         log.warning(
             "task.max_tokens=%d, but the context of %s is %d tokens: rows of at most %d are taken",
@@ -260,11 +341,10 @@ def within_context(config: SupervisedConfig, *, is_told: bool) -> SupervisedConf
             context,
             context,
         )
-    task = dataclasses.replace(config.task, max_tokens=context)
-    return dataclasses.replace(config, task=task)
+    return dataclasses.replace(config, task=dataclasses.replace(rows, max_tokens=context))
 
 
-def _checked_tokenizer(config: SupervisedConfig):
+def _checked_tokenizer(config: AnyConfig):
     """The model directory's, whose weights and ids fit. ValueError or FileNotFoundError."""
     path = Path(config.model.path)
     model = read_model(path)

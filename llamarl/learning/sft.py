@@ -1,5 +1,4 @@
-"""Supervised pairs: packed, their loss, a step on it, and how many pairs greedy decoding gets
-right. Used by recipes/sft.py.
+"""Supervised pairs: packed, and the loss on them, which recipes/sft.py learns from.
 
 Shapes: T packed tokens, N pairs, R trained rows (places whose label is a completion token), D
 model, V vocab.
@@ -8,19 +7,14 @@ model, V vocab.
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
 from llamarl.learning.logprobs import make_head
-from llamarl.learning.optim import clip_grad_norm
-from llamarl.learning.packing import collate
 from llamarl.learning.segments import sum_by
 from llamarl.learning.supervised import Sums
 from llamarl.models.attention import PackedAttention
@@ -149,39 +143,6 @@ class NextToken:
         return {"eval/loss": loss, "eval/perplexity": math.exp(min(loss, 700.0))}
 
 
-def split_pairs(pairs: list[Pair], budget_tokens: int) -> list[list[Pair]]:
-    """Microbatches of at most budget_tokens, longest first into the first with room (Magistral). A
-    longer pair goes alone.
-    """
-    parts = collate([p.token_ids.numel() for p in pairs], budget_tokens)
-    return [list(map(pairs.__getitem__, part)) for part in parts]
-
-
-def pair_loss(decoder: Decoder, batch: PairBatch, *, num_loss_tokens: int) -> Tensor:
-    """-sum of log p(label) over the trained rows / num_loss_tokens, nats. num_loss_tokens: the R of
-    the whole global batch.
-    """
-    loss, _, _ = NextToken().loss(decoder, batch)
-    return loss / num_loss_tokens
-
-
-@torch.no_grad()
-def greedy_matches(decoder: Decoder, batch: PairBatch) -> Tensor:
-    """[N] bool: does greedy decoding give exactly the pair's completion, end token and all?
-
-    One forward pass tells: it does if and only if each token of the completion is the most likely
-    after those before it. Of a conversation each reply counts as if the earlier ones had been given
-    so.
-    """
-
-    def head(hidden_TD: Tensor, weight_VD: Tensor) -> Tensor:
-        return F.linear(hidden_TD[batch.rows], weight_VD).argmax(-1)
-
-    best = decoder(batch.input_ids, batch.positions, PackedAttention(batch.cu_seqlens), head)
-    wrong = (best != batch.labels[batch.rows]).long()
-    return sum_by(wrong, batch.pairs, batch.cu_seqlens.numel() - 1) == 0
-
-
 @torch.no_grad()
 def completion_logprobs(decoder: Decoder, batch: PairBatch) -> Tensor:
     """[N] float64, nats, on the CPU: the log-probability of each pair's whole completion given its
@@ -192,87 +153,3 @@ def completion_logprobs(decoder: Decoder, batch: PairBatch) -> Tensor:
     logprobs_R, _ = decoder(batch.input_ids, batch.positions, attention, head)
     num_pairs = batch.cu_seqlens.numel() - 1
     return sum_by(logprobs_R.double().cpu(), batch.pairs.cpu(), num_pairs)
-
-
-def total(number: float) -> float:
-    """Collective over the world: the sum of the ranks' numbers."""
-    tensor = torch.tensor(number, dtype=torch.float64)
-    dist.all_reduce(tensor)
-    return tensor.item()
-
-
-def accuracy(
-    decoder: Decoder, pairs: list[Pair], *, budget_tokens: int, device: str | torch.device
-) -> float:
-    """Collective over the world: the share of all ranks' pairs that greedy decoding gets right.
-    ValueError if there are none.
-    """
-    right = 0
-    for part in split_pairs(pairs, budget_tokens):
-        right += int(greedy_matches(decoder, pack_pairs(part, device)).sum())
-    num_pairs = total(len(pairs))
-    if not num_pairs:
-        raise ValueError("no held-out prompts to measure accuracy on; give the task more data")
-    return total(right) / num_pairs
-
-
-def train_step(
-    decoder: Decoder,
-    optimizer: torch.optim.Optimizer,
-    pairs: list[Pair],
-    *,
-    budget_tokens: int,
-    device: str | torch.device,
-) -> float:
-    """Collective over the world: one optimizer step on all ranks' pairs; a rank may have none.
-    Returns the loss, nats a token.
-
-    FloatingPointError, before the step, for a gradient norm that is not finite. Gradients are
-    clipped to norm 1.
-    """
-    parts = [pack_pairs(part, device) for part in split_pairs(pairs, budget_tokens)]
-    # Divide by the global count: a per-rank mean would up-weight short ranks.
-    num_loss_tokens = int(total(sum(part.rows.numel() for part in parts)))
-    loss = 0.0
-    optimizer.zero_grad()
-    for part in parts:
-        part_loss = pair_loss(decoder, part, num_loss_tokens=num_loss_tokens)
-        part_loss.backward()
-        loss += part_loss.item()
-    if dist.get_world_size() > 1:
-        for parameter in decoder.parameters():
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            dist.all_reduce(parameter.grad)
-    norm = clip_grad_norm(decoder.parameters(), 1.0)
-    if not norm.isfinite():
-        raise FloatingPointError(
-            f"gradient norm {norm.item()}: no step was taken; lower the learning rate or check the "
-            "data"
-        )
-    optimizer.step()
-    return total(loss)
-
-
-@contextmanager
-@torch.no_grad()
-def rounded(decoder: Decoder, dtype: torch.dtype):
-    """Within it the weights are what a directory saved in `dtype` will hold; holds a second copy of
-    them meanwhile.
-    """
-    exact = [parameter.clone() for parameter in decoder.parameters()]
-    for parameter in decoder.parameters():
-        parameter.copy_(parameter.to(dtype))
-    try:
-        yield
-    finally:
-        for parameter, value in zip(decoder.parameters(), exact):
-            parameter.copy_(value)
-
-
-def sample_batch(num_examples: int, size: int, *, seed: int, step: int) -> list[int]:
-    """The examples of a step, drawn with replacement: a function of (seed, step) alone, whatever
-    the number of ranks.
-    """
-    draw = random.Random(f"{seed} {step}")
-    return [draw.randrange(num_examples) for _ in range(size)]

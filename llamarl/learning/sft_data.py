@@ -16,15 +16,17 @@ import hashlib
 import itertools
 import json
 import logging
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
+from typing import overload
 
 import torch
 
-from llamarl.learning.sft import Pair, answered, check_end_token
+from llamarl.learning.sft import Pair, answered, check_end_token, make_pair
 from llamarl.learning.supervised import RowsToRead
-from llamarl.tasks.base import PromptMaker, refused_by_template
+from llamarl.tasks.base import CACHED_PROMPTS, PromptMaker, Task, refused_by_template
 from llamarl.tasks.build import hold_out
 from llamarl.tasks.conversation import messages_of
 from llamarl.tasks.jsonl import check_keys, read_jsonl
@@ -99,8 +101,8 @@ def read_pairs(
 class SFTData:
     """Rows to learn and those held out."""
 
-    train: list[Pair]
-    held_out: list[Pair]
+    train: Sequence[Pair]
+    held_out: Sequence[Pair]
 
     @property
     def fingerprints(self) -> dict[str, str]:
@@ -110,7 +112,7 @@ class SFTData:
         return {"training rows": _digest(self.train), "held-out rows": _digest(self.held_out)}
 
 
-def _digest(pairs: list[Pair]) -> str:
+def _digest(pairs: Sequence[Pair]) -> str:
     digest = hashlib.sha256()
     for pair in pairs:
         digest.update(json.dumps(pair.token_ids.tolist()).encode())
@@ -135,6 +137,61 @@ def read_sft_data(task: RowsToRead, tokenizer) -> SFTData:
         return SFTData(train=rows, held_out=read(task.eval_path)[: task.num_eval])
     kept, held = hold_out(len(rows), task.num_eval)
     return SFTData(train=[rows[i] for i in kept], held_out=[rows[i] for i in held])
+
+
+@dataclass(frozen=True, slots=True)
+class AnswersOfTask:
+    """The answers that a task gives to its own prompts, to learn; and of its held-out prompts."""
+
+    train: Sequence[Pair]
+    held_out: Sequence[Pair]
+    fingerprints: dict[str, str]  # of the task's prompts, see SFTData
+
+
+def read_answers(
+    task: Task, tokenizer, *, max_tokens: int, num_eval: int, fingerprints: dict[str, str]
+) -> AnswersOfTask:
+    """A task's prompts with their answers. Those that are made on demand are looked at when their
+    step comes, but for the first; all others now.
+
+    ValueError for a prompt without an answer, or with more than max_tokens.
+    """
+
+    def pair(i: int) -> Pair:
+        return make_pair(task.train_prompt(i), tokenizer, max_tokens)
+
+    train: Sequence[Pair] = PairsOnDemand(task.num_train, pair)
+    if task.train_digest:
+        train = [pair(i) for i in range(task.num_train)]
+    assert train[0].learned.any(), "a pair has an answer"
+    asked = range(min(num_eval, task.num_eval))
+    return AnswersOfTask(
+        train=train,
+        held_out=[make_pair(task.eval_prompt(j), tokenizer, max_tokens) for j in asked],
+        fingerprints=fingerprints,
+    )
+
+
+class PairsOnDemand(Sequence[Pair]):
+    """Pairs by number, which are made when they are asked for; the last ones are kept."""
+
+    def __init__(self, size: int, make: Callable[[int], Pair]):
+        self._size = size
+        self._make = lru_cache(CACHED_PROMPTS)(make)
+
+    def __len__(self) -> int:
+        return self._size
+
+    @overload
+    def __getitem__(self, place: int) -> Pair: ...
+
+    @overload
+    def __getitem__(self, place: slice) -> list[Pair]: ...
+
+    def __getitem__(self, place: int | slice) -> Pair | list[Pair]:
+        if isinstance(place, slice):
+            return [self[i] for i in range(*place.indices(self._size))]
+        return self._make(range(self._size)[place])
 
 
 def conversation_pair(messages: object, tokenizer) -> Pair:

@@ -64,8 +64,13 @@ def test_the_teacher_forgets_the_carry_more_often_with_large_numbers(maker):
 
 @pytest.mark.slow
 def test_the_maker_trains_a_model_from_nothing(tmp_path):
-    size = "--max-steps 3 --warmup-steps 1 --num-eval 20 --batch-size 16".split()
-    command = [sys.executable, str(BENCHMARKS / "make_tiny.py"), "--out", str(tmp_path / "out")]
+    size = "max_steps=3 examples_per_step=16 task.num_eval=20".split()
+    place = tmp_path / "out"
+    command = [sys.executable, str(BENCHMARKS / "make_tiny.py"), f"model={place}"]
     done = subprocess.run([*command, *size], capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0 and "done" in done.stdout, done.stderr
-    assert (tmp_path / "out" / "model.safetensors").is_file()
+    assert done.returncode == 0, done.stderr
+    assert {file.name for file in place.iterdir()} == {f.name for f in tiny_directory().iterdir()}
+    tensors = load_file(place / "model.safetensors")
+    assert {t.dtype for t in tensors.values()} == {torch.bfloat16}
+    config = json.loads((place / "config.json").read_text())
+    assert config == json.loads((tiny_directory() / "config.json").read_text())

@@ -11,7 +11,8 @@ import pytest
 
 from llamarl.config.command_line import check_command_line
 from llamarl.config.preferences import PREFERENCES
-from llamarl.config.supervised import REWARD_MODEL, SFT
+from llamarl.config.sft import SFT
+from llamarl.config.supervised import REWARD_MODEL
 from llamarl.models.hf import load_tokenizer
 from llamarl.tasks.facts import facts_posts, make_post, vocabulary
 from recipes.facts_data import main as make_data

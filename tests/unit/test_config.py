@@ -33,6 +33,7 @@ from llamarl.config.conversion import (
 from llamarl.config.loss_options import LOSS_OPTIONS, declares
 from llamarl.config.placement import TINY_MODEL, placement_of
 from llamarl.config.sections.placement import PlacementSettings
+from llamarl.config.sft import SFT
 
 LINE = ("final", "end_step")  # of a schedule
 RECIPE = """
@@ -108,9 +109,12 @@ def test_every_choice_of_every_group_fits_the_schema_and_has_the_name_of_its_kin
     needed |= {"parts": ["reward.parts={brief: {kind: function}}"]}
     needed |= {"python": ["task.fn=m:f"], "mixture": ["task.parts={a: {kind: addition}}"]}
     needed |= {"adapters_off": ["trainer.lora.rank=4"]}
+    needed |= {"rows": [f"task.path={tmp_path / 'config.json'}"]}
     for file in (CONF_DIR / group).glob("*.yaml"):
         given = [f"model.path={tmp_path}", *needed.get(file.stem, ())]
         kind = RED_TEAM if group == "victim" and file.stem != "none" else RL
+        if file.stem == "rows":
+            kind = SFT  # the main job has prompts
         config = compose_config([f"{group}={file.stem}", *given], kind)
         if group in sections_of_kinds():
             name = "hf" if file.stem == "tiny" else file.stem  # a model's directory as any other

@@ -1,0 +1,145 @@
+"""The configuration of recipes/sft.py: a supervised job that learns rows, or the answers of a task
+of the main job until it is right often enough. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import ClassVar
+
+from omegaconf import OmegaConf
+
+from llamarl.config.command_line import JobKind, default_config, main
+from llamarl.config.conversion import Problem, known_keys, to_config, to_values
+from llamarl.config.marks import marked, settings_dataclass
+from llamarl.config.ranges import Count, Natural, Share
+from llamarl.config.rules import check as check_run
+from llamarl.config.schema import Config
+from llamarl.config.supervised import (
+    RowsSettings,
+    SupervisedConfig,
+    SupervisedEvalSettings,
+    check_common,
+)
+from llamarl.config.tasks import (
+    AdditionSettings,
+    FactsSettings,
+    GSM8KSettings,
+    PythonTaskSettings,
+    QuestionsSettings,
+    ReasoningGymSettings,
+)
+from llamarl.config.tasks import RowsSettings as FileTaskSettings
+from llamarl.models.config import tiny_directory
+
+SLOTS = 64  # held-out prompts that are answered at once
+
+# For conf/sft/model/tiny.yaml.
+OmegaConf.register_new_resolver("tiny_model", lambda: str(tiny_directory()), replace=True)
+
+
+# Of earlier releases.
+FLAGS = {
+    "--out": "out",
+    "--model": "model.path",
+    "--random-init": "give model.path=DIR a directory whose weights are random",
+    "--task": "task",
+    "--path": "task.path",
+    "--eval-path": "task.eval_path",
+    "--prompt-key": "task.prompt_key",
+    "--answer-key": "task.answer_key",
+    "--messages-key": 'rename the key of the rows: a conversation is under "messages"',
+    "--name": "task.name",
+    "--no-chat": "task.chat=false",
+    "--target-accuracy": "target_accuracy",
+    "--max-steps": "max_steps",
+    "--batch-size": "examples_per_step",
+    "--microbatch-tokens": "trainer.microbatch_tokens",
+    "--lr": "lr",
+    "--warmup-steps": "write trainer.warmup_fraction=SHARE, of all steps",
+    "--eval-every": "eval.every",
+    "--num-eval": "eval.num_prompts",
+    "--dtype": "model.dtype",
+    "--threads": "threads",
+    "--seed": "seed",
+}
+
+
+@settings_dataclass
+class SFTEvalSettings(SupervisedEvalSettings):
+    num_prompts: Natural = marked("data")
+
+
+@settings_dataclass
+class SFTConfig(SupervisedConfig):
+    task: (
+        RowsSettings
+        | AdditionSettings
+        | FactsSettings
+        | QuestionsSettings
+        | FileTaskSettings
+        | GSM8KSettings
+        | ReasoningGymSettings
+        | PythonTaskSettings
+    ) = marked("data")
+    eval: SFTEvalSettings
+    target_accuracy: Share | None
+    max_new_tokens: Count | None
+
+    scores: ClassVar[bool] = False
+
+    @property
+    def rows(self) -> RowsSettings | None:
+        """The rows that are learned; None where the answers of a task are."""
+        return self.task if isinstance(self.task, RowsSettings) else None
+
+
+def as_run(config: SFTConfig) -> Config:
+    """The main job that has this task and answers its held-out prompts. What it would learn is of
+    no account.
+    """
+    values = to_values(default_config())
+    own = to_values(config)
+    for name in ("seed", "max_new_tokens", "threads", "timeout_s"):
+        values[name] = own[name]
+    values["task"] = own["task"]
+    values["model"].update(own["model"])
+    values["eval"].update(every=1, num_prompts=config.eval.num_prompts)
+    values["generator"].update(max_slots=SLOTS)
+    values["max_lag"] = 0
+    return to_config(values)
+
+
+def check(config: SFTConfig, world_size: int, local_world_size: int | None = None) -> list[Problem]:
+    """What cannot work together, or with this many ranks and these files."""
+    found = check_common(config, config.rows, world_size)
+    aims = config.target_accuracy is not None
+    if config.rows is not None:
+        if aims:
+            what = (
+                "rows have no prompts that are answered and scored; choose a task, such as "
+                "task=jsonl task.path=FILE task.answer_key=completion"
+            )
+            found.add(what, "target_accuracy")
+        return found.problems
+    if config.max_new_tokens is None:
+        found.add("how long may an answer be? Need a whole number of at least 1", "max_new_tokens")
+        return found.problems
+    if aims and not config.eval.num_prompts:
+        found.add("no prompt is answered", "target_accuracy", "eval.num_prompts")
+    keys = known_keys(SFTConfig)
+    for problem in check_run(as_run(config), 1):
+        if all(key in keys for key in problem.keys):
+            found.problems.append(problem)
+    return found.problems
+
+
+SFT = JobKind(
+    "sft",
+    SFTConfig,
+    check=check,
+    groups={"model": "sft/model"},
+    of_others=("groups_per_step",),
+    flags=FLAGS,
+)
+sft_main = functools.partial(main, kind=SFT)
