@@ -106,9 +106,9 @@ def answers_of(directory: Path, overrides: list[str], out: Path) -> list[dict]:
     """The greedy answers of a model directory or a checkpoint to some held-out prompts, at equal
     distances: their order is that of the numbers in them. RuntimeError if it cannot be asked.
     """
-    evaluate = [sys.executable, str(ROOT / "recipes" / "evaluate.py"), str(directory)]
-    flags = ["--samples", "0", "--out", str(out)]
-    done = run_process([*evaluate, *flags, *overrides], timeout_s=600)
+    evaluate = [sys.executable, str(ROOT / "recipes" / "evaluate.py")]
+    asked = [f"model.path={directory}", "samples=0", f"out={out}"]
+    done = run_process([*evaluate, *overrides, *asked], timeout_s=600)
     if done.status:
         raise RuntimeError(f"evaluate {directory} failed:\n{done.last_lines()}")
     every_line = [json.loads(line) for line in out.read_text().splitlines()]

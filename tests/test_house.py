@@ -20,6 +20,7 @@ import pytest
 
 from llamarl.config.command_line import RED_TEAM, Config, ConfigError, check_command_line
 from llamarl.config.conversion import known_keys, schemas_of
+from llamarl.config.evaluation import EVALUATION
 from llamarl.config.preferences import PREFERENCES
 from llamarl.config.sft import SFT
 from llamarl.config.supervised import REWARD_MODEL
@@ -352,12 +353,15 @@ ROWS = ("FILE", "ROWS.jsonl", "PAIRS.jsonl", "PROMPTS.jsonl", "norobots.jsonl", 
 MADE_ROWS = ("train", "valid", "pairs_train", "pairs_valid", "gold_pairs")
 # What each stands for in a check.
 USERS = dict.fromkeys(MODELS, str(TINY)) | dict.fromkeys(ROWS, "train.jsonl")
+CHECKPOINTS = ("RUN_DIR", "runs/figure1/1", "runs/TIME")
+USERS |= {f"{run_dir}/checkpoints/latest": str(TINY) for run_dir in CHECKPOINTS}
 USERS |= {f"data/{name}.jsonl": "train.jsonl" for name in MADE_ROWS}
 OTHER_JOBS = {
     "recipes/sft.py": SFT,
     "recipes/reward_model.py": REWARD_MODEL,
     "recipes/preferences.py": PREFERENCES,
     "recipes/red_team.py": RED_TEAM,
+    "recipes/evaluate.py": EVALUATION,
 }
 
 
@@ -406,10 +410,9 @@ def hydra_commands(text: str = GUIDES) -> list[tuple[int, list[str]]]:
 
 
 def other_job_commands(text: str) -> list[tuple[str, int, list[str]]]:
-    """(recipe, ranks, overrides) of the runs of other recipes under Hydra, in shell blocks."""
+    """(recipe, ranks, overrides) of the runs of other recipes that read key=value."""
     found = []
-    shell = "".join(f"```bash\n{body}```\n" for body in blocks("bash", text))
-    for words in commands(shell):
+    for words in commands(text):
         for recipe in OTHER_JOBS.keys() & set(words):
             overrides = words[words.index(recipe) + 1 :]
             ranks = [int(word.partition("=")[2]) for word in words if word.startswith("--nproc")]
@@ -481,7 +484,7 @@ def test_commands_of_docs_experiments_are_accepted(users_folder, ranks, override
 
 
 def test_commands_of_other_jobs_are_accepted(users_folder):
-    texts = (EXPERIMENTS, REWARD_MODELS, RED_TEAMING)
+    texts = (GUIDES, EXPERIMENTS, REWARD_MODELS, RED_TEAMING)
     found = [command for text in texts for command in other_job_commands(text)]
     assert {recipe for recipe, _, _ in found} == OTHER_JOBS.keys() and len(found) > 8
     for recipe, ranks, overrides in found:
@@ -553,7 +556,6 @@ def test_readme_keys_and_paths_exist():
 def test_readme_scripts_take_the_options_that_it_gives_them():
     scripts = {
         "recipes/fetch_smollm2.py",
-        "recipes/evaluate.py",
         "recipes/compare.py",
         "recipes/tldr.py",
     }

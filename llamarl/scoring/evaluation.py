@@ -51,7 +51,7 @@ def number_of(completion: EvalCompletion) -> int:
 def sample_row(
     completion: EvalCompletion, of: EvalSet, prompt: Prompt, text: str, outcome: Outcome
 ) -> dict[str, object]:
-    """A scored completion as an object of JSON, for people and for `recipes/evaluate.py --against`.
+    """A scored completion as an object of JSON, for people and as `against` of recipes/evaluate.py.
 
     score: null where there is none, and outcome is then no "score" and reason says why. number: of
     the held-out prompt, in its set; sample: see number_of; set: the set's name, but for the task's.

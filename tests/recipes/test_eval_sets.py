@@ -70,7 +70,7 @@ def test_the_report_shows_the_curves_of_both(stopped):
 def test_a_checkpoint_is_evaluated_on_them_as_the_run_was(stopped, tmp_path, monkeypatch):
     out = tmp_path / "answers.jsonl"
     with redirect_stdout(StringIO()) as said:
-        assert evaluate.main([str(stopped.checkpoint), "--out", str(out), "threads=1"]) == 0
+        assert evaluate.main([f"model.path={stopped.checkpoint}", f"out={out}", "threads=1"]) == 0
     _, own, digits, words = said.getvalue().split("held out ")
     assert own.startswith("the task's own\ngreedy   pass@1 ")
     assert digits.startswith("digits\ngreedy   pass@1 100.00% of 1 ")

@@ -1,7 +1,6 @@
 """recipes/evaluate.py: the accuracy that a run reported, of the weights that it saved."""
 
 import dataclasses
-import importlib.util
 import json
 import re
 import shutil
@@ -14,21 +13,21 @@ import pytest
 from llamarl.config.command_line import compose_config
 from llamarl.config.conversion import load_config, save_config
 from llamarl.errors import CheckpointError
+from llamarl.launch import evaluation
 from llamarl.models.config import tiny_directory
 from llamarl.scoring.evaluation import pass_at_k
+from recipes import evaluate as evaluate_recipe
 from tests.launching import EVAL_PROMPTS, JOB_S, ROOT, SMALL, STEPS, ForkedJob, environment, untimed
 
 RECIPE = ROOT / "recipes" / "evaluate.py"
 SAMPLES = 4
 BAD_INPUT = 2
+TINY = f"model.path={tiny_directory()}"
 
 
 @pytest.fixture(scope="module")
 def recipe():
-    spec = importlib.util.spec_from_file_location("recipe_evaluate", RECIPE)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return evaluate_recipe
 
 
 pytestmark = pytest.mark.usefixtures("process_state")  # the recipe is a program
@@ -53,7 +52,8 @@ def evaluate(recipe, tmp_path, monkeypatch, capsys):
 
     def run(*words, out="out.jsonl"):
         capsys.readouterr()
-        code = recipe.main([*map(str, words), "--out", str(out), "threads=1"])
+        model, *others = map(str, words)
+        code = recipe.main([f"model.path={model}", *others, f"out={out}", "threads=1"])
         file, said = tmp_path / out, capsys.readouterr()
         lines = (
             [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
@@ -68,11 +68,9 @@ def test_it_is_a_program(tmp_path):
     command = [
         sys.executable,
         str(RECIPE),
-        str(tiny_directory()),
-        "--num-prompts",
-        "2",
-        "--samples",
-        "0",
+        f"model.path={tiny_directory()}",
+        "num_prompts=2",
+        "samples=0",
         "max_new_tokens=1",
     ]
     done = subprocess.run(
@@ -136,7 +134,7 @@ def test_a_run_reports_pass_at_k_from_its_first_version_on_and_the_recipe_finds_
     evaluated = [row for row in rows if "eval/pass_at_k" in row]
     assert [row["step"] for row in evaluated] == [0, 2]
     assert all(0 < row["eval/pass_at_1_sampled"] < row["eval/pass_at_k"] <= 1 for row in evaluated)
-    done = evaluate(sampling_run.run_dir, "--samples", SAMPLES)
+    done = evaluate(sampling_run.run_dir, f"samples={SAMPLES}")
     assert done.returncode == 0, done.stderr
     lines = done.lines
     assert f"pass@1 {percent(rows[2]['eval/pass_at_1_sampled'])}  pass@2 " in done.stdout
@@ -154,7 +152,7 @@ def test_a_run_reports_pass_at_k_from_its_first_version_on_and_the_recipe_finds_
 
 
 def test_a_model_without_a_run_takes_keys_of_the_main_job(evaluate):
-    done = evaluate(tiny_directory(), "--num-prompts", 7, "--samples", 0, "max_new_tokens=1")
+    done = evaluate(tiny_directory(), "num_prompts=7", "samples=0", "max_new_tokens=1")
     assert done.returncode == 0, done.stderr
     lines = done.lines
     assert [line["number"] for line in lines] == list(range(7)) and all(
@@ -163,14 +161,14 @@ def test_a_model_without_a_run_takes_keys_of_the_main_job(evaluate):
 
 
 def test_a_function_is_told_what_was_sampled(evaluate):
-    asked = ("--num-prompts", 3, "--samples", 2, "max_new_tokens=3", "temperature=2")
+    asked = ("num_prompts=3", "samples=2", "max_new_tokens=3", "temperature=2")
     done = evaluate(tiny_directory(), *asked, "reward.fn=tests.labels:tokens")
     assert [line["score"] for line in done.lines] == [line["num_tokens"] for line in done.lines]
     assert {line["outcome"] for line in done.lines} == {"score"} and len(done.lines) == 9
 
 
 def test_where_all_are_errors_there_is_no_figure(evaluate):
-    asked = ("--num-prompts", 3, "--samples", 2, "max_new_tokens=1")
+    asked = ("num_prompts=3", "samples=2", "max_new_tokens=1")
     done = evaluate(tiny_directory(), *asked, "reward.fn=tests.labels:broken")
     assert "greedy   -- (all 3 are errors: ModuleNotFoundError" in done.stdout
     assert "pass@" not in done.stdout and "9 completions could not be scored" in done.stdout
@@ -180,10 +178,8 @@ def test_where_all_are_errors_there_is_no_figure(evaluate):
 def test_the_directory_of_the_lines_is_made(evaluate):
     done = evaluate(
         tiny_directory(),
-        "--num-prompts",
-        2,
-        "--samples",
-        0,
+        "num_prompts=2",
+        "samples=0",
         "max_new_tokens=1",
         out="nodir/deep/x.jsonl",
     )
@@ -198,13 +194,13 @@ def test_lines_that_cannot_be_written_are_said_before_anything_is_answered(
     monkeypatch.setattr(recipe, "answer", None)
     (tmp_path / "file").touch()
     for out in (tmp_path, tmp_path / "file" / "x.jsonl"):
-        assert recipe.main([str(tiny_directory()), "--out", str(out)]) == BAD_INPUT
-        assert f"evaluate: --out {out}: cannot be written: " in capsys.readouterr().err
+        assert recipe.main([f"model.path={tiny_directory()}", f"out={out}"]) == BAD_INPUT
+        assert f"evaluate: out={out}: cannot be written: " in capsys.readouterr().err
 
 
 def test_figures_are_printed_though_the_lines_could_not_be_written(evaluate):
     done = evaluate(
-        tiny_directory(), "--num-prompts", 2, "--samples", 0, "max_new_tokens=1", out="/dev/full"
+        tiny_directory(), "num_prompts=2", "samples=0", "max_new_tokens=1", out="/dev/full"
     )
     assert (
         done.returncode == BAD_INPUT
@@ -217,7 +213,7 @@ def test_figures_are_printed_though_the_lines_could_not_be_written(evaluate):
 def test_the_runs_values_hold_but_for_what_the_command_line_names(recipe, synchronous_run):
     run, model = synchronous_run.run_dir, tiny_directory()
     own = load_config(run / "config.yaml")
-    config = recipe.config_of(model, run, [])
+    config = evaluation.config_of(model, run, [])
     assert (config.max_lag, config.generator, config.eval, config.task) == (
         0,
         own.generator,
@@ -225,7 +221,7 @@ def test_the_runs_values_hold_but_for_what_the_command_line_names(recipe, synchr
         own.task,
     )
     assert config.model.path == str(model)
-    config = recipe.config_of(
+    config = evaluation.config_of(
         model,
         run,
         ["generator.max_slots=512", "temperature=0.5", "task=gsm8k", f"task.path={RECIPE}"],
@@ -258,7 +254,7 @@ def test_a_key_of_a_section_leaves_the_kind_of_the_run(
 ):
     own = compose_config(list(of_the_run))
     save_config(own, tmp_path / "config.yaml")
-    config = recipe.config_of(tiny_directory(), tmp_path, [f"{section}.{name}={value}"])
+    config = evaluation.config_of(tiny_directory(), tmp_path, [f"{section}.{name}={value}"])
     changed = dataclasses.replace(getattr(own, section), **{name: value})
     assert getattr(config, section) == changed
 
@@ -272,7 +268,7 @@ def test_a_key_of_a_section_leaves_the_kind_of_the_run(
 )
 def test_another_kind_leaves_nothing_of_the_runs(recipe, tmp_path, of_the_run, given):
     save_config(compose_config(list(of_the_run)), tmp_path / "config.yaml")
-    config = recipe.config_of(tiny_directory(), tmp_path, given)
+    config = evaluation.config_of(tiny_directory(), tmp_path, given)
     wanted = compose_config(given)
     assert (config.reward, config.task) == (wanted.reward, wanted.task)
 
@@ -280,22 +276,36 @@ def test_another_kind_leaves_nothing_of_the_runs(recipe, tmp_path, of_the_run, g
 @pytest.mark.parametrize(
     "words, complaint",
     [
-        (["nowhere"], "nowhere: neither a Hugging Face directory"),
-        ([str(ROOT)], "neither a Hugging Face directory"),
-        ([], "need one directory"),
-        (["one", "two"], "need one directory"),
-        ([str(tiny_directory()), "--num-prompts", "0"], "--num-prompts: need at least 1"),
-        ([str(tiny_directory()), "max_new_tokns=3"], "did you mean max_new_tokens"),
-        ([str(tiny_directory()), "reward.fn=nowhere:score"], "nowhere"),
-        ([str(tiny_directory()), "max_new_tokens=100000"], "the model's context is"),
+        (["model.path=nowhere"], "nowhere: neither a Hugging Face directory"),
+        ([f"model.path={ROOT}"], "neither a Hugging Face directory"),
+        ([], "required: set model.path=DIR"),
+        ([TINY, "num_prompts=0"], "num_prompts=0   need a whole number of at least 1"),
+        ([TINY, "samples=-1"], "samples=-1   need a whole number of at least 0"),
+        ([TINY, "max_new_tokns=3"], "did you mean max_new_tokens"),
+        ([TINY, "num_promts=3"], "did you mean num_prompts"),
+        ([TINY, "reward.fn=nowhere:score"], "nowhere"),
+        ([TINY, "max_new_tokens=100000"], "the model's context is"),
+        ([TINY, "against=x.jsonl"], "needs what judges; eval.gold=DIR"),
     ],
 )
 def test_what_cannot_be_used_is_said(recipe, capsys, words, complaint):
-    try:
-        code = recipe.main(words)
-    except SystemExit as end:
-        code = end.code
-    assert code == BAD_INPUT and complaint in capsys.readouterr().err
+    assert recipe.main(words) == BAD_INPUT
+    assert complaint in capsys.readouterr().err
+
+
+def test_all_that_is_wrong_is_said_at_once(recipe, capsys):
+    assert recipe.main(["model.path=nowhere", "num_promts=3", "samples=-1"]) == BAD_INPUT
+    said = capsys.readouterr().err
+    assert "model.path=nowhere" in said and "num_promts" in said and "samples=-1" in said
+    assert said.count("nowhere/config.json") == 0, "of a directory that is not there once is enough"
+
+
+def test_flags_of_earlier_releases_are_answered_with_todays_words(recipe, capsys):
+    old = "RUN_DIR --num-prompts 7 --samples=2 --gold G --against A --base B --out O temperature=1"
+    assert recipe.main(old.split()) == BAD_INPUT
+    said = capsys.readouterr().err
+    today = "model.path=RUN_DIR num_prompts=7 samples=2 eval.gold=G against=A eval.base=B out=O"
+    assert [line.split()[-1] for line in said.splitlines()[1:]] == today.split()
 
 
 def test_a_damaged_checkpoint_is_named(recipe, synchronous_run, tmp_path, capsys):
@@ -303,18 +313,18 @@ def test_a_damaged_checkpoint_is_named(recipe, synchronous_run, tmp_path, capsys
     shutil.copytree(synchronous_run.run_dir / "checkpoints" / "step_4", step)
     weights = step / "hf" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-4] + b"spam")
-    assert recipe.main([str(step)]) == BAD_INPUT
+    assert recipe.main([f"model.path={step}"]) == BAD_INPUT
     assert "hf/model.safetensors: its contents have changed" in capsys.readouterr().err
 
 
 def test_a_directory_of_transformers_is_taken_as_it_is(recipe):
-    assert recipe.find_model(tiny_directory()) == (tiny_directory(), None)
+    assert evaluation.find_model(tiny_directory()) == (tiny_directory(), None)
 
 
 def test_the_directory_of_a_supervised_job_is_evaluated_by_the_command_line_alone(recipe, tmp_path):
     (tmp_path / "config.yaml").write_text("out: sft\nresume: auto\nexamples_per_step: 4\n")
-    config = recipe.config_of(tiny_directory(), tmp_path, ["max_new_tokens=7"])
-    assert config == recipe.config_of(tiny_directory(), None, ["max_new_tokens=7"])
+    config = evaluation.config_of(tiny_directory(), tmp_path, ["max_new_tokens=7"])
+    assert config == evaluation.config_of(tiny_directory(), None, ["max_new_tokens=7"])
     assert config.max_new_tokens == 7
 
 
@@ -323,14 +333,14 @@ def test_what_is_neither_a_model_nor_a_checkpoint_is_refused(recipe, tmp_path):
         FileNotFoundError,
         match="neither a Hugging Face directory .* nor a checkpoint .*; give one of these",
     ):
-        recipe.find_model(tmp_path)
+        evaluation.find_model(tmp_path)
     with pytest.raises(FileNotFoundError, match="neither"):
-        recipe.find_model(tmp_path / "absent")
+        evaluation.find_model(tmp_path / "absent")
     (tmp_path / "checkpoints").mkdir()
     with pytest.raises(
         FileNotFoundError, match="latest: no such file; a run has it once it has a checkpoint"
     ):
-        recipe.find_model(tmp_path)
+        evaluation.find_model(tmp_path)
     step = tmp_path / "checkpoints" / "step_3"
     step.mkdir()
     (step / "manifest.json").write_text("{}")
@@ -338,4 +348,4 @@ def test_what_is_neither_a_model_nor_a_checkpoint_is_refused(recipe, tmp_path):
     with pytest.raises(
         CheckpointError, match="step_3 is damaged:\n  manifest.json: its contents have changed"
     ):
-        recipe.find_model(tmp_path / "checkpoints" / "latest")
+        evaluation.find_model(tmp_path / "checkpoints" / "latest")

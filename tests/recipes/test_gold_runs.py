@@ -15,6 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from llamarl.models.config import tiny_directory
+from llamarl.observe.answers import shown_rate
 from llamarl.observe.report import write_report
 from llamarl.scoring.win_rate import WinRate
 from recipes import evaluate
@@ -59,7 +60,7 @@ def evaluated(run, tmp_path_factory):
     """
     out = tmp_path_factory.mktemp("answers") / "answers.jsonl"
     with redirect_stdout(StringIO()) as said:
-        assert evaluate.main([str(run.checkpoint), "--out", str(out), "threads=1"]) == 0
+        assert evaluate.main([f"model.path={run.checkpoint}", f"out={out}", "threads=1"]) == 0
     return said.getvalue(), [json.loads(line) for line in out.read_text().splitlines()]
 
 
@@ -191,7 +192,8 @@ def test_the_report_has_its_curves(run):
 
 # --- recipes/evaluate.py ---
 
-GOLD_FN = "user_gold:close"
+GOLD = "eval.gold=user_gold:close"
+BASE = f"eval.base={tiny_directory()}"
 
 
 @pytest.fixture
@@ -210,8 +212,8 @@ def judged(users_folder, capsys):
     """What the recipe prints of the tiny model with some words, and the lines that it writes."""
 
     def run(*words):
-        given = [str(tiny_directory()), "--num-prompts", "30", "--samples", "0", "threads=1"]
-        code = evaluate.main([*given, *map(str, words), "--out", "out.jsonl"])
+        given = [f"model.path={tiny_directory()}", "num_prompts=30", "samples=0", "threads=1"]
+        code = evaluate.main([*given, *words, "out=out.jsonl"])
         said = capsys.readouterr()
         assert code == 0, said.err
         lines = [json.loads(line) for line in (users_folder / "out.jsonl").read_text().splitlines()]
@@ -226,14 +228,14 @@ def test_evaluate_says_what_the_run_said(run, evaluated):
     said, _ = evaluated
     last = run.rows[-1]
     rate = WinRate(last["eval/win_rate"], last["eval/win_rate_low"], last["eval/win_rate_high"])
-    assert f"win rate {evaluate.shown_rate(rate)} over references" in said
+    assert f"win rate {shown_rate(rate)} over references" in said
     assert f"perplexity {last['eval/perplexity']:.4g} under {tiny_directory()}" in said
     assert f"gold     {last['eval/gold']:.4g} by " in said
 
 
 @pytest.mark.usefixtures("process_state")
 def test_evaluate_beats_the_answers_of_rows_of_files_and_of_models(judged, tmp_path):
-    said, lines = judged("--gold", GOLD_FN)
+    said, lines = judged(GOLD)
     right = [line["completion"] == line["against"] for line in lines]
     assert 0 < sum(right) < len(right)
     assert all((line["gold"] == 0) == is_right for line, is_right in zip(lines, right))
@@ -247,10 +249,10 @@ def test_evaluate_beats_the_answers_of_rows_of_files_and_of_models(judged, tmp_p
         others.append({"prompt": line["prompt"], "completion": "1000", "sample": 0})
     file.write_text("".join(json.dumps(other) + "\n" for other in others))
     # Where the rows have none under this key it is not missed.
-    said, lines = judged("--gold", GOLD_FN, "--against", file, "eval.reference_key=summary")
+    said, lines = judged(GOLD, f"against={file}", "eval.reference_key=summary")
     assert {line["against"] for line in lines} == {"1000"}
     assert "win rate 100.0% [88.6%, 100.0%]" in said  # 30 of 30: Wilson's 1 / (1 + z^2 / 30)
-    said, lines = judged("--gold", GOLD_FN, "--against", tiny_directory())
+    said, lines = judged(GOLD, f"against={tiny_directory()}")
     assert "win rate 50.0% [" in said and f"{len(lines)} ties" in said
     assert "no pair's lengths tell it from quality" in said
 
@@ -259,7 +261,7 @@ def test_evaluate_beats_the_answers_of_rows_of_files_and_of_models(judged, tmp_p
 def test_a_model_of_other_tokens_may_be_beaten_too(judged, tmp_path):
     other = shutil.copytree(tiny_directory(), tmp_path / "other")
     swap_tokens(other)
-    said, lines = judged("--gold", GOLD_FN, "--against", other, "--base", tiny_directory())
+    said, lines = judged(GOLD, f"against={other}", BASE)
     assert f"over {other}" in said and "perplexity" in said
     texts = [(line["completion"], line["against"]) for line in lines]
     assert any(ours != theirs for ours, theirs in texts)
@@ -273,7 +275,7 @@ def test_a_model_of_other_tokens_may_be_beaten_too(judged, tmp_path):
 @pytest.mark.usefixtures("process_state")
 def test_gold_that_is_the_reward_says_what_the_reward_says(judged, gold):
     path, _ = gold
-    said, lines = judged("reward=model", f"reward.path={path}", "--gold", path)
+    said, lines = judged("reward=model", f"reward.path={path}", f"eval.gold={path}")
     assert all(line["gold"] == pytest.approx(line["score"], abs=SCORES) for line in lines)
     mean = re.search(r"^gold     (\S+) by ", said, re.MULTILINE)[1]
     assert f"greedy   reward {mean} of {len(lines)} held-out prompts" in said
@@ -283,20 +285,20 @@ def test_gold_that_is_the_reward_says_what_the_reward_says(judged, gold):
 @pytest.mark.parametrize(
     "words, complaint",
     [
-        (["--against", "x.jsonl"], "needs what judges; --gold"),
-        (["--gold", "nowhere"], "no such file: nowhere/config.json"),
-        (["--gold", str(tiny_directory())], "a language model, without a head that scores"),
-        (["--gold", GOLD_FN, "--against", "bad.jsonl"], "bad.jsonl:2: need"),
-        (["--gold", GOLD_FN, "--against", "short.jsonl"], "no greedy answer to held-out prompt 0"),
-        (["--gold", GOLD_FN, "--against", "nowhere"], "nowhere: neither a Hugging Face"),
-        (["--gold", GOLD_FN, "eval.reference_key=summary"], "held-out row 0 ("),
-        (["--gold", GOLD_FN + "s"], "did you mean close?"),
-        (["--gold", GOLD_FN, "eval.gold_label=good"], "only a scorer's directory has labels"),
-        (["--base", "nowhere"], "no such file: nowhere/config.json"),
+        (["against=x.jsonl"], "needs what judges; eval.gold"),
+        (["eval.gold=nowhere"], "no such file: nowhere/config.json"),
+        ([f"eval.gold={tiny_directory()}"], "a language model, without a head that scores"),
+        ([GOLD, "against=bad.jsonl"], "bad.jsonl:2: need"),
+        ([GOLD, "against=short.jsonl"], "no greedy answer to held-out prompt 0"),
+        ([GOLD, "against=nowhere"], "nowhere: neither a Hugging Face"),
+        ([GOLD, "eval.reference_key=summary"], "held-out row 0 ("),
+        ([GOLD + "s"], "did you mean close?"),
+        ([GOLD, "eval.gold_label=good"], "only a scorer's directory has labels"),
+        (["eval.base=nowhere"], "no such file: nowhere/config.json"),
     ],
 )
 def test_what_cannot_judge_is_said(words, complaint, capsys, users_folder):
-    assert evaluate.main([str(tiny_directory()), "--num-prompts", "2", *words]) == 2
+    assert evaluate.main([f"model.path={tiny_directory()}", "num_prompts=2", *words]) == 2
     assert complaint in capsys.readouterr().err
 
 
@@ -304,5 +306,5 @@ def test_what_cannot_judge_is_said(words, complaint, capsys, users_folder):
 def test_a_base_that_scores_is_none(gold, capsys, tmp_path, monkeypatch):
     path, _ = gold
     monkeypatch.chdir(tmp_path)
-    assert evaluate.main([str(tiny_directory()), "--base", str(path)]) == 2
+    assert evaluate.main([f"model.path={tiny_directory()}", f"eval.base={path}"]) == 2
     assert "gives scores, no tokens" in capsys.readouterr().err

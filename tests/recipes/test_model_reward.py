@@ -48,7 +48,7 @@ def test_a_policy_is_trained_against_a_model_on_two_ranks(run):
 @pytest.mark.usefixtures("process_state")
 def test_evaluate_says_what_the_run_said(run, capsys, tmp_path):
     out = tmp_path / "answers.jsonl"
-    assert evaluate.main([str(run.checkpoint), "--out", str(out), "threads=1"]) == 0
+    assert evaluate.main([f"model.path={run.checkpoint}", f"out={out}", "threads=1"]) == 0
     assert f"reward {run.rows[-1]['eval/reward']:.4g} of 20" in capsys.readouterr().out
 
 

@@ -199,5 +199,5 @@ def test_what_cannot_be_a_victim_is_refused_before_anything_starts(tmp_path):
 @pytest.mark.slow
 @pytest.mark.usefixtures("process_state")
 def test_evaluate_does_not_score_attacks_as_answers(apart, capsys, tmp_path):
-    assert evaluate.main([str(apart.checkpoint), "--out", str(tmp_path / "out")]) == BAD_INPUT
+    assert evaluate.main([f"model.path={apart.checkpoint}", f"out={tmp_path / 'out'}"]) == BAD_INPUT
     assert "eval/success" in capsys.readouterr().err

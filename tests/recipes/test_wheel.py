@@ -116,6 +116,6 @@ def test_main_job_and_evaluation_run_in_an_empty_directory(python, tmp_path):
     (run_dir,) = (tmp_path / "runs").iterdir()
 
     checkpoint = str(run_dir / "checkpoints" / "latest")
-    evaluation = ["-m", "llamarl.recipes.evaluate", checkpoint, "--num-prompts", "4"]
+    evaluation = ["-m", "llamarl.recipes.evaluate", f"model.path={checkpoint}", "num_prompts=4"]
     assert "pass@1" in run(interpreter, *evaluation, cwd=tmp_path, **env)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["evaluation.jsonl", "runs"]

@@ -1,0 +1,122 @@
+"""What a model answers outside of its run, and what gold and base say of that, of a configuration:
+for recipes/evaluate.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+from executors.build import base_settings, engine_alone, gold_settings, references_of, sampling_of
+from llamarl.config.evaluation import REFERENCES
+from llamarl.inference import Engine
+from llamarl.inference.evaluation import eval_completion, submit
+from llamarl.inference.offline import completions_of
+from llamarl.launch.evaluation import Asked, asked_of, find_model, read_answers
+from llamarl.launch.gold import reference_texts
+from llamarl.launch.inputs import check_inputs
+from llamarl.launch.job import Job
+from llamarl.observe.answers import Judgement
+from llamarl.scoring.assembly import item_of
+from llamarl.scoring.evaluation import number_of
+from llamarl.scoring.gold import Gold
+from llamarl.scoring.judges import Evaluated, find, spans_of
+from llamarl.scoring.perplexity import Likelihood, Perplexity
+from llamarl.scoring.scorer import Item, Outcome, Scorer, score_all, site_alone
+from llamarl.scoring.transcript import same_tokens
+from llamarl.scoring.win_rate import Judged
+from llamarl.tasks.held_out import EvalSet
+from llamarl.types import EvalCompletion, Prompt
+
+
+def answer(
+    engine: Engine, job: Job, prompts: Mapping[int, Prompt], num_samples: int
+) -> list[EvalCompletion]:
+    """The completions of all prompts, in order: of each the greedy one, then the sampled ones."""
+    sampling = sampling_of(job.config, job)
+    for number, prompt in prompts.items():
+        submit(engine, number, prompt, sampling, num_samples)
+    completions = []
+    for finished in completions_of(engine, job.config.generator.chunk_tokens):
+        completions += [eval_completion(stream, c) for stream, c in finished]
+    return sorted(completions, key=lambda c: (c.prompt_index, number_of(c)))
+
+
+def score_by_set(
+    scorer: Scorer, sets: Sequence[EvalSet], completions: list[EvalCompletion], items: list[Item]
+) -> list[Outcome]:
+    """The outcomes of items, in order; what compares completions keeps to those of a set."""
+    outcomes: list[Outcome] = []
+    for one in sets:
+        own = [item for c, item in zip(completions, items) if c.prompt_index in one.numbers]
+        outcomes += score_all(scorer, own)
+    return outcomes
+
+
+def find_against(given: str, job: Job, asked: Asked) -> Callable[[], list[Item]] | None:
+    """How to come to the answers that are to be beaten, one to each prompt; None if there are none.
+    What is wrong with them is told here: ValueError or OSError.
+    """
+    prompts = list(asked.prompts.values())
+    config = job.config
+    if config.gold is None:
+        return None
+    if given == REFERENCES:
+        texts = reference_texts(*asked, config.eval.reference_key)
+        return None if texts is None else partial(_references, job, prompts, texts)
+    if Path(given).is_file():
+        texts = read_answers(Path(given), asked)
+        return partial(_references, job, prompts, texts)
+    model, _ = find_model(given)
+    own = dataclasses.replace(config.model, path=str(model))
+    # Nothing judges it but as what is compared with.
+    unjudged = dataclasses.replace(config.eval, gold=None, gold_label=None, base=None)
+    other = Job(dataclasses.replace(config, model=own, eval=unjudged), job.world, job.directory)
+    check_inputs(other)
+    return partial(answers_of, other, job, asked)
+
+
+def answers_of(other: Job, job: Job, asked: Asked) -> list[Item]:
+    """The greedy answers of another model, in the tokens of the one that is evaluated."""
+    prompts = list(asked.prompts.values())
+    most = max(one.count for one in asked.sets)
+    every = asked_of(other, most).prompts
+    theirs = {number: prompt for number, prompt in every.items() if number in asked.prompts}
+    if [prompt.text for prompt in theirs.values()] != [prompt.text for prompt in prompts]:
+        raise ValueError(
+            f"against={other.model_path}: not all held-out prompts fit task.max_prompt_tokens in "
+            "its tokens; raise it"
+        )
+    completions = answer(engine_alone(other.config, other), other, theirs, 0)
+    items = [item_of(c, p, other.decode, other.decode_raw) for c, p in zip(completions, prompts)]
+    if same_tokens(other.tokenizer, job.tokenizer):
+        return items
+    return _references(job, prompts, [item.text for item in items])
+
+
+def _references(job: Job, prompts: Sequence[Prompt], texts: Sequence[str]) -> list[Item]:
+    items = references_of(job, prompts, texts)
+    assert items is not None, "there are texts"
+    return items
+
+
+def judge(
+    job: Job,
+    sets: Sequence[EvalSet],
+    answers: Sequence[Evaluated],
+    against: Callable[[], list[Item]] | None,
+) -> list[Judgement]:
+    """Return what gold and base say of greedy answers, one to each prompt, in order; set by set."""
+    others = None if against is None else against()
+    site = site_alone(job.world.device)
+    judged: Sequence[Judged | None] = [None] * len(sets)
+    if job.config.gold is not None:
+        judged = find(Gold(gold_settings(job.config, job, others, sets), site), answers)
+    likely: Sequence[Likelihood | None] = [None] * len(sets)
+    base = base_settings(job.config, sets)
+    if base is not None:
+        likely = find(Perplexity(base, site), answers)
+    against_by_set = [others and others[begin:end] for begin, end in spans_of(sets)]
+    return [Judgement(*said) for said in zip(judged, likely, against_by_set)]

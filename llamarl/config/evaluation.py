@@ -1,0 +1,54 @@
+"""The configuration of recipes/evaluate.py: the main job's, and what is asked of a model besides.
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+from llamarl.config.command_line import JobKind
+from llamarl.config.conversion import Problem
+from llamarl.config.marks import settings_dataclass
+from llamarl.config.ranges import Count, Natural, Text
+from llamarl.config.rules import check as check_run
+from llamarl.config.schema import Config
+
+REFERENCES = "references"
+
+# Of earlier releases.
+FLAGS = {
+    "": "model.path",
+    "--num-prompts": "num_prompts",
+    "--samples": "samples",
+    "--gold": "eval.gold",
+    "--against": "against",
+    "--base": "eval.base",
+    "--out": "out",
+}
+
+
+@settings_dataclass
+class EvaluationConfig(Config):
+    """With a main job's keys: which task, reward and sampling."""
+
+    out: Text
+    num_prompts: Count | None
+    samples: Natural | None
+    against: Text
+
+
+def check(
+    config: EvaluationConfig, world_size: int, local_world_size: int | None = None
+) -> list[Problem]:
+    """What cannot work together."""
+    problems = check_run(config, 1)
+    if config.model.path is None:
+        problems.append(Problem("model.path", "required: set model.path=DIR", ("model.path",)))
+    if config.generator.kind != "native":
+        what = "models are evaluated by the native engine; leave it out"
+        problems.append(Problem(f"generator.kind={config.generator.kind}", what))
+    if config.against != REFERENCES and config.gold is None:
+        what = "needs what judges; eval.gold=DIR or eval.gold=module:function"
+        problems.append(Problem(f"against={config.against}", what))
+    return problems
+
+
+EVALUATION = JobKind("evaluate", EvaluationConfig, check=check, flags=FLAGS)

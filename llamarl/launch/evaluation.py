@@ -1,0 +1,223 @@
+"""The evaluation of a model outside of its run, for recipes/evaluate.py: which model it is, of
+which run, what it is asked, and against whose answers.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+from omegaconf import OmegaConf
+
+from llamarl.checkpoint.checkpointer import LATEST, MANIFEST, damage, verify
+from llamarl.config.command_line import compose_config
+from llamarl.config.conversion import (
+    ConfigError,
+    Problem,
+    escaped,
+    flat,
+    is_marked,
+    keys_of,
+    load_config,
+    to_config,
+    to_values,
+    value_differences,
+)
+from llamarl.config.evaluation import EVALUATION, REFERENCES, EvaluationConfig
+from llamarl.config.evaluation import check as check_evaluation
+from llamarl.config.files import EVAL_SETS
+from llamarl.config.flags import problems_of_flags
+from llamarl.config.supervised import is_of_a_supervised_job
+from llamarl.errors import CheckpointError
+from llamarl.launch.job import Job
+from llamarl.tasks.held_out import EvalSet, set_of
+from llamarl.tasks.jsonl import read_jsonl
+from llamarl.types import Prompt
+from llamarl.words.columns import OWN
+
+OF_THE_RUN = "of_the_run"  # the file of a section in a folder of its own
+# What is as the engine here is, whatever the run's generator was.
+OUR_OWN = (
+    "generator.kind",
+    "generator.tensor_parallel",
+    "generator.quantize",
+    "generator.quantize_exclude",
+    "generator.gpu_memory_utilization",
+)
+
+
+def read_words(words: list[str]) -> EvaluationConfig:
+    """The config of a command line, whose model.path is the Hugging Face directory that it leads
+    to. ConfigError with all that is wrong.
+    """
+    problems = problems_of_flags(words, EVALUATION.flags)
+    if problems:
+        raise ConfigError(problems)
+    given = [value for key, _, value in map(_split, words) if key == "model.path"]
+    others = [word for word in words if _split(word)[0] != "model.path"]
+    if not given:
+        return config_of(None, None, others)
+    model, made_by = Path(given[-1]), None
+    try:
+        model, made_by = find_model(given[-1].strip("'\""))
+    except (OSError, CheckpointError) as error:
+        problems.append(Problem(f"model.path={model}", str(error), ("model.path",)))
+    try:
+        config = config_of(model, made_by, others)
+    except ConfigError as error:
+        # Of a directory that is not there the first problem has said it.
+        seen = keys_of(problems)
+        problems += [problem for problem in error.problems if seen.isdisjoint(problem.keys)]
+    if problems:
+        raise ConfigError(problems)
+    return config
+
+
+def _split(word: str) -> tuple[str, str, str]:
+    key, sign, value = word.partition("=")
+    return key.lstrip("+"), sign, value
+
+
+def config_of(model: Path | None, run: Path | None, overrides: list[str]) -> EvaluationConfig:
+    """The run's own config, where there is one, with what the command line changes: of the run are
+    the keys that the schema marks ANSWERS. ConfigError.
+    """
+    given = [*overrides, *_implied(overrides)]
+    if model is not None:
+        given.append(f"model.path='{model}'")
+    file = None if run is None else run / "config.yaml"
+    if file is None or not file.is_file() or is_of_a_supervised_job(file):
+        return compose_config(given, EVALUATION)
+    named = {_split(word)[0] for word in given}
+    old = to_values(load_config(file))
+    if old["victim"]["kind"] != "none":
+        what = (
+            "its completions are attacks, which a victim's answers are scored of; its own "
+            "evaluations say how many succeed (eval/success), or give the model directory alone"
+        )
+        raise ConfigError([Problem(f"victim.kind={old['victim']['kind']}", what)])
+    # Of a section that is another kind's now, no key means anything; one that stays is the base.
+    of_kinds = {section: old.pop(section) for section in ("task", "reward")}
+    kept = {section: values for section, values in of_kinds.items() if section not in named}
+    sets = old["eval"].pop("sets")
+    values = to_values(_compose_over(kept, given))
+    if not any(f"{name}.".startswith(f"{EVAL_SETS}.") for name in named):
+        values["eval"]["sets"] = sets
+    default = compose_config([f"model.path='{model}'"], EVALUATION)
+    named |= set(value_differences(to_values(default), values))
+    for key, was in flat(old).items():
+        section, _, name = key.rpartition(".")
+        names = {section, key}
+        if is_marked(key, "answers") and key not in OUR_OWN and not names & named:
+            place = values[section] if section else values
+            place[name] = was
+    config = to_config(values, EvaluationConfig)
+    problems = check_evaluation(config, 1)
+    if problems:
+        raise ConfigError(problems)
+    return config
+
+
+def _implied(overrides: list[str]) -> list[str]:
+    """What words of a command line say besides."""
+    words = []
+    for key, _, value in map(_split, overrides):
+        if key in ("eval.gold", "eval.base"):
+            words.append("eval.every=1")  # also if the run did not
+        if key == "against" and value != REFERENCES:
+            words.append("eval.reference_key=null")  # the rows need have no answers
+    return list(dict.fromkeys(words))
+
+
+def _compose_over(sections: dict[str, dict], overrides: list[str]) -> EvaluationConfig:
+    """The config of a command line where these sections, of whatever kind, are what there is before
+    it. ConfigError.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        choices = []
+        for section, values in sections.items():
+            file = Path(folder) / section / f"{OF_THE_RUN}.yaml"
+            file.parent.mkdir()
+            OmegaConf.save(OmegaConf.create({k: escaped(v) for k, v in values.items()}), file)
+            choices.append(f"{section}={OF_THE_RUN}")
+        return compose_config([*choices, *overrides], EVALUATION, config_dir=folder)
+
+
+def find_model(given: str | Path) -> tuple[Path, Path | None]:
+    """(the Hugging Face directory to evaluate, the run_dir that it comes from or None).
+
+    given: such a directory; RUN_DIR/checkpoints/step_N; RUN_DIR/checkpoints/latest; or RUN_DIR, for
+    its latest. FileNotFoundError or CheckpointError, saying what to give instead.
+    """
+    path = Path(given)
+    if (path / "checkpoints").is_dir():
+        path = path / "checkpoints" / LATEST
+    if path.name == LATEST:
+        if not path.is_file():
+            raise FileNotFoundError(f"{path}: no such file; a run has it once it has a checkpoint")
+        path = path.with_name(path.read_text().strip())
+    if path.name == "hf" and (path.parent / MANIFEST).is_file():
+        path = path.parent
+    if (path / MANIFEST).is_file():
+        problems = verify(path)
+        if problems:
+            raise CheckpointError(damage(path, problems))
+        return path / "hf", path.absolute().parents[1]
+    if not (path / "config.json").is_file():
+        raise FileNotFoundError(
+            f"{path}: neither a Hugging Face directory (it has no config.json) nor a checkpoint "
+            f"(no {MANIFEST}); give one of these, such as RUN_DIR/checkpoints/step_N or "
+            "RUN_DIR/checkpoints/latest"
+        )
+    return path, None
+
+
+class Asked(NamedTuple):
+    """Held-out prompts by number, set after set."""
+
+    sets: tuple[EvalSet, ...]
+    prompts: dict[int, Prompt]
+
+
+def asked_of(job: Job, most: int | None) -> Asked:
+    """Of each set its first prompts, as many as the config says; or `most`, where it has them."""
+    # What is held out depends on eval.num_prompts alone, so that nothing that was trained on is
+    # asked.
+    sets = job.held_out.sets if most is None else job.held_out.first(most)
+    return Asked(sets, job.held_out.asked(sets))
+
+
+def read_answers(file: Path, asked: Asked) -> list[str]:
+    """The greedy answer of a file to each of these prompts. ValueError naming FILE:LINE of a bad
+    line, or the first prompt without an answer.
+    """
+
+    def answer_of(row: dict) -> tuple[tuple[str, str], str] | None:
+        prompt, completion = row.get("prompt"), row.get("completion")
+        if not isinstance(prompt, str) or not isinstance(completion, str):
+            raise ValueError('need "prompt" and "completion", as texts')
+        return None if row.get("sample") else ((row.get("set", OWN), prompt), completion)
+
+    rows = read_jsonl(file, answer_of)
+    answers = dict(row for row in rows if row is not None)
+    texts = []
+    for number, prompt in asked.prompts.items():
+        one = set_of(asked.sets, number)
+        if (one.name, prompt.text) not in answers:
+            raise ValueError(
+                f"against={file}: has no greedy answer to held-out prompt {number - one.first}"
+                f"{one.place}, {prompt.text[:40]!r}; make it from the same rows"
+            )
+        texts.append(answers[one.name, prompt.text])
+    return texts
+
+
+def check_writable(out: Path) -> None:
+    """Makes its directory. ValueError if the file could not be written."""
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        file = out.open("a") if out.exists() else tempfile.TemporaryFile(dir=out.parent)
+        file.close()
+    except OSError as error:
+        raise ValueError(f"out={out}: cannot be written: {error}") from error
