@@ -436,11 +436,9 @@ def build_buffer(config: Config, job: Job) -> GroupBuffer:
 def options_at(step: int, *, config: Config) -> dict[str, float]:
     """The options of the loss that follow a schedule, at a step."""
     options = {}
-    for option, section in config.scheduled_options.items():
-        schedule = dataclasses.asdict(getattr(config, section))
-        if schedule["kind"] != "constant":
-            first = float(config.loss.options[option])
-            options[option] = value_at(step, first, **schedule)
+    for option, schedule in config.loss.schedules.items():
+        first = float(config.loss.options[option])
+        options[option] = value_at(step, first, **dataclasses.asdict(schedule))
     return options
 
 

@@ -30,7 +30,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from llamarl.config.conversion import Schema, echoing, known_keys, sections_of_kinds, to_config
-from llamarl.config.files import CONF_DIR, EVAL_SETS, PARTS, TASK_PARTS, sections
+from llamarl.config.files import CONF_DIR, EVAL_SETS, PARTS, SCHEDULES, TASK_PARTS, sections
 from llamarl.config.findings import ConfigError, Problem, keys_of, show
 from llamarl.config.flags import problems_of_flags
 from llamarl.config.hints import did_you_mean
@@ -222,7 +222,7 @@ def _read_override(
         is_option = name.startswith("loss.") and name.count(".") == 1
         if "task.options" in known:
             is_option = is_option or name.startswith("task.options.")
-        for parts in (PARTS, TASK_PARTS, EVAL_SETS):
+        for parts in (PARTS, TASK_PARTS, EVAL_SETS, SCHEDULES):
             if parts in known:
                 is_option = is_option or name.startswith(f"{parts}.")
         if not (is_option or name in known or name in groups):

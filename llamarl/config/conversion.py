@@ -19,6 +19,7 @@ from yaml import YAMLError
 
 from llamarl.config.files import sections, with_whole_parts
 from llamarl.config.findings import ConfigError, Problem, keys_of, show
+from llamarl.config.former import of_today
 from llamarl.config.hints import convert, describe, did_you_mean, is_union, need
 from llamarl.config.loss_options import LOSS_OPTIONS
 from llamarl.config.marks import Mark
@@ -70,7 +71,7 @@ def known_keys(schema: type = Config) -> dict[str, frozenset[Mark]]:
 
 @functools.cache
 def sections_of_kinds(schema: type = Config) -> tuple[str, ...]:
-    """The sections whose keys depend on their kind: ("beta_schedule", "task", ...)."""
+    """The sections whose keys depend on their kind: ("task", "generator", ...)."""
     return tuple(name for name, hint in _hints(schema).items() if len(schemas_of(hint)) > 1)
 
 
@@ -112,6 +113,9 @@ class _Reader:
         # Of several kinds, the one that is asked for. A null for another kind's key says no more
         # than that it is not this kind's.
         key = f"{prefix}kind"
+        # A section has files in conf/ to choose from; one by a name of the user's own has none.
+        is_chosen = prefix.count(".") == 1
+        chooser = prefix.removesuffix(".") if is_chosen else key
         by_kind: dict[str, type] = {}
         for schema in schemas:
             by_kind.update(dict.fromkeys(get_args(_hints(schema)["kind"]), schema))
@@ -131,12 +135,12 @@ class _Reader:
             if kind in having or not having:
                 kept[name] = value
             elif value is not None and not missing:
-                section = prefix.removesuffix(".")
-                self._refuse(prefix + name, f"only {section}={' or '.join(having)} has it")
+                self._refuse(prefix + name, f"only {chooser}={' or '.join(having)} has it")
         if not missing:
             return self._fill(kept, by_kind[kind], prefix)
-        choice = f"{prefix.removesuffix('.')}={kind}"
-        what = f"needs {', '.join(missing)} too; choose it with its keys: {choice}"
+        what = f"needs {', '.join(missing)} too"
+        if is_chosen:
+            what += f"; choose it with its keys: {chooser}={kind}"
         given = tuple(f"{prefix}{name}" for name in values)
         self.problems.append(Problem(f"{key}={kind}", what, given))
         self._refuse_unknown([name for name in kept if name not in own], prefix)
@@ -281,9 +285,7 @@ def load_config(path: str | Path) -> Config:
         composed = OmegaConf.load(path)
         if not isinstance(composed, DictConfig):
             raise ConfigError([Problem(str(path), "damaged: a list, not sections")])
-        if "eval" in composed:
-            composed.eval.setdefault("sets", {})  # earlier releases had none
-        return to_config(composed)
+        return to_config(OmegaConf.create(of_today(sections(composed))))
     except YAMLError as error:
         cause = " ".join(str(error).split())
         raise ValueError(

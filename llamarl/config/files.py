@@ -15,6 +15,7 @@ CONF_DIR = next(path for path in (_PACKAGE / "conf", _PACKAGE.parent / "conf") i
 PARTS = "reward.parts"
 TASK_PARTS = "task.parts"
 EVAL_SETS = "eval.sets"
+SCHEDULES = "loss.schedules"  # by options of the loss
 # Of a whole reward, and so of no part of one.
 _OF_ALL_PARTS = (
     "max_error_rate",

@@ -9,17 +9,9 @@ import types
 from collections.abc import Collection, Mapping
 from typing import Annotated, Literal, Union, get_args, get_origin
 
+from llamarl.config.former import answer_to
 from llamarl.config.ranges import Positive
 from llamarl.words.names import nearest
-
-# Keys of earlier releases -> today's.
-RENAMED = {
-    "deadline_s": "timeout_s",
-    "generator.quantize_keep": "generator.quantize_exclude",
-    "loss.length_normalise": "loss.length_normalize",
-    "loss.normalise": "loss.normalize",
-    "reference.enabled": "reference.kind",
-}
 
 _WORDS = {
     int: "a whole number",
@@ -41,8 +33,9 @@ def did_you_mean(key: str, names: Collection[str]) -> str:
     """ "; did you mean NAME?" for the nearest name, by its last part or as a whole; "" when none is
     near. A key of an earlier release is answered with its name of today.
     """
-    if key in RENAMED:
-        return f"; it is called {RENAMED[key]} now"
+    former = answer_to(key)
+    if former is not None:
+        return f"; {former}"
     last = {name.rpartition(".")[2]: name for name in reversed(list(names))}
     tail = key.rpartition(".")[2]
     if tail in last:

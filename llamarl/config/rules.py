@@ -18,7 +18,6 @@ from llamarl.config.rewards import (
     NoveltySourceSettings,
 )
 from llamarl.config.schema import Config
-from llamarl.config.search_rules import schedule_rules
 from llamarl.config.sections.buffer import find_buffer
 from llamarl.config.sections.evaluation import START, find_evaluation, find_set_names
 from llamarl.config.sections.generator import find_generator, find_other_temperatures
@@ -71,7 +70,6 @@ def check(
     find_buffer(c.buffer, c, found, loss=c.loss, trainer=c.trainer, seeks_novelty=seeks_novelty)
     find_evaluation(c.eval, found)
     rules = [
-        *schedule_rules(c),
         *reward_rules(c),
         *victim_rules(c.victim, attacks=attacks, compared=comparing_judges(c)),
     ]

@@ -31,12 +31,6 @@ from llamarl.config.rewards import (
     NoveltySourceSettings,
     PartsRewardSettings,
 )
-from llamarl.config.search import (
-    AnyTemperatureSettings,
-    ConstantBetaSettings,
-    CutBetaSettings,
-    LinearBetaSettings,
-)
 from llamarl.config.sections.buffer import AnyBufferSettings, ReplayBufferSettings
 from llamarl.config.sections.checkpoint import CheckpointSettings
 from llamarl.config.sections.evaluation import EvalSettings
@@ -64,9 +58,6 @@ class Config(RunSettings):
     """The keys of a run, and its sections."""
 
     governor: GovernorSettings
-    beta_schedule: ConstantBetaSettings | LinearBetaSettings | CutBetaSettings
-    log_reward_schedule: AnyTemperatureSettings
-    reference_schedule: AnyTemperatureSettings
     eval: EvalSettings = marked("answers")
     checkpoint: CheckpointSettings = marked("outward")
     weights: WeightsSettings
@@ -172,15 +163,6 @@ class Config(RunSettings):
             scale=1.0,
             shift=0.0,
         )
-
-    @property
-    def scheduled_options(self) -> dict[str, str]:
-        """Options of a loss that may change from step to step -> the section of their schedule."""
-        return {
-            "beta": "beta_schedule",
-            "log_reward_temperature": "log_reward_schedule",
-            "reference_temperature": "reference_schedule",
-        }
 
     @property
     def embedders(self) -> dict[str, str]:

@@ -102,23 +102,23 @@ def test_a_shorter_run_of_it_is_accepted_with_shorter_schedules(
     check_command_line(overrides, world_size=4)
     config = settings(name, f"max_steps={max_steps}")
     assert config.max_steps == max_steps
-    schedules = (config.beta_schedule, config.log_reward_schedule, config.reference_schedule)
-    for schedule in schedules:
-        assert schedule.kind == "constant" or schedule.end_step <= max_steps
+    for schedule in config.loss.schedules.values():
+        assert schedule.end_step <= max_steps
     assert config.trainer.warmup_steps + (config.trainer.decay_steps or 0) <= max_steps
 
 
 def test_schedules_keep_their_share_of_a_shorter_run(settings):
     short = settings("tba_table2", "max_steps=20")
     two = short.trainer
-    assert (two.warmup_steps, two.decay_steps, short.beta_schedule.end_step) == (1, 10, 10)
-    three = settings("tba_table3", "max_steps=64").beta_schedule
+    assert (two.warmup_steps, two.decay_steps, short.loss.schedules["beta"].end_step) == (1, 10, 10)
+    three = settings("tba_table3", "max_steps=64").loss.schedules["beta"]
     assert (three.end_step, three.cut_step) == (32, 8)
-    llama = settings("tba_red_team_llama", "max_steps=50")
-    ends = (llama.log_reward_schedule.end_step, llama.reference_schedule.end_step)
-    assert ends == (10, 20)
+    llama = settings("tba_red_team_llama", "max_steps=50").loss.schedules
+    ends = {option: schedule.end_step for option, schedule in llama.items()}
+    assert ends == {"log_reward_temperature": 10, "reference_temperature": 20}
     short = settings("tba_red_team_gpt2", "max_steps=50")
-    assert (short.buffer.grow_until, short.log_reward_schedule.end_step) == (40, 5)
+    (schedule,) = short.loss.schedules.values()
+    assert (short.buffer.grow_until, schedule.end_step) == (40, 5)
     assert settings("tba_red_team_gpt2").buffer.grow_until == 4000
 
 
@@ -139,7 +139,8 @@ def test_what_the_papers_tables_say(settings):
     episodes = [batch * c.max_steps for batch, c in zip(batches, (two, three, four))]
     assert episodes == [140_000, 40_960, 204_800]
     assert two.trainer.warmup_steps + 450 + two.trainer.decay_steps == 1000 and two.group_size == 24
-    assert (three.beta_schedule.end_step, three.beta_schedule.cut_step) == (256 // 2, 256 // 8)
+    beta = three.loss.schedules["beta"]
+    assert (beta.end_step, beta.cut_step) == (256 // 2, 256 // 8)
     assert (two.max_lag, three.max_lag, four.reference.reset_every, four.buffer.kind) == (
         None,
         None,

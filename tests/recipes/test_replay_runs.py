@@ -26,10 +26,10 @@ FREE = (
     "buffer.most_on_policy=0.5",
     "loss.fn=tests.launching:with_beta",
     "loss.beta=1.0",
-    "beta_schedule.kind=cut",
-    "beta_schedule.final=0.25",
-    "beta_schedule.end_step=4",
-    "beta_schedule.cut_step=3",
+    "loss.schedules.beta.kind=cut",
+    "loss.schedules.beta.final=0.25",
+    "loss.schedules.beta.end_step=4",
+    "loss.schedules.beta.cut_step=3",
 )
 KL = 0.5  # of the reward
 KL_ROUNDING = of_logprobs(
@@ -198,7 +198,7 @@ REPLAYED = (
     "buffer.completions_per_prompt=4",
     "buffer.initial_completions=40",
     "overcommit=4",
-    "beta_schedule.end_step=2",
+    "loss.schedules.beta.end_step=2",
 )
 
 
@@ -214,7 +214,7 @@ def test_a_published_attack_runs_at_a_smaller_size(name, tmp_path):
         "overcommit=4",
         "reward=function",
         "eval.embedder=null",
-        "log_reward_schedule.end_step=2",
+        "loss.schedules.log_reward_temperature.end_step=2",
         "trainer.parity_tolerance=1e-3",  # which fresh tokens, were they compared, would exceed
     )
     with ForkedJob(f"+experiment={name}", *REDUCED, *attack, run_dir=tmp_path / "run") as job:
@@ -239,7 +239,7 @@ def test_a_published_attack_runs_at_a_smaller_size(name, tmp_path):
         ),
         (
             "tba_table3",
-            (*REPLAYED, "beta_schedule.cut_step=1", "reward=function"),
+            (*REPLAYED, "loss.schedules.beta.cut_step=1", "reward=function"),
             [1.0, 0.05, 0.05],
         ),
         ("tba_table4", ("reference.reset_every=1", "max_lag=0"), None),

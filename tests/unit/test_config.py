@@ -35,7 +35,7 @@ from llamarl.config.placement import TINY_MODEL, placement_of
 from llamarl.config.sections.placement import PlacementSettings
 from llamarl.config.sft import SFT
 
-LINE = ("final", "end_step")  # of a schedule
+LINE = "{kind: linear, final: 5, end_step: 5}"  # a schedule
 RECIPE = """
 from llamarl.config.command_line import main
 from llamarl.models.config import tiny_directory
@@ -101,10 +101,8 @@ def test_every_choice_of_every_group_fits_the_schema_and_has_the_name_of_its_kin
     )  # it need not be installed
     (tmp_path / "config.json").touch()
     data = [f"task.path={tmp_path}"]
-    line = ["loss=tb", f"{group}.final=0.1", f"{group}.end_step=9"]
     judge = ["reward.url=http://127.0.0.1:8000/v1", "reward.model=m"]
     needed = {"jsonl": data, "gsm8k": data, "hf_dataset": data, "judge": judge}
-    needed |= {"linear": line, "cut": [*line, "beta_schedule.cut_step=3"]}
     needed |= dict.fromkeys(("model", "encoder"), [f"reward.path={tmp_path}"])
     needed |= {"parts": ["reward.parts={brief: {kind: function}}"]}
     needed |= {"python": ["task.fn=m:f"], "mixture": ["task.parts={a: {kind: addition}}"]}
@@ -351,7 +349,6 @@ def test_what_cannot_work_together_is_refused(overrides, where):
         ("buffer=fifo", "+buffer={max_size: 100}", "buffer=replay"),
         ("reference=none", "reference.reset_every=50", "reference=reset"),
         ("reference=frozen", "reference.reset_every=50", "reference=reset"),
-        ("beta_schedule=constant", "beta_schedule.final=0.1", "beta_schedule=linear or cut"),
     ],
 )
 def test_a_key_of_another_kind_is_refused_with_the_kinds_that_have_it(chosen, override, kinds):
@@ -362,11 +359,12 @@ def test_a_key_of_another_kind_is_refused_with_the_kinds_that_have_it(chosen, ov
 
 def test_a_null_takes_back_what_an_experiment_sets_for_another_kind(tmp_path):
     (tmp_path / "config.json").write_text("{}")
-    given = [f"model.path={tmp_path}", f"task.path={tmp_path}", "beta_schedule=linear"]
+    beta = "loss.schedules.beta"
+    given = [f"model.path={tmp_path}", f"task.path={tmp_path}", f"{beta}.kind=linear"]
     given.append("reward=function")
     found = complaints("+experiment=tba_table3", *given)
-    assert found == {"beta_schedule.cut_step": "only beta_schedule=cut has it"}
-    assert complaints("+experiment=tba_table3", *given, "beta_schedule.cut_step=null") == {}
+    assert found == {f"{beta}.cut_step": f"only {beta}.kind=cut has it"}
+    assert complaints("+experiment=tba_table3", *given, f"{beta}.cut_step=null") == {}
 
 
 def test_a_kind_without_its_keys_is_refused_with_the_choice_that_has_them():
@@ -869,6 +867,27 @@ def test_differences_name_exactly_the_keys_that_changed():
     assert value_differences(old, old) == {}
 
 
+FORMER = {
+    "beta_schedule": {"kind": "cut", "final": 0.05, "end_step": 9, "cut_step": 3},
+    "log_reward_schedule": {"kind": "linear", "final": 1.5, "end_step": 7},
+    "reference_schedule": {"kind": "constant"},
+}
+
+
+def test_what_an_earlier_release_saved_is_read_under_todays_keys(tmp_path):
+    config = config_of("loss=tb")
+    saved = to_values(config)
+    del saved["loss"]["schedules"], saved["eval"]["sets"]
+    OmegaConf.save(OmegaConf.create({**saved, **FORMER}), tmp_path / "config.yaml")
+    loaded = load_config(tmp_path / "config.yaml")
+    assert to_values(loaded)["loss"].pop("schedules") == {
+        "beta": FORMER["beta_schedule"],
+        "log_reward_temperature": FORMER["log_reward_schedule"],
+    }
+    loss = dataclasses.replace(loaded.loss, schedules={})
+    assert dataclasses.replace(loaded, loss=loss) == config
+
+
 # --- the process ---
 
 
@@ -964,23 +983,51 @@ def test_multirun_runs_every_point(recipe):
         ),
         (["reference.reset_every=50"], "reference.reset_every", "reference=reset"),
         (
-            ["beta_schedule.kind=linear", "beta_schedule.final=0.1", "beta_schedule.end_step=5"],
-            "beta_schedule.kind=linear loss.fn=policy_gradient",
-            "loss.beta",
+            [f"loss.schedules.beta={LINE}"],
+            "loss.schedules.beta.kind=linear loss.fn=policy_gradient",
+            "loss=NAME loss.beta=NUMBER",
         ),
         (
-            ["log_reward_schedule=linear", *(f"log_reward_schedule.{k}=5" for k in LINE)],
-            "log_reward_schedule.kind=linear loss.fn=policy_gradient",
-            "loss.log_reward_temperature",
-        ),
-        (
-            ["loss=tba", "reference_schedule=linear", *(f"reference_schedule.{k}=5" for k in LINE)],
-            "reference_schedule.kind=linear loss.fn=tba",
+            ["loss=tba", f"loss.schedules.reference_temperature={LINE}"],
+            "loss.schedules.reference_temperature.kind=linear loss.fn=tba",
             "loss.reference_temperature",
         ),
-        (["beta_schedule.final=0.1"], "beta_schedule.final", "linear or cut"),
-        (["beta_schedule.kind=linear"], "beta_schedule.kind=linear", "needs final, end_step too"),
-        (["beta_schedule=linear"], "beta_schedule.final", "required: set beta_schedule.final"),
+        (
+            [f"loss.schedules.ratio_mask_low={LINE}"],  # which is null
+            "loss.schedules.ratio_mask_low.kind=linear loss.fn=policy_gradient",
+            "leave the schedule out",
+        ),
+        (
+            [f"loss.schedules.normalize={LINE}"],
+            "loss.schedules.normalize.kind=linear loss.fn=policy_gradient",
+            "the number loss.normalize, and there is none",
+        ),
+        (
+            ["loss.max_tokens=6", f"loss.schedules.max_tokens={LINE}"],
+            "loss.schedules.max_tokens.kind=linear",
+            "no number that can change in a line",
+        ),
+        (
+            ["loss=tb", f"loss.schedules.beta={LINE}", "loss.schedules.beta.final=0"],
+            "loss.schedules.beta.final=0.0",
+            "need a number above 0",
+        ),
+        (
+            ["loss=tb", "loss.schedules.beta.kind=linear"],
+            "loss.schedules.beta.kind=linear",
+            "needs final, end_step too",
+        ),
+        (
+            ["loss.schedules.beta=0.5"],
+            "loss.schedules.beta=0.5",
+            "such as loss.schedules.beta.kind",
+        ),
+        (["beta_schedule=linear"], "beta_schedule", "called loss.schedules.beta.kind now"),
+        (
+            ["reference_schedule.end_step=3"],
+            "reference_schedule.end_step",
+            "called loss.schedules.reference_temperature.end_step now",
+        ),
         (["trainer.decay_steps=5"], "trainer.decay_steps=5 trainer.schedule=constant", "wsd"),
         (
             ["trainer.schedule=wsd", "trainer.decay_steps=101"],
@@ -1027,14 +1074,12 @@ def test_a_cut_needs_its_step_and_what_fits_is_accepted():
     line = [
         "loss.fn=tests.launching:with_beta",
         "loss.beta=1.0",
-        "beta_schedule.kind=cut",
-        "beta_schedule.final=0.1",
-        "beta_schedule.end_step=9",
+        "loss.schedules.beta.kind=cut",
+        "loss.schedules.beta.final=0.1",
+        "loss.schedules.beta.end_step=9",
     ]
-    assert complaints(*line) == {
-        "beta_schedule.kind=cut": "needs cut_step too; choose it with its keys: beta_schedule=cut"
-    }
-    assert complaints(*line, "beta_schedule.cut_step=3") == {}
+    assert complaints(*line) == {"loss.schedules.beta.kind=cut": "needs cut_step too"}
+    assert complaints(*line, "loss.schedules.beta.cut_step=3") == {}
     for accepted in (
         ["buffer=replay"],
         ["buffer=replay", "max_lag=0"],

@@ -5,16 +5,35 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
 from omegaconf import OmegaConf
 
-from llamarl.config.files import CONF_DIR, sections
+from llamarl.config.files import CONF_DIR, SCHEDULES, sections
 from llamarl.config.findings import Findings, Problem
 from llamarl.config.hints import convert, did_you_mean, need
 from llamarl.config.loss_options import LOSS_OPTIONS, declarations
 from llamarl.config.marks import settings_dataclass
-from llamarl.config.ranges import NonNegative
+from llamarl.config.ranges import Count, Natural, NonNegative
 from llamarl.words.choices import Estimator
+
+
+@settings_dataclass
+class LinearScheduleSettings:
+    kind: Literal["linear"]
+    final: NonNegative
+    end_step: Count
+
+
+@settings_dataclass
+class CutScheduleSettings:
+    kind: Literal["cut"]
+    final: NonNegative
+    end_step: Count
+    cut_step: Natural
+
+
+AnyScheduleSettings = LinearScheduleSettings | CutScheduleSettings
 
 
 @settings_dataclass
@@ -24,6 +43,7 @@ class LossSettings:
     kl_coef: NonNegative
     kl_estimator: Estimator
     entropy_coef: NonNegative
+    schedules: dict[str, AnyScheduleSettings]  # by the options that change from step to step
     options: dict[str, object]  # every further key of loss.*, for the function alone
 
     def options_for(self, taken: set[str]) -> dict[str, object]:
@@ -58,6 +78,7 @@ def find_loss(loss: LossSettings, found: Findings) -> None:
         found.add(f"has options of its own; choose it with them: {choice}", "loss.fn")
     else:
         _find_options(loss, losses[loss.fn].options, found)
+    _find_schedules(loss, found)
 
 
 def _find_options(loss: LossSettings, taken: Sequence[str], found: Findings) -> None:
@@ -69,9 +90,7 @@ def _find_options(loss: LossSettings, taken: Sequence[str], found: Findings) -> 
         key = f"loss.{name}"
         hint = LOSS_OPTIONS.get(name)
         if name in taken:
-            try:
-                convert(value, hint)
-            except ValueError:
+            if not _fits(value, hint):
                 found.add(need(value, hint), key)
                 all_fit = False
             continue
@@ -127,3 +146,32 @@ def _find_own_loss(loss: LossSettings, found: Findings) -> None:
         published = [options.get(name) for options in published_losses().values()]
         if name not in taken and value is not None and value not in published:
             found.add(f"{loss.fn} does not take it", f"loss.{name}")
+
+
+def _find_schedules(loss: LossSettings, found: Findings) -> None:
+    """Find schedules of what is no number of the loss, or that end in a number it cannot be."""
+    for option, schedule in loss.schedules.items():
+        key = f"{SCHEDULES}.{option}"
+        first = loss.options.get(option)
+        hint = LOSS_OPTIONS.get(option, float)
+        if isinstance(first, bool) or not isinstance(first, int | float):
+            found.add(
+                f"a schedule starts from the number loss.{option}, and there is none; choose a "
+                f"loss that has this option (loss=NAME loss.{option}=NUMBER), or leave the "
+                "schedule out",
+                f"{key}.kind",
+                "loss.fn",
+            )
+        elif not _fits(0.5, hint):  # a line goes through numbers that are not whole
+            found.add(f"loss.{option} is no number that can change in a line", f"{key}.kind")
+        elif not _fits(schedule.final, hint):
+            found.add(f"loss.{option} cannot become this: {need(None, hint)}", f"{key}.final")
+
+
+def _fits(value: object, hint: object) -> bool:
+    """Whether an option may have a value."""
+    try:
+        convert(value, hint)
+    except ValueError:
+        return False
+    return True

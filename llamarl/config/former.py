@@ -1,0 +1,51 @@
+"""Keys of earlier releases: the answer to whoever sets one today, and how a configuration that an
+earlier release saved is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+# Key -> its name of today.
+RENAMED = {
+    "beta_schedule": "loss.schedules.beta.kind",
+    "deadline_s": "timeout_s",
+    "generator.quantize_keep": "generator.quantize_exclude",
+    "log_reward_schedule": "loss.schedules.log_reward_temperature.kind",
+    "loss.length_normalise": "loss.length_normalize",
+    "loss.normalise": "loss.normalize",
+    "reference.enabled": "reference.kind",
+    "reference_schedule": "loss.schedules.reference_temperature.kind",
+}
+# Section -> its name of today, where its keys have the same names as ever.
+_RENAMED_SECTIONS = {
+    "beta_schedule": "loss.schedules.beta",
+    "log_reward_schedule": "loss.schedules.log_reward_temperature",
+    "reference_schedule": "loss.schedules.reference_temperature",
+}
+
+
+def answer_to(key: str) -> str | None:
+    """What to say of a key of an earlier release, after a semicolon; None if it never was one."""
+    section, _, rest = key.rpartition(".")
+    today = RENAMED.get(key)
+    if section in _RENAMED_SECTIONS:
+        today = f"{_RENAMED_SECTIONS[section]}.{rest}"
+    return None if today is None else f"it is called {today} now"
+
+
+def of_today(saved: Mapping[str, object]) -> dict[str, object]:
+    """The nested values of a saved configuration under today's keys."""
+    values = dict(saved)
+    schedules = {}
+    for section, today in _RENAMED_SECTIONS.items():
+        schedule = values.pop(section, None)
+        if isinstance(schedule, Mapping) and schedule.get("kind") != "constant":
+            schedules[today.rpartition(".")[2]] = schedule
+    loss = values.get("loss")
+    if isinstance(loss, Mapping):
+        values["loss"] = {"schedules": schedules, **loss}
+    evaluation = values.get("eval")
+    if isinstance(evaluation, Mapping):
+        values["eval"] = {"sets": {}, **evaluation}
+    return values
