@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -17,17 +17,18 @@ from executors.trainer import AdamSettings, FSDPTrainer
 from executors.victim import Victim
 from llamarl.config.command_line import Config
 from llamarl.config.placement import judge_models
+from llamarl.config.victim import placed_victim
 from llamarl.executor import WeightsForm
 from llamarl.inference import Engine, SamplingParams, TemperatureRange
 from llamarl.inference.build import build_native, build_vllm
 from llamarl.inference.protocol import BuildEngine
 from llamarl.inference.stop_strings import unescaped
+from llamarl.launch.embedders import embedder_settings
 from llamarl.launch.gold import reference_ids, reference_texts
 from llamarl.launch.job import Job, stop_tokens
-from llamarl.launch.kinds import embedder_settings, make_scorer, reward_parts
+from llamarl.launch.kinds import gold_kind, reward_parts
 from llamarl.launch.preferences import PreferencesJob
 from llamarl.launch.scorers import stream_cache_tokens
-from llamarl.launch.sources import source_of
 from llamarl.learning.buffer import GroupBuffer
 from llamarl.learning.losses import check_options, options_of, resolve_loss
 from llamarl.learning.losses.common import has_mark
@@ -48,7 +49,7 @@ from llamarl.scoring.pairs import PairRule
 from llamarl.scoring.perplexity import Perplexity, PerplexitySettings
 from llamarl.scoring.replies import ReplySettings
 from llamarl.scoring.samples import Samples
-from llamarl.scoring.scorer import Item, Scorer, Site, site_alone
+from llamarl.scoring.scorer import Item, MakeScorer, Scorer, Site, site_alone
 from llamarl.scoring.weighted import Part, Weighted
 from llamarl.tasks.held_out import EvalSet
 from llamarl.types import Prompt
@@ -81,7 +82,7 @@ def temperatures_of(config: Config) -> TemperatureRange | None:
 def engine_builder(config: Config, job: Job) -> BuildEngine:
     """What the generator samples with, by generator.kind."""
     g = config.generator
-    sizes = dict(
+    sizes: dict[str, Any] = dict(
         model_path=str(job.model_path),
         model_dtype=config.model.dtype,
         max_slots=g.max_slots,
@@ -118,6 +119,9 @@ def build_executors(
 def build_generator(config: Config, job: Job) -> Generator:
     """The generator, with the engine of its kind."""
     g = config.generator
+    max_quantization_kl = None
+    if g.kind == "native" and g.quantize != "none":
+        max_quantization_kl = g.max_quantization_kl
     return Generator(
         build_engine=engine_builder(config, job),
         prompts=job.prompts,
@@ -130,7 +134,7 @@ def build_generator(config: Config, job: Job) -> Generator:
         in_flight_updates=config.updates_in_flight,
         recompute_kv=g.recompute_kv,
         parity_tolerance=config.trainer.parity_tolerance,
-        max_quantization_kl=None if g.quantize == "none" else g.max_quantization_kl,
+        max_quantization_kl=max_quantization_kl,
         tensor_parallel=g.tensor_parallel,
         weights_form=WeightsForm(
             dtype=config.model.dtype,
@@ -144,7 +148,18 @@ def build_generator(config: Config, job: Job) -> Generator:
 def build_reward(config: Config, job: Job) -> Reward:
     """What scores, by reward.kind: a function, a model, a judge, or several of them."""
     r = config.reward
-    given = dict(
+    parts = reward_parts(job, stream_settings(config, job, "reward") if r.stream else None)
+    acts_as_one = any(part.settings.acts_as_one for part in config.reward_parts)
+    make_scorer: MakeScorer = partial(Weighted, parts)
+    if len(parts) == 1 and not acts_as_one and config.reward_parts[0].weight is None:
+        make_scorer = parts[0].make
+    return Reward(
+        make_scorer=make_scorer,
+        first_takes=acts_as_one or bool(judge_models(config)),
+        reads_ahead=r.stream,
+        replicate=r.replicate,
+        tensor_parallel=r.tensor_parallel,
+        reproducible=config.max_lag == 0,
         prompts=job.prompts,
         eval_prompts=job.held_out.prompt,
         decode=job.decode,
@@ -155,22 +170,6 @@ def build_reward(config: Config, job: Job) -> Reward:
         max_error_rate=r.max_error_rate,
         judges=_judges_of(config, job),
         replies=_replies_of(config, job),
-        replicate=r.replicate,
-        tensor_parallel=r.tensor_parallel,
-        reproducible=config.max_lag == 0,
-    )
-    shares_judges = bool(judge_models(config))
-    if r.kind in ("function", "judge", "encoder"):
-        make = source_of(r, job, section="reward")
-        return Reward(**given, make_scorer=make, first_takes=shares_judges)
-    stream = stream_settings(config, job, "reward") if r.stream else None
-    acts_as_one = {"model", "novelty"}  # what all ranks hold together, and one history
-    shares_scorers = any(part.kind in acts_as_one for part in config.reward_parts.values())
-    return Reward(
-        **given,
-        make_scorer=partial(Weighted, reward_parts(config, job, stream)),
-        first_takes=shares_scorers or shares_judges,
-        reads_ahead=r.stream,
     )
 
 
@@ -198,17 +197,19 @@ def _replies_of(config: Config, job: Job) -> ReplySettings | None:
         return None
     return ReplySettings(
         decode=job.decode_answer,
-        threshold=config.victim.threshold,
+        threshold=placed_victim(config.victim).threshold,
         decode_raw=job.decode_answer_raw,
     )
 
 
 def build_victim(config: Config, job: Job) -> Victim:
     """Whom the completions are put to."""
-    v = config.victim
+    v = placed_victim(config.victim)
+    path = job.victim_path
+    assert path is not None, "a victim has a directory"
     build_engine = partial(
         _victim_engine,
-        path=job.victim_path,
+        path=path,
         dtype=v.dtype,
         max_slots=v.max_slots,
         max_len=v.longest,
@@ -218,7 +219,7 @@ def build_victim(config: Config, job: Job) -> Victim:
         max_new_tokens=v.max_new_tokens,
         temperature=v.temperature,
         top_p=v.top_p,
-        stop_token_ids=stop_tokens(job.victim_path, job.victim_tokenizer),
+        stop_token_ids=stop_tokens(path, job.victim_tokenizer),
         n=v.answers,
         seed=config.seed,
     )
@@ -250,14 +251,14 @@ def _judges_of(config: Config, job: Job) -> list[MakeEvalJudge]:
     base = base_settings(config, job.eval_sets)
     if base is not None:
         judges.append(partial(Perplexity, base))
-    embedder = embedder_settings(config, job, config.eval.embedder)
-    if embedder is not None:
+    if config.eval.embedder is not None:
+        embedder = embedder_settings(job, config.eval.embedder)
         judges.append(partial(Diversity, embedder, job.eval_sets))
     return judges
 
 
 def _samples_judge(config: Config, job: Job, site: Site) -> Samples:
-    success_above = config.victim.threshold if config.victim.placed else None
+    success_above = placed_victim(config.victim).threshold if config.victim.placed else None
     return Samples(job.directory.path / "samples", job.eval_sets, success_above)
 
 
@@ -274,16 +275,10 @@ def gold_settings(
     config: Config, job: Job, references: list[Item] | None, sets: Sequence[EvalSet]
 ) -> GoldSettings:
     """Returns the gold scorer's settings. references: to compare with; sets: of whose prompts."""
-    make = make_scorer(
-        config.gold,
-        job,
-        job.sampled,
-        name=config.eval.gold,
-        section="reward",
-        fn_key="eval.gold",
-    )
+    gold = gold_kind(job)
+    assert gold is not None, "asked where eval.gold is set"
     return GoldSettings(
-        scorer=Part(config.eval.gold, make),
+        scorer=Part(gold.given.name, gold.make(None)),
         references=None if references is None else tuple(references),
         sets=tuple(sets),
     )
@@ -325,7 +320,7 @@ def build_scorer(config: Config, job: Job) -> Scorer:
     """Return what scores, in this process alone, loaded and to be started: for a script that is no
     job.
     """
-    scorer = Weighted(reward_parts(config, job, None), site_alone(job.world.device))
+    scorer = Weighted(reward_parts(job, None), site_alone(job.world.device))
     scorer.load()
     return scorer
 
@@ -333,6 +328,7 @@ def build_scorer(config: Config, job: Job) -> Scorer:
 def engine_alone(config: Config, job: Job) -> Engine:
     """The native engine with the model as it was saved, for a script that is no job."""
     g = config.generator
+    assert g.kind == "native", "its recipes have no other engine"
     return Engine.from_hf(
         job.model_path,
         dtype=config.model.dtype,
@@ -350,10 +346,9 @@ def build_pair_maker(job: PreferencesJob, scorer: Scorer) -> PairMaker:
     config, run = job.config, job.run_job
     settings = run.config
     sampling = sampling_of(settings, run)
-    parts = settings.reward_parts.values()
     rule = PairRule(
         pairing=config.pairing,
-        compares=any(part.kind == "judge" and part.ask == "group" for part in parts),
+        compares=any(part.settings.compares for part in settings.reward_parts),
         label_noise=config.label_noise,
         margin_coef=config.margin_coef,
         seed=config.seed,
@@ -437,8 +432,9 @@ def options_at(step: int, *, config: Config) -> dict[str, float]:
     """The options of the loss that follow a schedule, at a step."""
     options = {}
     for option, schedule in config.loss.schedules.items():
-        first = float(config.loss.options[option])
-        options[option] = value_at(step, first, **dataclasses.asdict(schedule))
+        first = config.loss.options[option]
+        assert isinstance(first, int | float), f"loss.{option} is a number, as the rules see to"
+        options[option] = value_at(step, float(first), **dataclasses.asdict(schedule))
     return options
 
 
@@ -457,6 +453,10 @@ def _check_splits(loss_fn: Callable, name: str) -> None:
 def build_trainer(config: Config, job: Job) -> FSDPTrainer:
     """The trainer, with its loss, its buffer and what it does to a batch."""
     t, g = config.trainer, config.generator
+    reference = config.reference
+    own_reference = None
+    if reference.kind != "frozen" and reference.kind != "reset":  # which are executors
+        own_reference = reference.kind
     c = config.loss
     plain_loss = resolve_loss(c.fn)
     options = c.options_for(set(options_of(plain_loss)))
@@ -543,14 +543,14 @@ def build_trainer(config: Config, job: Job) -> FSDPTrainer:
         critic_settings=critic,
         critic_path=critic_path,
         critic_seed=config.seed,
-        own_reference=None if config.reference.placed else config.reference.kind,
+        own_reference=own_reference,
         lora=lora,
         ema_decay=t.ema_decay,
         step_options=step_options,
-        resets_reference=partial(_is_due, config.reference.reset_every),
+        resets_reference=partial(_is_due, reference.reset_every),
     )
 
 
 def _is_due(every: int | None, version: int) -> bool:
     """Whether what happens every so many versions, from that one on, happens at this one."""
-    return bool(every) and version % every == 0
+    return every is not None and every > 0 and version % every == 0

@@ -9,9 +9,9 @@ import functools
 import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import is_dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints, overload
+from typing import Any, Literal, TypeVar, get_args, get_origin, overload
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -20,6 +20,7 @@ from yaml import YAMLError
 from llamarl.config.files import sections, with_whole_parts
 from llamarl.config.findings import ConfigError, Problem, keys_of, show
 from llamarl.config.former import of_today
+from llamarl.config.forms import Form, flat_of, forms_of, hints_of
 from llamarl.config.hints import convert, describe, did_you_mean, is_union, need
 from llamarl.config.loss_options import LOSS_OPTIONS
 from llamarl.config.marks import Mark
@@ -33,13 +34,6 @@ _REFERENCE = re.compile(r"(\\*)\$\{")  # and the backslashes before it, which th
 Schema = TypeVar("Schema")  # the dataclass of a kind of job's whole configuration
 
 
-@functools.cache
-def _hints(schema: type) -> dict[str, object]:
-    """The type of each field of a dataclass."""
-    hints = get_type_hints(schema, include_extras=True)
-    return {field.name: hints[field.name] for field in fields(schema)}
-
-
 def schemas_of(hint: object) -> tuple[type, ...]:
     """The dataclasses that a section may be: several where it has kinds; () if it is no section."""
     arms = get_args(hint) if is_union(hint) else (hint,)
@@ -49,11 +43,12 @@ def schemas_of(hint: object) -> tuple[type, ...]:
 def _marks_below(schema: type, prefix: str) -> dict[str, frozenset[Mark]]:
     """The marks of every key of a dataclass, sections before what is in them."""
     marks = {}
-    for field in fields(schema):
-        key = prefix + field.name
-        marks[key] = field.metadata.get("marks", frozenset())
-        for inner in schemas_of(_hints(schema)[field.name]):
-            marks.update(_marks_below(inner, f"{key}."))
+    for form in forms_of(schema):
+        for name, hint in form.hints.items():
+            key = prefix + name
+            marks[key] = form.marks[name]
+            for inner in schemas_of(hint):
+                marks.update(_marks_below(inner, f"{key}."))
     return marks
 
 
@@ -72,7 +67,8 @@ def known_keys(schema: type = Config) -> dict[str, frozenset[Mark]]:
 @functools.cache
 def sections_of_kinds(schema: type = Config) -> tuple[str, ...]:
     """The sections whose keys depend on their kind: ("task", "generator", ...)."""
-    return tuple(name for name, hint in _hints(schema).items() if len(schemas_of(hint)) > 1)
+    hints = hints_of(schema).items()
+    return tuple(name for name, hint in hints if len(forms_of(*schemas_of(hint))) > 1)
 
 
 def is_marked(key: str, mark: Mark, schema: type = Config) -> bool:
@@ -103,22 +99,23 @@ class _Reader:
         """A section whose keys begin with prefix, as one of these dataclasses; None if it cannot
         be.
         """
+        forms = forms_of(*schemas)
         if not isinstance(values, Mapping):
-            example = prefix + fields(schemas[0])[0].name
+            example = prefix + next(iter(forms[0].hints))
             what = f"a section; set its keys, such as {example}"
             self._refuse(prefix.removesuffix("."), what, values)
             return None
-        if len(schemas) == 1:
-            return self._fill(values, schemas[0], prefix)
+        if len(forms) == 1:
+            return self._fill(values, forms[0], prefix)
         # Of several kinds, the one that is asked for. A null for another kind's key says no more
         # than that it is not this kind's.
         key = f"{prefix}kind"
         # A section has files in conf/ to choose from; one by a name of the user's own has none.
         is_chosen = prefix.count(".") == 1
         chooser = prefix.removesuffix(".") if is_chosen else key
-        by_kind: dict[str, type] = {}
-        for schema in schemas:
-            by_kind.update(dict.fromkeys(get_args(_hints(schema)["kind"]), schema))
+        by_kind: dict[str, Form] = {}
+        for form in forms:
+            by_kind.update(dict.fromkeys(get_args(form.hints["kind"]), form))
         kinds = tuple(by_kind)
         if "kind" not in values:
             self._refuse(key, f"missing; need {' or '.join(kinds)}")
@@ -127,11 +124,11 @@ class _Reader:
         if kind not in kinds:
             self._refuse(key, need(kind, Literal[kinds]), kind)
             return None
-        own = _hints(by_kind[kind])
+        own = by_kind[kind].hints
         missing = [name for name in own if name not in values]
         kept = {}
         for name, value in values.items():
-            having = [other for other in kinds if name in _hints(by_kind[other])]
+            having = [other for other in kinds if name in by_kind[other].hints]
             if kind in having or not having:
                 kept[name] = value
             elif value is not None and not missing:
@@ -146,15 +143,15 @@ class _Reader:
         self._refuse_unknown([name for name in kept if name not in own], prefix)
         return None
 
-    def _fill(self, values: Mapping[str, object], schema: type, prefix: str) -> object | None:
+    def _fill(self, values: Mapping[str, object], form: Form, prefix: str) -> object | None:
         """The dataclass of these values; None if a key is missing or does not fit."""
         left = dict(values)
         read: dict[str, object] = {}
-        for name, hint in _hints(schema).items():
+        for name, hint in form.hints.items():
             key = prefix + name
             schemas = schemas_of(hint)
             is_named = _is_named(hint)
-            if schema is LossSettings and name == "options":
+            if form.schema is LossSettings and name == "options":
                 read[name] = left
                 left = {}
             elif name not in left:
@@ -175,7 +172,7 @@ class _Reader:
                 except ValueError:
                     self._refuse(key, need(value, hint), value)
         self._refuse_unknown(left, prefix)
-        return schema(**read) if len(read) == len(fields(schema)) else None
+        return form.make(read) if len(read) == len(form.hints) else None
 
     def _named(self, values: object, schemas: Sequence[type], key: str) -> dict[str, object]:
         """Sections by name, each one of these dataclasses."""
@@ -254,9 +251,28 @@ def echoing(written: Mapping[str, object], keys: Iterable[str]) -> set[str]:
 def to_values(config: object) -> dict[str, Any]:
     """The inverse of to_config: nested plain values under the keys of the command line."""
     assert dataclasses.is_dataclass(config) and not isinstance(config, type), "a schema's config"
-    values = dataclasses.asdict(config)
+    values = _plain(config)
     if isinstance(config, Config):
         values["loss"].update(values["loss"].pop("options"))
+    return values
+
+
+def _plain(value: Any) -> Any:
+    """A dataclass and all in it as plain values; the keys of a flat field beside the others."""
+    if isinstance(value, dict):
+        return {name: _plain(inner) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [_plain(inner) for inner in value]
+    if not dataclasses.is_dataclass(value):
+        return value
+    values = {}
+    schema: type = type(value)
+    for name, hint in hints_of(schema).items():
+        inner = _plain(getattr(value, name))
+        if flat_of(hint) is None:
+            values[name] = inner
+        else:
+            values.update(inner)
     return values
 
 

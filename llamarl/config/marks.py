@@ -16,6 +16,21 @@ Mark = Literal[
 ]
 
 
+@dataclass(frozen=True, slots=True)
+class Flat:
+    """In an annotation of a field: its record's keys lie beside the keys of the record around it.
+
+        class PartSettings:
+            scorer: Annotated[KindSettings, Flat((FunctionKindSettings, ...))]
+            weight: float
+
+    is read from {"kind": "function", "fn": None, ..., "weight": 1.0}. arms: what the record may be;
+    its key `kind` says which.
+    """
+
+    arms: tuple[type, ...]
+
+
 def marked(*marks: Mark):
     """A field with these marks."""
     return field(metadata={"marks": frozenset(marks)})

@@ -7,7 +7,6 @@ import math
 from pathlib import Path
 
 from llamarl.config.findings import Findings, show
-from llamarl.config.rewards import ModelSourceSettings
 from llamarl.config.schema import Config
 from llamarl.config.sections.placement import COLOCATED, find_given_ranks
 from llamarl.models.config import ModelConfig, read_config, tiny_directory
@@ -165,8 +164,8 @@ def judge_models(c: Config) -> dict[str, str]:
     directories by key.
     """
     found = {}
-    if isinstance(c.gold, ModelSourceSettings):
-        found["eval.gold"] = c.gold.path
+    if c.gold is not None and c.gold.sharded_model is not None:
+        found["eval.gold"] = c.gold.sharded_model
     if c.eval.base is not None:
         found["eval.base"] = c.eval.base
     return found
@@ -179,7 +178,7 @@ def _find_shared_models(
     reference, or would wait for themselves: all of an executor act as one, led by the first.
     """
     judges = judge_models(c)
-    shared = {f"scorer {scorer.path}": scorer.path for scorer in c.scorers.values()}
+    shared = {f"scorer {path}": path for path in c.scorers.values()}
     shared |= {f"model {key}={path}": path for key, path in judges.items()}
     noun = "scorer" if c.scorers else " and ".join(judges)
     if shared:

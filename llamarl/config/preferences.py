@@ -15,13 +15,7 @@ from llamarl.config.files import PARTS
 from llamarl.config.findings import Findings, Problem
 from llamarl.config.marks import marked, settings_dataclass
 from llamarl.config.ranges import Count, Natural, NonNegative, Positive, PositiveShare, Share, Text
-from llamarl.config.rewards import (
-    EncoderRewardSettings,
-    FunctionRewardSettings,
-    JudgeRewardSettings,
-    ModelRewardSettings,
-    PartsRewardSettings,
-)
+from llamarl.config.rewards import AnyRewardSettings, parts_of
 from llamarl.config.rules import check as check_run
 from llamarl.config.schema import Config
 from llamarl.config.sections.run import Seed
@@ -74,13 +68,7 @@ class PreferencesConfig:
     task: AnyTaskSettings = marked("data")
     eval: HoldOutSettings = marked("data")
     generator: SamplerSettings = marked("identity")
-    reward: (
-        FunctionRewardSettings
-        | ModelRewardSettings
-        | JudgeRewardSettings
-        | EncoderRewardSettings
-        | PartsRewardSettings
-    )
+    reward: AnyRewardSettings
 
 
 def as_run(config: PreferencesConfig) -> Config:
@@ -115,15 +103,15 @@ def check(
     if config.task.kind == "mixture":
         found.add("pairs are of one task; choose a part", "task.kind")
     split = ("reward.replicate", "reward.tensor_parallel")
-    if config.reward.kind in ("model", "parts"):
-        if config.reward.replicate * config.reward.tensor_parallel > 1:
-            found.add("what scores is in one process here: 1", *split)
-        if config.reward.stream:
-            found.add("pairs are scored when they are whole; false", "reward.stream")
-    for name, part in getattr(config.reward, "parts", {}).items():
-        if part.kind == "novelty":
-            what = "is of a run's own history, and pairs have none; leave the part out"
-            found.add(what, f"{PARTS}.{name}.kind")
+    if config.reward.replicate * config.reward.tensor_parallel > 1:
+        found.add("what scores is in one process here: 1", *split)
+    if config.reward.stream:
+        found.add("pairs are scored when they are whole; false", "reward.stream")
+    for part in parts_of(config.reward):
+        if part.settings.is_novelty:
+            remedy = "another reward" if part.weight is None else "leave the part out"
+            what = f"is of a run's own history, and pairs have none; {remedy}"
+            found.add(what, part.key("kind"))
     keys = known_keys(PreferencesConfig).keys() - set(split)
     for problem in check_run(as_run(config), 1):
         if all(key in keys or key.startswith(f"{PARTS}.") for key in problem.keys):

@@ -1,170 +1,71 @@
-"""The sections of the schema for what scores: each kind alone, and as one part of several."""
+"""The section `reward`: what scores, alone or as one part of several; and what eval.gold is.
+
+The settings of each kind of scorer are in llamarl/config/kinds/. They are held under `scorer` in
+code, and on the command line their keys lie beside those of the section:
+
+    reward.path=DIR reward.max_error_rate=0.1     config.reward.scorer.path
+                                                  config.reward.max_error_rate
+"""
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
-from llamarl.config.marks import settings_dataclass
-from llamarl.config.ranges import Count, Natural, NonNegative, Positive, Share, Text
-from llamarl.words.choices import ClassifierOutput, ClassifierReads, JudgeAsk
+from llamarl.config.findings import Findings
+from llamarl.config.kinds import KINDS
+from llamarl.config.kinds.function import FunctionKindSettings
+from llamarl.config.kinds.kind import Given, KindSettings, RunFacts
+from llamarl.config.kinds.model import ModelKindSettings
+from llamarl.config.marks import Flat, settings_dataclass
+from llamarl.config.ranges import Count, Share
+
+# How long a gold scorer that is a function may take for an answer, and its worker's memory.
+GOLD_TIMEOUT_S = 30.0
+GOLD_MEMORY_MB = 4096
+_SHARDED = tuple(kind for kind in KINDS if kind.is_sharded)
+_UNSHARDED = tuple(kind for kind in KINDS if not kind.is_sharded)
 
 
 @settings_dataclass
-class FunctionSourceSettings:
-    kind: Literal["function"]
-    fn: str | None
-    num_workers: Count
-    timeout_s: Positive
-    memory_mb: Count
+class PartSettings:
+    """A part of a weighted sum."""
 
-
-@settings_dataclass
-class FunctionPartSettings(FunctionSourceSettings):
+    scorer: Annotated[KindSettings, Flat(KINDS)]
     weight: float
 
 
 @settings_dataclass
-class FunctionRewardSettings(FunctionSourceSettings):
-    max_error_rate: Share
+class PartsSettings:
+    """A weighted sum of scorers."""
 
-    replicate: ClassVar[int] = 1  # nothing of it is on the ranks' devices
-    tensor_parallel: ClassVar[int] = 1
-    stream: ClassVar[bool] = False
-    chunk_tokens: ClassVar[None] = None
-    cache_tokens: ClassVar[None] = None
-
-
-@settings_dataclass
-class ModelSourceSettings:
-    kind: Literal["model"]
-    path: Text
-    label: str | None
-    dtype: Literal["float32", "bfloat16"]
-    microbatch_tokens: Count
-    scale: float
-    shift: float
-
-
-@settings_dataclass
-class ModelPartSettings(ModelSourceSettings):
-    weight: float
-
-
-@settings_dataclass
-class ModelRewardSettings(ModelSourceSettings):
-    replicate: Count
-    tensor_parallel: Count
-    max_error_rate: Share
-    stream: bool
-    chunk_tokens: Count | Literal["auto"] | None
-    cache_tokens: Count | None
-
-
-@settings_dataclass
-class JudgeSourceSettings:
-    kind: Literal["judge"]
-    url: Text
-    model: Text
-    api_key_env: str | None
-    ask: JudgeAsk
-    template: str | None
-    lowest: float
-    highest: float
-    max_parallel: Count
-    timeout_s: Positive
-    max_retries: Natural
-    max_tokens: Count | None
-    temperature: NonNegative | None
-
-
-@settings_dataclass
-class JudgePartSettings(JudgeSourceSettings):
-    weight: float
-
-
-@settings_dataclass
-class JudgeRewardSettings(JudgeSourceSettings):
-    max_error_rate: Share
-
-    replicate: ClassVar[int] = 1  # nothing of it is on the ranks' devices
-    tensor_parallel: ClassVar[int] = 1
-    stream: ClassVar[bool] = False
-    chunk_tokens: ClassVar[None] = None
-    cache_tokens: ClassVar[None] = None
-
-
-@settings_dataclass
-class NoveltySourceSettings:
-    kind: Literal["novelty"]
-    embedder: Text
-    history: Count
-    nearest: Count | None
-
-
-@settings_dataclass
-class NoveltyPartSettings(NoveltySourceSettings):
-    weight: float
-
-
-@settings_dataclass
-class NoveltyRewardSettings(NoveltySourceSettings):
-    max_error_rate: Share
-
-    replicate: ClassVar[int] = 1  # it is one history's, on one rank
-    tensor_parallel: ClassVar[int] = 1
-    stream: ClassVar[bool] = False
-    chunk_tokens: ClassVar[None] = None
-    cache_tokens: ClassVar[None] = None
-
-
-@settings_dataclass
-class EncoderSourceSettings:
-    kind: Literal["encoder"]
-    path: Text
-    label: str | None
-    output: ClassifierOutput
-    reads: ClassifierReads
-    dtype: Literal["float32", "bfloat16"]
-    max_tokens: Count
-    batch_size: Count
-
-
-@settings_dataclass
-class EncoderPartSettings(EncoderSourceSettings):
-    weight: float
-
-
-@settings_dataclass
-class EncoderRewardSettings(EncoderSourceSettings):
-    max_error_rate: Share
-
-    replicate: ClassVar[int] = 1  # nothing of it is on the ranks' devices
-    tensor_parallel: ClassVar[int] = 1
-    stream: ClassVar[bool] = False
-    chunk_tokens: ClassVar[None] = None
-    cache_tokens: ClassVar[None] = None
-
-
-AnySourceSettings = (
-    FunctionSourceSettings
-    | ModelSourceSettings
-    | JudgeSourceSettings
-    | NoveltySourceSettings
-    | EncoderSourceSettings
-)
-AnyPartSettings = (
-    FunctionPartSettings
-    | ModelPartSettings
-    | JudgePartSettings
-    | NoveltyPartSettings
-    | EncoderPartSettings
-)
-
-
-@settings_dataclass
-class PartsRewardSettings:
     kind: Literal["parts"]
-    parts: dict[str, AnyPartSettings]  # by names of the user's own
+    parts: dict[str, PartSettings]  # by names of the user's own
+
+
+@settings_dataclass
+class RewardSettings:
+    """A reward of which no model is spread over ranks."""
+
+    scorer: Annotated[KindSettings, Flat(_UNSHARDED)]
+    max_error_rate: Share
+
+    replicate: ClassVar[int] = 1
+    tensor_parallel: ClassVar[int] = 1
+    stream: ClassVar[bool] = False
+    chunk_tokens: ClassVar[None] = None
+    cache_tokens: ClassVar[None] = None
+
+    @property
+    def kind(self) -> str:
+        """The kind of the scorer."""
+        return self.scorer.kind
+
+
+@settings_dataclass
+class ShardedRewardSettings:
+    """A reward whose models may be spread over ranks, and read what is being sampled."""
+
+    scorer: Annotated[KindSettings | PartsSettings, Flat((*_SHARDED, PartsSettings))]
     replicate: Count
     tensor_parallel: Count
     max_error_rate: Share
@@ -172,12 +73,148 @@ class PartsRewardSettings:
     chunk_tokens: Count | Literal["auto"] | None
     cache_tokens: Count | None
 
+    @property
+    def kind(self) -> str:
+        """The kind of the scorer; "parts": there are several."""
+        return self.scorer.kind
 
-AnyRewardSettings = (
-    FunctionRewardSettings
-    | ModelRewardSettings
-    | JudgeRewardSettings
-    | NoveltyRewardSettings
-    | EncoderRewardSettings
-    | PartsRewardSettings
-)
+
+AnyRewardSettings = RewardSettings | ShardedRewardSettings
+
+
+def parts_of(reward: AnyRewardSettings) -> tuple[Given, ...]:
+    """Return what scores: each part of a sum, or the one scorer that there is."""
+    remedy = "go on all the same with reward.max_error_rate=1"
+    must_score = reward.max_error_rate < 1
+    scorer = reward.scorer
+    if not isinstance(scorer, PartsSettings):
+        only = Given(
+            settings=scorer,
+            name=scorer.kind,
+            section="reward",
+            remedy=remedy,
+            must_score=must_score,
+            reads_ahead=reward.stream,
+        )
+        return (only,)
+    parts = []
+    for name, part in scorer.parts.items():
+        given = Given(
+            settings=part.scorer,
+            name=name,
+            section=f"reward.parts.{name}",
+            remedy=remedy,
+            must_score=must_score,
+            reads_ahead=reward.stream,
+            weight=part.weight,
+        )
+        parts.append(given)
+    return tuple(parts)
+
+
+def find_reward(reward: AnyRewardSettings, run: RunFacts, found: Findings) -> None:
+    """Add to `found` what cannot go together of what scores."""
+    parts = parts_of(reward)
+    for part in parts:
+        part.settings.find(part, run, found)
+    if not parts:
+        found.add("needs parts: 'reward.parts={rm: {kind: model, path: DIR}}'", "reward.kind")
+    if reward.stream:
+        _find_stream(reward, run, found)
+
+
+def find_gold(gold: Given | None, label: str | None, run: RunFacts, found: Findings) -> None:
+    """Add to `found` what cannot go together of eval.gold. label: eval.gold_label."""
+    if label is not None and (gold is None or not gold.settings.has_labels):
+        what = "only a scorer's directory has labels; eval.gold_label=null, or eval.gold=DIR"
+        found.add(what, "eval.gold_label", "eval.gold")
+    if gold is not None:
+        gold.settings.find(gold, run, found)
+
+
+def _find_stream(reward: AnyRewardSettings, run: RunFacts, found: Findings) -> None:
+    """Add what cannot go together where models read completions while these are sampled."""
+    cache_tokens = reward.cache_tokens
+    chunk_tokens = reward.chunk_tokens
+    parts = parts_of(reward)
+    if chunk_tokens == "auto" and run.max_lag == 0:
+        found.add(
+            "takes what a clock says is fastest, and a synchronous run has the same bits whatever "
+            "the clock says; a number, null, or max_lag=1",
+            "reward.chunk_tokens",
+            "max_lag",
+        )
+    if run.generator_kind == "vllm":
+        found.add(
+            "vLLM does not tell what it samples before a completion has ended; "
+            "generator=native, or reward.stream=false",
+            "reward.stream",
+            "generator.kind",
+        )
+    if parts and not any(part.settings.is_sharded for part in parts):
+        found.add(
+            "no part is a model, and nothing else reads tokens; reward.stream=false",
+            "reward.stream",
+            "reward.kind",
+        )
+    if run.offload:
+        found.add(
+            "executors take turns on the device, so that none reads while another samples; "
+            "offload=false, or reward.stream=false",
+            "reward.stream",
+            "offload",
+        )
+    if run.has_victim:
+        found.add(
+            "what is scored is the victim's answers, which begin when an attack has ended; "
+            "reward.stream=false",
+            "reward.stream",
+            "victim.kind",
+        )
+    if isinstance(chunk_tokens, int) and chunk_tokens >= run.longest:
+        found.add(
+            "no completion has as many tokens and one more, so none would be read before it ends; "
+            f"at most {run.longest - 1}, or null",
+            "reward.chunk_tokens",
+        )
+    if cache_tokens is not None and cache_tokens < run.longest:
+        found.add(
+            "does not hold one sequence of task.max_prompt_tokens + max_new_tokens; "
+            f"need at least {run.longest}, or null",
+            "reward.cache_tokens",
+        )
+
+
+def gold_of(
+    gold: str, label: str | None, *, dtype: Literal["float32", "bfloat16"], microbatch_tokens: int
+) -> Given:
+    """Return what eval.gold gives: a function, or a model's directory. label: eval.gold_label.
+    dtype, microbatch_tokens: of a model.
+    """
+    settings: KindSettings
+    if ":" in gold:
+        settings = FunctionKindSettings(
+            kind="function",
+            fn=gold,
+            num_workers=1,
+            timeout_s=GOLD_TIMEOUT_S,
+            memory_mb=GOLD_MEMORY_MB,
+        )
+    else:
+        settings = ModelKindSettings(
+            kind="model",
+            path=gold,
+            label=label,
+            dtype=dtype,
+            microbatch_tokens=microbatch_tokens,
+            scale=1.0,
+            shift=0.0,
+        )
+    return Given(
+        settings=settings,
+        name=gold,
+        section="eval.gold",
+        remedy="leave eval.gold out",
+        must_score=True,
+        own_keys={"fn": "eval.gold", "path": "eval.gold", "label": "eval.gold_label"},
+    )

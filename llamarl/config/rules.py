@@ -8,18 +8,14 @@ sections, are in llamarl/config/placement.py.
 from __future__ import annotations
 
 from llamarl.config.conversion import to_values
+from llamarl.config.files import EVAL_SETS
 from llamarl.config.findings import Findings, Problem
+from llamarl.config.kinds.kind import RunFacts
 from llamarl.config.placement import find_placement
-from llamarl.config.reward_rules import comparing_judges, reward_rules
-from llamarl.config.rewards import (
-    EncoderSourceSettings,
-    JudgeSourceSettings,
-    ModelSourceSettings,
-    NoveltySourceSettings,
-)
+from llamarl.config.rewards import find_gold, find_reward
 from llamarl.config.schema import Config
 from llamarl.config.sections.buffer import find_buffer
-from llamarl.config.sections.evaluation import START, find_evaluation, find_set_names
+from llamarl.config.sections.evaluation import find_evaluation, find_set_names
 from llamarl.config.sections.generator import find_generator, find_other_temperatures
 from llamarl.config.sections.loss import find_loss
 from llamarl.config.sections.model import find_model
@@ -29,8 +25,8 @@ from llamarl.config.sections.reference import find_reference, find_reference_str
 from llamarl.config.sections.run import find_run
 from llamarl.config.sections.trainer import find_trainer
 from llamarl.config.sections.weights import find_weights
+from llamarl.config.tasks import FileSettings
 from llamarl.config.victim import ModelVictimSettings, victim_rules
-from llamarl.words.urls import url_problem
 
 
 def check(
@@ -66,47 +62,45 @@ def check(
     find_trainer(c.trainer, c, found, loss=c.loss)
     find_reference(c.reference, c, found, loss=c.loss, trainer=c.trainer, buffer_kind=c.buffer.kind)
     find_reference_stream(c.reference, c, found, generator_kind=c.generator.kind, longest=c.longest)
-    seeks_novelty = any(part.kind == "novelty" for part in c.reward_parts.values())
+    seeks_novelty = any(part.settings.is_novelty for part in c.reward_parts)
     find_buffer(c.buffer, c, found, loss=c.loss, trainer=c.trainer, seeks_novelty=seeks_novelty)
     find_evaluation(c.eval, found)
-    rules = [
-        *reward_rules(c),
-        *victim_rules(c.victim, attacks=attacks, compared=comparing_judges(c)),
-    ]
-    for keys, is_broken, remedy in rules:
+    facts = _facts(c)
+    find_reward(c.reward, facts, found)
+    find_gold(c.given_gold, c.eval.gold_label, facts, found)
+    compared = [part.section for part in c.reward_parts if part.settings.compares]
+    for keys, is_broken, remedy in victim_rules(c.victim, attacks=attacks, compared=compared):
         if is_broken:
             found.add(remedy, *keys.split())
     _find_files(c, found)
-    _find_credentials(c, found)
     return found.problems
 
 
 def _find_files(c: Config, found: Findings) -> None:
-    """Find files of the task, of held-out prompts and of what scores that are not there."""
+    """Find files of the task, of held-out prompts and of the victim that are not there."""
     for name in ("path", "eval_path"):
         found.add_unless_file(getattr(c.task, name, None), f"task.{name}")
     for name, one in c.eval.sets.items():
         found.add_unless_file(getattr(one, "path", None), f"eval.sets.{name}.path")
     victim = c.victim.path if isinstance(c.victim, ModelVictimSettings) else None
     found.add_unless_model(victim, "victim.path")
-    for key, part in c.reward_parts.items():
-        if isinstance(part, ModelSourceSettings | EncoderSourceSettings):
-            found.add_unless_model(part.path, f"{key}.path")
-        elif isinstance(part, JudgeSourceSettings):
-            found.add_unless_file(part.template, f"{key}.template")
-        elif isinstance(part, NoveltySourceSettings) and part.embedder != START:
-            found.add_unless_model(part.embedder, f"{key}.embedder")
 
 
-def _find_credentials(c: Config, found: Findings) -> None:
-    """Urls or keys of judges that cannot be used. The values are not shown: they may be secret."""
-    for key, judge in c.reward_parts.items():
-        if judge.kind != "judge":
-            continue
-        what = url_problem(judge.url)
-        if what is not None:
-            found.problems.append(Problem(f"{key}.url", what, (f"{key}.url",)))
-        variable = judge.api_key_env
-        if variable is not None and not variable.isidentifier():
-            what = "is no name of an environment variable; export the key there, and give the name"
-            found.problems.append(Problem(f"{key}.api_key_env", what, (f"{key}.api_key_env",)))
+def _facts(c: Config) -> RunFacts:
+    """Return what the settings of scorers are held against."""
+    asked: dict[str, object] = {"task": c.task}
+    asked |= {f"{EVAL_SETS}.{name}": one for name, one in c.eval.sets.items()}
+    unanswered = []
+    for section, rows in asked.items():
+        if isinstance(rows, FileSettings) and rows.answer_key is None:
+            unanswered.append(f"{section}.answer_key")
+    return RunFacts(
+        unanswered=tuple(unanswered),
+        group_size=c.group_size,
+        asks_greedily_alone=c.is_evaluated and c.eval.num_samples == 0,
+        longest=c.longest,
+        max_lag=c.max_lag,
+        offload=c.offload,
+        generator_kind=c.generator.kind,
+        has_victim=c.victim.placed,
+    )

@@ -22,15 +22,9 @@ llamarl/config/rewards.py.
 from __future__ import annotations
 
 from llamarl.config.files import EVAL_SETS
+from llamarl.config.kinds.kind import Given, KindSettings
 from llamarl.config.marks import marked, settings_dataclass
-from llamarl.config.rewards import (
-    AnyRewardSettings,
-    AnySourceSettings,
-    FunctionSourceSettings,
-    ModelSourceSettings,
-    NoveltySourceSettings,
-    PartsRewardSettings,
-)
+from llamarl.config.rewards import AnyRewardSettings, gold_of, parts_of
 from llamarl.config.sections.buffer import AnyBufferSettings, ReplayBufferSettings
 from llamarl.config.sections.checkpoint import CheckpointSettings
 from llamarl.config.sections.evaluation import EvalSettings
@@ -48,9 +42,6 @@ from llamarl.config.tasks import AnyTaskSettings, MixtureSettings
 from llamarl.config.victim import AnyVictimSettings
 
 HEAD_LR = 1e-3  # of a value head, where trainer.value_lr is null
-# Of a gold scorer that is a function: an answer, and the memory of its one worker.
-GOLD_TIMEOUT_S = 30.0
-GOLD_MEMORY_MB = 4096
 
 
 @settings_dataclass
@@ -128,50 +119,32 @@ class Config(RunSettings):
         return self.eval.is_asked
 
     @property
-    def reward_parts(self) -> dict[str, AnySourceSettings]:
-        """What scores, by key: "reward", or "reward.parts.NAME" of each part."""
-        if not isinstance(self.reward, PartsRewardSettings):
-            return {"reward": self.reward}
-        return {f"reward.parts.{name}": part for name, part in self.reward.parts.items()}
+    def reward_parts(self) -> tuple[Given, ...]:
+        """What scores: the reward, or each of its parts."""
+        return parts_of(self.reward)
 
     @property
-    def scorers(self) -> dict[str, ModelSourceSettings]:
-        """The models among what scores, by key."""
-        parts = self.reward_parts.items()
-        return {key: part for key, part in parts if isinstance(part, ModelSourceSettings)}
+    def scorers(self) -> dict[str, str]:
+        """Directories of the models that the reward's ranks hold together, by their sections."""
+        found = {part.section: part.settings.sharded_model for part in self.reward_parts}
+        return {section: path for section, path in found.items() if path is not None}
 
     @property
-    def gold(self) -> FunctionSourceSettings | ModelSourceSettings | None:
-        """What judges evaluations besides the reward: eval.gold as settings of a scorer."""
-        gold = self.eval.gold
-        if gold is None:
+    def given_gold(self) -> Given | None:
+        """What judges evaluations besides the reward: eval.gold as a scorer."""
+        if self.eval.gold is None:
             return None
-        if self.eval.gold_kind == "function":
-            return FunctionSourceSettings(
-                kind="function",
-                fn=gold,
-                num_workers=1,
-                timeout_s=GOLD_TIMEOUT_S,
-                memory_mb=GOLD_MEMORY_MB,
-            )
-        return ModelSourceSettings(
-            kind="model",
-            path=gold,
-            label=self.eval.gold_label,
+        return gold_of(
+            self.eval.gold,
+            self.eval.gold_label,
             dtype=self.model.dtype,
             microbatch_tokens=self.trainer.microbatch_tokens,
-            scale=1.0,
-            shift=0.0,
         )
 
     @property
-    def embedders(self) -> dict[str, str]:
-        """What embeds texts, START or a directory, by key."""
-        found = {} if self.eval.embedder is None else {"eval.embedder": self.eval.embedder}
-        for key, part in self.reward_parts.items():
-            if isinstance(part, NoveltySourceSettings):
-                found[f"{key}.embedder"] = part.embedder
-        return found
+    def gold(self) -> KindSettings | None:
+        """The settings of what judges evaluations besides the reward."""
+        return None if self.given_gold is None else self.given_gold.settings
 
     @property
     def critic_lr(self) -> float:

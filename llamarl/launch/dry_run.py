@@ -5,20 +5,16 @@ It checks the data and the reward on three samples.
 
 from __future__ import annotations
 
-import torch
 from omegaconf import OmegaConf
 
 from llamarl.config.conversion import to_values
-from llamarl.config.placement import judge_models
-from llamarl.config.rewards import ModelSourceSettings
-from llamarl.config.sections.evaluation import START
 from llamarl.config.victim import placed_victim
 from llamarl.ddma.plan import make_plan
-from llamarl.launch.gold import check_gold_function
+from llamarl.launch.gold import try_gold
 from llamarl.launch.job import Job
-from llamarl.launch.memory import GIB, memory_lines, prices, rank_map, sent_by, warn_of_memory
-from llamarl.launch.scorers import stream_cache_tokens
-from llamarl.launch.sources import samples_of, try_sources
+from llamarl.launch.kinds import gold_kind, reward_kinds
+from llamarl.launch.memory import memory_lines, prices, rank_map, sent_by, warn_of_memory
+from llamarl.launch.sources import samples_of
 from llamarl.models.config import read_config
 from llamarl.models.sharding import num_parameters
 from llamarl.scoring.scorer import Outcome
@@ -35,8 +31,8 @@ def dry_run(job: Job) -> None:
     c = job.config
     samples = samples_of(job)
     prompts = [sample.prompt for sample in samples]
-    scored = try_sources(job, samples)
-    check_gold_function(job)
+    scored = [(kind, kind.score(samples)) for kind in reward_kinds(job)]
+    try_gold(job)
     print(OmegaConf.to_yaml(OmegaConf.create(to_values(c))))
     print(f"ranks    {job.hosts}")
     print(f"float32  {job.world.products}")
@@ -64,27 +60,21 @@ def dry_run(job: Job) -> None:
             f"victim   {job.victim_path}, {size:,} parameters in {v.dtype}; "
             f"{v.answers} answers an attack"
         )
-    for key, part in c.reward_parts.items():
-        if part.kind == "model":
-            size = num_parameters(read_config(part.path))
-            print(f"reward   {part.path}, a model of {size:,} parameters in {part.dtype}")
-            if c.reward.stream:
-                _print_cache(job, part)
-        elif part.kind == "novelty":
-            embedder = job.model_path if part.embedder == START else part.embedder
-            name = f"novelty by {embedder}" if job.without_weights else job.name_of(part)
-            print(f"reward   {name}")
-        elif part.kind == "encoder":
-            print(f"reward   {part.path}, an encoder in {part.dtype}, whole on each reward rank")
-        else:
-            _print_samples(job.name_of(part), prompts, scored[key])
-    if c.gold is not None and c.gold.kind == "function":
-        print(f"gold     {c.eval.gold}")
-    for key, path in judge_models(c).items():
-        size = num_parameters(read_config(path))
-        name = key.removeprefix("eval.")
-        what = f"{path}, a model of {size:,} parameters in {c.model.dtype}"
-        print(f"{name}     {what}, over the reward's ranks")
+    for kind, outcomes in scored:
+        tried = "" if outcomes is None else ", here given the reference answers"
+        print(f"reward   {kind.describe()}{tried}")
+        for prompt, outcome in zip(prompts, outcomes or []):
+            _print_sample(prompt, outcome)
+        for line in kind.notes():
+            print(line)
+    gold = gold_kind(job)
+    if gold is not None:
+        shared = ", over the reward's ranks" if gold.settings.is_sharded else ""
+        print(f"gold     {gold.describe()}{shared}")
+    if c.eval.base is not None:
+        size = num_parameters(read_config(c.eval.base))
+        what = f"{c.eval.base}, a model of {size:,} parameters in {c.model.dtype}"
+        print(f"base     {what}, over the reward's ranks")
     for missing in dict.fromkeys(job.without_weights):
         print(f"weights  not there yet: {missing}; a run needs them")
     print("dry run: nothing was started and nothing written")
@@ -104,25 +94,12 @@ def _print_sets(job: Job) -> None:
         print(f"held out {name}: {one.count} prompts of {kind}, the first {first.text[:60]!r}")
 
 
-def _print_cache(job: Job, scorer: ModelSourceSettings) -> None:
-    """What a model takes that reads completions while these are sampled."""
-    model = read_config(scorer.path)
-    tokens = stream_cache_tokens(job.config, job.placement, "reward")
-    elements = 2 * model.num_hidden_layers * model.num_key_value_heads * model.head_dim
-    num_bytes = tokens * elements * getattr(torch, scorer.dtype).itemsize
-    split = job.config.reward.tensor_parallel
-    size = f"{num_bytes / split / GIB:.2f} GiB a reward rank"
-    print(f"stream   {size}, for a cache of {tokens:,} tokens")
-
-
-def _print_samples(name: str, prompts: list[Prompt], outcomes: list[Outcome]) -> None:
-    """What a function or a judge says of the reference answers."""
-    print(f"reward   {name}, here given the reference answers")
-    for prompt, outcome in zip(prompts, outcomes):
-        score = f"{outcome.kind}: {outcome.reason}"
-        if outcome.kind == "score":
-            score = f"{outcome.value:g}"
-        print(
-            f"sample   {prompt.prompt_ids.numel()} tokens  {prompt.text[:60]!r}  "
-            f"answer {prompt.meta.get('answer')!r}  reward {score}"
-        )
+def _print_sample(prompt: Prompt, outcome: Outcome) -> None:
+    """Print what is said of a reference answer."""
+    score = f"{outcome.kind}: {outcome.reason}"
+    if outcome.kind == "score":
+        score = f"{outcome.value:g}"
+    print(
+        f"sample   {prompt.prompt_ids.numel()} tokens  {prompt.text[:60]!r}  "
+        f"answer {prompt.meta.get('answer')!r}  reward {score}"
+    )

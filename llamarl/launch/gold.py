@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from llamarl.launch.job import Job, read_model
-from llamarl.launch.scorers import check_context, check_scorer, other_tokens
+from llamarl.launch.kinds import gold_kind
+from llamarl.launch.scorers import check_context, other_tokens
 from llamarl.launch.sources import samples_of
 from llamarl.models.config import read_config
-from llamarl.scoring.pool import check_reward
 from llamarl.tasks.held_out import EvalSet, set_of
 from llamarl.tasks.special import text_ids
 from llamarl.types import Prompt
@@ -24,31 +24,19 @@ def check_gold(job: Job) -> None:
     """The scorer, the base model, and an answer to compare with in each held-out row. ValueError or
     OSError naming what is wrong.
     """
-    gold = job.config.gold
-    if gold is not None and gold.kind == "model":
-        check_scorer(job, gold, job.sampled, key="eval.gold", label_key="eval.gold_label")
+    gold = gold_kind(job)
     if gold is not None:
+        gold.check()
         reference_texts(job.eval_sets, job.eval_prompts, job.config.eval.reference_key)
     if job.config.eval.base is not None:
         _check_base(job, Path(job.config.eval.base))
 
 
-def check_gold_function(job: Job) -> None:
-    """That a function can be imported and called, and does not fail on all samples in the same way.
-    ValueError.
-    """
-    gold = job.config.gold
-    if gold is None or gold.kind != "function":
-        return
-    check_reward(
-        gold.fn,
-        samples_of(job),
-        fn_key="eval.gold",
-        remedy="correct what scores, or leave eval.gold out",
-        timeout_s=gold.timeout_s,
-        memory_mb=gold.memory_mb,
-        **job.conversation,
-    )
+def try_gold(job: Job) -> None:
+    """Try what judges evaluations, as far as that is cheap. ValueError if it cannot be used."""
+    gold = gold_kind(job)
+    if gold is not None:
+        gold.try_out(samples_of(job))
 
 
 def _check_base(job: Job, path: Path) -> None:

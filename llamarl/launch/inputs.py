@@ -9,13 +9,13 @@ from pathlib import Path
 
 from llamarl.config.victim import placed_victim
 from llamarl.errors import BadInput
-from llamarl.launch.embedders import check_embedders
+from llamarl.launch.embedders import check_embedder
 from llamarl.launch.gold import check_gold
 from llamarl.launch.job import Job, read_model
+from llamarl.launch.kinds import reward_kinds
 from llamarl.launch.scorers import (
     chat_template_of,
     check_context,
-    check_scorers,
     other_tokens,
 )
 from llamarl.models.build import build_decoder
@@ -47,9 +47,11 @@ def check_inputs(job: Job) -> None:
         _check_task(job)
         if job.victim_path is not None:
             _check_victim(job)
-        check_scorers(job)
+        for kind in reward_kinds(job):
+            kind.check()
         check_gold(job)
-        check_embedders(job)
+        if c.eval.embedder is not None:
+            check_embedder(job, c.eval.embedder, "eval.embedder")
         if c.trainer.critic.path:
             _check_critic(job, Path(c.trainer.critic.path), model)
         context = model.max_position_embeddings
@@ -143,15 +145,16 @@ def _warn_of_rescaled_scores(job: Job) -> None:
     """
     if job.world.rank > 0:
         return
-    for key, part in job.config.scorers.items():
-        if part.scale != 1 or part.shift != 0:
+    for part in job.config.reward_parts:
+        scale, shift = part.settings.rescaling
+        if scale != 1 or shift != 0:
             log.warning(
                 "trainer.critic.path: its values start as raw scores, but rewards are "
-                "(score - %s.shift=%g) * %s.scale=%g; the first advantages are off by that much",
-                key,
-                part.shift,
-                key,
-                part.scale,
+                "(score - %s=%g) * %s=%g; the first advantages are off by that much",
+                part.key("shift"),
+                shift,
+                part.key("scale"),
+                scale,
             )
 
 
@@ -187,7 +190,7 @@ def _check_task(job: Job) -> None:
         job.task.train_prompt(0)
         for one in job.held_out.sets:
             job.held_out.prompt(one.first)
-    reads_turns = job.victim_path is None and job.conversation["chat"]
+    reads_turns = job.victim_path is None and job.scored.conversation["chat"]
     for name, settings in job.config.eval.sets.items():
         if reads_turns and not settings.chat:
             raise ValueError(

@@ -3,34 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import math
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from llamarl.comm.channel import Channel
 from llamarl.comm.groups import World
 from llamarl.config.command_line import Config
 from llamarl.config.conversion import to_values
 from llamarl.config.placement import TINY_MODEL, placement_of
-from llamarl.config.rewards import (
-    AnyPartSettings,
-    AnySourceSettings,
-    EncoderSourceSettings,
-    FunctionSourceSettings,
-    ModelSourceSettings,
-    NoveltySourceSettings,
-)
 from llamarl.config.sections.buffer import ReplayBufferSettings
-from llamarl.config.sections.evaluation import START
 from llamarl.config.victim import ATTACK, NoVictimSettings, placed_victim
 from llamarl.controller import ExecutorController, RunSettings
 from llamarl.errors import NoWeights
 from llamarl.executor import Executor
 from llamarl.launch.graph import channels_between
-from llamarl.launch.identity import Identity, ModelParts, architecture_of, parts_of
 from llamarl.launch.outcome import has_finished, recorded
 from llamarl.launch.run_directory import RunDirectory
 from llamarl.launch.templates import check_template_ends
@@ -38,7 +28,6 @@ from llamarl.learning.replay import lag_bound
 from llamarl.models.attention import rotary_of
 from llamarl.models.config import ModelConfig, check_sizes, read_config
 from llamarl.models.directory import check_files, read_json
-from llamarl.models.fingerprint import model_digest, tokenizer_digest, weights_digest
 from llamarl.models.hf import load_tokenizer, weights_of
 from llamarl.observe import RowWriter, build_sinks
 from llamarl.tasks.base import PromptMaker, Task
@@ -144,11 +133,17 @@ class Scored:
     most; longest_keys: what sets that. chat, system_prompt: how its prompts were put to it.
     """
 
-    tokenizer: object
+    tokenizer: Any
     longest: int
     longest_keys: str
     chat: bool
     system_prompt: str | None
+
+    @property
+    def conversation(self) -> dict[str, Any]:
+        """How a prompt was put to the model, as RewardPool takes it: chat and system_prompt."""
+        has_template = bool(getattr(self.tokenizer, "chat_template", None))
+        return {"chat": self.chat and has_template, "system_prompt": self.system_prompt}
 
 
 class Job:
@@ -267,103 +262,6 @@ class Job:
             "held-out prompts": self.held_out.fingerprint,
         }
 
-    @cached_property
-    def identity(self) -> Identity:
-        """What makes this run that run. It reads a little of many models' files, so one rank asks
-        for it.
-        """
-        return Identity(
-            config=to_values(self.config),
-            prompts=self.prompt_fingerprints,
-            reward=self.reward,
-            models=self.models,
-            kept=self._kept,
-            adapters=self._adapters,
-        )
-
-    @property
-    def models(self) -> dict[str, ModelParts]:
-        """What the models are that the run reads, by their keys."""
-        c = self.config
-        policy = {
-            "config.json": architecture_of(read_config(self.model_path)),
-            "tokenizer": tokenizer_digest(self.model_path),
-            "stop tokens": list(self.stop_token_ids),
-            "weights": weights_digest(self.model_path),
-        }
-        found: dict[str, ModelParts] = {"model.path": policy}
-        if c.trainer.critic.path:
-            found["trainer.critic.path"] = parts_of(c.trainer.critic.path)
-        if c.gold is not None and c.gold.kind == "model":
-            found["eval.gold"] = parts_of(c.gold.path)
-        if c.eval.base is not None:
-            found["eval.base"] = parts_of(c.eval.base)
-        if c.eval.embedder not in (None, START):
-            found["eval.embedder"] = {"files": model_digest(c.eval.embedder)}
-        return found
-
-    @property
-    def _kept(self) -> list[str]:
-        """The models, by their keys, whose weights every checkpoint has."""
-        c = self.config
-        # Under adapters, as a reference and as an embedder it is what training started from.
-        starts_here = c.trainer.lora.rank > 0 or c.reference.kind != "none"
-        if starts_here or c.eval.embedder == START:
-            return ["trainer.critic.path"]
-        return ["model.path", "trainer.critic.path"]
-
-    @property
-    def _adapters(self) -> dict[str, object]:
-        lora = self.config.trainer.lora
-        if not lora.rank:
-            return {"rank": 0}
-        return {"rank": lora.rank, "alpha": lora.alpha, "targets": sorted(lora.targets)}
-
-    @property
-    def reward(self) -> str:
-        """What gives other rewards by another name."""
-        named = []
-        for part in self.config.reward_parts.values():
-            name = self.name_of(part)
-            if isinstance(part, AnyPartSettings):
-                name = f"{part.weight:g} * {name}"
-            named.append(name)
-        rewards = " + ".join(named)
-        if self.victim_path is None:
-            return rewards
-        v = placed_victim(self.config.victim)
-        asked = f"{v.template!r}, chat {v.chat}, system prompt {v.system_prompt!r}"
-        sampled = f"{v.max_new_tokens} tokens at {v.temperature:g}, top-p {v.top_p:g}, {v.dtype}"
-        # Its chat template too is in how it reads an attack.
-        reads = hashlib.sha256(str(self.victim_prompt_ids(ATTACK)).encode()).hexdigest()[:16]
-        ends = stop_tokens(self.victim_path, self.victim_tokenizer)
-        asked += f", as tokens {reads}, until {ends}"
-        victim = f"model {model_digest(self.victim_path)} asked {asked}"
-        return f"{rewards} of {v.answers} answers of {victim}; {sampled}"
-
-    def name_of(self, part: AnySourceSettings) -> str:
-        """What scores, so that what gives other scores has another name: of a model, what it is; of
-        a judge, what it is asked.
-        """
-        if isinstance(part, FunctionSourceSettings):
-            return part.fn or self.task.default_reward
-        if isinstance(part, ModelSourceSettings):
-            label = part.label or ""
-            return f"(model {model_digest(part.path)} {label} - {part.shift:g}) * {part.scale:g}"
-        if isinstance(part, NoveltySourceSettings):
-            to = "all" if part.nearest is None else f"{part.nearest} nearest"
-            embedder = self.model_path if part.embedder == START else part.embedder
-            return f"novelty to {to} of {part.history} by {model_digest(embedder)}"
-        if isinstance(part, EncoderSourceSettings):
-            read = f"{part.output} of {part.label or 'its label'}, reads {part.reads}"
-            return f"encoder {model_digest(part.path)}, {read}"
-        template = "none"
-        if part.template is not None:
-            template = hashlib.sha256(Path(part.template).read_bytes()).hexdigest()[:16]
-        length = f"at most {part.max_tokens} tokens at {part.temperature}"
-        numbers = f"{part.lowest:g} to {part.highest:g}, {length}"
-        return f"judge {part.model}, asked for {part.ask}, template {template}, {numbers}"
-
     @property
     def scored(self) -> Scored:
         """What the reward is shown: completions, or a victim's answers to them."""
@@ -389,15 +287,6 @@ class Job:
             chat=task.chat,
             system_prompt=task.system_prompt,
         )
-
-    @property
-    def conversation(self) -> dict[str, object]:
-        """How a prompt was put to the model whose text is scored, as RewardPool takes it: chat and
-        system_prompt.
-        """
-        scored = self.scored
-        chat = bool(scored.chat and getattr(scored.tokenizer, "chat_template", None))
-        return {"chat": chat, "system_prompt": scored.system_prompt}
 
     def victim_prompt_ids(self, attack: str) -> list[int]:
         """What the victim reads of an attack: token ids [P]. ValueError: they cannot be had."""

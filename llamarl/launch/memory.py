@@ -9,57 +9,40 @@ are stepped in turn, so that a rank takes what all of them hold, and the most th
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from llamarl.config.placement import Ranks, judge_models
-from llamarl.config.rewards import AnySourceSettings
-from llamarl.config.sections.evaluation import START
+from llamarl.config.victim import placed_victim
 from llamarl.ddma.layout import Destination, Parameter, Source, parameters_to_send
 from llamarl.inference.cache import whole_blocks
 from llamarl.launch.job import Job
-from llamarl.launch.scorers import stream_cache_tokens
-from llamarl.learning.losses import resolve_loss
-from llamarl.learning.losses.common import has_mark
-from llamarl.learning.memory import (
-    MicrobatchSize,
-    Training,
-    held_numbers,
-    longest_microbatch,
-    update_bytes,
+from llamarl.launch.kinds import scorers_of
+from llamarl.launch.prices import (
+    GIB,
+    Price,
+    asking_bytes,
+    cache_bytes,
+    embedder_bytes,
+    group_size_of,
+    groups_of_update,
+    held_by_reward,
+    itemsize_of,
+    microbatch_of,
 )
-from llamarl.models.config import ModelConfig, read_config
+from llamarl.launch.scorers import stream_cache_tokens
+from llamarl.learning.memory import Training, held_numbers, update_bytes
+from llamarl.models.config import read_config
 from llamarl.models.quantize import quantized_dtype
 from llamarl.models.sharding import num_parameters
 
 log = logging.getLogger("llamarl")
 
-GIB = 1 << 30
 MEMINFO = Path("/proc/meminfo")  # Linux
 _SLOTS = 2  # of a sender, and buffers of a receiver
 _MOMENTS = {"adamw": 8.0, "adamw8bit": 2 * (1 + 4 / 256)}  # bytes of a trained number
-
-
-@dataclass(frozen=True, slots=True)
-class Price:
-    """What one part of the job takes on each of its ranks, in bytes.
-
-    name: for people. held: all the time. working: at the peak of a step besides.
-    """
-
-    name: str
-    ranks: Ranks
-    held: int
-    working: int = 0
-
-    @property
-    def total(self) -> int:
-        """Both."""
-        return self.held + self.working
 
 
 def prices(job: Job) -> list[Price]:
@@ -85,25 +68,12 @@ def bytes_by_rank(job: Job, found: list[Price]) -> list[int]:
     return [sum(both) for both in zip(held, working)]
 
 
-def microbatch_of(job: Job) -> MicrobatchSize:
-    """The longest microbatch of the trainer that the config allows."""
-    c = job.config
-    return longest_microbatch(
-        prompt_tokens=c.longest - c.max_new_tokens,
-        completion_tokens=c.max_new_tokens,
-        group_size=_group_size(job),
-        budget_tokens=c.trainer.microbatch_tokens,
-        whole_groups=has_mark(resolve_loss(c.loss.fn), "whole_groups"),
-        num_groups=_groups_of_update(job),
-    )
-
-
 def training_of(job: Job) -> Training:
     """How a trainer rank computes its updates."""
     c = job.config
     t = c.trainer
     size = microbatch_of(job)
-    completions = _groups_of_update(job) * _group_size(job)
+    completions = groups_of_update(job) * group_size_of(job)
     shards = len(job.placement["trainer"]) // (t.replicate * t.tensor_parallel)
     return Training(
         itemsize=getattr(torch, t.compute_dtype).itemsize,
@@ -119,25 +89,7 @@ def training_of(job: Job) -> Training:
     )
 
 
-def _group_size(job: Job) -> int:
-    """Completions of a prompt that a rank trains on together."""
-    if job.config.splits_prompts:
-        return job.config.trained_per_prompt // job.num_dp_ranks
-    return job.config.group_size
-
-
-def _groups_of_update(job: Job) -> int:
-    """Groups of a rank in one optimizer update."""
-    c = job.config
-    ranks = 1 if c.splits_prompts else job.num_dp_ranks
-    return max(1, c.groups_per_step // (ranks * c.trainer.minibatches_per_step))
-
-
 # --- Each executor ---
-
-
-def _itemsize(dtype: str) -> int:
-    return getattr(torch, dtype).itemsize
 
 
 def sent_by(job: Job) -> tuple[list[Parameter], Source, Destination]:
@@ -171,10 +123,9 @@ def _trainer(job: Job, *, checkpointing: bool | None = None) -> Iterator[Price]:
     own = [(source.box(model, p, 0).numel, p.dtype.itemsize) for p in parameters]
     slots = _SLOTS * sum(numel * itemsize for numel, itemsize in own)
     policy = update_bytes(model, size, training)
-    shared = {"tensor_parallel": training.tensor_parallel, "shards": training.shards}
+    numbers = held_numbers(model, tensor_parallel=training.tensor_parallel, shards=training.shards)
     if c.reference.kind == "reset":  # whose weights have slots of their own
-        numbers = held_numbers(model, **shared)
-        slots += _SLOTS * numbers * _itemsize(c.model.dtype)
+        slots += _SLOTS * numbers * itemsize_of(c.model.dtype)
     working = policy.working
     found = []
     if c.trainer.advantages == "gae" and c.trainer.critic.trunk == "own":
@@ -187,8 +138,7 @@ def _trainer(job: Job, *, checkpointing: bool | None = None) -> Iterator[Price]:
         working = max(working + before, policy.gradients + policy.copies + critic.working)
         found.append(Price("critic", ranks, critic.held))
     if c.reference.kind == "sharded":
-        numbers = held_numbers(model, **shared)
-        found.append(Price("reference", ranks, numbers * _itemsize(c.model.dtype)))
+        found.append(Price("reference", ranks, numbers * itemsize_of(c.model.dtype)))
     yield Price("trainer", ranks, policy.held + slots, working)
     yield from found
 
@@ -198,32 +148,27 @@ def _generator(job: Job) -> Price:
     ranks = job.placement["generator"]
     model = read_config(job.model_path)
     if g.kind == "vllm":
-        return Price("generator", ranks, _vllm_bytes(job))
+        return Price("generator", ranks, _vllm_bytes(job, g.gpu_memory_utilization))
     parameters, _, destination = sent_by(job)
     own = [(destination.box(model, p, 0).numel, p.dtype.itemsize) for p in parameters]
     weights = sum(numel * itemsize for numel, itemsize in own)
     held = _SLOTS * weights + _laid_out(job, weights)
     tokens = g.cache_tokens or g.max_slots * whole_blocks(job.config.longest_asked)
-    held += _cache(model, tokens, job.config.model.dtype, g.tensor_parallel)
+    held += cache_bytes(model, tokens, job.config.model.dtype, g.tensor_parallel)
     working = g.max_slots * model.vocab_size * torch.float32.itemsize
     return Price("generator", ranks, held, working)
 
 
-def _vllm_bytes(job: Job) -> int:
-    """What vLLM is allowed to take, and the buffers of weights on their way."""
-    share = job.config.generator.gpu_memory_utilization
+def _vllm_bytes(job: Job, share: float) -> int:
+    """What vLLM is allowed to take, this share of the GPU, and the buffers of weights on their
+    way.
+    """
     return int(share * (memory_of(job.world.device) or 0))
 
 
 def _laid_out(job: Job, weights: int) -> int:
     """On a CPU weights are laid out for the kernel once more."""
     return weights if job.world.device.type == "cpu" else 0
-
-
-def _cache(model: ModelConfig, tokens: int, dtype: str, split: int = 1) -> int:
-    """Bytes of the keys and values of so many tokens."""
-    elements = 2 * model.num_hidden_layers * model.num_key_value_heads * model.head_dim
-    return math.ceil(tokens * elements * _itemsize(dtype) / split)
 
 
 def _reference(job: Job) -> Iterator[Price]:
@@ -236,94 +181,43 @@ def _reference(job: Job) -> Iterator[Price]:
     shards = len(ranks) // (r.replicate * r.tensor_parallel)
     numbers = held_numbers(model, tensor_parallel=r.tensor_parallel, shards=shards)
     copies = 1 if r.kind == "frozen" else 2  # with what the next version comes into
-    held = copies * numbers * _itemsize(c.model.dtype)
+    held = copies * numbers * itemsize_of(c.model.dtype)
     if r.stream:
         tokens = stream_cache_tokens(c, job.placement, "reference")
-        held += _cache(model, tokens, c.model.dtype, r.tensor_parallel)
-    yield Price("reference", ranks, held, _asking(job, model, c.model.dtype))
-
-
-def _asking(job: Job, model: ModelConfig, dtype: str) -> int:
-    """Bytes of a forward without gradients: a layer's hidden units, and a chunk of logits."""
-    size = microbatch_of(job)
-    numbers = size.tokens * (4 * model.hidden_size + 3 * model.intermediate_size)
-    if not model.labels:
-        numbers += min(size.labels, 1024) * model.vocab_size
-    return numbers * _itemsize(dtype)
+        held += cache_bytes(model, tokens, c.model.dtype, r.tensor_parallel)
+    yield Price("reference", ranks, held, asking_bytes(job, model, c.model.dtype))
 
 
 def _victim(job: Job) -> Iterator[Price]:
     if job.victim_path is None:
         return
-    v = job.config.victim
+    v = placed_victim(job.config.victim)
     model = read_config(job.victim_path)
-    weights = num_parameters(model) * _itemsize(v.dtype)
+    weights = num_parameters(model) * itemsize_of(v.dtype)
     held = weights + _laid_out(job, weights)
-    held += _cache(model, v.max_slots * whole_blocks(v.longest), v.dtype)
+    held += cache_bytes(model, v.max_slots * whole_blocks(v.longest), v.dtype)
     working = v.max_slots * model.vocab_size * torch.float32.itemsize
     yield Price("victim", job.placement["victim"], held, working)
 
 
 def _scorers(job: Job) -> Iterator[Price]:
-    c = job.config
-    ranks = job.placement["reward"]
-    for key, part in c.reward_parts.items():
-        if part.kind == "model":
-            yield _scorer(job, key, part)
-        elif part.kind == "encoder":
-            numbers = encoder_numbers(part.path)
-            yield Price(f"{key} (encoder)", ranks, numbers * _itemsize(part.dtype))
-        elif part.kind == "novelty":
-            yield Price(f"{key} (novelty)", ranks, _embedder_bytes(job, part.embedder))
-
-
-def _scorer(job: Job, key: str, part: AnySourceSettings) -> Price:
-    c = job.config
-    ranks = job.placement["reward"]
-    model = read_config(part.path)
-    held = _held_by_reward(job, model, part.dtype)
-    if c.reward.stream:
-        tokens = stream_cache_tokens(c, job.placement, "reward")
-        held += _cache(model, tokens, part.dtype, c.reward.tensor_parallel)
-    return Price(f"{key} (model)", ranks, held, _asking(job, model, part.dtype))
-
-
-def _held_by_reward(job: Job, model: ModelConfig, dtype: str) -> int:
-    """Bytes of a model on each of the reward's ranks, which hold it together."""
-    r = job.config.reward
-    shards = len(job.placement["reward"]) // (r.replicate * r.tensor_parallel)
-    numbers = held_numbers(model, tensor_parallel=r.tensor_parallel, shards=shards)
-    return numbers * _itemsize(dtype)
+    """What scores, and what judges evaluations besides."""
+    for kind in scorers_of(job):
+        yield from kind.memory()
 
 
 def _judges(job: Job) -> Iterator[Price]:
-    """What judges evaluations: models over the reward's ranks, an embedder whole on the first."""
+    """What else judges evaluations: a model over the reward's ranks, an embedder whole on the
+    first.
+    """
     c = job.config
     ranks = job.placement["reward"]
-    dtype = c.model.dtype
-    for key, path in judge_models(c).items():
-        model = read_config(path)
-        held = _held_by_reward(job, model, dtype)
-        yield Price(key, ranks, held, _asking(job, model, dtype))
+    if c.eval.base is not None:
+        model = read_config(c.eval.base)
+        held = held_by_reward(job, model, c.model.dtype)
+        yield Price("eval.base", ranks, held, asking_bytes(job, model, c.model.dtype))
     if c.eval.embedder is not None:
-        yield Price("eval.embedder", ranks[:1], _embedder_bytes(job, c.eval.embedder))
-
-
-def _embedder_bytes(job: Job, given: str) -> int:
-    itemsize = _itemsize(job.config.model.dtype)
-    if given == START:
-        return num_parameters(read_config(job.model_path)) * itemsize
-    return encoder_numbers(given) * itemsize
-
-
-def encoder_numbers(path: str | Path) -> int:
-    """Numbers of a model that transformers reads, by its config.json: built without memory."""
-    from transformers import AutoConfig, AutoModel
-
-    config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    with torch.device("meta"):
-        model = AutoModel.from_config(config)
-    return sum(parameter.numel() for parameter in model.parameters())
+        yield Price("eval.embedder", ranks[:1], embedder_bytes(job, c.eval.embedder))
 
 
 # --- What is said of it ---

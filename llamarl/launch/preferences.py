@@ -11,13 +11,16 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from llamarl.comm.groups import init_world, threads_per_rank
 from llamarl.config.conversion import to_values
 from llamarl.config.preferences import PreferencesConfig, as_run
+from llamarl.config.tasks import GSM8KSettings, RowsSettings
 from llamarl.errors import MetricsError, RewardError, RunDirectoryError
+from llamarl.launch.identities import reward_identity
 from llamarl.launch.identity import Identity, differences
 from llamarl.launch.inputs import bad_input, check_inputs
 from llamarl.launch.job import Job
@@ -50,7 +53,13 @@ class PreferencesJob:
     def __init__(self, config: PreferencesConfig, run: Job):
         self.config = config
         self.run_job = run
-        self.draft: Draft | None = None
+        self._draft: Draft | None = None
+
+    @property
+    def draft(self) -> Draft:
+        """The file, as far as there are pairs; it has been opened."""
+        assert self._draft is not None, "`open` comes first"
+        return self._draft
 
     @property
     def num_prompts(self) -> int:
@@ -106,7 +115,7 @@ class PreferencesJob:
             prompts={
                 "prompts": f"{self.num_prompts}, {task.train_digest}, {task.eval_digest}, {sample}",
             },
-            reward=self.run_job.reward,
+            reward=reward_identity(self.run_job),
             models={"model.path": {"files": model_digest(self.run_job.model_path)}},
             kept=[],
             adapters={},
@@ -117,9 +126,10 @@ class PreferencesJob:
         identity = self.identity
         about = dataclasses.asdict(identity)
         anew = self.config.resume == "never"
-        self.draft = Draft(Path(self.config.out), about=about, anew=anew)
+        self._draft = Draft(Path(self.config.out), about=about, anew=anew)
+        had: dict[str, Any] = self.draft.about
         try:
-            begun = Identity(**self.draft.about)
+            begun = Identity(**had)
         except TypeError as error:
             self.draft.close()
             raise RunDirectoryError(
@@ -139,7 +149,8 @@ class PreferencesJob:
         """Make the pairs that the file lacks, and put it into its place. RewardError if there are
         none at all.
         """
-        tally = Tally(**self.draft.notes)
+        notes: dict[str, Any] = self.draft.notes
+        tally = Tally(**notes)
         self._announce(tally.prompts)
         size = self.config.groups_per_step
         ends = [*range(tally.prompts, self.num_prompts, size), self.num_prompts]
@@ -234,8 +245,8 @@ def _check_prompts(job: PreferencesJob) -> None:
     """
     count = job.num_prompts
     task = job.config.task
-    if task.kind in ("jsonl", "gsm8k"):
-        _check_lines(job.config)
+    if isinstance(task, RowsSettings | GSM8KSettings) and task.kind != "hf_dataset":
+        _check_lines(task, job.config)
         return
     if not job.run_job.task.train_digest:
         count = 1  # the others are made on demand, each in its own time and with the same keys
@@ -249,17 +260,15 @@ def _check_prompts(job: PreferencesJob) -> None:
     refuse("prompts cannot be used", problems)
 
 
-def _check_lines(config: PreferencesConfig) -> None:
+def _check_lines(task: RowsSettings | GSM8KSettings, config: PreferencesConfig) -> None:
     """The same of the files that the prompts are from."""
-    task = config.task
     files = [task.path]
     if task.eval_path is not None:
         by_split = {"train": [task.path], "held_out": [task.eval_path]}
         files = by_split.get(config.split, [task.path, task.eval_path])
-    keys = []
-    if task.kind == "jsonl":
-        keys = [task.prompt_key, task.answer_key]
-    read = row_reader(task.kind, *keys)
+    read = row_reader(task.kind)
+    if isinstance(task, RowsSettings):
+        read = row_reader(task.kind, task.prompt_key, task.answer_key)
 
     def checked(row: dict) -> Example:
         example = read(row)

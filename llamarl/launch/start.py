@@ -35,7 +35,8 @@ from llamarl.errors import (
     WeightsError,
 )
 from llamarl.launch.dry_run import dry_run
-from llamarl.launch.gold import check_gold_function
+from llamarl.launch.gold import try_gold
+from llamarl.launch.identities import identity_of
 from llamarl.launch.inputs import bad_input, check_inputs
 from llamarl.launch.job import Job
 from llamarl.launch.memory import announce_memory
@@ -86,10 +87,10 @@ def launch(config: Config) -> Iterator[Job]:
                 raise SystemExit(0)
             if world.rank == 0:  # which makes the directory
                 check_sources(job)
-                check_gold_function(job)
+                try_gold(job)
             # Read here: what is wrong with the data is bad input.
             fingerprints = job.prompt_fingerprints
-            identity = job.identity if world.rank == 0 else None
+            identity = identity_of(job) if world.rank == 0 else None
         job.directory = open_run(config, world, fingerprints, identity, job.prompts)
         ending.callback(job.directory.release)
         if world.rank == 0:

@@ -26,6 +26,8 @@ PRIORITIES = get_args(Priority)
 ClassifierOutput = Literal["logit", "probability", "log_probability"]
 ClassifierReads = Literal["completion", "pair"]
 
+START = "start"  # as an embedder: the model that training starts from
+
 JudgeAsk = Literal["score", "reference", "group"]
 
 Pairing = Literal["all", "best_worst", "random"]

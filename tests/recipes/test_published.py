@@ -107,7 +107,7 @@ def test_every_file_with_a_value_head_says_its_rate(name, settings):
 @pytest.mark.parametrize("name", OWN_CRITICS)
 def test_ppo_of_async_rlhf_has_a_value_model_that_starts_as_the_reward_model(name, settings):
     c = settings(name)
-    assert (c.trainer.critic.trunk, c.trainer.critic.path) == ("own", c.reward.path)
+    assert (c.trainer.critic.trunk, c.trainer.critic.path) == ("own", c.reward.scorer.path)
     assert c.critic_lr == c.lr  # one rate for both
 
 

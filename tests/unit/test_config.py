@@ -1103,4 +1103,4 @@ def test_what_is_wrong_with_a_key_is_not_said_again_of_one_that_follows_it():
     (problem,) = refused.value.problems
     assert problem.where == "trainer.microbatch_tokens=few"
     config = compose_config(["trainer.microbatch_tokens=77", *words[1:]])
-    assert config.reward.microbatch_tokens == 77
+    assert config.reward.scorer.microbatch_tokens == 77

@@ -200,14 +200,14 @@ def test_every_model_is_priced_on_the_ranks_that_hold_it_in_its_dtype(tmp_path):
     assert found["reference"].held == pytest.approx(4 * policy / 2, rel=0.02)
     assert found["reward (model)"].ranks == (3, 4)
     assert found["reward (model)"].held == pytest.approx(2 * scorer / 2, rel=0.02)
-    assert found["eval.gold"].ranks == found["eval.base"].ranks == (3, 4)
-    assert found["eval.gold"].held == pytest.approx(4 * scorer / 2, rel=0.02)
+    assert found["eval.gold (model)"].ranks == found["eval.base"].ranks == (3, 4)
+    assert found["eval.gold (model)"].held == pytest.approx(4 * scorer / 2, rel=0.02)
     assert found["eval.base"].held == pytest.approx(4 * policy / 2, rel=0.02)
     # Masters, two moments, and two slots of weights on their way, over two shards.
     assert found["trainer"].held == pytest.approx((4 + 8 + 2 * 4) * policy / 2, rel=0.02)
     by_rank = bytes_by_rank(job, prices(job))
     # They work in turn: of what comes and goes the largest counts.
-    names = ("reward (model)", "eval.gold", "eval.base")
+    names = ("reward (model)", "eval.gold (model)", "eval.base")
     most = max(found[name].working for name in names)
     held = sum(found[name].held for name in names)
     assert most > found["reward (model)"].working

@@ -14,8 +14,8 @@ from llamarl.inference.sampler import sample_keys
 from llamarl.launch.identity import Identity, differences
 from llamarl.launch.inputs import check_inputs
 from llamarl.launch.job import Job
+from llamarl.launch.kinds import reward_kinds
 from llamarl.launch.run_directory import RunDirectory
-from llamarl.launch.sources import source_of
 from llamarl.models.config import tiny_directory
 from llamarl.models.hf import load_tokenizer
 from llamarl.observe.rows import COLUMNS
@@ -273,7 +273,8 @@ def test_a_sets_own_kind_scores_it_and_nothing_else():
 
 def by_set(job):
     """Whether sets are scored each by a reward of its own."""
-    (make,) = source_of(job.config.reward, job, section="reward").args
+    (kind,) = reward_kinds(job)
+    (make,) = kind.make(None).args
     return make.func is BySet
 
 

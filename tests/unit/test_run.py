@@ -28,8 +28,9 @@ from llamarl.errors import CheckpointError, InUse, RunDirectoryError
 from llamarl.inference.partials import pack
 from llamarl.inference.requests import Partial
 from llamarl.inference.sampler import SamplingParams
+from llamarl.launch import identities, run_directory
 from llamarl.launch import job as job_module
-from llamarl.launch import run_directory
+from llamarl.launch.identities import identity_of
 from llamarl.launch.job import Job
 from llamarl.launch.run_directory import RunDirectory, open_run
 from llamarl.launch.start import _announce
@@ -92,7 +93,7 @@ def job(data, tmp_path, monkeypatch):
 
 
 def opened(job, world=WORLD):
-    identity = job.identity if world.rank == 0 else None
+    identity = identity_of(job) if world.rank == 0 else None
     return open_run(job.config, world, job.prompt_fingerprints, identity, job.prompts)
 
 
@@ -116,7 +117,8 @@ def a_checkpoint(job, step=3):
         )
         for ticket in IN_WORK
     ]
-    checkpointer.save_part(step, "controller", 0, {"identity": dataclasses.asdict(job.identity)})
+    identity = dataclasses.asdict(identity_of(job))
+    checkpointer.save_part(step, "controller", 0, {"identity": identity})
     checkpointer.save_part(step, "generator", 0, pack(begun))
     checkpointer.pump()
     return checkpointer.folder / f"step_{step}"
@@ -462,13 +464,13 @@ def test_other_adapters_are_refused_by_their_key(job, now):
 def test_models_are_read_on_rank_0_alone_and_all_ranks_know_what_it_read(job, base, monkeypatch):
     jobs = [job(*of(base, LORA)) for _ in range(3)]
     read = []
-    digest = job_module.weights_digest
+    digest = identities.weights_digest
 
     def watched(path):
         read.append(path)
         return digest(path)
 
-    monkeypatch.setattr(job_module, "weights_digest", watched)
+    monkeypatch.setattr(identities, "weights_digest", watched)
     runs = opened_by_all(jobs)
     assert read == [base]
     assert runs[1].identity == runs[2].identity == json.loads(json.dumps(runs[0].identity))

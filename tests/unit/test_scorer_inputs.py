@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from llamarl.comm.groups import World
 from llamarl.config.command_line import ConfigError, check_command_line, compose_config
 from llamarl.errors import BadInput
+from llamarl.launch.identities import reward_identity
 from llamarl.launch.inputs import check_inputs
 from llamarl.launch.job import Job
 from llamarl.launch.run_directory import RunDirectory
@@ -121,10 +122,12 @@ def test_parts_take_what_they_do_not_set_from_the_files_of_their_kinds(tmp_path)
     config = compose_config(
         ["reward=parts", parts.replace("DIR", str(tiny_directory())), "reward.parts.rm.scale=3"]
     )
-    rm, brief = config.reward.parts["rm"], config.reward.parts["brief"]
-    assert (rm.weight, rm.scale, rm.dtype, rm.microbatch_tokens) == (1.0, 3.0, "float32", 8192)
-    assert (brief.weight, brief.fn, brief.num_workers) == (0.2, None, 1)
-    assert list(config.scorers) == ["reward.parts.rm"]
+    parts = config.reward.scorer.parts
+    rm, brief = parts["rm"].scorer, parts["brief"].scorer
+    assert (parts["rm"].weight, parts["brief"].weight) == (1.0, 0.2)
+    assert (rm.scale, rm.dtype, rm.microbatch_tokens) == (3.0, "float32", 8192)
+    assert (brief.fn, brief.num_workers) == (None, 1)
+    assert config.scorers == {"reward.parts.rm": str(tiny_directory())}
 
 
 @pytest.mark.parametrize(
@@ -223,6 +226,6 @@ def test_novelty_is_named_by_what_its_embedder_is_and_not_by_where_it_lies(tmp_p
 
     def named(embedder: str) -> str:
         parts = f"reward.parts={{new: {{kind: novelty, embedder: {embedder}}}}}"
-        return job("reward=parts", parts).reward
+        return reward_identity(job("reward=parts", parts))
 
     assert named("start") == named(f"{tmp_path}/same") != named(f"{tmp_path}/other")

@@ -5,17 +5,16 @@ together there.
 from __future__ import annotations
 
 import re
-from typing import Literal
 
 from llamarl.config.files import EVAL_SETS
 from llamarl.config.findings import Findings, Problem
 from llamarl.config.marks import marked, settings_dataclass
 from llamarl.config.ranges import Natural, Text
 from llamarl.config.tasks import AnyEvalSetSettings
+from llamarl.words.choices import START
 from llamarl.words.columns import OWN_COLUMNS
 
-START = "start"  # as an embedder: the model that training starts from
-# Of a set: it names columns, and keys of the command line.
+# A set's name stands in columns, and in keys of the command line.
 _SET_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
 
 
@@ -38,13 +37,6 @@ class EvalSettings:
         """Whether any held-out prompt is ever asked."""
         return self.every > 0 and (self.num_prompts > 0 or bool(self.sets))
 
-    @property
-    def gold_kind(self) -> Literal["function", "model"] | None:
-        """What eval.gold names."""
-        if self.gold is None:
-            return None
-        return "function" if ":" in self.gold else "model"
-
 
 def find_set_names(evaluation: EvalSettings, found: Findings) -> bool:
     """Find names of sets that cannot be used. Returns whether keys can be made of all of them."""
@@ -63,12 +55,6 @@ def find_evaluation(evaluation: EvalSettings, found: Findings) -> None:
     """Find targets that cannot be reached, and judges of nothing or that are not there."""
     if evaluation.target is not None:
         _find_target(evaluation, found)
-    if evaluation.gold_label is not None and evaluation.gold_kind != "model":
-        found.add(
-            "only a scorer's directory has labels; eval.gold_label=null, or eval.gold=DIR",
-            "eval.gold_label",
-            "eval.gold",
-        )
     if evaluation.embedder is not None and evaluation.num_samples < 2:
         found.add(
             "diversity is of several answers to a prompt; eval.num_samples=2 or more, "
@@ -90,8 +76,6 @@ def find_evaluation(evaluation: EvalSettings, found: Findings) -> None:
                 "eval.num_prompts",
             )
     found.add_unless_model(evaluation.base, "eval.base")
-    if evaluation.gold_kind == "model":
-        found.add_unless_model(evaluation.gold, "eval.gold")
     if evaluation.embedder != START:
         found.add_unless_model(evaluation.embedder, "eval.embedder")
 

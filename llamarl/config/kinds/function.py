@@ -1,0 +1,31 @@
+"""kind: function. A Python function, in worker processes."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from llamarl.config.findings import Findings
+from llamarl.config.kinds.kind import Given, KindSettings, RunFacts
+from llamarl.config.marks import settings_dataclass
+from llamarl.config.ranges import Count, Positive
+
+
+@settings_dataclass
+class FunctionKindSettings(KindSettings):
+    kind: Literal["function"]
+    fn: str | None
+    num_workers: Count
+    timeout_s: Positive
+    memory_mb: Count
+
+    def find(self, given: Given, run: RunFacts, found: Findings) -> None:
+        """Add rows without an answer, which the task's own reward compares with."""
+        if self.fn is not None:
+            return
+        for answer_key in run.unanswered:
+            what = "the task's own reward compares with an answer"
+            remedy = f"{given.key('fn')}=module:function, or {answer_key}=answer"
+            found.add(f"{what}; {remedy}", answer_key, given.key("fn"))
+
+
+SETTINGS = FunctionKindSettings

@@ -1,0 +1,70 @@
+"""kind: judge. A model behind an OpenAI-compatible endpoint."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from llamarl.config.findings import Findings, Problem
+from llamarl.config.kinds.kind import Given, KindSettings, RunFacts
+from llamarl.config.marks import settings_dataclass
+from llamarl.config.ranges import Count, Natural, NonNegative, Positive, Text
+from llamarl.words.choices import JudgeAsk
+from llamarl.words.urls import url_problem
+
+
+@settings_dataclass
+class JudgeKindSettings(KindSettings):
+    kind: Literal["judge"]
+    url: Text
+    model: Text
+    api_key_env: str | None
+    ask: JudgeAsk
+    template: str | None
+    lowest: float
+    highest: float
+    max_parallel: Count
+    timeout_s: Positive
+    max_retries: Natural
+    max_tokens: Count | None
+    temperature: NonNegative | None
+
+    @property
+    def compares(self) -> bool:
+        """Whether it compares the completions of a prompt with each other."""
+        return self.ask == "group"
+
+    def find(self, given: Given, run: RunFacts, found: Findings) -> None:
+        """Add what it cannot compare, bounds without room, and what is wrong with url and key."""
+        ask = given.key("ask")
+        if self.lowest >= self.highest:
+            what = "leaves no room for a score; lowest is the worst one"
+            found.add(what, given.key("lowest"), given.key("highest"))
+        if self.compares and run.group_size < 2:
+            found.add(
+                "compares the completions of a prompt; group_size=2 or more", ask, "group_size"
+            )
+        if self.compares and run.asks_greedily_alone:
+            what = "in an evaluation a greedy completion has none of its prompt to be compared with"
+            remedy = f"eval.num_samples=1, eval.every=0, or {ask}=reference"
+            found.add(f"{what}; {remedy}", ask, "eval.num_samples")
+        if self.ask == "reference":
+            for answer_key in run.unanswered:
+                found.add(
+                    f"compares with the prompt's answer; {answer_key}=answer", ask, answer_key
+                )
+        found.add_unless_file(self.template, given.key("template"))
+        self._find_secrets(given, found)
+
+    def _find_secrets(self, given: Given, found: Findings) -> None:
+        """Add a url or a key's name that cannot be used. Neither is shown: it may be secret."""
+        what = url_problem(self.url)
+        if what is not None:
+            key = given.key("url")
+            found.problems.append(Problem(key, what, (key,)))
+        if self.api_key_env is not None and not self.api_key_env.isidentifier():
+            key = given.key("api_key_env")
+            what = "is no name of an environment variable; export the key there, and give the name"
+            found.problems.append(Problem(key, what, (key,)))
+
+
+SETTINGS = JudgeKindSettings

@@ -1,0 +1,90 @@
+"""What the settings of every kind of scorer have, and how a scorer is given on a command line."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from llamarl.config.findings import Findings
+from llamarl.config.marks import settings_dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class RunFacts:
+    """What a scorer's settings are held against: values of the rest of the configuration."""
+
+    unanswered: tuple[str, ...]  # the keys of answers that are null: rows have none to compare with
+    group_size: int
+    asks_greedily_alone: bool  # an evaluation has one greedy completion of a prompt, and no other
+    longest: int  # tokens of a prompt that is trained on and its completion at most
+    max_lag: int | None
+    offload: bool
+    generator_kind: str
+    has_victim: bool
+
+
+@settings_dataclass
+class KindSettings:
+    """The settings of a scorer, of any kind: a file of this folder has those of one.
+
+    Readers ask what a kind is like, and never which one it is. What is said here holds for a kind
+    whose file says nothing else.
+    """
+
+    kind: str
+
+    # The ranks of the reward hold its model together, so that reward.replicate, tensor_parallel and
+    # stream are about it.
+    is_sharded: ClassVar[bool] = False
+    # The first rank of the reward takes every completion, and the others follow it.
+    acts_as_one: ClassVar[bool] = False
+    # It compares a completion with those before it, so its scores say nothing of success.
+    is_novelty: ClassVar[bool] = False
+    has_labels: ClassVar[bool] = False  # of which a key `label` names one
+
+    @property
+    def compares(self) -> bool:
+        """Whether it compares the completions of a prompt with each other."""
+        return False
+
+    @property
+    def sharded_model(self) -> str | None:
+        """The directory of the model that the reward's ranks hold together."""
+        return None
+
+    @property
+    def rescaling(self) -> tuple[float, float]:
+        """(scale, shift): what it gives is (raw score - shift) * scale."""
+        return 1.0, 0.0
+
+    def find(self, given: Given, run: RunFacts, found: Findings) -> None:
+        """Add to `found` what cannot go together, and files that are not there."""
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """A scorer as it is given on a command line.
+
+        reward=model reward.path=DIR
+        Given(settings=ModelKindSettings(...), name="model", section="reward", ...)
+
+    name: of it, in metrics and messages. section: where its keys are. weight: of its scores in a
+    sum; None: it stands alone. remedy: what to do where it fails, besides correcting it.
+    must_score: a failure on all samples ends the start. reads_ahead: it reads completions while
+    they are sampled, if its kind can. own_keys: keys that are not section.field, by field.
+    """
+
+    settings: KindSettings
+    name: str
+    section: str
+    remedy: str
+    must_score: bool
+    weight: float | None = None
+    reads_ahead: bool = False
+    own_keys: Mapping[str, str] = field(default_factory=dict)
+
+    def key(self, name: str) -> str:
+        """Return the key of the command line that gives this field."""
+        return self.own_keys.get(name, f"{self.section}.{name}")

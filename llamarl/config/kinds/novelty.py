@@ -1,0 +1,33 @@
+"""kind: novelty. How unlike a completion is to those before it, by embeddings."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from llamarl.config.findings import Findings
+from llamarl.config.kinds.kind import Given, KindSettings, RunFacts
+from llamarl.config.marks import settings_dataclass
+from llamarl.config.ranges import Count, Text
+from llamarl.words.choices import START
+
+
+@settings_dataclass
+class NoveltyKindSettings(KindSettings):
+    kind: Literal["novelty"]
+    embedder: Text
+    history: Count
+    nearest: Count | None
+
+    acts_as_one: ClassVar[bool] = True  # it has one history
+    is_novelty: ClassVar[bool] = True
+
+    def find(self, given: Given, run: RunFacts, found: Findings) -> None:
+        """Add offload, and a directory without an embedder."""
+        if run.offload:
+            what = "embeds whenever a group is whole, whoever has the device; offload=false"
+            found.add(what, given.key("kind"), "offload")
+        if self.embedder != START:
+            found.add_unless_model(self.embedder, given.key("embedder"))
+
+
+SETTINGS = NoveltyKindSettings

@@ -1,0 +1,79 @@
+"""kind: encoder. A classifier that transformers reads, whole on each rank of the reward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+
+from llamarl.config.kinds.encoder import EncoderKindSettings
+from llamarl.errors import NoWeights
+from llamarl.launch.kinds.kind import Kind, in_turn
+from llamarl.launch.prices import Price, encoder_numbers, itemsize_of
+from llamarl.models.fingerprint import model_digest
+from llamarl.scoring.ahead import StreamSettings
+from llamarl.scoring.classifier import Classifier, ClassifierSettings, check_encoder
+from llamarl.scoring.scorer import MakeScorer
+
+
+class EncoderKind(Kind[EncoderKindSettings]):
+    """An encoder with a head that classifies."""
+
+    def check(self) -> None:
+        """Look at its directory, labels, weights and tokenizer. ValueError or OSError."""
+        s = self.settings
+        with self.job.weights_may_wait(), self._named():
+            check_encoder(s.path, s.label, s.max_tokens)
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        """Have a ValueError inside say which keys gave the encoder."""
+        try:
+            yield
+        except NoWeights:
+            raise
+        except ValueError as error:
+            path = f"{self.given.key('path')}={self.settings.path}"
+            label = f"{self.given.key('label')}={self.settings.label or 'null'}"
+            raise ValueError(f"{path} {label}: {error}") from error
+
+    @property
+    def identity(self) -> str:
+        """The digest of its files, and what it reads and says."""
+        s = self.settings
+        read = f"{s.output} of {s.label or 'its label'}, reads {s.reads}"
+        return f"encoder {model_digest(s.path)}, {read}"
+
+    def describe(self) -> str:
+        """Return where it lies and where it will."""
+        return (
+            f"{self.settings.path}, an encoder in {self.settings.dtype}, whole on each reward rank"
+        )
+
+    def memory(self) -> Iterator[Price]:
+        """Yield the bytes of its weights."""
+        numbers = encoder_numbers(self.settings.path)
+        yield Price(self.price_name, self.ranks, numbers * itemsize_of(self.settings.dtype))
+
+    def make(self, stream: StreamSettings | None) -> MakeScorer:
+        """Return how to make it."""
+        s = self.settings
+        settings = ClassifierSettings(
+            path=s.path,
+            label=s.label,
+            output=s.output,
+            reads=s.reads,
+            dtype=s.dtype,
+            max_tokens=s.max_tokens,
+            batch_size=s.batch_size,
+        )
+        make = partial(
+            Classifier,
+            settings,
+            device=self.job.world.device,
+            reproducible=self.job.config.max_lag == 0,
+        )
+        return in_turn(make)
+
+
+KIND = EncoderKind

@@ -1,0 +1,92 @@
+"""kind: function. A Python function in worker processes, tried on samples before a run starts."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from functools import partial
+
+from llamarl.config.kinds.function import FunctionKindSettings
+from llamarl.launch.kinds.kind import Kind, in_turn
+from llamarl.scoring.ahead import StreamSettings
+from llamarl.scoring.by_set import BySet
+from llamarl.scoring.pool import RewardPool, check_reward
+from llamarl.scoring.scorer import Item, MakeScorer, Outcome
+from llamarl.scoring.trial import commonest
+
+log = logging.getLogger("llamarl")
+
+
+class FunctionKind(Kind[FunctionKindSettings]):
+    """A function that the user gave, or the task's own."""
+
+    def try_out(self, samples: Sequence[Item]) -> None:
+        """Have a function that the user gave score samples, and warn where it scores none of them.
+        ValueError if it fails on all in the same way, where that must not be.
+        """
+        if self.settings.fn is None:
+            return
+        outcomes = self.score(samples)
+        if any(outcome.kind == "score" for outcome in outcomes):
+            return
+        for kind, word in (("abstain", "abstains"), ("error", "fails")):
+            reasons = [outcome.reason for outcome in outcomes if outcome.kind == kind]
+            if reasons:
+                log.warning(
+                    "%s=%s %s on %d of the %d samples that it was tried on, and scores none: %s",
+                    self.given.key("fn"),
+                    self.settings.fn,
+                    word,
+                    len(reasons),
+                    len(outcomes),
+                    commonest(reasons),
+                )
+
+    def score(self, samples: Sequence[Item]) -> list[Outcome]:
+        """Return the outcomes of samples. ValueError as try_out says."""
+        return check_reward(
+            self.identity,
+            samples,
+            section=self.given.section,
+            fn_key=self._fn_key,
+            remedy=f"correct what scores, or {self.given.remedy}",
+            must_score=self.given.must_score,
+            timeout_s=self.settings.timeout_s,
+            memory_mb=self.settings.memory_mb,
+            **self.scored.conversation,
+        )
+
+    @property
+    def identity(self) -> str:
+        """Its import path."""
+        return self.settings.fn or self.job.task.default_reward
+
+    @property
+    def _fn_key(self) -> str:
+        """The key that names the function, where it is not section.fn."""
+        return self.given.own_keys.get("fn", "")
+
+    def make(self, stream: StreamSettings | None) -> MakeScorer:
+        """Return how to make a pool. Where the user named no function, each further set of held-out
+        prompts is scored by the function of its own kind.
+        """
+        pool = partial(
+            RewardPool,
+            num_workers=self.settings.num_workers,
+            timeout_s=self.settings.timeout_s,
+            memory_mb=self.settings.memory_mb,
+            section=self.given.section,
+            fn_key=self._fn_key,
+            **self.scored.conversation,
+        )
+        path = self.identity
+        others = []
+        if self.settings.fn is None:
+            others = [fn for fn in self.job.set_rewards if fn != path]
+        if not others:
+            return in_turn(partial(pool, path))
+        own = {fn: partial(pool, fn) for fn in others}
+        return in_turn(partial(BySet, partial(pool, path), own))
+
+
+KIND = FunctionKind

@@ -1,0 +1,141 @@
+"""kind: model. A decoder that scores, over the ranks of the reward."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from functools import cached_property, partial
+from pathlib import Path
+
+from llamarl.config.kinds.model import ModelKindSettings
+from llamarl.launch.identity import ModelParts, parts_of
+from llamarl.launch.job import read_model, read_tokenizer
+from llamarl.launch.kinds.kind import Kind
+from llamarl.launch.prices import GIB, Price, asking_bytes, cache_bytes, held_by_reward
+from llamarl.launch.scorers import chat_template_of, check_context, stream_cache_tokens
+from llamarl.models.config import ModelConfig, read_config
+from llamarl.models.fingerprint import model_digest
+from llamarl.models.scorer import label_of
+from llamarl.models.sharding import num_parameters
+from llamarl.scoring.ahead import StreamSettings
+from llamarl.scoring.model import ModelScorer
+from llamarl.scoring.scorer import MakeScorer
+from llamarl.scoring.sharded import ScorerSettings
+from llamarl.scoring.transcript import Transcript, same_tokens
+
+log = logging.getLogger("llamarl")
+
+
+class ModelKind(Kind[ModelKindSettings]):
+    """A model of a ...ForSequenceClassification directory."""
+
+    def check(self) -> None:
+        """Look at its directory, label, weights, tokenizer and context. ValueError or OSError."""
+        s = self.settings
+        given = f"{self.given.key('path')}={s.path}"
+        config = read_model(s.path)
+        if not config.labels:
+            raise ValueError(
+                f"{given}: {config.architecture} is a language model, without a "
+                "head that scores; need a ...ForSequenceClassification directory"
+            )
+        try:
+            label_of(config, s.label)
+        except ValueError as error:
+            label = f"{self.given.key('label')}={s.label or 'null'}"
+            raise ValueError(f"{label}: {s.path} {error}") from error
+        self.job.check_weights(s.path, config)
+        self._check_length(config, given)
+        if self.given.reads_ahead and self._transcript is not None:
+            raise ValueError(
+                f"reward.stream=true {given}: it has another vocabulary than the "
+                "policy, so that its tokens are not known before a completion has ended; "
+                "reward.stream=false, or a scorer of the policy's tokens"
+            )
+
+    def _check_length(self, config: ModelConfig, given: str) -> None:
+        """Check that it reads the longest sequence; of other tokens, that its chat template takes
+        it.
+        """
+        transcript = self._transcript
+        if transcript is None:
+            check_context(self.scored, config, given)
+            return
+        if self.job.world.rank == 0:
+            is_policy = self.scored.tokenizer is self.job.tokenizer
+            log.warning(
+                "%s has another vocabulary than the %s: it reads completions anew, as %s",
+                given,
+                "policy" if is_policy else "victim",
+                "its chat template" if transcript.chat else "plain text",
+            )
+        with chat_template_of(Path(self.settings.path), self.job):
+            transcript.ids(self.job.task.train_prompt(0).asked, "", has_ended=True)
+
+    @cached_property
+    def _transcript(self) -> Transcript | None:
+        """How it reads what was sampled in other tokens than its own; None where they are the
+        same.
+        """
+        scored = self.scored
+        theirs = read_tokenizer(Path(self.settings.path), chat=scored.chat)
+        if same_tokens(scored.tokenizer, theirs):
+            return None
+        return Transcript(theirs, chat=scored.chat, system_prompt=scored.system_prompt)
+
+    @property
+    def identity(self) -> str:
+        """The digest of its files, its label, and what is made of its scores."""
+        s = self.settings
+        return f"(model {model_digest(s.path)} {s.label or ''} - {s.shift:g}) * {s.scale:g}"
+
+    @property
+    def model(self) -> ModelParts:
+        """What tells it from other models, part by part."""
+        return parts_of(self.settings.path)
+
+    def describe(self) -> str:
+        """Return where it lies, and its size."""
+        size = num_parameters(read_config(self.settings.path))
+        return f"{self.settings.path}, a model of {size:,} parameters in {self.settings.dtype}"
+
+    def notes(self) -> list[str]:
+        """Return the line about its cache, where it reads completions while they are sampled."""
+        if not self.given.reads_ahead:
+            return []
+        tokens = stream_cache_tokens(self.job.config, self.job.placement, "reward")
+        size = f"{self._cache_bytes(tokens) / GIB:.2f} GiB a reward rank"
+        return [f"stream   {size}, for a cache of {tokens:,} tokens"]
+
+    def memory(self) -> Iterator[Price]:
+        """Yield the bytes of its weights and its cache, and of a forward."""
+        dtype = self.settings.dtype
+        model = read_config(self.settings.path)
+        held = held_by_reward(self.job, model, dtype)
+        if self.given.reads_ahead:
+            tokens = stream_cache_tokens(self.job.config, self.job.placement, "reward")
+            held += self._cache_bytes(tokens)
+        yield Price(self.price_name, self.ranks, held, asking_bytes(self.job, model, dtype))
+
+    def _cache_bytes(self, tokens: int) -> int:
+        """Return what a cache of so many tokens takes of a rank."""
+        model = read_config(self.settings.path)
+        split = self.job.config.reward.tensor_parallel
+        return cache_bytes(model, tokens, self.settings.dtype, split)
+
+    def make(self, stream: StreamSettings | None) -> MakeScorer:
+        """Return how to make it. stream: how it reads completions while they are sampled."""
+        s = self.settings
+        settings = ScorerSettings(
+            path=s.path,
+            dtype=s.dtype,
+            label=label_of(read_config(s.path), s.label),
+            microbatch_tokens=s.microbatch_tokens,
+            scale=s.scale,
+            shift=s.shift,
+            transcript=self._transcript,
+        )
+        return partial(ModelScorer, self.given.name, settings, stream=stream)
+
+
+KIND = ModelKind
