@@ -14,13 +14,14 @@ import tomllib
 from configparser import ConfigParser
 from functools import cache
 from pathlib import Path
-from typing import get_type_hints
+from typing import get_args, get_type_hints
 
 import pytest
 
 from llamarl.config.command_line import RED_TEAM, Config, ConfigError, check_command_line
 from llamarl.config.conversion import known_keys, schemas_of
 from llamarl.config.evaluation import EVALUATION
+from llamarl.config.kinds import KINDS
 from llamarl.config.preferences import PREFERENCES
 from llamarl.config.sft import SFT
 from llamarl.config.supervised import REWARD_MODEL
@@ -171,6 +172,69 @@ def test_light_modules_import_no_torch(module):
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=240
     )
     assert (done.stdout.strip(), done.returncode) == ("[]", 0), done.stderr
+
+
+# --- Kinds of what scores ---
+
+KIND_ROOMS = ("llamarl.config.kinds", "llamarl.launch.kinds")
+KIND_NAMES = {file.stem for file in (ROOT / "conf" / "reward").glob("*.yaml")}
+
+
+def asked_kinds(source: str) -> list[str]:
+    """What of a source depends on which kind a scorer is: a comparison of what is called kind with
+    a name, or an import of what one kind has alone.
+    """
+    tree = ast.parse(source)
+    found = []
+    for name in imported(tree):
+        room, _, rest = name.partition(".kinds.")
+        if f"{room}.kinds" in KIND_ROOMS and rest.split(".")[0] in KIND_NAMES:
+            found.append(name)
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Compare):
+            continue
+        inside = list(ast.walk(node))
+        words = {inner.value for inner in inside if isinstance(inner, ast.Constant)}
+        names = {inner.attr for inner in inside if isinstance(inner, ast.Attribute)}
+        if KIND_NAMES & words and "kind" in names:
+            found.append(ast.unparse(node))
+    return found
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "part.kind == 'model'",
+        "part.kind in ('function', 'judge')",
+        "'novelty' != part.kind",
+        "from llamarl.config.kinds.model import ModelKindSettings",
+        "import llamarl.launch.kinds.judge",
+        "from llamarl.launch.kinds import encoder",
+    ],
+)
+def test_asking_for_a_kind_of_scorer_is_seen(source):
+    assert asked_kinds(source)
+
+
+def test_nothing_asks_which_kind_a_scorer_is():
+    assert not asked_kinds("generator.kind == 'vllm'\nfrom llamarl.launch.kinds.kind import Kind")
+    rooms = (*KIND_ROOMS, "llamarl.config.rewards")
+    found = {}
+    for file in python_files(*CODE):
+        if not module_of(file).startswith(rooms):
+            found[module_of(file)] = asked_kinds(file.read_text())
+    assert not {module: asked for module, asked in found.items() if asked}
+
+
+def test_every_kind_of_scorer_has_its_three_files():
+    kinds = KIND_NAMES - {"parts"}  # which are of several kinds
+    assert {"function", "model", "encoder"} <= kinds
+    for room in ("config", "launch"):
+        files = (ROOT / "llamarl" / room / "kinds").glob("*.py")
+        assert {file.stem for file in files} - {"__init__", "kind"} == kinds
+    for kind in KINDS:
+        name = kind.__module__.rpartition(".")[2]
+        assert get_args(get_type_hints(kind)["kind"]) == (name,)
 
 
 # --- Pickle ---

@@ -1,0 +1,214 @@
+"""A kind of scorer that is added in three files, and in no other, does all that a kind does."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+MODEL = ROOT / "llamarl" / "models" / "tiny"
+LIMIT_S = 240
+SMALL = (
+    "max_steps=2",
+    "groups_per_step=4",
+    "group_size=4",
+    "eval.num_prompts=8",
+    "eval.every=1",
+    "eval.save_samples=true",
+)
+RATE = 0.5
+VALUES = """
+kind: length
+rate: 1.0                 # what a token costs
+max_error_rate: 0.1
+"""
+SETTINGS = """
+from __future__ import annotations
+
+from typing import Literal
+
+from llamarl.config.findings import Findings
+from llamarl.config.kinds.kind import Given, KindSettings, RunFacts
+from llamarl.config.marks import settings_dataclass
+from llamarl.config.ranges import Positive
+
+
+@settings_dataclass
+class LengthKindSettings(KindSettings):
+    kind: Literal["length"]
+    rate: Positive
+
+    def find(self, given: Given, run: RunFacts, found: Findings) -> None:
+        if self.rate > 100:
+            found.add("is too dear; at most 100", given.key("rate"))
+
+
+SETTINGS = LengthKindSettings
+"""
+KIND = '''
+from functools import partial
+
+from llamarl.config.kinds.length import LengthKindSettings
+from llamarl.launch.kinds.kind import Kind
+from llamarl.launch.prices import Price
+from llamarl.scoring.scorer import Outcome, Scorer
+
+
+class Length(Scorer):
+    """A completion's score is what its tokens cost, below 0."""
+
+    def __init__(self, name, rate, site):
+        self.name = name
+        self._rate = rate
+        self._done = []
+
+    @property
+    def pending(self):
+        return len(self._done)
+
+    def submit(self, key, item):
+        self._done.append((key, Outcome.score(-self._rate * len(item.sampled_ids))))
+
+    def poll(self):
+        done = self._done
+        self._done = []
+        return done
+
+    def wait(self, timeout_s):
+        return bool(self._done)
+
+
+class LengthKind(Kind[LengthKindSettings]):
+    def check(self):
+        if self.settings.rate == 99:
+            raise ValueError(f"{self.given.key('rate')}=99: of all numbers")
+
+    def try_out(self, samples):
+        print(f"tried on {len(samples)} samples")
+
+    @property
+    def identity(self):
+        return f"length at {self.settings.rate:g}"
+
+    def notes(self):
+        return ["length   has no limit"]
+
+    def memory(self):
+        yield Price(self.price_name, self.ranks, 3 << 30)
+
+    def make(self, stream):
+        return partial(Length, self.given.name, self.settings.rate)
+
+
+KIND = LengthKind
+'''
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory) -> Path:
+    """A copy of the product with three files more."""
+    folder = tmp_path_factory.mktemp("tree")
+    ignored = shutil.ignore_patterns("__pycache__")
+    for name in ("llamarl", "executors", "recipes", "conf"):
+        shutil.copytree(ROOT / name, folder / name, ignore=ignored)
+    (folder / "conf" / "reward" / "length.yaml").write_text(VALUES)
+    (folder / "llamarl" / "config" / "kinds" / "length.py").write_text(SETTINGS)
+    (folder / "llamarl" / "launch" / "kinds" / "length.py").write_text(KIND)
+    return folder
+
+
+def start(tree: Path, *given: str, recipe: str = "llama_async.py", code: int = 0) -> str:
+    """All that a recipe of the tree prints, which must end with this exit code."""
+    own = {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [sys.executable, str(tree / "recipes" / recipe), *given],
+        cwd=tree,
+        env={**os.environ, **own},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=LIMIT_S,
+    )
+    assert done.returncode == code, done.stdout
+    return done.stdout
+
+
+def rows(run_dir: Path) -> list[dict]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def samples(run_dir: Path) -> list[dict]:
+    """The answers of all evaluations."""
+    found = []
+    for file in sorted((run_dir / "samples").iterdir()):
+        found += [json.loads(line) for line in file.read_text().splitlines()]
+    assert len(found) == 3 * 8, "at the start and after each of two steps"
+    return found
+
+
+PARTS = (
+    "reward=parts",
+    "reward.parts={brief: {kind: length, rate: 2, weight: 0.25}, right: {kind: function}}",
+)
+
+
+def test_a_command_line_with_a_kind_of_ones_own_is_read_as_strictly_as_any(tree):
+    wrong = ("reward=length", "reward.rate=0", "reward.num_workers=2")
+    said = " ".join(start(tree, *wrong, code=2).split())
+    assert "reward.rate=0 need a number above 0" in said
+    assert "reward.num_workers only reward=function has it" in said
+    said = start(tree, *PARTS, "reward.parts.brief.rate=101", code=2)
+    assert "reward.parts.brief.rate=101.0   is too dear; at most 100" in said
+
+
+def test_a_dry_run_checks_prices_and_describes_a_kind_of_ones_own(tree):
+    said = start(tree, *PARTS, "+dry_run=true")
+    assert "reward   length at 2\nlength   has no limit\n" in said
+    assert "memory   reward.parts.brief (length): 3.00 GiB held, on rank 0" in said
+    assert "reward   llamarl.tasks.rewards:exact_match, here given the reference answers" in said
+    said = start(tree, "reward=length", "reward.rate=99", "+dry_run=true", code=2)
+    assert "reward.rate=99: of all numbers" in said
+
+
+def right(sample: dict) -> bool:
+    """Whether an answer to "12+34=" is the sum, and nothing else."""
+    first, second = sample["prompt"].removesuffix("=").split("+")
+    return sample["completion"].strip() == str(int(first) + int(second))
+
+
+def test_a_run_is_rewarded_by_a_kind_of_ones_own(tree, tmp_path):
+    given = ("reward=length", f"reward.rate={RATE}")
+    said = start(tree, *SMALL, *given, f"run_dir={tmp_path}/run")
+    assert "tried on 3 samples" in said
+    for sample in samples(tmp_path / "run"):
+        assert sample["score"] == -RATE * sample["num_tokens"]
+    for row in rows(tmp_path / "run")[1:]:
+        assert row["reward/mean"] == pytest.approx(-RATE * row["completion/length_mean"])
+
+
+@pytest.mark.slow
+def test_a_run_adds_a_kind_of_ones_own_to_others(tree, tmp_path):
+    start(tree, *SMALL, *PARTS, "max_lag=0", f"run_dir={tmp_path}/run")
+    for sample in samples(tmp_path / "run"):
+        assert sample["score"] == 0.25 * -2 * sample["num_tokens"] + right(sample)
+    for row in rows(tmp_path / "run")[1:]:
+        assert row["reward/brief/mean"] == pytest.approx(-2 * row["completion/length_mean"])
+
+
+@pytest.mark.slow
+def test_preference_pairs_are_labelled_by_a_kind_of_ones_own(tree, tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps({"prompt": f"{n}+1="}) + "\n" for n in range(8)))
+    small = ("task.max_prompt_tokens=64", "max_new_tokens=8", "task.answer_key=null")
+    given = (f"task.path={file}", f"out={tmp_path}/pairs.jsonl", f"model.path={MODEL}")
+    start(tree, *given, *small, "reward=length", recipe="preferences.py")
+    pairs = [json.loads(line) for line in (tmp_path / "pairs.jsonl").read_text().splitlines()]
+    assert pairs
+    for pair in pairs:
+        assert len(pair["chosen"]) < len(pair["rejected"])
