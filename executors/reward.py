@@ -206,8 +206,8 @@ class Reward(Executor):
         return has_sent or has_scored or has_taken or has_judged
 
     def waiting_for(self) -> str | None:
-        """What it waits for, in words that begin with the cause: room, scores or data. The first
-        rank alone is owed anything.
+        """Return what it waits for, in words that begin with the cause: room, scores or data. The
+        first rank alone is owed anything.
         """
         if self.follows:
             return None
@@ -249,7 +249,7 @@ class Reward(Executor):
         self._judges.close()
 
     def offloadable(self) -> Iterable[torch.Tensor]:
-        """The tensors that may leave the device while others use it."""
+        """Yield the tensors that may leave the device while others use it."""
         yield from self._scorer.tensors()
         yield from self._judges.tensors()
 
@@ -335,7 +335,7 @@ class Reward(Executor):
                 self.metrics.add_mean(f"reward/part/{part}/mean", outcome.value)
 
     def _room(self) -> int:
-        """How many completions may still be handed on."""
+        """Return how many completions may still be handed on."""
         return max(0, MAX_PENDING - self._scorer.pending)
 
     def _submit(self, record: Scorable | Replies, prompt: Prompt) -> int | None:

@@ -41,8 +41,8 @@ def frozen_decoder(
 
 
 def decoder_over(group: ExecutorGroup, path: str | Path, *, dtype: torch.dtype) -> Decoder:
-    """The frozen decoder of a directory over the ranks of an executor, as these hold a model
-    together. Each holds embedding and head whole where it shares layers, for a token's logprob.
+    """Return the frozen decoder of a directory, which the ranks of an executor hold together. Where
+    they share layers each holds embedding and head whole, for a token's logprob.
     """
     return frozen_decoder(
         path,

@@ -97,7 +97,7 @@ class Diversity(EvalJudge):
         self._evaluations.clear()
 
     def _metrics(self, evaluation: _Evaluation) -> Metrics:
-        """Of each set the mean over prompts of the mean distance of two of a prompt's answers."""
+        """Return, for each set, the mean over its prompts of the mean distance of two answers."""
         vectors_NE = torch.cat(evaluation.vectors)
         of_prompts = vectors_NE.split(evaluation.sizes)
         distances = [mean_pairwise_distance(own) for own in of_prompts]

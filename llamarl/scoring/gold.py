@@ -126,7 +126,7 @@ class Gold(FindsBySet[Judged]):
         return keys
 
     def _scores(self, keys: list[int], what: str) -> np.ndarray:
-        """[N] of these keys, NaN for those that have no score, of which a warning says why.
+        """Return the scores [N] of these keys, NaN for those that have none; a warning says why.
         RewardError if all are errors.
         """
         outcomes = [self._outcomes.pop(key) for key in keys]

@@ -29,7 +29,7 @@ from llamarl.scoring.scorer import Site
 from llamarl.scoring.together import Call
 from llamarl.tasks.held_out import EvalSet
 
-# Of a round: what each data-parallel rank reads at once, by microbatch.
+# What the ranks read at once: one microbatch for each data-parallel rank at most.
 Microbatches = list[list[Asked]]
 
 
@@ -160,8 +160,8 @@ class Perplexity(FindsBySet[Likelihood]):
             )
 
     def _logprobs(self, microbatches: Microbatches) -> Tensor:
-        """The log-probability [N] float64, nats, of each answer, microbatch after microbatch; the
-        same on all ranks, of which each computes its share.
+        """Collective: return the log-probabilities [N] of the answers, microbatch after microbatch:
+        float64, nats, the same on all ranks, of which each computes its share.
         """
         group = self._site.group
         sizes = [len(asked) for asked in microbatches]
@@ -178,8 +178,8 @@ class Perplexity(FindsBySet[Likelihood]):
 
 
 def _to_words(microbatches: Microbatches) -> Tensor:
-    """Microbatches as whole numbers, for other ranks: how many there are, how much each asks, and
-    all that is asked.
+    """Return microbatches as whole numbers, for other ranks: how many there are, how much each
+    asks, and all that is asked.
     """
     sizes = [len(asked) for asked in microbatches]
     everything = list(chain.from_iterable(microbatches))
@@ -187,7 +187,7 @@ def _to_words(microbatches: Microbatches) -> Tensor:
 
 
 def _from_words(words: Tensor) -> Microbatches:
-    """The inverse of _to_words."""
+    """Invert _to_words."""
     count = int(words[0])
     everything = iter(from_words(words[1 + count :]))
     sizes = words[1 : 1 + count].tolist()

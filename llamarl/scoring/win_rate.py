@@ -46,7 +46,7 @@ def wins(gold_N: np.ndarray, against_N: np.ndarray, same_N: np.ndarray) -> np.nd
 
 
 def win_rate(wins_N: np.ndarray) -> WinRate | None:
-    """The mean, and Wilson's interval (1927, eq. 1); None if nothing was compared.
+    """Return the mean, and Wilson's interval (1927, eq. 1); None if nothing was compared.
 
     With p the mean over n prompts and z = 1.96:
 
@@ -70,8 +70,8 @@ def win_rate(wins_N: np.ndarray) -> WinRate | None:
 
 
 def length_controlled(wins_N: np.ndarray, longer_N: np.ndarray) -> float | None:
-    """The win rate that a logistic regression foresees for pairs of equal length (AlpacaEval 2;
-    Dubois et al. 2024, section 3).
+    """Return the win rate that a logistic regression foresees for pairs of equal length
+    (AlpacaEval 2; Dubois et al. 2024, section 3).
 
         P(win) = sigmoid(intercept + slope tanh(longer / deviation of longer)),   sigmoid(intercept)
 
@@ -91,8 +91,8 @@ def length_controlled(wins_N: np.ndarray, longer_N: np.ndarray) -> float | None:
 def length_controlled_interval(
     wins_N: np.ndarray, longer_N: np.ndarray, *, seed: int
 ) -> WinRate | None:
-    """The same with an interval of 95 %: percentiles over resampled prompts (Efron 1979), of which
-    the scale of lengths stays that of all.
+    """Return what length_controlled does, with an interval of 95 %: percentiles over resampled
+    prompts (Efron 1979). The scale of lengths stays that of all prompts.
     """
     share = length_controlled(wins_N, longer_N)
     if share is None:
@@ -159,7 +159,7 @@ class Judged:
     same_N: np.ndarray | None = None  # bool: the two texts are equal
 
     def part(self, begin: int, end: int) -> Judged:
-        """What it says of the answers from `begin` on and before `end`."""
+        """Return what it says of the answers from `begin` on and before `end`."""
 
         def cut(values_N: np.ndarray | None) -> np.ndarray | None:
             return None if values_N is None else values_N[begin:end]
@@ -186,7 +186,7 @@ class Judged:
         return self.num_tokens_N - self.against_tokens_N
 
     def metrics(self) -> dict[str, float | None]:
-        """The columns eval/...; None where nothing could be scored or compared."""
+        """Return the columns eval/...; None where nothing could be scored or compared."""
         found: dict[str, float | None] = {
             "eval/gold": _mean(self.gold_N),
             "eval/gold_masked": int(np.isnan(self.gold_N).sum()),

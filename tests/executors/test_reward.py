@@ -266,7 +266,7 @@ class Patient(EvalJudge):
 def test_an_evaluation_is_reported_once_its_judges_have_spoken(build):
     judge = Patient()
     executor = build(eval_sets=own_set(2), judges=[lambda site: judge])
-    feed = executor.inputs["evaluations"].records
+    feed = executor.inputs.of(EvalCompletion).records
     feed.extend([answer(1, 0, "wrong"), answer(0, 0, "right"), answer(0, 0, "")])
     settle(executor)
     assert judge.begun == [(3, ["right", "wrong"])] and not executor.metrics.reports
