@@ -86,6 +86,15 @@ def test_llamarl_imports_no_executor_and_no_recipe():
     }
 
 
+def test_executors_tests_share_no_test_file():
+    """What they share is in modules of its own, such as tests/executors/fakes.py."""
+    shared = "tests.executors.test_"
+    assert f"{shared}x.Fake" in imported(ast.parse("from tests.executors.test_x import Fake"))
+    for file in python_files("tests"):
+        names = imported(ast.parse(file.read_text()))
+        assert not [name for name in names if name.startswith(shared)], file.name
+
+
 # The rooms of llamarl from the ground up: a file imports its own room and those before it.
 ORDER = (
     "types errors words executor native models tasks comm tickets learning inference ddma scoring "

@@ -26,6 +26,7 @@ from llamarl.models.config import read_config
 from llamarl.models.fsdp import local
 from llamarl.models.sharding import parameter_shapes
 from llamarl.types import Group, Policy
+from tests.executors.fakes import FakeReceiver
 from tests.tolerances import rounding
 
 pytestmark = pytest.mark.slow
@@ -140,7 +141,8 @@ def trainer_of(model: Path, group: ExecutorGroup, case: str) -> tuple[FSDPTraine
     job.model_path, job.prompts = model, [group_of(i) for i in range(99)]
     trainer = build_trainer(config, job)
     peers = Peers()
-    trainer.attach(group, [], [(Policy, peers)], peers, peers, peers, peers)
+    ends = [(Group, FakeReceiver())], [(Policy, peers)]
+    trainer.attach(group, *ends, peers, peers, peers, peers)
     trainer.setup()
     return trainer, peers
 

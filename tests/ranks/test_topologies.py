@@ -33,6 +33,7 @@ from llamarl.models.sharding import Box, parameter_shapes
 from llamarl.tickets.ledger import TicketLedger
 from llamarl.tickets.service import TicketService
 from llamarl.types import Group, Policy, Prompt
+from tests.executors.fakes import FakeReceiver
 from tests.tolerances import rounding
 
 pytestmark = pytest.mark.machine
@@ -182,7 +183,8 @@ def trainer_of(model: Path, group: ExecutorGroup) -> tuple[FSDPTrainer, Recorder
         critic_seed=3,
     )
     recorder = Recorder()
-    trainer.attach(group, [], [(Policy, recorder)], recorder, recorder, recorder, recorder)
+    ends = [(Group, FakeReceiver())], [(Policy, recorder)]
+    trainer.attach(group, *ends, recorder, recorder, recorder, recorder)
     trainer.setup()
     return trainer, recorder
 

@@ -19,7 +19,7 @@ from llamarl.executor import Executor, Inputs, Outputs, WeightsForm
 from llamarl.launch.graph import channels_between
 from llamarl.launch.job import Job
 from llamarl.launch.run_directory import RunDirectory
-from llamarl.types import Completion, EvalAnswered, EvalCompletion, Group, Policy, Stretch
+from llamarl.types import Completion, EvalCompletion, Group, Policy, Stretch
 
 
 class Station(Executor):
@@ -147,13 +147,8 @@ REFUSED = {
         "judge consumes Completion, which generator sends to reward",
     ),
     "two send it": (
-        lambda: [
-            generator(),
-            reward(),
-            Station("judge", (EvalAnswered,), (Group,)),
-            trainer(),
-        ],
-        "judge consumes EvalAnswered, which none produces",
+        lambda: [generator(), reward(), Station("maker", (), (Group,)), trainer()],
+        "trainer consumes Group, which would come from both reward and maker",
     ),
     "it is behind its reader": (
         lambda: [generator(), reward(), trainer(), annotator("late")],
