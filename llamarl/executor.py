@@ -394,7 +394,7 @@ class Executor:
         """Called once by the controller, on the executor's own ranks, before `setup`.
 
         inputs, outputs: this rank's ends of the channels, each with what it carries. A channel of
-        weights has ends of its own kind (llamarl.ddma).
+        weights has ends of its own kind (llamarl.ddma.channel).
         """
         self.group = group
         self.inputs = Inputs(self.name, inputs)

@@ -1,7 +1,7 @@
 """Ahead: what one model reads of completions while these are sampled, on all ranks of its executor
 (OPPO's intra-step overlap, Yan et al. 2025, 3.1 and algorithm 1).
 
-    hear(stretch) --> GrowingSequences, one a cache --next_passes--> read --> PieceReader, all ranks
+    hear(stretch) --> GrowingSequences, one a cache --next_pass--> read --> PieceReader, all ranks
 
 Each data-parallel rank has a cache. The first rank plans for all: it has an object of
 GrowingSequences for each cache, and a ticket's completions all meet the same one.

@@ -4,7 +4,7 @@
 
 A function in worker processes (pool.py), a judge behind a server (judge.py), an encoder
 (classifier.py), a model that scores (model.py), novelty (novelty.py), a victim's replies
-(answers.py) and a weighted sum of several (weighted.py) are Scorers. What makes one is a
+(replies.py) and a weighted sum of several (weighted.py) are Scorers. What makes one is a
 MakeScorer, which is given the Site that it runs at. tests/unit/test_scorer_contract.py holds each
 to what is said here.
 """

@@ -12,7 +12,7 @@ it as a script.
             several side by side each has a line of its own, as it is done
     bell    one byte after each line of stdout, into the descriptor that the pool gave for it
 
-sampled has of each completion what goes into its meta as SAMPLED (source.py), or null. limit_s is
+sampled has of each completion what goes into its meta as SAMPLED (sampled.py), or null. limit_s is
 of the whole call; where it scores several side by side, of each of them.
 
 One JSON value a line; finished_at is time.monotonic(), which all processes of a machine share. Both
