@@ -52,7 +52,10 @@ def seconds(work: Callable[[], object]) -> float:
 
 
 def prompts(batch: int, vocab: int) -> list[list[int]]:
-    return [[(7 * i + 13 * j) % (vocab - 8) + 4 for j in range(PROMPT)] for i in range(batch)]
+    prompts = []
+    for i in range(batch):
+        prompts.append([(7 * i + 13 * j) % (vocab - 8) + 4 for j in range(PROMPT)])
+    return prompts
 
 
 # --- The contestants: each gives a function that makes batch x new_tokens tokens ---
@@ -210,7 +213,9 @@ def read_s() -> float:
 # --- Uneven lengths ---
 
 
-SLOTS, REQUESTS, LONG = 32, 256, 256  # LONG: tokens of the second context at which a step is timed
+SLOTS = 32
+REQUESTS = 256
+LONG = 256  # tokens of the second context at which a step is timed
 ROWS = (1, 2, 4, 8, 16, 24, 32)
 
 
@@ -261,7 +266,7 @@ def uneven(args: argparse.Namespace) -> dict[str, float]:
     }
     for _ in range(max(1, args.repeats - 1)):
         found["uneven"].append(run(lengths))
-        costs = [[step_s(n, tokens) for tokens in (PROMPT, LONG)] for n in ROWS]
+        costs = [[step_s(n, PROMPT), step_s(n, LONG)] for n in ROWS]
         prefill = run([1] * REQUESTS)
         found["equal"].append(run(equal))
         for name, wanted in (("ideal_uneven", lengths), ("ideal_equal", equal)):

@@ -71,7 +71,13 @@ def load_run(folder: Path, overrides: tuple[str, ...]) -> Run | None:
     if not file.exists():
         return None
     kept = json.loads(file.read_text())
-    return Run(tuple(kept["overrides"]), kept["rows"], kept["failed"], kept["cpu_s"], kept["load"])
+    return Run(
+        overrides=tuple(kept["overrides"]),
+        rows=kept["rows"],
+        failed=kept["failed"],
+        cpu_s=kept["cpu_s"],
+        load=kept["load"],
+    )
 
 
 def make(folder: Path, wanted: list[tuple[str, ...]], *, jobs: int) -> None:
@@ -141,6 +147,11 @@ def _fork(folder: Path, overrides: tuple[str, ...]) -> int:
         os._exit(code)
 
 
+def _kept(row: dict) -> dict:
+    """What is kept of a row of metrics."""
+    return {k: v for k, v in row.items() if k in KEPT or k.startswith("buffer/")}
+
+
 def _finish(
     folder: Path, overrides: tuple[str, ...], status: int, usage: resource.struct_rusage
 ) -> Run:
@@ -156,11 +167,14 @@ def _finish(
                 f"{' '.join(overrides)} failed, status {status}:\n" + "\n".join(log[-15:])
             )
     lines = (scratch / "run" / "metrics.jsonl").read_text().splitlines()
-    rows = [
-        {k: v for k, v in json.loads(line).items() if k in KEPT or k.startswith("buffer/")}
-        for line in lines
-    ]
-    run = Run(overrides, rows, failed, usage.ru_utime + usage.ru_stime, os.getloadavg()[0])
+    rows = [_kept(json.loads(line)) for line in lines]
+    run = Run(
+        overrides=overrides,
+        rows=rows,
+        failed=failed,
+        cpu_s=usage.ru_utime + usage.ru_stime,
+        load=os.getloadavg()[0],
+    )
     keep(store(folder, overrides), {**run.__dict__, "finished_at": time.time()})
     shutil.rmtree(scratch)
     return run

@@ -36,7 +36,22 @@ SIZE = 8  # completions a group
 LENGTH = 16  # tokens a completion
 BOUND = 2000.0  # completions/s to beat
 
-SMALL = ModelConfig("LlamaForCausalLM", 8, 8, 16, 1, 1, 1, 8, 1e-5, 1e4, None, 64, True, False)
+SMALL = ModelConfig(
+    architecture="LlamaForCausalLM",
+    vocab_size=8,
+    hidden_size=8,
+    intermediate_size=16,
+    num_hidden_layers=1,
+    num_attention_heads=1,
+    num_key_value_heads=1,
+    head_dim=8,
+    rms_norm_eps=1e-5,
+    rope_theta=1e4,
+    rope_scaling=None,
+    max_position_embeddings=64,
+    tie_word_embeddings=True,
+    attention_bias=False,
+)
 
 
 def model() -> torch.nn.ParameterDict:
@@ -103,7 +118,9 @@ class FakeTrainer(Executor):
     leads = True
 
     def __init__(self, steps):
-        self.version, self.steps, self.done = 0, steps, False
+        self.version = 0
+        self.steps = steps
+        self.done = False
         self.groups: dict[int, Group] = {}
         self.began = 0.0
 
@@ -142,7 +159,9 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     world = init_world(threads=1, timeout_s=60, reproducible=True)
-    generator, reward, trainer = FakeGenerator(), FakeReward(), FakeTrainer(args.steps)
+    generator = FakeGenerator()
+    reward = FakeReward()
+    trainer = FakeTrainer(args.steps)
     last = world.size - 1
     with tempfile.TemporaryDirectory() as folder:
         ExecutorController(

@@ -24,6 +24,7 @@ file whose tables are written anew, each between its markers `<!-- table STUDY -
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 from collections.abc import Iterable
 from pathlib import Path
@@ -109,8 +110,7 @@ def settings(
 def lag_cases(steps: int) -> list[Case]:
     return [
         Case("lag", f"max_lag {lag}", loss, settings(loss, max_lag=lag, steps=steps))
-        for lag in LAGS
-        for loss in LOSSES
+        for lag, loss in itertools.product(LAGS, LOSSES)
     ]
 
 
@@ -123,8 +123,7 @@ def minibatch_cases(steps: int) -> list[Case]:
             settings(loss, max_lag=0, steps=steps, minibatches=n),
             updates_a_step=n,
         )
-        for n in MINIBATCHES
-        for loss in LOSSES
+        for n, loss in itertools.product(MINIBATCHES, LOSSES)
     ]
 
 
@@ -136,8 +135,7 @@ def cap_cases(steps: int) -> list[Case]:
             f"ratio_cap {cap}",
             (*settings("aipo", max_lag=16, steps=steps, rate=rate), f"loss.ratio_cap={cap}"),
         )
-        for rate in CAP_RATES
-        for cap in CAPS
+        for rate, cap in itertools.product(CAP_RATES, CAPS)
     ]
 
 
@@ -159,8 +157,7 @@ def sync_cases(steps: int) -> list[Case]:
 def search_cases(steps: int, losses: Iterable[str], rates: Iterable[str]) -> list[Case]:
     return [
         Case("search", loss, f"lr {rate}", (*settings(loss, steps=steps, rate=rate), *TO_TARGET))
-        for loss in losses
-        for rate in rates
+        for loss, rate in itertools.product(losses, rates)
     ]
 
 
@@ -210,22 +207,21 @@ def measure(cases: list[Case], seeds: list[int], args: argparse.Namespace) -> li
     """All runs of these cases, seed by seed, so that a busy machine meets all alike."""
     wanted = {
         (case, seed): (*case.overrides, f"seed={seed}", *args.overrides)
-        for seed in seeds
-        for case in cases
+        for seed, case in itertools.product(seeds, cases)
     }
     if args.jobs:
         make(args.runs, list(wanted.values()), jobs=args.jobs)
-    curves = [
-        Curve(
-            case, tuple(run for seed in seeds if (run := load_run(args.runs, wanted[case, seed])))
-        )
-        for case in cases
-    ]
+    curves = []
+    for case in cases:
+        runs = [load_run(args.runs, wanted[case, seed]) for seed in seeds]
+        curves.append(Curve(case, tuple(run for run in runs if run)))
     return [curve for curve in curves if curve.runs]
 
 
 def study(name: str, args: argparse.Namespace) -> list[Curve]:
-    steps, seeds, far = args.steps, list(range(args.seeds)), args.steps * 3 // 2
+    steps = args.steps
+    seeds = list(range(args.seeds))
+    far = args.steps * 3 // 2
     if name in ("lag", "minibatches", "cap", "sync"):
         cases = {
             "lag": lag_cases,
@@ -247,7 +243,9 @@ def study(name: str, args: argparse.Namespace) -> list[Curve]:
     found = search(far, args)
     if name == "search":
         return found
-    rates = {loss: choose_rate([c for c in found if c.case.panel == loss]) for loss in ALL_LOSSES}
+    rates = {}
+    for loss in ALL_LOSSES:
+        rates[loss] = choose_rate([curve for curve in found if curve.case.panel == loss])
     return measure((table_cases if name == "table" else tba_cases)(far, rates), seeds, args)
 
 

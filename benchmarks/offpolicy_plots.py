@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from pathlib import Path
 
@@ -12,7 +13,9 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from offpolicy_results import TARGETS, Curve, accuracies, grid, settled_lag, soonest_first, steps_to
 
-WIDTH, HEIGHT, DPI = 3.6, 2.9, 110  # inches a panel
+WIDTH = 3.6  # inches a panel
+HEIGHT = 2.9
+DPI = 110
 LEGEND = 0.45  # inches
 
 
@@ -64,7 +67,8 @@ def _panels(study: str, curves: list[Curve]) -> plt.Figure:
         for name, colour in zip(names, plt.get_cmap("tab10").colors):
             if (name, panel) in cells:
                 _band(ax, cells[name, panel], name, colour)
-        lags = [settled_lag(run) for c in curves if c.case.panel == panel for run in c.runs]
+        runs = itertools.chain.from_iterable(c.runs for c in curves if c.case.panel == panel)
+        lags = [settled_lag(run) for run in runs]
         ax.set_title(
             f"{panel} (reached: {statistics.mean(lags):.1f})" if study == "lag" else panel,
             fontsize=9,
@@ -75,7 +79,9 @@ def _panels(study: str, curves: list[Curve]) -> plt.Figure:
 def _band(ax: Axes, curve: Curve, name: str, colour: tuple) -> None:
     by_step = [dict(accuracies(run.rows)) for run in curve.runs]
     steps = sorted(set.intersection(*(set(found) for found in by_step)))
-    values = [[found[s] for found in by_step] for s in steps]
+    values = []
+    for step in steps:
+        values.append([found[step] for found in by_step])
     x = [s * curve.case.updates_a_step for s in steps]
     ax.plot(x, [statistics.mean(v) for v in values], color=colour, label=name, lw=1.5)
     ax.fill_between(

@@ -102,13 +102,9 @@ def median(values: Iterable[float], form: str = ".0f") -> str:
 
 def tables(study: str, curves: list[Curve]) -> str:
     """A study's Markdown table."""
-    return (
-        _to_target(curves)
-        if study in ("table", "tba")
-        else _search(curves)
-        if study == "search"
-        else _finals(curves)
-    )
+    if study in ("table", "tba"):
+        return _to_target(curves)
+    return _search(curves) if study == "search" else _finals(curves)
 
 
 def page_tables(study: str, curves: list[Curve]) -> dict[str, str]:
@@ -145,24 +141,16 @@ def _finals(curves: list[Curve]) -> str:
     """
     names, panels, cells = grid(curves)
     seeds = max(len(c.runs) for c in curves)
-    lags = {
-        p: [settled_lag(r) for c in curves if c.case.panel == p for r in c.runs] for p in panels
-    }
+    lags: dict[str, list[float]] = {panel: [] for panel in panels}
+    for curve in curves:
+        lags[curve.case.panel] += [settled_lag(run) for run in curve.runs]
     if panels == [""]:
         head = ["", "final accuracy, %", "mean lag, steps"]
-        return _markdown(
-            [
-                head,
-                *(
-                    [
-                        c.case.curve,
-                        _final(c, seeds),
-                        spread([settled_lag(r) for r in c.runs], ".1f"),
-                    ]
-                    for c in curves
-                ),
-            ]
-        )
+        rows = [head]
+        for curve in curves:
+            lag = spread([settled_lag(run) for run in curve.runs], ".1f")
+            rows.append([curve.case.curve, _final(curve, seeds), lag])
+        return _markdown(rows)
     lagged = any(map(any, lags.values()))
     rows = [["final accuracy, %", *names, *["mean lag, steps"] * lagged]]
     for p in panels:
@@ -267,12 +255,17 @@ def _to_target(curves: list[Curve]) -> str:
     ]
     for curve in sorted(curves, key=soonest_first):
         runs = curve.runs
+        steps = []
+        seconds = []
+        for target in TARGETS:
+            steps.append(median(steps_to(run.rows, target) for run in runs))
+            seconds.append(median(seconds_to(run.rows, target) for run in runs))
         rows.append(
             [
                 curve.case.curve,
                 curve.case.panel.removeprefix("lr "),
-                *(median(steps_to(r.rows, t) for r in runs) for t in TARGETS),
-                *(median(seconds_to(r.rows, t) for r in runs) for t in TARGETS),
+                *steps,
+                *seconds,
                 spread([r.cpu_s for r in runs], ".0f"),
                 spread([100 * best(r) for r in runs], ".1f"),
                 f"{statistics.mean(settled_lag(r) for r in runs):.1f}",
@@ -300,17 +293,17 @@ def refresh(file: Path, study: str, table: str) -> None:
 
 def write_json(file: Path, curves: list[Curve], about: dict) -> None:
     """Everything that tables and plots are made of."""
-    cases = [
-        {
-            "study": c.case.study,
-            "panel": c.case.panel,
-            "curve": c.case.curve,
-            "overrides": c.case.overrides,
-            "updates_a_step": c.case.updates_a_step,
-            "runs": [_summary(run) for run in c.runs],
+    cases = []
+    for curve in curves:
+        case = {
+            "study": curve.case.study,
+            "panel": curve.case.panel,
+            "curve": curve.case.curve,
+            "overrides": curve.case.overrides,
+            "updates_a_step": curve.case.updates_a_step,
+            "runs": [_summary(run) for run in curve.runs],
         }
-        for c in curves
-    ]
+        cases.append(case)
     lines = ",\n".join(json.dumps(case) for case in cases)
     file.write_text(f'{{"about": {json.dumps(about)},\n"cases": [\n{lines}\n]}}\n')
 
@@ -348,4 +341,10 @@ def _run_of(summary: dict) -> Run:
         rows[step]["ratio/max"] = summary["ratio_max"]
     for (step, accuracy), seconds in zip(summary["accuracy"], summary["seconds"]):
         rows[step] |= {"eval/accuracy": accuracy, "time/evaluated_s": seconds}
-    return Run((), list(rows.values()), summary["failed"], summary["cpu_s"], summary["load"])
+    return Run(
+        overrides=(),
+        rows=list(rows.values()),
+        failed=summary["failed"],
+        cpu_s=summary["cpu_s"],
+        load=summary["load"],
+    )

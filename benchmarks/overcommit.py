@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib.util
+import itertools
 import json
 import math
 import random
@@ -46,11 +47,9 @@ from llamarl.tickets.governors import Constants
 from llamarl.tickets.ledger import TicketLedger
 from llamarl.types import Completion, Group, ScoredCompletion
 
-B, SLOTS, MEAN = (
-    8,
-    16,
-    1.6,
-)  # groups a step; groups at once; training steps that a group takes in the mean
+B = 8  # groups a step
+SLOTS = 16  # groups at once
+MEAN = 1.6  # training steps that a group takes in the mean
 WARMUP = 5  # steps left out
 SEEDS = 33  # of the prediction: one straggler moves the mean of 60 steps by a tenth
 LEARNED = ("0", "8", "auto", "oppo", "window")
@@ -78,7 +77,9 @@ class FakeGenerator(Executor):
     name, poll_s = "generator", 0.002
 
     def __init__(self, mean_s: float, sigma: float):
-        self.mean_s, self.sigma, self.version = mean_s, sigma, -1
+        self.mean_s = mean_s
+        self.sigma = sigma
+        self.version = -1
         self.waiting: deque[int] = deque()  # granted, without a slot
         self.ends: dict[
             int, tuple[float, int]
@@ -109,7 +110,15 @@ class FakeGenerator(Executor):
 
 def group(ticket: int, version: int, reason: str) -> Group:
     one = torch.ones(1, dtype=torch.int64)
-    sampled = Completion(ticket, 0, one, one, torch.zeros(1), one * version, reason)
+    sampled = Completion(
+        ticket=ticket,
+        sample_index=0,
+        prompt_ids=one,
+        token_ids=one,
+        generator_logprobs=torch.zeros(1),
+        policy_versions=one * version,
+        finish_reason=reason,
+    )
     return Group.of([ScoredCompletion(sampled, "score", 1.0, "")])
 
 
@@ -121,7 +130,10 @@ class FakeTrainer(Executor):
     poll_s = 0.002
 
     def __init__(self, steps: int, train_s: float):
-        self.version, self.steps, self.train_s, self.done = 0, steps, train_s, False
+        self.version = 0
+        self.steps = steps
+        self.train_s = train_s
+        self.done = False
         self.groups: dict[int, Group] = {}
         self.rewards, self.waits_since = random.Random(0), time.monotonic()
         self.began: list[float] = []
@@ -200,7 +212,7 @@ def run_one(args: argparse.Namespace) -> None:
             make_writer=lambda: RowWriter(folder, [], eval_due=lambda step: False, first_step=1),
         ).run()
     if world.rank == 0:
-        lags = [lag for step in trainer.lags[WARMUP:] for lag in step]
+        lags = list(itertools.chain.from_iterable(trainer.lags[WARMUP:]))
         measured = {
             "step_s": (trainer.began[-1] - trainer.began[WARMUP])
             / (len(trainer.began) - 1 - WARMUP),

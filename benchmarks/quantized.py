@@ -67,13 +67,10 @@ def main() -> None:
             if runs[0]["kl"] is not None
             else ""
         )
-        within = (
-            ""
-            if kind == "none"
-            else "  within noise"
-            if abs(mean - statistics.mean(plain)) <= noise
-            else "  OUTSIDE noise"
-        )
+        within = ""
+        if kind != "none":
+            is_within = abs(mean - statistics.mean(plain)) <= noise
+            within = "  within noise" if is_within else "  OUTSIDE noise"
         print(
             f"{kind:5} accuracy {mean:6.1%} ({min(accuracies):.1%}..{max(accuracies):.1%})  "
             f"reward {statistics.mean(r['reward'] for r in runs):.3f}  "

@@ -180,12 +180,15 @@ def summary(runs: list[dict]) -> str:
             curves = [r["curve"] for r in runs if (r["task"], r["mode"]) == (task, mode)]
             if not curves:
                 continue
+            best = []
+            for curve in curves:
+                best.append(max(point["accuracy"] for point in curve))
             cells = [
                 task,
                 mode,
                 str(len(curves)),
                 span([curve[0]["accuracy"] for curve in curves], ".1%"),
-                span([max(point["accuracy"] for point in curve) for curve in curves], ".1%"),
+                span(best, ".1%"),
                 span([curve[-1]["accuracy"] for curve in curves], ".1%"),
                 span([curve[-1]["seconds"] for curve in curves], ".0f"),
                 span([curve[-1]["step"] for curve in curves], ".0f"),
@@ -236,7 +239,8 @@ def shown(text: str) -> str:
 
 def draw(runs: list[dict], file: Path) -> None:
     """Held-out accuracy against seconds: a panel a task, a colour a mode, a line a seed."""
-    tasks = [task for task in TASKS if any(run["task"] == task for run in runs)]
+    of_runs = {run["task"] for run in runs}
+    tasks = [task for task in TASKS if task in of_runs]
     figure, axes = plt.subplots(
         1, len(tasks), figsize=(3.6 * len(tasks), 3.2), squeeze=False, sharey=True
     )

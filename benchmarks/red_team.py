@@ -176,11 +176,10 @@ def cases_of(study: str) -> list[Case]:
         return [*learned, Case("method", SFT, LOOK)]
     if study == "searchers":
         return [searchers_case(count) for count in SEARCHERS]
-    return [
-        Case(panel, name, overrides)
-        for panel, settings in OFFPOLICY.items()
-        for name, overrides in settings.items()
-    ]
+    cases = []
+    for panel, settings in OFFPOLICY.items():
+        cases += [Case(panel, name, overrides) for name, overrides in settings.items()]
+    return cases
 
 
 def searchers_case(count: int) -> Case:
@@ -239,7 +238,9 @@ def rows_of(case: Case, seed: int, args: argparse.Namespace) -> list[dict] | Non
         all_rows = [supervised_row(run_dir, list(words), args.sft_attacks)]
     else:
         all_rows = run_job(run_dir, list(words), ranks=case.ranks, recipe="red_team.py")
-    rows = [{key: row[key] for key in KEPT if key in row} for row in all_rows]
+    rows = []
+    for row in all_rows:
+        rows.append({key: row[key] for key in KEPT if key in row})
     keep(file, {"overrides": words, "rows": rows})
     print(f"{rows[-1]['time/wall_s']:5.0f} s  {case.panel} {case.name}, seed {seed}", flush=True)
     return rows

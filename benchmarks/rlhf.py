@@ -29,6 +29,7 @@ file whose tables are written anew, each between its markers `<!-- table STUDY -
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import statistics
@@ -47,8 +48,13 @@ from running import machine, run_job
 
 RESULTS = Path(__file__).parent / "results"
 GOLD = "llamarl.tasks.facts:gold"
-PROXY, GOLD_MEAN, WIN_RATE = "eval/reward", "eval/gold", "eval/win_rate"
-KL, LENGTH, STEP, SECONDS = "kl/ref", "completion/length_mean", "step", "time/wall_s"
+PROXY = "eval/reward"
+GOLD_MEAN = "eval/gold"
+WIN_RATE = "eval/win_rate"
+KL = "kl/ref"
+LENGTH = "completion/length_mean"
+STEP = "step"
+SECONDS = "time/wall_s"
 PERPLEXITY = "eval/perplexity"
 KEPT = (PROXY, GOLD_MEAN, WIN_RATE, KL, LENGTH, STEP, SECONDS, "lag/mean", PERPLEXITY)
 COMPLETIONS = 128  # a minibatch
@@ -179,8 +185,7 @@ def minibatch_cases() -> list[Case]:
             loss,
             (*settings(loss, minibatches=count), f"eval.every={max(1, 16 // count)}"),
         )
-        for count in MINIBATCHES
-        for loss in LOSSES
+        for count, loss in itertools.product(MINIBATCHES, LOSSES)
     ]
 
 
@@ -198,8 +203,7 @@ def idle_cases() -> list[Case]:
 def sync_cases() -> list[Case]:
     return [
         Case(loss, f"max_lag {lag}", settings(loss, max_lag=lag))
-        for loss in ("online_dpo", "rloo")
-        for lag in (0, 1)
+        for loss, lag in itertools.product(("online_dpo", "rloo"), (0, 1))
     ]
 
 
@@ -234,7 +238,9 @@ def points_of(rows: list[dict]) -> tuple[Point, ...]:
 def made_apart(cases: list[Case], args: argparse.Namespace) -> list[Curve]:
     """Each run in one process, args.jobs at a time, seed by seed."""
     forked.KEPT.update(KEPT)
-    wanted = {(case, seed): words_of(case, seed, args) for seed in args.seed for case in cases}
+    wanted = {}
+    for seed, case in itertools.product(args.seed, cases):
+        wanted[case, seed] = words_of(case, seed, args)
     if args.jobs:
         forked.make(args.runs, list(wanted.values()), jobs=args.jobs)
     curves = []
@@ -242,7 +248,8 @@ def made_apart(cases: list[Case], args: argparse.Namespace) -> list[Curve]:
         kept = [forked.load_run(args.runs, wanted[case, seed]) for seed in args.seed]
         runs = [run for run in kept if run is not None]
         num_failed = sum(run.failed is not None for run in runs)
-        with_points = [points for points in (points_of(run.rows) for run in runs) if points]
+        of_runs = [points_of(run.rows) for run in runs]
+        with_points = [points for points in of_runs if points]
         curves.append(Curve(case, tuple(with_points), num_failed))
     return [curve for curve in curves if curve.runs]
 
@@ -293,6 +300,15 @@ def spread(values: Iterable[float], form: str = ".2f") -> str:
     return f"{statistics.mean(values):{form}} ({min(values):{form}}–{max(values):{form}})"
 
 
+def _highest_gold(points: tuple[Point, ...]) -> float:
+    return max(point.gold for point in points)
+
+
+def _farthest(points: tuple[Point, ...]) -> float:
+    """The largest KL of a run, nats."""
+    return max(point.kl or 0.0 for point in points)
+
+
 def table(name: str, curves: list[Curve]) -> str:
     """A study's Markdown table, a row a curve; all but the highest gold after the last step."""
     rows = []
@@ -300,7 +316,7 @@ def table(name: str, curves: list[Curve]) -> str:
         what = f"{curve.case.panel}, {curve.case.curve}" if curve.case.panel else curve.case.curve
         if curve.num_failed:
             what += f" ({curve.num_failed} of {len(curve.runs)} ended early)"
-        highest = [max(point.gold for point in points) for points in curve.runs]
+        highest = [_highest_gold(points) for points in curve.runs]
         row = {
             "": what,
             "win rate, %": spread([100 * rate for rate in curve.last("win_rate")], ".1f"),
@@ -310,7 +326,7 @@ def table(name: str, curves: list[Curve]) -> str:
             row["highest gold"] = spread(highest, ".3f")
         row["proxy"] = spread(curve.last("proxy"))
         if name == "overoptimisation":
-            farthest = [max(point.kl or 0.0 for point in points) for points in curve.runs]
+            farthest = [_farthest(points) for points in curve.runs]
             row["largest KL, nats"] = spread(farthest, ".1f")
         else:
             row["perplexity"] = spread(curve.last("perplexity"))
@@ -366,8 +382,11 @@ def draw_pareto(curves: list[Curve]) -> plt.Figure:
             longest = max(len(points) for points in curve.runs)
             whole = [points for points in curve.runs if len(points) == longest]
             by_evaluation = list(zip(*whole, strict=True))
-            distances = [statistics.mean(p.perplexity for p in points) for points in by_evaluation]
-            rates = [statistics.mean(p.win_rate for p in points) for points in by_evaluation]
+            distances = []
+            rates = []
+            for points in by_evaluation:
+                distances.append(statistics.mean(point.perplexity for point in points))
+                rates.append(statistics.mean(point.win_rate for point in points))
             colour = colours[curve.case.curve]
             ax.plot(distances, rates, color=colour, lw=1.3, marker=".", ms=4)
             ax.plot(distances[-1:], rates[-1:], "o", color=colour, ms=6, label=curve.case.curve)
@@ -424,7 +443,7 @@ def main() -> None:
                 "curve": curve.case.curve,
                 "overrides": curve.case.overrides,
                 "ended_early": curve.num_failed,
-                "runs": [[asdict(point) for point in points] for points in curve.runs],
+                "runs": [list(map(asdict, points)) for points in curve.runs],
             }
             entries.append(entry)
         measured_on = machine()

@@ -146,9 +146,12 @@ def measured(args: argparse.Namespace, path: Path) -> dict[str, object]:
     as_they_come = min(s for name, s in theirs_s.items() if "by length" not in name)
     packed = pack_scored(asked, budget_tokens=args.microbatch_tokens)
     apart = [(scores["ours"] - scores[name]).abs().max().item() for name in theirs_s]
+    tokens = 0
+    for one in asked:
+        tokens += sum(one.prompt_ids.numel() + c.numel() for c in one.completions)
     return {
         "sequences": args.prompts * args.group,
-        "tokens": sum(one.prompt_ids.numel() + c.numel() for one in asked for c in one.completions),
+        "tokens": tokens,
         "tokens_packed": sum(batch.input_ids.numel() for batch in packed),
         "seconds": medians,
         "ratio": as_they_come / medians["ours"],

@@ -235,7 +235,9 @@ def summary(outcomes: list[Outcome], start_cpu_s: dict[str, float]) -> dict:
     values: dict[str, dict[str, dict[int, float]]] = {}  # side -> measure -> seed -> value
     for side in dict.fromkeys(o.side for o in outcomes):
         runs = [o for o in outcomes if o.side == side]
-        values[side] = {measure: {o.seed: o.value(measure) for o in runs} for measure in MEASURES}
+        values[side] = {}
+        for measure in MEASURES:
+            values[side][measure] = {o.seed: o.value(measure) for o in runs}
         values[side]["cpu_s"] = {
             seed: cpu - start_cpu_s[side] for seed, cpu in values[side]["cpu_s"].items()
         }
@@ -337,8 +339,12 @@ def write_examples(file: Path) -> None:
     """The additions that our side trains on and holds out, for the other side."""
     from llamarl.tasks.addition import addition_examples
 
-    train, held_out = ([(e.text, e.meta["answer"]) for e in part] for part in addition_examples())
-    file.write_text(json.dumps({"train": train, "held_out": held_out}))
+    train, held_out = addition_examples()
+    values = {
+        "train": [(e.text, e.meta["answer"]) for e in train],
+        "held_out": [(e.text, e.meta["answer"]) for e in held_out],
+    }
+    file.write_text(json.dumps(values))
 
 
 def versions(args: argparse.Namespace) -> dict:

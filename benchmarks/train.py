@@ -46,7 +46,9 @@ import llamarl  # noqa: F401  before torch: it says how torch's threads wait
 import torch
 from running import ROOT, machine
 
-PROMPT, GROUP, MICRO_TRL = 32, 8, 8
+PROMPT = 32
+GROUP = 8
+MICRO_TRL = 8
 EVEN = (4, 512)  # microbatches, tokens of each
 GEMM_FLOPS = 1.0e10  # of each product that is timed
 clock = time.perf_counter
@@ -166,7 +168,10 @@ def padding(groups: list, budget: int) -> dict[str, float]:
     from llamarl.learning.targets import Targets
     from llamarl.models.attention import PackedAttention
 
-    sequences = [g.prompt_ids.numel() + n - 1 for g in groups for n in g.lengths.tolist()]
+    sequences = []
+    for group in groups:
+        prompt = group.prompt_ids.numel()
+        sequences += [prompt + n - 1 for n in group.lengths.tolist()]
     bins = collate(sequences, budget)
     packing = pack(
         groups,
@@ -211,11 +216,9 @@ def gemm_rate(config, dtype: torch.dtype, tokens: int) -> Callable[[], float]:
     """A function that measures FLOP/s of the model's own linear products, forward and backward, by
     themselves.
     """
-    c, heads, kv = (
-        config,
-        config.num_attention_heads * config.head_dim,
-        config.num_key_value_heads * config.head_dim,
-    )
+    c = config
+    heads = c.num_attention_heads * c.head_dim
+    kv = c.num_key_value_heads * c.head_dim
     shapes = {}  # (inputs, outputs) -> how many of them the model has
     per_layer = [
         (c.hidden_size, heads),
@@ -260,15 +263,16 @@ class Trl:
     def __init__(
         self, args: argparse.Namespace, model: Path, dtype: str, groups: list, folder: Path
     ):
-        rows = [
-            {
-                "prompt": g.prompt_ids.tolist(),
-                "completion": ids.tolist(),
-                "advantage": reward - g.rewards.mean().item(),
-            }
-            for g in groups
-            for ids, reward in zip(g.token_ids.split(g.lengths.tolist()), g.rewards.tolist())
-        ]
+        rows = []
+        for g in groups:
+            completions = g.token_ids.split(g.lengths.tolist())
+            for ids, reward in zip(completions, g.rewards.tolist()):
+                row = {
+                    "prompt": g.prompt_ids.tolist(),
+                    "completion": ids.tolist(),
+                    "advantage": reward - g.rewards.mean().item(),
+                }
+                rows.append(row)
         data = folder / "rows.json"
         data.write_text(json.dumps(rows))
         command = [
@@ -323,11 +327,9 @@ def measure_even(model: Path, dtype: str, args: argparse.Namespace) -> dict:
     seconds(step), gemm()
     peak_mib(since_reset=True)
     rows = [(seconds(step), gemm()) for _ in range(args.repeats)]
-    took, work, tokens = (
-        statistics.median(s for s, _ in rows),
-        flops(config, groups),
-        EVEN[0] * EVEN[1],
-    )
+    took = statistics.median(s for s, _ in rows)
+    work = flops(config, groups)
+    tokens = EVEN[0] * EVEN[1]
     return {
         "tokens_per_s": tokens / took,
         "step_s": took,
@@ -338,11 +340,19 @@ def measure_even(model: Path, dtype: str, args: argparse.Namespace) -> dict:
     }
 
 
+def lengths_with_prompts(groups: list) -> list[int]:
+    """Tokens of each sequence of these groups."""
+    sequences = []
+    for group in groups:
+        sequences += [PROMPT + n for n in group.lengths.tolist()]
+    return sequences
+
+
 def measure_uneven(model: Path, dtype: str, args: argparse.Namespace) -> dict:
     from llamarl.models.config import read_config
 
     groups = uneven_groups(read_config(model).vocab_size, args.completions, args.median)
-    sequences = [PROMPT + n for g in groups for n in g.lengths.tolist()]
+    sequences = lengths_with_prompts(groups)
     budget, tokens = 4 * max(sequences), sum(sequences)
     step = our_step(model, dtype, budget, groups)
     with tempfile.TemporaryDirectory() as folder:
@@ -350,11 +360,12 @@ def measure_uneven(model: Path, dtype: str, args: argparse.Namespace) -> dict:
         words = ("step", "trimmed") if trl else ()
         seconds(step), [trl.ask(word) for word in words]
         peak_mib(since_reset=True)
-        rows = [
-            (seconds(step), *(trl.ask(word)["s"] for word in words)) for _ in range(args.repeats)
-        ]
+        rows = []
+        for _ in range(args.repeats):
+            ours = seconds(step)
+            rows.append((ours, *(trl.ask(word)["s"] for word in words)))
         many = uneven_groups(read_config(model).vocab_size, 1024, args.median)
-        most = 4 * max(PROMPT + n for g in many for n in g.lengths.tolist())
+        most = 4 * max(lengths_with_prompts(many))
         out = {"tokens": tokens, "longest": max(sequences), "padding": padding(many, most)}
         out |= {
             "tokens_per_s": tokens / statistics.median(row[0] for row in rows),

@@ -50,13 +50,52 @@ from llamarl.models.config import ModelConfig
 from llamarl.models.sharding import Box, parameter_shapes, tensor_parallel_box
 
 SMOLLM2 = ModelConfig(
-    "LlamaForCausalLM", 49152, 576, 1536, 30, 9, 3, 64, 1e-5, 1e5, None, 8192, True, False
+    architecture="LlamaForCausalLM",
+    vocab_size=49152,
+    hidden_size=576,
+    intermediate_size=1536,
+    num_hidden_layers=30,
+    num_attention_heads=9,
+    num_key_value_heads=3,
+    head_dim=64,
+    rms_norm_eps=1e-5,
+    rope_theta=1e5,
+    rope_scaling=None,
+    max_position_embeddings=8192,
+    tie_word_embeddings=True,
+    attention_bias=False,
 )
 ONE_B = ModelConfig(
-    "LlamaForCausalLM", 64000, 2048, 8192, 15, 32, 8, 64, 1e-5, 5e5, None, 8192, True, False
+    architecture="LlamaForCausalLM",
+    vocab_size=64000,
+    hidden_size=2048,
+    intermediate_size=8192,
+    num_hidden_layers=15,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    head_dim=64,
+    rms_norm_eps=1e-5,
+    rope_theta=5e5,
+    rope_scaling=None,
+    max_position_embeddings=8192,
+    tie_word_embeddings=True,
+    attention_bias=False,
 )
 EIGHT_B = ModelConfig(
-    "LlamaForCausalLM", 128256, 4096, 14336, 32, 32, 8, 128, 1e-5, 5e5, None, 8192, False, False
+    architecture="LlamaForCausalLM",
+    vocab_size=128256,
+    hidden_size=4096,
+    intermediate_size=14336,
+    num_hidden_layers=32,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    head_dim=128,
+    rms_norm_eps=1e-5,
+    rope_theta=5e5,
+    rope_scaling=None,
+    max_position_embeddings=8192,
+    tie_word_embeddings=False,
+    attention_bias=False,
 )
 # name -> (config, dtype of the generator, dtype of the trainer's own weights, quantised)
 MODELS = {
@@ -429,7 +468,9 @@ def main() -> None:
         model, topology, transports, repeats, folder = given.rank_of
         run_rank(model, topology, transports.split(","), int(repeats), Path(folder))
         return
-    rows, cases, on = [], {}, machine()
+    rows = []
+    cases = {}
+    on = machine()
     print(f"{on}")
     for model in given.models.split(","):
         for topology in given.topologies.split(","):
