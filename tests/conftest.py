@@ -58,11 +58,9 @@ def process_state():
     """
     import torch
 
-    precision, threads, level = (
-        torch.get_float32_matmul_precision(),
-        torch.get_num_threads(),
-        logging.getLogger().level,
-    )
+    precision = torch.get_float32_matmul_precision()
+    threads = torch.get_num_threads()
+    level = logging.getLogger().level
     yield
     torch.set_float32_matmul_precision(precision)
     torch.set_num_threads(threads)

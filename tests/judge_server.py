@@ -29,7 +29,8 @@ def between(question: str, tag: str) -> str:
 def longer(question: str) -> str:
     """A fair judge of pairs: the longer answer is better."""
     a, b = (len(between(question, f"answer_{place}")) for place in "ab")
-    verdict = "tie" if a == b else "A" if a > b else "B"
+    better = "A" if a > b else "B"
+    verdict = "tie" if a == b else better
     return f"They differ.\nVerdict: {verdict}"
 
 

@@ -25,7 +25,10 @@ from tests.forkery import ForkedProcess, the_forkery
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPE = ROOT / "recipes" / "llama_async.py"
-STEPS, GROUPS, GROUP_SIZE, EVAL_PROMPTS = 4, 4, 4, 20
+STEPS = 4
+GROUPS = 4
+GROUP_SIZE = 4
+EVAL_PROMPTS = 20
 SMALL = (
     f"groups_per_step={GROUPS}",
     f"group_size={GROUP_SIZE}",
@@ -231,7 +234,10 @@ class ForkedJob(Job):
 
 def untimed(rows: list[dict]) -> list[dict]:
     """Rows without what depends on the clock."""
-    return [{name: value for name, value in row.items() if not is_timing(name)} for row in rows]
+    found = []
+    for row in rows:
+        found.append({name: value for name, value in row.items() if not is_timing(name)})
+    return found
 
 
 # -- reward functions: (prompt, completion_text, meta) -> float; all but the failing ones score as

@@ -113,10 +113,10 @@ class Problem:
     def members(self) -> list[list[int]]:
         """The trained completions of each group."""
         groups = self.completions.groups.tolist()
-        return [
-            [j for j, g in enumerate(groups) if g == k and len(self.labels(j))]
-            for k in range(max(groups) + 1)
-        ]
+        found = []
+        for k in range(max(groups) + 1):
+            found.append([j for j, g in enumerate(groups) if g == k and len(self.labels(j))])
+        return found
 
     def part(self, chosen: list[int]) -> Problem:
         """The microbatch that holds these completions of it; its denominators stay those of the

@@ -18,7 +18,8 @@ def starts_processes(item) -> bool:
     if SHARED_PROCESSES & set(item.fixturenames):
         return True
     names = vars(item.module).values()
-    return any(value is starter for value in names for starter in STARTERS)
+    of_file = {id(value) for value in names}
+    return any(id(starter) in of_file for starter in STARTERS)
 
 
 def long_files_first(items: list) -> None:

@@ -75,7 +75,10 @@ class Pool:
 
     @property
     def pids(self) -> list[int]:
-        return [pid for process in self._processes for pid in process.pids]
+        found = []
+        for process in self._processes:
+            found += process.pids
+        return found
 
     def close(self) -> None:
         for process in self._processes:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import itertools
 import re
 import shlex
 import subprocess
@@ -28,7 +29,9 @@ from llamarl.config.supervised import REWARD_MODEL
 
 ROOT = Path(__file__).resolve().parents[1]
 CODE = ("llamarl", "executors", "recipes")
-MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_COLUMNS = 600, 110, 130
+MAX_FILE_LINES = 600
+MAX_FUNCTION_LINES = 110
+MAX_COLUMNS = 130
 TINY = ROOT / "llamarl" / "models" / "tiny"
 
 
@@ -74,11 +77,10 @@ def imported(tree: ast.AST) -> set[str]:
 
 def test_llamarl_imports_no_executor_and_no_recipe():
     def tops(folder: str) -> set[tuple[str, str]]:
-        return {
-            (f.name, name.split(".")[0])
-            for f in python_files(folder)
-            for name in imported(ast.parse(f.read_text()))
-        }
+        found = set()
+        for f in python_files(folder):
+            found |= {(f.name, name.split(".")[0]) for name in imported(ast.parse(f.read_text()))}
+        return found
 
     assert ("llama_async.py", "executors") in tops("recipes")  # such an import is seen
     assert not {
@@ -362,12 +364,12 @@ def test_files_and_functions_are_short():
 def test_documents_have_no_overlong_lines():
     documents = [file for file in our_files() if file.suffix == ".md"]
     assert ROOT / "README.md" in documents and ROOT / "docs" / "staleness.md" in documents
-    lines = [
-        (f"{file.name}:{i}", line)
-        for file in documents
-        for i, line in enumerate(text_of(file).splitlines(), 1)
-    ]
-    assert not [place for place, line in lines if len(line) > MAX_COLUMNS]
+    overlong = []
+    for file in documents:
+        for number, line in enumerate(text_of(file).splitlines(), 1):
+            if len(line) > MAX_COLUMNS:
+                overlong.append(f"{file.name}:{number}")
+    assert not overlong
 
 
 def test_nothing_is_left_to_do():
@@ -444,19 +446,16 @@ def blocks(language: str, text: str = GUIDES) -> list[str]:
 
 def commands(text: str = GUIDES) -> list[list[str]]:
     """Command lines of a document's shell blocks and of its code spans, as words; each once."""
-    lines = [
-        line
-        for body in blocks("bash", text)
-        for line in body.replace("\\\n", " ").splitlines()
-        if not line.startswith("#")
-    ]
+    lines = []
+    for body in blocks("bash", text):
+        whole = body.replace("\\\n", " ").splitlines()
+        lines += [line for line in whole if not line.startswith("#")]
     lines += [span for span in SPAN.findall(BLOCK.sub("", text)) if " " in span]
-    return [
-        words
-        for line in dict.fromkeys(lines)
-        for part in line.split("&&")
-        if (words := shlex.split(part, comments=True))
-    ]
+    found = []
+    for line in dict.fromkeys(lines):
+        of_parts = [shlex.split(part, comments=True) for part in line.split("&&")]
+        found += [words for words in of_parts if words]
+    return found
 
 
 def hydra_commands(text: str = GUIDES) -> list[tuple[int, list[str]]]:
@@ -536,7 +535,9 @@ def test_readme_commands_are_found():
         and (2, ["max_steps=3"]) in runs
         and (16, ["run_dir=runs/mine", "resume=auto"]) in runs
     )
-    keys = {word.split("=")[0] for _, overrides in runs for word in overrides}
+    keys = set()
+    for _, overrides in runs:
+        keys |= {word.split("=")[0] for word in overrides}
     assert keys >= {"max_lag", "overcommit", "loss.scale", "placement.trainer", "+dry_run"}
 
 
@@ -606,8 +607,10 @@ def test_a_wrong_command_would_be_refused(users_folder):
 
 
 def test_readme_keys_and_paths_exist():
-    spans = [word for span in SPAN.findall(BLOCK.sub("", GUIDES)) for word in span.split()]
-    words = spans + [word for command in commands() for word in command]
+    spans = []
+    for span in SPAN.findall(BLOCK.sub("", GUIDES)):
+        spans += span.split()
+    words = spans + list(itertools.chain.from_iterable(commands()))
     roots = (
         "recipes/",
         "conf/",
@@ -633,7 +636,7 @@ def test_readme_scripts_take_the_options_that_it_gives_them():
         "recipes/tldr.py",
     }
     plain = [words for words in commands() + commands(EXPERIMENTS) if scripts & set(words)]
-    assert {word for words in plain for word in words} >= scripts
+    assert scripts <= set(itertools.chain.from_iterable(plain))
     for words in plain:
         recipe = next(word for word in words if word.startswith("recipes/"))
         source = (ROOT / recipe).read_text()

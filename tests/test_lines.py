@@ -79,7 +79,9 @@ def is_dataclass_of_ours(node: ast.AST) -> bool:
 @cache
 def records() -> frozenset[str]:
     """Names of the dataclasses of llamarl and the executors."""
-    nodes = [node for tree in trees().values() for node in ast.walk(tree)]
+    nodes = []
+    for tree in trees().values():
+        nodes += ast.walk(tree)
     return frozenset(node.name for node in nodes if is_dataclass_of_ours(node))
 
 

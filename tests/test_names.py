@@ -40,7 +40,7 @@ OTHERS = {
     "a package where llamarl is installed": "llamarl.recipes",
     "put together of two": "exp_avg_scale",
 }
-ALLOWED = {word for words in OTHERS.values() for word in words.split()}
+ALLOWED = set(" ".join(OTHERS.values()).split())
 
 WORD = re.compile(r"[A-Za-z_]\w*")
 CAMEL = r"[A-Z]+[a-z0-9]+(?:[A-Z][a-z0-9]*)+"

@@ -40,7 +40,20 @@ def go_on():
 def decoder_of(uniform=False):
     """Random weights. `uniform`: all logits are 0, so every logprob is -log(VOCAB)."""
     config = ModelConfig(
-        "LlamaForCausalLM", VOCAB, 16, 24, 2, 4, 2, 4, 1e-6, 1e4, None, 64, False, False
+        architecture="LlamaForCausalLM",
+        vocab_size=VOCAB,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=4,
+        rms_norm_eps=1e-6,
+        rope_theta=1e4,
+        rope_scaling=None,
+        max_position_embeddings=64,
+        tie_word_embeddings=False,
+        attention_bias=False,
     )
     decoder = build_decoder(config, device="cpu")
     random = torch.Generator().manual_seed(0)

@@ -27,11 +27,9 @@ LONG = (
 
 
 def sums(file, first):
-    rows = [
-        {"prompt": f"{a}+{b}=", "answer": str(a + b)}
-        for a in range(first, first + 20)
-        for b in range(10, 20)
-    ]
+    rows = []
+    for a in range(first, first + 20):
+        rows += [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for b in range(10, 20)]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return ("task=jsonl", f"task.path={file}", "task.chat=false", "task.max_prompt_tokens=16")
 

@@ -168,9 +168,7 @@ def stopped_amid_work(run_dir: Path, three: tuple[str, ...]) -> tuple[Path, set[
         saved = [
             json.loads((stopped / f"generator.rank{i}.json").read_text())["in_work"] for i in (0, 1)
         ]
-        in_work = {ticket for ticket, _ in state["in_work"]} & {
-            ticket for part in saved for ticket in part
-        }
+        in_work = {ticket for ticket, _ in state["in_work"]} & set().union(*saved)
         if in_work:
             return stopped, in_work
     raise AssertionError(f"nothing was under way at any of {STOPS} stops")

@@ -16,7 +16,10 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
 ]
 
-FLOAT64, FLOAT32, BFLOAT16 = 2.0**-53, 2.0**-24, 2.0**-8  # largest relative error of rounding once
+# The largest relative error of rounding once.
+FLOAT64 = 2.0**-53
+FLOAT32 = 2.0**-24
+BFLOAT16 = 2.0**-8
 FP8_SUMS = (
     2.0**-11
 )  # of the sum of sizes: tensor cores add fp8 products with about 14 bits before they go to float32

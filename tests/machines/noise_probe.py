@@ -20,7 +20,10 @@ from llamarl.models import fused
 from llamarl.models.build import build_decoder, read_config
 from llamarl.models.config import tiny_directory
 
-ROWS, TERMS, COLUMNS, BATCH = 24, 256, 40, 3
+ROWS = 24
+TERMS = 256
+COLUMNS = 40
+BATCH = 3
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,9 @@ def products() -> dict[str, Callable[[Tensor, Tensor], Tensor]]:
         return torch.stack([a @ column for column in b.unbind(1)], dim=1)
 
     def by_dots(a: Tensor, b: Tensor) -> Tensor:
-        numbers = [row @ column for row in a for column in b.unbind(1)]
+        numbers = []
+        for row in a:
+            numbers += [row @ column for column in b.unbind(1)]
         return torch.stack(numbers).view(len(a), -1)
 
     return {

@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import os
 import threading
 import warnings
@@ -41,11 +42,8 @@ SEED = "LLAMARL_NOISE_SEED"
 _NARROW = (torch.bfloat16, torch.float16)
 # Operators by the place of their first factor. A variant ends in "_" (in place) or ".out".
 _PLAIN = ("mm", "mm.out", "bmm", "bmm.out", "dot", "vdot")
-_ADDING = tuple(
-    f"{name}{variant}"
-    for name in ("addmm", "addmv", "baddbmm", "addbmm")
-    for variant in ("", "_", ".out")
-)
+_ADDS = ("addmm", "addmv", "baddbmm", "addbmm")
+_ADDING = tuple(map("".join, itertools.product(_ADDS, ("", "_", ".out"))))
 _FRACTIONS = (1, 256)  # numbers that are whole times one of these have few bits
 _MANTISSA = 2**24
 # Of a kernel in train.c, which arguments it writes that depend on an order of summation, or on

@@ -146,7 +146,10 @@ def whole(decoder, tokens):
 
 
 def file_tensors(path):
-    return {k: v for file in sorted(path.glob("*.safetensors")) for k, v in load_file(file).items()}
+    found = {}
+    for file in sorted(path.glob("*.safetensors")):
+        found |= {k: v for k, v in load_file(file).items()}
+    return found
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -427,14 +430,16 @@ def group_layout(groups):
     """cu_seqlens, parents and positions, and for each branch (a completion with its prompt, or a
     lone prompt) its places.
     """
-    lengths, parents, positions, branches, total = [], [], [], [], 0
+    lengths = []
+    parents = []
+    positions = []
+    branches = []
+    total = 0
     for prompt, completions in groups:
         segment, prompt_places = len(lengths), list(range(total, total + prompt))
-        lengths, parents, positions = (
-            [*lengths, prompt],
-            [*parents, -1],
-            [*positions, *range(prompt)],
-        )
+        lengths = [*lengths, prompt]
+        parents = [*parents, -1]
+        positions = [*positions, *range(prompt)]
         total += prompt
         for n in completions:
             lengths, parents = [*lengths, n], [*parents, segment]
@@ -554,7 +559,8 @@ def test_a_mask_that_is_made_once_gives_the_bits_of_bools_in_every_layer(dtype):
     random = torch.Generator().manual_seed(0)
     shapes = ((580, 4, 16), (580, 2, 16), (580, 2, 16))
     drawn = [torch.randn(shape, generator=random).to(dtype) for shape in shapes]
-    own, theirs = ([x.clone().requires_grad_() for x in drawn] for _ in range(2))
+    own = [x.clone().requires_grad_() for x in drawn]
+    theirs = [x.clone().requires_grad_() for x in drawn]
     upstream = torch.randn(60, 4, 16, generator=random).to(dtype)
     attention = PackedAttention(torch.tensor([0, 520, 580]), torch.tensor([-1, 0]))
     out = attention.attend(0, *own)[520:]

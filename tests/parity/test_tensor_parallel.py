@@ -7,6 +7,7 @@ computed in a safetensors file.
 
 import dataclasses
 import functools
+import itertools
 import json
 import shutil
 from pathlib import Path
@@ -130,13 +131,14 @@ def completions_of(decoder, mode: str) -> dict[str, torch.Tensor]:
     params = SamplingParams(
         max_new_tokens=12, n=2, stop_token_ids=(2, 7, 9, 12, 21, 33), **MODES[mode]
     )
-    found = [c for group in generate(engine, PROMPTS, params) for c in group]
+    found = []
+    for group in generate(engine, PROMPTS, params):
+        found += group
     lengths = torch.tensor([c.token_ids.numel() for c in found])
     probe = engine.score(PROMPTS[0], PROMPTS[3], 0.9)
-    parts = {
-        name: torch.cat([getattr(c, name) for c in found])
-        for name in ("token_ids", "generator_logprobs")
-    }
+    parts = {}
+    for name in ("token_ids", "generator_logprobs"):
+        parts[name] = torch.cat([getattr(c, name) for c in found])
     if decoder.tensor_parallel is None:
         # Of one rank alone: what others sample is compared with it.
         parts["margins"] = torch.cat([margins_of(logits_after(decoder, c)) for c in found])
@@ -262,10 +264,10 @@ def one(alone, name) -> dict[str, torch.Tensor]:
 def several(request, ranks, name) -> list[dict[str, torch.Tensor]]:
     """What the ranks computed of the model, by rank."""
     prefix = f"{request.param}/"
-    return [
-        {k.removeprefix(prefix): v for k, v in rank.items() if k.startswith(prefix)}
-        for rank in ranks(name)[: request.param]
-    ]
+    found = []
+    for rank in ranks(name)[: request.param]:
+        found.append({k.removeprefix(prefix): v for k, v in rank.items() if k.startswith(prefix)})
+    return found
 
 
 def boxed(
@@ -294,7 +296,8 @@ def test_the_models_need_all_of_the_rules(directory):
         heads_of(configs["one_kv_head"], 0, 2).uniform
         and heads_of(configs["one_kv_head"], 1, 3).num_query == 1
     )
-    assert {config.vocab_size % size for config in configs.values() for size in SIZES} > {0}
+    vocabularies = [config.vocab_size for config in configs.values()]
+    assert {size % ranks for size, ranks in itertools.product(vocabularies, SIZES)} > {0}
 
 
 def is_whole(key: str) -> bool:

@@ -91,13 +91,13 @@ def record(ticket: int, sender: int):
 
     length = ticket % 7
     return Completion(
-        ticket,
-        sender,
-        torch.arange(3),
-        torch.arange(length),
-        torch.zeros(length),
-        torch.full((length,), sender),
-        "stop",
+        ticket=ticket,
+        sample_index=sender,
+        prompt_ids=torch.arange(3),
+        token_ids=torch.arange(length),
+        generator_logprobs=torch.zeros(length),
+        policy_versions=torch.full((length,), sender),
+        finish_reason="stop",
     )
 
 

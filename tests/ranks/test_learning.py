@@ -5,6 +5,7 @@ Each rank leaves what it computed in a safetensors file.
 """
 
 import dataclasses
+import itertools
 from functools import partial
 from itertools import compress
 from pathlib import Path
@@ -54,7 +55,20 @@ DEADLINE_S = 120
 def decoder_of(tied: bool):
     # 23 rows of embeddings and 15 of the feed-forward's: no even split over two ranks
     config = ModelConfig(
-        "LlamaForCausalLM", 23, 12, 15, 2, 4, 2, 4, 1e-6, 1e4, None, 64, tied, False
+        architecture="LlamaForCausalLM",
+        vocab_size=23,
+        hidden_size=12,
+        intermediate_size=15,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=4,
+        rms_norm_eps=1e-6,
+        rope_theta=1e4,
+        rope_scaling=None,
+        max_position_embeddings=64,
+        tie_word_embeddings=tied,
+        attention_bias=False,
     )
     decoder = build_decoder(config, device="cpu")
     random = torch.Generator().manual_seed(0)
@@ -245,7 +259,7 @@ def ppo_step(decoder, rank: int, ranks: int, *, clip: float = CLIP) -> dict[str,
     settings = dataclasses.replace(SETTINGS, updates_per_batch=2, shaping=shaping)
     critic = SharedCritic(
         12,
-        CriticSettings(0.05, 0.5, clip, 0.9, 0.8),
+        CriticSettings(lr=0.05, coef=0.5, clip=clip, gamma=0.9, gae_lambda=0.8),
         betas=(0.9, 0.99),
         eps=1e-4,
         mesh=everyone,
@@ -266,8 +280,9 @@ def ppo_step(decoder, rank: int, ranks: int, *, clip: float = CLIP) -> dict[str,
             for name, value in saved.items()
             if isinstance(value, torch.Tensor)
         }
+        rows = saved["value_rows"]
         out[f"saved{rank}/rows"] = torch.tensor(
-            [saved["value_rows"][name][i][0] for name in ("weight", "bias") for i in (0, 1)]
+            [rows[name][i][0] for name, i in itertools.product(("weight", "bias"), (0, 1))]
         )
     return out
 
@@ -324,11 +339,9 @@ def norm_over_mixed_placements() -> torch.Tensor:
     number counts once.
     """
     line, grid = init_device_mesh("cpu", (RANKS,)), init_device_mesh("cpu", (RANKS, 1))
-    sharded, replicated, both = (
-        torch.zeros(3, 1),
-        torch.tensor([4.0]),
-        torch.tensor([[0.0], [0.0], [3.0]]),
-    )
+    sharded = torch.zeros(3, 1)
+    replicated = torch.tensor([4.0])
+    both = torch.tensor([[0.0], [0.0], [3.0]])
     sharded[2] = 12.0  # on the last rank alone
     gradients = [
         distribute_tensor(sharded, line, [Shard(0)]),
@@ -466,7 +479,7 @@ def test_whole_groups_split_groups_and_value_heads_learn_the_same_on_two_ranks(r
 
 
 def test_what_ranks_save_of_a_value_head_is_the_whole_of_it(ranks):
-    settings = CriticSettings(0.05, 0.5, 0.2, 0.9, 0.8)
+    settings = CriticSettings(lr=0.05, coef=0.5, clip=0.2, gamma=0.9, gae_lambda=0.8)
     critic = SharedCritic(
         12, settings, betas=(0.9, 0.99), eps=1e-4, mesh=None, device=torch.device("cpu")
     )

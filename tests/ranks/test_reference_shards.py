@@ -140,7 +140,16 @@ def streamed_by(reference: ShardedReference, group: ExecutorGroup) -> list[list[
     for ticket, one in enumerate(asked):
         stream = streams[ticket % len(streams)]
         for index, token_ids in enumerate(one.completions):
-            stream.hear(Stretch(ticket, index, 0, token_ids[: 7 * index], False), one.prompt_ids)
+            stream.hear(
+                Stretch(
+                    ticket=ticket,
+                    sample_index=index,
+                    begin=0,
+                    token_ids=token_ids[: 7 * index],
+                    has_ended=False,
+                ),
+                one.prompt_ids,
+            )
         read()
     found = []
     for ticket, one in enumerate(asked):

@@ -6,6 +6,7 @@ where in the model that is. All models on all topologies, and states of all of t
 are slow; QUICK has each kind of split and each pair of kinds.
 """
 
+import itertools
 import json
 from functools import partial
 from pathlib import Path
@@ -122,7 +123,9 @@ class Recorder:
     bytes_per_sync = overcommit = 0
 
     def __init__(self):
-        self.rows, self.canaries, self.parameters = [], [], []
+        self.rows = []
+        self.canaries = []
+        self.parameters = []
 
     def trained(self, reward: float) -> None:
         """What governors of overcommit look at."""
@@ -217,8 +220,7 @@ def moments_of(trainer: FSDPTrainer) -> dict[str, torch.Tensor]:
     state = {name: states[p] for name, p in parameters_of(trainer).items()}
     return {
         f"{key}/{name}": local(s[key])
-        for name, s in state.items()
-        for key in ("exp_avg", "exp_avg_sq", "step")
+        for (name, s), key in itertools.product(state.items(), ("exp_avg", "exp_avg_sq", "step"))
     }
 
 
@@ -571,9 +573,8 @@ def test_a_saved_state_holds_every_weight_moment_and_group_once(directory, model
             )
             assert stored == torch.Size(shape).numel(), f"{kind}/{name}"
     first = STEPS * GROUPS
-    assert sorted(t for part in parts for t in part["buffered"]) == list(
-        range(first, first + GROUPS)
-    )
+    buffered = itertools.chain.from_iterable(part["buffered"] for part in parts)
+    assert sorted(buffered) == list(range(first, first + GROUPS))
 
 
 def of_states() -> list:
@@ -624,17 +625,21 @@ def test_a_group_goes_to_all_tensor_parallel_peers_of_its_lane_and_each_lane_get
     channel = Scatter(Executor(), Trainer(), carries=Group)
     routes = {t: channel.route(group_of(t), num_destinations=6) for t in range(6)}
     assert routes == {t: [2 * dp_rank_of(t, 3), 2 * dp_rank_of(t, 3) + 1] for t in range(6)}
-    assert sorted(rank for ranks in routes.values() for rank in ranks) == sorted(
-        2 * [0, 1, 2, 3, 4, 5]
-    )
+    named = sorted(itertools.chain.from_iterable(routes.values()))
+    assert named == sorted(2 * [0, 1, 2, 3, 4, 5])
 
 
 class Mail:
     """Controls of trainer ranks in one process: what is posted arrives at once."""
 
     def __init__(self, rank: int, controls: list["Mail"], handlers: dict):
-        self.rank, self.leader, self.is_leader, self.stopping = rank, 0, rank == 0, False
-        self._controls, self._handlers, self._mail = controls, handlers, []
+        self.rank = rank
+        self.leader = 0
+        self.is_leader = rank == 0
+        self.stopping = False
+        self._controls = controls
+        self._handlers = handlers
+        self._mail = []
 
     def on(self, topic, handler) -> None:
         self._handlers[topic] = handler

@@ -55,9 +55,13 @@ def run(pool):
 
 def left_in_shared_memory(pids: list[int]) -> list[Path]:
     """Of these processes: named files, and descriptors that keep memory which all have mapped."""
-    named = [file for pid in pids for file in SHM.glob(f"llamarl-{pid}-*")]
+    named: list[Path] = []
+    for pid in pids:
+        named += SHM.glob(f"llamarl-{pid}-*")
     folders = [folder for pid in pids if (folder := Path(f"/proc/{pid}/fd")).exists()]
-    opened = [file for folder in folders for file in folder.iterdir() if file.is_symlink()]
+    opened = []
+    for folder in folders:
+        opened += [file for file in folder.iterdir() if file.is_symlink()]
     return named + [file for file in opened if "memfd:llamarl" in os.readlink(file)]
 
 
@@ -182,20 +186,20 @@ def config_of(scale: int):
 
     # Neither two nor three divide all of these, and the heads of three generator ranks overlap.
     return ModelConfig(
-        "LlamaForCausalLM",
-        23 * scale,
-        10 * scale,
-        14 * scale,
-        2,
-        6,
-        2,
-        4,
-        1e-6,
-        1e4,
-        None,
-        64,
-        False,
-        True,
+        architecture="LlamaForCausalLM",
+        vocab_size=23 * scale,
+        hidden_size=10 * scale,
+        intermediate_size=14 * scale,
+        num_hidden_layers=2,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        head_dim=4,
+        rms_norm_eps=1e-6,
+        rope_theta=1e4,
+        rope_scaling=None,
+        max_position_embeddings=64,
+        tie_word_embeddings=False,
+        attention_bias=True,
     )
 
 
@@ -297,11 +301,9 @@ def exchange(rank: int, scenario: dict) -> dict:
     # So small that links have several buckets and matrices are cut.
     routes.BUCKET_BYTES = {"cpu": scenario.get("bucket_bytes", 700)}
     sources, destinations = tuple(scenario["sources"]), tuple(scenario["destinations"])
-    config, source, destination = (
-        config_of(scenario.get("scale", 1)),
-        Source(*scenario["source"]),
-        Destination(*scenario["destination"]),
-    )
+    config = config_of(scenario.get("scale", 1))
+    source = Source(*scenario["source"])
+    destination = Destination(*scenario["destination"])
     mesh = None
     if scenario.get("fsdp2"):
         fsdp, replicate, _ = scenario.get("mesh") or scenario["source"]

@@ -143,7 +143,9 @@ def test_gae_equals_a_backward_loop_over_each_completion(lengths, gamma, lam, se
     rewards, values = torch.randn(2, sum(lengths), dtype=torch.float64, generator=random)
     want = []
     for r, v in zip(rewards.split(lengths), values.split(lengths)):
-        later, value, backward = 0.0, 0.0, []
+        later = 0.0
+        value = 0.0
+        backward = []
         for reward, here in zip(r.flip(0).tolist(), v.flip(0).tolist()):
             later = reward + gamma * value - here + gamma * lam * later
             value = here

@@ -14,13 +14,13 @@ def group(ticket: int, *completions: list[int]) -> Group:
     for i, versions in enumerate(completions):
         ids = torch.arange(len(versions))
         fresh = Completion(
-            ticket,
-            i,
-            torch.arange(3),
-            ids,
-            torch.zeros(len(ids)),
-            torch.tensor(versions, dtype=torch.int64),
-            "stop",
+            ticket=ticket,
+            sample_index=i,
+            prompt_ids=torch.arange(3),
+            token_ids=ids,
+            generator_logprobs=torch.zeros(len(ids)),
+            policy_versions=torch.tensor(versions, dtype=torch.int64),
+            finish_reason="stop",
         )
         scored.append(ScoredCompletion(fresh, "score", 1.0, ""))
     return Group.of(scored)

@@ -28,7 +28,9 @@ class Mail:
 
 class FakeControl:
     def __init__(self, mail, rank=0, leader=0):
-        self.mail, self.rank, self.leader = mail, rank, leader
+        self.mail = mail
+        self.rank = rank
+        self.leader = leader
         self.is_leader = rank == leader
         self.loss = None
 

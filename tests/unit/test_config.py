@@ -673,7 +673,9 @@ def test_a_script_gets_the_checked_config_of_its_overrides():
 
 # --- placement ---
 
-AUTO = PlacementSettings(None, None, None, None, None, None)
+AUTO = PlacementSettings(
+    trainer=None, generator=None, reward=None, reference=None, victim=None, colocate=None
+)
 
 
 def placed_by(placement, world_size, groups_per_step=64, tensor_parallel=1, split_into=None):

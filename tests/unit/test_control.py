@@ -95,10 +95,11 @@ def test_mail_to_oneself_is_kept_by_topic_in_order_and_taken_once(alone):
 
 def test_mail_from_many_threads_of_many_ranks_arrives_once_and_in_order_per_sender(ranks):
     receiver, *senders = ranks(3)
-    threads = [
-        threading.Thread(target=lambda s=s: [s.post(0, "n", {"i": i}) for i in range(100)])
-        for s in senders
-    ]
+    threads = []
+    for s in senders:
+        threads.append(
+            threading.Thread(target=lambda s=s: [s.post(0, "n", {"i": i}) for i in range(100)])
+        )
     for thread in threads:
         thread.start()
     got = []

@@ -154,7 +154,9 @@ def test_columns_of_the_same_rows_are_copied_as_each_alone_would_be(method, dtyp
     whole = (torch.randn(rows + 1, 1000) * 30).to(source_dtype)
     if rows == 0:
         whole = whole[0]
-    sources, targets, arounds = [], [], []
+    sources = []
+    targets = []
+    arounds = []
     for start, width, first in pieces:
         source = whole[..., start : start + width]
         around = torch.zeros(first + source.numel() + 5, dtype=target_dtype)
@@ -190,7 +192,9 @@ def test_columns_of_the_same_rows_are_copied_as_each_alone_would_be(method, dtyp
 def test_parts_of_a_run_go_to_their_places_with_the_digests_that_their_sender_finds(
     method, kinds, gap, received_in_place
 ):
-    targets, parts, at = [view_of(*kind) for kind in kinds], [], 0
+    targets = [view_of(*kind) for kind in kinds]
+    parts = []
+    at = 0
     for target in targets:
         at = -(-(at + gap) // 8) * 8
         parts.append((at, target))

@@ -35,7 +35,22 @@ from llamarl.models.sharding import Box, num_parameters, parameter_shapes
 from llamarl.native.copying import copy_kernels_version
 from llamarl.native.shared_memory import path_of
 
-CONFIG = ModelConfig("LlamaForCausalLM", 23, 10, 14, 2, 6, 2, 4, 1e-5, 1e4, None, 64, False, True)
+CONFIG = ModelConfig(
+    architecture="LlamaForCausalLM",
+    vocab_size=23,
+    hidden_size=10,
+    intermediate_size=14,
+    num_hidden_layers=2,
+    num_attention_heads=6,
+    num_key_value_heads=2,
+    head_dim=4,
+    rms_norm_eps=1e-5,
+    rope_theta=1e4,
+    rope_scaling=None,
+    max_position_embeddings=64,
+    tie_word_embeddings=False,
+    attention_bias=True,
+)
 PARAMETERS = parameters_to_send(CONFIG, torch.float32)
 BUCKET = 1000  # bytes: a parameter is cut, small ones share a bucket
 COPIER = Copier("lanes" if copy_kernels_version() else "xxh3")
@@ -85,7 +100,9 @@ class SpyLink(LocalLink):
 
     def __init__(self, change=lambda header: [header]):
         super().__init__()
-        self.change, self.forward, self.back = change, [], []
+        self.change = change
+        self.forward = []
+        self.back = []
 
     def send(self, header, to_receiver=True):
         (self.forward if to_receiver else self.back).append(header)
@@ -93,12 +110,11 @@ class SpyLink(LocalLink):
             super().send(h, to_receiver)
 
     def bucket_sends(self, version):
-        return [
-            i
-            for h in self.forward
-            if h.kind == Kind.BEGIN and h.version == version
-            for i in h.more["buckets"]
-        ]
+        found = []
+        for h in self.forward:
+            if h.kind == Kind.BEGIN and h.version == version:
+                found += h.more["buckets"]
+        return found
 
     def verdicts(self, version):
         return [
@@ -286,7 +302,9 @@ class Once:
     """Damages the first header that `pick` takes."""
 
     def __init__(self, pick, into):
-        self.pick, self.into, self.done = pick, into, False
+        self.pick = pick
+        self.into = into
+        self.done = False
 
     def __call__(self, header):
         if self.done or not self.pick(header):
@@ -420,7 +438,9 @@ class Untaken:
     """
 
     def __init__(self, timeout_s):
-        self.control, self.staged, self.canaries = alone(), [], []
+        self.control = alone()
+        self.staged = []
+        self.canaries = []
         self.sender = WeightsSender(route_within(self.control, timeout_s=timeout_s))
         self.sender.bind(CONFIG, list(parameters_of().items()))
         self.fill = self.sender._staging.fill
@@ -684,7 +704,10 @@ class Follower:
             follower=follower,
         )
 
-    swap, receive, live, staged = Ends.swap, Ends.receive, None, Ends.staged
+    swap = Ends.swap
+    receive = Ends.receive
+    live = None
+    staged = Ends.staged
 
     @property
     def sending(self):
@@ -701,7 +724,9 @@ def forwarded(link) -> Outgoing:
 @LINKS
 @pytest.mark.parametrize("sources", [1, 3])
 def test_the_second_and_third_replica_get_everything_through_the_first(kind, sources):
-    one, two, control = kind(), kind(), alone()
+    one = kind()
+    two = kind()
+    control = alone()
     ends = Ends(*(kind() for _ in range(sources)), follower=forwarded(one))
     second, third = Follower(one, control, forwarded(two)), Follower(two, control)
     for v in range(6):

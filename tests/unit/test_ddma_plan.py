@@ -35,18 +35,18 @@ ARCHITECTURES = (
 )
 FP8, INT8 = torch.float8_e4m3fn, torch.int8
 LLAMA_405B = ModelConfig(
-    "LlamaForCausalLM",
-    128256,
-    16384,
-    53248,
-    126,
-    128,
-    8,
-    128,
-    1e-5,
-    5e5,
-    None,
-    131072,
+    architecture="LlamaForCausalLM",
+    vocab_size=128256,
+    hidden_size=16384,
+    intermediate_size=53248,
+    num_hidden_layers=126,
+    num_attention_heads=128,
+    num_key_value_heads=8,
+    head_dim=128,
+    rms_norm_eps=1e-5,
+    rope_theta=5e5,
+    rope_scaling=None,
+    max_position_embeddings=131072,
     tie_word_embeddings=False,
     attention_bias=False,
 )
@@ -71,20 +71,20 @@ def config_of(
     architecture="LlamaForCausalLM",
 ) -> ModelConfig:
     return ModelConfig(
-        architecture,
-        vocab,
-        hidden,
-        intermediate,
-        layers,
-        heads,
-        kv,
-        head_dim,
-        1e-5,
-        1e4,
-        None,
-        64,
-        tied,
-        bias,
+        architecture=architecture,
+        vocab_size=vocab,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv,
+        head_dim=head_dim,
+        rms_norm_eps=1e-5,
+        rope_theta=1e4,
+        rope_scaling=None,
+        max_position_embeddings=64,
+        tie_word_embeddings=tied,
+        attention_bias=bias,
     )
 
 
@@ -288,13 +288,13 @@ def assert_delivers(plan, fuse=False, limit=1 << 20) -> None:
     """Carry all that the plan says, by hand, and compare every generator rank's buffer with the
     full tensors.
     """
-    config, parameters, source, destination = (
-        plan.config,
-        plan.parameters,
-        plan.source,
-        plan.destination,
-    )
-    full, carried, buffers = stamps(parameters), 0, []
+    config = plan.config
+    parameters = plan.parameters
+    source = plan.source
+    destination = plan.destination
+    full = stamps(parameters)
+    carried = 0
+    buffers = []
     for d in range(destination.num_ranks):
         part = d % destination.parts
         of = buffer_of(config, parameters, destination, part, fuse=fuse)

@@ -84,7 +84,9 @@ def test_405b_on_512_ranks_is_priced_by_its_config_alone(tmp_path, capsys):
     given = (f"model.path={model}", "groups_per_step=256", "model.dtype=bfloat16")
     output = said(capsys, *given, ranks=512)
     # Twice the embedding; of a layer q and o, k and v, three of the MLP, and two norms; a norm.
-    d, f, kv = 16384, 53248, 1024
+    d = 16384
+    f = 53248
+    kv = 1024
     layer = 2 * d * d + 2 * kv * d + 3 * f * d + 2 * d
     parameters = 2 * 128256 * d + 126 * layer + d
     assert f"{parameters:,} parameters" in output and "ranks 256-510: generator, " in output

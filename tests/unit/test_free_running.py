@@ -63,7 +63,9 @@ class Run:
                  microbatches, fill, overcommit, sync_period, seed):  # fmt: skip
         self.random = random.Random(seed)
         self.pools = 1 if together else ranks
-        self.B, self.ranks, self.steps = B * ranks, ranks, steps
+        self.B = B * ranks
+        self.ranks = ranks
+        self.steps = steps
         world = []
         world += [Mail(rank, world) for rank in range(ranks + generators)]
         ledgers = [
@@ -86,13 +88,17 @@ class Run:
             for ledger, mail in zip(ledgers, world)
         ]
         self.ledger = ledgers[0]
-        self.seconds, self.jitter, self.microbatches = seconds, jitter, microbatches
+        self.seconds = seconds
+        self.jitter = jitter
+        self.microbatches = microbatches
         self.stations = [
             Station(servers, lambda name=name: self.time_of(name)) for name in ("victim", "scorer")
         ]
         self.free = [slots] * generators
         self.held = [0] * generators
-        self.events, self.order, self.now = [], itertools.count(), 0
+        self.events = []
+        self.order = itertools.count()
+        self.now = 0
         self.started, self.arrived = {}, {}  # ticket -> (number, held, step, time); -> time
         self.on_way = Counter()  # by pool
         self.inbox = [[] for _ in range(ranks)]

@@ -205,8 +205,12 @@ def test_what_cannot_be_read_is_refused():
 
 
 def test_passes_travel_as_numbers():
-    first = Piece((7, 1), 3, 4, ids(5, 6), 9, False, 5)
-    second = Piece((8, 0), 2, 0, ids(1), -1, True, 1)
+    first = Piece(
+        key=(7, 1), slot=3, begin=4, token_ids=ids(5, 6), next_id=9, is_last=False, prompt_size=5
+    )
+    second = Piece(
+        key=(8, 0), slot=2, begin=0, token_ids=ids(1), next_id=-1, is_last=True, prompt_size=1
+    )
     passes = [Pass(((0, 1, 4), (0, 2, 4)), (first, second)), Pass(), Pass((), (second,))]
     arrived = from_words(to_words(passes))
     assert [one.copies for one in arrived] == [one.copies for one in passes]

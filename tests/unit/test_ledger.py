@@ -378,7 +378,9 @@ def test_room_is_told_to_the_generators_that_were_refused_and_whoever_asks_then_
 def test_every_trainer_rank_takes_its_own_lane_of_what_the_leader_took(desks):
     (leader, other), _ = desks(trainer_ranks=(0, 1))
     tickets = indices(leader.ask(0, 6, version=0))
-    dp_ranks = [[t for t in tickets if dp_rank_of(t, 2) == dp_rank] for dp_rank in range(2)]
+    dp_ranks = []
+    for dp_rank in range(2):
+        dp_ranks.append([t for t in tickets if dp_rank_of(t, 2) == dp_rank])
     assert other.take(0) is None and leader.take(0) is None
     assert other.waits_for() == "the ledger on rank 0"
     leader.finish(dp_ranks[0])

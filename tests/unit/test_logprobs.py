@@ -187,7 +187,10 @@ class LargestTensor(TorchDispatchMode):
 @pytest.mark.parametrize("entropy_grad", [False, True])
 def test_no_tensor_grows_with_tokens_times_vocab(monkeypatch, entropy_grad):
     go(monkeypatch, "recomputed")
-    tokens, dim, vocab, chunk = 400, 4, 50, 10
+    tokens = 400
+    dim = 4
+    vocab = 50
+    chunk = 10
     hidden, weight, labels = problem(tokens, dim, vocab, torch.float32)
     with LargestTensor() as seen:
         logprobs, entropy = chunked_logprobs(

@@ -24,7 +24,9 @@ LOG2 = math.log(2)
 # Against the reference pi is 2 x 2, 1; 1, and 2 x 1/2.
 RATIOS = [2.0, 0.5, 1.0, 4.0, 1.0, 1.0]
 REF_RATIOS = [2.0, 2.0, 1.0, 1.0, 2.0, 0.5]
-INDEX, GROUPS, REWARDS = [0, 0, 1, 2, 3, 3], [0, 0, 1, 1], [1.0, 0.0, 3.0, 1.0]
+INDEX = [0, 0, 1, 2, 3, 3]
+GROUPS = [0, 0, 1, 1]
+REWARDS = [1.0, 0.0, 3.0, 1.0]
 ADVANTAGES = [0.5, -0.5, 1.0, -1.0]  # the group's means are 0.5 and 2
 
 
@@ -165,7 +167,10 @@ def test_a_group_with_one_trained_completion_couples_with_nothing():
 def sums(p: Problem, other: torch.Tensor) -> dict[int, float]:
     """log(pi/other)(y) of each trained completion."""
     gaps = (p.pi.detach() - other).tolist()
-    return {j: sum(gaps[t] for t in p.labels(j)) for members in p.members() for j in members}
+    found = {}
+    for members in p.members():
+        found |= {j: sum(gaps[t] for t in p.labels(j)) for j in members}
+    return found
 
 
 def assert_gradient(p: Problem, name: str, coefficients: dict[int, float], **options) -> None:
@@ -193,19 +198,22 @@ def test_gradients_of_tba_eq_13_and_14(name, seed):
 @pytest.mark.parametrize("seed", range(3))
 def test_gradient_of_tba_eq_15(seed):
     p, tau = problem(seed=seed, spread=7), 0.3
-    w, a, log_lambda = token_weights(p), p.advantages.tolist(), sums(p, p.mu)
-    c = {
-        int(t): w[t] * (a[t] - tau * s) / p.num_loss_tokens
-        for j, s in log_lambda.items()
-        for t in p.labels(j)
-    }
+    w = token_weights(p)
+    a = p.advantages.tolist()
+    log_lambda = sums(p, p.mu)
+    c = {}
+    for j, s in log_lambda.items():
+        c |= {int(t): w[t] * (a[t] - tau * s) / p.num_loss_tokens for t in p.labels(j)}
     assert_gradient(p, "kimi_k2", c, tau=tau)
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_gradient_of_tba_eq_16(seed):
     p, beta = problem(seed=seed, spread=7), 0.3
-    w, a, log_l, c = token_weights(p), p.advantages.tolist(), sums(p, p.ref), {}
+    w = token_weights(p)
+    a = p.advantages.tolist()
+    log_l = sums(p, p.ref)
+    c = {}
     for members in p.members():
         mean = sum(log_l[j] for j in members) / max(1, len(members))
         c |= {
@@ -226,7 +234,10 @@ def test_tba_without_beta_is_dr_grpo():
 @pytest.mark.parametrize("seed", range(3))
 def test_gradient_and_value_of_tb_with_temperatures_are_those_of_its_target(seed):
     """log R = (log ref / gamma + r / beta) / T (Lee et al. 2024), by the letter."""
-    p, beta, gamma, t = problem(seed=seed), 0.25, 1.2, 2.0
+    p = problem(seed=seed)
+    beta = 0.25
+    gamma = 1.2
+    t = 2.0
     rewards, n = p.completions.rewards.tolist(), p.completions.num_completions
     c, squares = {}, 0.0
     for members in p.members():
@@ -248,11 +259,9 @@ def test_gradient_and_value_of_tb_with_temperatures_are_those_of_its_target(seed
 @pytest.mark.parametrize("seed", range(3))
 def test_gradient_and_value_of_tb_are_tba_eq_7_and_5(seed):
     p, beta = problem(seed=seed), 0.25
-    log_ratios, rewards, n = (
-        sums(p, p.ref),
-        p.completions.rewards.tolist(),
-        p.completions.num_completions,
-    )
+    log_ratios = sums(p, p.ref)
+    rewards = p.completions.rewards.tolist()
+    n = p.completions.num_completions
     c, squares = {}, 0.0
     for members in p.members():
         shaped = {
@@ -274,7 +283,9 @@ def test_gradient_of_rloo_is_the_leave_one_out_policy_gradient_and_copgs_is_the_
     p = problem()
     n, a = p.completions.num_completions, p.advantages.tolist()
     for q in (p, replace(p, mu=p.pi.detach())):  # off-policy and on-policy
-        c = {int(t): a[t] / n for members in q.members() for j in members for t in q.labels(j)}
+        c = {}
+        for members in q.members():
+            c |= {int(t): a[t] / n for j in members for t in q.labels(j)}
         assert_gradient(q, "rloo", c)
         assert_gradient(q, "copg", c)
     assert replace(p, mu=p.pi.detach()).call(PUBLISHED["copg"])[0].item() == 0.0
@@ -313,7 +324,9 @@ def test_on_policy_the_token_losses_are_the_policy_gradient():
 def test_gradient_of_online_dpo_is_dpos():
     # beta sigma(-margin) (grad log pi(y+) - grad log pi(y-)), a mean over groups        (DPO, eq.
     # 7)
-    p, beta, c = problem(), 0.7, {}
+    p = problem()
+    beta = 0.7
+    c = {}
     log_ratios, rewards = sums(p, p.ref), p.completions.rewards.tolist()
     for members in p.members():
         if len(members) < 2:

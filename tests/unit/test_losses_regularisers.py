@@ -106,8 +106,13 @@ def test_the_kl_is_weighed_as_the_loss_is(normalize, bound):
     elif normalize == "completions":
         parts = labels
     else:
-        parts = [[i for j in members for i in labels[j]] for members in p.members()]
-    means = [sum(kl[i] for i in part) / len(part) for part in parts if part]
+        parts = []
+        for members in p.members():
+            parts.append([i for j in members for i in labels[j]])
+    means = []
+    for part in parts:
+        if part:
+            means.append(sum(kl[i] for i in part) / len(part))
     want = 0.04 * sum(means) / len(means)
     options = {"normalize": normalize}
     fn = functools.partial(PUBLISHED["grpo"], **options) if bound else PUBLISHED["grpo"]

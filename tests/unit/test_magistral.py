@@ -41,12 +41,13 @@ def clipped(ratio, advantage):
 def loss_of_groups(p):
     """-1/G sum_g 1/|o of g| sum_t min(...) by loops over the trained labels of each group."""
     ratio = (p.pi - p.mu).exp()
-    groups = [[label for j in members for label in p.labels(j)] for members in p.members()]
-    means = [
-        sum(clipped(ratio[i], p.advantages[i]) for i in labels) / len(labels)
-        for labels in groups
-        if labels
-    ]
+    groups = []
+    for members in p.members():
+        groups.append([label for j in members for label in p.labels(j)])
+    means = []
+    for labels in groups:
+        if labels:
+            means.append(sum(clipped(ratio[i], p.advantages[i]) for i in labels) / len(labels))
     return -sum(means) / len(means)
 
 
@@ -73,8 +74,13 @@ def test_kl_and_entropy_are_means_over_groups_too():
     p = problem(sizes=(3, 2, 4))
     x = p.ref - p.pi.detach()
     k3 = x.exp() - 1 - x
-    groups = [[label for j in members for label in p.labels(j)] for members in p.members()]
-    means = [sum(k3[i] for i in labels) / len(labels) for labels in groups if labels]
+    groups = []
+    for members in p.members():
+        groups.append([label for j in members for label in p.labels(j)])
+    means = []
+    for labels in groups:
+        if labels:
+            means.append(sum(k3[i] for i in labels) / len(labels))
     around = regularised(LOSS, kl_coef=0.5)
     added = p.call(around)[0].item() - p.call(LOSS)[0].item()
     assert added == pytest.approx(0.5 * float(sum(means)) / len(means), rel=1e-10)

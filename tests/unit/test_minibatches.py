@@ -50,11 +50,12 @@ def test_a_step_is_so_many_ordinary_steps_on_its_parts(minibatches, passes):
     once, groups = adam(minibatches_per_step=minibatches, updates_per_batch=passes), groups_of()
     got = once.run(groups, VERSION, go_on).metrics
     plain, each = adam(), len(groups) // minibatches
-    rows = [
-        plain.run(groups[i : i + each], VERSION, go_on).metrics
-        for _ in range(passes)
-        for i in range(0, len(groups), each)
-    ]
+    rows = []
+    for _ in range(passes):
+        rows += [
+            plain.run(groups[i : i + each], VERSION, go_on).metrics
+            for i in range(0, len(groups), each)
+        ]
     assert same(weights_of(once), weights_of(plain))
     assert {float(s["step"]) for s in once.optimizer.state.values()} == {
         float(minibatches * passes)
@@ -192,7 +193,9 @@ def coupled(inputs, *, seen=None):
 
 def coupled_by_hand(groups):
     """(gradients, loss) from whole logits of each sequence alone."""
-    decoder, losses, count = decoder_of(), [], 0
+    decoder = decoder_of()
+    losses = []
+    count = 0
     for g in groups:
         totals, rewards = [], []
         for i, completion in enumerate(g.token_ids.split(g.lengths.tolist())):

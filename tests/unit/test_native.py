@@ -75,9 +75,13 @@ def bad_calls() -> dict:
     engine = small_engine()
     engine.score_all([1, 2], [3])  # makes room for a row
     runner, cache = engine._runner, engine._cache
-    one, rows, end = torch.tensor([1]), cache.rows, cache.capacity
+    one = torch.tensor([1])
+    rows = cache.rows
+    end = cache.capacity
     logits, half = torch.zeros(2, 5), torch.full((2,), 0.5, dtype=torch.float64)
-    run, narrow, wide = torch.zeros(8, dtype=torch.uint8), torch.zeros(2, 3), torch.zeros(2, 4)
+    run = torch.zeros(8, dtype=torch.uint8)
+    narrow = torch.zeros(2, 3)
+    wide = torch.zeros(2, 4)
     runs, pair = Parts([(6, torch.zeros(1))]), torch.tensor([0, 0])
     calls = {
         "submit": lambda: engine.submit(0, [1, VOCABULARY], SamplingParams(max_new_tokens=1)),

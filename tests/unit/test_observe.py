@@ -363,10 +363,10 @@ def play(metrics, steps, *, every, eval_delay=2):
 
 
 def without_timing(path):
-    return [
-        {name: value for name, value in row.items() if not is_timing(name)}
-        for row in read_rows(path)
-    ]
+    found = []
+    for row in read_rows(path):
+        found.append({name: value for name, value in row.items() if not is_timing(name)})
+    return found
 
 
 @pytest.mark.parametrize("killed_at", [5, 6, 8, 9])
@@ -805,7 +805,9 @@ def test_merging_something_else_names_the_file(tmp_path):
 class Page(html.parser.HTMLParser):
     def __init__(self, text):
         super().__init__()
-        self.images, self.links, self.words = [], [], []
+        self.images = []
+        self.links = []
+        self.words = []
         self.feed(text)
 
     def handle_starttag(self, tag, attrs):

@@ -199,11 +199,9 @@ def test_the_page_has_the_tables_that_its_json_comes_to(modules):
 
 def test_what_is_read_from_the_json_makes_the_same_tables(modules, tmp_path):
     results = modules.offpolicy_results
-    curves = [
-        curve_of(modules, n, [0.5, a], panel=p)
-        for n, a in (("aipo", 0.9), ("tba", 0.8))
-        for p in ("max_lag 0", "max_lag 4")
-    ]
+    curves = []
+    for n, a in (("aipo", 0.9), ("tba", 0.8)):
+        curves += [curve_of(modules, n, [0.5, a], panel=p) for p in ("max_lag 0", "max_lag 4")]
     results.write_json(tmp_path / "x.json", curves, {})
     assert results.page_tables(
         "lag", results.read_json(tmp_path / "x.json")

@@ -32,7 +32,9 @@ def parameter(*values, grad=None, dtype=torch.float64):
 def test_adamw_follows_its_equations_and_the_rate_of_the_step():
     p = parameter([2.0])
     optimizer = build_optimizer([p], weight_decay=0.01, **ADAM)
-    x, m, v = 2.0, 0.0, 0.0
+    x = 2.0
+    m = 0.0
+    v = 0.0
     for step, (gradient, lr) in enumerate([(0.5, 0.1), (-1.0, 0.05), (3.0, 0.2)], start=1):
         p.grad = torch.tensor([[gradient]], dtype=torch.float64)
         set_lr(optimizer, lr)
@@ -45,11 +47,9 @@ def test_adamw_follows_its_equations_and_the_rate_of_the_step():
 
 
 def test_vectors_are_not_decayed_and_frozen_parameters_left_alone():
-    matrix, vector, frozen = (
-        parameter([1.0], grad=[[0.0]]),
-        parameter(1.0, grad=[0.0]),
-        parameter([1.0]),
-    )
+    matrix = parameter([1.0], grad=[[0.0]])
+    vector = parameter(1.0, grad=[0.0])
+    frozen = parameter([1.0])
     frozen.requires_grad_(False)
     optimizer = build_optimizer([frozen, vector, matrix], weight_decay=0.5, **ADAM)
     optimizer.step()
@@ -114,11 +114,9 @@ def test_a_warm_up_without_an_end_is_refused():
 
 def test_clipping_by_hand():
     # the norm of (3, 4) with 12 is 13; clipped to 6.5 everything halves
-    a, b, unused = (
-        parameter(0.0, 0.0, grad=[3.0, 4.0]),
-        parameter([0.0], grad=[[12.0]]),
-        parameter(1.0),
-    )
+    a = parameter(0.0, 0.0, grad=[3.0, 4.0])
+    b = parameter([0.0], grad=[[12.0]])
+    unused = parameter(1.0)
     norm = clip_grad_norm([a, b, unused], 6.5)
     assert norm.item() == pytest.approx(13.0, abs=1e-12) and norm.shape == ()
     assert torch.cat([a.grad, b.grad.flatten()]).tolist() == pytest.approx(

@@ -253,7 +253,9 @@ def test_every_label_sees_its_prompt_and_completion_and_keeps_its_fields(
         assert batch.rewards.tolist() == [s.rewards.item() for s in alone]
         assert sorted(set(batch.groups.tolist())) == list(range(len(set(owners))))
         assert (batch.parents < 0).sum() == len(set(owners)), "a prompt twice in a microbatch"
-        together = [[a == b for b in owners] for a in owners]
+        together = []
+        for a in owners:
+            together.append([a == b for b in owners])
         assert (batch.groups[:, None] == batch.groups[None]).tolist() == together
     assert got.num_loss_tokens == sum(s.labels.numel() for s in trained.values())
     assert got.num_completions == len(trained)
@@ -317,7 +319,9 @@ def test_a_group_that_must_stay_whole_is_never_cut_and_is_warned_of():
 def test_ranks_that_share_groups_have_the_same_ones_in_each_microbatch():
     """By itself one rank puts the first two groups together, and the other the last two."""
     sizes = [[6, 2, 4], [4, 2, 6]]  # of a token of the prompt and all of the completion but one
-    ranks = [[group([9], [[1] * size]) for size in of_rank] for of_rank in sizes]
+    ranks = []
+    for of_rank in sizes:
+        ranks.append([group([9], [[1] * size]) for size in of_rank])
 
     def largest(own):
         assert own in sizes
@@ -484,7 +488,20 @@ def test_reference_is_told_apart_from_zeros():
 
 def tiny_decoder():
     config = ModelConfig(
-        "LlamaForCausalLM", 23, 16, 24, 2, 4, 2, 4, 1e-6, 1e4, None, 64, True, False
+        architecture="LlamaForCausalLM",
+        vocab_size=23,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=4,
+        rms_norm_eps=1e-6,
+        rope_theta=1e4,
+        rope_scaling=None,
+        max_position_embeddings=64,
+        tie_word_embeddings=True,
+        attention_bias=False,
     )
     decoder = build_decoder(config, device="cpu")
     random = torch.Generator().manual_seed(0)
@@ -515,16 +532,17 @@ def gradients(decoder, batches, num_loss_tokens):
 
 def test_gradients_do_not_depend_on_packing_dropping_or_fillers():
     random = torch.Generator().manual_seed(1)
-    groups = [
-        group(
-            torch.randint(
-                0, 23, (int(torch.randint(1, 6, (), generator=random)),), generator=random
-            ).tolist(),
-            [torch.randint(0, 23, (n,), generator=random).tolist() for n in (1, 4, 9)],
-            ticket=ticket,
+    groups = []
+    for ticket in range(4):
+        groups.append(
+            group(
+                torch.randint(
+                    0, 23, (int(torch.randint(1, 6, (), generator=random)),), generator=random
+                ).tolist(),
+                [torch.randint(0, 23, (n,), generator=random).tolist() for n in (1, 4, 9)],
+                ticket=ticket,
+            )
         )
-        for ticket in range(4)
-    ]
     advantages = [torch.tensor([0.7, 0.0, -1.3])] * 4
     decoder = tiny_decoder()
     alone = packed(groups, advantages, budget=1000)

@@ -182,7 +182,9 @@ def test_an_equal_score_is_not_ranked_right():
 @pytest.mark.parametrize("per_step", [1, 3, 7, 50])
 def test_every_epoch_has_every_example_once(per_step):
     order = ExampleOrder(num_examples=10, examples_per_step=per_step, epochs=2, seed=1)
-    seen = [n for step in range(order.num_steps) for n in order.of_step(step)]
+    seen = []
+    for step in range(order.num_steps):
+        seen += order.of_step(step)
     assert sorted(seen[:10]) == sorted(seen[10:]) == list(range(10))
     assert seen[:10] != seen[10:] and len(seen) == 20
 

@@ -310,7 +310,9 @@ def test_every_e4m3_number_is_widened_exactly():
 
 @pytest.mark.parametrize("kind, arithmetic", ARITHMETICS)
 def test_the_next_forward_sees_weights_put_in_place(kind, arithmetic):
-    x, old, new = random(4, 32, seed=2), random(16, 32), random(16, 32, seed=1)
+    x = random(4, 32, seed=2)
+    old = random(16, 32)
+    new = random(16, 32, seed=1)
     linear, fresh = linear_of(old, kind, arithmetic), linear_of(new, kind, arithmetic)
     before, want = linear(x), fresh(x)
     kept = linear.weight.data, linear.weight_scale.data
@@ -344,7 +346,9 @@ def test_casts_and_moves_leave_one_byte_and_float32(kind):
 
 
 def test_the_arithmetic_is_the_devices_best_and_what_rules_it_out_is_said(monkeypatch):
-    cuda, cpu, capability = torch.device("cuda"), torch.device("cpu"), (9, 0)
+    cuda = torch.device("cuda")
+    cpu = torch.device("cpu")
+    capability = (9, 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.version, "hip", None)
     assert arithmetic_of("fp8", (5, 37), cpu) == ("weight_only", "")
@@ -454,7 +458,22 @@ def test_names_shapes_and_dtypes_are_what_is_quantized_says(kind):
         quantize_decoder(build_decoder(read_config(tiny_directory())), kind, ("dwon_proj",))
 
 
-UNTIED = ModelConfig("LlamaForCausalLM", 96, 32, 64, 2, 4, 2, 8, 1e-5, 1e4, None, 64, False, False)
+UNTIED = ModelConfig(
+    architecture="LlamaForCausalLM",
+    vocab_size=96,
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    rms_norm_eps=1e-5,
+    rope_theta=1e4,
+    rope_scaling=None,
+    max_position_embeddings=64,
+    tie_word_embeddings=False,
+    attention_bias=False,
+)
 
 
 @pytest.mark.bitwise(

@@ -19,7 +19,9 @@ class Run:
     """
 
     def __init__(self, max_lag, overcommit, truncate, dp_ranks, generators):
-        self.max_lag, self.overcommit, self.truncate = max_lag, overcommit, truncate
+        self.max_lag = max_lag
+        self.overcommit = overcommit
+        self.truncate = truncate
         self.started_at, self.consumed = {}, []
         self.set_up(dp_ranks, generators)
 

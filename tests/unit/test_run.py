@@ -106,14 +106,14 @@ def a_checkpoint(job, step=3):
     checkpointer = Checkpointer(job.config.run_dir, keep=2, control=control, expected=expected)
     begun = [
         Partial(
-            0,
-            ticket,
-            0,
-            job.prompts[ticket].prompt_ids,
-            torch.tensor([5]),
-            torch.zeros(1),
-            torch.tensor([3]),
-            SamplingParams(6),
+            stream=0,
+            ticket=ticket,
+            sample_index=0,
+            prompt_ids=job.prompts[ticket].prompt_ids,
+            token_ids=torch.tensor([5]),
+            generator_logprobs=torch.zeros(1),
+            policy_versions=torch.tensor([3]),
+            params=SamplingParams(6),
         )
         for ticket in IN_WORK
     ]

@@ -20,11 +20,9 @@ TEMPLATE = (
     "{% else %}{{ m['content'] }}{% endif %};{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
-SYSTEM, ONE, TWO = (
-    {"role": "system", "content": "add"},
-    {"role": "user", "content": "1+1"},
-    {"role": "user", "content": "10+2"},
-)
+SYSTEM = {"role": "system", "content": "add"}
+ONE = {"role": "user", "content": "1+1"}
+TWO = {"role": "user", "content": "10+2"}
 SAID = [{"role": "assistant", "content": text} for text in ("2", "12", "0")]
 
 

@@ -157,7 +157,9 @@ def test_a_checkpoint_has_each_group_once_and_goes_on_with_any_number_of_ranks(b
         take([one], step)
         take(many, step)
     parts = [buffer.state_dict() for buffer in many]
-    tickets = [ticket for part in parts for ticket, _ in part["held"]]
+    tickets = []
+    for part in parts:
+        tickets += [ticket for ticket, _ in part["held"]]
     assert len(tickets) == len(set(tickets)) > 0
     resumed = shared(after, grow_until=1)
     for rank, buffer in enumerate(resumed):

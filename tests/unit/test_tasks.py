@@ -248,7 +248,9 @@ def test_held_out_rows_are_few_and_never_trained_on(num_rows, num_eval):
 def test_without_eval_path_a_tenth_is_held_out_whatever_the_seed(tmp_path):
     file = write_jsonl(tmp_path / "t.jsonl", rows(100))
     tasks = [build_task("jsonl", CharTokenizer(), path=file, seed=seed) for seed in (0, 1)]
-    held = [[t.eval_prompt(j).text for j in range(t.num_eval)] for t in tasks]
+    held = []
+    for t in tasks:
+        held.append([t.eval_prompt(j).text for j in range(t.num_eval)])
     assert held[0] == held[1] and len(held[0]) == 10
     assert not set(held[0]) & {tasks[0].train_prompt(i).text for i in range(90)}
 

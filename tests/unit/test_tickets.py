@@ -30,7 +30,10 @@ class NaiveRankTickets:
     """
 
     def __init__(self, B, max_lag, overcommit):
-        self.B, self.max_lag, self.overcommit, self.step = B, max_lag, overcommit, 0
+        self.B = B
+        self.max_lag = max_lag
+        self.overcommit = overcommit
+        self.step = 0
         self.deadline, self.finished = {}, set()
 
     def may_start(self, version):
@@ -67,7 +70,10 @@ def test_random_schedules_obey_the_rules_never_exceed_max_lag_and_never_deadlock
     )
     share = [overcommit // dp_ranks + (i < overcommit % dp_ranks) for i in range(dp_ranks)]
     naive = [NaiveRankTickets(B, max_lag, share[i]) for i in range(dp_ranks)]
-    version, working, consumed, started_at = 0, [], [], {}
+    version = 0
+    working = []
+    consumed = []
+    started_at = {}
     for roll in rolls:
         action = roll % 4
         if action == 0:  # some generator, perhaps with older weights, asks
@@ -127,7 +133,9 @@ def test_no_ticket_starts_that_no_step_can_use_and_a_longer_run_goes_on_densely(
     B, max_lag, overcommit, dp_ranks, generators, max_steps, rolls
 ):
     """Runs of so many steps, each going on from the last checkpoint of the one before."""
-    state, consumed, started = None, [], []
+    state = None
+    consumed = []
+    started = []
     for last in max_steps:
         ledger = TicketLedger(
             groups_per_step=B * dp_ranks,
@@ -313,7 +321,10 @@ def test_synchronous_starts_one_batch_a_version_and_nothing_ahead():
 def test_synchronous_tickets_are_dealt_to_generators_whoever_asks_first():
     def deal(order):
         ledger = TicketLedger(groups_per_step=4, max_lag=0, overcommit=0, num_generators=2)
-        return {g: [t.index for t in ledger.start(10, 0, g)] for g in order}
+        found = {}
+        for g in order:
+            found[g] = [t.index for t in ledger.start(10, 0, g)]
+        return found
 
     assert deal([0, 1]) == deal([1, 0]) == {0: [0, 2], 1: [1, 3]}
 
@@ -414,7 +425,9 @@ def test_tickets_whose_completions_were_saved_stay_started_and_all_are_consumed_
         unfinished = [t.index for t in resumed.start(100, resumed.step)]
         assert not kept & set(unfinished), "a ticket that goes on is not started again"
         resumed.finish(unfinished + sorted(kept))
-        step, going_on, kept = resumed.step, kept, set()
+        step = resumed.step
+        going_on = kept
+        kept = set()
         while (taken := resumed.take(resumed.step)) is not None:
             assert all(deadlines[t] >= step for t in going_on & set(taken)), "trained on in time"
             step, consumed = resumed.step, consumed + taken

@@ -87,7 +87,10 @@ def test_each_ticket_is_handed_over_once_also_over_resumes(dp_ranks, fill, rolls
         num_pools=dp_ranks,
         resume_in_work=True,
     )
-    ours, working, finished, handed = TicketLedger(**make), [], set(), []
+    ours = TicketLedger(**make)
+    working = []
+    finished = set()
+    handed = []
     for roll in rolls:
         action = roll % 4
         if action == 0:
@@ -101,7 +104,9 @@ def test_each_ticket_is_handed_over_once_also_over_resumes(dp_ranks, fill, rolls
         elif action == 2:
             first = ours.step == 0
             taken = ours.take(ours.step)
-            shares = [sum(t % dp_ranks == i for t in finished) for i in range(dp_ranks)]
+            shares = []
+            for i in range(dp_ranks):
+                shares.append(sum(t % dp_ranks == i for t in finished))
             least = max(1, -(-fill // dp_ranks)) if first else 1  # one of two groups a step
             assert (taken is None) == (min(shares) < least)
             if taken is not None:

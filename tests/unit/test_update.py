@@ -45,7 +45,9 @@ def weights_of(update):
 def state_of(update):
     """Weights, and the optimizer's state as plain values."""
     state = update.optimizer.state_dict()
-    moments = {k: {n: v.tolist() for n, v in s.items()} for k, s in state["state"].items()}
+    moments = {}
+    for k, s in state["state"].items():
+        moments[k] = {n: v.tolist() for n, v in s.items()}
     return [w.tolist() for w in weights_of(update)], moments, state["param_groups"]
 
 
@@ -59,7 +61,9 @@ def assert_unchanged(update, before):
 
 def one_at_a_time(groups, cap=4.0):
     """(gradients, loss, trained tokens) of AIPO from the whole logits of each sequence alone."""
-    decoder, losses, count = decoder_of(), [], 0
+    decoder = decoder_of()
+    losses = []
+    count = 0
     for g in groups:
         parts = zip(
             g.token_ids.split(g.lengths.tolist()),
@@ -492,7 +496,9 @@ def test_a_canary_for_a_quantised_generator_holds_the_likeliest_tokens_too(top):
 
 def test_each_update_has_its_own_rate():
     settings = dataclasses.replace(SETTINGS, minibatches_per_step=2, max_steps=2)
-    rates = [settings.rate(version, index) for version in (0, 1) for index in (0, 1)]
+    rates = []
+    for version in (0, 1):
+        rates += [settings.rate(version, index) for index in (0, 1)]
     assert rates == pytest.approx([1.0, 0.75, 0.5, 0.25])
 
 

@@ -103,7 +103,9 @@ def forward(decoder, head, tokens, prompt):
 
 def estimate(values, rewards, s=PPO):
     """GAE and returns by the definition: a double loop, in Python's floats."""
-    v, r, n = [*values.tolist(), 0.0], rewards.tolist(), len(rewards)
+    v = [*values.tolist(), 0.0]
+    r = rewards.tolist()
+    n = len(rewards)
     delta = [r[t] + s.gamma * v[t + 1] - v[t] for t in range(n)]
     advantages = [
         sum((s.gamma * s.gae_lambda) ** k * delta[t + k] for k in range(n - t)) for t in range(n)

@@ -151,13 +151,11 @@ def test_sampling_parameters_keep_their_meaning():
 
 
 def test_every_sample_has_a_seed_of_its_own():
-    places = [
-        (s, stream, ticket, i)
-        for s in (0, 1)
-        for stream in (0, 1)
-        for ticket in range(20)
-        for i in range(8)
-    ]
+    places = []
+    for s in (0, 1):
+        places += [
+            (s, stream, ticket, i) for stream in (0, 1) for ticket in range(20) for i in range(8)
+        ]
     seeds = [vllm_seed(*place) for place in places]
     assert len(set(seeds)) == len(places) and all(0 <= seed < 2**63 for seed in seeds)
     assert seeds == [vllm_seed(*place) for place in places]
@@ -272,12 +270,10 @@ def test_a_prompt_without_a_token_starts_again_under_new_weights_and_shares_noth
         engine.step(1)
     versions = {c.ticket: c.policy_versions.tolist() for _, c in engine.pop_finished()}
     assert versions == {0: [1, 2], 1: [2, 2], 2: [2, 2], 3: [2, 2]}
-    told = [
-        (new["prompt_ids"], new["salt"])
-        for command in engine.log()
-        if command.get("do") == "step"
-        for new in command["start"]
-    ]
+    told = []
+    for command in engine.log():
+        if command.get("do") == "step":
+            told += [(new["prompt_ids"], new["salt"]) for new in command["start"]]
     assert told == [([1], "1"), ([9], "1"), ([9, 9], "1"), ([9], "2"), ([9, 9], "2"), ([4], "2")]
 
 

@@ -20,13 +20,13 @@ from llamarl.types import (
 def completion(ticket: int, sample: int, length: int) -> Completion:
     g = torch.Generator().manual_seed(ticket * 31 + sample)
     return Completion(
-        ticket,
-        sample,
-        torch.arange(3),
-        torch.randint(0, 99, (length,), generator=g),
-        torch.randn(length, generator=g),
-        torch.full((length,), ticket),
-        "stop" if length % 2 else "length",
+        ticket=ticket,
+        sample_index=sample,
+        prompt_ids=torch.arange(3),
+        token_ids=torch.randint(0, 99, (length,), generator=g),
+        generator_logprobs=torch.randn(length, generator=g),
+        policy_versions=torch.full((length,), ticket),
+        finish_reason="stop" if length % 2 else "length",
     )
 
 
@@ -67,7 +67,14 @@ def test_answers_to_held_out_prompts_round_trip(lengths):
 
 def test_an_answer_has_a_version_for_each_token():
     with pytest.raises(ValueError, match="held-out prompt 4: 3 tokens but 2 versions"):
-        EvalCompletion(4, True, 0, torch.arange(3), torch.zeros(2), "stop")
+        EvalCompletion(
+            prompt_index=4,
+            greedy=True,
+            sample_index=0,
+            token_ids=torch.arange(3),
+            policy_versions=torch.zeros(2),
+            finish_reason="stop",
+        )
 
 
 @given(st.lists(st.lists(st.integers(1, 5), min_size=1, max_size=4), min_size=1, max_size=4))
@@ -111,7 +118,15 @@ def test_what_is_no_message_is_refused():
 
 def test_lengths_are_checked_at_birth():
     with pytest.raises(ValueError, match="2 tokens but 3 logprobs"):
-        Completion(0, 0, torch.arange(1), torch.arange(2), torch.zeros(3), torch.zeros(2), "stop")
+        Completion(
+            ticket=0,
+            sample_index=0,
+            prompt_ids=torch.arange(1),
+            token_ids=torch.arange(2),
+            generator_logprobs=torch.zeros(3),
+            policy_versions=torch.zeros(2),
+            finish_reason="stop",
+        )
 
 
 @given(st.lists(st.lists(st.integers(0, 5), max_size=4), min_size=1, max_size=5))

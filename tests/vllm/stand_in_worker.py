@@ -62,7 +62,9 @@ def score(command):
 
 
 def main():
-    live, late, memory = {}, set(), None
+    live = {}
+    late = set()
+    memory = None
     for line in sys.stdin:
         note(line)
         command = json.loads(line)

@@ -32,7 +32,9 @@ pytestmark = [
     ),
 ]
 
-SLOTS, MAX_LEN, STOP = 8, 192, 2
+SLOTS = 8
+MAX_LEN = 192
+STOP = 2
 # bfloat16: both engines round differently on the way through 30 layers.
 MEAN, WORST = 0.1, 1.0  # nats between the logprobs of equal tokens
 NEAR_TIE = 0.25  # nats between the two likeliest tokens where greedy completions part
