@@ -17,6 +17,9 @@ import pytest
 from tests.test_house import ROOT, python_files
 
 CODE = ("llamarl", "executors")
+# Where lines are plain too, but records of few fields may be made by place, as a table is.
+BESIDE = ("benchmarks", "tests")
+LEFT = ("tests/executors/", "tests/recipes/", "tests/unit/test_engine.py")  # not plain yet
 MAX_NODES = 6.0  # syntax nodes a line of code, over all rooms
 MAX_POSITIONAL = 4  # arguments into a record
 MAX_TUPLE = 2  # names that one statement gives values
@@ -104,6 +107,16 @@ RULES = {
 }
 
 
+@cache
+def trees_beside() -> dict[Path, ast.Module]:
+    files = [file for file in python_files(*BESIDE) if not is_left(file)]
+    return {file: ast.parse(file.read_text()) for file in files}
+
+
+def is_left(file: Path) -> bool:
+    return str(file.relative_to(ROOT)).startswith(LEFT)
+
+
 def lines_of_code(source: str, tree: ast.AST) -> set[int]:
     """Numbers of the lines that hold code: no blank ones, no comments, no docstrings."""
     prose: set[int] = set()
@@ -135,6 +148,14 @@ def test_lines_are_plain(rule, example):
     for file, tree in trees().items():
         found += [f"{file.relative_to(ROOT)}:{node.lineno}" for node in rule(tree)]
     assert not found, f"{example} is no plain line: {found}"
+
+
+@pytest.mark.parametrize("rule", [many_at_once, nested_conditionals, deep_comprehensions])
+def test_lines_of_tests_and_benchmarks_are_plain(rule):
+    found = []
+    for file, tree in trees_beside().items():
+        found += [f"{file.relative_to(ROOT)}:{node.lineno}" for node in rule(tree)]
+    assert not found, f"{RULES[rule]} is no plain line: {found}"
 
 
 def test_lines_are_light():

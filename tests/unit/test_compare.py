@@ -17,6 +17,10 @@ EXACT = 1e-12
 
 
 @pytest.fixture(scope="module")
+def without_nulls(row: dict) -> dict:
+    return {name: value for name, value in row.items() if value is not None}
+
+
 def recipe():
     spec = importlib.util.spec_from_file_location("recipe_compare", ROOT / "recipes" / "compare.py")
     module = importlib.util.module_from_spec(spec)
@@ -40,7 +44,7 @@ def make(tmp_path):
             {"step": step, **dict(zip(columns, values))}
             for step, values in enumerate(zip(*columns.values()))
         ]
-        rows = [{name: value for name, value in row.items() if value is not None} for row in rows]
+        rows = list(map(without_nulls, rows))
         (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         return folder
 

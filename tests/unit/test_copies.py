@@ -218,10 +218,8 @@ def test_parts_of_a_run_go_to_their_places_with_the_digests_that_their_sender_fi
     if not received_in_place:
         for target in targets:
             target.zero_()
-    assert all(
-        torch.equal(t._base, before)
-        for t, before in zip([t for t in targets if t._is_view()], around)
-    )
+    views = [t for t in targets if t._is_view()]
+    assert all(torch.equal(t._base, before) for t, before in zip(views, around))
 
 
 @needs_kernel

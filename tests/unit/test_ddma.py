@@ -340,9 +340,10 @@ def test_damaged_bytes_are_named_and_sent_again(kind):
 @LINKS
 def test_the_old_version_serves_while_a_new_one_is_damaged_and_the_run_then_ends(kind):
     def wrong(h):  # bucket 2: the third of the first delivery, then alone
-        return (
-            [with_wrong_digest(h, 2 if len(h.more["digests"]) > 1 else 0)] if is_end(1)(h) else [h]
-        )
+        if not is_end(1)(h):
+            return [h]
+        which = 2 if len(h.more["digests"]) > 1 else 0
+        return [with_wrong_digest(h, which)]
 
     link = kind(wrong)
     ends = Ends(link)

@@ -3,6 +3,7 @@ once, and the work shared.
 """
 
 from collections import Counter
+from itertools import chain
 
 import numpy as np
 import pytest
@@ -251,7 +252,7 @@ def carry(buckets, payload: torch.Tensor, of, buffer: torch.Tensor, writes: torc
     """By index arithmetic of this test's own: the bytes of every move to where its box lies in the
     receiver's buffer.
     """
-    for piece in (piece for bucket in buckets for piece in bucket.pieces):
+    for piece in chain.from_iterable(bucket.pieces for bucket in buckets):
         p, held = piece.parameter, of.held[piece.name]
         index = (
             np.arange(held.box.numel)
@@ -268,7 +269,7 @@ def carry(buckets, payload: torch.Tensor, of, buffer: torch.Tensor, writes: torc
 def payload_of(buckets, full) -> torch.Tensor:
     """What a sender lays into its slot: boxes of the whole tensors."""
     flat = torch.full((buckets[-1].end,), 0xEE, dtype=torch.uint8)
-    for piece in (piece for bucket in buckets for piece in bucket.pieces):
+    for piece in chain.from_iterable(bucket.pieces for bucket in buckets):
         flat[piece.start : piece.end] = box_of(full[piece.name], piece.box)
     return flat
 
@@ -521,7 +522,9 @@ def test_what_every_replica_of_the_trainer_holds_is_cut_between_them_or_dealt():
     )
     parameters = parameters_to_send(config, torch.float32)
     cut = make_plan(config, parameters, Source(1, 3), Destination(), feed="direct")
-    names = [{piece.parameter.name for piece in cut.pieces(s, 0)} for s in range(3)]
+    names = []
+    for rank in range(3):
+        names.append({piece.parameter.name for piece in cut.pieces(rank, 0)})
     assert all("model.layers.0.mlp.up_proj.weight" in n for n in names)  # each a third
     assert all("model.layers.0.input_layernorm.weight" in n for n in names)
     assert [cut.feeds(s) for s in range(3)] == [[0]] * 3

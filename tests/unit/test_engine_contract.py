@@ -75,8 +75,10 @@ def test_every_call_takes_what_the_protocol_says(protocol, implementation):
         assert isinstance(said, property) == isinstance(made, property), name
         if not isinstance(said, property):
             taken = [inspect.signature(call).parameters.values() for call in (said, made)]
-            said, made = ([(p.name, p.kind, p.default) for p in each] for each in taken)
-            assert said == made, name
+            forms = []
+            for parameters in taken:
+                forms.append([(p.name, p.kind, p.default) for p in parameters])
+            assert forms[0] == forms[1], name
 
 
 def test_who_can_resume_is_seen_from_its_calls(engine):

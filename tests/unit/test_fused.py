@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import chain
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -138,7 +140,7 @@ def test_projections_of_one_input(dtype, bias):
         assert (ours.double() - plain.double()).abs().max() <= ROUNDING[
             dtype
         ] * plain.double().abs().max()
-    parameters = [p for linear in linears for p in linear.parameters()]
+    parameters = list(chain.from_iterable(linear.parameters() for linear in linears))
     x = inputs[0]
     made = torch.autograd.grad(
         [y.float().square().sum() for y in fused.projections(x, *linears)], parameters

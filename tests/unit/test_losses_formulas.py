@@ -169,7 +169,8 @@ def sums(p: Problem, other: torch.Tensor) -> dict[int, float]:
     gaps = (p.pi.detach() - other).tolist()
     found = {}
     for members in p.members():
-        found |= {j: sum(gaps[t] for t in p.labels(j)) for j in members}
+        for j in members:
+            found[j] = sum(gaps[t] for t in p.labels(j))
     return found
 
 
@@ -216,11 +217,9 @@ def test_gradient_of_tba_eq_16(seed):
     c = {}
     for members in p.members():
         mean = sum(log_l[j] for j in members) / max(1, len(members))
-        c |= {
-            int(t): w[t] * (a[t] - beta * (log_l[j] - mean)) / p.num_loss_tokens
-            for j in members
-            for t in p.labels(j)
-        }
+        for j in members:
+            for t in p.labels(j):
+                c[int(t)] = w[t] * (a[t] - beta * (log_l[j] - mean)) / p.num_loss_tokens
     assert_gradient(p, "tba", c, beta=beta)
 
 
@@ -248,7 +247,8 @@ def test_gradient_and_value_of_tb_with_temperatures_are_those_of_its_target(seed
             distance[j] = log_pi - (log_ref / gamma + rewards[j] / beta) / t
         mean = sum(distance.values()) / max(1, len(members))
         squares += sum((distance[j] - mean) ** 2 for j in members)
-        c |= {int(i): -beta * (distance[j] - mean) / n for j in members for i in p.labels(j)}
+        for j in members:
+            c |= {int(i): -beta * (distance[j] - mean) / n for i in p.labels(j)}
     options = {"beta": beta, "log_reward_temperature": t, "reference_temperature": gamma}
     assert_gradient(p, "tb", c, **options)
     loss, metrics = p.call(PUBLISHED["tb"], **options)
@@ -268,7 +268,8 @@ def test_gradient_and_value_of_tb_are_tba_eq_7_and_5(seed):
             j: rewards[j] - beta * log_ratios[j] for j in members
         }  # [r - beta log pi/ref] of eq. 7
         mean = sum(shaped.values()) / max(1, len(members))
-        c |= {int(t): (shaped[j] - mean) / n for j in members for t in p.labels(j)}
+        for j in members:
+            c |= {int(t): (shaped[j] - mean) / n for t in p.labels(j)}
         log_z = sum(rewards[j] / beta - log_ratios[j] for j in members) / max(
             1, len(members)
         )  # eq. 4
@@ -285,7 +286,8 @@ def test_gradient_of_rloo_is_the_leave_one_out_policy_gradient_and_copgs_is_the_
     for q in (p, replace(p, mu=p.pi.detach())):  # off-policy and on-policy
         c = {}
         for members in q.members():
-            c |= {int(t): a[t] / n for j in members for t in q.labels(j)}
+            for j in members:
+                c |= {int(t): a[t] / n for t in q.labels(j)}
         assert_gradient(q, "rloo", c)
         assert_gradient(q, "copg", c)
     assert replace(p, mu=p.pi.detach()).call(PUBLISHED["copg"])[0].item() == 0.0
@@ -337,7 +339,8 @@ def test_gradient_of_online_dpo_is_dpos():
             / (1 + math.exp(beta * (log_ratios[best] - log_ratios[worst])))
             / p.completions.num_groups
         )
-        c |= {int(t): sign * pull for j, sign in ((best, 1), (worst, -1)) for t in p.labels(j)}
+        for j, sign in ((best, 1), (worst, -1)):
+            c |= {int(t): sign * pull for t in p.labels(j)}
     assert_gradient(p, "online_dpo", c, beta=beta)
 
 

@@ -4,6 +4,7 @@ ask of the learner.
 
 import functools
 import math
+from itertools import chain
 
 import pytest
 import torch
@@ -102,13 +103,13 @@ def test_the_kl_is_weighed_as_the_loss_is(normalize, bound):
     kl = (x.exp() - 1 - x).tolist()
     labels = [p.labels(j).tolist() for j in range(p.completions.groups.numel())]
     if normalize == "tokens":
-        parts = [[i for own in labels for i in own]]
+        parts = [list(chain.from_iterable(labels))]
     elif normalize == "completions":
         parts = labels
     else:
         parts = []
         for members in p.members():
-            parts.append([i for j in members for i in labels[j]])
+            parts.append(list(chain.from_iterable(labels[j] for j in members)))
     means = []
     for part in parts:
         if part:

@@ -14,6 +14,7 @@ here.
 import functools
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 
 import pytest
 import torch
@@ -43,7 +44,7 @@ def loss_of_groups(p):
     ratio = (p.pi - p.mu).exp()
     groups = []
     for members in p.members():
-        groups.append([label for j in members for label in p.labels(j)])
+        groups.append(list(chain.from_iterable(p.labels(j) for j in members)))
     means = []
     for labels in groups:
         if labels:
@@ -76,7 +77,7 @@ def test_kl_and_entropy_are_means_over_groups_too():
     k3 = x.exp() - 1 - x
     groups = []
     for members in p.members():
-        groups.append([label for j in members for label in p.labels(j)])
+        groups.append(list(chain.from_iterable(p.labels(j) for j in members)))
     means = []
     for labels in groups:
         if labels:

@@ -61,13 +61,12 @@ def test_a_step_is_so_many_ordinary_steps_on_its_parts(minibatches, passes):
         float(minibatches * passes)
     }
     tokens = [row["tokens/trained"] for row in rows]
-    mean = {
-        name: sum(row[name] for row in rows) / len(rows) for name in ("loss/value", "grad_norm")
-    }
-    by_token = {
-        name: sum(row[name] * t for row, t in zip(rows, tokens)) / sum(tokens)
-        for name in ("entropy", "ratio/mean", "kl/generator")
-    }
+    mean = {}
+    for key in ("loss/value", "grad_norm"):
+        mean[key] = sum(row[key] for row in rows) / len(rows)
+    by_token = {}
+    for key in ("entropy", "ratio/mean", "kl/generator"):
+        by_token[key] = sum(row[key] * t for row, t in zip(rows, tokens)) / sum(tokens)
     assert {name: got[name] for name in mean | by_token} == pytest.approx(mean | by_token, rel=1e-5)
     assert got["ratio/max"] == max(row["ratio/max"] for row in rows)
     assert got["tokens/trained"] == sum(tokens) / passes  # of the batch, each once

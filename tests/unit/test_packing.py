@@ -4,7 +4,7 @@ gradient.
 
 import warnings
 from dataclasses import fields, replace
-from itertools import accumulate
+from itertools import accumulate, chain
 
 import pytest
 import torch
@@ -41,7 +41,7 @@ def group(prompt, completions, rewards=None, *, ticket=0, reasons=None, referenc
         ticket=ticket,
         prompt_ids=torch.tensor(prompt),
         lengths=lengths,
-        token_ids=torch.tensor([t for c in completions for t in c], dtype=torch.int64),
+        token_ids=torch.tensor(list(chain.from_iterable(completions)), dtype=torch.int64),
         generator_logprobs=-place / 8,
         policy_versions=place,
         ref_logprobs=-place / 4 if reference else torch.empty(0),
@@ -92,12 +92,16 @@ def test_collate_keeps_the_order_of_ties():
 @given(lengths=st.lists(st.integers(1, 12), max_size=40), budget=st.integers(1, 15))
 def test_collate_is_first_fit_decreasing_and_loses_nothing(lengths, budget):
     bins = collate(lengths, budget)
-    assert sorted(i for b in bins for i in b) == list(range(len(lengths)))
-    sums = [sum(lengths[i] for i in b) for b in bins]
+    assert sorted(chain.from_iterable(bins)) == list(range(len(lengths)))
+
+    def total(members: list[int]) -> int:
+        return sum(lengths[i] for i in members)
+
+    sums = [total(members) for members in bins]
     assert all(total <= budget or len(b) == 1 for total, b in zip(sums, bins))
     naive: list[list[int]] = []
     for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        home = next((b for b in naive if sum(lengths[j] for j in b) + lengths[i] <= budget), None)
+        home = next((b for b in naive if total(b) + lengths[i] <= budget), None)
         naive.append([i]) if home is None else home.append(i)
     assert bins == naive
 
@@ -225,7 +229,7 @@ def test_every_label_sees_its_prompt_and_completion_and_keeps_its_fields(
     trained = sequences_of(groups, advantages)
     kept = {n: s for n, s in trained.items() if not drop or s.advantages[0] != 0}
     completions = completions_of(got, groups)
-    assert sorted(n for members in completions for n in members) == sorted(kept)
+    assert sorted(chain.from_iterable(completions)) == sorted(kept)
     for batch, members in zip(got.microbatches, completions, strict=True):
         alone = [kept[n] for n in members]
         for name in (
@@ -239,7 +243,9 @@ def test_every_label_sees_its_prompt_and_completion_and_keeps_its_fields(
             assert torch.equal(
                 getattr(batch, name), torch.cat([getattr(s, name) for s in alone])
             ), name
-        want = [s.input_ids[: row + 1].tolist() for s in alone for row in s.rows.tolist()]
+        want = []
+        for one in alone:
+            want += [one.input_ids[: row + 1].tolist() for row in one.rows.tolist()]
         assert [context(batch, row) for row in batch.rows.tolist()] == want
         assert batch.positions[batch.rows].tolist() == [len(tokens) - 1 for tokens in want]
         assert batch.input_ids.numel() == batch.positions.numel() == batch.cu_seqlens[-1]
@@ -249,7 +255,10 @@ def test_every_label_sees_its_prompt_and_completion_and_keeps_its_fields(
             or len(members) == 1
             or (whole and len(set(owners)) == 1)
         )
-        assert batch.completions.tolist() == [i for i, s in enumerate(alone) for _ in s.labels]
+        numbers = []
+        for number, one in enumerate(alone):
+            numbers += [number] * len(one.labels)
+        assert batch.completions.tolist() == numbers
         assert batch.rewards.tolist() == [s.rewards.item() for s in alone]
         assert sorted(set(batch.groups.tolist())) == list(range(len(set(owners))))
         assert (batch.parents < 0).sum() == len(set(owners)), "a prompt twice in a microbatch"
@@ -259,13 +268,13 @@ def test_every_label_sees_its_prompt_and_completion_and_keeps_its_fields(
         assert (batch.groups[:, None] == batch.groups[None]).tolist() == together
     assert got.num_loss_tokens == sum(s.labels.numel() for s in trained.values())
     assert got.num_completions == len(trained)
-    sizes = [sum(group_of_completion(groups, n) == i for n in trained) for i in range(len(groups))]
+    sizes = [0] * len(groups)
+    for n in trained:
+        sizes[group_of_completion(groups, n)] += 1
     assert got.num_groups == sum(size > 1 for size in sizes)
-    homes = {
-        (group_of_completion(groups, n), i)
-        for i, members in enumerate(completions)
-        for n in members
-    }
+    homes = set()
+    for number, those in enumerate(completions):
+        homes |= {(group_of_completion(groups, n), number) for n in those}
     assert not whole or len(homes) == len({owner for owner, _ in homes})
 
 

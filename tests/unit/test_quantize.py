@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import warnings
+from itertools import chain
 
 import pytest
 import torch
@@ -33,7 +34,10 @@ from tests.tolerances import rounding
 
 pytestmark = [pytest.mark.machine, pytest.mark.usefixtures("float32_products")]
 
-FLOAT64, FLOAT32, BFLOAT16 = 2.0**-53, 2.0**-24, 2.0**-8  # largest relative error of rounding once
+# The largest relative error of rounding once.
+FLOAT64 = 2.0**-53
+FLOAT32 = 2.0**-24
+BFLOAT16 = 2.0**-8
 E4M3_RELATIVE, E4M3_SMALLEST = (
     2.0**-4,
     2.0**-6,
@@ -90,7 +94,7 @@ def logprobs_of(decoder):
     positions = torch.cat([torch.arange(len(p)) for p in PROMPTS])
     return (
         decoder(
-            torch.tensor([token for prompt in PROMPTS for token in prompt]),
+            torch.tensor(list(chain.from_iterable(PROMPTS))),
             positions,
             PackedAttention(cu_seqlens),
         )

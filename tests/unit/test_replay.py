@@ -6,7 +6,7 @@ import dataclasses
 import json
 import math
 from collections import Counter
-from itertools import permutations
+from itertools import chain, permutations, product
 from pathlib import Path
 
 import pytest
@@ -94,7 +94,10 @@ class Naive:
     """
 
     def __init__(self, sync_period, max_size):
-        self.k, self.max_size, self.hidden, self.held = sync_period, max_size, [], []
+        self.k = sync_period
+        self.max_size = max_size
+        self.hidden = []
+        self.held = []
 
     def take(self, groups, step):
         self.hidden += [(step, g) for g in groups]
@@ -115,14 +118,15 @@ class Naive:
                 if not math.isnan(reward) and g.finish_reasons[i] != "aborted":
                     age = (int(g.policy_versions[0]), joined)
                     out.setdefault(int(g.prompt_ids[1]), {})[100 * g.ticket + i] = age
-        ages = sorted((age for names in out.values() for age in names.values()), reverse=True)
+        of_prompts = chain.from_iterable(names.values() for names in out.values())
+        ages = sorted(of_prompts, reverse=True)
         last_join = max((joined for _, joined in ages), default=-1)
         joined_last = [age for age in ages if age[1] == last_join]
         least = ages[len(joined_last) - 1] if ages else None
-        return {
-            prompt: {name: age >= least for name, age in names.items()}
-            for prompt, names in out.items()
-        }
+        recent = {}
+        for prompt, names in out.items():
+            recent[prompt] = {name: age >= least for name, age in names.items()}
+        return recent
 
 
 @settings(max_examples=120)
@@ -197,22 +201,23 @@ def test_what_is_drawn_is_what_a_naive_buffer_could_give(
             pool = [c for c, recent in names.items() if recent] if m == 1 else list(names)
             if m != 0.5 and len(pool) >= k:
                 assert len(set(chosen)) == k, "with replacement only where there are too few"
-            expected = [next(x for _, _, x in naive.held if x.ticket == c // 100) for c in chosen]
+            by_ticket = {x.ticket: x for _, _, x in reversed(naive.held)}
+            expected = [by_ticket[c // 100] for c in chosen]
             assert g.rewards.tolist() == [
                 x.rewards[c % 100].item() for x, c in zip(expected, chosen)
             ]
             assert g.generator_logprobs.tolist() == (-g.token_ids.float()).tolist()
             assert g.ref_logprobs.tolist() == (g.token_ids.float() / 2).tolist()
-            versions = [
-                v
-                for x, c, n in zip(expected, chosen, g.lengths.tolist())
-                for v in [int(x.policy_versions[0])] * n
-            ]
+            versions = []
+            for x, n in zip(expected, g.lengths.tolist()):
+                versions += [int(x.policy_versions[0])] * n
             assert g.policy_versions.tolist() == versions and g.ticket == max(
                 c // 100 for c in chosen
             )
         assert told["buffer/duplicates"] == len(drawn) - len(set(drawn))
-        flat = {c: recent for names in drawable.values() for c, recent in names.items()}
+        flat = {}
+        for names in drawable.values():
+            flat |= names
         on_policy = sum(flat[c] for c in drawn) / max(1, len(drawn))
         assert told["buffer/on_policy_fraction"] == on_policy
 
@@ -227,9 +232,9 @@ def test_recency_is_a_version_and_no_order_of_arrival():
     first = ours.take([1], 2)
     assert [g.ticket for g in first] == [0], "as many as came last: the two of version 1"
     ours.put([group(2, version=0), group(3, version=0)])
-    drawn = {
-        g.ticket for step in range(3, 40) for g in ours.take([2, 3] if step == 3 else [], step)
-    }
+    drawn = set()
+    for step in range(3, 40):
+        drawn |= {g.ticket for g in ours.take([2, 3] if step == 3 else [], step)}
     assert drawn == {0, 2, 3}, "four came last: the two of version 1, and the last of version 0"
 
 
@@ -303,7 +308,7 @@ def test_without_replacement_it_is_one_after_the_other():
 def test_with_replacement_where_there_are_too_few_draws_are_independent():
     p = [1 / (1 + math.e), math.e / (1 + math.e)]
     rows = many(8, [0.0, 1.0], [0, 0], [True] * 2, draw(400, 3, 0.0))
-    triples = {(a, b, c): p[a] * p[b] * p[c] for a in (0, 1) for b in (0, 1) for c in (0, 1)}
+    triples = {(a, b, c): p[a] * p[b] * p[c] for a, b, c in product((0, 1), repeat=3)}
     assert chi_square(Counter(map(tuple, rows)), triples) < QUANTILE
 
 
@@ -311,7 +316,10 @@ def test_with_replacement_where_there_are_too_few_draws_are_independent():
 def test_the_most_on_policy_probability_and_what_it_leads_to(m):
     """Prompt 0 has an old and a new completion, 1 an old one, 2 a new one; K = 1, uniform."""
     rows = many(3000, [0.0] * 4, [0, 0, 1, 2], [False, True, False, True], draw(1, 1, m, "uniform"))
-    old0, new0, old1, new2 = (1 - m) / 6, m / 2 + (1 - m) / 6, (1 - m) / 3, m / 2 + (1 - m) / 3
+    old0 = (1 - m) / 6
+    new0 = m / 2 + (1 - m) / 6
+    old1 = (1 - m) / 3
+    new2 = m / 2 + (1 - m) / 3
     assert chi_square(Counter(r[0] for r in rows), {0: old0, 1: new0, 2: old1, 3: new2}) < QUANTILE
 
 
@@ -346,7 +354,7 @@ def test_a_draw_is_a_function_of_seed_step_and_rank():
 def with_tokens(ticket, completions, rewards, *, prompt=0, version=0):
     lengths = [len(tokens) for tokens in completions]
     made = group(ticket, prompt=prompt, rewards=rewards, version=version, lengths=lengths)
-    tokens = torch.tensor([token for tokens in completions for token in tokens])
+    tokens = torch.tensor(list(chain.from_iterable(completions)))
     return dataclasses.replace(made, token_ids=tokens)
 
 
@@ -442,12 +450,11 @@ def test_what_must_not_be_trained_on_is_never_drawn_and_takes_its_place():
         lengths=[1, 2, 0, 1],
     )
     ours.put([bad])
-    assert {
-        n
-        for step in range(20)
-        for g in ours.take([0] if step == 0 else [], step)
-        for n in names_of(g)
-    } == {3}
+    drawn = set()
+    for step in range(20):
+        for g in ours.take([0] if step == 0 else [], step):
+            drawn.update(names_of(g))
+    assert drawn == {3}
     ours.put([group(1), group(2)])
     ours.take([1, 2], 20)
     assert ours.metrics(ALONE)["buffer/size"] == 4, (
@@ -552,7 +559,9 @@ def test_a_resumed_buffer_draws_what_the_other_would_have():
         buffer._held = [held for held in buffer._held if held.joined <= 8]
     for step in (9, 10, 12):
         handed = [1000, 1002] if step == 9 else []
-        got = [[names_of(g) for g in b.take(handed, step)] for b in (ours, resumed)]
+        got = []
+        for buffer in (ours, resumed):
+            got.append([names_of(g) for g in buffer.take(handed, step)])
         assert got[0] == got[1]
         assert ours.metrics(ALONE) == resumed.metrics(ALONE)
 
@@ -594,9 +603,9 @@ def test_on_another_number_of_ranks_what_newer_groups_do_not_push_out_leaves_at_
     assert [g.ticket for g in odd.stored()] == [1] and not caplog.records
     odd.put([fresh(3, 2)])
     drawn = odd.take([3], 2)
-    assert {2} == {v for g in drawn for v in g.policy_versions.tolist()} and [
-        g.ticket for g in odd.stored()
-    ] == [3]
+    versions = chain.from_iterable(g.policy_versions.tolist() for g in drawn)
+    assert set(versions) == {2}
+    assert [g.ticket for g in odd.stored()] == [3]
     (record,) = caplog.records
     assert record.getMessage().startswith(
         "step 2: 1 of 2 groups left the replay buffer for tokens of more than 1 steps ago"

@@ -11,6 +11,7 @@ import os
 import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -49,7 +50,7 @@ def data(tmp_path):
     """201 sums, of which eval.num_prompts are held out; all but one prompt are of six tokens."""
     file = tmp_path / "sums.jsonl"
     file.write_text(
-        row(100, 100) + "".join(row(a, b) for a in range(10, 30) for b in range(10, 20))
+        row(100, 100) + "".join(row(a, b) for a, b in product(range(10, 30), range(10, 20)))
     )
     return file
 

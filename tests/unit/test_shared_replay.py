@@ -4,6 +4,7 @@ gets everything.
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 
 import pytest
 import torch
@@ -109,7 +110,7 @@ def test_ranks_together_draw_what_one_rank_draws(ranks):
     told = one.metrics(ALONE)
     sums = [buffer._told if buffer._counts() else {} for buffer in many]
     assert sum(part.get("size", 0) for part in sums) == told["buffer/size"]
-    prompts = {int(g.prompt_ids[1]) for part in parts for g in part}
+    prompts = {int(g.prompt_ids[1]) for g in chain.from_iterable(parts)}
     assert len(prompts) == 3, "a prompt's completions have met on all ranks"
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 from contextlib import closing
+from itertools import chain
 from types import SimpleNamespace
 
 import pytest
@@ -143,12 +144,12 @@ PROMPTS = [[4, 5, 6], [7, 5], [4, 4, 4, 9]]
 def test_the_engine_cuts_what_it_samples_without_them(chunk):
     engine = small_engine(max_slots=5, max_len=32, decode=letters)
     free = SamplingParams(16, temperature=4.0, n=4)
-    whole = [c for group in generate(engine, PROMPTS, free) for c in group]
+    whole = list(chain.from_iterable(generate(engine, PROMPTS, free)))
     text = letters(whole[0].token_ids.tolist())
     strings = (text[7:10], text[20:23])
     params = dataclasses.replace(free, stop_strings=strings, min_new_tokens=2)
     groups = generate(engine, PROMPTS, params, chunk_tokens=chunk)
-    ended = [c for group in groups for c in group]
+    ended = list(chain.from_iterable(groups))
     expected = [cut(c, strings, least=2) for c in whole]
     assert [(c.token_ids.tolist(), c.finish_reason) for c in ended] == expected
     assert "stop" in {reason for _, reason in expected}

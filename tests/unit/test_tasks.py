@@ -7,6 +7,7 @@ import subprocess
 import sys
 from datetime import date, datetime
 from decimal import Decimal
+from itertools import product
 
 import pytest
 from hypothesis import example, given
@@ -59,7 +60,7 @@ def rows(n):
 
 def test_addition_is_the_fixed_split_that_figures_are_compared_on():
     task = build_task("addition", CharTokenizer(), chat=False, max_prompt_tokens=16)
-    pairs = [(a, b) for a in range(10, 100) for b in range(10, 100)]
+    pairs = list(product(range(10, 100), repeat=2))
     random.Random(0).shuffle(pairs)
     asked = [task.eval_prompt(j).text for j in range(task.num_eval)] + [
         task.train_prompt(i).text for i in range(task.num_train)

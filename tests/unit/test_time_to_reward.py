@@ -5,6 +5,7 @@ import json
 import math
 import sys
 from argparse import Namespace
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -95,8 +96,7 @@ def test_the_ratio_of_seconds_is_that_of_steps_times_that_of_seconds_a_step(benc
 def test_pairs_are_of_seeds_at_which_both_arrived(benchmark):
     runs = [
         run_of(benchmark, side, seed, steps=10, seconds=5.0)
-        for side in ("llamarl", "trl")
-        for seed in (0, 1)
+        for side, seed in product(("llamarl", "trl"), (0, 1))
     ]
     runs.append(run_of(benchmark, "llamarl", 2, steps=10, seconds=5.0, reached=False))
     ratios = benchmark.summary(runs, {"llamarl": 0.0, "trl": 0.0})["ours_over_trl"]

@@ -107,9 +107,10 @@ def estimate(values, rewards, s=PPO):
     r = rewards.tolist()
     n = len(rewards)
     delta = [r[t] + s.gamma * v[t + 1] - v[t] for t in range(n)]
-    advantages = [
-        sum((s.gamma * s.gae_lambda) ** k * delta[t + k] for k in range(n - t)) for t in range(n)
-    ]
+    advantages = []
+    for begin in range(n):
+        ahead = range(n - begin)
+        advantages.append(sum((s.gamma * s.gae_lambda) ** k * delta[begin + k] for k in ahead))
     return torch.tensor(advantages), torch.tensor([a + b for a, b in zip(advantages, v)])
 
 

@@ -5,6 +5,7 @@ engine over a stand-in worker.
 import importlib.metadata
 import json
 import random
+from itertools import product
 
 import pytest
 import torch
@@ -153,9 +154,7 @@ def test_sampling_parameters_keep_their_meaning():
 def test_every_sample_has_a_seed_of_its_own():
     places = []
     for s in (0, 1):
-        places += [
-            (s, stream, ticket, i) for stream in (0, 1) for ticket in range(20) for i in range(8)
-        ]
+        places += product((s,), (0, 1), range(20), range(8))
     seeds = [vllm_seed(*place) for place in places]
     assert len(set(seeds)) == len(places) and all(0 <= seed < 2**63 for seed in seeds)
     assert seeds == [vllm_seed(*place) for place in places]
