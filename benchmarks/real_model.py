@@ -1,6 +1,6 @@
 """A real model learns: SmolLM2-135M-Instruct on questions that it answers badly, held out.
 
-    python recipes/fetch_smollm2.py MODEL_DIR
+    python recipes/fetch_smollm2.py out=MODEL_DIR
     python benchmarks/real_model.py --model MODEL_DIR [--tasks sum larger ...] [--seeds 2]
         [--modes async sync] [--sync-jobs 1] [--runs DIR] [--json FILE] [--page FILE]
         [overrides ...]

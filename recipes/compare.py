@@ -1,8 +1,13 @@
 """Compare runs: who reaches more reward, how soon, and at what distance from the reference.
 
     python recipes/compare.py runs/a runs/b                      two runs
-    python recipes/compare.py runs/sweep-TIME --target 0.9       every run of a --multirun
-    python recipes/compare.py runs/* --y reward/mean --x kl/ref --out plots
+    python recipes/compare.py runs/sweep-TIME target=0.9         every run of a --multirun
+    python recipes/compare.py runs/* y=reward/mean x=kl/ref out=plots
+
+y         a column of metrics.jsonl; eval/reward where all runs have it, else reward/mean
+x         a column for the pareto plot; kl/ref for the runs that have it
+target    a value of y to reach; the greatest that every run reached
+out       the directory of the plots; comparison
 
 Runs that differ only in their seed are one line: a mean, and a band from the least to the greatest.
 Prints a table and writes into OUT
@@ -24,7 +29,6 @@ Exit status: 0, or 2 for a directory or a column that cannot be used.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import math
 import sys
@@ -39,6 +43,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
+from llamarl.config.marks import settings_dataclass
+from llamarl.config.ranges import Text
+from llamarl.config.script import REQUIRED, read_script
 from llamarl.observe.compare import (
     GOLD,
     KL,
@@ -74,37 +81,29 @@ LEGEND_WIDTH = 110  # characters that fit one row of a legend
 LAST_STEP = "Large dots: the last step"
 
 
-def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument(
-        "directories", nargs="+", metavar="RUN_DIR", help="of a run, or of a sweep's runs"
-    )
-    parser.add_argument(
-        "--y",
-        help="column of metrics.jsonl; "
-        "default: eval/reward where all runs have it, else reward/mean",
-    )
-    parser.add_argument(
-        "--x", help=f"column of the pareto plot; default: {KL}, for the runs that have it"
-    )
-    parser.add_argument(
-        "--target",
-        type=float,
-        help="value of --y to reach; default: the greatest that every run reached",
-    )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        default=Path("comparison"),
-        help="directory of the plots (default: comparison)",
-    )
-    return parser.parse_args(argv)
+@settings_dataclass
+class Settings:
+    runs: list[Text]  # directories, of a run or of a sweep's runs
+    y: Text | None
+    x: Text | None
+    target: float | None
+    out: Text
+
+
+DEFAULTS = {"runs": REQUIRED, "y": None, "x": None, "target": None, "out": "comparison"}
+# Of earlier releases.
+FLAGS = {"--y": "y", "--x": "x", "--target": "target", "--out": "out"}
+
+
+def parse(words: Sequence[str]) -> Settings:
+    """ConfigError."""
+    return read_script(words, Settings, DEFAULTS, doc=__doc__, flags=FLAGS, listed="runs")
 
 
 @matplotlib.rc_context(LOOK)
-def run(args: argparse.Namespace) -> None:
+def run(args: Settings) -> None:
     """FileNotFoundError or ValueError for what cannot be used."""
-    runs = load_runs(args.directories)
+    runs = load_runs(args.runs)
     y = args.y or (EVALUATED if all_have(runs, EVALUATED) else "reward/mean")
     variants, implied = variants_of(runs)
     target = reachable(runs, y) if args.target is None else args.target
@@ -129,9 +128,10 @@ def run(args: argparse.Namespace) -> None:
     if optimised:
         figures["gold.png"] = draw_gold(optimised)
     for name, figure in figures.items():
-        args.out.mkdir(parents=True, exist_ok=True)
-        figure.savefig(args.out / name, dpi=150)
-        print(f"written  {args.out / name}")
+        out = Path(args.out)
+        out.mkdir(parents=True, exist_ok=True)
+        figure.savefig(out / name, dpi=150)
+        print(f"written  {out / name}")
 
 
 def all_have(runs: Sequence[Run], column: str) -> bool:
@@ -421,8 +421,9 @@ def _legend(figure: Figure, axes: Axes) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
+    words = sys.argv[1:] if argv is None else argv
     try:
-        run(parse(argv))
+        run(parse(words))
     except (ValueError, FileNotFoundError) as error:
         print(f"compare: {error}", file=sys.stderr)
         return 2

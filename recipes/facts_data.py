@@ -1,7 +1,7 @@
 """What RLHF on the task `facts` begins with: a small model that has learned nothing, and summaries
 by a sloppy teacher for it to learn from.
 
-    python recipes/facts_data.py DIR --seed 0 --rows 20000
+    python recipes/facts_data.py out=DIR seed=0 rows=20000
 
 Writes DIR/start, a Llama of 0.8 M parameters with random weights whose tokens are the task's words;
 DIR/teacher.jsonl and DIR/teacher_held_out.jsonl, a post and its sloppy summary a line, of the
@@ -10,11 +10,11 @@ task's training and held-out posts (llamarl/tasks/facts.py).
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import llamarl  # noqa: F401  before torch: it says how torch's threads wait
@@ -22,6 +22,8 @@ import llamarl  # noqa: F401  before torch: it says how torch's threads wait
 # isort: split
 import torch
 
+from llamarl.config.facts_data import DEFAULTS, FLAGS, FactsDataSettings
+from llamarl.config.script import read_script
 from llamarl.models.build import Decoder, build_decoder, read_config
 from llamarl.models.hf import export, named_parameters_hf
 from llamarl.tasks.facts import NUM_TRAIN, Post, facts_posts, gold, sloppy_summary, vocabulary
@@ -127,33 +129,30 @@ def write_teacher(file: Path, posts: list[Post], draw: random.Random) -> float:
     return total / len(posts)
 
 
-def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__.split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
-    parser.add_argument("out", type=Path, metavar="DIR", help="the directory to write into")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--rows", type=int, default=20_000, help="of teacher.jsonl")
-    args = parser.parse_args(argv)
-    if not 1 <= args.rows <= NUM_TRAIN:
-        parser.error(f"--rows {args.rows}: need 1 to {NUM_TRAIN}")
-    return args
+def parse(words: Sequence[str]) -> FactsDataSettings:
+    """ConfigError; ValueError for more rows than there are."""
+    settings = read_script(words, FactsDataSettings, DEFAULTS, doc=__doc__, flags=FLAGS)
+    if settings.rows > NUM_TRAIN:
+        raise ValueError(f"rows={settings.rows}: there are {NUM_TRAIN} posts")
+    return settings
 
 
 def main(argv: list[str] | None = None) -> int:
-    args = parse(argv)
-    train, held_out = facts_posts(args.seed)
-    draw = random.Random(f"a sloppy teacher, {args.seed}")
+    words = sys.argv[1:] if argv is None else argv
     try:
-        args.out.mkdir(parents=True, exist_ok=True)
-        num_parameters = write_start(args.out / "start", args.seed)
-        worth = write_teacher(args.out / "teacher.jsonl", train[: args.rows], draw)
-        write_teacher(args.out / "teacher_held_out.jsonl", held_out, draw)
-    except OSError as error:
+        settings = parse(words)
+        out = Path(settings.out)
+        train, held_out = facts_posts(settings.seed)
+        draw = random.Random(f"a sloppy teacher, {settings.seed}")
+        out.mkdir(parents=True, exist_ok=True)
+        num_parameters = write_start(out / "start", settings.seed)
+        worth = write_teacher(out / "teacher.jsonl", train[: settings.rows], draw)
+        write_teacher(out / "teacher_held_out.jsonl", held_out, draw)
+    except (ValueError, OSError) as error:
         print(f"facts_data: {error}", file=sys.stderr)
         return 2
-    print(f"model    {args.out / 'start'}, {num_parameters:,} parameters, random")
-    print(f"teacher  {args.out / 'teacher.jsonl'}, {args.rows:,} summaries, mean gold {worth:.3f}")
+    print(f"model    {out / 'start'}, {num_parameters:,} parameters, random")
+    print(f"teacher  {out / 'teacher.jsonl'}, {settings.rows:,} summaries, mean gold {worth:.3f}")
     return 0
 
 

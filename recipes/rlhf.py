@@ -2,8 +2,8 @@
 gold is a program (llamarl/tasks/facts.py), and a policy that sees only a reward model.
 
     python recipes/rlhf.py out=DIR
-    # Another seed, and a word for the command of one stage.
-    python recipes/rlhf.py out=DIR seed=1 rl.max_steps=120 data.--rows=8000
+    # Another seed, and keys of the commands of two stages.
+    python recipes/rlhf.py out=DIR seed=1 rl.max_steps=120 data.rows=8000
 
     data          posts, and a sloppy teacher's summaries       DIR/start, DIR/teacher.jsonl
     sft           learns them                                   DIR/sft
@@ -17,7 +17,8 @@ gold is a program (llamarl/tasks/facts.py), and a policy that sees only a reward
 
 Each stage is a command, which is printed and can be typed without this recipe. DIR/stages has what
 each took, in the launch that ended it; a stage that is there is skipped, and the one that was cut
-off goes on where it was. Exit status: 0, 2 for words that cannot be used, or that of the stage that
+off goes on where it was. STAGE.KEY=VALUE is a key of the stage's command, which it is checked for
+before anything starts. Exit status: 0, 2 for words that cannot be used, or that of the stage that
 failed. docs/rlhf.md walks through a run.
 """
 
@@ -33,6 +34,16 @@ import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from llamarl.config import evaluation, facts_data
+from llamarl.config.command_line import RL, JobKind, check_command_line
+from llamarl.config.conversion import ConfigError, Problem
+from llamarl.config.evaluation import EVALUATION
+from llamarl.config.facts_data import FactsDataSettings
+from llamarl.config.flags import problems_of_flags
+from llamarl.config.preferences import PREFERENCES
+from llamarl.config.script import read_script
+from llamarl.config.sft import SFT
+from llamarl.config.supervised import REWARD_MODEL
 from llamarl.native.files import replace_text
 from llamarl.words.names import did_you_mean
 
@@ -42,7 +53,17 @@ GOLD = "llamarl.tasks.facts:gold"
 # Of the task, for the tokenizer that recipes/facts_data.py writes: a post has at most 75 tokens, a
 # gold summary 21 with its end.
 TASK = ("task=facts", "task.max_prompt_tokens=80", "max_new_tokens=32", "temperature=0.7")
-USAGE = "python recipes/rlhf.py out=DIR [seed=N] [STAGE.WORD ...]"
+# Of earlier releases, which took `data.--rows=N`.
+OLD_FLAGS = {**evaluation.FLAGS, **facts_data.FLAGS}
+del OLD_FLAGS[""]  # each word is of a key
+# Of recipes that are jobs: what reads their words.
+KINDS: dict[str, JobKind] = {
+    "sft.py": SFT,
+    "preferences.py": PREFERENCES,
+    "reward_model.py": REWARD_MODEL,
+    "llama_async.py": RL,
+    "evaluate.py": EVALUATION,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +128,7 @@ def stages(out: Path, seed: int) -> list[Stage]:
         Stage(
             name="data",
             recipe="facts_data.py",
-            words=(str(out), f"--seed={seed}", "--rows=20000"),
+            words=(f"out={out}", seeded, "rows=20000"),
         ),
         Stage(
             name="sft",
@@ -203,43 +224,78 @@ def _judge(name: str, model: str, out: Path) -> Stage:
         name=f"judge_{name}",
         recipe="evaluate.py",
         words=(
-            model,
+            f"model.path={model}",
             *TASK,
             "reward=function",
             "model.dtype=float32",
             "eval.num_prompts=500",
-            "--samples=1",
-            f"--out={out}/judged_{name}.jsonl",
+            "samples=1",
+            f"out={out}/judged_{name}.jsonl",
         ),
     )
 
 
 def read_words(words: list[str]) -> tuple[Path, list[Stage]]:
-    """The directory, and the pipeline with what the words add to it. ValueError."""
-    own = {}
+    """The directory, and the pipeline with what the words add to it. ConfigError with all that is
+    wrong.
+    """
+    own = {"out": "", "seed": "0"}
     added: dict[str, list[str]] = {}
+    problems = []
+    known = [*own, *(stage.name for stage in stages(Path("DIR"), 0))]
     for word in words:
         key, has_value, value = word.partition("=")
-        name, is_of_a_stage, rest = word.partition(".")
-        if key in ("out", "seed") and has_value:
+        name, _, rest = word.partition(".")
+        if not has_value:
+            problems.append(Problem(word, "write key=value, or STAGE.KEY=VALUE"))
+        elif key in own:
             own[key] = value
-        elif is_of_a_stage and rest:
+        elif "." in key and name in known:
             added.setdefault(name, []).append(rest)
         else:
-            raise ValueError(f"{word}: not known here; {USAGE}")
-    if not own.get("out"):
-        raise ValueError(f"say where to write: {USAGE}")
-    seed = own.get("seed", "0")
-    if not seed.isdecimal():
-        raise ValueError(f"seed={seed}: need a whole number of at least 0")
+            unknown = key.partition(".")[0]
+            what = f"not known here{did_you_mean(unknown, known)}; there are {', '.join(known)}"
+            problems.append(Problem(key, what))
+    if not own["out"]:
+        problems.append(Problem("out", "required: set out=DIR"))
+    if not own["seed"].isdecimal():
+        problems.append(Problem(f"seed={own['seed']}", "need a whole number of at least 0"))
     out = Path(own["out"])
-    pipeline = stages(out, int(seed))
-    names = [stage.name for stage in pipeline]
-    for name in added:
-        if name not in names:
-            hint = did_you_mean(name, names)
-            raise ValueError(f"{name}: no such stage{hint}; there are {', '.join(names)}")
+    pipeline = stages(out, int(own["seed"]) if own["seed"].isdecimal() else 0)
+    for stage in pipeline:
+        problems += problems_of(stage, added.get(stage.name, []))
+    if problems:
+        raise ConfigError(problems)
     return out, [stage.given(added.get(stage.name, [])) for stage in pipeline]
+
+
+def problems_of(stage: Stage, words: list[str]) -> list[Problem]:
+    """What is wrong with words that are added to a stage, under its name. Its own words name files
+    that are made only when the pipeline runs: nothing is said of these.
+    """
+    if not words:
+        return []
+    added = {key_of(word).lstrip("+") for word in words}
+    found = problems_of_flags(words, OLD_FLAGS)
+    try:
+        if found:
+            pass  # what they mean now is said
+        elif stage.recipe in KINDS:
+            ranks = stage.ranks or 1
+            given = list(stage.given(words).words)
+            check_command_line(given, world_size=ranks, kind=KINDS[stage.recipe])
+        elif stage.recipe == "facts_data.py":
+            given = list(stage.given(words).words)
+            read_script(given, FactsDataSettings, facts_data.DEFAULTS, doc=None)
+        else:
+            found.append(Problem(words[0], "this stage has no keys"))
+    except ConfigError as error:
+        found += [problem for problem in error.problems if added & set(problem.keys)]
+    problems = []
+    for problem in found:
+        what = problem.what.replace("write ", f"write {stage.name}.")
+        problems.append(Problem(f"{stage.name}.{problem.where}", what))
+    return problems
 
 
 def taken(out: Path, stage: Stage) -> Took | None:

@@ -86,7 +86,7 @@ def _texts(file: Path, is_wanted: Callable[[dict], bool]) -> list[tuple[str, str
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     found = [(row["prompt"], row["completion"]) for row in rows if is_wanted(row)]
     if not found:
-        raise ValueError(f"{file}: no answers of this kind; was it evaluated with --samples=1?")
+        raise ValueError(f"{file}: no answers of this kind; was it evaluated with samples=1?")
     return found
 
 

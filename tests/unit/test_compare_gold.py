@@ -59,7 +59,7 @@ def test_win_rate_and_gold_are_drawn(make, recipe, tmp_path, capsys):
     for seed in range(NUM_SEEDS):
         folders.append(make(f"s{seed}", "lr=2", f"seed={seed}", "reference=frozen", **JUDGED))
     out = tmp_path / "plots"
-    assert recipe.main([*map(str, folders), "--out", str(out)]) == 0
+    assert recipe.main([*map(str, folders), f"out={out}"]) == 0
     assert capsys.readouterr().err == ""
     assert png_size(out / "win_rate.png")[0] == 1080 and png_size(out / "gold.png")[0] == 1650
 
@@ -74,11 +74,11 @@ def test_gold_without_a_reference_is_named_and_runs_without_gold_are_not(
         make("plain", "lr=2", "reference=frozen", reward__mean=[None, 0, 1], **plain),
     ]
     out = tmp_path / "plots"
-    command = [*map(str, folders), "--out", str(out)]
-    assert recipe.main([str(folders[0]), "--out", str(out)]) == 0
+    command = [*map(str, folders), f"out={out}"]
+    assert recipe.main([str(folders[0]), f"out={out}"]) == 0
     said = capsys.readouterr().err
     assert "gold: eval/gold without √KL to the first policy" in said
     assert said.count("reference=frozen") == 2  # for the pareto plot too
     assert sorted(file.name for file in out.iterdir()) == ["progress.png", "win_rate.png"]
-    assert recipe.main([*command[1:], "--y", "reward/mean"]) == 0
+    assert recipe.main([*command[1:], "y=reward/mean"]) == 0
     assert capsys.readouterr().err == ""

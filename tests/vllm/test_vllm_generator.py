@@ -2,7 +2,7 @@
 it.
 
     recipes/install_vllm_cpu.sh
-    python recipes/fetch_smollm2.py DIR
+    python recipes/fetch_smollm2.py out=DIR
     LLAMARL_SMOLLM2=DIR pytest -m vllm tests/vllm
 """
 

@@ -1,0 +1,18 @@
+"""The settings of recipes/facts_data.py, which recipes/rlhf.py knows too. Imports no torch."""
+
+from __future__ import annotations
+
+from llamarl.config.marks import settings_dataclass
+from llamarl.config.ranges import Count, Natural, Text
+from llamarl.config.script import REQUIRED
+
+DEFAULTS = {"out": REQUIRED, "seed": 0, "rows": 20_000}
+# Of earlier releases.
+FLAGS = {"": "out", "--seed": "seed", "--rows": "rows"}
+
+
+@settings_dataclass
+class FactsDataSettings:
+    out: Text
+    seed: Natural
+    rows: Count  # of teacher.jsonl
