@@ -16,8 +16,10 @@ import pytest
 
 from llamarl.config.command_line import Config
 from llamarl.config.conversion import known_keys, schemas_of
+from llamarl.config.evaluation import EvaluationConfig
 from llamarl.config.preferences import PreferencesConfig
-from llamarl.config.supervised import RewardModelConfig, SFTConfig
+from llamarl.config.sft import SFTConfig
+from llamarl.config.supervised import RewardModelConfig
 from tests.test_house import BLOCK, ROOT, module_of, our_files, python_files, text_of
 
 CODE = ("llamarl", "executors", "recipes", "benchmarks", "tests")
@@ -55,7 +57,7 @@ FILE = r"[\w-]+\.(?:py|pyi|md|yaml|cfg|toml)"
 PATH = re.compile(rf"(?<![\w./{{-])(?:(?:{FOLDERS})/[\w./-]*\w|{FILE})(?![\w*{{])")
 DOTTED = re.compile(r"(?<![\w./=-])([a-z_]\w*(?:\.\w+)+)(?![\w/(=*])")
 DATA = re.compile(r"\.(?:json|jsonl|safetensors)$")  # what files of a run end in
-JOBS = (Config, SFTConfig, RewardModelConfig, PreferencesConfig)
+JOBS = (Config, SFTConfig, RewardModelConfig, PreferencesConfig, EvaluationConfig)
 
 
 def prose_of_code(source: str) -> Iterator[tuple[int, str]]:

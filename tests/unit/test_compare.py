@@ -1,6 +1,6 @@
 """Comparing runs: hand arithmetic on hand-made metrics files; what cannot be compared is said."""
 
-import importlib.util
+import importlib
 import json
 import math
 import struct
@@ -10,7 +10,6 @@ import pytest
 from llamarl.config.command_line import compose_config
 from llamarl.config.conversion import save_config
 from llamarl.observe.compare import load_runs, variants_of
-from tests.launching import ROOT
 
 ACCURACY = "eval/reward"
 EXACT = 1e-12
@@ -22,10 +21,7 @@ def without_nulls(row: dict) -> dict:
 
 
 def recipe():
-    spec = importlib.util.spec_from_file_location("recipe_compare", ROOT / "recipes" / "compare.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return importlib.import_module("recipes.compare")
 
 
 @pytest.fixture
