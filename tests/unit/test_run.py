@@ -375,9 +375,10 @@ def test_every_model_that_a_run_reads_is_told_apart(job, base, tmp_path):
         "eval.embedder": (tmp_path / "embedder", ("eval.num_samples=2",)),
     }
     for key, (path, words) in given.items():
-        told = [job(*of(base, *words, f"{key}={path}")).models[key] for _ in range(2)]
+        words = of(base, *words, f"{key}={path}")
+        told = [identity_of(job(*words)).models[key] for _ in range(2)]
         retrained(path)
-        told.append(job(*of(base, *words, f"{key}={path}")).models[key])
+        told.append(identity_of(job(*words)).models[key])
         assert told[0] == told[1] != told[2], key
 
 
