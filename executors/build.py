@@ -17,7 +17,7 @@ from executors.trainer import AdamSettings, FSDPTrainer
 from executors.victim import Victim
 from llamarl.config.command_line import Config
 from llamarl.config.placement import judge_models
-from llamarl.config.victim import placed_victim
+from llamarl.config.sections.victim import placed_victim
 from llamarl.executor import WeightsForm
 from llamarl.inference import Engine, SamplingParams, TemperatureRange
 from llamarl.inference.build import build_native, build_vllm

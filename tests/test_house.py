@@ -389,6 +389,45 @@ def test_no_path_of_a_machine():
 # --- Config groups ---
 
 
+# The file of a section, where it is not called as its key; None: the keys that are in no section.
+SECTION_FILES = {"evaluation": "eval", "overcommit": "governor", "run": None}
+RUN_KEYS = {"max_lag", "on_deadline", "overcommit"}  # of the run, and ruled in overcommit.py
+
+
+def rule_keys(source: str) -> list[set[str]]:
+    """Of each `found.add(REMEDY, *KEYS)` in a source, the first names of the keys that are written
+    out there; none of a rule whose keys are all variables.
+    """
+    rules = []
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.Call) or ast.unparse(node.func) != "found.add":
+            continue
+        written = [arg.value for arg in node.args[1:] if isinstance(arg, ast.Constant)]
+        rules.append({str(key).split(".")[0] for key in written})
+    return rules
+
+
+def strangers(file: Path) -> list[set[str]]:
+    """The rules in the file of a section of which no key is of that section."""
+    section = SECTION_FILES.get(file.stem, file.stem)
+    own = {name for name, hint in get_type_hints(Config).items() if not schemas_of(hint)}
+    if section is not None:
+        own = {section} | (RUN_KEYS if file.stem == "overcommit" else set())
+    return [keys for keys in rule_keys(file.read_text()) if keys and not keys & own]
+
+
+def test_a_rule_is_in_the_file_of_a_section_that_it_is_about():
+    source = 'found.add("no", "loss.fn", "max_lag")\nfound.add("no", key)'
+    assert rule_keys(source) == [{"loss", "max_lag"}, set()]
+    files = [file for file in python_files("llamarl") if file.parent.name == "sections"]
+    hints = get_type_hints(Config)
+    known = {SECTION_FILES.get(file.stem, file.stem) for file in files} - {None, "__init__"}
+    assert known <= hints.keys()
+    assert {file.stem: bad for file in files if (bad := strangers(file))} == {}
+    rules = (ROOT / "llamarl/config/rules.py").read_text()
+    assert not any(rule_keys(rules)), "rules.py collects, and has no rule of its own"
+
+
 def test_every_group_is_a_section_of_the_schema():
     """But for experiments, which set values of many (tests/recipes/test_experiments.py)."""
     sections = {name for name, hint in get_type_hints(Config).items() if schemas_of(hint)}

@@ -24,9 +24,9 @@ from llamarl.config.sections.placement import find_sharing
 from llamarl.config.sections.reference import find_reference, find_reference_stream
 from llamarl.config.sections.run import find_run
 from llamarl.config.sections.trainer import find_trainer
+from llamarl.config.sections.victim import find_victim
 from llamarl.config.sections.weights import find_weights
 from llamarl.config.tasks import FileSettings
-from llamarl.config.victim import ModelVictimSettings, victim_rules
 
 
 def check(
@@ -64,14 +64,12 @@ def check(
     find_reference_stream(c.reference, c, found, generator_kind=c.generator.kind, longest=c.longest)
     seeks_novelty = any(part.settings.is_novelty for part in c.reward_parts)
     find_buffer(c.buffer, c, found, loss=c.loss, trainer=c.trainer, seeks_novelty=seeks_novelty)
+    compared = [part.section for part in c.reward_parts if part.settings.compares]
+    find_victim(c.victim, found, attacks=attacks, compared=compared)
     find_evaluation(c.eval, found)
     facts = _facts(c)
     find_reward(c.reward, facts, found)
     find_gold(c.given_gold, c.eval.gold_label, facts, found)
-    compared = [part.section for part in c.reward_parts if part.settings.compares]
-    for keys, is_broken, remedy in victim_rules(c.victim, attacks=attacks, compared=compared):
-        if is_broken:
-            found.add(remedy, *keys.split())
     _find_files(c, found)
     return found.problems
 
@@ -82,8 +80,6 @@ def _find_files(c: Config, found: Findings) -> None:
         found.add_unless_file(getattr(c.task, name, None), f"task.{name}")
     for name, one in c.eval.sets.items():
         found.add_unless_file(getattr(one, "path", None), f"eval.sets.{name}.path")
-    victim = c.victim.path if isinstance(c.victim, ModelVictimSettings) else None
-    found.add_unless_model(victim, "victim.path")
 
 
 def _facts(c: Config) -> RunFacts:

@@ -37,9 +37,9 @@ from llamarl.config.sections.placement import PlacementSettings
 from llamarl.config.sections.reference import AnyReferenceSettings
 from llamarl.config.sections.run import RunSettings
 from llamarl.config.sections.trainer import TrainerSettings
+from llamarl.config.sections.victim import AnyVictimSettings
 from llamarl.config.sections.weights import WeightsSettings
 from llamarl.config.tasks import AnyTaskSettings, MixtureSettings
-from llamarl.config.victim import AnyVictimSettings
 
 HEAD_LR = 1e-3  # of a value head, where trainer.value_lr is null
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from omegaconf import OmegaConf
 
 from llamarl.config.conversion import to_values
-from llamarl.config.victim import placed_victim
+from llamarl.config.sections.victim import placed_victim
 from llamarl.ddma.plan import make_plan
 from llamarl.launch.gold import try_gold
 from llamarl.launch.job import Job

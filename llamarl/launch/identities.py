@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 
 from llamarl.config.conversion import to_values
-from llamarl.config.victim import ATTACK, placed_victim
+from llamarl.config.sections.victim import ATTACK, placed_victim
 from llamarl.launch.identity import Identity, ModelParts, architecture_of, parts_of
 from llamarl.launch.job import Job, stop_tokens
 from llamarl.launch.kinds import gold_kind, reward_kinds

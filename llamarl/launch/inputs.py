@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from llamarl.config.victim import placed_victim
+from llamarl.config.sections.victim import placed_victim
 from llamarl.errors import BadInput
 from llamarl.launch.embedders import check_embedder
 from llamarl.launch.gold import check_gold

@@ -16,7 +16,7 @@ from llamarl.config.command_line import Config
 from llamarl.config.conversion import to_values
 from llamarl.config.placement import TINY_MODEL, placement_of
 from llamarl.config.sections.buffer import ReplayBufferSettings
-from llamarl.config.victim import ATTACK, NoVictimSettings, placed_victim
+from llamarl.config.sections.victim import ATTACK, NoVictimSettings, placed_victim
 from llamarl.controller import ExecutorController, RunSettings
 from llamarl.errors import NoWeights
 from llamarl.executor import Executor

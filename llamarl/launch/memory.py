@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from llamarl.config.victim import placed_victim
+from llamarl.config.sections.victim import placed_victim
 from llamarl.ddma.layout import Destination, Parameter, Source, parameters_to_send
 from llamarl.inference.cache import whole_blocks
 from llamarl.launch.job import Job

@@ -157,18 +157,17 @@ def find_other_temperatures(
     """
     if generator.samples_at(run.temperature):
         return
-    key = "generator.temperature"
     if declares(loss.fn, "holds_to_generator"):
         found.add(
             "this loss holds the policy near what sampled, which is hotter or colder than the "
-            f"policy; loss=tb, tba or aipo, or {key}=null",
-            key,
+            "policy; loss=tb, tba or aipo, or generator.temperature=null",
+            "generator.temperature",
             "loss.fn",
         )
     if reward_kl_coef > 0:
         found.add(
             "the penalty would take the KL of what sampled for that of the policy; loss.kl_coef "
-            f"in its place, or {key}=null",
-            key,
+            "in its place, or generator.temperature=null",
+            "generator.temperature",
             "trainer.reward_kl_coef",
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
+from llamarl.config.findings import Findings
 from llamarl.config.marks import settings_dataclass
 from llamarl.config.ranges import Count, NonNegative, PositiveShare, Text
 
@@ -51,40 +52,37 @@ def placed_victim(victim: AnyVictimSettings) -> ModelVictimSettings:
     return victim
 
 
-def victim_rules(
-    victim: AnyVictimSettings, *, attacks: bool, compared: list[str]
-) -> list[tuple[str, bool, str]]:
-    """(keys, whether they are wrong, the remedy). attacks: the recipe puts completions to a victim.
-    compared: keys of the judges that compare completions of a prompt.
+def find_victim(
+    victim: AnyVictimSettings, found: Findings, *, attacks: bool, compared: list[str]
+) -> None:
+    """Find a victim that no attack is put to, attacks without a victim, and what cannot score its
+    replies.
+
+    attacks: the recipe puts completions to a victim. compared: keys of the judges that compare
+    completions of a prompt.
     """
-    rules = [
-        (
-            "victim.kind",
-            victim.placed and not attacks,
+    if victim.placed and not attacks:
+        found.add(
             "recipes/red_team.py alone puts completions to a victim; start that, or victim=none",
-        ),
-        (
             "victim.kind",
-            attacks and not victim.placed,
+        )
+    if attacks and not victim.placed:
+        found.add(
             "the attacks are for a victim: victim=hf, or start recipes/llama_async.py",
-        ),
-    ]
+            "victim.kind",
+        )
     if isinstance(victim, NoVictimSettings):
-        return rules
-    rules.append(
-        (
+        return
+    found.add_unless_model(victim.path, "victim.path")
+    if ATTACK not in victim.template:
+        found.add(
+            f"the template has no place for the attack; put {ATTACK} where it belongs",
             "victim.template",
-            ATTACK not in victim.template,
-            f"has no place for the attack; put {ATTACK} where it belongs",
         )
-    )
     for key in compared:
-        rules.append(
-            (
-                f"{key}.ask victim.kind",
-                True,
-                "compares completions of a prompt, and here scores answers to an attack; "
-                f"{key}.ask=score",
-            )
+        found.add(
+            "this judge compares completions of a prompt, and with a victim it would score "
+            f"replies to one attack; {key}.ask=score",
+            f"{key}.ask",
+            "victim.kind",
         )
-    return rules
