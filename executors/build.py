@@ -517,7 +517,6 @@ def build_trainer(config: Config, job: Job) -> FSDPTrainer:
             missing_eos_penalty=t.missing_eos_penalty,
             reward_kl_coef=t.reward_kl_coef,
             whiten=t.whiten,
-            reward_kl_estimator=t.reward_kl_estimator,
         ),
         filter_groups=t.filter_groups,
         recomputes_kv=g.recompute_kv,

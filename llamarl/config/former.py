@@ -17,6 +17,11 @@ RENAMED = {
     "reference.enabled": "reference.kind",
     "reference_schedule": "loss.schedules.reference_temperature.kind",
 }
+# Key that is gone -> what holds in its place.
+REMOVED = {
+    "trainer.reward_kl_estimator": "it is gone: the KL in the reward is always k1, and "
+    "loss.kl_estimator chooses that of the KL in the loss",
+}
 # Section -> its name of today, where its keys have the same names as ever.
 _RENAMED_SECTIONS = {
     "beta_schedule": "loss.schedules.beta",
@@ -31,7 +36,9 @@ def answer_to(key: str) -> str | None:
     today = RENAMED.get(key)
     if section in _RENAMED_SECTIONS:
         today = f"{_RENAMED_SECTIONS[section]}.{rest}"
-    return None if today is None else f"it is called {today} now"
+    if today is not None:
+        return f"it is called {today} now"
+    return REMOVED.get(key)
 
 
 def of_today(saved: Mapping[str, object]) -> dict[str, object]:
@@ -45,6 +52,11 @@ def of_today(saved: Mapping[str, object]) -> dict[str, object]:
     loss = values.get("loss")
     if isinstance(loss, Mapping):
         values["loss"] = {"schedules": schedules, **loss}
+    for key in REMOVED:
+        section, _, name = key.partition(".")
+        kept = values.get(section)
+        if isinstance(kept, Mapping):
+            values[section] = {other: value for other, value in kept.items() if other != name}
     evaluation = values.get("eval")
     if isinstance(evaluation, Mapping):
         values["eval"] = {"sets": {}, **evaluation}

@@ -44,7 +44,6 @@ class Shaping:
     missing_eos_penalty: float | None = None
     reward_kl_coef: float = 0.0
     whiten: str = "none"  # a word of choices.Whiten
-    reward_kl_estimator: str = "k1"  # a word of choices.Estimator
 
     @property
     def any(self) -> bool:
@@ -84,7 +83,7 @@ def shape(group: Group, shaping: Shaping) -> Rewards:
                 "or 0"
             )
         x = group.ref_logprobs - group.generator_logprobs.double()
-        tokens = -shaping.reward_kl_coef * kl_to_reference(x, shaping.reward_kl_estimator)
+        tokens = -shaping.reward_kl_coef * kl_to_reference(x, "k1")
     completion_of = torch.arange(len(lengths)).repeat_interleave(lengths)
     is_rewarded = ~scores.isnan()
     tokens = torch.where(is_rewarded[completion_of], tokens, 0)

@@ -880,6 +880,7 @@ def test_what_an_earlier_release_saved_is_read_under_todays_keys(tmp_path):
     config = config_of("loss=tb")
     saved = to_values(config)
     del saved["loss"]["schedules"], saved["eval"]["sets"]
+    saved["trainer"]["reward_kl_estimator"] = "k1"
     OmegaConf.save(OmegaConf.create({**saved, **FORMER}), tmp_path / "config.yaml")
     loaded = load_config(tmp_path / "config.yaml")
     assert to_values(loaded)["loss"].pop("schedules") == {
@@ -1024,6 +1025,7 @@ def test_multirun_runs_every_point(recipe):
             "loss.schedules.beta=0.5",
             "such as loss.schedules.beta.kind",
         ),
+        (["trainer.reward_kl_estimator=k3"], "trainer.reward_kl_estimator", "always k1"),
         (["beta_schedule=linear"], "beta_schedule", "called loss.schedules.beta.kind now"),
         (
             ["reference_schedule.end_step=3"],

@@ -12,7 +12,7 @@ from llamarl.config.marks import settings_dataclass
 from llamarl.config.ranges import Beta, Count, Natural, NonNegative, Positive, Range, Share
 from llamarl.config.sections.loss import LossSettings, published_losses
 from llamarl.config.sections.run import RunSettings
-from llamarl.words.choices import Advantages, Estimator, Schedule, Whiten
+from llamarl.words.choices import Advantages, Schedule, Whiten
 
 
 @settings_dataclass
@@ -63,7 +63,6 @@ class TrainerSettings(ShardedTrainerSettings):
     updates_per_batch: Count
     missing_eos_penalty: float | None
     reward_kl_coef: NonNegative
-    reward_kl_estimator: Estimator
     whiten: Whiten
     gamma: Share
     gae_lambda: Share
