@@ -56,7 +56,7 @@ from llamarl.types import Prompt
 
 
 def sampling_of(config: Config, job: Job) -> SamplingParams:
-    """How a group is sampled, but for generator.temperature."""
+    """Return how a group is sampled, without generator.temperature."""
     g = config.generator
     return SamplingParams(
         max_new_tokens=config.max_new_tokens,
@@ -80,7 +80,7 @@ def temperatures_of(config: Config) -> TemperatureRange | None:
 
 
 def engine_builder(config: Config, job: Job) -> BuildEngine:
-    """What the generator samples with, by generator.kind."""
+    """Return what builds the generator's engine, by generator.kind."""
     g = config.generator
     sizes: dict[str, Any] = dict(
         model_path=str(job.model_path),
@@ -117,7 +117,7 @@ def build_executors(
 
 
 def build_generator(config: Config, job: Job) -> Generator:
-    """The generator, with the engine of its kind."""
+    """Build the generator, with the engine of its kind."""
     g = config.generator
     max_quantization_kl = None
     if g.kind == "native" and g.quantize != "none":
@@ -146,7 +146,9 @@ def build_generator(config: Config, job: Job) -> Generator:
 
 
 def build_reward(config: Config, job: Job) -> Reward:
-    """What scores, by reward.kind: a function, a model, a judge, or several of them."""
+    """Build the reward with its scorer, by reward.kind: a function, a model, a judge, or several of
+    them.
+    """
     r = config.reward
     parts = reward_parts(job, stream_settings(config, job, "reward") if r.stream else None)
     acts_as_one = any(part.settings.acts_as_one for part in config.reward_parts)
@@ -176,7 +178,7 @@ def build_reward(config: Config, job: Job) -> Reward:
 def stream_settings(
     config: Config, job: Job, name: Literal["reward", "reference"]
 ) -> StreamSettings:
-    """How the executor `name` reads completions while they are sampled."""
+    """Return how the executor `name` reads completions while they are sampled."""
     chunk_tokens = getattr(config, name).chunk_tokens
     fractions = [max(1, config.max_new_tokens // parts) for parts in (16, 8, 4, 2)]
     searches = chunk_tokens == "auto"
@@ -203,7 +205,7 @@ def _replies_of(config: Config, job: Job) -> ReplySettings | None:
 
 
 def build_victim(config: Config, job: Job) -> Victim:
-    """Whom the completions are put to."""
+    """Build the victim, which replies to the completions."""
     v = placed_victim(config.victim)
     path = job.victim_path
     assert path is not None, "a victim has a directory"
@@ -326,7 +328,7 @@ def build_scorer(config: Config, job: Job) -> Scorer:
 
 
 def engine_alone(config: Config, job: Job) -> Engine:
-    """The native engine with the model as it was saved, for a script that is no job."""
+    """Build the native engine with the model as it was saved, for a script that is no job."""
     g = config.generator
     assert g.kind == "native", "its recipes have no other engine"
     return Engine.from_hf(
@@ -398,7 +400,9 @@ BUFFERS = {  # by buffer.draw
 
 
 def build_buffer(config: Config, job: Job) -> GroupBuffer:
-    """This trainer rank's; a replay buffer has its share of the prompts and of the room, or all."""
+    """Build this trainer rank's buffer; a replay buffer gets its share of the prompts and of the
+    room, or all.
+    """
     b = config.buffer
     if b.kind == "fifo":
         return GroupBuffer(config.max_lag)
@@ -429,7 +433,7 @@ def build_buffer(config: Config, job: Job) -> GroupBuffer:
 
 
 def options_at(step: int, *, config: Config) -> dict[str, float]:
-    """The options of the loss that follow a schedule, at a step."""
+    """Return the options of the loss that follow a schedule, at a step."""
     options = {}
     for option, schedule in config.loss.schedules.items():
         first = config.loss.options[option]
@@ -451,7 +455,7 @@ def _check_splits(loss_fn: Callable, name: str) -> None:
 
 
 def build_trainer(config: Config, job: Job) -> FSDPTrainer:
-    """The trainer, with its loss, its buffer and what it does to a batch."""
+    """Build the trainer, with its loss and its buffer."""
     t, g = config.trainer, config.generator
     reference = config.reference
     own_reference = None

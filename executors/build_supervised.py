@@ -23,7 +23,7 @@ def build_reward_model_trainer(config: RewardModelConfig, job: SupervisedJob) ->
 
 
 def build_sft_trainer(config: SFTConfig, job: SupervisedJob) -> SupervisedTrainer:
-    """The next token of what is learned of the job's rows."""
+    """Build the trainer that learns the next token of the job's rows."""
     answers = None if job.target is None else partial(_build_answers, job)
     return _build(config, job, NextToken(), answers)
 

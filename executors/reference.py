@@ -203,8 +203,8 @@ class Reference(Executor):
             )
 
     def waiting_for(self) -> str | None:
-        """What it waits for, in words: the version that its oldest group needs, or room. None for
-        groups, which nobody owes it.
+        """Return what it waits for, in words: the version that its oldest group needs, or room;
+        None for groups, which nobody owes it.
         """
         if self._early and self._resets is not None:
             first = self._early[0]
@@ -215,7 +215,7 @@ class Reference(Executor):
         return f"room: in channel {self._sink.name}, which the trainer empties"
 
     def offloadable(self) -> Iterable[Tensor]:
-        """The tensors that may leave the device while others use it."""
+        """Return the tensors that may leave the device while others use it."""
         if self._resets is None or self.group.device.type == "cuda":
             # Elsewhere the parameters are views of the buffers that versions come into, which other
             # threads write.

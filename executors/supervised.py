@@ -192,7 +192,7 @@ class SupervisedTrainer(Executor):
             self.checkpoints.save(self.version, self)
 
     def _share(self, items: Sequence) -> Sequence:
-        """This rank's of what all ranks work on."""
+        """Return this rank's share of what all ranks work on."""
         return items[self.group.index :: self.group.size]
 
     def _report(self, columns: dict[str, float | None]) -> None:
@@ -202,8 +202,8 @@ class SupervisedTrainer(Executor):
     # --- Checkpoints ---
 
     def state_dict(self) -> dict:
-        """This rank's shard: weights (float32) and Adam's moments, and which part of the model they
-        are. Which examples come next is a function of the version.
+        """Return this rank's shard: weights (float32) and Adam's moments, and which part of the
+        model they are. The version determines which examples come next.
 
         What several ranks hold is stored by the first of them alone.
         """
@@ -223,8 +223,8 @@ class SupervisedTrainer(Executor):
 
     @torch.no_grad()
     def load_state_dict(self, parts: Iterable[Mapping]) -> None:
-        """From all ranks' parts, whatever their number was. ValueError if they are of a model of
-        other shapes.
+        """Load from all ranks' parts, whatever their number was. ValueError if they belong to a
+        model of other shapes.
         """
         parts = list(parts)
         steps = 0.0

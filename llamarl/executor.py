@@ -74,7 +74,7 @@ class Ends(Generic[End]):
         self._ends = list(ends)
 
     def __iter__(self) -> Iterator[End]:
-        """All ends, in the order of the channels."""
+        """Yield all ends, in the order of the channels."""
         return (end for _, end in self._ends)
 
     def _all_of(self, record: type) -> list[End]:
@@ -139,7 +139,9 @@ class WeightsForm:
 
 
 class Mail(Protocol):
-    """What an executor sees of the control: messages between ranks, and whether the run ends."""
+    """The part of the control that an executor sees: messages between ranks, and whether the run
+    ends.
+    """
 
     failure: Exception | None  # why this rank ends now
     stopping: bool  # every rank has been asked to end
@@ -167,7 +169,7 @@ class Mail(Protocol):
 
 
 class Meter(Protocol):
-    """What an executor sees of the metrics (llamarl.observe.metrics)."""
+    """The part of the metrics that an executor sees (llamarl.observe.metrics)."""
 
     def add(self, counter: str, amount: float) -> None: ...
 
@@ -181,7 +183,7 @@ class Meter(Protocol):
 
 
 class Tickets(Protocol):
-    """What a generator sees of the tickets (llamarl.tickets.service), and what a trainer."""
+    """The part of the tickets that a generator or a trainer sees (llamarl.tickets.service)."""
 
     @property
     def synchronous(self) -> bool: ...
@@ -218,7 +220,7 @@ class Tickets(Protocol):
 
 
 class Checkpoints(Protocol):
-    """What a trainer sees of the checkpoints (llamarl.checkpoint.service)."""
+    """The part of the checkpoints that a trainer sees (llamarl.checkpoint.service)."""
 
     def save(self, step: int, trainer: Executor) -> None: ...
 
@@ -277,7 +279,8 @@ class ExecutorGroup:
         return self.index // (self.size // self.replicate)
 
     def data_mesh(self) -> DeviceMesh | None:
-        """The mesh of the ranks that hold this one's tensor-parallel part; None without groups.
+        """Return the mesh of the ranks that hold this one's tensor-parallel part; None without
+        groups.
 
         Its axes are [replicate, shard], or [shard] without replicas.
         """

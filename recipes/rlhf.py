@@ -50,8 +50,8 @@ from llamarl.words.names import did_you_mean
 RECIPES = Path(__file__).resolve().parent
 RANKS = 2
 GOLD = "llamarl.tasks.facts:gold"
-# Of the task, for the tokenizer that recipes/facts_data.py writes: a post has at most 75 tokens, a
-# gold summary 21 with its end.
+# Settings of the task for the tokenizer that recipes/facts_data.py writes: a post has at most 75
+# tokens, a gold summary 21 with its end.
 TASK = ("task=facts", "task.max_prompt_tokens=80", "max_new_tokens=32", "temperature=0.7")
 # Of earlier releases, which took `data.--rows=N`.
 OLD_FLAGS = {**evaluation.FLAGS, **facts_data.FLAGS}
@@ -76,14 +76,14 @@ class Stage:
     ranks: int | None = None  # of torchrun; None: one plain process
 
     def typed(self) -> list[str]:
-        """The command as a user types it."""
+        """Return the command as a user types it."""
         launcher = ["python"]
         if self.ranks:
             launcher = ["torchrun", "--standalone", f"--nproc-per-node={self.ranks}"]
         return [*launcher, f"recipes/{self.recipe}", *self.words]
 
     def started(self) -> list[str]:
-        """The same command, by this interpreter and from any directory."""
+        """Return the command as it is started, by this interpreter and from any directory."""
         launcher = [sys.executable]
         if self.ranks:
             module = ["-m", "torch.distributed.run", "--standalone"]
@@ -91,14 +91,14 @@ class Stage:
         return [*launcher, str(RECIPES / self.recipe), *self.words]
 
     def given(self, words: list[str]) -> Stage:
-        """This stage with more words, each in the place of one with the same key."""
+        """Return this stage with more words, each in the place of one with the same key."""
         own = {key_of(word): word for word in (*self.words, *words)}
         return replace(self, words=tuple(own.values()))
 
 
 @dataclass(frozen=True, slots=True)
 class Took:
-    """What a stage that is done was, and what the launch that ended it took."""
+    """A stage that is done, and what the launch that ended it took."""
 
     command: str
     seconds: float
@@ -110,7 +110,7 @@ def key_of(word: str) -> str:
 
 
 def stages(out: Path, seed: int) -> list[Stage]:
-    """The pipeline."""
+    """Return the pipeline."""
     sft = f"{out}/sft"
     scorer = f"{out}/reward_model"
     seeded = f"seed={seed}"
@@ -219,7 +219,9 @@ def stages(out: Path, seed: int) -> list[Stage]:
 
 
 def _judge(name: str, model: str, out: Path) -> Stage:
-    """The stage in which gold scores what a model answers: its own reward is what the task has."""
+    """Return the stage in which gold scores a model's completions: its own reward is what the task
+    has.
+    """
     return Stage(
         name=f"judge_{name}",
         recipe="evaluate.py",
@@ -236,9 +238,7 @@ def _judge(name: str, model: str, out: Path) -> Stage:
 
 
 def read_words(words: list[str]) -> tuple[Path, list[Stage]]:
-    """The directory, and the pipeline with what the words add to it. ConfigError with all that is
-    wrong.
-    """
+    """Return the directory, and the pipeline with what the words add to it. ValueError."""
     own = {"out": "", "seed": "0"}
     added: dict[str, list[str]] = {}
     problems = []
@@ -299,7 +299,9 @@ def problems_of(stage: Stage, words: list[str]) -> list[Problem]:
 
 
 def taken(out: Path, stage: Stage) -> Took | None:
-    """What a stage took that is done; None: it is not. ValueError if it was another command."""
+    """Return what a stage took that is done; None: it is not. ValueError if it was another
+    command.
+    """
     file = record_of(out, stage)
     if not file.is_file():
         return None
@@ -339,8 +341,8 @@ def children_cpu_s() -> float:
 
 
 def wait_for(stage: subprocess.Popen) -> int:
-    """The exit status of a stage, which ends its own waits. Ctrl-C reaches it by itself, and
-    SIGTERM is passed on, so that it can save what it has.
+    """Wait for a stage, which ends its own waits, and return its exit status. Ctrl-C reaches it by
+    itself, and SIGTERM is passed on, so that it can save what it has.
     """
     before = {
         signal.SIGINT: signal.signal(signal.SIGINT, signal.SIG_IGN),

@@ -31,7 +31,7 @@ AGREEMENT_WANTED = 0.85
 
 @dataclass(frozen=True, slots=True)
 class Quality:
-    """What gold says of many summaries, in the mean."""
+    """Gold's judgement of many summaries, in the mean."""
 
     gold: float
     f1: float
@@ -42,7 +42,7 @@ class Quality:
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """What the table says."""
+    """The numbers of the table."""
 
     qualities: dict[str, Quality]  # by whose answers
     agreement: float  # share of clean held-out pairs that the reward model ranks as gold
@@ -52,7 +52,7 @@ class Findings:
 
 
 def quality_of(summaries: list[tuple[str, str]]) -> Quality:
-    """Of (post, summary)s."""
+    """Return the quality of (post, summary)s."""
     values = []
     for post, summary in summaries:
         found = worth(post, summary)
@@ -63,8 +63,8 @@ def quality_of(summaries: list[tuple[str, str]]) -> Quality:
 
 
 def read_findings(out: Path, scorer: Columns, policy: Columns) -> Findings:
-    """What there is in a directory, beside the rows of its reward model's run and of its policy's.
-    OSError or ValueError for what is missing, KeyError for a column.
+    """Read what there is in a directory, beside the rows of its reward model's run and of its
+    policy's. OSError or ValueError for what is missing, KeyError for a column.
     """
     qualities = {"teacher": quality_of(_texts(out / "teacher.jsonl", lambda row: True))}
     for label, name in (("SFT", "sft"), ("RL", "rl")):
@@ -95,14 +95,14 @@ def _known(values: np.ndarray) -> np.ndarray:
 
 
 def _seconds(out: Path) -> dict[str, tuple[float, float]]:
-    """Of the stages that are done, in the order in which they were."""
+    """Return the seconds of the stages that are done, in the order in which they were."""
     files = sorted((out / "stages").glob("*.json"), key=lambda file: file.stat().st_mtime)
     took = {file.stem: json.loads(file.read_text()) for file in files}
     return {name: (stage["seconds"], stage["cpu_seconds"]) for name, stage in took.items()}
 
 
 def table(findings: Findings) -> list[str]:
-    """The lines to print."""
+    """Return the lines to print."""
     lines = [f"{'':16}{'gold':>8}{'F1':>8}{'excess words':>14}{'format faults':>15}{'words':>8}"]
     for name, q in findings.qualities.items():
         facts = f"{q.gold:8.3f}{q.f1:8.3f}{q.excess_words:14.2f}{q.format_faults:15.2f}"

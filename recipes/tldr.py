@@ -99,13 +99,13 @@ def files_of(patterns: Sequence[str]) -> list[Path]:
 
 
 def prompt_of(post: dict[str, str], text: str) -> str:
-    """A post's prompt, with `text` as the post itself."""
+    """Return a post's prompt, with `text` as the post itself."""
     head = f"SUBREDDIT: r/{post['subreddit']}\n\nTITLE: {post['title']}"
     return f"{head}\n\nPOST: {text}\n\nTL;DR:"
 
 
 def shorten(post: dict[str, str], fits: Callable[[str], bool]) -> str:
-    """A post's longest prompt that fits, of whole lines, or else of words of the first line.
+    """Return a post's longest prompt that fits, of whole lines, or else of words of the first line.
 
     ValueError where even a prompt without a post does not fit.
     """
@@ -128,7 +128,7 @@ def shorten(post: dict[str, str], fits: Callable[[str], bool]) -> str:
 
 
 def texts_of(row: dict, keys: Iterable[str], where: str) -> dict[str, str]:
-    """The texts under these keys. ValueError for one that is absent, no text, or blank."""
+    """Return the texts under these keys. ValueError for one that is absent, no text, or blank."""
     texts = {}
     for key in keys:
         value = row.get(key)
@@ -140,12 +140,12 @@ def texts_of(row: dict, keys: Iterable[str], where: str) -> dict[str, str]:
 
 
 def answer_of(summary: str) -> str:
-    """A summary as what follows "TL;DR:"."""
+    """Return a summary as what follows "TL;DR:"."""
     return " " + summary.strip()
 
 
 def post_row(row: dict, file: str, fits: Callable[[str], bool]) -> Row:
-    """A post with its author's summary. ValueError for what is not one."""
+    """Return a post with its author's summary. ValueError for what is not one."""
     texts = texts_of(row, (*POST_KEYS, "summary"), where="")
     prompt = shorten(texts, fits)
     return Row(file, {"prompt": prompt, "answer": answer_of(texts["summary"])})
@@ -178,7 +178,7 @@ def pair_row(row: dict, fits: Callable[[str], bool]) -> Row:
 
 
 def without_repeated(rows: Iterable[Row]) -> list[Row]:
-    """The rows, with a reason in place of those that are in the same file already."""
+    """Return the rows, with a reason in place of those that are in the same file already."""
     seen = set()
     kept = []
     for row in rows:

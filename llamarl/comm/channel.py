@@ -64,14 +64,14 @@ NAMES = {
 
 
 class ChannelEnd(Protocol):
-    """What a channel connects: the part of it that one rank writes to, or reads from."""
+    """One rank's end of a channel, which it writes to or reads from."""
 
     def close(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class ConnectContext:
-    """What a channel needs to know in order to connect the ends that this rank has of it."""
+    """The context in which a channel connects this rank's ends."""
 
     control: Control
     placement: Mapping[str, tuple[int, ...]]  # executor name -> its ranks, in executor order
@@ -218,7 +218,7 @@ class Receiver(_Queue):
     def deliver(self, records: list) -> None:
         with self._changed:
             self._records.extend(records)
-        # Of this queue threads wait for room alone; who takes from it waits for its control.
+        # Threads wait for this queue only for room; who takes from it waits for its control.
         self._control.wake()
 
     def listen(self, rank: int, group: dist.ProcessGroup) -> None:
@@ -294,7 +294,7 @@ DP_RANK_SEED = 20  # of the pre-set permutation
 
 
 def dp_rank_of(ticket: int, num_dp_ranks: int) -> int:
-    """The data-parallel trainer rank that trains on a ticket."""
+    """Return the data-parallel trainer rank that trains on a ticket."""
     return _permutation(num_dp_ranks)[ticket % num_dp_ranks]
 
 

@@ -41,7 +41,7 @@ from llamarl.config.schema import Config
 
 @dataclass(frozen=True, slots=True)
 class JobKind(Generic[Schema]):
-    """What command lines of a kind of job are read as.
+    """A kind of job: how its command lines are read.
 
     file: its values, in conf/ and without .yaml. check(config, world_size, local_world_size): what
     cannot work together. idle_ranks(config, world_size): the ranks that would have nothing to do.
@@ -99,8 +99,8 @@ def check_command_line(
     local_world_size: int | None = None,
     kind: JobKind = RL,
 ) -> list[str]:
-    """The overrides as Hydra wants them (a needless `+` dropped). ConfigError with all that is
-    wrong with them. config_name: a file of the user's own in place of the kind's.
+    """Check overrides, and return them as Hydra wants them (a needless `+` dropped). ConfigError
+    with all that is wrong. config_name: a file of the user's own in place of the kind's.
     """
     ranks = (world_size, local_world_size)
     return _read(overrides, kind, config_name, config_dir, multirun, ranks)[0]
@@ -119,9 +119,9 @@ def compose_config(
 def compose_config(
     overrides: list[str], kind: JobKind = RL, config_dir: str | None = None
 ) -> object:
-    """The checked config of a command line for one process, for a script that is no Hydra job: of
-    the kind's schema. ConfigError as above. config_dir: files of the user's own beside those of
-    conf/.
+    """Compose the checked config of a command line for one process, for a script that is no Hydra
+    job, in the kind's schema. ConfigError as above. config_dir: files of the user's own beside
+    those of conf/.
     """
     _, (config,) = _read(overrides, kind, config_dir=config_dir)
     return config
@@ -135,7 +135,7 @@ def _read(
     multirun: bool = False,
     ranks: tuple[int, int | None] = (1, None),
 ) -> tuple[list[str], list[Schema]]:
-    """The overrides as Hydra wants them, and the config of each point of a sweep."""
+    """Return the overrides as Hydra wants them, and the config of each point of a sweep."""
     from hydra import initialize_config_dir
 
     dirs = [CONF_DIR]
@@ -174,7 +174,7 @@ def _read(
 
 
 def default_config(kind: JobKind = RL) -> Config:
-    """The config of an empty command line; also while another is read or runs."""
+    """Return the config of an empty command line, also while another is read or runs."""
     from hydra import compose, initialize_config_dir
     from hydra.core.global_hydra import GlobalHydra
 
@@ -196,7 +196,7 @@ class _Override:
 def _read_override(
     text: str, groups: dict[str, set[str]], multirun: bool, kind: JobKind
 ) -> _Override | Problem:
-    """A word of the command line, or what is wrong with it by itself."""
+    """Read a word of the command line; return it, or what is wrong with it by itself."""
     schema: type = kind.schema
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
@@ -263,8 +263,8 @@ def _compose(
     chosen: dict[str, str],
     ranks: tuple[int, int | None],
 ) -> tuple[Schema | None, list[Problem]]:
-    """The config that `chosen` (key -> override) makes, if it can be made, and everything that is
-    wrong with it; needs Hydra to be initialised. ranks: of all hosts, and of one.
+    """Compose the config that `chosen` (key -> override) makes, if it can be made, and find all
+    that is wrong with it. Hydra must be initialised. ranks: of all hosts, and of one.
     """
     from hydra import compose
     from hydra.errors import HydraException

@@ -35,13 +35,15 @@ Schema = TypeVar("Schema")  # the dataclass of a kind of job's whole configurati
 
 
 def schemas_of(hint: object) -> tuple[type, ...]:
-    """The dataclasses that a section may be: several where it has kinds; () if it is no section."""
+    """Return the dataclasses that a section may be: several where it has kinds; () if it is no
+    section.
+    """
     arms = get_args(hint) if is_union(hint) else (hint,)
     return arms if all(map(is_dataclass, arms)) else ()
 
 
 def _marks_below(schema: type, prefix: str) -> dict[str, frozenset[Mark]]:
-    """The marks of every key of a dataclass, sections before what is in them."""
+    """Return the marks of every key of a dataclass, sections before what is in them."""
     marks = {}
     for form in forms_of(schema):
         for name, hint in form.hints.items():
@@ -54,7 +56,7 @@ def _marks_below(schema: type, prefix: str) -> dict[str, frozenset[Mark]]:
 
 @functools.cache
 def known_keys(schema: type = Config) -> dict[str, frozenset[Mark]]:
-    """Every key of a schema with its marks, sections included: "max_steps", ..., "loss",
+    """Return every key of a schema with its marks, sections included: "max_steps", ..., "loss",
     "loss.fn", ... The options of all losses stand for what a loss may have.
     """
     marks = _marks_below(schema, "")
@@ -66,7 +68,7 @@ def known_keys(schema: type = Config) -> dict[str, frozenset[Mark]]:
 
 @functools.cache
 def sections_of_kinds(schema: type = Config) -> tuple[str, ...]:
-    """The sections whose keys depend on their kind: ("task", "generator", ...)."""
+    """Return the sections whose keys depend on their kind: ("beta_schedule", "task", ...)."""
     hints = hints_of(schema).items()
     return tuple(name for name, hint in hints if len(forms_of(*schemas_of(hint))) > 1)
 
@@ -96,8 +98,8 @@ class _Reader:
         self.problems.append(Problem("".join([key, *shown]), what, (key,)))
 
     def section(self, values: object, schemas: Sequence[type], prefix: str) -> object | None:
-        """A section whose keys begin with prefix, as one of these dataclasses; None if it cannot
-        be.
+        """Read a section whose keys begin with prefix, as one of these dataclasses; None if it
+        cannot be read.
         """
         forms = forms_of(*schemas)
         if not isinstance(values, Mapping):
@@ -107,8 +109,8 @@ class _Reader:
             return None
         if len(forms) == 1:
             return self._fill(values, forms[0], prefix)
-        # Of several kinds, the one that is asked for. A null for another kind's key says no more
-        # than that it is not this kind's.
+        # Read the kind that is asked for. A null for another kind's key only says that it is not
+        # this kind's.
         key = f"{prefix}kind"
         # A section has files in conf/ to choose from; one by a name of the user's own has none.
         is_chosen = prefix.count(".") == 1
@@ -144,7 +146,7 @@ class _Reader:
         return None
 
     def _fill(self, values: Mapping[str, object], form: Form, prefix: str) -> object | None:
-        """The dataclass of these values; None if a key is missing or does not fit."""
+        """Make the dataclass of these values; None if a key is missing or does not fit."""
         left = dict(values)
         read: dict[str, object] = {}
         for name, hint in form.hints.items():
@@ -199,8 +201,8 @@ def to_config(composed: DictConfig | Mapping[str, object], schema: type[Schema])
 
 
 def to_config(composed: DictConfig | Mapping[str, object], schema: type = Config) -> object:
-    """The typed config. ConfigError names every unknown key, wrong type and value out of range at
-    once.
+    """Make the typed config. ConfigError names every unknown key, wrong type and value out of range
+    at once.
     """
     reader = _Reader(schema)
     if isinstance(composed, DictConfig):
@@ -217,8 +219,8 @@ def to_config(composed: DictConfig | Mapping[str, object], schema: type = Config
 
 
 def _resolved(written: dict, problems: list[Problem]) -> dict:
-    """The values with what they say of each other ("${model.dtype}") filled in; what cannot be is a
-    problem, and stays as it is written.
+    """Fill in the values that refer to each other ("${model.dtype}"). A reference that cannot be
+    filled in is a problem, and stays as it is written.
     """
     config = OmegaConf.create(written)
     try:
@@ -237,7 +239,7 @@ def _resolved(written: dict, problems: list[Problem]) -> dict:
 
 
 def echoing(written: Mapping[str, object], keys: Iterable[str]) -> set[str]:
-    """The keys whose values are written as those of these keys, and so are wrong with them."""
+    """Return the keys whose values refer to these keys, and so are wrong with them."""
     references = []
     for key in keys:
         references += ["${" + key + "}", "${oc.select:" + key + ","]
@@ -249,7 +251,7 @@ def echoing(written: Mapping[str, object], keys: Iterable[str]) -> set[str]:
 
 
 def to_values(config: object) -> dict[str, Any]:
-    """The inverse of to_config: nested plain values under the keys of the command line."""
+    """Return nested plain values under the keys of the command line (the inverse of to_config)."""
     assert dataclasses.is_dataclass(config) and not isinstance(config, type), "a schema's config"
     values = _plain(config)
     if isinstance(config, Config):

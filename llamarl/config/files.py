@@ -16,7 +16,7 @@ PARTS = "reward.parts"
 TASK_PARTS = "task.parts"
 EVAL_SETS = "eval.sets"
 SCHEDULES = "loss.schedules"  # by options of the loss
-# Of a whole reward, and so of no part of one.
+# Keys of a whole reward, which no part of one has.
 _OF_ALL_PARTS = (
     "max_error_rate",
     "replicate",
@@ -35,9 +35,9 @@ def sections(config: object, *, resolve: bool = False) -> dict:
 
 
 def with_whole_parts(values: dict[str, object]) -> dict[str, object]:
-    """The values, unresolved, where each part of a reward or of a task, and each set of held-out
-    prompts, has what it does not set itself from the file of its kind, conf/reward/KIND.yaml or
-    conf/task/KIND.yaml; and a part a weight of 1, a set as many prompts as eval.num_prompts says.
+    """Fill in the parts of a reward or of a task, and the sets of held-out prompts: keys that they
+    do not set come from the file of their kind, conf/reward/KIND.yaml or conf/task/KIND.yaml, a
+    part's weight is 1, and a set has eval.num_prompts prompts. The values stay unresolved.
     """
     whole = dict(values)
     for name in ("reward", "task"):
@@ -64,7 +64,7 @@ def _whole(
 
 
 def _of_a_part(section: str, kind: object) -> dict[str, object]:
-    """What a part of this kind has that does not set it; nothing of a kind that there is not."""
+    """Return the defaults of a part of this kind; nothing for an unknown kind."""
     own = _defaults(section, kind)
     return {**own, "weight": 1.0} if own else {}
 
@@ -79,7 +79,7 @@ def _of_a_set(kind: object) -> dict[str, object]:
 
 
 def _defaults(section: str, kind: object) -> dict[str, object]:
-    """The values of conf/SECTION/KIND.yaml; none of a kind that there is not."""
+    """Return the values of conf/SECTION/KIND.yaml; nothing for an unknown kind."""
     file = CONF_DIR / section / f"{kind}.yaml"
     if kind in ("parts", "mixture") or not file.is_file():
         return {}

@@ -15,7 +15,7 @@ class Problem:
 
 
 def keys_of(problems: Iterable[Problem]) -> set[str]:
-    """The keys that any of these problems is about."""
+    """Return the keys that any of these problems is about."""
     return set().union(*(problem.keys for problem in problems))
 
 
@@ -30,8 +30,8 @@ class ConfigError(ValueError):
 
 
 class Findings:
-    """What is wrong with a config that fits the schema: problems, told with the values that they
-    are about. values: the config's, as `to_values` gives them.
+    """Collects the problems of a config that fits the schema, with the values that they are
+    about.
     """
 
     def __init__(self, values: Mapping[str, object]):
@@ -62,7 +62,7 @@ class Findings:
 
 
 def show(value: object) -> str:
-    """As it is written on a command line."""
+    """Write a value as it is written on a command line."""
     if isinstance(value, list):
         return "[" + ",".join(map(show, value)) + "]"
     if value is None or isinstance(value, bool):

@@ -48,13 +48,13 @@ def did_you_mean(key: str, names: Collection[str]) -> str:
 
 
 def need(value: object, hint: object) -> str:
-    """What a value that does not fit should have been: "need X", with the nearest word."""
+    """Say what a value that does not fit should have been: "need X", with the nearest word."""
     near = did_you_mean(value, names_of(hint)) if isinstance(value, str) else ""
     return f"need {describe(hint)}{near}"
 
 
 def describe(hint: object) -> str:
-    """What a value must be, in words."""
+    """Say what a value must be."""
     if hint in _WORDS:
         return _WORDS[hint]
     origin, arms = get_origin(hint), get_args(hint)
@@ -71,7 +71,7 @@ def describe(hint: object) -> str:
 
 
 def names_of(hint: object) -> tuple[str, ...]:
-    """The words among what a value may be."""
+    """Return the words among the allowed values."""
     arms = get_args(hint)
     if get_origin(hint) is Literal:
         return arms
@@ -79,7 +79,7 @@ def names_of(hint: object) -> tuple[str, ...]:
 
 
 def convert(value: object, hint: object) -> object:
-    """The value in the hint's type. ValueError, without words, if it does not fit."""
+    """Convert a value to the hint's type. ValueError, without words, if it does not fit."""
     if is_union(hint):
         for arm in get_args(hint):
             with contextlib.suppress(ValueError):

@@ -1,4 +1,5 @@
-"""What the package's losses take and need, for a config that is checked before torch is imported.
+"""The options and marks of the package's losses, for a config that is checked before torch is
+imported.
 
 A loss says it itself, in its signature and its decorators. They are read from its source here,
 since importing it would import torch. Which values a published loss has is in conf/loss/NAME.yaml.
@@ -36,7 +37,7 @@ _LOSSES = Path(__file__).resolve().parents[1] / "learning" / "losses"
 
 @dataclass(frozen=True, slots=True)
 class Declaration:
-    """What a loss says of itself."""
+    """The declaration of a loss, read from its source."""
 
     options: tuple[str, ...]  # its keyword-only parameters
     marks: frozenset[str]  # its decorators, such as "needs_reference"
@@ -44,7 +45,7 @@ class Declaration:
 
 @functools.cache
 def declarations() -> dict[str, Declaration]:
-    """The package's losses by name. A loss is the function that is called like its file."""
+    """Return the package's losses by name. A loss is the function that is called like its file."""
     found = {}
     for file in sorted(_LOSSES.glob("*.py")):
         for node in ast.parse(file.read_text()).body:

@@ -1,5 +1,5 @@
-"""What makes a section of the schema: frozen records, whose fields may decide more than their own
-value and say so by a Mark.
+"""Makes sections of the schema: frozen records, whose fields may decide more than their own value
+and say so by a Mark.
 """
 
 from __future__ import annotations
@@ -32,11 +32,13 @@ class Flat:
 
 
 def marked(*marks: Mark):
-    """A field with these marks."""
+    """Return a field with these marks."""
     return field(metadata={"marks": frozenset(marks)})
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(marked,))
 def settings_dataclass(section: type) -> type:
-    """A section of the configuration, or one kind of it: a record that stays as it was read."""
+    """Make a class a section of the configuration, or one kind of it: a record that stays as it was
+    read.
+    """
     return dataclass(frozen=True, slots=True)(section)

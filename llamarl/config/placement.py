@@ -1,4 +1,6 @@
-"""Which executor runs on which ranks, and what ranks and model cannot do. Without torch."""
+"""Placement: which executor runs on which ranks, and what ranks and model cannot do. Without
+torch.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,7 @@ def placement_of(config: Config, world_size: int) -> dict[str, Ranks]:
 
 
 def idle_ranks(config: Config, world_size: int) -> list[int]:
-    """The ranks that would host nothing."""
+    """Return the ranks that would host nothing."""
     world_size = config.ranks or world_size
     hosts = set().union(*placement_of(config, world_size).values())
     return [rank for rank in range(world_size) if rank not in hosts]
@@ -129,7 +131,7 @@ def _find_trainer(c: Config, num_ranks: int, model: ModelConfig | None, found: F
 def _find_share(
     ranks: str, dp_ranks: int, amount: int, keys: tuple[str, ...], found: Findings
 ) -> None:
-    """An amount that data-parallel ranks cannot share evenly."""
+    """Find amounts that data-parallel ranks cannot share evenly."""
     if amount % dp_ranks:
         what = f"{ranks} cannot share {amount} evenly; need a multiple of {dp_ranks}"
         found.add(what, *keys)

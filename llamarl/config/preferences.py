@@ -72,8 +72,8 @@ class PreferencesConfig:
 
 
 def as_run(config: PreferencesConfig) -> Config:
-    """The main job that samples and scores so: synchronous, in one process, without evaluations.
-    What it would learn is of no account.
+    """Return the main job that samples and scores in the same way: synchronous, in one process,
+    without evaluations. Its settings of learning do not matter.
     """
     values = to_values(default_config())
     own = to_values(config)
@@ -92,7 +92,7 @@ def as_run(config: PreferencesConfig) -> Config:
 def check(
     config: PreferencesConfig, world_size: int, local_world_size: int | None = None
 ) -> list[Problem]:
-    """What cannot work together, or with this many ranks and these files."""
+    """Return the values that cannot work together, or with this many ranks and these files."""
     found = Findings(to_values(config))
     if world_size > 1:
         what = "pairs are made by one process: start it with python"

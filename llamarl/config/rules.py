@@ -36,8 +36,8 @@ def check(
     *,
     attacks: bool = False,
 ) -> list[Problem]:
-    """What cannot work together, or with this many ranks and these files. attacks: the recipe puts
-    completions to a victim.
+    """Return the values that cannot work together, or with this many ranks and these files.
+    attacks: the recipe puts completions to a victim.
     """
     c = config
     found = Findings(to_values(config))

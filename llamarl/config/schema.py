@@ -101,7 +101,7 @@ class Config(RunSettings):
 
     @property
     def longest_keys(self) -> str:
-        """What sets longest_asked."""
+        """The keys that determine longest_asked."""
         most = self._prompt_tokens
         return f"{max(most, key=lambda section: most[section])}.max_prompt_tokens + max_new_tokens"
 
@@ -120,7 +120,7 @@ class Config(RunSettings):
 
     @property
     def reward_parts(self) -> tuple[Given, ...]:
-        """What scores: the reward, or each of its parts."""
+        """The settings of what scores, by key: "reward", or "reward.parts.NAME" of each part."""
         return parts_of(self.reward)
 
     @property

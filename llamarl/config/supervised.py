@@ -61,7 +61,7 @@ class SupervisedEvalSettings:
 
 @settings_dataclass
 class SupervisedConfig:
-    """What every supervised job has."""
+    """Settings of every supervised job."""
 
     out: Text | None = marked("outward")
     resume: str = marked("outward")
@@ -85,7 +85,7 @@ class SupervisedConfig:
 
     @property
     def run_dir(self) -> str | None:
-        """What the main job calls `out`."""
+        """The directory of the run, which is called `out` here."""
         return self.out
 
 
@@ -122,7 +122,7 @@ def check_common(config: SupervisedConfig, rows: RowsSettings | None, world_size
 def check(
     config: RewardModelConfig, world_size: int, local_world_size: int | None = None
 ) -> list[Problem]:
-    """What cannot work together, or with this many ranks and these files."""
+    """Return the values that cannot work together, or with this many ranks and these files."""
     return check_common(config, config.task, world_size).problems
 
 

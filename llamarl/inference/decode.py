@@ -63,8 +63,8 @@ def _library(dtype: torch.dtype) -> ctypes.CDLL | None:
 
 
 class NativeDecode:
-    """What `decoder` computes in the contexts Decode, Prefill and Extend of a cache. Logits [N, V]
-    float32.
+    """Computes what `decoder` does in the contexts Decode, Prefill and Extend of a cache. Logits
+    [N, V] float32.
     """
 
     def __init__(self, decoder: Decoder, dtype: torch.dtype):
@@ -153,13 +153,13 @@ class NativeDecode:
         )
 
     def _keep(self, tensor: Tensor) -> int:
-        """Its address, which stays good until the next refresh."""
+        """Keep a tensor until the next refresh, and return its address."""
         self._kept.append(tensor.contiguous())
         return self._kept[-1].data_ptr()
 
     def _panels(self, weight_OI: Tensor) -> int:
-        """A weight as the kernel reads it: [O / width, I / unit, width, unit], a unit being four
-        bytes, zeros behind the last O.
+        """Lay a weight out as the kernel reads it: [O / width, I / unit, width, unit], a unit being
+        four bytes, zeros behind the last O.
         """
         width = self._kernels.panel_width()
         missing = -len(weight_OI) % width
@@ -205,7 +205,7 @@ class NativeDecode:
         slots_N: Tensor,
         last_M: Tensor | None,
     ) -> dict[str, Tensor]:
-        """What the kernel was given and has written, by its name in _Step."""
+        """Run the kernel; return what it was given and has written, by its name in _Step."""
         dtype = self._dtype
         rows = outputs = tokens_N.numel()
         _check_indices("token ids", tokens_N, rows, self._decoder.config.vocab_size)

@@ -119,7 +119,7 @@ class Engine(SlotEngine):
             self._cache.room,
             max_slots=max_slots,
             prefill_chunk=prefill_chunk,
-            # The same on every tensor-parallel rank.
+            # This is the same on every tensor-parallel rank.
             flops_per_token=2 * num_parameters(decoder.config),
         )
         # Row -> its sample.
@@ -331,7 +331,7 @@ class Engine(SlotEngine):
         return processed_LV.log_softmax(1)[:count]
 
     def _take_in_weights(self) -> None:
-        """What the cache holds and how the passes compute follow weights that have changed."""
+        """Bring the cache and the passes up to date after weights have changed."""
         self._runner.refresh()
         if self._recompute_due:
             self._recompute()
@@ -371,7 +371,7 @@ class Engine(SlotEngine):
         return self._runner.prefill(piece.slot, [ids], [1], start=piece.begin)
 
     def _start(self, plan: Plan[Request]) -> None:
-        """A token for every row: those that run decode, the new ones, which are the last, are
+        """Sample a token for every row: running rows decode, new rows, which are the last, are
         prefilled; natively both in one pass.
         """
         first = plan.num_decoding
@@ -411,8 +411,8 @@ class Engine(SlotEngine):
         self._reach = 0
 
     def _recompute(self) -> None:
-        """The cache under the new weights: what the rows have read, and a long prompt's pieces from
-        the first on.
+        """Recompute the cache under the new weights: what the rows have read, and a long prompt's
+        pieces from the first on.
         """
         sequences = []  # that the rows have read
         recorded = self._rows.recorded(range(self.num_live))
@@ -431,7 +431,7 @@ class Engine(SlotEngine):
         return rows.stop
 
     def _look_at_rows(self) -> None:
-        """What the rows demand of the sampler, and whether graphs still fit."""
+        """Look what the rows demand of the sampler, and whether graphs still fit."""
         self._demands = self._rows.demands(self.num_live)
         if self._graphs:
             self._graphs.check(
@@ -439,7 +439,7 @@ class Engine(SlotEngine):
             )
 
     def _advance(self, num_rows: int) -> None:
-        """A token for each of the first rows."""
+        """Sample a token for each of the first rows."""
         if self._reach:
             self._reach = min(self._reach + 1, self._cache.capacity)
         else:

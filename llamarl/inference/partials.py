@@ -90,7 +90,7 @@ def unpack(
 
 
 def _parts(state: Mapping, name: str) -> Sequence[Tensor]:
-    """One of the tensors of each sample."""
+    """Return one of the tensors of each sample."""
     return state[name].split(state[_LENGTHS[name]].tolist())
 
 

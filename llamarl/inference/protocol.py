@@ -1,4 +1,4 @@
-"""What the generator needs of an engine, whoever wrote it.
+"""Protocols of an engine: what the generator needs of one, whoever wrote it.
 
     engine.submit(ticket=7, prompt_ids=prompt_ids, params=params)
     while engine.num_live or engine.num_waiting:

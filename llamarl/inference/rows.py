@@ -1,4 +1,5 @@
-"""What the engine knows of each running sample, row by row and dense: row i is slot i of the cache.
+"""Rows: what the engine knows of each running sample, row by row and dense: row i is slot i of the
+cache.
 
 Shapes: R rows, L places, S stop tokens.
 """
@@ -19,7 +20,7 @@ from llamarl.inference.schedule import Sample
 
 @dataclass(frozen=True, slots=True)
 class Demands:
-    """What any running row asks of the sampler. What none asks for is not computed."""
+    """Demands of the running rows on the sampler. What no row asks for is not computed."""
 
     temperature: bool
     greedy: bool

@@ -63,8 +63,8 @@ class ModelRunner:
             self.native.use_tiles = way == "tiles"
 
     def _fastest_way(self) -> str:
-        """By the time of a decode step in the first slots. Nothing may be running: their first
-        place is written to.
+        """Return the fastest way to decode, by the time of a step in the first slots. Nothing may
+        be running: their first place is written to.
         """
         native = self.native
         assert native is not None, "there is a choice where kernels fit"

@@ -19,11 +19,12 @@ from llamarl.native import library
 _BELOW_ONE = 1 - 2.0**-52
 _BLOCK = 256  # of the vocabulary; the CDF is summed by blocks, then inside one
 _LIKELIEST = 256  # where top-k and top-p look first
-# Of splitmix64 (Steele, Lea, Flood 2014), as int64, which wraps.
+# Constants of splitmix64 (Steele, Lea, Flood 2014), as int64, which wraps.
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
 _MIX1 = 0xBF58476D1CE4E5B9 - 2**64
 _MIX2 = 0x94D049BB133111EB - 2**64
-# Of the C function: logits, uniforms, greedy, tokens, logprobs; rows, vocabulary, threads.
+# Arguments of the C function: logits, uniforms, greedy, tokens, logprobs; rows, vocabulary,
+# threads.
 _ARGUMENTS = [ctypes.c_void_p] * 5 + [ctypes.c_int64] * 3
 # The stream of keys of temperatures; the engine's own streams count up from 0.
 _TEMPERATURES = 1 << 32
@@ -253,8 +254,8 @@ def check_vector(
 
 
 def _sample_by_blocks(weights_NV: Tensor, uniforms_N1: Tensor) -> tuple[Tensor, Tensor]:
-    """The CDF of block sums finds the block, the CDF inside it the token: V adds a row, but no CDF
-    over V.
+    """Sample by blocks: the CDF of block sums finds the block, the CDF inside it the token. That is
+    V adds a row, but no CDF over V.
     """
     rows, vocab = weights_NV.shape
     missing = -vocab % _BLOCK

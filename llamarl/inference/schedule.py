@@ -79,7 +79,7 @@ class Start(Generic[R]):
 
     request: R
     sample_indices: range
-    # Of a prompt in pieces; the whole prompt lies in the staging slot behind it.
+    # The last piece of a prompt in pieces; the whole prompt lies in the staging slot behind it.
     last_piece: Piece[R] | None = None
 
 
@@ -229,11 +229,11 @@ class Scheduler(Generic[R]):
         return max(len(self.running), num_staging)
 
     def _num_left(self, request: R) -> int:
-        """How many tokens of a prompt are not prefilled yet."""
+        """Return how many tokens of a prompt are not prefilled yet."""
         return request.num_tokens - request.num_cached
 
     def _piece(self, request: R, begin: int) -> Piece[R]:
-        """The piece of a long prompt that begins there."""
+        """Return the piece of a long prompt that begins there."""
         end = min(begin + self.prefill_chunk, request.num_tokens)
         return Piece(request=request, slot=self._staging_slot, begin=begin, end=end)
 

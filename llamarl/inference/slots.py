@@ -1,4 +1,4 @@
-"""What engines have in common: slots, samples that wait for one, completions that are fetched."""
+"""Shared by engines: slots, samples that wait for one, completions that are fetched."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ class SlotEngine:
         self._finished.append((request.stream, completion))
 
     def _abort_waiting(self, ticket: int | None, stream: int | None) -> int:
-        """The part of `abort` that concerns samples without a slot."""
+        """Abort samples without a slot."""
         before = self.num_waiting
         for _ in range(len(self._waiting)):
             request = self._waiting.popleft()

@@ -98,8 +98,8 @@ def vllm_sampling(params: SamplingParams, seed: int) -> dict[str, object]:
 def kv_cache_bytes(
     config: ModelConfig, dtype: torch.dtype, *, max_slots: int, max_len: int, most: int
 ) -> int:
-    """For as many rows of max_len and one to score in, but at most `most`. ValueError if not even
-    one row fits into that.
+    """Return the bytes for as many rows of max_len and one to score in, but at most `most`.
+    ValueError if not even one row fits into that.
     """
     head = 2 * config.num_hidden_layers * config.head_dim
     place = head * config.num_key_value_heads
@@ -116,8 +116,8 @@ def kv_cache_bytes(
 
 
 def worker_environment(device: torch.device) -> dict[str, str]:
-    """This process's, without torchrun's, in which vLLM would look for its peers; and as many
-    threads as here.
+    """Return this process's environment without torchrun's variables, by which vLLM would look for
+    its peers, and with as many threads as here.
     """
     environment = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_HOST_IP": "127.0.0.1"}
     for name, value in os.environ.items():
@@ -376,7 +376,7 @@ class VLLMEngine(SlotEngine):
         self._finish(growing.request, growing.index, recorded, reason)
 
     def _ask(self, do: str, **what) -> dict:
-        """The worker's answer. RuntimeError if it has failed, ended or hangs."""
+        """Ask the worker and return its reply. RuntimeError if it has failed, ended or hangs."""
         command = json.dumps({"do": do, **what})
         try:
             print(command, file=self._worker.stdin, flush=True)

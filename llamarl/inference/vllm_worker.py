@@ -116,7 +116,7 @@ class Worker:
         return outputs
 
     def _advance(self, others: Set[str] = frozenset()) -> list[RequestOutput]:
-        """One step of vLLM; returns the outputs of `others`, which are no samples."""
+        """Make one step of vLLM; returns the outputs of `others`, which are no samples."""
         found = []
         for output in self.engine.step():
             name = output.request_id
@@ -134,7 +134,7 @@ class Worker:
 
 
 def _logprobs(token_ids: list[int], found: list[dict]) -> list[float]:
-    """Those of the tokens, from what vLLM says at the place of each."""
+    """Return the logprobs of the tokens, from what vLLM says at the place of each."""
     logprobs = []
     for token, entry in zip(token_ids, found, strict=True):
         logprobs.append(entry[token].logprob)
@@ -144,7 +144,7 @@ def _logprobs(token_ids: list[int], found: list[dict]) -> list[float]:
 def _map_weights(
     memory: str, tensors: list[tuple[str, str, list[int], int]]
 ) -> dict[str, torch.Tensor]:
-    """By name a view of the shared memory, of each (name, dtype, shape, first byte)."""
+    """Return a view of the shared memory by name, for each (name, dtype, shape, first byte)."""
     size = os.path.getsize(memory)
     flat = torch.from_file(memory, shared=True, size=size, dtype=torch.uint8)
     weights = {}

@@ -81,7 +81,7 @@ def dry_run(job: Job) -> None:
 
 
 def _print_sets(job: Job) -> None:
-    """What evaluations ask, the task's own and eval.sets."""
+    """Print what evaluations ask, the task's own and eval.sets."""
     sets = job.config.eval.sets
     if not sets:
         return

@@ -1,6 +1,4 @@
-"""What judges held-out answers besides the reward, as the user gave it: looked at before any weight
-is read.
-"""
+"""Checks what judges held-out completions besides the reward, before any weight is read."""
 
 from __future__ import annotations
 
@@ -21,8 +19,8 @@ from llamarl.types import Prompt
 
 
 def check_gold(job: Job) -> None:
-    """The scorer, the base model, and an answer to compare with in each held-out row. ValueError or
-    OSError naming what is wrong.
+    """Check the scorer, the base model, and that each held-out row has an answer to compare with.
+    ValueError or OSError naming what is wrong.
     """
     gold = gold_kind(job)
     if gold is not None:
@@ -40,7 +38,7 @@ def try_gold(job: Job) -> None:
 
 
 def _check_base(job: Job, path: Path) -> None:
-    """A language model that reads the policy's tokens."""
+    """Check that it is a language model that reads the policy's tokens."""
     config = read_model(path)
     if config.labels:
         raise ValueError(
@@ -60,8 +58,8 @@ def _check_base(job: Job, path: Path) -> None:
 def reference_texts(
     sets: Sequence[EvalSet], prompts: Mapping[int, Prompt], key: str | None
 ) -> list[str] | None:
-    """The answers that held-out rows give under this key; None without one. prompts: of these sets,
-    by number. ValueError for the first row that gives none.
+    """Return the answers that held-out rows give under this key; None without one. prompts: of
+    these sets, by number. ValueError for the first row that gives none.
     """
     if key is None:
         return None
@@ -82,8 +80,8 @@ def reference_texts(
 
 
 def reference_ids(job: Job, text: str) -> Tensor:
-    """The tokens [L] of an answer as the policy would have sampled it: tokenised apart from its
-    prompt, with the end token.
+    """Return the tokens [L] of an answer as the policy would have sampled it: tokenised apart from
+    its prompt, with the end token.
     """
     ids = text_ids(job.tokenizer, text)
     end = job.tokenizer.eos_token_id

@@ -1,4 +1,4 @@
-"""What makes a run that run: a checkpoint says it of itself, and only the same run may go on there.
+"""The identity of a run: a checkpoint holds it, and only the same run may go on there.
 
     config    the resolved config; the keys that the schema marks IDENTITY must be the same
     prompts   fingerprints of the training prompts and of the held-out ones, by what they are and
@@ -59,20 +59,20 @@ class Difference:
 
 
 def architecture_of(model: ModelConfig) -> dict[str, object]:
-    """What config.json says of a decoder, as JSON values."""
+    """Return what config.json says of a decoder, as JSON values."""
     return {**dataclasses.asdict(model), "labels": list(model.labels)}
 
 
 def parts_of(path: str | Path) -> ModelParts:
-    """What tells a decoder from others, wherever it lies."""
+    """Return what tells a decoder from others, wherever it lies."""
     return {"config.json": architecture_of(read_config(path)), "weights": weights_digest(path)}
 
 
 def differences(
     old: Identity, new: Identity, schema: type = Config, *, place: str = "the checkpoint"
 ) -> list[Difference]:
-    """All that makes `new` another run than `old`. schema: of both configs. place: where `old` was
-    read, in words.
+    """Return all that makes `new` another run than `old`. schema: of both configs. place: where
+    `old` was read, in words.
     """
     changed = {}
     for key, pair in value_differences(old.config, new.config).items():
@@ -101,7 +101,9 @@ def differences(
 
 
 def _other_models(old: Identity, new: Identity, place: str) -> list[Difference]:
-    """A model that only one of them reads is no difference: there is nothing that it was."""
+    """Return the models that differ. A model that only one run reads is no difference, because
+    there is nothing that it was.
+    """
     before = flat(old.config)
     now = flat(new.config)
     found = []
@@ -123,7 +125,7 @@ def _other_models(old: Identity, new: Identity, place: str) -> list[Difference]:
 
 
 def _other_parts(old: ModelParts, new: ModelParts, place: str) -> list[str]:
-    """What differs of the parts that both say, in words."""
+    """Say what differs in the parts that both have."""
     what = []
     for part in [name for name in new if name in old and old[name] != new[name]]:
         was, is_now = old[part], new[part]

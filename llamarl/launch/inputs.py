@@ -1,4 +1,4 @@
-"""What the user gave, looked at before anything heavy starts: model directory, tokenizer, data."""
+"""Checks what the user gave before anything heavy starts: model directory, tokenizer, data."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def check_inputs(job: Job) -> None:
 
 
 def _check_model(job: Job, model: ModelConfig) -> None:
-    """By config.json and the headers of the weights."""
+    """Check the model by config.json and the headers of the weights."""
     if model.labels:
         raise ValueError(
             f"{job.model_path / 'config.json'}: {model.architecture} gives scores, no tokens; "
@@ -86,7 +86,9 @@ def _check_model(job: Job, model: ModelConfig) -> None:
 
 
 def _check_victim(job: Job) -> None:
-    """A language model with its tokenizer, to which an attack can be put."""
+    """Check that the victim is a language model with its tokenizer, to which an attack can be
+    put.
+    """
     path = job.victim_path
     assert path is not None, "asked where there is a victim"
     given = f"victim.path={path}"
@@ -113,7 +115,7 @@ def _check_victim(job: Job) -> None:
 
 
 def _check_critic(job: Job, path: Path, policy: ModelConfig) -> None:
-    """A value model reads the policy's tokens and says one number of each."""
+    """Check that a value model reads the policy's tokens and gives one number for each."""
     file = path / "config.json"
     model = read_model(path)
     if len(model.labels) > 1:
@@ -140,8 +142,8 @@ def _check_critic(job: Job, path: Path, policy: ModelConfig) -> None:
 
 
 def _warn_of_rescaled_scores(job: Job) -> None:
-    """A value model starts with the scores of its head as they are, whatever the reward makes of
-    them.
+    """Warn that a value model starts with the scores of its head as they are, whatever the reward
+    makes of them.
     """
     if job.world.rank > 0:
         return
@@ -159,7 +161,7 @@ def _warn_of_rescaled_scores(job: Job) -> None:
 
 
 def _check_tokens(job: Job, vocab_size: int) -> None:
-    """The tokenizer's ids and the stop tokens are rows of the embedding."""
+    """Check that the tokenizer's ids and the stop tokens are rows of the embedding."""
     check_vocabulary(job.tokenizer, vocab_size, job.model_path)
     but = _OTHER_VOCABULARY.format(vocab_size)
     for token in job.stop_token_ids:
@@ -185,7 +187,7 @@ def check_vocabulary(tokenizer, vocab_size: int, path: Path) -> None:
 
 
 def _check_task(job: Job) -> None:
-    """The data, and the chat template on a prompt of it and of each set of held-out ones."""
+    """Check the data, and the chat template on a prompt of it and of each set of held-out ones."""
     with chat_template_of(job.model_path, job):
         job.task.train_prompt(0)
         for one in job.held_out.sets:

@@ -82,8 +82,8 @@ def _loaded_tokenizer(path: Path):
 
 
 def read_model(path: str | Path) -> ModelConfig:
-    """What a model directory's config.json says of a decoder that will be computed. ValueError or
-    FileNotFoundError naming the file.
+    """Read what a model directory's config.json says of a decoder that will be computed. ValueError
+    or FileNotFoundError naming the file.
     """
     model = read_config(path)
     try:
@@ -112,7 +112,7 @@ def _ranges(ranks: Collection[int]) -> str:
 
 
 def stop_tokens(path: Path, tokenizer) -> tuple[int, ...]:
-    """Every token that ends a completion of a model directory, by its tokenizer and its
+    """Return every token that ends a completion of a model directory, by its tokenizer and its
     generation_config.json. ValueError for one that is no number.
     """
     ids = [tokenizer.eos_token_id]
@@ -147,7 +147,7 @@ class Scored:
 
 
 class Job:
-    """What the executors of one run share; the same on every rank but `world.rank`.
+    """The job of a run: what its executors share; the same on every rank but `world.rank`.
 
     directory: the run's; until it is opened, where it is to be. remembered: who looks at the rows
     of files.
@@ -185,7 +185,7 @@ class Job:
     def check_weights(
         self, path: str | Path, model: ModelConfig, *, may_lack: Collection[str] = ()
     ) -> None:
-        """That a directory has the weights of its config.json; see weights_of and
+        """Check that a directory has the weights of its config.json; see weights_of and
         weights_may_wait.
         """
         with self.weights_may_wait():
@@ -237,7 +237,7 @@ class Job:
 
     @property
     def eval_sets(self) -> tuple[EvalSet, ...]:
-        """What is asked at an evaluation."""
+        """The sets of held-out prompts that an evaluation asks."""
         return self.held_out.sets if self.config.eval.every else ()
 
     @property
@@ -254,7 +254,7 @@ class Job:
 
     @cached_property
     def prompt_fingerprints(self) -> dict[str, str]:
-        """What is equal for equal prompts alone."""
+        """Texts that are equal for equal prompts alone."""
         # Also with eval.every=0: the prompts that are held out stay the same when a run goes on
         # without evaluations.
         return {
@@ -264,7 +264,7 @@ class Job:
 
     @property
     def scored(self) -> Scored:
-        """What the reward is shown: completions, or a victim's answers to them."""
+        """The kind of text that the reward is shown: completions, or a victim's replies to them."""
         victim = self.config.victim
         if isinstance(victim, NoVictimSettings):
             return self.sampled
@@ -278,7 +278,7 @@ class Job:
 
     @property
     def sampled(self) -> Scored:
-        """What the policy samples."""
+        """The kind of text that the policy samples."""
         task = self.config.task
         return Scored(
             tokenizer=self.tokenizer,
@@ -289,7 +289,9 @@ class Job:
         )
 
     def victim_prompt_ids(self, attack: str) -> list[int]:
-        """What the victim reads of an attack: token ids [P]. ValueError: they cannot be had."""
+        """Return what the victim reads of an attack: token ids [P]. ValueError: they cannot be
+        had.
+        """
         template = placed_victim(self.config.victim).template
         return self._victim_maker.filled_ids(template, ATTACK, attack)
 
@@ -304,11 +306,11 @@ class Job:
         )
 
     def decode_answer(self, token_ids: list[int]) -> str:
-        """The text of the victim's tokens."""
+        """Return the text of the victim's tokens."""
         return self.victim_tokenizer.decode(token_ids, skip_special_tokens=True)
 
     def decode_answer_raw(self, token_ids: list[int]) -> str:
-        """The text of the victim's tokens, with special tokens."""
+        """Return the text of the victim's tokens, with special tokens."""
         return self.victim_tokenizer.decode(token_ids, skip_special_tokens=False)
 
     @cached_property
@@ -317,11 +319,11 @@ class Job:
         return stop_tokens(self.model_path, self.tokenizer)
 
     def decode(self, token_ids: list[int]) -> str:
-        """The text of the policy's tokens."""
+        """Return the text of the policy's tokens."""
         return self.tokenizer.decode(token_ids, skip_special_tokens=True)
 
     def decode_raw(self, token_ids: list[int]) -> str:
-        """The text of the policy's tokens, with special tokens."""
+        """Return the text of the policy's tokens, with special tokens."""
         return self.tokenizer.decode(token_ids, skip_special_tokens=False)
 
     def eval_due(self, version: int) -> bool:
@@ -437,7 +439,7 @@ class Job:
         )
 
     def writer(self) -> RowWriter:
-        """The leader's book of metrics, with the console and what else the config asks for."""
+        """Make the leader's book of metrics, with the console and what else the config asks for."""
         m = self.config.metrics
         sinks = build_sinks(
             self.directory.path,
@@ -452,7 +454,7 @@ class Job:
 
     @property
     def hosts(self) -> str:
-        """Which ranks host what, for people."""
+        """A text for people: which ranks host what."""
         tensor_parallel = self.config.generator.tensor_parallel
         hosts = {name: _ranges(ranks) for name, ranks in self.placement.items()}
         if tensor_parallel > 1:

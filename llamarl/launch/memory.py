@@ -1,4 +1,5 @@
-"""What every executor of a job will hold on each of its ranks, by configuration files alone.
+"""Predicts what every executor of a job will hold on each of its ranks, from configuration files
+alone.
 
     for price in prices(job): price.ranks, price.held, price.working
 
@@ -46,7 +47,7 @@ _MOMENTS = {"adamw": 8.0, "adamw8bit": 2 * (1 + 4 / 256)}  # bytes of a trained 
 
 
 def prices(job: Job) -> list[Price]:
-    """Those of all models and caches of the job, the trainer's first."""
+    """Return the prices of all models and caches of the job, the trainer's first."""
     return [
         *_trainer(job),
         _generator(job),
@@ -58,7 +59,9 @@ def prices(job: Job) -> list[Price]:
 
 
 def bytes_by_rank(job: Job, found: list[Price]) -> list[int]:
-    """What every rank takes: all that is held there, and the most that one part works with."""
+    """Return what every rank takes: all that is held there, and the most that one part works
+    with.
+    """
     held = [0] * job.world.size
     working = [0] * job.world.size
     for price in found:
@@ -69,7 +72,7 @@ def bytes_by_rank(job: Job, found: list[Price]) -> list[int]:
 
 
 def training_of(job: Job) -> Training:
-    """How a trainer rank computes its updates."""
+    """Return how a trainer rank computes its updates."""
     c = job.config
     t = c.trainer
     size = microbatch_of(job)
@@ -93,7 +96,7 @@ def training_of(job: Job) -> Training:
 
 
 def sent_by(job: Job) -> tuple[list[Parameter], Source, Destination]:
-    """What travels to the generators, who holds it and who is to."""
+    """Return what travels to the generators, and the topologies that hold it and get it."""
     c = job.config
     model = read_config(job.model_path)
     g = c.generator
@@ -160,9 +163,7 @@ def _generator(job: Job) -> Price:
 
 
 def _vllm_bytes(job: Job, share: float) -> int:
-    """What vLLM is allowed to take, this share of the GPU, and the buffers of weights on their
-    way.
-    """
+    """Return what vLLM is allowed to take, and the buffers of weights on their way."""
     return int(share * (memory_of(job.world.device) or 0))
 
 
@@ -207,9 +208,7 @@ def _scorers(job: Job) -> Iterator[Price]:
 
 
 def _judges(job: Job) -> Iterator[Price]:
-    """What else judges evaluations: a model over the reward's ranks, an embedder whole on the
-    first.
-    """
+    """Yield the prices of the models that judge evaluations: whole, on the reward's first rank."""
     c = job.config
     ranks = job.placement["reward"]
     if c.eval.base is not None:
@@ -224,7 +223,7 @@ def _judges(job: Job) -> Iterator[Price]:
 
 
 def rank_map(job: Job, found: list[Price]) -> list[str]:
-    """Who hosts what and how much that takes, a line for all neighbours that are alike."""
+    """Return who hosts what and how much that takes, a line for all neighbours that are alike."""
     by_rank = bytes_by_rank(job, found)
     alike: list[tuple[int, int, str]] = []  # first and last rank, and what is said of them
     for rank, num_bytes in enumerate(by_rank):
@@ -246,7 +245,7 @@ def rank_map(job: Job, found: list[Price]) -> list[str]:
 
 
 def memory_lines(job: Job, found: list[Price]) -> list[str]:
-    """What each part takes, and what a step of the trainer would with checkpoints."""
+    """Return what each part takes, and what a step of the trainer would with checkpoints."""
     lines = []
     for price in found:
         said = f"memory   {price.name}: {price.held / GIB:.2f} GiB held"
@@ -292,7 +291,7 @@ def warn_of_memory(job: Job, found: list[Price]) -> None:
 
 
 def _remedies(job: Job, found: list[Price], ranks: list[int]) -> str:
-    """What lowers the part that takes most on these ranks."""
+    """Say what lowers the part that takes most on these ranks."""
     c = job.config
     shares = {price: price.total * len(set(price.ranks) & set(ranks)) for price in found}
     largest = max(shares, key=lambda price: shares[price])
@@ -312,8 +311,8 @@ def _remedies(job: Job, found: list[Price], ranks: list[int]) -> str:
 
 
 def announce_memory(job: Job) -> None:
-    """At a run's start, on rank 0: what sequences beyond the budget of a microbatch take, and a
-    warning where memory will not do.
+    """Say at a run's start, on rank 0, what sequences beyond the budget of a microbatch take; warn
+    where memory will not do.
     """
     c = job.config
     found = prices(job)

@@ -1,4 +1,4 @@
-"""How a run ended, for a program that reads it: RUN_DIR/outcome.json.
+"""The outcome of a run, for a program that reads it: RUN_DIR/outcome.json.
 
     {"ended": "stopped", "step": 120, "max_steps": 1000}
 
@@ -67,7 +67,7 @@ def recorded(run: Running, run_dir: Path, *, max_steps: int) -> Iterator[None]:
 
 
 def _write(file: Path, ended: Ended, step: int, max_steps: int) -> None:
-    """A disk that refuses it is no other end of the run."""
+    """Write the file. If a disk refuses it, the run ends as it would have."""
     said = {"ended": ended, "step": step, "max_steps": max_steps}
     try:
         replace_text(file, json.dumps(said) + "\n")

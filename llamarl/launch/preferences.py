@@ -40,12 +40,12 @@ TOLD_EVERY_S = 5.0
 INTERRUPTED = 130  # the exit code after Ctrl-C
 DEFAULT_MAX_TOKENS = 1024  # of a reward model's pairs: task.max_tokens in conf/supervised.yaml
 
-# Of each batch of prompts, by number: its lines, and what became of it.
+# Makes, for each batch of prompts by number, its lines and the counts of what became of it.
 Make = Callable[[Iterable[range]], Iterator[tuple[str, Tally]]]
 
 
 class PreferencesJob:
-    """What pairs are made from, and the file that they go to.
+    """A job that makes pairs, and the file that they go to.
 
     run: the main job that samples and scores in the same way.
     """
@@ -90,12 +90,12 @@ class PreferencesJob:
         return task.eval_prompt(number - task.num_train)
 
     def references(self, prompt: Prompt) -> dict[str, str]:
-        """The row's own answers that are candidates, by their keys."""
+        """Return the row's own answers that are candidates, by their keys."""
         return {key: str(prompt.meta[key]) for key in self.config.references}
 
     @property
     def prompt_maker(self) -> PromptMaker:
-        """What made the prompts."""
+        """The PromptMaker that made the prompts."""
         task = self.config.task
         return prompt_maker(
             task.kind,
@@ -107,7 +107,7 @@ class PreferencesJob:
 
     @property
     def identity(self) -> Identity:
-        """What makes these pairs those pairs."""
+        """The identity of these pairs."""
         sample = sample_digest(self.prompt, self.num_prompts)
         task = self.run_job.task
         return Identity(
@@ -240,8 +240,8 @@ def launch_preferences(config: PreferencesConfig) -> Iterator[PreferencesJob]:
 
 
 def _check_prompts(job: PreferencesJob) -> None:
-    """That each prompt can be a row, and has its reference. ValueError names the first ones that
-    are not: FILE:LINE where they are lines of a file.
+    """Check that each prompt can be a row, and has its reference. ValueError names the first ones
+    that are not: FILE:LINE where they are lines of a file.
     """
     count = job.num_prompts
     task = job.config.task
@@ -261,7 +261,7 @@ def _check_prompts(job: PreferencesJob) -> None:
 
 
 def _check_lines(task: RowsSettings | GSM8KSettings, config: PreferencesConfig) -> None:
-    """The same of the files that the prompts are from."""
+    """Check the same for the files that the prompts come from."""
     files = [task.path]
     if task.eval_path is not None:
         by_split = {"train": [task.path], "held_out": [task.eval_path]}

@@ -47,8 +47,8 @@ class SharedReading:
         self._is_new = False  # some of it is in no file
 
     def __call__(self, key: str, find: Find) -> dict[str, object]:
-        """What rank 0 has found for this key. A rank that has another key finds its own: what
-        differs between the ranks is told when they compare their prompts.
+        """Return what rank 0 has found for this key. A rank that has another key finds its own:
+        differences between the ranks are told when they compare their prompts.
         """
         word = f"rows/{self._num_asked}"
         self._num_asked += 1
@@ -105,8 +105,8 @@ class SharedReading:
 
 
 def load(file: Path) -> dict[str, dict[str, object]]:
-    """What an earlier start has found, by key; nothing if there is no such file, or a damaged
-    one, which is said.
+    """Return what an earlier start has found, by key; nothing if there is no such file, or a
+    damaged one, which brings a warning.
     """
     if not file.is_file():
         return {}

@@ -49,7 +49,7 @@ from llamarl.native.files import LOCK, DirectoryLock
 from llamarl.tickets.prompts import AnyPrompts
 
 RUNS = Path("runs")
-# Of this process: --multirun has several, and a restarted process counts them anew.
+# Numbers this process's jobs: --multirun has several, and a restarted process counts them anew.
 _jobs = itertools.count()
 
 log = logging.getLogger("llamarl")
@@ -68,7 +68,7 @@ class RunDirectory:
     lock: DirectoryLock | None = None  # on rank 0
 
     def release(self) -> None:
-        """This process is done with the directory."""
+        """Release the directory: this process is done with it."""
         if self.lock is not None:
             self.lock.release()
 
@@ -122,7 +122,7 @@ def _follow(exchange: Exchange, world: World) -> RunDirectory:
 
 
 def _share_of(checkpoint: Path, exchange: Exchange, world: World) -> list[str]:
-    """What is wrong with this rank's share of a checkpoint, a line a file."""
+    """Return what is wrong with this rank's share of a checkpoint, a line a file."""
     try:
         return verify(checkpoint, share=(world.rank, world.size), progress=exchange.progress)
     except OSError as error:
@@ -225,7 +225,7 @@ class _Opening:
         )
 
     def _verify_together(self, checkpoint: Path) -> list[str]:
-        """What is wrong with a checkpoint, each rank having looked at its share."""
+        """Return what is wrong with a checkpoint, each rank having looked at its share."""
         number = self._order({"verify": str(checkpoint.absolute())})
         problems = _share_of(checkpoint, self.exchange, self.world)
         for rank in range(1, self.world.size):
@@ -235,7 +235,8 @@ class _Opening:
         return problems
 
     def _check_same_run(self, checkpoint: Path) -> frozenset[int]:
-        """The tickets whose unfinished completions are of other prompts now.
+        """Check that it is the same run; return the tickets whose unfinished completions belong to
+        other prompts now.
 
         RunDirectoryError if it is another run's checkpoint.
         """

@@ -1,4 +1,4 @@
-"""What is asked of every model that reads what was sampled, before any weight is read."""
+"""Checks the models that score, as the user gave them, before any weight is read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What scores is tried on a few samples, before anything heavy starts."""
+"""What scores texts, as the user gave it: a function in worker processes, a judge, an encoder."""
 
 from __future__ import annotations
 

@@ -126,7 +126,9 @@ def _announce(job: Job) -> None:
 
 
 def _earlier_starts(config: Config) -> list[Path]:
-    """The directories that an earlier start of this run, or the one that it goes on from, had."""
+    """Return the directories that an earlier start of this run, or the one that it goes on from,
+    had.
+    """
     folders = []
     if config.run_dir is not None:
         folders.append(Path(config.run_dir))
@@ -137,7 +139,7 @@ def _earlier_starts(config: Config) -> list[Path]:
 
 @contextmanager
 def explained() -> Iterator[ExitStack]:
-    """A process of a job: within it any end that explains itself is said in words, and ends the
+    """Run a job's process: inside, any end that explains itself is said in words, and ends the
     process with its exit code. Yields a stack of what is to be released at any end.
     """
     logging.basicConfig(

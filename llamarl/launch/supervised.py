@@ -64,13 +64,12 @@ class Data(Protocol):
 
     @property
     def fingerprints(self) -> dict[str, str]:
-        """By what they are of ("training pairs"): what is equal for equal data alone."""
+        """Texts that are equal for equal data alone, by name ("training pairs")."""
         ...
 
 
 class SupervisedJob:
-    """What the trainer of one supervised run is built from, and how it is run; the same on every
-    rank but `world.rank`.
+    """The job of one supervised run; the same on every rank but `world.rank`.
 
     run_job: of a task whose held-out prompts are answered; None: of no task.
     """
@@ -131,7 +130,7 @@ class SupervisedJob:
 
     @property
     def identity(self) -> Identity:
-        """What makes this run that run."""
+        """The identity of this run."""
         return Identity(
             config=to_values(self.config),
             prompts=self.data.fingerprints,
@@ -308,7 +307,9 @@ def _job_of_task(config: AnyConfig, world: World, tokenizer) -> SupervisedJob:
 
 
 def _in_own_words(message: str) -> str:
-    """What is said of the main job's key run_dir, said of `out`; directories of that name stay."""
+    """Rewrite a message about the main job's key run_dir as one about `out`; directories of that
+    name stay.
+    """
     return re.sub(r"(?<![\w./-])run_dir(?![\w/-])", "out", message)
 
 
@@ -325,8 +326,8 @@ def _check_head(config: AnyConfig, model: ModelConfig) -> None:
 
 
 def within_context(config: AnyConfig, *, is_told: bool) -> AnyConfig:
-    """With rows of no more tokens than the model's context, which is said once where it is less
-    than task.max_tokens.
+    """Return the config with rows of no more tokens than the model's context; a line says once if
+    that is less than task.max_tokens.
     """
     rows = rows_of(config)
     context = read_model(config.model.path).max_position_embeddings
@@ -345,7 +346,9 @@ def within_context(config: AnyConfig, *, is_told: bool) -> AnyConfig:
 
 
 def _checked_tokenizer(config: AnyConfig):
-    """The model directory's, whose weights and ids fit. ValueError or FileNotFoundError."""
+    """Return the model directory's tokenizer, whose weights and ids fit. ValueError or
+    FileNotFoundError.
+    """
     path = Path(config.model.path)
     model = read_model(path)
     _check_head(config, model)

@@ -25,7 +25,7 @@ class _TooLong(Exception):
 
 
 def template_file(path: Path) -> Path:
-    """The file of a model directory that has its chat template."""
+    """Return the file of a model directory that has its chat template."""
     own = path / "chat_template.jinja"
     return own if own.is_file() else path / "tokenizer_config.json"
 

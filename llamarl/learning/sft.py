@@ -49,7 +49,7 @@ class PairBatch:
 
 
 def make_pair(prompt: Prompt, tokenizer, max_tokens: int) -> Pair:
-    """The pair of a task's prompt: meta["solution"] if the task has worked solutions, else
+    """Make the pair of a task's prompt: meta["solution"] if the task has worked solutions, else
     meta["answer"], then the end token.
 
     tokenizer: transformers'. ValueError if there is no answer or no end token, or for a pair of
@@ -71,8 +71,8 @@ def make_pair(prompt: Prompt, tokenizer, max_tokens: int) -> Pair:
 
 
 def answered(prompt_ids: Tensor, text: str, tokenizer) -> Pair:
-    """A prompt and the text to learn behind it, which ends with the end token. ValueError if there
-    is none, or as `text_ids`.
+    """Make a pair of a prompt and the text to learn behind it, which ends with the end token.
+    ValueError if there is none, or as from `text_ids`.
     """
     check_end_token(tokenizer)
     completion = text_ids(tokenizer, text)
@@ -80,7 +80,9 @@ def answered(prompt_ids: Tensor, text: str, tokenizer) -> Pair:
 
 
 def pair_of(prompt_ids: Tensor, completion_ids: Tensor) -> Pair:
-    """A prompt [P] and its completion [L], both int64. ValueError if one of them has no token."""
+    """Make a pair of a prompt [P] and its completion [L], both int64. ValueError if one of them has
+    no token.
+    """
     if not prompt_ids.numel() or not completion_ids.numel():
         raise ValueError("a prompt or an answer without tokens has no log-probability")
     token_ids = torch.cat([prompt_ids, completion_ids])
@@ -94,7 +96,7 @@ def check_end_token(tokenizer) -> None:
 
 
 def pack_pairs(pairs: list[Pair], device: str | torch.device = "cpu") -> PairBatch:
-    """One batch of at least one pair, each with a prompt of at least one token."""
+    """Pack one batch of at least one pair, each with a prompt of at least one token."""
     # The last token of a pair is only ever a label, the first one never.
     sizes = torch.tensor([p.token_ids.numel() - 1 for p in pairs])
     learned = torch.cat([p.learned[1:] for p in pairs])

@@ -49,8 +49,8 @@ def read_pairs(
     system_prompt: str | None = None,
     drop_long: bool = False,
 ) -> list[Pair]:
-    """All rows of a file, tokenised; a row with `messages_key` is a conversation, any other has a
-    prompt and an answer.
+    """Read all rows of a file, tokenised; a row with `messages_key` is a conversation, any other
+    has a prompt and an answer.
 
     tokenizer: transformers'. answer_key None: the first of ANSWER_KEYS that the row has. chat: a
     prompt is a user turn of the tokenizer's chat template, if it has one. drop_long: rows of more
@@ -106,8 +106,8 @@ class SFTData:
 
     @property
     def fingerprints(self) -> dict[str, str]:
-        """What says whether two runs have the same data: SHA-256 over tokens and what is learned of
-        them.
+        """SHA-256 over tokens and what is learned of them, by which two runs can tell whether they
+        have the same data.
         """
         return {"training rows": _digest(self.train), "held-out rows": _digest(self.held_out)}
 
@@ -121,8 +121,8 @@ def _digest(pairs: Sequence[Pair]) -> str:
 
 
 def read_sft_data(task: RowsToRead, tokenizer) -> SFTData:
-    """The rows of task.path and the first num_eval of eval_path; without that, of `path`, of which
-    they are held out. FileNotFoundError or ValueError as `read_pairs`.
+    """Read the rows of task.path and the first num_eval of eval_path; without that, rows of `path`
+    itself are held out. FileNotFoundError or ValueError as from `read_pairs`.
     """
     read = partial(
         read_pairs,
@@ -195,8 +195,8 @@ class PairsOnDemand(Sequence[Pair]):
 
 
 def conversation_pair(messages: object, tokenizer) -> Pair:
-    """A conversation in the tokenizer's chat template; learned is each assistant turn up to and
-    with the token that ends it.
+    """Make a pair of a conversation in the tokenizer's chat template; each assistant turn is
+    learned, up to and with the token that ends it.
 
     ValueError, saying what is wrong, for messages that are not right, or a template that is absent
     or shows an earlier turn otherwise once later ones follow.

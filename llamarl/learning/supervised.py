@@ -64,28 +64,28 @@ class RowsToRead(Protocol):
 
 
 class Objective(Protocol[Given, Batch]):
-    """What is learned.
+    """What a supervised job learns: a loss over packed examples.
 
     Targets are what a loss is the mean over: pairs of answers, or tokens.
     """
 
     def num_tokens(self, example: Given) -> int:
-        """What an example takes of a microbatch."""
+        """Return how many tokens an example takes of a microbatch."""
         ...
 
     def num_targets(self, example: Given) -> int:
-        """What an example counts in the mean."""
+        """Return how much an example counts in the mean."""
         ...
 
     def pack(self, examples: Sequence[Given], device: torch.device) -> Batch:
-        """A microbatch of whole examples. Of none: one that trains nothing, for a rank with fewer
-        than its FSDP peers, who all must run the same number.
+        """Pack a microbatch of whole examples. Without any, it trains nothing: a rank with fewer
+        than its FSDP peers uses it, because all must run the same number.
         """
         ...
 
     def loss(self, decoder: Decoder, batch: Batch) -> tuple[Tensor, Sums, PackedAttention]:
-        """The sum of the loss over the batch's targets [], the sums of what a step's row shows, and
-        the attention that was computed with.
+        """Return the sum of the loss over the batch's targets [], the sums of what a step's row
+        shows, and the attention that was computed with.
         """
         ...
 
@@ -94,7 +94,9 @@ class Objective(Protocol[Given, Batch]):
         ...
 
     def summary(self, sums: Mapping[str, float], num_targets: float) -> dict[str, float | None]:
-        """The columns of an evaluation, of what `measure` gave for all held-out examples."""
+        """Return the columns of an evaluation, from what `measure` gave for all held-out
+        examples.
+        """
         ...
 
 
@@ -112,7 +114,7 @@ class SupervisedSettings:
 
 @dataclass(frozen=True, slots=True)
 class ExampleOrder:
-    """Which examples each step trains on: epoch by epoch all of them in an order drawn anew."""
+    """The order of examples: epoch by epoch all of them, in an order drawn anew."""
 
     num_examples: int
     examples_per_step: int
@@ -130,7 +132,7 @@ class ExampleOrder:
         return math.ceil(self.num_trained / self.examples_per_step)
 
     def of_step(self, step: int) -> list[int]:
-        """The numbers of the examples of a step, from 0."""
+        """Return the numbers of the examples of a step, from 0."""
         first = step * self.examples_per_step
         end = min(first + self.examples_per_step, self.num_trained)
         numbers = []
@@ -149,7 +151,7 @@ def _shuffled(count: int, seed: str) -> list[int]:
 
 @dataclass(slots=True)
 class _Tally:
-    """What the microbatches of a step have added up to on this rank."""
+    """The sums of a step's microbatches on this rank."""
 
     loss: float = 0.0
     sums: dict[str, float] = field(default_factory=dict)

@@ -93,7 +93,9 @@ class Ahead:
         self._evictions = 0
 
     def index_of(self, ticket: int) -> int:
-        """Which cache a ticket's completions meet: they share their prompt, and so one."""
+        """Return which cache a ticket's completions meet: they share their prompt, and so one
+        cache.
+        """
         return ticket % len(self.caches)
 
     def cache_of(self, ticket: int) -> GrowingSequences:

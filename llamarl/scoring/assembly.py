@@ -59,7 +59,7 @@ class Batches(Generic[Entry]):
 
     def __init__(self, size: int):
         self._size = size
-        # Of each batch the entries by place, None for what is not scored.
+        # The entries of each batch by place, None for what is not scored.
         self.begun: dict[int, dict[Place, Entry | None]] = {}
 
     def add(self, batch: int, place: Place, key: Entry | None) -> list[Entry]:
@@ -75,7 +75,7 @@ class Batches(Generic[Entry]):
         return [entry for entry in in_order if entry is not None]
 
     def missing(self, batch: int) -> int:
-        """How many completions a batch that was begun still lacks."""
+        """Return how many completions a batch that was begun still lacks."""
         return self._size - len(self.begun[batch])
 
 
@@ -133,7 +133,7 @@ class GroupAssembler:
             self._errors.check()
 
     def evaluated(self) -> list[tuple[int, dict[str, float | str]]]:
-        """The evaluations that are whole, once: (version, metrics)."""
+        """Return the evaluations that are whole, once: (version, metrics)."""
         return self._evaluations.finished()
 
     def send(self, sink: RecordSender) -> bool:

@@ -57,7 +57,9 @@ class BySet(Scorer):
         scorer.submit(key, item)
 
     def release(self, keys: Sequence[int]) -> None:
-        """These items are all of a batch. One that was scored by itself needs no release."""
+        """Note that these items are all of a batch. One that was scored by itself needs no
+        release.
+        """
         for scorer in self._scorers:
             own = [key for key in keys if self._givens.get(key) is scorer]
             if own:

@@ -1,4 +1,4 @@
-"""What a reward pool hands to its workers, and how long a worker's first call may take.
+"""Calls that a reward pool hands to its workers, and how long a worker's first call may take.
 
 TextItem, TextItem, ... --Call--> a line in a worker's pipe (worker.py)
 """
@@ -93,7 +93,7 @@ class Patience:
 
     @property
     def seconds(self) -> float:
-        """What the next first call may take, whatever timeout_s is."""
+        """The time that the next first call may take, whatever timeout_s is."""
         if self._slowest_s is None:
             return FIRST_CALL_S
         patience_s = self._timeout_s + FIRST_CALL_FACTOR * self._slowest_s
@@ -108,12 +108,12 @@ class Patience:
         return has_tried and not self.has_answered
 
     def note_return(self, took_s: float) -> None:
-        """A first call has come back."""
+        """Note that a first call has come back."""
         self._slowest_s = max(took_s, self._slowest_s or 0.0)
         self.num_kills = 0
 
     def note_kill(self, call: Call) -> None:
-        """A first call was killed for its time."""
+        """Note that a first call was killed for its time."""
         self.num_kills += 1
         self.hung |= call.prompts
 

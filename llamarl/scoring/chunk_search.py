@@ -41,7 +41,7 @@ class ChunkSearch:
         return self._candidates[trial] if trial < len(self._candidates) else self._best
 
     def step(self, seconds: float) -> None:
-        """A step has taken so long, with chunk_tokens as they were."""
+        """Note how long a step has taken, with chunk_tokens as they were."""
         trial, number = divmod(self._num_steps, TRIAL)
         if trial < len(self._candidates):
             if number == 1:

@@ -188,8 +188,8 @@ def of_label(logits_NR: Tensor, label: int, output: ClassifierOutput) -> Tensor:
 
 
 def check_encoder(path: str | Path, label: str | None, max_tokens: int) -> None:
-    """By its files, without its weights: that it is an encoder with a head of labels, safetensors
-    and a tokenizer, that it has the label and reads so long a text. ValueError or
+    """Check by its files, without its weights, that it is an encoder with a head of labels,
+    safetensors and a tokenizer, that it has the label and reads so long a text. ValueError or
     FileNotFoundError.
     """
     from transformers import AutoConfig, AutoTokenizer
@@ -218,8 +218,8 @@ def check_encoder(path: str | Path, label: str | None, max_tokens: int) -> None:
 
 
 def most_tokens_of(config) -> int | None:
-    """The longest text that an encoder of this transformers config reads, in tokens; None where
-    the config does not say.
+    """Return how many tokens an encoder of this transformers config reads at most; None if the
+    config does not say.
     """
     places = getattr(config, "max_position_embeddings", None)
     if places is None or not any(name in config.model_type for name in _BEHIND_PAD):
@@ -228,12 +228,14 @@ def most_tokens_of(config) -> int | None:
 
 
 def labels_of(config) -> tuple[str, ...]:
-    """The labels of a transformers config, in order."""
+    """Return the labels of a transformers config, in order."""
     return tuple(config.id2label[number] for number in sorted(config.id2label))
 
 
 def label_number(labels: Sequence[str], name: str | None) -> int:
-    """Which label is called so; None: the only one. ValueError with all of them."""
+    """Return the number of the label with this name; None: of the only label. ValueError naming all
+    of them.
+    """
     if name is None and len(labels) == 1:
         return 0
     if name in labels:

@@ -36,7 +36,7 @@ _CUSTOMARY = 512  # tokens, where neither it nor the model says how many are rea
 
 @dataclass(frozen=True, slots=True)
 class EmbedderSettings:
-    """Which model embeds.
+    """Settings of the model that embeds.
 
     path: its Hugging Face directory. is_policy: it is a language model of ours, which is read by
     our own decoder; else transformers' AutoModel reads it. dtype: a name in torch.
@@ -58,7 +58,7 @@ class Embedder(Protocol):
         """
 
     def tensors(self) -> list[Tensor]:
-        """The model's weights."""
+        """Return the model's weights."""
 
 
 def load_embedder(settings: EmbedderSettings, device: torch.device) -> Embedder:
@@ -69,7 +69,7 @@ def load_embedder(settings: EmbedderSettings, device: torch.device) -> Embedder:
 
 
 def mean_pairwise_distance(vectors_NE: Tensor) -> float:
-    """The mean over all pairs of 1 - cos; NaN for fewer than two vectors.
+    """Return the mean over all pairs of 1 - cos; NaN for fewer than two vectors.
 
         1 - (|sum_i u_i|^2 - sum_i |u_i|^2) / (N (N - 1)),  u_i = v_i / |v_i|
 
@@ -196,7 +196,7 @@ class EncoderEmbedder:
 
 
 def check_sentence_encoder(path: str) -> None:
-    """That transformers knows an encoder's directory, and that its weights are safetensors.
+    """Check that transformers knows an encoder's directory, and that its weights are safetensors.
     ValueError or OSError naming it.
     """
     from transformers import AutoConfig

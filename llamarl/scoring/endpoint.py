@@ -120,7 +120,7 @@ class Endpoint:
         await self._reply(_PROBE)
 
     async def ask(self, question: str) -> str:
-        """The text of the reply. Failed if there is none, or not the whole of one."""
+        """Return the text of the reply. Failed if there is none, or not the whole of one."""
         text, is_cut = await self._reply(question)
         if is_cut:
             remedy = f"raise {self._settings.section}.max_tokens"
@@ -128,7 +128,7 @@ class Endpoint:
         return text
 
     async def _reply(self, question: str) -> tuple[str, bool]:
-        """The text of the reply, and whether it was cut off at max_tokens."""
+        """Return the text of the reply, and whether it was cut off at max_tokens."""
         body: dict[str, object] = {
             "model": self._settings.model,
             "messages": [{"role": "user", "content": question}],
@@ -143,7 +143,7 @@ class Endpoint:
             return self._read(await self._insist(body))
 
     async def _insist(self, body: dict[str, object]) -> bytes:
-        """The content of the reply, after as many tries as it may take."""
+        """Return the content of the reply, after as many tries as it may take."""
         num_retries = 0
         while True:
             try:
@@ -157,7 +157,7 @@ class Endpoint:
             self.counts["retries"] += 1
 
     async def _fetch(self, body: dict[str, object]) -> bytes:
-        """The content of a reply with status 200."""
+        """Return the content of a reply with status 200."""
         self.counts["requests"] += 1
         url = f"{self._settings.url.rstrip('/')}/chat/completions"
         timeout_s = self._settings.timeout_s
@@ -176,7 +176,7 @@ class Endpoint:
         raise self._refusal(response, content)
 
     def _refusal(self, response: httpx.Response, content: bytes) -> Failed:
-        """Why there is no reply, for a status other than 200."""
+        """Say why there is no reply, for a status other than 200."""
         section = self._settings.section
         status = response.status_code
         what = f"HTTP {status}: {self._shown(content.decode(errors='replace'))}"
@@ -218,14 +218,16 @@ class Endpoint:
         return text, is_cut
 
     def _shown(self, text: str) -> str:
-        """A part of what a server says, on one line and without the key, should it repeat it."""
+        """Return a part of what a server says, on one line and without the key, should it repeat
+        it.
+        """
         if self._key is not None:
             text = text.replace(self._key, "(the key)")
         return shown(text)
 
 
 def shown(text: str) -> str:
-    """The beginning of a text, on one printable line."""
+    """Return the beginning of a text, on one printable line."""
     line = " ".join(text.split())
     if len(line) > _SHOWN_CHARACTERS:
         line = f"{line[:_SHOWN_CHARACTERS]}..."
@@ -233,7 +235,7 @@ def shown(text: str) -> str:
 
 
 async def _content_of(response: httpx.Response) -> bytes:
-    """All of a reply, of any status."""
+    """Read all of a reply, of any status."""
     content = b""
     async for chunk in response.aiter_bytes():
         content += chunk
@@ -243,8 +245,8 @@ async def _content_of(response: httpx.Response) -> bytes:
 
 
 def seconds_of(retry_after: str | None) -> float | None:
-    """The seconds that a Retry-After header asks for, as a number or as a date; None if it asks for
-    nothing that can be read (RFC 9110, 10.2.3).
+    """Return the seconds that a Retry-After header asks for, as a number or as a date; None if it
+    asks for nothing that can be read (RFC 9110, 10.2.3).
     """
     if retry_after is None:
         return None
@@ -265,8 +267,8 @@ def check_url(settings: EndpointSettings) -> None:
 
 
 def read_key(settings: EndpointSettings) -> str | None:
-    """The key in the environment variable that is named; None if none is. ValueError, which does
-    not show the key, if there is none or it fits no header.
+    """Read the key in the environment variable that is named; None if none is. ValueError, which
+    does not show the key, if there is none or it fits no header.
     """
     name = settings.api_key_env
     if name is None:

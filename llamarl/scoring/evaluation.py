@@ -20,8 +20,8 @@ from llamarl.types import EvalCompletion, Prompt
 
 
 def pass_at_k(scores: Sequence[float], k: int) -> float:
-    """The expected best of k of these n scores, drawn without replacement. ValueError unless 1 <= k
-    <= n.
+    """Return the expected best of k of these n scores, drawn without replacement. ValueError unless
+    1 <= k <= n.
 
     If c are 1 and the others 0 it is 1 - C(n - c, k) / C(n, k), the unbiased estimator of Chen et
     al. 2021 (eq. 1).
@@ -39,19 +39,22 @@ def pass_at_k(scores: Sequence[float], k: int) -> float:
 
 
 def score_of(outcome: Outcome) -> float | None:
-    """The score of an outcome; None for an error or an abstention."""
+    """Return the score of an outcome; None for an error or an abstention."""
     return outcome.value if outcome.kind == "score" else None
 
 
 def number_of(completion: EvalCompletion) -> int:
-    """Which of its prompt's completions it is: 0 is the greedy one, 1 .. k are those sampled."""
+    """Return which of its prompt's completions it is: 0 is the greedy one, 1 .. k are those
+    sampled.
+    """
     return 0 if completion.greedy else completion.sample_index + 1
 
 
 def sample_row(
     completion: EvalCompletion, of: EvalSet, prompt: Prompt, text: str, outcome: Outcome
 ) -> dict[str, object]:
-    """A scored completion as an object of JSON, for people and as `against` of recipes/evaluate.py.
+    """Return a scored completion as an object of JSON, for people and for `recipes/evaluate.py
+    --against`.
 
     score: null where there is none, and outcome is then no "score" and reason says why. number: of
     the held-out prompt, in its set; sample: see number_of; set: the set's name, but for the task's.
@@ -75,7 +78,9 @@ def sample_row(
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Which of a version's completions one is; asked twice, the newer answer counts."""
+    """The place of a completion in a version's evaluation; if it is asked twice, the newer one
+    counts.
+    """
 
     prompt_index: int
     greedy: bool
@@ -84,7 +89,7 @@ class _Place:
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """What is kept of a completion that was handed to the reward."""
+    """A completion that was handed to the reward, as far as it is kept."""
 
     score: float | None  # None for an error and an abstention
     reason: str  # why there is none
@@ -159,7 +164,7 @@ class Evaluations:
         return found
 
     def _metrics(self, of: EvalSet, every: dict[_Place, _Answer]) -> dict[str, float | str]:
-        """What the answers of a set come to, under the columns of the task's own."""
+        """Return the metrics of a set's completions, under the columns of the task's own."""
         # In the order of prompts and samples: the sums must not depend on who answered first.
         n = of.count
         answers = {place: one for place, one in every.items() if place.prompt_index in of.numbers}
@@ -194,7 +199,7 @@ class Evaluations:
 
 
 def _pass_metrics(of_prompts: Sequence[Sequence[float]]) -> dict[str, float | str]:
-    """Of the scores that each prompt's samples have, at least one: their mean, and the best."""
+    """Return the mean and the best of the scores that each prompt's samples have, at least one."""
     if not of_prompts:
         return {}
     at_1 = sum(pass_at_k(scores, 1) for scores in of_prompts)

@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class GoldSettings:
-    """What judges, and what answers are compared with.
+    """Settings of the judges of evaluations, and the answers that completions are compared with.
 
     scorer: what scores. references: an answer to each held-out prompt, in order; None: no win rate.
     sets: of whose prompts these and all answers are, one set after the other.

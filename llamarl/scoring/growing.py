@@ -28,7 +28,7 @@ from torch import Tensor
 
 Key = tuple[int, int]  # ticket and sample_index
 
-# Of sequences that are done so many are known, so that a late hint does not begin one again.
+# Remember this many finished sequences, so that a late stretch does not restart one.
 _REMEMBERED = 4096
 # Unfinished sequences that are known, for each slot: those without one wait for it.
 _KNOWN_A_SLOT = 4
@@ -36,7 +36,7 @@ _KNOWN_A_SLOT = 4
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What is read of one sequence at a time."""
+    """The tokens that are read of one sequence at a time."""
 
     key: Key
     slot: int
@@ -49,7 +49,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """What is read at once, in order: copies first."""
+    """The pieces that are read at once, in order: copies first."""
 
     copies: tuple[tuple[int, int, int], ...] = ()  # (from slot, to slot, tokens)
     pieces: tuple[Piece, ...] = ()
@@ -66,7 +66,7 @@ class Pass:
 
 @dataclass(slots=True, eq=False)
 class _Sequence:
-    """What is known of a sequence, and how far it was read."""
+    """A sequence as far as it is known, and how far it was read."""
 
     key: Key
     chunk: int
@@ -87,7 +87,7 @@ class _Plan:
     copies: list[tuple[int, int, int]] = field(default_factory=list)
     pieces: list[Piece] = field(default_factory=list)
     reading: set[int] = field(default_factory=set)  # tickets whose prompts are read in it
-    # Of each sequence that is read in it, the tokens that its slot holds before.
+    # For each sequence that is read in it, how many tokens its slot holds before.
     held: dict[Key, int] = field(default_factory=dict)
 
 
@@ -127,15 +127,15 @@ class GrowingSequences:
         return len(self._sequences)
 
     def known(self, key: Key) -> Tensor | None:
-        """The tokens [n] of a completion as far as they are known; None if it was not begun, or is
-        done or forgotten.
+        """Return the tokens [n] of a completion as far as they are known; None if it was not begun,
+        or is done or forgotten.
         """
         sequence = self._sequences.get(key)
         return None if sequence is None else sequence.tokens[sequence.prompt_size :]
 
     def num_read(self, key: Key) -> int:
-        """How many tokens of a completion that is not done were read, or predicted where the last
-        one is a label.
+        """Return how many tokens of a completion that is not done were read, or predicted where the
+        last one is a label.
         """
         sequence = self._sequences.get(key)
         if sequence is None:
@@ -153,7 +153,8 @@ class GrowingSequences:
         *,
         has_ended: bool = False,
     ) -> None:
-        """A hint: tokens [n] of a completion behind its first `begin`. has_ended: it ends there.
+        """Take a hint: tokens [n] of a completion behind its first `begin`. has_ended: it ends
+        there.
 
         What cannot be used, such as one behind a gap, is left out: `finish` makes up for it.
         """
@@ -181,8 +182,8 @@ class GrowingSequences:
         sequence.touched = next(self._clock)
 
     def finish(self, key: Key, prompt_ids: Tensor, token_ids: Tensor) -> int:
-        """The whole completion, [P] and [L]; its last piece will be in a pass. Returns how many of
-        its L tokens were read already, or predicted where the last one is a label.
+        """Take the whole completion, [P] and [L]; its last piece will be in a pass. Returns how
+        many of its L tokens were read already, or predicted where the last one is a label.
 
         ValueError for a sequence that is longer than max_len or has nothing to read, and if it was
         whole already.
@@ -250,7 +251,7 @@ class GrowingSequences:
         return self._size_behind(sequence, sequence.read)
 
     def _size_behind(self, sequence: _Sequence, read: int) -> int:
-        """The same once so many tokens were read."""
+        """Return the size of the piece that comes once so many tokens were read."""
         left = sequence.tokens.numel() - self._label - read
         if sequence.is_whole:
             return min(left, sequence.chunk)
@@ -366,12 +367,12 @@ class GrowingSequences:
 
 
 def _pieces_within(size: int, chunk: int) -> int:
-    """The tokens of the whole pieces in the first `size`."""
+    """Return how many tokens the whole pieces in the first `size` have."""
     return max(0, size) // chunk * chunk
 
 
 def _common(a: Tensor, b: Tensor) -> int:
-    """How many tokens two sequences, [n] and [m], have in common from their start."""
+    """Return how many tokens two sequences, [n] and [m], have in common from their start."""
     shorter = min(a.numel(), b.numel())
     unequal = (a[:shorter] != b[:shorter]).nonzero()
     return int(unequal[0]) if unequal.numel() else shorter

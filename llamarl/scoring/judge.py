@@ -78,7 +78,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Text:
-    """What a judge sees of an item."""
+    """The texts of an item that a judge sees."""
 
     prompt: str
     completion: str
@@ -177,7 +177,9 @@ class Judge(Scorer):
             self._begin([key], self._judge_one(key, text))
 
     def release(self, keys: Sequence[int]) -> None:
-        """These items are all of a batch: those of one prompt are compared with each other."""
+        """Note that these items are all of a batch: those of one prompt are compared with each
+        other.
+        """
         if self._ask != "group":
             return
         by_prompt: dict[tuple[str, str], dict[int, _Text]] = {}
@@ -188,8 +190,8 @@ class Judge(Scorer):
             self._begin(list(items), self._judge_group(items))
 
     def poll(self) -> Outcomes:
-        """The outcomes that have become known since the last call, by key. RewardError if the judge
-        cannot go on, which is a fault of this program.
+        """Return the outcomes that have become known since the last call, by key. RewardError if
+        the judge cannot go on, which is a fault of this program.
         """
         self._raise_failure()
         self._is_known.clear()
@@ -282,7 +284,7 @@ class Judge(Scorer):
         self._on_result()
 
     def _error_of(self, failure: Failed) -> Outcome:
-        """The outcome of an item whose question has failed."""
+        """Return the outcome of an item whose question has failed."""
         self._counts[failure.kind] += 1
         return Outcome.error(str(failure))
 
@@ -294,7 +296,9 @@ class Judge(Scorer):
         self._tell(key, outcome)
 
     async def _outcome_of(self, item: _Text) -> Outcome:
-        """Of its number, or of its comparison with the prompt's own answer, which it may lack."""
+        """Return the outcome of an item: by its number, or by its comparison with the prompt's own
+        answer, which may be missing.
+        """
         if self._ask == "score":
             return Outcome("score", await self._score(item), "")
         answer = item.meta.get("answer")
@@ -333,7 +337,7 @@ class Judge(Scorer):
                 self._tell(key, Outcome("score", points[key] / (len(items) - 1), ""))
 
     async def _score(self, item: _Text) -> float:
-        """The judge's number, from 0 to 1."""
+        """Return the judge's number, from 0 to 1."""
         values = {"prompt": item.prompt, "completion": item.completion}
         reply = await self._reply_to(item.meta, values)
         number = number_in(reply)
@@ -362,7 +366,7 @@ class Judge(Scorer):
         return 0.5
 
     async def _preference(self, meta: dict[str, object], values: dict[str, str]) -> float:
-        """The points of what stands first: 1, 0, or 0.5 for a tie."""
+        """Return the points of the text that stands first: 1, 0, or 0.5 for a tie."""
         reply = await self._reply_to(meta, values)
         choice = choice_in(reply)
         if choice is None:
@@ -370,13 +374,13 @@ class Judge(Scorer):
         return _POINTS[choice]
 
     async def _reply_to(self, meta: dict[str, object], values: dict[str, str]) -> str:
-        """The judge's reply to the question with these values."""
+        """Return the judge's reply to the question with these values."""
         assert self._endpoint is not None, "only the thread's own tasks ask"
         return await self._endpoint.ask(self._question(meta, values))
 
     def _question(self, meta: dict[str, object], values: dict[str, str]) -> str:
-        """The template with its places filled in, at once: what a completion says is not read for
-        more of them.
+        """Fill in the template's places, all at once: a completion's text is not searched for
+        places.
         """
         filled = {
             "answer": str(meta.get("answer", "")),
@@ -388,8 +392,8 @@ class Judge(Scorer):
 
 
 def template_of(ask: JudgeAsk, template: str | None, *, section: str) -> str:
-    """The question's template; ValueError if the user's own lacks what is judged. section: of the
-    configuration, whose keys it names.
+    """Return the question's template; ValueError if the user's own lacks what is judged. section:
+    of the configuration, whose keys it names.
     """
     if template is None:
         return SCORE_TEMPLATE if ask == "score" else PAIR_TEMPLATE
@@ -402,8 +406,8 @@ def template_of(ask: JudgeAsk, template: str | None, *, section: str) -> str:
 
 
 def number_in(reply: str) -> float | None:
-    """The number behind the last "Score:" of a reply, or that it consists of; None if it has none.
-    Other numbers are not looked at: they may be anything.
+    """Return the number behind the last "Score:" of a reply, or the number that the reply consists
+    of; None if it has none. Other numbers are not looked at: they may be anything.
     """
     bare = _BARE_SCORE.fullmatch(reply)
     found = [bare[1]] if bare else _SCORE.findall(reply)
@@ -411,8 +415,8 @@ def number_in(reply: str) -> float | None:
 
 
 def choice_in(reply: str) -> str | None:
-    """What stands behind the last "Verdict:", or in the last [[ ]], or what the reply consists of:
-    "a", "b" or "tie"; None if that is neither A nor B nor tie.
+    """Return the choice behind the last "Verdict:", or in the last [[ ]], or that the reply
+    consists of; None if that is neither A nor B nor tie.
     """
     bare = _BARE_VERDICT.fullmatch(reply)
     found = [bare[1]] if bare else _VERDICT.findall(reply)

@@ -1,4 +1,4 @@
-"""What a language model says of whole groups: the logprob of every completion token.
+"""Logprobs of whole groups by a language model: of every completion token.
 
     submit(groups) --> work() --> next_done() --> (group, logprobs [T])
 
@@ -204,7 +204,7 @@ class StreamedLogprobs:
     def __init__(self, growing: GrowingSequences, most_kept: int):
         self._growing = growing
         self._most_kept = most_kept
-        # Of what is being read the logprobs of each piece, by where in the sequence it begins.
+        # Logprobs of each piece of unfinished sequences, by where in the sequence the piece begins.
         self._parts: dict[Key, dict[int, Tensor]] = {}
         self._whole: dict[Key, Tensor] = {}  # tokens [L] of what is being read to its end
         self._wanted: set[Key] = set()  # by groups that have come
@@ -230,7 +230,7 @@ class StreamedLogprobs:
         if token_ids is not None and is_whole:
             self._finish(key, prompt_ids, token_ids)
         if len(self._parts) > self._growing.num_known:
-            # Of sequences that it has not heard of for long, and so has forgotten.
+            # Drop the parts of sequences that it has not heard of for long, and so has forgotten.
             self._parts = {
                 key: parts
                 for key, parts in self._parts.items()
@@ -255,7 +255,7 @@ class StreamedLogprobs:
         return self._growing.num_read(key)
 
     def next_pass(self, most_tokens: int) -> Pass:
-        """What is read next, to be told with `note`."""
+        """Return what is read next, to be told with `note`."""
         return self._growing.next_pass(most_tokens)
 
     def note(self, piece: Piece, logprobs: Tensor) -> None:
@@ -278,7 +278,7 @@ class StreamedLogprobs:
         return key in self._read
 
     def take(self, key: Key) -> Tensor:
-        """The logprobs [L] of a wanted completion that was, float32, nats; it is forgotten."""
+        """Return and forget the logprobs [L] of a wanted completion that is done, float32, nats."""
         self._wanted.remove(key)
         _, logprobs = self._read.pop(key)
         return logprobs
@@ -288,7 +288,7 @@ class StreamedLogprobs:
         self._whole[key] = token_ids
 
     def _forget_oldest(self) -> None:
-        """Their groups may never come."""
+        """Forget the oldest logprobs, because their groups may never come."""
         spare = [key for key in self._read if key not in self._wanted]
         for key in spare[: max(0, len(spare) - self._most_kept)]:
             del self._read[key]

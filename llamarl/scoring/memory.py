@@ -85,7 +85,7 @@ class Watch:
             write_note(self._note, peak)
 
     def _resident(self) -> dict[int, int]:
-        """The resident bytes of each process of the family that has memory of its own."""
+        """Return the resident bytes of each process of the family that has memory of its own."""
         sizes = {pid: _sizes(pid) for pid in self._family}
         resident = {}
         for pid, parent in self._family.items():
@@ -95,7 +95,7 @@ class Watch:
         return resident
 
     def _sum(self, resident: dict[int, int]) -> int:
-        """What processes hold together. Pages that they share count once, if it matters."""
+        """Return what processes hold together. Pages that they share count once, if it matters."""
         total = sum(resident.values())
         if total <= self._limit_bytes:
             return total
@@ -122,13 +122,13 @@ class Watch:
 
 
 def peak_bytes() -> int:
-    """The most that this process ever held, since it was forked."""
+    """Return the most that this process ever held, since it was forked."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
 
 
 def be_first_to_go() -> None:
-    """Where the machine itself runs out of memory, let the kernel end this process and its
-    descendants before any other.
+    """Let the kernel end this process and its descendants before any other if the machine itself
+    runs out of memory.
     """
     try:
         with open("/proc/self/oom_score_adj", "w") as file:
@@ -154,7 +154,7 @@ class Note:
         os.close(self.writer)
 
     def read(self) -> int | None:
-        """The bytes that were written down. The second call returns None."""
+        """Return the bytes that were written down. The second call returns None."""
         try:
             text = os.read(self._reader, 1 << 10)
         except BlockingIOError:
@@ -172,8 +172,8 @@ def write_note(writer: int, held_bytes: int) -> None:
 
 
 def too_much(held_bytes: int, limit_mb: int, section: str) -> str:
-    """The reason why an item has no score. section: such as "reward." before the key's name, or ""
-    where the limit is no key.
+    """Return the reason why an item has no score. section: such as "reward." before the key's name,
+    or "" where the limit is no key.
     """
     # Rounded up, so that failures of one kind have one text and are counted together.
     steps = -(-held_bytes // (ROUNDED_TO_MB << 20))

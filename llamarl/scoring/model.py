@@ -282,7 +282,7 @@ class Rounds:
         self.pending = 0
 
     def _tokens_of(self, item: Item) -> Tensor:
-        """All tokens [P + L] of an item, as the model reads it. ValueError."""
+        """Return all tokens [P + L] of an item, as the model reads it. ValueError."""
         if self._transcript is None:
             return torch.cat([item.prompt.prompt_ids, item.sampled_ids])
         ids = self._transcript.ids(item.prompt.asked, item.text, has_ended=item.has_ended)
@@ -345,7 +345,7 @@ class Growing:
         return scores, num_tokens
 
     def time_step(self) -> None:
-        """At the end of a step, take the size of pieces that the search says."""
+        """Take, at the end of a step, the size of pieces that the search says."""
         beyond = self._num_scored - self._step_ends
         if self._search is None or beyond < 0:
             return

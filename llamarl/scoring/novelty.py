@@ -71,7 +71,7 @@ class _Past:
         )
 
     def newest(self, count: int) -> _Past:
-        """The last `count` in the order of their places, in this order."""
+        """Return the last `count` in the order of their places."""
         places = self.places_M2.tolist()
         order = sorted(range(len(places)), key=places.__getitem__)
         return self.where(torch.tensor(order[-count:], dtype=torch.int64))
@@ -112,7 +112,7 @@ class Novelty(Scorer):
         self._items[key] = item
 
     def release(self, keys: Sequence[int]) -> None:
-        """These items are all of a batch."""
+        """Note that these items are all of a batch."""
         if keys:
             is_held_out = self._items[keys[0]].is_held_out
             self._released.put(list(keys), is_held_out=is_held_out)

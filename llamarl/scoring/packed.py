@@ -59,7 +59,7 @@ def pack_scored(asked: Sequence[Asked], *, budget_tokens: int) -> list[ScoreBatc
 
 
 def filler() -> ScoreBatch:
-    """A microbatch that scores nothing, for a rank with fewer than its FSDP peers."""
+    """Return a microbatch that scores nothing, for a rank with fewer than its FSDP peers."""
     zero = torch.zeros(1, dtype=torch.int64)
     none = torch.zeros(0, dtype=torch.int64)
     return ScoreBatch(
@@ -74,8 +74,8 @@ def filler() -> ScoreBatch:
 
 @torch.no_grad()
 def score(decoder: LanguageModel, batch: ScoreBatch, device: torch.device) -> Tensor:
-    """The scores [N, C] of a microbatch, float32, on the CPU. Collective over a sharded decoder's
-    ranks.
+    """Return the scores [N, C] of a microbatch, float32, on the CPU. Collective over a sharded
+    decoder's ranks.
     """
     attention = PackedAttention(batch.cu_seqlens.to(device), batch.parents.to(device))
     head = scores_at(batch.rows.to(device))
@@ -92,7 +92,7 @@ class _Part:
 
 
 def _cut(asked: Asked, first: int, budget: int) -> list[_Part]:
-    """What is asked of a prompt, in parts of at most the budget where that can be."""
+    """Cut what is asked of a prompt into parts of at most the budget, where that can be."""
     sizes = [completion.numel() for completion in asked.completions]
     cuts = [[i] for i in range(len(sizes))]
     room = budget - asked.prompt_ids.numel()

@@ -36,7 +36,7 @@ class _Answered:
     prompt: Prompt
     candidates: list[Candidate] = field(default_factory=list)
     items: list[Item] = field(default_factory=list)  # what is scored, for each candidate
-    # Of what is scored together, the key of each item by its candidate's place.
+    # For items that are scored together: the key of each by its candidate's place.
     batches: list[dict[int, int]] = field(default_factory=list)
 
 
@@ -121,7 +121,7 @@ class PairMaker:
     def _submit(
         self, number: int, answered: _Answered, samples: list[Completion], tally: Tally
     ) -> None:
-        """A prompt's completions become candidates, which are scored."""
+        """Make candidates of a prompt's completions, and submit them to be scored."""
         for completion in samples:
             item = item_of(completion, answered.prompt, self._decode, self._tokenizer.decode)
             tally.completions += 1
@@ -140,9 +140,7 @@ class PairMaker:
             answered.batches.append(keys)
 
     def _add_reference(self, answered: _Answered, key: str, text: str, tally: Tally) -> None:
-        """An answer of the prompt's own is a candidate, unless it is longer than a sample may
-        be.
-        """
+        """Make a candidate of the row's own answer, unless it is longer than a sample may be."""
         ids = [*self._ids(text), self._tokenizer.eos_token_id]
         if len(ids) > self._sampling.max_new_tokens:
             tally.long_references += 1
@@ -170,7 +168,7 @@ class PairMaker:
         tally.longest = max(tally.longest, length)
 
     def _settle(self, batch: _Batch) -> tuple[str, Tally]:
-        """The lines of a batch, once all of it is scored."""
+        """Return the lines of a batch, once all of it is scored."""
         wanted: set[int] = set()
         for answered in batch.answered.values():
             for keys in answered.batches:
@@ -187,7 +185,7 @@ class PairMaker:
         return "".join(lines), batch.tally
 
     def _rows(self, number: int, answered: _Answered, tally: Tally) -> list[dict[str, object]]:
-        """The pairs of a prompt."""
+        """Return the pairs of a prompt."""
         rule = self._rule
         rows = []
         unscored: set[int] = set()
@@ -220,7 +218,7 @@ class PairMaker:
             self._errors.check()
 
     def _count_orders(self, tally: Tally) -> None:
-        """What judges have compared since the last batch was settled."""
+        """Count what judges have compared since the last batch was settled."""
         counts = Counter(self._scorer.counts)
         since = counts - self._counted
         tally.compared = since["pairs"]

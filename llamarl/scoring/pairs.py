@@ -58,12 +58,14 @@ class PairRule:
         return [tuple(places)]
 
     def pairs_of(self, scores: Mapping[int, float]) -> list[tuple[int, int]]:
-        """Which two of a batch are compared, by place. scores: by place; NaN: it has none."""
+        """Return which two of a batch are compared, by place. scores: by place; NaN: it has
+        none.
+        """
         scored = [place for place, score in scores.items() if not math.isnan(score)]
         if len(scored) < 2:
             return []
         if self.pairing == "best_worst":
-            # Of equal ones the first is best and the last is worst.
+            # Among equal scores the first is best and the last is worst.
             best = max(scored, key=lambda place: scores[place])
             worst = min(reversed(scored), key=lambda place: scores[place])
             return [(best, worst)]
@@ -91,7 +93,7 @@ class Pair:
 
     @property
     def difference(self) -> float:
-        """Of the scores; never negative."""
+        """The difference of the scores; never negative."""
         return abs(self.chosen_score - self.rejected_score)
 
 
@@ -101,7 +103,7 @@ NoPair = Literal["tie", "equal texts"]
 def label(
     one: Candidate, other: Candidate, scores: tuple[float, float], *, is_flipped: bool
 ) -> Pair | NoPair:
-    """The pair of two candidates with these scores, or why they make none."""
+    """Return the pair of two candidates with these scores, or why they make none."""
     if one.token_ids == other.token_ids:
         return "equal texts"
     first, second = scores
@@ -114,7 +116,7 @@ def label(
 
 
 def row_of(pair: Pair, turns: Turns, *, number: int, margin_coef: float) -> dict[str, object]:
-    """A line of the file: what recipes/reward_model.py reads, and what one checks it by."""
+    """Return a line of the file: what recipes/reward_model.py reads, and what one checks it by."""
     return {
         "prompt": turns,
         "chosen": _side(pair.chosen.text, turns),
@@ -130,7 +132,7 @@ def row_of(pair: Pair, turns: Turns, *, number: int, margin_coef: float) -> dict
 
 
 def _side(text: str, turns: Turns) -> Turns:
-    """In the form of its prompt."""
+    """Return a side in the form of its prompt."""
     if isinstance(turns, str):
         return text
     return [{"role": "assistant", "content": text}]
@@ -138,7 +140,7 @@ def _side(text: str, turns: Turns) -> Turns:
 
 @dataclass(slots=True)
 class Tally:
-    """What became of prompts, completions and pairs."""
+    """Counts of what became of prompts, completions and pairs."""
 
     prompts: int = 0
     completions: int = 0  # sampled
@@ -176,7 +178,7 @@ class Tally:
             self.difference += pair.difference
 
     def table(self) -> list[str]:
-        """For people, a line each."""
+        """Return the counts for people, a line each."""
         mean = self.difference / self.pairs if self.pairs else math.nan
         agreement = "no judge compared"
         if self.compared:

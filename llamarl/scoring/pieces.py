@@ -40,13 +40,13 @@ _NUMBERS = 8  # that say what a piece is, but for its tokens
 
 
 class PieceHead(Protocol):
-    """What is made of the hidden states of a piece."""
+    """A head on the hidden states of a piece."""
 
     def num_values(self, piece: Piece) -> int:
-        """How many numbers it gives of a piece; 0: the piece is read and no more."""
+        """Return how many numbers it gives of a piece; 0: the piece is read and no more."""
 
     def __call__(self, hidden_nD: Tensor, weight_VD: Tensor, piece: Piece) -> Tensor:
-        """Those numbers, float32. weight_VD: the decoder's output weight."""
+        """Return those numbers, float32. weight_VD: the decoder's output weight."""
 
 
 class ScoreHead:
@@ -190,7 +190,7 @@ class PieceReader:
     def _values(
         self, pieces: Sequence[Piece], hidden_TD: Tensor, weight_VD: Tensor
     ) -> list[Tensor]:
-        """What the head gives of each piece, by itself: so that it does not depend on others."""
+        """Return what the head gives for each piece, by itself: so it does not depend on others."""
         found = []
         begin = 0
         for piece in pieces:
@@ -202,7 +202,9 @@ class PieceReader:
         return found
 
     def _take_part(self) -> None:
-        """A forward of nothing, where others have more pieces: a sharded model needs all ranks."""
+        """Run a forward of nothing, where others have more pieces: a sharded model needs all
+        ranks.
+        """
         zero = torch.zeros(1, dtype=torch.int64, device=self.cache.device)
         attention = PackedAttention(torch.tensor([0, 1], device=self.cache.device))
         self._decoder(zero, zero, attention, lambda hidden_TD, _: hidden_TD)
@@ -227,7 +229,7 @@ def to_words(passes: Sequence[Pass]) -> Tensor:
 
 
 def from_words(words: Tensor) -> list[Pass]:
-    """The inverse of to_words."""
+    """Decode what `to_words` encoded."""
     numbers = iter(words.tolist())
     plans = []
     for _ in range(next(numbers)):

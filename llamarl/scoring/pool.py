@@ -179,8 +179,8 @@ class RewardPool(Scorer):
             self._queue.append(self._call_for(key, text))
 
     def release(self, keys: Sequence[int]) -> None:
-        """These items are all of a batch: a function that takes a prompt's completions together is
-        called with them now.
+        """Note that these items are all of a batch: a function that takes a prompt's completions
+        together is called with them now.
         """
         if self._takes is None:
             self._released.append(keys)
@@ -188,8 +188,8 @@ class RewardPool(Scorer):
             self._queue.extend(self._calls_of(keys))
 
     def poll(self) -> Outcomes:
-        """The outcomes that have become known since the last call, by key. Hands out queued items
-        too; does not block.
+        """Return the outcomes that have become known since the last call, by key. Hands out queued
+        items too; does not block.
 
         ValueError if the function cannot be used, RewardError if workers do not start.
         """
@@ -224,8 +224,8 @@ class RewardPool(Scorer):
             self.poll()
 
     def score(self, samples: Sequence[Sample]) -> list[Outcome]:
-        """The outcomes of (prompt, completion, meta) samples, in order, as one batch. Blocks;
-        nothing else may be pending.
+        """Return the outcomes of (prompt, completion, meta) samples, in order, as one batch.
+        Blocks; nothing else may be pending.
         """
         return score_all(self, [text_item(*sample) for sample in samples])
 
@@ -264,7 +264,7 @@ class RewardPool(Scorer):
                     return
 
     def _note_seconds(self, seconds: float) -> None:
-        """What a call took, by the worker's own time stamps: the newest count most."""
+        """Note what a call took, by the worker's own time stamps: the newest count most."""
         if self._call_s is None:
             self._call_s = seconds
         self._call_s += 0.2 * (seconds - self._call_s)
@@ -276,7 +276,7 @@ class RewardPool(Scorer):
         value: float | None,
         reason: str,
     ) -> Outcome:
-        """A worker's verdict on an item of a call."""
+        """Return a worker's verdict on an item of a call as an outcome."""
         if kind == "late":
             return Outcome.error(self._late(call, count=1))
         return Outcome(kind, math.nan if value is None else value, reason)
@@ -298,7 +298,7 @@ class RewardPool(Scorer):
             self._patience.note_return(finished_at - call.sent_at)
 
     def _learn(self, takes: Takes) -> None:
-        """A worker says what a call scores: what came before is queued now."""
+        """Take from a worker what a call scores: what came before is queued now."""
         if self._takes is not None:
             return
         self._takes = takes
@@ -311,11 +311,13 @@ class RewardPool(Scorer):
         self._released.clear()
 
     def _call_for(self, key: int, item: TextItem) -> Call:
-        """A call for one item, which others may join where several are scored side by side."""
+        """Make a call for one item, which others may join where several are scored side by side."""
         return Call({key: item}, is_several=self._takes == "several")
 
     def _calls_of(self, keys: Sequence[int]) -> list[Call]:
-        """The calls for held items: one for each prompt, in the order in which they were given."""
+        """Return the calls for held items: one for each prompt, in the order in which these
+        came.
+        """
         by_prompt: dict[tuple[str, str], dict[int, TextItem]] = {}
         for key in keys:
             item = self._held.pop(key)
@@ -323,9 +325,9 @@ class RewardPool(Scorer):
         return [Call(items) for items in by_prompt.values()]
 
     def _replace(self, worker: WorkerProcess, outcomes: Outcomes) -> WorkerProcess:
-        """A worker in the place of one that died, overran or is astray. The items of its first call
-        are errors, and its other calls go back into the queue. RewardError at the
-        MAX_FAILED_STARTS-th in a row that ended before its first call.
+        """Replace a worker that died, overran or is astray. The items of its first call are errors,
+        and its other calls go back into the queue. RewardError at the MAX_FAILED_STARTS-th in a row
+        that ended before its first call.
         """
         suspect = worker.current()
         has_died = worker.ended
@@ -370,7 +372,7 @@ class RewardPool(Scorer):
         return self._new_worker()
 
     def _count_first_kill(self, call: Call) -> None:
-        """A first call was killed. RewardError if nothing gives reason to hope for another one."""
+        """Count a first call that was killed. RewardError if another one has no hope."""
         patience = self._patience
         patience.note_kill(call)
         if patience.is_at_end:
@@ -382,13 +384,13 @@ class RewardPool(Scorer):
 
     @property
     def _loading(self) -> str:
-        """What to do where the first call takes too long."""
+        """The remedy if the first call takes too long."""
         module = self.name.partition(":")[0]
         top = f"if it loads something slow, load it at the top of the module {module}"
         return f"{top}, or raise {self._prefix}timeout_s" if self._prefix else top
 
     def _late(self, call: Call, *, count: int) -> str:
-        """Why so many items of a call have no score."""
+        """Say why so many items of a call have no score."""
         limit = f"took longer than {self._prefix}timeout_s={self._timeout_s:g}"
         if count > 1:
             limit = f"{limit} for each of the {count} completions of a call"
@@ -414,8 +416,8 @@ class RewardPool(Scorer):
             worker.flush()
 
     def _next_calls(self, worker: WorkerProcess, share: int) -> list[Call]:
-        """What a worker gets now, out of the queue. share: calls that it may have, or items side by
-        side.
+        """Return what a worker gets now, out of the queue. share: calls that it may have, or items
+        side by side.
         """
         if self._takes == "several":
             return [] if worker.in_flight else self._joined(share)
@@ -423,7 +425,7 @@ class RewardPool(Scorer):
         return [self._next_call() for _ in range(count)]
 
     def _next_call(self) -> Call:
-        """The next call out of the queue, if there is one that is not put off; else the first."""
+        """Return the next call out of the queue that is not put off, else the first."""
         for place, call in enumerate(self._queue):
             if not self._patience.puts_off(call):
                 del self._queue[place]
@@ -431,8 +433,8 @@ class RewardPool(Scorer):
         return self._queue.popleft()
 
     def _joined(self, most: int) -> list[Call]:
-        """The next call for items that are scored side by side, at most so many; none where nothing
-        waits.
+        """Return the next call for items that are scored side by side, at most so many; none where
+        nothing waits.
         """
         if not self._queue:
             return []

@@ -85,8 +85,8 @@ class WorkerProcess:
             pass  # the pipe is full; or it died, which its closed output says to the reader
 
     def read(self) -> Iterator[Any]:
-        """The messages that have come, as JSON values, with None for a line that is no JSON. Sets
-        `ended` at the end of the output.
+        """Yield the messages that have come, as JSON values, with None for a line that is no JSON.
+        Sets `ended` at the end of the output.
         """
         while not self.ended:
             try:
@@ -103,7 +103,7 @@ class WorkerProcess:
                 yield message
 
     def current(self) -> Call | None:
-        """The call that is being made; None while the worker has none, or not all of it."""
+        """Return the call that is being made; None while the worker has none, or not all of it."""
         if not self.in_flight:
             return None
         first = self.in_flight[0]
@@ -150,7 +150,7 @@ class WorkerProcess:
         return f"died of signal {-code} ({signal.strsignal(-code)})"
 
     def _wait(self, timeout_s: float) -> int | None:
-        """The process's exit code; None if it is still there after so long."""
+        """Wait for the process's exit code; None if it is still there after so long."""
         try:
             return self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:

@@ -74,7 +74,7 @@ class ReplyMean(Scorer):
         self._metrics = metrics
         self._keys = itertools.count()
         self._owners: dict[int, int] = {}  # the attack of each reply that is being scored
-        # Of each attack the outcomes of its replies, by their keys, in order; None: not known yet.
+        # Outcomes of each attack's replies, by their keys, in order; None: not known yet.
         self._said: dict[int, dict[int, Outcome | None]] = {}
         self._is_held_out: dict[int, bool] = {}
         self._done: deque[tuple[int, Outcome]] = deque()
@@ -112,7 +112,7 @@ class ReplyMean(Scorer):
             self._scorer.submit(own, reply)
 
     def release(self, keys: Sequence[int]) -> None:
-        """The replies to these attacks are a batch."""
+        """Note that the replies to these attacks are a batch."""
         batch: list[int] = []
         for key in keys:
             batch += self._said.get(key, {})

@@ -61,7 +61,9 @@ class Resets:
         ranks.add("swap", Call(self._swap, is_ready=self._may_swap))
 
     def begin_step(self) -> None:
-        """A checkpoint that was asked for before a version was made must not hold it."""
+        """Note that a version is to be made: a checkpoint that was asked for before must not hold
+        it.
+        """
         self._newest = -1 if self._executor.control.has("save") else math.inf
 
     def needs(self, group: Group) -> int:
@@ -74,8 +76,8 @@ class Resets:
         self._ranks.lockstep.report(self._weights.staged)
 
     def swap_next(self) -> bool:
-        """The first rank: have all swap the next version that the trainer has told of, if it has
-        come to all. True if it had.
+        """First rank: let all swap the next version that the trainer has told of, if it has come to
+        all. Returns whether it had.
         """
         if not self._may_swap() or self._ranks.lockstep.agreed(self._weights.staged) is None:
             return False
@@ -126,9 +128,9 @@ class Resets:
                 )
 
     def state_dict(self) -> State:
-        """The version and, of the first copy and once it is not the one that training started from,
-        this rank's shard of the weights. What tensor-parallel ranks all hold is stored by the first
-        of them alone.
+        """Return the version and, on the first copy and once it is not the one that training
+        started from, this rank's shard of the weights. What tensor-parallel ranks all hold is
+        stored by the first of them alone.
         """
         version = self._executor.version
         boxes: dict[str, list] = {}
@@ -145,7 +147,7 @@ class Resets:
 
     @torch.no_grad()
     def load_state_dict(self, parts: Iterable[Mapping]) -> None:
-        """From all ranks' parts, whatever their number was: each rank takes its own rows.
+        """Load from all ranks' parts, whatever their number was: each rank takes its own rows.
 
         ValueError if it is of a model of other shapes, or of a llamarl that kept it otherwise.
         """

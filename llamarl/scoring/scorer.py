@@ -1,4 +1,4 @@
-"""What scores or annotates completions: the one Protocol that every kind of scorer meets.
+"""Scorer: the one Protocol that every kind of scorer meets, with its items and outcomes.
 
     submit(key, item) --> release(keys of a whole batch) --> poll() --> [(key, Outcome)]
 
@@ -29,7 +29,7 @@ from llamarl.types import Prompt, Stretch
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of one item."""
+    """The outcome of one item."""
 
     kind: Literal["score", "abstain", "error"]
     value: float  # NaN unless kind is "score"
@@ -39,7 +39,7 @@ class Outcome:
 
     @property
     def achieved(self) -> float:
-        """What says whether it succeeded: novelty is no success."""
+        """The score that decides whether it succeeded: novelty is no success."""
         return self.value if self.without_novelty is None else self.without_novelty
 
     @classmethod
@@ -102,7 +102,7 @@ class Item:
 
     @property
     def of_policy(self) -> Item:
-        """What the policy said: itself, or of a victim's reply the attack."""
+        """The item that the policy made: itself, or for a victim's reply the attack."""
         return self if self.attack is None else self.attack
 
 
@@ -187,7 +187,7 @@ class Scorer(Protocol):
 
     @property
     def counts(self) -> Mapping[str, int]:
-        """What it has counted of its own: a judge's "pairs", "order_ties", ..."""
+        """The scorer's own counts: a judge's "pairs", "order_ties", ..."""
         return {}
 
     def load(self) -> None:
@@ -213,8 +213,8 @@ class Scorer(Protocol):
         return None
 
     def release(self, keys: Sequence[int]) -> None:
-        """These items are all of a batch: completions of a ticket, or of an evaluation. What
-        compares those of one prompt begins with them.
+        """Note that these items are all of a batch: completions of a ticket, or of an evaluation. A
+        scorer that compares those of one prompt begins with them.
         """
         return None
 
@@ -251,8 +251,8 @@ Waiting = TypeVar("Waiting")  # a whole unit of work
 
 
 class Queue(Generic[Waiting]):
-    """What waits for its turn: units of evaluations before all others, for rows of metrics and the
-    end of a run wait for them; among equals in the order in which they came.
+    """Holds what waits for its turn: units of evaluations come before all others, because rows of
+    metrics and the end of a run wait for them; among equals the first to come is first.
     """
 
     def __init__(self):

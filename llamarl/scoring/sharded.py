@@ -55,8 +55,8 @@ class ShardedScorer:
         return self.settings.microbatch_tokens * self._group.data_size
 
     def scores(self, asked: Sequence[Asked]) -> Tensor:
-        """The scores [N] of all completions that are asked of, in order, on the CPU; each rank
-        computes its share. The same on all of them.
+        """Return the scores [N] of all completions that are asked of, in order, on the CPU; each
+        rank computes its share. The same on all of them.
         """
         batches = pack_scored(asked, budget_tokens=self.settings.microbatch_tokens)
         scores_N = torch.zeros(sum(len(one.completions) for one in asked))

@@ -41,7 +41,7 @@ class Call:
 
 
 class Together(Protocol):
-    """What a scorer sees of the ranks that it runs on."""
+    """The ranks that a scorer runs on, as it sees them."""
 
     def add(self, name: str, call: Call) -> None:
         """Let calls of this name be made. On every rank, before the first is."""
@@ -140,7 +140,9 @@ class Ranks:
         return True
 
     def part(self) -> None:
-        """The last call: the first rank begins nothing more, the others make what it has begun."""
+        """Leave, as the last call: the first rank begins nothing more, the others make what it has
+        begun.
+        """
         self.lockstep.part(self.follow)
 
     def _broadcast(self, words: Tensor) -> None:

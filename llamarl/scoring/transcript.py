@@ -35,8 +35,8 @@ class Transcript:
     def ids(
         self, prompt: str | tuple[Message, ...], completion: str, *, has_ended: bool
     ) -> list[int]:
-        """The token ids [P + L] of a prompt, a text or the turns of a conversation, and its
-        completion. ValueError as `chat_ids`.
+        """Return the token ids [P + L] of a prompt, a text or the turns of a conversation, and its
+        completion. ValueError as from `chat_ids`.
         """
         answer = Message("assistant", completion)
         if isinstance(prompt, str) and self.chat:

@@ -1,4 +1,4 @@
-"""What scores is tried before a run starts: on a few items, whose failures are told in words."""
+"""Tries a scorer before a run starts: on a few items, whose failures are told in words."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def try_scorer(
 
 
 def failure_of(outcome: Outcome) -> str | None:
-    """In what way an item failed: the first word of the reason, such as an exception's type. None
-    unless it is an error.
+    """Return in what way an item failed: the first word of the reason, such as an exception's type.
+    None unless it is an error.
     """
     if outcome.kind != "error":
         return None
@@ -47,6 +47,6 @@ def failure_of(outcome: Outcome) -> str | None:
 
 
 def commonest(reasons: Sequence[str]) -> str:
-    """The reason that is given most often; of several the one that came first."""
+    """Return the reason that is given most often; of several the one that came first."""
     ((reason, _),) = Counter(reasons).most_common(1)
     return reason

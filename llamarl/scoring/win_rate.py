@@ -1,4 +1,5 @@
-"""How good answers are beside others to the same prompts, by the scores of a gold scorer.
+"""Win rates: how good completions are beside others of the same prompts, by the scores of a gold
+scorer.
 
     wins_N = wins(gold_N, against_N, same_N)            1 better, 0.5 as good, 0 worse
     share, low, high = win_rate(wins_N)                 over prompts, with its interval
@@ -148,8 +149,8 @@ def sigmoid(x: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """What a gold scorer says of one answer to each of N prompts. Where they are compared with
-    nothing, what follows gold_N is None.
+    """The judgement of a gold scorer, and of the model that the policy began as, on one completion
+    of each of N prompts. What was not asked for is None.
     """
 
     num_tokens_N: np.ndarray  # of the answers, with their end tokens
@@ -174,14 +175,14 @@ class Judged:
 
     @property
     def wins_N(self) -> np.ndarray | None:
-        """What `wins` says."""
+        """The wins, as `wins` gives them."""
         if self.against_N is None or self.same_N is None:
             return None
         return wins(self.gold_N, self.against_N, self.same_N)
 
     @property
     def longer_N(self) -> np.ndarray:
-        """By how many tokens each answer is longer than what it is compared with."""
+        """By how many tokens each completion is longer than what it is compared with."""
         assert self.against_tokens_N is not None, "these answers are compared with none"
         return self.num_tokens_N - self.against_tokens_N
 

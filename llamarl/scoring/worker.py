@@ -146,8 +146,8 @@ def score(
     *,
     traced: bool = False,
 ) -> list[Verdict]:
-    """The verdicts on the items of one call. Only a finite number is a score. traced: what is
-    raised is told with its innermost lines.
+    """Return the verdicts on the items of one call. Only a finite number is a score. traced: what
+    is raised is told with its innermost lines.
     """
     try:
         return [_verdict(value) for value in call(prompts, completions, metas)]
@@ -188,7 +188,7 @@ async def score_each(
 
 
 def _raised(error: BaseException, *, traced: bool) -> Verdict:
-    """The verdict on the items of a call that raised."""
+    """Return the verdict on the items of a call that raised."""
     reason = _short(_describe(error))
     if traced:
         reason += _innermost(error)
@@ -196,8 +196,8 @@ def _raised(error: BaseException, *, traced: bool) -> Verdict:
 
 
 def _innermost(error: BaseException) -> str:
-    """The last SHOWN_FRAMES lines of code that an exception came through, each in a line; none of
-    llamarl's own.
+    """Return the last SHOWN_FRAMES lines of code that an exception came through, each in a line;
+    none of llamarl's own.
     """
     own = {__file__, sys.modules["llamarl.tasks.forms"].__file__}
     frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename not in own]
@@ -227,7 +227,7 @@ def _verdict(value: object) -> Verdict:
 
 
 def resolve(path: str) -> Callable:
-    """The reward function at the import path "module:function".
+    """Import the reward function at the import path "module:function".
 
     ValueError says what is wrong with the path, the module or the function's parameters.
     """
@@ -249,8 +249,8 @@ def resolve(path: str) -> Callable:
 
 
 def _describe(error: BaseException) -> str:
-    """The type, message and innermost place of an exception that was caught, marked where memory
-    was refused.
+    """Return the type, message and innermost place of an exception that was caught, marked where
+    memory was refused.
     """
     try:
         message = str(error)
@@ -266,7 +266,7 @@ def _describe(error: BaseException) -> str:
 
 
 def _short(reason: str) -> str:
-    """One printable line of at most MAX_REASON_BYTES, which JSON at most doubles."""
+    """Return one printable line of at most MAX_REASON_BYTES, which JSON at most doubles."""
     line = "".join(c if c.isprintable() else "?" for c in " ".join(reason.split()))
     return line.encode("utf-8", "replace")[:MAX_REASON_BYTES].decode("utf-8", "ignore")
 
@@ -313,7 +313,9 @@ def _limit_cpu(timeout_s: float) -> None:
 
 
 class _Prints:
-    """What the worker and its children print, to stderr; after MAX_PRINTED_BYTES it is dropped."""
+    """Prints of the worker and its children, which go to stderr; after MAX_PRINTED_BYTES they are
+    dropped.
+    """
 
     def __init__(self, source: int):
         self.source = source
@@ -408,8 +410,8 @@ def _watch(worker: int, parent: int, signals: int, prints: _Prints, held: Watch)
 
 
 def _reap(worker: int) -> int | None:
-    """The worker's wait status if it has ended, else None. Its orphans, which come to the guard,
-    are reaped too.
+    """Return the worker's wait status if it has ended, else None. Its orphans, which come to the
+    guard, are reaped too.
     """
     status = None
     while _has_children():
@@ -456,8 +458,8 @@ def _has_children() -> bool:
 
 
 def _children() -> frozenset[int]:
-    """The ids of this process's children, also of those that have ended and are not reaped; none
-    but on Linux.
+    """Return the ids of this process's children, also of those that have ended and are not reaped;
+    none but on Linux.
     """
     if not (GUARDED and _has_children()):
         return frozenset()

@@ -86,7 +86,7 @@ class Tokenizer(Protocol):
     chat_template: str | None
 
     def __hash__(self) -> int:
-        """What is known of a tokenizer is kept by it."""
+        """Hash the tokenizer, by which what is known of it is kept."""
 
     def encode(self, text: str) -> list[int]: ...
 

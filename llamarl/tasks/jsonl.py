@@ -128,7 +128,7 @@ class JsonlExamples:
         return self._make(row)
 
     def __iter__(self) -> Iterator[Example]:
-        """All rows in order."""
+        """Yield all rows in order."""
         for i in range(len(self)):
             yield self[i]
 

@@ -47,8 +47,8 @@ class LossSettings:
     options: dict[str, object]  # every further key of loss.*, for the function alone
 
     def options_for(self, taken: set[str]) -> dict[str, object]:
-        """The options for a function that takes these: one of the user's own need not take those
-        that the package's losses have.
+        """Return the options for a function that takes these: a user's function need not take those
+        of the package's losses.
         """
         return {
             key: value
@@ -59,13 +59,13 @@ class LossSettings:
 
 @functools.cache
 def published_losses() -> dict[str, Mapping[str, object]]:
-    """What `loss=NAME` sets in the section `loss`, by name: the files of conf/loss."""
+    """Return the settings of the section `loss` by `loss=NAME`: the files of conf/loss."""
     files = sorted((CONF_DIR / "loss").glob("*.yaml"))
     return {file.stem: sections(OmegaConf.load(file))["loss"] for file in files}
 
 
 def find_loss(loss: LossSettings, found: Findings) -> None:
-    """A loss that does not exist, or options that it does not take or that cannot be."""
+    """Find a loss that does not exist, and options that it does not take or that cannot be."""
     losses, published = declarations(), published_losses()
     if ":" in loss.fn:
         _find_own_loss(loss, found)
