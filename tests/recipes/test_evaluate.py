@@ -242,8 +242,6 @@ PARTS = ("reward=parts", "reward.parts.a.kind=function", "reward.parts.a.fn=m:f"
 @pytest.mark.parametrize(
     "of_the_run, section, name, value",
     [
-        (JUDGE, "reward", "timeout_s", 9.0),
-        (JUDGE, "reward", "url", "http://127.0.0.1:8001/v1"),
         (PARTS, "reward", "max_error_rate", 0.9),
         (("task=reasoning_gym", "task.options.max_digits=1"), "task", "max_prompt_tokens", 9),
         ((r"task.system_prompt='pay \${5}'",), "task", "max_prompt_tokens", 9),
@@ -257,6 +255,15 @@ def test_a_key_of_a_section_leaves_the_kind_of_the_run(
     config = evaluation.config_of(tiny_directory(), tmp_path, [f"{section}.{name}={value}"])
     changed = dataclasses.replace(getattr(own, section), **{name: value})
     assert getattr(config, section) == changed
+
+
+@pytest.mark.parametrize("name, value", [("timeout_s", 9.0), ("url", "http://127.0.0.1:8001/v1")])
+def test_a_key_of_a_scorer_leaves_its_kind(recipe, tmp_path, name, value):
+    own = compose_config(list(JUDGE))
+    save_config(own, tmp_path / "config.yaml")
+    config = evaluation.config_of(tiny_directory(), tmp_path, [f"reward.{name}={value}"])
+    scorer = dataclasses.replace(own.reward.scorer, **{name: value})
+    assert config.reward == dataclasses.replace(own.reward, scorer=scorer)
 
 
 @pytest.mark.parametrize(

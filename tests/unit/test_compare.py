@@ -15,11 +15,11 @@ ACCURACY = "eval/reward"
 EXACT = 1e-12
 
 
-@pytest.fixture(scope="module")
 def without_nulls(row: dict) -> dict:
     return {name: value for name, value in row.items() if value is not None}
 
 
+@pytest.fixture(scope="module")
 def recipe():
     return importlib.import_module("recipes.compare")
 

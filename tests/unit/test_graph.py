@@ -176,7 +176,9 @@ def test_all_that_does_not_fit_is_said_at_once():
 
 
 def test_an_end_is_found_by_its_record_and_never_guessed():
-    ours, other, third = object(), object(), object()
+    ours = object()
+    other = object()
+    third = object()
     inputs = Inputs("reward", [(Completion, ours), (Stretch, other), (Stretch, third)])
     assert inputs.of(Completion) is ours and list(inputs) == [ours, other, third]
     assert inputs.all_of(Stretch) == [other, third] and inputs.all_of(Group) == []

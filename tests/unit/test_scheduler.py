@@ -71,7 +71,10 @@ class Machine(RuleBasedStateMachine):
         flops=st.sampled_from([1.0, 6e7, 3e8]),
     )
     def begin(self, max_slots, max_len, rows_in_budget, chunk, is_fixed, flops):
-        self.max_slots, self.max_len, self.chunk, self.flops = max_slots, max_len, chunk, flops
+        self.max_slots = max_slots
+        self.max_len = max_len
+        self.chunk = chunk
+        self.flops = flops
         self.budget = int(rows_in_budget * blocks(max_len))
         self.room = Room(
             max_slots=max_slots, max_len=max_len, budget=self.budget, is_fixed=is_fixed
@@ -267,7 +270,9 @@ class Machine(RuleBasedStateMachine):
 
     @invariant()
     def as_many_wait_as_must(self):
-        waiting = [(r, i) for r in self.waiting for i in range(r.num_started, r.end)]
+        waiting = []
+        for request in self.waiting:
+            waiting += [(request, i) for i in range(request.num_started, request.end)]
         assert waiting == list(self.line)
 
     def teardown(self):

@@ -103,7 +103,7 @@ def test_without_vllm_the_run_is_refused_with_both_ways_to_install_it(installed)
                 "max_lag=0",
                 "placement.colocate=[trainer,generator]",
             ],
-            "offload=true",
+            "offload=true generator.kind=vllm",
         ),
         (["generator.gpu_memory_utilization=0.5"], "generator.gpu_memory_utilization"),
         (
