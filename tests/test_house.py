@@ -89,13 +89,26 @@ def test_llamarl_imports_no_executor_and_no_recipe():
     }
 
 
-def test_executors_tests_share_no_test_file():
-    """What they share is in modules of its own, such as tests/executors/fakes.py."""
-    shared = "tests.executors.test_"
-    assert f"{shared}x.Fake" in imported(ast.parse("from tests.executors.test_x import Fake"))
+def takers_of_test_files(folder: str) -> list[str]:
+    """Return the files of tests that import a test file of the folder."""
+    found = []
     for file in python_files("tests"):
         names = imported(ast.parse(file.read_text()))
-        assert not [name for name in names if name.startswith(shared)], file.name
+        if any(name.startswith(f"{folder}.test_") for name in names):
+            found.append(str(file.relative_to(ROOT)))
+    return found
+
+
+def test_executors_tests_share_no_test_file():
+    """What they share is in modules of its own, such as tests/executors/fakes.py."""
+    example = ast.parse("from tests.executors.test_x import Fake")
+    assert "tests.executors.test_x.Fake" in imported(example)
+    assert not takers_of_test_files("tests.executors")
+
+
+def test_recipes_tests_share_no_test_file():
+    """What they share is in modules of its own, such as tests/recipes/experiments.py."""
+    assert not takers_of_test_files("tests.recipes")
 
 
 # The rooms of llamarl from the ground up: a file imports its own room and those before it.

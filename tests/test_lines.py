@@ -19,7 +19,6 @@ from tests.test_house import ROOT, python_files
 CODE = ("llamarl", "executors")
 # Where lines are plain too, but records of few fields may be made by place, as a table is.
 BESIDE = ("benchmarks", "tests")
-LEFT = ("tests/executors/", "tests/recipes/", "tests/unit/test_engine.py")  # not plain yet
 MAX_NODES = 6.0  # syntax nodes a line of code, over all rooms
 MAX_POSITIONAL = 4  # arguments into a record
 MAX_TUPLE = 2  # names that one statement gives values
@@ -109,12 +108,7 @@ RULES = {
 
 @cache
 def trees_beside() -> dict[Path, ast.Module]:
-    files = [file for file in python_files(*BESIDE) if not is_left(file)]
-    return {file: ast.parse(file.read_text()) for file in files}
-
-
-def is_left(file: Path) -> bool:
-    return str(file.relative_to(ROOT)).startswith(LEFT)
+    return {file: ast.parse(file.read_text()) for file in python_files(*BESIDE)}
 
 
 def lines_of_code(source: str, tree: ast.AST) -> set[int]:

@@ -12,8 +12,8 @@ from llamarl.scoring.in_turn import InTurn
 from llamarl.scoring.pool import RewardPool
 from llamarl.tasks.held_out import own_set
 from llamarl.types import Group
-from tests.executors.fakes import FakeControl, FakeMetrics, FakeReceiver, FakeSender
-from tests.executors.pooled import FN, USER_MODULE, WORDS, FakeStream, make_prompt
+from tests.executors.fakes import FakeControl, FakeMetrics, FakeReceiver, FakeSender, FakeStream
+from tests.executors.pooled import FN, USER_MODULE, WORDS, make_prompt, train_prompt
 from tests.executors.references import CONFIG
 
 
@@ -29,7 +29,7 @@ def build_reward(tmp_path, monkeypatch):
         name = options.pop("output", "scored")
         settings = {"group_size": 2, "eval_sets": own_set(3)} | options
         executor = Reward(
-            prompts=FakeStream(),
+            prompts=FakeStream(train_prompt),
             eval_prompts=lambda j: make_prompt(f"eval {j}"),
             decode=lambda ids: WORDS[ids[0]] if ids else "",
             make_scorer=lambda site: InTurn(RewardPool(fn, on_result=site.on_result)),

@@ -40,6 +40,16 @@ class FakeSender:
         self.records.append(record)
 
 
+class FakeStream:
+    """The prompts of tickets, each by the function that a test gives."""
+
+    def __init__(self, prompt_of):
+        self.prompt_of = prompt_of
+
+    def __getitem__(self, ticket):
+        return self.prompt_of(ticket)
+
+
 class FakeMetrics:
     """Metrics that keep all that they are given; of spans the names, and the tracks."""
 
@@ -82,7 +92,9 @@ class FakeWeights:
     """Stages the same tiny weights under whatever version a test says."""
 
     def __init__(self, in_order):
-        self.staged, self.in_order, self.overtakable = None, in_order, False
+        self.in_order = in_order
+        self.staged = None
+        self.overtakable = False
 
     def bind(self, config, parameters):
         source = SafetensorsDir(tiny_directory())
@@ -117,7 +129,9 @@ class FakeMail:
     failure = None
 
     def __init__(self, boxes, rank):
-        self.boxes, self.rank, self.posts = boxes, rank, []
+        self.boxes = boxes
+        self.rank = rank
+        self.posts = []
 
     def post(self, rank, topic, payload):
         self.posts.append((rank, topic))
@@ -163,8 +177,12 @@ class FakeTickets:
         return set(self.working)
 
     def __init__(self, synchronous):
-        self.synchronous, self.grants, self.asked, self.next = synchronous, 1, [], 0
-        self.orders, self.went_on = [], []
+        self.synchronous = synchronous
+        self.grants = 1
+        self.next = 0
+        self.asked = []
+        self.orders = []
+        self.went_on = []
 
     def go_on(self, tickets):
         self.went_on += tickets

@@ -26,12 +26,10 @@ def rank(prompts, completions, metas):
 WORDS = ["error", "abstain", "right", "wrong"]  # token id -> text; prompt i has the answer "right"
 
 
-class FakeStream:
-    """Ticket 7 asks "train 7"."""
-
-    def __getitem__(self, ticket):
-        return make_prompt(f"train {ticket}")
-
-
 def make_prompt(text):
     return Prompt(torch.tensor([1, 2]), text, {"answer": "right"})
+
+
+def train_prompt(ticket):
+    """Return the prompt of a ticket: that of ticket 7 is "train 7"."""
+    return make_prompt(f"train {ticket}")

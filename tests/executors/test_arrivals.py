@@ -17,7 +17,9 @@ def test_what_arrives_between_two_microbatches_is_told_before_the_step_ends():
     trainer = object.__new__(FSDPTrainer)  # without what a model needs
     trainer.inputs = Inputs("trainer", [(Group, inbox)])
     trainer.buffer = GroupBuffer()
-    trainer.version, trainer._wait_since, trainer.done = 3, 0.0, False
+    trainer.version = 3
+    trainer.done = False
+    trainer._wait_since = 0.0
     trainer.control = SimpleNamespace(ending=False)
     trainer.checkpoints = SimpleNamespace(save=lambda version, executor: None)
     trainer.tickets = SimpleNamespace(

@@ -5,6 +5,7 @@ asks for, and replicas in lockstep.
 import itertools
 import threading
 import time
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -36,6 +37,12 @@ from tests.executors.generators import (
 from tests.tolerances import of_logprobs
 
 NATS = of_logprobs(read_config(tiny_directory()), size=2.0)
+
+
+def versions_of(completions):
+    """Return the policy versions under which their tokens were sampled."""
+    stamps = torch.cat([c.policy_versions for c in completions])
+    return set(stamps.tolist())
 
 
 def test_without_weights_it_samples_nothing_and_says_what_it_waits_for():
@@ -143,7 +150,9 @@ class LateAnswers(FakeTickets):
             trainer_ranks=(0,),
             timeout_s=1,
         )
-        self.turns, self.now, self.mail = turns, 0, []
+        self.turns = turns
+        self.now = 0
+        self.mail = []
         self.ask, self.granted = self.desk.ask, self.desk.granted
 
     def _asked(self, rank, topic, payload):
@@ -232,8 +241,8 @@ def test_held_out_prompts_are_also_sampled_under_the_pinned_version():
     greedy = {c.prompt_index: c.token_ids for c in answers if c.greedy}
     sampled = {(c.prompt_index, c.sample_index): c.token_ids for c in answers if not c.greedy}
     assert len(answers) == EVALS * 4 and sorted(greedy) == list(range(EVALS))
-    assert sorted(sampled) == [(j, i) for j in range(EVALS) for i in range(3)]
-    assert {v for c in answers for v in c.policy_versions.tolist()} == {5}
+    assert sorted(sampled) == list(itertools.product(range(EVALS), range(3)))
+    assert versions_of(answers) == {5}
     assert len({tuple(ids.tolist()) for ids in greedy.values()}) == 1  # one prompt, greedily
     assert len({tuple(ids.tolist()) for ids in sampled.values()}) > 3
     g.step()
@@ -271,7 +280,9 @@ def resumed(parts, replicas, working, step=0):
             group=ExecutorGroup("generator", tuple(range(replicas)), rank, torch.device("cpu")),
             **LONG,
         )
-        g.tickets.grants, g.tickets.working, g.tickets.resumed_step = 0, working, step
+        g.tickets.grants = 0
+        g.tickets.working = working
+        g.tickets.resumed_step = step
         g.load_state_dict(stored(part) for part in parts)
         assert not g.outputs.of(Completion) and g.step() is False, (
             "nothing is decoded before there are weights"
@@ -281,15 +292,22 @@ def resumed(parts, replicas, working, step=0):
     return made
 
 
-def finish(generators):
-    """All that they send, as (ticket, sample_index), tokens, finish_reason; each once."""
+def sent_by(generators):
+    """Return {(ticket, sample_index): (tokens, finish_reason)} of what they have sent."""
+    sent = []
     for g in generators:
-        while g.step():
-            pass
-    sent = [c for g in generators for c in g.outputs.of(Completion)]
+        sent += g.outputs.of(Completion)
     found = {(c.ticket, c.sample_index): (c.token_ids.tolist(), c.finish_reason) for c in sent}
     assert len(found) == len(sent), "a completion was sent twice"
     return found
+
+
+def finish(generators):
+    """Step generators to the end of their work; return all that they sent, as `sent_by` does."""
+    for g in generators:
+        while g.step():
+            pass
+    return sent_by(generators)
 
 
 LONG = {"new_tokens": 14, "least": 1, "temperature": 2.5, "chunk": 1}
@@ -302,14 +320,12 @@ def test_unfinished_groups_go_on_token_for_token_in_any_number_of_generators(ste
     assert len({len(tokens) for tokens, _ in expected.values()}) > 3, "lengths that differ"
     first = begun(steps, before)
     parts = [g.state_dict() for g in first]
-    working = {ticket for part in parts for ticket in part["in_work"]}
-    sent = {
-        (c.ticket, c.sample_index): (c.token_ids.tolist(), c.finish_reason)
-        for g in first
-        for c in g.outputs.of(Completion)
-    }
-    whole = {key: value for key, value in sent.items() if key[0] not in working}
-    assert all(sum(k[0] == key[0] for k in whole) == GROUP for key in whole)
+    working = set()
+    for part in parts:
+        working |= set(part["in_work"])
+    whole = {key: value for key, value in sent_by(first).items() if key[0] not in working}
+    num_sent = Counter(ticket for ticket, _ in whole)
+    assert all(number == GROUP for number in num_sent.values())
     again = finish(resumed(parts, after, working))
     assert not again.keys() & whole.keys() and again | whole == expected
 
@@ -376,9 +392,8 @@ def test_ranks_that_share_a_model_save_once_and_go_on_together(replica):
     settle(leader, peer)
     assert leader._sampled == peer._sampled > 0 and not peer.outputs.of(Completion)
     mine = sorted(part["in_work"])[1::2]  # the second of two replicas
-    assert sorted((c.ticket, c.sample_index) for c in leader.outputs.of(Completion)) == [
-        (t, i) for t in mine for i in range(GROUP)
-    ]
+    sent = sorted((c.ticket, c.sample_index) for c in leader.outputs.of(Completion))
+    assert sent == list(itertools.product(mine, range(GROUP)))
 
 
 # -- completions that end where they are
@@ -596,10 +611,8 @@ def test_a_peer_samples_what_its_leader_samples_and_sends_nothing(replica):
     leader.tickets.grants = 0
     settle(leader, peer)
     sent = [*leader.outputs.of(Completion), *leader.outputs.of(EvalCompletion)]
-    assert (
-        len(leader.outputs.of(Completion)) > GROUP
-        and len({v for c in sent for v in c.policy_versions.tolist()}) > 1
-    )
+    assert len(leader.outputs.of(Completion)) > GROUP
+    assert len(versions_of(sent)) > 1
 
     def key(completion):
         of_training = isinstance(completion, Completion)

@@ -79,6 +79,11 @@ def expected(text, past, nearest):
     return 1 - sum(kept) / len(kept)
 
 
+def numbered(name, count):
+    """Return the texts "NAME 0", "NAME 1", and so on."""
+    return [f"{name} {i}" for i in range(count)]
+
+
 @settings(max_examples=25, deadline=None)
 @given(
     history=st.integers(1, 30),
@@ -92,7 +97,7 @@ def test_scores_are_those_of_the_formula_whatever_order_a_steps_groups_come_in(
     novelty, past = made(history, nearest), []
     for step in range(3):
         tickets = list(range(step * GROUPS, (step + 1) * GROUPS))
-        texts_of = {t: [f"{t} {i}" for i in range(2)] for t in tickets}
+        texts_of = {t: numbered(f"{t}", 2) for t in tickets}
         order.shuffle(tickets)
         # A group that was aborted, or of which nothing has a score, never comes.
         came = tickets[order.randrange(2) :]
@@ -111,8 +116,10 @@ def test_scores_are_those_of_the_formula_whatever_order_a_steps_groups_come_in(
 def test_a_run_that_goes_on_gives_the_same_scores_to_the_bit(step, seed):
     """Also for tickets that were scored before the checkpoint, and are again after it."""
     order = random.Random(seed)
-    groups = [[f"{seed} {t} {i}" for i in range(3)] for t in range(4 * GROUPS)]
-    straight, before, after = made(history=10), made(history=10), made(history=10)
+    groups = [numbered(f"{seed} {t}", 3) for t in range(4 * GROUPS)]
+    straight = made(history=10)
+    before = made(history=10)
+    after = made(history=10)
     whole = score(straight, groups)
     scored_by_then = step * GROUPS + order.randrange(GROUPS)
     score(before, groups[:scored_by_then])
@@ -194,7 +201,9 @@ def test_an_evaluation_goes_before_the_batches_that_wait():
     for key in (3, 4):
         novelty.submit(key, item(f"held out {key}", is_held_out=True))
     novelty.release([3, 4])
-    polled = [[key for key, _ in novelty.poll()] for _ in range(4)]
+    polled = []
+    for _ in range(4):
+        polled.append([key for key, _ in novelty.poll()])
     assert polled == [[3, 4], [0], [1], [2]]
 
 

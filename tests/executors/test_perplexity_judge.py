@@ -5,7 +5,6 @@ import math
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from llamarl.errors import NotFinite
 from llamarl.models.config import read_config, tiny_directory
@@ -20,6 +19,7 @@ from llamarl.scoring.perplexity import (
 from llamarl.scoring.scorer import site_alone
 from llamarl.tasks.held_out import EvalSet, own_set
 from tests.evaluated import evaluated
+from tests.executors.likelihoods import logprobs_by_transformers
 from tests.scorers import asked_for
 from tests.tolerances import of_logprobs
 
@@ -50,19 +50,6 @@ def found_by(judge):
         assert judge.is_computing
         found = judge.findings()
     return found
-
-
-@torch.no_grad()
-def logprobs_by_transformers(items):
-    """[N] float64, nats: of each answer alone, computed in float64."""
-    model = AutoModelForCausalLM.from_pretrained(tiny_directory(), dtype=torch.float64)
-    found = []
-    for item in items:
-        prompt = item.prompt.prompt_ids
-        logits = model(torch.cat([prompt, item.token_ids])[None]).logits[0].log_softmax(-1)
-        places = torch.arange(item.token_ids.numel()) + prompt.numel() - 1
-        found.append(float(logits[places, item.token_ids].sum()))
-    return np.array(found)
 
 
 def test_it_is_what_transformers_says_of_the_greedy_answers():

@@ -65,7 +65,9 @@ def test_scores_are_those_of_each_sequence_alone(model, packings, budget, length
 def test_the_order_is_the_groups_though_microbatches_hold_another(model, packings):
     g = group(lengths=(1, 2, 7), prompt=2)
     got = scored(executor(model, microbatch_tokens=8), g)
-    places = [b.places.tolist() for p in packings for b in p.microbatches]
+    places = []
+    for packed in packings:
+        places += [microbatch.places.tolist() for microbatch in packed.microbatches]
     assert places == [[0, 3, 4, 5, 6, 7, 8, 9], [1, 2]]
     torch.testing.assert_close(got, one_by_one(model, g), atol=LOGPROBS, rtol=0)
 

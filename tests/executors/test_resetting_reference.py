@@ -67,7 +67,9 @@ class FakeControl:
 
     def __init__(self, rank=0):
         self.mail, self.waited = defaultdict(list), None
-        self.rank, self.peers, self.failure = rank, {}, None
+        self.rank = rank
+        self.peers = {}
+        self.failure = None
 
     def take(self, topic):
         return self.mail.pop(topic, [])

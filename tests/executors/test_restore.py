@@ -20,7 +20,10 @@ class Watched(Part):
     """A part whose reads are counted, in elements."""
 
     def __init__(self, values, tensors):
-        self._values, self._names, self._tensors, self.read = values, frozenset(tensors), tensors, 0
+        self._values = values
+        self._names = frozenset(tensors)
+        self._tensors = tensors
+        self.read = 0
 
     def __getitem__(self, name):
         assert name not in self._names, f"{name} is read whole"

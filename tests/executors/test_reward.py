@@ -1,8 +1,10 @@
 """Reward alone, with fakes on both sides and a real pool of one worker."""
 
 import dataclasses
+import itertools
 import json
 import time
+from operator import itemgetter
 
 import pytest
 import torch
@@ -18,7 +20,8 @@ from llamarl.scoring.pool import RewardPool
 from llamarl.scoring.samples import Samples
 from llamarl.tasks.held_out import APART, EvalSet, own_set
 from llamarl.types import Completion, EvalCompletion, Group
-from tests.executors.pooled import FN, WORDS, FakeStream, make_prompt
+from tests.executors.fakes import FakeStream
+from tests.executors.pooled import FN, WORDS, make_prompt, train_prompt
 
 DEADLINE_S = 30.0
 
@@ -224,8 +227,8 @@ def test_what_is_answered_at_an_evaluation_is_written_with_its_scores(build, tmp
     (file,) = (tmp_path / "samples").iterdir()
     assert file.name == "step_3.jsonl"
     rows = [json.loads(line) for line in file.read_text().splitlines()]
-    kept = ("number", "sample", "prompt", "completion", "outcome", "score")
-    assert [tuple(row[name] for name in kept) for row in rows] == [
+    kept = itemgetter("number", "sample", "prompt", "completion", "outcome", "score")
+    assert [kept(row) for row in rows] == [
         (0, 0, "eval 0", "right", "score", 1.0),
         (0, 1, "eval 0", "right", "abstain", None),
         (1, 0, "eval 1", "error", "error", None),
@@ -298,13 +301,19 @@ def test_sampled_answers_are_reported_with_the_greedy_ones(build):
     assert (values["eval/pass_at_1_sampled"], values["eval/pass_at_k"]) == (0.25, 0.5)
 
 
+def right_pairs(num_tickets):
+    """Return both completions of each ticket, all of them right."""
+    places = itertools.product(range(num_tickets), range(2))
+    return [completion(ticket, sample, "right") for ticket, sample in places]
+
+
 @pytest.mark.parametrize("output", ["scored", "groups"])
 def test_groups_wait_for_room_and_completions_then_stay_in_their_channel(build, output):
     executor = build(output=output)
     sink = executor.outputs.of(Group)
     sink.room = 1
     feed = executor.inputs.of(Completion).records
-    feed.extend(completion(t, i, "right") for t in range(2) for i in range(2))
+    feed.extend(right_pairs(2))
     assert len(settle(executor)) == 1
     assert executor.waiting_for() == f"room: in channel {output}, which the trainer empties"
     feed.append(completion(9, 0, "right"))
@@ -319,7 +328,7 @@ def test_no_more_is_taken_than_the_pool_may_hold(build, monkeypatch):
     monkeypatch.setattr(reward_module, "MAX_PENDING", 5)
     executor = build()
     feed = executor.inputs.of(Completion).records
-    feed.extend(completion(t, i, "right") for t in range(10) for i in range(2))
+    feed.extend(right_pairs(10))
     executor.step()
     assert len(feed) == 15
     assert sorted(g.ticket for g in settle(executor)) == list(range(10))
@@ -328,9 +337,7 @@ def test_no_more_is_taken_than_the_pool_may_hold(build, monkeypatch):
 def test_an_evaluation_needs_no_room_and_is_taken_at_once(build, monkeypatch):
     monkeypatch.setattr(reward_module, "MAX_PENDING", 2)
     executor = build()
-    executor.inputs.of(Completion).records.extend(
-        completion(t, i, "right") for t in range(10) for i in range(2)
-    )
+    executor.inputs.of(Completion).records.extend(right_pairs(10))
     executor.step()
     feed = executor.inputs.of(EvalCompletion).records
     feed.extend(answer(j, 0, "right") for j in range(3))
@@ -372,7 +379,7 @@ def test_a_wrong_function_is_an_error_of_setup(build):
 
 def test_teardown_is_harmless_before_setup():
     Reward(
-        prompts=FakeStream(),
+        prompts=FakeStream(train_prompt),
         eval_prompts=make_prompt,
         decode=str,
         make_scorer=lambda site: InTurn(RewardPool(FN)),

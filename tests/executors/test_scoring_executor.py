@@ -112,7 +112,8 @@ def test_a_score_that_is_not_finite_is_an_error(build, scorer, tmp_path):
 
 
 def test_what_is_too_long_for_the_scorer_is_an_error(build, tmp_path):
-    sizes = [a.prompt_ids.numel() + c.numel() for a in ASKED[:1] for c in a.completions]
+    asked = ASKED[0]
+    sizes = [asked.prompt_ids.numel() + c.numel() for c in asked.completions]
     write_scorer(tmp_path, max_position_embeddings=max(sizes) - 1)
     group = feed(build(), *all_of(0))[0]
     assert [o == "error" for o in group.outcomes] == [size == max(sizes) for size in sizes]
@@ -120,7 +121,9 @@ def test_what_is_too_long_for_the_scorer_is_an_error(build, tmp_path):
 
 @pytest.mark.bitwise("a reproducible reward scores alike in any order")
 def test_a_reproducible_reward_has_the_same_bits_in_any_order(build, scorer):
-    in_turn = [record for ticket in range(4) for record in all_of(ticket)]
+    in_turn = []
+    for ticket in range(4):
+        in_turn += all_of(ticket)
     alone = feed(build(reproducible=True), *in_turn)
     mixed = feed(build(reproducible=True), *reversed(in_turn))
     for ticket, group in alone.items():

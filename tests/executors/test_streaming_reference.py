@@ -16,7 +16,7 @@ from llamarl.scoring.ahead import StreamSettings
 from llamarl.scoring.growing import Piece
 from llamarl.scoring.pieces import LogprobHead
 from llamarl.types import Group, Prompt, Stretch
-from tests.executors.fakes import FakeMetrics, FakeReceiver, FakeSender
+from tests.executors.fakes import FakeMetrics, FakeReceiver, FakeSender, FakeStream
 from tests.executors.references import LOGPROBS, NAN, executor, group, one_by_one, scored
 
 pytestmark = pytest.mark.machine
@@ -29,9 +29,8 @@ def model(reference_model):
     return reference_model
 
 
-class Prompts:
-    def __getitem__(self, ticket):
-        return Prompt(group(ticket).prompt_ids, f"question {ticket}", {})
+def prompt_of(ticket):
+    return Prompt(group(ticket).prompt_ids, f"question {ticket}", {})
 
 
 def of_ticket(ticket):
@@ -53,7 +52,7 @@ def streaming(
         temperature=temperature,
         microbatch_tokens=16,
         reproducible=reproducible,
-        prompts=Prompts(),
+        prompts=FakeStream(prompt_of),
         stream=StreamSettings(
             chunk_tokens=chunk_tokens, cache_tokens=cache_tokens, longest=LONGEST
         ),
@@ -117,11 +116,9 @@ def test_the_rest_is_read_when_the_group_comes_and_nothing_twice(model):  # noqa
 
     def watched(passes):
         for one in passes:
-            read.extend(
-                (p.key, place)
-                for p in one.pieces
-                for place in range(p.begin, p.begin + len(p.token_ids))
-            )
+            for piece in one.pieces:
+                end = piece.begin + len(piece.token_ids)
+                read.extend((piece.key, place) for place in range(piece.begin, end))
         return run(passes)
 
     calls["read"] = replace(calls["read"], run=watched)

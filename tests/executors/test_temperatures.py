@@ -18,7 +18,9 @@ from llamarl.types import Completion
 from tests.executors.generators import PROMPT, canary_of, generator, stored
 from tests.launching import SMALL, ForkedJob, untimed
 
-LOW, HIGH, SEED = 0.7, 2.0, 11
+LOW = 0.7
+HIGH = 2.0
+SEED = 11
 DRAWN = TemperatureRange(LOW, HIGH, SEED)
 TICKETS = 4
 

@@ -1,5 +1,6 @@
 """Victim alone, with fakes on both sides: the embedded tiny model answers."""
 
+import itertools
 import random
 from pathlib import Path
 
@@ -16,7 +17,9 @@ from llamarl.models.hf import load_tokenizer, named_parameters_hf
 from llamarl.types import Answered, Completion, EvalAnswered, EvalCompletion, Policy
 from tests.executors.fakes import FakeControl, FakeMetrics, FakeReceiver, FakeSender
 
-ANSWERS, SIZE, EVAL_ATTACKS = 3, 2, 3
+ANSWERS = 3  # to an attack
+SIZE = 2  # attacks of a ticket
+EVAL_ATTACKS = 3  # of a held-out prompt
 LONGEST, NEW = 12, 5
 SAMPLING = SamplingParams(max_new_tokens=NEW, stop_token_ids=(2,), n=ANSWERS, seed=7)
 TOKENIZER = load_tokenizer(tiny_directory())
@@ -114,7 +117,8 @@ def answered_by(victim, *attacks) -> dict[tuple, Answered | EvalAnswered]:
     return {place_of(one.attack): one for one in records}
 
 
-SUMS = [attack(t, i, f"{t + 3}{i}+{t}7") for t in range(3) for i in range(SIZE)]
+PLACES = list(itertools.product(range(3), range(SIZE)))  # ticket, sample
+SUMS = [attack(t, i, f"{t + 3}{i}+{t}7") for t, i in PLACES]
 
 
 def asked_directly(one):
@@ -225,7 +229,9 @@ def test_as_many_attacks_are_begun_as_fill_the_slots(build):
 
 def test_two_evaluations_may_be_under_way_at_once(build):
     victim = build(reproducible=False, max_slots=3)
-    both = [eval_attack(i, "12+3", version=v) for v in (4, 6) for i in range(EVAL_ATTACKS)]
+    both = []
+    for version in (4, 6):
+        both += [eval_attack(i, "12+3", version=version) for i in range(EVAL_ATTACKS)]
     give(victim, *both)
     while victim.step():
         pass

@@ -3,8 +3,6 @@ and data.
 """
 
 import dataclasses
-import functools
-import json
 
 import pytest
 
@@ -18,61 +16,16 @@ from llamarl.config.command_line import (
 )
 from llamarl.models.config import read_config
 from tests.loss_problems import SECTIONS
-
-# How a file gives the command of another job.
-OTHER_JOBS = ("\n# recipes/reward_model.py", "\n# recipes/sft.py")
-NAMES = sorted(
-    file.stem
-    for file in (CONF_DIR / "experiment").glob("*.yaml")
-    if not any(job in file.read_text() for job in OTHER_JOBS)
+from tests.recipes.experiments import (
+    MODEL_REWARDS,
+    NAMES,
+    directory,
+    given,
+    given_of,
+    settings,
 )
-# Those whose value model starts as the reward model.
-OWN_CRITICS = ("async_rlhf_table4", "async_rlhf_table7_ppo")
-# Those that a reward model scores, in the paper.
-TABLES = ("async_rlhf_table4", "async_rlhf_table7", "tba_table3", "tba_red_team")
-MODEL_REWARDS = tuple(name for name in NAMES if name.startswith(TABLES))
 
-
-def reward_of(name, directory):
-    """What scores, where the paper has a reward model."""
-    return [f"reward.path={directory}"] if name in MODEL_REWARDS else []
-
-
-def given_of(name, directory):
-    """What such an experiment needs: a model, what it is prompted with, and what scores."""
-    words = [f"model.path={directory}"]
-    if not name.startswith("tba_red_team"):
-        words.append(f"task.path={directory / 'train.jsonl'}")
-    return words + reward_of(name, directory)
-
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory):
-    return tmp_path_factory.mktemp("given")
-
-
-@pytest.fixture(scope="module")
-def given(directory):
-    """A model whose context is long enough, and data."""
-    model = json.loads(
-        (CONF_DIR.parent / "llamarl" / "models" / "tiny" / "config.json").read_text()
-    )
-    (directory / "config.json").write_text(json.dumps({**model, "max_position_embeddings": 4096}))
-    (directory / "train.jsonl").write_text(
-        '{"prompt": "1+1=", "question": "1+1=", "answer": "#### 2"}\n' * 20
-    )
-    return [f"model.path={directory}", f"task.path={directory / 'train.jsonl'}"]
-
-
-@pytest.fixture(scope="module")
-def settings(given, directory):
-    """settings(name, *overrides): the config of an experiment, composed once."""
-
-    @functools.cache
-    def settings_of(name, *overrides):
-        return compose_config([f"+experiment={name}", *given_of(name, directory), *overrides])
-
-    return settings_of
+__all__ = ["directory", "given", "settings"]  # fixtures
 
 
 def loss_of(name):

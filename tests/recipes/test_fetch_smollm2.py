@@ -17,7 +17,11 @@ import torch
 from safetensors.torch import load_file
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "fetch_smollm2.py"
-LAYERS, WIDTH, HEADS, KV_HEADS, MLP = 2, 64, 4, 2, 96
+LAYERS = 2
+WIDTH = 64
+HEADS = 4
+KV_HEADS = 2
+MLP = 96
 TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "a", "b", "ab", "1", "2", "Ġ"]
 CONTROL, NORMAL = 3, 1
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m['content'] }}<|im_end|>{% endfor %}"
@@ -41,11 +45,9 @@ def hf_shapes():
         "mlp.up_proj": (MLP, WIDTH),
         "mlp.down_proj": (WIDTH, MLP),
     }
-    shapes = {
-        f"model.layers.{i}.{name}.weight": shape
-        for i in range(LAYERS)
-        for name, shape in layer.items()
-    }
+    shapes = {}
+    for i in range(LAYERS):
+        shapes |= {f"model.layers.{i}.{name}.weight": shape for name, shape in layer.items()}
     return shapes | {
         "model.embed_tokens.weight": (len(TOKENS), WIDTH),
         "model.norm.weight": (WIDTH,),

@@ -6,7 +6,9 @@ import pytest
 
 from tests.launching import ForkedJob
 
-B, STEPS, K = 8, 30, 4
+B = 8  # groups a step
+K = 4  # completions a group
+STEPS = 30
 ON_THEIR_WAY = 2 * B
 BEHIND = 4  # versions: one in training, and those that travel
 APART = (

@@ -42,7 +42,9 @@ SMALL = (
     "threads=1",
 )
 CLOSENESS = "reward.fn=tests.labels:closeness"
-BAD_INPUT, FAILED, INTERRUPTED = 2, 1, 130
+FAILED = 1
+BAD_INPUT = 2
+INTERRUPTED = 130
 
 
 @pytest.fixture(scope="module")

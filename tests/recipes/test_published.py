@@ -7,8 +7,8 @@ from omegaconf import OmegaConf
 
 from llamarl.config.command_line import CONF_DIR, ConfigError
 from tests.launching import ForkedJob
-from tests.recipes.test_experiments import NAMES as ALL
-from tests.recipes.test_experiments import OWN_CRITICS, directory, given, reward_of, settings
+from tests.recipes.experiments import NAMES as ALL
+from tests.recipes.experiments import OWN_CRITICS, directory, given, reward_of, settings
 from tests.scorers import write_scorer
 
 __all__ = ["directory", "given", "settings"]  # fixtures

@@ -51,6 +51,17 @@ def held_in(row):
     return row["buffer/size"] + row["buffer/copies"]
 
 
+def share_of_all_lags(row):
+    """Return the sum of the shares of trained tokens that had each lag."""
+    return sum(value for name, value in row.items() if name.startswith("lag/tokens/"))
+
+
+def tickets_held(job, rank):
+    """Return the tickets of the groups that a trainer rank holds, by its last checkpoint."""
+    state = json.loads((job.checkpoint / f"trainer.rank{rank}.json").read_text())
+    return {ticket for ticket, _ in state["held"]}
+
+
 @pytest.fixture(scope="module")
 def synchronous_replay(tmp_path_factory):
     with ForkedJob(*SMALL, *SYNCHRONOUS, run_dir=tmp_path_factory.mktemp("replay") / "run") as job:
@@ -66,10 +77,7 @@ def test_each_step_draws_from_all_that_has_joined_and_within_its_bound(synchrono
     # leaves.
     assert [held_in(row) for row in rows] == [batch, batch, 60, 60]
     assert [row["buffer/hidden"] for row in rows] == [0, batch, 0, batch]
-    assert all(
-        sum(row[name] for name in row if name.startswith("lag/tokens/")) == pytest.approx(1)
-        for row in rows
-    )
+    assert all(share_of_all_lags(row) == pytest.approx(1) for row in rows)
     assert [row["buffer/age_max"] for row in rows] == [0, 1, 2, 3]
     bound = 0 + (60 - S) // batch + 2 - 1
     assert (
@@ -165,19 +173,17 @@ def test_two_trainer_ranks_have_a_share_each_and_one_goes_on_with_both(tmp_path)
         *SMALL, *FREE, *three, *quiet, "max_steps=3", run_dir=tmp_path / "run", ranks=3
     ) as job:
         assert job.wait() == 0, job.output
-        held = [
-            json.loads((job.checkpoint / f"trainer.rank{i}.json").read_text())["held"]
-            for i in (0, 1)
-        ]
+        first = tickets_held(job, rank=0)
+        second = tickets_held(job, rank=1)
         size = held_in(job.rows[-1])
-    tickets = [{ticket for ticket, _ in part} for part in held]
-    assert [{t % 2 for t in part} for part in tickets] in ([{0}, {1}], [{1}, {0}]) and all(tickets)
+    parities = [{ticket % 2 for ticket in first}, {ticket % 2 for ticket in second}]
+    assert parities in ([{0}, {1}], [{1}, {0}])
     with ForkedJob(
         *SMALL, *FREE, *quiet, "max_steps=4", "resume=auto", run_dir=tmp_path / "run"
     ) as job:
         assert job.wait() == 0, job.output
-    again = json.loads((job.checkpoint / "trainer.rank0.json").read_text())["held"]
-    assert {t for t, _ in again} >= tickets[0] | tickets[1] and held_in(job.rows[-1]) >= size
+    assert tickets_held(job, rank=0) >= first | second
+    assert held_in(job.rows[-1]) >= size
 
 
 REDUCED = (
@@ -286,8 +292,5 @@ def test_ppo_with_a_value_head_trains_on_what_is_replayed_in_minibatches(tmp_pat
     assert max(row["lag/max"] for row in rows) > 0 and all(
         row["value/grad_norm"] > 0 for row in rows
     )
-    assert all(
-        sum(row[name] for name in row if name.startswith("lag/tokens/")) == pytest.approx(1)
-        for row in rows
-    )
+    assert all(share_of_all_lags(row) == pytest.approx(1) for row in rows)
     assert [held_in(row) for row in rows] == [24, 24, 60, 60]

@@ -74,7 +74,9 @@ def test_the_lengths_of_the_pipeline_hold_every_post_and_summary():
             return 0.0
 
     post = make_post(Longest())
-    words = {word.partition("=")[0]: word for stage in stages(Path("D"), 0) for word in stage.words}
+    words = {}
+    for stage in stages(Path("D"), 0):
+        words |= {word.partition("=")[0]: word for word in stage.words}
     most_prompt = int(words["task.max_prompt_tokens"].partition("=")[2])
     most_new = int(words["max_new_tokens"].partition("=")[2])
     most_row = int(words["task.max_tokens"].partition("=")[2])

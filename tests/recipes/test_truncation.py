@@ -10,7 +10,9 @@ import pytest
 
 from tests.launching import RECIPE, ROOT, SMALL, ForkedJob, environment
 
-LONG, TOKENS, SHORT = 5, 400, 4  # the straggler; tokens of its completions, and of all others
+LONG = 5  # the ticket that is a straggler
+TOKENS = 400  # of each of its completions
+SHORT = 4  # tokens of each other completion
 GROUPS, SIZE = 4, 2
 SLOW = f"""
 import dataclasses, runpy, sys, time

@@ -1,6 +1,7 @@
 import dataclasses
 import math
 import os
+from itertools import chain
 
 import pytest
 import torch
@@ -142,7 +143,7 @@ def test_greedy_equals_transformers_generate(way, tmp_path):
 def test_generator_logprobs_equal_a_fresh_full_forward(way, temperature):
     e = engine(max_slots=5)
     params = SamplingParams(24, temperature=temperature, stop_token_ids=(2, 3), n=3)
-    completions = [c for group in generate(e, PROMPTS, params) for c in group]
+    completions = list(chain.from_iterable(generate(e, PROMPTS, params)))
     assert len({c.token_ids.numel() for c in completions}) > 3  # ragged, so that rows were moved
     for c in completions:
         expected = full_forward_logprobs(e.decoder, c, temperature)
@@ -224,7 +225,9 @@ def test_samples_of_one_prompt_follow_the_softmax():
 
 
 def test_new_weights_stamp_later_tokens_and_keep_the_cache():
-    e, old, new = engine(max_slots=4), random_decoder(0), random_decoder(1)
+    e = engine(max_slots=4)
+    old = random_decoder(0)
+    new = random_decoder(1)
     e.weights_changed(3)
     e.submit(0, PROMPTS[0], SamplingParams(12))
     assert e.step(5) == 5
@@ -272,7 +275,7 @@ def test_new_weights_stamp_later_tokens_and_keep_the_cache():
 def test_stop_tokens_end_a_completion_and_are_its_last_token():
     e = engine()
     params = SamplingParams(20, stop_token_ids=(2, 7, 11, 19), n=8)
-    completions = [c for group in generate(e, PROMPTS, params) for c in group]
+    completions = list(chain.from_iterable(generate(e, PROMPTS, params)))
     assert {c.finish_reason for c in completions} == {"stop", "length"}
     for c in completions:
         inside = torch.isin(c.token_ids, torch.tensor(params.stop_token_ids))
@@ -526,7 +529,9 @@ def test_a_row_of_the_native_path_does_not_depend_on_the_others_or_on_threads():
         )
     with torch.inference_mode():
         e._cache.reserve(70, MAX_LEN)
-        tokens, positions, slots = torch.arange(70) % 31, torch.full((70,), 9), torch.arange(70)
+        slots = torch.arange(70)
+        tokens = slots % 31
+        positions = torch.full((70,), 9)
         whole = e._runner.native(tokens, positions, e._cache, slots)
         for first, end in ((0, 1), (3, 10), (8, 70)):
             part = e._runner.native(
@@ -800,7 +805,9 @@ def test_greedy_equals_transformers_on_a_real_model():
         )
     from transformers import AutoModelForCausalLM
 
-    num_prompts, tokens, near_tie = 100, 128, 1e-3  # nats between the two likeliest
+    num_prompts = 100
+    tokens = 128
+    near_tie = 1e-3  # nats between the two likeliest
     generator = torch.Generator().manual_seed(0)
     prompts = [
         torch.randint(100, 40_000, (16,), generator=generator).tolist() for _ in range(num_prompts)
