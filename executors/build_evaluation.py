@@ -34,7 +34,7 @@ from llamarl.types import EvalCompletion, Prompt
 def answer(
     engine: Engine, job: Job, prompts: Mapping[int, Prompt], num_samples: int
 ) -> list[EvalCompletion]:
-    """The completions of all prompts, in order: of each the greedy one, then the sampled ones."""
+    """Return the completions of all prompts in order: for each its greedy one, then its samples."""
     sampling = sampling_of(job.config, job)
     for number, prompt in prompts.items():
         submit(engine, number, prompt, sampling, num_samples)
@@ -47,7 +47,9 @@ def answer(
 def score_by_set(
     scorer: Scorer, sets: Sequence[EvalSet], completions: list[EvalCompletion], items: list[Item]
 ) -> list[Outcome]:
-    """The outcomes of items, in order; what compares completions keeps to those of a set."""
+    """Return the outcomes of items, in order. Each set is scored alone, because a scorer that
+    compares completions must not compare across sets.
+    """
     outcomes: list[Outcome] = []
     for one in sets:
         own = [item for c, item in zip(completions, items) if c.prompt_index in one.numbers]
@@ -56,8 +58,8 @@ def score_by_set(
 
 
 def find_against(given: str, job: Job, asked: Asked) -> Callable[[], list[Item]] | None:
-    """How to come to the answers that are to be beaten, one to each prompt; None if there are none.
-    What is wrong with them is told here: ValueError or OSError.
+    """Return a function that finds the completions to compare with, one to each prompt; None
+    without any. ValueError or OSError at once if they cannot be had.
     """
     prompts = list(asked.prompts.values())
     config = job.config
@@ -79,7 +81,7 @@ def find_against(given: str, job: Job, asked: Asked) -> Callable[[], list[Item]]
 
 
 def answers_of(other: Job, job: Job, asked: Asked) -> list[Item]:
-    """The greedy answers of another model, in the tokens of the one that is evaluated."""
+    """Return the greedy completions of another model, in the tokens of the evaluated model."""
     prompts = list(asked.prompts.values())
     most = max(one.count for one in asked.sets)
     every = asked_of(other, most).prompts

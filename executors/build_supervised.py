@@ -29,7 +29,7 @@ def build_sft_trainer(config: SFTConfig, job: SupervisedJob) -> SupervisedTraine
 
 
 def _build_answers(job: SupervisedJob) -> HeldOutAnswers:
-    """What answers the held-out prompts of the job's task, on every rank."""
+    """Build what completes and scores the held-out prompts of the job's task, on every rank."""
     run = job.run_job
     assert run is not None, "only a task's prompts are answered"
     scorer = build_scorer(run.config, run)

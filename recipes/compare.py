@@ -91,7 +91,7 @@ class Settings:
 
 
 DEFAULTS = {"runs": REQUIRED, "y": None, "x": None, "target": None, "out": "comparison"}
-# Of earlier releases.
+# Flags that earlier releases had.
 FLAGS = {"--y": "y", "--x": "x", "--target": "target", "--out": "out"}
 
 

@@ -245,7 +245,7 @@ class Settings:
 
 
 DEFAULTS = {"out": REQUIRED, "wheel": None, "dtype": "bfloat16"}
-# Of earlier releases.
+# Flags that earlier releases had.
 FLAGS = {"": "out", "--wheel": "wheel", "--dtype": "dtype"}
 
 

@@ -53,10 +53,10 @@ GOLD = "llamarl.tasks.facts:gold"
 # Settings of the task for the tokenizer that recipes/facts_data.py writes: a post has at most 75
 # tokens, a gold summary 21 with its end.
 TASK = ("task=facts", "task.max_prompt_tokens=80", "max_new_tokens=32", "temperature=0.7")
-# Of earlier releases, which took `data.--rows=N`.
+# Flags that earlier releases had, which took `data.--rows=N`.
 OLD_FLAGS = {**evaluation.FLAGS, **facts_data.FLAGS}
 del OLD_FLAGS[""]  # each word is of a key
-# Of recipes that are jobs: what reads their words.
+# What reads the words of a recipe that is a job.
 KINDS: dict[str, JobKind] = {
     "sft.py": SFT,
     "preferences.py": PREFERENCES,
@@ -270,8 +270,8 @@ def read_words(words: list[str]) -> tuple[Path, list[Stage]]:
 
 
 def problems_of(stage: Stage, words: list[str]) -> list[Problem]:
-    """What is wrong with words that are added to a stage, under its name. Its own words name files
-    that are made only when the pipeline runs: nothing is said of these.
+    """Return what is wrong with words that are added to a stage, under its name. Problems of
+    the stage's own words are left out: they name files that only the running pipeline makes.
     """
     if not words:
         return []

@@ -68,7 +68,7 @@ DEFAULTS = {
     "comparisons": [],
     "max_prompt_tokens": 512,
 }
-# Of earlier releases.
+# Flags that earlier releases had.
 FLAGS = {
     "--posts": "write posts=[FILE,...]",
     "--comparisons": "write comparisons=[FILE,...]",
@@ -88,7 +88,7 @@ def parse(words: Sequence[str]) -> Settings:
 
 
 def files_of(patterns: Sequence[str]) -> list[Path]:
-    """The files that these name, each pattern's in order. FileNotFoundError for one of none."""
+    """Return the files that match, pattern by pattern. FileNotFoundError if one matches none."""
     files: list[Path] = []
     for pattern in patterns:
         found = sorted(glob.glob(pattern))

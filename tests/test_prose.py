@@ -26,99 +26,6 @@ THINGS = frozenset(
     "That Those These This There It Its Their As At By For From In With Without So".split()
 )
 
-# Files whose functions do not yet obey. Take a line away once its file does.
-OPEN = frozenset(
-    {
-        "executors/build.py",
-        "executors/build_supervised.py",
-        "executors/reference.py",
-        "executors/supervised.py",
-        "llamarl/comm/channel.py",
-        "llamarl/config/command_line.py",
-        "llamarl/config/conversion.py",
-        "llamarl/config/eval_rules.py",
-        "llamarl/config/files.py",
-        "llamarl/config/loss_options.py",
-        "llamarl/config/marks.py",
-        "llamarl/config/placement.py",
-        "llamarl/config/preferences.py",
-        "llamarl/config/rules.py",
-        "llamarl/config/schema.py",
-        "llamarl/config/search_rules.py",
-        "llamarl/config/supervised.py",
-        "llamarl/executor.py",
-        "llamarl/inference/build.py",
-        "llamarl/inference/cache.py",
-        "llamarl/inference/decode.py",
-        "llamarl/inference/engine.py",
-        "llamarl/inference/evaluation.py",
-        "llamarl/inference/graph.py",
-        "llamarl/inference/partials.py",
-        "llamarl/inference/protocol.py",
-        "llamarl/inference/rows.py",
-        "llamarl/inference/runner.py",
-        "llamarl/inference/sampler.py",
-        "llamarl/inference/slots.py",
-        "llamarl/inference/stop_strings.py",
-        "llamarl/inference/vllm_engine.py",
-        "llamarl/inference/vllm_worker.py",
-        "llamarl/launch/dry_run.py",
-        "llamarl/launch/gold.py",
-        "llamarl/launch/identity.py",
-        "llamarl/launch/inputs.py",
-        "llamarl/launch/job.py",
-        "llamarl/launch/memory.py",
-        "llamarl/launch/outcome.py",
-        "llamarl/launch/preferences.py",
-        "llamarl/launch/reading.py",
-        "llamarl/launch/run_directory.py",
-        "llamarl/launch/scorers.py",
-        "llamarl/launch/sources.py",
-        "llamarl/launch/start.py",
-        "llamarl/launch/supervised.py",
-        "llamarl/launch/templates.py",
-        "llamarl/learning/sft.py",
-        "llamarl/learning/sft_data.py",
-        "llamarl/learning/supervised.py",
-        "llamarl/scoring/ahead.py",
-        "llamarl/scoring/assembly.py",
-        "llamarl/scoring/by_set.py",
-        "llamarl/scoring/calls.py",
-        "llamarl/scoring/chunk_search.py",
-        "llamarl/scoring/classifier.py",
-        "llamarl/scoring/embedding.py",
-        "llamarl/scoring/endpoint.py",
-        "llamarl/scoring/evaluation.py",
-        "llamarl/scoring/growing.py",
-        "llamarl/scoring/judge.py",
-        "llamarl/scoring/logprobs.py",
-        "llamarl/scoring/memory.py",
-        "llamarl/scoring/model.py",
-        "llamarl/scoring/novelty.py",
-        "llamarl/scoring/packed.py",
-        "llamarl/scoring/pairing.py",
-        "llamarl/scoring/pairs.py",
-        "llamarl/scoring/pieces.py",
-        "llamarl/scoring/pool.py",
-        "llamarl/scoring/replies.py",
-        "llamarl/scoring/resets.py",
-        "llamarl/scoring/scorer.py",
-        "llamarl/scoring/sharded.py",
-        "llamarl/scoring/together.py",
-        "llamarl/scoring/transcript.py",
-        "llamarl/scoring/trial.py",
-        "llamarl/scoring/worker.py",
-        "recipes/compare.py",
-        "recipes/evaluate.py",
-        "recipes/facts_data.py",
-        "recipes/fetch_smollm2.py",
-        "recipes/rlhf.py",
-        "recipes/rlhf_report.py",
-        "recipes/sft.py",
-        "recipes/tldr.py",
-    }
-)
-
 Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -196,7 +103,7 @@ def test_docstrings_and_comments_have_a_subject():
     for file in python_files(*CODE):
         source = file.read_text()
         openings = without_subject(ast.parse(source)) + comments_without_subject(source)
-        if openings and name_of(file) not in OPEN:
+        if openings:
             found[name_of(file)] = openings
     assert not found
 
@@ -205,6 +112,6 @@ def test_docstrings_of_functions_begin_with_a_verb():
     found = {}
     for file in python_files(*CODE):
         openings = without_verb(ast.parse(file.read_text()))
-        if openings and name_of(file) not in OPEN:
+        if openings:
             found[name_of(file)] = openings
     assert not found

@@ -59,7 +59,7 @@ class JobKind(Generic[Schema]):
     flags: Mapping[str, str] = field(default_factory=dict)
 
     def read(self, composed: DictConfig) -> Schema:
-        """The typed config of composed values. ConfigError as `to_config`."""
+        """Return the typed config of composed values. ConfigError as `to_config`."""
         kept = [str(key) for key in composed if key not in self.of_others]
         return to_config(OmegaConf.masked_copy(composed, kept), self.schema)
 

@@ -260,7 +260,7 @@ def to_values(config: object) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """A dataclass and all in it as plain values; the keys of a flat field beside the others."""
+    """Return a dataclass and all in it as plain values. Keys of a flat field join the others."""
     if isinstance(value, dict):
         return {name: _plain(inner) for name, inner in value.items()}
     if isinstance(value, list):

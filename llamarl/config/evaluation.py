@@ -13,7 +13,7 @@ from llamarl.config.schema import Config
 
 REFERENCES = "references"
 
-# Of earlier releases.
+# Flags that earlier releases had.
 FLAGS = {
     "": "model.path",
     "--num-prompts": "num_prompts",
@@ -38,7 +38,7 @@ class EvaluationConfig(Config):
 def check(
     config: EvaluationConfig, world_size: int, local_world_size: int | None = None
 ) -> list[Problem]:
-    """What cannot work together."""
+    """Return what cannot work together."""
     problems = check_run(config, 1)
     if config.model.path is None:
         problems.append(Problem("model.path", "required: set model.path=DIR", ("model.path",)))

@@ -7,7 +7,7 @@ from llamarl.config.ranges import Count, Natural, Text
 from llamarl.config.script import REQUIRED
 
 DEFAULTS = {"out": REQUIRED, "seed": 0, "rows": 20_000}
-# Of earlier releases.
+# Flags that earlier releases had.
 FLAGS = {"": "out", "--seed": "seed", "--rows": "rows"}
 
 

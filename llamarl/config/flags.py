@@ -8,11 +8,11 @@ from llamarl.config.conversion import Problem
 
 
 def problems_of_flags(words: Sequence[str], now: Mapping[str, str]) -> list[Problem]:
-    """A problem for each word of a command line that is a flag of an earlier release, with what to
-    write now.
+    """Return a problem for each word of a command line that is a flag of an earlier release. Each
+    says what to write now.
 
     now: flag -> the key that took its place ("--lr": "lr"), or a sentence where there is none; ""
-    is a word alone, without a key.
+    stands for a word without a key.
     """
     found = []
     rest = list(words)

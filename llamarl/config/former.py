@@ -31,7 +31,9 @@ _RENAMED_SECTIONS = {
 
 
 def answer_to(key: str) -> str | None:
-    """What to say of a key of an earlier release, after a semicolon; None if it never was one."""
+    """Return what to say about a key of an earlier release, after a semicolon; None if it never
+    was one.
+    """
     section, _, rest = key.rpartition(".")
     today = RENAMED.get(key)
     if section in _RENAMED_SECTIONS:
@@ -42,7 +44,7 @@ def answer_to(key: str) -> str | None:
 
 
 def of_today(saved: Mapping[str, object]) -> dict[str, object]:
-    """The nested values of a saved configuration under today's keys."""
+    """Return the nested values of a saved configuration under today's keys."""
     values = dict(saved)
     schedules = {}
     for section, today in _RENAMED_SECTIONS.items():

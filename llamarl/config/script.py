@@ -33,11 +33,11 @@ def read_script(
     flags: Mapping[str, str] | None = None,
     listed: str | None = None,
 ) -> Schema:
-    """The record of a command line. ConfigError with all that is wrong with it; SystemExit for
-    --help, which prints doc.
+    """Return the record of a command line. ConfigError with all that is wrong with it; SystemExit
+    for --help, which prints doc.
 
-    defaults: of every key; REQUIRED: there is none. flags: of earlier releases, see
-    `problems_of_flags`. listed: the key of the list that words without a key are in.
+    defaults: a value for every key; REQUIRED if there is none. flags: those that earlier releases
+    had, see `problems_of_flags`. listed: the key of the list that takes words without a key.
     """
     if {"-h", "--help"} & set(words):
         print(doc)

@@ -38,7 +38,7 @@ SLOTS = 64  # held-out prompts that are answered at once
 OmegaConf.register_new_resolver("tiny_model", lambda: str(tiny_directory()), replace=True)
 
 
-# Of earlier releases.
+# Flags that earlier releases had.
 FLAGS = {
     "--out": "out",
     "--model": "model.path",
@@ -95,8 +95,8 @@ class SFTConfig(SupervisedConfig):
 
 
 def as_run(config: SFTConfig) -> Config:
-    """The main job that has this task and answers its held-out prompts. What it would learn is of
-    no account.
+    """Return a main job with this task, which only completes its held-out prompts. Its settings for
+    learning are never used.
     """
     values = to_values(default_config())
     own = to_values(config)
@@ -111,7 +111,7 @@ def as_run(config: SFTConfig) -> Config:
 
 
 def check(config: SFTConfig, world_size: int, local_world_size: int | None = None) -> list[Problem]:
-    """What cannot work together, or with this many ranks and these files."""
+    """Return what cannot work together, or with this many ranks and these files."""
     found = check_common(config, config.rows, world_size)
     aims = config.target_accuracy is not None
     if config.rows is not None:

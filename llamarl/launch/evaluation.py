@@ -48,8 +48,8 @@ OUR_OWN = (
 
 
 def read_words(words: list[str]) -> EvaluationConfig:
-    """The config of a command line, whose model.path is the Hugging Face directory that it leads
-    to. ConfigError with all that is wrong.
+    """Return the config of a command line. Its model.path is replaced by the Hugging Face directory
+    that it leads to. ConfigError with all that is wrong.
     """
     problems = problems_of_flags(words, EVALUATION.flags)
     if problems:
@@ -66,7 +66,7 @@ def read_words(words: list[str]) -> EvaluationConfig:
     try:
         config = config_of(model, made_by, others)
     except ConfigError as error:
-        # Of a directory that is not there the first problem has said it.
+        # A directory that is not there has its problem already: do not report it twice.
         seen = keys_of(problems)
         problems += [problem for problem in error.problems if seen.isdisjoint(problem.keys)]
     if problems:
@@ -80,8 +80,8 @@ def _split(word: str) -> tuple[str, str, str]:
 
 
 def config_of(model: Path | None, run: Path | None, overrides: list[str]) -> EvaluationConfig:
-    """The run's own config, where there is one, with what the command line changes: of the run are
-    the keys that the schema marks ANSWERS. ConfigError.
+    """Return the config of an evaluation. Keys that the schema marks ANSWERS come from the run, if
+    there is one; the command line overrides them. ConfigError.
     """
     given = [*overrides, *_implied(overrides)]
     if model is not None:
@@ -97,7 +97,8 @@ def config_of(model: Path | None, run: Path | None, overrides: list[str]) -> Eva
             "evaluations say how many succeed (eval/success), or give the model directory alone"
         )
         raise ConfigError([Problem(f"victim.kind={old['victim']['kind']}", what)])
-    # Of a section that is another kind's now, no key means anything; one that stays is the base.
+    # If the command line chooses another kind for a section, the run's keys mean nothing in it.
+    # Otherwise they are what the command line changes.
     of_kinds = {section: old.pop(section) for section in ("task", "reward")}
     kept = {section: values for section, values in of_kinds.items() if section not in named}
     sets = old["eval"].pop("sets")
@@ -120,7 +121,7 @@ def config_of(model: Path | None, run: Path | None, overrides: list[str]) -> Eva
 
 
 def _implied(overrides: list[str]) -> list[str]:
-    """What words of a command line say besides."""
+    """Return the words that words of a command line imply."""
     words = []
     for key, _, value in map(_split, overrides):
         if key in ("eval.gold", "eval.base"):
@@ -131,8 +132,8 @@ def _implied(overrides: list[str]) -> list[str]:
 
 
 def _compose_over(sections: dict[str, dict], overrides: list[str]) -> EvaluationConfig:
-    """The config of a command line where these sections, of whatever kind, are what there is before
-    it. ConfigError.
+    """Return the config of a command line that changes these sections, whatever their kinds.
+    ConfigError.
     """
     with tempfile.TemporaryDirectory() as folder:
         choices = []
@@ -181,7 +182,7 @@ class Asked(NamedTuple):
 
 
 def asked_of(job: Job, most: int | None) -> Asked:
-    """Of each set its first prompts, as many as the config says; or `most`, where it has them."""
+    """Return the first prompts of each set: as many as the config says, or at most `most`."""
     # What is held out depends on eval.num_prompts alone, so that nothing that was trained on is
     # asked.
     sets = job.held_out.sets if most is None else job.held_out.first(most)
@@ -189,8 +190,8 @@ def asked_of(job: Job, most: int | None) -> Asked:
 
 
 def read_answers(file: Path, asked: Asked) -> list[str]:
-    """The greedy answer of a file to each of these prompts. ValueError naming FILE:LINE of a bad
-    line, or the first prompt without an answer.
+    """Return a file's greedy completion of each of these prompts. ValueError that names FILE:LINE
+    of a bad line, or the first prompt without a completion.
     """
 
     def answer_of(row: dict) -> tuple[tuple[str, str], str] | None:

@@ -202,7 +202,7 @@ def _victim(job: Job) -> Iterator[Price]:
 
 
 def _scorers(job: Job) -> Iterator[Price]:
-    """What scores, and what judges evaluations besides."""
+    """Yield the prices of the scorers and of the judges of evaluations."""
     for kind in scorers_of(job):
         yield from kind.memory()
 

@@ -247,7 +247,7 @@ def _put_in_place(made: Path, out: Path) -> None:
 
 
 def rows_of(config: AnyConfig) -> RowsSettings | None:
-    """The rows that a job learns from; None where it learns the answers of a task."""
+    """Return the rows that a job learns from; None if it learns the targets of a task."""
     return config.rows if isinstance(config, SFTConfig) else config.task
 
 
@@ -287,8 +287,8 @@ def launch_supervised(
 
 
 def _job_of_task(config: AnyConfig, world: World, tokenizer) -> SupervisedJob:
-    """The job that learns the answers of a task of the main job, once all that the user gave is
-    looked at. BadInput.
+    """Check all that the user gave; return the job that learns the targets of the main job's task.
+    BadInput.
     """
     assert isinstance(config, SFTConfig), "other jobs have rows"
     run_job = Job(as_run(config), world, RunDirectory(Path(config.out or "runs/(new)"), None))

@@ -151,10 +151,10 @@ class AnswersOfTask:
 def read_answers(
     task: Task, tokenizer, *, max_tokens: int, num_eval: int, fingerprints: dict[str, str]
 ) -> AnswersOfTask:
-    """A task's prompts with their answers. Those that are made on demand are looked at when their
-    step comes, but for the first; all others now.
+    """Return a task's prompts with their targets. All are checked now, unless the task makes them
+    on demand: then only the first is, and each other one at its step.
 
-    ValueError for a prompt without an answer, or with more than max_tokens.
+    ValueError for a prompt without a target, or with more than max_tokens.
     """
 
     def pair(i: int) -> Pair:

@@ -34,7 +34,7 @@ class Judgement(NamedTuple):
 
 
 def judgement_lines(config: Config, judgement: Judgement, against: str) -> list[str]:
-    """The lines to print about it."""
+    """Return the lines to print about a judgement."""
     judged = judgement.judged
     lines = []
     if judged is not None:
@@ -64,19 +64,19 @@ def judgement_lines(config: Config, judgement: Judgement, against: str) -> list[
 
 
 def shown_score(mean: float | None) -> str:
-    """A mean score; "-" where nothing has one."""
+    """Return a mean score as text; "-" if nothing has a score."""
     return "-" if mean is None else f"{mean:.4g}"
 
 
 def shown_rate(rate: WinRate | None) -> str:
-    """A share and its interval of 95 %."""
+    """Return a share with its 95 % interval as text; "-" without one."""
     if rate is None:
         return "-"
     return f"{rate.share:.1%} [{rate.low:.1%}, {rate.high:.1%}]"
 
 
 def judged_columns(one: EvalSet, judgement: Judgement) -> dict[int, dict[str, object]]:
-    """By number of the prompt, what a line of the file says of its greedy answer besides."""
+    """Return more columns for the file's lines about greedy completions, by prompt number."""
     columns: dict[int, dict[str, object]] = {}
     judged = judgement.judged
     for place in range(one.count):
@@ -105,8 +105,8 @@ def report(
     of: EvalSet,
     k: int,
 ) -> list[str]:
-    """The lines to print about the prompts of a set with k samples each; completions and their
-    outcomes are of all sets.
+    """Return the lines to print about a set's prompts, which have k samples each. completions and
+    outcomes may hold other sets' too.
     """
     num_prompts = of.count
     # Under the columns of the task's own, whichever set it is.
