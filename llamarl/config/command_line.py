@@ -10,7 +10,7 @@ before anything heavy starts and is printed at once:
 
     bad config, nothing started:
       groups_per_step=0   need a whole number of at least 1
-      loss.ratio_kap      unknown key; did you mean loss.ratio_cap?
+      loss.ratio_kap unknown key; did you mean loss.ratio_cap?
 
 Classes elsewhere take plain values; only recipes and the controller see a Config.
 """
@@ -45,9 +45,9 @@ class JobKind(Generic[Schema]):
 
     file: its values, in conf/ and without .yaml. check(config, world_size, local_world_size): what
     cannot work together. idle_ranks(config, world_size): the ranks that would have nothing to do.
-    groups: section -> the folder of conf/ to choose from, where it is not the section's own.
-    of_others: keys that chosen files set for other kinds of job, and that nobody reads here.
-    flags: of earlier releases, with what to write now (`problems_of_flags`).
+    groups: section -> the folder of conf/ to choose from, if it has another name. of_others: keys
+    that chosen files set for other kinds of job and this kind does not read. flags: those that
+    earlier releases had, with what to write now (`problems_of_flags`).
     """
 
     file: str
@@ -73,8 +73,7 @@ RED_TEAM = JobKind(
 )
 
 
-# Arithmetic between values, for conf/experiment: what keeps its meaning while another value is
-# swept.
+# Arithmetic for conf/experiment, so that a value keeps its meaning while another one is swept.
 OmegaConf.register_new_resolver("times", lambda a, b: a * b, replace=True)
 OmegaConf.register_new_resolver("over", lambda a, b: -(-a // b), replace=True)  # rounded up
 # Steps of a schedule, for every so many of the run: at least one, so that the shortest run has it.
@@ -144,7 +143,7 @@ def _read(
         own = Path(config_dir).resolve()
         dirs.append(own)
         search.append(f"hydra.searchpath=[file://{own}]")
-    groups: dict[str, set[str]] = {}  # what each Hydra group has to choose from
+    groups: dict[str, set[str]] = {}  # by Hydra group: the files to choose from
     for path in dirs:
         for file in path.glob("*/*.yaml"):
             groups.setdefault(file.parent.name, set()).add(file.stem)
@@ -190,13 +189,13 @@ class _Override:
 
     key: str
     text: str  # key=value, with "++" where Hydra must be told to add the key
-    points: list[str]  # the same for each point of a sweep; one if it is none
+    points: list[str]  # key=value for each point of a sweep; one without a sweep
 
 
 def _read_override(
     text: str, groups: dict[str, set[str]], multirun: bool, kind: JobKind
 ) -> _Override | Problem:
-    """Read a word of the command line; return it, or what is wrong with it by itself."""
+    """Read a word of the command line. Return it, or what is wrong with it alone."""
     schema: type = kind.schema
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
@@ -211,7 +210,7 @@ def _read_override(
     if override.is_hydra_override():
         return _Override(key, text, [text])
     if override.is_delete():
-        what = "nothing can be removed; null switches off what is optional"
+        what = "a key cannot be removed; set it to null if it is optional"
         return Problem(key, what, (key,))
     value = override.value()
     is_section = isinstance(value, dict)
@@ -233,7 +232,7 @@ def _read_override(
         if not multirun:
             what = "several values need --multirun; quote a text that holds a comma: 'key=\"a, b\"'"
         elif not override.is_discrete_sweep() or "glob(" in text:
-            what = "cannot be swept like this; list the values: key=a,b,c"
+            what = "a sweep needs a list of values; key=a,b,c"
         if what:
             return Problem(key, what, (key,))
         points = [f"{key}={point}" for point in override.sweep_string_iterator()]
@@ -263,7 +262,7 @@ def _compose(
     chosen: dict[str, str],
     ranks: tuple[int, int | None],
 ) -> tuple[Schema | None, list[Problem]]:
-    """Compose the config that `chosen` (key -> override) makes, if it can be made, and find all
+    """Compose the config of `chosen` (key -> override), None if that is impossible, and find all
     that is wrong with it. Hydra must be initialised. ranks: of all hosts, and of one.
     """
     from hydra import compose
@@ -330,7 +329,7 @@ def main(recipe: Callable, kind: JobKind = RL) -> Callable[[], None]:
         if hydra.mode == RunMode.MULTIRUN and composed.get("run_dir", "") is None:
             # The runs of a sweep side by side, for recipes/compare.py.
             composed.run_dir = hydra.runtime.output_dir
-        config = kind.read(composed)  # which `run` has checked
+        config = kind.read(composed)  # `run` has checked it
         idle = kind.idle_ranks(config, world_size)
         if leader and idle:
             warning = f"ranks {show(idle)} host nothing; see placement, or start fewer"

@@ -1,5 +1,5 @@
-"""Plain values to the schema of llamarl.config.schema and back: strict, and everything that does
-not fit told at once.
+"""Plain values to the schema of llamarl.config.schema and back: strictly, and everything that does
+not fit is reported at once.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Schema = TypeVar("Schema")  # the dataclass of a kind of job's whole configurati
 
 
 def schemas_of(hint: object) -> tuple[type, ...]:
-    """Return the dataclasses that a section may be: several where it has kinds; () if it is no
+    """Return the dataclasses that a section may be: several if it has kinds; () if it is no
     section.
     """
     arms = get_args(hint) if is_union(hint) else (hint,)
@@ -93,7 +93,7 @@ class _Reader:
         self._keys = known_keys(schema)
 
     def _refuse(self, key: str, what: str, *given: object) -> None:
-        """given: the value that does not fit, where that is what is wrong."""
+        """Add a problem. given: the value that does not fit, if a value is what is wrong."""
         shown = [f"={show(value)}" for value in given]
         self.problems.append(Problem("".join([key, *shown]), what, (key,)))
 
@@ -104,7 +104,7 @@ class _Reader:
         forms = forms_of(*schemas)
         if not isinstance(values, Mapping):
             example = prefix + next(iter(forms[0].hints))
-            what = f"a section; set its keys, such as {example}"
+            what = f"this is a section; set its keys, such as {example}"
             self._refuse(prefix.removesuffix("."), what, values)
             return None
         if len(forms) == 1:
@@ -177,9 +177,11 @@ class _Reader:
         return form.make(read) if len(read) == len(form.hints) else None
 
     def _named(self, values: object, schemas: Sequence[type], key: str) -> dict[str, object]:
-        """Sections by name, each one of these dataclasses."""
+        """Read sections by name, each as one of these dataclasses."""
         if not isinstance(values, Mapping):
-            self._refuse(key, f"sections by name; such as {key}.NAME.kind", values)
+            self._refuse(
+                key, f"this holds sections by name; set their keys, such as {key}.NAME.kind", values
+            )
             return {}
         read = {}
         for name, section in values.items():
@@ -285,7 +287,7 @@ def save_config(config: object, path: str | Path) -> None:
 
 
 def escaped(value: object) -> object:
-    """Resolved values as OmegaConf reads them: a "${" that a text holds refers to nothing."""
+    """Escape resolved values for OmegaConf, so that a "${" in a text refers to nothing."""
     if isinstance(value, str):
         return _REFERENCE.sub(r"\1\1\${", value)
     if isinstance(value, dict):
@@ -320,8 +322,8 @@ def load_config(path: str | Path) -> Config:
 def value_differences(
     old: Mapping[str, object], new: Mapping[str, object]
 ) -> dict[str, tuple[object, object]]:
-    """key -> (old value, new value), for every key whose value is not the same, of what to_values
-    gave, also in another version. None for what one of them lacks.
+    """Return key -> (old value, new value) for every key whose values differ; None for a key that
+    one side lacks. Both sides come from to_values, perhaps of another version.
     """
     before, after = flat(old), flat(new)
     pairs = {key: (before.get(key), after.get(key)) for key in before | after}
@@ -329,7 +331,7 @@ def value_differences(
 
 
 def flat(values: Mapping[str, object], prefix: str = "") -> dict[str, object]:
-    """Nested values by their whole keys: {"loss": {"fn": "tb"}} is {"loss.fn": "tb"}."""
+    """Return nested values by whole keys: {"loss": {"fn": "tb"}} becomes {"loss.fn": "tb"}."""
     pairs = {}
     for name, value in values.items():
         key = f"{prefix}{name}"

@@ -1,5 +1,5 @@
-"""The configuration of recipes/evaluate.py: the main job's, and what is asked of a model besides.
-Imports no torch.
+"""The configuration of recipes/evaluate.py: the main job's keys, and those that only an evaluation
+has. Imports no torch.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ FLAGS = {
 
 @settings_dataclass
 class EvaluationConfig(Config):
-    """With a main job's keys: which task, reward and sampling."""
+    """The keys of an evaluation. A main job's keys choose task, reward and sampling."""
 
     out: Text
     num_prompts: Count | None
@@ -43,10 +43,10 @@ def check(
     if config.model.path is None:
         problems.append(Problem("model.path", "required: set model.path=DIR", ("model.path",)))
     if config.generator.kind != "native":
-        what = "models are evaluated by the native engine; leave it out"
+        what = "the native engine evaluates models; leave generator out"
         problems.append(Problem(f"generator.kind={config.generator.kind}", what))
     if config.against != REFERENCES and config.gold is None:
-        what = "needs what judges; eval.gold=DIR or eval.gold=module:function"
+        what = "a judge must compare the two; eval.gold=DIR or eval.gold=module:function"
         problems.append(Problem(f"against={config.against}", what))
     return problems
 

@@ -28,7 +28,7 @@ _OF_ALL_PARTS = (
 
 
 def sections(config: object, *, resolve: bool = False) -> dict:
-    """Returns a config of OmegaConf's as nested values; resolve: with references filled in."""
+    """Return a config of OmegaConf's as nested values. resolve: fill in references."""
     values = OmegaConf.to_container(config, resolve=resolve)
     assert isinstance(values, dict), f"sections were expected, and not {type(values).__name__}"
     return values
@@ -70,7 +70,7 @@ def _of_a_part(section: str, kind: object) -> dict[str, object]:
 
 
 def _of_a_set(kind: object) -> dict[str, object]:
-    """Return what a set of held-out prompts of this kind has that does not set it. All rows of its
+    """Return the values that a set of held-out prompts of this kind has by default. All rows of its
     path are held out, so there is no eval_path.
     """
     own = _defaults("task", kind)
@@ -84,6 +84,6 @@ def _defaults(section: str, kind: object) -> dict[str, object]:
     if kind in ("parts", "mixture") or not file.is_file():
         return {}
     values = sections(OmegaConf.load(file))
-    if section == "task":  # whose files set values of other sections too
+    if section == "task":  # its files set values of other sections too
         values = values["task"]
     return {name: value for name, value in values.items() if name not in _OF_ALL_PARTS}

@@ -20,7 +20,7 @@ def keys_of(problems: Iterable[Problem]) -> set[str]:
 
 
 class ConfigError(ValueError):
-    """All problems of a config, one aligned line each."""
+    """All problems of a config, each on an aligned line."""
 
     def __init__(self, problems: list[Problem]):
         self.problems = problems
@@ -39,8 +39,8 @@ class Findings:
         self._values = values
 
     def add(self, what: str, *keys: str) -> None:
-        """Add a problem of these keys: what is wrong, and the remedy. It is told after key=value of
-        each.
+        """Add a problem of these keys. The message shows key=value of each, then `what`: the reason
+        and the remedy.
         """
         shown = []
         for key in keys:

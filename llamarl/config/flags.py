@@ -1,4 +1,4 @@
-"""What recipes took as --flag once, and what is written in its place now. Imports no torch."""
+"""Flags that recipes took in earlier releases, and what to write instead. Imports no torch."""
 
 from __future__ import annotations
 

@@ -19,8 +19,10 @@ RENAMED = {
 }
 # Key that is gone -> what holds in its place.
 REMOVED = {
-    "trainer.reward_kl_estimator": "it is gone: the KL in the reward is always k1, and "
-    "loss.kl_estimator chooses that of the KL in the loss",
+    "trainer.reward_kl_estimator": (
+        "it was removed: the KL in the reward is always k1, and loss.kl_estimator chooses the "
+        "estimator of the KL in the loss"
+    ),
 }
 # Section -> its name of today, where its keys have the same names as ever.
 _RENAMED_SECTIONS = {

@@ -4,7 +4,7 @@ A section is a dataclass, and its keys are the fields. Where a field is Flat
 (llamarl/config/marks.py), the keys of its record stand in its place, so that the section has a form
 for each class of that record:
 
-    PartSettings    kind=function: kind, fn, num_workers, timeout_s, memory_mb, weight
+    PartSettings kind=function: kind, fn, num_workers, timeout_s, memory_mb, weight
                     kind=model:    kind, path, label, ..., shift, weight
 """
 
@@ -33,7 +33,7 @@ def flat_of(hint: object) -> Flat | None:
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """The keys of a section, where it is known what its flat field is.
+    """The keys of a section whose flat field has a known class.
 
     hints, marks: of each key. schema: the dataclass of the section. flat: its flat field and
     the class of the record there; None: it has none.

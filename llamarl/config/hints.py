@@ -1,4 +1,4 @@
-"""What a value may be, as a type says it: a value of that type, or words of what is needed."""
+"""Converts a value to a type, or says in words what the type needs."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def is_union(hint: object) -> bool:
 
 
 def did_you_mean(key: str, names: Collection[str]) -> str:
-    """ "; did you mean NAME?" for the nearest name, by its last part or as a whole; "" when none is
-    near. A key of an earlier release is answered with its name of today.
+    """Return "; did you mean NAME?" for the nearest name, by its last part or as a whole; "" if
+    none is near. For a key of an earlier release, say its name of today.
     """
     former = answer_to(key)
     if former is not None:

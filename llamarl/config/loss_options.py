@@ -1,8 +1,8 @@
 """The options and marks of the package's losses, for a config that is checked before torch is
 imported.
 
-A loss says it itself, in its signature and its decorators. They are read from its source here,
-since importing it would import torch. Which values a published loss has is in conf/loss/NAME.yaml.
+Each loss declares them in its signature and its decorators. They are read from its source, because
+importing it would import torch. conf/loss/NAME.yaml has the values of a published loss.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Declaration:
 
 @functools.cache
 def declarations() -> dict[str, Declaration]:
-    """Return the package's losses by name. A loss is the function that is called like its file."""
+    """Return the package's losses by name. A loss is the function with the name of its file."""
     found = {}
     for file in sorted(_LOSSES.glob("*.py")):
         for node in ast.parse(file.read_text()).body:
@@ -57,5 +57,5 @@ def declarations() -> dict[str, Declaration]:
 
 
 def declares(loss: str, mark: str) -> bool:
-    """Whether the package's loss of this name has the mark; a loss of the user's own has none."""
+    """Whether the package's loss of this name has the mark. False for a user's own loss."""
     return loss in declarations() and mark in declarations()[loss].marks

@@ -9,10 +9,10 @@ from typing import Literal, dataclass_transform
 
 # What a key, or every key of a section, decides beyond its own value.
 Mark = Literal[
-    "identity",  # with another value it is another run, which no checkpoint is gone on with
+    "identity",  # another value makes another run, which cannot resume a checkpoint
     "data",  # which prompts there are
     "answers",  # how held-out prompts are answered and scored: recipes/evaluate.py keeps it
-    "outward",  # nothing that is learned: runs that differ in it alone are compared as one
+    "outward",  # does not change what is learned: runs that differ in it alone are compared as one
 ]
 
 

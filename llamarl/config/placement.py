@@ -1,4 +1,4 @@
-"""Placement: which executor runs on which ranks, and what ranks and model cannot do. Without
+"""Placement: which executor runs on which ranks, and what ranks and model cannot do. Imports no
 torch.
 """
 
@@ -19,8 +19,8 @@ Ranks = tuple[int, ...]
 
 
 def placement_of(config: Config, world_size: int) -> dict[str, Ranks]:
-    """Executor name -> its ranks in this run, with every null filled in; no reference and no victim
-    if none has ranks of its own.
+    """Return executor name -> its ranks in this run, with every null filled in. Reference and
+    victim are left out if they have no ranks of their own.
 
     Trainers take the first half of the ranks (as many as divide groups_per_step, or a prompt's
     completions where these are split, and leave a multiple of generator.tensor_parallel if that can
@@ -71,7 +71,7 @@ def idle_ranks(config: Config, world_size: int) -> list[int]:
 
 
 def find_placement(c: Config, world_size: int, found: Findings) -> None:
-    """Ranks that cannot be, or cannot host what is placed on them."""
+    """Find ranks that do not exist, or that cannot host what is placed on them."""
     if not find_given_ranks(c.placement, found, world_size=world_size):
         return
     placed = placement_of(c, world_size)
@@ -86,17 +86,17 @@ def find_placement(c: Config, world_size: int, found: Findings) -> None:
 def _find_heads(
     section: str, size: int, noun: str, model: ModelConfig | None, found: Findings
 ) -> None:
-    """More ranks than query heads to split over them."""
+    """Find more ranks than query heads."""
     if model is None or model.num_attention_heads >= size:
         return
     heads = model.num_attention_heads
-    what = f"the {noun} has {heads} query heads, fewer than ranks to split them over"
+    what = f"the {noun} has {heads} query heads, fewer than the ranks that share them"
     found.add(f"{what}; at most {heads}", f"{section}.tensor_parallel")
 
 
 def _find_trainer(c: Config, num_ranks: int, model: ModelConfig | None, found: Findings) -> None:
-    """Ranks that do not make whole replicas of the trainer, groups that these cannot share, or
-    parts of the model that its ranks cannot.
+    """Find ranks that do not make whole replicas of the trainer, and groups or parts of the model
+    that they cannot share evenly.
     """
     t, n = c.trainer.tensor_parallel, c.trainer.minibatches_per_step
     replica = c.trainer.replicate * t
@@ -106,7 +106,7 @@ def _find_trainer(c: Config, num_ranks: int, model: ModelConfig | None, found: F
         keys = [key for key, size in sizes.items() if size > 1]
         ranks = "1 trainer rank" if num_ranks == 1 else f"{num_ranks} trainer ranks"
         remedy = f"set placement.trainer to a multiple of {replica} ranks"
-        found.add(f"{ranks} cannot be split so; {remedy}", *keys)
+        found.add(f"{ranks} cannot make whole replicas; {remedy}", *keys)
     else:
         ranks = f"{dp_ranks} trainer ranks" if t == 1 else f"{dp_ranks} sets of {t} trainer ranks"
         if c.splits_prompts:
@@ -140,7 +140,7 @@ def _find_share(
 def _find_uneven(
     section: str, size: int, noun: str, model: ModelConfig | None, found: Findings
 ) -> None:
-    """Parts of a model that tensor-parallel ranks cannot share evenly."""
+    """Find parts of a model that tensor-parallel ranks cannot share evenly."""
     if model is None:
         return
     parts = {
@@ -158,7 +158,7 @@ def _model_at(path: str | Path) -> ModelConfig | None:
     try:
         return read_config(path)
     except (OSError, ValueError):
-        return None  # told elsewhere
+        return None  # reported elsewhere
 
 
 def judge_models(c: Config) -> dict[str, str]:
@@ -176,8 +176,8 @@ def judge_models(c: Config) -> dict[str, str]:
 def _find_shared_models(
     c: Config, placed: dict[str, Ranks], model: ModelConfig | None, found: Findings
 ) -> None:
-    """Ranks that do not make whole copies of what they share, the models that score or judge or the
-    reference, or would wait for themselves: all of an executor act as one, led by the first.
+    """Find ranks of the reward or the reference that do not make whole copies of its model, or that
+    would wait for each other: the ranks of such an executor act as one, led by the first.
     """
     judges = judge_models(c)
     shared = {f"scorer {path}": path for path in c.scorers.values()}
@@ -201,9 +201,9 @@ def _find_shared_models(
     leader = placed["reward"][0]
     if shared and len(both) > 1 and leader != placed["reference"][0]:
         what = (
-            f"ranks {show(both)} would share the {noun} and the reference, which other ranks lead, "
-            f"and each wait in one for the other; begin both with rank {leader}, or place them "
-            "apart"
+            f"ranks {show(both)} would share the {noun} and the reference, which other ranks "
+            "lead, so one rank could wait in the first and another in the second for ever; begin "
+            f"both with rank {leader}, or place them apart"
         )
         found.add(what, "placement.reward", "placement.reference")
 
@@ -211,29 +211,32 @@ def _find_shared_models(
 def _find_copies(
     name: str, placed: dict[str, Ranks], sizes: dict[str, int], found: Findings
 ) -> None:
-    """Ranks of an executor that do not make whole copies; sizes: by key, what divides them."""
+    """Find ranks of an executor that do not make whole copies. sizes: by key, what divides them."""
     num_ranks = len(placed[name])
     unit = math.prod(sizes.values())
     if num_ranks % unit:
-        what = f"{num_ranks} ranks of placement.{name} cannot be split so"
+        what = f"{num_ranks} ranks of placement.{name} cannot make whole copies"
         remedy = f"set placement.{name} to a multiple of {unit} ranks"
         found.add(f"{what}; {remedy}", *sizes)
 
 
 def _find_waits(name: str, noun: str, c: Config, placed: dict[str, Ranks], found: Findings) -> None:
-    """Ranks of an executor whose ranks act as one that would wait for themselves in another."""
+    """Find ranks that would wait for each other, because each works for another executor first. All
+    ranks of the executor act as one.
+    """
     ranks = placed[name]
     shared = sorted(set(ranks) & set(placed["trainer"]))
     if len(shared) > 1 and c.max_lag == 0 and getattr(c, name).stream:
         what = (
             f"ranks {show(shared)} would share the trainer and a {noun} that reads while others "
-            f"sample, and each wait in one for the other; place them apart, or {name}.stream=false"
+            "sample, so one rank could wait in the first and another in the second for ever; "
+            f"place them apart, or {name}.stream=false"
         )
         found.add(what, f"placement.{name}", "placement.trainer", f"{name}.stream")
     if len(shared) > 1 and c.max_lag != 0:
         what = (
-            f"ranks {show(shared)} would share the {noun} and the trainer, "
-            "and each wait in one for the other; place them apart, or max_lag=0"
+            f"ranks {show(shared)} would share the {noun} and the trainer, so one rank could wait "
+            "in the first and another in the second for ever; place them apart, or max_lag=0"
         )
         found.add(what, f"placement.{name}", "placement.trainer")
     m = c.generator.tensor_parallel
@@ -243,14 +246,14 @@ def _find_waits(name: str, noun: str, c: Config, placed: dict[str, Ranks], found
         if len(both) > 1 and generator[first] != ranks[0]:
             what = (
                 f"ranks {show(both)} would share the {noun} and a replica of the generator that "
-                "another rank leads, and each wait in one for the other; "
-                f"begin both with rank {generator[first]}, or place them apart"
+                "another rank leads, so one rank could wait in the first and another in the "
+                f"second for ever; begin both with rank {generator[first]}, or place them apart"
             )
             found.add(what, f"placement.{name}", "generator.tensor_parallel")
 
 
 def _find_replicas(c: Config, placed: dict[str, Ranks], world_size: int, found: Findings) -> None:
-    """Replicas of the generator that are not whole, or would wait for themselves."""
+    """Find replicas of the generator that are not whole, or whose ranks wait for each other."""
     key = "generator.tensor_parallel"
     m = c.generator.tensor_parallel
     generator = list(placed["generator"])
@@ -263,14 +266,15 @@ def _find_replicas(c: Config, placed: dict[str, Ranks], world_size: int, found: 
             remedy = f"start {count}, or lower it"
         what = f"{noun} {show(generator)} cannot be split into replicas of {m}"
         found.add(f"{what}; {remedy}", key)
-    if c.max_lag == 0:  # one rests while the other works
+    if c.max_lag == 0:  # generator and trainer take turns, so neither waits for the other
         return
     for first in range(0, len(generator), m):
         replica = generator[first : first + m]
         both = [rank for rank in replica if rank in placed["trainer"]]
         if len(both) > 1:
             what = (
-                f"ranks {show(sorted(both))} would share a replica and the trainer, "
-                "and each wait in one for the other; place them apart, or max_lag=0"
+                f"ranks {show(sorted(both))} would share a replica and the trainer, so one rank "
+                "could wait in the first and another in the second for ever; place them apart, "
+                "or max_lag=0"
             )
             found.add(what, key, "placement.trainer", "placement.generator")

@@ -25,7 +25,7 @@ from llamarl.words.choices import Pairing
 
 @settings_dataclass
 class PolicySettings:
-    """The model that answers."""
+    """The model whose completions are compared."""
 
     path: Text = marked("data")
     dtype: Literal["float32", "bfloat16"] = marked("identity")
@@ -95,22 +95,30 @@ def check(
     """Return the values that cannot work together, or with this many ranks and these files."""
     found = Findings(to_values(config))
     if world_size > 1:
-        what = "pairs are made by one process: start it with python"
+        what = "pairs are made by one process; start it with python"
         found.problems.append(Problem(f"{world_size} ranks", what))
     if config.samples + len(config.references) < 2:
-        what = "has nothing to be compared with; samples=2 or more, or references=[answer]"
+        what = (
+            "a single completion has nothing to be compared with; samples=2 or more, or "
+            "references=[answer]"
+        )
         found.add(what, "samples", "references")
     if config.task.kind == "mixture":
-        found.add("pairs are of one task; choose a part", "task.kind")
+        found.add("pairs come from one task; choose a part of the mixture", "task.kind")
     split = ("reward.replicate", "reward.tensor_parallel")
     if config.reward.replicate * config.reward.tensor_parallel > 1:
-        found.add("what scores is in one process here: 1", *split)
+        found.add("the scorer lies in one process here; set both to 1", *split)
     if config.reward.stream:
-        found.add("pairs are scored when they are whole; false", "reward.stream")
+        found.add(
+            "completions are scored when they are whole; reward.stream=false", "reward.stream"
+        )
     for part in parts_of(config.reward):
         if part.settings.is_novelty:
             remedy = "another reward" if part.weight is None else "leave the part out"
-            what = f"is of a run's own history, and pairs have none; {remedy}"
+            what = (
+                "novelty compares with the earlier completions of a run, and there are none "
+                f"here; {remedy}"
+            )
             found.add(what, part.key("kind"))
     keys = known_keys(PreferencesConfig).keys() - set(split)
     for problem in check_run(as_run(config), 1):

@@ -46,7 +46,7 @@ class Between:
         return len(values) == 2 and values[0] <= values[1]
 
     def __str__(self) -> str:
-        return "a lowest and a highest, such as [0.7,2.0]"
+        return "the lowest and the highest, such as [0.7,2.0]"
 
 
 Text = Annotated[str, NonEmpty()]

@@ -19,7 +19,7 @@ from llamarl.config.kinds.model import ModelKindSettings
 from llamarl.config.marks import Flat, settings_dataclass
 from llamarl.config.ranges import Count, Share
 
-# How long a gold scorer that is a function may take for an answer, and its worker's memory.
+# The time limit for one completion and the memory of the worker, if eval.gold is a function.
 GOLD_TIMEOUT_S = 30.0
 GOLD_MEMORY_MB = 4096
 _SHARDED = tuple(kind for kind in KINDS if kind.is_sharded)
@@ -44,7 +44,7 @@ class PartsSettings:
 
 @settings_dataclass
 class RewardSettings:
-    """A reward of which no model is spread over ranks."""
+    """A reward whose models each lie on one rank."""
 
     scorer: Annotated[KindSettings, Flat(_UNSHARDED)]
     max_error_rate: Share
@@ -63,7 +63,9 @@ class RewardSettings:
 
 @settings_dataclass
 class ShardedRewardSettings:
-    """A reward whose models may be spread over ranks, and read what is being sampled."""
+    """A reward whose models may be spread over ranks, and may read completions while these are
+    sampled.
+    """
 
     scorer: Annotated[KindSettings | PartsSettings, Flat((*_SHARDED, PartsSettings))]
     replicate: Count
@@ -75,7 +77,7 @@ class ShardedRewardSettings:
 
     @property
     def kind(self) -> str:
-        """The kind of the scorer; "parts": there are several."""
+        """The kind of the scorer; "parts" for a sum of several."""
         return self.scorer.kind
 
 
@@ -83,8 +85,8 @@ AnyRewardSettings = RewardSettings | ShardedRewardSettings
 
 
 def parts_of(reward: AnyRewardSettings) -> tuple[Given, ...]:
-    """Return what scores: each part of a sum, or the one scorer that there is."""
-    remedy = "go on all the same with reward.max_error_rate=1"
+    """Return the scorers: each part of a sum, or the only one."""
+    remedy = "go on without its scores: reward.max_error_rate=1"
     must_score = reward.max_error_rate < 1
     scorer = reward.scorer
     if not isinstance(scorer, PartsSettings):
@@ -113,73 +115,73 @@ def parts_of(reward: AnyRewardSettings) -> tuple[Given, ...]:
 
 
 def find_reward(reward: AnyRewardSettings, run: RunFacts, found: Findings) -> None:
-    """Add to `found` what cannot go together of what scores."""
+    """Add to `found` settings of scorers that cannot go together."""
     parts = parts_of(reward)
     for part in parts:
         part.settings.find(part, run, found)
     if not parts:
-        found.add("needs parts: 'reward.parts={rm: {kind: model, path: DIR}}'", "reward.kind")
+        found.add("a sum needs parts; 'reward.parts={rm: {kind: model, path: DIR}}'", "reward.kind")
     if reward.stream:
         _find_stream(reward, run, found)
 
 
 def find_gold(gold: Given | None, label: str | None, run: RunFacts, found: Findings) -> None:
-    """Add to `found` what cannot go together of eval.gold. label: eval.gold_label."""
+    """Add to `found` settings of eval.gold that cannot go together. label: eval.gold_label."""
     if label is not None and (gold is None or not gold.settings.has_labels):
-        what = "only a scorer's directory has labels; eval.gold_label=null, or eval.gold=DIR"
+        what = "only the directory of a scorer has labels; eval.gold_label=null, or eval.gold=DIR"
         found.add(what, "eval.gold_label", "eval.gold")
     if gold is not None:
         gold.settings.find(gold, run, found)
 
 
 def _find_stream(reward: AnyRewardSettings, run: RunFacts, found: Findings) -> None:
-    """Add what cannot go together where models read completions while these are sampled."""
+    """Add settings that keep models from reading completions while these are sampled."""
     cache_tokens = reward.cache_tokens
     chunk_tokens = reward.chunk_tokens
     parts = parts_of(reward)
     if chunk_tokens == "auto" and run.max_lag == 0:
         found.add(
-            "takes what a clock says is fastest, and a synchronous run has the same bits whatever "
-            "the clock says; a number, null, or max_lag=1",
+            "auto measures which size is fastest, and a synchronous run must not depend on a "
+            "clock; a number, null, or max_lag=1",
             "reward.chunk_tokens",
             "max_lag",
         )
     if run.generator_kind == "vllm":
         found.add(
-            "vLLM does not tell what it samples before a completion has ended; "
-            "generator=native, or reward.stream=false",
+            "vLLM gives no tokens of a completion before it has ended; generator=native, or "
+            "reward.stream=false",
             "reward.stream",
             "generator.kind",
         )
     if parts and not any(part.settings.is_sharded for part in parts):
         found.add(
-            "no part is a model, and nothing else reads tokens; reward.stream=false",
+            "only scorers of kind model read tokens ahead, and there is none; reward.stream=false",
             "reward.stream",
             "reward.kind",
         )
     if run.offload:
         found.add(
-            "executors take turns on the device, so that none reads while another samples; "
-            "offload=false, or reward.stream=false",
+            "with offload executors take turns on the device, so the scorer cannot read while "
+            "the generator samples; offload=false, or reward.stream=false",
             "reward.stream",
             "offload",
         )
     if run.has_victim:
         found.add(
-            "what is scored is the victim's answers, which begin when an attack has ended; "
+            "the victim's replies are scored, and they begin only when an attack has ended; "
             "reward.stream=false",
             "reward.stream",
             "victim.kind",
         )
     if isinstance(chunk_tokens, int) and chunk_tokens >= run.longest:
         found.add(
-            "no completion has as many tokens and one more, so none would be read before it ends; "
+            "completions have fewer tokens than one piece, so none would be read before it ends; "
             f"at most {run.longest - 1}, or null",
             "reward.chunk_tokens",
         )
     if cache_tokens is not None and cache_tokens < run.longest:
         found.add(
-            "does not hold one sequence of task.max_prompt_tokens + max_new_tokens; "
+            "the cache does not hold one sequence of task.max_prompt_tokens + max_new_tokens; "
             f"need at least {run.longest}, or null",
             "reward.cache_tokens",
         )
@@ -188,8 +190,8 @@ def _find_stream(reward: AnyRewardSettings, run: RunFacts, found: Findings) -> N
 def gold_of(
     gold: str, label: str | None, *, dtype: Literal["float32", "bfloat16"], microbatch_tokens: int
 ) -> Given:
-    """Return what eval.gold gives: a function, or a model's directory. label: eval.gold_label.
-    dtype, microbatch_tokens: of a model.
+    """Return the scorer that eval.gold names: a function, or a model's directory. label:
+    eval.gold_label. dtype and microbatch_tokens are used by a model alone.
     """
     settings: KindSettings
     if ":" in gold:

@@ -1,5 +1,5 @@
-"""Collects what no single value of a configuration shows: values, files and ranks that cannot work
-together, each with the remedy.
+"""Collects problems that no single value of a configuration shows: values, files and ranks that
+cannot work together, each with a remedy.
 
 A section's rules are beside its dataclasses, in llamarl/config/sections/. Those of ranks, over all
 sections, are in llamarl/config/placement.py.
@@ -42,11 +42,11 @@ def check(
     c = config
     found = Findings(to_values(config))
     if not find_set_names(c.eval, found):
-        return found.problems  # what else is wrong is told by keys, which such names do not make
+        return found.problems  # other problems name keys, and these make none
     num_started = world_size
     world_size = c.ranks or num_started
     if c.ranks is not None:
-        local_world_size = None  # of a cluster that nothing is known of
+        local_world_size = None  # the cluster is imagined, so its hosts are not known
     num_hosts = -(-world_size // (local_world_size or world_size))
     find_run(c, num_started, found)
     find_overcommit(c, c.governor, found, buffer_kind=c.buffer.kind)
@@ -83,7 +83,7 @@ def _find_files(c: Config, found: Findings) -> None:
 
 
 def _facts(c: Config) -> RunFacts:
-    """Return what the settings of scorers are held against."""
+    """Return the values that the settings of scorers must go together with."""
     asked: dict[str, object] = {"task": c.task}
     asked |= {f"{EVAL_SETS}.{name}": one for name, one in c.eval.sets.items()}
     unanswered = []

@@ -41,7 +41,7 @@ from llamarl.config.sections.victim import AnyVictimSettings
 from llamarl.config.sections.weights import WeightsSettings
 from llamarl.config.tasks import AnyTaskSettings, MixtureSettings
 
-HEAD_LR = 1e-3  # of a value head, where trainer.value_lr is null
+HEAD_LR = 1e-3  # a value head's learning rate if trainer.value_lr is null
 
 
 @settings_dataclass
@@ -66,7 +66,7 @@ class Config(RunSettings):
 
     @property
     def trained_per_prompt(self) -> int:
-        """Completions of a prompt that a step trains on."""
+        """How many completions of a prompt a step trains on."""
         if isinstance(self.buffer, ReplayBufferSettings):
             return self.buffer.completions_per_prompt or self.group_size
         return self.group_size
@@ -91,12 +91,12 @@ class Config(RunSettings):
 
     @property
     def longest(self) -> int:
-        """Tokens of a prompt that is trained on and its completion at most."""
+        """Most tokens of a training prompt with its completion."""
         return self.task.max_prompt_tokens + self.max_new_tokens
 
     @property
     def longest_asked(self) -> int:
-        """Tokens of any prompt and its completion at most, those of eval.sets included."""
+        """Most tokens of any prompt with its completion, prompts of eval.sets included."""
         return max(self._prompt_tokens.values()) + self.max_new_tokens
 
     @property
@@ -107,7 +107,7 @@ class Config(RunSettings):
 
     @property
     def _prompt_tokens(self) -> dict[str, int]:
-        """Tokens of a prompt at most, by the section that says so."""
+        """Most tokens of a prompt, by the section that sets it."""
         most = {"task": self.task.max_prompt_tokens}
         for name, one in self.eval.sets.items():
             most[f"{EVAL_SETS}.{name}"] = one.max_prompt_tokens
@@ -131,7 +131,7 @@ class Config(RunSettings):
 
     @property
     def given_gold(self) -> Given | None:
-        """What judges evaluations besides the reward: eval.gold as a scorer."""
+        """The scorer that judges evaluations beside the reward: eval.gold. None without one."""
         if self.eval.gold is None:
             return None
         return gold_of(
@@ -143,13 +143,13 @@ class Config(RunSettings):
 
     @property
     def gold(self) -> KindSettings | None:
-        """The settings of what judges evaluations besides the reward."""
+        """The settings of the scorer that judges evaluations; None without one."""
         return None if self.given_gold is None else self.given_gold.settings
 
     @property
     def critic_lr(self) -> float:
-        """The learning rate of the critic's own parameters: where none is set, that of the policy
-        for a whole model, and much more for a head that starts at 0.
+        """The learning rate of the critic's own parameters. By default a whole model learns at the
+        policy's rate, and a head, which starts at 0, at a much higher one.
         """
         t = self.trainer
         if t.value_lr is not None:

@@ -1,5 +1,5 @@
-"""The configuration of recipes/sft.py: a supervised job that learns rows, or the answers of a task
-of the main job until it is right often enough. Imports no torch.
+"""The configuration of recipes/sft.py: a supervised job that learns rows, or the targets of a task
+of the main job, until it is right often enough. Imports no torch.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from llamarl.config.tasks import (
 from llamarl.config.tasks import RowsSettings as FileTaskSettings
 from llamarl.models.config import tiny_directory
 
-SLOTS = 64  # held-out prompts that are answered at once
+SLOTS = 64  # held-out prompts that are completed at once
 
 # For conf/sft/model/tiny.yaml.
 OmegaConf.register_new_resolver("tiny_model", lambda: str(tiny_directory()), replace=True)
@@ -48,7 +48,7 @@ FLAGS = {
     "--eval-path": "task.eval_path",
     "--prompt-key": "task.prompt_key",
     "--answer-key": "task.answer_key",
-    "--messages-key": 'rename the key of the rows: a conversation is under "messages"',
+    "--messages-key": 'rename the key in the rows: a conversation is under "messages"',
     "--name": "task.name",
     "--no-chat": "task.chat=false",
     "--target-accuracy": "target_accuracy",
@@ -90,7 +90,7 @@ class SFTConfig(SupervisedConfig):
 
     @property
     def rows(self) -> RowsSettings | None:
-        """The rows that are learned; None where the answers of a task are."""
+        """The rows that are learned; None if the job learns a task's targets."""
         return self.task if isinstance(self.task, RowsSettings) else None
 
 
@@ -117,16 +117,21 @@ def check(config: SFTConfig, world_size: int, local_world_size: int | None = Non
     if config.rows is not None:
         if aims:
             what = (
-                "rows have no prompts that are answered and scored; choose a task, such as "
+                "rows have no held-out prompts to complete and score; choose a task, such as "
                 "task=jsonl task.path=FILE task.answer_key=completion"
             )
             found.add(what, "target_accuracy")
         return found.problems
     if config.max_new_tokens is None:
-        found.add("how long may an answer be? Need a whole number of at least 1", "max_new_tokens")
+        found.add("need the longest completion, a whole number of at least 1", "max_new_tokens")
         return found.problems
     if aims and not config.eval.num_prompts:
-        found.add("no prompt is answered", "target_accuracy", "eval.num_prompts")
+        found.add(
+            "no prompt is completed, so no accuracy is known; eval.num_prompts=100, or "
+            "target_accuracy=null",
+            "target_accuracy",
+            "eval.num_prompts",
+        )
     keys = known_keys(SFTConfig)
     for problem in check_run(as_run(config), 1):
         if all(key in keys for key in problem.keys):

@@ -81,7 +81,7 @@ class SupervisedConfig:
     metrics: MetricsSettings = marked("outward")
     trainer: SupervisedTrainerSettings
 
-    scores: ClassVar[bool]  # whether the model is a scorer, and no language model
+    scores: ClassVar[bool]  # whether the model is a scorer rather than a language model
 
     @property
     def run_dir(self) -> str | None:
@@ -99,7 +99,7 @@ class RewardModelConfig(SupervisedConfig):
 
 def check_common(config: SupervisedConfig, rows: RowsSettings | None, world_size: int) -> Findings:
     """Find what cannot work together in any supervised job, or with this many ranks and these
-    files. rows: of the config, where it has some.
+    files. rows: the config's, if it has any.
     """
     found = Findings(to_values(config))
     if world_size % config.trainer.replicate:
@@ -113,9 +113,9 @@ def check_common(config: SupervisedConfig, rows: RowsSettings | None, world_size
     if config.resume not in ("never", "auto") and not Path(config.resume).is_dir():
         found.add("need never, auto, or the directory of a checkpoint", "resume")
     if config.resume == "auto" and config.out is None:
-        found.add("what is gone on with has a name; out=DIR", "resume", "out")
+        found.add("resume=auto looks in the run's directory; out=DIR", "resume", "out")
     if config.epochs is None and config.max_steps is None:
-        found.add("nothing says when to end; set one of them", "epochs", "max_steps")
+        found.add("the job would never end; set one of them", "epochs", "max_steps")
     return found
 
 
@@ -127,8 +127,8 @@ def check(
 
 
 def is_of_a_supervised_job(file: Path) -> bool:
-    """Whether a run's config.yaml is that of a supervised job, which says nothing of how to sample:
-    it alone has the key `out`.
+    """Whether a run's config.yaml is a supervised job's, which does not say how to sample. Only
+    these have the key `out`.
     """
     lines = file.read_text(errors="replace").splitlines()
     return any(line.startswith("out:") for line in lines)

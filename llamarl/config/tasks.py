@@ -12,7 +12,7 @@ from llamarl.config.ranges import Count, Natural, Positive, Text
 
 @settings_dataclass
 class TaskSettings:
-    """What every kind of task has."""
+    """The settings of every kind of task."""
 
     kind: str
     chat: bool
@@ -47,7 +47,7 @@ class OnePromptSettings(TaskSettings):
 
 @settings_dataclass
 class FileSettings(TaskSettings):
-    """Rows of prompts and answers under keys that the user names."""
+    """Rows of prompts and answers, under keys that the user names."""
 
     kind: Literal["jsonl", "hf_dataset"]
     path: Text
@@ -82,7 +82,7 @@ class ReasoningGymSettings(TaskSettings):
 class PythonTaskSettings(TaskSettings):
     kind: Literal["python"]
     fn: Text
-    options: dict[str, object]  # what the function takes besides
+    options: dict[str, object]  # further arguments of the function
 
 
 @settings_dataclass
@@ -142,12 +142,12 @@ class MixtureSettings:
     kind: Literal["mixture"]
     parts: dict[str, AnyTaskPartSettings]  # by names of the user's own
 
-    chat: ClassVar[bool] = False  # each part's prompts have their turns with them
+    chat: ClassVar[bool] = False  # each part says this for its own prompts
     system_prompt: ClassVar[None] = None
 
     @property
     def max_prompt_tokens(self) -> int:
-        """Returns the largest of the parts."""
+        """The largest of the parts'."""
         return max(part.max_prompt_tokens for part in self.parts.values()) if self.parts else 1
 
 

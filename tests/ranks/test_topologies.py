@@ -690,7 +690,8 @@ def complaints(*overrides: str, ranks: int) -> str:
             2,
             (
                 "trainer.replicate=2",
-                "1 trainer rank cannot be split so; set placement.trainer to a multiple of 2",
+                "1 trainer rank cannot make whole replicas; "
+                "set placement.trainer to a multiple of 2",
             ),
         ),
         (

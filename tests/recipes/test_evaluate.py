@@ -293,7 +293,7 @@ def test_another_kind_leaves_nothing_of_the_runs(recipe, tmp_path, of_the_run, g
         ([TINY, "num_promts=3"], "did you mean num_prompts"),
         ([TINY, "reward.fn=nowhere:score"], "nowhere"),
         ([TINY, "max_new_tokens=100000"], "the model's context is"),
-        ([TINY, "against=x.jsonl"], "needs what judges; eval.gold=DIR"),
+        ([TINY, "against=x.jsonl"], "a judge must compare the two; eval.gold=DIR"),
     ],
 )
 def test_what_cannot_be_used_is_said(recipe, capsys, words, complaint):

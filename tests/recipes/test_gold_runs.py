@@ -285,7 +285,7 @@ def test_gold_that_is_the_reward_says_what_the_reward_says(judged, gold):
 @pytest.mark.parametrize(
     "words, complaint",
     [
-        (["against=x.jsonl"], "needs what judges; eval.gold"),
+        (["against=x.jsonl"], "a judge must compare the two; eval.gold"),
         (["eval.gold=nowhere"], "no such file: nowhere/config.json"),
         ([f"eval.gold={tiny_directory()}"], "a language model, without a head that scores"),
         ([GOLD, "against=bad.jsonl"], "bad.jsonl:2: need"),
@@ -293,7 +293,7 @@ def test_gold_that_is_the_reward_says_what_the_reward_says(judged, gold):
         ([GOLD, "against=nowhere"], "nowhere: neither a Hugging Face"),
         ([GOLD, "eval.reference_key=summary"], "held-out row 0 ("),
         ([GOLD + "s"], "did you mean close?"),
-        ([GOLD, "eval.gold_label=good"], "only a scorer's directory has labels"),
+        ([GOLD, "eval.gold_label=good"], "only the directory of a scorer has labels"),
         (["eval.base=nowhere"], "no such file: nowhere/config.json"),
     ],
 )

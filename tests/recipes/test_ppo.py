@@ -121,7 +121,7 @@ def test_a_resumed_ppo_run_has_the_bits_of_one_that_was_not_interrupted(
         (("group_size=1",), "or trainer.advantages=gae"),
         (
             ("trainer.critic.trunk=own",),
-            "its values are for trainer.advantages=gae; or trainer.critic.trunk=shared",
+            "choose it, or trainer.critic.trunk=shared",
         ),
         (
             ("loss=ppo", "trainer.advantages=gae", "trainer.critic.path=DIR"),

@@ -165,7 +165,7 @@ def test_a_task_and_a_model_may_set_values_of_the_run(tmp_path):
         *(
             (
                 f"generator.temperature={value}",
-                "need two numbers above 0: a lowest and a highest, such as [0.7,2.0] or null",
+                "need two numbers above 0: the lowest and the highest, such as [0.7,2.0] or null",
             )
             for value in ("[2.0,0.7]", "[0.7]", "[0,1]", "0.7")
         ),
@@ -181,7 +181,7 @@ def test_a_task_and_a_model_may_set_values_of_the_run(tmp_path):
         ("buffer.kind=null", "need fifo or replay"),
         ("buffer.kind=[fifo]", "need fifo or replay"),
         ("seed=9223372036854775808", "need a whole number between 0 and 9223372036854775807"),
-        ("eval=3", "a section; set its keys, such as eval.every"),
+        ("eval=3", "this is a section; set its keys, such as eval.every"),
     ],
 )
 def test_a_value_of_the_wrong_type_or_out_of_range_is_refused(override, need):
@@ -233,7 +233,7 @@ def test_a_known_key_may_be_written_with_a_plus():
 
 def test_nothing_can_be_removed_and_several_values_need_multirun():
     found = complaints("~lr", "max_lag=1,2", "seed=")
-    assert found["~lr"].startswith("nothing can be removed")
+    assert found["~lr"].startswith("a key cannot be removed")
     assert found["max_lag"].startswith("several values need --multirun")
     assert complaints("max_lag=1,2", multirun=True) == {}
 
@@ -403,8 +403,16 @@ JUDGE = ("reward=judge", "reward.url=http://127.0.0.1:8000/v1", "reward.model=m"
     [
         (["reward.url=http://me:secret@h/v1"], "reward.url", "holds a user name"),
         (["reward.url=file:///x"], "reward.url", "needs the form http://HOST:PORT/v1"),
-        (["reward.api_key_env=sk-secret"], "reward.api_key_env", "is no name of an environment"),
-        (["reward.highest=1"], "reward.lowest=1.0 reward.highest=1.0", "leaves no room"),
+        (
+            ["reward.api_key_env=sk-secret"],
+            "reward.api_key_env",
+            "need the name of an environment variable",
+        ),
+        (
+            ["reward.highest=1"],
+            "reward.lowest=1.0 reward.highest=1.0",
+            "no score lies between these",
+        ),
         (
             ["reward.ask=group", "eval.every=0", "group_size=1"],
             "reward.ask=group group_size=1",
@@ -589,7 +597,8 @@ def test_a_function_that_is_no_text_is_told_once():
             ["loss=dr_grpo", "loss.max_tokens=5", "loss.normalize=groups"],
             {
                 "loss.max_tokens=5 loss.normalize=groups": (
-                    "a constant takes the place of the mean; normalize=tokens, or max_tokens=null"
+                    "max_tokens is a constant to divide by, so normalize has no use; "
+                    "normalize=tokens, or max_tokens=null"
                 )
             },
         ),
@@ -597,7 +606,7 @@ def test_a_function_that_is_no_text_is_told_once():
             ["loss.ratio_mask_low=2", "loss.ratio_mask_high=1"],
             {
                 "loss.ratio_mask_low=2 loss.ratio_mask_high=1": (
-                    "masks every ratio; the low bound must be below the high one"
+                    "these bounds mask every ratio; the low bound must be below the high one"
                 )
             },
         ),
@@ -614,7 +623,7 @@ def test_a_function_that_is_no_text_is_told_once():
             ["loss=tb", "reference=none"],
             {
                 "loss.fn=tb reference.kind=none": (
-                    "this loss compares with a reference: reference=frozen"
+                    "this loss compares with a reference; reference=frozen"
                 )
             },
         ),
@@ -825,7 +834,7 @@ def test_replicas_that_cannot_be_are_refused_with_what_to_set():
     both = (f"{key}=2", "placement.colocate=[trainer,generator]")
     assert complaints(*both, "max_lag=0", world_size=2) == {}
     (what,) = complaints(*both, "max_lag=1", world_size=2).values()
-    assert "each wait in one for the other" in what
+    assert "one rank could wait in the first and another in the second" in what
 
 
 def test_a_rank_that_hosts_nothing_is_known():
@@ -933,9 +942,13 @@ def test_multirun_runs_every_point(recipe):
     "overrides, where, remedy",
     [
         (["max_lag=null"], "max_lag=null buffer.kind=fifo", "buffer=replay"),
-        (["buffer=replay", "governor.start=4"], "governor.start=4 max_lag=null", "no rule moves"),
-        (["buffer=replay", "governor.most=4"], "governor.most=4 max_lag=null", "no rule moves"),
-        (["buffer=replay", "overcommit=oppo"], "overcommit=oppo max_lag=null", "auto: two batches"),
+        (["buffer=replay", "governor.start=4"], "governor.start=4 max_lag=null", "no rule changes"),
+        (["buffer=replay", "governor.most=4"], "governor.most=4 max_lag=null", "no rule changes"),
+        (
+            ["buffer=replay", "overcommit=oppo"],
+            "overcommit=oppo max_lag=null",
+            "auto, which keeps two batches",
+        ),
         (
             ["buffer=replay", "on_deadline=truncate"],
             "on_deadline=truncate max_lag=null",
@@ -1003,12 +1016,12 @@ def test_multirun_runs_every_point(recipe):
         (
             [f"loss.schedules.normalize={LINE}"],
             "loss.schedules.normalize.kind=linear loss.fn=policy_gradient",
-            "the number loss.normalize, and there is none",
+            "the number in loss.normalize, and this loss has none",
         ),
         (
             ["loss.max_tokens=6", f"loss.schedules.max_tokens={LINE}"],
             "loss.schedules.max_tokens.kind=linear",
-            "no number that can change in a line",
+            "must stay a whole number",
         ),
         (
             ["loss=tb", f"loss.schedules.beta={LINE}", "loss.schedules.beta.final=0"],

@@ -150,7 +150,7 @@ def test_a_victim_needs_no_weights_either(tmp_path, capsys):
 @pytest.mark.parametrize(
     "overrides, world_size, says",
     [
-        (["ranks=8"], 1, "ranks that are not there cannot run"),
+        (["ranks=8"], 1, "a run has as many ranks as torchrun"),
         (["+dry_run=true", "+ranks=8"], 2, "start it in one process"),
         (["+dry_run=true", "+ranks=0"], 1, "at least 1"),
         (["+dry_run=true", "+ranks=-4"], 1, "at least 1"),

@@ -47,12 +47,12 @@ def test_what_cannot_stream_is_refused(overrides, where, remedy, monkeypatch):
 
 
 def test_a_reward_of_a_victims_answers_cannot_stream():
-    with pytest.raises(ConfigError, match="begin when an attack has ended"):
+    with pytest.raises(ConfigError, match="begin only when an attack has ended"):
         check_command_line([*GIVEN], world_size=2, kind=RED_TEAM)
 
 
 def test_parts_without_a_model_cannot_stream():
-    with pytest.raises(ConfigError, match="no part is a model"):
+    with pytest.raises(ConfigError, match="only scorers of kind model read tokens ahead"):
         check_command_line(["reward=parts", PARTS, "reward.stream=true"], world_size=2)
 
 
@@ -62,7 +62,11 @@ REFERENCE = ("reference=frozen", "reference.stream=true")
 @pytest.mark.parametrize(
     "overrides, where, remedy",
     [
-        (["reference=reset"], "reference.stream=true reference.kind=reset", "its newest token"),
+        (
+            ["reference=reset"],
+            "reference.stream=true reference.kind=reset",
+            "the newest token of a completion",
+        ),
         (["generator=vllm"], "reference.stream=true generator.kind=vllm", "generator=native"),
         (["reference.chunk_tokens=4096"], "reference.chunk_tokens=4096", f"at most {LONGEST - 1}"),
         (["reference.cache_tokens=5"], "reference.cache_tokens=5", f"need at least {LONGEST}"),

@@ -1,4 +1,4 @@
-"""The settings of what scores, a file a kind.
+"""The settings of scorers: one file for each kind.
 
 A file of this folder has the settings of the kind that it is named after as SETTINGS, with what
 cannot go together with them. A file of the same name in llamarl/launch/kinds/ says what a job does

@@ -27,7 +27,7 @@ class EncoderKindSettings(KindSettings):
     def find(self, given: Given, run: RunFacts, found: Findings) -> None:
         """Add offload, and a directory without a model."""
         if run.offload:
-            what = "stays on its device and computes at any time; offload=false"
+            what = "the encoder stays on its device and computes at any time; offload=false"
             found.add(what, given.key("kind"), "offload")
         found.add_unless_model(self.path, given.key("path"))
 

@@ -23,7 +23,7 @@ class FunctionKindSettings(KindSettings):
         if self.fn is not None:
             return
         for answer_key in run.unanswered:
-            what = "the task's own reward compares with an answer"
+            what = "the task's own reward compares with the row's answer, and the rows have none"
             remedy = f"{given.key('fn')}=module:function, or {answer_key}=answer"
             found.add(f"{what}; {remedy}", answer_key, given.key("fn"))
 

@@ -34,36 +34,51 @@ class JudgeKindSettings(KindSettings):
         return self.ask == "group"
 
     def find(self, given: Given, run: RunFacts, found: Findings) -> None:
-        """Add what it cannot compare, bounds without room, and what is wrong with url and key."""
+        """Add comparisons that it cannot make, bounds without a score between them, and what is
+        wrong with url and api_key_env.
+        """
         ask = given.key("ask")
         if self.lowest >= self.highest:
-            what = "leaves no room for a score; lowest is the worst one"
+            what = "no score lies between these; lowest, the worst score, must be below highest"
             found.add(what, given.key("lowest"), given.key("highest"))
         if self.compares and run.group_size < 2:
             found.add(
-                "compares the completions of a prompt; group_size=2 or more", ask, "group_size"
+                "the judge compares a prompt's completions with each other; group_size=2 or more",
+                ask,
+                "group_size",
             )
         if self.compares and run.asks_greedily_alone:
-            what = "in an evaluation a greedy completion has none of its prompt to be compared with"
+            what = (
+                "an evaluation has one greedy completion of each prompt, and the judge needs "
+                "another one to compare it with"
+            )
             remedy = f"eval.num_samples=1, eval.every=0, or {ask}=reference"
             found.add(f"{what}; {remedy}", ask, "eval.num_samples")
         if self.ask == "reference":
             for answer_key in run.unanswered:
                 found.add(
-                    f"compares with the prompt's answer; {answer_key}=answer", ask, answer_key
+                    "the judge compares with the row's answer, and the rows have none; "
+                    f"{answer_key}=answer",
+                    ask,
+                    answer_key,
                 )
         found.add_unless_file(self.template, given.key("template"))
         self._find_secrets(given, found)
 
     def _find_secrets(self, given: Given, found: Findings) -> None:
-        """Add a url or a key's name that cannot be used. Neither is shown: it may be secret."""
+        """Add a url or a name of a variable that cannot be used. Neither is shown: it may be
+        secret.
+        """
         what = url_problem(self.url)
         if what is not None:
             key = given.key("url")
             found.problems.append(Problem(key, what, (key,)))
         if self.api_key_env is not None and not self.api_key_env.isidentifier():
             key = given.key("api_key_env")
-            what = "is no name of an environment variable; export the key there, and give the name"
+            what = (
+                "need the name of an environment variable; export the API key in one, and give "
+                "its name here"
+            )
             found.problems.append(Problem(key, what, (key,)))
 
 

@@ -12,7 +12,7 @@ from llamarl.config.marks import settings_dataclass
 
 @dataclass(frozen=True, slots=True)
 class RunFacts:
-    """What a scorer's settings are held against: values of the rest of the configuration."""
+    """Values of the rest of the configuration, which a scorer's settings must go together with."""
 
     unanswered: tuple[str, ...]  # the keys of answers that are null: rows have none to compare with
     group_size: int
@@ -26,10 +26,10 @@ class RunFacts:
 
 @settings_dataclass
 class KindSettings:
-    """The settings of a scorer, of any kind: a file of this folder has those of one.
+    """The settings that every kind of scorer has. Each file of this folder adds those of one kind.
 
-    Readers ask what a kind is like, and never which one it is. What is said here holds for a kind
-    whose file says nothing else.
+    Readers ask what a kind is like, never which kind it is. A kind has the values given here unless
+    its file gives others.
     """
 
     kind: str
@@ -41,7 +41,7 @@ class KindSettings:
     acts_as_one: ClassVar[bool] = False
     # It compares a completion with those before it, so its scores say nothing of success.
     is_novelty: ClassVar[bool] = False
-    has_labels: ClassVar[bool] = False  # of which a key `label` names one
+    has_labels: ClassVar[bool] = False  # its model may have labels; the key `label` names one
 
     @property
     def compares(self) -> bool:
@@ -55,7 +55,7 @@ class KindSettings:
 
     @property
     def rescaling(self) -> tuple[float, float]:
-        """(scale, shift): what it gives is (raw score - shift) * scale."""
+        """(scale, shift): the reward is (raw score - shift) * scale."""
         return 1.0, 0.0
 
     def find(self, given: Given, run: RunFacts, found: Findings) -> None:

@@ -26,18 +26,18 @@ class ModelKindSettings(KindSettings):
 
     @property
     def sharded_model(self) -> str:
-        """The directory of its model."""
+        """The directory of the model."""
         return self.path
 
     @property
     def rescaling(self) -> tuple[float, float]:
-        """(scale, shift): what it gives is (raw score - shift) * scale."""
+        """(scale, shift): the reward is (raw score - shift) * scale."""
         return self.scale, self.shift
 
     def find(self, given: Given, run: RunFacts, found: Findings) -> None:
         """Add a scale of 0, and a directory without a model."""
         if self.scale == 0:
-            found.add("makes every score the same; any other number", given.key("scale"))
+            found.add("every score would be the same; need any other number", given.key("scale"))
         found.add_unless_model(self.path, given.key("path"))
 
 

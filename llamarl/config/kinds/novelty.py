@@ -24,7 +24,10 @@ class NoveltyKindSettings(KindSettings):
     def find(self, given: Given, run: RunFacts, found: Findings) -> None:
         """Add offload, and a directory without an embedder."""
         if run.offload:
-            what = "embeds whenever a group is whole, whoever has the device; offload=false"
+            what = (
+                "novelty embeds each group once it is whole, also while another executor has the "
+                "device; offload=false"
+            )
             found.add(what, given.key("kind"), "offload")
         if self.embedder != START:
             found.add_unless_model(self.embedder, given.key("embedder"))

@@ -56,22 +56,23 @@ def find_buffer(
     needs_whole = loss.fn in declarations() and not declares(loss.fn, "group_means")
     if buffer.draw == "split" and needs_whole:
         found.add(
-            "a split draw gives a rank a part of each prompt's completions, and this loss needs "
-            "all of them; buffer.draw=shared, or loss=tb",
+            "draw=split gives each rank some of a prompt's completions, and this loss needs all "
+            "of them; buffer.draw=shared, or loss=tb",
             "buffer.draw",
             "loss.fn",
         )
     if buffer.draw == "split" and trainer.filter_groups:
         found.add(
-            "a split draw gives a rank a part of each group, which does not show whether all its "
-            "rewards are equal; trainer.filter_groups=false, or buffer.draw=shared",
+            "draw=split gives each rank a part of every group, and a part does not show whether "
+            "all rewards of the group are equal; trainer.filter_groups=false, or "
+            "buffer.draw=shared",
             "buffer.draw",
             "trainer.filter_groups",
         )
     if buffer.good_reward is not None and seeks_novelty:
         found.add(
-            "completions are counted by their rewards, of which novelty is a part and no success; "
-            "buffer.good_reward=null, or a reward without novelty",
+            "good completions are counted by reward, and a reward with novelty does not measure "
+            "success; buffer.good_reward=null, or a reward without novelty",
             "buffer.good_reward",
             "reward.kind",
         )
@@ -86,33 +87,34 @@ def _find_sizes(
     initial = buffer.initial_completions or 0
     if buffer.max_size < trained:
         found.add(
-            f"the buffer does not hold the {trained} completions of a step; raise buffer.max_size",
+            f"the buffer is smaller than a step's {trained} completions; raise buffer.max_size",
             "buffer.max_size",
             "groups_per_step",
         )
     if per_prompt > run.group_size:
         found.add(
-            "a prompt has fewer completions than are trained on at once: TBA's S >= K; "
-            "raise group_size",
+            "a prompt has fewer completions than a step draws of it (TBA needs S >= K); raise "
+            "group_size",
             "buffer.completions_per_prompt",
             "group_size",
         )
     if buffer.completions_per_prompt == 1 and run.group_size > 1 and not by_token:
         found.add(
-            "one completion of a prompt has no baseline: its advantage is always 0; "
-            "need at least 2, or trainer.advantages=gae",
+            "a single completion of a prompt has no baseline, so its advantage is always 0; need "
+            "at least 2, or trainer.advantages=gae",
             "buffer.completions_per_prompt",
             "trainer.advantages",
         )
     if run.max_lag is not None and initial > run.groups_per_step * run.group_size:
         found.add(
-            "with a bounded lag a step begins with one batch; max_lag=null, or a smaller fill",
+            "if the lag is bounded, the first step begins with one batch; max_lag=null, or a "
+            "smaller fill",
             "buffer.initial_completions",
             "max_lag",
         )
     if initial > buffer.max_size:
         found.add(
-            "the buffer does not hold its initial fill; raise buffer.max_size, or lower "
+            "the buffer is smaller than its initial fill; raise buffer.max_size, or lower "
             "buffer.initial_completions",
             "buffer.initial_completions",
             "buffer.max_size",

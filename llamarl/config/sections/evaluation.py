@@ -39,26 +39,30 @@ class EvalSettings:
 
 
 def find_set_names(evaluation: EvalSettings, found: Findings) -> bool:
-    """Find names of sets that cannot be used. Returns whether keys can be made of all of them."""
+    """Find names of sets that cannot be used. Return whether all of them can be parts of keys."""
     for name in evaluation.sets:
         key = f"{EVAL_SETS}.{name}"
         if not _SET_NAME.fullmatch(name):
             what = "a set's name has letters, digits, _ and -, and begins with a letter"
-            found.problems.append(Problem(key, f"{what}; it names columns, eval/NAME/...", (key,)))
+            found.problems.append(Problem(key, f"{what}; metrics are called eval/NAME/...", (key,)))
         elif name in OWN_COLUMNS:
-            what = f"eval/{name} is a column of the task's own held-out prompts; another name"
+            what = (
+                f"eval/{name} is a metric of the task's own held-out prompts; choose another name"
+            )
             found.problems.append(Problem(key, what, (key,)))
     return all(_SET_NAME.fullmatch(name) for name in evaluation.sets)
 
 
 def find_evaluation(evaluation: EvalSettings, found: Findings) -> None:
-    """Find targets that cannot be reached, and judges of nothing or that are not there."""
+    """Find targets that cannot be reached, judges that do not exist, and judges without
+    completions.
+    """
     if evaluation.target is not None:
         _find_target(evaluation, found)
     if evaluation.embedder is not None and evaluation.num_samples < 2:
         found.add(
-            "diversity is of several answers to a prompt; eval.num_samples=2 or more, "
-            "or eval.embedder=null",
+            "diversity compares several completions of a prompt; eval.num_samples=2 or more, or "
+            "eval.embedder=null",
             "eval.embedder",
             "eval.num_samples",
         )

@@ -15,7 +15,7 @@ from llamarl.words.choices import Quantized
 
 @settings_dataclass
 class GeneratorSettings:
-    """What every kind of generator has."""
+    """The settings of every kind of generator."""
 
     kind: str
     max_slots: Count
@@ -30,7 +30,7 @@ class GeneratorSettings:
     max_seconds: Positive | None
 
     def samples_at(self, temperature: float) -> bool:
-        """Whether every completion is sampled at this temperature, given that it is the run's."""
+        """Return whether every completion is sampled at this temperature, which is the run's."""
         return self.temperature is None or self.temperature == [temperature] * 2
 
     def updates_in_flight(self, max_lag: int | None) -> bool:
@@ -75,7 +75,7 @@ def find_generator(
     longest: int,
     longest_keys: str,
 ) -> None:
-    """Find slots, caches and unfinished completions that cannot be.
+    """Find slots and caches that are too small, and what unfinished completions cannot go through.
 
     longest: tokens of any prompt and its completion at most. longest_keys: the keys that set it.
     """
@@ -87,7 +87,7 @@ def find_generator(
         )
     if run.group_size > generator.max_slots:
         found.add(
-            "a group does not fit the slots of a generator; raise generator.max_slots",
+            "a generator's slots do not hold one group; raise generator.max_slots",
             "group_size",
             "generator.max_slots",
         )
@@ -107,30 +107,30 @@ def _find_unfinished(generator: AnyGeneratorSettings, run: RunSettings, found: F
     updates_in_flight = generator.updates_in_flight(run.max_lag)
     if generator.recompute_kv and not updates_in_flight:
         found.add(
-            "no completion is running when new weights are loaded, so there is nothing to compute "
-            "anew; leave it out, or raise max_lag",
+            "without lag no completion is running when new weights are loaded, so no cache needs "
+            "to be recomputed; leave it out, or raise max_lag",
             "generator.recompute_kv",
         )
     if generator.resume_partials is not True:
         return
     if run.max_lag == 0:
         found.add(
-            "a resumed synchronous run has the bits of an uninterrupted one, so its completions "
-            "start again; leave generator.resume_partials out",
+            "a resumed synchronous run must repeat an uninterrupted one to the bit, so its "
+            "completions start again; leave generator.resume_partials out",
             "generator.resume_partials",
             "max_lag",
         )
     elif not updates_in_flight:
         found.add(
-            "resumed completions would go on under other weights than they were begun with; leave "
-            "one of the two keys out",
+            "resumed completions would go on under other weights than they began with, which "
+            "in_flight_updates=false forbids; leave one of the two keys out",
             "generator.resume_partials",
             "generator.in_flight_updates",
         )
 
 
 def _find_vllm(run: RunSettings, found: Findings) -> None:
-    """Find what vLLM cannot do, or that it is not there."""
+    """Find what vLLM cannot do, or that it is not installed."""
     from llamarl.inference.vllm_engine import vllm_problem  # imports torch, so only for vLLM
 
     if run.offload:
@@ -159,15 +159,16 @@ def find_other_temperatures(
         return
     if declares(loss.fn, "holds_to_generator"):
         found.add(
-            "this loss holds the policy near what sampled, which is hotter or colder than the "
-            "policy; loss=tb, tba or aipo, or generator.temperature=null",
+            "this loss keeps the policy close to the distribution that sampled, and another "
+            "temperature makes that a different one; loss=tb, tba or aipo, or "
+            "generator.temperature=null",
             "generator.temperature",
             "loss.fn",
         )
     if reward_kl_coef > 0:
         found.add(
-            "the penalty would take the KL of what sampled for that of the policy; loss.kl_coef "
-            "in its place, or generator.temperature=null",
+            "the penalty in the reward would measure the KL of the distribution that sampled, "
+            "not the policy's; loss.kl_coef instead, or generator.temperature=null",
             "generator.temperature",
             "trainer.reward_kl_coef",
         )

@@ -39,7 +39,7 @@ AnyScheduleSettings = LinearScheduleSettings | CutScheduleSettings
 @settings_dataclass
 class LossSettings:
     fn: str  # a loss of the package, or module:function
-    name: str  # of the chosen file in conf/loss; fn where another function has taken its place
+    name: str  # the chosen file in conf/loss; fn if a user's function has taken its place
     kl_coef: NonNegative
     kl_estimator: Estimator
     entropy_coef: NonNegative
@@ -47,8 +47,8 @@ class LossSettings:
     options: dict[str, object]  # every further key of loss.*, for the function alone
 
     def options_for(self, taken: set[str]) -> dict[str, object]:
-        """Return the options for a function that takes these: a user's function need not take those
-        of the package's losses.
+        """Return the options for a function that takes these. A user's function need not take the
+        options of the package's losses.
         """
         return {
             key: value
@@ -65,7 +65,7 @@ def published_losses() -> dict[str, Mapping[str, object]]:
 
 
 def find_loss(loss: LossSettings, found: Findings) -> None:
-    """Find a loss that does not exist, and options that it does not take or that cannot be."""
+    """Find a loss that does not exist, and options that it does not take or that are impossible."""
     losses, published = declarations(), published_losses()
     if ":" in loss.fn:
         _find_own_loss(loss, found)
@@ -82,8 +82,8 @@ def find_loss(loss: LossSettings, found: Findings) -> None:
 
 
 def _find_options(loss: LossSettings, taken: Sequence[str], found: Findings) -> None:
-    """Options that the package's loss does not take, or that are out of range or contradict each
-    other. taken: the names of its own.
+    """Find options that the package's loss does not take, or that are out of range or contradict
+    each other. taken: the names of those that it takes.
     """
     all_fit = True
     for name, value in loss.options.items():
@@ -108,18 +108,21 @@ def _find_options(loss: LossSettings, taken: Sequence[str], found: Findings) -> 
         clip = -math.inf
     is_mean = loss.options.get("max_tokens") is None or loss.options.get("normalize") == "tokens"
     if low >= high:
-        what = "masks every ratio; the low bound must be below the high one"
+        what = "these bounds mask every ratio; the low bound must be below the high one"
         found.add(what, "loss.ratio_mask_low", "loss.ratio_mask_high")
     if cap <= 1 + clip:
         what = f"a cap at or below 1 + clip_high = {1 + clip:g} leaves nothing to clip"
         found.add(f"{what}; raise it, or null", "loss.ratio_cap", "loss.clip_high")
     if not is_mean:
-        what = "a constant takes the place of the mean; normalize=tokens, or max_tokens=null"
+        what = (
+            "max_tokens is a constant to divide by, so normalize has no use; normalize=tokens, "
+            "or max_tokens=null"
+        )
         found.add(what, "loss.max_tokens", "loss.normalize")
 
 
 def _bound(loss: LossSettings, option: str) -> float | None:
-    """Returns the number that an option is; None where it is null, or not an option of the loss."""
+    """Return the number that an option has; None if it is null or the loss does not have it."""
     value = loss.options.get(option)
     return value if isinstance(value, int | float) else None
 
@@ -149,23 +152,27 @@ def _find_own_loss(loss: LossSettings, found: Findings) -> None:
 
 
 def _find_schedules(loss: LossSettings, found: Findings) -> None:
-    """Find schedules of what is no number of the loss, or that end in a number it cannot be."""
+    """Find schedules of options that are no numbers, or that end in an impossible value."""
     for option, schedule in loss.schedules.items():
         key = f"{SCHEDULES}.{option}"
         first = loss.options.get(option)
         hint = LOSS_OPTIONS.get(option, float)
         if isinstance(first, bool) or not isinstance(first, int | float):
             found.add(
-                f"a schedule starts from the number loss.{option}, and there is none; choose a "
-                f"loss that has this option (loss=NAME loss.{option}=NUMBER), or leave the "
-                "schedule out",
+                f"a schedule starts from the number in loss.{option}, and this loss has none; "
+                f"choose a loss that has this option (loss=NAME loss.{option}=NUMBER), or leave "
+                "the schedule out",
                 f"{key}.kind",
                 "loss.fn",
             )
         elif not _fits(0.5, hint):  # a line goes through numbers that are not whole
-            found.add(f"loss.{option} is no number that can change in a line", f"{key}.kind")
+            found.add(
+                f"loss.{option} must stay a whole number, so it has no schedule; leave the "
+                "schedule out",
+                f"{key}.kind",
+            )
         elif not _fits(schedule.final, hint):
-            found.add(f"loss.{option} cannot become this: {need(None, hint)}", f"{key}.final")
+            found.add(f"loss.{option} cannot have this value: {need(None, hint)}", f"{key}.final")
 
 
 def _fits(value: object, hint: object) -> bool:

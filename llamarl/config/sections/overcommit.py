@@ -23,15 +23,15 @@ class GovernorSettings:
 def find_overcommit(
     run: RunSettings, governor: GovernorSettings, found: Findings, *, buffer_kind: str
 ) -> None:
-    """Find rules of starting ahead that contradict each other or the bound of the lag."""
+    """Find settings of starting ahead that contradict each other or the bound on lag."""
     if run.max_lag == 0:
         _find_synchronous(run, found)
     elif run.max_lag is None:
         _find_unbounded(run, governor, found, buffer_kind=buffer_kind)
     elif run.on_deadline == "truncate" and run.overcommit == 0:
         found.add(
-            "a straggler is truncated once other groups make up its batch, and with overcommit=0 "
-            "none are started beyond one batch; overcommit=auto, or on_deadline=wait",
+            "a straggler is truncated once other groups can fill its batch, and with "
+            "overcommit=0 no other groups are started; overcommit=auto, or on_deadline=wait",
             "on_deadline",
             "overcommit",
         )
@@ -51,13 +51,13 @@ def _find_synchronous(run: RunSettings, found: Findings) -> None:
     """Find what a synchronous run cannot do."""
     if run.overcommit not in ("auto", 0):
         found.add(
-            "without lag no group can start ahead; overcommit=0, or max_lag=1",
+            "without lag no group can start ahead of its step; overcommit=0, or max_lag=1",
             "overcommit",
             "max_lag",
         )
     if run.on_deadline == "truncate":
         found.add(
-            "without lag every ticket is due at its own step, and no other can stand in for it; "
+            "without lag every ticket is due at its own step, so no other can replace it; "
             "on_deadline=wait, or max_lag=1",
             "on_deadline",
             "max_lag",
@@ -67,24 +67,25 @@ def _find_synchronous(run: RunSettings, found: Findings) -> None:
 def _find_unbounded(
     run: RunSettings, governor: GovernorSettings, found: Findings, *, buffer_kind: str
 ) -> None:
-    """Find what needs a bound of the lag."""
+    """Find what needs a bound on lag."""
     if run.overcommit in ("oppo", "window"):
         found.add(
-            f"the rule {run.overcommit} needs a bounded lag; give a number of groups, or auto: two "
-            "batches on their way",
+            f"the rule {run.overcommit} needs a bounded lag; give a number of groups, or auto, "
+            "which keeps two batches on their way",
             "overcommit",
             "max_lag",
         )
     for key, value in (("governor.start", governor.start), ("governor.most", governor.most)):
         if value is not None:
             found.add(
-                f"without a bound no rule moves overcommit; {key}=null, or max_lag=1",
+                f"without a bound on lag no rule changes overcommit; {key}=null, or max_lag=1",
                 key,
                 "max_lag",
             )
     if run.on_deadline == "truncate":
         found.add(
-            "without a bound no ticket has a deadline; on_deadline=wait, or generator.max_seconds",
+            "without a bound on lag no ticket has a deadline; on_deadline=wait, or "
+            "generator.max_seconds",
             "on_deadline",
             "max_lag",
         )

@@ -1,4 +1,4 @@
-"""The section `placement`: the ranks that are given to executors, and what ranks cannot be given.
+"""The section `placement`: which executor has which ranks, and what cannot be asked for.
 
 Where null is given, llamarl/config/placement.py finds ranks, and what these cannot host.
 """
@@ -25,19 +25,19 @@ class PlacementSettings:
 
 
 def find_sharing(placement: PlacementSettings, found: Findings, *, offload: bool) -> None:
-    """Find nothing that an offload could move."""
+    """Find an offload without executors to move."""
     if offload and not placement.colocate:
         found.add(
-            "offload=true moves executors that share a device out of each other's way; name them: "
-            "placement.colocate=[trainer,generator]",
+            "offload moves executors that share a device out of each other's way, and none share "
+            "one; placement.colocate=[trainer,generator]",
             "offload",
             "placement.colocate",
         )
 
 
 def find_given_ranks(placement: PlacementSettings, found: Findings, *, world_size: int) -> bool:
-    """Find ranks that are not there, or that are given against placement.colocate. Returns whether
-    all can be.
+    """Find ranks that do not exist, or that contradict placement.colocate. Return whether all are
+    possible.
     """
     num_before = len(found.problems)
     given = dataclasses.asdict(placement)
@@ -61,12 +61,12 @@ def find_given_ranks(placement: PlacementSettings, found: Findings, *, world_siz
 
 
 def _find_ranks(key: str, ranks: list[int], found: Findings, *, world_size: int) -> None:
-    """Find no rank, a rank that is named twice, or one that is not there."""
+    """Find an empty list, a rank that is named twice, or one that does not exist."""
     if not ranks or len(set(ranks)) < len(ranks):
         found.add("need at least one rank, each once; or null", key)
     outside = [rank for rank in ranks if not 0 <= rank < world_size]
     if outside:
-        there_are = "there is one rank, 0"
+        there_are = "rank 0 is the only one"
         if world_size > 1:
             there_are = f"ranks are 0 to {world_size - 1}"
         found.add(f"no rank {show(outside)}: {there_are} (torchrun --nproc-per-node)", key)

@@ -17,7 +17,7 @@ from llamarl.config.sections.trainer import TrainerSettings
 
 @settings_dataclass
 class ReferenceSettings:
-    """No reference, or one that the trainer itself asks before its update."""
+    """Settings without a reference, or of one that the trainer itself asks before its update."""
 
     kind: Literal["none", "adapters_off", "sharded"]
 
@@ -66,26 +66,26 @@ def find_reference(
     trainer: TrainerSettings,
     buffer_kind: str,
 ) -> None:
-    """Find what needs a reference that there is not, or that one cannot go with."""
+    """Find what needs a reference if there is none, and what cannot go together with one."""
     if reference.kind == "none":
         _find_needed(found, loss=loss, trainer=trainer)
     if reference.kind == "adapters_off" and trainer.lora.rank == 0:
         found.add(
-            "this reference is the trainer's weights without their adapters, and there are none: "
-            "every weight is trained; trainer.lora.rank=16, or reference=frozen",
+            "this reference is the trainer's weights without their adapters, but without "
+            "adapters every weight is trained; trainer.lora.rank=16, or reference=frozen",
             "reference.kind",
             "trainer.lora.rank",
         )
     if reference.kind == "reset" and buffer_kind == "replay":
         found.add(
-            "what the buffer holds was scored by earlier references; "
-            "reference=frozen, or buffer=fifo",
+            "the buffer holds groups with logprobs of earlier references; reference=frozen, or "
+            "buffer=fifo",
             "reference.reset_every",
             "buffer.kind",
         )
     if reference.kind == "reset" and run.offload:
         found.add(
-            "the policy's weights travel to the reference while others have the device; "
+            "the policy's weights travel to the reference while other executors have the device; "
             "offload=false, or reference=frozen",
             "reference.reset_every",
             "offload",
@@ -98,10 +98,10 @@ def _find_needed(found: Findings, *, loss: LossSettings, trainer: TrainerSetting
     for key, coef in coefs.items():
         if coef > 0:
             remedy = f"reference=frozen, or {key}=0"
-            found.add(f"a KL needs a reference: {remedy}", key, "reference.kind")
+            found.add(f"a KL needs a reference; {remedy}", key, "reference.kind")
     if declares(loss.fn, "needs_reference"):
         found.add(
-            "this loss compares with a reference: reference=frozen", "loss.fn", "reference.kind"
+            "this loss compares with a reference; reference=frozen", "loss.fn", "reference.kind"
         )
 
 
@@ -121,29 +121,29 @@ def find_reference_stream(
         return
     if isinstance(reference, ResettingReferenceSettings):
         found.add(
-            "the version that scores a completion is that of its newest token, which is not known "
-            "while it is sampled; reference=frozen, or reference.stream=false",
+            "the newest token of a completion decides which reference scores it, and is not "
+            "known while it is sampled; reference=frozen, or reference.stream=false",
             "reference.stream",
             "reference.kind",
         )
         return
     if generator_kind == "vllm":
         found.add(
-            "vLLM does not tell what it samples before a completion has ended; "
-            "generator=native, or reference.stream=false",
+            "vLLM gives no tokens of a completion before it has ended; generator=native, or "
+            "reference.stream=false",
             "reference.stream",
             "generator.kind",
         )
     if run.offload:
         found.add(
-            "executors take turns on the device, so that none reads while another samples; "
-            "offload=false, or reference.stream=false",
+            "with offload executors take turns on the device, so the reference cannot read while "
+            "the generator samples; offload=false, or reference.stream=false",
             "reference.stream",
             "offload",
         )
     if reference.chunk_tokens is not None and reference.chunk_tokens >= longest:
         found.add(
-            "no completion has as many tokens and one more, so none would be read before it ends; "
+            "completions have fewer tokens than one piece, so none would be read before it ends; "
             f"at most {longest - 1}, or null",
             "reference.chunk_tokens",
         )

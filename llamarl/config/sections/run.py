@@ -39,14 +39,14 @@ class RunSettings:
 
 
 def find_run(run: RunSettings, num_started: int, found: Findings) -> None:
-    """Find ranks that are not there, and a run or a checkpoint that cannot be gone on with.
+    """Find ranks that were not started, and a run or a checkpoint that cannot be resumed.
 
     num_started: the ranks that torchrun started.
     """
     if run.ranks is not None and not run.dry_run:
         found.add(
-            "ranks that are not there cannot run; +dry_run=true shows what they would hold, and "
-            "torchrun --nproc-per-node starts them",
+            "a run has as many ranks as torchrun --nproc-per-node starts; +dry_run=true shows "
+            "what other numbers would hold",
             "ranks",
             "dry_run",
         )
@@ -57,11 +57,11 @@ def find_run(run: RunSettings, num_started: int, found: Findings) -> None:
             "ranks",
         )
     if run.resume == "auto" and not run.run_dir:
-        found.add("resuming needs the run's directory: run_dir=DIR", "resume", "run_dir")
+        found.add("resume=auto looks in the run's directory; run_dir=DIR", "resume", "run_dir")
     if run.resume_with_other and run.resume == "never":
         found.add(
-            "the run resumes nothing, so nothing can differ; resume=auto or a checkpoint's "
-            "directory, or resume_with_other=[]",
+            "a run that resumes nothing cannot differ from anything; resume=auto or a "
+            "checkpoint's directory, or resume_with_other=[]",
             "resume_with_other",
             "resume",
         )
@@ -69,8 +69,8 @@ def find_run(run: RunSettings, num_started: int, found: Findings) -> None:
         found.add("no such directory; need auto, never or a checkpoint's directory", "resume")
     if run.offload and run.max_lag != 0:
         found.add(
-            "with any lag trainer and generator work at the same time, so neither can leave the "
-            "device; max_lag=0, or offload=false",
+            "with lag the trainer and the generator work at the same time, so neither can leave "
+            "the device; max_lag=0, or offload=false",
             "offload",
             "max_lag",
         )

@@ -27,12 +27,12 @@ class LoraSettings:
 @settings_dataclass
 class CriticModelSettings:
     trunk: Literal["shared", "own"]
-    path: str | None  # None: an own trunk starts as the policy
+    path: str | None  # None: a trunk of its own starts as the policy
 
 
 @settings_dataclass
 class ShardedTrainerSettings:
-    """What every trainer has that shards a decoder."""
+    """The settings of every trainer that shards a decoder."""
 
     replicate: Count
     microbatch_tokens: Count
@@ -75,7 +75,7 @@ class TrainerSettings(ShardedTrainerSettings):
 def find_trainer(
     trainer: TrainerSettings, run: RunSettings, found: Findings, *, loss: LossSettings
 ) -> None:
-    """Find what a trainer cannot do at once."""
+    """Find settings of the trainer that cannot go together."""
     _find_optimizer(trainer, run, found)
     _find_steps(trainer, run, found)
     _find_advantages(trainer, run, found, loss=loss)
@@ -84,10 +84,11 @@ def find_trainer(
 
 
 def _find_optimizer(trainer: TrainerSettings, run: RunSettings, found: Findings) -> None:
-    """Find moments that cannot lie where they are to."""
+    """Find optimizer moments that cannot lie where the settings want them."""
     if run.offload and trainer.cpu_offload:
         found.add(
-            "both keep the trainer in host memory; trainer.cpu_offload=false, or offload=false",
+            "each of these moves the trainer to host memory in its own way; choose one: "
+            "trainer.cpu_offload=false, or offload=false",
             "offload",
             "trainer.cpu_offload",
         )
@@ -95,21 +96,22 @@ def _find_optimizer(trainer: TrainerSettings, run: RunSettings, found: Findings)
         return
     if run.offload:
         found.add(
-            "8-bit moments cannot leave the device; trainer.optimizer=adamw, or offload=false",
+            "offload moves the optimizer's moments to host memory, and 8-bit ones cannot leave "
+            "the device; trainer.optimizer=adamw, or offload=false",
             "trainer.optimizer",
             "offload",
         )
     if trainer.cpu_offload:
         found.add(
-            "8-bit moments are for a device's memory; trainer.optimizer=adamw, or "
-            "trainer.cpu_offload=false",
+            "8-bit moments must lie on the device, and cpu_offload keeps them in host memory; "
+            "trainer.optimizer=adamw, or trainer.cpu_offload=false",
             "trainer.optimizer",
             "trainer.cpu_offload",
         )
 
 
 def _find_steps(trainer: TrainerSettings, run: RunSettings, found: Findings) -> None:
-    """Find a warm-up and a decay of the learning rate that the run's steps do not hold."""
+    """Find a warm-up and a decay of the learning rate that are longer than the run."""
     if trainer.warmup_steps > run.max_steps > 0:
         found.add(
             "the warm-up would not end; trainer.warmup_steps must not exceed max_steps",
@@ -141,8 +143,8 @@ def _find_advantages(
     if trainer.advantages != "gae":
         if run.group_size < 2:
             found.add(
-                "a group of one has no baseline: its advantage is always 0; need at least 2, or "
-                "trainer.advantages=gae",
+                "a group of one has no baseline, so its advantage is always 0; need at least 2, "
+                "or trainer.advantages=gae",
                 "group_size",
                 "trainer.advantages",
             )
@@ -159,14 +161,14 @@ def _find_advantages(
         )
     if trainer.filter_groups:
         found.add(
-            "with a value head groups of equal rewards teach too; trainer.filter_groups=false",
+            "a value model learns from groups of equal rewards too, so keep them; "
+            "trainer.filter_groups=false",
             "trainer.filter_groups",
             "trainer.advantages",
         )
     if trainer.whiten == "completions":
         found.add(
-            "gae gives each token its own advantage, none of a completion; "
-            "trainer.whiten=advantages",
+            "gae gives advantages to tokens and none to completions; trainer.whiten=advantages",
             "trainer.whiten",
             "trainer.advantages",
         )
@@ -176,14 +178,14 @@ def _find_critic(trainer: TrainerSettings, found: Findings) -> None:
     """Find a value model that nothing asks, or that cannot start as it should."""
     if trainer.critic.trunk == "own" and trainer.advantages != "gae":
         found.add(
-            "nothing asks a value model: its values are for trainer.advantages=gae; "
-            "or trainer.critic.trunk=shared",
+            "only trainer.advantages=gae uses the values of a value model; choose it, or "
+            "trainer.critic.trunk=shared",
             "trainer.critic.trunk",
             "trainer.advantages",
         )
     if trainer.critic.path is not None and trainer.critic.trunk == "shared":
         found.add(
-            "a head on the policy's trunk cannot start as another model; "
+            "a shared trunk is the policy's, so it cannot start as another model; "
             "trainer.critic.trunk=own, or trainer.critic.path=null",
             "trainer.critic.path",
             "trainer.critic.trunk",
@@ -192,19 +194,20 @@ def _find_critic(trainer: TrainerSettings, found: Findings) -> None:
 
 
 def _find_adapters(trainer: TrainerSettings, found: Findings) -> None:
-    """Find adapters of nothing, or of split projections."""
+    """Find adapters without a projection, or of projections that are split over ranks."""
     if trainer.lora.rank == 0:
         return
     if trainer.tensor_parallel > 1:
         found.add(
-            "adapters of split projections are not supported; "
+            "adapters do not work on projections that tensor_parallel splits; "
             "trainer.tensor_parallel=1 (FSDP2 shards), or trainer.lora.rank=0",
             "trainer.lora.rank",
             "trainer.tensor_parallel",
         )
     if not trainer.lora.targets:
         found.add(
-            "nothing to adapt: name projections, such as trainer.lora.targets=[q_proj,v_proj]",
+            "there is nothing to adapt; name projections, such as "
+            "trainer.lora.targets=[q_proj,v_proj]",
             "trainer.lora.targets",
             "trainer.lora.rank",
         )

@@ -39,7 +39,7 @@ class ModelVictimSettings:
 
     @property
     def longest(self) -> int:
-        """Tokens of an attack and an answer to it at most, as the victim reads them."""
+        """Most tokens of an attack with its reply, as the victim reads them."""
         return self.max_prompt_tokens + self.max_new_tokens
 
 
@@ -47,7 +47,7 @@ AnyVictimSettings = NoVictimSettings | ModelVictimSettings
 
 
 def placed_victim(victim: AnyVictimSettings) -> ModelVictimSettings:
-    """Returns the settings of a victim, where there is one."""
+    """Return the settings of the victim; None without one."""
     assert isinstance(victim, ModelVictimSettings), "there is no victim: victim=none"
     return victim
 
@@ -63,12 +63,13 @@ def find_victim(
     """
     if victim.placed and not attacks:
         found.add(
-            "recipes/red_team.py alone puts completions to a victim; start that, or victim=none",
+            "only recipes/red_team.py puts completions to a victim; start that, or victim=none",
             "victim.kind",
         )
     if attacks and not victim.placed:
         found.add(
-            "the attacks are for a victim: victim=hf, or start recipes/llama_async.py",
+            "this recipe attacks a victim, and there is none; victim=hf, or start "
+            "recipes/llama_async.py",
             "victim.kind",
         )
     if isinstance(victim, NoVictimSettings):

@@ -15,11 +15,12 @@ class WeightsSettings:
 def find_weights(
     weights: WeightsSettings, found: Findings, *, cpu_offload: bool, num_hosts: int
 ) -> None:
-    """Find transports that do not reach. cpu_offload: of the trainer."""
+    """Find transports that cannot connect the ranks. cpu_offload: the trainer's."""
     transport = weights.transport
     if transport in ("nccl", "cuda_ipc") and cpu_offload:
         found.add(
-            "weights that leave from host memory travel by shm or gloo; weights.transport=auto",
+            "with cpu_offload weights leave from host memory, which only shm and gloo can read; "
+            "weights.transport=auto",
             "weights.transport",
             "trainer.cpu_offload",
         )
