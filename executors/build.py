@@ -72,7 +72,7 @@ def sampling_of(config: Config, job: Job) -> SamplingParams:
 
 
 def temperatures_of(config: Config) -> TemperatureRange | None:
-    """Returns the temperatures of tickets; None unless generator.temperature is set."""
+    """Return the temperatures of tickets; None unless generator.temperature is set."""
     drawn = config.generator.temperature
     if drawn is None:
         return None
@@ -80,7 +80,7 @@ def temperatures_of(config: Config) -> TemperatureRange | None:
 
 
 def engine_builder(config: Config, job: Job) -> BuildEngine:
-    """Return what builds the generator's engine, by generator.kind."""
+    """Return a function that builds the generator's engine, by generator.kind."""
     g = config.generator
     sizes: dict[str, Any] = dict(
         model_path=str(job.model_path),
@@ -105,7 +105,7 @@ def engine_builder(config: Config, job: Job) -> BuildEngine:
 def build_executors(
     config: Config, job: Job
 ) -> tuple[Generator, Reward, list[Reference], FSDPTrainer]:
-    """Returns the executors of the main job: generator, reward, references (none, or one) and
+    """Return the executors of the main job: generator, reward, reference if there is one, and
     trainer.
     """
     return (
@@ -208,7 +208,7 @@ def build_victim(config: Config, job: Job) -> Victim:
     """Build the victim, which replies to the completions."""
     v = placed_victim(config.victim)
     path = job.victim_path
-    assert path is not None, "a victim has a directory"
+    assert path is not None, "a victim's config has the directory of its model"
     build_engine = partial(
         _victim_engine,
         path=path,
@@ -243,7 +243,7 @@ def _victim_engine(device: torch.device, *, path: Path, **options) -> Engine:
 
 
 def _judges_of(config: Config, job: Job) -> list[MakeEvalJudge]:
-    """Return what says more of evaluations than the reward does."""
+    """Return the judges of evaluations, which measure more than the reward."""
     judges: list[MakeEvalJudge] = []
     if config.eval.save_samples:
         judges.append(partial(_samples_judge, config, job))
@@ -276,9 +276,11 @@ def build_gold(config: Config, job: Job) -> GoldSettings | None:
 def gold_settings(
     config: Config, job: Job, references: list[Item] | None, sets: Sequence[EvalSet]
 ) -> GoldSettings:
-    """Returns the gold scorer's settings. references: to compare with; sets: of whose prompts."""
+    """Return the gold scorer's settings. references: completions to compare with; sets: the sets
+    whose prompts these complete.
+    """
     gold = gold_kind(job)
-    assert gold is not None, "asked where eval.gold is set"
+    assert gold is not None, "called only if eval.gold is set"
     return GoldSettings(
         scorer=Part(gold.given.name, gold.make(None)),
         references=None if references is None else tuple(references),
@@ -287,7 +289,7 @@ def gold_settings(
 
 
 def base_settings(config: Config, sets: Sequence[EvalSet]) -> PerplexitySettings | None:
-    """Return which model says how likely the answers are; None without one."""
+    """Return the settings of the model that measures likelihoods; None without one."""
     if config.eval.base is None:
         return None
     return PerplexitySettings(
@@ -301,7 +303,7 @@ def base_settings(config: Config, sets: Sequence[EvalSet]) -> PerplexitySettings
 def references_of(
     job: Job, prompts: Iterable[Prompt], texts: Sequence[str] | None
 ) -> list[Item] | None:
-    """Texts as completions that ended by themselves, one to each prompt; None without texts."""
+    """Return texts as completions that ended by themselves, one a prompt; None without texts."""
     if texts is None:
         return None
     items = []
@@ -319,9 +321,7 @@ def references_of(
 
 
 def build_scorer(config: Config, job: Job) -> Scorer:
-    """Return what scores, in this process alone, loaded and to be started: for a script that is no
-    job.
-    """
+    """Build the scorer in this process alone, loaded and not started: for a script."""
     scorer = Weighted(reward_parts(job, None), site_alone(job.world.device))
     scorer.load()
     return scorer
@@ -344,7 +344,7 @@ def engine_alone(config: Config, job: Job) -> Engine:
 
 
 def build_pair_maker(job: PreferencesJob, scorer: Scorer) -> PairMaker:
-    """Return what makes the pairs of recipes/preferences.py. scorer: started."""
+    """Build what makes the pairs of recipes/preferences.py. scorer: one that has been started."""
     config, run = job.config, job.run_job
     settings = run.config
     sampling = sampling_of(settings, run)
@@ -400,8 +400,8 @@ BUFFERS = {  # by buffer.draw
 
 
 def build_buffer(config: Config, job: Job) -> GroupBuffer:
-    """Build this trainer rank's buffer; a replay buffer gets its share of the prompts and of the
-    room, or all.
+    """Build this trainer rank's buffer. A replay buffer that draws locally holds a share of the
+    prompts and of the room; any other replay buffer, all.
     """
     b = config.buffer
     if b.kind == "fifo":
@@ -433,24 +433,26 @@ def build_buffer(config: Config, job: Job) -> GroupBuffer:
 
 
 def options_at(step: int, *, config: Config) -> dict[str, float]:
-    """Return the options of the loss that follow a schedule, at a step."""
+    """Return the scheduled options of the loss at a step."""
     options = {}
     for option, schedule in config.loss.schedules.items():
         first = config.loss.options[option]
-        assert isinstance(first, int | float), f"loss.{option} is a number, as the rules see to"
+        assert isinstance(first, int | float), (
+            "the rules of the config let only numbers have a schedule"
+        )
         options[option] = value_at(step, float(first), **dataclasses.asdict(schedule))
     return options
 
 
 def _check_splits(loss_fn: Callable, name: str) -> None:
-    """ValueError if ranks cannot each have a part of the groups that a loss is given."""
+    """Raise ValueError if the loss cannot be computed from parts of groups."""
     needed = ("whole_groups", "group_means", "uses_all_completions")
     lacking = [f"@{mark}" for mark in needed if not has_mark(loss_fn, mark)]
     if lacking:
         raise ValueError(
-            f"buffer.draw=split loss.fn={name}: gives a rank a part of each prompt's completions, "
-            f"and this loss does not say that it may ({', '.join(lacking)}: docs/losses.md); "
-            "buffer.draw=shared, or loss=tb"
+            f"buffer.draw=split loss.fn={name}: draw=split gives each rank some of a prompt's "
+            "completions, and this loss does not declare that it allows that "
+            f"({', '.join(lacking)}: docs/losses.md); buffer.draw=shared, or loss=tb"
         )
 
 
@@ -459,7 +461,7 @@ def build_trainer(config: Config, job: Job) -> FSDPTrainer:
     t, g = config.trainer, config.generator
     reference = config.reference
     own_reference = None
-    if reference.kind != "frozen" and reference.kind != "reset":  # which are executors
+    if reference.kind != "frozen" and reference.kind != "reset":  # these two are executors
         own_reference = reference.kind
     c = config.loss
     plain_loss = resolve_loss(c.fn)
@@ -494,11 +496,11 @@ def build_trainer(config: Config, job: Job) -> FSDPTrainer:
             targets=tuple(t.lora.targets),
             seed=config.seed,
         )
-    # Where the generator samples from another distribution on purpose, fresh tokens' logprobs are
-    # not the trainer's.
+    # If the generator samples from another distribution on purpose, the logprobs of fresh tokens
+    # differ from the trainer's.
     filters = g.top_k > 0 or g.top_p < 1 or g.min_new_tokens > 0
     differs = filters or g.quantize != "none" or not config.samples_as_trained
-    # Exact where the loss is the policy gradient alone: such completions add nothing to it.
+    # Exact if the loss is the policy gradient alone, because such completions add nothing to it.
     by_token = t.advantages == "gae"
     skips = t.skip_zero_advantage and not by_token and not has_mark(loss_fn, "uses_all_completions")
     settings = UpdateSettings(
@@ -555,5 +557,5 @@ def build_trainer(config: Config, job: Job) -> FSDPTrainer:
 
 
 def _is_due(every: int | None, version: int) -> bool:
-    """Whether what happens every so many versions, from that one on, happens at this one."""
+    """Whether what happens every so many versions, from a first one on, is due at this version."""
     return every is not None and every > 0 and version % every == 0

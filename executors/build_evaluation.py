@@ -1,5 +1,5 @@
-"""What a model answers outside of its run, and what gold and base say of that, of a configuration:
-for recipes/evaluate.py.
+"""Completions of a model outside of its run, and judgements of gold and base about them, from a
+configuration. For recipes/evaluate.py.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def find_against(given: str, job: Job, asked: Asked) -> Callable[[], list[Item]]
         return partial(_references, job, prompts, texts)
     model, _ = find_model(given)
     own = dataclasses.replace(config.model, path=str(model))
-    # Nothing judges it but as what is compared with.
+    # The other model is never judged itself; its completions only serve as what is compared with.
     unjudged = dataclasses.replace(config.eval, gold=None, gold_label=None, base=None)
     other = Job(dataclasses.replace(config, model=own, eval=unjudged), job.world, job.directory)
     check_inputs(other)
@@ -100,7 +100,7 @@ def answers_of(other: Job, job: Job, asked: Asked) -> list[Item]:
 
 def _references(job: Job, prompts: Sequence[Prompt], texts: Sequence[str]) -> list[Item]:
     items = references_of(job, prompts, texts)
-    assert items is not None, "there are texts"
+    assert items is not None, "references were given"
     return items
 
 
@@ -110,7 +110,9 @@ def judge(
     answers: Sequence[Evaluated],
     against: Callable[[], list[Item]] | None,
 ) -> list[Judgement]:
-    """Return what gold and base say of greedy answers, one to each prompt, in order; set by set."""
+    """Return the judgements of gold and base about greedy completions, one to each prompt, in
+    order. Each set is judged alone.
+    """
     others = None if against is None else against()
     site = site_alone(job.world.device)
     judged: Sequence[Judged | None] = [None] * len(sets)

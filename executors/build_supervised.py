@@ -1,4 +1,4 @@
-"""The trainer of a supervised job, of its configuration."""
+"""Builds the trainer of a supervised job from its configuration."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from llamarl.scoring.greedy import HeldOutAnswers
 
 
 def build_reward_model_trainer(config: RewardModelConfig, job: SupervisedJob) -> SupervisedTrainer:
-    """Bradley-Terry on the job's pairs."""
+    """Build the trainer of a reward model, with the Bradley-Terry loss on the job's pairs."""
     return _build(config, job, BradleyTerry(center_coef=config.loss.center_coef))
 
 
@@ -31,7 +31,7 @@ def build_sft_trainer(config: SFTConfig, job: SupervisedJob) -> SupervisedTraine
 def _build_answers(job: SupervisedJob) -> HeldOutAnswers:
     """Build what completes and scores the held-out prompts of the job's task, on every rank."""
     run = job.run_job
-    assert run is not None, "only a task's prompts are answered"
+    assert run is not None, "only a task has held-out prompts"
     scorer = build_scorer(run.config, run)
     scorer.start()
     return HeldOutAnswers(

@@ -9,12 +9,12 @@
     decode       one chunk of tokens      room in the completions channel     the reward
     stretches    what was sampled in it   - (left out without room)           -
 
-A version marked for evaluation is pinned: the held-out prompts run beside the tickets, and no newer
-version is taken in until they are done. Those that come meanwhile overtake each other, so that no
-other replica waits for this one.
+A version that is to be evaluated is pinned: its held-out prompts run beside the tickets, and no
+newer version is taken in until they are done. Of the versions that come meanwhile only the newest
+is kept, so that no other replica waits for this one.
 
-A checkpoint holds the completions of groups that are not whole: on resume partial ones go on and
-ended ones are sent again, if the ledger then counts their ticket as in work. Otherwise their ticket
+A checkpoint holds the completions of groups that are not whole. On resume, if the ledger counts
+their ticket as in work, partial ones go on and ended ones are sent again. Otherwise the ticket
 starts again.
 
 With tensor_parallel > 1 that many ranks share a copy of the model. The first of them does all of
@@ -49,7 +49,7 @@ from llamarl.models.parity import Canary, check_canary, check_quantized
 from llamarl.tickets.prompts import AnyPrompts
 from llamarl.types import Completion, EvalCompletion, Policy, Prompt, Stretch
 
-TRAIN = 0  # stream of the engine; the others are evaluation's
+TRAIN = 0  # stream of the engine; the other streams are evaluations'
 
 log = logging.getLogger(__name__)
 
@@ -63,23 +63,23 @@ class Generator(Executor):
     prompts: prompts[ticket] is the ticket's prompt.
     eval_prompts: held-out prompts by number. Each gets a greedy completion, and eval_samples more
     that are sampled by `sampling`.
-    temperatures: what tickets are sampled at, in place of sampling's temperature, at which the
-    trainer scores them. None: sampling's.
+    temperatures: what tickets are sampled at. None: at sampling's temperature, at which the trainer
+    scores them in any case.
     chunk_tokens: tokens a row between two looks at weights, tickets and stop requests.
-    in_flight_updates: take new weights in while completions run; else only when none does.
-    recompute_kv: at new weights, compute anew what is cached of running completions.
+    in_flight_updates: take new weights in while completions run; otherwise only when none does.
+    recompute_kv: at new weights, compute the cache of running completions again.
     parity_tolerance: nats that the canary of a version may differ from the trainer's.
     max_quantization_kl: for quantised weights, the most nats of mean KL, checked in place of
     parity_tolerance. The engine is then a QuantizedEngine. None: weights are not quantised.
-    max_seconds: a completion that has not ended so long after its ticket's start ends there,
-    aborted, as at the ledger's order to truncate. None: no limit.
+    max_seconds: a completion that has not ended this long after its ticket's start is aborted, as
+    if the ledger had ordered to truncate it. None: no limit.
     """
 
     name = "generator"
     consumes = (Policy,)
     produces = (Completion, EvalCompletion)
     offers = (Stretch,)
-    state_is_optional = True  # its tickets start again
+    state_is_optional = True  # without it, tickets start again
 
     build_engine: BuildEngine
     prompts: AnyPrompts
@@ -99,11 +99,11 @@ class Generator(Executor):
     def __post_init__(self):
         self.version = -1
         self._sampled = 0  # tokens
-        self._evaluating = 0  # completions of held-out prompts that are not finished
+        self._evaluating = 0  # unfinished completions of held-out prompts
         # The tickets whose groups are not whole. Only the first rank of a replica keeps them.
         self._begun: dict[int, float] = {}  # when each began here, seconds
         self._open: dict[int, list[Completion]] = {}  # the completions that were sent
-        self._send_again: list[Completion] = []  # what a resumed run had sent
+        self._send_again: list[Completion] = []  # sent before the run was interrupted
         # How many tokens of each live completion were sent as stretches.
         self._told: dict[tuple[int, int], int] = {}
 
@@ -154,7 +154,8 @@ class Generator(Executor):
         # In step with the trainer, evaluation runs alone: what is batched together must not depend
         # on timing.
         is_blocked = self.tickets.synchronous and self._evaluating > 0
-        # Ask for as many groups as there is room for, a chunk ahead of need.
+        # Ask for as many groups as there is room for, a chunk before they are needed, because the
+        # answer takes time.
         room = (self.engine.free_slots - self.engine.num_waiting) // self.sampling.n
         if room > 0 and not is_blocked:
             granted = self.tickets.ask(self.group.data_index, room, self.version)
@@ -168,8 +169,8 @@ class Generator(Executor):
         return swapped or sampled
 
     def _together(self, do: str, **what) -> bool:
-        """Run a command on every rank of the replica, this one too. `sampled` shows a rank that has
-        come apart from the others.
+        """Run a command on every rank of the replica, this one too. The count `sampled` goes with
+        it, so that a rank which sampled other tokens is noticed.
         """
         self.replica.tell(do, sampled=self._sampled, **what)
         return bool(self._commands[do](**what))
@@ -184,8 +185,8 @@ class Generator(Executor):
         if sampled != self._sampled:
             raise RuntimeError(
                 f"generator ranks {self.replica.leader} and {self.group.rank} share a model but "
-                f"have sampled {sampled} and {self._sampled} tokens: their logits were not the "
-                "same; are their machines and libraries alike?"
+                f"have sampled {sampled} and {self._sampled} tokens, so their logits differed; "
+                "give them equal machines and libraries"
             )
         with self.replica.taking_part():
             self._commands[do](**command)
@@ -196,7 +197,7 @@ class Generator(Executor):
         tickets.
         """
         if self.follows:
-            return None  # its leader waits for what both need
+            return None  # its leader waits for both
         if self.version < 0:
             return "weights: the first version from the trainer"
         if not self._completions.has_room():
@@ -206,8 +207,8 @@ class Generator(Executor):
         return None
 
     def _swap_weights(self) -> bool:
-        """Take in the version that is staged on all ranks of the replica, if the present one is
-        not pinned. Returns whether there is a new one.
+        """Take in the version that is staged on all ranks of the replica, unless the present one is
+        pinned. Return whether one was taken.
         """
         must_drain = not self.in_flight_updates and self.engine.num_live > 0
         is_pinned = self._evaluating > 0 or must_drain
@@ -218,7 +219,7 @@ class Generator(Executor):
             return False
         return self._together("skip" if is_pinned else "swap", version=version)
 
-    # -- what every rank of a replica does, when its leader does
+    # -- what every rank of a replica does together with its leader
 
     def _swap(self, version: int) -> bool:
         """Take in the staged version, check its canary, and start its evaluation if it is due."""
@@ -229,17 +230,17 @@ class Generator(Executor):
             f"rank {self.group.rank} swaps {taken}, not {version}"
         )
         if taken is None:
-            return False  # a newer version is just overtaking it
+            return False  # a newer version is replacing it at this moment
         self.version = taken.version
         self.engine.weights_changed(self.version, recompute_kv=self.recompute_kv)
-        if not self.follows:  # its peers do the same work
+        if not self.follows:  # the replica's other ranks do the same work
             self.metrics.add("weights/swap_stall_s", time.monotonic() - began)
         if taken.canary:
-            canary = Canary.from_json(taken.canary)  # what the trainer says of the version
+            canary = Canary.from_json(taken.canary)  # what the trainer measured of the version
             most = self.max_quantization_kl
             score = self.engine.score
             if most is not None:
-                assert can_hold_quantized(self.engine), "an engine without them was refused"
+                assert can_hold_quantized(self.engine), "setup has refused an engine without them"
                 score = self.engine.score_all
             scores = []
             for sequence in canary.sequences:
@@ -292,14 +293,16 @@ class Generator(Executor):
         return sampled > 0 or bool(finished)
 
     def _sampling_of(self, ticket: int) -> SamplingParams:
-        """Return how a ticket's completions are sampled, on every rank and after a resume alike."""
+        """Return how a ticket's completions are sampled. It is the same on every rank and after a
+        resume.
+        """
         if self.temperatures is None:
             return self.sampling
         return dataclasses.replace(self.sampling, temperature=self.temperatures.of(ticket))
 
     def _tell(self) -> None:
-        """Send the new tokens of live completions. While a reader is behind, nothing is sent, and
-        then more at once: decoding never waits for a reader.
+        """Send the new tokens of live completions. If the channel is full, they are sent later,
+        more at once, because decoding must not wait for a reader.
         """
         if self.follows or not self._has_room_for_hints():
             return
@@ -358,7 +361,7 @@ class Generator(Executor):
 
     def load_state_dict(self, parts: Iterable[Mapping]) -> None:
         """Take this replica's share of the tickets that are in work. Any replica can go on with any
-        ticket.
+        ticket, because sampling does not depend on the rank.
         """
         if not can_resume(self.engine):
             return

@@ -1,12 +1,12 @@
-"""Reference: adds the logprobs of a language model to groups: of the one that training started
-from, or of the policy as it was every so many steps.
+"""Reference: adds the logprobs of a language model to groups. The model is the one that training
+started from, or the policy as it was at the last reset.
 
     groups    --> Batched, or Streamed --logprobs--> on to the trainer
     stretches --> Streamed, if it has a stream
 
 The ranks of a reference hold its model together, sharded (FSDP2) or split (tensor parallelism), or
-several copies of it, and act as one. The first takes all groups and says what all score next; the
-others do their share of it.
+several copies of it, and act as one. The first takes all groups and tells the others what to score
+next, and all do their share.
 
     loop step    consumes              waits for              unblocked by
     first rank   a staged version      word from the trainer  the same
@@ -38,7 +38,7 @@ from llamarl.scoring.together import Ranks
 from llamarl.tickets.prompts import AnyPrompts
 from llamarl.types import Group, ReferencePolicy, Stretch
 
-# Stretches that are taken at a time; more wait in their channel.
+# Most stretches that are taken at once; more wait in their channel.
 MAX_STRETCHES = 4096
 
 
@@ -50,11 +50,13 @@ class Reference(Executor):
     model_path: a Hugging Face directory. model_dtype: a name in torch, such as "bfloat16".
     replicate: copies of the model, each sharded over an equal share of the ranks. tensor_parallel:
     ranks, one after another, that share each layer. groups_per_batch: the most groups that one step
-    scores, per data-parallel rank. reproducible: what a group gets never depends on what came when.
+    scores, per data-parallel rank. reproducible: a group's logprobs do not depend on which groups
+    came at the same time.
     reset_every: steps after which it becomes the policy (TBA's rho); None: it stays as it was
-    loaded. timeout_s: how long a checkpoint waits for a version of that. stream: how it reads
-    completions while these are sampled; None: it does not. prompts: of their tickets, for that.
-    weights_form: of what it becomes.
+    loaded. timeout_s: how long a checkpoint waits for such a version. stream: how it reads
+    completions while these are sampled; None: it does not. prompts: by ticket, needed with a
+    stream.
+    weights_form: how a new version's weights travel.
     """
 
     name = "reference"
@@ -77,24 +79,26 @@ class Reference(Executor):
     weights_form: WeightsForm = WeightsForm()
 
     def __post_init__(self):
-        self._early: list[Group] = []  # that need a later version of the reference
+        self._early: list[Group] = []  # groups that need a later version of the reference
         self._resets: Resets | None = None
 
     @property
     def consumes(self) -> tuple[type, ...]:
-        """Groups; with a stream what completions have grown by; weights, where it is reset."""
+        """Groups; with a stream also Stretches; weights if it is reset."""
         ahead = (Stretch,) if self.stream is not None else ()
         weights = (ReferencePolicy,) if self.reset_every is not None else ()
         return (Group, *ahead, *weights)
 
     @property
     def follows(self) -> bool:
-        """Whether this rank does nothing but its share of what the first one begins."""
+        """Whether this rank only does its share of what the first one begins."""
         return self._ranks.follows
 
     @property
     def finishes_on_stop(self) -> bool:
-        """A rank takes part to the end in what the first one has begun."""
+        """Whether this rank goes on after a stop: it finishes with the others what the first one
+        has begun.
+        """
         return self.follows
 
     def setup(self) -> None:
@@ -138,9 +142,9 @@ class Reference(Executor):
         self._sink = self.outputs.of(Group)
 
     def step(self) -> bool:
-        """Take in a version that has come, then score the groups that need none that is newer, if
-        there is room for them; or, on another rank than the first, take part in it. True if there
-        was work.
+        """Take in a version that has come, then score the groups that need no newer one, if there
+        is room for them. Ranks other than the first take part in what it begins. True if there was
+        work.
         """
         has_swapped = False
         if self._resets is not None:
@@ -172,10 +176,10 @@ class Reference(Executor):
         return has_worked or has_sent
 
     def _hear(self) -> None:
-        """Tell what completions have grown by, where that is sent."""
+        """Hand new tokens of running completions to the stream, if there is one."""
         if self.stream is None:
             return
-        assert self.prompts is not None, "a reference that reads ahead knows the prompts"
+        assert self.prompts is not None, "a reference that reads ahead needs the prompts"
         for stretch in self.inputs.of(Stretch).take(MAX_STRETCHES):
             self._logprobs.hear(stretch, self.prompts[stretch.ticket].prompt_ids)
 
@@ -194,17 +198,17 @@ class Reference(Executor):
         return groups
 
     def _check_finite(self, group: Group, logprobs: Tensor) -> None:
-        """NotFinite if not all of a group's logprobs [T] are finite."""
+        """Raise NotFinite if not all of a group's logprobs [T] are finite."""
         if not logprobs.isfinite().all():
             raise NotFinite(
-                f"reference on rank {self.group.rank}, ticket {group.ticket}: its logprobs sum "
-                f"to {float(logprobs.sum())}. The weights of version {self.version}, or what "
-                f"is computed with them, are not finite; version 0 is {self.model_path}"
+                f"reference on rank {self.group.rank}, ticket {group.ticket}: its logprobs sum to "
+                f"{float(logprobs.sum())}. The weights of version {self.version} (version 0 is "
+                f"{self.model_path}), or values computed with them, are not finite"
             )
 
     def waiting_for(self) -> str | None:
-        """Return what it waits for, in words: the version that its oldest group needs, or room;
-        None for groups, which nobody owes it.
+        """Return what it waits for, in words: the version that its oldest group needs, or room.
+        None while it waits for groups, which may come at any time.
         """
         if self._early and self._resets is not None:
             first = self._early[0]
@@ -217,26 +221,28 @@ class Reference(Executor):
     def offloadable(self) -> Iterable[Tensor]:
         """Return the tensors that may leave the device while others use it."""
         if self._resets is None or self.group.device.type == "cuda":
-            # Elsewhere the parameters are views of the buffers that versions come into, which other
-            # threads write.
+            # Otherwise the parameters are views of the buffers for new versions, and other threads
+            # write these.
             for parameter in self.decoder.parameters():
                 yield local(parameter)
         yield from self._logprobs.tensors()
 
     def teardown(self) -> None:
-        """Take part in what was begun, then close the weights' channel, if it was opened."""
+        """Finish what was begun with the other ranks, then close the weights' channel, if it was
+        opened.
+        """
         if hasattr(self, "_logprobs"):
             self._ranks.part()
         if self._resets is not None:
             self._resets.close()
 
     def before_checkpoint(self, step: int) -> None:
-        """Take in what was sent up to that step."""
+        """Take in the versions that were sent up to that step."""
         if self._resets is not None:
             self._resets.before_checkpoint(step)
 
     def has_state(self) -> bool:
-        """Whether checkpoints hold a part of it: of what stays as it was loaded, none."""
+        """Whether checkpoints hold its weights. One that is never reset is loaded anew."""
         return self.reset_every is not None
 
     def state_dict(self) -> State:

@@ -4,11 +4,10 @@
     evaluations --decode--> Scorer --Outcome--> GroupAssembler --a version has all--> eval/...
                                                      --> Judges, if any --> more of eval/...
 
-What scores is any Scorer (llamarl/scoring/scorer.py): a function in worker processes, a model over
-the ranks of this executor, a weighted sum of several. What says more of evaluations is any
-EvalJudge (llamarl/scoring/judges.py). Where one of all these needs all ranks they act as one: the
-first takes all completions and says what all compute next; the others do nothing but their share
-of that.
+The scorer is any Scorer (llamarl/scoring/scorer.py): a function in worker processes, a model over
+the ranks of this executor, a weighted sum of several. A judge of evaluations is any EvalJudge
+(llamarl/scoring/judges.py). If one of these needs all ranks, the ranks act as one: the first takes
+all completions and tells the others what to compute next, and these only do their share.
 
     loop step    consumes              waits for               unblocked by
     first rank   completions           what scores; room       its workers; the trainer
@@ -16,8 +15,8 @@ of that.
                  a batch of tokens     the others' share       the others
     another      the first's calls     -                       the first rank
 
-A score is a function of its completion, and what was not trained on comes again on resume. So the
-only state is the scorer's own, such as what novelty remembers.
+A score is a function of its completion, and on resume completions that were not trained on come
+again. So the only state is the scorer's own, such as the completions that novelty remembers.
 """
 
 from __future__ import annotations
@@ -47,15 +46,16 @@ from llamarl.types import (
     Stretch,
 )
 
-# Completions that are being scored; more wait in the channel, where the generator feels them.
+# Most completions that are scored at once. More wait in the channel, so that the generator slows
+# down.
 MAX_PENDING = 1024
-# Stretches that are taken at a time; more wait in their channel.
+# Most stretches that are taken at once; more wait in their channel.
 MAX_STRETCHES = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class _Submitted:
-    """A completion that is being scored or waits for its batch, and how what scores sees it."""
+    """A completion that is being scored or waits for its batch, with the scorer's item."""
 
     completion: Scorable
     item: Item
@@ -65,11 +65,11 @@ class _Submitted:
 class Reward(Executor):
     """Scores completions and joins those of a ticket to a group.
 
-    make_scorer: makes what scores. judges: make what says more of evaluations. first_takes: its
-    ranks act as one, because it has models that they hold together, or one history. replicate:
+    make_scorer: makes the scorer. judges: make the judges of evaluations. first_takes: its ranks
+    act as one, because they hold models together, or because the scorer has one history. replicate:
     copies of each model, each sharded over an equal share of the ranks. tensor_parallel: ranks, one
-    after another, that share each layer. reproducible: what is computed together never depends on
-    what came when. reads_ahead: it takes what completions have grown by, and its scorers read that.
+    after another, that share each layer. reproducible: what is computed together does not depend on
+    what came at the same time. reads_ahead: its scorers read completions while these are sampled.
 
     consumes  Completion, of training tickets
               EvalCompletion, of which one policy version sampled each
@@ -90,7 +90,7 @@ class Reward(Executor):
 
     name = "reward"
     produces = (Group,)
-    # What a scorer remembers; without that its history begins anew.
+    # Without this state, a scorer that remembers completions begins a new history.
     state_is_optional = True
     state_may_be_absent = True
 
@@ -104,7 +104,7 @@ class Reward(Executor):
     eval_prompts: Callable[[int], Prompt]
     decode: Callable[[list[int]], str]
     decode_raw: Callable[[list[int]], str] | None = (
-        None  # with special tokens; None: there are none
+        None  # with special tokens; None if the text never has any
     )
     group_size: int
     eval_sets: Sequence[EvalSet]
@@ -117,7 +117,8 @@ class Reward(Executor):
         self._submitted: dict[int, _Submitted] = {}  # by key
         self._keys = itertools.count()
         self._groups: Batches[int] = Batches(self.group_size)  # by ticket
-        # By version; a set is a batch of its own, and what compares completions keeps to it.
+        # By version. Each set is a batch of its own, because scorers that compare must not compare
+        # across sets.
         each = 1 + self.num_eval_samples
         self._evaluations: dict[EvalSet, Batches[int]] = {
             one: Batches(one.count * each) for one in self.eval_sets
@@ -126,7 +127,7 @@ class Reward(Executor):
 
     @property
     def consumes(self) -> tuple[type, ...]:
-        """See the class."""
+        """The types of records that it reads; the class lists them."""
         ahead = (Stretch,) if self.reads_ahead else ()
         return (self._completion, self._evaluation, *ahead)
 
@@ -137,22 +138,24 @@ class Reward(Executor):
 
     @property
     def _evaluation(self) -> type[EvalCompletion | EvalAnswered]:
-        """The type of record that brings an evaluation's."""
+        """The type of record that brings an evaluation's completion."""
         return EvalCompletion if self.replies is None else EvalAnswered
 
     @property
     def follows(self) -> bool:
-        """Whether this rank does nothing but its share of what the first one begins."""
+        """Whether this rank only does its share of what the first one begins."""
         return self._ranks.follows
 
     @property
     def finishes_on_stop(self) -> bool:
-        """A rank takes part to the end in what the first one has begun."""
+        """Whether this rank goes on after a stop: it finishes with the others what the first one
+        has begun.
+        """
         return self.follows
 
     def setup(self) -> None:
-        """Load models, each rank its own share, and start what scores. ValueError if it cannot be
-        used: a function, if it cannot be imported or called.
+        """Load models, each rank its own share, and start the scorer. ValueError if it cannot be
+        used, such as a function that cannot be imported or called.
         """
         self._ranks = Ranks(self, as_one=self.first_takes)
         site = Site(
@@ -182,12 +185,12 @@ class Reward(Executor):
             success_above=self._success_above,
         )
         self._scorer.start()
-        if self.group.index == 0:  # which gets all evaluations
+        if self.group.index == 0:  # the first rank gets all evaluations
             self._judges.start()
 
     def step(self) -> bool:
-        """Hand on what came, and send on what is scored; or, on another rank than the first, take
-        part in it. True if there was any.
+        """Hand on what came, and send what is scored. Ranks other than the first take part in what
+        it begins. True if there was any work.
         """
         if self.follows:
             return self._ranks.follow()
@@ -206,8 +209,8 @@ class Reward(Executor):
         return has_sent or has_scored or has_taken or has_judged
 
     def waiting_for(self) -> str | None:
-        """Return what it waits for, in words that begin with the cause: room, scores or data. The
-        first rank alone is owed anything.
+        """Return what it waits for, in words that begin with the cause: room, scores or data. None
+        on ranks that follow the first.
         """
         if self.follows:
             return None
@@ -218,7 +221,7 @@ class Reward(Executor):
             return f"scores: {what}, from the reward workers"
         version = self._judges.oldest
         if version is not None:
-            return f"scores: what is said besides of the evaluation of policy version {version}"
+            return f"scores: judgements of the evaluation of policy version {version}"
         if self._groups.begun:
             ticket = min(self._groups.begun)
             what = f"ticket {ticket} lacks {self._groups.missing(ticket)} completions"
@@ -233,16 +236,16 @@ class Reward(Executor):
 
     @property
     def _success_above(self) -> float | None:
-        """The score above which an attack succeeds; None: there is no victim."""
+        """The score above which an attack succeeds; None without a victim."""
         return None if self.replies is None else self.replies.threshold
 
     @property
     def _source(self) -> str:
-        """Who sends what is scored, for people."""
+        """The executor that sends what is scored, for messages."""
         return "generator" if self.replies is None else "victim"
 
     def teardown(self) -> None:
-        """Take part in what was begun, then close what scores, if there is anything."""
+        """Finish what was begun with the other ranks, then close the scorer, if there is one."""
         if hasattr(self, "_scorer"):
             self._ranks.part()
             self._scorer.close()
@@ -254,23 +257,23 @@ class Reward(Executor):
         yield from self._judges.tensors()
 
     def has_state(self) -> bool:
-        """Whether checkpoints hold a part of it: of ranks that score each by itself, none."""
+        """Whether checkpoints hold a scorer's state. Ranks that score each for itself have none."""
         return self.first_takes
 
     def state_dict(self) -> State:
-        """Return what the first rank's scorer remembers."""
+        """Return the state of the first rank's scorer."""
         return {} if self.follows else self._scorer.state_dict()
 
     def load_state_dict(self, parts: Iterable[Mapping]) -> None:
-        """Remember what the first rank did."""
+        """Give every rank's scorer the state of the first rank's."""
         if self.follows:
             return
         for part in parts:
             self._scorer.load_state_dict(part)
 
     def _report(self) -> bool:
-        """Report the evaluations that are whole, once all judges have spoken of them; let these do
-        a piece of their work. True if there was any.
+        """Let the judges do a piece of their work, and report the evaluations that all have judged.
+        True if there was any work.
         """
         for version, metrics in self._assembler.evaluated():
             self._judges.begin(version, metrics)
@@ -282,22 +285,23 @@ class Reward(Executor):
         return bool(judged) or self._judges.is_computing
 
     def _hear(self) -> None:
-        """Tell the scorer what completions have grown by, where that is sent."""
+        """Hand new tokens of running completions to the scorer, if these are sent."""
         if not self.reads_ahead:
             return
         for stretch in self.inputs.of(Stretch).take(MAX_STRETCHES):
             self._scorer.hear(stretch, self.prompts[stretch.ticket].prompt_ids)
 
     def _take(self) -> bool:
-        """Hand on what came. Evaluations need no room, and what scores takes them first: a row of
-        metrics waits for them, and there are never more than the generator may have asked for. True
-        if there was any.
+        """Hand on what came; True if anything did. Evaluations need no room and are scored first,
+        because a row of metrics waits for them. There are never more than the held-out prompts ask
+        for.
         """
         evaluations: Sequence[EvalCompletion | EvalAnswered]
         evaluations = self.inputs.of(self._evaluation).take()
         for evaluation in evaluations:
             self._take_evaluation(evaluation)
-        # While groups wait for room no more are made; the completions stay in their channel.
+        # While groups wait for room, completions stay in their channel, so that no more groups are
+        # made.
         room = 0 if self._assembler.whole else self._room()
         completions: Sequence[Completion | Answered]
         completions = self.inputs.of(self._completion).take(room)
@@ -310,7 +314,7 @@ class Reward(Executor):
         completion = record.attack if isinstance(record, EvalAnswered) else record
         assert isinstance(completion, EvalCompletion), "a channel carries one type of record"
         key = self._submit(record, self.eval_prompts(completion.prompt_index))
-        if completion.token_ids.numel():  # else no version sampled it: its evaluation was given up
+        if completion.token_ids.numel():  # empty: its evaluation was given up
             version = int(completion.policy_versions[0])
             place = (completion.prompt_index, completion.greedy, completion.sample_index)
             of = set_of(self.eval_sets, completion.prompt_index)
@@ -324,7 +328,7 @@ class Reward(Executor):
         self._scorer.release(self._groups.add(completion.ticket, completion.sample_index, key))
 
     def _note(self, submitted: _Submitted, outcome: Outcome) -> None:
-        """Note what became of a completion, for judges or for its part of a mixture."""
+        """Note a completion's outcome, for judges or for its part of a mixture."""
         completion = submitted.completion
         if isinstance(completion, EvalCompletion):
             if completion.token_ids.numel():  # else no version sampled it
@@ -339,13 +343,13 @@ class Reward(Executor):
         return max(0, MAX_PENDING - self._scorer.pending)
 
     def _submit(self, record: Scorable | Replies, prompt: Prompt) -> int | None:
-        """Hand a completion on. Its key; None if it is not to be scored."""
+        """Hand a completion to the scorer. Return its key; None if it is not to be scored."""
         completion = record.attack if isinstance(record, Replies) else record
         if completion.policy_versions.numel():
             self.note_version(int(completion.policy_versions[-1]))
         item = item_of(completion, prompt, self.decode, self.decode_raw)
         if isinstance(record, Replies):
-            assert self.replies is not None, "a victim answers where its replies are scored"
+            assert self.replies is not None, "with a victim its replies are scored"
             item = self.replies.with_replies(item, record)
         submitted = _Submitted(completion, item)
         if completion.finish_reason == "aborted":

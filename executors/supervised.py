@@ -1,5 +1,5 @@
-"""SupervisedTrainer: trains a decoder on examples that it has, and so is a graph of its own: it
-needs no other executor.
+"""SupervisedTrainer: trains a decoder on examples that it holds. It needs no other executor, so it
+is a graph of its own.
 
 loop step   consumes                  waits for
 evaluate    the held-out examples     the other trainer ranks
@@ -45,11 +45,12 @@ _SAVED_AS = {"weights": "model/", "moments": ""}  # prefixes, see llamarl.models
 class SupervisedTrainer(Executor):
     """Version v is the number of updates in the weights.
 
-    order: of the examples. held_out: those that evaluate_at(version) measures. score_seed: train a
-    scorer, whose head is drawn from it unless the model has one; None: a language model. replicate:
-    copies of the model, each sharded over an equal share of the ranks. make_answers: on each rank
-    what answers held-out prompts at every evaluation; None: nothing does. ends_run: whether a mean
-    reward of the answers ends the run; asked once of each evaluation, on every rank.
+    order: the order of the examples. held_out: the examples that are measured if
+    evaluate_at(version). score_seed: train a scorer, and draw its head from this seed unless the
+    model has one; None: train a language model. replicate: copies of the model, each sharded over
+    an equal share of the ranks. make_answers: makes, on each rank, what completes held-out prompts
+    at every evaluation; None: nothing does. ends_run: whether a mean reward of these completions
+    ends the run; called once at each evaluation, on every rank.
     """
 
     name = "trainer"
@@ -76,9 +77,9 @@ class SupervisedTrainer(Executor):
     def __post_init__(self):
         self.version = 0
         self.done = False
-        self._evaluated = -1  # the newest version that was
+        self._evaluated = -1  # the newest version that was evaluated
         self._answers: HeldOutAnswers | None = None
-        self._reward: float | None = None  # of the answers under this version, where it is measured
+        self._reward: float | None = None  # completions' mean reward, if it was measured
         self._is_good_enough = False
 
     def setup(self) -> None:
@@ -92,7 +93,7 @@ class SupervisedTrainer(Executor):
             cpu_offload=self.cpu_offload,
             score_seed=self.score_seed,
         )
-        # As they are now: after a forward FSDP shows its root's gathered ones.
+        # Listed now, because after a forward FSDP shows its root's gathered parameters.
         self._parameters = list(named_parameters_hf(self.decoder))
         self._shards = [
             Shard(name, p, held_box(self.decoder, name, p)) for name, p in self._parameters
@@ -128,14 +129,16 @@ class SupervisedTrainer(Executor):
         return True
 
     def waiting_for(self) -> str | None:
-        return None  # its examples are here
+        return None  # it holds its examples, so it never waits
 
     def _is_to_evaluate(self) -> bool:
-        """Before the first step: later versions are evaluated with the step that made them."""
+        """Whether to evaluate before the first step. Later versions are evaluated with the step
+        that made them.
+        """
         return self.version == 0 and self._evaluated < 0 and self.evaluate_at(0)
 
     def _evaluation(self) -> dict[str, float | None]:
-        """Collective: the columns of the held-out examples under this version."""
+        """Collective: return the columns about held-out examples under this version."""
         self._evaluated = self.version
         columns = self._update.evaluate(self._share(self.held_out))
         if self._answers is not None:
@@ -143,8 +146,8 @@ class SupervisedTrainer(Executor):
         return columns
 
     def _answered(self, answers: HeldOutAnswers) -> dict[str, float | None]:
-        """Collective: the columns of the held-out answers under this version, each rank's share of
-        them by its own engine.
+        """Collective: return the columns about held-out completions under this version. Each rank's
+        own engine makes a share of them.
         """
         with whole_parameters(self.decoder, self._parameters) as whole:
             answers.take(whole, self.version)
@@ -192,7 +195,7 @@ class SupervisedTrainer(Executor):
             self.checkpoints.save(self.version, self)
 
     def _share(self, items: Sequence) -> Sequence:
-        """Return this rank's share of what all ranks work on."""
+        """Return this rank's share of a sequence that all ranks work on."""
         return items[self.group.index :: self.group.size]
 
     def _report(self, columns: dict[str, float | None]) -> None:
@@ -205,7 +208,7 @@ class SupervisedTrainer(Executor):
         """Return this rank's shard: weights (float32) and Adam's moments, and which part of the
         model they are. The version determines which examples come next.
 
-        What several ranks hold is stored by the first of them alone.
+        If several ranks hold the same tensor, only the first of them stores it.
         """
         state: dict = {
             "boxes": {},
@@ -223,7 +226,7 @@ class SupervisedTrainer(Executor):
 
     @torch.no_grad()
     def load_state_dict(self, parts: Iterable[Mapping]) -> None:
-        """Load from all ranks' parts, whatever their number was. ValueError if they belong to a
+        """Load from all saved parts, however many ranks saved them. ValueError if they belong to a
         model of other shapes.
         """
         parts = list(parts)
@@ -246,14 +249,14 @@ class SupervisedTrainer(Executor):
 
     @property
     def export_bytes(self) -> int:
-        """About what `export` writes."""
+        """Return about how many bytes `export` writes."""
         element_bytes = getattr(torch, self.model_dtype).itemsize
         return num_parameters(self.decoder.config) * element_bytes
 
     def export(self, out: str | None) -> None:
         """Collective over the first replica: write the model as a Hugging Face directory. Rank 0
-        writes, one tensor whole at a time; where out is None, nothing. OSError or SafetensorError
-        from the disk, once all is gathered.
+        writes, one whole tensor at a time; nothing if out is None. OSError or SafetensorError from
+        the disk, raised once all tensors are gathered.
         """
         if self.group.replica > 0:
             return

@@ -1,5 +1,5 @@
 """FSDPTrainer: takes the groups of a step, makes its optimizer updates, publishes the new weights,
-checkpoints when due.
+and checkpoints when that is due.
 
 loop step  consumes              waits for                  unblocked by
 take       groups in the buffer  a finished set for step v  groups from the reward; the ledger
@@ -77,17 +77,18 @@ class AdamSettings:
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class FSDPTrainer(Executor):
-    """Trains the policy. Policy version v is the number of steps, of batches taken, in the weights;
-    step v makes v + 1, in one update or several.
+    """Trains the policy. Policy version v means that v steps (batches taken) are in the weights;
+    step v makes version v + 1, in one update or several.
 
     replicate: copies of the model, each sharded over an equal share of the ranks. tensor_parallel:
     ranks, one after another, that share each layer and train on the same groups. lora: train
     adapters alone; they are merged into the weights before these are sent or exported.
-    critic_path: directory that a value model of its own starts as; None: the critic is a head on
-    the policy's trunk. critic_seed: of that model's head, where the directory has none.
+    critic_path: directory from which a separate value model starts; None: the critic is a head on
+    the policy's trunk. critic_seed: draws that model's head if the directory has none.
     ema_decay: keep an exponential moving average of the weights, and export it too.
-    own_reference: what says the reference logprobs of groups that come without: the decoder with
-    its adapters off, or a frozen copy of the starting weights in model_dtype, sharded as it is.
+    own_reference: computes the reference logprobs of groups that come without them: with the
+    decoder's adapters off, or with a frozen copy of the starting weights in model_dtype, sharded
+    like the policy.
     step_options(step): options of the loss that change from step to step.
     resets_reference(version): whether the reference takes that version's weights. canary_prompts,
     canary_top: see llamarl.models.parity. evaluate_at(version): whether that version must be
@@ -131,7 +132,7 @@ class FSDPTrainer(Executor):
         self.version = 0
         self.done = False
         self._published = -1
-        self._frozen: list[torch.nn.Parameter] = []  # parameters of a reference of its own
+        self._frozen: list[torch.nn.Parameter] = []  # parameters of the trainer's own reference
         self._wait_since = time.monotonic()
 
     # --- Life ---
@@ -141,12 +142,12 @@ class FSDPTrainer(Executor):
         if self.cpu_offload and self.group.device.type == "cpu":
             log.warning(
                 "trainer.cpu_offload: this trainer computes on a CPU, so its weights are in host "
-                "memory anyway"
+                "memory already; leave it out"
             )
         self.decoder = self._load_decoder(self.model_path, lora=self.lora)
         named = named_parameters_hf(self.decoder)
-        # `_shards` are trained and saved: adapters, and no frozen weights. `_policy` is what all
-        # others see.
+        # `_shards` are trained and saved: with adapters these alone, without the frozen weights.
+        # `_policy` is what other executors and exports see.
         self._shards = [
             Shard(name, p, held_box(self.decoder, name, p)) for name, p in named if p.requires_grad
         ]
@@ -183,7 +184,7 @@ class FSDPTrainer(Executor):
 
     @property
     def _senders(self) -> list[WeightsSender]:
-        """The ends of its channels of weights."""
+        """The sending ends of its channels of weights."""
         return [*senders_of(self.outputs, Policy), *senders_of(self.outputs, ReferencePolicy)]
 
     @property
@@ -239,7 +240,7 @@ class FSDPTrainer(Executor):
         return TensorParallel.of(self.group, split_vocabulary=self.split_vocabulary)
 
     def step(self) -> bool:
-        """Take the groups of a step and train on them, publish a version, or save and end. Returns
+        """Take the groups of a step and train on them, publish a version, or save and end. Return
         whether anything was done. Collective over the trainer's ranks once a step is taken.
         """
         arrived = self._receive()
@@ -248,7 +249,7 @@ class FSDPTrainer(Executor):
             return True
         if self.done:
             return arrived
-        # Read this before taking: the leader tells its last batch before its word to stop.
+        # Read this before taking, because the leader announces its last batch before its stop.
         stopping = self.control.stopping
         is_last = self.version >= self.settings.max_steps
         tickets = None
@@ -264,9 +265,10 @@ class FSDPTrainer(Executor):
         return arrived
 
     def _has_room(self) -> bool:
-        """Whether the weights of this step can leave.
+        """Whether the weights of this step can be staged at once.
 
-        If a step waited for that, this rank's own generator could not take earlier ones in.
+        A step must not wait for that, because a generator on this rank could not take earlier
+        versions in meanwhile.
         """
         resets = self.resets_reference(self.version + 1)
         if resets and not self._sender_to_reference.has_room():
@@ -280,7 +282,7 @@ class FSDPTrainer(Executor):
         if self.done:
             return None
         if self.version < self.settings.max_steps and not self._has_room():
-            return f"weights: the receipt of those before version {self.version} by the generators"
+            return f"weights: the generators have not received all versions before {self.version}"
         return (
             f"data: the groups of step {self.version} ({len(self.buffer)} here) from the reward; "
             f"{self.tickets.waits_for()}"
@@ -289,9 +291,7 @@ class FSDPTrainer(Executor):
     # --- One step ---
 
     def _receive(self) -> bool:
-        """Move groups that have come into the buffer, and tell the ledger. Returns whether any
-        came.
-        """
+        """Move groups that have come into the buffer, and tell the ledger. True if any came."""
         groups = self.inputs.of(Group).take()
         if groups:
             self.buffer.put(groups)
@@ -321,7 +321,8 @@ class FSDPTrainer(Executor):
         self.tickets.trained(result.mean_reward if result.num_trained_tokens else math.nan)
         stall_s = self._publish(must_differ=self._must_differ(result.grad_norm))
         if self.resets_reference(self.version):
-            # A message tells of it, so that it keeps its order with those of checkpoints.
+            # Announce it by a message, so that it stays in order with the messages about
+            # checkpoints.
             self._sender_to_reference.publish(self.version, must_load=True, must_differ=False)
             if self.control.is_leader:
                 for rank in self._sender_to_reference.receivers:
@@ -345,8 +346,8 @@ class FSDPTrainer(Executor):
         self._wait_since = time.monotonic()
 
     def _is_given_up(self) -> bool:
-        """Whether the step had better end here. Between two microbatches it also takes in what has
-        arrived, which may make room for tickets.
+        """Whether the step should end here, without an update. Called between two microbatches;
+        also takes in groups that have come, which may make room for tickets.
         """
         self._receive()
         return self.control.ending
@@ -354,13 +355,13 @@ class FSDPTrainer(Executor):
     def _must_differ(self, grad_norm: float) -> bool:
         """Whether the step that made this version must show in the generator's weights.
 
-        A gradient below the optimizer's eps is only rounding, as equal rewards leave it, and a
+        Equal rewards leave a gradient of rounding alone, below the optimizer's eps; and a
         schedule's last rates may be too small for the generator's dtype.
         """
         return grad_norm > self.adam.eps and self.settings.rate(self.version - 1) > LEAST_RATE
 
     def _publish(self, *, must_differ: bool) -> float:
-        """Publish the present version. Returns the seconds that it held this rank up."""
+        """Publish the present version. Return the seconds that this held the rank up."""
         self.claim_device()
         sequences = canary_sequences(self.canary_prompts, first=self._published < 0)
         self._policy.refresh()
@@ -385,7 +386,7 @@ class FSDPTrainer(Executor):
         """Return this rank's shard: trained weights (float32) and their average, Adam's moments,
         the critic's, the buffer; and which part of the model they are.
 
-        Tensors that several ranks hold are stored by the first of them alone.
+        If several ranks hold the same tensor, only the first of them stores it.
         """
         is_first_peer = self.group.tensor_index == 0
         is_first_replica = self.group.replica == 0
@@ -411,8 +412,8 @@ class FSDPTrainer(Executor):
 
     @torch.no_grad()
     def load_state_dict(self, parts: Iterable[Mapping]) -> None:
-        """Load from all ranks' parts, whatever their number was: each rank takes the rows and the
-        groups that are its own now.
+        """Load from all saved parts, however many ranks saved them: each rank takes the rows and
+        groups that belong to it now.
 
         ValueError if it was saved with other adapters than this run's, or from a model of other
         shapes.
@@ -454,7 +455,7 @@ class FSDPTrainer(Executor):
             shard.copy_overlap(self._average.of(shard.parameter), part, averaged, theirs)
 
     def _load_critic_state(self, critic: Critic, parts: Sequence[Mapping]) -> None:
-        """Load the critic. ValueError if a value model's weights are not there; a head then starts
+        """Load the critic. ValueError if a value model's weights are missing; a missing head starts
         at 0.
         """
         missing = critic.load_state_dict(parts)
@@ -478,7 +479,7 @@ class FSDPTrainer(Executor):
 
     @property
     def export_bytes(self) -> int:
-        """About how many bytes `export` writes."""
+        """Return about how many bytes `export` writes."""
         copies = 2 if self._average else 1
         element_bytes = getattr(torch, self.model_dtype).itemsize
         return num_parameters(self.decoder.config) * element_bytes * copies
@@ -487,9 +488,9 @@ class FSDPTrainer(Executor):
         """Collective over the first replica: write the policy as a Hugging Face directory, and its
         average as OUT_ema if there is one.
 
-        Rank 0 writes, one tensor whole at a time; where out is None, nothing. OSError or
-        SafetensorError from the disk, once both are through, so that no other rank waits for this
-        one.
+        Rank 0 writes, one whole tensor at a time; nothing if out is None. OSError or
+        SafetensorError from the disk is raised once both are gathered, so that no other rank is
+        left waiting in a collective.
         """
         if self.group.replica > 0:
             return
@@ -511,7 +512,7 @@ class FSDPTrainer(Executor):
         return {**dataclasses.asdict(self.lora), "targets": sorted(self.lora.targets)}
 
     def offloadable(self) -> list[torch.Tensor]:
-        """Return weights, their average and the optimizer's moments; gradients end with the
+        """Return weights, their average and the optimizer's moments. Gradients do not outlive a
         step.
         """
         self.optimizer.zero_grad(set_to_none=True)

@@ -7,8 +7,8 @@
     decode       one chunk of tokens          -                           -
 
 A reply is a function of (seed, ticket, sample_index, number of the reply) and the attack. A victim
-is never trained and no weights reach it. It keeps no state: attacks that were not trained on come
-again on resume.
+is never trained, and no weights are sent to it. It keeps no state, because on resume attacks that
+were not trained on come again.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from llamarl.scoring.assembly import Batches, Scorable
 from llamarl.scoring.scorer import Queue
 from llamarl.types import Answered, Completion, EvalAnswered, EvalCompletion, OutcomeKind
 
-# The first of the engine's streams for replies. Those below are for the attacker's samples and for
-# win rates, whose random numbers replies must not share.
+# The first of the engine's streams for replies. The streams below it belong to the attacker's
+# samples and to win rates, and replies must not share their random numbers.
 FIRST_STREAM = 16
 _KINDS = 3  # an attack of a ticket, a greedy one of an evaluation, a sampled one
-# Attacks that wait here; more wait in the channel, where the generator feels them.
+# Most attacks that wait here. More wait in the channel, so that the generator slows down.
 MAX_PENDING = 1024
 
 Place = tuple[int, int]  # (stream, ticket) of an attack in the engine
@@ -54,11 +54,12 @@ class Victim(Executor):
 
     build_engine: given the device, builds the engine with its weights.
     decode: token ids of an attack -> its text.
-    read: an attack's text -> the victim's prompt, token ids [P]. If it raises ValueError, the
-    attack is an error, and so is one whose prompt has more than max_prompt_tokens. An attack
-    without text is an abstention, and so is one that was aborted.
-    reproducible: the attacks of a ticket, or of an evaluation, get their replies together and
-    alone, so that what is batched does not depend on timing; else as many as there is room for.
+    read: an attack's text -> the victim's prompt, token ids [P]. If read raises ValueError, or the
+    prompt has more than max_prompt_tokens, the attack's outcome is an error. An attack without
+    text, or one that was aborted, is an abstention.
+    reproducible: reply to the attacks of one ticket, or of one evaluation, together and to no
+    others, so that batches do not depend on timing; otherwise reply to as many as there is room
+    for.
     """
 
     name = "victim"
@@ -76,10 +77,11 @@ class Victim(Executor):
     reproducible: bool
 
     def __post_init__(self):
-        # If replies must be reproducible: attacks so far of a ticket, or of a version's evaluation.
+        # If replies must be reproducible: the attacks so far of each ticket, or of each version's
+        # evaluation.
         self._groups: Batches[Scorable] = Batches(self.group_size)
         self._evaluations: Batches[Scorable] = Batches(self.num_eval_attacks)
-        self._ready: Queue[list[Scorable]] = Queue()  # attacks that get replies together
+        self._ready: Queue[list[Scorable]] = Queue()  # batches of attacks that get replies together
         self._asked: dict[Place, _Asked] = {}
 
     def setup(self) -> None:
@@ -116,8 +118,8 @@ class Victim(Executor):
             self.engine.close()
 
     def _take(self) -> bool:
-        """Take in what came. Evaluations need no room: a row of metrics waits for them, and there
-        are never more than the generator may have asked for.
+        """Take in what came. Evaluations need no room, because a row of metrics waits for them;
+        there are never more than the held-out prompts ask for.
         """
         room = max(0, MAX_PENDING - len(self._asked) - sum(map(len, self._ready)))
         evaluations = self.inputs.of(EvalCompletion).take()
@@ -137,7 +139,7 @@ class Victim(Executor):
         """
         if isinstance(attack, Completion):
             return self._groups.add(attack.ticket, attack.sample_index, attack)
-        if not attack.token_ids.numel():  # no version sampled it: its evaluation was given up
+        if not attack.token_ids.numel():  # its evaluation was given up
             return [attack]
         place = (attack.prompt_index, attack.greedy, attack.sample_index)
         return self._evaluations.add(int(attack.policy_versions[0]), place, attack)
@@ -161,7 +163,7 @@ class Victim(Executor):
         return self.engine.num_waiting < self.engine.free_slots and not is_taken
 
     def _ask(self, attack: Scorable) -> None:
-        """Submit an attack to the engine, or send its outcome if it cannot be asked."""
+        """Submit an attack to the engine, or send its outcome if the victim cannot read it."""
         if attack.finish_reason == "aborted":
             self._send_unasked(attack, "abstain", "the attack was aborted")
             return
@@ -176,7 +178,10 @@ class Victim(Executor):
             return
         most = self.max_prompt_tokens
         if not 0 < prompt_ids.numel() <= most:
-            what = f"{prompt_ids.numel()} tokens of the victim, which reads 1 to {most}"
+            what = (
+                f"{prompt_ids.numel()} tokens of the victim's tokenizer, and the victim reads 1 "
+                f"to {most}"
+            )
             self._send_unasked(attack, "error", f"the attack has {what} (victim.max_prompt_tokens)")
             return
         place = place_of(attack)
@@ -220,9 +225,7 @@ class Victim(Executor):
 
 
 def place_of(attack: Scorable) -> Place:
-    """Return where an attack's replies are sampled: no two tickets of a run share random
-    numbers.
-    """
+    """Return an attack's place in the engine. No two tickets of a run share random numbers."""
     first = FIRST_STREAM + _KINDS * attack.sample_index
     if isinstance(attack, Completion):
         return first, attack.ticket

@@ -1,6 +1,6 @@
 """ExecutorController: places executors on ranks, connects their channels, runs this rank's loop.
 
-It holds every wait to its patience, and decides when the run ends. Every rank that the launcher
+It ends every wait that takes too long, and decides when the run ends. Every rank that the launcher
 started runs this same code on the same graph:
 
                 tickets                completions              scored
@@ -18,16 +18,16 @@ started runs this same code on the same graph:
     weights            one thread an end (llamarl.ddma.protocol)
     control            a listener and a heartbeat thread (llamarl.comm.control)
 
-The leader is the first rank of the executor that leads: the trainer. A run ends when that has made
-its last checkpoint and the last row is written; the leader then tells all ranks to close. In one
-process the same loop steps the executors in turn.
+The leader is the first rank of the executor that leads: the trainer. A run ends when the trainer
+has made its last checkpoint and the last row is written. The leader then tells all ranks to close.
+In one process the same loop steps the executors in turn.
 
-A loss (llamarl.comm.control) is a rank or an executor that is gone while all keepers live: the
-ranks of the trainer, and of every other executor whose state is not optional. The keepers then do
-what they do at a stop: the trainer ends its step, or gives it up, the leader seals a checkpoint
-without what is lost, and all end with the error. So a restart goes on from there. The others wait
-for that. A keeper's loop never stands in a collective with a rank that is none: those steps are
-made in a thread that it can leave (llamarl.comm.breakable).
+Keepers are the ranks of the trainer and of every other executor whose state is not optional. A loss
+(llamarl.comm.control) is a rank or an executor that is gone while all keepers live. The keepers
+then do what they do at a stop: the trainer ends its step or gives it up, and the leader seals a
+checkpoint without what is lost. Meanwhile the others wait. Then all end with the error, and a
+restart goes on from that checkpoint. A keeper's loop must not hang in a collective with a rank that
+is no keeper, so it makes such steps in a thread that it can leave (llamarl.comm.breakable).
 """
 
 from __future__ import annotations
@@ -67,16 +67,17 @@ class RunSettings:
     keep_checkpoints: int
     timeout_s: float
     heartbeat_timeout_s: float
-    # The time from a stop request to the sealed checkpoint, without that in which it gets on.
+    # The time from a stop request to the sealed checkpoint; time in which the checkpoint makes
+    # progress does not count.
     stop_s: float
     offload: tuple[str, ...] = ()  # executors that take turns on the device that they share
     eval_target: float | None = None  # end once the evaluation's mean reward reaches it
     trace: bool = True
     truncate: bool = False  # end stragglers at their deadline, rather than wait
-    # A ticket that takes so many times the median is named in the log.
+    # The log names a ticket that takes this many times the median.
     straggler_factor: float = 5.0
     identity: Mapping[str, object] = field(default_factory=dict)  # see llamarl.launch.identity
-    stale_tickets: frozenset[int] = frozenset()  # of resume_from: their prompts have changed
+    stale_tickets: frozenset[int] = frozenset()  # in resume_from; their prompts have changed
 
 
 def _is_kept(executor: Executor) -> bool:
@@ -85,7 +86,7 @@ def _is_kept(executor: Executor) -> bool:
 
 
 class _Clock:
-    """Measures an executor's busy and idle time, and since when it waits for what."""
+    """Measures an executor's busy and idle time, what it waits for, and since when."""
 
     def __init__(self, now: float):
         self.idle_since = now
@@ -96,8 +97,8 @@ class _Clock:
 class ExecutorController:
     """Runs a graph of executors.
 
-    executors: in flow order; one of them leads. channels: between them. placement: executor's name
-    -> ranks. make_writer is called on the leader.
+    executors: in flow order; one of them leads. channels: those between them. placement: executor's
+    name -> its ranks. make_writer: called on the leader, makes what writes the metrics.
     """
 
     def __init__(
@@ -165,12 +166,12 @@ class ExecutorController:
             stale_tickets=settings.stale_tickets,
             timeout_s=settings.timeout_s,
         )
-        self.reached_target = False  # of evaluations, on the leader: settings.eval_target
-        # This rank's executors whose steps the loop can leave, by name.
+        self.reached_target = False  # on the leader: an evaluation has reached settings.eval_target
+        # By name: the executors of this rank whose steps the loop can leave.
         self._breakable: dict[str, BreakableSteps] = {}
         self._told_of_loss = False
-        self._current: Executor | None = None  # that makes a step
-        self._has_signal = False  # to stop, which the leader has not been told yet
+        self._current: Executor | None = None  # the one that is making a step
+        self._has_signal = False  # a signal to stop has come; the leader has not been told yet
         self._done_at: float | None = None  # when the leader's trainer had made its last step
         self._stop_until: float | None = None  # when this rank must have ended after a stop request
         self._endpoints: list[ChannelEnd] = []  # this rank's
@@ -265,7 +266,7 @@ class ExecutorController:
             )
 
     def _meet(self, place: str) -> None:
-        """Wait for all ranks, because what they make together next waits without end.
+        """Wait for all ranks, because what they make together next has no deadline of its own.
 
         TimedOut names the ranks that are not here.
         """
@@ -283,13 +284,15 @@ class ExecutorController:
                 names = ", ".join(f"{rank} ({self.control.names[rank]})" for rank in absent)
                 raise TimedOut(
                     f"rank {self.world.rank} waited {timeout_s:.0f} s at the start for ranks "
-                    f"{names}, to make {place} with them. See what they last said, or raise "
+                    f"{names}, which must join {place}. See what they last printed, or raise "
                     "timeout_s"
                 )
             time.sleep(0.01)
 
     def _info_for_links(self, info: RankInfo) -> RankInfo:
-        """Return what a rank says of itself: without its GPU, if what it sends lies on the host."""
+        """Return a rank's description of itself; without its GPU if what it sends lies in host
+        memory.
+        """
         for executor in self.executors:
             if executor.stages_on_host and info.rank in self.placement[executor.name]:
                 return replace(info, gpu=None, nccl=False)
@@ -300,7 +303,7 @@ class ExecutorController:
     def run(self) -> RowWriter | None:
         """Run until the trainer is done, a stop request, or an error.
 
-        Returns the leader's writer, None elsewhere.
+        Return the leader's writer; None on other ranks.
         """
         handlers = {s: signal.signal(s, self._on_signal) for s in (signal.SIGTERM, signal.SIGINT)}
         error: BaseException | None = None
@@ -350,9 +353,10 @@ class ExecutorController:
                 self.control.wait(rest_s)
 
     def _breakable_steps(self, keepers: set[int]) -> dict[str, BreakableSteps]:
-        """On a keeper: return steps of the executors that it shares with ranks that are none.
+        """On a keeper: return breakable steps of the executors that it shares with other ranks.
 
-        Such a rank may hang in a collective with this one, which then has a checkpoint to save.
+        A rank that is no keeper may die in a collective while this one still has a checkpoint to
+        save.
         """
         if self.world.rank not in keepers:
             return {}
@@ -367,7 +371,7 @@ class ExecutorController:
         return found
 
     def _is_told_to_end(self) -> bool:
-        """Whether the leader has ended the run. Raises what went wrong, here or elsewhere."""
+        """Whether the leader has ended the run. Raise what went wrong, here or elsewhere."""
         told = self.control.take("end")
         if told and self.control.loss is not None:
             _, message = told[0]
@@ -388,17 +392,19 @@ class ExecutorController:
             self.control.request_stop()
 
     def _check_stop(self) -> None:
-        """After a stop request: raise TimedOut, or the loss, if the end takes too long."""
+        """Raise TimedOut, or the loss, if the end takes too long after a stop request."""
         now = time.monotonic()
         if self._stop_until is None:
             self._stop_until = now + self._patience_s
-        # A rank that gets on with its checkpoint is not late.
+        # A rank whose checkpoint makes progress is not late.
         if now <= max(self._stop_until, self.control.progressed_at + self._patience_s):
             return
         if self.control.is_leader:
             remedy = "raise stop_s"
         else:
-            remedy = f"rank {self.leader} has not said so: see what it said last"
+            remedy = (
+                f"the leader, rank {self.leader}, has not confirmed it; see what it printed last"
+            )
         rank = self.world.rank
         late = TimedOut(
             f"rank {rank} ({self.control.names[rank]}) could not end within "
@@ -407,8 +413,8 @@ class ExecutorController:
         raise self.control.loss or late
 
     def _goes_on(self, executor: Executor) -> bool:
-        """Whether the executor is still stepped: after a stop if it leads or has to finish what it
-        began, after a loss only if it leads.
+        """Whether the executor is still stepped. After a stop it is if it leads or has to finish
+        what it began; after a loss only if it leads.
         """
         if self.control.loss is not None:
             return executor.leads
@@ -424,13 +430,13 @@ class ExecutorController:
             return self._step(executor, clock)
         try:
             return self._step(executor, clock)
-        except Exception as error:  # whatever it is, the trainer is whole
+        except Exception as error:  # whatever the error, the trainer's state is whole
             # A collective breaks here because another rank died: blame that rank.
             self.control.lose(self.control.explained(error, self._doing, is_loss=True))
             return False
 
     def _hear_of_loss(self) -> None:
-        """Tell the others of a loss, once; on the leader let the keepers save what there is."""
+        """Tell the others of a loss, once. On the leader, let the keepers save what there is."""
         loss = self.control.loss
         if loss is None or self._told_of_loss:
             return
@@ -445,9 +451,9 @@ class ExecutorController:
             self.control.fail_now(loss)
 
     def _seal_last(self) -> str:
-        """On the leader: wait for the last checkpoint, and return the result, for people.
+        """On the leader: wait for the last checkpoint; return what became of it, for people.
 
-        CheckpointError or TimedOut where nothing else ends the run.
+        Raise CheckpointError or TimedOut if no other error ends the run.
         """
         limit = "stop_s" if self.control.stopping else "timeout_s"
         try:
@@ -461,9 +467,10 @@ class ExecutorController:
 
     @property
     def _patience_s(self) -> float:
-        """How long an end that was asked for may take.
+        """How long the run may take to end after a stop request.
 
-        The others wait for the leader, which may be writing: it alone decides what is too slow.
+        The leader alone decides what is too slow. The others wait for it, because it may be
+        writing.
         """
         stops = self.control.stopping and self.control.is_leader
         return self.settings.stop_s if stops else self.settings.timeout_s
@@ -489,28 +496,28 @@ class ExecutorController:
         if reason is None or clock.reason is None:
             clock.reason_since = now
         clock.reason = reason
-        # While a rank gets on with a checkpoint, others may have to wait for it.
+        # While a rank's checkpoint makes progress, others may have to wait for it.
         waited_s = now - max(clock.reason_since, self.control.progressed_at)
         if reason and waited_s > self.settings.timeout_s:
-            # Between two steps everything is whole, so this is a loss and no failure.
+            # Between two steps all state is whole, so this is a loss rather than a failure.
             self.control.lose(
                 TimedOut(
                     f"{executor.name} on rank {self.world.rank} waited {waited_s:.0f} s for "
-                    f"{reason}. Raise timeout_s if that is slow rather than stuck; each rank's "
-                    "output says what it last did"
+                    f"{reason}. If it is slow rather than stuck, raise timeout_s; each rank's "
+                    "output says what it did last"
                 )
             )
         return False
 
     def _make_step(self, executor: Executor) -> bool:
-        """Make one step, here or where the loop can leave it."""
+        """Make one step, in this thread or in one that the loop can leave."""
         steps = self._breakable.get(executor.name)
         if steps is None:
             return executor.step()
         worked = steps.make(executor.step)
         if steps.left:
             log.error(
-                "rank %d leaves a step of %s, which does not end: it is among ranks %s",
+                "rank %d leaves a step of %s, which does not end; it is a collective of ranks %s",
                 self.world.rank,
                 executor.name,
                 list(executor.group.ranks),
@@ -519,14 +526,14 @@ class ExecutorController:
         return worked
 
     def _was_left(self, executor: Executor) -> bool:
-        """Whether a step of the executor was left, so that nothing may be asked of it any more."""
+        """Whether a step of the executor was left: it must then not be called any more."""
         steps = self._breakable.get(executor.name)
         return steps is not None and steps.left
 
     def _check_target(self) -> None:
         """On the leader: ask to stop once the evaluation has reached the target."""
         target = self.settings.eval_target
-        writer = self.metrics.writer  # the leader's alone
+        writer = self.metrics.writer  # only the leader has one
         if target is None or writer is None or self.control.stopping:
             return
         reward = writer.evaluated
@@ -558,7 +565,7 @@ class ExecutorController:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._has_signal = True
-        self.control.signalled = True  # a long step looks at it between two microbatches
+        self.control.signalled = True  # a long step checks this between two microbatches
 
     @property
     def _doing(self) -> str:
@@ -574,7 +581,7 @@ class ExecutorController:
 
         An error of the disk is raised only if there is no earlier error.
         """
-        # An executor whose step was left still uses what a teardown would release.
+        # An executor whose step was left still uses what its teardown would release.
         whole = [executor for executor in self.local if not self._was_left(executor)]
         closing = [executor.teardown for executor in reversed(whole)]
         closing += [endpoint.close for endpoint in self._endpoints]
@@ -596,5 +603,5 @@ class ExecutorController:
         path = self.settings.run_dir / f"trace.rank{self.world.rank}.json"
         try:
             self.metrics.trace.dump(path)
-        except OSError as error:  # nothing depends on it
+        except OSError as error:  # nothing depends on this file
             log.warning("%s: not written (%s), and %s", path, error, shown_free(path))

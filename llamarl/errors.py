@@ -8,7 +8,7 @@ from collections.abc import Iterable
 class PeerDied(RuntimeError):
     """Another rank stopped answering or failed; the message names it.
 
-    ranks: those that are gone, as far as is known; none: who it was is not known.
+    ranks: those that are gone; empty if that is not known.
     """
 
     def __init__(self, message: str, ranks: Iterable[int] = ()):
@@ -21,7 +21,7 @@ class TimedOut(TimeoutError):
 
 
 class WeightsError(RuntimeError):
-    """A version could not be delivered, or is not what it should be; the old one still serves."""
+    """A version of the weights was not delivered or is damaged; the old one is still in use."""
 
 
 class LinkTimeout(WeightsError):
@@ -37,17 +37,19 @@ class CheckpointError(ValueError):
 
 
 class LagExceeded(RuntimeError):
-    """A step was to train on older tokens than it may: the ledger, or a generator, is at fault."""
+    """A step would have trained on older tokens than max_lag allows; the ledger or a generator is
+    at fault.
+    """
 
 
 class NotFinite(RuntimeError):
-    """The loss or the gradient of an update, or a reference's logprobs, are NaN or infinite; no
-    update was made of them. The message says what the weights are.
+    """The loss or the gradient of an update, or a reference's logprobs, are NaN or infinite. They
+    were not used for an update. The message names the weights.
     """
 
 
 class RewardError(RuntimeError):
-    """Rewards cannot go on: workers do not start, or too large a share of scores are errors."""
+    """Scoring cannot go on: workers do not start, or too many of the outcomes are errors."""
 
 
 class MetricsError(OSError):
@@ -55,7 +57,7 @@ class MetricsError(OSError):
 
 
 class RunDirectoryError(ValueError):
-    """The directory may not be used like this; the message says what to do."""
+    """The run's directory cannot be used in this way; the message says what to do."""
 
 
 class BadInput(ValueError):
@@ -67,8 +69,8 @@ class InUse(ValueError):
 
 
 class BadWeights(ValueError):
-    """Weights that the user gave hold NaN or infinite numbers. Only the executor that loads them
-    finds that. The message names the directory and the tensor.
+    """The user's weights hold NaN or infinite numbers, which only the executor that loads them
+    finds. The message names the directory and the tensor.
     """
 
 

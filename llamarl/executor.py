@@ -12,13 +12,13 @@
             return bool(groups)
 
 An executor says which records it consumes and produces, and asks for its channels' ends by record.
-It knows no other executor: which two a channel connects is the recipe's matter (llamarl.launch).
+It knows no other executor: the recipe decides which two a channel connects (llamarl.launch).
 
 Life: __init__(plain settings; every rank builds every executor, so nothing heavy) -> setup (on its
 ranks only: models, pools) -> step* -> teardown. A `step` is one bounded piece of work (a decode
-chunk, a batch of scores, an optimizer step). It never blocks on a channel: it returns False when
-there was nothing to do, and says in `waiting_for` what it needs, so that the controller can serve
-stop and checkpoint requests and hold every wait to timeout_s.
+chunk, a batch of scores, an optimizer step). It never blocks on a channel. If there is nothing to
+do it returns False and says in `waiting_for` what it needs. So the controller can serve stop and
+checkpoint requests between steps, and end every wait after timeout_s.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class RecordReceiver(Protocol[Record]):
     """The end of a channel that an executor reads."""
 
     def take(self, limit: int | None = None) -> list[Record]:
-        """Returns up to `limit` records that have come, oldest first. Does not wait."""
+        """Return up to `limit` records that have come, oldest first. Does not wait."""
 
 
 class RecordSender(Protocol[ConsumedRecord]):
@@ -57,7 +57,7 @@ class RecordSender(Protocol[ConsumedRecord]):
 
     @property
     def name(self) -> str:
-        """The channel's, for messages."""
+        """The channel's name, for messages."""
 
     def has_room(self) -> bool: ...
 
@@ -67,7 +67,7 @@ class RecordSender(Protocol[ConsumedRecord]):
 class Ends(Generic[End]):
     """This rank's ends of an executor's channels, each with the type of record that it carries."""
 
-    _side = "end"  # what an end is, for messages
+    _side = "end"  # the word for an end in messages
 
     def __init__(self, executor: str, ends: Iterable[tuple[type, End]]):
         self._executor = executor
@@ -86,8 +86,8 @@ class Ends(Generic[End]):
             return found[0]
         here = ", ".join(carried.__name__ for carried, _ in self._ends) or "none"
         raise ValueError(
-            f"{self._executor} has {len(found)} {self._side}s that carry {record.__name__}, and "
-            f"asks for the one; it has {here}. Connect one channel of it in the recipe"
+            f"{self._executor} has {len(found)} {self._side}s that carry {record.__name__}, but "
+            f"needs exactly one; it has {here}. Connect one such channel in the recipe"
         )
 
 
@@ -97,13 +97,13 @@ class Inputs(Ends[RecordReceiver]):
     _side = "input"
 
     def of(self, record: type[Record]) -> RecordReceiver[Record]:
-        """Returns the one end that brings this type of record. ValueError if there is none, or
+        """Return the one end that brings this type of record. ValueError if there is none, or
         several.
         """
         return self._only_one_of(record)
 
     def all_of(self, record: type[Record]) -> list[RecordReceiver[Record]]:
-        """Returns every end that brings this type of record."""
+        """Return every end that brings this type of record."""
         return self._all_of(record)
 
 
@@ -113,23 +113,23 @@ class Outputs(Ends[RecordSender]):
     _side = "output"
 
     def of(self, record: type[Record]) -> RecordSender[Record]:
-        """Returns the one end that takes this type of record. ValueError if there is none, or
+        """Return the one end that takes this type of record. ValueError if there is none, or
         several.
         """
         return self._only_one_of(record)
 
     def all_of(self, record: type[Record]) -> list[RecordSender[Record]]:
-        """Returns every end that takes this type of record."""
+        """Return every end that takes this type of record."""
         return self._all_of(record)
 
 
 @dataclass(frozen=True, slots=True)
 class WeightsForm:
-    """In which form an executor takes weights, and on which way.
+    """The form in which an executor takes weights, and the transport.
 
-    dtype: the one that they travel in, which is the executor's. quantize: "none", or the form in
-    which projections travel, "fp8" or "int8"; exclude: fragments of the names of those that stay in
-    dtype. transport: "auto", or one of ddma.transports.TRANSPORTS.
+    dtype: the executor's own, in which weights travel. quantize: the form in which projections
+    travel, "fp8" or "int8"; "none": in dtype. exclude: parts of the names of projections that stay
+    in dtype. transport: "auto", or one of ddma.transports.TRANSPORTS.
     """
 
     dtype: str = "float32"
@@ -139,11 +139,11 @@ class WeightsForm:
 
 
 class Mail(Protocol):
-    """The part of the control that an executor sees: messages between ranks, and whether the run
-    ends.
+    """The part of the control that an executor sees: messages between ranks, and whether the run is
+    to end.
     """
 
-    failure: Exception | None  # why this rank ends now
+    failure: Exception | None  # the error that ends this rank
     stopping: bool  # every rank has been asked to end
 
     @property
@@ -151,12 +151,12 @@ class Mail(Protocol):
 
     @property
     def ending(self) -> bool:
-        """Whether a step that is under way had better be given up: it would be the last."""
+        """Whether a running step should be given up, because the run ends after it."""
 
     def post(self, rank: int, topic: str, payload: dict) -> None: ...
 
     def take(self, topic: str) -> list[tuple[int, dict]]:
-        """Returns all messages of a topic that have come, as (sender, payload). Does not wait."""
+        """Return all messages of a topic that have come, as (sender, payload). Does not wait."""
 
     def has(self, topic: str) -> bool: ...
 
@@ -165,7 +165,7 @@ class Mail(Protocol):
     def wait(self, timeout_s: float) -> None: ...
 
     def check(self) -> None:
-        """Raises what went wrong elsewhere, if anything did."""
+        """Raise the error of another rank, if there is one."""
 
 
 class Meter(Protocol):
@@ -242,12 +242,12 @@ class ExecutorGroup:
     ranks: tuple[int, ...]  # global ranks, in executor order
     rank: int  # this process's global rank
     device: torch.device
-    process_group: ProcessGroup | None = None  # over `ranks`; for collectives among them
+    process_group: ProcessGroup | None = None  # for collectives over `ranks`
     replicate: int = 1
     tensor_parallel: int = 1
     # The ranks that hold the same shard; None without replicas.
     replica_group: ProcessGroup | None = None
-    # The ranks that together hold this one's part of one replica.
+    # The ranks whose shards together make this rank's replica, or its part of one.
     shard_group: ProcessGroup | None = None
     # The ranks that share a copy of the model; None without tensor parallelism.
     tensor_group: ProcessGroup | None = None
@@ -306,32 +306,33 @@ class Executor:
     """
 
     name: str = "executor"
-    # The form in which weights come to it, where it consumes a Policy.
+    # The form in which weights come, if it consumes a Policy.
     weights_form: WeightsForm = WeightsForm()
-    # Its records are of tickets, each of which belongs to one of its data-parallel ranks.
+    # Each record belongs to a ticket, and each ticket to one of its data-parallel ranks.
     takes_by_rank: bool = False
-    tensor_parallel: int = 1  # ranks, one after another, that share one copy of its model
-    # Whether these share embedding and head too, not each hold them whole.
+    tensor_parallel: int = 1  # consecutive ranks that share one copy of its model
+    # Whether those ranks split embedding and head too; otherwise each holds them whole.
     split_vocabulary: bool = True
-    # Copies of the model that its ranks hold together, each sharded over the others.
+    # Copies of the model, each sharded over an equal share of its ranks.
     replicate: int = 1
-    # Where it shares its device, and leaves it to others between steps.
+    # Set if it shares its device and leaves it to others between steps.
     turns: Turns | None = None
 
-    # Its roles. One executor of a graph leads: its first rank is the leader, its steps are the
-    # run's, and the run ends when it is `done`. It has `version`, `done` and `export` too.
+    # One executor of a graph leads. Its first rank is the leader, its steps are the run's, and the
+    # run ends when it is `done`. That one has `version`, `done` and `export` too.
     leads: bool = False
-    version: int = 0  # policy version of its weights, where it has any
+    version: int = 0  # policy version of its weights, if it has any
     done: bool = False
-    # What it sends lies in host memory, whatever device it computes on.
+    # Whether what it sends lies in host memory, even if it computes on a GPU.
     stages_on_host: bool = False
-    # A run can go on without what `state_dict` holds: that work starts again.
+    # Losing what `state_dict` holds only repeats work.
     state_is_optional: bool = False
-    # A checkpoint may know nothing of its state, since it was made where it had none.
+    # Older checkpoints may lack this executor's state; that is accepted.
     state_may_be_absent: bool = False
-    # The newest policy version that its work was of (`note_version`).
+    # The newest policy version that it has worked on (`note_version`).
     newest_version: int = 0
-    # How long the loop may rest when no executor of a rank has work; less where none wakes it.
+    # How long the loop may rest when no executor of a rank has work. An executor that nothing wakes
+    # needs less.
     poll_s: float = POLL_S
 
     _tickets: Tickets | None = None
@@ -339,7 +340,7 @@ class Executor:
 
     @property
     def consumes(self) -> tuple[type, ...]:
-        """The types of records that must come to it, each from one other executor."""
+        """The types of records that it needs, each from one other executor."""
         return ()
 
     @property
@@ -354,13 +355,13 @@ class Executor:
 
     @property
     def first_takes(self) -> bool:
-        """Whether of its ranks the first alone reads its channels, and has the others take part."""
+        """Whether only its first rank reads the channels, and tells the other ranks what to do."""
         return False
 
     @property
     def finishes_on_stop(self) -> bool:
-        """A stop request lets it go on: it has a last checkpoint to make, or takes part on this
-        rank in what another has begun.
+        """Whether it is still stepped after a stop request: it has to save, or to finish on this
+        rank what its leader began.
         """
         return False
 
@@ -394,7 +395,7 @@ class Executor:
         tickets: Tickets | None = None,
         checkpoints: Checkpoints | None = None,
     ) -> None:
-        """Called once by the controller, on the executor's own ranks, before `setup`.
+        """Take what the controller gives: once, on the executor's own ranks, before `setup`.
 
         inputs, outputs: this rank's ends of the channels, each with what it carries. A channel of
         weights has ends of its own kind (llamarl.ddma.channel).
@@ -411,20 +412,24 @@ class Executor:
         """Build what is heavy. Collective over the executor's ranks."""
 
     def step(self) -> bool:
-        """Do one bounded piece of work. Returns False if there was none: see `waiting_for`."""
+        """Do one bounded piece of work. Return False if there was none; `waiting_for` then says
+        why.
+        """
         raise NotImplementedError
 
     def note_version(self, version: int) -> None:
-        """Note a policy version that its work is of: an error names the newest as the step."""
+        """Note a policy version that it works on. Error messages name the newest as the step."""
         self.newest_version = max(self.newest_version, version)
 
     @property
     def step_at(self) -> int:
-        """Returns the step that it is at, for messages: its own version, or its work's newest."""
+        """The step that it is at, for messages: its own version, or the newest that it has worked
+        on.
+        """
         return max(self.newest_version, self.version)
 
     def waiting_for(self) -> str | None:
-        """Returns what the next step needs: "CAUSE: what, from whom"; None if idleness is no fault.
+        """Return what the next step needs, as "CAUSE: what, from whom"; None if it may be idle.
 
         The cause (data, weights, tickets, room, ...) names the idle time in metrics. A wait past
         timeout_s ends the run.
@@ -436,38 +441,38 @@ class Executor:
         return ()
 
     def claim_device(self) -> None:
-        """Wait until this executor's tensors are on the device that it shares. Before computing."""
+        """Wait until this executor's tensors are on the shared device. Call it before computing."""
         if self.turns is not None:
             self.turns.claim(self.name)
 
     def before_checkpoint(self, step: int) -> None:
-        """Called once the leading executor is past `step`, before `state_dict`.
+        """Prepare for `state_dict`. Called once the leading executor has made this step.
 
-        That must then hold nothing that was made after the step.
+        `state_dict` must then hold nothing that was made after it.
         """
 
     def state_dict(self) -> State:
-        """Returns what a checkpoint needs to go on after the last step: tensors and JSON values."""
+        """Return what a checkpoint needs to go on after the last step: tensors and JSON values."""
         return {}
 
     def has_state(self) -> bool:
-        """Whether checkpoints hold a part of it."""
+        """Whether checkpoints hold state of this executor."""
         return type(self).state_dict is not Executor.state_dict
 
     def load_state_dict(self, parts: Iterable[Mapping]) -> None:
-        """Go on from a checkpoint; after `setup`.
+        """Go on from a checkpoint. Called after `setup`.
 
         parts: what every rank of this executor had saved, in rank order, read one at a time.
         """
 
     @property
     def export_bytes(self) -> int:
-        """Bytes of what `export` writes. Asked of the executor that leads."""
+        """Return how many bytes `export` writes. Called only on the executor that leads."""
         raise NotImplementedError(f"{type(self).__name__} leads no graph: it exports nothing")
 
     def export(self, out: str | None) -> None:
-        """Write a directory that transformers loads; None: only take part in making it. Collective
-        over the executor that leads, of which alone it is asked.
+        """Write a directory that transformers loads. None: write nothing, only take part.
+        Collective over the executor that leads; called on no other.
         """
         raise NotImplementedError(f"{type(self).__name__} leads no graph: it exports nothing")
 

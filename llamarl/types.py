@@ -3,7 +3,7 @@ lengths at birth.
 
     PromptStream --Ticket--> Generator --Completion--> (Victim --Answered-->) Reward --Group-->
     (Reference --Group-->) Trainer --PackedBatch--> loss
-                                                 (and Stretches ahead of it, to who reads ahead)
+                                              (and Stretches, to executors that read ahead)
     Trainer --Policy--> Generator
 
 A channel carries one type of record, by which the executors at its ends ask for it.
@@ -39,7 +39,7 @@ from torch import Tensor
 
 FinishReason = Literal["stop", "length", "aborted"]
 OutcomeKind = Literal["score", "abstain", "error"]
-MESSAGES_KEY = "prompt_messages"  # of the meta that a reward gets: the turns of a conversation
+MESSAGES_KEY = "prompt_messages"  # in a reward's meta: the turns of a conversation
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +73,8 @@ class Prompt:
     prompt_ids: Tensor  # [P] int64
     text: str  # the prompt as the reward function sees it
     meta: dict[str, object]  # JSON values that the reward needs, such as {"answer": "7"}
-    # The turns that the model reads. () where the prompt is one text, which task.chat and
-    # task.system_prompt say how to put.
+    # The turns that the model reads. () for a prompt that is one text; task.chat and
+    # task.system_prompt then say how the model reads it.
     messages: tuple[Message, ...] = ()
 
     @property
@@ -84,8 +84,8 @@ class Prompt:
 
     @property
     def reward_meta(self) -> dict[str, object]:
-        """The meta that a reward gets; a conversation's has its turns, as {"role", "content"},
-        under MESSAGES_KEY.
+        """The meta that a reward gets. If the prompt is a conversation, it has the turns, as
+        {"role", "content"}, under MESSAGES_KEY.
         """
         if not self.messages:
             return self.meta
@@ -119,17 +119,17 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """The next tokens of a completion that is being sampled: a hint, for executors that read it
-    meanwhile. Made by a generator between two chunks, consumed by the reward and the reference.
+    """The next tokens of a completion that is still being sampled, for executors that read ahead.
+    Made by a generator between two chunks, consumed by the reward and the reference.
 
-    The completion itself says all of it again, and nothing is lost where stretches are.
+    A stretch may be lost without harm, because the completion holds its tokens again.
     """
 
     ticket: int
     sample_index: int
-    begin: int  # tokens of the completion before it
+    begin: int  # how many tokens of the completion come before it
     token_ids: Tensor  # [n] int64
-    has_ended: bool  # the completion ends with it, aborted or not
+    has_ended: bool  # whether the completion ends here, aborted or not
 
     def __post_init__(self):
         if self.begin < 0 or self.token_ids.dim() != 1 or self.token_ids.dtype != torch.int64:
@@ -148,10 +148,10 @@ class EvalCompletion:
 
     prompt_index: int  # among all held-out prompts: the task's own, then those of each set
     greedy: bool
-    sample_index: int  # 0 .. k-1 of those sampled; 0 of the greedy one
+    sample_index: int  # 0 .. k-1 for sampled ones; 0 for the greedy one
     # [L] int64; if finish_reason is "stop", the last is a stop token, or completes a stop string
     token_ids: Tensor
-    policy_versions: Tensor  # [L] int64, all alike: an evaluation is of one version
+    policy_versions: Tensor  # [L] int64, all equal: an evaluation measures one version
     finish_reason: FinishReason
 
     def __post_init__(self):
@@ -166,7 +166,7 @@ class EvalCompletion:
 
 @dataclass(frozen=True, slots=True)
 class Replies:
-    """An attack, and the M replies of the victim to it, end to end: A tokens of the victim's. See
+    """An attack with the victim's M replies end to end, A tokens of the victim's tokenizer. See
     Answered and EvalAnswered.
     """
 
@@ -174,8 +174,8 @@ class Replies:
     prompt_ids: Tensor  # [P] int64, the victim's tokens: what it read; [0] if it was not asked
     lengths: Tensor  # [M] int64; [0] if it was not asked
     token_ids: Tensor  # [A] int64; a reply that has ended ends with a stop token of the victim
-    has_ended: tuple[bool, ...]  # M: by itself, and not for want of room
-    outcome: OutcomeKind  # "score": to be scored; else what comes of the attack without a reply
+    has_ended: tuple[bool, ...]  # M: whether it ended by itself rather than for lack of room
+    outcome: OutcomeKind  # "score": to be scored; otherwise the attack's outcome without replies
     reason: str  # why, for "abstain" and "error"
 
     def __post_init__(self):
@@ -198,9 +198,7 @@ class Replies:
 
 @dataclass(frozen=True, slots=True)
 class Answered(Replies):
-    """The replies to a Completion, an attack of a ticket. Made by a victim, consumed by the
-    reward.
-    """
+    """The replies to a Completion, which is an attack. Made by a victim, consumed by the reward."""
 
     @property
     def ticket(self) -> int:
@@ -328,12 +326,12 @@ class PackedBatch:
     parents: Tensor  # [S] int64, a completion's prompt; -1 for prompts
     rows: Tensor  # [R] int64 into T
     labels: Tensor  # [R] int64
-    places: Tensor  # [R] int64, where a label is among all groups' completion tokens, end to end
+    places: Tensor  # [R] int64, a label's place among all groups' completion tokens, end to end
     generator_logprobs: Tensor  # [R] float32
     ref_logprobs: Tensor  # [R] float32, 0 without a reference
     advantages: Tensor  # [R] float32
-    returns: Tensor  # [R] float32, what a value head is to say of each row; 0 without one
-    old_values: Tensor  # [R] float32, what it said before the step; 0 without one
+    returns: Tensor  # [R] float32, targets of the value head for each row; 0 without one
+    old_values: Tensor  # [R] float32, its values before the step; 0 without one
     policy_versions: Tensor  # [R] int64
     completions: Tensor  # [R] int64, which of the N completions a label belongs to, ascending
     groups: Tensor  # [N] int64, which of the microbatch's groups a completion belongs to
@@ -342,10 +340,10 @@ class PackedBatch:
 
 
 class Policy:
-    """The policy's weights, of every version. Made by the trainer, consumed by who samples.
+    """The policy's weights, of every version. Made by the trainer, consumed by generators.
 
-    No object of it is made. It says what a channel of weights carries, whose ends move tensors from
-    shard to shard (llamarl.ddma).
+    The type only names what a channel of weights carries; no object of it is made. The channel's
+    ends move tensors from shard to shard (llamarl.ddma).
     """
 
 

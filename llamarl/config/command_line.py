@@ -45,9 +45,9 @@ class JobKind(Generic[Schema]):
 
     file: its values, in conf/ and without .yaml. check(config, world_size, local_world_size): what
     cannot work together. idle_ranks(config, world_size): the ranks that would have nothing to do.
-    groups: section -> the folder of conf/ to choose from, if it has another name. of_others: keys
-    that chosen files set for other kinds of job and this kind does not read. flags: those that
-    earlier releases had, with what to write now (`problems_of_flags`).
+    groups: section -> the folder of conf/ to choose from, if it has another name.
+    of_others: keys that chosen files set for other kinds of job and this kind does not read.
+    flags: those that earlier releases had, with what to write now (`problems_of_flags`).
     """
 
     file: str
@@ -76,11 +76,11 @@ RED_TEAM = JobKind(
 # Arithmetic for conf/experiment, so that a value keeps its meaning while another one is swept.
 OmegaConf.register_new_resolver("times", lambda a, b: a * b, replace=True)
 OmegaConf.register_new_resolver("over", lambda a, b: -(-a // b), replace=True)  # rounded up
-# Steps of a schedule, for every so many of the run: at least one, so that the shortest run has it.
+# Steps of a schedule, in proportion to the run's: at least one, so that the shortest run has it.
 OmegaConf.register_new_resolver("step_of", lambda a, b: max(1, -(-a // b)), replace=True)
-# Steps that the shortest run goes without: rounded down.
+# In proportion too, but rounded down: the shortest run has none.
 OmegaConf.register_new_resolver("steps_in", lambda a, b: a // b, replace=True)
-# For conf/loss: the name of a file there, while loss.fn is still the function that it sets.
+# For conf/loss: the name of the file, unless loss.fn has been set to another function.
 OmegaConf.register_new_resolver(
     "preset",
     lambda name, fn, *, _parent_: name if _parent_.fn == fn else str(_parent_.fn),
@@ -217,7 +217,7 @@ def _read_override(
     section, _, option = key.partition(".")
     for name in [f"{key}.{inner}" for inner in value] if isinstance(value, dict) else [key]:
         known = known_keys(schema)
-        # An option of a user's own loss, or of a dataset, may have any name; so may parts and sets.
+        # Options of a user's own loss or of a dataset may have any name; so may parts and sets.
         is_option = name.startswith("loss.") and name.count(".") == 1
         if "task.options" in known:
             is_option = is_option or name.startswith("task.options.")
@@ -246,8 +246,8 @@ def _read_override(
         folder = kind.groups.get(key, key)
         chosen = [point.replace(key, folder, 1) for point in [text, *points]]
         return _Override(key, chosen[0], chosen[1:])
-    # conf/ lacks, until it is given, an option of a loss, what only some kinds of a section have,
-    # and a set of held-out prompts.
+    # Some keys are not in conf/, so Hydra must be told to add them: options of a loss, keys that
+    # only some kinds of a section have, and sets of held-out prompts.
     may_be_absent = section in sections_of_kinds(schema) or f"{key}.".startswith(f"{EVAL_SETS}.")
     if section == "loss":
         may_be_absent = option not in ("", "fn", "name", "kl_coef", "kl_estimator", "entropy_coef")
@@ -272,8 +272,8 @@ def _compose(
 
     problems: list[Problem] = []
     required: list[str] = []
-    # Up to three times: what is wrong by itself is left out of the next, since combinations of the
-    # rest are worth telling too.
+    # Up to three times: each time, leave out the words that are wrong alone, so that wrong
+    # combinations of the rest are reported too.
     for _ in range(3):
         wrong = keys_of(problems)
         kept = {key: text for key, text in chosen.items() if key not in wrong}
@@ -327,7 +327,7 @@ def main(recipe: Callable, kind: JobKind = RL) -> Callable[[], None]:
 
         hydra = HydraConfig.get()
         if hydra.mode == RunMode.MULTIRUN and composed.get("run_dir", "") is None:
-            # The runs of a sweep side by side, for recipes/compare.py.
+            # The runs of a sweep lie side by side, so that recipes/compare.py finds them.
             composed.run_dir = hydra.runtime.output_dir
         config = kind.read(composed)  # `run` has checked it
         idle = kind.idle_ranks(config, world_size)

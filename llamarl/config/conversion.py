@@ -109,10 +109,10 @@ class _Reader:
             return None
         if len(forms) == 1:
             return self._fill(values, forms[0], prefix)
-        # Read the kind that is asked for. A null for another kind's key only says that it is not
-        # this kind's.
+        # Read the kind that is asked for. A null for another kind's key is no error, because it
+        # sets nothing.
         key = f"{prefix}kind"
-        # A section has files in conf/ to choose from; one by a name of the user's own has none.
+        # A section has files in conf/ to choose from, unless the user gave it its name.
         is_chosen = prefix.count(".") == 1
         chooser = prefix.removesuffix(".") if is_chosen else key
         by_kind: dict[str, Form] = {}

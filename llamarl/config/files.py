@@ -9,14 +9,14 @@ from pathlib import Path
 from omegaconf import OmegaConf
 
 _PACKAGE = Path(__file__).resolve().parents[1]
-# An installed package has it inside, a checkout beside it.
+# An installed package has conf/ inside, a checkout has it beside the package.
 CONF_DIR = next(path for path in (_PACKAGE / "conf", _PACKAGE.parent / "conf") if path.is_dir())
-# Sections by names of the user's own.
+# These sections hold sections whose names the user gives.
 PARTS = "reward.parts"
 TASK_PARTS = "task.parts"
 EVAL_SETS = "eval.sets"
 SCHEDULES = "loss.schedules"  # by options of the loss
-# Keys of a whole reward, which no part of one has.
+# Keys of a whole reward that its parts do not have.
 _OF_ALL_PARTS = (
     "max_error_rate",
     "replicate",

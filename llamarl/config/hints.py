@@ -102,7 +102,7 @@ def convert(value: object, hint: object) -> object:
         if isinstance(value, Mapping) and all(isinstance(name, str) for name in value):
             return dict(value)
     elif isinstance(value, int | float) and not isinstance(value, bool):
-        # A number may be meant as a text; as a whole number only if it is one.
+        # A number may be meant as a text, and as a whole number if it is whole.
         for kind in (float, str, int):
             fits = hint is kind and (kind is not int or value % 1 == 0)
             if fits and math.isfinite(value):

@@ -273,7 +273,7 @@ def test_an_evaluation_is_reported_once_its_judges_have_spoken(build):
     feed.extend([answer(1, 0, "wrong"), answer(0, 0, "right"), answer(0, 0, "")])
     settle(executor)
     assert judge.begun == [(3, ["right", "wrong"])] and not executor.metrics.reports
-    told = "scores: what is said besides of the evaluation of policy version 3"
+    told = "scores: judgements of the evaluation of policy version 3"
     assert executor.waiting_for() == told
     judge.may_speak = True
     assert executor.step()

@@ -178,7 +178,11 @@ def test_attacks_share_no_random_numbers_with_each_other_or_the_attacker():
         (attack(0, 0, " "), "abstain", "empty"),
         (attack(0, 0, ""), "abstain", "empty"),
         (attack(0, 0, "12+3", finish_reason="aborted"), "abstain", "aborted"),
-        (attack(0, 0, "1" * LONGEST), "error", "14 tokens of the victim, which reads 1 to 12"),
+        (
+            attack(0, 0, "1" * LONGEST),
+            "error",
+            "14 tokens of the victim's tokenizer, and the victim reads 1 to 12",
+        ),
     ],
 )
 @pytest.mark.parametrize("reproducible", [True, False])

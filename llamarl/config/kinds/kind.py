@@ -34,12 +34,12 @@ class KindSettings:
 
     kind: str
 
-    # The ranks of the reward hold its model together, so that reward.replicate, tensor_parallel and
-    # stream are about it.
+    # The ranks of the reward hold its model together. reward.replicate, tensor_parallel and stream
+    # apply to such a model alone.
     is_sharded: ClassVar[bool] = False
     # The first rank of the reward takes every completion, and the others follow it.
     acts_as_one: ClassVar[bool] = False
-    # It compares a completion with those before it, so its scores say nothing of success.
+    # It compares a completion with earlier ones, so its scores do not measure success.
     is_novelty: ClassVar[bool] = False
     has_labels: ClassVar[bool] = False  # its model may have labels; the key `label` names one
 

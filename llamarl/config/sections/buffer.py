@@ -52,7 +52,7 @@ def find_buffer(
     if isinstance(buffer, FifoBufferSettings):
         return
     _find_sizes(buffer, run, found, by_token=trainer.advantages == "gae")
-    # A loss of the user's own is asked for its mark when it is imported.
+    # A user's own loss tells its marks only once it is imported, which is later.
     needs_whole = loss.fn in declarations() and not declares(loss.fn, "group_means")
     if buffer.draw == "split" and needs_whole:
         found.add(

@@ -14,7 +14,7 @@ from llamarl.config.tasks import AnyEvalSetSettings
 from llamarl.words.choices import START
 from llamarl.words.columns import OWN_COLUMNS
 
-# A set's name stands in columns, and in keys of the command line.
+# A set's name is part of names of metrics and of keys of the command line.
 _SET_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
 
 

@@ -149,7 +149,7 @@ def _find_advantages(
                 "trainer.advantages",
             )
         return
-    # A name that is no loss is told elsewhere, and a loss of the user's own may take anything.
+    # An unknown loss is reported elsewhere, and a user's own loss may take any advantages.
     if loss.fn in declarations() and not declares(loss.fn, "token_advantages"):
         published = published_losses().items()
         by_token = [n for n, sets in published if declares(str(sets["fn"]), "token_advantages")]
