@@ -1,4 +1,4 @@
-"""`+dry_run=true`: what a run would be, without running it.
+"""`+dry_run=true`: shows what a run would be, without running it.
 
 It checks the data and the reward on three samples.
 """
@@ -24,7 +24,7 @@ from llamarl.types import Prompt
 def dry_run(job: Job) -> None:
     """Print config, rank map, memory and bytes a sync, and score three samples.
 
-    On rank 0 alone, as a run checks its reward; errors are the run's own.
+    Only on rank 0, where a run checks its reward. Errors are those that the run would raise.
     """
     if job.world.rank > 0:
         return
@@ -50,8 +50,8 @@ def dry_run(job: Job) -> None:
     warn_of_memory(job, found)
     plan = make_plan(model, *sent_by(job))
     print(
-        f"weights  {plan.num_bytes:,} bytes a sync; how they travel: "
-        f"python -m llamarl.ddma plan --model {job.model_path}"
+        f"weights  {plan.num_bytes:,} bytes a sync; for the way they travel: python -m "
+        f"llamarl.ddma plan --model {job.model_path}"
     )
     if job.victim_path is not None:
         v = placed_victim(c.victim)
@@ -81,12 +81,12 @@ def dry_run(job: Job) -> None:
 
 
 def _print_sets(job: Job) -> None:
-    """Print what evaluations ask, the task's own and eval.sets."""
+    """Print the sets of held-out prompts: the task's own and eval.sets."""
     sets = job.config.eval.sets
     if not sets:
         return
     if not job.eval_sets:
-        print(f"held out {', '.join(sets)}: not asked, with eval.every=0")
+        print(f"held out {', '.join(sets)}: never completed, because eval.every=0")
     for one in job.eval_sets:
         kind = sets[one.name].kind if one.name else job.config.task.kind
         name = one.name or "the task's own"
@@ -95,7 +95,7 @@ def _print_sets(job: Job) -> None:
 
 
 def _print_sample(prompt: Prompt, outcome: Outcome) -> None:
-    """Print what is said of a reference answer."""
+    """Print the outcome of a row's own answer."""
     score = f"{outcome.kind}: {outcome.reason}"
     if outcome.kind == "score":
         score = f"{outcome.value:g}"

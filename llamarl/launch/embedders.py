@@ -1,4 +1,4 @@
-"""What embeds texts, as the user gave it: looked at before any weight is read, and as settings."""
+"""The embedder that the user gave: its checks before any weight is read, and its settings."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from llamarl.words.choices import START
 
 
 def check_embedder(job: Job, given: str, key: str) -> None:
-    """Look at the directory and the tokenizer of an encoder; START is looked at elsewhere.
-    ValueError naming the key and what is wrong.
+    """Check the directory and the tokenizer of an encoder; START is checked elsewhere. ValueError
+    that names the key and what is wrong.
     """
     if given == START:
         return
@@ -24,7 +24,7 @@ def check_embedder(job: Job, given: str, key: str) -> None:
 
 
 def embedder_settings(job: Job, given: str) -> EmbedderSettings:
-    """Return what an embedder, given as START or a directory, is."""
+    """Return the settings of an embedder that is given as START or a directory."""
     is_policy = given == START
     return EmbedderSettings(
         path=str(job.model_path) if is_policy else given,

@@ -1,5 +1,5 @@
-"""The evaluation of a model outside of its run, for recipes/evaluate.py: which model it is, of
-which run, what it is asked, and against whose answers.
+"""The evaluation of a model outside of its run, for recipes/evaluate.py: which model it is, from
+which run, which prompts it completes, and what its completions are compared with.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from llamarl.tasks.jsonl import read_jsonl
 from llamarl.types import Prompt
 from llamarl.words.columns import OWN
 
-OF_THE_RUN = "of_the_run"  # the file of a section in a folder of its own
-# What is as the engine here is, whatever the run's generator was.
+OF_THE_RUN = "of_the_run"  # the name of a section's file in a temporary conf/
+# Keys that the native engine here sets, whatever the run's generator was.
 OUR_OWN = (
     "generator.kind",
     "generator.tensor_parallel",
@@ -93,8 +93,8 @@ def config_of(model: Path | None, run: Path | None, overrides: list[str]) -> Eva
     old = to_values(load_config(file))
     if old["victim"]["kind"] != "none":
         what = (
-            "its completions are attacks, which a victim's answers are scored of; its own "
-            "evaluations say how many succeed (eval/success), or give the model directory alone"
+            "its completions are attacks, and only a victim's replies to them are scored; read "
+            "eval/success of the run's own evaluations, or give the model directory alone"
         )
         raise ConfigError([Problem(f"victim.kind={old['victim']['kind']}", what)])
     # If the command line chooses another kind for a section, the run's keys mean nothing in it.
@@ -125,9 +125,9 @@ def _implied(overrides: list[str]) -> list[str]:
     words = []
     for key, _, value in map(_split, overrides):
         if key in ("eval.gold", "eval.base"):
-            words.append("eval.every=1")  # also if the run did not
+            words.append("eval.every=1")  # even if the run evaluated nothing
         if key == "against" and value != REFERENCES:
-            words.append("eval.reference_key=null")  # the rows need have no answers
+            words.append("eval.reference_key=null")  # then the rows need no answers
     return list(dict.fromkeys(words))
 
 
@@ -146,17 +146,19 @@ def _compose_over(sections: dict[str, dict], overrides: list[str]) -> Evaluation
 
 
 def find_model(given: str | Path) -> tuple[Path, Path | None]:
-    """(the Hugging Face directory to evaluate, the run_dir that it comes from or None).
+    """Return (the Hugging Face directory to evaluate, the run_dir that it comes from or None).
 
-    given: such a directory; RUN_DIR/checkpoints/step_N; RUN_DIR/checkpoints/latest; or RUN_DIR, for
-    its latest. FileNotFoundError or CheckpointError, saying what to give instead.
+    given: such a directory, RUN_DIR/checkpoints/step_N, RUN_DIR/checkpoints/latest, or RUN_DIR for
+    its latest. FileNotFoundError or CheckpointError says what to give instead.
     """
     path = Path(given)
     if (path / "checkpoints").is_dir():
         path = path / "checkpoints" / LATEST
     if path.name == LATEST:
         if not path.is_file():
-            raise FileNotFoundError(f"{path}: no such file; a run has it once it has a checkpoint")
+            raise FileNotFoundError(
+                f"{path}: no such file; a run writes it with its first checkpoint"
+            )
         path = path.with_name(path.read_text().strip())
     if path.name == "hf" and (path.parent / MANIFEST).is_file():
         path = path.parent
@@ -183,8 +185,8 @@ class Asked(NamedTuple):
 
 def asked_of(job: Job, most: int | None) -> Asked:
     """Return the first prompts of each set: as many as the config says, or at most `most`."""
-    # What is held out depends on eval.num_prompts alone, so that nothing that was trained on is
-    # asked.
+    # eval.num_prompts alone decides which prompts are held out, so that none that was trained on is
+    # evaluated.
     sets = job.held_out.sets if most is None else job.held_out.first(most)
     return Asked(sets, job.held_out.asked(sets))
 
@@ -197,7 +199,7 @@ def read_answers(file: Path, asked: Asked) -> list[str]:
     def answer_of(row: dict) -> tuple[tuple[str, str], str] | None:
         prompt, completion = row.get("prompt"), row.get("completion")
         if not isinstance(prompt, str) or not isinstance(completion, str):
-            raise ValueError('need "prompt" and "completion", as texts')
+            raise ValueError('need "prompt" and "completion", both texts')
         return None if row.get("sample") else ((row.get("set", OWN), prompt), completion)
 
     rows = read_jsonl(file, answer_of)
@@ -207,15 +209,16 @@ def read_answers(file: Path, asked: Asked) -> list[str]:
         one = set_of(asked.sets, number)
         if (one.name, prompt.text) not in answers:
             raise ValueError(
-                f"against={file}: has no greedy answer to held-out prompt {number - one.first}"
-                f"{one.place}, {prompt.text[:40]!r}; make it from the same rows"
+                f"against={file}: has no greedy completion of held-out prompt "
+                f"{number - one.first}{one.place}, {prompt.text[:40]!r}; make it from the same "
+                "rows"
             )
         texts.append(answers[one.name, prompt.text])
     return texts
 
 
 def check_writable(out: Path) -> None:
-    """Makes its directory. ValueError if the file could not be written."""
+    """Make the file's directory. ValueError if the file could not be written."""
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         file = out.open("a") if out.exists() else tempfile.TemporaryFile(dir=out.parent)

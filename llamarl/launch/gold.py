@@ -1,4 +1,4 @@
-"""Checks what judges held-out completions besides the reward, before any weight is read."""
+"""Checks the judges of held-out completions, before any weight is read."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from llamarl.types import Prompt
 
 
 def check_gold(job: Job) -> None:
-    """Check the scorer, the base model, and that each held-out row has an answer to compare with.
-    ValueError or OSError naming what is wrong.
+    """Check the gold scorer, the base model, and that each held-out row has a text to compare with.
+    ValueError or OSError that names what is wrong.
     """
     gold = gold_kind(job)
     if gold is not None:
@@ -31,25 +31,25 @@ def check_gold(job: Job) -> None:
 
 
 def try_gold(job: Job) -> None:
-    """Try what judges evaluations, as far as that is cheap. ValueError if it cannot be used."""
+    """Try the gold scorer, as far as that is cheap. ValueError if it cannot be used."""
     gold = gold_kind(job)
     if gold is not None:
         gold.try_out(samples_of(job))
 
 
 def _check_base(job: Job, path: Path) -> None:
-    """Check that it is a language model that reads the policy's tokens."""
+    """Check that eval.base is a language model that reads the policy's tokens."""
     config = read_model(path)
     if config.labels:
         raise ValueError(
-            f"eval.base={path}: {config.architecture} gives scores, no tokens; need the language "
-            "model that the policy began as"
+            f"eval.base={path}: {config.architecture} gives scores and no tokens; need the "
+            "language model that the policy started from"
         )
     policy = read_config(job.model_path)
     if config.vocab_size < policy.vocab_size or other_tokens(job, path):
         raise ValueError(
-            f"eval.base={path}: another vocabulary than the policy's, {job.model_path}; a "
-            "perplexity is one of the policy's tokens"
+            f"eval.base={path}: its vocabulary is not that of the policy, {job.model_path}, and "
+            "the perplexity is of the policy's tokens; need a model with the same tokenizer"
         )
     check_context(job.sampled, config, f"eval.base={path}")
     job.check_weights(path, config)
@@ -58,8 +58,8 @@ def _check_base(job: Job, path: Path) -> None:
 def reference_texts(
     sets: Sequence[EvalSet], prompts: Mapping[int, Prompt], key: str | None
 ) -> list[str] | None:
-    """Return the answers that held-out rows give under this key; None without one. prompts: of
-    these sets, by number. ValueError for the first row that gives none.
+    """Return the texts that held-out rows have under this key; None without a key. prompts: the
+    prompts of these sets, by number. ValueError for the first row without a text.
     """
     if key is None:
         return None
@@ -71,8 +71,8 @@ def reference_texts(
             one = set_of(sets, number)
             row = f"{number - one.first}{one.place}"
             raise ValueError(
-                f"eval.reference_key={key}: held-out row {row} ({prompt.text[:40]!r}) "
-                f"has no text there to compare with (its keys: {keys}); another key, or "
+                f"eval.reference_key={key}: held-out row {row} ({prompt.text[:40]!r}) has no text "
+                f"under this key to compare with (its keys: {keys}); choose another key, or "
                 "eval.reference_key=null"
             )
         texts.append(text)
@@ -80,8 +80,8 @@ def reference_texts(
 
 
 def reference_ids(job: Job, text: str) -> Tensor:
-    """Return the tokens [L] of an answer as the policy would have sampled it: tokenised apart from
-    its prompt, with the end token.
+    """Return the tokens [L] of a text as if the policy had sampled it: tokenised apart from its
+    prompt, and with the end token.
     """
     ids = text_ids(job.tokenizer, text)
     end = job.tokenizer.eos_token_id

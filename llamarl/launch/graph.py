@@ -10,8 +10,8 @@
 
 A record that an executor produces goes to the next executor after it that consumes it, and after
 the last comes the first. So an executor between two others that consumes and produces Group gets
-the groups of the one and sends its own to the other. What an executor offers goes to every executor
-that consumes it.
+the groups of the first and sends its own to the second. A record that an executor offers goes to
+every executor that consumes it.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from llamarl.types import Group, Policy
 
 
 def channels_between(executors: Sequence[Executor]) -> list[Channel]:
-    """Returns the channels of a graph, in the order of their sources.
+    """Return the channels of a graph, in the order of their sources.
 
-    ValueError that names, all at once, each record that nobody consumes or nobody produces, and
-    each that would come from two executors.
+    ValueError names at once each record that no executor consumes or none produces, and each that
+    would come from two executors.
     """
     channels: list[Channel] = []
     problems = []
@@ -39,7 +39,9 @@ def channels_between(executors: Sequence[Executor]) -> list[Channel]:
             if takers:
                 channels.append(_channel(source, takers[0], record, channels))
             else:
-                problems.append(f"{source.name} produces {record.__name__}, which none consumes")
+                problems.append(
+                    f"{source.name} produces {record.__name__}, which no executor consumes"
+                )
         for record in source.offers:
             for other in others:
                 if record in other.consumes:
@@ -60,13 +62,13 @@ def channels_between(executors: Sequence[Executor]) -> list[Channel]:
 def _channel(
     source: Executor, destination: Executor, record: type, made: Sequence[Channel]
 ) -> Channel:
-    """Returns a channel of the kind that its record and its destination ask for."""
+    """Return a channel of the kind that its record and its destination need."""
     if issubclass(record, Policy):
         return Weights(source, destination, carries=record)
     if destination.takes_by_rank:
         name = "groups" if record is Group else ""
         return Scatter(source, destination, carries=record, name=name)
-    # One source may have channels of a record to several destinations.
+    # The destination is in the name, because a source may send a record to several.
     siblings = [one for one in made if one.source is source and one.carries is record]
     name = f"{destination.name}_{NAMES.get(record, record.__name__)}" if siblings else ""
     return Gather(source, destination, carries=record, name=name)
@@ -75,7 +77,7 @@ def _channel(
 def _missing(
     executor: Executor, executors: Sequence[Executor], channels: Sequence[Channel]
 ) -> list[str]:
-    """Returns what is wrong with where an executor's records come from, one sentence a record."""
+    """Return what is wrong with the sources of an executor's records, one sentence a record."""
     problems = []
     for record in executor.consumes:
         sources = []
@@ -93,5 +95,5 @@ def _missing(
             ways = [f"{c.source.name} sends to {c.destination.name}" for c in elsewhere]
             problems.append(f"{what} {' and '.join(ways)}")
         else:
-            problems.append(f"{what} none produces")
+            problems.append(f"{what} no executor produces")
     return problems

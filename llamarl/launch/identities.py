@@ -1,4 +1,4 @@
-"""What makes a job that job, as its checkpoints say it (llamarl/launch/identity.py)."""
+"""The identity of a job, which its checkpoints hold (llamarl/launch/identity.py)."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from llamarl.words.choices import START
 
 
 def identity_of(job: Job) -> Identity:
-    """Return what makes this run that run. It reads a little of many models' files, so one rank
-    asks for it, once.
+    """Return the identity of this run. This reads a little of many models' files, so only one rank
+    calls it, once.
     """
     return Identity(
         config=to_values(job.config),
@@ -29,7 +29,7 @@ def identity_of(job: Job) -> Identity:
 
 
 def _models(job: Job) -> dict[str, ModelParts]:
-    """Return what the models are that the run reads, by their keys."""
+    """Return by key what tells each model that the run reads from others."""
     c = job.config
     policy = {
         "config.json": architecture_of(read_config(job.model_path)),
@@ -51,9 +51,10 @@ def _models(job: Job) -> dict[str, ModelParts]:
 
 
 def _kept(job: Job) -> list[str]:
-    """Return the models, by their keys, whose weights every checkpoint has."""
+    """Return the keys of the models whose weights are in every checkpoint."""
     c = job.config
-    # Under adapters, as a reference and as an embedder it is what training started from.
+    # If it is needed as training started from it, under adapters, as a reference or as an embedder,
+    # the checkpoint does not hold it.
     starts_here = c.trainer.lora.rank > 0 or c.reference.kind != "none"
     if starts_here or c.eval.embedder == START:
         return ["trainer.critic.path"]
@@ -68,7 +69,7 @@ def _adapters(job: Job) -> dict[str, object]:
 
 
 def reward_identity(job: Job) -> str:
-    """Return what scores, so that what gives other rewards has another name."""
+    """Return a text about what scores. Two jobs that give other rewards have other texts."""
     named = []
     for kind in reward_kinds(job):
         weight = kind.given.weight
@@ -79,7 +80,7 @@ def reward_identity(job: Job) -> str:
     v = placed_victim(job.config.victim)
     asked = f"{v.template!r}, chat {v.chat}, system prompt {v.system_prompt!r}"
     sampled = f"{v.max_new_tokens} tokens at {v.temperature:g}, top-p {v.top_p:g}, {v.dtype}"
-    # Its chat template too is in how it reads an attack.
+    # How it reads an attack depends on its chat template too.
     reads = hashlib.sha256(str(job.victim_prompt_ids(ATTACK)).encode()).hexdigest()[:16]
     ends = stop_tokens(job.victim_path, job.victim_tokenizer)
     asked += f", as tokens {reads}, until {ends}"

@@ -1,22 +1,22 @@
 """The identity of a run: a checkpoint holds it, and only the same run may go on there.
 
     config    the resolved config; the keys that the schema marks IDENTITY must be the same
-    prompts   fingerprints of the training prompts and of the held-out ones, by what they are and
-              not by where they came from
-    reward    what scores: import paths of functions, digests of models, judges and what they are
+    prompts   fingerprints of the training prompts and of the held-out ones: their contents,
+              whatever file they came from
+    reward    the scorers: import paths of functions, digests of models, judges and what they are
               asked
-    models    of each model that the run reads, by its key: what it is, and not where it lies
+    models    for each model that the run reads, by its key: its contents, wherever it lies
     kept      keys of the models whose weights are in every checkpoint
-    adapters  what trainer.lora says, where there are adapters
+    adapters  trainer.lora, if there are adapters
 
-The config alone cannot tell whether ticket 7 is still the prompt that it was: the data may have
-changed under the same path, or lie elsewhere unchanged. So prompts are compared by fingerprint, and
-the config's keys only explain what differs. The same holds for models.
+The config alone cannot tell whether ticket 7 still has the same prompt: the data may have changed
+under the same path, or lie elsewhere unchanged. So prompts are compared by fingerprint, and the
+config's keys only explain the difference. The same holds for models.
 
-Where weights are read again from a model's directory, other weights are another run: those under
-adapters, a reference's, and those of what judges evaluations. A model that is trained as a whole is
-in the checkpoint, so other weights in its directory are only warned of. Of that directory a run
-reads config.json, the tokenizer and the stop tokens again.
+If a resumed run reads weights from a model's directory again, other weights make another run:
+weights under adapters, a reference's, and those of judges of evaluations. A model that is trained
+as a whole is in the checkpoint, so other weights in its directory only bring a warning: from that
+directory a run reads only config.json, the tokenizer and the stop tokens again.
 """
 
 from __future__ import annotations
@@ -54,17 +54,17 @@ class Identity:
 @dataclass(frozen=True, slots=True)
 class Difference:
     what: str  # a line for people
-    permit: str | None  # the word of resume_with_other that lets it pass; None: nothing does
-    refuses: bool = True  # otherwise it is only told
+    permit: str | None  # the word of resume_with_other that permits it; None: no word does
+    refuses: bool = True  # otherwise it only brings a warning
 
 
 def architecture_of(model: ModelConfig) -> dict[str, object]:
-    """Return what config.json says of a decoder, as JSON values."""
+    """Return the fields of a decoder's config.json, as JSON values."""
     return {**dataclasses.asdict(model), "labels": list(model.labels)}
 
 
 def parts_of(path: str | Path) -> ModelParts:
-    """Return what tells a decoder from others, wherever it lies."""
+    """Return the parts that tell a decoder from others, wherever it lies."""
     return {"config.json": architecture_of(read_config(path)), "weights": weights_digest(path)}
 
 
@@ -85,7 +85,7 @@ def differences(
         if is_marked(key, "data", schema):
             reasons.append(difference)
     adapters = value_differences(old.adapters, new.adapters)
-    if 0 in adapters.get("rank", ()):  # the other keys are of the run that has some
+    if 0 in adapters.get("rank", ()):  # only the other run has these keys
         adapters = {"rank": adapters["rank"]}
     for key, pair in adapters.items():
         found.append(Difference(_change(f"trainer.lora.{key}", pair, place), None))
@@ -102,7 +102,7 @@ def differences(
 
 def _other_models(old: Identity, new: Identity, place: str) -> list[Difference]:
     """Return the models that differ. A model that only one run reads is no difference, because
-    there is nothing that it was.
+    there is nothing to compare it with.
     """
     before = flat(old.config)
     now = flat(new.config)
@@ -125,7 +125,7 @@ def _other_models(old: Identity, new: Identity, place: str) -> list[Difference]:
 
 
 def _other_parts(old: ModelParts, new: ModelParts, place: str) -> list[str]:
-    """Say what differs in the parts that both have."""
+    """Return what differs in the parts that both have, in words."""
     what = []
     for part in [name for name in new if name in old and old[name] != new[name]]:
         was, is_now = old[part], new[part]

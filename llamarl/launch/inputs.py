@@ -30,7 +30,7 @@ log = logging.getLogger("llamarl")
 
 @contextmanager
 def bad_input() -> Iterator[None]:
-    """Have what is raised inside be the user's to mend: BadInput."""
+    """Turn errors that are raised inside into BadInput, because the user can mend them."""
     try:
         yield
     except (OSError, ValueError, KeyError) as error:
@@ -38,7 +38,9 @@ def bad_input() -> Iterator[None]:
 
 
 def check_inputs(job: Job) -> None:
-    """Model directory, tokenizer and data, on every rank, before any weight is read. BadInput."""
+    """Check model directory, tokenizer and data, on every rank, before any weight is read.
+    BadInput.
+    """
     c = job.config
     with bad_input():
         model = read_model(job.model_path)
@@ -63,18 +65,18 @@ def check_inputs(job: Job) -> None:
 
 
 def _check_model(job: Job, model: ModelConfig) -> None:
-    """Check the model by config.json and the headers of the weights."""
+    """Check the model by its config.json and the headers of its weights."""
     if model.labels:
         raise ValueError(
-            f"{job.model_path / 'config.json'}: {model.architecture} gives scores, no tokens; "
-            "model.path is the policy, a language model"
+            f"{job.model_path / 'config.json'}: {model.architecture} gives scores and no tokens; "
+            "model.path is the policy, so it needs a language model"
         )
     g = job.config.generator
     if g.kind == "vllm" and model.traits.names:
         raise ValueError(
-            f"{job.model_path / 'config.json'}: generator=vllm is not sent weights of "
-            f"{model.architecture}, whose tensors lie otherwise there than here; "
-            "generator=native samples it"
+            f"{job.model_path / 'config.json'}: generator=vllm cannot take weights of "
+            f"{model.architecture}, because vLLM lays its tensors out differently; "
+            "generator=native"
         )
     job.check_weights(job.model_path, model)
     if g.kind == "native" and g.quantize != "none":
@@ -86,16 +88,15 @@ def _check_model(job: Job, model: ModelConfig) -> None:
 
 
 def _check_victim(job: Job) -> None:
-    """Check that the victim is a language model with its tokenizer, to which an attack can be
-    put.
-    """
+    """Check that the victim is a language model with a tokenizer, and can read an attack."""
     path = job.victim_path
-    assert path is not None, "asked where there is a victim"
+    assert path is not None, "called only with a victim"
     given = f"victim.path={path}"
     model = read_model(path)
     if model.labels:
         raise ValueError(
-            f"{given}: {model.architecture} gives scores, no tokens; the victim is a language model"
+            f"{given}: {model.architecture} gives scores and no tokens; the victim needs a "
+            "language model"
         )
     job.check_weights(path, model)
     check_vocabulary(job.victim_tokenizer, model.vocab_size, path)
@@ -109,8 +110,8 @@ def _check_victim(job: Job) -> None:
     most = placed_victim(job.config.victim).max_prompt_tokens
     if empty >= most:
         raise ValueError(
-            f"victim.max_prompt_tokens={most}: {empty} tokens are around every attack, so none "
-            "fits; raise it"
+            f"victim.max_prompt_tokens={most}: {empty} tokens stand around every attack, so no "
+            "attack fits; raise it"
         )
 
 
@@ -122,12 +123,12 @@ def _check_critic(job: Job, path: Path, policy: ModelConfig) -> None:
         labels = ", ".join(model.labels)
         raise ValueError(
             f"{file}: a head of {len(model.labels)} labels ({labels}); a value model "
-            "(trainer.critic.path) says one number: num_labels=1"
+            "(trainer.critic.path) gives one number; need num_labels=1"
         )
     if model.vocab_size < policy.vocab_size or other_tokens(job, path):
         raise ValueError(
-            f"{path}: another vocabulary than the policy's, {job.model_path}; a value model "
-            "(trainer.critic.path) reads the policy's tokens"
+            f"{path}: its vocabulary is not that of the policy, {job.model_path}, whose tokens a "
+            "value model (trainer.critic.path) reads; need a model with the same tokenizer"
         )
     if job.config.longest > model.max_position_embeddings:
         raise ValueError(
@@ -142,8 +143,8 @@ def _check_critic(job: Job, path: Path, policy: ModelConfig) -> None:
 
 
 def _warn_of_rescaled_scores(job: Job) -> None:
-    """Warn that a value model starts with the scores of its head as they are, whatever the reward
-    makes of them.
+    """Warn that a value model starts from raw scores of its head, if the reward rescales such
+    scores.
     """
     if job.world.rank > 0:
         return
@@ -151,8 +152,8 @@ def _warn_of_rescaled_scores(job: Job) -> None:
         scale, shift = part.settings.rescaling
         if scale != 1 or shift != 0:
             log.warning(
-                "trainer.critic.path: its values start as raw scores, but rewards are "
-                "(score - %s=%g) * %s=%g; the first advantages are off by that much",
+                "trainer.critic.path: its values start as raw scores, but rewards are rescaled: "
+                "(score - %s=%g) * %s=%g; so the first advantages are wrong by that",
                 part.key("shift"),
                 shift,
                 part.key("scale"),
@@ -170,14 +171,14 @@ def _check_tokens(job: Job, vocab_size: int) -> None:
             raise ValueError(f"{file}: eos_token_id={token}, {but}")
     if not job.stop_token_ids and job.world.rank == 0:
         log.warning(
-            "%s: no eos token in tokenizer_config.json or generation_config.json; completions take "
-            "max_new_tokens",
+            "%s: no eos token in tokenizer_config.json or generation_config.json, so every "
+            "completion runs to max_new_tokens",
             job.model_path,
         )
 
 
 def check_vocabulary(tokenizer, vocab_size: int, path: Path) -> None:
-    """ValueError if the tokenizer of the model directory `path` has ids that the model has not."""
+    """Raise ValueError if a model directory's tokenizer has ids that the model lacks."""
     vocabulary = tokenizer.get_vocab()
     last = max(vocabulary, key=vocabulary.get, default=None)
     if last is not None and vocabulary[last] >= vocab_size:
@@ -187,7 +188,7 @@ def check_vocabulary(tokenizer, vocab_size: int, path: Path) -> None:
 
 
 def _check_task(job: Job) -> None:
-    """Check the data, and the chat template on a prompt of it and of each set of held-out ones."""
+    """Check the data, and the chat template on one prompt of it and one of each held-out set."""
     with chat_template_of(job.model_path, job):
         job.task.train_prompt(0)
         for one in job.held_out.sets:
@@ -196,6 +197,7 @@ def _check_task(job: Job) -> None:
     for name, settings in job.config.eval.sets.items():
         if reads_turns and not settings.chat:
             raise ValueError(
-                f"eval.sets.{name}.chat=false task.chat=true: what scores would read its prompts "
-                f"as turns of the chat template; eval.sets.{name}.chat=true"
+                f"eval.sets.{name}.chat=false task.chat=true: the scorer would read its prompts "
+                "as turns of the chat template, which the policy does not; "
+                f"eval.sets.{name}.chat=true"
             )

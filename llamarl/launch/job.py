@@ -1,4 +1,4 @@
-"""Job: what the executors of one run are built from, and how their graph is run."""
+"""Job: everything that the executors of one run are built from, and the way to run their graph."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ _TOKENIZER_FILES = (
 
 
 def read_tokenizer(path: Path, *, chat: bool):
-    """Return transformers' tokenizer of a model directory. chat: its template is used, and so is
-    tried. FileNotFoundError or ValueError naming the file that is wrong.
+    """Return transformers' tokenizer of a model directory. chat: try its chat template, because it
+    will be used. FileNotFoundError or ValueError names the file that is wrong.
     """
     tokenizer = _loaded_tokenizer(path)
     if chat:
@@ -68,22 +68,22 @@ def _loaded_tokenizer(path: Path):
         for name in _TOKENIZER_FILES:
             file = path / name
             if file.is_file():
-                read_json(file)  # which says what is wrong with it, if it is no JSON
+                read_json(file)  # raises, with the reason, if the file is no JSON
         if "trust_remote_code" in str(error):
             raise ValueError(
-                f"{path / 'tokenizer_config.json'}: the tokenizer is code of the directory's own "
+                f"{path / 'tokenizer_config.json'}: the tokenizer is code in this directory "
                 "(auto_map), which is never run; need a tokenizer.json that transformers reads"
             ) from error
         file = path / "tokenizer.json"
         what = f"{type(error).__name__}: {error}".splitlines()[0]
         raise ValueError(
-            f"{file}: no tokenizer can be made of it ({what}); fetch it again"
+            f"{file}: transformers makes no tokenizer from it ({what}); fetch it again"
         ) from error
 
 
 def read_model(path: str | Path) -> ModelConfig:
-    """Read what a model directory's config.json says of a decoder that will be computed. ValueError
-    or FileNotFoundError naming the file.
+    """Read a model directory's config.json, for a decoder that will be computed. ValueError or
+    FileNotFoundError names the file.
     """
     model = read_config(path)
     try:
@@ -95,7 +95,7 @@ def read_model(path: str | Path) -> ModelConfig:
 
 
 def _ranges(ranks: Collection[int]) -> str:
-    """Ranks in their order, where more than two follow one another as first-last: "0-255,511"."""
+    """Return ranks in order, with runs of more than two as first-last: "0-255,511"."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and rank == runs[-1][-1] + 1:
@@ -112,8 +112,8 @@ def _ranges(ranks: Collection[int]) -> str:
 
 
 def stop_tokens(path: Path, tokenizer) -> tuple[int, ...]:
-    """Return every token that ends a completion of a model directory, by its tokenizer and its
-    generation_config.json. ValueError for one that is no number.
+    """Return every token that ends a completion, by a model directory's tokenizer and its
+    generation_config.json. ValueError for a token that is no number.
     """
     ids = [tokenizer.eos_token_id]
     file = path / "generation_config.json"
@@ -121,7 +121,9 @@ def stop_tokens(path: Path, tokenizer) -> tuple[int, ...]:
         more = read_json(file).get("eos_token_id")
         ids += more if isinstance(more, list) else [more]
         if not all(i is None or type(i) is int for i in ids):
-            raise ValueError(f"{file}: eos_token_id={more!r}: need a token id, or a list of them")
+            raise ValueError(
+                f"{file}: eos_token_id={more!r}: need a token id, or a list of token ids"
+            )
     return tuple(sorted({i for i in ids if i is not None}))
 
 
@@ -129,8 +131,9 @@ def stop_tokens(path: Path, tokenizer) -> tuple[int, ...]:
 class Scored:
     """Text and tokens that a model may be asked to score.
 
-    tokenizer: of the model that sampled them. longest: tokens of a prompt and what follows it, at
-    most; longest_keys: what sets that. chat, system_prompt: how its prompts were put to it.
+    tokenizer: that of the model that sampled them. longest: the most tokens of a prompt and what
+    follows it; longest_keys: the keys that set it. chat, system_prompt: how that model reads
+    prompts.
     """
 
     tokenizer: Any
@@ -141,15 +144,16 @@ class Scored:
 
     @property
     def conversation(self) -> dict[str, Any]:
-        """How a prompt was put to the model, as RewardPool takes it: chat and system_prompt."""
+        """How the model read a prompt, for RewardPool: chat and system_prompt."""
         has_template = bool(getattr(self.tokenizer, "chat_template", None))
         return {"chat": self.chat and has_template, "system_prompt": self.system_prompt}
 
 
 class Job:
-    """The job of a run: what its executors share; the same on every rank but `world.rank`.
+    """The job of a run: what its executors share. It is the same on every rank, except for
+    `world.rank`.
 
-    directory: the run's; until it is opened, where it is to be. remembered: who looks at the rows
+    directory: the run's; until it is opened, the place where it will be. remembered: reads the rows
     of files.
     """
 
@@ -167,13 +171,13 @@ class Job:
         self.placement = placement_of(config, world.size)
         self.model_path = Path(config.model.path) if config.model.path else TINY_MODEL
         self._writer: RowWriter | None = None
-        self._stopped_after: int | None = None  # a step, on the leader of a run that has more
-        self.without_weights: list[str] = []  # what a dry run did not find, in words
+        self._stopped_after: int | None = None  # on the leader, if it was stopped
+        self.without_weights: list[str] = []  # the weights that a dry run did not find, in words
 
     @contextmanager
     def weights_may_wait(self) -> Iterator[None]:
-        """Have a dry run do without the weights of a model directory, which are noted in
-        `without_weights`; a run needs them: NoWeights.
+        """Let a dry run go on without the weights of a model directory, and note them in
+        `without_weights`. A run needs them: NoWeights.
         """
         try:
             yield
@@ -203,7 +207,7 @@ class Job:
 
     @cached_property
     def victim_tokenizer(self):
-        """The victim's; only where there is one."""
+        """The victim's tokenizer. Only for a job with a victim."""
         victim = self.config.victim
         assert self.victim_path is not None, "there is no victim: victim=none"
         assert not isinstance(victim, NoVictimSettings), "there is no victim: victim=none"
@@ -242,20 +246,20 @@ class Job:
 
     @property
     def set_rewards(self) -> list[str]:
-        """The rewards of the kinds of eval.sets, each once."""
+        """The reward functions of the kinds of eval.sets, each once."""
         return list(dict.fromkeys(self.held_out.rewards.values()))
 
     @cached_property
     def eval_prompts(self) -> dict[int, Prompt]:
-        """The prompts of those sets, by number; none where nothing is evaluated."""
+        """The prompts of those sets, by number; none if nothing is evaluated."""
         if not self.config.eval.every:
             return {}
         return self.held_out.asked(self.eval_sets)
 
     @cached_property
     def prompt_fingerprints(self) -> dict[str, str]:
-        """Texts that are equal for equal prompts alone."""
-        # Also with eval.every=0: the prompts that are held out stay the same when a run goes on
+        """Texts that are equal only if the prompts are equal."""
+        # Also with eval.every=0, because the held-out prompts stay the same when a run goes on
         # without evaluations.
         return {
             "training prompts": self.prompts.fingerprint,
@@ -264,7 +268,7 @@ class Job:
 
     @property
     def scored(self) -> Scored:
-        """The kind of text that the reward is shown: completions, or a victim's replies to them."""
+        """The text and tokens that the reward scores: completions, or replies to them."""
         victim = self.config.victim
         if isinstance(victim, NoVictimSettings):
             return self.sampled
@@ -278,7 +282,7 @@ class Job:
 
     @property
     def sampled(self) -> Scored:
-        """The kind of text that the policy samples."""
+        """The text and tokens that the policy samples."""
         task = self.config.task
         return Scored(
             tokenizer=self.tokenizer,
@@ -289,8 +293,8 @@ class Job:
         )
 
     def victim_prompt_ids(self, attack: str) -> list[int]:
-        """Return what the victim reads of an attack: token ids [P]. ValueError: they cannot be
-        had.
+        """Return the victim's prompt for an attack: token ids [P]. ValueError if the chat template
+        refuses it.
         """
         template = placed_victim(self.config.victim).template
         return self._victim_maker.filled_ids(template, ATTACK, attack)
@@ -306,11 +310,11 @@ class Job:
         )
 
     def decode_answer(self, token_ids: list[int]) -> str:
-        """Return the text of the victim's tokens."""
+        """Return the text of a reply's tokens."""
         return self.victim_tokenizer.decode(token_ids, skip_special_tokens=True)
 
     def decode_answer_raw(self, token_ids: list[int]) -> str:
-        """Return the text of the victim's tokens, with special tokens."""
+        """Return the text of a reply's tokens, with special tokens."""
         return self.victim_tokenizer.decode(token_ids, skip_special_tokens=False)
 
     @cached_property
@@ -339,8 +343,8 @@ class Job:
     ) -> None:
         """Run the graph to its end. ValueError if executors do not fit together.
 
-        executors: in flow order; `placement` has the ranks of each by name, also of one that the
-        config does not place. channels: between them; None: those that follow from what the
+        executors: in flow order; `placement` gives the ranks of each by name, also for one that the
+        config does not place. channels: those between them; None: derive them from the records that
         executors consume and produce.
         """
         if channels is None:
@@ -392,18 +396,20 @@ class Job:
 
     @property
     def num_generators(self) -> int:
-        """Replicas, of so many ranks as share a copy of the model."""
+        """How many replicas of the generator there are. The ranks that share a copy of the model
+        are one.
+        """
         return len(self.placement["generator"]) // self.config.generator.tensor_parallel
 
     @property
     def sync_period(self) -> int:
-        """Steps after which what has come joins the buffer."""
+        """Steps after which new groups join the buffer."""
         buffer = self.config.buffer
         return buffer.sync_period if isinstance(buffer, ReplayBufferSettings) else 1
 
     @property
     def num_on_their_way(self) -> int:
-        """Without a bound on lag: the groups that may be between the ledger and the trainer."""
+        """How many groups may be between the ledger and the trainer, if nothing bounds the lag."""
         c = self.config
         overcommit = c.overcommit
         if isinstance(overcommit, str):
@@ -412,24 +418,24 @@ class Job:
 
     @property
     def num_dp_ranks(self) -> int:
-        """Returns how many data-parallel ranks the trainer has."""
+        """How many data-parallel ranks the trainer has."""
         return len(self.placement["trainer"]) // self.config.trainer.tensor_parallel
 
     @property
     def num_buffers(self) -> int:
-        """Returns how many buffers feed the trainer: one a data-parallel rank, or one for all."""
+        """How many buffers feed the trainer: one for each data-parallel rank, or one for all."""
         return 1 if self.config.draws_together else self.num_dp_ranks
 
     @property
     def replay_lag(self) -> int | None:
-        """Steps that a completion drawn from a replay buffer is old at most.
+        """Most steps that a completion drawn from a replay buffer may be old.
 
-        None where max_lag sets no bound.
+        None if max_lag sets no bound.
         """
         c = self.config
         if c.max_lag is None:
             return None
-        assert isinstance(c.buffer, ReplayBufferSettings), "asked of a replay buffer"
+        assert isinstance(c.buffer, ReplayBufferSettings), "called only with a replay buffer"
         return lag_bound(
             max_lag=c.max_lag,
             completions_per_step=c.groups_per_step // self.num_buffers * c.group_size,
@@ -439,7 +445,9 @@ class Job:
         )
 
     def writer(self) -> RowWriter:
-        """Make the leader's book of metrics, with the console and what else the config asks for."""
+        """Make what writes the leader's metrics: the rows, the console, and what else the config
+        asks for.
+        """
         m = self.config.metrics
         sinks = build_sinks(
             self.directory.path,
@@ -454,7 +462,7 @@ class Job:
 
     @property
     def hosts(self) -> str:
-        """A text for people: which ranks host what."""
+        """Which ranks host which executors, in words."""
         tensor_parallel = self.config.generator.tensor_parallel
         hosts = {name: _ranges(ranks) for name, ranks in self.placement.items()}
         if tensor_parallel > 1:

@@ -3,8 +3,8 @@ alone.
 
     for price in prices(job): price.ranks, price.held, price.working
 
-`held` is there from the start to the end; `working` comes and goes with a step. Executors of a rank
-are stepped in turn, so that a rank takes what all of them hold, and the most that one works with.
+`held` stays from start to end; `working` comes and goes with a step. Executors of a rank are
+stepped in turn, so a rank needs what all of them hold, and the most that one of them works with.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ from llamarl.models.sharding import num_parameters
 log = logging.getLogger("llamarl")
 
 MEMINFO = Path("/proc/meminfo")  # Linux
-_SLOTS = 2  # of a sender, and buffers of a receiver
-_MOMENTS = {"adamw": 8.0, "adamw8bit": 2 * (1 + 4 / 256)}  # bytes of a trained number
+_SLOTS = 2  # a sender's slots, and a receiver's buffers
+_MOMENTS = {"adamw": 8.0, "adamw8bit": 2 * (1 + 4 / 256)}  # bytes for each trained number
 
 
 def prices(job: Job) -> list[Price]:
@@ -59,8 +59,8 @@ def prices(job: Job) -> list[Price]:
 
 
 def bytes_by_rank(job: Job, found: list[Price]) -> list[int]:
-    """Return what every rank takes: all that is held there, and the most that one part works
-    with.
+    """Return the bytes that every rank needs: all that is held there, and the most that one part
+    works with.
     """
     held = [0] * job.world.size
     working = [0] * job.world.size
@@ -96,7 +96,9 @@ def training_of(job: Job) -> Training:
 
 
 def sent_by(job: Job) -> tuple[list[Parameter], Source, Destination]:
-    """Return what travels to the generators, and the topologies that hold it and get it."""
+    """Return the weights that travel to the generators, and the topologies that send and receive
+    them.
+    """
     c = job.config
     model = read_config(job.model_path)
     g = c.generator
@@ -114,7 +116,9 @@ def sent_by(job: Job) -> tuple[list[Parameter], Source, Destination]:
 
 
 def _trainer(job: Job, *, checkpointing: bool | None = None) -> Iterator[Price]:
-    """checkpointing: as if the config said so; None: as it says."""
+    """Price the trainer. checkpointing: in place of trainer.activation_checkpointing; None: the
+    config's.
+    """
     c = job.config
     ranks = job.placement["trainer"]
     model = read_config(job.model_path)
@@ -127,7 +131,7 @@ def _trainer(job: Job, *, checkpointing: bool | None = None) -> Iterator[Price]:
     slots = _SLOTS * sum(numel * itemsize for numel, itemsize in own)
     policy = update_bytes(model, size, training)
     numbers = held_numbers(model, tensor_parallel=training.tensor_parallel, shards=training.shards)
-    if c.reference.kind == "reset":  # whose weights have slots of their own
+    if c.reference.kind == "reset":  # its weights have slots of their own
         slots += _SLOTS * numbers * itemsize_of(c.model.dtype)
     working = policy.working
     found = []
@@ -136,7 +140,8 @@ def _trainer(job: Job, *, checkpointing: bool | None = None) -> Iterator[Price]:
         if not critic_model.labels:
             critic_model = critic_model.as_scorer()
         critic = update_bytes(critic_model, size, replace(training, lora_rank=0))
-        # One after the other goes forward and backward, while the other's gradients are there.
+        # Policy and critic go forward and backward one after the other, while the gradients of both
+        # are held.
         before = critic.gradients + critic.copies if training.several else 0
         working = max(working + before, policy.gradients + policy.copies + critic.working)
         found.append(Price("critic", ranks, critic.held))
@@ -163,12 +168,12 @@ def _generator(job: Job) -> Price:
 
 
 def _vllm_bytes(job: Job, share: float) -> int:
-    """Return what vLLM is allowed to take, and the buffers of weights on their way."""
+    """Return the bytes that vLLM may take, and those of buffers for weights that travel."""
     return int(share * (memory_of(job.world.device) or 0))
 
 
 def _laid_out(job: Job, weights: int) -> int:
-    """On a CPU weights are laid out for the kernel once more."""
+    """Return the bytes of the second copy of weights that a CPU's kernels need."""
     return weights if job.world.device.type == "cpu" else 0
 
 
@@ -181,7 +186,7 @@ def _reference(job: Job) -> Iterator[Price]:
     model = read_config(job.model_path)
     shards = len(ranks) // (r.replicate * r.tensor_parallel)
     numbers = held_numbers(model, tensor_parallel=r.tensor_parallel, shards=shards)
-    copies = 1 if r.kind == "frozen" else 2  # with what the next version comes into
+    copies = 1 if r.kind == "frozen" else 2  # the second one receives the next version
     held = copies * numbers * itemsize_of(c.model.dtype)
     if r.stream:
         tokens = stream_cache_tokens(c, job.placement, "reference")
@@ -208,7 +213,9 @@ def _scorers(job: Job) -> Iterator[Price]:
 
 
 def _judges(job: Job) -> Iterator[Price]:
-    """Yield the prices of the models that judge evaluations: whole, on the reward's first rank."""
+    """Yield the prices of the models that judge evaluations, which lie whole on the reward's first
+    rank.
+    """
     c = job.config
     ranks = job.placement["reward"]
     if c.eval.base is not None:
@@ -219,13 +226,15 @@ def _judges(job: Job) -> Iterator[Price]:
         yield Price("eval.embedder", ranks[:1], embedder_bytes(job, c.eval.embedder))
 
 
-# --- What is said of it ---
+# --- In words ---
 
 
 def rank_map(job: Job, found: list[Price]) -> list[str]:
-    """Return who hosts what and how much that takes, a line for all neighbours that are alike."""
+    """Return lines that say which ranks host what and how much it takes. Equal neighbours share a
+    line.
+    """
     by_rank = bytes_by_rank(job, found)
-    alike: list[tuple[int, int, str]] = []  # first and last rank, and what is said of them
+    alike: list[tuple[int, int, str]] = []  # first rank, last rank, text about them
     for rank, num_bytes in enumerate(by_rank):
         hosted = [name for name, ranks in job.placement.items() if rank in ranks]
         said = f"{', '.join(hosted) or '(nothing)'}, {num_bytes / GIB:.2f} GiB"
@@ -245,7 +254,9 @@ def rank_map(job: Job, found: list[Price]) -> list[str]:
 
 
 def memory_lines(job: Job, found: list[Price]) -> list[str]:
-    """Return what each part takes, and what a step of the trainer would with checkpoints."""
+    """Return lines about what each part takes, and about the trainer's step with activation
+    checkpointing.
+    """
     lines = []
     for price in found:
         said = f"memory   {price.name}: {price.held / GIB:.2f} GiB held"
@@ -262,12 +273,12 @@ def memory_lines(job: Job, found: list[Price]) -> list[str]:
 
 
 def _working(job: Job, checkpointing: bool) -> int:
-    """Bytes at the peak of the trainer's step, with or without activation checkpointing."""
+    """Return the bytes at the peak of the trainer's step, with or without activation checkpointing."""
     return next(_trainer(job, checkpointing=checkpointing)).working
 
 
 def warn_of_memory(job: Job, found: list[Price]) -> None:
-    """Warn where this machine's ranks, or this rank's GPU, will hold more than is free."""
+    """Warn if this machine's ranks, or this rank's GPU, need more than is free."""
     if job.world.is_imagined:
         return
     free = memory_of(job.world.device)
@@ -291,28 +302,28 @@ def warn_of_memory(job: Job, found: list[Price]) -> None:
 
 
 def _remedies(job: Job, found: list[Price], ranks: list[int]) -> str:
-    """Say what lowers the part that takes most on these ranks."""
+    """Return, in words, how to lower the part that takes most on these ranks."""
     c = job.config
     shares = {price: price.total * len(set(price.ranks) & set(ranks)) for price in found}
     largest = max(shares, key=lambda price: shares[price])
     if largest.name == "generator" and c.generator.kind == "vllm":
-        return "Most is the generator's: lower generator.gpu_memory_utilization"
+        return "The generator takes most of it; lower generator.gpu_memory_utilization"
     if largest.name == "generator":
-        return "Most is the generator's: lower generator.max_slots or generator.cache_tokens"
+        return "The generator takes most of it; lower generator.max_slots or generator.cache_tokens"
     if largest.name not in ("trainer", "critic"):
-        return f"Most is that of {largest.name}: a smaller model, or more ranks for it"
+        return f"Most of it is for {largest.name}; use a smaller model, or give it more ranks"
     remedies = []
     if not c.trainer.activation_checkpointing:
         saved = (_working(job, False) - _working(job, True)) / GIB
         remedies.append(f"trainer.activation_checkpointing=true ({saved:.2f} GiB less a rank)")
     remedies += ["a lower trainer.microbatch_tokens, task.max_prompt_tokens or max_new_tokens"]
     remedies += ["trainer.lora.rank=16, trainer.optimizer=adamw8bit, or more trainer ranks"]
-    return f"Most is the trainer's: {'; '.join(remedies)}"
+    return f"The trainer takes most of it; {'; '.join(remedies)}"
 
 
 def announce_memory(job: Job) -> None:
-    """Say at a run's start, on rank 0, what sequences beyond the budget of a microbatch take; warn
-    where memory will not do.
+    """Print at a run's start, on rank 0, what sequences beyond the budget of a microbatch take.
+    Warn if memory is too small.
     """
     c = job.config
     found = prices(job)
@@ -330,12 +341,12 @@ def announce_memory(job: Job) -> None:
     warn_of_memory(job, found)
 
 
-# --- What there is ---
+# --- Free memory ---
 
 
 def memory_of(device: torch.device) -> int | None:
-    """Bytes that are free for a job: of the GPU, or of this machine; None where the machine does
-    not say.
+    """Return the bytes that are free for a job, on the GPU or on this machine; None if the machine
+    does not tell.
     """
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]

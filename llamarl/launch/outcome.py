@@ -4,14 +4,14 @@
 
     ended       meaning
     "finished"  it made all its steps, or reached eval.target; exit code 0
-    "stopped"   a signal ended it before; it has a checkpoint, and resume=auto goes on; exit code 0
+    "stopped"   a signal ended it early; resume=auto goes on from its checkpoint; exit code 0
     "failed"    an error ended it; exit code 1
 
-There is no such file while a run goes on, nor after one that was killed.
+While a run goes on, and after one that was killed, there is no such file.
 
-An exit code cannot tell a stopped run from a finished one: torchrun takes a worker's code other
-than 0 for a failure, starts the workers again while --max-restarts allows it, and itself ends with
-1 when it is sent SIGTERM.
+An exit code cannot tell a stopped run from a finished one. torchrun takes any code of a worker but
+0 for a failure and starts the workers again while --max-restarts allows it; and torchrun itself
+ends with 1 when it is sent SIGTERM.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ class Running(Protocol):
 
     @property
     def reached_target(self) -> bool:
-        """Whether its evaluations have."""
+        """Whether its evaluations have reached eval.target."""
         ...
 
     @property
     def step(self) -> int:
-        """Steps that were made."""
+        """How many steps were made."""
         ...
 
 
@@ -56,7 +56,7 @@ def has_finished(run: Running, max_steps: int) -> bool:
 
 @contextmanager
 def recorded(run: Running, run_dir: Path, *, max_steps: int) -> Iterator[None]:
-    """Within it runs the run. Afterwards its outcome is written, on the leader alone."""
+    """Run the body, which is the run. Then write its outcome, on the leader alone."""
     ended: Ended = "failed"
     try:
         yield
@@ -67,7 +67,7 @@ def recorded(run: Running, run_dir: Path, *, max_steps: int) -> Iterator[None]:
 
 
 def _write(file: Path, ended: Ended, step: int, max_steps: int) -> None:
-    """Write the file. If a disk refuses it, the run ends as it would have."""
+    """Write the file. If the disk refuses it, the run still ends as it would have."""
     said = {"ended": ended, "step": step, "max_steps": max_steps}
     try:
         replace_text(file, json.dumps(said) + "\n")
@@ -76,5 +76,5 @@ def _write(file: Path, ended: Ended, step: int, max_steps: int) -> None:
 
 
 def forget(run_dir: Path) -> None:
-    """Delete what an earlier run in this directory left. OSError if that cannot be."""
+    """Delete the outcome of an earlier run in this directory. OSError if that fails."""
     (run_dir / FILE_NAME).unlink(missing_ok=True)

@@ -1,4 +1,5 @@
-"""A job that makes preference pairs: one process, one file, which a killed job goes on with.
+"""A job that makes preference pairs: one process and one file. A job that was killed goes on with
+it.
 
 with launch_preferences(config) as job:
     job.run(make)
@@ -40,7 +41,7 @@ TOLD_EVERY_S = 5.0
 INTERRUPTED = 130  # the exit code after Ctrl-C
 DEFAULT_MAX_TOKENS = 1024  # of a reward model's pairs: task.max_tokens in conf/supervised.yaml
 
-# Makes, for each batch of prompts by number, its lines and the counts of what became of it.
+# Makes, for each batch of prompts by number, its lines and the counts of its outcomes.
 Make = Callable[[Iterable[range]], Iterator[tuple[str, Tally]]]
 
 
@@ -57,13 +58,13 @@ class PreferencesJob:
 
     @property
     def draft(self) -> Draft:
-        """The file, as far as there are pairs; it has been opened."""
-        assert self._draft is not None, "`open` comes first"
+        """The file with the pairs so far. Only once it has been opened."""
+        assert self._draft is not None, "call `open` first"
         return self._draft
 
     @property
     def num_prompts(self) -> int:
-        """How many prompts are answered. ValueError if there are none, or no end of them."""
+        """How many prompts are completed. ValueError if there are none, or endlessly many."""
         task = self.run_job.task
         sizes = {
             "train": task.num_train,
@@ -74,14 +75,15 @@ class PreferencesJob:
         asked = self.config.num_prompts
         if asked is None and not task.train_digest and self.config.split != "held_out":
             raise ValueError(
-                f"task={task.name} makes prompts without end; say how many: num_prompts=1000"
+                f"task={task.name} makes prompts without end; give a number, such as "
+                "num_prompts=1000"
             )
         if not size:
             raise ValueError(f"split={self.config.split}: the task has no such prompts")
         return size if asked is None else min(asked, size)
 
     def prompt(self, number: int) -> Prompt:
-        """Prompt `number` of the split; of split=all those that are held out come last."""
+        """Return prompt `number` of the split. With split=all, held-out prompts come last."""
         task = self.run_job.task
         if self.config.split == "held_out":
             return task.eval_prompt(number)
@@ -122,7 +124,7 @@ class PreferencesJob:
         )
 
     def open(self) -> None:
-        """Open the file, or what there is of it. ValueError or OSError."""
+        """Open the file, or the part of it that an earlier start made. ValueError or OSError."""
         identity = self.identity
         about = dataclasses.asdict(identity)
         anew = self.config.resume == "never"
@@ -133,21 +135,21 @@ class PreferencesJob:
         except TypeError as error:
             self.draft.close()
             raise RunDirectoryError(
-                f"{self.config.out}.part is another version's of llamarl; go on with that one, or "
-                "begin anew with resume=never"
+                f"{self.config.out}.part was written by another version of llamarl; go on with "
+                "that version, or begin anew with resume=never"
             ) from error
         found = differences(begun, identity, PreferencesConfig, place="the file")
         if found:
             self.draft.close()
             lines = "\n".join(f"  {difference.what}" for difference in found)
             raise RunDirectoryError(
-                f"{self.config.out}.part is of other pairs:\n{lines}\n"
-                "Give what it was begun with, choose another out, or begin anew with resume=never"
+                f"{self.config.out}.part was begun for other pairs:\n{lines}\nGive the same "
+                "values again, choose another out, or begin anew with resume=never"
             )
 
     def run(self, make: Make) -> None:
-        """Make the pairs that the file lacks, and put it into its place. RewardError if there are
-        none at all.
+        """Make the pairs that the file lacks, and put the file into its place. RewardError if there
+        are no pairs at all.
         """
         notes: dict[str, Any] = self.draft.notes
         tally = Tally(**notes)
@@ -172,8 +174,8 @@ class PreferencesJob:
         if not tally.pairs:
             table = "\n  ".join(tally.table())
             raise RewardError(
-                f"no pair of {tally.prompts:,} prompts; more samples, a higher temperature, or "
-                f"what scores:\n  {table}"
+                f"no pair of {tally.prompts:,} prompts; try more samples, a higher temperature or "
+                f"another reward:\n  {table}"
             )
         self.draft.finish()
         self._conclude(tally)
@@ -202,7 +204,7 @@ class PreferencesJob:
         print(f"{of}, {tally.pairs:,} pairs, {tally.seconds:.0f} s", flush=True)
 
     def _conclude(self, tally: Tally) -> None:
-        """Print how it went, and what trains on the file."""
+        """Print how it went, and the command that trains on the file."""
         print()
         for line in tally.table():
             print(line)
@@ -220,7 +222,7 @@ class PreferencesJob:
 
 @contextmanager
 def launch_preferences(config: PreferencesConfig) -> Iterator[PreferencesJob]:
-    """Look at all that the user gave, open the file and yield the job; say how it ended.
+    """Check all that the user gave, open the file and yield the job. Afterwards print how it ended.
 
     Bad input (data, model, file) is one clear message and exit code 2; a failure is exit code 1.
     """
@@ -240,8 +242,8 @@ def launch_preferences(config: PreferencesConfig) -> Iterator[PreferencesJob]:
 
 
 def _check_prompts(job: PreferencesJob) -> None:
-    """Check that each prompt can be a row, and has its reference. ValueError names the first ones
-    that are not: FILE:LINE where they are lines of a file.
+    """Check that each prompt can be a row, and has its references. ValueError names the first that
+    cannot, as FILE:LINE if they are lines of a file.
     """
     count = job.num_prompts
     task = job.config.task
@@ -249,7 +251,7 @@ def _check_prompts(job: PreferencesJob) -> None:
         _check_lines(task, job.config)
         return
     if not job.run_job.task.train_digest:
-        count = 1  # the others are made on demand, each in its own time and with the same keys
+        count = 1  # a task on demand makes the others later, with the same keys
     problems = []
     for number in range(count):
         prompt = job.prompt(number)
@@ -261,7 +263,7 @@ def _check_prompts(job: PreferencesJob) -> None:
 
 
 def _check_lines(task: RowsSettings | GSM8KSettings, config: PreferencesConfig) -> None:
-    """Check the same for the files that the prompts come from."""
+    """Check the files that the prompts come from, in the same way."""
     files = [task.path]
     if task.eval_path is not None:
         by_split = {"train": [task.path], "held_out": [task.eval_path]}

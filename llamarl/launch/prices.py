@@ -1,4 +1,4 @@
-"""What a part of a job takes of the memory of its ranks, by configuration files alone."""
+"""The memory that a part of a job takes on its ranks, from configuration files alone."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ GIB = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """What one part of the job takes on each of its ranks, in bytes.
+    """The memory that one part of the job takes on each of its ranks, in bytes.
 
-    name: for people. held: all the time. working: at the peak of a step besides.
+    name: for people. held: taken all the time. working: taken at the peak of a step, on top of it.
     """
 
     name: str
@@ -34,7 +34,7 @@ class Price:
 
     @property
     def total(self) -> int:
-        """Both."""
+        """held and working together."""
         return self.held + self.working
 
 
@@ -52,7 +52,7 @@ def microbatch_of(job: Job) -> MicrobatchSize:
 
 
 def group_size_of(job: Job) -> int:
-    """Return how many completions of a prompt a rank trains on together."""
+    """Return how many completions of one prompt a rank trains on."""
     if job.config.splits_prompts:
         return job.config.trained_per_prompt // job.num_dp_ranks
     return job.config.group_size

@@ -1,4 +1,4 @@
-"""Looking at the rows of a task's files: by rank 0, for all ranks and for every start of a run.
+"""Finds which rows of a task's files fit: on rank 0, for all ranks and for every start of a run.
 
 Over the store of this start, at the n-th time that a task asks:
 
@@ -30,10 +30,10 @@ log = logging.getLogger("llamarl")
 
 
 class SharedReading:
-    """A Remembered of all ranks of a job.
+    """A Remembered for all ranks of a job.
 
-    folders: of run directories that may have what an earlier start found. timeout_s: rank 0 shows
-    progress at least so often, or the others give up.
+    folders: run directories where an earlier start may have saved what it found. timeout_s: the
+    others give up if rank 0 shows no progress for this long.
     """
 
     def __init__(self, world: World, folders: Sequence[Path], timeout_s: float):
@@ -42,19 +42,19 @@ class SharedReading:
         self._is_alone = store is None
         self._exchange = Exchange(store or dist.HashStore(), rank=world.rank, timeout_s=timeout_s)
         self._folders = folders
-        self._found: dict[str, dict[str, object]] = {}  # by key, of this start
+        self._found: dict[str, dict[str, object]] = {}  # by key: what this start has found
         self._num_asked = 0
-        self._is_new = False  # some of it is in no file
+        self._is_new = False  # whether some of it is in no file yet
 
     def __call__(self, key: str, find: Find) -> dict[str, object]:
-        """Return what rank 0 has found for this key. A rank that has another key finds its own:
-        differences between the ranks are told when they compare their prompts.
+        """Return what rank 0 has found for this key. A rank with another key reads its own rows;
+        the ranks notice such a difference later, when they compare their prompts.
         """
         word = f"rows/{self._num_asked}"
         self._num_asked += 1
         if self._rank > 0:
             return self._follow(word, key, find)
-        told: dict[str, object] = {"error": "rank 0 failed at reading the task's rows; see there"}
+        told: dict[str, object] = {"error": "rank 0 failed to read the task's rows; see its output"}
         try:
             found = self._find(key, find)
             told = {"key": key, "found": found}
@@ -75,7 +75,7 @@ class SharedReading:
         return told["found"]
 
     def _find(self, key: str, find: Find) -> dict[str, object]:
-        """On rank 0: what an earlier start has found, or what is found now."""
+        """On rank 0: return what an earlier start has found, or find it now."""
         for folder in self._folders:
             kept = load(folder / FILE)
             if key in kept:
@@ -87,8 +87,8 @@ class SharedReading:
         return found
 
     def save(self, folder: Path) -> None:
-        """Keep what was found in a run's directory. It is only saved work: a disk that refuses it
-        is said, and no reason to end.
+        """Keep what was found in a run's directory. If the disk refuses it, warn and go on, because
+        only work is lost.
         """
         if not self._is_new:
             return
@@ -98,25 +98,25 @@ class SharedReading:
             replace_text(folder / FILE, json.dumps(kept))
         except OSError as error:
             log.warning(
-                "%s cannot be written (%s): a resumed run looks at all rows again",
+                "%s cannot be written (%s): a resumed run reads all rows again",
                 folder / FILE,
                 error.strerror,
             )
 
 
 def load(file: Path) -> dict[str, dict[str, object]]:
-    """Return what an earlier start has found, by key; nothing if there is no such file, or a
-    damaged one, which brings a warning.
+    """Return what an earlier start has found, by key. Nothing if there is no such file, or with a
+    warning if it is damaged.
     """
     if not file.is_file():
         return {}
     try:
         kept = json.loads(file.read_text(encoding="utf-8"))
         if _digest(kept["found"]) != kept["digest"]:
-            raise ValueError("its digest is another")
+            raise ValueError("its digest does not match")
         return json.loads(kept["found"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        log.warning("%s is damaged (%s): the task's rows are looked at again", file, error)
+        log.warning("%s is damaged (%s): the task's rows are read again", file, error)
         return {}
 
 

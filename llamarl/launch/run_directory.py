@@ -1,13 +1,14 @@
-"""A run's directory: where it is, whether it may be used, and which checkpoint it goes on from.
+"""A run's directory: where it is, whether it may be used, and which checkpoint the run goes on
+from.
 
 RUN_DIR/config.yaml      the resolved config, for people and for recipes that read a run
         metrics.jsonl    one row a step
         checkpoints/     step_N/, latest
-        samples/         step_N.jsonl: what was answered at an evaluation, with eval.save_samples
+        samples/         step_N.jsonl: completions of held-out prompts, with eval.save_samples
         prompts.json     which of the task's rows have prompts that fit (llamarl/launch/reading.py)
         trace.rank*.json
         outcome.json     how it ended (outcome.py)
-        lock             who uses it now
+        lock             held by the job that uses it now
 
 Rank 0 decides; all ranks verify a checkpoint together, each a share of its files:
 
@@ -49,7 +50,7 @@ from llamarl.native.files import LOCK, DirectoryLock
 from llamarl.tickets.prompts import AnyPrompts
 
 RUNS = Path("runs")
-# Numbers this process's jobs: --multirun has several, and a restarted process counts them anew.
+# Counts this process's jobs. --multirun has several, and a restarted process counts from 0 again.
 _jobs = itertools.count()
 
 log = logging.getLogger("llamarl")
@@ -57,18 +58,18 @@ log = logging.getLogger("llamarl")
 
 @dataclass(frozen=True, slots=True)
 class RunDirectory:
-    """Where a run writes, and what it goes on from."""
+    """The directory where a run writes, and the checkpoint that it goes on from."""
 
     path: Path
     resume_from: Path | None  # a checkpoint's directory
-    # What a checkpoint says of this run: an Identity's values, as rank 0 has read it.
+    # The values of the run's Identity, which its checkpoints hold. Rank 0 has made it.
     identity: Mapping[str, object] = field(default_factory=dict)
-    # Tickets whose unfinished completions in that checkpoint are of other prompts.
+    # Tickets whose unfinished completions in that checkpoint belong to other prompts now.
     stale_tickets: frozenset[int] = frozenset()
     lock: DirectoryLock | None = None  # on rank 0
 
     def release(self) -> None:
-        """Release the directory: this process is done with it."""
+        """Release the directory, because this process is done with it."""
         if self.lock is not None:
             self.lock.release()
 
@@ -92,7 +93,7 @@ def open_run(
         exchange.tell(f"prompts/{world.rank}", dict(fingerprints))
         if world.rank > 0:
             return _follow(exchange, world)
-        assert identity is not None, "rank 0 knows which run this is"
+        assert identity is not None, "rank 0 has the run's identity"
         opening = _Opening(
             config=config, world=world, identity=identity, prompts=prompts, exchange=exchange
         )
@@ -118,7 +119,7 @@ def _follow(exchange: Exchange, world: World) -> RunDirectory:
             )
         problems = _share_of(Path(order["verify"]), exchange, world)
         exchange.tell(f"found/{number}/{world.rank}", {"problems": problems})
-    raise AssertionError("rank 0 has told all it had to")
+    raise AssertionError("rank 0 ends the loop above with a decision")
 
 
 def _share_of(checkpoint: Path, exchange: Exchange, world: World) -> list[str]:
@@ -155,7 +156,7 @@ class _Opening:
                     )
             run = self._open()
         except (ValueError, OSError) as error:
-            # A damaged checkpoint, a directory in use or that cannot be made.
+            # The checkpoint is damaged, or the directory is in use or cannot be made.
             if self.lock is not None:
                 self.lock.release()
             self._order({"error": str(error)})
@@ -178,23 +179,23 @@ class _Opening:
         return number
 
     def _open(self) -> RunDirectory:
-        """ValueError or OSError if nothing may start here."""
+        """Open the directory. ValueError or OSError if no run may start here."""
         config = self.config
         launcher = self.world.launcher
         key = f"llamarl/run/{next(_jobs)}"
-        own: Path | None = None  # opened by this job before its workers were restarted
+        own: Path | None = None  # what this job opened before a restart
         if launcher is not None and launcher.check([key]):
             own = Path(launcher.get(key).decode())
         path = Path(config.run_dir).absolute() if config.run_dir else own
-        # A restarted rank 0 goes on in the directory that it had opened itself.
+        # A restarted rank 0 goes on in the directory that it opened before.
         goes_on_here = path is not None and path == own
         resume = "auto" if config.resume == "never" and goes_on_here else config.resume
         if path is not None and resume == "never":
             _refuse_used(path)
         if path is not None and resume == "auto":
-            path.mkdir(parents=True, exist_ok=True)  # another job may begin there at this moment
+            path.mkdir(parents=True, exist_ok=True)  # another job may make it too
         if path is not None and path.is_dir():
-            # Before its checkpoints are looked at: whoever has it may be writing.
+            # Lock before looking at its checkpoints, because whoever holds it may be writing them.
             self._lock_directory(path)
         resume_from: Path | None = None
         if resume != "never":
@@ -209,7 +210,7 @@ class _Opening:
         if self.lock is None:
             self._lock_directory(path)
         if resume == "never":
-            _refuse_used(path)  # again: another job may have had it until just now
+            _refuse_used(path)  # again, because another job may have held it until just now
         if launcher is not None:
             launcher.set(key, str(path))
         forget(path)
@@ -219,13 +220,13 @@ class _Opening:
         )
 
     def _lock_directory(self, path: Path) -> None:
-        # A job that was told to stop has stop_s to end.
+        # A job that was told to stop may still take stop_s to end.
         self.lock = DirectoryLock(
             path, patience_s=self.config.stop_s, waiting=self.exchange.progress
         )
 
     def _verify_together(self, checkpoint: Path) -> list[str]:
-        """Return what is wrong with a checkpoint, each rank having looked at its share."""
+        """Return what is wrong with a checkpoint. Each rank checks its share."""
         number = self._order({"verify": str(checkpoint.absolute())})
         problems = _share_of(checkpoint, self.exchange, self.world)
         for rank in range(1, self.world.size):
@@ -235,10 +236,10 @@ class _Opening:
         return problems
 
     def _check_same_run(self, checkpoint: Path) -> frozenset[int]:
-        """Check that it is the same run; return the tickets whose unfinished completions belong to
-        other prompts now.
+        """Check that the checkpoint is this run's. Return the tickets whose unfinished completions
+        belong to other prompts now.
 
-        RunDirectoryError if it is another run's checkpoint.
+        RunDirectoryError if it is another run's.
         """
         controller = load_part(checkpoint, CONTROLLER, ranks_of(checkpoint, CONTROLLER)[0])
         model = "model=hf model.path" if isinstance(self.config, Config) else "model.path"
@@ -247,10 +248,10 @@ class _Opening:
         )
         try:
             old = Identity(**controller["identity"])
-        except (KeyError, TypeError) as error:  # none, no mapping, or one of other names
+        except (KeyError, TypeError) as error:  # no identity, no mapping, or other names in it
             raise RunDirectoryError(
-                f"{checkpoint} does not say of which run it is: another version of llamarl wrote "
-                f"it. Resume it with that one, or {instead}"
+                f"{checkpoint} does not say which run it belongs to, because another version of "
+                f"llamarl wrote it. Resume it with that version, or {instead}"
             ) from error
         found = differences(old, self.identity, type(self.config))
         permitted = self.config.resume_with_other
@@ -264,10 +265,10 @@ class _Opening:
             way = ""
             if len(permits) == len(refused):
                 words = ",".join(dict.fromkeys(permits))
-                way = f"go on all the same with resume_with_other=[{words}], "
+                way = f"go on with the difference by resume_with_other=[{words}], "
             raise RunDirectoryError(
-                f"{checkpoint}: this would be another run, not that one going on:\n{lines}\n"
-                f"Use what it was begun with, {way}or {instead}"
+                f"{checkpoint}: this would be another run, not the same one "
+                f"resumed:\n{lines}\nGive the values that it was begun with, {way}or {instead}"
             )
         for difference in found:
             log.warning("%s goes on with %s", checkpoint.name, difference.what)
@@ -279,16 +280,16 @@ class _Opening:
             stale.update(of_other_prompts(part, self.prompts))
         if stale:
             log.warning(
-                "unfinished completions of %d tickets were sampled for other prompts: they are "
-                "dropped, and the tickets start anew",
+                "unfinished completions of %d tickets were sampled for other prompts, so they "
+                "are dropped and the tickets start again",
                 len(stale),
             )
         return frozenset(stale)
 
 
 def _new_directory() -> Path:
-    """Make runs/TIME, or runs/TIME-2, runs/TIME-3, ...: the first that does not exist. Jobs that
-    begin in the same second get one each.
+    """Make the first of runs/TIME, runs/TIME-2, runs/TIME-3, ... that does not exist, so that jobs
+    which begin in the same second get one each.
     """
     RUNS.mkdir(parents=True, exist_ok=True)
     first = RUNS.absolute() / time.strftime("%Y%m%d-%H%M%S")

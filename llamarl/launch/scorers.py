@@ -1,4 +1,4 @@
-"""Checks the models that score, as the user gave them, before any weight is read."""
+"""Checks the models that score, before any weight is read."""
 
 from __future__ import annotations
 
@@ -20,9 +20,8 @@ log = logging.getLogger("llamarl")
 def stream_cache_tokens(
     config: Config, placement: Mapping[str, Sequence[int]], name: Literal["reward", "reference"]
 ) -> int:
-    """Places of the cache of each model that reads completions while these are sampled, per
-    data-parallel rank of the executor `name`: where it is not set, as many as all generators' slots
-    need.
+    """Return the tokens that the cache of a model which reads ahead holds, per data-parallel rank
+    of the executor `name`. By default there are as many as all generators' slots need.
     """
     settings = getattr(config, name)
     if settings.cache_tokens is not None:
@@ -35,7 +34,7 @@ def stream_cache_tokens(
 
 @contextmanager
 def chat_template_of(path: Path, job: Job) -> Iterator[None]:
-    """Have what a directory's chat template raises inside be a ValueError that names its file."""
+    """Turn errors of a directory's chat template into a ValueError that names its file."""
     from jinja2 import TemplateError
 
     try:
@@ -50,7 +49,9 @@ def chat_template_of(path: Path, job: Job) -> Iterator[None]:
 
 
 def check_context(scored: Scored, config: ModelConfig, given: str) -> None:
-    """ValueError if a model, which is given so, does not read the longest sequence."""
+    """Raise ValueError if a model's context is shorter than the longest sequence. given: how the
+    user named the model.
+    """
     longest = scored.longest
     context = config.max_position_embeddings
     if longest > context:
@@ -61,9 +62,7 @@ def check_context(scored: Scored, config: ModelConfig, given: str) -> None:
 
 
 def other_tokens(job: Job, path: Path) -> bool:
-    """Whether the directory's tokenizer, where it has one, gives a token of the policy's another
-    id.
-    """
+    """Whether the directory has a tokenizer that gives a token of the policy's another id."""
     if not (path / "tokenizer_config.json").is_file():
         return False
     theirs = read_tokenizer(path, chat=False).get_vocab()

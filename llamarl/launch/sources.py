@@ -1,4 +1,4 @@
-"""What scores texts, as the user gave it: a function in worker processes, a judge, an encoder."""
+"""Tries the scorers that the user gave: a function in worker processes, a judge, an encoder."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ NUM_SAMPLES = 3
 
 
 def samples_of(job: Job) -> list[Item]:
-    """Return what a reward is tried on: of the first NUM_SAMPLES training prompts the row's own
-    answer, or the prompt's text where it has none, as a completion that ended by itself.
+    """Return what a reward is tried on: for each of the first NUM_SAMPLES training prompts the
+    row's own answer, or the prompt's text without one, as a completion that ended by itself.
     """
     tokenizer = job.scored.tokenizer
     samples = []
@@ -39,10 +39,9 @@ def samples_of(job: Job) -> list[Item]:
 
 
 def check_sources(job: Job) -> None:
-    """Try what scores, each kind as far as that is cheap: a function that the user gave scores the
-    samples, a judge is asked whether it is there. In one process of a job. ValueError if one cannot
-    be used, or if a function fails on all samples in the same way, unless reward.max_error_rate is
-    1.
+    """Try the scorers, each kind as far as that is cheap: a user's function scores the samples, a
+    judge is asked whether it is there. Called in one process of a job. ValueError if one cannot be
+    used, or if a function fails on all samples in the same way, unless reward.max_error_rate is 1.
     """
     samples = samples_of(job)
     for kind in reward_kinds(job):

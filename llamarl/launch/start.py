@@ -1,4 +1,4 @@
-"""From a config to a job that can run, and what is said at its start and its end.
+"""From a config to a job that can run. Prints what users read at its start and its end.
 
 with launch(config) as job:
     ...  # build executors from job
@@ -48,7 +48,7 @@ from llamarl.tasks.held_out import shown_sets
 EXIT_BAD_INPUT = 2
 EXIT_FAILED = 1
 
-# Ends that explain themselves: a message, no traceback.
+# Errors that explain themselves, so that users see the message and no traceback.
 RUN_ENDS = (
     PeerDied,
     TimedOut,
@@ -64,8 +64,8 @@ RUN_ENDS = (
 
 @contextmanager
 def launch(config: Config) -> Iterator[Job]:
-    """Join the world, open the run directory, and yield the job; say how it ended. A dry run ends
-    here: SystemExit.
+    """Join the world, open the run directory, and yield the job. Afterwards print how it ended. A
+    dry run ends here with SystemExit.
 
     Bad input (data, model, run directory) is one clear message and exit code 2; a failure of the
     run is exit code 1.
@@ -81,14 +81,14 @@ def launch(config: Config) -> Iterator[Job]:
             world = world.imagined(config.ranks)
         job = Job(config, world, directory, reading)
         check_inputs(job)
-        with bad_input():  # what the user gave is looked at before there is a directory
+        with bad_input():  # check what the user gave before there is a directory
             if config.dry_run:
                 dry_run(job)
                 raise SystemExit(0)
-            if world.rank == 0:  # which makes the directory
+            if world.rank == 0:  # rank 0 makes the directory
                 check_sources(job)
                 try_gold(job)
-            # Read here: what is wrong with the data is bad input.
+            # Read here, so that errors in the data are bad input.
             fingerprints = job.prompt_fingerprints
             identity = identity_of(job) if world.rank == 0 else None
         job.directory = open_run(config, world, fingerprints, identity, job.prompts)
@@ -126,9 +126,7 @@ def _announce(job: Job) -> None:
 
 
 def _earlier_starts(config: Config) -> list[Path]:
-    """Return the directories that an earlier start of this run, or the one that it goes on from,
-    had.
-    """
+    """Return the directories of this run's earlier start, or of the run that it resumes."""
     folders = []
     if config.run_dir is not None:
         folders.append(Path(config.run_dir))
@@ -139,8 +137,8 @@ def _earlier_starts(config: Config) -> list[Path]:
 
 @contextmanager
 def explained() -> Iterator[ExitStack]:
-    """Run a job's process: inside, any end that explains itself is said in words, and ends the
-    process with its exit code. Yields a stack of what is to be released at any end.
+    """Run the body of a job's process. An error that explains itself is printed and ends the
+    process with its exit code. Yield a stack of what is to be released at any end.
     """
     logging.basicConfig(
         level=logging.INFO, format="%(levelname).1s %(name)s: %(message)s", force=True
@@ -152,14 +150,14 @@ def explained() -> Iterator[ExitStack]:
     try:
         yield ending
         ended_well = True
-    except SystemExit as end:  # of a dry run, on every rank
+    except SystemExit as end:  # a dry run ends so, on every rank
         ended_well = not end.code
         raise
     except (RunDirectoryError, BadInput) as error:
         if rank == 0:
             _complain(f"llamarl: {error}")
         code = EXIT_BAD_INPUT
-    except BadWeights as error:  # found by those ranks alone that hold them
+    except BadWeights as error:  # only the ranks that hold these weights find them
         _complain(f"llamarl: rank {rank}: {error}")
         code = EXIT_BAD_INPUT
     except RUN_ENDS as error:
@@ -168,20 +166,20 @@ def explained() -> Iterator[ExitStack]:
         code = EXIT_FAILED
     except dist.DistError as error:
         why = (
-            "the store through which the ranks meet and talk did not answer; was the launcher "
-            "stopped, or another rank?"
+            "the store through which the ranks talk did not answer; the launcher or another rank "
+            "was probably stopped, see their output"
         )
         _complain(f"llamarl: rank {rank}: {why} ({str(error).splitlines()[0]})")
         code = EXIT_FAILED
-    except Exception:  # none that is foreseen
+    except Exception:  # no error that is foreseen
         if not _has_peers():
             raise
         traceback.print_exc()
         code = EXIT_FAILED
     finally:
         ending.close()
-        # After a failure the ranks cannot end in order together: this process ends with its
-        # sockets, and waits for nobody.
+        # After a failure the ranks cannot end together in order, so this process exits at once and
+        # waits for nobody.
         if dist.is_initialized() and (ended_well or not _has_peers()):
             dist.destroy_process_group()
     if code:
@@ -190,7 +188,7 @@ def explained() -> Iterator[ExitStack]:
 
 
 def _has_peers() -> bool:
-    """Whether there are other ranks, which an orderly end would wait for."""
+    """Whether there are other ranks, for which an orderly end would wait."""
     return dist.is_initialized() and dist.get_world_size() > 1
 
 

@@ -1,4 +1,5 @@
-"""Supervised jobs: one executor, which has its examples, under the same controller as the main job.
+"""Supervised jobs: one executor, which holds its examples, under the same controller as the main
+job.
 
     with launch_supervised(config, read_data) as job:
         job.run(build_trainer(config, job))
@@ -64,14 +65,14 @@ class Data(Protocol):
 
     @property
     def fingerprints(self) -> dict[str, str]:
-        """Texts that are equal for equal data alone, by name ("training pairs")."""
+        """Texts that are equal only if the data are equal, by name ("training pairs")."""
         ...
 
 
 class SupervisedJob:
-    """The job of one supervised run; the same on every rank but `world.rank`.
+    """The job of one supervised run. It is the same on every rank, except for `world.rank`.
 
-    run_job: of a task whose held-out prompts are answered; None: of no task.
+    run_job: the main job with the task whose held-out prompts are completed; None without a task.
     """
 
     def __init__(
@@ -85,11 +86,11 @@ class SupervisedJob:
         self.world = world
         self.data = data
         self.run_job = run_job
-        self._reward: float | None = None  # the last one that was measured
+        self._reward: float | None = None  # the last mean reward that was measured
         self.directory = RunDirectory(Path(config.out or "runs/(new)"), None)
         epochs = config.epochs
         if epochs is None:
-            assert config.max_steps is not None, "the config says when to end"
+            assert config.max_steps is not None, "the config sets epochs or max_steps"
             epochs = config.max_steps * config.examples_per_step / len(data.train)
         self.order = ExampleOrder(
             num_examples=len(data.train),
@@ -101,18 +102,18 @@ class SupervisedJob:
 
     @property
     def target(self) -> float | None:
-        """The mean reward of held-out answers that ends the run."""
+        """The mean reward of held-out completions that ends the run."""
         return self.config.target_accuracy if isinstance(self.config, SFTConfig) else None
 
     @property
     def has_reached_target(self) -> bool:
-        """Whether the last reward that was measured has."""
+        """Whether the last mean reward has reached the target."""
         if self.target is None or self._reward is None:
             return False
         return self._reward >= self.target
 
     def ends_run(self, reward: float) -> bool:
-        """Take note of the mean reward of the held-out answers; whether the run ends with it."""
+        """Note the mean reward of the held-out completions. Return whether it ends the run."""
         self._reward = reward
         return self.has_reached_target
 
@@ -124,7 +125,7 @@ class SupervisedJob:
 
     @property
     def warmup_steps(self) -> int:
-        """Fewer than all."""
+        """Steps of warm-up, fewer than all steps."""
         steps = math.ceil(self.config.trainer.warmup_fraction * self.max_steps)
         return min(steps, self.max_steps - 1)
 
@@ -141,7 +142,7 @@ class SupervisedJob:
         )
 
     def eval_due(self, version: int) -> bool:
-        """Whether this version is evaluated: the first, the last, and those between as asked."""
+        """Whether this version is evaluated: the first, the last, and others when due."""
         if not self.data.held_out:
             return False
         every = self.config.eval.every
@@ -154,11 +155,11 @@ class SupervisedJob:
         return every > 0 and version % every == 0
 
     def run(self, trainer: Executor) -> None:
-        """Run it to its end, or to a stop request; then the model is in its place. SystemExit where
-        there is a target that was not reached.
+        """Run the job to its end or to a stop request. At its end put the model into its place.
+        SystemExit if a target was not reached.
         """
         c = self.config
-        # No prompt is asked for: the ledger stands still.
+        # No prompt is ever asked for, because the ledger grants no ticket.
         ledger = TicketLedger(
             groups_per_step=1, max_lag=0, overcommit=0, num_pools=1, num_generators=1
         )
@@ -220,8 +221,10 @@ class SupervisedJob:
         print(f"run      {self.directory.path}{resumed}", flush=True)
 
     def _conclude(self, version: int, is_whole: bool) -> None:
-        """On rank 0: put the model of a whole run into its place, and say how the run went."""
-        assert self._writer is not None, "rank 0 writes rows"
+        """On rank 0: print how the run went. If it made all its steps, first put the model into its
+        place.
+        """
+        assert self._writer is not None, "rank 0 has the writer"
         print(f"\n{self._writer.summary()}")
         out = self.directory.path
         if not is_whole:
@@ -229,7 +232,7 @@ class SupervisedJob:
             return
         _put_in_place(out / "checkpoints" / f"step_{version}" / "hf", out)
         if self.target is not None and self._reward is not None:
-            steps = f"after {version} steps: {self._reward:.1%} of held-out answers are right"
+            steps = f"after {version} steps: {self._reward:.1%} of held-out completions are right"
             reached = "reached" if self.has_reached_target else "not reached"
             print(f"target     {self.target:.1%} {reached} {steps}")
         print(f"model      {out} is a Hugging Face directory", flush=True)
@@ -255,11 +258,12 @@ def rows_of(config: AnyConfig) -> RowsSettings | None:
 def launch_supervised(
     config: AnyConfig, read_rows: Callable[[RowsSettings, object], Data]
 ) -> Iterator[SupervisedJob]:
-    """Join the world, read the data, open the directory, and yield the job; say how it ended.
+    """Join the world, read the data, open the directory, and yield the job. Afterwards print how it
+    ended.
 
-    read_rows(config.task, tokenizer): unused where the task is one of the main job. Bad input
-    (data, model, directory) is one clear message and exit code 2; a failure of the run is exit
-    code 1.
+    read_rows(config.task, tokenizer): reads them; unused if the task is one of the main job. Bad
+    input (data, model, directory) is one clear message and exit code 2; a failure of the run is
+    exit code 1.
     """
     with explained() as ending:
         threads = threads_per_rank(config.threads, synchronous=True)
@@ -307,17 +311,17 @@ def _job_of_task(config: AnyConfig, world: World, tokenizer) -> SupervisedJob:
 
 
 def _in_own_words(message: str) -> str:
-    """Rewrite a message about the main job's key run_dir as one about `out`; directories of that
-    name stay.
+    """Rewrite a message about the main job's key run_dir as one about `out`. Directories named
+    run_dir stay as they are.
     """
     return re.sub(r"(?<![\w./-])run_dir(?![\w/-])", "out", message)
 
 
 def _check_head(config: AnyConfig, model: ModelConfig) -> None:
-    """ValueError for a model that this kind of job cannot begin with."""
+    """Raise ValueError for a model that this kind of job cannot start from."""
     what = f"{Path(config.model.path) / 'config.json'}: {model.architecture} gives"
     if not config.scores and model.labels:
-        raise ValueError(f"{what} scores, no tokens; model.path is a language model")
+        raise ValueError(f"{what} scores and no tokens; model.path must be a language model")
     if len(model.labels) > 1:
         raise ValueError(
             f"{what} {len(model.labels)} scores ({', '.join(model.labels)}); a reward model gives "
@@ -326,8 +330,8 @@ def _check_head(config: AnyConfig, model: ModelConfig) -> None:
 
 
 def within_context(config: AnyConfig, *, is_told: bool) -> AnyConfig:
-    """Return the config with rows of no more tokens than the model's context; a line says once if
-    that is less than task.max_tokens.
+    """Return the config with task.max_tokens within the model's context. If that lowers it, print a
+    line, once.
     """
     rows = rows_of(config)
     context = read_model(config.model.path).max_position_embeddings
@@ -336,7 +340,8 @@ def within_context(config: AnyConfig, *, is_told: bool) -> AnyConfig:
     given = rows.max_tokens
     if is_told:
         log.warning(
-            "task.max_tokens=%d, but the context of %s is %d tokens: rows of at most %d are taken",
+            "task.max_tokens=%d, but the context of %s is %d tokens: only rows of at most %d "
+            "tokens are used",
             given,
             config.model.path,
             context,
@@ -346,7 +351,7 @@ def within_context(config: AnyConfig, *, is_told: bool) -> AnyConfig:
 
 
 def _checked_tokenizer(config: AnyConfig):
-    """Return the model directory's tokenizer, whose weights and ids fit. ValueError or
+    """Return the model directory's tokenizer, once its weights and ids are checked. ValueError or
     FileNotFoundError.
     """
     path = Path(config.model.path)

@@ -1,4 +1,6 @@
-"""A chat template is a program of the model directory's: whether it comes to an end."""
+"""Whether a chat template comes to an end. It is a program in the model's directory, which may
+loop.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-LIMIT_S = 10.0  # of CPU time, for what takes a millisecond
+LIMIT_S = 10.0  # CPU time, for work that takes a millisecond
 
 _ASKED = {"role": "user", "content": "1+1?"}
 _TRIALS = (
@@ -16,7 +18,7 @@ _TRIALS = (
     [{"role": "system", "content": "Add."}, _ASKED],
     [_ASKED, {"role": "assistant", "content": "2"}, _ASKED],
 )
-# What a template raises of a conversation that it does not take.
+# What a template raises if it refuses a conversation.
 _REFUSALS = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 
 
@@ -31,11 +33,11 @@ def template_file(path: Path) -> Path:
 
 
 def check_template_ends(tokenizer, path: Path) -> None:
-    """ValueError naming the file if the chat template does not show a short conversation within
-    LIMIT_S. What it refuses is told where it is needed.
+    """Raise ValueError, naming the file, if the chat template does not show a short conversation
+    within LIMIT_S. A conversation that it refuses is reported where one is needed.
 
-    Loops that depend on a row's text are not found by it. Outside of the main thread, which alone
-    hears signals, nothing is tried.
+    This does not find loops that depend on a row's text. Outside of the main thread nothing is
+    tried, because only the main thread gets signals.
     """
     from jinja2 import TemplateError
 
@@ -58,8 +60,8 @@ def check_template_ends(tokenizer, path: Path) -> None:
 
 @contextmanager
 def _limited(seconds: float) -> Iterator[None]:
-    """Raise _TooLong inside after so many seconds of this process's CPU time, whatever else the
-    machine does.
+    """Raise _TooLong in the body after this many seconds of the process's CPU time, however busy
+    the machine is.
     """
 
     def stop(*_: object) -> None:

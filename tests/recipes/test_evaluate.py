@@ -346,7 +346,7 @@ def test_what_is_neither_a_model_nor_a_checkpoint_is_refused(recipe, tmp_path):
         evaluation.find_model(tmp_path / "absent")
     (tmp_path / "checkpoints").mkdir()
     with pytest.raises(
-        FileNotFoundError, match="latest: no such file; a run has it once it has a checkpoint"
+        FileNotFoundError, match="latest: no such file; a run writes it with its first checkpoint"
     ):
         evaluation.find_model(tmp_path)
     step = tmp_path / "checkpoints" / "step_3"

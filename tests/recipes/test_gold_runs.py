@@ -307,4 +307,4 @@ def test_a_base_that_scores_is_none(gold, capsys, tmp_path, monkeypatch):
     path, _ = gold
     monkeypatch.chdir(tmp_path)
     assert evaluate.main([f"model.path={tiny_directory()}", f"eval.base={path}"]) == 2
-    assert "gives scores, no tokens" in capsys.readouterr().err
+    assert "gives scores and no tokens" in capsys.readouterr().err

@@ -136,7 +136,7 @@ def test_what_was_stopped_goes_on_to_the_same_file(make, tmp_path, monkeypatch):
     assert (code, rows) == (INTERRUPTED, []) and "the same command goes on after" in said
     code, said, _ = make(CLOSENESS, "label_noise=0.5")
     assert code == BAD_INPUT
-    assert "is of other pairs" in said and "label_noise: 0.0 in the file, 0.5 now" in said
+    assert "was begun for other pairs" in said and "label_noise: 0.0 in the file, 0.5 now" in said
     code, said, rows = make(CLOSENESS)
     assert code == 0 and "pairs.jsonl.part has 24 prompts" in said
     assert (tmp_path / "pairs.jsonl").read_bytes() == (tmp_path / "whole").read_bytes()
@@ -295,7 +295,7 @@ def test_pairs_are_labelled_anew(make, tmp_path):
         (["max_new_tokens=100000"], "the model's context is"),
         (
             ["task=reasoning_gym", "task.max_prompt_tokens=400"],
-            "makes prompts without end; say how many: num_prompts=",
+            "makes prompts without end; give a number, such as num_prompts=",
         ),
         (
             [

@@ -189,7 +189,7 @@ def test_attacks_are_learned(tmp_path):
 def test_what_cannot_be_a_victim_is_refused_before_anything_starts(tmp_path):
     write_scorer(tmp_path)
     said = refused(f"victim.path={tmp_path}")
-    assert "gives scores, no tokens; the victim is a language model" in said
+    assert "gives scores and no tokens; the victim needs a language model" in said
     assert "its context is 512 tokens" in refused("victim.max_prompt_tokens=510")
     assert "6 tokens are around every attack" in refused(
         "victim.template='12345{attack}'", "victim.max_prompt_tokens=6"

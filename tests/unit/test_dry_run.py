@@ -292,5 +292,7 @@ def test_it_lists_what_evaluations_ask_where_there_are_sets(capsys):
     output = said(capsys, *given)
     assert "held out the task's own: 6 prompts of addition, the first '25+60='" in output
     assert "held out sums: 4 prompts of addition, the first '25+60='" in output
-    assert "held out sums: not asked, with eval.every=0" in said(capsys, *given, "eval.every=0")
+    assert "held out sums: never completed, because eval.every=0" in said(
+        capsys, *given, "eval.every=0"
+    )
     assert "held out " not in said(capsys, "eval.num_prompts=6")

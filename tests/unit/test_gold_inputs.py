@@ -34,7 +34,9 @@ def test_a_scorer_with_a_short_context_is_refused(tmp_path):
 def test_a_base_of_other_tokens_has_no_perplexity_of_the_policys(tmp_path):
     base = shutil.copytree(tiny_directory(), tmp_path / "base")
     swap_tokens(base)
-    assert f"eval.base={base}: another vocabulary than the policy's" in refusal(f"eval.base={base}")
+    assert f"eval.base={base}: its vocabulary is not that of the policy" in refusal(
+        f"eval.base={base}"
+    )
 
 
 def test_rows_without_a_text_under_the_key_are_named_and_may_have_none():

@@ -136,11 +136,11 @@ def test_what_is_offered_goes_to_everyone_who_consumes_it(names):
 REFUSED = {
     "nobody consumes it": (
         lambda: [generator(), Station("reward", (Completion,), (Group,)), trainer()],
-        "generator produces EvalCompletion, which none consumes",
+        "generator produces EvalCompletion, which no executor consumes",
     ),
     "nobody produces it": (
         lambda: [generator(), reward(), Station("reader", (Stretch,)), trainer()],
-        "reader consumes Stretch, which none produces",
+        "reader consumes Stretch, which no executor produces",
     ),
     "another gets it": (
         lambda: [generator(), reward(), reward("judge"), trainer()],
@@ -169,9 +169,9 @@ def test_all_that_does_not_fit_is_said_at_once():
         channels_between([generator(), trainer()])
     assert str(error.value).splitlines()[:4] == [
         "the executors generator, trainer make no graph:",
-        "  generator produces Completion, which none consumes",
-        "  generator produces EvalCompletion, which none consumes",
-        "  trainer consumes Group, which none produces",
+        "  generator produces Completion, which no executor consumes",
+        "  generator produces EvalCompletion, which no executor consumes",
+        "  trainer consumes Group, which no executor produces",
     ]
 
 

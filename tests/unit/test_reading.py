@@ -276,7 +276,7 @@ def test_what_is_wrong_with_the_rows_ends_all_ranks(tokenizer, tmp_path):
     file.write_text(file.read_text() + "{")
     (told, other), finds = together([file, file], tokenizer)
     assert finds == [1, 0]
-    assert f"{file}:41: not JSON" in str(told) and "rank 0 failed at reading" in str(other)
+    assert f"{file}:41: not JSON" in str(told) and "rank 0 failed to read" in str(other)
 
 
 def test_long_work_is_said(tokenizer, tmp_path, caplog, monkeypatch):

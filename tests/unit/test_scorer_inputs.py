@@ -82,7 +82,10 @@ def test_a_scorer_needs_its_tokenizer(tmp_path):
 def test_a_broken_tokenizer_of_a_scorers_is_named(tmp_path):
     write_scorer(tmp_path / "rm")
     file = tmp_path / "rm" / "tokenizer.json"
-    for text, what in (("[]", "need a JSON object"), ("{}", "no tokenizer can be made of it")):
+    for text, what in (
+        ("[]", "need a JSON object"),
+        ("{}", "transformers makes no tokenizer from it"),
+    ):
         file.write_text(text)
         said = refusal(MODEL, f"reward.path={tmp_path}/rm")
         assert said.startswith(f"{file}: ") and what in said
@@ -114,7 +117,7 @@ def test_a_scorer_of_other_tokens_cannot_read_ahead(tmp_path):
     streams = (MODEL, f"reward.path={tmp_path}/rm", "reward.stream=true")
     check_inputs(job(*streams))
     swap_tokens(tmp_path / "rm")
-    assert "it has another vocabulary than the policy" in refusal(*streams)
+    assert "its vocabulary is not the policy's" in refusal(*streams)
 
 
 def test_parts_take_what_they_do_not_set_from_the_files_of_their_kinds(tmp_path):

@@ -1,11 +1,11 @@
-"""What scores, of every kind: a file of this folder has what a job does with one of them, as KIND.
+"""What a job does with scorers of every kind. Each file of this folder has one kind, as KIND.
 
     conf/reward/NAME.yaml           its values, and what each of them means
     llamarl/config/kinds/NAME.py    its settings, and what cannot go together with them
     llamarl/launch/kinds/NAME.py    how it is checked, told from others, described and made
 
-The file is found by the name of the kind, so that no list has to be kept. What a kind's `make`
-returns is any Scorer (llamarl/scoring/scorer.py).
+The file is found by the name of the kind, so that no list has to be kept. A kind's `make` leads to
+any Scorer (llamarl/scoring/scorer.py).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from llamarl.scoring.weighted import Part
 
 
 def kind_of(given: Given, job: Job, scored: Scored) -> Kind[Any]:
-    """Return what a job does with a scorer. scored: what it is shown."""
+    """Return the kind of a scorer. scored: the text and tokens that it scores."""
     module = importlib.import_module(f"{__name__}.{given.settings.kind}")
     return module.KIND(given.settings, given, job, scored)
 
@@ -32,21 +32,23 @@ def reward_kinds(job: Job) -> list[Kind[Any]]:
 
 
 def gold_kind(job: Job) -> Kind[Any] | None:
-    """Return what judges evaluations besides the reward; None without eval.gold. It is shown what
-    the policy says, also where a victim answers that.
+    """Return the gold scorer; None without eval.gold. It scores what the policy samples, even if a
+    victim replies to that.
     """
     given = job.config.given_gold
     return None if given is None else kind_of(given, job, job.sampled)
 
 
 def scorers_of(job: Job) -> list[Kind[Any]]:
-    """Return all that scores: the parts of the reward, and what judges evaluations besides."""
+    """Return all scorers: the parts of the reward, and the gold scorer."""
     gold = gold_kind(job)
     return [*reward_kinds(job), *([] if gold is None else [gold])]
 
 
 def reward_parts(job: Job, stream: StreamSettings | None) -> list[Part]:
-    """Return what scores, with its weights. stream: how its models read what is being sampled."""
+    """Return the reward's scorers with their weights. stream: how models read completions while
+    these are sampled.
+    """
     parts = []
     for kind in reward_kinds(job):
         weight = 1.0 if kind.given.weight is None else kind.given.weight

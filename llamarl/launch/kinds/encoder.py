@@ -20,14 +20,14 @@ class EncoderKind(Kind[EncoderKindSettings]):
     """An encoder with a head that classifies."""
 
     def check(self) -> None:
-        """Look at its directory, labels, weights and tokenizer. ValueError or OSError."""
+        """Check its directory, labels, weights and tokenizer. ValueError or OSError."""
         s = self.settings
         with self.job.weights_may_wait(), self._named():
             check_encoder(s.path, s.label, s.max_tokens)
 
     @contextmanager
     def _named(self) -> Iterator[None]:
-        """Have a ValueError inside say which keys gave the encoder."""
+        """Add to a ValueError of the body the keys that name the encoder."""
         try:
             yield
         except NoWeights:
@@ -39,13 +39,13 @@ class EncoderKind(Kind[EncoderKindSettings]):
 
     @property
     def identity(self) -> str:
-        """The digest of its files, and what it reads and says."""
+        """The digest of its files, what it reads and what it gives."""
         s = self.settings
         read = f"{s.output} of {s.label or 'its label'}, reads {s.reads}"
         return f"encoder {model_digest(s.path)}, {read}"
 
     def describe(self) -> str:
-        """Return where it lies and where it will."""
+        """Return the encoder's directory, and where it will lie."""
         return (
             f"{self.settings.path}, an encoder in {self.settings.dtype}, whole on each reward rank"
         )
@@ -56,7 +56,7 @@ class EncoderKind(Kind[EncoderKindSettings]):
         yield Price(self.price_name, self.ranks, numbers * itemsize_of(self.settings.dtype))
 
     def make(self, stream: StreamSettings | None) -> MakeScorer:
-        """Return how to make it."""
+        """Return a function that makes the scorer."""
         s = self.settings
         settings = ClassifierSettings(
             path=s.path,

@@ -21,8 +21,8 @@ class FunctionKind(Kind[FunctionKindSettings]):
     """A function that the user gave, or the task's own."""
 
     def try_out(self, samples: Sequence[Item]) -> None:
-        """Have a function that the user gave score samples, and warn where it scores none of them.
-        ValueError if it fails on all in the same way, where that must not be.
+        """Let a user's function score samples, and warn if it scores none of them. ValueError if it
+        fails on all in the same way and must not.
         """
         if self.settings.fn is None:
             return
@@ -49,7 +49,7 @@ class FunctionKind(Kind[FunctionKindSettings]):
             samples,
             section=self.given.section,
             fn_key=self._fn_key,
-            remedy=f"correct what scores, or {self.given.remedy}",
+            remedy=f"correct the function, or {self.given.remedy}",
             must_score=self.given.must_score,
             timeout_s=self.settings.timeout_s,
             memory_mb=self.settings.memory_mb,
@@ -58,17 +58,17 @@ class FunctionKind(Kind[FunctionKindSettings]):
 
     @property
     def identity(self) -> str:
-        """Its import path."""
+        """The function's import path."""
         return self.settings.fn or self.job.task.default_reward
 
     @property
     def _fn_key(self) -> str:
-        """The key that names the function, where it is not section.fn."""
+        """The key that names the function, which need not be section.fn."""
         return self.given.own_keys.get("fn", "")
 
     def make(self, stream: StreamSettings | None) -> MakeScorer:
-        """Return how to make a pool. Where the user named no function, each further set of held-out
-        prompts is scored by the function of its own kind.
+        """Return a function that makes a pool. If the user named no function, each further set of
+        held-out prompts is scored by the function of its own kind.
         """
         pool = partial(
             RewardPool,

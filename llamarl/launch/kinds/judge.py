@@ -20,7 +20,7 @@ class JudgeKind(Kind[JudgeKindSettings]):
     """A judge."""
 
     def try_out(self, samples: Sequence[Item]) -> None:
-        """Ask whether it is there. It is not tried on samples, for its replies may cost money."""
+        """Ask whether it is there. It scores no samples, because its replies may cost money."""
         self.score([])
 
     def score(self, samples: Sequence[Item]) -> list[Outcome]:
@@ -29,7 +29,7 @@ class JudgeKind(Kind[JudgeKindSettings]):
             self.make(None)(site_alone(self.job.world.device)),
             samples,
             given=f"{self.given.key('url')}={self.settings.url}",
-            remedy=f"correct what scores, or {self.given.remedy}",
+            remedy=f"correct the judge's settings, or {self.given.remedy}",
         )
 
     @property
@@ -44,7 +44,9 @@ class JudgeKind(Kind[JudgeKindSettings]):
         return f"judge {s.model}, asked for {s.ask}, template {template}, {numbers}"
 
     def make(self, stream: StreamSettings | None) -> MakeScorer:
-        """Return how to make it. ValueError or OSError for a template that cannot be read."""
+        """Return a function that makes the scorer. ValueError or OSError for a template that cannot
+        be read.
+        """
         s = self.settings
         endpoint = EndpointSettings(
             url=s.url,
@@ -69,7 +71,7 @@ class JudgeKind(Kind[JudgeKindSettings]):
 
 
 def _read_template(file: str | None) -> str | None:
-    """Return the text of a judge's template; None if there is no file. ValueError if it is no
+    """Return the text of a judge's template; None without a file. ValueError if the file is no
     text.
     """
     if file is None:

@@ -1,4 +1,4 @@
-"""What a job does with a scorer, from the first look at what was given to its making."""
+"""What a job does with a scorer, from the first check to making it."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class Kind(ABC, Generic[Settings]):
         kind.memory()            # its bytes on each rank
         kind.make(None)          # what the reward makes its scorer by
 
-    scored: what it is shown. A kind that loads nothing and cannot fail before it scores needs
-    `identity` and `make` alone.
+    scored: the text and tokens that it scores. A kind that loads nothing and cannot fail before it
+    scores only needs `identity` and `make`.
     """
 
     def __init__(self, settings: Settings, given: Given, job: Job, scored: Scored):
@@ -41,17 +41,15 @@ class Kind(ABC, Generic[Settings]):
         self.scored = scored
 
     def check(self) -> None:
-        """Look at the files that it reads. ValueError or OSError, which name the key and what is
-        wrong.
-        """
+        """Check the files that it reads. ValueError or OSError names the key and what is wrong."""
         return None
 
     def try_out(self, samples: Sequence[Item]) -> None:
-        """Have it score samples as far as that is cheap. ValueError if it cannot be used."""
+        """Let it score samples, as far as that is cheap. ValueError if it cannot be used."""
         return None
 
     def score(self, samples: Sequence[Item]) -> list[Outcome] | None:
-        """Return the outcomes of samples, for a dry run to show; None if they would take a model.
+        """Return the outcomes of samples, which a dry run shows; None if that would need a model.
         ValueError if it cannot be used.
         """
         return None
@@ -59,17 +57,17 @@ class Kind(ABC, Generic[Settings]):
     @property
     @abstractmethod
     def identity(self) -> str:
-        """What it is, so that what gives other scores has another name, and the same thing at
-        another path has the same.
+        """A text that differs if other scores would be given, and is the same for the same scorer
+        at another path.
         """
 
     @property
     def model(self) -> ModelParts | None:
-        """What tells its model from others, part by part; None without one."""
+        """The parts that tell its model from others; None without a model."""
         return None
 
     def describe(self) -> str:
-        """Return what it is, for people."""
+        """Return a description of it, for people."""
         return self.identity
 
     def notes(self) -> list[str]:
@@ -77,27 +75,30 @@ class Kind(ABC, Generic[Settings]):
         return []
 
     def memory(self) -> Iterator[Price]:
-        """Yield what it takes of its ranks' memory."""
+        """Yield the prices of its memory on its ranks."""
         yield from ()
 
     @abstractmethod
     def make(self, stream: StreamSettings | None) -> MakeScorer:
-        """Return how to make it. stream: how it reads what is being sampled, if it can."""
+        """Return a function that makes the scorer. stream: how it reads completions while these are
+        sampled, if it can.
+        """
 
     @property
     def ranks(self) -> Ranks:
-        """The ranks where its model is."""
+        """The ranks that hold its model."""
         return self.job.placement["reward"]
 
     @property
     def price_name(self) -> str:
-        """What a line about its memory calls it."""
+        """Its name in lines about memory."""
         return f"{self.given.section} ({self.settings.kind})"
 
 
 def in_turn(make: Callable[..., Scorer]) -> MakeScorer:
-    """Return how to make what reads texts: it is given as much as keeps it busy, evaluations first.
-    make: takes on_result, which it calls when there is something to poll.
+    """Return a function that makes a scorer of texts, which gets as many as keep it busy,
+    evaluations first.
+    make: takes on_result, a function to call when there is something to poll.
     """
     return partial(_in_turn, make)
 

@@ -30,7 +30,7 @@ class ModelKind(Kind[ModelKindSettings]):
     """A model of a ...ForSequenceClassification directory."""
 
     def check(self) -> None:
-        """Look at its directory, label, weights, tokenizer and context. ValueError or OSError."""
+        """Check its directory, label, weights, tokenizer and context. ValueError or OSError."""
         s = self.settings
         given = f"{self.given.key('path')}={s.path}"
         config = read_model(s.path)
@@ -48,14 +48,14 @@ class ModelKind(Kind[ModelKindSettings]):
         self._check_length(config, given)
         if self.given.reads_ahead and self._transcript is not None:
             raise ValueError(
-                f"reward.stream=true {given}: it has another vocabulary than the "
-                "policy, so that its tokens are not known before a completion has ended; "
-                "reward.stream=false, or a scorer of the policy's tokens"
+                f"reward.stream=true {given}: its vocabulary is not the policy's, so its tokens "
+                "are known only when a completion has ended; reward.stream=false, or a scorer "
+                "with the policy's tokenizer"
             )
 
     def _check_length(self, config: ModelConfig, given: str) -> None:
-        """Check that it reads the longest sequence; of other tokens, that its chat template takes
-        it.
+        """Check that it reads the longest sequence. If its tokens differ from the policy's, check
+        that its chat template takes one.
         """
         transcript = self._transcript
         if transcript is None:
@@ -74,9 +74,7 @@ class ModelKind(Kind[ModelKindSettings]):
 
     @cached_property
     def _transcript(self) -> Transcript | None:
-        """How it reads what was sampled in other tokens than its own; None where they are the
-        same.
-        """
+        """How it reads completions in other tokens than its own; None if tokens are the same."""
         scored = self.scored
         theirs = read_tokenizer(Path(self.settings.path), chat=scored.chat)
         if same_tokens(scored.tokenizer, theirs):
@@ -85,22 +83,22 @@ class ModelKind(Kind[ModelKindSettings]):
 
     @property
     def identity(self) -> str:
-        """The digest of its files, its label, and what is made of its scores."""
+        """The digest of its files, its label, and how its scores are rescaled."""
         s = self.settings
         return f"(model {model_digest(s.path)} {s.label or ''} - {s.shift:g}) * {s.scale:g}"
 
     @property
     def model(self) -> ModelParts:
-        """What tells it from other models, part by part."""
+        """The parts that tell it from other models."""
         return parts_of(self.settings.path)
 
     def describe(self) -> str:
-        """Return where it lies, and its size."""
+        """Return its directory and its size."""
         size = num_parameters(read_config(self.settings.path))
         return f"{self.settings.path}, a model of {size:,} parameters in {self.settings.dtype}"
 
     def notes(self) -> list[str]:
-        """Return the line about its cache, where it reads completions while they are sampled."""
+        """Return the line about its cache, if it reads completions while these are sampled."""
         if not self.given.reads_ahead:
             return []
         tokens = stream_cache_tokens(self.job.config, self.job.placement, "reward")
@@ -118,13 +116,15 @@ class ModelKind(Kind[ModelKindSettings]):
         yield Price(self.price_name, self.ranks, held, asking_bytes(self.job, model, dtype))
 
     def _cache_bytes(self, tokens: int) -> int:
-        """Return what a cache of so many tokens takes of a rank."""
+        """Return the bytes that a cache of so many tokens takes on a rank."""
         model = read_config(self.settings.path)
         split = self.job.config.reward.tensor_parallel
         return cache_bytes(model, tokens, self.settings.dtype, split)
 
     def make(self, stream: StreamSettings | None) -> MakeScorer:
-        """Return how to make it. stream: how it reads completions while they are sampled."""
+        """Return a function that makes the scorer. stream: how it reads completions while these are
+        sampled.
+        """
         s = self.settings
         settings = ScorerSettings(
             path=s.path,

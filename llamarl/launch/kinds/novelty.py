@@ -20,7 +20,7 @@ class NoveltyKind(Kind[NoveltyKindSettings]):
     """A history of completions, and an embedder."""
 
     def check(self) -> None:
-        """Look at the directory and the tokenizer of the embedder. ValueError."""
+        """Check the directory and the tokenizer of the embedder. ValueError."""
         check_embedder(self.job, self.settings.embedder, self.given.key("embedder"))
 
     @property
@@ -37,7 +37,7 @@ class NoveltyKind(Kind[NoveltyKindSettings]):
         return str(self.job.model_path) if given == START else given
 
     def describe(self) -> str:
-        """Return its identity, or by what it embeds where that is not there yet."""
+        """Return its identity, or the name of its embedder if that does not exist yet."""
         return f"novelty by {self._embedder}" if self.job.without_weights else self.identity
 
     def memory(self) -> Iterator[Price]:
@@ -45,7 +45,7 @@ class NoveltyKind(Kind[NoveltyKindSettings]):
         yield Price(self.price_name, self.ranks, embedder_bytes(self.job, self.settings.embedder))
 
     def make(self, stream: StreamSettings | None) -> MakeScorer:
-        """Return how to make it."""
+        """Return a function that makes the scorer."""
         settings = NoveltySettings(
             embedder=embedder_settings(self.job, self.settings.embedder),
             history=self.settings.history,
