@@ -59,9 +59,11 @@ class RecordSender(Protocol[ConsumedRecord]):
     def name(self) -> str:
         """The channel's name, for messages."""
 
-    def has_room(self) -> bool: ...
+    def has_room(self) -> bool:
+        """Whether another record may be put."""
 
-    def put(self, record: ConsumedRecord) -> None: ...
+    def put(self, record: ConsumedRecord) -> None:
+        """Send a record. It arrives after all that was put before."""
 
 
 class Ends(Generic[End]):
@@ -147,22 +149,27 @@ class Mail(Protocol):
     stopping: bool  # every rank has been asked to end
 
     @property
-    def is_leader(self) -> bool: ...
+    def is_leader(self) -> bool:
+        """Whether this rank decides for the run: the first rank of the executor that leads."""
 
     @property
     def ending(self) -> bool:
         """Whether a running step should be given up, because the run ends after it."""
 
-    def post(self, rank: int, topic: str, payload: dict) -> None: ...
+    def post(self, rank: int, topic: str, payload: dict) -> None:
+        """Send a JSON message to a rank. Does not wait; messages of one sender keep their order."""
 
     def take(self, topic: str) -> list[tuple[int, dict]]:
         """Return all messages of a topic that have come, as (sender, payload). Does not wait."""
 
-    def has(self, topic: str) -> bool: ...
+    def has(self, topic: str) -> bool:
+        """Whether a message of a topic has come and was not taken."""
 
-    def wake(self) -> None: ...
+    def wake(self) -> None:
+        """End a running `wait`, because something has come for this rank."""
 
-    def wait(self, timeout_s: float) -> None: ...
+    def wait(self, timeout_s: float) -> None:
+        """Wait until something comes for this rank, at most timeout_s."""
 
     def check(self) -> None:
         """Raise the error of another rank, if there is one."""
@@ -171,64 +178,88 @@ class Mail(Protocol):
 class Meter(Protocol):
     """The part of the metrics that an executor sees (llamarl.observe.metrics)."""
 
-    def add(self, counter: str, amount: float) -> None: ...
+    def add(self, counter: str, amount: float) -> None:
+        """Let a counter grow by `amount`."""
 
-    def add_mean(self, name: str, value: float) -> None: ...
+    def add_mean(self, name: str, value: float) -> None:
+        """Add an observation to a column that holds the mean of all ranks since the last row."""
 
-    def add_sum(self, name: str, value: float) -> None: ...
+    def add_sum(self, name: str, value: float) -> None:
+        """Add to a column that holds the sum of all ranks since the last row."""
 
-    def report(self, step: int, values: dict) -> None: ...
+    def report(self, step: int, values: dict) -> None:
+        """Give the row of `step` these values."""
 
-    def span(self, track: str, name: str, start_s: float, end_s: float) -> None: ...
+    def span(self, track: str, name: str, start_s: float, end_s: float) -> None:
+        """Put a bar into the trace; times are `time.monotonic()`."""
 
 
 class Tickets(Protocol):
     """The part of the tickets that a generator or a trainer sees (llamarl.tickets.service)."""
 
     @property
-    def synchronous(self) -> bool: ...
+    def synchronous(self) -> bool:
+        """Whether asks wait for their answers: with max_lag 0."""
 
     @property
-    def resumed_step(self) -> int: ...
+    def resumed_step(self) -> int:
+        """The step of the checkpoint that was loaded."""
 
     @property
-    def overcommit(self) -> int: ...
+    def overcommit(self) -> int:
+        """How many groups beyond one batch may be started."""
 
-    def ask(self, generator: int, count: int, version: int) -> list: ...
+    def ask(self, generator: int, count: int, version: int) -> list:
+        """Ask for up to `count` more groups to start under weights of `version`. Return the tickets
+        that were granted since the last call.
+        """
 
-    def granted(self) -> list: ...
+    def granted(self) -> list:
+        """Return the tickets that were granted since the last call."""
 
-    def go_on(self, tickets: list[int]) -> None: ...
+    def go_on(self, tickets: list[int]) -> None:
+        """Note, after a resume, that this generator goes on with these tickets."""
 
-    def to_truncate(self) -> list[int]: ...
+    def to_truncate(self) -> list[int]:
+        """Return the tickets that must end where they are, told since the last call."""
 
-    def in_work(self) -> set[int]: ...
+    def in_work(self) -> set[int]:
+        """Return, after a resume, the tickets whose completions must go on."""
 
-    def finish(self, tickets: list[int]) -> None: ...
+    def finish(self, tickets: list[int]) -> None:
+        """Note that these groups have reached this trainer rank."""
 
-    def take(self, step: int, waited: bool = False) -> list[int] | None: ...
+    def take(self, step: int, waited: bool = False) -> list[int] | None:
+        """Return the tickets that this rank trains on in `step`; None if it must still wait."""
 
-    def untake(self, step: int) -> None: ...
+    def untake(self, step: int) -> None:
+        """Give up the step that was just taken."""
 
-    def trained(self, reward: float) -> None: ...
+    def trained(self, reward: float) -> None:
+        """Note that the step taken last was trained on, at this mean reward (NaN: none)."""
 
-    def waits_for(self) -> str: ...
+    def waits_for(self) -> str:
+        """Return which tickets hold up the next step, for messages."""
 
-    def ungranted(self, version: int) -> str: ...
+    def ungranted(self, version: int) -> str:
+        """Return what makes room for another ticket, for messages: first the cause."""
 
-    def reconcile(self, buffered: list[int]) -> set[int]: ...
+    def reconcile(self, buffered: list[int]) -> set[int]:
+        """Return those of the groups in a checkpoint that the ledger counts as finished."""
 
 
 class Checkpoints(Protocol):
     """The part of the checkpoints that a trainer sees (llamarl.checkpoint.service)."""
 
-    def save(self, step: int, trainer: Executor) -> None: ...
+    def save(self, step: int, trainer: Executor) -> None:
+        """Save the checkpoint of `step`. Collective over the trainer."""
 
 
 class Turns(Protocol):
     """A device that several executors share (llamarl.models.offload)."""
 
-    def claim(self, name: str) -> bool: ...
+    def claim(self, name: str) -> bool:
+        """Give the device to the executor `name`. True if anything had to move."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,6 +290,7 @@ class ExecutorGroup:
 
     @property
     def size(self) -> int:
+        """The number of its ranks."""
         return len(self.ranks)
 
     @property
@@ -268,14 +300,17 @@ class ExecutorGroup:
 
     @property
     def data_size(self) -> int:
+        """The number of its data-parallel ranks."""
         return self.size // self.tensor_parallel
 
     @property
     def tensor_index(self) -> int:
+        """This process's place among the ranks that share a copy of the model."""
         return self.index % self.tensor_parallel
 
     @property
     def replica(self) -> int:
+        """The copy of the model that this process holds a part of."""
         return self.index // (self.size // self.replicate)
 
     def data_mesh(self) -> DeviceMesh | None:
