@@ -273,7 +273,7 @@ def memory_lines(job: Job, found: list[Price]) -> list[str]:
 
 
 def _working(job: Job, checkpointing: bool) -> int:
-    """Return the bytes at the peak of a step, with or without activation checkpointing."""
+    """Return the bytes at the peak of a trainer's step, with activation checkpointing or not."""
     return next(_trainer(job, checkpointing=checkpointing)).working
 
 

@@ -1,1 +1,1 @@
-"""What scores or annotates completions: functions, judges, encoders, models, and their sums."""
+"""Scorers and annotators of completions: functions, judges, encoders, models, and their sums."""

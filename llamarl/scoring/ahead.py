@@ -1,10 +1,10 @@
-"""Ahead: what one model reads of completions while these are sampled, on all ranks of its executor
-(OPPO's intra-step overlap, Yan et al. 2025, 3.1 and algorithm 1).
+"""Ahead: one model reads completions while these are sampled, on all ranks of its executor (OPPO's
+intra-step overlap, Yan et al. 2025, 3.1 and algorithm 1).
 
     hear(stretch) --> GrowingSequences, one a cache --next_pass--> read --> PieceReader, all ranks
 
 Each data-parallel rank has a cache. The first rank plans for all: it has an object of
-GrowingSequences for each cache, and a ticket's completions all meet the same one.
+GrowingSequences for each cache. All completions of a ticket go to the same cache.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from llamarl.types import Stretch
 class StreamSettings:
     """How completions are read while they are sampled.
 
-    chunk_tokens: of a piece, or of the first ones. cache_tokens: places of each model's cache, per
-    data-parallel rank. longest: tokens of a prompt and its completion at most. candidates: sizes of
-    pieces among which the one with the fastest steps is looked for; none: it stays. a_step:
-    completions that a step trains on.
+    chunk_tokens: tokens of a piece, at the start if candidates are tried. cache_tokens: places of
+    each model's cache, per data-parallel rank. longest: the most tokens of a prompt with its
+    completion. candidates: sizes of pieces to try for the fastest step; none: the size stays.
+    a_step: completions that a step trains on.
     """
 
     chunk_tokens: int
@@ -70,7 +70,8 @@ class Ahead:
         self._site = site
         self._call = call
         self._about = about
-        # What is longer than the model reads is an error, told with its batch.
+        # A completion longer than the model's context is an error, which is reported with its
+        # batch.
         self.longest = min(settings.longest, decoder.config.max_position_embeddings)
         self._reader = PieceReader(
             decoder,
@@ -93,19 +94,19 @@ class Ahead:
         self._evictions = 0
 
     def index_of(self, ticket: int) -> int:
-        """Return which cache a ticket's completions meet: they share their prompt, and so one
-        cache.
+        """Return the number of the cache for a ticket's completions. They share their prompt, so
+        they share a cache.
         """
         return ticket % len(self.caches)
 
     def cache_of(self, ticket: int) -> GrowingSequences:
-        """Return what plans for that cache."""
+        """Return the plan of that cache."""
         growing = self.caches[self.index_of(ticket)]
         growing.chunk_tokens = self.chunk_tokens
         return growing
 
     def hear(self, stretch: Stretch, prompt_ids: Tensor) -> None:
-        """Take note of what a completion has grown by."""
+        """Note new tokens of a completion."""
         self.cache_of(stretch.ticket).extend(
             (stretch.ticket, stretch.sample_index),
             prompt_ids,
@@ -115,8 +116,8 @@ class Ahead:
         )
 
     def read(self, passes: Sequence[Pass]) -> list[Tensor]:
-        """On the first rank: read a pass into each cache, with all ranks. The values of each piece,
-        in order.
+        """On the first rank: read a pass into each cache, with all ranks. Return the values of each
+        piece, in order.
         """
         began = time.monotonic()
         values = self._site.together.call(self._call, passes)

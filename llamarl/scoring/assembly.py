@@ -1,4 +1,4 @@
-"""GroupAssembler: outcomes become groups and evaluations, whatever scored them.
+"""GroupAssembler: turns outcomes of any scorer into groups and evaluations.
 
 (Completion, Outcome)     --its group is whole--> Group --there is room--> "scored"
 (EvalCompletion, Outcome) --a version has all--> eval/... metrics
@@ -19,8 +19,8 @@ from llamarl.tasks.held_out import EvalSet
 from llamarl.types import Completion, EvalCompletion, Group, Prompt, ScoredCompletion
 
 ERROR_WINDOW = 256  # outcomes over which the error rate is taken
-MIN_OUTCOMES = 64  # before a rate says anything
-LOGGED_REASONS = 20  # distinct ones; the counters go on
+MIN_OUTCOMES = 64  # fewer do not make a rate
+LOGGED_REASONS = 20  # distinct ones that are logged; all are counted
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ def item_of(
     decode: Callable[[list[int]], str],
     decode_raw: Callable[[list[int]], str] | None = None,
 ) -> Item:
-    """Return a completion as what scores sees it. decode: the text of token ids without special
+    """Return a completion as the scorer's item. decode: gives the text of token ids without special
     tokens; decode_raw: with them, None if there are none.
     """
     sample = None
@@ -50,21 +50,21 @@ def item_of(
     )
 
 
-Entry = TypeVar("Entry")  # a completion, or the key that it is known by
+Entry = TypeVar("Entry")  # a completion, or its key
 Place = int | tuple[int, ...]  # in a batch: a number, or several
 
 
 class Batches(Generic[Entry]):
-    """Completions that came, by the batch that they are of, until it is whole."""
+    """Completions that came, by batch, until their batch is whole."""
 
     def __init__(self, size: int):
         self._size = size
-        # The entries of each batch by place, None for what is not scored.
+        # The entries of each batch by place; None for one that is not scored.
         self.begun: dict[int, dict[Place, Entry | None]] = {}
 
     def add(self, batch: int, place: Place, key: Entry | None) -> list[Entry]:
-        """Enter one completion. The entries of its batch, in the order of their places, if it is
-        whole with it; else none.
+        """Enter one completion. Return the entries of its batch, in the order of their places, if
+        this makes the batch whole; otherwise none.
         """
         come = self.begun.setdefault(batch, {})
         come[place] = key
@@ -100,11 +100,11 @@ class GroupAssembler:
         self._group_size = group_size
         self._evaluations = Evaluations(eval_sets, num_eval_samples, success_above)
         self._errors = ErrorRate(source, max_error_rate)
-        # By ticket, those scored so far while the group is not whole.
+        # By ticket: the scored completions of groups that are not whole.
         self._begun: dict[int, list[ScoredCompletion]] = {}
 
     def settle(self, completion: Scorable, outcome: Outcome) -> None:
-        """Enter an outcome into its evaluation, or into its group, which may be whole with it."""
+        """Enter an outcome into its evaluation or its group. This may make the group whole."""
         if isinstance(completion, EvalCompletion):
             self._evaluations.add(completion, outcome)
             return
@@ -121,7 +121,7 @@ class GroupAssembler:
             self.whole.append(Group.of(group))
 
     def settle_all(self, settled: Iterable[tuple[Scorable, Outcome]], metrics: Meter) -> None:
-        """Enter what a source has scored, and count it. RewardError when too much are errors."""
+        """Enter the outcomes of a scorer, and count them. RewardError if too many are errors."""
         kinds: Counter[str] = Counter()
         for completion, outcome in settled:
             kinds[outcome.kind] += 1
@@ -133,7 +133,7 @@ class GroupAssembler:
             self._errors.check()
 
     def evaluated(self) -> list[tuple[int, dict[str, float | str]]]:
-        """Return the evaluations that are whole, once: (version, metrics)."""
+        """Return (version, metrics) of each evaluation that is whole, once."""
         return self._evaluations.finished()
 
     def send(self, sink: RecordSender) -> bool:
@@ -146,17 +146,17 @@ class GroupAssembler:
 
 
 class ErrorRate:
-    """The share of errors among the newest ERROR_WINDOW outcomes, and what they said."""
+    """The share of errors among the newest ERROR_WINDOW outcomes, and their reasons."""
 
     def __init__(self, source: str, max_error_rate: float):
         self._source = source  # its name
         self._max = max_error_rate
-        # The reason of an error, None for anything else.
+        # The reason of each error; None for any other outcome.
         self._newest: deque[str | None] = deque(maxlen=ERROR_WINDOW)
         self._logged: set[str] = set()
 
     def add(self, outcome: Outcome) -> None:
-        """Count an outcome; log an error that says something new."""
+        """Count an outcome. Log an error whose reason is new."""
         if outcome.kind != "error":
             self._newest.append(None)
             return
@@ -167,7 +167,7 @@ class ErrorRate:
             log.warning("reward %s: error, its completion is masked: %s", self._source, reason)
 
     def check(self) -> None:
-        """RewardError if the rate is above its limit."""
+        """Raise RewardError if the rate is above its limit."""
         num_outcomes = len(self._newest)
         if num_outcomes < MIN_OUTCOMES:
             return
@@ -178,6 +178,6 @@ class ErrorRate:
             examples = "".join(f"\n  {count} x {reason}" for reason, count in commonest)
             raise RewardError(
                 f"reward {self._source}: {rate:.0%} of the last {num_outcomes} scores are errors, "
-                f"above reward.max_error_rate={self._max:g}; "
-                f"correct what scores, or raise the limit:{examples}"
+                f"above reward.max_error_rate={self._max:g}; correct the reward, or raise the "
+                f"limit:{examples}"
             )

@@ -1,4 +1,4 @@
-"""Bell: how the processes of a reward pool tell that there is something to poll.
+"""Bell: the processes of a reward pool ring it when there is something to poll.
 
 worker --a byte--> pipe --a thread hears it--> on_result()
 """
@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 
 _READ_BYTES = 1 << 16
-REST_S = 0.001  # between two rings: one call of on_result serves all results of that time
+REST_S = 0.001  # between two rings, so that one call of on_result serves all results of that time
 
 
 class Bell:
@@ -19,7 +19,7 @@ class Bell:
 
     def __init__(self, on_result: Callable[[], None]):
         self._hears, self.rings = os.pipe()
-        os.set_blocking(self.rings, False)  # of the workers' end too: they share it
+        os.set_blocking(self.rings, False)  # the workers' end too, because they share it
         self._on_result = on_result
         self._closing = False
         self._thread = threading.Thread(target=self._listen, name="reward-bell", daemon=True)
@@ -39,7 +39,7 @@ class Bell:
         try:
             os.write(self.rings, b".")
         except BlockingIOError:
-            pass  # full, so the thread has something to read
+            pass  # the pipe is full, so the thread will wake anyway
         self._thread.join()
         os.close(self._hears)
         os.close(self.rings)

@@ -1,5 +1,5 @@
-"""BySet: where no function is named, each set of held-out prompts is scored by the reward of its
-own kind, as each part of a mixture is.
+"""BySet: if no function is named, the reward of its own kind scores each set of held-out prompts,
+as it does each part of a mixture.
 
     task=addition eval.sets={b: {kind: gsm8k, ...}}
 
@@ -16,8 +16,8 @@ from llamarl.tasks.mixture import REWARD_KEY
 
 
 class BySet(Scorer):
-    """Several Scorers of texts. make_main: of all but what `make_own` has: by import path the
-    rewards of sets that have others.
+    """Several Scorers of texts. make_own: by import path, makes the scorers of sets that have their
+    own. make_main: makes the scorer of all else.
     """
 
     def __init__(
@@ -30,7 +30,7 @@ class BySet(Scorer):
         self._main = make_main(on_result=on_result)
         self._own = {path: make(on_result=on_result) for path, make in make_own.items()}
         self._scorers: list[Scorer] = [self._main, *self._own.values()]
-        self._givens: dict[int, Scorer] = {}  # who scores a pending item, by key
+        self._givens: dict[int, Scorer] = {}  # the scorer of each pending item, by key
         self.name = self._main.name
 
     @property
@@ -47,7 +47,7 @@ class BySet(Scorer):
             scorer.start()
 
     def submit(self, key: int, item: Item) -> None:
-        """Take one item, for the reward of its set."""
+        """Take one item, and hand it to the reward of its set."""
         meta = item.prompt.reward_meta
         path = meta.get(REWARD_KEY)
         scorer = self._main
@@ -57,9 +57,7 @@ class BySet(Scorer):
         scorer.submit(key, item)
 
     def release(self, keys: Sequence[int]) -> None:
-        """Note that these items are all of a batch. One that was scored by itself needs no
-        release.
-        """
+        """Note that these items make a batch. Items that are scored alone need no release."""
         for scorer in self._scorers:
             own = [key for key in keys if self._givens.get(key) is scorer]
             if own:

@@ -24,25 +24,25 @@ class TextItem:
     prompt: str
     completion: str
     meta: str  # of the prompt's row
-    sampled: str  # what goes into meta of the completion, or null
+    sampled: str  # what meta gets about the completion, or null
 
 
 @dataclass(slots=True)
 class Call:
-    """Completions to score together; once it is handed out, as the line that a worker reads."""
+    """Completions to score together. Once it is handed out, it has the line that a worker reads."""
 
-    items: dict[int, TextItem]  # by key; without those that are answered
-    # Whether they are scored side by side, each with a time limit and an answer of its own.
+    items: dict[int, TextItem]  # by key; answered ones are removed
+    # Whether they are scored side by side, each with its own time limit and answer.
     is_several: bool = False
-    may_join: bool = True  # it may be handed out together with others, if these are is_several
-    is_first: bool = False  # of its worker
-    limit_s: float = math.inf  # from its start, or from the answer before, to its next answer
+    may_join: bool = True  # whether calls that are is_several may be joined with it
+    is_first: bool = False  # whether it is its worker's first
+    limit_s: float = math.inf  # from its start, or its last answer, to its next answer
     line: bytes = b""
     sent_at: float = math.inf  # when the last byte of it was in the worker's pipe
 
     def hand_out(self, *, timeout_s: float, first_s: float | None) -> None:
-        """Set its limits and its line. timeout_s: for an item. first_s: the least that it may take,
-        where it is its worker's first; else None.
+        """Set its limits and its line. timeout_s: the limit for an item. first_s: the least time to
+        allow if it is its worker's first; otherwise None.
         """
         self.is_first = first_s is not None
         item_s = max(timeout_s, first_s or 0.0)
@@ -76,7 +76,7 @@ class Call:
 
 
 class Patience:
-    """How long the first call of a worker may take, by what became of those before it.
+    """How long a worker's first call may take, from the experience with earlier first calls.
 
     A call that loads what the function needs may take FIRST_CALL_S. Once a first call has come
     back, the next ones may take timeout_s and FIRST_CALL_FACTOR times as long as the slowest of
@@ -86,8 +86,8 @@ class Patience:
 
     def __init__(self, timeout_s: float):
         self._timeout_s = timeout_s
-        self.has_answered = False  # any call has come back, a first one or not
-        self.num_kills = 0  # of first calls, since one came back
+        self.has_answered = False  # whether any call has come back
+        self.num_kills = 0  # first calls that were killed since one came back
         self.hung: set[str] = set()  # the prompts of first calls that were killed, as JSON
         self._slowest_s: float | None = None  # of the first calls that came back
 
@@ -103,7 +103,7 @@ class Patience:
 
     @property
     def is_at_end(self) -> bool:
-        """Whether nothing gives reason to hope for the next first call."""
+        """Whether the next first call would fail too, as far as can be known."""
         has_tried = self.num_kills >= MAX_FIRST_KILLS and len(self.hung) > 1
         return has_tried and not self.has_answered
 
@@ -118,12 +118,12 @@ class Patience:
         self.hung |= call.prompts
 
     def puts_off(self, call: Call) -> bool:
-        """Whether others should be tried before a call: it has no other prompts than those that
-        hung, and nothing was ever scored.
+        """Whether other calls should be tried before this one: all its prompts have hung before,
+        and nothing was ever scored.
         """
         return not self.has_answered and call.prompts <= self.hung
 
 
 def _array(values: Iterable[str]) -> str:
-    """JSON values as a JSON array."""
+    """Join JSON values to a JSON array."""
     return f"[{', '.join(values)}]"

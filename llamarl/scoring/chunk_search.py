@@ -1,5 +1,6 @@
 """The size of pieces that makes steps fastest, found while training goes on (OPPO, Yan et al. 2025,
-3.1: every so many steps a few candidates are tried in turn, and the best one is kept until then).
+3.1: every so many steps a few candidates are tried in turn, and the best is kept until the next
+search).
 
     search = ChunkSearch([32, 64, 128])
     search.step(seconds)         # a step was made with pieces of search.chunk_tokens
@@ -32,7 +33,7 @@ class ChunkSearch:
         self._every = every
         self._best = self._candidates[0]
         self._num_steps = 0  # since the search began
-        self._fastest: list[float] = []  # of each candidate that was tried, seconds
+        self._fastest: list[float] = []  # seconds, for each candidate that was tried
 
     @property
     def chunk_tokens(self) -> int:
@@ -41,7 +42,7 @@ class ChunkSearch:
         return self._candidates[trial] if trial < len(self._candidates) else self._best
 
     def step(self, seconds: float) -> None:
-        """Note how long a step has taken, with chunk_tokens as they were."""
+        """Note how long a step with the present chunk_tokens has taken."""
         trial, number = divmod(self._num_steps, TRIAL)
         if trial < len(self._candidates):
             if number == 1:
@@ -57,7 +58,7 @@ class ChunkSearch:
             self._fastest = []
 
     def state_dict(self) -> dict:
-        """JSON values for a checkpoint."""
+        """Return JSON values for a checkpoint."""
         return {
             "candidates": self._candidates,
             "best": self._best,

@@ -2,10 +2,10 @@
 
     submit --> a batch of texts --> transformers' model --> the logit or probability of a label
 
-An encoder reads a text both ways, and its last token says nothing of the whole, so that none of it
-is kept or shared between completions: whole texts are read, padded, by transformers'
-AutoModelForSequenceClassification. It takes safetensors alone, and no code of the directory's.
-Decoders that score are computed by llamarl itself (reward=model).
+An encoder reads a text both ways, so no part of a text can be read once and shared between
+completions: whole texts are read, padded, by transformers' AutoModelForSequenceClassification. It
+takes only safetensors, and no code from the directory. llamarl itself computes decoders that score
+(reward=model).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from llamarl.scoring.scorer import Item, Outcome, Outcomes, Scorer
 from llamarl.tasks.special import special_tokens
 from llamarl.words.choices import ClassifierOutput, ClassifierReads
 
-# Parts of the model types whose positions begin behind the pad token's, as RoBERTa's do.
+# Parts of names of model types whose positions begin after the pad token's, like RoBERTa's.
 _BEHIND_PAD = ("roberta", "camembert", "mpnet", "longformer", "data2vec-text", "xmod")
 
 
@@ -32,8 +32,8 @@ _BEHIND_PAD = ("roberta", "camembert", "mpnet", "longformer", "data2vec-text", "
 class ClassifierSettings:
     """An encoder's directory and how it scores.
 
-    label: by name; None: the only one. output: the label's logit, its probability among all labels,
-    or the log of that; of a single label the probability is the logit's sigmoid. reads: the
+    label: its name; None: the only one. output: the label's logit, its probability among all
+    labels, or the log of that. The probability of a single label is the logit's sigmoid. reads: the
     completion alone, or the prompt and the completion as the tokenizer's pair of texts.
     max_tokens: longer texts are an error; at most what the model reads. batch_size: texts at a
     time.
@@ -49,8 +49,8 @@ class ClassifierSettings:
 
 
 class Classifier(Scorer):
-    """A Scorer of texts. Each text is scored in a batch of what came together; reproducible: by
-    itself, so that its score does not depend on what came when.
+    """A Scorer of texts. Texts that came together are scored in a batch; if reproducible, each text
+    is scored alone, so that its score does not depend on timing.
     """
 
     def __init__(
@@ -107,10 +107,10 @@ class Classifier(Scorer):
         self._on_result()
 
     def release(self, keys: Sequence[int]) -> None:
-        """Nothing: each text is scored by itself."""
+        """Do nothing, because each text is scored without its batch."""
 
     def wait(self, timeout_s: float) -> bool:
-        """Whether `poll` has something to do, which it has while anything is pending."""
+        """Whether `poll` has something to do: it has while anything is pending."""
         return bool(self._waiting)
 
     def poll(self) -> Outcomes:
@@ -160,8 +160,8 @@ class Classifier(Scorer):
 
 
 def padded_right(texts: Sequence[dict[str, list[int]]], pad_id: int) -> dict[str, Tensor]:
-    """[N, longest] int64 by name, with the mask of what is text: whichever side the tokenizer pads,
-    an encoder's positions begin at the first token.
+    """[N, longest] int64 by name, with the mask of text, padded on the right whatever the
+    tokenizer's side, because an encoder's positions begin at the first token.
     """
     longest = max(len(text["input_ids"]) for text in texts)
     columns: dict[str, list[list[int]]] = {"attention_mask": []}
@@ -176,7 +176,7 @@ def padded_right(texts: Sequence[dict[str, list[int]]], pad_id: int) -> dict[str
 
 
 def of_label(logits_NR: Tensor, label: int, output: ClassifierOutput) -> Tensor:
-    """[N]: what is said of one of R labels."""
+    """[N]: the output for one of R labels."""
     if output == "logit":
         return logits_NR[:, label]
     if logits_NR.shape[1] == 1:
@@ -188,8 +188,8 @@ def of_label(logits_NR: Tensor, label: int, output: ClassifierOutput) -> Tensor:
 
 
 def check_encoder(path: str | Path, label: str | None, max_tokens: int) -> None:
-    """Check by its files, without its weights, that it is an encoder with a head of labels,
-    safetensors and a tokenizer, that it has the label and reads so long a text. ValueError or
+    """Check by an encoder's files, without loading weights, that it has a head of labels,
+    safetensors, a tokenizer and the label, and that it reads texts of this length. ValueError or
     FileNotFoundError.
     """
     from transformers import AutoConfig, AutoTokenizer
@@ -208,11 +208,13 @@ def check_encoder(path: str | Path, label: str | None, max_tokens: int) -> None:
         )
     config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     if getattr(config, "is_decoder", False) or hasattr(config, "num_key_value_heads"):
-        raise ValueError(f"{architecture} reads from left to right; reward=model scores with it")
+        raise ValueError(f"{architecture} reads from left to right; use reward=model")
     label_number(labels_of(config), label)
     most = most_tokens_of(config)
     if most is not None and max_tokens > most:
-        raise ValueError(f"it reads {most} tokens, fewer than max_tokens={max_tokens}; lower that")
+        raise ValueError(
+            f"it reads {most} tokens, fewer than max_tokens={max_tokens}; lower max_tokens"
+        )
     AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     check_encoder_directory(path)
 
@@ -233,8 +235,8 @@ def labels_of(config) -> tuple[str, ...]:
 
 
 def label_number(labels: Sequence[str], name: str | None) -> int:
-    """Return the number of the label with this name; None: of the only label. ValueError naming all
-    of them.
+    """Return the number of the label with this name; None: the only label's. ValueError names all
+    labels.
     """
     if name is None and len(labels) == 1:
         return 0

@@ -1,10 +1,10 @@
-"""Diversity: how far apart the answers of an evaluation are.
+"""Diversity: how far apart the completions of an evaluation are.
 
     sampled answers of each prompt --embed--> mean pairwise cosine distance --> eval/diversity
 
-TBA's measure of red-teaming (arXiv 2503.18929, 5.2, figure 5) is that of 1024 attacks, which all
-answer one prompt; of several prompts it is the mean, each prompt by itself. Answers are embedded a
-few at a call, so that training's completions are not held up by more.
+TBA's measure of red-teaming (arXiv 2503.18929, 5.2, figure 5) takes 1024 attacks, all completions
+of one prompt. With several prompts this is the mean of the prompts' measures. A call embeds only a
+few completions, so that those of training are not held up for long.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ TEXTS_A_CALL = 32
 
 @dataclass(eq=False, repr=False)
 class _Evaluation:
-    """A version's answers, and the vectors of those that are embedded."""
+    """A version's completions, and the vectors of those that are embedded."""
 
     version: int
     texts: list[str]
-    sizes: list[int]  # answers of each prompt
+    sizes: list[int]  # completions of each prompt
     vectors: list[Tensor]
     num_embedded: int = 0
 
@@ -45,7 +45,7 @@ class _Evaluation:
 class Diversity(EvalJudge):
     """Measures evaluations, in the order in which they came. Its model is whole on the first rank.
 
-    sets: of whose prompts the answers are.
+    sets: the sets whose prompts are completed.
     """
 
     def __init__(self, settings: EmbedderSettings, sets: Sequence[EvalSet], site: Site):
@@ -97,7 +97,7 @@ class Diversity(EvalJudge):
         self._evaluations.clear()
 
     def _metrics(self, evaluation: _Evaluation) -> Metrics:
-        """Return, for each set, the mean over its prompts of the mean distance of two answers."""
+        """Return for each set the mean over prompts of the mean distance of two completions."""
         vectors_NE = torch.cat(evaluation.vectors)
         of_prompts = vectors_NE.split(evaluation.sizes)
         distances = [mean_pairwise_distance(own) for own in of_prompts]

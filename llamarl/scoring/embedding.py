@@ -4,9 +4,9 @@
     vectors_NE = embedder.embed(["a text", "another"])
     mean_pairwise_distance(vectors_NE)
 
-An embedder is an encoder of the user's own, or the language model that training starts from, whose
-hidden states are averaged over a text's tokens. A text is read by itself, without the prompt that
-it answers, so that texts of different prompts can be compared.
+An embedder is a user's encoder, or the language model that training starts from; its hidden states
+are averaged over a text's tokens. A completion is read without its prompt, so that completions of
+different prompts can be compared.
 
 Shapes: N texts, E of an embedding, T packed tokens, L places of the longest text, D model.
 """
@@ -30,16 +30,16 @@ from llamarl.models.frozen import frozen_decoder
 from llamarl.models.hf import check_encoder_directory, check_finite, load_tokenizer
 from llamarl.scoring.classifier import most_tokens_of
 
-_UNBOUNDED = 1_000_000  # a tokenizer that knows no longest text says more than this
-_CUSTOMARY = 512  # tokens, where neither it nor the model says how many are read
+_UNBOUNDED = 1_000_000  # a tokenizer without a longest text gives a larger number than this
+_CUSTOMARY = 512  # tokens, if neither tokenizer nor model says how many are read
 
 
 @dataclass(frozen=True, slots=True)
 class EmbedderSettings:
     """Settings of the model that embeds.
 
-    path: its Hugging Face directory. is_policy: it is a language model of ours, which is read by
-    our own decoder; else transformers' AutoModel reads it. dtype: a name in torch.
+    path: its Hugging Face directory. is_policy: it is a language model that our own decoder reads;
+    otherwise transformers' AutoModel reads it. dtype: a name in torch.
     microbatch_tokens: tokens a forward.
     """
 
@@ -50,11 +50,11 @@ class EmbedderSettings:
 
 
 class Embedder(Protocol):
-    """Texts to vectors; whole on one rank."""
+    """Turns texts into vectors. The model lies whole on one rank."""
 
     def embed(self, texts: Sequence[str]) -> Tensor:
-        """[N, E] float32, on the CPU, in order; each a function of its text and of which others are
-        asked of with it only through rounding.
+        """[N, E] float32, on the CPU, in order. A vector depends on the other texts of the call
+        only through rounding.
         """
 
     def tensors(self) -> list[Tensor]:
@@ -62,7 +62,7 @@ class Embedder(Protocol):
 
 
 def load_embedder(settings: EmbedderSettings, device: torch.device) -> Embedder:
-    """ValueError or OSError naming the directory if it cannot be read."""
+    """Load an embedder. ValueError or OSError names the directory if it cannot be read."""
     if settings.is_policy:
         return PolicyEmbedder(settings, device)
     return EncoderEmbedder(settings, device)
@@ -73,7 +73,7 @@ def mean_pairwise_distance(vectors_NE: Tensor) -> float:
 
         1 - (|sum_i u_i|^2 - sum_i |u_i|^2) / (N (N - 1)),  u_i = v_i / |v_i|
 
-    which is the mean over i != j of 1 - u_i . u_j. A vector of zeros has the cosine 0 to all.
+    This is the mean over i != j of 1 - u_i . u_j. A vector of zeros has cosine 0 with every vector.
     Source: TBA, arXiv 2503.18929, 5.2: "the average pairwise cosine distance".
     """
     count = len(vectors_NE)
@@ -93,7 +93,7 @@ def unit(vectors_NE: Tensor) -> Tensor:
 class PolicyEmbedder:
     """The mean over a text's tokens of a language model's last hidden states, behind its last norm.
 
-    A text without tokens is read as the end token.
+    A text without tokens is read as the end token alone.
     """
 
     def __init__(self, settings: EmbedderSettings, device: torch.device):
@@ -203,7 +203,9 @@ def check_sentence_encoder(path: str) -> None:
 
     directory = Path(path)
     if not (directory / "config.json").is_file():
-        raise ValueError(f"{path}: no config.json and no model.safetensors; need an encoder's")
+        raise ValueError(
+            f"{path}: no config.json and no model.safetensors; need the directory of an encoder"
+        )
     read_json(directory / "config.json")
     try:
         AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
@@ -214,5 +216,6 @@ def check_sentence_encoder(path: str) -> None:
         check_encoder_directory(directory)
     except NoWeights as error:
         raise NoWeights(
-            f"{path}: no model.safetensors; an embedder's weights are read from that alone"
+            f"{path}: no model.safetensors, the only file that an embedder's weights are read "
+            "from; convert the weights to it"
         ) from error

@@ -27,12 +27,12 @@ from llamarl.words.urls import url_problem
 
 FIRST_PAUSE_S = 0.5  # before the first retry; each further one waits twice as long
 LONGEST_PAUSE_S = 30.0
-LONGEST_ASKED_S = 300.0  # what a server may ask to wait (Retry-After)
+LONGEST_ASKED_S = 300.0  # the longest wait that a server may ask for (Retry-After)
 JITTER = 0.5  # a pause is shorter by up to this share, so that retries do not come all at once
 MAX_REPLY_BYTES = 1 << 20
-_SHOWN_CHARACTERS = 200  # of what a server says
+_SHOWN_CHARACTERS = 200  # of a server's text
 _PROBE = "Reply with the word yes."
-# What may be gone at the next try: too early, too many, or the server's own trouble.
+# Statuses that may be gone at the next try: too early, too many requests, or trouble in the server.
 _PASSING = frozenset((408, 425, 429, 500, 502, 503, 504))
 
 FailureKind = Literal["down", "slow", "refused", "nonsense"]
@@ -43,9 +43,9 @@ log = logging.getLogger(__name__)
 class Failed(Exception):
     """A question has no usable reply. The message says why, and holds no credentials.
 
-    kind: down: no connection, or it broke; slow: no reply in time; refused: the server said no;
-    nonsense: what it said cannot be read. may_pass: asking again may help. retry_after_s: the
-    server asks to wait so long first.
+    kind: "down": no connection, or it broke; "slow": no reply in time; "refused": the server said
+    no; "nonsense": its reply cannot be read. may_pass: asking again may help. retry_after_s: how
+    long the server asks to wait first.
     """
 
     def __init__(
@@ -68,9 +68,9 @@ class EndpointSettings:
     api_key_env: the name of the environment variable that holds the key; None: no key is sent.
 
     max_parallel: requests at a time. timeout_s: for one request, from its start to the last byte of
-    its reply. max_retries: after a request that failed in a way that may pass. max_tokens and
-    temperature: of the reply; None: the server's own. section: of the configuration, which messages
-    name keys of.
+    its reply. max_retries: tries after a request that failed in a way that may pass. max_tokens and
+    temperature: the reply's; None: the server's own. section: the configuration's, whose keys
+    messages name.
     """
 
     url: str
@@ -97,7 +97,7 @@ class Endpoint:
         self.counts: Counter[str] = Counter()  # requests, retries
         self._places = asyncio.Semaphore(settings.max_parallel)
         self._random = random.Random()
-        # Each request would be a line of the log.
+        # Otherwise each request would be a line of the log.
         logging.getLogger("httpx").setLevel(logging.WARNING)
         headers = {"Accept-Encoding": "identity"}
         if self._key is not None:
@@ -116,11 +116,11 @@ class Endpoint:
         await self._client.aclose()
 
     async def probe(self) -> None:
-        """Ask one question whose answer does not matter. Failed if there is none."""
+        """Ask one question whose reply does not matter. Failed if no reply comes."""
         await self._reply(_PROBE)
 
     async def ask(self, question: str) -> str:
-        """Return the text of the reply. Failed if there is none, or not the whole of one."""
+        """Return the text of the reply. Failed if there is no whole reply."""
         text, is_cut = await self._reply(question)
         if is_cut:
             remedy = f"raise {self._settings.section}.max_tokens"
@@ -137,13 +137,13 @@ class Endpoint:
             value = getattr(self._settings, name)
             if value is not None:
                 body[name] = value
-        # A request keeps its place while it waits to be tried again: a server that is short of
-        # breath is asked less.
+        # A request keeps its place while it waits for its next try, so that a slow server gets
+        # fewer requests.
         async with self._places:
             return self._read(await self._insist(body))
 
     async def _insist(self, body: dict[str, object]) -> bytes:
-        """Return the content of the reply, after as many tries as it may take."""
+        """Return the content of the reply, trying again as often as is allowed."""
         num_retries = 0
         while True:
             try:
@@ -176,7 +176,7 @@ class Endpoint:
         raise self._refusal(response, content)
 
     def _refusal(self, response: httpx.Response, content: bytes) -> Failed:
-        """Say why there is no reply, for a status other than 200."""
+        """Return why there is no reply, for a status other than 200."""
         section = self._settings.section
         status = response.status_code
         what = f"HTTP {status}: {self._shown(content.decode(errors='replace'))}"
@@ -194,10 +194,10 @@ class Endpoint:
         return Failed("refused", what, may_pass=True, retry_after_s=retry_after_s)
 
     def _pause_s(self, num_retries: int, retry_after_s: float | None) -> float:
-        """Seconds until the next try: what the server asks for at least, else exponentially more
-        each time, with jitter.
+        """Return the seconds until the next try: exponentially more each time, with jitter, and at
+        least what the server asks for.
         """
-        # Bounded, for who retries all night: 2**1024 is no float.
+        # Bounded, because after a night of retries 2**n would be no float any more.
         pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** min(num_retries, 100))
         jittered_s = pause_s * (1 - JITTER * self._random.random())
         return jittered_s if retry_after_s is None else retry_after_s + jittered_s * JITTER
@@ -207,19 +207,19 @@ class Endpoint:
             choice = json.loads(content)["choices"][0]
             text = choice["message"]["content"]
             is_cut = choice.get("finish_reason") == "length"
-        # Lists within lists within lists are a RecursionError.
+        # Deeply nested lists raise RecursionError.
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             shown = self._shown(content.decode(errors="replace"))
             raise Failed("nonsense", f"no chat completion: {shown}") from error
-        if is_cut and text is None:  # all of it went into thoughts
+        if is_cut and text is None:  # the model used all its tokens to think
             text = ""
         if not isinstance(text, str):
             raise Failed("nonsense", f"its content is no text, but {type(text).__name__}")
         return text, is_cut
 
     def _shown(self, text: str) -> str:
-        """Return a part of what a server says, on one line and without the key, should it repeat
-        it.
+        """Return the beginning of a server's text on one line. The key is taken out, in case the
+        server repeats it.
         """
         if self._key is not None:
             text = text.replace(self._key, "(the key)")
@@ -260,15 +260,15 @@ def seconds_of(retry_after: str | None) -> float | None:
 
 
 def check_url(settings: EndpointSettings) -> None:
-    """ValueError if its url is no endpoint's."""
+    """Raise ValueError if the settings' url is no endpoint's."""
     problem = url_problem(settings.url)
     if problem is not None:
         raise ValueError(f"{settings.section}.url {problem}")
 
 
 def read_key(settings: EndpointSettings) -> str | None:
-    """Read the key in the environment variable that is named; None if none is. ValueError, which
-    does not show the key, if there is none or it fits no header.
+    """Return the key in the environment variable that is named; None if none is named. ValueError
+    if the variable is missing or the key fits no header; it does not show the key.
     """
     name = settings.api_key_env
     if name is None:
@@ -281,7 +281,7 @@ def read_key(settings: EndpointSettings) -> str | None:
             f"export {name}=... on the reward's host, or {setting}=null"
         )
     if not (key.isascii() and key.isprintable()):
-        raise ValueError(f"{setting}={name}: its value fits no HTTP header")
+        raise ValueError(f"{setting}={name}: its value cannot be sent in an HTTP header")
     return key
 
 

@@ -1,10 +1,10 @@
-"""Evaluation: each held-out prompt is answered greedily and, k times, as in training; what the
-answers come to.
+"""Evaluation: each held-out prompt gets a greedy completion and k samples as in training; these are
+the metrics about them.
 
     prompt --submit--> engine --eval_completion--> EvalCompletion --score--> Evaluations
     Evaluations --finished--> eval/reward (and eval/accuracy), eval/length_mean,
                               eval/pass_at_1_sampled, eval/pass_at_k, eval/success
-                              and of a set of eval.sets the same as eval/NAME/...
+                              and the same for a set of eval.sets, as eval/NAME/...
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def pass_at_k(scores: Sequence[float], k: int) -> float:
     n = len(scores)
     if not 1 <= k <= n:
         raise ValueError(f"pass@{k} of {n} samples: need k from 1 to {n}")
-    # In ascending order, the i-th from 0 is the best of C(i, k - 1) of the C(n, k) draws.
+    # In ascending order, score i (from 0) is the best in C(i, k - 1) of the C(n, k) draws.
     num_draws = math.comb(n, k)
     expected = 0.0
     for i, score in enumerate(sorted(scores)):
@@ -44,8 +44,8 @@ def score_of(outcome: Outcome) -> float | None:
 
 
 def number_of(completion: EvalCompletion) -> int:
-    """Return which of its prompt's completions it is: 0 is the greedy one, 1 .. k are those
-    sampled.
+    """Return the number of a completion among its prompt's: 0 is the greedy one, 1 .. k are the
+    samples.
     """
     return 0 if completion.greedy else completion.sample_index + 1
 
@@ -56,8 +56,8 @@ def sample_row(
     """Return a scored completion as an object of JSON, for people and for `recipes/evaluate.py
     --against`.
 
-    score: null where there is none, and outcome is then no "score" and reason says why. number: of
-    the held-out prompt, in its set; sample: see number_of; set: the set's name, but for the task's.
+    score: null without one; then outcome is not "score", and reason says why. number: the held-out
+    prompt's, in its set. sample: see number_of. set: the set's name; left out for the task's own.
     """
     row: dict[str, object] = {
         "prompt": prompt.text,
@@ -78,7 +78,7 @@ def sample_row(
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """The place of a completion in a version's evaluation; if it is asked twice, the newer one
+    """The place of a completion in a version's evaluation. If two come for one place, the newer
     counts.
     """
 
@@ -89,10 +89,10 @@ class _Place:
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """A completion that was handed to the reward, as far as it is kept."""
+    """What is kept of a completion that was scored."""
 
     score: float | None  # None for an error and an abstention
-    reason: str  # why there is none
+    reason: str  # why there is no score
     is_error: bool
     succeeds: bool
     num_tokens: int
@@ -102,10 +102,10 @@ class Evaluations:
     """Scores of held-out completions, kept by policy version until a version has all of them: one
     greedy and num_samples sampled for each prompt of these sets.
 
-    What has no score, an error or an abstention, is left out of every mean; where no greedy answer
-    has one there is no mean. success_above: eval/success is the share of the sampled ones, or of
-    the greedy ones where none are sampled, whose score, without what novelty adds, is above it.
-    None: nobody asks.
+    Completions without a score (an error or an abstention) are left out of every mean; if no greedy
+    completion has a score, there is no mean. success_above: eval/success is the share of samples,
+    or of greedy completions if none are sampled, whose score without novelty is above it.
+    None: there is no eval/success.
     """
 
     def __init__(
@@ -118,15 +118,15 @@ class Evaluations:
         self._sets = sets
         self._num_samples = num_samples
         self._num_completions = sum(one.count for one in sets) * (1 + num_samples)
-        # Sets of which a score other than 0 and 1 was seen: their mean is no accuracy.
+        # Sets with a score other than 0 and 1, so that their mean is no accuracy.
         self._graded: set[EvalSet] = set()
         self._answers: dict[int, dict[_Place, _Answer]] = {}  # by version
 
     def add(self, completion: EvalCompletion, outcome: Outcome) -> None:
-        """Take what became of one completion."""
+        """Take the outcome of one completion."""
         num_tokens = completion.token_ids.numel()
         if not num_tokens:
-            # aborted before its first token: no version sampled it, and its evaluation was given up
+            # aborted before its first token, because its evaluation was given up
             return
         has_score = outcome.kind == "score"
         if has_score and outcome.value not in (0.0, 1.0):
@@ -148,7 +148,7 @@ class Evaluations:
         return outcome.achieved > self._success_above
 
     def finished(self) -> list[tuple[int, dict[str, float | str]]]:
-        """(version, metrics) of each version that has all its completions, once."""
+        """Return (version, metrics) of each version that has all its completions, once."""
         whole = [
             version
             for version, answers in self._answers.items()
@@ -165,7 +165,7 @@ class Evaluations:
 
     def _metrics(self, of: EvalSet, every: dict[_Place, _Answer]) -> dict[str, float | str]:
         """Return the metrics of a set's completions, under the columns of the task's own."""
-        # In the order of prompts and samples: the sums must not depend on who answered first.
+        # In the order of prompts and samples, because the sums must not depend on which came first.
         n = of.count
         answers = {place: one for place, one in every.items() if place.prompt_index in of.numbers}
         greedy = [answers[_Place(j, greedy=True)] for j in of.numbers]

@@ -1,12 +1,12 @@
-"""Gold: what a scorer that is never trained on says of evaluations.
+"""Gold: scores evaluations by a scorer that is never trained on.
 
     references, once ---> scorer ---+
     greedy answers -----> scorer ---+--> Judged --> eval/gold, eval/win_rate, ...
 
-The reward that is trained on is a proxy, which a policy learns to please: a scorer that it never
-sees says what it is worth (Gao et al. 2022; Async RLHF, 3.1). A model lies over the ranks of its
-site, as the reward's do, and scores a round at a call, so that training's completions are not held
-up by more.
+The reward of training is a proxy, which a policy learns to please. A scorer that it never sees
+shows what the reward is worth (Gao et al. 2022; Async RLHF, 3.1). A model lies over the ranks of
+its site, like the reward's models. A call scores only one round, so that completions of training
+are not held up for long.
 """
 
 from __future__ import annotations
@@ -33,10 +33,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class GoldSettings:
-    """Settings of the judges of evaluations, and the answers that completions are compared with.
+    """Settings of the gold scorer, and the texts that completions are compared with.
 
-    scorer: what scores. references: an answer to each held-out prompt, in order; None: no win rate.
-    sets: of whose prompts these and all answers are, one set after the other.
+    scorer: makes the scorer. references: for each held-out prompt, in order, a completion to
+    compare with; None: no win rate.
+    sets: the sets whose prompts are completed, one after the other.
     """
 
     scorer: Part
@@ -46,7 +47,7 @@ class GoldSettings:
 
 @dataclass(frozen=True, slots=True)
 class _Evaluation:
-    """A version's answers, and the keys under which they are scored."""
+    """A version's greedy completions, and the keys under which they are scored."""
 
     version: int
     answers: list[Item]
@@ -60,13 +61,13 @@ class Gold(FindsBySet[Judged]):
         self.name = settings.scorer.name
         self.sets = settings.sets
         self._settings = settings
-        # No metrics: the reward's own, of the same names, are of what is trained on.
+        # No metrics, because the reward has metrics of the same names about training.
         own = replace(site, metrics=None, together=Apart(site.together, "gold/"))
         self._scorer = settings.scorer.make(own)
         self._keys = itertools.count()
         self._outcomes: dict[int, Outcome] = {}
         self._evaluations: deque[_Evaluation] = deque()
-        self._references: list[int] = []  # their keys, until they are scored
+        self._references: list[int] = []  # keys of the references, until these are scored
         self._against_N: np.ndarray | None = None
 
     def load(self) -> None:
@@ -92,7 +93,7 @@ class Gold(FindsBySet[Judged]):
         self._evaluations.append(_Evaluation(version, items, self._submit(items)))
 
     def findings(self) -> list[tuple[int, list[Judged]]]:
-        """Score a round. RewardError if all of an evaluation are errors."""
+        """Score a round. RewardError if all outcomes of an evaluation are errors."""
         self._outcomes.update(self._scorer.poll())
         if self._references and self._outcomes.keys() >= set(self._references):
             self._against_N = self._scores(self._references, "reference answers")
@@ -126,7 +127,7 @@ class Gold(FindsBySet[Judged]):
         return keys
 
     def _scores(self, keys: list[int], what: str) -> np.ndarray:
-        """Return the scores [N] of these keys, NaN for those that have none; a warning says why.
+        """Return the scores [N] of these keys; NaN, with a warning, for those without a score.
         RewardError if all are errors.
         """
         outcomes = [self._outcomes.pop(key) for key in keys]
@@ -136,13 +137,13 @@ class Gold(FindsBySet[Judged]):
             (reason, _), *_ = unscored.most_common(1)
             said = f"gold {self.name}: {count} of {len(keys)} {what} have no score: {reason}"
             if all(outcome.kind == "error" for outcome in outcomes):
-                raise RewardError(f"{said}; correct what scores, or leave eval.gold out")
+                raise RewardError(f"{said}; correct the gold scorer, or leave eval.gold out")
             log.warning("%s; they are left out of eval/gold and eval/win_rate", said)
         return np.array([outcome.value for outcome in outcomes], dtype=np.float64)
 
     def _judged(self, evaluation: _Evaluation) -> Judged:
         answers = evaluation.answers
-        what = f"answers of policy version {evaluation.version}"
+        what = f"completions of policy version {evaluation.version}"
         gold_N = self._scores(evaluation.keys, what)
         num_tokens_N = _num_tokens(answers)
         references = self._settings.references

@@ -1,4 +1,4 @@
-"""HeldOutAnswers: how well weights that are being trained answer held-out prompts, on a rank of
+"""HeldOutAnswers: measures how well the weights in training complete held-out prompts, on a rank of
 their trainer.
 
     weights --take--> Engine --greedy answers--> Scorer --ask--> Answered
@@ -27,21 +27,21 @@ Decode = Callable[[list[int]], str]
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """What the answers of one rank come to; sums over its prompts."""
+    """Sums over one rank's completions."""
 
     prompts: int
     tokens: int
-    scored: int  # answers that have a score
+    scored: int  # completions that have a score
     score: float
     graded: int  # scores other than 0 and 1
 
 
 class HeldOutAnswers:
-    """Answers prompts greedily under the weights that it was last given.
+    """Completes prompts greedily under the weights that it was last given.
 
-    engine: holds the whole model, as it will be saved. scorer: started, and nobody else's.
-    sampling: only how an answer ends is taken from it. decode, decode_raw: of token ids, without
-    and with special tokens.
+    engine: holds the whole model, as it will be saved. scorer: started, and used by nothing else.
+    sampling: only its stop tokens and lengths are used. decode, decode_raw: give the text of token
+    ids, without and with special tokens.
     """
 
     def __init__(
@@ -65,22 +65,22 @@ class HeldOutAnswers:
         self._held = dict(named_parameters_hf(engine.decoder))
 
     def take(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Have these whole tensors, by their Hugging Face names, be the engine's weights."""
+        """Load these whole tensors, by their Hugging Face names, into the engine."""
         for name, tensor in weights:
             self._held[name].data.copy_(tensor)
         self._engine.weights_changed(version)
 
     def ask(self, numbers: Iterable[int]) -> Answered:
-        """Answer the prompts of these numbers and have the answers scored. Blocks.
+        """Complete the prompts of these numbers and score the completions. Blocks.
 
-        RewardError if there are answers and none of them has a score.
+        RewardError if there are completions and none of them has a score.
         """
         for number in numbers:
             submit(self._engine, number, self._prompts[number], self._sampling, num_samples=0)
         completions = []
         for finished in completions_of(self._engine, self._chunk_tokens):
             completions += [eval_completion(stream, one) for stream, one in finished]
-        # In the prompts' order: a sum must not depend on which answer ended first.
+        # In the prompts' order, because a sum must not depend on which completion ended first.
         completions.sort(key=lambda one: one.prompt_index)
         items = []
         for one in completions:
@@ -90,7 +90,9 @@ class HeldOutAnswers:
         scores = [score for score in map(score_of, outcomes) if score is not None]
         if completions and not scores:
             reason = commonest([outcome.reason for outcome in outcomes])
-            raise RewardError(f"none of {len(completions)} held-out answers has a score: {reason}")
+            raise RewardError(
+                f"none of {len(completions)} held-out completions has a score: {reason}"
+            )
         return Answered(
             prompts=len(completions),
             tokens=sum(one.token_ids.numel() for one in completions),
@@ -100,5 +102,5 @@ class HeldOutAnswers:
         )
 
     def close(self) -> None:
-        """End what scores. A second call does nothing."""
+        """Close the scorer. A second call does nothing."""
         self._scorer.close()

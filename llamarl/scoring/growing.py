@@ -1,4 +1,4 @@
-"""Sequences that a model reads while they are sampled, and what of them is read next.
+"""Plans which tokens a model reads next of sequences that are still being sampled.
 
     growing = GrowingSequences(chunk_tokens=64, slots=32, max_len=1024)
     growing.extend((7, 0), prompt_ids, 0, token_ids)   # a hint: the first tokens of a completion
@@ -6,16 +6,16 @@
     reading = growing.next_pass(most_tokens=8192)      # pieces, to be read at once
 
 A sequence is a prompt and one of its completions. It is read in pieces of exactly chunk_tokens,
-which lie at multiples of that from its start; the last one is what remains. A piece is read ahead
-once a token behind it is known, so that the last one is never read before the sequence is whole.
-Equal sequences are so read in equal pieces, whatever was known of them when, and also where what
-was read has been dropped in the meantime.
+which lie at multiples of that from its start; the last piece is the rest. A piece is read ahead
+once a token behind it is known, so the last piece is never read before the sequence is whole. So
+equal sequences are read in equal pieces, whenever their tokens came, and also if what was read has
+been dropped in the meantime.
 
-Hints may come twice, late, with gaps or never: what they say of a sequence counts until it is
-whole, and what they did not say is read then.
+Hints may come twice, late, with gaps or never. Their tokens count until the sequence is whole, and
+tokens that no hint brought are read then.
 
-This class computes nothing: llamarl.scoring.pieces reads what it plans, into one cache. Where
-ranks have a cache each, each cache has an object of this class, all of them on the first rank.
+This class computes nothing: llamarl.scoring.pieces reads what it plans, into one cache. If several
+ranks have a cache, each cache has an object of this class, and all objects are on the first rank.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Key = tuple[int, int]  # ticket and sample_index
 
 # Remember this many finished sequences, so that a late stretch does not restart one.
 _REMEMBERED = 4096
-# Unfinished sequences that are known, for each slot: those without one wait for it.
+# Unfinished sequences that are remembered, for each slot. Those without a slot wait for one.
 _KNOWN_A_SLOT = 4
 
 
@@ -40,16 +40,16 @@ class Piece:
 
     key: Key
     slot: int
-    begin: int  # tokens of the sequence before it, which the slot holds
+    begin: int  # how many tokens of the sequence the slot holds before it
     token_ids: Tensor  # [n] int64, n >= 1
-    next_id: int  # the token behind it; -1 where the sequence ends with it
-    is_last: bool  # nothing of the sequence is read after it
+    next_id: int  # the token behind it; -1 if the sequence ends here
+    is_last: bool  # whether it is the sequence's last piece
     prompt_size: int  # tokens of the sequence's prompt
 
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """The pieces that are read at once, in order: copies first."""
+    """The pieces that are read at once, in order. Copies come first."""
 
     copies: tuple[tuple[int, int, int], ...] = ()  # (from slot, to slot, tokens)
     pieces: tuple[Piece, ...] = ()
@@ -60,13 +60,13 @@ class Pass:
 
     @property
     def ends(self) -> bool:
-        """Whether a sequence is read to its end in it."""
+        """Whether it reads a sequence to its end."""
         return any(piece.is_last for piece in self.pieces)
 
 
 @dataclass(slots=True, eq=False)
 class _Sequence:
-    """A sequence as far as it is known, and how far it was read."""
+    """The known tokens of a sequence, and how far they were read."""
 
     key: Key
     chunk: int
@@ -75,7 +75,7 @@ class _Sequence:
     touched: int  # when it last grew
     read: int = 0  # tokens whose K/V its slot holds; a multiple of the chunk
     slot: int | None = None
-    has_ended: bool = False  # no hint comes any more
+    has_ended: bool = False  # no more hints come
     is_whole: bool = False
 
 
@@ -86,19 +86,20 @@ class _Plan:
     room: int  # tokens
     copies: list[tuple[int, int, int]] = field(default_factory=list)
     pieces: list[Piece] = field(default_factory=list)
-    reading: set[int] = field(default_factory=set)  # tickets whose prompts are read in it
-    # For each sequence that is read in it, how many tokens its slot holds before.
+    reading: set[int] = field(default_factory=set)  # tickets whose prompts this pass reads
+    # For each sequence of this pass, how many tokens its slot held before.
     held: dict[Key, int] = field(default_factory=dict)
 
 
 class GrowingSequences:
     """The sequences of one cache, which has `slots` rows of at most max_len tokens.
 
-    chunk_tokens: of a piece; what is begun later follows a change of it. last_is_label: the last
-    token of a sequence is predicted and never read, as logprobs need it.
+    chunk_tokens: tokens of a piece; a change applies to sequences that begin later. last_is_label:
+    the last token of a sequence is predicted and never read, as logprobs need it.
 
-    When all slots are taken, a whole sequence gets that of the unfinished one of which the least
-    was read, which is read anew later. Unfinished ones take no slot from others: they wait.
+    When all slots are taken, a whole sequence takes the slot of the unfinished one of which the
+    least was read; that one is read again later. Unfinished sequences take no slots from others:
+    they wait.
     """
 
     def __init__(self, *, chunk_tokens: int, slots: int, max_len: int, last_is_label: bool = False):
@@ -110,7 +111,7 @@ class GrowingSequences:
         self.max_len = max_len
         self.num_evictions = 0
         self._label = int(last_is_label)  # tokens at the end that are not read
-        self._sequences: dict[Key, _Sequence] = {}  # in the order in which they were begun
+        self._sequences: dict[Key, _Sequence] = {}  # in the order of their beginnings
         self._done: dict[Key, None] = {}  # the newest last
         self._free = list(reversed(range(slots)))
         self._most_known = slots * _KNOWN_A_SLOT
@@ -118,7 +119,7 @@ class GrowingSequences:
 
     @property
     def pending(self) -> int:
-        """How many whole sequences are not read to their ends."""
+        """How many whole sequences are not yet read to their ends."""
         return sum(sequence.is_whole for sequence in self._sequences.values())
 
     @property
@@ -127,22 +128,22 @@ class GrowingSequences:
         return len(self._sequences)
 
     def known(self, key: Key) -> Tensor | None:
-        """Return the tokens [n] of a completion as far as they are known; None if it was not begun,
-        or is done or forgotten.
+        """Return the known tokens [n] of a completion; None if it was not begun, or is done or
+        forgotten.
         """
         sequence = self._sequences.get(key)
         return None if sequence is None else sequence.tokens[sequence.prompt_size :]
 
     def num_read(self, key: Key) -> int:
-        """Return how many tokens of a completion that is not done were read, or predicted where the
-        last one is a label.
+        """Return how many tokens of an unfinished completion were read, or predicted if the last
+        one is a label.
         """
         sequence = self._sequences.get(key)
         if sequence is None:
             return 0
         return max(0, sequence.read + self._label - sequence.prompt_size)
 
-    # --- What is said of sequences ---
+    # --- Taking in tokens ---
 
     def extend(
         self,
@@ -153,14 +154,15 @@ class GrowingSequences:
         *,
         has_ended: bool = False,
     ) -> None:
-        """Take a hint: tokens [n] of a completion behind its first `begin`. has_ended: it ends
-        there.
+        """Take a hint: tokens [n] of a completion after its first `begin`. has_ended: they are its
+        last.
 
-        What cannot be used, such as one behind a gap, is left out: `finish` makes up for it.
+        A hint that cannot be used, such as one behind a gap, is ignored, because `finish` brings
+        its tokens again.
         """
         sequence = self._sequences.get(key)
         if sequence is None:
-            # With its end the completion itself is on its way, and it may have come already.
+            # Once it has ended, the completion itself is on its way, or has come already.
             if begin or has_ended or key in self._done:
                 return
             self._make_room()
@@ -175,18 +177,18 @@ class GrowingSequences:
         new = token_ids[: max(0, end - place)]
         same = _common(sequence.tokens[place:], new)
         if place + same < min(known, end):
-            self._cut(sequence, place + same)  # it is sampled anew, and otherwise
+            self._cut(sequence, place + same)  # it is being sampled again, with other tokens
         if end > sequence.tokens.numel():
             sequence.tokens = torch.cat([sequence.tokens[: place + same], new[same:]])
         sequence.has_ended |= has_ended
         sequence.touched = next(self._clock)
 
     def finish(self, key: Key, prompt_ids: Tensor, token_ids: Tensor) -> int:
-        """Take the whole completion, [P] and [L]; its last piece will be in a pass. Returns how
-        many of its L tokens were read already, or predicted where the last one is a label.
+        """Take the whole completion, [P] and [L]. A later pass has its last piece. Return how many
+        of its L tokens were read already, or predicted if the last one is a label.
 
-        ValueError for a sequence that is longer than max_len or has nothing to read, and if it was
-        whole already.
+        ValueError for a sequence that is longer than max_len, has nothing to read, or was whole
+        already.
         """
         whole = torch.cat([prompt_ids, token_ids])
         inputs = whole.numel() - self._label
@@ -206,7 +208,7 @@ class GrowingSequences:
         return self.num_read(key)
 
     def forget(self, key: Key) -> None:
-        """Nothing of this sequence is wanted."""
+        """Forget a sequence, because nothing of it is wanted."""
         if key in self._sequences:
             self._drop_slot(self._sequences.pop(key))
         self._done[key] = None
@@ -218,13 +220,13 @@ class GrowingSequences:
         for key in list(self._sequences):
             self.forget(key)
 
-    # --- What is read next ---
+    # --- Planning a pass ---
 
     def next_pass(self, most_tokens: int) -> Pass:
-        """Plan what is read next, at most so many tokens (or one piece): of the whole sequences;
-        only where there is none, of the others. Empty if there is nothing.
+        """Plan what is read next, at most so many tokens (or one piece). Whole sequences come
+        first; the others are read only if there is none. Empty if there is nothing to read.
 
-        It is taken for read. A sequence is forgotten with its last piece.
+        The plan counts as read. A sequence is forgotten with its last piece.
         """
         plan = _Plan(room=most_tokens)
         for sequence in self._in_order():
@@ -234,31 +236,33 @@ class GrowingSequences:
                 continue
             if sequence.read or self._share(sequence, plan):
                 self._read(sequence, plan)
-        # Now alone, for no slot may be given away within a pass.
+        # Only now, because no slot may change hands within a pass.
         for piece in plan.pieces:
             if piece.is_last:
                 self.forget(piece.key)
         return Pass(tuple(plan.copies), tuple(plan.pieces))
 
     def _in_order(self) -> list[_Sequence]:
-        """Whole sequences alone; without any, those first whose completions must come soon."""
+        """Return the whole sequences; if there is none, the others, and those whose completions
+        must come soon first.
+        """
         known = list(self._sequences.values())
         whole = [sequence for sequence in known if sequence.is_whole]
         return whole or sorted(known, key=lambda sequence: not sequence.has_ended)
 
     def _next_size(self, sequence: _Sequence) -> int:
-        """Tokens of the next piece that may be read; 0: none."""
+        """Return the tokens of the next piece that may be read; 0 if there is none."""
         return self._size_behind(sequence, sequence.read)
 
     def _size_behind(self, sequence: _Sequence, read: int) -> int:
-        """Return the size of the piece that comes once so many tokens were read."""
+        """Return the size of the piece that follows after so many tokens."""
         left = sequence.tokens.numel() - self._label - read
         if sequence.is_whole:
             return min(left, sequence.chunk)
         return sequence.chunk if left > sequence.chunk else 0
 
     def _has_slot(self, sequence: _Sequence) -> bool:
-        """Whether it has a slot, which is given to it if that can be."""
+        """Whether it has a slot. If it has none, try to give it one."""
         if sequence.slot is None and not self._free and sequence.is_whole:
             self._evict()
         if sequence.slot is None and self._free:
@@ -273,8 +277,8 @@ class GrowingSequences:
             self.num_evictions += 1
 
     def _share(self, sequence: _Sequence, plan: _Plan) -> bool:
-        """Have the pieces that lie in the prompt copied from another sample of the ticket. False if
-        another is just reading them.
+        """Plan to copy the pieces within the prompt from another sample of the ticket. False if
+        another sample reads them in this pass.
         """
         ticket, _ = sequence.key
         shared = self._shared_size(sequence)
@@ -288,7 +292,7 @@ class GrowingSequences:
                 continue
             if plan.held.get(other.key, other.read) >= shared:
                 if not self._size_behind(sequence, shared):
-                    return False  # nothing is copied that no piece follows
+                    return False  # a copy is of no use if no piece follows it
                 assert other.slot is not None and sequence.slot is not None, "both are read"
                 plan.copies.append((other.slot, sequence.slot, shared))
                 sequence.read = shared
@@ -298,14 +302,16 @@ class GrowingSequences:
         return True
 
     def _shared_size(self, sequence: _Sequence) -> int:
-        """Tokens of the pieces that all samples of its ticket have alike, but never all tokens."""
+        """Return the tokens of the pieces that all samples of its ticket share, but never all its
+        tokens.
+        """
         size = sequence.prompt_size - self._label
         if sequence.is_whole:
             size = min(size, sequence.tokens.numel() - self._label - 1)
         return _pieces_within(size, sequence.chunk)
 
     def _read(self, sequence: _Sequence, plan: _Plan) -> None:
-        """Plan as many pieces of a sequence as may be read and have room."""
+        """Plan as many pieces of a sequence as may be read and fit into the pass."""
         if sequence.read < self._shared_size(sequence):
             plan.reading.add(sequence.key[0])
         plan.held[sequence.key] = sequence.read
@@ -330,7 +336,7 @@ class GrowingSequences:
             plan.room -= size
             sequence.read = end
 
-    # --- The sequences that are known ---
+    # --- Remembering sequences ---
 
     def _begin(self, key: Key, prompt_ids: Tensor) -> _Sequence:
         sequence = _Sequence(
@@ -344,8 +350,8 @@ class GrowingSequences:
         return sequence
 
     def _make_room(self) -> None:
-        """Forget the unfinished sequence that has not grown for longest, if they are many: its
-        completion may have been lost sight of.
+        """Forget the unfinished sequence that has not grown for longest, if there are many, because
+        its completion may never come.
         """
         unfinished = [s for s in self._sequences.values() if not s.is_whole]
         if len(unfinished) >= self._most_known:
@@ -353,7 +359,7 @@ class GrowingSequences:
             self._drop_slot(self._sequences.pop(stalest.key))
 
     def _cut(self, sequence: _Sequence, size: int) -> None:
-        """Only the first `size` tokens of a sequence hold."""
+        """Cut a sequence to its first `size` tokens."""
         sequence.tokens = sequence.tokens[:size]
         held = _pieces_within(size - self._label, sequence.chunk)
         sequence.read = min(sequence.read, held)
@@ -367,7 +373,7 @@ class GrowingSequences:
 
 
 def _pieces_within(size: int, chunk: int) -> int:
-    """Return how many tokens the whole pieces in the first `size` have."""
+    """Return the tokens of the whole pieces within the first `size`."""
     return max(0, size) // chunk * chunk
 
 

@@ -1,9 +1,9 @@
-"""InTurn: what reads texts is given what keeps it busy, and evaluations first.
+"""InTurn: gives a scorer of texts as much as keeps it busy, and evaluations first.
 
     submit --> waiting: evaluations before all others --while it is not busy--> a Scorer --> poll
 
-What waits beyond what keeps the scorer busy waits here, where an evaluation overtakes it. The
-replies to one attack are a batch of their own, so that what compares completions compares these.
+Items beyond what keeps the scorer busy wait here, where evaluations overtake them. The replies to
+one attack make a batch, so that a scorer that compares completions compares these with each other.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from llamarl.scoring.scorer import Item, Outcomes, Queue, Scorer
 
 @dataclass(slots=True)
 class _Batch:
-    """Keys that were released together, and how many of them the scorer was not given yet."""
+    """Keys that were released together, and how many of them the scorer has not got yet."""
 
     keys: list[int]
     num_waiting: int
@@ -30,10 +30,10 @@ class InTurn(Scorer):
     def __init__(self, scorer: Scorer):
         self.scorer = scorer
         self.name = scorer.name
-        self._attacks: dict[int, Item] = {}  # what a reply that is being scored replies to, by key
+        self._attacks: dict[int, Item] = {}  # by key of a reply: its attack
         self._waiting: Queue[tuple[int, Item]] = Queue()  # with their keys
         self._waiting_keys: set[int] = set()
-        self._batches: dict[int, _Batch] = {}  # of those that wait and were released, by key
+        self._batches: dict[int, _Batch] = {}  # the batches of released items that wait, by key
 
     @property
     def pending(self) -> int:
@@ -74,7 +74,7 @@ class InTurn(Scorer):
     def poll(self) -> Outcomes:
         outcomes = self.scorer.poll()
         if self._hand_on():
-            outcomes += self.scorer.poll()  # which begins with what it was given
+            outcomes += self.scorer.poll()  # it first begins with new items
         for key, _ in outcomes:
             self._attacks.pop(key, None)
         return outcomes
@@ -92,7 +92,7 @@ class InTurn(Scorer):
         yield from self.scorer.tensors()
 
     def _hand_on(self) -> bool:
-        """Give the scorer more, until it is busy. True if there was any."""
+        """Give the scorer more, until it is busy. True if it got any."""
         has_given = False
         while self._waiting and not self.scorer.is_busy:
             key, item = self._waiting.take()
@@ -103,7 +103,7 @@ class InTurn(Scorer):
         return has_given
 
     def _release_with(self, key: int) -> None:
-        """Release the batch of an item that the scorer was just given, if it lacked that alone."""
+        """Release the batch of an item that the scorer has just got, if it was the batch's last."""
         batch = self._batches.pop(key, None)
         if batch is None:
             return

@@ -1,12 +1,12 @@
-"""Judges: what says more of an evaluation than its scores do, and how what they say is joined.
+"""Judges: measure more of an evaluation than its scores, and join their metrics.
 
     held-out completions, scored --keep--> by policy version, until it has all
                                  --begin--> every EvalJudge --poll--> their metrics and the scores'
 
-What a scorer says that is never trained on (gold.py), how likely the model that the policy began as
-finds the answers (perplexity.py), how far apart they are (diversity.py), and the file that people
-read (samples.py) are EvalJudges. What makes one is a MakeEvalJudge, which is given the Site that it
-runs at.
+EvalJudges are: a scorer that is never trained on (gold.py), the likelihood of completions under the
+model that the policy started from (perplexity.py), how far apart completions are (diversity.py),
+and the file for people to read (samples.py). A MakeEvalJudge makes one, given the Site where it
+runs.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Metrics = Mapping[str, float | str | None]  # columns of a row: eval/... and eva
 
 @dataclass(frozen=True, slots=True)
 class Evaluated:
-    """A held-out completion of at least a token, as what scored it saw it, and its outcome."""
+    """A held-out completion with at least one token, as the scorer's item, and its outcome."""
 
     completion: EvalCompletion
     item: Item
@@ -42,12 +42,12 @@ class Evaluated:
 
     @property
     def place(self) -> tuple[int, int]:
-        """Which of its version's completions it is: its prompt, and its number among these."""
+        """Its place among its version's completions: its prompt, and its number for that prompt."""
         return self.completion.prompt_index, number_of(self.completion)
 
 
 class EvalJudge(Protocol):
-    """Judges evaluations, in the order in which they came, without blocking who asks.
+    """Judges evaluations, in the order in which they came, without blocking the caller.
 
         judge = make_judge(site)
         judge.load()                   # on all ranks of the site; what follows, on the first alone
@@ -56,8 +56,8 @@ class EvalJudge(Protocol):
         judge.poll()                   # [(7, {"eval/gold": 0.5})], or [] if it is not known yet
         judge.close()
 
-    What is wrong with the judge itself is raised by `load`, `start` or `poll`: ValueError or
-    OSError for what the user gave, RewardError or NotFinite where it cannot go on.
+    Errors of the judge itself are raised by `load`, `start` or `poll`: ValueError or OSError for
+    what the user gave, RewardError or NotFinite if it cannot go on.
     """
 
     @property
@@ -76,13 +76,13 @@ class EvalJudge(Protocol):
     def begin(self, version: int, answers: Sequence[Evaluated]) -> None:
         """Take the evaluation of a policy version; the call does not block.
 
-        answers: of each held-out prompt, in order, the greedy one and then those that were sampled.
+        answers: for each held-out prompt, in order, the greedy completion and then the samples.
         """
         raise NotImplementedError
 
     def poll(self) -> list[tuple[int, Metrics]]:
-        """Return the versions that are judged since the last call, with what is said of each. The
-        call is also what gives the judge time to work, in bounded pieces.
+        """Return the versions that were judged since the last call, with their metrics. The judge
+        works only during this call, in bounded pieces.
         """
         raise NotImplementedError
 
@@ -91,7 +91,7 @@ class EvalJudge(Protocol):
         return None
 
     def tensors(self) -> Iterator[Tensor]:
-        """Yield what it holds on the device, which may leave it while others use that."""
+        """Yield the tensors that it holds on the device and that may leave while others use it."""
         yield from ()
 
     def close(self) -> None:
@@ -104,21 +104,23 @@ MakeEvalJudge = Callable[[Site], EvalJudge]
 
 @dataclass(slots=True)
 class _Begun:
-    """An evaluation that is judged: what is known of it, and how many have not spoken of it."""
+    """An evaluation in judgement: the metrics so far, and how many judges are still missing."""
 
     metrics: dict[str, float | str | None]
     num_silent: int
 
 
 class Judges:
-    """All judges of a run's evaluations; without any, an evaluation has its scores' metrics alone.
+    """All judges of a run's evaluations. Without any, an evaluation only has the metrics of its
+    scores.
 
     Its ranks load it together. `keep`, `begin` and `poll` are the first rank's.
     """
 
     def __init__(self, judges: Sequence[EvalJudge]):
         self._judges = judges
-        # By version, those that came while not all have; asked twice, the newer answer counts.
+        # By version: the completions of evaluations that are not whole. If two come for one place,
+        # the newer counts.
         self._kept: dict[int, dict[tuple[int, int], Evaluated]] = {}
         self._begun: dict[int, _Begun] = {}  # by version
 
@@ -134,7 +136,7 @@ class Judges:
 
     @property
     def oldest(self) -> int | None:
-        """The oldest version that some judge has not spoken of; None if there is none."""
+        """The oldest version that some judge has not judged yet; None if there is none."""
         return min(self._begun, default=None)
 
     @property
@@ -148,8 +150,8 @@ class Judges:
             self._kept.setdefault(answer.version, {})[answer.place] = answer
 
     def begin(self, version: int, metrics: Metrics) -> None:
-        """Have an evaluation judged, all completions of which were kept. metrics: what their scores
-        come to.
+        """Let the judges judge an evaluation, whose completions were all kept. metrics: those of
+        their scores.
         """
         kept = self._kept.pop(version, {})
         answers = [kept[place] for place in sorted(kept)]
@@ -158,8 +160,8 @@ class Judges:
             judge.begin(version, answers)
 
     def poll(self) -> list[tuple[int, dict[str, float | str | None]]]:
-        """Let judges do a piece of their work. Returns the versions of which all have spoken, with
-        all metrics.
+        """Let judges do a piece of their work. Return the versions that all have judged, with all
+        metrics.
         """
         if not self._begun:
             return []
@@ -185,10 +187,10 @@ class Judges:
 
 
 class Finding(Protocol):
-    """What a judge finds of the answers to one set."""
+    """What a judge finds about the completions of one set."""
 
     def metrics(self) -> Metrics:
-        """Return the columns of it, as those of the task's own prompts."""
+        """Return its columns, under the names for the task's own prompts."""
         raise NotImplementedError
 
 
@@ -198,13 +200,13 @@ Found = TypeVar("Found", bound=Finding)
 class FindsBySet(EvalJudge, Protocol[Found]):
     """A judge that judges each set of prompts by itself.
 
-    sets: whose prompts the answers are, one set after the other.
+    sets: the sets whose prompts are completed, one after the other.
     """
 
     sets: Sequence[EvalSet]
 
     def poll(self) -> list[tuple[int, Metrics]]:
-        """Return what is found of each version, each set under its own columns."""
+        """Return the findings about each version, each set under its own columns."""
         judged: list[tuple[int, Metrics]] = []
         for version, findings in self.findings():
             columns: dict[str, float | str | None] = {}
@@ -214,15 +216,15 @@ class FindsBySet(EvalJudge, Protocol[Found]):
         return judged
 
     def findings(self) -> list[tuple[int, list[Found]]]:
-        """Do a piece of the work. Returns what is found of each version that is judged with it, set
-        by set.
+        """Do a piece of the work. Return the findings about each version that it completes, set by
+        set.
         """
         raise NotImplementedError
 
 
 def find(judge: FindsBySet[Found], answers: Sequence[Evaluated]) -> list[Found]:
-    """Load a judge and have it judge the answers of one evaluation, set by set. Blocks, and closes
-    it.
+    """Load a judge, let it judge the completions of one evaluation, set by set, and close it.
+    Blocks.
     """
     judge.load()
     with closing(judge):
@@ -244,5 +246,5 @@ def spans_of(sets: Sequence[EvalSet]) -> list[tuple[int, int]]:
 
 
 def greedy_items(answers: Sequence[Evaluated]) -> list[Item]:
-    """Return the greedy answer to each prompt, in order."""
+    """Return the greedy completion of each prompt, in order."""
     return [answer.item for answer in answers if answer.completion.greedy]

@@ -1,11 +1,11 @@
-"""Logprobs of whole groups by a language model: of every completion token.
+"""Computes a language model's logprobs of every completion token of whole groups.
 
     submit(groups) --> work() --> next_done() --> (group, logprobs [T])
 
 Batched computes groups together, once they have come. Streamed reads their completions while these
-are sampled, so that their logprobs are there when they end. Completions are then read in pieces of
-chunk_tokens, so that a group's logprobs have the same bits whatever was heard of it before, and are
-those of Batched within rounding. Both run on all ranks of a site, and the first of them plans.
+are sampled, so that their logprobs are there when they end. It reads completions in pieces of
+chunk_tokens, so that a group's logprobs have the same bits whatever was read ahead, and equal those
+of Batched within rounding. Both run on all ranks of a site, and the first of them plans.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from llamarl.scoring.scorer import Site
 from llamarl.scoring.together import Call
 from llamarl.types import Group, Stretch
 
-# Completions that were read to their ends and whose groups have not come, for each slot of a cache:
-# of more, the oldest are forgotten and read anew.
+# Keep finished logprobs of this many completions per cache slot until their group comes; older ones
+# are dropped and computed again.
 _KEPT_A_SLOT = 16
 
 
 class GroupLogprobs(Protocol):
-    """Computes logprobs of groups; on the first rank."""
+    """Computes logprobs of groups. Used on the first rank."""
 
     @property
     def num_waiting(self) -> int:
-        """How many groups were submitted and not given back."""
+        """How many groups were submitted and not yet returned."""
 
     def hear(self, stretch: Stretch, prompt_ids: Tensor) -> None:
-        """Take note of what a completion of a prompt [P] has grown by."""
+        """Note new tokens of a completion of a prompt [P]."""
 
     def submit(self, groups: Sequence[Group]) -> None:
         """Take groups; does not block."""
@@ -50,16 +50,16 @@ class GroupLogprobs(Protocol):
         """Do a bounded piece of work, with all ranks. False if there was none."""
 
     def next_done(self) -> tuple[Group, Tensor] | None:
-        """Return the group that came first, with its logprobs [T], float32, nats; None while it
-        lacks some.
+        """Return the group that came first, with its logprobs [T], float32, nats; None while some
+        are missing.
         """
 
     def tensors(self) -> Iterator[Tensor]:
-        """Yield what it holds on the device besides the model."""
+        """Yield the tensors that it holds on the device, without the model."""
 
 
 class Batched:
-    """All groups that have come, at once."""
+    """Computes all groups that have come at once."""
 
     def __init__(self, model: ShardedReference, site: Site):
         self._model = model
@@ -73,7 +73,7 @@ class Batched:
         return len(self._waiting) + len(self._done)
 
     def hear(self, stretch: Stretch, prompt_ids: Tensor) -> None:
-        """Nothing is read ahead."""
+        """Do nothing, because nothing is read ahead."""
 
     def submit(self, groups: Sequence[Group]) -> None:
         self._waiting += groups
@@ -99,19 +99,19 @@ class Batched:
 
 @dataclass(frozen=True, slots=True)
 class _Waiting:
-    """A group that was submitted and not given back."""
+    """A group that was submitted and not yet returned."""
 
     group: Group
-    keys: tuple[Key, ...]  # of its completions that have tokens
+    keys: tuple[Key, ...]  # keys of its completions that have tokens
     came: float  # seconds
 
 
 class Streamed:
-    """Completions as they grow, and the rest of them once their groups have come.
+    """Reads completions as they grow, and the rest of them once their groups have come.
 
     Its metrics are reference/prefilled_early, the share of a group's tokens whose logprobs were
-    there as it came; reference/tail_s, from a group to its logprobs; and reference/evictions.
-    microbatch_tokens: of a pass, per rank.
+    known when it came; reference/tail_s, from a group to its logprobs; and reference/evictions.
+    microbatch_tokens: tokens of a pass, per rank.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class Streamed:
         self._stream_of(stretch.ticket).hear(stretch, prompt_ids)
 
     def submit(self, groups: Sequence[Group]) -> None:
-        """Have the completions of groups read to their ends."""
+        """Take groups, whose completions are then read to their ends."""
         for group in groups:
             stream = self._stream_of(group.ticket)
             keys = []
@@ -163,7 +163,7 @@ class Streamed:
             self._waiting.append(_Waiting(group, tuple(keys), time.monotonic()))
 
     def work(self) -> bool:
-        """Read a pass, of whole completions or else of what may be read ahead."""
+        """Read a pass: whole completions, or if there are none, what may be read ahead."""
         passes = [stream.next_pass(self._microbatch_tokens) for stream in self._streams]
         if not any(one.pieces for one in passes):
             return False
@@ -194,30 +194,30 @@ class Streamed:
 
 
 class StreamedLogprobs:
-    """The completions of one cache: what is read of each, and the logprobs that came of it.
+    """The completions of one cache: how far each is read, and its logprobs so far.
 
     A completion is read to its end once a stretch says that it has ended, or its group has come.
-    growing: plans for the cache, with a label at the end. most_kept: completions that were read to
-    their ends and that nobody has asked for.
+    growing: plans for the cache, with a label at the end. most_kept: how many finished completions
+    are kept that no group has asked for.
     """
 
     def __init__(self, growing: GrowingSequences, most_kept: int):
         self._growing = growing
         self._most_kept = most_kept
-        # Logprobs of each piece of unfinished sequences, by where in the sequence the piece begins.
+        # Logprobs of the pieces of unfinished sequences, by the place where the piece begins.
         self._parts: dict[Key, dict[int, Tensor]] = {}
-        self._whole: dict[Key, Tensor] = {}  # tokens [L] of what is being read to its end
-        self._wanted: set[Key] = set()  # by groups that have come
-        # Tokens and logprobs, [L] each, of what was read to its end: the newest last.
+        self._whole: dict[Key, Tensor] = {}  # tokens [L] of those being read to their ends
+        self._wanted: set[Key] = set()  # completions of groups that have come
+        # Tokens and logprobs, [L] each, of finished completions, the newest last.
         self._read: dict[Key, tuple[Tensor, Tensor]] = {}
 
     @property
     def num_held(self) -> int:
-        """How many completions it holds anything of."""
+        """How many completions it holds something about."""
         return len(self._parts.keys() | self._whole.keys() | self._read.keys())
 
     def hear(self, stretch: Stretch, prompt_ids: Tensor) -> None:
-        """Take note of what a completion has grown by, and whether it has ended."""
+        """Note new tokens of a completion, and whether it has ended."""
         key = (stretch.ticket, stretch.sample_index)
         if key in self._whole or key in self._read:
             return
@@ -230,7 +230,8 @@ class StreamedLogprobs:
         if token_ids is not None and is_whole:
             self._finish(key, prompt_ids, token_ids)
         if len(self._parts) > self._growing.num_known:
-            # Drop the parts of sequences that it has not heard of for long, and so has forgotten.
+            # Drop the parts of sequences that the plan has forgotten, because nothing was heard of
+            # them for long.
             self._parts = {
                 key: parts
                 for key, parts in self._parts.items()
@@ -238,15 +239,15 @@ class StreamedLogprobs:
             }
 
     def want(self, key: Key, prompt_ids: Tensor, token_ids: Tensor) -> int:
-        """Have the completion [L] of a group read to its end, if it is not, until `take`. Returns
-        of how many of its L >= 1 tokens the logprobs are there already.
+        """Want the completion [L] of a group, until `take`; it is read to its end if it is not yet.
+        Return how many of its L >= 1 tokens have logprobs already.
         """
         self._wanted.add(key)
         if key in self._read:
             of_these, _ = self._read[key]
             if torch.equal(of_these, token_ids):
                 return token_ids.numel()
-            del self._read[key]  # it was sampled anew, and otherwise
+            del self._read[key]  # it was sampled again, with other tokens
         if key in self._whole and not torch.equal(self._whole[key], token_ids):
             self._growing.forget(key)
             del self._whole[key]
@@ -255,17 +256,17 @@ class StreamedLogprobs:
         return self._growing.num_read(key)
 
     def next_pass(self, most_tokens: int) -> Pass:
-        """Return what is read next, to be told with `note`."""
+        """Return what is read next. `note` takes the result."""
         return self._growing.next_pass(most_tokens)
 
     def note(self, piece: Piece, logprobs: Tensor) -> None:
-        """Keep what a piece gave."""
+        """Keep the logprobs of a piece."""
         parts = self._parts.setdefault(piece.key, {})
         parts[piece.begin] = logprobs
         if not piece.is_last:
             return
         del self._parts[piece.key]
-        # What lies behind is of tokens that were then sampled anew.
+        # What lies behind belongs to tokens that were sampled again since.
         begins = sorted(begin for begin in parts if begin <= piece.begin)
         token_ids = self._whole.pop(piece.key)
         found = torch.cat([parts[begin] for begin in begins])

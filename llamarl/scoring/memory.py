@@ -2,11 +2,11 @@
 
     guard     Watch        looks every 10 to 250 ms at what the worker and its descendants hold
     worker    peak_bytes   tells after each call the most that the worker itself ever held
-    pool      Note         tells how much it was, once the worker has been ended for it
+    pool      Note         tells how much it was, after the worker was ended for it
 
-What counts is resident memory (RSS, as ps shows it), with the pages of mapped files that were
-read. Memory that is only mapped does not count: CUDA's libraries map gigabytes. A look may miss
-what a child of the worker holds for less than the time between two looks.
+Resident memory counts (RSS, as ps shows it), with the pages of mapped files that were read. Memory
+that is only mapped does not count, because CUDA's libraries map gigabytes. A look may miss memory
+that a child of the worker holds for less than the time between two looks.
 
 This needs Linux, as the guard does (worker.py). Elsewhere nothing limits memory. Standard library
 only, and nothing that takes long to import: the guard and the worker import it.
@@ -37,7 +37,7 @@ class Watch:
         while not held.is_too_much():
             select.select(sources, [], [], held.wait_s())
 
-    note: a descriptor, into which what is too much is written.
+    note: a descriptor; if too much is held, the amount is written there.
     """
 
     def __init__(self, worker: int, limit_bytes: int, note: int):
@@ -54,7 +54,7 @@ class Watch:
         return max(0.0, self._due - time.monotonic())
 
     def is_too_much(self) -> bool:
-        """Look, if it is time to. If they hold too much: write down how much, and return True."""
+        """Look, if it is time to. If they hold too much, write down how much, and return True."""
         if time.monotonic() < self._due:
             return False
         began_s = time.process_time()
@@ -77,8 +77,8 @@ class Watch:
         return False
 
     def check_peak(self) -> None:
-        """Write it down if the worker, which has ended, held more than it may at any time: then the
-        kernel may have ended it for that before a look did.
+        """Write it down if the worker, which has ended, ever held too much, because the kernel may
+        have ended it for that before a look did.
         """
         peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss << 10
         if peak > self._limit_bytes:
@@ -89,7 +89,8 @@ class Watch:
         sizes = {pid: _sizes(pid) for pid in self._family}
         resident = {}
         for pid, parent in self._family.items():
-            # Between vfork and exec a process uses its parent's memory, and so has its sizes.
+            # Between vfork and exec a process uses its parent's memory, so it shows its parent's
+            # sizes.
             if sizes[pid] != sizes.get(parent):
                 resident[pid] = sizes[pid][1] * _PAGE_BYTES
         return resident
@@ -99,7 +100,7 @@ class Watch:
         total = sum(resident.values())
         if total <= self._limit_bytes:
             return total
-        # Forked processes share most of their pages: the sum may count a page many times.
+        # Forked processes share most of their pages, so the sum may count a page many times.
         return sum(_own_share_bytes(pid, size) for pid, size in resident.items())
 
     def _find_family(self) -> None:
@@ -134,7 +135,7 @@ def be_first_to_go() -> None:
         with open("/proc/self/oom_score_adj", "w") as file:
             file.write("1000")
     except OSError:
-        pass  # it is a precaution beside the limit, and some containers do not allow it
+        pass  # some containers do not allow it, and it is only a precaution beside the limit
 
 
 class Note:
@@ -150,7 +151,7 @@ class Note:
         os.set_blocking(self._reader, False)
 
     def hand_over(self) -> None:
-        """Close the writer here: the process that was started with it has its own."""
+        """Close the writer here, because the process that was started with it has its own."""
         os.close(self.writer)
 
     def read(self) -> int | None:
@@ -172,8 +173,8 @@ def write_note(writer: int, held_bytes: int) -> None:
 
 
 def too_much(held_bytes: int, limit_mb: int, section: str) -> str:
-    """Return the reason why an item has no score. section: such as "reward." before the key's name,
-    or "" where the limit is no key.
+    """Return the reason why an item has no score. section: text before the key's name, such as
+    "reward."; "" if the limit is no key.
     """
     # Rounded up, so that failures of one kind have one text and are counted together.
     steps = -(-held_bytes // (ROUNDED_TO_MB << 20))
@@ -185,8 +186,8 @@ def too_much(held_bytes: int, limit_mb: int, section: str) -> str:
 
 
 def _sizes(pid: int) -> tuple[int, int, int]:
-    """Pages that a process has mapped, those that are resident, and of these those of files; zeros
-    for one that has ended.
+    """Return the pages that a process has mapped, the resident ones, and the resident ones of
+    files; zeros if it has ended.
     """
     try:
         with open(f"/proc/{pid}/statm") as file:
@@ -197,9 +198,9 @@ def _sizes(pid: int) -> tuple[int, int, int]:
 
 
 def _own_share_bytes(pid: int, resident_bytes: int) -> int:
-    """Resident bytes, where a page counts for a process by its share: half if two have it.
+    """Return resident bytes. A page that two processes share counts half for each.
 
-    Where the kernel does not say so: all of them.
+    If the kernel does not tell the shares, return all resident bytes.
     """
     try:
         with open(f"/proc/{pid}/smaps_rollup") as file:
@@ -213,7 +214,7 @@ def _own_share_bytes(pid: int, resident_bytes: int) -> int:
 
 
 def _parent(pid: int) -> int:
-    """0 for a process that has ended."""
+    """Return the parent's id; 0 for a process that has ended."""
     try:
         with open(f"/proc/{pid}/stat") as file:
             return int(file.read().rpartition(")")[2].split()[1])

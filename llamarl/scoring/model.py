@@ -1,12 +1,13 @@
-"""ModelScorer: a model that scores, over the ranks of its executor; whole, or while it is sampled.
+"""ModelScorer: a model that scores, over the ranks of its executor. It reads completions whole, or
+while they are sampled.
 
     submit --> release(a batch) --> rounds of whole completions -----+
     hear(stretch) --> read ahead --submit--> its last piece is read --+--> (score - shift) * scale
 
-A model computes a prompt once for all its completions, so it waits for the batch that they are in.
-With a stream it reads training completions while they are sampled. The score belongs to the
-completion, and is that of the whole: a stretch only says earlier what may be read. Held-out
-completions are scored whole, as their batch comes.
+A model computes a prompt once for all its completions, so it waits for their batch. With a stream
+it reads training completions while they are sampled. The score is always that of the whole
+completion, because a stretch only brings tokens earlier. Held-out completions are scored whole,
+when their batch comes.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ from llamarl.scoring.sharded import ScorerSettings, ShardedScorer
 from llamarl.scoring.together import Call
 from llamarl.types import Stretch
 
-Scores = list[tuple[int, float]]  # each with the key of its item
+Scores = list[tuple[int, float]]  # scores, each with its item's key
 
 
 class ModelScorer(Scorer):
-    """A model's scores.
+    """Scores items by a model.
 
     name: of the part of the reward that it is. stream: how it reads completions while they are
     sampled; None: it does not. Its metrics, for completions that are trained on:
@@ -42,8 +43,8 @@ class ModelScorer(Scorer):
     with a stream reward/prefilled_early, the share of a completion's tokens that were read before
     it came, reward/chunk_tokens and reward/evictions.
 
-    A step is as many scored completions as a step trains on: steps are timed here, for the search
-    of chunk_tokens, by how fast they follow each other.
+    For the search of chunk_tokens, steps are timed here: a step ends whenever as many completions
+    are scored as a step trains on.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class ModelScorer(Scorer):
         self._settings = settings
         self._site = site
         self._stream = stream
-        self._items: dict[int, Item] = {}  # those that have no score, by key
+        self._items: dict[int, Item] = {}  # items without a score yet, by key
         self._came: dict[int, float] = {}  # when each came
         self._errors: Outcomes = []
         self._has_read_ahead = False
@@ -96,8 +97,8 @@ class ModelScorer(Scorer):
         return self._has_read_ahead
 
     def submit(self, key: int, item: Item) -> None:
-        """Take one item. With a stream a training completion is read to its end; any other waits
-        for its batch.
+        """Take one item. With a stream a training completion is read to its end; any other item
+        waits for its batch.
         """
         self._items[key] = item
         self._came[key] = time.monotonic()
@@ -120,7 +121,9 @@ class ModelScorer(Scorer):
             self._growing.ahead.cache_of(ticket).forget((ticket, sample_index))
 
     def release(self, keys: Sequence[int]) -> None:
-        """Queue a batch, but for what is read as it grows, which may have its score already."""
+        """Queue a batch, except items that were read as they grew, which may have their scores
+        already.
+        """
         batch = {}
         for key in keys:
             item = self._items.get(key)
@@ -151,7 +154,7 @@ class ModelScorer(Scorer):
         return outcomes
 
     def wait(self, timeout_s: float) -> bool:
-        """`poll` has something to do while anything is pending."""
+        """Whether `poll` has something to do: it has while anything is pending."""
         return self.pending > 0
 
     def close(self) -> None:
@@ -164,7 +167,7 @@ class ModelScorer(Scorer):
                 self._growing.clear()
 
     def tensors(self) -> Iterator[Tensor]:
-        """Yield its weights and its cache."""
+        """Yield the model's weights and its cache."""
         for parameter in self.model.decoder.parameters():
             yield local(parameter)
         if self._growing is not None:
@@ -183,8 +186,9 @@ class ModelScorer(Scorer):
         return self._growing is not None and self._growing.is_streamed(item)
 
     def _work(self) -> tuple[Scores, int]:
-        """Score a round, or read a pass: the scores, and how many tokens were read. Completions
-        that have come first, in turn with rounds; else a round; else what may be read ahead.
+        """Score a round, or read a pass. Return the scores, and how many tokens were read. Streamed
+        completions that have come take turns with rounds; without any, a round is scored; without a
+        round, what may be read ahead.
         """
         growing = self._growing
         has_round = self._rounds.pending > 0
@@ -206,10 +210,10 @@ class ModelScorer(Scorer):
 
 
 class Rounds:
-    """Batches that wait for a model, and how many of them it scores at a time.
+    """Batches that wait for a model. It scores a round of them at a time.
 
-    context: tokens that the model reads at most. tokens_a_round: that fill a microbatch on each
-    rank. reproducible: batches are not computed together.
+    context: the most tokens that the model reads. tokens_a_round: tokens that fill a microbatch on
+    each rank. reproducible: batches are not computed together.
     """
 
     def __init__(
@@ -221,11 +225,11 @@ class Rounds:
         self._tokens_a_round = tokens_a_round
         self._reproducible = reproducible
         self._num_batches = 0
-        # (number of its batch, keys, what is asked), of one prompt each
+        # (number of its batch, keys, sequences), each of one prompt
         self._waiting: Queue[tuple[int, list[int], Asked]] = Queue()
 
     def put(self, batch: Mapping[int, Item]) -> Outcomes:
-        """Queue the items of a batch by their prompts. Returns the errors of those that are too
+        """Queue the items of a batch by their prompts. Return the errors of those that are too
         long, are empty or cannot be read.
         """
         errors: Outcomes = []
@@ -257,8 +261,8 @@ class Rounds:
         return errors
 
     def take(self) -> tuple[list[int], list[Asked]]:
-        """Return the keys of what is scored next, and what is asked: as much as fills a microbatch
-        on each rank. Where it must be reproducible, of one batch alone.
+        """Return the keys and the sequences that are scored next: as many as fill a microbatch on
+        each rank. If it must be reproducible, they are all of one batch.
         """
         first, _, _ = self._waiting.first
         keys: list[int] = []
@@ -290,21 +294,22 @@ class Rounds:
 
 
 class Growing:
-    """The training completions that a model reads as they grow, and the size of their pieces.
+    """The training completions that a model reads as they grow, and the search for the size of
+    pieces.
 
-    microbatch_tokens: of a pass, per rank.
+    microbatch_tokens: tokens of a pass, per rank.
     """
 
     def __init__(self, ahead: Ahead, settings: StreamSettings, microbatch_tokens: int):
         self.ahead = ahead
         self.round_is_due = False
         self._budget = microbatch_tokens
-        self._whole: dict[Key, int] = {}  # of the whole ones that are not read to their ends: keys
+        self._whole: dict[Key, int] = {}  # keys of whole ones that are not read to their ends
         self._search = ChunkSearch(settings.candidates) if settings.candidates else None
         self._a_step = settings.a_step
         self._num_scored = 0  # completions, so far
-        self._step_ends = settings.a_step  # at so many scored completions
-        self._step_began: float | None = None  # the first is not timed: it began with the run
+        self._step_ends = settings.a_step  # the number of scored completions that ends the step
+        self._step_began: float | None = None  # the first step is not timed
 
     @property
     def pending(self) -> int:
@@ -315,12 +320,12 @@ class Growing:
         return self.ahead.chunk_tokens
 
     def is_streamed(self, item: Item) -> bool:
-        """Whether it is read as it grows: of training, and no longer than the cache's rows."""
+        """Whether an item is read as it grows: if it is of training and fits the cache."""
         size = item.prompt.prompt_ids.numel() + item.sampled_ids.numel()
         return item.sample is not None and 0 < size <= self.ahead.longest
 
     def finish(self, key: int, item: Item) -> int:
-        """Have a completion read to its end. Returns how many of its tokens were read already."""
+        """Take a whole completion, to be read to its end. Return its tokens read already."""
         assert item.sample is not None, "is_streamed says so"
         ticket, _ = item.sample
         self._whole[item.sample] = key
@@ -328,7 +333,7 @@ class Growing:
         return growing.finish(item.sample, item.prompt.prompt_ids, item.sampled_ids)
 
     def read_pass(self) -> tuple[Scores, int]:
-        """Read a pass: the scores of completions that it ends, and how many tokens it read."""
+        """Read a pass. Return the scores of completions that end in it, and its tokens."""
         passes = [growing.next_pass(self._budget) for growing in self.ahead.caches]
         num_tokens = sum(one.num_tokens for one in passes)
         if not num_tokens:
@@ -345,7 +350,7 @@ class Growing:
         return scores, num_tokens
 
     def time_step(self) -> None:
-        """Take, at the end of a step, the size of pieces that the search says."""
+        """Take the size of pieces from the search, at the end of a step."""
         beyond = self._num_scored - self._step_ends
         if self._search is None or beyond < 0:
             return
@@ -375,6 +380,6 @@ class Growing:
 
 
 def asked_of(sequences: list[Tensor]) -> Asked:
-    """Return sequences as completions of what they all begin with."""
+    """Return sequences as completions of their common beginning."""
     shared = len(os.path.commonprefix([tokens.tolist() for tokens in sequences]))
     return Asked(sequences[0][:shared], tuple(tokens[shared:] for tokens in sequences))

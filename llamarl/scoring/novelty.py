@@ -4,14 +4,14 @@
                                   |
                                   +--a later step's group comes--> history
 
-The novelty reward of curiosity-driven red-teaming (Hong et al. 2024), which Lee et al. 2024 and TBA
-(arXiv 2503.18929, 5.2) give PPO to compare with; its part by embeddings.
+This is the part by embeddings of the novelty reward of curiosity-driven red-teaming (Hong et al.
+2024), which Lee et al. 2024 and TBA (arXiv 2503.18929, 5.2) add to PPO as a baseline.
 
-A step is as many tickets as one trains on. The history takes what came of earlier steps when the
-first group of a later one comes, in the order of its tickets, so that in step with the trainer a
-score depends on no arrival. A ticket that is scored again, as after a resume, is not compared with
-itself. Held-out completions are scored and never enter it. Of a victim's answers it is the attacks
-that are compared.
+A step has as many tickets as a training step. When the first group of a later step comes, the
+history takes the completions of earlier steps, in the order of their tickets, so that in a
+synchronous run a score does not depend on timing. A ticket that is scored again, as after a resume,
+is not compared with itself. Held-out completions are scored and never enter the history. With a
+victim the attacks are compared, not the replies.
 
 Shapes: N completions of a batch, M of the history, E numbers of a vector.
 """
@@ -40,9 +40,9 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class NoveltySettings:
-    """history: completions that are remembered, the newest. nearest: how many of them a completion
-    is compared with, the most similar ones; None: all, as Hong et al. do. groups_per_step: tickets
-    of a step.
+    """history: how many of the newest completions are remembered. nearest: how many of the most
+    similar of them a completion is compared with; None: all, as Hong et al. do. groups_per_step:
+    tickets of a step.
     """
 
     embedder: EmbedderSettings
@@ -53,7 +53,7 @@ class NoveltySettings:
 
 @dataclass(frozen=True, slots=True)
 class _Past:
-    """Training completions that were scored: ticket and sample_index of each, and its vector."""
+    """Training completions that were scored, each with ticket, sample_index and vector."""
 
     places_M2: Tensor  # int64
     units_ME: Tensor  # float32
@@ -91,12 +91,12 @@ class Novelty(Scorer):
         self._released: Queue[list[int]] = Queue()
         self._embedder: Embedder | None = None
         self._history: _Past | None = None  # oldest first
-        self._come: _Past | None = None  # of the newest step yet
-        self._step = 0  # the newest of which anything came
+        self._come: _Past | None = None  # completions of the newest step
+        self._step = 0  # the newest step of which a completion has come
 
     @property
     def pending(self) -> int:
-        """The number of items whose batch is whole and not scored."""
+        """The number of items whose batch is whole and not scored yet."""
         return sum(map(len, self._released))
 
     @property
@@ -124,7 +124,7 @@ class Novelty(Scorer):
         keys = self._released.take()
         assert self._embedder is not None, "poll comes after start"
         said = [self._items.pop(key).of_policy for key in keys]
-        items = list(dict.fromkeys(said))  # one attack has several answers
+        items = list(dict.fromkeys(said))  # one attack has several replies
         units_NE = unit(self._embedder.embed([item.text for item in items])).float()
         if not items[0].is_held_out:
             assert items[0].sample is not None, "a training completion is a ticket's"
@@ -135,7 +135,7 @@ class Novelty(Scorer):
         return [(key, Outcome("score", scores[item], "")) for key, item in zip(keys, said)]
 
     def wait(self, timeout_s: float) -> bool:
-        """`poll` has something to do as soon as a batch is whole."""
+        """Whether `poll` has something to do: it has as soon as a batch is whole."""
         return bool(self._released)
 
     def close(self) -> None:
@@ -144,8 +144,8 @@ class Novelty(Scorer):
         self._released.clear()
 
     def state_dict(self) -> State:
-        """Return what is remembered: places [M, 2] int64, tickets and sample_indices; units [M, E];
-        and whose vectors these are.
+        """Return the history: places [M, 2] int64 (ticket, sample_index), units [M, E], and the
+        name of the embedder.
         """
         past = _joined(self._history, self._come)
         if past is None or not len(past.places_M2):
@@ -153,11 +153,11 @@ class Novelty(Scorer):
         return {"places": past.places_M2, "units": past.units_ME, "embedder": self._embedder_name}
 
     def load_state_dict(self, state: Mapping[str, Tensor | str]) -> None:
-        """Go on with what was remembered; begin anew, with a warning, if another model embedded."""
+        """Go on with a saved history. Begin anew, with a warning, if another embedder made it."""
         if state.get("embedder") != self._embedder_name:
             log.warning(
-                "reward %s: the checkpoint remembers completions by vectors of %s, which those of "
-                "%s are not compared with: its history begins anew",
+                "reward %s: the checkpoint's history has vectors of %s, which cannot be compared "
+                "with those of %s, so the history begins anew",
                 self.name,
                 state.get("embedder"),
                 self._embedder_name,
@@ -177,7 +177,9 @@ class Novelty(Scorer):
         return self._settings.embedder.path
 
     def _begin(self, ticket: int) -> None:
-        """Forget what was said of a ticket before; with a later step the history takes the rest."""
+        """Forget earlier completions of a ticket. If it belongs to a later step, first move what
+        has come into the history.
+        """
         if self._history is not None:
             self._history = self._history.without(ticket)
         if self._come is not None:
@@ -190,7 +192,7 @@ class Novelty(Scorer):
             self._come = None
 
     def _novelty(self, units_NE: Tensor) -> Tensor:
-        """[N]: 1 - the mean cosine to the nearest; 1 without a history."""
+        """[N]: 1 - the mean cosine with the nearest; 1 without a history."""
         if self._history is None or not len(self._history.units_ME):
             return torch.ones(len(units_NE))
         cosines_NM = units_NE @ self._history.units_ME.T
@@ -200,7 +202,7 @@ class Novelty(Scorer):
         return 1 - cosines_NM.mean(1)
 
     def _remember(self, items: Sequence[Item], units_NE: Tensor) -> None:
-        """Note a group."""
+        """Remember a group."""
         if self._metrics is not None and len(items) > 1:
             distance = mean_pairwise_distance(units_NE)
             self._metrics.add_mean("diversity/cosine_distance", distance)

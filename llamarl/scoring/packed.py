@@ -28,23 +28,24 @@ from llamarl.models.scorer import scores_at
 class ScoreBatch:
     """A microbatch: segments end to end, as in PackedBatch, but with every completion's last token.
 
-    A prompt of one completion is one segment with it.
+    A prompt with a single completion is one segment together with it.
     """
 
     input_ids: Tensor  # [T] int64
     positions: Tensor  # [T] int64, from 0 at the start of each prompt
     cu_seqlens: Tensor  # [S+1] int64
-    parents: Tensor  # [S] int64, a completion's prompt; -1 for what continues nothing
+    parents: Tensor  # [S] int64, a completion's prompt; -1 for a segment that continues none
     rows: Tensor  # [N] int64 into T: the last token of each completion
-    places: Tensor  # [N] int64: where the completions are among all that were asked, end to end
+    places: Tensor  # [N] int64: places of the completions among all that were asked, end to end
 
 
 def pack_scored(asked: Sequence[Asked], *, budget_tokens: int) -> list[ScoreBatch]:
-    """Collate what is asked into microbatches of at most budget_tokens, on the CPU; equal input
-    gives equal output.
+    """Collate what is asked into microbatches of at most budget_tokens, on the CPU. Equal inputs
+    give equal outputs.
 
-    A prompt whose completions do not fit together is computed once in each microbatch that has some
-    of them; a sequence over the budget gets one of its own. ValueError for a budget without room.
+    If a prompt's completions do not fit one microbatch, each microbatch with some of them computes
+    the prompt once. A sequence over the budget gets a microbatch of its own. ValueError for a
+    budget without room.
     """
     parts: list[_Part] = []
     first = 0
@@ -92,7 +93,7 @@ class _Part:
 
 
 def _cut(asked: Asked, first: int, budget: int) -> list[_Part]:
-    """Cut what is asked of a prompt into parts of at most the budget, where that can be."""
+    """Cut the completions of a prompt into parts of at most the budget, as far as possible."""
     sizes = [completion.numel() for completion in asked.completions]
     cuts = [[i] for i in range(len(sizes))]
     room = budget - asked.prompt_ids.numel()

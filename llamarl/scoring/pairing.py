@@ -1,9 +1,9 @@
-"""PairMaker: prompts become preference pairs, in one process.
+"""PairMaker: makes preference pairs from prompts, in one process.
 
     prompts --engine--> completions --Scorer--> Outcomes --PairRule--> lines, Tally
        |--references--> candidates -|
 
-While a batch of prompts is scored the next one is sampled, so that a judge's time costs little.
+While one batch of prompts is scored, the next is sampled, so that waiting for a judge costs little.
 """
 
 from __future__ import annotations
@@ -25,36 +25,36 @@ from llamarl.tasks.base import PromptMaker
 from llamarl.tasks.special import text_ids
 from llamarl.types import Completion, Prompt
 
-STREAM = 3  # of the engine's samples; training has 0, evaluations have 1 and 2
-WAIT_S = 1.0  # between two looks at what is scored; every source ends each wait of its own
+STREAM = 3  # the engine's stream here; training has 0, evaluations have 1 and 2
+WAIT_S = 1.0  # between two looks at what is scored; every scorer limits its own waits
 
 
 @dataclass(slots=True)
 class _Answered:
-    """A prompt, and what may stand in its pairs."""
+    """A prompt, with the candidates for its pairs."""
 
     prompt: Prompt
     candidates: list[Candidate] = field(default_factory=list)
-    items: list[Item] = field(default_factory=list)  # what is scored, for each candidate
-    # For items that are scored together: the key of each by its candidate's place.
+    items: list[Item] = field(default_factory=list)  # the scored item of each candidate
+    # For each batch of items that are scored together: their keys by candidates' places.
     batches: list[dict[int, int]] = field(default_factory=list)
 
 
 @dataclass(slots=True)
 class _Batch:
-    """Prompts that are answered together, by number."""
+    """Prompts that are completed together, by number."""
 
     answered: dict[int, _Answered]
     tally: Tally
 
 
 class PairMaker:
-    """Samples completions of prompts, has them scored, and pairs them.
+    """Samples completions of prompts, lets a scorer score them, and pairs them.
 
-    engine: None: nothing is sampled. scorer: started, and nobody else's. sampling: its n is the
-    number of completions. prompt_of: of a number. references_of: a prompt's own answers, by key.
-    tokenizer: of the policy. RewardError when more than max_error_rate of what is scored are
-    errors.
+    engine: None: nothing is sampled. scorer: started, and used by nothing else. sampling: its n is
+    the number of completions. prompt_of: gives the prompt of a number. references_of: gives a row's
+    own answers, by key.
+    tokenizer: the policy's. RewardError if more than max_error_rate of the outcomes are errors.
     """
 
     def __init__(
@@ -83,10 +83,10 @@ class PairMaker:
         self._errors = ErrorRate(scorer.name, max_error_rate)
         self._keys = itertools.count()
         self._outcomes: dict[int, Outcome] = {}  # by key, until its batch is settled
-        self._counted: Counter[str] = Counter()  # of the source, in batches that are settled
+        self._counted: Counter[str] = Counter()  # the scorer's counts in settled batches
 
     def make(self, batches: Iterable[range]) -> Iterator[tuple[str, Tally]]:
-        """Yields the lines of each batch of prompts, in order, and what became of it."""
+        """Yield the lines of each batch of prompts, in order, with the counts of its outcomes."""
         scored: deque[_Batch] = deque()
         for numbers in batches:
             scored.append(self._answer(numbers))
@@ -96,7 +96,7 @@ class PairMaker:
             yield self._settle(scored.popleft())
 
     def _answer(self, numbers: range) -> _Batch:
-        """Sample the completions of prompts, and hand each prompt's to what scores."""
+        """Sample completions of prompts, and hand them to the scorer prompt by prompt."""
         batch = _Batch({}, Tally(prompts=len(numbers)))
         for number in numbers:
             batch.answered[number] = _Answered(self._prompt_of(number))
@@ -157,7 +157,7 @@ class PairMaker:
         self._add(answered, key, item, tally)
 
     def _add(self, answered: _Answered, origin: int | str, item: Item, tally: Tally) -> None:
-        """Make an item a candidate, unless it says nothing."""
+        """Make an item a candidate, unless its text is empty."""
         if not item.text.strip():
             tally.empty += 1
             return
@@ -168,7 +168,7 @@ class PairMaker:
         tally.longest = max(tally.longest, length)
 
     def _settle(self, batch: _Batch) -> tuple[str, Tally]:
-        """Return the lines of a batch, once all of it is scored."""
+        """Return the lines of a batch once all its items are scored."""
         wanted: set[int] = set()
         for answered in batch.answered.values():
             for keys in answered.batches:
@@ -185,7 +185,7 @@ class PairMaker:
         return "".join(lines), batch.tally
 
     def _rows(self, number: int, answered: _Answered, tally: Tally) -> list[dict[str, object]]:
-        """Return the pairs of a prompt."""
+        """Return the lines of a prompt's pairs."""
         rule = self._rule
         rows = []
         unscored: set[int] = set()
@@ -209,7 +209,7 @@ class PairMaker:
         return rows
 
     def _collect(self) -> None:
-        """Take what is scored. RewardError when too much of it are errors."""
+        """Take the outcomes that are known. RewardError if too many are errors."""
         outcomes = self._scorer.poll()
         for key, outcome in outcomes:
             self._errors.add(outcome)
@@ -218,7 +218,7 @@ class PairMaker:
             self._errors.check()
 
     def _count_orders(self, tally: Tally) -> None:
-        """Count what judges have compared since the last batch was settled."""
+        """Count the comparisons of judges since the last batch was settled."""
         counts = Counter(self._scorer.counts)
         since = counts - self._counted
         tally.compared = since["pairs"]

@@ -1,5 +1,5 @@
-"""Preference pairs of a prompt's completions: which two are compared, which of them is better, and
-the row that says so.
+"""Preference pairs of a prompt's completions: which two are compared, which is better, and the row
+for it.
 
     completions --batches--> what is scored together --pairs_of--> label --> Pair | why not
 
@@ -20,25 +20,25 @@ from typing import Literal
 
 from llamarl.words.choices import Pairing
 
-Turns = str | list[dict[str, str]]  # what a model reads of a prompt: a text, or messages
+Turns = str | list[dict[str, str]]  # a prompt as a model reads it: a text, or messages
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """An answer to a prompt that may stand in a pair."""
+    """A completion or an answer of the row, which may be in a pair."""
 
-    origin: int | str  # which sample it is; of the row's own answers, the key
+    origin: int | str  # a sample's number, or the key of the row's own answer
     text: str
-    token_ids: tuple[int, ...]  # of the text alone, by which a reward model knows it
+    token_ids: tuple[int, ...]  # the tokens of the text alone, as a reward model reads them
 
 
 @dataclass(frozen=True, slots=True)
 class PairRule:
-    """How pairs are made of scored candidates; a function of the seed and the prompt's number.
+    """Makes pairs from scored candidates. It is a function of the seed and the prompt's number.
 
-    compares: the source says which of two is better, and no number for one alone: where all pairs
-    are asked for, each is a question of its own. label_noise: the share of pairs, each drawn for
-    itself, whose sides are exchanged. margin_coef: of the scores' difference in a row's margin.
+    compares: the scorer says which of two is better and has no number for one alone, so with
+    pairing=all each pair is a question of its own. label_noise: the probability that the sides of a
+    pair are exchanged. margin_coef: the factor between the scores' difference and a row's margin.
     """
 
     pairing: Pairing
@@ -48,7 +48,7 @@ class PairRule:
     seed: int
 
     def batches(self, number: int, count: int) -> list[tuple[int, ...]]:
-        """Places of what is scored together, of `count` >= 2 candidates of prompt `number`."""
+        """Return the places of candidates that are scored together, of `count` >= 2."""
         places = range(count)
         if self.pairing == "random":
             drawn = self._draw("pair", number).sample(places, 2)
@@ -58,14 +58,12 @@ class PairRule:
         return [tuple(places)]
 
     def pairs_of(self, scores: Mapping[int, float]) -> list[tuple[int, int]]:
-        """Return which two of a batch are compared, by place. scores: by place; NaN: it has
-        none.
-        """
+        """Return which two of a batch are compared, by place. scores: by place; NaN: no score."""
         scored = [place for place, score in scores.items() if not math.isnan(score)]
         if len(scored) < 2:
             return []
         if self.pairing == "best_worst":
-            # Among equal scores the first is best and the last is worst.
+            # Among equal scores the first counts as best and the last as worst.
             best = max(scored, key=lambda place: scores[place])
             worst = min(reversed(scored), key=lambda place: scores[place])
             return [(best, worst)]
@@ -83,13 +81,13 @@ class PairRule:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Two answers, and what was said of them."""
+    """Two candidates, and the verdict about them."""
 
     chosen: Candidate
     rejected: Candidate
     chosen_score: float
     rejected_score: float
-    is_flipped: bool  # the one with the lower score is chosen
+    is_flipped: bool  # noise has exchanged the sides, so the lower score is chosen
 
     @property
     def difference(self) -> float:
@@ -103,7 +101,7 @@ NoPair = Literal["tie", "equal texts"]
 def label(
     one: Candidate, other: Candidate, scores: tuple[float, float], *, is_flipped: bool
 ) -> Pair | NoPair:
-    """Return the pair of two candidates with these scores, or why they make none."""
+    """Return the pair of two candidates with these scores, or the reason why they make none."""
     if one.token_ids == other.token_ids:
         return "equal texts"
     first, second = scores
@@ -116,7 +114,9 @@ def label(
 
 
 def row_of(pair: Pair, turns: Turns, *, number: int, margin_coef: float) -> dict[str, object]:
-    """Return a line of the file: what recipes/reward_model.py reads, and what one checks it by."""
+    """Return a line of the file: the keys that recipes/reward_model.py reads, and others to check
+    it by.
+    """
     return {
         "prompt": turns,
         "chosen": _side(pair.chosen.text, turns),
@@ -132,7 +132,7 @@ def row_of(pair: Pair, turns: Turns, *, number: int, margin_coef: float) -> dict
 
 
 def _side(text: str, turns: Turns) -> Turns:
-    """Return a side in the form of its prompt."""
+    """Return a side of a pair in the same form as its prompt."""
     if isinstance(turns, str):
         return text
     return [{"role": "assistant", "content": text}]
@@ -140,11 +140,11 @@ def _side(text: str, turns: Turns) -> Turns:
 
 @dataclass(slots=True)
 class Tally:
-    """Counts of what became of prompts, completions and pairs."""
+    """Counts of the outcomes of prompts, completions and pairs."""
 
     prompts: int = 0
     completions: int = 0  # sampled
-    cut: int = 0  # of those, by max_new_tokens
+    cut: int = 0  # those that max_new_tokens cut
     references: int = 0
     long_references: int = 0  # left out
     empty: int = 0  # left out
@@ -154,20 +154,20 @@ class Tally:
     ties: int = 0
     equal_texts: int = 0
     difference: float = 0.0  # of the scores, summed over pairs
-    longest: int = 0  # tokens of a prompt with its longer answer and the end token
+    longest: int = 0  # most tokens of a prompt with a candidate and the end token
     compared: int = 0  # pairs that a judge was asked about in both orders
-    order_ties: int = 0  # of those, whose verdicts followed the place
+    order_ties: int = 0  # those whose verdicts followed the place
     seconds: float = 0.0
 
     def add(self, other: Tally) -> None:
-        """Count what another counted."""
+        """Add the counts of another tally."""
         for field in fields(self):
             mine, theirs = getattr(self, field.name), getattr(other, field.name)
             whole = max(mine, theirs) if field.name == "longest" else mine + theirs
             setattr(self, field.name, whole)
 
     def enter(self, pair: Pair | NoPair) -> None:
-        """Count what became of two candidates."""
+        """Count the outcome of two candidates."""
         if pair == "tie":
             self.ties += 1
         elif pair == "equal texts":

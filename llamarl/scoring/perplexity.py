@@ -1,10 +1,10 @@
-"""Perplexity: how likely a language model finds the answers of an evaluation.
+"""Perplexity: how likely the completions of an evaluation are under a language model.
 
     greedy answers --a microbatch a rank--> base --logprobs--> Likelihood --> eval/perplexity
 
-It stands for the distance of a policy from the model that it began as. The model lies over the
-ranks of its site, as a reference does. A call reads one microbatch on each of them, so that
-training's completions are not held up by more.
+It measures how far a policy is from the model that it started from. The model lies over the ranks
+of its site, as a reference does. A call reads only one microbatch on each rank, so that completions
+of training are not held up for long.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from llamarl.scoring.scorer import Site
 from llamarl.scoring.together import Call
 from llamarl.tasks.held_out import EvalSet
 
-# What the ranks read at once: one microbatch for each data-parallel rank at most.
+# What the ranks read at once: at most one microbatch on each data-parallel rank.
 Microbatches = list[list[Asked]]
 
 
 @dataclass(frozen=True, slots=True)
 class PerplexitySettings:
-    """Which model reads the answers.
+    """Settings of the model that reads the completions.
 
     path: its Hugging Face directory; it has the policy's tokens. dtype: a name in torch.
-    microbatch_tokens: packed tokens a forward, per rank. sets: of whose prompts the answers are,
-    one set after the other.
+    microbatch_tokens: packed tokens a forward, per rank. sets: the sets whose prompts are
+    completed, one after the other.
     """
 
     path: str
@@ -50,16 +50,16 @@ class PerplexitySettings:
 
 @dataclass(frozen=True, slots=True)
 class Likelihood:
-    """How likely the model finds one answer to each of N prompts."""
+    """How likely one completion of each of N prompts is under the model."""
 
-    num_tokens_N: np.ndarray  # of the answers, with their end tokens
-    logprobs_N: np.ndarray  # nats of each whole answer
+    num_tokens_N: np.ndarray  # tokens of the completions, with end tokens
+    logprobs_N: np.ndarray  # nats of each whole completion
 
     @property
     def perplexity(self) -> float:
-        """exp of the mean negative log-probability of a token of the answers: how far a policy is
-        from the model that it began as. Async RLHF's code measures another thing by this name:
-        it divides by the prompt's tokens too, and takes the mean of each sample's exp.
+        """exp of the mean negative log-probability of a completion token. Async RLHF's code
+        measures another quantity under this name: it also divides by the prompt's tokens, and takes
+        the mean of each sample's exp.
         """
         return float(np.exp(-self.logprobs_N.sum() / self.num_tokens_N.sum()))
 
@@ -70,11 +70,11 @@ class Likelihood:
 
 @dataclass(eq=False, repr=False)
 class _Evaluation:
-    """A version's answers and what is known of them."""
+    """A version's completions, and their log-probabilities so far."""
 
     version: int
     answers: list[Asked]
-    unread: deque[list[int]]  # by microbatch, the numbers of those that were not read
+    unread: deque[list[int]]  # by microbatch: the numbers of completions that are not read yet
     logprobs_N: Tensor
 
 
@@ -98,7 +98,7 @@ class Perplexity(FindsBySet[Likelihood]):
         return bool(self._evaluations)
 
     def begin(self, version: int, answers: Sequence[Evaluated]) -> None:
-        """Take an evaluation. ValueError for a prompt or an answer without tokens."""
+        """Take an evaluation. ValueError for a prompt or a completion without tokens."""
         asked = []
         sizes = []
         for item in greedy_items(answers):
@@ -114,7 +114,7 @@ class Perplexity(FindsBySet[Likelihood]):
         self._evaluations.append(evaluation)
 
     def findings(self) -> list[tuple[int, list[Likelihood]]]:
-        """Read a microbatch on each rank. NotFinite for a log-probability that is no number."""
+        """Read a microbatch on each rank. NotFinite for a log-probability that is not finite."""
         if not self._evaluations:
             return []
         oldest = self._evaluations[0]
@@ -154,14 +154,14 @@ class Perplexity(FindsBySet[Likelihood]):
         if wrong.size:
             first = wrong[0]
             raise NotFinite(
-                f"eval.base={self._settings.path}: the log-probability of the answer of policy "
-                f"version {version} to held-out prompt {first} is {logprobs_N[first]}; "
-                "model.dtype=float32, or another eval.base"
+                f"eval.base={self._settings.path}: the log-probability of policy version "
+                f"{version}'s completion of held-out prompt {first} is {logprobs_N[first]}; try "
+                "model.dtype=float32 or another eval.base"
             )
 
     def _logprobs(self, microbatches: Microbatches) -> Tensor:
-        """Collective: return the log-probabilities [N] of the answers, microbatch after microbatch:
-        float64, nats, the same on all ranks, of which each computes its share.
+        """Collective: return the log-probabilities [N] of the completions, microbatch after
+        microbatch: float64, nats, the same on all ranks. Each rank computes its share.
         """
         group = self._site.group
         sizes = [len(asked) for asked in microbatches]
@@ -178,8 +178,8 @@ class Perplexity(FindsBySet[Likelihood]):
 
 
 def _to_words(microbatches: Microbatches) -> Tensor:
-    """Return microbatches as whole numbers, for other ranks: how many there are, how much each
-    asks, and all that is asked.
+    """Return microbatches as whole numbers, for other ranks: their count, the size of each, and
+    their contents.
     """
     sizes = [len(asked) for asked in microbatches]
     everything = list(chain.from_iterable(microbatches))

@@ -1,18 +1,18 @@
-"""Pieces of growing sequences, read by a decoder into a cache of its own (llamarl.scoring.growing
-says which).
+"""Reads pieces of growing sequences by a decoder into a cache of its own. llamarl.scoring.growing
+plans them.
 
     reader = PieceReader(decoder, ScoreHead(label=0), slots=32, max_len=1024, group=group,
                          one_by_one=False)
     values = reader.run([reading])        # a Pass for each data-parallel rank; on all ranks
 
-On a CPU the native pass reads all pieces of a rank together: a row's sums are in one order whatever
-lies beside it, so that what is read depends neither on how a sequence is cut nor on the others.
-Elsewhere the module reads them; with one_by_one a piece a forward, so that a sequence has the same
-bits whenever its pieces are read.
+On a CPU the native pass reads all pieces of a rank together. It sums a row in one order whatever
+lies beside it, so the result depends neither on how a sequence is cut nor on other sequences. On
+other devices the module reads them. With one_by_one it reads one piece in a forward, so that a
+sequence has the same bits whenever its pieces are read.
 
 LIMITS. The native pass keeps a second copy of the weights, laid out for it. A slot has max_len
-places, whatever its sequence fills. Where a model is sharded each pass gathers every weight, as
-each microbatch of whole sequences does, though it may have few tokens.
+places, however short its sequence is. If a model is sharded, each pass gathers every weight, even
+for few tokens.
 
 Shapes: T tokens, n tokens of a piece, D model, V rows of the head.
 """
@@ -36,17 +36,17 @@ from llamarl.models.build import Decoder
 from llamarl.models.fsdp import reshard
 from llamarl.scoring.growing import Pass, Piece
 
-_NUMBERS = 8  # that say what a piece is, but for its tokens
+_NUMBERS = 8  # numbers that describe a piece, without its tokens
 
 
 class PieceHead(Protocol):
     """A head on the hidden states of a piece."""
 
     def num_values(self, piece: Piece) -> int:
-        """Return how many numbers it gives of a piece; 0: the piece is read and no more."""
+        """Return how many values it gives for a piece; 0 if the piece is only read."""
 
     def __call__(self, hidden_nD: Tensor, weight_VD: Tensor, piece: Piece) -> Tensor:
-        """Return those numbers, float32. weight_VD: the decoder's output weight."""
+        """Return those values, float32. weight_VD: the decoder's output weight."""
 
 
 class ScoreHead:
@@ -65,16 +65,16 @@ class ScoreHead:
 
 class LogprobHead:
     """The logprobs of a completion's tokens in a piece, each predicted by the token before it:
-    float32, nats. Of sequences whose last token is a label (llamarl.scoring.growing).
+    float32, nats. For sequences whose last token is a label (llamarl.scoring.growing).
 
-    temperature: that logits are divided by.
+    temperature: divides the logits.
     """
 
     def __init__(self, temperature: float):
         self._temperature = temperature
 
     def num_values(self, piece: Piece) -> int:
-        predicted = piece.begin + piece.token_ids.numel() + 1  # tokens, those of the prompt too
+        predicted = piece.begin + piece.token_ids.numel() + 1  # tokens, with the prompt's
         return max(0, min(predicted - piece.prompt_size, piece.token_ids.numel()))
 
     def __call__(self, hidden_nD: Tensor, weight_VD: Tensor, piece: Piece) -> Tensor:
@@ -92,8 +92,8 @@ class LogprobHead:
 class PieceReader:
     """This rank's cache of `slots` rows, and the passes that fill it.
 
-    head: what is wanted of the pieces. group: the executor's ranks, whose data-parallel ranks have
-    a cache each. one_by_one: without native kernels a piece a forward.
+    head: computes the values of pieces. group: the executor's ranks; each of its data-parallel
+    ranks has a cache. one_by_one: without native kernels, read one piece in a forward.
     """
 
     def __init__(
@@ -117,8 +117,9 @@ class PieceReader:
 
     @torch.no_grad()
     def run(self, passes: Sequence[Pass]) -> list[Tensor]:
-        """Read a pass on each data-parallel rank; collective over all ranks. What the head gives of
-        each piece [num_values], of all passes in order, on the CPU: the same on all ranks.
+        """Collective over all ranks: read a pass on each data-parallel rank. Return the head's
+        values [num_values] for each piece of all passes, in order, on the CPU; the same on all
+        ranks.
         """
         if self.cache.device.type == "cpu":
             self.cache.reserve(self._slots, self.cache.max_len)
@@ -145,7 +146,7 @@ class PieceReader:
             self.cache.copy(places[:1], places[1:], length)
 
     def _read_all(self, own: Pass, most: int) -> list[Tensor]:
-        """Read this rank's pieces, of which another rank may have as many as `most`."""
+        """Read this rank's pieces. most: how many the rank with the most pieces has."""
         if self.native is not None:
             return self._read_natively(self.native, own.pieces) if own.pieces else []
         forwards = [own.pieces] if own.pieces else []
@@ -190,7 +191,9 @@ class PieceReader:
     def _values(
         self, pieces: Sequence[Piece], hidden_TD: Tensor, weight_VD: Tensor
     ) -> list[Tensor]:
-        """Return what the head gives for each piece, by itself: so it does not depend on others."""
+        """Return the head's values for each piece. Each is computed alone, so that it does not
+        depend on others.
+        """
         found = []
         begin = 0
         for piece in pieces:
@@ -202,8 +205,8 @@ class PieceReader:
         return found
 
     def _take_part(self) -> None:
-        """Run a forward of nothing, where others have more pieces: a sharded model needs all
-        ranks.
+        """Run an empty forward, because a sharded model needs all ranks while others have more
+        pieces.
         """
         zero = torch.zeros(1, dtype=torch.int64, device=self.cache.device)
         attention = PackedAttention(torch.tensor([0, 1], device=self.cache.device))
@@ -211,8 +214,8 @@ class PieceReader:
 
 
 def to_words(passes: Sequence[Pass]) -> Tensor:
-    """Passes as whole numbers [n] int64, for other ranks: for each how many copies and pieces it
-    has, what those are, then the tokens of all.
+    """Encode passes as whole numbers [n] int64, for other ranks: for each pass its counts of copies
+    and pieces and their descriptions, then all tokens.
     """
     numbers = [len(passes)]
     tokens = []

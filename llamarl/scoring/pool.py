@@ -5,31 +5,31 @@
 
 A call scores one item, or all of a prompt's that were released together, if the function takes them
 so (forms.py). A worker (worker.py) is a subprocess in a session of its own, with limits on memory
-and CPU time. It makes its calls in order and answers each as it completes. When one overruns
-`timeout_s` an item, it is killed with all that it started, and another worker starts; the items of
-that call alone are errors, the calls behind it go back to the head of the queue. The clock of a
-call starts when the call before it finished, by the worker's own time stamps, so that a pool that
-is polled rarely kills nobody early.
+and CPU time. It makes its calls in order and reports each as it completes. If a call takes longer
+than `timeout_s` an item, the worker is killed with all that it started, and another worker starts.
+Only the items of that call are errors; the calls behind it go back to the head of the queue. The
+clock of a call starts when the call before it finished, by the worker's own time stamps, so that a
+pool that is polled rarely kills no worker early.
 
-The first call of a worker may load what the function needs, and has a start's patience (calls.py:
-Patience). Where first calls are killed, on several prompts, and nothing was ever scored, `poll`
-raises RewardError.
+The first call of a worker may load what the function needs, so it may take as long as a start
+(calls.py: Patience). If first calls are killed on several prompts and nothing was ever scored,
+`poll` raises RewardError.
 
 An async function of one completion is called for up to BATCH at a time, side by side. The worker
-ends each that takes longer than `timeout_s`. One that does not let it, because it computes or
-blocks, is killed ASYNC_GRACE_S later; those side by side with it are then scored one at a time.
+ends each that takes longer than `timeout_s`. If one cannot be ended, because it computes or blocks,
+the worker is killed ASYNC_GRACE_S later, and the items beside it are then scored one at a time.
 
 What this protects from: exceptions, hangs (also in C code), NaN, exit, crashes, runaway memory,
 prints without end (worker.MAX_PRINTED_BYTES a worker), and processes that a call starts and leaves
 running: they are killed when the call ends, and when the worker or this process does, however that
 is. A process that is to serve many items is started while the module is imported.
 
-What it does not: it is no sandbox. A reward function, and code it runs, has this user's rights:
-files, network, signals. Processes survive that were started by one outside the worker (a service),
-that the kernel does not let die, or whose worker's guard is itself killed by SIGKILL; on other
-systems than Linux also those that leave the process group, and those of a killed rank. A function
-that looks for the worker's pipes can forge scores. Run completions that are programs in a sandbox
-of your own. Memory is bounded on Linux alone (memory.py).
+What this does not protect from: it is no sandbox. A reward function, and code that it runs, has
+this user's rights: files, network, signals. Some processes survive: those that a service outside
+the worker started, those that the kernel does not let die, and those whose worker's guard is killed
+by SIGKILL; on other systems than Linux also those that leave the process group, and those of a
+killed rank. A function that looks for the worker's pipes can forge scores. If completions are
+programs, run them in a sandbox of your own. Memory is bounded only on Linux (memory.py).
 """
 
 from __future__ import annotations
@@ -59,9 +59,10 @@ from llamarl.tasks.forms import Takes
 from llamarl.tasks.sampled import SAMPLED
 
 BATCH = 64  # calls in flight a worker
-BUSY_S = 3.0  # of calls that a worker is given ahead; two at least, BATCH at most
+BUSY_S = 3.0  # of calls that a worker gets ahead; at least two calls, at most BATCH
 MAX_FAILED_STARTS = 3  # in a row
-# Where llamarl is, for a worker whose parent found it in what was then the current directory.
+# The place of llamarl, for a worker whose parent found it by a current directory that has changed
+# since.
 _OUR_ROOT = str(Path(worker_script.__file__).resolve().parents[2])
 
 log = logging.getLogger(__name__)
@@ -104,7 +105,7 @@ class RewardPool(Scorer):
     ):
         self.name = fn
         self._fn_key = fn_key or f"{section}.fn"
-        self._prefix = "" if fn_key else f"{section}."  # of the limits' names
+        self._prefix = "" if fn_key else f"{section}."  # before the limits' names
         self._timeout_s = timeout_s
         self._memory_mb = memory_mb
         here = os.getcwd()
@@ -123,11 +124,11 @@ class RewardPool(Scorer):
         # What a call of the function scores; None until a worker has imported it.
         self._takes: Takes | None = None
         self._patience = Patience(timeout_s)
-        self._held: dict[int, TextItem] = {}  # of no call yet, by key
-        self._released: list[Sequence[int]] = []  # keys, while the form is not known
+        self._held: dict[int, TextItem] = {}  # items that are in no call yet, by key
+        self._released: list[Sequence[int]] = []  # keys released before the form was known
         self._queue: deque[Call] = deque()
         self._failed_starts = 0
-        self._call_s: float | None = None  # seconds that a call takes, of late
+        self._call_s: float | None = None  # seconds that recent calls took
         self._workers = [self._new_worker() for _ in range(num_workers)]
 
     def __enter__(self) -> RewardPool:
@@ -138,8 +139,8 @@ class RewardPool(Scorer):
 
     @property
     def pending(self) -> int:
-        """The number of items that were submitted and that `poll` has not returned; without those
-        that wait for the rest of their batch.
+        """The number of items that were submitted and that `poll` has not returned, not counting
+        those that wait for the rest of their batch.
         """
         calls = list(self._queue)
         for worker in self._workers:
@@ -149,7 +150,7 @@ class RewardPool(Scorer):
 
     @property
     def is_busy(self) -> bool:
-        """Whether each worker has calls for BUSY_S."""
+        """Whether every worker has calls for BUSY_S."""
         if self._call_s is None:
             ahead = BATCH
         else:
@@ -161,8 +162,8 @@ class RewardPool(Scorer):
         return num_calls >= ahead * len(self._workers)
 
     def submit(self, key: int, item: Item) -> None:
-        """Queue an item; `poll` starts it. Keys name items for the caller alone. TypeError if meta
-        is not JSON.
+        """Queue an item; `poll` starts it. The key is for the caller's use. TypeError if meta is
+        not JSON.
         """
         assert self._workers, "submit on a closed pool"
         row = dict(item.meta)
@@ -179,8 +180,8 @@ class RewardPool(Scorer):
             self._queue.append(self._call_for(key, text))
 
     def release(self, keys: Sequence[int]) -> None:
-        """Note that these items are all of a batch: a function that takes a prompt's completions
-        together is called with them now.
+        """Note that these items make a batch. A function that takes a prompt's completions together
+        is called with them now.
         """
         if self._takes is None:
             self._released.append(keys)
@@ -215,8 +216,8 @@ class RewardPool(Scorer):
         return bool(events) or time.monotonic() < until
 
     def start(self) -> None:
-        """Block until a worker has imported the function. ValueError, saying what is wrong with the
-        function, if none can.
+        """Block until a worker has imported the function. ValueError says what is wrong with the
+        function if none can.
         """
         assert not self.pending, "start comes before the first submit"
         while not any(worker.ready for worker in self._workers):
@@ -264,7 +265,7 @@ class RewardPool(Scorer):
                     return
 
     def _note_seconds(self, seconds: float) -> None:
-        """Note what a call took, by the worker's own time stamps: the newest count most."""
+        """Note the time of a call, by the worker's own time stamps. Newer calls count more."""
         if self._call_s is None:
             self._call_s = seconds
         self._call_s += 0.2 * (seconds - self._call_s)
@@ -282,9 +283,9 @@ class RewardPool(Scorer):
         return Outcome(kind, math.nan if value is None else value, reason)
 
     def _enter(self, worker: WorkerProcess, keys: list[int], finished_at: float) -> None:
-        """Take note that a worker has scored these items of its call, at this time."""
+        """Note that a worker has scored these items of its call, at this time."""
         call = worker.in_flight[0]
-        if not call.is_first:  # which may have loaded something
+        if not call.is_first:  # a first call may have loaded something
             self._note_seconds(finished_at - max(call.sent_at, worker.free_at))
         worker.free_at = finished_at
         self._failed_starts = 0
@@ -298,7 +299,7 @@ class RewardPool(Scorer):
             self._patience.note_return(finished_at - call.sent_at)
 
     def _learn(self, takes: Takes) -> None:
-        """Take from a worker what a call scores: what came before is queued now."""
+        """Learn from a worker what one call scores, and queue the items that came before."""
         if self._takes is not None:
             return
         self._takes = takes
@@ -311,7 +312,7 @@ class RewardPool(Scorer):
         self._released.clear()
 
     def _call_for(self, key: int, item: TextItem) -> Call:
-        """Make a call for one item, which others may join where several are scored side by side."""
+        """Make a call for one item. Others may join it if several are scored side by side."""
         return Call({key: item}, is_several=self._takes == "several")
 
     def _calls_of(self, keys: Sequence[int]) -> list[Call]:
@@ -333,13 +334,13 @@ class RewardPool(Scorer):
         has_died = worker.ended
         end = worker.kill()
         if not worker.astray:
-            # Its last words: the suspect may have finished meanwhile.
+            # Read its last output, because the call may have finished meanwhile.
             self._collect(worker, outcomes)
         what = f"the worker {end}" if has_died else None
         if worker.astray:
             what = (
-                "the worker sent an answer that is not its item's "
-                "(does the function fork, or write to its pipe?)"
+                "the worker sent an answer to another item; the function must not fork, nor "
+                "write to the worker's pipe"
             )
         held_bytes = worker.note.read()
         if held_bytes is not None:
@@ -359,7 +360,7 @@ class RewardPool(Scorer):
             if is_late and suspect.is_first:
                 self._count_first_kill(suspect)
             if len(suspect.items) > 1 and suspect.is_several:
-                # One of them is to blame, and nobody knows which: each is tried by itself.
+                # One of them is to blame, and it is not known which, so each is tried alone.
                 for key, item in reversed(suspect.items.items()):
                     worker.in_flight.appendleft(Call({key: item}, is_several=True, may_join=False))
             else:
@@ -372,7 +373,7 @@ class RewardPool(Scorer):
         return self._new_worker()
 
     def _count_first_kill(self, call: Call) -> None:
-        """Count a first call that was killed. RewardError if another one has no hope."""
+        """Count a first call that was killed. RewardError if another one would fail too."""
         patience = self._patience
         patience.note_kill(call)
         if patience.is_at_end:
@@ -390,7 +391,7 @@ class RewardPool(Scorer):
         return f"{top}, or raise {self._prefix}timeout_s" if self._prefix else top
 
     def _late(self, call: Call, *, count: int) -> str:
-        """Say why so many items of a call have no score."""
+        """Return why so many items of a call have no score."""
         limit = f"took longer than {self._prefix}timeout_s={self._timeout_s:g}"
         if count > 1:
             limit = f"{limit} for each of the {count} completions of a call"
@@ -416,8 +417,8 @@ class RewardPool(Scorer):
             worker.flush()
 
     def _next_calls(self, worker: WorkerProcess, share: int) -> list[Call]:
-        """Return what a worker gets now, out of the queue. share: calls that it may have, or items
-        side by side.
+        """Return the calls that a worker gets from the queue now. share: how many calls, or items
+        side by side, it may have.
         """
         if self._takes == "several":
             return [] if worker.in_flight else self._joined(share)
@@ -425,7 +426,7 @@ class RewardPool(Scorer):
         return [self._next_call() for _ in range(count)]
 
     def _next_call(self) -> Call:
-        """Return the next call out of the queue that is not put off, else the first."""
+        """Return the next call of the queue that is not put off; otherwise the first."""
         for place, call in enumerate(self._queue):
             if not self._patience.puts_off(call):
                 del self._queue[place]
@@ -433,9 +434,7 @@ class RewardPool(Scorer):
         return self._queue.popleft()
 
     def _joined(self, most: int) -> list[Call]:
-        """Return the next call for items that are scored side by side, at most so many; none where
-        nothing waits.
-        """
+        """Return the next call for at most so many items side by side; none if nothing waits."""
         if not self._queue:
             return []
         call = self._next_call()

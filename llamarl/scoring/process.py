@@ -18,21 +18,21 @@ from llamarl.scoring import worker as worker_script
 from llamarl.scoring.calls import START_S, Call
 from llamarl.scoring.memory import Note
 
-# For a worker whose output has ended to exit by itself, so that its own exit code is told.
+# Time for a worker whose output has ended to exit by itself, so that its own exit code is reported.
 EXIT_S = 0.5
-KILL_S = 5.0  # for a killed worker to be gone; one that the kernel holds is left to it
+KILL_S = 5.0  # for a killed worker to be gone; after that it is left to the kernel
 _READ_BYTES = 1 << 16
 
 log = logging.getLogger(__name__)
 
 
 class WorkerProcess:
-    """One subprocess and its pipes. Nothing here blocks, save for the end of a process that is
-    ending or killed.
+    """One subprocess and its pipes. Nothing here blocks, except waiting for the end of a process
+    that is ending or killed.
     """
 
     def __init__(self, fn: str, setup: str, bell: int):
-        # A worker is one core's work, and freed memory that an arena keeps counts as held.
+        # A worker uses one core, and freed memory that an arena keeps would count as held.
         few_threads = {"OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2"}
         self.note = Note()
         self._process = subprocess.Popen(
@@ -58,16 +58,16 @@ class WorkerProcess:
         os.set_blocking(self.stdin, False)
         self._received = b""
         self.in_flight: deque[Call] = deque()  # oldest first; the first is the one being scored
-        self.unsent: deque[Call] = deque()  # the last of these, which the pipe was too full for
+        self.unsent: deque[Call] = deque()  # the last of these, for which the pipe was too full
         self._num_written = 0  # bytes of the first unsent one that are in the pipe
         self.ready = False  # it has imported the function
-        self.ended = False  # its output has
-        self.astray = False  # it said what it was not asked; nothing more of it counts
-        self.is_fresh = True  # it was given no call yet
+        self.ended = False  # whether its output has ended
+        self.astray = False  # whether it sent what it was not asked; its output is then ignored
+        self.is_fresh = True  # whether it has got no call yet
         self.free_at = time.monotonic()  # when it started, was ready, or finished its last answer
 
     def send(self, call: Call) -> None:
-        """Give it a call to make, behind those that it has; `flush` writes it."""
+        """Queue a call for it, behind those that it has; `flush` writes it."""
         self.is_fresh = False
         self.in_flight.append(call)
         self.unsent.append(call)
@@ -82,7 +82,7 @@ class WorkerProcess:
                     self.unsent.popleft().sent_at = time.monotonic()
                     self._num_written = 0
         except (BlockingIOError, BrokenPipeError):
-            pass  # the pipe is full; or it died, which its closed output says to the reader
+            pass  # the pipe is full, or it died, which the reader notices
 
     def read(self) -> Iterator[Any]:
         """Yield the messages that have come, as JSON values, with None for a line that is no JSON.
@@ -103,7 +103,7 @@ class WorkerProcess:
                 yield message
 
     def current(self) -> Call | None:
-        """Return the call that is being made; None while the worker has none, or not all of it."""
+        """Return the call that is being made; None while the worker has no whole call."""
         if not self.in_flight:
             return None
         first = self.in_flight[0]
@@ -111,7 +111,7 @@ class WorkerProcess:
 
     @property
     def deadline(self) -> float:
-        """When it must have said something, by time.monotonic(); infinite while it owes nothing."""
+        """The time.monotonic() by which it must send something; infinite while it owes nothing."""
         if not self.ready:
             return self.free_at + START_S
         call = self.current()
@@ -120,7 +120,7 @@ class WorkerProcess:
         return max(call.sent_at, self.free_at) + call.limit_s
 
     def kill(self) -> str:
-        """End it and all that it started, within 2 KILL_S. Returns how the worker itself ended, in
+        """End it and all that it started, within 2 KILL_S. Return how the worker itself ended, in
         words.
         """
         lingers = False
@@ -133,7 +133,8 @@ class WorkerProcess:
         elif self.ended:
             time.sleep(EXIT_S)
         if code is None:
-            # Before it is reaped: until then its id, and so its group's, cannot be anybody else's.
+            # Before it is reaped, because until then no other process can have its id or its
+            # group's.
             os.killpg(self._process.pid, signal.SIGKILL)
             code = self._wait(KILL_S)
         self._commands.close()

@@ -2,9 +2,9 @@
 
     submit(attack with M replies) --M items--> a Scorer --M outcomes--> mean --> poll
 
-What scores sees each reply as a completion of the prompt that the attack is. So a function, a
-judge, a model, or parts of these may score it. An attack one of whose replies has no score has
-none. Novelty is that of the attack, which each of its replies names.
+The scorer sees each reply as a completion whose prompt is the attack. So any function, judge, model
+or sum of these can score it. If one of an attack's replies has no score, the attack has none.
+Novelty is the attack's, which each of its replies names.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from llamarl.types import Prompt, Replies
 
 @dataclass(frozen=True, slots=True)
 class ReplySettings:
-    """How replies are read, and when an attack counts as a success.
+    """Settings of how replies are read, and when an attack counts as a success.
 
-    decode: the text of the victim's tokens. threshold: an attack succeeds with a mean score above
-    it. decode_raw: their text with special tokens; None: there are none.
+    decode: gives the text of the victim's tokens. threshold: an attack succeeds with a mean score
+    above it. decode_raw: gives their text with special tokens; None: there are none.
     """
 
     decode: Callable[[list[int]], str]
@@ -35,8 +35,8 @@ class ReplySettings:
     decode_raw: Callable[[list[int]], str] | None = None
 
     def with_replies(self, attack: Item, answered: Replies) -> Item:
-        """Return an attack with the replies to it, each as a completion of the attack; or with the
-        outcome that it has without.
+        """Return an attack with its replies, each as a completion of the attack; or, without
+        replies, with its outcome.
         """
         if answered.outcome != "score":
             make = Outcome.error if answered.outcome == "error" else Outcome.abstain
@@ -56,14 +56,14 @@ class ReplySettings:
             replies.append(reply)
         known = None
         if not any(reply.text.strip() for reply in replies):
-            known = Outcome.error(f"the victim's {len(replies)} answers are empty")
+            known = Outcome.error(f"the victim's {len(replies)} replies are empty")
         return dataclasses.replace(attack, replies=tuple(replies), known=known)
 
 
 class ReplyMean(Scorer):
-    """Scores attacks by what scores their replies.
+    """Scores attacks by a scorer of their replies.
 
-    scorer: of the replies. metrics: gets reward/success, the share of trained-on attacks that
+    scorer: scores the replies. metrics: gets reward/success, the share of attacks in training that
     succeed.
     """
 
@@ -73,8 +73,8 @@ class ReplyMean(Scorer):
         self._settings = settings
         self._metrics = metrics
         self._keys = itertools.count()
-        self._owners: dict[int, int] = {}  # the attack of each reply that is being scored
-        # Outcomes of each attack's replies, by their keys, in order; None: not known yet.
+        self._owners: dict[int, int] = {}  # by key of a reply in scoring: its attack's key
+        # By attack: the outcomes of its replies, by their keys, in order; None: not known yet.
         self._said: dict[int, dict[int, Outcome | None]] = {}
         self._is_held_out: dict[int, bool] = {}
         self._done: deque[tuple[int, Outcome]] = deque()
@@ -99,7 +99,7 @@ class ReplyMean(Scorer):
         self._scorer.start()
 
     def submit(self, key: int, item: Item) -> None:
-        """Have the replies to an attack scored, unless its outcome is known without."""
+        """Submit the replies to an attack, unless its outcome is known without them."""
         self._is_held_out[key] = item.is_held_out
         if item.known is not None:
             self._done.append((key, item.known))
@@ -112,7 +112,7 @@ class ReplyMean(Scorer):
             self._scorer.submit(own, reply)
 
     def release(self, keys: Sequence[int]) -> None:
-        """Note that the replies to these attacks are a batch."""
+        """Note that the replies to these attacks make a batch."""
         batch: list[int] = []
         for key in keys:
             batch += self._said.get(key, {})
@@ -156,13 +156,13 @@ class ReplyMean(Scorer):
 
 
 def mean_outcome(outcomes: Sequence[Outcome]) -> Outcome:
-    """Return the mean score of replies; the first error, or else the first abstention, if any has
-    none.
+    """Return the mean score of replies. If one has no score, return the first error, otherwise the
+    first abstention.
     """
     for kind, make in (("error", Outcome.error), ("abstain", Outcome.abstain)):
         for number, outcome in enumerate(outcomes, start=1):
             if outcome.kind == kind:
-                return make(f"answer {number} of {len(outcomes)}: {outcome.reason}")
+                return make(f"reply {number} of {len(outcomes)}: {outcome.reason}")
     value = sum(outcome.value for outcome in outcomes) / len(outcomes)
     without_novelty = None
     if any(outcome.without_novelty is not None for outcome in outcomes):

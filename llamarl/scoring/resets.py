@@ -1,12 +1,11 @@
-"""Resets: the weights of a reference that becomes the policy as it was every so many steps
-(TBA, arXiv 2503.18929, section 6 and appendix D: rho).
+"""Resets: resets the weights of a reference to the policy's, every so many steps (TBA, arXiv
+2503.18929, section 6 and appendix D: rho).
 
     trainer --"reset" message: version v is sent--> due --> all ranks hold it --> swap
 
 Each rank gets its own shard of a version, and all swap it between the same two batches. A group
-whose newest token is of policy version g is scored by the reference of version g - g % every or
-later: until that one has come, it waits. So with max_lag=0 which version scores a group does not
-depend on timing.
+whose newest token is of policy version g waits for the reference of version g - g % every or later.
+So with max_lag=0 the version that scores a group does not depend on timing.
 """
 
 from __future__ import annotations
@@ -31,10 +30,10 @@ from llamarl.types import Group
 
 
 class Resets:
-    """One rank's end of that.
+    """One rank's end of the resets.
 
-    weights: where versions come in. every: steps. timeout_s: how long a checkpoint waits for a
-    version.
+    weights: the end where versions come in. every: steps between resets. timeout_s: how long a
+    checkpoint waits for a version.
     """
 
     def __init__(
@@ -52,8 +51,8 @@ class Resets:
         self._decoder = decoder
         self._every = every
         self._timeout_s = timeout_s
-        self._due: list[int] = []  # versions that the trainer says it has sent, oldest first
-        self._newest = math.inf  # no version beyond this may be swapped in now
+        self._due: list[int] = []  # versions that the trainer has announced, oldest first
+        self._newest = math.inf  # no version after this one may be swapped in now
         named = list(named_parameters_hf(decoder))
         self._shards = [Shard(name, p, held_box(decoder, name, p)) for name, p in named]
         self._weights = weights
@@ -61,8 +60,8 @@ class Resets:
         ranks.add("swap", Call(self._swap, is_ready=self._may_swap))
 
     def begin_step(self) -> None:
-        """Note that a version is to be made: a checkpoint that was asked for before must not hold
-        it.
+        """Note that the trainer begins a version, which a checkpoint that was asked for before must
+        not hold.
         """
         self._newest = -1 if self._executor.control.has("save") else math.inf
 
@@ -72,12 +71,12 @@ class Resets:
         return newest - newest % self._every
 
     def report(self) -> None:
-        """On another rank than the first: say which version is staged here."""
+        """On ranks other than the first: report which version is staged here."""
         self._ranks.lockstep.report(self._weights.staged)
 
     def swap_next(self) -> bool:
-        """First rank: let all swap the next version that the trainer has told of, if it has come to
-        all. Returns whether it had.
+        """On the first rank: let all swap the next version that the trainer has announced, if it
+        has come to all. Return whether it had.
         """
         if not self._may_swap() or self._ranks.lockstep.agreed(self._weights.staged) is None:
             return False
@@ -106,8 +105,8 @@ class Resets:
     # --- Checkpoints ---
 
     def before_checkpoint(self, step: int) -> None:
-        """Take in what was sent up to that step and is still on its way. TimedOut if it does not
-        come.
+        """Take in versions that were sent up to that step and are still on their way. TimedOut if
+        one does not come.
         """
         self._newest = step
         until = time.monotonic() + self._timeout_s
@@ -160,7 +159,7 @@ class Resets:
                     "new run from the checkpoint's hf/"
                 )
             self._executor.version = int(part["version"])
-        if self._executor.version:  # else it is what training started from, which is not saved
+        if self._executor.version:  # version 0 is what training started from, which is not saved
             shapes = parameter_shapes(self._decoder.config)
             load_shards(self._shards, parts, shapes=shapes, take=_load_shard)
 
@@ -170,5 +169,5 @@ def _load_shard(shard: Shard, part: Mapping, theirs: Box) -> None:
 
 
 def newest_version(group: Group) -> int:
-    """Return the newest policy version that sampled a token of a group; 0 if it has no tokens."""
+    """Return the newest policy version in a group's tokens; 0 without tokens."""
     return int(group.policy_versions.max()) if group.policy_versions.numel() else 0

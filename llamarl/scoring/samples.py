@@ -1,10 +1,10 @@
-"""Samples: what an evaluation's completions say and what they score, for people to read.
+"""Samples: writes an evaluation's completions and their scores to files, for people to read.
 
     held-out completions with their outcomes --> RUN_DIR/samples/step_N.jsonl
 
 One JSON object a line, as recipes/evaluate.py writes them (llamarl.scoring.evaluation.sample_row);
-`answers` are a victim's to the completion, and `success` is whether their mean score, novelty
-apart, is above victim.threshold.
+`answers` are a victim's replies to the completion, and `success` is whether their mean score,
+without novelty, is above victim.threshold.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ log = logging.getLogger(__name__)
 
 
 class Samples(EvalJudge):
-    """Writes evaluations to files of `folder`, one a version, and says nothing of them.
+    """Writes evaluations to files in `folder`, one for each version. It adds no metrics.
 
-    sets: what is asked. success_above: of an attack's score; None: there is no victim.
+    sets: the sets of held-out prompts. success_above: an attack succeeds with a score above it;
+    None: there is no victim.
     """
 
     def __init__(self, folder: Path, sets: Sequence[EvalSet], success_above: float | None):
@@ -39,7 +40,7 @@ class Samples(EvalJudge):
         self._begun.append((version, answers))
 
     def poll(self) -> list[tuple[int, Metrics]]:
-        """Write what was begun. Where that fails the run goes on without, warned once: nothing is
+        """Write what was begun. If that fails, warn once and let the run go on, because nothing is
         learned from it.
         """
         begun = self._begun

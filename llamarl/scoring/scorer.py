@@ -4,9 +4,8 @@
 
 A function in worker processes (pool.py), a judge behind a server (judge.py), an encoder
 (classifier.py), a model that scores (model.py), novelty (novelty.py), a victim's replies
-(replies.py) and a weighted sum of several (weighted.py) are Scorers. What makes one is a
-MakeScorer, which is given the Site that it runs at. tests/unit/test_scorer_contract.py holds each
-to what is said here.
+(replies.py) and a weighted sum of several (weighted.py) are Scorers. A MakeScorer makes one, given
+the Site where it runs. tests/unit/test_scorer_contract.py tests each against this contract.
 """
 
 from __future__ import annotations
@@ -34,63 +33,66 @@ class Outcome:
     kind: Literal["score", "abstain", "error"]
     value: float  # NaN unless kind is "score"
     reason: str  # why, for "abstain" and "error"
-    # The value without what is given for novelty; None: nothing is.
+    # The value without the part for novelty; None: there is no such part.
     without_novelty: float | None = None
 
     @property
     def achieved(self) -> float:
-        """The score that decides whether it succeeded: novelty is no success."""
+        """The score that decides whether it succeeded. Novelty does not count as success."""
         return self.value if self.without_novelty is None else self.without_novelty
 
     @classmethod
     def error(cls, reason: str) -> Outcome:
-        """Return what is said of an item that could not be scored, which is never a score of 0."""
+        """Return the outcome of an item that could not be scored. It is never a score of 0."""
         return cls("error", math.nan, reason)
 
     @classmethod
     def abstain(cls, reason: str) -> Outcome:
-        """Return what is said of an item that is to have no score."""
+        """Return the outcome of an item that should have no score."""
         return cls("abstain", math.nan, reason)
 
     @classmethod
     def score(cls, value: float, without_novelty: float | None = None) -> Outcome:
-        """Return a score, or the error that it is no finite number."""
+        """Return the outcome with a score; an error if the score is not finite."""
         if not math.isfinite(value):
             return cls.error(f"the score is {value}")
         return cls("score", value, "", without_novelty)
 
 
-Outcomes = list[tuple[int, Outcome]]  # each with the key under which its item was submitted
+Outcomes = list[tuple[int, Outcome]]  # outcomes, each with the key of its item
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Item:
-    """A completion to score, as tokens and as text. Two are never equal, whatever they hold."""
+    """A completion to score, as tokens and as text. Two items are never equal, even with equal
+    contents.
+    """
 
     prompt: Prompt
-    # [L] int64; ends with the stop token if it has ended by itself. None: only its text is known.
+    # [L] int64; ends with the stop token if the completion ended by itself. None: only the text is
+    # known.
     token_ids: Tensor | None
     text: str  # of token_ids, without special tokens
-    has_ended: bool  # by itself, and not for want of room
-    is_held_out: bool  # of an evaluation
+    has_ended: bool  # by itself rather than for lack of room
+    is_held_out: bool  # whether it belongs to an evaluation
     sample: tuple[int, int] | None = None  # ticket and sample_index of a training completion
-    attack: Item | None = None  # of a victim's reply: what it replies to
-    replies: tuple[Item, ...] = ()  # of an attack: the victim's, which are scored in its place
-    known: Outcome | None = None  # of an attack: its outcome, where no reply is to be scored
+    attack: Item | None = None  # for a victim's reply: the attack
+    replies: tuple[Item, ...] = ()  # for an attack: the replies, which are scored in its place
+    known: Outcome | None = None  # for an attack without replies to score: its outcome
     # The text of token ids with special tokens; None: there are none.
     decode_raw: Callable[[list[int]], str] | None = None
 
     @property
     def sampled_ids(self) -> Tensor:
-        """The token ids [L], where what scores needs them. ValueError where only text is known."""
+        """The token ids [L], for scorers that need them. ValueError if only the text is known."""
         if self.token_ids is None:
             raise ValueError(f"{self.text[:40]!r} is a text without token ids")
         return self.token_ids
 
     @property
     def meta(self) -> dict[str, object]:
-        """Return the meta of the prompt's row, with what was sampled. ValueError if a key of the
-        row is in the way.
+        """Return the meta of the prompt's row, with the sampled completion added. ValueError if the
+        row already has that key.
         """
         if self.token_ids is None:
             return self.prompt.reward_meta
@@ -102,12 +104,12 @@ class Item:
 
     @property
     def of_policy(self) -> Item:
-        """The item that the policy made: itself, or for a victim's reply the attack."""
+        """The item that the policy sampled: this one, or for a victim's reply the attack."""
         return self if self.attack is None else self.attack
 
 
 def text_item(prompt: str, completion: str, meta: dict[str, object]) -> Item:
-    """Return a completion of which only the text is known, for what reads texts."""
+    """Return an item with only a text, for scorers that read texts."""
     return Item(
         prompt=Prompt(torch.zeros(0, dtype=torch.int64), prompt, meta),
         token_ids=None,
@@ -119,11 +121,12 @@ def text_item(prompt: str, completion: str, meta: dict[str, object]) -> Item:
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """Where a scorer runs.
+    """The place where a scorer runs.
 
     group: the executor's ranks. together: calls that all of them make, begun by the first. metrics:
-    None: nobody asks. on_result: called, from any thread, when `poll` has something to do.
-    reproducible: what is computed together must not depend on what came when.
+    takes the scorer's metrics; None: they are dropped. on_result: to be called, from any thread,
+    when `poll` has something to do.
+    reproducible: what is computed together must not depend on timing.
     """
 
     group: ExecutorGroup
@@ -134,15 +137,15 @@ class Site:
 
 
 def site_alone(device: torch.device, *, on_result: Callable[[], None] = lambda: None) -> Site:
-    """Return the site of a scorer that one process has to itself, without metrics. What is computed
-    together does not depend on what came when.
+    """Return the site of a scorer that one process has to itself: without metrics, and
+    reproducible.
     """
     group = ExecutorGroup("alone", (0,), 0, device)
     return Site(group, Alone(), on_result=on_result, reproducible=True)
 
 
 class Scorer(Protocol):
-    """Scores items, many at a time and in any order, without blocking who asks.
+    """Scores items, many at a time and in any order, without blocking the caller.
 
         scorer = make_scorer(site)
         scorer.load()                  # on all ranks of the site; what follows, on the first alone
@@ -153,18 +156,18 @@ class Scorer(Protocol):
         scorer.poll()                  # [(0, Outcome.score(1.0))], or [] if it is not known yet
         scorer.close()
 
-    An item that cannot be scored is an Outcome of kind "error". What is wrong with the scorer
-    itself is raised by `load`, `start` or `poll`: ValueError for what the user gave, RewardError
-    where it cannot go on. It is stepped from one thread.
+    An item that cannot be scored gets an Outcome of kind "error". Errors of the scorer itself are
+    raised by `load`, `start` or `poll`: ValueError for what the user gave, RewardError if it cannot
+    go on. All calls come from one thread.
     """
 
-    name: str  # what messages call it, such as the function's import path
-    is_novelty: bool = False  # what it gives says nothing of success
+    name: str  # for messages, such as the function's import path
+    is_novelty: bool = False  # whether its scores do not measure success
 
     @property
     def pending(self) -> int:
-        """The number of items that are being scored: of those that wait for the rest of their
-        batch, none.
+        """The number of items that are being scored, not counting those that wait for the rest of
+        their batch.
         """
         raise NotImplementedError
 
@@ -175,14 +178,14 @@ class Scorer(Protocol):
 
     @property
     def is_busy(self) -> bool:
-        """Whether it has enough to do for a while. More may be submitted, but what is given later
-        can be chosen later: an evaluation goes before what waits (in_turn.py).
+        """Whether it has enough to do for a while. More may be submitted, but it is better to wait,
+        because an evaluation may come that should go first (in_turn.py).
         """
         return False
 
     @property
     def has_read_ahead(self) -> bool:
-        """Whether the last `poll` has read what was heard, though no outcome came of it."""
+        """Whether the last `poll` has read ahead, even if it brought no outcome."""
         return False
 
     @property
@@ -205,22 +208,23 @@ class Scorer(Protocol):
         raise NotImplementedError
 
     def hear(self, stretch: Stretch, prompt_ids: Tensor) -> None:
-        """Take note of what a completion of a prompt [P] has grown by, which may be read ahead."""
+        """Note new tokens of a running completion of a prompt [P], which may be read ahead."""
         return None
 
     def forget(self, ticket: int, sample_index: int) -> None:
-        """Drop what was heard of a completion: no score of it is wanted."""
+        """Drop what was read ahead of a completion, because no score of it is wanted."""
         return None
 
     def release(self, keys: Sequence[int]) -> None:
-        """Note that these items are all of a batch: completions of a ticket, or of an evaluation. A
-        scorer that compares those of one prompt begins with them.
+        """Note that these items make a batch: the completions of a ticket, or of an evaluation. A
+        scorer that compares completions of one prompt can now begin.
         """
         return None
 
     def poll(self) -> Outcomes:
-        """Return the outcomes that have become known since the last call, by key. The call is also
-        what gives the scorer time to work, in bounded pieces: call it until nothing is pending.
+        """Return the outcomes that have become known since the last call, by key. A scorer that
+        computes works only during this call, in bounded pieces, so call it until nothing is
+        pending.
         """
         raise NotImplementedError
 
@@ -233,26 +237,26 @@ class Scorer(Protocol):
         return None
 
     def tensors(self) -> Iterator[Tensor]:
-        """Yield what it holds on the device, which may leave it while others use that."""
+        """Yield the tensors that it holds on the device and that may leave while others use it."""
         yield from ()
 
     def state_dict(self) -> State:
-        """Return what a run that goes on would miss."""
+        """Return the state that a resumed run needs."""
         return {}
 
     def load_state_dict(self, state: Mapping) -> None:
-        """Go on from there."""
+        """Go on from a saved state."""
         return None
 
 
 MakeScorer = Callable[[Site], Scorer]
 
-Waiting = TypeVar("Waiting")  # a whole unit of work
+Waiting = TypeVar("Waiting")  # what waits: one unit of work
 
 
 class Queue(Generic[Waiting]):
-    """Holds what waits for its turn: units of evaluations come before all others, because rows of
-    metrics and the end of a run wait for them; among equals the first to come is first.
+    """Holds units that wait for their turn. Units of evaluations come before all others, because
+    rows of metrics and the end of a run wait for them. Among equals the order of arrival counts.
     """
 
     def __init__(self):
@@ -260,20 +264,20 @@ class Queue(Generic[Waiting]):
         self._others: deque[Waiting] = deque()
 
     def put(self, unit: Waiting, *, is_held_out: bool) -> None:
-        """Have one wait. is_held_out: it is of an evaluation."""
+        """Add a unit. is_held_out: whether it belongs to an evaluation."""
         (self._evaluations if is_held_out else self._others).append(unit)
 
     @property
     def first(self) -> Waiting:
-        """The one whose turn is next. IndexError if none waits."""
+        """The unit whose turn is next. IndexError if none waits."""
         return (self._evaluations or self._others)[0]
 
     def take(self) -> Waiting:
-        """Take that one out."""
+        """Remove the next unit and return it."""
         return (self._evaluations or self._others).popleft()
 
     def clear(self) -> None:
-        """Drop all."""
+        """Drop all units."""
         self._evaluations.clear()
         self._others.clear()
 
@@ -286,7 +290,7 @@ class Queue(Generic[Waiting]):
 
 def score_all(scorer: Scorer, items: Sequence[Item]) -> list[Outcome]:
     """Return the outcomes of items, in order, as one batch. Blocks; nothing else may be pending."""
-    assert not scorer.pending, "the items need the scorer to themselves"
+    assert not scorer.pending, "other items are pending"
     for key, item in enumerate(items):
         scorer.submit(key, item)
     scorer.release(range(len(items)))

@@ -19,11 +19,11 @@ from llamarl.scoring.transcript import Transcript
 
 @dataclass(frozen=True, slots=True)
 class ScorerSettings:
-    """A model that scores.
+    """Settings of a model that scores.
 
-    dtype: a name in torch. label: which of its scores. microbatch_tokens: packed tokens a forward,
-    per rank. A score becomes (score - shift) * scale. transcript: how it reads texts, where it has
-    another tokenizer than the policy; None: it reads the policy's tokens.
+    dtype: a name in torch. label: the number of the score to use. microbatch_tokens: packed tokens
+    a forward, per rank. A score becomes (score - shift) * scale. transcript: how it reads texts, if
+    its tokenizer is not the policy's; None: it reads the policy's tokens.
     """
 
     path: str
@@ -55,8 +55,8 @@ class ShardedScorer:
         return self.settings.microbatch_tokens * self._group.data_size
 
     def scores(self, asked: Sequence[Asked]) -> Tensor:
-        """Return the scores [N] of all completions that are asked of, in order, on the CPU; each
-        rank computes its share. The same on all of them.
+        """Return the scores [N] of all given completions, in order, on the CPU; the same on all
+        ranks. Each rank computes its share.
         """
         batches = pack_scored(asked, budget_tokens=self.settings.microbatch_tokens)
         scores_N = torch.zeros(sum(len(one.completions) for one in asked))

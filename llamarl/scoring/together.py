@@ -3,8 +3,8 @@
     first rank: call(name, value) --to_words----> broadcast --> run(value) --> what that returns
     the others: follow()          <--from_words-- broadcast --> run(value)
 
-What is collective in `run` keeps the ranks together. A scorer adds its calls when it is made, on
-every rank and in the same order; afterwards the first rank alone decides which is made next.
+Collectives in `run` keep the ranks together. A scorer adds its calls when it is made, on every rank
+and in the same order. Afterwards only the first rank decides which call is next.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ def _always() -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One kind of call.
+    """One kind of call that all ranks make.
 
-    run: this rank's share of it. to_words, from_words: a value as whole numbers [n] int64, which
-    are broadcast, and back; None: the value is JSON, and travels with the command. is_ready:
-    whether another rank than the first may make it now; the call waits until it may.
+    run: does this rank's share. to_words, from_words: turn a value into whole numbers [n] int64,
+    which are broadcast, and back; None: the value is JSON, and travels with the command. is_ready:
+    whether a rank other than the first may make the call now; it waits until it may.
     """
 
     run: Callable[[Any], Any]
@@ -41,17 +41,17 @@ class Call:
 
 
 class Together(Protocol):
-    """The ranks that a scorer runs on, as it sees them."""
+    """The part of its ranks that a scorer sees."""
 
     def add(self, name: str, call: Call) -> None:
-        """Let calls of this name be made. On every rank, before the first is."""
+        """Let calls of this name be made. Called on every rank, before the first such call."""
 
     def call(self, name: str, value: Any) -> Any:
         """On the first rank: have all ranks run it. Returns what `run` does here."""
 
 
 class Alone:
-    """The calls of a process that has nobody beside it."""
+    """The calls of a single process."""
 
     def __init__(self):
         self._calls: dict[str, Call] = {}
@@ -67,7 +67,7 @@ class Alone:
 
 
 class Apart:
-    """Calls among those of others, by names of their own. prefix: before each name."""
+    """Calls with names of their own among those of others. prefix: comes before each name."""
 
     def __init__(self, together: Together, prefix: str):
         self._together = together
@@ -83,7 +83,7 @@ class Apart:
 
 
 class Ranks:
-    """The calls of an executor's ranks. as_one: all of them act as one; else each by itself."""
+    """The calls of an executor's ranks. as_one: all act as one; otherwise each alone."""
 
     def __init__(self, executor: Executor, *, as_one: bool = True):
         self._executor = executor
@@ -91,11 +91,11 @@ class Ranks:
         self._as_one = as_one or executor.group.size == 1
         self.lockstep = Lockstep(executor.group, executor.control, as_one=as_one)
         self._calls: dict[str, Call] = {}
-        self._told: dict | None = None  # a command that is not ready yet
+        self._told: dict | None = None  # a command that has come and is not ready yet
 
     @property
     def follows(self) -> bool:
-        """Whether another rank than this one begins the calls."""
+        """Whether another rank begins the calls."""
         return self.lockstep.follows
 
     def add(self, name: str, call: Call) -> None:
@@ -119,7 +119,7 @@ class Ranks:
         return call.run(value)
 
     def follow(self) -> bool:
-        """On another rank than the first: make the call that is next. False if there is none."""
+        """On ranks other than the first: make the next call. False if there is none."""
         command = self._told or self.lockstep.next()
         self._told = None
         if command is None:

@@ -1,9 +1,9 @@
-"""A question and its answer as the tokens of another model's tokenizer.
+"""A prompt and its completion as tokens of another model's tokenizer.
 
     Transcript(tokenizer, chat=True, system_prompt=None).ids("12+34=", "46", has_ended=True)
 
-A scorer that has the policy's tokens reads those that were sampled. One that has not reads the text
-anew, in its own chat template.
+A scorer with the policy's tokenizer reads the sampled tokens. Any other scorer reads the text, in
+its own chat template.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from llamarl.types import Message
 
 
 class Transcript:
-    """Texts become token ids, as the turns of a user and of an assistant if `chat` is true and the
-    tokenizer has a template, else end to end.
+    """Turns texts into token ids: as turns of a user and an assistant if `chat` is true and the
+    tokenizer has a template, otherwise end to end.
 
-    The turns of a conversation are put to the template whatever `chat` is. Without a template it is
-    read as a reward function reads it (text_of), with the answer as its last turn. End to end, a
-    completion that has ended by itself is followed by the tokenizer's end token; a template closes
-    the assistant's turn in its own way.
+    A conversation always goes through the template. Without a template it is read as a reward
+    function reads it (text_of), with the completion as its last turn. End to end, the tokenizer's
+    end token follows a completion that ended by itself; a template closes the assistant's turn in
+    its own way.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, chat: bool, system_prompt: str | None):

@@ -1,4 +1,4 @@
-"""Tries a scorer before a run starts: on a few items, whose failures are told in words."""
+"""Tries a scorer on a few items before a run starts, and reports failures in words."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ def try_scorer(
     remedy: str = "correct what scores",
     must_score: bool = True,
 ) -> list[Outcome]:
-    """Return the outcomes of items by a scorer that is made for them alone: it is started and
-    closed. ValueError if it cannot be used, or if it fails on all of them in the same way. given:
-    the key and value that name it. remedy: what to do then. must_score: whether a failure on all of
-    them is told as an error; else the caller sees it in the outcomes.
+    """Return the outcomes of items by a scorer that is started and closed for them alone.
+    ValueError if it cannot be used, or if it fails on all of them in the same way. given: the key
+    and value that name it. remedy: what to do then. must_score: raise if it fails on all; otherwise
+    the caller sees that in the outcomes.
     """
     try:
         scorer.start()
         outcomes = score_all(scorer, items)
-    except RewardError as error:  # here it is the user's to correct, and nothing has started
+    except RewardError as error:  # the user can correct it, and nothing has started yet
         raise ValueError(str(error)) from error
     finally:
         scorer.close()
@@ -37,8 +37,8 @@ def try_scorer(
 
 
 def failure_of(outcome: Outcome) -> str | None:
-    """Return in what way an item failed: the first word of the reason, such as an exception's type.
-    None unless it is an error.
+    """Return how an item failed: the first word of the reason, such as an exception's type. None
+    unless it is an error.
     """
     if outcome.kind != "error":
         return None
@@ -47,6 +47,6 @@ def failure_of(outcome: Outcome) -> str | None:
 
 
 def commonest(reasons: Sequence[str]) -> str:
-    """Return the reason that is given most often; of several the one that came first."""
+    """Return the most frequent reason; among equals the one that came first."""
     ((reason, _),) = Counter(reasons).most_common(1)
     return reason

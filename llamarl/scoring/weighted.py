@@ -1,9 +1,9 @@
-"""Weighted: what several scorers say of a completion becomes one score.
+"""Weighted: makes one score of the scores of several scorers.
 
     submit, hear, forget, release --> each part --Outcome--> sum of weight * value --> poll
 
-An item that one part calls an error, or abstains from, has no score, whatever the others say of it.
-What novelty adds is told apart.
+If one part gives an error or abstains, the item has no score, whatever the other parts give. The
+part for novelty is also reported alone.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from llamarl.types import Stretch
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A part of a reward: a scorer, and what its scores are multiplied by."""
+    """A part of a reward: a scorer and the weight of its scores."""
 
     name: str
     make: MakeScorer
@@ -29,15 +29,15 @@ class Part:
 
 
 class Weighted(Scorer):
-    """Scores items by all parts. Its metrics are reward/NAME/mean, of what is trained on."""
+    """Scores items by all parts. Its metrics are reward/NAME/mean, over completions of training."""
 
     def __init__(self, parts: Sequence[Part], site: Site):
         self.name = " + ".join(part.name for part in parts)
         self._parts = parts
         self._metrics = site.metrics
         self.scorers: dict[str, Scorer] = {part.name: part.make(site) for part in parts}
-        self._is_held_out: dict[int, bool] = {}  # of those that some part has not spoken of
-        self._said: dict[int, dict[str, Outcome]] = {}  # of each of these, by part
+        self._is_held_out: dict[int, bool] = {}  # by key, for items that a part has not scored yet
+        self._said: dict[int, dict[str, Outcome]] = {}  # by key: the outcomes by part
         self._done: Outcomes = []
 
     @property
@@ -54,10 +54,10 @@ class Weighted(Scorer):
 
     @property
     def counts(self) -> Mapping[str, int]:
-        """What its parts have counted, together."""
+        """The sum of its parts' counts."""
         counts: Counter[str] = Counter()
         for scorer in self.scorers.values():
-            # A copy, made at one go: a judge's thread may be counting something new.
+            # Copy first, because a judge's thread may be adding a count.
             counts.update(dict(scorer.counts))
         return counts
 
@@ -88,7 +88,7 @@ class Weighted(Scorer):
             scorer.release(keys)
 
     def poll(self) -> Outcomes:
-        """Return the items that all parts have spoken of."""
+        """Return the items that all parts have scored."""
         for name, scorer in self.scorers.items():
             for key, outcome in scorer.poll():
                 self._enter(name, key, outcome)
@@ -97,7 +97,7 @@ class Weighted(Scorer):
         return done
 
     def wait(self, timeout_s: float) -> bool:
-        """Block until a part may have scored, where none computes here."""
+        """Block until a part may have scored, unless one computes on this thread."""
         if self.is_computing:
             return True
         waiting = [scorer for scorer in self.scorers.values() if scorer.pending]
@@ -112,7 +112,7 @@ class Weighted(Scorer):
             yield from scorer.tensors()
 
     def state_dict(self) -> State:
-        """Return what each part would miss, under its name."""
+        """Return each part's state, under its name."""
         state: dict[str, object] = {}
         for name, scorer in self.scorers.items():
             for key, value in scorer.state_dict().items():
@@ -124,14 +124,14 @@ class Weighted(Scorer):
             own = {}
             for key, value in state.items():
                 of_part, _, field = key.rpartition("/")
-                # Older checkpoints say of what kind the part is, too.
+                # Older checkpoints also hold the part's kind.
                 if of_part.removeprefix("novelty/") == name:
                     own[field] = value
             if own:
                 scorer.load_state_dict(own)
 
     def _enter(self, name: str, key: int, outcome: Outcome) -> None:
-        """Note what a part says of an item, which may be the last word on it."""
+        """Note a part's outcome for an item. It may be the last that is missing."""
         is_counted = outcome.kind == "score" and not self._is_held_out[key]
         if is_counted and self._metrics is not None:
             self._metrics.add_mean(f"reward/{name}/mean", outcome.value)
@@ -143,7 +143,7 @@ class Weighted(Scorer):
             self._done.append((key, self._sum(said)))
 
     def _sum(self, said: Mapping[str, Outcome]) -> Outcome:
-        """Return the outcome of all parts, which does not depend on who spoke first."""
+        """Return the outcome over all parts. It does not depend on which came first."""
         total = 0.0
         for_novelty = 0.0
         has_novelty = False

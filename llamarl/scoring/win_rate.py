@@ -1,12 +1,11 @@
-"""Win rates: how good completions are beside others of the same prompts, by the scores of a gold
-scorer.
+"""Win rates: compare completions with others of the same prompts, by the scores of a gold scorer.
 
     wins_N = wins(gold_N, against_N, same_N)            1 better, 0.5 as good, 0 worse
     share, low, high = win_rate(wins_N)                 over prompts, with its interval
     length_controlled(wins_N, longer_N)                 as it were if all pairs were equally long
 
-Shapes: N prompts, each with one answer and one that it is compared with. NaN stands for what could
-not be scored, and is in no figure.
+Shapes: N prompts, each with one completion and one that it is compared with. NaN means that there
+is no score; such pairs are in no figure.
 """
 
 from __future__ import annotations
@@ -37,8 +36,8 @@ class WinRate:
 
 
 def wins(gold_N: np.ndarray, against_N: np.ndarray, same_N: np.ndarray) -> np.ndarray:
-    """[N]: 1 where gold is greater than what it is against, 0.5 where they are equal, or the same
-    text, of which the scores may differ by rounding; NaN where one of them has no score.
+    """[N]: 1 where gold is greater than against, 0.5 where they are equal or the texts are the same
+    (scores of one text may differ by rounding), 0 otherwise; NaN where one of them has no score.
     """
     wins_N = (gold_N > against_N) + 0.5 * (gold_N == against_N)
     wins_N[same_N] = 0.5
@@ -53,9 +52,9 @@ def win_rate(wins_N: np.ndarray) -> WinRate | None:
 
         (p + z^2/2n ± z sqrt(p (1 - p)/n + z^2/4n^2)) / (1 + z^2/n)
 
-    It holds what it promises with few prompts and near 0 and 1 too, where a bootstrap's has no
-    width (Brown, Cai and DasGupta 2001). A tie makes wins vary less than p (1 - p) says, so that
-    with ties it is rather too wide.
+    The interval also holds with few prompts and near 0 and 1, where a bootstrap's has no width
+    (Brown, Cai and DasGupta 2001). Ties make wins vary less than p (1 - p), so with ties it is
+    rather too wide.
     """
     known = wins_N[~np.isnan(wins_N)]
     n = known.size
@@ -76,10 +75,10 @@ def length_controlled(wins_N: np.ndarray, longer_N: np.ndarray) -> float | None:
 
         P(win) = sigmoid(intercept + slope tanh(longer / deviation of longer)),   sigmoid(intercept)
 
-    longer_N: by how many tokens each answer is longer than what it is compared with. AlpacaEval's
-    third term, the difficulty of each instruction, is known from many models' answers alone and is
-    left out. Both weights have a normal prior instead of a penalty by cross-validation. None where
-    nothing tells length from quality: no pair, or all answers longer, or all shorter.
+    longer_N: by how many tokens each completion is longer than the other one. AlpacaEval's third
+    term, the difficulty of each instruction, needs completions of many models and is left out. Both
+    weights have a normal prior instead of a penalty by cross-validation. None if length and quality
+    cannot be told apart: without a pair, or if all completions are longer, or all shorter.
     """
     known = ~np.isnan(wins_N)
     length_N = scaled_lengths(longer_N[known])
@@ -149,18 +148,18 @@ def sigmoid(x: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """The judgement of a gold scorer, and of the model that the policy began as, on one completion
-    of each of N prompts. What was not asked for is None.
+    """The judgement of a gold scorer, and of the model that the policy started from, on one
+    completion of each of N prompts. Fields that were not asked for are None.
     """
 
-    num_tokens_N: np.ndarray  # of the answers, with their end tokens
-    gold_N: np.ndarray  # NaN where there is no score
+    num_tokens_N: np.ndarray  # tokens of the completions, with end tokens
+    gold_N: np.ndarray  # NaN without a score
     against_N: np.ndarray | None = None  # the scores of what they are compared with
     against_tokens_N: np.ndarray | None = None
     same_N: np.ndarray | None = None  # bool: the two texts are equal
 
     def part(self, begin: int, end: int) -> Judged:
-        """Return what it says of the answers from `begin` on and before `end`."""
+        """Return the judgement on the completions from `begin` on and before `end`."""
 
         def cut(values_N: np.ndarray | None) -> np.ndarray | None:
             return None if values_N is None else values_N[begin:end]
@@ -182,12 +181,12 @@ class Judged:
 
     @property
     def longer_N(self) -> np.ndarray:
-        """By how many tokens each completion is longer than what it is compared with."""
+        """By how many tokens each completion is longer than the other one."""
         assert self.against_tokens_N is not None, "these answers are compared with none"
         return self.num_tokens_N - self.against_tokens_N
 
     def metrics(self) -> dict[str, float | None]:
-        """Return the columns eval/...; None where nothing could be scored or compared."""
+        """Return the columns eval/...; None if nothing could be scored or compared."""
         found: dict[str, float | None] = {
             "eval/gold": _mean(self.gold_N),
             "eval/gold_masked": int(np.isnan(self.gold_N).sum()),

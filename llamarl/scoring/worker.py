@@ -47,12 +47,12 @@ from typing import TYPE_CHECKING, BinaryIO
 if TYPE_CHECKING:
     from llamarl.scoring.memory import Watch
 
-# Results of a full batch of items then fit into a pipe, so that none waits for its reader.
+# So results of a full batch of items fit into a pipe, and none waits for its reader.
 MAX_REASON_BYTES = 400
 MAX_PRINTED_BYTES = 1 << 16  # by a worker, to stderr
 SHOWN_FRAMES = 3  # of a traceback, and of each line of it
 SHOWN_COLUMNS = 80
-SWEEP_S = 0.5  # for killed processes to end; one that the kernel holds is left to it
+SWEEP_S = 0.5  # for killed processes to end; after that they are left to the kernel
 GUARDED = sys.platform == "linux"
 _OUR_ROOT = str(Path(__file__).resolve().parents[2])  # where llamarl is
 # prctl's options, by Linux's numbers.
@@ -62,7 +62,7 @@ _HEARD = (signal.SIGCHLD, signal.SIGTERM)  # by the guard
 
 Call = Callable[[list[str], list[str], list[dict]], list]  # forms.py
 CallOne = Callable[[str, str, dict], object]  # what it returns is to be awaited
-# What became of one item: the kind of its Outcome ("score", "abstain" or "error"), or "late", which
+# The verdict on one item: the kind of its Outcome ("score", "abstain" or "error"), or "late", which
 # is an error whose reason the pool knows; the score, None unless there is one; and why there is
 # none.
 Verdict = tuple[str, float | None, str]
@@ -90,13 +90,13 @@ def main(path: str, setup: dict, note: int) -> None:
 
     def send(message: list) -> None:
         if os.getpid() != own:
-            os._exit(0)  # the user's code forked and came back twice; the original answers
+            os._exit(0)  # the user's code forked and both returned; the original process answers
         results.write(json.dumps(message, ensure_ascii=False).encode() + b"\n")
         results.flush()
         try:
             os.write(bell, b".")
         except BlockingIOError:
-            pass  # it is full of rings that were not heard yet; one more says nothing new
+            pass  # it is full of rings that were not heard yet, so one more is not needed
 
     try:
         function = resolve(path)
@@ -146,8 +146,8 @@ def score(
     *,
     traced: bool = False,
 ) -> list[Verdict]:
-    """Return the verdicts on the items of one call. Only a finite number is a score. traced: what
-    is raised is told with its innermost lines.
+    """Return the verdicts on the items of one call. Only a finite number is a score. traced: report
+    exceptions with their innermost lines.
     """
     try:
         return [_verdict(value) for value in call(prompts, completions, metas)]
@@ -272,7 +272,7 @@ def _short(reason: str) -> str:
 
 
 def _private_pipes() -> tuple[BinaryIO, BinaryIO]:
-    """Standard input and output, moved to descriptors that children do not inherit."""
+    """Move standard input and output to descriptors that children do not inherit."""
     commands = os.fdopen(os.dup(0), "rb")
     results = os.fdopen(os.dup(1), "wb")
     nothing = os.open(os.devnull, os.O_RDONLY)
@@ -283,8 +283,8 @@ def _private_pipes() -> tuple[BinaryIO, BinaryIO]:
 
 
 def _end_if_over(memory_bytes: int, note: int) -> None:
-    """End this worker if it ever held more, however short that was: what becomes of an item does
-    not depend on when its guard looked.
+    """End this worker if it ever held more, however shortly, because an item's outcome must not
+    depend on when its guard looked.
     """
     if not GUARDED:
         return
@@ -339,7 +339,7 @@ class _Prints:
             while shown:
                 shown = shown[os.write(2, shown) :]
         except OSError:
-            self._left = 0  # nobody reads stderr any more, which is no reason to end
+            self._left = 0  # nobody reads stderr any more; go on without it
         return bool(text)
 
 
@@ -373,7 +373,7 @@ def _guard(parent: int, pipes: list[int], memory_bytes: int, note: int) -> None:
     os.setsid()
     _set_for_process(_PR_SET_PDEATHSIG, signal.SIGKILL)
     _set_for_process(_PR_SET_CHILD_SUBREAPER, 1)
-    if os.getppid() != guard:  # it died before the call
+    if os.getppid() != guard:  # the guard died before the call
         os._exit(1)
     be_first_to_go()
     os.dup2(prints, 1)
@@ -402,7 +402,7 @@ def _watch(worker: int, parent: int, signals: int, prints: _Prints, held: Watch)
     if status is None:
         try:
             os.killpg(worker, signal.SIGKILL)
-        except ProcessLookupError:  # it has not made its session yet
+        except ProcessLookupError:  # the worker has not made its session yet
             os.kill(worker, signal.SIGKILL)
     kill_children()
     prints.pass_on()
@@ -444,7 +444,7 @@ def kill_children(but: frozenset[int] = frozenset()) -> None:
                 os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, os.WNOHANG)
             except (ProcessLookupError, ChildProcessError):
-                pass  # the user's code has reaped it meanwhile
+                pass  # the user's code has reaped the child meanwhile
         time.sleep(0.001)
         strays = _children() - but
 
@@ -468,7 +468,7 @@ def _children() -> frozenset[int]:
     for entry in filter(str.isdecimal, os.listdir("/proc")):
         try:
             fields = Path("/proc", entry, "stat").read_text().rpartition(")")[2].split()
-        except OSError:  # it has ended
+        except OSError:  # the process has ended
             continue
         if int(fields[1]) == own:
             found.add(int(entry))

@@ -168,7 +168,7 @@ def test_what_was_not_asked_has_the_outcome_that_it_came_with():
     )
     assert (outcomes[0].kind, outcomes[0].reason) == ("error", "too long")
     assert (outcomes[1].kind, outcomes[1].reason) == ("abstain", "empty")
-    assert (outcomes[2].kind, outcomes[2].reason) == ("error", "the victim's 2 answers are empty")
+    assert (outcomes[2].kind, outcomes[2].reason) == ("error", "the victim's 2 replies are empty")
     assert source.seen == []
 
 
@@ -237,5 +237,5 @@ def test_a_victim_that_answers_nothing_ends_the_run(build_with_victim):
         reward.inputs.of(Answered).records += [
             answered("", "", ticket=ticket, sample=sample) for sample in range(2)
         ]
-    with pytest.raises(RewardError, match="the victim's 2 answers are empty"):
+    with pytest.raises(RewardError, match="the victim's 2 replies are empty"):
         step_until(reward, partial(bool, False))

@@ -101,7 +101,7 @@ def test_what_has_no_score_is_masked_on_either_side(caplog):
     assert said.wins_N[[0, 2]].tolist() == [1, 0.5] and np.isnan(said.wins_N[[1, 3]]).all()
     assert said.metrics()["eval/gold_masked"] == 1
     assert "1 of 4 reference answers have no score: it broke" in caplog.text
-    assert "1 of 4 answers of policy version 0 have no score: nothing to say" in caplog.text
+    assert "1 of 4 completions of policy version 0 have no score: nothing to say" in caplog.text
 
 
 def test_references_are_scored_once_and_evaluations_judged_in_order():

@@ -108,7 +108,9 @@ def test_a_log_probability_that_is_no_number_ends_the_run(monkeypatch):
     monkeypatch.setattr(perplexity_module, "completion_logprobs", lambda *_: nan)
     judge = make(microbatch_tokens=100)
     judge.begin(7, ANSWERS)
-    with pytest.raises(NotFinite, match="policy version 7 to held-out prompt 0 is nan"):
+    with pytest.raises(
+        NotFinite, match="policy version 7's completion of held-out prompt 0 is nan"
+    ):
         judge.poll()
 
 

@@ -116,7 +116,7 @@ def test_a_victim_that_often_says_nothing_ends_the_run_with_the_reason(tmp_path)
     with red_team(*asked, "reward.max_error_rate=0.01", run_dir=tmp_path / "run") as job:
         assert job.wait() == EXIT_FAILED, job.output
     assert "above reward.max_error_rate=0.01" in job.output
-    assert "the victim's 4 answers are empty" in job.output
+    assert "the victim's 4 replies are empty" in job.output
 
 
 @pytest.mark.slow

@@ -175,7 +175,7 @@ def test_what_is_no_encoder_or_reads_too_little_is_refused(directory, tmp_path):
     with pytest.raises(ValueError, match="it reads 40 tokens, fewer than max_tokens=41"):
         check_encoder(directory, "odd", 41)
     write_scorer(tmp_path / "decoder")
-    with pytest.raises(ValueError, match="reward=model scores with it"):
+    with pytest.raises(ValueError, match="reads from left to right; use reward=model"):
         check_encoder(tmp_path / "decoder", None, 32)
     with pytest.raises(ValueError, match="no classifier that transformers has"):
         check_encoder(tiny_directory(), None, 32)
