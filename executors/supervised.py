@@ -115,6 +115,9 @@ class SupervisedTrainer(Executor):
             self._answers = self.make_answers()
 
     def step(self) -> bool:
+        """Evaluate, or make one update on the next examples, or save and end. Return whether
+        anything was done.
+        """
         if self.done:
             return False
         stopping = self._update.ranks.any(self.control.stopping)
@@ -129,6 +132,7 @@ class SupervisedTrainer(Executor):
         return True
 
     def waiting_for(self) -> str | None:
+        """Return None, because it holds its examples."""
         return None  # it holds its examples, so it never waits
 
     def _is_to_evaluate(self) -> bool:
@@ -170,6 +174,7 @@ class SupervisedTrainer(Executor):
         self._is_good_enough = self.ends_run(reward)
 
     def teardown(self) -> None:
+        """Close what completes held-out prompts, if there is anything."""
         if self._answers is not None:
             self._answers.close()
 

@@ -178,6 +178,7 @@ class ExecutorController:
 
     @property
     def is_leader(self) -> bool:
+        """Whether this rank leads the run."""
         return self.control.is_leader
 
     @property

@@ -197,6 +197,7 @@ class Job:
 
     @cached_property
     def tokenizer(self):
+        """The policy's tokenizer."""
         return read_tokenizer(self.model_path, chat=self.config.shows_turns)
 
     @property
@@ -215,6 +216,7 @@ class Job:
 
     @cached_property
     def task(self) -> Task:
+        """The task, with its prompts."""
         return build_task(
             tokenizer=self.tokenizer,
             **dataclasses.asdict(self.config.task),
@@ -225,6 +227,7 @@ class Job:
 
     @cached_property
     def prompts(self) -> AnyPrompts:
+        """The prompts of training, by ticket."""
         return prompts_of(self.task, self.config.seed)
 
     @cached_property

@@ -35,6 +35,7 @@ class BySet(Scorer):
 
     @property
     def pending(self) -> int:
+        """The number of items that are being scored."""
         return sum(scorer.pending for scorer in self._scorers)
 
     @property
@@ -43,6 +44,7 @@ class BySet(Scorer):
         return any(scorer.is_busy for scorer in self._scorers)
 
     def start(self) -> None:
+        """Start all scorers."""
         for scorer in self._scorers:
             scorer.start()
 
@@ -64,6 +66,7 @@ class BySet(Scorer):
                 scorer.release(own)
 
     def poll(self) -> Outcomes:
+        """Return the outcomes of all scorers."""
         outcomes: Outcomes = []
         for scorer in self._scorers:
             outcomes += scorer.poll()
@@ -77,6 +80,7 @@ class BySet(Scorer):
         return bool(waiting) and waiting[0].wait(timeout_s)
 
     def close(self) -> None:
+        """Drop what is pending, and close all scorers."""
         self._givens.clear()
         for scorer in self._scorers:
             scorer.close()

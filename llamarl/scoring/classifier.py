@@ -70,10 +70,12 @@ class Classifier(Scorer):
 
     @property
     def pending(self) -> int:
+        """The number of texts that wait."""
         return len(self._waiting)
 
     @property
     def is_computing(self) -> bool:
+        """Whether the next `poll` computes."""
         return bool(self._waiting)
 
     @property

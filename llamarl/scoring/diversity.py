@@ -61,13 +61,16 @@ class Diversity(EvalJudge):
 
     @property
     def is_computing(self) -> bool:
+        """Whether the next `poll` computes."""
         return bool(self._evaluations)
 
     def tensors(self) -> Iterator[Tensor]:
+        """Yield the embedder's weights."""
         if self._embedder is not None:
             yield from self._embedder.tensors()
 
     def begin(self, version: int, answers: Sequence[Evaluated]) -> None:
+        """Take an evaluation, of which only the samples are embedded."""
         sampled: dict[int, list[str]] = {}
         for answer in answers:
             if not answer.completion.greedy:
@@ -94,6 +97,7 @@ class Diversity(EvalJudge):
         return [(oldest.version, self._metrics(oldest))]
 
     def close(self) -> None:
+        """Drop the evaluations."""
         self._evaluations.clear()
 
     def _metrics(self, evaluation: _Evaluation) -> Metrics:

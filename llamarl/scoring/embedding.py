@@ -105,6 +105,7 @@ class PolicyEmbedder:
         )
 
     def embed(self, texts: Sequence[str]) -> Tensor:
+        """[N, E] float32, see Embedder."""
         ids = [self._ids_of(text) for text in texts]
         vectors_ND = torch.zeros(len(texts), self._decoder.config.hidden_size)
         for places in collate([len(own) for own in ids], self._budget):
@@ -112,6 +113,7 @@ class PolicyEmbedder:
         return vectors_ND
 
     def tensors(self) -> list[Tensor]:
+        """Return the decoder's weights."""
         return list(self._decoder.parameters())
 
     def _ids_of(self, text: str) -> list[int]:
@@ -168,6 +170,7 @@ class EncoderEmbedder:
             self._longest = most_tokens_of(model.config) or _CUSTOMARY
 
     def embed(self, texts: Sequence[str]) -> Tensor:
+        """[N, E] float32, see Embedder."""
         ids = []
         for text in texts:
             asked = {"truncation": True, "max_length": self._longest, "split_special_tokens": True}
@@ -179,6 +182,7 @@ class EncoderEmbedder:
         return vectors_NE
 
     def tensors(self) -> list[Tensor]:
+        """Return the encoder's weights."""
         return list(self._model.parameters())
 
     @torch.no_grad()

@@ -86,9 +86,11 @@ class Gold(FindsBySet[Judged]):
 
     @property
     def is_computing(self) -> bool:
+        """Whether the next `poll` computes."""
         return self._scorer.is_computing
 
     def begin(self, version: int, answers: Sequence[Evaluated]) -> None:
+        """Take an evaluation, and submit its greedy completions."""
         items = greedy_items(answers)
         self._evaluations.append(_Evaluation(version, items, self._submit(items)))
 
@@ -108,13 +110,16 @@ class Gold(FindsBySet[Judged]):
         return [(oldest.version, [judged.part(*span) for span in spans_of(self.sets)])]
 
     def wait(self, timeout_s: float) -> None:
+        """Block until `poll` has something to do, at most timeout_s."""
         if not self.is_computing:
             self._scorer.wait(timeout_s)
 
     def tensors(self) -> Iterator[Tensor]:
+        """Yield the scorer's tensors."""
         yield from self._scorer.tensors()
 
     def close(self) -> None:
+        """Drop the evaluations, and close the scorer."""
         self._evaluations.clear()
         self._scorer.close()
 

@@ -56,6 +56,7 @@ class Pass:
 
     @property
     def num_tokens(self) -> int:
+        """The tokens of all pieces."""
         return sum(piece.token_ids.numel() for piece in self.pieces)
 
     @property

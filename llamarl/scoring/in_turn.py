@@ -37,23 +37,29 @@ class InTurn(Scorer):
 
     @property
     def pending(self) -> int:
+        """The number of items that wait here or are being scored."""
         return len(self._waiting) + self.scorer.pending
 
     @property
     def is_computing(self) -> bool:
+        """Whether the next `poll` computes."""
         return self.scorer.is_computing
 
     @property
     def counts(self) -> Mapping[str, int]:
+        """The scorer's own counts."""
         return self.scorer.counts
 
     def load(self) -> None:
+        """Load the scorer's models."""
         self.scorer.load()
 
     def start(self) -> None:
+        """Start the scorer."""
         self.scorer.start()
 
     def submit(self, key: int, item: Item) -> None:
+        """Take one item, which waits here for its turn."""
         if item.attack is not None:
             self._attacks[key] = item.attack
         self._waiting.put((key, item), is_held_out=item.is_held_out)
@@ -61,6 +67,7 @@ class InTurn(Scorer):
         self._hand_on()
 
     def release(self, keys: Sequence[int]) -> None:
+        """Note that these items make a batch. Replies make one for each attack."""
         batches: dict[Item | None, list[int]] = {}
         for key in keys:
             batches.setdefault(self._attacks.get(key), []).append(key)
@@ -72,6 +79,7 @@ class InTurn(Scorer):
                 self.scorer.release(batch)
 
     def poll(self) -> Outcomes:
+        """Return the scorer's outcomes, and hand it more."""
         outcomes = self.scorer.poll()
         if self._hand_on():
             outcomes += self.scorer.poll()  # it first begins with new items
@@ -80,15 +88,18 @@ class InTurn(Scorer):
         return outcomes
 
     def wait(self, timeout_s: float) -> bool:
+        """Block until `poll` has something to do, at most timeout_s."""
         return self.scorer.wait(timeout_s)
 
     def close(self) -> None:
+        """Drop what waits, and close the scorer."""
         self._waiting.clear()
         self._waiting_keys.clear()
         self._batches.clear()
         self.scorer.close()
 
     def tensors(self) -> Iterator[Tensor]:
+        """Yield the scorer's tensors."""
         yield from self.scorer.tensors()
 
     def _hand_on(self) -> bool:

@@ -70,15 +70,18 @@ class Batched:
 
     @property
     def num_waiting(self) -> int:
+        """How many groups were submitted and not yet returned."""
         return len(self._waiting) + len(self._done)
 
     def hear(self, stretch: Stretch, prompt_ids: Tensor) -> None:
         """Do nothing, because nothing is read ahead."""
 
     def submit(self, groups: Sequence[Group]) -> None:
+        """Take groups."""
         self._waiting += groups
 
     def work(self) -> bool:
+        """Compute all groups that wait. False if there were none."""
         if not self._waiting:
             return False
         groups = self._waiting
@@ -88,9 +91,11 @@ class Batched:
         return True
 
     def next_done(self) -> tuple[Group, Tensor] | None:
+        """Return the next group with its logprobs; None if none is done."""
         return self._done.popleft() if self._done else None
 
     def tensors(self) -> Iterator[Tensor]:
+        """Yield nothing, because nothing is kept on the device."""
         yield from ()
 
     def _compute(self, asked: Sequence[Asked]) -> list[Tensor]:
@@ -140,9 +145,11 @@ class Streamed:
 
     @property
     def num_waiting(self) -> int:
+        """How many groups were submitted and not yet returned."""
         return len(self._waiting)
 
     def hear(self, stretch: Stretch, prompt_ids: Tensor) -> None:
+        """Note new tokens of a completion, in the cache of its ticket."""
         self._stream_of(stretch.ticket).hear(stretch, prompt_ids)
 
     def submit(self, groups: Sequence[Group]) -> None:
@@ -175,6 +182,7 @@ class Streamed:
         return True
 
     def next_done(self) -> tuple[Group, Tensor] | None:
+        """Return the group that came first, once all its completions are read; otherwise None."""
         if not self._waiting:
             return None
         first = self._waiting[0]
@@ -187,6 +195,7 @@ class Streamed:
         return first.group, torch.cat([torch.zeros(0), *map(stream.take, first.keys)])
 
     def tensors(self) -> Iterator[Tensor]:
+        """Yield the caches."""
         yield from self._ahead.tensors()
 
     def _stream_of(self, ticket: int) -> StreamedLogprobs:

@@ -164,6 +164,7 @@ class Note:
         return int(first) if first.isdigit() else None
 
     def close(self) -> None:
+        """Close the pool's end."""
         os.close(self._reader)
 
 

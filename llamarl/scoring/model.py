@@ -85,15 +85,18 @@ class ModelScorer(Scorer):
 
     @property
     def pending(self) -> int:
+        """The number of items that are being scored."""
         num_growing = 0 if self._growing is None else self._growing.pending
         return self._rounds.pending + num_growing
 
     @property
     def is_computing(self) -> bool:
+        """Whether the next `poll` computes."""
         return self.pending > 0
 
     @property
     def has_read_ahead(self) -> bool:
+        """Whether the last `poll` has read ahead."""
         return self._has_read_ahead
 
     def submit(self, key: int, item: Item) -> None:
@@ -113,10 +116,12 @@ class ModelScorer(Scorer):
             metrics.add_mean("reward/chunk_tokens", self._growing.chunk_tokens)
 
     def hear(self, stretch: Stretch, prompt_ids: Tensor) -> None:
+        """Note new tokens of a completion, if they are read ahead."""
         if self._growing is not None:
             self._growing.ahead.hear(stretch, prompt_ids)
 
     def forget(self, ticket: int, sample_index: int) -> None:
+        """Drop what was read ahead of a completion."""
         if self._growing is not None:
             self._growing.ahead.cache_of(ticket).forget((ticket, sample_index))
 
@@ -313,10 +318,12 @@ class Growing:
 
     @property
     def pending(self) -> int:
+        """The number of whole completions that are not read to their ends."""
         return len(self._whole)
 
     @property
     def chunk_tokens(self) -> int:
+        """The size of pieces now."""
         return self.ahead.chunk_tokens
 
     def is_streamed(self, item: Item) -> bool:

@@ -101,6 +101,7 @@ class Novelty(Scorer):
 
     @property
     def is_computing(self) -> bool:
+        """Whether the next `poll` computes."""
         return bool(self._released)
 
     def start(self) -> None:

@@ -95,6 +95,7 @@ class Perplexity(FindsBySet[Likelihood]):
 
     @property
     def is_computing(self) -> bool:
+        """Whether the next `poll` computes."""
         return bool(self._evaluations)
 
     def begin(self, version: int, answers: Sequence[Evaluated]) -> None:
@@ -137,6 +138,7 @@ class Perplexity(FindsBySet[Likelihood]):
             yield local(parameter)
 
     def close(self) -> None:
+        """Drop the evaluations."""
         self._evaluations.clear()
 
     def _found(self, evaluation: _Evaluation) -> list[Likelihood]:

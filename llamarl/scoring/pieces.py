@@ -56,6 +56,7 @@ class ScoreHead:
         self._label = label
 
     def num_values(self, piece: Piece) -> int:
+        """Return 1 for the last piece of a sequence, otherwise 0."""
         return int(piece.is_last)
 
     def __call__(self, hidden_nD: Tensor, weight_VD: Tensor, piece: Piece) -> Tensor:
@@ -74,6 +75,7 @@ class LogprobHead:
         self._temperature = temperature
 
     def num_values(self, piece: Piece) -> int:
+        """Return how many completion tokens the piece predicts."""
         predicted = piece.begin + piece.token_ids.numel() + 1  # tokens, with the prompt's
         return max(0, min(predicted - piece.prompt_size, piece.token_ids.numel()))
 

@@ -86,16 +86,20 @@ class ReplyMean(Scorer):
 
     @property
     def is_computing(self) -> bool:
+        """Whether the next `poll` computes."""
         return self._scorer.is_computing
 
     @property
     def counts(self) -> Mapping[str, int]:
+        """The scorer's own counts."""
         return self._scorer.counts
 
     def load(self) -> None:
+        """Load the scorer's models."""
         self._scorer.load()
 
     def start(self) -> None:
+        """Start the scorer."""
         self._scorer.start()
 
     def submit(self, key: int, item: Item) -> None:
@@ -138,20 +142,25 @@ class ReplyMean(Scorer):
         return done
 
     def wait(self, timeout_s: float) -> bool:
+        """Block until `poll` has something to do, at most timeout_s."""
         return self._scorer.wait(timeout_s)
 
     def close(self) -> None:
+        """Drop what is pending, and close the scorer."""
         self._scorer.close()
         self._owners.clear()
         self._said.clear()
 
     def tensors(self) -> Iterator[Tensor]:
+        """Yield the scorer's tensors."""
         yield from self._scorer.tensors()
 
     def state_dict(self) -> State:
+        """Return the scorer's state."""
         return self._scorer.state_dict()
 
     def load_state_dict(self, state: Mapping) -> None:
+        """Go on from the scorer's saved state."""
         self._scorer.load_state_dict(state)
 
 

@@ -37,6 +37,7 @@ class Samples(EvalJudge):
         self._can_write = True
 
     def begin(self, version: int, answers: Sequence[Evaluated]) -> None:
+        """Take an evaluation, which `poll` writes."""
         self._begun.append((version, answers))
 
     def poll(self) -> list[tuple[int, Metrics]]:
@@ -51,6 +52,7 @@ class Samples(EvalJudge):
         return [(version, {}) for version, _ in begun]
 
     def close(self) -> None:
+        """Drop what is not written."""
         self._begun.clear()
 
     def _write(self, version: int, answers: Sequence[Evaluated]) -> None:

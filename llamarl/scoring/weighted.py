@@ -42,14 +42,17 @@ class Weighted(Scorer):
 
     @property
     def pending(self) -> int:
+        """The largest number of items that a part is scoring."""
         return max(scorer.pending for scorer in self.scorers.values())
 
     @property
     def is_computing(self) -> bool:
+        """Whether the next `poll` computes."""
         return any(scorer.is_computing for scorer in self.scorers.values())
 
     @property
     def has_read_ahead(self) -> bool:
+        """Whether a part has read ahead at the last `poll`."""
         return any(scorer.has_read_ahead for scorer in self.scorers.values())
 
     @property
@@ -62,28 +65,34 @@ class Weighted(Scorer):
         return counts
 
     def load(self) -> None:
+        """Load the models of all parts."""
         for scorer in self.scorers.values():
             scorer.load()
 
     def start(self) -> None:
+        """Start all parts."""
         for scorer in self.scorers.values():
             scorer.start()
 
     def submit(self, key: int, item: Item) -> None:
+        """Submit an item to all parts."""
         self._is_held_out[key] = item.is_held_out
         self._said[key] = {}
         for scorer in self.scorers.values():
             scorer.submit(key, item)
 
     def hear(self, stretch: Stretch, prompt_ids: Tensor) -> None:
+        """Pass new tokens of a completion to all parts."""
         for scorer in self.scorers.values():
             scorer.hear(stretch, prompt_ids)
 
     def forget(self, ticket: int, sample_index: int) -> None:
+        """Let all parts drop what they read ahead of a completion."""
         for scorer in self.scorers.values():
             scorer.forget(ticket, sample_index)
 
     def release(self, keys: Sequence[int]) -> None:
+        """Release a batch to all parts."""
         for scorer in self.scorers.values():
             scorer.release(keys)
 
@@ -104,10 +113,12 @@ class Weighted(Scorer):
         return bool(waiting) and waiting[0].wait(timeout_s)
 
     def close(self) -> None:
+        """Close all parts."""
         for scorer in self.scorers.values():
             scorer.close()
 
     def tensors(self) -> Iterator[Tensor]:
+        """Yield the tensors of all parts."""
         for scorer in self.scorers.values():
             yield from scorer.tensors()
 
@@ -120,6 +131,7 @@ class Weighted(Scorer):
         return state
 
     def load_state_dict(self, state: Mapping) -> None:
+        """Go on from each part's saved state."""
         for name, scorer in self.scorers.items():
             own = {}
             for key, value in state.items():

@@ -88,7 +88,8 @@ class Tokenizer(Protocol):
     def __hash__(self) -> int:
         """Hash the tokenizer, by which what is known of it is kept."""
 
-    def encode(self, text: str) -> list[int]: ...
+    def encode(self, text: str) -> list[int]:
+        """Return the token ids of a text."""
 
     def apply_chat_template(self, messages: list[Any], **options: Any) -> Any:
         """Return the token ids of a conversation; with tokenize=False its text, or the texts of
