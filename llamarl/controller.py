@@ -18,16 +18,16 @@ started runs this same code on the same graph:
     weights            one thread an end (llamarl.ddma.protocol)
     control            a listener and a heartbeat thread (llamarl.comm.control)
 
-The leader is the first rank of the executor that leads: the trainer. A run ends when the trainer
-has made its last checkpoint and the last row is written. The leader then tells all ranks to close.
-In one process the same loop steps the executors in turn.
+The leader is the first rank of the executor that leads: the trainer. A run ends when its last
+checkpoint and last row are written; the leader tells all ranks. In one process the same loop steps
+the executors in turn.
 
 Keepers are the ranks of the trainer and of every other executor whose state is not optional. A loss
 (llamarl.comm.control) is a rank or an executor that is gone while all keepers live. The keepers
-then do what they do at a stop: the trainer ends its step or gives it up, and the leader seals a
-checkpoint without what is lost. Meanwhile the others wait. Then all end with the error, and a
-restart goes on from that checkpoint. A keeper's loop must not hang in a collective with a rank that
-is no keeper, so it makes such steps in a thread that it can leave (llamarl.comm.breakable).
+then do as at a stop, while the others wait: the trainer ends its step or gives it up, the leader
+seals a checkpoint without what is lost, and all end with the error. A restart goes on from there.
+So that no keeper hangs in a collective with other ranks, it makes such steps in a thread that it
+can leave (llamarl.comm.breakable).
 """
 
 from __future__ import annotations
@@ -67,8 +67,7 @@ class RunSettings:
     keep_checkpoints: int
     timeout_s: float
     heartbeat_timeout_s: float
-    # The time from a stop request to the sealed checkpoint; time in which the checkpoint makes
-    # progress does not count.
+    # From a stop request to the sealed checkpoint, not counting time in which it makes progress.
     stop_s: float
     offload: tuple[str, ...] = ()  # executors that take turns on the device that they share
     eval_target: float | None = None  # end once the evaluation's mean reward reaches it
@@ -97,8 +96,8 @@ class _Clock:
 class ExecutorController:
     """Runs a graph of executors.
 
-    executors: in flow order; one of them leads. channels: those between them. placement: executor's
-    name -> its ranks. make_writer: called on the leader, makes what writes the metrics.
+    executors: in flow order; one of them leads. placement: executor's name -> its ranks.
+    make_writer: called on the leader, makes what writes the metrics.
     """
 
     def __init__(
@@ -291,9 +290,7 @@ class ExecutorController:
             time.sleep(0.01)
 
     def _info_for_links(self, info: RankInfo) -> RankInfo:
-        """Return a rank's description of itself; without its GPU if what it sends lies in host
-        memory.
-        """
+        """Return a rank's description; without its GPU if what it sends lies on the host."""
         for executor in self.executors:
             if executor.stages_on_host and info.rank in self.placement[executor.name]:
                 return replace(info, gpu=None, nccl=False)
@@ -356,8 +353,7 @@ class ExecutorController:
     def _breakable_steps(self, keepers: set[int]) -> dict[str, BreakableSteps]:
         """On a keeper: return breakable steps of the executors that it shares with other ranks.
 
-        A rank that is no keeper may die in a collective while this one still has a checkpoint to
-        save.
+        Another rank may die in a collective while this one has to save.
         """
         if self.world.rank not in keepers:
             return {}
@@ -403,9 +399,7 @@ class ExecutorController:
         if self.control.is_leader:
             remedy = "raise stop_s"
         else:
-            remedy = (
-                f"the leader, rank {self.leader}, has not confirmed it; see what it printed last"
-            )
+            remedy = f"rank {self.leader} has not confirmed it; see what it printed last"
         rank = self.world.rank
         late = TimedOut(
             f"rank {rank} ({self.control.names[rank]}) could not end within "
@@ -414,18 +408,16 @@ class ExecutorController:
         raise self.control.loss or late
 
     def _goes_on(self, executor: Executor) -> bool:
-        """Whether the executor is still stepped. After a stop it is if it leads or has to finish
-        what it began; after a loss only if it leads.
+        """Whether the executor is still stepped. After a stop: if it leads or has to end what it
+        began. After a loss: if it leads.
         """
         if self.control.loss is not None:
             return executor.leads
         return executor.leads or executor.finishes_on_stop or not self.control.stopping
 
     def _step_or_lose(self, executor: Executor, clock: _Clock) -> bool:
-        """Make one step.
-
-        If the executor holds no state that a checkpoint needs, its failure is a loss: the trainer
-        saves, and the run ends.
+        """Make one step. If the executor holds no state that a checkpoint needs, its failure is a
+        loss: the trainer saves, and the run ends.
         """
         if _is_kept(executor):
             return self._step(executor, clock)
@@ -452,7 +444,7 @@ class ExecutorController:
             self.control.fail_now(loss)
 
     def _seal_last(self) -> str:
-        """On the leader: wait for the last checkpoint; return what became of it, for people.
+        """On the leader: wait for the last checkpoint; return its outcome, for people.
 
         Raise CheckpointError or TimedOut if no other error ends the run.
         """
@@ -470,8 +462,7 @@ class ExecutorController:
     def _patience_s(self) -> float:
         """How long the run may take to end after a stop request.
 
-        The leader alone decides what is too slow. The others wait for it, because it may be
-        writing.
+        The others wait for the leader, which may be writing: it decides what is too slow.
         """
         stops = self.control.stopping and self.control.is_leader
         return self.settings.stop_s if stops else self.settings.timeout_s
@@ -504,7 +495,7 @@ class ExecutorController:
             self.control.lose(
                 TimedOut(
                     f"{executor.name} on rank {self.world.rank} waited {waited_s:.0f} s for "
-                    f"{reason}. If it is slow rather than stuck, raise timeout_s; each rank's "
+                    f"{reason}. Raise timeout_s if that is slow rather than stuck; each rank's "
                     "output says what it did last"
                 )
             )

@@ -1,7 +1,7 @@
 """Inference: continuous batching over the same decoder that is trained.
 
-Importing it imports no torch (who reads the scheduler needs none); the names below come with theirs
-when they are asked for.
+Importing it imports no torch, because the scheduler needs none; the names below import their
+modules when they are first used.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> object:
-    """Import what is asked for from its module."""
+    """Import the name's module, and return the name from it."""
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = import_module(f"{__name__}.{_MODULES[name]}")

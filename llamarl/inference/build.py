@@ -1,5 +1,5 @@
-"""Each engine, built on a rank of the generator: once its keywords are given, a BuildEngine (see
-llamarl/inference/protocol.py).
+"""Builds each kind of engine on a rank of the generator. With its keywords bound, each function is
+a BuildEngine (see llamarl/inference/protocol.py).
 """
 
 from __future__ import annotations

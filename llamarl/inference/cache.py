@@ -53,7 +53,7 @@ class SlotCache:
         self.fit()
 
     def fit(self) -> None:
-        """Make the tensors as large as `room` has become. What lies within that stays."""
+        """Make the tensors as large as `room` has become. Contents within that size stay."""
         if (self.rows, self.capacity) == (self.room.rows, self.room.capacity):
             return
         self.rows = self.room.rows
@@ -223,7 +223,7 @@ class Decode:
         """
         keys = k_NJLK.flatten(0, 1)
         queries = q_NJRK.flatten(0, 1)
-        # The keys from the left: row by row they are read twice as fast there.
+        # The keys stand on the left, because row by row they are read twice as fast there.
         products = torch.bmm(keys, queries.mT).mT
         scores = products.unflatten(0, q_NJRK.shape[:2])
         scale = self._cache.head_dim**-0.5

@@ -68,7 +68,7 @@ class NativeDecode:
     """
 
     def __init__(self, decoder: Decoder, dtype: torch.dtype):
-        """Only where it `fits`."""
+        """Take a decoder that `fits`."""
         self.stale = True  # the weights were exchanged: lay them out again
         self._decoder = decoder
         self._dtype = dtype
@@ -77,9 +77,9 @@ class NativeDecode:
         self._kernels = kernels
         self.has_tiles = bool(self._kernels.tiles_allowed())
         self.use_tiles = self.has_tiles
-        # Another one where the source, the compiler or the CPU is.
+        # The kernel is another one if the source, the compiler or the CPU is.
         self.version = Path(self._kernels._name).name
-        self._seen: list[tuple[int, int]] = []  # of each parameter its last write
+        self._seen: list[tuple[int, int]] = []  # the last write to each parameter
         self._kept: list[Tensor] = []  # what the structures below point to
         self._layers = (_Layer * len(decoder.layers))()
         self._model = _Model()
@@ -244,12 +244,12 @@ class NativeDecode:
 
 def _last_write(parameter: Tensor) -> tuple[int, int]:
     """(address, how often it was written to): another one where the weights may be others."""
-    # Inference tensors count no writes: there `stale` alone tells.
+    # Inference tensors count no writes, so only `stale` tells.
     return parameter.data_ptr(), 0 if parameter.is_inference() else parameter._version
 
 
 def _check_indices(what: str, given: Tensor, count: int, end: int) -> None:
-    """IndexError if one lies outside [0, end); ValueError if not [count] int64."""
+    """Raise IndexError for an index outside [0, end); ValueError if not [count] int64."""
     check_vector(what, given, count, torch.int64, _CPU)
     if count:
         low, high = torch.aminmax(given)

@@ -222,7 +222,7 @@ class Engine(SlotEngine):
 
     @torch.inference_mode()
     def step(self, chunk: int) -> int:
-        """Admit what fits, and sample up to `chunk` tokens for every row. Returns how many were
+        """Admit what fits, and sample up to `chunk` tokens for every row. Return how many were
         sampled.
 
         RuntimeError if the logits were not finite.
@@ -246,8 +246,8 @@ class Engine(SlotEngine):
         return self._num_sampled() - before
 
     def weights_changed(self, version: int, *, recompute_kv: bool = False) -> None:
-        """Take it that the decoder's parameters are now those of `version`: tokens sampled from
-        here on carry it.
+        """Note that the decoder's parameters are now those of `version`. Tokens sampled from here
+        on carry it.
 
         Cached K/V stay those of the weights that computed them, unless recompute_kv: then the next
         step computes them anew. A prompt that is cached in part has no completion yet: it goes on
@@ -336,14 +336,14 @@ class Engine(SlotEngine):
         if self._recompute_due:
             self._recompute()
         if self._restage_due:
-            # The pieces of a long prompt all at once: it is not set back.
+            # All pieces of a long prompt are computed at once, so that it is not set back.
             for piece in self._scheduler.staged_pieces():
                 self._extend(piece)
         self._recompute_due = False
         self._restage_due = False
 
     def _is_retiring_worth_it(self) -> bool:
-        """Whether enough was computed in vain, with this turn, for rows that have ended.
+        """Whether so much was computed in vain for ended rows that taking them out is worth it.
 
         A GPU always goes on: counting the ended rows waits for the device, which is free on a CPU
         alone.
@@ -515,10 +515,10 @@ class Engine(SlotEngine):
             self._retired_tokens += had.token_ids.numel()
 
     def _longest(self, num_rows: int) -> int:
-        """Places that the next token of any of the first rows attends to."""
+        """Return the most places that the next token of any of the first rows attends to."""
         return int(self._rows.position[:num_rows].max()) + 1
 
     def _num_sampled(self) -> int:
-        """Tokens sampled so far, ever."""
+        """Return how many tokens were sampled so far."""
         counts = self._rows.count[: self.num_live]
         return self._retired_tokens + int(counts.sum())

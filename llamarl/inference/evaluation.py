@@ -1,4 +1,4 @@
-"""Held-out prompts in an engine: each is answered greedily and, k times, as in training."""
+"""Held-out prompts in an engine: each gets a greedy completion and k samples as in training."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def submit(
     sampling: SamplingParams,
     num_samples: int,
 ) -> int:
-    """Queue a held-out prompt: for a greedy completion, and for num_samples by `sampling`. Returns
+    """Queue a held-out prompt: for a greedy completion, and for num_samples by `sampling`. Return
     how many completions that makes.
     """
     greedy = SamplingParams(
@@ -37,7 +37,7 @@ def submit(
 
 
 def eval_completion(stream: int, completion: Completion) -> EvalCompletion:
-    """Return what the engine finished in one of these streams, as it travels to the reward."""
+    """Return a completion of one of these streams as the record that goes to the reward."""
     return EvalCompletion(
         prompt_index=completion.ticket,
         greedy=stream == GREEDY,

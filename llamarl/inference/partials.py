@@ -1,5 +1,5 @@
-"""Groups that are not whole, over a checkpoint: partial completions go on where they were, ended
-ones are sent again.
+"""Carries groups that are not whole over a checkpoint: partial completions go on where they were,
+ended ones are sent again.
 
     Generator.state_dict --pack--> its part of a checkpoint --unpack--> Partial, Completion
 
@@ -38,7 +38,7 @@ def pack(samples: Sequence[Partial | Completion]) -> dict[str, Tensor | list]:
     state: dict[str, Tensor | list] = {"in_work": sorted(set(tickets))}
     if not samples:
         return state
-    # None: it has not ended.
+    # None: the completion has not ended.
     state["finish_reasons"] = [getattr(s, "finish_reason", None) for s in samples]
     sample_indices = [s.sample_index for s in samples]
     state["tickets"] = torch.tensor(tickets)

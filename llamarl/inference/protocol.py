@@ -38,7 +38,7 @@ class GenerationEngine(Protocol):
     when it has ended. No call but `step` samples a token that is handed out.
     """
 
-    policy_version: int  # of the weights in force; what the next token is stamped with
+    policy_version: int  # of the weights in use; the next token is stamped with it
 
     @property
     def num_live(self) -> int:
@@ -86,10 +86,10 @@ class GenerationEngine(Protocol):
         """
 
     def weights_changed(self, version: int, *, recompute_kv: bool = False) -> None:
-        """Take it that the parameters now hold the weights of `version`.
+        """Note that the parameters now hold the weights of `version`.
 
         Live samples go on: their next tokens are sampled from these weights and carry this version.
-        recompute_kv: what was cached of them is computed anew by these weights, else it stays.
+        recompute_kv: their cache is computed again by these weights; otherwise it stays.
         """
 
     def abort(self, ticket: int | None = None, *, stream: int | None = None) -> int:
@@ -111,7 +111,7 @@ class GenerationEngine(Protocol):
         """
 
     def offloadable(self) -> list[Tensor]:
-        """Return tensors that may leave the device between two steps, and must be back before the
+        """Return tensors that may leave the device between two steps but must be back before the
         next.
         """
 
@@ -178,8 +178,8 @@ def can_hold_quantized(engine: GenerationEngine) -> TypeGuard[QuantizedEngine]:
 
 
 def _has_calls_of(engine: GenerationEngine, protocol: type) -> bool:
-    # Not by isinstance: since Python 3.12 it misses what an engine has by __getattr__, as one that
-    # wraps another does.
+    # Not by isinstance, because since Python 3.12 it ignores __getattr__, by which an engine may
+    # wrap another.
     names = [name for name in vars(protocol) if not name.startswith("_")]
     return all(hasattr(engine, name) for name in names)
 

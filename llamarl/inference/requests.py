@@ -1,4 +1,4 @@
-"""What is asked of an engine, and how far it has come with it."""
+"""The requests to an engine, and how far each has come."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class NewTokens(NamedTuple):
 
 
 _NONE = torch.empty(0, dtype=torch.int64)
-NOTHING = Recorded(_NONE, torch.empty(0), _NONE)  # what a completion has that has not begun
+NOTHING = Recorded(_NONE, torch.empty(0), _NONE)  # of a completion that has not begun
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class Request:
     params: SamplingParams
     end: int
     num_started: int = 0
-    recorded: Recorded = NOTHING  # what its only sample has already
+    recorded: Recorded = NOTHING  # the tokens that its only sample has already
     num_cached: int = 0  # tokens of a long prompt that wait in the staging slot
 
     def check(self, vocab_size: int, max_len: int) -> None:

@@ -20,7 +20,7 @@ from llamarl.inference.schedule import Sample
 
 @dataclass(frozen=True, slots=True)
 class Demands:
-    """Demands of the running rows on the sampler. What no row asks for is not computed."""
+    """The demands of the running rows on the sampler. What no row needs is not computed."""
 
     temperature: bool
     greedy: bool

@@ -43,7 +43,7 @@ class ModelRunner:
         self._undecided = fits and not reproducible
 
     def weights_changed(self) -> None:
-        """Take it that the weights are others, which `refresh` cannot always tell by itself."""
+        """Note that the weights have changed, which `refresh` cannot always see by itself."""
         if self.native:
             self.native.stale = True
 

@@ -118,7 +118,7 @@ def test_references_are_scored_once_and_evaluations_judged_in_order():
 def test_nothing_that_could_be_scored_ends_the_run(reference, answer):
     gold = make((item(reference),))
     gold.begin(2, answers(answer))
-    with pytest.raises(RewardError, match="1 of 1 .*it broke; correct what scores"):
+    with pytest.raises(RewardError, match="1 of 1 .*it broke; correct the gold scorer"):
         judged(gold)
 
 

@@ -362,7 +362,7 @@ def test_a_function_is_refused_for_one_kind_of_error_on_all_samples_alone(tried)
     lines = said.splitlines()
     frame = next(line for line in lines if "mine.py" in line and "in missing" in line)
     assert frame.endswith("import a_package_that_is_not_there")
-    assert lines[-1].startswith("correct what scores, or go on all the same with reward.max_err")
+    assert lines[-1].startswith("correct the function, or go on without its scores: reward.max_err")
     code, said = tried("missing", "reward.max_error_rate=1")
     assert "holds a run already" in said and "fails on 3 of the 3 samples" in said
 

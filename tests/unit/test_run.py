@@ -262,7 +262,7 @@ def test_a_checkpoint_that_does_not_say_what_it_is_is_refused_by_name(job):
     old.pump()
     with pytest.raises(
         RunDirectoryError,
-        match="step_3 does not say of which run it is: another version of llamarl wrote it",
+        match="step_3 does not say which run it belongs to, because another version of llamarl ",
     ):
         opened(job())
 
