@@ -403,7 +403,7 @@ class Generator(Executor):
     def teardown(self) -> None:
         """Let the replica's ranks leave together, then close weights and engine."""
         if hasattr(self, "engine"):
-            self.replica.part(self._follow)
+            self.replica.leave(self._follow)
         if hasattr(self, "weights"):
             self.weights.close()
         if hasattr(self, "engine"):

@@ -232,7 +232,7 @@ class Reference(Executor):
         opened.
         """
         if hasattr(self, "_logprobs"):
-            self._ranks.part()
+            self._ranks.leave()
         if self._resets is not None:
             self._resets.close()
 

@@ -247,7 +247,7 @@ class Reward(Executor):
     def teardown(self) -> None:
         """Finish what was begun with the other ranks, then close the scorer, if there is one."""
         if hasattr(self, "_scorer"):
-            self._ranks.part()
+            self._ranks.leave()
             self._scorer.close()
         self._judges.close()
 

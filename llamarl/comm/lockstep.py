@@ -82,7 +82,7 @@ class Lockstep:
         yield
         self._is_torn = False
 
-    def part(self, follow: Callable[[], bool]) -> None:
+    def leave(self, follow: Callable[[], bool]) -> None:
         """Leave: the last call. The leader says that it begins nothing more; a peer takes part, by
         `follow`, in what the leader has begun.
         """

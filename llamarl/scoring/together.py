@@ -139,11 +139,11 @@ class Ranks:
                 call.run(call.from_words(words))
         return True
 
-    def part(self) -> None:
+    def leave(self) -> None:
         """Leave, as the last call: the first rank begins nothing more, the others make what it has
         begun.
         """
-        self.lockstep.part(self.follow)
+        self.lockstep.leave(self.follow)
 
     def _broadcast(self, words: Tensor) -> None:
         if self.lockstep.peers or self.lockstep.follows:
