@@ -153,8 +153,8 @@ def test_an_answer_without_a_score_leaves_the_attack_without_one_and_is_named():
         [attack("right", "error", "abstain"), attack("abstain", "right"), attack("right")]
     )
     assert outcomes[0].kind == "error" and math.isnan(outcomes[0].value)
-    assert outcomes[0].reason == "answer 2 of 3: cannot score it"
-    assert (outcomes[1].kind, outcomes[1].reason) == ("abstain", "answer 1 of 2: does not care")
+    assert outcomes[0].reason == "reply 2 of 3: cannot score it"
+    assert (outcomes[1].kind, outcomes[1].reason) == ("abstain", "reply 1 of 2: does not care")
     assert metrics.means == {"reward/success": [1.0]}
 
 
