@@ -8,7 +8,12 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForSequenceClassification, LlamaConfig
+from transformers import (
+    AutoModelForSequenceClassification,
+    BertConfig,
+    BertForSequenceClassification,
+    LlamaConfig,
+)
 
 from llamarl.learning.asking import Asked
 from llamarl.models.config import tiny_directory
@@ -16,6 +21,7 @@ from tests.random_models import save_drawn
 from tests.tolerances import rounding
 
 SCORES = rounding(terms=24, depth=2 * 2, size=2.0)  # width and layers, and how scores deviate
+LABELS = ("mild", "toxic", "odd")  # of an encoder
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 
 
@@ -35,6 +41,24 @@ def write_scorer(path: Path, *, labels: tuple[str, ...] = ("reward",), seed: int
     }
     model = AutoModelForSequenceClassification.from_config(LlamaConfig(**(given | sizes)))
     save_drawn(model, path, seed=seed)
+    for name in TOKENIZER:
+        shutil.copyfile(tiny_directory() / name, path / name)
+    return model
+
+
+def write_encoder(path: Path, labels: tuple[str, ...] = LABELS):
+    """A random BERT that classifies, with the tiny model's tokens; returns transformers' own."""
+    config = BertConfig(
+        vocab_size=52,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=40,
+        pad_token_id=0,
+        id2label=dict(enumerate(labels)),
+    )
+    model = save_drawn(BertForSequenceClassification(config), path)
     for name in TOKENIZER:
         shutil.copyfile(tiny_directory() / name, path / name)
     return model

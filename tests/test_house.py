@@ -13,7 +13,6 @@ import subprocess
 import sys
 import tomllib
 from configparser import ConfigParser
-from functools import cache
 from pathlib import Path
 from typing import get_args, get_type_hints
 
@@ -26,51 +25,14 @@ from llamarl.config.kinds import KINDS
 from llamarl.config.preferences import PREFERENCES
 from llamarl.config.sft import SFT
 from llamarl.config.supervised import REWARD_MODEL
+from tests.house import BLOCK, ROOT, blocks, imported, module_of, our_files, python_files, text_of
 
-ROOT = Path(__file__).resolve().parents[1]
 CODE = ("llamarl", "executors", "recipes")
 MAX_FILE_LINES = 600
 MAX_TEST_FILE_LINES = 1200  # a file of tests is read a test at a time
 MAX_FUNCTION_LINES = 110
 MAX_COLUMNS = 130
 TINY = ROOT / "llamarl" / "models" / "tiny"
-
-
-@cache
-def our_files() -> list[Path]:
-    """Every file that git tracks or would add."""
-    command = ["git", "-C", str(ROOT), "ls-files", "--cached", "--others", "--exclude-standard"]
-    names = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
-    return [ROOT / name for name in names if (ROOT / name).is_file()]
-
-
-def python_files(*folders: str) -> list[Path]:
-    files = [
-        file
-        for file in our_files()
-        if file.suffix == ".py" and file.relative_to(ROOT).parts[0] in folders
-    ]
-    assert files
-    return files
-
-
-def text_of(file: Path) -> str:
-    """Empty for what is not text."""
-    try:
-        return file.read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        return ""
-
-
-def imported(tree: ast.AST) -> set[str]:
-    """Dotted names of all modules, and of what is taken from them."""
-    names = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            names |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
-    return names
 
 
 # --- Imports ---
@@ -89,26 +51,35 @@ def test_llamarl_imports_no_executor_and_no_recipe():
     }
 
 
-def takers_of_test_files(folder: str) -> list[str]:
-    """Return the files of tests that import a test file of the folder."""
+def takers_of_test_files(sources: dict[str, str]) -> list[str]:
+    """Return the files of tests, of these by name, that import a test file of whatever folder."""
     found = []
-    for file in python_files("tests"):
-        names = imported(ast.parse(file.read_text()))
-        if any(name.startswith(f"{folder}.test_") for name in names):
-            found.append(str(file.relative_to(ROOT)))
+    for name, source in sources.items():
+        modules = imported(ast.parse(source))
+        parts = [module.split(".") for module in modules if module.split(".")[0] == "tests"]
+        if any(part.startswith("test_") for part in itertools.chain.from_iterable(parts)):
+            found.append(name)
     return found
 
 
-def test_executors_tests_share_no_test_file():
-    """What they share is in modules of its own, such as tests/executors/fakes.py."""
-    example = ast.parse("from tests.executors.test_x import Fake")
-    assert "tests.executors.test_x.Fake" in imported(example)
-    assert not takers_of_test_files("tests.executors")
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from tests.executors.test_x import Fake",
+        "from tests import test_x",
+        "import tests.unit.test_x as x",
+        "def late():\n    from tests.test_x import ROOT",
+    ],
+)
+def test_taking_from_a_test_file_is_seen(source):
+    assert takers_of_test_files({"a.py": "from tests.pool import Pool", "b.py": source}) == ["b.py"]
 
 
-def test_recipes_tests_share_no_test_file():
-    """What they share is in modules of its own, such as tests/recipes/experiments.py."""
-    assert not takers_of_test_files("tests.recipes")
+def test_no_test_file_is_imported():
+    """What tests share is in modules of its own, such as tests/executors/fakes.py."""
+    files = python_files("tests")
+    assert ROOT / "tests/executors/fakes.py" in files
+    assert not takers_of_test_files({str(file): text_of(file) for file in files})
 
 
 # The rooms of llamarl from the ground up: a file imports its own room and those before it.
@@ -116,12 +87,6 @@ ORDER = (
     "types errors words executor native models tasks comm tickets learning inference ddma scoring "
     "config checkpoint observe controller launch"
 ).split()
-
-
-def module_of(file: Path) -> str:
-    """The dotted name of a file of llamarl; a package's own file has the package's name."""
-    parts = file.relative_to(ROOT).with_suffix("").parts
-    return ".".join(part for part in parts if part != "__init__")
 
 
 def module_imports() -> dict[str, set[str]]:
@@ -474,7 +439,6 @@ GUIDES = "\n".join(
         "docs/tasks.md",
     )
 )
-BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 SPAN = re.compile(r"`([^`\n]+)`")
 OVERRIDE = re.compile(r"^\+?[a-z_]+(?:\.[a-z_]+)*=[^=]*$")
 # What documents call the user's own models, and their rows.
@@ -493,10 +457,6 @@ OTHER_JOBS = {
     "recipes/red_team.py": RED_TEAM,
     "recipes/evaluate.py": EVALUATION,
 }
-
-
-def blocks(language: str, text: str = GUIDES) -> list[str]:
-    return [body for name, body in BLOCK.findall(text) if name == language]
 
 
 def commands(text: str = GUIDES) -> list[list[str]]:
@@ -560,7 +520,7 @@ def users_folder(tmp_path, monkeypatch):
     row = '{"prompt": "1+1=", "question": "1+1=", "answer": "#### 2"}\n'
     for name in ("train.jsonl", "test.jsonl"):
         (tmp_path / name).write_text(row * 20)
-    (module,) = [body for body in blocks("python") if body.startswith("# my_module.py")]
+    (module,) = [body for body in blocks("python", GUIDES) if body.startswith("# my_module.py")]
     (tmp_path / "my_module.py").write_text(module)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))

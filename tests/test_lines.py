@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_house import ROOT, python_files
+from tests.house import ROOT, python_files
 
 CODE = ("llamarl", "executors")
 # Where lines are plain too, but records of few fields may be made by place, as a table is.

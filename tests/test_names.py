@@ -20,7 +20,7 @@ from llamarl.config.evaluation import EvaluationConfig
 from llamarl.config.preferences import PreferencesConfig
 from llamarl.config.sft import SFTConfig
 from llamarl.config.supervised import RewardModelConfig
-from tests.test_house import BLOCK, ROOT, module_of, our_files, python_files, text_of
+from tests.house import BLOCK, ROOT, module_of, our_files, python_files, text_of
 
 CODE = ("llamarl", "executors", "recipes", "benchmarks", "tests")
 FOLDERS = "|".join((*CODE, "conf", "docs", "typings"))

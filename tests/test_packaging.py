@@ -9,7 +9,7 @@ from configparser import ConfigParser
 
 import yaml
 
-from tests.test_house import ROOT, text_of
+from tests.house import ROOT, text_of
 
 # SHA-256 of https://www.apache.org/licenses/LICENSE-2.0.txt, whose last lines leave a name open.
 APACHE_2 = "cfc7749b96f63bd31c3c42b5c471bf756814053e847c10f3eb003417bc523d30"

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_house import ROOT, python_files
+from tests.house import ROOT, python_files
 
 CODE = ("llamarl", "executors", "recipes")
 # A property is a thing, so that "The bytes of a version." describes it.

@@ -15,8 +15,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from llamarl.errors import NotFinite
 from llamarl.learning.advantages import group_mean
@@ -33,9 +32,9 @@ from llamarl.learning.targets import Targets
 from llamarl.learning.update import PolicyUpdate, StepAborted, UpdateSettings
 from llamarl.learning.values import CriticSettings, SharedCritic
 from llamarl.models.attention import PackedAttention
-from llamarl.models.build import ModelConfig, build_decoder
 from llamarl.types import Group
 from tests.loss_problems import inputs_of
+from tests.ranks.sharded import FLOAT32, decoder_of, sharded_decoder, whole
 from tests.tolerances import assert_same_count, rounding
 
 pytestmark = pytest.mark.machine
@@ -45,36 +44,8 @@ AT_THRESHOLDS = ("clip/low", "clip/high", "value/clipped")  # shares of labels, 
 CLIP = 0.2
 RANKS = 2
 MAX_NORM = 0.01  # well below the norm, so that clipping shows
-FLOAT32 = rounding(
-    terms=15, depth=2 * 2 * 2
-)  # of the largest: width, and the layers there and back
 TWO_STEPS = rounding(terms=15, depth=4 * 2 * 2 * 2)  # the same after four updates
 DEADLINE_S = 120
-
-
-def decoder_of(tied: bool):
-    # 23 rows of embeddings and 15 of the feed-forward's: no even split over two ranks
-    config = ModelConfig(
-        architecture="LlamaForCausalLM",
-        vocab_size=23,
-        hidden_size=12,
-        intermediate_size=15,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=4,
-        rms_norm_eps=1e-6,
-        rope_theta=1e4,
-        rope_scaling=None,
-        max_position_embeddings=64,
-        tie_word_embeddings=tied,
-        attention_bias=False,
-    )
-    decoder = build_decoder(config, device="cpu")
-    random = torch.Generator().manual_seed(0)
-    for parameter in decoder.parameters():
-        parameter.data = torch.randn(parameter.shape, generator=random) * 0.4
-    return decoder
 
 
 def groups_of(rank: int, ranks: int) -> list[Group]:
@@ -330,10 +301,6 @@ STEPS = {
 }
 
 
-def whole(tensor):
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
 def norm_over_mixed_placements() -> torch.Tensor:
     """Collective: gradients sharded, replicated and plain, of norm sqrt(9 + 16 + 144) when each
     number counts once.
@@ -353,16 +320,6 @@ def norm_over_mixed_placements() -> torch.Tensor:
         parameters.append(torch.nn.Parameter(torch.zeros_like(gradient)))
         parameters[-1].grad = gradient
     return clip_grad_norm(parameters, None)
-
-
-def sharded_decoder(kind: str):
-    decoder = decoder_of(kind == "tied")
-    for layer in decoder.layers:
-        fully_shard(layer)
-    # The root would keep its weights whole until backward; giving them back makes the head's saved
-    # weight come again.
-    fully_shard(decoder, reshard_after_forward=True)
-    return decoder
 
 
 def compute_on_ranks(rank: int, directory: str) -> None:

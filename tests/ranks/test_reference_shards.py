@@ -14,7 +14,7 @@ from llamarl.scoring.growing import GrowingSequences
 from llamarl.scoring.logprobs import StreamedLogprobs
 from llamarl.scoring.pieces import LogprobHead, PieceReader
 from llamarl.types import Stretch
-from tests.ranks.test_topologies import TOPOLOGIES, WORLD
+from tests.ranks.topologies import TOPOLOGIES, WORLD
 from tests.scorers import asked_for
 from tests.tolerances import of_logprobs
 

@@ -8,7 +8,7 @@ import torch
 from llamarl.comm.groups import World, executor_group
 from llamarl.models.fsdp import local
 from llamarl.scoring.sharded import ScorerSettings, ShardedScorer
-from tests.ranks.test_topologies import TOPOLOGIES, WORLD
+from tests.ranks.topologies import TOPOLOGIES, WORLD
 from tests.scorers import SCORES, asked_for, transformers_scores, write_scorer
 
 DEADLINE_S = 200

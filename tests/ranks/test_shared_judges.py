@@ -20,7 +20,7 @@ from llamarl.scoring.weighted import Part
 from llamarl.tasks.held_out import EvalSet
 from tests.evaluated import evaluated
 from tests.executors.likelihoods import logprobs_by_transformers
-from tests.ranks.test_topologies import TOPOLOGIES, WORLD
+from tests.ranks.topologies import TOPOLOGIES, WORLD
 from tests.scorers import SCORES, asked_for, transformers_scores, write_scorer
 from tests.tolerances import of_logprobs
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from llamarl.learning.sft import NextToken, Pair
 from llamarl.learning.supervised import SupervisedSettings, SupervisedUpdate
-from tests.ranks.test_learning import FLOAT32, decoder_of, sharded_decoder, whole
+from tests.ranks.sharded import FLOAT32, decoder_of, sharded_decoder, whole
 
 pytestmark = pytest.mark.machine
 

@@ -35,19 +35,11 @@ from llamarl.tickets.ledger import TicketLedger
 from llamarl.tickets.service import TicketService
 from llamarl.types import Group, Policy, Prompt
 from tests.executors.fakes import FakeReceiver
+from tests.ranks.topologies import TOPOLOGIES, WORLD
 from tests.tolerances import rounding
 
 pytestmark = pytest.mark.machine
 
-WORLD = 4
-TOPOLOGIES = {  # replicate, tensor_parallel; the rest are shards
-    "fsdp4": (1, 1),
-    "hsdp2x2": (2, 1),
-    "replicas4": (4, 1),
-    "fsdp2_tp2": (1, 2),
-    "hsdp2_tp2": (2, 2),
-    "tp4": (1, 4),
-}
 SAVED, LOADED = (
     ("one", *TOPOLOGIES),
     ("hsdp2x2", "fsdp2_tp2"),

@@ -22,12 +22,12 @@ from llamarl.learning.preference_data import read_preference_data
 from llamarl.models.config import tiny_directory
 from llamarl.native.drafts import Draft
 from recipes import preferences
+from tests.house import blocks
 from tests.judge_server import JudgeServer, between
 from tests.labels import closeness
 from tests.launching import ROOT, ForkedJob
 from tests.scorers import SCORES, score_of, write_scorer
 from tests.supervised import task_of
-from tests.test_house import blocks
 
 RECIPE = ROOT / "recipes" / "preferences.py"
 NUM_ROWS = 60

@@ -11,13 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from llamarl.comm.groups import World
-from llamarl.config.command_line import compose_config
-from llamarl.errors import BadInput
 from llamarl.inference import vllm_engine
 from llamarl.launch.inputs import check_inputs
-from llamarl.launch.job import Job
-from llamarl.launch.run_directory import RunDirectory
 from llamarl.launch.sources import check_sources, samples_of
 from llamarl.models.build import build_decoder, read_config
 from llamarl.models.config import tiny_directory
@@ -25,32 +20,16 @@ from llamarl.models.hf import load_weights
 from llamarl.types import MESSAGES_KEY
 from tests.judge_server import JudgeServer
 from tests.random_models import swap_tokens
+from tests.unit.refusals import change, model_job, model_refusal
 
 BAD_INPUT = 2
 FIRST = "model.layers.0.mlp.up_proj.weight"
-WORLD = World(0, 1, torch.device("cpu"))
 
 
 @pytest.fixture
 def model(tmp_path):
     """A copy of the embedded model, to be spoilt."""
     return Path(shutil.copytree(tiny_directory(), tmp_path / "model"))
-
-
-def job(model: Path, *overrides: str) -> Job:
-    return Job(
-        compose_config([f"model.path={model}", *overrides]), WORLD, RunDirectory(Path("."), None)
-    )
-
-
-def change(file: Path, **values) -> None:
-    file.write_text(json.dumps(json.loads(file.read_text()) | values))
-
-
-def refusal(model: Path, *overrides: str) -> str:
-    with pytest.raises(BadInput) as refused:
-        check_inputs(job(model, *overrides))
-    return str(refused.value)
 
 
 def change_weights(model: Path, **tensors) -> None:
@@ -60,7 +39,7 @@ def change_weights(model: Path, **tensors) -> None:
 
 
 def test_the_embedded_model_passes(model):
-    check_inputs(job(model, "generator.quantize=int8"))
+    check_inputs(model_job(model, "generator.quantize=int8"))
 
 
 # --- The model ---
@@ -79,7 +58,7 @@ def test_the_embedded_model_passes(model):
 )
 def test_weights_that_do_not_fit_are_refused_as_loading_them_does(model, tensors, said):
     change_weights(model, **tensors)
-    message = refusal(model)
+    message = model_refusal(model)
     assert f"{model}: weights do not fit config.json" in message and said in message
     with pytest.raises(ValueError) as loading:
         load_weights(build_decoder(read_config(model)), model)
@@ -89,15 +68,15 @@ def test_weights_that_do_not_fit_are_refused_as_loading_them_does(model, tensors
 
 def test_a_head_of_its_own_is_needed_where_it_is_not_tied_and_ignored_where_it_is(model):
     change_weights(model, **{"lm_head.weight": torch.zeros(52, 192)})
-    check_inputs(job(model))
+    check_inputs(model_job(model))
     change_weights(model, **{"lm_head.weight": None})
     change(model / "config.json", tie_word_embeddings=False)
-    assert "lm_head.weight: absent" in refusal(model)
+    assert "lm_head.weight: absent" in model_refusal(model)
 
 
 def test_no_weights_at_all(model):
     (model / "model.safetensors").unlink()
-    assert f"{model / 'model.safetensors'}: no such file" in refusal(model)
+    assert f"{model / 'model.safetensors'}: no such file" in model_refusal(model)
 
 
 @pytest.mark.parametrize(
@@ -111,7 +90,7 @@ def test_no_weights_at_all(model):
 )
 def test_a_broken_index_is_named(model, text, said):
     (model / "model.safetensors.index.json").write_text(text)
-    message = refusal(model)
+    message = model_refusal(model)
     assert message.startswith(f"{model / 'model.safetensors.index.json'}: ") and said in message
 
 
@@ -133,7 +112,7 @@ def test_a_broken_index_is_named(model, text, said):
 )
 def test_a_config_that_is_not_supported_is_named(model, field, value, said):
     change(model / "config.json", **{field: value})
-    message = refusal(model)
+    message = model_refusal(model)
     assert message.startswith(f"{model / 'config.json'}: ") and said in message
 
 
@@ -141,7 +120,7 @@ def test_a_family_whose_weights_vllm_is_not_sent_is_refused(model, monkeypatch):
     monkeypatch.setattr(vllm_engine, "vllm_problem", lambda: None)  # as if it were installed
     change(model / "config.json", architectures=["GPTNeoXForCausalLM"], hidden_act="gelu")
     change(model / "config.json", attention_bias=True)
-    message = refusal(model, "generator=vllm")
+    message = model_refusal(model, "generator=vllm")
     assert (
         "GPTNeoXForCausalLM" in message
         and "because vLLM lays its tensors out differently; generator=native" in message
@@ -149,7 +128,9 @@ def test_a_family_whose_weights_vllm_is_not_sent_is_refused(model, monkeypatch):
 
 
 def test_a_context_that_is_too_short(model):
-    assert "the model's context is 512; lower one of them" in refusal(model, "max_new_tokens=1000")
+    assert "the model's context is 512; lower one of them" in model_refusal(
+        model, "max_new_tokens=1000"
+    )
 
 
 # --- The value model ---
@@ -175,16 +156,16 @@ def own_critic(path: Path) -> tuple[str, ...]:
 
 
 def test_a_reward_model_and_a_language_model_can_start_a_value_model(model):
-    check_inputs(job(model, *own_critic(value_model(model))))
-    check_inputs(job(model, *own_critic(model)))
+    check_inputs(model_job(model, *own_critic(value_model(model))))
+    check_inputs(model_job(model, *own_critic(model)))
 
 
 def test_a_value_model_that_starts_beside_rescaled_rewards_is_warned_of(model, caplog):
     path = value_model(model)
     words = (*own_critic(path), "reward=model", f"reward.path={path}")
-    check_inputs(job(model, *words))
+    check_inputs(model_job(model, *words))
     assert "raw scores" not in caplog.text
-    check_inputs(job(model, *words, "reward.scale=2", "reward.shift=0.5"))
+    check_inputs(model_job(model, *words, "reward.scale=2", "reward.shift=0.5"))
     assert "(score - reward.shift=0.5) * reward.scale=2" in caplog.text
 
 
@@ -201,19 +182,19 @@ def test_a_value_model_that_starts_beside_rescaled_rewards_is_warned_of(model, c
 )
 def test_a_value_model_that_does_not_fit_is_refused(model, changes, said):
     path = value_model(model, **changes)
-    message = refusal(model, *own_critic(path))
+    message = model_refusal(model, *own_critic(path))
     assert message.startswith(str(path)) and said in message
 
 
 def test_a_value_model_of_other_tokens_is_refused(model):
     path = value_model(model)
     swap_tokens(path)
-    assert "its vocabulary is not that of the policy" in refusal(model, *own_critic(path))
+    assert "its vocabulary is not that of the policy" in model_refusal(model, *own_critic(path))
 
 
 def test_fragments_that_keep_no_projection_are_refused_where_something_is_quantised(model):
-    check_inputs(job(model, "generator.quantize_exclude=[foo]"))
-    message = refusal(
+    check_inputs(model_job(model, "generator.quantize_exclude=[foo]"))
+    message = model_refusal(
         model, "generator.quantize=int8", "generator.quantize_exclude=[down_proj,foo]"
     )
     assert (
@@ -227,7 +208,7 @@ def test_fragments_that_keep_no_projection_are_refused_where_something_is_quanti
 
 def test_a_token_beyond_the_vocabulary_is_named(model):
     change(model / "tokenizer_config.json", eos_token="<another>")
-    message = refusal(model)
+    message = model_refusal(model)
     assert (
         f"{model / 'tokenizer.json'}: token '<another>' has id 52, but config.json says "
         "vocab_size=52" in message
@@ -240,14 +221,14 @@ def test_a_token_beyond_the_vocabulary_is_named(model):
 )
 def test_a_stop_token_that_is_none_is_named(model, eos, said):
     change(model / "generation_config.json", eos_token_id=eos)
-    assert f"{model / 'generation_config.json'}: {said}" in refusal(model)
+    assert f"{model / 'generation_config.json'}: {said}" in model_refusal(model)
 
 
 def test_a_model_without_stop_tokens_is_warned_of(model, caplog):
     change(model / "generation_config.json", eos_token_id=None)
     change(model / "tokenizer_config.json", eos_token=None)
     with caplog.at_level(logging.WARNING, "llamarl"):
-        check_inputs(job(model))
+        check_inputs(model_job(model))
     assert f"{model}: no eos token" in caplog.text
 
 
@@ -263,7 +244,7 @@ def test_a_model_without_stop_tokens_is_warned_of(model, caplog):
 )
 def test_a_broken_file_beside_the_tokenizer_is_named(model, name, text):
     (model / name).write_text(text)
-    message = refusal(model)
+    message = model_refusal(model)
     assert message.startswith(f"{model / name}: ") and "\n" not in message
 
 
@@ -274,10 +255,10 @@ def test_a_chat_template_that_raises_is_named(model, name, template):
         (model / name).write_text(template)
     else:
         change(model / name, chat_template=template)
-    message = refusal(model, "task.chat=true")
+    message = model_refusal(model, "task.chat=true")
     assert message.startswith(f"{model / name}: its chat template failed")
     assert "or set task.chat=false" in message and "\n" not in message
-    check_inputs(job(model, "task.chat=false"))
+    check_inputs(model_job(model, "task.chat=false"))
 
 
 # --- Launched ---
@@ -368,7 +349,7 @@ def test_a_function_is_refused_for_one_kind_of_error_on_all_samples_alone(tried)
 
 
 def test_the_samples_are_the_rows_own_answers_as_they_would_be_sampled(model):
-    run = job(model)
+    run = model_job(model)
     samples = samples_of(run)
     assert len(samples) == 3
     for number, item in enumerate(samples):
@@ -388,7 +369,9 @@ def test_a_sample_of_a_conversation_has_its_turns(model, tmp_path):
     turns = [{"role": "system", "content": "7"}, {"role": "user", "content": "1+1"}]
     rows = tmp_path / "rows.jsonl"
     rows.write_text((json.dumps({"prompt": turns, "answer": "2"}) + "\n") * 3)
-    samples = samples_of(job(model, "task=jsonl", f"task.path={rows}", f"task.eval_path={rows}"))
+    samples = samples_of(
+        model_job(model, "task=jsonl", f"task.path={rows}", f"task.eval_path={rows}")
+    )
     for item in samples:
         assert (item.prompt.text, item.text) == ("system: 7\n\nuser: 1+1", "2")
         assert item.meta[MESSAGES_KEY] == turns
@@ -398,7 +381,7 @@ def test_a_judge_is_asked_once_and_about_no_sample(model):
     """Its replies may cost money."""
     with JudgeServer(lambda question: "5") as server:
         words = ("reward=judge", f"reward.url={server.url}", "reward.model=wise")
-        check_sources(job(model, *words))
+        check_sources(model_job(model, *words))
         assert len(server.paths) == 1 and server.questions == []
     with pytest.raises(ValueError, match=f"reward.url={server.url}"):
-        check_sources(job(model, *words, "reward.max_retries=0", "reward.timeout_s=5"))
+        check_sources(model_job(model, *words, "reward.max_retries=0", "reward.timeout_s=5"))

@@ -10,8 +10,6 @@ import torch
 from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
-    BertConfig,
-    BertForSequenceClassification,
 )
 
 from llamarl.models.config import tiny_directory
@@ -23,32 +21,12 @@ from llamarl.scoring.classifier import (
     of_label,
 )
 from llamarl.scoring.scorer import score_all, text_item
-from tests.random_models import save_drawn
-from tests.scorers import TOKENIZER, write_scorer
+from tests.scorers import LABELS, write_encoder, write_scorer
 from tests.tolerances import rounding
 
-LABELS = ("mild", "toxic", "odd")
 TEXTS = ["12+34=46", "what", "one two three four", "9", "0000000000000000"]
 SAMPLES = [(f"ask {i}", text, {}) for i, text in enumerate(TEXTS)]
 LOGITS = rounding(terms=16, depth=2 * 2, size=2.0)  # width and layers, and how logits deviate
-
-
-def write_encoder(path, labels=LABELS):
-    """A random BERT that classifies, with the tiny model's characters."""
-    config = BertConfig(
-        vocab_size=52,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        max_position_embeddings=40,
-        pad_token_id=0,
-        id2label=dict(enumerate(labels)),
-    )
-    model = save_drawn(BertForSequenceClassification(config), path)
-    for name in TOKENIZER:
-        shutil.copyfile(tiny_directory() / name, path / name)
-    return model
 
 
 @pytest.fixture(scope="module")

@@ -1,50 +1,15 @@
 """Comparing runs: hand arithmetic on hand-made metrics files; what cannot be compared is said."""
 
-import importlib
-import json
 import math
-import struct
 
 import pytest
 
-from llamarl.config.command_line import compose_config
-from llamarl.config.conversion import save_config
 from llamarl.observe.compare import load_runs, variants_of
+from tests.unit.comparing import EXACT, make, png_size, recipe
+
+__all__ = ["make", "recipe"]  # fixtures
 
 ACCURACY = "eval/reward"
-EXACT = 1e-12
-
-
-def without_nulls(row: dict) -> dict:
-    return {name: value for name, value in row.items() if value is not None}
-
-
-@pytest.fixture(scope="module")
-def recipe():
-    return importlib.import_module("recipes.compare")
-
-
-@pytest.fixture
-def make(tmp_path):
-    """A run directory with these overrides and columns, a value a step; None: not in the row."""
-
-    def made(name, *overrides, wall_s, **columns):
-        folder = tmp_path / name
-        folder.mkdir(parents=True)
-        save_config(compose_config(list(overrides)), folder / "config.yaml")
-        columns = {
-            "time/wall_s": wall_s,
-            **{name.replace("__", "/"): values for name, values in columns.items()},
-        }
-        rows = [
-            {"step": step, **dict(zip(columns, values))}
-            for step, values in enumerate(zip(*columns.values()))
-        ]
-        rows = list(map(without_nulls, rows))
-        (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        return folder
-
-    return made
 
 
 @pytest.fixture
@@ -198,12 +163,6 @@ def test_numbers_are_sorted_as_numbers_and_shaded(make, recipe):
         "16",
         "128",
     ]  # a sweep's 16 after its 2
-
-
-def png_size(file):
-    data = file.read_bytes()
-    assert data[:8] == b"\x89PNG\r\n\x1a\n"
-    return struct.unpack(">II", data[16:24])
 
 
 def test_the_recipe_prints_a_table_and_writes_the_plots(recipe, three, tmp_path, capsys):

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from llamarl.observe.compare import ROOT_KL, load_runs, variants_of
-from tests.unit.test_compare import EXACT, make, png_size, recipe
+from tests.unit.comparing import EXACT, make, png_size, recipe
 
 __all__ = ["make", "recipe"]  # fixtures
 

@@ -29,8 +29,7 @@ from llamarl.launch.run_directory import RunDirectory
 from llamarl.learning.memory import MicrobatchSize
 from llamarl.models.config import read_config, tiny_directory
 from llamarl.models.sharding import num_parameters
-from tests.scorers import write_scorer
-from tests.unit.test_classifier import write_encoder
+from tests.scorers import write_encoder, write_scorer
 
 pytestmark = pytest.mark.timeout(120)
 

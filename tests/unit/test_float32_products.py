@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from llamarl.native import precision
 from llamarl.native.precision import EXACT, Measured, choose, measure, use_float32_products
-from tests.test_house import ROOT, python_files
+from tests.house import ROOT, python_files
 
 pytestmark = [pytest.mark.machine, pytest.mark.usefixtures("process_state")]
 

@@ -8,7 +8,7 @@ from llamarl.launch.inputs import check_inputs
 from llamarl.models.config import tiny_directory
 from tests.random_models import swap_tokens
 from tests.scorers import write_scorer
-from tests.unit.test_scorer_inputs import complaint, job, refusal
+from tests.unit.refusals import complaint, job, refusal
 
 
 @pytest.mark.parametrize("key", ["eval.gold=module:function", f"eval.base={tiny_directory()}"])

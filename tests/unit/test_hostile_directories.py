@@ -34,9 +34,8 @@ from llamarl.scoring.classifier import check_encoder
 from llamarl.scoring.embedding import check_sentence_encoder
 from llamarl.tasks.jsonl import read_jsonl, row_to_example
 from tests.launching import SMALL, ForkedJob
-from tests.scorers import write_scorer
-from tests.unit.test_check_inputs import WORLD, change, job, refusal
-from tests.unit.test_classifier import write_encoder
+from tests.scorers import write_encoder, write_scorer
+from tests.unit.refusals import WORLD, change, model_job, model_refusal
 
 pytestmark = pytest.mark.timeout(60)  # some of these once took minutes, and all memory
 
@@ -52,7 +51,7 @@ def model(tmp_path):
 
 
 def test_a_copy_that_is_not_spoilt_is_taken(model):
-    check_inputs(job(model))
+    check_inputs(model_job(model))
     assert weights_digest(model) == weights_digest(tiny_directory())
 
 
@@ -95,19 +94,19 @@ def test_a_copy_that_is_not_spoilt_is_taken(model):
 )
 def test_a_config_beyond_belief_is_refused_by_its_field(model, fields, said):
     change(model / "config.json", **fields)
-    message = refusal(model)
+    message = model_refusal(model)
     assert message.startswith(f"{model}") and said in message
 
 
 @pytest.mark.parametrize("context", [10**18, 10**30])
 def test_a_context_without_an_end_costs_nothing(model, context):
     change(model / "config.json", max_position_embeddings=context)
-    check_inputs(job(model))
+    check_inputs(model_job(model))
 
 
 def test_a_stop_token_beyond_all_vocabularies_is_refused(model):
     change(model / "generation_config.json", eos_token_id=[10**30])
-    assert "generation_config.json: eos_token_id=1000" in refusal(model)
+    assert "generation_config.json: eos_token_id=1000" in model_refusal(model)
 
 
 # --- JSON that no parser reads ---
@@ -120,19 +119,19 @@ def test_a_stop_token_beyond_all_vocabularies_is_refused(model):
 @pytest.mark.parametrize("text", [DEEP, '{"a":' + DEEP])
 def test_json_that_is_nested_too_deep_is_named(model, name, text):
     (model / name).write_text(text)
-    assert refusal(model).startswith(f"{model / name}: its JSON is nested too deep")
+    assert model_refusal(model).startswith(f"{model / name}: its JSON is nested too deep")
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "config.json"])
 def test_json_that_is_no_object_is_named(model, name):
     (model / name).write_text("[]")
-    assert refusal(model).startswith(f"{model / name}: need a JSON object, this is list")
+    assert model_refusal(model).startswith(f"{model / name}: need a JSON object, this is list")
 
 
 def test_a_template_that_never_ends_is_loaded_and_not_run(model):
     loops = "{% for a in range(100000) %}{% for b in range(100000) %}x{% endfor %}{% endfor %}"
     change(model / "tokenizer_config.json", chat_template=loops)
-    check_inputs(job(model, "task.chat=false"))
+    check_inputs(model_job(model, "task.chat=false"))
 
 
 # --- Weights ---
@@ -157,7 +156,7 @@ def write_header(file: Path, header: dict, numbers: bytes) -> None:
 )
 def test_a_file_that_lies_about_its_header_is_refused(model, raw):
     (model / WEIGHTS).write_bytes(raw)
-    assert f"{model / WEIGHTS}: not a whole safetensors file" in refusal(model)
+    assert f"{model / WEIGHTS}: not a whole safetensors file" in model_refusal(model)
 
 
 def test_offsets_outside_of_the_file_are_refused(model):
@@ -165,7 +164,7 @@ def test_offsets_outside_of_the_file_are_refused(model):
     first = next(name for name in header if name != "__metadata__")
     header[first]["data_offsets"] = [0, 10**15]
     write_header(model / WEIGHTS, header, numbers)
-    assert f"{model / WEIGHTS}: not a whole safetensors file" in refusal(model)
+    assert f"{model / WEIGHTS}: not a whole safetensors file" in model_refusal(model)
 
 
 def as_integers(file: Path) -> None:
@@ -180,7 +179,7 @@ def as_integers(file: Path) -> None:
 
 def test_integers_are_no_weights(model):
     as_integers(model / WEIGHTS)
-    message = refusal(model)
+    message = model_refusal(model)
     assert "weights do not fit config.json" in message and ": I" in message
     assert "need one of F64, F32, F16, BF16" in message
     with pytest.raises(ValueError, match="need one of F64"):
@@ -230,13 +229,13 @@ def test_an_index_that_leads_elsewhere_is_refused(model, where):
     shutil.move(model / WEIGHTS, model.parent / "outside.safetensors")
     index = {"weight_map": dict.fromkeys(names, where)}
     (model / INDEX).write_text(json.dumps(index))
-    message = refusal(model)
+    message = model_refusal(model)
     assert message.startswith(f"{model / INDEX}: ") and "no file of the directory" in message
 
 
 def test_an_index_that_maps_to_no_files_is_refused(model):
     (model / INDEX).write_text('{"weight_map": {"a": 5}}')
-    assert f"{model / INDEX}: no weight_map" in refusal(model)
+    assert f"{model / INDEX}: no weight_map" in model_refusal(model)
 
 
 # --- Files that are none ---
@@ -246,7 +245,7 @@ def test_an_index_that_maps_to_no_files_is_refused(model):
 def test_a_pipe_is_no_file_of_a_model(model, name):
     (model / name).unlink(missing_ok=True)
     os.mkfifo(model / name)
-    assert refusal(model) == f"{model / name}: no regular file; fetch the directory again"
+    assert model_refusal(model) == f"{model / name}: no regular file; fetch the directory again"
 
 
 @pytest.mark.parametrize("name", [WEIGHTS, "config.json", "tokenizer.json", "NOTICE"])
@@ -257,7 +256,7 @@ def test_a_link_out_of_the_directory_is_refused_and_never_exported(model, tmp_pa
     else:
         outside.write_text("a secret")
     (model / name).symlink_to(outside)
-    message = refusal(model)
+    message = model_refusal(model)
     assert message.startswith(f"{model / name}: a link to {outside}, outside of the directory")
     assert "cp -rL" in message
     with pytest.raises(ValueError, match="outside of the directory"):
@@ -287,7 +286,7 @@ def test_links_inside_of_the_directory_and_a_link_to_it_are_followed(model, tmp_
     (model / WEIGHTS).symlink_to("weights.safetensors")
     (model / "nothing.txt").symlink_to("not-there")
     (tmp_path / "named").symlink_to(model)
-    check_inputs(job(tmp_path / "named"))
+    check_inputs(model_job(tmp_path / "named"))
 
 
 def hub_cache(model: Path, folder: Path) -> Path:
@@ -304,11 +303,11 @@ def hub_cache(model: Path, folder: Path) -> Path:
 
 def test_a_snapshot_in_the_cache_of_the_hub_is_taken(model, tmp_path):
     snapshot = hub_cache(model, tmp_path)
-    check_inputs(job(snapshot))
+    check_inputs(model_job(snapshot))
     load_weights(build_decoder(read_config(snapshot)), snapshot)
     assert load_tokenizer(snapshot).encode("1+1=")
     (tmp_path / "linked").symlink_to(snapshot)
-    check_inputs(job(tmp_path / "linked"))
+    check_inputs(model_job(tmp_path / "linked"))
 
 
 def test_a_snapshot_that_links_out_of_its_models_cache_is_refused(model, tmp_path):
@@ -318,14 +317,14 @@ def test_a_snapshot_that_links_out_of_its_models_cache_is_refused(model, tmp_pat
     (other / "hash").write_text("another's")
     (snapshot / "NOTICE").unlink(missing_ok=True)
     (snapshot / "NOTICE").symlink_to("../../../models--org--other/blobs/hash")
-    assert f"{snapshot / 'NOTICE'}: a link to" in refusal(snapshot)
+    assert f"{snapshot / 'NOTICE'}: a link to" in model_refusal(snapshot)
 
 
 def test_a_folder_called_snapshots_is_no_cache_of_the_hub(model, tmp_path):
     snapshot = hub_cache(model, tmp_path)
     home = tmp_path / "models--org--name"
     renamed = home.rename(tmp_path / "home") / snapshot.relative_to(home)
-    assert "a link to" in refusal(renamed)
+    assert "a link to" in model_refusal(renamed)
 
 
 # --- Code ---
@@ -341,7 +340,7 @@ def test_a_tokenizers_own_code_is_refused_and_not_asked_about(model, tmp_path, m
     )
     asked = []
     monkeypatch.setattr("builtins.input", lambda prompt="": asked.append(prompt) or "y")
-    message = refusal(model)
+    message = model_refusal(model)
     assert message.startswith(f"{model / 'tokenizer_config.json'}: the tokenizer is code")
     assert not asked and not trace.exists()
 

@@ -13,19 +13,17 @@ from llamarl.learning.values import CriticSettings, OwnCritic
 from llamarl.models.attention import PackedAttention
 from llamarl.models.build import build_decoder
 from tests.tolerances import rounding
-from tests.unit.test_values import (
+from tests.unit.ppo_steps import (
     EPS,
     PPO,
-    VERSION,
     critic_of,
-    decoder_of,
     estimate,
     forward,
-    go_on,
     groups_of,
     ppo_update,
     sequences,
 )
+from tests.updating import VERSION, decoder_of, go_on
 
 LR = 0.05  # of the policy and of the value model, by SGD
 SETTINGS = dataclasses.replace(PPO, lr=LR)

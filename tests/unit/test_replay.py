@@ -21,9 +21,7 @@ from llamarl.errors import LagExceeded
 from llamarl.launch.job import Job
 from llamarl.launch.run_directory import RunDirectory
 from llamarl.learning.buffer import decoded
-from llamarl.learning.reduction import Ranks
 from llamarl.learning.replay import (
-    Draw,
     ReplayBuffer,
     draw_completions,
     lag_bound,
@@ -31,36 +29,11 @@ from llamarl.learning.replay import (
     rng_of,
 )
 from llamarl.learning.step_metrics import lag_histogram
-from llamarl.types import Group
+from tests.unit.replaying import ALONE, draw, group, names_of
 
 NAN = float("nan")
-ALONE = Ranks(None, torch.device("cpu"), None)
 # of the standard normal, one in ten thousand: seeds are fixed, so a right buffer passes always
 QUANTILE = 3.72
-
-
-def group(ticket, *, prompt=None, rewards=(0.0, 1.0), version=0, reasons=None, lengths=None):
-    """Each completion is known by its tokens: ticket * 100 + its place."""
-    n = len(rewards)
-    lengths = torch.tensor(lengths or [1 + (ticket + i) % 3 for i in range(n)])
-    token = torch.arange(n) + 100 * ticket
-    tokens = token.repeat_interleave(lengths)
-    return Group(
-        ticket=ticket,
-        prompt_ids=torch.tensor([7, ticket if prompt is None else prompt]),
-        lengths=lengths,
-        token_ids=tokens,
-        generator_logprobs=-tokens.float(),
-        policy_versions=torch.full_like(tokens, version),
-        ref_logprobs=tokens.float() / 2,
-        rewards=torch.tensor(rewards),
-        finish_reasons=tuple(reasons or ("stop",) * n),
-        outcomes=tuple("error" if math.isnan(r) else "score" for r in rewards),
-    )
-
-
-def draw(prompts=2, completions=2, most_on_policy=0.5, priority="softmax", temperature=1.0):
-    return Draw(prompts, completions, most_on_policy, priority, temperature)
 
 
 def buffer_of(
@@ -81,11 +54,6 @@ def buffer_of(
     return ReplayBuffer(
         draw=draw(**how), sync_period=sync_period, max_size=max_size, seed=seed, rank=rank, **bounds
     )
-
-
-def names_of(g):
-    """What each completion of a group is known by."""
-    return [int(part[0]) for part in g.token_ids.split(g.lengths.tolist())]
 
 
 class Naive:

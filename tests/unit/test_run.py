@@ -38,8 +38,7 @@ from llamarl.launch.start import _announce
 from llamarl.models.config import tiny_directory
 from llamarl.models.fingerprint import model_digest, weights_digest
 from llamarl.native.files import DirectoryLock, replace_text
-from tests.scorers import write_scorer
-from tests.unit.test_classifier import write_encoder
+from tests.scorers import write_encoder, write_scorer
 
 WORLD = World(0, 1, torch.device("cpu"))
 IN_WORK = range(8)  # tickets

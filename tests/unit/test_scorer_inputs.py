@@ -2,43 +2,21 @@
 
 import json
 import shutil
-from pathlib import Path
 
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
 
-from llamarl.comm.groups import World
-from llamarl.config.command_line import ConfigError, check_command_line, compose_config
-from llamarl.errors import BadInput
+from llamarl.config.command_line import check_command_line, compose_config
 from llamarl.launch.identities import reward_identity
 from llamarl.launch.inputs import check_inputs
-from llamarl.launch.job import Job
-from llamarl.launch.run_directory import RunDirectory
 from llamarl.models.config import tiny_directory
 from llamarl.models.fingerprint import model_digest
 from tests.random_models import swap_tokens
 from tests.scorers import write_scorer
+from tests.unit.refusals import complaint, job, refusal
 
 MODEL = "reward=model"
 FROZEN = "reference=frozen"
-
-
-def job(*overrides: str) -> Job:
-    world = World(0, 1, torch.device("cpu"))
-    return Job(compose_config(list(overrides)), world, RunDirectory(Path("."), None))
-
-
-def refusal(*overrides: str) -> str:
-    with pytest.raises(BadInput) as error:
-        check_inputs(job(*overrides))
-    return str(error.value)
-
-
-def complaint(*overrides: str, ranks: int = 1) -> str:
-    with pytest.raises(ConfigError) as error:
-        check_command_line(list(overrides), world_size=ranks)
-    return str(error.value)
 
 
 def test_a_scorer_is_taken(tmp_path):

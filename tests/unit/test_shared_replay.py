@@ -13,7 +13,7 @@ from llamarl.comm.channel import dp_rank_of
 from llamarl.learning.reduction import Ranks
 from llamarl.learning.replay import ReplayBuffer, SharedReplayBuffer, SplitReplayBuffer
 from tests.launching import SMALL, ForkedJob
-from tests.unit.test_replay import ALONE, draw, group, names_of
+from tests.unit.replaying import ALONE, draw, group, names_of
 
 SECONDS = 30
 

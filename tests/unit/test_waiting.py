@@ -9,7 +9,7 @@ import ast
 import pytest
 
 from llamarl.native.waiting import SPINS, wait_briefly
-from tests.test_house import ROOT, python_files
+from tests.house import ROOT, python_files
 
 
 @pytest.fixture
