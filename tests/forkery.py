@@ -92,9 +92,13 @@ class ForkedProcess:
 
 
 class Forkery:
-    """The process to fork from, started with the first job."""
+    """The process to fork from, started with the first job.
 
-    def __init__(self):
+    root: the checkout whose modules it imports.
+    """
+
+    def __init__(self, root: Path = ROOT):
+        self._root = root
         self._process: subprocess.Popen | None = None
         self._folder: tempfile.TemporaryDirectory | None = None
 
@@ -107,7 +111,7 @@ class Forkery:
         log: Path,
         cwd: Path,
     ) -> ForkedProcess:
-        """A program of this repository, as one process or on `ranks` of them.
+        """A program of the checkout, as one process or on `ranks` of them.
 
         environment: all of theirs; but what is read at import was read from this process's own.
         """
@@ -147,9 +151,11 @@ class Forkery:
         from tests.launching import environment
 
         self._folder = tempfile.TemporaryDirectory()
+        given = environment()
+        path = os.pathsep.join([str(self._root), given["PYTHONPATH"]])
         process = subprocess.Popen(
             [sys.executable, __file__, self._address],
-            env=environment(),
+            env={**given, "PYTHONPATH": path},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,

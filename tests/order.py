@@ -4,12 +4,22 @@ worker ends with a long file while the others have nothing left.
 
 from __future__ import annotations
 
+import subprocess
 from collections import Counter
 
+from llamarl.scoring.pool import RewardPool
 from tests import launching
-from tests.forkery import the_forkery
+from tests.forkery import Forkery, the_forkery
 
-STARTERS = (launching.Job, launching.ForkedJob, launching.environment, the_forkery)
+STARTERS = (
+    launching.Job,
+    launching.ForkedJob,
+    launching.environment,
+    Forkery,
+    the_forkery,
+    RewardPool,
+    subprocess,
+)
 SHARED_PROCESSES = {"pool", "synchronous_run"}
 
 

@@ -1,56 +1,57 @@
-"""Channels between real processes over gloo. Each rank is this file run as a script."""
+"""Channels between real processes over gloo. Each rank is this file run as a script, in a process
+forked for it.
+"""
 
 import os
-import socket
-import subprocess
 import sys
 import time
+from pathlib import Path
 
 import torch
+from torch.distributed import TCPStore
 
-from tests.launching import environment
+from tests.forkery import the_forkery
+from tests.launching import ROOT, environment
 
 RANKS = 3
 RECORDS = 40  # a producer and channel
 DEADLINE_S = 240
 
 
-def start(scenario: str) -> list[subprocess.Popen]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
-    env = environment(**address, WORLD_SIZE=str(RANKS), LOCAL_WORLD_SIZE=str(RANKS))
-    command = [sys.executable, __file__, scenario]
-    return [
-        subprocess.Popen(
-            command,
-            env={**env, "RANK": str(r)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for r in range(RANKS)
-    ]
-
-
-def finish(processes: list[subprocess.Popen]) -> list[str]:
+def run(scenario: str, folder: Path) -> tuple[list[int], list[str]]:
+    """The exit code and the words of each rank."""
+    # It outlives every rank, as a launcher's does: none is told of its end before a peer's.
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    shared = environment(
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(store.port),
+        TORCHELASTIC_USE_AGENT_STORE="True",
+        WORLD_SIZE=str(RANKS),
+        LOCAL_WORLD_SIZE=str(RANKS),
+    )
+    logs = [folder / f"{rank}.log" for rank in range(RANKS)]
+    processes = []
+    for rank, log in enumerate(logs):
+        # Each by itself: a launcher of all would end the others when one has failed.
+        own = {**shared, "RANK": str(rank)}
+        given = {"ranks": None, "environment": own, "log": log, "cwd": ROOT}
+        processes.append(the_forkery().start([__file__, scenario], **given))
     try:
-        return [p.communicate(timeout=DEADLINE_S)[0] for p in processes]
+        codes = [process.wait(DEADLINE_S) for process in processes]
     finally:
-        for p in processes:
-            p.kill()
+        for process in processes:
+            process.end()
+    return codes, [log.read_text() for log in logs]
 
 
-def test_every_kind_of_channel_delivers_every_record_once_in_order_per_producer():
-    processes = start("records")
-    outputs = finish(processes)
-    assert [p.returncode for p in processes] == [0] * RANKS, "\n".join(outputs)
+def test_every_kind_of_channel_delivers_every_record_once_in_order_per_producer(tmp_path):
+    codes, outputs = run("records", tmp_path)
+    assert codes == [0] * RANKS, "\n".join(outputs)
 
 
-def test_a_dead_peer_is_named_to_all_others():
-    processes = start("death")
-    outputs = finish(processes)
-    assert processes[2].returncode == 9
+def test_a_dead_peer_is_named_to_all_others(tmp_path):
+    codes, outputs = run("death", tmp_path)
+    assert codes[2] == 9
     for rank in (0, 1):
         assert "PeerDied" in outputs[rank] and "rank 2 (executor 2)" in outputs[rank], outputs[rank]
 

@@ -15,14 +15,11 @@ from llamarl.models.config import tiny_directory
 from llamarl.models.hf import load_weights
 from tests.launching import (
     EVAL_PROMPTS,
-    JOB_S,
-    RECIPE,
     ROOT,
     SMALL,
     STEPS,
     ForkedJob,
     Job,
-    environment,
     untimed,
 )
 from tests.tolerances import of_logprobs, rounding
@@ -104,16 +101,12 @@ def test_a_directory_with_a_run_is_not_used_again_by_accident(launch_here, async
     assert code == BAD_INPUT and "holds a run already; go on with resume=auto" in output.err
 
 
-def test_all_that_is_wrong_with_a_command_line_is_said_at_once():
-    command = [sys.executable, str(RECIPE), "+typo=1", "loss.ratio_kap=2", "groups_per_step=0"]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=JOB_S, cwd=ROOT, env=environment()
-    )
-    assert done.returncode == BAD_INPUT
-    assert all(
-        text in done.stderr + done.stdout
-        for text in ("typo", "did you mean loss.ratio_cap", "groups_per_step=0")
-    )
+def test_all_that_is_wrong_with_a_command_line_is_said_at_once(tmp_path):
+    wrong = ("+typo=1", "loss.ratio_kap=2", "groups_per_step=0")
+    with ForkedJob(*wrong, run_dir=tmp_path / "run") as job:
+        assert job.wait() == BAD_INPUT, job.output
+    said = ("typo", "did you mean loss.ratio_cap", "groups_per_step=0")
+    assert all(text in job.output for text in said)
 
 
 def test_a_malformed_line_of_data_is_named(launch_here, tmp_path):

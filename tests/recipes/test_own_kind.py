@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-import sys
+import uuid
 from pathlib import Path
 
 import pytest
+
+from tests.forkery import Forkery
 
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "llamarl" / "models" / "tiny"
@@ -123,20 +124,32 @@ def tree(tmp_path_factory) -> Path:
     return folder
 
 
-def start(tree: Path, *given: str, recipe: str = "llama_async.py", code: int = 0) -> str:
-    """All that a recipe of the tree prints, which must end with this exit code."""
+@pytest.fixture(scope="module")
+def start(tree, tmp_path_factory):
+    """start(*overrides): all that a recipe of the tree prints, which must end with `code`.
+
+    Its process is forked from one that has imported the modules of the tree.
+    """
+    forkery = Forkery(root=tree)
+    logs = tmp_path_factory.mktemp("logs")
     own = {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        [sys.executable, str(tree / "recipes" / recipe), *given],
-        cwd=tree,
-        env={**os.environ, **own},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=LIMIT_S,
-    )
-    assert done.returncode == code, done.stdout
-    return done.stdout
+
+    def start(*given: str, recipe: str = "llama_async.py", code: int = 0) -> str:
+        log = logs / uuid.uuid4().hex
+        process = forkery.start(
+            [str(tree / "recipes" / recipe), *given],
+            ranks=None,
+            environment={**os.environ, **own},
+            log=log,
+            cwd=tree,
+        )
+        ended = process.wait(LIMIT_S)
+        process.end()
+        assert ended == code, log.read_text()
+        return log.read_text()
+
+    yield start
+    forkery.close()
 
 
 def rows(run_dir: Path) -> list[dict]:
@@ -158,21 +171,21 @@ PARTS = (
 )
 
 
-def test_a_command_line_with_a_kind_of_ones_own_is_read_as_strictly_as_any(tree):
+def test_a_command_line_with_a_kind_of_ones_own_is_read_as_strictly_as_any(start):
     wrong = ("reward=length", "reward.rate=0", "reward.num_workers=2")
-    said = " ".join(start(tree, *wrong, code=2).split())
+    said = " ".join(start(*wrong, code=2).split())
     assert "reward.rate=0 need a number above 0" in said
     assert "reward.num_workers only reward=function has it" in said
-    said = start(tree, *PARTS, "reward.parts.brief.rate=101", code=2)
+    said = start(*PARTS, "reward.parts.brief.rate=101", code=2)
     assert "reward.parts.brief.rate=101.0   is too dear; at most 100" in said
 
 
-def test_a_dry_run_checks_prices_and_describes_a_kind_of_ones_own(tree):
-    said = start(tree, *PARTS, "+dry_run=true")
+def test_a_dry_run_checks_prices_and_describes_a_kind_of_ones_own(start):
+    said = start(*PARTS, "+dry_run=true")
     assert "reward   length at 2\nlength   has no limit\n" in said
     assert "memory   reward.parts.brief (length): 3.00 GiB held, on rank 0" in said
     assert "reward   llamarl.tasks.rewards:exact_match, here given the reference answers" in said
-    said = start(tree, "reward=length", "reward.rate=99", "+dry_run=true", code=2)
+    said = start("reward=length", "reward.rate=99", "+dry_run=true", code=2)
     assert "reward.rate=99: of all numbers" in said
 
 
@@ -182,9 +195,9 @@ def right(sample: dict) -> bool:
     return sample["completion"].strip() == str(int(first) + int(second))
 
 
-def test_a_run_is_rewarded_by_a_kind_of_ones_own(tree, tmp_path):
+def test_a_run_is_rewarded_by_a_kind_of_ones_own(start, tmp_path):
     given = ("reward=length", f"reward.rate={RATE}")
-    said = start(tree, *SMALL, *given, f"run_dir={tmp_path}/run")
+    said = start(*SMALL, *given, f"run_dir={tmp_path}/run")
     assert "tried on 3 samples" in said
     for sample in samples(tmp_path / "run"):
         assert sample["score"] == -RATE * sample["num_tokens"]
@@ -193,8 +206,8 @@ def test_a_run_is_rewarded_by_a_kind_of_ones_own(tree, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_adds_a_kind_of_ones_own_to_others(tree, tmp_path):
-    start(tree, *SMALL, *PARTS, "max_lag=0", f"run_dir={tmp_path}/run")
+def test_a_run_adds_a_kind_of_ones_own_to_others(start, tmp_path):
+    start(*SMALL, *PARTS, "max_lag=0", f"run_dir={tmp_path}/run")
     for sample in samples(tmp_path / "run"):
         assert sample["score"] == 0.25 * -2 * sample["num_tokens"] + right(sample)
     for row in rows(tmp_path / "run")[1:]:
@@ -202,12 +215,12 @@ def test_a_run_adds_a_kind_of_ones_own_to_others(tree, tmp_path):
 
 
 @pytest.mark.slow
-def test_preference_pairs_are_labelled_by_a_kind_of_ones_own(tree, tmp_path):
+def test_preference_pairs_are_labelled_by_a_kind_of_ones_own(start, tmp_path):
     file = tmp_path / "prompts.jsonl"
     file.write_text("".join(json.dumps({"prompt": f"{n}+1="}) + "\n" for n in range(8)))
     small = ("task.max_prompt_tokens=64", "max_new_tokens=8", "task.answer_key=null")
     given = (f"task.path={file}", f"out={tmp_path}/pairs.jsonl", f"model.path={MODEL}")
-    start(tree, *given, *small, "reward=length", recipe="preferences.py")
+    start(*given, *small, "reward=length", recipe="preferences.py")
     pairs = [json.loads(line) for line in (tmp_path / "pairs.jsonl").read_text().splitlines()]
     assert pairs
     for pair in pairs:

@@ -132,60 +132,70 @@ def test_a_task_and_a_model_may_set_values_of_the_run(tmp_path):
     )  # the command line wins
 
 
-@pytest.mark.parametrize(
-    "override, need",
-    [
-        ("groups_per_step=0", "need a whole number of at least 1"),
-        ("group_size=2.5", "need a whole number of at least 1"),
-        ("max_steps=many", "need a whole number of at least 0"),
-        ("max_steps=true", "need a whole number of at least 0"),
-        ("lr=0", "need a number above 0"),
-        ("lr=nan", "need a number above 0"),
-        ("lr=inf", "need a number above 0"),
-        ("max_steps=inf", "need a whole number of at least 0"),
-        ("overcommit=some", "need a whole number of at least 0 or auto or oppo or window"),
-        ("overcommit=-1", "need a whole number of at least 0 or auto or oppo or window"),
+# Of one key several.
+WRONG_VALUES = [
+    ("groups_per_step=0", "need a whole number of at least 1"),
+    ("group_size=2.5", "need a whole number of at least 1"),
+    ("max_steps=many", "need a whole number of at least 0"),
+    ("max_steps=true", "need a whole number of at least 0"),
+    ("lr=0", "need a number above 0"),
+    ("lr=nan", "need a number above 0"),
+    ("lr=inf", "need a number above 0"),
+    ("max_steps=inf", "need a whole number of at least 0"),
+    ("overcommit=some", "need a whole number of at least 0 or auto or oppo or window"),
+    ("overcommit=-1", "need a whole number of at least 0 or auto or oppo or window"),
+    (
+        "overcommit=opo",
+        "need a whole number of at least 0 or auto or oppo or window; did you mean oppo?",
+    ),
+    ("on_deadline=trunkate", "need wait or truncate; did you mean truncate?"),
+    ("straggler_factor=0.5", "need a number of at least 1"),
+    ("generator.max_seconds=0", "need a number above 0 or null"),
+    ("governor.window=0", "need a whole number of at least 1"),
+    ("threads=0", "need a whole number of at least 1 or null"),
+    ("generator.prefill_chunk=0", "need a whole number of at least 1"),
+    ("generator.cache_tokens=0", "need a whole number of at least 1 or null"),
+    ("eval.num_samples=-1", "need a whole number of at least 0"),
+    ("generator.top_p=1.5", "need a number between 0 and 1, 0 excluded"),
+    ("reward.max_error_rate=-0.1", "need a number between 0 and 1"),
+    ("reward.num_workers=0", "need a whole number of at least 1"),
+    ("reward.timeout_s=0", "need a number above 0"),
+    ("model.dtype=float16", "need float32 or bfloat16; did you mean bfloat16?"),
+    *(
         (
-            "overcommit=opo",
-            "need a whole number of at least 0 or auto or oppo or window; did you mean oppo?",
-        ),
-        ("on_deadline=trunkate", "need wait or truncate; did you mean truncate?"),
-        ("straggler_factor=0.5", "need a number of at least 1"),
-        ("generator.max_seconds=0", "need a number above 0 or null"),
-        ("governor.window=0", "need a whole number of at least 1"),
-        ("threads=0", "need a whole number of at least 1 or null"),
-        ("generator.prefill_chunk=0", "need a whole number of at least 1"),
-        ("generator.cache_tokens=0", "need a whole number of at least 1 or null"),
-        ("eval.num_samples=-1", "need a whole number of at least 0"),
-        ("generator.top_p=1.5", "need a number between 0 and 1, 0 excluded"),
-        ("reward.max_error_rate=-0.1", "need a number between 0 and 1"),
-        ("reward.num_workers=0", "need a whole number of at least 1"),
-        ("reward.timeout_s=0", "need a number above 0"),
-        ("model.dtype=float16", "need float32 or bfloat16; did you mean bfloat16?"),
-        *(
-            (
-                f"generator.temperature={value}",
-                "need two numbers above 0: the lowest and the highest, such as [0.7,2.0] or null",
-            )
-            for value in ("[2.0,0.7]", "[0.7]", "[0,1]", "0.7")
-        ),
-        ("dry_run=1", "need true or false"),
-        ("placement.trainer=[a]", "need a list of ranks such as [0,1] or null"),
-        ("placement.trainer=0", "need a list of ranks such as [0,1] or null"),
-        ("task.system_prompt=[q]", "need a text or null"),
-        ("task.chat=[a]", "need true or false"),
-        (
-            "reference.kind=frosen",
-            "need none or adapters_off or sharded or frozen or reset; did you mean frozen?",
-        ),
-        ("buffer.kind=null", "need fifo or replay"),
-        ("buffer.kind=[fifo]", "need fifo or replay"),
-        ("seed=9223372036854775808", "need a whole number between 0 and 9223372036854775807"),
-        ("eval=3", "this is a section; set its keys, such as eval.every"),
-    ],
-)
-def test_a_value_of_the_wrong_type_or_out_of_range_is_refused(override, need):
-    assert complaints(override) == {override: need}
+            f"generator.temperature={value}",
+            "need two numbers above 0: the lowest and the highest, such as [0.7,2.0] or null",
+        )
+        for value in ("[2.0,0.7]", "[0.7]", "[0,1]", "0.7")
+    ),
+    ("dry_run=1", "need true or false"),
+    ("placement.trainer=[a]", "need a list of ranks such as [0,1] or null"),
+    ("placement.trainer=0", "need a list of ranks such as [0,1] or null"),
+    ("task.system_prompt=[q]", "need a text or null"),
+    ("task.chat=[a]", "need true or false"),
+    (
+        "reference.kind=frosen",
+        "need none or adapters_off or sharded or frozen or reset; did you mean frozen?",
+    ),
+    ("buffer.kind=null", "need fifo or replay"),
+    ("buffer.kind=[fifo]", "need fifo or replay"),
+    ("seed=9223372036854775808", "need a whole number between 0 and 9223372036854775807"),
+    ("eval=3", "this is a section; set its keys, such as eval.every"),
+]
+
+
+def test_a_value_of_the_wrong_type_or_out_of_range_is_refused():
+    """Several on a command line, of each key one, so that each of them is told by its own words."""
+    rounds = []
+    for override, need in WRONG_VALUES:
+        key = override.partition("=")[0]
+        number = len([one for one in rounds if key in one])
+        if number == len(rounds):
+            rounds.append({})
+        rounds[number][key] = (override, need)
+    for number, of_keys in enumerate(rounds):
+        given = dict(of_keys.values())
+        assert complaints(*given) == given
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,12 @@
 """tests/order.py: what may take long starts first."""
 
+import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from llamarl.scoring.pool import RewardPool
 from tests.launching import ForkedJob, environment
 from tests.order import long_files_first
 
@@ -28,7 +30,7 @@ def test_files_of_many_tests_come_before_those_of_few_and_keep_their_order():
 @pytest.mark.parametrize(
     "starting",
     [{"fixtures": ["pool"]}, {"fixtures": ["synchronous_run"]}, {"run": ForkedJob}]
-    + [{"env": environment}],
+    + [{"env": environment}, {"subprocess": subprocess}, {"Pool": RewardPool}],
 )
 def test_a_file_that_starts_processes_comes_first_as_a_whole(starting):
     items = [collected("a", 1), collected("a", 2), collected("a", 3)]

@@ -2,6 +2,7 @@
 
 import math
 import os
+from contextlib import ExitStack
 
 import pytest
 
@@ -14,7 +15,7 @@ from llamarl.scoring.scorer import text_item
 USER_MODULE = '''
 import asyncio, resource, time
 
-LOAD_S = 2.5
+LOAD_S = 1.5
 _model = []
 
 
@@ -122,21 +123,34 @@ def score(name, completions, **options):
 FORMS = ("single", "batch", "trl", "several", "compute_score")
 
 
-@pytest.mark.parametrize("name, num_workers", [*((name, 1) for name in FORMS), ("single", 2)])
-def test_a_function_that_loads_in_its_first_call_is_not_killed(monkeypatch, name, num_workers):
+def test_a_function_that_loads_in_its_first_call_is_not_killed(monkeypatch):
+    """Of each form, and in each of two workers: all of them load at the same time."""
     monkeypatch.setattr(calls, "ASYNC_GRACE_S", 0.0)
-    outcomes = score(name, ["c"] * 4, timeout_s=1.5, num_workers=num_workers)
-    assert [outcome.kind for outcome in outcomes] == ["score"] * 4, outcomes
+    kinds = {}
+    with ExitStack() as stack:
+        pools = {}
+        for name, num_workers in [*((form, 1) for form in FORMS), ("single", 2)]:
+            pool = RewardPool(f"mine:{name}", timeout_s=1.0, num_workers=num_workers)
+            pools[name, num_workers] = stack.enter_context(pool)
+            for key in range(4):
+                pool.submit(key, text_item(f"p{key}", "c", {"answer": "1"}))
+            pool.release(range(4))
+            kinds[name, num_workers] = []
+        while any(pool.pending for pool in pools.values()):
+            for given, pool in pools.items():
+                pool.wait(0.01)
+                kinds[given] += [outcome.kind for _, outcome in pool.poll()]
+    assert kinds == dict.fromkeys(kinds, ["score"] * 4) and len(kinds) == 6
 
 
 def test_a_worker_that_comes_after_a_killed_one_is_fresh_too():
-    """The second call hangs; the worker after it has to load once more, for 2.5 s."""
+    """The second call hangs; the worker after it has to load once more, for 1.5 s."""
     with open("mine.py", "a") as file:
         file.write(
             "\ndef hangs_once(prompt, completion, meta):\n"
             "    return load() if completion != 'hang' else time.sleep(1000)\n"
         )
-    outcomes = score("hangs_once", ["c", "hang", "c", "c"], timeout_s=1.5)
+    outcomes = score("hangs_once", ["c", "hang", "c", "c"], timeout_s=1.0)
     assert [outcome.kind for outcome in outcomes] == ["score", "error", "score", "score"]
 
 

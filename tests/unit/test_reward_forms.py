@@ -197,9 +197,9 @@ def test_each_value_of_a_list_is_judged_by_itself():
 
 def test_a_call_that_overruns_costs_its_own_completions_alone():
     samples = [("p", "1", {}), ("q", "1", {}), ("p", "2", {}), ("r", "1", {})]
-    outcomes = score("hang_on_two", samples, timeout_s=2.5)
+    outcomes = score("hang_on_two", samples, timeout_s=1.25)
     assert [outcome.kind for outcome in outcomes] == ["error", "score", "error", "score"]
-    limit = "took longer than reward.timeout_s=2.5 for each of the 2 completions"
+    limit = "took longer than reward.timeout_s=1.25 for each of the 2 completions"
     assert limit in outcomes[0].reason
 
 
