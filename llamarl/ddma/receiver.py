@@ -16,7 +16,6 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from llamarl.ddma.forwarder import Forwarder
 from llamarl.ddma.layout import FUSED, Buffer, buffer_of
@@ -27,6 +26,7 @@ from llamarl.ddma.protocol import MAX_RETRIES, LinkContext, Outgoing, work_behin
 from llamarl.ddma.route import WeightsRoute
 from llamarl.errors import LinkTimeout, PeerDied, WeightsError
 from llamarl.models.config import ModelConfig
+from llamarl.models.dtensors import is_dtensor
 from llamarl.models.fsdp import local
 
 # Buckets that may arrive before the thread of their link, which works behind the model, comes to
@@ -103,7 +103,7 @@ class WeightsReceiver:
         """Allocate two buffers that change places, or one. One is enough where others hold the
         parameters' addresses (graphs on a GPU, FSDP) and weights are copied over.
         """
-        is_sharded = any(isinstance(parameter, DTensor) for parameter in self._parameters)
+        is_sharded = any(is_dtensor(parameter) for parameter in self._parameters)
         self._exchange = device.type == "cpu" and not is_sharded
         if self._route.on_device:
             zeros = partial(torch.zeros, num_bytes, dtype=torch.uint8, device=device)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from llamarl.learning.segments import wide_dtype
+from llamarl.models.dtensors import is_dtensor
 from llamarl.models.fsdp import local
 from llamarl.models.sharded_state import MOMENTS, moment
 
@@ -21,6 +23,25 @@ SCHEDULES: dict[str, Callable[[float], float]] = {  # progress 0..1 after the wa
     "cosine": lambda x: 0.5 * (1.0 + math.cos(math.pi * x)),
     "wsd": lambda x: min(1.0, (1.0 - x) / 0.2),  # warm-up, stable, decay over the last fifth
 }
+
+
+class AdamW(torch.optim.AdamW):
+    """PyTorch's AdamW, to the bit, which does not load PyTorch's compiler.
+
+    These methods of PyTorch's come with a wrapper around them, which tells torch._dynamo not to
+    compile them, and loads it for that: half a CPU second of every trainer rank. No optimizer is
+    compiled here, so what is wrapped is called by itself.
+    """
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        return inspect.unwrap(torch.optim.AdamW.step)(self, closure)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        inspect.unwrap(torch.optim.AdamW.add_param_group)(self, param_group)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        inspect.unwrap(torch.optim.AdamW.zero_grad)(self, set_to_none)
 
 
 def build_optimizer(
@@ -56,7 +77,7 @@ def build_optimizer(
             optimizer.step = torch.compiler.set_stance("force_eager")(optimizer.step)
         return optimizer
     # A tensor learning rate would need its own device copy; fused takes the float that lr_at gives.
-    return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)
+    return AdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)
 
 
 @torch.no_grad()
@@ -147,7 +168,7 @@ def clip_grad_norm(
         if p.grad is None:
             continue
         kind: tuple = (group, None, ())
-        if isinstance(p.grad, DTensor):
+        if is_dtensor(p.grad):
             kind = (group, p.grad.device_mesh, p.grad.placements)
         kinds.setdefault(kind, []).append(local(p.grad))
     total = torch.zeros(())

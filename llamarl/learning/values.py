@@ -24,12 +24,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from llamarl.learning.losses.common import LossAndMetrics, half_square, per_token
 from llamarl.learning.optim import build_optimizer, set_lr, settle_moments
 from llamarl.models.attention import PackedAttention
 from llamarl.models.build import Decoder
+from llamarl.models.dtensors import is_dtensor
 from llamarl.models.fsdp import held_box, local, local_rows, tensor_groups
 from llamarl.models.heads import only_values, value_head, with_values
 from llamarl.models.hf import named_parameters_hf
@@ -230,7 +230,7 @@ class OwnCritic(Critic):
 
 def held_rows(parameter: torch.nn.Parameter) -> Box:
     """Return the part of a head's parameter that this rank holds."""
-    if not isinstance(parameter, DTensor):
+    if not is_dtensor(parameter):
         return Box.whole(tuple(parameter.shape))
     first, count = local_rows(parameter)
     return Box((first,), (count,))

@@ -10,23 +10,19 @@ docs/models.md says how to add one.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from functools import partial
+from typing import Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-# It warns, at import, of kernels that nothing here uses.
-logging.getLogger("torchao").setLevel(logging.ERROR)
-
-# isort: split
-from torchtune.modules import TransformerDecoder
-
 from llamarl.models.attention import Angles, Attention, AttentionContext, rotary_of
+from llamarl.models.borrowed import TransformerDecoder
 from llamarl.models.config import ModelConfig, read_config
+from llamarl.models.dtensors import is_dtensor
 from llamarl.models.fused import projections, swiglu
 from llamarl.models.masters import Masters
 from llamarl.models.norms import norm_of
@@ -139,6 +135,13 @@ class Layer(nn.Module):
         return h_TD + self.mlp(normed_TD)
 
 
+def _embedding(rows: int, dim: int) -> nn.Embedding:
+    """Return an embedding with uninitialised weights. What nn.Embedding draws is overwritten, and
+    drawing it on the meta device loads PyTorch's compiler.
+    """
+    return nn.Embedding.from_pretrained(torch.empty(rows, dim), freeze=False)
+
+
 class Decoder(TransformerDecoder):
     """Torchtune's decoder over flat tokens, with layers of our own.
 
@@ -156,7 +159,7 @@ class Decoder(TransformerDecoder):
         if tp and tp.split_vocabulary:
             embedding = SplitEmbedding(config.vocab_size, dim, tp)
         else:
-            embedding = nn.Embedding(config.vocab_size, dim)
+            embedding = _embedding(config.vocab_size, dim)
         output: nn.Module
         if config.labels or config.tie_word_embeddings:
             output = nn.Identity()
@@ -173,12 +176,25 @@ class Decoder(TransformerDecoder):
         )
         self.pos_embeddings = None
         if config.traits.learned_positions:
-            self.pos_embeddings = nn.Embedding(config.max_position_embeddings, dim)
+            self.pos_embeddings = _embedding(config.max_position_embeddings, dim)
         if config.labels:
             self.score = nn.Linear(dim, len(config.labels), bias=False)
         self.config = config
         self.tensor_parallel = tp
         self.rotary = rotary_of(config)
+
+    def to_empty(self, *, device: str | torch.device | int | None, recurse: bool = True) -> Self:
+        """Give every parameter uninitialised memory on `device`, as nn.Module does. What is not
+        sharded does not go through PyTorch's decompositions, which load sympy for it.
+        """
+        if any(is_dtensor(parameter) for parameter in self.parameters()):
+            return super().to_empty(device=device, recurse=recurse)
+
+        def memory_like(tensor: Tensor) -> Tensor:
+            shape, strides = tensor.shape, tensor.stride()
+            return torch.empty_strided(shape, strides, dtype=tensor.dtype, device=device)
+
+        return self._apply(memory_like, recurse=recurse)
 
     @property
     def output_weight(self) -> Tensor:

@@ -9,24 +9,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
-)
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from llamarl.models.dtensors import is_dtensor, is_fsdp_module
 from llamarl.models.protocol import LanguageModel
 from llamarl.models.sharding import Box, parameter_shapes, tensor_parallel_box
 from llamarl.models.tp import TensorParallel
+
+if TYPE_CHECKING:  # FSDP2 is loaded where something is sharded: llamarl.models.dtensors
+    from torch.distributed.tensor import DTensor
 
 
 def wrap(
@@ -40,6 +36,13 @@ def wrap(
     """Wrap every layer, and the decoder around them, in FSDP2. It computes in compute_dtype and
     reduces in float32. Call it before weights load.
     """
+    from torch.distributed.fsdp import (
+        CPUOffloadPolicy,
+        MixedPrecisionPolicy,
+        OffloadPolicy,
+        fully_shard,
+    )
+
     offload = OffloadPolicy()
     if cpu_offload:
         offload = CPUOffloadPolicy(pin_memory=pin_memory)
@@ -64,14 +67,14 @@ def next_backward(decoder: LanguageModel, *, last: bool) -> None:
     if decoder.masters is not None:
         decoder.masters.last = last
     if decoder.whole_on_each_rank:
-        assert isinstance(decoder, FSDPModule), "`wrap` says so of the decoders that it wraps"
+        assert is_fsdp_module(decoder), "`wrap` says so of the decoders that it wraps"
         decoder.set_requires_gradient_sync(last)
         decoder.set_reshard_after_backward(last)
 
 
 def reshard(decoder: LanguageModel) -> None:
     """Give back what a forward without backward leaves whole: embedding, last norm and head."""
-    if isinstance(decoder, FSDPModule):
+    if is_fsdp_module(decoder):
         decoder.reshard()
 
 
@@ -80,7 +83,7 @@ def drop_gradients(decoder: LanguageModel) -> None:
     if decoder.masters is not None:
         decoder.masters.forget()
     for module in decoder.modules():
-        if isinstance(module, FSDPModule):
+        if is_fsdp_module(module):
             state = module._get_fsdp_state()
             # A list since torch 2.13, one group before.
             groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
@@ -132,7 +135,7 @@ def held_box(decoder: LanguageModel, name: str, parameter: Tensor) -> Box:
         box = Box.whole(tuple(parameter.shape))
     else:
         box = _tensor_box(decoder, name)
-    if isinstance(parameter, DTensor):
+    if is_dtensor(parameter):
         box = box.cut(0, *local_rows(parameter))
     return box
 
@@ -141,6 +144,8 @@ def local_rows(parameter: DTensor) -> tuple[int, int]:
     """Return (first row, number of rows) that this rank holds of an FSDP2 parameter sharded on dim
     0.
     """
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
     shape, offset = compute_local_shape_and_global_offset(
         parameter.shape, parameter.device_mesh, parameter.placements
     )
@@ -150,7 +155,7 @@ def local_rows(parameter: DTensor) -> tuple[int, int]:
 def local(tensor: Tensor) -> Tensor:
     """Return what this rank holds of a tensor, without gradients. Its shape is that of held_box."""
     tensor = tensor.detach()
-    if isinstance(tensor, DTensor):
+    if is_dtensor(tensor):
         tensor = tensor.to_local()
     return tensor
 
@@ -178,7 +183,7 @@ def _made_whole(
 ) -> Iterator[tuple[str, Tensor]]:
     for name, p in parameters:
         part = p.detach()
-        if isinstance(part, DTensor):
+        if is_dtensor(part):
             part = part.full_tensor()
         if is_split(decoder, name):
             part = _joined(decoder, name, part)

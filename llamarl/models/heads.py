@@ -10,7 +10,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
 
 from llamarl.models.protocol import Head
 
@@ -37,6 +36,8 @@ def value_head(dim: int, *, mesh: DeviceMesh | None, device: torch.device) -> Va
     """
     head = ValueHead(dim).to(device)
     if mesh is not None and mesh.size() > 1:
+        from torch.distributed.fsdp import fully_shard
+
         fully_shard(head, mesh=mesh, reshard_after_forward=False)
     return head
 

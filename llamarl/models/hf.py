@@ -25,6 +25,11 @@ from llamarl.models.protocol import LanguageModel, Model
 from llamarl.models.sharding import Shape
 from llamarl.models.stored import read_box, stored_parameters, stored_shapes, to_stored
 
+# transformers' names for a tokenizer that is its tokenizer.json and nothing more.
+PLAIN_TOKENIZERS = ("PreTrainedTokenizerFast", "TokenizersBackend")
+# Of these types of models transformers loads the tokenizer that tokenizer_config.json names; of
+# others (qwen2, mistral) it knows directories that name the wrong one.
+TAKEN_AT_WORD = ("llama", "qwen3", "gpt_neox", "gpt2")
 _NAMES = (  # decoder name -> Hugging Face name
     ("tok_embeddings.weight", "model.embed_tokens.weight"),
     ("pos_embeddings.weight", "model.embed_positions.weight"),
@@ -323,12 +328,35 @@ def load_tokenizer(path: str | Path):
     """Load the directory's own tokenizer from its files alone: no hub is asked, and no code of the
     directory is run.
     """
-    from transformers import AutoTokenizer
-
     if Path(path).is_dir():
         check_files(Path(path))
     if not (Path(path) / "tokenizer_config.json").is_file():
         raise FileNotFoundError(
             f"{path}: no tokenizer_config.json; a model directory needs its tokenizer"
         )
+    if _says_plain_tokenizer(Path(path)):
+        # What AutoTokenizer would make of it too. To find out, it loads the model's configuration
+        # class, and with that the compiler, DTensors and half of transformers: two CPU seconds.
+        from transformers import PreTrainedTokenizerFast
+
+        return PreTrainedTokenizerFast.from_pretrained(path, local_files_only=True)
+    from transformers import AutoTokenizer
+
     return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+
+
+def _says_plain_tokenizer(path: Path) -> bool:
+    """Whether a directory says that its tokenizer is its tokenizer.json and nothing more, of a
+    model type for which transformers takes its word. False also for files that cannot be read: it
+    says what is wrong with them.
+    """
+    files = ("tokenizer.json", "tokenizer_config.json", "config.json")
+    if not all((path / file).is_file() for file in files):
+        return False
+    try:
+        tokenizer = read_json(path / "tokenizer_config.json")
+        model = read_json(path / "config.json")
+    except ValueError:
+        return False
+    is_plain = tokenizer.get("tokenizer_class") in PLAIN_TOKENIZERS
+    return is_plain and "auto_map" not in tokenizer and model.get("model_type") in TAKEN_AT_WORD

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
+from llamarl.models.dtensors import is_dtensor
 from llamarl.models.fsdp import local, local_rows
 from llamarl.models.hf import hf_name, named_parameters_hf
 from llamarl.models.protocol import LanguageModel
@@ -104,7 +104,7 @@ def reset_lora(decoder: nn.Module, lora: Lora) -> None:
         bound = 1 / math.sqrt(module.in_features)
         a = torch.empty(module.lora_a.shape)
         a.uniform_(-bound, bound, generator=draw)
-        if isinstance(module.lora_a, DTensor):
+        if is_dtensor(module.lora_a):
             first, count = local_rows(module.lora_a)
             a = a[first : first + count]
         local(module.lora_a).copy_(a)
@@ -191,7 +191,7 @@ class _Adapted:
         over the ranks that shard A.
         """
         a = value(self.a).detach()
-        if isinstance(a, DTensor):
+        if is_dtensor(a):
             a = a.full_tensor()
         rows = local(self.weight)
         b = local(value(self.b))
@@ -201,8 +201,10 @@ class _Adapted:
 
 def _like(parameter: Tensor, own: Tensor) -> Tensor:
     """Return a tensor that is sharded like the parameter, with this part of it."""
-    if not isinstance(parameter, DTensor):
+    if not is_dtensor(parameter):
         return own
+    from torch.distributed.tensor import DTensor
+
     return DTensor.from_local(
         own,
         parameter.device_mesh,
