@@ -8,10 +8,8 @@ prompts -> Generator -> Reward -> (Reference ->) LengthPenalty -> Trainer
 
 import dataclasses
 
-from executors.build import build_executors
 from llamarl.config import Config, main
 from llamarl.executor import Executor
-from llamarl.launch import launch
 from llamarl.types import Group
 
 
@@ -42,6 +40,10 @@ class LengthPenalty(Executor):
 
 @main
 def run(config: Config) -> None:
+    # Here: mistakes in the command line are answered before all this is loaded.
+    from executors.build import build_executors
+    from llamarl.launch import launch
+
     with launch(config) as job:
         generator, reward, references, trainer = build_executors(config, job)
         penalty = LengthPenalty(per_token=0.05)

@@ -13,13 +13,15 @@ prompts -> Generator -> Reward -> (Reference ->) Trainer
 The channels follow from what each of them consumes and produces (llamarl/launch/graph.py).
 """
 
-from executors.build import build_executors
 from llamarl.config import Config, main
-from llamarl.launch import launch
 
 
 @main
 def run(config: Config) -> None:
+    # Here: help and mistakes in the command line are answered before PyTorch is loaded.
+    from executors.build import build_executors
+    from llamarl.launch import launch
+
     with launch(config) as job:
         # References: none, or one.
         generator, reward, references, trainer = build_executors(config, job)

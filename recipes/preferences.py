@@ -13,13 +13,15 @@ conf/preferences.yaml what can be set.
 
 from contextlib import closing
 
-from executors.build import build_pair_maker, build_scorer
 from llamarl.config.preferences import PreferencesConfig, preferences_main
-from llamarl.launch import launch_preferences
 
 
 @preferences_main
 def run(config: PreferencesConfig) -> None:
+    # Here: help and mistakes in the command line are answered before PyTorch is loaded.
+    from executors.build import build_pair_maker, build_scorer
+    from llamarl.launch import launch_preferences
+
     with launch_preferences(config) as job:
         with closing(build_scorer(job.run_job.config, job.run_job)) as scorer:
             scorer.start()

@@ -15,14 +15,16 @@ prompts -> Generator -> Victim -> Reward -> (Reference ->) Trainer
 
 import functools
 
-from executors.build import build_executors, build_victim
 from llamarl.config import Config, main
 from llamarl.config.command_line import RED_TEAM
-from llamarl.launch import launch
 
 
 @functools.partial(main, kind=RED_TEAM)
 def run(config: Config) -> None:
+    # Here: help and mistakes in the command line are answered before PyTorch is loaded.
+    from executors.build import build_executors, build_victim
+    from llamarl.launch import launch
+
     with launch(config) as job:
         generator, reward, references, trainer = build_executors(config, job)
         victim = build_victim(config, job)

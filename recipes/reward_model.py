@@ -10,14 +10,16 @@ messages. DIR is a ...ForSequenceClassification directory at the end. docs/rewar
 the rest, conf/reward_model.yaml what can be set.
 """
 
-from executors.build_supervised import build_reward_model_trainer
 from llamarl.config.supervised import RewardModelConfig, reward_model_main
-from llamarl.launch import launch_supervised
-from llamarl.learning.preference_data import read_preference_data
 
 
 @reward_model_main
 def run(config: RewardModelConfig) -> None:
+    # Here: help and mistakes in the command line are answered before PyTorch is loaded.
+    from executors.build_supervised import build_reward_model_trainer
+    from llamarl.launch import launch_supervised
+    from llamarl.learning.preference_data import read_preference_data
+
     with launch_supervised(config, read_preference_data) as job:
         job.run(build_reward_model_trainer(config, job))
 

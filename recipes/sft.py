@@ -14,14 +14,16 @@ held-out prompts are right so often, by the task's own reward. Exit status 1: th
 first. docs/reward_models.md tells the rest, conf/sft.yaml what can be set.
 """
 
-from executors.build_supervised import build_sft_trainer
 from llamarl.config.sft import SFTConfig, sft_main
-from llamarl.launch import launch_supervised
-from llamarl.learning.sft_data import read_sft_data
 
 
 @sft_main
 def run(config: SFTConfig) -> None:
+    # Here: help and mistakes in the command line are answered before PyTorch is loaded.
+    from executors.build_supervised import build_sft_trainer
+    from llamarl.launch import launch_supervised
+    from llamarl.learning.sft_data import read_sft_data
+
     with launch_supervised(config, read_sft_data) as job:
         job.run(build_sft_trainer(config, job))
 

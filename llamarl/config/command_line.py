@@ -37,6 +37,7 @@ from llamarl.config.hints import did_you_mean
 from llamarl.config.placement import idle_ranks
 from llamarl.config.rules import check
 from llamarl.config.schema import Config
+from llamarl.native.collecting import collect_seldom
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,22 +315,13 @@ def main(recipe: Callable, kind: JobKind = RL) -> Callable[[], None]:
     --cfg job, --multirun).
 
     A bad command line ends the process with exit code 2, on every rank, with one message, before
-    anything is started.
+    anything is started. The recipe's own imports, if it makes them inside, come after that.
     """
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     leader = os.environ.get("RANK", "0") == "0"
 
-    @functools.wraps(recipe)
-    def job(composed: DictConfig) -> None:
-        from hydra.core.hydra_config import HydraConfig
-        from hydra.types import RunMode
-
-        hydra = HydraConfig.get()
-        if hydra.mode == RunMode.MULTIRUN and composed.get("run_dir", "") is None:
-            # The runs of a sweep lie side by side, so that recipes/compare.py finds them.
-            composed.run_dir = hydra.runtime.output_dir
-        config = kind.read(composed)  # `run` has checked it
+    def job(config) -> None:
         idle = kind.idle_ranks(config, world_size)
         if leader and idle:
             warning = f"ranks {show(idle)} host nothing; see placement, or start fewer"
@@ -337,7 +329,19 @@ def main(recipe: Callable, kind: JobKind = RL) -> Callable[[], None]:
         recipe(config)
 
     @functools.wraps(recipe)
+    def hydra_job(composed: DictConfig) -> None:
+        from hydra.core.hydra_config import HydraConfig
+        from hydra.types import RunMode
+
+        hydra = HydraConfig.get()
+        if hydra.mode == RunMode.MULTIRUN and composed.get("run_dir", "") is None:
+            # The runs of a sweep lie side by side, so that recipes/compare.py finds them.
+            composed.run_dir = hydra.runtime.output_dir
+        job(kind.read(composed))  # `run` has checked it
+
+    @functools.wraps(recipe)
     def run() -> None:
+        collect_seldom()
         import hydra
         from hydra._internal.utils import get_args_parser
 
@@ -349,21 +353,35 @@ def main(recipe: Callable, kind: JobKind = RL) -> Callable[[], None]:
         args = get_args_parser().parse_args()
         if not (args.help or args.hydra_help or args.shell_completion or args.info):
             try:
-                accepted = check_command_line(
+                accepted, configs = _read(
                     args.overrides,
+                    kind,
                     config_name=args.config_name,
                     config_dir=args.config_dir,
                     multirun=args.multirun,
-                    world_size=world_size,
-                    local_world_size=local_world_size,
-                    kind=kind,
+                    ranks=(world_size, local_world_size),
                 )
             except ConfigError as error:
                 if leader:
                     print(error, file=sys.stderr)
                 sys.exit(2)
+            if _asks_for_values_alone(sys.argv[1:]):
+                return job(configs[0])
             rewritten = dict(zip(args.overrides, accepted))
             sys.argv = [rewritten.get(argument, argument) for argument in sys.argv]
-        hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name=kind.file)(job)()
+        hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name=kind.file)(
+            hydra_job
+        )()
 
     return run
+
+
+def _asks_for_values_alone(words: list[str]) -> bool:
+    """Whether a command line sets each of some keys once, and has no flag and no setting of
+    Hydra's: then the config that was checked is the job's, and Hydra, which would compose it twice
+    more, has nothing else to do.
+    """
+    keys = [word.partition("=")[0].lstrip("+") for word in words]
+    is_plain = all("=" in word and not word.startswith(("-", "~")) for word in words)
+    is_hydras = any(key.startswith(("hydra.", "hydra/")) for key in keys)
+    return is_plain and not is_hydras and len(set(keys)) == len(keys)

@@ -30,6 +30,7 @@ from llamarl.launch.sources import check_sources
 from llamarl.launch.start import explained
 from llamarl.models.config import read_config
 from llamarl.models.fingerprint import model_digest
+from llamarl.native.collecting import collect_as_usual
 from llamarl.native.drafts import Draft
 from llamarl.scoring.pairs import Tally
 from llamarl.tasks.base import Example, PromptMaker, sample_digest
@@ -238,6 +239,7 @@ def launch_preferences(config: PreferencesConfig) -> Iterator[PreferencesJob]:
             check_sources(run)
             job.open()
         ending.callback(job.draft.close)
+        collect_as_usual()
         yield job
 
 

@@ -43,6 +43,7 @@ from llamarl.launch.memory import announce_memory
 from llamarl.launch.reading import SharedReading
 from llamarl.launch.run_directory import RunDirectory, open_run
 from llamarl.launch.sources import check_sources
+from llamarl.native.collecting import collect_as_usual
 from llamarl.tasks.held_out import shown_sets
 
 EXIT_BAD_INPUT = 2
@@ -97,6 +98,7 @@ def launch(config: Config) -> Iterator[Job]:
             reading.save(job.directory.path)
             _announce(job)
             announce_memory(job)
+        collect_as_usual()
         yield job
         job.conclude()
 

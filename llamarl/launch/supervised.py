@@ -42,6 +42,7 @@ from llamarl.learning.supervised import ExampleOrder
 from llamarl.models.config import ModelConfig
 from llamarl.models.hf import weights_of
 from llamarl.models.scorer import SCORE
+from llamarl.native.collecting import collect_as_usual
 from llamarl.observe import RowWriter, build_sinks
 from llamarl.observe.console import SUPERVISED_COLUMNS
 from llamarl.tickets.ledger import TicketLedger
@@ -287,6 +288,7 @@ def launch_supervised(
         ending.callback(job.directory.release)
         if world.rank == 0:
             job.announce()
+        collect_as_usual()
         yield job
 
 
