@@ -139,7 +139,7 @@ def _embedding(rows: int, dim: int) -> nn.Embedding:
     """Return an embedding with uninitialised weights. What nn.Embedding draws is overwritten, and
     drawing it on the meta device loads PyTorch's compiler.
     """
-    return nn.Embedding.from_pretrained(torch.empty(rows, dim), freeze=False)
+    return nn.Embedding(rows, dim, _weight=torch.empty(rows, dim))
 
 
 class Decoder(TransformerDecoder):

@@ -339,7 +339,9 @@ def load_tokenizer(path: str | Path):
         # class, and with that the compiler, DTensors and half of transformers: two CPU seconds.
         from transformers import PreTrainedTokenizerFast
 
-        return PreTrainedTokenizerFast.from_pretrained(path, local_files_only=True)
+        return PreTrainedTokenizerFast.from_pretrained(
+            path, local_files_only=True, trust_remote_code=False
+        )
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
