@@ -27,7 +27,7 @@ from llamarl.models.stored import read_box, stored_parameters, stored_shapes, to
 
 # transformers' names for a tokenizer that is its tokenizer.json and nothing more.
 PLAIN_TOKENIZERS = ("PreTrainedTokenizerFast", "TokenizersBackend")
-# Of these types of models transformers loads the tokenizer that tokenizer_config.json names; of
+# transformers loads the tokenizer that tokenizer_config.json names for these types of models; for
 # others (qwen2, mistral) it knows directories that name the wrong one.
 TAKEN_AT_WORD = ("llama", "qwen3", "gpt_neox", "gpt2")
 _NAMES = (  # decoder name -> Hugging Face name

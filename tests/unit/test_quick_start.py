@@ -1,0 +1,296 @@
+"""A start loads what it uses. Help and mistakes in a command line load no PyTorch; a run loads, up
+to its first step, neither torchao nor datasets nor PyTorch's compiler, and whoever wants these or
+torchtune itself gets the true ones afterwards.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.testing import assert_close
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from llamarl.learning.optim import build_optimizer
+from llamarl.models.build import Decoder, build_decoder
+from llamarl.models.config import read_config, tiny_directory
+from llamarl.models.dtensors import is_dtensor, is_fsdp_module
+from llamarl.models.hf import PLAIN_TOKENIZERS, TAKEN_AT_WORD, load_tokenizer
+from tests.launching import JOB_S, ROOT, SMALL, environment
+
+HEAVY = ("torch", "torchtune", "torchao", "transformers", "datasets", "pandas", "sympy")
+UNUSED = ("torchtune", "torchao", "datasets", "pandas", "torch._dynamo", "torch._inductor")
+SHARDED = ("torch.distributed.tensor", "torch.distributed.fsdp", "sympy")
+RECIPES = (
+    "llama_async.py",
+    "red_team.py",
+    "sft.py",
+    "reward_model.py",
+    "preferences.py",
+)
+# Runs a recipe as `python recipes/NAME.py WORDS` does, and says at its end what is loaded. With
+# `until` (0: the end) it says so when a row of that step is written.
+WATCHED = """
+import json, runpy, sys
+
+recipe, until, names, *words = json.loads(sys.argv[1])
+sys.path[0] = str(recipe.rpartition("/")[0])
+sys.argv = [recipe, *words]
+
+
+def tell():
+    print("LOADED", json.dumps([name for name in names if name in sys.modules]), flush=True)
+
+
+if until:
+    from llamarl.observe import Jsonl
+
+    write = Jsonl.write
+
+    def watched(self, row):
+        if row.get("step") == until:
+            tell()
+        return write(self, row)
+
+    Jsonl.write = watched
+try:
+    runpy.run_path(recipe, run_name="__main__")
+finally:
+    if not until:
+        tell()
+"""
+
+
+def python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run code in an interpreter of its own."""
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        cwd=ROOT,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=JOB_S,
+    )
+
+
+def loaded_by(recipe: str, *words: str, of: tuple[str, ...], until: int = 0):
+    """Run a recipe. Returns which of some modules it had loaded, and its process."""
+    given = [str(ROOT / "recipes" / recipe), until, of, *words]
+    done = python(WATCHED, json.dumps(given))
+    told = [line for line in done.stdout.splitlines() if line.startswith("LOADED")]
+    assert told, done.stdout + done.stderr
+    return json.loads(told[0].removeprefix("LOADED")), done
+
+
+# --- which modules a start loads ---
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_help_and_a_mistyped_key_load_no_torch(recipe):
+    loaded, helped = loaded_by(recipe, "--help", of=HEAVY)
+    assert (loaded, helped.returncode) == ([], 0), helped.stderr
+    loaded, refused = loaded_by(recipe, "modle=tiny", of=HEAVY)
+    assert (loaded, refused.returncode) == ([], 2)
+    assert "modle" in refused.stderr
+
+
+def test_a_mistyped_key_of_ones_own_executor_builds_no_other():
+    loaded, refused = loaded_by("custom_executor.py", "trainer.lrr=1", of=UNUSED)
+    assert (loaded, refused.returncode) == ([], 2)
+
+
+def test_a_dry_run_loads_none_of_what_torchtune_drags_in():
+    loaded, planned = loaded_by("llama_async.py", "+dry_run=true", of=UNUSED + SHARDED)
+    assert (loaded, planned.returncode) == ([], 0), planned.stderr
+    assert "trainer" in planned.stdout
+
+
+def test_a_run_in_one_process_loads_none_of_it_before_its_first_step(tmp_path):
+    words = (*SMALL, "eval.every=0", f"run_dir={tmp_path / 'run'}")
+    loaded, run = loaded_by("llama_async.py", *words, of=UNUSED + SHARDED, until=1)
+    assert (loaded, run.returncode) == ([], 0), run.stderr
+
+
+# --- torchtune ---
+
+
+def test_torchtune_and_torchao_are_the_true_ones_afterwards():
+    code = """
+import sys
+import torch
+from llamarl.models.build import Decoder
+
+disable = torch.compiler.disable
+assert not any(name.partition(".")[0] in ("torchtune", "torchao") for name in sys.modules)
+import torchao
+import torchtune.modules.transformer
+from torchtune.models.llama3_2 import llama3_2_1b
+
+modules = torchtune.modules
+assert issubclass(Decoder, modules.TransformerDecoder)
+assert modules.transformer.TransformerDecoder is modules.TransformerDecoder
+assert modules.transformer.MultiHeadAttention is modules.MultiHeadAttention
+assert modules.transformer._MaskType is modules.attention_utils._MaskType
+assert torch.compiler.disable is disable and "dynamo" not in disable.__name__
+with torch.device("meta"):
+    decoder = llama3_2_1b()
+assert type(decoder) is modules.TransformerDecoder
+assert isinstance(decoder.layers[0].attn, modules.MultiHeadAttention)
+"""
+    done = python(code)
+    assert done.returncode == 0, done.stderr
+
+
+def test_where_torchtune_is_loaded_already_its_class_is_taken():
+    code = """
+import torchtune.modules
+from llamarl.models.build import Decoder
+
+assert issubclass(Decoder, torchtune.modules.TransformerDecoder)
+"""
+    done = python(code)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "borrowed._STAND_INS['torchtune.modules'].clear()",  # the file asks for something else
+        "borrowed._FILE = 'torchtune.modules.renamed'",  # there is no such file
+    ],
+)
+def test_another_torchtune_is_imported_as_a_whole_and_a_warning_says_so(change):
+    code = f"""
+import sys, warnings
+from llamarl.models import borrowed
+
+assert "torchtune" not in sys.modules
+{change}
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    decoder = borrowed.transformer_decoder()
+assert "imported as a whole" in str(caught[0].message), caught
+assert decoder is sys.modules["torchtune.modules"].TransformerDecoder
+assert decoder.__module__ == "torchtune.modules.transformer"
+"""
+    done = python(code)
+    assert done.returncode == 0, done.stderr
+
+
+# --- the tokenizer ---
+
+
+@pytest.fixture
+def directory(tmp_path):
+    """A copy of the embedded model, of another type or with another tokenizer; its path."""
+
+    def make(model_type: str, tokenizer_class: str) -> Path:
+        config = json.loads((tiny_directory() / "config.json").read_text())
+        said = json.loads((tiny_directory() / "tokenizer_config.json").read_text())
+        config["model_type"] = model_type
+        said["tokenizer_class"] = tokenizer_class
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(said))
+        (tmp_path / "tokenizer.json").write_text((tiny_directory() / "tokenizer.json").read_text())
+        return tmp_path
+
+    return make
+
+
+@pytest.mark.parametrize("tokenizer_class", PLAIN_TOKENIZERS)
+@pytest.mark.parametrize("model_type", TAKEN_AT_WORD)
+def test_a_plain_tokenizer_is_what_transformers_makes_of_it(model_type, tokenizer_class, directory):
+    path = directory(model_type, tokenizer_class)
+    ours = load_tokenizer(path)
+    theirs = AutoTokenizer.from_pretrained(path, local_files_only=True)
+    assert type(ours) is type(theirs) is PreTrainedTokenizerFast
+    assert ours.get_vocab() == theirs.get_vocab()
+    assert ours.backend_tokenizer.to_str() == theirs.backend_tokenizer.to_str()
+    assert ours.special_tokens_map == theirs.special_tokens_map
+    assert ours.init_kwargs == theirs.init_kwargs
+    assert ours("12+34=").input_ids == theirs("12+34=").input_ids
+
+
+@pytest.mark.parametrize("model_type, named", [("qwen2", "PreTrainedTokenizerFast")])
+def test_a_directory_that_names_the_wrong_class_is_left_to_transformers(
+    model_type, named, directory, monkeypatch
+):
+    path = directory(model_type, named)
+    asked = []
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda path, **_: asked.append(path))
+    load_tokenizer(path)
+    assert asked == [path]
+
+
+# --- what is built without the compiler ---
+
+
+def test_the_optimizer_gives_the_bits_of_pytorchs():
+    draw = torch.Generator().manual_seed(0)
+    first = [torch.randn(5, 3, generator=draw), torch.randn(3, generator=draw)]
+    ours = [nn.Parameter(value.clone()) for value in first]
+    theirs = [nn.Parameter(value.clone()) for value in first]
+    settings = {"lr": 0.1, "betas": (0.9, 0.95), "eps": 1e-8}
+    own = build_optimizer(ours, weight_decay=0.01, **settings)
+    groups = [
+        {"params": theirs[:1], "weight_decay": 0.01},
+        {"params": theirs[1:], "weight_decay": 0.0},
+    ]
+    pytorchs = torch.optim.AdamW(groups, fused=True, **settings)
+    seen = []
+    own.register_step_post_hook(lambda *_: seen.append("after"))
+    for _ in range(3):
+        for p, q in zip(ours, theirs):
+            p.grad = torch.randn(p.shape, generator=draw)
+            q.grad = p.grad.clone()
+        own.step()
+        pytorchs.step()
+        for p, q in zip(ours, theirs):
+            assert_close(p, q, rtol=0, atol=0)
+    assert seen == ["after"] * 3
+    own.zero_grad()
+    assert all(p.grad is None for p in ours)
+
+
+def test_a_decoder_gets_memory_of_its_own_shapes():
+    config = read_config(tiny_directory())
+    meta, decoder = build_decoder(config), build_decoder(config, device="cpu")
+    assert isinstance(decoder, Decoder) and all(p.is_meta for p in meta.parameters())
+    for p, q in zip(meta.parameters(), decoder.parameters(), strict=True):
+        assert (p.shape, p.stride(), p.dtype) == (q.shape, q.stride(), q.dtype)
+        assert isinstance(q, nn.Parameter) and q.requires_grad and not q.is_meta
+    addresses = [p.data_ptr() for p in decoder.parameters()]
+    assert len(set(addresses)) == len(addresses)
+
+
+def test_what_is_not_sharded_is_known_without_fsdp():
+    code = """
+import sys
+import torch
+from llamarl.models.dtensors import is_dtensor, is_fsdp_module
+
+assert not is_dtensor(torch.zeros(2)) and not is_fsdp_module(torch.nn.Linear(2, 2))
+assert "torch.distributed.tensor" not in sys.modules
+"""
+    done = python(code)
+    assert done.returncode == 0, done.stderr
+
+
+def test_what_is_sharded_is_known_on_every_rank(pool):
+    assert pool.call(__file__, "shards_are_known", ranks=2, timeout_s=JOB_S) == [True, True]
+
+
+def shards_are_known(rank: int) -> bool:
+    """Shard a layer over the ranks, and look at it before and after."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    layer = nn.Linear(4, 4)
+    assert not is_fsdp_module(layer) and not is_dtensor(layer.weight)
+    fully_shard(layer, mesh=init_device_mesh("cpu", (2,)))
+    return is_fsdp_module(layer) and is_dtensor(layer.weight)
