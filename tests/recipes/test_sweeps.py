@@ -23,7 +23,7 @@ def test_the_runs_of_a_sweep_are_compared(tmp_path, ranks):
     )
     with Job(*overrides, run_dir=None, ranks=ranks, cwd=tmp_path) as job:
         assert job.wait() == 0, job.output
-    command = [sys.executable, ROOT / "recipes" / "compare.py", sweep, "--out", tmp_path / "plots"]
+    command = [sys.executable, ROOT / "recipes" / "compare.py", sweep, f"out={tmp_path / 'plots'}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment())
     assert done.returncode == 0, done.stderr
     assert [line.split()[:2] for line in done.stdout.splitlines()[1:3]] == [
