@@ -359,6 +359,20 @@ class TicketLedger:
                     )
                 pool.finished.add(ticket)
 
+    def start_again(self, tickets: Iterable[int]) -> None:
+        """Forget that these were started: whoever granted them next starts them anew, before any
+        new ticket.
+
+        What stays started is part of what was, so that (1) holds as before. ValueError for one that
+        is not in work.
+        """
+        with self._lock:
+            for ticket in tickets:
+                pool = self._pool(ticket)
+                if ticket not in pool.deadlines or ticket in pool.finished:
+                    raise ValueError(f"ticket {ticket} is to start again, but it is not in work")
+                pool.restart([ticket])
+
     def take(self, step: int, waited: bool = False) -> list[int] | None:
         """Return what all pools hand over to step `step`; None while one of them must wait.
 

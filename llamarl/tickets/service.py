@@ -33,10 +33,10 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Set
+from collections.abc import Callable, Set
+from typing import Protocol
 
 from llamarl.comm.channel import dp_rank_of
-from llamarl.comm.control import Control
 from llamarl.errors import TimedOut
 from llamarl.tickets.ledger import TicketLedger
 from llamarl.tickets.stragglers import TicketTimes
@@ -48,6 +48,30 @@ log = logging.getLogger(__name__)
 _SHOWN = 8  # stragglers in a line of the log
 
 
+class Mail(Protocol):
+    """What the service needs of a rank's control messages (llamarl.comm.control.Control)."""
+
+    rank: int
+    leader: int
+    is_leader: bool
+    stopping: bool
+
+    def on(self, topic: str, handler: Callable[[int, dict], None]) -> None:
+        """Have a topic's messages handled at once."""
+
+    def post(self, rank: int, topic: str, payload: dict) -> None:
+        """Send a message to a rank."""
+
+    def take(self, topic: str) -> list[tuple[int, dict]]:
+        """Return what has come of a topic, as (sender, payload)."""
+
+    def check(self) -> None:
+        """Raise the error that ends this rank, if there is one."""
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait until something comes, at most so long."""
+
+
 class TicketService:
     """Gives a rank access to the ledger.
 
@@ -55,18 +79,20 @@ class TicketService:
     many trainer ranks, one after another, are one data-parallel rank of the ledger and train on the
     same groups. truncate: end a straggler whose deadline has come, rather than wait.
     straggler_factor: a ticket that takes so many times the median is named in the log.
+    clock: seconds, which only grow.
     """
 
     def __init__(
         self,
         ledger: TicketLedger,
-        control: Control,
+        control: Mail,
         *,
         trainer_ranks: tuple[int, ...],
         timeout_s: float,
         tensor_parallel: int = 1,
         truncate: bool = False,
         straggler_factor: float = 5.0,
+        clock: Callable[[], float] = time.monotonic,
     ):
         self.max_lag = ledger.max_lag
         self._ledger = ledger
@@ -75,6 +101,7 @@ class TicketService:
         self._timeout_s = timeout_s
         self._tensor_parallel = tensor_parallel
         self._truncate = truncate
+        self._clock = clock
         self._times = TicketTimes(straggler_factor)
         # Ticket -> ranks of its data-parallel rank that it has reached, while it is not all.
         self._arrivals: Counter[int] = Counter()
@@ -117,9 +144,9 @@ class TicketService:
             payload = {"generator": generator, "count": room, "version": version}
             self._control.post(self._control.leader, "ask", payload)
         tickets += self.granted()
-        until = time.monotonic() + self._timeout_s
+        until = self._clock() + self._timeout_s
         while self.synchronous and self._num_asked:
-            if time.monotonic() > until:
+            if self._clock() > until:
                 leader = self._control.leader
                 raise TimedOut(
                     f"generator {generator} on rank {self._control.rank} waited "
@@ -242,9 +269,14 @@ class TicketService:
             tickets = self._ledger.start(count, payload["version"], payload["generator"])
             pairs = [[ticket.index, ticket.deadline] for ticket in tickets]
             self._control.post(sender, "grant", {"tickets": pairs})
-            self._times.granted([t.index for t in tickets], sender, time.monotonic())
+            self._times.granted([t.index for t in tickets], sender, self._clock())
             if len(tickets) < count:
                 self._refused[sender] = None
+
+    def start_again(self, tickets: list[int]) -> None:
+        """Have these tickets start again (leader only): the generator that sampled them is gone."""
+        self._ledger.start_again(tickets)
+        self._tell_of_room()
 
     def _tell_of_room(self) -> None:
         """Tell generators that were refused to ask again, in the order in which they were."""
@@ -259,7 +291,7 @@ class TicketService:
     def _on_going_on(self, sender: int, payload: dict) -> None:
         with self._lock:
             tickets = payload["tickets"]
-            self._times.granted(tickets, sender, time.monotonic(), is_resumed=True)
+            self._times.granted(tickets, sender, self._clock(), is_resumed=True)
 
     def _on_finish(self, sender: int, payload: dict) -> None:
         tickets = payload["tickets"]
@@ -268,7 +300,7 @@ class TicketService:
             whole = [t for t in tickets if self._arrivals[t] == self._tensor_parallel]
             for ticket in whole:
                 del self._arrivals[ticket]
-            self._times.finished(whole, time.monotonic())
+            self._times.finished(whole, self._clock())
         self._ledger.finish(whole)
         if self.max_lag is None:
             self._tell_of_room()  # without a bound what has finished makes room
@@ -289,7 +321,7 @@ class TicketService:
 
     def _name_stragglers(self) -> None:
         with self._lock:
-            found = self._times.new_stragglers(time.monotonic())
+            found = self._times.new_stragglers(self._clock())
         for rank, late in found.items():
             named = [f"{ticket} ({seconds:.1f} s)" for ticket, seconds in late]
             log.warning(

@@ -293,9 +293,9 @@ def test_stragglers_are_named_in_the_log_once_with_generator_and_seconds(
     alone, monkeypatch, caplog
 ):
     now = [0.0]
-    monkeypatch.setattr("llamarl.tickets.service.time", SimpleNamespace(monotonic=lambda: now[0]))
     monkeypatch.setattr("llamarl.tickets.service._SHOWN", 5)
-    desk = alone(groups_per_step=8, overcommit=8, desk={"straggler_factor": 4.0})
+    options = {"straggler_factor": 4.0, "clock": lambda: now[0]}
+    desk = alone(groups_per_step=8, overcommit=8, desk=options)
     desk.ask(0, 16, version=0)
     now[0] = 2.0
     desk.finish([0, 1, 2, 3, 5, 6, 7, 8])

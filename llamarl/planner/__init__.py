@@ -1,0 +1,1 @@
+"""Seconds and memory of a run, before there is one."""
