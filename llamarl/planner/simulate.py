@@ -122,10 +122,9 @@ class _Simulation:
 
     def _build_generators_and_rewards(self, timings: Timings) -> None:
         settings = self.settings
+        num_full = [0] * settings.num_generators
         for _ in range(settings.num_rewards):
-            self.pipes.append(
-                Pipe(settings.num_generators, settings.channel_capacity, self._wake_generators)
-            )
+            self.pipes.append(Pipe(settings.channel_capacity, num_full, self._wake_generators))
         for index in range(settings.num_generators):
             generator = GeneratorStation(
                 index,
@@ -134,6 +133,7 @@ class _Simulation:
                 self.clock,
                 tickets=self.tickets,
                 pipes=self.pipes,
+                num_full=num_full,
                 on_sent=self._sent,
                 keeps_spans=index < MAX_DRAWN,
             )

@@ -190,31 +190,31 @@ class Tickets:
 class Pipe:
     """The channel from all generators to one reward rank: an inbox, and an outbox a generator.
 
-    capacity: of each of these, in records. on_room: called when an outbox has become less full.
+    capacity: of each of these, in records. num_full: generator -> how many of its outboxes, to
+    whatever reward rank, are full. on_room: called when an outbox is full no more.
     """
 
-    def __init__(self, num_sources: int, capacity: int, on_room: Callable[[], None]):
+    def __init__(self, capacity: int, num_full: list[int], on_room: Callable[[], None]):
         self.most_waiting = 0
         self._capacity = capacity
         self._inbox: deque[Sent] = deque()
         self._outbox: deque[tuple[int, Sent]] = deque()  # of all sources, in the order of arrival
-        self._num_out = [0] * num_sources
+        self._num_out = [0] * len(num_full)
+        self._num_full = num_full
         self._on_room = on_room
 
     def __len__(self) -> int:
         return len(self._inbox) + len(self._outbox)
 
-    def has_room(self, source: int) -> bool:
-        """Whether a source's end can hold more."""
-        return self._num_out[source] < self._capacity
-
     def put(self, source: int, sent: Sent) -> None:
-        """Send a record. It never waits: ask `has_room` before the work that makes it."""
+        """Send a record. It never waits: look at num_full before the work that makes it."""
         if len(self._inbox) < self._capacity:
             self._inbox.append(sent)
         else:
             self._outbox.append((source, sent))
             self._num_out[source] += 1
+            if self._num_out[source] == self._capacity:
+                self._num_full[source] += 1
         self.most_waiting = max(self.most_waiting, len(self))
 
     def take(self) -> Sent:
@@ -222,9 +222,12 @@ class Pipe:
         sent = self._inbox.popleft()
         if self._outbox:
             source, moved = self._outbox.popleft()
-            self._num_out[source] -= 1
             self._inbox.append(moved)
-            self._on_room()
+            was_full = self._num_out[source] == self._capacity
+            self._num_out[source] -= 1
+            if was_full:
+                self._num_full[source] -= 1
+                self._on_room()
         return sent
 
 
@@ -240,6 +243,7 @@ class GeneratorStation:
         *,
         tickets: Tickets,
         pipes: list[Pipe],
+        num_full: list[int],
         on_sent: Callable[[int], None],
         keeps_spans: bool,
     ):
@@ -255,6 +259,7 @@ class GeneratorStation:
         self._clock = clock
         self._tickets = tickets
         self._pipes = pipes
+        self._num_full = num_full
         self._on_sent = on_sent
         self._is_slow = index == 0 and settings.slow_factor != 1.0
         self._is_busy = False
@@ -306,7 +311,7 @@ class GeneratorStation:
         if self.version < 0:
             self.meter.wait("weights")
             return
-        if not all(pipe.has_room(self.index) for pipe in self._pipes):
+        if self._num_full[self.index]:
             self.meter.wait("room")
             return
         ended = self.service.to_truncate() + self._expired()

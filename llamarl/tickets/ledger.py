@@ -42,9 +42,11 @@ become is derived in docs/staleness.md.
 
 from __future__ import annotations
 
+import heapq
 import math
 import threading
-from collections.abc import Iterable, Sequence, Set
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence, Set
 
 from llamarl.tickets.governors import GOVERNORS, Constants, Governor
 from llamarl.types import Ticket
@@ -56,10 +58,21 @@ NEWS = 4  # the share of a batch, one in so many, that every sync of a replay bu
 def in_time(deadlines: list[int], step: int, groups_per_step: int) -> bool:
     """Whether inequality (1) holds: all these started tickets can still be trained on,
     groups_per_step a step from `step` on.
-
-    The i-th earliest deadline d must leave room for i + 1 tickets in steps step..d.
     """
-    return all(i < (d - step + 1) * groups_per_step for i, d in enumerate(sorted(deadlines)))
+    return holds(Counter(deadlines), step, groups_per_step)
+
+
+def holds(num_due: Mapping[int, int], step: int, groups_per_step: int) -> bool:
+    """Whether inequality (1) holds, given how many started tickets have each deadline.
+
+    It does for every d if it does for the deadlines that there are: R(d) grows at these alone.
+    """
+    due_by_then = 0  # R(d)
+    for deadline in sorted(num_due):
+        due_by_then += num_due[deadline]
+        if due_by_then > max(0, deadline - step + 1) * groups_per_step:
+            return False
+    return True
 
 
 class TicketPool:
@@ -83,6 +96,7 @@ class TicketPool:
         self.groups_per_step = groups_per_step
         self.fill = fill
         self.deadlines: dict[int, int] = {}  # started and untrained
+        self._num_due: dict[int, int] = {}  # deadline -> how many of these have it, if any
         self.finished: set[int] = set()
         self.again: list[int] = []  # to start once more, before new ones
         self.handed: dict[int, int] = {}  # step -> groups, of those since the last sync
@@ -132,7 +146,22 @@ class TicketPool:
 
     def _fits(self, deadline: int, step: int) -> bool:
         """Whether (1) holds with one more ticket of this deadline."""
-        return in_time([*self.deadlines.values(), deadline], step, self.groups_per_step)
+        num_due = dict(self._num_due)
+        num_due[deadline] = num_due.get(deadline, 0) + 1
+        return holds(num_due, step, self.groups_per_step)
+
+    def _add(self, ticket: int, deadline: int) -> None:
+        """Have a ticket started, with this deadline."""
+        self.deadlines[ticket] = deadline
+        self._num_due[deadline] = self._num_due.get(deadline, 0) + 1
+
+    def _remove(self, ticket: int) -> int:
+        """Have a ticket not started, and return the deadline that it had."""
+        deadline = self.deadlines.pop(ticket)
+        self._num_due[deadline] -= 1
+        if not self._num_due[deadline]:
+            del self._num_due[deadline]
+        return deadline
 
     def start(self, share: int, deadline: int) -> Ticket:
         """Start the share's next ticket with this deadline, and return it."""
@@ -141,7 +170,7 @@ class TicketPool:
             self.again.remove(ticket)
         else:
             self.cursors[share] += self._turn
-        self.deadlines[ticket] = deadline
+        self._add(ticket, deadline)
         return Ticket(ticket, deadline)
 
     def choose(self, step: int) -> list[int] | None:
@@ -150,13 +179,13 @@ class TicketPool:
             if len(self.finished) < self._least(step):
                 return None
             return sorted(self.finished)
+        if len(self.finished) < self.groups_per_step:
+            return None
         by_deadline = sorted(self.finished, key=lambda t: (self.deadlines[t], t))
         batch = by_deadline[: self.groups_per_step]
-        if len(batch) < self.groups_per_step:
-            return None
-        chosen = set(batch)
-        rest = [d for t, d in self.deadlines.items() if t not in chosen]
-        return batch if in_time(rest, step + 1, self.groups_per_step) else None
+        rest = Counter(self._num_due)
+        rest.subtract(self.deadlines[t] for t in batch)
+        return batch if holds(rest, step + 1, self.groups_per_step) else None
 
     def _least(self, step: int) -> int:
         """Return how many finished groups this step waits for, where a take hands over
@@ -177,14 +206,14 @@ class TicketPool:
         since = step - self._sync_period
         self.handed = {taken: count for taken, count in self.handed.items() if taken > since}
         self.handed[step] = len(tickets)
-        return {ticket: self.deadlines.pop(ticket) for ticket in tickets}
+        return {ticket: self._remove(ticket) for ticket in tickets}
 
     def take_back(self, step: int, taken: dict[int, int]) -> None:
         """Undo `hand_over` of what is among these: ticket -> deadline."""
         self.handed.pop(step)
         for ticket, deadline in taken.items():
             if ticket % self._stride == self._first:
-                self.deadlines[ticket] = deadline
+                self._add(ticket, deadline)
                 self.finished.add(ticket)
 
     def overdue(self, step: int) -> list[int]:
@@ -198,7 +227,7 @@ class TicketPool:
     def restart(self, tickets: Iterable[int]) -> None:
         """Forget that these were started: they start again, first."""
         for ticket in tickets:
-            del self.deadlines[ticket]
+            self._remove(ticket)
             self.finished.discard(ticket)
             self.again.append(ticket)
         self.again.sort()
@@ -212,7 +241,7 @@ class TicketPool:
         if not self._fits(deadline, step):
             return False
         self.again.remove(ticket)
-        self.deadlines[ticket] = deadline
+        self._add(ticket, deadline)
         return True
 
     def untouched(self, end: int) -> list[int]:
@@ -222,8 +251,14 @@ class TicketPool:
             tickets += range(cursor, end, self._turn)
         return tickets
 
-    def resume_at(self, frontier: int) -> None:
-        """Have nothing started from ticket `frontier` on."""
+    def resume_at(self, frontier: int, again: list[int]) -> None:
+        """Have nothing started: from ticket `frontier` on nothing ever was, and these start
+        again.
+        """
+        self.deadlines = {}
+        self._num_due = {}
+        self.finished = set()
+        self.again = again
         self.cursors = [frontier + (at - frontier) % self._turn for at in self.cursors]
 
 
@@ -318,31 +353,28 @@ class TicketLedger:
         share = generator % self._num_shares
         deadline = NEVER if self.max_lag is None else version + self.max_lag
         with self._lock:
-            limits = self._limits()
-            while len(granted) < count:
-                able = [
-                    pool
-                    for pool, limit in zip(self._pools, limits)
-                    if pool.may_start(share, deadline, self.step, limit)
-                ]
-                if not able:
-                    break
-                first = min(able, key=lambda pool: pool.next_ticket(share))
-                granted.append(first.start(share, deadline))
+            # What pool starts next; the lowest ticket comes first.
+            turns = [(pool.next_ticket(share), index) for index, pool in enumerate(self._pools)]
+            heapq.heapify(turns)
+            while turns and len(granted) < count:
+                _, index = turns[0]
+                pool = self._pools[index]
+                if pool.may_start(share, deadline, self.step, self._limit(index)):
+                    granted.append(pool.start(share, deadline))
+                    heapq.heapreplace(turns, (pool.next_ticket(share), index))
+                else:
+                    heapq.heappop(turns)  # what others start makes no room in this one
         return granted
 
-    def _limits(self) -> list[int]:
-        """Return, for each pool, how many tickets may be started."""
+    def _limit(self, index: int) -> int:
+        """Return how many tickets of a pool may be started."""
         n = len(self._pools)
         steps_left = None
         if self.max_steps is not None:
             steps_left = max(0, self.max_steps - self.step)
-        limits = []
-        for index, pool in enumerate(self._pools):
-            # The first pools have one more where overcommit does not split.
-            overcommit = (self.overcommit + n - 1 - index) // n
-            limits.append(pool.limit(overcommit, steps_left))
-        return limits
+        # The first pools have one more where overcommit does not split.
+        overcommit = (self.overcommit + n - 1 - index) // n
+        return self._pools[index].limit(overcommit, steps_left)
 
     def finish(self, tickets: list[int]) -> None:
         """Note groups that have reached the trainer, scored.
@@ -506,10 +538,8 @@ class TicketLedger:
             in_work = _by_deadline(pair for pair in state["in_work"] if pair[0] in resumable)
             again = sorted([*state["again"], *finished])  # until they are found to fit
             for index, pool in enumerate(self._pools):
-                pool.deadlines = {}
-                pool.finished = set()
-                pool.again = [t for t in again if t % n == index]
-                pool.resume_at(state["frontier"])
+                of_pool = [t for t in again if t % n == index]
+                pool.resume_at(state["frontier"], of_pool)
             # What is finished has cost most: it goes first, what is in work takes the room that is
             # left.
             dropped = []
