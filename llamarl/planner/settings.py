@@ -7,9 +7,13 @@ from dataclasses import dataclass
 from llamarl.comm.channel import Channel
 
 
+class Impossible(ValueError):
+    """Settings that cannot go together."""
+
+
 @dataclass(frozen=True, slots=True)
 class SimulationSettings:
-    """A run of the main job, as far as its time depends on it. ValueError, with all reasons, for
+    """A run of the main job, as far as its time depends on it. Impossible, with all reasons, for
     one that could not go on.
 
     A length is log-normal, rounded up and cut at max_new_tokens, or drawn from `lengths`. It
@@ -99,7 +103,7 @@ class SimulationSettings:
                 "else starts those of one that is gone; need max_lag >= 1"
             )
         if problems:
-            raise ValueError("cannot be simulated:\n  " + "\n  ".join(problems))
+            raise Impossible("cannot be simulated:\n  " + "\n  ".join(problems))
 
     @property
     def updates_in_flight(self) -> bool:

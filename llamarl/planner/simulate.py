@@ -1,324 +1,244 @@
 """Simulate a run: the real ledger, governors and channel capacities on a clock without time.
 
     python -m llamarl.planner simulate max_lag=4 overcommit=8 decode_s=0.02 update_s=5
+    python -m llamarl.planner simulate max_lag=1,2,4,8 overcommit=0,8,auto
+    python -m llamarl.planner simulate max_lag=4 num_generators=4 slow_factor=3 -o picture.svg
 
-What computes is replaced by the seconds that it takes (llamarl.planner.timings.Timings); what
-decides who may start, which groups a step takes and who waits is the run's own code. So the result
-says what a setting does to step time, idle shares and lag, in seconds rather than in a run.
-docs/simulation.md says what is modelled and what is not.
+Keys are the fields of llamarl.planner.settings.SimulationSettings, which have their names in conf/,
+and of llamarl.planner.straight.StraightTimings. One or two keys may have several values, with
+commas: a table then compares them.
 """
 
 from __future__ import annotations
 
-import statistics
-from collections import Counter
-from dataclasses import dataclass, field
+import argparse
+import dataclasses
+import itertools
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
 
-from llamarl.observe.rates import Counters, Idle, idle_shares
-from llamarl.planner.clock import VirtualClock
-from llamarl.planner.mail import SimulatedMail
-from llamarl.planner.settings import SimulationSettings
-from llamarl.planner.stations import (
-    Begun,
-    GeneratorStation,
-    Meter,
-    Pipe,
-    RewardStation,
-    Span,
-    Tickets,
-    TrainerStation,
-)
-from llamarl.planner.timings import Timings
-from llamarl.tickets.ledger import TicketLedger
-from llamarl.tickets.service import TicketService
+from llamarl.planner.picture import draw
+from llamarl.planner.settings import Impossible, SimulationSettings
+from llamarl.planner.straight import StraightTimings
+from llamarl.planner.world import SimulationResult, simulate
+from llamarl.words.names import did_you_mean
 
-MAX_DRAWN = 8  # generators, and as many rewards, whose spans are kept for a picture
+__all__ = ["describe", "run", "simulate"]
+
+Values = dict[str, str]  # by key, as they were typed
+NOT_TYPED = ("lengths",)  # --lengths reads them from a file
+MEAN_LENGTH = "completion/length_mean"  # the column of a run's metrics
 
 
-@dataclass(frozen=True, slots=True)
-class Track:
-    """What a station did when, for a picture."""
-
-    station: str
-    spans: tuple[Span, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class ClosedForm:
-    """A mean lag without a simulation, and Little's law about this one."""
-
-    lag: float  # 1 + overcommit / groups_per_step, of the mean overcommit
-    little_lag: float  # started tickets over groups_per_step, less 1, and how far generators were
-    # behind when they started them
-    mean_started: float  # groups that are started and not yet taken, over time
-    groups_per_s: float
-    mean_life_s: float  # of a group, from its start to its step
-
-
-@dataclass(frozen=True, slots=True)
-class SimulationResult:
-    """What came of a simulated run, after its first warmup_steps. Seconds are simulated ones."""
-
-    settings: SimulationSettings
-    seconds: float
-    step_s: float  # mean, from the end of a step to the end of the next
-    steps_s: tuple[float, ...]  # each of them
-    idle: tuple[Idle, ...]  # of each kind of station, over all of its kind
-    lags: dict[int, int]  # steps -> completions that were trained on with this lag
-    mean_lag: float
-    max_lag: int
-    mean_overcommit: float  # groups, over the steps
-    closed_form: ClosedForm
-    tokens_per_s: float
-    num_aborted: int  # completions that were ended by time
-    num_restarted: int  # tickets that started again, since a generator died
-    most_waiting: int  # completions between generators and rewards, at worst
-    num_events: int
-    tracks: tuple[Track, ...] = field(default=(), repr=False)
+def describe(result: SimulationResult) -> str:
+    """Return what came of a simulated run, in lines for people."""
+    form = result.closed_form
+    settings = result.settings
+    steps = len(result.steps_s)
+    lines = [
+        f"{steps} steps in {result.seconds:.4g} simulated seconds, {result.num_events} events",
+        f"step          {result.step_s:.4g} s mean, {min(result.steps_s):.4g} to "
+        f"{max(result.steps_s):.4g} s",
+        f"tokens        {result.tokens_per_s:,.0f} a second sampled, "
+        f"{result.rows:.1f} rows of {settings.max_slots} together",
+    ]
+    for idle in result.idle:
+        causes = idle.shown_causes or "-"
+        lines.append(f"{idle.executor:<13} idle {idle.share:.1%} ({causes})")
+    lines += [
+        f"lag           {result.mean_lag:.3f} mean, {result.max_lag} at most, of max_lag "
+        f"{settings.max_lag}",
+        f"closed form   {form.lag:.3f} = 1 + overcommit {result.mean_overcommit:.2f} / "
+        f"{settings.groups_per_step} groups, while overcommit alone holds back",
+        f"by Little     {form.little_lag:.3f}; {form.mean_started:.2f} groups started and not yet "
+        f"taken = {form.groups_per_s:.4g} a second x {form.mean_life_s:.4g} s",
+        *_histogram(result),
+    ]
+    if result.num_aborted:
+        lines.append(f"aborted       {result.num_aborted} completions, ended by time")
+    if result.num_restarted:
+        lines.append(f"restarted     {result.num_restarted} tickets of the generator that died")
+    return "\n".join(lines)
 
 
-def simulate(settings: SimulationSettings, timings: Timings) -> SimulationResult:
-    """Return what comes of a run with these settings whose pieces take these seconds.
+def _histogram(result: SimulationResult) -> list[str]:
+    """Return a bar for each lag."""
+    total = sum(result.lags.values())
+    lines = []
+    for lag, count in result.lags.items():
+        share = count / total
+        bar = "#" * max(1, round(50 * share))
+        lines.append(f"  lag {lag:>3}     {share:>6.1%} {bar}")
+    return lines
 
-    The result is a function of the two alone: the same settings give the same bits. RuntimeError,
-    with what it waits for, if the run stands still.
+
+def read_lengths(file: Path) -> tuple[int, ...]:
+    """Return the lengths of completions, in tokens, of a file: a whole number a line; or a run's
+    metrics.jsonl, which has the mean of each step and no more. ValueError for anything else.
     """
-    return _Simulation(settings, timings).run()
+    lengths = []
+    for number, line in enumerate(file.read_text().splitlines(), 1):
+        try:
+            value = json.loads(line)
+            if isinstance(value, dict):
+                value = value.get(MEAN_LENGTH)
+            if value is not None:
+                lengths.append(max(1, round(float(value))))
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"{file}, line {number}: need a number of tokens, or a row of a run's metrics.jsonl"
+            ) from error
+    if not lengths:
+        raise ValueError(f"{file} has no lengths: need a number of tokens a line, or {MEAN_LENGTH}")
+    return tuple(lengths)
 
 
-class _Simulation:
-    """Builds the stations of a run, connects them, and counts."""
+def run(arguments: Sequence[str]) -> int:
+    """Run the command line. Return the exit status: 0, or 2 for what cannot be simulated."""
+    parser = argparse.ArgumentParser(
+        prog="python -m llamarl.planner simulate",
+        description="Simulate a run on a clock without time.",
+        epilog=f"Keys: {', '.join(_hints())}.",
+    )
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE[,VALUE]")
+    parser.add_argument("--lengths", type=Path, help="completions' lengths, or a metrics.jsonl")
+    parser.add_argument("-o", "--out", type=Path, help="a picture: .svg or .png")
+    given = parser.parse_args(arguments)
+    try:
+        _run(given.overrides, given.lengths, given.out)
+    except (OSError, ValueError, RuntimeError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
 
-    def __init__(self, settings: SimulationSettings, timings: Timings):
-        self.settings = settings
-        self.clock = VirtualClock()
-        self.tickets = Tickets(settings, self.clock)
-        self.ledger = TicketLedger(
-            groups_per_step=settings.groups_per_step,
-            max_lag=settings.max_lag,
-            overcommit=settings.overcommit,
-            num_pools=settings.num_trainers,
-            num_generators=settings.num_generators,
-            max_steps=settings.max_steps,
+
+def _run(overrides: list[str], lengths: Path | None, out: Path | None) -> None:
+    values = _split(overrides)
+    several = [key for key, options in values.items() if len(options) > 1]
+    if len(several) > 2:
+        raise ValueError(f"several values of {', '.join(several)}: a table has two sides")
+    if several and out is not None:
+        raise ValueError(f"--out: a picture is of one run, and {several[0]} has several values")
+    known = () if lengths is None else read_lengths(lengths)
+    if several:
+        for line in table(values, several, known):
+            print(line)
+        return
+    began = time.perf_counter()
+    result = simulate_values({key: one for key, (one,) in values.items()}, known)
+    took_s = time.perf_counter() - began
+    print(describe(result))
+    print(f"\nsimulated in {took_s:.2f} s, {result.num_events / took_s:,.0f} events a second")
+    if out is not None:
+        draw(result, out)
+        print(f"wrote {out}")
+
+
+def simulate_values(values: Values, lengths: tuple[int, ...] = ()) -> SimulationResult:
+    """Return what comes of a run with these values, by key, and the defaults of all others.
+    ValueError names what cannot be used.
+    """
+    own = {field.name for field in dataclasses.fields(SimulationSettings)}
+    of_run: dict[str, Any] = {}
+    of_timings: dict[str, Any] = {}
+    for key, text in values.items():
+        chosen = of_run if key in own else of_timings
+        chosen[key] = _value(key, text)
+    settings = SimulationSettings(**of_run, lengths=lengths)
+    return simulate(settings, StraightTimings(**of_timings).timings())
+
+
+def table(values: dict[str, list[str]], several: list[str], lengths: tuple[int, ...]) -> list[str]:
+    """Return lines that compare the values of one or two keys: of two, a cell for each pair."""
+    fixed = {key: options[0] for key, options in values.items() if key not in several}
+    if len(several) == 1:
+        return _column(fixed, several[0], values[several[0]], lengths)
+    down, across = several
+    cells = {}
+    for row, column in itertools.product(values[down], values[across]):
+        cells[row, column] = _cell({**fixed, down: row, across: column}, lengths)
+    headings = [f"{across}={column}" for column in values[across]]
+    width = max(len(text) for text in [*headings, *cells.values()]) + 2
+    first = max(len(down), *(len(row) for row in values[down]))
+    lines = [down.rjust(first) + "".join(text.rjust(width) for text in headings)]
+    for row in values[down]:
+        texts = [cells[row, column].rjust(width) for column in values[across]]
+        lines.append(row.rjust(first) + "".join(texts))
+    lines.append("each cell: seconds a step, mean lag / largest lag; -: not possible")
+    return [line.rstrip() for line in lines]
+
+
+def _cell(values: Values, lengths: tuple[int, ...]) -> str:
+    try:
+        result = simulate_values(values, lengths)
+    except Impossible:
+        return "-"
+    return f"{result.step_s:.2f} s {result.mean_lag:.1f}/{result.max_lag}"
+
+
+def _column(fixed: Values, key: str, options: list[str], lengths: tuple[int, ...]) -> list[str]:
+    """Return a line for each value of one key."""
+    width = max(len(key), *(len(option) for option in options))
+    head = "    step s  lag mean  closed form  max  trainer idle  generator idle"
+    lines = [key.rjust(width) + head]
+    for option in options:
+        result = simulate_values({**fixed, key: option}, lengths)
+        idle = {one.executor: one.share for one in result.idle}
+        lines.append(
+            f"{option:>{width}}  {result.step_s:>8.4g}  {result.mean_lag:>8.3f}  "
+            f"{result.closed_form.lag:>11.3f}  {result.max_lag:>3}  {idle['trainer']:>12.1%}  "
+            f"{idle['generator']:>14.1%}"
         )
-        self.pipes: list[Pipe] = []
-        self.generators: list[GeneratorStation] = []
-        self.rewards: list[RewardStation] = []
-        self._build_generators_and_rewards(timings)
-        services = self._connect()
-        self.leader = services[0]
-        self.trainer = TrainerStation(
-            settings,
-            timings,
-            self.clock,
-            tickets=self.tickets,
-            services=services[: settings.num_trainers],
-            publish=self._publish,
-            on_taken=self._taken,
-            on_trained=self._trained,
-        )
-        self.num_restarted = 0
-        self._restart_counts()
-
-    def _build_generators_and_rewards(self, timings: Timings) -> None:
-        settings = self.settings
-        num_full = [0] * settings.num_generators
-        for _ in range(settings.num_rewards):
-            self.pipes.append(Pipe(settings.channel_capacity, num_full, self._wake_generators))
-        for index in range(settings.num_generators):
-            generator = GeneratorStation(
-                index,
-                settings,
-                timings,
-                self.clock,
-                tickets=self.tickets,
-                pipes=self.pipes,
-                num_full=num_full,
-                on_sent=self._sent,
-                keeps_spans=index < MAX_DRAWN,
-            )
-            self.generators.append(generator)
-        for index, pipe in enumerate(self.pipes):
-            reward = RewardStation(
-                settings,
-                timings,
-                self.clock,
-                tickets=self.tickets,
-                pipe=pipe,
-                on_group=self._group,
-                keeps_spans=index < MAX_DRAWN,
-            )
-            self.rewards.append(reward)
-
-    def _connect(self) -> list[TicketService]:
-        """Give every rank its access to the ledger: the trainers first, then the generators."""
-        settings = self.settings
-        world: list[SimulatedMail] = []
-        wakes = [_nothing] * settings.num_trainers
-        wakes += [generator.wake for generator in self.generators]
-        for rank, wake in enumerate(wakes):
-            world.append(SimulatedMail(rank, world, wake))
-        services = []
-        for mail in world:
-            service = TicketService(
-                self.ledger,
-                mail,
-                trainer_ranks=tuple(range(settings.num_trainers)),
-                timeout_s=1.0,
-                truncate=settings.on_deadline == "truncate",
-                straggler_factor=float("inf"),  # nobody reads a log
-                clock=self.clock,
-            )
-            services.append(service)
-        for generator, service in zip(self.generators, services[settings.num_trainers :]):
-            generator.service = service
-        return services
-
-    def run(self) -> SimulationResult:
-        """Let it happen, and return what came of it."""
-        if self.settings.death_at_s is not None:
-            self.clock.after(self.settings.death_at_s, self._die)
-        self.trainer.begin()
-        if not self.clock.run(lambda: self.trainer.version == self.settings.max_steps):
-            raise RuntimeError(
-                f"the simulated run stands still at {self.clock.now:.3f} s, step "
-                f"{self.trainer.version}, which waits for {self.leader.waits_for()}"
-            )
-        return self._result()
-
-    # --- What happens between stations ---
-
-    def _sent(self, reward: int) -> None:
-        self.rewards[reward].look()
-
-    def _group(self, ticket: int) -> None:
-        self.trainer.receive(ticket)
-
-    def _publish(self, version: int) -> None:
-        for generator in self.generators:
-            generator.stage(version)
-
-    def _wake_generators(self) -> None:
-        for generator in self.generators:
-            generator.wake()
-
-    def _die(self) -> None:
-        generator = self.generators[-1]
-        unsent = generator.unsent
-        generator.die()
-        self.num_restarted = len(unsent)
-        self.leader.start_again(unsent)
-
-    # --- What is counted ---
-
-    def _meters(self) -> list[Meter]:
-        meters = [generator.meter for generator in self.generators]
-        for reward in self.rewards:
-            meters += reward.workers
-        return [*meters, self.trainer.meter]
-
-    def _restart_counts(self) -> None:
-        """Count from now on."""
-        self.began_s = self.clock.now
-        self.ends_s: list[float] = []  # of steps
-        self.lags: Counter[int] = Counter()
-        self.overcommits: list[int] = []
-        self.started: list[int] = []  # groups, just before a step was taken
-        self.behind: list[int] = []  # steps that a group's generator was behind at its start
-        self.lives_s: list[float] = []
-        self.sampled_before = sum(generator.num_sampled for generator in self.generators)
-        for meter in self._meters():
-            meter.reset()
-        self.tickets.settle()
-        self.started_before_s = self.tickets.started_s
-
-    def _taken(self, step: int, groups: list[Begun]) -> None:
-        """Note the groups that a step was taken of."""
-        now = self.clock.now
-        self.overcommits.append(self.ledger.overcommit)
-        self.started.append(len(self.tickets.begun) + len(groups))
-        for group in groups:
-            self.behind.append(group.step - group.version)
-            self.lives_s.append(now - group.since_s)
-            self.lags.update(step - oldest for oldest in group.oldest)
-
-    def _trained(self, version: int) -> None:
-        self.ends_s.append(self.clock.now)
-        if version == self.settings.warmup_steps:
-            self._restart_counts()
-
-    def _result(self) -> SimulationResult:
-        settings = self.settings
-        for meter in self._meters():
-            meter.settle()
-        self.tickets.settle()
-        seconds = self.clock.now - self.began_s
-        begins_s = [self.began_s, *self.ends_s[:-1]]
-        steps_s = [end - begin for begin, end in zip(begins_s, self.ends_s)]
-        num_lags = sum(self.lags.values())
-        lag_steps = sum(lag * count for lag, count in self.lags.items())
-        sampled = sum(generator.num_sampled for generator in self.generators)
-        mean_overcommit = statistics.fmean(self.overcommits)
-        groups_per_step = settings.groups_per_step
-        closed_form = ClosedForm(
-            lag=1 + mean_overcommit / groups_per_step,
-            little_lag=(
-                statistics.fmean(self.started) / groups_per_step
-                - 1
-                + statistics.fmean(self.behind)
-            ),
-            mean_started=(self.tickets.started_s - self.started_before_s) / seconds,
-            groups_per_s=len(self.lives_s) / seconds,
-            mean_life_s=statistics.fmean(self.lives_s),
-        )
-        return SimulationResult(
-            settings=settings,
-            seconds=seconds,
-            step_s=seconds / len(self.ends_s),
-            steps_s=tuple(steps_s),
-            idle=tuple(idle_shares(self._counters())),
-            lags=dict(sorted(self.lags.items())),
-            mean_lag=lag_steps / num_lags,
-            max_lag=max(self.lags),
-            mean_overcommit=mean_overcommit,
-            closed_form=closed_form,
-            tokens_per_s=(sampled - self.sampled_before) / seconds,
-            num_aborted=sum(reward.num_aborted for reward in self.rewards),
-            num_restarted=self.num_restarted,
-            most_waiting=max(pipe.most_waiting for pipe in self.pipes),
-            num_events=self.clock.num_events,
-            tracks=tuple(self._tracks()),
-        )
-
-    def _counters(self) -> Counters:
-        """Return busy and idle seconds under the names of metrics."""
-        counters: Counters = {}
-        meters = [("generator", generator.meter) for generator in self.generators]
-        for reward in self.rewards:
-            meters += [("reward", worker) for worker in reward.workers]
-        meters.append(("trainer", self.trainer.meter))
-        for name, meter in meters:
-            _add(counters, f"{name}/busy_s", meter.busy_s)
-            for cause, seconds in meter.idle_s.items():
-                _add(counters, f"{name}/idle_s", seconds)
-                _add(counters, f"{name}/idle_s/{cause}", seconds)
-        return counters
-
-    def _tracks(self) -> list[Track]:
-        tracks = []
-        for generator in self.generators[:MAX_DRAWN]:
-            name = f"generator {generator.index}"
-            tracks.append(Track(station=name, spans=tuple(generator.meter.spans)))
-        for index, reward in enumerate(self.rewards[:MAX_DRAWN]):
-            spans = tuple(reward.workers[0].spans)
-            tracks.append(Track(station=f"reward {index}", spans=spans))
-        tracks.append(Track(station="trainer", spans=tuple(self.trainer.meter.spans)))
-        return tracks
+    return lines
 
 
-def _nothing() -> None:
-    """Do nothing: the trainer asks for its messages by itself."""
+def _hints() -> dict[str, object]:
+    """Return every key that may be typed, and its type."""
+    hints: dict[str, object] = {}
+    for record in (SimulationSettings, StraightTimings):
+        hints |= get_type_hints(record)
+    return {key: hint for key, hint in hints.items() if key not in NOT_TYPED}
 
 
-def _add(counters: Counters, name: str, seconds: float) -> None:
-    counters[name] = counters.get(name, 0.0) + seconds
+def _split(overrides: list[str]) -> dict[str, list[str]]:
+    """Return the values of each key. ValueError for what is no KEY=VALUE, or no key."""
+    known = _hints()
+    values = {}
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        if not equals or not text:
+            raise ValueError(f"{override}: need KEY=VALUE")
+        if key not in known:
+            raise ValueError(f"{key}: unknown key{did_you_mean(key, known)}")
+        values[key] = text.split(",")
+    return values
+
+
+def _value(key: str, text: str) -> object:
+    """Return a value of the key's type. ValueError if the text is none."""
+    hint = _hints()[key]
+    types = get_args(hint) or (hint,)
+    if text == "null" and type(None) in types:
+        return None
+    if bool in types and text in ("true", "false"):
+        return text == "true"
+    for number in (int, float):
+        if number in types:
+            try:
+                return number(text)
+            except ValueError:
+                continue
+    if str in types:
+        return text
+    raise ValueError(f"{key}={text}: need {_named(types)}")
+
+
+def _named(types: tuple[object, ...]) -> str:
+    """Return what a value of these types is, in words."""
+    words = {int: "a whole number", float: "a number", bool: "true or false"}
+    words[type(None)] = "null"
+    return " or ".join(words[one] for one in types if isinstance(one, type) and one in words)

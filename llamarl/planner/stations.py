@@ -253,6 +253,8 @@ class GeneratorStation:
         self.staged = -1
         self.is_dead = False
         self.num_sampled = 0  # tokens
+        self.decode_s = 0.0  # spent on chunks
+        self.rows_s = 0.0  # the integral of its rows over these
         self.service: TicketService  # set by whoever connects the ranks
         self._settings = settings
         self._timings = timings
@@ -453,6 +455,8 @@ class GeneratorStation:
         self._decode_step = done
         self._context += num_tokens - gone
         self.num_sampled += num_tokens
+        self.decode_s += seconds
+        self.rows_s += seconds * num_rows
         if seconds == 0.0:
             self._is_busy = True
             self._clock.after(0.0, partial(self._unless_dead, partial(self._decoded, finished)))

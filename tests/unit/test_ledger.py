@@ -4,7 +4,6 @@ ranks.
 
 import json
 import time
-from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
