@@ -466,6 +466,7 @@ class GeneratorStation:
     def _decoded(self, finished: list[Sent]) -> None:
         """Send what has ended, and go on."""
         self._is_busy = False
+        destinations = []
         for sent in finished:
             own = self._own[sent.ticket]
             own.num_sent += 1
@@ -473,6 +474,10 @@ class GeneratorStation:
                 del self._own[sent.ticket]
             destination = sent.ticket % len(self._pipes)
             self._pipes[destination].put(self.index, sent)
+            if destination not in destinations:
+                destinations.append(destination)
+        # The whole chunk's completions are there before any is scored.
+        for destination in destinations:
             self._on_sent(destination)
         self._step()
 
