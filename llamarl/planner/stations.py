@@ -349,10 +349,13 @@ class GeneratorStation:
         """Ask for as many groups as there is room for, and take in what was granted."""
         free = self._settings.max_slots - len(self._rows) - len(self._waiting)
         room = free // self._settings.group_size
+        was_woken = self._is_woken
+        self._is_woken = True  # its own answer is no news
         if room > 0:
             granted = self.service.ask(self.index, room, self.version)
         else:
             granted = self.service.granted()
+        self._is_woken = was_woken
         for ticket in granted:
             self._own[ticket.index] = self._tickets.start(ticket.index, self.version)
             for sample_index in range(self._settings.group_size):
