@@ -25,6 +25,7 @@ from llamarl.config.kinds import KINDS
 from llamarl.config.preferences import PREFERENCES
 from llamarl.config.sft import SFT
 from llamarl.config.supervised import REWARD_MODEL
+from llamarl.planner import simulate
 from tests.house import BLOCK, ROOT, blocks, imported, module_of, our_files, python_files, text_of
 
 CODE = ("llamarl", "executors", "recipes")
@@ -85,7 +86,7 @@ def test_no_test_file_is_imported():
 # The rooms of llamarl from the ground up: a file imports its own room and those before it.
 ORDER = (
     "types errors words executor native models tasks comm tickets learning inference ddma scoring "
-    "config checkpoint observe controller launch"
+    "config checkpoint observe controller launch planner"
 ).split()
 
 
@@ -739,15 +740,29 @@ def test_ci_runs_what_the_readme_says():
     assert not re.search(r"https?://|--index-url|\.org\b|\.io\b", script)
 
 
-def test_the_table_of_staleness_is_what_its_simulation_prints():
+def test_the_table_of_staleness_is_what_its_command_prints():
     document = text_of(ROOT / "docs" / "staleness.md")
-    (code,) = [body for name, body in BLOCK.findall(document) if name == "python"]
-    (table,) = [
-        body
-        for name, body in BLOCK.findall(document)
-        if name == "" and body.startswith("overcommit")
-    ]
+    simulations = [words for words in commands(document) if "llamarl.planner" in words]
+    ((python, *words),) = simulations
+    assert python == "python"
+    (table,) = [body for body in blocks("", document) if body.startswith("overcommit")]
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=240
+        [sys.executable, *words], cwd=ROOT, capture_output=True, text=True, timeout=240
     )
-    assert [line.rstrip() for line in done.stdout.splitlines()] == table.splitlines(), done.stderr
+    *printed, legend = done.stdout.splitlines()
+    assert printed == table.splitlines(), done.stderr
+    assert legend.startswith("each cell: seconds a step, mean lag / largest lag")
+
+
+def test_commands_of_docs_simulation_are_accepted(tmp_path, monkeypatch, capsys):
+    document = text_of(ROOT / "docs" / "simulation.md")
+    shell = "".join(f"```bash\n{body}```\n" for body in blocks("bash", document))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "lengths.txt").write_text("100\n300\n")
+    found = commands(shell)
+    assert len(found) > 4
+    for words in found:
+        assert words[:4] == ["python", "-m", "llamarl.planner", "simulate"]
+        # Few steps: here it matters that they are accepted.
+        keys = [word for word in words[4:] if not word.startswith("max_steps=")]
+        assert simulate.run([*keys, "max_steps=4"]) == 0, capsys.readouterr().err

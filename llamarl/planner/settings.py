@@ -52,7 +52,7 @@ class SimulationSettings:
     max_new_tokens: int = 1024
     lengths: tuple[int, ...] = ()  # of completions that were seen; drawn from, if there are any
 
-    # The reward, for governors that follow it: 1 - exp(-step / rise_steps), and noise.
+    # The reward, for governors that follow it: 1 - exp(-step / reward_rise_steps), and noise.
     reward_rise_steps: float = 50.0
     reward_noise: float = 0.05
 

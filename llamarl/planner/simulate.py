@@ -107,7 +107,7 @@ def run(arguments: Sequence[str]) -> int:
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE[,VALUE]")
     parser.add_argument("--lengths", type=Path, help="completions' lengths, or a metrics.jsonl")
     parser.add_argument("-o", "--out", type=Path, help="a picture: .svg or .png")
-    given = parser.parse_args(arguments)
+    given = parser.parse_intermixed_args(arguments)
     try:
         _run(given.overrides, given.lengths, given.out)
     except (OSError, ValueError, RuntimeError) as error:

@@ -16,18 +16,11 @@ from dataclasses import dataclass, field
 
 from llamarl.observe.rates import Counters, Idle, idle_shares
 from llamarl.planner.clock import VirtualClock
+from llamarl.planner.flow import Begun, Meter, Pipe, Span, Tickets
+from llamarl.planner.generator import GeneratorStation
 from llamarl.planner.mail import SimulatedMail
 from llamarl.planner.settings import SimulationSettings
-from llamarl.planner.stations import (
-    Begun,
-    GeneratorStation,
-    Meter,
-    Pipe,
-    RewardStation,
-    Span,
-    Tickets,
-    TrainerStation,
-)
+from llamarl.planner.stations import RewardStation, TrainerStation
 from llamarl.planner.timings import Timings
 from llamarl.tickets.ledger import TicketLedger
 from llamarl.tickets.service import TicketService
