@@ -313,6 +313,15 @@ def test_stragglers_are_named_in_the_log_once_with_generator_and_seconds(
     assert record.getMessage().startswith(want)
 
 
+def test_tickets_that_start_again_make_room_for_whoever_was_refused(alone):
+    desk = alone(groups_per_step=2, overcommit=0)
+    assert indices(desk.ask(0, 4, version=0)) == [0, 1]
+    assert desk.ask(0, 2, version=0) == []  # refused, until there is news
+    desk.start_again([1])
+    assert desk.granted() == []
+    assert indices(desk.ask(0, 2, version=0)) == [1]
+
+
 # --- between ranks ---
 
 

@@ -463,6 +463,25 @@ def test_a_saved_ticket_that_could_not_be_trained_on_in_time_starts_again():
     )
 
 
+def test_tickets_of_a_lost_generator_start_again_before_new_ones_with_new_deadlines():
+    ledger = TicketLedger(groups_per_step=2, max_lag=1, overcommit=2)
+    assert [t.index for t in ledger.start(4, 0)] == [0, 1, 2, 3]
+    ledger.finish([0, 1])
+    assert sorted(ledger.take(0)) == [0, 1]
+    ledger.finish([2])
+    ledger.start_again([3])
+    assert ledger.in_work() == set()
+    assert [(t.index, t.deadline) for t in ledger.start(10, 1)] == [(3, 2), (4, 2), (5, 2)]
+    ledger.finish([3])
+    assert sorted(ledger.take(1)) == [2, 3]
+    for ticket in (2, 3, 9):  # trained on, or never started
+        with pytest.raises(ValueError, match=f"ticket {ticket} is to start again"):
+            ledger.start_again([ticket])
+    ledger.finish([4])
+    with pytest.raises(ValueError, match="ticket 4"):
+        ledger.start_again([4])
+
+
 def test_finished_groups_whose_data_is_lost_start_again():
     ledger = TicketLedger(groups_per_step=2, max_lag=1, overcommit=2)
     ledger.start(4, 0)
