@@ -17,9 +17,9 @@ from hypothesis import settings as examples
 from hypothesis import strategies as st
 
 from executors import reward, trainer
-from llamarl.planner import stations
+from llamarl.planner import flow, stations
 from llamarl.planner.clock import VirtualClock
-from llamarl.planner.draws import draw
+from llamarl.planner.draws import Drawn, draw
 from llamarl.planner.settings import Impossible, SimulationSettings
 from llamarl.planner.simulate import describe, read_lengths, run, simulate_values, table
 from llamarl.planner.straight import StraightTimings
@@ -110,9 +110,15 @@ def test_two_generators_take_half_as_long_and_a_slow_one_holds_both_up():
     assert outcome(**shared, slow_factor=2.0).step_s == 3.0 + 8.0
 
 
-def test_trainers_end_a_step_together():
+@pytest.mark.parametrize("longer", [0, 1])
+def test_trainers_end_a_step_together(longer, monkeypatch):
+    def by_turns(settings, ticket):
+        length = 8 if ticket % 2 == longer else 4
+        return Drawn(lengths=(length, length), score_times=(1.0, 1.0))
+
+    monkeypatch.setattr(flow, "draw", by_turns)
     timings = dict(DECODE, update_s=1.0, update_token_s=0.0625)
-    # Each of two has one group of 2 x (3 + 8) tokens.
+    # Each of two has one group, of 2 x (3 + 8) tokens or of 2 x (3 + 4).
     result = outcome(timings, max_lag=0, num_trainers=2, warmup_steps=1)
     assert result.step_s == 4.0 + 1.0 + 22 * 0.0625
 
@@ -269,6 +275,27 @@ def test_a_dead_generators_tickets_start_again_and_the_rest_goes_on():
     assert result.steps_s[-1] == 8.0
     _, causes = idle_of(result, "generator")
     assert causes["death"] == pytest.approx((result.seconds - 2.0) / result.seconds / 2)
+
+
+def test_what_a_dead_generator_had_sent_of_a_group_is_not_counted_in_the_next_attempt(monkeypatch):
+    """Completions of 2 and 8 tokens, 1 s and 4 s. The second generator dies at 1.5 s, when its
+    ticket's first completion is being scored, which takes 4 s. The first one starts that ticket
+    again at 4 s, and its second completion is scored at 4 + 4 + 4 s.
+    """
+    drawn = Drawn(lengths=(2, 8), score_times=(1.0, 1.0))
+    monkeypatch.setattr(flow, "draw", lambda settings, ticket: drawn)
+    result = outcome(
+        dict(DECODE, score_s=4.0),
+        max_slots=2,
+        num_generators=2,
+        num_workers=4,
+        chunk_tokens=2,
+        death_at_s=1.5,
+        max_lag=1,
+        max_steps=2,
+    )
+    assert result.num_restarted == 1
+    assert result.steps_s[0] == 12.0 + 3.0
 
 
 @examples(max_examples=60, deadline=None)
