@@ -40,7 +40,7 @@ OTHERS = {
     "misspelt in an example": "loss.ratio_kap",
     "an object, named as a section or a room is": "generator.offloadable config.task "
     "config.reward.scorer.path config.reward.max_error_rate",
-    "a package where llamarl is installed": "llamarl.recipes",
+    "a package where llamarl is installed": "llamarl.recipes llamarl.recipes.llama_async",
     "put together of two": "exp_avg_scale",
 }
 ALLOWED = set(" ".join(OTHERS.values()).split())

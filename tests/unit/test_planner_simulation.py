@@ -24,7 +24,7 @@ from llamarl.planner.settings import Impossible, SimulationSettings
 from llamarl.planner.simulate import describe, read_lengths, run, simulate_values, table
 from llamarl.planner.straight import StraightTimings
 from llamarl.planner.world import simulate
-from tests.test_house import ROOT
+from tests.house import ROOT
 
 # Two groups of two completions of 8 tokens, in one batch.
 SMALL = dict(
