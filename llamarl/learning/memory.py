@@ -17,14 +17,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from llamarl.learning.logprobs import CHUNK_TOKENS, KEEP_BYTES, KEEP_LOGITS
-from llamarl.models.attention import SHORT
+from llamarl.learning.limits import CHUNK_TOKENS, KEEP_BYTES, KEEP_LOGITS
 from llamarl.models.config import ModelConfig
 from llamarl.models.sharding import parameter_shapes, tensor_parallel_box
 
 WIDE = 4  # bytes of a float32 number: of masters, gradients and sums
 _SHORT = {2: 512}  # by itemsize: keys up to which a CPU holds the attention weights; else 256
-assert _SHORT[2] == max(SHORT.values()), "SHORT has other bounds"
+MOMENTS = {"adamw": 8.0, "adamw8bit": 2 * (1 + 4 / 256)}  # bytes of a trained number, by optimizer
 
 
 @dataclass(frozen=True, slots=True)
