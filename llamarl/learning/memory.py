@@ -15,7 +15,7 @@ heads, J key/value heads, K head dim, V vocabulary.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from llamarl.learning.limits import CHUNK_TOKENS, KEEP_BYTES, KEEP_LOGITS
 from llamarl.models.config import ModelConfig
@@ -165,9 +165,17 @@ def held_numbers(
     tensor-parallel part.
     """
     total = 0
-    for name, shape in parameter_shapes(config).items():
-        total += _own_numbers(config, name, shape, tensor_parallel, shards, split_vocabulary)
+    for name, shape in _one_layer(config).items():
+        own = _own_numbers(config, name, shape, tensor_parallel, shards, split_vocabulary)
+        total += own * (config.num_hidden_layers if name.startswith("model.layers.") else 1)
     return total
+
+
+def _one_layer(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Return name -> shape of the parameters of the first layer and around the layers: all layers
+    are alike.
+    """
+    return parameter_shapes(replace(config, num_hidden_layers=1))
 
 
 def _own_numbers(
@@ -192,9 +200,7 @@ def _own_numbers(
 
 def _numbers(config: ModelConfig, training: Training, shards: int) -> _Numbers:
     layer = around = embedding = 0
-    for name, shape in parameter_shapes(config).items():
-        if name.startswith("model.layers.") and not name.startswith("model.layers.0."):
-            continue
+    for name, shape in _one_layer(config).items():
         count = _own_numbers(config, name, shape, training.tensor_parallel, shards)
         if name.startswith("model.layers."):
             layer += count
@@ -210,7 +216,7 @@ def _adapters(config: ModelConfig, training: Training) -> _Numbers:
     they are merged into.
     """
     own = merged = 0
-    for name, shape in parameter_shapes(config).items():
+    for name, shape in _one_layer(config).items():
         is_target = name.startswith("model.layers.0.") and name.endswith(".weight")
         if is_target and name.split(".")[-2] in training.lora_targets:
             own += training.lora_rank * sum(shape)

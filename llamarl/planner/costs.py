@@ -21,7 +21,7 @@ Shapes: N parameters, D hidden_size, H query heads, K head dim, V vocabulary.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from llamarl.inference.room import numbers_of_token
@@ -64,39 +64,65 @@ class Costs:
 
     def generator_bytes(self, tensor: int) -> int:
         """Return the bytes of the generator's weights on the rank that holds most of them."""
+        if tensor not in self._held:
+            self._held[tensor] = self._generator_bytes(tensor)
+        return self._held[tensor]
+
+    def _generator_bytes(self, tensor: int) -> int:
+        layers = self.model.num_hidden_layers
         total = 0
-        for name, shape in parameter_shapes(self.model).items():
+        for name, shape in parameter_shapes(replace(self.model, num_hidden_layers=1)).items():
             box = tensor_parallel_box(self.model, name, shape, tensor - 1, tensor)
-            itemsize = self.numerics.itemsize
+            num_bytes = box.numel * self.numerics.itemsize
             if self.numerics.quantize != "none" and is_quantized(name, shape):
-                total += WIDE * box.lengths[0]  # a scale a row
-                itemsize = 1
-            total += box.numel * itemsize
+                num_bytes = box.numel + WIDE * box.lengths[0]  # and a scale a row
+            total += num_bytes * (layers if name.startswith("model.layers.") else 1)
         return total
+
+    def cached_numbers(self, tensor: int) -> int:
+        """Return how many numbers a token's keys and values are on a rank, over all layers."""
+        if tensor not in self._cached:
+            self._cached[tensor] = numbers_of_token(self.model, tensor)
+        return self._cached[tensor]
+
+    @cached_property
+    def _held(self) -> dict[int, int]:
+        return {}
+
+    @cached_property
+    def _cached(self) -> dict[int, int]:
+        return {}
 
     # --- Messages ---
 
-    def _is_inside(self, gpus: int) -> bool:
-        """Whether so many GPUs, one after another, are in one node."""
-        return gpus <= self.sheet.device.gpus_per_node
+    def _is_inside(self, gpus: int, stride: int = 1) -> bool:
+        """Whether so many GPUs are in one node. stride: each is so many behind the one before."""
+        return gpus * stride <= self.sheet.device.gpus_per_node
 
-    def _rate(self, gpus: int) -> float:
-        """Return bytes a second, each way, between so many GPUs."""
+    def _rate(self, gpus: int, stride: int = 1) -> float:
+        """Return bytes a second, each way, of a message that goes round these GPUs. Between nodes
+        it uses the ports of all GPUs of a node that take part.
+        """
         device = self.sheet.device
-        if self._is_inside(gpus):
-            return device.link_bytes_per_s * self.sheet.assumed("link_efficiency")
+        inside = device.link_bytes_per_s * self.sheet.assumed("link_efficiency")
+        if self._is_inside(gpus, stride):
+            return inside
+        ports = max(1, device.gpus_per_node // stride)
+        return min(inside, ports * self._port_rate())
+
+    def _port_rate(self) -> float:
+        """Return bytes a second, each way, between two GPUs of different nodes."""
+        device = self.sheet.device
         return device.network_bytes_per_s * self.sheet.assumed("network_efficiency")
 
-    def _latency_s(self, gpus: int) -> float:
-        name = "link_latency_s" if self._is_inside(gpus) else "network_latency_s"
-        return self.sheet.assumed(name)
-
-    def sum_s(self, num_bytes: float, gpus: int) -> float:
-        """Return seconds of a sum of tensors of so many bytes over neighbouring GPUs, as a ring."""
+    def sum_s(self, num_bytes: float, gpus: int, stride: int = 1) -> float:
+        """Return seconds of a sum of tensors of so many bytes over these GPUs, as a ring."""
         if gpus == 1:
             return 0.0
+        inside = self._is_inside(gpus, stride)
+        latency_s = self.sheet.assumed("link_latency_s" if inside else "network_latency_s")
         moved = 2 * (gpus - 1) / gpus * num_bytes
-        return moved / self._rate(gpus) + self._latency_s(gpus)
+        return moved / self._rate(gpus, stride) + latency_s
 
     def _memory_rate(self) -> float:
         device = self.sheet.device
@@ -138,24 +164,18 @@ class Costs:
         flops = 2.0 * self.multiplied * rows + self._attention_flops * context
         speed = device.flops_of(n.product_dtype) * self.sheet.assumed("decode_efficiency")
         computing = self._shared(flops / speed, tensor)
-        cache = context * numbers_of_token(self.model, tensor) * n.itemsize
+        cache = context * self.cached_numbers(tensor) * n.itemsize
         reading = (self._weights_read(tensor) + cache) / self._memory_rate()
         fixed = self.model.num_hidden_layers * self.sheet.assumed("decode_layer_s")
         return fixed + max(computing, reading) + messages
 
     def _weights_read(self, tensor: int) -> float:
         """Return the bytes of the weights that a decode step reads: not the embedding's rows."""
-        if tensor not in self._read:
-            held = self.generator_bytes(tensor)
-            if not self.model.tie_word_embeddings:
-                embedding = self.model.vocab_size * self.model.hidden_size * self.numerics.itemsize
-                held -= embedding // tensor
-            self._read[tensor] = held
-        return self._read[tensor]
-
-    @cached_property
-    def _read(self) -> dict[int, int]:
-        return {}
+        held = self.generator_bytes(tensor)
+        if self.model.tie_word_embeddings:
+            return held
+        embedding = self.model.vocab_size * self.model.hidden_size * self.numerics.itemsize
+        return held - embedding // tensor
 
     def prefill_s(self, tokens: float, tensor: int = 1) -> float:
         """Return seconds of reading prompts of so many tokens together."""
@@ -199,7 +219,7 @@ class Costs:
         own = self.num_numbers / trainer.tensor
         moved = own * (2 * ITEMSIZES[self.numerics.compute_dtype] + WIDE)
         share = (trainer.shards - 1) / trainer.shards
-        return moved * share / self._rate(trainer.shards * trainer.tensor)
+        return moved * share / self._rate(trainer.shards, trainer.tensor)
 
     @cached_property
     def num_numbers(self) -> int:
@@ -217,7 +237,7 @@ class Costs:
         seen = tokens / max(1.0, completions)
         microbatches = number * self.microbatch_s(size, size * seen / 2, trainer)
         held = self.num_numbers / (trainer.shards * trainer.tensor)
-        between = self.sum_s(held * WIDE, trainer.gpus) if trainer.replicate > 1 else 0.0
+        between = self.sum_s(held * WIDE, trainer.replicate, trainer.shards * trainer.tensor)
         measured = self.sheet.measured
         if measured is not None and self._measures(self.numerics.compute_dtype):
             return microbatches + between + measured.update_s / (trainer.shards * trainer.tensor)
@@ -243,8 +263,10 @@ class Costs:
         tensor = plan.generator.tensor
         received = self.generator_bytes(tensor)
         sent = received * tensor / plan.trainer.gpus
-        rate = self._rate(plan.gpus)
-        return max(sent, received) / rate + self._latency_s(plan.gpus)
+        inside = self._is_inside(plan.gpus)
+        rate = self._rate(plan.gpus) if inside else self._port_rate()
+        latency_s = self.sheet.assumed("link_latency_s" if inside else "network_latency_s")
+        return max(sent, received) / rate + latency_s
 
     def swap_s(self, tensor: int) -> float:
         """Return the generator's stall: what has come becomes what is read."""

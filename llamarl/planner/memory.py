@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from llamarl.inference.room import numbers_of_token, whole_blocks
+from llamarl.inference.room import whole_blocks
 from llamarl.learning.memory import (
     MOMENTS,
     WIDE,
@@ -87,7 +87,7 @@ class Memory:
     def generator(self, plan: GeneratorPlan) -> Bytes:
         """Return the bytes of a generator's GPU."""
         n = self.costs.numerics
-        weights = self._weights(plan.tensor)
+        weights = self.costs.generator_bytes(plan.tensor)
         buffers = n.weight_buffers + (1 if n.on_cpu else 0)  # a CPU lays them out once more
         cache = plan.slots * self.bytes_of_slot(plan.tensor)
         logits = plan.slots * self.costs.model.vocab_size * WIDE
@@ -96,20 +96,10 @@ class Memory:
     def bytes_of_slot(self, tensor: int) -> int:
         """Return the bytes of the keys and values of a row at its longest."""
         places = whole_blocks(self.work.longest)
-        numbers = numbers_of_token(self.costs.model, tensor)
-        return places * numbers * self.costs.numerics.itemsize
+        return places * self.costs.cached_numbers(tensor) * self.costs.numerics.itemsize
 
     def most_slots(self, tensor: int, memory: float) -> int:
         """Return how many slots fit a GPU's memory; 0 or less if not even the weights do."""
         empty = self.generator(GeneratorPlan(tensor=tensor, replicas=1, slots=0)).total
         of_slot = self.bytes_of_slot(tensor) + self.costs.model.vocab_size * WIDE
         return int((memory - empty) // of_slot)
-
-    @cached_property
-    def _held(self) -> dict[int, int]:
-        return {}
-
-    def _weights(self, tensor: int) -> int:
-        if tensor not in self._held:
-            self._held[tensor] = self.costs.generator_bytes(tensor)
-        return self._held[tensor]

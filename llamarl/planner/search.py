@@ -41,14 +41,15 @@ class NothingFits(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a plan may use. memory: bytes of a GPU. overcommit: groups, None: what is best.
-    most_tensor: GPUs that may share a layer.
+    """What a plan may use. memory: bytes of a GPU. overcommit: groups; trainer_tensor,
+    generator_tensor: GPUs that share a layer of each side; None: what is best.
     """
 
     gpus: int
     memory: float
     overcommit: int | None = None
-    most_tensor: int = MOST_TENSOR
+    trainer_tensor: int | None = None
+    generator_tensor: int | None = None
 
     def __post_init__(self):
         if self.gpus < 1 or self.memory <= 0:
@@ -107,16 +108,20 @@ class _Search:
         self.work = predictor.work
         self.limits = limits
         heads = predictor.costs.model.num_attention_heads
-        most = min(limits.gpus, heads, limits.most_tensor)
-        self.tensors = powers_up_to(most)
-        self._trainers: dict[int, list[TrainerPlan]] = {}
+        tensors = powers_up_to(min(limits.gpus, heads, MOST_TENSOR))
+        self.trainer_tensors = tensors
+        self.generator_tensors = tensors
+        if limits.trainer_tensor is not None:
+            self.trainer_tensors = [limits.trainer_tensor]
+        if limits.generator_tensor is not None:
+            self.generator_tensors = [limits.generator_tensor]
 
     # --- Candidates ---
 
     def trainer_gpus(self) -> list[int]:
         """Return the numbers of GPUs that a trainer may have."""
         found = set()
-        for tensor in self.tensors:
+        for tensor in self.trainer_tensors:
             for ranks in divisors(self.work.groups):
                 if ranks * tensor <= self.limits.gpus:
                     found.add(ranks * tensor)
@@ -127,7 +132,7 @@ class _Search:
 
         A larger microbatch takes no less memory, so below the largest that fits none is priced.
         """
-        for tensor in self.tensors:
+        for tensor in self.trainer_tensors:
             if gpus % tensor or self.work.groups % (gpus // tensor):
                 continue
             ranks = gpus // tensor
@@ -156,7 +161,7 @@ class _Search:
 
     def generators(self, gpus: int, rows: float, taken: float = 0.0) -> Iterator[GeneratorPlan]:
         """Yield the plans of at most so many GPUs that fit. rows: the most that may run at once."""
-        for tensor in self.tensors:
+        for tensor in self.generator_tensors:
             replicas = gpus // tensor
             if not replicas:
                 continue
@@ -245,7 +250,7 @@ class _Search:
 
     def _together(self) -> Iterator[Prediction]:
         """Yield plans in which both sides have all GPUs, in one memory or by turns."""
-        gpus = max(self.trainer_gpus())
+        gpus = max(self.trainer_gpus(), default=0)
         offloaded = list(self._best_of_each_degree(gpus))
         trainer = self._fastest_trainer(gpus)
         if trainer is not None:
@@ -269,7 +274,8 @@ class _Search:
         limits = self.limits
         trainer = self._least_trainer()
         generator = min(
-            self.memory.generator(GeneratorPlan(tensor, 1, 1)).total for tensor in self.tensors
+            self.memory.generator(GeneratorPlan(tensor, 1, 1)).total
+            for tensor in self.generator_tensors
         )
         lines = [
             f"nothing fits {limits.memory / GIB:.1f} GiB a GPU on {limits.gpus} GPU(s):",
@@ -292,8 +298,8 @@ class _Search:
     def _least_trainer(self) -> int:
         """Return the fewest bytes of a GPU that any trainer takes."""
         found = []
-        for tensor in self.tensors:
-            most = self.limits.gpus // tensor
+        for tensor in self.trainer_tensors:
+            most = max(1, self.limits.gpus // tensor)
             ranks = max(n for n in divisors(self.work.groups) if n <= most)
             plan = TrainerPlan(ranks, 1, tensor, LEAST_MICROBATCH)
             found.append(self.memory.trainer(plan).total)
@@ -304,7 +310,7 @@ class _Search:
         gpus = self.limits.gpus * 2
         while gpus <= _MOST_GPUS:
             wider = _Search(self.predictor, replace(self.limits, gpus=gpus))
-            most = max(wider.tensors)
+            most = max(wider.generator_tensors)
             fits_generator = self.memory.most_slots(most, self.limits.memory) >= 1
             if fits_generator and wider._least_trainer() <= self.limits.memory:
                 return gpus
