@@ -8,6 +8,7 @@ was measured on them. A YAML file that can be carried elsewhere and edited.
 
     name: H100 SXM
     device:                        # Device
+      kind: gpu
       memory_gib: 80
       ...
     assumptions:                   # Assumed, each with its reason
@@ -34,6 +35,7 @@ from llamarl.planner.curves import Cost, Curve, FitError
 from llamarl.words.names import did_you_mean
 
 SHEETS = Path(__file__).parent / "sheets"
+KINDS = ("gpu", "cpu")
 DTYPES = ("float32", "bfloat16", "float16", "float8", "int8")
 
 
@@ -45,12 +47,13 @@ class BadSheet(ValueError):
 class Device:
     """The figures of one GPU, as its maker states them or a probe measured them.
 
-    memory_gib: GiB. flops: FLOP/s of products without sparsity, by dtype. memory_bytes_per_s: of
+    kind: gpu, or cpu: a rank's share of a CPU. memory_gib: GiB. flops: FLOP/s of products without sparsity, by dtype. memory_bytes_per_s: of
     its own memory. link_bytes_per_s: each way to a GPU of the same node; network_bytes_per_s: each
     way to one of another node, a GPU's share; host_bytes_per_s: each way to host memory.
     gpus_per_node: how many GPUs the fast link joins.
     """
 
+    kind: str
     memory_gib: float
     flops: Mapping[str, float]
     memory_bytes_per_s: float
@@ -267,12 +270,15 @@ class _Reader:
             speeds[dtype] = self._number(flops, f"device.flops.{dtype}")
         numbers = {}
         for one in fields(Device):
-            if one.name != "flops":
+            if one.name not in ("kind", "flops"):
                 numbers[one.name] = self._number(given[one.name], f"device.{one.name}")
         gpus = numbers.pop("gpus_per_node")
         if gpus % 1:
             self.problems.append(f"device.gpus_per_node={gpus:g}: need a whole number")
-        return Device(flops=speeds, gpus_per_node=int(gpus), **numbers)
+        kind = str(given["kind"])
+        if kind not in KINDS:
+            self.problems.append(f"device.kind={kind}: need one of {', '.join(KINDS)}")
+        return Device(kind=kind, flops=speeds, gpus_per_node=int(gpus), **numbers)
 
     def _assumptions(self, raw: object) -> Assumptions | None:
         given = self._section(raw, "assumptions", fields(Assumptions))
