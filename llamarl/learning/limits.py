@@ -1,4 +1,4 @@
-"""Up to which sizes logits are kept or cut into chunks. Imports no torch: memory is priced from it."""
+"""Sizes up to which logits are kept, or cut into chunks. No torch: memory is priced by it."""
 
 # Up to this many logits are one chunk, kept for backward: recomputing them would cost more than it
 # saves.

@@ -44,15 +44,16 @@ def take(words: Sequence[str], key: str, default: str) -> tuple[str, list[str]]:
     return value, others
 
 
-def best_of(
-    settings: Settings, sheet: Sheet, limits: Limits
-) -> tuple[Found, Predictor]:
+def best_of(settings: Settings, sheet: Sheet, limits: Limits) -> tuple[Found, Predictor]:
     """Return the best plans, with activation checkpointing as it was given or as is faster.
     ValueError where none fits.
     """
     model = read_config(settings.path)
     check_sizes(model)
-    for side, tensor in (("trainer", limits.trainer_tensor), ("generator", limits.generator_tensor)):
+    for side, tensor in (
+        ("trainer", limits.trainer_tensor),
+        ("generator", limits.generator_tensor),
+    ):
         if tensor is not None and tensor > model.num_attention_heads:
             raise ValueError(
                 f"{side}.tensor_parallel={tensor}: the model has {model.num_attention_heads} query "

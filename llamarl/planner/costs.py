@@ -32,7 +32,9 @@ from llamarl.planner.plans import ITEMSIZES, Numerics, Plan, TrainerPlan
 from llamarl.planner.sheet import Sheet
 from llamarl.planner.timings import Timings
 
-_OF_OPTIMIZER = 28  # bytes read and written a number: weight, gradient and moments in; all but it out
+_OF_OPTIMIZER = (
+    28  # bytes read and written a number: weight, gradient and moments in; all but it out
+)
 _SUMS_FORWARD = 2  # over the GPUs of a layer: behind the attention and behind the MLP
 
 

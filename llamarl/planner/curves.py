@@ -150,9 +150,7 @@ class Cost:
             raise ValueError(f"slope {self.slope}: need a finite number of at least 0")
 
     @classmethod
-    def fitted(
-        cls, xs: Sequence[float], ys: Sequence[float], seconds: Sequence[float]
-    ) -> Cost:
+    def fitted(cls, xs: Sequence[float], ys: Sequence[float], seconds: Sequence[float]) -> Cost:
         """Fit a curve and a slope by turns, from the slope that pairs of points of one x show.
 
         Each turn lowers the sum of squares. ValueError as of Curve.fitted.

@@ -31,8 +31,8 @@ from llamarl.planner.sheet import Measured, Sheet
 _PASSES = 3  # a backward is two forwards
 _LEAST_S = 1e-9
 NOTES = (
-    "measured in runs: the optimizer's pass is within the microbatches, rows at once are what slots "
-    "and overcommit allow, and a prompt's time is a third of a microbatch's",
+    "measured in runs: the optimizer's pass is within the microbatches, rows at once are what "
+    "slots and overcommit allow, and a prompt's time is a third of a microbatch's",
     "the device's figures and the assumptions are those of the sheet that the fit was based on",
 )
 
@@ -122,7 +122,7 @@ def fit_runs(runs: Sequence[Path], base: Sheet, *, prompt_tokens: float = 0.0) -
     """Return a sheet of what these runs measured, all of one model; device and assumptions are the
     base's. ValueError for runs without a usable row, and of several models.
     """
-    points = []
+    points: list[Point] = []
     models = set()
     for run in runs:
         points += points_of(run, prompt_tokens)
@@ -145,9 +145,7 @@ def fit_runs(runs: Sequence[Path], base: Sheet, *, prompt_tokens: float = 0.0) -
     decode = Cost.fitted(
         [p.rows for p in points], [p.context for p in points], [p.decode_s for p in points]
     )
-    prefill = Curve.fitted(
-        [p.tokens for p in points], [p.microbatch_s / _PASSES for p in points]
-    )
+    prefill = Curve.fitted([p.tokens for p in points], [p.microbatch_s / _PASSES for p in points])
     scored = [(p.completions, p.score_s) for p in points if p.score_s is not None]
     score = None
     if scored:

@@ -1,6 +1,6 @@
 """What is planned: the work of a step, in which numbers it is computed, and a split of the GPUs.
 
-    plan.trainer_gpus + plan.generator_gpus <= the GPUs that there are
+plan.trainer_gpus + plan.generator_gpus <= the GPUs that there are
 """
 
 from __future__ import annotations
@@ -88,14 +88,14 @@ class Work:
         """
         stretches = []
         before = 0.0
+        longest = self.length_at(number / (number + 1))
         for i in range(_QUANTILES):
             share = (i + 1) / (_QUANTILES + 1)
-            length = self.length_at(share)
+            length = min(longest, self.length_at(share))
             alive = max(1.0, rows * (1 - i / _QUANTILES))
             stretches.append((alive, length - before))
             before = length
-        last = self.length_at(number / (number + 1))
-        stretches.append((max(1.0, rows / _QUANTILES), max(0.0, last - before)))
+        stretches.append((max(1.0, rows / _QUANTILES), longest - before))
         return [(alive, steps) for alive, steps in stretches if steps > 0]
 
 
@@ -103,10 +103,11 @@ class Work:
 class Numerics:
     """In which numbers a job computes, and what it holds of them.
 
-    dtype: model.dtype, of the generator. compute_dtype: the trainer's. quantize: generator.quantize.
-    optimizer, checkpointing: trainer.optimizer, trainer.activation_checkpointing. weight_buffers:
-    copies of its weights that a generator holds: the live one and the one that the next version
-    comes into.
+    dtype: model.dtype, of the generator. compute_dtype: the trainer's. quantize: as
+    generator.quantize. optimizer, checkpointing: as trainer.optimizer and
+    trainer.activation_checkpointing. weight_buffers: copies of its weights that a generator holds:
+    the live one and the one that the next version comes into. on_cpu: memory is counted as on a
+    CPU.
     """
 
     dtype: str = "bfloat16"

@@ -278,10 +278,10 @@ class _Search:
             for tensor in self.generator_tensors
         )
         lines = [
-            f"nothing fits {limits.memory / GIB:.1f} GiB a GPU on {limits.gpus} GPU(s):",
-            f"  the trainer takes at least {trainer / GIB:.1f} GiB a GPU, with as many shards and "
+            f"nothing fits {limits.memory / GIB:.3g} GiB a GPU on {limits.gpus} GPU(s):",
+            f"  the trainer takes at least {trainer / GIB:.3g} GiB a GPU, with as many shards and "
             f"GPUs a layer as there can be and microbatches of {LEAST_MICROBATCH} tokens",
-            f"  the generator takes at least {generator / GIB:.1f} GiB a GPU, with one slot",
+            f"  the generator takes at least {generator / GIB:.3g} GiB a GPU, with one slot",
         ]
         numerics = self.predictor.costs.numerics
         if trainer > limits.memory and not numerics.checkpointing:

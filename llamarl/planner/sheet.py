@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import MISSING, Field, dataclass, field, fields
+from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from pathlib import Path
 
 import yaml
@@ -47,10 +47,10 @@ class BadSheet(ValueError):
 class Device:
     """The figures of one GPU, as its maker states them or a probe measured them.
 
-    kind: gpu, or cpu: a rank's share of a CPU. memory_gib: GiB. flops: FLOP/s of products without sparsity, by dtype. memory_bytes_per_s: of
-    its own memory. link_bytes_per_s: each way to a GPU of the same node; network_bytes_per_s: each
-    way to one of another node, a GPU's share; host_bytes_per_s: each way to host memory.
-    gpus_per_node: how many GPUs the fast link joins.
+    kind: gpu, or cpu: a rank's share of a CPU. memory_gib: GiB. flops: FLOP/s of products without
+    sparsity, by dtype. memory_bytes_per_s: of its own memory. link_bytes_per_s: each way to a GPU
+    of the same node; network_bytes_per_s: each way to one of another node, a GPU's share;
+    host_bytes_per_s: each way to host memory. gpus_per_node: how many GPUs the fast link joins.
     """
 
     kind: str
@@ -393,6 +393,6 @@ def _plain(value: object) -> object:
         return {key: _plain(inner) for key, inner in value.items()}
     if isinstance(value, tuple):
         return [_plain(inner) for inner in value]
-    if hasattr(value, "__dataclass_fields__"):
+    if is_dataclass(value):
         return {one.name: _plain(getattr(value, one.name)) for one in fields(value)}
     return value

@@ -107,9 +107,7 @@ def lines_of(
     yield ""
     yield from _verdict(found, predictor)
     yield ""
-    yield "to paste  " + " ".join(
-        overrides(found.best, settings, costs.numerics.checkpointing)
-    )
+    yield "to paste  " + " ".join(overrides(found.best, settings, costs.numerics.checkpointing))
 
 
 def _of_plan(name: str, found: Prediction, gpus: int) -> Iterator[str]:
