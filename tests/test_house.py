@@ -101,7 +101,7 @@ def test_executors_tests_share_no_test_file():
 # The rooms of llamarl from the ground up: a file imports its own room and those before it.
 ORDER = (
     "types errors words executor native models tasks comm tickets learning inference ddma scoring "
-    "config checkpoint observe controller launch"
+    "config checkpoint observe planner controller launch"
 ).split()
 
 
@@ -175,6 +175,8 @@ def test_every_room_is_a_folder_but_the_four_that_all_know():
         "llamarl.inference.schedule",
         "llamarl.tasks.rewards",
         "llamarl.scoring.worker",
+        "llamarl.planner.__main__",
+        "llamarl.planner.fit",
     ],
 )
 def test_light_modules_import_no_torch(module):

@@ -8,6 +8,9 @@
     python -m llamarl.planner search --gpus 16 --gpu-memory 80 sheet=h100 model.path=DIR
                                      groups_per_step=64 group_size=8 max_new_tokens=2048
 
+    # how wrong it is about a run that was made
+    python -m llamarl.planner check runs/a sheet=mine.yaml prompt_tokens=150
+
 docs/planner.md has all keys. Exit status: 0, or 2 for what cannot be used or does not fit.
 """
 
@@ -145,6 +148,25 @@ def run_fit(given: argparse.Namespace) -> None:
     print(f"written   {out}")
 
 
+def run_check(given: argparse.Namespace) -> None:
+    """Print what was predicted and measured of runs. ValueError or OSError for what cannot be
+    used.
+    """
+    from llamarl.planner import check
+
+    named, words = take(given.words, "sheet", SHEET)
+    prompt, words = take(words, "prompt_tokens", "0")
+    tokens = 0.0 if prompt == "0" else _positive("prompt_tokens", prompt)
+    unknown = [word for word in words if "=" in word]
+    if unknown or not words:
+        raise ValueError("check needs the directories of runs; known keys: sheet, prompt_tokens")
+    sheet = read_sheet(named)
+    for run in words:
+        checked = check.check_run(Path(run), sheet, prompt_tokens=tokens)
+        for line in check.lines_of(Path(run), checked):
+            print(line)
+
+
 _PROBE_KEYS = "known: sheet, model.path, model.dtype, reward.fn, seconds"
 
 
@@ -169,6 +191,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     fit = commands.add_parser("fit", help="make a data sheet of a machine")
     fit.add_argument("--probe", action="store_true", help="time the parts on this machine")
     fit.add_argument("words", nargs="*", help="directories of runs, and key=value")
+    compare = commands.add_parser("check", help="predict runs that were made, and compare")
+    compare.add_argument("words", nargs="*", help="directories of runs, and key=value")
     find = commands.add_parser("search", help="find the best split of GPUs")
     find.add_argument("--gpus", type=int, required=True, help="how many there are")
     find.add_argument("--gpu-memory", type=float, help="GiB of each; by default the sheet's")
@@ -184,7 +208,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line. Returns the exit status."""
     given = parse(arguments)
-    runs = {"fit": run_fit, "search": run_search}
+    runs = {"fit": run_fit, "search": run_search, "check": run_check}
     try:
         runs[given.command](given)
     except (ValueError, OSError) as error:

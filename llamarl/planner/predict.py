@@ -16,8 +16,8 @@ out, until the longest completion of the step ends.
 
     step = sampling + last scores + update + publication + transfer + swap
 
-With sharing=offload what is held moves to host memory and back besides. Prompts are read a group at
-a time.
+With sharing=offload what is held moves to host memory and back besides. Prompts are read together,
+512 tokens or one prompt at a time, as generator.prefill_chunk has it.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ from dataclasses import dataclass
 from llamarl.planner.costs import Costs
 from llamarl.planner.memory import Bytes, Memory
 from llamarl.planner.plans import GeneratorPlan, Plan, TrainerPlan, Work
+
+PREFILL_TOKENS = 512  # of prompts that are read together
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +126,10 @@ class Predictor:
         return seconds
 
     def _prompts_s(self, groups: float, tensor: int) -> float:
-        return groups * self.costs.prefill_s(self.work.prompt_tokens, tensor)
+        """Return seconds of reading so many prompts on a replica."""
+        tokens = groups * self.work.prompt_tokens
+        together = min(tokens, max(PREFILL_TOKENS, self.work.prompt_tokens))
+        return tokens / together * self.costs.prefill_s(together, tensor)
 
     # --- A step ---
 
