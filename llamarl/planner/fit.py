@@ -97,7 +97,9 @@ def _point(row: Row, config: Config, ranks: int, prompt_tokens: float) -> Point 
     if min(busy_s, trained, filled, rate, working, length) <= 0:
         return None
     filled = min(filled, trained)
-    at_most = (groups + column("tickets/overcommit")) * config.group_size / replicas
+    # As predict.py has it: half a batch waits, unless all of it starts together.
+    started = groups if config.max_lag == 0 else groups / 2 + column("tickets/overcommit")
+    at_most = started * config.group_size / replicas
     rows = max(1.0, min(at_most, float(getattr(config.generator, "max_slots", at_most))))
     decode_s = rows * replicas * working / rate
     idle = number_of(row, "reward/idle_fraction")

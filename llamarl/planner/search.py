@@ -12,7 +12,7 @@ for what is left of each, and the pairs are compared. That is exhaustive:
                 and replicas, every number of GPUs a layer; microbatches are powers of two
     generator   every number of GPUs a layer, as many replicas as fit; slots are powers of two, and
                 the most that fits or that the bound on lag lets run; overcommit in eighths of a
-                batch, up to max_lag batches
+                batch that data-parallel ranks can share evenly, up to max_lag batches
 
 GPUs that share a layer are powers of two, up to the query heads. Among plans within 1 % of the
 shortest step the one of least lag is taken, then that of fewest GPUs.
@@ -20,6 +20,7 @@ shortest step the one of least lag is taken, then that of fewest GPUs.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
@@ -172,13 +173,20 @@ class _Search:
             for slots in {*powers_up_to(most), most}:
                 yield GeneratorPlan(tensor, replicas, slots)
 
-    def overcommits(self) -> list[int]:
-        """Return how many groups may be started beyond a batch, rising."""
-        if self.limits.overcommit is not None:
-            return [self.limits.overcommit]
+    def overcommits(self, ranks: int) -> list[int]:
+        """Return how many groups may be started beyond a batch, rising: each of so many
+        data-parallel ranks starts as many of them.
+        """
+        given = self.limits.overcommit
+        if given is not None:
+            return [given] if given % ranks == 0 else []
         groups = self.work.groups
         most = self.work.max_lag * groups
-        return sorted({-(-groups * part // _PARTS) for part in range(1, _PARTS + 1)} | {most})
+        found = {most}
+        for part in range(1, _PARTS * self.work.max_lag):
+            wanted = groups * part / _PARTS
+            found.add(min(most, math.ceil(wanted / ranks) * ranks))
+        return sorted(found)
 
     # --- Asynchronous ---
 
@@ -191,10 +199,7 @@ class _Search:
             left = self.limits.gpus - gpus
             if left < 1:
                 continue
-            trainer = self._fastest_trainer(gpus)
-            if trainer is None:
-                continue
-            for overcommit in self.overcommits():
+            for trainer, overcommit in self._trainers(gpus):
                 generator = self._fastest_generator(left, overcommit)
                 if generator is None:
                     continue
@@ -202,14 +207,24 @@ class _Search:
                 predicted.append(self.predictor.predict(plan))
         return shortest(predicted)
 
+    def _trainers(self, gpus: int) -> Iterator[tuple[TrainerPlan, int]]:
+        """Yield the fastest trainer of so many GPUs for each number of data-parallel ranks, with
+        each overcommit that these can share.
+        """
+        fastest: dict[int, tuple[float, TrainerPlan]] = {}
+        for plan in self.trainers(gpus):
+            took = self._training_s(plan)
+            if plan.data_ranks not in fastest or took < fastest[plan.data_ranks][0]:
+                fastest[plan.data_ranks] = (took, plan)
+        for ranks, (_, plan) in fastest.items():
+            for overcommit in self.overcommits(ranks):
+                yield plan, overcommit
+
+    def _training_s(self, plan: TrainerPlan) -> float:
+        return self.predictor.update_s(plan) + self.predictor.costs.publish_s(plan)
+
     def _fastest_trainer(self, gpus: int) -> TrainerPlan | None:
-        plans = self.trainers(gpus)
-        costs = self.predictor.costs
-        return min(
-            plans,
-            key=lambda plan: self.predictor.update_s(plan) + costs.publish_s(plan),
-            default=None,
-        )
+        return min(self.trainers(gpus), key=self._training_s, default=None)
 
     def _fastest_generator(self, gpus: int, overcommit: int) -> GeneratorPlan | None:
         rows = (overcommit + self.work.groups / 2) * self.work.group_size
