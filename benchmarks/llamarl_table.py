@@ -16,7 +16,7 @@ LlamaRL    each side has GPUs of its own. One batch is sampled while another is 
            microbatch are the planner's
 baseline   both sides are on all GPUs and take turns in one memory (no offload), with one m: the
            smallest power of two at which bfloat16 weights of both sides, float32 gradients, and
-           moments over all GPUs (ZeRO-1) fill at most 80 % of it. Half of what is left is for keys
+           moments over all GPUs fill at most 80 % of it. Half of what is left is for keys
            and values at their longest. Every microbatch is checkpointed
 both       the seconds of a layer of a decode step are the same
 

@@ -1,15 +1,15 @@
 """Predicts runs before they start: a machine's data sheet, and the best split of its GPUs.
 
     # a data sheet of this machine, by a probe of about a minute or from runs that were made on it
-    python -m llamarl.planner fit --probe sheet=mine.yaml [model.path=DIR]
-    python -m llamarl.planner fit runs/a runs/b sheet=mine.yaml prompt_tokens=150
+    python -m llamarl.planner fit --probe sheet=NAME.yaml [model.path=DIR]
+    python -m llamarl.planner fit runs/a runs/b sheet=NAME.yaml prompt_tokens=150
 
     # the split whose step is shortest; a config.json is enough, and no GPU is needed
     python -m llamarl.planner search --gpus 16 --gpu-memory 80 sheet=h100 model.path=DIR
                                      groups_per_step=64 group_size=8 max_new_tokens=2048
 
     # how wrong it is about a run that was made
-    python -m llamarl.planner check runs/a sheet=mine.yaml prompt_tokens=150
+    python -m llamarl.planner check runs/a sheet=NAME.yaml prompt_tokens=150
 
 docs/planner.md has all keys. Exit status: 0, or 2 for what cannot be used or does not fit.
 """

@@ -1,6 +1,6 @@
 """A run's step as the planner predicts it, beside what the run measured.
 
-    checked = check_run(Path("runs/a"), read_sheet("mine.yaml"), prompt_tokens=6)
+    checked = check_run(Path("runs/a"), read_sheet("NAME.yaml"), prompt_tokens=6)
     checked.error    # -0.08: the prediction is 8 % too short
 
 Work and plan are the run's own: lengths of its completions, placement, degrees, slots, overcommit.

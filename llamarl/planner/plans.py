@@ -1,6 +1,6 @@
 """What is planned: the work of a step, in which numbers it is computed, and a split of the GPUs.
 
-plan.trainer_gpus + plan.generator_gpus <= the GPUs that there are
+plan.trainer.gpus + plan.generator.gpus <= the GPUs that there are
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 was measured on them. A YAML file that can be carried elsewhere and edited.
 
     sheet = read_sheet("h100")     # one that comes with llamarl, by its name
-    sheet = read_sheet("mine.yaml")
+    sheet = read_sheet("NAME.yaml")
     sheet.assumed.train_efficiency # 0.4
-    write_sheet(sheet, "copy.yaml")
+    write_sheet(sheet, "NAME.yaml")
 
     name: H100 SXM
     device:                        # Device
