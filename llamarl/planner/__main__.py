@@ -27,7 +27,7 @@ from llamarl.planner.costs import Costs
 from llamarl.planner.memory import GIB
 from llamarl.planner.predict import Predictor
 from llamarl.planner.search import Found, Limits, NothingFits, search
-from llamarl.planner.settings import KEYS, Settings, read_words
+from llamarl.planner.search_settings import KEYS, Settings, read_words
 from llamarl.planner.sheet import Sheet, read_sheet
 from llamarl.planner.shown import lines_of, record_of
 

@@ -11,7 +11,7 @@ from llamarl.planner.memory import GIB
 from llamarl.planner.plans import Plan
 from llamarl.planner.predict import Prediction, Predictor
 from llamarl.planner.search import Found
-from llamarl.planner.settings import Settings
+from llamarl.planner.search_settings import Settings
 
 _SHARING = {
     "apart": "by turns, each on GPUs of its own",

@@ -15,7 +15,7 @@ from llamarl.planner import probe as probing
 from llamarl.planner.__main__ import main
 from llamarl.planner.check import check_run
 from llamarl.planner.fit import fit_runs, points_of
-from llamarl.planner.settings import KEYS, read_words
+from llamarl.planner.search_settings import KEYS, read_words
 from llamarl.planner.sheet import read_sheet
 from tests.test_house import ROOT
 
