@@ -19,7 +19,7 @@ from pathlib import Path
 from running import busy_s, machine, run_job
 from sleeping import SECONDS
 
-from llamarl.planner.settings import SimulationSettings
+from llamarl.planner.simulation_settings import SimulationSettings
 from llamarl.planner.straight import StraightTimings
 from llamarl.planner.world import SimulationResult, simulate
 

@@ -34,7 +34,7 @@ from llamarl.launch.prices import (
     microbatch_of,
 )
 from llamarl.launch.scorers import stream_cache_tokens
-from llamarl.learning.memory import Training, held_numbers, update_bytes
+from llamarl.learning.memory import MOMENTS, Training, held_numbers, update_bytes
 from llamarl.models.config import read_config
 from llamarl.models.quantize import quantized_dtype
 from llamarl.models.sharding import num_parameters
@@ -43,7 +43,6 @@ log = logging.getLogger("llamarl")
 
 MEMINFO = Path("/proc/meminfo")  # Linux
 _SLOTS = 2  # a sender's slots, and a receiver's buffers
-_MOMENTS = {"adamw": 8.0, "adamw8bit": 2 * (1 + 4 / 256)}  # bytes for each trained number
 
 
 def prices(job: Job) -> list[Price]:
@@ -86,7 +85,7 @@ def training_of(job: Job) -> Training:
         lora_targets=tuple(t.lora.targets),
         tensor_parallel=t.tensor_parallel,
         shards=shards,
-        moment_bytes=_MOMENTS[t.optimizer],
+        moment_bytes=MOMENTS[t.optimizer],
         has_average=t.ema_decay is not None,
         on_cpu=job.world.device.type == "cpu",
     )

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from llamarl.config.placement import Ranks
+from llamarl.inference.room import numbers_of_token
 from llamarl.launch.job import Job
 from llamarl.learning.losses import resolve_loss
 from llamarl.learning.losses.common import has_mark
@@ -72,8 +72,7 @@ def itemsize_of(dtype: str) -> int:
 
 def cache_bytes(model: ModelConfig, tokens: int, dtype: str, split: int = 1) -> int:
     """Return the bytes of the keys and values of so many tokens."""
-    elements = 2 * model.num_hidden_layers * model.num_key_value_heads * model.head_dim
-    return math.ceil(tokens * elements * itemsize_of(dtype) / split)
+    return tokens * numbers_of_token(model, split) * itemsize_of(dtype)
 
 
 def asking_bytes(job: Job, model: ModelConfig, dtype: str) -> int:

@@ -19,15 +19,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from llamarl.learning.limits import CHUNK_TOKENS, KEEP_BYTES, KEEP_LOGITS
 from llamarl.learning.segments import wide_dtype
 from llamarl.models.fused import add_up, kernels, weight_gradient
-
-# Up to this many logits are one chunk, kept for backward: recomputing them would cost more than it
-# saves.
-KEEP_LOGITS = 1 << 22
-CHUNK_TOKENS = 1024  # rows of logits at a time
-# Up to this many bytes they are kept for backward, though chunks are smaller.
-KEEP_BYTES = 1 << 26
 
 # At most one: the memory of logits whose backward is done, for the next to be kept.
 _spare: list[Tensor] = []

@@ -15,16 +15,15 @@ heads, J key/value heads, K head dim, V vocabulary.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from llamarl.learning.logprobs import CHUNK_TOKENS, KEEP_BYTES, KEEP_LOGITS
-from llamarl.models.attention import SHORT
+from llamarl.learning.limits import CHUNK_TOKENS, KEEP_BYTES, KEEP_LOGITS
 from llamarl.models.config import ModelConfig
 from llamarl.models.sharding import parameter_shapes, tensor_parallel_box
 
 WIDE = 4  # bytes of a float32 number: of masters, gradients and sums
 _SHORT = {2: 512}  # by itemsize: keys up to which a CPU holds the attention weights; else 256
-assert _SHORT[2] == max(SHORT.values()), "SHORT has other bounds"
+MOMENTS = {"adamw": 8.0, "adamw8bit": 2 * (1 + 4 / 256)}  # bytes of a trained number, by optimizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,9 +165,17 @@ def held_numbers(
     tensor-parallel part.
     """
     total = 0
-    for name, shape in parameter_shapes(config).items():
-        total += _own_numbers(config, name, shape, tensor_parallel, shards, split_vocabulary)
+    for name, shape in _one_layer(config).items():
+        own = _own_numbers(config, name, shape, tensor_parallel, shards, split_vocabulary)
+        total += own * (config.num_hidden_layers if name.startswith("model.layers.") else 1)
     return total
+
+
+def _one_layer(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Return name -> shape of the parameters of the first layer and around the layers: all layers
+    are alike.
+    """
+    return parameter_shapes(replace(config, num_hidden_layers=1))
 
 
 def _own_numbers(
@@ -193,9 +200,7 @@ def _own_numbers(
 
 def _numbers(config: ModelConfig, training: Training, shards: int) -> _Numbers:
     layer = around = embedding = 0
-    for name, shape in parameter_shapes(config).items():
-        if name.startswith("model.layers.") and not name.startswith("model.layers.0."):
-            continue
+    for name, shape in _one_layer(config).items():
         count = _own_numbers(config, name, shape, training.tensor_parallel, shards)
         if name.startswith("model.layers."):
             layer += count
@@ -211,7 +216,7 @@ def _adapters(config: ModelConfig, training: Training) -> _Numbers:
     they are merged into.
     """
     own = merged = 0
-    for name, shape in parameter_shapes(config).items():
+    for name, shape in _one_layer(config).items():
         is_target = name.startswith("model.layers.0.") and name.endswith(".weight")
         if is_target and name.split(".")[-2] in training.lora_targets:
             own += training.lora_rank * sum(shape)

@@ -6,7 +6,7 @@ import math
 import random
 from dataclasses import dataclass
 
-from llamarl.planner.settings import SimulationSettings
+from llamarl.planner.simulation_settings import SimulationSettings
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from llamarl.planner.clock import VirtualClock
 from llamarl.planner.draws import Drawn, draw
-from llamarl.planner.settings import SimulationSettings
+from llamarl.planner.simulation_settings import SimulationSettings
 
 MAX_SPANS = 20_000  # of a station; more are not kept for the picture
 

@@ -4,9 +4,9 @@
     python -m llamarl.planner simulate max_lag=1,2,4,8 overcommit=0,8,auto
     python -m llamarl.planner simulate max_lag=4 num_generators=4 slow_factor=3 -o picture.svg
 
-Keys are the fields of llamarl.planner.settings.SimulationSettings, which have their names in conf/,
-and of llamarl.planner.straight.StraightTimings. One or two keys may have several values, with
-commas: a table then compares them.
+Keys are the fields of SimulationSettings (simulation_settings.py), which have their names in conf/,
+and of StraightTimings (straight.py). One or two keys may have several values, with commas: a table
+then compares them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from llamarl.planner.picture import draw
-from llamarl.planner.settings import Impossible, SimulationSettings
+from llamarl.planner.simulation_settings import Impossible, SimulationSettings
 from llamarl.planner.straight import StraightTimings
 from llamarl.planner.world import SimulationResult, simulate
 from llamarl.words.names import did_you_mean

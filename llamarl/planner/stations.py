@@ -19,7 +19,7 @@ from llamarl.comm.channel import dp_rank_of
 from llamarl.planner.clock import VirtualClock
 from llamarl.planner.draws import reward_of
 from llamarl.planner.flow import Begun, Meter, Pipe, Sent, Tickets
-from llamarl.planner.settings import SimulationSettings
+from llamarl.planner.simulation_settings import SimulationSettings
 from llamarl.planner.timings import Timings
 from llamarl.tickets.service import TicketService
 

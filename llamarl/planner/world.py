@@ -19,7 +19,7 @@ from llamarl.planner.clock import VirtualClock
 from llamarl.planner.flow import Begun, Meter, Pipe, Span, Tickets
 from llamarl.planner.generator import GeneratorStation
 from llamarl.planner.mail import SimulatedMail
-from llamarl.planner.settings import SimulationSettings
+from llamarl.planner.simulation_settings import SimulationSettings
 from llamarl.planner.stations import RewardStation, TrainerStation
 from llamarl.planner.timings import Timings
 from llamarl.tickets.ledger import TicketLedger

@@ -20,8 +20,8 @@ from executors import reward, trainer
 from llamarl.planner import flow, stations
 from llamarl.planner.clock import VirtualClock
 from llamarl.planner.draws import Drawn, draw
-from llamarl.planner.settings import Impossible, SimulationSettings
 from llamarl.planner.simulate import describe, read_lengths, run, simulate_values, table
+from llamarl.planner.simulation_settings import Impossible, SimulationSettings
 from llamarl.planner.straight import StraightTimings
 from llamarl.planner.world import simulate
 from tests.house import ROOT

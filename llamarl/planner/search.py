@@ -1,0 +1,348 @@
+"""Looks for the split, degrees, microbatch and slots whose predicted step is shortest, within the
+memory of a GPU and the bound on lag.
+
+    found = search(predictor, Limits(gpus=16, memory=72 * GIB))
+    found.asynchronous.step_s, found.synchronous.step_s
+
+An asynchronous step is a maximum over the two sides, and each side depends on its own GPUs alone.
+So the trainer's best is looked for once for each number of GPUs that it may have, the generator's
+for what is left of each, and the pairs are compared. That is exhaustive:
+
+    trainer     data-parallel ranks that divide groups_per_step, every way to cut them into shards
+                and replicas, every number of GPUs a layer; microbatches are powers of two
+    generator   every number of GPUs a layer, as many replicas as fit; slots are powers of two, and
+                the most that fits or that the bound on lag lets run; overcommit in eighths of a
+                batch that data-parallel ranks can share evenly, up to max_lag batches
+
+GPUs that share a layer are powers of two, up to the query heads. Among plans within 1 % of the
+shortest step the one of least lag is taken, then that of fewest GPUs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+
+from llamarl.planner.memory import GIB, SEND_SLOTS
+from llamarl.planner.plans import GeneratorPlan, Plan, TrainerPlan
+from llamarl.planner.predict import Prediction, Predictor
+
+LEAST_MICROBATCH = 1024  # tokens
+MOST_MICROBATCH = 1 << 17
+MOST_TENSOR = 64
+ALIKE = 1.01  # steps within 1 % are alike
+_PARTS = 8  # of a batch: overcommit comes in such parts
+_MOST_GPUS = 1 << 14  # up to which a remedy is looked for
+
+
+class NothingFits(ValueError):
+    """No plan fits the memory; the message says what would."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a plan may use. memory: bytes of a GPU. overcommit: groups; trainer_tensor,
+    generator_tensor: GPUs that share a layer of each side; None: what is best.
+    """
+
+    gpus: int
+    memory: float
+    overcommit: int | None = None
+    trainer_tensor: int | None = None
+    generator_tensor: int | None = None
+
+    def __post_init__(self):
+        if self.gpus < 1 or self.memory <= 0:
+            raise ValueError(f"gpus={self.gpus}, memory={self.memory:g}: need at least 1, above 0")
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The best plans. asynchronous: None with max_lag=0 and on one GPU. synchronous: None where
+    none fits.
+    """
+
+    asynchronous: Prediction | None
+    synchronous: Prediction | None
+
+    @property
+    def best(self) -> Prediction:
+        """The shorter of both; the synchronous one where they are equal."""
+        both = [one for one in (self.synchronous, self.asynchronous) if one is not None]
+        return min(both, key=lambda one: one.step_s)
+
+    @property
+    def pays(self) -> bool:
+        """Whether the asynchronous step is the shorter one."""
+        return self.best is self.asynchronous
+
+
+def search(predictor: Predictor, limits: Limits) -> Found:
+    """Return the best asynchronous and the best synchronous plan. NothingFits if there is none."""
+    looking = _Search(predictor, limits)
+    found = Found(looking.asynchronous(), looking.synchronous())
+    if found.asynchronous is None and found.synchronous is None:
+        raise NothingFits(looking.remedy())
+    return found
+
+
+def divisors(number: int) -> list[int]:
+    """Return what divides a number, rising."""
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def powers_up_to(most: int, first: int = 1) -> list[int]:
+    """Return first, 2 first, 4 first, ... up to most; [first] if most is less."""
+    found = [first]
+    while found[-1] * 2 <= most:
+        found.append(found[-1] * 2)
+    return found
+
+
+class _Search:
+    """One search: what fits is priced once."""
+
+    def __init__(self, predictor: Predictor, limits: Limits):
+        self.predictor = predictor
+        self.memory = predictor.memory
+        self.work = predictor.work
+        self.limits = limits
+        heads = predictor.costs.model.num_attention_heads
+        tensors = powers_up_to(min(limits.gpus, heads, MOST_TENSOR))
+        self.trainer_tensors = tensors
+        self.generator_tensors = tensors
+        if limits.trainer_tensor is not None:
+            self.trainer_tensors = [limits.trainer_tensor]
+        if limits.generator_tensor is not None:
+            self.generator_tensors = [limits.generator_tensor]
+
+    # --- Candidates ---
+
+    def trainer_gpus(self) -> list[int]:
+        """Return the numbers of GPUs that a trainer may have."""
+        found = set()
+        for tensor in self.trainer_tensors:
+            for ranks in divisors(self.work.groups):
+                if ranks * tensor <= self.limits.gpus:
+                    found.add(ranks * tensor)
+        return sorted(found)
+
+    def trainers(self, gpus: int, taken: float = 0.0) -> Iterator[TrainerPlan]:
+        """Yield the plans of so many GPUs that fit. taken: bytes of a GPU that another holds.
+
+        A larger microbatch takes no less memory, so below the largest that fits none is priced.
+        """
+        for tensor in self.trainer_tensors:
+            if gpus % tensor or self.work.groups % (gpus // tensor):
+                continue
+            ranks = gpus // tensor
+            for shards in divisors(ranks):
+                sizes = self._microbatches(ranks)
+                fits = False
+                for size in reversed(sizes):
+                    plan = TrainerPlan(shards, ranks // shards, tensor, size)
+                    fits = fits or self._fits(plan, taken)
+                    if fits:
+                        yield plan
+
+    def _microbatches(self, ranks: int) -> list[int]:
+        tokens = self.work.groups / ranks * self.work.packed_of_group
+        most = min(MOST_MICROBATCH, 2 * max(tokens, LEAST_MICROBATCH))
+        return powers_up_to(int(most), LEAST_MICROBATCH)
+
+    def _fits(self, plan: TrainerPlan, taken: float) -> bool:
+        room = self.limits.memory - taken
+        # Weights, moments and slots alone: most plans are refused by this, which is quick.
+        costs = self.predictor.costs
+        numbers = costs.num_numbers / (plan.shards * plan.tensor)
+        if numbers * (4 + SEND_SLOTS * costs.numerics.itemsize) > room:
+            return False
+        return self.memory.trainer(plan).total <= room
+
+    def generators(self, gpus: int, rows: float, taken: float = 0.0) -> Iterator[GeneratorPlan]:
+        """Yield the plans of at most so many GPUs that fit. rows: the most that may run at once."""
+        for tensor in self.generator_tensors:
+            replicas = gpus // tensor
+            if not replicas:
+                continue
+            # A generator asks for a ticket once it has room for a whole group.
+            size = self.work.group_size
+            fitting = self.memory.most_slots(tensor, self.limits.memory - taken) // size
+            most = min(fitting, max(1, -(-int(rows) // (replicas * size))))
+            if most < 1:
+                continue
+            for groups in {*powers_up_to(most), most}:
+                yield GeneratorPlan(tensor, replicas, groups * size)
+
+    def overcommits(self, ranks: int) -> list[int]:
+        """Return how many groups may be started beyond a batch, rising: each of so many
+        data-parallel ranks starts as many of them.
+        """
+        given = self.limits.overcommit
+        if given is not None:
+            return [given] if given % ranks == 0 else []
+        groups = self.work.groups
+        most = self.work.max_lag * groups
+        found = {most}
+        for part in range(1, _PARTS * self.work.max_lag):
+            wanted = groups * part / _PARTS
+            found.add(min(most, math.ceil(wanted / ranks) * ranks))
+        return sorted(found)
+
+    # --- Asynchronous ---
+
+    def asynchronous(self) -> Prediction | None:
+        """Return the best plan with GPUs of its own for each side; None if there is none."""
+        if self.work.max_lag == 0:
+            return None
+        predicted = []
+        for gpus in self.trainer_gpus():
+            left = self.limits.gpus - gpus
+            if left < 1:
+                continue
+            for trainer, overcommit in self._trainers(gpus):
+                generator = self._fastest_generator(left, overcommit)
+                if generator is None:
+                    continue
+                plan = Plan(trainer, generator, overcommit, max_lag=self.work.max_lag)
+                predicted.append(self.predictor.predict(plan))
+        return shortest(predicted)
+
+    def _trainers(self, gpus: int) -> Iterator[tuple[TrainerPlan, int]]:
+        """Yield the fastest trainer of so many GPUs for each number of data-parallel ranks, with
+        each overcommit that these can share.
+        """
+        fastest: dict[int, tuple[float, TrainerPlan]] = {}
+        for plan in self.trainers(gpus):
+            took = self._training_s(plan)
+            if plan.data_ranks not in fastest or took < fastest[plan.data_ranks][0]:
+                fastest[plan.data_ranks] = (took, plan)
+        for ranks, (_, plan) in fastest.items():
+            for overcommit in self.overcommits(ranks):
+                yield plan, overcommit
+
+    def _training_s(self, plan: TrainerPlan) -> float:
+        return self.predictor.update_s(plan) + self.predictor.costs.publish_s(plan)
+
+    def _fastest_trainer(self, gpus: int) -> TrainerPlan | None:
+        return min(self.trainers(gpus), key=self._training_s, default=None)
+
+    def _fastest_generator(self, gpus: int, overcommit: int) -> GeneratorPlan | None:
+        rows = (overcommit + self.work.groups / 2) * self.work.group_size
+        plans = self.generators(gpus, rows)
+        costs = self.predictor.costs
+
+        def seconds(plan: GeneratorPlan) -> tuple[float, int]:
+            streaming_s = self.predictor.streaming_s(plan, overcommit)
+            return streaming_s + costs.swap_s(plan.tensor), plan.slots
+
+        return min(plans, key=seconds, default=None)
+
+    # --- Synchronous ---
+
+    def synchronous(self) -> Prediction | None:
+        """Return the best plan in which the sides take turns, on GPUs of their own or on all."""
+        return shortest([*self._apart(), *self._together()])
+
+    def _apart(self) -> Iterator[Prediction]:
+        for gpus in self.trainer_gpus():
+            left = self.limits.gpus - gpus
+            trainer = self._fastest_trainer(gpus) if left > 0 else None
+            if trainer is None:
+                continue
+            for generator in self._best_of_each_degree(left):
+                yield self.predictor.predict(Plan(trainer, generator, max_lag=0))
+
+    def _best_of_each_degree(self, gpus: int, taken: float = 0.0) -> list[GeneratorPlan]:
+        """Return for each number of GPUs a layer the plan that samples a batch fastest."""
+        by_tensor: dict[int, GeneratorPlan] = {}
+        seconds: dict[int, float] = {}
+        for plan in self.generators(gpus, self.work.completions, taken):
+            took = self.predictor.batch_s(plan)
+            if plan.tensor not in by_tensor or took < seconds[plan.tensor]:
+                by_tensor[plan.tensor] = plan
+                seconds[plan.tensor] = took
+        return list(by_tensor.values())
+
+    def _together(self) -> Iterator[Prediction]:
+        """Yield plans in which both sides have all GPUs, in one memory or by turns."""
+        gpus = max(self.trainer_gpus(), default=0)
+        offloaded = list(self._best_of_each_degree(gpus))
+        trainer = self._fastest_trainer(gpus)
+        if trainer is not None:
+            for generator in offloaded:
+                plan = Plan(trainer, generator, sharing="offload", max_lag=0)
+                yield self.predictor.predict(plan)
+        for generator in offloaded:
+            size = self.work.group_size
+            for groups in powers_up_to(generator.slots // size):
+                smaller = replace(generator, slots=groups * size)
+                taken = self.memory.generator(smaller).total
+                trainers = self.trainers(gpus, taken)
+                beside = min(trainers, key=self.predictor.update_s, default=None)
+                if beside is not None:
+                    plan = Plan(beside, smaller, sharing="shared", max_lag=0)
+                    yield self.predictor.predict(plan)
+
+    # --- What would fit ---
+
+    def remedy(self) -> str:
+        """Say what the sides need at least, and what would make room."""
+        limits = self.limits
+        trainer = self._least_trainer()
+        generator = min(
+            self.memory.generator(GeneratorPlan(tensor, 1, 1)).total
+            for tensor in self.generator_tensors
+        )
+        lines = [
+            f"nothing fits {limits.memory / GIB:.3g} GiB a GPU on {limits.gpus} GPU(s):",
+            f"  the trainer takes at least {trainer / GIB:.3g} GiB a GPU, with as many shards and "
+            f"GPUs a layer as there can be and microbatches of {LEAST_MICROBATCH} tokens",
+            f"  the generator takes at least {generator / GIB:.3g} GiB a GPU, with one slot",
+        ]
+        numerics = self.predictor.costs.numerics
+        if trainer > limits.memory and not numerics.checkpointing:
+            lines.append("  try trainer.activation_checkpointing=true")
+        if trainer > limits.memory and numerics.optimizer == "adamw":
+            lines.append("  try trainer.optimizer=adamw8bit")
+        if generator > limits.memory and numerics.quantize == "none":
+            lines.append("  try generator.quantize=fp8")
+        enough = self._enough_gpus()
+        if enough is not None:
+            lines.append(f"  {enough} GPUs of this memory would do")
+        return "\n".join(lines)
+
+    def _least_trainer(self) -> int:
+        """Return the fewest bytes of a GPU that any trainer takes."""
+        found = []
+        for tensor in self.trainer_tensors:
+            most = max(1, self.limits.gpus // tensor)
+            ranks = max(n for n in divisors(self.work.groups) if n <= most)
+            plan = TrainerPlan(ranks, 1, tensor, LEAST_MICROBATCH)
+            found.append(self.memory.trainer(plan).total)
+        return min(found)
+
+    def _enough_gpus(self) -> int | None:
+        """Return the first doubling of the GPUs on which something fits; None if none does."""
+        gpus = self.limits.gpus * 2
+        while gpus <= _MOST_GPUS:
+            wider = _Search(self.predictor, replace(self.limits, gpus=gpus))
+            most = max(wider.generator_tensors)
+            fits_generator = self.memory.most_slots(most, self.limits.memory) >= 1
+            if fits_generator and wider._least_trainer() <= self.limits.memory:
+                return gpus
+            gpus *= 2
+        return None
+
+
+def shortest(predicted: Iterable[Prediction]) -> Prediction | None:
+    """Return, of the predictions whose step is within 1 % of the shortest, that of least lag, then
+    of fewest GPUs, then the shortest; None of none.
+    """
+    everything = list(predicted)
+    if not everything:
+        return None
+    least = min(one.step_s for one in everything)
+    alike = [one for one in everything if one.step_s <= least * ALIKE]
+    return min(alike, key=lambda one: (one.mean_lag, one.plan.gpus, one.step_s))

@@ -1,0 +1,256 @@
+"""python -m llamarl.planner: its command lines, and what it says of bad ones."""
+
+import json
+import subprocess
+import sys
+from dataclasses import asdict
+
+import pytest
+import torch
+
+from llamarl.config.command_line import check_command_line, compose_config
+from llamarl.config.conversion import save_config
+from llamarl.models.config import read_config, tiny_directory
+from llamarl.planner import probe as probing
+from llamarl.planner.__main__ import main
+from llamarl.planner.check import check_run
+from llamarl.planner.fit import fit_runs, points_of
+from llamarl.planner.search_settings import KEYS, read_words
+from llamarl.planner.sheet import read_sheet
+from tests.test_house import ROOT
+
+TINY = f"model.path={tiny_directory()}"
+SIZES = ["groups_per_step=8", "group_size=4", "max_new_tokens=32", "task.max_prompt_tokens=16"]
+
+
+def run(capsys, *words):
+    """(status, what was printed, errors)"""
+    status = main(list(words))
+    said = capsys.readouterr()
+    return status, said.out, said.err
+
+
+def test_a_search_says_all_that_a_plan_is(capsys):
+    status, out, err = run(capsys, "search", "--gpus", "8", "--gpu-memory", "80", TINY, *SIZES)
+    assert (status, err) == (0, "")
+    for said in ("asynchronous:", "theta*", "mean lag", "synchronous:", "asynchrony", "to paste"):
+        assert said in out
+    assert "GiB a GPU" in out
+
+
+def test_words_may_stand_anywhere(capsys):
+    _, first, _ = run(capsys, "search", "--gpus", "4", TINY, *SIZES)
+    _, second, _ = run(capsys, "search", TINY, *SIZES, "--gpus", "4", "sheet=h100")
+    assert first == second != ""
+
+
+@pytest.mark.parametrize("max_lag", [0, 1, 3])
+@pytest.mark.parametrize("gpus", [1, 2, 5, 8])
+def test_what_is_to_be_pasted_is_accepted(capsys, gpus, max_lag):
+    words = [TINY, *SIZES, f"max_lag={max_lag}", "--json"]
+    status, out, _ = run(capsys, "search", f"--gpus={gpus}", *words)
+    assert status == 0
+    found = json.loads(out)
+    assert found["asynchronous"] is not None or max_lag == 0 or gpus == 1
+    for name in ("asynchronous", "synchronous"):
+        if found[name] is not None:
+            given = [*found[name]["overrides"], "task=addition", "eval.every=0"]
+            check_command_line(given, world_size=gpus)
+
+
+def test_a_search_needs_a_config_alone_and_no_torch(tmp_path):
+    (tmp_path / "config.json").write_bytes((tiny_directory() / "config.json").read_bytes())
+    words = ["search", "--gpus", "2", f"model.path={tmp_path}/config.json", *SIZES]
+    code = (
+        "import sys\nfrom llamarl.planner.__main__ import main\n"
+        f"status = main({words!r})\n"
+        "print(status, [m for m in ('torch', 'transformers', 'omegaconf') if m in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=240
+    )
+    assert done.stdout.splitlines()[-1] == "0 []", done.stderr
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (["model.pat=x"], "model.pat=x: unknown key; did you mean model.path?"),
+        ([], "model.path: missing"),
+        ([TINY, "groups_per_step=0"], "groups_per_step=0: need a whole number of at least 1"),
+        ([TINY, "model.dtype=bfloat61"], "did you mean bfloat16?"),
+        ([TINY, "length_sigma=-1"], "length_sigma=-1: need a number of at least 0"),
+        ([TINY, "prompt_tokens=x"], "prompt_tokens=x: need a number above 0"),
+        ([TINY, "trainer.activation_checkpointing=maybe"], "need true, false or auto"),
+        ([TINY, "max_lag=1", "overcommit=65"], "at most 64 groups"),
+        ([TINY, "completion_tokens=5000"], "cannot be above max_new_tokens"),
+        ([TINY, "generator.tensor_parallel=64"], "query heads to split"),
+        ([TINY, "sheet=h10"], "did you mean h100?"),
+        (["model.path=nowhere"], "nowhere"),
+    ],
+)
+def test_what_is_wrong_is_said_and_ends_with_2(capsys, words, said):
+    status, out, err = run(capsys, "search", "--gpus", "2", *words)
+    assert (status, out) == (2, "")
+    assert err.startswith("llamarl.planner: ") and said in err
+
+
+def test_all_wrong_words_are_named_at_once(capsys):
+    _, _, err = run(capsys, "search", "--gpus", "2", "a=1", "group_size=x")
+    assert all(said in err for said in ("a=1", "group_size=x", "model.path"))
+
+
+def test_a_memory_that_holds_nothing_says_what_would(capsys):
+    words = ["search", "--gpus", "1", "--gpu-memory", "0.01", TINY]
+    status, _, err = run(capsys, *words)
+    assert status == 2
+    assert "nothing fits 0.009 GiB a GPU" in err and "at least" in err
+    assert run(capsys, *words[:4], "-1", TINY)[0] == 2
+
+
+def test_auto_leaves_a_choice_to_the_planner():
+    settings = read_words([TINY, "overcommit=auto", "generator.tensor_parallel=null"])
+    assert settings == read_words([TINY])
+    fields = asdict(settings)
+    assert sorted(KEYS.values()) == sorted(fields)
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (["fit"], "either --probe or the directories"),
+        (["fit", "--probe", "runs/a"], "either --probe or the directories"),
+        (["fit", "--probe", "minutes=3"], "minutes=3: unknown key"),
+        (["fit", "--probe", "seconds=-3"], "seconds=-3: need a number above 0"),
+        (["fit", "nowhere"], "nowhere/metrics.jsonl: no such file"),
+        (["fit", "nowhere", "prompts=3"], "prompts=3: unknown key"),
+        (["check"], "needs the directories of runs"),
+        (["check", "nowhere"], "nowhere/metrics.jsonl: no such file"),
+    ],
+)
+def test_fits_and_checks_of_nothing_are_refused(capsys, words, said):
+    status, _, err = run(capsys, *words)
+    assert status == 2 and said in err
+
+
+# --- A probe, on a clock that counts its readings ---
+
+
+class Readings:
+    """A clock that has moved on by a second at every look."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        self.now += 1.0
+        return self.now
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """Every piece of work takes a second, and a budget is soon spent."""
+    clock = Readings()
+    made = probing.Watch
+
+    def watch(device):
+        return made(device, clock)
+
+    monkeypatch.setattr(probing, "Watch", watch)
+
+
+def test_a_probe_makes_a_sheet_that_a_search_takes(capsys, tmp_path, counted):
+    file = tmp_path / "mine.yaml"
+    status, out, err = run(capsys, "fit", "--probe", f"sheet={file}", "seconds=1")
+    assert (status, err) == (0, "")
+    assert "trainer" in out and "scorer" in out and f"written   {file}" in out
+    measured = read_sheet(file).measured
+    config = read_config(tiny_directory())
+    dtype = "bfloat16" if torch.cuda.is_available() else "float32"
+    assert measured.is_of(config, dtype)
+    # Every step took a second, of 16 tokens a row.
+    assert measured.decode.curve.ys[0] == pytest.approx(1 / probing.CHUNK)
+    assert measured.score.ys == (1.0, 1.0, 1.0)
+    words = [TINY, *SIZES, f"sheet={file}", f"model.dtype={dtype}", "--gpus", "2"]
+    status, out, _ = run(capsys, "search", *words)
+    assert status == 0 and "measured (tiny" in out
+
+
+# --- Runs, whose rows are written by hand ---
+
+# 4 groups of 4 completions of 10 tokens behind prompts of 6: 184 packed tokens, in two microbatches
+# of 1,000 that are filled to 9.2 %. The trainer is busy for 0.4 s, so 0.2 s each.
+ROW = {
+    "time/step_s": 0.8,
+    "time/wait_for_data_s": 0.3,
+    "weights/publish_stall_s": 0.1,
+    "weights/bytes": 6534912.0,
+    "tokens/trained": 160.0,
+    "completion/length_mean": 10.0,
+    "packing/unused_budget_fraction": 0.908,
+    # Half a batch and 2 groups are 16 rows. 160 tokens in 0.3 s are 10 steps of 0.03 s.
+    "generator/tokens_per_s": 200.0,
+    "generator/idle_fraction": 0.625,
+    "reward/idle_fraction": 0.9,
+    "tickets/overcommit": 2.0,
+}
+
+
+def made_run(folder, rows, *words):
+    """The directory of a run in one process that has these rows."""
+    given = ["groups_per_step=4", "group_size=4", "max_new_tokens=40", "eval.every=0"]
+    given += ["trainer.microbatch_tokens=1000", *words]
+    folder.mkdir()
+    save_config(compose_config(given), folder / "config.yaml")
+    lines = [json.dumps(row | {"step": step}) + "\n" for step, row in enumerate(rows)]
+    (folder / "metrics.jsonl").write_text("".join(lines))
+    return folder
+
+
+def test_a_row_is_a_point_of_each_curve(tmp_path):
+    run_dir = made_run(tmp_path / "a", [{}, {}, ROW])
+    (point,) = points_of(run_dir, 6.0)
+    assert point.tokens == pytest.approx(92)
+    assert point.microbatch_s == pytest.approx(0.4 / 2)
+    assert point.pairs == pytest.approx(92 * 16 / 2)
+    assert point.rows == 16
+    assert point.decode_s == pytest.approx(0.03)
+    assert point.score_s == pytest.approx(0.08)
+    assert (point.num_bytes, point.copy_s) == (6534912, 0.1)
+
+
+def test_runs_make_a_sheet_and_are_compared_with_it(capsys, tmp_path):
+    """The first steps are left out, and so is a row in which nothing was sampled."""
+    idle = ROW | {"generator/tokens_per_s": 0.0}
+    run_dir = str(made_run(tmp_path / "a", [ROW, ROW, ROW, idle, ROW]))
+    file = tmp_path / "runs.yaml"
+    status, out, err = run(capsys, "fit", run_dir, f"sheet={file}", "prompt_tokens=6")
+    assert (status, err) == (0, "")
+    measured = read_sheet(file).measured
+    assert measured.is_of(read_config(tiny_directory()), "float32")
+    assert measured.microbatch.error.points == 2
+    status, out, err = run(capsys, "check", run_dir, f"sheet={file}", "prompt_tokens=6")
+    assert (status, err) == (0, "")
+    assert "0.8 s measured (median of 3 steps)" in out
+
+
+def test_a_step_is_predicted_from_what_was_measured_by_hand(tmp_path):
+    """In one process both sides take turns: two microbatches of 0.2 s and a publication of 0.1 s;
+    ten steps of 0.03 s, prompts in a third of a microbatch, and a swap as long as a publication.
+    """
+    run_dir = made_run(tmp_path / "a", [{}, {}, ROW])
+    sheet = fit_runs([run_dir], read_sheet("h100"), prompt_tokens=6.0)
+    found = check_run(run_dir, sheet, prompt_tokens=6.0)
+    assert found.trainer_s == (pytest.approx(0.4 + 0.1), pytest.approx(0.5))
+    assert found.sample_s == (pytest.approx(0.3 + 0.2 / 3 + 0.1), pytest.approx(0.3))
+    assert found.step_s == pytest.approx(0.5 + 0.3 + 0.2 / 3 + 0.1)
+    assert found.error == pytest.approx(found.step_s / 0.8 - 1)
+
+
+def test_runs_of_several_models_and_without_rows_are_refused(capsys, tmp_path):
+    first = made_run(tmp_path / "a", [{}, {}, ROW])
+    other = made_run(tmp_path / "b", [{}, {}, ROW], "trainer.compute_dtype=bfloat16")
+    assert "of several models" in run(capsys, "fit", str(first), str(other))[2]
+    empty = made_run(tmp_path / "c", [{}, {}])
+    assert "no row after the first" in run(capsys, "fit", str(empty))[2]
+    assert "no row after the first" in run(capsys, "check", str(empty))[2]

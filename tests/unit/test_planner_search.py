@@ -1,0 +1,195 @@
+"""The search finds what trying everything finds, and says what would fit where nothing does."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+
+from llamarl.models.config import ModelConfig
+from llamarl.planner.costs import Costs
+from llamarl.planner.memory import GIB
+from llamarl.planner.plans import GeneratorPlan, Numerics, Plan, TrainerPlan, Work
+from llamarl.planner.predict import Predictor
+from llamarl.planner.search import (
+    ALIKE,
+    Limits,
+    NothingFits,
+    divisors,
+    powers_up_to,
+    search,
+    shortest,
+)
+from llamarl.planner.sheet import read_sheet
+
+# About 1 B parameters: 2 GiB of weights in bfloat16, 15 GiB of weights, moments and gradients.
+MODEL = ModelConfig(
+    architecture="LlamaForCausalLM",
+    vocab_size=32000,
+    hidden_size=2048,
+    intermediate_size=5632,
+    num_hidden_layers=22,
+    num_attention_heads=32,
+    num_key_value_heads=4,
+    head_dim=64,
+    rms_norm_eps=1e-5,
+    rope_theta=1e4,
+    rope_scaling=None,
+    max_position_embeddings=4096,
+    tie_word_embeddings=False,
+    attention_bias=False,
+)
+WORK = Work(
+    groups=6,
+    group_size=4,
+    prompt_tokens=100,
+    completion_tokens=300,
+    longest_prompt=128,
+    max_new_tokens=1024,
+    sigma=0.5,
+    max_lag=2,
+)
+SHEET = read_sheet("h100")
+
+
+def predictor(work=WORK, **numerics):
+    return Predictor.of(Costs(SHEET, MODEL, Numerics(**numerics)), work)
+
+
+def trainers(gpus):
+    """Every trainer of exactly so many GPUs."""
+    for tensor, ranks in itertools.product((1, 2, 4, 8), divisors(WORK.groups)):
+        if tensor * ranks != gpus:
+            continue
+        for shards, size in itertools.product(divisors(ranks), powers_up_to(1 << 17, 1024)):
+            yield TrainerPlan(shards, ranks // shards, tensor, size)
+
+
+def generators(gpus):
+    """Every generator of so many GPUs a layer, and as many replicas as there are GPUs for."""
+    for tensor in (1, 2, 4, 8):
+        for slots in range(1, 97):
+            if gpus // tensor:
+                yield GeneratorPlan(tensor, gpus // tensor, slots)
+
+
+@pytest.mark.parametrize("gpus, gib", [(2, 40), (4, 16), (8, 12)])
+def test_search_finds_what_trying_everything_finds(gpus, gib):
+    found = predictor()
+    memory = gib * GIB
+    ours = search(found, Limits(gpus, memory)).asynchronous
+    least = float("inf")
+    for own in range(1, gpus):
+        # Ranks that train on groups of their own -> the least seconds of such a trainer.
+        training: dict[int, float] = {}
+        for plan in trainers(own):
+            if found.memory.trainer(plan).total <= memory:
+                took = found.update_s(plan) + found.costs.publish_s(plan)
+                training[plan.data_ranks] = min(took, training.get(plan.data_ranks, took))
+        for generator in generators(gpus - own):
+            if found.memory.generator(generator).total > memory:
+                continue
+            for overcommit in range(1, WORK.max_lag * WORK.groups + 1):
+                sampling_s = found.streaming_s(generator, overcommit)
+                sampling_s += found.costs.swap_s(generator.tensor)
+                shared = [took for ranks, took in training.items() if overcommit % ranks == 0]
+                least = min([least, *(max(took, sampling_s) for took in shared)])
+    assert least < float("inf")
+    assert least * (1 - 1e-9) <= ours.step_s <= least * ALIKE
+    assert ours.bytes_of_gpu <= memory
+    assert ours.plan.gpus <= gpus
+
+
+def test_the_step_is_that_of_its_slowest_part():
+    found = predictor()
+    plan = Plan(TrainerPlan(1, 1, 1, 4096), GeneratorPlan(1, 1, 8), overcommit=6)
+    one = found.predict(plan)
+    assert one.step_s == max(one.trainer_s, one.generator_s, one.score_s, one.transfer_s)
+    by_turns = found.predict(replace(plan, max_lag=0))
+    parts = by_turns.trainer_s + by_turns.generator_s + by_turns.score_s + by_turns.transfer_s
+    assert by_turns.step_s == pytest.approx(parts)
+    assert by_turns.sample_s > one.sample_s  # it waits for the longest
+
+
+def test_rows_are_bounded_by_what_may_be_started():
+    """6 groups of 4 a batch, half of it waiting: (overcommit + 3) 4 rows on all replicas."""
+    found = predictor()
+    assert found.rows(GeneratorPlan(1, 2, 100), overcommit=1) == (1 + 3) * 4 / 2
+    assert found.rows(GeneratorPlan(1, 2, 5), overcommit=1) == 5.0
+
+
+def test_lag_is_one_and_overcommit_over_the_batch_within_the_bound():
+    plan = Plan(TrainerPlan(1, 1, 1, 1024), GeneratorPlan(1, 1, 1), overcommit=3, max_lag=4)
+    assert plan.mean_lag(6) == 1.5
+    assert replace(plan, overcommit=60).mean_lag(6) == 4.0
+    assert replace(plan, max_lag=0, overcommit=0).mean_lag(6) == 0.0
+
+
+def test_among_steps_that_are_alike_the_least_lag_is_taken():
+    found = predictor()
+    plan = Plan(TrainerPlan(1, 1, 1, 4096), GeneratorPlan(1, 1, 8), overcommit=6, max_lag=2)
+    one = found.predict(plan)
+    younger = replace(one, step_s=one.step_s * 1.005, mean_lag=1.0)
+    slower = replace(one, step_s=one.step_s * 1.02, mean_lag=0.5)
+    assert shortest([one, younger, slower]) is younger
+    assert shortest([]) is None
+
+
+def test_what_is_given_is_kept_to():
+    limits = Limits(8, 40 * GIB, overcommit=2, trainer_tensor=2, generator_tensor=4)
+    plan = search(predictor(), limits).asynchronous.plan
+    assert (plan.trainer.tensor, plan.generator.tensor, plan.overcommit) == (2, 4, 2)
+
+
+def test_a_synchronous_job_has_no_asynchronous_plan_and_one_gpu_neither():
+    at_once = search(predictor(replace(WORK, max_lag=0)), Limits(4, 40 * GIB))
+    assert at_once.asynchronous is None and not at_once.pays
+    alone = search(predictor(), Limits(1, 60 * GIB))
+    assert alone.asynchronous is None
+    assert alone.synchronous.plan.sharing in ("shared", "offload")
+
+
+def test_synchronous_plans_that_share_gpus_fit_them():
+    found = search(predictor(), Limits(2, 30 * GIB)).synchronous
+    assert found.bytes_of_gpu <= 30 * GIB
+
+
+def test_what_does_not_fit_says_what_would():
+    with pytest.raises(NothingFits) as error:
+        search(predictor(), Limits(2, 6 * GIB))
+    text = str(error.value)
+    assert "nothing fits 6 GiB a GPU on 2 GPU(s)" in text
+    assert "trainer takes at least" in text and "generator takes at least" in text
+    assert "trainer.activation_checkpointing=true" in text
+    enough = int(text.rpartition("\n")[2].split()[0])
+    assert enough > 2
+    assert search(predictor(), Limits(enough, 6 * GIB)).best.bytes_of_gpu <= 6 * GIB
+
+
+def test_rows_run_out_as_their_lengths_do():
+    """The stretches make up the mean length of a row, and last until the longest."""
+    even = replace(WORK, sigma=0.0).drain(8.0, 24)
+    assert even == [(8.0, 300.0)]
+    uneven = WORK.drain(8.0, 24)
+    tokens = sum(rows * steps for rows, steps in uneven)
+    # 64 quantiles of a log-normal and its last order statistic: within a tenth of the integral,
+    # whose last rows count as one.
+    assert tokens / 8 == pytest.approx(300, rel=0.1)
+    assert sum(steps for _, steps in uneven) == pytest.approx(WORK.length_at(24 / 25))
+
+
+def test_no_length_is_beyond_the_most():
+    assert WORK.length_at(1 - 1e-9) == WORK.max_new_tokens
+
+
+@pytest.mark.parametrize(
+    "changes, match",
+    [
+        ({"completion_tokens": 2000}, "cannot be above max_new_tokens"),
+        ({"prompt_tokens": 200}, "cannot be above task.max_prompt_tokens"),
+        ({"groups": 0}, "at least 1"),
+        ({"prompt_tokens": 0}, "above 0"),
+    ],
+)
+def test_work_that_contradicts_itself_is_refused(changes, match):
+    with pytest.raises(ValueError, match=match):
+        replace(WORK, **changes)
