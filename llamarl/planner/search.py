@@ -10,9 +10,9 @@ for what is left of each, and the pairs are compared. That is exhaustive:
 
     trainer     data-parallel ranks that divide groups_per_step, every way to cut them into shards
                 and replicas, every number of GPUs a layer; microbatches are powers of two
-    generator   every number of GPUs a layer, as many replicas as fit; slots are powers of two, and
-                the most that fits or that the bound on lag lets run; overcommit in eighths of a
-                batch that data-parallel ranks can share evenly, up to max_lag batches
+    generator   every number of GPUs a layer, as many replicas as fit; slots are for 1, 2, 4, ...
+                groups, and the most that fits or that the bound on lag lets run; overcommit in
+                eighths of a batch that data-parallel ranks can share evenly, up to max_lag batches
 
 GPUs that share a layer are powers of two, up to the query heads. Among plans within 1 % of the
 shortest step the one of least lag is taken, then that of fewest GPUs.
@@ -166,14 +166,15 @@ class _Search:
             replicas = gpus // tensor
             if not replicas:
                 continue
-            # A generator asks for a ticket once it has room for a whole group.
+            # A generator asks for a ticket once it has room for a whole group, so that half of one
+            # is free on average.
             size = self.work.group_size
-            fitting = self.memory.most_slots(tensor, self.limits.memory - taken) // size
-            most = min(fitting, max(1, -(-int(rows) // (replicas * size))))
-            if most < 1:
+            fitting = self.memory.most_slots(tensor, self.limits.memory - taken)
+            most = min(fitting, max(size, -(-int(rows) // replicas) + size // 2))
+            if most < size:
                 continue
-            for groups in {*powers_up_to(most), most}:
-                yield GeneratorPlan(tensor, replicas, groups * size)
+            for slots in {*powers_up_to(most, size), most}:
+                yield GeneratorPlan(tensor, replicas, slots)
 
     def overcommits(self, ranks: int) -> list[int]:
         """Return how many groups may be started beyond a batch, rising: each of so many
@@ -275,9 +276,8 @@ class _Search:
                 plan = Plan(trainer, generator, sharing="offload", max_lag=0)
                 yield self.predictor.predict(plan)
         for generator in offloaded:
-            size = self.work.group_size
-            for groups in powers_up_to(generator.slots // size):
-                smaller = replace(generator, slots=groups * size)
+            for fewer in powers_up_to(generator.slots, self.work.group_size):
+                smaller = replace(generator, slots=fewer)
                 taken = self.memory.generator(smaller).total
                 trainers = self.trainers(gpus, taken)
                 beside = min(trainers, key=self.predictor.update_s, default=None)
@@ -292,14 +292,15 @@ class _Search:
         limits = self.limits
         trainer = self._least_trainer()
         generator = min(
-            self.memory.generator(GeneratorPlan(tensor, 1, 1)).total
+            self.memory.generator(GeneratorPlan(tensor, 1, self.work.group_size)).total
             for tensor in self.generator_tensors
         )
         lines = [
             f"nothing fits {limits.memory / GIB:.3g} GiB a GPU on {limits.gpus} GPU(s):",
             f"  the trainer takes at least {trainer / GIB:.3g} GiB a GPU, with as many shards and "
             f"GPUs a layer as there can be and microbatches of {LEAST_MICROBATCH} tokens",
-            f"  the generator takes at least {generator / GIB:.3g} GiB a GPU, with one slot",
+            f"  the generator takes at least {generator / GIB:.3g} GiB a GPU, with slots for one "
+            "group",
         ]
         numerics = self.predictor.costs.numerics
         if trainer > limits.memory and not numerics.checkpointing:
@@ -329,7 +330,8 @@ class _Search:
         while gpus <= _MOST_GPUS:
             wider = _Search(self.predictor, replace(self.limits, gpus=gpus))
             most = max(wider.generator_tensors)
-            fits_generator = self.memory.most_slots(most, self.limits.memory) >= 1
+            slots = self.memory.most_slots(most, self.limits.memory)
+            fits_generator = slots >= self.work.group_size
             if fits_generator and wider._least_trainer() <= self.limits.memory:
                 return gpus
             gpus *= 2

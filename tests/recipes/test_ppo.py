@@ -112,7 +112,7 @@ def test_a_resumed_ppo_run_has_the_bits_of_one_that_was_not_interrupted(
         ),
         (
             ("trainer.reward_kl_coef=0.1",),
-            "needs a reference: reference=frozen, or trainer.reward_kl_coef=0",
+            "needs a reference; reference=frozen, or trainer.reward_kl_coef=0",
         ),
         (
             ("trainer.minibatches_per_step=3",),

@@ -150,7 +150,9 @@ def test_what_another_version_began_is_not_gone_on_with(make, tmp_path):
     said_of_it = {"bytes": 3, "notes": {}, "about": {"what_made_it": {}}}
     (tmp_path / "pairs.jsonl.progress").write_text(json.dumps(said_of_it))
     code, said, _ = make(CLOSENESS)
-    assert code == BAD_INPUT and "pairs.jsonl.part is another version's of llamarl" in said
+    assert (
+        code == BAD_INPUT and "pairs.jsonl.part was written by another version of llamarl" in said
+    )
 
 
 @pytest.mark.slow

@@ -92,7 +92,7 @@ def test_an_earlier_releases_config_has_no_sets(tmp_path):
         ("{a b: {kind: addition}}", "a set's name has letters"),
         ("{1a: {kind: addition}}", "a set's name has letters"),
         ("{a/b: {kind: addition}}", "a set's name has letters"),
-        ("{accuracy: {kind: addition}}", "eval/accuracy is a column of the task's own"),
+        ("{accuracy: {kind: addition}}", "eval/accuracy is a metric of the task's own"),
     ],
 )
 def test_a_wrong_set_is_told_by_its_key(sets, what):

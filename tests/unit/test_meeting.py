@@ -24,10 +24,10 @@ def rank_of(rank, store, timeout_s, check=lambda: None):
 def test_ranks_that_do_not_come_are_named():
     store = dist.HashStore()
     store.set("met/channel policy/1", "")
-    with pytest.raises(
-        TimedOut,
-        match=r"rank 0 waited 1 s at the start for ranks 2 \(reward\), to make channel policy",
-    ):
+    message = (
+        r"rank 0 waited 1 s at the start for ranks 2 \(reward\), which must join channel policy"
+    )
+    with pytest.raises(TimedOut, match=message):
         ExecutorController._meet(rank_of(0, store, 1.0), "channel policy")
 
 

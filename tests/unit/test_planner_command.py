@@ -17,7 +17,7 @@ from llamarl.planner.check import check_run
 from llamarl.planner.fit import fit_runs, points_of
 from llamarl.planner.search_settings import KEYS, read_words
 from llamarl.planner.sheet import read_sheet
-from tests.test_house import ROOT
+from tests.house import ROOT
 
 TINY = f"model.path={tiny_directory()}"
 SIZES = ["groups_per_step=8", "group_size=4", "max_new_tokens=32", "task.max_prompt_tokens=16"]

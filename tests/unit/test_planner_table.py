@@ -7,7 +7,7 @@ import pytest
 
 from llamarl.models.sharding import num_parameters
 from llamarl.planner.sheet import read_sheet
-from tests.test_house import ROOT
+from tests.house import ROOT
 
 
 @pytest.fixture(scope="module")
