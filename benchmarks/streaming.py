@@ -138,7 +138,7 @@ def overrides_of(way: str, chunk_tokens: int) -> list[str]:
     if way in ("inter", "both"):
         words = ["max_lag=1", "overcommit=oppo"]
     if way in ("intra", "both"):
-        words += ["reward.stream=true", f"reward.chunk_tokens={chunk_tokens}"]
+        words += ["reward.stream=true", f"reward.piece_tokens={chunk_tokens}"]
     return words
 
 

@@ -24,7 +24,7 @@ from llamarl.inference.build import build_native, build_vllm
 from llamarl.inference.protocol import BuildEngine
 from llamarl.inference.stop_strings import unescaped
 from llamarl.launch.embedders import embedder_settings
-from llamarl.launch.gold import reference_ids, reference_texts
+from llamarl.launch.gold import gold_ids, gold_texts
 from llamarl.launch.job import Job, stop_tokens
 from llamarl.launch.kinds import gold_kind, reward_parts
 from llamarl.launch.preferences import PreferencesJob
@@ -179,13 +179,13 @@ def stream_settings(
     config: Config, job: Job, name: Literal["reward", "reference"]
 ) -> StreamSettings:
     """Return how the executor `name` reads completions while they are sampled."""
-    chunk_tokens = getattr(config, name).chunk_tokens
+    piece_tokens = getattr(config, name).piece_tokens
     fractions = [max(1, config.max_new_tokens // parts) for parts in (16, 8, 4, 2)]
-    searches = chunk_tokens == "auto"
-    if searches or chunk_tokens is None:
-        chunk_tokens = fractions[0 if searches else 1]
+    searches = piece_tokens == "auto"
+    if searches or piece_tokens is None:
+        piece_tokens = fractions[0 if searches else 1]
     return StreamSettings(
-        chunk_tokens=chunk_tokens,
+        piece_tokens=piece_tokens,
         candidates=tuple(fractions) if searches else (),
         a_step=config.groups_per_step * config.group_size,
         cache_tokens=stream_cache_tokens(config, job.placement, name),
@@ -222,7 +222,7 @@ def build_victim(config: Config, job: Job) -> Victim:
         temperature=v.temperature,
         top_p=v.top_p,
         stop_token_ids=stop_tokens(path, job.victim_tokenizer),
-        n=v.answers,
+        n=v.replies,
         seed=config.seed,
     )
     return Victim(
@@ -268,8 +268,8 @@ def build_gold(config: Config, job: Job) -> GoldSettings | None:
     """Return the gold scorer's settings; None without one."""
     if config.gold is None:
         return None
-    texts = reference_texts(job.eval_sets, job.eval_prompts, config.eval.reference_key)
-    items = references_of(job, job.eval_prompts.values(), texts)
+    texts = gold_texts(job.eval_sets, job.eval_prompts, config.eval.reference_key)
+    items = gold_items(job, job.eval_prompts.values(), texts)
     return gold_settings(config, job, items, job.eval_sets)
 
 
@@ -300,7 +300,7 @@ def base_settings(config: Config, sets: Sequence[EvalSet]) -> PerplexitySettings
     )
 
 
-def references_of(
+def gold_items(
     job: Job, prompts: Iterable[Prompt], texts: Sequence[str] | None
 ) -> list[Item] | None:
     """Return texts as completions that ended by themselves, one a prompt; None without texts."""
@@ -310,7 +310,7 @@ def references_of(
     for prompt, text in zip(prompts, texts):
         item = Item(
             prompt=prompt,
-            token_ids=reference_ids(job, text),
+            token_ids=gold_ids(job, text),
             text=text,
             has_ended=True,
             is_held_out=True,
@@ -361,7 +361,7 @@ def build_pair_maker(job: PreferencesJob, scorer: Scorer) -> PairMaker:
         sampling=dataclasses.replace(sampling, n=max(1, config.samples)),
         chunk_tokens=config.generator.chunk_tokens,
         prompt_of=job.prompt,
-        references_of=job.references,
+        targets_of=job.references,
         tokenizer=run.tokenizer,
         prompts=job.prompt_maker,
         rule=rule,

@@ -9,13 +9,13 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from executors.build import base_settings, engine_alone, gold_settings, references_of, sampling_of
+from executors.build import base_settings, engine_alone, gold_items, gold_settings, sampling_of
 from llamarl.config.evaluation import REFERENCES
 from llamarl.inference import Engine
 from llamarl.inference.evaluation import eval_completion, submit
 from llamarl.inference.offline import completions_of
 from llamarl.launch.evaluation import Asked, asked_of, find_model, read_answers
-from llamarl.launch.gold import reference_texts
+from llamarl.launch.gold import gold_texts
 from llamarl.launch.inputs import check_inputs
 from llamarl.launch.job import Job
 from llamarl.observe.answers import Judgement
@@ -66,7 +66,7 @@ def find_against(given: str, job: Job, asked: Asked) -> Callable[[], list[Item]]
     if config.gold is None:
         return None
     if given == REFERENCES:
-        texts = reference_texts(*asked, config.eval.reference_key)
+        texts = gold_texts(*asked, config.eval.reference_key)
         return None if texts is None else partial(_references, job, prompts, texts)
     if Path(given).is_file():
         texts = read_answers(Path(given), asked)
@@ -99,7 +99,7 @@ def answers_of(other: Job, job: Job, asked: Asked) -> list[Item]:
 
 
 def _references(job: Job, prompts: Sequence[Prompt], texts: Sequence[str]) -> list[Item]:
-    items = references_of(job, prompts, texts)
+    items = gold_items(job, prompts, texts)
     assert items is not None, "references were given"
     return items
 

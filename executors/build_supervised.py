@@ -14,7 +14,7 @@ from llamarl.launch.supervised import SupervisedJob
 from llamarl.learning.preference import BradleyTerry
 from llamarl.learning.sft import NextToken
 from llamarl.learning.supervised import Objective, SupervisedSettings
-from llamarl.scoring.greedy import HeldOutAnswers
+from llamarl.scoring.greedy import HeldOutCompletions
 
 
 def build_reward_model_trainer(config: RewardModelConfig, job: SupervisedJob) -> SupervisedTrainer:
@@ -24,17 +24,17 @@ def build_reward_model_trainer(config: RewardModelConfig, job: SupervisedJob) ->
 
 def build_sft_trainer(config: SFTConfig, job: SupervisedJob) -> SupervisedTrainer:
     """Build the trainer that learns the next token of the job's rows."""
-    answers = None if job.target is None else partial(_build_answers, job)
-    return _build(config, job, NextToken(), answers)
+    held_out = None if job.target is None else partial(_build_held_out, job)
+    return _build(config, job, NextToken(), held_out)
 
 
-def _build_answers(job: SupervisedJob) -> HeldOutAnswers:
+def _build_held_out(job: SupervisedJob) -> HeldOutCompletions:
     """Build what completes and scores the held-out prompts of the job's task, on every rank."""
     run = job.run_job
     assert run is not None, "only a task has held-out prompts"
     scorer = build_scorer(run.config, run)
     scorer.start()
-    return HeldOutAnswers(
+    return HeldOutCompletions(
         engine=engine_alone(run.config, run),
         scorer=scorer,
         sampling=sampling_of(run.config, run),
@@ -49,7 +49,7 @@ def _build(
     config: SupervisedConfig,
     job: SupervisedJob,
     objective: Objective,
-    answers: Callable[[], HeldOutAnswers] | None = None,
+    held_out: Callable[[], HeldOutCompletions] | None = None,
 ) -> SupervisedTrainer:
     t = config.trainer
     return SupervisedTrainer(
@@ -77,6 +77,6 @@ def _build(
         ),
         evaluate_at=job.eval_due,
         checkpoint_at=job.checkpoint_due,
-        make_answers=answers,
+        make_held_out=held_out,
         ends_run=job.ends_run,
     )

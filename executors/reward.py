@@ -36,12 +36,12 @@ from llamarl.scoring.together import Ranks
 from llamarl.tasks.held_out import EvalSet, set_of
 from llamarl.tickets.prompts import AnyPrompts, part_of
 from llamarl.types import (
-    Answered,
     Completion,
-    EvalAnswered,
     EvalCompletion,
+    EvalReplied,
     Group,
     Prompt,
+    Replied,
     Replies,
     Stretch,
 )
@@ -77,7 +77,7 @@ class Reward(Executor):
     produces  Group, as soon as its group_size completions are scored
               metrics eval/... of a version as soon as all completions of its held-out prompts are,
               and of each further set eval/NAME/..., with what the judges say of them
-    With replies it consumes Answered and EvalAnswered in the place of completions: each attack with
+    With replies it consumes Replied and EvalReplied in the place of completions: each attack with
     the victim's replies. The replies are scored.
 
     waits for what scores; the generator, while a group or an evaluation is begun and not whole;
@@ -132,14 +132,14 @@ class Reward(Executor):
         return (self._completion, self._evaluation, *ahead)
 
     @property
-    def _completion(self) -> type[Completion | Answered]:
+    def _completion(self) -> type[Completion | Replied]:
         """The type of record that brings a ticket's completion."""
-        return Completion if self.replies is None else Answered
+        return Completion if self.replies is None else Replied
 
     @property
-    def _evaluation(self) -> type[EvalCompletion | EvalAnswered]:
+    def _evaluation(self) -> type[EvalCompletion | EvalReplied]:
         """The type of record that brings an evaluation's completion."""
-        return EvalCompletion if self.replies is None else EvalAnswered
+        return EvalCompletion if self.replies is None else EvalReplied
 
     @property
     def follows(self) -> bool:
@@ -296,22 +296,22 @@ class Reward(Executor):
         because a row of metrics waits for them. There are never more than the held-out prompts ask
         for.
         """
-        evaluations: Sequence[EvalCompletion | EvalAnswered]
+        evaluations: Sequence[EvalCompletion | EvalReplied]
         evaluations = self.inputs.of(self._evaluation).take()
         for evaluation in evaluations:
             self._take_evaluation(evaluation)
         # While groups wait for room, completions stay in their channel, so that no more groups are
         # made.
         room = 0 if self._assembler.whole else self._room()
-        completions: Sequence[Completion | Answered]
+        completions: Sequence[Completion | Replied]
         completions = self.inputs.of(self._completion).take(room)
         for completion in completions:
             self._take_completion(completion)
         return bool(evaluations or completions)
 
-    def _take_evaluation(self, record: EvalCompletion | EvalAnswered) -> None:
+    def _take_evaluation(self, record: EvalCompletion | EvalReplied) -> None:
         """Hand on a completion of a held-out prompt, and release its evaluation if it is whole."""
-        completion = record.attack if isinstance(record, EvalAnswered) else record
+        completion = record.attack if isinstance(record, EvalReplied) else record
         assert isinstance(completion, EvalCompletion), "a channel carries one type of record"
         key = self._submit(record, self.eval_prompts(completion.prompt_index))
         if completion.token_ids.numel():  # empty: its evaluation was given up
@@ -320,9 +320,9 @@ class Reward(Executor):
             of = set_of(self.eval_sets, completion.prompt_index)
             self._scorer.release(self._evaluations[of].add(version, place, key))
 
-    def _take_completion(self, record: Completion | Answered) -> None:
+    def _take_completion(self, record: Completion | Replied) -> None:
         """Hand on a completion of a ticket, and release its group if it is whole."""
-        completion = record.attack if isinstance(record, Answered) else record
+        completion = record.attack if isinstance(record, Replied) else record
         assert isinstance(completion, Completion), "a channel carries one type of record"
         key = self._submit(record, self.prompts[completion.ticket])
         self._scorer.release(self._groups.add(completion.ticket, completion.sample_index, key))

@@ -36,7 +36,7 @@ from llamarl.models.sharded_state import (
 )
 from llamarl.models.sharding import Box, num_parameters, parameter_shapes
 from llamarl.models.training import training_decoder
-from llamarl.scoring.greedy import HeldOutAnswers
+from llamarl.scoring.greedy import HeldOutCompletions
 
 _SAVED_AS = {"weights": "model/", "moments": ""}  # prefixes, see llamarl.models.sharded_state
 
@@ -48,7 +48,7 @@ class SupervisedTrainer(Executor):
     order: the order of the examples. held_out: the examples that are measured if
     evaluate_at(version). score_seed: train a scorer, and draw its head from this seed unless the
     model has one; None: train a language model. replicate: copies of the model, each sharded over
-    an equal share of the ranks. make_answers: makes, on each rank, what completes held-out prompts
+    an equal share of the ranks. make_held_out: makes, on each rank, what completes held-out prompts
     at every evaluation; None: nothing does. ends_run: whether a mean reward of these completions
     ends the run; called once at each evaluation, on every rank.
     """
@@ -71,14 +71,14 @@ class SupervisedTrainer(Executor):
     adam: AdamSettings
     evaluate_at: Callable[[int], bool]
     checkpoint_at: Callable[[int], bool]
-    make_answers: Callable[[], HeldOutAnswers] | None = None
+    make_held_out: Callable[[], HeldOutCompletions] | None = None
     ends_run: Callable[[float], bool] = lambda reward: False
 
     def __post_init__(self):
         self.version = 0
         self.done = False
         self._evaluated = -1  # the newest version that was evaluated
-        self._answers: HeldOutAnswers | None = None
+        self._completions: HeldOutCompletions | None = None
         self._reward: float | None = None  # completions' mean reward, if it was measured
         self._is_good_enough = False
 
@@ -111,8 +111,8 @@ class SupervisedTrainer(Executor):
             group=self.group.process_group if self.group.size > 1 else None,
             device=self.group.device,
         )
-        if self.make_answers is not None:
-            self._answers = self.make_answers()
+        if self.make_held_out is not None:
+            self._completions = self.make_held_out()
 
     def step(self) -> bool:
         """Evaluate, or make one update on the next examples, or save and end. Return whether
@@ -145,17 +145,17 @@ class SupervisedTrainer(Executor):
         """Collective: return the columns about held-out examples under this version."""
         self._evaluated = self.version
         columns = self._update.evaluate(self._share(self.held_out))
-        if self._answers is not None:
-            columns |= self._answered(self._answers)
+        if self._completions is not None:
+            columns |= self._completed(self._completions)
         return columns
 
-    def _answered(self, answers: HeldOutAnswers) -> dict[str, float | None]:
+    def _completed(self, completions: HeldOutCompletions) -> dict[str, float | None]:
         """Collective: return the columns about held-out completions under this version. Each rank's
         own engine makes a share of them.
         """
         with whole_parameters(self.decoder, self._parameters) as whole:
-            answers.take(whole, self.version)
-        own = answers.ask(self._share(range(len(self.held_out))))
+            completions.take(whole, self.version)
+        own = completions.ask(self._share(range(len(self.held_out))))
         total = self._update.ranks.sum(**dataclasses.asdict(own))
         reward = total["score"] / total["scored"]
         self._take_reward(reward)
@@ -175,8 +175,8 @@ class SupervisedTrainer(Executor):
 
     def teardown(self) -> None:
         """Close what completes held-out prompts, if there is anything."""
-        if self._answers is not None:
-            self._answers.close()
+        if self._completions is not None:
+            self._completions.close()
 
     def _train(self) -> None:
         began = time.monotonic()
@@ -246,7 +246,7 @@ class SupervisedTrainer(Executor):
         settle_moments(self.optimizer)
         set_steps(self.optimizer, [p for _, p in self._parameters], steps)
         self._evaluated = self.version
-        if reward is not None and self._answers is not None:
+        if reward is not None and self._completions is not None:
             self._take_reward(float(reward))
 
     def _load_shard(self, shard: Shard, part: Mapping, theirs: Box) -> None:

@@ -1,8 +1,8 @@
 """Victim: takes attacks, and samples the replies of a model with fixed weights.
 
     loop step    consumes                     waits for                   unblocked by
-    take         completions, evaluations     room in answered,           the reward
-                                              eval_answered
+    take         completions, evaluations     room in replied,            the reward
+                                              eval_replied
     begin        what has come                the slots of its engine     -
     decode       one chunk of tokens          -                           -
 
@@ -24,7 +24,7 @@ from llamarl.inference.protocol import GenerationEngine
 from llamarl.inference.sampler import SamplingParams
 from llamarl.scoring.assembly import Batches, Scorable
 from llamarl.scoring.scorer import Queue
-from llamarl.types import Answered, Completion, EvalAnswered, EvalCompletion, OutcomeKind
+from llamarl.types import Completion, EvalCompletion, EvalReplied, OutcomeKind, Replied
 
 # The first of the engine's streams for replies. The streams below it belong to the attacker's
 # samples and to win rates, and replies must not share their random numbers.
@@ -42,7 +42,7 @@ class _Asked:
 
     attack: Scorable
     prompt_ids: torch.Tensor  # [P] int64
-    answers: list[Completion] = field(default_factory=list)
+    replies: list[Completion] = field(default_factory=list)
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -50,7 +50,7 @@ class Victim(Executor):
     """Samples sampling.n replies to each attack.
 
     consumes  Completion, EvalCompletion: attacks; all those of a ticket come to one rank
-    produces  Answered, EvalAnswered: each attack with its replies, as soon as it has all
+    produces  Replied, EvalReplied: each attack with its replies, as soon as it has all
 
     build_engine: given the device, builds the engine with its weights.
     decode: token ids of an attack -> its text.
@@ -64,7 +64,7 @@ class Victim(Executor):
 
     name = "victim"
     consumes = (Completion, EvalCompletion)
-    produces = (Answered, EvalAnswered)
+    produces = (Replied, EvalReplied)
 
     build_engine: Callable[[torch.device], GenerationEngine]
     decode: Callable[[list[int]], str]
@@ -195,18 +195,18 @@ class Victim(Executor):
             return False
         self.claim_device()
         self.metrics.add_sum("victim/tokens", self.engine.step(self.chunk_tokens))
-        for stream, answer in self.engine.pop_finished():
-            place = (stream, answer.ticket)
+        for stream, reply in self.engine.pop_finished():
+            place = (stream, reply.ticket)
             asked = self._asked[place]
-            asked.answers.append(answer)
-            if len(asked.answers) == self.sampling.n:
+            asked.replies.append(reply)
+            if len(asked.replies) == self.sampling.n:
                 del self._asked[place]
-                self._send(answered_of(asked))
+                self._send(replied_of(asked))
         return True
 
     def _send_unasked(self, attack: Scorable, outcome: OutcomeKind, reason: str) -> None:
         nothing = torch.empty(0, dtype=torch.int64)
-        answered = record_of(attack)(
+        replied = record_of(attack)(
             attack=attack,
             prompt_ids=nothing,
             lengths=nothing,
@@ -215,13 +215,13 @@ class Victim(Executor):
             outcome=outcome,
             reason=reason,
         )
-        self._send(answered)
+        self._send(replied)
 
-    def _send(self, answered: Answered | EvalAnswered) -> None:
-        if isinstance(answered, Answered):
-            self.outputs.of(Answered).put(answered)
+    def _send(self, replied: Replied | EvalReplied) -> None:
+        if isinstance(replied, Replied):
+            self.outputs.of(Replied).put(replied)
         else:
-            self.outputs.of(EvalAnswered).put(answered)
+            self.outputs.of(EvalReplied).put(replied)
 
 
 def place_of(attack: Scorable) -> Place:
@@ -232,20 +232,20 @@ def place_of(attack: Scorable) -> Place:
     return first + (GREEDY if attack.greedy else SAMPLED), attack.prompt_index
 
 
-def record_of(attack: Scorable) -> type[Answered] | type[EvalAnswered]:
+def record_of(attack: Scorable) -> type[Replied] | type[EvalReplied]:
     """Return the type of record in which an attack's replies are sent."""
-    return Answered if isinstance(attack, Completion) else EvalAnswered
+    return Replied if isinstance(attack, Completion) else EvalReplied
 
 
-def answered_of(asked: _Asked) -> Answered | EvalAnswered:
+def replied_of(asked: _Asked) -> Replied | EvalReplied:
     """Return an attack with all its replies, in the order of their numbers."""
-    answers = sorted(asked.answers, key=lambda answer: answer.sample_index)
+    replies = sorted(asked.replies, key=lambda reply: reply.sample_index)
     return record_of(asked.attack)(
         attack=asked.attack,
         prompt_ids=asked.prompt_ids,
-        lengths=torch.tensor([answer.token_ids.numel() for answer in answers]),
-        token_ids=torch.cat([answer.token_ids for answer in answers]),
-        has_ended=tuple(answer.finish_reason == "stop" for answer in answers),
+        lengths=torch.tensor([reply.token_ids.numel() for reply in replies]),
+        token_ids=torch.cat([reply.token_ids for reply in replies]),
+        has_ended=tuple(reply.finish_reason == "stop" for reply in replies),
         outcome="score",
         reason="",
     )

@@ -1,7 +1,7 @@
 """The records, in the order in which data flows; one per hop. Each is frozen and checks its own
 lengths at birth.
 
-    PromptStream --Ticket--> Generator --Completion--> (Victim --Answered-->) Reward --Group-->
+    PromptStream --Ticket--> Generator --Completion--> (Victim --Replied-->) Reward --Group-->
     (Reference --Group-->) Trainer --PackedBatch--> loss
                                               (and Stretches, to executors that read ahead)
     Trainer --Policy--> Generator
@@ -167,7 +167,7 @@ class EvalCompletion:
 @dataclass(frozen=True, slots=True)
 class Replies:
     """An attack with the victim's M replies end to end, A tokens of the victim's tokenizer. See
-    Answered and EvalAnswered.
+    Replied and EvalReplied.
     """
 
     attack: Completion | EvalCompletion
@@ -191,13 +191,13 @@ class Replies:
             raise ValueError(f"{name}: {num_replies} replies, and outcome {self.outcome!r}")
 
     @property
-    def answers(self) -> tuple[Tensor, ...]:
+    def replies(self) -> tuple[Tensor, ...]:
         """The M replies, [L] each."""
         return self.token_ids.split(self.lengths.tolist())
 
 
 @dataclass(frozen=True, slots=True)
-class Answered(Replies):
+class Replied(Replies):
     """The replies to a Completion, which is an attack. Made by a victim, consumed by the reward."""
 
     @property
@@ -208,7 +208,7 @@ class Answered(Replies):
 
 
 @dataclass(frozen=True, slots=True)
-class EvalAnswered(Replies):
+class EvalReplied(Replies):
     """The replies to an EvalCompletion. Made by a victim, consumed by the reward."""
 
 

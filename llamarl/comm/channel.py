@@ -40,13 +40,13 @@ from llamarl.comm.wire import recv_message, send_message
 from llamarl.errors import PeerDied
 from llamarl.executor import Executor
 from llamarl.types import (
-    Answered,
     Completion,
-    EvalAnswered,
     EvalCompletion,
+    EvalReplied,
     Group,
     Policy,
     ReferencePolicy,
+    Replied,
     Stretch,
 )
 
@@ -55,8 +55,8 @@ NAMES = {
     Completion: "completions",
     EvalCompletion: "evaluations",
     Stretch: "stretches",
-    Answered: "answered",
-    EvalAnswered: "eval_answered",
+    Replied: "replied",
+    EvalReplied: "eval_replied",
     Group: "scored",
     Policy: "policy",
     ReferencePolicy: "reference_policy",

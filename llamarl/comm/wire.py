@@ -35,8 +35,8 @@ _RECORDS = (
     types.Completion,
     types.Stretch,
     types.EvalCompletion,
-    types.Answered,
-    types.EvalAnswered,
+    types.Replied,
+    types.EvalReplied,
     types.Group,
 )
 for _record in _RECORDS:

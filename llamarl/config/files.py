@@ -22,7 +22,7 @@ _OF_ALL_PARTS = (
     "replicate",
     "tensor_parallel",
     "stream",
-    "chunk_tokens",
+    "piece_tokens",
     "cache_tokens",
 )
 

@@ -14,9 +14,14 @@ RENAMED = {
     "log_reward_schedule": "loss.schedules.log_reward_temperature.kind",
     "loss.length_normalise": "loss.length_normalize",
     "loss.normalise": "loss.normalize",
+    "reference.chunk_tokens": "reference.piece_tokens",
     "reference.enabled": "reference.kind",
     "reference_schedule": "loss.schedules.reference_temperature.kind",
+    "reward.chunk_tokens": "reward.piece_tokens",
+    "victim.answers": "victim.replies",
 }
+# Keys of RENAMED that saved configurations have, with the same values as today's.
+_MOVED = ("reference.chunk_tokens", "reward.chunk_tokens", "victim.answers")
 # Key that is gone -> what holds in its place.
 REMOVED = {
     "trainer.reward_kl_estimator": (
@@ -56,6 +61,12 @@ def of_today(saved: Mapping[str, object]) -> dict[str, object]:
     loss = values.get("loss")
     if isinstance(loss, Mapping):
         values["loss"] = {"schedules": schedules, **loss}
+    for key in _MOVED:
+        section, _, name = key.partition(".")
+        kept = values.get(section)
+        if isinstance(kept, Mapping) and name in kept:
+            today = RENAMED[key].rpartition(".")[2]
+            values[section] = {today if one == name else one: kept[one] for one in kept}
     for key in REMOVED:
         section, _, name = key.partition(".")
         kept = values.get(section)

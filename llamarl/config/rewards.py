@@ -52,7 +52,7 @@ class RewardSettings:
     replicate: ClassVar[int] = 1
     tensor_parallel: ClassVar[int] = 1
     stream: ClassVar[bool] = False
-    chunk_tokens: ClassVar[None] = None
+    piece_tokens: ClassVar[None] = None
     cache_tokens: ClassVar[None] = None
 
     @property
@@ -72,7 +72,7 @@ class ShardedRewardSettings:
     tensor_parallel: Count
     max_error_rate: Share
     stream: bool
-    chunk_tokens: Count | Literal["auto"] | None
+    piece_tokens: Count | Literal["auto"] | None
     cache_tokens: Count | None
 
     @property
@@ -137,13 +137,13 @@ def find_gold(gold: Given | None, label: str | None, run: RunFacts, found: Findi
 def _find_stream(reward: AnyRewardSettings, run: RunFacts, found: Findings) -> None:
     """Add settings that keep models from reading completions while these are sampled."""
     cache_tokens = reward.cache_tokens
-    chunk_tokens = reward.chunk_tokens
+    piece_tokens = reward.piece_tokens
     parts = parts_of(reward)
-    if chunk_tokens == "auto" and run.max_lag == 0:
+    if piece_tokens == "auto" and run.max_lag == 0:
         found.add(
             "auto measures which size is fastest, and a synchronous run must not depend on a "
             "clock; a number, null, or max_lag=1",
-            "reward.chunk_tokens",
+            "reward.piece_tokens",
             "max_lag",
         )
     if run.generator_kind == "vllm":
@@ -173,11 +173,11 @@ def _find_stream(reward: AnyRewardSettings, run: RunFacts, found: Findings) -> N
             "reward.stream",
             "victim.kind",
         )
-    if isinstance(chunk_tokens, int) and chunk_tokens >= run.longest:
+    if isinstance(piece_tokens, int) and piece_tokens >= run.longest:
         found.add(
             "completions have fewer tokens than one piece, so none would be read before it ends; "
             f"at most {run.longest - 1}, or null",
-            "reward.chunk_tokens",
+            "reward.piece_tokens",
         )
     if cache_tokens is not None and cache_tokens < run.longest:
         found.add(

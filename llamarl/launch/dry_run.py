@@ -58,7 +58,7 @@ def dry_run(job: Job) -> None:
         size = num_parameters(read_config(job.victim_path))
         print(
             f"victim   {job.victim_path}, {size:,} parameters in {v.dtype}; "
-            f"{v.answers} answers an attack"
+            f"{v.replies} replies an attack"
         )
     for kind, outcomes in scored:
         tried = "" if outcomes is None else ", here given the reference answers"

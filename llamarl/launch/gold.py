@@ -25,7 +25,7 @@ def check_gold(job: Job) -> None:
     gold = gold_kind(job)
     if gold is not None:
         gold.check()
-        reference_texts(job.eval_sets, job.eval_prompts, job.config.eval.reference_key)
+        gold_texts(job.eval_sets, job.eval_prompts, job.config.eval.reference_key)
     if job.config.eval.base is not None:
         _check_base(job, Path(job.config.eval.base))
 
@@ -55,7 +55,7 @@ def _check_base(job: Job, path: Path) -> None:
     job.check_weights(path, config)
 
 
-def reference_texts(
+def gold_texts(
     sets: Sequence[EvalSet], prompts: Mapping[int, Prompt], key: str | None
 ) -> list[str] | None:
     """Return the texts that held-out rows have under this key; None without a key. prompts: the
@@ -79,7 +79,7 @@ def reference_texts(
     return texts
 
 
-def reference_ids(job: Job, text: str) -> Tensor:
+def gold_ids(job: Job, text: str) -> Tensor:
     """Return the tokens [L] of a text as if the policy had sampled it: tokenised apart from its
     prompt, and with the end token.
     """

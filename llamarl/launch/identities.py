@@ -85,4 +85,4 @@ def reward_identity(job: Job) -> str:
     ends = stop_tokens(job.victim_path, job.victim_tokenizer)
     asked += f", as tokens {reads}, until {ends}"
     victim = f"model {model_digest(job.victim_path)} asked {asked}"
-    return f"{rewards} of {v.answers} answers of {victim}; {sampled}"
+    return f"{rewards} of {v.replies} answers of {victim}; {sampled}"

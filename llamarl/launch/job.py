@@ -128,7 +128,7 @@ def stop_tokens(path: Path, tokenizer) -> tuple[int, ...]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Scored:
+class ScoredText:
     """Text and tokens that a model may be asked to score.
 
     tokenizer: that of the model that sampled them. longest: the most tokens of a prompt and what
@@ -270,12 +270,12 @@ class Job:
         }
 
     @property
-    def scored(self) -> Scored:
+    def scored(self) -> ScoredText:
         """The text and tokens that the reward scores: completions, or replies to them."""
         victim = self.config.victim
         if isinstance(victim, NoVictimSettings):
             return self.sampled
-        return Scored(
+        return ScoredText(
             tokenizer=self.victim_tokenizer,
             longest=victim.longest,
             longest_keys="victim.max_prompt_tokens + victim.max_new_tokens",
@@ -284,10 +284,10 @@ class Job:
         )
 
     @property
-    def sampled(self) -> Scored:
+    def sampled(self) -> ScoredText:
         """The text and tokens that the policy samples."""
         task = self.config.task
-        return Scored(
+        return ScoredText(
             tokenizer=self.tokenizer,
             longest=self.config.longest_asked,
             longest_keys=self.config.longest_keys,

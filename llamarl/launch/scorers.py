@@ -10,7 +10,7 @@ from typing import Literal
 
 from llamarl.config.schema import Config
 from llamarl.inference.cache import whole_blocks
-from llamarl.launch.job import Job, Scored, read_tokenizer
+from llamarl.launch.job import Job, ScoredText, read_tokenizer
 from llamarl.launch.templates import template_file
 from llamarl.models.config import ModelConfig
 
@@ -48,7 +48,7 @@ def chat_template_of(path: Path, job: Job) -> Iterator[None]:
         ) from error
 
 
-def check_context(scored: Scored, config: ModelConfig, given: str) -> None:
+def check_context(scored: ScoredText, config: ModelConfig, given: str) -> None:
     """Raise ValueError if a model's context is shorter than the longest sequence. given: how the
     user named the model.
     """

@@ -1,7 +1,7 @@
 """How the ranks of an executor, which act as one, share the requests to a model.
 
-first rank: asked --to_words--> broadcast ---------------> its share --+
-the others:                     broadcast --from_words--> their shares
+first rank: asked --to_message--> broadcast ---------------> its share --+
+the others:                     broadcast --from_message--> their shares
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Asked:
         return self.prompt_ids.numel() + sum(c.numel() for c in self.completions)
 
 
-def to_words(asked: Sequence[Asked]) -> Tensor:
+def to_message(asked: Sequence[Asked]) -> Tensor:
     """Encode requests as one message of whole numbers [n] int64, for other ranks: for each prompt
     its length, how many completions it has and their lengths, then the tokens of all.
     """
@@ -53,8 +53,8 @@ def to_words(asked: Sequence[Asked]) -> Tensor:
     return torch.cat([head, *tokens])
 
 
-def from_words(words: Tensor) -> list[Asked]:
-    """Decode a message of `to_words`."""
+def from_message(words: Tensor) -> list[Asked]:
+    """Decode a message of `to_message`."""
     number, *rest = words.tolist()
     place = 0
     lengths = []  # of each prompt: its own, then those of its completions

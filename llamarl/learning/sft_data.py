@@ -140,7 +140,7 @@ def read_sft_data(task: RowsToRead, tokenizer) -> SFTData:
 
 
 @dataclass(frozen=True, slots=True)
-class AnswersOfTask:
+class TargetsOfTask:
     """The answers that a task gives to its own prompts, to learn; and of its held-out prompts."""
 
     train: Sequence[Pair]
@@ -150,7 +150,7 @@ class AnswersOfTask:
 
 def read_answers(
     task: Task, tokenizer, *, max_tokens: int, num_eval: int, fingerprints: dict[str, str]
-) -> AnswersOfTask:
+) -> TargetsOfTask:
     """Return a task's prompts with their targets. All are checked now, unless the task makes them
     on demand: then only the first is, and each other one at its step.
 
@@ -165,7 +165,7 @@ def read_answers(
         train = [pair(i) for i in range(task.num_train)]
     assert train[0].learned.any(), "a pair has an answer"
     asked = range(min(num_eval, task.num_eval))
-    return AnswersOfTask(
+    return TargetsOfTask(
         train=train,
         held_out=[make_pair(task.eval_prompt(j), tokenizer, max_tokens) for j in asked],
         fingerprints=fingerprints,

@@ -67,7 +67,7 @@ TIMING = re.compile(
     r"^time/|_per_s$|/idle_fraction|_stall_s$|^parity/canary|^weights/quantization_kl"
     r"|^reward/.+/(mean|tokens|seconds)$|^reward/success$|^victim/tokens$"
     r"|^diversity/cosine_distance$"
-    r"|^(reward|reference)/(tail_s|prefilled_early|chunk_tokens|evictions)$"
+    r"|^(reward|reference)/(tail_s|prefilled_early|piece_tokens|evictions)$"
 )
 
 log = logging.getLogger(__name__)

@@ -32,9 +32,9 @@ def _knob(columns: Columns, early: float) -> str:
     if (_mean(columns, "reward/evictions") or 0) > 0:
         return "raise reward.cache_tokens"
     if early < _ENOUGH:
-        return "lower reward.chunk_tokens or generator.chunk_tokens"
+        return "lower reward.piece_tokens or generator.chunk_tokens"
     return (
-        "the scorer is busy: a rank of its own in placement.reward, or larger reward.chunk_tokens"
+        "the scorer is busy: a rank of its own in placement.reward, or larger reward.piece_tokens"
     )
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from llamarl.inference.cache import whole_blocks
 from llamarl.models.build import Decoder
 from llamarl.scoring.growing import GrowingSequences, Pass
-from llamarl.scoring.pieces import PieceHead, PieceReader, from_words, to_words
+from llamarl.scoring.pieces import PieceHead, PieceReader, from_message, to_message
 from llamarl.scoring.scorer import Site
 from llamarl.scoring.together import Call
 from llamarl.types import Stretch
@@ -28,13 +28,13 @@ from llamarl.types import Stretch
 class StreamSettings:
     """How completions are read while they are sampled.
 
-    chunk_tokens: tokens of a piece, at the start if candidates are tried. cache_tokens: places of
+    piece_tokens: tokens of a piece, at the start if candidates are tried. cache_tokens: places of
     each model's cache, per data-parallel rank. longest: the most tokens of a prompt with its
     completion. candidates: sizes of pieces to try for the fastest step; none: the size stays.
     a_step: completions that a step trains on.
     """
 
-    chunk_tokens: int
+    piece_tokens: int
     cache_tokens: int
     longest: int
     candidates: tuple[int, ...] = ()
@@ -65,7 +65,7 @@ class Ahead:
         about: str,
         last_is_label: bool = False,
     ):
-        self.chunk_tokens = settings.chunk_tokens
+        self.piece_tokens = settings.piece_tokens
         self.num_read = 0  # tokens, so far
         self._site = site
         self._call = call
@@ -81,11 +81,11 @@ class Ahead:
             group=site.group,
             one_by_one=site.reproducible,
         )
-        site.together.add(call, Call(self._reader.run, to_words, from_words))
+        site.together.add(call, Call(self._reader.run, to_message, from_message))
         self.caches: list[GrowingSequences] = []
         for _ in range(site.group.data_size):
             growing = GrowingSequences(
-                chunk_tokens=settings.chunk_tokens,
+                piece_tokens=settings.piece_tokens,
                 slots=settings.slots,
                 max_len=self.longest,
                 last_is_label=last_is_label,
@@ -102,7 +102,7 @@ class Ahead:
     def cache_of(self, ticket: int) -> GrowingSequences:
         """Return the plan of that cache."""
         growing = self.caches[self.index_of(ticket)]
-        growing.chunk_tokens = self.chunk_tokens
+        growing.piece_tokens = self.piece_tokens
         return growing
 
     def hear(self, stretch: Stretch, prompt_ids: Tensor) -> None:

@@ -3,7 +3,7 @@
 search).
 
     search = ChunkSearch([32, 64, 128])
-    search.step(seconds)         # a step was made with pieces of search.chunk_tokens
+    search.step(seconds)         # a step was made with pieces of search.piece_tokens
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ class ChunkSearch:
         self._fastest: list[float] = []  # seconds, for each candidate that was tried
 
     @property
-    def chunk_tokens(self) -> int:
+    def piece_tokens(self) -> int:
         """The size that the next step is to be made with."""
         trial = self._num_steps // TRIAL
         return self._candidates[trial] if trial < len(self._candidates) else self._best
 
     def step(self, seconds: float) -> None:
-        """Note how long a step with the present chunk_tokens has taken."""
+        """Note how long a step with the present piece_tokens has taken."""
         trial, number = divmod(self._num_steps, TRIAL)
         if trial < len(self._candidates):
             if number == 1:

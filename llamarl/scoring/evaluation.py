@@ -88,7 +88,7 @@ class _Place:
 
 
 @dataclass(frozen=True, slots=True)
-class _Answer:
+class _Completed:
     """What is kept of a completion that was scored."""
 
     score: float | None  # None for an error and an abstention
@@ -120,7 +120,7 @@ class Evaluations:
         self._num_completions = sum(one.count for one in sets) * (1 + num_samples)
         # Sets with a score other than 0 and 1, so that their mean is no accuracy.
         self._graded: set[EvalSet] = set()
-        self._answers: dict[int, dict[_Place, _Answer]] = {}  # by version
+        self._completed: dict[int, dict[_Place, _Completed]] = {}  # by version
 
     def add(self, completion: EvalCompletion, outcome: Outcome) -> None:
         """Take the outcome of one completion."""
@@ -133,14 +133,14 @@ class Evaluations:
             self._graded.add(set_of(self._sets, completion.prompt_index))
         version = int(completion.policy_versions[0])
         place = _Place(completion.prompt_index, completion.greedy, completion.sample_index)
-        answer = _Answer(
+        one = _Completed(
             score=outcome.value if has_score else None,
             reason=outcome.reason,
             is_error=outcome.kind == "error",
             succeeds=self._succeeds(outcome),
             num_tokens=num_tokens,
         )
-        self._answers.setdefault(version, {})[place] = answer
+        self._completed.setdefault(version, {})[place] = one
 
     def _succeeds(self, outcome: Outcome) -> bool:
         if self._success_above is None or outcome.kind != "score":
@@ -151,29 +151,29 @@ class Evaluations:
         """Return (version, metrics) of each version that has all its completions, once."""
         whole = [
             version
-            for version, answers in self._answers.items()
-            if len(answers) == self._num_completions
+            for version, completed in self._completed.items()
+            if len(completed) == self._num_completions
         ]
         found = []
         for version in whole:
-            answers = self._answers.pop(version)
+            completed = self._completed.pop(version)
             metrics: dict[str, float | str] = {}
             for one in self._sets:
-                metrics |= one.columns(self._metrics(one, answers))
+                metrics |= one.columns(self._metrics(one, completed))
             found.append((version, metrics))
         return found
 
-    def _metrics(self, of: EvalSet, every: dict[_Place, _Answer]) -> dict[str, float | str]:
+    def _metrics(self, of: EvalSet, every: dict[_Place, _Completed]) -> dict[str, float | str]:
         """Return the metrics of a set's completions, under the columns of the task's own."""
         # In the order of prompts and samples, because the sums must not depend on which came first.
         n = of.count
-        answers = {place: one for place, one in every.items() if place.prompt_index in of.numbers}
-        greedy = [answers[_Place(j, greedy=True)] for j in of.numbers]
+        completed = {place: one for place, one in every.items() if place.prompt_index in of.numbers}
+        greedy = [completed[_Place(j, greedy=True)] for j in of.numbers]
         metrics: dict[str, float | str] = {
-            "eval/errors": sum(answer.is_error for answer in answers.values()),
-            "eval/length_mean": sum(answer.num_tokens for answer in greedy) / n,
+            "eval/errors": sum(one.is_error for one in completed.values()),
+            "eval/length_mean": sum(one.num_tokens for one in greedy) / n,
         }
-        scores = [answer.score for answer in greedy if answer.score is not None]
+        scores = [one.score for one in greedy if one.score is not None]
         if scores:
             reward = sum(scores) / len(scores)
             metrics["eval/reward"] = reward
@@ -181,18 +181,18 @@ class Evaluations:
                 metrics["eval/accuracy"] = reward
         if len(scores) < n:
             metrics["eval/left_out"] = n - len(scores)
-            reasons = [answer.reason for answer in greedy if answer.score is None]
+            reasons = [one.reason for one in greedy if one.score is None]
             metrics["eval/left_out_reason"] = commonest(reasons)
         k = self._num_samples
         if self._success_above is not None:
-            asked = [place for place in answers if place.greedy == (k == 0)]
-            if any(answers[place].score is not None for place in asked):
-                num_successes = sum(answers[place].succeeds for place in asked)
+            asked = [place for place in completed if place.greedy == (k == 0)]
+            if any(completed[place].score is not None for place in asked):
+                num_successes = sum(completed[place].succeeds for place in asked)
                 metrics["eval/success"] = num_successes / len(asked)
         if k:
             of_prompts = []
             for j in of.numbers:
-                sampled = [answers[_Place(j, False, i)].score for i in range(k)]
+                sampled = [completed[_Place(j, False, i)].score for i in range(k)]
                 of_prompts.append([score for score in sampled if score is not None])
             metrics |= _pass_metrics([of_prompt for of_prompt in of_prompts if of_prompt])
         return metrics

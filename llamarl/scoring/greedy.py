@@ -1,7 +1,7 @@
-"""HeldOutAnswers: measures how well the weights in training complete held-out prompts, on a rank of
-their trainer.
+"""HeldOutCompletions: measures how well the weights in training complete held-out prompts, on a
+rank of their trainer.
 
-    weights --take--> Engine --greedy answers--> Scorer --ask--> Answered
+    weights --take--> Engine --greedy completions--> Scorer --ask--> Completed
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Decode = Callable[[list[int]], str]
 
 
 @dataclass(frozen=True, slots=True)
-class Answered:
+class Completed:
     """Sums over one rank's completions."""
 
     prompts: int
@@ -36,7 +36,7 @@ class Answered:
     graded: int  # scores other than 0 and 1
 
 
-class HeldOutAnswers:
+class HeldOutCompletions:
     """Completes prompts greedily under the weights that it was last given.
 
     engine: holds the whole model, as it will be saved. scorer: started, and used by nothing else.
@@ -70,7 +70,7 @@ class HeldOutAnswers:
             self._held[name].data.copy_(tensor)
         self._engine.weights_changed(version)
 
-    def ask(self, numbers: Iterable[int]) -> Answered:
+    def ask(self, numbers: Iterable[int]) -> Completed:
         """Complete the prompts of these numbers and score the completions. Blocks.
 
         RewardError if there are completions and none of them has a score.
@@ -93,7 +93,7 @@ class HeldOutAnswers:
             raise RewardError(
                 f"none of {len(completions)} held-out completions has a score: {reason}"
             )
-        return Answered(
+        return Completed(
             prompts=len(completions),
             tokens=sum(one.token_ids.numel() for one in completions),
             scored=len(scores),

@@ -1,11 +1,11 @@
 """Plans which tokens a model reads next of sequences that are still being sampled.
 
-    growing = GrowingSequences(chunk_tokens=64, slots=32, max_len=1024)
+    growing = GrowingSequences(piece_tokens=64, slots=32, max_len=1024)
     growing.extend((7, 0), prompt_ids, 0, token_ids)   # a hint: the first tokens of a completion
     growing.finish((7, 0), prompt_ids, token_ids)      # the whole completion: the truth
     reading = growing.next_pass(most_tokens=8192)      # pieces, to be read at once
 
-A sequence is a prompt and one of its completions. It is read in pieces of exactly chunk_tokens,
+A sequence is a prompt and one of its completions. It is read in pieces of exactly piece_tokens,
 which lie at multiples of that from its start; the last piece is the rest. A piece is read ahead
 once a token behind it is known, so the last piece is never read before the sequence is whole. So
 equal sequences are read in equal pieces, whenever their tokens came, and also if what was read has
@@ -95,7 +95,7 @@ class _Plan:
 class GrowingSequences:
     """The sequences of one cache, which has `slots` rows of at most max_len tokens.
 
-    chunk_tokens: tokens of a piece; a change applies to sequences that begin later. last_is_label:
+    piece_tokens: tokens of a piece; a change applies to sequences that begin later. last_is_label:
     the last token of a sequence is predicted and never read, as logprobs need it.
 
     When all slots are taken, a whole sequence takes the slot of the unfinished one of which the
@@ -103,12 +103,12 @@ class GrowingSequences:
     they wait.
     """
 
-    def __init__(self, *, chunk_tokens: int, slots: int, max_len: int, last_is_label: bool = False):
-        if chunk_tokens < 1 or slots < 1 or max_len < 1:
+    def __init__(self, *, piece_tokens: int, slots: int, max_len: int, last_is_label: bool = False):
+        if piece_tokens < 1 or slots < 1 or max_len < 1:
             raise ValueError(
-                f"chunk_tokens={chunk_tokens}, slots={slots}, max_len={max_len}: need at least 1"
+                f"piece_tokens={piece_tokens}, slots={slots}, max_len={max_len}: need at least 1"
             )
-        self.chunk_tokens = chunk_tokens
+        self.piece_tokens = piece_tokens
         self.max_len = max_len
         self.num_evictions = 0
         self._label = int(last_is_label)  # tokens at the end that are not read
@@ -342,7 +342,7 @@ class GrowingSequences:
     def _begin(self, key: Key, prompt_ids: Tensor) -> _Sequence:
         sequence = _Sequence(
             key=key,
-            chunk=self.chunk_tokens,
+            chunk=self.piece_tokens,
             prompt_size=prompt_ids.numel(),
             tokens=prompt_ids[: self.max_len],
             touched=next(self._clock),

@@ -4,7 +4,7 @@
 
 Batched computes groups together, once they have come. Streamed reads their completions while these
 are sampled, so that their logprobs are there when they end. It reads completions in pieces of
-chunk_tokens, so that a group's logprobs have the same bits whatever was read ahead, and equal those
+piece_tokens, so that a group's logprobs have the same bits whatever was read ahead, and equal those
 of Batched within rounding. Both run on all ranks of a site, and the first of them plans.
 """
 
@@ -19,7 +19,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from llamarl.learning.asking import Asked, from_words, to_words
+from llamarl.learning.asking import Asked, from_message, to_message
 from llamarl.learning.sharded_reference import ShardedReference, asked_of
 from llamarl.scoring.ahead import Ahead, StreamSettings
 from llamarl.scoring.growing import GrowingSequences, Key, Pass, Piece
@@ -66,7 +66,7 @@ class Batched:
         self._site = site
         self._waiting: list[Group] = []
         self._done: deque[tuple[Group, Tensor]] = deque()
-        site.together.add("score", Call(self._compute, to_words, from_words))
+        site.together.add("score", Call(self._compute, to_message, from_message))
 
     @property
     def num_waiting(self) -> int:

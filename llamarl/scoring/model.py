@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from llamarl.executor import State
-from llamarl.learning.asking import Asked, from_words, to_words
+from llamarl.learning.asking import Asked, from_message, to_message
 from llamarl.models.fsdp import local
 from llamarl.scoring.ahead import Ahead, StreamSettings
 from llamarl.scoring.chunk_search import ChunkSearch
@@ -41,9 +41,9 @@ class ModelScorer(Scorer):
     sampled; None: it does not. Its metrics, for completions that are trained on:
     reward/NAME/seconds and tokens, what it took; reward/tail_s, from a completion to its score;
     with a stream reward/prefilled_early, the share of a completion's tokens that were read before
-    it came, reward/chunk_tokens and reward/evictions.
+    it came, reward/piece_tokens and reward/evictions.
 
-    For the search of chunk_tokens, steps are timed here: a step ends whenever as many completions
+    For the search of piece_tokens, steps are timed here: a step ends whenever as many completions
     are scored as a step trains on.
     """
 
@@ -64,7 +64,7 @@ class ModelScorer(Scorer):
         model = ShardedScorer(self._settings, self._site.group)
         self.model = model
         self._run = f"score/{self.name}"
-        self._site.together.add(self._run, Call(model.scores, to_words, from_words))
+        self._site.together.add(self._run, Call(model.scores, to_message, from_message))
         self._rounds = Rounds(
             self._settings,
             context=model.decoder.config.max_position_embeddings,
@@ -113,7 +113,7 @@ class ModelScorer(Scorer):
         if metrics is not None:
             if size:
                 metrics.add_mean("reward/prefilled_early", early / size)
-            metrics.add_mean("reward/chunk_tokens", self._growing.chunk_tokens)
+            metrics.add_mean("reward/piece_tokens", self._growing.piece_tokens)
 
     def hear(self, stretch: Stretch, prompt_ids: Tensor) -> None:
         """Note new tokens of a completion, if they are read ahead."""
@@ -179,7 +179,7 @@ class ModelScorer(Scorer):
             yield from self._growing.ahead.tensors()
 
     def state_dict(self) -> State:
-        """Return how far the search of chunk_tokens has come."""
+        """Return how far the search of piece_tokens has come."""
         return {} if self._growing is None else self._growing.state_dict()
 
     def load_state_dict(self, state: Mapping) -> None:
@@ -322,9 +322,9 @@ class Growing:
         return len(self._whole)
 
     @property
-    def chunk_tokens(self) -> int:
+    def piece_tokens(self) -> int:
         """The size of pieces now."""
-        return self.ahead.chunk_tokens
+        return self.ahead.piece_tokens
 
     def is_streamed(self, item: Item) -> bool:
         """Whether an item is read as it grows: if it is of training and fits the cache."""
@@ -367,7 +367,7 @@ class Growing:
             self._search.step((now - self._step_began) / num_steps)
         self._step_began = now
         self._step_ends += num_steps * self._a_step
-        self.ahead.chunk_tokens = self._search.chunk_tokens
+        self.ahead.piece_tokens = self._search.piece_tokens
 
     def state_dict(self) -> State:
         """Return how far the search has come."""
@@ -378,7 +378,7 @@ class Growing:
         searched = state.get("chunk_search")
         if self._search is not None and searched is not None:
             self._search.load_state_dict(searched)
-            self.ahead.chunk_tokens = self._search.chunk_tokens
+            self.ahead.piece_tokens = self._search.piece_tokens
 
     def clear(self) -> None:
         """Drop everything."""

@@ -52,7 +52,7 @@ class PairMaker:
     """Samples completions of prompts, lets a scorer score them, and pairs them.
 
     engine: None: nothing is sampled. scorer: started, and used by nothing else. sampling: its n is
-    the number of completions. prompt_of: gives the prompt of a number. references_of: gives a row's
+    the number of completions. prompt_of: gives the prompt of a number. targets_of: gives a row's
     own answers, by key.
     tokenizer: the policy's. RewardError if more than max_error_rate of the outcomes are errors.
     """
@@ -65,7 +65,7 @@ class PairMaker:
         sampling: SamplingParams,
         chunk_tokens: int,
         prompt_of: Callable[[int], Prompt],
-        references_of: Callable[[Prompt], Mapping[str, str]],
+        targets_of: Callable[[Prompt], Mapping[str, str]],
         tokenizer,
         prompts: PromptMaker,
         rule: PairRule,
@@ -76,7 +76,7 @@ class PairMaker:
         self._sampling = sampling
         self._chunk_tokens = chunk_tokens
         self._prompt_of = prompt_of
-        self._references_of = references_of
+        self._targets_of = targets_of
         self._tokenizer = tokenizer
         self._prompts = prompts
         self._rule = rule
@@ -127,7 +127,7 @@ class PairMaker:
             tally.completions += 1
             tally.cut += not item.has_ended
             self._add(answered, completion.sample_index, item, tally)
-        for name, text in self._references_of(answered.prompt).items():
+        for name, text in self._targets_of(answered.prompt).items():
             self._add_reference(answered, name, text, tally)
         count = len(answered.candidates)
         if count < 2:

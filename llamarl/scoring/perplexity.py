@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from llamarl.errors import NotFinite
-from llamarl.learning.asking import Asked, from_words, join_shares, own_share, to_words
+from llamarl.learning.asking import Asked, from_message, join_shares, own_share, to_message
 from llamarl.learning.packing import collate
 from llamarl.learning.sft import NextToken, completion_logprobs, pair_of
 from llamarl.models.frozen import decoder_over
@@ -185,12 +185,12 @@ def _to_words(microbatches: Microbatches) -> Tensor:
     """
     sizes = [len(asked) for asked in microbatches]
     everything = list(chain.from_iterable(microbatches))
-    return torch.cat([torch.tensor([len(sizes), *sizes]), to_words(everything)])
+    return torch.cat([torch.tensor([len(sizes), *sizes]), to_message(everything)])
 
 
 def _from_words(words: Tensor) -> Microbatches:
     """Invert _to_words."""
     count = int(words[0])
-    everything = iter(from_words(words[1 + count :]))
+    everything = iter(from_message(words[1 + count :]))
     sizes = words[1 : 1 + count].tolist()
     return [list(islice(everything, size)) for size in sizes]

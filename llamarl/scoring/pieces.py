@@ -215,7 +215,7 @@ class PieceReader:
         self._decoder(zero, zero, attention, lambda hidden_TD, _: hidden_TD)
 
 
-def to_words(passes: Sequence[Pass]) -> Tensor:
+def to_message(passes: Sequence[Pass]) -> Tensor:
     """Encode passes as whole numbers [n] int64, for other ranks: for each pass its counts of copies
     and pieces and their descriptions, then all tokens.
     """
@@ -233,8 +233,8 @@ def to_words(passes: Sequence[Pass]) -> Tensor:
     return torch.cat([torch.tensor(numbers, dtype=torch.int64), *tokens])
 
 
-def from_words(words: Tensor) -> list[Pass]:
-    """Decode what `to_words` encoded."""
+def from_message(words: Tensor) -> list[Pass]:
+    """Decode what `to_message` encoded."""
     numbers = iter(words.tolist())
     plans = []
     for _ in range(next(numbers)):

@@ -34,16 +34,16 @@ class ReplySettings:
     threshold: float
     decode_raw: Callable[[list[int]], str] | None = None
 
-    def with_replies(self, attack: Item, answered: Replies) -> Item:
+    def with_replies(self, attack: Item, sent: Replies) -> Item:
         """Return an attack with its replies, each as a completion of the attack; or, without
         replies, with its outcome.
         """
-        if answered.outcome != "score":
-            make = Outcome.error if answered.outcome == "error" else Outcome.abstain
-            return dataclasses.replace(attack, known=make(answered.reason))
-        prompt = Prompt(prompt_ids=answered.prompt_ids, text=attack.text, meta=attack.prompt.meta)
+        if sent.outcome != "score":
+            make = Outcome.error if sent.outcome == "error" else Outcome.abstain
+            return dataclasses.replace(attack, known=make(sent.reason))
+        prompt = Prompt(prompt_ids=sent.prompt_ids, text=attack.text, meta=attack.prompt.meta)
         replies = []
-        for token_ids, has_ended in zip(answered.answers, answered.has_ended):
+        for token_ids, has_ended in zip(sent.replies, sent.has_ended):
             reply = Item(
                 prompt=prompt,
                 token_ids=token_ids,

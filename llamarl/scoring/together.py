@@ -1,7 +1,7 @@
 """Calls that all ranks of an executor make together, begun by the first.
 
-    first rank: call(name, value) --to_words----> broadcast --> run(value) --> what that returns
-    the others: follow()          <--from_words-- broadcast --> run(value)
+    first rank: call(name, value) --to_message----> broadcast --> run(value) --> what that returns
+    the others: follow()          <--from_message-- broadcast --> run(value)
 
 Collectives in `run` keep the ranks together. A scorer adds its calls when it is made, on every rank
 and in the same order. Afterwards only the first rank decides which call is next.
@@ -29,14 +29,14 @@ def _always() -> bool:
 class Call:
     """One kind of call that all ranks make.
 
-    run: does this rank's share. to_words, from_words: turn a value into whole numbers [n] int64,
-    which are broadcast, and back; None: the value is JSON, and travels with the command. is_ready:
-    whether a rank other than the first may make the call now; it waits until it may.
+    run: does this rank's share. to_message, from_message: turn a value into whole numbers [n]
+    int64, which are broadcast, and back; None: the value is JSON, and travels with the command.
+    is_ready: whether a rank other than the first may make the call now; it waits until it may.
     """
 
     run: Callable[[Any], Any]
-    to_words: Callable[[Any], Tensor] | None = None
-    from_words: Callable[[Tensor], Any] | None = None
+    to_message: Callable[[Any], Tensor] | None = None
+    from_message: Callable[[Tensor], Any] | None = None
     is_ready: Callable[[], bool] = _always
 
 
@@ -108,11 +108,11 @@ class Ranks:
         """On the first rank: have all ranks run it. Returns what `run` does here."""
         call = self._calls[name]
         step = self._executor.step_at
-        if call.to_words is None:
+        if call.to_message is None:
             self.lockstep.tell(name, value=value, step=step)
             self._executor.claim_device()
             return call.run(value)
-        words = call.to_words(value)
+        words = call.to_message(value)
         self.lockstep.tell(name, size=words.numel(), step=step)
         self._executor.claim_device()
         self._broadcast(words)
@@ -131,12 +131,12 @@ class Ranks:
         with self.lockstep.taking_part():
             self._executor.note_version(command["step"])
             self._executor.claim_device()
-            if call.from_words is None:
+            if call.from_message is None:
                 call.run(command["value"])
             else:
                 words = torch.empty(command["size"], dtype=torch.int64)
                 self._broadcast(words)
-                call.run(call.from_words(words))
+                call.run(call.from_message(words))
         return True
 
     def leave(self) -> None:

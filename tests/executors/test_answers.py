@@ -13,7 +13,7 @@ from llamarl.errors import RewardError
 from llamarl.scoring.in_turn import InTurn
 from llamarl.scoring.replies import ReplyMean, ReplySettings, mean_outcome
 from llamarl.scoring.scorer import Item, Outcome, Scorer
-from llamarl.types import Answered, Completion, Group, Prompt
+from llamarl.types import Completion, Group, Prompt, Replied
 from tests.executors.fakes import FakeMetrics
 
 WORDS = ["error", "abstain", "right", "wrong", ""]  # of a token
@@ -73,7 +73,7 @@ def completion(ticket, sample, *, finish_reason="stop"):
 
 
 def answered(*words, ticket=0, sample=0, outcome="score", reason=""):
-    return Answered(
+    return Replied(
         attack=completion(ticket, sample),
         prompt_ids=torch.tensor([9]),
         lengths=torch.ones(len(words), dtype=torch.int64),
@@ -221,7 +221,7 @@ def step_until(reward, condition):
 
 def test_a_group_is_whole_with_the_mean_rewards_of_its_attacks(build_with_victim):
     reward = build_with_victim()
-    reward.inputs.of(Answered).records += [
+    reward.inputs.of(Replied).records += [
         answered("right", "wrong", ticket=3, sample=1),
         answered("right", "right", ticket=3, sample=0),
     ]
@@ -234,7 +234,7 @@ def test_a_group_is_whole_with_the_mean_rewards_of_its_attacks(build_with_victim
 def test_a_victim_that_answers_nothing_ends_the_run(build_with_victim):
     reward = build_with_victim(max_error_rate=0.1)
     for ticket in range(40):
-        reward.inputs.of(Answered).records += [
+        reward.inputs.of(Replied).records += [
             answered("", "", ticket=ticket, sample=sample) for sample in range(2)
         ]
     with pytest.raises(RewardError, match="the victim's 2 replies are empty"):

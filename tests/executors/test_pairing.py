@@ -125,7 +125,7 @@ def made_by(*, pairing="all", compares=False, references=True, scorer=None, batc
         sampling=SamplingParams(max_new_tokens=4, n=3),
         chunk_tokens=1,
         prompt_of=prompt_of,
-        references_of=lambda prompt: dict(prompt.meta) if references else {},
+        targets_of=lambda prompt: dict(prompt.meta) if references else {},
         tokenizer=TOKENIZER,
         prompts=prompts,
         rule=rule,

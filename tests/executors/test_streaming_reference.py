@@ -41,7 +41,7 @@ def streaming(
     model,
     *,
     cache_tokens=8 * LONGEST,
-    chunk_tokens=4,
+    piece_tokens=4,
     temperature=1.0,
     native=True,
     reproducible=True,
@@ -54,7 +54,7 @@ def streaming(
         reproducible=reproducible,
         prompts=FakeStream(prompt_of),
         stream=StreamSettings(
-            chunk_tokens=chunk_tokens, cache_tokens=cache_tokens, longest=LONGEST
+            piece_tokens=piece_tokens, cache_tokens=cache_tokens, longest=LONGEST
         ),
     )
     inputs = [(record, FakeReceiver()) for record in made.consumes]
@@ -109,7 +109,7 @@ def test_what_has_ended_is_read_to_its_end_before_its_group_comes(model):  # noq
 
 
 def test_the_rest_is_read_when_the_group_comes_and_nothing_twice(model):  # noqa: F811
-    ours = streaming(model, chunk_tokens=2)
+    ours = streaming(model, piece_tokens=2)
     read = []
     calls = ours._ranks._calls
     run = calls["read"].run

@@ -47,7 +47,7 @@ def scorer(path):
 def streaming(path, *, model=None, parts=None, cache_tokens=8 * LONGEST, **search):
     reproducible = search.pop("reproducible", True)
     stream = StreamSettings(
-        chunk_tokens=search.get("candidates", [4])[0],
+        piece_tokens=search.get("candidates", [4])[0],
         cache_tokens=cache_tokens,
         longest=LONGEST,
         **search,
@@ -97,7 +97,7 @@ def test_what_is_sampled_is_read_before_it_ends(path, scorer):
     early = executor.metrics.means["reward/prefilled_early"]
     assert early[:sample] + early[sample + 1 :] == [0] * (SIZE - 1) and early[sample] > 0.5
     assert len(executor.metrics.means["reward/tail_s"]) == SIZE
-    assert executor.metrics.means["reward/chunk_tokens"] == [4] * SIZE
+    assert executor.metrics.means["reward/piece_tokens"] == [4] * SIZE
     assert executor.metrics.spans[-1] == "read to the end"
     whole = sum(ASKED[0].prompt_ids.numel() + c.numel() for c in ASKED[0].completions)
     assert executor.metrics.sums["reward/model/tokens"] <= whole
@@ -192,15 +192,15 @@ def test_the_size_of_pieces_is_searched_step_by_step_and_goes_on_from_a_checkpoi
     executor, queue = searching(path)
     seen = []
     for ticket in (0, 1, 2, 3):
-        seen.append(queue.chunk_tokens)
+        seen.append(queue.piece_tokens)
         group = feed(executor, *all_of(ticket))[ticket]
         close_to(group.rewards, transformers_scores(scorer, [ASKED[ticket]]))
-    assert seen + [queue.chunk_tokens] == [2, 2, 2, 2, 5]  # the first step is not timed
-    assert executor.metrics.means["reward/chunk_tokens"] == [2] * 4 * SIZE
+    assert seen + [queue.piece_tokens] == [2, 2, 2, 2, 5]  # the first step is not timed
+    assert executor.metrics.means["reward/piece_tokens"] == [2] * 4 * SIZE
     resumed, other = searching(path)
-    assert other.chunk_tokens == 2
+    assert other.piece_tokens == 2
     resumed.load_state_dict([executor.state_dict(), {}])
-    assert other.chunk_tokens == 5 and resumed.state_dict() == executor.state_dict()
+    assert other.piece_tokens == 5 and resumed.state_dict() == executor.state_dict()
     feed(resumed, *all_of(0))
-    assert resumed.metrics.means["reward/chunk_tokens"] == [5] * SIZE
+    assert resumed.metrics.means["reward/piece_tokens"] == [5] * SIZE
     assert streaming(path).state_dict() == {}

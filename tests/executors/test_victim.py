@@ -14,7 +14,7 @@ from llamarl.executor import ExecutorGroup
 from llamarl.inference import Engine, SamplingParams
 from llamarl.models.config import tiny_directory
 from llamarl.models.hf import load_tokenizer, named_parameters_hf
-from llamarl.types import Answered, Completion, EvalAnswered, EvalCompletion, Policy
+from llamarl.types import Completion, EvalCompletion, EvalReplied, Policy, Replied
 from tests.executors.fakes import FakeControl, FakeMetrics, FakeReceiver, FakeSender
 
 ANSWERS = 3  # to an attack
@@ -86,9 +86,9 @@ def build():
             reproducible=reproducible,
         )
         inputs = [(record, FakeReceiver()) for record in victim.consumes]
-        answered, eval_answered = FakeSender("answered"), FakeSender("eval_answered")
+        answered, eval_answered = FakeSender("replied"), FakeSender("eval_replied")
         answered.room = room
-        outputs = [(Answered, answered), (EvalAnswered, eval_answered)]
+        outputs = [(Replied, answered), (EvalReplied, eval_answered)]
         group = ExecutorGroup("victim", (0,), 0, torch.device("cpu"))
         victim.attach(group, inputs, outputs, FakeControl(), FakeMetrics())
         victim.setup()
@@ -105,7 +105,7 @@ def give(victim, *attacks):
         victim.inputs.of(type(one)).records.append(one)
 
 
-def answered_by(victim, *attacks) -> dict[tuple, Answered | EvalAnswered]:
+def answered_by(victim, *attacks) -> dict[tuple, Replied | EvalReplied]:
     """What came of the attacks, by their places in the engine."""
     give(victim, *attacks)
     while victim.step():
@@ -142,7 +142,7 @@ def test_an_attack_comes_with_the_answers_that_its_place_decides(build, reproduc
         expected = asked_directly(one)
         assert record.attack is one and record.outcome == "score"
         assert record.prompt_ids.tolist() == read(TOKENIZER.decode(one.token_ids.tolist()))
-        assert [a.tolist() for a in record.answers] == [a.token_ids.tolist() for a in expected]
+        assert [a.tolist() for a in record.replies] == [a.token_ids.tolist() for a in expected]
         assert record.has_ended == tuple(a.finish_reason == "stop" for a in expected)
 
 
@@ -191,7 +191,7 @@ def test_an_attack_that_is_not_asked_says_why(build, one, outcome, reason, repro
     found = answered_by(build(reproducible=reproducible), one, other)
     record = found[place_of(one)]
     assert record.outcome == outcome and reason in record.reason
-    assert record.answers == () and record.prompt_ids.numel() == 0
+    assert record.replies == () and record.prompt_ids.numel() == 0
     assert found[place_of(other)].outcome == "score"
 
 
@@ -228,7 +228,7 @@ def test_as_many_attacks_are_begun_as_fill_the_slots(build):
     victim = build(reproducible=False, max_slots=4 * ANSWERS)
     give(victim, *SUMS)
     victim.step()
-    assert len(victim.outputs.of(Answered).records) + len(victim._asked) == 4
+    assert len(victim.outputs.of(Replied).records) + len(victim._asked) == 4
 
 
 def test_two_evaluations_may_be_under_way_at_once(build):
@@ -239,7 +239,7 @@ def test_two_evaluations_may_be_under_way_at_once(build):
     give(victim, *both)
     while victim.step():
         pass
-    assert len(victim.outputs.of(EvalAnswered).records) == len(both)
+    assert len(victim.outputs.of(EvalReplied).records) == len(both)
 
 
 @pytest.mark.parametrize("reproducible", [True, False])
@@ -249,13 +249,13 @@ def test_an_evaluation_overtakes_the_attacks_that_wait(build, monkeypatch, repro
     victim = build(reproducible=reproducible, max_slots=ANSWERS * SIZE)
     give(victim, *SUMS)
     victim.step()
-    begun = len(victim._asked) + len(victim.outputs.of(Answered).records)
+    begun = len(victim._asked) + len(victim.outputs.of(Replied).records)
     assert begun == SIZE, "the rest waits"
     give(victim, *SUMS, *(eval_attack(i, f"2{i}+3") for i in range(EVAL_ATTACKS)))
-    evaluated = victim.outputs.of(EvalAnswered).records
+    evaluated = victim.outputs.of(EvalReplied).records
     while len(evaluated) < EVAL_ATTACKS:
         assert victim.step()
-    assert len(victim.outputs.of(Answered).records) < len(SUMS)
+    assert len(victim.outputs.of(Replied).records) < len(SUMS)
 
 
 def test_an_evaluation_is_taken_in_where_no_attack_has_room(build, monkeypatch):

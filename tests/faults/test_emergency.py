@@ -142,7 +142,7 @@ def test_a_rank_that_hangs_in_a_collective_with_the_trainers_costs_no_step_eithe
     if shared == "scorer":
         write_scorer(tmp_path / "scorer")
         given += ["reward=model", f"reward.path={tmp_path / 'scorer'}", "reward.stream=true"]
-        given += ["reward.chunk_tokens=2", "generator.chunk_tokens=2", "max_new_tokens=12"]
+        given += ["reward.piece_tokens=2", "generator.chunk_tokens=2", "max_new_tokens=12"]
         given += ["placement.generator=[1]", "placement.reward=[0,1]"]
     else:
         given += ["placement.generator=[0,1]", "generator.tensor_parallel=2"]

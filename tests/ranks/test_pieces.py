@@ -26,7 +26,7 @@ def streamed(decoder, group, *, one_by_one: bool, ahead: bool) -> list[float]:
     )
     caches = []
     for _ in range(group.data_size):
-        caches.append(GrowingSequences(chunk_tokens=4, slots=3, max_len=LONGEST))
+        caches.append(GrowingSequences(piece_tokens=4, slots=3, max_len=LONGEST))
     scores = {}
 
     def read() -> None:

@@ -118,7 +118,7 @@ def streamed_by(reference: ShardedReference, group: ExecutorGroup) -> list[list[
     asked = asked_for(6, 4)
     streams = []
     for _ in range(group.data_size):
-        growing = GrowingSequences(chunk_tokens=4, slots=SLOTS, max_len=LONGEST, last_is_label=True)
+        growing = GrowingSequences(piece_tokens=4, slots=SLOTS, max_len=LONGEST, last_is_label=True)
         streams.append(StreamedLogprobs(growing, most_kept=100))
     reader = PieceReader(
         reference.decoder,

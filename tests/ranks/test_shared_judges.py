@@ -50,8 +50,8 @@ class Told(Alone):
 
     def call(self, name, value):
         call = self._calls[name]
-        assert call.to_words is not None and call.from_words is not None
-        return call.run(call.from_words(call.to_words(value)))
+        assert call.to_message is not None and call.from_message is not None
+        return call.run(call.from_message(call.to_message(value)))
 
 
 def judges_at(group: ExecutorGroup, path: str) -> list:

@@ -12,7 +12,7 @@ from tests.launching import SMALL, ForkedJob, untimed
 from tests.scorers import SCORES, write_scorer
 
 EXIT_FAILED = 1
-STREAMED = ("reward.stream=true", "reward.chunk_tokens=2", "generator.chunk_tokens=2")
+STREAMED = ("reward.stream=true", "reward.piece_tokens=2", "generator.chunk_tokens=2")
 # Else answers are of three tokens.
 LONG = ("max_new_tokens=12", "generator.min_new_tokens=8")
 
@@ -42,7 +42,7 @@ def test_completions_are_read_while_they_are_sampled(run):
     told = [row for row in run.rows if row.get("reward/prefilled_early") is not None]
     assert told and run.rows[-1]["reward/error_rate"] == 0
     assert max(row["reward/prefilled_early"] for row in told) > 0
-    assert all(row["reward/tail_s"] >= 0 and row["reward/chunk_tokens"] == 2 for row in told)
+    assert all(row["reward/tail_s"] >= 0 and row["reward/piece_tokens"] == 2 for row in told)
     (trace,) = run.run_dir.glob("trace.rank1.json")
     names = {event["name"] for event in json.loads(trace.read_text())["traceEvents"]}
     assert {"step", "read ahead", "read to the end"} <= names
@@ -97,7 +97,7 @@ def test_a_killed_rank_that_reads_ahead_ends_the_run_which_goes_on(scorer, tmp_p
 
 
 @pytest.mark.slow
-def test_a_run_that_did_not_stream_goes_on_with_a_search_of_chunk_tokens(scorer, tmp_path):
+def test_a_run_that_did_not_stream_goes_on_with_a_search_of_pieces(scorer, tmp_path):
     """Two generators; the checkpoint it goes on from knows nothing of the reward, the next does."""
     placed = ("placement.trainer=[0]", "placement.generator=[0,1]", "placement.reward=[1]")
     given = (*SMALL, *LONG, *placed)
@@ -106,7 +106,7 @@ def test_a_run_that_did_not_stream_goes_on_with_a_search_of_chunk_tokens(scorer,
         assert job.wait() == 0, job.output
         assert not list(job.checkpoint.glob("reward.*"))
     given += scorer[:2]
-    searches = ("reward.stream=true", "reward.chunk_tokens=auto", "resume=auto")
+    searches = ("reward.stream=true", "reward.piece_tokens=auto", "resume=auto")
     searches += ("resume_with_other=[reward]",)
     timed = []
     for steps in (6, 7):

@@ -12,7 +12,7 @@ from tests.launching import SMALL, ForkedJob, untimed
 
 EXIT_FAILED = 1
 GIVEN = (*SMALL, "reference=frozen", "loss.kl_coef=0.1", "max_lag=0", "lr=1e-3", "eval.every=0")
-STREAMED = ("reference.stream=true", "reference.chunk_tokens=3", "generator.chunk_tokens=2")
+STREAMED = ("reference.stream=true", "reference.piece_tokens=3", "generator.chunk_tokens=2")
 TWO = ("placement.trainer=[0]", "placement.generator=[1]", "placement.reward=[1]")
 
 

@@ -9,8 +9,8 @@ def run(search, seconds_of, steps):
     """The sizes that steps were made with."""
     sizes = []
     for number in range(steps):
-        sizes.append(search.chunk_tokens)
-        search.step(seconds_of(search.chunk_tokens, number))
+        sizes.append(search.piece_tokens)
+        search.step(seconds_of(search.piece_tokens, number))
     return sizes
 
 
@@ -26,14 +26,14 @@ def test_a_slow_step_and_the_first_of_a_trial_decide_nothing():
     search = ChunkSearch([16, 32], every=20)
     times = iter([0.1, 2.0, 9.0, 9.0, 9.0, 1.0])
     assert run(search, lambda *_: next(times), 2 * TRIAL)[-1] == 32
-    assert search.chunk_tokens == 32
+    assert search.piece_tokens == 32
 
 
 def test_a_later_search_may_find_another():
     search = ChunkSearch([16, 32], every=8)
     run(search, lambda size, _: float(size), 8)
     run(search, lambda size, _: 1.0 / size, 2 * TRIAL)
-    assert search.chunk_tokens == 32
+    assert search.piece_tokens == 32
 
 
 @pytest.mark.parametrize("stop", range(0, 12, 2))
@@ -48,7 +48,7 @@ def test_a_search_goes_on_from_a_checkpoint(stop):
     assert run(other, seconds, 11) == run(whole, seconds, 11) and len(sizes) == stop
     anew = ChunkSearch([8, 16])
     anew.load_state_dict(whole.state_dict())
-    assert anew.chunk_tokens == 8
+    assert anew.piece_tokens == 8
 
 
 def test_too_few_steps_or_no_candidates_are_refused():

@@ -30,6 +30,7 @@ from llamarl.config.conversion import (
     to_values,
     value_differences,
 )
+from llamarl.config.former import of_today
 from llamarl.config.loss_options import LOSS_OPTIONS, declares
 from llamarl.config.placement import TINY_MODEL, placement_of
 from llamarl.config.sections.placement import PlacementSettings
@@ -910,6 +911,19 @@ def test_what_an_earlier_release_saved_is_read_under_todays_keys(tmp_path):
     assert dataclasses.replace(loaded, loss=loss) == config
 
 
+def test_keys_that_were_saved_under_former_names_keep_their_values(tmp_path):
+    overrides = ["reward=model", "reward.path=DIR", "reward.stream=true", "reward.piece_tokens=3"]
+    overrides += ["reference=frozen", "reference.piece_tokens=5"]
+    config = config_of(*overrides)
+    saved = to_values(config)
+    saved["reward"]["chunk_tokens"] = saved["reward"].pop("piece_tokens")
+    saved["reference"]["chunk_tokens"] = saved["reference"].pop("piece_tokens")
+    OmegaConf.save(OmegaConf.create(saved), tmp_path / "config.yaml")
+    assert load_config(tmp_path / "config.yaml") == config
+    victim = of_today({"victim": {"answers": 4, "top_p": 0.9}})["victim"]
+    assert victim == {"replies": 4, "top_p": 0.9}
+
+
 # --- the process ---
 
 
@@ -1055,6 +1069,9 @@ def test_multirun_runs_every_point(recipe):
             "reference_schedule.end_step",
             "called loss.schedules.reference_temperature.end_step now",
         ),
+        (["reward.chunk_tokens=4"], "reward.chunk_tokens", "called reward.piece_tokens now"),
+        (["reference.chunk_tokens=4"], "reference.chunk_tokens", "reference.piece_tokens now"),
+        (["victim.answers=4"], "victim.answers", "called victim.replies now"),
         (["trainer.decay_steps=5"], "trainer.decay_steps=5 trainer.schedule=constant", "wsd"),
         (
             ["trainer.schedule=wsd", "trainer.decay_steps=101"],

@@ -93,8 +93,8 @@ def test_a_victim_is_between_generator_and_reward():
     assert arrows(channels_between(executors_of(kind=RED_TEAM))) == [
         (Gather, "completions", "generator", "victim"),
         (Gather, "evaluations", "generator", "victim"),
-        (Gather, "answered", "victim", "reward"),
-        (Gather, "eval_answered", "victim", "reward"),
+        (Gather, "replied", "victim", "reward"),
+        (Gather, "eval_replied", "victim", "reward"),
         (Gather, "scored", "reward", "reference"),
         (Scatter, "groups", "reference", "trainer"),
         (Weights, "policy", "trainer", "generator"),

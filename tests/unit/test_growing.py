@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from llamarl.executor import ExecutorGroup
 from llamarl.scoring.growing import GrowingSequences, Pass, Piece
-from llamarl.scoring.pieces import PieceReader, ScoreHead, from_words, to_words
+from llamarl.scoring.pieces import PieceReader, ScoreHead, from_message, to_message
 from llamarl.scoring.sharded import ScorerSettings, ShardedScorer
 from tests.scorers import SCORES, asked_for, transformers_scores, write_scorer
 
@@ -84,7 +84,7 @@ def test_whatever_is_heard_each_whole_sequence_is_read_once_in_its_pieces(
 ):
     sequences, events = story
     growing = GrowingSequences(
-        chunk_tokens=chunk, slots=slots, max_len=LONGEST, last_is_label=last_is_label
+        piece_tokens=chunk, slots=slots, max_len=LONGEST, last_is_label=last_is_label
     )
     cache = Slots(growing)
     wanted = set()
@@ -116,7 +116,7 @@ def test_whatever_is_heard_each_whole_sequence_is_read_once_in_its_pieces(
 
 
 def test_pieces_are_of_the_chunk_and_the_last_waits_for_the_end():
-    growing = GrowingSequences(chunk_tokens=4, slots=2, max_len=LONGEST)
+    growing = GrowingSequences(piece_tokens=4, slots=2, max_len=LONGEST)
     growing.extend((3, 0), ids(1, 2, 3), 0, ids(4, 5, 6, 7, 8))
     (piece,) = growing.next_pass(100).pieces
     assert (piece.begin, piece.token_ids.tolist(), piece.next_id) == (0, [1, 2, 3, 4], 5)
@@ -129,7 +129,7 @@ def test_pieces_are_of_the_chunk_and_the_last_waits_for_the_end():
 
 
 def test_a_prompt_is_read_once_for_all_samples_of_its_ticket():
-    growing = GrowingSequences(chunk_tokens=2, slots=3, max_len=LONGEST)
+    growing = GrowingSequences(piece_tokens=2, slots=3, max_len=LONGEST)
     prompt = ids(1, 2, 3, 4, 5)
     for index in range(3):
         growing.extend((3, index), prompt, 0, ids(6, 7, 8))
@@ -141,7 +141,7 @@ def test_a_prompt_is_read_once_for_all_samples_of_its_ticket():
 
 
 def test_a_prompt_is_copied_once_something_is_read_behind_it():
-    growing = GrowingSequences(chunk_tokens=2, slots=2, max_len=LONGEST)
+    growing = GrowingSequences(piece_tokens=2, slots=2, max_len=LONGEST)
     prompt = ids(1, 2, 3, 4)
     growing.extend((3, 0), prompt, 0, ids(6))
     growing.next_pass(100)
@@ -153,7 +153,7 @@ def test_a_prompt_is_copied_once_something_is_read_behind_it():
 
 
 def test_what_a_pass_reads_is_copied_by_no_other_piece_of_it():
-    growing = GrowingSequences(chunk_tokens=2, slots=2, max_len=LONGEST)
+    growing = GrowingSequences(piece_tokens=2, slots=2, max_len=LONGEST)
     growing.finish((3, 0), ids(1, 2), ids())
     growing.finish((3, 1), ids(1, 2), ids(4))
     reading = growing.next_pass(100)
@@ -163,7 +163,7 @@ def test_what_a_pass_reads_is_copied_by_no_other_piece_of_it():
 
 
 def test_whole_sequences_go_first_and_take_the_slot_of_what_was_read_least():
-    growing = GrowingSequences(chunk_tokens=2, slots=2, max_len=LONGEST)
+    growing = GrowingSequences(piece_tokens=2, slots=2, max_len=LONGEST)
     growing.extend((0, 0), ids(1), 0, ids(2, 3, 4, 5))
     growing.extend((1, 0), ids(1), 0, ids(2, 3, 4, 5, 6, 7))
     growing.next_pass(100)
@@ -182,7 +182,7 @@ def test_whole_sequences_go_first_and_take_the_slot_of_what_was_read_least():
 
 
 def test_late_hints_begin_nothing_and_unfinished_sequences_are_bounded():
-    growing = GrowingSequences(chunk_tokens=2, slots=1, max_len=LONGEST)
+    growing = GrowingSequences(piece_tokens=2, slots=1, max_len=LONGEST)
     growing.finish((0, 0), ids(1), ids(2))
     growing.next_pass(100)
     growing.extend((0, 0), ids(1), 0, ids(2))
@@ -194,14 +194,14 @@ def test_late_hints_begin_nothing_and_unfinished_sequences_are_bounded():
 
 
 def test_what_cannot_be_read_is_refused():
-    growing = GrowingSequences(chunk_tokens=2, slots=1, max_len=4)
+    growing = GrowingSequences(piece_tokens=2, slots=1, max_len=4)
     with pytest.raises(ValueError, match="need 1 to 4"):
         growing.finish((0, 0), ids(1, 2, 3), ids(4, 5))
     growing.finish((0, 0), ids(1), ids(2))
     with pytest.raises(ValueError, match="ticket 0, sample 0 came twice"):
         growing.finish((0, 0), ids(1), ids(2))
     with pytest.raises(ValueError, match="slots=0"):
-        GrowingSequences(chunk_tokens=2, slots=0, max_len=4)
+        GrowingSequences(piece_tokens=2, slots=0, max_len=4)
 
 
 def test_passes_travel_as_numbers():
@@ -212,7 +212,7 @@ def test_passes_travel_as_numbers():
         key=(8, 0), slot=2, begin=0, token_ids=ids(1), next_id=-1, is_last=True, prompt_size=1
     )
     passes = [Pass(((0, 1, 4), (0, 2, 4)), (first, second)), Pass(), Pass((), (second,))]
-    arrived = from_words(to_words(passes))
+    arrived = from_message(to_message(passes))
     assert [one.copies for one in arrived] == [one.copies for one in passes]
     for here, there in zip(passes, arrived):
         assert repr(here.pieces) == repr(there.pieces)
@@ -237,7 +237,7 @@ def streamed(decoder, asked, *, native, chunk, slots=4, seed=None, one_by_one=Tr
     if not native:
         reader.native = None
     assert (reader.native is not None) == native
-    growing = GrowingSequences(chunk_tokens=chunk, slots=slots, max_len=LONGEST)
+    growing = GrowingSequences(piece_tokens=chunk, slots=slots, max_len=LONGEST)
     left = {}
     for ticket, one in enumerate(asked):
         for index, tokens in enumerate(one.completions):

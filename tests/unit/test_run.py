@@ -182,7 +182,7 @@ def change(data, number, text):
 @pytest.mark.parametrize(
     "text",
     [[row(99, 99)], [], [row(10, 17).replace("27", "28")]],
-    ids=["changed", "removed", "answered"],
+    ids=["changed", "removed", "replied"],
 )
 def test_changed_data_under_the_same_path_are_refused(job, data, text):
     """Any one row of all, also outside of the sample whose token ids are looked at."""

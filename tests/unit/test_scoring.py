@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llamarl.executor import ExecutorGroup
-from llamarl.learning.asking import Asked, from_words, to_words
+from llamarl.learning.asking import Asked, from_message, to_message
 from llamarl.scoring.packed import filler, pack_scored
 from llamarl.scoring.sharded import ScorerSettings, ShardedScorer
 from tests.scorers import SCORES, asked_for, transformers_scores, write_scorer
@@ -59,7 +59,7 @@ def test_each_sequence_is_packed_once_whole_and_with_its_last_token(everything, 
 
 @given(st.lists(asked(), max_size=6))
 def test_what_is_asked_travels_as_numbers(everything):
-    arrived = from_words(to_words(everything))
+    arrived = from_message(to_message(everything))
     assert len(arrived) == len(everything)
     for here, there in zip(everything, arrived):
         assert torch.equal(here.prompt_ids, there.prompt_ids)

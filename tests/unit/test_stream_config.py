@@ -26,10 +26,10 @@ LONGEST = compose_config(list(GIVEN)).longest
 @pytest.mark.parametrize(
     "overrides, where, remedy",
     [
-        (["reward.chunk_tokens=0"], "reward.chunk_tokens=0", "at least 1"),
-        (["reward.chunk_tokens=4096"], "reward.chunk_tokens=4096", f"at most {LONGEST - 1}"),
+        (["reward.piece_tokens=0"], "reward.piece_tokens=0", "at least 1"),
+        (["reward.piece_tokens=4096"], "reward.piece_tokens=4096", f"at most {LONGEST - 1}"),
         (["reward.cache_tokens=5"], "reward.cache_tokens=5", f"need at least {LONGEST}"),
-        (["reward.chunk_tokens=auto", "max_lag=0"], "reward.chunk_tokens=auto max_lag=0", "null"),
+        (["reward.piece_tokens=auto", "max_lag=0"], "reward.piece_tokens=auto max_lag=0", "null"),
         (["generator=vllm"], "reward.stream=true generator.kind=vllm", "generator=native"),
         (["offload=true", "max_lag=0"], "reward.stream=true offload=true", "offload=false"),
         (
@@ -68,7 +68,7 @@ REFERENCE = ("reference=frozen", "reference.stream=true")
             "the newest token of a completion",
         ),
         (["generator=vllm"], "reference.stream=true generator.kind=vllm", "generator=native"),
-        (["reference.chunk_tokens=4096"], "reference.chunk_tokens=4096", f"at most {LONGEST - 1}"),
+        (["reference.piece_tokens=4096"], "reference.piece_tokens=4096", f"at most {LONGEST - 1}"),
         (["reference.cache_tokens=5"], "reference.cache_tokens=5", f"need at least {LONGEST}"),
         (["offload=true", "max_lag=0"], "reference.stream=true offload=true", "offload=false"),
         (

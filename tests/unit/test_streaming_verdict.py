@@ -37,7 +37,7 @@ def test_a_short_tail_has_paid():
 @pytest.mark.parametrize(
     "changes, knob",
     [
-        ({"reward__prefilled_early": [0.2, 0.4]}, "lower reward.chunk_tokens"),
+        ({"reward__prefilled_early": [0.2, 0.4]}, "lower reward.piece_tokens"),
         (
             {"reward__prefilled_early": [0.2, 0.4], "reward__evictions": [0, 3]},
             "raise reward.cache_tokens",

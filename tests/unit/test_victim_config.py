@@ -42,11 +42,11 @@ def test_its_other_values_do_not_stand_in_the_way_of_another_choice(other):
         (RED_TEAM, ["victim.template=attack"], "victim.template=attack", "put {attack} where"),
         (RED_TEAM, ["victim.path=/nowhere"], "victim.path=/nowhere", "no such file"),
         (RED_TEAM, ["victim.pat=x"], "victim.pat", "did you mean victim.path?"),
-        (RED_TEAM, ["victim.answers=0"], "victim.answers=0", "at least 1"),
+        (RED_TEAM, ["victim.replies=0"], "victim.replies=0", "at least 1"),
         (
             RED_TEAM,
             ["reward=judge", "reward.url=http://localhost:1/v1", "reward.model=m"]
-            + ["reward.ask=group", "victim.answers=3"],
+            + ["reward.ask=group", "victim.replies=3"],
             "reward.ask=group victim.kind=hf",
             "reward.ask=score",
         ),

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from llamarl.comm import wire
 from llamarl.types import (
-    Answered,
     Completion,
     EvalCompletion,
     Group,
+    Replied,
     ScoredCompletion,
 )
 
@@ -133,7 +133,7 @@ def test_lengths_are_checked_at_birth():
 def test_answers_travel_with_their_attacks(rows):
     records = []
     for ticket, lengths in enumerate(rows):
-        record = Answered(
+        record = Replied(
             attack=completion(ticket, 1, 3),
             prompt_ids=torch.arange(len(lengths)),
             lengths=torch.tensor(lengths, dtype=torch.int64),
@@ -145,7 +145,7 @@ def test_answers_travel_with_their_attacks(rows):
         records.append(record)
     for sent, come in zip(records, wire.decode(wire.encode(records)), strict=True):
         assert same(sent.attack, come.attack) and sent.ticket == come.ticket
-        assert [a.tolist() for a in come.answers] == [a.tolist() for a in sent.answers]
+        assert [a.tolist() for a in come.replies] == [a.tolist() for a in sent.replies]
         assert torch.equal(sent.prompt_ids, come.prompt_ids)
         ours = (sent.has_ended, sent.outcome, sent.reason)
         assert (come.has_ended, come.outcome, come.reason) == ours
@@ -169,6 +169,6 @@ def test_answers_are_of_one_kind_of_attack_a_message():
         policy_versions=empty,
         finish_reason="stop",
     )
-    records = [Answered(attack=attack, **given) for attack in (completion(0, 0, 1), held_out)]
+    records = [Replied(attack=attack, **given) for attack in (completion(0, 0, 1), held_out)]
     with pytest.raises(TypeError, match="one registered record type"):
         wire.encode(records)

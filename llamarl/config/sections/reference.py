@@ -26,7 +26,7 @@ class ReferenceSettings:
     replicate: ClassVar[int] = 1
     tensor_parallel: ClassVar[int] = 1
     stream: ClassVar[bool] = False
-    chunk_tokens: ClassVar[None] = None
+    piece_tokens: ClassVar[None] = None
     cache_tokens: ClassVar[None] = None
 
 
@@ -36,7 +36,7 @@ class FrozenReferenceSettings:
     replicate: Count
     tensor_parallel: Count
     stream: bool
-    chunk_tokens: Count | None
+    piece_tokens: Count | None
     cache_tokens: Count | None
 
     reset_every: ClassVar[None] = None
@@ -141,11 +141,11 @@ def find_reference_stream(
             "reference.stream",
             "offload",
         )
-    if reference.chunk_tokens is not None and reference.chunk_tokens >= longest:
+    if reference.piece_tokens is not None and reference.piece_tokens >= longest:
         found.add(
             "completions have fewer tokens than one piece, so none would be read before it ends; "
             f"at most {longest - 1}, or null",
-            "reference.chunk_tokens",
+            "reference.piece_tokens",
         )
     if reference.cache_tokens is not None and reference.cache_tokens < longest:
         found.add(

@@ -26,7 +26,7 @@ class ModelVictimSettings:
     template: Text
     chat: bool
     system_prompt: str | None
-    answers: Count
+    replies: Count
     max_prompt_tokens: Count
     max_new_tokens: Count
     temperature: NonNegative

@@ -14,13 +14,13 @@ import importlib
 from typing import Any
 
 from llamarl.config.kinds.kind import Given
-from llamarl.launch.job import Job, Scored
+from llamarl.launch.job import Job, ScoredText
 from llamarl.launch.kinds.kind import Kind
 from llamarl.scoring.ahead import StreamSettings
 from llamarl.scoring.weighted import Part
 
 
-def kind_of(given: Given, job: Job, scored: Scored) -> Kind[Any]:
+def kind_of(given: Given, job: Job, scored: ScoredText) -> Kind[Any]:
     """Return the kind of a scorer. scored: the text and tokens that it scores."""
     module = importlib.import_module(f"{__name__}.{given.settings.kind}")
     return module.KIND(given.settings, given, job, scored)

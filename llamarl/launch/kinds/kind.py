@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 from llamarl.config.kinds.kind import Given, KindSettings
 from llamarl.config.placement import Ranks
 from llamarl.launch.identity import ModelParts
-from llamarl.launch.job import Job, Scored
+from llamarl.launch.job import Job, ScoredText
 from llamarl.launch.prices import Price
 from llamarl.scoring.ahead import StreamSettings
 from llamarl.scoring.in_turn import InTurn
@@ -34,7 +34,7 @@ class Kind(ABC, Generic[Settings]):
     scores only needs `identity` and `make`.
     """
 
-    def __init__(self, settings: Settings, given: Given, job: Job, scored: Scored):
+    def __init__(self, settings: Settings, given: Given, job: Job, scored: ScoredText):
         self.settings = settings
         self.given = given
         self.job = job
