@@ -742,6 +742,7 @@ def test_ci_runs_what_the_readme_says():
     assert not re.search(r"https?://|--index-url|\.org\b|\.io\b", script)
 
 
+@pytest.mark.slow
 def test_the_table_of_staleness_is_what_its_command_prints():
     document = text_of(ROOT / "docs" / "staleness.md")
     simulations = [words for words in commands(document) if "llamarl.planner" in words]

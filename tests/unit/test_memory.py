@@ -133,26 +133,35 @@ SMALL = (96, 256, 4, 4, 2, 24, 3000)
 CHUNKED = (512, 256, 1, 4, 2, 24, 17000)
 
 
+UPDATES: list[dict[str, object]] = [
+    {"groups": 1},
+    {"groups": 3},
+    {"checkpointing": True},
+    {"checkpointing": True, "group": 6, "whole_groups": True},
+    {"lora": 4, "reference": "adapters_off"},
+    {"critic": "own", "groups": 1},
+    {"critic": "own", "checkpointing": True, "tied": False},
+    {"reference": "sharded"},
+    {"prompt": 60, "completion": 40, "group": 4},
+    {"shape": CHUNKED, "prompt": 20, "completion": 700, "group": 3, "budget": 4000},
+]
+
+
+def kinds_of_updates():
+    """Each kind in float32, and in bfloat16 the first; the others, which show no other bytes a
+    number, are slow tests.
+    """
+    for fields in UPDATES:
+        name = " ".join(f"{key}={value}" for key, value in fields.items())
+        yield pytest.param(fields, "float32", id=f"{name} float32")
+        marks = [] if fields is UPDATES[0] else [pytest.mark.slow]
+        yield pytest.param(fields, "bfloat16", id=f"{name} bfloat16", marks=marks)
+
+
 @counts_bytes
 @pytest.mark.filterwarnings("ignore:.*longer than trainer.microbatch_tokens")
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"groups": 1},
-        {"groups": 3},
-        {"checkpointing": True},
-        {"checkpointing": True, "group": 6, "whole_groups": True},
-        {"lora": 4, "reference": "adapters_off"},
-        {"critic": "own", "groups": 1},
-        {"critic": "own", "checkpointing": True, "tied": False},
-        {"reference": "sharded"},
-        {"prompt": 60, "completion": 40, "group": 4},
-        {"shape": CHUNKED, "prompt": 20, "completion": 700, "group": 3, "budget": 4000},
-    ],
-    ids=lambda fields: " ".join(f"{key}={value}" for key, value in fields.items()),
-)
-def test_what_an_update_allocates_at_its_peak_is_what_is_foretold(benchmark, dtype, fields):
+@pytest.mark.parametrize("fields, dtype", kinds_of_updates())
+def test_what_an_update_allocates_at_its_peak_is_what_is_foretold(benchmark, fields, dtype):
     case = benchmark.Case(**{"shape": SMALL, "dtype": dtype} | fields)
     _, measured = benchmark.counted(case)
     assert 0.9 <= benchmark.foretold(case) / measured <= 1.1
