@@ -110,12 +110,12 @@ def scorer(tmp_path_factory) -> tuple[Path, torch.nn.Module]:
 
 
 def check(by_rank: list[dict], model: torch.nn.Module, topologies: dict) -> None:
-    """All ranks say alike, and what one rank and transformers say."""
+    """All ranks that judge as one say alike, and what transformers say; so does each rank alone."""
     scores = transformers_scores(model, ASKED).view(-1, 2)
     greedy = [answer.item for answer in answers(0)]
     logprobs = logprobs_by_transformers(greedy)
     nats = of_logprobs(read_config(tiny_directory()), size=LOGIT)
-    whole, size = by_rank[0]["whole"]
+    _, size = by_rank[0]["whole"]
     for one in SETS:
         own = slice(one.first, one.first + one.count)
         wanted = {
@@ -133,7 +133,6 @@ def check(by_rank: list[dict], model: torch.nn.Module, topologies: dict) -> None
                 (column,) = one.columns({"eval/perplexity": 0})
                 assert columns[column] == pytest.approx(perplexity, rel=nats), name
     for found in by_rank:
-        assert found["whole"][0] == whole
         for name, (replicate, tp) in topologies.items():
             columns, held = found[name]
             assert columns == by_rank[0][name][0], name
