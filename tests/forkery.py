@@ -299,7 +299,9 @@ def become(job: dict) -> None:
     os.dup2(nothing, 0)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    sys.stdout.reconfigure(line_buffering=True)
+    # A line is written at once: ranks share the log, and pieces of their lines would mix.
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True, write_through=False)
     os.chdir(job["cwd"])
     os.environ.clear()
     os.environ.update(job["environment"])
