@@ -191,7 +191,7 @@ def test_what_cannot_be_a_victim_is_refused_before_anything_starts(tmp_path):
     said = refused(f"victim.path={tmp_path}")
     assert "gives scores and no tokens; the victim needs a language model" in said
     assert "its context is 512 tokens" in refused("victim.max_prompt_tokens=510")
-    assert "6 tokens are around every attack" in refused(
+    assert "6 tokens stand around every attack" in refused(
         "victim.template='12345{attack}'", "victim.max_prompt_tokens=6"
     )
 

@@ -331,7 +331,7 @@ def test_sft_begins_with_no_scorer(two_ranks, tmp_path):
     rows = write_rows(tmp_path / "rows.jsonl", 10)
     with job_of(*SMALL, model, rows, out=tmp_path / "out", recipe=SFT_RECIPE) as job:
         assert job.wait() == BAD_INPUT
-    assert "LlamaForSequenceClassification gives scores, no tokens" in job.output
+    assert "LlamaForSequenceClassification gives scores and no tokens" in job.output
 
 
 @pytest.mark.slow

@@ -160,7 +160,7 @@ def kinds_of_updates():
 
 @counts_bytes
 @pytest.mark.filterwarnings("ignore:.*longer than trainer.microbatch_tokens")
-@pytest.mark.parametrize("fields, dtype", kinds_of_updates())
+@pytest.mark.parametrize("fields, dtype", list(kinds_of_updates()))
 def test_what_an_update_allocates_at_its_peak_is_what_is_foretold(benchmark, fields, dtype):
     case = benchmark.Case(**{"shape": SMALL, "dtype": dtype} | fields)
     _, measured = benchmark.counted(case)
