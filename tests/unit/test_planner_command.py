@@ -1,6 +1,7 @@
 """python -m llamarl.planner: its command lines, and what it says of bad ones."""
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import asdict
@@ -36,6 +37,21 @@ def test_a_search_says_all_that_a_plan_is(capsys):
     for said in ("asynchronous:", "theta*", "mean lag", "synchronous:", "asynchrony", "to paste"):
         assert said in out
     assert "GiB a GPU" in out
+
+
+def test_a_plan_takes_on_the_real_ledger_what_the_formulas_say(capsys):
+    """16 groups on 15 replicas, where the ledger and whole groups bound the rows: a formula that
+    leaves either out is a third too short.
+    """
+    words = ["--gpus", "16", "--gpu-memory", "80", TINY, "groups_per_step=16", "--simulate"]
+    status, out, err = run(capsys, "search", *words)
+    assert (status, err) == (0, "")
+    plan, simulated = out.split("simulated\n")
+    predicted = float(re.search(r"^asynchronous: (\S+) s a step", plan, re.MULTILINE)[1])
+    step = float(re.search(r"^step +(\S+) s mean", simulated, re.MULTILINE)[1])
+    assert step == pytest.approx(predicted, rel=0.1)
+    lag = re.search(r"^lag +\S+ mean, (\d+) at most, of max_lag (\d+)", simulated, re.MULTILINE)
+    assert int(lag[1]) <= int(lag[2]) == 1
 
 
 def test_words_may_stand_anywhere(capsys):
