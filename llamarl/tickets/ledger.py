@@ -55,15 +55,9 @@ NEVER = 1 << 62  # deadline of a ticket that any step may train on
 NEWS = 4  # the share of a batch, one in so many, that every sync of a replay buffer brings at least
 
 
-def in_time(deadlines: list[int], step: int, groups_per_step: int) -> bool:
-    """Whether inequality (1) holds: all these started tickets can still be trained on,
-    groups_per_step a step from `step` on.
-    """
-    return holds(Counter(deadlines), step, groups_per_step)
-
-
-def holds(num_due: Mapping[int, int], step: int, groups_per_step: int) -> bool:
-    """Whether inequality (1) holds, given how many started tickets have each deadline.
+def in_time(num_due: Mapping[int, int], step: int, groups_per_step: int) -> bool:
+    """Whether inequality (1) holds: all started tickets can still be trained on, groups_per_step a
+    step from `step` on. num_due: how many of them have each deadline.
 
     It does for every d if it does for the deadlines that there are: R(d) grows at these alone.
     """
@@ -148,7 +142,7 @@ class TicketPool:
         """Whether (1) holds with one more ticket of this deadline."""
         num_due = dict(self._num_due)
         num_due[deadline] = num_due.get(deadline, 0) + 1
-        return holds(num_due, step, self.groups_per_step)
+        return in_time(num_due, step, self.groups_per_step)
 
     def _add(self, ticket: int, deadline: int) -> None:
         """Have a ticket started, with this deadline."""
@@ -185,7 +179,7 @@ class TicketPool:
         batch = by_deadline[: self.groups_per_step]
         rest = Counter(self._num_due)
         rest.subtract(self.deadlines[t] for t in batch)
-        return batch if holds(rest, step + 1, self.groups_per_step) else None
+        return batch if in_time(rest, step + 1, self.groups_per_step) else None
 
     def _least(self, step: int) -> int:
         """Return how many finished groups this step waits for, where a take hands over
