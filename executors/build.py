@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
+from executors.build_dialogues import around, dialogue_engine
+from executors.build_trainer import build_trainer
 from executors.generator import Generator
 from executors.reference import Reference
 from executors.reward import Reward
-from executors.trainer import AdamSettings, FSDPTrainer
+from executors.trainer import FSDPTrainer
 from executors.victim import Victim
 from llamarl.config.command_line import Config
 from llamarl.config.placement import judge_models
 from llamarl.config.sections.victim import placed_victim
+from llamarl.config.tasks import EnvironmentSettings
 from llamarl.executor import WeightsForm
 from llamarl.inference import Engine, SamplingParams, TemperatureRange
 from llamarl.inference.build import build_native, build_vllm
-from llamarl.inference.protocol import BuildEngine
+from llamarl.inference.protocol import BuildEngine, GenerationEngine
 from llamarl.inference.stop_strings import unescaped
 from llamarl.launch.embedders import embedder_settings
 from llamarl.launch.gold import gold_ids, gold_texts
@@ -29,17 +32,6 @@ from llamarl.launch.job import Job, stop_tokens
 from llamarl.launch.kinds import gold_kind, reward_parts
 from llamarl.launch.preferences import PreferencesJob
 from llamarl.launch.scorers import stream_cache_tokens
-from llamarl.learning.buffer import GroupBuffer
-from llamarl.learning.losses import check_options, options_of, resolve_loss
-from llamarl.learning.losses.common import has_mark
-from llamarl.learning.losses.regularisers import regularised
-from llamarl.learning.replay import Draw, ReplayBuffer, SharedReplayBuffer, SplitReplayBuffer
-from llamarl.learning.schedules import value_at
-from llamarl.learning.shaping import Shaping
-from llamarl.learning.update import UpdateSettings
-from llamarl.learning.values import CriticSettings
-from llamarl.models.lora import Lora
-from llamarl.models.parity import TOP
 from llamarl.scoring.ahead import StreamSettings
 from llamarl.scoring.diversity import Diversity
 from llamarl.scoring.gold import Gold, GoldSettings
@@ -91,6 +83,17 @@ def engine_builder(config: Config, job: Job) -> BuildEngine:
     )
     if g.kind == "vllm":
         return partial(build_vllm, **sizes, gpu_memory_utilization=g.gpu_memory_utilization)
+    task = config.task
+    if isinstance(task, EnvironmentSettings):
+        sizes["kept_tokens"] = config.kept_tokens
+        return partial(dialogue_engine, task, job, native_builder(config, sizes))
+    return native_builder(config, sizes)
+
+
+def native_builder(config: Config, sizes: dict[str, Any]) -> BuildEngine:
+    """Return a function that builds the native engine. sizes: those that other kinds have too."""
+    g = config.generator
+    assert g.kind == "native", "asked for that kind"
     return partial(
         build_native,
         **sizes,
@@ -152,7 +155,7 @@ def build_reward(config: Config, job: Job) -> Reward:
     r = config.reward
     parts = reward_parts(job, stream_settings(config, job, "reward") if r.stream else None)
     acts_as_one = any(part.settings.acts_as_one for part in config.reward_parts)
-    make_scorer: MakeScorer = partial(Weighted, parts)
+    make_scorer: MakeScorer = partial(Weighted, parts, outcomes=r.outcomes)
     if len(parts) == 1 and not acts_as_one and config.reward_parts[0].weight is None:
         make_scorer = parts[0].make
     return Reward(
@@ -322,9 +325,19 @@ def gold_items(
 
 def build_scorer(config: Config, job: Job) -> Scorer:
     """Build the scorer in this process alone, loaded and not started: for a script."""
-    scorer = Weighted(reward_parts(job, None), site_alone(job.world.device))
+    parts = reward_parts(job, None)
+    scorer = Weighted(parts, site_alone(job.world.device), outcomes=config.reward.outcomes)
     scorer.load()
     return scorer
+
+
+def answering_engine(config: Config, job: Job) -> GenerationEngine:
+    """Build what answers held-out prompts in a script that is no job: the native engine, or with an
+    environment the engine of its dialogues.
+    """
+    engine = engine_alone(config, job)
+    task = config.task
+    return around(engine, task, job) if isinstance(task, EnvironmentSettings) else engine
 
 
 def engine_alone(config: Config, job: Job) -> Engine:
@@ -340,6 +353,7 @@ def engine_alone(config: Config, job: Job) -> Engine:
         cache_tokens=g.cache_tokens,
         prefill_chunk=g.prefill_chunk,
         decode=job.decode,
+        kept_tokens=config.kept_tokens,
     )
 
 
@@ -390,172 +404,3 @@ def build_references(config: Config, job: Job) -> list[Reference]:
             weights_form=WeightsForm(dtype=config.model.dtype, transport=config.weights.transport),
         )
     ]
-
-
-BUFFERS = {  # by buffer.draw
-    "local": ReplayBuffer,
-    "shared": SharedReplayBuffer,
-    "split": SplitReplayBuffer,
-}
-
-
-def build_buffer(config: Config, job: Job) -> GroupBuffer:
-    """Build this trainer rank's buffer. A replay buffer that draws locally holds a share of the
-    prompts and of the room; any other replay buffer, all.
-    """
-    b = config.buffer
-    if b.kind == "fifo":
-        return GroupBuffer(config.max_lag)
-    dp_ranks = job.num_dp_ranks
-    peers = config.trainer.tensor_parallel
-    ranks = job.placement["trainer"]
-    trains_here = job.world.rank in ranks
-    dp_rank = ranks.index(job.world.rank) // peers if trains_here else 0
-    draw = Draw(
-        prompts=config.groups_per_step // job.num_buffers,
-        completions=config.trained_per_prompt,
-        most_on_policy=b.most_on_policy,
-        priority=b.priority,
-        temperature=b.temperature,
-    )
-    return BUFFERS[b.draw](
-        draw=draw,
-        sync_period=b.sync_period,
-        max_size=b.max_size // job.num_buffers,
-        seed=config.seed,
-        rank=dp_rank,
-        num_ranks=dp_ranks,
-        grow_until=b.grow_until,
-        good_reward=b.good_reward,
-        max_lag=config.max_lag,
-        most_lag=job.replay_lag,
-    )
-
-
-def options_at(step: int, *, config: Config) -> dict[str, float]:
-    """Return the scheduled options of the loss at a step."""
-    options = {}
-    for option, schedule in config.loss.schedules.items():
-        first = config.loss.options[option]
-        assert isinstance(first, int | float), (
-            "the rules of the config let only numbers have a schedule"
-        )
-        options[option] = value_at(step, float(first), **dataclasses.asdict(schedule))
-    return options
-
-
-def _check_splits(loss_fn: Callable, name: str) -> None:
-    """Raise ValueError if the loss cannot be computed from parts of groups."""
-    needed = ("whole_groups", "group_means", "uses_all_completions")
-    lacking = [f"@{mark}" for mark in needed if not has_mark(loss_fn, mark)]
-    if lacking:
-        raise ValueError(
-            f"buffer.draw=split loss.fn={name}: draw=split gives each rank some of a prompt's "
-            "completions, and this loss does not declare that it allows that "
-            f"({', '.join(lacking)}: docs/losses.md); buffer.draw=shared, or loss=tb"
-        )
-
-
-def build_trainer(config: Config, job: Job) -> FSDPTrainer:
-    """Build the trainer, with its loss and its buffer."""
-    t, g = config.trainer, config.generator
-    reference = config.reference
-    own_reference = None
-    if reference.kind != "frozen" and reference.kind != "reset":  # these two are executors
-        own_reference = reference.kind
-    c = config.loss
-    plain_loss = resolve_loss(c.fn)
-    options = c.options_for(set(options_of(plain_loss)))
-    check_options(plain_loss, options)
-    if config.splits_prompts:
-        _check_splits(plain_loss, c.fn)
-    loss_fn = regularised(
-        partial(plain_loss, **options),
-        kl_coef=c.kl_coef,
-        kl_estimator=c.kl_estimator,
-        entropy_coef=c.entropy_coef,
-    )
-    step_options = partial(options_at, config=config)
-    critic = None
-    if t.advantages == "gae":
-        critic = CriticSettings(
-            lr=config.critic_lr,
-            coef=t.value_coef,
-            clip=t.value_clip,
-            gamma=t.gamma,
-            gae_lambda=t.gae_lambda,
-        )
-    critic_path = None
-    if t.critic.trunk == "own":
-        critic_path = t.critic.path or str(job.model_path)
-    lora = None
-    if t.lora.rank:
-        lora = Lora(
-            rank=t.lora.rank,
-            alpha=t.lora.alpha,
-            targets=tuple(t.lora.targets),
-            seed=config.seed,
-        )
-    # If the generator samples from another distribution on purpose, the logprobs of fresh tokens
-    # differ from the trainer's.
-    filters = g.top_k > 0 or g.top_p < 1 or g.min_new_tokens > 0
-    differs = filters or g.quantize != "none" or not config.samples_as_trained
-    # Exact if the loss is the policy gradient alone, because such completions add nothing to it.
-    by_token = t.advantages == "gae"
-    skips = t.skip_zero_advantage and not by_token and not has_mark(loss_fn, "uses_all_completions")
-    settings = UpdateSettings(
-        lr=config.lr,
-        schedule=t.schedule,
-        warmup_steps=t.warmup_steps,
-        decay_steps=t.decay_steps,
-        max_steps=config.max_steps,
-        microbatch_tokens=t.microbatch_tokens,
-        max_grad_norm=t.max_grad_norm,
-        temperature=config.temperature,
-        advantages=t.advantages,
-        skip_zero_advantage=skips,
-        parity_tolerance=None if differs else t.parity_tolerance,
-        whole_groups=has_mark(loss_fn, "whole_groups"),
-        shares_groups=config.splits_prompts,
-        minibatches_per_step=t.minibatches_per_step,
-        updates_per_batch=t.updates_per_batch,
-        shaping=Shaping(
-            missing_eos_penalty=t.missing_eos_penalty,
-            reward_kl_coef=t.reward_kl_coef,
-            whiten=t.whiten,
-        ),
-        filter_groups=t.filter_groups,
-        recomputes_kv=g.recompute_kv,
-    )
-    return FSDPTrainer(
-        model_path=str(job.model_path),
-        model_dtype=config.model.dtype,
-        compute_dtype=t.compute_dtype,
-        replicate=t.replicate,
-        tensor_parallel=t.tensor_parallel,
-        activation_checkpointing=t.activation_checkpointing,
-        cpu_offload=t.cpu_offload,
-        loss_fn=loss_fn,
-        settings=settings,
-        buffer=build_buffer(config, job),
-        adam=AdamSettings(
-            betas=(t.beta1, t.beta2), eps=t.eps, weight_decay=t.weight_decay, kind=t.optimizer
-        ),
-        canary_prompts=job.prompts,
-        canary_top=0 if g.quantize == "none" else TOP,
-        evaluate_at=job.eval_due,
-        checkpoint_at=partial(_is_due, config.checkpoint.every),
-        critic_settings=critic,
-        critic_path=critic_path,
-        critic_seed=config.seed,
-        own_reference=own_reference,
-        lora=lora,
-        ema_decay=t.ema_decay,
-        step_options=step_options,
-        resets_reference=partial(_is_due, reference.reset_every),
-    )
-
-
-def _is_due(every: int | None, version: int) -> bool:
-    """Whether what happens every so many versions, from a first one on, is due at this version."""
-    return every is not None and every > 0 and version % every == 0

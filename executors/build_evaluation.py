@@ -9,16 +9,17 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from executors.build import base_settings, engine_alone, gold_items, gold_settings, sampling_of
+from executors.build import answering_engine, base_settings, gold_items, gold_settings, sampling_of
 from llamarl.config.evaluation import REFERENCES
-from llamarl.inference import Engine
 from llamarl.inference.evaluation import eval_completion, submit
 from llamarl.inference.offline import completions_of
+from llamarl.inference.protocol import GenerationEngine
 from llamarl.launch.evaluation import Asked, asked_of, find_model, read_answers
 from llamarl.launch.gold import gold_texts
 from llamarl.launch.inputs import check_inputs
 from llamarl.launch.job import Job
 from llamarl.observe.answers import Judgement
+from llamarl.observe.progress import Progress
 from llamarl.scoring.assembly import item_of
 from llamarl.scoring.evaluation import number_of
 from llamarl.scoring.gold import Gold
@@ -32,15 +33,18 @@ from llamarl.types import EvalCompletion, Prompt
 
 
 def answer(
-    engine: Engine, job: Job, prompts: Mapping[int, Prompt], num_samples: int
+    engine: GenerationEngine, job: Job, prompts: Mapping[int, Prompt], num_samples: int
 ) -> list[EvalCompletion]:
     """Return the completions of all prompts in order: for each its greedy one, then its samples."""
     sampling = sampling_of(job.config, job)
     for number, prompt in prompts.items():
         submit(engine, number, prompt, sampling, num_samples)
     completions = []
-    for finished in completions_of(engine, job.config.generator.chunk_tokens):
-        completions += [eval_completion(stream, c) for stream, c in finished]
+    total = len(prompts) * (1 + num_samples)
+    with Progress("answers", total, unit="completions") as progress:
+        for finished in completions_of(engine, job.config.generator.chunk_tokens):
+            completions += [eval_completion(stream, c) for stream, c in finished]
+            progress.advance(len(finished))
     return sorted(completions, key=lambda c: (c.prompt_index, number_of(c)))
 
 
@@ -91,7 +95,7 @@ def answers_of(other: Job, job: Job, asked: Asked) -> list[Item]:
             f"against={other.model_path}: not all held-out prompts fit task.max_prompt_tokens in "
             "its tokens; raise it"
         )
-    completions = answer(engine_alone(other.config, other), other, theirs, 0)
+    completions = answer(answering_engine(other.config, other), other, theirs, 0)
     items = [item_of(c, p, other.decode, other.decode_raw) for c, p in zip(completions, prompts)]
     if same_tokens(other.tokenizer, job.tokenizer):
         return items

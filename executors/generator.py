@@ -7,6 +7,7 @@
                                                                               arrives there
     truncate     orders; the clock        -                                   -
     decode       one chunk of tokens      room in the completions channel     the reward
+                 environments' answers    - (dialogues wait, others go on)    their workers
     stretches    what was sampled in it   - (left out without room)           -
 
 A version that is to be evaluated is pinned: its held-out prompts run beside the tickets, and no
@@ -26,6 +27,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import chain
@@ -43,10 +45,11 @@ from llamarl.inference.protocol import (
     can_hold_quantized,
     can_resume,
     can_stream,
+    can_talk,
 )
 from llamarl.inference.requests import Partial
 from llamarl.models.parity import Canary, check_canary, check_quantized
-from llamarl.tickets.prompts import AnyPrompts
+from llamarl.tickets.prompts import AnyPrompts, chosen, note
 from llamarl.types import Completion, EvalCompletion, Policy, Prompt, Stretch
 
 TRAIN = 0  # stream of the engine; the other streams are evaluations'
@@ -100,6 +103,7 @@ class Generator(Executor):
         self.version = -1
         self._sampled = 0  # tokens
         self._evaluating = 0  # unfinished completions of held-out prompts
+        self._to_evaluate: deque[int] = deque()  # held-out prompts that the engine has not got yet
         # The tickets whose groups are not whole. Only the first rank of a replica keeps them.
         self._begun: dict[int, float] = {}  # when each began here, seconds
         self._open: dict[int, list[Completion]] = {}  # the completions that were sent
@@ -117,9 +121,12 @@ class Generator(Executor):
             "decode": self._decode,
         }
         self.engine: GenerationEngine = self.build_engine(self.group, self.weights.bind)
+        self._num_slots = self.engine.free_slots
         self._completions = self.outputs.of(Completion)
         self._evaluations = self.outputs.of(EvalCompletion)
         self._hints = self.outputs.all_of(Stretch)
+        if can_talk(self.engine):
+            self.engine.when_answered(self.control.wake)
         assert not self._hints or can_stream(self.engine), (
             f"{type(self.engine).__name__} does not tell what it samples"
         )
@@ -147,7 +154,7 @@ class Generator(Executor):
         if self.version < 0 or not has_room:
             return swapped
         while self._send_again:
-            self._completions.put(self._send_again.pop())
+            self._completions.put(self._with_prompt(self._send_again.pop()))
         # Orders are taken before grants: an order comes after its ticket's grant, so that the grant
         # is taken by then.
         ended = self.tickets.to_truncate() + self._expired()
@@ -156,17 +163,46 @@ class Generator(Executor):
         is_blocked = self.tickets.synchronous and self._evaluating > 0
         # Ask for as many groups as there is room for, a chunk before they are needed, because the
         # answer takes time.
-        room = (self.engine.free_slots - self.engine.num_waiting) // self.sampling.n
+        evaluate = self._next_to_evaluate()
+        free = self.engine.free_slots - self.engine.num_waiting
+        room = (free - len(evaluate) * self._answers_each) // self.sampling.n
         if room > 0 and not is_blocked:
             granted = self.tickets.ask(self.group.data_index, room, self.version)
         else:
             granted = self.tickets.granted()
         tickets = [ticket.index for ticket in granted]
+        prompts = [ticket.prompt for ticket in granted]
         self._begun |= dict.fromkeys(tickets, time.monotonic())
-        if not (tickets or self.engine.num_live or self.engine.num_waiting):
+        if not (tickets or evaluate or self.engine.num_live or self.engine.num_waiting):
             return swapped
-        sampled = self._together("decode", tickets=tickets, ended=ended, chunk=self.chunk_tokens)
+        sampled = self._together(
+            "decode",
+            tickets=tickets,
+            prompts=prompts,
+            evaluate=evaluate,
+            ended=ended,
+            chunk=self.chunk_tokens,
+        )
         return swapped or sampled
+
+    @property
+    def _answers_each(self) -> int:
+        """How many completions a held-out prompt gets."""
+        return 1 + self.eval_samples
+
+    def _next_to_evaluate(self) -> list[int]:
+        """Return the held-out prompts that the engine should have now. Where tickets are in work,
+        or may be granted soon, those that take half of the slots, so that tickets do not wait until
+        an evaluation is done, and the trainer for them; else all that there are.
+        """
+        waiting = list(self._to_evaluate)
+        if self.tickets.synchronous or (self.tickets.is_refused and not self._begun):
+            return waiting
+        started = self._evaluating - len(waiting) * self._answers_each
+        room = self._num_slots // 2 - started
+        if not started:
+            room = max(room, self._answers_each)  # one, however few slots there are
+        return waiting[: max(0, room) // self._answers_each]
 
     def _together(self, do: str, **what) -> bool:
         """Run a command on every rank of the replica, this one too. The count `sampled` goes with
@@ -202,6 +238,8 @@ class Generator(Executor):
             return "weights: the first version from the trainer"
         if not self._completions.has_room():
             return f"room: in channel {self._completions.name}, which the reward empties"
+        if can_talk(self.engine) and self.engine.num_acting:
+            return f"environment: {self.engine.num_acting} answers from its workers"
         if self.engine.num_live == 0:
             return self.tickets.ungranted(self.version)
         return None
@@ -258,15 +296,28 @@ class Generator(Executor):
         if taken.evaluate:
             # This replica's share of the held-out prompts.
             share = list(self.eval_prompts)[self.group.data_index :: self.group.data_size]
-            for number in share:
-                self._evaluating += evaluation.submit(
-                    self.engine, number, self.eval_prompts[number], self.sampling, self.eval_samples
-                )
+            self._to_evaluate.extend(share)
+            self._evaluating += len(share) * self._answers_each
         return True
 
-    def _decode(self, tickets: list[int], ended: list[int], chunk: int) -> bool:
-        """Start tickets, end others where they are, and sample a chunk."""
-        for ticket in tickets:
+    def _decode(
+        self,
+        tickets: list[int],
+        prompts: list[int | None],
+        evaluate: list[int],
+        ended: list[int],
+        chunk: int,
+    ) -> bool:
+        """Start tickets and held-out prompts, end other tickets where they are, and sample a chunk.
+        prompts: those that were chosen for the tickets; None: the stream's.
+        """
+        for number in evaluate:
+            self._to_evaluate.remove(number)
+            evaluation.submit(
+                self.engine, number, self.eval_prompts[number], self.sampling, self.eval_samples
+            )
+        for ticket, prompt in zip(tickets, prompts, strict=True):
+            note(self.prompts, ticket, prompt)
             prompt_ids = self.prompts[ticket].prompt_ids
             self.engine.submit(ticket, prompt_ids, self._sampling_of(ticket), stream=TRAIN)
         self.claim_device()
@@ -276,6 +327,7 @@ class Generator(Executor):
         self._sampled += sampled
         if not self.follows:
             self.metrics.add("generator/tokens", sampled)
+            self._count_dialogues()
         finished = self.engine.pop_finished()
         for stream, completion in finished:
             if stream != TRAIN:
@@ -285,12 +337,24 @@ class Generator(Executor):
             if stream == TRAIN:
                 self._tell_end(completion)
                 self._note_sent(completion)
-                self._completions.put(completion)
+                self._completions.put(self._with_prompt(completion))
             else:
                 answer = evaluation.eval_completion(stream, completion)
                 self._evaluations.put(answer)
         self._tell()
         return sampled > 0 or bool(finished)
+
+    def _with_prompt(self, completion: Completion) -> Completion:
+        """Return a completion that says which prompt was chosen, if one was."""
+        prompt = chosen(self.prompts, completion.ticket)
+        return completion if prompt is None else dataclasses.replace(completion, prompt=prompt)
+
+    def _count_dialogues(self) -> None:
+        """Count how dialogues with environments ended, if there are any."""
+        if not can_talk(self.engine):
+            return
+        for name, number in self.engine.pop_counts().items():
+            self.metrics.add_sum(name, number)
 
     def _sampling_of(self, ticket: int) -> SamplingParams:
         """Return how a ticket's completions are sampled. It is the same on every rank and after a
@@ -308,7 +372,8 @@ class Generator(Executor):
             return
         assert can_stream(self.engine), "`setup` asked"
         for new in self.engine.new_tokens(TRAIN):
-            stretch = Stretch(**new._asdict(), has_ended=False)
+            prompt = chosen(self.prompts, new.ticket)
+            stretch = Stretch(**new._asdict(), has_ended=False, prompt=prompt)
             self._told[new.ticket, new.sample_index] = new.begin + new.token_ids.numel()
             self._hint(stretch)
 
@@ -323,6 +388,7 @@ class Generator(Executor):
             begin=told,
             token_ids=completion.token_ids[told:],
             has_ended=True,
+            prompt=chosen(self.prompts, completion.ticket),
         )
         self._hint(stretch)
 
@@ -365,10 +431,12 @@ class Generator(Executor):
         """
         if not can_resume(self.engine):
             return
+        for ticket, prompt in self.tickets.resumed_choices().items():
+            note(self.prompts, ticket, prompt)
         share = sorted(self.tickets.in_work())[self.group.data_index :: self.group.data_size]
         if not self.follows:
             self._begun |= dict.fromkeys(share, time.monotonic())
-        num_tokens = 0
+        num_partials = num_tokens = 0
         for part in parts:
             for sample in unpack(part, self.tickets.resumed_step, TRAIN, self._sampling_of):
                 if sample.ticket not in share:
@@ -381,6 +449,7 @@ class Generator(Executor):
                 )
                 if isinstance(sample, Partial):
                     self.engine.submit_partial(sample)
+                    num_partials += 1
                     num_tokens += sample.token_ids.numel()
                 elif not self.follows:
                     self._note_sent(sample)
@@ -389,7 +458,7 @@ class Generator(Executor):
             self.tickets.go_on(share)
             log.info(
                 "%d completions go on after %d tokens, %d had ended",
-                self.engine.num_waiting,
+                num_partials,
                 num_tokens,
                 len(self._send_again),
             )

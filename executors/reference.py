@@ -35,7 +35,7 @@ from llamarl.scoring.logprobs import Batched, GroupLogprobs, Streamed
 from llamarl.scoring.resets import Resets, newest_version
 from llamarl.scoring.scorer import Site
 from llamarl.scoring.together import Ranks
-from llamarl.tickets.prompts import AnyPrompts
+from llamarl.tickets.prompts import AnyPrompts, note
 from llamarl.types import Group, ReferencePolicy, Stretch
 
 # Most stretches that are taken at once; more wait in their channel.
@@ -181,6 +181,7 @@ class Reference(Executor):
             return
         assert self.prompts is not None, "a reference that reads ahead needs the prompts"
         for stretch in self.inputs.of(Stretch).take(MAX_STRETCHES):
+            note(self.prompts, stretch.ticket, stretch.prompt)
             self._logprobs.hear(stretch, self.prompts[stretch.ticket].prompt_ids)
 
     def _next_groups(self) -> list[Group]:

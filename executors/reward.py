@@ -34,7 +34,7 @@ from llamarl.scoring.replies import ReplyMean, ReplySettings
 from llamarl.scoring.scorer import Item, MakeScorer, Outcome, Site
 from llamarl.scoring.together import Ranks
 from llamarl.tasks.held_out import EvalSet, set_of
-from llamarl.tickets.prompts import AnyPrompts, part_of
+from llamarl.tickets.prompts import AnyPrompts, note, part_of
 from llamarl.types import (
     Completion,
     EvalCompletion,
@@ -124,6 +124,8 @@ class Reward(Executor):
             one: Batches(one.count * each) for one in self.eval_sets
         }
         self._judges = Judges(())
+        # Dialogues that broke, which are errors whatever the scorer would say of them.
+        self._broken: list[tuple[Scorable, Outcome]] = []
 
     @property
     def consumes(self) -> tuple[type, ...]:
@@ -197,7 +199,7 @@ class Reward(Executor):
         self._hear()
         has_taken = self._take()
         outcomes = self._scorer.poll()
-        settled = []
+        settled, self._broken = self._broken, []
         for key, outcome in outcomes:
             submitted = self._submitted.pop(key)
             self._note(submitted, outcome)
@@ -289,6 +291,7 @@ class Reward(Executor):
         if not self.reads_ahead:
             return
         for stretch in self.inputs.of(Stretch).take(MAX_STRETCHES):
+            note(self.prompts, stretch.ticket, stretch.prompt)
             self._scorer.hear(stretch, self.prompts[stretch.ticket].prompt_ids)
 
     def _take(self) -> bool:
@@ -324,6 +327,7 @@ class Reward(Executor):
         """Hand on a completion of a ticket, and release its group if it is whole."""
         completion = record.attack if isinstance(record, Replied) else record
         assert isinstance(completion, Completion), "a channel carries one type of record"
+        note(self.prompts, completion.ticket, completion.prompt)
         key = self._submit(record, self.prompts[completion.ticket])
         self._scorer.release(self._groups.add(completion.ticket, completion.sample_index, key))
 
@@ -358,6 +362,13 @@ class Reward(Executor):
             outcome = Outcome.abstain("the completion was aborted")
             self._note(submitted, outcome)
             self._assembler.settle(completion, outcome)
+            return None
+        if completion.ending.error:
+            if item.sample is not None:
+                self._scorer.forget(*item.sample)
+            why = f"the environment: {completion.ending.reason}: {completion.ending.error}"
+            self._note(submitted, Outcome.error(why))
+            self._broken.append((completion, Outcome.error(why)))
             return None
         key = next(self._keys)
         self._submitted[key] = submitted

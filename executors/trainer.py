@@ -17,6 +17,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import Literal
 
@@ -29,8 +30,12 @@ from llamarl.executor import Executor
 from llamarl.learning.buffer import GroupBuffer
 from llamarl.learning.ema import WeightAverage
 from llamarl.learning.optim import build_optimizer, settle_moments
+from llamarl.learning.prompt_values import UnseenPrompts
+from llamarl.learning.samples import SampleMaker
+from llamarl.learning.targets import verdict_of
 from llamarl.learning.update import PolicyUpdate, StepAborted, UpdateSettings
 from llamarl.learning.values import Critic, CriticSettings, OwnCritic, SharedCritic
+from llamarl.learning.watch import StepWatch
 from llamarl.models.build import Decoder
 from llamarl.models.frozen import frozen_decoder
 from llamarl.models.fsdp import (
@@ -52,6 +57,8 @@ from llamarl.models.sharded_state import (
 from llamarl.models.sharding import Box, num_parameters, parameter_shapes
 from llamarl.models.tp import TensorParallel
 from llamarl.models.training import training_decoder
+from llamarl.native.helper import Helper
+from llamarl.native.threads import Crew, ThreadTrial
 from llamarl.types import Group, Policy, ReferencePolicy
 
 SHORT_S = 0.02  # a shorter wait for data does not count as one
@@ -90,7 +97,11 @@ class FSDPTrainer(Executor):
     decoder's adapters off, or with a frozen copy of the starting weights in model_dtype, sharded
     like the policy.
     step_options(step): options of the loss that change from step to step.
-    resets_reference(version): whether the reference takes that version's weights. canary_prompts,
+    samples: makes of a step what people look at; None: nothing is kept for them.
+    threads: chooses between two steps what threads this rank computes with; None: they stay.
+    Only a single rank that holds the model whole may be given a helper.
+    resets_reference(version): whether the reference takes that version's weights.
+    unseen: predicts for the ledger how hard unseen prompts are. canary_prompts,
     canary_top: see llamarl.models.parity. evaluate_at(version): whether that version must be
     evaluated; checkpoint_at(version): whether to checkpoint it.
     """
@@ -125,13 +136,17 @@ class FSDPTrainer(Executor):
     lora: Lora | None = None
     ema_decay: float | None = None
     step_options: Callable[[int], dict[str, float]] = lambda step: {}
+    samples: SampleMaker | None = None
+    threads: ThreadTrial | None = None
     resets_reference: Callable[[int], bool] = lambda version: False
+    unseen: UnseenPrompts | None = None
 
     def __post_init__(self):
         self.stages_on_host = self.cpu_offload
         self.version = 0
         self.done = False
         self._published = -1
+        self._helper: Helper | None = None  # while it is not in use, too
         self._frozen: list[torch.nn.Parameter] = []  # parameters of the trainer's own reference
         self._wait_since = time.monotonic()
 
@@ -166,6 +181,9 @@ class FSDPTrainer(Executor):
         self._average = None
         if self.ema_decay is not None:
             self._average = WeightAverage(trained, self.optimizer, self.ema_decay)
+        # The run's leader, which writes what is kept, so that no message is needed.
+        is_watched = self.samples is not None and self.group.index == 0
+        self._watch = StepWatch() if is_watched else None
         self._update = PolicyUpdate(
             self.decoder,
             self.optimizer,
@@ -176,7 +194,10 @@ class FSDPTrainer(Executor):
             critic=self.critic,
             reference=self._reference,
             step_options=self.step_options,
+            watch=self._watch,
         )
+        if self.threads is not None:
+            self._use(self.threads.crew)
         self.buffer.attach(self._update.ranks)
         self.weights = sender_of(self.outputs)
         for weights in self._senders:
@@ -295,7 +316,9 @@ class FSDPTrainer(Executor):
         groups = self.inputs.of(Group).take()
         if groups:
             self.buffer.put(groups)
-            self.tickets.finish([g.ticket for g in groups])
+            verdicts = {g.ticket: verdict_of(g) for g in groups}
+            self.tickets.finish([g.ticket for g in groups], verdicts)
+        self.buffer.drop(self.tickets.given_back())
         return bool(groups)
 
     def _train(self, tickets: list[int]) -> None:
@@ -311,14 +334,17 @@ class FSDPTrainer(Executor):
             self._finish()
             return
         options = self.step_options(self.version)
-        reported = {f"loss/{name}": value for name, value in options.items()}
+        reported: dict[str, float | None] = {f"loss/{n}": value for n, value in options.items()}
         ranks = self._update.ranks  # collective
         if senders_of(self.outputs, ReferencePolicy):
             newest = max((g.ref_version for g in groups), default=0)
             reported["reference/version"] = ranks.max(version=newest)["version"]
         reported |= self.buffer.metrics(ranks)
+        reported |= self.tickets.yield_row()
         self.version += 1
         self.tickets.trained(result.mean_reward if result.num_trained_tokens else math.nan)
+        if self.unseen:
+            self.unseen.predict(self.tickets, self.decoder, self.group.device, ranks)
         stall_s = self._publish(must_differ=self._must_differ(result.grad_norm))
         if self.resets_reference(self.version):
             # Announce it by a message, so that it stays in order with the messages about
@@ -337,13 +363,35 @@ class FSDPTrainer(Executor):
                     "tickets/overcommit": self.tickets.overcommit,
                     "time/wait_for_data_s": waited_s,
                     "time/step_s": time.monotonic() - self._wait_since,
+                    "trainer/threads": torch.get_num_threads(),
+                    "trainer/threads_helping": int(self._update.helper is not None),
                     "weights/publish_stall_s": stall_s,
                     "weights/bytes": self.weights.bytes_per_sync,
                 },
             )
+        if self.samples is not None and self._watch is not None:
+            seen = self._watch.take()
+            make = partial(self.samples.sample, seen, self.version)
+            self.metrics.keep_sample(self.version, make)
         if self.checkpoint_at(self.version) and self.version < self.settings.max_steps:
             self.checkpoints.save(self.version, self)
+        self._adapt(result.num_trained_tokens)
         self._wait_since = time.monotonic()
+
+    def _adapt(self, num_trained_tokens: float) -> None:
+        """Choose the threads of the next step by what this one took."""
+        if self.threads is None or not num_trained_tokens:
+            return
+        step_s = time.monotonic() - self._wait_since
+        self.threads.step_took(step_s / num_trained_tokens)
+        self._use(self.threads.crew)
+
+    def _use(self, crew: Crew) -> None:
+        """Compute with this crew from here on."""
+        torch.set_num_threads(crew.threads)
+        if crew.has_helper and self._helper is None:
+            self._helper = Helper()
+        self._update.helper = self._helper if crew.has_helper else None
 
     def _is_given_up(self) -> bool:
         """Whether the step should end here, without an update. Called between two microbatches;
@@ -397,6 +445,8 @@ class FSDPTrainer(Executor):
             "adam_step": steps_of(self.optimizer),
         }
         state |= self.buffer.state_dict() if is_first_peer else {"buffered": []}
+        if self.unseen and self.group.index == 0:
+            state |= self.unseen.head.state_dict()
         if not is_first_replica:
             return state
         if self.critic:
@@ -422,6 +472,8 @@ class FSDPTrainer(Executor):
         parts = list(parts)
         for part in parts:
             self._check_adapters(part)
+            if self.unseen:
+                self.unseen.head.load_state_dict(part)
             self.version = int(part["version"])
         shapes = {shard.name: tuple(shard.parameter.shape) for shard in self._shards}
         shapes |= parameter_shapes(self.decoder.config)
@@ -526,7 +578,10 @@ class FSDPTrainer(Executor):
         return tensors
 
     def teardown(self) -> None:
-        """Close the channels of weights."""
+        """Close the channels of weights, and end the helper."""
+        if self._helper is not None:
+            self._helper.close()
+            self._helper = None
         if hasattr(self, "outputs"):
             for weights in self._senders:
                 weights.close()

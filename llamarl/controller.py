@@ -46,12 +46,13 @@ from llamarl.comm.breakable import BreakableSteps
 from llamarl.comm.channel import Channel, ChannelEnd, ConnectContext
 from llamarl.comm.control import Control
 from llamarl.comm.groups import RankInfo, World, executor_group
-from llamarl.comm.meeting import reaching
+from llamarl.comm.meeting import reaching, wait_for_all
 from llamarl.errors import CheckpointError, PeerDied, TimedOut
 from llamarl.executor import POLL_S, Executor, ExecutorGroup
 from llamarl.models.offload import DeviceSharing
 from llamarl.native.disk import shown_free
 from llamarl.observe import Metrics, MetricsError, RowWriter, Trace
+from llamarl.observe.progress import CheckpointProgress
 from llamarl.tickets.ledger import TicketLedger
 from llamarl.tickets.service import TicketService
 
@@ -203,6 +204,8 @@ class ExecutorController:
             expected=expected,
             extra_parts=("hf",),
             optional=[e.name for e in self.executors if e.state_is_optional],
+            timeout_s=self.settings.timeout_s,
+            tell=CheckpointProgress(),
         )
 
     # --- Connecting ---
@@ -273,21 +276,14 @@ class ExecutorController:
         store = self.world.store()
         if store is None:
             return
-        timeout_s = self.settings.timeout_s
-        until = time.monotonic() + timeout_s
-        keys = [f"met/{place}/{rank}" for rank in range(self.world.size)]
-        store.set(keys[self.world.rank], "")
-        while not store.check(keys):
-            self.control.check()
-            if time.monotonic() > until:
-                absent = [rank for rank, key in enumerate(keys) if not store.check([key])]
-                names = ", ".join(f"{rank} ({self.control.names[rank]})" for rank in absent)
-                raise TimedOut(
-                    f"rank {self.world.rank} waited {timeout_s:.0f} s at the start for ranks "
-                    f"{names}, which must join {place}. See what they last printed, or raise "
-                    "timeout_s"
-                )
-            time.sleep(0.01)
+        wait_for_all(
+            store,
+            self.world.rank,
+            self.control.names,
+            place,
+            timeout_s=self.settings.timeout_s,
+            check=self.control.check,
+        )
 
     def _info_for_links(self, info: RankInfo) -> RankInfo:
         """Return a rank's description; without its GPU if what it sends lies on the host."""
@@ -343,7 +339,9 @@ class ExecutorController:
             self.metrics.pump()
             self._check_target()
             if self.control.is_leader and self._is_over():
-                self.control.post_all("end", {"of_checkpoint": self._seal_last()})
+                said = self._seal_last()
+                lost = self.control.loss is not None
+                self.control.post_all("end", {"of_checkpoint": said, "lost": lost})
                 continue
             if self.control.stopping:
                 self._check_stop()
@@ -372,6 +370,8 @@ class ExecutorController:
         told = self.control.take("end")
         if told and self.control.loss is not None:
             _, message = told[0]
+            if not message["lost"]:
+                return True  # a rank that was told before this one has ended, and is missed for it
             self.control.loss.add_note(message["of_checkpoint"])
             raise self.control.loss
         self.control.check()
@@ -571,8 +571,9 @@ class ExecutorController:
     def _close(self, ended_well: bool) -> None:
         """Release everything.
 
-        An error of the disk is raised only if there is no earlier error.
+        An error of the disk, or a store that is gone, is raised only if there is no earlier error.
         """
+        self.control.let_go()
         # An executor whose step was left still uses what its teardown would release.
         whole = [executor for executor in self.local if not self._was_left(executor)]
         closing = [executor.teardown for executor in reversed(whole)]
@@ -582,7 +583,7 @@ class ExecutorController:
             for close in closing:
                 try:
                     close()
-                except (OSError, MetricsError) as error:
+                except (OSError, MetricsError, PeerDied) as error:
                     if ended_well:
                         raise
                     log.error("rank %d, while ending: %s", self.world.rank, error)

@@ -64,6 +64,12 @@ class BadInput(ValueError):
     """Something that the user gave cannot be used."""
 
 
+class BadNetwork(ValueError):
+    """This host's network, or what the environment says of it, cannot join the ranks. The message
+    names the ranks or the port, and says what to do.
+    """
+
+
 class InUse(ValueError):
     """Another job has the directory; the message names it."""
 

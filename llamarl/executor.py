@@ -23,7 +23,7 @@ checkpoint requests between steps, and end every wait after timeout_s.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 POLL_S = 0.05
 
 State = Mapping[str, object]  # tensors, and what JSON holds
+Sample = Mapping[str, object]  # what JSON holds (llamarl/observe/samples.py)
 
 
 Record = TypeVar("Record")
@@ -193,6 +194,11 @@ class Meter(Protocol):
     def span(self, track: str, name: str, start_s: float, end_s: float) -> None:
         """Put a bar into the trace; times are `time.monotonic()`."""
 
+    def keep_sample(self, step: int, make: Callable[[], Sample]) -> None:
+        """Keep what `make` returns for people to look at, on the leader. It is called only if the
+        step is one of those that are kept.
+        """
+
 
 class Tickets(Protocol):
     """The part of the tickets that a generator or a trainer sees (llamarl.tickets.service)."""
@@ -209,6 +215,10 @@ class Tickets(Protocol):
     def overcommit(self) -> int:
         """How many groups beyond one batch may be started."""
 
+    @property
+    def is_refused(self) -> bool:
+        """Whether the newest ask was granted less than it asked for, and no room is known of."""
+
     def ask(self, generator: int, count: int, version: int) -> list:
         """Ask for up to `count` more groups to start under weights of `version`. Return the tickets
         that were granted since the last call.
@@ -223,11 +233,20 @@ class Tickets(Protocol):
     def to_truncate(self) -> list[int]:
         """Return the tickets that must end where they are, told since the last call."""
 
+    def resumed_choices(self) -> dict[int, int]:
+        """Return, after a resume, the prompts of tickets, where a sampler chose."""
+
     def in_work(self) -> set[int]:
         """Return, after a resume, the tickets whose completions must go on."""
 
-    def finish(self, tickets: list[int]) -> None:
-        """Note that these groups have reached this trainer rank."""
+    def yield_row(self) -> dict[str, float | None]:
+        """Return columns of what came of the groups that the last take was made of."""
+
+    def finish(self, tickets: list[int], verdicts: Mapping) -> None:
+        """Note that these groups have reached this trainer rank, and what is known of them."""
+
+    def given_back(self) -> list[int]:
+        """Return the tickets whose groups are not wanted, told since the last call."""
 
     def take(self, step: int, waited: bool = False) -> list[int] | None:
         """Return the tickets that this rank trains on in `step`; None if it must still wait."""
@@ -237,6 +256,15 @@ class Tickets(Protocol):
 
     def trained(self, reward: float) -> None:
         """Note that the step taken last was trained on, at this mean reward (NaN: none)."""
+
+    def take_news(self) -> list:
+        """Return the prompts of tickets that have ended, and what came of them."""
+
+    def candidates(self, count: int) -> list[int]:
+        """Return prompts whose pass rates should be predicted."""
+
+    def predicted(self, rates: Mapping[int, float]) -> None:
+        """Let the sampler know predicted pass rates, by prompt."""
 
     def waits_for(self) -> str:
         """Return which tickets hold up the next step, for messages."""

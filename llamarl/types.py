@@ -31,6 +31,8 @@ Shape letters, here and wherever no other legend is given:
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -39,6 +41,20 @@ from torch import Tensor
 
 FinishReason = Literal["stop", "length", "aborted"]
 OutcomeKind = Literal["score", "abstain", "error"]
+# Why a dialogue with an environment ended: the policy or the environment was done; a tool said that
+# it is over; there were as many turns, sampled tokens or tokens in all as there may be; a call that
+# cannot be read; a call that took too long; the environment's state was lost; an order.
+EndReason = Literal[
+    "completed",
+    "tool_stopped",
+    "turns",
+    "tokens",
+    "context",
+    "parse_error",
+    "timeout",
+    "lost",
+    "aborted",
+]
 MESSAGES_KEY = "prompt_messages"  # in a reward's meta: the turns of a conversation
 
 
@@ -50,8 +66,10 @@ class Ticket:
 
     index: int  # dense from 0, in prompt order; PromptStream(task, seed)[index] is its prompt
     # the last optimizer step that may train on it: version when started + max_lag, or
-    # llamarl.tickets.ledger.NEVER without a max_lag
+    # llamarl.tickets.pool.NEVER without a max_lag
     deadline: int
+    # the number of its prompt among the training prompts, if a sampler chose it; None: the stream's
+    prompt: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +111,32 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True)
+class Ending:
+    """How a completion came to its end, and what an environment gave for it."""
+
+    reason: EndReason
+    num_turns: int  # that the policy began
+    reward: float | None  # None: the environment gave none, or there is no environment
+    error: str  # what broke it, if it must not be trained on for that; "" otherwise
+    # The rewards of its turns, as far as they had any; the rest of `reward` is for the whole.
+    turn_rewards: tuple[float, ...] = ()
+
+
+ALONE = Ending(reason="completed", num_turns=1, reward=None, error="")  # no environment
+_UNMASKED = torch.ones(0, dtype=torch.bool)  # stands for a mask in which every token is
+_NOT_BY_TURN = torch.zeros(0)  # stands for rewards of whole completions alone
+_NOWHERE = torch.zeros(0, dtype=torch.bool)  # stands for a mask in which none is
+_AS_REWARDED = torch.zeros(0)  # stands for outcomes that are the rewards
+_NO_PARTS = torch.zeros(0, 0)  # stands for rewards that are not made of several parts
+
+
+@dataclass(frozen=True, slots=True)
 class Completion:
-    """One sampled output. Made by a generator as soon as it finishes, consumed by the reward."""
+    """One sampled output. Made by a generator as soon as it finishes, consumed by the reward.
+
+    With an environment it is a dialogue: what was sampled, and between its turns, as context, what
+    the environment wrote. Its last token is a sampled one, unless none was.
+    """
 
     ticket: int
     sample_index: int  # 0 .. group_size-1
@@ -102,19 +144,35 @@ class Completion:
     # [L] int64; if finish_reason is "stop", the last is a stop token, or completes a stop string
     token_ids: Tensor
     # [L] float32 nats, of the processed distribution that was sampled from
-    generator_logprobs: Tensor
-    policy_versions: Tensor  # [L] int64, the weights that sampled each token
+    generator_logprobs: Tensor  # 0 for context
+    # [L] int64, the weights that sampled each token; of context those of the token before it
+    policy_versions: Tensor
     finish_reason: FinishReason
+    loss_mask: Tensor = _UNMASKED  # [L] bool, whether it was sampled; not given: all were
+    # [L] bool, whether the model read this token as its first, where the template has rewritten
+    # what came before, prompt included; such a token is context. Not given: nowhere.
+    restarts: Tensor = _NOWHERE
+    ending: Ending = ALONE
+    prompt: int | None = None  # as of its Ticket
 
     def __post_init__(self):
         tokens = self.token_ids.numel()
         logprobs = self.generator_logprobs.numel()
         versions = self.policy_versions.numel()
-        if not tokens == logprobs == versions:
+        object.__setattr__(self, "loss_mask", _mask_of(self.loss_mask, tokens))
+        object.__setattr__(self, "restarts", _mask_of(self.restarts, tokens))
+        if not tokens == logprobs == versions == self.loss_mask.numel():
             raise ValueError(
                 f"Completion {self.ticket}/{self.sample_index}: {tokens} tokens but {logprobs} "
-                f"logprobs and {versions} versions"
+                f"logprobs, {versions} versions and a mask of {self.loss_mask.numel()}"
             )
+
+    @property
+    def last_turn(self) -> Tensor:
+        """The token ids of the last turn, which follow the last context: all of them without an
+        environment.
+        """
+        return last_turn_of(self.token_ids, self.loss_mask)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +188,7 @@ class Stretch:
     begin: int  # how many tokens of the completion come before it
     token_ids: Tensor  # [n] int64
     has_ended: bool  # whether the completion ends here, aborted or not
+    prompt: int | None = None  # as of its Ticket
 
     def __post_init__(self):
         if self.begin < 0 or self.token_ids.dim() != 1 or self.token_ids.dtype != torch.int64:
@@ -153,15 +212,23 @@ class EvalCompletion:
     token_ids: Tensor
     policy_versions: Tensor  # [L] int64, all equal: an evaluation measures one version
     finish_reason: FinishReason
+    loss_mask: Tensor = _UNMASKED  # [L] bool, as of a Completion
+    ending: Ending = ALONE
 
     def __post_init__(self):
         num_tokens = self.token_ids.numel()
         num_versions = self.policy_versions.numel()
-        if num_versions != num_tokens:
+        object.__setattr__(self, "loss_mask", _mask_of(self.loss_mask, num_tokens))
+        if not num_versions == num_tokens == self.loss_mask.numel():
             raise ValueError(
-                f"EvalCompletion of held-out prompt {self.prompt_index}: "
-                f"{num_tokens} tokens but {num_versions} versions"
+                f"EvalCompletion of held-out prompt {self.prompt_index}: {num_tokens} tokens but "
+                f"{num_versions} versions and a mask of {self.loss_mask.numel()}"
             )
+
+    @property
+    def last_turn(self) -> Tensor:
+        """As of a Completion."""
+        return last_turn_of(self.token_ids, self.loss_mask)
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,6 +289,11 @@ class ScoredCompletion:
     outcome: OutcomeKind
     reward: float  # NaN unless outcome is "score"
     reason: str  # why, for "abstain" and "error"
+    turn_rewards: tuple[float, ...] = ()  # what of the reward is for a turn, by turn
+    # What of the reward is for the outcome alone; None: all of it.
+    achieved: float | None = None
+    # Where the reward has several parts: what each gave, before its weight, in their order.
+    part_rewards: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,22 +314,48 @@ class Group:
     outcomes: tuple[str, ...]  # G
     # policy version of the reference that made ref_logprobs; 0: the weights before training
     ref_version: int = 0
+    loss_mask: Tensor = _UNMASKED  # [T] bool, as of a Completion
+    restarts: Tensor = _NOWHERE  # [T] bool, as of a Completion
+    # [T] float32: what of a completion's reward is for the turn that ends with the token
+    turn_rewards: Tensor = _NOT_BY_TURN
+    # [G] float32: the outcomes, which are what of the rewards says whether a completion succeeded,
+    # without novelty and other shaping; not given: the rewards
+    achieved: Tensor = _AS_REWARDED
+    # [G, K] float32: what each of the reward's K parts gave, before its weight, NaN where it gave
+    # nothing; [G, 0] if the reward is of one part
+    part_rewards: Tensor = _NO_PARTS
 
     def __post_init__(self):
+        if self.achieved is _AS_REWARDED:
+            object.__setattr__(self, "achieved", self.rewards)
         tokens = int(self.lengths.sum())
         size = self.lengths.numel()
-        for field in ("token_ids", "generator_logprobs", "policy_versions"):
+        if self.part_rewards is _NO_PARTS:
+            object.__setattr__(self, "part_rewards", torch.zeros(size, 0))
+        if self.turn_rewards is _NOT_BY_TURN:
+            object.__setattr__(self, "turn_rewards", torch.zeros(tokens))
+        object.__setattr__(self, "loss_mask", _mask_of(self.loss_mask, tokens))
+        object.__setattr__(self, "restarts", _mask_of(self.restarts, tokens))
+        of_turns = ("loss_mask", "restarts", "turn_rewards")
+        for field in ("token_ids", "generator_logprobs", "policy_versions", *of_turns):
             elements = getattr(self, field).numel()
             if elements != tokens:
                 raise ValueError(
                     f"Group {self.ticket}: {field} has {elements} elements, lengths sum to {tokens}"
                 )
+        if bool((self.restarts & self.loss_mask).any()):
+            raise ValueError(f"Group {self.ticket}: reading begins anew with a sampled token")
         if self.ref_logprobs.numel() not in (0, tokens):
             raise ValueError(
                 f"Group {self.ticket}: ref_logprobs has {self.ref_logprobs.numel()} elements, "
                 f"need 0 or {tokens}"
             )
-        if not (self.rewards.numel() == len(self.finish_reasons) == len(self.outcomes) == size):
+        num_rewards = self.rewards.numel()
+        if self.achieved.numel() != num_rewards:
+            raise ValueError(
+                f"Group {self.ticket}: {num_rewards} rewards but {self.achieved.numel()} outcomes"
+            )
+        if not (num_rewards == len(self.finish_reasons) == len(self.outcomes) == size):
             raise ValueError(
                 f"Group {self.ticket}: {size} lengths but {self.rewards.numel()} rewards"
             )
@@ -283,26 +381,63 @@ class Group:
             rewards=torch.tensor([s.reward for s in scored], dtype=torch.float32),
             finish_reasons=tuple(c.finish_reason for c in parts),
             outcomes=tuple(s.outcome for s in scored),
+            loss_mask=torch.cat([c.loss_mask for c in parts]),
+            restarts=torch.cat([c.restarts for c in parts]),
+            turn_rewards=torch.cat([_at_ends_of_turns(s) for s in scored]),
+            achieved=torch.tensor([_achieved(s) for s in scored], dtype=torch.float32),
+            part_rewards=_by_part(scored),
         )
 
     @property
+    def sampled_lengths(self) -> Tensor:
+        """[G] int64: how many tokens of each completion were sampled, which leaves out context."""
+        completion_of = torch.arange(self.lengths.numel()).repeat_interleave(self.lengths)
+        return torch.bincount(completion_of[self.loss_mask], minlength=self.lengths.numel())
+
+    @property
     def trained(self) -> Tensor:
-        """[G] bool: the completions that are trained on, which have tokens and a reward and were
-        not aborted.
+        """[G] bool: the completions that are trained on, which have sampled tokens and a reward and
+        were not aborted.
         """
         not_aborted = [reason != "aborted" for reason in self.finish_reasons]
-        has_tokens = self.lengths > 0
+        has_tokens = self.sampled_lengths > 0
         return torch.tensor(not_aborted, dtype=torch.bool) & ~self.rewards.isnan() & has_tokens
 
     @property
+    def trained_outcomes(self) -> Tensor:
+        """The outcomes of the completions that are trained on, float32."""
+        return self.achieved[self.trained]
+
+    @property
     def trained_tokens(self) -> Tensor:
-        """[T] bool: the tokens of the completions that are trained on."""
-        return self.trained.repeat_interleave(self.lengths)
+        """[T] bool: the tokens that are trained on, which are the sampled ones of the completions
+        that are.
+        """
+        return self.trained.repeat_interleave(self.lengths) & self.loss_mask
 
     @property
     def oldest_version(self) -> int:
         """The smallest policy version in the group: its lag is the trainer's version minus this."""
         return int(self.policy_versions.min()) if self.policy_versions.numel() else 0
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What the outcomes of a finished group say. Made by a trainer, consumed by the ledger."""
+
+    num_scored: int  # completions that may be trained on
+    total: float  # sum of their outcomes; of scores of 0 and 1: how many were solved
+    teaches: bool  # whether two of their outcomes differ
+
+    def to_json(self) -> list:
+        """Return the verdict as JSON values."""
+        return [self.num_scored, self.total, self.teaches]
+
+    @classmethod
+    def from_json(cls, values: Sequence) -> Verdict:
+        """Return the verdict of JSON values."""
+        num_scored, total, teaches = values
+        return cls(num_scored=int(num_scored), total=float(total), teaches=bool(teaches))
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,13 +452,15 @@ class PackedBatch:
 
     T input tokens in S segments; R labels, the trained tokens of all N completions, in order. Row r
     of the hidden states predicts label r: a prompt's last token predicts the first token of each of
-    its completions, and the last token of a completion is only ever a label.
+    its completions, and the last token of a completion is only ever a label. What an environment
+    wrote in a completion is among the inputs and no label: were 12 such a token above, the labels
+    would be 13 14 21 22, and rows 2 1 3 4.
     """
 
     input_ids: Tensor  # [T] int64
     positions: Tensor  # [T] int64, from 0 at the start of each prompt
     cu_seqlens: Tensor  # [S+1] int64
-    parents: Tensor  # [S] int64, a completion's prompt; -1 for prompts
+    parents: Tensor  # [S] int64, a completion's prompt; -1 for prompts and for what is read anew
     rows: Tensor  # [R] int64 into T
     labels: Tensor  # [R] int64
     places: Tensor  # [R] int64, a label's place among all groups' completion tokens, end to end
@@ -337,6 +474,69 @@ class PackedBatch:
     groups: Tensor  # [N] int64, which of the microbatch's groups a completion belongs to
     rewards: Tensor  # [N] float32, shaped, finite
     group_tokens: Tensor  # [N] float32, trained tokens of its whole group, in all microbatches
+
+
+def last_turn_of(token_ids: Tensor, loss_mask: Tensor) -> Tensor:
+    """Return those of a completion's tokens [L] that stand behind its last context."""
+    return token_ids[begin_of_turn(loss_mask) :]
+
+
+def begin_of_turn(loss_mask: Tensor) -> int:
+    """Return how many of a completion's tokens come before its last turn, by their mask [L]."""
+    context = (~loss_mask).nonzero()
+    return int(context[-1]) + 1 if context.numel() else 0
+
+
+def ends_of_turns(loss_mask: Tensor) -> Tensor:
+    """Return [L] bool: the last token of each turn, by a completion's mask [L]."""
+    goes_on = torch.zeros_like(loss_mask)
+    goes_on[:-1] = loss_mask[1:]
+    return loss_mask & ~goes_on
+
+
+def _achieved(scored: ScoredCompletion) -> float:
+    """Return what of a completion's reward is for its outcome."""
+    return scored.reward if scored.achieved is None else scored.achieved
+
+
+def _at_ends_of_turns(scored: ScoredCompletion) -> Tensor:
+    """Return [L] float32: the rewards of turns where these end."""
+    rewards = torch.zeros(scored.completion.token_ids.numel())
+    if not scored.turn_rewards:
+        return rewards
+    places = ends_of_turns(scored.completion.loss_mask).nonzero().flatten()
+    given = torch.tensor(scored.turn_rewards[: places.numel()], dtype=torch.float32)
+    rewards[places[: given.numel()]] = given
+    return rewards
+
+
+def _by_part(scored: list[ScoredCompletion]) -> Tensor:
+    """Return [G, K] float32: what each part of the reward gave, NaN where it gave nothing."""
+    num_parts = max(len(s.part_rewards) for s in scored)
+    rewards = torch.full((len(scored), num_parts), math.nan)
+    for own, s in zip(rewards, scored):
+        if s.part_rewards:
+            own[:] = torch.tensor(s.part_rewards)
+    return rewards
+
+
+def _mask_of(mask: Tensor, num_tokens: int) -> Tensor:
+    """Return a mask of so many tokens, also where none was given."""
+    if mask is _UNMASKED:
+        return torch.ones(num_tokens, dtype=torch.bool)
+    if mask is _NOWHERE:
+        return torch.zeros(num_tokens, dtype=torch.bool)
+    return mask
+
+
+def read_by_model(prompt_ids: Tensor, token_ids: Tensor, restarts: Tensor) -> Tensor:
+    """Return the tokens [M] that the model has read when it samples behind a completion's tokens
+    [L]: from the newest restart [L] on, or prompt [P] and all.
+    """
+    begins = restarts.nonzero()
+    if begins.numel():
+        return token_ids[int(begins[-1]) :]
+    return torch.cat([prompt_ids, token_ids])
 
 
 class Policy:

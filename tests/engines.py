@@ -11,19 +11,72 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from llamarl.environments.dialogues import Dialogues, Limits
+from llamarl.environments.engine import DialogueEngine
+from llamarl.environments.pool import EnvironmentPool
 from llamarl.inference import Engine, vllm_engine
+from llamarl.inference.requests import on_cpu
 from llamarl.inference.vllm_engine import VLLMEngine
 from llamarl.models.config import read_config, tiny_directory
-from llamarl.models.hf import SafetensorsDir, load_weights, named_parameters_hf
+from llamarl.models.hf import SafetensorsDir, load_tokenizer, load_weights, named_parameters_hf
 from llamarl.models.sharding import parameter_shapes
+from llamarl.tasks.environment import turn_tokens
+from llamarl.types import Prompt
 
 STAND_IN = Path(__file__).with_name("vllm") / "stand_in_worker.py"
+PATIENCE_S = 60.0
 SMOLLM2 = os.environ.get("LLAMARL_SMOLLM2", "")
 
 
 def native(log, monkeypatch, **sizes):
     """Over the embedded model."""
     return Engine.from_hf(tiny_directory(), dtype="float32", device="cpu", **sizes)
+
+
+class Answered(DialogueEngine):
+    """One whose prompts are those that it is given, and whose steps wait for the environments."""
+
+    def __init__(self, inner, make_dialogues):
+        self._prompts = {}
+        super().__init__(
+            inner,
+            make_dialogues,
+            prompt_of=lambda stream, ticket: self._prompts[stream, ticket],
+            reproducible=True,
+        )
+
+    def submit(self, ticket, prompt_ids, params, *, stream=0):
+        self._prompts[stream, ticket] = Prompt(on_cpu(prompt_ids), "", {})
+        super().submit(ticket, prompt_ids, params, stream=stream)
+
+    def step(self, chunk):
+        sampled = super().step(chunk)
+        while not sampled and self.num_acting:
+            self.wait(PATIENCE_S)
+            sampled = super().step(chunk)
+        return sampled
+
+
+def dialogues(log, monkeypatch, **sizes):
+    """Dialogues of one turn over the embedded model, with an environment that says nothing."""
+    path = "tests.games:Unrewarded"
+    tokenizer = load_tokenizer(tiny_directory())
+
+    def make(on_answer):
+        return Dialogues(
+            EnvironmentPool(path, timeout_s=PATIENCE_S, on_answer=on_answer),
+            turn_tokens(path, tokenizer, chat=False, system_prompt=None),
+            Limits(max_turns=8, max_turn_tokens=None),
+            read_calls=lambda text: [],
+            decode=tokenizer.decode,
+            prompt_key="prompt",
+            is_own=False,
+            is_dialogue=False,
+            seed=0,
+            reproducible=True,
+        )
+
+    return Answered(native(log, monkeypatch, **sizes), make)
 
 
 def vllm_over_stand_in(log, monkeypatch, **sizes):

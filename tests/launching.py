@@ -110,10 +110,11 @@ class Job:
         return self
 
     def __exit__(self, *_) -> None:
-        self._kill_all()
+        self.kill_all()
         self.process.wait()
 
-    def _kill_all(self) -> None:
+    def kill_all(self) -> None:
+        """Kill every process of the job at once."""
         for pid in self.pids():
             try:
                 os.kill(pid, signal.SIGKILL)
@@ -223,7 +224,7 @@ class ForkedJob(Job):
 
     def __exit__(self, *_) -> None:
         self.process.end()
-        self._kill_all()  # what its ranks have started
+        self.kill_all()  # what its ranks have started
 
     def stop(self) -> None:
         self.process.stop()

@@ -86,7 +86,7 @@ def test_no_test_file_is_imported():
 # The rooms of llamarl from the ground up: a file imports its own room and those before it.
 ORDER = (
     "types errors words executor native models tasks comm tickets learning inference ddma scoring "
-    "config checkpoint observe planner controller launch"
+    "environments config checkpoint observe planner controller launch"
 ).split()
 
 
@@ -154,6 +154,8 @@ def test_every_room_is_a_folder_but_the_four_that_all_know():
         "llamarl.inference.schedule",
         "llamarl.tasks.rewards",
         "llamarl.scoring.worker",
+        "llamarl.environments.worker",
+        "llamarl.environments.contracts",
         "llamarl.planner.__main__",
         "llamarl.planner.fit",
     ],
@@ -433,6 +435,8 @@ GUIDES = "\n".join(
         "AGENTS.md",
         "CONTRIBUTING.md",
         "docs/architecture.md",
+        "docs/cluster.md",
+        "docs/environments.md",
         "docs/lm_eval.md",
         "docs/measured.md",
         "docs/metrics.md",

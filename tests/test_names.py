@@ -30,7 +30,7 @@ NOT_READ = ("docs/lm_eval.md", "tests/test_names.py")
 # Names that no code of ours has, by whose they are.
 OTHERS = {
     "systems and units": "OpenMP KiB overcommit_memory ps PyPI",
-    "models and papers": "YaRN RoPE MoE NeoX MiniLM DasGupta AlpacaEval tool_call",
+    "models and papers": "YaRN RoPE MoE NeoX MiniLM DasGupta AlpacaEval",
     "libraries": "TransformerSelfAttentionLayer TokenType RewardTrainer center_rewards_coefficient",
     "torch": "_weight_int8pack_mm model.layers.3.self_attn.q_proj.weight",
     "formulas": "logits_TV sum_groups trainer_logprobs_t eps_low eps_high Delta_min "
@@ -42,6 +42,7 @@ OTHERS = {
     "config.reward.scorer.path config.reward.max_error_rate",
     "a package where llamarl is installed": "llamarl.recipes llamarl.recipes.llama_async",
     "put together of two": "exp_avg_scale",
+    "Slurm and Kubernetes": "KillWait RequeueExit ReadWriteMany",
 }
 ALLOWED = set(" ".join(OTHERS.values()).split())
 

@@ -15,7 +15,8 @@
 Each rank writes its parts into step_N.tmp and tells the leader their sizes and hashes. When all
 expected parts are in, the leader writes the manifest and renames the directory into place: a
 checkpoint with a manifest is complete, and what it says about itself can be checked. All ranks must
-see the same run_dir. Files are safetensors and JSON only, which run nothing when they are read.
+see the same run_dir, though perhaps later than they are written: the leader waits until it sees all
+files before it seals. Files are safetensors and JSON only, which run nothing when they are read.
 
 A step may be sealed again, by a run that went on from before it. Then the old directory is renamed
 away before the new one takes its name; between the two step_N.tmp is the checkpoint, which has its
@@ -51,15 +52,22 @@ import safetensors.torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from llamarl.checkpoint.parts import Part
+from llamarl.checkpoint.manifest import (
+    FORMAT,
+    MANIFEST,
+    Files,
+    Sight,
+    digest_of,
+    read_manifest,
+    unseen,
+)
+from llamarl.checkpoint.parts import stem_of
 from llamarl.comm.control import Control
 from llamarl.errors import CheckpointError
 from llamarl.executor import State
 from llamarl.native.disk import aside, check_room, discard, named_if_unread, shown_free
 from llamarl.words.lists import first_of
 
-FORMAT = 4
-MANIFEST = "manifest.json"
 LATEST = "latest"
 TOPIC = "checkpoint"
 _SHOWN = 10  # damaged files that a message names
@@ -73,8 +81,6 @@ _LEFTOVER = re.compile(r"step_(\d+)\.(tmp|old|tmp\.old)(\.\d+)?")
 _WRITTEN = re.compile(r"step_(\d+)\.tmp")
 
 log = logging.getLogger(__name__)
-
-Files = dict[str, list]
 
 
 # --- Reading ---
@@ -94,7 +100,7 @@ def verify(
     while a file is read.
     """
     try:
-        manifest = _read_manifest(path)
+        manifest = read_manifest(path)
     except CheckpointError as error:
         return [str(error)]
     files = manifest["files"]
@@ -171,47 +177,6 @@ def name_whole_ones(folder: Path) -> None:
             log.warning("%s: sealed, but a kill had kept it from its name; it has it now", final)
 
 
-def ranks_of(path: Path, name: str, *, may_be_absent: bool = False) -> list[int]:
-    """Return the ranks (places within the executor) that saved a part of `name`.
-
-    [] if its state was lost, and can be done without. CheckpointError if the checkpoint knows no
-    such executor, unless that may be.
-    """
-    parts = _read_manifest(path)["parts"]
-    if may_be_absent and name not in parts:
-        return []
-    if name not in parts:
-        raise CheckpointError(
-            f"{path}: holds no state of {name}, only of {', '.join(parts)}; it was made by another "
-            "recipe"
-        )
-    return parts[name]
-
-
-def load_part(path: Path, name: str, rank: int) -> Part:
-    """Load what `save_part` was given, on the CPU.
-
-    CheckpointError names the file if it is absent or cannot be read.
-    """
-    stem = _stem(name, rank)
-    tensors = f"{stem}.safetensors"
-    has_tensors = tensors in _read_manifest(path)["files"]
-    try:
-        values = json.loads((path / f"{stem}.json").read_text())
-        return Part(values, path / tensors if has_tensors else None)
-    except (OSError, ValueError, SafetensorError) as error:
-        raise CheckpointError(f"{path / stem}: cannot be read: {error}") from error
-
-
-def in_work(path: Path) -> set[int]:
-    """Return the tickets whose unfinished completions an executor saved as `in_work`."""
-    tickets = set()
-    for name, ranks in _read_manifest(path)["parts"].items():
-        for rank in ranks:
-            tickets.update(load_part(path, name, rank).get("in_work", []))
-    return tickets
-
-
 # --- Writing ---
 
 
@@ -221,6 +186,8 @@ class Checkpointer:
     expected: the parts of a whole checkpoint, (executor, place of a rank within it); extra_parts:
     those of `register_files`. optional: executors whose parts a checkpoint can do without after a
     loss (llamarl.comm.control). keep: how many of the newest valid ones stay, at least one.
+    timeout_s: the leader waits no longer than this until it sees files of other hosts. tell: is
+    called on the leader when a part of a step has come, with how many have and how many there are.
     """
 
     def __init__(
@@ -232,7 +199,10 @@ class Checkpointer:
         expected: Iterable[tuple[str, int]],
         extra_parts: Iterable[str] = (),
         optional: Iterable[str] = (),
+        timeout_s: float = 600.0,
+        tell: Callable[[int, int, int], None] = lambda step, come, expected: None,
     ):
+        self._tell = tell
         self.folder = Path(run_dir) / "checkpoints"
         self._keep = keep
         self._control = control
@@ -241,6 +211,7 @@ class Checkpointer:
         self._optional = frozenset(optional)
         # Step -> part -> its "files", file -> [bytes, sha256]; or the "error", why it has none.
         self._arrived: dict[int, dict[str, dict]] = {}
+        self._sight = Sight(timeout_s)
         self.failed: dict[int, str] = {}  # on the leader: step -> why it was given up
         self.newest_sealed: int | None = None  # on the leader: the newest step of this process
         # The part that this rank writes: the folder of its step, and a pattern of its files there.
@@ -292,7 +263,7 @@ class Checkpointer:
         tensors, values = _split(name, state)
         text = json.dumps(values)
         num_bytes = len(text) + sum(tensor.nbytes for tensor in tensors.values())
-        part = _stem(name, rank)
+        part = stem_of(name, rank)
         with self.writing(step, part, num_bytes):
             folder = self.begin(step)
             check_room(folder, num_bytes)
@@ -355,8 +326,10 @@ class Checkpointer:
         for _, message in self._control.take(TOPIC):
             parts = self._arrived.setdefault(message["step"], {})
             parts[message["part"]] = message
+            step = message["step"]
+            self._tell(step, len(parts), len(parts) + len(self.missing(step)))
         for step in list(self._arrived):
-            if not self.missing(step):
+            if not self.missing(step) and self._is_seen(step):
                 self._settle(step)
 
     def missing(self, step: int) -> list[str]:
@@ -364,13 +337,32 @@ class Checkpointer:
         arrived = self._arrived.get(step, {})
         # After a loss some of the optional ones will not come.
         waived = frozenset() if self._control.loss is None else self._optional
-        needed = [_stem(name, rank) for name, rank in self._expected if name not in waived]
+        needed = [stem_of(name, rank) for name, rank in self._expected if name not in waived]
         needed += self._extra_parts
         return [part for part in needed if part not in arrived]
 
     def sealed(self, step: int) -> bool:
         """Whether the checkpoint of `step` is whole and in place (and not being written again)."""
         return step not in self._arrived and (self.folder / f"step_{step}" / MANIFEST).is_file()
+
+    def unseen(self, step: int) -> list[str]:
+        """On the leader: return the files of `step` that were reported and are not seen here."""
+        return unseen(self.folder / f"step_{step}.tmp", self._files(step))
+
+    def _files(self, step: int) -> Files:
+        files: Files = {}
+        for part in self._arrived.get(step, {}).values():
+            files |= part.get("files", {})
+        return files
+
+    def _is_seen(self, step: int) -> bool:
+        """Whether this host sees all files that were reported of `step`, or one could not be
+        written. CheckpointError if they do not appear.
+        """
+        parts = self._arrived[step].values()
+        if any("error" in part for part in parts):
+            return True
+        return self._sight.sees(self.folder / f"step_{step}.tmp", self._files(step))
 
     def _settle(self, step: int) -> None:
         """Seal a step, or give it up if a part of it could not be written."""
@@ -403,23 +395,15 @@ class Checkpointer:
         writing = self.folder / f"step_{step}.tmp"
         final = self.folder / f"step_{step}"
         arrived = self._arrived[step]
-        files: Files = {}
-        for part in arrived.values():
-            files |= part["files"]
-        absent = [name for name in files if not (writing / name).is_file()]
-        if absent:
-            raise CheckpointError(
-                f"{writing}: the leader does not see {', '.join(absent)}; put the run's "
-                "directory where all hosts see the same files"
-            )
+        files = self._files(step)
         parts: dict[str, list[int]] = {}
         for name, rank in self._expected:
             ranks = parts.setdefault(name, [])
-            if _stem(name, rank) in arrived:
+            if stem_of(name, rank) in arrived:
                 ranks.append(rank)
         body = {"format": FORMAT, "step": step, "parts": parts, "files": files}
         # The manifest vouches for the files; its own digest vouches for it.
-        text = json.dumps({**body, "sha256": _digest(body)}, indent=1)
+        text = json.dumps({**body, "sha256": digest_of(body)}, indent=1)
         _write(writing / MANIFEST, text)
         before: Path | None = None
         if final.exists():  # of a run that was resumed before it, or damaged
@@ -471,10 +455,6 @@ class Checkpointer:
 # --- Files ---
 
 
-def _stem(name: str, rank: int) -> str:
-    return f"{name}.rank{rank}"
-
-
 def _newest_first(folder: Path, pattern: re.Pattern) -> list[tuple[int, Path]]:
     """Return (step, directory) of those whose name has this pattern, the newest step first."""
     found = []
@@ -488,29 +468,6 @@ def _newest_first(folder: Path, pattern: re.Pattern) -> list[tuple[int, Path]]:
 def damage(path: Path, problems: list[str]) -> str:
     """Format what `verify` found, for people."""
     return "\n  ".join([f"checkpoint {path} is damaged:", *first_of(problems, _SHOWN)])
-
-
-def _digest(body: dict) -> str:
-    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
-
-
-def _read_manifest(path: Path) -> dict:
-    """Read the manifest. CheckpointError if it is absent, damaged or of another format."""
-    file = path / MANIFEST
-    if not file.is_file():
-        raise CheckpointError(
-            f"{MANIFEST}: absent; {path.name} was never finished, or is no checkpoint"
-        )
-    try:
-        body = json.loads(file.read_text())
-        digest = body.pop("sha256", None)
-    except (ValueError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{MANIFEST}: not readable: {error}") from error
-    if digest != _digest(body):
-        raise CheckpointError(f"{MANIFEST}: its contents have changed (SHA-256)")
-    if body["format"] != FORMAT:
-        raise CheckpointError(f"{MANIFEST}: format {body['format']}, this version reads {FORMAT}")
-    return body
 
 
 def _split(name: str, state: State) -> tuple[dict[str, Tensor], dict[str, object]]:

@@ -1,41 +1,58 @@
 """Part: one executor's part of a checkpoint, as it is read.
 
 Its JSON values come at once, its tensors, or boxes of them, when they are asked for: each rank of a
-large model reads what its own boxes overlap, and not what all the others had saved.
+large model reads what its own boxes overlap, and not what all the others had saved. Where it asks
+for none, the file of tensors is not even opened.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
+
+from llamarl.checkpoint.manifest import Files, read_manifest
+from llamarl.errors import CheckpointError
 
 
 class Part(Mapping[str, Any]):
     """Holds what one executor's rank had saved, by name.
 
-    tensors: a safetensors file, None without tensors. OSError or SafetensorError if that cannot be
-    read.
+    tensors: a safetensors file, None without tensors. CheckpointError names it if it cannot be
+    read, once something is asked for that is no JSON value.
     """
 
     def __init__(self, values: Mapping[str, object], tensors: Path | None):
         self._values = values
-        self._file: safe_open | None = None
-        self._names: frozenset[str] = frozenset()
-        if tensors is not None:
-            self._file = safe_open(tensors, "pt")
-            self._names = frozenset(self._file.keys())
+        self._path = tensors
+
+    @cached_property
+    def _file(self) -> safe_open | None:
+        if self._path is None:
+            return None
+        try:
+            return safe_open(self._path, "pt")
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{self._path}: cannot be read: {error}") from error
+
+    @cached_property
+    def _names(self) -> frozenset[str]:
+        return frozenset(self._file.keys()) if self._file is not None else frozenset()
 
     def __getitem__(self, name: str) -> Any:
+        if name in self._values:
+            return self._values[name]
         if name in self._names:
             return self._tensors().get_tensor(name)
-        return self._values[name]
+        raise KeyError(name)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._names or name in self._values
+        return name in self._values or name in self._names
 
     def __iter__(self) -> Iterator[str]:
         yield from self._values
@@ -54,3 +71,69 @@ class Part(Mapping[str, Any]):
         if self._file is None:
             raise KeyError("this part was saved without tensors")
         return self._file
+
+
+# --- Of a checkpoint ---
+
+
+def stem_of(name: str, rank: int) -> str:
+    """Return what the files of a part are called, without their ending."""
+    return f"{name}.rank{rank}"
+
+
+def ranks_of(path: Path, name: str, *, may_be_absent: bool = False) -> list[int]:
+    """Return the ranks (places within the executor) that saved a part of `name`.
+
+    [] if its state was lost, and can be done without. CheckpointError if the checkpoint knows no
+    such executor, unless that may be.
+    """
+    parts = read_manifest(path)["parts"]
+    if may_be_absent and name not in parts:
+        return []
+    if name not in parts:
+        raise CheckpointError(
+            f"{path}: holds no state of {name}, only of {', '.join(parts)}; it was made by another "
+            "recipe"
+        )
+    return parts[name]
+
+
+def load_part(path: Path, name: str, rank: int) -> Part:
+    """Load what `save_part` was given, on the CPU.
+
+    CheckpointError names the file if it is absent or cannot be read.
+    """
+    return _load_part(path, name, rank, read_manifest(path)["files"])
+
+
+def load_parts(path: Path, name: str, *, may_be_absent: bool = False) -> list[Part]:
+    """Load the parts of all ranks that saved one of `name`; see ranks_of and load_part. Tensors are
+    read once they are asked for.
+    """
+    files = read_manifest(path)["files"]
+    ranks = ranks_of(path, name, may_be_absent=may_be_absent)
+    return [_load_part(path, name, rank, files) for rank in ranks]
+
+
+def _load_part(path: Path, name: str, rank: int, files: Files) -> Part:
+    """Load a part. files: the manifest's, which has as many lines as there are ranks, and so is not
+    read anew for each.
+    """
+    stem = stem_of(name, rank)
+    tensors = f"{stem}.safetensors"
+    try:
+        values = json.loads((path / f"{stem}.json").read_text())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path / stem}: cannot be read: {error}") from error
+    return Part(values, path / tensors if tensors in files else None)
+
+
+def in_work(path: Path) -> set[int]:
+    """Return the tickets whose unfinished completions an executor saved as `in_work`."""
+    tickets = set()
+    manifest = read_manifest(path)
+    for name, ranks in manifest["parts"].items():
+        for rank in ranks:
+            part = _load_part(path, name, rank, manifest["files"])
+            tickets.update(part.get("in_work", []))
+    return tickets

@@ -8,8 +8,10 @@ two of its steps. When all parts are in, the checkpoint is sealed. Once a rank i
     message   from -> to             handled                      meaning
     save      leader -> every rank   by the loop, between steps   save your executors' parts of
                                                                   step n
-    at        trainer rank -> the    by their save, which waits   I have come to this place in the
-              others                                              save of step n
+    at        trainer rank ->        by its save, which waits     I have come to this place in the
+              leader                                              save of step n
+    at        leader -> the other    by their save, which waits   all have
+              trainer ranks
 
 A save may take as long as it needs while it gets on (Control.saving). The trainer's ranks wait for
 each other by messages before and after what is collective in it, because a collective's own
@@ -24,13 +26,15 @@ from collections.abc import Mapping, Set
 from pathlib import Path
 from typing import Protocol
 
-from llamarl.checkpoint.checkpointer import Checkpointer, in_work, load_part, ranks_of
+from llamarl.checkpoint.checkpointer import Checkpointer
+from llamarl.checkpoint.parts import in_work, load_part, load_parts, ranks_of
 from llamarl.comm.control import Control
 from llamarl.errors import CheckpointError, TimedOut
 from llamarl.executor import Executor
 from llamarl.tickets.service import TicketService
 
 _AT = "at"
+LEADER_S = 10.0  # the leader, which knows who is late, says so before the others give up
 CONTROLLER = "controller"  # the part with the ledger, the metrics cursor and the run's identity
 
 
@@ -107,25 +111,35 @@ class CheckpointService:
 
         TimedOut names those whose part does not get on.
         """
+        leader = self._control.leader
         others = set(trainer.group.ranks) - {self._control.rank}
-        for rank in others:
-            self._control.post(rank, _AT, {"step": step, "place": place})
+        # By way of the leader: from each rank to each would be the square of so many messages.
+        if self._control.is_leader:
+            awaited = others
+            patience_s = self._timeout_s
+        else:
+            awaited = {leader}
+            patience_s = self._timeout_s + LEADER_S
+            self._control.post(leader, _AT, {"step": step, "place": place})
         began = time.monotonic()
         while True:
             for sender, message in self._control.take(_AT):
                 self._at[message["step"], message["place"]].add(sender)
-            if others <= self._at[step, place]:
+            if awaited <= self._at[step, place]:
                 break
             self._control.check()
-            if time.monotonic() > max(began, self._control.progressed_at) + self._timeout_s:
-                late = sorted(others - self._at[step, place])
+            if time.monotonic() > max(began, self._control.progressed_at) + patience_s:
+                late = sorted(awaited - self._at[step, place])
                 raise TimedOut(
-                    f"trainer on rank {self._control.rank} waited {self._timeout_s:.0f} s in the "
+                    f"trainer on rank {self._control.rank} waited {patience_s:.0f} s in the "
                     f"checkpoint of step {step}, {place}, for ranks {late}, which wrote nothing "
                     "meanwhile. Raise timeout_s if their disk is slow rather than stuck"
                 )
             self._control.wait(0.02)
         del self._at[step, place]
+        if self._control.is_leader:
+            for rank in others:
+                self._control.post(rank, _AT, {"step": step, "place": place})
 
     def _export(self, step: int, trainer: Executor) -> None:
         """Write a directory that transformers loads, where there is room.
@@ -185,8 +199,7 @@ class CheckpointService:
         for executor in self._executors:
             if executor.has_state():
                 may_be_absent = executor.state_may_be_absent
-                ranks = ranks_of(path, executor.name, may_be_absent=may_be_absent)
-                parts = [load_part(path, executor.name, rank) for rank in ranks]
+                parts = load_parts(path, executor.name, may_be_absent=may_be_absent)
                 try:
                     executor.load_state_dict(parts)
                 except ValueError as error:
@@ -208,9 +221,13 @@ class CheckpointService:
             if self._saved in self._checkpointer.failed:
                 raise CheckpointError(self._checkpointer.failed[self._saved])
             if time.monotonic() > max(began, self._control.progressed_at) + timeout_s:
-                missing = self._checkpointer.missing(self._saved)
+                late = self._checkpointer.missing(self._saved)
+                what = f"parts {late} did not come"
+                if not late:
+                    absent = self._checkpointer.unseen(self._saved)
+                    what = f"files {absent} of other hosts were not seen here"
                 raise TimedOut(
-                    f"checkpoint of step {self._saved}: parts {missing} did not come within "
+                    f"checkpoint of step {self._saved}: {what} within "
                     f"{timeout_s:.0f} s; the one before it is valid. Raise {limit} if that is slow "
                     "rather than stuck"
                 )

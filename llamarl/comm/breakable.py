@@ -17,7 +17,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 
 import torch
 
@@ -52,12 +52,7 @@ class BreakableSteps:
         made: Future[bool] = Future()
         self._asked.put((step, made))
         unwanted_since: float | None = None
-        while True:
-            try:
-                return made.result(LOOK_S)
-            except TimeoutError:
-                if made.done():  # the step itself raised it
-                    raise
+        while not wait([made], LOOK_S).done:
             now = time.monotonic()
             if not self._is_over():
                 continue
@@ -66,6 +61,7 @@ class BreakableSteps:
             if now - unwanted_since > LAST_S:
                 self.left = True
                 return False
+        return made.result()
 
     def _run(self) -> None:
         # OpenMP keeps this number for each thread, and sums depend on it.

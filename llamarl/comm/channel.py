@@ -34,7 +34,7 @@ import torch.distributed as dist
 from llamarl.comm import wire
 from llamarl.comm.causes import cause_of
 from llamarl.comm.control import Control
-from llamarl.comm.groups import RankInfo, link_group
+from llamarl.comm.groups import RankInfo, connect_peers, link_group
 from llamarl.comm.meeting import reaching
 from llamarl.comm.wire import recv_message, send_message
 from llamarl.errors import PeerDied
@@ -112,6 +112,16 @@ class Channel:
         control = context.control
         sources = context.placement[self.source.name]
         destinations = context.placement[self.destination.name]
+        peers: set[int] = set()
+        if control.rank in sources:
+            peers.update(destinations)
+        if control.rank in destinations:
+            peers.update(sources)
+        peers.discard(control.rank)
+        if peers:
+            assert group is not None, "ranks that are linked have a group"
+            with reaching(f"the ranks of channel {self.name}", rank=control.rank):
+                connect_peers(peers, group, timeout_s=context.timeout_s, check=control.check)
         receiver: Receiver | None = None
         if control.rank in destinations:
             receiver = Receiver(self.name, self.capacity, control)
@@ -193,7 +203,7 @@ class _Queue:
             self._closing = True
             self._changed.notify_all()
         for thread in self._threads:
-            thread.join(timeout=5)
+            self._control.join(thread)
 
     def _broke(self, way: str, rank: int, error: RuntimeError) -> None:
         """End this rank's loop with what gloo's error on a link with `rank` means."""

@@ -53,6 +53,7 @@ Failure = TypeVar("Failure", bound=BaseException)
 
 BEAT_S = 1.0
 GRACE_S = 10.0
+JOIN_S = 5.0  # a thread that is told to end has so long
 EXIT_PEER_DIED = 70
 NAMED_S = 2.0  # the name of a dead rank comes within so long of what its death broke
 STORE_PATIENCE = 3  # times heartbeat_timeout_s that the Store may be silent
@@ -92,6 +93,8 @@ class Control:
         self._beaten_at = math.inf  # the last time that the Store took this rank's beat
         self._last_words_until = math.inf
         self._last_words_s = 0.0
+        self._let_go_until = math.inf
+        self._joined_until = math.inf
         # When a rank's writing of a checkpoint was last seen to get on; -inf: never.
         self.progressed_at = -math.inf
         # What this rank has written of a checkpoint so far; None while it writes none.
@@ -153,7 +156,8 @@ class Control:
         first_line = str(error).splitlines()[0]
         return (
             f"{self._named(self.rank)}: the control store is gone ({first_line}). Was the "
-            "launcher, which serves it, stopped? Start again with resume=auto"
+            "launcher, which serves it, stopped, its host lost or the network to it cut? Start "
+            "again with resume=auto"
         )
 
     def _named(self, rank: int) -> str:
@@ -268,6 +272,26 @@ class Control:
         self.failure = self.failure or error
         self.wake()
 
+    def let_go(self) -> None:
+        """Note that this rank's loop has ended, and that it only lets go of what it holds.
+
+        After a loss its last words are said by then. Letting go may take GRACE_S.
+        """
+        self._last_words_until = math.inf
+        if self.loss is not None:
+            self._let_go_until = time.monotonic() + GRACE_S
+
+    def join(self, thread: threading.Thread) -> None:
+        """Wait until a thread that ends with this rank has ended, for JOIN_S at most.
+
+        After a failure or a loss its peer may hang. All such waits together take JOIN_S then.
+        """
+        until = time.monotonic() + JOIN_S
+        if self.failure is not None or self.loss is not None:
+            self._joined_until = min(self._joined_until, until)
+            until = self._joined_until
+        thread.join(max(0.0, until - time.monotonic()))
+
     def thread(self, name: str, target: Callable[..., None], *args) -> threading.Thread:
         """Start a daemon thread. Its failure ends this rank's loop: none may die unheard."""
 
@@ -300,6 +324,8 @@ class Control:
         text = str(error).split(". ")[0]
         is_of_gloo = type(error) is RuntimeError and _OF_GLOO.search(text)
         if not is_of_gloo and not isinstance(error, dist.DistError):
+            if isinstance(error, PeerDied):
+                error.add_note(f"{self._named(self.rank)} noticed it {doing}.")
             return error
         until = time.monotonic() + NAMED_S
         while self.failure is None and self.loss is None and time.monotonic() < until:
@@ -416,6 +442,8 @@ class Control:
                     "stop_s after that, or after its writing last got on."
                 )
                 self.fail_now(loss)
+            if self.loss is not None and now > self._let_go_until:
+                self.fail_now(self.loss)
             silent_s = now - self._beaten_at
             if silent_s > STORE_PATIENCE * self.heartbeat_timeout_s:
                 text = self._store_gone(f"it has not answered for {silent_s:.0f} s")
@@ -450,9 +478,9 @@ class Control:
         """
         now = time.monotonic()
         said: dict[int, str] = {}
+        beats = _beats_of(store, list(seen))
         for rank, (beat, since) in seen.items():
-            key = f"beat/{rank}"
-            new = store.get(key) if store.check([key]) else b""
+            new = beats[rank]
             # Before its first beat the meeting waits for it (ExecutorController).
             if new != beat or new in (b"", b"done"):
                 seen[rank] = (new, now)
@@ -462,7 +490,10 @@ class Control:
             return
         for rank in said:
             del seen[rank]
-        why = f"{'; '.join(said.values())}. Its own output says why; start again with resume=auto"
+        why = (
+            f"{'; '.join(said.values())}. It hangs or has ended, which its own output says, or its "
+            "host or the network to it is gone. Start again with resume=auto"
+        )
         if self.is_leader:
             self.post_all("failed", {"why": why, "ranks": sorted(said)}, but=[self.rank, *said])
         self.fail(PeerDied(why, said))
@@ -490,11 +521,24 @@ class Control:
         if self._store is None or not self._threads:
             return
         listener, beat, _ = self._threads
-        beat.join(timeout=5)  # or its last beat could overwrite the word that it was
+        beat.join(JOIN_S)  # or its last beat could overwrite the word that it was
         farewell = json.dumps([self.rank, "close", {}])
         try:
             self._store.set(f"beat/{self.rank}", "done")
             self._store.queue_push(f"mail/{self.rank}", farewell.encode())
         except dist.DistError:
             return  # the launcher is gone already
-        listener.join(timeout=5)
+        listener.join(JOIN_S)
+
+
+def _beats_of(store: dist.Store, ranks: list[int]) -> dict[int, bytes]:
+    """Return the last beat of each of these ranks, empty for one that has not beaten yet.
+
+    Two questions to the store for any number of ranks, once all have beaten.
+    """
+    keys = [f"beat/{rank}" for rank in ranks]
+    if not store.check(keys):
+        keys = [key for key in keys if store.check([key])]
+    beats = store.multi_get(keys) if keys else []
+    found = dict(zip(keys, beats))
+    return {rank: found.get(f"beat/{rank}", b"") for rank in ranks}

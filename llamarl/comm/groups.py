@@ -9,21 +9,30 @@ import dataclasses
 import json
 import os
 import socket
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from llamarl.comm.interface import choose_interface, this_network
 from llamarl.comm.meeting import launcher_store, meet, reaching
+from llamarl.errors import TimedOut
 from llamarl.executor import ExecutorGroup
 from llamarl.native.allocator import keep_freed_memory
 from llamarl.native.copying import copy_kernels_version
 from llamarl.native.precision import use_float32_products
+from llamarl.words.lists import first_of
 
+SHOWN_HOSTS = 4  # that a message names
+LOOK_S = 0.05  # between two looks at whether this rank still waits
 _LINK_TIMEOUT = timedelta(days=7)  # a channel may be silent for long; its users are less patient
+_LAZY = "TORCH_GLOO_LAZY_INIT"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -68,6 +77,7 @@ class World:
     products: str = "highest"  # how this process multiplies float32
     # The launcher's store, which outlives restarted workers; None without a launcher.
     launcher: dist.Store | None = None
+    network: tuple[str, ...] = ()  # where gloo listens on each host, for people; () on one host
     is_imagined: bool = False  # for a dry run: the other ranks were never started
 
     def imagined(self, size: int) -> World:
@@ -97,7 +107,8 @@ def init_world(*, threads: int | None, timeout_s: float, reproducible: bool) -> 
     Devices: a GPU a local rank where there are any, else the CPU. timeout_s bounds every
     collective. gloo carries everything on CPUs and all that is not a device collective.
     reproducible: nothing that decides about results asks a clock (use_float32_products). TimedOut
-    names the ranks that do not come; PeerDied says what could not be reached.
+    names the ranks that do not come; PeerDied says what could not be reached; BadNetwork, which
+    network interface cannot be used.
     """
     rank = int(os.environ.get("RANK", 0))
     size = int(os.environ.get("WORLD_SIZE", 1))
@@ -114,18 +125,32 @@ def init_world(*, threads: int | None, timeout_s: float, reproducible: bool) -> 
     timeout = timedelta(seconds=timeout_s)
     launcher = launcher_store(timeout_s)
     store: dist.Store = dist.HashStore()
+    network: list[str] = []
     with reaching("the other ranks at the start", rank=rank):
         if size > 1:
-            if local_size == size:
-                os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
             assert launcher is not None, "several ranks have a launcher"
             # No start may read what an earlier one left in the launcher's store.
             name = meet(launcher, rank=rank, size=size, timeout_s=timeout_s)
             store = dist.PrefixStore(f"start-{name}", launcher)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
+            network = choose_interface(
+                store,
+                rank=rank,
+                size=size,
+                host=this_network(),
+                store_host=os.environ["MASTER_ADDR"],
+                is_one_host=local_size == size,
+            )
+    over = f" over {', '.join(first_of(network, SHOWN_HOSTS))}" if network else ""
+    with reaching(f"the other ranks at the start{over}", rank=rank):
+        with _joining_at_first_use():
+            dist.init_process_group(
+                "gloo", store=store, rank=rank, world_size=size, timeout=timeout
+            )
         mine = dataclasses.asdict(this_rank_info(rank, device))
         store.set(f"rank/{rank}", json.dumps(mine))
-        said = [json.loads(store.get(f"rank/{other}")) for other in range(size)]
+        # One question for all, since every rank asks of every other at the same time.
+        answers = store.multi_get([f"rank/{other}" for other in range(size)])
+        said = [json.loads(answer) for answer in answers]
     return World(
         rank=rank,
         size=size,
@@ -133,7 +158,27 @@ def init_world(*, threads: int | None, timeout_s: float, reproducible: bool) -> 
         infos=tuple(RankInfo(**values) for values in said),
         products=products,
         launcher=launcher,
+        network=tuple(network),
     )
+
+
+@contextmanager
+def _joining_at_first_use() -> Iterator[None]:
+    """Have the gloo groups that are made here connect two ranks when these first exchange
+    something. By default gloo connects every rank of a group with every other.
+
+    That is for groups in which few pairs of ranks exchange anything. Where all compute together,
+    each has to notice at once that another has ended, and only a connection says so.
+    TORCH_GLOO_LAZY_INIT in the environment of a run is left as it is.
+    """
+    if _LAZY in os.environ:
+        yield
+        return
+    os.environ[_LAZY] = "1"  # torch reads it for each group that it makes
+    try:
+        yield
+    finally:
+        del os.environ[_LAZY]
 
 
 def have_a_gpu_each(infos: Iterable[RankInfo]) -> bool:
@@ -156,19 +201,22 @@ def executor_group(
     Returns None on ranks that do not host it.
     """
     # NCCL between GPUs, and gloo for what is in host memory.
-    with_gpus = have_a_gpu_each(info for info in world.infos if info.rank in ranks)
-    backend = "cpu:gloo,cuda:nccl" if with_gpus else "gloo"
+    own = [info for info in world.infos if info.rank in ranks]
+    by_nccl = have_a_gpu_each(own) and all(info.nccl for info in own)
+    backend = "cpu:gloo,cuda:nccl" if by_nccl else "gloo"
     timeout = timedelta(seconds=timeout_s)
     mesh = torch.tensor(ranks).view(replicate, -1, tensor_parallel)
 
     def along(axis: int) -> dist.ProcessGroup | None:
         """Make a group for each line of ranks of the mesh along an axis, and return this rank's."""
         lines = mesh.movedim(axis, -1).flatten(0, 1).tolist()
+        if lines == [list(ranks)]:
+            return everyone  # another group of the same ranks would connect them all again
         return dist.new_subgroups_by_enumeration(lines, timeout, backend)[0]
 
     everyone = dist.new_group(list(ranks), timeout, backend)
     replicas = along(0) if replicate > 1 else None
-    shards = along(1) if replicate * tensor_parallel > 1 else everyone
+    shards = along(1)
     tensor = along(2) if tensor_parallel > 1 else None
     if world.rank not in ranks:
         return None
@@ -194,14 +242,67 @@ def link_group(
 ) -> dist.ProcessGroup | None:
     """Make a gloo group for one channel's p2p. Collective over the world.
 
-    Returns None when both sides are one and the same rank. behind: called in the thread that makes
+    Returns None when both sides are one and the same rank. Two of its ranks are connected by
+    `connect_peers`, or when they first exchange something. behind: called in the thread that makes
     the group, whose priority the group's own thread takes over.
     """
     ranks = sorted({*sources, *destinations})
     if len(ranks) == 1:
         return None
-    with ThreadPoolExecutor(1, initializer=behind) as maker:
+    with ThreadPoolExecutor(1, initializer=behind) as maker, _joining_at_first_use():
         return maker.submit(dist.new_group, ranks, backend="gloo", timeout=_LINK_TIMEOUT).result()
+
+
+def connect_peers(
+    peers: Iterable[int],
+    group: dist.ProcessGroup,
+    *,
+    timeout_s: float,
+    check: Callable[[], None],
+) -> None:
+    """Connect this rank with others of a link group, each of which does the same with it.
+
+    Without it a rank that waits for the first message of a peer may not notice that the peer has
+    ended. check raises what ends this rank meanwhile. TimedOut after timeout_s.
+    """
+    rank = dist.get_rank()
+    names = sorted(peers)
+    connected: Future[None] = Future()
+
+    def connect() -> None:
+        try:
+            _exchange_tokens(names, group)
+        except BaseException as error:  # raised below, in the thread that waits
+            connected.set_exception(error)
+        else:
+            connected.set_result(None)
+
+    # A daemon: nothing from outside ends gloo's own wait for a peer that does not come.
+    threading.Thread(target=connect, name="connect-peers", daemon=True).start()
+    until = time.monotonic() + timeout_s
+    while not wait([connected], LOOK_S).done:
+        check()
+        if time.monotonic() > until:
+            shown = ", ".join(first_of([str(name) for name in names], SHOWN_HOSTS))
+            raise TimedOut(
+                f"rank {rank} waited {timeout_s:.0f} s for a connection with ranks {shown}. One "
+                "hangs, or no network leads there: see what each rank said last"
+            )
+    connected.result()
+
+
+def _exchange_tokens(peers: Iterable[int], group: dist.ProcessGroup) -> None:
+    """Send or receive one number, which has gloo connect this rank with each of these."""
+    rank = dist.get_rank()
+    begun: list[tuple[dist.Work | None, torch.Tensor]] = []
+    for peer in peers:
+        begin = dist.isend if rank < peer else dist.irecv
+        token = torch.zeros(1)
+        begun.append((begin(token, peer, group=group), token))
+    # Only when all have begun: a peer sends or receives its own after it has begun with others.
+    for work, _ in begun:
+        assert work is not None, "both ranks of a link are in its group"
+        work.wait()
 
 
 def device_link_group(

@@ -20,10 +20,11 @@ answered under the same name.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import lru_cache
@@ -31,17 +32,21 @@ from functools import lru_cache
 import torch.distributed as dist
 
 from llamarl.comm.causes import cause_of
+from llamarl.comm.interface import listening_socket
 from llamarl.errors import PeerDied, TimedOut
+
+log = logging.getLogger(__name__)
 
 # Between two looks into the store: at first, and after a while.
 SOON_S = 0.01
 LATER_S = 0.2
+LOOK_S = 0.1  # between two looks for ranks that are late at a place
 RENEW_S = 1.0  # at most so often a rank says that its work goes on
 
 
 def launcher_store(timeout_s: float) -> dist.Store | None:
     """Return the c10d store that all processes of this launch share. PeerDied if it cannot be
-    reached.
+    reached; BadNetwork if this process cannot listen for it.
 
     It is torchrun's own, which outlives restarted workers, else one that rank 0 hosts. None for a
     process that no launcher started.
@@ -54,21 +59,43 @@ def launcher_store(timeout_s: float) -> dist.Store | None:
     host = os.environ["MASTER_ADDR"]
     port = int(os.environ["MASTER_PORT"])
     hosts_it = rank == 0 and not of_torchrun
+    is_one_host = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) == size
     timeout = timedelta(seconds=timeout_s)
     with reaching(f"the store at {host}:{port}, by which the ranks of this launch meet", rank=rank):
-        store = _connect(host, port, hosts_it, timeout)
+        store = _connect(host, port, hosts_it, is_one_host, timeout)
     store.set_timeout(timeout)
     return store
 
 
 @lru_cache(maxsize=1)
-def _connect(host: str, port: int, hosts_it: bool, timeout: timedelta) -> dist.Store:
+def _connect(
+    host: str, port: int, hosts_it: bool, is_one_host: bool, timeout: timedelta
+) -> dist.Store:
     """Connect to the store once, for all jobs of this process.
 
     A store that this process hosts must not end between two of them.
     """
+    listener: int | None = None
+    if hosts_it:
+        found = listening_socket(host, port, is_one_host=is_one_host)
+        if found is not None:
+            listener = found.detach()  # the store closes it
+        else:
+            log.warning(
+                "the store at %s:%d listens on all interfaces of this host, for none that others "
+                "reach has this address here; give the address of the interface that joins the "
+                "hosts as MASTER_ADDR",
+                host,
+                port,
+            )
     return dist.TCPStore(
-        host, port, is_master=hosts_it, timeout=timeout, wait_for_workers=False, multi_tenant=True
+        host,
+        port,
+        is_master=hosts_it,
+        timeout=timeout,
+        wait_for_workers=False,
+        multi_tenant=True,
+        master_listen_fd=listener,
     )
 
 
@@ -236,3 +263,38 @@ class Exchange:
                     "said, or raise timeout_s"
                 )
         raise AssertionError("looking does not end")
+
+
+def wait_for_all(
+    store: dist.Store,
+    rank: int,
+    names: Sequence[str],
+    place: str,
+    *,
+    timeout_s: float,
+    check: Callable[[], None],
+) -> None:
+    """Wait at a place for all ranks. TimedOut names those that are not here.
+
+    names: what each rank hosts, for people. check: called between two looks, and may raise.
+    """
+    until = time.monotonic() + timeout_s
+    keys = [f"met/{place}/{one}" for one in range(len(names))]
+    store.set(keys[rank], "")
+    # Each look is for one key: if every rank looked for every other, what the launcher's store has
+    # to do would grow with the square of the ranks.
+    all_met = f"met/{place}/all"
+    if store.add(f"met/{place}/count", 1) == len(names):
+        store.set(all_met, "")
+    pause_s = SOON_S
+    while not store.check([all_met]):
+        check()
+        if time.monotonic() > until:
+            absent = [one for one, key in enumerate(keys) if not store.check([key])]
+            shown = ", ".join(f"{one} ({names[one]})" for one in absent)
+            raise TimedOut(
+                f"rank {rank} waited {timeout_s:.0f} s at the start for ranks {shown}, which must "
+                f"join {place}. See what they last printed, or raise timeout_s"
+            )
+        time.sleep(pause_s)
+        pause_s = min(LOOK_S, 1.5 * pause_s)

@@ -32,6 +32,7 @@ def register(record: type) -> type:
 
 
 _RECORDS = (
+    types.Ending,
     types.Completion,
     types.Stretch,
     types.EvalCompletion,

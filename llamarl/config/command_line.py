@@ -17,11 +17,12 @@ Classes elsewhere take plain values; only recipes and the controller see a Confi
 
 from __future__ import annotations
 
+import faulthandler
 import functools
 import itertools
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Generic, overload
@@ -30,7 +31,15 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from llamarl.config.conversion import Schema, echoing, known_keys, sections_of_kinds, to_config
-from llamarl.config.files import CONF_DIR, EVAL_SETS, PARTS, SCHEDULES, TASK_PARTS, sections
+from llamarl.config.files import (
+    CONF_DIR,
+    EVAL_SETS,
+    OPTIONS,
+    PARTS,
+    SCHEDULES,
+    TASK_PARTS,
+    sections,
+)
 from llamarl.config.findings import ConfigError, Problem, keys_of, show
 from llamarl.config.flags import problems_of_flags
 from llamarl.config.hints import did_you_mean
@@ -38,6 +47,8 @@ from llamarl.config.placement import idle_ranks
 from llamarl.config.rules import check
 from llamarl.config.schema import Config
 from llamarl.native.collecting import collect_seldom
+
+STDERR = 2  # the file, whatever sys.stderr is by then
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,15 +184,18 @@ def _read(
     return accepted, configs
 
 
-def default_config(kind: JobKind = RL) -> Config:
-    """Return the config of an empty command line, also while another is read or runs."""
+def default_config(kind: JobKind = RL, overrides: Sequence[str] = ()) -> Config:
+    """Return the config of an empty command line, or of these plain overrides, also while another
+    is read or runs. It is not checked.
+    """
     from hydra import compose, initialize_config_dir
     from hydra.core.global_hydra import GlobalHydra
 
+    words = list(overrides)
     if GlobalHydra.instance().is_initialized():
-        return to_config(compose(kind.file), kind.schema)
+        return to_config(compose(kind.file, words), kind.schema)
     with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
-        return to_config(compose(kind.file), kind.schema)
+        return to_config(compose(kind.file, words), kind.schema)
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,11 +232,10 @@ def _read_override(
     section, _, option = key.partition(".")
     for name in [f"{key}.{inner}" for inner in value] if isinstance(value, dict) else [key]:
         known = known_keys(schema)
-        # Options of a user's own loss or of a dataset may have any name; so may parts and sets.
+        # Options of a user's own loss or function or of a dataset may have any name; so may parts
+        # and sets.
         is_option = name.startswith("loss.") and name.count(".") == 1
-        if "task.options" in known:
-            is_option = is_option or name.startswith("task.options.")
-        for parts in (PARTS, TASK_PARTS, EVAL_SETS, SCHEDULES):
+        for parts in (*OPTIONS, PARTS, TASK_PARTS, EVAL_SETS, SCHEDULES):
             if parts in known:
                 is_option = is_option or name.startswith(f"{parts}.")
         if not (is_option or name in known or name in groups):
@@ -341,6 +354,8 @@ def main(recipe: Callable, kind: JobKind = RL) -> Callable[[], None]:
 
     @functools.wraps(recipe)
     def run() -> None:
+        # What kills a rank in native code is said with the Python line of each of its threads.
+        faulthandler.enable(STDERR)
         collect_seldom()
         import hydra
         from hydra._internal.utils import get_args_parser

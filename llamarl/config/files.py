@@ -16,6 +16,8 @@ PARTS = "reward.parts"
 TASK_PARTS = "task.parts"
 EVAL_SETS = "eval.sets"
 SCHEDULES = "loss.schedules"  # by options of the loss
+# Arguments of what the user names, by names that it has.
+OPTIONS = ("task.options", "reward.options")
 # Keys of a whole reward that its parts do not have.
 _OF_ALL_PARTS = (
     "max_error_rate",

@@ -29,6 +29,14 @@ REMOVED = {
         "estimator of the KL in the loss"
     ),
 }
+# The section `tickets` as it was before there was one.
+_TICKETS = {
+    "informative": False,
+    "max_refill": 4,
+    "sampler": "uniform",
+    "half_life": 2.0,
+    "candidates": 4,
+}
 # Section -> its name of today, where its keys have the same names as ever.
 _RENAMED_SECTIONS = {
     "beta_schedule": "loss.schedules.beta",
@@ -72,7 +80,26 @@ def of_today(saved: Mapping[str, object]) -> dict[str, object]:
         kept = values.get(section)
         if isinstance(kept, Mapping):
             values[section] = {other: value for other, value in kept.items() if other != name}
+    reward = values.get("reward")
+    if isinstance(reward, Mapping) and reward.get("kind") == "function":
+        values["reward"] = {"options": {}, **reward}
+    elif isinstance(reward, Mapping) and reward.get("kind") == "parts":
+        values["reward"] = {"outcomes": [], **reward}
+    placement = values.get("placement")
+    if isinstance(placement, Mapping):
+        values["placement"] = {"adapt": True, "sheet": None, **placement}
+    if "governor" in values:  # a configuration of a job with tickets
+        values["tickets"] = {**_TICKETS, **_section(values, "tickets")}
+    metrics = values.get("metrics")
+    if isinstance(metrics, Mapping) and "generator" in values:  # a run of RL
+        values["metrics"] = {"samples": 2, "show_every": 25, **metrics}
     evaluation = values.get("eval")
     if isinstance(evaluation, Mapping):
         values["eval"] = {"sets": {}, **evaluation}
     return values
+
+
+def _section(values: Mapping[str, object], name: str) -> dict[str, object]:
+    """Return the keys of a section; none where it is not there."""
+    section = values.get(name)
+    return dict(section) if isinstance(section, Mapping) else {}

@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import Annotated, ClassVar, Literal
 
 from llamarl.config.findings import Findings
+from llamarl.config.hints import did_you_mean
 from llamarl.config.kinds import KINDS
 from llamarl.config.kinds.function import FunctionKindSettings
 from llamarl.config.kinds.kind import Given, KindSettings, RunFacts
@@ -40,6 +41,7 @@ class PartsSettings:
 
     kind: Literal["parts"]
     parts: dict[str, PartSettings]  # by names of the user's own
+    outcomes: list[str]  # the parts that say whether a completion succeeded; []: all but novelty
 
 
 @settings_dataclass
@@ -54,6 +56,7 @@ class RewardSettings:
     stream: ClassVar[bool] = False
     piece_tokens: ClassVar[None] = None
     cache_tokens: ClassVar[None] = None
+    outcomes: ClassVar[list[str]] = []
 
     @property
     def kind(self) -> str:
@@ -79,6 +82,11 @@ class ShardedRewardSettings:
     def kind(self) -> str:
         """The kind of the scorer; "parts" for a sum of several."""
         return self.scorer.kind
+
+    @property
+    def outcomes(self) -> list[str]:
+        """The parts that say whether a completion succeeded; []: all but novelty."""
+        return self.scorer.outcomes if isinstance(self.scorer, PartsSettings) else []
 
 
 AnyRewardSettings = RewardSettings | ShardedRewardSettings
@@ -121,6 +129,11 @@ def find_reward(reward: AnyRewardSettings, run: RunFacts, found: Findings) -> No
         part.settings.find(part, run, found)
     if not parts:
         found.add("a sum needs parts; 'reward.parts={rm: {kind: model, path: DIR}}'", "reward.kind")
+    names = [part.name for part in parts]
+    unknown = [name for name in reward.outcomes if name not in names]
+    if unknown:
+        near = did_you_mean(unknown[0], names)
+        found.add(f"no part is called {unknown[0]}{near}", "reward.outcomes")
     if reward.stream:
         _find_stream(reward, run, found)
 
@@ -198,6 +211,7 @@ def gold_of(
         settings = FunctionKindSettings(
             kind="function",
             fn=gold,
+            options={},
             num_workers=1,
             timeout_s=GOLD_TIMEOUT_S,
             memory_mb=GOLD_MEMORY_MB,

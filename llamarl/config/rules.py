@@ -20,13 +20,19 @@ from llamarl.config.sections.generator import find_generator, find_other_tempera
 from llamarl.config.sections.loss import find_loss
 from llamarl.config.sections.model import find_model
 from llamarl.config.sections.overcommit import find_overcommit
-from llamarl.config.sections.placement import find_sharing
+from llamarl.config.sections.placement import find_planning, find_sharing
 from llamarl.config.sections.reference import find_reference, find_reference_stream
 from llamarl.config.sections.run import find_run
+from llamarl.config.sections.tickets import find_tickets
 from llamarl.config.sections.trainer import find_trainer
 from llamarl.config.sections.victim import find_victim
 from llamarl.config.sections.weights import find_weights
-from llamarl.config.tasks import FileSettings
+from llamarl.config.tasks import (
+    EnvironmentSettings,
+    FileSettings,
+    MixtureSettings,
+    find_environment,
+)
 
 
 def check(
@@ -50,7 +56,17 @@ def check(
     num_hosts = -(-world_size // (local_world_size or world_size))
     find_run(c, num_started, found)
     find_overcommit(c, c.governor, found, buffer_kind=c.buffer.kind)
+    find_tickets(
+        c.tickets,
+        c,
+        found,
+        loss=c.loss,
+        trainer=c.trainer,
+        buffer_kind=c.buffer.kind,
+        has_rows=_has_rows(c),
+    )
     find_sharing(c.placement, found, offload=c.offload)
+    find_planning(c.placement, found, max_lag=c.max_lag)
     find_placement(c, world_size, found)
     find_weights(c.weights, found, cpu_offload=c.trainer.cpu_offload, num_hosts=num_hosts)
     find_model(c.model, found)
@@ -67,11 +83,25 @@ def check(
     compared = [part.section for part in c.reward_parts if part.settings.compares]
     find_victim(c.victim, found, attacks=attacks, compared=compared)
     find_evaluation(c.eval, found)
+    if isinstance(c.task, EnvironmentSettings):
+        find_environment(
+            c.task,
+            found,
+            generator_kind=c.generator.kind,
+            tensor_parallel=c.generator.tensor_parallel,
+            has_victim=c.victim.placed,
+        )
     facts = _facts(c)
     find_reward(c.reward, facts, found)
     find_gold(c.given_gold, c.eval.gold_label, facts, found)
     _find_files(c, found)
     return found.problems
+
+
+def _has_rows(c: Config) -> bool:
+    """Whether the task's prompts are one list of rows."""
+    makes_its_own = isinstance(c.task, EnvironmentSettings) and c.task.path is None
+    return not (makes_its_own or isinstance(c.task, MixtureSettings))
 
 
 def _find_files(c: Config, found: Findings) -> None:
@@ -99,4 +129,5 @@ def _facts(c: Config) -> RunFacts:
         offload=c.offload,
         generator_kind=c.generator.kind,
         has_victim=c.victim.placed,
+        has_environment=isinstance(c.task, EnvironmentSettings),
     )

@@ -30,16 +30,17 @@ from llamarl.config.sections.checkpoint import CheckpointSettings
 from llamarl.config.sections.evaluation import EvalSettings
 from llamarl.config.sections.generator import AnyGeneratorSettings
 from llamarl.config.sections.loss import LossSettings
-from llamarl.config.sections.metrics import MetricsSettings
+from llamarl.config.sections.metrics import RunMetricsSettings
 from llamarl.config.sections.model import ModelSettings
 from llamarl.config.sections.overcommit import GovernorSettings
 from llamarl.config.sections.placement import PlacementSettings
 from llamarl.config.sections.reference import AnyReferenceSettings
 from llamarl.config.sections.run import RunSettings
+from llamarl.config.sections.tickets import TicketsSettings
 from llamarl.config.sections.trainer import TrainerSettings
 from llamarl.config.sections.victim import AnyVictimSettings
 from llamarl.config.sections.weights import WeightsSettings
-from llamarl.config.tasks import AnyTaskSettings, MixtureSettings
+from llamarl.config.tasks import AnyTaskSettings, EnvironmentSettings, MixtureSettings
 
 HEAD_LR = 1e-3  # a value head's learning rate if trainer.value_lr is null
 
@@ -49,10 +50,11 @@ class Config(RunSettings):
     """The keys of a run, and its sections."""
 
     governor: GovernorSettings
+    tickets: TicketsSettings
     eval: EvalSettings = marked("answers")
     checkpoint: CheckpointSettings = marked("outward")
     weights: WeightsSettings
-    metrics: MetricsSettings = marked("outward")
+    metrics: RunMetricsSettings = marked("outward")
     model: ModelSettings
     task: AnyTaskSettings = marked("data", "answers")
     generator: AnyGeneratorSettings = marked("answers")
@@ -112,6 +114,18 @@ class Config(RunSettings):
         for name, one in self.eval.sets.items():
             most[f"{EVAL_SETS}.{name}"] = one.max_prompt_tokens
         return most
+
+    @property
+    def kept_tokens(self) -> int:
+        """How many places of keys and values a generator keeps while environments work."""
+        if not isinstance(self.task, EnvironmentSettings):
+            return 0
+        if self.task.play.kept_tokens is not None:
+            return self.task.play.kept_tokens
+        cache_tokens = self.generator.cache_tokens
+        if cache_tokens is None:
+            cache_tokens = self.generator.max_slots * self.longest_asked
+        return cache_tokens // 2
 
     @property
     def is_evaluated(self) -> bool:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
+from llamarl.config.findings import Findings
 from llamarl.config.marks import settings_dataclass
 from llamarl.config.ranges import Count, Natural, Positive, Text
 
@@ -86,6 +87,30 @@ class PythonTaskSettings(TaskSettings):
 
 
 @settings_dataclass
+class PlaySettings:
+    """How dialogues with an environment go."""
+
+    max_turns: Count
+    max_turn_tokens: Count | None  # None: what is left
+    calls: Literal["auto", "json", "words"]
+    num_workers: Count
+    timeout_s: Positive
+    memory_mb: Count
+    kept_tokens: Natural | None  # None: half as many as the cache has
+
+
+@settings_dataclass
+class EnvironmentSettings(TaskSettings):
+    kind: Literal["environment"]
+    environment: Text
+    path: str | None  # None: the environment makes its own prompts
+    eval_path: str | None
+    prompt_key: str
+    num_prompts: Count  # if the environment makes them
+    play: PlaySettings
+
+
+@settings_dataclass
 class AdditionPartSettings(AdditionSettings):
     weight: Positive
 
@@ -160,8 +185,46 @@ AnyTaskSettings = (
     | GSM8KSettings
     | ReasoningGymSettings
     | PythonTaskSettings
+    | EnvironmentSettings
     | MixtureSettings
 )
+
+
+def find_environment(
+    task: EnvironmentSettings,
+    found: Findings,
+    *,
+    generator_kind: str,
+    tensor_parallel: int,
+    has_victim: bool,
+) -> None:
+    """Find what dialogues cannot go together with."""
+    if has_victim:
+        found.add(
+            "an attack is one turn, which a victim answers; another task, or victim=none",
+            "task.kind",
+            "victim.kind",
+        )
+    if generator_kind != "native":
+        found.add(
+            "only the native engine goes on behind what an environment says; generator=native",
+            "task.kind",
+            "generator.kind",
+        )
+    if tensor_parallel > 1:
+        found.add(
+            "environments answer one rank, and the ranks that share a model would have to hear of "
+            "it; generator.tensor_parallel=1",
+            "task.kind",
+            "generator.tensor_parallel",
+        )
+    if task.path is None and task.eval_path is not None:
+        found.add(
+            "an environment that makes its own prompts holds some of them out; task.path=FILE, or "
+            "task.eval_path=null",
+            "task.eval_path",
+            "task.path",
+        )
 
 
 @settings_dataclass

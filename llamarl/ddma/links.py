@@ -30,7 +30,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from llamarl.comm.causes import cause_of
-from llamarl.comm.wire import send_message
 from llamarl.errors import LinkTimeout, PeerDied, WeightsError
 from llamarl.native.shared_memory import map_shared, path_of, shared_file
 
@@ -40,6 +39,10 @@ POLL_S = 0.0002
 # wait for that; who waits for them has a deadline (`publish`, for a slot that comes free).
 FOREVER_S = 7 * 24 * 3600.0
 _TIMED_OUT = re.compile(r"timed out|timeout", re.IGNORECASE)
+# The first message of a header: one that fits into it needs no second one, which would come later
+# by the time in which the two ends' threads are woken.
+FRAME_BYTES = 16 << 10
+_SIZE_BYTES = 8  # at the beginning of a frame: the header's length
 _COUNTER_BYTES = 64  # the last cache line of a slot's memory holds its counter
 
 
@@ -262,18 +265,32 @@ class RankLink(LocalLink):
         """Either side: see LocalLink.send."""
         tag = _Tag.TO_RECEIVER if to_receiver else _Tag.TO_SENDER
         message = json.dumps([header.kind, header.version, header.more]).encode()
+        sized = len(message).to_bytes(_SIZE_BYTES, "little") + message
+        self._send_raw(sized[:FRAME_BYTES].ljust(FRAME_BYTES, b"\0"), tag)
+        if len(sized) > FRAME_BYTES:
+            self._send_raw(sized[FRAME_BYTES:], tag)
+
+    def _send_raw(self, message: bytes, tag: int) -> None:
+        """Send a message, and return once the peer has begun to take it."""
+        raw = torch.frombuffer(bytearray(message), dtype=torch.uint8)
         with self._with_peer():
-            send_message(message, self._peer, self._group, tag)
+            dist.send(raw, self._peer, group=self._group, tag=tag)
 
     def recv(self, at_receiver: bool = True, timeout_s: float = FOREVER_S) -> Header:
         """Either side: see LocalLink.recv. PeerDied if the other one is gone."""
         tag = _Tag.TO_RECEIVER if at_receiver else _Tag.TO_SENDER
-        size = torch.zeros(1, dtype=torch.int64)
-        self._begin_recv(size, self._group, tag)(timeout_s)
-        raw = torch.empty(int(size), dtype=torch.uint8)
-        self._begin_recv(raw, self._group, tag)(timeout_s)
-        kind, version, more = json.loads(raw.numpy().tobytes())
+        sized = self._recv_raw(FRAME_BYTES, tag, timeout_s)
+        end = _SIZE_BYTES + int.from_bytes(sized[:_SIZE_BYTES], "little")
+        if end > FRAME_BYTES:
+            sized += self._recv_raw(end - FRAME_BYTES, tag, timeout_s)
+        kind, version, more = json.loads(sized[_SIZE_BYTES:end])
         return Header(Kind(kind), version, more)
+
+    def _recv_raw(self, num_bytes: int, tag: int, timeout_s: float) -> bytes:
+        """Wait for the other one's next message, which has so many bytes."""
+        raw = torch.empty(num_bytes, dtype=torch.uint8)
+        self._begin_recv(raw, self._group, tag)(timeout_s)
+        return raw.numpy().tobytes()
 
     def fetch(
         self, slot: int, start: int, size: int, scratch: Tensor | None = None, staged: int = 0

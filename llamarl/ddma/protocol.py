@@ -150,7 +150,7 @@ def send_version(
             out.link.send(Header(Kind.BEGIN, queued.version, more))
         if is_read_here and while_staging:
             queued.staged.wait()  # the digests would share the core with the staging
-        _send_buckets(wanted, queued, digests, copier)
+        on_their_way = _send_buckets(wanted, queued, digests, copier)
         canary = queued.canary.result()
         for out, indices in wanted:
             of_link = []
@@ -160,7 +160,10 @@ def send_version(
                     digests[number] = out.buckets[index].digest(queued.data, copier)
                 of_link.append(digests[number])
             more = {"digests": of_link, "canary": canary}
+            # Before the last bytes have gone, so that it is there when they are.
             out.link.send(Header(Kind.END, queued.version, more))
+        for wait_until_gone in on_their_way:
+            wait_until_gone()
         again: _Wanted = []
         for out, _ in wanted:
             verdict = out.link.recv(at_receiver=False)
@@ -177,10 +180,11 @@ def send_version(
 
 def _send_buckets(
     wanted: _Wanted, queued: QueuedVersion, digests: dict[int, int], copier: Copier
-) -> None:
+) -> list[Callable[[], None]]:
     """Send buckets in turns over all links, so that none waits for another's last one.
 
     Each goes once it is there and, while it travels, is digested unless its copying did that.
+    Returns what is to be called before their memory may change: each call waits for one bucket.
     """
     sent: list[Callable[[], None]] = []
     in_turns = zip_longest(*(indices for _, indices in wanted))
@@ -199,8 +203,7 @@ def _send_buckets(
                 if digest is None:
                     digest = bucket.digest(queued.data, copier)
                 digests[number] = digest
-    for wait_until_gone in sent:
-        wait_until_gone()
+    return sent
 
 
 def lower_priority() -> None:

@@ -240,6 +240,7 @@ class Subscriber:
             self.forwarder = Forwarder(
                 context, follower, buffers, arriving=arriving, on_sent=self._forwarded
             )
+        self._control = context.control
         self._threads = []
         for index, incoming in enumerate(links):
             targets = []
@@ -336,7 +337,7 @@ class Subscriber:
         if self.forwarder is not None:
             self.forwarder.close()
         for thread in self._threads:
-            thread.join(timeout=2)
+            self._control.join(thread)
 
 
 class _LinkReader:

@@ -293,4 +293,4 @@ class Publisher:
         Waits a little, not for a peer that is gone.
         """
         self._queued.put(None)
-        self._thread.join(timeout=3)
+        self._control.join(self._thread)

@@ -21,7 +21,8 @@ def choose_transports(asked: str, pairs: Pairs) -> dict[tuple[int, int], str]:
     between two. WeightsError with the reason and what can be done instead, if the one asked for
     cannot join a pair.
     """
-    everyone = set(chain.from_iterable(pairs))
+    # By rank: to hash what a rank says of itself takes long, and there are many pairs.
+    everyone = {info.rank: info for info in chain.from_iterable(pairs)}.values()
     gpus = {info.gpu for info in everyone}
     # NCCL's group spans all ranks: two on one GPU keep the others from it too.
     all_have_nccl = all(info.nccl for info in everyone)

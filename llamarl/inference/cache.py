@@ -84,8 +84,17 @@ class SlotCache:
         return keys, values
 
     def copy(self, source: Tensor, target: Tensor, length: int) -> None:
-        """Copy the first `length` places of slots `source` to slots `target`."""
+        """Copy the first `length` places of slots `source` to slots `target`, none of which is a
+        source.
+        """
         end = whole_blocks(length)
+        if self.device.type == "cpu":
+            # Slot by slot, and with nothing in between, which is several times faster there.
+            pairs = list(zip(source.tolist(), target.tolist()))
+            for layer in self.layers:
+                for one, other in pairs:
+                    layer[:, other, :, :end] = layer[:, one, :, :end]
+            return
         for layer in self.layers:
             places = layer[:, :, :, :end]
             moved = places.index_select(1, source)
@@ -101,10 +110,12 @@ class Prefill:
         self._positions = positions_T
         self._packed = PackedAttention(cu_seqlens)
         self.longest = self._packed.longest
+        self.padding = self._packed.padding
 
     def attend(self, layer: int, q_THK: Tensor, k_TJK: Tensor, v_TJK: Tensor) -> Tensor:
         """Keep the K/V, and return what each token reads of its own prompt, [T, H, K]."""
-        self._cache.write(layer, self._slots, self._positions, k_TJK, v_TJK)
+        kept = slice(len(self._slots))
+        self._cache.write(layer, self._slots, self._positions, k_TJK[kept], v_TJK[kept])
         return self._packed.attend(layer, q_THK, k_TJK, v_TJK)
 
 
@@ -112,6 +123,8 @@ class Extend:
     """Attention of the next tokens of one slot, at ascending positions_T, over what the slot holds
     and themselves.
     """
+
+    padding = 0
 
     def __init__(self, cache: SlotCache, slot: int, positions_T: Tensor):
         self._cache = cache
@@ -140,6 +153,8 @@ class Pieces:
     slots_N: of each, where its K/V are kept; starts_N: tokens that are there; lengths_N >= 1: its
     new ones, T in all. A slot may be of several that follow each other.
     """
+
+    padding = 0
 
     def __init__(self, cache: SlotCache, slots_N: Tensor, starts_N: Tensor, lengths_N: Tensor):
         device = cache.device
@@ -181,6 +196,8 @@ class Decode:
 
     The query heads that share a K/V head are that head's query rows, so nothing is repeated.
     """
+
+    padding = 0
 
     def __init__(self, cache: SlotCache, positions_N: Tensor, longest: int, first_slot: int = 0):
         end = first_slot + positions_N.numel()

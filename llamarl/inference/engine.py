@@ -11,8 +11,9 @@
 
 Each step schedules, runs and retires: llamarl.inference.schedule decides who runs in which slot,
 and this file computes what was decided. A prompt is prefilled once for all its samples that start
-together. The same submissions in the same order give the same bits; the slot, the batch and the
-chunk size change a sample only through the rounding of its logits.
+together, and for neighbouring requests with the same prompt. The same submissions in the same order
+give the same bits; the slot, the batch and the chunk size change a sample only through the rounding
+of its logits.
 
 The cache holds at most cache_tokens places (and one row more for a long prompt and for `score`): a
 sample starts when as many rows as then run, each as long as the longest may become, fit. Until then
@@ -20,13 +21,14 @@ it waits.
 
 LIMITS. K/V are not paged: each row has max_len places on a GPU, and on a CPU as many as the longest
 row that runs. Nothing of a prompt is kept once its samples have started: there is no prefix cache,
-and equal prompts of two tickets are computed twice. One long prompt at a time is prefilled in
-pieces; a second waits for it. There is no speculative decoding. Stop strings are looked for between
-steps, on the host: what a row sampled behind one is dropped.
+and equal prompts that do not start together are computed twice. One long prompt at a time is
+prefilled in pieces; a second waits for it. There is no speculative decoding. Stop strings are
+looked for between steps, on the host: what a row sampled behind one is dropped.
 """
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import torch
@@ -34,6 +36,7 @@ from torch import Tensor
 
 from llamarl.inference.cache import SlotCache
 from llamarl.inference.graph import DecodeGraphs
+from llamarl.inference.kept import KeptRows
 from llamarl.inference.requests import (
     NewTokens,
     Partial,
@@ -46,14 +49,14 @@ from llamarl.inference.requests import (
 from llamarl.inference.rows import Rows
 from llamarl.inference.runner import ModelRunner, batches
 from llamarl.inference.sampler import SamplingParams, process
-from llamarl.inference.schedule import Piece, Plan, Sample, Scheduler
+from llamarl.inference.schedule import Piece, Plan, Sample, Scheduler, Start
 from llamarl.inference.slots import SlotEngine
 from llamarl.inference.stop_strings import Decode
 from llamarl.models.build import Decoder, build_decoder, read_config
 from llamarl.models.hf import load_weights
 from llamarl.models.sharding import num_parameters
 from llamarl.native.allocator import keep_freed_memory
-from llamarl.types import FinishReason
+from llamarl.types import FinishReason, read_by_model
 
 _DTYPES = ("float32", "bfloat16", "float16")
 
@@ -71,6 +74,8 @@ class Engine(SlotEngine):
     reproducible: take the same kernels in every run; else those that this machine's clock shows to
     be clearly faster.
     decode: token ids -> their text. Samples with stop strings need it.
+    kept_tokens: places of K/V that are kept of samples that stopped by themselves, so that
+    submit_partial may go on with them behind an environment's answer. 0: they are computed anew.
 
     It is a GenerationEngine, and a Resumable-, Streaming- and QuantizedEngine
     (llamarl.inference.protocol), where the calls that all engines share are described in full.
@@ -89,6 +94,7 @@ class Engine(SlotEngine):
         cuda_graphs: bool = True,
         reproducible: bool = True,
         decode: Decode | None = None,
+        kept_tokens: int = 0,
     ):
         if max_slots < 1 or max_len < 2:
             raise ValueError(
@@ -113,6 +119,7 @@ class Engine(SlotEngine):
                 f"need at least max_len={max_len} places and 1 token"
             )
         self._cache = SlotCache(decoder, max_slots, max_len, budget)
+        self._kept = KeptRows(self._cache, kept_tokens)
         self._rows = Rows(max_slots, max_len, self.device)
         self._scheduler = Scheduler(
             self._waiting,
@@ -166,11 +173,17 @@ class Engine(SlotEngine):
         return cls(decoder, max_slots=max_slots, max_len=max_len, device=device, **options)
 
     def submit_partial(self, partial: Partial) -> None:
-        """Queue what remains of a sample: under the same weights it goes on token for token.
+        """Queue what remains of a sample: under the same weights it goes on token for token. If its
+        K/V are kept, they are taken.
 
         ValueError as in submit, and for tokens without a logprob and a version each.
         """
         had = {name: getattr(partial, name) for name in Recorded._fields}
+        key = (partial.stream, partial.ticket, partial.sample_index)
+        kept = self._kept.of(key)
+        read = read_by_model(partial.prompt_ids, partial.token_ids, partial.restarts)
+        if read.numel() - kept.places > self._scheduler.prefill_chunk:
+            self._kept.forget(key)  # so many are prefilled in pieces, which begin with the first
         request = Request(
             stream=partial.stream,
             ticket=partial.ticket,
@@ -179,8 +192,13 @@ class Engine(SlotEngine):
             end=partial.sample_index + 1,
             num_started=partial.sample_index,
             recorded=Recorded(**had),
+            kept=kept,
         )
         self._queue(request)
+
+    def release(self, stream: int, ticket: int, sample_index: int) -> None:
+        """Let go of the K/V of a sample that stopped and does not go on."""
+        self._kept.forget((stream, ticket, sample_index))
 
     # Not in inference mode: what it hands out takes part in training.
     @torch.inference_mode(False)
@@ -258,6 +276,8 @@ class Engine(SlotEngine):
         self._runner.weights_changed()
         self._recompute_due |= recompute_kv
         self._restage_due = True
+        if recompute_kv:
+            self._kept.forget_all()
 
     def abort(self, ticket: int | None = None, *, stream: int | None = None) -> int:
         """End every unfinished sample of a ticket and a stream (None: of all), with the tokens it
@@ -266,6 +286,7 @@ class Engine(SlotEngine):
         Each still yields a completion, with finish_reason "aborted", so that its group becomes
         whole.
         """
+        self._kept.forget_all(ticket, stream)
         rows = []
         for row, sample in enumerate(self._running):
             if sample.request.is_of(ticket, stream):
@@ -294,8 +315,8 @@ class Engine(SlotEngine):
         """Return what may leave the device between two steps, and must be back before the next."""
         if self._on_cpu:
             # The parameters are views of the weights' buffers there, which other threads write.
-            return self._cache.layers
-        return [*self.decoder.parameters(), *self._cache.layers]
+            return [*self._cache.layers, *self._kept.tensors()]
+        return [*self.decoder.parameters(), *self._cache.layers, *self._kept.tensors()]
 
     @torch.inference_mode()
     def score_all(
@@ -368,7 +389,7 @@ class Engine(SlotEngine):
     def _extend(self, piece: Piece[Request]) -> Tensor:
         """Prefill a piece of a long prompt. Logits [1, V] of its last token."""
         ids = piece.request.ids[piece.begin : piece.end]
-        return self._runner.prefill(piece.slot, [ids], [1], start=piece.begin)
+        return self._runner.prefill(piece.slot, [ids], [1], starts=[piece.begin])
 
     def _start(self, plan: Plan[Request]) -> None:
         """Sample a token for every row: running rows decode, new rows, which are the last, are
@@ -396,8 +417,46 @@ class Engine(SlotEngine):
             self._cache.copy(source, targets, last_piece.end)
             done = self._append(done, logits_1V.expand(count, -1))
             starts = starts[1:]
-        prompts = [start.request.ids for start in starts]
-        copies = [len(start.sample_indices) for start in starts]
+        if self._runner.native:
+            self._prefill(starts, done, first)
+        else:
+            for is_kept, alike in itertools.groupby(
+                starts, lambda start: start.request.kept.places > 0
+            ):
+                run = self._go_on if is_kept else self._prefill
+                done = run(list(alike), done, first)
+        self._reach = 0
+
+    def _go_on(self, starts: list[Start[Request]], done: int, first: int) -> int:
+        """Do what `_prefill` does, by the module, for samples whose K/V are kept."""
+        assert done >= first, "the rows that run have had their token"
+        places = [start.request.kept.places for start in starts]
+        pieces = [self._restored(start, slot) for slot, start in enumerate(starts, done)]
+        logits_NV = self._runner.extend(done, pieces, places)
+        return self._append(done, logits_NV)
+
+    def _prefill(self, starts: list[Start[Request]], done: int, first: int) -> int:
+        """Start samples in the rows behind the first `done`, with those rows of the `first` that
+        have no token yet. Return the row behind them.
+
+        Neighbours with equal prompts share one pass, as samples of one request do; natively those
+        whose K/V are kept go on in the same pass.
+        """
+        prompts: list[Tensor] = []
+        copies: list[int] = []
+        places: list[int] = []
+        slot = max(done, first)
+        for start in starts:
+            kept_places, count = start.request.kept.places, len(start.sample_indices)
+            ids = self._restored(start, slot)
+            slot += count
+            is_same = bool(prompts) and not (kept_places or places[-1])
+            if is_same and torch.equal(prompts[-1], ids):
+                copies[-1] += count
+                continue
+            prompts.append(ids)
+            copies.append(count)
+            places.append(kept_places)
         for batch in batches(prompts):
             decoding = slice(done, first)  # none after the first batch
             logits_RV = self._runner.prefill(
@@ -406,9 +465,19 @@ class Engine(SlotEngine):
                 copies[batch],
                 self._rows.token[decoding],
                 self._rows.position[decoding],
+                starts=places[batch] if any(places[batch]) else (),
             )
             done = self._append(done, logits_RV)
-        self._reach = 0
+        return done
+
+    def _restored(self, start: Start[Request], slot: int) -> Tensor:
+        """Put the K/V that are kept of a sample into its slot; return the tokens behind them."""
+        request = start.request
+        places = request.kept.places
+        if places:
+            self._kept.restore(request.kept, slot)
+            self._kept.forget(request.key)
+        return request.ids[places:]
 
     def _recompute(self) -> None:
         """Recompute the cache under the new weights: what the rows have read, and a long prompt's
@@ -417,8 +486,8 @@ class Engine(SlotEngine):
         sequences = []  # that the rows have read
         recorded = self._rows.recorded(range(self.num_live))
         for sample, had in zip(self._running, recorded):
-            parts = [sample.request.prompt_ids, had.token_ids[:-1]]
-            sequences.append(torch.cat(parts))
+            read = read_by_model(sample.request.prompt_ids, had.token_ids, had.restarts)
+            sequences.append(read[:-1])
         for batch in batches(sequences):
             prompts = sequences[batch]
             self._runner.prefill(batch.start, prompts, [1] * len(prompts))
@@ -512,6 +581,13 @@ class Engine(SlotEngine):
             elif int(had.token_ids[-1]) in sample.request.params.stop_token_ids:
                 reason = "stop"
             self._finish(*sample, had, reason)
+            if reason == "stop":
+                # The newest token has not been read, and until it is taken out a row that has ended
+                # goes on writing to the place before that.
+                read = read_by_model(sample.request.prompt_ids, had.token_ids, had.restarts)
+                places = read.numel() - 2
+                key = (sample.request.stream, sample.request.ticket, sample.sample_index)
+                self._kept.keep(key, row, places)
             self._retired_tokens += had.token_ids.numel()
 
     def _longest(self, num_rows: int) -> int:

@@ -45,4 +45,6 @@ def eval_completion(stream: int, completion: Completion) -> EvalCompletion:
         token_ids=completion.token_ids,
         policy_versions=completion.policy_versions,
         finish_reason=completion.finish_reason,
+        loss_mask=completion.loss_mask,
+        ending=completion.ending,
     )

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from llamarl.inference.protocol import GenerationEngine
+from llamarl.inference.protocol import GenerationEngine, can_talk
 from llamarl.inference.requests import TokenIds
 from llamarl.inference.sampler import SamplingParams
 from llamarl.types import Completion
 
 CHUNK_TOKENS = 32
+WAIT_S = 1.0  # for environments, between two looks at them
 
 
 def generate(
@@ -64,5 +65,7 @@ def completions_of(
     chunk_tokens: tokens of a sample between two looks at what has ended.
     """
     while engine.num_live or engine.num_waiting:
-        engine.step(chunk_tokens)
+        sampled = engine.step(chunk_tokens)
         yield engine.pop_finished()
+        if not sampled and can_talk(engine) and engine.num_acting:
+            engine.wait(WAIT_S)

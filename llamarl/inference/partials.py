@@ -8,6 +8,7 @@ A Partial goes to an engine's submit_partial, a Completion to the reward.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from llamarl.inference.requests import Partial, Recorded
 from llamarl.inference.sampler import SamplingParams
-from llamarl.types import Completion
+from llamarl.types import ALONE, Completion, Ending
 
 if TYPE_CHECKING:
     from llamarl.tickets.prompts import AnyPrompts
@@ -27,6 +28,8 @@ _LENGTHS = {
     "token_ids": "lengths",
     "generator_logprobs": "lengths",
     "policy_versions": "lengths",
+    "loss_mask": "lengths",
+    "restarts": "lengths",
 }
 
 
@@ -40,6 +43,8 @@ def pack(samples: Sequence[Partial | Completion]) -> dict[str, Tensor | list]:
         return state
     # None: the completion has not ended.
     state["finish_reasons"] = [getattr(s, "finish_reason", None) for s in samples]
+    endings = [getattr(s, "ending", None) for s in samples]
+    state["endings"] = [None if one is None else dataclasses.asdict(one) for one in endings]
     sample_indices = [s.sample_index for s in samples]
     state["tickets"] = torch.tensor(tickets)
     state["sample_indices"] = torch.tensor(sample_indices)
@@ -58,11 +63,16 @@ def unpack(
     """
     if not state["in_work"]:
         return
-    tables = {name: _parts(state, name) for name in _LENGTHS}
+    tables = {name: _parts(state, name) for name in _LENGTHS if name in state}
+    endings = state.get("endings", [])
     tickets = state["tickets"].tolist()
     sample_indices = state["sample_indices"].tolist()
     for i, reason in enumerate(state["finish_reasons"]):
         had = {name: parts[i] for name, parts in tables.items()}
+        if "loss_mask" not in had:
+            # In a checkpoint of an earlier commit all tokens were sampled.
+            had["loss_mask"] = torch.ones_like(had["token_ids"], dtype=torch.bool)
+            had["restarts"] = ~had["loss_mask"]
         is_kept = had["policy_versions"] <= newest
         for name in Recorded._fields:
             had[name] = had[name][: is_kept.sum()]
@@ -76,6 +86,8 @@ def unpack(
                 generator_logprobs=had["generator_logprobs"],
                 policy_versions=had["policy_versions"],
                 params=params_of(tickets[i]),
+                loss_mask=had["loss_mask"],
+                restarts=had["restarts"],
             )
         else:
             yield Completion(
@@ -86,7 +98,15 @@ def unpack(
                 generator_logprobs=had["generator_logprobs"],
                 policy_versions=had["policy_versions"],
                 finish_reason=reason,
+                loss_mask=had["loss_mask"],
+                restarts=had["restarts"],
+                ending=_ending_of(endings[i]) if endings else ALONE,
             )
+
+
+def _ending_of(values: Mapping) -> Ending:
+    """Return an ending from its JSON values."""
+    return Ending(**{**values, "turn_rewards": tuple(values["turn_rewards"])})
 
 
 def _parts(state: Mapping, name: str) -> Sequence[Tensor]:

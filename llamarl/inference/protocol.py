@@ -162,6 +162,28 @@ class QuantizedEngine(GenerationEngine, Protocol):
         """
 
 
+class TalkingEngine(GenerationEngine, Protocol):
+    """An engine whose completions are dialogues with environments."""
+
+    def when_answered(self, wake: Callable[[], None]) -> None:
+        """Have `wake` called, from any thread, when an environment has answered."""
+
+    @property
+    def num_acting(self) -> int:
+        """How many environments are at work: their completions go on when they answer."""
+
+    def wait(self, timeout_s: float) -> None:
+        """Block until an environment has answered, at most so long."""
+
+    def pop_counts(self) -> dict[str, float]:
+        """Return what is to be counted since the last call, by the name of its metric."""
+
+
+def can_talk(engine: GenerationEngine) -> TypeGuard[TalkingEngine]:
+    """Returns whether an engine is a TalkingEngine."""
+    return _has_calls_of(engine, TalkingEngine)
+
+
 def can_resume(engine: GenerationEngine) -> TypeGuard[ResumableEngine]:
     """Returns whether an engine is a ResumableEngine."""
     return _has_calls_of(engine, ResumableEngine)

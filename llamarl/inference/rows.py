@@ -16,6 +16,7 @@ from torch import Tensor
 from llamarl.inference.requests import Recorded, Request
 from llamarl.inference.sampler import process, sample, sample_keys, uniforms
 from llamarl.inference.schedule import Sample
+from llamarl.types import begin_of_turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +41,8 @@ class Rows:
 
         self.token = zeros()  # [R], the newest token; the decoder reads it next
         self.position = zeros()  # [R], its place
-        self.count = zeros()  # [R], tokens sampled
+        self.count = zeros()  # [R], tokens behind the prompt: sampled ones and context
+        self.begin = zeros()  # [R], those of them before the turn that is being sampled
         self.told = zeros()  # [R], those of them that `news` has given
         self.searched = zeros()  # [R], those of them that were searched for stop strings
         self.stopped = zeros(dtype=torch.bool)  # [R], whether a stop string ended it
@@ -52,9 +54,11 @@ class Rows:
         self.top_k = zeros()  # [R]
         self.top_p = zeros(dtype=torch.float64)  # [R]
         self.stops = zeros(1)  # [R, S], -1 for none
-        self.tokens = zeros(max_len)  # [R, L], what was sampled, and its
+        self.tokens = zeros(max_len)  # [R, L], those tokens, and their
         self.logprobs = zeros(max_len, dtype=torch.float32)  # [R, L]
         self.versions = zeros(max_len)  # [R, L]
+        self.mask = zeros(max_len, dtype=torch.bool)  # [R, L], whether it was sampled
+        self.restarts = zeros(max_len, dtype=torch.bool)  # [R, L], as of a Completion
 
     def start(self, first: int, samples: list[Sample[Request]]) -> None:
         """Begin these samples in the rows from `first` on."""
@@ -70,6 +74,7 @@ class Rows:
             self.stops = F.pad(self.stops, (0, missing), value=-1)
         self.stops[rows] = -1
         self.count[rows] = 0
+        self.begin[rows] = 0
         self.told[rows] = 0
         self.searched[rows] = 0
         self.stopped[rows] = False
@@ -83,12 +88,15 @@ class Rows:
             self.stops[row, : len(stops)] = stops
             had = request.recorded
             count = had.token_ids.numel()
-            lengths.append(request.prompt_ids.numel() + count)
-            if count:  # they were sampled before
+            lengths.append(request.num_read)
+            if count:  # they are of an earlier start
                 self.count[row] = count
+                self.begin[row] = begin_of_turn(had.loss_mask)
                 self.tokens[row, :count] = had.token_ids
                 self.logprobs[row, :count] = had.generator_logprobs
                 self.versions[row, :count] = had.policy_versions
+                self.mask[row, :count] = had.loss_mask
+                self.restarts[row, :count] = had.restarts
         self.key[rows] = sample_keys(torch.tensor(places))
         self.position[rows] = torch.tensor(lengths) - 1
 
@@ -138,6 +146,8 @@ class Rows:
         self.tokens[rows].scatter_(1, place_R1, token_R1)
         self.logprobs[rows].scatter_(1, place_R1, logprob[:, None])
         self.versions[rows].scatter_(1, place_R1, version.expand_as(place_R1))
+        self.mask[rows].scatter_(1, place_R1, True)
+        self.restarts[rows].scatter_(1, place_R1, False)
         count += live
         live &= (token_R1 != stops).all(1)
         live &= count < self.max_new_tokens[rows]
@@ -145,11 +155,11 @@ class Rows:
         self.position[rows] += live
 
     def recorded(self, rows: Iterable[int]) -> list[Recorded]:
-        """Return what each of some rows has sampled so far, on the CPU."""
+        """Return what each of some rows has so far, on the CPU."""
         index = list(rows)
         lengths = self.count[index].tolist()
         longest = max(lengths, default=0)
-        tables = (self.tokens, self.logprobs, self.versions)
+        tables = (self.tokens, self.logprobs, self.versions, self.mask, self.restarts)
         columns = [table[index, :longest].cpu() for table in tables]
         recorded = []
         for i, length in enumerate(lengths):
@@ -174,19 +184,23 @@ class Rows:
         return news
 
     def unsearched(self, rows: list[int]) -> list[tuple[int, list[int]]]:
-        """Return (seen, tokens) of each of some rows: all that it has sampled, and how many of them
-        this has given before. Waits for the device.
+        """Return (seen, tokens) of each of some rows: all that it has sampled in this turn, and how
+        many of them this has given before. Waits for the device.
         """
         counts = self.count[rows]
-        seen = self.searched[rows].tolist()
+        begins = self.begin[rows].tolist()
+        searched = self.searched[rows].tolist()
         self.searched[rows] = counts
-        lengths = counts.tolist()
-        tokens = self.tokens[rows, : max(lengths)].tolist()
-        return [(s, row[:length]) for s, row, length in zip(seen, tokens, lengths)]
+        ends = counts.tolist()
+        tokens = self.tokens[rows, : max(ends)].tolist()
+        found = []
+        for seen, row, begin, end in zip(searched, tokens, begins, ends):
+            found.append((max(0, seen - begin), row[begin:end]))
+        return found
 
     def stop(self, row: int, end: int) -> None:
-        """End a row with the first `end` of its tokens."""
-        self.count[row] = end
+        """End a row with the first `end` of its turn's tokens."""
+        self.count[row] = self.begin[row] + end
         self.stopped[row] = True
         self.live[row] = False
 

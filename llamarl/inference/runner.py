@@ -8,14 +8,14 @@ vocabulary, D model.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from llamarl.inference.cache import Decode, Extend, Prefill, SlotCache
+from llamarl.inference.cache import Decode, Extend, Pieces, Prefill, SlotCache
 from llamarl.inference.decode import NativeDecode
 from llamarl.models.attention import AttentionContext
 from llamarl.models.build import Decoder
@@ -106,7 +106,7 @@ class ModelRunner:
         tokens_M: Tensor = _NONE,
         positions_M: Tensor = _NONE,
         *,
-        start: int | None = None,
+        starts: Sequence[int] = (),
     ) -> Tensor:
         """Run each prompt once and keep its K/V in the next copies[i] slots, from first_slot on.
         Next logits [M + R, V], those of a prompt once a slot. prompts: token ids on the CPU.
@@ -114,7 +114,8 @@ class ModelRunner:
         tokens_M, positions_M: of running rows in the slots before first_slot, which decode in the
         same pass. Natively alone: the weights are read once for both then, so that new rows hardly
         hold up the others.
-        start: what is given is one piece of a prompt, whose places before are kept in its slot.
+        starts: how many places the first slot of each holds already, behind which it goes on.
+        Natively of any; else of one prompt, given piece by piece. Not given: none.
         """
         device = self._cache.device
         num_decoding = tokens_M.numel()
@@ -125,7 +126,8 @@ class ModelRunner:
         copies_N = torch.tensor(ones + copies)
         ends_N = lengths_N.cumsum(0)
         slots_N = first_slot + copies_N.cumsum(0) - copies_N
-        starts_N = F.pad(positions_M.cpu(), (0, len(prompts)), value=start or 0)
+        held = list(starts) or [0] * len(prompts)
+        starts_N = torch.cat([positions_M.cpu(), torch.tensor(held, dtype=torch.int64)])
         tokens_T = torch.cat([tokens_M.cpu(), *prompts])
         offsets_N = ends_N - lengths_N - starts_N
         offsets_T = offsets_N.repeat_interleave(lengths_N)
@@ -138,7 +140,7 @@ class ModelRunner:
             positions_T = positions_T.to(device)
             last_N = last_N.to(device)
             context: AttentionContext
-            if start is None:
+            if not starts:
                 cu_seqlens = F.pad(ends_N.to(device), (1, 0))
                 context = Prefill(self._cache, cu_seqlens, slots_T.to(device), positions_T)
             else:
@@ -156,6 +158,24 @@ class ModelRunner:
         target = slots_R[is_copy_R].to(device)
         self._cache.copy(source, target, int(lengths_N.max()))
         return logits_NV[inputs_R.to(device)]
+
+    def extend(self, first_slot: int, pieces: list[Tensor], starts: list[int]) -> Tensor:
+        """Run, by the module, the next tokens of sequences in the slots from first_slot on, one
+        each, behind the starts[i] places that a slot holds already. Next logits [N, V]. pieces:
+        token ids on the CPU, one at least each.
+        """
+        device = self._cache.device
+        lengths_N = torch.tensor([piece.numel() for piece in pieces])
+        starts_N = torch.tensor(starts)
+        slots_N = first_slot + torch.arange(len(pieces))
+        last_N = lengths_N.cumsum(0) - 1
+        tokens_T = torch.cat(pieces)
+        context = Pieces(self._cache, slots_N, starts_N, lengths_N)
+
+        def project_last(h_TD: Tensor, w_VD: Tensor) -> Tensor:
+            return self._decoder.project(h_TD[last_N.to(device)], w_VD)
+
+        return self._decoder(tokens_T.to(device), context.positions_T, context, project_last)
 
 
 def batches(sequences: list[Tensor]) -> Iterator[slice]:

@@ -62,13 +62,17 @@ class SlotEngine:
         """
         self._queue(Request(stream, ticket, on_cpu(prompt_ids), params, end=params.n))
 
-    def _queue(self, request: Request) -> None:
+    def check(self, request: Request) -> None:
+        """Raise ValueError for a request that `submit` refuses."""
         request.check(self._vocab_size, self.max_len)
         if request.params.stop_strings and self._decode is None:
             raise ValueError(
                 f"ticket {request.ticket}: stop_strings={list(request.params.stop_strings)} need "
                 "the engine's decode, which gives the text of token ids; or use stop_token_ids"
             )
+
+    def _queue(self, request: Request) -> None:
+        self.check(request)
         self._waiting.append(request)
 
     def _end_of_text(

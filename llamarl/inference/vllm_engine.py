@@ -372,6 +372,8 @@ class VLLMEngine(SlotEngine):
             token_ids=torch.tensor(growing.token_ids, dtype=torch.int64),
             generator_logprobs=torch.tensor(growing.logprobs, dtype=torch.float32),
             policy_versions=torch.tensor(growing.versions, dtype=torch.int64),
+            loss_mask=torch.ones(len(growing.token_ids), dtype=torch.bool),
+            restarts=torch.zeros(len(growing.token_ids), dtype=torch.bool),
         )
         self._finish(growing.request, growing.index, recorded, reason)
 

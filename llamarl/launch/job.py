@@ -17,6 +17,7 @@ from llamarl.config.conversion import to_values
 from llamarl.config.placement import TINY_MODEL, placement_of
 from llamarl.config.sections.buffer import ReplayBufferSettings
 from llamarl.config.sections.victim import ATTACK, NoVictimSettings, placed_victim
+from llamarl.config.tasks import EnvironmentSettings
 from llamarl.controller import ExecutorController, RunSettings
 from llamarl.errors import NoWeights
 from llamarl.executor import Executor
@@ -25,18 +26,22 @@ from llamarl.launch.outcome import has_finished, recorded
 from llamarl.launch.run_directory import RunDirectory
 from llamarl.launch.templates import check_template_ends
 from llamarl.learning.replay import lag_bound
+from llamarl.learning.samples import SampleMaker
 from llamarl.models.attention import rotary_of
 from llamarl.models.config import ModelConfig, check_sizes, read_config
 from llamarl.models.directory import check_files, read_json
 from llamarl.models.hf import load_tokenizer, weights_of
 from llamarl.observe import RowWriter, build_sinks
+from llamarl.observe.expected import expectation_of, verdict
+from llamarl.observe.samples import SampleFile
 from llamarl.tasks.base import PromptMaker, Task
 from llamarl.tasks.build import build_held_out, build_task
 from llamarl.tasks.fitting import Remembered, here
 from llamarl.tasks.held_out import EvalSet, HeldOut
 from llamarl.tickets.governors import Constants
 from llamarl.tickets.ledger import TicketLedger, free_overcommit
-from llamarl.tickets.prompts import AnyPrompts, prompts_of
+from llamarl.tickets.prompts import AnyPrompts, fixed, prompts_of
+from llamarl.tickets.sampler import DifficultySampler, PromptSampler
 from llamarl.types import Prompt
 
 # What a tokenizer is made of, of these the JSON.
@@ -217,9 +222,13 @@ class Job:
     @cached_property
     def task(self) -> Task:
         """The task, with its prompts."""
+        settings = dataclasses.asdict(self.config.task)
+        if isinstance(self.config.task, EnvironmentSettings):
+            del settings["play"]  # it says how dialogues go, and nothing of prompts
+            settings["answer_key"] = None
         return build_task(
             tokenizer=self.tokenizer,
-            **dataclasses.asdict(self.config.task),
+            **settings,
             num_eval=self.config.eval.num_prompts or 1,
             seed=self.config.seed,
             remembered=self._remembered,
@@ -228,7 +237,13 @@ class Job:
     @cached_property
     def prompts(self) -> AnyPrompts:
         """The prompts of training, by ticket."""
-        return prompts_of(self.task, self.config.seed)
+        chosen = self.config.tickets.sampler != "uniform"
+        return prompts_of(self.task, self.config.seed, chosen=chosen)
+
+    @property
+    def fixed_prompts(self) -> AnyPrompts:
+        """Prompts that are a function of the ticket's number alone, whoever chooses."""
+        return fixed(self.prompts)
 
     @cached_property
     def held_out(self) -> HeldOut:
@@ -367,6 +382,8 @@ class Job:
             initial_groups=initial_groups,
             sync_period=self.sync_period,
             max_steps=c.max_steps,
+            max_refill=c.tickets.max_refill if c.tickets.informative else 0,
+            sampler=self._sampler(),
         )
         settings = RunSettings(
             run_dir=self.directory.path,
@@ -396,6 +413,18 @@ class Job:
             controller.run()
         if not has_finished(controller, c.max_steps):
             self._stopped_after = controller.step
+
+    def _sampler(self) -> PromptSampler | None:
+        """Return what chooses prompts; None where they come in the stream's order."""
+        c = self.config
+        if c.tickets.sampler == "uniform":
+            return None
+        return DifficultySampler(
+            num_prompts=self.task.num_train,
+            group_size=c.group_size,
+            seed=c.seed,
+            half_life=c.tickets.half_life,
+        )
 
     @property
     def num_generators(self) -> int:
@@ -452,6 +481,7 @@ class Job:
         asks for.
         """
         m = self.config.metrics
+        samples = SampleFile(self.directory.path)
         sinks = build_sinks(
             self.directory.path,
             max_steps=self.config.max_steps,
@@ -459,9 +489,24 @@ class Job:
             tensorboard=m.tensorboard,
             wandb=m.wandb,
             config=to_values(self.config),
+            samples=samples,
+            show_every=m.show_every if m.samples else 0,
         )
-        self._writer = RowWriter(self.directory.path, sinks, eval_due=self.eval_due, first_step=0)
+        self._writer = RowWriter(
+            self.directory.path, sinks, eval_due=self.eval_due, first_step=0, samples=samples
+        )
         return self._writer
+
+    @property
+    def sample_maker(self) -> SampleMaker | None:
+        """What makes the samples that people look at; None where none are kept."""
+        if not self.config.metrics.samples:
+            return None
+        return SampleMaker(
+            num_groups=self.config.metrics.samples,
+            decode=self.decode_raw,
+            parts=[part.name for part in self.config.reward_parts],
+        )
 
     @property
     def hosts(self) -> str:
@@ -477,6 +522,10 @@ class Job:
         if self._writer is None:
             return
         print(f"\n{self._writer.summary()}")
+        if self._stopped_after is None:
+            known = expectation_of(self.config)
+            if known is not None:
+                print(f"expected   {verdict(known, self._writer.file.read())}")
         if self._stopped_after is not None:
             steps = f"{self._stopped_after} of {self.config.max_steps}"
             print(f"stopped    after step {steps}: resume=auto goes on")

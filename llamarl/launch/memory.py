@@ -161,6 +161,7 @@ def _generator(job: Job) -> Price:
     weights = sum(numel * itemsize for numel, itemsize in own)
     held = _SLOTS * weights + _laid_out(job, weights)
     tokens = g.cache_tokens or g.max_slots * whole_blocks(job.config.longest_asked)
+    tokens += job.config.kept_tokens
     held += cache_bytes(model, tokens, job.config.model.dtype, g.tensor_parallel)
     working = g.max_slots * model.vocab_size * torch.float32.itemsize
     return Price("generator", ranks, held, working)

@@ -9,9 +9,10 @@
 
 While a run goes on, and after one that was killed, there is no such file.
 
-An exit code cannot tell a stopped run from a finished one. torchrun takes any code of a worker but
-0 for a failure and starts the workers again while --max-restarts allows it; and torchrun itself
-ends with 1 when it is sent SIGTERM.
+The exit code of a rank cannot tell a stopped run from a finished one. torchrun takes any code of a
+worker but 0 for a failure and starts the workers again while --max-restarts allows it; and torchrun
+itself ends with 1 when it is sent SIGTERM. `python -m llamarl.observe.ended RUN_DIR` has a code for
+each.
 """
 
 from __future__ import annotations
@@ -24,8 +25,7 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 from llamarl.native.files import replace_text
-
-FILE_NAME = "outcome.json"
+from llamarl.observe.ended import FILE_NAME
 
 Ended = Literal["finished", "stopped", "failed"]
 

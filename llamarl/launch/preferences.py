@@ -32,6 +32,7 @@ from llamarl.models.config import read_config
 from llamarl.models.fingerprint import model_digest
 from llamarl.native.collecting import collect_as_usual
 from llamarl.native.drafts import Draft
+from llamarl.observe.progress import shown_left
 from llamarl.scoring.pairs import Tally
 from llamarl.tasks.base import Example, PromptMaker, sample_digest
 from llamarl.tasks.build import prompt_maker, row_reader
@@ -202,7 +203,10 @@ class PreferencesJob:
 
     def _tell(self, tally: Tally) -> None:
         of = f"{tally.prompts:,} of {self.num_prompts:,} prompts"
-        print(f"{of}, {tally.pairs:,} pairs, {tally.seconds:.0f} s", flush=True)
+        rest = self.num_prompts - tally.prompts
+        left = shown_left(rest * tally.seconds / max(1, tally.prompts))
+        ending = f", left {left}" if left else ""
+        print(f"{of}, {tally.pairs:,} pairs, {tally.seconds:.0f} s{ending}", flush=True)
 
     def _conclude(self, tally: Tally) -> None:
         """Print how it went, and the command that trains on the file."""

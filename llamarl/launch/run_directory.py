@@ -15,7 +15,8 @@ Rank 0 decides; all ranks verify a checkpoint together, each a share of its file
     word        from -> to         meaning
     prompts/R   rank R -> rank 0   fingerprints of the prompts, as rank R reads them
     order/I     rank 0 -> all      the I-th thing to do: verify a checkpoint, or what was decided
-    found/I/R   rank R -> rank 0   what is wrong with rank R's share of it
+    found/I/R   rank R -> rank 0   what is wrong with rank R's share of it, or what its host does
+                                   not see of it
 
 In the launcher's own store, which outlives restarted workers and belongs to this launch alone:
 
@@ -28,6 +29,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import socket
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -35,7 +37,9 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from llamarl.checkpoint.checkpointer import find, load_part, ranks_of, verify
+from llamarl.checkpoint.checkpointer import find, verify
+from llamarl.checkpoint.manifest import SEEN_S, digest_of, read_manifest, wait_until_seen
+from llamarl.checkpoint.parts import load_part, ranks_of
 from llamarl.checkpoint.service import CONTROLLER
 from llamarl.comm.groups import World
 from llamarl.comm.meeting import Exchange, reaching
@@ -47,9 +51,12 @@ from llamarl.inference.partials import of_other_prompts
 from llamarl.launch.identity import Identity, differences
 from llamarl.launch.outcome import forget
 from llamarl.native.files import LOCK, DirectoryLock
-from llamarl.tickets.prompts import AnyPrompts
+from llamarl.tickets.ledger import choices_of
+from llamarl.tickets.prompts import AnyPrompts, note
+from llamarl.words.lists import first_of
 
 RUNS = Path("runs")
+_SHOWN = 5  # files that a message names
 # Counts this process's jobs. --multirun has several, and a restarted process counts from 0 again.
 _jobs = itertools.count()
 
@@ -117,8 +124,16 @@ def _follow(exchange: Exchange, world: World) -> RunDirectory:
                 identity=order["identity"],
                 stale_tickets=frozenset(order["stale_tickets"]),
             )
-        problems = _share_of(Path(order["verify"]), exchange, world)
-        exchange.tell(f"found/{number}/{world.rank}", {"problems": problems})
+        checkpoint = Path(order["verify"])
+        absent = wait_until_seen(
+            checkpoint,
+            order["manifest"],
+            patience_s=order["seen_s"],
+            waiting=exchange.progress,
+        )
+        problems = [] if absent else _share_of(checkpoint, exchange, world)
+        found = {"problems": problems, "unseen": absent, "host": socket.gethostname()}
+        exchange.tell(f"found/{number}/{world.rank}", found)
     raise AssertionError("rank 0 ends the loop above with a decision")
 
 
@@ -226,13 +241,37 @@ class _Opening:
         )
 
     def _verify_together(self, checkpoint: Path) -> list[str]:
-        """Return what is wrong with a checkpoint. Each rank checks its share."""
-        number = self._order({"verify": str(checkpoint.absolute())})
+        """Return what is wrong with a checkpoint. Each rank checks its share.
+
+        RunDirectoryError names the ranks that do not see it as this one does.
+        """
+        problems = verify(checkpoint, hashes=False)
+        if problems:
+            return problems  # here already, so that no rank need wait until it sees more
+        order = {
+            "verify": str(checkpoint.absolute()),
+            "manifest": digest_of(read_manifest(checkpoint)),
+            "seen_s": min(SEEN_S, self.config.timeout_s),
+        }
+        number = self._order(order)
         problems = _share_of(checkpoint, self.exchange, self.world)
+        blind: list[str] = []
         for rank in range(1, self.world.size):
             what = f"whether its share of {checkpoint} is whole"
             told = self.exchange.hear(f"found/{number}/{rank}", source=rank, what=what)
             problems += [problem for problem in told["problems"] if problem not in problems]
+            if told["unseen"]:
+                blind.append(
+                    f"rank {rank} on {told['host']} does not see "
+                    f"{', '.join(first_of(told['unseen'], _SHOWN))}"
+                )
+        if blind and not problems:
+            lines = "\n".join(blind)
+            raise RunDirectoryError(
+                f"{checkpoint} is whole where rank 0 runs, but after {order['seen_s']:g} s\n"
+                f"{lines}\nPut the run's directory where all hosts see the same files. If their "
+                "file system only shows them late, start again"
+            )
         return problems
 
     def _check_same_run(self, checkpoint: Path) -> frozenset[int]:
@@ -275,6 +314,8 @@ class _Opening:
         stale: set[int] = set()
         if self.prompts is None:
             return frozenset()
+        for ticket, prompt in choices_of(controller["ledger"]).items():
+            note(self.prompts, ticket, prompt)
         for rank in ranks_of(checkpoint, "generator"):
             part = load_part(checkpoint, "generator", rank)
             stale.update(of_other_prompts(part, self.prompts))

@@ -18,10 +18,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from llamarl.comm.groups import init_world, threads_per_rank
+from llamarl.comm.groups import SHOWN_HOSTS, init_world, threads_per_rank
 from llamarl.config.command_line import Config
 from llamarl.errors import (
     BadInput,
+    BadNetwork,
     BadWeights,
     CheckpointError,
     LagExceeded,
@@ -35,16 +36,19 @@ from llamarl.errors import (
     WeightsError,
 )
 from llamarl.launch.dry_run import dry_run
+from llamarl.launch.environments import try_environment
 from llamarl.launch.gold import try_gold
 from llamarl.launch.identities import identity_of
 from llamarl.launch.inputs import bad_input, check_inputs
 from llamarl.launch.job import Job
 from llamarl.launch.memory import announce_memory
+from llamarl.launch.planned import planned_placement
 from llamarl.launch.reading import SharedReading
 from llamarl.launch.run_directory import RunDirectory, open_run
 from llamarl.launch.sources import check_sources
 from llamarl.native.collecting import collect_as_usual
 from llamarl.tasks.held_out import shown_sets
+from llamarl.words.lists import first_of
 
 EXIT_BAD_INPUT = 2
 EXIT_FAILED = 1
@@ -80,6 +84,10 @@ def launch(config: Config) -> Iterator[Job]:
         directory = RunDirectory(Path(config.run_dir or "runs/(new)"), None)
         if config.ranks is not None:
             world = world.imagined(config.ranks)
+        with bad_input():
+            planned = planned_placement(config, world.size)
+        if planned is not None:
+            config = planned.config
         job = Job(config, world, directory, reading)
         check_inputs(job)
         with bad_input():  # check what the user gave before there is a directory
@@ -87,6 +95,7 @@ def launch(config: Config) -> Iterator[Job]:
                 dry_run(job)
                 raise SystemExit(0)
             if world.rank == 0:  # rank 0 makes the directory
+                try_environment(job)
                 check_sources(job)
                 try_gold(job)
             # Read here, so that errors in the data are bad input.
@@ -97,6 +106,8 @@ def launch(config: Config) -> Iterator[Job]:
         if world.rank == 0:
             reading.save(job.directory.path)
             _announce(job)
+            if planned is not None:
+                print(f"planned  {planned.words}", flush=True)
             announce_memory(job)
         collect_as_usual()
         yield job
@@ -117,6 +128,8 @@ def _announce(job: Job) -> None:
     print(f"llamarl  {job.model_path.name} on {c.task.kind}, {completions}, {c.loss.name}")
     device = f"{job.world.device.type}, {torch.get_num_threads()} thread(s) each"
     print(f"ranks    {job.hosts}  ({device})")
+    if job.world.network:
+        print(f"network  {', '.join(first_of(job.world.network, SHOWN_HOSTS))}")
     print(f"float32  {job.world.products}")
     ends = ", stragglers end at their deadline" if c.on_deadline == "truncate" else ""
     print(f"async    max_lag {'none' if c.max_lag is None else c.max_lag}, {overcommit}{ends}")
@@ -155,8 +168,8 @@ def explained() -> Iterator[ExitStack]:
     except SystemExit as end:  # a dry run ends so, on every rank
         ended_well = not end.code
         raise
-    except (RunDirectoryError, BadInput) as error:
-        if rank == 0:
+    except (RunDirectoryError, BadInput, BadNetwork) as error:
+        if int(os.environ.get("LOCAL_RANK", 0)) == 0:  # all ranks know: once a host
             _complain(f"llamarl: {error}")
         code = EXIT_BAD_INPUT
     except BadWeights as error:  # only the ranks that hold these weights find them

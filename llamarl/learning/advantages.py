@@ -51,6 +51,19 @@ ADVANTAGES: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+def by_turn(rewards: Tensor, has_turn: Tensor) -> Tensor:
+    """A_ik = R_ik - mean of R_jk over the j with a turn k,  R_ik = sum of r_il over l >= k
+
+    What a turn is worth is what comes from it on, compared with the group's at its turn of the same
+    number. rewards [G, K]: of each completion's turns. has_turn [G, K] bool: those that there are,
+    of completions that may be trained on. Returns [G, K], 0 where there is no turn, or no other's
+    to compare with.
+    """
+    to_come = torch.where(has_turn, rewards, 0).double().flip(1).cumsum(1).flip(1)
+    centred, _ = _centred(to_come.masked_fill(~has_turn, torch.nan).mT)
+    return centred.mT.to(wide_dtype(rewards))
+
+
 def gae(
     rewards: Tensor, values: Tensor, lengths: Tensor, *, gamma: float, lam: float
 ) -> tuple[Tensor, Tensor]:

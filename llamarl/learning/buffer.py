@@ -79,6 +79,11 @@ class GroupBuffer:
             del self._groups[ticket]
         return groups
 
+    def drop(self, tickets: list[int]) -> None:
+        """Forget groups that the ledger has given back: it hands none of them over."""
+        for ticket in tickets:
+            del self._groups[ticket]
+
     def untake(self, groups: list[Group]) -> None:
         """Restore everything as it was before the step just taken, which is given up. groups: what
         `take` returned.
@@ -118,16 +123,14 @@ class GroupBuffer:
         counts as finished and not handed over.
         """
         for part in parts:
-            mine = {t for t in part["buffered"] if t in finished and is_mine(t)}
-            if mine:
-                self.put([g for g in decoded(part) if g.ticket in mine])
+            for number, ticket in enumerate(part["buffered"]):
+                if ticket in finished and is_mine(ticket):
+                    self.put([stored_group(part, number)])
 
 
-def decoded(part: Mapping) -> list[Group]:
-    """Return the groups of a stored part."""
-    groups: list[Group] = []
-    number = 0
-    while f"{MESSAGE}{number}" in part:
-        groups += wire.decode(part[f"{MESSAGE}{number}"].numpy().tobytes())
-        number += 1
-    return groups
+def stored_group(part: Mapping, number: int) -> Group:
+    """Return one group of a stored part, and read no other: those of `buffered` come first, in its
+    order.
+    """
+    (group,) = wire.decode(part[f"{MESSAGE}{number}"].numpy().tobytes())
+    return group

@@ -17,11 +17,15 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from llamarl.learning.limits import CHUNK_TOKENS, KEEP_BYTES, KEEP_LOGITS
 from llamarl.learning.segments import wide_dtype
 from llamarl.models.fused import add_up, kernels, weight_gradient
+from llamarl.models.sizes import rounded_up
+
+LABEL_STEPS = 16  # sizes between a power of two and the next that a CPU computes logits of
 
 # At most one: the memory of logits whose backward is done, for the next to be kept.
 _spare: list[Tensor] = []
@@ -81,8 +85,15 @@ def make_head(
     carry gradients (zeros), so that a rank with nothing to train takes part in FSDP's collectives.
     """
 
+    num_labels = labels_R.numel()
+    if labels_R.device.type == "cpu":
+        # What is more than the labels has no gradient, and is dropped.
+        padding = (0, rounded_up(num_labels, steps=LABEL_STEPS) - num_labels)
+        labels_R = F.pad(labels_R, padding)
+        rows = F.pad(rows, padding)
+
     def head(hidden_TD: Tensor, weight_VD: Tensor) -> tuple[Tensor, Tensor]:
-        return chunked_logprobs(
+        logprobs, entropy = chunked_logprobs(
             hidden_TD.index_select(0, rows),
             weight_VD,
             labels_R,
@@ -90,6 +101,7 @@ def make_head(
             chunk_tokens=chunk_tokens,
             entropy_grad=entropy_grad,
         )
+        return logprobs[:num_labels], entropy[:num_labels]
 
     return head
 

@@ -16,15 +16,15 @@ import warnings
 from bisect import insort
 from collections.abc import Callable
 from copy import deepcopy
-from dataclasses import dataclass, fields, replace
-from itertools import chain
+from dataclasses import dataclass, field, fields, replace
+from itertools import accumulate, chain, pairwise
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from llamarl.learning.reduction import Ranks
-from llamarl.learning.segments import end_to_end, sum_by
+from llamarl.learning.segments import end_to_end, owners, runs, sum_by
 from llamarl.learning.targets import Targets
 from llamarl.types import Group, PackedBatch
 
@@ -103,7 +103,8 @@ def pack(
     """Collate the trained completions of `groups` with their targets and shift them, on the CPU.
 
     A prompt of P tokens is computed once for all completions of its group in a microbatch, which
-    takes P + sum(L - 1) of the budget; a group is cut where it is over the budget, or where its
+    takes P + sum(L - 1) of the budget. What an environment wrote is read as the rest is, and is no
+    label, so that no loss sees it. A group is cut where it is over the budget, or where its
     parts fill holes that save a whole microbatch, and with whole_groups never. What cannot be cut
     and is over the budget gets a microbatch of its own (warned once). Aborted completions and those
     with a NaN reward are left out and counted nowhere. drop_zero_advantage also leaves out those
@@ -140,7 +141,7 @@ def pack(
     trained_by_group = torch.bincount(flat.groups[flat.trained])
     return Packing(
         microbatches=[_build(flat, b.members) for b in bins],
-        num_loss_tokens=float(flat.lengths[flat.trained].sum()),
+        num_loss_tokens=float(flat.sampled_lengths[flat.trained].sum()),
         num_completions=float(flat.trained.sum()),
         num_groups=float((trained_by_group > 1).sum()),
         num_trained_groups=float((trained_by_group > 0).sum()),
@@ -188,12 +189,18 @@ def to_device(batch: PackedBatch, device: torch.device | str) -> PackedBatch:
 class _Flat:
     """The sequences of all groups end to end."""
 
-    prompts: list[Tensor]  # the ids of each group's
+    prompt_sizes: list[int]  # tokens of each group's prompt
     lengths: Tensor  # [N]
+    sampled_lengths: Tensor  # [N], without context
+    starts: Tensor  # [N] int64: the place of its first token among all
+    loss_mask: Tensor  # [C] bool, whether a token was sampled
+    restarts: dict[int, list[int]]  # by completion: places where the model's reading begins anew
+    input_lengths: Tensor  # [N]: how many of its tokens are computed
     groups: Tensor  # [N] number of its group
+    completions: Tensor  # [C] number of its completion
+    tokens: Tensor  # int64: the tokens of all completions, and behind them those of all prompts
     trained: Tensor  # [N] bool
     has_advantage: Tensor  # [N] bool: that of some token is not 0
-    places: tuple[Tensor, ...]  # of each completion's tokens among all, [L] int64
     per_token: dict[str, Tensor]  # [C] each: what becomes a field of the labels
     per_completion: dict[str, Tensor]  # [N] each: what becomes a field of the completions
 
@@ -201,10 +208,16 @@ class _Flat:
 def _flatten(groups: list[Group], targets: list[Targets]) -> _Flat:
     _check(groups, targets)
     lengths = end_to_end(groups, "lengths")
-    trained = end_to_end(groups, "trained")
-    sizes = torch.tensor([g.lengths.numel() for g in groups])
-    group_of = torch.arange(len(groups)).repeat_interleave(sizes)
-    completion_of = torch.arange(len(lengths)).repeat_interleave(lengths)
+    loss_mask = end_to_end(groups, "loss_mask")
+    group_of = owners(torch.tensor([g.lengths.numel() for g in groups]))
+    completion_of = owners(lengths)
+    # As `sampled_lengths` and `trained` of each group.
+    sampled_lengths = sum_by(loss_mask.long(), completion_of, len(lengths))
+    reasons = chain.from_iterable(g.finish_reasons for g in groups)
+    not_aborted = torch.tensor([reason != "aborted" for reason in reasons], dtype=torch.bool)
+    trained = not_aborted & ~end_to_end(groups, "rewards").isnan() & (sampled_lengths > 0)
+    restarts = end_to_end(groups, "restarts")
+    num_restarts = sum_by(restarts.float(), completion_of, len(lengths))
     advantages = end_to_end(targets, "advantages").float()
     per_token = {
         "labels": end_to_end(groups, "token_ids"),
@@ -219,20 +232,28 @@ def _flatten(groups: list[Group], targets: list[Targets]) -> _Flat:
         if not per_token[name].numel():
             per_token[name] = torch.zeros_like(advantages)
     nonzero_advantages = sum_by((advantages != 0).float(), completion_of, len(lengths))
-    trained_tokens = torch.where(trained, lengths, 0).float()
-    return _Flat(
-        prompts=[g.prompt_ids for g in groups],
+    trained_tokens = torch.where(trained, sampled_lengths, 0).float()
+    flat = _Flat(
+        prompt_sizes=[g.prompt_ids.numel() for g in groups],
         lengths=lengths,
+        sampled_lengths=sampled_lengths,
+        starts=lengths.cumsum(0) - lengths,
+        loss_mask=loss_mask,
+        restarts=_by_completion(restarts, completion_of),
+        input_lengths=lengths - 1 - num_restarts.long(),
         groups=group_of,
+        completions=completion_of,
+        tokens=torch.cat([per_token["labels"], *(g.prompt_ids for g in groups)]),
         trained=trained,
         has_advantage=nonzero_advantages > 0,
-        places=torch.arange(len(advantages)).split(lengths.tolist()),
         per_token=per_token,
         per_completion={
             "rewards": end_to_end(targets, "rewards").float(),
             "group_tokens": sum_by(trained_tokens, group_of, len(groups))[group_of],
         },
     )
+    _check_finite(flat, [g.ticket for g in groups])
+    return flat
 
 
 def _check(groups: list[Group], targets: list[Targets]) -> None:
@@ -254,12 +275,22 @@ def _check(groups: list[Group], targets: list[Targets]) -> None:
                 "an empty prompt: the first token needs something to look at; let the task add a "
                 "bos token"
             )
-        numbers = torch.cat([t.advantages[g.trained_tokens], t.rewards[g.trained]])
-        if not numbers.isfinite().all():
-            raise ValueError(
-                f"ticket {g.ticket}: an advantage or a shaped reward is not finite; the function "
-                "that made it must give a number to what is to be trained"
-            )
+
+
+def _check_finite(flat: _Flat, tickets: list[int]) -> None:
+    """Raise ValueError if what is to be trained has a number that is not finite. tickets: of each
+    group.
+    """
+    is_broken = ~flat.per_completion["rewards"].isfinite()
+    advantages = flat.per_token["advantages"]
+    is_broken[flat.completions[flat.loss_mask & ~advantages.isfinite()]] = True
+    broken = (is_broken & flat.trained).nonzero().flatten().tolist()
+    if broken:
+        ticket = tickets[int(flat.groups[broken[0]])]
+        raise ValueError(
+            f"ticket {ticket}: an advantage or a shaped reward is not finite; the function that "
+            "made it must give a number to what is to be trained"
+        )
 
 
 # --- What goes into which microbatch ---
@@ -286,12 +317,15 @@ def _collated(
     completions of the emptiest microbatch fit into the holes of the others, they go there: one
     microbatch less.
     """
-    lengths = flat.lengths.tolist()
+    input_lengths = flat.input_lengths.tolist()
+    kept_of: list[list[int]] = [[] for _ in flat.prompt_sizes]
+    trained = kept.nonzero().flatten()
+    for completion, number in zip(trained.tolist(), flat.groups[trained].tolist()):
+        kept_of[number].append(completion)
     parts = []
-    for number, prompt_ids in enumerate(flat.prompts):
-        prompt = prompt_ids.numel()
-        members = (kept & (flat.groups == number)).nonzero().flatten().tolist()
-        sizes = [lengths[completion] - 1 for completion in members]
+    for number, prompt in enumerate(flat.prompt_sizes):
+        members = kept_of[number]
+        sizes = [input_lengths[completion] for completion in members]
         cuts = [[i] for i in range(len(members))]
         if whole_groups or budget > prompt:
             cuts = collate(sizes, math.inf if whole_groups else budget - prompt)
@@ -309,7 +343,7 @@ def _collated(
             joined.size += parts[place].size
         bins.append(joined)
     while bins and not whole_groups:
-        fewer = _without_emptiest(bins, flat, lengths, budget)
+        fewer = _without_emptiest(bins, flat, input_lengths, budget)
         if fewer is None:
             break
         bins = fewer
@@ -317,7 +351,7 @@ def _collated(
 
 
 def _without_emptiest(
-    bins: list[_Bin], flat: _Flat, lengths: list[int], budget: int
+    bins: list[_Bin], flat: _Flat, input_lengths: list[int], budget: int
 ) -> list[_Bin] | None:
     """Return the microbatches without the emptiest, whose completions go into holes of the others;
     None if they do not fit.
@@ -330,10 +364,10 @@ def _without_emptiest(
     group_of: dict[int, int] = {}
     for number, members in emptiest.members.items():
         group_of |= dict.fromkeys(members, number)
-    for completion in sorted(group_of, key=lambda c: -lengths[c]):
+    for completion in sorted(group_of, key=lambda c: -input_lengths[c]):
         number = group_of[completion]
-        own = lengths[completion] - 1
-        with_prompt = own + flat.prompts[number].numel()
+        own = input_lengths[completion]
+        with_prompt = own + flat.prompt_sizes[number]
         costs = [own if number in b.members else with_prompt for b in others]
         holes = [i for i, b in enumerate(others) if b.size + costs[i] <= budget]
         if not holes:
@@ -348,47 +382,93 @@ def _build(flat: _Flat, members: dict[int, list[int]]) -> PackedBatch:
     """Build the microbatch of these completions by group: each prompt and behind it its
     completions.
     """
-    input_ids = []  # of each segment, as positions and parents
-    positions = []
-    parents: list[int] = []
-    rows = []  # of each completion, as places
-    places = []
-    tokens = 0
+    segments = _Segments()
+    prompt_starts = list(accumulate(flat.prompt_sizes, initial=len(flat.completions)))
+    sizes_of = flat.lengths.tolist()
+    starts = flat.starts.tolist()
+    reading_starts = []  # of what is read at once: the place of its first token,
+    reading_sizes = []  # its tokens,
+    first_rows = []  # the row that predicts the first of them,
+    rows_before = []  # and the one before that of its first token
     for number, completions in members.items():
-        prompt_ids = flat.prompts[number]
-        prompt = prompt_ids.numel()
-        parent = len(parents)
-        input_ids.append(prompt_ids)
-        positions.append(torch.arange(prompt))
-        parents.append(-1)
-        tokens += prompt
-        last_of_prompt = torch.tensor([tokens - 1])
+        prompt = flat.prompt_sizes[number]
+        parent = segments.add(prompt_starts[number], prompt, position=0, parent=-1)
+        last_of_prompt = segments.num_tokens - 1
         for completion in completions:
-            own = flat.places[completion]
-            size = own.numel() - 1  # the last token is only ever a label
-            if size:
-                input_ids.append(flat.per_token["labels"][own[:-1]])
-                positions.append(torch.arange(prompt, prompt + size))
-                parents.append(parent)
-            # Label j is predicted by the prompt's last token if j = 0, else by token j - 1.
-            rows += [last_of_prompt, torch.arange(tokens, tokens + size)]
-            places.append(own)
-            tokens += size
+            reading = _readings(flat, completion, starts[completion], sizes_of[completion])
+            for begin, end, is_anew in reading:
+                reading_starts.append(begin)
+                reading_sizes.append(end - begin)
+                # What is read anew is a segment of its own, and its first token no label.
+                first_rows.append(last_of_prompt)
+                rows_before.append(segments.num_tokens - 1)
+                size = end - begin - 1  # the last token is only ever a label
+                if size and is_anew:
+                    segments.add(begin, size, position=0, parent=-1)
+                elif size:
+                    segments.add(begin, size, position=prompt, parent=parent)
     chosen = list(chain.from_iterable(members.values()))
-    labels = torch.cat(places)
-    sizes = torch.tensor([ids.numel() for ids in input_ids])
+    lengths = torch.tensor(reading_sizes)
+    places = runs(torch.tensor(reading_starts), lengths)
+    # Label j is predicted by the prompt's last token if j = 0, else by token j - 1.
+    rows = runs(torch.tensor(rows_before), lengths)
+    rows[lengths.cumsum(0) - lengths] = torch.tensor(first_rows)
+    is_label = flat.loss_mask[places]  # context is read, and is no label
+    labels = places[is_label]
+    sizes = torch.tensor(segments.sizes)
     return PackedBatch(
-        input_ids=torch.cat(input_ids),
-        positions=torch.cat(positions),
+        input_ids=flat.tokens[runs(torch.tensor(segments.starts), sizes)],
+        positions=runs(torch.tensor(segments.positions), sizes),
         cu_seqlens=F.pad(sizes.cumsum(0), (1, 0)),
-        parents=torch.tensor(parents),
-        rows=torch.cat(rows),
+        parents=torch.tensor(segments.parents),
+        rows=rows[is_label],
         places=labels,
-        completions=torch.arange(len(chosen)).repeat_interleave(flat.lengths[chosen]),
+        completions=torch.arange(len(chosen)).repeat_interleave(flat.sampled_lengths[chosen]),
         groups=flat.groups[chosen].unique(return_inverse=True)[1],
         **{name: values[labels] for name, values in flat.per_token.items()},
         **{name: values[chosen] for name, values in flat.per_completion.items()},
     )
+
+
+@dataclass(slots=True)
+class _Segments:
+    """The segments of a microbatch so far, an entry each."""
+
+    starts: list[int] = field(default_factory=list)  # the first token's place in _Flat.tokens
+    sizes: list[int] = field(default_factory=list)  # tokens
+    positions: list[int] = field(default_factory=list)  # of the first token
+    parents: list[int] = field(default_factory=list)
+    num_tokens: int = 0
+
+    def add(self, start: int, size: int, *, position: int, parent: int) -> int:
+        """Add one, and return its number."""
+        self.starts.append(start)
+        self.sizes.append(size)
+        self.positions.append(position)
+        self.parents.append(parent)
+        self.num_tokens += size
+        return len(self.sizes) - 1
+
+
+def _by_completion(restarts: Tensor, completion_of: Tensor) -> dict[int, list[int]]:
+    """Return the places that are marked, [C] bool, by the number of their completion."""
+    found: dict[int, list[int]] = {}
+    places = restarts.nonzero().flatten()
+    for place, completion in zip(places.tolist(), completion_of[places].tolist()):
+        found.setdefault(completion, []).append(place)
+    return found
+
+
+def _readings(flat: _Flat, completion: int, start: int, length: int) -> list[tuple[int, int, bool]]:
+    """Return the places of a completion's tokens, [begin, end), by what the model read of it at
+    once: first behind the prompt, then (True) wherever its reading began anew.
+    """
+    bounds = [start, *flat.restarts.get(completion, ()), start + length]
+    found = []
+    for number, (begin, end) in enumerate(pairwise(bounds)):
+        if end > begin:
+            found.append((begin, end, number > 0))
+    return found
 
 
 @functools.cache

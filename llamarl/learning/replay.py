@@ -47,7 +47,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from llamarl.comm import wire
 from llamarl.comm.channel import dp_rank_of
-from llamarl.learning.buffer import GroupBuffer, decoded
+from llamarl.learning.buffer import GroupBuffer, stored_group
 from llamarl.learning.reduction import Ranks
 from llamarl.types import Group
 
@@ -385,12 +385,10 @@ class ReplayBuffer(GroupBuffer):
         self._load_room(parts)
         for part in parts:
             passed |= set(part.get("passed", []))
-            taken = {}
-            for ticket, step in part.get("held", []):
+            held = part.get("held", [])
+            for number, (ticket, step) in enumerate(held, start=len(part["buffered"])):
                 if self._holds(ticket, is_mine(ticket)):
-                    taken[ticket] = step
-            groups = decoded(part) if taken else []
-            self._held += [self._hold(g, taken[g.ticket]) for g in groups if g.ticket in taken]
+                    self._held.append(self._hold(stored_group(part, number), step))
         self._held.sort(key=lambda h: (h.taken, h.group.ticket))
         groups = [h.group for h in self._held]
         self._passed = {_prompt_of(g) for g in groups if g.ticket in passed}
@@ -483,6 +481,10 @@ def _joined(rows: list[_Row]) -> Group:
         finish_reasons=tuple(row.group.finish_reasons[row.place] for row in rows),
         outcomes=tuple(row.group.outcomes[row.place] for row in rows),
         ref_version=min(group.ref_version for group in groups),
+        loss_mask=tokens("loss_mask"),
+        restarts=tokens("restarts"),
+        turn_rewards=tokens("turn_rewards"),
+        part_rewards=torch.stack([row.group.part_rewards[row.place] for row in rows]),
     )
 
 

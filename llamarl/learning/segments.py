@@ -1,5 +1,5 @@
-"""Flat tensors: sums over their runs (labels of a completion, completions of a group), how they are
-joined from many, and the dtype for sums.
+"""Flat tensors: their runs (labels of a completion, completions of a group) and sums over them, how
+they are joined from many, and the dtype for sums.
 """
 
 from __future__ import annotations
@@ -20,6 +20,18 @@ def sum_by(values: Tensor, index: Tensor, size: int) -> Tensor:
 def end_to_end(records: Sequence[object], field: str) -> Tensor:
     """Return the records' tensors of this name, one behind the other; at least one record."""
     return torch.cat([getattr(record, field) for record in records])
+
+
+def owners(lengths: Tensor) -> Tensor:
+    """Return the number of the run that each place is in: i, lengths[i] times. int64."""
+    return torch.arange(len(lengths)).repeat_interleave(lengths)
+
+
+def runs(starts: Tensor, lengths: Tensor) -> Tensor:
+    """Return lengths[i] consecutive numbers from starts[i] on, for each i, end to end. int64."""
+    before = lengths.cumsum(0) - lengths
+    shifts = (starts - before).repeat_interleave(lengths)
+    return shifts + torch.arange(len(shifts))
 
 
 def wide_dtype(tensor: Tensor) -> torch.dtype:

@@ -19,12 +19,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor
 
 from llamarl.learning.losses.regularisers import kl_to_reference
-from llamarl.learning.segments import sum_by
+from llamarl.learning.segments import end_to_end, owners, sum_by
 from llamarl.types import Group
 
 STD_EPS = 1e-8
@@ -69,29 +70,55 @@ class Rewards:
 
 def shape(group: Group, shaping: Shaping) -> Rewards:
     """Return the shaped rewards of a group. ValueError for a KL without ref_logprobs."""
-    lengths = group.lengths
-    scores = group.rewards.double()
+    return shape_all([group], shaping)[0]
+
+
+def shape_all(groups: list[Group], shaping: Shaping) -> list[Rewards]:
+    """Return the shaped rewards of each group. ValueError for a KL without ref_logprobs.
+
+    All groups are computed end to end: N completions, C tokens.
+    """
+    if not groups:
+        return []
+    lengths = end_to_end(groups, "lengths")
+    loss_mask = end_to_end(groups, "loss_mask")
+    num_completions = len(lengths)
+    completion_of = owners(lengths)
+    own = end_to_end(groups, "rewards").double()
+    scores = own
     if shaping.missing_eos_penalty is not None:
-        is_ended = [reason == "stop" for reason in group.finish_reasons]
+        reasons = chain.from_iterable(g.finish_reasons for g in groups)
+        is_ended = [reason == "stop" for reason in reasons]
         keeps_its_own = torch.tensor(is_ended, dtype=torch.bool) | scores.isnan()
         scores = torch.where(keeps_its_own, scores, shaping.missing_eos_penalty)
-    tokens = torch.zeros(group.token_ids.numel(), dtype=torch.float64)
+    tokens = torch.zeros(len(completion_of), dtype=torch.float64)
     if shaping.reward_kl_coef > 0:
-        if group.ref_logprobs.numel() != tokens.numel():
+        if any(g.ref_logprobs.numel() != g.token_ids.numel() for g in groups):
             raise ValueError(
                 f"reward_kl_coef={shaping.reward_kl_coef} needs ref_logprobs: reference=frozen, "
                 "or 0"
             )
-        x = group.ref_logprobs - group.generator_logprobs.double()
+        generator_logprobs = end_to_end(groups, "generator_logprobs").double()
+        x = end_to_end(groups, "ref_logprobs") - generator_logprobs
         tokens = -shaping.reward_kl_coef * kl_to_reference(x, "k1")
-    completion_of = torch.arange(len(lengths)).repeat_interleave(lengths)
+        tokens = torch.where(loss_mask, tokens, 0)
     is_rewarded = ~scores.isnan()
     tokens = torch.where(is_rewarded[completion_of], tokens, 0)
-    completions = scores + sum_by(tokens, completion_of, len(lengths))
-    is_begun = lengths > 0
+    completions = scores + sum_by(tokens, completion_of, num_completions)
+    # What is for a turn stands at its end, and the rest at the end of all.
+    keeps_turns = is_rewarded & (scores == own)
+    turn_rewards = end_to_end(groups, "turn_rewards").double()
+    of_turns = torch.where(keeps_turns[completion_of], turn_rewards, 0)
+    tokens = tokens + of_turns
+    scores = scores - sum_by(of_turns, completion_of, num_completions)
+    is_begun = sum_by(loss_mask.long(), completion_of, num_completions) > 0
+    # A completion's last token was sampled, if any was.
     last = lengths.cumsum(0)[is_begun] - 1
     tokens = tokens.index_add(0, last, scores.nan_to_num(0)[is_begun])
-    return Rewards(completions=completions.float(), tokens=tokens.float())
+    by_group = completions.float().split([g.lengths.numel() for g in groups])
+    tokens_by_group = tokens.float().split([g.token_ids.numel() for g in groups])
+    pairs = zip(by_group, tokens_by_group, strict=True)
+    return [Rewards(completions=own_N, tokens=own_C) for own_N, own_C in pairs]
 
 
 def whiten_rewards(

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from llamarl.learning.reduction import Ranks
+from llamarl.learning.segments import owners, sum_by
 from llamarl.types import Group
 
 
@@ -134,15 +135,15 @@ def batch_row(groups: list[Group], version: int, ranks: Ranks) -> dict[str, floa
     """
     outcomes = list(chain.from_iterable(g.outcomes for g in groups))
     reasons = list(chain.from_iterable(g.finish_reasons for g in groups))
-    aborted_tokens = 0
-    lags = []
-    for group in groups:
-        begun = group.lengths > 0
-        # Versions never fall within a completion, so its first token is its oldest.
-        starts = (group.lengths.cumsum(0) - group.lengths)[begun]
-        lags += (version - group.policy_versions[starts]).tolist()
-        aborted = [reason == "aborted" for reason in group.finish_reasons]
-        aborted_tokens += int(group.lengths[aborted].sum())
+    none = torch.zeros(0, dtype=torch.int64)
+    lengths = torch.cat([none, *(g.lengths for g in groups)])
+    is_sampled = torch.cat([none, *(g.loss_mask for g in groups)])
+    # Versions never fall within a completion, so its first token is its oldest.
+    starts = (lengths.cumsum(0) - lengths)[lengths > 0]
+    versions = torch.cat([none, *(g.policy_versions for g in groups)])
+    lags = (version - versions[starts]).tolist()
+    sampled_lengths = sum_by(is_sampled, owners(lengths), len(lengths))
+    aborted = torch.tensor([reason == "aborted" for reason in reasons], dtype=torch.bool)
     rewards = torch.cat([torch.zeros(0), *(g.rewards for g in groups)]).double()
     rewards = rewards[~rewards.isnan()]
     sums = ranks.sum(
@@ -153,8 +154,8 @@ def batch_row(groups: list[Group], version: int, ranks: Ranks) -> dict[str, floa
         errors=outcomes.count("error"),
         truncated=reasons.count("length"),
         aborted=reasons.count("aborted"),
-        aborted_tokens=aborted_tokens,
-        tokens=sum(g.token_ids.numel() for g in groups),
+        aborted_tokens=sampled_lengths[aborted].sum(),
+        tokens=is_sampled.sum(),
         begun=len(lags),
         lags=sum(lags),
     )

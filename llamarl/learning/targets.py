@@ -10,25 +10,27 @@ Shapes: G completions of a group, T their tokens end to end; C the tokens of all
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from llamarl.learning.advantages import ADVANTAGES, gae
+from llamarl.learning.advantages import ADVANTAGES, by_turn, gae
 from llamarl.learning.reduction import Ranks
-from llamarl.learning.segments import end_to_end
+from llamarl.learning.segments import end_to_end, sum_by
 from llamarl.learning.shaping import (
     Rewards,
     Shaping,
     moments,
     shape,
+    shape_all,
     whiten_advantages,
     whiten_rewards,
 )
 from llamarl.learning.step_metrics import Row
 from llamarl.learning.values import Critic, CriticSettings
-from llamarl.types import Group
+from llamarl.types import Group, Verdict, ends_of_turns
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,21 +69,23 @@ def make_targets(
 ) -> tuple[list[Targets], Row]:
     """Collective: return the targets of this rank's groups, and metrics of the whole batch.
 
-    advantages: a name in ADVANTAGES, where there is no critic; with one, old_values [C] are its
-    values of all tokens. minibatches: which of the groups are trained on together;
+    advantages: a name in ADVANTAGES or "turns", where there is no critic; with one, old_values [C]
+    are its values of all tokens. minibatches: which of the groups are trained on together;
     whiten=completions is over each of them, all other whitening over the batch. metrics:
     reward/shaped_mean where rewards are shaped; value/explained_variance of the old values: 1 -
     var(return - value) / var(return), None where the returns are all alike.
     """
     metrics: Row = {}
-    rewards = [shape(g, shaping) for g in groups]
+    rewards = shape_all(groups, shaping)
     if shaping.whitens("rewards"):
         rewards = whiten_rewards(groups, rewards, by_token=critic is not None, total=ranks.sum)
     if shaping.any:
         valid = [r.completions[~r.completions.isnan()] for r in rewards]
         metrics["reward/shaped_mean"] = moments(valid, ranks.sum)[0]
-    if critic is None:
-        by_completion = [ADVANTAGES[advantages](r.completions) for r in rewards]
+    if critic is None and advantages == "turns":
+        targets = [_targets_by_turn(g, r) for g, r in zip(groups, rewards, strict=True)]
+    elif critic is None:
+        by_completion = _advantages(ADVANTAGES[advantages], rewards)
         if shaping.whitens("completions"):
             # (A - mean A) / std A        (Magistral, 2.1)
             whitened = []
@@ -89,10 +93,7 @@ def make_targets(
                 trained = [g.trained for g in groups[minibatch]]
                 whitened += whiten_advantages(by_completion[minibatch], trained, total=ranks.sum)
             by_completion = whitened
-        targets = [
-            Targets.of(group, own_advantages, own_rewards.completions)
-            for group, own_advantages, own_rewards in zip(groups, by_completion, rewards)
-        ]
+        targets = _targets_by_completion(groups, by_completion, rewards)
     else:
         assert old_values is not None, "a critic has said values before the step"
         targets = _targets_by_token(groups, rewards, critic.settings, old_values)
@@ -102,6 +103,16 @@ def make_targets(
         whitened = whiten_advantages([t.advantages for t in targets], trained, total=ranks.sum)
         targets = [replace(t, advantages=a) for t, a in zip(targets, whitened)]
     return targets, metrics
+
+
+def verdict_of(group: Group) -> Verdict:
+    """Return what the outcomes of a group say, of its completions that may be trained on."""
+    outcomes = group.trained_outcomes.double()
+    return Verdict(
+        num_scored=outcomes.numel(),
+        total=float(outcomes.sum()),
+        teaches=outcomes.unique().numel() > 1,
+    )
 
 
 def with_signal(groups: list[Group], shaping: Shaping) -> list[Group]:
@@ -118,6 +129,64 @@ def with_signal(groups: list[Group], shaping: Shaping) -> list[Group]:
     return kept
 
 
+def _advantages(function: Callable[[Tensor], Tensor], rewards: list[Rewards]) -> list[Tensor]:
+    """Return the advantages [G] of each group's completions; of groups of one size all at once."""
+    own = [r.completions for r in rewards]
+    if len({len(completions) for completions in own}) != 1:
+        return [function(completions) for completions in own]
+    return list(function(torch.stack(own)).unbind())
+
+
+def _targets_by_completion(
+    groups: list[Group], advantages: list[Tensor], rewards: list[Rewards]
+) -> list[Targets]:
+    """Return what Targets.of gives for each group with its shaped rewards, all made at once."""
+    if not groups:
+        return []
+    by_token = torch.cat(advantages).float().repeat_interleave(end_to_end(groups, "lengths"))
+    sizes = [g.token_ids.numel() for g in groups]
+    nothing = torch.zeros(0)
+    return [
+        Targets(
+            rewards=own_rewards.completions,
+            advantages=own_advantages,
+            returns=nothing,
+            old_values=nothing,
+        )
+        for own_rewards, own_advantages in zip(rewards, by_token.split(sizes), strict=True)
+    ]
+
+
+def _targets_by_turn(group: Group, rewards: Rewards) -> Targets:
+    """Return targets by what comes from each turn on, all 0 for the tokens that are not trained
+    on.
+    """
+    size = group.lengths.numel()
+    completion_of = torch.arange(size).repeat_interleave(group.lengths)
+    masks = group.loss_mask.split(group.lengths.tolist())
+    ends = torch.cat([torch.zeros(0, dtype=torch.bool), *map(ends_of_turns, masks)])
+    # A token's turn is the number of turns that have ended before it.
+    ended = ends.long().cumsum(0) - ends.long()
+    before = torch.zeros(size + 1, dtype=torch.int64)
+    before[1:] = sum_by(ends.long(), completion_of, size).cumsum(0)
+    turn_of = ended - before[completion_of]
+    num_turns = int(before.diff().max()) if size else 0
+    rewards_GK = torch.zeros(size, max(1, num_turns))
+    has_turn_GK = torch.zeros(size, max(1, num_turns), dtype=torch.bool)
+    trained = group.trained_tokens
+    places = (completion_of[trained], turn_of[trained])
+    rewards_GK.index_put_(places, rewards.tokens[trained], accumulate=True)
+    has_turn_GK[places] = True
+    advantages = torch.zeros(group.token_ids.numel())
+    advantages[trained] = by_turn(rewards_GK, has_turn_GK)[places].float()
+    return Targets(
+        rewards=rewards.completions,
+        advantages=advantages,
+        returns=torch.zeros(0),
+        old_values=torch.zeros(0),
+    )
+
+
 def _targets_by_token(
     groups: list[Group], rewards: list[Rewards], settings: CriticSettings, old_values: Tensor
 ) -> list[Targets]:
@@ -126,12 +195,20 @@ def _targets_by_token(
     """
     if not groups:
         return []
-    lengths = end_to_end(groups, "lengths")
+    sampled_lengths = end_to_end(groups, "sampled_lengths")
     tokens = end_to_end(rewards, "tokens")
+    loss_mask = end_to_end(groups, "loss_mask")
     trained = end_to_end(groups, "trained_tokens")
     sizes = [g.token_ids.numel() for g in groups]
-    advantages, returns = gae(
-        tokens, old_values, lengths, gamma=settings.gamma, lam=settings.gae_lambda
+    advantages = torch.zeros_like(tokens)
+    returns = torch.zeros_like(tokens)
+    # Context is no step of the policy: the next step after a turn is the next turn's first token.
+    advantages[loss_mask], returns[loss_mask] = gae(
+        tokens[loss_mask],
+        old_values[loss_mask],
+        sampled_lengths,
+        gamma=settings.gamma,
+        lam=settings.gae_lambda,
     )
     all_3C = torch.where(trained, torch.stack([advantages, returns, old_values]), 0)
     return [

@@ -50,13 +50,16 @@ from llamarl.learning.step_metrics import (
 )
 from llamarl.learning.targets import Targets, make_targets, with_signal
 from llamarl.learning.values import Critic, value_loss
+from llamarl.learning.watch import StepWatch
 from llamarl.models.attention import PackedAttention
 from llamarl.models.build import Decoder
 from llamarl.models.fsdp import drop_gradients, next_backward, reshard, tensor_groups
+from llamarl.models.fused import helped_by
 from llamarl.models.hf import named_parameters_hf
 from llamarl.models.lora import adapters_off
 from llamarl.models.parity import Canary, Sequence
 from llamarl.models.protocol import Head
+from llamarl.native.helper import Helper
 from llamarl.types import Group, PackedBatch
 
 Stop = Callable[[], bool]  # whether to give the step up
@@ -175,7 +178,7 @@ class PolicyUpdate:
     count once. A rank's groups are cut into minibatches in the order given, as evenly as they go.
     step_options(step): options of the loss that change from step to step, over those that it has.
     reference: frozen, sharded as the decoder is; says the reference logprobs of groups, which then
-    come without. The decoder itself: with its adapters off.
+    come without. The decoder itself: with its adapters off. watch: is told what each step sees.
     """
 
     def __init__(
@@ -190,6 +193,7 @@ class PolicyUpdate:
         critic: Critic | None = None,
         reference: Decoder | None = None,
         step_options: Callable[[int], dict[str, float]] = lambda step: {},
+        watch: StepWatch | None = None,
     ):
         self.decoder = decoder
         self.optimizer = optimizer
@@ -198,6 +202,8 @@ class PolicyUpdate:
         self.critic = critic
         self.reference = reference
         self.step_options = step_options
+        self.watch = watch
+        self.helper: Helper | None = None  # takes a part of backward; for a single rank alone
         self._device = device
         tp = decoder.tensor_parallel
         self._tensor_parallel = tp
@@ -242,6 +248,8 @@ class PolicyUpdate:
             minibatches=cuts,
             ranks=self.ranks,
         )
+        if self.watch is not None:
+            self.watch.begin(groups, trained, targets, cuts)
         minibatches = [self._minibatch(trained[cut], targets[cut]) for cut in cuts]
         budget = self.ranks.sum(
             room=sum(m.room for m in minibatches),
@@ -413,6 +421,8 @@ class PolicyUpdate:
             of_values, of_critic = self._value_loss(values[0], batch, minibatch)
             loss = loss + of_values
             metrics |= of_critic
+        if self.watch is not None and update_id.index < self.settings.minibatches_per_step:
+            self.watch.note(update_id.index, batch.places, logprobs.detach())
         differences = logprobs.detach() - batch.generator_logprobs
         if update_id.is_first and batch.labels.numel():
             is_fresh = self._is_fresh(batch, update_id.version)
@@ -422,7 +432,8 @@ class PolicyUpdate:
             tally.squares = tally.squares + fresh_alone.square().sum()
             tally.fresh = tally.fresh + is_fresh.sum()
         # FSDP averages gradients over data-parallel ranks; the denominator is global already.
-        (loss * self.ranks.data_size).backward()
+        with helped_by(self.helper):
+            (loss * self.ranks.data_size).backward()
         tally.loss = tally.loss + loss.detach()
         if self.critic and not values:
             # After the policy's backward: the activations of one model are held at a time.

@@ -27,6 +27,7 @@ from llamarl.models.fused import (
 )
 from llamarl.models.norms import RMSNorm
 from llamarl.models.sharding import heads_of
+from llamarl.models.sizes import rounded_up
 from llamarl.models.tp import KeyValueSharing, TensorParallel, copied, summed
 
 # Up to this many keys the CPU's fused kernel, made for long sequences, takes up to 15 times as long
@@ -35,6 +36,10 @@ SHORT = {torch.bfloat16: 512, torch.float32: 256, torch.float64: 256}
 # Pairs of query and key whose cost is that of a kernel call more: segments of unlike lengths are
 # padded no further.
 CALL = {"cpu": 1 << 13, "cuda": 1 << 20}
+# Sizes between a power of two and the next that a CPU computes: of all tokens, for the products
+# with weights, and of segments and their lengths, for attention's. See llamarl.models.sizes.
+TOKEN_STEPS = 16
+SEGMENT_STEPS = 8
 
 
 Angles = tuple[Tensor, Tensor]  # cos and sin [T, 1, K] of every token's positions
@@ -44,9 +49,13 @@ class AttentionContext(Protocol):
     """Says which keys each query sees."""
 
     longest: int  # above every position
+    padding: int  # tokens behind the last that a decoder computes in vain
 
     def attend(self, layer: int, q_THK: Tensor, k_TJK: Tensor, v_TJK: Tensor) -> Tensor:
-        """Return softmax attention of every token over what it may see, [T, H, K]."""
+        """Return softmax attention of every token over what it may see, [T, H, K].
+
+        Padding gets 0.
+        """
         ...
 
 
@@ -57,7 +66,8 @@ class PackedAttention:
     cu_seqlens [S+1]: where each segment starts, and the total. parents [S]: the segment that this
     one continues and sees whole, or -1; None: all -1. The completions of a group are children of
     its prompt, which is computed once. Segments of like length are padded to the longest of them
-    for the kernel alone. Parents have no parents themselves.
+    for the kernel alone. Parents have no parents themselves. On a CPU tokens, segments and lengths
+    are padded further, to sizes that come again.
     """
 
     def __init__(self, cu_seqlens: Tensor, parents: Tensor | None = None):
@@ -70,17 +80,20 @@ class PackedAttention:
         prefix_starts = starts[parents]
         prefixes = torch.where(is_child, lengths[parents], 0)
         self._parts = []
+        on_cpu = cu_seqlens.device.type == "cpu"
         self._added_masks: dict[tuple[int, torch.dtype], Tensor] = {}
         for of_kind in (~is_child, is_child):
             numbers = of_kind.nonzero().squeeze(1)
             for n in _of_like_length(numbers, lengths, prefixes):
-                part = _part(starts[n], lengths[n], prefix_starts[n], prefixes[n])
+                part = _part(starts[n], lengths[n], prefix_starts[n], prefixes[n], few_sizes=on_cpu)
                 self._parts.append(part)
         seen = lengths + prefixes
         self.longest = int(seen.max())
         self._num_tokens = int(cu_seqlens[-1])
-        if cu_seqlens.device.type == "cpu":
+        self.padding = 0
+        if on_cpu:
             self._check_places()
+            self.padding = rounded_up(self._num_tokens, steps=TOKEN_STEPS) - self._num_tokens
         # Where each token is among the parts' places.
         queries = torch.cat([part.queries_NL.flatten() for part in self._parts])
         self.padded_tokens = queries.numel()  # places that the kernel computes
@@ -95,14 +108,18 @@ class PackedAttention:
 
     def attend(self, layer: int, q_THK: Tensor, k_TJK: Tensor, v_TJK: Tensor) -> Tensor:
         """Return the attention of every token over its segment and that segment's parent, [T, H,
-        K].
+        K]; 0 for padding, if that is there. ValueError for another number of tokens.
         """
-        if q_THK.shape[0] != self._num_tokens:
-            raise ValueError(f"{q_THK.shape[0]} tokens for segments of {self._num_tokens} in all")
+        padding = q_THK.shape[0] - self._num_tokens
+        if padding not in (0, self.padding):
+            raise ValueError(
+                f"{q_THK.shape[0]} tokens for segments of {self._num_tokens} in all, with or "
+                f"without {self.padding} of padding"
+            )
         limit = SHORT.get(q_THK.dtype, 256)
         longest = max(part.keys_NM.shape[1] for part in self._parts)
         if kernels(q_THK) is not None and longest <= limit:
-            return PackedProducts.apply(q_THK, k_TJK, v_TJK, self._parts)
+            return PackedProducts.apply(q_THK, k_TJK, v_TJK, self._parts, self._num_tokens)
         attended = []
         for number, part in enumerate(self._parts):
             q_NHLK = _padded(q_THK, part.queries_NL)
@@ -117,7 +134,10 @@ class PackedAttention:
             out_NLHK = out_NHLK.transpose(1, 2)
             attended.append(out_NLHK.flatten(0, 1))
         padded = torch.cat(attended)
-        return padded.index_select(0, self._places_T)
+        out_THK = padded.index_select(0, self._places_T)
+        if not padding:
+            return out_THK
+        return F.pad(out_THK, (0, 0, 0, 0, 0, padding))
 
     def _added_mask(self, number: int, dtype: torch.dtype) -> Tensor | None:
         """Return what is added to the scores of part `number`: 0 or -inf, [N, 1, L, M]; None:
@@ -178,16 +198,34 @@ def _of_like_length(places: Tensor, lengths: Tensor, prefixes: Tensor) -> list[T
     return list(places.tensor_split(cuts))
 
 
-def _part(starts: Tensor, lengths: Tensor, prefix_starts: Tensor, prefix_lengths: Tensor) -> Part:
+def _part(
+    starts: Tensor,
+    lengths: Tensor,
+    prefix_starts: Tensor,
+    prefix_lengths: Tensor,
+    *,
+    few_sizes: bool,
+) -> Part:
     """Pad N segments to the longest, with the tokens of their parents before their own keys.
 
     starts, lengths [N]: each segment's first token and count; prefix_starts, prefix_lengths [N]:
-    its parent's, of length 0 where it has none.
+    its parent's, of length 0 where it has none. few_sizes: where products may
+    compute it, pad N and both lengths to sizes that come again; what is more than the given
+    segments has no tokens.
     """
+    longest = int(lengths.max())
+    prefix = int(prefix_lengths.max())
+    if few_sizes and longest + prefix <= max(SHORT.values()):
+        longest = rounded_up(longest, steps=SEGMENT_STEPS)
+        prefix = rounded_up(prefix, steps=SEGMENT_STEPS)
+        more = (0, rounded_up(len(lengths), steps=SEGMENT_STEPS) - len(lengths))
+        starts = F.pad(starts, more)
+        lengths = F.pad(lengths, more)
+        prefix_starts = F.pad(prefix_starts, more)
+        prefix_lengths = F.pad(prefix_lengths, more)
     # Padding reads its segment's last token: a real place, whose output is dropped and gradient is
     # zero.
-    queries_NL = _places(starts, lengths, int(lengths.max()))
-    prefix = int(prefix_lengths.max())
+    queries_NL = _places(starts, lengths, longest)
     before_NP = _places(prefix_starts, prefix_lengths, prefix)
     return Part(
         queries_NL=queries_NL,
@@ -199,10 +237,10 @@ def _part(starts: Tensor, lengths: Tensor, prefix_starts: Tensor, prefix_lengths
 
 def _places(starts_N: Tensor, lengths_N: Tensor, longest: int) -> Tensor:
     """Return [N, longest]: the places of each segment's tokens. Behind its length its last token is
-    repeated.
+    repeated, and a segment without tokens reads its start.
     """
     places = torch.arange(longest, device=starts_N.device)
-    last_N1 = lengths_N[:, None] - 1
+    last_N1 = (lengths_N[:, None] - 1).clamp(min=0)
     return starts_N[:, None] + torch.minimum(places, last_N1)
 
 

@@ -238,6 +238,10 @@ class Decoder(TransformerDecoder):
         `head` must return the logits [..., V / ranks] of the rows that it is given, and every rank
         gets them all.
         """
+        num_tokens = len(tokens_T)
+        if attention.padding:
+            tokens_T = F.pad(tokens_T, (0, attention.padding))
+            positions_T = F.pad(positions_T, (0, attention.padding))
         h = self.tok_embeddings(tokens_T)
         if self.pos_embeddings is not None:
             self._check_places(attention.longest)
@@ -248,7 +252,7 @@ class Decoder(TransformerDecoder):
                 h = checkpoint(layer, h, mask=attention, input_pos=rotary, use_reentrant=False)
             else:
                 h = layer(h, mask=attention, input_pos=rotary)
-        h = self.norm(h)
+        h = self.norm(h)[:num_tokens]
         head = head or self.project
         tp = self.tensor_parallel
         if tp is None or not tp.split_vocabulary or self.config.labels:

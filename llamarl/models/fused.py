@@ -13,17 +13,20 @@ those, K head dim, N segments, L queries, M keys, B = N J batches of products.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
+from torch.nn import Parameter
 
 from llamarl.native import library
+from llamarl.native.helper import Helper
 
 Gradients = tuple[Tensor | None, ...]  # from backward: one for each input of forward
 
@@ -115,6 +118,53 @@ def weight_gradient(grad_TN: Tensor, x_TD: Tensor) -> Tensor:
         call_kernel(lib.transpose, rows, piece, *piece.shape, num_outputs)
         torch.mm(rows, x_TD, out=out_ND[first : first + _TURNED_ROWS])
     return out_ND
+
+
+# At most one: what the weights' gradients of projections are given to.
+_helpers: list[Helper] = []
+
+
+@contextmanager
+def helped_by(helper: Helper | None) -> Iterator[None]:
+    """Have the helper compute the weights' gradients of the projections whose backward runs in the
+    block. At its end all are there, as they are without a helper (None), to the bit.
+
+    For parameters whose gradient nobody looks at before: not those of FSDP. A pass that ends in an
+    error leaves gradients undone.
+    """
+    if helper is None:
+        yield
+        return
+    _helpers.append(helper)
+    try:
+        yield
+    except BaseException:
+        helper.drop()
+        raise
+    finally:
+        _helpers.remove(helper)
+    helper.finish()
+
+
+def _add_product(parameter: Tensor, grad_TN: Tensor, x_TD: Tensor) -> None:
+    """Add a weight's gradient to that of the parameter which holds it."""
+    product = weight_gradient(grad_TN, x_TD)
+    if parameter.grad is None:
+        parameter.grad = product.to(parameter.dtype)
+    elif product.dtype == parameter.dtype:
+        parameter.grad.add_(product)
+    else:
+        add_up(parameter.grad, product)
+
+
+def _parameter_of(weight: Tensor) -> Tensor | None:
+    """Return the parameter whose gradient a weight's is added to: itself, or its master. None if it
+    is none of these: a pass that computes activations again hands its backward copies of
+    parameters, whose gradients nobody reads.
+    """
+    if isinstance(weight, Parameter):
+        return weight
+    return getattr(weight.grad_fn, "master", None)
 
 
 # --- RMS norm ---
@@ -303,11 +353,20 @@ class _Projections(Function):
             for grad, weight in zip(grads[1:], weights[1:]):
                 grad_x.addmm_(grad, weight)
         of_weights = [
-            weight_gradient(grad.contiguous(), x_TD) if need else None
-            for grad, need in zip(grads, needs)
+            _gradient_or_later(weight, grad.contiguous(), x_TD) if need else None
+            for weight, grad, need in zip(weights, grads, needs)
         ]
         of_biases = [grad.sum(0) if need else None for grad, need in zip(grads, needs_bias)]
         return grad_x, None, *of_weights, *of_biases
+
+
+def _gradient_or_later(weight: Tensor, grad_TN: Tensor, x_TD: Tensor) -> Tensor | None:
+    """Return a weight's gradient; None where a helper computes it and puts it in its place."""
+    parameter = _parameter_of(weight) if _helpers else None
+    if parameter is None:
+        return weight_gradient(grad_TN, x_TD)
+    _helpers[-1].give(partial(_add_product, parameter, grad_TN, x_TD))
+    return None
 
 
 # --- Attention over few keys ---
@@ -370,18 +429,22 @@ class PackedProducts(Function):
 
     dv = w^T g,   ds = w (g v^T - sum(w g v^T)) / sqrt(K),   dq = ds k,   dk = ds^T q.
 
-    Every token is a query of one part. Holds all weights, in the operands' dtype; the softmax is
+    Each of the first num_tokens tokens is a query of one part; those behind are padding, whose
+    attention and gradients are 0. Holds all weights, in the operands' dtype; the softmax is
     float32, and so is the sum of a key's gradients over the segments that see it. `masked_products`
     of each part is the same by plain operations.
     """
 
     @staticmethod
-    def forward(ctx, q_THK: Tensor, k_TJK: Tensor, v_TJK: Tensor, parts: Sequence[Part]) -> Tensor:
+    def forward(
+        ctx, q_THK: Tensor, k_TJK: Tensor, v_TJK: Tensor, parts: Sequence[Part], num_tokens: int
+    ) -> Tensor:
         kv_heads, head_dim = k_TJK.shape[1:]
         q_THK = q_THK.contiguous()
         k_TJK = k_TJK.contiguous()
         v_TJK = v_TJK.contiguous()
         out_THK = torch.empty_like(q_THK)
+        out_THK[num_tokens:] = 0
         kept = []
         for part in parts:
             q_BRK = _gathered(q_THK, part.queries_NL, kv_heads)
@@ -397,6 +460,7 @@ class PackedProducts(Function):
             kept += [q_BRK, k_BMK, v_BMK, weights_BRM]
         ctx.save_for_backward(*kept)
         ctx.parts = parts
+        ctx.num_tokens = num_tokens
         ctx.q_shape = q_THK.shape
         ctx.kv_shape = k_TJK.shape
         return out_THK
@@ -407,6 +471,7 @@ class PackedProducts(Function):
         kv_heads, head_dim = ctx.kv_shape[1:]
         grad_THK = grad_THK.contiguous()
         grad_q = grad_THK.new_empty(ctx.q_shape)
+        grad_q[ctx.num_tokens :] = 0
         grad_k = grad_THK.new_zeros(ctx.kv_shape, dtype=torch.float32)
         grad_v = torch.zeros_like(grad_k)
         kept = iter(ctx.saved_tensors)
@@ -420,7 +485,7 @@ class PackedProducts(Function):
             call_kernel(softmax_backward, grad_BRM, weights_BRM, *sizes, head_dim**-0.5)
             _scatter(torch.bmm(grad_BRM, k_BMK), part, grad_q)
             _scatter_add(torch.bmm(grad_BRM.transpose(1, 2), q_BRK), part, grad_k)
-        return grad_q, grad_k.to(grad_q.dtype), grad_v.to(grad_q.dtype), None
+        return grad_q, grad_k.to(grad_q.dtype), grad_v.to(grad_q.dtype), None, None
 
 
 def _gathered(

@@ -95,8 +95,10 @@ class Shard:
         for llamarl.learning.optim.settle_moments, their scales beside them where the boxes are the
         same.
         """
-        weight = f"{weights}{self.name}"
-        self.copy_overlap(self.parameter, part, weight, theirs)
+        common = overlap(self.box, theirs)
+        if self.box.numel and not common.numel:
+            return 0  # the part's tensors are not asked for, so that its file stays closed
+        self.copy_overlap(self.parameter, part, f"{weights}{self.name}", theirs)
         for key in MOMENTS:
             saved = f"{moments}{key}/{self.name}"
             if saved not in part:
@@ -108,7 +110,7 @@ class Shard:
             scale = f"{moments}{key}_scale/{self.name}"
             if self.box == theirs and scale in part:
                 kept[f"{key}_scale"] = part[scale]
-        return overlap(self.box, theirs).numel
+        return common.numel
 
     @torch.no_grad()
     def copy_overlap(self, tensor: Tensor, part: Mapping, saved: str, theirs: Box) -> None:

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import TextIO
 
+from llamarl.observe.progress import Bar, TimeLeft, shown_left
 from llamarl.observe.rates import (
     ACCURACY,
     EVALUATED,
@@ -16,7 +17,9 @@ from llamarl.observe.rates import (
     Row,
     number_of,
     sets_of,
+    step_of,
 )
+from llamarl.observe.samples import SampleFile, sample_lines
 from llamarl.words.columns import OWN, column_of
 
 HEADER_EVERY = 25
@@ -43,7 +46,8 @@ SUPERVISED_COLUMNS = ("step", "eval", "loss", "grad", "idle", "s/step")
 
 class Console:
     """Prints the given columns of each row (a sink). `max_steps` is only shown; `stream` is
-    standard output unless given.
+    standard output unless given. show_every: steps, so often with the newest of `samples`; 0:
+    never.
     """
 
     def __init__(
@@ -52,11 +56,18 @@ class Console:
         max_steps: int | None = None,
         stream: TextIO | None = None,
         columns: Sequence[str] = RL_COLUMNS,
+        samples: SampleFile | None = None,
+        show_every: int = 0,
     ):
         self.max_steps = max_steps
         self._columns = tuple(columns)
         self.stream = stream or sys.stdout
+        self._samples = samples
+        self._show_every = show_every
+        self._shown_step = -1  # of the newest sample that was shown
         self._num_lines = 0
+        self._time_left = TimeLeft()
+        self._bar: Bar | None = None
         self._rich = None
         if self.stream.isatty():
             from rich.console import Console as RichConsole
@@ -64,7 +75,47 @@ class Console:
             self._rich = RichConsole(file=self.stream, highlight=False)
 
     def write(self, row: Row) -> None:
-        """Print one row."""
+        """Print one row, every so often with a sample, and the time that the rest will take."""
+        self._write_row(row)
+        for line in self._sample_lines(row):
+            if self._rich is None:
+                print(line, file=self.stream, flush=True)
+            else:
+                self._rich.print(line, style="dim", markup=False)
+        self._move_bar(row)
+
+    def _sample_lines(self, row: Row) -> list[str]:
+        """Return lines about the newest sample, if it is time to show one."""
+        is_due = self._show_every > 0 and step_of(row) % self._show_every == 0
+        if self._samples is None or not is_due:
+            return []
+        newest = self._samples.newest
+        if newest is None or newest["step"] == self._shown_step:
+            return []
+        self._shown_step = newest["step"]
+        return sample_lines(newest)
+
+    def _move_bar(self, row: Row) -> None:
+        """On a terminal: show under the table how far the run is."""
+        wall_s = number_of(row, "time/wall_s")
+        if self.max_steps is None or wall_s is None or self._rich is None:
+            return
+        step = step_of(row)
+        self._time_left.note(step, wall_s)
+        if self._bar is None:
+            self._bar = Bar("run", self.max_steps, "steps", console=self._rich)
+        self._bar.show(step, self._time_left.of(self.max_steps - step))
+
+    def _left(self, row: Row) -> str:
+        """Format the time that the rest of the run will take; "" where that is unknown."""
+        wall_s = number_of(row, "time/wall_s")
+        if self.max_steps is None or wall_s is None:
+            return ""
+        step = step_of(row)
+        self._time_left.note(step, wall_s)
+        return shown_left(self._time_left.of(self.max_steps - step))
+
+    def _write_row(self, row: Row) -> None:
         every_cell = format_cells(row, self.max_steps)
         cells = {header: every_cell[header] for header in self._columns}
         if self._rich is None:
@@ -75,6 +126,9 @@ class Console:
             if missing:
                 cells["eval"] += f" ({missing})"
             words = [f"{names.get(name, name)} {cell}" for name, cell in cells.items() if cell]
+            left = self._left(row)
+            if left:
+                words.append(f"left {left}")
             print("  ".join(words), file=self.stream, flush=True)
             for line in set_lines(row):
                 print(line, file=self.stream, flush=True)
@@ -109,6 +163,8 @@ class Console:
 
     def close(self) -> None:
         """Finish the table."""
+        if self._bar is not None:
+            self._bar.close()
         self.stream.flush()
 
 

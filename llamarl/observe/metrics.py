@@ -16,11 +16,13 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections.abc import Callable
 from numbers import Integral
 from typing import TYPE_CHECKING, SupportsFloat
 
 from llamarl.observe.rates import MEAN, SUM, Counters, Row
 from llamarl.observe.rows import RowWriter
+from llamarl.observe.samples import Sample
 from llamarl.observe.trace import Trace
 
 if TYPE_CHECKING:
@@ -80,6 +82,11 @@ class Metrics:
     def span(self, track: str, name: str, start_s: float, end_s: float) -> None:
         """Put a bar into the trace; times are `time.monotonic()`."""
         self.trace.add(track, name, start_s, end_s)
+
+    def keep_sample(self, step: int, make: Callable[[], Sample]) -> None:
+        """Keep what `make` returns as the sample of a step, on the leader; elsewhere do nothing."""
+        if self.writer is not None:
+            self.writer.keep_sample(step, make)
 
     def pump(self) -> None:
         """Send what is new to the leader; on the leader, take what came and write the rows that are

@@ -2,8 +2,9 @@
 
     python -m llamarl.observe.report RUN_DIR [-o FILE]
 
-Reads RUN_DIR/metrics.jsonl (and config.yaml, if there), also while the run goes on. Curves are
-embedded SVG images; the page loads nothing. To add a curve, add a Panel.
+Reads RUN_DIR/metrics.jsonl (and samples.jsonl, outcome.json and config.yaml, if there), also while
+the run goes on. Alarms come first, then who was idle, samples (viewer.py), and curves as embedded
+SVG images; the page loads nothing. To add a curve, add a Panel.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ from __future__ import annotations
 import argparse
 import base64
 import io
+import json
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from html import escape
@@ -24,10 +27,15 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
+from llamarl.observe.alarms import Alarm, Observed, alarms_of
+from llamarl.observe.ended import FILE_NAME as OUTCOME_NAME
 from llamarl.observe.rates import ACCURACY, EVALUATED, Idle, Row, idle_shares, sets_of
 from llamarl.observe.rows import FILE_NAME
+from llamarl.observe.samples import FILE_NAME as SAMPLES_NAME
+from llamarl.observe.samples import read_samples
 from llamarl.observe.sinks import read_rows
 from llamarl.observe.streaming import Columns, streaming_verdict
+from llamarl.observe.viewer import POLICY, THEME, samples_html, style
 from llamarl.words.columns import OWN, column_of
 
 if TYPE_CHECKING:
@@ -211,20 +219,14 @@ SUPERVISED_PANELS = (
     Panel("Step time", {"time/step_s": "seconds"}),
 )
 
-STYLE = """
-body{font:15px/1.45 system-ui,sans-serif;color:#222;max-width:1240px;margin:2em auto;padding:0 1em}
-h1{font-size:1.5em;margin-bottom:.2em} h2{font-size:1.15em;margin:1.6em 0 .5em}
-table{border-collapse:collapse}
-td,th{padding:.25em 1.2em .25em 0;text-align:left;vertical-align:top;font-weight:normal}
-th{color:#777} td.number{text-align:right;font-variant-numeric:tabular-nums}
-.panels{display:grid;grid-template-columns:repeat(auto-fit,minmax(430px,1fr));gap:1em 1.4em}
-figure{margin:0} figure img{width:100%} figcaption,.quiet{color:#777;font-size:.87em}
-pre{background:#f6f6f6;padding:1em;overflow:auto;font-size:.87em}
-"""
 
-
-def write_report(run_dir: str | Path, out: str | Path | None = None) -> Path:
-    """Write the page (default RUN_DIR/report.html) and return its path.
+def write_report(
+    run_dir: str | Path,
+    out: str | Path | None = None,
+    *,
+    clock: Callable[[], float] = time.time,
+) -> Path:
+    """Write the page (default RUN_DIR/report.html) and return its path. clock: seconds since 1970.
 
     FileNotFoundError or ValueError, saying what to do, if there are no rows.
     """
@@ -236,8 +238,23 @@ def write_report(run_dir: str | Path, out: str | Path | None = None) -> Path:
         )
     columns = read_columns(file)
     out = Path(out or run_dir / "report.html")
-    out.write_text(page(run_dir, columns), encoding="utf-8")
+    seen = Observed(
+        columns=columns,
+        samples=read_samples(run_dir / SAMPLES_NAME),
+        outcome=read_outcome(run_dir),
+        silent_s=max(0.0, clock() - file.stat().st_mtime),
+    )
+    out.write_text(page(run_dir, seen), encoding="utf-8")
     return out
+
+
+def read_outcome(run_dir: Path) -> dict[str, object] | None:
+    """Return what a run's outcome.json says; None if there is none that can be read."""
+    try:
+        outcome = json.loads((run_dir / OUTCOME_NAME).read_text())
+    except (OSError, ValueError):
+        return None
+    return outcome if isinstance(outcome, dict) else None
 
 
 def read_columns(file: Path) -> Columns:
@@ -260,8 +277,9 @@ def columns_of(rows: list[Row]) -> Columns:
 
 
 @matplotlib.rc_context(LOOK)
-def page(run_dir: Path, columns: Columns) -> str:
+def page(run_dir: Path, run: Observed) -> str:
     """Return the HTML of a run."""
+    columns = run.columns
     curves = []
     absent = []
     names = sets_of(columns)
@@ -277,13 +295,17 @@ def page(run_dir: Path, columns: Columns) -> str:
         for name, value in facts(columns)
     ]
     parts = [
-        "<!doctype html><html lang='en'><meta charset='utf-8'>"
-        f"<title>{escape(run_dir.name)}</title><style>{STYLE}</style>",
-        f"<h1>{escape(run_dir.resolve().name)}</h1>",
+        f"<!doctype html><html lang='en'><meta charset='utf-8'>{POLICY}"
+        "<meta name='viewport' content='width=device-width'>"
+        f"<title>{escape(run_dir.name)}</title><style>{style()}</style>",
+        f"{THEME}<h1>{escape(run_dir.resolve().name)}</h1>",
         f"<table>{''.join(rows)}</table>",
+        f"<h2>Alarms</h2>{alarms_html(alarms_of(run))}",
         f"<h2>Where the time went</h2>{idle_html(idle)}",
-        f"<h2>Curves</h2>{panels_html(curves)}",
     ]
+    if SUPERVISED not in columns:
+        parts.append(f"<h2 id='samples'>Samples</h2>{samples_html(run.samples)}")
+    parts.append(f"<h2>Curves</h2>{panels_html(curves)}")
     if absent:
         titles = escape(", ".join(absent))
         parts.append(f"<p class='quiet'>Not measured in this run: {titles}.</p>")
@@ -475,6 +497,22 @@ def figure_html(figure: Figure, title: str, note: str) -> str:
 def panels_html(figures: list[str]) -> str:
     """Return figures side by side."""
     return f"<div class='panels'>{''.join(figures)}</div>"
+
+
+def alarms_html(alarms: list[Alarm]) -> str:
+    """Return the alarms, each with its figure, its threshold and its remedy."""
+    if not alarms:
+        return "<p class='quiet'>None.</p>"
+    boxes = []
+    for alarm in alarms:
+        figure = (
+            f"{escape(alarm.figure)} <span class='quiet'>(from {escape(alarm.threshold)})</span>"
+        )
+        box = (
+            f"<p><strong>{escape(alarm.title)}</strong>: {figure}</p><p>{escape(alarm.remedy)}</p>"
+        )
+        boxes.append(f"<div class='alarm' role='alert'>{box}</div>")
+    return "".join(boxes)
 
 
 def idle_html(idle: list[Idle]) -> str:

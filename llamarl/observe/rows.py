@@ -38,6 +38,7 @@ from llamarl.observe.rates import (
     sets_of,
     step_of,
 )
+from llamarl.observe.samples import Sample, SampleFile
 from llamarl.observe.sinks import Jsonl, Sink
 from llamarl.words.columns import OWN, column_of
 
@@ -60,13 +61,14 @@ COLUMNS = """
     tickets/overcommit packing/padding_fraction packing/unused_budget_fraction
     parity/logprob_diff_max parity/logprob_diff_rms parity/canary_diff_max
     time/wall_s time/evaluated_s time/step_s time/wait_for_data_s
-    generator/tokens_per_s generator/idle_fraction trainer/idle_fraction
+    generator/tokens_per_s generator/idle_fraction trainer/idle_fraction trainer/threads
+    trainer/threads_helping
     weights/publish_stall_s weights/swap_stall_s weights/bytes
 """.split()
 TIMING = re.compile(
     r"^time/|_per_s$|/idle_fraction|_stall_s$|^parity/canary|^weights/quantization_kl"
     r"|^reward/.+/(mean|tokens|seconds)$|^reward/success$|^victim/tokens$"
-    r"|^diversity/cosine_distance$"
+    r"|^diversity/cosine_distance$|^trainer/threads(_helping)?$"
     r"|^(reward|reference)/(tail_s|prefilled_early|piece_tokens|evictions)$"
 )
 
@@ -86,7 +88,7 @@ class RowWriter:
 
     `eval_due(step)` says whether step's row waits for an evaluation; `first_step` is the first row
     to write (0 for a run that has a baseline). A fresh run in a directory that has a metrics.jsonl
-    keeps the old file under another name.
+    keeps the old file under another name. samples: the file of what people look at.
     """
 
     def __init__(
@@ -97,8 +99,10 @@ class RowWriter:
         eval_due: Callable[[int], bool],
         first_step: int,
         clock: Callable[[], float] = time.monotonic,
+        samples: SampleFile | None = None,
     ):
         self.run_dir = Path(run_dir)
+        self.samples = samples or SampleFile(run_dir)
         self.sinks = sinks
         self.eval_due = eval_due
         self.next_row = first_step
@@ -161,6 +165,10 @@ class RowWriter:
         if is_evaluated(values):
             row["time/evaluated_s"] = self.wall_s
 
+    def keep_sample(self, step: int, make: Callable[[], Sample]) -> None:
+        """Keep what `make` returns as the sample of a step, beside the rows."""
+        self.samples.keep(step, make)
+
     def flush(self) -> None:
         """Write every row that is whole and whose predecessors are written."""
         while self._whole(self.next_row):
@@ -177,6 +185,7 @@ class RowWriter:
             row = {"step": step, "policy_version": step} | row
             known = {name: row[name] for name in COLUMNS if name in row}
             ordered = known | dict(sorted(row.items()))
+            self.samples.set_aside()
             self.file.write(ordered)
             for sink in self.sinks:
                 self._use(sink, partial(sink.write, ordered))
@@ -225,6 +234,7 @@ class RowWriter:
         """
         self.file.retry()
         self.file.sync()
+        self.samples.sync()
         pending = [[s, dict(row)] for s, row in sorted(self._pending.items()) if s <= step]
         return {
             "step": step,
@@ -245,6 +255,7 @@ class RowWriter:
         """
         first = state["next_row"]
         step = state["step"]
+        self.samples.cut(step)
         held = state.get("held", [])
         # They may have been written after the checkpoint: each is in the file once, in its place.
         removed = self.file.truncate(min([first, *(row["step"] for row in held)]))

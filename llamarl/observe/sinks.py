@@ -19,6 +19,7 @@ from llamarl.native.disk import shown_free
 from llamarl.observe.console import RL_COLUMNS, Console
 from llamarl.observe.lag import LagWatch
 from llamarl.observe.rates import Row, step_of
+from llamarl.observe.samples import SampleFile
 from llamarl.observe.signal import SignalWatch
 
 # The most that is held of rows that the disk refuses: some 32,000 rows of 2 KB.
@@ -314,14 +315,17 @@ def build_sinks(
     tensorboard: bool = False,
     wandb: bool = False,
     config: dict | None = None,
+    samples: SampleFile | None = None,
+    show_every: int = 0,
 ) -> list[Sink]:
     """Build the console and the sinks that were asked for; RowWriter adds the JSONL file.
     ValueError names a package that is missing.
 
-    columns: those that the console shows. free_running: of a run without a bound on lag, its sync
-    period.
+    columns: those that the console shows. samples: of which it shows the newest every so many
+    steps. free_running: of a run without a bound on lag, its sync period.
     """
-    sinks: list[Sink] = [Console(max_steps=max_steps, columns=columns), SignalWatch()]
+    console = Console(max_steps=max_steps, columns=columns, samples=samples, show_every=show_every)
+    sinks: list[Sink] = [console, SignalWatch()]
     if free_running is not None:
         sinks.append(LagWatch(free_running))
     if tensorboard:

@@ -148,6 +148,7 @@ def run_fit(given: argparse.Namespace) -> None:
     """
     # A fit of runs needs no torch, and a probe imports it itself.
     from llamarl.planner.fit import fit_runs, shown_sheet
+    from llamarl.planner.race import with_race
 
     out, words = take(given.words, "sheet", "sheet.yaml")
     base, words = take(words, "base", SHEET)
@@ -162,15 +163,24 @@ def run_fit(given: argparse.Namespace) -> None:
         dtype, rest = take(rest, "model.dtype", "")
         fn, rest = take(rest, "reward.fn", "")
         seconds, rest = take(rest, "seconds", "60")
+        threads, rest = take(rest, "threads", "")
         if rest:
             raise ValueError(f"{rest[0]}: unknown key of fit --probe; {_PROBE_KEYS}")
-        sheet = probe(path=path, dtype=dtype, reward_fn=fn, budget_s=_positive("seconds", seconds))
+        sheet = probe(
+            path=path,
+            dtype=dtype,
+            reward_fn=fn,
+            budget_s=_positive("seconds", seconds),
+            threads=_count("threads", threads) if threads else 0,
+        )
     else:
         prompt, rest = take(rest, "prompt_tokens", "0")
         if rest:
             raise ValueError(f"{rest[0]}: unknown key of fit; known: sheet, base, prompt_tokens")
         tokens = 0.0 if prompt == "0" else _positive("prompt_tokens", prompt)
-        sheet = fit_runs([Path(run) for run in runs], read_sheet(base), prompt_tokens=tokens)
+        made = [Path(run) for run in runs]
+        sheet = fit_runs(made, read_sheet(base), prompt_tokens=tokens)
+        sheet = with_race(sheet, made, prompt_tokens=tokens)
     from llamarl.planner.sheet import write_sheet
 
     write_sheet(sheet, out)
@@ -198,7 +208,13 @@ def run_check(given: argparse.Namespace) -> None:
             print(line)
 
 
-_PROBE_KEYS = "known: sheet, model.path, model.dtype, reward.fn, seconds"
+_PROBE_KEYS = "known: sheet, model.path, model.dtype, reward.fn, seconds, threads"
+
+
+def _count(key: str, text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise ValueError(f"{key}={text}: need a whole number of at least 1")
+    return int(text)
 
 
 def _positive(key: str, text: str) -> float:

@@ -15,6 +15,10 @@ device's figures:
                       what is longer counts
     update            a sum of gradients over HSDP's replicas, and the optimizer's pass over memory
 
+Of a mixture of experts a token is multiplied with those that it sees; all are held, sent and
+stepped, and a decode step reads those that its rows see together. What is not counted: the routing,
+the exchange of tokens between GPUs, and experts of which some get more tokens than others.
+
 Shapes: N parameters, D hidden_size, H query heads, K head dim, V vocabulary.
 """
 
@@ -28,7 +32,7 @@ from llamarl.inference.room import numbers_of_token
 from llamarl.learning.memory import WIDE
 from llamarl.models.config import ModelConfig
 from llamarl.models.sharding import is_quantized, parameter_shapes, tensor_parallel_box
-from llamarl.planner.plans import ITEMSIZES, Numerics, Plan, TrainerPlan
+from llamarl.planner.plans import ITEMSIZES, Experts, Numerics, Plan, TrainerPlan
 from llamarl.planner.sheet import Sheet
 from llamarl.planner.timings import Timings
 
@@ -45,6 +49,7 @@ class Costs:
     sheet: Sheet
     model: ModelConfig
     numerics: Numerics
+    experts: Experts | None = None  # None: every layer has one MLP, which every token sees
 
     # --- The model in numbers ---
 
@@ -66,20 +71,30 @@ class Costs:
 
     def generator_bytes(self, tensor: int) -> int:
         """Return the bytes of the generator's weights on the rank that holds most of them."""
+        mlps, others = self._parts(tensor)
+        return others + round(mlps * (self.experts.held if self.experts else 1.0))
+
+    def _parts(self, tensor: int) -> tuple[int, int]:
+        """Return the bytes, on that rank, of the MLPs that a token sees and of all else."""
         if tensor not in self._held:
             self._held[tensor] = self._generator_bytes(tensor)
         return self._held[tensor]
 
-    def _generator_bytes(self, tensor: int) -> int:
+    def _generator_bytes(self, tensor: int) -> tuple[int, int]:
         layers = self.model.num_hidden_layers
-        total = 0
+        mlps = 0
+        others = 0
         for name, shape in parameter_shapes(replace(self.model, num_hidden_layers=1)).items():
             box = tensor_parallel_box(self.model, name, shape, tensor - 1, tensor)
             num_bytes = box.numel * self.numerics.itemsize
             if self.numerics.quantize != "none" and is_quantized(name, shape):
                 num_bytes = box.numel + WIDE * box.lengths[0]  # and a scale a row
-            total += num_bytes * (layers if name.startswith("model.layers.") else 1)
-        return total
+            num_bytes *= layers if name.startswith("model.layers.") else 1
+            if _is_of_mlp(name):
+                mlps += num_bytes
+            else:
+                others += num_bytes
+        return mlps, others
 
     def cached_numbers(self, tensor: int) -> int:
         """Return how many numbers a token's keys and values are on a rank, over all layers."""
@@ -88,7 +103,7 @@ class Costs:
         return self._cached[tensor]
 
     @cached_property
-    def _held(self) -> dict[int, int]:
+    def _held(self) -> dict[int, tuple[int, int]]:
         return {}
 
     @cached_property
@@ -151,7 +166,9 @@ class Costs:
 
     def _measures(self, dtype: str) -> bool:
         measured = self.sheet.measured
-        return measured is not None and measured.is_of(self.model, dtype)
+        if measured is None or self.experts is not None:
+            return False
+        return measured.is_of(self.model, dtype)
 
     def decode_s(self, rows: float, context: float, tensor: int = 1) -> float:
         """Return seconds of a decode step: a token for each of `rows` rows that have `context`
@@ -167,13 +184,16 @@ class Costs:
         speed = device.flops_of(n.product_dtype) * self.sheet.assumed("decode_efficiency")
         computing = self._shared(flops / speed, tensor)
         cache = context * self.cached_numbers(tensor) * n.itemsize
-        reading = (self._weights_read(tensor) + cache) / self._memory_rate()
+        reading = (self._weights_read(rows, tensor) + cache) / self._memory_rate()
         fixed = self.model.num_hidden_layers * self.sheet.assumed("decode_layer_s")
         return fixed + max(computing, reading) + messages
 
-    def _weights_read(self, tensor: int) -> float:
-        """Return the bytes of the weights that a decode step reads: not the embedding's rows."""
-        held = self.generator_bytes(tensor)
+    def _weights_read(self, rows: float, tensor: int) -> float:
+        """Return the bytes of the weights that a decode step of so many rows reads: not the
+        embedding's rows, and of the experts those that some row sees.
+        """
+        mlps, others = self._parts(tensor)
+        held = others + mlps * (self.experts.read(rows) if self.experts else 1.0)
         if self.model.tie_word_embeddings:
             return held
         embedding = self.model.vocab_size * self.model.hidden_size * self.numerics.itemsize
@@ -192,9 +212,11 @@ class Costs:
         fixed = self.model.num_hidden_layers * self.sheet.assumed("decode_layer_s")
         return fixed + computing + messages
 
-    def microbatch_s(self, tokens: float, pairs: float, trainer: TrainerPlan) -> float:
+    def microbatch_s(
+        self, tokens: float, pairs: float, trainer: TrainerPlan, completions: float = 0.0
+    ) -> float:
         """Return seconds of a forward and backward of packed tokens with so many pairs of a query
-        and a key.
+        and a key, in so many completions.
         """
         n = self.numerics
         tensor = trainer.tensor
@@ -204,7 +226,7 @@ class Costs:
         messages = self._messages_s(tokens, tensor, sums, itemsize)
         measured = self.sheet.measured
         if measured is not None and self._measures(n.compute_dtype):
-            alone = measured.microbatch.at(tokens, pairs) * passes / 3
+            alone = measured.microbatch.at(tokens, pairs, completions) * passes / 3
             computing = self._shared(alone, tensor)
         else:
             flops = passes * (2.0 * self.multiplied * tokens + self._attention_flops * pairs)
@@ -225,8 +247,13 @@ class Costs:
 
     @cached_property
     def num_numbers(self) -> int:
-        """How many numbers all parameters have."""
-        return sum(math.prod(shape) for shape in parameter_shapes(self.model).values())
+        """How many numbers all parameters have, those of all experts too."""
+        total = 0
+        held = self.experts.held if self.experts else 1.0
+        for name, shape in parameter_shapes(self.model).items():
+            count = math.prod(shape)
+            total += round(count * held) if _is_of_mlp(name) else count
+        return total
 
     def update_s(self, completions: float, tokens: float, trainer: TrainerPlan) -> float:
         """Return seconds of an optimizer update on what one data-parallel rank has: so many
@@ -237,12 +264,15 @@ class Costs:
         size = min(tokens, trainer.microbatch_tokens)
         number = tokens / size
         seen = tokens / max(1.0, completions)
-        microbatches = number * self.microbatch_s(size, size * seen / 2, trainer)
+        each = completions / number
+        microbatches = number * self.microbatch_s(size, size * seen / 2, trainer, each)
         held = self.num_numbers / (trainer.shards * trainer.tensor)
         between = self.sum_s(held * WIDE, trainer.replicate, trainer.shards * trainer.tensor)
         measured = self.sheet.measured
         if measured is not None and self._measures(self.numerics.compute_dtype):
-            return microbatches + between + measured.update_s / (trainer.shards * trainer.tensor)
+            own_s = measured.update_s / (trainer.shards * trainer.tensor)
+            together_s = measured.together_s if trainer.data_ranks > 1 else 0.0
+            return microbatches + between + own_s + together_s
         return microbatches + between + held * _OF_OPTIMIZER / self._memory_rate()
 
     def score_s(self, completions: float) -> float:
@@ -255,8 +285,11 @@ class Costs:
     # --- Weights ---
 
     def publish_s(self, trainer: TrainerPlan) -> float:
-        """Return the trainer's stall: its shard is copied to a slot in the generator's dtype."""
-        return self.copy_s(self.num_numbers * self.numerics.itemsize / trainer.gpus)
+        """Return the trainer's stall: its shard is copied to a slot in the generator's dtype, and
+        the canary is scored.
+        """
+        copy_s = self.copy_s(self.num_numbers * self.numerics.itemsize / trainer.gpus)
+        return copy_s + self._besides("publish_s")
 
     def transfer_s(self, plan: Plan) -> float:
         """Return seconds from a publication to its last byte: of the busiest end of a link, a
@@ -271,8 +304,22 @@ class Costs:
         return max(sent, received) / rate + latency_s
 
     def swap_s(self, tensor: int) -> float:
-        """Return the generator's stall: what has come becomes what is read."""
-        return self.copy_s(self.generator_bytes(tensor))
+        """Return the generator's stall: what has come becomes what is read, and the canary is
+        scored.
+        """
+        return self.copy_s(self.generator_bytes(tensor)) + self._besides("swap_s")
+
+    def sampled_s(self, completions: float) -> float:
+        """Return seconds of completions on their generator, besides decode steps."""
+        return completions * self._besides("sampled_s")
+
+    def hosted_s(self, completions: float) -> float:
+        """Return seconds of completions on the rank that hosts the reward, besides its workers."""
+        return completions * self._besides("hosted_s")
+
+    def _besides(self, name: str) -> float:
+        measured = self.sheet.measured
+        return 0.0 if measured is None else getattr(measured, name)
 
     def offload_s(self, num_bytes: float) -> float:
         """Return seconds of moving bytes to host memory, or back."""
@@ -292,3 +339,8 @@ class Costs:
             transfer_s=self.transfer_s(plan),
             swap_s=self.swap_s(tensor),
         )
+
+
+def _is_of_mlp(name: str) -> bool:
+    """Whether a parameter is of a layer's MLP."""
+    return ".mlp." in name

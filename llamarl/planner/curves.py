@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -135,57 +135,87 @@ def rising(values: ArrayLike, weights: ArrayLike) -> Numbers:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """curve(x) + slope y: seconds of a piece of two sizes.
+    """curve(x) + slope y + each z: seconds of a piece of three sizes.
 
     A decode step is of x rows over y tokens of context; a microbatch is of x tokens with y pairs of
-    a query and a key.
+    a query and a key, in z completions.
     """
 
     curve: Curve
     slope: float = 0.0  # seconds a unit of y
     error: FitError = field(default=FitError(), compare=False)
+    each: float = 0.0  # seconds a unit of z
 
     def __post_init__(self):
-        if not (math.isfinite(self.slope) and self.slope >= 0):
-            raise ValueError(f"slope {self.slope}: need a finite number of at least 0")
+        for name in ("slope", "each"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= 0):
+                raise ValueError(f"{name} {value}: need a finite number of at least 0")
 
     @classmethod
-    def fitted(cls, xs: Sequence[float], ys: Sequence[float], seconds: Sequence[float]) -> Cost:
-        """Fit a curve and a slope by turns, from the slope that pairs of points of one x show.
+    def fitted(
+        cls,
+        xs: Sequence[float],
+        ys: Sequence[float],
+        seconds: Sequence[float],
+        zs: Sequence[float] | None = None,
+    ) -> Cost:
+        """Fit a curve and the slopes by turns, from those that points of one x show.
 
-        Each turn lowers the sum of squares. ValueError as of Curve.fitted.
+        Each turn lowers the sum of squares. zs: None: no third size. ValueError as of Curve.fitted.
         """
         given = np.asarray(seconds, float)
-        second = np.asarray(ys, float)
-        slope = _first_slope(np.asarray(xs, float), second, given)
-        curve = _beside(xs, given, slope * second)
+        others = [np.asarray(ys, float)]
+        if zs is not None:
+            others.append(np.asarray(zs, float))
+        slopes = _first_slopes(np.asarray(xs, float), others, given)
+        curve = _beside(xs, given, _explained(slopes, others))
         for _ in range(_ROUNDS):
-            rest = given - np.array([curve.at(x) for x in xs])
-            squares = float(second @ second)
-            found = max(0.0, float(second @ rest) / squares) if squares else 0.0
-            is_settled = abs(found - slope) <= _SETTLED * max(found, slope)
-            slope = found
-            if is_settled:
+            before = list(slopes)
+            at_curve = np.array([curve.at(x) for x in xs])
+            for i, size in enumerate(others):
+                slopes[i] = 0.0
+                rest = given - at_curve - _explained(slopes, others)
+                squares = float(size @ size)
+                slopes[i] = max(0.0, float(size @ rest) / squares) if squares else 0.0
+            if all(abs(a - b) <= _SETTLED * max(a, b) for a, b in zip(slopes, before)):
                 break
-            curve = _beside(xs, given, slope * second)
-        fitted = [curve.at(x) + slope * y for x, y in zip(xs, ys)]
-        return cls(curve, slope, FitError.between(seconds, fitted))
+            curve = _beside(xs, given, _explained(slopes, others))
+        each = slopes[1] if zs is not None else 0.0
+        cost = cls(curve, slopes[0], each=each)
+        thirds = [0.0] * len(xs) if zs is None else zs
+        fitted = [cost.at(x, y, z) for x, y, z in zip(xs, ys, thirds)]
+        return replace(cost, error=FitError.between(seconds, fitted))
 
-    def at(self, x: float, y: float) -> float:
-        """Return the seconds of a piece of sizes x and y."""
-        return self.curve.at(x) + self.slope * y
+    def at(self, x: float, y: float, z: float = 0.0) -> float:
+        """Return the seconds of a piece of sizes x, y and z."""
+        return self.curve.at(x) + self.slope * y + self.each * z
 
 
-def _first_slope(xs: Numbers, ys: Numbers, seconds: Numbers) -> float:
-    """Return the slope within points of equal x: that of all these by least squares."""
-    above = 0.0
-    below = 0.0
+def _explained(slopes: Sequence[float], sizes: Sequence[Numbers]) -> Numbers:
+    """Return the seconds that slopes make of sizes, for each point."""
+    total = np.zeros_like(sizes[0])
+    for slope, size in zip(slopes, sizes):
+        total = total + slope * size
+    return total
+
+
+def _first_slopes(xs: Numbers, sizes: Sequence[Numbers], seconds: Numbers) -> list[float]:
+    """Return the slopes within points of equal x, of each size in its turn over what those before
+    it leave: those of all these by least squares.
+    """
+    spreads = [np.zeros_like(seconds) for _ in sizes]
+    rest = np.zeros_like(seconds)
     for x in np.unique(xs):
         own = xs == x
-        spread = ys[own] - ys[own].mean()
-        above += float(spread @ seconds[own])
-        below += float(spread @ spread)
-    return max(0.0, above / below) if below > 0 else 0.0
+        rest[own] = seconds[own] - seconds[own].mean()
+        for spread, size in zip(spreads, sizes):
+            spread[own] = size[own] - size[own].mean()
+    if len(sizes) == 1:
+        below = float(spreads[0] @ spreads[0])
+        return [max(0.0, float(spreads[0] @ rest) / below) if below > 0 else 0.0]
+    found, *_ = np.linalg.lstsq(np.stack(spreads, axis=1), rest, rcond=None)
+    return [max(0.0, float(slope)) for slope in found]
 
 
 def _beside(xs: Sequence[float], seconds: Numbers, explained: Numbers) -> Curve:

@@ -39,6 +39,12 @@ def reward_of(settings: SimulationSettings, step: int) -> float:
     return risen + rng.gauss(0.0, settings.reward_noise)
 
 
+def waited_of(settings: SimulationSettings, what: str, number: int) -> float:
+    """Return how long something waits over its mean wait, whose distribution is exponential."""
+    rng = random.Random(f"{settings.seed} {what} {number}")
+    return rng.expovariate(1.0)
+
+
 def _length(settings: SimulationSettings, rng: random.Random) -> int:
     if settings.lengths:
         return rng.choice(settings.lengths)

@@ -101,7 +101,7 @@ class Begun:
     attempt: int = 0  # counts up if the ticket starts again
     num_sent: int = 0  # completions that have left the generator
     num_scored: int = 0
-    num_tokens: int = 0  # of prompt and completions
+    num_tokens: int = 0  # of its completions
     oldest: list[int] = field(default_factory=list)  # of each completion: its oldest version
 
 

@@ -4,7 +4,8 @@ It does what executors/generator.py does, in the same order, and takes the secon
 says:
 
     works on                              waits for, by the causes of metrics
-    a chunk of tokens a row; a swap       weights: the first version
+    a chunk of tokens a row; a swap       weights: the first version; with stops_generators,
+                                          any that is on its way
                                           room: in the channel to the rewards
                                           tickets: the ledger grants none
 """
@@ -21,6 +22,7 @@ from llamarl.planner.clock import VirtualClock
 from llamarl.planner.flow import Begun, Meter, Pipe, Sent, Tickets
 from llamarl.planner.simulation_settings import SimulationSettings
 from llamarl.planner.timings import Timings
+from llamarl.planner.turns import Rank
 from llamarl.tickets.service import TicketService
 
 
@@ -47,6 +49,7 @@ class GeneratorStation:
         *,
         tickets: Tickets,
         pipes: list[Pipe],
+        rank: Rank,
         num_full: list[int],
         on_sent: Callable[[int], None],
         keeps_spans: bool,
@@ -70,12 +73,15 @@ class GeneratorStation:
         self._is_slow = index == 0 and settings.slow_factor != 1.0
         self._is_busy = False
         self._is_woken = False
+        self._num_stops = 0  # versions on their way for which it stands still
         self._rows: list[Row] = []  # a heap
         self._waiting: deque[tuple[int, int]] = deque()  # (ticket, sample) without a slot
         self._own: dict[int, Begun] = {}  # tickets of which not all completions are sent
         self._decode_step = 0
         self._context = 0  # tokens of all rows, prompts too
         self._num_rows = 0  # that ever were
+        self._rank = rank
+        rank.join(self.turn)
 
     def wake(self) -> None:
         """Look for something to do, if it is idle."""
@@ -83,8 +89,13 @@ class GeneratorStation:
             self._is_woken = True
             self._clock.after(0.0, self._look)
 
+    def stop(self) -> None:
+        """Stand still after this chunk, until the version that now leaves is staged."""
+        self._num_stops += 1
+
     def stage(self, version: int) -> None:
         """Take in a version that has arrived whole, to be swapped in between two chunks."""
+        self._num_stops = max(0, self._num_stops - 1)
         if version > self.staged:
             self.staged = version
             self.wake()
@@ -103,16 +114,26 @@ class GeneratorStation:
 
     def _look(self) -> None:
         self._is_woken = False
-        if self._is_busy or self.is_dead:
-            return
-        self._step()
+        if self._rank.is_free:
+            self.turn()
+
+    def turn(self) -> None:
+        """Make a step of the executor's loop, unless its last one is under way."""
+        if not (self._is_busy or self.is_dead):
+            self._step()
 
     def _step(self) -> None:
         """Make one step of the executor's loop."""
+        if self._num_stops:
+            self.meter.wait("weights")
+            return
         if self._swaps():
             self.version = self.staged
-            if self._timings.swap_s > 0:
-                self._work("swap", self._timings.swap_s, self._swapped)
+            seconds = self._timings.swap_s
+            if self._settings.recompute_kv and self._rows:
+                seconds += self._timings.prefill_s(self._context)
+            if seconds > 0:
+                self._work("swap", seconds, self._swapped)
                 return
         if self.version < 0:
             self.meter.wait("weights")
@@ -135,7 +156,10 @@ class GeneratorStation:
 
     def _swapped(self) -> None:
         self._is_busy = False
+        self._rank.is_free = True
         self._step()
+        if self._rank.is_free:
+            self._rank.pass_on(self.turn)
 
     def _work(self, name: str, seconds: float, then: Callable[[], None]) -> None:
         """Be busy for so long, and then go on unless it has died."""
@@ -143,7 +167,7 @@ class GeneratorStation:
         self.meter.work(name)
         if self._is_slow:
             seconds *= self._settings.slow_factor
-        self._clock.after(seconds, partial(self._unless_dead, then))
+        self._rank.work(seconds, partial(self._unless_dead, then))
 
     def _unless_dead(self, then: Callable[[], None]) -> None:
         if not self.is_dead:
@@ -258,6 +282,7 @@ class GeneratorStation:
             # Rows that have ended are computed to the end of the chunk, as on a GPU.
             context = self._context + num_rows * (count - 1) // 2
             seconds += count * self._timings.decode_s(num_rows, context)
+        seconds += self._timings.sampled_s * (len(finished) - len(ended))
         num_tokens += count * len(rows)
         self._decode_step = done
         self._context += num_tokens - gone
@@ -266,7 +291,7 @@ class GeneratorStation:
         self.rows_s += seconds * num_rows
         if seconds == 0.0:
             self._is_busy = True
-            self._clock.after(0.0, partial(self._unless_dead, partial(self._decoded, finished)))
+            self._rank.work(0.0, partial(self._unless_dead, partial(self._decoded, finished)))
             return
         self._work("decode", seconds, partial(self._decoded, finished))
 
@@ -286,4 +311,4 @@ class GeneratorStation:
         # The whole chunk's completions are there before any is scored.
         for destination in destinations:
             self._on_sent(destination)
-        self._step()
+        self._rank.leave(self.turn)

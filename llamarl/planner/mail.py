@@ -1,20 +1,34 @@
-"""Control messages between simulated ranks: what is posted has arrived."""
+"""Control messages between simulated ranks: what is posted has arrived, or will after a delay."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+
+_OF_TICKETS = ("ask", "grant")
+
+# (sender, receiver, what delivers it) of a message that takes its time
+PostLater = Callable[[int, int, Callable[[], None]], None]
 
 
 class SimulatedMail:
-    """A rank's control messages (llamarl.tickets.service.Mail), in one process and without delay.
+    """A rank's control messages (llamarl.tickets.service.Mail), in one process.
 
     world: the mail of every rank, this one's too, in rank order. wake: called when something came.
+    post_later: delivers what is between a generator and the ledger; None: at once.
     """
 
     leader = 0
     stopping = False
 
-    def __init__(self, rank: int, world: list[SimulatedMail], wake: Callable[[], None]):
+    def __init__(
+        self,
+        rank: int,
+        world: list[SimulatedMail],
+        wake: Callable[[], None],
+        post_later: PostLater | None = None,
+    ):
+        self._post_later = post_later
         self.rank = rank
         self.is_leader = rank == self.leader
         self._world = world
@@ -28,7 +42,11 @@ class SimulatedMail:
 
     def post(self, rank: int, topic: str, payload: dict) -> None:
         """Put a message into a rank's box, or have it handled there."""
-        self._world[rank].deliver(self.rank, topic, payload)
+        deliver = partial(self._world[rank].deliver, self.rank, topic, payload)
+        if self._post_later is None or topic not in _OF_TICKETS:
+            deliver()
+        else:
+            self._post_later(self.rank, rank, deliver)
 
     def deliver(self, sender: int, topic: str, payload: dict) -> None:
         """Take a message in."""

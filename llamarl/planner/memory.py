@@ -60,6 +60,8 @@ class Memory:
         return self._trainers[key]
 
     def _trainer(self, plan: TrainerPlan) -> Bytes:
+        if self.costs.experts is not None:
+            raise ValueError("a trainer's memory is not counted for a mixture of experts")
         n = self.costs.numerics
         model = self.costs.model
         work = self.work

@@ -138,6 +138,32 @@ class Numerics:
 
 
 @dataclass(frozen=True, slots=True)
+class Experts:
+    """A mixture of experts in place of each layer's MLP: `used` of `number` see each token, and the
+    model's intermediate_size is that of the used ones together.
+    """
+
+    number: int
+    used: int
+
+    def __post_init__(self):
+        if not 1 <= self.used <= self.number:
+            raise ValueError(f"used={self.used}, number={self.number}: need 1 <= used <= number")
+
+    @property
+    def held(self) -> float:
+        """The experts that there are over those that a token sees."""
+        return self.number / self.used
+
+    def read(self, rows: float) -> float:
+        """Return the experts that so many tokens see together over those that one sees, where each
+        token's are drawn evenly.
+        """
+        unseen = (1 - self.used / self.number) ** rows
+        return self.held * (1 - unseen)
+
+
+@dataclass(frozen=True, slots=True)
 class TrainerPlan:
     """How the trainer's GPUs share the model. shards: of FSDP2; replicate: sets of these; tensor:
     GPUs that share each layer. microbatch_tokens: packed tokens a forward and backward.
@@ -181,6 +207,9 @@ class Plan:
         apart    each has its own
         shared   both are on all GPUs and in their memory, and take turns
         offload  the same, but the one that waits does so in host memory
+
+    in_flight: as generator.in_flight_updates. False: a generator takes weights in once all that it
+    has started has ended.
     """
 
     trainer: TrainerPlan
@@ -188,6 +217,7 @@ class Plan:
     overcommit: int = 0
     sharing: str = "apart"
     max_lag: int = 1
+    in_flight: bool = True
 
     @property
     def is_synchronous(self) -> bool:

@@ -20,6 +20,13 @@ out, until the longest completion of the step ends.
 
     step = sampling + last scores + update + publication + transfer + swap
 
+Asynchronous, batch by batch (in_flight_updates=false and max_lag=1, one step off): the generator
+samples a whole batch with one version, its rows run out, and only then it takes new weights. The
+batch of step v + 1 needs the version that step v - 1 makes, so that two steps hold one round:
+
+    step = max(update + publication, sampling + swap, transfer,
+               (update + publication + transfer + swap + sampling + last scores) / 2)
+
 With sharing=offload what is held moves to host memory and back besides. Prompts are read together,
 512 tokens or one prompt at a time, as generator.prefill_chunk has it.
 """
@@ -116,7 +123,8 @@ class Predictor:
         rows = max(1.0, rows)
         steps = work.completions * work.completion_tokens / (busy * rows)
         decoding = steps * self.costs.decode_s(rows, rows * work.context, plan.tensor)
-        return decoding + self._prompts_s(work.groups / busy, plan.tensor)
+        besides = self.costs.sampled_s(work.completions / busy)
+        return decoding + besides + self._prompts_s(work.groups / busy, plan.tensor)
 
     def batch_s(self, plan: GeneratorPlan) -> float:
         """Return seconds from a batch's start to the end of its longest completion."""
@@ -127,7 +135,7 @@ class Predictor:
         stretches = work.drain(rows, work.completions)
         full = work.completion_tokens * (waiting - rows) / rows
         stretches.insert(0, (rows, full))
-        seconds = self._prompts_s(groups, plan.tensor)
+        seconds = self._prompts_s(groups, plan.tensor) + self.costs.sampled_s(waiting)
         for alive, steps in stretches:
             seconds += steps * self.costs.decode_s(alive, alive * work.context, plan.tensor)
         return seconds
@@ -159,11 +167,19 @@ class Predictor:
                 offload_s = 2 * costs.offload_s(moved)
             step_s = sample_s + score_s + update_s + publish_s + transfer_s + swap_s + offload_s
             at_once = min(plan.generator.slots, work.completions / plan.generator.replicas)
-        else:
+        elif plan.in_flight:
             sample_s = self.streaming_s(plan.generator, plan.overcommit)
             score_s = costs.score_s(work.completions)
             step_s = max(update_s + publish_s, sample_s + swap_s, score_s, transfer_s)
             at_once = self.rows(plan.generator, plan.overcommit)
+        else:
+            sample_s = self.batch_s(plan.generator)
+            score_s = costs.score_s(work.group_size)
+            trainer_s = update_s + publish_s
+            generator_s = sample_s + swap_s
+            round_s = trainer_s + transfer_s + generator_s + score_s
+            step_s = max(trainer_s, generator_s, transfer_s, round_s / 2)
+            at_once = min(plan.generator.slots, work.completions / plan.generator.replicas)
         return Prediction(
             plan=plan,
             step_s=step_s,

@@ -37,6 +37,18 @@ from llamarl.words.names import did_you_mean
 SHEETS = Path(__file__).parent / "sheets"
 KINDS = ("gpu", "cpu")
 DTYPES = ("float32", "bfloat16", "float16", "float8", "int8")
+# What Measured has of a step besides its curves.
+BESIDES = (
+    "together_s",
+    "sampled_s",
+    "hosted_s",
+    "publish_s",
+    "swap_s",
+    "turn_s",
+    "crowding",
+    "helped",
+    "transfer_s",
+)
 
 
 class BadSheet(ValueError):
@@ -125,6 +137,16 @@ class Measured:
     update besides its microbatches: optimizer, checks, packing. decode: (rows, tokens of context)
     -> a decode step. prefill: prompt tokens -> reading them. score: completions -> their scores,
     None: not measured. copy: bytes -> copying them on the device.
+
+    What a step takes besides, 0 where it was not measured. together_s: more of an update on several
+    data-parallel ranks, on each. sampled_s: of a completion on its generator, besides decode steps:
+    its submission, its record. hosted_s: of a completion on the rank that hosts the reward, besides
+    the worker that scores it. publish_s, swap_s: of a version on either side, besides the copies:
+    the canary. turn_s: of a synchronous step in which nobody works, because a message is on its
+    way. crowding: the share by which a piece takes longer while all other cores of the machine are
+    busy. helped: the share of its seconds by which an update is shorter where a core that a
+    generator leaves idle helps a trainer that is the only one. transfer_s: of a version to a
+    generator of an asynchronous run, the mean.
     """
 
     model: str
@@ -136,6 +158,15 @@ class Measured:
     prefill: Curve
     copy: Curve
     score: Curve | None = None
+    together_s: float = 0.0
+    sampled_s: float = 0.0
+    hosted_s: float = 0.0
+    publish_s: float = 0.0
+    swap_s: float = 0.0
+    turn_s: float = 0.0
+    crowding: float = 0.0
+    helped: float = 0.0
+    transfer_s: float = 0.0
 
     def is_of(self, model: ModelConfig, dtype: str) -> bool:
         """Whether it is about this model in this dtype."""
@@ -318,6 +349,10 @@ class _Reader:
         scores = None if score is None else self._curve(score, "measured.score")
         parameters = self._number(given["parameters"], "measured.parameters")
         update_s = self._number(given["update_s"], "measured.update_s", least=0.0)
+        besides = {}
+        for name in BESIDES:
+            place = f"measured.{name}"
+            besides[name] = self._number(given.get(name, 0.0), place, least=0.0)
         if given["dtype"] not in DTYPES:
             self.problems.append(
                 f"measured.dtype={given['dtype']!r}: need one of {', '.join(DTYPES)}"
@@ -334,6 +369,7 @@ class _Reader:
             prefill=prefill,
             copy=copy,
             score=scores,
+            **besides,
         )
 
     def _curve(self, raw: object, place: str) -> Curve | None:
@@ -361,9 +397,10 @@ class _Reader:
             return None
         curve = self._curve(given["curve"], f"{place}.curve")
         slope = self._number(given.get("slope", 0.0), f"{place}.slope", least=0.0)
+        each = self._number(given.get("each", 0.0), f"{place}.each", least=0.0)
         if curve is None:
             return None
-        return Cost(curve, slope, self._error(given.get("error"), f"{place}.error"))
+        return Cost(curve, slope, self._error(given.get("error"), f"{place}.error"), each)
 
     def _error(self, raw: object, place: str) -> FitError:
         if raw is None:

@@ -35,6 +35,7 @@ class SimulationSettings:
     max_slots: int = 512  # completions decoded at once, a replica
     chunk_tokens: int = 8  # between two looks at new work and new weights
     in_flight_updates: bool | None = None  # None: whenever max_lag allows any lag
+    recompute_kv: bool = False  # at a swap, the context of all live rows is read again
     max_seconds: float | None = None  # of a completion, from its ticket's start
 
     num_rewards: int = 1  # ranks
@@ -43,6 +44,8 @@ class SimulationSettings:
 
     num_trainers: int = 1  # data-parallel ranks
     weight_slots: int = 2  # versions on their way, before a publication has to wait
+    publish_every: int = 1  # steps; the last one is always published
+    stops_generators: bool = False  # from when a version leaves until it has arrived
 
     channel_capacity: int = Channel.capacity  # records that an end holds before it pushes back
 
@@ -90,6 +93,12 @@ class SimulationSettings:
                 f"overcommit={self.overcommit}, max_lag=0: a synchronous run has none; max_lag=1 "
                 "allows a batch"
             )
+        if self.publish_every > self.max_lag + 1:
+            problems.append(
+                f"publish_every={self.publish_every}, max_lag={self.max_lag}: no weights would be "
+                "young enough for the last steps before a publication; need publish_every <= "
+                "max_lag + 1"
+            )
         words = ("auto", "oppo", "window")
         if isinstance(self.overcommit, str) and self.overcommit not in words:
             problems.append(f"overcommit={self.overcommit}: need a number or {', '.join(words)}")
@@ -125,6 +134,7 @@ _AT_LEAST_ONE = (
     "score_batch",
     "num_trainers",
     "weight_slots",
+    "publish_every",
     "channel_capacity",
     "length_mean",
     "max_new_tokens",

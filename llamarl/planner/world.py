@@ -10,18 +10,23 @@ without time. docs/simulation.md says what is modelled and what is not.
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 from llamarl.observe.rates import Counters, Idle, idle_shares
 from llamarl.planner.clock import VirtualClock
+from llamarl.planner.draws import waited_of
 from llamarl.planner.flow import Begun, Meter, Pipe, Span, Tickets
 from llamarl.planner.generator import GeneratorStation
 from llamarl.planner.mail import SimulatedMail
 from llamarl.planner.simulation_settings import SimulationSettings
 from llamarl.planner.stations import RewardStation, TrainerStation
 from llamarl.planner.timings import Timings
+from llamarl.planner.turns import Cores, Rank, SharedRanks
 from llamarl.tickets.ledger import TicketLedger
 from llamarl.tickets.service import TicketService
 
@@ -72,21 +77,34 @@ class SimulationResult:
     tracks: tuple[Track, ...] = field(default=(), repr=False)
 
 
-def simulate(settings: SimulationSettings, timings: Timings) -> SimulationResult:
-    """Return what comes of a run with these settings whose pieces take these seconds.
+def simulate(
+    settings: SimulationSettings, timings: Timings, shared: SharedRanks | None = None
+) -> SimulationResult:
+    """Return what comes of a run with these settings whose pieces take these seconds. shared: the
+    ranks that executors share, and the cores that ranks do; None: nobody shares anything.
 
     The result is a function of the two alone: the same settings give the same bits. RuntimeError,
     with what it waits for, if the run stands still.
     """
-    return _Simulation(settings, timings).run()
+    return _Simulation(settings, timings, shared).run()
 
 
 class _Simulation:
     """Builds the stations of a run, connects them, and counts."""
 
-    def __init__(self, settings: SimulationSettings, timings: Timings):
+    def __init__(self, settings: SimulationSettings, timings: Timings, shared: SharedRanks | None):
         self.settings = settings
         self.clock = VirtualClock()
+        self.cores = Cores(self.clock)
+        if shared is not None:
+            self.cores = Cores(self.clock, count=shared.cores, crowding=shared.crowding)
+        self.message_s = timings.message_s
+        self.home_s = timings.home_s
+        self.num_posted = 0
+        self.arrives_s: dict[tuple[int, int], float] = {}  # the last message from one to another
+        self.shared = shared or _apart(settings)
+        everyone = (*self.shared.trainer, *self.shared.generator, *self.shared.reward)
+        self.ranks = {number: Rank(self.cores) for number in everyone}
         self.tickets = Tickets(settings, self.clock)
         self.ledger = TicketLedger(
             groups_per_step=settings.groups_per_step,
@@ -108,6 +126,9 @@ class _Simulation:
             self.clock,
             tickets=self.tickets,
             services=services[: settings.num_trainers],
+            ranks=[self.ranks[number] for number in self.shared.trainer],
+            on_leave=self._leave,
+            hand_over=self._hand_over,
             publish=self._publish,
             on_taken=self._taken,
             on_trained=self._trained,
@@ -129,6 +150,7 @@ class _Simulation:
                 self.clock,
                 tickets=self.tickets,
                 pipes=self.pipes,
+                rank=self.ranks[self.shared.generator[index]],
                 num_full=num_full,
                 on_sent=self._sent,
                 keeps_spans=index < MAX_DRAWN,
@@ -141,6 +163,8 @@ class _Simulation:
                 self.clock,
                 tickets=self.tickets,
                 pipe=pipe,
+                rank=self.ranks[self.shared.reward[index]],
+                cores=self.cores,
                 on_group=self._group,
                 keeps_spans=index < MAX_DRAWN,
             )
@@ -152,8 +176,9 @@ class _Simulation:
         world: list[SimulatedMail] = []
         wakes = [_nothing] * settings.num_trainers
         wakes += [generator.wake for generator in self.generators]
+        post_later = self._post_later if self.message_s and settings.max_lag else None
         for rank, wake in enumerate(wakes):
-            world.append(SimulatedMail(rank, world, wake))
+            world.append(SimulatedMail(rank, world, wake, post_later))
         services = []
         for mail in world:
             service = TicketService(
@@ -190,9 +215,22 @@ class _Simulation:
     def _group(self, ticket: int) -> None:
         self.trainer.receive(ticket)
 
+    def _leave(self) -> None:
+        if self.settings.stops_generators:
+            for generator in self.generators:
+                generator.stop()
+
+    def _hand_over(self, version: int) -> None:
+        for generator in self.generators:
+            if self.shared.feeds_itself(generator.index):
+                way = f"weights to {generator.index}"
+                way_s = self.home_s * waited_of(self.settings, way, version)
+                self.clock.after(way_s, partial(generator.stage, version))
+
     def _publish(self, version: int) -> None:
         for generator in self.generators:
-            generator.stage(version)
+            if not self.shared.feeds_itself(generator.index):
+                generator.stage(version)
 
     def _wake_generators(self) -> None:
         for generator in self.generators:
@@ -204,6 +242,18 @@ class _Simulation:
         generator.die()
         self.num_restarted = len(unsent)
         self.leader.start_again(unsent)
+
+    def _post_later(self, sender: int, receiver: int, deliver: Callable[[], None]) -> None:
+        """Deliver a message between two processes after its time, and after those before it."""
+        placed = (*self.shared.trainer, *self.shared.generator)
+        if placed[sender] == placed[receiver]:
+            deliver()
+            return
+        self.num_posted += 1
+        way_s = self.message_s * waited_of(self.settings, "message", self.num_posted)
+        at_s = max(self.clock.now + way_s, self.arrives_s.get((sender, receiver), 0.0))
+        self.arrives_s[sender, receiver] = at_s
+        self.clock.after(at_s - self.clock.now, deliver)
 
     # --- What is counted ---
 
@@ -310,6 +360,16 @@ class _Simulation:
             tracks.append(Track(station=f"reward {index}", spans=spans))
         tracks.append(Track(station="trainer", spans=tuple(self.trainer.meter.spans)))
         return tracks
+
+
+def _apart(settings: SimulationSettings) -> SharedRanks:
+    """Return ranks of which each has one executor."""
+    numbers = itertools.count()
+    return SharedRanks(
+        trainer=tuple(next(numbers) for _ in range(settings.num_trainers)),
+        generator=tuple(next(numbers) for _ in range(settings.num_generators)),
+        reward=tuple(next(numbers) for _ in range(settings.num_rewards)),
+    )
 
 
 def _nothing() -> None:

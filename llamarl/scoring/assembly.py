@@ -33,8 +33,9 @@ def item_of(
     decode: Callable[[list[int]], str],
     decode_raw: Callable[[list[int]], str] | None = None,
 ) -> Item:
-    """Return a completion as the scorer's item. decode: gives the text of token ids without special
-    tokens; decode_raw: with them, None if there are none.
+    """Return a completion as the scorer's item; the text of a dialogue is that of its last turn.
+    decode: gives the text of token ids without special tokens; decode_raw: with them, None if there
+    are none.
     """
     sample = None
     if isinstance(completion, Completion):
@@ -42,9 +43,10 @@ def item_of(
     return Item(
         prompt=prompt,
         token_ids=completion.token_ids,
-        text=decode(completion.token_ids.tolist()),
+        text=decode(completion.last_turn.tolist()),
         has_ended=completion.finish_reason == "stop",
         is_held_out=isinstance(completion, EvalCompletion),
+        ending=completion.ending,
         sample=sample,
         decode_raw=decode_raw,
     )
@@ -113,6 +115,9 @@ class GroupAssembler:
             outcome=outcome.kind,
             reward=outcome.value,
             reason=outcome.reason,
+            turn_rewards=outcome.turn_rewards,
+            achieved=outcome.achieved,
+            part_rewards=outcome.part_values,
         )
         group = self._begun.setdefault(completion.ticket, [])
         group.append(scored)

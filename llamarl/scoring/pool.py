@@ -28,8 +28,9 @@ What this does not protect from: it is no sandbox. A reward function, and code t
 this user's rights: files, network, signals. Some processes survive: those that a service outside
 the worker started, those that the kernel does not let die, and those whose worker's guard is killed
 by SIGKILL; on other systems than Linux also those that leave the process group, and those of a
-killed rank. A function that looks for the worker's pipes can forge scores. If completions are
-programs, run them in a sandbox of your own. Memory is bounded only on Linux (memory.py).
+killed rank. A function that looks for the worker's pipes can forge scores. Completions that are
+programs are run in a sandbox by the reward python_tests (llamarl/tasks/programs.py). Memory is
+bounded only on Linux (memory.py).
 """
 
 from __future__ import annotations
@@ -38,11 +39,10 @@ import json
 import logging
 import math
 import os
-import selectors
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -52,7 +52,7 @@ from llamarl.scoring import worker as worker_script
 from llamarl.scoring.bell import Bell
 from llamarl.scoring.calls import MAX_FIRST_KILLS, START_S, Call, Patience, TextItem
 from llamarl.scoring.memory import too_much
-from llamarl.scoring.process import WorkerProcess
+from llamarl.scoring.process import WorkerProcess, wait_for
 from llamarl.scoring.scorer import Item, Outcome, Outcomes, Scorer, score_all, text_item
 from llamarl.scoring.trial import try_scorer
 from llamarl.tasks.forms import Takes
@@ -76,9 +76,10 @@ class RewardPool(Scorer):
         with RewardPool("llamarl.tasks.rewards:exact_match", num_workers=2) as pool:
             pool.score([("12+34=", "46", {"answer": "46"})])    # [Outcome("score", 1.0, "")]
 
-    num_workers: processes. timeout_s: seconds by the clock for an item; a call for n of them may
-    take n times as long, and the first call of a worker longer. memory_mb: MiB that a worker and
-    what it starts may hold (memory.py); all above 0. chat: the prompts were turns of a chat
+    options: further arguments of the function, as JSON. num_workers: processes. timeout_s: seconds
+    by the clock for an item; a call for n of them may take n times as long, and the first call of a
+    worker longer. memory_mb: MiB that a worker and what it starts may hold (memory.py); all above
+    0. chat: the prompts were turns of a chat
     template, after system_prompt if there is one; a function of TRL's form then gets messages.
     on_result: called in a thread of the pool's when there is something to poll, so that a waiting
     loop need not ask. section: of the configuration, which messages name keys of. fn_key: the key
@@ -93,6 +94,7 @@ class RewardPool(Scorer):
         self,
         fn: str,
         *,
+        options: Mapping[str, object] | None = None,
         num_workers: int = 1,
         timeout_s: float = 5.0,
         memory_mb: int = 1024,
@@ -113,6 +115,8 @@ class RewardPool(Scorer):
         self._bell = Bell(on_result)
         setup = {
             "path": list(dict.fromkeys(path)),
+            "options": dict(options or {}),
+            "timeout_s": timeout_s,
             "memory_mb": memory_mb,
             "chat": chat,
             "system_prompt": system_prompt,
@@ -120,7 +124,7 @@ class RewardPool(Scorer):
             "parent": os.getpid(),
             "bell": self._bell.rings,
         }
-        self._new_worker = partial(WorkerProcess, fn, json.dumps(setup), self._bell.rings)
+        self._new_worker = partial(WorkerProcess[Call], fn, json.dumps(setup), self._bell.rings)
         # What a call of the function scores; None until a worker has imported it.
         self._takes: Takes | None = None
         self._patience = Patience(timeout_s)
@@ -204,16 +208,7 @@ class RewardPool(Scorer):
 
     def wait(self, timeout_s: float) -> bool:
         """Block until `poll` has something to do, at most timeout_s; False if it has not."""
-        now = time.monotonic()
-        until = now + timeout_s
-        first_deadline = min((worker.deadline for worker in self._workers), default=math.inf)
-        with selectors.DefaultSelector() as pipes:
-            for worker in self._workers:
-                pipes.register(worker.stdout, selectors.EVENT_READ)
-                if worker.unsent:
-                    pipes.register(worker.stdin, selectors.EVENT_WRITE)
-            events = pipes.select(max(0.0, min(until, first_deadline) - now))
-        return bool(events) or time.monotonic() < until
+        return wait_for(self._workers, timeout_s)
 
     def start(self) -> None:
         """Block until a worker has imported the function. ValueError says what is wrong with the
@@ -241,7 +236,7 @@ class RewardPool(Scorer):
             self._workers.pop(0).close()
         self._bell.close()
 
-    def _collect(self, worker: WorkerProcess, outcomes: Outcomes) -> None:
+    def _collect(self, worker: WorkerProcess[Call], outcomes: Outcomes) -> None:
         for message in worker.read():
             match message:
                 case ["failed", why]:
@@ -282,7 +277,7 @@ class RewardPool(Scorer):
             return Outcome.error(self._late(call, count=1))
         return Outcome(kind, math.nan if value is None else value, reason)
 
-    def _enter(self, worker: WorkerProcess, keys: list[int], finished_at: float) -> None:
+    def _enter(self, worker: WorkerProcess[Call], keys: list[int], finished_at: float) -> None:
         """Note that a worker has scored these items of its call, at this time."""
         call = worker.in_flight[0]
         if not call.is_first:  # a first call may have loaded something
@@ -325,7 +320,7 @@ class RewardPool(Scorer):
             by_prompt.setdefault((item.prompt, item.meta), {})[key] = item
         return [Call(items) for items in by_prompt.values()]
 
-    def _replace(self, worker: WorkerProcess, outcomes: Outcomes) -> WorkerProcess:
+    def _replace(self, worker: WorkerProcess[Call], outcomes: Outcomes) -> WorkerProcess[Call]:
         """Replace a worker that died, overran or is astray. The items of its first call are errors,
         and its other calls go back into the queue. RewardError at the MAX_FAILED_STARTS-th in a row
         that ended before its first call.
@@ -416,7 +411,7 @@ class RewardPool(Scorer):
                     worker.send(call)
             worker.flush()
 
-    def _next_calls(self, worker: WorkerProcess, share: int) -> list[Call]:
+    def _next_calls(self, worker: WorkerProcess[Call], share: int) -> list[Call]:
         """Return the calls that a worker gets from the queue now. share: how many calls, or items
         side by side, it may have.
         """
@@ -457,7 +452,7 @@ def check_reward(
 ) -> list[Outcome]:
     """Return the outcomes of items by the function at import path `fn`, in order. Blocks.
 
-    section, fn_key and limits, which are timeout_s, memory_mb, chat and system_prompt: as
+    section, fn_key and limits, which are options, timeout_s, memory_mb, chat and system_prompt: as
     RewardPool's. remedy, must_score: as try_scorer's. ValueError names what is wrong: no module, no
     function (and the nearest name), parameters that do not fit, or the same error on every item,
     with the lines of code that it came through.

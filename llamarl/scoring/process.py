@@ -6,16 +6,17 @@ import json
 import logging
 import math
 import os
+import selectors
 import signal
 import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, Generic, Protocol, TypeVar
 
 from llamarl.scoring import worker as worker_script
-from llamarl.scoring.calls import START_S, Call
+from llamarl.scoring.calls import START_S
 from llamarl.scoring.memory import Note
 
 # Time for a worker whose output has ended to exit by itself, so that its own exit code is reported.
@@ -26,19 +27,30 @@ _READ_BYTES = 1 << 16
 log = logging.getLogger(__name__)
 
 
-class WorkerProcess:
+class Sendable(Protocol):
+    """A command as its worker's pipe takes it: a reward pool's call, or one to an environment."""
+
+    line: bytes
+    limit_s: float  # from its start to its answer
+    sent_at: float  # when the last byte of it was in the pipe; infinite before
+
+
+Command = TypeVar("Command", bound=Sendable)
+
+
+class WorkerProcess(Generic[Command]):
     """One subprocess and its pipes. Nothing here blocks, except waiting for the end of a process
-    that is ending or killed.
+    that is ending or killed. script: what it runs.
     """
 
-    def __init__(self, fn: str, setup: str, bell: int):
+    def __init__(self, fn: str, setup: str, bell: int, *, script: str = worker_script.__file__):
         # A worker uses one core, and freed memory that an arena keeps would count as held.
         few_threads = {"OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2"}
         self.note = Note()
         self._process = subprocess.Popen(
             # -P keeps the script's own directory off sys.path; the worker takes over this process's
             # path.
-            [sys.executable, "-P", worker_script.__file__, fn, setup, str(self.note.writer)],
+            [sys.executable, "-P", script, fn, setup, str(self.note.writer)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,
@@ -57,8 +69,8 @@ class WorkerProcess:
         os.set_blocking(self.stdout, False)
         os.set_blocking(self.stdin, False)
         self._received = b""
-        self.in_flight: deque[Call] = deque()  # oldest first; the first is the one being scored
-        self.unsent: deque[Call] = deque()  # the last of these, for which the pipe was too full
+        self.in_flight: deque[Command] = deque()  # oldest first; the first is the one being scored
+        self.unsent: deque[Command] = deque()  # the last of these, for which the pipe was too full
         self._num_written = 0  # bytes of the first unsent one that are in the pipe
         self.ready = False  # it has imported the function
         self.ended = False  # whether its output has ended
@@ -66,7 +78,7 @@ class WorkerProcess:
         self.is_fresh = True  # whether it has got no call yet
         self.free_at = time.monotonic()  # when it started, was ready, or finished its last answer
 
-    def send(self, call: Call) -> None:
+    def send(self, call: Command) -> None:
         """Queue a call for it, behind those that it has; `flush` writes it."""
         self.is_fresh = False
         self.in_flight.append(call)
@@ -102,7 +114,7 @@ class WorkerProcess:
                     message = None
                 yield message
 
-    def current(self) -> Call | None:
+    def current(self) -> Command | None:
         """Return the call that is being made; None while the worker has no whole call."""
         if not self.in_flight:
             return None
@@ -163,3 +175,19 @@ class WorkerProcess:
             self.kill()
         self._output.close()
         self.note.close()
+
+
+def wait_for(workers: Sequence[WorkerProcess], timeout_s: float) -> bool:
+    """Block until a worker can be read or written, or the first deadline of one has passed, at most
+    timeout_s. Return whether there may be something to do.
+    """
+    now = time.monotonic()
+    until = now + timeout_s
+    first_deadline = min((worker.deadline for worker in workers), default=math.inf)
+    with selectors.DefaultSelector() as pipes:
+        for worker in workers:
+            pipes.register(worker.stdout, selectors.EVENT_READ)
+            if worker.unsent:
+                pipes.register(worker.stdin, selectors.EVENT_WRITE)
+        events = pipes.select(max(0.0, min(until, first_deadline) - now))
+    return bool(events) or time.monotonic() < until

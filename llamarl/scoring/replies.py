@@ -173,7 +173,7 @@ def mean_outcome(outcomes: Sequence[Outcome]) -> Outcome:
             if outcome.kind == kind:
                 return make(f"reply {number} of {len(outcomes)}: {outcome.reason}")
     value = sum(outcome.value for outcome in outcomes) / len(outcomes)
-    without_novelty = None
-    if any(outcome.without_novelty is not None for outcome in outcomes):
-        without_novelty = sum(outcome.achieved for outcome in outcomes) / len(outcomes)
-    return Outcome("score", value, "", without_novelty)
+    success = None
+    if any(outcome.success is not None for outcome in outcomes):
+        success = sum(outcome.achieved for outcome in outcomes) / len(outcomes)
+    return Outcome("score", value, "", success)

@@ -23,7 +23,7 @@ from torch import Tensor
 from llamarl.executor import ExecutorGroup, Meter, State
 from llamarl.scoring.together import Alone, Together
 from llamarl.tasks.sampled import with_sampled
-from llamarl.types import Prompt, Stretch
+from llamarl.types import ALONE, Ending, Prompt, Stretch
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,13 +33,18 @@ class Outcome:
     kind: Literal["score", "abstain", "error"]
     value: float  # NaN unless kind is "score"
     reason: str  # why, for "abstain" and "error"
-    # The value without the part for novelty; None: there is no such part.
-    without_novelty: float | None = None
+    # The value of the parts that are outcomes, or without the part for novelty; None: all of it.
+    success: float | None = None
+    turn_rewards: tuple[float, ...] = ()  # what of the value is for a turn, by turn
+    # What each part gave before its weight, in the order of the parts; () if there is only one.
+    part_values: tuple[float, ...] = ()
 
     @property
     def achieved(self) -> float:
-        """The score that decides whether it succeeded. Novelty does not count as success."""
-        return self.value if self.without_novelty is None else self.without_novelty
+        """The score that decides whether it succeeded. Novelty does not count as success, nor what
+        `reward.outcomes` leaves out.
+        """
+        return self.value if self.success is None else self.success
 
     @classmethod
     def error(cls, reason: str) -> Outcome:
@@ -52,11 +57,11 @@ class Outcome:
         return cls("abstain", math.nan, reason)
 
     @classmethod
-    def score(cls, value: float, without_novelty: float | None = None) -> Outcome:
+    def score(cls, value: float, success: float | None = None) -> Outcome:
         """Return the outcome with a score; an error if the score is not finite."""
         if not math.isfinite(value):
             return cls.error(f"the score is {value}")
-        return cls("score", value, "", without_novelty)
+        return cls("score", value, "", success)
 
 
 Outcomes = list[tuple[int, Outcome]]  # outcomes, each with the key of its item
@@ -81,6 +86,7 @@ class Item:
     known: Outcome | None = None  # for an attack without replies to score: its outcome
     # The text of token ids with special tokens; None: there are none.
     decode_raw: Callable[[list[int]], str] | None = None
+    ending: Ending = ALONE  # of a dialogue: how it ended, and what its environment gave
 
     @property
     def sampled_ids(self) -> Tensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -29,11 +29,15 @@ class Part:
 
 
 class Weighted(Scorer):
-    """Scores items by all parts. Its metrics are reward/NAME/mean, over completions of training."""
+    """Scores items by all parts. Its metrics are reward/NAME/mean, over completions of training.
 
-    def __init__(self, parts: Sequence[Part], site: Site):
+    outcomes: the names of the parts that say whether an item succeeded; (): all but novelty.
+    """
+
+    def __init__(self, parts: Sequence[Part], site: Site, *, outcomes: Sequence[str] = ()):
         self.name = " + ".join(part.name for part in parts)
         self._parts = parts
+        self._outcomes = frozenset(outcomes)
         self._metrics = site.metrics
         self.scorers: dict[str, Scorer] = {part.name: part.make(site) for part in parts}
         self._is_held_out: dict[int, bool] = {}  # by key, for items that a part has not scored yet
@@ -159,6 +163,7 @@ class Weighted(Scorer):
         total = 0.0
         for_novelty = 0.0
         has_novelty = False
+        of_outcomes = 0.0
         abstention = None
         for part in self._parts:
             outcome = said[part.name]
@@ -168,6 +173,8 @@ class Weighted(Scorer):
                 abstention = abstention or Outcome.abstain(self._reason(part, outcome))
                 continue
             weighted = part.weight * outcome.value
+            if part.name in self._outcomes:
+                of_outcomes += weighted
             if self.scorers[part.name].is_novelty:
                 has_novelty = True
                 for_novelty += weighted
@@ -175,7 +182,16 @@ class Weighted(Scorer):
                 total += weighted
         if abstention is not None:
             return abstention
-        return Outcome.score(total + for_novelty, total if has_novelty else None)
+        success: float | None = None
+        if self._outcomes:
+            success = of_outcomes
+        elif has_novelty:
+            success = total
+        whole = Outcome.score(total + for_novelty, success)
+        if len(self._parts) == 1:
+            return whole
+        values = tuple(said[part.name].value for part in self._parts)
+        return replace(whole, part_values=values)
 
     def _reason(self, part: Part, outcome: Outcome) -> str:
         if len(self._parts) == 1:

@@ -3,8 +3,8 @@ it as a script.
 
     rank -- guard, which the pool starts -- worker, its fork, in a session of its own -- children
 
-    argv    the function's import path; {"path", "memory_mb", "parent", "bell", "chat",
-            "system_prompt", "traced"}; and the descriptor of the note (memory.py)
+    argv    the function's import path; {"path", "options", "timeout_s", "memory_mb", "parent",
+            "bell", "chat", "system_prompt", "traced"}; and the descriptor of the note (memory.py)
     stdin   [keys, prompts, completions, metas, sampled, limit_s], a call each: of one completion,
             of several side by side, or of all those of a prompt (forms.py: takes_of)
     stdout  ["ready", takes] or ["failed", why], once
@@ -70,7 +70,7 @@ Verdict = tuple[str, float | None, str]
 
 def main(path: str, setup: dict, note: int) -> None:
     """Score the items of standard input with the function at `path` until there are no more."""
-    commands, results = _private_pipes()
+    commands, results = private_pipes()
     bell = setup["bell"]
     os.set_inheritable(bell, False)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -78,7 +78,7 @@ def main(path: str, setup: dict, note: int) -> None:
     memory_bytes = setup["memory_mb"] << 20
     if GUARDED:
         sys.path.insert(0, _OUR_ROOT)
-        _guard(setup["parent"], [commands.fileno(), results.fileno(), bell], memory_bytes, note)
+        guard(setup["parent"], [commands.fileno(), results.fileno(), bell], memory_bytes, note)
     else:
         reason = f"the reward's memory_mb={setup['memory_mb']} is not in force here: it needs Linux"
         print(f"llamarl: {reason}", file=sys.stderr)
@@ -99,7 +99,12 @@ def main(path: str, setup: dict, note: int) -> None:
             pass  # it is full of rings that were not heard yet, so one more is not needed
 
     try:
-        function = resolve(path)
+        function = resolve(
+            path,
+            setup["options"],
+            timeout_s=setup["timeout_s"],
+            memory_mb=setup["memory_mb"],
+        )
     except ValueError as error:
         send(["failed", str(error)])
         return
@@ -115,11 +120,11 @@ def main(path: str, setup: dict, note: int) -> None:
     traced = setup["traced"]
 
     def tell(keys: list[int], verdicts: list[Verdict]) -> None:
-        _end_if_over(memory_bytes, note)
+        end_if_over(memory_bytes, note)
         send([keys, verdicts, time.monotonic()])
 
     kept = _children()
-    _end_if_over(memory_bytes, note)
+    end_if_over(memory_bytes, note)
     send(["ready", takes])
     for line in commands:
         keys, prompts, completions, metas, sampled, limit_s = json.loads(line)
@@ -127,12 +132,12 @@ def main(path: str, setup: dict, note: int) -> None:
             if one is not None:
                 meta[SAMPLED] = one
         if takes == "several":
-            _limit_cpu(limit_s * len(keys))
+            limit_cpu(limit_s * len(keys))
             items = dict(zip(keys, zip(prompts, completions, metas)))
             runner().run(score_each(call_one, items, limit_s, tell, traced=traced))
             kill_children(but=kept)
         else:
-            _limit_cpu(limit_s)
+            limit_cpu(limit_s)
             verdicts = score(call, prompts, completions, metas, traced=traced)
             kill_children(but=kept)
             tell(keys, verdicts)
@@ -189,7 +194,7 @@ async def score_each(
 
 def _raised(error: BaseException, *, traced: bool) -> Verdict:
     """Return the verdict on the items of a call that raised."""
-    reason = _short(_describe(error))
+    reason = short(describe(error))
     if traced:
         reason += _innermost(error)
     return ("error", None, reason)
@@ -215,7 +220,7 @@ def _verdict(value: object) -> Verdict:
     if not isinstance(value, numbers.Real):
         what = f"{type(value).__name__} {value!r:.60}"
         reason = f"returned {what}; need a float, or None to abstain"
-        return ("error", None, _short(reason))
+        return ("error", None, short(reason))
     try:
         number = float(value)
     except OverflowError:
@@ -226,13 +231,14 @@ def _verdict(value: object) -> Verdict:
     return ("score", number, "")
 
 
-def resolve(path: str) -> Callable:
-    """Import the reward function at the import path "module:function".
+def resolve(path: str, options: dict, *, timeout_s: float, memory_mb: int) -> Callable:
+    """Import the reward function at the import path "module:function", with its options filled in.
 
-    ValueError says what is wrong with the path, the module or the function's parameters.
+    ValueError says what is wrong with the path, the module, the options or the function's
+    parameters.
     """
     # Not at the top: this file runs as a script, which finds llamarl once `main` has set sys.path.
-    from llamarl.tasks.forms import check_signature
+    from llamarl.tasks.forms import Limits, check_signature, with_options
     from llamarl.words.names import NoFunction, import_function
 
     module_name, _, name = path.partition(":")
@@ -243,12 +249,14 @@ def resolve(path: str) -> Callable:
     except BaseException as error:  # a module may raise anything while it is imported
         is_missing = isinstance(error, ModuleNotFoundError)
         remedy = "; install it, or change the module" if is_missing else ""
-        raise ValueError(f"importing {module_name} failed: {_describe(error)}{remedy}") from error
+        raise ValueError(f"importing {module_name} failed: {describe(error)}{remedy}") from error
+    limits = Limits(timeout_s=timeout_s, memory_mb=memory_mb)
+    function = with_options(function, options, name, limits)
     check_signature(function, name)
     return function
 
 
-def _describe(error: BaseException) -> str:
+def describe(error: BaseException) -> str:
     """Return the type, message and innermost place of an exception that was caught, marked where
     memory was refused.
     """
@@ -265,13 +273,13 @@ def _describe(error: BaseException) -> str:
     return text
 
 
-def _short(reason: str) -> str:
+def short(reason: str) -> str:
     """Return one printable line of at most MAX_REASON_BYTES, which JSON at most doubles."""
     line = "".join(c if c.isprintable() else "?" for c in " ".join(reason.split()))
     return line.encode("utf-8", "replace")[:MAX_REASON_BYTES].decode("utf-8", "ignore")
 
 
-def _private_pipes() -> tuple[BinaryIO, BinaryIO]:
+def private_pipes() -> tuple[BinaryIO, BinaryIO]:
     """Move standard input and output to descriptors that children do not inherit."""
     commands = os.fdopen(os.dup(0), "rb")
     results = os.fdopen(os.dup(1), "wb")
@@ -282,7 +290,7 @@ def _private_pipes() -> tuple[BinaryIO, BinaryIO]:
     return commands, results
 
 
-def _end_if_over(memory_bytes: int, note: int) -> None:
+def end_if_over(memory_bytes: int, note: int) -> None:
     """End this worker if it ever held more, however shortly, because an item's outcome must not
     depend on when its guard looked.
     """
@@ -297,7 +305,7 @@ def _end_if_over(memory_bytes: int, note: int) -> None:
         os._exit(1)
 
 
-def _limit_cpu(timeout_s: float) -> None:
+def limit_cpu(timeout_s: float) -> None:
     """Let the kernel end a spinning call even while the pool is not looking: CPU time so far plus
     timeout_s on every core.
     """
@@ -343,7 +351,7 @@ class _Prints:
         return bool(text)
 
 
-def _guard(parent: int, pipes: list[int], memory_bytes: int, note: int) -> None:
+def guard(parent: int, pipes: list[int], memory_bytes: int, note: int) -> None:
     """Fork. The call returns in the worker, which has a session of its own, and never in the guard,
     which closes its `pipes` and writes to `note` how much memory was more than memory_bytes.
     """
@@ -360,7 +368,7 @@ def _guard(parent: int, pipes: list[int], memory_bytes: int, note: int) -> None:
     signal.set_wakeup_fd(rings, warn_on_full_buffer=False)
     for number in _HEARD:
         signal.signal(number, lambda *_: None)
-    guard = os.getpid()
+    own = os.getpid()
     worker = os.fork()
     if worker:
         for descriptor in (*pipes, prints):
@@ -373,7 +381,7 @@ def _guard(parent: int, pipes: list[int], memory_bytes: int, note: int) -> None:
     os.setsid()
     _set_for_process(_PR_SET_PDEATHSIG, signal.SIGKILL)
     _set_for_process(_PR_SET_CHILD_SUBREAPER, 1)
-    if os.getppid() != guard:  # the guard died before the call
+    if os.getppid() != own:  # the guard died before the call
         os._exit(1)
     be_first_to_go()
     os.dup2(prints, 1)

@@ -172,6 +172,11 @@ class PromptMaker:
         self.max_prompt_tokens = max_prompt_tokens
         self._overhead = len(self.ids("")) + BOUNDARY_TOKENS
 
+    @property
+    def shown(self) -> dict[str, object]:
+        """What a prompt shows besides its question and the settings, as JSON values by name."""
+        return {}
+
     def turns(self, question: str | tuple[Message, ...]) -> str | list[dict[str, str]]:
         """Return what the model reads of a question: messages for the chat template, or a text.
         ValueError for a conversation that can be put into no template.

@@ -18,6 +18,8 @@
                                                      own                            _score
     python         fn: module:function that returns  as it says                     as it says
                    a Task; options (own.py)
+    environment    environment: module:Class; path,  as jsonl; of its own prompts   the environ-
+                   or prompts of its own             as many of these                ment's
     mixture        parts: by name, each a kind     from each part, by its weight    each part's
                    with its keys, and a weight
 
@@ -44,6 +46,7 @@ from llamarl.tasks.base import (
     Tokenizer,
     fitting_of,
 )
+from llamarl.tasks.environment import DialogueMaker
 from llamarl.tasks.facts import Post, facts_posts
 from llamarl.tasks.fitting import (
     Progress,
@@ -73,6 +76,7 @@ KINDS = (
     "hf_dataset",
     "reasoning_gym",
     "python",
+    "environment",
     "mixture",
 )
 EXACT_MATCH = "llamarl.tasks.rewards:exact_match"
@@ -98,6 +102,8 @@ def build_task(
     least: int = 1,
     most: int = 20,
     fn: str | None = None,
+    environment: str = "",
+    num_prompts: int = 1,
     text: str = "",
     words: Sequence[str] = (),
     chat: bool = True,
@@ -111,15 +117,13 @@ def build_task(
     trains: bool = True,
 ) -> Task:
     """Build the task of a kind (see the table above). num_eval: the most prompts to hold out where
-    no evaluation data is given. options: parameters of the reasoning_gym dataset, or of fn, the
-    import path of a function that returns a task. parts: of a mixture, by name: the settings of
-    each and its weight. least, most: the range of a question's numbers. text, words: of the one
-    prompt, and what its default reward looks for. remembered: who looks at the rows of files.
-    keeps_turns: see PromptMaker. trains: whether it may have training prompts; else those of path
-    are all held out, as those of eval_path are.
-
-    ValueError or FileNotFoundError, saying what to change, for an unknown kind, missing settings or
-    bad data.
+    no evaluation data is given. options: parameters of the reasoning_gym dataset, or of fn, which
+    returns a task; num_prompts: what environment, without path, makes itself; both by import path.
+    parts: of a mixture, by name: the settings of each and its weight. least, most: the range of a
+    question's numbers. text, words: of the one prompt, and what its default reward looks for.
+    remembered: who looks at the rows of files. keeps_turns: see PromptMaker. trains: whether it may
+    have training prompts; else those of path are all held out, as those of eval_path are.
+    ValueError or FileNotFoundError says what to change.
     """
     if kind not in KINDS:
         near = nearest(kind, KINDS, cutoff=0.3) or f"one of {', '.join(KINDS)}"
@@ -138,6 +142,10 @@ def build_task(
         max_prompt_tokens=max_prompt_tokens,
         keeps_turns=keeps_turns,
     )
+    if kind == "environment":
+        maker = DialogueMaker(environment, maker)
+        if path is None:
+            return maker.own_task(num_train=num_prompts, num_eval=num_eval)
     if kind == "python":
         if fn is None:
             raise ValueError("task.kind=python needs task.fn")
@@ -292,6 +300,7 @@ class _Split:
                 "tokenizer": tokenizer,
                 "instruction": self.maker.instruction,
                 "max_prompt_tokens": self.maker.max_prompt_tokens,
+                **self.maker.shown,
                 **settings,
             }
         )

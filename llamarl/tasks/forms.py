@@ -9,17 +9,20 @@
 
 A function that takes `solution_str` has verl's form. One that takes `completions` has one of the
 last two: batch if it takes `metas` too, else trl. Under other names, `@batched` says that it is a
-batch function. Each may be async. Standard library only: reward workers use it, and start in a
-moment.
+batch function. Each may be async, and may have options: further parameters by keyword. Standard
+library only: reward workers use it, and start in a moment.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Awaitable, Callable, Collection, Mapping
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 from llamarl.tasks.sampled import SAMPLED
+from llamarl.words.names import did_you_mean
 
 Form = Literal["single", "verl", "batch", "trl"]
 # What a call scores: one completion; several of any prompts, side by side; all of one prompt.
@@ -30,6 +33,7 @@ Call = Callable[[list[str], list[str], list[dict]], list]
 CallOne = Callable[[str, str, dict], object]
 
 _MARK = "llamarl_reward_form"
+_CHECK = "llamarl_reward_check"
 _MESSAGES = "prompt_messages"  # of a conversation's meta: llamarl.types.MESSAGES_KEY
 # What TRL hands over besides, of its trainer; a function that cannot do without them needs TRL.
 _OF_TRL_ALONE = ("trainer_state", "environments")
@@ -45,6 +49,71 @@ def batched(function: Callable) -> Callable:
     """Mark a function as one of the form batch, whatever its parameters are called."""
     setattr(function, _MARK, "batch")
     return function
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the worker process allows a reward function."""
+
+    timeout_s: float  # seconds by the clock for a completion
+    memory_mb: int  # MiB that the worker and what it starts may hold
+
+
+Check = Callable[..., None]  # (limits, **options); ValueError for options that cannot be used
+
+
+def checked_by(check: Check) -> Callable[[Callable], Callable]:
+    """Return a decorator for a reward function whose options are checked before anything is scored.
+
+        def check(limits, *, most=10): ...    # ValueError: most=-1: need at least 0
+
+        @checked_by(check)
+        def brevity(prompt, completion, meta, *, most=10): ...
+
+    check: also raises ValueError where a package is missing. It may import what is slow.
+    """
+
+    def decorate(function: Callable) -> Callable:
+        setattr(function, _CHECK, check)
+        return function
+
+    return decorate
+
+
+def with_options(
+    function: Callable, options: Mapping[str, object], name: str, limits: Limits
+) -> Callable:
+    """Return the function of this name with its options filled in, which have been checked.
+    ValueError for an option that it does not take, or that its own check refuses.
+    """
+    check = getattr(function, _CHECK, None)
+    if options:
+        function = _filled_in(function, options, name)
+    if check is not None:
+        check(limits, **options)
+    return function
+
+
+def _filled_in(function: Callable, options: Mapping[str, object], name: str) -> Callable:
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except ValueError as error:  # some functions written in C have none
+        raise ValueError(f"{name} takes no options") from error
+    taken = []
+    is_open = False
+    for parameter in parameters:
+        is_open = is_open or parameter.kind is parameter.VAR_KEYWORD
+        if parameter.kind is parameter.KEYWORD_ONLY:
+            taken.append(parameter.name)
+    for option in options:
+        if option not in taken and not is_open:
+            listed = f"; it has {', '.join(taken) or 'none, for they are keyword-only parameters'}"
+            hint = did_you_mean(option, taken) or listed
+            raise ValueError(f"{name} has no option {option}{hint}")
+    filled = partial(function, **options)
+    if hasattr(function, _MARK):
+        setattr(filled, _MARK, getattr(function, _MARK))
+    return filled
 
 
 def form_of(function: Callable) -> Form:
@@ -275,7 +344,11 @@ def _columns(metas: list[dict]) -> dict[str, object]:
 
 
 def _accepted(function: Callable, arguments: dict[str, object]) -> dict[str, object]:
-    """Return those of the arguments that a function takes."""
+    """Return those of the arguments that a function takes. Its options keep their values, whatever
+    the columns of a row are called.
+    """
+    if isinstance(function, partial):
+        arguments = {n: value for n, value in arguments.items() if n not in function.keywords}
     parameters = inspect.signature(function).parameters
     kinds = {parameter.kind for parameter in parameters.values()}
     if inspect.Parameter.VAR_KEYWORD in kinds:

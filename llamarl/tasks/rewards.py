@@ -1,7 +1,13 @@
 """Reward functions that come with llamarl. Each is (prompt, completion_text, meta) -> float, or
 None to abstain.
 
-They run in worker processes (pool.py), so none imports torch. Whatever one raises is counted as an
+    exact_match numeric_match contains_words reasoning_gym_score    here
+    math_match                                                      math_answers.py
+    python_tests                                                    programs.py
+    thinking_form soft_length one_language                          thinking.py
+
+"rewards:NAME" is short for "llamarl.tasks.rewards:NAME". They run in worker processes (pool.py), so
+none imports torch. Whatever one raises is counted as an
 error of the reward, not as a score.
 """
 
@@ -13,7 +19,23 @@ from decimal import Decimal
 from functools import lru_cache
 
 from llamarl.tasks.forms import form_of
+from llamarl.tasks.math_answers import math_match
+from llamarl.tasks.programs import python_tests
+from llamarl.tasks.thinking import one_language, soft_length, thinking_form
 from llamarl.words.names import import_function
+
+__all__ = [
+    "contains_words",
+    "exact_match",
+    "math_match",
+    "numeric_match",
+    "one_language",
+    "part_reward",
+    "python_tests",
+    "reasoning_gym_score",
+    "soft_length",
+    "thinking_form",
+]
 
 _NUMBER = re.compile(
     # a minus after a number, a word or a bracket subtracts; elsewhere it is a sign

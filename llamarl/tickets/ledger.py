@@ -38,6 +38,20 @@ Every deadline is NEVER, so that (1) says nothing, and what is left of the rules
 A ticket is unfinished until it is with the trainer. At most B + overcommit are, and some of them
 arrive between two syncs, so that a slow scorer makes a run slower and not older; how old it may
 become is derived in docs/staleness.md.
+
+With max_refill a finished group whose outcomes are all equal is given back: it leaves what is
+started, untrained, and its ticket never starts again. That keeps (1), which holds for any part of
+what it holds for, and the room that it leaves admits another ticket by the same rules. At most
+max_refill batches of groups are given back from one take to the next; what finishes beyond that is
+kept, so that a step comes whatever the outcomes are. With max_lag 0 all that is to be given back
+of a batch is, together, once the whole batch is finished: which tickets are sampled side by side
+then does not depend on timing.
+
+With a sampler a ticket's prompt depends on what came of earlier ones. It is chosen once, when the
+ticket or a later one first starts, in the order of tickets, and kept until the ticket has ended,
+that is, was trained on or given back; only then the sampler learns what came of it. So with
+max_lag 0 the choices are the same whoever asks first, and a ticket that starts again has the
+prompt that it had.
 """
 
 from __future__ import annotations
@@ -45,215 +59,18 @@ from __future__ import annotations
 import heapq
 import math
 import threading
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import replace
+from itertools import chain
+from types import MappingProxyType
 
 from llamarl.tickets.governors import GOVERNORS, Constants, Governor
-from llamarl.types import Ticket
+from llamarl.tickets.pool import NEVER, TicketPool
+from llamarl.tickets.sampler import PromptSampler
+from llamarl.tickets.verdicts import Yield
+from llamarl.types import Ticket, Verdict
 
-NEVER = 1 << 62  # deadline of a ticket that any step may train on
-NEWS = 4  # the share of a batch, one in so many, that every sync of a replay buffer brings at least
-
-
-def in_time(num_due: Mapping[int, int], step: int, groups_per_step: int) -> bool:
-    """Whether inequality (1) holds: all started tickets can still be trained on, groups_per_step a
-    step from `step` on. num_due: how many of them have each deadline.
-
-    It does for every d if it does for the deadlines that there are: R(d) grows at these alone.
-    """
-    due_by_then = 0  # R(d)
-    for deadline in sorted(num_due):
-        due_by_then += num_due[deadline]
-        if due_by_then > max(0, deadline - step + 1) * groups_per_step:
-            return False
-    return True
-
-
-class TicketPool:
-    """Applies the rules of this module to one pool. Not thread-safe; TicketLedger is.
-
-    first, stride: its tickets are first, first + stride, ... num_shares > 1: they are dealt to that
-    many generators in turn, each with a cursor of its own. fill: groups that step 0 waits for where
-    a take hands over everything; None: a take is one batch. sync_period: k, with a fill.
-    """
-
-    def __init__(
-        self,
-        *,
-        first: int,
-        stride: int,
-        groups_per_step: int,
-        num_shares: int = 1,
-        fill: int | None = None,
-        sync_period: int = 1,
-    ):
-        self.groups_per_step = groups_per_step
-        self.fill = fill
-        self.deadlines: dict[int, int] = {}  # started and untrained
-        self._num_due: dict[int, int] = {}  # deadline -> how many of these have it, if any
-        self.finished: set[int] = set()
-        self.again: list[int] = []  # to start once more, before new ones
-        self.handed: dict[int, int] = {}  # step -> groups, of those since the last sync
-        self._sync_period = sync_period
-        self._first = first
-        self._stride = stride
-        self._turn = stride * num_shares  # from a share's ticket to its next one
-        # The next ticket to start, one a share.
-        self.cursors = [first + stride * share for share in range(num_shares)]
-
-    def next_ticket(self, share: int) -> int:
-        """Return the ticket that this share starts next."""
-        cursor = self.cursors[share]
-        for ticket in self.again:
-            if (cursor - ticket) % self._turn == 0:
-                return ticket
-        return cursor
-
-    def unfinished(self) -> dict[int, int]:
-        """Return ticket -> deadline of those in work."""
-        return {t: d for t, d in self.deadlines.items() if t not in self.finished}
-
-    def limit(self, overcommit: int, steps_left: int | None) -> int:
-        """Return how many tickets may be started and untrained; where a take hands over everything,
-        unfinished.
-
-        steps_left: to be taken; None: there is always one more.
-        """
-        window = self.groups_per_step + overcommit
-        if steps_left is None:
-            return window
-        if self.fill is not None:
-            return window if steps_left else 0
-        return min(window, steps_left * self.groups_per_step)
-
-    def may_start(self, share: int, deadline: int, step: int, limit: int) -> bool:
-        """Whether the rules admit this share's next ticket."""
-        if self.fill is not None:
-            return len(self.deadlines) - len(self.finished) < limit
-        if len(self.cursors) > 1:
-            end_of_batch = self._first + self._stride * self.groups_per_step * (step + 1)
-            if self.next_ticket(share) >= end_of_batch:
-                return False  # its share of this batch is started
-        if deadline < step or len(self.deadlines) >= limit:
-            return False
-        return self._fits(deadline, step)
-
-    def _fits(self, deadline: int, step: int) -> bool:
-        """Whether (1) holds with one more ticket of this deadline."""
-        num_due = dict(self._num_due)
-        num_due[deadline] = num_due.get(deadline, 0) + 1
-        return in_time(num_due, step, self.groups_per_step)
-
-    def _add(self, ticket: int, deadline: int) -> None:
-        """Have a ticket started, with this deadline."""
-        self.deadlines[ticket] = deadline
-        self._num_due[deadline] = self._num_due.get(deadline, 0) + 1
-
-    def _remove(self, ticket: int) -> int:
-        """Have a ticket not started, and return the deadline that it had."""
-        deadline = self.deadlines.pop(ticket)
-        self._num_due[deadline] -= 1
-        if not self._num_due[deadline]:
-            del self._num_due[deadline]
-        return deadline
-
-    def start(self, share: int, deadline: int) -> Ticket:
-        """Start the share's next ticket with this deadline, and return it."""
-        ticket = self.next_ticket(share)
-        if ticket in self.again:
-            self.again.remove(ticket)
-        else:
-            self.cursors[share] += self._turn
-        self._add(ticket, deadline)
-        return Ticket(ticket, deadline)
-
-    def choose(self, step: int) -> list[int] | None:
-        """Return what step `step` takes, earliest deadline first, or None if it must wait."""
-        if self.fill is not None:
-            if len(self.finished) < self._least(step):
-                return None
-            return sorted(self.finished)
-        if len(self.finished) < self.groups_per_step:
-            return None
-        by_deadline = sorted(self.finished, key=lambda t: (self.deadlines[t], t))
-        batch = by_deadline[: self.groups_per_step]
-        rest = Counter(self._num_due)
-        rest.subtract(self.deadlines[t] for t in batch)
-        return batch if in_time(rest, step + 1, self.groups_per_step) else None
-
-    def _least(self, step: int) -> int:
-        """Return how many finished groups this step waits for, where a take hands over
-        everything.
-        """
-        if step == 0:
-            assert self.fill is not None, "asked where a take hands over everything"
-            return self.fill
-        if step % self._sync_period:
-            return 0
-        since = step - self._sync_period
-        handed = sum(count for taken, count in self.handed.items() if taken > since)
-        return math.ceil(self.groups_per_step / NEWS) - handed
-
-    def hand_over(self, step: int, tickets: list[int]) -> dict[int, int]:
-        """Take these tickets out, for a step. Returns ticket -> deadline."""
-        self.finished.difference_update(tickets)
-        since = step - self._sync_period
-        self.handed = {taken: count for taken, count in self.handed.items() if taken > since}
-        self.handed[step] = len(tickets)
-        return {ticket: self._remove(ticket) for ticket in tickets}
-
-    def take_back(self, step: int, taken: dict[int, int]) -> None:
-        """Undo `hand_over` of what is among these: ticket -> deadline."""
-        self.handed.pop(step)
-        for ticket, deadline in taken.items():
-            if ticket % self._stride == self._first:
-                self._add(ticket, deadline)
-                self.finished.add(ticket)
-
-    def overdue(self, step: int) -> list[int]:
-        """Return unfinished tickets whose last step is `step`, once a batch of others is
-        finished.
-        """
-        if len(self.finished) < self.groups_per_step or self.fill is not None:
-            return []
-        return sorted(t for t, d in self.unfinished().items() if d <= step)
-
-    def restart(self, tickets: Iterable[int]) -> None:
-        """Forget that these were started: they start again, first."""
-        for ticket in tickets:
-            self._remove(ticket)
-            self.finished.discard(ticket)
-            self.again.append(ticket)
-        self.again.sort()
-
-    def go_on(self, ticket: int, deadline: int, step: int) -> bool:
-        """After a resume: keep a ticket started that was to start again, if it fits. Returns
-        whether it does.
-
-        It fits if it, and all that is started, can still be trained on in time.
-        """
-        if not self._fits(deadline, step):
-            return False
-        self.again.remove(ticket)
-        self._add(ticket, deadline)
-        return True
-
-    def untouched(self, end: int) -> list[int]:
-        """Return the tickets below `end` that no share has come to."""
-        tickets: list[int] = []
-        for cursor in self.cursors:
-            tickets += range(cursor, end, self._turn)
-        return tickets
-
-    def resume_at(self, frontier: int, again: list[int]) -> None:
-        """Have nothing started: from ticket `frontier` on nothing ever was, and these start
-        again.
-        """
-        self.deadlines = {}
-        self._num_due = {}
-        self.finished = set()
-        self.again = again
-        self.cursors = [frontier + (at - frontier) % self._turn for at in self.cursors]
+MOST_NEWS = 512  # ended tickets that are remembered for whoever asks
 
 
 def free_overcommit(groups_per_step: int, num_generators: int) -> int:
@@ -275,7 +92,9 @@ class TicketLedger:
     None: a replay buffer takes everything, step 0 waits for initial_groups, and what comes joins it
     every sync_period steps; overcommit is then a number of groups, or auto: `free_overcommit`.
     max_steps: T, the steps of the run, after the last of which nothing starts; None: it has no end.
-    Which of these go together, the config checks.
+    max_refill: batches of groups of equal outcomes that may be given back for a step; 0: such
+    groups are trained on like any other. sampler: chooses prompts; None: a ticket's is a function
+    of its number. Which of these go together, the config checks.
     """
 
     def __init__(
@@ -291,6 +110,8 @@ class TicketLedger:
         initial_groups: int = 1,
         sync_period: int = 1,
         max_steps: int | None = None,
+        max_refill: int = 0,
+        sampler: PromptSampler | None = None,
     ):
         self.groups_per_step = groups_per_step
         self.max_lag = max_lag
@@ -316,10 +137,21 @@ class TicketLedger:
                 num_shares=self._num_shares,
                 fill=fill,
                 sync_period=sync_period,
+                max_refill=max_refill,
             )
             for first in range(num_pools)
         ]
+        self._sampler = sampler
+        self._choices: dict[int, int] = {}  # ticket -> prompt, of tickets that have not ended
+        self._next_choice = 0  # the first ticket without a choice
+        self._news: list[tuple[int, Verdict]] = []  # what the sampler has learned of late
+        # What came of the last step's groups, until it is trained on.
+        self._unlearned: dict[int, Verdict] = {}
+        self.refills = max_refill > 0  # whether groups are given back
+        self._changed = set(range(num_pools))  # pools that may have some to give back
+        self.newest_yield: Yield | None = None  # of the groups that the last take was made of
         self._taken: dict[int, int] | None = None  # by the step before this one, until it is final
+        self._turns: dict[tuple[int, int], list[tuple[int, int]]] = {}  # see _turns_of
         self._lock = threading.RLock()
 
     @property
@@ -347,18 +179,71 @@ class TicketLedger:
         share = generator % self._num_shares
         deadline = NEVER if self.max_lag is None else version + self.max_lag
         with self._lock:
-            # What pool starts next; the lowest ticket comes first.
-            turns = [(pool.next_ticket(share), index) for index, pool in enumerate(self._pools)]
-            heapq.heapify(turns)
+            turns = self._turns_of(share, deadline)
             while turns and len(granted) < count:
-                _, index = turns[0]
+                ticket, index = turns[0]
                 pool = self._pools[index]
-                if pool.may_start(share, deadline, self.step, self._limit(index)):
-                    granted.append(pool.start(share, deadline))
+                following = pool.next_ticket(share)
+                if following != ticket:  # started with another deadline meanwhile
+                    heapq.heapreplace(turns, (following, index))
+                elif pool.may_start(share, deadline, self.step, self._limit(index)):
+                    granted.append(self._with_prompt(pool.start(share, deadline)))
                     heapq.heapreplace(turns, (pool.next_ticket(share), index))
                 else:
                     heapq.heappop(turns)  # what others start makes no room in this one
         return granted
+
+    def _with_prompt(self, ticket: Ticket) -> Ticket:
+        """Return a ticket with its prompt, if a sampler chooses it."""
+        if self._sampler is None:
+            return ticket
+        while self._next_choice <= ticket.index:
+            busy = set(self._choices.values())
+            self._choices[self._next_choice] = self._sampler.choose(self._next_choice, busy)
+            self._next_choice += 1
+        return replace(ticket, prompt=self._choices.get(ticket.index))
+
+    def _learn(self, verdicts: Mapping[int, Verdict]) -> None:
+        """Have the sampler learn what came of tickets that have ended, in their order."""
+        for ticket in sorted(verdicts):
+            prompt = self._choices.pop(ticket, None)
+            if self._sampler is not None and prompt is not None:
+                self._sampler.learn(prompt, verdicts[ticket])
+                self._news.append((prompt, verdicts[ticket]))
+        self._news = self._news[-MOST_NEWS:]
+
+    def take_news(self) -> list[tuple[int, Verdict]]:
+        """Return prompts of tickets that have ended since the last call, with what came of them;
+        the newest, where a sampler chooses.
+        """
+        with self._lock:
+            news, self._news = self._news, []
+        return news
+
+    def candidates(self, count: int) -> list[int]:
+        """Return prompts whose pass rates the sampler wants predicted."""
+        with self._lock:
+            return self._sampler.candidates(count) if self._sampler else []
+
+    def predicted(self, rates: Mapping[int, float]) -> None:
+        """Let the sampler know predicted pass rates, by prompt."""
+        with self._lock:
+            if self._sampler:
+                self._sampler.predicted(rates)
+
+    def _turns_of(self, share: int, deadline: int) -> list[tuple[int, int]]:
+        """Return a heap of (next ticket, pool) for pools in which a ticket of this deadline may
+        start; the lowest ticket comes first.
+
+        It is kept until something makes room, since starting makes none: so one ask need not look
+        at all pools again, where as many generators ask as there are pools.
+        """
+        turns = self._turns.get((share, deadline))
+        if turns is None:
+            turns = [(pool.next_ticket(share), index) for index, pool in enumerate(self._pools)]
+            heapq.heapify(turns)
+            self._turns[share, deadline] = turns
+        return turns
 
     def _limit(self, index: int) -> int:
         """Return how many tickets of a pool may be started."""
@@ -370,12 +255,17 @@ class TicketLedger:
         overcommit = (self.overcommit + n - 1 - index) // n
         return self._pools[index].limit(overcommit, steps_left)
 
-    def finish(self, tickets: list[int]) -> None:
-        """Note groups that have reached the trainer, scored.
+    def finish(
+        self, tickets: list[int], verdicts: Mapping[int, Verdict] = MappingProxyType({})
+    ) -> list[int]:
+        """Note groups that have reached the trainer, scored, and what is known of them. Return the
+        tickets that are given back: their groups are not wanted.
 
         ValueError for one that was never started, or twice.
         """
         with self._lock:
+            if self.max_lag is None:
+                self._turns.clear()  # without a bound what has finished makes room
             for ticket in tickets:
                 pool = self._pool(ticket)
                 if ticket not in pool.deadlines or ticket in pool.finished:
@@ -383,7 +273,22 @@ class TicketLedger:
                         f"ticket {ticket} finished, but it is not in work: started twice, or "
                         "trained on already"
                     )
-                pool.finished.add(ticket)
+                pool.finish(ticket, verdicts.get(ticket))
+                self._changed.add(ticket % len(self._pools))
+            return self._give_back() if self.refills else []
+
+    def _give_back(self) -> list[int]:
+        """Give groups of equal outcomes back, as the rules say. Return their tickets."""
+        if self.max_lag == 0 and not all(pool.has_batch for pool in self._pools):
+            return []
+        given_back: dict[int, Verdict] = {}
+        for index in sorted(self._changed):
+            given_back |= self._pools[index].give_back()
+        self._changed.clear()
+        if given_back:
+            self._learn(given_back)
+            self._turns.clear()
+        return list(given_back)
 
     def start_again(self, tickets: Iterable[int]) -> None:
         """Forget that these were started: whoever granted them next starts them anew, before any
@@ -393,6 +298,7 @@ class TicketLedger:
         is not in work.
         """
         with self._lock:
+            self._turns.clear()
             for ticket in tickets:
                 pool = self._pool(ticket)
                 if ticket not in pool.deadlines or ticket in pool.finished:
@@ -414,10 +320,24 @@ class TicketLedger:
                 if batch is None:
                     return None
                 chosen.append(batch)
+            batch_verdicts: list[Verdict | None] = []
+            given_back: list[Verdict] = []
+            for pool, batch in zip(self._pools, chosen):
+                batch_verdicts += [pool.verdicts.get(ticket) for ticket in batch]
+                given_back += pool.given_back
+            self.newest_yield = Yield.of(batch_verdicts, given_back)
+            self._learn(self._unlearned)
+            nothing = Verdict(num_scored=0, total=0.0, teaches=False)
+            taken = chain.from_iterable(chosen)
+            self._unlearned = {
+                ticket: verdict or nothing for ticket, verdict in zip(taken, batch_verdicts)
+            }
             consumed: dict[int, int] = {}
             for pool, batch in zip(self._pools, chosen):
                 consumed |= pool.hand_over(step, batch)
             self.step += 1
+            self._turns.clear()
+            self._changed.update(range(len(self._pools)))
             self._taken = consumed
             if self.governor:
                 num_finished = sum(len(pool.finished) for pool in self._pools)
@@ -428,9 +348,12 @@ class TicketLedger:
         """Note that the step taken last was trained on, at this mean reward (NaN: no completion had
         one).
         """
-        if self.governor:
-            with self._lock:
+        with self._lock:
+            self._learn(self._unlearned)
+            self._unlearned = {}
+            if self.governor:
                 self.governor.trained(reward)
+                self._turns.clear()
 
     def untake(self, step: int) -> None:
         """Give up step `step`, the last to be taken, before it has changed the weights.
@@ -442,7 +365,10 @@ class TicketLedger:
                 raise ValueError(f"step {step} was not the last to be taken")
             for pool in self._pools:
                 pool.take_back(step, self._taken)
+            self._unlearned = {}
             self.step = step
+            self._turns.clear()
+            self._changed.update(range(len(self._pools)))
             self._taken = None
 
     def waits_for(self) -> list[int]:
@@ -483,6 +409,7 @@ class TicketLedger:
             for pool in self._pools:
                 pool.restart(pool.finished - set(buffered))
                 saved |= pool.finished
+            self._turns.clear()
         return saved
 
     def state_dict(self) -> dict:
@@ -495,6 +422,8 @@ class TicketLedger:
             again: list[int] = []
             finished: list[list[int]] = []
             in_work: list[list[int]] = []
+            verdicts: list[list] = []
+            given_back: list[list] = []
             # One frontier for all pools: what lies between is listed, so that another number of
             # pools can go on.
             top = max(max(pool.cursors) for pool in self._pools)
@@ -503,6 +432,8 @@ class TicketLedger:
                 again += [*pool.untouched(top), *pool.again, *unfinished]
                 in_work += [[t, unfinished[t]] for t in sorted(unfinished)]
                 finished += [[t, pool.deadlines[t]] for t in sorted(pool.finished)]
+                verdicts += [[t, *pool.verdicts[t].to_json()] for t in sorted(pool.verdicts)]
+                given_back.append([verdict.to_json() for verdict in pool.given_back])
             return {
                 "step": self.step,
                 "overcommit": self.overcommit,
@@ -511,6 +442,12 @@ class TicketLedger:
                 "again": sorted(again),
                 "finished": finished,
                 "in_work": in_work,
+                "verdicts": verdicts,
+                "next_choice": self._next_choice,
+                "news": [[prompt, *verdict.to_json()] for prompt, verdict in self._news],
+                "choices": [[t, self._choices[t]] for t in sorted(self._choices)],
+                "sampler": self._sampler.state_dict() if self._sampler else None,
+                "given_back": given_back,
             }
 
     def load_state_dict(self, state: dict, saved: Set[int] = frozenset()) -> list[int]:
@@ -524,6 +461,8 @@ class TicketLedger:
         """
         n = len(self._pools)
         with self._lock:
+            self._turns.clear()
+            self._changed.update(range(n))
             self.step = state["step"]
             if self.governor:
                 self.governor.resume(state["overcommit"], state["rewards"])
@@ -534,6 +473,15 @@ class TicketLedger:
             for index, pool in enumerate(self._pools):
                 of_pool = [t for t in again if t % n == index]
                 pool.resume_at(state["frontier"], of_pool)
+            self._load_choices(state)
+            # A checkpoint of an earlier version knows nothing of outcomes.
+            given_back = state.get("given_back", [])
+            if len(given_back) != n:
+                every = list(chain.from_iterable(given_back))
+                given_back = [every[index::n] for index in range(n)]
+            for pool, own in zip(self._pools, given_back):
+                pool.given_back = [Verdict.from_json(one) for one in own]
+            verdicts = {t: Verdict.from_json(one) for t, *one in state.get("verdicts", [])}
             # What is finished has cost most: it goes first, what is in work takes the room that is
             # left.
             dropped = []
@@ -542,8 +490,29 @@ class TicketLedger:
                 if not pool.go_on(ticket, deadline, self.step):
                     dropped.append(ticket)
                 elif ticket in finished:
-                    pool.finished.add(ticket)
+                    pool.finish(ticket, verdicts.get(ticket))
             return sorted(dropped)
+
+    def _load_choices(self, state: Mapping) -> None:
+        """Go on with the choices of a checkpoint. What was started without a sampler has none, and
+        no ticket before that ever has.
+        """
+        if self._sampler is None:
+            return
+        self._choices = choices_of(state)
+        learned = state.get("sampler")
+        if learned is None or learned["num_prompts"] != self._sampler.num_prompts:
+            self._choices = {}  # another sampler's, or of other rows
+            self._next_choice = state["frontier"]
+            return
+        self._next_choice = state["next_choice"]
+        self._sampler.load_state_dict(learned)
+        self._news = [(prompt, Verdict.from_json(said)) for prompt, *said in state["news"]]
+
+
+def choices_of(state: Mapping) -> dict[int, int]:
+    """Return ticket -> prompt of a ledger's state, where a sampler chose."""
+    return {ticket: prompt for ticket, prompt in state.get("choices", [])}
 
 
 def _by_deadline(pairs: Iterable[Sequence[int]]) -> dict[int, int]:

@@ -72,14 +72,71 @@ class MixedPrompts:
         return self._task.prompt_of(draw.part, self._streams[draw.part][draw.number])
 
 
-AnyPrompts = PromptStream | MixedPrompts
+class ChosenPrompts:
+    """Gives the prompts of tickets for which a sampler chose, and the stream's of all others.
+
+    A rank notes a choice when it hears of it: a generator from the grant, another executor from the
+    record that a generator sent. The newest choices are kept, which are more than can be in work.
+    """
+
+    MOST = 1 << 18  # choices
+
+    def __init__(self, task: Task, seed: int):
+        self.stream = PromptStream(task, seed)
+        self._task = task
+        self._choices: dict[int, int] = {}  # ticket -> number of its prompt
+
+    @property
+    def fingerprint(self) -> str:
+        """As of the stream."""
+        return self.stream.fingerprint
+
+    def note(self, ticket: int, prompt: int | None) -> None:
+        """Note which prompt was chosen for a ticket; None: none was. One that is no longer there,
+        because a run goes on with fewer rows, is not noted.
+        """
+        if prompt is None or prompt >= self._task.num_train:
+            return
+        self._choices[ticket] = prompt
+        while len(self._choices) > self.MOST:
+            del self._choices[next(iter(self._choices))]
+
+    def chosen(self, ticket: int) -> int | None:
+        """Return the number of a ticket's prompt, if one was chosen."""
+        return self._choices.get(ticket)
+
+    def __getitem__(self, ticket: int) -> Prompt:
+        if ticket in self._choices:
+            return self._task.train_prompt(self._choices[ticket])
+        return self.stream[ticket]
 
 
-def prompts_of(task: Task, seed: int) -> AnyPrompts:
-    """Return the prompts of a task by ticket number."""
+AnyPrompts = PromptStream | MixedPrompts | ChosenPrompts
+
+
+def prompts_of(task: Task, seed: int, *, chosen: bool = False) -> AnyPrompts:
+    """Return the prompts of a task by ticket number. chosen: a sampler chooses among them."""
+    if chosen:
+        return ChosenPrompts(task, seed)
     if isinstance(task, MixtureTask):
         return MixedPrompts(task, seed)
     return PromptStream(task, seed)
+
+
+def fixed(prompts: AnyPrompts) -> AnyPrompts:
+    """Return prompts that are a function of the ticket's number alone."""
+    return prompts.stream if isinstance(prompts, ChosenPrompts) else prompts
+
+
+def note(prompts: AnyPrompts, ticket: int, prompt: int | None) -> None:
+    """Note which prompt was chosen for a ticket, where a sampler chooses."""
+    if isinstance(prompts, ChosenPrompts):
+        prompts.note(ticket, prompt)
+
+
+def chosen(prompts: AnyPrompts, ticket: int) -> int | None:
+    """Return the number of the prompt that was chosen for a ticket, if one was."""
+    return prompts.chosen(ticket) if isinstance(prompts, ChosenPrompts) else None
 
 
 def part_of(prompt: Prompt) -> str | None:

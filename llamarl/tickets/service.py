@@ -13,7 +13,9 @@ the others ask by mail.
                                                                 rank; once they have reached all
                                                                 ranks of its data-parallel rank,
                                                                 the ledger counts them
-    taken      leader -> trainer     taken by the trainer       the batch of a step, for every
+    given_back leader -> trainer     taken by the trainer       of these the ledger has given back
+                                                                the groups: they are not wanted
+    taken      leader -> trainer     taken by the trainer       the batch of a step, of its own
                                                                 data-parallel rank
     truncate   leader -> generator   taken by the generator     end these tickets' completions where
                                                                 they are: the trainer would wait for
@@ -33,14 +35,15 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Set
+from collections.abc import Callable, Mapping, Set
+from types import MappingProxyType
 from typing import Protocol
 
 from llamarl.comm.channel import dp_rank_of
 from llamarl.errors import TimedOut
-from llamarl.tickets.ledger import TicketLedger
+from llamarl.tickets.ledger import TicketLedger, choices_of
 from llamarl.tickets.stragglers import TicketTimes
-from llamarl.types import Ticket
+from llamarl.types import Ticket, Verdict
 from llamarl.words.lists import first_of
 
 log = logging.getLogger(__name__)
@@ -108,6 +111,7 @@ class TicketService:
         # Messages of the leader to itself are handled on its own thread.
         self._lock = threading.Lock()
         self._offer: dict[int, list[int]] = {}  # step -> tickets, as mailed
+        self._resumed_choices: dict[int, int] = {}
         # On a generator: its newest ask.
         self._num_asked = 0  # groups that it asks for; 0: it is answered
         self._is_refused = False  # less was granted than asked for, and there is no news of room
@@ -158,6 +162,13 @@ class TicketService:
             tickets += self.granted()
         return tickets
 
+    @property
+    def is_refused(self) -> bool:
+        """Whether the newest ask was granted less than it asked for, and no room is known of since.
+        False while its answer is under way.
+        """
+        return self._is_refused and not self._num_asked
+
     def granted(self) -> list[Ticket]:
         """Return the tickets granted since the last call."""
         tickets = []
@@ -168,7 +179,8 @@ class TicketService:
                 continue
             self._is_refused = len(granted) < self._num_asked
             self._num_asked = 0
-            tickets += [Ticket(index, deadline) for index, deadline in granted]
+            for index, deadline, prompt in granted:
+                tickets.append(Ticket(index, deadline, prompt))
         return tickets
 
     def ungranted(self, version: int) -> str:
@@ -201,9 +213,19 @@ class TicketService:
 
     # --- Trainers ---
 
-    def finish(self, tickets: list[int]) -> None:
-        """Note that these groups have reached this trainer rank."""
-        self._control.post(self._control.leader, "finish", {"tickets": tickets})
+    def finish(
+        self, tickets: list[int], verdicts: Mapping[int, Verdict] = MappingProxyType({})
+    ) -> None:
+        """Note that these groups have reached this trainer rank, and what is known of them."""
+        said = {str(ticket): verdict.to_json() for ticket, verdict in verdicts.items()}
+        self._control.post(self._control.leader, "finish", {"tickets": tickets, "verdicts": said})
+
+    def given_back(self) -> list[int]:
+        """Return the tickets whose groups this rank need not keep, told since the last call."""
+        tickets = []
+        for _, payload in self._control.take("given_back"):
+            tickets += payload["tickets"]
+        return tickets
 
     def take(self, step: int, waited: bool = False) -> list[int] | None:
         """Return this data-parallel rank's batch of step `step`, or None if it must still wait.
@@ -218,17 +240,29 @@ class TicketService:
             if taken is None:
                 self._end_overdue()
                 return None
-            for rank in self._trainer_ranks:
-                self._control.post(rank, "taken", {"step": step, "tickets": taken})
+            self._tell_of_batch(step, taken)
             self._tell_of_room()
         for _, payload in self._control.take("taken"):
             self._offer[payload["step"]] = payload["tickets"]
-        tickets = self._offer.pop(step, None)
-        if tickets is None:
-            return None
+        return self._offer.pop(step, None)
+
+    def _tell_of_batch(self, step: int, taken: list[int]) -> None:
+        """Tell each trainer rank the tickets of its data-parallel rank, and no others.
+
+        A batch grows with the ranks, so that to tell all of it to all would grow with their square.
+        """
+        batches = self._by_dp_rank(taken)
+        for place, rank in enumerate(self._trainer_ranks):
+            batch = batches[place // self._tensor_parallel]
+            self._control.post(rank, "taken", {"step": step, "tickets": batch})
+
+    def _by_dp_rank(self, tickets: list[int]) -> list[list[int]]:
+        """Return the tickets of each data-parallel rank of the trainer."""
         num_dp_ranks = len(self._trainer_ranks) // self._tensor_parallel
-        dp_rank = self._trainer_ranks.index(self._control.rank) // self._tensor_parallel
-        return [ticket for ticket in tickets if dp_rank_of(ticket, num_dp_ranks) == dp_rank]
+        batches: list[list[int]] = [[] for _ in range(num_dp_ranks)]
+        for ticket in tickets:
+            batches[dp_rank_of(ticket, num_dp_ranks)].append(ticket)
+        return batches
 
     def untake(self, step: int) -> None:
         """Give up the step just taken (leader only; others need do nothing)."""
@@ -251,6 +285,28 @@ class TicketService:
         """
         return self._ledger.overcommit
 
+    def yield_row(self) -> dict[str, float | None]:
+        """Return columns of what came of the groups that the last take was made of; none before
+        the first. Only the leader's are right.
+        """
+        made_of = self._ledger.newest_yield
+        return {} if made_of is None else made_of.row(refills=self._ledger.refills)
+
+    def take_news(self) -> list[tuple[int, Verdict]]:
+        """Return the prompts of tickets that have ended, with what came of them; none but on the
+        leader.
+        """
+        return self._ledger.take_news() if self._control.is_leader else []
+
+    def candidates(self, count: int) -> list[int]:
+        """Return prompts whose pass rates the sampler wants predicted; none but on the leader."""
+        return self._ledger.candidates(count) if self._control.is_leader else []
+
+    def predicted(self, rates: Mapping[int, float]) -> None:
+        """Let the sampler know predicted pass rates, by prompt. The leader's call counts."""
+        if self._control.is_leader:
+            self._ledger.predicted(rates)
+
     def waits_for(self) -> str:
         """Return which tickets hold up the next step, for messages."""
         if not self._control.is_leader:
@@ -267,8 +323,8 @@ class TicketService:
         count = payload["count"]
         with self._lock:
             tickets = self._ledger.start(count, payload["version"], payload["generator"])
-            pairs = [[ticket.index, ticket.deadline] for ticket in tickets]
-            self._control.post(sender, "grant", {"tickets": pairs})
+            values = [[ticket.index, ticket.deadline, ticket.prompt] for ticket in tickets]
+            self._control.post(sender, "grant", {"tickets": values})
             self._times.granted([t.index for t in tickets], sender, self._clock())
             if len(tickets) < count:
                 self._refused[sender] = None
@@ -278,10 +334,13 @@ class TicketService:
         self._ledger.start_again(tickets)
         self._tell_of_room()
 
-    def _tell_of_room(self) -> None:
-        """Tell generators that were refused to ask again, in the order in which they were."""
-        if self.synchronous:
-            return  # what a generator may start depends on its version alone
+    def _tell_of_room(self, *, in_step: bool = False) -> None:
+        """Tell generators that were refused to ask again, in the order in which they were. in_step:
+        with max_lag 0 too, where for the rest what a generator may start depends on its version
+        alone.
+        """
+        if self.synchronous and not in_step:
+            return
         with self._lock:
             for rank in self._refused:
                 # By the topic of the refusal that it takes back, which it must not overtake.
@@ -301,9 +360,23 @@ class TicketService:
             for ticket in whole:
                 del self._arrivals[ticket]
             self._times.finished(whole, self._clock())
-        self._ledger.finish(whole)
+        verdicts = {int(t): Verdict.from_json(said) for t, said in payload["verdicts"].items()}
+        given_back = self._ledger.finish(whole, verdicts)
+        self._tell_of_given_back(given_back)
         if self.max_lag is None:
             self._tell_of_room()  # without a bound what has finished makes room
+        elif given_back:
+            self._tell_of_room(in_step=True)
+
+    def _tell_of_given_back(self, tickets: list[int]) -> None:
+        """Tell the trainer ranks which of their groups are not wanted."""
+        if not tickets:
+            return
+        batches = self._by_dp_rank(tickets)
+        for place, rank in enumerate(self._trainer_ranks):
+            own = batches[place // self._tensor_parallel]
+            if own:
+                self._control.post(rank, "given_back", {"tickets": own})
 
     def _end_overdue(self) -> None:
         """Tell generators to end the stragglers that alone hold up the step, once each."""
@@ -348,6 +421,7 @@ class TicketService:
         warns of those that start again although they were finished, or begun, since this run has
         other trainer ranks.
         """
+        self._resumed_choices = choices_of(state)
         dropped = self._ledger.load_state_dict(state, saved)
         if not (dropped and self._control.is_leader):
             return
@@ -367,6 +441,12 @@ class TicketService:
     def resumed_step(self) -> int:
         """The checkpoint's step, and so its policy version. Valid right after load_state_dict."""
         return self._ledger.step
+
+    def resumed_choices(self) -> dict[int, int]:
+        """Right after load_state_dict: return ticket -> prompt of the tickets that had not ended,
+        where a sampler chose.
+        """
+        return self._resumed_choices
 
     def in_work(self) -> set[int]:
         """Right after load_state_dict: return the tickets that stay started, whose completions must

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Literal, get_args
 
-Advantages = Literal["group_mean", "group_mean_std", "leave_one_out", "gae"]
+Advantages = Literal["group_mean", "group_mean_std", "leave_one_out", "turns", "gae"]
 Schedule = Literal["constant", "linear", "cosine", "wsd"]
 Governor = Literal["auto", "oppo", "window"]
 Quantized = Literal["none", "fp8", "int8"]

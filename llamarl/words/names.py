@@ -7,11 +7,15 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import importlib.util
 import os
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+# Short names of modules that come with the package. A module of the user's with that name is taken
+# first, as it was before.
+_SHORT = {"rewards": "llamarl.tasks.rewards"}
 _SHOWN_NAMES = 8  # of a module, where none of them is near
 
 
@@ -39,8 +43,9 @@ def did_you_mean(name: str, names: Iterable[str], cutoff: float = 0.6) -> str:
 def import_function(path: str) -> Callable:
     """Import the function that "module:function" names, such as "my_module:my_reward".
 
-    The current directory is importable. NoFunction if there is no such module or function; what
-    else a module raises while it is imported comes through.
+    The current directory is importable. "rewards:function" is one of those that come with the
+    package (llamarl/tasks/rewards.py), unless another module rewards is found. NoFunction if there
+    is no such module or function; what else a module raises while it is imported comes through.
     """
     module_name, colon, name = path.partition(":")
     if not (colon and module_name and name):
@@ -48,6 +53,8 @@ def import_function(path: str) -> Callable:
     if os.getcwd() not in sys.path:
         # A script's sys.path begins with the script's directory, not with the user's.
         sys.path.append(os.getcwd())
+    if module_name in _SHORT and importlib.util.find_spec(module_name) is None:
+        module_name = _SHORT[module_name]
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
@@ -68,4 +75,6 @@ def import_function(path: str) -> Callable:
     functions = [key for key, value in members if callable(value) and not key.startswith("_")]
     it_has = f"; it has {', '.join(functions[:_SHOWN_NAMES]) or 'no functions'}"
     hint = did_you_mean(name, functions, cutoff=0.5) or it_has
+    if module_name in _SHORT:
+        hint += f"; it is {module.__file__}, and the package's own are in {_SHORT[module_name]}"
     raise NoFunction(f"{module_name} has {what} {name}{hint}")

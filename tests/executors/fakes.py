@@ -173,8 +173,15 @@ class FakeTickets:
 
     resumed_step, working = 0, frozenset()
 
+    @property
+    def is_refused(self):
+        return self.grants == 0
+
     def in_work(self):
         return set(self.working)
+
+    def resumed_choices(self):
+        return {}
 
     def __init__(self, synchronous):
         self.synchronous = synchronous

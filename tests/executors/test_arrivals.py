@@ -23,13 +23,17 @@ def test_what_arrives_between_two_microbatches_is_told_before_the_step_ends():
     trainer.control = SimpleNamespace(ending=False)
     trainer.checkpoints = SimpleNamespace(save=lambda version, executor: None)
     trainer.tickets = SimpleNamespace(
-        finish=lambda tickets: told.append(list(tickets)), untake=lambda step: None
+        finish=lambda tickets, verdicts: told.append(list(tickets)),
+        given_back=lambda: [],
+        untake=lambda step: None,
     )
 
     class Update:
         def run(self, groups, version, stop):
             for ticket in (7, 9):
-                inbox.records.append(SimpleNamespace(ticket=ticket, rewards=torch.zeros(2)))
+                inbox.records.append(
+                    SimpleNamespace(ticket=ticket, trained_outcomes=torch.zeros(2))
+                )
                 assert not stop()
                 assert told[-1] == [ticket]
             trainer.control.ending = True

@@ -117,6 +117,41 @@ def test_the_prompts_of_every_set_are_answered_once_under_their_numbers():
     assert len(greedy) == 1 and len(sampled) > 1  # of one prompt, by random numbers of their own
 
 
+def test_an_evaluation_leaves_half_of_the_slots_to_tickets_until_none_is_left_to_start():
+    g = generator(chunk=1)
+    g.eval_prompts = dict.fromkeys(range(10), PROMPT)
+    g.weights.staged = Staged(5, must_load=True, evaluate=True)
+    evaluated = []
+    while len(g.outputs.of(EvalCompletion)) < 10:
+        g.step()
+        running = [sample.request.stream for sample in g.engine._running]
+        evaluated.append(len(running) - running.count(TRAIN))
+    assert max(evaluated) == 4, "of eight slots"
+    first = g.tickets.asked[0]
+    assert first == (2, 5), "two groups of two have room beside them"
+    assert len(g.outputs.of(Completion)) >= 4, "which were sampled meanwhile"
+    numbers = [c.prompt_index for c in g.outputs.of(EvalCompletion)]
+    assert sorted(numbers) == list(range(10))
+
+
+def test_an_evaluation_takes_all_slots_while_no_ticket_is_granted():
+    g = generator(chunk=1)
+    g.eval_prompts = dict.fromkeys(range(10), PROMPT)
+    g.tickets.grants = 0
+    g.weights.staged = Staged(5, must_load=True, evaluate=True)
+    g.step()
+    assert g.engine.num_live == 8
+
+
+def test_a_prompt_of_more_answers_than_half_of_the_slots_is_evaluated_all_the_same():
+    g = generator(chunk=1, eval_samples=6)
+    g.tickets.grants = 0
+    g.weights.staged = Staged(5, must_load=True, evaluate=True)
+    while len(g.outputs.of(EvalCompletion)) < EVALS * 7:
+        g.step()
+    assert not g._evaluating
+
+
 def test_in_step_with_the_trainer_it_asks_for_nothing_while_it_evaluates():
     g = generator(synchronous=True, chunk=1)
     g.weights.staged = Staged(0, must_load=True, evaluate=True)
@@ -157,7 +192,7 @@ class LateAnswers(FakeTickets):
 
     def _asked(self, rank, topic, payload):
         self.asked.append((payload["count"], payload["version"]))
-        tickets = [[self.next + i, 1] for i in range(payload["count"])]
+        tickets = [[self.next + i, 1, None] for i in range(payload["count"])]
         self.next += len(tickets)
         self.mail.append((self.now + self.turns, {"tickets": tickets}))
 

@@ -192,14 +192,19 @@ def test_a_function_is_told_what_was_sampled(build):
         decode_raw=lambda ids: f"{WORDS[ids[0]]}, and {len(ids) - 1} more",
     )
     ids = torch.tensor([WORDS.index("right"), 7])
+    mask = torch.ones(2, dtype=torch.bool)
     for sample, reason in enumerate(("stop", "length")):
         one = completion(4, sample, "right")
         logprobs = torch.zeros(2)
         changed = dict(token_ids=ids, generator_logprobs=logprobs, finish_reason=reason)
         changed["policy_versions"] = torch.zeros(2, dtype=torch.int64)
+        changed |= {"loss_mask": mask, "restarts": ~mask}
         executor.inputs.of(Completion).records.append(dataclasses.replace(one, **changed))
     held_out = dataclasses.replace(
-        answer(0, 0, "right"), token_ids=ids, policy_versions=torch.full_like(ids, 3)
+        answer(0, 0, "right"),
+        token_ids=ids,
+        policy_versions=torch.full_like(ids, 3),
+        loss_mask=mask,
     )
     executor.inputs.of(EvalCompletion).records.append(held_out)
     (group,) = settle(executor)

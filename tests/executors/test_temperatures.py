@@ -8,7 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from executors.build import build_generator, build_trainer
+from executors.build import build_generator
+from executors.build_trainer import build_trainer
 from llamarl.config.command_line import compose_config
 from llamarl.ddma.receiver import Staged
 from llamarl.executor import ExecutorGroup
@@ -123,6 +124,9 @@ def test_the_config_gives_the_range_to_the_generator_and_takes_the_comparison_fr
         stop_token_ids=(2,),
         eval_due=None,
         decode=str,
+        fixed_prompts=[],
+        sample_maker=None,
+        placement={"trainer": [0]},
     )
     job.num_dp_ranks = 1
     drawn = ["generator.temperature=[0.7,2]", "seed=11"]

@@ -8,12 +8,14 @@ import signal
 
 import pytest
 
-from llamarl.checkpoint.checkpointer import ranks_of, verify
+from llamarl.checkpoint.checkpointer import verify
+from llamarl.checkpoint.parts import ranks_of
 from tests.launching import GROUPS, SMALL, ForkedJob, Job, untimed
 from tests.scorers import write_scorer
 
 RARE = ("checkpoint.every=1000", "eval.every=0")
 EXIT_FAILED = 1
+ATTEMPTS = 5  # a rank is rarely stopped where the other does not wait for it
 
 
 def kill_after(job, rank, steps, number=signal.SIGKILL):
@@ -147,9 +149,16 @@ def test_a_rank_that_hangs_in_a_collective_with_the_trainers_costs_no_step_eithe
     else:
         given += ["placement.generator=[0,1]", "generator.tensor_parallel=2"]
         given += ["placement.reward=[0]"]
-    with ForkedJob(*SMALL, *RARE, *given, run_dir=tmp_path / "run", ranks=2) as job:
-        kill_after(job, rank=1, steps=3, number=signal.SIGSTOP)
-        job.until(lambda: "was sealed after that" in job.output, "a checkpoint")
-        check_whole(job, at_least=3)
-        assert "has not been heard of" in job.output and "leaves a step of" in job.output
-        assert "is stuck" not in job.output
+    left = False
+    for attempt in range(ATTEMPTS):
+        run_dir = tmp_path / f"run{attempt}"
+        with ForkedJob(*SMALL, *RARE, *given, run_dir=run_dir, ranks=2) as job:
+            kill_after(job, rank=1, steps=3, number=signal.SIGSTOP)
+            job.until(lambda: "was sealed after that" in job.output, "a checkpoint")
+            check_whole(job, at_least=3)
+            assert "has not been heard of" in job.output
+            assert "is stuck" not in job.output and "No checkpoint" not in job.output
+        left = "leaves a step of" in job.output
+        if left:
+            break
+    assert left, "rank 1 was never stopped while rank 0 stood in a collective with it"

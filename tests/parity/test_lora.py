@@ -240,7 +240,7 @@ def test_what_cannot_be_is_said(overrides, ranks, said):
 
 
 def test_settings_reach_the_trainer():
-    from executors.build import build_trainer
+    from executors.build_trainer import build_trainer
 
     def trainer_of(*overrides):
         config = compose_config(overrides)

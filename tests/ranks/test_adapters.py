@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
-from executors.build import build_trainer
+from executors.build_trainer import build_trainer
 from executors.trainer import FSDPTrainer
 from llamarl.comm.channel import dp_rank_of
 from llamarl.comm.groups import World, executor_group
@@ -121,7 +121,13 @@ class Peers:
 
     def report(self, step, row) -> None: ...
 
-    def finish(self, tickets) -> None: ...
+    def finish(self, tickets, verdicts) -> None: ...
+
+    def given_back(self) -> list[int]:
+        return []
+
+    def yield_row(self) -> dict:
+        return {}
 
 
 def trainer_of(model: Path, group: ExecutorGroup, case: str) -> tuple[FSDPTrainer, Peers]:
@@ -129,6 +135,7 @@ def trainer_of(model: Path, group: ExecutorGroup, case: str) -> tuple[FSDPTraine
         [
             "eval.every=0",
             "checkpoint.every=0",
+            "metrics.samples=0",
             "lr=0.02",
             "trainer.eps=1e-4",
             "trainer.microbatch_tokens=30",

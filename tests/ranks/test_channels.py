@@ -56,6 +56,13 @@ def test_a_dead_peer_is_named_to_all_others(tmp_path):
         assert "PeerDied" in outputs[rank] and "rank 2 (executor 2)" in outputs[rank], outputs[rank]
 
 
+def test_a_peer_that_ends_before_its_first_record_is_named_at_once(tmp_path):
+    codes, outputs = run("silence", tmp_path)
+    assert codes[2] == 9
+    for rank in (0, 1):
+        assert "the link with rank 2 (executor 2) broke" in outputs[rank], outputs[rank]
+
+
 # --- what a rank runs ---
 
 
@@ -67,7 +74,7 @@ class Endpoint:
         self.name = name
 
 
-def join():
+def join(heartbeat_timeout_s=3):
     import torch.distributed as dist
 
     from llamarl.comm.control import Control
@@ -76,7 +83,14 @@ def join():
     dist.init_process_group("gloo", rank=rank, world_size=RANKS)
     store = dist.PrefixStore("llamarl", dist.distributed_c10d._get_default_store())
     names = [f"executor {r}" for r in range(RANKS)]
-    return Control(store, rank=rank, world_size=RANKS, leader=0, names=names, heartbeat_timeout_s=3)
+    return Control(
+        store,
+        rank=rank,
+        world_size=RANKS,
+        leader=0,
+        names=names,
+        heartbeat_timeout_s=heartbeat_timeout_s,
+    )
 
 
 def until(control, predicate):
@@ -145,10 +159,32 @@ def exchange_records(control) -> None:
             receiver.close()
 
 
+def end_before_the_first_record(control) -> None:
+    from llamarl.comm.channel import ConnectContext, Gather
+    from llamarl.types import Completion
+
+    context = ConnectContext(
+        control=control,
+        placement={"from": (2,), "to": (0, 1)},
+        ranks=[],  # which only the channel of weights asks about
+        timeout_s=DEADLINE_S,
+    )
+    Gather(Endpoint("from"), Endpoint("to"), carries=Completion).connect(context)
+    control.start()
+    if control.rank == 2:
+        time.sleep(2)  # the others wait for its records by then
+        os._exit(9)
+    until(control, lambda: False)
+
+
 def main() -> None:
-    scenario, control = sys.argv[1], join()
+    scenario = sys.argv[1]
+    # In silence no rank is given up for its heartbeat.
+    control = join(heartbeat_timeout_s=DEADLINE_S if scenario == "silence" else 3)
     if scenario == "records":
         exchange_records(control)
+    elif scenario == "silence":
+        end_before_the_first_record(control)
     else:
         control.start()
         if control.rank == 2:

@@ -210,11 +210,21 @@ def share_of(group: Group, rank: int, ranks: int) -> Group:
     """The group with every so-many-th of its completions, tokens and all."""
     kept = torch.arange(len(group.lengths)) % ranks == rank
     of_tokens = kept.repeat_interleave(group.lengths)
-    tokens = ("token_ids", "generator_logprobs", "policy_versions", "ref_logprobs")
+    tokens = (
+        "token_ids",
+        "generator_logprobs",
+        "policy_versions",
+        "ref_logprobs",
+        "loss_mask",
+        "restarts",
+        "turn_rewards",
+    )
     return dataclasses.replace(
         group,
         lengths=group.lengths[kept],
         rewards=group.rewards[kept],
+        achieved=group.achieved[kept],
+        part_rewards=group.part_rewards[kept],
         finish_reasons=tuple(compress(group.finish_reasons, kept)),
         outcomes=tuple(compress(group.outcomes, kept)),
         **{name: getattr(group, name)[of_tokens] for name in tokens},

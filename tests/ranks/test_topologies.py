@@ -122,6 +122,12 @@ class Recorder:
     def trained(self, reward: float) -> None:
         """What governors of overcommit look at."""
 
+    def given_back(self) -> list[int]:
+        return []
+
+    def yield_row(self) -> dict:
+        return {}
+
     def bind(self, config, parameters, tensor_group) -> None:
         self.config, self.parameters = config, parameters
 
@@ -134,7 +140,7 @@ class Recorder:
             {
                 name: value
                 for name, value in row.items()
-                if not name.startswith(("time/", "weights/"))
+                if not name.startswith(("time/", "weights/", "trainer/threads"))
             }
         )
 

@@ -4,6 +4,7 @@ gloo, bit for bit.
 Each rank of the pool takes part in scenario after scenario.
 """
 
+import json
 import os
 import time
 from pathlib import Path
@@ -16,6 +17,7 @@ RANKS, VERSIONS = 4, 3
 SCENARIO_S = 120  # most seconds for a scenario: a busy machine is slow
 WAIT_S = 60  # of a rank for a version
 SHM = Path("/dev/shm")
+HEADERS = [64, (16 << 10) - 8, (16 << 10) - 7, 100_000]  # bytes, of JSON; a frame has 16 KiB
 
 # name -> trainer ranks, generator ranks, (fsdp, replicate, tp), (tp, replicas)
 TOPOLOGIES = {
@@ -142,6 +144,12 @@ def test_a_topology_that_is_not_the_trainers_is_refused(pool, run):
     assert left_in_shared_memory(pool.pids) == []
 
 
+def test_headers_of_any_length_cross_in_order(pool):
+    """The last byte that fits into a frame, the first that does not, and many frames."""
+    answers = pool.call(__file__, "tell_headers", ranks=2, timeout_s=SCENARIO_S)
+    assert answers == [[], HEADERS]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("transport", ["shm", "gloo"])
 def test_hundreds_of_syncs_leave_nothing_behind(transport):
@@ -179,6 +187,23 @@ def test_hundreds_of_syncs_leave_nothing_behind(transport):
 
 
 # --- what a rank runs ---
+
+
+def tell_headers(rank: int) -> list[int]:
+    """Send headers from rank 0 to rank 1. Returns the bytes of those that came as they were."""
+    from llamarl.comm.groups import link_group
+    from llamarl.ddma.links import Header, Kind, RankLink
+
+    link = RankLink(1 - rank, link_group((0,), (1,)), "gloo")
+    empty = len(json.dumps([Kind.END, 1, {"said": ""}]))
+    came = []
+    for num_bytes in HEADERS:
+        header = Header(Kind.END, 1, {"said": "x" * (num_bytes - empty)})
+        if rank == 0:
+            link.send(header)
+        elif link.recv(timeout_s=WAIT_S) == header:
+            came.append(num_bytes)
+    return came
 
 
 def config_of(scale: int):

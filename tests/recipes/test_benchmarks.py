@@ -5,6 +5,7 @@ Left out: step and weight_sync, whose smallest size takes minutes, and offpolicy
 its own.
 """
 
+import importlib
 import json
 import subprocess
 import sys
@@ -60,6 +61,17 @@ def test_scoring(tmp_path):
 
 def test_machinery():
     assert json.loads(run("machinery", "--steps", 3, "--json").splitlines()[-1])
+
+
+def test_growth(tmp_path):
+    results = tmp_path / "growth.json"
+    run("growth", "--ranks", "2,8", "--steps", 3, "--json", results)
+    found = json.loads(results.read_text())
+    assert [row["ranks"] for row in found["frame"]] == [2, 8]
+    assert all(row["messages_per_step"] > 0 and row["memory_mb"] > 0 for row in found["frame"])
+    run("growth", "--page", results)
+    assert (tmp_path / "growth.png").exists()
+    assert "1,000 generators" in " ".join((tmp_path / "growth.md").read_text().split())
 
 
 @pytest.mark.parametrize("ours", ["same", "best"])
@@ -119,3 +131,36 @@ def test_streaming(tmp_path):
     assert all(made["tail_s"] > 0 for made in found["runs"])
     assert 0 <= found["runs"][1]["prefilled_early"] <= 1
     assert "| intra | 4 |" in (tmp_path / "found.md").read_text()
+
+
+def test_turns(tmp_path):
+    size = ("--rows", 8, "--each", 4, "--pairs", 1, "--json", tmp_path / "turns.json")
+    assert "of one turn" in run("turns", *size)
+    assert "idle" in run("turns", "--idle", "--workers", 4, *size)
+    found = json.loads((tmp_path / "turns.json").read_text())
+    assert found["turns, tiny"]["ratio"]["turns"][0] > 0
+    assert 0 <= found["idle, tiny"]["200 ms"]["idle"] < 1
+
+
+def test_the_calculators_teacher_is_poor_and_never_shows_held_out_sums(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    module = importlib.import_module("calculator")
+    module.write_rows(tmp_path)
+    rows = {}
+    for name in ("held_out", "train", "warm"):
+        lines = (tmp_path / f"{name}.jsonl").read_text().splitlines()
+        rows[name] = [json.loads(line) for line in lines]
+    sums = {}
+    for name, found in rows.items():
+        sums[name] = {row["prompt"].split("?")[0] for row in found}
+    assert not sums["held_out"] & sums["train"]
+    assert not sums["held_out"] & sums["warm"] and not sums["train"] & sums["warm"]
+    said = [row for row in rows["warm"] if "?" not in row["prompt"]]
+    asked = [row for row in said if row["completion"] == "?"]
+    assert len(asked) * 11 == len(said)
+    gone_on = [row for row in rows["warm"] if "?" in row["prompt"]]
+    right = 0
+    for row in gone_on:
+        first, second = map(int, row["prompt"].split("  ")[1].rstrip("=").split("+"))
+        right += row["completion"] == str(first + second)
+    assert 0.5 < right / len(gone_on) < 0.9  # without a carry the poor way is right too

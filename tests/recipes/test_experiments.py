@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from executors.build import options_at
+from executors.build_trainer import options_at
 from llamarl.config.command_line import (
     CONF_DIR,
     RED_TEAM,

@@ -195,6 +195,7 @@ def right(sample: dict) -> bool:
     return sample["completion"].strip() == str(int(first) + int(second))
 
 
+@pytest.mark.slow
 def test_a_run_is_rewarded_by_a_kind_of_ones_own(start, tmp_path):
     given = ("reward=length", f"reward.rate={RATE}")
     said = start(*SMALL, *given, f"run_dir={tmp_path}/run")

@@ -251,6 +251,7 @@ def test_it_ends_where_the_target_is_reached_with_a_model_that_transformers_find
     assert outcome["ended"] == "finished"
 
 
+@pytest.mark.slow
 def test_going_on_from_where_the_target_was_reached_ends_at_once(reached, tmp_path):
     out = tmp_path / "out"
     shutil.copytree(reached.run_dir, out)

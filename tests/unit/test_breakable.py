@@ -140,7 +140,7 @@ def test_a_station_whose_step_was_left_is_saved_asked_and_torn_down_no_more(step
     made._endpoints = []
     made.metrics = SimpleNamespace(close=lambda sealed_step: None)
     made.settings = SimpleNamespace(trace=False)
-    made.control = SimpleNamespace(close=lambda: None)
+    made.control = SimpleNamespace(let_go=lambda: None, close=lambda: None)
     made._close(ended_well=False)
     assert not reward.torn_down
     hangs.set()

@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 from safetensors import SafetensorError
 
 from llamarl.checkpoint import checkpointer as checkpoint
-from llamarl.checkpoint.checkpointer import Checkpointer, find, in_work, load_part, ranks_of, verify
+from llamarl.checkpoint import manifest
+from llamarl.checkpoint.checkpointer import Checkpointer, find, verify
+from llamarl.checkpoint.parts import in_work, load_part, ranks_of
 from llamarl.errors import CheckpointError
 from llamarl.models.sharded_state import box_of
 
@@ -54,12 +56,19 @@ STATE = {
 EXPECTED = [("trainer", 0), ("trainer", 1), ("controller", 0)]
 
 
-def checkpointers(run_dir, keep=2):
+def checkpointers(run_dir, keep=2, timeout_s=60.0):
     """Those of a leader and another rank, as one run has them."""
     mail = Mail()
     controls = [FakeControl(mail, rank) for rank in (0, 1)]
     return [
-        Checkpointer(run_dir, keep=keep, control=control, expected=EXPECTED, extra_parts=("hf",))
+        Checkpointer(
+            run_dir,
+            keep=keep,
+            control=control,
+            expected=EXPECTED,
+            extra_parts=("hf",),
+            timeout_s=timeout_s,
+        )
         for control in controls
     ]
 
@@ -165,8 +174,12 @@ def test_of_a_part_only_what_is_asked_for_is_read(tmp_path):
             read.append(name)
             return file.get_tensor(name)
 
+        def keys(self):
+            return file.keys()
+
+    assert part["version"] == 7 and "_file" not in vars(part), "not opened for a JSON value"
     file, part._file = part._file, Watched()
-    assert part["version"] == 7 and "half" in part and "missing" not in part and read == []
+    assert "half" in part and "missing" not in part and read == []
     assert torch.equal(
         box_of(part, "model/w", (slice(1, 2), slice(0, 2))), STATE["model/w"][1:2, :2]
     ) and read == ["model/w"]
@@ -211,15 +224,37 @@ def test_parts_of_two_steps_may_come_interleaved(tmp_path):
     assert verify(leader.folder / "step_20") == verify(leader.folder / "step_40") == []
 
 
-def test_files_that_the_leader_does_not_see_are_an_error_that_says_what_to_share(tmp_path):
+def test_files_that_the_leader_sees_late_are_waited_for(tmp_path):
+    """As on a file system that shows what one host has written to the others later."""
     leader, other = checkpointers(tmp_path)
+    writing = write(leader, other, 20)
+    for _ in range(5):
+        next(writing)
+    file = leader.begin(20) / "trainer.rank1.json"
+    whole = file.read_bytes()
+    for seen in (None, whole[:-1]):  # not at all, then not all of it
+        if seen is None:
+            file.unlink()
+        else:
+            file.write_bytes(seen)
+        list(writing)
+        leader.pump()
+        assert not leader.sealed(20) and leader.missing(20) == []
+        assert leader.unseen(20) == ["trainer.rank1.json"]
+    file.write_bytes(whole)
+    leader.pump()
+    assert leader.sealed(20) and verify(leader.folder / "step_20") == []
+
+
+def test_files_that_the_leader_does_not_see_are_an_error_that_says_what_to_share(tmp_path):
+    leader, other = checkpointers(tmp_path, timeout_s=0.0)
     writing = write(leader, other, 20)
     for _ in range(5):
         next(writing)
     (leader.begin(20) / "trainer.rank1.json").unlink()
     with pytest.raises(
         CheckpointError,
-        match="does not see trainer.rank1.json; put the run's directory where all hosts see",
+        match="does not see trainer.rank1.json, .*put the run's directory where all hosts see",
     ):
         list(writing)
 
@@ -465,14 +500,18 @@ def test_the_one_asked_for_is_used_or_refused_and_never_another(tmp_path):
 
 def test_another_format_is_named(tmp_path, monkeypatch):
     path = save(*checkpointers(tmp_path), 20)
-    written = checkpoint.FORMAT
-    monkeypatch.setattr(checkpoint, "FORMAT", 99)
+    written = manifest.FORMAT
+    monkeypatch.setattr(manifest, "FORMAT", 99)
     assert verify(path) == [f"manifest.json: format {written}, this version reads 99"]
 
 
 def test_a_part_that_cannot_be_read_is_named(tmp_path):
     path = save(*checkpointers(tmp_path), 20)
     (path / "trainer.rank1.safetensors").write_bytes(b"no tensors")
+    part = load_part(path, "trainer", 1)
+    with pytest.raises(CheckpointError, match="trainer.rank1.safetensors: cannot be read"):
+        part["no JSON value"]
+    (path / "trainer.rank1.json").write_text("no values")
     with pytest.raises(CheckpointError, match="trainer.rank1: cannot be read"):
         load_part(path, "trainer", 1)
 

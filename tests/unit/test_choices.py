@@ -16,7 +16,8 @@ from llamarl.words import choices
 def test_words_that_name_functions_and_classes_have_one_each():
     assert set(get_args(choices.Schedule)) == set(SCHEDULES)
     assert set(get_args(choices.Governor)) == set(GOVERNORS)
-    assert set(get_args(choices.Advantages)) == {*ADVANTAGES, "gae"}  # from a value head
+    # gae needs a value head, turns the rewards of turns.
+    assert set(get_args(choices.Advantages)) == {*ADVANTAGES, "gae", "turns"}
     assert set(get_args(choices.Quantized)) == {*QUANTIZED, "none"}
 
 

@@ -107,6 +107,8 @@ def test_every_choice_of_every_group_fits_the_schema_and_has_the_name_of_its_kin
     needed |= dict.fromkeys(("model", "encoder"), [f"reward.path={tmp_path}"])
     needed |= {"parts": ["reward.parts={brief: {kind: function}}"]}
     needed |= {"python": ["task.fn=m:f"], "mixture": ["task.parts={a: {kind: addition}}"]}
+    played = ["task.environment=m:C"]
+    needed |= {"environment": played if group == "task" else ["task=environment", *played]}
     needed |= {"adapters_off": ["trainer.lora.rank=4"]}
     needed |= {"rows": [f"task.path={tmp_path / 'config.json'}"]}
     for file in (CONF_DIR / group).glob("*.yaml"):
@@ -347,13 +349,34 @@ def test_what_cannot_work_together_is_refused(overrides, where):
 
 
 @pytest.mark.parametrize(
+    "given, said",
+    [
+        (("generator=vllm",), "only the native engine goes on"),
+        (("generator.tensor_parallel=2",), "environments answer one rank"),
+        (("task.eval_path=x",), "makes its own prompts holds some of them out"),
+        (("trainer.advantages=turns", "loss=rloo"), "turns gives each token its own advantage"),
+        (("trainer.advantages=turns", "trainer.whiten=completions"), "turns gives advantages to"),
+        (("trainer.advantages=turns", "trainer.filter_groups=true"), "may have turns that differ"),
+    ],
+)
+def test_what_dialogues_cannot_go_together_with_is_refused(given, said, monkeypatch):
+    monkeypatch.setattr("llamarl.inference.vllm_engine.vllm_problem", lambda: None)
+    played = ("task=environment", "task.environment=m:C")
+    assert complaints(*played) == {}
+    assert said in " ".join(complaints(*played, *given).values())
+
+
+FILE_TASKS = "task=jsonl or hf_dataset or gsm8k or environment"
+
+
+@pytest.mark.parametrize(
     "chosen, override, kinds",
     [
-        ("task=addition", "task.path=nowhere", "task=jsonl or hf_dataset or gsm8k"),
-        ("task=addition", "task.eval_path=nowhere", "task=jsonl or hf_dataset or gsm8k"),
+        ("task=addition", "task.path=nowhere", FILE_TASKS),
+        ("task=addition", "task.eval_path=nowhere", FILE_TASKS),
         ("task=addition", "task.name=chain_sum", "task=questions or reasoning_gym"),
-        ("task=reasoning_gym", "task.path=nowhere", "task=jsonl or hf_dataset or gsm8k"),
-        ("task=gsm8k", "task.prompt_key=q", "task=jsonl or hf_dataset"),
+        ("task=reasoning_gym", "task.path=nowhere", FILE_TASKS),
+        ("task=gsm8k", "task.prompt_key=q", "task=jsonl or hf_dataset or environment"),
         ("task=gsm8k", "task.answer_key=gold", "task=jsonl or hf_dataset"),
         ("task=jsonl", "task.name=chain_sum", "task=questions or reasoning_gym"),
         ("buffer=fifo", "buffer.max_size=100", "buffer=replay"),
@@ -694,7 +717,14 @@ def test_a_script_gets_the_checked_config_of_its_overrides():
 # --- placement ---
 
 AUTO = PlacementSettings(
-    trainer=None, generator=None, reward=None, reference=None, victim=None, colocate=None
+    trainer=None,
+    generator=None,
+    reward=None,
+    reference=None,
+    victim=None,
+    colocate=None,
+    adapt=True,
+    sheet=None,
 )
 
 

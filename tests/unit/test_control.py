@@ -223,6 +223,7 @@ def test_a_silent_leader_is_named_by_the_others(ranks):
     assert isinstance(error, PeerDied) and "rank 0 (trainer) has not been heard of" in str(error)
 
 
+@pytest.mark.slow
 def test_a_rank_that_has_not_begun_to_beat_is_not_dead(ranks):
     leader, other = ranks(2, start=False, heartbeat_timeout_s=SILENCE_S)
     leader.start()
@@ -252,6 +253,7 @@ class HeldUp(threading.Event):
         return super().wait(timeout)
 
 
+@pytest.mark.slow
 def test_a_host_that_was_held_up_as_a_whole_has_no_dead_ranks(ranks):
     leader, other = ranks(2, start=False, heartbeat_timeout_s=SILENCE_S)
     leader._closing = HeldUp(2 * SILENCE_S)
@@ -291,6 +293,41 @@ def test_a_rank_that_ends_by_itself_is_not_ended(ranks, monkeypatch):
     assert not beat.is_alive() and codes == []
 
 
+class Hung:
+    """A thread that never ends. Notes for how long it is waited for, on a clock of its own."""
+
+    def __init__(self):
+        self.now = 100.0
+        self.waits = []
+
+    def join(self, timeout):
+        self.waits.append(timeout)
+        self.now += min(timeout, 3.0)
+
+
+def test_threads_that_hang_after_a_loss_are_waited_for_once_altogether(alone, monkeypatch):
+    hung = Hung()
+    monkeypatch.setattr(control_module.time, "monotonic", lambda: hung.now)
+    alone.join(hung)
+    alone.join(hung)
+    alone.loss = PeerDied("rank 1 is gone")
+    for _ in range(3):
+        alone.join(hung)
+    assert hung.waits == [5.0, 5.0, 5.0, 2.0, 0.0]
+
+
+def test_a_rank_that_lets_go_has_said_its_last_words(ranks, monkeypatch):
+    monkeypatch.setattr(control_module, "GRACE_S", 2 * control_module.BEAT_S)
+    monkeypatch.setattr(control_module.os, "_exit", lambda code: None)
+    leader, _ = ranks(2, start=False)
+    leader.keep([0], last_words_s=control_module.BEAT_S)
+    leader.lose(PeerDied("rank 1 is gone", [1]))
+    leader.let_go()
+    leader.start()
+    eventually(lambda: leader.failure is leader.loss)
+    assert getattr(leader.loss, "__notes__", []) == []
+
+
 class HungStore:
     """Of a launcher that is stopped after a rank's first beat: every call waits."""
 
@@ -318,6 +355,7 @@ class HungStore:
         return b'[0, "close", {}]'
 
 
+@pytest.mark.slow
 def test_a_store_that_hangs_is_named_though_the_heartbeat_hangs_in_it(monkeypatch):
     monkeypatch.setattr(control_module.os, "_exit", lambda code: None)
     store = HungStore()
@@ -411,6 +449,20 @@ def test_a_rank_that_is_left_alone_in_a_collective_names_the_one_that_is_gone(ra
     assert not ExecutorController._step_or_lose(controller, executor, clock=None)
     assert "the link with rank 2 broke" in str(eventually(lambda: everyone[1].loss))
     assert "the link with rank 2 broke" in str(everyone[0].loss)
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_peer_that_was_told_of_the_end_first_and_is_gone_is_no_loss(alone, lost):
+    alone.keep([0], LAST_WORDS_S)
+    alone.lose(PeerDied("the link with rank 1 broke", [1]))
+    alone.post(0, "end", {"of_checkpoint": "A checkpoint was sealed.", "lost": lost})
+    controller = SimpleNamespace(control=alone)
+    if lost:
+        with pytest.raises(PeerDied, match="the link with rank 1 broke") as raised:
+            ExecutorController._is_told_to_end(controller)
+        assert raised.value.__notes__ == ["A checkpoint was sealed."]
+    else:
+        assert ExecutorController._is_told_to_end(controller)
 
 
 @pytest.mark.parametrize(
@@ -522,6 +574,7 @@ def test_progress_of_one_rank_is_known_to_all_and_a_standstill_is_none(ranks):
     assert disk.looks <= seen + 1
 
 
+@pytest.mark.slow
 def test_last_words_that_get_on_have_no_end_and_a_standstill_ends_them(ranks, monkeypatch):
     monkeypatch.setattr(control_module, "GRACE_S", LAST_WORDS_S)
     leader, _ = ranks(2)

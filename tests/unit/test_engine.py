@@ -12,92 +12,29 @@ from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from llamarl.inference import generate
-from llamarl.inference.decode import NativeDecode
 from llamarl.inference.engine import Engine
 from llamarl.inference.sampler import SamplingParams
 from llamarl.models.attention import PackedAttention
-from llamarl.models.build import ModelConfig, build_decoder, read_config
+from llamarl.models.build import build_decoder, read_config
 from llamarl.models.hf import load_weights, named_parameters_hf
-from llamarl.native import library
+from tests.decoding import (
+    CONFIG,
+    MAX_LEN,
+    TOLERANCE,
+    drain,
+    full_forward_logits,
+    full_forward_logprobs,
+    needs_kernels,
+    random_decoder,
+)
 from tests.engines import load
 from tests.tolerances import assert_same_greedy, margins_of, of_logprobs
 
 pytestmark = pytest.mark.machine
 
-MAX_LEN = 40
-CONFIG = ModelConfig(
-    architecture="LlamaForCausalLM",
-    vocab_size=31,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
-    rms_norm_eps=1e-6,
-    rope_theta=10000.0,
-    rope_scaling=None,
-    max_position_embeddings=64,
-    tie_word_embeddings=True,
-    attention_bias=False,
-)
-
-# Of logprobs by two routes: the C kernel, the module with a cache, and its whole forward, which
-# round each in their own way.
-TOLERANCE = of_logprobs(CONFIG, size=5.0)
-
-
-def random_decoder(seed=0, config=CONFIG, scale=0.3):
-    decoder = build_decoder(config, device="cpu")
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, parameter in decoder.named_parameters():
-            noise = torch.randn(parameter.shape, generator=generator) * scale
-            parameter.copy_(torch.ones_like(noise) if "norm" in name else noise)
-    return decoder
-
-
-@pytest.fixture(params=["native", "module"])
-def way(request, monkeypatch):
-    """Both ways to decode on a CPU: the C kernel, and the module with PyTorch's operations."""
-    if request.param == "module":
-        monkeypatch.setattr(NativeDecode, "fits", staticmethod(lambda *_: False))
-    else:
-        needs_kernels()
-
-
-def needs_kernels():
-    if library("decode", "-fopenmp") is None:
-        pytest.skip("no C compiler, or LLAMARL_NATIVE=0")
-
 
 def engine(max_slots=8, max_len=MAX_LEN, **kwargs):
     return Engine(random_decoder(**kwargs), max_slots=max_slots, max_len=max_len)
-
-
-def drain(engine, chunk=4):
-    finished = []
-    while engine.num_live or engine.num_waiting:
-        engine.step(chunk)
-        finished += engine.pop_finished()
-    return {(stream, c.ticket, c.sample_index): c for stream, c in finished}
-
-
-def full_forward_logits(decoder, completion):
-    """[L, V] that the completion's tokens were chosen from, by one forward over all of it."""
-    ids = torch.cat([completion.prompt_ids, completion.token_ids])
-    with torch.no_grad():
-        logits = decoder(
-            ids, torch.arange(ids.numel()), PackedAttention(torch.tensor([0, ids.numel()]))
-        )
-    return logits[completion.prompt_ids.numel() - 1 : -1]
-
-
-def full_forward_logprobs(decoder, completion, temperature=1.0, banned=()):
-    """[L] logprobs of the completion's tokens by one forward over the whole sequence."""
-    logits = full_forward_logits(decoder, completion)
-    logits[:, list(banned)] = -math.inf
-    return (logits / temperature).log_softmax(1).gather(1, completion.token_ids[:, None]).squeeze(1)
 
 
 PROMPTS = [[1, 5, 9], [1, 7], [3], [2, 4, 6, 8, 10, 12, 14], [1, 5, 9, 11]]
@@ -247,6 +184,7 @@ def test_new_weights_stamp_later_tokens_and_keep_the_cache():
 
     class Mixed:
         longest = ids.numel()
+        padding = 0
         cached: dict = {}
 
         def attend(self, layer, q, k, v):
@@ -780,6 +718,8 @@ def test_a_completion_that_has_ended_cannot_go_on_and_an_aborted_partial_keeps_i
             token_ids=torch.full((more,), 4),
             generator_logprobs=torch.zeros(more),
             policy_versions=torch.zeros(more, dtype=torch.int64),
+            loss_mask=torch.ones(more, dtype=torch.bool),
+            restarts=torch.zeros(more, dtype=torch.bool),
             params=params,
         )
         with pytest.raises(ValueError, match="cannot go on"):

@@ -129,10 +129,10 @@ def test_the_mean_of_scores_other_than_0_and_1_is_no_accuracy_and_stays_none(sco
 def test_a_success_is_a_score_above_the_threshold_without_what_novelty_adds(num_samples, success):
     """Of the sampled ones where there are any."""
     book = Evaluations(own_set(2), num_samples=num_samples, success_above=0.5)
-    sampled = [scored(0.6), scored(0.5), Outcome("score", 2.0, "", without_novelty=0.5)]
+    sampled = [scored(0.6), scored(0.5), Outcome("score", 2.0, "", success=0.5)]
     sampled.append(Outcome("error", math.nan, "x"))
     for prompt in range(2):
-        book.add(completion(prompt, 0), Outcome("score", 0.2, "", without_novelty=0.9))
+        book.add(completion(prompt, 0), Outcome("score", 0.2, "", success=0.9))
         for sample in range(num_samples):
             book.add(completion(prompt, 1 + sample), sampled[2 * prompt + sample])
     ((_, values),) = book.finished()

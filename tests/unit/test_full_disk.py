@@ -28,7 +28,7 @@ def closing_controller(tmp_path, closed, trace):
         _was_left=lambda executor: False,
         settings=SimpleNamespace(trace=trace, run_dir=tmp_path),
         world=SimpleNamespace(rank=0),
-        control=SimpleNamespace(close=lambda: closed.append("control")),
+        control=SimpleNamespace(let_go=lambda: None, close=lambda: closed.append("control")),
     )
     controller._dump_trace = lambda: ExecutorController._dump_trace(controller)
     return controller

@@ -209,6 +209,7 @@ def test_numbers_of_eight_bits_are_weights_and_looked_at_too(model, dtype):
         load_weights(build_decoder(read_config(model)), model)
 
 
+@pytest.mark.slow
 def test_a_run_with_such_weights_ends_in_words(model, tmp_path):
     tensors = load_file(model / WEIGHTS)
     tensors["model.norm.weight"][0] = math.nan

@@ -149,12 +149,14 @@ UPDATES: list[dict[str, object]] = [
 
 def kinds_of_updates():
     """Each kind in float32, and in bfloat16 the first; the others, which show no other bytes a
-    number, are slow tests.
+    number, are slow tests, and so is the large one.
     """
+    slow = [pytest.mark.slow]
     for fields in UPDATES:
         name = " ".join(f"{key}={value}" for key, value in fields.items())
-        yield pytest.param(fields, "float32", id=f"{name} float32")
-        marks = [] if fields is UPDATES[0] else [pytest.mark.slow]
+        marks = slow if "shape" in fields else []
+        yield pytest.param(fields, "float32", id=f"{name} float32", marks=marks)
+        marks = [] if fields is UPDATES[0] else slow
         yield pytest.param(fields, "bfloat16", id=f"{name} bfloat16", marks=marks)
 
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from llamarl.launch import start
 from llamarl.launch.outcome import recorded
-from llamarl.observe import sinks
+from llamarl.observe import ended, sinks
 from llamarl.observe.rows import RowWriter
 
 
@@ -36,6 +36,27 @@ def test_a_run_that_an_error_ends_has_failed_whatever_it_made(tmp_path):
     with pytest.raises(RuntimeError), recorded(run(10), tmp_path, max_steps=10):
         raise RuntimeError
     assert json.loads((tmp_path / "outcome.json").read_text())["ended"] == "failed"
+
+
+@pytest.mark.parametrize(
+    "step, code, line", [(10, 0, "finished after step 10"), (7, 75, "stopped after step 7")]
+)
+def test_a_script_hears_by_an_exit_code_how_a_run_ended(tmp_path, capsys, step, code, line):
+    with recorded(run(step), tmp_path, max_steps=10):
+        assert ended.main([str(tmp_path)]) == 3
+        assert "under way, was killed, or never started" in capsys.readouterr().out
+    assert ended.main([str(tmp_path)]) == code
+    assert line in capsys.readouterr().out
+
+
+def test_a_script_hears_of_a_failure_and_of_what_is_no_outcome(tmp_path, capsys):
+    with pytest.raises(RuntimeError), recorded(run(10), tmp_path, max_steps=10):
+        raise RuntimeError
+    assert ended.main([str(tmp_path)]) == 1
+    for text in ("{", "[]", "{}", '{"ended": "gone", "step": 1}'):
+        (tmp_path / "outcome.json").write_text(text)
+        assert ended.main([str(tmp_path)]) == 2
+        assert f"{tmp_path / 'outcome.json'}: {text!r} is no outcome" in capsys.readouterr().err
 
 
 def test_only_the_leader_writes_and_a_disk_that_refuses_is_no_other_end(tmp_path, caplog):

@@ -1,5 +1,6 @@
 """Groups that are not whole, packed for a checkpoint and taken out again."""
 
+import dataclasses
 import json
 
 import torch
@@ -8,7 +9,7 @@ from safetensors.torch import load, save
 from llamarl.inference.partials import of_other_prompts, pack, unpack
 from llamarl.inference.requests import Partial
 from llamarl.inference.sampler import SamplingParams
-from llamarl.types import Completion, Prompt
+from llamarl.types import Completion, Ending, Prompt
 
 PROMPT = torch.tensor([1, 5])
 
@@ -43,6 +44,28 @@ SAMPLES = [
     of(Completion, 7, 1, [4, 2], [3, 3], "stop"),
     of(Completion, 9, 0, [4, 5, 6], [4, 4, 5], "length"),
 ]
+
+
+def test_a_checkpoint_without_masks_has_sampled_tokens_alone():
+    """As an earlier commit left it."""
+    state = stored(pack(SAMPLES))
+    for name in ("loss_mask", "restarts", "endings"):
+        del state[name]
+    for sample in taken_out(state, newest=5):
+        assert sample.loss_mask.all() and not sample.restarts.any()
+        assert sample.loss_mask.numel() == sample.token_ids.numel()
+
+
+def test_masks_and_endings_are_kept_and_cut_as_tokens_are():
+    mask = torch.tensor([False, True])
+    ending = Ending(reason="turns", num_turns=2, reward=0.5, error="", turn_rewards=(0.25, 0.25))
+    begun = dataclasses.replace(SAMPLES[0], loss_mask=mask, restarts=~mask)
+    ended = dataclasses.replace(SAMPLES[2], loss_mask=mask, restarts=~mask, ending=ending)
+    for newest, count in ((5, 2), (3, 1)):
+        first, second = taken_out(stored(pack([begun, ended])), newest)
+        assert first.loss_mask.tolist() == mask.tolist()[:count]
+        assert first.restarts.tolist() == (~mask).tolist()[:count]
+        assert second.ending == ending and second.loss_mask.tolist() == mask.tolist()
 
 
 def test_what_is_taken_out_is_what_was_put_in():

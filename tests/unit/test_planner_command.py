@@ -4,21 +4,23 @@ import json
 import re
 import subprocess
 import sys
+import time
 from dataclasses import asdict
 
 import pytest
 import torch
 
-from llamarl.config.command_line import check_command_line, compose_config
-from llamarl.config.conversion import save_config
+from llamarl.config.command_line import check_command_line
 from llamarl.models.config import read_config, tiny_directory
 from llamarl.planner import probe as probing
 from llamarl.planner.__main__ import main
 from llamarl.planner.check import check_run
 from llamarl.planner.fit import fit_runs, points_of
+from llamarl.planner.probe_ranks import time_together_s
 from llamarl.planner.search_settings import KEYS, read_words
 from llamarl.planner.sheet import read_sheet
 from tests.house import ROOT
+from tests.unit.made_runs import ROW, made_run
 
 TINY = f"model.path={tiny_directory()}"
 SIZES = ["groups_per_step=8", "group_size=4", "max_new_tokens=32", "task.max_prompt_tokens=16"]
@@ -138,6 +140,7 @@ def test_auto_leaves_a_choice_to_the_planner():
         (["fit", "--probe", "runs/a"], "either --probe or the directories"),
         (["fit", "--probe", "minutes=3"], "minutes=3: unknown key"),
         (["fit", "--probe", "seconds=-3"], "seconds=-3: need a number above 0"),
+        (["fit", "--probe", "threads=0"], "threads=0: need a whole number of at least 1"),
         (["fit", "nowhere"], "nowhere/metrics.jsonl: no such file"),
         (["fit", "nowhere", "prompts=3"], "prompts=3: unknown key"),
         (["check"], "needs the directories of runs"),
@@ -169,12 +172,15 @@ def counted(monkeypatch):
     clock = Readings()
     made = probing.Watch
 
-    def watch(device):
+    def watch(device, **_):
         return made(device, clock)
 
     monkeypatch.setattr(probing, "Watch", watch)
+    # Half a second more than an update of one rank.
+    monkeypatch.setattr(probing, "time_together_s", lambda *_, **__: 1.5)
 
 
+@pytest.mark.slow
 def test_a_probe_makes_a_sheet_that_a_search_takes(capsys, tmp_path, counted):
     file = tmp_path / "mine.yaml"
     status, out, err = run(capsys, "fit", "--probe", f"sheet={file}", "seconds=1")
@@ -186,41 +192,48 @@ def test_a_probe_makes_a_sheet_that_a_search_takes(capsys, tmp_path, counted):
     assert measured.is_of(config, dtype)
     # Every step took a second, of 16 tokens a row.
     assert measured.decode.curve.ys[0] == pytest.approx(1 / probing.CHUNK)
-    assert measured.score.ys == (1.0, 1.0, 1.0)
+    assert measured.score.ys == (1.0, 1.0, 1.0, 1.0)
+    # 512 completions in a second; an update takes no longer beside others on this clock.
+    assert measured.hosted_s == pytest.approx(1 / 512)
+    assert (measured.publish_s, measured.swap_s, measured.crowding) == (1.0, 1.0, 0.0)
+    assert measured.together_s == (0.5 if probing.has_other_cores() else 0.0)
     words = [TINY, *SIZES, f"sheet={file}", f"model.dtype={dtype}", "--gpus", "2"]
     status, out, _ = run(capsys, "search", *words)
     assert status == 0 and "measured (tiny" in out
 
 
+def test_decode_steps_are_timed_while_all_rows_are_there(monkeypatch):
+    """The first rows sample while the prompts of the others are read."""
+    rows = []
+
+    class Counting(probing.Watch):
+        def shortest(self, work, repeats=probing.REPEATS):
+            sampled = [work() for _ in range(1 + repeats)]
+            rows.append(min(sampled) / probing.CHUNK)
+            return super().shortest(lambda: None)
+
+    monkeypatch.setattr(probing, "MOST_ROWS", 64)
+    config = read_config(tiny_directory())
+    watch = Counting(torch.device("cpu"))
+    cost = probing.time_decoding(config, "float32", watch, budget_s=60.0)
+    # Where some had ended there is no point.
+    assert list(cost.curve.xs) == [1, 4, 16, 64]
+    assert cost.error.points == sum(row in (1, 4, 16, 64) for row in rows)
+
+
+def test_a_process_that_waits_for_a_core_is_timed_without_the_wait():
+    """Its budget is spent all the same."""
+    watch = probing.Watch(torch.device("cpu"), clock=time.process_time)
+    is_spent = watch.until(0.2)
+    assert watch.seconds(lambda: time.sleep(0.3)) < 0.2
+    assert is_spent()
+
+
+def test_two_ranks_train_together():
+    assert 0 < time_together_s("", "float32", groups=2) < 60
+
+
 # --- Runs, whose rows are written by hand ---
-
-# 4 groups of 4 completions of 10 tokens behind prompts of 6: 184 packed tokens, in two microbatches
-# of 1,000 that are filled to 9.2 %. The trainer is busy for 0.4 s, so 0.2 s each.
-ROW = {
-    "time/step_s": 0.8,
-    "time/wait_for_data_s": 0.3,
-    "weights/publish_stall_s": 0.1,
-    "weights/bytes": 6534912.0,
-    "tokens/trained": 160.0,
-    "completion/length_mean": 10.0,
-    "packing/unused_budget_fraction": 0.908,
-    # Half a batch and 2 groups are 16 rows. 160 tokens in 0.3 s are 10 steps of 0.03 s.
-    "generator/tokens_per_s": 200.0,
-    "generator/idle_fraction": 0.625,
-    "reward/idle_fraction": 0.9,
-    "tickets/overcommit": 2.0,
-}
-
-
-def made_run(folder, rows, *words):
-    """The directory of a run in one process that has these rows."""
-    given = ["groups_per_step=4", "group_size=4", "max_new_tokens=40", "eval.every=0"]
-    given += ["trainer.microbatch_tokens=1000", *words]
-    folder.mkdir()
-    save_config(compose_config(given), folder / "config.yaml")
-    lines = [json.dumps(row | {"step": step}) + "\n" for step, row in enumerate(rows)]
-    (folder / "metrics.jsonl").write_text("".join(lines))
-    return folder
 
 
 def test_a_row_is_a_point_of_each_curve(tmp_path):
@@ -244,22 +257,24 @@ def test_runs_make_a_sheet_and_are_compared_with_it(capsys, tmp_path):
     assert (status, err) == (0, "")
     measured = read_sheet(file).measured
     assert measured.is_of(read_config(tiny_directory()), "float32")
-    assert measured.microbatch.error.points == 2
+    assert measured.microbatch.error.points == 1  # a run
     status, out, err = run(capsys, "check", run_dir, f"sheet={file}", "prompt_tokens=6")
     assert (status, err) == (0, "")
-    assert "0.8 s measured (median of 3 steps)" in out
+    assert "0.8 s measured (middle of 3 steps)" in out
 
 
 def test_a_step_is_predicted_from_what_was_measured_by_hand(tmp_path):
     """In one process both sides take turns: two microbatches of 0.2 s and a publication of 0.1 s;
-    ten steps of 0.03 s, prompts in a third of a microbatch, and a swap as long as a publication.
+    0.3 s of sampling are prompts of 24 tokens at a third of what a trained token takes, a swap as
+    long as a publication, and ten steps in the rest.
     """
     run_dir = made_run(tmp_path / "a", [{}, {}, ROW])
     sheet = fit_runs([run_dir], read_sheet("h100"), prompt_tokens=6.0)
     found = check_run(run_dir, sheet, prompt_tokens=6.0)
     assert found.trainer_s == (pytest.approx(0.4 + 0.1), pytest.approx(0.5))
-    assert found.sample_s == (pytest.approx(0.3 + 0.2 / 3 + 0.1), pytest.approx(0.3))
-    assert found.step_s == pytest.approx(0.5 + 0.3 + 0.2 / 3 + 0.1)
+    assert found.sample_s == (pytest.approx(0.3), pytest.approx(0.3))
+    assert found.step_s == pytest.approx(0.5 + 0.3)
+    assert sheet.measured.prefill.at(24) == pytest.approx(24 * 0.2 / 92 / 3)
     assert found.error == pytest.approx(found.step_s / 0.8 - 1)
 
 

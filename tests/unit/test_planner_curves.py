@@ -77,6 +77,18 @@ def test_a_cost_of_two_sizes_is_found_from_noiseless_times(steps, slope):
     assert cost.at(4, 40) == pytest.approx(ys[1] + slope * 40, rel=1e-6)
 
 
+def test_a_cost_of_three_sizes_is_found_from_noiseless_times():
+    """2 x + 0.5 y + 3 z, with three y and z at every x: exact."""
+    points = []
+    for x in (1, 4, 16):
+        for y, z in ((10 * x, 1), (10 * x, 5), (40 * x, 1)):
+            points.append((x, y, 2.0 * x + 0.5 * y + 3.0 * z, z))
+    cost = Cost.fitted(*map(list, zip(*points)))
+    assert (cost.slope, cost.each) == (pytest.approx(0.5), pytest.approx(3.0))
+    assert cost.curve.ys == pytest.approx((2.0, 8.0, 32.0), rel=1e-6)
+    assert cost.at(4, 40, 2) == pytest.approx(8 + 20 + 6)
+
+
 def test_a_second_size_that_makes_it_faster_is_noise():
     cost = Cost.fitted([1, 1], [1, 2], [2.0, 1.0])
     assert cost.slope == 0.0

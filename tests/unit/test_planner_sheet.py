@@ -9,7 +9,8 @@ from llamarl.models.config import read_config, tiny_directory
 from llamarl.models.sharding import num_parameters
 from llamarl.planner.costs import Costs
 from llamarl.planner.curves import Cost, Curve, FitError
-from llamarl.planner.plans import GeneratorPlan, Numerics, Plan, TrainerPlan
+from llamarl.planner.memory import Memory
+from llamarl.planner.plans import Experts, GeneratorPlan, Numerics, Plan, TrainerPlan, Work
 from llamarl.planner.sheet import SHEETS, BadSheet, Measured, read_sheet, sheet_path, write_sheet
 
 H100 = read_sheet("h100")
@@ -18,12 +19,14 @@ MEASURED = Measured(
     model="tiny",
     parameters=num_parameters(MODEL),
     dtype="float32",
-    microbatch=Cost(Curve((100, 200), (1.0, 2.0)), 1e-3, FitError(0.1, 0.2, 5)),
+    microbatch=Cost(Curve((100, 200), (1.0, 2.0)), 1e-3, FitError(0.1, 0.2, 5), each=1e-5),
     update_s=0.5,
     decode=Cost(Curve((1, 4), (0.1, 0.2)), 1e-4),
     prefill=Curve((10, 20), (0.3, 0.4)),
     copy=Curve((1e6,), (0.01,)),
     score=Curve((1, 2), (0.5, 0.75)),
+    turn_s=0.1,
+    crowding=0.25,
 )
 SHEET = replace(H100, name="mine", measured=MEASURED, notes=("of a test",))
 ONE = Plan(TrainerPlan(1, 1, 1, 200), GeneratorPlan(1, 1, 4))
@@ -126,8 +129,9 @@ def test_what_is_no_sheet_is_refused(tmp_path):
 
 def test_what_was_measured_is_taken_as_it_is():
     timings = costs().timings(ONE)
-    # Two microbatches of 200 tokens: 2 s each, and a millisecond a pair of 200 x 100 / 2.
-    assert timings.update_s(4, 400) == pytest.approx(2 * (2.0 + 1e-3 * 200 * 50) + 0.5)
+    # Two microbatches of 200 tokens: 2 s each, and a millisecond a pair of 200 x 100 / 2, and what
+    # each of 2 completions costs.
+    assert timings.update_s(4, 400) == pytest.approx(2 * (2.0 + 1e-3 * 200 * 50 + 2e-5) + 0.5)
     assert timings.decode_s(4, 1000) == pytest.approx(0.2 + 0.1)
     assert timings.prefill_s(15) == pytest.approx(0.35)
     assert timings.score_s(2) == 0.75
@@ -149,6 +153,29 @@ def test_a_decode_step_reads_its_weights_by_hand():
     step_s = device.decode_s(1, 0)
     fixed = MODEL.num_hidden_layers * 3e-5
     assert step_s == pytest.approx(fixed + 4 * numbers / (0.75 * 3.35e12), rel=1e-6)
+
+
+def test_experts_are_held_all_and_read_as_far_as_rows_see_them():
+    """8 experts of which a token sees 2, so that the model's MLPs are 2 of them: 4 times as much is
+    held, 1 of it read by one row, and 4 (1 - 0.75^3) = 2.3125 by three, whose experts overlap.
+    """
+    dense = costs(H100)
+    sparse = Costs(H100, MODEL, dense.numerics, Experts(number=8, used=2))
+    of_mlps = 3 * MODEL.hidden_size * MODEL.intermediate_size * MODEL.num_hidden_layers
+    assert sparse.num_numbers == dense.num_numbers + 3 * of_mlps
+    assert sparse.generator_bytes(1) == dense.generator_bytes(1) + 3 * 4 * of_mlps
+    assert sparse.multiplied == dense.multiplied
+    rate = 0.75 * 3.35e12
+    assert sparse.decode_s(1, 0) == pytest.approx(dense.decode_s(1, 0))
+    more = sparse.decode_s(3, 0) - dense.decode_s(3, 0)
+    assert more == pytest.approx(1.3125 * 4 * of_mlps / rate)
+    # What was measured was of the dense model.
+    assert Costs(SHEET, MODEL, dense.numerics, Experts(8, 2)).decode_s(4, 0) != 0.2
+    with pytest.raises(ValueError, match="used=9"):
+        Experts(number=8, used=9)
+    work = Work(4, 4, 10, 10, longest_prompt=16, max_new_tokens=16)
+    with pytest.raises(ValueError, match="not counted for a mixture of experts"):
+        Memory(sparse, work).trainer(TrainerPlan(1, 1, 1, 256))
 
 
 def test_a_microbatch_computes_its_flops_by_hand():

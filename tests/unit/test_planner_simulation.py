@@ -118,9 +118,9 @@ def test_trainers_end_a_step_together(longer, monkeypatch):
 
     monkeypatch.setattr(flow, "draw", by_turns)
     timings = dict(DECODE, update_s=1.0, update_token_s=0.0625)
-    # Each of two has one group, of 2 x (3 + 8) tokens or of 2 x (3 + 4).
+    # Each of two has one group, of 3 + 2 x 8 tokens or of 3 + 2 x 4: its prompt is packed once.
     result = outcome(timings, max_lag=0, num_trainers=2, warmup_steps=1)
-    assert result.step_s == 4.0 + 1.0 + 22 * 0.0625
+    assert result.step_s == 4.0 + 1.0 + 19 * 0.0625
 
 
 def test_scores_are_made_by_so_many_workers_and_ranks():
@@ -167,6 +167,36 @@ def test_without_updates_in_flight_a_generator_drains_first():
     drained = outcome(timings, **shared, in_flight_updates=False)
     assert drained.mean_lag > in_flight.mean_lag
     assert drained.max_lag <= 4
+
+
+def test_weights_may_be_published_every_second_step_only():
+    # A batch takes 4 s, two batches may be of one version, and a version leaves in 2 s. Version 0
+    # is there at 2 s, its batches at 6 and 10, which are trained on by 9 and 13; version 2 is there
+    # at 15, and so on.
+    timings = dict(DECODE, publish_s=2.0)
+    settings = dict(max_lag=1, overcommit=2, stops_generators=True, publish_every=2)
+    result = outcome(timings, **settings)
+    assert result.steps_s == (9.0, 6.0, 7.0, 6.0, 7.0, 6.0)
+    assert result.lags == {0: 12, 1: 12}
+
+
+@pytest.mark.parametrize(
+    "changed, step_s",
+    [
+        (dict(), 4.0),  # the generator's 4 s a batch are more than the trainer's 1 + 2
+        # It stops between its chunks of 2 s until the version is there, 3 s after its last batch.
+        (dict(stops_generators=True), 5.0),
+        # And reads 2 prompts, and at the swap 4 rows of 3 + 4 tokens again: 28 tokens before its
+        # last chunk, while the prompts are read before it stops.
+        (dict(stops_generators=True, recompute_kv=True), 5.0 + 28 / 64),
+    ],
+)
+def test_a_generator_may_stand_still_while_weights_leave_and_read_its_rows_again(changed, step_s):
+    timings = dict(decode_s=0.5, update_s=1.0, publish_s=2.0)
+    if "recompute_kv" in changed:
+        timings["prefill_token_s"] = 1 / 64
+    result = outcome(timings, max_lag=1, overcommit=2, warmup_steps=2, **changed)
+    assert result.steps_s == (step_s,) * 4
 
 
 # --- Staleness ---
@@ -360,6 +390,7 @@ def test_a_simulation_reads_no_clock(monkeypatch):
     assert len(result.steps_s) == 6
 
 
+@pytest.mark.slow
 @pytest.mark.bitwise("a simulation is a function of its settings, in every process")
 def test_the_same_settings_give_the_same_bits_in_every_process():
     code = (
@@ -417,6 +448,7 @@ def test_what_cannot_be_simulated_is_said_at_once():
         ({"max_steps": "few"}, "max_steps=few: need a whole number"),
         ({"decode_s": "-1"}, "decode_s=-1.0: need at least 0 seconds"),
         ({"overcommit": "much"}, "overcommit=much"),
+        ({"publish_every": "3"}, "publish_every=3, max_lag=1"),
     ):
         with pytest.raises(ValueError, match=words):
             simulate_values(values)

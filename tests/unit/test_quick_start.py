@@ -104,6 +104,7 @@ def test_a_mistyped_key_of_ones_own_executor_builds_no_other():
     assert (loaded, refused.returncode) == ([], 2)
 
 
+@pytest.mark.slow
 def test_a_dry_run_loads_none_of_what_torchtune_drags_in():
     loaded, planned = loaded_by("llama_async.py", "+dry_run=true", of=UNUSED + SHARDED)
     assert (loaded, planned.returncode) == ([], 0), planned.stderr
@@ -119,6 +120,7 @@ def test_a_run_in_one_process_loads_none_of_it_before_its_first_step(tmp_path):
 # --- torchtune ---
 
 
+@pytest.mark.slow
 def test_torchtune_and_torchao_are_the_true_ones_afterwards():
     code = """
 import sys
@@ -146,6 +148,7 @@ assert isinstance(decoder.layers[0].attn, modules.MultiHeadAttention)
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_where_torchtune_is_loaded_already_its_class_is_taken():
     code = """
 import torchtune.modules
@@ -157,6 +160,7 @@ assert issubclass(Decoder, torchtune.modules.TransformerDecoder)
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "change",
     [

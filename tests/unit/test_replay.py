@@ -14,13 +14,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from executors.build import build_buffer
+from executors.build_trainer import build_buffer
 from llamarl.comm.groups import World
 from llamarl.config.command_line import compose_config
 from llamarl.errors import LagExceeded
 from llamarl.launch.job import Job
 from llamarl.launch.run_directory import RunDirectory
-from llamarl.learning.buffer import decoded
+from llamarl.learning.buffer import stored_group
 from llamarl.learning.replay import (
     ReplayBuffer,
     draw_completions,
@@ -605,7 +605,8 @@ def test_what_is_stored_is_encoded_in_pieces_that_hold_up_nobody_for_long():
     state = ours.state_dict()
     pieces = [value for name, value in state.items() if name.startswith("buffer/")]
     assert len(pieces) == len(ours.stored()) > 2
-    assert [g.ticket for g in decoded(state)] == [g.ticket for g in ours.stored()]
+    groups = [stored_group(state, number) for number in range(len(ours.stored()))]
+    assert [g.ticket for g in groups] == [g.ticket for g in ours.stored()]
 
 
 # --- growth that ends ---

@@ -8,7 +8,8 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llamarl.tickets.ledger import TicketLedger, in_time
+from llamarl.tickets.ledger import TicketLedger
+from llamarl.tickets.pool import in_time
 
 DP_RANKS, GENERATORS = (1, 2, 4), (1, 2, 3)
 B = 4

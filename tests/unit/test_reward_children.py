@@ -114,6 +114,7 @@ def test_what_an_item_leaves_running_ends_with_the_item(what, kind):
         assert pool.score([("", "none", {})])[0].kind == "score"  # by the same worker
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what, timeout_s", [("die", DEADLINE_S), ("hang", 3.0)])
 def test_what_an_item_started_ends_with_a_worker_that_dies_or_is_killed(what, timeout_s):
     with RewardPool("my_rewards:score", timeout_s=timeout_s) as pool:
@@ -184,6 +185,7 @@ def test_a_guard_that_does_not_answer_is_killed(monkeypatch):
     assert process.returncode == -signal.SIGKILL
 
 
+@pytest.mark.slow
 def test_a_worker_that_the_kernel_holds_is_left_behind_and_told_of(monkeypatch, caplog):
     monkeypatch.setattr(process_module, "KILL_S", 0.1)
     pool = RewardPool("my_rewards:score", timeout_s=3.0)

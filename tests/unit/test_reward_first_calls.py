@@ -143,6 +143,7 @@ def test_a_function_that_loads_in_its_first_call_is_not_killed(monkeypatch):
     assert kinds == dict.fromkeys(kinds, ["score"] * 4) and len(kinds) == 6
 
 
+@pytest.mark.slow
 def test_a_worker_that_comes_after_a_killed_one_is_fresh_too():
     """The second call hangs; the worker after it has to load once more, for 1.5 s."""
     with open("mine.py", "a") as file:
@@ -154,6 +155,7 @@ def test_a_worker_that_comes_after_a_killed_one_is_fresh_too():
     assert [outcome.kind for outcome in outcomes] == ["score", "error", "score", "score"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [1, 3])
 def test_first_calls_that_never_come_back_end_the_run_and_say_what_to_do(monkeypatch, num_workers):
     monkeypatch.setattr(calls, "FIRST_CALL_S", 1.0)
@@ -170,6 +172,7 @@ def test_first_calls_that_never_come_back_end_the_run_and_say_what_to_do(monkeyp
         )
 
 
+@pytest.mark.slow
 def test_one_prompt_that_hangs_first_ends_no_run(monkeypatch):
     monkeypatch.setattr(calls, "FIRST_CALL_S", 2.0)
     samples = [("bad", "hang", {})] * 3 + [("good", "c", {})]
@@ -253,6 +256,7 @@ def test_an_async_call_that_overruns_or_raises_costs_itself_alone(monkeypatch):
     assert outcomes[4].reason.startswith("TimeoutError: the server did not answer")
 
 
+@pytest.mark.slow
 def test_an_async_call_that_does_not_yield_is_killed_and_costs_itself_alone(monkeypatch):
     monkeypatch.setattr(calls, "FIRST_CALL_S", 0.0)
     monkeypatch.setattr(calls, "ASYNC_GRACE_S", 0.5)

@@ -195,6 +195,7 @@ def test_each_value_of_a_list_is_judged_by_itself():
     assert "finite" in outcomes[0].reason and outcomes[4] == Outcome("score", 0.5, "")
 
 
+@pytest.mark.slow
 def test_a_call_that_overruns_costs_its_own_completions_alone():
     samples = [("p", "1", {}), ("q", "1", {}), ("p", "2", {}), ("r", "1", {})]
     outcomes = score("hang_on_two", samples, timeout_s=1.25)

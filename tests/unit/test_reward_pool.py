@@ -224,6 +224,7 @@ def test_the_function_finds_an_empty_stdin():
     assert run(["stdin", "value 1"])[0].value == 0.0
 
 
+@pytest.mark.slow
 def test_a_pool_that_is_polled_late_kills_nobody_early():
     """Five items of 0.5 s under a limit of 2 s, and nobody looks until the last is at work."""
     with RewardPool("my_rewards:score", timeout_s=2.0) as pool:
@@ -235,6 +236,7 @@ def test_a_pool_that_is_polled_late_kills_nobody_early():
         assert [o.kind for o in drain(pool).values()] == ["score"] * 5
 
 
+@pytest.mark.slow
 def test_the_clock_of_an_item_stands_while_the_item_is_not_in_the_pipe():
     with RewardPool("my_rewards:score", timeout_s=2.0) as pool:
         pool.start()

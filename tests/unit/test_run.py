@@ -9,7 +9,9 @@ import json
 import logging
 import os
 import shutil
+import socket
 import threading
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from pathlib import Path
@@ -20,6 +22,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
+from llamarl.checkpoint import manifest
 from llamarl.checkpoint.checkpointer import Checkpointer, verify
 from llamarl.comm.control import Control
 from llamarl.comm.groups import World
@@ -118,7 +121,7 @@ def a_checkpoint(job, step=3):
         for ticket in IN_WORK
     ]
     identity = dataclasses.asdict(identity_of(job))
-    checkpointer.save_part(step, "controller", 0, {"identity": identity})
+    checkpointer.save_part(step, "controller", 0, {"identity": identity, "ledger": {}})
     checkpointer.save_part(step, "generator", 0, pack(begun))
     checkpointer.pump()
     return checkpointer.folder / f"step_{step}"
@@ -721,6 +724,70 @@ def test_damage_that_any_rank_finds_is_told_by_all(job):
         file.write_bytes(whole)
     told = opened_by_all([job() for _ in range(3)])
     assert len(set(told)) == 1 and "no checkpoint is whole" in told[0]
+
+
+@pytest.fixture
+def seen_late(monkeypatch):
+    """seen_late(hidden, looks): no rank that waits for a checkpoint sees the file `hidden` of it at
+    its first looks, as on a file system that lags behind.
+    """
+
+    def hide(hidden: str, looks: int) -> None:
+        usual = manifest._unseen_of
+        num_looks = Counter()
+
+        def late(path, digest):
+            num_looks[threading.get_ident()] += 1
+            is_late = num_looks[threading.get_ident()] <= looks
+            return [hidden] if is_late else usual(path, digest)
+
+        monkeypatch.setattr(manifest, "_unseen_of", late)
+
+    return hide
+
+
+def test_a_checkpoint_that_other_hosts_see_late_is_waited_for_and_not_passed_over(job, seen_late):
+    older, newer = a_checkpoint(job(), 3), a_checkpoint(job(), 4)
+    seen_late("manifest.json", looks=2)
+    runs = opened_by_all([job() for _ in range(3)])
+    assert {run.resume_from for run in runs} == {newer}
+    assert older.is_dir()
+
+
+def test_a_checkpoint_that_another_host_never_sees_ends_in_an_error_that_names_it(job, seen_late):
+    """The older one is not taken instead, for the newer is whole."""
+    a_checkpoint(job(), 3)
+    newer = a_checkpoint(job(), 4)
+    seen_late("trainer.rank0.json", looks=10**9)
+    told = opened_by_all([job("timeout_s=1") for _ in range(2)])
+    assert len(set(told)) == 1
+    assert f"{newer} is whole where rank 0 runs, but after 1 s" in told[0]
+    assert f"rank 1 on {socket.gethostname()} does not see trainer.rank0.json" in told[0]
+
+
+def test_a_rank_sees_a_checkpoint_once_all_that_its_manifest_names_is_there(job):
+    path = a_checkpoint(job())
+    digest = manifest.digest_of(manifest.read_manifest(path))
+    looks = []
+
+    def show_more():
+        """Show the manifest at the first look, and the last byte of a part at the second."""
+        looks.append(1)
+        if len(looks) == 1:
+            hidden.rename(path / "manifest.json")
+        else:
+            part.write_bytes(whole)
+
+    (part,) = path.glob("*.safetensors")
+    whole = part.read_bytes()
+    part.write_bytes(whole[:-1])
+    hidden = (path / "manifest.json").rename(path.parent / "hidden")
+    assert manifest.wait_until_seen(path, digest, patience_s=60, waiting=show_more) == []
+    assert len(looks) == 2
+    other = "another manifest's"
+    assert manifest.wait_until_seen(path, other, patience_s=0, waiting=show_more) == [
+        "manifest.json"
+    ]
 
 
 def test_a_rank_that_reads_other_data_is_named(job, data, tmp_path):

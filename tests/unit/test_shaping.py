@@ -8,15 +8,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from llamarl.learning.advantages import group_mean
+from llamarl.learning.reduction import Ranks
 from llamarl.learning.shaping import (
     STD_EPS,
     Rewards,
     Shaping,
     moments,
     shape,
+    shape_all,
     whiten_advantages,
     whiten_rewards,
 )
+from llamarl.learning.targets import Targets, make_targets
 from tests.updating import NAN, group
 
 FLOAT32 = 1e-6
@@ -52,6 +56,44 @@ def test_the_kl_is_taken_off_each_token_and_off_the_completion():
 def test_a_kl_needs_a_reference():
     with pytest.raises(ValueError, match="reward_kl_coef=0.1 needs ref_logprobs"):
         shape(group(1, [2], [1.0]), Shaping(reward_kl_coef=0.1))
+
+
+@pytest.mark.parametrize("lengths", [[2, 1], [3, 0, 4]])
+def test_groups_are_shaped_together_as_each_alone(lengths):
+    """Of one size, whose advantages are made together too, and of several."""
+    others = [
+        group(2, [1, 5], [0.3, 0.7], finish_reasons=("stop", "length")),
+        group(3, [2, 2], [1.0, NAN]),
+    ]
+    groups = [group(1, lengths, [0.1, 0.9, 0.4][: len(lengths)]), *others]
+    for g in groups:
+        g.turn_rewards[-1] = 0.25
+    groups = [dataclasses.replace(g, ref_logprobs=g.generator_logprobs - 1.0) for g in groups]
+    shaping = Shaping(missing_eos_penalty=-1.0, reward_kl_coef=0.1)
+    together = shape_all(groups, shaping)
+    made, _ = targets_of(groups, shaping)
+    for g, rewards, targets in zip(groups, together, made, strict=True):
+        alone = shape(g, shaping)
+        assert rewards.tokens.tolist() == alone.tokens.tolist()
+        assert (
+            rewards.completions.nan_to_num(9).tolist() == alone.completions.nan_to_num(9).tolist()
+        )
+        own = Targets.of(g, group_mean(alone.completions))
+        assert targets.advantages.tolist() == pytest.approx(own.advantages.tolist(), abs=FLOAT32)
+    assert shape_all([], shaping) == []
+
+
+def targets_of(groups, shaping):
+    """Return the targets of one rank's groups, by group_mean."""
+    return make_targets(
+        groups,
+        shaping,
+        advantages="group_mean",
+        critic=None,
+        old_values=None,
+        minibatches=[slice(len(groups))],
+        ranks=Ranks(None, torch.device("cpu"), None),
+    )
 
 
 @st.composite

@@ -242,6 +242,7 @@ def join(port, counts, of_torchrun, timeout_s=60.0):
     return [(process.returncode, output) for process, output in zip(started, outputs)]
 
 
+@pytest.mark.slow
 def test_processes_whose_agents_count_restarts_differently_meet_on_torchruns_store():
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     for counts in ({0: 0, 1: 0}, {0: 0, 1: 1}):  # the second start finds what the first left
@@ -249,6 +250,7 @@ def test_processes_whose_agents_count_restarts_differently_meet_on_torchruns_sto
             assert code == 0 and output.endswith("met\n"), output
 
 
+@pytest.mark.slow
 def test_without_torchrun_rank_0_hosts_the_store_for_all_jobs_of_the_process():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -257,6 +259,7 @@ def test_without_torchrun_rank_0_hosts_the_store_for_all_jobs_of_the_process():
         assert code == 0 and output.endswith("met\n"), output
 
 
+@pytest.mark.slow
 def test_a_rank_alone_names_the_store_that_it_cannot_reach():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

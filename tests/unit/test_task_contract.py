@@ -69,8 +69,10 @@ def make(kind, folder):
         settings |= {"text": "say", "words": ["77", "Seven"]}
     if kind == "reasoning_gym":
         settings |= {"name": "chain_sum"}
-    if kind in ("jsonl", "gsm8k"):
-        rows = ROWS if kind == "jsonl" else GSM8K_ROWS
+    if kind == "environment":
+        settings |= {"environment": "tests.games:Shop"}
+    if kind in ("jsonl", "gsm8k", "environment"):
+        rows = GSM8K_ROWS if kind == "gsm8k" else ROWS
         path = folder / f"{kind}.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
         settings |= {"path": path}
@@ -93,6 +95,7 @@ KINDS = (
     "hf_dataset",
     "reasoning_gym",
     "python",
+    "environment",
     "doubling",
 )
 

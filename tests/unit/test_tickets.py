@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from llamarl.comm.channel import dp_rank_of
 from llamarl.tickets.governors import GOVERNORS, Constants
-from llamarl.tickets.ledger import TicketLedger, in_time
+from llamarl.tickets.ledger import TicketLedger
+from llamarl.tickets.pool import in_time
 from llamarl.tickets.prompts import PromptStream
 
 

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llamarl.tickets.ledger import NEVER, TicketLedger
+from llamarl.tickets.ledger import TicketLedger
+from llamarl.tickets.pool import NEVER
 
 
 def ledger(**changes):

@@ -14,14 +14,21 @@ from llamarl.config.ranges import Count, Positive
 class FunctionKindSettings(KindSettings):
     kind: Literal["function"]
     fn: str | None
+    options: dict[str, object]  # further arguments of the function
     num_workers: Count
     timeout_s: Positive
     memory_mb: Count
 
     def find(self, given: Given, run: RunFacts, found: Findings) -> None:
-        """Add rows without an answer, which the task's own reward compares with."""
+        """Add rows without an answer, which the task's own reward compares with, and options of a
+        function that is not named.
+        """
         if self.fn is not None:
             return
+        if self.options:
+            what = "these are options of a function of your own"
+            remedy = f"{given.key('fn')}=module:function, or {given.key('options')}={{}}"
+            found.add(f"{what}; {remedy}", given.key("options"), given.key("fn"))
         for answer_key in run.unanswered:
             what = "the task's own reward compares with the row's answer, and the rows have none"
             remedy = f"{given.key('fn')}=module:function, or {answer_key}=answer"

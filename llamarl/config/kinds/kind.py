@@ -22,6 +22,7 @@ class RunFacts:
     offload: bool
     generator_kind: str
     has_victim: bool
+    has_environment: bool
 
 
 @settings_dataclass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from llamarl.config.marks import settings_dataclass
+from llamarl.config.ranges import Natural
 
 
 @settings_dataclass
@@ -10,3 +11,11 @@ class MetricsSettings:
     tensorboard: bool
     wandb: bool
     trace: bool
+
+
+@settings_dataclass
+class RunMetricsSettings(MetricsSettings):
+    """Those of a run of RL, which has samples to look at."""
+
+    samples: Natural
+    show_every: Natural

@@ -22,6 +22,8 @@ class PlacementSettings:
     reference: list[int] | None
     victim: list[int] | None
     colocate: list[str] | None
+    adapt: bool
+    sheet: str | None
 
 
 def find_sharing(placement: PlacementSettings, found: Findings, *, offload: bool) -> None:
@@ -35,12 +37,28 @@ def find_sharing(placement: PlacementSettings, found: Findings, *, offload: bool
         )
 
 
+def find_planning(placement: PlacementSettings, found: Findings, *, max_lag: int | None) -> None:
+    """Find ranks that are given beside a sheet by which they are to be chosen, and a run without
+    asynchrony to plan for.
+    """
+    if placement.sheet is None:
+        return
+    for name in ("trainer", "generator", "colocate"):
+        if getattr(placement, name) is not None:
+            what = "the planner chooses the ranks of trainer and generator; leave one of both out"
+            found.add(what, "placement.sheet", f"placement.{name}")
+    if max_lag == 0:
+        what = "a synchronous run gains nothing from a split; leave the sheet out"
+        found.add(what, "placement.sheet", "max_lag")
+
+
 def find_given_ranks(placement: PlacementSettings, found: Findings, *, world_size: int) -> bool:
     """Find ranks that do not exist, or that contradict placement.colocate. Return whether all are
     possible.
     """
     num_before = len(found.problems)
     given = dataclasses.asdict(placement)
+    del given["adapt"], given["sheet"]
     together = given.pop("colocate")
     if together is not None and (len(together) < 2 or not set(together) <= set(COLOCATED)):
         what = f"need two or more of {', '.join(COLOCATED)}; or null"

@@ -140,36 +140,45 @@ def _find_advantages(
     trainer: TrainerSettings, run: RunSettings, found: Findings, *, loss: LossSettings
 ) -> None:
     """Find advantages that are always 0, or that nothing can use."""
-    if trainer.advantages != "gae":
-        if run.group_size < 2:
-            found.add(
-                "a group of one has no baseline, so its advantage is always 0; need at least 2, "
-                "or trainer.advantages=gae",
-                "group_size",
-                "trainer.advantages",
-            )
+    if trainer.advantages != "gae" and run.group_size < 2:
+        found.add(
+            "a group of one has no baseline, so its advantage is always 0; need at least 2, "
+            "or trainer.advantages=gae",
+            "group_size",
+            "trainer.advantages",
+        )
+    if trainer.advantages not in ("gae", "turns"):
         return
     # An unknown loss is reported elsewhere, and a user's own loss may take any advantages.
     if loss.fn in declarations() and not declares(loss.fn, "token_advantages"):
         published = published_losses().items()
         by_token = [n for n, sets in published if declares(str(sets["fn"]), "token_advantages")]
         found.add(
-            "gae gives each token its own advantage, which this loss does not use; "
+            f"{trainer.advantages} gives each token its own advantage, which this loss does not "
+            "use; "
             f"trainer.advantages=group_mean, or loss={' or '.join(by_token)}",
             "trainer.advantages",
             "loss.fn",
         )
-    if trainer.filter_groups:
+    if trainer.whiten == "completions":
         found.add(
-            "a value model learns from groups of equal rewards too, so keep them; "
+            f"{trainer.advantages} gives advantages to tokens and none to completions; "
+            "trainer.whiten=advantages",
+            "trainer.whiten",
+            "trainer.advantages",
+        )
+    if trainer.filter_groups and trainer.advantages == "turns":
+        found.add(
+            "groups of equal rewards may have turns that differ, so keep them; "
             "trainer.filter_groups=false",
             "trainer.filter_groups",
             "trainer.advantages",
         )
-    if trainer.whiten == "completions":
+    elif trainer.filter_groups:
         found.add(
-            "gae gives advantages to tokens and none to completions; trainer.whiten=advantages",
-            "trainer.whiten",
+            "a value model learns from groups of equal rewards too, so keep them; "
+            "trainer.filter_groups=false",
+            "trainer.filter_groups",
             "trainer.advantages",
         )
 

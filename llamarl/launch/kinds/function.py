@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Sequence
 from functools import partial
@@ -45,12 +46,13 @@ class FunctionKind(Kind[FunctionKindSettings]):
     def score(self, samples: Sequence[Item]) -> list[Outcome]:
         """Return the outcomes of samples. ValueError as try_out says."""
         return check_reward(
-            self.identity,
+            self._path,
             samples,
             section=self.given.section,
             fn_key=self._fn_key,
             remedy=f"correct the function, or {self.given.remedy}",
             must_score=self.given.must_score,
+            options=self.settings.options,
             timeout_s=self.settings.timeout_s,
             memory_mb=self.settings.memory_mb,
             **self.scored.conversation,
@@ -58,6 +60,13 @@ class FunctionKind(Kind[FunctionKindSettings]):
 
     @property
     def identity(self) -> str:
+        """The function's import path, with its options."""
+        if not self.settings.options:
+            return self._path
+        return f"{self._path} {json.dumps(self.settings.options, sort_keys=True)}"
+
+    @property
+    def _path(self) -> str:
         """The function's import path."""
         return self.settings.fn or self.job.task.default_reward
 
@@ -72,6 +81,7 @@ class FunctionKind(Kind[FunctionKindSettings]):
         """
         pool = partial(
             RewardPool,
+            options=self.settings.options,
             num_workers=self.settings.num_workers,
             timeout_s=self.settings.timeout_s,
             memory_mb=self.settings.memory_mb,
@@ -79,7 +89,7 @@ class FunctionKind(Kind[FunctionKindSettings]):
             fn_key=self._fn_key,
             **self.scored.conversation,
         )
-        path = self.identity
+        path = self._path
         others = []
         if self.settings.fn is None:
             others = [fn for fn in self.job.set_rewards if fn != path]

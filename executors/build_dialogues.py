@@ -1,0 +1,76 @@
+"""The engine of dialogues from a config: environments in workers, and the engine that samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from executors.generator import TRAIN
+from llamarl.config.tasks import EnvironmentSettings
+from llamarl.environments.calls import FORMATS
+from llamarl.environments.dialogues import Dialogues, Limits
+from llamarl.environments.engine import DialogueEngine
+from llamarl.environments.pool import EnvironmentPool
+from llamarl.executor import ExecutorGroup
+from llamarl.inference import Engine
+from llamarl.inference.protocol import Bind, BuildEngine
+from llamarl.launch.job import Job
+from llamarl.tasks.environment import makes_prompts, turn_tokens
+from llamarl.types import Prompt
+
+
+def dialogue_engine(
+    task: EnvironmentSettings, job: Job, build: BuildEngine, group: ExecutorGroup, bind: Bind
+) -> DialogueEngine:
+    """Build the engine of dialogues around the one that samples turns."""
+    inner = build(group, bind)
+    assert isinstance(inner, Engine), "config lets no other kind through"
+    return around(inner, task, job)
+
+
+def around(inner: Engine, task: EnvironmentSettings, job: Job) -> DialogueEngine:
+    """Build the engine of dialogues around one that has its weights."""
+    reproducible = job.config.max_lag == 0
+    return DialogueEngine(
+        inner,
+        partial(_dialogues, task, job, reproducible=reproducible),
+        prompt_of=partial(_prompt_of, job),
+        reproducible=reproducible,
+    )
+
+
+def _prompt_of(job: Job, stream: int, ticket: int) -> Prompt:
+    """Return the prompt of a ticket, or in a stream of evaluations the held-out one."""
+    return job.prompts[ticket] if stream == TRAIN else job.held_out.prompt(ticket)
+
+
+def _dialogues(
+    task: EnvironmentSettings, job: Job, on_answer: Callable[[], None], *, reproducible: bool
+) -> Dialogues:
+    """Build the dialogues of a replica, with their workers."""
+    play = task.play
+    turns = turn_tokens(
+        task.environment, job.tokenizer, chat=task.chat, system_prompt=task.system_prompt
+    )
+    calls = play.calls
+    if calls == "auto":
+        calls = "json" if turns.has_template else "words"
+    has_own_messages = makes_prompts(task.environment)
+    return Dialogues(
+        EnvironmentPool(
+            task.environment,
+            num_workers=play.num_workers,
+            timeout_s=play.timeout_s,
+            memory_mb=play.memory_mb,
+            on_answer=on_answer,
+        ),
+        turns,
+        Limits(max_turns=play.max_turns, max_turn_tokens=play.max_turn_tokens),
+        read_calls=FORMATS[calls],
+        decode=job.decode,
+        prompt_key=task.prompt_key,
+        is_own=task.path is None or has_own_messages,
+        is_dialogue=has_own_messages,
+        seed=job.config.seed,
+        reproducible=reproducible,
+    )

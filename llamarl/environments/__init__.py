@@ -1,0 +1,1 @@
+"""Environments: dialogues of many turns with what answers the policy, in worker processes."""

@@ -1,0 +1,479 @@
+"""Dialogues: each completion of an environment's task, from its prompt to its end.
+
+    begin --> environment --context--> sampled turn --> environment --context--> ... --> Over
+               poll(): GoOn                hear()          poll(): GoOn                 poll()
+
+The generator samples turns and tells them; what it is to do next comes from `poll`. A dialogue is
+its tokens alone: a checkpoint holds them, and `restore` plays the environment again with the turns
+that they spell, and compares what it says with the context that they hold.
+
+    ended by        reason          when
+    the policy      completed       a turn that calls no tool; of a dialogue: it says it is done
+    a tool          tool_stopped    the environment's `done` is True behind a call
+    limits          turns           max_turns turns were taken
+                    tokens          a turn has max_turn_tokens, or the dialogue max_new_tokens
+                    context         what the environment said does not fit into max_new_tokens
+    an unreadable   parse_error     a call that cannot be read
+    failures        timeout, lost   pool.py; such a dialogue is not trained on
+    an order        aborted         as for any completion
+
+With `reproducible` nothing is polled before all calls under way are answered, and what comes then
+is in the order of the dialogues: what is batched together does not depend on who was fast.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from itertools import count, groupby
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from llamarl.environments.calls import ToolCall, Unreadable
+from llamarl.environments.contracts import Answer
+from llamarl.environments.pool import EnvironmentPool, Failure
+from llamarl.inference.kept import Key
+from llamarl.inference.sampler import SamplingParams
+from llamarl.tasks.environment import GAME
+from llamarl.tasks.tools import Schema
+from llamarl.tasks.turns import Turn, TurnTokens
+from llamarl.types import Completion, Ending, EndReason, FinishReason, Prompt, begin_of_turn
+
+_FINISH: dict[EndReason, FinishReason] = {
+    "completed": "stop",
+    "tool_stopped": "stop",
+    "parse_error": "stop",
+    "aborted": "aborted",
+}  # "length" for all others
+
+
+@dataclass(frozen=True, slots=True)
+class GoOn:
+    """The engine is to sample the next turn of a dialogue, behind this context."""
+
+    key: Key
+    context: list[int]
+    most_tokens: int  # that the completion may have with that turn
+    is_anew: bool  # whether the model reads this context alone, in the place of all before it
+
+
+@dataclass(frozen=True, slots=True)
+class Over:
+    """A dialogue has ended."""
+
+    key: Key
+    completion: Completion
+    mismatches: int  # tokens that differ from those that were sampled
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How long a dialogue may become, beside the tokens of its completion."""
+
+    max_turns: int
+    max_turn_tokens: int | None  # None: what is left
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Neighbouring tokens of a completion that are all sampled, or all context."""
+
+    is_context: bool
+    token_ids: list[int]
+
+
+@dataclass(slots=True, eq=False)
+class _Dialogue:
+    """A dialogue that has not ended."""
+
+    key: Key
+    number: int  # the pool's key of its environment
+    prompt: Prompt
+    params: SamplingParams
+    completion: Completion  # what it has so far; behind the last GoOn also what is sampled now
+    state: Literal["begins", "samples", "acts", "ends"] = "begins"
+    sampled: list[int] = field(default_factory=list)  # in all turns
+    turn_begin: int = 0  # of the newest turn, in `sampled`
+    num_turns: int = 0
+    reward: float | None = None
+    turn_rewards: list[float] = field(default_factory=list)
+    reason: EndReason = "completed"
+    # What was said so far, for a template that rewrites history; nothing is kept for any other.
+    history: list[Turn] = field(default_factory=list)
+    tools: list[Schema] = field(default_factory=list)
+    # What of a restored dialogue's tokens must still be played again; None: it is not restored, or
+    # nothing is left.
+    runs: deque[_Run] | None = None
+
+    def take(self, turn: list[int]) -> None:
+        """Note the tokens of a turn that was sampled."""
+        self.turn_begin = len(self.sampled)
+        self.sampled += turn
+
+
+class Dialogues:
+    """Keeps the dialogues of one replica of the generator.
+
+    pool: plays the environments. turns: makes tokens of what they say. read_calls: of a turn's
+    text. is_own: the environments make their own prompts. is_dialogue: they have that contract.
+    decode: gives the text of token ids. seed: the run's.
+    """
+
+    def __init__(
+        self,
+        pool: EnvironmentPool,
+        turns: TurnTokens,
+        limits: Limits,
+        *,
+        read_calls: Callable[[str], list[ToolCall]],
+        decode: Callable[[list[int]], str],
+        prompt_key: str,
+        is_own: bool,
+        is_dialogue: bool,
+        seed: int,
+        reproducible: bool,
+    ):
+        self.pool = pool
+        self._turns = turns
+        self._limits = limits
+        self._read_calls = read_calls
+        self._decode = decode
+        self._prompt_key = prompt_key
+        self._is_own = is_own
+        self._is_dialogue = is_dialogue
+        self._seed = seed
+        self._reproducible = reproducible
+        self._first = turns.first() if is_own else []
+        self._tail = [] if is_own else turns.prompt("a")[1]
+        self._rewrites = bool(turns.appends())
+        self._numbers = count()
+        self._open: dict[Key, _Dialogue] = {}
+        self._keys: dict[int, Key] = {}  # by number
+        self._moves: list[GoOn] = []
+        self._over: list[Over] = []
+        self._answers: list[tuple[int, Answer | Failure]] = []
+
+    @property
+    def num_open(self) -> int:
+        """How many dialogues have not ended."""
+        return len(self._open)
+
+    @property
+    def num_opening(self) -> int:
+        """How many dialogues wait for the first words of their environment."""
+        return sum(dialogue.state == "begins" for dialogue in self._open.values())
+
+    @property
+    def num_acting(self) -> int:
+        """How many environments are at work."""
+        return self.pool.pending
+
+    def begin(self, key: Key, prompt: Prompt, params: SamplingParams) -> Completion:
+        """Begin a dialogue, and return its completion, which has no token yet.
+        params.max_new_tokens: the most tokens that it may come to, context included.
+        """
+        return self._begin(key, prompt, params, _begun(key, prompt)).completion
+
+    def restore(
+        self, key: Key, prompt: Prompt, params: SamplingParams, completion: Completion
+    ) -> None:
+        """Go on with a dialogue from its tokens: its environment is played again."""
+        dialogue = self._begin(key, prompt, params, completion)
+        dialogue.runs = runs_of(completion.token_ids, completion.loss_mask)
+
+    def hear(self, key: Key, completion: Completion) -> None:
+        """Note that a dialogue's turn has ended. completion: all that it has."""
+        dialogue = self._open.get(key)
+        if dialogue is None:
+            return  # it was aborted
+        dialogue.completion = completion
+        turn = completion.last_turn.tolist()
+        dialogue.take(turn)
+        if completion.finish_reason == "aborted":
+            self._finish(dialogue, "aborted")
+        elif completion.finish_reason == "length":
+            dialogue.num_turns += 1
+            self._end(dialogue, "tokens")
+        else:
+            self._act(dialogue, turn)
+
+    def abort(self, ticket: int | None, stream: int | None = None) -> None:
+        """End the dialogues of a ticket and a stream (None: of any) that no engine is sampling."""
+        not_begun = {move.key for move in self._moves}
+        for key, dialogue in list(self._open.items()):
+            is_of = stream in (None, key[0]) and ticket in (None, key[1])
+            is_sampled = dialogue.state == "samples" and key not in not_begun
+            if is_of and not is_sampled:
+                self._finish(dialogue, "aborted")
+
+    def poll(self) -> tuple[list[GoOn], list[Over]]:
+        """Return what the engine is to sample next, and what has ended since the last call."""
+        self._answers += self.pool.poll()
+        if not (self._reproducible and self.pool.pending):
+            self._answers.sort(key=lambda answer: answer[0])
+            answers, self._answers = self._answers, []
+            for number, answer in answers:
+                key = self._keys.get(number)
+                if key is not None:
+                    self._take(self._open[key], answer)
+        if self._reproducible and self.pool.pending:
+            return [], self.pop_over()
+        moves, self._moves = self._moves, []
+        return moves, self.pop_over()
+
+    def pop_over(self) -> list[Over]:
+        """Return what has ended since the last call."""
+        over, self._over = self._over, []
+        return over
+
+    def close(self) -> None:
+        """End all environments."""
+        self.pool.close()
+
+    # --- One dialogue ---
+
+    def _begin(
+        self, key: Key, prompt: Prompt, params: SamplingParams, completion: Completion
+    ) -> _Dialogue:
+        number = next(self._numbers)
+        dialogue = _Dialogue(
+            key=key, number=number, prompt=prompt, params=params, completion=completion
+        )
+        if self._is_dialogue:
+            dialogue.reward = 0.0  # turns add to it, and without any it is a sum of nothing
+        self._open[key] = dialogue
+        self._keys[number] = key
+        row = row_of(prompt, self._prompt_key)
+        self.pool.begin(number, row, seed_of(self._seed, prompt))
+        return dialogue
+
+    def _act(self, dialogue: _Dialogue, turn: list[int]) -> None:
+        """Put a turn to the environment, or end with it."""
+        dialogue.num_turns += 1
+        text = self._decode(turn)
+        try:
+            calls = self._read_calls(text)
+        except Unreadable:
+            self._end(dialogue, "parse_error")
+            return
+        if not (calls or self._is_dialogue):
+            self._end(dialogue, "completed")
+            return
+        said: Turn = {"role": "assistant", "content": text}
+        if calls:
+            said["tool_calls"] = calls
+        dialogue.state = "acts"
+        self.pool.step(dialogue.number, said)
+
+    def _take(self, dialogue: _Dialogue, answer: Answer | Failure) -> None:
+        """Take the environment's answer in."""
+        if isinstance(answer, Failure):
+            self._finish(dialogue, answer.kind, error=answer.reason)
+            return
+        if answer.reward is not None:
+            dialogue.reward = answer.reward + (dialogue.reward or 0.0)
+        if dialogue.state == "acts":
+            missing = dialogue.num_turns - 1 - len(dialogue.turn_rewards)
+            dialogue.turn_rewards += [0.0] * missing + [answer.reward or 0.0]
+        if dialogue.state == "ends":
+            self._finish(dialogue, dialogue.reason)
+        elif dialogue.state == "begins":
+            self._open_with(dialogue, answer)
+        elif dialogue.runs and (answer.done or answer.stopped):
+            self._finish(dialogue, "lost", error="begun again, the environment ends earlier")
+        elif answer.done:
+            self._end(dialogue, "completed")
+        elif answer.stopped:
+            self._end(dialogue, "tool_stopped")
+        elif dialogue.num_turns >= self._limits.max_turns:
+            self._end(dialogue, "turns")
+        else:
+            try:
+                context, is_anew = self._context(dialogue, answer.messages)
+            except ValueError as error:
+                self._finish(dialogue, "lost", error=str(error))
+                return
+            self._go_on(dialogue, context, is_anew=is_anew)
+
+    def _context(self, dialogue: _Dialogue, said: list[Turn]) -> tuple[list[int], bool]:
+        """Return the context behind the newest turn, and whether it stands for all that was said
+        before too, because the template now shows that in another way.
+        """
+        if self._rewrites:
+            before = dialogue.history
+            turn = {"role": "assistant", "content": self._newest_text(dialogue)}
+            dialogue.history = [*before, turn, *said]
+            if not self._turns.goes_on(before, turn, said, dialogue.tools):
+                return self._turns.whole(dialogue.history, dialogue.tools), True
+        return self._turns.context(said, ended_by=self._ended_by(dialogue)), False
+
+    def _newest_text(self, dialogue: _Dialogue) -> str:
+        return self._decode(dialogue.sampled[dialogue.turn_begin :])
+
+    def _open_with(self, dialogue: _Dialogue, answer: Answer) -> None:
+        """Make the context before the first turn."""
+        try:
+            dialogue.tools = answer.tools or self._turns.tools
+            if self._rewrites:
+                dialogue.history = self._first_turns(dialogue.prompt, answer.messages)
+            if not self._is_own:
+                context = self._turns.opening(answer.messages, self._tail)
+            elif not answer.messages:
+                raise ValueError("the environment began without a prompt, and there are no rows")
+            else:
+                whole = self._turns.whole(answer.messages, dialogue.tools)
+                if whole[: len(self._first)] != self._first:
+                    raise ValueError("the chat template begins this dialogue with other tokens")
+                context = whole[len(self._first) :]
+        except ValueError as error:
+            self._finish(dialogue, "lost", error=str(error))
+            return
+        self._go_on(dialogue, context)
+
+    def _first_turns(self, prompt: Prompt, said: list[Turn]) -> list[Turn]:
+        """Return the turns before the policy's first: what the environment says goes on with the
+        prompt's last.
+        """
+        if self._is_own:
+            return said
+        if prompt.messages:
+            turns: list[Turn] = [dict(message.to_dict()) for message in prompt.messages]
+        else:
+            turns = [{"role": "user", "content": prompt.text}]
+        turns[-1]["content"] += "".join(turn["content"] for turn in said)
+        return turns
+
+    def _ended_by(self, dialogue: _Dialogue) -> int | None:
+        """Return the stop token that ended the newest turn; None if none did."""
+        played = dialogue.sampled[-1]
+        return played if played in dialogue.params.stop_token_ids else None
+
+    def _go_on(self, dialogue: _Dialogue, context: list[int], *, is_anew: bool = False) -> None:
+        """Have the next turn sampled behind a context, or play on what is restored."""
+        if dialogue.runs is not None:
+            if not self._replay(dialogue, context):
+                return
+            context = [] if dialogue.runs is None else context
+            dialogue.runs = None
+        have = dialogue.completion.token_ids.numel() + len(context)
+        most = dialogue.params.max_new_tokens
+        begin = have
+        if not context:
+            begin = begin_of_turn(dialogue.completion.loss_mask)
+        if self._limits.max_turn_tokens is not None:
+            most = min(most, begin + self._limits.max_turn_tokens)
+        if have >= most and not dialogue.num_turns:
+            # It fails alone: the others of its group may begin with less.
+            why = f"it begins with {have} tokens, and max_new_tokens leaves no room for a turn"
+            self._finish(dialogue, "context", error=why)
+            return
+        if have >= most:
+            self._end(dialogue, "context" if begin == have else "tokens")
+            return
+        dialogue.state = "samples"
+        self._moves.append(GoOn(dialogue.key, context, most, is_anew))
+
+    def _replay(self, dialogue: _Dialogue, context: list[int]) -> bool:
+        """Compare what the environment says with the tokens of a restored dialogue, and play its
+        next turn. Return whether the next turn is to be sampled: with the context if `runs` is left
+        as it is, which says that the tokens end before it; otherwise behind those that there are.
+        """
+        runs = dialogue.runs
+        assert runs is not None, "asked of restored dialogues"
+        if not runs:
+            return True
+        was_said = runs.popleft().token_ids if runs[0].is_context else []
+        if was_said != context:
+            why = "begun again, it does not say what it said before"
+            self._finish(dialogue, "lost", error=f"the environment has no saved state: {why}")
+            return False
+        if not runs:
+            dialogue.runs = None
+            return True
+        turn = runs.popleft().token_ids
+        ends = turn[-1] in dialogue.params.stop_token_ids or self._is_stopped(dialogue, turn)
+        if runs or ends:
+            dialogue.take(turn)
+            self._act(dialogue, turn)
+            return False
+        dialogue.runs = None
+        return True
+
+    def _is_stopped(self, dialogue: _Dialogue, turn: list[int]) -> bool:
+        text = self._decode(turn)
+        return any(string in text for string in dialogue.params.stop_strings)
+
+    def _end(self, dialogue: _Dialogue, reason: EndReason) -> None:
+        """Ask the environment for its reward, the last that is asked of it."""
+        dialogue.reason = reason
+        dialogue.state = "ends"
+        self.pool.end(dialogue.number)
+
+    def _finish(self, dialogue: _Dialogue, reason: EndReason, *, error: str = "") -> None:
+        """Let go of a dialogue, which is over."""
+        self.pool.forget(dialogue.number)
+        del self._open[dialogue.key]
+        del self._keys[dialogue.number]
+        self._moves = [move for move in self._moves if move.key != dialogue.key]
+        ending = Ending(
+            reason=reason,
+            num_turns=dialogue.num_turns,
+            reward=dialogue.reward,
+            error=error,
+            turn_rewards=tuple(dialogue.turn_rewards) if any(dialogue.turn_rewards) else (),
+        )
+        completion = replace(
+            dialogue.completion, finish_reason=_FINISH.get(reason, "length"), ending=ending
+        )
+        mismatches = 0
+        if dialogue.runs is None:
+            kept = completion.token_ids[completion.loss_mask].tolist()
+            mismatches = abs(len(kept) - len(dialogue.sampled))
+            mismatches += sum(one != other for one, other in zip(kept, dialogue.sampled))
+        self._over.append(Over(dialogue.key, completion, mismatches))
+
+
+def runs_of(token_ids: Tensor, loss_mask: Tensor) -> deque[_Run]:
+    """Return a completion's tokens [L] as runs, sampled ones and context in turn."""
+    runs: deque[_Run] = deque()
+    marked = zip(loss_mask.tolist(), token_ids.tolist())
+    for is_sampled, tokens in groupby(marked, key=lambda one: one[0]):
+        runs.append(_Run(not is_sampled, [token for _, token in tokens]))
+    return runs
+
+
+def row_of(prompt: Prompt, prompt_key: str) -> dict[str, object]:
+    """Return the row of a prompt, as `reset` gets it; {} for one that has none."""
+    if GAME in prompt.meta:
+        return {}
+    asked: object = prompt.text
+    if prompt.messages:
+        asked = [message.to_dict() for message in prompt.messages]
+    return {**prompt.meta, prompt_key: asked}
+
+
+def seed_of(seed: int, prompt: Prompt) -> str:
+    """Return the seed of a prompt's games: the same for all its completions, in every run of a
+    seed.
+    """
+    values = json.dumps([seed, prompt.text, prompt.meta], sort_keys=True, default=str)
+    return hashlib.blake2b(values.encode(), digest_size=16).hexdigest()
+
+
+def _begun(key: Key, prompt: Prompt) -> Completion:
+    """Return a completion without a token."""
+    none = torch.zeros(0, dtype=torch.int64)
+    return Completion(
+        ticket=key[1],
+        sample_index=key[2],
+        prompt_ids=prompt.prompt_ids,
+        token_ids=none,
+        generator_logprobs=torch.zeros(0),
+        policy_versions=none,
+        finish_reason="length",
+    )

@@ -1,0 +1,312 @@
+"""A pool of workers in which environments are played, many in each.
+
+    begin(key, row, seed), step(key, turn), end(key) --> poll() --> [(key, Answer or Failure)]
+
+An environment stays in the worker where it began. A call that takes longer than timeout_s, or that
+the worker does not survive, is a Failure of that environment alone: the worker is killed with all
+that it started, and the other environments that were in it are played again in a new one, call by
+call, from their beginning. One that answers otherwise then has lost its state, which is a Failure
+too. A worker (worker.py) has limits on memory and CPU time, and is no sandbox: what a reward
+worker does not protect from (llamarl.scoring.pool), this does not either.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+from llamarl.environments import worker as worker_script
+from llamarl.environments.contracts import Answer, Turn, answer_from
+from llamarl.errors import RewardError
+from llamarl.scoring.bell import Bell
+from llamarl.scoring.calls import START_S
+from llamarl.scoring.memory import too_much
+from llamarl.scoring.process import WorkerProcess, wait_for
+
+MAX_FAILED_STARTS = 3  # in a row
+_OUR_ROOT = str(Path(worker_script.__file__).resolve().parents[2])
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why an environment cannot go on."""
+
+    kind: Literal["timeout", "lost"]
+    reason: str
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """A call to an environment. Once it is handed out, it has the line that a worker reads."""
+
+    key: int
+    do: str
+    what: object
+    # What it answered the first time, as JSON values; None: it was not answered yet.
+    answered: list | None = None
+    number: int = -1
+    line: bytes = b""
+    limit_s: float = math.inf
+    sent_at: float = math.inf
+
+
+@dataclass(slots=True, eq=False)
+class _Player:
+    """An environment that was begun, and its calls so far, by which it can be played again."""
+
+    place: int  # of its worker
+    calls: list[Call] = field(default_factory=list)
+
+
+class EnvironmentPool:
+    """Plays environments, which the function or class at an import path makes, in processes.
+
+        pool = EnvironmentPool("my_module:Game", num_workers=2)
+        pool.start()
+        pool.begin(0, {"prompt": "12+34="}, seed="7")
+        pool.wait(1.0)
+        pool.poll()                  # [(0, Answer(messages=[], ...))], or [] as long as it thinks
+
+    num_workers: processes. timeout_s: seconds by the clock for a call; the first of a worker may
+    take longer. memory_mb: MiB that a worker and what it starts may hold. on_answer: called in a
+    thread of the pool's when there is something to poll. section: of the configuration, which
+    messages name keys of. RewardError if workers do not start.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        *,
+        num_workers: int = 1,
+        timeout_s: float = 10.0,
+        memory_mb: int = 2048,
+        on_answer: Callable[[], None] = lambda: None,
+        section: str = "task",
+    ):
+        self.path = path
+        self._section = section
+        self._timeout_s = timeout_s
+        self._memory_mb = memory_mb
+        here = os.getcwd()
+        paths = [here, *(folder or here for folder in sys.path), _OUR_ROOT]
+        self._bell = Bell(on_answer)
+        setup = {
+            "path": list(dict.fromkeys(paths)),
+            "memory_mb": memory_mb,
+            "parent": os.getpid(),
+            "bell": self._bell.rings,
+        }
+        self._new_worker = partial(
+            WorkerProcess[Call],
+            path,
+            json.dumps(setup),
+            self._bell.rings,
+            script=worker_script.__file__,
+        )
+        self._numbers = itertools.count()
+        self._players: dict[int, _Player] = {}
+        self._failed: list[tuple[int, Failure]] = []  # told by the next poll
+        self._failed_starts = 0
+        self._has_answered = False
+        self.num_replayed = 0  # environments that were played again, ever
+        self._workers = [self._new_worker() for _ in range(num_workers)]
+
+    @property
+    def pending(self) -> int:
+        """The number of environments whose calls `poll` has not answered, those that are played
+        again included.
+        """
+        asked = {key for key, _ in self._failed}
+        for worker in self._workers:
+            asked.update(call.key for call in worker.in_flight if call.key in self._players)
+        return len(asked)
+
+    def start(self) -> None:
+        """Block until a worker has imported the module. ValueError says what is wrong with it."""
+        while not any(worker.ready for worker in self._workers):
+            self.wait(1.0)
+            self._failed += self.poll_failures()
+
+    def begin(self, key: int, row: Mapping[str, object], seed: str) -> None:
+        """Begin an environment: over a row, with the random numbers of a seed."""
+        assert key not in self._players, f"environment {key} has begun"
+        sizes = [0] * len(self._workers)
+        for player in self._players.values():
+            sizes[player.place] += 1
+        self._players[key] = _Player(place=sizes.index(min(sizes)))
+        self._call(key, "begin", [dict(row), seed])
+
+    def step(self, key: int, turn: Turn) -> None:
+        """Give it the policy's turn."""
+        self._call(key, "step", turn)
+
+    def end(self, key: int) -> None:
+        """End it. Its answer has the reward of the whole, and it is gone then."""
+        self._call(key, "end", None)
+
+    def forget(self, key: int) -> None:
+        """Let go of an environment, whatever it is doing. It answers nothing any more."""
+        player = self._players.pop(key, None)
+        if player is None:
+            return
+        self._failed = [failed for failed in self._failed if failed[0] != key]
+        self._hand_out(player.place, Call(key, "forget", None))
+
+    def poll(self) -> list[tuple[int, Answer | Failure]]:
+        """Return the answers that have come, and the failures, by key. ValueError if the module
+        cannot be used.
+        """
+        found: list[tuple[int, Answer | Failure]] = []
+        for place, worker in enumerate(self._workers):
+            self._collect(worker, found)
+            if worker.ended or worker.astray or time.monotonic() > worker.deadline:
+                self._replace(place, found)
+        for worker in self._workers:
+            if worker.ready:
+                worker.flush()
+        failed, self._failed = self._failed, []
+        return found + failed
+
+    def poll_failures(self) -> list[tuple[int, Failure]]:
+        """Poll before anything was begun: there are no answers."""
+        found = self.poll()
+        return [(key, one) for key, one in found if isinstance(one, Failure)]
+
+    def wait(self, timeout_s: float) -> bool:
+        """Block until `poll` has something to do, at most timeout_s; False if it has not."""
+        return wait_for(self._workers, timeout_s)
+
+    def close(self) -> None:
+        """Kill all workers. What is played is lost."""
+        if not self._workers:
+            return
+        self._players.clear()
+        while self._workers:
+            self._workers.pop().close()
+        self._bell.close()
+
+    def _call(self, key: int, do: str, what: object) -> None:
+        player = self._players[key]
+        call = Call(key, do, what)
+        player.calls.append(call)
+        self._hand_out(player.place, call)
+
+    def _hand_out(self, place: int, call: Call) -> None:
+        """Queue a call for its worker, which makes its calls in order."""
+        worker = self._workers[place]
+        call.limit_s = self._timeout_s
+        if worker.is_fresh and not self._has_answered:
+            call.limit_s = max(self._timeout_s, START_S)  # it may load what it needs
+        call.number = next(self._numbers)
+        call.sent_at = math.inf
+        values = [call.number, call.key, call.do, call.what, call.limit_s]
+        call.line = json.dumps(values).encode() + b"\n"
+        if call.do == "forget":
+            call.limit_s = math.inf
+        worker.send(call)
+        if worker.ready:
+            worker.flush()
+
+    def _collect(
+        self, worker: WorkerProcess[Call], found: list[tuple[int, Answer | Failure]]
+    ) -> None:
+        for message in worker.read():
+            self._drop_forgotten(worker)
+            match message:
+                case ["failed", why]:
+                    raise ValueError(f"{self._section}.environment={self.path}: {why}")
+                case ["ready"]:
+                    worker.ready = True
+                    worker.free_at = time.monotonic()
+                case [number, ["answer" | "error" as kind, said], finished_at] if (
+                    worker.in_flight and worker.in_flight[0].number == number
+                ):
+                    call = worker.in_flight.popleft()
+                    worker.free_at = finished_at
+                    self._failed_starts = 0
+                    self._has_answered = True
+                    self._enter(call, kind == "answer", said, found)
+                case _:
+                    worker.astray = True
+                    return
+        self._drop_forgotten(worker)
+
+    def _drop_forgotten(self, worker: WorkerProcess[Call]) -> None:
+        """Take away the calls at the head that are never answered, once they are in the pipe."""
+        while worker.in_flight and worker.in_flight[0].do == "forget":
+            if worker.in_flight[0].sent_at == math.inf:
+                return
+            worker.in_flight.popleft()
+
+    def _enter(
+        self, call: Call, is_answer: bool, said: Any, found: list[tuple[int, Answer | Failure]]
+    ) -> None:
+        """Note what came of a call."""
+        player = self._players.get(call.key)
+        if player is None or call not in player.calls:
+            return  # it was let go of meanwhile
+        if not is_answer:
+            self._fail(call.key, Failure("lost", said), found)
+        elif call.answered is None:
+            call.answered = said
+            if call.do == "end":
+                del self._players[call.key]
+            found.append((call.key, answer_from(said)))
+        elif call.answered != said:
+            why = "its worker was killed, and played again it answered otherwise"
+            self._fail(call.key, Failure("lost", why), found)
+
+    def _fail(self, key: int, failure: Failure, found: list[tuple[int, Answer | Failure]]) -> None:
+        del self._players[key]
+        found.append((key, failure))
+
+    def _replace(self, place: int, found: list[tuple[int, Answer | Failure]]) -> None:
+        """Put a new worker in the place of one that died, overran or is astray. The environment
+        whose call it was at has failed; the others are played again.
+        """
+        worker = self._workers[place]
+        suspect = worker.current()
+        has_died = worker.ended
+        how = worker.kill()
+        if not worker.astray:
+            # Read its last output, because the call may have finished meanwhile.
+            self._collect(worker, found)
+            suspect = worker.current()
+        held_bytes = worker.note.read()
+        failure = Failure("timeout", f"took longer than {self._section}.play.timeout_s")
+        if held_bytes is not None:
+            what = too_much(held_bytes, self._memory_mb, f"{self._section}.play.")
+            failure = Failure("lost", what)
+        elif worker.astray:
+            failure = Failure("lost", "the worker sent what it was not asked; it must not fork")
+        elif has_died:
+            failure = Failure("lost", f"the worker {how}")
+        if suspect is None:
+            self._failed_starts += 1
+            if self._failed_starts >= MAX_FAILED_STARTS:
+                raise RewardError(
+                    f"{self._section}.environment={self.path}: {failure.reason} before it played "
+                    f"anything, {MAX_FAILED_STARTS} times in a row"
+                )
+        elif suspect.key in self._players:
+            self._fail(suspect.key, failure, found)
+        worker.close()
+        self._workers[place] = self._new_worker()
+        for player in self._players.values():
+            if player.place != place:
+                continue
+            self.num_replayed += 1
+            for call in player.calls:
+                self._hand_out(place, call)

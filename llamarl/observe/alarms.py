@@ -1,0 +1,320 @@
+"""Alarms: what of a run needs somebody's attention, before any hint about speed.
+
+Each has the figure that was found, the threshold that it passed, and what to do. Those about the
+course of a run look at its newest RECENT rows that have the column.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from llamarl.observe.lag import steepness
+from llamarl.observe.rates import ACCURACY
+from llamarl.observe.samples import Shown
+from llamarl.observe.streaming import Columns
+from llamarl.words.samples import GROUP_FIELDS
+
+RECENT = 20  # rows
+OPEN_FACTOR = 10.0  # medians, from which a step that is not done yet, or took so long, is too long
+LEAST_OPEN_S = 30.0  # that it then takes at least: short steps vary
+EQUAL = 0.8  # share of groups from which nothing is learned
+LEAST_STD = 1e-6  # of rewards; equal ones may come to less than that, and not to 0
+TRUNCATED = 0.25  # share of completions that end at the token limit
+CUT_BY_TIME = 0.1  # share of completions that end at a deadline
+ENTROPY = 0.02  # nats a token
+LAG_SLOPE = 0.2  # steps of lag a step
+LEAST_LAG = 4.0  # steps, below which a growth says nothing
+ERRORS = 0.05  # share of completions that could not be scored
+RATIO = 2.0  # a mean ratio above it, or below its inverse
+CAPPED = 0.3  # share of tokens whose ratio was capped
+FALL = 0.1  # of an accuracy, from its best
+
+
+@dataclass(frozen=True, slots=True)
+class Alarm:
+    """What is wrong, in words for people."""
+
+    title: str
+    figure: str  # what was found
+    threshold: str  # what it passed
+    remedy: str
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """What is known of a run.
+
+    outcome: what outcome.json says, None while there is none. silent_s: seconds since its last row
+    was written.
+    """
+
+    columns: Columns
+    samples: Sequence[Shown] = ()
+    outcome: Mapping[str, object] | None = None
+    silent_s: float = 0.0
+
+
+def alarms_of(run: Observed) -> list[Alarm]:
+    """Return the alarms of a run, those that stop it first."""
+    checks = (
+        _failed,
+        _open_step,
+        _slow_step,
+        _not_the_same_tokens,
+        _errors,
+        _equal_groups,
+        _truncated,
+        _cut_by_time,
+        _entropy,
+        _lag,
+        _ratio,
+        _capped,
+        _fall,
+    )
+    found = []
+    for check in checks:
+        alarm = check(run)
+        if alarm is not None:
+            found.append(alarm)
+    return found
+
+
+def _failed(run: Observed) -> Alarm | None:
+    if run.outcome is None or run.outcome.get("ended") != "failed":
+        return None
+    return Alarm(
+        title="The run failed",
+        figure=f"after step {run.outcome.get('step')}",
+        threshold="it was to make all its steps",
+        remedy="The ranks printed why. resume=auto goes on from its newest checkpoint.",
+    )
+
+
+def _open_step(run: Observed) -> Alarm | None:
+    """Find a step that is open far beyond the median: a stall, or a kill."""
+    median_s = _median_step_s(run.columns)
+    if run.outcome is not None or median_s is None:
+        return None
+    limit_s = max(LEAST_OPEN_S, OPEN_FACTOR * median_s)
+    if run.silent_s <= limit_s:
+        return None
+    step = int(run.columns["step"][-1]) + 1
+    waits = _longest_waits(run.columns)
+    return Alarm(
+        title=f"Step {step} is open far beyond the median",
+        figure=f"{_seconds(run.silent_s)} since the last row",
+        threshold=f"{_seconds(limit_s)}; the median step takes {_seconds(median_s)}",
+        remedy=f"See whether its processes live. {waits}A rank that waits for longer than "
+        "timeout_s says so itself, and for whom.",
+    )
+
+
+def _slow_step(run: Observed) -> Alarm | None:
+    median_s = _median_step_s(run.columns)
+    if median_s is None:
+        return None
+    taken_s = run.columns["time/step_s"]
+    limit_s = max(LEAST_OPEN_S, OPEN_FACTOR * median_s)
+    place = int(np.nanargmax(taken_s))
+    if taken_s[place] <= limit_s:
+        return None
+    count = int(np.nansum(taken_s > limit_s))
+    waited = run.columns.get("time/wait_for_data_s")
+    of_it = ""
+    if waited is not None and not np.isnan(waited[place]):
+        of_it = f", {_seconds(waited[place])} of it waiting for data"
+    return Alarm(
+        title=f"Steps took far longer than the median: {count}",
+        figure=f"step {run.columns['step'][place]:.0f}: {_seconds(taken_s[place])}{of_it}",
+        threshold=f"{_seconds(limit_s)}; the median step takes {_seconds(median_s)}",
+        remedy="trace.rank*.json shows what each rank did then (https://ui.perfetto.dev); "
+        "straggler_factor names slow tickets, generator.max_seconds ends them.",
+    )
+
+
+def _not_the_same_tokens(run: Observed) -> Alarm | None:
+    wrong = run.columns.get("tokens/reencode_mismatch")
+    if wrong is None or not np.nansum(wrong):
+        return None
+    return Alarm(
+        title="Dialogues hold other tokens than were sampled",
+        figure=f"{np.nansum(wrong):.0f} tokens",
+        threshold="0",
+        remedy="This is an error in llamarl and not in the run: please report it with config.yaml.",
+    )
+
+
+def _errors(run: Observed) -> Alarm | None:
+    return _above(
+        run,
+        "reward/error_rate",
+        ERRORS,
+        title="Completions cannot be scored",
+        what="of completions are errors",
+        remedy="They are masked, so nothing is learned from them. The log has the reasons; raise "
+        "reward.timeout_s if they are slow rather than wrong.",
+    )
+
+
+def _equal_groups(run: Observed) -> Alarm | None:
+    num_groups = 0
+    num_equal = 0
+    for sample in run.samples[-RECENT:]:
+        for line in sample["groups"]:
+            num_groups += 1
+            num_equal += not line[GROUP_FIELDS.index("taught")]
+    where = "of groups in the newest samples"
+    if not num_groups:
+        deviations = _recent(run.columns, "reward/std")
+        num_groups = len(deviations)
+        num_equal = int((deviations < LEAST_STD).sum())
+        where = "of the newest steps had one reward for all"
+    if not num_groups or num_equal / num_groups <= EQUAL:
+        return None
+    return Alarm(
+        title="Most groups teach nothing: their rewards are all equal",
+        figure=f"{num_equal / num_groups:.0%} {where}",
+        threshold=f"{EQUAL:.0%}",
+        remedy="If all are right, the task is learned: a harder one, or eval.target to end. If all "
+        "are wrong: a warm start (recipes/sft.py), an easier task, another reward.fn, or a larger "
+        "group_size. The samples below show which.",
+    )
+
+
+def _truncated(run: Observed) -> Alarm | None:
+    return _above(
+        run,
+        "completion/truncated_fraction",
+        TRUNCATED,
+        title="Many completions are cut off",
+        what="of completions end at max_new_tokens",
+        remedy="Raise max_new_tokens, or reward what ends by itself "
+        "(trainer.missing_eos_penalty). See in the samples whether they go on for no reason.",
+    )
+
+
+def _cut_by_time(run: Observed) -> Alarm | None:
+    return _above(
+        run,
+        "completion/deadline_truncated_fraction",
+        CUT_BY_TIME,
+        title="Many completions are ended by a deadline, and not trained on",
+        what="of completions",
+        remedy="The longest are lost, which makes answers short: raise max_lag or "
+        "generator.max_seconds, or set on_deadline=wait.",
+    )
+
+
+def _entropy(run: Observed) -> Alarm | None:
+    entropy = _recent(run.columns, "entropy")
+    if not len(entropy) or entropy.mean() >= ENTROPY:
+        return None
+    return Alarm(
+        title="Entropy is near 0: nothing new is tried",
+        figure=f"{entropy.mean():.2g} nats a token",
+        threshold=f"{ENTROPY:g}",
+        remedy="If the reward is not where it should be: a smaller lr, loss.entropy_coef, a "
+        "reference with loss.kl_coef, or a checkpoint from before the fall.",
+    )
+
+
+def _lag(run: Observed) -> Alarm | None:
+    name = "buffer/age_min" if "buffer/age_min" in run.columns else "lag/mean"
+    lags = _recent(run.columns, name)
+    if len(lags) < RECENT or lags[-1] < LEAST_LAG:
+        return None
+    slope = steepness(lags.tolist())
+    if slope < LAG_SLOPE:
+        return None
+    return Alarm(
+        title="Lag grows: what is trained on becomes older from step to step",
+        figure=f"{name} is {lags[-1]:.1f} steps and grows by {slope:.2f} a step",
+        threshold=f"{LAG_SLOPE:g} a step, from {LEAST_LAG:g} steps on",
+        remedy="Set max_lag, or a smaller overcommit; or more of what is slow between generator "
+        "and trainer (reward.num_workers, placement).",
+    )
+
+
+def _ratio(run: Observed) -> Alarm | None:
+    ratios = _recent(run.columns, "ratio/mean")
+    if not len(ratios):
+        return None
+    mean = ratios.mean()
+    if 1 / RATIO <= mean <= RATIO:
+        return None
+    return Alarm(
+        title="Trainer and generator disagree about what was likely",
+        figure=f"the mean ratio is {mean:.3g}",
+        threshold=f"{1 / RATIO:g} to {RATIO:g}",
+        remedy="A smaller max_lag or lr; colour the samples by logprob gap to see which tokens. "
+        "With quantised weights compare weights/quantization_kl.",
+    )
+
+
+def _capped(run: Observed) -> Alarm | None:
+    return _above(
+        run,
+        "ratio/capped_fraction",
+        CAPPED,
+        title="The cap acts on many tokens",
+        what="of trained tokens",
+        remedy="A smaller max_lag or lr, or fewer updates of one batch.",
+    )
+
+
+def _fall(run: Observed) -> Alarm | None:
+    accuracy = run.columns.get(ACCURACY, np.empty(0))
+    known = accuracy[~np.isnan(accuracy)]
+    if len(known) < 2 or known.max() - known[-1] <= FALL:
+        return None
+    return Alarm(
+        title="Held-out accuracy has fallen from its best",
+        figure=f"{known[-1]:.1%}, after {known.max():.1%}",
+        threshold=f"{FALL:.0%} less",
+        remedy="Go on from an earlier checkpoint with a smaller lr. If reward/mean still rises, "
+        "the reward is being deceived: read the samples of high reward.",
+    )
+
+
+# --- What the checks share ---
+
+
+def _above(
+    run: Observed, column: str, limit: float, *, title: str, what: str, remedy: str
+) -> Alarm | None:
+    """Return an alarm if the mean of a column of shares is above its limit."""
+    values = _recent(run.columns, column)
+    if not len(values) or values.mean() <= limit:
+        return None
+    return Alarm(
+        title=title, figure=f"{values.mean():.0%} {what}", threshold=f"{limit:.0%}", remedy=remedy
+    )
+
+
+def _recent(columns: Columns, name: str) -> np.ndarray:
+    values = columns.get(name, np.empty(0))
+    return values[~np.isnan(values)][-RECENT:]
+
+
+def _median_step_s(columns: Columns) -> float | None:
+    taken_s = columns.get("time/step_s", np.empty(0))
+    known = taken_s[~np.isnan(taken_s)]
+    return float(np.median(known)) if len(known) >= 3 else None
+
+
+def _longest_waits(columns: Columns) -> str:
+    """Say what each executor had last waited for most, as far as it is known."""
+    causes: dict[str, tuple[float, str]] = {}
+    for name, shares in columns.items():
+        executor, found, cause = name.partition("/idle_fraction/")
+        if found and not np.isnan(shares[-1]):
+            causes[executor] = max(causes.get(executor, (0.0, "")), (float(shares[-1]), cause))
+    waits = [f"{name} for {cause}" for name, (share, cause) in causes.items() if share > 0]
+    return f"Before it waited: {', '.join(waits)}. " if waits else ""
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.3g} s"

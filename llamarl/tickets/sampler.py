@@ -1,0 +1,199 @@
+"""Chooses a ticket's prompt by how often the prompt was solved: tickets.sampler=difficulty, or
+value.
+
+A group of G completions teaches if they do not all have the same outcome. What is known of prompt i
+are its solved and failed completions s_i and f_i, of which those of long ago count less. With the
+share m of all that was solved, its pass rate p is taken to be distributed as
+
+    p ~ Beta(a, b),   a = m + s_i,   b = 1 - m + f_i,
+
+that is, all that is known of other prompts counts as one completion. Then
+
+    P(i teaches) = 1 - E[p^G] - E[(1 - p)^G]
+                 = 1 - prod_{j<G} (a + j) / (a + b + j) - prod_{j<G} (b + j) / (a + b + j),
+
+and a ticket's prompt is drawn in proportion to it, among those that no other ticket has at the
+moment. All unseen prompts are equally likely, and more so than one that was never solved. Counts
+are halved after `half_life` groups for each prompt, so that one that nobody solved is tried again.
+
+Beta counts that fade, for prompts whose pass rate moves, are those of arXiv 2507.04632. The prior
+from all other prompts, and the weight, are ours.
+
+With tickets.sampler=value a value head predicts the pass rates of some unseen prompts before each
+step (llamarl/learning/prompt_values.py). A prediction takes the place of m and counts as
+PREDICTED completions; unseen prompts without one are not drawn. Without any prediction it is
+difficulty.
+
+Pure.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Collection, Mapping
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from llamarl.types import Verdict
+
+PREDICTED = 4.0  # completions that a prediction counts as
+
+
+class PromptSampler(Protocol):
+    """Chooses prompts by number, and learns what came of them. All that it does is a function of
+    its seed and of the calls.
+    """
+
+    num_prompts: int
+
+    def choose(self, ticket: int, busy: Collection[int]) -> int:
+        """Return the number of a ticket's prompt, not one of `busy` if there are others."""
+
+    def learn(self, prompt: int, verdict: Verdict) -> None:
+        """Note what the outcomes of a group of this prompt said."""
+
+    def candidates(self, count: int) -> list[int]:
+        """Return up to so many prompts whose pass rates should be predicted."""
+
+    def predicted(self, rates: Mapping[int, float]) -> None:
+        """Note the predicted pass rates of prompts; earlier ones no longer hold."""
+
+    def state_dict(self) -> dict:
+        """Return all that it has learned, as JSON values."""
+
+    def load_state_dict(self, state: Mapping) -> None:
+        """Go on from what was learned."""
+
+
+class DifficultySampler:
+    """Draws prompts in proportion to the chance that a group of theirs teaches.
+
+    half_life: groups for each prompt after which a count is worth half.
+    """
+
+    def __init__(self, *, num_prompts: int, group_size: int, seed: int, half_life: float):
+        self.num_prompts = num_prompts
+        self._group_size = group_size
+        self._seed = seed
+        self._half_life = half_life * num_prompts  # in groups
+        self._clock = 0  # groups that were learned from
+        self._solved = torch.zeros(num_prompts, dtype=torch.float64)
+        self._failed = torch.zeros(num_prompts, dtype=torch.float64)
+        self._learned_at = torch.zeros(num_prompts, dtype=torch.float64)  # by the clock
+        self._predicted: dict[int, float] = {}  # pass rates
+        self._weights: Tensor | None = None  # until more is learned
+
+    def choose(self, ticket: int, busy: Collection[int]) -> int:
+        """Return the number of a ticket's prompt."""
+        weights = self.chances().clone()
+        if len(busy) < weights.numel():
+            weights[list(busy)] = 0
+        until = weights.cumsum(0)
+        if not until[-1] > 0:  # nothing that is free can teach
+            weights = torch.ones_like(weights)
+            if len(busy) < weights.numel():
+                weights[list(busy)] = 0
+            until = weights.cumsum(0)
+        place = torch.searchsorted(until, until[-1] * uniform(self._seed, ticket), right=True)
+        return int(place)
+
+    def chances(self) -> Tensor:
+        """Return [N] float64: the chance that a group of each prompt teaches."""
+        if self._weights is None:
+            solved, failed = self._counts()
+            total = float(solved.sum() + failed.sum())
+            mean = torch.full_like(solved, (0.5 + float(solved.sum())) / (1 + total))
+            counts_as = torch.ones_like(solved)
+            seen = self._is_seen()
+            unseen = [prompt for prompt in self._predicted if not seen[prompt]]
+            mean[unseen] = torch.tensor([self._predicted[p] for p in unseen], dtype=torch.float64)
+            counts_as[unseen] = PREDICTED
+            a = counts_as * mean + solved
+            b = counts_as * (1 - mean) + failed
+            self._weights = chance_of_teaching(a, b, self._group_size)
+            if unseen:
+                known = seen.clone()
+                known[unseen] = True
+                self._weights[~known] = 0
+        return self._weights
+
+    def _is_seen(self) -> Tensor:
+        """Return [N] bool: the prompts of which something was learned."""
+        return (self._solved + self._failed) > 0
+
+    def candidates(self, count: int) -> list[int]:
+        """Return unseen prompts, drawn by the clock, in order."""
+        unseen = (~self._is_seen()).nonzero().flatten().tolist()
+        drawn = random.Random(f"candidates {self._seed} {self._clock}")
+        return sorted(drawn.sample(unseen, min(count, len(unseen))))
+
+    def predicted(self, rates: Mapping[int, float]) -> None:
+        """Note the predicted pass rates of prompts; earlier ones no longer hold."""
+        self._predicted = dict(rates)
+        self._weights = None
+
+    def learn(self, prompt: int, verdict: Verdict) -> None:
+        """Add a group's completions to what is known of its prompt. An outcome between 0 and 1 is
+        solved to that share; beyond them it counts as 0 or 1.
+        """
+        solved = min(max(verdict.total, 0.0), float(verdict.num_scored))
+        fade = self._fade()[prompt]
+        self._solved[prompt] = self._solved[prompt] * fade + solved
+        self._failed[prompt] = self._failed[prompt] * fade + verdict.num_scored - solved
+        self._learned_at[prompt] = self._clock
+        self._clock += 1
+        self._weights = None
+
+    def _fade(self) -> Tensor:
+        """Return [N]: what of each count is left by now."""
+        return 0.5 ** ((self._clock - self._learned_at) / self._half_life)
+
+    def _counts(self) -> tuple[Tensor, Tensor]:
+        """Return the solved and the failed completions [N] of each prompt, as they count by now."""
+        fade = self._fade()
+        return self._solved * fade, self._failed * fade
+
+    def state_dict(self) -> dict:
+        """Return the clock, and the counts of the prompts that were seen."""
+        seen = self._is_seen().nonzero().flatten()
+        counts = torch.stack([self._solved, self._failed, self._learned_at])[:, seen]
+        return {
+            "num_prompts": self.num_prompts,
+            "clock": self._clock,
+            "prompts": seen.tolist(),
+            "counts": counts.tolist(),
+            "predicted": [[prompt, self._predicted[prompt]] for prompt in sorted(self._predicted)],
+        }
+
+    def load_state_dict(self, state: Mapping) -> None:
+        """Go on from a state of as many prompts."""
+        seen = torch.tensor(state["prompts"], dtype=torch.int64)
+        counts = torch.tensor(state["counts"], dtype=torch.float64)
+        for known, column in zip((self._solved, self._failed, self._learned_at), counts):
+            known.zero_()
+            known[seen] = column
+        self._clock = state["clock"]
+        self._predicted = {prompt: rate for prompt, rate in state["predicted"]}
+        self._weights = None
+
+
+def chance_of_teaching(a: Tensor, b: Tensor, group_size: int) -> Tensor:
+    """Return [N]: P(G outcomes differ) for a pass rate that is distributed as Beta(a, b), [N] each.
+
+    By products: gamma functions of large counts cancel each other to few digits.
+    """
+    all_solved = torch.ones_like(a)
+    all_failed = torch.ones_like(a)
+    for j in range(group_size):
+        all_solved = all_solved * ((a + j) / (a + b + j))
+        all_failed = all_failed * ((b + j) / (a + b + j))
+    return (1 - all_solved - all_failed).clamp(min=0)
+
+
+def uniform(seed: int, ticket: int) -> float:
+    """Return a number in [0, 1) of 53 bits, drawn for a ticket."""
+    digest = hashlib.blake2b(f"choice {seed} {ticket}".encode(), digest_size=8).digest()
+    return (int.from_bytes(digest, "little") >> 11) / 2**53

@@ -1,0 +1,75 @@
+"""A small random decoder, an engine's completions, and what one forward says of them."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from llamarl.models.attention import PackedAttention
+from llamarl.models.build import ModelConfig, build_decoder
+from llamarl.native import library
+from tests.tolerances import of_logprobs
+
+MAX_LEN = 40
+CONFIG = ModelConfig(
+    architecture="LlamaForCausalLM",
+    vocab_size=31,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    rms_norm_eps=1e-6,
+    rope_theta=10000.0,
+    rope_scaling=None,
+    max_position_embeddings=64,
+    tie_word_embeddings=True,
+    attention_bias=False,
+)
+
+# Of logprobs by two routes: the C kernel, the module with a cache, and its whole forward, which
+# round each in their own way.
+TOLERANCE = of_logprobs(CONFIG, size=5.0)
+
+
+def random_decoder(seed=0, config=CONFIG, scale=0.3):
+    decoder = build_decoder(config, device="cpu")
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in decoder.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator) * scale
+            parameter.copy_(torch.ones_like(noise) if "norm" in name else noise)
+    return decoder
+
+
+def needs_kernels():
+    if library("decode", "-fopenmp") is None:
+        pytest.skip("no C compiler, or LLAMARL_NATIVE=0")
+
+
+def drain(engine, chunk=4):
+    finished = []
+    while engine.num_live or engine.num_waiting:
+        engine.step(chunk)
+        finished += engine.pop_finished()
+    return {(stream, c.ticket, c.sample_index): c for stream, c in finished}
+
+
+def full_forward_logits(decoder, completion):
+    """[L, V] that the completion's tokens were chosen from, by one forward over all of it."""
+    ids = torch.cat([completion.prompt_ids, completion.token_ids])
+    with torch.no_grad():
+        logits = decoder(
+            ids, torch.arange(ids.numel()), PackedAttention(torch.tensor([0, ids.numel()]))
+        )
+    return logits[completion.prompt_ids.numel() - 1 : -1]
+
+
+def full_forward_logprobs(decoder, completion, temperature=1.0, banned=()):
+    """[L] logprobs of the completion's tokens by one forward over the whole sequence."""
+    logits = full_forward_logits(decoder, completion)
+    logits[:, list(banned)] = -math.inf
+    return (logits / temperature).log_softmax(1).gather(1, completion.token_ids[:, None]).squeeze(1)

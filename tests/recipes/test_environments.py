@@ -1,0 +1,200 @@
+"""Whole runs of dialogues: asynchronous and synchronous, broken environments, and going on."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+
+import pytest
+
+from tests.launching import ForkedJob, Job, untimed
+
+STEPS = 4
+PLAYED = (
+    "task=environment",
+    "task.chat=false",
+    "task.max_prompt_tokens=16",
+    "task.play.max_turns=3",
+    "task.play.max_turn_tokens=6",
+    "task.play.timeout_s=60",
+    "max_new_tokens=40",
+    "groups_per_step=4",
+    "group_size=4",
+    "eval.num_prompts=8",
+    "eval.every=2",
+    "checkpoint.every=2",
+    f"max_steps={STEPS}",
+    "generator.max_slots=24",
+    # The tiny model ends a sum with a digit or two, and then with the end token.
+    "generator.chunk_tokens=2",
+)
+ECHO = (*PLAYED, "task.environment=tests.games:Echo")
+
+
+def shop_rows(tmp_path, **more):
+    """Write rows of sums, for the shop."""
+    file = tmp_path / "rows.jsonl"
+    rows = [{"prompt": f"{10 + n}+{20 + n}=", "answer": str(30 + 2 * n), **more} for n in range(24)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def check(rows, *, turns=True):
+    """What every run of dialogues has."""
+    counted = [row for row in rows if "tokens/reencode_mismatch" in row]
+    assert counted and not any(row["tokens/reencode_mismatch"] for row in counted)
+    if turns:
+        for name in ("dialogues/turns", "tokens/context"):
+            assert sum(row.get(name, 0) for row in counted) > 0
+
+
+def uncounted(rows):
+    """Rows without clocks and without counts, which another rank sends when it may."""
+    found = []
+    for row in untimed(rows):
+        counts = ("dialogues/", "tokens/context", "tokens/reencode_mismatch")
+        found.append({name: value for name, value in row.items() if not name.startswith(counts)})
+    return found
+
+
+def test_a_run_on_two_ranks_trains_on_dialogues_within_its_lag(tmp_path):
+    with ForkedJob(*ECHO, "max_lag=2", run_dir=tmp_path / "run", ranks=2) as job:
+        assert job.wait() == 0, job.output
+    rows = job.rows
+    assert len(rows) == STEPS + 1
+    check(rows)
+    assert max(row["lag/max"] for row in rows[1:]) <= 2
+    assert sum(row.get("dialogues/completed", 0) for row in rows) > 0
+    assert all(0 < row["reward/mean"] <= 0.75 for row in rows[1:])
+    assert 0 < rows[0]["eval/reward"] <= 0.75
+
+
+@pytest.mark.parametrize("ranks", [None, 2])
+@pytest.mark.bitwise("synchronous runs of dialogues are equal")
+def test_synchronous_runs_are_equal_whoever_answers_first(tmp_path, ranks):
+    found = []
+    for number, workers in enumerate((1, 3)):
+        given = ("max_lag=0", f"task.play.num_workers={workers}")
+        with ForkedJob(*ECHO, *given, run_dir=tmp_path / f"run{number}", ranks=ranks) as job:
+            assert job.wait() == 0, job.output
+        check(job.rows)
+        found.append(uncounted(job.rows))
+    assert found[0] == found[1]
+
+
+@pytest.mark.slow
+@pytest.mark.bitwise("a synchronous run of dialogues that was resumed is the one that was not")
+def test_a_run_killed_in_its_dialogues_and_resumed_equals_one_that_was_not(tmp_path):
+    with ForkedJob(*ECHO, "max_lag=0", run_dir=tmp_path / "whole") as whole:
+        assert whole.wait() == 0, whole.output
+    with Job(*ECHO, "max_lag=0", run_dir=tmp_path / "run") as job:
+        job.until(lambda: (tmp_path / "run" / "checkpoints" / "latest").exists(), "a checkpoint")
+        os.kill(job.rank_pids()[0], signal.SIGKILL)
+        assert job.wait() != 0
+    with Job(*ECHO, "max_lag=0", "resume=auto", run_dir=tmp_path / "run") as job:
+        assert job.wait() == 0, job.output
+        assert "resumed from step_" in job.output
+    assert untimed(job.rows) == untimed(whole.rows)
+
+
+def test_a_run_that_was_stopped_goes_on_in_the_middle_of_its_dialogues(tmp_path):
+    hold, held = tmp_path / "hold", tmp_path / "held"
+    hold.touch()
+    # Some steps' turns; the dialogue of the next one is in the middle when the run is stopped.
+    env = {"HOLD_AFTER": "100", "HOLD_FILE": str(hold), "HELD_FILE": str(held)}
+    given = (
+        *PLAYED,
+        "task.environment=tests.games:Held",
+        "task.play.num_workers=1",
+        "max_lag=2",
+        "max_steps=100000",
+        "eval.every=0",
+        "checkpoint.every=0",
+    )
+    with ForkedJob(*given, run_dir=tmp_path / "run", ranks=2, env=env) as job:
+        job.until(lambda: held.exists() and job.rows, "a step, and a dialogue that is held")
+        job.stop()
+        assert job.wait() == 0, job.output
+    hold.unlink()
+    step = int(job.checkpoint.name.removeprefix("step_"))
+    last = f"max_steps={step + 20}"
+    resumed = (*given, last, "resume=auto")
+    with ForkedJob(*resumed, run_dir=tmp_path / "run", ranks=2, env=env) as job:
+        assert job.wait() == 0, job.output
+    assert "completions go on after" in job.output
+    assert "lost" not in job.output
+    rows = job.rows
+    check(rows)
+    assert rows[-1]["step"] == step + 20
+
+
+def refusing(tmp_path, *more):
+    """A run over rows, of which those that begin with a 9 are refused by their environment."""
+    return (
+        *PLAYED,
+        "task.environment=tests.games:Refuses",
+        f"task.path={tmp_path}/rows.jsonl",
+        "reward=parts",
+        "reward.parts={right: {kind: function}, asked: {kind: environment, weight: 0.5}}",
+        "reward.max_error_rate=1",
+        "max_lag=1",
+        *more,
+    )
+
+
+def test_rows_and_tools_are_rewarded_by_several_and_broken_dialogues_are_masked(tmp_path):
+    shop_rows(tmp_path)
+    file = tmp_path / "rows.jsonl"
+    rows = file.read_text()
+    assert rows.count('"prompt": "3') == 4
+    file.write_text(rows.replace('"prompt": "3', '"prompt": "9'))
+    with ForkedJob(*refusing(tmp_path), run_dir=tmp_path / "run") as job:
+        assert job.wait() == 0, job.output
+    check(job.rows, turns=False)
+    assert sum(row.get("dialogues/lost", 0) for row in job.rows[1:]) > 0
+    assert 0 < max(row["reward/error_rate"] for row in job.rows[1:]) < 1
+    assert "error, its completion is masked: the environment: lost: " in job.output
+    assert "no nines" in job.output
+
+
+def test_an_environment_that_cannot_begin_is_told_before_anything_starts(tmp_path):
+    shop_rows(tmp_path)
+    file = tmp_path / "rows.jsonl"
+    file.write_text(file.read_text().replace('"prompt": "', '"prompt": "9'))
+    with ForkedJob(*refusing(tmp_path), run_dir=tmp_path / "run") as job:
+        assert job.wait() == 2, job.output
+    assert "with the first prompt it fails as it begins: " in job.output
+    assert "no nines" in job.output and not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "given, said",
+    [
+        (("task.environment=tests.games:Shp",), "did you mean Shop?"),
+        (
+            ("task.environment=tests.nowhere:Shop",),
+            "tests.nowhere:Shop: no module",
+        ),
+        (("task.environment=tests.tolerances:rounding",), "task.environment=tests.tolerances"),
+        (("task.environment=tests.games:Echo", "task.eval_path=x"), "task.path=FILE"),
+    ],
+)
+def test_an_environment_that_cannot_be_used_is_told_before_anything_starts(tmp_path, given, said):
+    with ForkedJob(*PLAYED, *given, run_dir=tmp_path / "run") as job:
+        assert job.wait() == 2, job.output
+    assert said in " ".join(job.output.split())
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_dry_run_says_what_the_environment_is(tmp_path):
+    with ForkedJob(*ECHO, "+dry_run=true", run_dir=tmp_path / "run") as job:
+        assert job.wait() == 0, job.output
+    assert "dialogue tests.games:Echo (dialogue: none), at most 3 turns; it begins with '12+'" in (
+        job.output
+    )
+
+
+def test_the_reward_of_an_environment_needs_one(tmp_path):
+    with ForkedJob("reward=environment", run_dir=tmp_path / "run") as job:
+        assert job.wait() == 2, job.output
+    assert "only task=environment has an environment" in " ".join(job.output.split())

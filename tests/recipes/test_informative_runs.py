@@ -1,0 +1,95 @@
+"""Whole runs whose groups of equal outcomes are given back, and whose prompts are chosen."""
+
+import json
+
+import pytest
+
+from tests.launching import SMALL, ForkedJob, untimed
+
+TEACHING = (
+    *SMALL,
+    "tickets.informative=true",
+    "tickets.sampler=difficulty",
+    "tickets.half_life=0.01",
+    "checkpoint.every=2",
+)
+GIVEN_BACK = "tickets/given_back"
+
+
+def run(folder, *overrides, ranks=None):
+    with ForkedJob(*TEACHING, *overrides, run_dir=folder, ranks=ranks) as job:
+        assert job.wait() == 0, job.output
+        return job.rows
+
+
+@pytest.fixture(scope="module")
+def in_step(tmp_path_factory):
+    """The rows of a synchronous run."""
+    return run(tmp_path_factory.mktemp("in_step") / "run", "max_lag=0", "max_steps=4")
+
+
+def test_every_group_of_a_batch_teaches_and_the_others_are_counted(in_step):
+    rows = in_step[1:]
+    assert sum(row[GIVEN_BACK] for row in rows) > 0, "nothing was put to the test"
+    assert all(row["groups/kept_equal"] == 0 for row in rows)
+    batch = [row["groups/teaching_fraction"] for row in rows]
+    assert all(0 < fraction <= 1 for fraction in batch)
+    assert all(0 <= row["reward/all_mean"] <= 1 for row in rows)
+
+
+@pytest.mark.bitwise("a synchronous run that gives groups back is the same on one rank and on two")
+def test_one_process_and_two_ranks_train_on_the_same_batches(in_step, tmp_path):
+    rows = run(tmp_path / "run", "max_lag=0", "max_steps=4", ranks=2)
+    assert untimed(rows) == untimed(in_step)
+
+
+@pytest.mark.bitwise("a synchronous run that was resumed is the one that was not")
+def test_a_run_that_goes_on_from_a_checkpoint_is_the_one_that_went_through(in_step, tmp_path):
+    folder = tmp_path / "run"
+    run(folder, "max_lag=0", "max_steps=2")
+    rows = run(folder, "max_lag=0", "max_steps=4", "resume=auto")
+    assert untimed(rows) == untimed(in_step)
+
+
+def test_an_asynchronous_run_keeps_its_bound_and_a_mean_of_all_outcomes(tmp_path):
+    rows = run(tmp_path / "run", "max_lag=2", "max_steps=4", ranks=2)[1:]
+    assert max(row["lag/max"] for row in rows) <= 2
+    assert sum(row[GIVEN_BACK] for row in rows) > 0
+
+
+@pytest.mark.bitwise("a synchronous run with predicted pass rates is the same on two ranks")
+def test_unseen_prompts_are_drawn_by_what_a_head_predicts(tmp_path):
+    chosen = ("tickets.sampler=value", "max_lag=0", "max_steps=4")
+    rows = run(tmp_path / "one", *chosen)
+    assert untimed(run(tmp_path / "two", *chosen, ranks=2)) == untimed(rows)
+    with ForkedJob(
+        *TEACHING, *chosen, "max_steps=6", "resume=auto", run_dir=tmp_path / "one"
+    ) as job:
+        assert job.wait() == 0, job.output
+    (part,) = job.checkpoint.glob("controller*.json")
+    ledger = json.loads(part.read_text())["ledger"]
+    assert len(ledger["sampler"]["predicted"]) == 4 * 4, "four batches of four groups"
+    assert all(0 < rate < 1 for _, rate in ledger["sampler"]["predicted"])
+
+
+def test_where_nothing_is_solved_a_step_trains_on_what_there_is(tmp_path):
+    data = tmp_path / "rows.jsonl"
+    lines = [json.dumps({"prompt": f"{n}+1=", "answer": "never"}) for n in range(40)]
+    data.write_text("\n".join(lines))
+    rows = run(
+        tmp_path / "run",
+        "task=jsonl",
+        f"task.path={data}",
+        "task.chat=false",
+        "task.max_prompt_tokens=16",
+        "max_new_tokens=4",
+        "eval.num_prompts=0",
+        "tickets.max_refill=2",
+        "max_lag=1",
+        "max_steps=2",
+        "groups_per_step=4",
+    )
+    assert [row["groups/kept_equal"] for row in rows] == [4, 4]
+    assert all(row[GIVEN_BACK] <= 8 for row in rows)
+    assert rows[0][GIVEN_BACK] == 8
+    assert all(row["groups/teaching_fraction"] == 0 for row in rows)

@@ -1,0 +1,504 @@
+"""Dialogues over the tiny model and over scripts: tokens, endings, and going on elsewhere."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from functools import partial
+
+import pytest
+import torch
+from safetensors.torch import load, save
+
+from llamarl.environments.calls import FORMATS
+from llamarl.environments.dialogues import Dialogues, Limits, runs_of
+from llamarl.environments.engine import DialogueEngine
+from llamarl.environments.pool import EnvironmentPool
+from llamarl.inference.engine import Engine
+from llamarl.inference.partials import pack, unpack
+from llamarl.inference.sampler import SamplingParams
+from llamarl.models.config import read_config, tiny_directory
+from llamarl.models.hf import load_tokenizer
+from llamarl.tasks.environment import makes_prompts, turn_tokens
+from llamarl.types import Completion, Prompt
+from tests.decoding import full_forward_logprobs
+from tests.made_tokenizers import FORGETFUL, byte_level
+from tests.tolerances import of_logprobs
+
+PATIENCE_S = 60.0
+TOKENIZER = load_tokenizer(tiny_directory())
+EOS = 2
+DIGITS = tuple(range(4, 14))
+ROW = Prompt(torch.tensor([1, 5, 14, 5, 18]), "1+1=", {"answer": "2"})
+OWN = Prompt(torch.tensor([1]), "", {"game": 0})
+# A digit ends a turn, so that the tiny model's turns are short.
+TURNS = SamplingParams(24, stop_token_ids=DIGITS, n=3, seed=5)
+TOLERANCE = of_logprobs(read_config(tiny_directory()), size=5.0)
+
+
+def decode(ids):
+    return TOKENIZER.decode(ids, skip_special_tokens=True)
+
+
+CHAT = False
+
+
+def turn_tokens_of(name):
+    return turn_tokens(f"tests.games:{name}", TOKENIZER, chat=CHAT, system_prompt=None)
+
+
+def dialogues_of(
+    name, on_answer=lambda: None, *, max_turns=8, max_turn_tokens=None, own=None, **options
+):
+    """options: the pool's, and `reproducible`."""
+    path = f"tests.games:{name}"
+    reproducible = options.pop("reproducible", False)
+    is_dialogue = makes_prompts(path)
+    return Dialogues(
+        EnvironmentPool(path, on_answer=on_answer, **{"timeout_s": PATIENCE_S, **options}),
+        turn_tokens_of(name),
+        Limits(max_turns=max_turns, max_turn_tokens=max_turn_tokens),
+        read_calls=FORMATS["words"],
+        decode=decode,
+        prompt_key="prompt",
+        is_own=is_dialogue if own is None else own,
+        is_dialogue=is_dialogue,
+        seed=3,
+        reproducible=reproducible,
+    )
+
+
+class ScriptedEngine:
+    """Says what a script has for each turn: a text with the end token, or without if it ends in a
+    bar.
+    """
+
+    policy_version = 4
+
+    def __init__(self, *turns):
+        self.turns = turns
+        self.partials = []
+        self.finished = []
+        self.released = []
+
+    @property
+    def num_live(self):
+        return 0
+
+    @property
+    def num_waiting(self):
+        return len(self.partials)
+
+    def export_partials(self):
+        return self.partials
+
+    free_slots = 8
+
+    def check(self, request):
+        pass
+
+    def submit_partial(self, partial):
+        self.partials.append(partial)
+
+    def step(self, chunk):
+        for one in self.partials:
+            number = sum(not run.is_context for run in runs_of(*had(one)))
+            text = self.turns[number]
+            is_cut = text.endswith("|")
+            ids = TOKENIZER.encode(text.rstrip("|"), add_special_tokens=False)
+            ids += [] if is_cut else [EOS]
+            size = len(ids)
+            completion = Completion(
+                ticket=one.ticket,
+                sample_index=one.sample_index,
+                prompt_ids=one.prompt_ids,
+                token_ids=torch.cat([one.token_ids, torch.tensor(ids)]),
+                generator_logprobs=torch.cat([one.generator_logprobs, torch.zeros(size)]),
+                policy_versions=torch.cat([one.policy_versions, torch.full((size,), 4)]),
+                finish_reason="length" if is_cut else "stop",
+                loss_mask=torch.cat([one.loss_mask, torch.ones(size, dtype=torch.bool)]),
+                restarts=torch.cat([one.restarts, torch.zeros(size, dtype=torch.bool)]),
+            )
+            self.finished.append((one.stream, completion))
+        self.partials = []
+        return 1
+
+    def pop_finished(self):
+        finished, self.finished = self.finished, []
+        return finished
+
+    def abort(self, ticket=None, *, stream=None):
+        return 0
+
+    def release(self, *key):
+        self.released.append(key)
+
+    def close(self):
+        pass
+
+
+def had(partial):
+    return partial.token_ids, partial.loss_mask
+
+
+@pytest.fixture
+def engine_of():
+    made = []
+
+    def engine_of(inner, name, prompt, *, reproducible=False, **options):
+        engine = DialogueEngine(
+            inner,
+            partial(dialogues_of, name, reproducible=reproducible, **options),
+            prompt_of=lambda stream, ticket: prompt,
+            reproducible=reproducible,
+        )
+        made.append(engine)
+        return engine
+
+    yield engine_of
+    for engine in made:
+        engine.close()
+
+
+def drain(engine, chunk=4, until=None):
+    """Completions by their key, once all have ended, or once `until` is true."""
+    finished = []
+    while engine.num_live and not (until and until(engine)):
+        if not engine.step(chunk) and engine.num_acting:
+            assert engine._dialogues.pool.wait(PATIENCE_S)
+        finished += engine.pop_finished()
+    return {(stream, c.ticket, c.sample_index): c for stream, c in finished}
+
+
+def scripted(engine_of, *turns, name="Shop", prompt=ROW, most=64, **options):
+    """The completion of a script."""
+    inner = ScriptedEngine(*turns)
+    engine = engine_of(inner, name, prompt, **options)
+    engine.submit(7, prompt.prompt_ids, SamplingParams(most, stop_token_ids=(EOS,)))
+    (completion,) = drain(engine).values()
+    assert inner.released == [(0, 7, 0)]
+    assert engine.pop_counts()["tokens/reencode_mismatch"] == 0
+    return completion
+
+
+def pieces(completion):
+    """Its texts, context in brackets."""
+    runs = runs_of(completion.token_ids, completion.loss_mask)
+    shown = []
+    for run in runs:
+        text = TOKENIZER.decode(run.token_ids, skip_special_tokens=False)
+        shown.append(f"[{text}]" if run.is_context else text)
+    return "".join(shown)
+
+
+# --- Endings ---
+
+
+@pytest.mark.parametrize(
+    "turns, options, reason, finish, shown, reward",
+    [
+        (("add 1 2?", "3"), {}, "completed", "stop", "add 1 2?<eos>[3]3<eos>", 1.0),
+        (("leave?",), {}, "tool_stopped", "stop", "leave?<eos>", 0.0),
+        (
+            ("add 1 2?", "add 3 4?"),
+            {"max_turns": 2},
+            "turns",
+            "length",
+            "add 1 2?<eos>[3]add 3 4?<eos>",
+            2.0,
+        ),
+        (("add 1 2|",), {}, "tokens", "length", "add 1 2", 0.0),
+        (("add 1 2?", "3"), {"most": 10}, "context", "length", "add 1 2?<eos>", 1.0),
+    ],
+)
+def test_why_a_dialogue_ended(engine_of, turns, options, reason, finish, shown, reward):
+    completion = scripted(engine_of, *turns, **options)
+    ending = completion.ending
+    assert (ending.reason, completion.finish_reason, ending.reward) == (reason, finish, reward)
+    assert pieces(completion) == shown and not ending.error
+    assert ending.num_turns == len([t for t in turns if t in shown or t.rstrip("|") in shown])
+
+
+@pytest.mark.parametrize("tool, reason", [("hang", "timeout"), ("die", "lost"), ("hoard", "lost")])
+def test_a_dialogue_that_breaks_says_what_broke_it(engine_of, tool, reason):
+    options = {"timeout_s": 1.0} if tool == "hang" else {"memory_mb": 300}
+    completion = scripted(engine_of, "add 1 2?", f"{tool}?", **options)
+    assert completion.ending.reason == reason and completion.ending.error
+    assert pieces(completion) == f"add 1 2?<eos>[3]{tool}?<eos>"
+
+
+def test_a_call_that_cannot_be_read_ends_a_dialogue(engine_of, monkeypatch):
+    monkeypatch.setitem(FORMATS, "words", FORMATS["json"])
+    monkeypatch.setitem(globals(), "decode", lambda ids: "<tool_call>{</tool_call>")
+    completion = scripted(engine_of, "x")
+    assert completion.ending.reason == "parse_error" and completion.finish_reason == "stop"
+    assert completion.ending.reward == 0.0 and not completion.ending.error
+
+
+def test_an_environment_without_a_reward_gives_none(engine_of):
+    completion = scripted(engine_of, "look?", "a", name="Unrewarded", own=False)
+    assert completion.ending.reward is None and not completion.ending.error
+
+
+def test_what_reset_says_follows_the_prompt_as_context(engine_of):
+    more = dataclasses.replace(ROW, meta={"more": "2+2="})
+    completion = scripted(engine_of, "4", prompt=more)
+    assert pieces(completion) == "[2+2=]4<eos>"
+    assert completion.policy_versions.tolist() == [4] * 6
+
+
+def test_a_beginning_without_room_fails_itself_and_not_its_group(engine_of):
+    """Two games of one engine: the one that begins with 100 tokens has no room."""
+    prompts = [Prompt(OWN.prompt_ids, "", {"game": number}) for number in range(8)]
+    engine = engine_of(ScriptedEngine("1", "2", "3"), "Talkative", OWN)
+    engine._prompt_of = lambda stream, ticket: prompts[ticket]
+    for ticket, prompt in enumerate(prompts):
+        engine.submit(ticket, prompt.prompt_ids, SamplingParams(30, stop_token_ids=(EOS,)))
+    reasons = {c.ending.reason for c in drain(engine).values()}
+    assert reasons == {"completed", "context"}
+
+
+def test_a_beginning_without_room_is_an_error_and_has_a_token_for_its_version(engine_of):
+    crowded = scripted(engine_of, "1", name="Talkative", prompt=OWN, most=2)
+    assert (
+        crowded.ending.reason == "context"
+        and "100 tokens" in crowded.ending.error
+        or ("2 tokens" in crowded.ending.error)
+    )
+    assert crowded.loss_mask.tolist() == [False] and crowded.policy_versions.tolist() == [4]
+
+
+def test_the_rewards_of_turns_add_up(engine_of):
+    completion = scripted(engine_of, "a", "b", "c", name="Echo", prompt=OWN)
+    assert pieces(completion) == "[12+]a<eos>[2=]b<eos>[4=]c<eos>"
+    assert completion.ending.reward == 0.75 and completion.ending.reason == "completed"
+    assert completion.ending.turn_rewards == (0.25, 0.25, 0.25)
+    several = scripted(engine_of, "a", "b", name="Endless", prompt=OWN, max_turns=2)
+    assert several.ending.reward == 1.0 and several.ending.reason == "turns"
+
+
+# --- Templates that rewrite history ---
+
+CHATTY = byte_level(FORGETFUL)
+THOUGHT = "<think>so</think>"
+
+
+def chatty(monkeypatch, engine_of, *turns, restored=None):
+    """An engine of a script, with a template that leaves thoughts of earlier turns out."""
+    end = CHATTY.convert_tokens_to_ids("<|im_end|>")
+    monkeypatch.setitem(globals(), "TOKENIZER", CHATTY)
+    monkeypatch.setitem(globals(), "EOS", end)
+    monkeypatch.setitem(globals(), "CHAT", True)
+    first = torch.tensor(turn_tokens_of("Echo").first())
+    prompt = Prompt(first, "", {"game": 0})
+    engine = engine_of(ScriptedEngine(*turns), "Echo", prompt)
+    params = SamplingParams(400, stop_token_ids=(end,))
+    if restored is None:
+        engine.submit(7, prompt.prompt_ids, params)
+    else:
+        engine.submit_partial(dataclasses.replace(restored, params=params))
+    return engine
+
+
+def test_a_template_that_rewrites_history_has_the_dialogue_read_anew(monkeypatch, engine_of):
+    said = [f"{THOUGHT}{letter}" for letter in "abc"]
+    (completion,) = drain(chatty(monkeypatch, engine_of, *said)).values()
+    assert completion.ending.reason == "completed" and not completion.ending.error
+    (begin,) = completion.restarts.nonzero().flatten().tolist()
+    read = CHATTY.decode(completion.token_ids[begin:].tolist())
+    messages = [
+        {"role": "user", "content": "12+"},
+        {"role": "assistant", "content": said[0]},
+        {"role": "user", "content": f"{len(said[0]) + 1}="},
+        {"role": "assistant", "content": said[1]},
+        {"role": "user", "content": f"{2 * len(said[0]) + 2}="},
+    ]
+    whole = CHATTY.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    assert "a<|im_end|>" in whole and f"{THOUGHT}a" not in whole
+    assert read == f"{whole}{said[2]}<|im_end|>"
+    before = CHATTY.decode([*completion.prompt_ids, *completion.token_ids[:begin]])
+    head = CHATTY.apply_chat_template(messages[:3], add_generation_prompt=True, tokenize=False)
+    assert before == f"{head}{said[1]}<|im_end|>"
+    # What was sampled is in the mask, once, as it was sampled.
+    sampled = CHATTY.decode(completion.token_ids[completion.loss_mask].tolist())
+    assert sampled == "".join(f"{turn}<|im_end|>" for turn in said)
+
+
+def num_turns(completion):
+    runs = runs_of(completion.token_ids, completion.loss_mask)
+    return sum(not run.is_context for run in runs)
+
+
+def test_a_rewritten_dialogue_goes_on_elsewhere(monkeypatch, engine_of):
+    said = [f"{THOUGHT}{letter}" for letter in "abc"]
+    (wanted,) = drain(chatty(monkeypatch, engine_of, *said)).values()
+    assert wanted.restarts.any()
+    for count in range(1, 4):
+        first = chatty(monkeypatch, engine_of, *said)
+
+        def has_had(engine, count=count):
+            return any(num_turns(c) == count for c in engine._paused.values())
+
+        drain(first, until=has_had)
+        (partial_,) = first.export_partials()
+        second = chatty(monkeypatch, engine_of, *said, restored=partial_)
+        (found,) = drain(second).values()
+        assert torch.equal(found.token_ids, wanted.token_ids)
+        assert torch.equal(found.restarts, wanted.restarts)
+        assert found.ending == wanted.ending
+
+
+# --- The tiny model ---
+
+
+def tiny(**options):
+    return Engine.from_hf(
+        tiny_directory(), dtype="float32", max_slots=8, max_len=64, device="cpu", **options
+    )
+
+
+def test_what_the_model_saw_is_what_the_completion_says(engine_of):
+    inner = tiny(kept_tokens=1000)
+    engine = engine_of(inner, "Echo", OWN)
+    engine.submit(7, OWN.prompt_ids, TURNS)
+    found = drain(engine)
+    assert len(found) == 3
+    for completion in found.values():
+        runs = runs_of(completion.token_ids, completion.loss_mask)
+        assert [run.is_context for run in runs] == [True, False] * 3
+        heard = 0
+        for context, turn in zip(list(runs)[0::2], list(runs)[1::2]):
+            assert decode(context.token_ids) == (f"{heard}=" if heard else "12+")
+            assert turn.token_ids[-1] in DIGITS
+            heard += len(decode(turn.token_ids)) + 1
+        mask = completion.loss_mask
+        wanted = full_forward_logprobs(inner.decoder, completion)
+        torch.testing.assert_close(
+            completion.generator_logprobs[mask], wanted[mask], atol=TOLERANCE, rtol=0
+        )
+        assert not completion.generator_logprobs[~mask].any()
+    counts = engine.pop_counts()
+    assert counts["tokens/reencode_mismatch"] == 0
+    assert counts["dialogues/completed"] == 3 and counts["dialogues/turns"] == 9
+
+
+def tokens_of(found):
+    return {key: completion.token_ids.tolist() for key, completion in found.items()}
+
+
+def uninterrupted(engine_of, name="Echo", **options):
+    engine = engine_of(tiny(kept_tokens=1000), name, OWN, **options)
+    engine.submit(7, OWN.prompt_ids, TURNS)
+    return drain(engine)
+
+
+@pytest.mark.parametrize("kept_tokens", [0, 1000])
+def test_tokens_do_not_depend_on_what_is_kept_on_chunks_or_on_who_is_fast(engine_of, kept_tokens):
+    wanted = tokens_of(uninterrupted(engine_of))
+    engine = engine_of(tiny(kept_tokens=kept_tokens), "Echo", OWN, reproducible=True)
+    engine.submit(7, OWN.prompt_ids, TURNS)
+    assert tokens_of(drain(engine, chunk=1)) == wanted
+
+
+def stored(state):
+    """As a checkpoint keeps it: safetensors and JSON."""
+    tensors = {k: v.contiguous() for k, v in state.items() if isinstance(v, torch.Tensor)}
+    rest = json.loads(json.dumps({k: v for k, v in state.items() if k not in tensors}))
+    return rest | load(save(tensors))
+
+
+def taken_over(engine_of, stop_at, name="Echo", newest=0, version=0):
+    """Dialogues that are stopped when so many steps of a token were made, and go on in another
+    engine. Returns what was finished before, and after.
+    """
+    first = engine_of(tiny(kept_tokens=1000), name, OWN)
+    first.submit(7, OWN.prompt_ids, TURNS)
+    steps = iter(range(10**6))
+    done = drain(first, chunk=1, until=lambda _: next(steps) == stop_at)
+    state = stored(pack(first.export_partials()))
+    second = engine_of(tiny(kept_tokens=1000), name, OWN)
+    second.weights_changed(version)
+    for partial_ in unpack(state, newest, stream=0, params_of=lambda ticket: TURNS):
+        second.submit_partial(partial_)
+    return done, drain(second, chunk=1)
+
+
+@pytest.mark.parametrize("stop_at", range(0, 24, 2))
+def test_a_dialogue_goes_on_elsewhere_from_any_of_its_tokens(engine_of, stop_at):
+    wanted = uninterrupted(engine_of)
+    done, rest = taken_over(engine_of, stop_at)
+    assert tokens_of(done | rest) == tokens_of(wanted)
+    for key, completion in (done | rest).items():
+        assert completion.ending == wanted[key].ending
+        assert torch.equal(completion.loss_mask, wanted[key].loss_mask)
+
+
+def test_a_dialogue_whose_environment_says_something_else_when_it_is_played_again_is_lost(
+    engine_of,
+):
+    def is_in_its_second_turn(engine):
+        turns = [dialogue.num_turns for dialogue in engine._dialogues._open.values()]
+        return engine._inner.num_live and any(turns)
+
+    first = engine_of(tiny(), "Noisy", OWN)
+    first.submit(7, OWN.prompt_ids, dataclasses.replace(TURNS, max_new_tokens=60, n=1))
+    drain(first, chunk=1, until=is_in_its_second_turn)
+    (partial_,) = first.export_partials()
+    assert partial_.loss_mask.any()
+    second = engine_of(tiny(), "Noisy", OWN)
+    second.submit_partial(partial_)
+    (found,) = drain(second).values()
+    assert found.ending.reason == "lost" and "what it said before" in found.ending.error
+    assert torch.equal(found.token_ids, partial_.token_ids)
+
+
+def test_new_weights_may_come_at_any_turn(engine_of):
+    engine = engine_of(tiny(kept_tokens=1000), "Echo", OWN)
+    engine.submit(7, OWN.prompt_ids, TURNS)
+    found = {}
+    for version in range(1, 60):
+        if not engine.num_live:
+            break
+        engine.weights_changed(version)
+        if not engine.step(1) and engine.num_acting:
+            engine._dialogues.pool.wait(PATIENCE_S)
+        found |= {c.sample_index: c for _, c in engine.pop_finished()}
+    for completion in found.values():
+        versions = completion.policy_versions
+        assert (versions.diff() >= 0).all() and versions[-1] > versions[0]
+        # Context has the version of the token before it.
+        context = (~completion.loss_mask).nonzero().flatten()
+        inner = context[context > 2]
+        assert torch.equal(versions[inner], versions[inner - 1])
+
+
+@pytest.mark.parametrize("stop_at", range(0, 24, 3))
+def test_a_dialogue_may_be_aborted_at_any_turn(engine_of, stop_at):
+    engine = engine_of(tiny(kept_tokens=1000), "Echo", OWN)
+    engine.submit(7, OWN.prompt_ids, TURNS)
+    engine.submit(8, OWN.prompt_ids, TURNS)
+    steps = iter(range(10**6))
+    done = drain(engine, chunk=1, until=lambda _: next(steps) == stop_at)
+    ended = [key for key in done if key[1] == 7]
+    assert engine.abort(7, stream=0) == 3 - len(ended)
+    aborted = {c.sample_index: c for _, c in engine.pop_finished() if c.ticket == 7}
+    assert len(aborted) == 3 - len(ended)
+    for completion in aborted.values():
+        assert completion.finish_reason == "aborted" and completion.ending.reason == "aborted"
+    rest = drain(engine)
+    assert all(c.ending.reason == "completed" for key, c in rest.items())
+    assert {key[1] for key in rest} <= {8} and not engine.num_live
+    assert engine._inner._kept.places == 0
+
+
+def test_a_dialogue_that_waits_for_its_environment_holds_no_slot(engine_of):
+    engine = engine_of(tiny(kept_tokens=1000), "Echo", OWN)
+    assert engine.free_slots == 8
+    engine.submit(7, OWN.prompt_ids, TURNS)
+    assert (engine.num_live, engine.free_slots) == (3, 5), "they will soon need one"
+
+    def are_all_heard(engine):
+        return not engine._inner.num_live and engine._paused and not engine._dialogues.num_opening
+
+    drain(engine, chunk=1, until=are_all_heard)
+    assert engine.num_live and engine.free_slots == 8

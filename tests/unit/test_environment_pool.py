@@ -1,0 +1,187 @@
+"""Environments in workers: what one of them does to itself, the others do not notice."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from llamarl.environments import pool as pool_file
+from llamarl.environments.contracts import Answer
+from llamarl.environments.pool import EnvironmentPool, Failure
+from llamarl.errors import RewardError
+
+PATIENCE_S = 60.0
+
+
+@pytest.fixture
+def pool_of():
+    made = []
+
+    def pool_of(name, **options):
+        options = {"timeout_s": PATIENCE_S, **options}
+        pool = EnvironmentPool(f"tests.games:{name}", **options)
+        made.append(pool)
+        return pool
+
+    yield pool_of
+    for pool in made:
+        pool.close()
+
+
+def answers(pool):
+    """All answers that are under way, by key."""
+    found = {}
+    while pool.pending:
+        assert pool.wait(PATIENCE_S)
+        found |= dict(pool.poll())
+    return found
+
+
+def call(name, *arguments):
+    """A policy's turn that calls a tool with words."""
+    called = {"type": "function", "function": {"name": name, "arguments": list(arguments)}}
+    return {"role": "assistant", "content": "", "tool_calls": [called]}
+
+
+def said(answer):
+    assert isinstance(answer, Answer), answer
+    return [message["content"] for message in answer.messages]
+
+
+def test_a_dialogue_is_played_turn_by_turn(pool_of):
+    pool = pool_of("Echo")
+    pool.begin(0, {}, seed="a")
+    assert said(answers(pool)[0]) == ["12+"]
+    for turn, (want, done) in enumerate([("2=", False), ("4=", False), ("6=", True)]):
+        pool.step(0, {"role": "assistant", "content": "x"})
+        answer = answers(pool)[0]
+        assert (said(answer), answer.done, answer.reward) == ([want], done, 0.25), turn
+    pool.end(0)
+    assert answers(pool) == {0: Answer(done=True)}
+
+
+def test_tools_answer_and_what_they_raise_is_an_answer(pool_of):
+    pool = pool_of("Shop")
+    pool.begin(0, {"prompt": "1+1=", "more": " now"}, seed="a")
+    assert said(answers(pool)[0]) == [" now"]
+    for turn, want in (
+        (call("add", "3", "4"), "7"),
+        (call("add", "3"), "{'error': \"missing a required argument: 'second'\"}"),
+        (call("ad", "3", "4"), "7"),
+        (
+            call("sell"),
+            "{'error': 'there is no tool sell; there is add, broken, die, hang, hoard, "
+            "leave, throw'}",
+        ),
+        (call("broken"), "{'error': 'sold out'}"),
+    ):
+        pool.step(0, turn)
+        assert said(answers(pool)[0]) == [want]
+    pool.step(0, call("leave"))
+    assert answers(pool)[0].stopped
+    pool.end(0)
+    assert answers(pool)[0].reward == 2.0
+
+
+def test_a_factory_may_be_a_function(pool_of):
+    pool = pool_of("make_shop")
+    pool.begin(0, {}, seed="a")
+    assert said(answers(pool)[0]) == []
+
+
+def throw(pool, keys):
+    for key in keys:
+        pool.step(key, call("throw"))
+    return {key: said(answer) for key, answer in answers(pool).items()}
+
+
+def test_games_of_a_seed_throw_the_same_dice_whoever_plays_beside_them(pool_of):
+    alone = pool_of("Shop")
+    alone.begin(0, {}, seed="a")
+    answers(alone)
+    first, second = throw(alone, [0])[0], throw(alone, [0])[0]
+    assert first != second
+    together = pool_of("Shop")
+    for key, seed in enumerate("aab"):
+        together.begin(key, {}, seed=seed)
+    answers(together)
+    thrown = throw(together, [0, 1, 2])
+    assert thrown[0] == thrown[1] == first != thrown[2]
+    throw(together, [2])
+    assert throw(together, [0, 1]) == {0: second, 1: second}
+
+
+@pytest.mark.parametrize(
+    "tool, kind, reason",
+    [
+        ("hang", "timeout", "task.play.timeout_s"),
+        ("die", "lost", "exited with code 3"),
+        ("hoard", "lost", "memory"),
+    ],
+)
+def test_what_hangs_dies_or_hoards_is_lost_alone_and_the_others_go_on(pool_of, tool, kind, reason):
+    pool = pool_of("Shop", timeout_s=1.0 if tool == "hang" else PATIENCE_S, memory_mb=300)
+    for key in range(3):
+        pool.begin(key, {}, seed="a")
+    answers(pool)
+    thrown = throw(pool, [0, 2])
+    pool.step(1, call(tool))
+    pool.step(2, call("throw"))
+    found = answers(pool)
+    failure = found[1]
+    assert isinstance(failure, Failure) and failure.kind == kind and reason in failure.reason
+    assert pool.num_replayed == 2
+    # They are where they were: both throw what they would have thrown next.
+    assert throw(pool, [0])[0] == said(found[2]) != thrown[0]
+    pool.begin(1, {}, seed="a")
+    assert said(answers(pool)[1]) == []
+
+
+def test_an_environment_that_answers_otherwise_when_it_is_played_again_is_lost(pool_of):
+    pool = pool_of("Noisy")
+    pool.begin(0, {}, seed="a")
+    pool.step(0, {"role": "assistant", "content": "x"})
+    pool.begin(1, {}, seed="a")
+    answers(pool)
+    pool.step(1, {"role": "assistant", "content": "die"})
+    found = answers(pool)
+    assert "exited with code 3" in found[1].reason
+    assert isinstance(found[0], Failure) and found[0].kind == "lost"
+    assert "otherwise" in found[0].reason
+
+
+def test_an_environment_that_raises_as_it_begins_fails_alone(pool_of):
+    pool = pool_of("Refuses")
+    pool.begin(0, {"prompt": "9"}, seed="a")
+    pool.begin(1, {"prompt": "1"}, seed="a")
+    found = answers(pool)
+    assert isinstance(found[0], Failure) and "no nines" in found[0].reason
+    assert said(found[1]) == []
+
+
+def test_what_is_let_go_of_answers_no_more(pool_of):
+    pool = pool_of("Shop")
+    pool.begin(0, {}, seed="a")
+    pool.forget(0)
+    pool.begin(1, {}, seed="a")
+    assert list(answers(pool)) == [1]
+    pool.begin(0, {}, seed="a")
+    assert list(answers(pool)) == [0]
+
+
+def test_a_path_that_leads_nowhere_is_told_with_its_key(pool_of):
+    with pytest.raises(ValueError, match="task.environment=tests.games:Ship: .*did you mean Shop"):
+        pool_of("Ship").start()
+
+
+def test_workers_that_cannot_start_end_the_run(pool_of, monkeypatch, tmp_path):
+    script = tmp_path / "worker.py"
+    script.write_text("raise SystemExit(4)")
+    monkeypatch.setattr(pool_file.worker_script, "__file__", str(script))
+    with pytest.raises(RewardError, match="exited with code 4 before it played anything"):
+        pool_of("Shop").start()
+
+
+def test_answers_travel_as_json():
+    json.dumps(Answer(messages=[{"role": "tool", "content": "1"}], reward=0.5).values)

@@ -1,0 +1,242 @@
+"""What every rank does for every other is counted: messages, questions to the store and reads grow
+with the number of ranks, and not with its square.
+"""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from llamarl.checkpoint import parts as parts_module
+from llamarl.checkpoint.checkpointer import Checkpointer
+from llamarl.checkpoint.parts import in_work, load_parts
+from llamarl.checkpoint.service import CheckpointService
+from llamarl.comm import wire
+from llamarl.comm.channel import dp_rank_of
+from llamarl.comm.control import Control
+from llamarl.controller import ExecutorController
+from llamarl.learning.buffer import GroupBuffer
+from llamarl.planner.mail import SimulatedMail
+from llamarl.tickets.ledger import TicketLedger
+from llamarl.tickets.pool import TicketPool
+from llamarl.tickets.service import TicketService
+from llamarl.types import Verdict
+from tests.unit.replaying import group
+
+MANY = 16
+
+
+def test_an_ask_that_is_refused_again_looks_at_no_pool_until_there_is_room(monkeypatch):
+    ledger = TicketLedger(groups_per_step=2 * MANY, max_lag=1, overcommit=0, num_pools=MANY)
+    looked = []
+    may_start = TicketPool.may_start
+
+    def watched(pool, *given):
+        looked.append(pool)
+        return may_start(pool, *given)
+
+    monkeypatch.setattr(TicketPool, "may_start", watched)
+    first = [ticket.index for ticket in ledger.start(3 * MANY, version=0)]
+    assert first == list(range(2 * MANY)) and len(looked) == 3 * MANY
+    assert ledger.start(1, version=0) == [] and len(looked) == 3 * MANY
+    ledger.finish(first)
+    assert ledger.start(1, version=0) == [] and len(looked) == 3 * MANY, "none is taken yet"
+    assert ledger.take(0) is not None
+    (next_one,) = ledger.start(1, version=0)
+    assert next_one.index == 2 * MANY and len(looked) == 3 * MANY + 1
+
+
+EQUAL = Verdict(num_scored=2, total=2.0, teaches=False)
+
+
+@pytest.mark.parametrize("max_refill, looked_at", [(0, 0), (1, MANY)])
+def test_a_group_that_finishes_has_its_own_pool_looked_at_alone(monkeypatch, max_refill, looked_at):
+    ledger = TicketLedger(
+        groups_per_step=MANY, max_lag=1, overcommit=0, num_pools=MANY, max_refill=max_refill
+    )
+    first = [ticket.index for ticket in ledger.start(MANY, version=0)]
+    looked = []
+    give_back = TicketPool.give_back
+
+    def watched(pool):
+        looked.append(pool)
+        return give_back(pool)
+
+    monkeypatch.setattr(TicketPool, "give_back", watched)
+    ledger.finish(first[:1])  # the first of a step looks at all
+    looked.clear()
+    for ticket in first[1:]:
+        assert ledger.finish([ticket], {ticket: EQUAL}) == [ticket][:max_refill]
+    assert len(looked) == max(0, looked_at - 1)
+
+
+def test_pools_that_are_asked_with_two_deadlines_start_each_ticket_once_and_in_order():
+    ledger = TicketLedger(groups_per_step=MANY, max_lag=3, overcommit=MANY, num_pools=MANY // 2)
+    started = []
+    for turn in range(MANY):
+        started += [ticket.index for ticket in ledger.start(1, version=turn % 2)]
+    assert started == list(range(MANY))
+
+
+class Counting(SimulatedMail):
+    """Mail that notes what is posted to other ranks."""
+
+    def __init__(self, rank, world):
+        super().__init__(rank, world, lambda: None)
+        self.posted = []
+
+    def post(self, rank, topic, payload):
+        if rank != self.rank:
+            self.posted.append((rank, topic, payload))
+        super().post(rank, topic, payload)
+
+
+def test_a_trainer_rank_is_told_its_own_part_of_a_batch_alone():
+    ledger = TicketLedger(groups_per_step=2 * MANY, max_lag=1, overcommit=0, num_pools=MANY)
+    world = []
+    for rank in range(MANY):
+        world.append(Counting(rank, world))
+    ranks = tuple(range(MANY))
+    services = [TicketService(ledger, mail, trainer_ranks=ranks, timeout_s=1.0) for mail in world]
+    tickets = [ticket.index for ticket in ledger.start(2 * MANY, version=0)]
+    ledger.finish(tickets)
+    batches = [service.take(0) for service in services]
+    told = [payload["tickets"] for _, topic, payload in world[0].posted if topic == "taken"]
+    assert sum(map(len, told)) == 2 * (MANY - 1), "all but the leader's own"
+    assert sorted(sum(batches, [])) == tickets
+    for rank, batch in enumerate(batches):
+        assert {dp_rank_of(ticket, MANY) for ticket in batch} == {rank}
+
+
+class Store:
+    """A store that counts the questions that it is asked."""
+
+    def __init__(self):
+        self._store = dist.HashStore()
+        self.keys_checked = 0
+        self.questions = 0
+
+    def check(self, keys):
+        self.keys_checked += len(keys)
+        self.questions += 1
+        return self._store.check(keys)
+
+    def get(self, key):
+        self.questions += 1
+        return self._store.get(key)
+
+    def multi_get(self, keys):
+        self.questions += 1
+        return self._store.multi_get(keys)
+
+    def set(self, key, value):
+        self._store.set(key, value)
+
+    def add(self, key, amount):
+        return self._store.add(key, amount)
+
+
+def control_of(rank: int, ranks: int, store=None) -> Control:
+    names = [f"rank {one}" for one in range(ranks)]
+    return Control(store, rank=rank, world_size=ranks, leader=0, names=names)
+
+
+def test_the_leader_hears_of_all_beats_by_two_questions():
+    store = Store()
+    leader = control_of(0, MANY, store)
+    seen = {rank: (b"", 0.0) for rank in range(1, MANY)}
+    for rank in range(1, MANY):
+        store.set(f"beat/{rank}", str(rank))
+    leader._look_for_silent(store, seen)
+    assert store.questions == 2
+    assert [beat for beat, _ in seen.values()] == [b"%d" % rank for rank in range(1, MANY)]
+
+
+def test_a_rank_that_has_not_beaten_yet_is_no_silent_one():
+    store = Store()
+    leader = control_of(0, 3, store)
+    seen = {1: (b"", 0.0), 2: (b"", 0.0)}
+    store.set("beat/2", "7")
+    leader._look_for_silent(store, seen)
+    assert seen[1][0] == b"" and seen[2][0] == b"7" and leader.failure is None
+
+
+def test_a_rank_that_meets_others_asks_for_one_key():
+    store = Store()
+    for rank in range(MANY):
+        control = control_of(rank, MANY, store)
+        world = SimpleNamespace(rank=rank, size=MANY, store=lambda: store)
+        if rank < MANY - 1:
+            store.set(f"met/start/{rank}", "")
+            store.add("met/start/count", 1)
+            continue
+        settings = SimpleNamespace(timeout_s=60.0)
+        meeting = SimpleNamespace(world=world, settings=settings, control=control)
+        ExecutorController._meet(meeting, "start")
+    assert store.keys_checked == 1
+
+
+def test_trainer_ranks_that_meet_in_a_checkpoint_send_one_message_each_to_the_leader_and_back():
+    posted = []
+
+    class Mail(Control):
+        def post(self, rank, topic, payload):
+            posted.append((self.rank, rank))
+
+    trainer = SimpleNamespace(group=SimpleNamespace(ranks=tuple(range(MANY))))
+    for rank in range(MANY):
+        control = Mail(None, rank=rank, world_size=MANY, leader=0, names=["one"] * MANY)
+        others = range(1, MANY) if rank == 0 else [0]
+        for other in others:
+            control._mail["at"].append((other, {"step": 4, "place": "before the export"}))
+        service = CheckpointService(None, [], control, None, None, identity={})
+        service._meet(4, "before the export", trainer)
+    to_leader = [(rank, 0) for rank in range(1, MANY)]
+    from_leader = [(0, rank) for rank in range(1, MANY)]
+    assert sorted(posted) == sorted(to_leader + from_leader)
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    """A checkpoint of MANY generators."""
+    control = control_of(0, 1)
+    expected = [("generator", rank) for rank in range(MANY)]
+    writer = Checkpointer(tmp_path, keep=1, control=control, expected=expected)
+    for rank in range(MANY):
+        writer.save_part(1, "generator", rank, {"in_work": [rank], "x": torch.zeros(1)})
+    writer.pump()
+    return tmp_path / "checkpoints" / "step_1"
+
+
+@pytest.mark.parametrize(
+    "reads, most", [(in_work, 1), (lambda path: load_parts(path, "generator"), 2)]
+)
+def test_a_manifest_is_not_read_again_for_each_part(checkpoint, monkeypatch, reads, most):
+    read = []
+    read_manifest = parts_module.read_manifest
+
+    def watched(path):
+        read.append(path)
+        return read_manifest(path)
+
+    monkeypatch.setattr(parts_module, "read_manifest", watched)
+    assert len(reads(checkpoint)) == MANY and len(read) <= most
+
+
+def test_a_rank_decodes_its_own_groups_of_a_stored_part_alone(monkeypatch):
+    buffer = GroupBuffer(max_lag=1)
+    buffer.put([group(ticket) for ticket in range(MANY)])
+    state = buffer.state_dict()
+    decoded = []
+    decode = wire.decode
+
+    def watched(message):
+        found = decode(message)
+        decoded.extend(found)
+        return found
+
+    monkeypatch.setattr(wire, "decode", watched)
+    mine = GroupBuffer(max_lag=1)
+    mine.load([state], set(range(MANY)), lambda ticket: ticket % 4 == 1)
+    assert mine.tickets() == [one.ticket for one in decoded] == [1, 5, 9, 13]

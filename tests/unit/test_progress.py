@@ -1,0 +1,217 @@
+"""Progress: the time that is left, a bar on a terminal and plain lines elsewhere; and what a run
+was expected to come to.
+"""
+
+import io
+import re
+
+import pytest
+
+from llamarl.config.command_line import default_config
+from llamarl.config.conversion import to_values
+from llamarl.observe import Console
+from llamarl.observe.expected import (
+    Expectation,
+    Stage,
+    differing,
+    expectation_of,
+    read_expectations,
+    verdict,
+)
+from llamarl.observe.progress import CheckpointProgress, Progress, TimeLeft, shown_left
+from llamarl.observe.samples import SampleFile
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+def plain(text):
+    return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text)
+
+
+# --- The time that is left ---
+
+
+def test_the_time_left_goes_by_the_pace_of_the_newest_readings():
+    left = TimeLeft()
+    assert left.of(10) is None and left.of(0) == 0.0
+    left.note(0, 0.0)
+    left.note(10, 100.0)
+    assert left.of(10) == 100.0
+    for done in range(11, 40):  # ten times as fast from here on
+        left.note(done, 100.0 + (done - 10))
+    assert left.of(10) == 10.0
+    left.note(5, 200.0)  # it begins anew
+    assert left.of(10) is None
+
+
+@pytest.mark.parametrize(
+    "seconds, want",
+    [(None, ""), (0.0, ""), (0.2, "1s"), (59.4, "59s"), (130, "2m10s"), (11100, "3h05m")],
+)
+def test_a_time_is_short(seconds, want):
+    assert shown_left(seconds) == want
+
+
+def test_a_pipe_gets_a_line_now_and_then_and_short_work_none():
+    out = io.StringIO()
+    clock = Clock()
+    with Progress("answers", 100, unit="completions", stream=out, clock=clock) as progress:
+        for _ in range(25):
+            clock.now += 1.0
+            progress.advance()
+    assert out.getvalue().splitlines() == [
+        "answers  10/100 completions  left 1m30s",
+        "answers  20/100 completions  left 1m20s",
+    ]
+    short = io.StringIO()
+    with Progress("answers", 3, stream=short, clock=Clock()) as progress:
+        progress.advance(3)
+    assert short.getvalue() == ""
+
+
+def test_a_terminal_gets_a_bar_that_goes_away():
+    out = Terminal()
+    clock = Clock()
+    with Progress("answers", 4, unit="completions", stream=out, clock=clock) as progress:
+        clock.now = 5.0
+        progress.advance()
+        assert "answers" in out.getvalue() and "1/4 completions" in plain(out.getvalue())
+        assert "left 15s" in plain(out.getvalue())
+    assert out.getvalue().endswith("\x1b[2K")  # the line is empty again
+
+
+def test_a_slow_checkpoint_tells_its_parts_and_each_begins_anew():
+    out = io.StringIO()
+    clock = Clock()
+    tell = CheckpointProgress(stream=out, clock=clock)
+    tell(20, 1, 4)
+    clock.now = 30.0
+    tell(20, 2, 4)
+    tell(40, 1, 4)
+    clock.now = 60.0
+    tell(40, 4, 4)
+    assert out.getvalue().splitlines() == [
+        "checkpoint of step 20  2/4 parts  left 30s",
+        "checkpoint of step 40  4/4 parts",
+    ]
+
+
+# --- On the console ---
+
+
+def row(step):
+    return {"step": step, "reward/mean": 0.5, "time/wall_s": 2.0 * step}
+
+
+def test_a_plain_line_ends_with_the_time_left():
+    out = io.StringIO()
+    console = Console(max_steps=10, stream=out)
+    for step in (1, 2, 10):
+        console.write(row(step))
+    assert out.getvalue().splitlines() == [
+        "step 1/10  reward 0.500",
+        "step 2/10  reward 0.500  left 16s",
+        "step 10/10  reward 0.500",
+    ]
+
+
+def test_a_terminal_has_a_bar_under_the_table():
+    out = Terminal()
+    console = Console(max_steps=10, stream=out)
+    console.write(row(1))
+    console.write(row(2))
+    console.close()
+    assert "2/10 steps" in plain(out.getvalue()) and "left 16s" in plain(out.getvalue())
+
+
+def test_every_so_many_steps_the_newest_sample_is_shown_once(tmp_path):
+    samples = SampleFile(tmp_path)
+    completion = {"reward": 1.0, "ids": [1], "text": ["[red]yes"]}
+    group = {"prompt": "?", "completions": [completion, completion | {"reward": 0.0}]}
+    samples.keep(3, lambda: {"groups": [], "shown": [group]})
+    for stream in (io.StringIO(), Terminal()):
+        console = Console(stream=stream, samples=samples, show_every=2)
+        for step in (1, 2, 3, 4):
+            console.write({"step": step})
+        lines = [line.rstrip() for line in plain(stream.getvalue()).splitlines()]
+        assert lines.count("  sample of step 3: '?'") == 1
+        assert "    best  1  '[red]yes'" in lines  # no markup
+        assert lines.index("  sample of step 3: '?'") > 1
+    never = io.StringIO()
+    Console(stream=never, samples=samples).write({"step": 2})
+    assert "sample" not in never.getvalue()
+
+
+# --- What was expected ---
+
+
+def stage(name, first, last, mean, within):
+    return Stage(
+        name=name,
+        column="eval/accuracy",
+        first=first,
+        last=last,
+        mean=mean,
+        within=within,
+        otherwise=f"look at {name}",
+    )
+
+
+EXPECTED = Expectation(
+    name="made up",
+    overrides=(),
+    measured="by hand",
+    stages=(stage("the start", 0, 0, 0.4, 0.02), stage("the end", 9, 10, 0.97, 0.01)),
+)
+
+
+@pytest.mark.parametrize(
+    "values, said",
+    [
+        ({0: 0.41, 9: 0.96, 10: 0.97}, "as expected: 97.0 % ± 1.0"),
+        ({0: 0.43, 10: 0.97}, "not as expected at the start: eval/accuracy 43.0%, expected "),
+        ({0: 0.4, 9: 0.9, 10: 0.97}, "not as expected at the end: eval/accuracy 93.5%, expected "),
+        ({0: 0.4}, "nothing to compare: no row from step 9 has eval/accuracy"),
+    ],
+)
+def test_the_first_stage_that_differs_is_named(values, said):
+    rows = [{"step": step, "eval/accuracy": value} for step, value in values.items()]
+    found = verdict(EXPECTED, rows)
+    assert found.startswith(said)
+    assert ("look at" in found) == found.startswith("not as")
+
+
+@pytest.mark.parametrize(
+    "override, is_known",
+    [
+        ("seed=3", True),
+        ("run_dir=somewhere", True),
+        ("metrics.samples=0", True),
+        ("placement.trainer=[0]", True),
+        ("lr=1e-4", False),
+        ("max_steps=50", False),
+        ("eval.num_prompts=100", False),
+        ("max_lag=3", False),
+    ],
+)
+def test_an_expectation_holds_only_for_its_settings(override, is_known):
+    found = expectation_of(default_config(overrides=[override]))
+    assert (found is not None) == is_known
+
+
+def test_every_expectation_is_of_settings_that_there_are():
+    for one in read_expectations():
+        config = default_config(overrides=one.overrides)
+        assert not differing(to_values(config), to_values(config))
+        assert one.stages[-1].last == config.max_steps
+        assert list(one.stages) == sorted(one.stages, key=lambda stage: stage.last)

@@ -1,0 +1,360 @@
+"""python_tests: programs that are right, wrong and hostile; what a row may hold; where there is no
+sandbox.
+"""
+
+import os
+import select
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from llamarl.scoring.pool import RewardPool, check_reward
+from llamarl.scoring.scorer import score_all, text_item
+from llamarl.tasks import sandbox
+from llamarl.tasks.forms import Limits
+from llamarl.tasks.programs import python_tests
+from llamarl.tasks.sandbox import Ran, Walls
+
+ADD = "def add(a, b):\n    return a + b\n"
+WRONG = "def add(a, b):\n    return a - b\n"
+ASSERTS = ["assert add(1, 2) == 3", "assert add(0, 0) == 0"]
+PRINTS = [{"input": "1 2\n", "output": "3\n"}, {"input": "5 5\n", "output": "10"}]
+SUM = "print(sum(map(int, input().split())))\n"
+FIRST = "print(3)\n"  # right on the first of PRINTS alone
+LIMITS = Limits(timeout_s=5.0, memory_mb=2048)
+HANG = "while True:\n    pass\n"
+
+
+@pytest.fixture(scope="module")
+def walls():
+    """Return the default walls; skip where they cannot be made."""
+    try:
+        sandbox.check(Walls())
+    except sandbox.NoSandbox as error:
+        pytest.skip(f"no sandbox here: {error}")
+    return Walls()
+
+
+def ran(source, walls, *, seconds=20.0, **more):
+    """Run a program whose time on the clock ends before its CPU time does."""
+    return sandbox.run(source, walls, until=time.monotonic() + seconds, cpu_s=seconds + 60, **more)
+
+
+def printed(source, walls, **more):
+    """Return what a program prints that ends well."""
+    end = ran(source, walls, **more)
+    assert (end.end, end.code) == ("exit", 0), end
+    return end.printed.decode()
+
+
+# --- what is right and wrong ---
+
+
+@pytest.mark.parametrize(
+    "completion, tests, share",
+    [
+        (ADD, ASSERTS, 1.0),
+        (WRONG, ASSERTS, 0.5),
+        (ADD, "\n".join(ASSERTS), 1.0),
+        (WRONG, "\n".join(ASSERTS), 0.0),
+        (SUM, PRINTS, 1.0),
+        (FIRST, PRINTS, 0.5),
+        (f"Like this:\n```python\n{ADD}```\nDone.", ASSERTS, 1.0),
+        (f"```python\n{WRONG}```\nor rather\n```\n{ADD}```\n", ASSERTS, 1.0),
+        (f"```json\n{{}}\n```\n```py\n{ADD}```\n```json\n{{}}\n```", ASSERTS, 1.0),
+        ("That I do not know.", ASSERTS, 0.0),
+        ("", PRINTS, 0.0),
+        (f"{ADD}if __name__ == '__main__':\n    raise SystemExit(1)\n", ASSERTS, 1.0),
+        (f"{SUM}raise SystemExit(1)\n", PRINTS, 0.0),
+    ],
+)
+def test_the_share_of_tests_that_pass(walls, completion, tests, share):
+    meta = {"tests": tests}
+    assert python_tests("", completion, meta, partial=True, timeout_s=20.0) == share
+    assert python_tests("", completion, meta, timeout_s=20.0) == float(share == 1.0)
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "import os\nos._exit(0)\n",
+        "raise SystemExit(0)\n",
+        "import sys\nsys.exit()\n",
+        "import builtins\nbuiltins.exec = lambda *_: None\n" + WRONG,
+        "print('passed')\n" + WRONG,
+    ],
+)
+def test_an_early_end_passes_no_test(walls, program):
+    assert python_tests("", program, {"tests": ASSERTS[:1]}, timeout_s=20.0) == 0.0
+
+
+def test_thoughts_are_no_program(walls):
+    meta = {"tests": ASSERTS}
+    right = f"<think>\n```\n{WRONG}```\n</think>\n```\n{ADD}```\n"
+    assert python_tests("", right, meta, thinking="opens", timeout_s=20.0) == 1.0
+    assert python_tests("", f"```\n{ADD}```\n", meta, thinking="opens") == 0.0
+
+
+def test_a_program_has_the_same_order_of_sets_each_time(walls):
+    source = "print(list({str(n) for n in range(50)}))"
+    assert printed(source, walls) == printed(source, walls)
+
+
+def test_another_key_of_the_row_and_installed_packages(walls):
+    meta = {"checks": "import numpy\nassert add(numpy.int64(1), 2) == 3"}
+    options = {"tests": "checks", "timeout_s": 60.0, "memory_mb": 2048}
+    assert python_tests("", ADD, meta, site_packages=True, **options) == 1.0
+    assert python_tests("", ADD, meta, **options) == 0.0
+
+
+@pytest.mark.parametrize("tests", [None, "", " ", [], 3, [3], [{"input": "1"}], {"input": "1"}])
+def test_a_row_without_tests_is_an_error(tests):
+    with pytest.raises(ValueError, match="the row's 'tests'"):
+        python_tests("", ADD, {"tests": tests})
+    with pytest.raises(ValueError, match="not there"):
+        python_tests("", ADD, {})
+
+
+# --- hostile programs ---
+
+HOSTILE = {
+    "fork bomb": "import os\nwhile True:\n    os.fork()\n",
+    "fork bomb that does not give up": (
+        "import os\nwhile True:\n    try:\n        os.fork()\n    except OSError:\n        pass\n"
+    ),
+    "threads": "import threading\nwhile True:\n    threading.Thread(target=input).start()\n",
+    "10 GB": "held = bytearray(10 << 30)\nheld[:] = b'x' * len(held)\n",
+    "10 GB bit by bit": "held = []\nwhile True:\n    held.append(bytearray(1 << 20))\n",
+    "endless loop": HANG,
+    "endless wait": "import signal\nwhile True:\n    signal.pause()\n",
+    "network": "import socket\nsocket.create_connection(('127.0.0.1', 22), 1)\n",
+    "name of a host": "import socket\nsocket.getaddrinfo('example.org', 80)\n",
+    "file outside": "open('/etc/passwd').read()\n",
+    "write outside": "open('/usr/lib/written', 'w')\n",
+    "full disk": "with open('big', 'wb') as f:\n    while True:\n        f.write(bytes(1 << 20))\n",
+    "many files": "import itertools\nfor n in itertools.count():\n    open(str(n), 'w')\n",
+    "endless print": "while True:\n    print('x' * 1000)\n",
+    "kill all": "import os\nos.kill(-1, 9)\nos.kill(1, 9)\nos.kill(os.getppid(), 9)\n" + HANG,
+    "crash": "import ctypes\nctypes.string_at(0)\n",
+    "deep recursion": "import sys\nsys.setrecursionlimit(1 << 30)\nf = lambda: f()\nf()\n",
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_program_is_a_wrong_one_and_its_worker_lives(walls, name):
+    """Its score is 0, which is trained on, and not an error. Right programs are right after it."""
+    meta = {"tests": ASSERTS}
+    hostile = text_item("", HOSTILE[name] + ADD, meta)
+    with RewardPool("rewards:python_tests", options={"timeout_s": 1.0}, **limits(60.0)) as pool:
+        (worker,) = pool._workers
+        (outcome,) = score_all(pool, [hostile])
+        assert pool._workers == [worker]
+    assert (outcome.kind, outcome.value, outcome.reason) == ("score", 0.0, "")
+    assert python_tests("", ADD, meta, timeout_s=20.0) == 1.0
+
+
+def limits(timeout_s):
+    return {"timeout_s": timeout_s, "memory_mb": LIMITS.memory_mb}
+
+
+def test_a_program_sees_libraries_and_its_own_folder_alone(walls):
+    seen = printed("import os\nprint(sorted(os.listdir('/')), os.listdir('.'))", walls)
+    assert "home" not in seen and "proc" not in seen
+    assert "program.py" in seen
+    source = f"import os\nprint([os.path.exists(p) for p in ({str(Path.home() / '.ssh')!r},)])"
+    assert printed(source, walls) == "[False]\n"
+    here = Path(__file__).resolve()
+    assert printed(f"import os\nprint(os.path.exists({str(here)!r}))", walls) == "False\n"
+
+
+def test_a_program_changes_nothing_outside_its_folder(walls):
+    source = (
+        "import os\n"
+        "for top, folders, files in os.walk('/'):\n"
+        "    if os.access(top, os.W_OK) and not top.startswith('/tmp'):\n"
+        "        try:\n"
+        "            open(os.path.join(top, 'x'), 'w')\n"
+        "            print(top)\n"
+        "        except OSError:\n"
+        "            pass\n"
+        "open('mine', 'w').write('x')\n"
+        "print('done')\n"
+    )
+    assert printed(source, walls, seconds=60.0) == "done\n"
+    assert "mine" not in printed("import os\nprint(os.listdir('.'))", walls)
+
+
+def test_a_program_has_no_rights_and_can_get_none(walls):
+    source = (
+        "import ctypes, os\n"
+        "c = ctypes.CDLL(None)\n"
+        "made = [c.unshare(0x10000000), c.ptrace(0, 0, 0, 0)]\n"
+        "made += [c.shmget(0, 4096, 0o1600), c.setuid(0)]\n"
+        "made += [c.memfd_create(b'x', 0), c.mount(b'x', b'/tmp', b'tmpfs', 0, None)]\n"
+        "made += [c.chroot(b'/tmp'), c.syscall(425, 1, None)]\n"
+        "print(os.getuid(), made)\n"
+    )
+    assert printed(source, walls) == f"1000 {[-1] * 8}\n"
+
+
+def test_a_program_reaches_no_server_of_this_machine(walls):
+    """With isolation "limits", which shuts off no network, the same program does."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        source = (
+            "import socket\n"
+            "try:\n"
+            f"    socket.create_connection(('127.0.0.1', {port}))\n"
+            "    print('reached')\n"
+            "except OSError:\n"
+            "    print('refused')\n"
+        )
+        assert printed(source, walls) == "refused\n"
+        assert printed(source, Walls(isolation="limits")) == "reached\n"
+
+
+def test_the_memory_of_a_program_is_limited(walls):
+    """It asks for a GiB that it never writes to, so that no memory is used without a limit."""
+    source = (
+        "try:\n"
+        "    held = bytearray(1 << 30)\n"
+        "    print('given')\n"
+        "except MemoryError:\n"
+        "    print('refused')\n"
+    )
+    assert printed(source, walls) == "refused\n"
+    assert printed(source, Walls(memory_mb=2048)) == "given\n"
+
+
+def test_the_processes_of_a_program_are_counted(walls):
+    source = (
+        "import os, signal\n"
+        "made = 0\n"
+        "try:\n"
+        "    while made < 50:\n"
+        "        if os.fork() == 0:\n"
+        "            signal.pause()\n"
+        "        made += 1\n"
+        "except OSError:\n"
+        "    pass\n"
+        "print(made)\n"
+    )
+    assert printed(source, Walls(processes=4)) == "3\n"
+    assert printed(source, Walls(processes=1)) == "0\n"
+
+
+def test_what_a_program_starts_ends_with_it(walls):
+    """The child holds the write end of the program's output, so that its end is seen."""
+    source = (
+        "import os, signal\n"
+        "if os.fork() == 0:\n"
+        "    os.setsid()\n"
+        "    signal.pause()\n"
+        "print('parent')\n"
+    )
+    assert printed(source, walls) == "parent\n"
+
+
+BUSY = """
+import os, signal, time
+from llamarl.tasks import sandbox
+
+def ran(self):
+    os.read(self._started.told, 100)
+    self._started.map_user()
+    os.read(self._started.printed.fileno(), 1)
+    print(self._started.process.pid, flush=True)
+    signal.pause()
+
+sandbox._Watch.ran = ran
+source = "print(1, flush=True)\\nwhile True:\\n    pass\\n"
+sandbox.run(source, sandbox.Walls(), until=time.monotonic() + 600, cpu_s=600)
+"""
+
+
+def test_a_sandbox_ends_with_its_worker(walls):
+    """Three processes are there once the program runs: this side's, init and the program."""
+    popen = subprocess.Popen([sys.executable, "-c", BUSY], stdout=subprocess.PIPE)
+    with popen:
+        outer = psutil.Process(int(popen.stdout.readline()))
+        family = [outer, *outer.children(recursive=True)]
+        assert len(family) == 3
+        descriptors = [os.pidfd_open(process.pid) for process in family]
+        popen.kill()
+    for descriptor in descriptors:
+        ended, _, _ = select.select([descriptor], [], [], 60.0)
+        assert ended
+        os.close(descriptor)
+
+
+def test_an_end_by_a_limit_says_which(walls):
+    assert ran(HANG, walls, seconds=1.0) == Ran(end="time")
+    assert ran("while True:\n    print('x' * 1000)\n", walls).end == "output"
+    assert ran("raise SystemExit(7)", walls) == Ran(end="exit", code=7)
+    killed = sandbox.run(HANG, walls, until=time.monotonic() + 60.0, cpu_s=1.0)
+    assert (killed.end, killed.code) in (("exit", -9), ("exit", -24))
+
+
+# --- options, and where there is no sandbox ---
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"timeout_s": 5}, "its worker is killed after reward.timeout_s=5, so need at most 4.5"),
+        ({"timeout_s": 0}, "option timeout_s=0: need a number above 0"),
+        ({"memory_mb": 1024}, "need reward.memory_mb of at least 4240, not 2048"),
+        ({"memory_mb": "512"}, "option memory_mb='512': need a whole number of at least 1"),
+        ({"processes": True}, "option processes=True: need a whole number"),
+        ({"isolation": "namespace"}, "did you mean namespaces?"),
+        ({"thinking": "open"}, "option thinking='open': need one of none, opens, opened"),
+        ({"partial": 1}, "option partial=1: need true or false"),
+        ({"tests": ""}, "option tests='': need a text"),
+        ({"memory": 512}, "python_tests has no option memory; did you mean memory_mb?"),
+    ],
+)
+def test_wrong_options_end_the_start(options, message):
+    with pytest.raises(ValueError) as refused:
+        check_reward("rewards:python_tests", [], options=options, timeout_s=5.0, memory_mb=2048)
+    assert message in str(refused.value)
+
+
+def test_where_there_are_no_namespaces_the_start_ends(monkeypatch):
+    """As in a container that forbids them: the first process of the sandbox is refused."""
+    from llamarl.tasks import programs
+
+    def refused(walls):
+        if walls.isolation == "namespaces":
+            raise sandbox.NoSandbox("unshare: no user namespaces (Operation not permitted)")
+
+    monkeypatch.setattr(sandbox, "check", refused)
+    with pytest.raises(ValueError, match="no user namespaces.*option isolation=limits"):
+        programs._check(LIMITS)
+    programs._check(LIMITS, isolation="limits")
+
+
+def test_a_wall_that_cannot_be_made_is_no_wrong_program(walls, monkeypatch):
+    """What ends the sandbox itself is an error, and never a score of 0."""
+    monkeypatch.setattr(sandbox, "_shown", lambda _: ["/not/there"])
+    with pytest.raises(sandbox.NoSandbox, match="/not/there"):
+        python_tests("", ADD, {"tests": ASSERTS})
+
+
+def test_without_namespaces_only_limits_hold_and_it_says_so(capfd):
+    walls = Walls(isolation="limits")
+    assert ran("bytearray(10 << 30)", walls).code == 1
+    assert ran(HANG, walls, seconds=1.0) == Ran(end="time")
+    assert printed("print(input())", walls, stdin="given\n") == "given\n"
+    folder = printed("import os\nprint(os.getcwd())", walls).strip()
+    assert not Path(folder).exists()
+    options = {"isolation": "limits"}
+    meta = {"tests": ASSERTS}
+    items = [text_item("", program, meta) for program in (ADD, WRONG)]
+    outcomes = check_reward("rewards:python_tests", items, options=options, **limits(60.0))
+    assert [outcome.value for outcome in outcomes] == [1.0, 0.0]
+    assert "may use the network and this user's files" in capfd.readouterr().err

@@ -1,0 +1,213 @@
+"""Options of reward functions in every form, short names of those that come with the package, and
+what a configuration makes of both.
+"""
+
+import importlib
+import sys
+
+import pytest
+import torch
+
+from llamarl.comm.groups import World
+from llamarl.config.command_line import ConfigError, compose_config
+from llamarl.config.conversion import load_config, save_config
+from llamarl.config.placement import TINY_MODEL
+from llamarl.launch.job import Job
+from llamarl.launch.kinds import reward_kinds
+from llamarl.launch.run_directory import RunDirectory
+from llamarl.scoring.pool import RewardPool, check_reward
+from llamarl.scoring.scorer import score_all, text_item
+from llamarl.tasks.forms import Limits, checked_by, form_of, takes_of, with_options
+from llamarl.words.names import NoFunction, import_function
+
+LIMITS = Limits(timeout_s=5.0, memory_mb=1024)
+OWN = """
+from llamarl.tasks.forms import batched, checked_by
+
+
+def single(prompt, completion, meta, *, scale=1.0):
+    return scale * len(completion)
+
+
+async def later(prompt, completion, meta, *, scale=1.0):
+    return scale * len(completion)
+
+
+def verl(data_source, solution_str, ground_truth, extra_info=None, *, scale=1.0):
+    return scale * len(solution_str)
+
+
+@batched
+def batch(asked, said, rows, *, scale=1.0):
+    return [scale * len(text) for text in said]
+
+
+def trl(completions, *, scale=1.0, **kwargs):
+    return [scale * len(text) for text in completions]
+
+
+def check(limits, *, scale=1.0):
+    if scale > limits.timeout_s:
+        raise ValueError(f"option scale={scale}: at most {limits.timeout_s:g}")
+
+
+@checked_by(check)
+def checked(prompt, completion, meta, *, scale=1.0):
+    return scale * len(completion)
+
+
+def plain(prompt, completion, meta):
+    return float(len(completion))
+"""
+
+
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path, monkeypatch):
+    (tmp_path / "own_rewards.py").write_text(OWN)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    yield tmp_path
+    for name in ("own_rewards", "rewards"):
+        sys.modules.pop(name, None)
+    importlib.invalidate_caches()
+
+
+def scored(name, **options):
+    """Return the score of "abc" in a row whose column is called as the option."""
+    item = text_item("", "abc", {"answer": "a", "scale": 100.0})
+    with RewardPool(f"own_rewards:{name}", options=options) as pool:
+        (outcome,) = score_all(pool, [item])
+    return outcome.value
+
+
+# --- in every form ---
+
+
+@pytest.mark.parametrize("form", ["single", "later", "verl", "batch", "checked"])
+def test_an_option_reaches_the_function(form):
+    assert scored(form, scale=2.0) == 6.0
+    assert scored(form) == 3.0
+
+
+def test_an_option_is_not_overwritten_by_a_column_of_the_row():
+    """Without the option the column is what TRL hands over, a list."""
+    assert scored("trl", scale=2.0) == 6.0
+
+
+def test_a_function_with_options_keeps_its_form():
+    import_function("own_rewards:plain")
+    own = sys.modules["own_rewards"]
+    for name, form in (("single", "single"), ("verl", "verl"), ("batch", "batch"), ("trl", "trl")):
+        filled = with_options(getattr(own, name), {"scale": 2.0}, name, LIMITS)
+        assert form_of(filled) == form
+    assert takes_of(with_options(own.later, {"scale": 2.0}, "later", LIMITS)) == "several"
+
+
+@pytest.mark.parametrize(
+    "name, options, message",
+    [
+        ("single", {"scal": 2}, "single has no option scal; did you mean scale?"),
+        ("single", {"zzz": 2}, "single has no option zzz; it has scale"),
+        ("single", {"meta": 2}, "single has no option meta; it has scale"),
+        ("plain", {"scale": 2}, "plain has no option scale; it has none"),
+        ("checked", {"scale": 9}, "option scale=9: at most 5"),
+    ],
+)
+def test_a_wrong_option_ends_the_start(name, options, message):
+    with pytest.raises(ValueError, match=message.replace("?", r"\?")):
+        check_reward(f"own_rewards:{name}", [], options=options, timeout_s=5.0)
+
+
+def test_options_are_checked_with_their_defaults_too():
+    """What a function needs of the machine is looked for, whether it has options or not."""
+    seen = []
+    checks = checked_by(lambda limits, **options: seen.append((limits, options)))
+    function = checks(lambda prompt, completion, meta: 0.0)
+    assert with_options(function, {}, "f", LIMITS) is function
+    assert seen == [(LIMITS, {})]
+
+
+# --- short names ---
+
+
+def test_rewards_is_the_packages_own_module():
+    assert import_function("rewards:math_match").__module__ == "llamarl.tasks.math_answers"
+    with pytest.raises(NoFunction, match="no function math_mach; did you mean math_match?"):
+        import_function("rewards:math_mach")
+
+
+def test_a_module_of_the_user_with_that_name_comes_first(own_folder):
+    (own_folder / "rewards.py").write_text("def mine(prompt, completion, meta):\n    return 7.0\n")
+    importlib.invalidate_caches()
+    assert import_function("rewards:mine")("", "", {}) == 7.0
+    with pytest.raises(NoFunction) as refused:
+        import_function("rewards:math_match")
+    assert "it has mine" in str(refused.value)
+    assert "the package's own are in llamarl.tasks.rewards" in str(refused.value)
+
+
+# --- configurations ---
+
+WORDS = ["reward.fn=rewards:numeric_match"]
+
+
+def test_options_of_a_config_are_read_written_and_read_again(tmp_path):
+    config = compose_config(["reward.fn=own_rewards:single", "reward.options.scale=2"])
+    assert config.reward.scorer.options == {"scale": 2}
+    save_config(config, tmp_path / "config.yaml")
+    assert load_config(tmp_path / "config.yaml").reward == config.reward
+
+
+def test_a_config_from_before_there_were_options_is_read(tmp_path):
+    file = tmp_path / "config.yaml"
+    save_config(compose_config(WORDS), file)
+    text = file.read_text()
+    assert "  options: {}\n" in text
+    file.write_text(text.replace("  options: {}\n", ""))
+    assert load_config(file).reward == compose_config(WORDS).reward
+
+
+def test_a_part_has_options_of_its_own():
+    words = ["reward=parts", "reward.parts.a.kind=function", "reward.parts.b.kind=function"]
+    words += ["reward.parts.a.fn=own_rewards:single", "reward.parts.b.fn=own_rewards:plain"]
+    config = compose_config([*words, "reward.parts.a.options.scale=2"])
+    parts = config.reward.scorer.parts
+    assert [part.scorer.options for part in parts.values()] == [{"scale": 2}, {}]
+
+
+def test_options_without_a_function_are_refused():
+    with pytest.raises(ConfigError, match="options of a function of your own"):
+        compose_config(["reward.options.scale=2"])
+
+
+def test_other_options_are_another_reward():
+    """A checkpoint of one does not go on with the other; the order of options is none."""
+
+    def identity(*words):
+        config = compose_config(["reward.fn=own_rewards:single", *words])
+        directory = RunDirectory(None, None)
+        (kind,) = reward_kinds(Job(config, World(0, 1, torch.device("cpu")), directory))
+        return kind.identity
+
+    assert identity() == "own_rewards:single"
+    assert identity("reward.options.scale=2") == 'own_rewards:single {"scale": 2}'
+    both = ["reward.options.a=1", "reward.options.b=2"]
+    assert identity(*both) == identity(*reversed(both))
+
+
+def test_magistrals_reward_is_made_of_parts(tmp_path):
+    """1 for a right answer of the form, of which 0.1 for the form; -0.1 at most for its length."""
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    (tmp_path / "config.json").write_text((TINY_MODEL / "config.json").read_text())
+    words = ["+experiment=magistral", f"model.path={tmp_path}", "task.path=rows.jsonl"]
+    words += ["max_new_tokens=40", "task.max_prompt_tokens=8"]
+    parts = compose_config(words).reward.scorer.parts
+    weights = {part.scorer.fn: part.weight for part in parts.values()}
+    assert weights == {
+        "rewards:thinking_form": 0.1,
+        "rewards:math_match": 0.9,
+        "rewards:soft_length": 0.1,
+        "rewards:one_language": 0.1,
+    }
+    assert parts["length"].scorer.options == {"max_tokens": 40}
+    assert parts["right"].scorer.options == parts["language"].scorer.options

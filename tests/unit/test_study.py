@@ -1,0 +1,465 @@
+"""benchmarks/study.py without a job: verdicts, pairing, refusals, and how its runs go on."""
+
+import importlib
+import json
+import math
+import re
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+from llamarl.config.command_line import RED_TEAM, check_command_line, compose_config
+from tests.house import ROOT
+
+BENCHMARKS = ROOT / "benchmarks"
+MODULES = ("study", "study_terms", "study_runs", "study_pages", "claims", "studies")
+WHERE = {"cores": 2, "cpu": "a CPU", "torch": "2"}
+ABOUT = {"date": "2026-11-24", "machine": WHERE}
+
+
+@pytest.fixture(scope="module")
+def modules():
+    """The benchmark's own files, which are scripts: they find each other beside themselves."""
+    sys.path.insert(0, str(BENCHMARKS))
+    try:
+        yield SimpleNamespace(**{name: importlib.import_module(name) for name in MODULES})
+    finally:
+        sys.path.remove(str(BENCHMARKS))
+
+
+def run_of(terms, *accuracies, failed=None):
+    """A run with a look a step, from step 0 on; its perplexity is 1 and a tenth of its step."""
+    rows = []
+    for step, accuracy in enumerate(accuracies):
+        rows.append({"step": step, "eval/accuracy": accuracy, "eval/perplexity": 1 + step / 10})
+    return terms.Run(tuple(rows), failed)
+
+
+def question(terms, **changed):
+    asked = terms.Question(
+        name="new less old",
+        left=terms.Last("new", "eval/accuracy"),
+        right=terms.Last("old", "eval/accuracy"),
+        expect="more",
+        margin=2.0,
+        unit="points",
+        times=100,
+    )
+    return replace(asked, **changed)
+
+
+def study_of(terms, **changed):
+    """Two arms, three seeds; `new` must have learned."""
+    made = terms.Study(
+        name="example",
+        paper="A paper",
+        section="3",
+        title="New is better",
+        claim="new is better than old.",
+        refuted_by="a gain of at most 2 points.",
+        arms=(terms.Arm("new", ("lr=2",)), terms.Arm("old", ("lr=1",))),
+        questions=(question(terms),),
+        checks=(terms.Check("learned", terms.Last("new", "eval/accuracy"), "above", 0.5),),
+        seeds=(0, 1, 2),
+        common=("max_steps=2",),
+        minutes=1,
+        y="eval/accuracy",
+    )
+    return replace(made, **changed)
+
+
+def by_seed(terms, new, old):
+    """The runs of each seed, whose last accuracies these are."""
+    found = {}
+    for seed, (first, second) in enumerate(zip(new, old)):
+        found[seed] = {"new": run_of(terms, 0.4, first), "old": run_of(terms, 0.4, second)}
+    return found
+
+
+# --- Verdicts ---
+
+
+def test_an_interval_is_of_the_paired_differences(modules):
+    terms = modules.study_terms
+    runs = by_seed(terms, new=(0.90, 0.80, 0.70), old=(0.80, 0.80, 0.60))
+    found = terms.answer(question(terms), list(runs.values()))
+    # Differences of 10, 0, 10 points: deviation 5.774, times 4.303 over the root of 3.
+    assert found.mean == pytest.approx(20 / 3) and found.half == pytest.approx(14.34, abs=0.01)
+    assert found.differences == pytest.approx((10.0, 0.0, 10.0))
+    # Unpaired, the seeds' own spread would be in it.
+    steady = by_seed(terms, new=(0.90, 0.50, 0.10), old=(0.80, 0.40, 0.00))
+    assert terms.answer(question(terms), list(steady.values())).half == pytest.approx(0, abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    "expect, low, high, verdict",
+    [
+        ("more", 2.1, 5.0, "held"),
+        ("more", 1.9, 5.0, "not answered"),
+        ("more", -3.0, 1.9, "refuted"),
+        ("less", -5.0, -2.1, "held"),
+        ("less", -5.0, -1.9, "not answered"),
+        ("less", -1.9, 3.0, "refuted"),
+        ("same", -1.9, 1.9, "held"),
+        ("same", -1.9, 2.1, "not answered"),
+        ("same", 2.1, 3.0, "refuted"),
+        ("same", -3.0, -2.1, "refuted"),
+        ("same", 1.0, 1.5, "held"),
+    ],
+)
+def test_a_verdict_is_where_the_interval_lies_to_the_margin(modules, expect, low, high, verdict):
+    assert modules.study_terms.judge(expect, 2.0, low, high) == verdict
+
+
+def test_all_questions_must_hold_and_one_may_refute(modules):
+    all_hold = modules.study_terms.all_hold
+    assert all_hold(["held", "held"]) == "held"
+    assert all_hold(["held", "not answered"]) == "not answered"
+    assert all_hold(["held", "not answered", "refuted"]) == "refuted"
+
+
+def test_a_question_that_does_not_decide_changes_no_verdict(modules):
+    terms = modules.study_terms
+    beside = question(terms, name="beside", expect="less", decides=False)
+    study = study_of(terms, questions=(question(terms), beside))
+    runs = by_seed(terms, new=(0.90, 0.91, 0.92), old=(0.80, 0.81, 0.82))
+    found = terms.outcome(study, runs)
+    assert [one.verdict for one in found.answers] == ["held", "refuted"]
+    assert found.verdict == "held"
+
+
+def test_a_run_in_no_state_to_answer_leaves_its_study_without_an_answer(modules):
+    terms = modules.study_terms
+    good = by_seed(terms, new=(0.90, 0.91, 0.92), old=(0.80, 0.81, 0.82))
+    assert terms.outcome(study_of(terms), good).verdict == "held"
+    bad = by_seed(terms, new=(0.90, 0.91, 0.45), old=(0.80, 0.81, 0.35))
+    found = terms.outcome(study_of(terms), bad)
+    assert found.answers[0].verdict == "held" and found.verdict == "not answered"
+    assert "learned" in found.failed_checks[0] and found.failed_checks[0].endswith("seed 2")
+    good[1]["old"] = run_of(terms, 0.4, 0.81, failed="NotFinite: step 2")
+    found = terms.outcome(study_of(terms), good)
+    assert found.verdict == "not answered" and "[old] did, of seed 1" in found.failed_checks[0]
+
+
+def test_nothing_is_said_before_all_announced_seeds_have_run(modules):
+    terms = modules.study_terms
+    runs = by_seed(terms, new=(0.90, 0.91), old=(0.80, 0.81))
+    assert terms.outcome(study_of(terms), runs).verdict == "not tested yet"
+    runs[2] = {"new": run_of(terms, 0.4, 0.92)}
+    assert terms.outcome(study_of(terms), runs).verdict == "not tested yet"
+
+
+def test_a_value_that_cannot_be_read_of_a_seed_leaves_the_question_open(modules):
+    terms = modules.study_terms
+    runs = by_seed(terms, new=(0.90, 0.91, 0.92), old=(0.80, 0.81, 0.82))
+    never = terms.When("new", "eval/accuracy", "eval/perplexity", 3.0)
+    found = terms.answer(question(terms, left=never), list(runs.values()))
+    assert (found.verdict, found.mean) == ("not answered", None)
+
+
+def test_what_has_no_margin_or_no_verdict_is_refused(modules):
+    terms = modules.study_terms
+    with pytest.raises(ValueError, match="nothing is the same"):
+        question(terms, expect="same", margin=0)
+    with pytest.raises(ValueError, match="none of more, less, same"):
+        question(terms, expect="better")
+    with pytest.raises(ValueError, match="no question decides"):
+        study_of(terms, questions=(question(terms, decides=False),))
+    with pytest.raises(ValueError, match="at least 2 seeds"):
+        study_of(terms, seeds=(0,))
+    with pytest.raises(ValueError, match="two arms have one name"):
+        study_of(terms, arms=(terms.Arm("new"), terms.Arm("new")))
+
+
+# --- Values ---
+
+
+def test_values_are_read_off_looks(modules):
+    terms = modules.study_terms
+    runs = {"a": run_of(terms, 0.3, 0.5, None, 0.9, 0.7)}
+    of = ("a", "eval/accuracy")
+    assert terms.Last(*of)(runs) == 0.7 and terms.Last(*of, 2)(runs) == 0.8
+    assert terms.Last(*of, 9)(runs) is None
+    assert terms.Start(*of)(runs) == 0.3 and terms.Start(*of, 2.0)(runs) == 0.6
+    assert terms.Start("a", "z")(runs) is None
+    assert terms.Gain(*of, 2)(runs) == pytest.approx(0.5) and terms.Gain(*of, 9)(runs) is None
+    assert terms.Highest(*of)(runs) == 0.9 and terms.LookOfHighest(*of)(runs) == 2
+    assert terms.Fall(*of)(runs) == pytest.approx(0.2)
+    # Of the rows after the start 0.5, 0.9, 0.7: the second half begins with 0.9.
+    assert terms.MeanOver(*of)(runs) == pytest.approx(0.8)
+    assert terms.FirstAt(*of, 0.6)(runs) == 3 and terms.FirstAt(*of, 0.95)(runs) == 4
+    assert terms.Minus(terms.Highest(*of), terms.Constant(0.4))(runs) == 0.5
+    # Perplexity is 1.1 at 0.5 and 1.3 at 0.9: 1.15 lies a quarter of the way.
+    when = terms.When("a", "eval/accuracy", "eval/perplexity", 1.15)
+    assert when(runs) == pytest.approx(0.6)
+
+
+def test_a_family_is_read_between_its_members_at_the_value_of_another(modules):
+    terms = modules.study_terms
+    runs = {
+        "low": terms.Run(({"step": 1, "x": 0.2, "y": 0.8},)),
+        "high": terms.Run(({"step": 1, "x": 0.6, "y": 0.4},)),
+        "other": terms.Run(({"step": 1, "x": 0.3},)),
+    }
+    assert terms.Between(("high", "low"), "y", "x", "other")(runs) == pytest.approx(0.7)
+    runs["other"] = terms.Run(({"step": 1, "x": 0.7},))
+    assert terms.Between(("high", "low"), "y", "x", "other")(runs) is None
+
+
+# --- Runs ---
+
+
+class FakeMaker:
+    """Writes a run's rows at once. Seed by seed and arm by arm it notes what it was asked for."""
+
+    def __init__(self, *, stops_at=None, fails_at=None, diverges_at=None):
+        self.asked = []
+        self.stops_at = stops_at
+        self.fails_at = fails_at
+        self.diverges_at = diverges_at
+
+    def __call__(self, piece, deadline):
+        place = (piece.seed, piece.arm.name)
+        self.asked.append(place)
+        piece.run_dir.mkdir(parents=True, exist_ok=True)
+        if place == self.stops_at:
+            (piece.run_dir / "checkpoint").write_text("half")
+            return False
+        if place == self.fails_at:
+            raise RuntimeError(f"{piece.title} failed")
+        if place == self.diverges_at:
+            (piece.run_dir.parent / "diverged").write_text("NotFinite: step 1")
+        last = 0.9 if piece.arm.name == "new" else 0.8
+        rows = [
+            {"step": 0, "eval/accuracy": 0.4},
+            {"step": 1, "eval/accuracy": last + piece.seed / 100, "other": 7, "time/wall_s": 2.5},
+        ]
+        lines = "".join(json.dumps(row) + "\n" for row in rows)
+        (piece.run_dir / "metrics.jsonl").write_text(lines)
+        return True
+
+
+NUM_RUNS = 6  # of two arms and three seeds
+
+
+def test_arms_take_turns_and_each_seed_begins_with_another(modules, tmp_path):
+    study = study_of(modules.study_terms)
+    maker = FakeMaker()
+    assert modules.study_runs.make(study, tmp_path, {}, maker=maker)
+    assert maker.asked == [
+        *((0, "new"), (0, "old")),
+        *((1, "old"), (1, "new")),
+        *((2, "new"), (2, "old")),
+    ]
+    found = modules.study_runs.loaded(study, tmp_path)
+    assert sorted(found) == [0, 1, 2]
+    assert found[2]["new"].rows[-1] == {"step": 1, "eval/accuracy": 0.92, "time/wall_s": 2.5}
+
+
+def test_what_is_kept_is_not_made_again_and_what_was_stopped_goes_on_in_its_directory(
+    modules, tmp_path
+):
+    study = study_of(modules.study_terms)
+    runs = modules.study_runs
+    first = FakeMaker(stops_at=(1, "old"))
+    assert not runs.make(study, tmp_path, {}, maker=first)
+    assert first.asked == [(0, "new"), (0, "old"), (1, "old")]
+    stopped = runs.piece_of(study, study.arms[1], 1, tmp_path, {})
+    assert (stopped.run_dir / "checkpoint").read_text() == "half"
+    assert "resume=auto" in stopped.words
+    second = FakeMaker()
+    assert runs.make(study, tmp_path, {}, maker=second)
+    assert second.asked == [(1, "old"), (1, "new"), (2, "new"), (2, "old")]
+    assert not stopped.run_dir.exists()
+
+
+def test_no_run_begins_after_the_minutes(modules, tmp_path, monkeypatch):
+    study = study_of(modules.study_terms)
+    clock = iter([0.0, *(10.0 * turn for turn in range(100))])
+    monkeypatch.setattr(modules.study_runs.time, "monotonic", lambda: next(clock))
+    maker = FakeMaker()
+    # Each run looks at the clock three times, which is 30 s: one is begun before 24 s.
+    assert not modules.study_runs.make(study, tmp_path, {}, minutes=0.4, maker=maker)
+    assert maker.asked == [(0, "new")]
+
+
+def test_a_run_that_fails_ends_the_study_and_one_that_diverges_is_a_result(modules, tmp_path):
+    study = study_of(modules.study_terms)
+    runs = modules.study_runs
+    with pytest.raises(RuntimeError, match=r"\[old\] seed 0 failed"):
+        runs.make(study, tmp_path, {}, maker=FakeMaker(fails_at=(0, "old")))
+    assert runs.make(study, tmp_path, {}, maker=FakeMaker(diverges_at=(0, "old")))
+    found = runs.loaded(study, tmp_path)
+    assert found[0]["old"].failed == "NotFinite: step 1" and found[1]["old"].failed is None
+    assert modules.study_terms.outcome(study, found).verdict == "not answered"
+
+
+def test_a_run_is_another_if_a_word_is_and_the_same_wherever_its_model_lies(modules, tmp_path):
+    terms = modules.study_terms
+    runs = modules.study_runs
+    study = study_of(terms, common=("model.path={model}",), given=("model",))
+    here = runs.piece_of(study, study.arms[0], 0, tmp_path, {"model": "here"})
+    there = runs.piece_of(study, study.arms[0], 0, tmp_path, {"model": "there"})
+    assert here.file == there.file and "model.path=here" in here.words
+    assert runs.piece_of(study, study.arms[0], 1, tmp_path, {}).file != here.file
+    assert runs.piece_of(study, study.arms[1], 0, tmp_path, {}).file != here.file
+
+
+def sleeper():
+    return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+
+
+def test_a_run_that_is_not_over_at_the_deadline_is_asked_to_stop(modules):
+    process = sleeper()
+    assert modules.study_runs._await(process, time.monotonic()) is False
+    assert process.returncode == -15
+    quick = subprocess.Popen([sys.executable, "-c", ""])
+    assert modules.study_runs._await(quick, math.inf) is True
+
+
+def test_a_run_does_not_outlive_the_study_that_is_interrupted(modules, monkeypatch):
+    process = sleeper()
+
+    def interrupt(seconds):
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(modules.study_runs.time, "sleep", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        modules.study_runs._await(process, math.inf)
+    assert process.poll() == -15
+
+
+# --- What was announced ---
+
+
+def test_no_run_is_made_unless_the_committed_page_announces_these_settings(modules, tmp_path):
+    terms = modules.study_terms
+    study = study_of(terms)
+    maker = FakeMaker()
+
+    def conduct(text, announced=study):
+        return modules.study.conduct(
+            announced, runs=tmp_path / "runs", folder=tmp_path, given={}, text=text, maker=maker
+        )
+
+    with pytest.raises(modules.study_pages.NotAnnounced, match="no page of it is committed"):
+        conduct(None)
+    modules.study.announce(study, tmp_path, "2026-11-24")
+    text = (tmp_path / "example.md").read_text()
+    wider = replace(study, questions=(question(terms, margin=1.0),))
+    for changed in (
+        wider,
+        replace(study, seeds=(0, 1)),
+        replace(study, checks=()),
+        replace(study, common=("max_steps=3",)),
+        replace(study, arms=(terms.Arm("new", ("lr=3",)), study.arms[1])),
+    ):
+        with pytest.raises(modules.study_pages.NotAnnounced, match="something else"):
+            conduct(text, changed)
+    assert maker.asked == []
+    assert conduct(text)
+    assert len(maker.asked) == NUM_RUNS
+
+
+def test_a_page_is_committed_if_git_has_it(modules):
+    committed = modules.study_pages.committed
+    assert committed(ROOT / "README.md").startswith("# ")
+    assert committed(ROOT / "no_such_page.md") is None
+
+
+def test_a_study_that_is_announced_anew_keeps_what_was_found(modules, tmp_path):
+    terms = modules.study_terms
+    study = study_of(terms)
+    modules.study.announce(study, tmp_path, "2026-11-24")
+    runs = by_seed(terms, new=(0.90, 0.91, 0.92), old=(0.80, 0.81, 0.82))
+    pages = modules.study_pages
+    pages.write_entry(tmp_path / "example.json", pages.entry(study, runs, ABOUT))
+    assert modules.study.announce(study, tmp_path, "2026-11-25") == []
+    changed = replace(study, claim="new is much better.")
+    aside = modules.study.announce(changed, tmp_path, "2026-11-25")
+    assert sorted(file.name for file in aside) == [
+        "example_2026-11-25.json",
+        "example_2026-11-25.md",
+    ]
+    assert pages.read_entry(changed, tmp_path) is None
+    assert "Not run yet" in (tmp_path / "example.md").read_text()
+
+
+def test_a_study_asks_for_the_paths_that_its_settings_name(modules, tmp_path):
+    study = study_of(modules.study_terms, given=("model",))
+    text = modules.study_pages.page(study, None)
+    with pytest.raises(ValueError, match="--given model=PATH"):
+        modules.study.conduct(study, runs=tmp_path, folder=tmp_path, given={}, text=text)
+
+
+# --- Pages ---
+
+
+def test_a_page_says_what_its_results_come_to(modules, tmp_path):
+    terms = modules.study_terms
+    pages = modules.study_pages
+    study = study_of(terms)
+    runs = by_seed(terms, new=(0.90, 0.91, 0.92), old=(0.80, 0.81, 0.82))
+    file = tmp_path / "example.json"
+    pages.write_entry(file, pages.entry(study, runs, ABOUT))
+    kept = pages.read_entry(study, tmp_path)
+    assert pages.runs_of(kept)[1]["old"].rows[-1]["eval/accuracy"] == 0.81
+    page = pages.page(study, kept)
+    assert pages.announced_in(page) == pages.announcement(study)
+    assert "## Held" in page and "+10.0 [+10.0, +10.0] points" in page
+    assert pages.headline(study, terms.outcome(study, runs)).startswith("New is better: held, +10")
+    pages.draw(study, kept, tmp_path / "example.png")
+    assert (tmp_path / "example.png").stat().st_size > 1000
+
+
+def test_pages_announce_what_their_settings_say_and_tell_what_their_results_come_to(modules):
+    pages = modules.study_pages
+    for study in modules.studies.STUDIES.values():
+        text = pages.page_file(study).read_text()
+        kept = pages.read_entry(study)
+        if not pages.results_file(study).exists():
+            assert pages.announced_in(text) == pages.announcement(study), study.name
+        if kept is not None:
+            assert text == pages.page(study, kept), study.name
+
+
+def test_the_table_of_claims_is_that_of_the_results(modules):
+    text = modules.claims.PAGE.read_text()
+    assert modules.claims.refreshed(text) == text
+    with pytest.raises(ValueError, match="needs one"):
+        modules.claims.refreshed("no table")
+
+
+def test_every_page_of_a_claim_exists(modules):
+    rows = list(modules.claims.claims())
+    assert not [row.page.name for row in rows if not row.page.exists()]
+    names = [row.claim for row in rows]
+    assert len(set(names)) == len(names)
+
+
+def test_numbers_of_earlier_claims_stand_on_their_pages(modules):
+    for row in modules.claims.claims():
+        if row.page.parent == modules.study_pages.PAGES:
+            continue
+        text = row.page.read_text().replace("−", "-")
+        for number in re.findall(r"-?\d+(?:\.\d+)?", row.interval.replace("–", " ")):
+            assert number in text, (row.claim, number)
+
+
+@pytest.mark.slow
+def test_every_arm_is_a_job_that_the_config_accepts(modules, tmp_path):
+    for study in modules.studies.STUDIES.values():
+        for arm in study.arms:
+            if arm.made_by is not None or study.given:
+                continue
+            words = [*modules.study_runs.words_of(study, arm, 0), *modules.study_runs.ALWAYS]
+            words.append(f"run_dir={tmp_path}")
+            if study.recipe == "red_team.py":
+                compose_config(words, RED_TEAM)
+            else:
+                assert check_command_line(words, world_size=arm.ranks)

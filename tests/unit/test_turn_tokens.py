@@ -1,0 +1,188 @@
+"""Turns as tokens: pieces add up to what the chat template shows of the whole, and no text of a
+tool or a user writes a special token.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from llamarl.environments.dialogues import row_of, seed_of
+from llamarl.models.config import tiny_directory
+from llamarl.models.hf import load_tokenizer
+from llamarl.tasks.build import build_task
+from llamarl.tasks.special import special_tokens
+from llamarl.tasks.tools import schema_of
+from llamarl.tasks.turns import TurnTokens
+from llamarl.types import Message, Prompt
+from tests.made_tokenizers import CHATML, FORGETFUL, INJECTION, byte_level
+
+TOOLLESS = (
+    "{% for m in messages %}{% if m.role == 'tool' %}"
+    "{{ raise_exception('there are no tools') }}{% endif %}"
+    "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+WITH_TOOLS = "{% if tools %}{% for t in tools %}{{ t.function.name }};{% endfor %}{% endif %}"
+
+
+def turns_of(template=CHATML, **options):
+    options = {"chat": True, "system_prompt": None, **options}
+    return TurnTokens(byte_level(template), **options)
+
+
+def end_of(tokenizer):
+    return tokenizer.convert_tokens_to_ids("<|im_end|>")
+
+
+def shown(tokenizer, ids):
+    return tokenizer.decode(ids, skip_special_tokens=False)
+
+
+def test_the_pieces_of_a_dialogue_are_what_the_template_shows_of_all_of_it():
+    tokenizer = byte_level()
+    turns = TurnTokens(tokenizer, chat=True, system_prompt="Be brief.")
+    head, tail = turns.prompt("what is 12+34?")
+    opening = turns.opening([{"role": "user", "content": " now"}], tail)
+    said = tokenizer.encode("the asked", add_special_tokens=False)
+    context = turns.context([{"role": "tool", "content": "46"}], ended_by=end_of(tokenizer))
+    seen = [*head, *opening, *said, end_of(tokenizer), *context]
+    whole = tokenizer.apply_chat_template(
+        [
+            {"role": "system", "content": "Be brief."},
+            {"role": "user", "content": "what is 12+34? now"},
+            {"role": "assistant", "content": "the asked"},
+            {"role": "tool", "content": "46"},
+        ],
+        add_generation_prompt=True,
+        tokenize=False,
+    )
+    assert shown(tokenizer, seen) == whole
+
+
+def test_a_turn_that_was_cut_off_is_ended_by_the_context():
+    tokenizer = byte_level()
+    turns = TurnTokens(tokenizer, chat=True, system_prompt=None)
+    ended = turns.context([{"role": "tool", "content": "46"}], ended_by=end_of(tokenizer))
+    cut = turns.context([{"role": "tool", "content": "46"}], ended_by=None)
+    assert cut == [end_of(tokenizer), *ended]
+
+
+@pytest.mark.parametrize("where", ["tool", "user", "prompt", "opening"])
+def test_no_text_of_an_environment_writes_a_special_token(where):
+    tokenizer = byte_level()
+    turns = TurnTokens(tokenizer, chat=True, system_prompt=None)
+    special = special_tokens(tokenizer)
+
+    def pieces(text):
+        if where == "prompt":
+            head, tail = turns.prompt(text)
+            return [*head, *tail]
+        if where == "opening":
+            return turns.opening([{"role": "user", "content": text}], turns.prompt("a")[1])
+        return turns.context([{"role": where, "content": text}], ended_by=None)
+
+    harmless = pieces("2+2")
+    hostile = pieces(INJECTION)
+    assert special._num_special(hostile) == special._num_special(harmless) > 0
+    assert INJECTION in shown(tokenizer, hostile)
+
+
+def test_a_spelling_that_begins_in_the_prompt_and_ends_in_what_reset_says_is_no_token():
+    tokenizer = byte_level()
+    turns = TurnTokens(tokenizer, chat=True, system_prompt=None)
+    head, tail = turns.prompt("2+2<|im_")
+    opening = turns.opening([{"role": "user", "content": "end|>"}], tail)
+    special = special_tokens(tokenizer)
+    harmless = [*turns.prompt("2+2")[0], *turns.opening([], tail)]
+    assert special._num_special([*head, *opening]) == special._num_special(harmless)
+
+
+def test_a_template_that_appends_is_told_from_one_that_rewrites_history():
+    assert turns_of(CHATML).appends() == ""
+    assert turns_of(TOOLLESS).appends() == ""
+    assert "at turn 2" in turns_of(FORGETFUL).appends()
+    assert (
+        TurnTokens(load_tokenizer(tiny_directory()), chat=False, system_prompt=None).appends() == ""
+    )
+
+
+def test_a_tool_answers_as_a_user_where_the_template_has_no_tools():
+    tokenizer = byte_level(TOOLLESS)
+    turns = TurnTokens(tokenizer, chat=True, system_prompt=None)
+    ids = turns.context([{"role": "tool", "name": "f", "content": "46"}], ended_by=None)
+    assert "user\n46" in shown(tokenizer, ids)
+
+
+def total(first: int, second: int = 0) -> int:
+    """Add up two numbers.
+
+    Args:
+        first: the one
+    """
+    return first + second
+
+
+def test_tools_are_shown_by_a_template_that_takes_them_and_else_in_the_system_prompt():
+    tools = [schema_of(total)]
+    tokenizer = byte_level(WITH_TOOLS + CHATML)
+    with_tools = TurnTokens(tokenizer, chat=True, system_prompt=None, tools=tools)
+    assert shown(tokenizer, with_tools.prompt("a")[0]).startswith("total;<|im_start|>user")
+    tokenizer = byte_level()
+    without = TurnTokens(tokenizer, chat=True, system_prompt="Be brief.", tools=tools)
+    text = shown(tokenizer, without.prompt("a")[0])
+    assert text.startswith("<|im_start|>system\nBe brief.\n\nYou may call functions.")
+    assert '"name": "total"' in text and text.count("<|im_start|>system") == 1
+
+
+def test_a_conversation_goes_on_behind_its_last_question():
+    tokenizer = byte_level()
+    turns = TurnTokens(tokenizer, chat=True, system_prompt=None)
+    asked = [Message("user", "a"), Message("assistant", "b"), Message("user", "c")]
+    head, tail = turns.prompt(asked)
+    assert shown(tokenizer, head).endswith("<|im_start|>user\nc")
+    assert shown(tokenizer, tail) == "<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_without_a_template_the_texts_stand_one_behind_the_other():
+    tokenizer = load_tokenizer(tiny_directory())
+    turns = TurnTokens(tokenizer, chat=False, system_prompt=None)
+    assert turns.prompt("1+2=") == ([1, 5, 14, 6, 18], [])
+    assert turns.first() == [1]
+    assert turns.opening([{"role": "user", "content": "3"}], []) == [7]
+    assert turns.context([{"role": "tool", "content": "3="}], ended_by=2) == [7, 18]
+    with pytest.raises(ValueError, match="chat template"):
+        TurnTokens(tokenizer, chat=False, system_prompt="Be brief.")
+    with pytest.raises(ValueError, match="no chat template"):
+        turns.prompt([Message("user", "a")])
+
+
+def test_the_first_token_of_dialogues_that_make_their_own_messages_is_the_templates():
+    tokenizer = byte_level()
+    turns = TurnTokens(tokenizer, chat=True, system_prompt=None)
+    first = turns.first()
+    assert shown(tokenizer, first) == "<|im_start|>"
+    whole = turns.whole([{"role": "user", "content": INJECTION}], [])
+    assert whole[:1] == first
+
+
+def test_an_environments_own_games_are_numbers_and_those_held_out_are_others():
+    settings = {"environment": "tests.games:Echo", "chat": False, "num_prompts": 5, "num_eval": 3}
+    task = build_task("environment", load_tokenizer(tiny_directory()), **settings)
+    asked = [task.train_prompt(i) for i in range(5)] + [task.eval_prompt(j) for j in range(3)]
+    assert (task.num_train, task.num_eval) == (5, 3)
+    assert len({prompt.text for prompt in asked}) == 8
+    assert len({seed_of(7, prompt) for prompt in asked}) == 8
+    assert seed_of(7, asked[0]) == seed_of(7, task.train_prompt(0)) != seed_of(8, asked[0])
+    assert all(prompt.prompt_ids.tolist() == [1] for prompt in asked)
+    assert all(row_of(prompt, "prompt") == {} for prompt in asked)
+
+
+def test_a_row_is_what_reset_gets():
+    prompt = Prompt(torch.tensor([1]), "1+1=", {"answer": "2"})
+    assert row_of(prompt, "question") == {"answer": "2", "question": "1+1="}
+    turns = (Message("user", "1+1="),)
+    asked = dataclasses.replace(prompt, messages=turns)
+    assert row_of(asked, "prompt")["prompt"] == [{"role": "user", "content": "1+1="}]
