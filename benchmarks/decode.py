@@ -64,12 +64,12 @@ def prompts(batch: int, vocab: int) -> list[list[int]]:
 def ours(args: argparse.Namespace, batch: int) -> Callable[[], None]:
     from llamarl.inference import Engine, SamplingParams
 
-    engine = Engine.from_hf(
-        args.model,
-        dtype=args.dtype,
+    engine = Engine(
+        our_decoder(args),
         max_slots=batch,
         max_len=PROMPT + args.new_tokens,
         device=args.device,
+        cuda_graphs=not args.no_graphs,
     )
     params = SamplingParams(args.new_tokens)
 
@@ -86,6 +86,20 @@ def ours(args: argparse.Namespace, batch: int) -> Callable[[], None]:
         )
 
     return run
+
+
+def our_decoder(args: argparse.Namespace):
+    """The decoder of --model on the device, quantised as --quantize says."""
+    from llamarl.models.build import build_decoder, read_config
+    from llamarl.models.hf import load_weights
+    from llamarl.models.quantize import quantize_decoder
+
+    decoder = build_decoder(read_config(args.model), dtype=getattr(torch, args.dtype))
+    load_weights(decoder, args.model, device=args.device)
+    decoder.requires_grad_(False)
+    if args.quantize != "none":
+        quantize_decoder(decoder, args.quantize)
+    return decoder
 
 
 def transformers(args: argparse.Namespace, batch: int) -> Callable[[], None]:
@@ -159,7 +173,7 @@ def vllm(args: argparse.Namespace, batch: int) -> Callable[[], None]:
 
 def bound(args: argparse.Namespace, batch: int) -> Callable[[], float]:
     """A function that measures the least seconds of one step at the mean length."""
-    from llamarl.models.build import build_decoder, read_config
+    from llamarl.models.build import read_config
     from llamarl.models.config import ModelConfig
 
     config: ModelConfig = read_config(args.model)
@@ -174,7 +188,7 @@ def bound(args: argparse.Namespace, batch: int) -> Callable[[], float]:
         * dtype.itemsize
     )
     if args.device != "cpu":
-        weights = sum(p.numel() for p in build_decoder(config).parameters()) * dtype.itemsize
+        weights = sum(p.nbytes for p in our_decoder(args).parameters())
         return lambda: (weights + cache) / (2 * COPY_BYTES) * copy_s(args.device)
     layer = (
         (
@@ -333,6 +347,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--against", default=",".join(RIVALS), help="any of the default's")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
+    parser.add_argument("--no-graphs", action="store_true", help="on a GPU: kernel by kernel")
+    parser.add_argument("--quantize", default="none", choices=("none", "int8", "fp8"), help="ours")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--uneven", action="store_true")
@@ -372,6 +388,9 @@ def main() -> None:
         "benchmark": "decode",
         "model": Path(args.model).name,
         "dtype": args.dtype,
+        "device": args.device,
+        "graphs": not args.no_graphs,
+        "quantize": args.quantize,
         "threads": args.threads,
         "cpu_time": args.cpu_time,
         "prompt_tokens": PROMPT,

@@ -358,7 +358,7 @@ def page_of(found: dict, picture: str) -> str:
         f"second, training {cluster.train_s:.0f} s; all answers end at once."
     )
     lines = [
-        "# Reading ahead: measured",
+        "# Reading ahead: a score's tail is measured, a step's share is not",
         "",
         as_paragraph(setup),
         "",

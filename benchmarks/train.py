@@ -8,10 +8,10 @@ medium   a random 12.6 M-parameter Llama of the peer's preset (--peer, beside th
          skipped where it is absent)
 model    the Hugging Face directory of --model (skipped without one)
 
-even     4 microbatches of 512 packed tokens, then the optimizer's step. Model FLOPs (6 a weight and
-         token, the head's for labels alone, causal attention's by half) a second, against the rate
-         of the same products by themselves: every shape of the model forward and both ways
-         backward, at its share of the FLOPs.
+even     4 microbatches of 512 packed tokens (8,192 on a GPU), then the optimizer's step. Model
+         FLOPs (6 a weight and token, the head's for labels alone, causal attention's by half) a
+         second, against the rate of the same products by themselves: every shape of the model
+         forward and both ways backward, at its share of the FLOPs.
 uneven   groups of 8 completions of log-normal lengths (sigma 1, at most 8 times the median) behind
          prompts of 32 tokens, in microbatches of 4 times the longest sequence. Padding is that of
          1,024 such completions. Tokens are those of prompts and completions, a prompt once a
@@ -50,6 +50,7 @@ PROMPT = 32
 GROUP = 8
 MICRO_TRL = 8
 EVEN = (4, 512)  # microbatches, tokens of each
+EVEN_GPU = (4, 8192)
 GEMM_FLOPS = 1.0e10  # of each product that is timed
 clock = time.perf_counter
 
@@ -57,6 +58,8 @@ clock = time.perf_counter
 def seconds(work: Callable[[], object]) -> float:
     began = clock()
     work()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
     return clock() - began
 
 
@@ -103,9 +106,14 @@ def group_of(ticket: int, lengths: list[int], vocab: int, prompt: int = PROMPT):
     )
 
 
+def even_size() -> tuple[int, int]:
+    """Microbatches of a step, and the tokens of each."""
+    return EVEN_GPU if torch.cuda.is_available() else EVEN
+
+
 def even_groups(vocab: int) -> list:
     """Each fills a microbatch: two completions, so that they have advantages."""
-    count, tokens = EVEN
+    count, tokens = even_size()
     first = (tokens - PROMPT + 2) // 2
     return [group_of(i, [first, tokens - PROMPT + 2 - first], vocab) for i in range(count)]
 
@@ -123,7 +131,7 @@ def uneven_groups(vocab: int, completions: int, median: int) -> list:
 
 
 def our_step(model: Path, dtype: str, budget: int, groups: list) -> Callable[[], None]:
-    from executors.build import build_trainer
+    from executors.build_trainer import build_trainer
     from llamarl.comm.groups import World
     from llamarl.config.command_line import compose_config
     from llamarl.executor import ExecutorGroup
@@ -144,14 +152,13 @@ def our_step(model: Path, dtype: str, budget: int, groups: list) -> Callable[[],
         "checkpoint.every=0",
     ]
     keep_freed_memory()  # as every job does when it starts
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu", 0)
     nothing = SimpleNamespace(bind=lambda *_: None)
     config = compose_config(overrides)
-    trainer = build_trainer(
-        config, Job(config, World(0, 1, torch.device("cpu")), RunDirectory(Path(), None))
-    )
+    trainer = build_trainer(config, Job(config, World(0, 1, device), RunDirectory(Path(), None)))
     world = torch.distributed.group.WORLD
     trainer.attach(
-        ExecutorGroup("trainer", (0,), 0, torch.device("cpu"), world, shard_group=world),
+        ExecutorGroup("trainer", (0,), 0, device, world, shard_group=world),
         [],
         [(Policy, nothing)],
         *[nothing] * 4,
@@ -231,8 +238,10 @@ def gemm_rate(config, dtype: torch.dtype, tokens: int) -> Callable[[], float]:
         shapes[shape] = shapes.get(shape, 0) + c.num_hidden_layers
     shapes[c.hidden_size, c.vocab_size] = 1
     work = []
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     for (k, n), count in shapes.items():
-        x, w, g = (torch.randn(size, dtype=dtype) for size in ((tokens, k), (n, k), (tokens, n)))
+        sizes = ((tokens, k), (n, k), (tokens, n))
+        x, w, g = (torch.randn(size, dtype=dtype, device=device) for size in sizes)
         for a, b in ((x, w.T), (g, w), (g.T, x)):
             out = torch.mm(a, b)
             times = max(1, round(GEMM_FLOPS / (2 * tokens * k * n)))
@@ -321,15 +330,16 @@ def measure_even(model: Path, dtype: str, args: argparse.Namespace) -> dict:
     config = read_config(model)
     groups = even_groups(config.vocab_size)
     step, gemm = (
-        our_step(model, dtype, EVEN[1], groups),
-        gemm_rate(config, getattr(torch, dtype), EVEN[1]),
+        our_step(model, dtype, even_size()[1], groups),
+        gemm_rate(config, getattr(torch, dtype), even_size()[1]),
     )
     seconds(step), gemm()
     peak_mib(since_reset=True)
     rows = [(seconds(step), gemm()) for _ in range(args.repeats)]
     took = statistics.median(s for s, _ in rows)
     work = flops(config, groups)
-    tokens = EVEN[0] * EVEN[1]
+    count, size = even_size()
+    tokens = count * size
     return {
         "tokens_per_s": tokens / took,
         "step_s": took,

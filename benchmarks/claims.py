@@ -1,0 +1,105 @@
+"""The table of docs/claims.md: a row a claim, from the results of the studies and from the pages of
+runs that were made before there were any.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from running import ROOT
+from studies import STUDIES
+from studies.earlier import EARLIER
+from study_pages import PAGES, read_entry, runs_of, said
+from study_terms import NOT_RUN, Study, outcome
+
+PAGE = ROOT / "docs" / "claims.md"
+HEAD = ("claim", "source", "verdict", "n", "difference, 95 % interval")
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """A row. interval: of the first question's difference, 95 %, or "" where there is none."""
+
+    claim: str
+    source: str
+    verdict: str
+    n: str
+    interval: str
+    page: Path
+
+    @property
+    def cells(self) -> list[str]:
+        return [f"[{self.claim}]", self.source, self.verdict, self.n, self.interval]
+
+    @property
+    def link(self) -> str:
+        """What the claim's name leads to: a table's line has no room for it."""
+        return f"[{self.claim}]: ../{self.page.relative_to(ROOT)}"
+
+
+def of_study(study: Study, folder: Path = PAGES) -> Claim:
+    """Return the row of a study, from its kept results."""
+    kept = read_entry(study, folder)
+    verdict = NOT_RUN
+    num_seeds = 0
+    interval = ""
+    if kept is not None:
+        by_seed = runs_of(kept)
+        found = outcome(study, by_seed)
+        verdict = found.verdict
+        num_seeds = sum(len(of_seed) == len(study.arms) for of_seed in by_seed.values())
+        if found.answers[0].mean is not None:
+            interval = said(study.questions[0], found.answers[0])
+    source = f"{study.paper}, {study.section}"
+    is_whole = num_seeds == len(study.seeds)
+    counted = str(num_seeds) if is_whole else f"{num_seeds} of {len(study.seeds)}"
+    page = PAGES / f"{study.name}.md"
+    return Claim(study.title, source, verdict, counted, interval, page)
+
+
+def claims() -> Iterator[Claim]:
+    """All rows, those of studies first."""
+    for study in STUDIES.values():
+        yield of_study(study)
+    for claim in EARLIER:
+        yield Claim(
+            claim=claim.claim,
+            source=claim.source,
+            verdict=claim.verdict,
+            n=str(claim.n),
+            interval=claim.interval,
+            page=ROOT / "benchmarks" / "results" / claim.page,
+        )
+
+
+def table(rows: list[Claim]) -> str:
+    """Return a table, and below it what its names lead to."""
+    lines = [list(HEAD), ["---"] * len(HEAD), *(row.cells for row in rows)]
+    drawn = [f"| {' | '.join(line)} |" for line in lines]
+    return "\n".join([*drawn, "", *(row.link for row in rows)])
+
+
+def tables() -> dict[str, str]:
+    """Return the page's tables by the name of their markers."""
+    every = list(claims())
+    num_studies = len(STUDIES)
+    return {"studies": table(every[:num_studies]), "earlier": table(every[num_studies:])}
+
+
+def refreshed(text: str) -> str:
+    """Return a page with its tables written anew. ValueError if it has no place for one."""
+    for name, fresh in tables().items():
+        pattern = rf"(<!-- table {name} -->\n).*?(<!-- end -->)"
+        text, count = re.subn(
+            pattern, lambda found: f"{found[1]}{fresh}\n{found[2]}", text, flags=re.DOTALL
+        )
+        if count != 1:
+            raise ValueError(f"{PAGE} has {count} places for the table {name}; it needs one")
+    return text
+
+
+def write_claims() -> None:
+    PAGE.write_text(refreshed(PAGE.read_text()))

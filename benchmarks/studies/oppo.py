@@ -1,0 +1,163 @@
+"""What OPPO claims (arXiv 2509.25762) of reading ahead and of groups beyond a batch."""
+
+from __future__ import annotations
+
+from study_terms import Arm, Check, FirstAt, Last, MeanOver, Question, Study
+
+SECONDS = "time/wall_s"
+STEP_S = "time/step_s"
+TAIL = "reward/tail_s"
+EARLY = "reward/prefilled_early"
+ACCURACY = "eval/accuracy"
+LAG = "lag/mean"
+MODEL = (
+    "`python recipes/fetch_smollm2.py out=MODEL` makes the model, and `--given model=MODEL` names "
+    "it; `--given scorer=SCORER` a reward model of its trunk."
+)
+THREE = (
+    "placement.trainer=[0]",
+    "placement.generator=[1]",
+    "placement.reward=[2]",
+)
+STREAMED = ("reward.stream=true", "reward.piece_tokens=32")
+OPPO_RULE = ("max_lag=2", "overcommit=oppo")
+WAYS = {
+    "none": ("max_lag=0",),
+    "intra": ("max_lag=0", *STREAMED),
+    "inter": OPPO_RULE,
+    "both": (*OPPO_RULE, *STREAMED),
+}
+
+oppo_streaming = Study(
+    name="oppo_streaming",
+    paper="OPPO",
+    section="4.2, fig. 6",
+    title="Reading ahead shortens a step",
+    claim="a scorer that reads answers while they are sampled makes a step shorter, alone and "
+    "beside groups beyond a batch.",
+    refuted_by="a step that is not shorter by over 2 % of that without any overlap.",
+    arms=tuple(Arm(name, words, ranks=3) for name, words in WAYS.items()),
+    questions=(
+        Question(
+            name="seconds a step, intra less none",
+            left=MeanOver("intra", STEP_S),
+            right=MeanOver("none", STEP_S),
+            expect="less",
+            margin=0.5,
+            unit="s",
+            form=".2f",
+        ),
+        Question(
+            name="seconds a step, both less inter",
+            left=MeanOver("both", STEP_S),
+            right=MeanOver("inter", STEP_S),
+            expect="less",
+            margin=0.5,
+            unit="s",
+            form=".2f",
+        ),
+        Question(
+            name="seconds to a score, intra less none",
+            left=MeanOver("intra", TAIL),
+            right=MeanOver("none", TAIL),
+            expect="less",
+            margin=0.5,
+            unit="s",
+            form=".2f",
+            decides=False,
+        ),
+    ),
+    checks=(
+        Check("most is read ahead", MeanOver("intra", EARLY), "above", 0.5),
+        Check("something is read ahead", MeanOver("both", EARLY), "above", 0.1),
+    ),
+    seeds=(0, 1, 2, 3, 4),
+    common=(
+        "threads=1",
+        "model=hf",
+        "model.path={model}",
+        "model.dtype=bfloat16",
+        "reward=model",
+        "reward.path={scorer}",
+        "task=questions",
+        "loss=rloo",
+        *THREE,
+        "groups_per_step=2",
+        "group_size=8",
+        "max_new_tokens=128",
+        "generator.max_slots=8",
+        "max_steps=8",
+        "eval.every=0",
+        "checkpoint.every=2",
+    ),
+    minutes=240,
+    y=STEP_S,
+    given=("model", "scorer"),
+    shown=(TAIL, EARLY, LAG),
+    remarks=(
+        MODEL,
+        "Three ranks on two cores, and answers that end by themselves. The arms take turns, seed "
+        "by seed. It is only worth its time on a machine that does nothing else.",
+    ),
+)
+
+RULES = {
+    "fixed 0": ("overcommit=0",),
+    "fixed 4": ("overcommit=4",),
+    "dynamic": ("overcommit=oppo", "governor.window=5"),
+}
+
+oppo_delta = Study(
+    name="oppo_delta",
+    paper="OPPO",
+    section="4.3, fig. 7a",
+    title="A dynamic Δ is as good as the best fixed",
+    claim="groups beyond a batch by the trend of the reward come to a reward as soon as the better "
+    "of fixed numbers.",
+    refuted_by="seconds to 70 % that are over 10 more than those of 4 groups, or of none.",
+    arms=tuple(Arm(name, words, ranks=2) for name, words in RULES.items()),
+    questions=tuple(
+        Question(
+            name=f"seconds to 70 %, dynamic less {name}",
+            left=FirstAt("dynamic", ACCURACY, 0.7, SECONDS),
+            right=FirstAt(name, ACCURACY, 0.7, SECONDS),
+            expect="less",
+            margin=-10,
+            unit="s",
+        )
+        for name in ("fixed 0", "fixed 4")
+    ),
+    checks=(
+        *(Check("it arrives", Last(name, ACCURACY), "above", 0.65) for name in RULES),
+        Check("Δ moves", MeanOver("dynamic", "tickets/overcommit"), "above", 0.5),
+    ),
+    seeds=(0, 1, 2, 3, 4),
+    common=(
+        "threads=1",
+        "model=hf",
+        "model.path={model}",
+        "model.dtype=bfloat16",
+        "trainer.compute_dtype=bfloat16",
+        "task=reasoning_gym",
+        "task.name=chain_sum",
+        "task.options.max_terms=2",
+        "task.options.max_digits=2",
+        "reward.fn=llamarl.tasks.rewards:numeric_match",
+        "max_new_tokens=48",
+        "lr=1e-5",
+        "max_lag=2",
+        "group_size=8",
+        "groups_per_step=8",
+        "max_steps=120",
+        "eval.every=5",
+        "eval.num_prompts=100",
+        "checkpoint.every=10",
+    ),
+    minutes=100,
+    y=ACCURACY,
+    given=("model",),
+    shown=(SECONDS, LAG, "tickets/overcommit"),
+    remarks=(MODEL, "Answers end by themselves, so that their lengths vary."),
+)
+
+OPPO = (oppo_streaming, oppo_delta)

@@ -1,0 +1,542 @@
+"""What a study is made of: arms, seeds, values read off runs, questions, checks and verdicts.
+
+A study is a claim that could come out otherwise. Its arms are settings of one job, and each seed
+runs all of them, so that a question compares runs of one seed: the difference of two values, over
+the seeds, with the 95 % interval of its mean (Student's t). A question says beforehand what it
+expects, and by which margin:
+
+    more   held if the whole interval lies above the margin, refuted if it lies below
+    less   the same of the difference with its sign turned
+    same   held if the interval lies within the margin on both sides, refuted if it lies outside
+
+Whatever lies across a margin is not answered. A check says in which state a run must be to answer
+at all; if one fails, the study has no answer, whatever its intervals say.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+HELD = "held"
+REFUTED = "refuted"
+NOT_ANSWERED = "not answered"
+NOT_RUN = "not tested yet"
+# Student's t, two-sided 95 %, of 2 to 20 pairs; more pairs are given the last.
+T95 = (
+    *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228),
+    *(2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093),
+)
+STEP = "step"
+
+Row = dict[str, float | int | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A finished run. rows: a dict a step, its start's as step 0; failed: the error of a run that
+    diverged, or None; load: runnable processes of the machine at its end.
+    """
+
+    rows: tuple[Row, ...]
+    failed: str | None = None
+    seconds: float = 0.0
+    load: float = 0.0
+
+    def known(self, *columns: str) -> list[Row]:
+        """Return the rows that have all of these columns."""
+        found = list(self.rows)
+        for name in columns:
+            found = [row for row in found if row.get(name) is not None]
+        return found
+
+
+Runs = Mapping[str, Run]  # of one seed: arm -> run
+
+
+class Value(Protocol):
+    """A number that is read off the runs of a seed; None where it cannot be."""
+
+    @property
+    def said(self) -> str: ...
+
+    @property
+    def columns(self) -> tuple[str, ...]: ...
+
+    def __call__(self, runs: Runs) -> float | None: ...
+
+
+# --- Values ---
+
+
+@dataclass(frozen=True)
+class _OfColumn:
+    """A value of one column of one arm's run."""
+
+    arm: str
+    column: str
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return (self.column,)
+
+
+@dataclass(frozen=True)
+class Last(_OfColumn):
+    """The mean of a column's last values."""
+
+    count: int = 1
+
+    @property
+    def said(self) -> str:
+        which = "the last" if self.count == 1 else f"the mean of the last {self.count}"
+        return f"{which} {self.column} of [{self.arm}]"
+
+    def __call__(self, runs: Runs) -> float | None:
+        rows = runs[self.arm].known(self.column)
+        if len(rows) < self.count:
+            return None
+        return statistics.mean(row[self.column] for row in rows[-self.count :])
+
+
+@dataclass(frozen=True)
+class Gain(_OfColumn):
+    """By how much the mean of a column's last values is above its first, the start's."""
+
+    count: int = 1
+
+    @property
+    def said(self) -> str:
+        return f"{Last(self.arm, self.column, self.count).said} above the start's"
+
+    def __call__(self, runs: Runs) -> float | None:
+        last = Last(self.arm, self.column, self.count)(runs)
+        if last is None:
+            return None
+        return last - runs[self.arm].known(self.column)[0][self.column]
+
+
+@dataclass(frozen=True)
+class Start(_OfColumn):
+    """A column's first value, which is the start's, times a factor."""
+
+    times: float = 1.0
+
+    @property
+    def said(self) -> str:
+        return f"{self.times:g} times the start's {self.column} of [{self.arm}]"
+
+    def __call__(self, runs: Runs) -> float | None:
+        rows = runs[self.arm].known(self.column)
+        return self.times * rows[0][self.column] if rows else None
+
+
+@dataclass(frozen=True)
+class Highest(_OfColumn):
+    """A column's largest value."""
+
+    @property
+    def said(self) -> str:
+        return f"the highest {self.column} of [{self.arm}]"
+
+    def __call__(self, runs: Runs) -> float | None:
+        rows = runs[self.arm].known(self.column)
+        return max((row[self.column] for row in rows), default=None)
+
+
+@dataclass(frozen=True)
+class LookOfHighest(_OfColumn):
+    """Which of a run's looks at a column, from 1 on, has its largest value; the start is none."""
+
+    @property
+    def said(self) -> str:
+        return (
+            f"the number of the look after the start at which {self.column} of [{self.arm}] peaks"
+        )
+
+    def __call__(self, runs: Runs) -> float | None:
+        rows = [row for row in runs[self.arm].known(self.column) if row[STEP] > 0]
+        if not rows:
+            return None
+        values = [row[self.column] for row in rows]
+        return 1 + values.index(max(values))
+
+
+@dataclass(frozen=True)
+class MeanOver(_OfColumn):
+    """The mean of a column over the second half of a run."""
+
+    @property
+    def said(self) -> str:
+        return f"the mean {self.column} of the second half of [{self.arm}]"
+
+    def __call__(self, runs: Runs) -> float | None:
+        rows = [row for row in runs[self.arm].known(self.column) if row[STEP] > 0]
+        if not rows:
+            return None
+        return statistics.mean(row[self.column] for row in rows[len(rows) // 2 :])
+
+
+@dataclass(frozen=True)
+class FirstAt(_OfColumn):
+    """Where a column first has a value, in another column: steps or seconds to a target. A run that
+    never has it counts as its end, which is less than the truth.
+    """
+
+    target: float
+    of: str = STEP
+
+    @property
+    def said(self) -> str:
+        return f"the {self.of} at which {self.column} of [{self.arm}] first is {self.target:g}"
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return (self.column, self.of)
+
+    def __call__(self, runs: Runs) -> float | None:
+        rows = runs[self.arm].known(self.column, self.of)
+        if not rows:
+            return None
+        reached = [row for row in rows if row[self.column] >= self.target]
+        return (reached or rows[-1:])[0][self.of]
+
+
+@dataclass(frozen=True)
+class When(_OfColumn):
+    """A column where another one first passes a value, between two looks in a line."""
+
+    by: str
+    at: float
+
+    @property
+    def said(self) -> str:
+        return f"{self.column} of [{self.arm}] where its {self.by} first is {self.at:g}"
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return (self.column, self.by)
+
+    def __call__(self, runs: Runs) -> float | None:
+        rows = runs[self.arm].known(self.column, self.by)
+        for before, after in zip(rows, rows[1:]):
+            low = before[self.by]
+            high = after[self.by]
+            if low <= self.at <= high and low < high:
+                share = (self.at - low) / (high - low)
+                return before[self.column] + share * (after[self.column] - before[self.column])
+        return None
+
+
+@dataclass(frozen=True)
+class Between:
+    """A column of several arms' ends where another one has a given arm's value, in lines between
+    them: what a family of settings would have at equal success.
+    """
+
+    arms: tuple[str, ...]
+    column: str
+    by: str
+    like: str
+
+    @property
+    def said(self) -> str:
+        family = ", ".join(f"[{arm}]" for arm in self.arms)
+        return f"the last {self.column}, between {family}, at the last {self.by} of [{self.like}]"
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return (self.column, self.by)
+
+    def __call__(self, runs: Runs) -> float | None:
+        at = Last(self.like, self.by)(runs)
+        points = []
+        for arm in self.arms:
+            pair = (Last(arm, self.by)(runs), Last(arm, self.column)(runs))
+            if None not in pair:
+                points.append(pair)
+        if at is None:
+            return None
+        points.sort()
+        for (low, first), (high, second) in zip(points, points[1:]):
+            if low <= at <= high and low < high:
+                return first + (at - low) / (high - low) * (second - first)
+        return None
+
+
+@dataclass(frozen=True)
+class Fall(_OfColumn):
+    """By how much a column ends below its largest value."""
+
+    @property
+    def said(self) -> str:
+        return f"the fall of {self.column} of [{self.arm}] from its highest to its last"
+
+    def __call__(self, runs: Runs) -> float | None:
+        highest = Highest(self.arm, self.column)(runs)
+        last = Last(self.arm, self.column)(runs)
+        return None if highest is None or last is None else highest - last
+
+
+@dataclass(frozen=True)
+class Minus:
+    """One value less another, as what a setting costs an arm."""
+
+    left: Value
+    right: Value
+
+    @property
+    def said(self) -> str:
+        return f"({self.left.said} - {self.right.said})"
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return (*self.left.columns, *self.right.columns)
+
+    def __call__(self, runs: Runs) -> float | None:
+        left = self.left(runs)
+        right = self.right(runs)
+        return None if left is None or right is None else left - right
+
+
+@dataclass(frozen=True)
+class Constant:
+    """A number that was fixed beforehand."""
+
+    number: float
+
+    @property
+    def said(self) -> str:
+        return f"{self.number:g}"
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return ()
+
+    def __call__(self, runs: Runs) -> float | None:
+        return self.number
+
+
+# --- Questions and checks ---
+
+
+@dataclass(frozen=True)
+class Question:
+    """left less right, over the seeds, against a margin. times: of both, as 100 for points.
+    decides: whether the study's verdict hangs on it; else it only says more.
+    """
+
+    name: str
+    left: Value
+    right: Value
+    expect: str  # more | less | same
+    margin: float
+    unit: str
+    times: float = 1.0
+    form: str = ".1f"
+    decides: bool = True
+
+    def __post_init__(self) -> None:
+        if self.expect not in ("more", "less", "same"):
+            raise ValueError(f"{self.name}: expect={self.expect!r} is none of more, less, same")
+        if self.expect == "same" and self.margin <= 0:
+            raise ValueError(f"{self.name}: nothing is the same within a margin of {self.margin:g}")
+
+    @property
+    def said(self) -> str:
+        if self.expect == "same":
+            meant = f"equal within {self.margin:g} {self.unit}"
+        else:
+            meant = f"{self.expect} by over {self.margin:g} {self.unit}"
+        times = "" if self.times == 1 else f", times {self.times:g}"
+        decides = "" if self.decides else " (the verdict does not hang on it)"
+        return (
+            f"{self.name}: {self.left.said}, less {self.right.said}{times}; "
+            f"expected {meant}{decides}"
+        )
+
+
+@dataclass(frozen=True)
+class Check:
+    """A state without which a run cannot answer: its value is above, or below, a limit, of every
+    seed.
+    """
+
+    name: str
+    value: Value
+    side: str  # above | below
+    limit: float
+
+    def __post_init__(self) -> None:
+        if self.side not in ("above", "below"):
+            raise ValueError(f"{self.name}: side={self.side!r} is neither above nor below")
+
+    @property
+    def said(self) -> str:
+        return f"{self.name}: {self.value.said} is {self.side} {self.limit:g}"
+
+    def holds(self, runs: Runs) -> bool:
+        """Whether a seed's runs are in this state. A value that cannot be read is in none."""
+        found = self.value(runs)
+        if found is None or not math.isfinite(found):
+            return False
+        return found > self.limit if self.side == "above" else found < self.limit
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A setting: words behind the job's. made_by: makes its rows in a directory of its own from all
+    words of the run, in the place of a job.
+    """
+
+    name: str
+    overrides: tuple[str, ...] = ()
+    ranks: int = 1
+    made_by: Callable[[Path, Sequence[str]], list[Row]] | None = None
+
+
+@dataclass(frozen=True)
+class Study:
+    """A claim, what it is asked by, and what its runs are. `given` names paths that the command
+    line gives (--given NAME=PATH) and that stand in overrides as {NAME}. minutes: that a core takes
+    for all runs, as estimated from some steps.
+    """
+
+    name: str
+    paper: str
+    section: str
+    title: str
+    claim: str
+    refuted_by: str
+    arms: tuple[Arm, ...]
+    questions: tuple[Question, ...]
+    checks: tuple[Check, ...]
+    seeds: tuple[int, ...]
+    common: tuple[str, ...]
+    minutes: int
+    y: str
+    x: str = STEP
+    recipe: str = "llama_async.py"
+    given: tuple[str, ...] = ()
+    remarks: tuple[str, ...] = ()
+    shown: tuple[str, ...] = ()  # columns of the table besides, each arm's last
+
+    def __post_init__(self) -> None:
+        names = [arm.name for arm in self.arms]
+        if len(set(names)) != len(names):
+            raise ValueError(f"{self.name}: two arms have one name: {names}")
+        if len(self.seeds) < 2:
+            raise ValueError(f"{self.name}: an interval needs at least 2 seeds")
+        if not any(question.decides for question in self.questions):
+            raise ValueError(f"{self.name}: no question decides, so there is no verdict")
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The columns that are kept of a run."""
+        found = [STEP, "time/wall_s", self.x, self.y, *self.shown]
+        for question in self.questions:
+            found += [*question.left.columns, *question.right.columns]
+        for check in self.checks:
+            found += check.value.columns
+        return tuple(dict.fromkeys(found))
+
+
+# --- Verdicts ---
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a question came to. differences: one a seed, None where a value could not be read."""
+
+    verdict: str
+    differences: tuple[float | None, ...]
+    mean: float | None = None
+    half: float | None = None  # of the 95 % interval
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        if self.mean is None or self.half is None:
+            return None
+        return self.mean - self.half, self.mean + self.half
+
+
+def half_interval(values: Sequence[float]) -> float:
+    """Return half the width of the 95 % interval of the mean of at least two values."""
+    t = T95[min(len(values) - 2, len(T95) - 1)]
+    return t * statistics.stdev(values) / math.sqrt(len(values))
+
+
+def judge(expect: str, margin: float, low: float, high: float) -> str:
+    """Return the verdict of an interval of a difference."""
+    if expect == "less":
+        low, high = -high, -low
+    if expect == "same":
+        if -margin < low and high < margin:
+            return HELD
+        return REFUTED if low > margin or high < -margin else NOT_ANSWERED
+    if low > margin:
+        return HELD
+    return REFUTED if high < margin else NOT_ANSWERED
+
+
+def answer(question: Question, seeds: Sequence[Runs]) -> Answer:
+    """Return what a question comes to; not answered if some seed's difference cannot be read."""
+    differences: list[float | None] = []
+    for runs in seeds:
+        left = question.left(runs)
+        right = question.right(runs)
+        is_known = left is not None and right is not None
+        differences.append(question.times * (left - right) if is_known else None)
+    known = [difference for difference in differences if difference is not None]
+    if len(known) < 2 or len(known) < len(differences):
+        return Answer(NOT_ANSWERED, tuple(differences))
+    mean = statistics.mean(known)
+    half = half_interval(known)
+    verdict = judge(question.expect, question.margin, mean - half, mean + half)
+    return Answer(verdict, tuple(differences), mean, half)
+
+
+def all_hold(verdicts: Sequence[str]) -> str:
+    """Return held if all questions hold, refuted if one is refuted, else not answered."""
+    if REFUTED in verdicts:
+        return REFUTED
+    return HELD if set(verdicts) == {HELD} else NOT_ANSWERED
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a study came to. failed_checks: each with the seeds that were not in its state."""
+
+    verdict: str
+    answers: tuple[Answer, ...]
+    failed_checks: tuple[str, ...]
+
+
+def outcome(study: Study, by_seed: Mapping[int, Runs]) -> Outcome:
+    """Return the verdict over all seeds that have all arms. It is not tested yet while seeds that
+    were announced are missing.
+    """
+    whole = {seed: runs for seed, runs in by_seed.items() if len(runs) == len(study.arms)}
+    seeds = [whole[seed] for seed in study.seeds if seed in whole]
+    answers = tuple(answer(question, seeds) for question in study.questions)
+    failed = []
+    for check in study.checks:
+        bad = [str(seed) for seed in study.seeds if seed in whole and not check.holds(whole[seed])]
+        if bad:
+            failed.append(f"{check.said}: not of seed {', '.join(bad)}")
+    for arm in study.arms:
+        bad = [str(seed) for seed in study.seeds if seed in whole and whole[seed][arm.name].failed]
+        if bad:
+            failed.append(f"no run diverges: [{arm.name}] did, of seed {', '.join(bad)}")
+    if len(seeds) < len(study.seeds):
+        return Outcome(NOT_RUN, answers, tuple(failed))
+    deciding = []
+    for question, found in zip(study.questions, answers):
+        if question.decides:
+            deciding.append(found.verdict)
+    verdict = NOT_ANSWERED if failed else all_hold(deciding)
+    return Outcome(verdict, answers, tuple(failed))
