@@ -35,9 +35,8 @@ from tests.tolerances import rounding
 
 pytestmark = [pytest.mark.machine, pytest.mark.usefixtures("float32_products")]
 
-LOGITS = rounding(
-    terms=48, depth=2 * 3, size=2.0
-)  # width and layers of the models below, and how their logits deviate
+# The longest sum (the feed-forward's), the layers and how the logits of the models below deviate.
+LOGITS = rounding(terms=SIZES["intermediate_size"], depth=2 * SIZES["num_hidden_layers"], size=2.0)
 GRADIENTS = 1e-7  # of a mean over tokens, in float64 (but the norms and rotary tables are float32)
 SHARED_GRADIENTS = rounding(
     terms=1, depth=2 * 3
