@@ -11,7 +11,7 @@ topic until the loop asks. Data never comes here.
 
 Liveness: every rank beats once a second. The leader watches all, the others watch the leader; one
 whose beat stands still for heartbeat_timeout_s, counted from its first beat on, is reported to
-every rank by name, and each ends with PeerDied: in its loop, or, if it is stuck inside a collective
+every rank by name, and each ends with PeerDied: in its loop, or, if it is stuck, as in a collective
 with the dead, by the watch thread, GRACE_S later. That also ends the rank when the Store itself is
 silent, for STORE_PATIENCE times as long: the heartbeat thread then hangs in it.
 
@@ -58,6 +58,7 @@ EXIT_PEER_DIED = 70
 NAMED_S = 2.0  # the name of a dead rank comes within so long of what its death broke
 STORE_PATIENCE = 3  # times heartbeat_timeout_s that the Store may be silent
 _OF_GLOO = re.compile(r"gloo|Connection (closed|reset) by peer")  # gloo raises plain RuntimeErrors
+_WAITS = ("torch", "threading", "concurrent", "queue")  # where a rank stands while it waits
 _FOREVER = timedelta(days=7)
 
 
@@ -507,11 +508,11 @@ class Control:
             self._look_at_writing()
             if self._measure is not None:
                 until = max(until, self.progressed_at + GRACE_S)
-        where = "a collective"
+        where = f"at {_place_of(threading.main_thread())}"
         if self._measure is not None:
-            where = f"the writing of a checkpoint, of which nothing was written for {GRACE_S:.0f} s"
+            where = f"in the writing of a checkpoint: nothing was written for {GRACE_S:.0f} s"
         said = "\n".join([str(self.failure), *getattr(self.failure, "__notes__", ())])
-        text = f"llamarl: rank {self.rank} is stuck in {where}; ending it. {said}"
+        text = f"llamarl: rank {self.rank} is stuck {where}; ending it. {said}"
         print(text, file=sys.stderr, flush=True)
         os._exit(EXIT_PEER_DIED)
 
@@ -529,6 +530,19 @@ class Control:
         except dist.DistError:
             return  # the launcher is gone already
         listener.join(JOIN_S)
+
+
+def _place_of(thread: threading.Thread) -> str:
+    """Return the innermost line that a thread stands at, torch's and its waits' aside: "FILE:LINE,
+    in FUNCTION".
+    """
+    frame = sys._current_frames().get(thread.ident or 0)
+    while frame and frame.f_globals.get("__name__", "").partition(".")[0] in _WAITS:
+        frame = frame.f_back
+    if frame is None:
+        return "an unknown place"
+    code = frame.f_code
+    return f"{code.co_filename}:{frame.f_lineno}, in {code.co_name}"
 
 
 def _beats_of(store: dist.Store, ranks: list[int]) -> dict[int, bytes]:

@@ -94,6 +94,7 @@ def test_a_cut_wire_that_splits_the_trainer_or_its_store_is_named_on_both_hosts(
     if overrides == TURNED:
         first, second = ("generator, reward", "trainer")
     check_named(on_a, 0, first, (f"rank 1 ({second}) {OF_SILENCE}",))
+    assert f"since the last one: rank 1 ({second}) held a part of it" in " ".join(on_a.split())
     check_named(on_b, 1, second, (OF_STORE,))
     hosts.up(hosts.a)
     assert goes_on(hosts, tmp_path / "run", overrides, at_least=4) == uninterrupted(*overrides)
