@@ -325,7 +325,7 @@ def _draw_answers(ax, study: Study, found: Outcome) -> None:
         names.append("\n".join(textwrap.wrap(question.name, 34)))
         if one.mean is None or one.half is None:
             continue
-        scale = question.margin or 1.0
+        scale = abs(question.margin) or 1.0
         ax.errorbar(
             [one.mean / scale], [y], xerr=[one.half / scale], fmt="o", color=colours[one.verdict]
         )

@@ -31,6 +31,10 @@ PIPELINE = (
     "`python recipes/rlhf.py out=PIPELINE` makes the models (ten minutes), and `--given "
     "pipeline=PIPELINE` names them: a policy and a scorer of 0.8 M parameters."
 )
+LARGER = (
+    "`python recipes/rlhf.py out=LARGER data.width=256` makes models of 3.1 M parameters, and "
+    "`--given larger=LARGER` names them."
+)
 COMMON = (
     "threads=1",
     "checkpoint.every=32",
@@ -261,13 +265,13 @@ rlhf_sizes = Study(
     paper=PAPER,
     section="3.4",
     title="Larger policies are more robust",
-    claim="16 minibatches on one policy's samples cost a policy of 3 M parameters less of its win "
-    "rate than one of 0.8 M, against the same reward model.",
+    claim="16 minibatches on one policy's samples cost a policy of 3.1 M parameters less of its "
+    "win rate than one of 0.8 M, against the same reward model.",
     refuted_by="a cost to the larger one that is at most 2 points less.",
     arms=(*arms_of_size("pipeline"), *arms_of_size("larger")),
     questions=(
         Question(
-            name="cost of N = 16, 3 M less 0.8 M",
+            name="cost of N = 16, 3.1 M less 0.8 M",
             left=Minus(at_equal_perplexity("larger, N = 1"), at_equal_perplexity("larger, N = 16")),
             right=Minus(
                 at_equal_perplexity("pipeline, N = 1"), at_equal_perplexity("pipeline, N = 16")
@@ -288,9 +292,54 @@ rlhf_sizes = Study(
     shown=(PERPLEXITY, GOLD),
     remarks=(
         PIPELINE,
-        "`--given larger=DIR` is a pipeline whose models are wider, from a start directory of 3 M "
-        "parameters. Reward models of both sizes are a second study.",
+        LARGER,
+        "`rlhf_scorers` asks the same of reward models of both sizes.",
     ),
+)
+
+SCORERS = {"0.8 M": "pipeline", "3.1 M": "larger"}
+
+
+def cost_with_scorer(size: str) -> Minus:
+    return Minus(at_equal_perplexity(f"{size}, N = 1"), at_equal_perplexity(f"{size}, N = 16"))
+
+
+rlhf_scorers = Study(
+    name="rlhf_scorers",
+    paper=PAPER,
+    section="3.4",
+    title="Larger reward models are not more robust",
+    claim="16 minibatches on one policy's samples cost a policy of 0.8 M parameters as much of its "
+    "win rate against a reward model of 3.1 M parameters as against one of 0.8 M.",
+    refuted_by="a cost that differs by over 4 points.",
+    arms=tuple(
+        Arm(
+            f"{size}, N = {count}",
+            (*updates("rloo", minibatches=count), f"reward.path={{{given}}}/reward_model"),
+        )
+        for size, given in SCORERS.items()
+        for count in (1, 16)
+    ),
+    questions=(
+        Question(
+            name="cost of N = 16, scorer of 3.1 M less 0.8 M",
+            left=cost_with_scorer("3.1 M"),
+            right=cost_with_scorer("0.8 M"),
+            expect="same",
+            margin=4,
+            unit="points",
+            times=100,
+        ),
+    ),
+    checks=tuple(before_the_peak(f"{size}, N = 1") for size in SCORERS),
+    seeds=SEEDS,
+    common=(*COMMON, "max_lag=0"),
+    minutes=40,
+    x=PERPLEXITY,
+    y=WIN_RATE,
+    given=("pipeline", "larger"),
+    shown=(PERPLEXITY, GOLD),
+    remarks=(PIPELINE, LARGER),
 )
 
 T = (1, 2, 3)
@@ -377,4 +426,4 @@ rlhf_samples = Study(
     remarks=(PIPELINE,),
 )
 
-RLHF = (rlhf_kl, rlhf_on_policy, rlhf_dpo, rlhf_sizes, rlhf_passes, rlhf_samples)
+RLHF = (rlhf_kl, rlhf_on_policy, rlhf_dpo, rlhf_sizes, rlhf_scorers, rlhf_passes, rlhf_samples)

@@ -6,7 +6,7 @@ from llamarl.config.marks import settings_dataclass
 from llamarl.config.ranges import Count, Natural, Text
 from llamarl.config.script import REQUIRED
 
-DEFAULTS = {"out": REQUIRED, "seed": 0, "rows": 20_000}
+DEFAULTS = {"out": REQUIRED, "seed": 0, "rows": 20_000, "width": 128}
 # Flags that earlier releases had.
 FLAGS = {"": "out", "--seed": "seed", "--rows": "rows"}
 
@@ -16,3 +16,4 @@ class FactsDataSettings:
     out: Text
     seed: Natural
     rows: Count  # of teacher.jsonl
+    width: Count  # of the model, in channels: a multiple of a head's

@@ -417,6 +417,17 @@ def test_a_page_says_what_its_results_come_to(modules, tmp_path):
     assert (tmp_path / "example.png").stat().st_size > 1000
 
 
+def test_a_difference_that_may_be_a_loss_is_drawn_like_another(modules, tmp_path):
+    """Its margin is negative, and the bars of its interval are as long as of any."""
+    terms = modules.study_terms
+    pages = modules.study_pages
+    study = study_of(terms, questions=(question(terms, margin=-2.0),))
+    runs = by_seed(terms, new=(0.79, 0.81, 0.80), old=(0.80, 0.80, 0.81))
+    file = tmp_path / "example.png"
+    pages.draw(study, pages.entry(study, runs, ABOUT), file)
+    assert file.stat().st_size > 1000
+
+
 def test_pages_announce_what_their_settings_say_and_tell_what_their_results_come_to(modules):
     pages = modules.study_pages
     for study in modules.studies.STUDIES.values():
