@@ -297,7 +297,14 @@ rlhf_sizes = Study(
     ),
 )
 
-SCORERS = {"0.8 M": "pipeline", "3.1 M": "larger"}
+
+def arms_with_scorer(size: str, given: str) -> tuple[Arm, ...]:
+    """Return the arms of the reward model of a given pipeline, whose size names them."""
+    arms = []
+    for count in (1, 16):
+        words = (*updates("rloo", minibatches=count), f"reward.path={{{given}}}/reward_model")
+        arms.append(Arm(f"{size}, N = {count}", words))
+    return tuple(arms)
 
 
 def cost_with_scorer(size: str) -> Minus:
@@ -312,14 +319,7 @@ rlhf_scorers = Study(
     claim="16 minibatches on one policy's samples cost a policy of 0.8 M parameters as much of its "
     "win rate against a reward model of 3.1 M parameters as against one of 0.8 M.",
     refuted_by="a cost that differs by over 4 points.",
-    arms=tuple(
-        Arm(
-            f"{size}, N = {count}",
-            (*updates("rloo", minibatches=count), f"reward.path={{{given}}}/reward_model"),
-        )
-        for size, given in SCORERS.items()
-        for count in (1, 16)
-    ),
+    arms=(*arms_with_scorer("0.8 M", "pipeline"), *arms_with_scorer("3.1 M", "larger")),
     questions=(
         Question(
             name="cost of N = 16, scorer of 3.1 M less 0.8 M",
@@ -331,7 +331,7 @@ rlhf_scorers = Study(
             times=100,
         ),
     ),
-    checks=tuple(before_the_peak(f"{size}, N = 1") for size in SCORERS),
+    checks=(before_the_peak("0.8 M, N = 1"), before_the_peak("3.1 M, N = 1")),
     seeds=SEEDS,
     common=(*COMMON, "max_lag=0"),
     minutes=40,
