@@ -63,10 +63,7 @@ def tokens() -> list[str]:
 
 
 def config_of(width: int) -> dict[str, object]:
-    """Return the config.json of a model of so many channels. ValueError if they make no heads."""
-    if width % HEAD:
-        nearest = max(1, round(width / HEAD)) * HEAD
-        raise ValueError(f"width={width}: no multiple of a head's {HEAD}, such as {nearest}")
+    """Return the config.json of a model of so many channels, a multiple of a head's."""
     return {
         **CONFIG,
         "vocab_size": len(tokens()),
@@ -142,10 +139,15 @@ def write_teacher(file: Path, posts: list[Post], draw: random.Random) -> float:
 
 
 def parse(words: Sequence[str]) -> FactsDataSettings:
-    """ConfigError; ValueError for more rows than there are."""
+    """ConfigError; ValueError for more rows than there are, or for a width that makes no heads."""
     settings = read_script(words, FactsDataSettings, DEFAULTS, doc=__doc__, flags=FLAGS)
     if settings.rows > NUM_TRAIN:
         raise ValueError(f"rows={settings.rows}: there are {NUM_TRAIN} posts")
+    if settings.width % HEAD:
+        nearest = max(1, round(settings.width / HEAD)) * HEAD
+        raise ValueError(
+            f"width={settings.width}: need whole heads of {HEAD} channels, such as {nearest}"
+        )
     return settings
 
 

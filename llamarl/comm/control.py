@@ -533,8 +533,8 @@ class Control:
 
 
 def _place_of(thread: threading.Thread) -> str:
-    """Return the innermost line that a thread stands at, torch's and its waits' aside: "FILE:LINE,
-    in FUNCTION".
+    """Return the line at which a thread stands, "FILE:LINE, in FUNCTION": the innermost that is
+    neither torch's nor of a wait.
     """
     frame = sys._current_frames().get(thread.ident or 0)
     while frame and frame.f_globals.get("__name__", "").partition(".")[0] in _WAITS:

@@ -45,15 +45,19 @@ def data(tmp_path_factory):
     return out
 
 
-def test_a_wider_model_is_as_many_heads_wide_and_draws_as_large_products(tmp_path, capsys):
+def test_a_wider_model_is_as_many_heads_wide_and_draws_as_large_products(tmp_path):
     words = (f"out={tmp_path}", "rows=1")
     assert make_data([*words, "width=64"]) == 0
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "start")
     of_layer = model.model.layers[0].self_attn.q_proj.weight
     assert model.config.num_attention_heads == 2 and of_layer.shape == (64, 64)
     assert of_layer.std().item() == pytest.approx(0.09 * 2**0.5, rel=0.05)
-    assert make_data([*words, "width=50"]) == BAD_INPUT
-    assert "width=50: no multiple of a head's 32, such as 64" in capsys.readouterr().err
+
+
+def test_a_width_that_makes_no_heads_is_refused_before_anything_is_written(tmp_path, capsys):
+    assert make_data([f"out={tmp_path / 'out'}", "width=50"]) == BAD_INPUT
+    assert "width=50: need whole heads of 32 channels, such as 64" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
 
 
 def test_data_is_a_model_of_the_tasks_words_and_a_teacher(data):
