@@ -14,6 +14,7 @@ from llamarl.models.lora import Lora, add_lora, reset_lora
 from llamarl.models.masters import Masters
 from llamarl.models.scorer import SCORE, draw_score_head
 from llamarl.models.tp import TensorParallel
+from llamarl.native.precision import warn_of_slow_bfloat16
 
 
 def training_decoder(
@@ -38,11 +39,14 @@ def training_decoder(
     gradients and so the optimizer's moments are in host memory, a layer's weights on the device
     while it computes. score_seed: make a scorer of the directory's model, whose head is drawn from
     this seed if there is none. FileNotFoundError or ValueError naming the file when the directory
-    is not whole.
+    is not whole. The first rank warns of a CPU that is slow in bfloat16.
     """
     assert tensor_parallel is None or not tensor_parallel.split_vocabulary, (
         "the loss needs the whole head"
     )
+    is_first = mesh is None or mesh.get_rank() == int(mesh.mesh.min())
+    if is_first and device.type == "cpu" and compute_dtype == torch.bfloat16:
+        warn_of_slow_bfloat16()
     config = read_config(path)
     if config.labels:
         score_seed = None  # it has a head

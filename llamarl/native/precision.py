@@ -8,12 +8,17 @@ machines. Under "medium" oneDNN computes in float32 on an x86 CPU without bfloat
 AMD's more than twice as fast as under "highest"; with AMX or on some Arm it multiplies in bfloat16,
 with an error ten thousand times float32's. So each setting is tried on a few small products whose
 true values are known. This file alone sets the precision.
+
+Products in bfloat16 are another matter: a CPU without instructions for them takes many times as
+long as in float32 (an AMD EPYC with AVX2 alone, thirty to fifty times for those of backward). That
+is measured too, where a model trains in bfloat16, and a warning says so.
 """
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,9 +29,12 @@ SETTINGS = ("medium", "highest", "high")
 # Times the error of "highest": sums in another order stay below, a shorter mantissa is far above
 EXACT = 4.0
 CLEARLY_FASTER = 1.25  # times as fast, before a clock decides against the order of SETTINGS
+SLOW = 3.0  # times float32's seconds, from which on a warning says so
 # [rows, inputs, outputs]; the last one is timed.
 _SHAPES = ((4, 128, 128), (64, 512, 256), (256, 512, 512))
 _REPEATS = 3
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,13 +99,43 @@ def measure(setting: str) -> Measured:
             true = x.double() @ weight.double().T
             error = (product - true).norm() / true.norm()
             errors.append(float(error))
-        times = []
-        for _ in range(_REPEATS):
-            began = time.perf_counter()
-            F.linear(x, weight)
-            times.append(time.perf_counter() - began)
+        seconds = _shortest_s(lambda: F.linear(x, weight))
     finally:
         torch.set_float32_matmul_precision(before)
     operations = 2 * rows * inputs * outputs
-    gflops = operations / min(times) / 1e9
+    gflops = operations / seconds / 1e9
     return Measured(setting=setting, error=max(errors), gflops=gflops)
+
+
+def warn_of_slow_bfloat16() -> None:
+    """Warn if this CPU takes SLOW times as long to train in bfloat16 as in float32."""
+    times = bfloat16_takes()
+    if times >= SLOW:
+        log.warning(
+            "this CPU has no fast products in bfloat16: those of an update take %.0f times as long "
+            "as in float32. trainer.compute_dtype=float32 is faster here",
+            times,
+        )
+
+
+def bfloat16_takes() -> float:
+    """Return how many times as long as in float32 a product of backward takes in bfloat16 on this
+    CPU, with PyTorch's threads and precision of now.
+    """
+    rows, inputs, outputs = _SHAPES[1]
+    grad = torch.ones(rows, outputs)
+    weight = torch.ones(outputs, inputs)
+    narrow_grad = grad.bfloat16()
+    narrow_weight = weight.bfloat16()
+    narrow_s = _shortest_s(lambda: narrow_grad @ narrow_weight)
+    return narrow_s / _shortest_s(lambda: grad @ weight)
+
+
+def _shortest_s(make: Callable[[], object]) -> float:
+    """Return the seconds of the shortest of some calls."""
+    times = []
+    for _ in range(_REPEATS):
+        began = time.perf_counter()
+        make()
+        times.append(time.perf_counter() - began)
+    return min(times)

@@ -10,6 +10,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from llamarl.models.config import tiny_directory
+from llamarl.models.training import training_decoder
 from llamarl.native import precision
 from llamarl.native.precision import EXACT, Measured, choose, measure, use_float32_products
 from tests.house import ROOT, python_files
@@ -89,3 +91,25 @@ def test_one_place_alone_sets_the_precision():
         if "set_float32_matmul_precision" in file.read_text():
             setters.append(file.relative_to(ROOT).as_posix())
     assert setters == ["llamarl/native/precision.py"]
+
+
+# --- bfloat16 ---
+
+
+@pytest.mark.parametrize("times, is_said", [(29.4, True), (precision.SLOW - 0.1, False)])
+def test_a_cpu_that_is_slow_in_bfloat16_is_warned_of(monkeypatch, caplog, times, is_said):
+    monkeypatch.setattr(precision, "bfloat16_takes", lambda: times)
+    precision.warn_of_slow_bfloat16()
+    said = "29 times as long as in float32. trainer.compute_dtype=float32 is faster" in caplog.text
+    assert said == is_said and bool(caplog.records) == is_said
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_it_is_asked_where_a_decoder_is_made_to_train_in_bfloat16(monkeypatch, caplog, dtype):
+    monkeypatch.setattr(precision, "bfloat16_takes", lambda: 29.4)
+    training_decoder(tiny_directory(), mesh=None, device=torch.device("cpu"), compute_dtype=dtype)
+    assert bool(caplog.records) == (dtype == torch.bfloat16)
+
+
+def test_how_long_bfloat16_takes_is_measured():
+    assert 0 < precision.bfloat16_takes() < float("inf")
