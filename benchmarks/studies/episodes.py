@@ -75,6 +75,8 @@ guessing_game = Study(
         "A game is shown in the prompt, not a good one, so that the model answers with numbers. "
         "Each of 100 held-out games is played twice as in training, and once by the most likely "
         "token.",
+        "It needs a CPU with instructions for bfloat16: with AVX2 alone an update took over ten "
+        "minutes, and a run that was begun on 2026-11-26 ended so before its first step.",
     ),
 )
 
