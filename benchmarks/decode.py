@@ -172,7 +172,10 @@ def vllm(args: argparse.Namespace, batch: int) -> Callable[[], None]:
 
 
 def bound(args: argparse.Namespace, batch: int) -> Callable[[], float]:
-    """A function that measures the least seconds of one step at the mean length."""
+    """A function that measures the least seconds of one step at the mean length.
+
+    Its products are in float32 where this CPU has no instructions for packed ones in bfloat16.
+    """
     from llamarl.models.build import read_config
     from llamarl.models.config import ModelConfig
 
@@ -201,9 +204,12 @@ def bound(args: argparse.Namespace, batch: int) -> Callable[[], float]:
         (config.intermediate_size, config.hidden_size),
     )
     shapes = [*layer * config.num_hidden_layers, (config.hidden_size, config.vocab_size)]
+    of_products = dtype
+    if dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        of_products = torch.float32
     pack = torch.ops.mkldnn._reorder_linear_weight
-    inputs = {k: torch.randn(batch, k, dtype=dtype) for k, _ in shapes}
-    packed = [(inputs[k], pack(torch.randn(n, k, dtype=dtype))) for k, n in shapes]
+    inputs = {k: torch.randn(batch, k, dtype=of_products) for k, _ in shapes}
+    packed = [(inputs[k], pack(torch.randn(n, k, dtype=of_products))) for k, n in shapes]
 
     def products():
         for x, weight in packed:
