@@ -1,13 +1,13 @@
 """What overcommit and its governors buy under a heavy tail: seconds a step and mean lag.
 
     python benchmarks/overcommit.py [--steps 60] [--max-lag 4] [--sigma 1] [--lag-sim FILE]
-                                    [--learn 40] [--json FILE]
+                                    [--learn 40] [--only 0,auto] [--json FILE]
 
 Tickets, channels and loop are the real ones; executors are fakes on two ranks. A group keeps one of
 16 slots busy for a log-normal time (mean 1.6 x a training step), a training step sleeps for
 --train-s. A batch is 8 groups, so an ideal step takes as long as training alone, and 16 slots could
 make a batch in 0.8 of that. The reward that oppo and window follow is made up: it rises and levels
-off, with noise. --lag-sim: a file with
+off, with noise. --only: these values of overcommit, of those measured. --lag-sim: a file with
 `simulate(max_lag, overcommit, ...)`, whose prediction is printed beside what was measured: the
 median of SEEDS runs as long as the measured one, for a governor at the overcommit that it chose in
 the mean. --learn: main jobs of so many steps, one a setting and each on two ranks, for the reward
@@ -319,6 +319,7 @@ def main() -> None:
     parser.add_argument(
         "--learn", type=int, default=40, help="steps of a main job, one a setting; 0: none"
     )
+    parser.add_argument("--only", help="values of overcommit, in place of all")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--one", help=argparse.SUPPRESS)
     parser.add_argument("--truncate", action="store_true", help=argparse.SUPPRESS)
@@ -326,6 +327,13 @@ def main() -> None:
     if args.one:
         run_one(args)
         return
+    settings = SETTINGS
+    if args.only:
+        wanted = args.only.split(",")
+        known = list(dict.fromkeys(overcommit for overcommit, _ in SETTINGS))
+        if unknown := set(wanted) - set(known):
+            parser.error(f"--only {','.join(sorted(unknown))}: need some of {', '.join(known)}")
+        settings = [setting for setting in SETTINGS if setting[0] in wanted]
     simulate, rows = predictor(args.lag_sim), []
     print(
         f"B {B}, max_lag {args.max_lag}, sigma {args.sigma:g}, {args.steps} steps; "
@@ -333,7 +341,7 @@ def main() -> None:
     )
     print(HEAD)
     with tempfile.TemporaryDirectory() as folder:
-        for overcommit, truncate in SETTINGS:
+        for overcommit, truncate in settings:
             measured = measure(args, overcommit, truncate, Path(folder) / "measured.json")
             row = {"overcommit": overcommit, "truncate": truncate, **measured}
             if simulate and not truncate:

@@ -9,7 +9,7 @@ from tests.two_hosts import agents
 
 STEPS = 16
 SILENT_S = 5
-GONE_S = 60.0  # SILENT_S three times, for a store that is silent, and what ending then takes
+GONE_S = 120.0  # SILENT_S three times, for a silent store, and what ending takes under load
 PATIENCE = (f"heartbeat_timeout_s={SILENT_S}", "timeout_s=60")
 RUN = (
     *SMALL,

@@ -105,14 +105,19 @@ def test_overcommit(tmp_path):
         0,
         "--train-s",
         0.02,
+        "--only",
+        "0,auto,8",
         "--json",
         tmp_path / "found.json",
     )
-    assert json.loads((tmp_path / "found.json").read_text())
+    measured = json.loads((tmp_path / "found.json").read_text())["rows"]
+    found = [(row["overcommit"], row["truncate"]) for row in measured]
+    assert found == [("0", False), ("8", False), ("auto", False), ("8", True)]
 
 
 def test_quantized(tmp_path):
-    run("quantized", "--steps", 2, "--seeds", 1, "--json", tmp_path / "found.json")
+    small = ("groups_per_step=4", "group_size=4", "eval.num_prompts=20")
+    run("quantized", "--steps", 2, "--seeds", 1, "--json", tmp_path / "found.json", *small)
     assert json.loads((tmp_path / "found.json").read_text())
 
 
