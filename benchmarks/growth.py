@@ -368,6 +368,7 @@ def main() -> None:
     )
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--ranks", default=",".join(map(str, RANKS)))
+    parser.add_argument("--meshes", default=",".join(map(str, MESHES)), help="ranks of each")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--page", type=Path, help="a file of results")
     parser.add_argument("--only", nargs=2, help=argparse.SUPPRESS)
@@ -383,7 +384,7 @@ def main() -> None:
         return
     found = {"benchmark": "growth", "machine": machine(), "steps": args.steps}
     found["frame"] = [frame(number, args.steps) for number in map(int, args.ranks.split(","))]
-    found["mesh"] = [measure_apart("mesh", number) for number in MESHES]
+    found["mesh"] = [measure_apart("mesh", number) for number in map(int, args.meshes.split(","))]
     found["ledger"] = [measure_apart("ledger", number) for number in GENERATORS]
     print(json.dumps(found, indent=1))
     if args.json:

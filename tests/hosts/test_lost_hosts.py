@@ -1,9 +1,12 @@
 """A host that is lost in mid-run, or the wire to it, ends the run with an error that says what was
-lost, on both sides; the run goes on from there.
+lost, on both sides; the run goes on from there, or has a whole checkpoint to go on from.
 """
+
+from pathlib import Path
 
 import pytest
 
+from llamarl.checkpoint.checkpointer import verify
 from tests.launching import SMALL, Job, untimed
 from tests.two_hosts import agents
 
@@ -52,6 +55,14 @@ def goes_on(hosts, run_dir, overrides, at_least) -> list[dict]:
     resumed = int(a.output.partition("resumed from step_")[2].split()[0])
     assert resumed >= at_least
     return untimed(a.rows)
+
+
+def check_saved(run_dir: Path, at_least: int) -> None:
+    """Check that the newest checkpoint is whole, and of this step or a later one."""
+    folder = run_dir / "checkpoints"
+    newest = folder / (folder / "latest").read_text().strip()
+    assert verify(newest) == []
+    assert int(newest.name.removeprefix("step_")) >= at_least
 
 
 def check_named(output: str, rank: int, hosted: str, causes: tuple[str, ...]) -> None:
@@ -114,9 +125,7 @@ def test_a_wire_that_is_taken_away_is_named_and_a_new_one_will_do(hosts, tmp_pat
 
 
 @pytest.mark.parametrize("lost", ["the generator's", "the trainer's"])
-def test_an_address_that_is_taken_away_is_named_and_the_run_goes_on_with_it_again(
-    hosts, tmp_path, uninterrupted, lost
-):
+def test_an_address_that_is_taken_away_is_named(hosts, tmp_path, lost):
     """The wire stays up. Without the address of its own store the trainer's host cannot save."""
     with agents(hosts, *RUN, *PATIENCE, run_dir=tmp_path / "run") as (a, b):
         a.until(lambda: len(a.rows) >= 6, "six steps")
@@ -133,12 +142,11 @@ def test_an_address_that_is_taken_away_is_named_and_the_run_goes_on_with_it_agai
         assert f"A checkpoint of step {num_steps} was sealed after that" in on_a
     check_named(on_a, 0, "trainer", causes)
     check_named(on_b, 1, "generator, reward", (OF_STORE,))
-    hosts.give_address(host)
-    assert goes_on(hosts, tmp_path / "run", APART, at_least) == uninterrupted()
+    check_saved(tmp_path / "run", at_least)
 
 
 @pytest.mark.parametrize("lost", ["the generator's", "the trainer's"])
-def test_a_host_whose_processes_all_die_is_named_by_the_other(hosts, tmp_path, uninterrupted, lost):
+def test_a_host_whose_processes_all_die_is_named_by_the_other(hosts, tmp_path, lost):
     with agents(hosts, *RUN, *PATIENCE, run_dir=tmp_path / "run") as (a, b):
         a.until(lambda: len(a.rows) >= 6, "six steps")
         gone, left = (b, a) if lost == "the generator's" else (a, b)
@@ -149,4 +157,4 @@ def test_a_host_whose_processes_all_die_is_named_by_the_other(hosts, tmp_path, u
         check_named(said, 0, "trainer", causes)
     else:
         check_named(said, 1, "generator, reward", (OF_STORE, "the link with rank 0"))
-    assert goes_on(hosts, tmp_path / "run", APART, at_least=4) == uninterrupted()
+    check_saved(tmp_path / "run", at_least=4)

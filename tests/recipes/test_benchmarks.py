@@ -65,7 +65,7 @@ def test_machinery():
 
 def test_growth(tmp_path):
     results = tmp_path / "growth.json"
-    run("growth", "--ranks", "2,8", "--steps", 3, "--json", results)
+    run("growth", "--ranks", "2,8", "--meshes", "8", "--steps", 3, "--json", results)
     found = json.loads(results.read_text())
     assert [row["ranks"] for row in found["frame"]] == [2, 8]
     assert all(row["messages_per_step"] > 0 and row["memory_mb"] > 0 for row in found["frame"])
