@@ -186,7 +186,7 @@ def explained() -> Iterator[ExitStack]:
         )
         _complain(f"llamarl: rank {rank}: {why} ({str(error).splitlines()[0]})")
         code = EXIT_FAILED
-    except Exception:  # no error that is foreseen
+    except Exception:  # not foreseen: its traceback is all that can be said
         if not _has_peers():
             raise
         traceback.print_exc()

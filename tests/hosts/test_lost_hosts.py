@@ -2,8 +2,6 @@
 lost, on both sides; the run goes on from there, or has a whole checkpoint to go on from.
 """
 
-from pathlib import Path
-
 import pytest
 
 from llamarl.checkpoint.checkpointer import verify
@@ -57,12 +55,10 @@ def goes_on(hosts, run_dir, overrides, at_least) -> list[dict]:
     return untimed(a.rows)
 
 
-def check_saved(run_dir: Path, at_least: int) -> None:
+def check_saved(job: Job, at_least: int) -> None:
     """Check that the newest checkpoint is whole, and of this step or a later one."""
-    folder = run_dir / "checkpoints"
-    newest = folder / (folder / "latest").read_text().strip()
-    assert verify(newest) == []
-    assert int(newest.name.removeprefix("step_")) >= at_least
+    assert verify(job.checkpoint) == []
+    assert int(job.checkpoint.name.removeprefix("step_")) >= at_least
 
 
 def check_named(output: str, rank: int, hosted: str, causes: tuple[str, ...]) -> None:
@@ -142,7 +138,7 @@ def test_an_address_that_is_taken_away_is_named(hosts, tmp_path, lost):
         assert f"A checkpoint of step {num_steps} was sealed after that" in on_a
     check_named(on_a, 0, "trainer", causes)
     check_named(on_b, 1, "generator, reward", (OF_STORE,))
-    check_saved(tmp_path / "run", at_least)
+    check_saved(a, at_least)
 
 
 @pytest.mark.parametrize("lost", ["the generator's", "the trainer's"])
@@ -157,4 +153,4 @@ def test_a_host_whose_processes_all_die_is_named_by_the_other(hosts, tmp_path, l
         check_named(said, 0, "trainer", causes)
     else:
         check_named(said, 1, "generator, reward", (OF_STORE, "the link with rank 0"))
-    check_saved(tmp_path / "run", at_least=4)
+    check_saved(left, at_least=4)
