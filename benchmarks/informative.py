@@ -1,8 +1,9 @@
 """Batches that teach: what tickets.informative and tickets.sampler=difficulty give where most
 groups teach nothing.
 
-    python benchmarks/informative.py [--rows sums|questions|FILE] [--steps N] [--seeds 1 2 3]
-                                     [--arms ARM ...] [--target ACCURACY] [--runs DIR]
+    python benchmarks/informative.py [--rows sums|questions|FILE] [--steps N] [--plain-steps N]
+                                     [--seeds 1 2 3] [--arms ARM ...] [--target ACCURACY]
+                                     [--runs DIR]
                                      [--json FILE] [--plot FILE] [--budget S] [overrides ...]
     python benchmarks/informative.py --report           tables and plot from --json, without runs
     python benchmarks/informative.py --oracle FILE      what known pass rates could give, from lines
@@ -10,7 +11,9 @@ groups teach nothing.
 
 sums         300 sums for the tiny model. Four in five are longer than any that it has seen, so that
              their groups are all wrong. Held out are 200 sums of the length that it knows.
-questions    task=questions with SmolLM2 (LLAMARL_SMOLLM2 names its directory): sums in words.
+questions    240 questions in words for SmolLM2 (LLAMARL_SMOLLM2 names its directory). A third are
+             sums of two-digit numbers; the others are products of three-digit numbers, which it
+             does not learn. Held out are 100 other sums.
 FILE         JSON lines with "question" and "answer", such as 400 of GSM8K's, with SmolLM2.
 
 An arm is a pair of settings. A run is one process; what is finished is kept in --runs, and a run
@@ -38,6 +41,7 @@ from pathlib import Path
 from running import ROOT, machine
 
 from llamarl.tasks.addition import addition_examples
+from llamarl.tasks.questions import INSTRUCTION
 
 RESULTS = Path(__file__).parent / "results"
 ARMS = {
@@ -47,14 +51,17 @@ ARMS = {
     "both": ("tickets.informative=true", "tickets.sampler=difficulty"),
 }
 GROUPS = 16  # a step
+GROUPS_OF_SMOLLM2 = 8
 SIZE = 8  # completions a group
 NUM_KNOWN = 60
 NUM_BEYOND = 240
 NUM_HELD_OUT = 200
+NUM_SUMS = 80
+NUM_PRODUCTS = 160
+NUM_HELD_OUT_SUMS = 100
 SAMPLES = 16  # a prompt, for the oracle
 COMMON = (
     "threads=1",
-    f"groups_per_step={GROUPS}",
     f"group_size={SIZE}",
     "checkpoint.every=10",
     "checkpoint.keep=1",
@@ -121,17 +128,44 @@ def write_sums(folder: Path) -> tuple[Path, Path]:
     return _lines(folder / "rows.jsonl", rows), _lines(folder / "held_out.jsonl", asked)
 
 
+def write_questions(folder: Path) -> tuple[Path, Path]:
+    """Write the rows of `questions`, and the held-out ones, and return their files."""
+    rng = random.Random(0)
+    pairs = [(a, b) for a in range(10, 100) for b in range(10, 100)]
+    sums = [_question(a, "+", b) for a, b in rng.sample(pairs, NUM_SUMS + NUM_HELD_OUT_SUMS)]
+    rows = sums[:NUM_SUMS]
+    for _ in range(NUM_PRODUCTS):
+        rows.append(_question(rng.randint(100, 999), "*", rng.randint(100, 999)))
+    rng.shuffle(rows)
+    return (
+        _lines(folder / "rows.jsonl", rows),
+        _lines(folder / "held_out.jsonl", sums[NUM_SUMS:]),
+    )
+
+
+def _question(a: int, sign: str, b: int) -> dict[str, str]:
+    answer = a + b if sign == "+" else a * b
+    return {"prompt": f"What is {a}{sign}{b}? {INSTRUCTION}", "answer": str(answer)}
+
+
 def _lines(path: Path, rows: list[dict]) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
 
+def groups_of(rows: str) -> int:
+    """Return the groups of a step."""
+    return GROUPS if rows == "sums" else GROUPS_OF_SMOLLM2
+
+
 def job_of(rows: str, folder: Path) -> tuple[str, ...]:
     """Return the overrides of the job that all arms share."""
+    groups = f"groups_per_step={groups_of(rows)}"
     if rows == "sums":
         path, held_out = write_sums(folder)
         return (
+            groups,
             "task=jsonl",
             f"task.path={path}",
             f"task.eval_path={held_out}",
@@ -147,16 +181,35 @@ def job_of(rows: str, folder: Path) -> tuple[str, ...]:
     smollm2 = os.environ.get("LLAMARL_SMOLLM2")
     if smollm2 is None:
         raise SystemExit("LLAMARL_SMOLLM2 must name the directory of recipes/fetch_smollm2.py")
-    chat = ("model=hf", f"model.path={smollm2}", "max_lag=1", "lr=1e-5", "eval.every=5")
+    chat = (
+        groups,
+        "model=hf",
+        f"model.path={smollm2}",
+        "model.dtype=bfloat16",
+        "trainer.compute_dtype=bfloat16",
+        "lr=1e-5",
+        "task=jsonl",
+        "reward.fn=rewards:numeric_match",
+    )
     if rows == "questions":
-        return (*chat, "task=questions", "reward.fn=rewards:numeric_match", "eval.num_prompts=40")
+        path, held_out = write_questions(folder)
+        return (
+            *chat,
+            f"task.path={path}",
+            f"task.eval_path={held_out}",
+            "task.max_prompt_tokens=64",
+            "max_new_tokens=16",
+            "max_lag=0",
+            f"eval.num_prompts={NUM_HELD_OUT_SUMS}",
+            "eval.every=5",
+        )
     return (
         *chat,
-        "task=jsonl",
         f"task.path={rows}",
         "task.prompt_key=question",
-        "reward.fn=rewards:numeric_match",
+        "max_lag=1",
         "eval.num_prompts=40",
+        "eval.every=5",
     )
 
 
@@ -194,14 +247,14 @@ def make(folder: Path, overrides: tuple[str, ...], until: float) -> None:
     (folder / "finished").touch()
 
 
-def read(folder: Path, arm: str, seed: int) -> Run:
-    """Return a finished run."""
+def read(folder: Path, arm: str, seed: int, groups: int) -> Run:
+    """Return a finished run of so many groups a step."""
     steps = []
     completions = 0
     for row in rows_of(folder):
         if row["step"] == 0:
             continue
-        completions += (GROUPS + row.get("tickets/given_back", 0)) * SIZE
+        completions += (groups + row.get("tickets/given_back", 0)) * SIZE
         step = Step(
             completions=completions,
             teaching_fraction=row["groups/teaching_fraction"],
@@ -398,7 +451,7 @@ def make_all(args: argparse.Namespace) -> list[Run]:
             if not is_finished(folder, steps) and not is_late:
                 make(folder, overrides, until)
             if is_finished(folder, steps):
-                runs.append(read(folder, arm, seed))
+                runs.append(read(folder, arm, seed, groups_of(args.rows)))
     return runs
 
 
