@@ -27,6 +27,7 @@ to target    completions generated, and seconds, until the held-out accuracy has
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import random
@@ -131,7 +132,7 @@ def write_sums(folder: Path) -> tuple[Path, Path]:
 def write_questions(folder: Path) -> tuple[Path, Path]:
     """Write the rows of `questions`, and the held-out ones, and return their files."""
     rng = random.Random(0)
-    pairs = [(a, b) for a in range(10, 100) for b in range(10, 100)]
+    pairs = list(itertools.product(range(10, 100), repeat=2))
     sums = [_question(a, "+", b) for a, b in rng.sample(pairs, NUM_SUMS + NUM_HELD_OUT_SUMS)]
     rows = sums[:NUM_SUMS]
     for _ in range(NUM_PRODUCTS):
