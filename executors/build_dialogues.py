@@ -16,6 +16,7 @@ from llamarl.inference import Engine
 from llamarl.inference.protocol import Bind, BuildEngine
 from llamarl.launch.job import Job
 from llamarl.tasks.environment import makes_prompts, turn_tokens
+from llamarl.tasks.held_out import is_of_set
 from llamarl.types import Prompt
 
 
@@ -35,6 +36,7 @@ def around(inner: Engine, task: EnvironmentSettings, job: Job) -> DialogueEngine
         inner,
         partial(_dialogues, task, job, reproducible=reproducible),
         prompt_of=partial(_prompt_of, job),
+        is_played=lambda prompt: not is_of_set(prompt),
         reproducible=reproducible,
     )
 

@@ -3,6 +3,8 @@
     submit --> Dialogues.begin ... poll: GoOn --> the inner engine samples a turn --> hear ... poll:
     Over --> pop_finished
 
+    submit, of a prompt that is not played --> the inner engine --> pop_finished
+
 A completion that waits for its environment is live and holds no slot: others are sampled meanwhile.
 The inner engine keeps its keys and values (llamarl.inference.kept), so that a turn costs what it
 adds.
@@ -30,8 +32,9 @@ class DialogueEngine:
     TalkingEngine (llamarl.inference.protocol), where the calls are described in full.
 
     inner: samples turns. make_dialogues: of a function to call when an environment has answered.
-    prompt_of: gives the prompt of a ticket in a stream. reproducible: nothing is sampled while an
-    environment is at work, so that what is sampled together does not depend on timing.
+    prompt_of: gives the prompt of a ticket in a stream. is_played: whether an environment answers
+    the completions of a prompt; those of others are of one turn. reproducible: nothing is sampled
+    while an environment is at work, so that what is sampled together does not depend on timing.
     """
 
     def __init__(
@@ -40,6 +43,7 @@ class DialogueEngine:
         make_dialogues: Callable[[Callable[[], None]], Dialogues],
         *,
         prompt_of: Callable[[int, int], Prompt],
+        is_played: Callable[[Prompt], bool] = lambda prompt: True,
         reproducible: bool,
     ):
         self.policy_version = inner.policy_version
@@ -47,9 +51,11 @@ class DialogueEngine:
         self._inner = inner
         self._dialogues = make_dialogues(lambda: self._wake())
         self._prompt_of = prompt_of
+        self._is_played = is_played
         self._reproducible = reproducible
         self._params: dict[Key, SamplingParams] = {}  # of dialogues that have not ended
         self._paused: dict[Key, Completion] = {}  # of those that are not in the inner engine
+        self._num_plain = 0  # completions of prompts that are not played and have not ended
         self._finished: list[tuple[int, Completion]] = []
         self._counts: dict[str, float] = defaultdict(float)
         self._dialogues.pool.start()
@@ -62,8 +68,8 @@ class DialogueEngine:
 
     @property
     def num_live(self) -> int:
-        """How many dialogues hold a slot or wait for their environment, or for a slot after it."""
-        return len(self._params)
+        """How many completions hold a slot or wait for one, or for their environment."""
+        return len(self._params) + self._num_plain
 
     @property
     def num_waiting(self) -> int:
@@ -93,10 +99,14 @@ class DialogueEngine:
     def submit(
         self, ticket: int, prompt_ids: TokenIds, params: SamplingParams, *, stream: int = 0
     ) -> None:
-        """Begin params.n dialogues of a prompt."""
+        """Begin params.n dialogues of a prompt, or completions if it is not played."""
         self._inner.check(Request(stream, ticket, on_cpu(prompt_ids), params, end=params.n))
         prompt = self._prompt_of(stream, ticket)
         assert prompt.prompt_ids.equal(on_cpu(prompt_ids)), "prompt_of gives another prompt"
+        if not self._is_played(prompt):
+            self._inner.submit(ticket, prompt_ids, params, stream=stream)
+            self._num_plain += params.n
+            return
         for index in range(params.n):
             key = (stream, ticket, index)
             assert key not in self._params, f"ticket {ticket} is in work"
@@ -104,7 +114,14 @@ class DialogueEngine:
             self._paused[key] = self._dialogues.begin(key, prompt, params)
 
     def submit_partial(self, partial: Partial) -> None:
-        """Go on with a dialogue: its environment is played again, and then it is sampled on."""
+        """Go on with a dialogue: its environment is played again, and then it is sampled on. What
+        is not played is sampled on at once.
+        """
+        prompt = self._prompt_of(partial.stream, partial.ticket)
+        if not self._is_played(prompt):
+            self._inner.submit_partial(partial)
+            self._num_plain += 1
+            return
         key = (partial.stream, partial.ticket, partial.sample_index)
         completion = Completion(
             ticket=partial.ticket,
@@ -119,18 +136,18 @@ class DialogueEngine:
         )
         self._params[key] = partial.params
         self._paused[key] = completion
-        prompt = self._prompt_of(partial.stream, partial.ticket)
         self._dialogues.restore(key, prompt, partial.params, completion)
 
     @torch.inference_mode(False)
     @torch.no_grad()
     def export_partials(self) -> list[Partial]:
-        """Return every dialogue that has not ended, as it is between two steps."""
+        """Return every completion that has not ended, as it is between two steps."""
         partials = []
         for partial in self._inner.export_partials():
             key = (partial.stream, partial.ticket, partial.sample_index)
             # Its limit is of a turn; a dialogue's goes on with it.
-            partials.append(replace(partial, params=self._params[key]))
+            params = self._params.get(key, partial.params)
+            partials.append(replace(partial, params=params))
         for key, completion in self._paused.items():
             partials.append(_as_partial(key, completion, self._params[key]))
         return partials
@@ -153,7 +170,7 @@ class DialogueEngine:
         return sampled
 
     def pop_finished(self) -> list[tuple[int, Completion]]:
-        """Return (stream, completion) of every dialogue that ended since the last call."""
+        """Return (stream, completion) of every completion that ended since the last call."""
         finished, self._finished = self._finished, []
         return finished
 
@@ -163,16 +180,16 @@ class DialogueEngine:
         self._inner.weights_changed(version, recompute_kv=recompute_kv)
 
     def abort(self, ticket: int | None = None, *, stream: int | None = None) -> int:
-        """End every unfinished dialogue of a ticket and a stream (None: of any), with the tokens
+        """End every unfinished completion of a ticket and a stream (None: of any), with the tokens
         that it has, and return how many those were.
         """
-        before = self._dialogues.num_open
+        before = self._dialogues.num_open + self._num_plain
         self._inner.abort(ticket, stream=stream)
         self._hear()
         self._dialogues.abort(ticket, stream)
         for one in self._dialogues.pop_over():
             self._end(one)
-        return before - self._dialogues.num_open
+        return before - self._dialogues.num_open - self._num_plain
 
     def score(self, prompt_ids: TokenIds, token_ids: TokenIds, temperature: float = 1.0) -> Tensor:
         """Return the logprobs, [L] float32, of given tokens."""
@@ -213,9 +230,14 @@ class DialogueEngine:
         self._inner.submit_partial(_as_partial(move.key, completion, params))
 
     def _hear(self) -> None:
-        """Tell the dialogues which turns have ended."""
+        """Tell the dialogues which turns have ended, and hand out what is not played."""
         for stream, completion in self._inner.pop_finished():
             key = (stream, completion.ticket, completion.sample_index)
+            if key not in self._params:
+                self._inner.release(*key)
+                self._num_plain -= 1
+                self._finished.append((stream, completion))
+                continue
             self._paused[key] = completion
             self._dialogues.hear(key, completion)
 

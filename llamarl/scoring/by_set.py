@@ -4,6 +4,10 @@ as it does each part of a mixture.
     task=addition eval.sets={b: {kind: gsm8k, ...}}
 
     training, the task's own --> exact_match      b --> numeric_match
+
+    task=environment eval.sets={b: {kind: gsm8k, ...}}
+
+    training, the task's own --> the environment  b --> numeric_match
 """
 
 from __future__ import annotations
@@ -11,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from llamarl.scoring.scorer import Item, Outcomes, Scorer
-from llamarl.tasks.held_out import SET_KEY
+from llamarl.tasks.held_out import is_of_set
 from llamarl.tasks.mixture import REWARD_KEY
 
 
@@ -50,10 +54,9 @@ class BySet(Scorer):
 
     def submit(self, key: int, item: Item) -> None:
         """Take one item, and hand it to the reward of its set."""
-        meta = item.prompt.reward_meta
-        path = meta.get(REWARD_KEY)
+        path = item.prompt.reward_meta.get(REWARD_KEY)
         scorer = self._main
-        if SET_KEY in meta and isinstance(path, str):
+        if is_of_set(item.prompt) and isinstance(path, str):
             scorer = self._own.get(path, self._main)
         self._givens[key] = scorer
         scorer.submit(key, item)

@@ -56,6 +56,11 @@ class EvalSet:
         return {column_of(self.name, column): value for column, value in metrics.items()}
 
 
+def is_of_set(prompt: Prompt) -> bool:
+    """Return whether a prompt is of eval.sets, and not the task's own."""
+    return SET_KEY in prompt.meta
+
+
 def own_set(count: int) -> tuple[EvalSet, ...]:
     """Return the sets of a run that asks so many prompts of the task's own, and no others."""
     return numbered({OWN: count})

@@ -69,6 +69,19 @@ def test_a_run_on_two_ranks_trains_on_dialogues_within_its_lag(tmp_path):
     assert 0 < rows[0]["eval/reward"] <= 0.75
 
 
+def test_sets_of_other_kinds_are_answered_in_one_turn_and_scored_by_their_own_reward(tmp_path):
+    """As many of the sums are right as without dialogues."""
+    sums = "eval.sets={sums: {kind: addition, num_prompts: 40, chat: false, max_prompt_tokens: 16}}"
+    given = (sums, "max_steps=1", "eval.every=1")
+    plain = [word for word in PLAYED if not word.startswith("task")] + ["task=addition"]
+    accuracies = []
+    for number, words in enumerate((ECHO, plain)):
+        with ForkedJob(*words, *given, run_dir=tmp_path / f"run{number}") as job:
+            assert job.wait() == 0, job.output
+        accuracies.append(job.rows[0]["eval/sums/accuracy"])
+    assert accuracies[0] == accuracies[1] > 0
+
+
 @pytest.mark.parametrize("ranks", [None, 2])
 @pytest.mark.bitwise("synchronous runs of dialogues are equal")
 def test_synchronous_runs_are_equal_whoever_answers_first(tmp_path, ranks):

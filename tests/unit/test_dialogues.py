@@ -20,7 +20,8 @@ from llamarl.inference.sampler import SamplingParams
 from llamarl.models.config import read_config, tiny_directory
 from llamarl.models.hf import load_tokenizer
 from llamarl.tasks.environment import makes_prompts, turn_tokens
-from llamarl.types import Completion, Prompt
+from llamarl.tasks.held_out import SET_KEY, is_of_set
+from llamarl.types import ALONE, Completion, Prompt
 from tests.decoding import full_forward_logprobs
 from tests.made_tokenizers import FORGETFUL, byte_level
 from tests.tolerances import of_logprobs
@@ -489,6 +490,73 @@ def test_a_dialogue_may_be_aborted_at_any_turn(engine_of, stop_at):
     assert all(c.ending.reason == "completed" for key, c in rest.items())
     assert {key[1] for key in rest} <= {8} and not engine.num_live
     assert engine._inner._kept.places == 0
+
+
+PLAIN = Prompt(ROW.prompt_ids, ROW.text, {**ROW.meta, SET_KEY: "sums"})
+SHORT = dataclasses.replace(TURNS, max_new_tokens=6, stop_token_ids=(EOS,))
+
+
+def mixed(engine_of):
+    """An engine whose ticket 7 is played and whose ticket 8 is not."""
+    engine = engine_of(tiny(kept_tokens=1000), "Echo", OWN)
+    engine._prompt_of = lambda stream, ticket: OWN if ticket == 7 else PLAIN
+    engine._is_played = lambda prompt: not is_of_set(prompt)
+    return engine
+
+
+def both(engine_of):
+    """That engine with both tickets."""
+    engine = mixed(engine_of)
+    engine.submit(7, OWN.prompt_ids, TURNS)
+    engine.submit(8, PLAIN.prompt_ids, SHORT, stream=1)
+    return engine
+
+
+def wanted_of_both(engine_of):
+    """The tokens of each ticket alone: of 8 from an engine without dialogues."""
+    alone = tiny()
+    alone.submit(8, PLAIN.prompt_ids, SHORT, stream=1)
+    while alone.num_live or alone.num_waiting:
+        alone.step(4)
+    plain = {(stream, c.ticket, c.sample_index): c for stream, c in alone.pop_finished()}
+    assert len(plain) == 3
+    return tokens_of(uninterrupted(engine_of) | plain)
+
+
+def test_what_is_not_played_is_sampled_in_one_turn_as_without_dialogues(engine_of):
+    engine = both(engine_of)
+    assert engine.num_live == 6
+    found = drain(engine)
+    assert tokens_of(found) == wanted_of_both(engine_of)
+    for key, completion in found.items():
+        if key[1] == 8:
+            assert completion.loss_mask.all() and completion.ending == ALONE
+    assert engine.pop_counts()["dialogues/completed"] == 3
+    assert not engine.num_live and engine._inner._kept.places == 0
+
+
+@pytest.mark.parametrize("stop_at", range(0, 6))
+def test_what_is_not_played_goes_on_elsewhere(engine_of, stop_at):
+    first = both(engine_of)
+    steps = iter(range(10**6))
+    done = drain(first, chunk=1, until=lambda _: next(steps) == stop_at)
+    second = mixed(engine_of)
+    for partial_ in first.export_partials():
+        second.submit_partial(partial_)
+    assert tokens_of(done | drain(second, chunk=1)) == wanted_of_both(engine_of)
+
+
+@pytest.mark.parametrize("stop_at", range(0, 6))
+def test_what_is_not_played_may_be_aborted(engine_of, stop_at):
+    engine = both(engine_of)
+    steps = iter(range(10**6))
+    done = drain(engine, chunk=1, until=lambda _: next(steps) == stop_at)
+    left = 3 - sum(key[1] == 8 for key in done)
+    assert engine.abort(8, stream=1) == left
+    aborted = [c for _, c in engine.pop_finished() if c.ticket == 8]
+    assert [c.finish_reason for c in aborted] == ["aborted"] * left
+    rest = drain(engine)
+    assert {key[1] for key in rest} <= {7} and not engine.num_live
 
 
 def test_a_dialogue_that_waits_for_its_environment_holds_no_slot(engine_of):
