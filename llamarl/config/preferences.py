@@ -105,6 +105,8 @@ def check(
         found.add(what, "samples", "references")
     if config.task.kind == "mixture":
         found.add("pairs come from one task; choose a part of the mixture", "task.kind")
+    if config.task.kind == "environment":
+        found.add("no environment is played here; choose a task of one turn", "task.kind")
     split = ("reward.replicate", "reward.tensor_parallel")
     if config.reward.replicate * config.reward.tensor_parallel > 1:
         found.add("the scorer lies in one process here; set both to 1", *split)

@@ -273,6 +273,11 @@ def test_a_reference_may_be_another_key(make):
     assert code == BAD_INPUT and "prompt 0, " in said and 'no key "solution"' in said
 
 
+def test_no_environment_is_played(make):
+    with pytest.raises(ConfigError, match="task.kind=environment +no environment is played here"):
+        make("task=environment", "task.environment=tests.games:Shop")
+
+
 def test_pairs_are_labelled_anew(make, tmp_path):
     """By another judge, as Async RLHF's are: the longer is better, whatever was chosen before."""
     rows = [
