@@ -1,6 +1,6 @@
 """What turns cost: tokens/s of dialogues, over completions of one turn with as many tokens.
 
-    python benchmarks/turns.py [--model DIR] [--rows 128] [--each 32] [--pairs 5] [--json FILE]
+    python benchmarks/turns.py [--model NAME] [--rows 128] [--each 32] [--pairs 5] [--json FILE]
     python benchmarks/turns.py --idle [--rows 32] [--each 128] [--workers 32] [--json FILE]
 
 Completions of four turns of --each sampled tokens, with four tokens of an environment between them
@@ -13,8 +13,9 @@ are medians, and the median of each round's ratio.
 --idle: the share of the time in which the engine has nothing to sample although it may start
 tickets, with tools that sleep for 200 ms in --workers processes.
 
---model: "tiny", of the embedded model's sizes, or "middle", of 24 million weights; all random. One
-thread. The end of a turn is a stop string, which the native engine looks for too.
+--model: "tiny", of the embedded model's sizes, "middle", of 24 million weights, or "smollm2", with
+the layers of SmolLM2-135M; all random. One thread. The end of a turn is a stop string, which the
+native engine looks for too.
 """
 
 from __future__ import annotations
@@ -60,13 +61,24 @@ CHUNK = 8
 MAX_LEN = 512
 TOKENIZER = load_tokenizer(tiny_directory())
 GAME = Prompt(torch.tensor([TOKENIZER.bos_token_id]), "game", {"game": 0})
-MIDDLE = {
-    "hidden_size": 512,
-    "intermediate_size": 1408,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 64,
+SIZES: dict[str, dict[str, int]] = {
+    "tiny": {},
+    "middle": {
+        "hidden_size": 512,
+        "intermediate_size": 1408,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+    },
+    "smollm2": {
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "head_dim": 64,
+    },
 }
 PROMPT_IDS = TOKENIZER.encode(games.Talk().init()[0])
 SAID_IDS = TOKENIZER.encode(games.SAID, add_special_tokens=False)
@@ -81,7 +93,7 @@ def dots(token_ids: list[int]) -> str:
 
 def native(model: str, rows: int, *, kept_tokens: int = 0) -> Engine:
     """Return the engine of a model, by its name."""
-    sizes = MIDDLE if model == "middle" else {}
+    sizes = SIZES[model]
     with tempfile.TemporaryDirectory() as folder:
         directory = tiny_directory()
         if sizes:
@@ -219,7 +231,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--idle", action="store_true")
-    parser.add_argument("--model", choices=("tiny", "middle"), default="tiny")
+    parser.add_argument("--model", choices=tuple(SIZES), default="tiny")
     parser.add_argument("--rows", type=int)
     parser.add_argument("--each", type=int)
     parser.add_argument("--workers", type=int)
