@@ -454,7 +454,8 @@ class PackedBatch:
     of the hidden states predicts label r: a prompt's last token predicts the first token of each of
     its completions, and the last token of a completion is only ever a label. What an environment
     wrote in a completion is among the inputs and no label: were 12 such a token above, the labels
-    would be 13 14 21 22, and rows 2 1 3 4.
+    would be 13 14 21 22, and rows 2 1 3 4. What it wrote at the beginning of all completions of a
+    group in the batch stands with the prompt.
     """
 
     input_ids: Tensor  # [T] int64

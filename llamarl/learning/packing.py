@@ -104,7 +104,8 @@ def pack(
 
     A prompt of P tokens is computed once for all completions of its group in a microbatch, which
     takes P + sum(L - 1) of the budget. What an environment wrote is read as the rest is, and is no
-    label, so that no loss sees it. A group is cut where it is over the budget, or where its
+    label, so that no loss sees it. What it said to all completions of a group before their first
+    turn counts as the prompt's. A group is cut where it is over the budget, or where its
     parts fill holes that save a whole microbatch, and with whole_groups never. What cannot be cut
     and is over the budget gets a microbatch of its own (warned once). Aborted completions and those
     with a NaN reward are left out and counted nowhere. drop_zero_advantage also leaves out those
@@ -187,18 +188,20 @@ def to_device(batch: PackedBatch, device: torch.device | str) -> PackedBatch:
 
 @dataclass(frozen=True, slots=True)
 class _Flat:
-    """The sequences of all groups end to end."""
+    """The sequences of all groups end to end. A group's opening is the context that its trained
+    completions all begin with.
+    """
 
-    prompt_sizes: list[int]  # tokens of each group's prompt
-    lengths: Tensor  # [N]
+    prompt_sizes: list[int]  # tokens of each group's prompt and opening
+    lengths: Tensor  # [N], behind the opening; of no meaning unless trained
     sampled_lengths: Tensor  # [N], without context
-    starts: Tensor  # [N] int64: the place of its first token among all
+    starts: Tensor  # [N] int64: the place of its first token behind the opening among all
     loss_mask: Tensor  # [C] bool, whether a token was sampled
     restarts: dict[int, list[int]]  # by completion: places where the model's reading begins anew
-    input_lengths: Tensor  # [N]: how many of its tokens are computed
+    input_lengths: Tensor  # [N]: how many of those behind the opening are computed
     groups: Tensor  # [N] number of its group
     completions: Tensor  # [C] number of its completion
-    tokens: Tensor  # int64: the tokens of all completions, and behind them those of all prompts
+    tokens: Tensor  # int64: the tokens of all completions, then of each prompt and its opening
     trained: Tensor  # [N] bool
     has_advantage: Tensor  # [N] bool: that of some token is not 0
     per_token: dict[str, Tensor]  # [C] each: what becomes a field of the labels
@@ -216,6 +219,10 @@ def _flatten(groups: list[Group], targets: list[Targets]) -> _Flat:
     reasons = chain.from_iterable(g.finish_reasons for g in groups)
     not_aborted = torch.tensor([reason != "aborted" for reason in reasons], dtype=torch.bool)
     trained = not_aborted & ~end_to_end(groups, "rewards").isnan() & (sampled_lengths > 0)
+    trained_of = trained.split([g.lengths.numel() for g in groups])
+    openings = [_opening_of(group, own) for group, own in zip(groups, trained_of)]
+    opening_sizes = torch.tensor([opening.numel() for opening in openings])[group_of]
+    own_lengths = lengths - opening_sizes
     restarts = end_to_end(groups, "restarts")
     num_restarts = sum_by(restarts.float(), completion_of, len(lengths))
     advantages = end_to_end(targets, "advantages").float()
@@ -233,17 +240,18 @@ def _flatten(groups: list[Group], targets: list[Targets]) -> _Flat:
             per_token[name] = torch.zeros_like(advantages)
     nonzero_advantages = sum_by((advantages != 0).float(), completion_of, len(lengths))
     trained_tokens = torch.where(trained, sampled_lengths, 0).float()
+    prompts = [torch.cat([g.prompt_ids, opening]) for g, opening in zip(groups, openings)]
     flat = _Flat(
-        prompt_sizes=[g.prompt_ids.numel() for g in groups],
-        lengths=lengths,
+        prompt_sizes=[prompt.numel() for prompt in prompts],
+        lengths=own_lengths,
         sampled_lengths=sampled_lengths,
-        starts=lengths.cumsum(0) - lengths,
+        starts=lengths.cumsum(0) - own_lengths,
         loss_mask=loss_mask,
         restarts=_by_completion(restarts, completion_of),
-        input_lengths=lengths - 1 - num_restarts.long(),
+        input_lengths=own_lengths - 1 - num_restarts.long(),
         groups=group_of,
         completions=completion_of,
-        tokens=torch.cat([per_token["labels"], *(g.prompt_ids for g in groups)]),
+        tokens=torch.cat([per_token["labels"], *prompts]),
         trained=trained,
         has_advantage=nonzero_advantages > 0,
         per_token=per_token,
@@ -254,6 +262,27 @@ def _flatten(groups: list[Group], targets: list[Targets]) -> _Flat:
     )
     _check_finite(flat, [g.ticket for g in groups])
     return flat
+
+
+def _opening_of(group: Group, trained: Tensor) -> Tensor:
+    """Return the tokens of context [K] that those of a group's completions which are trained, [G]
+    bool, all begin with.
+    """
+    none = group.token_ids[:0]
+    if group.loss_mask.all() or not trained.any():
+        return none
+    sizes = group.lengths.tolist()
+    rows = trained.nonzero().flatten().tolist()
+    masks = group.loss_mask.split(sizes)
+    firsts = [int(masks[row].long().argmax()) for row in rows]  # the first sampled token of each
+    most = min(firsts)
+    restarts = group.restarts.split(sizes)
+    if any(restarts[row][: first + 1].any() for row, first in zip(rows, firsts)):
+        return none  # it is read anew, without the prompt
+    token_ids = group.token_ids.split(sizes)
+    heads_RK = torch.stack([token_ids[row][:most] for row in rows])
+    is_same = (heads_RK == heads_RK[0]).all(0)
+    return heads_RK[0, : int(is_same.long().cumprod(0).sum())]
 
 
 def _check(groups: list[Group], targets: list[Targets]) -> None:

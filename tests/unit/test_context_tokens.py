@@ -6,6 +6,8 @@ import dataclasses
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from llamarl.learning.packing import pack
 from llamarl.learning.shaping import Shaping, shape
@@ -70,6 +72,102 @@ def test_context_is_among_the_inputs_and_no_label():
     assert packing.num_loss_tokens == 4 and batch.group_tokens.tolist() == [4.0, 4.0]
 
 
+def test_what_all_of_a_group_begin_with_is_computed_once_with_the_prompt():
+    group = group_of(
+        dialogue(0, [20, 21, 12, 14, 16], [0, 0, 1, 0, 1]),
+        dialogue(0, [20, 21, 22, 17], [0, 0, 0, 1], index=1),
+        rewards=[1.0, 0.0],
+    )
+    (batch,) = pack(
+        [group],
+        [Targets.of(group, torch.tensor([0.5, -0.5]))],
+        budget_tokens=100,
+        drop_zero_advantage=False,
+    ).microbatches
+    # 10 11 20 21 | 12 14 | 22, and at place i of them the labels:
+    assert batch.input_ids.tolist() == [10, 11, 20, 21, 12, 14, 22]
+    assert batch.positions.tolist() == [0, 1, 2, 3, 4, 5, 4]
+    assert batch.cu_seqlens.tolist() == [0, 4, 6, 7] and batch.parents.tolist() == [-1, 0, 0]
+    assert batch.labels.tolist() == [12, 16, 17]
+    assert batch.rows.tolist() == [3, 5, 6]
+    assert batch.places.tolist() == [2, 4, 8]
+
+
+def test_what_only_looks_alike_further_on_is_each_completions_own():
+    group = group_of(
+        dialogue(0, [20, 23, 12], [0, 0, 1]),
+        dialogue(0, [21, 23, 13], [0, 0, 1], index=1),
+        rewards=[1.0, 0.0],
+    )
+    (batch,) = pack(
+        [group],
+        [Targets.of(group, torch.tensor([0.5, -0.5]))],
+        budget_tokens=100,
+        drop_zero_advantage=False,
+    ).microbatches
+    assert batch.input_ids.tolist() == [10, 11, 20, 23, 21, 23]
+
+
+def read_before(batch, row):
+    """The tokens that the model has read at a row of a microbatch, that row's included."""
+    bounds = batch.cu_seqlens.tolist()
+    segment = next(i for i in range(len(bounds) - 1) if bounds[i] <= row < bounds[i + 1])
+    tokens = batch.input_ids[bounds[segment] : row + 1].tolist()
+    parent = int(batch.parents[segment])
+    if parent >= 0:
+        tokens = batch.input_ids[bounds[parent] : bounds[parent + 1]].tolist() + tokens
+    assert batch.positions[row] == len(tokens) - 1
+    return tokens
+
+
+@st.composite
+def dialogue_groups(draw):
+    """A group of dialogues out of few tokens, so that many begin alike, some of them aborted."""
+    ticket = draw(st.integers(0, 1))
+    prompt = draw(st.lists(st.integers(1, 2), min_size=1, max_size=3))
+    dialogues = []
+    for index in range(draw(st.integers(1, 4))):
+        tokens = draw(st.lists(st.tuples(st.integers(1, 2), st.booleans()), min_size=1, max_size=6))
+        ids = [token for token, _ in tokens]
+        mask = [is_sampled for _, is_sampled in tokens]
+        one = dialogue(ticket, ids, mask, index=index, prompt=prompt)
+        reason = draw(st.sampled_from(["stop", "stop", "stop", "aborted"]))
+        dialogues.append(dataclasses.replace(one, finish_reason=reason))
+    return group_of(*dialogues, rewards=[1.0] * len(dialogues))
+
+
+@pytest.mark.filterwarnings("ignore:sequences longer than")
+@given(st.lists(dialogue_groups(), min_size=1, max_size=3), st.integers(1, 30))
+def test_every_sampled_token_is_predicted_once_behind_all_that_came_before_it(groups, budget):
+    packing = pack(
+        groups,
+        [Targets.of(g, torch.ones(g.lengths.numel())) for g in groups],
+        budget_tokens=budget,
+        drop_zero_advantage=False,
+    )
+    sizes = [batch.input_ids.numel() for batch in packing.microbatches]
+    taken = sum(max(size, budget) for size in sizes)
+    assert packing.unused_budget_fraction == (1 - sum(sizes) / taken if taken else 0.0)
+    found = {}
+    for batch in packing.microbatches:
+        for row, label, place in zip(batch.rows, batch.labels, batch.places):
+            assert int(place) not in found
+            found[int(place)] = [*read_before(batch, int(row)), int(label)]
+    wanted = {}
+    first = 0
+    for group in groups:
+        rows = zip(
+            group.token_ids.split(group.lengths.tolist()),
+            group.trained_tokens.split(group.lengths.tolist()),
+        )
+        for token_ids, is_trained in rows:
+            for place in is_trained.nonzero().flatten().tolist():
+                read = [*group.prompt_ids.tolist(), *token_ids[: place + 1].tolist()]
+                wanted[first + place] = read
+            first += token_ids.numel()
+    assert found == wanted
+
+
 def test_a_completion_of_context_alone_is_not_trained_on():
     group = group_of(
         dialogue(0, [14, 15], [0, 0]), dialogue(0, [12], [1], index=1), rewards=[1.0, 0.0]
@@ -103,6 +201,20 @@ def masked_group(ticket, lengths, rewards):
 GROUPS = [masked_group(1, [7, 4], [1.0, 0.0]), masked_group(2, [5, 8, 6], [0.0, 1.0, 0.5])]
 
 
+def opened(group: Group) -> Group:
+    """The group with two tokens of context that all of its completions begin with."""
+    token_ids = group.token_ids.clone()
+    mask = group.loss_mask.clone()
+    starts = group.lengths.cumsum(0) - group.lengths
+    for place in range(2):
+        token_ids[starts + place] = 3 + place
+        mask[starts + place] = False
+    return dataclasses.replace(group, token_ids=token_ids, loss_mask=mask)
+
+
+OPENED = [opened(group) for group in GROUPS]
+
+
 def with_junk(group: Group) -> Group:
     """The same group with other logprobs, and none that is a number, where there is context."""
     logprobs = torch.where(group.loss_mask, group.generator_logprobs, NAN)
@@ -116,14 +228,15 @@ def test_the_logprobs_of_context_change_no_bit_of_a_step():
     assert result.metrics == other.metrics
 
 
-def test_the_gradient_is_that_of_the_sampled_tokens_alone():
+@pytest.mark.parametrize("groups", [GROUPS, OPENED], ids=["apart", "opened"])
+def test_the_gradient_is_that_of_the_sampled_tokens_alone(groups):
     """By autograd over each whole sequence: the objective is a sum over the places in the mask, so
     a token of context adds a gradient of 0.
     """
     decoder = decoder_of()
-    total = sum(int(group.loss_mask.sum()) for group in GROUPS)
+    total = sum(int(group.loss_mask.sum()) for group in groups)
     loss = torch.zeros(())
-    for group in GROUPS:
+    for group in groups:
         advantages = group.rewards - group.rewards.mean()
         parts = zip(
             group.token_ids.split(group.lengths.tolist()),
@@ -141,10 +254,10 @@ def test_the_gradient_is_that_of_the_sampled_tokens_alone():
             loss = loss - (advantage * of_tokens * mask).sum() / total
     loss.backward()
     norm = torch.stack([p.grad.square().sum() for p in decoder.parameters()]).sum().sqrt()
-    _, result = gradients_of(GROUPS, loss_fn=reinforce)
+    _, result = gradients_of(groups, loss_fn=reinforce)
     assert result.grad_norm == pytest.approx(float(norm), rel=STEP)
     assert result.num_trained_tokens == total
-    everything = [dataclasses.replace(g, loss_mask=torch.ones_like(g.loss_mask)) for g in GROUPS]
+    everything = [dataclasses.replace(g, loss_mask=torch.ones_like(g.loss_mask)) for g in groups]
     _, of_all = gradients_of(everything, loss_fn=reinforce)
     assert of_all.grad_norm != pytest.approx(float(norm), rel=1000 * STEP)
 
