@@ -19,7 +19,7 @@ from llamarl.config.rewards import AnyRewardSettings, parts_of
 from llamarl.config.rules import check as check_run
 from llamarl.config.schema import Config
 from llamarl.config.sections.run import Seed
-from llamarl.config.tasks import AnyTaskSettings
+from llamarl.config.tasks import AnyTaskSettings, EnvironmentSettings
 from llamarl.words.choices import Pairing
 
 
@@ -105,7 +105,7 @@ def check(
         found.add(what, "samples", "references")
     if config.task.kind == "mixture":
         found.add("pairs come from one task; choose a part of the mixture", "task.kind")
-    if config.task.kind == "environment":
+    if isinstance(config.task, EnvironmentSettings):
         found.add("no environment is played here; choose a task of one turn", "task.kind")
     split = ("reward.replicate", "reward.tensor_parallel")
     if config.reward.replicate * config.reward.tensor_parallel > 1:
