@@ -26,6 +26,8 @@ from pathlib import Path
 from running import ROOT, STOP_S, job_command, keep, kept_file
 from study_terms import Arm, Row, Run, Study
 
+from llamarl.observe.report import write_report
+
 IMPORTED = (
     "hydra",
     "torchtune.models.llama3",
@@ -162,7 +164,7 @@ def _note_seconds(piece: Piece, seconds: float) -> None:
 
 
 def _keep_run(piece: Piece) -> None:
-    """Keep the columns that the study reads, and remove the rest."""
+    """Keep the columns that the study reads, and its report if it is asked for; remove the rest."""
     lines = (piece.run_dir / "metrics.jsonl").read_text().splitlines()
     rows: list[Row] = []
     for line in lines:
@@ -176,6 +178,8 @@ def _keep_run(piece: Piece) -> None:
         "seconds": float(_seconds_file(piece).read_text()),
         "load": os.getloadavg()[0],
     }
+    if piece.study.keeps_reports:
+        write_report(piece.run_dir, piece.file.with_suffix(".html"))
     keep(piece.file, kept)
     shutil.rmtree(piece.run_dir.parent)
 

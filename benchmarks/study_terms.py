@@ -403,7 +403,8 @@ class Arm:
 class Study:
     """A claim, what it is asked by, and what its runs are. `given` names paths that the command
     line gives (--given NAME=PATH) and that stand in overrides as {NAME}. minutes: that a core takes
-    for all runs, as estimated from some steps.
+    for all runs, as estimated from some steps. keeps_reports: whether each run's report, with its
+    samples, stays beside its rows.
     """
 
     name: str
@@ -424,6 +425,7 @@ class Study:
     given: tuple[str, ...] = ()
     remarks: tuple[str, ...] = ()
     shown: tuple[str, ...] = ()  # columns of the table besides, each arm's last
+    keeps_reports: bool = False
 
     def __post_init__(self) -> None:
         names = [arm.name for arm in self.arms]

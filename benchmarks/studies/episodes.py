@@ -70,6 +70,7 @@ guessing_game = Study(
     y=WON,
     given=("model",),
     shown=(GREEDY, TURNS, LAG),
+    keeps_reports=True,
     remarks=(
         MODEL,
         "A game is shown in the prompt, not a good one, so that the model answers with numbers. "

@@ -28,7 +28,7 @@ study = Study(
     name="example", paper="", section="", title="", claim="", refuted_by="",
     arms=(Arm("one"),),
     questions=(Question("gain", last, Constant(0.0), "more", 0.0, "points"),),
-    checks=(), seeds=(0, 1), minutes=1, y="eval/accuracy",
+    checks=(), seeds=(0, 1), minutes=1, y="eval/accuracy", keeps_reports=True,
     common=("max_steps=12", "groups_per_step=4", "eval.every=4", "checkpoint.every=1"),
 )
 folder = Path(sys.argv[1])
@@ -63,6 +63,8 @@ def test_a_study_that_is_stopped_after_its_minutes_goes_on(tmp_path):
     said, _ = start(tmp_path, 10).communicate(timeout=DEADLINE_S)
     assert said.splitlines()[-3:] == ["True", *WHOLE]
     assert not list(tmp_path.glob("*/run"))
+    reports = [file.read_text() for file in tmp_path.glob("*.html")]
+    assert len(reports) == 2 and all("Samples" in report for report in reports)
 
 
 def test_a_study_that_is_killed_takes_its_run_along_and_goes_on(tmp_path):
