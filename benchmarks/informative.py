@@ -3,8 +3,8 @@ groups teach nothing.
 
     python benchmarks/informative.py [--rows sums|questions|FILE] [--steps N] [--plain-steps N]
                                      [--seeds 1 2 3] [--arms ARM ...] [--target ACCURACY]
-                                     [--runs DIR]
-                                     [--json FILE] [--plot FILE] [--budget S] [overrides ...]
+                                     [--runs DIR] [--json FILE] [--plot FILE] [--budget S]
+                                     [overrides ...]
     python benchmarks/informative.py --report           tables and plot from --json, without runs
     python benchmarks/informative.py --oracle FILE      what known pass rates could give, from lines
                                                         of recipes/evaluate.py --samples 16

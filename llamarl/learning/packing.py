@@ -265,9 +265,7 @@ def _flatten(groups: list[Group], targets: list[Targets]) -> _Flat:
 
 
 def _opening_of(group: Group, trained: Tensor) -> Tensor:
-    """Return the tokens of context [K] that those of a group's completions which are trained, [G]
-    bool, all begin with.
-    """
+    """Return the context [K] that all trained completions of a group begin with. trained: [G]."""
     none = group.token_ids[:0]
     if group.loss_mask.all() or not trained.any():
         return none

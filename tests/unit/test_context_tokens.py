@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llamarl.learning.packing import pack
+from llamarl.learning.packing import Packing, pack
 from llamarl.learning.shaping import Shaping, shape
 from llamarl.learning.targets import Targets, make_targets
 from llamarl.learning.update import StepResult
@@ -55,11 +55,14 @@ TWO = group_of(
 )
 
 
+def packed(group: Group) -> Packing:
+    """The packing of two completions with advantages 0.5 and -0.5, into one microbatch."""
+    targets = Targets.of(group, torch.tensor([0.5, -0.5]))
+    return pack([group], [targets], budget_tokens=100, drop_zero_advantage=False)
+
+
 def test_context_is_among_the_inputs_and_no_label():
-    advantages = torch.tensor([0.5, -0.5])
-    packing = pack(
-        [TWO], [Targets.of(TWO, advantages)], budget_tokens=100, drop_zero_advantage=False
-    )
+    packing = packed(TWO)
     (batch,) = packing.microbatches
     # 10 11 | 12 13 14 15 | 14, and at place i of them the labels:
     assert batch.input_ids.tolist() == [10, 11, 12, 13, 14, 15, 14]
@@ -78,12 +81,7 @@ def test_what_all_of_a_group_begin_with_is_computed_once_with_the_prompt():
         dialogue(0, [20, 21, 22, 17], [0, 0, 0, 1], index=1),
         rewards=[1.0, 0.0],
     )
-    (batch,) = pack(
-        [group],
-        [Targets.of(group, torch.tensor([0.5, -0.5]))],
-        budget_tokens=100,
-        drop_zero_advantage=False,
-    ).microbatches
+    (batch,) = packed(group).microbatches
     # 10 11 20 21 | 12 14 | 22, and at place i of them the labels:
     assert batch.input_ids.tolist() == [10, 11, 20, 21, 12, 14, 22]
     assert batch.positions.tolist() == [0, 1, 2, 3, 4, 5, 4]
@@ -99,12 +97,7 @@ def test_what_only_looks_alike_further_on_is_each_completions_own():
         dialogue(0, [21, 23, 13], [0, 0, 1], index=1),
         rewards=[1.0, 0.0],
     )
-    (batch,) = pack(
-        [group],
-        [Targets.of(group, torch.tensor([0.5, -0.5]))],
-        budget_tokens=100,
-        drop_zero_advantage=False,
-    ).microbatches
+    (batch,) = packed(group).microbatches
     assert batch.input_ids.tolist() == [10, 11, 20, 23, 21, 23]
 
 
@@ -367,12 +360,7 @@ def rewritten(group: Group, *places: int) -> Group:
 def test_what_is_read_anew_is_a_sequence_of_its_own():
     # 12 13, and then behind 14 15 alone 16; beside it 17 behind 10 11 14.
     group = rewritten(TWO, 2)
-    (batch,) = pack(
-        [group],
-        [Targets.of(group, torch.tensor([0.5, -0.5]))],
-        budget_tokens=100,
-        drop_zero_advantage=False,
-    ).microbatches
+    (batch,) = packed(group).microbatches
     assert batch.input_ids.tolist() == [10, 11, 12, 14, 15, 14]
     assert batch.positions.tolist() == [0, 1, 2, 0, 1, 2]
     assert batch.cu_seqlens.tolist() == [0, 2, 3, 5, 6]
