@@ -252,6 +252,9 @@ class Generator(Executor):
         is_pinned = self._evaluating > 0 or must_drain
         if is_pinned and not self.weights.overtakable:
             return False
+        if not is_pinned:
+            # Tickets of this turn begin with what the trainer's last turn on this rank has made.
+            self.weights.wait_for_local()
         version = self.replica.agreed(self.weights.staged)
         if version is None:
             return False

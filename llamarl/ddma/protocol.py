@@ -17,6 +17,8 @@
     link reader  headers            the last staged version's swap  swap(); skip(), where it must
                                                                     not be overtaken
     forwarder    a claimed version  the next bucket, the last END   the link readers
+    generator    a staged version   one that the trainer on its     the link readers
+                                    rank has published; no other
 
 Two slots at the source. At the destination one idle buffer beside the live weights: on a CPU they
 change places at a swap, on a GPU the idle one is copied over the live one. A reader never sees a

@@ -9,6 +9,7 @@ llamarl.ddma.protocol says how a version travels.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -24,7 +25,7 @@ from llamarl.ddma.payload import Bucket, Target, buckets_of
 from llamarl.ddma.plan import Plan
 from llamarl.ddma.protocol import MAX_RETRIES, LinkContext, Outgoing, work_behind_the_model
 from llamarl.ddma.route import WeightsRoute
-from llamarl.errors import LinkTimeout, PeerDied, WeightsError
+from llamarl.errors import LinkTimeout, PeerDied, TimedOut, WeightsError
 from llamarl.models.config import ModelConfig
 from llamarl.models.dtensors import is_dtensor
 from llamarl.models.fsdp import local
@@ -32,6 +33,7 @@ from llamarl.models.fsdp import local
 # Buckets that may arrive before the thread of their link, which works behind the model, comes to
 # look at them.
 AHEAD = 8
+LOOK_S = 0.2  # between two looks at whether a version can still be hoped for
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +136,16 @@ class WeightsReceiver:
     def _bound(self) -> Subscriber:
         assert self._subscriber is not None, "`bind` comes first"
         return self._subscriber
+
+    def wait_for_local(self) -> None:
+        """Wait until the version that this rank's own trainer published last is staged.
+
+        Its bytes, which threads of this process copy behind the model, would else race with what
+        the rank does next. Returns at once where no trainer is on this rank, where an older version
+        is staged, and where bytes are sent from elsewhere: those take longer than they are worth.
+        TimedOut if it does not come.
+        """
+        self._bound.wait_for_local()
 
     @property
     def staged(self) -> Staged | None:
@@ -240,7 +252,14 @@ class Subscriber:
             self.forwarder = Forwarder(
                 context, follower, buffers, arriving=arriving, on_sent=self._forwarded
             )
+        self._context = context
         self._control = context.control
+        self._live = -1  # the version that was swapped in last
+        # The link from this rank's own trainer, if a version that it brings waits for no other rank
+        # but the trainer's, which publish it together.
+        self._local: LocalLink | None = None
+        if follower is None and not in_order:
+            self._local = _local_of(links)
         self._threads = []
         for index, incoming in enumerate(links):
             targets = []
@@ -283,7 +302,31 @@ class Subscriber:
             if staged is not None:
                 self.idle = (self.idle + 1) % len(self._buffers)
                 self._staged = None
+                self._live = staged.version
                 self._state.notify_all()
+
+    def wait_for_local(self) -> None:
+        """Wait for the version of this rank's trainer (see WeightsReceiver.wait_for_local)."""
+        until = time.monotonic() + self._context.timeout_s
+        while self._is_local_coming() and time.monotonic() < until:
+            self._control.check()
+            if self._control.stopping or self._control.loss is not None:
+                return  # a trainer's rank may have given it up
+            with self._state:
+                self._state.wait_for(lambda: not self._is_local_coming(), timeout=LOOK_S)
+        if self._is_local_coming():
+            assert self._local is not None
+            raise TimedOut(
+                f"generator on rank {self._control.rank}: version {self._local.published}, which "
+                f"this rank's trainer has published, was not here after "
+                f"{self._context.timeout_s:.0f} s (in use: version {self._live}); another trainer "
+                "rank hangs, or timeout_s is too short for a copy of the weights"
+            )
+
+    def _is_local_coming(self) -> bool:
+        if self._local is None or self._staged is not None or self.is_closing:
+            return False
+        return self._local.published > self._live
 
     def claim(self, version: int, *, must_load: bool, evaluate: bool) -> bool:
         """Wait until the idle buffer is this version's. Returns False when closing.
@@ -338,6 +381,16 @@ class Subscriber:
             self.forwarder.close()
         for thread in self._threads:
             self._control.join(thread)
+
+
+def _local_of(links: list[Incoming]) -> LocalLink | None:
+    """Return the link from this process's sender; None without one, or if any link sends bytes."""
+    if any(incoming.link.streams for incoming in links):
+        return None
+    for incoming in links:
+        if incoming.link.peer is None:
+            return incoming.link
+    return None
 
 
 class _LinkReader:

@@ -211,6 +211,8 @@ class Publisher:
         )
         queued.progress.reset()
         self._queued.put(queued)
+        for out in self._links:
+            out.link.published = version
         return queued
 
     def has_room(self) -> bool:

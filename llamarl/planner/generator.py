@@ -5,7 +5,8 @@ says:
 
     works on                              waits for, by the causes of metrics
     a chunk of tokens a row; a swap       weights: the first version; with stops_generators,
-                                          any that is on its way
+                                          any that is on its way; a part of one that
+                                          its own rank has the other part of
                                           room: in the channel to the rewards
                                           tickets: the ledger grants none
 """
@@ -58,6 +59,8 @@ class GeneratorStation:
         self.meter = Meter(clock, "weights", keeps_spans=keeps_spans)
         self.version = -1
         self.staged = -1
+        self._expected = -1  # the version that its rank's trainer has published a part of
+        self._is_held = False  # whether its turn waits for that
         self.is_dead = False
         self.num_sampled = 0  # tokens
         self.decode_s = 0.0  # spent on chunks
@@ -98,7 +101,15 @@ class GeneratorStation:
         self._num_stops = max(0, self._num_stops - 1)
         if version > self.staged:
             self.staged = version
-            self.wake()
+            if self._is_held and version >= self._expected:
+                self._is_held = False
+                self._resumed()
+            else:
+                self.wake()
+
+    def expect(self, version: int) -> None:
+        """Have the next turn wait, on its rank, until this version is staged."""
+        self._expected = version
 
     def die(self) -> None:
         """Die. What has been sent goes on; somebody else must start `unsent` again."""
@@ -127,13 +138,18 @@ class GeneratorStation:
         if self._num_stops:
             self.meter.wait("weights")
             return
+        if self._expected > self.staged and self._may_swap():
+            self._is_held = self._is_busy = True
+            self._rank.is_free = False
+            self.meter.wait("weights")
+            return
         if self._swaps():
             self.version = self.staged
             seconds = self._timings.swap_s
             if self._settings.recompute_kv and self._rows:
                 seconds += self._timings.prefill_s(self._context)
             if seconds > 0:
-                self._work("swap", seconds, self._swapped)
+                self._work("swap", seconds, self._resumed)
                 return
         if self.version < 0:
             self.meter.wait("weights")
@@ -150,11 +166,13 @@ class GeneratorStation:
         self._decode(aborted)
 
     def _swaps(self) -> bool:
-        if self.staged <= self.version:
-            return False
+        return self.staged > self.version and self._may_swap()
+
+    def _may_swap(self) -> bool:
         return self._settings.updates_in_flight or not self._rows
 
-    def _swapped(self) -> None:
+    def _resumed(self) -> None:
+        """Go on with a turn that was in the middle."""
         self._is_busy = False
         self._rank.is_free = True
         self._step()

@@ -16,9 +16,8 @@ threads, the core. While more is under way than there are cores, each gets its s
 In a synchronous step a message is on its way several times, and nobody works: turn_s of the sheet.
 In an asynchronous run two messages race after each step: a version, and the news that there is room
 for tickets. A ticket that starts before the version has arrived is a step older. Both times are
-drawn, and so the lag is that of several runs. A generator on its trainer's rank has no links to
-wait for, but the last bytes are copied beside its next turn, and the larger the weights the more
-often that begins first.
+drawn, and so the lag is that of several runs. A generator on its trainer's rank has no such race:
+its next turn waits for what that has published.
 
 All completions are as long as the mean here.
 """
@@ -46,11 +45,6 @@ _SEEDS = 4  # runs that the race between two messages is decided in
 _MESSAGE_S = 2e-4
 _REPORT_S = 4e-4
 _WAY_S = 1e-3
-# To a generator on its trainer's rank the weights take _HOME_S a byte and _AT_HOME_S besides: what
-# is left of their copy behind the canary. With both, simulated lags are those of runs of 24 and 48
-# groups of the tiny model (0.6 and 0.7), and of 6 and 10 of one of 12.6 M (1.05 and 0.94).
-_HOME_S = 1.8e-11
-_AT_HOME_S = 1e-4
 # Resident bytes, by 94 runs of batches that the proof does not have: a rank that hosts a reward and
 # has no model, with torch and the threads of its connections; what a trainer and a generator load
 # besides; and what FSDP2 does, once several ranks train.
@@ -156,7 +150,6 @@ def _timings(predictor: Predictor, plan: Plan, length: int, *, has_helper: bool)
         transfer_s=transfer_s,
         sampled_s=costs.sampled_s(1),
         hosted_s=costs.hosted_s(1),
-        home_s=0.0 if plan.is_synchronous else _AT_HOME_S + _HOME_S * costs.generator_bytes(1),
         message_s=0.0 if plan.is_synchronous else _MESSAGE_S,
         report_s=0.0 if plan.is_synchronous else _REPORT_S,
     )

@@ -23,8 +23,6 @@ class Timings:
     sampled_s: float = 0.0  # of a completion that ends, on its generator
     hosted_s: float = 0.0  # of a completion on the rank of the reward, besides its workers
     report_s: float = 0.0  # on the trainer's first rank, from a publication to its next turn
-    # as transfer_s, to a generator on the trainer's own rank, whose memory both read
-    home_s: float = 0.0
     # mean of a message between a generator and the ledger; 0: it arrives at once. If it takes any
     # time, such times and transfer_s are drawn, and have exponential distributions.
     message_s: float = 0.0

@@ -38,12 +38,19 @@ class SharedRanks:
 
     def feeds_itself(self, generator: int) -> bool:
         """Whether all weights of this generator come from the trainer on its own rank: generators
-        are dealt to trainers where there are as many at least, and else take a part from each
+        are dealt to trainers where that comes out even, and else take a part from each
         (llamarl.ddma.plan).
         """
-        if len(self.generator) < len(self.trainer):
+        if len(self.generator) % len(self.trainer):
             return False
         return self.trainer[generator % len(self.trainer)] == self.generator[generator]
+
+    def waits_for_others(self, generator: int) -> bool:
+        """Whether the trainer on this generator's rank has a part of its weights, and others have
+        the rest. Its next turn then waits until all has come (llamarl.ddma.receiver).
+        """
+        is_dealt = len(self.generator) % len(self.trainer) == 0
+        return not is_dealt and self.generator[generator] in self.trainer
 
 
 @dataclass(slots=True)

@@ -15,7 +15,6 @@ import statistics
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 
 from llamarl.observe.rates import Counters, Idle, idle_shares
 from llamarl.planner.clock import VirtualClock
@@ -99,7 +98,6 @@ class _Simulation:
         if shared is not None:
             self.cores = Cores(self.clock, count=shared.cores, crowding=shared.crowding)
         self.message_s = timings.message_s
-        self.home_s = timings.home_s
         self.num_posted = 0
         self.arrives_s: dict[tuple[int, int], float] = {}  # the last message from one to another
         self.shared = shared or _apart(settings)
@@ -223,9 +221,9 @@ class _Simulation:
     def _hand_over(self, version: int) -> None:
         for generator in self.generators:
             if self.shared.feeds_itself(generator.index):
-                way = f"weights to {generator.index}"
-                way_s = self.home_s * waited_of(self.settings, way, version)
-                self.clock.after(way_s, partial(generator.stage, version))
+                generator.stage(version)
+            elif self.shared.waits_for_others(generator.index):
+                generator.expect(version)
 
     def _publish(self, version: int) -> None:
         for generator in self.generators:

@@ -95,6 +95,7 @@ class FakeWeights:
         self.in_order = in_order
         self.staged = None
         self.overtakable = False
+        self.from_local = None  # a version that the trainer on this rank has published
 
     def bind(self, config, parameters):
         source = SafetensorsDir(tiny_directory())
@@ -108,6 +109,10 @@ class FakeWeights:
         if not kept:
             self.staged = Staged(version, must_load=evaluate, evaluate=evaluate)
         return not kept
+
+    def wait_for_local(self):
+        if self.from_local is not None and self.staged is None:
+            self.staged, self.from_local = Staged(self.from_local), None
 
     def skip(self, version):
         assert self.staged.version == version

@@ -74,6 +74,23 @@ def test_weights_that_come_in_flight_stamp_the_later_tokens():
     assert len(versions) == GROUP and all(v == sorted(v) and set(v) == {3, 4} for v in versions)
 
 
+def test_tickets_begin_with_what_the_trainer_on_this_rank_has_published():
+    g = generator()
+    g.weights.from_local = 3
+    g.step()
+    assert g.version == 3
+    assert {version for _, version in g.tickets.asked} == {3}
+
+
+def test_nothing_is_waited_for_where_no_version_may_be_taken_in():
+    g = generator(chunk=1, in_flight=False)
+    g.weights.staged = Staged(3)
+    g.step()
+    g.weights.from_local = 4
+    g.step()
+    assert g.engine.num_live and g.version == 3 and g.weights.from_local == 4
+
+
 def test_without_in_flight_updates_running_completions_keep_their_version():
     g = generator(in_flight=False)
     g.weights.staged = Staged(3)

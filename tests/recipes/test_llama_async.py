@@ -77,6 +77,25 @@ def test_lag_stays_within_its_bound(asynchronous_run):
     assert max(lags) <= 1 and len(lags) == STEPS
 
 
+@pytest.mark.parametrize(
+    "ranks, placement",
+    [
+        (1, ()),
+        (2, ("placement.trainer=[0,1]", "placement.generator=[0,1]", "trainer.replicate=2")),
+        (2, ("placement.trainer=[0,1]", "placement.generator=[1]", "trainer.replicate=2")),
+    ],
+    ids=["one process", "all on both ranks", "both ranks train"],
+)
+def test_beside_its_trainer_a_generator_samples_with_the_newest_weights(tmp_path, ranks, placement):
+    """Half of a batch is started a step ahead of the others, and nothing is left to chance."""
+    counts = ("groups_per_step=4", "overcommit=2", "max_lag=2", "max_steps=6", "eval.every=0")
+    words = (*SMALL, *counts, *placement)
+    with ForkedJob(*words, run_dir=tmp_path / "run", ranks=ranks) as job:
+        assert job.wait() == 0, job.output
+        lags = [row["lag/mean"] for row in job.rows if "lag/mean" in row]
+        assert lags == [0.0] + [0.5] * 5
+
+
 def test_a_run_leaves_its_config_and_a_model_that_transformers_loads(asynchronous_run):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
