@@ -20,7 +20,6 @@ from executors.victim import Victim
 from llamarl.config.command_line import Config
 from llamarl.config.placement import judge_models
 from llamarl.config.sections.victim import placed_victim
-from llamarl.config.tasks import EnvironmentSettings
 from llamarl.executor import WeightsForm
 from llamarl.inference import Engine, SamplingParams, TemperatureRange
 from llamarl.inference.build import build_native, build_vllm
@@ -83,10 +82,9 @@ def engine_builder(config: Config, job: Job) -> BuildEngine:
     )
     if g.kind == "vllm":
         return partial(build_vllm, **sizes, gpu_memory_utilization=g.gpu_memory_utilization)
-    task = config.task
-    if isinstance(task, EnvironmentSettings):
+    if config.environments:
         sizes["kept_tokens"] = config.kept_tokens
-        return partial(dialogue_engine, task, job, native_builder(config, sizes))
+        return partial(dialogue_engine, job, native_builder(config, sizes))
     return native_builder(config, sizes)
 
 
@@ -336,8 +334,7 @@ def answering_engine(config: Config, job: Job) -> GenerationEngine:
     environment the engine of its dialogues.
     """
     engine = engine_alone(config, job)
-    task = config.task
-    return around(engine, task, job) if isinstance(task, EnvironmentSettings) else engine
+    return around(engine, job) if config.environments else engine
 
 
 def engine_alone(config: Config, job: Job) -> Engine:

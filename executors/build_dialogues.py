@@ -6,37 +6,38 @@ from collections.abc import Callable
 from functools import partial
 
 from executors.generator import TRAIN
-from llamarl.config.tasks import EnvironmentSettings
+from llamarl.config.tasks import PlayedSettings
 from llamarl.environments.calls import FORMATS
 from llamarl.environments.dialogues import Dialogues, Limits
 from llamarl.environments.engine import DialogueEngine
 from llamarl.environments.pool import EnvironmentPool
+from llamarl.environments.several import SeveralDialogues
 from llamarl.executor import ExecutorGroup
 from llamarl.inference import Engine
 from llamarl.inference.protocol import Bind, BuildEngine
 from llamarl.launch.job import Job
 from llamarl.tasks.environment import makes_prompts, turn_tokens
-from llamarl.tasks.held_out import is_of_set
+from llamarl.tasks.held_out import section_of
 from llamarl.types import Prompt
 
 
 def dialogue_engine(
-    task: EnvironmentSettings, job: Job, build: BuildEngine, group: ExecutorGroup, bind: Bind
+    job: Job, build: BuildEngine, group: ExecutorGroup, bind: Bind
 ) -> DialogueEngine:
     """Build the engine of dialogues around the one that samples turns."""
     inner = build(group, bind)
     assert isinstance(inner, Engine), "config lets no other kind through"
-    return around(inner, task, job)
+    return around(inner, job)
 
 
-def around(inner: Engine, task: EnvironmentSettings, job: Job) -> DialogueEngine:
+def around(inner: Engine, job: Job) -> DialogueEngine:
     """Build the engine of dialogues around one that has its weights."""
     reproducible = job.config.max_lag == 0
     return DialogueEngine(
         inner,
-        partial(_dialogues, task, job, reproducible=reproducible),
+        partial(_dialogues, job, reproducible=reproducible),
         prompt_of=partial(_prompt_of, job),
-        is_played=lambda prompt: not is_of_set(prompt),
+        is_played=lambda prompt: section_of(prompt) in job.config.environments,
         reproducible=reproducible,
     )
 
@@ -46,10 +47,25 @@ def _prompt_of(job: Job, stream: int, ticket: int) -> Prompt:
     return job.prompts[ticket] if stream == TRAIN else job.held_out.prompt(ticket)
 
 
-def _dialogues(
-    task: EnvironmentSettings, job: Job, on_answer: Callable[[], None], *, reproducible: bool
+def _dialogues(job: Job, on_answer: Callable[[], None], *, reproducible: bool) -> SeveralDialogues:
+    """Build the dialogues of a replica with all its environments, and their workers."""
+    by_section = {}
+    for section, task in job.config.environments.items():
+        by_section[section] = _dialogues_of(
+            task, section, job, on_answer, reproducible=reproducible
+        )
+    return SeveralDialogues(by_section, section_of=section_of, reproducible=reproducible)
+
+
+def _dialogues_of(
+    task: PlayedSettings,
+    section: str,
+    job: Job,
+    on_answer: Callable[[], None],
+    *,
+    reproducible: bool,
 ) -> Dialogues:
-    """Build the dialogues of a replica, with their workers."""
+    """Build the dialogues with one environment. section: where it is set."""
     play = task.play
     turns = turn_tokens(
         task.environment, job.tokenizer, chat=task.chat, system_prompt=task.system_prompt
@@ -65,6 +81,7 @@ def _dialogues(
             timeout_s=play.timeout_s,
             memory_mb=play.memory_mb,
             on_answer=on_answer,
+            section=section,
         ),
         turns,
         Limits(max_turns=play.max_turns, max_turn_tokens=play.max_turn_tokens),

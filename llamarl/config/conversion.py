@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import itertools
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin, overload
@@ -142,7 +142,7 @@ class _Reader:
             what += f"; choose it with its keys: {chooser}={kind}"
         given = tuple(f"{prefix}{name}" for name in values)
         self.problems.append(Problem(f"{key}={kind}", what, given))
-        self._refuse_unknown([name for name in kept if name not in own], prefix)
+        self._refuse_unknown([name for name in kept if name not in own], prefix, own)
         return None
 
     def _fill(self, values: Mapping[str, object], form: Form, prefix: str) -> object | None:
@@ -173,7 +173,7 @@ class _Reader:
                     read[name] = convert(value, hint)
                 except ValueError:
                     self._refuse(key, need(value, hint), value)
-        self._refuse_unknown(left, prefix)
+        self._refuse_unknown(left, prefix, form.hints)
         return form.make(read) if len(read) == len(form.hints) else None
 
     def _named(self, values: object, schemas: Sequence[type], key: str) -> dict[str, object]:
@@ -188,10 +188,12 @@ class _Reader:
             read[str(name)] = self.section(section, schemas, f"{key}.{name}.")
         return read
 
-    def _refuse_unknown(self, names: Iterable[object], prefix: str) -> None:
+    def _refuse_unknown(self, names: Iterable[object], prefix: str, own: Collection[str]) -> None:
+        """Refuse these keys of a section that has other keys of its own."""
+        known = [*(f"{prefix}{name}" for name in own), *self._keys]
         for name in names:
             key = f"{prefix}{name}"
-            self._refuse(key, "unknown key" + did_you_mean(key, self._keys))
+            self._refuse(key, "unknown key" + did_you_mean(key, known))
 
 
 @overload

@@ -61,8 +61,18 @@ def _whole(
     for name, part in parts.items():
         whole[name] = part
         if isinstance(part, Mapping):
-            whole[name] = {**defaults_of(part.get("kind")), **part}
+            whole[name] = _filled(defaults_of(part.get("kind")), part)
     return whole
+
+
+def _filled(defaults: Mapping[str, object], given: Mapping[str, object]) -> dict[str, object]:
+    """Return the defaults with what is given in their places, also within their own sections."""
+    filled = {**defaults, **given}
+    for name, own in defaults.items():
+        theirs = filled[name]
+        if isinstance(own, Mapping) and isinstance(theirs, Mapping):
+            filled[name] = {**own, **theirs}
+    return filled
 
 
 def _of_a_part(section: str, kind: object) -> dict[str, object]:

@@ -83,9 +83,10 @@ def check(
     compared = [part.section for part in c.reward_parts if part.settings.compares]
     find_victim(c.victim, found, attacks=attacks, compared=compared)
     find_evaluation(c.eval, found)
-    if isinstance(c.task, EnvironmentSettings):
+    for section, played in c.environments.items():
         find_environment(
-            c.task,
+            played,
+            section,
             found,
             generator_kind=c.generator.kind,
             tensor_parallel=c.generator.tensor_parallel,
@@ -129,5 +130,5 @@ def _facts(c: Config) -> RunFacts:
         offload=c.offload,
         generator_kind=c.generator.kind,
         has_victim=c.victim.placed,
-        has_environment=isinstance(c.task, EnvironmentSettings),
+        has_environment=bool(c.environments),
     )

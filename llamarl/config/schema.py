@@ -21,7 +21,7 @@ llamarl/config/rewards.py.
 
 from __future__ import annotations
 
-from llamarl.config.files import EVAL_SETS
+from llamarl.config.files import EVAL_SETS, TASK_PARTS
 from llamarl.config.kinds.kind import Given, KindSettings
 from llamarl.config.marks import marked, settings_dataclass
 from llamarl.config.rewards import AnyRewardSettings, gold_of, parts_of
@@ -40,7 +40,12 @@ from llamarl.config.sections.tickets import TicketsSettings
 from llamarl.config.sections.trainer import TrainerSettings
 from llamarl.config.sections.victim import AnyVictimSettings
 from llamarl.config.sections.weights import WeightsSettings
-from llamarl.config.tasks import AnyTaskSettings, EnvironmentSettings, MixtureSettings
+from llamarl.config.tasks import (
+    AnyPromptSettings,
+    AnyTaskSettings,
+    MixtureSettings,
+    PlayedSettings,
+)
 
 HEAD_LR = 1e-3  # a value head's learning rate if trainer.value_lr is null
 
@@ -86,10 +91,27 @@ class Config(RunSettings):
     @property
     def shows_turns(self) -> bool:
         """Whether prompts, trained on or held out, are shown to the policy by its chat template."""
-        tasks = [self.task, *self.eval.sets.values()]
+        return any(prompts.chat for prompts in self._prompts_of.values())
+
+    @property
+    def environments(self) -> dict[str, PlayedSettings]:
+        """The environments that play, by the sections that set them."""
+        found: dict[str, PlayedSettings] = {}
+        for section, prompts in self._prompts_of.items():
+            if isinstance(prompts, PlayedSettings):
+                found[section] = prompts
+        return found
+
+    @property
+    def _prompts_of(self) -> dict[str, AnyPromptSettings]:
+        """All settings of prompts, trained on or held out, by their sections."""
+        found: dict[str, AnyPromptSettings] = {"task": self.task}
         if isinstance(self.task, MixtureSettings):
-            tasks += self.task.parts.values()
-        return any(task.chat for task in tasks)
+            for name, part in self.task.parts.items():
+                found[f"{TASK_PARTS}.{name}"] = part
+        for name, one in self.eval.sets.items():
+            found[f"{EVAL_SETS}.{name}"] = one
+        return found
 
     @property
     def longest(self) -> int:
@@ -110,22 +132,24 @@ class Config(RunSettings):
     @property
     def _prompt_tokens(self) -> dict[str, int]:
         """Most tokens of a prompt, by the section that sets it."""
-        most = {"task": self.task.max_prompt_tokens}
-        for name, one in self.eval.sets.items():
-            most[f"{EVAL_SETS}.{name}"] = one.max_prompt_tokens
+        most = {section: prompts.max_prompt_tokens for section, prompts in self._prompts_of.items()}
+        if isinstance(self.task, MixtureSettings) and self.task.parts:
+            del most["task"]  # its parts say it
         return most
 
     @property
     def kept_tokens(self) -> int:
-        """How many places of keys and values a generator keeps while environments work."""
-        if not isinstance(self.task, EnvironmentSettings):
-            return 0
-        if self.task.play.kept_tokens is not None:
-            return self.task.play.kept_tokens
+        """How many places of keys and values a generator keeps while environments work: the most
+        that one of these asks for.
+        """
         cache_tokens = self.generator.cache_tokens
         if cache_tokens is None:
             cache_tokens = self.generator.max_slots * self.longest_asked
-        return cache_tokens // 2
+        kept = [0]
+        for environment in self.environments.values():
+            own = environment.play.kept_tokens
+            kept.append(cache_tokens // 2 if own is None else own)
+        return max(kept)
 
     @property
     def is_evaluated(self) -> bool:

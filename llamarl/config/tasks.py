@@ -100,14 +100,20 @@ class PlaySettings:
 
 
 @settings_dataclass
-class EnvironmentSettings(TaskSettings):
+class PlayedSettings(TaskSettings):
+    """Prompts whose answers go to an environment."""
+
     kind: Literal["environment"]
     environment: Text
     path: str | None  # None: the environment makes its own prompts
-    eval_path: str | None
     prompt_key: str
-    num_prompts: Count  # if the environment makes them
+    num_prompts: Count  # if the environment makes them; of a set: that are asked
     play: PlaySettings
+
+
+@settings_dataclass
+class EnvironmentSettings(PlayedSettings):
+    eval_path: str | None
 
 
 @settings_dataclass
@@ -150,6 +156,11 @@ class PythonPartSettings(PythonTaskSettings):
     weight: Positive
 
 
+@settings_dataclass
+class EnvironmentPartSettings(EnvironmentSettings):
+    weight: Positive
+
+
 AnyTaskPartSettings = (
     AdditionPartSettings
     | FactsPartSettings
@@ -159,6 +170,7 @@ AnyTaskPartSettings = (
     | GSM8KPartSettings
     | ReasoningGymPartSettings
     | PythonPartSettings
+    | EnvironmentPartSettings
 )
 
 
@@ -191,39 +203,43 @@ AnyTaskSettings = (
 
 
 def find_environment(
-    task: EnvironmentSettings,
+    task: PlayedSettings,
+    section: str,
     found: Findings,
     *,
     generator_kind: str,
     tensor_parallel: int,
     has_victim: bool,
 ) -> None:
-    """Find what dialogues cannot go together with."""
+    """Find what dialogues cannot go together with. section: where the environment is set."""
+    kind = f"{section}.kind"
     if has_victim:
         found.add(
             "an attack is one turn, which a victim answers; another task, or victim=none",
-            "task.kind",
+            kind,
             "victim.kind",
         )
     if generator_kind != "native":
         found.add(
             "only the native engine goes on behind what an environment says; generator=native",
-            "task.kind",
+            kind,
             "generator.kind",
         )
     if tensor_parallel > 1:
         found.add(
             "environments answer one rank, and the ranks that share a model would have to hear of "
             "it; generator.tensor_parallel=1",
-            "task.kind",
+            kind,
             "generator.tensor_parallel",
         )
+    if not isinstance(task, EnvironmentSettings):
+        return  # a set of held-out prompts has no others to hold out
     if task.path is None and task.eval_path is not None:
         found.add(
-            "an environment that makes its own prompts holds some of them out; task.path=FILE, or "
-            "task.eval_path=null",
-            "task.eval_path",
-            "task.path",
+            f"an environment that makes its own prompts holds some of them out; {section}.path="
+            f"FILE, or {section}.eval_path=null",
+            f"{section}.eval_path",
+            f"{section}.path",
         )
 
 
@@ -267,6 +283,11 @@ class PythonSetSettings(PythonTaskSettings):
     num_prompts: Count
 
 
+@settings_dataclass
+class EnvironmentSetSettings(PlayedSettings):
+    pass
+
+
 AnyEvalSetSettings = (
     AdditionSetSettings
     | FactsSetSettings
@@ -276,4 +297,6 @@ AnyEvalSetSettings = (
     | GSM8KSetSettings
     | ReasoningGymSetSettings
     | PythonSetSettings
+    | EnvironmentSetSettings
 )
+AnyPromptSettings = AnyTaskSettings | AnyTaskPartSettings | AnyEvalSetSettings

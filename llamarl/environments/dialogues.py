@@ -40,6 +40,7 @@ from llamarl.environments.pool import EnvironmentPool, Failure
 from llamarl.inference.kept import Key
 from llamarl.inference.sampler import SamplingParams
 from llamarl.tasks.environment import GAME
+from llamarl.tasks.held_out import own_meta
 from llamarl.tasks.tools import Schema
 from llamarl.tasks.turns import Turn, TurnTokens
 from llamarl.types import Completion, Ending, EndReason, FinishReason, Prompt, begin_of_turn
@@ -173,6 +174,16 @@ class Dialogues:
         """How many environments are at work."""
         return self.pool.pending
 
+    def start(self) -> None:
+        """Block until a worker has imported the environment. ValueError says what is wrong with
+        it.
+        """
+        self.pool.start()
+
+    def wait(self, timeout_s: float) -> None:
+        """Block until an environment has answered, at most so long."""
+        self.pool.wait(timeout_s)
+
     def begin(self, key: Key, prompt: Prompt, params: SamplingParams) -> Completion:
         """Begin a dialogue, and return its completion, which has no token yet.
         params.max_new_tokens: the most tokens that it may come to, context included.
@@ -213,18 +224,29 @@ class Dialogues:
 
     def poll(self) -> tuple[list[GoOn], list[Over]]:
         """Return what the engine is to sample next, and what has ended since the last call."""
-        self._answers += self.pool.poll()
-        if not (self._reproducible and self.pool.pending):
-            self._answers.sort(key=lambda answer: answer[0])
-            answers, self._answers = self._answers, []
-            for number, answer in answers:
-                key = self._keys.get(number)
-                if key is not None:
-                    self._take(self._open[key], answer)
+        self.take_answers()
         if self._reproducible and self.pool.pending:
             return [], self.pop_over()
+        return self.pop_moves(), self.pop_over()
+
+    def take_answers(self) -> None:
+        """Take in what environments have answered. With `reproducible` an answer waits until all
+        calls under way are answered.
+        """
+        self._answers += self.pool.poll()
+        if self._reproducible and self.pool.pending:
+            return
+        self._answers.sort(key=lambda answer: answer[0])
+        answers, self._answers = self._answers, []
+        for number, answer in answers:
+            key = self._keys.get(number)
+            if key is not None:
+                self._take(self._open[key], answer)
+
+    def pop_moves(self) -> list[GoOn]:
+        """Return what the engine is to sample next."""
         moves, self._moves = self._moves, []
-        return moves, self.pop_over()
+        return moves
 
     def pop_over(self) -> list[Over]:
         """Return what has ended since the last call."""
@@ -454,7 +476,7 @@ def row_of(prompt: Prompt, prompt_key: str) -> dict[str, object]:
     asked: object = prompt.text
     if prompt.messages:
         asked = [message.to_dict() for message in prompt.messages]
-    return {**prompt.meta, prompt_key: asked}
+    return {**own_meta(prompt), prompt_key: asked}
 
 
 def seed_of(seed: int, prompt: Prompt) -> str:

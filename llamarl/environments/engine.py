@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from llamarl.environments.dialogues import Dialogues, GoOn, Over
+from llamarl.environments.several import SeveralDialogues
 from llamarl.inference.engine import Engine
 from llamarl.inference.kept import Key
 from llamarl.inference.requests import NewTokens, Partial, Request, TokenIds, on_cpu
@@ -40,7 +41,7 @@ class DialogueEngine:
     def __init__(
         self,
         inner: Engine,
-        make_dialogues: Callable[[Callable[[], None]], Dialogues],
+        make_dialogues: Callable[[Callable[[], None]], Dialogues | SeveralDialogues],
         *,
         prompt_of: Callable[[int, int], Prompt],
         is_played: Callable[[Prompt], bool] = lambda prompt: True,
@@ -58,7 +59,7 @@ class DialogueEngine:
         self._num_plain = 0  # completions of prompts that are not played and have not ended
         self._finished: list[tuple[int, Completion]] = []
         self._counts: dict[str, float] = defaultdict(float)
-        self._dialogues.pool.start()
+        self._dialogues.start()
 
     def when_answered(self, wake: Callable[[], None]) -> None:
         """Have `wake` called, from a thread of the workers' bell, when an environment has
@@ -88,7 +89,7 @@ class DialogueEngine:
 
     def wait(self, timeout_s: float) -> None:
         """Block until an environment has answered, at most so long."""
-        self._dialogues.pool.wait(timeout_s)
+        self._dialogues.wait(timeout_s)
 
     def pop_counts(self) -> dict[str, float]:
         """Return what is to be counted since the last call, by the name of its metric."""

@@ -19,7 +19,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -186,7 +186,7 @@ class EnvironmentPool:
 
     def wait(self, timeout_s: float) -> bool:
         """Block until `poll` has something to do, at most timeout_s; False if it has not."""
-        return wait_for(self._workers, timeout_s)
+        return wait_for_any([self], timeout_s)
 
     def close(self) -> None:
         """Kill all workers. What is played is lost."""
@@ -310,3 +310,11 @@ class EnvironmentPool:
             self.num_replayed += 1
             for call in player.calls:
                 self._hand_out(place, call)
+
+
+def wait_for_any(pools: Sequence[EnvironmentPool], timeout_s: float) -> bool:
+    """Block until one of these has something to poll, at most timeout_s; False if none has."""
+    workers = []
+    for pool in pools:
+        workers += pool._workers
+    return wait_for(workers, timeout_s)

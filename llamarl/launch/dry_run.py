@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 from llamarl.config.conversion import to_values
 from llamarl.config.sections.victim import placed_victim
 from llamarl.ddma.plan import make_plan
-from llamarl.launch.environments import try_environment
+from llamarl.launch.environments import try_environments
 from llamarl.launch.gold import try_gold
 from llamarl.launch.job import Job
 from llamarl.launch.kinds import gold_kind, reward_kinds
@@ -34,7 +34,7 @@ def dry_run(job: Job) -> None:
     prompts = [sample.prompt for sample in samples]
     scored = [(kind, kind.score(samples)) for kind in reward_kinds(job)]
     try_gold(job)
-    environment = try_environment(job)
+    environments = try_environments(job)
     print(OmegaConf.to_yaml(OmegaConf.create(to_values(c))))
     print(f"ranks    {job.hosts}")
     print(f"float32  {job.world.products}")
@@ -69,7 +69,7 @@ def dry_run(job: Job) -> None:
             _print_sample(prompt, outcome)
         for line in kind.notes():
             print(line)
-    if environment:
+    for environment in environments:
         print(f"dialogue {environment}")
     gold = gold_kind(job)
     if gold is not None:

@@ -1,32 +1,46 @@
-"""Checks the environment of task=environment before a run starts, and says what it is."""
+"""Checks the environments of a job before it starts, and says what they are."""
 
 from __future__ import annotations
 
 import logging
+import re
 
-from llamarl.config.tasks import EnvironmentSettings
+from llamarl.config.tasks import PlayedSettings
 from llamarl.environments.contracts import Answer
 from llamarl.environments.dialogues import row_of, seed_of
 from llamarl.environments.pool import EnvironmentPool, Failure
 from llamarl.launch.job import Job
 from llamarl.tasks.environment import makes_prompts, turn_tokens
+from llamarl.tasks.held_out import section_of
+from llamarl.tasks.mixture import MixtureTask
+from llamarl.types import Prompt
+
+_TASK = re.compile(r"(?<![\w.=])task\.")  # where a message names a key of the section task
 
 log = logging.getLogger("llamarl")
 
 
-def check_environment(job: Job) -> None:
-    """Check the environment's module, its tools and the chat template, on every rank. ValueError,
-    also for what cannot read dialogues whose template rewrites history.
+def check_environments(job: Job) -> None:
+    """Check the environments' modules, their tools and the chat template, on every rank.
+    ValueError, also for what cannot read dialogues whose template rewrites history.
     """
-    task = job.config.task
-    if not isinstance(task, EnvironmentSettings):
-        return
-    turns = turn_tokens(
-        task.environment, job.tokenizer, chat=task.chat, system_prompt=task.system_prompt
-    )
-    how = turns.appends()
-    if not how:
-        return
+    for section, task in job.config.environments.items():
+        try:
+            turns = turn_tokens(
+                task.environment, job.tokenizer, chat=task.chat, system_prompt=task.system_prompt
+            )
+        except ValueError as error:
+            raise ValueError(_TASK.sub(f"{section}.", str(error))) from error
+        how = turns.appends()
+        if how:
+            _check_readers(job, how)
+            return
+
+
+def _check_readers(job: Job, how: str) -> None:
+    """Check that nothing reads a dialogue as one text, whose template rewrites earlier turns. how:
+    it does that.
+    """
     c = job.config
     readers = [f"{section}.path" for section in c.scorers]
     readers += ["reference"] if c.reference.kind != "none" else []
@@ -46,17 +60,37 @@ def check_environment(job: Job) -> None:
         )
 
 
-def try_environment(job: Job) -> str:
-    """Begin one environment with the first prompt, in a worker. Return a line about it; "" for a
-    task without one. ValueError if it fails.
+def try_environments(job: Job) -> list[str]:
+    """Begin each environment with its first prompt, in a worker. Return a line about each.
+    ValueError if one fails.
     """
-    task = job.config.task
-    if not isinstance(task, EnvironmentSettings):
-        return ""
+    lines = []
+    for section, task in job.config.environments.items():
+        where = "" if section == "task" else f"{section}: "
+        lines.append(where + _tried(job, section, task, _first_prompt(job, section)))
+    return lines
+
+
+def _first_prompt(job: Job, section: str) -> Prompt:
+    """Return the first prompt of the task, of a mixture's part, or of a set."""
+    firsts = [job.held_out.prompt(one.first) for one in job.held_out.sets]
+    if isinstance(job.task, MixtureTask):
+        for name, part in job.task.parts.items():
+            firsts.append(job.task.prompt_of(name, part.train_prompt(0)))
+    else:
+        firsts.append(job.task.train_prompt(0))
+    return next(prompt for prompt in firsts if section_of(prompt) == section)
+
+
+def _tried(job: Job, section: str, task: PlayedSettings, prompt: Prompt) -> str:
+    """Begin an environment with a prompt. Return a line about it."""
     play = task.play
-    prompt = job.task.train_prompt(0)
     pool = EnvironmentPool(
-        task.environment, num_workers=1, timeout_s=play.timeout_s, memory_mb=play.memory_mb
+        task.environment,
+        num_workers=1,
+        timeout_s=play.timeout_s,
+        memory_mb=play.memory_mb,
+        section=section,
     )
     try:
         pool.start()
@@ -70,8 +104,8 @@ def try_environment(job: Job) -> str:
     ((_, answer),) = found
     if not isinstance(answer, Answer):
         raise ValueError(
-            f"task.environment={task.environment}: with the first prompt it fails as it begins: "
-            f"{answer.reason}"
+            f"{section}.environment={task.environment}: with the first prompt it fails as it "
+            f"begins: {answer.reason}"
         )
     turns = turn_tokens(
         task.environment, job.tokenizer, chat=task.chat, system_prompt=task.system_prompt

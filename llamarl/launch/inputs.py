@@ -10,7 +10,7 @@ from pathlib import Path
 from llamarl.config.sections.victim import placed_victim
 from llamarl.errors import BadInput
 from llamarl.launch.embedders import check_embedder
-from llamarl.launch.environments import check_environment
+from llamarl.launch.environments import check_environments
 from llamarl.launch.gold import check_gold
 from llamarl.launch.job import Job, read_model
 from llamarl.launch.kinds import reward_kinds
@@ -47,7 +47,7 @@ def check_inputs(job: Job) -> None:
         model = read_model(job.model_path)
         _check_model(job, model)
         _check_tokens(job, model.vocab_size)
-        check_environment(job)
+        check_environments(job)
         _check_task(job)
         if job.victim_path is not None:
             _check_victim(job)

@@ -17,7 +17,7 @@ from llamarl.config.conversion import to_values
 from llamarl.config.placement import TINY_MODEL, placement_of
 from llamarl.config.sections.buffer import ReplayBufferSettings
 from llamarl.config.sections.victim import ATTACK, NoVictimSettings, placed_victim
-from llamarl.config.tasks import EnvironmentSettings
+from llamarl.config.tasks import AnyPromptSettings, MixtureSettings, PlayedSettings
 from llamarl.controller import ExecutorController, RunSettings
 from llamarl.errors import NoWeights
 from llamarl.executor import Executor
@@ -38,6 +38,7 @@ from llamarl.tasks.base import PromptMaker, Task
 from llamarl.tasks.build import build_held_out, build_task
 from llamarl.tasks.fitting import Remembered, here
 from llamarl.tasks.held_out import EvalSet, HeldOut
+from llamarl.tasks.mixture import MixtureTask
 from llamarl.tickets.governors import Constants
 from llamarl.tickets.ledger import TicketLedger, free_overcommit
 from llamarl.tickets.prompts import AnyPrompts, fixed, prompts_of
@@ -97,6 +98,19 @@ def read_model(path: str | Path) -> ModelConfig:
     except (ValueError, TypeError, ArithmeticError) as error:
         raise ValueError(f"{Path(path) / 'config.json'}: {error}") from error
     return model
+
+
+def _prompt_settings(task: AnyPromptSettings) -> dict[str, Any]:
+    """Return what `build_task` takes of the settings of prompts. `play` says how dialogues go, and
+    nothing of prompts.
+    """
+    settings = dataclasses.asdict(task)
+    if isinstance(task, PlayedSettings):
+        del settings["play"]
+        settings["answer_key"] = None
+    if isinstance(task, MixtureSettings):
+        settings["parts"] = {name: _prompt_settings(part) for name, part in task.parts.items()}
+    return settings
 
 
 def _ranges(ranks: Collection[int]) -> str:
@@ -222,13 +236,9 @@ class Job:
     @cached_property
     def task(self) -> Task:
         """The task, with its prompts."""
-        settings = dataclasses.asdict(self.config.task)
-        if isinstance(self.config.task, EnvironmentSettings):
-            del settings["play"]  # it says how dialogues go, and nothing of prompts
-            settings["answer_key"] = None
         return build_task(
             tokenizer=self.tokenizer,
-            **settings,
+            **_prompt_settings(self.config.task),
             num_eval=self.config.eval.num_prompts or 1,
             seed=self.config.seed,
             remembered=self._remembered,
@@ -251,7 +261,7 @@ class Job:
         return build_held_out(
             self.task,
             self.config.eval.num_prompts,
-            {name: dataclasses.asdict(one) for name, one in self.config.eval.sets.items()},
+            {name: _prompt_settings(one) for name, one in self.config.eval.sets.items()},
             tokenizer=self.tokenizer,
             seed=self.config.seed,
             remembered=self._remembered,
@@ -264,8 +274,15 @@ class Job:
 
     @property
     def set_rewards(self) -> list[str]:
-        """The reward functions of the kinds of eval.sets, each once."""
+        """The rewards of the kinds of eval.sets, each once."""
         return list(dict.fromkeys(self.held_out.rewards.values()))
+
+    @property
+    def part_rewards(self) -> list[str]:
+        """The rewards of the kinds of a mixture's parts, each once; none for another task."""
+        if not isinstance(self.task, MixtureTask):
+            return []
+        return list(dict.fromkeys(part.default_reward for part in self.task.parts.values()))
 
     @cached_property
     def eval_prompts(self) -> dict[int, Prompt]:

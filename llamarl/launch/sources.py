@@ -9,19 +9,22 @@ import torch
 from llamarl.launch.job import Job
 from llamarl.launch.kinds import reward_kinds
 from llamarl.scoring.scorer import Item
+from llamarl.tasks.environment import GIVEN
+from llamarl.tasks.mixture import MixtureTask
 from llamarl.tasks.special import text_ids
+from llamarl.types import Prompt
 
 NUM_SAMPLES = 3
 
 
 def samples_of(job: Job) -> list[Item]:
     """Return what a reward is tried on: for each of the first NUM_SAMPLES training prompts the
-    row's own answer, or the prompt's text without one, as a completion that ended by itself.
+    row's own answer, or the prompt's text without one, as a completion that ended by itself. Of a
+    mixture only prompts that no environment plays, if there are any.
     """
     tokenizer = job.scored.tokenizer
     samples = []
-    for number in range(min(NUM_SAMPLES, job.task.num_train)):
-        prompt = job.task.train_prompt(number)
+    for prompt in _first_prompts(job):
         text = str(prompt.meta.get("answer", "")) or prompt.text
         token_ids = text_ids(tokenizer, text)
         if tokenizer.eos_token_id is not None:
@@ -36,6 +39,19 @@ def samples_of(job: Job) -> list[Item]:
         )
         samples.append(sample)
     return samples
+
+
+def _first_prompts(job: Job) -> list[Prompt]:
+    task = job.task
+    if isinstance(task, MixtureTask):
+        found: list[Prompt] = []
+        for name, part in task.parts.items():
+            if part.default_reward != GIVEN:
+                numbers = range(min(NUM_SAMPLES, part.num_train))
+                found += [task.prompt_of(name, part.train_prompt(number)) for number in numbers]
+        if found:
+            return found[:NUM_SAMPLES]
+    return [task.train_prompt(number) for number in range(min(NUM_SAMPLES, task.num_train))]
 
 
 def check_sources(job: Job) -> None:

@@ -36,7 +36,7 @@ from llamarl.errors import (
     WeightsError,
 )
 from llamarl.launch.dry_run import dry_run
-from llamarl.launch.environments import try_environment
+from llamarl.launch.environments import try_environments
 from llamarl.launch.gold import try_gold
 from llamarl.launch.identities import identity_of
 from llamarl.launch.inputs import bad_input, check_inputs
@@ -95,7 +95,7 @@ def launch(config: Config) -> Iterator[Job]:
                 dry_run(job)
                 raise SystemExit(0)
             if world.rank == 0:  # rank 0 makes the directory
-                try_environment(job)
+                try_environments(job)
                 check_sources(job)
                 try_gold(job)
             # Read here, so that errors in the data are bad input.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from llamarl.scoring.scorer import Item, Outcome, Outcomes, Scorer, Site
+from llamarl.scoring.scorer import Item, Outcome, Outcomes, Scorer
 
 
 class EnvironmentReward(Scorer):
@@ -12,7 +12,7 @@ class EnvironmentReward(Scorer):
     reward is an error.
     """
 
-    def __init__(self, name: str, site: Site):
+    def __init__(self, name: str):
         self.name = name
         self._done: Outcomes = []
 

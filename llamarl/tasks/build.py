@@ -46,7 +46,7 @@ from llamarl.tasks.base import (
     Tokenizer,
     fitting_of,
 )
-from llamarl.tasks.environment import DialogueMaker
+from llamarl.tasks.environment import GIVEN, DialogueMaker
 from llamarl.tasks.facts import Post, facts_posts
 from llamarl.tasks.fitting import (
     Progress,
@@ -82,6 +82,7 @@ KINDS = (
 EXACT_MATCH = "llamarl.tasks.rewards:exact_match"
 NUMERIC_MATCH = "llamarl.tasks.rewards:numeric_match"
 DEFAULT_REWARDS = {  # EXACT_MATCH for all others
+    "environment": GIVEN,
     "facts": "llamarl.tasks.facts:gold",
     "gsm8k": NUMERIC_MATCH,
     "one_prompt": "llamarl.tasks.rewards:contains_words",

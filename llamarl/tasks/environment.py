@@ -24,6 +24,8 @@ from llamarl.types import Message, Prompt
 from llamarl.words.names import NoFunction
 
 GAME = "game"  # the key of a prompt's meta for the number of an environment's own game
+# The default reward of prompts that an environment plays: what it gives. No function's import path.
+GIVEN = "environment"
 
 
 class OwnTask:
@@ -32,7 +34,7 @@ class OwnTask:
     """
 
     name = "environment"
-    default_reward = "llamarl.tasks.rewards:exact_match"
+    default_reward = GIVEN
     train_digest = eval_digest = ""
 
     def __init__(self, turns: TurnTokens, *, num_train: int, num_eval: int):

@@ -21,7 +21,7 @@ from itertools import chain
 from typing import TypeVar
 
 from llamarl.tasks.base import Task, sample_digest
-from llamarl.tasks.mixture import REWARD_KEY
+from llamarl.tasks.mixture import PART_KEY, REWARD_KEY
 from llamarl.types import Prompt
 from llamarl.words.columns import OWN, column_of
 
@@ -56,9 +56,24 @@ class EvalSet:
         return {column_of(self.name, column): value for column, value in metrics.items()}
 
 
-def is_of_set(prompt: Prompt) -> bool:
-    """Return whether a prompt is of eval.sets, and not the task's own."""
-    return SET_KEY in prompt.meta
+def section_of(prompt: Prompt) -> str:
+    """Return the section of the configuration that a prompt's settings are in: "task",
+    "task.parts.NAME" of a mixture, or "eval.sets.NAME".
+    """
+    if REWARD_KEY not in prompt.meta:
+        return "task"
+    if SET_KEY in prompt.meta:
+        return f"eval.sets.{prompt.meta[SET_KEY]}"
+    return f"task.parts.{prompt.meta[PART_KEY]}"
+
+
+def own_meta(prompt: Prompt) -> dict[str, object]:
+    """Return a prompt's meta without what a mixture or a set has added to it."""
+    own = dict(prompt.meta)
+    if REWARD_KEY in own:
+        del own[REWARD_KEY]
+        del own[SET_KEY if SET_KEY in own else PART_KEY]
+    return own
 
 
 def own_set(count: int) -> tuple[EvalSet, ...]:

@@ -31,6 +31,16 @@ PLAYED = (
 )
 ECHO = (*PLAYED, "task.environment=tests.games:Echo")
 
+GAME = "kind: environment, environment: tests.games:Echo, chat: false, max_prompt_tokens: 16"
+LIMITS = "max_turns: 3, max_turn_tokens: 6, timeout_s: 60"
+
+
+def mixed(num_workers):
+    """A game that an environment plays, and sums that it does not."""
+    play = f"play: {{{LIMITS}, num_workers: {num_workers}}}"
+    parts = f"task.parts={{game: {{{GAME}, {play}}}, sums: {{kind: addition}}}}"
+    return ("task=mixture", parts, *(word for word in PLAYED if not word.startswith("task")))
+
 
 def shop_rows(tmp_path, **more):
     """Write rows of sums, for the shop."""
@@ -80,6 +90,62 @@ def test_sets_of_other_kinds_are_answered_in_one_turn_and_scored_by_their_own_re
             assert job.wait() == 0, job.output
         accuracies.append(job.rows[0]["eval/sums/accuracy"])
     assert accuracies[0] == accuracies[1] > 0
+
+
+def test_an_environment_plays_its_part_of_a_mixture(tmp_path):
+    with ForkedJob(*mixed(1), "max_lag=2", run_dir=tmp_path / "run", ranks=2) as job:
+        assert job.wait() == 0, job.output
+    rows = job.rows
+    check(rows)
+    assert max(row["lag/max"] for row in rows[1:]) <= 2
+    by_part = {"game": set(), "sums": set()}
+    for row in rows[1:]:
+        for name, seen in by_part.items():
+            seen.add(row.get(f"reward/part/{name}/mean"))
+    # A quarter for each of three turns, whoever says what; and no such score for a sum.
+    assert by_part["game"] - {None} == {0.75}
+    assert len(by_part["sums"] - {None, 0.75}) > 1
+
+
+def test_an_environment_plays_a_set_of_held_out_prompts(tmp_path):
+    play = "play: {max_turns: 2, max_turn_tokens: 6}"
+    sets = f"eval.sets={{game: {{{GAME}, num_prompts: 6, {play}}}}}"
+    plain = [word for word in PLAYED if not word.startswith("task")] + ["task=addition"]
+    with ForkedJob(*plain, sets, "max_steps=1", "eval.every=1", run_dir=tmp_path / "run") as job:
+        assert job.wait() == 0, job.output
+    for row in job.rows:
+        assert row["eval/game/reward"] == 0.5 and row["eval/reward"] == row["eval/accuracy"]
+
+
+def test_what_is_wrong_with_a_parts_environment_is_said_of_the_part(tmp_path):
+    wrong = [word.replace("games:Echo", "games:Ech") for word in mixed(1)]
+    with ForkedJob(*wrong, run_dir=tmp_path / "run") as job:
+        assert job.wait() == 2, job.output
+    assert "task.parts.game.environment=tests.games:Ech: " in job.output
+    assert "did you mean Echo?" in job.output
+    wrong = [word.replace("max_turns", "max_turn") for word in mixed(1)]
+    with ForkedJob(*wrong, run_dir=tmp_path / "run") as job:
+        assert job.wait() == 2, job.output
+    assert "did you mean task.parts.game.play.max_turns?" in job.output
+
+
+def test_a_dry_run_names_every_environment_and_scores_what_none_plays(tmp_path):
+    with ForkedJob(*mixed(1), "+dry_run=true", run_dir=tmp_path / "run") as job:
+        assert job.wait() == 0, job.output
+    assert "dialogue task.parts.game: tests.games:Echo (dialogue: none)" in job.output
+    assert job.output.count("  reward 1\n") == 3
+
+
+@pytest.mark.bitwise("synchronous runs of dialogues are equal")
+def test_synchronous_runs_of_a_mixture_are_equal_whoever_answers_first(tmp_path):
+    found = []
+    for workers in (1, 3):
+        run_dir = tmp_path / f"run{workers}"
+        with ForkedJob(*mixed(workers), "max_lag=0", run_dir=run_dir) as job:
+            assert job.wait() == 0, job.output
+        check(job.rows)
+        found.append(uncounted(job.rows))
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("ranks", [None, 2])
@@ -210,4 +276,4 @@ def test_a_dry_run_says_what_the_environment_is(tmp_path):
 def test_the_reward_of_an_environment_needs_one(tmp_path):
     with ForkedJob("reward=environment", run_dir=tmp_path / "run") as job:
         assert job.wait() == 2, job.output
-    assert "only task=environment has an environment" in " ".join(job.output.split())
+    assert "no environment plays here; task=environment" in " ".join(job.output.split())

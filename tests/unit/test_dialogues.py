@@ -11,16 +11,18 @@ import torch
 from safetensors.torch import load, save
 
 from llamarl.environments.calls import FORMATS
-from llamarl.environments.dialogues import Dialogues, Limits, runs_of
+from llamarl.environments.dialogues import Dialogues, Limits, row_of, runs_of
 from llamarl.environments.engine import DialogueEngine
 from llamarl.environments.pool import EnvironmentPool
+from llamarl.environments.several import SeveralDialogues
 from llamarl.inference.engine import Engine
 from llamarl.inference.partials import pack, unpack
 from llamarl.inference.sampler import SamplingParams
 from llamarl.models.config import read_config, tiny_directory
 from llamarl.models.hf import load_tokenizer
-from llamarl.tasks.environment import makes_prompts, turn_tokens
-from llamarl.tasks.held_out import SET_KEY, is_of_set
+from llamarl.tasks.environment import GIVEN, makes_prompts, turn_tokens
+from llamarl.tasks.held_out import SET_KEY, section_of
+from llamarl.tasks.mixture import PART_KEY, REWARD_KEY
 from llamarl.types import ALONE, Completion, Prompt
 from tests.decoding import full_forward_logprobs
 from tests.made_tokenizers import FORGETFUL, byte_level
@@ -161,12 +163,12 @@ def engine_of():
         engine.close()
 
 
-def drain(engine, chunk=4, until=None):
+def drain(engine, chunk=4, until=None, wait=None):
     """Completions by their key, once all have ended, or once `until` is true."""
     finished = []
     while engine.num_live and not (until and until(engine)):
         if not engine.step(chunk) and engine.num_acting:
-            assert engine._dialogues.pool.wait(PATIENCE_S)
+            assert (wait or engine._dialogues.pool.wait)(PATIENCE_S) is not False
         finished += engine.pop_finished()
     return {(stream, c.ticket, c.sample_index): c for stream, c in finished}
 
@@ -492,7 +494,7 @@ def test_a_dialogue_may_be_aborted_at_any_turn(engine_of, stop_at):
     assert engine._inner._kept.places == 0
 
 
-PLAIN = Prompt(ROW.prompt_ids, ROW.text, {**ROW.meta, SET_KEY: "sums"})
+PLAIN = Prompt(ROW.prompt_ids, ROW.text, {**ROW.meta, SET_KEY: "sums", REWARD_KEY: "own"})
 SHORT = dataclasses.replace(TURNS, max_new_tokens=6, stop_token_ids=(EOS,))
 
 
@@ -500,7 +502,7 @@ def mixed(engine_of):
     """An engine whose ticket 7 is played and whose ticket 8 is not."""
     engine = engine_of(tiny(kept_tokens=1000), "Echo", OWN)
     engine._prompt_of = lambda stream, ticket: OWN if ticket == 7 else PLAIN
-    engine._is_played = lambda prompt: not is_of_set(prompt)
+    engine._is_played = lambda prompt: section_of(prompt) == "task"
     return engine
 
 
@@ -570,3 +572,112 @@ def test_a_dialogue_that_waits_for_its_environment_holds_no_slot(engine_of):
 
     drain(engine, chunk=1, until=are_all_heard)
     assert engine.num_live and engine.free_slots == 8
+
+
+def of_part(name):
+    """A game of a mixture's part."""
+    more = {PART_KEY: name, REWARD_KEY: GIVEN}
+    return dataclasses.replace(OWN, meta={**OWN.meta, **more})
+
+
+def several(engine_of, *, reproducible=False):
+    """An engine whose tickets 7 and 9 are played by two environments, and whose ticket 8 is not."""
+    options = {"reproducible": reproducible}
+    engine = mixed(engine_of)
+    engine._dialogues.close()
+    engine._dialogues = SeveralDialogues(
+        {
+            "task.parts.echo": dialogues_of("Echo", **options),
+            "task.parts.endless": dialogues_of("Endless", max_turns=2, **options),
+        },
+        section_of=section_of,
+        **options,
+    )
+    engine._dialogues.start()
+    engine._reproducible = reproducible
+    prompts = {7: of_part("echo"), 9: of_part("endless")}
+    engine._prompt_of = lambda stream, ticket: prompts.get(ticket, PLAIN)
+    engine._is_played = lambda prompt: section_of(prompt).startswith("task.parts.")
+    return engine
+
+
+def all_three(engine):
+    engine.submit(9, OWN.prompt_ids, TURNS)
+    engine.submit(8, PLAIN.prompt_ids, SHORT, stream=1)
+    engine.submit(7, OWN.prompt_ids, TURNS)
+
+
+def wanted_of_three(engine_of):
+    alone = engine_of(tiny(kept_tokens=1000), "Endless", OWN, max_turns=2)
+    alone.submit(9, OWN.prompt_ids, TURNS)
+    return wanted_of_both(engine_of) | tokens_of(drain(alone))
+
+
+@pytest.mark.parametrize("reproducible", [False, True])
+def test_each_prompt_is_played_by_the_environment_of_its_section(engine_of, reproducible):
+    engine = several(engine_of, reproducible=reproducible)
+    all_three(engine)
+    assert engine.num_live == 9
+    found = drain(engine, wait=engine.wait)
+    assert tokens_of(found) == wanted_of_three(engine_of)
+    reasons = {key[1]: completion.ending.reason for key, completion in found.items()}
+    assert reasons == {7: "completed", 8: "completed", 9: "turns"}
+    assert not engine.num_live and engine._inner._kept.places == 0
+
+
+@pytest.mark.parametrize("stop_at", range(0, 8))
+def test_dialogues_with_several_environments_go_on_elsewhere_and_may_be_aborted(engine_of, stop_at):
+    first = several(engine_of)
+    all_three(first)
+    steps = iter(range(10**6))
+    done = drain(first, chunk=1, until=lambda _: next(steps) == stop_at, wait=first.wait)
+    left = first.export_partials()
+    second = several(engine_of)
+    for partial_ in left:
+        second.submit_partial(partial_)
+    assert tokens_of(done | drain(second, chunk=1, wait=second.wait)) == wanted_of_three(engine_of)
+    of_endless = sum(partial_.ticket == 9 for partial_ in left)
+    assert first.abort(9, stream=0) == of_endless
+    rest = drain(first, wait=first.wait)
+    ended = {(0, 9, partial_.sample_index) for partial_ in left if partial_.ticket == 9}
+    assert {key for key in rest if key[1] == 9} == ended
+    assert all(rest[key].ending.reason == "aborted" for key in ended)
+
+
+class Acting:
+    """Dialogues whose environments are at work, or not, as a test says."""
+
+    def __init__(self, move):
+        self.num_acting = 1
+        self.move = move
+
+    def take_answers(self):
+        pass
+
+    def pop_moves(self):
+        return [self.move]
+
+    def pop_over(self):
+        return []
+
+
+def test_nothing_goes_on_before_the_environments_of_all_sections_have_answered():
+    slow, fast = Acting("slow"), Acting("fast")
+    parts = {"a": slow, "b": fast}
+    both_ = SeveralDialogues(parts, section_of=section_of, reproducible=True)
+    fast.num_acting = 0
+    assert both_.poll() == ([], [])
+    slow.num_acting = 0
+    assert both_.poll() == (["slow", "fast"], [])
+    slow.num_acting = 1
+    free = SeveralDialogues(parts, section_of=section_of, reproducible=False)
+    assert free.poll() == (["slow", "fast"], [])
+
+
+def test_an_environment_gets_a_row_as_it_is_in_its_file():
+    own = {"answer": "2", PART_KEY: "of the row"}
+    for added in ({SET_KEY: "sums", REWARD_KEY: GIVEN}, {}):
+        prompt = dataclasses.replace(ROW, meta={**own, **added})
+        assert row_of(prompt, "prompt") == {**own, "prompt": "1+1="}
+    prompt = dataclasses.replace(ROW, meta={"answer": "2", PART_KEY: "sums", REWARD_KEY: GIVEN})
+    assert row_of(prompt, "prompt") == {"answer": "2", "prompt": "1+1="}

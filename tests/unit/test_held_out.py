@@ -19,7 +19,8 @@ from llamarl.launch.run_directory import RunDirectory
 from llamarl.models.config import tiny_directory
 from llamarl.models.hf import load_tokenizer
 from llamarl.observe.rows import COLUMNS
-from llamarl.scoring.by_set import BySet
+from llamarl.scoring.by_own_reward import ByOwnReward
+from llamarl.scoring.pool import RewardPool
 from llamarl.scoring.scorer import Outcome, Scorer, text_item
 from llamarl.tasks.build import build_task
 from llamarl.tasks.held_out import APART, EvalSet, HeldOut, own_set, set_of
@@ -248,13 +249,13 @@ class Always(Scorer):
         self._items.clear()
 
 
-def test_a_sets_own_kind_scores_it_and_nothing_else():
+def test_the_reward_of_its_own_kind_scores_a_prompt_and_the_main_one_all_else():
     def make(name, value):
         return lambda *, on_result: Always(name, value, on_result=on_result)
 
-    scorer = BySet(make("main", 1.0), {"own": make("own", 2.0)}, on_result=lambda: None)
+    scorer = ByOwnReward(make("main", 1.0), {"own": make("own", 2.0)}, on_result=lambda: None)
     metas = [
-        {"part_reward": "own"},  # of a training part: the name alone says nothing
+        {"part_reward": "main", "part": "a"},
         {"part_reward": "own", "eval_set": "a"},
         {"part_reward": "main", "eval_set": "b"},
         {},
@@ -271,11 +272,11 @@ def test_a_sets_own_kind_scores_it_and_nothing_else():
     assert [one.released for one in scorer._scorers] == [[[0, 2, 3]], [[1]]]
 
 
-def by_set(job):
+def by_own_reward(job):
     """Whether sets are scored each by a reward of its own."""
     (kind,) = reward_kinds(job)
     (make,) = kind.make(None).args
-    return make.func is BySet
+    return getattr(make, "func", None) is ByOwnReward and make.args[0].func is RewardPool
 
 
 def test_only_a_reward_that_nobody_named_is_each_sets_own(tmp_path):
@@ -283,11 +284,11 @@ def test_only_a_reward_that_nobody_named_is_each_sets_own(tmp_path):
     file.write_text(json.dumps({"question": "1+1?", "answer": "2\n#### 2"}) + "\n")
     sets = f"g: {{kind: gsm8k, path: {file}, max_prompt_tokens: 100}}"
     job = job_of(sets=sets)
-    assert by_set(job)
+    assert by_own_reward(job)
     named = job_of("reward.fn=llamarl.tasks.rewards:exact_match", sets=sets)
-    assert not by_set(named)
+    assert not by_own_reward(named)
     same = job_of(sets="sums: {kind: addition}")
-    assert not by_set(same)
+    assert not by_own_reward(same)
 
 
 def test_a_run_without_prompts_to_ask_has_no_sets():

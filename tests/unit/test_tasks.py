@@ -130,6 +130,12 @@ def test_a_row_has_no_key_under_which_a_reward_finds_what_was_sampled(tmp_path):
     assert task.train_prompt(0).meta == {"answer": "a"}  # the prompt is not in it
 
 
+def test_a_row_has_no_key_under_which_a_prompts_own_reward_is_noted(tmp_path):
+    file = write_jsonl(tmp_path / "t.jsonl", [{"prompt": "q", "answer": "a", "part_reward": "x"}])
+    with pytest.raises(ValueError, match=r't.jsonl:1: "part_reward" is where .* rename it'):
+        build_task("jsonl", CharTokenizer(), path=file, eval_path=file)
+
+
 def test_every_bad_line_is_named_with_file_and_line(tmp_path):
     file = tmp_path / "t.jsonl"
     good = b'{"prompt": "q", "answer": "a"}\n'

@@ -14,9 +14,12 @@ class EnvironmentKindSettings(KindSettings):
     kind: Literal["environment"]
 
     def find(self, given: Given, run: RunFacts, found: Findings) -> None:
-        """Add a task without an environment, and a victim."""
+        """Add a run without an environment."""
         if not run.has_environment:
-            what = "only task=environment has an environment that gives rewards; another reward"
+            what = (
+                "no environment plays here; task=environment, or a part or a set of that kind, or "
+                "another reward"
+            )
             found.add(what, given.key("kind"), "task.kind")
 
 

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from functools import partial
 
 from llamarl.config.kinds.environment import EnvironmentKindSettings
-from llamarl.launch.kinds.kind import Kind
+from llamarl.launch.kinds.kind import Kind, by_own_reward
 from llamarl.scoring.ahead import StreamSettings
-from llamarl.scoring.by_set import BySet
-from llamarl.scoring.environment import EnvironmentReward
-from llamarl.scoring.in_turn import InTurn
 from llamarl.scoring.pool import RewardPool
-from llamarl.scoring.scorer import MakeScorer, Scorer, Site
+from llamarl.scoring.scorer import MakeScorer
+from llamarl.tasks.environment import GIVEN
 
 
 class EnvironmentKind(Kind[EnvironmentKindSettings]):
@@ -20,27 +17,17 @@ class EnvironmentKind(Kind[EnvironmentKindSettings]):
 
     @property
     def identity(self) -> str:
-        """The environment's import path."""
-        task = self.job.config.task
-        return f"environment {getattr(task, 'environment', '')}"
+        """The import paths of the environments."""
+        played = self.job.config.environments.values()
+        return f"environment {' '.join(one.environment for one in played)}"
 
     def make(self, stream: StreamSettings | None) -> MakeScorer:
-        """Return a function that makes the scorer. No environment plays the further sets of
-        held-out prompts: the function of its own kind scores each.
+        """Return a function that makes the scorer. Prompts that no environment plays, of a mixture
+        or of a set, are scored by the function of their own kind.
         """
-        name = self.given.name
-        functions = self.job.set_rewards
-        if not functions:
-            return partial(EnvironmentReward, name)
         pool = partial(RewardPool, section=self.given.section, **self.scored.conversation)
-        return partial(_by_set, name, {fn: partial(pool, fn) for fn in functions})
-
-
-def _by_set(name: str, make_own: Mapping[str, Callable[..., Scorer]], site: Site) -> InTurn:
-    def environment(on_result: Callable[[], None]) -> Scorer:
-        return EnvironmentReward(name, site)
-
-    return InTurn(BySet(environment, make_own, on_result=site.on_result))
+        others = [*self.job.set_rewards, *self.job.part_rewards]
+        return by_own_reward(GIVEN, others, pool, self.given.name)
 
 
 KIND = EnvironmentKind

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from functools import partial
 
 from llamarl.config.kinds.function import FunctionKindSettings
-from llamarl.launch.kinds.kind import Kind, in_turn
+from llamarl.launch.kinds.kind import Kind, by_own_reward
 from llamarl.scoring.ahead import StreamSettings
-from llamarl.scoring.by_set import BySet
 from llamarl.scoring.pool import RewardPool, check_reward
 from llamarl.scoring.scorer import Item, MakeScorer, Outcome
 from llamarl.scoring.trial import commonest
+from llamarl.tasks.environment import GIVEN
 
 log = logging.getLogger("llamarl")
 
@@ -27,7 +27,7 @@ class FunctionKind(Kind[FunctionKindSettings]):
         """
         if self.settings.fn is None:
             return
-        outcomes = self.score(samples)
+        outcomes = self.score(samples) or []
         if any(outcome.kind == "score" for outcome in outcomes):
             return
         for kind, word in (("abstain", "abstains"), ("error", "fails")):
@@ -43,8 +43,12 @@ class FunctionKind(Kind[FunctionKindSettings]):
                     commonest(reasons),
                 )
 
-    def score(self, samples: Sequence[Item]) -> list[Outcome]:
-        """Return the outcomes of samples. ValueError as try_out says."""
+    def score(self, samples: Sequence[Item]) -> list[Outcome] | None:
+        """Return the outcomes of samples; None if environments give them all. ValueError as try_out
+        says.
+        """
+        if self._path == GIVEN:
+            return None
         return check_reward(
             self._path,
             samples,
@@ -77,7 +81,8 @@ class FunctionKind(Kind[FunctionKindSettings]):
 
     def make(self, stream: StreamSettings | None) -> MakeScorer:
         """Return a function that makes a pool. If the user named no function, each further set of
-        held-out prompts is scored by the function of its own kind.
+        held-out prompts is scored by the reward of its own kind, and so is a part of a mixture that
+        an environment plays.
         """
         pool = partial(
             RewardPool,
@@ -89,14 +94,11 @@ class FunctionKind(Kind[FunctionKindSettings]):
             fn_key=self._fn_key,
             **self.scored.conversation,
         )
-        path = self._path
-        others = []
+        others: list[str] = []
         if self.settings.fn is None:
-            others = [fn for fn in self.job.set_rewards if fn != path]
-        if not others:
-            return in_turn(partial(pool, path))
-        own = {fn: partial(pool, fn) for fn in others}
-        return in_turn(partial(BySet, partial(pool, path), own))
+            others = [*self.job.set_rewards]
+            others += [own for own in self.job.part_rewards if own == GIVEN]
+        return by_own_reward(self._path, others, pool, self.given.name)
 
 
 KIND = FunctionKind

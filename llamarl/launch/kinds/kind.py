@@ -13,8 +13,11 @@ from llamarl.launch.identity import ModelParts
 from llamarl.launch.job import Job, ScoredText
 from llamarl.launch.prices import Price
 from llamarl.scoring.ahead import StreamSettings
+from llamarl.scoring.by_own_reward import ByOwnReward
+from llamarl.scoring.environment import EnvironmentReward
 from llamarl.scoring.in_turn import InTurn
 from llamarl.scoring.scorer import Item, MakeScorer, Outcome, Scorer, Site
+from llamarl.tasks.environment import GIVEN
 
 Settings = TypeVar("Settings", bound=KindSettings)
 
@@ -105,3 +108,22 @@ def in_turn(make: Callable[..., Scorer]) -> MakeScorer:
 
 def _in_turn(make: Callable[..., Scorer], site: Site) -> InTurn:
     return InTurn(make(on_result=site.on_result))
+
+
+def by_own_reward(
+    main: str, others: Sequence[str], pool: Callable[..., Scorer], name: str
+) -> MakeScorer:
+    """Return a function that makes the scorer of prompts of several kinds. main: the reward of all
+    whose own is not among `others`: an import path, of which `pool` makes a scorer, or GIVEN, for
+    what an environment gave. name: of the scorer, in messages.
+    """
+    makes = {}
+    for path in dict.fromkeys((main, *others)):
+        makes[path] = partial(_given, name) if path == GIVEN else partial(pool, path)
+    make_main = makes.pop(main)
+    return in_turn(partial(ByOwnReward, make_main, makes) if makes else make_main)
+
+
+def _given(name: str, *, on_result: Callable[[], None]) -> EnvironmentReward:
+    """Make the scorer of what an environment gave, which is there at once: nobody is called."""
+    return EnvironmentReward(name)

@@ -1,13 +1,13 @@
-"""BySet: if no function is named, the reward of its own kind scores each set of held-out prompts,
-as it does each part of a mixture.
+"""ByOwnReward: where no function is named, prompts of several kinds are scored by the reward of
+their own kind: sets of held-out prompts, and parts of a mixture that an environment plays.
 
     task=addition eval.sets={b: {kind: gsm8k, ...}}
 
     training, the task's own --> exact_match      b --> numeric_match
 
-    task=environment eval.sets={b: {kind: gsm8k, ...}}
+    task=mixture task.parts={a: {kind: addition}, c: {kind: environment, ...}}
 
-    training, the task's own --> the environment  b --> numeric_match
+    a --> exact_match                             c --> what the environment gave
 """
 
 from __future__ import annotations
@@ -15,13 +15,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from llamarl.scoring.scorer import Item, Outcomes, Scorer
-from llamarl.tasks.held_out import is_of_set
 from llamarl.tasks.mixture import REWARD_KEY
 
 
-class BySet(Scorer):
-    """Several Scorers of texts. make_own: by import path, makes the scorers of sets that have their
-    own. make_main: makes the scorer of all else.
+class ByOwnReward(Scorer):
+    """Several Scorers of texts. make_own: makes the scorer of prompts with this reward of their
+    kind. make_main: makes the scorer of all else.
     """
 
     def __init__(
@@ -53,11 +52,9 @@ class BySet(Scorer):
             scorer.start()
 
     def submit(self, key: int, item: Item) -> None:
-        """Take one item, and hand it to the reward of its set."""
-        path = item.prompt.reward_meta.get(REWARD_KEY)
-        scorer = self._main
-        if is_of_set(item.prompt) and isinstance(path, str):
-            scorer = self._own.get(path, self._main)
+        """Take one item, and hand it to the reward of its kind."""
+        own = item.prompt.meta.get(REWARD_KEY)
+        scorer = self._own.get(own, self._main) if isinstance(own, str) else self._main
         self._givens[key] = scorer
         scorer.submit(key, item)
 
