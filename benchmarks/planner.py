@@ -424,11 +424,10 @@ NOTES = (
         "apart. A probe does not measure it."
     ),
     as_item(
-        "**The race between weights and tickets.** Whether a ticket starts just before or just "
-        "after a version has arrived is a step of lag, and a matter of milliseconds. The "
-        "simulation draws both ways. Where all ranks train and generate, what is left of a copy "
-        "races with the generator's next turn; how long it takes a byte was set by the lags of "
-        "runs of other batches."
+        "**The race between weights and tickets.** Where executors are apart, whether a ticket "
+        "starts just before or just after a version has arrived is a step of lag, and a matter of "
+        "milliseconds. The simulation draws both ways. A generator on a trainer's rank waits for "
+        "the version, and has no such race."
     ),
     as_item(
         "**Three ranks on two cores.** Cores are shared evenly in the simulation. A kernel also "
