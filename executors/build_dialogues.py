@@ -33,11 +33,12 @@ def dialogue_engine(
 def around(inner: Engine, job: Job) -> DialogueEngine:
     """Build the engine of dialogues around one that has its weights."""
     reproducible = job.config.max_lag == 0
+    sections = job.config.environments.keys()
     return DialogueEngine(
         inner,
         partial(_dialogues, job, reproducible=reproducible),
         prompt_of=partial(_prompt_of, job),
-        is_played=lambda prompt: section_of(prompt) in job.config.environments,
+        is_played=lambda prompt: section_of(prompt) in sections,
         reproducible=reproducible,
     )
 

@@ -156,8 +156,9 @@ class LocalLink:
     # Whether bytes are sent, and received into memory of the receiver's. Where they are not, it
     # reads the sender's.
     streams = False
-    # The version that this process's sender published last, for a receiver in the same process.
-    published = -1
+    # The version that this process's sender published last, behind no other one, for a receiver in
+    # the same process.
+    leaving = -1
 
     def __init__(self):
         self._to_sender: queue.Queue[Header] = queue.Queue()

@@ -142,8 +142,8 @@ class WeightsReceiver:
 
         Its bytes, which threads of this process copy behind the model, would else race with what
         the rank does next. Returns at once where no trainer is on this rank, where an older version
-        is staged, and where bytes are sent from elsewhere: those take longer than they are worth.
-        TimedOut if it does not come.
+        is staged or still on its way to another rank, and where bytes are sent from elsewhere:
+        those take longer than they are worth. TimedOut if it does not come.
         """
         self._bound.wait_for_local()
 
@@ -317,7 +317,7 @@ class Subscriber:
         if self._is_local_coming():
             assert self._local is not None
             raise TimedOut(
-                f"generator on rank {self._control.rank}: version {self._local.published}, which "
+                f"generator on rank {self._control.rank}: version {self._local.leaving}, which "
                 f"this rank's trainer has published, was not here after "
                 f"{self._context.timeout_s:.0f} s (in use: version {self._live}); another trainer "
                 "rank hangs, or timeout_s is too short for a copy of the weights"
@@ -326,7 +326,7 @@ class Subscriber:
     def _is_local_coming(self) -> bool:
         if self._local is None or self._staged is not None or self.is_closing:
             return False
-        return self._local.published > self._live
+        return self._local.leaving > self._live
 
     def claim(self, version: int, *, must_load: bool, evaluate: bool) -> bool:
         """Wait until the idle buffer is this version's. Returns False when closing.

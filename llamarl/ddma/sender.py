@@ -172,6 +172,7 @@ class Publisher:
 
     def __init__(self, context: LinkContext, slots: Slots, links: list[Outgoing]):
         self.committed_version = -1
+        self._newest = -1  # version that was queued
         self._context = context
         self._control = context.control
         self._slots = slots
@@ -211,8 +212,11 @@ class Publisher:
         )
         queued.progress.reset()
         self._queued.put(queued)
-        for out in self._links:
-            out.link.published = version
+        if self.committed_version == self._newest:
+            # Nothing before it is on its way, so it waits for no receiver elsewhere.
+            for out in self._links:
+                out.link.leaving = version
+        self._newest = version
         return queued
 
     def has_room(self) -> bool:

@@ -11,6 +11,7 @@ from tests.weight_links import (
     SpyLink,
     StreamLink,
     is_end,
+    until,
 )
 
 
@@ -63,6 +64,20 @@ def test_a_rank_waits_for_what_its_own_trainer_has_published():
     assert Waiting(ends).join().found.version == 1, "it is here: nothing to wait for"
     ends.receive(1)
     assert Waiting(ends).join().found is None
+    ends.close()
+
+
+def test_it_waits_for_no_version_behind_one_that_is_still_on_its_way():
+    """To a rank that evaluates, say, which takes what comes later only then."""
+    ends, gate = held()
+    ends.publish(2)
+    assert ends.links[0].leaving == 1
+    gate.set()
+    ends.receive(2)
+    until(lambda: ends.publishers[0].committed_version == 2, ends.sending)
+    ends.publish(3)
+    assert ends.links[0].leaving == 3
+    ends.receive(3)
     ends.close()
 
 
