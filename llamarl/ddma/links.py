@@ -156,8 +156,8 @@ class LocalLink:
     # Whether bytes are sent, and received into memory of the receiver's. Where they are not, it
     # reads the sender's.
     streams = False
-    # The version that this process's sender published last, behind no other one, for a receiver in
-    # the same process.
+    # For a receiver in the same process: the version that its sender published last, unless that
+    # waits behind another one, which a receiver elsewhere has not taken yet.
     leaving = -1
 
     def __init__(self):

@@ -212,8 +212,8 @@ class Publisher:
         )
         queued.progress.reset()
         self._queued.put(queued)
-        if self.committed_version == self._newest:
-            # Nothing before it is on its way, so it waits for no receiver elsewhere.
+        feeds_others = any(out.link.peer is not None for out in self._links)
+        if not feeds_others or self.committed_version == self._newest:
             for out in self._links:
                 out.link.leaving = version
         self._newest = version

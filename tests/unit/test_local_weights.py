@@ -51,6 +51,7 @@ def held(*kinds, version=1, **settings):
     first, *others = kinds or (SpyLink,)
     ends = Ends(first(wait), *(kind() for kind in others), **settings)
     ends.publish(0), ends.receive(0)
+    until(lambda: ends.publishers[0].committed_version == 0, ends.sending)
     ends.publish(1)
     return ends, gate
 
@@ -70,6 +71,7 @@ def test_a_rank_waits_for_what_its_own_trainer_has_published():
 def test_it_waits_for_no_version_behind_one_that_is_still_on_its_way():
     """To a rank that evaluates, say, which takes what comes later only then."""
     ends, gate = held()
+    ends.links[0].peer = 1  # an imagined rank elsewhere
     ends.publish(2)
     assert ends.links[0].leaving == 1
     gate.set()
@@ -97,7 +99,6 @@ def test_it_waits_for_no_version_that_would_not_come():
         assert Waiting(ends).join().found is None
         setattr(of, name, None)
         gate.set()
-        ends.receive(1)
         ends.close()
 
 
@@ -113,6 +114,7 @@ def test_it_does_not_wait_for_bytes_that_are_sent(kinds):
 def test_a_version_of_which_another_trainer_rank_owes_a_part_is_named():
     ends = Ends(SpyLink(), SpyLink(), timeout_s=0.3)
     ends.publish(0), ends.receive(0)
+    until(lambda: ends.publishers[0].committed_version == 0, ends.sending)
     ends.publish(1, only=0)
     with pytest.raises(TimedOut, match=r"rank \d+: version 1, .* \(in use: version 0\)"):
         raise Waiting(ends).join().error
