@@ -383,6 +383,7 @@ def page(rows: list[Row], made: list[Choice], strays: list[str]) -> str:
             f"| {one.model} | {one.ranks} | {one.groups} | {one.chosen} | {one.fastest} | "
             f"{marked(one.behind, CHOICE)} |"
         )
+    lines += ["", "## Earlier cells", "", EARLIER]
     return "\n".join(lines) + "\n"
 
 
@@ -444,6 +445,14 @@ NOTES = (
         "**Memory pressure** was not tried: 24 GB were there, and no rank held more than 1.3. "
         "Where pages are given back or swapped, both a process's peak and its seconds are others."
     ),
+)
+EARLIER = as_paragraph(
+    "Other cells were announced and measured before, of 28 and 56 groups of the tiny model and 12 "
+    "and 16 of 12.6 M, on a CPU with AVX512 (`planner_earlier.json`). The planner did not know of "
+    "the helper then: of 36 cells that no fit saw it had the step within its margin in 30, memory "
+    "in 36 and the lag in 16 of 20, and chose rightly in 4 of 8. With the helper's figure 34 steps "
+    "and 7 choices of the same cells came right, which had been seen by then. Where ranks train "
+    "and generate, the lag was a matter of chance at that time."
 )
 
 
