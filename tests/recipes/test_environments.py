@@ -31,6 +31,7 @@ PLAYED = (
 )
 ECHO = (*PLAYED, "task.environment=tests.games:Echo")
 
+RIGHT = "{kind: function, fn: llamarl.tasks.rewards:exact_match}"
 GAME = "kind: environment, environment: tests.games:Echo, chat: false, max_prompt_tokens: 16"
 LIMITS = "max_turns: 3, max_turn_tokens: 6, timeout_s: 60"
 
@@ -214,7 +215,7 @@ def refusing(tmp_path, *more):
         "task.environment=tests.games:Refuses",
         f"task.path={tmp_path}/rows.jsonl",
         "reward=parts",
-        "reward.parts={right: {kind: function}, asked: {kind: environment, weight: 0.5}}",
+        f"reward.parts={{right: {RIGHT}, asked: {{kind: environment, weight: 0.5}}}}",
         "reward.max_error_rate=1",
         "max_lag=1",
         *more,
