@@ -86,15 +86,15 @@ class TicketLedger:
     Each ticket is consumed once.
 
     overcommit: groups, or the name of a governor, with its constants. num_generators: with max_lag
-    0 a pool's tickets are dealt to them in turn, so that what is sampled does not
-    depend on who asks first; otherwise a ticket goes to whoever asks. resume_in_work: over a
-    resume, tickets whose partial completions were saved stay started, with their deadlines. max_lag
-    None: a replay buffer takes everything, step 0 waits for initial_groups, and what comes joins it
-    every sync_period steps; overcommit is then a number of groups, or auto: `free_overcommit`.
-    max_steps: T, the steps of the run, after the last of which nothing starts; None: it has no end.
-    max_refill: batches of groups of equal outcomes that may be given back for a step; 0: such
-    groups are trained on like any other. sampler: chooses prompts; None: a ticket's is a function
-    of its number. Which of these go together, the config checks.
+    0 a pool's tickets are dealt to them in turn, so that what is sampled does not depend on who
+    asks first; otherwise a ticket goes to whoever asks, and shares.py says how many one gets.
+    resume_in_work: over a resume, tickets whose partial completions were saved stay started, with
+    their deadlines. max_lag None: a replay buffer takes everything, step 0 waits for
+    initial_groups, and what comes joins it every sync_period steps; overcommit is then a number of
+    groups, or auto: `free_overcommit`. max_steps: T, the steps of the run, after the last of which
+    nothing starts; None: it has no end. max_refill: batches of groups of equal outcomes that may be
+    given back for a step; 0: such groups are trained on like any other. sampler: chooses prompts;
+    None: a ticket's is a function of its number. Which of these go together, the config checks.
     """
 
     def __init__(
@@ -124,6 +124,7 @@ class TicketLedger:
             self._overcommit = free_overcommit(groups_per_step, num_generators)
         else:
             self.governor = GOVERNORS[overcommit](groups_per_step, max_lag, constants)
+        self.num_generators = num_generators
         self._num_shares = num_generators if max_lag == 0 else 1
         self._resume_in_work = resume_in_work
         fill = None
@@ -152,6 +153,7 @@ class TicketLedger:
         self.newest_yield: Yield | None = None  # of the groups that the last take was made of
         self._taken: dict[int, int] | None = None  # by the step before this one, until it is final
         self._turns: dict[tuple[int, int], list[tuple[int, int]]] = {}  # see _turns_of
+        self._num_finished = 0  # and untrained, of all pools
         self._lock = threading.RLock()
 
     @property
@@ -245,6 +247,22 @@ class TicketLedger:
             self._turns[share, deadline] = turns
         return turns
 
+    @property
+    def most_in_work(self) -> int:
+        """How many tickets would be in work if all started that may."""
+        with self._lock:
+            window = self.groups_per_step + self.overcommit
+            if self.max_lag is None:
+                return 0 if self.step == self.max_steps else window
+            window = min(window, (self.max_lag + 1) * self.groups_per_step)
+            if self.max_steps is not None:
+                window = min(window, max(0, self.max_steps - self.step) * self.groups_per_step)
+            return max(0, window - self._num_finished)
+
+    def _recount(self) -> None:
+        """Count what is finished anew, after it has changed in another way than by finishing."""
+        self._num_finished = sum(len(pool.finished) for pool in self._pools)
+
     def _limit(self, index: int) -> int:
         """Return how many tickets of a pool may be started."""
         n = len(self._pools)
@@ -274,6 +292,7 @@ class TicketLedger:
                         "trained on already"
                     )
                 pool.finish(ticket, verdicts.get(ticket))
+                self._num_finished += 1
                 self._changed.add(ticket % len(self._pools))
             return self._give_back() if self.refills else []
 
@@ -287,6 +306,7 @@ class TicketLedger:
         self._changed.clear()
         if given_back:
             self._learn(given_back)
+            self._num_finished -= len(given_back)
             self._turns.clear()
         return list(given_back)
 
@@ -336,6 +356,7 @@ class TicketLedger:
             for pool, batch in zip(self._pools, chosen):
                 consumed |= pool.hand_over(step, batch)
             self.step += 1
+            self._recount()
             self._turns.clear()
             self._changed.update(range(len(self._pools)))
             self._taken = consumed
@@ -367,6 +388,7 @@ class TicketLedger:
                 pool.take_back(step, self._taken)
             self._unlearned = {}
             self.step = step
+            self._recount()
             self._turns.clear()
             self._changed.update(range(len(self._pools)))
             self._taken = None
@@ -409,6 +431,7 @@ class TicketLedger:
             for pool in self._pools:
                 pool.restart(pool.finished - set(buffered))
                 saved |= pool.finished
+            self._recount()
             self._turns.clear()
         return saved
 
@@ -491,6 +514,7 @@ class TicketLedger:
                     dropped.append(ticket)
                 elif ticket in finished:
                     pool.finish(ticket, verdicts.get(ticket))
+            self._recount()
             return sorted(dropped)
 
     def _load_choices(self, state: Mapping) -> None:

@@ -42,6 +42,7 @@ from typing import Protocol
 from llamarl.comm.channel import dp_rank_of
 from llamarl.errors import TimedOut
 from llamarl.tickets.ledger import TicketLedger, choices_of
+from llamarl.tickets.shares import FairShares
 from llamarl.tickets.stragglers import TicketTimes
 from llamarl.types import Ticket, Verdict
 from llamarl.words.lists import first_of
@@ -119,6 +120,10 @@ class TicketService:
         # On the leader: ranks of generators that were granted less than asked for. A dict keeps
         # their order.
         self._refused: dict[int, None] = {}
+        # With max_lag 0 the ledger deals tickets in turn.
+        self._shares: FairShares | None = None
+        if ledger.num_generators > 1 and not self.synchronous:
+            self._shares = FairShares(ledger.num_generators)
         if control.is_leader:
             control.on("ask", self._on_ask)
             control.on("going_on", self._on_going_on)
@@ -322,17 +327,35 @@ class TicketService:
     def _on_ask(self, sender: int, payload: dict) -> None:
         count = payload["count"]
         with self._lock:
-            tickets = self._ledger.start(count, payload["version"], payload["generator"])
+            allowed = count
+            if self._shares is not None:
+                allowed = min(count, self._shares.most(sender, self._ledger.most_in_work))
+            tickets = self._ledger.start(allowed, payload["version"], payload["generator"])
             values = [[ticket.index, ticket.deadline, ticket.prompt] for ticket in tickets]
             self._control.post(sender, "grant", {"tickets": values})
             self._times.granted([t.index for t in tickets], sender, self._clock())
             if len(tickets) < count:
                 self._refused[sender] = None
+            if self._shares is not None:
+                self._shares.granted(sender, len(tickets), asked=count, allowed=allowed)
+                self._tell_held_back(self._shares)
 
     def start_again(self, tickets: list[int]) -> None:
         """Have these tickets start again (leader only): the generator that sampled them is gone."""
+        if self._shares is not None:
+            with self._lock:
+                for rank in {self._times.work[ticket].rank for ticket in tickets}:
+                    self._shares.gone(rank)
         self._ledger.start_again(tickets)
         self._tell_of_room()
+
+    def _tell_held_back(self, shares: FairShares) -> None:
+        """Tell generators to ask again that got no more than their share, and should have more by
+        now.
+        """
+        for rank in shares.has_more_for(self._ledger.most_in_work):
+            self._refused.pop(rank, None)
+            self._control.post(rank, "grant", {"tickets": None})
 
     def _tell_of_room(self, *, in_step: bool = False) -> None:
         """Tell generators that were refused to ask again, in the order in which they were. in_step:
@@ -351,6 +374,8 @@ class TicketService:
         with self._lock:
             tickets = payload["tickets"]
             self._times.granted(tickets, sender, self._clock(), is_resumed=True)
+            if self._shares is not None:
+                self._shares.goes_on(sender, len(tickets))
 
     def _on_finish(self, sender: int, payload: dict) -> None:
         tickets = payload["tickets"]
@@ -359,6 +384,8 @@ class TicketService:
             whole = [t for t in tickets if self._arrivals[t] == self._tensor_parallel]
             for ticket in whole:
                 del self._arrivals[ticket]
+            if self._shares is not None:
+                self._note_finished(self._shares, whole)
             self._times.finished(whole, self._clock())
         verdicts = {int(t): Verdict.from_json(said) for t, said in payload["verdicts"].items()}
         given_back = self._ledger.finish(whole, verdicts)
@@ -367,6 +394,14 @@ class TicketService:
             self._tell_of_room()  # without a bound what has finished makes room
         elif given_back:
             self._tell_of_room(in_step=True)
+
+    def _note_finished(self, shares: FairShares, tickets: list[int]) -> None:
+        """Note the generators whose groups have arrived."""
+        for ticket in tickets:
+            work = self._times.work.get(ticket)
+            if work is not None:
+                shares.finished(work.rank)
+        self._tell_held_back(shares)
 
     def _tell_of_given_back(self, tickets: list[int]) -> None:
         """Tell the trainer ranks which of their groups are not wanted."""
