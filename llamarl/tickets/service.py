@@ -22,7 +22,7 @@ the others ask by mail.
                                                                 them (on_deadline=truncate)
 
 Every ask is answered at once, if need be with nothing, and a generator has one ask under way: it is
-never granted more than it has room for. What was not granted is not owed. A generator asks anew
+never granted more than it has room for, nor more than its share (shares.py). What was not granted is not owed. A generator asks anew
 when it holds newer weights, or when the leader says that there may be room: a take makes some just
 when newer weights are on their way, and tickets started with those are a version younger than what
 a standing ask would have started. Generators ask ahead, between chunks, and do not wait for the
