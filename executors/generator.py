@@ -167,7 +167,8 @@ class Generator(Executor):
         free = self.engine.free_slots - self.engine.num_waiting
         room = (free - len(evaluate) * self._answers_each) // self.sampling.n
         if room > 0 and not is_blocked:
-            granted = self.tickets.ask(self.group.data_index, room, self.version)
+            is_idle = not (self.engine.num_live or self.engine.num_waiting)
+            granted = self.tickets.ask(self.group.data_index, room, self.version, is_idle=is_idle)
         else:
             granted = self.tickets.granted()
         tickets = [ticket.index for ticket in granted]

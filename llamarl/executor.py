@@ -219,9 +219,9 @@ class Tickets(Protocol):
     def is_refused(self) -> bool:
         """Whether the newest ask was granted less than it asked for, and no room is known of."""
 
-    def ask(self, generator: int, count: int, version: int) -> list:
+    def ask(self, generator: int, count: int, version: int, *, is_idle: bool = False) -> list:
         """Ask for up to `count` more groups to start under weights of `version`. Return the tickets
-        that were granted since the last call.
+        that were granted since the last call. is_idle: there is nothing to do until some are.
         """
 
     def granted(self) -> list:

@@ -198,7 +198,8 @@ class GeneratorStation:
         was_woken = self._is_woken
         self._is_woken = True  # its own answer is no news
         if room > 0:
-            granted = self.service.ask(self.index, room, self.version)
+            is_idle = not (self._rows or self._waiting)
+            granted = self.service.ask(self.index, room, self.version, is_idle=is_idle)
         else:
             granted = self.service.granted()
         self._is_woken = was_woken

@@ -153,7 +153,8 @@ class TicketLedger:
         self.newest_yield: Yield | None = None  # of the groups that the last take was made of
         self._taken: dict[int, int] | None = None  # by the step before this one, until it is final
         self._turns: dict[tuple[int, int], list[tuple[int, int]]] = {}  # see _turns_of
-        self._num_finished = 0  # and untrained, of all pools
+        self._num_started = 0  # and untrained, of all pools
+        self._num_finished = 0  # of these
         self._lock = threading.RLock()
 
     @property
@@ -190,6 +191,7 @@ class TicketLedger:
                     heapq.heapreplace(turns, (following, index))
                 elif pool.may_start(share, deadline, self.step, self._limit(index)):
                     granted.append(self._with_prompt(pool.start(share, deadline)))
+                    self._num_started += 1
                     heapq.heapreplace(turns, (pool.next_ticket(share), index))
                 else:
                     heapq.heappop(turns)  # what others start makes no room in this one
@@ -248,19 +250,23 @@ class TicketLedger:
         return turns
 
     @property
-    def most_in_work(self) -> int:
-        """How many tickets would be in work if all started that may."""
+    def room(self) -> int:
+        """How many tickets may start, by their number alone: the deadline of a generator with older
+        weights may allow fewer.
+        """
         with self._lock:
             window = self.groups_per_step + self.overcommit
             if self.max_lag is None:
-                return 0 if self.step == self.max_steps else window
+                window = 0 if self.step == self.max_steps else window
+                return max(0, window - self._num_started + self._num_finished)
             window = min(window, (self.max_lag + 1) * self.groups_per_step)
             if self.max_steps is not None:
                 window = min(window, max(0, self.max_steps - self.step) * self.groups_per_step)
-            return max(0, window - self._num_finished)
+            return max(0, window - self._num_started)
 
     def _recount(self) -> None:
-        """Count what is finished anew, after it has changed in another way than by finishing."""
+        """Count what is started and finished anew, after more than one start or end."""
+        self._num_started = sum(len(pool.deadlines) for pool in self._pools)
         self._num_finished = sum(len(pool.finished) for pool in self._pools)
 
     def _limit(self, index: int) -> int:
@@ -306,6 +312,7 @@ class TicketLedger:
         self._changed.clear()
         if given_back:
             self._learn(given_back)
+            self._num_started -= len(given_back)
             self._num_finished -= len(given_back)
             self._turns.clear()
         return list(given_back)
@@ -324,6 +331,7 @@ class TicketLedger:
                 if ticket not in pool.deadlines or ticket in pool.finished:
                     raise ValueError(f"ticket {ticket} is to start again, but it is not in work")
                 pool.restart([ticket])
+                self._num_started -= 1
 
     def take(self, step: int, waited: bool = False) -> list[int] | None:
         """Return what all pools hand over to step `step`; None while one of them must wait.

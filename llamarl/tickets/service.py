@@ -22,11 +22,12 @@ the others ask by mail.
                                                                 them (on_deadline=truncate)
 
 Every ask is answered at once, if need be with nothing, and a generator has one ask under way: it is
-never granted more than it has room for, nor more than its share (shares.py). What was not granted is not owed. A generator asks anew
-when it holds newer weights, or when the leader says that there may be room: a take makes some just
-when newer weights are on their way, and tickets started with those are a version younger than what
-a standing ask would have started. Generators ask ahead, between chunks, and do not wait for the
-answer; with max_lag 0 they do, for what is batched with what must not depend on timing.
+never granted more than it has room for, nor more than its share (shares.py). What was not granted
+is not owed. A generator asks anew when it holds newer weights, or when the leader says that there
+may be room: a take makes some just when newer weights are on their way, and tickets started with
+those are a version younger than what a standing ask would have started. Generators ask ahead,
+between chunks, and do not wait for the answer; with max_lag 0 they do, for what is batched with
+what must not depend on timing.
 """
 
 from __future__ import annotations
@@ -117,6 +118,7 @@ class TicketService:
         self._num_asked = 0  # groups that it asks for; 0: it is answered
         self._is_refused = False  # less was granted than asked for, and there is no news of room
         self._asked_version = -1
+        self._has_waited = False  # it was idle when it asked, and has got nothing since
         # On the leader: ranks of generators that were granted less than asked for. A dict keeps
         # their order.
         self._refused: dict[int, None] = {}
@@ -136,21 +138,32 @@ class TicketService:
 
     # --- Generators ---
 
-    def ask(self, generator: int, count: int, version: int) -> list[Ticket]:
-        """Ask for up to `count` groups to start, for which there is room.
+    def ask(
+        self, generator: int, count: int, version: int, *, is_idle: bool = False
+    ) -> list[Ticket]:
+        """Ask for up to `count` groups to start, for which there is room. is_idle: the generator
+        has nothing to do until it gets some.
 
         Returns those that were granted since the last call, to this ask or an earlier one. Nothing
         is asked while an answer is under way, nor where the last one was a refusal and neither this
-        generator's weights nor the ledger have changed since. Synchronous runs wait for the answer
+        generator's weights nor the ledger have changed since; but once when it becomes idle, where
+        others might get what it waits for. Synchronous runs wait for the answer
         (TimedOut after timeout_s); others never do.
         """
         tickets = self.granted()
         room = count - len(tickets)
         may_succeed = version > self._asked_version or not self._is_refused
+        may_succeed = may_succeed or (self._shares is not None and is_idle and not self._has_waited)
         if room > 0 and may_succeed and not self._num_asked:
             self._num_asked = room
             self._asked_version = version
-            payload = {"generator": generator, "count": room, "version": version}
+            self._has_waited = is_idle
+            payload = {
+                "generator": generator,
+                "count": room,
+                "version": version,
+                "is_idle": is_idle,
+            }
             self._control.post(self._control.leader, "ask", payload)
         tickets += self.granted()
         until = self._clock() + self._timeout_s
@@ -183,6 +196,7 @@ class TicketService:
                 self._is_refused = False
                 continue
             self._is_refused = len(granted) < self._num_asked
+            self._has_waited = self._has_waited and not granted
             self._num_asked = 0
             for index, deadline, prompt in granted:
                 tickets.append(Ticket(index, deadline, prompt))
@@ -328,8 +342,9 @@ class TicketService:
         count = payload["count"]
         with self._lock:
             allowed = count
+            is_idle = payload["is_idle"]
             if self._shares is not None:
-                allowed = min(count, self._shares.most(sender, self._ledger.most_in_work))
+                allowed = min(count, self._shares.share(sender, self._ledger.room, is_idle=is_idle))
             tickets = self._ledger.start(allowed, payload["version"], payload["generator"])
             values = [[ticket.index, ticket.deadline, ticket.prompt] for ticket in tickets]
             self._control.post(sender, "grant", {"tickets": values})
@@ -337,25 +352,21 @@ class TicketService:
             if len(tickets) < count:
                 self._refused[sender] = None
             if self._shares is not None:
-                self._shares.granted(sender, len(tickets), asked=count, allowed=allowed)
-                self._tell_held_back(self._shares)
+                may_ask = self._shares.answered(
+                    sender,
+                    len(tickets),
+                    asked=count,
+                    allowed=allowed,
+                    is_idle=is_idle,
+                )
+                for rank in may_ask:
+                    self._refused.pop(rank, None)
+                    self._control.post(rank, "grant", {"tickets": None})
 
     def start_again(self, tickets: list[int]) -> None:
         """Have these tickets start again (leader only): the generator that sampled them is gone."""
-        if self._shares is not None:
-            with self._lock:
-                for rank in {self._times.work[ticket].rank for ticket in tickets}:
-                    self._shares.gone(rank)
         self._ledger.start_again(tickets)
         self._tell_of_room()
-
-    def _tell_held_back(self, shares: FairShares) -> None:
-        """Tell generators to ask again that got no more than their share, and should have more by
-        now.
-        """
-        for rank in shares.has_more_for(self._ledger.most_in_work):
-            self._refused.pop(rank, None)
-            self._control.post(rank, "grant", {"tickets": None})
 
     def _tell_of_room(self, *, in_step: bool = False) -> None:
         """Tell generators that were refused to ask again, in the order in which they were. in_step:
@@ -369,13 +380,13 @@ class TicketService:
                 # By the topic of the refusal that it takes back, which it must not overtake.
                 self._control.post(rank, "grant", {"tickets": None})
             self._refused.clear()
+            if self._shares is not None:
+                self._shares.told()
 
     def _on_going_on(self, sender: int, payload: dict) -> None:
         with self._lock:
             tickets = payload["tickets"]
             self._times.granted(tickets, sender, self._clock(), is_resumed=True)
-            if self._shares is not None:
-                self._shares.goes_on(sender, len(tickets))
 
     def _on_finish(self, sender: int, payload: dict) -> None:
         tickets = payload["tickets"]
@@ -384,8 +395,6 @@ class TicketService:
             whole = [t for t in tickets if self._arrivals[t] == self._tensor_parallel]
             for ticket in whole:
                 del self._arrivals[ticket]
-            if self._shares is not None:
-                self._note_finished(self._shares, whole)
             self._times.finished(whole, self._clock())
         verdicts = {int(t): Verdict.from_json(said) for t, said in payload["verdicts"].items()}
         given_back = self._ledger.finish(whole, verdicts)
@@ -394,14 +403,6 @@ class TicketService:
             self._tell_of_room()  # without a bound what has finished makes room
         elif given_back:
             self._tell_of_room(in_step=True)
-
-    def _note_finished(self, shares: FairShares, tickets: list[int]) -> None:
-        """Note the generators whose groups have arrived."""
-        for ticket in tickets:
-            work = self._times.work.get(ticket)
-            if work is not None:
-                shares.finished(work.rank)
-        self._tell_held_back(shares)
 
     def _tell_of_given_back(self, tickets: list[int]) -> None:
         """Tell the trainer ranks which of their groups are not wanted."""

@@ -1,88 +1,62 @@
-"""FairShares: how much of what may start each generator should get, so that none works through a
-batch alone while the others wait. Pure: no ledger, no messages.
+"""FairShares: how much of what may start a generator should get, so that none works through a batch
+alone while others wait. Pure: no ledger, no messages.
 
-Whoever asks first could have all that there is room for. So a generator gets at most what brings it
-to the level at which all have as many groups in work:
+Where there is news of room, all generators that wait will ask, and whoever asks first could have
+all of it. So it gets an even share, and those that wait the rest. A generator that is in the middle
+of a chunk does not wait: nothing is kept for it.
 
-    level = (most in work - what those have that want no more) / those that may want more
-
-A generator wants no more, for now, if its last ask was granted in full. Until a generator has
-asked, it may want any number. The level rises as it turns out that others want less, and a
-generator that was held back at it is told to ask again.
+A share is kept for as long as the one that was held back takes to work off its own. It then asks
+again, and whoever has not asked by then loses what was kept: on a rank that trains meanwhile, say.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-
 
 class FairShares:
-    """Knows what each generator has in work, and what it would have more. Generators are named by
+    """Knows which generators wait, and which got no more than their share. Generators are named by
     their ranks.
     """
 
     def __init__(self, num_generators: int):
-        self._num_generators = num_generators
-        self._in_work: Counter[int] = Counter()  # rank -> groups that have not arrived
-        self._sated: set[int] = set()  # that want no more
-        self._in_work_of_sated = 0
+        # For how many that have not asked yet something is kept: they wait for their first weights.
+        self._num_unheard = num_generators
+        self._heard: set[int] = set()
+        self._waiting: set[int] = set()
         self._held_back: dict[int, None] = {}  # in the order in which they were
 
-    def most(self, rank: int, most_in_work: int) -> int:
-        """Return how many groups a generator that asks should get at most. most_in_work: how many
-        all could have in work together, if all that may start did.
+    def share(self, rank: int, room: int, *, is_idle: bool) -> int:
+        """Return how many groups a generator that asks should get at most. room: how many may
+        start. is_idle: it has nothing to do until it gets some.
         """
-        self._set_sated(rank, is_sated=False)
-        return max(0, self._level(most_in_work) - self._in_work[rank])
+        if rank not in self._heard:
+            self._heard.add(rank)
+            self._num_unheard = max(0, self._num_unheard - 1)
+        self._waiting.discard(rank)
+        if is_idle and rank in self._held_back:
+            self._waiting.clear()
+            self._num_unheard = 0
+        others = len(self._waiting) + self._num_unheard
+        return -(-room // (1 + others))
 
-    def granted(self, rank: int, count: int, *, asked: int, allowed: int) -> None:
-        """Note that an ask for so many groups, of which `allowed` were its share, was granted
-        `count`.
+    def answered(
+        self, rank: int, granted: int, *, asked: int, allowed: int, is_idle: bool
+    ) -> list[int]:
+        """Note how an ask was answered. Return the generators that were held back and may ask
+        again, since nobody waits any more.
+
+        asked, allowed: groups that it would have, and its share.
         """
         self._held_back.pop(rank, None)
-        self._in_work[rank] += count
-        if count == asked:
-            self._set_sated(rank, is_sated=True)
-        elif count == allowed:
+        if is_idle and not granted:
+            self._waiting.add(rank)
+        elif granted == allowed < asked:
             self._held_back[rank] = None
-
-    def goes_on(self, rank: int, count: int) -> None:
-        """Note groups that a generator has in work, which it did not ask for: a resumed run's."""
-        self._in_work[rank] += count
-
-    def finished(self, rank: int) -> None:
-        """Note that a generator's group has arrived."""
-        self._in_work[rank] -= 1
-        if rank in self._sated:
-            self._in_work_of_sated -= 1
-
-    def gone(self, rank: int) -> None:
-        """Note that a generator is gone, and its groups with it."""
-        self._set_sated(rank, is_sated=False)
-        self._in_work[rank] = 0
-        self._set_sated(rank, is_sated=True)
-
-    def has_more_for(self, most_in_work: int) -> list[int]:
-        """Return the generators that were held back and should get more by now, and forget that
-        they were.
-        """
-        if not self._held_back:
+        if self._waiting or self._num_unheard:
             return []
-        level = self._level(most_in_work)
-        found = [rank for rank in self._held_back if self._in_work[rank] < level]
-        for rank in found:
-            del self._held_back[rank]
-        return found
+        return self.told()
 
-    def _level(self, most_in_work: int) -> int:
-        """Return how many groups each that may want more should have in work, rounded up."""
-        wanting = max(1, self._num_generators - len(self._sated))
-        return -(-(most_in_work - self._in_work_of_sated) // wanting)
-
-    def _set_sated(self, rank: int, *, is_sated: bool) -> None:
-        if is_sated and rank not in self._sated:
-            self._sated.add(rank)
-            self._in_work_of_sated += self._in_work[rank]
-        elif not is_sated and rank in self._sated:
-            self._sated.remove(rank)
-            self._in_work_of_sated -= self._in_work[rank]
+    def told(self) -> list[int]:
+        """Return the generators that were held back: they are told to ask again, as others are."""
+        held_back = list(self._held_back)
+        self._held_back.clear()
+        return held_back

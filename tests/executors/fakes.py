@@ -199,7 +199,7 @@ class FakeTickets:
     def go_on(self, tickets):
         self.went_on += tickets
 
-    def ask(self, generator, count, version):
+    def ask(self, generator, count, version, *, is_idle=False):
         self.asked.append((count, version))
         out = [Ticket(self.next + i, version) for i in range(min(count, self.grants))]
         self.next += len(out)

@@ -33,7 +33,10 @@ class Run:
     def ask(self, generator):
         room = self.rooms[generator] - len(self.has[generator])
         desk = self.desks[1 + generator]
-        granted = desk.ask(generator, room, self.version) if room > 0 else desk.granted()
+        is_idle = not self.has[generator]
+        granted = desk.granted()
+        if room > 0:
+            granted += desk.ask(generator, room, self.version, is_idle=is_idle)
         granted += desk.granted()
         self.has[generator] += [ticket.index for ticket in granted]
         return len(granted)
@@ -44,25 +47,22 @@ class Run:
             pass
         return [len(tickets) for tickets in self.has]
 
+    def next_step(self):
+        """Take the next step's batch and train on it, if it is there."""
+        if self.desks[0].take(self.ledger.step) is not None:
+            self.version += 1
+            self.desks[0].trained(0.0)
+
     def finish(self, generator, count):
         done, self.has[generator] = self.has[generator][:count], self.has[generator][count:]
         self.desks[0].finish(done)
 
 
-def level(rooms, most):
-    """What each has in work where all have as much as they may, and nothing is left over."""
-    filled = [0] * len(rooms)
-    for _ in range(min(most, sum(rooms))):
-        hungry = [number for number, room in enumerate(rooms) if filled[number] < room]
-        filled[min(hungry, key=lambda number: filled[number])] += 1
-    return filled
-
-
-def test_who_asks_first_gets_no_more_than_an_even_share():
-    run = Run([100, 100])
-    assert run.ask(0) == 8 and run.ask(0) == 0
-    assert run.ask(1) == 8
-    assert run.ledger.start(1, 0, 0) == []
+def test_who_asks_first_gets_an_even_share_and_who_waits_the_rest():
+    run = Run([100, 100, 100])
+    assert run.ask(0) == 6 and run.ask(0) == 0
+    assert run.ask(1) == 5 and run.ask(2) == 5
+    assert run.ledger.room == 0
 
 
 def test_what_one_has_no_room_for_another_gets_as_soon_as_that_is_known():
@@ -72,72 +72,96 @@ def test_what_one_has_no_room_for_another_gets_as_soon_as_that_is_known():
     assert run.ask(0) == 5
 
 
-def test_who_has_worked_off_its_share_gets_more_though_another_never_asks():
-    """One that evaluates, or hangs, holds up nobody."""
+def test_nothing_is_kept_for_one_that_is_at_work():
+    """It would ask at the end of its chunk."""
+    run = Run([100, 100])
+    run.all_ask()
+    run.finish(0, 8)
+    run.finish(1, 7)
+    assert run.ask(0) == 0, "it waits"
+    assert run.ask(1) == 0, "it works"
+    run.next_step()
+    assert run.ask(0) == STEP
+
+
+def test_those_that_wait_share_what_a_step_makes_room_for():
+    run = Run([100, 100])
+    run.all_ask()
+    for generator in range(2):
+        run.finish(generator, 8)
+        assert run.ask(generator) == 0
+    run.next_step()
+    assert run.ask(1) == STEP // 2
+    assert run.ask(0) == STEP // 2
+
+
+def test_who_has_worked_off_its_share_gets_what_was_kept_for_one_that_never_asks():
+    """One that trains meanwhile, evaluates or hangs: it holds up nobody."""
     run = Run([100, 100])
     assert run.ask(0) == 8
-    run.finish(0, 6)
-    assert run.ask(0) == 3, "of the ten that could be in work five each, and it has two"
-    run.finish(0, 5)
-    assert run.ask(0) == 3
-    run.finish(0, 3)
+    run.finish(0, 7)
+    assert run.ask(0) == 0, "it is at work"
+    run.finish(0, 1)
+    assert run.ask(0) == 8
+    run.finish(0, 4)
     assert run.desks[0].take(0) is not None, "so that a step comes of one generator alone"
+    assert run.ask(1) > 0, "it may still come"
 
 
 @given(
     rooms=st.lists(st.integers(1, 20), min_size=2, max_size=6),
     order=st.randoms(use_true_random=False),
-    steps=st.lists(st.integers(0, STEP), max_size=4),
+    steps=st.lists(st.integers(0, STEP), max_size=6),
 )
-def test_all_have_as_many_in_work_as_all_others_that_want_as_many(rooms, order, steps):
+def test_nothing_that_may_start_is_left_while_one_has_room_for_it(rooms, order, steps):
     run = Run(rooms)
-    most = STEP + OVERCOMMIT
     for finished in [0, *steps]:
         numbers = list(range(len(rooms)))
         for _ in range(finished):
             working = [number for number in numbers if run.has[number]]
             if working:
                 run.finish(order.choice(working), 1)
-        if run.desks[0].take(run.ledger.step) is not None:
-            run.version += 1
-            run.desks[0].trained(0.0)
+        run.next_step()
         order.shuffle(numbers)
         found = run.all_ask(numbers)
-        left = run.ledger.most_in_work - sum(found)
-        assert left == 0 or found == rooms, "nobody waits who might work"
-        assert sum(found) <= most
-        if not finished and run.version == 0:
-            # Rounding gives the last ones a group less.
-            assert all(abs(a - b) <= len(rooms) for a, b in zip(found, level(rooms, most)))
-            assert max(found) <= max(level(rooms, most)) + 1
+        assert run.ledger.room == 0 or found == rooms, "nobody waits who might work"
+        assert sum(found) <= STEP + OVERCOMMIT
 
 
 @pytest.mark.parametrize("overcommit", [0, 4, 40])
-def test_what_could_be_in_work_is_what_the_ledger_starts(overcommit):
+def test_room_is_what_the_ledger_starts(overcommit):
     ledger = TicketLedger(
         groups_per_step=STEP, max_lag=1, overcommit=overcommit, num_pools=4, max_steps=3
     )
     for step in range(3):
-        before = len(ledger.in_work())
-        started = ledger.start(1000, step)
-        assert ledger.most_in_work == before + len(started) == len(ledger.in_work())
-        by_deadline = ledger.waits_for()
-        assert ledger.finish(by_deadline) == []
-        assert ledger.most_in_work == len(ledger.in_work())
+        room = ledger.room
+        assert len(ledger.start(1000, step)) == room and ledger.room == 0
+        assert ledger.finish(ledger.waits_for()) == []
+        assert ledger.room == 0
         assert len(ledger.take(step)) == STEP
+        after = ledger.room
         ledger.untake(step)
-        assert ledger.most_in_work == len(ledger.in_work())
+        assert ledger.room == 0
         ledger.take(step)
         ledger.trained(0.0)
-    assert ledger.most_in_work == 0
+        assert ledger.room == after
+    assert ledger.room == 0
 
 
-def test_a_generator_that_is_gone_wants_nothing_and_its_groups_go_to_the_others():
-    run = Run([100, 100, 100])
-    assert run.all_ask() == [6, 6, 4]
-    lost = run.has[2]
-    run.rooms[2], run.has[2] = 0, []
+def test_room_without_a_bound_on_lag_is_made_by_what_arrives():
+    ledger = TicketLedger(groups_per_step=STEP, max_lag=None, overcommit=0, num_pools=2)
+    started = [ticket.index for ticket in ledger.start(1000, 0)]
+    assert len(started) == STEP and ledger.room == 0
+    ledger.finish(started[:5])
+    assert ledger.room == 5 == len(ledger.start(1000, 0))
+
+
+def test_what_starts_again_makes_room():
+    run = Run([100, 100])
+    run.all_ask()
+    lost = run.has[1]
+    run.rooms[1], run.has[1] = 0, []
     run.desks[0].start_again(lost)
-    found = run.all_ask([0, 1])
-    assert sorted(found) == [0, 8, 8]
-    assert set(lost) <= {*run.has[0], *run.has[1]}
+    assert run.ledger.room == len(lost)
+    run.all_ask([0])
+    assert set(lost) <= set(run.has[0]) and run.ledger.room == 0
