@@ -342,9 +342,10 @@ class TicketService:
         count = payload["count"]
         with self._lock:
             allowed = count
+            room = self._ledger.room
             is_idle = payload["is_idle"]
             if self._shares is not None:
-                allowed = min(count, self._shares.share(sender, self._ledger.room, is_idle=is_idle))
+                allowed = min(count, self._shares.share(sender, room, is_idle=is_idle))
             tickets = self._ledger.start(allowed, payload["version"], payload["generator"])
             values = [[ticket.index, ticket.deadline, ticket.prompt] for ticket in tickets]
             self._control.post(sender, "grant", {"tickets": values})
@@ -354,14 +355,13 @@ class TicketService:
             if self._shares is not None:
                 may_ask = self._shares.answered(
                     sender,
-                    len(tickets),
-                    asked=count,
-                    allowed=allowed,
-                    is_idle=is_idle,
+                    waits=is_idle and not tickets,
+                    is_held_back=len(tickets) == allowed < min(count, room),
                 )
-                for rank in may_ask:
-                    self._refused.pop(rank, None)
-                    self._control.post(rank, "grant", {"tickets": None})
+                if self._ledger.room:
+                    for rank in may_ask:
+                        self._refused.pop(rank, None)
+                        self._control.post(rank, "grant", {"tickets": None})
 
     def start_again(self, tickets: list[int]) -> None:
         """Have these tickets start again (leader only): the generator that sampled them is gone."""

@@ -38,18 +38,17 @@ class FairShares:
         others = len(self._waiting) + self._num_unheard
         return -(-room // (1 + others))
 
-    def answered(
-        self, rank: int, granted: int, *, asked: int, allowed: int, is_idle: bool
-    ) -> list[int]:
+    def answered(self, rank: int, *, waits: bool, is_held_back: bool) -> list[int]:
         """Note how an ask was answered. Return the generators that were held back and may ask
         again, since nobody waits any more.
 
-        asked, allowed: groups that it would have, and its share.
+        waits: it has nothing to do, and got nothing. is_held_back: it would have got more, if that
+        had not been kept for others.
         """
         self._held_back.pop(rank, None)
-        if is_idle and not granted:
+        if waits:
             self._waiting.add(rank)
-        elif granted == allowed < asked:
+        elif is_held_back:
             self._held_back[rank] = None
         if self._waiting or self._num_unheard:
             return []

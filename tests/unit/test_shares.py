@@ -14,6 +14,16 @@ STEP = 12  # groups
 OVERCOMMIT = 4
 
 
+class Mail(SimulatedMail):
+    """Mail that counts asks."""
+
+    num_asks = 0
+
+    def post(self, rank, topic, payload):
+        self.num_asks += topic == "ask"
+        super().post(rank, topic, payload)
+
+
 class Run:
     """Generators that ask in any order, have room for so many groups each, and finish them."""
 
@@ -25,7 +35,8 @@ class Run:
         self.ledger = TicketLedger(num_generators=len(rooms), **settings)
         world = []
         for rank in range(1 + len(rooms)):
-            world.append(SimulatedMail(rank, world, lambda: None))
+            world.append(Mail(rank, world, lambda: None))
+        self.mail = world
         self.desks = [
             TicketService(self.ledger, mail, trainer_ranks=(0,), timeout_s=1.0) for mail in world
         ]
@@ -154,6 +165,19 @@ def test_room_without_a_bound_on_lag_is_made_by_what_arrives():
     assert len(started) == STEP and ledger.room == 0
     ledger.finish(started[:5])
     assert ledger.room == 5 == len(ledger.start(1000, 0))
+
+
+def test_nobody_asks_again_without_news():
+    """A generator calls between any two chunks: it sends a message only where that may help."""
+    run = Run([100, 100])
+    run.all_ask()
+    run.finish(0, 8)
+    for number in range(5):
+        run.ask(0), run.ask(1)
+        if not number:
+            asks = [mail.num_asks for mail in run.mail]
+    assert [mail.num_asks for mail in run.mail] == asks
+    assert sum(asks) == 3, "two at first, and one that says that it is idle now"
 
 
 def test_what_starts_again_makes_room():
