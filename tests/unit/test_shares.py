@@ -95,15 +95,29 @@ def test_nothing_is_kept_for_one_that_is_at_work():
     assert run.ask(0) == STEP
 
 
-def test_those_that_wait_share_what_a_step_makes_room_for():
+def waiting():
+    """Two generators with nothing to do, and room for a step's groups."""
     run = Run([100, 100])
     run.all_ask()
     for generator in range(2):
         run.finish(generator, 8)
         assert run.ask(generator) == 0
     run.next_step()
+    return run
+
+
+def test_those_that_wait_share_what_a_step_makes_room_for():
+    run = waiting()
     assert run.ask(1) == STEP // 2
     assert run.ask(0) == STEP // 2
+
+
+def test_what_was_kept_for_one_that_waits_and_does_not_ask_is_not_kept_for_long():
+    """It may stand on a rank that trains meanwhile."""
+    run = waiting()
+    assert run.ask(1) == STEP // 2
+    run.finish(1, STEP // 2)
+    assert run.ask(1) == STEP // 2
 
 
 def test_who_has_worked_off_its_share_gets_what_was_kept_for_one_that_never_asks():
