@@ -200,6 +200,9 @@ class GeneratorStation:
         if room > 0:
             is_idle = not (self._rows or self._waiting)
             granted = self.service.ask(self.index, room, self.version, is_idle=is_idle)
+            if not (granted or self.service.is_refused):
+                # It was told at once that it may ask.
+                granted = self.service.ask(self.index, room, self.version, is_idle=is_idle)
         else:
             granted = self.service.granted()
         self._is_woken = was_woken

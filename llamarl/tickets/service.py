@@ -7,6 +7,8 @@ the others ask by mail.
     grant      leader -> generator   taken by the generator     the answer: n tickets to start, or
                                                                 fewer; or, later on: there is room,
                                                                 ask again
+    waits      generator -> leader   leader's listener thread   it has nothing to do until it gets
+                                                                some, as shares.py would know
     going_on   generator -> leader   leader's listener thread   tickets that a resumed run goes on
                                                                 with
     finish     trainer -> leader     leader's listener thread   these groups have reached a trainer
@@ -118,7 +120,7 @@ class TicketService:
         self._num_asked = 0  # groups that it asks for; 0: it is answered
         self._is_refused = False  # less was granted than asked for, and there is no news of room
         self._asked_version = -1
-        self._has_waited = False  # it was idle when it asked, and has got nothing since
+        self._has_told = False  # that it waits, since it asked last
         # On the leader: ranks of generators that were granted less than asked for. A dict keeps
         # their order.
         self._refused: dict[int, None] = {}
@@ -128,6 +130,7 @@ class TicketService:
             self._shares = FairShares(ledger.num_generators)
         if control.is_leader:
             control.on("ask", self._on_ask)
+            control.on("waits", self._on_waits)
             control.on("going_on", self._on_going_on)
             control.on("finish", self._on_finish)
 
@@ -146,25 +149,22 @@ class TicketService:
 
         Returns those that were granted since the last call, to this ask or an earlier one. Nothing
         is asked while an answer is under way, nor where the last one was a refusal and neither this
-        generator's weights nor the ledger have changed since; but once when it becomes idle, where
-        others might get what it waits for. Synchronous runs wait for the answer
-        (TimedOut after timeout_s); others never do.
+        generator's weights nor the ledger have changed since; where there are others, the leader is
+        then told once that this one waits. Synchronous runs wait for the answer (TimedOut after
+        timeout_s); others never do.
         """
         tickets = self.granted()
         room = count - len(tickets)
         may_succeed = version > self._asked_version or not self._is_refused
-        may_succeed = may_succeed or (self._shares is not None and is_idle and not self._has_waited)
         if room > 0 and may_succeed and not self._num_asked:
             self._num_asked = room
             self._asked_version = version
-            self._has_waited = is_idle
-            payload = {
-                "generator": generator,
-                "count": room,
-                "version": version,
-                "is_idle": is_idle,
-            }
+            self._has_told = False
+            payload = {"generator": generator, "count": room, "version": version}
             self._control.post(self._control.leader, "ask", payload)
+        elif is_idle and not (self._num_asked or self._has_told) and self._shares is not None:
+            self._has_told = True
+            self._control.post(self._control.leader, "waits", {})
         tickets += self.granted()
         until = self._clock() + self._timeout_s
         while self.synchronous and self._num_asked:
@@ -196,7 +196,6 @@ class TicketService:
                 self._is_refused = False
                 continue
             self._is_refused = len(granted) < self._num_asked
-            self._has_waited = self._has_waited and not granted
             self._num_asked = 0
             for index, deadline, prompt in granted:
                 tickets.append(Ticket(index, deadline, prompt))
@@ -343,9 +342,8 @@ class TicketService:
         with self._lock:
             allowed = count
             room = self._ledger.room
-            is_idle = payload["is_idle"]
             if self._shares is not None:
-                allowed = min(count, self._shares.share(sender, room, is_idle=is_idle))
+                allowed = min(count, self._shares.share(sender, room))
             tickets = self._ledger.start(allowed, payload["version"], payload["generator"])
             values = [[ticket.index, ticket.deadline, ticket.prompt] for ticket in tickets]
             self._control.post(sender, "grant", {"tickets": values})
@@ -353,15 +351,23 @@ class TicketService:
             if len(tickets) < count:
                 self._refused[sender] = None
             if self._shares is not None:
-                may_ask = self._shares.answered(
-                    sender,
-                    waits=is_idle and not tickets,
-                    is_held_back=len(tickets) == allowed < min(count, room),
-                )
-                if self._ledger.room:
-                    for rank in may_ask:
-                        self._refused.pop(rank, None)
-                        self._control.post(rank, "grant", {"tickets": None})
+                is_held_back = len(tickets) == allowed < min(count, room)
+                may_ask = self._shares.answered(sender, is_held_back=is_held_back)
+                self._tell_of_rest(may_ask)
+
+    def _on_waits(self, sender: int, payload: dict) -> None:
+        with self._lock:
+            if self._shares is not None:
+                self._shares.waits(sender)
+                self._tell_of_rest([sender])
+
+    def _tell_of_rest(self, ranks: list[int]) -> None:
+        """Tell generators to ask again for what is no longer kept for others, if there is any."""
+        if not self._ledger.room:
+            return
+        for rank in ranks:
+            self._refused.pop(rank, None)
+            self._control.post(rank, "grant", {"tickets": None})
 
     def start_again(self, tickets: list[int]) -> None:
         """Have these tickets start again (leader only): the generator that sampled them is gone."""

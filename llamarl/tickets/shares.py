@@ -24,35 +24,39 @@ class FairShares:
         self._waiting: set[int] = set()
         self._held_back: dict[int, None] = {}  # in the order in which they were
 
-    def share(self, rank: int, room: int, *, is_idle: bool) -> int:
+    def share(self, rank: int, room: int) -> int:
         """Return how many groups a generator that asks should get at most. room: how many may
-        start. is_idle: it has nothing to do until it gets some.
+        start.
         """
         if rank not in self._heard:
             self._heard.add(rank)
             self._num_unheard = max(0, self._num_unheard - 1)
         self._waiting.discard(rank)
-        if is_idle and rank in self._held_back:
-            self._waiting.clear()
-            self._num_unheard = 0
-        others = len(self._waiting) + self._num_unheard
-        return -(-room // (1 + others))
+        return -(-room // (1 + len(self._waiting) + self._num_unheard))
 
-    def answered(self, rank: int, *, waits: bool, is_held_back: bool) -> list[int]:
+    def answered(self, rank: int, *, is_held_back: bool) -> list[int]:
         """Note how an ask was answered. Return the generators that were held back and may ask
         again, since nobody waits any more.
 
-        waits: it has nothing to do, and got nothing. is_held_back: it would have got more, if that
-        had not been kept for others.
+        is_held_back: it would have got more, if that had not been kept for others.
         """
         self._held_back.pop(rank, None)
-        if waits:
-            self._waiting.add(rank)
-        elif is_held_back:
+        if is_held_back:
             self._held_back[rank] = None
         if self._waiting or self._num_unheard:
             return []
         return self.told()
+
+    def waits(self, rank: int) -> None:
+        """Note that a generator has nothing to do until it gets some. If it was held back, it has
+        worked off its share.
+        """
+        if rank in self._held_back:
+            del self._held_back[rank]
+            self._waiting.clear()
+            self._num_unheard = 0
+        else:
+            self._waiting.add(rank)
 
     def told(self) -> list[int]:
         """Return the generators that were held back: they are told to ask again, as others are."""

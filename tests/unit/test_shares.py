@@ -15,12 +15,12 @@ OVERCOMMIT = 4
 
 
 class Mail(SimulatedMail):
-    """Mail that counts asks."""
+    """Mail that counts what generators send."""
 
     num_asks = 0
 
     def post(self, rank, topic, payload):
-        self.num_asks += topic == "ask"
+        self.num_asks += topic in ("ask", "waits")
         super().post(rank, topic, payload)
 
 
@@ -48,6 +48,8 @@ class Run:
         granted = desk.granted()
         if room > 0:
             granted += desk.ask(generator, room, self.version, is_idle=is_idle)
+            if not (granted or desk.is_refused):  # it was told that there is something
+                granted += desk.ask(generator, room, self.version, is_idle=is_idle)
         granted += desk.granted()
         self.has[generator] += [ticket.index for ticket in granted]
         return len(granted)
