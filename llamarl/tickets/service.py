@@ -120,7 +120,7 @@ class TicketService:
         self._num_asked = 0  # groups that it asks for; 0: it is answered
         self._is_refused = False  # less was granted than asked for, and there is no news of room
         self._asked_version = -1
-        self._has_told = False  # that it waits, since it asked last
+        self._has_told = False  # that it has nothing to do, since it got something
         # On the leader: ranks of generators that were granted less than asked for. A dict keeps
         # their order.
         self._refused: dict[int, None] = {}
@@ -159,8 +159,13 @@ class TicketService:
         if room > 0 and may_succeed and not self._num_asked:
             self._num_asked = room
             self._asked_version = version
-            self._has_told = False
-            payload = {"generator": generator, "count": room, "version": version}
+            self._has_told = is_idle
+            payload = {
+                "generator": generator,
+                "count": room,
+                "version": version,
+                "is_idle": is_idle,
+            }
             self._control.post(self._control.leader, "ask", payload)
         elif is_idle and not (self._num_asked or self._has_told) and self._shares is not None:
             self._has_told = True
@@ -196,6 +201,7 @@ class TicketService:
                 self._is_refused = False
                 continue
             self._is_refused = len(granted) < self._num_asked
+            self._has_told = self._has_told and not granted
             self._num_asked = 0
             for index, deadline, prompt in granted:
                 tickets.append(Ticket(index, deadline, prompt))
@@ -352,7 +358,8 @@ class TicketService:
                 self._refused[sender] = None
             if self._shares is not None:
                 is_held_back = len(tickets) == allowed < min(count, room)
-                may_ask = self._shares.answered(sender, is_held_back=is_held_back)
+                waits = payload["is_idle"] and not tickets
+                may_ask = self._shares.answered(sender, waits=waits, is_held_back=is_held_back)
                 self._tell_of_rest(may_ask)
 
     def _on_waits(self, sender: int, payload: dict) -> None:

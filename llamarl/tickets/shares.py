@@ -34,14 +34,17 @@ class FairShares:
         self._waiting.discard(rank)
         return -(-room // (1 + len(self._waiting) + self._num_unheard))
 
-    def answered(self, rank: int, *, is_held_back: bool) -> list[int]:
+    def answered(self, rank: int, *, waits: bool, is_held_back: bool) -> list[int]:
         """Note how an ask was answered. Return the generators that were held back and may ask
         again, since nobody waits any more.
 
-        is_held_back: it would have got more, if that had not been kept for others.
+        waits: it has nothing to do, and got nothing. is_held_back: it would have got more, if that
+        had not been kept for others.
         """
         self._held_back.pop(rank, None)
-        if is_held_back:
+        if waits:
+            self._waiting.add(rank)
+        elif is_held_back:
             self._held_back[rank] = None
         if self._waiting or self._num_unheard:
             return []
