@@ -244,18 +244,35 @@ def _difference(question: Question, value: float | None) -> str:
 
 
 def table(study: Study, by_seed: Mapping[int, Mapping[str, Run]]) -> str:
-    """Return the arms with the last values of what the study looks at: means, and ranges."""
-    columns = tuple(dict.fromkeys((study.y, *study.shown)))
-    lines = [["arm", "n", *columns, "seconds"], ["---"] * (len(columns) + 3)]
+    """Return the arms with the last values of what the study looks at: means, and ranges. In two
+    tables where a line would be too long.
+    """
+    columns = list(dict.fromkeys((study.y, *study.shown)))
+    whole = _table(study, by_seed, ["n", *columns, "seconds"])
+    if max(map(len, whole)) <= PAGE_COLUMNS:
+        return "\n".join(whole)
+    half = (len(columns) + 1) // 2
+    first = _table(study, by_seed, ["n", *columns[:half]])
+    second = _table(study, by_seed, [*columns[half:], "seconds"])
+    return "\n".join([*first, "", *second])
+
+
+def _table(study: Study, by_seed: Mapping[int, Mapping[str, Run]], columns: list[str]) -> list[str]:
+    """Return the lines of a table of arms with these columns."""
+    lines = [["arm", *columns], ["---"] * (len(columns) + 1)]
     for arm in study.arms:
         runs = [of_seed for of_seed in by_seed.values() if arm.name in of_seed]
-        cells = [arm.name, str(len(runs))]
+        cells = [arm.name]
         for column in columns:
-            values = [Last(arm.name, column)(of_seed) for of_seed in runs]
-            cells.append(_spread([value for value in values if value is not None], ".3g"))
-        cells.append(_spread([of_seed[arm.name].seconds for of_seed in runs], ".0f"))
+            if column == "n":
+                cells.append(str(len(runs)))
+            elif column == "seconds":
+                cells.append(_spread([of_seed[arm.name].seconds for of_seed in runs], ".0f"))
+            else:
+                values = [Last(arm.name, column)(of_seed) for of_seed in runs]
+                cells.append(_spread([value for value in values if value is not None], ".3g"))
         lines.append(cells)
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return [f"| {' | '.join(line)} |" for line in lines]
 
 
 def _spread(values: list[float], form: str) -> str:
