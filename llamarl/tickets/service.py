@@ -7,8 +7,8 @@ the others ask by mail.
     grant      leader -> generator   taken by the generator     the answer: n tickets to start, or
                                                                 fewer; or, later on: there is room,
                                                                 ask again
-    waits      generator -> leader   leader's listener thread   it has nothing to do until it gets
-                                                                some, as shares.py would know
+    waits      generator -> leader   leader's listener thread   it has nothing to do; a share is
+                                                                kept for it (shares.py)
     going_on   generator -> leader   leader's listener thread   tickets that a resumed run goes on
                                                                 with
     finish     trainer -> leader     leader's listener thread   these groups have reached a trainer
@@ -120,7 +120,7 @@ class TicketService:
         self._num_asked = 0  # groups that it asks for; 0: it is answered
         self._is_refused = False  # less was granted than asked for, and there is no news of room
         self._asked_version = -1
-        self._has_told = False  # that it has nothing to do, since it got something
+        self._has_told = False  # whether the leader knows that it has nothing to do
         # On the leader: ranks of generators that were granted less than asked for. A dict keeps
         # their order.
         self._refused: dict[int, None] = {}

@@ -1,9 +1,9 @@
 """FairShares: how much of what may start a generator should get, so that none works through a batch
 alone while others wait. Pure: no ledger, no messages.
 
-Where there is news of room, all generators that wait will ask, and whoever asks first could have
-all of it. So it gets an even share, and those that wait the rest. A generator that is in the middle
-of a chunk does not wait: nothing is kept for it.
+When there is room, all generators that wait ask for it, and the first could have all of it. So it
+gets an even share, and the others that wait get the rest. A generator that is in the middle of a
+chunk does not wait: nothing is kept for it.
 
 A share is kept for as long as the one that was held back takes to work off its own. It then asks
 again, and whoever has not asked by then loses what was kept: on a rank that trains meanwhile, say.
@@ -18,7 +18,7 @@ class FairShares:
     """
 
     def __init__(self, num_generators: int):
-        # For how many that have not asked yet something is kept: they wait for their first weights.
+        # Generators that have not asked yet. They wait for their first weights, and count as waiting.
         self._num_unheard = num_generators
         self._heard: set[int] = set()
         self._waiting: set[int] = set()
@@ -62,7 +62,7 @@ class FairShares:
             self._waiting.add(rank)
 
     def told(self) -> list[int]:
-        """Return the generators that were held back: they are told to ask again, as others are."""
+        """Forget which generators were held back, and return them: they are told to ask again."""
         held_back = list(self._held_back)
         self._held_back.clear()
         return held_back
