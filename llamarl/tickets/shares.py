@@ -18,7 +18,8 @@ class FairShares:
     """
 
     def __init__(self, num_generators: int):
-        # Generators that have not asked yet. They wait for their first weights, and count as waiting.
+        # Generators that have not asked yet. They wait for their first weights, and so count as
+        # waiting.
         self._num_unheard = num_generators
         self._heard: set[int] = set()
         self._waiting: set[int] = set()
