@@ -24,6 +24,7 @@ def check_environments(job: Job) -> None:
     """Check the environments' modules, their tools and the chat template, on every rank.
     ValueError, also for what cannot read dialogues whose template rewrites history.
     """
+    how = ""
     for section, task in job.config.environments.items():
         try:
             turns = turn_tokens(
@@ -31,15 +32,14 @@ def check_environments(job: Job) -> None:
             )
         except ValueError as error:
             raise ValueError(_TASK.sub(f"{section}.", str(error))) from error
-        how = turns.appends()
-        if how:
-            _check_readers(job, how)
-            return
+        how = how or turns.appends()
+    if how:
+        _check_readers(job, how)
 
 
 def _check_readers(job: Job, how: str) -> None:
-    """Check that nothing reads a dialogue as one text, whose template rewrites earlier turns. how:
-    it does that.
+    """Check that nothing reads a dialogue as one text if the chat template rewrites earlier turns.
+    how: in which way it does.
     """
     c = job.config
     readers = [f"{section}.path" for section in c.scorers]

@@ -17,6 +17,7 @@ from typing import BinaryIO, TypeVar
 
 from llamarl.tasks.base import Example
 from llamarl.tasks.conversation import conversation_of, shown
+from llamarl.tasks.held_out import SET_KEY
 from llamarl.tasks.mixture import REWARD_KEY
 from llamarl.tasks.sampled import check_row_keys
 from llamarl.types import MESSAGES_KEY
@@ -184,8 +185,9 @@ def row_to_example(row: dict, prompt_key: str, answer_key: str | None) -> Exampl
         raise ValueError(
             f'"{MESSAGES_KEY}" is where a reward finds the turns of a conversation; rename it'
         )
-    if REWARD_KEY in row and prompt_key != REWARD_KEY:
-        raise ValueError(f'"{REWARD_KEY}" is where a prompt\'s own reward is noted; rename it')
+    for key in (REWARD_KEY, SET_KEY):
+        if key in row and key != prompt_key:
+            raise ValueError(f'"{key}" is where a prompt\'s own reward or set is noted; rename it')
     prompt = row[prompt_key]
     if isinstance(prompt, list):
         prompt = conversation_of(prompt, prompt_key)
