@@ -14,7 +14,9 @@ sums         300 sums for the tiny model. Four in five are longer than any that 
 questions    240 questions in words for SmolLM2 (LLAMARL_SMOLLM2 names its directory). A third are
              sums of two-digit numbers; the others are products of three-digit numbers, which it
              does not learn. Held out are 100 other sums.
-FILE         JSON lines with "question" and "answer", such as 400 of GSM8K's, with SmolLM2.
+FILE         240 word problems for SmolLM2, each behind three that are shown: 160 short ones of a
+             file of GSM8K's (JSON lines with "question" and "answer"), which it hardly solves with
+             one equation, and 80 of one step, an addition. Held out are 100 others of one step.
 
 An arm is a pair of settings. A run is one process; what is finished is kept in --runs, and a run
 that was cut off goes on from its last checkpoint, so that the study may be made in pieces: --budget
@@ -59,7 +61,10 @@ NUM_BEYOND = 240
 NUM_HELD_OUT = 200
 NUM_SUMS = 80
 NUM_PRODUCTS = 160
-NUM_HELD_OUT_SUMS = 100
+NUM_HELD_OUT_SUMS = 100  # and of problems
+NUM_EASY = 80
+NUM_HARD = 160
+MOST_CHARACTERS = 160  # of a problem with several steps
 SAMPLES = 16  # a prompt, for the oracle
 COMMON = (
     "threads=1",
@@ -144,6 +149,50 @@ def write_questions(folder: Path) -> tuple[Path, Path]:
     )
 
 
+NAMES = ("Mia", "Tom", "Ana", "Ben", "Eva", "Sam", "Lea", "Max")
+THINGS = ("apples", "books", "pens", "stamps", "shells", "cards", "coins", "eggs")
+TOLD = (
+    "{name} has {a} {things} and gets {b} more. How many {things} does {name} have now?",
+    "{name} finds {a} {things} on Monday and {b} on Friday. How many {things} are these in all?",
+    "There are {a} {things} in a box and {b} in another. How many {things} are there in both?",
+)
+SHOWN = ((3, 14), (21, 8), (6, 5))  # before each problem, so that it answers with an equation
+
+
+def write_problems(folder: Path, file: Path) -> tuple[Path, Path]:
+    """Write the rows of a FILE, and the held-out ones, and return their files."""
+    rng = random.Random(0)
+    shown = []
+    for told, (a, b) in zip(TOLD, SHOWN):
+        shown.append({"role": "user", "content": _told(rng, told, a, b)})
+        shown.append({"role": "assistant", "content": f"{a} + {b} = {a + b}"})
+
+    def row(asked: str, answer: str) -> dict:
+        return {"prompt": [*shown, {"role": "user", "content": asked}], "answer": answer}
+
+    pairs = itertools.product(range(2, 40), repeat=2)
+    easy = []
+    for a, b in rng.sample(list(pairs), NUM_EASY + NUM_HELD_OUT_SUMS):
+        easy.append(row(_told(rng, rng.choice(TOLD), a, b), str(a + b)))
+    read = [json.loads(line) for line in file.read_text().splitlines()]
+    short = [problem for problem in read if len(problem["question"]) <= MOST_CHARACTERS]
+    if len(short) < NUM_HARD:
+        least = f"{NUM_HARD} questions of at most {MOST_CHARACTERS} characters"
+        raise SystemExit(f"{file} has {len(short)} of the {least}")
+    rows = easy[:NUM_EASY]
+    rows += [row(one["question"], one["answer"]) for one in rng.sample(short, NUM_HARD)]
+    rng.shuffle(rows)
+    return (
+        _lines(folder / "rows.jsonl", rows),
+        _lines(folder / "held_out.jsonl", easy[NUM_EASY:]),
+    )
+
+
+def _told(rng: random.Random, told: str, a: int, b: int) -> str:
+    """Return a problem of one step, an addition."""
+    return told.format(name=rng.choice(NAMES), things=rng.choice(THINGS), a=a, b=b)
+
+
 def _question(a: int, sign: str, b: int) -> dict[str, str]:
     answer = a + b if sign == "+" else a * b
     return {"prompt": f"What is {a}{sign}{b}? {INSTRUCTION}", "answer": str(answer)}
@@ -194,22 +243,21 @@ def job_of(rows: str, folder: Path) -> tuple[str, ...]:
     )
     if rows == "questions":
         path, held_out = write_questions(folder)
-        return (
-            *chat,
-            f"task.path={path}",
-            f"task.eval_path={held_out}",
-            "task.max_prompt_tokens=64",
-            "max_new_tokens=16",
-            "max_lag=0",
-            f"eval.num_prompts={NUM_HELD_OUT_SUMS}",
-            "eval.every=5",
-        )
+        longest = 64
+        system: tuple[str, ...] = ()
+    else:
+        path, held_out = write_problems(folder, Path(rows))
+        longest = 256
+        system = ("task.system_prompt=Answer.",)
     return (
         *chat,
-        f"task.path={rows}",
-        "task.prompt_key=question",
-        "max_lag=1",
-        "eval.num_prompts=40",
+        *system,
+        f"task.path={path}",
+        f"task.eval_path={held_out}",
+        f"task.max_prompt_tokens={longest}",
+        "max_new_tokens=16",
+        "max_lag=0",
+        f"eval.num_prompts={NUM_HELD_OUT_SUMS}",
         "eval.every=5",
     )
 

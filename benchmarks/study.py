@@ -11,6 +11,7 @@ A study is a table of settings and a sentence in benchmarks/studies/: arms, seed
 margins, and checks of whether its runs were in a state to answer. No run is made unless the page of
 benchmarks/results/claims/ that git has committed announces just these settings. --minutes stops
 after so many: the same command goes on, and so it does after a kill, from the last checkpoint.
+--seeds 0 1: of these seeds alone, so that others are made beside them, with the same --runs.
 --given NAME=PATH: a directory that a study's settings name, such as a model's. A study that is
 announced anew keeps its old page and results beside the new ones, with the day in their names.
 """
@@ -21,7 +22,7 @@ import argparse
 import datetime
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import llamarl  # noqa: F401  before torch: it says how torch's threads wait
@@ -59,16 +60,26 @@ def announce(study: Study, folder: Path, today: str) -> list[Path]:
     A page that announces the same stays as it is, with its results.
     """
     file = page_file(study, folder)
-    aside = []
+    aside: list[Path] = []
     if file.exists():
         if announced_in(file.read_text()) == announcement(study):
             return []
         if results_file(study, folder).exists():
-            for old in sorted(folder.glob(f"{study.name}.*")):
-                dated = old.with_name(f"{study.name}_{today}{old.suffix}")
-                aside.append(old.rename(dated))
+            aside = _put_aside(study, folder, today)
     folder.mkdir(parents=True, exist_ok=True)
     file.write_text(page(study, None))
+    return aside
+
+
+def _put_aside(study: Study, folder: Path, today: str) -> list[Path]:
+    """Put the day into the names of a study's page, results and figure. Returns the files."""
+    name = f"{study.name}_{today}"
+    aside = []
+    for old in sorted(folder.glob(f"{study.name}.*")):
+        aside.append(old.rename(old.with_name(f"{name}{old.suffix}")))
+    old_page = folder / f"{name}.md"
+    shown = old_page.read_text().replace(f"({study.name}.png)", f"({name}.png)")
+    old_page.write_text(shown)
     return aside
 
 
@@ -99,6 +110,7 @@ def conduct(
     runs: Path,
     folder: Path,
     given: Mapping[str, str],
+    seeds: Sequence[int] | None = None,
     minutes: float | None = None,
     text: str | None = None,
     maker: Maker | None = None,
@@ -114,11 +126,18 @@ def conduct(
         raise ValueError(
             f"{study.name} needs {words}: {', '.join(study.remarks) or 'see its page'}"
         )
+    others = sorted(set(seeds or ()) - set(study.seeds))
+    if others:
+        raise ValueError(f"--seeds {others[0]}: {study.name} has {_listed(study.seeds)}")
     about = {"date": datetime.date.today().isoformat(), "machine": machine()}
     try:
-        return make(study, runs, given, minutes=minutes, maker=maker)
+        return make(study, runs, given, seeds=seeds, minutes=minutes, maker=maker)
     finally:
         report(study, runs, folder, about)
+
+
+def _listed(seeds: Sequence[int]) -> str:
+    return ", ".join(map(str, seeds))
 
 
 def show_list(folder: Path) -> None:
@@ -139,6 +158,7 @@ def parse(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--claims", action="store_true")
     parser.add_argument("--announce", action="store_true")
     parser.add_argument("--report", action="store_true")
+    parser.add_argument("--seeds", type=int, nargs="+", help="make runs of these alone")
     parser.add_argument("--minutes", type=float, help="stop after so many")
     parser.add_argument("--given", action="append", default=[], metavar="NAME=PATH")
     parser.add_argument("--runs", type=Path, default=RUNS, help="keeps runs")
@@ -199,12 +219,14 @@ def go_on(study: Study, args: argparse.Namespace) -> None:
             runs=args.runs.absolute(),
             folder=PAGES,
             given=args.given,
+            seeds=args.seeds,
             minutes=args.minutes,
             text=committed(page_file(study, PAGES)),
         )
     except (NotAnnounced, ValueError) as error:
         sys.exit(str(error))
-    print("all runs are made" if is_whole else "stopped: the same command goes on")
+    made = "all runs" if args.seeds is None else f"all runs of seeds {_listed(args.seeds)}"
+    print(f"{made} are made" if is_whole else "stopped: the same command goes on")
 
 
 if __name__ == "__main__":

@@ -35,6 +35,7 @@ from study_terms import (
 PAGES = ROOT / "benchmarks" / "results" / "claims"
 ANNOUNCED = "<!-- announced -->"
 END = "<!-- end of what was announced -->"
+LEAST_FOR_BAND = 4  # runs: of three, an interval is some three times as wide as what they span
 PATTERN = re.compile(rf"{ANNOUNCED}\n(.*?)\n{END}", re.DOTALL)
 
 
@@ -282,8 +283,8 @@ def _spread(values: list[float], form: str) -> str:
 
 
 def draw(study: Study, kept: dict, file: Path) -> None:
-    """Draw what the study looks at, arm by arm with 95 % intervals over the seeds, beside its
-    questions' differences. The title is the answer.
+    """Draw what the study looks at, arm by arm with 95 % intervals over the seeds, or each seed's
+    line where they are few, beside its questions' differences. The title is the answer.
     """
     import matplotlib
 
@@ -312,7 +313,9 @@ def draw(study: Study, kept: dict, file: Path) -> None:
 
 
 def _draw_arm(ax, study: Study, name: str, runs: list[Run], colour: tuple) -> None:
-    """One arm: its mean at each look that all its runs have, and the interval of that."""
+    """One arm: its mean at each look that all its runs have, and the interval of that; each run's
+    line in its place, if they are too few for an interval that tells more.
+    """
     looks = []
     for run in runs:
         looks.append({row[STEP]: row for row in run.known(study.x, study.y)})
@@ -329,6 +332,12 @@ def _draw_arm(ax, study: Study, name: str, runs: list[Run], colour: tuple) -> No
         ax.errorbar(across, middle, yerr=halves, color=colour, label=name, fmt="o", ms=4)
         return
     ax.plot(across, middle, color=colour, label=name, lw=1.4)
+    if len(runs) < LEAST_FOR_BAND:
+        for found in looks:
+            own_across = [found[step][study.x] for step in steps]
+            own = [found[step][study.y] for step in steps]
+            ax.plot(own_across, own, color=colour, alpha=0.5, lw=0.7)
+        return
     low = [value - half for value, half in zip(middle, halves)]
     high = [value + half for value, half in zip(middle, halves)]
     ax.fill_between(across, low, high, color=colour, alpha=0.15, lw=0)

@@ -19,7 +19,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -122,17 +122,19 @@ def make(
     folder: Path,
     given: Mapping[str, str],
     *,
+    seeds: Sequence[int] | None = None,
     minutes: float | None = None,
     maker: Maker | None = None,
 ) -> bool:
-    """Make what is missing of a study. False if the minutes were over before all was made.
+    """Make what is missing of a study, or of these seeds of it. False if the minutes were over
+    before all was made.
 
     RuntimeError if a run fails in another way than by numbers that are not finite: those are a
     result, and what ended it is kept with its rows.
     """
     maker = maker or make_run
     deadline = time.monotonic() + 60 * minutes if minutes else float("inf")
-    for seed in study.seeds:
+    for seed in study.seeds if seeds is None else seeds:
         for arm in order(study, seed):
             piece = piece_of(study, arm, seed, folder, given)
             if piece.file.exists():

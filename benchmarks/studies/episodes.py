@@ -22,7 +22,7 @@ guessing_game = Study(
     "each: the games that it wins at least double, and are more than guesses without hints win.",
     refuted_by="an end at most twice the start's, or at most 5 points above 26.7 %, which four "
     "different guesses win that heed no hint.",
-    arms=(Arm(PLAYED, (), ranks=2),),
+    arms=(Arm(PLAYED, ()),),
     questions=(
         Question(
             name="games won at the end, less twice those at the start",
@@ -47,7 +47,7 @@ guessing_game = Study(
         Check("64 games a step have several turns", MeanOver(PLAYED, TURNS), "above", 2.0 * 64),
         Check("the data are behind", MeanOver(PLAYED, LAG), "above", 0.3),
     ),
-    seeds=(0, 1),
+    seeds=(3, 4, 5, 6, 7, 8),
     common=(
         *SMOLLM2,
         "task=environment",
@@ -59,14 +59,14 @@ guessing_game = Study(
         "max_new_tokens=160",
         "loss=reinforce",
         "max_lag=1",
-        "max_steps=80",
+        "max_steps=60",
         "eval.every=10",
         "eval.num_prompts=100",
         "eval.num_samples=2",
         "checkpoint.every=10",
         "metrics.samples=2",
     ),
-    minutes=40,
+    minutes=90,
     y=WON,
     given=("model",),
     shown=(GREEDY, TURNS, LAG),
@@ -76,6 +76,9 @@ guessing_game = Study(
         "A game is shown in the prompt, not a good one, so that the model answers with numbers. "
         "Each of 100 held-out games is played twice as in training, and once by the most likely "
         "token.",
+        "Seeds 0 and 1 were announced before, with 80 steps. They won 14.5 and 8.0 % at the start, "
+        "and 50.5 and 63.5 % at the end, which is not answered: the interval of a mean of two is "
+        "too wide. They are not counted here, nor is seed 2, of which games had been read.",
         "It needs a CPU with instructions for bfloat16: with AVX2 alone an update took over ten "
         "minutes, and a run that was begun on 2026-11-26 ended so before its first step.",
     ),

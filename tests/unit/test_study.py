@@ -277,6 +277,17 @@ def test_what_is_kept_is_not_made_again_and_what_was_stopped_goes_on_in_its_dire
     assert not stopped.run_dir.exists()
 
 
+def test_seeds_may_be_made_beside_others(modules, tmp_path):
+    study = study_of(modules.study_terms)
+    runs = modules.study_runs
+    beside = FakeMaker()
+    assert runs.make(study, tmp_path, {}, seeds=[2, 1], maker=beside)
+    assert beside.asked == [(2, "new"), (2, "old"), (1, "old"), (1, "new")]
+    rest = FakeMaker()
+    assert runs.make(study, tmp_path, {}, maker=rest)
+    assert rest.asked == [(0, "new"), (0, "old")]
+
+
 def test_no_run_begins_after_the_minutes(modules, tmp_path, monkeypatch):
     study = study_of(modules.study_terms)
     clock = iter([0.0, *(10.0 * turn for turn in range(100))])
@@ -379,13 +390,16 @@ def test_a_study_that_is_announced_anew_keeps_what_was_found(modules, tmp_path):
     runs = by_seed(terms, new=(0.90, 0.91, 0.92), old=(0.80, 0.81, 0.82))
     pages = modules.study_pages
     pages.write_entry(tmp_path / "example.json", pages.entry(study, runs, ABOUT))
+    modules.study.rewrite(study, tmp_path)
     assert modules.study.announce(study, tmp_path, "2026-11-25") == []
     changed = replace(study, claim="new is much better.")
     aside = modules.study.announce(changed, tmp_path, "2026-11-25")
     assert sorted(file.name for file in aside) == [
         "example_2026-11-25.json",
         "example_2026-11-25.md",
+        "example_2026-11-25.png",
     ]
+    assert "](example_2026-11-25.png)" in (tmp_path / "example_2026-11-25.md").read_text()
     assert pages.read_entry(changed, tmp_path) is None
     assert "Not run yet" in (tmp_path / "example.md").read_text()
 
@@ -395,6 +409,17 @@ def test_a_study_asks_for_the_paths_that_its_settings_name(modules, tmp_path):
     text = modules.study_pages.page(study, None)
     with pytest.raises(ValueError, match="--given model=PATH"):
         modules.study.conduct(study, runs=tmp_path, folder=tmp_path, given={}, text=text)
+
+
+def test_a_seed_that_was_not_announced_is_not_made(modules, tmp_path):
+    study = study_of(modules.study_terms)
+    text = modules.study_pages.page(study, None)
+    maker = FakeMaker()
+    with pytest.raises(ValueError, match="--seeds 3: example has 0, 1, 2"):
+        modules.study.conduct(
+            study, runs=tmp_path, folder=tmp_path, given={}, seeds=[3], text=text, maker=maker
+        )
+    assert maker.asked == []
 
 
 # --- Pages ---
