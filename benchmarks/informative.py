@@ -3,8 +3,8 @@ groups teach nothing.
 
     python benchmarks/informative.py [--rows sums|questions|FILE] [--steps N] [--plain-steps N]
                                      [--seeds 1 2 3] [--arms ARM ...] [--target ACCURACY]
-                                     [--runs DIR] [--json FILE] [--plot FILE] [--budget S]
-                                     [overrides ...]
+                                     [--looks N] [--runs DIR] [--json FILE] [--plot FILE]
+                                     [--budget S] [overrides ...]
     python benchmarks/informative.py --report           tables and plot from --json, without runs
     python benchmarks/informative.py --oracle FILE      what known pass rates could give, from lines
                                                         of recipes/evaluate.py --samples 16
@@ -20,7 +20,8 @@ FILE         240 word problems for SmolLM2, each behind three that are shown: 16
 
 An arm is a pair of settings. A run is one process; what is finished is kept in --runs, and a run
 that was cut off goes on from its last checkpoint, so that the study may be made in pieces: --budget
-begins no run after so many seconds, and stops the one that runs.
+begins no run after so many seconds, and stops the one that runs. --looks: the evaluations of each
+run, however many its steps, so that all arms spend as much time on them.
 
 useful       completions of groups that teach, as a share of all that were generated
 to target    completions generated, and seconds, until the held-out accuracy has reached --target
@@ -446,6 +447,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=list(ARMS))
     parser.add_argument("--target", type=float, default=0.8)
+    parser.add_argument("--looks", type=int, default=None)
     parser.add_argument("--runs", type=Path, default=Path("runs/informative"))
     parser.add_argument("--json", type=Path, default=RESULTS / "informative.json")
     parser.add_argument("--plot", type=Path, default=RESULTS / "informative.png")
@@ -488,9 +490,11 @@ def make_all(args: argparse.Namespace) -> list[Run]:
             folder = args.runs.resolve() / f"{arm}-{seed}"
             refills = "tickets.informative=true" in ARMS[arm]
             steps = args.steps if refills else args.plain_steps
+            looks = () if args.looks is None else (f"eval.every={steps // args.looks}",)
             overrides = (
                 *COMMON,
                 *job,
+                *looks,
                 *ARMS[arm],
                 f"seed={seed}",
                 f"max_steps={steps}",
