@@ -31,10 +31,10 @@ def proximal_rloo(
     (Async RLHF, app. B, eq. 1.) r_j = pi(y_j)/mu(y_j), pi = trainer_logprobs, mu =
     generator_logprobs (pi_old), nats, summed over a completion; A_j = advantages, of
     trainer.advantages=leave_one_out; N = num_completions. It is `clipped` with the mean over a
-    completion's labels of what is the same for all of them. That mean is no option: what
-    `regularised` adds around this loss, which is each label's own, is a mean over all tokens. The
-    paper has clip_low = clip_high = eps and prints none; 0.2 is TRL's for its RLOO, which is this
-    loss. Knobs and metrics: those of `clipped`. ValueError for impossible options.
+    completion's labels of what is the same for all of them. That mean is no option: terms that
+    `regularised` adds around this loss are sums over a completion's tokens. The paper has clip_low
+    = clip_high = eps and prints none; 0.2 is TRL's for its RLOO, which is this loss. Knobs and
+    metrics: those of `clipped`. ValueError for impossible options.
     """
     return clipped(
         inputs,
