@@ -26,7 +26,7 @@ guessing_game = Study(
     questions=(
         Question(
             name="games won at the end, less twice those at the start",
-            left=Last(PLAYED, WON, 2),
+            left=Last(PLAYED, WON),
             right=Start(PLAYED, WON, 2.0),
             expect="more",
             margin=0,
@@ -35,7 +35,7 @@ guessing_game = Study(
         ),
         Question(
             name="games won at the end, less those without hints",
-            left=Last(PLAYED, WON, 2),
+            left=Last(PLAYED, WON),
             right=Constant(WITHOUT_HINTS),
             expect="more",
             margin=5,
@@ -47,7 +47,7 @@ guessing_game = Study(
         Check("64 games a step have several turns", MeanOver(PLAYED, TURNS), "above", 2.0 * 64),
         Check("the data are behind", MeanOver(PLAYED, LAG), "above", 0.3),
     ),
-    seeds=(3, 4, 5, 6, 7, 8),
+    seeds=(3, 4, 5, 6, 7),
     common=(
         *SMOLLM2,
         "task=environment",
@@ -59,8 +59,8 @@ guessing_game = Study(
         "max_new_tokens=160",
         "loss=reinforce",
         "max_lag=1",
-        "max_steps=60",
-        "eval.every=10",
+        "max_steps=50",
+        "eval.every=50",
         "eval.num_prompts=100",
         "eval.num_samples=2",
         "checkpoint.every=10",
@@ -78,7 +78,9 @@ guessing_game = Study(
         "token.",
         "Seeds 0 and 1 were announced before, with 80 steps. They won 14.5 and 8.0 % at the start, "
         "and 50.5 and 63.5 % at the end, which is not answered: the interval of a mean of two is "
-        "too wide. They are not counted here, nor is seed 2, of which games had been read.",
+        "too wide. They are not counted here, nor is seed 2, of which games had been read. "
+        "Held-out games take as long as seven steps, so they are played at the start and at the end "
+        "alone.",
         "It needs a CPU with instructions for bfloat16: with AVX2 alone an update took over ten "
         "minutes, and a run that was begun on 2026-11-26 ended so before its first step.",
     ),
