@@ -79,8 +79,8 @@ guessing_game = Study(
         "Seeds 0 and 1 were announced before, with 80 steps. They won 14.5 and 8.0 % at the start, "
         "and 50.5 and 63.5 % at the end, which is not answered: the interval of a mean of two is "
         "too wide. They are not counted here, nor is seed 2, of which games had been read. "
-        "Held-out games take as long as seven steps, so they are played at the start and at the end "
-        "alone.",
+        "Held-out games take as long as seven steps, so they are played at the start and at the "
+        "end alone.",
         "It needs a CPU with instructions for bfloat16: with AVX2 alone an update took over ten "
         "minutes, and a run that was begun on 2026-11-26 ended so before its first step.",
     ),
