@@ -5,7 +5,7 @@ the reference, whitening.
 
     KL_t  = -x (k1, the papers'), x^2 / 2 (k2) or exp(x) - 1 - x (k3)        (Schulman)
     x     = log ref_t - log mu_t
-    score = the task's reward, or missing_eos_penalty without an end token
+    score = the task's reward, or missing_eos_penalty where it was cut off
             (Async RLHF tables 4 and 7)
     mu    = generator_logprobs, the policy that sampled the token; ref = ref_logprobs
 
@@ -38,8 +38,8 @@ SumOverRanks = Callable[..., dict[str, float]]
 
 @dataclass(frozen=True, slots=True)
 class Shaping:
-    """Settings of the shaping. missing_eos_penalty: the reward of a completion without an end
-    token; None: its own. reward_kl_coef: beta, 0: no KL.
+    """Settings of the shaping. missing_eos_penalty: the reward of a completion that was cut off;
+    None: its own. reward_kl_coef: beta, 0: no KL.
     """
 
     missing_eos_penalty: float | None = None

@@ -43,8 +43,8 @@ MAX_SQUARED = 1e8
 
 # --- What a loss declares of itself, as decorators ---
 #
-# The config's check reads the marks of the package's losses from their source, without torch
-# (llamarl/config/loss_options.py).
+# The config's check reads the marks of the package's losses from their source, without torch, and
+# those of a user's own once it has imported it (llamarl/config/loss_options.py).
 
 
 def _marked(fn: Marked, mark: str) -> Marked:
@@ -93,8 +93,8 @@ def holds_to_generator(fn: Marked) -> Marked:
 
 
 def token_advantages(fn: Marked) -> Marked:
-    """Mark a loss that uses an advantage of each token's own, as trainer.advantages=gae makes
-    them.
+    """Mark a loss that uses an advantage of each token's own, as trainer.advantages=gae and turns
+    make them.
     """
     return _marked(fn, "token_advantages")
 

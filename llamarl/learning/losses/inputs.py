@@ -74,7 +74,8 @@ class LossInputs:
     generator_logprobs: Tensor  # [T]: log mu, the policies that sampled each token
     ref_logprobs: Tensor | None  # [T]: log ref; None where no reference runs
     entropy: Tensor  # [T] nats, of pi; with gradient for a loss that declares `uses_entropy`
-    advantages: Tensor  # [T]: the same for all labels of a completion, or with gae one a token
+    # [T]: the same for all labels of a completion, or with gae one a token, with turns one a turn
+    advantages: Tensor
     loss_mask: Tensor  # [T] bool: a label where it is False adds nothing, whatever it holds
     completions: Completions
     num_loss_tokens: float  # trained tokens of the whole batch, over all ranks
