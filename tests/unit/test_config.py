@@ -518,33 +518,6 @@ def test_options_of_a_loss_of_ones_own_are_those_that_it_takes(tmp_path, monkeyp
     }
 
 
-MARKED = """
-from llamarl.learning.losses.common import holds_to_generator, needs_reference
-
-def plain(inputs): ...
-
-@holds_to_generator
-def held(inputs): ...
-
-@needs_reference
-def compared(inputs): ...
-"""
-
-
-def test_what_a_loss_of_ones_own_declares_is_held_to(tmp_path, monkeypatch):
-    (tmp_path / "marked_losses.py").write_text(MARKED)
-    monkeypatch.syspath_prepend(tmp_path)
-    other_temperatures = ("buffer=replay", "generator.temperature=[0.5,2]")
-    assert complaints("loss.fn=marked_losses:plain", *other_temperatures) == {}
-    refused = complaints("loss.fn=marked_losses:held", *other_temperatures)
-    (why,) = refused.values()
-    assert "keeps the policy close to the distribution that sampled" in why
-    assert complaints("loss.fn=marked_losses:held") == {}
-    assert complaints("loss.fn=marked_losses:compared", "reference=frozen") == {}
-    (why,) = complaints("loss.fn=marked_losses:compared").values()
-    assert "this loss compares with a reference" in why
-
-
 def test_a_loss_of_ones_own_leaves_the_kl_to_the_run(tmp_path, monkeypatch):
     (tmp_path / "my_kl_loss.py").write_text("def mine(inputs, *, kl_coef=0.0): ...")
     monkeypatch.syspath_prepend(tmp_path)
