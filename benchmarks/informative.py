@@ -490,7 +490,7 @@ def make_all(args: argparse.Namespace) -> list[Run]:
             folder = args.runs.resolve() / f"{arm}-{seed}"
             refills = "tickets.informative=true" in ARMS[arm]
             steps = args.steps if refills else args.plain_steps
-            looks = () if args.looks is None else (f"eval.every={steps // args.looks}",)
+            looks = () if args.looks is None else (f"eval.every={max(1, steps // args.looks)}",)
             overrides = (
                 *COMMON,
                 *job,
