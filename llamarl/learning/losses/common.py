@@ -81,8 +81,8 @@ def uses_entropy(fn: Marked) -> Marked:
 
 
 def needs_reference(fn: Marked) -> Marked:
-    """Mark a loss that compares with a reference. A config that has none is refused, for a loss of the
-    package.
+    """Mark a loss that compares with a reference. A config that has none is refused, for a loss of
+    the package.
     """
     return _marked(fn, "needs_reference")
 
