@@ -313,8 +313,8 @@ def draw(study: Study, kept: dict, file: Path) -> None:
 
 
 def _draw_arm(ax, study: Study, name: str, runs: list[Run], colour: tuple) -> None:
-    """One arm: its mean at each look that all its runs have, and the interval of that; each run's
-    line in its place, if they are too few for an interval that tells more.
+    """One arm: its mean at each look that all its runs have, and the interval of that. Where runs
+    are few, each run's line is drawn in place of an interval that is much wider than they are.
     """
     looks = []
     for run in runs:
