@@ -1,8 +1,8 @@
-"""The options and marks of the package's losses, for a config that is checked before torch is
-imported.
+"""The options and marks of losses, for a config that is checked before torch is imported.
 
-Each loss declares them in its signature and its decorators. They are read from its source, because
-importing it would import torch. conf/loss/NAME.yaml has the values of a published loss.
+Each loss declares them in its signature and its decorators. Those of the package's losses are read
+from their source, because importing it would import torch; a user's own loss is imported.
+conf/loss/NAME.yaml has the values of a published loss.
 """
 
 from __future__ import annotations
@@ -57,5 +57,15 @@ def declarations() -> dict[str, Declaration]:
 
 
 def declares(loss: str, mark: str) -> bool:
-    """Whether the package's loss of this name has the mark. False for a user's own loss."""
-    return loss in declarations() and mark in declarations()[loss].marks
+    """Whether a loss, by its name or "module:function", has the mark. False for one that is not
+    there, which is found where the loss itself is checked.
+    """
+    if ":" not in loss:
+        return loss in declarations() and mark in declarations()[loss].marks
+    from llamarl.learning.losses import resolve_loss  # these import torch, so only here
+    from llamarl.learning.losses.common import has_mark
+
+    try:
+        return has_mark(resolve_loss(loss), mark)
+    except ValueError:
+        return False

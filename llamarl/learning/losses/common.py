@@ -43,8 +43,8 @@ MAX_SQUARED = 1e8
 
 # --- What a loss declares of itself, as decorators ---
 #
-# The config's check reads the marks of the package's losses from their source, without torch
-# (llamarl/config/loss_options.py).
+# The config's check reads the marks of the package's losses from their source, without torch, and
+# those of a user's own once it has imported it (llamarl/config/loss_options.py).
 
 
 def _marked(fn: Marked, mark: str) -> Marked:
@@ -81,16 +81,13 @@ def uses_entropy(fn: Marked) -> Marked:
 
 
 def needs_reference(fn: Marked) -> Marked:
-    """Mark a loss that compares with a reference. A config that has none is refused, for a loss of
-    the package.
-    """
+    """Mark a loss that compares with a reference: a config that has none is refused."""
     return _marked(fn, "needs_reference")
 
 
 def holds_to_generator(fn: Marked) -> Marked:
     """Mark a loss that takes generator_logprobs for an earlier version of the policy itself, near
-    which it holds the policy. A generator that samples at temperatures of its own is refused, for a
-    loss of the package.
+    which it holds the policy: a generator that samples at temperatures of its own is refused.
     """
     return _marked(fn, "holds_to_generator")
 
