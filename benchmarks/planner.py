@@ -432,8 +432,9 @@ NOTES = (
     ),
     as_item(
         "**Three ranks on two cores.** Cores are shared evenly in the simulation. A kernel also "
-        "wakes and places processes, which it does not have: tiny jobs on three ranks take 10 to "
-        "20 % longer where a step is below 0.1 s."
+        "wakes and places processes, which it does not have. Jobs of the earlier cells with 28 "
+        "groups on three ranks took 10 to 18 % longer than predicted for it; those of this page "
+        "did not."
     ),
     as_item("**Few sizes.** A fit of two batch sizes guesses below the smaller one."),
     as_item(
