@@ -41,8 +41,10 @@ def answer(
         submit(engine, number, prompt, sampling, num_samples)
     completions = []
     total = len(prompts) * (1 + num_samples)
-    with Progress("answers", total, unit="completions") as progress:
-        for finished in completions_of(engine, job.config.generator.chunk_tokens):
+    generator = job.config.generator
+    slots = generator.max_slots
+    with Progress("answers", total, unit="completions", at_once=slots) as progress:
+        for finished in completions_of(engine, generator.chunk_tokens):
             completions += [eval_completion(stream, c) for stream, c in finished]
             progress.advance(len(finished))
     return sorted(completions, key=lambda c: (c.prompt_index, number_of(c)))

@@ -23,6 +23,7 @@ from llamarl.models.build import build_decoder
 from llamarl.models.config import ModelConfig
 from llamarl.models.quantize import quantize_decoder
 from llamarl.models.scorer import SCORE
+from llamarl.tasks.mixture import MixtureTask
 
 _OTHER_VOCABULARY = "but config.json says vocab_size={}; fetch both again"
 
@@ -190,9 +191,13 @@ def check_vocabulary(tokenizer, vocab_size: int, path: Path) -> None:
 
 
 def _check_task(job: Job) -> None:
-    """Check the data, and the chat template on one prompt of it and one of each held-out set."""
+    """Check the data, and the chat template on one prompt of it, of each part of a mixture, and of
+    each held-out set.
+    """
     with chat_template_of(job.model_path, job):
-        job.task.train_prompt(0)
+        firsts = job.task.firsts if isinstance(job.task, MixtureTask) else [0]
+        for number in firsts:
+            job.task.train_prompt(number)
         for one in job.held_out.sets:
             job.held_out.prompt(one.first)
     reads_turns = job.victim_path is None and job.scored.conversation["chat"]

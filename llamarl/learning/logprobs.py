@@ -101,7 +101,8 @@ def make_head(
             chunk_tokens=chunk_tokens,
             entropy_grad=entropy_grad,
         )
-        return logprobs[:num_labels], entropy[:num_labels]
+        # Copies: FSDP2 hooks what a module returns, and warns of a view.
+        return logprobs[:num_labels].clone(), entropy[:num_labels].clone()
 
     return head
 

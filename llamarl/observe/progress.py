@@ -98,7 +98,8 @@ class Bar:
 class Progress:
     """Shows how far some work is. total: of `unit`; stream: standard error unless given, so that
     results stay alone on standard output. is_bar: a terminal has a bar, where nothing else draws
-    one.
+    one. at_once: of the unit, that are under way together. No time is foretold before so much is
+    done, because the first ones to end have taken the time of all of these.
     """
 
     def __init__(
@@ -110,9 +111,11 @@ class Progress:
         stream: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
         is_bar: bool = True,
+        at_once: float = 1,
     ):
         self._what = what
         self._total = total
+        self._at_once = at_once
         self._unit = unit
         self._stream = stream or sys.stderr
         self._clock = clock
@@ -132,7 +135,9 @@ class Progress:
         self._done += amount
         now = self._clock()
         self._time_left.note(self._done, now)
-        left_s = self._time_left.of(self._total - self._done)
+        left_s = None
+        if self._done >= self._at_once:
+            left_s = self._time_left.of(self._total - self._done)
         if self._bar is not None:
             self._bar.show(self._done, left_s)
         elif now - self._said_s >= LINE_EVERY_S:

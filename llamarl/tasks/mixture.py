@@ -125,9 +125,21 @@ class MixtureTask:
         return hashlib.sha256(text.encode()).hexdigest()
 
     def prompt_of(self, part: str, prompt: Prompt) -> Prompt:
-        """Return a part's prompt, with the part's name and its own reward in its meta."""
+        """Return a part's prompt, with the part's name and its own reward in its meta. ValueError for
+        one whose meta has a name there already.
+        """
+        if PART_KEY in prompt.meta:
+            raise ValueError(
+                f'task.parts.{part}: the key "{PART_KEY}" of a row is where a reward finds the part '
+                "of a mixture that a prompt is of; rename the rows' own"
+            )
         own = {PART_KEY: part, REWARD_KEY: self.parts[part].default_reward}
         return dataclasses.replace(prompt, meta={**prompt.meta, **own})
+
+    @property
+    def firsts(self) -> list[int]:
+        """The first training prompt of each part."""
+        return [0, *self._train_ends[:-1]]
 
     def train_prompt(self, i: int) -> Prompt:
         """Return training prompt i: the parts' prompts lie one part after the other."""

@@ -385,3 +385,17 @@ def test_a_judge_is_asked_once_and_about_no_sample(model):
         assert len(server.paths) == 1 and server.questions == []
     with pytest.raises(ValueError, match=f"reward.url={server.url}"):
         check_sources(model_job(model, *words, "reward.max_retries=0", "reward.timeout_s=5"))
+
+
+def test_a_column_of_rows_where_a_reward_finds_the_part_of_a_mixture_is_refused(model, tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    # Its rows come behind those of the first part.
+    files = f"path: {rows}, eval_path: {rows}"
+    mine = f"{{kind: jsonl, {files}, chat: false, max_prompt_tokens: 64}}"
+    words = ("task=mixture", f"task.parts={{sums: {{kind: addition}}, mine: {mine}}}")
+    row = {"prompt": "1+1=", "answer": "2"}
+    rows.write_text(json.dumps(row) + "\n")
+    check_inputs(model_job(model, *words))
+    rows.write_text(json.dumps({**row, "part": "first half"}) + "\n")
+    message = model_refusal(model, *words)
+    assert message.startswith('task.parts.mine: the key "part" of a row')

@@ -79,6 +79,17 @@ def test_a_pipe_gets_a_line_now_and_then_and_short_work_none():
     assert short.getvalue() == ""
 
 
+def test_no_time_is_foretold_by_the_first_of_those_that_are_under_way_together():
+    out = io.StringIO()
+    clock = Clock()
+    with Progress("answers", 100, stream=out, clock=clock, at_once=8) as progress:
+        clock.now = 60.0
+        progress.advance()  # its seven fellows end now, too
+        clock.now = 80.0
+        progress.advance(19)
+    assert out.getvalue().splitlines() == ["answers  1/100", "answers  20/100  left 5m20s"]
+
+
 def test_a_terminal_gets_a_bar_that_goes_away():
     out = Terminal()
     clock = Clock()
