@@ -356,8 +356,12 @@ def wait_for(stage: subprocess.Popen) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
+    words = sys.argv[1:] if argv is None else argv
+    if {"-h", "--help"} & set(words):
+        print(__doc__)
+        return 0
     try:
-        out, pipeline = read_words(sys.argv[1:] if argv is None else argv)
+        out, pipeline = read_words(words)
         done = {stage.name: taken(out, stage) for stage in pipeline}
         (out / "stages").mkdir(parents=True, exist_ok=True)
     except (ValueError, OSError) as error:

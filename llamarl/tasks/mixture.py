@@ -125,8 +125,8 @@ class MixtureTask:
         return hashlib.sha256(text.encode()).hexdigest()
 
     def prompt_of(self, part: str, prompt: Prompt) -> Prompt:
-        """Return a part's prompt, with the part's name and its own reward in its meta. ValueError for
-        one whose meta has a name there already.
+        """Return a part's prompt, with the part's name and its own reward in its meta. ValueError
+        for one whose meta has a name there already.
         """
         if PART_KEY in prompt.meta:
             raise ValueError(

@@ -32,6 +32,9 @@ RECIPES = (
     "sft.py",
     "reward_model.py",
     "preferences.py",
+    "rlhf.py",
+    "compare.py",
+    "fetch_smollm2.py",
 )
 # Runs a recipe as `python recipes/NAME.py WORDS` does, and says at its end what is loaded. With
 # `until` (0: the end) it says so when a row of that step is written.
