@@ -130,8 +130,8 @@ class MixtureTask:
         """
         if PART_KEY in prompt.meta:
             raise ValueError(
-                f'task.parts.{part}: the key "{PART_KEY}" of a row is where a reward finds the part '
-                "of a mixture that a prompt is of; rename the rows' own"
+                f'task.parts.{part}: the key "{PART_KEY}" of a row is where a reward finds the '
+                "part of a mixture that a prompt is of; rename the rows' own"
             )
         own = {PART_KEY: part, REWARD_KEY: self.parts[part].default_reward}
         return dataclasses.replace(prompt, meta={**prompt.meta, **own})
