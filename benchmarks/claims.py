@@ -12,7 +12,7 @@ from pathlib import Path
 from running import ROOT
 from studies import STUDIES
 from studies.earlier import EARLIER
-from study_pages import PAGES, read_entry, runs_of, said
+from study_pages import PAGES, read_entry, runs_of, said, telling
 from study_terms import NOT_RUN, Study, outcome
 
 PAGE = ROOT / "docs" / "claims.md"
@@ -21,7 +21,7 @@ HEAD = ("claim", "source", "verdict", "n", "difference, 95 % interval")
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """A row. interval: of the first question's difference, 95 %, or "" where there is none."""
+    """A row. interval: of the telling question's difference, 95 %, or "" where there is none."""
 
     claim: str
     source: str
@@ -51,8 +51,9 @@ def of_study(study: Study, folder: Path = PAGES) -> Claim:
         found = outcome(study, by_seed)
         verdict = found.verdict
         num_seeds = sum(len(of_seed) == len(study.arms) for of_seed in by_seed.values())
-        if found.answers[0].mean is not None:
-            interval = said(study.questions[0], found.answers[0])
+        question, answer = telling(study, found)
+        if answer.mean is not None:
+            interval = said(question, answer)
     source = f"{study.paper}, {study.section}"
     is_whole = num_seeds == len(study.seeds)
     counted = str(num_seeds) if is_whole else f"{num_seeds} of {len(study.seeds)}"

@@ -200,12 +200,24 @@ def said(question: Question, found: Answer) -> str:
     return f"{found.mean:+{form}} [{low:+{form}}, {high:+{form}}] {question.unit}"
 
 
+def telling(study: Study, found: Outcome) -> tuple[Question, Answer]:
+    """Return the question that a verdict is told by, and its answer: the first that is refuted of
+    a study that is, else the first.
+    """
+    pairs = list(zip(study.questions, found.answers))
+    if found.verdict == REFUTED:
+        for question, answer in pairs:
+            if question.decides and answer.verdict == REFUTED:
+                return question, answer
+    return pairs[0]
+
+
 def headline(study: Study, found: Outcome) -> str:
-    """Return the answer in a line: the verdict, and the first question's difference."""
-    first = found.answers[0]
-    if found.verdict == NOT_RUN or first.mean is None:
+    """Return the answer in a line: the verdict, and the difference of its question."""
+    question, answer = telling(study, found)
+    if found.verdict == NOT_RUN or answer.mean is None:
         return f"{study.title}: {found.verdict}"
-    return f"{study.title}: {found.verdict}, {said(study.questions[0], first)}"
+    return f"{study.title}: {found.verdict}, {said(question, answer)}"
 
 
 def page(study: Study, kept: dict | None) -> str:

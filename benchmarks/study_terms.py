@@ -104,6 +104,23 @@ class Last(_OfColumn):
 
 
 @dataclass(frozen=True)
+class After(_OfColumn):
+    """A column's value after so many steps; None of a run that was not looked at then."""
+
+    step: int
+
+    @property
+    def said(self) -> str:
+        return f"{self.column} of [{self.arm}] after step {self.step}"
+
+    def __call__(self, runs: Runs) -> float | None:
+        for row in runs[self.arm].known(self.column):
+            if row[STEP] == self.step:
+                return row[self.column]
+        return None
+
+
+@dataclass(frozen=True)
 class Gain(_OfColumn):
     """By how much the mean of a column's last values is above its first, the start's."""
 
@@ -208,26 +225,33 @@ class FirstAt(_OfColumn):
 
 @dataclass(frozen=True)
 class When(_OfColumn):
-    """A column where another one first passes a value, between two looks in a line."""
+    """A column where another one first passes a value, between two looks in a line. The value may
+    be one that is read off another arm's run.
+    """
 
     by: str
-    at: float
+    at: float | Value
 
     @property
     def said(self) -> str:
-        return f"{self.column} of [{self.arm}] where its {self.by} first is {self.at:g}"
+        at = f"{self.at:g}" if isinstance(self.at, float) else f"the {self.at.said}"
+        return f"{self.column} of [{self.arm}] where its {self.by} first is {at}"
 
     @property
     def columns(self) -> tuple[str, ...]:
-        return (self.column, self.by)
+        of_at = () if isinstance(self.at, float) else self.at.columns
+        return (self.column, self.by, *of_at)
 
     def __call__(self, runs: Runs) -> float | None:
+        at = self.at if isinstance(self.at, float) else self.at(runs)
+        if at is None:
+            return None
         rows = runs[self.arm].known(self.column, self.by)
         for before, after in zip(rows, rows[1:]):
             low = before[self.by]
             high = after[self.by]
-            if low <= self.at <= high and low < high:
-                share = (self.at - low) / (high - low)
+            if low <= at <= high and low < high:
+                share = (at - low) / (high - low)
                 return before[self.column] + share * (after[self.column] - before[self.column])
         return None
 

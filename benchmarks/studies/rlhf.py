@@ -5,6 +5,7 @@ TL;DR of recipes/rlhf.py, whose gold is a program.
 from __future__ import annotations
 
 from study_terms import (
+    After,
     Arm,
     Check,
     Constant,
@@ -352,6 +353,20 @@ rlhf_scorers = Study(
 )
 
 T = (1, 2, 3)
+FRESH = (3, 4, 5, 6, 7)
+# On this task every run comes to the same win rate, 0.955, within some twenty updates: what its
+# policy answers greedily. Only before that can a setting win more than another.
+ALL_ARRIVE = (
+    "Announced anew: the page of {page} compares runs after all had come to the same win rate, "
+    "where nothing could differ. Here the slower arm still rises when it ends."
+)
+
+
+def still_rises(arm: str, looks: int) -> Check:
+    """Return the check that the last of a run's looks is its best."""
+    value = LookOfHighest(arm, WIN_RATE)
+    return Check("the slower arm still rises when it ends", value, "above", looks - 1)
+
 
 rlhf_passes = Study(
     name="rlhf_passes",
@@ -360,7 +375,7 @@ rlhf_passes = Study(
     title="More passes win more, at a higher KL",
     claim="an idle trainer that makes T = 2 or 3 passes over a batch has a higher win rate at "
     "equal episodes, at a higher KL.",
-    refuted_by="a win rate of T = 2 after 32 steps that is at most 2 points above that of T = 1.",
+    refuted_by="a win rate of T = 2 after 8 steps that is at most 2 points above that of T = 1.",
     arms=tuple(Arm(f"T = {t}", (f"trainer.updates_per_batch={t}",)) for t in T),
     questions=(
         Question(
@@ -377,19 +392,29 @@ rlhf_passes = Study(
             left=Last("T = 2", PERPLEXITY),
             right=Last("T = 1", PERPLEXITY),
             expect="more",
-            margin=0,
+            margin=0.01,
             unit="perplexity",
             form=".3f",
         ),
+        Question(
+            name="perplexity where 0.88 are won, T 2 less T 1",
+            left=When("T = 2", PERPLEXITY, WIN_RATE, 0.88),
+            right=When("T = 1", PERPLEXITY, WIN_RATE, 0.88),
+            expect="same",
+            margin=0.01,
+            unit="perplexity",
+            form=".3f",
+            decides=False,
+        ),
     ),
-    checks=(before_the_peak("T = 1"), before_the_peak("T = 2")),
-    seeds=SEEDS,
-    common=(*COMMON, *updates("online_dpo"), "max_lag=1", "max_steps=32"),
-    minutes=10,
+    checks=(still_rises("T = 1", 4),),
+    seeds=FRESH,
+    common=(*COMMON, *updates("online_dpo"), "max_lag=1", "max_steps=8", "eval.every=2"),
+    minutes=12,
     y=WIN_RATE,
     given=("pipeline",),
     shown=(PERPLEXITY, GOLD),
-    remarks=(PIPELINE,),
+    remarks=(ALL_ARRIVE.format(page="three seeds of 32 steps"), PIPELINE),
 )
 
 rlhf_samples = Study(
@@ -399,40 +424,41 @@ rlhf_samples = Study(
     title="K = 4 samples need half the steps",
     claim="an idle generator that samples K = 4 completions a prompt, of which best and worst are "
     "trained on, has the win rate of K = 2 in half the steps.",
-    refuted_by="a win rate of K = 4 after 16 steps that lies over 2 points from that of K = 2 "
-    "after 32.",
+    refuted_by="a win rate of K = 4 after 6 steps that is over 2 points below that of K = 2 "
+    "after 12.",
     arms=(
-        Arm("K = 2", ("group_size=2", "max_steps=32")),
-        Arm("K = 4", ("group_size=4", "max_steps=16")),
+        Arm("K = 2", ("group_size=2", "max_steps=12")),
+        Arm("K = 4", ("group_size=4", "max_steps=12")),
     ),
     questions=(
         Question(
-            name="win rate, K 4 after 16 steps less K 2 after 32",
-            left=Last("K = 4", WIN_RATE),
-            right=Last("K = 2", WIN_RATE),
-            expect="same",
-            margin=2,
+            name="win rate, K 4 after 6 steps less K 2 after 12",
+            left=After("K = 4", WIN_RATE, 6),
+            right=After("K = 2", WIN_RATE, 12),
+            expect="more",
+            margin=-2,
             unit="points",
             times=100,
         ),
         Question(
-            name="gain of K 2 itself",
-            left=Gain("K = 2", WIN_RATE),
-            right=Constant(0.0),
+            name="win rate after 12 steps, K 4 less K 2",
+            left=After("K = 4", WIN_RATE, 12),
+            right=After("K = 2", WIN_RATE, 12),
             expect="more",
-            margin=2,
+            margin=0,
             unit="points",
             times=100,
+            decides=False,
         ),
     ),
-    checks=(before_the_peak("K = 2"),),
-    seeds=SEEDS,
-    common=(*COMMON, *updates("online_dpo"), "max_lag=1"),
-    minutes=10,
+    checks=(still_rises("K = 2", 6),),
+    seeds=FRESH,
+    common=(*COMMON, *updates("online_dpo"), "max_lag=1", "eval.every=2"),
+    minutes=12,
     y=WIN_RATE,
     given=("pipeline",),
     shown=(PERPLEXITY, GOLD),
-    remarks=(PIPELINE,),
+    remarks=(ALL_ARRIVE.format(page="three seeds of 16 and 32 steps"), PIPELINE),
 )
 
 RLHF = (rlhf_kl, rlhf_on_policy, rlhf_dpo, rlhf_sizes, rlhf_scorers, rlhf_passes, rlhf_samples)

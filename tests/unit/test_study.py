@@ -196,6 +196,15 @@ def test_values_are_read_off_looks(modules):
     # Perplexity is 1.1 at 0.5 and 1.3 at 0.9: 1.15 lies a quarter of the way.
     when = terms.When("a", "eval/accuracy", "eval/perplexity", 1.15)
     assert when(runs) == pytest.approx(0.6)
+    assert terms.After(*of, 1)(runs) == 0.5
+    assert terms.After(*of, 2)(runs) is None and terms.After(*of, 9)(runs) is None
+    # Where another arm is after a step: at 0.6 after two, between 0.5 and 0.9 of `a`'s own.
+    runs["b"] = run_of(terms, 0.3, 0.6)
+    as_b = terms.When("a", "eval/perplexity", "eval/accuracy", terms.After("b", of[1], 1))
+    assert as_b(runs) == pytest.approx(1.15)
+    assert "where its eval/accuracy first is the eval/accuracy of [b] after step 1" in as_b.said
+    unseen = terms.When("a", "eval/perplexity", "eval/accuracy", terms.After("b", of[1], 2))
+    assert unseen(runs) is None
 
 
 def test_a_family_is_read_between_its_members_at_the_value_of_another(modules):
@@ -440,6 +449,21 @@ def test_a_page_says_what_its_results_come_to(modules, tmp_path):
     assert pages.headline(study, terms.outcome(study, runs)).startswith("New is better: held, +10")
     pages.draw(study, kept, tmp_path / "example.png")
     assert (tmp_path / "example.png").stat().st_size > 1000
+
+
+def test_what_is_refuted_is_told_by_the_question_that_is(modules):
+    """The first question alone would say the opposite."""
+    terms = modules.study_terms
+    pages = modules.study_pages
+    aside = question(terms, margin=30.0, decides=False)
+    study = study_of(terms, questions=(question(terms), aside, question(terms, margin=20.0)))
+    runs = by_seed(terms, new=(0.90, 0.91, 0.92), old=(0.80, 0.81, 0.82))
+    found = terms.outcome(study, runs)
+    assert [answer.verdict for answer in found.answers] == ["held", "refuted", "refuted"]
+    told, answer = pages.telling(study, found)
+    assert (told.margin, answer.verdict) == (20.0, "refuted")
+    held = terms.outcome(study_of(terms), runs)
+    assert pages.telling(study_of(terms), held)[1].verdict == "held"
 
 
 def test_a_difference_that_may_be_a_loss_is_drawn_like_another(modules, tmp_path):
