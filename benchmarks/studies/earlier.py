@@ -130,6 +130,22 @@ EARLIER = (
         page="rlhf.md",
     ),
     Earlier(
+        claim="T = 2 wins more after 32 steps",
+        source="Async RLHF, 4.1",
+        verdict=COULD_NOT_SHOW,
+        n=3,
+        interval="-0.1 [-0.9, +0.6] points",
+        page="claims/rlhf_passes_2026-11-27.md",
+    ),
+    Earlier(
+        claim="K = 4 after 16 steps wins as K = 2 after 32",
+        source="Async RLHF, 4.2",
+        verdict=COULD_NOT_SHOW,
+        n=3,
+        interval="-0.1 [-0.5, +0.3] points",
+        page="claims/rlhf_samples_2026-11-27.md",
+    ),
+    Earlier(
         claim="Reading ahead shortens a score's tail",
         source="OPPO, 4.2",
         verdict=SEEN,

@@ -357,8 +357,8 @@ FRESH = (3, 4, 5, 6, 7)
 # On this task every run comes to the same win rate, 0.955, within some twenty updates: what its
 # policy answers greedily. Only before that can a setting win more than another.
 ALL_ARRIVE = (
-    "Announced anew: the page of {page} compares runs after all had come to the same win rate, "
-    "where nothing could differ. Here the slower arm still rises when it ends."
+    "Announced anew: the earlier page, of {page}, compares runs after all had come to the same win "
+    "rate, where nothing could differ. Here the slower arm still rises when it ends."
 )
 
 
