@@ -10,7 +10,6 @@ from study_terms import (
     Check,
     Constant,
     Fall,
-    Gain,
     Last,
     LookOfHighest,
     Minus,
