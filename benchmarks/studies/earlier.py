@@ -146,6 +146,22 @@ EARLIER = (
         page="claims/rlhf_samples_2026-11-27.md",
     ),
     Earlier(
+        claim="KL bounds over-optimisation, at a rate of 1e-4",
+        source="Async RLHF, 2.1",
+        verdict="not answered",
+        n=3,
+        interval="+0.201 [-0.284, +0.686] gold",
+        page="claims/rlhf_kl_2026-11-27.md",
+    ),
+    Earlier(
+        claim="Resetting the reference is critical, at a rate of 1e-4",
+        source="TBA, app. D",
+        verdict="not answered",
+        n=5,
+        interval="+20.3 [+6.7, +34.0] points",
+        page="claims/tba_reset_2026-11-27.md",
+    ),
+    Earlier(
         claim="Reading ahead shortens a score's tail",
         source="OPPO, 4.2",
         verdict=SEEN,

@@ -262,7 +262,7 @@ OLD = (
     "groups_per_step=16",
     "group_size=8",
     "generator.max_slots=1664",
-    "lr=1e-4",
+    "lr=5e-5",
     "max_steps=150",
     "trainer.microbatch_tokens=1024",
 )
@@ -308,16 +308,17 @@ tba_reset = Study(
         Check("frozen leaves room", Last("frozen", ACCURACY, 3), "below", 0.93),
         Check("the frozen reference pulls", Last("frozen", KL, 20), "above", 0.005),
     ),
-    seeds=(0, 1, 2, 3, 4),
+    seeds=(10, 11, 12, 13, 14),
     common=OLD,
-    minutes=15,
+    minutes=20,
     y=KL,
     shown=(ACCURACY, LAG),
     remarks=(
+        "Announced anew: at a rate of 1e-4 no run with a frozen reference learned, so that the "
+        "earlier page has no answer. At 3e-5 one ended at 94 % in a trial, which leaves no room, "
+        "and at 5e-5 another, of seed 9, at 89 %.",
         "Additions of the package's model, 40 % right at the start. The figure shows the KL to the "
-        "reference, nats a token. At a rate of 3e-5 a frozen reference ended at 94 % in a trial of "
-        "another seed, which leaves no room; hence 1e-4. A beta of 1e-9 stands for 0, which the "
-        "loss does not take.",
+        "reference, nats a token. A beta of 1e-9 stands for 0, which the loss does not take.",
     ),
 )
 
