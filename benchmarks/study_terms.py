@@ -328,6 +328,27 @@ class Minus:
 
 
 @dataclass(frozen=True)
+class Over:
+    """One value as a part of another, as the seconds of a step that an arm needs."""
+
+    value: Value
+    whole: Value
+
+    @property
+    def said(self) -> str:
+        return f"({self.value.said} / {self.whole.said})"
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return (*self.value.columns, *self.whole.columns)
+
+    def __call__(self, runs: Runs) -> float | None:
+        value = self.value(runs)
+        whole = self.whole(runs)
+        return None if value is None or not whole else value / whole
+
+
+@dataclass(frozen=True)
 class Constant:
     """A number that was fixed beforehand."""
 

@@ -193,6 +193,9 @@ def test_values_are_read_off_looks(modules):
     assert terms.MeanOver(*of)(runs) == pytest.approx(0.8)
     assert terms.FirstAt(*of, 0.6)(runs) == 3 and terms.FirstAt(*of, 0.95)(runs) == 4
     assert terms.Minus(terms.Highest(*of), terms.Constant(0.4))(runs) == 0.5
+    assert terms.Over(terms.Highest(*of), terms.Start(*of))(runs) == pytest.approx(3.0)
+    assert terms.Over(terms.Highest(*of), terms.Constant(0.0))(runs) is None
+    assert terms.Over(terms.Last(*of, 9), terms.Constant(1.0))(runs) is None
     # Perplexity is 1.1 at 0.5 and 1.3 at 0.9: 1.15 lies a quarter of the way.
     when = terms.When("a", "eval/accuracy", "eval/perplexity", 1.15)
     assert when(runs) == pytest.approx(0.6)
