@@ -243,8 +243,6 @@ rlhf_on_policy = Study(
     ),
 )
 
-ROBUST = ("ppo", "rloo", "online_dpo")
-
 
 def less_costly(rival: str) -> Question:
     return Question(
@@ -266,7 +264,11 @@ rlhf_dpo = Study(
     claim="16 minibatches on one policy's samples cost Online DPO less of its win rate at the same "
     "perplexity than PPO and RLOO.",
     refuted_by="a cost to Online DPO that is at most 2 points less than PPO's, or than RLOO's.",
-    arms=tuple(arm for loss in ROBUST for arm in on_and_off_policy(loss, 16, rate="1e-5")),
+    arms=(
+        *on_and_off_policy("ppo", 16, rate="1e-5"),
+        *on_and_off_policy("rloo", 16, rate="1e-5"),
+        *on_and_off_policy("online_dpo", 16, rate="1e-5"),
+    ),
     questions=tuple(less_costly(rival) for rival in ("ppo", "rloo")),
     checks=tuple(
         Check("there is a cost to lessen", at_equal_perplexity(rival, 16), "above", 0.02)
