@@ -23,8 +23,7 @@ GOLD = "eval/gold"
 PROXY = "eval/reward"
 WIN_RATE = "eval/win_rate"
 PERPLEXITY = "eval/perplexity"
-SEEDS = (0, 1, 2)
-FRESH = (3, 4, 5, 6, 7)  # of what is announced anew
+SEEDS = (3, 4, 5, 6, 7)  # 0 to 2 are those of pages that were announced anew
 COMPLETIONS = 128  # a minibatch
 PIPELINE = (
     "`python recipes/rlhf.py out=PIPELINE` makes the models (ten minutes), and `--given "
@@ -128,7 +127,7 @@ rlhf_kl = Study(
         Check("gold has risen before", LookOfHighest("KL 0", GOLD), "above", 0),
         Check("the score rises to the end", Fall("KL 0", PROXY), "below", 0.05),
     ),
-    seeds=FRESH,
+    seeds=SEEDS,
     common=(
         *COMMON,
         "loss=rloo",
@@ -150,16 +149,15 @@ rlhf_kl = Study(
     ),
 )
 
-# A batch of N minibatches is of one policy's samples, and the first policy's are compared: what 16
-# updates on them bring, against updates that each have their own policy's samples.
-
 
 def arm_of(loss: str, minibatches: int) -> str:
     return f"{loss}, N = {minibatches}"
 
 
 def on_and_off_policy(loss: str, *numbers: int, rate: str = "2e-5") -> tuple[Arm, ...]:
-    """Return an arm on-policy, and one for each of these numbers of minibatches."""
+    """Return an arm whose every update has its own policy's samples, and an arm for each of these
+    numbers of updates on one policy's samples.
+    """
     arms = [Arm(arm_of(loss, 1), updates(loss, count=24, every=2, rate=rate))]
     for n in numbers:
         words = updates(loss, minibatches=n, count=16, rate=rate)
@@ -230,7 +228,7 @@ rlhf_on_policy = Study(
         ),
     ),
     checks=off_policy_rises("ppo"),
-    seeds=FRESH,
+    seeds=SEEDS,
     common=(*COMMON, "max_lag=0"),
     minutes=20,
     x=PERPLEXITY,
@@ -274,7 +272,7 @@ rlhf_dpo = Study(
         Check("there is a cost to lessen", at_equal_perplexity(rival, 16), "above", 0.02)
         for rival in ("ppo", "rloo")
     ),
-    seeds=FRESH,
+    seeds=SEEDS,
     common=(*COMMON, "max_lag=0"),
     minutes=30,
     x=PERPLEXITY,
@@ -343,7 +341,7 @@ rlhf_passes = Study(
         ),
     ),
     checks=(still_rises("T = 1", 4),),
-    seeds=FRESH,
+    seeds=SEEDS,
     common=(*COMMON, *updates("online_dpo"), "max_lag=1", "max_steps=8", "eval.every=2"),
     minutes=12,
     y=WIN_RATE,
@@ -387,7 +385,7 @@ rlhf_samples = Study(
         ),
     ),
     checks=(still_rises("K = 2", 6),),
-    seeds=FRESH,
+    seeds=SEEDS,
     common=(*COMMON, *updates("online_dpo"), "max_lag=1", "eval.every=2"),
     minutes=12,
     y=WIN_RATE,
