@@ -35,7 +35,7 @@ from study_terms import (
 PAGES = ROOT / "benchmarks" / "results" / "claims"
 ANNOUNCED = "<!-- announced -->"
 END = "<!-- end of what was announced -->"
-LEAST_FOR_BAND = 5  # runs: of fewer, an interval is up to three times as wide as what they span
+LEAST_FOR_BAND = 5  # runs: of fewer, an interval is wider than all that they span
 PATTERN = re.compile(rf"{ANNOUNCED}\n(.*?)\n{END}", re.DOTALL)
 
 

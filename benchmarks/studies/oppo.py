@@ -29,9 +29,18 @@ WAYS = {
 }
 
 
-def of_a_step(column: str, arm: str, base: str) -> Over:
-    """Return a column's mean as a part of another arm's."""
-    return Over(MeanOver(arm, column), MeanOver(base, column))
+def shorter(what: str, column: str, arm: str, base: str, *, decides: bool = True) -> Question:
+    """Return whether the seconds of an arm are less than those of another by over 2 % of these."""
+    return Question(
+        name=f"{what}, {arm} of {base}",
+        left=Over(MeanOver(arm, column), MeanOver(base, column)),
+        right=Constant(1.0),
+        expect="less",
+        margin=0.02,
+        unit="of it",
+        form=".3f",
+        decides=decides,
+    )
 
 
 oppo_streaming = Study(
@@ -44,44 +53,10 @@ oppo_streaming = Study(
     refuted_by="a step that is not shorter by over 2 % of that without reading ahead.",
     arms=tuple(Arm(name, words, ranks=3) for name, words in WAYS.items()),
     questions=(
-        Question(
-            name="seconds a step, intra of none",
-            left=of_a_step(STEP_S, "intra", "none"),
-            right=Constant(1.0),
-            expect="less",
-            margin=0.02,
-            unit="of it",
-            form=".3f",
-        ),
-        Question(
-            name="seconds a step, both of inter",
-            left=of_a_step(STEP_S, "both", "inter"),
-            right=Constant(1.0),
-            expect="less",
-            margin=0.02,
-            unit="of it",
-            form=".3f",
-        ),
-        Question(
-            name="seconds a step, both of none",
-            left=of_a_step(STEP_S, "both", "none"),
-            right=Constant(1.0),
-            expect="less",
-            margin=0.02,
-            unit="of it",
-            form=".3f",
-            decides=False,
-        ),
-        Question(
-            name="seconds to a score, intra of none",
-            left=of_a_step(TAIL, "intra", "none"),
-            right=Constant(1.0),
-            expect="less",
-            margin=0.02,
-            unit="of it",
-            form=".3f",
-            decides=False,
-        ),
+        shorter("seconds a step", STEP_S, "intra", "none"),
+        shorter("seconds a step", STEP_S, "both", "inter"),
+        shorter("seconds a step", STEP_S, "both", "none", decides=False),
+        shorter("seconds to a score", TAIL, "intra", "none", decides=False),
     ),
     checks=(
         Check("most is read ahead", MeanOver("intra", EARLY), "above", 0.5),

@@ -186,6 +186,20 @@ def off_policy_rises(loss: str) -> tuple[Check, Check]:
     )
 
 
+def costly(minibatches: int, *, decides: bool = True) -> Question:
+    """Return whether so many minibatches cost PPO over 2 points at the same perplexity."""
+    return Question(
+        name=f"win rate at the perplexity of N {minibatches}, N 1 less N {minibatches}",
+        left=at_equal_perplexity("ppo", minibatches),
+        right=Constant(0.0),
+        expect="more",
+        margin=2,
+        unit="points",
+        times=100,
+        decides=decides,
+    )
+
+
 rlhf_on_policy = Study(
     name="rlhf_on_policy",
     paper=PAPER,
@@ -197,25 +211,8 @@ rlhf_on_policy = Study(
     "perplexity.",
     arms=on_and_off_policy("ppo", 4, 16),
     questions=(
-        Question(
-            name="win rate at the perplexity of N 16, N 1 less N 16",
-            left=at_equal_perplexity("ppo", 16),
-            right=Constant(0.0),
-            expect="more",
-            margin=2,
-            unit="points",
-            times=100,
-        ),
-        Question(
-            name="win rate at the perplexity of N 4, N 1 less N 4",
-            left=at_equal_perplexity("ppo", 4),
-            right=Constant(0.0),
-            expect="more",
-            margin=2,
-            unit="points",
-            times=100,
-            decides=False,
-        ),
+        costly(16),
+        costly(4, decides=False),
         Question(
             name="win rate after 16 updates, N 1 less N 16",
             left=After("ppo, N = 1", WIN_RATE, 16),

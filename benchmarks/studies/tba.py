@@ -118,7 +118,8 @@ TB = (
 )
 BETAS_TRAINED = ("0.02", "0.05", "0.1", "0.15")
 TRAINED = tuple(f"TBA, beta {beta}" for beta in BETAS_TRAINED)
-NOVEL = ("PPO, novelty 3", "PPO, novelty 6")
+WEIGHTS = (3, 6)
+NOVEL = tuple(f"PPO, novelty {weight}" for weight in WEIGHTS)
 
 
 def settled(arm: str) -> Check:
@@ -138,7 +139,7 @@ tba_diverse = Study(
     "its novelty.",
     arms=(
         *(Arm(arm, (*TB, f"loss.beta={beta}")) for arm, beta in zip(TRAINED, BETAS_TRAINED)),
-        *(Arm(f"PPO, novelty {weight}", ppo_with_novelty(weight)) for weight in (3, 6)),
+        *(Arm(arm, ppo_with_novelty(weight)) for arm, weight in zip(NOVEL, WEIGHTS)),
         Arm("REINFORCE", ("buffer=fifo", "max_lag=1", "loss=reinforce", "reference=none")),
         Arm("SFT", made_by=taught_rows),
         optimum("0.05"),
