@@ -28,7 +28,7 @@ import dataclasses
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -228,6 +228,15 @@ class Generator(Executor):
         with self.replica.taking_part():
             self._commands[do](**command)
         return True
+
+    def partners(self, version: int) -> Sequence[int]:
+        """Return the other ranks of the replica that this one leads, until it has taken in the
+        run's last version and has nothing in work.
+        """
+        if self.follows:
+            return ()
+        has_work = self._evaluating or self.engine.num_live or self.engine.num_waiting
+        return self.replica.peers if has_work or self.version < version else ()
 
     def waiting_for(self) -> str | None:
         """Return what it waits for, in words that begin with the cause: weights, room or

@@ -5,6 +5,7 @@ loop step  consumes              waits for                  unblocked by
 take       groups in the buffer  a finished set for step v  groups from the reward; the ledger
                                  room for its weights       the generators' receipt of older ones
 train      that batch            -                          -
+end        -                     the other trainer ranks    what these share with other executors
 publish    -                     a free staging slot        the generators' receipt of older weights
 """
 
@@ -145,6 +146,7 @@ class FSDPTrainer(Executor):
         self.stages_on_host = self.cpu_offload
         self.version = 0
         self.done = False
+        self._is_at_end = False  # nothing is left but the last save
         self._published = -1
         self._helper: Helper | None = None  # while it is not in use, too
         self._frozen: list[torch.nn.Parameter] = []  # parameters of the trainer's own reference
@@ -280,7 +282,8 @@ class FSDPTrainer(Executor):
         if tickets is not None:
             self._train(tickets)
             return True
-        if stopping or is_last:
+        self._is_at_end = stopping or is_last
+        if self._is_at_end and self.checkpoints.may_end(self.version, self):
             self._finish()
             return True
         return arrived
@@ -297,11 +300,16 @@ class FSDPTrainer(Executor):
         return self.weights.has_room()
 
     def waiting_for(self) -> str | None:
-        """Return what it waits for, in words that begin with the cause: weights or data; None at
-        the end.
+        """Return what it waits for, in words that begin with the cause: end, weights or data; None
+        once it is done.
         """
         if self.done:
             return None
+        if self._is_at_end:
+            return (
+                f"end: all trainer ranks, {list(self.group.ranks)}, to come to the end of step "
+                f"{self.version} with all that they share, before the last checkpoint"
+            )
         if self.version < self.settings.max_steps and not self._has_room():
             return f"weights: the generators have not received all versions before {self.version}"
         return (

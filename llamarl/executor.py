@@ -23,7 +23,7 @@ checkpoint requests between steps, and end every wait after timeout_s.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
@@ -282,6 +282,11 @@ class Checkpoints(Protocol):
     def save(self, step: int, trainer: Executor) -> None:
         """Save the checkpoint of `step`. Collective over the trainer."""
 
+    def may_end(self, step: int, trainer: Executor) -> bool:
+        """Whether all trainer ranks have come to the end of the run, so that the last save may
+        begin.
+        """
+
 
 class Turns(Protocol):
     """A device that several executors share (llamarl.models.offload)."""
@@ -427,6 +432,15 @@ class Executor:
         rank what its leader began.
         """
         return False
+
+    def partners(self, version: int) -> Sequence[int]:
+        """Return the other ranks that must take part in what this rank may still begin, at policy
+        version `version`, which is the run's last. The trainer does not end before them.
+
+        None need be named where the executor's first rank is the trainer's too: both then do all in
+        that rank's order.
+        """
+        return ()
 
     @property
     def tickets(self) -> Tickets:

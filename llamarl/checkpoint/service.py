@@ -16,6 +16,11 @@ two of its steps. When all parts are in, the checkpoint is sealed. Once a rank i
 A save may take as long as it needs while it gets on (Control.saving). The trainer's ranks wait for
 each other by messages before and after what is collective in it, because a collective's own
 patience is timeout_s.
+
+The last save of a run belongs to no step that the leader has begun: each rank comes to the end by
+itself, while another may still wait for it in a collective of an executor that both share. So a
+rank that has come to the end goes on with its other executors until all trainer ranks have come
+(`may_end`). By the same messages the leader then begins the save.
 """
 
 from __future__ import annotations
@@ -23,6 +28,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Set
+from itertools import chain
 from pathlib import Path
 from typing import Protocol
 
@@ -34,6 +40,7 @@ from llamarl.executor import Executor
 from llamarl.tickets.service import TicketService
 
 _AT = "at"
+_END = "the end"  # the place that trainer ranks come to before the last save
 LEADER_S = 10.0  # the leader, which knows who is late, says so before the others give up
 CONTROLLER = "controller"  # the part with the ledger, the metrics cursor and the run's identity
 
@@ -78,6 +85,7 @@ class CheckpointService:
         self._timeout_s = timeout_s
         # (step, place in its save) -> the other trainer ranks that have come to it.
         self._at: defaultdict[tuple[int, str], set[int]] = defaultdict(set)
+        self._told: set[tuple[int, str]] = set()  # places that the leader knows this rank to be at
         self._saved = -1  # the newest step that this rank's trainer has saved; -1: none
 
     def save(self, step: int, trainer: Executor) -> None:
@@ -106,40 +114,63 @@ class CheckpointService:
         self._export(step, trainer)
         self._meet(step, "after the export", trainer)
 
+    def may_end(self, step: int, trainer: Executor) -> bool:
+        """Whether the last save may begin, at `step`. Called by each trainer rank between its other
+        executors' steps, until it may.
+
+        A rank comes to the end once nothing begins here any more that needs another trainer rank.
+        After a stop request that is so at once, because executors that begin something are stepped
+        no more.
+        """
+        if not self._control.stopping:
+            needed = chain.from_iterable(e.partners(step) for e in self._executors)
+            if not set(needed).isdisjoint(trainer.group.ranks):
+                return False
+        return self._has_met(step, _END, trainer)
+
     def _meet(self, step: int, place: str, trainer: Executor) -> None:
         """Wait until all trainer ranks have come to a place in the save of `step`.
 
         TimedOut names those whose part does not get on.
         """
-        leader = self._control.leader
-        others = set(trainer.group.ranks) - {self._control.rank}
-        # By way of the leader: from each rank to each would be the square of so many messages.
-        if self._control.is_leader:
-            awaited = others
-            patience_s = self._timeout_s
-        else:
-            awaited = {leader}
-            patience_s = self._timeout_s + LEADER_S
-            self._control.post(leader, _AT, {"step": step, "place": place})
+        patience_s = self._timeout_s + (0 if self._control.is_leader else LEADER_S)
         began = time.monotonic()
-        while True:
-            for sender, message in self._control.take(_AT):
-                self._at[message["step"], message["place"]].add(sender)
-            if awaited <= self._at[step, place]:
-                break
+        while not self._has_met(step, place, trainer):
             self._control.check()
             if time.monotonic() > max(began, self._control.progressed_at) + patience_s:
-                late = sorted(awaited - self._at[step, place])
+                late = sorted(self._awaited(trainer) - self._at[step, place])
                 raise TimedOut(
                     f"trainer on rank {self._control.rank} waited {patience_s:.0f} s in the "
                     f"checkpoint of step {step}, {place}, for ranks {late}, which wrote nothing "
                     "meanwhile. Raise timeout_s if their disk is slow rather than stuck"
                 )
             self._control.wait(0.02)
+
+    def _has_met(self, step: int, place: str, trainer: Executor) -> bool:
+        """Come to a place, if this rank has not yet. Return whether all trainer ranks are there.
+
+        By way of the leader: from each rank to each would be the square of so many messages.
+        """
+        leader = self._control.leader
+        if not self._control.is_leader and (step, place) not in self._told:
+            self._told.add((step, place))
+            self._control.post(leader, _AT, {"step": step, "place": place})
+        for sender, message in self._control.take(_AT):
+            self._at[message["step"], message["place"]].add(sender)
+        if not self._awaited(trainer) <= self._at[step, place]:
+            return False
         del self._at[step, place]
+        self._told.discard((step, place))
         if self._control.is_leader:
-            for rank in others:
+            for rank in self._awaited(trainer):
                 self._control.post(rank, _AT, {"step": step, "place": place})
+        return True
+
+    def _awaited(self, trainer: Executor) -> set[int]:
+        """Return the ranks that this one hears from: all others on the leader, else the leader."""
+        if self._control.is_leader:
+            return set(trainer.group.ranks) - {self._control.rank}
+        return {self._control.leader}
 
     def _export(self, step: int, trainer: Executor) -> None:
         """Write a directory that transformers loads, where there is room.

@@ -739,6 +739,19 @@ def test_ranks_that_have_come_apart_say_so(replica):
         peer.step()
 
 
+def test_a_leader_needs_its_peers_until_the_last_version_has_nothing_in_work(replica):
+    leader, peer = replica()
+    assert leader.partners(0) == [5] and not peer.partners(0)
+    for g in (leader, peer):
+        g.weights.arrive(0)
+    peer.step(), leader.step(), peer.step()
+    assert leader.version == 0 and leader.engine.num_live
+    assert leader.partners(0) == [5] and not peer.partners(0)
+    leader.tickets.grants = 0
+    settle(leader, peer)
+    assert not leader.partners(0) and leader.partners(1) == [5]
+
+
 def test_a_peer_ends_after_what_its_leader_had_begun(replica):
     leader, peer = replica()
     assert peer.follows and not leader.follows

@@ -40,7 +40,11 @@ class FakeControl:
 
     rank = leader = 0
     loss = None
-    is_leader = True
+    stopping = False
+
+    @property
+    def is_leader(self):
+        return self.rank == self.leader
 
     def __init__(self, clock, script=()):
         self.clock = clock
@@ -83,10 +87,10 @@ class Trainer:
         self.group = SimpleNamespace(ranks=ranks, index=0)
 
 
-def service_of(clock, script, checkpointer=None):
+def service_of(clock, script, checkpointer=None, executors=()):
     control = FakeControl(clock, script)
     made = CheckpointService(
-        checkpointer, [], control, None, None, identity={}, timeout_s=TIMEOUT_S
+        checkpointer, list(executors), control, None, None, identity={}, timeout_s=TIMEOUT_S
     )
     return made, control
 
@@ -141,6 +145,68 @@ def test_a_trainer_of_one_rank_waits_for_nobody(clock):
     service, control = service_of(clock, [])
     service._meet(4, "before the export", Trainer((0,)))
     assert not control.posted
+
+
+# --- trainer ranks, at the end of the run ---
+
+
+class Replica:
+    """An executor that this rank leads, and that may still need other ranks."""
+
+    leads = False
+
+    def __init__(self, *ranks):
+        self.needs = ranks
+
+    def partners(self, version):
+        return self.needs
+
+
+def end(sender, step=4):
+    return at(sender, step, "the end")
+
+
+def test_no_rank_waits_at_the_end_while_another_may_still_need_it(clock):
+    """A wait would stop the loop, and with it what the rank owes the others."""
+    service, control = service_of(clock, [[end(1)]])
+    trainer = Trainer((0, 1, 2))
+    control.mail = [end(1)]
+    began = clock.now
+    assert not service.may_end(4, trainer) and not service.may_end(4, trainer)
+    assert clock.now == began and not control.posted
+    control.mail = [end(2)]
+    assert service.may_end(4, trainer)
+    assert [(rank, topic) for rank, topic, _ in control.posted] == [(1, "at"), (2, "at")]
+
+
+def test_a_rank_that_the_leader_has_not_answered_has_come_to_the_end_once(clock):
+    service, control = service_of(clock, [])
+    control.rank = 1
+    trainer = Trainer((0, 1, 2))
+    assert not service.may_end(4, trainer) and not service.may_end(4, trainer)
+    assert control.posted == [end(0)]
+    control.mail = [end(0)]
+    assert service.may_end(4, trainer)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_may_begin_more_has_not_come_to_the_end(clock, rank):
+    replica = Replica(2)
+    service, control = service_of(clock, [], executors=[replica])
+    control.rank = rank
+    trainer = Trainer((0, 1, 2))
+    others = [end(0)] if rank else [end(1), end(2)]
+    control.mail = list(others)
+    assert not service.may_end(4, trainer) and not control.posted
+    replica.needs = (3,)  # no trainer's
+    assert service.may_end(4, trainer) and control.posted
+
+
+def test_after_a_stop_nothing_more_begins(clock):
+    service, control = service_of(clock, [], executors=[Replica(1)])
+    control.stopping = True
+    control.mail = [end(1)]
+    assert service.may_end(4, Trainer((0, 1)))
 
 
 # --- the leader, for the last checkpoint ---
