@@ -167,6 +167,7 @@ class ExecutorController:
             timeout_s=settings.timeout_s,
         )
         self.reached_target = False  # on the leader: an evaluation has reached settings.eval_target
+        self._keepers: set[int] = set()  # the ranks without which no checkpoint can be made
         # By name: the executors of this rank whose steps the loop can leave.
         self._breakable: dict[str, BreakableSteps] = {}
         self._told_of_loss = False
@@ -324,12 +325,9 @@ class ExecutorController:
     def _loop(self) -> None:
         clocks = {e.name: _Clock(time.monotonic()) for e in self.local}
         rest_s = min((e.poll_s for e in self.local), default=POLL_S)
-        keepers: set[int] = set()
-        for executor in self.executors:
-            if _is_kept(executor):
-                keepers.update(self.placement[executor.name])
-        self.control.keep(keepers, self.settings.stop_s)
-        self._breakable = self._breakable_steps(keepers)
+        self._keepers.update(*(self.placement[e.name] for e in self.executors if _is_kept(e)))
+        self.control.keep(self._keepers, self.settings.stop_s)
+        self._breakable = self._breakable_steps(self._keepers)
         while not self._is_told_to_end():
             self._serve_requests()
             worked = self.checkpoints.serve()
@@ -408,12 +406,14 @@ class ExecutorController:
         raise self.control.loss or late
 
     def _goes_on(self, executor: Executor) -> bool:
-        """Whether the executor is still stepped. After a stop: if it leads or has to end what it
-        began. After a loss: if it leads.
+        """Whether the executor is still stepped. After a stop: if it leads or has to end what was
+        begun. After a loss: the same, but only if all its ranks are keepers, since others may be
+        gone.
         """
+        ends = executor.leads or executor.finishes_on_stop
         if self.control.loss is not None:
-            return executor.leads
-        return executor.leads or executor.finishes_on_stop or not self.control.stopping
+            return ends and self._keepers.issuperset(self.placement[executor.name])
+        return ends or not self.control.stopping
 
     def _step_or_lose(self, executor: Executor, clock: _Clock) -> bool:
         """Make one step. If the executor holds no state that a checkpoint needs, its failure is a

@@ -124,6 +124,20 @@ def test_a_keeper_can_leave_the_steps_that_it_shares_with_ranks_that_are_none(
     assert list(found) == breakable_names
 
 
+@pytest.mark.parametrize("follows", [True, False])
+def test_after_a_loss_what_keepers_have_begun_among_themselves_is_ended(follows):
+    """One that no longer followed would leave the first rank in a collective that nothing ends."""
+    control = SimpleNamespace(loss=RuntimeError("rank 3 died"), stopping=True)
+    made = controller(1, PLACEMENT, control)
+    made._keepers = {0, 1}
+    for executor in made.local:
+        executor.finishes_on_stop = follows
+    goes_on = {executor.name: made._goes_on(executor) for executor in made.local}
+    assert goes_on == {"trainer": follows, "reward": False, "reference": follows}
+    control.loss = None
+    assert all(made._goes_on(executor) == follows for executor in made.local)
+
+
 def test_a_station_whose_step_was_left_is_saved_asked_and_torn_down_no_more(steps, over, caplog):
     left_out = []
     made = controller(1, {"reward": (1, 2)}, SimpleNamespace(progressed_at=0.0))
