@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import Counter
+from itertools import chain
 from pathlib import Path
 
 from llamarl.config.findings import Findings, show
@@ -81,6 +83,7 @@ def find_placement(c: Config, world_size: int, found: Findings) -> None:
     if c.generator.tensor_parallel > 1:
         _find_replicas(c, placed, world_size, found)
         _find_heads("generator", c.generator.tensor_parallel, "model", model, found)
+    _find_rings(c, placed, found)
 
 
 def _find_heads(
@@ -223,9 +226,20 @@ def _find_copies(
 def _find_waits(name: str, noun: str, c: Config, placed: dict[str, Ranks], found: Findings) -> None:
     """Find ranks that would wait for each other, because each works for another executor first. All
     ranks of the executor act as one.
+
+    Without lag the trainer waits for what is scored. But held-out completions are scored while it
+    trains, so that one rank must begin both, one after the other.
     """
     ranks = placed[name]
+    leader = placed["trainer"][0]
     shared = sorted(set(ranks) & set(placed["trainer"]))
+    if len(shared) > 1 and c.max_lag == 0 and ranks[0] != leader:
+        what = (
+            f"ranks {show(shared)} would share the trainer and a {noun} that another rank leads, "
+            "so one rank could wait in the first and another in the second for ever; begin both "
+            f"with rank {leader}, or place them apart"
+        )
+        found.add(what, f"placement.{name}", "placement.trainer")
     if len(shared) > 1 and c.max_lag == 0 and getattr(c, name).stream:
         what = (
             f"ranks {show(shared)} would share the trainer and a {noun} that reads while others "
@@ -266,15 +280,73 @@ def _find_replicas(c: Config, placed: dict[str, Ranks], world_size: int, found: 
             remedy = f"start {count}, or lower it"
         what = f"{noun} {show(generator)} cannot be split into replicas of {m}"
         found.add(f"{what}; {remedy}", key)
-    if c.max_lag == 0:  # generator and trainer take turns, so neither waits for the other
-        return
     for first in range(0, len(generator), m):
         replica = generator[first : first + m]
         both = [rank for rank in replica if rank in placed["trainer"]]
-        if len(both) > 1:
-            what = (
-                f"ranks {show(sorted(both))} would share a replica and the trainer, so one rank "
-                "could wait in the first and another in the second for ever; place them apart, "
-                "or max_lag=0"
-            )
-            found.add(what, key, "placement.trainer", "placement.generator")
+        if len(both) < 2:
+            continue
+        remedy = "place them apart, or max_lag=0"
+        if c.max_lag == 0:
+            # They take turns: the last save waits for a replica that a rank of the trainer leads.
+            if replica[0] in both:
+                continue
+            remedy = f"begin the replica with rank {both[0]}, or place them apart"
+        what = (
+            f"ranks {show(sorted(both))} would share a replica and the trainer, so one rank "
+            f"could wait in the first and another in the second for ever; {remedy}"
+        )
+        found.add(what, key, "placement.trainer", "placement.generator")
+
+
+def _find_rings(c: Config, placed: dict[str, Ranks], found: Findings) -> None:
+    """Find three or more executors in a ring, each of which shares a rank with the next: in each,
+    one rank could wait for another that is in the next.
+
+    Executors that one rank leads are one here, since they do all in its order. So are those that
+    share two ranks: what is wrong with these is found elsewhere.
+    """
+    sets: list[tuple[str, Ranks]] = [("trainer", placed["trainer"])]
+    if c.scorers or judge_models(c):
+        sets.append(("reward", placed["reward"]))
+    if c.reference.placed:
+        sets.append(("reference", placed["reference"]))
+    m = c.generator.tensor_parallel
+    generator = placed["generator"]
+    for first in range(0, len(generator), m):
+        sets.append(("generator", generator[first : first + m]))
+    joined: list[tuple[set[str], set[int]]] = []
+    leads: dict[int, tuple[set[str], set[int]]] = {}  # the first rank -> what it is joined to
+    for name, ranks in sets:
+        one = leads.get(ranks[0])
+        for other in joined:
+            if one is None and len(other[1].intersection(ranks)) > 1:
+                one = other
+        if one is None:
+            one = (set(), set())
+            joined.append(one)
+        leads[ranks[0]] = one
+        one[0].add(name)
+        one[1].update(ranks)
+    ring = _ring_of(joined)
+    if ring:
+        keys = sorted({f"placement.{name}" for name in ring})
+        what = (
+            f"each of {', '.join(sorted(ring))} shares a rank with the next, in a ring, so that "
+            "each could wait for the next for ever; place one of them on ranks of its own"
+        )
+        found.add(what, *keys)
+
+
+def _ring_of(sets: list[tuple[set[str], set[int]]]) -> set[str]:
+    """Return the names of sets that close a ring over the ranks that they share; none without."""
+    # Ranks of no two sets can be in no ring, nor sets with fewer than two ranks of others.
+    left = list(sets)
+    while True:
+        counts = Counter(chain.from_iterable(ranks for _, ranks in left))
+        kept = []
+        for names, ranks in left:
+            if sum(counts[rank] > 1 for rank in ranks) > 1:
+                kept.append((names, ranks))
+        if len(kept) == len(left):
+            return set().union(*(names for names, _ in kept))
+        left = kept

@@ -874,6 +874,10 @@ def test_replicas_that_cannot_be_are_refused_with_what_to_set():
     assert "4 query heads" in heads
     both = (f"{key}=2", "placement.colocate=[trainer,generator]")
     assert complaints(*both, "max_lag=0", world_size=2) == {}
+    assert complaints(*both, "max_lag=0", world_size=4) == {}  # two replicas
+    led_from_elsewhere = ("placement.trainer=[0,1]", "placement.generator=[2,1,0,3]", "max_lag=0")
+    (what,) = complaints(f"{key}=4", *led_from_elsewhere, world_size=4).values()
+    assert "begin the replica with rank 1" in what
     (what,) = complaints(*both, "max_lag=1", world_size=2).values()
     assert "one rank could wait in the first and another in the second" in what
 

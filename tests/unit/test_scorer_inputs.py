@@ -146,12 +146,30 @@ def test_ranks_that_cannot_share_a_model(tmp_path, section, name):
     said = complaint(*given, f"{placed}=[0,1]", ranks=3)
     assert f"would share the {name} and the trainer" in said
     check_command_line([*given, f"{placed}=[0,1]", "max_lag=0"], world_size=3)
+    said = complaint(*given, f"{placed}=[1,0]", "max_lag=0", ranks=3)
+    assert f"a {name} that another rank leads" in said and "begin both with rank 0" in said
     said = complaint(*given, f"{placed}=[2,3,4]", f"{section}.replicate=2", ranks=5)
     assert "a multiple of 2 ranks" in said
     split = ["placement.generator=[2,3]", "generator.tensor_parallel=2"]
     check_command_line([*given, *split, f"{placed}=[2,3]"], world_size=4)
     said = complaint(*given, *split, f"{placed}=[3,2]", ranks=4)
     assert "begin both with rank 2" in said
+
+
+def test_three_that_wait_in_a_ring(tmp_path):
+    """The trainer's first rank for its second, that one for rank 2 in the scorer, and rank 2 for
+    the first in the reference: nobody can go on.
+    """
+    write_scorer(tmp_path / "rm")
+    given = [FROZEN, MODEL, f"reward.path={tmp_path}/rm", "placement.generator=[3]"]
+    given += ["placement.trainer=[0,1]", "placement.reward=[1,2]"]
+    said = complaint(*given, "placement.reference=[2,0]", ranks=4)
+    assert "each of reference, reward, trainer shares a rank with the next, in a ring" in said
+    check_command_line([*given, "placement.reference=[1,3]"], world_size=4)  # all by rank 1
+    check_command_line([*given, "placement.reference=[2,3]"], world_size=4)  # a chain
+    split = ["placement.generator=[3,2]", "generator.tensor_parallel=2"]
+    said = complaint(*given, *split, "placement.reference=[0,3]", ranks=4)
+    assert "each of generator, reference, reward, trainer" in said
 
 
 def test_a_scorer_has_a_query_head_for_each_of_its_ranks(tmp_path):
