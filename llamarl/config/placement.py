@@ -317,6 +317,8 @@ def _find_rings(c: Config, placed: dict[str, Ranks], found: Findings) -> None:
     joined: list[tuple[set[str], set[int]]] = []
     leads: dict[int, tuple[set[str], set[int]]] = {}  # the first rank -> what it is joined to
     for name, ranks in sets:
+        if len(ranks) < 2:
+            continue  # waits for nobody
         one = leads.get(ranks[0])
         for other in joined:
             if one is None and len(other[1].intersection(ranks)) > 1:
