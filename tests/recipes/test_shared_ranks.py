@@ -17,7 +17,7 @@ SHARED = (
 
 @pytest.mark.slow
 def test_a_run_ends_with_its_last_evaluation(tmp_path):
-    """Rank 2 leads the second replica, so that two ranks begin what all four must take part in."""
+    """Rank 2 leads the second replica: it evaluates with rank 3 before all four ranks save."""
     with ForkedJob(*SHARED, run_dir=tmp_path / "run", ranks=4) as job:
         assert job.wait() == 0, job.output
         assert [row["step"] for row in job.rows] == list(range(STEPS + 1))
