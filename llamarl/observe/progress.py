@@ -31,8 +31,10 @@ class TimeLeft:
         self._readings: deque[tuple[float, float]] = deque(maxlen=WINDOW + 1)
 
     def note(self, done: float, at_s: float) -> None:
-        """Note how much was done at a time; work that goes back begins anew."""
-        if self._readings and done < self._readings[-1][0]:
+        """Note how much was done at a time. Work or a time that goes back begins anew: the row of
+        an evaluation has the time of its end, which may be after that of the next step.
+        """
+        if self._readings and (done < self._readings[-1][0] or at_s < self._readings[-1][1]):
             self._readings.clear()
         self._readings.append((done, at_s))
 

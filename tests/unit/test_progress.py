@@ -54,6 +54,15 @@ def test_the_time_left_goes_by_the_pace_of_the_newest_readings():
     assert left.of(10) is None
 
 
+def test_the_time_left_does_not_go_by_an_evaluation_that_ended_after_the_next_step():
+    left = TimeLeft()
+    left.note(0, 35.6)  # the end of the first evaluation, during which step 1 was trained
+    left.note(1, 21.3)
+    assert left.of(39) is None
+    left.note(2, 31.3)
+    assert left.of(38) == pytest.approx(380.0)
+
+
 @pytest.mark.parametrize(
     "seconds, want",
     [(None, ""), (0.0, ""), (0.2, "1s"), (59.4, "59s"), (130, "2m10s"), (11100, "3h05m")],
