@@ -16,9 +16,6 @@ SMOLLM2 = (
     "model.path={model}",
     "model.dtype=bfloat16",
     "trainer.compute_dtype=bfloat16",
-    "lr=1e-5",
-    "group_size=8",
-    "groups_per_step=8",
 )
 CHAIN_SUM = (
     "task=reasoning_gym",
@@ -76,6 +73,9 @@ real_model = Study(
     seeds=(0, 1, 2, 3, 4),
     common=(
         *SMOLLM2,
+        "lr=1e-5",
+        "group_size=8",
+        "groups_per_step=8",
         "task=questions",
         "task.name=sum",
         "task.most=45",
@@ -154,10 +154,13 @@ tba_knobs = Study(
             decides=False,
         ),
     ),
-    checks=(Check("it learns", Last(MIDDLE, ACCURACY), "above", 0.4),),
+    checks=(Check("it learns", Last(MIDDLE, ACCURACY), "above", 0.35),),
     seeds=(0, 1, 2),
     common=(
         *SMOLLM2,
+        "lr=2e-5",
+        "group_size=8",
+        "groups_per_step=4",
         *CHAIN_SUM,
         "loss=tb",
         "buffer=replay",
@@ -168,11 +171,15 @@ tba_knobs = Study(
         "eval.num_prompts=200",
         "checkpoint.every=10",
     ),
-    minutes=110,
+    minutes=90,
     y=ACCURACY,
     given=("model",),
     shown=(LAG,),
-    remarks=(MODEL,),
+    remarks=(
+        MODEL,
+        "The untaught model has a quarter of the sums right. A step answers four prompts, eight "
+        "times each, and trains on K answers to each of four prompts.",
+    ),
 )
 
 gsm8k = Study(
