@@ -257,6 +257,36 @@ class When(_OfColumn):
 
 
 @dataclass(frozen=True)
+class WhenMean(_OfColumn):
+    """A column at the end of the first steps, so many in a row, over which another one's mean has a
+    value: a target for what one step says too roughly. None of a run that never has it.
+    """
+
+    by: str
+    at: float
+    over: int
+
+    @property
+    def said(self) -> str:
+        return (
+            f"{self.column} of [{self.arm}] where the mean {self.by} of {self.over} steps "
+            f"first is {self.at:g}"
+        )
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return (self.column, self.by)
+
+    def __call__(self, runs: Runs) -> float | None:
+        rows = runs[self.arm].known(self.column, self.by)
+        for end in range(self.over, len(rows) + 1):
+            newest = [row[self.by] for row in rows[end - self.over : end]]
+            if statistics.mean(newest) >= self.at:
+                return rows[end - 1][self.column]
+        return None
+
+
+@dataclass(frozen=True)
 class Between:
     """A column of several arms' ends where another one has a given arm's value, in lines between
     them: what a family of settings would have at equal success.

@@ -10,13 +10,14 @@ MODEL = (
     "`python recipes/fetch_smollm2.py out=MODEL` makes the model, and `--given model=MODEL` names "
     "it."
 )
-SMOLLM2 = (
+WITHOUT_BATCH = (
     "threads=1",
     "model=hf",
     "model.path={model}",
     "model.dtype=bfloat16",
     "trainer.compute_dtype=bfloat16",
 )
+SMOLLM2 = (*WITHOUT_BATCH, "lr=1e-5", "group_size=8", "groups_per_step=8")
 CHAIN_SUM = (
     "task=reasoning_gym",
     "task.name=chain_sum",
@@ -73,9 +74,6 @@ real_model = Study(
     seeds=(0, 1, 2, 3, 4),
     common=(
         *SMOLLM2,
-        "lr=1e-5",
-        "group_size=8",
-        "groups_per_step=8",
         "task=questions",
         "task.name=sum",
         "task.most=45",
@@ -157,7 +155,7 @@ tba_knobs = Study(
     checks=(Check("it learns", Last(MIDDLE, ACCURACY), "above", 0.35),),
     seeds=(0, 1, 2),
     common=(
-        *SMOLLM2,
+        *WITHOUT_BATCH,
         "lr=2e-5",
         "group_size=8",
         "groups_per_step=4",
