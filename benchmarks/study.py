@@ -11,7 +11,8 @@ A study is a table of settings and a sentence in benchmarks/studies/: arms, seed
 margins, and checks of whether its runs were in a state to answer. No run is made unless the page of
 benchmarks/results/claims/ that git has committed announces just these settings. --minutes stops
 after so many: the same command goes on, and so it does after a kill, from the last checkpoint.
---seeds 0 1: of these seeds alone, so that others are made beside them, with the same --runs.
+The same command beside it, with the same --runs, makes other runs; --seeds 0 1 those of these seeds
+alone.
 --given NAME=PATH: a directory that a study's settings name, such as a model's. A study that is
 announced anew keeps its old page and results beside the new ones, with the day in their names.
 """
@@ -226,7 +227,7 @@ def go_on(study: Study, args: argparse.Namespace) -> None:
     except (NotAnnounced, ValueError) as error:
         sys.exit(str(error))
     made = "all runs" if args.seeds is None else f"all runs of seeds {_listed(args.seeds)}"
-    print(f"{made} are made" if is_whole else "stopped: the same command goes on")
+    print(f"{made} are made" if is_whole else "not all are made: the same command goes on")
 
 
 if __name__ == "__main__":

@@ -2,13 +2,15 @@
 
 A run goes on from its newest checkpoint (resume=auto) and is kept once it has finished, under a
 name that is made of all that makes it that run. So a study may be stopped, or killed, at any time:
-what is lost is what a run made since its last checkpoint. A run on one rank is forked from this
+what is lost is what a run made since its last checkpoint. Several commands may make one study
+together: each run is made by one. A run on one rank is forked from this
 process, which has imported what it imports; one on several is torchrun's.
 """
 
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import importlib
 import json
 import os
@@ -19,7 +21,8 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -126,14 +129,15 @@ def make(
     minutes: float | None = None,
     maker: Maker | None = None,
 ) -> bool:
-    """Make what is missing of a study, or of these seeds of it. False if the minutes were over
-    before all was made.
+    """Make what is missing of a study, or of these seeds of it. False if not all is made: the
+    minutes were over, or another command is at a run, which is left to it.
 
     RuntimeError if a run fails in another way than by numbers that are not finite: those are a
     result, and what ended it is kept with its rows.
     """
     maker = maker or make_run
     deadline = time.monotonic() + 60 * minutes if minutes else float("inf")
+    is_whole = True
     for seed in study.seeds if seeds is None else seeds:
         for arm in order(study, seed):
             piece = piece_of(study, arm, seed, folder, given)
@@ -141,17 +145,45 @@ def make(
                 continue
             if time.monotonic() >= deadline:
                 return False
-            piece.run_dir.parent.mkdir(parents=True, exist_ok=True)
-            started = time.monotonic()
-            has_finished = maker(piece, deadline)
-            took_s = time.monotonic() - started
-            _note_seconds(piece, took_s)
-            said = "made" if has_finished else "stopped, to go on"
-            print(f"{took_s:5.0f} s  {piece.title}  {said}", flush=True)
-            if not has_finished:
-                return False
-            _keep_run(piece)
-    return True
+            with _held(piece) as is_held:
+                if not is_held:
+                    print(f"{piece.title}  left to another command", flush=True)
+                    is_whole = False
+                elif not piece.file.exists() and not _make_one(piece, maker, deadline):
+                    return False
+    return is_whole
+
+
+@contextmanager
+def _held(piece: Piece) -> Iterator[bool]:
+    """Keep other commands from making this run; False if another one makes it.
+
+    A forked child holds it too: while one is left behind, no other command begins its run.
+    """
+    directory = piece.run_dir.parent
+    directory.mkdir(parents=True, exist_ok=True)
+    with open(directory / "held", "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+            return
+        yield True
+        if piece.file.exists():
+            shutil.rmtree(directory)
+
+
+def _make_one(piece: Piece, maker: Maker, deadline: float) -> bool:
+    """Make a run, or go on with it, and keep it. False if it was stopped before its end."""
+    started = time.monotonic()
+    has_finished = maker(piece, deadline)
+    took_s = time.monotonic() - started
+    _note_seconds(piece, took_s)
+    said = "made" if has_finished else "stopped, to go on"
+    print(f"{took_s:5.0f} s  {piece.title}  {said}", flush=True)
+    if has_finished:
+        _keep_run(piece)
+    return has_finished
 
 
 def _seconds_file(piece: Piece) -> Path:
@@ -166,7 +198,7 @@ def _note_seconds(piece: Piece, seconds: float) -> None:
 
 
 def _keep_run(piece: Piece) -> None:
-    """Keep the columns that the study reads, and its report if it is asked for; remove the rest."""
+    """Keep the columns that the study reads, and its report if it is asked for."""
     lines = (piece.run_dir / "metrics.jsonl").read_text().splitlines()
     rows: list[Row] = []
     for line in lines:
@@ -183,7 +215,6 @@ def _keep_run(piece: Piece) -> None:
     if piece.study.keeps_reports:
         write_report(piece.run_dir, piece.file.with_suffix(".html"))
     keep(piece.file, kept)
-    shutil.rmtree(piece.run_dir.parent)
 
 
 # --- One run ---

@@ -306,6 +306,24 @@ def test_seeds_may_be_made_beside_others(modules, tmp_path):
     assert rest.asked == [(0, "new"), (0, "old")]
 
 
+def test_a_run_that_another_command_makes_is_left_to_it(modules, tmp_path):
+    study = study_of(modules.study_terms)
+    runs = modules.study_runs
+    first = FakeMaker()
+    beside = FakeMaker()
+
+    def make_beside(piece, deadline):
+        if len(first.asked) == 1:  # amid the first command's second run
+            assert not runs.make(study, tmp_path, {}, maker=beside)
+        return first(piece, deadline)
+
+    assert runs.make(study, tmp_path, {}, maker=make_beside)
+    assert first.asked == [(0, "new"), (0, "old")]
+    assert beside.asked == [(1, "old"), (1, "new"), (2, "new"), (2, "old")]
+    assert len(list(tmp_path.glob("*.json"))) == NUM_RUNS
+    assert not [path for path in tmp_path.iterdir() if path.is_dir()]
+
+
 def test_no_run_begins_after_the_minutes(modules, tmp_path, monkeypatch):
     study = study_of(modules.study_terms)
     clock = iter([0.0, *(10.0 * turn for turn in range(100))])
