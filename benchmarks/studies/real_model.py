@@ -185,12 +185,12 @@ gsm8k = Study(
     paper="Async RLHF; TBA",
     section="5.2; 5.1",
     title="GSM8K: asynchronous as synchronous",
-    claim="on GSM8K a policy that has seen the training answers gains held-out accuracy by RL, and "
-    "asynchronous training comes to what synchronous comes to.",
+    claim="on GSM8K's problems of two calculations a policy that has seen the training answers "
+    "gains held-out accuracy by RL, and asynchronous training comes to what synchronous comes to.",
     refuted_by="a gain of at most 1 point, or a difference of over 3.",
     arms=(
-        Arm("sync", ("max_lag=0", "threads=2")),
-        Arm("async", ("max_lag=1", "threads=1"), ranks=2),
+        Arm("sync", ("max_lag=0",)),
+        Arm("async", ("max_lag=1",)),
     ),
     questions=(
         Question(
@@ -211,36 +211,50 @@ gsm8k = Study(
             unit="points",
             times=100,
         ),
+        Question(
+            name="gain of RL, synchronous",
+            left=Gain("sync", ACCURACY),
+            right=Constant(0.0),
+            expect="more",
+            margin=1,
+            unit="points",
+            times=100,
+            decides=False,
+        ),
     ),
-    checks=(Check("it learns", Last("sync", ACCURACY), "above", 0.05),),
+    checks=(Check("the data are behind", MeanOver("async", LAG), "above", 0.3),),
     seeds=(0, 1, 2),
     common=(
+        "threads=1",
         "model=hf",
         "model.path={warm}",
         "model.dtype=bfloat16",
         "trainer.compute_dtype=bfloat16",
-        "lr=1e-5",
+        "lr=2e-5",
         "task=gsm8k",
         "task.path={train}",
         "task.eval_path={test}",
         "tickets.sampler=difficulty",
-        "max_new_tokens=128",
+        "max_new_tokens=96",
         "group_size=8",
         "groups_per_step=4",
-        "max_steps=40",
-        "eval.every=20",
-        "eval.num_prompts=200",
-        "checkpoint.every=5",
+        "max_steps=30",
+        "eval.every=30",
+        "eval.num_prompts=440",
+        "checkpoint.every=10",
     ),
-    minutes=115,
+    minutes=110,
     y=ACCURACY,
     given=("warm", "train", "test"),
-    shown=(LAG,),
+    shown=("reward/mean", LAG),
     remarks=(
+        "A model of 135 M parameters and 30 steps are far from what the papers have. Taught 1,024 "
+        "of all worked answers it has 1.5 % of 400 held-out problems right, too little to learn "
+        "from. So the study takes those of at most two calculations, a third of GSM8K: `grep -vE "
+        "'<<.*<<.*<<' gsm8k_train.jsonl > TRAIN`, and so TEST of the test set, 440 problems. "
         "`python recipes/sft.py model.path=MODEL task=gsm8k task.path=TRAIN examples_per_step=32 "
-        "max_steps=32 lr=2e-5 threads=2 eval.every=0 out=WARM` teaches SmolLM2 1,024 of the worked "
-        "answers, and `--given warm=WARM` names it; `train` and `test` are GSM8K's JSON lines. A "
-        "model of 135 M parameters and 40 steps are far from what the papers have.",
+        "max_steps=48 lr=1e-4 threads=1 eval.every=0 out=WARM` teaches SmolLM2 1,536 of these, "
+        "after which it has some 8 % right.",
     ),
 )
 
