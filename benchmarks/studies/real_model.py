@@ -235,26 +235,30 @@ gsm8k = Study(
         "task.path={train}",
         "task.eval_path={test}",
         "tickets.sampler=difficulty",
+        "temperature=0.7",
         "max_new_tokens=96",
         "group_size=8",
         "groups_per_step=4",
-        "max_steps=30",
-        "eval.every=30",
+        "max_steps=60",
+        "eval.every=60",
         "eval.num_prompts=440",
         "checkpoint.every=10",
     ),
-    minutes=110,
+    minutes=80,
     y=ACCURACY,
     given=("warm", "train", "test"),
     shown=("reward/mean", LAG),
     remarks=(
-        "A model of 135 M parameters and 30 steps are far from what the papers have. Taught 1,024 "
+        "A model of 135 M parameters and 60 steps are far from what the papers have. Taught 1,024 "
         "of all worked answers it has 1.5 % of 400 held-out problems right, too little to learn "
         "from. So the study takes those of at most two calculations, a third of GSM8K: `grep -vE "
-        "'<<.*<<.*<<' gsm8k_train.jsonl > TRAIN`, and so TEST of the test set, 440 problems. "
-        "`python recipes/sft.py model.path=MODEL task=gsm8k task.path=TRAIN examples_per_step=32 "
+        "'<<.*<<.*<<' gsm8k_train.jsonl > SHORT`, and so TEST of the test set, 440 problems. "
+        "`python recipes/sft.py model.path=MODEL task=gsm8k task.path=SHORT examples_per_step=32 "
         "max_steps=48 lr=1e-4 threads=1 eval.every=0 out=WARM` teaches SmolLM2 1,536 of these, "
-        "after which it has some 8 % right.",
+        "after which it has some 8 % right. RL is on few, `head -128 SHORT > TRAIN`, so that the "
+        "sampler soon knows which of them teach.",
+        "A run of seed 0 at temperature 1, 30 steps on all of SHORT, was made before: it had 1 to "
+        "3 % of its own answers right, and 7.7 % of the held-out at its start and 8.9 at its end.",
     ),
 )
 
