@@ -188,8 +188,17 @@ def build_trainer(config: Config, job: Job) -> FSDPTrainer:
         samples=job.sample_maker,
         threads=_thread_trial(config, job),
         resets_reference=partial(_is_due, reference.reset_every),
+        shares_replicas=_shares_replicas(config, job),
         unseen=_unseen_prompts(config, job),
     )
+
+
+def _shares_replicas(config: Config, job: Job) -> bool:
+    """Whether replicas of the generator share ranks with the trainer, and take turns with it."""
+    if config.max_lag != 0 or config.generator.tensor_parallel == 1:
+        return False
+    shared = set(job.placement["trainer"]) & set(job.placement["generator"])
+    return len(shared) > 1
 
 
 def _unseen_prompts(config: Config, job: Job) -> UnseenPrompts | None:

@@ -237,10 +237,9 @@ class Reference(Executor):
         if self._resets is not None:
             self._resets.close()
 
-    def before_checkpoint(self, step: int) -> None:
-        """Take in the versions that were sent up to that step."""
-        if self._resets is not None:
-            self._resets.before_checkpoint(step)
+    def may_checkpoint(self, step: int) -> bool:
+        """Whether the versions that were sent up to that step have been taken in."""
+        return self._resets is None or self._resets.may_checkpoint(step)
 
     def has_state(self) -> bool:
         """Whether checkpoints hold its weights. One that is never reset is loaded anew."""

@@ -102,6 +102,7 @@ class FSDPTrainer(Executor):
     threads: chooses between two steps what threads this rank computes with; None: they stay.
     Only a single rank that holds the model whole may be given a helper.
     resets_reference(version): whether the reference takes that version's weights.
+    shares_replicas: replicas of the generator take turns with it, on ranks that it has too.
     unseen: predicts for the ledger how hard unseen prompts are. canary_prompts,
     canary_top: see llamarl.models.parity. evaluate_at(version): whether that version must be
     evaluated; checkpoint_at(version): whether to checkpoint it.
@@ -140,6 +141,7 @@ class FSDPTrainer(Executor):
     samples: SampleMaker | None = None
     threads: ThreadTrial | None = None
     resets_reference: Callable[[int], bool] = lambda version: False
+    shares_replicas: bool = False
     unseen: UnseenPrompts | None = None
 
     def __post_init__(self):
@@ -147,6 +149,7 @@ class FSDPTrainer(Executor):
         self.version = 0
         self.done = False
         self._is_at_end = False  # nothing is left but the last save
+        self._taken: list[int] | None = None  # the tickets of a step that has not begun
         self._published = -1
         self._helper: Helper | None = None  # while it is not in use, too
         self._frozen: list[torch.nn.Parameter] = []  # parameters of the trainer's own reference
@@ -275,11 +278,13 @@ class FSDPTrainer(Executor):
         # Read this before taking, because the leader announces its last batch before its stop.
         stopping = self.control.stopping
         is_last = self.version >= self.settings.max_steps
-        tickets = None
-        if not is_last and (stopping or self._has_room()):
+        if self._taken is None and not is_last and (stopping or self._has_room()):
             has_waited = time.monotonic() - self._wait_since > SHORT_S
-            tickets = self.tickets.take(self.version, waited=has_waited)
-        if tickets is not None:
+            self._taken = self.tickets.take(self.version, waited=has_waited)
+        if self._taken is not None:
+            if self.shares_replicas and not self.checkpoints.may_begin(self.version, self):
+                return arrived
+            tickets, self._taken = self._taken, None
             self._train(tickets)
             return True
         self._is_at_end = stopping or is_last
@@ -305,10 +310,10 @@ class FSDPTrainer(Executor):
         """
         if self.done:
             return None
-        if self._is_at_end:
+        if self._is_at_end or self._taken is not None:
             return (
                 f"end: all trainer ranks, {list(self.group.ranks)}, to come to the end of step "
-                f"{self.version} with all that they share, before the last checkpoint"
+                f"{self.version} with all that they share"
             )
         if self.version < self.settings.max_steps and not self._has_room():
             return f"weights: the generators have not received all versions before {self.version}"

@@ -26,8 +26,7 @@ Keepers are the ranks of the trainer and of every other executor whose state is 
 (llamarl.comm.control) is a rank or an executor that is gone while all keepers live. The keepers
 then do as at a stop, while the others wait: the trainer ends its step or gives it up, the leader
 seals a checkpoint without what is lost, and all end with the error. A restart goes on from there.
-So that no keeper hangs in a collective with other ranks, it makes such steps in a thread that it
-can leave (llamarl.comm.breakable).
+A keeper makes steps with other ranks in a thread that it can leave (llamarl.comm.breakable).
 """
 
 from __future__ import annotations
@@ -337,11 +336,9 @@ class ExecutorController:
             self.metrics.pump()
             self._check_target()
             if self.control.is_leader and self._is_over():
-                said = self._seal_last()
-                lost = self.control.loss is not None
-                self.control.post_all("end", {"of_checkpoint": said, "lost": lost})
-                continue
-            if self.control.stopping:
+                if self._has_ended():
+                    continue
+            elif self.control.stopping:
                 self._check_stop()
             if not worked:
                 self.control.wait(rest_s)
@@ -443,20 +440,23 @@ class ExecutorController:
         else:
             self.control.fail_now(loss)
 
-    def _seal_last(self) -> str:
-        """On the leader: wait for the last checkpoint; return its outcome, for people.
+    def _has_ended(self) -> bool:
+        """On the leader: whether the last checkpoint is sealed, or never will be; all ranks are
+        then told to end. Until then executors are stepped: another rank may be in a collective.
 
         Raise CheckpointError or TimedOut if no other error ends the run.
         """
-        limit = "stop_s" if self.control.stopping else "timeout_s"
+        lost = self.control.loss is not None
+        said = f"A checkpoint of step {self.step} was sealed after that; go on with resume=auto."
         try:
-            self.checkpoints.wait_sealed(limit, self._patience_s)
+            if not self.checkpoints.is_sealed(self._patience_s):
+                return False
         except (CheckpointError, TimedOut) as error:
-            if self.control.loss is None:
+            if not lost:
                 raise
-            return f"No checkpoint could be sealed after that: {error}"
-        step = self._trainer.version
-        return f"A checkpoint of step {step} was sealed after that: resume=auto goes on from there."
+            said = f"No checkpoint could be sealed after that: {error}"
+        self.control.post_all("end", {"of_checkpoint": said, "lost": lost})
+        return True
 
     @property
     def _patience_s(self) -> float:

@@ -282,6 +282,11 @@ class Checkpoints(Protocol):
     def save(self, step: int, trainer: Executor) -> None:
         """Save the checkpoint of `step`. Collective over the trainer."""
 
+    def may_begin(self, step: int, trainer: Executor) -> bool:
+        """Whether no trainer rank has begun anything that needs another one, so that a step may
+        begin whose batch each of them has.
+        """
+
     def may_end(self, step: int, trainer: Executor) -> bool:
         """Whether all trainer ranks have come to the end of the run, so that the last save may
         begin.
@@ -522,11 +527,13 @@ class Executor:
         if self.turns is not None:
             self.turns.claim(self.name)
 
-    def before_checkpoint(self, step: int) -> None:
-        """Prepare for `state_dict`. Called once the leading executor has made this step.
+    def may_checkpoint(self, step: int) -> bool:
+        """Whether `state_dict` may be called for the checkpoint of a step, which the leading
+        executor has made. Asked between two steps until it may; must not wait.
 
-        `state_dict` must then hold nothing that was made after it.
+        `state_dict` must then hold nothing that was made after that step.
         """
+        return True
 
     def state_dict(self) -> State:
         """Return what a checkpoint needs to go on after the last step: tensors and JSON values."""

@@ -20,7 +20,11 @@ patience is timeout_s.
 The last save of a run belongs to no step that the leader has begun: each rank comes to the end by
 itself, while another may still wait for it in a collective of an executor that both share. So a
 rank that has come to the end goes on with its other executors until all trainer ranks have come
-(`may_end`). By the same messages the leader then begins the save.
+(`may_end`). By the same messages the leader then begins the save. Where trainer and replicas of the
+generator take turns on shared ranks, they come to the begin of a step so too (`may_begin`).
+
+Nobody waits in a save for what another executor does: an executor that is not ready for it is asked
+again between the steps (`Executor.may_checkpoint`), and so is the leader's last checkpoint.
 """
 
 from __future__ import annotations
@@ -40,7 +44,8 @@ from llamarl.executor import Executor
 from llamarl.tickets.service import TicketService
 
 _AT = "at"
-_END = "the end"  # the place that trainer ranks come to before the last save
+_BEGIN = "the begin"  # the place that trainer ranks come to before a step
+_END = "the end"  # and before the last save
 LEADER_S = 10.0  # the leader, which knows who is late, says so before the others give up
 CONTROLLER = "controller"  # the part with the ledger, the metrics cursor and the run's identity
 
@@ -87,6 +92,9 @@ class CheckpointService:
         self._at: defaultdict[tuple[int, str], set[int]] = defaultdict(set)
         self._told: set[tuple[int, str]] = set()  # places that the leader knows this rank to be at
         self._saved = -1  # the newest step that this rank's trainer has saved; -1: none
+        # Saves that were asked for: of a step, of an executor that was not ready yet.
+        self._to_save: list[tuple[int, Executor]] = []
+        self._sealing_since: float | None = None  # when the leader first asked for the last seal
 
     def save(self, step: int, trainer: Executor) -> None:
         """Save the checkpoint of `step`. Called by each trainer rank, at the boundary of the step.
@@ -114,11 +122,22 @@ class CheckpointService:
         self._export(step, trainer)
         self._meet(step, "after the export", trainer)
 
+    def may_begin(self, step: int, trainer: Executor) -> bool:
+        """Whether all trainer ranks may begin what `step` needs of them together. Called by each,
+        once it has its part of the batch, between its other executors' steps until it may.
+        """
+        return self._are_free(step, _BEGIN, trainer)
+
     def may_end(self, step: int, trainer: Executor) -> bool:
         """Whether the last save may begin, at `step`. Called by each trainer rank between its other
         executors' steps, until it may.
+        """
+        return self._are_free(step, _END, trainer)
 
-        A rank comes to the end once nothing begins here any more that needs another trainer rank.
+    def _are_free(self, step: int, place: str, trainer: Executor) -> bool:
+        """Come to a place once nothing begins here any more that needs another trainer rank. Return
+        whether all have come.
+
         After a stop request that is so at once, because executors that begin something are stepped
         no more.
         """
@@ -126,7 +145,7 @@ class CheckpointService:
             needed = chain.from_iterable(e.partners(step) for e in self._executors)
             if not set(needed).isdisjoint(trainer.group.ranks):
                 return False
-        return self._has_met(step, _END, trainer)
+        return self._has_met(step, place, trainer)
 
     def _meet(self, step: int, place: str, trainer: Executor) -> None:
         """Wait until all trainer ranks have come to a place in the save of `step`.
@@ -193,24 +212,30 @@ class CheckpointService:
 
         Called by the loop, between two steps.
         """
-        asked = self._control.take("save")
-        for _, message in asked:
+        for _, message in self._control.take("save"):
+            for executor in self._executors:
+                # The one that leads has saved itself.
+                if executor.has_state() and not executor.leads:
+                    self._to_save.append((message["step"], executor))
+        waiting: list[tuple[int, Executor]] = []
+        has_saved = False
+        for step, executor in self._to_save:
+            is_behind = any(executor is other for _, other in waiting)
+            if is_behind or not executor.may_checkpoint(step):
+                waiting.append((step, executor))
+                continue
             with self._control.saving(self._checkpointer.progress):
-                self._save_others(message["step"])
-        self._checkpointer.pump()
-        return bool(asked)
-
-    def _save_others(self, step: int) -> None:
-        """Save the executors of this rank except the one that leads, which has saved itself."""
-        for executor in self._executors:
-            if executor.has_state() and not executor.leads:
-                executor.before_checkpoint(step)
                 state = executor.state_dict()
                 self._checkpointer.save_part(step, executor.name, executor.group.index, state)
+            has_saved = True
+        self._to_save = waiting
+        self._checkpointer.pump()
+        return has_saved
 
     def leave_out(self, executor: Executor) -> None:
         """Stop saving an executor: it is lost, and its state may be torn."""
         self._executors.remove(executor)
+        self._to_save = [save for save in self._to_save if save[1] is not executor]
 
     @property
     def sealed_step(self) -> int | None:
@@ -239,27 +264,31 @@ class CheckpointService:
             if executor.leads and self._checkpointer.sealed(executor.version):
                 self._saved = executor.version
 
-    def wait_sealed(self, limit: str, timeout_s: float) -> None:
-        """On the leader: wait until the last checkpoint is valid on disk.
+    def is_sealed(self, timeout_s: float) -> bool:
+        """On the leader: whether the last checkpoint is valid on disk. Asked between two steps,
+        until it is.
 
-        That may take as long as it needs while a rank gets on with its part. limit: the
-        config key that timeout_s is the value of. TimedOut names the parts that are missing;
-        CheckpointError says why it could not be written.
+        That may take as long as it needs while a rank gets on with its part. timeout_s: stop_s
+        after a stop request, else timeout_s of the config. TimedOut names the parts that are
+        missing; CheckpointError says why it could not be written.
         """
-        began = time.monotonic()
-        while self._saved >= 0 and not self._checkpointer.sealed(self._saved):
-            self.serve()
-            if self._saved in self._checkpointer.failed:
-                raise CheckpointError(self._checkpointer.failed[self._saved])
-            if time.monotonic() > max(began, self._control.progressed_at) + timeout_s:
-                late = self._checkpointer.missing(self._saved)
-                what = f"parts {late} did not come"
-                if not late:
-                    absent = self._checkpointer.unseen(self._saved)
-                    what = f"files {absent} of other hosts were not seen here"
-                raise TimedOut(
-                    f"checkpoint of step {self._saved}: {what} within "
-                    f"{timeout_s:.0f} s; the one before it is valid. Raise {limit} if that is slow "
-                    "rather than stuck"
-                )
-            self._control.wait(0.02)
+        if self._saved < 0 or self._checkpointer.sealed(self._saved):
+            return True
+        if self._saved in self._checkpointer.failed:
+            raise CheckpointError(self._checkpointer.failed[self._saved])
+        now = time.monotonic()
+        if self._sealing_since is None:
+            self._sealing_since = now
+        if now > max(self._sealing_since, self._control.progressed_at) + timeout_s:
+            late = self._checkpointer.missing(self._saved)
+            what = f"parts {late} did not come"
+            if not late:
+                absent = self._checkpointer.unseen(self._saved)
+                what = f"files {absent} of other hosts were not seen here"
+            limit = "stop_s" if self._control.stopping else "timeout_s"
+            raise TimedOut(
+                f"checkpoint of step {self._saved}: {what} within "
+                f"{timeout_s:.0f} s; the one before it is valid. Raise {limit} if that is slow "
+                "rather than stuck"
+            )
+        return False

@@ -53,6 +53,8 @@ class Resets:
         self._timeout_s = timeout_s
         self._due: list[int] = []  # versions that the trainer has announced, oldest first
         self._newest = math.inf  # no version after this one may be swapped in now
+        self._asked: int | None = None  # the step of a checkpoint that waits for versions
+        self._until = math.inf  # by time.monotonic(): how long it waits
         named = list(named_parameters_hf(decoder))
         self._shards = [Shard(name, p, held_box(decoder, name, p)) for name, p in named]
         self._weights = weights
@@ -63,7 +65,8 @@ class Resets:
         """Note that the trainer begins a version, which a checkpoint that was asked for before must
         not hold.
         """
-        self._newest = -1 if self._executor.control.has("save") else math.inf
+        if self._asked is None:
+            self._newest = -1 if self._executor.control.has("save") else math.inf
 
     def needs(self, group: Group) -> int:
         """Return the first version of the reference that may score a group."""
@@ -104,27 +107,30 @@ class Resets:
 
     # --- Checkpoints ---
 
-    def before_checkpoint(self, step: int) -> None:
-        """Take in versions that were sent up to that step and are still on their way. TimedOut if
-        one does not come.
+    def may_checkpoint(self, step: int) -> bool:
+        """Take in versions that were sent up to that step. Return whether none is on its way any
+        more; TimedOut if one does not come.
         """
+        if self._asked is None:
+            self._until = time.monotonic() + self._timeout_s
+        self._asked = step
         self._newest = step
-        until = time.monotonic() + self._timeout_s
-        while self._may_swap():
+        has_worked = True
+        while has_worked and self._may_swap():
             if self._ranks.follows:
                 self.report()
                 has_worked = self._ranks.follow()
             else:
                 has_worked = self.swap_next()
-            if has_worked:
-                continue
-            self._executor.control.check()
-            self._executor.control.wait(0.005)
-            if time.monotonic() > until:
+        if self._may_swap():
+            if time.monotonic() > self._until:
                 raise TimedOut(
                     f"reference on rank {self._executor.group.rank} waited {self._timeout_s:.0f} s "
                     f"for version {self._due[0]} from the trainer"
                 )
+            return False
+        self._asked = None
+        return True
 
     def state_dict(self) -> State:
         """Return the version and, on the first copy and once it is not the one that training

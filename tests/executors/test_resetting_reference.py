@@ -2,6 +2,7 @@
 checkpoint holds.
 """
 
+import time
 from collections import defaultdict, deque
 from types import SimpleNamespace
 
@@ -198,26 +199,29 @@ def test_no_version_is_taken_in_that_the_trainer_has_not_told_of_or_ahead_of_a_s
     executor.control.deliver(RESET, {"version": 10})
     assert not executor.step() and executor.version == 0
     executor.control.take("save")
-    executor.before_checkpoint(9)
+    assert executor.may_checkpoint(9)
     assert executor.version == 0, "version 10 was made after step 9"
     assert executor.step() and executor.version == 10
 
 
-def test_a_snapshot_waits_for_what_was_sent_before_it(executor):
+def test_a_snapshot_waits_for_what_was_sent_before_it_and_takes_in_nothing_newer(executor):
     executor.control.deliver(RESET, {"version": 10})
-    coming = executor.inputs.of(ReferencePolicy).coming
-    executor.control.waited = lambda: (
-        coming.append(10) if executor.version == 0 and not coming else None
-    )
-    executor.before_checkpoint(10)
-    assert executor.version == 10 and executor.state_dict()["version"] == 10
+    assert not executor.may_checkpoint(10) and not executor.step()
+    reset(executor, 10, told=False)
+    executor.control.deliver(RESET, {"version": 20})
+    assert executor.step() and executor.version == 10
+    reset(executor, 20, told=False)
+    assert not executor.step() and executor.version == 10
+    assert executor.may_checkpoint(10) and executor.state_dict()["version"] == 10
+    assert executor.step() and executor.version == 20
 
 
 def test_a_snapshot_does_not_wait_for_ever():
     ours = make(timeout_s=0.05)
     ours.control.deliver(RESET, {"version": 10})
     with pytest.raises(TimedOut, match="for version 10 from the trainer"):
-        ours.before_checkpoint(10)
+        while not ours.may_checkpoint(10):
+            time.sleep(0.01)
 
 
 def test_a_resumed_reference_has_the_weights_of_its_version(executor):
@@ -284,7 +288,7 @@ def test_the_other_ranks_checkpoint_is_of_its_step_though_the_first_is_past_it(p
     other.control.deliver(RESET, {"version": 10})
     assert not other.step() and other.version == 0, "it has not saved step 9"
     other.control.take("save")
-    other.before_checkpoint(9)
+    assert other.may_checkpoint(9)
     assert other.version == 0 and other.state_dict()["version"] == 0
     assert other.step() and other.version == 10
 
@@ -293,7 +297,7 @@ def test_every_rank_takes_in_what_was_sent_before_its_checkpoint(pair):
     first, other = pair
     for ours in pair:
         reset(ours, 10)
-    first.control.waited = other.step
-    first.before_checkpoint(10)
-    other.before_checkpoint(10)
+    # The first has not heard yet that the version has come to the other, nor the other of the swap.
+    assert not first.may_checkpoint(10) and not other.may_checkpoint(10)
+    assert first.may_checkpoint(10) and other.may_checkpoint(10)
     assert first.version == other.version == 10

@@ -209,32 +209,96 @@ def test_after_a_stop_nothing_more_begins(clock):
     assert service.may_end(4, Trainer((0, 1)))
 
 
+def test_a_step_begins_once_no_rank_has_begun_what_needs_another(clock):
+    replica = Replica(1)
+    service, control = service_of(clock, [], executors=[replica])
+    trainer = Trainer((0, 1))
+    control.mail = [at(1, 4, "the begin")]
+    assert not service.may_begin(4, trainer) and not control.posted
+    replica.needs = ()
+    assert service.may_begin(4, trainer)
+    assert control.posted == [at(1, 4, "the begin")]
+
+
+# --- an executor that is not ready for a save ---
+
+
+class Slow(SimpleNamespace):
+    """An executor whose state is that of a version which has come, or not yet."""
+
+    leads = False
+    group = SimpleNamespace(index=0)
+    version = 0
+
+    def has_state(self):
+        return True
+
+    def may_checkpoint(self, step):
+        return self.version >= step
+
+    def state_dict(self):
+        return {"version": self.version}
+
+
+def test_a_save_waits_for_an_executor_that_is_not_ready_and_the_loop_does_not(clock):
+    saved = []
+    checkpointer = SimpleNamespace(
+        save_part=lambda step, name, index, state: saved.append((name, step, state["version"])),
+        pump=lambda: None,
+        progress=lambda: (0, 0),
+    )
+    ready = Slow(name="generator", version=9)
+    late = Slow(name="reference")
+    service, control = service_of(clock, [], checkpointer, [late, ready])
+    began = clock.now
+    control.mail = [(0, "save", {"step": 4})]
+    assert service.serve() and saved == [("generator", 4, 9)]
+    control.mail = [(0, "save", {"step": 8})]
+    assert service.serve() and saved[1:] == [("generator", 8, 9)]
+    assert not service.serve() and clock.now == began
+    late.version = 4
+    assert service.serve() and saved[2:] == [("reference", 4, 4)]
+    late.version = 8
+    assert service.serve() and saved[3:] == [("reference", 8, 8)]
+    late.version = 0
+    control.mail = [(0, "save", {"step": 12})]
+    assert service.serve() is False  # the generator, of version 9, is not ready either
+    service.leave_out(late)
+    ready.version = 12
+    assert service.serve() and saved[4:] == [("generator", 12, 12)]
+
+
 # --- the leader, for the last checkpoint ---
+
+
+def wait_for_the_seal(service, control):
+    while not service.is_sealed(TIMEOUT_S):
+        control.wait(0.02)
 
 
 def test_the_last_checkpoint_is_waited_for_while_a_rank_gets_on_with_its_part(clock):
     parts = iter([False] * len(SLOW) + [True])
     checkpointer = SimpleNamespace(
-        sealed=lambda step: next(parts), failed={}, pump=lambda: None, missing=lambda step: []
+        sealed=lambda step: next(parts), failed={}, missing=lambda step: []
     )
-    service, _ = service_of(clock, SLOW, checkpointer)
+    service, control = service_of(clock, SLOW, checkpointer)
     service._saved = 8
     began = clock.now
-    service.wait_sealed("stop_s", TIMEOUT_S)
+    wait_for_the_seal(service, control)
     assert clock.now - began > 4 * TIMEOUT_S
 
 
-def test_the_last_checkpoint_ends_in_words_once_nothing_of_it_is_written(clock):
+@pytest.mark.parametrize("stopping, limit", [(False, "timeout_s"), (True, "stop_s")])
+def test_the_last_checkpoint_ends_in_words_once_nothing_of_it_is_written(clock, stopping, limit):
     checkpointer = SimpleNamespace(
-        sealed=lambda step: False,
-        failed={},
-        pump=lambda: None,
-        missing=lambda step: ["trainer.rank1"],
+        sealed=lambda step: False, failed={}, missing=lambda step: ["trainer.rank1"]
     )
-    service, _ = service_of(clock, [["writing"]] * 3, checkpointer)
+    service, control = service_of(clock, [["writing"]] * 3, checkpointer)
+    control.stopping = stopping
     service._saved = 8
-    with pytest.raises(TimedOut, match=r"parts \['trainer.rank1'\] did not come within 8 s"):
-        service.wait_sealed("stop_s", TIMEOUT_S)
+    message = rf"parts \['trainer.rank1'\] did not come within 8 s; .* Raise {limit} if"
+    with pytest.raises(TimedOut, match=message):
+        wait_for_the_seal(service, control)
 
 
 # --- an executor that waits for what the writer owes it ---
@@ -338,7 +402,7 @@ def test_a_save_is_told_of_from_its_begin_to_its_end(tmp_path):
         name="reference",
         leads=False,
         has_state=lambda: True,
-        before_checkpoint=lambda step: None,
+        may_checkpoint=lambda step: True,
         group=SimpleNamespace(index=0),
     )
     service = CheckpointService(checkpointer, [reference], control, None, None, identity={})
@@ -347,4 +411,4 @@ def test_a_save_is_told_of_from_its_begin_to_its_end(tmp_path):
     assert measured == [checkpointer.progress]
     service.leave_out(reference)
     control.mail.append((0, "save", {"step": 4}))
-    assert service.serve() and state == [True], "nothing is asked of what is lost"
+    assert not service.serve() and state == [True], "nothing is asked of what is lost"
