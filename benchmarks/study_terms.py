@@ -19,6 +19,7 @@ import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Protocol
 
@@ -226,16 +227,18 @@ class FirstAt(_OfColumn):
 @dataclass(frozen=True)
 class When(_OfColumn):
     """A column where another one first passes a value, between two looks in a line. The value may
-    be one that is read off another arm's run.
+    be one that is read off another arm's run. over: looks whose mean has to pass it.
     """
 
     by: str
     at: float | Value
+    over: int = 1
 
     @property
     def said(self) -> str:
         at = f"{self.at:g}" if isinstance(self.at, float) else f"the {self.at.said}"
-        return f"{self.column} of [{self.arm}] where its {self.by} first is {at}"
+        by = self.by if self.over == 1 else f"mean {self.by} of {self.over} steps"
+        return f"{self.column} of [{self.arm}] where its {by} first is {at}"
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -247,42 +250,13 @@ class When(_OfColumn):
         if at is None:
             return None
         rows = runs[self.arm].known(self.column, self.by)
-        for before, after in zip(rows, rows[1:]):
-            low = before[self.by]
-            high = after[self.by]
-            if low <= at <= high and low < high:
-                share = (at - low) / (high - low)
-                return before[self.column] + share * (after[self.column] - before[self.column])
-        return None
-
-
-@dataclass(frozen=True)
-class WhenMean(_OfColumn):
-    """A column at the end of the first steps, so many in a row, over which another one's mean has a
-    value: a target for what one step says too roughly. None of a run that never has it.
-    """
-
-    by: str
-    at: float
-    over: int
-
-    @property
-    def said(self) -> str:
-        return (
-            f"{self.column} of [{self.arm}] where the mean {self.by} of {self.over} steps "
-            f"first is {self.at:g}"
-        )
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        return (self.column, self.by)
-
-    def __call__(self, runs: Runs) -> float | None:
-        rows = runs[self.arm].known(self.column, self.by)
+        looks = []
         for end in range(self.over, len(rows) + 1):
-            newest = [row[self.by] for row in rows[end - self.over : end]]
-            if statistics.mean(newest) >= self.at:
-                return rows[end - 1][self.column]
+            newest = rows[end - self.over : end]
+            looks.append((newest[-1][self.column], statistics.mean(row[self.by] for row in newest)))
+        for (before, low), (after, high) in pairwise(looks):
+            if low <= at <= high and low < high:
+                return before + (at - low) / (high - low) * (after - before)
         return None
 
 

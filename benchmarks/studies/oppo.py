@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from study_terms import Arm, Check, Constant, MeanOver, Over, Question, Study, WhenMean
+from study_terms import Arm, Check, Constant, MeanOver, Over, Question, Study, When
 
 SECONDS = "time/wall_s"
 STEP_S = "time/step_s"
@@ -108,9 +108,9 @@ TARGET = 0.3
 OVER = 8  # steps, of 32 completions each
 
 
-def arrival(rule: str) -> WhenMean:
+def arrival(rule: str) -> When:
     """Return the seconds after which a rule's completions have TARGET of their sums right."""
-    return WhenMean(rule, SECONDS, REWARD, TARGET, OVER)
+    return When(rule, SECONDS, REWARD, TARGET, OVER)
 
 
 oppo_delta = Study(

@@ -208,12 +208,12 @@ def test_values_are_read_off_looks(modules):
     assert "where its eval/accuracy first is the eval/accuracy of [b] after step 1" in as_b.said
     unseen = terms.When("a", "eval/perplexity", "eval/accuracy", terms.After("b", of[1], 2))
     assert unseen(runs) is None
-    # The means of two steps in a row are 0.4, 0.7 and 0.8.
-    when = terms.WhenMean("a", "step", "eval/accuracy", 0.7, 2)
-    assert when(runs) == 3
-    assert "where the mean eval/accuracy of 2 steps first is 0.7" in when.said
-    assert terms.WhenMean("a", "step", "eval/accuracy", 0.85, 2)(runs) is None
-    assert terms.WhenMean("a", "step", "eval/accuracy", 0.1, 9)(runs) is None
+    # The means of two looks in a row are 0.4, 0.7 and 0.8, at steps 1, 3 and 4.
+    when = terms.When("a", "step", "eval/accuracy", 0.7, over=2)
+    assert when(runs) == pytest.approx(3) and "where its mean eval/accuracy of 2 steps" in when.said
+    assert terms.When("a", "step", "eval/accuracy", 0.55, over=2)(runs) == pytest.approx(2)
+    assert terms.When("a", "step", "eval/accuracy", 0.85, over=2)(runs) is None
+    assert terms.When("a", "step", "eval/accuracy", 0.5, over=9)(runs) is None
 
 
 def test_a_family_is_read_between_its_members_at_the_value_of_another(modules):
