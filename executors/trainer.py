@@ -5,7 +5,7 @@ loop step  consumes              waits for                  unblocked by
 take       groups in the buffer  a finished set for step v  groups from the reward; the ledger
                                  room for its weights       the generators' receipt of older ones
 train      that batch            -                          -
-end        -                     the other trainer ranks    what these share with other executors
+begin, end -                     the other trainer ranks    what these share with other executors
 publish    -                     a free staging slot        the generators' receipt of older weights
 """
 
@@ -99,13 +99,12 @@ class FSDPTrainer(Executor):
     like the policy.
     step_options(step): options of the loss that change from step to step.
     samples: makes of a step what people look at; None: nothing is kept for them.
-    threads: chooses between two steps what threads this rank computes with; None: they stay.
-    Only a single rank that holds the model whole may be given a helper.
-    resets_reference(version): whether the reference takes that version's weights.
-    shares_replicas: replicas of the generator take turns with it, on ranks that it has too.
-    unseen: predicts for the ledger how hard unseen prompts are. canary_prompts,
-    canary_top: see llamarl.models.parity. evaluate_at(version): whether that version must be
-    evaluated; checkpoint_at(version): whether to checkpoint it.
+    threads: chooses between two steps what threads this rank computes with; None: they stay. Only a
+    single rank that holds the model whole may be given a helper. resets_reference(version): whether
+    the reference takes that version's weights. shares_replicas: replicas of the generator take
+    turns with it, on ranks that it has too. unseen: predicts for the ledger how hard unseen prompts
+    are. canary_prompts, canary_top: see llamarl.models.parity. evaluate_at(version): whether that
+    version must be evaluated; checkpoint_at(version): whether to checkpoint it.
     """
 
     name = "trainer"
@@ -267,7 +266,7 @@ class FSDPTrainer(Executor):
 
     def step(self) -> bool:
         """Take the groups of a step and train on them, publish a version, or save and end. Return
-        whether anything was done. Collective over the trainer's ranks once a step is taken.
+        whether anything was done. Collective over the trainer's ranks once a step begins.
         """
         arrived = self._receive()
         if self._published < self.version:
@@ -305,15 +304,16 @@ class FSDPTrainer(Executor):
         return self.weights.has_room()
 
     def waiting_for(self) -> str | None:
-        """Return what it waits for, in words that begin with the cause: end, weights or data; None
-        once it is done.
+        """Return what it waits for, in words that begin with the cause: begin, end, weights or
+        data; None once it is done.
         """
         if self.done:
             return None
         if self._is_at_end or self._taken is not None:
+            place = "end" if self._is_at_end else "begin"
             return (
-                f"end: all trainer ranks, {list(self.group.ranks)}, to come to the end of step "
-                f"{self.version} with all that they share"
+                f"{place}: all trainer ranks, {list(self.group.ranks)}, to come to the {place} of "
+                f"step {self.version} with all that they share"
             )
         if self.version < self.settings.max_steps and not self._has_room():
             return f"weights: the generators have not received all versions before {self.version}"

@@ -439,8 +439,9 @@ class Executor:
         return False
 
     def partners(self, version: int) -> Sequence[int]:
-        """Return the other ranks that must take part in what this rank may still begin, at policy
-        version `version`, which is the run's last. The trainer does not end before them.
+        """Return the other ranks that must take part in what this rank may still begin with policy
+        version `version`, if none comes after it. The trainer does not end before them, nor does a
+        step begin for which it meets (`Checkpoints.may_begin`).
 
         None need be named where the executor's first rank is the trainer's too: both then do all in
         that rank's order.

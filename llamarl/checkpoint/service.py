@@ -8,9 +8,9 @@ two of its steps. When all parts are in, the checkpoint is sealed. Once a rank i
     message   from -> to             handled                      meaning
     save      leader -> every rank   by the loop, between steps   save your executors' parts of
                                                                   step n
-    at        trainer rank ->        by its save, which waits     I have come to this place in the
-              leader                                              save of step n
-    at        leader -> the other    by their save, which waits   all have
+    at        trainer rank ->        by its save, which waits;    I have come to this place of
+              leader                 by its trainer's step        step n
+    at        leader -> the other    so too                       all have
               trainer ranks
 
 A save may take as long as it needs while it gets on (Control.saving). The trainer's ranks wait for
@@ -94,7 +94,9 @@ class CheckpointService:
         self._saved = -1  # the newest step that this rank's trainer has saved; -1: none
         # Saves that were asked for: of a step, of an executor that was not ready yet.
         self._to_save: list[tuple[int, Executor]] = []
-        self._sealing_since: float | None = None  # when the leader first asked for the last seal
+        # Of the leader's wait for the last seal: since when, and whether a stop had been asked for.
+        self._sealing: tuple[float, bool] | None = None
+        self._unsealable: CheckpointError | None = None  # why no checkpoint can follow a loss
 
     def save(self, step: int, trainer: Executor) -> None:
         """Save the checkpoint of `step`. Called by each trainer rank, at the boundary of the step.
@@ -229,7 +231,12 @@ class CheckpointService:
                 self._checkpointer.save_part(step, executor.name, executor.group.index, state)
             has_saved = True
         self._to_save = waiting
-        self._checkpointer.pump()
+        try:
+            self._checkpointer.pump()
+        except CheckpointError as error:
+            if self._control.loss is None:
+                raise
+            self._unsealable = error  # the loss is what ends the run
         return has_saved
 
     def leave_out(self, executor: Executor) -> None:
@@ -276,16 +283,20 @@ class CheckpointService:
             return True
         if self._saved in self._checkpointer.failed:
             raise CheckpointError(self._checkpointer.failed[self._saved])
+        if self._unsealable is not None:
+            raise self._unsealable
         now = time.monotonic()
-        if self._sealing_since is None:
-            self._sealing_since = now
-        if now > max(self._sealing_since, self._control.progressed_at) + timeout_s:
+        stopping = self._control.stopping
+        # A stop has its own patience, from where it was asked for.
+        if self._sealing is None or self._sealing[1] != stopping:
+            self._sealing = (now, stopping)
+        if now > max(self._sealing[0], self._control.progressed_at) + timeout_s:
             late = self._checkpointer.missing(self._saved)
             what = f"parts {late} did not come"
             if not late:
                 absent = self._checkpointer.unseen(self._saved)
                 what = f"files {absent} of other hosts were not seen here"
-            limit = "stop_s" if self._control.stopping else "timeout_s"
+            limit = "stop_s" if stopping else "timeout_s"
             raise TimedOut(
                 f"checkpoint of step {self._saved}: {what} within "
                 f"{timeout_s:.0f} s; the one before it is valid. Raise {limit} if that is slow "

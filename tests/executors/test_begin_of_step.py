@@ -45,7 +45,9 @@ def test_a_batch_that_is_whole_waits_for_what_the_replicas_have_begun():
     trainer, seen = trainer_of(shares_replicas=True, may_begin=iter([False, False, True]))
     assert not trainer.step() and not trainer.step()
     assert seen == [("take", 3), ("ask", 3), ("ask", 3)], "it is taken once"
-    assert trainer.waiting_for().startswith("end: all trainer ranks, [0, 1], to come to the end")
+    assert trainer.waiting_for().startswith(
+        "begin: all trainer ranks, [0, 1], to come to the begin"
+    )
     assert trainer.step() and seen[3:] == [("ask", 3), ("train", 12, 13)]
     assert trainer._taken is None
 

@@ -17,7 +17,7 @@ from llamarl.checkpoint import service as service_module
 from llamarl.checkpoint.checkpointer import Checkpointer
 from llamarl.checkpoint.service import CheckpointService
 from llamarl.controller import ExecutorController, _Clock
-from llamarl.errors import TimedOut
+from llamarl.errors import CheckpointError, PeerDied, TimedOut
 
 TIMEOUT_S = 8.0
 
@@ -299,6 +299,38 @@ def test_the_last_checkpoint_ends_in_words_once_nothing_of_it_is_written(clock, 
     message = rf"parts \['trainer.rank1'\] did not come within 8 s; .* Raise {limit} if"
     with pytest.raises(TimedOut, match=message):
         wait_for_the_seal(service, control)
+
+
+def test_a_stop_amid_the_last_checkpoint_has_a_patience_of_its_own(clock):
+    checkpointer = SimpleNamespace(
+        sealed=lambda step: False, failed={}, missing=lambda step: ["generator.rank1"]
+    )
+    service, control = service_of(clock, [], checkpointer)
+    service._saved = 8
+    assert not service.is_sealed(600.0)
+    clock.now += 100.0
+    control.stopping = True
+    assert not service.is_sealed(TIMEOUT_S)
+    clock.now += TIMEOUT_S
+    assert not service.is_sealed(TIMEOUT_S)
+    clock.now += 1.0
+    with pytest.raises(TimedOut, match="did not come within 8 s"):
+        service.is_sealed(TIMEOUT_S)
+
+
+def test_a_checkpoint_that_cannot_be_sealed_hides_no_loss(clock):
+    def pump():
+        raise CheckpointError("step 8: its files are not seen here")
+
+    checkpointer = SimpleNamespace(sealed=lambda step: False, failed={}, pump=pump)
+    service, control = service_of(clock, [], checkpointer)
+    service._saved = 8
+    with pytest.raises(CheckpointError, match="not seen here"):
+        service.serve()
+    control.loss = PeerDied("rank 3 is gone", [3])
+    assert not service.serve()
+    with pytest.raises(CheckpointError, match="not seen here"):
+        service.is_sealed(TIMEOUT_S)
 
 
 # --- an executor that waits for what the writer owes it ---
