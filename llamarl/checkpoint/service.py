@@ -94,7 +94,7 @@ class CheckpointService:
         self._saved = -1  # the newest step that this rank's trainer has saved; -1: none
         # Saves that were asked for: of a step, of an executor that was not ready yet.
         self._to_save: list[tuple[int, Executor]] = []
-        # Of the leader's wait for the last seal: since when, and whether a stop had been asked for.
+        # Since when the leader waits for the last seal, and whether a stop had been asked for then.
         self._sealing: tuple[float, bool] | None = None
         self._unsealable: CheckpointError | None = None  # why no checkpoint can follow a loss
 
