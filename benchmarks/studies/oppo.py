@@ -90,10 +90,11 @@ oppo_streaming = Study(
     given=("warm", "train", "scorer"),
     shown=(TAIL, EARLY, LAG, LENGTH),
     remarks=(
-        "The policy and its data are those of `gsm8k`: its answers end by themselves, after 20 to "
-        "96 tokens. At a rate of 1e-7 it stays as it is, so that all arms have answers of the same "
-        "lengths. `python recipes/reward_model.py model.path=MODEL task.path=PAIRS max_steps=1 "
-        "out=SCORER` makes the scorer of SmolLM2, from any pairs: what it says is not asked.",
+        "The policy and its data are those of `gsm8k`: most of its answers end by themselves, "
+        "after 70 tokens in the mean. A rate of 1e-7 is to keep it as it is, so that answers are "
+        "of like lengths in all arms. `python recipes/reward_model.py model.path=MODEL "
+        "task.path=PAIRS max_steps=1 out=SCORER` makes the scorer of SmolLM2, from any pairs: "
+        "what it says is not asked.",
         "Three ranks on two cores. The arms take turns, seed by seed. It is only worth its time on "
         "a machine that does nothing else.",
     ),

@@ -180,6 +180,21 @@ tba_knobs = Study(
     ),
 )
 
+
+def gain_of_rl(arm: str, name: str, *, decides: bool = True) -> Question:
+    """Return whether an arm has over a point more held-out problems right than at its start."""
+    return Question(
+        name=f"gain of RL, {name}",
+        left=Gain(arm, ACCURACY),
+        right=Constant(0.0),
+        expect="more",
+        margin=1,
+        unit="points",
+        times=100,
+        decides=decides,
+    )
+
+
 gsm8k = Study(
     name="gsm8k",
     paper="Async RLHF; TBA",
@@ -202,25 +217,8 @@ gsm8k = Study(
             unit="points",
             times=100,
         ),
-        Question(
-            name="gain of RL, asynchronous",
-            left=Gain("async", ACCURACY),
-            right=Constant(0.0),
-            expect="more",
-            margin=1,
-            unit="points",
-            times=100,
-        ),
-        Question(
-            name="gain of RL, synchronous",
-            left=Gain("sync", ACCURACY),
-            right=Constant(0.0),
-            expect="more",
-            margin=1,
-            unit="points",
-            times=100,
-            decides=False,
-        ),
+        gain_of_rl("async", "asynchronous"),
+        gain_of_rl("sync", "synchronous", decides=False),
     ),
     checks=(Check("the data are behind", MeanOver("async", LAG), "above", 0.3),),
     seeds=(0, 1, 2),
