@@ -90,8 +90,8 @@ oppo_streaming = Study(
     given=("warm", "train", "scorer"),
     shown=(TAIL, EARLY, LAG, LENGTH),
     remarks=(
-        "The policy and its data are those of `gsm8k`: most of its answers end by themselves, "
-        "after 70 tokens in the mean. A rate of 1e-7 is to keep it as it is, so that answers are "
+        "The policy and its data are those of `gsm8k`: its greedy answers have 70 tokens in the "
+        "mean, of at most 96. A rate of 1e-7 is to keep it as it is, so that answers are "
         "of like lengths in all arms. `python recipes/reward_model.py model.path=MODEL "
         "task.path=PAIRS max_steps=1 out=SCORER` makes the scorer of SmolLM2, from any pairs: "
         "what it says is not asked.",
