@@ -149,7 +149,10 @@ def make(
                 if not is_held:
                     print(f"{piece.title}  left to another command", flush=True)
                     is_whole = False
-                elif not piece.file.exists() and not _make_one(piece, maker, deadline):
+                    continue
+                if piece.file.exists():
+                    continue  # another command has just made it
+                if not _make_one(piece, maker, deadline):
                     return False
     return is_whole
 
@@ -160,9 +163,10 @@ def _held(piece: Piece) -> Iterator[bool]:
 
     A forked child holds it too: while one is left behind, no other command begins its run.
     """
-    directory = piece.run_dir.parent
-    directory.mkdir(parents=True, exist_ok=True)
-    with open(directory / "held", "w") as file:
+    piece.file.parent.mkdir(parents=True, exist_ok=True)
+    # Beside the run's directory, which its maker removes at the end.
+    lock = piece.file.with_suffix(".held")
+    with open(lock, "w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -170,11 +174,12 @@ def _held(piece: Piece) -> Iterator[bool]:
             return
         yield True
         if piece.file.exists():
-            shutil.rmtree(directory)
+            lock.unlink(missing_ok=True)
 
 
 def _make_one(piece: Piece, maker: Maker, deadline: float) -> bool:
     """Make a run, or go on with it, and keep it. False if it was stopped before its end."""
+    piece.run_dir.parent.mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
     has_finished = maker(piece, deadline)
     took_s = time.monotonic() - started
@@ -198,7 +203,7 @@ def _note_seconds(piece: Piece, seconds: float) -> None:
 
 
 def _keep_run(piece: Piece) -> None:
-    """Keep the columns that the study reads, and its report if it is asked for."""
+    """Keep the columns that the study reads, and its report if it is asked for; remove the rest."""
     lines = (piece.run_dir / "metrics.jsonl").read_text().splitlines()
     rows: list[Row] = []
     for line in lines:
@@ -215,6 +220,7 @@ def _keep_run(piece: Piece) -> None:
     if piece.study.keeps_reports:
         write_report(piece.run_dir, piece.file.with_suffix(".html"))
     keep(piece.file, kept)
+    shutil.rmtree(piece.run_dir.parent)
 
 
 # --- One run ---

@@ -320,8 +320,7 @@ def test_a_run_that_another_command_makes_is_left_to_it(modules, tmp_path):
     assert runs.make(study, tmp_path, {}, maker=make_beside)
     assert first.asked == [(0, "new"), (0, "old")]
     assert beside.asked == [(1, "old"), (1, "new"), (2, "new"), (2, "old")]
-    assert len(list(tmp_path.glob("*.json"))) == NUM_RUNS
-    assert not [path for path in tmp_path.iterdir() if path.is_dir()]
+    assert [path.suffix for path in tmp_path.iterdir()] == [".json"] * NUM_RUNS
 
 
 def test_no_run_begins_after_the_minutes(modules, tmp_path, monkeypatch):
