@@ -26,6 +26,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -610,6 +611,9 @@ def imagined_gpu(capability: tuple[int, int] = (9, 0)) -> Iterator[ImaginedGpu]:
         stack.enter_context(mock.patch.object(torch.UntypedStorage, "_new_shared_cuda", opened))
         nothing = mock.patch.object(torch._C, "_host_emptyCache", lambda: None, create=True)
         stack.enter_context(nothing)
+        # A PyTorch built for CUDA would look for a driver.
+        ready = mock.patch.object(fake_tensor, "init_gpu_context", lambda device: None)
+        stack.enter_context(ready)
         overwrites = torch.__future__.get_overwrite_module_params_on_conversion()
         torch.__future__.set_overwrite_module_params_on_conversion(True)
         lifted = torch._C._only_lift_cpu_tensors()
