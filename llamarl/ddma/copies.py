@@ -23,6 +23,9 @@ from llamarl.native.copying import Move, copy_kernels
 Method = Literal["lanes", "xxh3", "device"]
 _FOLD = 1000003
 _WORD = 1 << 64
+# What the digest on a device sums: the words of rows, by their column.
+_ROW_BYTES = 4096
+_COLUMNS = _ROW_BYTES // 8
 
 
 class Parts:
@@ -54,12 +57,12 @@ class Parts:
 
 
 class Copier:
-    """Copies and digests by one method. A digest is an int, or on a device a tensor [] int64."""
+    """Copies and digests by one method."""
 
     def __init__(self, method: Method):
         self.method = method
 
-    def copy(self, target: Tensor, source: Tensor) -> int | Tensor:
+    def copy(self, target: Tensor, source: Tensor) -> int:
         """Copy source to target. Returns the digest of the target's bytes, row after row.
 
         Dtypes may differ. ValueError if shapes do.
@@ -80,7 +83,7 @@ class Copier:
         target.copy_(source)
         return self.digest(target.contiguous())
 
-    def copy_columns(self, targets: list[Tensor], sources: list[Tensor]) -> list[int | Tensor]:
+    def copy_columns(self, targets: list[Tensor], sources: list[Tensor]) -> list[int]:
         """Do `copy` for several sources, and return the digest of each.
 
         Columns of the same rows are copied row by row, so that what lies side by side is read in
@@ -125,26 +128,38 @@ class Copier:
             digests = (ctypes.c_uint64 * count)()
             _present_kernels().copy_moves(count, parts.moves, source.data_ptr(), digests)
             return fold(digests)
-        found = []
+        places: list[Tensor] = []
+        sources: list[Tensor] = []
         for start, target in parts.targets:
             run = source[start : start + target.nbytes]
             part = run.view(target.dtype).view(target.shape)
-            if part.data_ptr() == target.data_ptr():
-                found.append(self.digest(part))
-            else:
-                found.append(self.copy(target, part))
-        return fold(found)
+            if part.data_ptr() != target.data_ptr():
+                places.append(target)
+                sources.append(part)
+        if places:
+            torch._foreach_copy_(places, sources)
+        return self.digest_all(target.contiguous() for _, target in parts.targets)
 
-    def digest(self, of: Tensor) -> int | Tensor:
-        """Return the digest of a contiguous tensor's bytes. One on a device is not waited for."""
+    def digest(self, of: Tensor) -> int:
+        """Return the digest of a contiguous tensor's bytes."""
         flat = of.reshape(-1).view(torch.uint8)
         if self.method == "device":
-            return _device_digest(flat)
+            return _device_digests([flat])[0]
         if self.method == "lanes":
             if flat.is_cuda:
                 raise ValueError(f"the method lanes reads memory of the CPU, not of {flat.device}")
             return _present_kernels().digest_of(flat.data_ptr(), flat.numel())
         return xxhash.xxh3_64_intdigest(flat.numpy().data)
+
+    def digest_all(self, tensors: Iterable[Tensor]) -> int:
+        """Return the folded digests of contiguous tensors, which lie on one device.
+
+        A GPU takes them together: one alone costs it a dozen kernels, and a wait.
+        """
+        if self.method != "device":
+            return fold(map(self.digest, tensors))
+        flats = [of.reshape(-1).view(torch.uint8) for of in tensors]
+        return fold(_device_digests(flats))
 
 
 def _present_kernels() -> ctypes.CDLL:
@@ -154,17 +169,12 @@ def _present_kernels() -> ctypes.CDLL:
     return kernels
 
 
-def fold(digests: Iterable[int | Tensor]) -> int:
-    """Return one digest of several, in order; signed, so that it fits an int64. Waits for the
-    device.
-    """
-    total: int | Tensor = 0
+def fold(digests: Iterable[int]) -> int:
+    """Return one digest of several, in order; signed, so that it fits an int64."""
+    total = 0
     for digest in digests:
-        total = total * _FOLD + digest
-        if isinstance(total, int):
-            total = total % _WORD
-    total = int(total)
-    return total - _WORD if total >> 63 > 0 else total
+        total = (total * _FOLD + digest) % _WORD
+    return total - _WORD if total >> 63 else total
 
 
 def _can_pack(target: Tensor, source: Tensor) -> bool:
@@ -191,17 +201,29 @@ def _can_pack_columns(targets: list[Tensor], sources: list[Tensor]) -> bool:
     return len(kinds) == 1
 
 
-def _device_digest(flat: Tensor) -> Tensor:
-    """Return the digest [] int64 of bytes on a device; its sums wrap around."""
-    if flat.storage_offset() % 8:
-        flat = flat.clone()  # words must lie on words
-    size = flat.numel()
-    in_rows = size // 4096 * 4096
-    odd = torch.arange(4096, device=flat.device) * 2 + 1
-    words = flat[:in_rows].view(torch.int64)
-    columns = words.view(-1, 512).sum(0)
-    of_rows = (columns * odd[:512]).sum()
-    tail = flat[in_rows:].long()
-    weights = odd[: len(tail)] + 256
-    of_tail = (tail * weights).sum()
-    return of_rows * 1000003 + of_tail + size
+def _device_digests(flats: list[Tensor]) -> list[int]:
+    """Return the digests of several runs of bytes on one device, which is waited for once; its sums
+    wrap around.
+    """
+    device = flats[0].device
+    columns_NC = torch.zeros(len(flats), _COLUMNS, dtype=torch.int64, device=device)
+    tails_NB = torch.zeros(len(flats), _ROW_BYTES, dtype=torch.uint8, device=device)
+    places: list[Tensor] = []
+    ends: list[Tensor] = []
+    for columns_C, tail_B, flat in zip(columns_NC, tails_NB, flats):
+        in_rows = flat.numel() // _ROW_BYTES * _ROW_BYTES
+        if in_rows:
+            rows = flat[:in_rows]
+            if rows.storage_offset() % 8:
+                rows = rows.clone()  # words must lie on words
+            torch.sum(rows.view(torch.int64).view(-1, _COLUMNS), 0, out=columns_C)
+        if in_rows < flat.numel():
+            ends.append(flat[in_rows:])
+            places.append(tail_B[: flat.numel() - in_rows])
+    if places:
+        torch._foreach_copy_(places, ends)
+    odd_B = torch.arange(_ROW_BYTES, device=device) * 2 + 1
+    of_rows_N = (columns_NC * odd_B[:_COLUMNS]).sum(1)
+    of_tails_N = (tails_NB * (odd_B + 256)).sum(1)
+    sums = (of_rows_N * 1000003 + of_tails_N).tolist()
+    return [of_bytes + flat.numel() for of_bytes, flat in zip(sums, flats)]

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from llamarl.ddma.copies import Copier, Parts, fold
+from llamarl.ddma.copies import Copier, Parts
 from llamarl.ddma.layout import Buffer, Piece
 
 # On a CPU a bucket stays in the cache between its arrival and its place.
@@ -38,7 +38,7 @@ class Bucket:
 
     def digest(self, flat: Tensor, copier: Copier) -> int:
         """Return the digest of the pieces where they lie in flat [bytes] uint8."""
-        return fold(copier.digest(flat[piece.start : piece.end]) for piece in self.pieces)
+        return copier.digest_all(flat[piece.start : piece.end] for piece in self.pieces)
 
 
 def buckets_of(pieces: Iterable[Piece], limit: int) -> tuple[Bucket, ...]:

@@ -98,7 +98,7 @@ class Staging:
         Rows of a piece that other links carry are copied with it, before their own bucket's turn.
         """
         # Digests of the pieces that have been copied, by their first byte in the slot.
-        digests: dict[int, int | Tensor] = {}
+        digests: dict[int, int] = {}
         for bucket in self._buckets:
             for piece in bucket.pieces:
                 if piece.start in digests:
