@@ -5,7 +5,8 @@ fp8, an update, weight sync, offload and the default job come to.
 
 Stages run one after another, each in processes of its own and within its own time limit; one that
 fails or takes too long is written down as such, and the next one runs. FOLDER (benchmarks/results)
-gets a page and all figures, both called gpu, anew after each stage.
+gets a page and all figures, both called gpu, anew after each stage. Stages that --stages leaves out
+stay there as they were, each with the machine that it ran on.
 
     tests      pytest -m gpu; in a rehearsal on the GPU that is not there (tests/imagined_gpu.py),
                without those that start jobs
@@ -31,6 +32,7 @@ import json
 import math
 import os
 import re
+import shutil
 import statistics
 import sys
 import tempfile
@@ -91,16 +93,18 @@ class Setup:
         return json.loads(found.read_text())
 
     def model(self) -> Path:
-        """A directory of random weights, without a tokenizer; made once."""
-        if self.rehearse:
-            return TINY_MODEL
+        """A directory of random weights, with the tiny model's tokenizer; made once."""
         folder = self.scratch / "model"
         if not folder.exists():
-            write_model(folder)
+            sizes = {} if self.rehearse else SIZES
+            # A CPU without instructions for bfloat16 takes minutes over it.
+            dtype = torch.float32 if self.rehearse else torch.bfloat16
+            write_model(folder, sizes, dtype)
         return folder
 
 
-def write_model(folder: Path) -> None:
+def write_model(folder: Path, sizes: dict, dtype: torch.dtype) -> None:
+    """Write a directory of random weights: the tiny model's, but for these sizes."""
     from make_tiny import TINY_CONFIG
 
     from llamarl.models.build import build_decoder, random_weights, read_config
@@ -108,10 +112,11 @@ def write_model(folder: Path) -> None:
 
     like = folder.with_name("like")
     like.mkdir()
-    config = TINY_CONFIG | SIZES | {"dtype": "bfloat16"}
-    (like / "config.json").write_text(json.dumps(config))
-    decoder = random_weights(build_decoder(read_config(like), dtype=torch.bfloat16), seed=0)
-    export(named_parameters_hf(decoder), like, folder, dtype=torch.bfloat16)
+    for file in TINY_MODEL.glob("tokenizer*.json"):
+        shutil.copyfile(file, like / file.name)
+    (like / "config.json").write_text(json.dumps(TINY_CONFIG | sizes))
+    decoder = random_weights(build_decoder(read_config(like), dtype=dtype), seed=0)
+    export(named_parameters_hf(decoder), like, folder, dtype=dtype)
 
 
 # --- Stages ---
@@ -160,7 +165,6 @@ def decoded(setup: Setup, name: str, *options: str) -> Figures:
 
 
 def update(setup: Setup) -> Figures:
-    # A CPU without instructions for bfloat16 takes minutes over it.
     dtype = "float32" if setup.rehearse else "bfloat16"
     options = ["--model", str(setup.model()), "--even-only", "--dtype", dtype]
     # Without the peer's preset.
@@ -284,17 +288,18 @@ class Outcome:
     stage: str
     state: str  # done, failed or skipped
     seconds: float
+    machine: dict
     figures: Figures = field(default_factory=dict)
     why: str = ""  # what failed, or why it was skipped
 
 
-def run_stage(name: str, scratch: Path, *, rehearse: bool, left_s: float) -> Outcome:
-    """Run one stage, and say what came of it whatever that is."""
+def run_stage(name: str, scratch: Path, on: dict, *, rehearse: bool, left_s: float) -> Outcome:
+    """Run one stage on this machine, and say what came of it whatever that is."""
     stage, limit_s = STAGES[name]
     if rehearse:
         limit_s *= PATIENCE
     if left_s <= 0:
-        return Outcome(name, "skipped", 0.0, why="the time for all stages was over")
+        return Outcome(name, "skipped", 0.0, on, why="the time for all stages was over")
     setup = Setup(scratch, rehearse, min(limit_s, left_s))
     began = time.monotonic()
     state = "done"
@@ -309,7 +314,7 @@ def run_stage(name: str, scratch: Path, *, rehearse: bool, left_s: float) -> Out
         state = "failed"
         why = f"{type(error).__name__}: {error}"
         figures = getattr(error, "figures", {})
-    return Outcome(name, state, time.monotonic() - began, figures, why)
+    return Outcome(name, state, time.monotonic() - began, on, figures, why)
 
 
 def device() -> dict[str, str | int | float]:
@@ -325,18 +330,39 @@ def device() -> dict[str, str | int | float]:
     }
 
 
-def page(outcomes: list[Outcome], on: dict, *, rehearse: bool) -> str:
+def kept(out: Path, asked_for: list[str]) -> list[Outcome]:
+    """What is in the folder of stages that are not asked for."""
+    file = out / "gpu.json"
+    if not file.exists():
+        return []
+    found = [Outcome(**one) for one in json.loads(file.read_text())["stages"]]
+    return [outcome for outcome in found if outcome.stage not in asked_for]
+
+
+def write_down(out: Path, outcomes: list[Outcome], *, rehearse: bool) -> None:
+    """Write the page and the figures of these outcomes, in the order of the stages."""
+    order = list(STAGES)
+    in_order = sorted(outcomes, key=lambda outcome: order.index(outcome.stage))
+    result = {"stages": [asdict(outcome) for outcome in in_order]}
+    (out / "gpu.json").write_text(json.dumps(result, indent=1) + "\n")
+    (out / "gpu.md").write_text(page(in_order, rehearse=rehearse))
+
+
+def page(outcomes: list[Outcome], *, rehearse: bool) -> str:
     """The page of these outcomes."""
     title = "# A GPU"
-    said = f"Made by `benchmarks/gpu.py`; `gpu.json` has all figures. Machine: {on}."
+    said = "Made by `benchmarks/gpu.py`; `gpu.json` has all figures."
     if rehearse:
         title = "# A rehearsal on a CPU"
         said += " The figures mean nothing: every stage ran tiny, to show that it runs."
-    lines = [title, "", as_paragraph(said), "", "| stage | state | s | |", "|---|---|---|---|"]
+    lines = [title, "", as_paragraph(said), ""]
+    lines += ["| stage | on | state | s | |", "|---|---|---|---|---|"]
     for outcome in outcomes:
         first = outcome.why.splitlines()[0] if outcome.why else ""
         shown = first.replace("|", "/")
-        lines.append(f"| {outcome.stage} | {outcome.state} | {outcome.seconds:.0f} | {shown} |")
+        on = f"{outcome.machine['gpu']}, torch {outcome.machine['torch']}"
+        cells = [outcome.stage, on, outcome.state, f"{outcome.seconds:.0f}", shown]
+        lines.append("| " + " | ".join(cells) + " |")
     for outcome in outcomes:
         if outcome.figures:
             lines += ["", f"## {outcome.stage}", "", "| | |", "|---|---|"]
@@ -383,19 +409,19 @@ def main() -> int:
     out.mkdir(parents=True, exist_ok=True)
     on = device() | machine()
     print(on, flush=True)
-    outcomes: list[Outcome] = []
+    # A rehearsal's figures are not to stand beside measured ones.
+    outcomes = [] if args.rehearse else kept(out, args.stages)
     total_s = TOTAL_S * (PATIENCE if args.rehearse else 1.0)
     ends = time.monotonic() + total_s
     with tempfile.TemporaryDirectory() as scratch:
         for name in args.stages:
             left_s = ends - time.monotonic()
-            outcome = run_stage(name, Path(scratch), rehearse=args.rehearse, left_s=left_s)
+            outcome = run_stage(name, Path(scratch), on, rehearse=args.rehearse, left_s=left_s)
             outcomes.append(outcome)
             print(f"{name:8} {outcome.state:8} {outcome.seconds:5.0f} s  {outcome.why}", flush=True)
-            result = {"machine": on, "stages": [asdict(one) for one in outcomes]}
-            (out / "gpu.json").write_text(json.dumps(result, indent=1) + "\n")
-            (out / "gpu.md").write_text(page(outcomes, on, rehearse=args.rehearse))
-    return 1 if any(outcome.state == "failed" for outcome in outcomes) else 0
+            write_down(out, outcomes, rehearse=args.rehearse)
+    asked_for = [outcome for outcome in outcomes if outcome.stage in args.stages]
+    return 1 if any(outcome.state == "failed" for outcome in asked_for) else 0
 
 
 if __name__ == "__main__":

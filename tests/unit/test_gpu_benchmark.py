@@ -77,7 +77,7 @@ def test_a_stage_that_fails_is_written_down_and_the_next_one_runs(gpu, run):
     assert code == 1
     assert [one["state"] for one in outcomes] == ["failed", "failed", "skipped", "done"]
     assert outcomes[1]["figures"] == {"passed": 3}
-    assert "| breaks | failed | 0 | RuntimeError: no kernel image / is available |" in page
+    assert "| failed | 0 | RuntimeError: no kernel image / is available |" in page
     assert "| of the bandwidth | 50.0% |" in page and "| tokens/s | 1,235 |" in page
     assert "figures mean nothing" in page and "one GPU alone" in said
 
@@ -94,6 +94,25 @@ def test_a_stage_has_what_is_left_of_the_time_and_none_begins_behind_it(gpu, run
     monkeypatch.setattr(gpu, "TOTAL_S", 0.0)
     _, outcomes, *_ = run(stages)
     assert [one["state"] for one in outcomes] == ["skipped", "skipped"]
+
+
+def test_stages_that_are_not_asked_for_stay_with_their_machine(gpu, monkeypatch, tmp_path):
+    monkeypatch.setattr(gpu.torch.cuda, "is_available", lambda: True)
+    for card, names in (("H1", "first,second"), ("H2", "second")):
+        stages = {
+            "first": (lambda setup: {"tokens/s": 1.0}, 1.0),
+            "second": (lambda setup, card=card: {"tokens/s": float(card[1])}, 1.0),
+        }
+        monkeypatch.setattr(gpu, "STAGES", stages)
+        monkeypatch.setattr(gpu, "device", lambda card=card: {"gpu": card})
+        argv = ["gpu.py", "--out", str(tmp_path), "--stages", names]
+        monkeypatch.setattr(sys, "argv", argv)
+        assert gpu.main() == 0
+    outcomes = json.loads((tmp_path / "gpu.json").read_text())["stages"]
+    found = [(o["stage"], o["machine"]["gpu"], o["figures"]["tokens/s"]) for o in outcomes]
+    assert found == [("first", "H1", 1.0), ("second", "H2", 2.0)]
+    page = (tmp_path / "gpu.md").read_text()
+    assert page.index("| first | H1, torch") < page.index("| second | H2, torch")
 
 
 def test_all_stages_together_have_25_minutes(gpu):
