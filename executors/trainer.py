@@ -25,7 +25,7 @@ from typing import Literal
 import torch
 
 from llamarl.comm.channel import dp_rank_of
-from llamarl.ddma.channel import RESET, sender_of, senders_of
+from llamarl.ddma.channel import send_reset, sender_of, senders_of
 from llamarl.ddma.sender import WeightsSender
 from llamarl.executor import Executor
 from llamarl.learning.buffer import GroupBuffer
@@ -277,7 +277,9 @@ class FSDPTrainer(Executor):
         # Read this before taking, because the leader announces its last batch before its stop.
         stopping = self.control.stopping
         is_last = self.version >= self.settings.max_steps
-        if self._taken is None and not is_last and (stopping or self._has_room()):
+        if self._taken is None and not is_last:
+            if not self._has_room(stopping):
+                return arrived
             has_waited = time.monotonic() - self._wait_since > SHORT_S
             self._taken = self.tickets.take(self.version, waited=has_waited)
         if self._taken is not None:
@@ -292,16 +294,16 @@ class FSDPTrainer(Executor):
             return True
         return arrived
 
-    def _has_room(self) -> bool:
+    def _has_room(self, stopping: bool = False) -> bool:
         """Whether the weights of this step can be staged at once.
 
         A step must not wait for that, because a generator on this rank could not take earlier
-        versions in meanwhile.
+        versions in meanwhile. After a stop generators take none, and the reference goes on.
         """
         resets = self.resets_reference(self.version + 1)
         if resets and not self._sender_to_reference.has_room():
             return False
-        return self.weights.has_room()
+        return stopping or self.weights.has_room()
 
     def waiting_for(self) -> str | None:
         """Return what it waits for, in words that begin with the cause: begin, end, weights or
@@ -360,12 +362,7 @@ class FSDPTrainer(Executor):
             self.unseen.predict(self.tickets, self.decoder, self.group.device, ranks)
         stall_s = self._publish(must_differ=self._must_differ(result.grad_norm))
         if self.resets_reference(self.version):
-            # Announce it by a message, so that it stays in order with the messages about
-            # checkpoints.
-            self._sender_to_reference.publish(self.version, must_load=True, must_differ=False)
-            if self.control.is_leader:
-                for rank in self._sender_to_reference.receivers:
-                    self.control.post(rank, RESET, {"version": self.version})
+            send_reset(self._sender_to_reference, self.version, self.control)
         if self.group.index == 0:
             self.metrics.report(
                 self.version,

@@ -14,11 +14,10 @@ from llamarl.ddma.protocol import lower_priority
 from llamarl.ddma.receiver import WeightsReceiver
 from llamarl.ddma.route import WeightsRoute
 from llamarl.ddma.sender import WeightsSender
-from llamarl.executor import Inputs, Outputs
+from llamarl.executor import Inputs, Mail, Outputs
 from llamarl.types import Policy
 
-# the leader's word that a version was sent there; in order with its word of checkpoints
-RESET = "reset"
+RESET = "reset"  # the leader's word that a version was sent to the reference
 
 
 def receiver_of(inputs: Inputs, weights: type[Policy] = Policy) -> WeightsReceiver:
@@ -35,6 +34,18 @@ def senders_of(outputs: Outputs, weights: type[Policy] = Policy) -> list[Weights
 def sender_of(outputs: Outputs, weights: type[Policy] = Policy) -> WeightsSender:
     """Return the one end by which an executor sends these weights."""
     return cast(WeightsSender, outputs.of(weights))
+
+
+def send_reset(sender: WeightsSender, version: int, mail: Mail) -> None:
+    """Send the reference the weights that it takes over (TBA's reset), and have the leader announce
+    them: by a message, so that they stay in order with its messages about checkpoints.
+
+    What is announced must come, for the reference takes it in before the next checkpoint.
+    """
+    sender.publish(version, must_load=True, must_arrive=True, must_differ=False)
+    if mail.is_leader:
+        for rank in sender.receivers:
+            mail.post(rank, RESET, {"version": version})
 
 
 @dataclass(frozen=True)

@@ -99,6 +99,7 @@ class WeightsSender:
         *,
         must_differ: bool,
         must_load: bool = False,
+        must_arrive: bool = False,
         evaluate: bool = False,
         canary: Callable[[], dict] = dict,
     ) -> float:
@@ -110,9 +111,10 @@ class WeightsSender:
         while buckets travel: what the receivers are to check the version with.
 
         Returns the seconds that the caller was held for, without those of canary(). TimedOut if no
-        slot comes free: the generators have not taken the version before last. After a stop request
-        they take none, and once a rank is lost nothing can be sent: a version without a slot is
-        then given up, with canary() called all the same, for what is collective in it.
+        slot comes free: the receivers have not taken the version before last. After a stop request
+        generators take none, and once a rank is lost nothing can be sent: a version without a slot
+        is then given up, with canary() called all the same, for what is collective in it.
+        must_arrive: the receivers take versions after a stop too, so this one is not given up then.
         """
         began = time.monotonic()
         # Collective, and so not left to whether this rank has a slot to stage in.
@@ -120,6 +122,7 @@ class WeightsSender:
         queued = self._bound.enqueue(
             version,
             must_load=must_load or evaluate,
+            must_arrive=must_arrive,
             evaluate=evaluate,
             must_differ=must_differ,
         )
@@ -192,13 +195,19 @@ class Publisher:
         self._thread = self._control.thread(f"publish-{context.name}", self._run)
 
     def enqueue(
-        self, version: int, *, must_load: bool, evaluate: bool, must_differ: bool
+        self,
+        version: int,
+        *,
+        must_load: bool,
+        must_arrive: bool = False,
+        evaluate: bool,
+        must_differ: bool,
     ) -> QueuedVersion | None:
         """Queue a version and return it, with a slot of its own that the caller is to fill.
 
         None if no slot will come free, and TimedOut if none does (see WeightsSender.publish).
         """
-        slot = self._free_slot(version)
+        slot = self._free_slot(version, must_arrive=must_arrive)
         if slot is None:
             return None
         queued = QueuedVersion(
@@ -223,11 +232,11 @@ class Publisher:
         """Whether a slot is free: `enqueue` then does not wait."""
         return not self._free.empty()
 
-    def _free_slot(self, version: int) -> int | None:
+    def _free_slot(self, version: int, *, must_arrive: bool) -> int | None:
         """Return a slot that no version is in.
 
-        None if none will come free: a stop was asked for, or a rank is lost without which no
-        version is delivered.
+        None if none will come free: a stop was asked for, unless it must arrive, or a rank is lost
+        without which no version is delivered.
         """
         until = time.monotonic() + self._context.timeout_s
         while time.monotonic() < until:
@@ -238,12 +247,14 @@ class Publisher:
                 loss = self._control.loss
                 lost = loss.ranks if isinstance(loss, PeerDied) else frozenset()
                 is_cut_off = loss is not None and not self._thread.is_alive()
-                if self._control.stopping or is_cut_off or lost & self._peers:
+                is_stopped = self._control.stopping and not must_arrive
+                if is_stopped or is_cut_off or lost & self._peers:
                     return None
         raise TimedOut(
-            f"trainer on rank {self._control.rank}, step {version}: the generators have not taken "
-            f"earlier weights for {self._context.timeout_s:.0f} s (committed: version "
-            f"{self.committed_version}); a generator hangs, or an evaluation outlasts timeout_s"
+            f"trainer on rank {self._control.rank}, step {version}: the receivers of "
+            f"{self._context} have not taken earlier ones for {self._context.timeout_s:.0f} s "
+            f"(committed: version {self.committed_version}); one of them hangs, or an evaluation "
+            "outlasts timeout_s"
         )
 
     def _run(self) -> None:

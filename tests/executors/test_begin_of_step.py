@@ -1,5 +1,5 @@
-"""A step of a trainer that shares ranks with replicas begins once these have ended what needs two
-of its ranks.
+"""A step of the trainer begins once its weights have room, and replicas that share its ranks have
+ended what needs two of them.
 """
 
 from types import SimpleNamespace
@@ -25,7 +25,9 @@ def trainer_of(*, shares_replicas, may_begin):
     trainer._wait_since = 0.0
     trainer.shares_replicas = shares_replicas
     trainer.control = SimpleNamespace(stopping=False)
-    trainer._has_room = lambda: True
+    room = SimpleNamespace(has_room=lambda: True)
+    trainer.weights = room
+    trainer.resets_reference = lambda version: False
 
     def take(step, waited):
         seen.append(("take", step))
@@ -36,7 +38,7 @@ def trainer_of(*, shares_replicas, may_begin):
         return next(may_begin)
 
     trainer.tickets = SimpleNamespace(take=take, given_back=lambda: [])
-    trainer.checkpoints = SimpleNamespace(may_begin=ask)
+    trainer.checkpoints = SimpleNamespace(may_begin=ask, may_end=ask)
     trainer._train = lambda tickets: seen.append(("train", *tickets))
     return trainer, seen
 
@@ -54,4 +56,16 @@ def test_a_batch_that_is_whole_waits_for_what_the_replicas_have_begun():
 
 def test_a_trainer_without_them_asks_nobody():
     trainer, seen = trainer_of(shares_replicas=False, may_begin=iter([]))
+    assert trainer.step() and seen == [("take", 3), ("train", 12, 13)]
+
+
+def test_a_batch_that_is_whole_at_a_stop_waits_for_the_reference_and_for_no_generator(monkeypatch):
+    trainer, seen = trainer_of(shares_replicas=False, may_begin=iter([]))
+    rooms = iter([False, True])
+    reference = SimpleNamespace(has_room=lambda: next(rooms))
+    monkeypatch.setattr(FSDPTrainer, "_sender_to_reference", reference)
+    trainer.resets_reference = lambda version: version == 4
+    trainer.weights = SimpleNamespace(has_room=lambda: False)
+    trainer.control.stopping = True
+    assert not trainer.step() and seen == [], "it neither begins nor ends"
     assert trainer.step() and seen == [("take", 3), ("train", 12, 13)]

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,7 @@ from llamarl.ddma.payload import buckets_of
 from llamarl.ddma.protocol import MAX_RETRIES, LinkContext, Outgoing
 from llamarl.ddma.receiver import Incoming, Staged, Subscriber, WeightsReceiver
 from llamarl.ddma.route import WeightsRoute
-from llamarl.ddma.sender import WeightsSender
+from llamarl.ddma.sender import LOOK_S, WeightsSender
 from llamarl.ddma.transports import choose_transports
 from llamarl.errors import TimedOut, WeightsError
 from llamarl.models.quantize import QUANTIZED, quantize_rows
@@ -196,7 +197,7 @@ def test_a_version_that_never_begins_is_named_by_the_sender_that_runs_out_of_slo
     ends.publish(1), ends.publish(2)
     with pytest.raises(
         TimedOut,
-        match=r"rank 0, step 3: .* have not taken earlier weights for 0 s \(committed: version 0\)",
+        match=r"rank 0, step 3: .* have not taken earlier ones for 0 s \(committed: version 0\)",
     ):
         ends.publish(3)
     assert ends.swap() is None and torch.equal(ends.live, bytes_of(0))
@@ -220,13 +221,13 @@ class Untaken:
         self.staged.append(self.version)
         self.fill(slot, progress)
 
-    def publish(self, version):
+    def publish(self, version, *, must_arrive=False):
         def canary():
             self.canaries.append(version)
             return {}
 
         self.version = version
-        self.sender.publish(version, must_differ=False, canary=canary)
+        self.sender.publish(version, must_differ=False, must_arrive=must_arrive, canary=canary)
 
 
 def test_generators_that_never_take_weights_are_named_within_the_deadline():
@@ -245,6 +246,18 @@ def test_a_trainer_that_waits_for_a_generator_hears_a_stop_and_takes_part_in_wha
     waiting.join(PATIENCE_S / 2)
     assert not waiting.is_alive() and ours.control.failure is None
     assert ours.staged == [0, 1] and ours.canaries == [0, 1, 2]
+
+
+def test_a_version_that_must_arrive_is_not_given_up_for_a_stop():
+    ours = Untaken(timeout_s=PATIENCE_S)
+    ours.publish(0), ours.publish(1)
+    ours.control.request_stop()
+    waiting = ours.control.thread("trainer", partial(ours.publish, must_arrive=True), 2)
+    waiting.join(3 * LOOK_S)
+    assert waiting.is_alive() and ours.staged == [0, 1]
+    ours.sender._bound._free.put(0)  # version 0 was taken
+    waiting.join(PATIENCE_S / 2)
+    assert not waiting.is_alive() and ours.control.failure is None and ours.staged == [0, 1, 2]
 
 
 def test_after_a_stop_a_version_that_has_a_slot_is_sent_as_ever():
