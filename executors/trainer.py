@@ -277,9 +277,7 @@ class FSDPTrainer(Executor):
         # Read this before taking, because the leader announces its last batch before its stop.
         stopping = self.control.stopping
         is_last = self.version >= self.settings.max_steps
-        if self._taken is None and not is_last:
-            if not self._has_room(stopping):
-                return arrived
+        if self._taken is None and not is_last and (stopping or self._has_room()):
             has_waited = time.monotonic() - self._wait_since > SHORT_S
             self._taken = self.tickets.take(self.version, waited=has_waited)
         if self._taken is not None:
@@ -294,16 +292,16 @@ class FSDPTrainer(Executor):
             return True
         return arrived
 
-    def _has_room(self, stopping: bool = False) -> bool:
+    def _has_room(self) -> bool:
         """Whether the weights of this step can be staged at once.
 
         A step must not wait for that, because a generator on this rank could not take earlier
-        versions in meanwhile. After a stop generators take none, and the reference goes on.
+        versions in meanwhile.
         """
         resets = self.resets_reference(self.version + 1)
         if resets and not self._sender_to_reference.has_room():
             return False
-        return stopping or self.weights.has_room()
+        return self.weights.has_room()
 
     def waiting_for(self) -> str | None:
         """Return what it waits for, in words that begin with the cause: begin, end, weights or
@@ -318,7 +316,7 @@ class FSDPTrainer(Executor):
                 f"step {self.version} with all that they share"
             )
         if self.version < self.settings.max_steps and not self._has_room():
-            return f"weights: the generators have not received all versions before {self.version}"
+            return f"weights: not all versions before {self.version} have been received"
         return (
             f"data: the groups of step {self.version} ({len(self.buffer)} here) from the reward; "
             f"{self.tickets.waits_for()}"

@@ -40,7 +40,8 @@ def send_reset(sender: WeightsSender, version: int, mail: Mail) -> None:
     """Send the reference the weights that it takes over (TBA's reset), and have the leader announce
     them: by a message, so that they stay in order with its messages about checkpoints.
 
-    What is announced must come, for the reference takes it in before the next checkpoint.
+    The reference takes in what is announced before the next checkpoint, so no rank gives up its
+    part of it for a stop.
     """
     sender.publish(version, must_load=True, must_arrive=True, must_differ=False)
     if mail.is_leader:

@@ -114,7 +114,7 @@ class WeightsSender:
         slot comes free: the receivers have not taken the version before last. After a stop request
         generators take none, and once a rank is lost nothing can be sent: a version without a slot
         is then given up, with canary() called all the same, for what is collective in it.
-        must_arrive: the receivers take versions after a stop too, so this one is not given up then.
+        must_arrive: a stop is no reason to give it up, for the receivers still take what was sent.
         """
         began = time.monotonic()
         # Collective, and so not left to whether this rank has a slot to stage in.

@@ -59,13 +59,15 @@ def test_a_trainer_without_them_asks_nobody():
     assert trainer.step() and seen == [("take", 3), ("train", 12, 13)]
 
 
-def test_a_batch_that_is_whole_at_a_stop_waits_for_the_reference_and_for_no_generator(monkeypatch):
-    trainer, seen = trainer_of(shares_replicas=False, may_begin=iter([]))
-    rooms = iter([False, True])
-    reference = SimpleNamespace(has_room=lambda: next(rooms))
-    monkeypatch.setattr(FSDPTrainer, "_sender_to_reference", reference)
-    trainer.resets_reference = lambda version: version == 4
-    trainer.weights = SimpleNamespace(has_room=lambda: False)
+def test_at_a_stop_it_comes_to_its_end_though_nobody_takes_its_weights(monkeypatch):
+    trainer, seen = trainer_of(shares_replicas=False, may_begin=iter([False, True]))
+    full = SimpleNamespace(has_room=lambda: False)
+    monkeypatch.setattr(FSDPTrainer, "_sender_to_reference", full)
+    trainer.resets_reference = lambda version: True
+    trainer.weights = full
+    trainer.tickets.take = lambda step, waited: seen.append(("take", step))
+    trainer._finish = lambda: seen.append(("finish",))
+    assert not trainer.step() and seen == [], "it waits for room"
     trainer.control.stopping = True
-    assert not trainer.step() and seen == [], "it neither begins nor ends"
-    assert trainer.step() and seen == [("take", 3), ("train", 12, 13)]
+    assert not trainer.step() and seen == [("take", 3), ("ask", 3)]
+    assert trainer.step() and seen[2:] == [("take", 3), ("ask", 3), ("finish",)]

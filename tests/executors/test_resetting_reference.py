@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from executors.reference import Reference
-from llamarl.ddma.channel import RESET
+from llamarl.ddma.channel import RESET, send_reset
 from llamarl.errors import TimedOut
 from llamarl.executor import ExecutorGroup
 from llamarl.models.config import read_config, tiny_directory
@@ -301,3 +301,21 @@ def test_every_rank_takes_in_what_was_sent_before_its_checkpoint(pair):
     assert not first.may_checkpoint(10) and not other.may_checkpoint(10)
     assert first.may_checkpoint(10) and other.may_checkpoint(10)
     assert first.version == other.version == 10
+
+
+@pytest.mark.parametrize("is_leader", [True, False])
+def test_every_rank_of_the_trainer_sends_a_reset_and_the_leader_announces_it(is_leader):
+    seen = []
+
+    def publish(version, **options):
+        seen.append(("sent", version, options))
+
+    def post(rank, topic, payload):
+        seen.append(("told", rank, topic, payload))
+
+    sender = SimpleNamespace(publish=publish, receivers=(2, 3))
+    send_reset(sender, 5, SimpleNamespace(is_leader=is_leader, post=post))
+    # Nothing is announced that a stop keeps from coming.
+    options = {"must_load": True, "must_arrive": True, "must_differ": False}
+    told = [("told", rank, RESET, {"version": 5}) for rank in (2, 3)]
+    assert seen == [("sent", 5, options), *(told if is_leader else [])]
