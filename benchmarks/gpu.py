@@ -50,7 +50,8 @@ from running import ROOT, as_paragraph, machine, run_job, run_process
 BENCHMARKS = ROOT / "benchmarks"
 TINY_MODEL = ROOT / "llamarl" / "models" / "tiny"
 TOTAL_S = 25 * 60.0
-NO_GPU = 2
+NO_GPU = 2  # exit status
+NO_DEVICE = "none"  # the GPU's name in a rehearsal
 # 1.1 billion weights: a model whose products fill a GPU, and whose training state fits its memory.
 SIZES = {
     "vocab_size": 32768,
@@ -320,7 +321,7 @@ def run_stage(name: str, scratch: Path, on: dict, *, rehearse: bool, left_s: flo
 def device() -> dict[str, str | int | float]:
     """The GPU by name, if there is one."""
     if not torch.cuda.is_available():
-        return {"gpu": "none"}
+        return {"gpu": NO_DEVICE}
     about = torch.cuda.get_device_properties(0)
     return {
         "gpu": about.name,
@@ -331,12 +332,17 @@ def device() -> dict[str, str | int | float]:
 
 
 def kept(out: Path, asked_for: list[str]) -> list[Outcome]:
-    """What is in the folder of stages that are not asked for."""
+    """What a GPU has made in the folder of stages that are not asked for."""
     file = out / "gpu.json"
     if not file.exists():
         return []
-    found = [Outcome(**one) for one in json.loads(file.read_text())["stages"]]
-    return [outcome for outcome in found if outcome.stage not in asked_for]
+    outcomes = []
+    for one in json.loads(file.read_text())["stages"]:
+        outcome = Outcome(**one)
+        is_rehearsed = outcome.machine["gpu"] == NO_DEVICE
+        if outcome.stage in STAGES and outcome.stage not in asked_for and not is_rehearsed:
+            outcomes.append(outcome)
+    return outcomes
 
 
 def write_down(out: Path, outcomes: list[Outcome], *, rehearse: bool) -> None:

@@ -111,6 +111,11 @@ def test_stages_that_are_not_asked_for_stay_with_their_machine(gpu, monkeypatch,
     outcomes = json.loads((tmp_path / "gpu.json").read_text())["stages"]
     found = [(o["stage"], o["machine"]["gpu"], o["figures"]["tokens/s"]) for o in outcomes]
     assert found == [("first", "H1", 1.0), ("second", "H2", 2.0)]
+    outcomes[0]["machine"]["gpu"] = gpu.NO_DEVICE
+    (tmp_path / "rehearsed").mkdir()
+    (tmp_path / "rehearsed" / "gpu.json").write_text(json.dumps({"stages": outcomes}))
+    (found,) = gpu.kept(tmp_path / "rehearsed", [])
+    assert found.stage == "second", "a rehearsal's figures are no measured ones"
     page = (tmp_path / "gpu.md").read_text()
     assert page.index("| first | H1, torch") < page.index("| second | H2, torch")
 
