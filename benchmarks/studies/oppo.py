@@ -121,12 +121,12 @@ oppo_delta = Study(
     title="A dynamic Δ is as good as the best fixed",
     claim="groups beyond a batch by the trend of the reward come to a reward as soon as the better "
     "of fixed numbers.",
-    refuted_by="seconds to a reward of 0.15 that are over a fifth more than those with 4 groups, "
+    refuted_by=f"seconds to a reward of {TARGET} that are over a fifth more than those with 4 groups, "
     "or with none.",
     arms=tuple(Arm(name, words, ranks=2) for name, words in RULES.items()),
     questions=tuple(
         Question(
-            name=f"seconds to 0.15, dynamic of {name}",
+            name=f"seconds to {TARGET}, dynamic of {name}",
             left=Over(arrival("dynamic"), arrival(name)),
             right=Constant(1.0),
             expect="less",
