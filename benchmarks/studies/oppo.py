@@ -121,8 +121,8 @@ oppo_delta = Study(
     title="A dynamic Δ is as good as the best fixed",
     claim="groups beyond a batch by the trend of the reward come to a reward as soon as the better "
     "of fixed numbers.",
-    refuted_by=f"seconds to a reward of {TARGET} that are over a fifth more than those with 4 groups, "
-    "or with none.",
+    refuted_by=f"seconds to a reward of {TARGET} that are over a fifth more than those with 4 "
+    "groups, or with none.",
     arms=tuple(Arm(name, words, ranks=2) for name, words in RULES.items()),
     questions=tuple(
         Question(
