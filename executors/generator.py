@@ -192,17 +192,18 @@ class Generator(Executor):
         return 1 + self.eval_samples
 
     def _next_to_evaluate(self) -> list[int]:
-        """Return the held-out prompts that the engine should have now. Where tickets are in work,
-        or may be granted soon, those that take half of the slots, so that tickets do not wait until
-        an evaluation is done, and the trainer for them; else all that there are.
+        """Return the held-out prompts that the engine should have now. Half of the slots are left
+        to tickets, for which the trainer waits; and an eighth of them begins in a turn, so that the
+        turn soon ends for tickets that come, and for a reward on this rank.
         """
         waiting = list(self._to_evaluate)
-        if self.tickets.synchronous or (self.tickets.is_refused and not self._begun):
+        if self.tickets.synchronous:
             return waiting
         started = self._evaluating - len(waiting) * self._answers_each
-        room = self._num_slots // 2 - started
+        begin = max(self._num_slots // 8, self._answers_each)
+        room = min(begin, self._num_slots // 2 - started)
         if not started:
-            room = max(room, self._answers_each)  # one, however few slots there are
+            room = begin  # at least one, however few slots there are
         return waiting[: max(0, room) // self._answers_each]
 
     def _together(self, do: str, **what) -> bool:

@@ -28,6 +28,8 @@ import math
 import statistics
 from dataclasses import dataclass, replace
 
+from llamarl.config.placement import wants_short_turns
+from llamarl.config.sections.generator import CHUNK_TOKENS
 from llamarl.learning.memory import WIDE
 from llamarl.planner.memory import Bytes
 from llamarl.planner.plans import Plan
@@ -92,6 +94,7 @@ def share(
         cores=cores,
         crowding=0.0 if measured is None else measured.crowding,
     )
+    is_short = wants_short_turns(placed, synchronous=plan.is_synchronous)
     settings = SimulationSettings(
         max_steps=steps,
         warmup_steps=first,
@@ -101,6 +104,7 @@ def share(
         group_size=work.group_size,
         num_generators=len(shared.generator),
         max_slots=plan.generator.slots,
+        chunk_tokens=1 if is_short else CHUNK_TOKENS,
         in_flight_updates=plan.in_flight and not plan.is_synchronous,
         num_rewards=len(shared.reward),
         score_batch=work.completions,

@@ -1,7 +1,7 @@
 """A pool of reward workers: a hard timeout, and an error that is never a score.
 
     submit(key, item) [--> release(keys)]
-      --> queue --> up to BATCH calls in a worker's pipe --> poll() --> [(key, Outcome)]
+      --> queue --> calls for some time in a worker's pipe --> poll() --> [(key, Outcome)]
 
 A call scores one item, or all of a prompt's that were released together, if the function takes them
 so (forms.py). A worker (worker.py) is a subprocess in a session of its own, with limits on memory
@@ -58,8 +58,10 @@ from llamarl.scoring.trial import try_scorer
 from llamarl.tasks.forms import Takes
 from llamarl.tasks.sampled import SAMPLED
 
-BATCH = 64  # calls in flight a worker
-BUSY_S = 3.0  # of calls that a worker gets ahead; at least two calls, at most BATCH
+BATCH = 64  # calls in flight a worker; of quick ones more
+PIPE_S = 0.1  # of calls that a worker gets at once, for a rank that computes between two polls
+MOST_CALLS = 1024  # in flight a worker, however quick they are
+BUSY_S = 3.0  # of calls that a worker gets ahead; at least two calls, at most those in flight
 MAX_FAILED_STARTS = 3  # in a row
 # The place of llamarl, for a worker whose parent found it by a current directory that has changed
 # since.
@@ -158,7 +160,7 @@ class RewardPool(Scorer):
         if self._call_s is None:
             ahead = BATCH
         else:
-            ahead = min(BATCH, max(2, int(BUSY_S / max(self._call_s, 1e-6))))
+            ahead = min(self._most_calls, max(2, int(BUSY_S / max(self._call_s, 1e-6))))
         num_calls = len(self._queue)
         for worker in self._workers:
             for call in worker.in_flight:
@@ -400,9 +402,11 @@ class RewardPool(Scorer):
 
     def _hand_out(self) -> None:
         num_items = len(self._queue) + sum(len(worker.in_flight) for worker in self._workers)
+        most = self._most_calls
         if self._takes == "several":
             num_items = self.pending
-        share = min(BATCH, math.ceil(num_items / len(self._workers)))
+            most = BATCH
+        share = min(most, math.ceil(num_items / len(self._workers)))
         for worker in self._workers:
             if worker.ready:
                 for call in self._next_calls(worker, share):
@@ -410,6 +414,14 @@ class RewardPool(Scorer):
                     call.hand_out(timeout_s=self._timeout_s, first_s=first_s)
                     worker.send(call)
             worker.flush()
+
+    @property
+    def _most_calls(self) -> int:
+        """How many calls a worker may have in flight."""
+        if self._call_s is None:
+            return BATCH
+        in_time = int(PIPE_S / max(self._call_s, 1e-6))
+        return max(BATCH, min(MOST_CALLS, in_time))
 
     def _next_calls(self, worker: WorkerProcess[Call], share: int) -> list[Call]:
         """Return the calls that a worker gets from the queue now. share: how many calls, or items

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import logging
 import math
@@ -23,6 +25,9 @@ from llamarl.scoring.memory import Note
 EXIT_S = 0.5
 KILL_S = 5.0  # for a killed worker to be gone; after that it is left to the kernel
 _READ_BYTES = 1 << 16
+# That a pipe holds: what does not fit into it waits for the next poll. Linux gives this much to
+# every user.
+_PIPE_BYTES = 1 << 20
 
 log = logging.getLogger(__name__)
 
@@ -68,6 +73,8 @@ class WorkerProcess(Generic[Command]):
         self.stdin = commands.fileno()
         os.set_blocking(self.stdout, False)
         os.set_blocking(self.stdin, False)
+        _widen(self.stdin)
+        _widen(self.stdout)
         self._received = b""
         self.in_flight: deque[Command] = deque()  # oldest first; the first is the one being scored
         self.unsent: deque[Command] = deque()  # the last of these, for which the pipe was too full
@@ -175,6 +182,15 @@ class WorkerProcess(Generic[Command]):
             self.kill()
         self._output.close()
         self.note.close()
+
+
+def _widen(pipe: int) -> None:
+    """Have a pipe hold _PIPE_BYTES. It stays as it is where the system has no such call or the user
+    has too many of such pipes: then more of what is sent waits.
+    """
+    if hasattr(fcntl, "F_SETPIPE_SZ"):
+        with contextlib.suppress(PermissionError):
+            fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
 
 
 def wait_for(workers: Sequence[WorkerProcess], timeout_s: float) -> bool:

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from llamarl.models.config import read_config, tiny_directory
 from llamarl.models.sharding import num_parameters
+from llamarl.planner import ranks
 from llamarl.planner.clock import VirtualClock
 from llamarl.planner.costs import Costs
 from llamarl.planner.curves import Cost, Curve
@@ -106,6 +107,23 @@ def test_a_trainer_that_is_the_only_one_has_a_helper_in_an_asynchronous_job():
     for placed, max_lag in ((both, 2), (APART, 0)):
         helped = step(placed, max_lag=max_lag, cores=4, helped=0.25)
         assert helped.step_s == step(placed, max_lag=max_lag, cores=4).step_s
+
+
+@pytest.mark.parametrize(
+    "reward, max_lag, tokens", [((1,), 2, 1), ((0,), 2, 8), ((2,), 2, 8), ((1,), 0, 8)]
+)
+def test_a_generator_beside_a_reward_takes_short_turns(monkeypatch, reward, max_lag, tokens):
+    """As executors.build has it."""
+    simulated = []
+
+    def simulate(settings, *rest):
+        simulated.append(settings.chunk_tokens)
+        return made(settings, *rest)
+
+    made = ranks.simulate
+    monkeypatch.setattr(ranks, "simulate", simulate)
+    step(APART | {"reward": reward}, max_lag=max_lag)
+    assert set(simulated) == {tokens}
 
 
 def test_what_runs_beside_a_rank_makes_it_slower():

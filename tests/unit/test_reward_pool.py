@@ -1,5 +1,6 @@
 """The reward pool: typed outcomes whatever the user's function does, hard timeouts, no orphans."""
 
+import fcntl
 import math
 import os
 import random
@@ -13,7 +14,7 @@ import time
 import pytest
 
 from llamarl.errors import RewardError
-from llamarl.scoring.pool import BATCH, RewardPool, check_reward
+from llamarl.scoring.pool import BATCH, MOST_CALLS, RewardPool, check_reward
 from llamarl.scoring.scorer import text_item
 
 DEADLINE_S = 30.0  # for waits that must end; never reached unless something is broken
@@ -224,6 +225,20 @@ def test_the_function_finds_an_empty_stdin():
     assert run(["stdin", "value 1"])[0].value == 0.0
 
 
+@pytest.mark.skipif(not hasattr(fcntl, "F_SETPIPE_SZ"), reason="pipes are of one size here")
+def test_quick_calls_are_all_in_the_pipe_after_one_poll():
+    """A rank that computes between two polls has them scored meanwhile."""
+    with RewardPool("llamarl.tasks.rewards:exact_match") as pool:
+        pool.start()
+        pool._note_seconds(1e-5)
+        for key in range(500):
+            pool.submit(key, text_item("p" * 1000, "c", {"answer": "c"}))
+        pool.poll()
+        (worker,) = pool._workers
+        assert len(worker.in_flight) == 500 and not worker.unsent
+        assert [o.value for o in drain(pool).values()] == [1.0] * 500
+
+
 @pytest.mark.slow
 def test_a_pool_that_is_polled_late_kills_nobody_early():
     """Five items of 0.5 s under a limit of 2 s, and nobody looks until the last is at work."""
@@ -406,7 +421,16 @@ def test_meta_that_is_not_json_is_refused():
 
 
 @pytest.mark.parametrize(
-    "call_s, ahead", [(None, BATCH), (0.001, BATCH), (0.1, 30), (1.0, 3), (60.0, 2)]
+    "call_s, ahead",
+    [
+        (None, BATCH),
+        (1e-5, MOST_CALLS),
+        (0.001, 100),
+        (0.01, BATCH),
+        (0.1, 30),
+        (1.0, 3),
+        (60.0, 2),
+    ],
 )
 def test_a_worker_has_calls_for_some_seconds_ahead_and_what_else_comes_can_wait(call_s, ahead):
     """So that an evaluation overtakes all but these."""
