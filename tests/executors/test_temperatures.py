@@ -126,7 +126,7 @@ def test_the_config_gives_the_range_to_the_generator_and_takes_the_comparison_fr
         decode=str,
         fixed_prompts=[],
         sample_maker=None,
-        placement={"trainer": [0]},
+        placement={"trainer": [0], "generator": [0], "reward": [0]},
     )
     job.num_dp_ranks = 1
     drawn = ["generator.temperature=[0.7,2]", "seed=11"]
