@@ -16,6 +16,7 @@ from torch import Tensor
 from llamarl.inference.room import Room, whole_blocks
 from llamarl.models.attention import PackedAttention, fused
 from llamarl.models.build import Decoder
+from llamarl.models.fused import gpu_kernels
 
 _FAST_PRODUCTS = (torch.float32, torch.bfloat16)  # on a CPU
 
@@ -78,7 +79,12 @@ class SlotCache:
         """Keep the K/V of tokens at their slots and positions. Returns all keys and all values of
         the layer, [S, J, L, K] each.
         """
-        keys, values = self.layers[layer]
+        held = self.layers[layer]
+        keys, values = held
+        on_gpu = gpu_kernels(k_TJK)
+        if on_gpu and k_TJK.dtype == held.dtype:
+            on_gpu.keep(held, slots_T, positions_T, k_TJK.contiguous(), v_TJK.contiguous())
+            return keys, values
         keys[slots_T, :, positions_T] = k_TJK
         values[slots_T, :, positions_T] = v_TJK
         return keys, values

@@ -3,8 +3,9 @@
 A layer's additions, multiplications and roundings one by one cost a CPU more than its products do,
 forward and backward. Each function here states its equation and holds it in plain PyTorch; on a CPU
 in float32 or bfloat16 a kernel of llamarl/native/train.c computes the same, with float32 inside,
-and rounds where the plain one does or less often. On GPUs, in float64 and without a compiler the
-plain one is used.
+and rounds where the plain one does or less often. On a GPU kernels in Triton do so where no
+gradient is wanted (llamarl/native/triton_kernels.py). In float64, without a compiler and where a
+GPU trains the plain one is used.
 
 Shapes: T tokens, D features, H query heads, J key/value heads, R = H / J query heads of one of
 those, K head dim, N segments, L queries, M keys, B = N J batches of products.
@@ -13,10 +14,14 @@ those, K head dim, N segments, L queries, M keys, B = N J batches of products.
 from __future__ import annotations
 
 import ctypes
+import os
+import subprocess
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
+from types import ModuleType
 
 import torch
 import torch.nn.functional as F
@@ -72,6 +77,38 @@ def kernels(x: Tensor) -> ctypes.CDLL | None:
             function.argtypes = [_KINDS[kind] for kind in kinds]
             function.restype = None
     return lib
+
+
+def gpu_kernels(x: Tensor) -> ModuleType | None:
+    """Return llamarl.native.triton_kernels for tensors like x where no gradient is wanted, or None
+    where plain operations are to be used.
+    """
+    if not x.is_cuda or torch.is_grad_enabled() or type(x) is not Tensor:
+        return None
+    return _triton_kernels() if x.dtype in (torch.float32, torch.bfloat16) else None
+
+
+@cache
+def _triton_kernels() -> ModuleType | None:
+    """Return the kernels, which a GPU has just run. None where LLAMARL_NATIVE=0, on AMD's GPUs, on
+    which nobody has tried them, and, with a warning, where they do not run.
+    """
+    if os.environ.get("LLAMARL_NATIVE", "1") == "0" or torch.version.hip:
+        return None
+    try:
+        from llamarl.native import triton_kernels
+
+        one = torch.ones(1, device="cuda")
+        triton_kernels.swiglu(one, one)
+        return triton_kernels
+    except ImportError as error:
+        reason = str(error)
+    except (RuntimeError, OSError, subprocess.CalledProcessError) as error:
+        reason = f"{type(error).__name__}: {str(error)[-300:]}"
+    warnings.warn(
+        f"Triton: going on with PyTorch's operations, which are slower; {reason}", stacklevel=2
+    )
+    return None
 
 
 def present_kernels(x: Tensor) -> ctypes.CDLL:
@@ -180,6 +217,10 @@ def add_rms_norm(
     order of rounding.
     """
     if x.dtype != scale_D.dtype or kernels(x) is None:
+        on_gpu = gpu_kernels(x)
+        if on_gpu and x.dtype == scale_D.dtype:
+            change = None if change is None else change.contiguous()
+            return on_gpu.add_rms_norm(x.contiguous(), change, scale_D, eps)
         h = x
         if change is not None:
             h = x + change
@@ -244,6 +285,9 @@ class _AddRmsNorm(Function):
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """gate sigmoid(gate) up, of equal shapes          (Shazeer 2020)"""
     if gate.dtype != up.dtype or kernels(gate) is None:
+        on_gpu = gpu_kernels(gate)
+        if on_gpu and gate.dtype == up.dtype:
+            return on_gpu.swiglu(gate.contiguous(), up.contiguous())
         return F.silu(gate) * up
     return _SwiGlu.apply(gate.contiguous(), up.contiguous())
 
@@ -282,6 +326,9 @@ def rotate(x_THK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """
     if cos.dtype == torch.float32 and kernels(x_THK) is not None:
         return _Rotate.apply(x_THK.contiguous(), cos.contiguous(), sin.contiguous(), 1.0)
+    on_gpu = gpu_kernels(x_THK)
+    if on_gpu and cos.dtype == torch.float32:
+        return on_gpu.rotate(x_THK.contiguous(), cos.contiguous(), sin.contiguous())
     half = x_THK.shape[-1] // 2
     first = x_THK[..., :half]
     second = x_THK[..., half:]
