@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from llamarl.models.fused import gpu_kernels
 from llamarl.models.hf import hf_name
 from llamarl.models.sharding import HEAD, Shape, is_quantized
 
@@ -136,7 +137,7 @@ class QuantizedLinear(nn.Module):
             weight = _widen(self.weight, x.dtype)
             y = F.linear(x, weight) * self.weight_scale
         else:
-            q_TI, scale_T = quantize_rows(x_TI, self.kind)
+            q_TI, scale_T = _quantized_input(x_TI, self.kind)
             scale_T1 = scale_T[:, None]
             weight_IO = self.weight.t()
             if self.arithmetic == "scaled_mm":
@@ -163,6 +164,14 @@ class QuantizedLinear(nn.Module):
 
         self.arithmetic = None
         return super()._apply(same_dtype, recurse)
+
+
+def _quantized_input(x_TI: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+    """Return what `quantize_rows` does, on a GPU by one kernel."""
+    on_gpu = gpu_kernels(x_TI)
+    if on_gpu and kind == "fp8":
+        return on_gpu.quantize_rows(x_TI.contiguous(), _LARGEST[kind])
+    return quantize_rows(x_TI, kind)
 
 
 def arithmetic_of(kind: str, shape: Shape, device: torch.device) -> tuple[str, str]:

@@ -2,8 +2,8 @@
 
 Plain operations launch some thirty kernels a layer for a token, of two microseconds each, most of
 them longer on their way than at work. These here launch seven. Each computes what its plain equal
-in llamarl/models/fused.py or llamarl/inference/cache.py does and rounds where that one rounds; a
-row's result does not depend on the rows beside it.
+in llamarl/models/fused.py, llamarl/models/quantize.py or llamarl/inference/cache.py does and rounds
+where that one rounds; a row's result does not depend on the rows beside it.
 
 Forward only: what needs gradients takes the plain operations. This file needs Triton, which comes
 with PyTorch for CUDA: `llamarl.models.fused.gpu_kernels` imports it where it is.
@@ -195,3 +195,45 @@ def _keep(
     values = held_ptr + num_slots.to(tl.int64) * HEADS * length * DIM
     tl.store(held_ptr + target, tl.load(k_ptr + source, mask=is_feature), mask=is_feature)
     tl.store(values + target, tl.load(v_ptr + source, mask=is_feature), mask=is_feature)
+
+
+def quantize_rows(x_TI: Tensor, largest: float) -> tuple[Tensor, Tensor]:
+    """Return (q [T, I] float8_e4m3fn, scale [T] float32) of a contiguous x, as
+    llamarl.models.quantize.quantize_rows has them. largest: that the type holds.
+    """
+    num_tokens, dim = x_TI.shape
+    q = torch.empty(num_tokens, dim, dtype=torch.float8_e4m3fn, device=x_TI.device)
+    scale = torch.empty(num_tokens, dtype=torch.float32, device=x_TI.device)
+    block = triton.next_power_of_2(dim)
+    warps = max(1, min(16, block // 256))
+    smallest = torch.finfo(torch.float32).tiny
+    _quantize_rows[(num_tokens,)](
+        q, scale, x_TI, 1.0 / largest, smallest, DIM=dim, BLOCK=block, num_warps=warps
+    )
+    return q, scale
+
+
+@triton.jit
+def _quantize_rows(
+    q_ptr,
+    scale_ptr,
+    x_ptr,
+    inverse,
+    smallest,
+    DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    features = tl.arange(0, BLOCK)
+    is_feature = features < DIM
+    x = tl.load(x_ptr + row * DIM + features, mask=is_feature, other=0.0).to(tl.float32)
+    most = tl.max(tl.abs(x), axis=0)
+    # A NaN makes the scale one, as by plain operations: `max` alone would leave it out.
+    has_nan = tl.max((x != x).to(tl.int32), axis=0)
+    # PyTorch divides by a number so on a GPU.
+    scale = tl.maximum(most * inverse, smallest)
+    scale = tl.where(most == 0.0, 1.0, scale)
+    scale = tl.where(has_nan > 0, float("nan"), scale)
+    tl.store(scale_ptr + row, scale)
+    q = tl.div_rn(x, scale).to(tl.float8e4nv)
+    tl.store(q_ptr + row * DIM + features, q, mask=is_feature)

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from llamarl.models import fused
+from llamarl.models.quantize import quantize_rows
 
 pytestmark = [
     pytest.mark.gpu,
@@ -85,6 +86,26 @@ def test_keys_and_values_are_kept_in_their_places_alone(dtype):
     kernels = by_kernels(fused.gpu_kernels, k)
     kernels.keep(held, rows, places, k, v)
     assert torch.equal(held, expected)
+
+
+@pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9),
+    reason="needs a GPU with fp8",
+)
+@DTYPES
+@pytest.mark.parametrize("shape", [(1, 2048), (5, 100)])
+def test_fp8_numbers_and_their_scales_are_those_of_plain_operations(shape, dtype):
+    x = drawn(*shape, dtype=dtype)
+    x[0] *= 1e-42  # a scale that would be subnormal
+    x = torch.cat([x, torch.zeros_like(x[:1]), x[:1] * 1e30])
+    kernels = by_kernels(fused.gpu_kernels, x)
+    q, scale = kernels.quantize_rows(x, 448.0)
+    plain_q, plain_scale = quantize_rows(x, "fp8")
+    assert torch.equal(scale, plain_scale)
+    assert torch.equal(q.view(torch.uint8), plain_q.view(torch.uint8))
+    x[0, 3] = torch.nan
+    _, scale = kernels.quantize_rows(x, 448.0)
+    assert scale.isnan().tolist() == [True] + [False] * (len(x) - 1)
 
 
 @DTYPES
