@@ -1,7 +1,7 @@
 """Use of this machine: kernels in C, float32 products, memory, threads that wait, a disk.
 
     kernels      here           compiled on first use from copy.c, decode.c and train.c
-    on a GPU     triton_kernels.py  what lies between a layer's products, where no gradient is wanted
+    on a GPU     triton_kernels.py  what lies between a layer's products, for whoever samples
     the fastest  choice.py      of several ways to compute one thing, by measurement
     precision    precision.py   which of PyTorch's settings gives float32 products
     memory       allocator.py   freed memory is kept, not returned
