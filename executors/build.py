@@ -120,6 +120,7 @@ def build_executors(
 def build_generator(config: Config, job: Job) -> Generator:
     """Build the generator, with the engine of its kind."""
     g = config.generator
+    is_short = _wants_short_turns(config, job)
     max_quantization_kl = None
     if g.kind == "native" and g.quantize != "none":
         max_quantization_kl = g.max_quantization_kl
@@ -130,7 +131,8 @@ def build_generator(config: Config, job: Job) -> Generator:
         eval_samples=config.eval.num_samples,
         sampling=sampling_of(config, job),
         temperatures=temperatures_of(config),
-        chunk_tokens=g.chunk(is_short=_wants_short_turns(config, job)),
+        chunk_tokens=g.chunk(is_short=is_short),
+        has_short_turns=is_short,
         max_seconds=g.max_seconds,
         in_flight_updates=config.updates_in_flight,
         recompute_kv=g.recompute_kv,

@@ -69,6 +69,8 @@ class Generator(Executor):
     temperatures: what tickets are sampled at. None: at sampling's temperature, at which the trainer
     scores them in any case.
     chunk_tokens: tokens a row between two looks at weights, tickets and stop requests.
+    has_short_turns: somebody on this rank waits for the end of a turn, so that an evaluation begins
+    in small parts.
     in_flight_updates: take new weights in while completions run; otherwise only when none does.
     recompute_kv: at new weights, compute the cache of running completions again.
     parity_tolerance: nats that the canary of a version may differ from the trainer's.
@@ -91,6 +93,7 @@ class Generator(Executor):
     chunk_tokens: int
     in_flight_updates: bool
     parity_tolerance: float
+    has_short_turns: bool = False
     recompute_kv: bool = False
     eval_samples: int = 0
     tensor_parallel: int = 1
@@ -192,18 +195,21 @@ class Generator(Executor):
         return 1 + self.eval_samples
 
     def _next_to_evaluate(self) -> list[int]:
-        """Return the held-out prompts that the engine should have now. Half of the slots are left
-        to tickets, for which the trainer waits; and an eighth of them begins in a turn, so that the
-        turn soon ends for tickets that come, and for a reward on this rank.
+        """Return the held-out prompts that the engine should have now. Where tickets are in work,
+        or may be granted soon, those that take half of the slots, so that tickets do not wait until
+        an evaluation is done, and the trainer for them; else all that there are. Where turns are
+        short, those of an eighth of the slots, whatever comes.
         """
         waiting = list(self._to_evaluate)
-        if self.tickets.synchronous:
+        is_alone = self.tickets.is_refused and not self._begun and not self.has_short_turns
+        if self.tickets.synchronous or is_alone:
             return waiting
         started = self._evaluating - len(waiting) * self._answers_each
-        begin = max(self._num_slots // 8, self._answers_each)
-        room = min(begin, self._num_slots // 2 - started)
+        room = self._num_slots // 2 - started
+        if self.has_short_turns:
+            room = min(room, max(self._num_slots // 8, self._answers_each))
         if not started:
-            room = begin  # at least one, however few slots there are
+            room = max(room, self._answers_each)  # one, however few slots there are
         return waiting[: max(0, room) // self._answers_each]
 
     def _together(self, do: str, **what) -> bool:

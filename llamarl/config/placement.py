@@ -23,9 +23,9 @@ Ranks = tuple[int, ...]
 
 def wants_short_turns(placement: Mapping[str, Sequence[int]], *, synchronous: bool) -> bool:
     """Return whether a generator's turns should be short on a CPU, where a token of all slots takes
-    milliseconds: beside a scorer, which hands a step's last groups on between two of them. A
-    trainer there leaves no core to whoever would wait. In step with the trainer a chunk decides
-    bits.
+    milliseconds: beside a scorer, which hands a step's last groups on between two of them. Where
+    the trainer is on the rank too, its own step is the long turn; and in step with it a chunk
+    decides bits.
     """
     ranks = set(placement["generator"])
     scorers = set(chain.from_iterable(placement.get(name, ()) for name in ("reward", "reference")))

@@ -3,9 +3,9 @@
 A layer's additions, multiplications and roundings one by one cost a CPU more than its products do,
 forward and backward. Each function here states its equation and holds it in plain PyTorch; on a CPU
 in float32 or bfloat16 a kernel of llamarl/native/train.c computes the same, with float32 inside,
-and rounds where the plain one does or less often. On a GPU kernels in Triton do so where no
-gradient is wanted (llamarl/native/triton_kernels.py). In float64, without a compiler and where a
-GPU trains the plain one is used.
+and rounds where the plain one does or less often. On a GPU an engine has kernels in Triton
+(llamarl/native/triton_kernels.py). In float64, without a compiler and where a GPU trains the plain
+one is used.
 
 Shapes: T tokens, D features, H query heads, J key/value heads, R = H / J query heads of one of
 those, K head dim, N segments, L queries, M keys, B = N J batches of products.
@@ -80,26 +80,30 @@ def kernels(x: Tensor) -> ctypes.CDLL | None:
 
 
 def gpu_kernels(x: Tensor) -> ModuleType | None:
-    """Return llamarl.native.triton_kernels for tensors like x where no gradient is wanted, or None
-    where plain operations are to be used.
+    """Return llamarl.native.triton_kernels for tensors like x, or None where plain operations are
+    to be used. They are an engine's, which samples in inference mode: a trainer's passes without
+    gradients compute as its others do.
     """
-    if not x.is_cuda or torch.is_grad_enabled() or type(x) is not Tensor:
+    if not x.is_cuda or not torch.is_inference_mode_enabled() or type(x) is not Tensor:
         return None
-    return _triton_kernels() if x.dtype in (torch.float32, torch.bfloat16) else None
+    # Triton launches on the current device.
+    if x.dtype not in _FLAGS or x.device.index != torch.cuda.current_device():
+        return None
+    return _triton_kernels(x.dtype)
 
 
 @cache
-def _triton_kernels() -> ModuleType | None:
-    """Return the kernels, which a GPU has just run. None where LLAMARL_NATIVE=0, on AMD's GPUs, on
-    which nobody has tried them, and, with a warning, where they do not run.
+def _triton_kernels(dtype: torch.dtype) -> ModuleType | None:
+    """Return the kernels, all of which a GPU has just run in this dtype. None where
+    LLAMARL_NATIVE=0, on AMD's GPUs, on which nobody has tried them, and, with a warning, where they
+    do not run.
     """
     if os.environ.get("LLAMARL_NATIVE", "1") == "0" or torch.version.hip:
         return None
     try:
         from llamarl.native import triton_kernels
 
-        one = torch.ones(1, device="cuda")
-        triton_kernels.swiglu(one, one)
+        triton_kernels.try_all(dtype)
         return triton_kernels
     except ImportError as error:
         reason = str(error)
@@ -321,8 +325,8 @@ def rotate(x_THK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn each pair (i, i + K/2) of every head by its token's angle; cos, sin [T, 1, K] float32,
     their halves equal.
 
-    The kernel multiplies in float32 and rounds once; plain operations round cos, sin and each
-    product to x's dtype.
+    The CPU's kernel multiplies in float32 and rounds once; plain operations, and the GPU's kernel,
+    round cos, sin and each product to x's dtype.
     """
     if cos.dtype == torch.float32 and kernels(x_THK) is not None:
         return _Rotate.apply(x_THK.contiguous(), cos.contiguous(), sin.contiguous(), 1.0)

@@ -2,11 +2,12 @@
 
 Plain operations launch some thirty kernels a layer for a token, of two microseconds each, most of
 them longer on their way than at work. These here launch seven. Each computes what its plain equal
-in llamarl/models/fused.py, llamarl/models/quantize.py or llamarl/inference/cache.py does and rounds
-where that one rounds; a row's result does not depend on the rows beside it.
+in llamarl/models/fused.py, llamarl/models/quantize.py or llamarl/inference/cache.py does and, in
+bfloat16, rounds where that one rounds; a row's result does not depend on the rows beside it.
 
 Forward only: what needs gradients takes the plain operations. This file needs Triton, which comes
-with PyTorch for CUDA: `llamarl.models.fused.gpu_kernels` imports it where it is.
+with PyTorch for CUDA and needs a C compiler: `llamarl.models.fused.gpu_kernels` imports it where it
+is.
 
 Shapes: T tokens, D features, H heads, K head dim, J key/value heads, S slots, L places of a slot.
 """
@@ -17,9 +18,28 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.errors import TritonError
 
 _ELEMENTS = 1024  # of a program of `swiglu`
 _HEADS = 8  # of a program of `rotate`
+
+
+def try_all(dtype: torch.dtype) -> None:
+    """Run every kernel that all models need once, on the current GPU. RuntimeError or OSError where
+    one does not compile or run.
+    """
+    x = torch.ones(2, 16, dtype=dtype, device="cuda")
+    heads = x.view(2, 2, 8)
+    angles = torch.zeros(2, 1, 8, device="cuda")
+    places = torch.zeros(2, dtype=torch.int64, device="cuda")
+    try:
+        add_rms_norm(x, None, x[0], 1e-6)
+        add_rms_norm(x, x, x[0], 1e-6)
+        swiglu(x, x)
+        rotate(heads, angles, angles)
+        keep(x.new_zeros(2, 1, 2, 4, 8), places, places, heads, heads)
+    except TritonError as error:
+        raise RuntimeError(f"{type(error).__name__}: {error}") from error
 
 
 def add_rms_norm(

@@ -60,7 +60,7 @@ from llamarl.tasks.sampled import SAMPLED
 
 BATCH = 64  # calls in flight a worker; of quick ones more
 PIPE_S = 0.1  # of calls that a worker gets at once, for a rank that computes between two polls
-MOST_CALLS = 1024  # in flight a worker, however quick they are
+MOST_CALLS = 512  # in flight a worker, however quick they are: its answers must fit its pipe
 BUSY_S = 3.0  # of calls that a worker gets ahead; at least two calls, at most those in flight
 MAX_FAILED_STARTS = 3  # in a row
 # The place of llamarl, for a worker whose parent found it by a current directory that has changed
@@ -402,11 +402,9 @@ class RewardPool(Scorer):
 
     def _hand_out(self) -> None:
         num_items = len(self._queue) + sum(len(worker.in_flight) for worker in self._workers)
-        most = self._most_calls
         if self._takes == "several":
             num_items = self.pending
-            most = BATCH
-        share = min(most, math.ceil(num_items / len(self._workers)))
+        share = min(self._most_calls, math.ceil(num_items / len(self._workers)))
         for worker in self._workers:
             if worker.ready:
                 for call in self._next_calls(worker, share):
@@ -417,8 +415,10 @@ class RewardPool(Scorer):
 
     @property
     def _most_calls(self) -> int:
-        """How many calls a worker may have in flight."""
-        if self._call_s is None:
+        """How many calls a worker may have in flight, or items side by side. Several workers get no
+        more ahead: what lies behind a slow call does not go to another.
+        """
+        if self._call_s is None or self._takes == "several" or len(self._workers) > 1:
             return BATCH
         in_time = int(PIPE_S / max(self._call_s, 1e-6))
         return max(BATCH, min(MOST_CALLS, in_time))

@@ -25,9 +25,9 @@ from llamarl.scoring.memory import Note
 EXIT_S = 0.5
 KILL_S = 5.0  # for a killed worker to be gone; after that it is left to the kernel
 _READ_BYTES = 1 << 16
-# That a pipe holds: what does not fit into it waits for the next poll. Linux gives this much to
-# every user.
-_PIPE_BYTES = 1 << 20
+# That the pipe of calls holds: what does not fit into it waits for the next poll. Linux lets a user
+# have 64 MiB in all pipes.
+_PIPE_BYTES = 1 << 18
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +74,6 @@ class WorkerProcess(Generic[Command]):
         os.set_blocking(self.stdout, False)
         os.set_blocking(self.stdin, False)
         _widen(self.stdin)
-        _widen(self.stdout)
         self._received = b""
         self.in_flight: deque[Command] = deque()  # oldest first; the first is the one being scored
         self.unsent: deque[Command] = deque()  # the last of these, for which the pipe was too full
@@ -185,11 +184,11 @@ class WorkerProcess(Generic[Command]):
 
 
 def _widen(pipe: int) -> None:
-    """Have a pipe hold _PIPE_BYTES. It stays as it is where the system has no such call or the user
-    has too many of such pipes: then more of what is sent waits.
+    """Have a pipe hold _PIPE_BYTES. It stays as it is where the system has no such call or refuses
+    it, for a user may have too much in pipes: then more of what is sent waits.
     """
     if hasattr(fcntl, "F_SETPIPE_SZ"):
-        with contextlib.suppress(PermissionError):
+        with contextlib.suppress(OSError):
             fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
 
 

@@ -145,15 +145,24 @@ def test_an_evaluation_leaves_half_of_the_slots_to_tickets():
         evaluated.append(len(running) - running.count(TRAIN))
     assert max(evaluated) == 4, "of eight slots"
     first = g.tickets.asked[0]
-    assert first == (3, 5), "three groups of two have room beside the first of its prompts"
+    assert first == (2, 5), "two groups of two have room beside them"
     assert len(g.outputs.of(Completion)) >= 4, "which were sampled meanwhile"
     numbers = [c.prompt_index for c in g.outputs.of(EvalCompletion) if c.greedy]
     assert sorted(numbers) == list(range(10))
 
 
-def test_an_eighth_of_the_slots_begins_to_evaluate_in_a_turn_whether_tickets_come_or_not():
-    """So that a turn ends soon for tickets that come meanwhile."""
+def test_an_evaluation_takes_all_slots_while_no_ticket_is_granted():
     g = generator(chunk=1)
+    g.eval_prompts = dict.fromkeys(range(10), PROMPT)
+    g.tickets.grants = 0
+    g.weights.staged = Staged(5, must_load=True, evaluate=True)
+    g.step()
+    assert g.engine.num_live == 8
+
+
+def test_where_turns_are_short_an_eighth_of_the_slots_begins_to_evaluate_in_each():
+    """Whether tickets come or not."""
+    g = generator(chunk=1, has_short_turns=True)
     g.eval_prompts = dict.fromkeys(range(10), PROMPT)
     g.tickets.grants = 0
     g.weights.staged = Staged(5, must_load=True, evaluate=True)

@@ -232,7 +232,7 @@ def test_quick_calls_are_all_in_the_pipe_after_one_poll():
         pool.start()
         pool._note_seconds(1e-5)
         for key in range(500):
-            pool.submit(key, text_item("p" * 1000, "c", {"answer": "c"}))
+            pool.submit(key, text_item("p" * 200, "c", {"answer": "c"}))
         pool.poll()
         (worker,) = pool._workers
         assert len(worker.in_flight) == 500 and not worker.unsent
@@ -421,20 +421,24 @@ def test_meta_that_is_not_json_is_refused():
 
 
 @pytest.mark.parametrize(
-    "call_s, ahead",
+    "num_workers, call_s, ahead",
     [
-        (None, BATCH),
-        (1e-5, MOST_CALLS),
-        (0.001, 100),
-        (0.01, BATCH),
-        (0.1, 30),
-        (1.0, 3),
-        (60.0, 2),
+        (1, None, BATCH),
+        (1, 1e-5, MOST_CALLS),
+        (1, 0.001, 100),
+        (1, 0.01, BATCH),
+        (2, None, BATCH),
+        (2, 1e-5, BATCH),
+        (2, 0.1, 30),
+        (2, 1.0, 3),
+        (2, 60.0, 2),
     ],
 )
-def test_a_worker_has_calls_for_some_seconds_ahead_and_what_else_comes_can_wait(call_s, ahead):
+def test_a_worker_has_calls_for_some_seconds_ahead_and_what_else_comes_can_wait(
+    num_workers, call_s, ahead
+):
     """So that an evaluation overtakes all but these."""
-    with RewardPool("llamarl.tasks.rewards:exact_match", num_workers=2) as pool:
+    with RewardPool("llamarl.tasks.rewards:exact_match", num_workers=num_workers) as pool:
         pool.start()
         if call_s is not None:
             pool._note_seconds(call_s)  # what a worker's time stamps say
@@ -442,4 +446,4 @@ def test_a_worker_has_calls_for_some_seconds_ahead_and_what_else_comes_can_wait(
         while not pool.is_busy:
             pool.submit(count, text_item("p", "c", {"answer": "c"}))
             count += 1
-    assert count == 2 * ahead
+    assert count == num_workers * ahead
