@@ -1,4 +1,5 @@
-"""Runs the tests of tests/gpu on the GPU that is not there, all but those that start jobs:
+"""Runs the tests of tests/gpu on the GPU that is not there, all but those that start jobs and those
+of kernels, which are compiled for a real one:
 
     pytest -p tests.imagined_plugin -m gpu tests/gpu
 
@@ -21,10 +22,14 @@ def pytest_configure(config) -> None:
 
 
 def pytest_collection_modifyitems(config, items: list) -> None:
-    """Leave out what starts processes of its own, in which there is no GPU."""
-    starting = [item for item in items if "Job(" in inspect.getsource(item.function)]
-    config.hook.pytest_deselected(items=starting)
-    items[:] = [item for item in items if item not in starting]
+    """Leave out what starts processes of its own, in which there is no GPU, and kernels."""
+    left_out = []
+    for item in items:
+        starts_job = "Job(" in inspect.getsource(item.function)
+        if starts_job or item.path.stem == "test_triton_kernels":
+            left_out.append(item)
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in left_out]
 
 
 def pytest_unconfigure(config) -> None:
