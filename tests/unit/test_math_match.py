@@ -117,7 +117,10 @@ def test_any_text_has_a_box_or_none(text):
     assert last_boxed(rf"\boxed{{{text}") is None or "}" in text
 
 
-@given(thoughts=st.text(), answer=st.text())
+WITHOUT_MARKS = st.text().filter(lambda text: "<think>" not in text and "</think>" not in text)
+
+
+@given(thoughts=WITHOUT_MARKS, answer=WITHOUT_MARKS)
 def test_thoughts_and_answer_are_what_the_marks_part(thoughts, answer):
     assert split_thoughts(f"<think>{thoughts}</think>{answer}", "opens") == (thoughts, answer)
 
