@@ -94,9 +94,9 @@ def gpu_kernels(x: Tensor) -> ModuleType | None:
 
 @cache
 def _triton_kernels(dtype: torch.dtype) -> ModuleType | None:
-    """Return the kernels, all of which a GPU has just run in this dtype. None where
-    LLAMARL_NATIVE=0, on AMD's GPUs, on which nobody has tried them, and, with a warning, where they
-    do not run.
+    """Return the kernels, of which a GPU has just run those that all models need in this dtype.
+    None where LLAMARL_NATIVE=0, on AMD's GPUs, on which nobody has tried them, and, with a warning,
+    where they do not run.
     """
     if os.environ.get("LLAMARL_NATIVE", "1") == "0" or torch.version.hip:
         return None

@@ -1,7 +1,7 @@
 """A pool of reward workers: a hard timeout, and an error that is never a score.
 
     submit(key, item) [--> release(keys)]
-      --> queue --> calls for some time in a worker's pipe --> poll() --> [(key, Outcome)]
+      --> queue --> up to _most_calls in a worker's pipe --> poll() --> [(key, Outcome)]
 
 A call scores one item, or all of a prompt's that were released together, if the function takes them
 so (forms.py). A worker (worker.py) is a subprocess in a session of its own, with limits on memory

@@ -261,8 +261,8 @@ def test_options_of_the_engine_reach_it():
     assert told == [(4, {"recompute_kv": True})]
 
 
-def test_options_of_the_config_reach_the_generator():
-    job = SimpleNamespace(
+def job_of_two_ranks():
+    return SimpleNamespace(
         model_path="m",
         prompts=None,
         eval_prompts={},
@@ -270,6 +270,10 @@ def test_options_of_the_config_reach_the_generator():
         decode=str,
         placement={"trainer": (0,), "generator": (1,), "reward": (1,)},
     )
+
+
+def test_options_of_the_config_reach_the_generator():
+    job = job_of_two_ranks()
     own = [
         "generator.cache_tokens=640",
         "generator.prefill_chunk=7",
@@ -290,14 +294,7 @@ def test_options_of_the_config_reach_the_generator():
 
 def test_the_config_names_the_engine(monkeypatch):
     monkeypatch.setattr("llamarl.inference.vllm_engine.vllm_problem", lambda: None)
-    job = SimpleNamespace(
-        model_path="m",
-        prompts=None,
-        eval_prompts={},
-        stop_token_ids=(2,),
-        decode=str,
-        placement={"trainer": (0,), "generator": (1,), "reward": (1,)},
-    )
+    job = job_of_two_ranks()
     native = build_generator(compose_config(["generator.quantize=int8"]), job)
     assert native.build_engine.func is build_native
     assert (native.build_engine.keywords["quantize"], native.max_quantization_kl) == ("int8", 0.5)
