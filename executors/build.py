@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
@@ -121,6 +122,7 @@ def build_generator(config: Config, job: Job) -> Generator:
     """Build the generator, with the engine of its kind."""
     g = config.generator
     is_short = _wants_short_turns(config, job)
+    num_replicas = len(job.placement["generator"]) // g.tensor_parallel
     max_quantization_kl = None
     if g.kind == "native" and g.quantize != "none":
         max_quantization_kl = g.max_quantization_kl
@@ -133,6 +135,7 @@ def build_generator(config: Config, job: Job) -> Generator:
         temperatures=temperatures_of(config),
         chunk_tokens=g.chunk(is_short=is_short),
         has_short_turns=is_short,
+        groups_first=math.ceil(2 * config.groups_per_step / num_replicas),
         max_seconds=g.max_seconds,
         in_flight_updates=config.updates_in_flight,
         recompute_kv=g.recompute_kv,

@@ -12,7 +12,8 @@
 
 A version that is to be evaluated is pinned: its held-out prompts run beside the tickets, and no
 newer version is taken in until they are done. Of the versions that come meanwhile only the newest
-is kept, so that no other replica waits for this one.
+is kept, so that no other replica waits for this one. Where the trainer would wait for its next
+groups, these go first: with a run's first version, and wherever turns are short.
 
 A checkpoint holds the completions of groups that are not whole. On resume, if the ledger counts
 their ticket as in work, partial ones go on and ended ones are sent again. Otherwise the ticket
@@ -71,6 +72,9 @@ class Generator(Executor):
     chunk_tokens: tokens a row between two looks at weights, tickets and stop requests.
     has_short_turns: somebody on this rank waits for the end of a turn, so that an evaluation begins
     in small parts.
+    groups_first: so many groups go before a version's evaluation, if the ledger grants them: a
+    replica's share of the trainer's next two steps, the one that it waits for and the one that it
+    makes while held-out prompts are answered.
     in_flight_updates: take new weights in while completions run; otherwise only when none does.
     recompute_kv: at new weights, compute the cache of running completions again.
     parity_tolerance: nats that the canary of a version may differ from the trainer's.
@@ -94,6 +98,7 @@ class Generator(Executor):
     in_flight_updates: bool
     parity_tolerance: float
     has_short_turns: bool = False
+    groups_first: int = 0
     recompute_kv: bool = False
     eval_samples: int = 0
     tensor_parallel: int = 1
@@ -107,6 +112,7 @@ class Generator(Executor):
         self._sampled = 0  # tokens
         self._evaluating = 0  # unfinished completions of held-out prompts
         self._to_evaluate: deque[int] = deque()  # held-out prompts that the engine has not got yet
+        self._due_first = 0  # groups that go before these
         # The tickets whose groups are not whole. Only the first rank of a replica keeps them.
         self._begun: dict[int, float] = {}  # when each began here, seconds
         self._open: dict[int, list[Completion]] = {}  # the completions that were sent
@@ -195,14 +201,18 @@ class Generator(Executor):
         return 1 + self.eval_samples
 
     def _next_to_evaluate(self) -> list[int]:
-        """Return the held-out prompts that the engine should have now. Where tickets are in work,
-        or may be granted soon, those that take half of the slots, so that tickets do not wait until
-        an evaluation is done, and the trainer for them; else all that there are. Where turns are
-        short, those of an eighth of the slots, whatever comes.
+        """Return the held-out prompts that the engine should have now: none while groups go first.
+        Where tickets are in work, or may be granted soon, those that take half of the slots, so
+        that tickets do not wait until an evaluation is done, and the trainer for them; else all
+        that there are. Where turns are short, those of an eighth of the slots, whatever comes.
         """
         waiting = list(self._to_evaluate)
-        is_alone = self.tickets.is_refused and not self._begun and not self.has_short_turns
-        if self.tickets.synchronous or is_alone:
+        if self.tickets.synchronous:
+            return waiting
+        is_alone = self.tickets.is_refused and not self._begun
+        if self._due_first > 0 and not is_alone:
+            return []
+        if is_alone and not self.has_short_turns:
             return waiting
         started = self._evaluating - len(waiting) * self._answers_each
         room = self._num_slots // 2 - started
@@ -283,6 +293,7 @@ class Generator(Executor):
         """Take in the staged version, check its canary, and start its evaluation if it is due."""
         self.claim_device()
         began = time.monotonic()
+        is_first = self.version < 0
         taken = self.weights.swap()
         assert not self.replica.peers or (taken and taken.version == version), (
             f"rank {self.group.rank} swaps {taken}, not {version}"
@@ -318,6 +329,8 @@ class Generator(Executor):
             share = list(self.eval_prompts)[self.group.data_index :: self.group.data_size]
             self._to_evaluate.extend(share)
             self._evaluating += len(share) * self._answers_each
+            if is_first:
+                self._due_first = self.groups_first
         return True
 
     def _decode(
@@ -435,6 +448,7 @@ class Generator(Executor):
         if len(group) == self.sampling.n:
             del self._open[completion.ticket]
             del self._begun[completion.ticket]
+            self._due_first -= 1
 
     def state_dict(self) -> dict:
         """Return the completions of groups that are not whole. The first rank of each replica saves

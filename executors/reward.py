@@ -155,10 +155,8 @@ class Reward(Executor):
         """
         return self.follows
 
-    def setup(self) -> None:
-        """Load models, each rank its own share, and start the scorer. ValueError if it cannot be
-        used, such as a function that cannot be imported or called.
-        """
+    def begin(self) -> None:
+        """Make the scorer and the judges, whose processes begin to start."""
         self._ranks = Ranks(self, as_one=self.first_takes)
         site = Site(
             group=self.group,
@@ -170,8 +168,13 @@ class Reward(Executor):
         self._scorer = self.make_scorer(site)
         if self.replies is not None:
             self._scorer = ReplyMean(self._scorer, self.replies, self.metrics)
-        self._scorer.load()
         self._judges = Judges([make(site) for make in self.judges])
+
+    def setup(self) -> None:
+        """Load models, each rank its own share, and start the scorer. ValueError if it cannot be
+        used, such as a function that cannot be imported or called.
+        """
+        self._scorer.load()
         self._judges.load()
         if not self.follows:
             self._start()

@@ -246,6 +246,8 @@ class ExecutorController:
                     self.tickets,
                     self.checkpoints,
                 )
+        for executor in self.local:
+            executor.begin()
         turns = DeviceSharing(self.settings.offload)
         for executor in self.local:
             executor.setup()
@@ -295,9 +297,8 @@ class ExecutorController:
     # --- Running ---
 
     def run(self) -> RowWriter | None:
-        """Run until the trainer is done, a stop request, or an error.
-
-        Return the leader's writer; None on other ranks.
+        """Run until the trainer is done, a stop request, or an error. Return the leader's writer;
+        None on other ranks.
         """
         handlers = {s: signal.signal(s, self._on_signal) for s in (signal.SIGTERM, signal.SIGINT)}
         error: BaseException | None = None
@@ -569,9 +570,8 @@ class ExecutorController:
         )
 
     def _close(self, ended_well: bool) -> None:
-        """Release everything.
-
-        An error of the disk, or a store that is gone, is raised only if there is no earlier error.
+        """Release everything. An error of the disk, or a store that is gone, is raised only if
+        there is no earlier error.
         """
         self.control.let_go()
         # An executor whose step was left still uses what its teardown would release.

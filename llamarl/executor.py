@@ -491,8 +491,15 @@ class Executor:
         self._tickets = tickets
         self._checkpoints = checkpoints
 
+    def begin(self) -> None:
+        """Start what gets ready by itself while the executors of this rank are set up, such as a
+        process. Waits for nothing.
+        """
+
     def setup(self) -> None:
-        """Build what is heavy. Collective over the executor's ranks."""
+        """Build what is heavy, after `begin` of all executors of this rank. Collective over the
+        executor's ranks.
+        """
 
     def step(self) -> bool:
         """Do one bounded piece of work. Return False if there was none; `waiting_for` then says

@@ -38,10 +38,12 @@ from llamarl.learning.memory import MOMENTS, Training, held_numbers, update_byte
 from llamarl.models.config import read_config
 from llamarl.models.quantize import quantized_dtype
 from llamarl.models.sharding import num_parameters
+from llamarl.native.allocator import ask_ahead
 
 log = logging.getLogger("llamarl")
 
 MEMINFO = Path("/proc/meminfo")  # Linux
+_MOST_AHEAD = 512 << 20  # a step that works with more takes seconds in any case
 _SLOTS = 2  # a sender's slots, and a receiver's buffers
 
 
@@ -342,6 +344,19 @@ def announce_memory(job: Job) -> None:
 
 
 # --- Free memory ---
+
+
+def ask_for_memory_ahead(job: Job) -> None:
+    """On a CPU, have the kernel give this rank's process the memory that it is predicted to need
+    before it computes. Nothing is asked where that would be a good part of what is free.
+    """
+    if job.world.device.type != "cpu":
+        return
+    needed = bytes_by_rank(job, prices(job))[job.world.rank]
+    asked = min(needed, _MOST_AHEAD)
+    free = memory_of(job.world.device)
+    if free is not None and asked * job.world.size < free // 4:
+        ask_ahead(asked)
 
 
 def memory_of(device: torch.device) -> int | None:

@@ -1,5 +1,5 @@
-"""Settings of glibc's malloc: keep freed memory, in huge pages. The address space is in use at the
-peak anyway.
+"""Settings of glibc's malloc: keep freed memory, in huge pages, in one heap; and ask the kernel for
+its pages before they are needed. The address space is in use at the peak anyway.
 """
 
 from __future__ import annotations
@@ -8,11 +8,14 @@ import ctypes
 import functools
 import logging
 import os
+import threading
 
 _M_TRIM_THRESHOLD = -1  # malloc.h
 _M_MMAP_MAX = -4
-_NEVER = -1
+_M_ARENA_MAX = -8
+_SETTINGS = ((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, -1), (_M_ARENA_MAX, 1))
 _MADV_HUGEPAGE = 14  # bits/mman-linux.h
+_MADV_POPULATE_WRITE = 23
 _HUGE_PAGE = 2 << 20
 _HEAP_BYTES = 4 << 30  # of addresses; memory is what is written to
 
@@ -28,16 +31,48 @@ def keep_freed_memory() -> None:
     at the next allocation: about 4,000 page faults and a quarter of the time of a decode step of
     the tiny model with 512 rows. Blocks above 32 MiB, such as the gradient of a large vocabulary's
     head, would come from mmap and be returned whatever the thresholds are; so mmap is not used at
-    all. If malloc refuses these settings it stays as it is, and a line of the log says so.
+    all. A second thread would have a heap of its own, of small pages, which goes back whenever it
+    is empty: all threads share one. If malloc refuses these settings it stays as it is, and a line
+    of the log says so.
     """
-    libc = ctypes.CDLL(None, use_errno=True)
-    if not hasattr(libc, "mallopt"):
+    libc = _glibc()
+    if libc is None:
         return
-    for setting, value in ((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, _NEVER)):
+    for setting, value in _SETTINGS:
         if not libc.mallopt(setting, value):
             log.info("freed memory goes back: malloc refuses setting %d", setting)
             return
     _use_huge_pages(libc)
+
+
+def ask_ahead(num_bytes: int) -> None:
+    """Have the kernel give the heap's next num_bytes their pages now, beside what this thread does.
+
+    The kernel zeroes a page when it is first written to. On a virtual machine whose host does the
+    same, a mebibyte takes a millisecond, and the first steps of the tiny model twice their time.
+    For a process of `keep_freed_memory`, whose heap never shrinks. Kernels before Linux 5.14 give
+    no pages ahead; a line of the log says so.
+    """
+    libc = _glibc()
+    if libc is None or num_bytes < _HUGE_PAGE:
+        return
+    start = libc.malloc(num_bytes)
+    if start is None:
+        log.info("no pages ahead: %s for %d bytes", _last_error(), num_bytes)
+        return
+    libc.free(start)
+
+    def ask() -> None:
+        # Writes nothing, so it does not matter who uses the memory by now. In small parts, because
+        # other threads' changes of the address space wait for the end of each.
+        first = -(-start // _HUGE_PAGE) * _HUGE_PAGE
+        end = (start + num_bytes) // _HUGE_PAGE * _HUGE_PAGE
+        for part in range(first, end, _HUGE_PAGE):
+            if libc.madvise(part, _HUGE_PAGE, _MADV_POPULATE_WRITE):
+                log.info("no pages ahead: %s", _last_error())
+                return
+
+    threading.Thread(target=ask, name="pages ahead", daemon=True).start()
 
 
 def _use_huge_pages(libc: ctypes.CDLL) -> None:
@@ -49,10 +84,6 @@ def _use_huge_pages(libc: ctypes.CDLL) -> None:
     it was, and a line of the log says why. Where the kernel counts what is promised
     (vm.overcommit_memory=2), addresses that it does give count like memory.
     """
-    libc.malloc.restype = ctypes.c_void_p
-    libc.malloc.argtypes = [ctypes.c_size_t]
-    libc.free.argtypes = [ctypes.c_void_p]
-    libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     start = libc.malloc(_HEAP_BYTES)
     if start is None:
         log.info("no huge pages: %s for a heap of %d bytes", _last_error(), _HEAP_BYTES)
@@ -62,6 +93,19 @@ def _use_huge_pages(libc: ctypes.CDLL) -> None:
     end = (start + _HEAP_BYTES) // _HUGE_PAGE * _HUGE_PAGE
     if libc.madvise(first, end - first, _MADV_HUGEPAGE):
         log.info("no huge pages: %s", _last_error())
+
+
+@functools.cache
+def _glibc() -> ctypes.CDLL | None:
+    """Return the C library, with the types of what is called here; None if it is not glibc."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if not hasattr(libc, "mallopt"):
+        return None
+    libc.malloc.restype = ctypes.c_void_p
+    libc.malloc.argtypes = [ctypes.c_size_t]
+    libc.free.argtypes = [ctypes.c_void_p]
+    libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    return libc
 
 
 def _last_error() -> str:

@@ -8,7 +8,8 @@ A report belongs to a step and is sent on at the next `pump`. A counter only gro
 idle seconds, stalls); each rank sends its *totals* at most every POST_INTERVAL_S, so a repeated
 message changes nothing, and the leader turns the sum over ranks into the rates of a row (rates.py).
 
-One thread a rank calls it: the controller's loop, from which all executors are stepped.
+One thread a rank calls it: the controller's loop, from which all executors are stepped. On the
+leader the listener thread notes when a message came.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections import deque
 from collections.abc import Callable
 from numbers import Integral
 from typing import TYPE_CHECKING, SupportsFloat
@@ -53,6 +55,9 @@ class Metrics:
         self.trace = trace
         self.counters: Counters = {}
         self._reports: list[tuple[int, Row]] = []
+        self._arrived: deque[tuple[float, int, dict]] = deque()  # when, from whom, what
+        if writer is not None:
+            control.on(TOPIC, self._note_arrival)
         self._posted: Counters = {}
         self._posted_at = -math.inf
         self._warned: set[str] = set()
@@ -95,18 +100,28 @@ class Metrics:
         if self.writer is None:
             self._post()
             return
-        messages = self.control.take(TOPIC)
+        now = self.writer.clock()
+        messages = []
+        while self._arrived:
+            messages.append(self._arrived.popleft())
         # All counters first: the rates of a row that becomes whole now must include them.
         self.writer.set_counters(self.rank, self.counters)
         reports = []
-        for sender, message in messages:
+        for at, sender, message in messages:
             self.writer.set_counters(sender, message["counters"])
-            reports += message["reports"]
-        reports += self._reports
+            reports += [(at, *report) for report in message["reports"]]
+        reports += [(now, *report) for report in self._reports]
         self._reports = []
-        for step, values in reports:
-            self.writer.ingest(step, values)
+        for at, step, values in reports:
+            self.writer.ingest(step, values, at=at)
         self.writer.flush()
+
+    def _note_arrival(self, sender: int, message: dict) -> None:
+        """On the leader: keep a message with the time at which it came, since the loop may be in a
+        step for long. Runs on the listener thread.
+        """
+        assert self.writer is not None, "the leader has one"
+        self._arrived.append((self.writer.clock(), sender, message))
 
     def state_dict(self, step: int) -> dict:
         """Return JSON values for the checkpoint of `step`; {} except on the leader."""

@@ -134,9 +134,9 @@ class RowWriter:
             total.update(counters)
         return dict(total)
 
-    def ingest(self, step: int, values: Row) -> None:
+    def ingest(self, step: int, values: Row, *, at: float | None = None) -> None:
         """Merge one report into the row of `step`. A null never replaces a number. A report that
-        comes too late is dropped, with a warning.
+        comes too late is dropped, with a warning. at: when it came, by the clock; None: now.
         """
         if step < self.next_row:
             names = ", ".join(sorted(values))
@@ -163,7 +163,7 @@ class RowWriter:
         if reward is not None:
             self.evaluated = reward
         if is_evaluated(values):
-            row["time/evaluated_s"] = self.wall_s
+            row["time/evaluated_s"] = (self.clock() if at is None else at) - self._start_s
 
     def keep_sample(self, step: int, make: Callable[[], Sample]) -> None:
         """Keep what `make` returns as the sample of a step, beside the rows."""

@@ -173,6 +173,32 @@ def test_where_turns_are_short_an_eighth_of_the_slots_begins_to_evaluate_in_each
     assert waiting == [9, 8, 7, 6], "of eight slots one a turn"
 
 
+@pytest.mark.parametrize(("version", "is_first"), [(-1, True), (4, False)])
+def test_groups_go_before_the_evaluation_of_the_first_version(version, is_first):
+    """Eight slots hold four groups at a time, and the ledger grants as many."""
+    g = generator(chunk=1, groups_first=6)
+    g.version = version
+    g.eval_prompts = dict.fromkeys(range(4), PROMPT)
+    g.weights.staged = Staged(5, must_load=True, evaluate=True)
+    g.tickets.grants = 10
+    whole = 0
+    g.step()
+    while not g._evaluating or len(g._to_evaluate) == 4:
+        whole = len(g.outputs.of(Completion)) // GROUP
+        g.step()
+    assert (whole >= 6) == is_first
+    while len(g.outputs.of(EvalCompletion)) < 4:
+        g.step()
+
+
+def test_where_no_group_is_granted_the_first_version_is_evaluated_at_once():
+    g = generator(chunk=1, groups_first=6)
+    g.tickets.grants = 0
+    g.weights.staged = Staged(0, must_load=True, evaluate=True)
+    g.step()
+    assert g._evaluating and g.engine.num_live
+
+
 def test_a_prompt_of_more_answers_than_half_of_the_slots_is_evaluated_all_the_same():
     g = generator(chunk=1, eval_samples=6)
     g.tickets.grants = 0

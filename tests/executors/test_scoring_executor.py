@@ -58,6 +58,7 @@ def build(tmp_path):
         inputs = [(record, FakeReceiver()) for record in executor.consumes]
         outputs = [(Group, FakeSender())]
         executor.attach(group, inputs, outputs, FakeControl(), FakeMetrics())
+        executor.begin()
         executor.setup()
         return executor
 

@@ -8,6 +8,8 @@ import mmap
 import resource
 import subprocess
 import sys
+import threading
+import time
 from functools import cache
 from pathlib import Path
 
@@ -65,6 +67,37 @@ def has_huge_pages() -> bool:
         return bytes_in_huge_pages() > before
 
 
+def given_ahead() -> float:
+    """The share of a large piece of the heap that the kernel has given within ten seconds, with
+    nothing written to it.
+    """
+    from llamarl.native.allocator import ask_ahead
+
+    before = resident()
+    ask_ahead(LARGE)
+    until = time.monotonic() + 10.0
+    while (given := (resident() - before) / LARGE) < 0.9 and time.monotonic() < until:
+        time.sleep(0.01)
+    return given
+
+
+def is_in_heap_of_all() -> bool:
+    """Whether what another thread allocates lies in the heap that the process began with."""
+    libc = ctypes.CDLL(None)
+    libc.malloc.restype = ctypes.c_void_p
+    libc.malloc.argtypes = [ctypes.c_size_t]
+    found: list[int] = []
+    thread = threading.Thread(target=lambda: found.append(libc.malloc(1 << 20)))
+    thread.start()
+    thread.join()
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        if line.endswith("[heap]"):
+            start, end = (int(address, 16) for address in line.split()[0].split("-"))
+            if start <= found[0] < end:
+                return True
+    return False
+
+
 def measured(most_addresses: int | None) -> dict[str, object]:
     """What a process keeps of freed memory before and after its malloc was told to."""
     from llamarl.native.allocator import keep_freed_memory
@@ -76,7 +109,9 @@ def measured(most_addresses: int | None) -> dict[str, object]:
     in_huge_pages = bytes_in_huge_pages()
     keep_freed_memory()
     found["in huge pages"] = bytes_in_huge_pages() - in_huge_pages
-    found["kept"] = kept_of_large()
+    found["given ahead"] = given_ahead()
+    found["in heap of all"] = is_in_heap_of_all()
+    found["kept"] = kept_of_large() + found["given ahead"]
     found["more at the second time"] = kept_of_large()
     return found
 
@@ -106,6 +141,17 @@ def test_the_heap_is_in_huge_pages_where_the_kernel_has_them():
     if not found["has huge pages"] or "no huge pages" in found["log"]:
         pytest.skip("this kernel gives no huge pages, or too few addresses")
     assert found["in huge pages"] > 0.99 * HEAP
+
+
+def test_the_kernel_gives_pages_ahead():
+    found = measured_apart(None)
+    if "no pages ahead" in found["log"]:
+        pytest.skip("this kernel gives none")
+    assert found["given ahead"] > 0.9
+
+
+def test_all_threads_have_one_heap():
+    assert measured_apart(None)["in heap of all"]
 
 
 def test_too_few_addresses_leave_a_heap_that_works_and_keeps():

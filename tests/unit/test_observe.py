@@ -36,11 +36,13 @@ class Mail:
         self.rank, self.world = rank, world
 
     def post(self, rank, topic, payload):
-        self.world[rank, topic].append(json.dumps([self.rank, payload], allow_nan=False))
+        letter = json.dumps([self.rank, payload], allow_nan=False)
+        self.world[rank, topic].append(letter)
+        for handler in self.world["on", rank, topic]:
+            handler(*json.loads(letter))
 
-    def take(self, topic):
-        letters, self.world[self.rank, topic] = self.world[self.rank, topic], []
-        return [tuple(json.loads(letter)) for letter in letters]
+    def on(self, topic, handler):
+        self.world["on", self.rank, topic].append(handler)
 
 
 class Kept:
@@ -107,6 +109,20 @@ def test_reports_of_several_ranks_and_executors_merge_into_one_row(tmp_path):
         2,
         1e-6,
     )
+
+
+def test_an_evaluation_has_the_time_at_which_it_came_while_the_leader_was_in_a_step(tmp_path):
+    world = defaultdict(list)
+    clock = Clock()
+    leader = metrics_of(writer_in(tmp_path, clock=clock), world=world)
+    reward = metrics_of(None, world=world, rank=1)
+    clock.now = 2.0
+    reward.report(0, {"eval/reward": 0.25})
+    reward.pump()
+    clock.now = 5.0
+    leader.pump()
+    (row,) = read_rows(tmp_path / "metrics.jsonl")
+    assert row["time/evaluated_s"] == 2.0
 
 
 def test_a_row_waits_for_its_evaluation_and_holds_back_later_rows(tmp_path):
