@@ -9,8 +9,8 @@ generator   Engine: its first step reads prompts, the next ones decode; a batch 
             completions from their tickets to the bytes that leave, for a completion's own seconds
 scorer      RewardPool, on the function that is given, and what its rank does beside it
 weights     the copy that a sender makes, with its digest; the canary on either side
-cores       an update while other processes keep all other cores busy, and one that two ranks make
-            together (on a CPU)
+cores       an update while other processes keep all other cores busy, one with a helper on a core
+            that is idle, and one that two ranks make together (on a CPU)
 
 A config.json is enough: weights are drawn. Each time is the shortest of some, because whatever else
 runs on the machine makes it longer. What one thread of a CPU computes is timed by that thread's own
@@ -46,6 +46,7 @@ from llamarl.models.masters import Masters
 from llamarl.models.parity import Sequence
 from llamarl.models.sharding import num_parameters
 from llamarl.native.allocator import keep_freed_memory
+from llamarl.native.helper import Helper
 from llamarl.native.precision import use_float32_products
 from llamarl.planner.curves import Cost, Curve
 from llamarl.planner.predict import PREFILL_TOKENS
@@ -72,6 +73,7 @@ MOST_TOKENS = 1 << 15
 _SHARES = {"update": 0.45, "decode": 0.35, "prefill": 0.1}  # of the budget
 _AHEAD = 4  # tokens that a row may sample while others' prompts are read, each time
 _GROUPS = 16  # of an update beside others
+_OFTEN = 20  # times that such an update is made: its difference from another counts
 _CANARY = 16  # tokens, as of a later version
 _START_S = 60.0  # a process that keeps a core busy has so long to begin
 # It multiplies matrices of a layer's size, says when it has begun, and ends with who started it.
@@ -111,9 +113,11 @@ def probe(*, path: str, dtype: str, reward_fn: str, budget_s: float, threads: in
     prefill = time_prefill(config, dtype, watch, _SHARES["prefill"] * budget_s)
     sampled_s = time_sampling(config, dtype, watch, decode, prefill)
     publish_s, swap_s = time_canaries(config, dtype, watch)
-    crowding, together_s = 0.0, 0.0
+    crowding, together_s, helped = 0.0, 0.0, 0.0
     if device.type == "cpu":
         crowding, together_s = time_beside(path, config, dtype, watch)
+        if is_alone and has_other_cores():
+            helped = time_help(config, dtype, Watch(device))
     measured = Measured(
         model=Path(path or tiny_directory()).name,
         parameters=num_parameters(config),
@@ -130,6 +134,7 @@ def probe(*, path: str, dtype: str, reward_fn: str, budget_s: float, threads: in
         swap_s=swap_s,
         crowding=crowding,
         together_s=together_s,
+        helped=helped,
     )
     figures = figures_of(dtype, with_workers)
     base = read_sheet("h100")
@@ -444,12 +449,12 @@ def time_beside(path: str, config: ModelConfig, dtype: str, watch: Watch) -> tup
     decoder = trained_decoder(config, dtype, watch.device)
     groups, size = short_groups(_GROUPS, config.vocab_size)
     update = _update(decoder, optimizer_of(decoder), budget=size, watch=watch)
-    alone_s = watch.shortest(lambda: update(groups))
+    alone_s = watch.shortest(lambda: update(groups), _OFTEN)
     others = []
     try:
         for _ in range(_other_cores()):
             others.append(_busy_process())
-        crowded_s = watch.shortest(lambda: update(groups)) if others else alone_s
+        crowded_s = watch.shortest(lambda: update(groups), _OFTEN) if others else alone_s
     finally:
         for process in others:
             process.kill()
@@ -461,6 +466,19 @@ def time_beside(path: str, config: ModelConfig, dtype: str, watch: Watch) -> tup
         return crowding, 0.0
     both_s = time_together_s(path, dtype, groups=_GROUPS) / (1 + crowding)
     return crowding, max(0.0, both_s - alone_s)
+
+
+def time_help(config: ModelConfig, dtype: str, watch: Watch) -> float:
+    """Return the share by which an update is shorter with a helper on a core that is idle. watch:
+    of the wall, since a helper's seconds are the process's own.
+    """
+    decoder = trained_decoder(config, dtype, watch.device)
+    groups, size = short_groups(_GROUPS, config.vocab_size)
+    update = policy_update(decoder, budget=size, device=watch.device)
+    alone_s = watch.shortest(lambda: update.run(groups, 1, lambda: False), _OFTEN)
+    with Helper() as update.helper:
+        helped_s = watch.shortest(lambda: update.run(groups, 1, lambda: False), _OFTEN)
+    return max(0.0, 1 - helped_s / alone_s)
 
 
 def has_other_cores() -> bool:
