@@ -12,8 +12,8 @@
 
 A version that is to be evaluated is pinned: its held-out prompts run beside the tickets, and no
 newer version is taken in until they are done. Of the versions that come meanwhile only the newest
-is kept, so that no other replica waits for this one. Where the trainer would wait for its next
-groups, these go first: with a run's first version, and wherever turns are short.
+is kept, so that no other replica waits for this one. With the first version after a start groups go
+before held-out prompts, since the trainer waits for them.
 
 A checkpoint holds the completions of groups that are not whole. On resume, if the ledger counts
 their ticket as in work, partial ones go on and ended ones are sent again. Otherwise the ticket
@@ -72,9 +72,9 @@ class Generator(Executor):
     chunk_tokens: tokens a row between two looks at weights, tickets and stop requests.
     has_short_turns: somebody on this rank waits for the end of a turn, so that an evaluation begins
     in small parts.
-    groups_first: so many groups go before a version's evaluation, if the ledger grants them: a
-    replica's share of the trainer's next two steps, the one that it waits for and the one that it
-    makes while held-out prompts are answered.
+    groups_first: so many groups go before the evaluation of the first version that comes, if the
+    ledger grants them: a replica's share of the trainer's first two steps, the one that it waits
+    for and the one that it makes while held-out prompts are answered.
     in_flight_updates: take new weights in while completions run; otherwise only when none does.
     recompute_kv: at new weights, compute the cache of running completions again.
     parity_tolerance: nats that the canary of a version may differ from the trainer's.
@@ -201,10 +201,11 @@ class Generator(Executor):
         return 1 + self.eval_samples
 
     def _next_to_evaluate(self) -> list[int]:
-        """Return the held-out prompts that the engine should have now: none while groups go first.
-        Where tickets are in work, or may be granted soon, those that take half of the slots, so
-        that tickets do not wait until an evaluation is done, and the trainer for them; else all
-        that there are. Where turns are short, those of an eighth of the slots, whatever comes.
+        """Return the held-out prompts that the engine should have now. None while groups go first
+        and some are in work or may be granted. Else, where tickets may come soon, those that take
+        half of the slots, so that tickets do not wait until an evaluation is done, and the trainer
+        for them; where they may not, all that there are. Where turns are short, those of an eighth
+        of the slots, whatever comes.
         """
         waiting = list(self._to_evaluate)
         if self.tickets.synchronous:
@@ -212,7 +213,7 @@ class Generator(Executor):
         is_alone = self.tickets.is_refused and not self._begun
         if self._due_first > 0 and not is_alone:
             return []
-        if is_alone and not self.has_short_turns:
+        if is_alone and self._due_first <= 0 and not self.has_short_turns:
             return waiting
         started = self._evaluating - len(waiting) * self._answers_each
         room = self._num_slots // 2 - started
@@ -329,8 +330,7 @@ class Generator(Executor):
             share = list(self.eval_prompts)[self.group.data_index :: self.group.data_size]
             self._to_evaluate.extend(share)
             self._evaluating += len(share) * self._answers_each
-            if is_first:
-                self._due_first = self.groups_first
+            self._due_first = self.groups_first if is_first else 0
         return True
 
     def _decode(

@@ -124,6 +124,7 @@ class Reward(Executor):
             one: Batches(one.count * each) for one in self.eval_sets
         }
         self._judges = Judges(())
+        self._is_set_up = False  # before that no rank has begun anything with the others
         # Dialogues that broke, which are errors whatever the scorer would say of them.
         self._broken: list[tuple[Scorable, Outcome]] = []
 
@@ -178,6 +179,7 @@ class Reward(Executor):
         self._judges.load()
         if not self.follows:
             self._start()
+        self._is_set_up = True
 
     def _start(self) -> None:
         self._sink = self.outputs.of(Group)
@@ -251,8 +253,9 @@ class Reward(Executor):
 
     def teardown(self) -> None:
         """Finish what was begun with the other ranks, then close the scorer, if there is one."""
-        if hasattr(self, "_scorer"):
+        if self._is_set_up:
             self._ranks.leave()
+        if hasattr(self, "_scorer"):
             self._scorer.close()
         self._judges.close()
 

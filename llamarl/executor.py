@@ -14,11 +14,11 @@
 An executor says which records it consumes and produces, and asks for its channels' ends by record.
 It knows no other executor: the recipe decides which two a channel connects (llamarl.launch).
 
-Life: __init__(plain settings; every rank builds every executor, so nothing heavy) -> setup (on its
-ranks only: models, pools) -> step* -> teardown. A `step` is one bounded piece of work (a decode
-chunk, a batch of scores, an optimizer step). It never blocks on a channel. If there is nothing to
-do it returns False and says in `waiting_for` what it needs. So the controller can serve stop and
-checkpoint requests between steps, and end every wait after timeout_s.
+Life: __init__(plain settings; every rank builds every executor, so nothing heavy) -> begin (on its
+ranks only: processes that start) -> setup (models, pools) -> step* -> teardown. A `step` is one
+bounded piece of work (a decode chunk, a batch of scores, an optimizer step). It never blocks on a
+channel. If there is nothing to do it returns False and says in `waiting_for` what it needs. So the
+controller can serve stop and checkpoint requests between steps, and end every wait after timeout_s.
 """
 
 from __future__ import annotations
@@ -478,7 +478,7 @@ class Executor:
         tickets: Tickets | None = None,
         checkpoints: Checkpoints | None = None,
     ) -> None:
-        """Take what the controller gives: once, on the executor's own ranks, before `setup`.
+        """Take what the controller gives: once, on the executor's own ranks, before `begin`.
 
         inputs, outputs: this rank's ends of the channels, each with what it carries. A channel of
         weights has ends of its own kind (llamarl.ddma.channel).
@@ -569,4 +569,6 @@ class Executor:
         raise NotImplementedError(f"{type(self).__name__} leads no graph: it exports nothing")
 
     def teardown(self) -> None:
-        """Release processes, files and threads. Must not fail when `setup` did not finish."""
+        """Release processes, files and threads. Must not fail when `begin` or `setup` did not
+        finish, or was not called.
+        """

@@ -12,13 +12,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 
 from llamarl.config.sections.victim import placed_victim
 from llamarl.ddma.layout import Destination, Parameter, Source, parameters_to_send
 from llamarl.inference.cache import whole_blocks
+from llamarl.launch.free_memory import memory_of
 from llamarl.launch.job import Job
 from llamarl.launch.kinds import scorers_of
 from llamarl.launch.prices import (
@@ -42,8 +42,8 @@ from llamarl.native.allocator import ask_ahead
 
 log = logging.getLogger("llamarl")
 
-MEMINFO = Path("/proc/meminfo")  # Linux
 _MOST_AHEAD = 512 << 20  # a step that works with more takes seconds in any case
+_PART_AHEAD = 4  # all ranks ask for at most a quarter of what is free
 _SLOTS = 2  # a sender's slots, and a receiver's buffers
 
 
@@ -343,32 +343,15 @@ def announce_memory(job: Job) -> None:
     warn_of_memory(job, found)
 
 
-# --- Free memory ---
-
-
 def ask_for_memory_ahead(job: Job) -> None:
-    """On a CPU, have the kernel give this rank's process the memory that it is predicted to need
-    before it computes. Nothing is asked where that would be a good part of what is free.
+    """On a CPU, have the kernel give this rank's process the memory that its trainer and generator
+    are predicted to need, before they compute. Nothing is asked where that would be a good part of
+    what is free.
     """
     if job.world.device.type != "cpu":
         return
-    needed = bytes_by_rank(job, prices(job))[job.world.rank]
+    needed = bytes_by_rank(job, [*_trainer(job), _generator(job)])[job.world.rank]
     asked = min(needed, _MOST_AHEAD)
     free = memory_of(job.world.device)
-    if free is not None and asked * job.world.size < free // 4:
+    if free is not None and asked * job.world.size <= free // _PART_AHEAD:
         ask_ahead(asked)
-
-
-def memory_of(device: torch.device) -> int | None:
-    """Return the bytes that are free for a job, on the GPU or on this machine; None if the machine
-    does not tell.
-    """
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    if not MEMINFO.exists():
-        return None
-    for line in MEMINFO.read_text().splitlines():
-        name, _, value = line.partition(":")
-        if name == "MemAvailable":
-            return int(value.split()[0]) * 1024
-    return None

@@ -32,8 +32,8 @@ def keep_freed_memory() -> None:
     the tiny model with 512 rows. Blocks above 32 MiB, such as the gradient of a large vocabulary's
     head, would come from mmap and be returned whatever the thresholds are; so mmap is not used at
     all. A second thread would have a heap of its own, of small pages, which goes back whenever it
-    is empty: all threads share one. If malloc refuses these settings it stays as it is, and a line
-    of the log says so.
+    is empty: those that begin after this share the first. If malloc refuses these settings it stays
+    as it is, and a line of the log says so.
     """
     libc = _glibc()
     if libc is None:
@@ -50,8 +50,9 @@ def ask_ahead(num_bytes: int) -> None:
 
     The kernel zeroes a page when it is first written to. On a virtual machine whose host does the
     same, a mebibyte takes a millisecond, and the first steps of the tiny model twice their time.
-    For a process of `keep_freed_memory`, whose heap never shrinks. Kernels before Linux 5.14 give
-    no pages ahead; a line of the log says so.
+    For a process of `keep_freed_memory`, whose heap never shrinks; where malloc is another, or has
+    taken other memory for so much, nothing is asked. Kernels before Linux 5.14 give no pages ahead;
+    a line of the log says so.
     """
     libc = _glibc()
     if libc is None or num_bytes < _HUGE_PAGE:
@@ -60,7 +61,10 @@ def ask_ahead(num_bytes: int) -> None:
     if start is None:
         log.info("no pages ahead: %s for %d bytes", _last_error(), num_bytes)
         return
+    is_in_heap = start + num_bytes <= libc.sbrk(0)
     libc.free(start)
+    if not is_in_heap:
+        return
 
     def ask() -> None:
         # Writes nothing, so it does not matter who uses the memory by now. In small parts, because
@@ -104,6 +108,8 @@ def _glibc() -> ctypes.CDLL | None:
     libc.malloc.restype = ctypes.c_void_p
     libc.malloc.argtypes = [ctypes.c_size_t]
     libc.free.argtypes = [ctypes.c_void_p]
+    libc.sbrk.restype = ctypes.c_void_p
+    libc.sbrk.argtypes = [ctypes.c_ssize_t]
     libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     return libc
 

@@ -20,9 +20,6 @@ def collect_seldom() -> None:
 
 
 def collect_as_usual() -> None:
-    """Have the collector look as often as it did before `collect_seldom`, if that was called, and
-    never again at what there is by now: a look at all of it takes tens of milliseconds.
-    """
+    """Have the collector look as often as it did before `collect_seldom`, if that was called."""
     if gc.get_threshold()[0] == _WHILE_STARTING:
         gc.set_threshold(*_AS_USUAL)
-        gc.freeze()

@@ -54,9 +54,11 @@ class Metrics:
         self.writer = writer
         self.trace = trace
         self.counters: Counters = {}
-        self._reports: list[tuple[int, Row]] = []
+        self._reports: list[tuple[float, int, Row]] = []  # when, of which step, what
         self._arrived: deque[tuple[float, int, dict]] = deque()  # when, from whom, what
+        self._clock = time.monotonic
         if writer is not None:
+            self._clock = writer.clock
             control.on(TOPIC, self._note_arrival)
         self._posted: Counters = {}
         self._posted_at = -math.inf
@@ -67,7 +69,7 @@ class Metrics:
         and infinity become null, warned of once a name).
         """
         numbers = {name: self._number(step, name, value) for name, value in values.items()}
-        self._reports.append((step, numbers))
+        self._reports.append((self._clock(), step, numbers))
 
     def add(self, counter: str, amount: float) -> None:
         """Let a counter grow by `amount`. Cheap: a dict update."""
@@ -100,7 +102,6 @@ class Metrics:
         if self.writer is None:
             self._post()
             return
-        now = self.writer.clock()
         messages = []
         while self._arrived:
             messages.append(self._arrived.popleft())
@@ -110,7 +111,7 @@ class Metrics:
         for at, sender, message in messages:
             self.writer.set_counters(sender, message["counters"])
             reports += [(at, *report) for report in message["reports"]]
-        reports += [(now, *report) for report in self._reports]
+        reports += self._reports
         self._reports = []
         for at, step, values in reports:
             self.writer.ingest(step, values, at=at)
@@ -120,8 +121,7 @@ class Metrics:
         """On the leader: keep a message with the time at which it came, since the loop may be in a
         step for long. Runs on the listener thread.
         """
-        assert self.writer is not None, "the leader has one"
-        self._arrived.append((self.writer.clock(), sender, message))
+        self._arrived.append((self._clock(), sender, message))
 
     def state_dict(self, step: int) -> dict:
         """Return JSON values for the checkpoint of `step`; {} except on the leader."""
@@ -151,7 +151,8 @@ class Metrics:
             return
         self._posted = dict(self.counters)
         self._posted_at = now
-        message = {"reports": self._reports, "counters": self._posted}
+        reports = [(step, values) for _, step, values in self._reports]
+        message = {"reports": reports, "counters": self._posted}
         self.control.post(self.leader, TOPIC, message)
         self._reports = []
 

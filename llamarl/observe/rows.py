@@ -136,7 +136,8 @@ class RowWriter:
 
     def ingest(self, step: int, values: Row, *, at: float | None = None) -> None:
         """Merge one report into the row of `step`. A null never replaces a number. A report that
-        comes too late is dropped, with a warning. at: when it came, by the clock; None: now.
+        comes too late is dropped, with a warning. at: when it was made or came, by the clock; None:
+        now.
         """
         if step < self.next_row:
             names = ", ".join(sorted(values))
@@ -157,13 +158,14 @@ class RowWriter:
             wall_s = self.wall_s
             row.update(self._meter.read(wall_s, self.counters()))
             row["time/wall_s"] = wall_s
-        elif step == 0 and is_evaluated(values):
-            row["time/wall_s"] = self.wall_s
+        came_s = (self.clock() if at is None else at) - self._start_s
+        if step == 0 and is_evaluated(values) and TRAINED not in values:
+            row["time/wall_s"] = came_s
         reward = number_of(values, EVALUATED)
         if reward is not None:
             self.evaluated = reward
         if is_evaluated(values):
-            row["time/evaluated_s"] = (self.clock() if at is None else at) - self._start_s
+            row["time/evaluated_s"] = came_s
 
     def keep_sample(self, step: int, make: Callable[[], Sample]) -> None:
         """Keep what `make` returns as the sample of a step, beside the rows."""

@@ -73,7 +73,7 @@ MOST_TOKENS = 1 << 15
 _SHARES = {"update": 0.45, "decode": 0.35, "prefill": 0.1}  # of the budget
 _AHEAD = 4  # tokens that a row may sample while others' prompts are read, each time
 _GROUPS = 16  # of an update beside others
-_OFTEN = 20  # times that such an update is made: its difference from another counts
+_OFTEN = 20  # times at most that such an update is made: its difference from another counts
 _CANARY = 16  # tokens, as of a later version
 _START_S = 60.0  # a process that keeps a core busy has so long to begin
 # It multiplies matrices of a layer's size, says when it has begun, and ends with who started it.
@@ -113,7 +113,8 @@ def probe(*, path: str, dtype: str, reward_fn: str, budget_s: float, threads: in
     prefill = time_prefill(config, dtype, watch, _SHARES["prefill"] * budget_s)
     sampled_s = time_sampling(config, dtype, watch, decode, prefill)
     publish_s, swap_s = time_canaries(config, dtype, watch)
-    crowding, together_s, helped = 0.0, 0.0, 0.0
+    crowding, together_s = 0.0, 0.0
+    helped = 0.0
     if device.type == "cpu":
         crowding, together_s = time_beside(path, config, dtype, watch)
         if is_alone and has_other_cores():

@@ -173,30 +173,82 @@ def test_where_turns_are_short_an_eighth_of_the_slots_begins_to_evaluate_in_each
     assert waiting == [9, 8, 7, 6], "of eight slots one a turn"
 
 
+class Rationed(FakeTickets):
+    """Grants `left` tickets in all, and refuses what is more once it was asked for."""
+
+    def __init__(self, left):
+        super().__init__(synchronous=False)
+        self.left = left
+        self.has_refused = False
+
+    @property
+    def is_refused(self):
+        return self.has_refused
+
+    def ask(self, generator, count, version, *, is_idle=False):
+        self.grants = min(count, self.left)
+        self.left -= self.grants
+        self.has_refused = self.grants < count
+        return super().ask(generator, count, version, is_idle=is_idle)
+
+
+def whole_until_one_is_evaluated(g):
+    """The groups that are whole when the engine is given the first held-out prompt."""
+    for _ in range(200):
+        whole = len(g.outputs.of(Completion)) // GROUP
+        g.step()
+        if g._evaluating and len(g._to_evaluate) < g._evaluating:
+            return whole
+    raise AssertionError("no held-out prompt has begun")
+
+
+def evaluated_in_full(g, number):
+    for _ in range(200):
+        if len(g.outputs.of(EvalCompletion)) == number:
+            return True
+        g.step()
+    return False
+
+
 @pytest.mark.parametrize(("version", "is_first"), [(-1, True), (4, False)])
 def test_groups_go_before_the_evaluation_of_the_first_version(version, is_first):
     """Eight slots hold four groups at a time, and the ledger grants as many."""
     g = generator(chunk=1, groups_first=6)
     g.version = version
-    g.eval_prompts = dict.fromkeys(range(4), PROMPT)
+    g.tickets = Rationed(left=50)
     g.weights.staged = Staged(5, must_load=True, evaluate=True)
-    g.tickets.grants = 10
-    whole = 0
-    g.step()
-    while not g._evaluating or len(g._to_evaluate) == 4:
-        whole = len(g.outputs.of(Completion)) // GROUP
-        g.step()
-    assert (whole >= 6) == is_first
-    while len(g.outputs.of(EvalCompletion)) < 4:
-        g.step()
+    assert (whole_until_one_is_evaluated(g) >= 6) == is_first
+    assert evaluated_in_full(g, EVALS)
 
 
-def test_where_no_group_is_granted_the_first_version_is_evaluated_at_once():
+def test_a_refusal_lets_some_held_out_prompts_begin_and_new_room_goes_first_again():
     g = generator(chunk=1, groups_first=6)
-    g.tickets.grants = 0
+    g.eval_prompts = dict.fromkeys(range(20), PROMPT)
+    g.tickets = Rationed(left=2)
     g.weights.staged = Staged(0, must_load=True, evaluate=True)
-    g.step()
-    assert g._evaluating and g.engine.num_live
+    assert whole_until_one_is_evaluated(g) == 2
+    assert len(g._to_evaluate) == 16, "half of the slots"
+    g.tickets.left = 4
+    waiting = []
+    for _ in range(200):
+        g.step()
+        waiting.append((len(g.outputs.of(Completion)) // GROUP, len(g._to_evaluate)))
+        if not g._to_evaluate:
+            break
+    begun = [evaluating for whole, evaluating in waiting if 2 < whole < 6]
+    assert len(set(begun)) == 1, "none begins while groups are in work"
+    assert waiting[-1][0] == 6
+    assert evaluated_in_full(g, 20)
+
+
+def test_groups_do_not_go_before_a_later_evaluation():
+    g = generator(chunk=1, groups_first=6)
+    g.tickets = Rationed(left=0)
+    g.weights.staged = Staged(0, must_load=True, evaluate=True)
+    assert evaluated_in_full(g, EVALS)
+    g.tickets.left = 50
+    g.weights.staged = Staged(1, evaluate=True)
+    assert whole_until_one_is_evaluated(g) == 0
 
 
 def test_a_prompt_of_more_answers_than_half_of_the_slots_is_evaluated_all_the_same():

@@ -42,7 +42,7 @@ def scorer(tmp_path):
 
 @pytest.fixture
 def build(tmp_path):
-    def build(parts=None, *, meta=None, reproducible=False, **changes):
+    def build(parts=None, *, meta=None, reproducible=False, is_set_up=True, **changes):
         model = ScorerSettings(path=str(tmp_path), dtype="float32", **changes)
         executor = Reward(
             prompts=[prompt(i, **(meta or {})) for i in range(len(ASKED))],
@@ -59,10 +59,18 @@ def build(tmp_path):
         outputs = [(Group, FakeSender())]
         executor.attach(group, inputs, outputs, FakeControl(), FakeMetrics())
         executor.begin()
-        executor.setup()
+        if is_set_up:
+            executor.setup()
         return executor
 
     return build
+
+
+def test_what_has_only_begun_ends_without_waiting_for_other_ranks(build, monkeypatch):
+    """When another executor of its rank could not be set up."""
+    executor = build(is_set_up=False)
+    monkeypatch.setattr(executor._ranks, "leave", lambda: pytest.fail("waits for other ranks"))
+    executor.teardown()
 
 
 def test_rewards_are_the_models_scores_of_the_sampled_tokens(build, scorer):

@@ -111,18 +111,22 @@ def test_reports_of_several_ranks_and_executors_merge_into_one_row(tmp_path):
     )
 
 
-def test_an_evaluation_has_the_time_at_which_it_came_while_the_leader_was_in_a_step(tmp_path):
+@pytest.mark.parametrize("elsewhere", [True, False])
+def test_an_evaluation_has_the_time_at_which_it_came_while_the_leader_was_in_a_step(
+    tmp_path, elsewhere
+):
     world = defaultdict(list)
     clock = Clock()
     leader = metrics_of(writer_in(tmp_path, clock=clock), world=world)
     reward = metrics_of(None, world=world, rank=1)
     clock.now = 2.0
-    reward.report(0, {"eval/reward": 0.25})
+    reporter = reward if elsewhere else leader
+    reporter.report(0, {"eval/reward": 0.25})
     reward.pump()
     clock.now = 5.0
     leader.pump()
     (row,) = read_rows(tmp_path / "metrics.jsonl")
-    assert row["time/evaluated_s"] == 2.0
+    assert row["time/evaluated_s"] == row["time/wall_s"] == 2.0
 
 
 def test_a_row_waits_for_its_evaluation_and_holds_back_later_rows(tmp_path):

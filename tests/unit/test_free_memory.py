@@ -1,0 +1,104 @@
+"""What is free for a job is the least of what the machine and its control groups have left."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from llamarl.launch import free_memory, memory
+from llamarl.launch.free_memory import memory_of
+
+CPU = torch.device("cpu")
+MIB = 1 << 20
+FIRST = {
+    "limit": "memory.limit_in_bytes",
+    "used": "memory.usage_in_bytes",
+    "stat": "total_inactive_file",
+}
+SECOND = {"limit": "memory.max", "used": "memory.current", "stat": "inactive_file"}
+
+
+@pytest.fixture
+def machine(monkeypatch, tmp_path):
+    """A machine with 100 MiB free, and this process in no control group."""
+    (tmp_path / "meminfo").write_text(f"MemTotal: 9 kB\nMemAvailable: {100 << 10} kB\n")
+    monkeypatch.setattr(free_memory, "MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(free_memory, "MEMBERSHIPS", tmp_path / "memberships")
+    monkeypatch.setattr(free_memory, "GROUPS", tmp_path / "groups")
+    return tmp_path
+
+
+def group(machine, path, names, *, limit, used, droppable=0):
+    folder = machine / "groups" / path
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / names["limit"]).write_text(f"{limit}\n")
+    (folder / names["used"]).write_text(f"{used}\n")
+    (folder / "memory.stat").write_text(f"cache 7\n{names['stat']} {droppable}\n")
+
+
+def test_without_control_groups_it_is_what_the_machine_has(machine):
+    assert memory_of(CPU) == 100 * MIB
+    (machine / "memberships").write_text("3:cpuset:/\n0::/\n")
+    assert memory_of(CPU) == 100 * MIB
+
+
+def test_a_group_has_its_limit_less_what_it_uses_and_cannot_drop(machine):
+    (machine / "memberships").write_text("0::/batch/job\n")
+    group(machine, "batch/job", SECOND, limit=50 * MIB, used=30 * MIB, droppable=10 * MIB)
+    assert memory_of(CPU) == 30 * MIB
+
+
+def test_the_tightest_of_a_group_and_those_around_it_counts(machine):
+    (machine / "memberships").write_text("0::/batch/job\n")
+    group(machine, "batch/job", SECOND, limit="max", used=30 * MIB)
+    group(machine, "batch", SECOND, limit=20 * MIB, used=15 * MIB)
+    assert memory_of(CPU) == 5 * MIB
+    group(machine, "batch", SECOND, limit=20 * MIB, used=25 * MIB)
+    assert memory_of(CPU) == 0
+
+
+@pytest.mark.parametrize("path", ["job", ""])
+def test_the_first_version_of_control_groups_is_read_too(machine, path):
+    """Also by a container that sees its own group as the root."""
+    (machine / "memberships").write_text("4:cpu,memory:/job\n3:cpuset:/job\n")
+    group(machine, f"memory/{path}", FIRST, limit=40 * MIB, used=10 * MIB)
+    assert memory_of(CPU) == 30 * MIB
+
+
+# --- What is asked ahead ---
+
+
+class Job:
+    """Rank 1 of two."""
+
+    def __init__(self, device="cpu"):
+        self.world = World(device)
+
+
+class World:
+    rank = 1
+    size = 2
+
+    def __init__(self, device):
+        self.device = torch.device(device)
+
+
+@pytest.mark.parametrize(
+    ("device", "needed", "free", "asked"),
+    [
+        ("cpu", 60 * MIB, 480 * MIB, [60 * MIB]),
+        ("cpu", 60 * MIB, 479 * MIB, []),  # two ranks may take a quarter
+        ("cpu", 60 * MIB, None, []),
+        ("cpu", 1 << 40, 1 << 40, [512 * MIB]),
+        ("cpu", 0, 480 * MIB, [0]),
+        ("meta", 60 * MIB, 480 * MIB, []),
+    ],
+)
+def test_memory_is_asked_ahead_where_there_is_enough(monkeypatch, device, needed, free, asked):
+    found = []
+    monkeypatch.setattr(memory, "_trainer", lambda job: [])
+    monkeypatch.setattr(memory, "_generator", lambda job: memory.Price("generator", [1], needed, 0))
+    monkeypatch.setattr(memory, "memory_of", lambda device: free)
+    monkeypatch.setattr(memory, "ask_ahead", found.append)
+    memory.ask_for_memory_ahead(Job(device))
+    assert found == asked
