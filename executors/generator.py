@@ -175,7 +175,9 @@ class Generator(Executor):
         evaluate = self._next_to_evaluate()
         free = self.engine.free_slots - self.engine.num_waiting
         room = (free - len(evaluate) * self._answers_each) // self.sampling.n
-        if room > 0 and not is_blocked:
+        if self._waits_for_step():
+            granted = []
+        elif room > 0 and not is_blocked:
             is_idle = not (self.engine.num_live or self.engine.num_waiting)
             granted = self.tickets.ask(self.group.data_index, room, self.version, is_idle=is_idle)
         else:
@@ -194,6 +196,14 @@ class Generator(Executor):
             chunk=self.chunk_tokens,
         )
         return swapped or sampled
+
+    def _waits_for_step(self) -> bool:
+        """Whether tickets had better begin with what this rank's trainer is about to make. It may
+        have been told of its batch and wait for room to publish, while the news that this batch
+        makes room has come too. A pinned version stays, whatever it makes.
+        """
+        is_pinned = self._evaluating > 0
+        return not (self.tickets.synchronous or is_pinned) and self.tickets.has_batch
 
     @property
     def _answers_each(self) -> int:

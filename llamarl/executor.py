@@ -219,6 +219,10 @@ class Tickets(Protocol):
     def is_refused(self) -> bool:
         """Whether the newest ask was granted less than it asked for, and no room is known of."""
 
+    @property
+    def has_batch(self) -> bool:
+        """Whether this rank's trainer was told of a batch that it has not begun."""
+
     def ask(self, generator: int, count: int, version: int, *, is_idle: bool = False) -> list:
         """Ask for up to `count` more groups to start under weights of `version`. Return the tickets
         that were granted since the last call. is_idle: there is nothing to do until some are.

@@ -61,6 +61,10 @@ class SimulatedMail:
         """Return what has come of a topic."""
         return self._boxes.pop(topic, [])
 
+    def has(self, topic: str) -> bool:
+        """Whether anything has come of a topic."""
+        return topic in self._boxes
+
     def check(self) -> None:
         """Do nothing: a simulated rank does not fail by itself."""
 

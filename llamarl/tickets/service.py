@@ -72,6 +72,9 @@ class Mail(Protocol):
     def take(self, topic: str) -> list[tuple[int, dict]]:
         """Return what has come of a topic, as (sender, payload)."""
 
+    def has(self, topic: str) -> bool:
+        """Whether anything has come of a topic."""
+
     def check(self) -> None:
         """Raise the error that ends this rank, if there is one."""
 
@@ -287,6 +290,11 @@ class TicketService:
         for ticket in tickets:
             batches[dp_rank_of(ticket, num_dp_ranks)].append(ticket)
         return batches
+
+    @property
+    def has_batch(self) -> bool:
+        """Whether this rank's trainer was told of a batch that it has not begun."""
+        return bool(self._offer) or self._control.has("taken")
 
     def untake(self, step: int) -> None:
         """Give up the step just taken (leader only; others need do nothing)."""

@@ -182,6 +182,8 @@ class FakeTickets:
     def is_refused(self):
         return self.grants == 0
 
+    has_batch = False
+
     def in_work(self):
         return set(self.working)
 

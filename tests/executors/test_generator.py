@@ -173,6 +173,20 @@ def test_where_turns_are_short_an_eighth_of_the_slots_begins_to_evaluate_in_each
     assert waiting == [9, 8, 7, 6], "of eight slots one a turn"
 
 
+@pytest.mark.parametrize("is_evaluated", [False, True])
+def test_tickets_begin_with_what_this_ranks_trainer_is_about_to_make(is_evaluated):
+    """Unless a version is pinned, which the newer one would have to wait for."""
+    g = generator(chunk=1)
+    g.weights.staged = Staged(0, must_load=True, evaluate=is_evaluated)
+    g.tickets.has_batch = True
+    g.step()
+    assert bool(g.tickets.asked) == is_evaluated
+    g.tickets.has_batch = False
+    g.weights.staged = Staged(1)
+    g.step()
+    assert g.tickets.asked[-1][1] == (0 if is_evaluated else 1)
+
+
 class Rationed(FakeTickets):
     """Grants `left` tickets in all, and refuses what is more once it was asked for."""
 

@@ -394,7 +394,9 @@ def test_every_trainer_rank_takes_its_own_lane_of_what_the_leader_took(desks):
     leader.finish(dp_ranks[0])
     other.finish(dp_ranks[1])
     mine = eventually(lambda: leader.take(0))
+    eventually(lambda: other.has_batch)
     theirs = eventually(lambda: other.take(0))
+    assert not (leader.has_batch or other.has_batch)
     assert set(mine) <= set(dp_ranks[0]) and set(theirs) <= set(dp_ranks[1])
     assert len(mine) == len(theirs) == 2
     assert other.take(1) is None
