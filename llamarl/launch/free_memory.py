@@ -4,6 +4,7 @@ batch system lets its processes have.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -13,6 +14,8 @@ import torch
 MEMINFO = Path("/proc/meminfo")  # Linux
 MEMBERSHIPS = Path("/proc/self/cgroup")  # the control groups of this process
 GROUPS = Path("/sys/fs/cgroup")
+
+log = logging.getLogger("llamarl")
 
 
 class _Files(NamedTuple):
@@ -64,10 +67,15 @@ def _left_in_groups() -> Iterator[int]:
 
 
 def _left_in(folder: Path, files: _Files) -> Iterator[int]:
-    """Yield what is left in a control group, if it has a limit."""
-    limit = (folder / files.limit).read_text().strip()
+    """Yield what is left in a control group, if it has a limit and all of its files can be read."""
+    try:
+        limit = (folder / files.limit).read_text().strip()
+        used = (folder / files.used).read_text()
+        stat = (folder / "memory.stat").read_text()
+    except OSError as error:
+        log.info("the memory that %s may take is not known: %s", folder, error)
+        return
     if limit == "max":
         return
-    used = int((folder / files.used).read_text())
-    counts = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-    yield max(0, int(limit) - used + int(counts.get(files.droppable, 0)))
+    counts = dict(line.split() for line in stat.splitlines())
+    yield max(0, int(limit) - int(used) + int(counts.get(files.droppable, 0)))

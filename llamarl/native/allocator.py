@@ -48,8 +48,8 @@ def keep_freed_memory() -> None:
 def ask_ahead(num_bytes: int) -> None:
     """Have the kernel give the heap's next num_bytes their pages now, beside what this thread does.
 
-    The kernel zeroes a page when it is first written to. On a virtual machine whose host does the
-    same, a mebibyte takes a millisecond, and the first steps of the tiny model twice their time.
+    The kernel zeroes a page when it is first written to. On one virtual machine, whose host does
+    the same, a mebibyte took a millisecond, and the first steps of the tiny model twice their time.
     For a process of `keep_freed_memory`, whose heap never shrinks; where malloc is another, or has
     taken other memory for so much, nothing is asked. Kernels before Linux 5.14 give no pages ahead;
     a line of the log says so.

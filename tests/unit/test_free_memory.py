@@ -65,6 +65,13 @@ def test_the_first_version_of_control_groups_is_read_too(machine, path):
     assert memory_of(CPU) == 30 * MIB
 
 
+def test_a_group_that_cannot_be_read_is_left_out(machine):
+    (machine / "memberships").write_text("0::/job\n")
+    group(machine, "job", SECOND, limit=20 * MIB, used=15 * MIB)
+    (machine / "groups" / "job" / "memory.stat").unlink()
+    assert memory_of(CPU) == 100 * MIB
+
+
 # --- What is asked ahead ---
 
 
