@@ -366,6 +366,11 @@ class Group:
         several tickets.
         """
         scored = sorted(scored, key=lambda s: s.completion.sample_index)
+        turn_rewards = achieved = None
+        if any(s.turn_rewards for s in scored):
+            turn_rewards = torch.cat([_at_ends_of_turns(s) for s in scored])
+        if any(s.achieved is not None for s in scored):
+            achieved = torch.tensor([_achieved(s) for s in scored], dtype=torch.float32)
         parts = [s.completion for s in scored]
         tickets = sorted({c.ticket for c in parts})
         if len(tickets) != 1:
@@ -383,14 +388,16 @@ class Group:
             outcomes=tuple(s.outcome for s in scored),
             loss_mask=torch.cat([c.loss_mask for c in parts]),
             restarts=torch.cat([c.restarts for c in parts]),
-            turn_rewards=torch.cat([_at_ends_of_turns(s) for s in scored]),
-            achieved=torch.tensor([_achieved(s) for s in scored], dtype=torch.float32),
+            turn_rewards=_NOT_BY_TURN if turn_rewards is None else turn_rewards,
+            achieved=_AS_REWARDED if achieved is None else achieved,
             part_rewards=_by_part(scored),
         )
 
     @property
     def sampled_lengths(self) -> Tensor:
         """[G] int64: how many tokens of each completion were sampled, which leaves out context."""
+        if self.loss_mask.all():
+            return self.lengths
         completion_of = torch.arange(self.lengths.numel()).repeat_interleave(self.lengths)
         return torch.bincount(completion_of[self.loss_mask], minlength=self.lengths.numel())
 
@@ -484,6 +491,8 @@ def last_turn_of(token_ids: Tensor, loss_mask: Tensor) -> Tensor:
 
 def begin_of_turn(loss_mask: Tensor) -> int:
     """Return how many of a completion's tokens come before its last turn, by their mask [L]."""
+    if loss_mask.all():
+        return 0
     context = (~loss_mask).nonzero()
     return int(context[-1]) + 1 if context.numel() else 0
 
@@ -514,6 +523,8 @@ def _at_ends_of_turns(scored: ScoredCompletion) -> Tensor:
 def _by_part(scored: list[ScoredCompletion]) -> Tensor:
     """Return [G, K] float32: what each part of the reward gave, NaN where it gave nothing."""
     num_parts = max(len(s.part_rewards) for s in scored)
+    if not num_parts:
+        return _NO_PARTS
     rewards = torch.full((len(scored), num_parts), math.nan)
     for own, s in zip(rewards, scored):
         if s.part_rewards:

@@ -95,16 +95,30 @@ class SlotCache:
         """
         end = whole_blocks(length)
         if self.device.type == "cpu":
-            # Slot by slot, and with nothing in between, which is several times faster there.
-            pairs = list(zip(source.tolist(), target.tolist()))
+            # With nothing in between, which is several times faster there.
+            runs = _runs(source.tolist(), target.tolist())
             for layer in self.layers:
-                for one, other in pairs:
-                    layer[:, other, :, :end] = layer[:, one, :, :end]
+                places = layer[:, :, :, :end]
+                for one, first, behind in runs:
+                    places[:, first:behind] = places[:, one : one + 1]
             return
         for layer in self.layers:
             places = layer[:, :, :, :end]
             moved = places.index_select(1, source)
             places.index_copy_(1, target, moved)
+
+
+def _runs(source: list[int], target: list[int]) -> list[tuple[int, int, int]]:
+    """Return which slots [first, behind) get the contents of which slot `one`, as (one, first,
+    behind). A prompt's copies lie side by side, and such neighbours are one run.
+    """
+    runs: list[tuple[int, int, int]] = []
+    for one, other in zip(source, target):
+        if runs and runs[-1][0] == one and runs[-1][2] == other:
+            runs[-1] = (one, runs[-1][1], other + 1)
+        else:
+            runs.append((one, other, other + 1))
+    return runs
 
 
 class Prefill:

@@ -581,7 +581,7 @@ class Engine(SlotEngine):
             elif int(had.token_ids[-1]) in sample.request.params.stop_token_ids:
                 reason = "stop"
             self._finish(*sample, had, reason)
-            if reason == "stop":
+            if reason == "stop" and self._kept.keeps_any:
                 # The newest token has not been read, and until it is taken out a row that has ended
                 # goes on writing to the place before that.
                 read = read_by_model(sample.request.prompt_ids, had.token_ids, had.restarts)

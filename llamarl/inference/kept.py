@@ -50,6 +50,11 @@ class KeptRows:
         self.places = 0  # that are kept
         self.num_dropped = 0
 
+    @property
+    def keeps_any(self) -> bool:
+        """Whether there is room for any place."""
+        return self._most > 0
+
     def keep(self, key: Key, slot: int, places: int) -> None:
         """Copy the first places of a slot, in the place of what was kept under this key. Drops the
         oldest if there are too many.

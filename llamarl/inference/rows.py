@@ -68,11 +68,16 @@ class Rows:
             table = getattr(self, name)
             values = [getattr(wanted, name) for wanted in params]
             table[rows] = torch.tensor(values, dtype=table.dtype)
-        width = max(len(wanted.stop_token_ids) for wanted in params)
-        missing = width - self.stops.shape[1]
+        most_stops = max(len(wanted.stop_token_ids) for wanted in params)
+        missing = most_stops - self.stops.shape[1]
         if missing > 0:
             self.stops = F.pad(self.stops, (0, missing), value=-1)
-        self.stops[rows] = -1
+        width = self.stops.shape[1]
+        stops = []
+        for wanted in params:
+            nones = [-1] * (width - len(wanted.stop_token_ids))
+            stops.append([*wanted.stop_token_ids, *nones])
+        self.stops[rows] = torch.tensor(stops, dtype=torch.int64).view(-1, width)
         self.count[rows] = 0
         self.begin[rows] = 0
         self.told[rows] = 0
@@ -84,8 +89,6 @@ class Rows:
         for row, (request, index) in enumerate(samples, first):
             wanted = request.params
             places.append((wanted.seed, request.stream, request.ticket, index))
-            stops = torch.tensor(wanted.stop_token_ids, dtype=torch.int64)
-            self.stops[row, : len(stops)] = stops
             had = request.recorded
             count = had.token_ids.numel()
             lengths.append(request.num_read)
@@ -157,15 +160,15 @@ class Rows:
     def recorded(self, rows: Iterable[int]) -> list[Recorded]:
         """Return what each of some rows has so far, on the CPU."""
         index = list(rows)
-        lengths = self.count[index].tolist()
-        longest = max(lengths, default=0)
-        tables = (self.tokens, self.logprobs, self.versions, self.mask, self.restarts)
-        columns = [table[index, :longest].cpu() for table in tables]
-        recorded = []
-        for i, length in enumerate(lengths):
-            parts = [column[i, :length] for column in columns]
-            recorded.append(Recorded(*parts))
-        return recorded
+        counts = self.count[index]
+        longest = int(counts.max()) if index else 0
+        # All rows' tokens end to end, which are then cut: one operation a table and not one a row.
+        is_held = torch.arange(longest, device=counts.device) < counts[:, None]
+        lengths = counts.tolist()
+        columns = []
+        for table in (self.tokens, self.logprobs, self.versions, self.mask, self.restarts):
+            columns.append(table[index, :longest][is_held].cpu().split(lengths))
+        return [Recorded(*parts) for parts in zip(*columns)]
 
     def news(self, num_rows: int) -> list[tuple[int, Tensor]]:
         """Return (begin, tokens [n] on the CPU) of each of the first rows: what it has sampled

@@ -10,6 +10,7 @@ Shapes: G completions of a group, T their tokens end to end; C the tokens of all
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -107,11 +108,9 @@ def make_targets(
 
 def verdict_of(group: Group) -> Verdict:
     """Return what the outcomes of a group say, of its completions that may be trained on."""
-    outcomes = group.trained_outcomes.double()
+    outcomes = group.trained_outcomes.tolist()  # few numbers, for which tensors are slow
     return Verdict(
-        num_scored=outcomes.numel(),
-        total=float(outcomes.sum()),
-        teaches=outcomes.unique().numel() > 1,
+        num_scored=len(outcomes), total=math.fsum(outcomes), teaches=len(set(outcomes)) > 1
     )
 
 

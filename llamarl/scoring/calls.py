@@ -53,7 +53,7 @@ class Call:
             told_s = max(timeout_s * len(self.items), first_s or 0.0)
             self.limit_s = told_s
         columns = [
-            json.dumps(list(self.items)),
+            _array(map(str, self.items)),
             _array(item.prompt for item in self.items.values()),
             _array(item.completion for item in self.items.values()),
             _array(item.meta for item in self.items.values()),
