@@ -37,10 +37,11 @@ from llamarl.errors import PeerDied, TimedOut
 
 log = logging.getLogger(__name__)
 
-# Between two looks into the store: at first, and after a while.
-SOON_S = 0.01
+# Between two looks into the store: at first, and after a while. Between them it is a part of the
+# wait so far, so that a wait is hardly longer than it must be, however long that is.
+SOON_S = 0.001
 LATER_S = 0.2
-LOOK_S = 0.1  # between two looks for ranks that are late at a place
+PART = 1 / 8
 RENEW_S = 1.0  # at most so often a rank says that its work goes on
 
 
@@ -119,11 +120,11 @@ def reaching(what: str, *, rank: int) -> Iterator[None]:
 
 def _looks() -> Iterator[float]:
     """Yield the time, at once and then again and again, with growing pauses between."""
-    pause = SOON_S
+    began = time.monotonic()
     while True:
-        yield time.monotonic()
-        time.sleep(pause)
-        pause = min(LATER_S, 1.5 * pause)
+        now = time.monotonic()
+        yield now
+        time.sleep(min(LATER_S, max(SOON_S, PART * (now - began))))
 
 
 def meet(store: dist.Store, *, rank: int, size: int, timeout_s: float) -> str:
@@ -286,15 +287,14 @@ def wait_for_all(
     all_met = f"met/{place}/all"
     if store.add(f"met/{place}/count", 1) == len(names):
         store.set(all_met, "")
-    pause_s = SOON_S
-    while not store.check([all_met]):
+    for now in _looks():
+        if store.check([all_met]):
+            return
         check()
-        if time.monotonic() > until:
+        if now > until:
             absent = [one for one, key in enumerate(keys) if not store.check([key])]
             shown = ", ".join(f"{one} ({names[one]})" for one in absent)
             raise TimedOut(
                 f"rank {rank} waited {timeout_s:.0f} s at the start for ranks {shown}, which must "
                 f"join {place}. See what they last printed, or raise timeout_s"
             )
-        time.sleep(pause_s)
-        pause_s = min(LOOK_S, 1.5 * pause_s)

@@ -38,12 +38,9 @@ from llamarl.learning.memory import MOMENTS, Training, held_numbers, update_byte
 from llamarl.models.config import read_config
 from llamarl.models.quantize import quantized_dtype
 from llamarl.models.sharding import num_parameters
-from llamarl.native.allocator import ask_ahead
 
 log = logging.getLogger("llamarl")
 
-_MOST_AHEAD = 512 << 20  # a step that works with more takes seconds in any case
-_PART_AHEAD = 4  # all ranks ask for at most a quarter of what is free
 _SLOTS = 2  # a sender's slots, and a receiver's buffers
 
 
@@ -341,17 +338,3 @@ def announce_memory(job: Job) -> None:
             f"with {taken:.2f} GiB a trainer rank{remedy}"
         )
     warn_of_memory(job, found)
-
-
-def ask_for_memory_ahead(job: Job) -> None:
-    """On a CPU, have the kernel give this rank's process the memory that its trainer and generator
-    are predicted to need, before they compute. Nothing is asked where that would be a good part of
-    what is free.
-    """
-    if job.world.device.type != "cpu":
-        return
-    needed = bytes_by_rank(job, [*_trainer(job), _generator(job)])[job.world.rank]
-    asked = min(needed, _MOST_AHEAD)
-    free = memory_of(job.world.device)
-    if free is not None and asked * job.world.size <= free // _PART_AHEAD:
-        ask_ahead(asked)

@@ -1,5 +1,5 @@
-"""Settings of glibc's malloc: keep freed memory, in huge pages, in one heap; and ask the kernel for
-its pages before they are needed. The address space is in use at the peak anyway.
+"""Settings of glibc's malloc: keep freed memory, in huge pages, in one heap. The address space is
+in use at the peak anyway.
 """
 
 from __future__ import annotations
@@ -8,14 +8,12 @@ import ctypes
 import functools
 import logging
 import os
-import threading
 
 _M_TRIM_THRESHOLD = -1  # malloc.h
 _M_MMAP_MAX = -4
 _M_ARENA_MAX = -8
 _SETTINGS = ((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, -1), (_M_ARENA_MAX, 1))
 _MADV_HUGEPAGE = 14  # bits/mman-linux.h
-_MADV_POPULATE_WRITE = 23
 _HUGE_PAGE = 2 << 20
 _HEAP_BYTES = 4 << 30  # of addresses; memory is what is written to
 
@@ -43,40 +41,6 @@ def keep_freed_memory() -> None:
             log.info("freed memory goes back: malloc refuses setting %d", setting)
             return
     _use_huge_pages(libc)
-
-
-def ask_ahead(num_bytes: int) -> None:
-    """Have the kernel give the heap's next num_bytes their pages now, beside what this thread does.
-
-    The kernel zeroes a page when it is first written to. On one virtual machine, whose host does
-    the same, a mebibyte took a millisecond, and the first steps of the tiny model twice their time.
-    For a process of `keep_freed_memory`, whose heap never shrinks; where malloc is another, or has
-    taken other memory for so much, nothing is asked. Kernels before Linux 5.14 give no pages ahead;
-    a line of the log says so.
-    """
-    libc = _glibc()
-    if libc is None or num_bytes < _HUGE_PAGE:
-        return
-    start = libc.malloc(num_bytes)
-    if start is None:
-        log.info("no pages ahead: %s for %d bytes", _last_error(), num_bytes)
-        return
-    is_in_heap = start + num_bytes <= libc.sbrk(0)
-    libc.free(start)
-    if not is_in_heap:
-        return
-
-    def ask() -> None:
-        # Writes nothing, so it does not matter who uses the memory by now. In small parts, because
-        # other threads' changes of the address space wait for the end of each.
-        first = -(-start // _HUGE_PAGE) * _HUGE_PAGE
-        end = (start + num_bytes) // _HUGE_PAGE * _HUGE_PAGE
-        for part in range(first, end, _HUGE_PAGE):
-            if libc.madvise(part, _HUGE_PAGE, _MADV_POPULATE_WRITE):
-                log.info("no pages ahead: %s", _last_error())
-                return
-
-    threading.Thread(target=ask, name="pages ahead", daemon=True).start()
 
 
 def _use_huge_pages(libc: ctypes.CDLL) -> None:

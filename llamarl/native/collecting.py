@@ -2,7 +2,8 @@
 
 A start makes a million objects, of imports and of the configuration, and nearly all of them stay.
 As it is set, the collector looks through them again and again, which is a seventh of the CPU
-seconds of importing PyTorch. It is set back once a job is ready to run.
+seconds of importing PyTorch. It is set back once a job is ready to run, and does not look at them
+then: it would be once more, for a tenth of a second and longer, while models load.
 """
 
 from __future__ import annotations
@@ -20,6 +21,10 @@ def collect_seldom() -> None:
 
 
 def collect_as_usual() -> None:
-    """Have the collector look as often as it did before `collect_seldom`, if that was called."""
+    """Have the collector look as often as it did before `collect_seldom`, if that was called, and
+    never at what there is by now. A second job of the process finds this done and changes nothing,
+    so that what the first has left behind is looked at.
+    """
     if gc.get_threshold()[0] == _WHILE_STARTING:
         gc.set_threshold(*_AS_USUAL)
+        gc.freeze()

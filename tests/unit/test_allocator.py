@@ -9,7 +9,6 @@ import resource
 import subprocess
 import sys
 import threading
-import time
 from functools import cache
 from pathlib import Path
 
@@ -67,20 +66,6 @@ def has_huge_pages() -> bool:
         return bytes_in_huge_pages() > before
 
 
-def given_ahead() -> float:
-    """The share of a large piece of the heap that the kernel has given within ten seconds, with
-    nothing written to it.
-    """
-    from llamarl.native.allocator import ask_ahead
-
-    before = resident()
-    ask_ahead(LARGE)
-    until = time.monotonic() + 10.0
-    while (given := (resident() - before) / LARGE) < 0.9 and time.monotonic() < until:
-        time.sleep(0.01)
-    return given
-
-
 def is_in_heap_of_all() -> bool:
     """Whether what another thread allocates lies in the heap that the process began with."""
     libc = ctypes.CDLL(None)
@@ -109,9 +94,8 @@ def measured(most_addresses: int | None) -> dict[str, object]:
     in_huge_pages = bytes_in_huge_pages()
     keep_freed_memory()
     found["in huge pages"] = bytes_in_huge_pages() - in_huge_pages
-    found["given ahead"] = given_ahead()
     found["in heap of all"] = is_in_heap_of_all()
-    found["kept"] = kept_of_large() + found["given ahead"]
+    found["kept"] = kept_of_large()
     found["more at the second time"] = kept_of_large()
     return found
 
@@ -141,13 +125,6 @@ def test_the_heap_is_in_huge_pages_where_the_kernel_has_them():
     if not found["has huge pages"] or "no huge pages" in found["log"]:
         pytest.skip("this kernel gives no huge pages, or too few addresses")
     assert found["in huge pages"] > 0.99 * HEAP
-
-
-def test_the_kernel_gives_pages_ahead():
-    found = measured_apart(None)
-    if "no pages ahead" in found["log"]:
-        pytest.skip("this kernel gives none")
-    assert found["given ahead"] > 0.9
 
 
 def test_all_threads_have_one_heap():

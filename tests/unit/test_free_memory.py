@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from llamarl.launch import free_memory, memory
+from llamarl.launch import free_memory
 from llamarl.launch.free_memory import memory_of
 
 CPU = torch.device("cpu")
@@ -70,42 +70,3 @@ def test_a_group_that_cannot_be_read_is_left_out(machine):
     group(machine, "job", SECOND, limit=20 * MIB, used=15 * MIB)
     (machine / "groups" / "job" / "memory.stat").unlink()
     assert memory_of(CPU) == 100 * MIB
-
-
-# --- What is asked ahead ---
-
-
-class Job:
-    """Rank 1 of two."""
-
-    def __init__(self, device="cpu"):
-        self.world = World(device)
-
-
-class World:
-    rank = 1
-    size = 2
-
-    def __init__(self, device):
-        self.device = torch.device(device)
-
-
-@pytest.mark.parametrize(
-    ("device", "needed", "free", "asked"),
-    [
-        ("cpu", 60 * MIB, 480 * MIB, [60 * MIB]),
-        ("cpu", 60 * MIB, 479 * MIB, []),  # two ranks may take a quarter
-        ("cpu", 60 * MIB, None, []),
-        ("cpu", 1 << 40, 1 << 40, [512 * MIB]),
-        ("cpu", 0, 480 * MIB, [0]),
-        ("meta", 60 * MIB, 480 * MIB, []),
-    ],
-)
-def test_memory_is_asked_ahead_where_there_is_enough(monkeypatch, device, needed, free, asked):
-    found = []
-    monkeypatch.setattr(memory, "_trainer", lambda job: [])
-    monkeypatch.setattr(memory, "_generator", lambda job: memory.Price("generator", [1], needed, 0))
-    monkeypatch.setattr(memory, "memory_of", lambda device: free)
-    monkeypatch.setattr(memory, "ask_ahead", found.append)
-    memory.ask_for_memory_ahead(Job(device))
-    assert found == asked

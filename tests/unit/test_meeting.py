@@ -3,11 +3,13 @@ deadline.
 """
 
 import threading
+import time
 from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
 
+from llamarl.comm import meeting
 from llamarl.controller import ExecutorController
 from llamarl.errors import TimedOut
 
@@ -50,3 +52,19 @@ def test_all_go_on_when_the_last_has_come():
     for thread in threads:
         thread.join(30)
     assert not any(thread.is_alive() for thread in threads)
+
+
+@pytest.mark.parametrize("waited_s", [0.004, 0.1, 1.0, 60.0])
+def test_a_wait_is_hardly_longer_than_it_must_be_with_few_looks(monkeypatch, waited_s):
+    clock = [100.0]
+
+    def sleep(seconds):
+        clock[0] += seconds
+
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(time, "sleep", sleep)
+    for number, now in enumerate(meeting._looks()):
+        if now - 100.0 >= waited_s:
+            break
+    assert now - 100.0 - waited_s <= min(0.2, max(0.001, waited_s / 8)) * 1.001
+    assert number < 10 + 6 * waited_s + 40
