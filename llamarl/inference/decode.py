@@ -18,6 +18,8 @@ Shapes: N rows, D model, H query heads, J key/value heads, K head dim, V vocabul
 from __future__ import annotations
 
 import ctypes
+import itertools
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -30,9 +32,14 @@ from llamarl.models.attention import Attention
 from llamarl.models.build import Decoder, FeedForward, Layer
 from llamarl.models.norms import RMSNorm
 from llamarl.native import library
+from llamarl.native.helper import Helper
 
 _CPU = torch.device("cpu")
 _FLAGS = {torch.float32: ("-fopenmp",), torch.bfloat16: ("-fopenmp", "-DBF16")}
+# Rows that a helper and its owner share: so many parts, of at least so many rows each, since every
+# part reads all weights.
+_PARTS = 4
+_PART_ROWS = 24
 _PLAIN = (nn.Linear, nn.Embedding, nn.Identity, RMSNorm, nn.SiLU)
 
 
@@ -70,6 +77,7 @@ class NativeDecode:
     def __init__(self, decoder: Decoder, dtype: torch.dtype):
         """Take a decoder that `fits`."""
         self.stale = True  # the weights were exchanged: lay them out again
+        self.helper: Helper | None = None  # takes parts of a pass, which changes no bit of it
         self._decoder = decoder
         self._dtype = dtype
         kernels = _library(dtype)
@@ -181,7 +189,17 @@ class NativeDecode:
         last_M: ascending rows, the only ones with logits. All int64, and looked at before C, which
         trusts them, sees them: IndexError for a token, place, slot or row that is not there.
         """
-        return self._run(self._model, tokens_N, positions_N, cache, slots_N, last_M)["logits"]
+        of_rows = self._looked_at(tokens_N, positions_N, cache, slots_N)
+        outputs = rows = tokens_N.numel()
+        if last_M is not None:
+            outputs = last_M.numel()
+            _check_indices("rows", last_M, outputs, rows)
+        logits_MV = torch.empty(outputs, self._model.vocab)
+        if self.helper is None:
+            self._run(self._model, cache.capacity, of_rows, last_M, logits_MV)
+        else:
+            self._run_helped(self.helper, cache.capacity, of_rows, last_M, logits_MV)
+        return logits_MV
 
     def hidden(
         self, tokens_N: Tensor, positions_N: Tensor, cache: SlotCache, slots_N: Tensor
@@ -192,54 +210,105 @@ class NativeDecode:
         width = self._model.hidden
         headless = _Model.from_buffer_copy(self._model)
         headless.vocab = 0
-        x = self._run(headless, tokens_N, positions_N, cache, slots_N, None)["x"]
+        of_rows = self._looked_at(tokens_N, positions_N, cache, slots_N)
+        rows = tokens_N.numel()
+        x = self._run(headless, cache.capacity, of_rows, None, torch.empty(rows, 0))
         # They lie end to end, whatever the width of this room for them.
-        return x.flatten()[: tokens_N.numel() * width].unflatten(0, (-1, width))
+        return x.flatten()[: rows * width].unflatten(0, (-1, width))
+
+    def _looked_at(
+        self, tokens_N: Tensor, positions_N: Tensor, cache: SlotCache, slots_N: Tensor
+    ) -> dict[str, Tensor]:
+        """Check what the kernel is to be given and point it to the cache. Return what it needs of
+        each row, [N, ...], by name in _Step.
+        """
+        rows = tokens_N.numel()
+        _check_indices("token ids", tokens_N, rows, self._decoder.config.vocab_size)
+        _check_indices("places", positions_N, rows, cache.capacity)
+        _check_indices("slots", slots_N, rows, cache.rows)
+        for layer, held in zip(self._layers, cache.layers):
+            layer.keys = held.data_ptr()
+            layer.values = layer.keys + held.nbytes // 2
+        cos, sin = self._decoder.rotary(positions_N, cache.capacity)
+        return {
+            "tokens": tokens_N,
+            "positions": positions_N,
+            "slots": slots_N,
+            "cos": cos.contiguous(),
+            "sin": sin.contiguous(),
+        }
+
+    def _run_helped(
+        self,
+        helper: Helper,
+        capacity: int,
+        of_rows: dict[str, Tensor],
+        last_M: Tensor | None,
+        logits_MV: Tensor,
+    ) -> None:
+        """Run the kernel part by part, as `_run`, and have the helper take parts."""
+        parts = []
+        for begin, end in itertools.pairwise(_bounds(of_rows["slots"])):
+            own = {name: tensor[begin:end] for name, tensor in of_rows.items()}
+            first, behind, own_last = begin, end, None
+            if last_M is not None:
+                first, behind = torch.searchsorted(last_M, torch.tensor([begin, end])).tolist()
+                own_last = last_M[first:behind] - begin
+            logits = logits_MV[first:behind]
+            parts.append(partial(self._run, self._model, capacity, own, own_last, logits))
+        for part in parts[1:]:
+            helper.give(part)
+        parts[0]()
+        helper.finish()
 
     def _run(
         self,
         model: _Model,
-        tokens_N: Tensor,
-        positions_N: Tensor,
-        cache: SlotCache,
-        slots_N: Tensor,
+        capacity: int,
+        of_rows: dict[str, Tensor],
         last_M: Tensor | None,
-    ) -> dict[str, Tensor]:
-        """Run the kernel; return what it was given and has written, by its name in _Step."""
-        dtype = self._dtype
-        rows = outputs = tokens_N.numel()
-        _check_indices("token ids", tokens_N, rows, self._decoder.config.vocab_size)
-        _check_indices("places", positions_N, rows, cache.capacity)
-        _check_indices("slots", slots_N, rows, cache.rows)
-        tensors = {"tokens": tokens_N, "positions": positions_N, "slots": slots_N}
-        if last_M is not None:
-            outputs = last_M.numel()
-            _check_indices("rows", last_M, outputs, rows)
-            tensors["last"] = last_M
-        for layer, held in zip(self._layers, cache.layers):
-            layer.keys = held.data_ptr()
-            layer.values = layer.keys + held.nbytes // 2
+        logits_MV: Tensor,
+    ) -> Tensor:
+        """Run the kernel for these rows and write the logits of those in last_M. Return their room
+        `x` of _Step, which then begins with the normed hidden states of the rows with logits.
+        """
+        rows = of_rows["tokens"].numel()
         query_width = model.heads * model.head_dim
         kv_width = 2 * model.groups * model.head_dim
         padded_rows = rows + -rows % self._kernels.row_multiple()
-        cos, sin = self._decoder.rotary(positions_N, cache.capacity)
-        tensors |= {
-            "cos": cos.contiguous(),
-            "sin": sin.contiguous(),
+        x = torch.empty(padded_rows, max(model.hidden, query_width), dtype=self._dtype)
+        tensors = of_rows | {
             "h": torch.empty(rows, model.hidden),
             "qkv": torch.empty(rows, query_width + kv_width),
-            "x": torch.empty(padded_rows, max(model.hidden, query_width), dtype=dtype),
-            "gated": torch.empty(padded_rows, model.units, dtype=dtype),
-            "logits": torch.empty(outputs, model.vocab),
+            "x": x,
+            "gated": torch.empty(padded_rows, model.units, dtype=self._dtype),
+            "logits": logits_MV,
         }
+        if last_M is not None:
+            tensors["last"] = last_M
+        model.tiles = self.use_tiles
         step = _Step(
-            rows=rows, outputs=outputs, capacity=cache.capacity, threads=torch.get_num_threads()
+            rows=rows, outputs=len(logits_MV), capacity=capacity, threads=torch.get_num_threads()
         )
         for name, tensor in tensors.items():
             setattr(step, name, tensor.data_ptr())
-        model.tiles = self.use_tiles
         self._kernels.decode(ctypes.byref(model), ctypes.byref(step))
-        return tensors
+        return x
+
+
+def _bounds(slots_N: Tensor) -> list[int]:
+    """Return where to cut rows into parts, the ends included. The rows of a slot lie side by side
+    and stay together, since each of them reads what those before it write.
+    """
+    rows = slots_N.numel()
+    begins = (slots_N.diff() != 0).nonzero().flatten() + 1
+    bounds = [0]
+    parts = min(_PARTS, rows // _PART_ROWS)
+    for number in range(1, parts):
+        at = int(torch.searchsorted(begins, rows * number // parts))
+        if at < len(begins) and begins[at] > bounds[-1]:
+            bounds.append(int(begins[at]))
+    return [*bounds, rows]
 
 
 def _last_write(parameter: Tensor) -> tuple[int, int]:

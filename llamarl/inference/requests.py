@@ -68,6 +68,18 @@ class Partial:
         if self.restarts is NO_RESTART:
             object.__setattr__(self, "restarts", torch.zeros(count, dtype=torch.bool))
 
+    @classmethod
+    def of(cls, request: Request, sample_index: int, recorded: Recorded) -> Partial:
+        """Return a sample of a request with what it has so far."""
+        return cls(
+            stream=request.stream,
+            ticket=request.ticket,
+            sample_index=sample_index,
+            prompt_ids=request.prompt_ids,
+            params=request.params,
+            **recorded._asdict(),
+        )
+
 
 @dataclass(slots=True, eq=False)
 class Request:

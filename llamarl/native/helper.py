@@ -26,14 +26,17 @@ import torch
 
 from llamarl.errors import TimedOut
 
-LONGEST_S = 600.0  # for one job, a product of two matrices
-Job = Callable[[], None]
+LONGEST_S = 600.0  # for one job: a product of two matrices, or a pass over some rows
+Job = Callable[[], object]
 
 
 class Helper:
-    """Does jobs in a thread of its own, with one intra-op thread and without gradients."""
+    """Does jobs in a thread of its own, with one intra-op thread and without gradients. owner: the
+    executor that it helps, for messages.
+    """
 
-    def __init__(self):
+    def __init__(self, owner: str = "trainer"):
+        self._owner = owner
         self._jobs: deque[Job] = deque()
         self._changed = threading.Condition()
         self._is_busy = False
@@ -84,7 +87,7 @@ class Helper:
         """Wait for the job that the thread is at. TimedOut if it takes longer than LONGEST_S."""
         if not self._changed.wait_for(lambda: not self._is_busy, LONGEST_S):
             raise TimedOut(
-                f"the trainer's helper thread has been at one product for {LONGEST_S:g} s; the "
+                f"the {self._owner}'s helper thread has been at one job for {LONGEST_S:g} s; the "
                 "machine may be out of memory. placement.adapt=false does without the helper"
             )
 

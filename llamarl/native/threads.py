@@ -117,17 +117,23 @@ class ThreadTrial:
         self._begin(fastest)
 
 
+def is_room_for_helper() -> bool:
+    """Whether this process computes with a single thread and there is another core. One thread is
+    too slow a helper of many.
+    """
+    return torch.get_num_threads() == 1 < len(os.sched_getaffinity(0))
+
+
 def trial_of(*, is_fixed: bool, may_have_helper: bool) -> ThreadTrial:
     """Return the trial of a rank that has PyTorch's present number of threads.
 
-    A rank of one thread begins with a helper, if it may have one and there is a core for it; one
-    thread is too slow a helper of many. is_fixed: no other number of threads is tried, nor to go
-    without the helper.
+    It begins with a helper, if it may have one and there is room for it. is_fixed: no other number
+    of threads is tried, nor to go without the helper.
     """
     threads = torch.get_num_threads()
     cores = len(os.sched_getaffinity(0))
     crews = [Crew(threads)]
-    if may_have_helper and threads == 1 < cores:
+    if may_have_helper and is_room_for_helper():
         crews.insert(0, Crew(threads, has_helper=True))
     if is_fixed:
         crews = crews[:1]

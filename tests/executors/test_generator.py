@@ -3,6 +3,7 @@ asks for, and replicas in lockstep.
 """
 
 import itertools
+import os
 import threading
 import time
 from collections import Counter
@@ -20,6 +21,7 @@ from llamarl.executor import ExecutorGroup
 from llamarl.inference.build import build_native, build_vllm
 from llamarl.inference.evaluation import eval_completion
 from llamarl.models.config import read_config, tiny_directory
+from llamarl.native.helper import Helper
 from llamarl.tasks.held_out import APART
 from llamarl.tickets.ledger import TicketLedger
 from llamarl.tickets.service import TicketService
@@ -117,6 +119,34 @@ def test_an_evaluated_version_is_pinned_until_its_prompts_are_done():
     assert sorted(c.prompt_index for c in g.outputs.of(EvalCompletion)) == list(range(EVALS))
     g.step()
     assert g.version == 6
+
+
+def test_a_helper_is_there_while_a_version_is_pinned_and_ends_with_the_generator(monkeypatch):
+    g = generator(chunk=1, may_have_helper=True)
+    helped = []
+    monkeypatch.setattr(g.engine, "take_help", helped.append)
+    g.tickets.grants = 1
+    g.weights.staged = Staged(4)
+    g.step()
+    assert helped == [None]
+    g.weights.staged = Staged(5, must_load=True, evaluate=True)
+    while len(g.outputs.of(EvalCompletion)) < EVALS:
+        g.step()
+    helper = helped[-1]
+    assert isinstance(helper, Helper)
+    while helped[-1]:
+        g.tickets.grants = 1
+        g.step()
+    g.teardown()
+    assert not helper._thread.is_alive()
+
+
+def test_no_helper_comes_where_none_may():
+    g = generator(chunk=1)
+    g.weights.staged = Staged(5, must_load=True, evaluate=True)
+    while len(g.outputs.of(EvalCompletion)) < EVALS:
+        g.step()
+    assert g._helper is None
 
 
 def test_the_prompts_of_every_set_are_answered_once_under_their_numbers():
@@ -382,6 +412,26 @@ def test_options_of_the_config_reach_the_generator():
     assert [made.build_engine.keywords[name] for name in options] == [640, 7]
     assert [plain.build_engine.keywords[name] for name in options] == [None, 512]
     assert made.max_quantization_kl is None, "what is not quantised is compared as it is"
+
+
+@pytest.mark.parametrize(
+    ("words", "threads", "cores", "expected"),
+    [
+        ([], 1, 2, True),
+        ([], 2, 2, False),
+        ([], 1, 1, False),
+        (["max_lag=0"], 1, 2, False),
+        (["placement.adapt=false"], 1, 2, False),
+    ],
+)
+def test_a_generator_may_have_a_helper_where_there_is_a_core_for_it(
+    monkeypatch, words, threads, cores, expected
+):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(cores)))
+    made = build_generator(compose_config(words), job_of_two_ranks())
+    assert made.may_have_helper == expected
 
 
 def test_the_config_names_the_engine(monkeypatch):

@@ -12,6 +12,7 @@ from llamarl.models.fused import helped_by
 from llamarl.models.masters import Masters
 from llamarl.native import helper as helpers
 from llamarl.native.helper import Helper
+from tests.helping import LastFirst
 from tests.updating import VERSION, decoder_of, go_on, groups_of, update_of
 
 NUM_JOBS = 200
@@ -61,7 +62,7 @@ def test_a_job_that_never_ends_ends_in_words(monkeypatch):
     with Helper() as helper:
         helper.give(hang)
         assert has_begun.wait(60)
-        with pytest.raises(TimedOut, match=r"one product for 0.01 s.*placement.adapt=false"):
+        with pytest.raises(TimedOut, match=r"one job for 0.01 s.*placement.adapt=false"):
             helper.finish()
         may_end.set()
 
@@ -76,23 +77,6 @@ def test_a_pass_that_fails_leaves_no_job_to_the_next():
         done.clear()
         helper.finish()
     assert not done
-
-
-class LastFirst:
-    """In a helper's place: does nothing before `finish`, and then everything in reverse."""
-
-    def __init__(self):
-        self.num_done = 0
-        self._jobs = []
-
-    def give(self, job):
-        self._jobs.append(job)
-
-    def finish(self):
-        with torch.no_grad():
-            while self._jobs:
-                self._jobs.pop()()
-                self.num_done += 1
 
 
 def trained(helper, compute_dtype, *, checkpointing=False) -> list[torch.Tensor]:
