@@ -475,7 +475,7 @@ def main() -> None:
         for turn, cell in missing(runs, args.turns):
             print(f"turn {turn + 1}: {cell.name}{', held out' if cell.is_held_out else ''}")
         return
-    runs.mkdir(exist_ok=True)
+    runs.mkdir(parents=True, exist_ok=True)
     is_whole = measure_all(runs, args.turns, args.minutes)
     if not (is_whole or args.write):
         print("not all runs are made; once more, or --write of those that are")
