@@ -32,7 +32,6 @@ from llamarl.launch.job import Job, stop_tokens
 from llamarl.launch.kinds import gold_kind, reward_parts
 from llamarl.launch.preferences import PreferencesJob
 from llamarl.launch.scorers import stream_cache_tokens
-from llamarl.native.threads import is_room_for_helper
 from llamarl.scoring.ahead import StreamSettings
 from llamarl.scoring.diversity import Diversity
 from llamarl.scoring.gold import Gold, GoldSettings
@@ -136,7 +135,7 @@ def build_generator(config: Config, job: Job) -> Generator:
         temperatures=temperatures_of(config),
         chunk_tokens=g.chunk(is_short=is_short),
         has_short_turns=is_short,
-        may_have_helper=_may_have_helper(config),
+        may_have_helper=_may_have_helper(config, job),
         groups_first=math.ceil(2 * config.groups_per_step / num_replicas),
         max_seconds=g.max_seconds,
         in_flight_updates=config.updates_in_flight,
@@ -163,13 +162,14 @@ def _wants_short_turns(config: Config, job: Job) -> bool:
     return wants_short_turns(job.placement, synchronous=config.max_lag == 0)
 
 
-def _may_have_helper(config: Config) -> bool:
-    """Whether a generator's rank may use a second core beside a trainer that waits. Without lag no
-    rank does, so that planner.fit knows what each does alone.
+def _may_have_helper(config: Config, job: Job) -> bool:
+    """Whether a generator's rank may use a second core beside a trainer that waits: each has a
+    trainer's rank of its own. Without lag none does, so that planner.fit knows what each does
+    alone.
     """
     if config.max_lag == 0 or torch.cuda.is_available() or not config.placement.adapt:
         return False
-    return is_room_for_helper()
+    return len(job.placement["generator"]) <= len(job.placement["trainer"])
 
 
 def build_reward(config: Config, job: Job) -> Reward:

@@ -52,6 +52,7 @@ from llamarl.inference.protocol import (
 from llamarl.inference.requests import Partial
 from llamarl.models.parity import Canary, check_canary, check_quantized
 from llamarl.native.helper import Helper
+from llamarl.native.threads import is_room_for_helper
 from llamarl.tickets.prompts import AnyPrompts, chosen, note
 from llamarl.types import Completion, EvalCompletion, Policy, Prompt, Stretch
 
@@ -400,7 +401,7 @@ class Generator(Executor):
         """
         if not (self.may_have_helper and can_be_helped(self.engine)):
             return
-        is_needed = self._evaluating > 0
+        is_needed = self._evaluating > 0 and is_room_for_helper()
         if is_needed and self._helper is None:
             self._helper = Helper(self.name)
         self.engine.take_help(self._helper if is_needed else None)
@@ -532,12 +533,12 @@ class Generator(Executor):
         return self.engine.offloadable()
 
     def teardown(self) -> None:
-        """Let the replica's ranks leave together, then close weights and engine."""
+        """End the helper, let the replica's ranks leave together, then close weights and engine."""
+        if self._helper is not None:
+            self._helper.close()
         if hasattr(self, "engine"):
             self.replica.leave(self._follow)
         if hasattr(self, "weights"):
             self.weights.close()
         if hasattr(self, "engine"):
             self.engine.close()
-        if self._helper is not None:
-            self._helper.close()

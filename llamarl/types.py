@@ -494,7 +494,7 @@ def begin_of_turn(loss_mask: Tensor) -> int:
     if loss_mask.all():
         return 0
     context = (~loss_mask).nonzero()
-    return int(context[-1]) + 1 if context.numel() else 0
+    return int(context[-1]) + 1
 
 
 def ends_of_turns(loss_mask: Tensor) -> Tensor:

@@ -37,11 +37,13 @@ from llamarl.errors import PeerDied, TimedOut
 
 log = logging.getLogger(__name__)
 
-# Between two looks into the store: at first, and after a while. Between them it is a part of the
-# wait so far, so that a wait is hardly longer than it must be, however long that is.
+# Between two looks into the store: at first, a rank, so that many ranks do not look more often than
+# the store can answer; and at most. Between them it is a part of the wait so far, so that a wait is
+# hardly longer than it must be, however long that is.
 SOON_S = 0.001
 LATER_S = 0.2
 PART = 1 / 8
+MANY = 10  # ranks, where it is not known how many look
 RENEW_S = 1.0  # at most so often a rank says that its work goes on
 
 
@@ -118,13 +120,16 @@ def reaching(what: str, *, rank: int) -> Iterator[None]:
         ) from error
 
 
-def _looks() -> Iterator[float]:
-    """Yield the time, at once and then again and again, with growing pauses between."""
+def _looks(ranks: int) -> Iterator[float]:
+    """Yield the time, at once and then again and again, with growing pauses between. ranks: how
+    many look.
+    """
+    soon_s = min(LATER_S / 4, ranks * SOON_S)
     began = time.monotonic()
     while True:
         now = time.monotonic()
         yield now
-        time.sleep(min(LATER_S, max(SOON_S, PART * (now - began))))
+        time.sleep(min(LATER_S, max(soon_s, PART * (now - began))))
 
 
 def meet(store: dist.Store, *, rank: int, size: int, timeout_s: float) -> str:
@@ -140,7 +145,7 @@ def meet(store: dist.Store, *, rank: int, size: int, timeout_s: float) -> str:
     if rank == 0:
         name = _lead(store, me, size, until)
     else:
-        name = _attend(store, me, rank, until)
+        name = _attend(store, me, rank, size, until)
     if name is None:
         missing = _missing(store, rank, size)
         raise TimedOut(
@@ -155,7 +160,7 @@ def _lead(store: dist.Store, me: str, size: int, until: float) -> str | None:
     hellos = [f"hello/{rank}" for rank in range(size)]
     called: list[bytes] = []
     name = ""
-    for now in _looks():
+    for now in _looks(size):
         if now > until:
             return None
         if not store.check(hellos):
@@ -174,12 +179,12 @@ def _lead(store: dist.Store, me: str, size: int, until: float) -> str | None:
     raise AssertionError("looking does not end")
 
 
-def _attend(store: dist.Store, me: str, rank: int, until: float) -> str | None:
+def _attend(store: dist.Store, me: str, rank: int, size: int, until: float) -> str | None:
     """Return, on the other ranks, the name under which rank 0 goes on, or None if it does not in
     time.
     """
     answered = ""
-    for now in _looks():
+    for now in _looks(size):
         if now > until:
             return None
         _check_place(store.get(f"hello/{rank}"), me, rank)
@@ -249,7 +254,7 @@ class Exchange:
         progress = f"progress/{source}"
         last = b""
         since = time.monotonic()
-        for now in _looks():
+        for now in _looks(MANY):
             if self._store.check([f"word/{key}"]):
                 return json.loads(self._store.get(f"word/{key}"))
             seen = self._store.get(progress) if self._store.check([progress]) else b""
@@ -287,7 +292,7 @@ def wait_for_all(
     all_met = f"met/{place}/all"
     if store.add(f"met/{place}/count", 1) == len(names):
         store.set(all_met, "")
-    for now in _looks():
+    for now in _looks(len(names)):
         if store.check([all_met]):
             return
         check()

@@ -36,8 +36,8 @@ from llamarl.native.helper import Helper
 
 _CPU = torch.device("cpu")
 _FLAGS = {torch.float32: ("-fopenmp",), torch.bfloat16: ("-fopenmp", "-DBF16")}
-# Rows that a helper and its owner share: so many parts, of at least so many rows each, since every
-# part reads all weights.
+# Rows that a helper and its owner share: at most so many parts, of at least so many rows each,
+# since every part reads all weights.
 _PARTS = 4
 _PART_ROWS = 24
 _PLAIN = (nn.Linear, nn.Embedding, nn.Identity, RMSNorm, nn.SiLU)
@@ -256,10 +256,14 @@ class NativeDecode:
                 own_last = last_M[first:behind] - begin
             logits = logits_MV[first:behind]
             parts.append(partial(self._run, self._model, capacity, own, own_last, logits))
-        for part in parts[1:]:
-            helper.give(part)
-        parts[0]()
-        helper.finish()
+        try:
+            for part in parts[1:]:
+                helper.give(part)
+            parts[0]()
+            helper.finish()
+        except BaseException:
+            helper.drop()  # nothing of this pass may run beside what comes next
+            raise
 
     def _run(
         self,
@@ -305,9 +309,10 @@ def _bounds(slots_N: Tensor) -> list[int]:
     bounds = [0]
     parts = min(_PARTS, rows // _PART_ROWS)
     for number in range(1, parts):
-        at = int(torch.searchsorted(begins, rows * number // parts))
-        if at < len(begins) and begins[at] > bounds[-1]:
-            bounds.append(int(begins[at]))
+        place = int(torch.searchsorted(begins, rows * number // parts))
+        at = int(begins[place]) if place < len(begins) else rows
+        if min(at - bounds[-1], rows - at) >= _PART_ROWS:
+            bounds.append(at)
     return [*bounds, rows]
 
 

@@ -77,7 +77,7 @@ class Rows:
         for wanted in params:
             nones = [-1] * (width - len(wanted.stop_token_ids))
             stops.append([*wanted.stop_token_ids, *nones])
-        self.stops[rows] = torch.tensor(stops, dtype=torch.int64).view(-1, width)
+        self.stops[rows] = torch.tensor(stops, dtype=torch.int64)
         self.count[rows] = 0
         self.begin[rows] = 0
         self.told[rows] = 0
@@ -160,14 +160,13 @@ class Rows:
     def recorded(self, rows: Iterable[int]) -> list[Recorded]:
         """Return what each of some rows has so far, on the CPU."""
         index = list(rows)
-        counts = self.count[index]
-        longest = int(counts.max()) if index else 0
+        lengths = self.count[index].tolist()
+        longest = max(lengths, default=0)
         # All rows' tokens end to end, which are then cut: one operation a table and not one a row.
-        is_held = torch.arange(longest, device=counts.device) < counts[:, None]
-        lengths = counts.tolist()
+        is_held = torch.arange(longest) < torch.tensor(lengths, dtype=torch.int64)[:, None]
         columns = []
         for table in (self.tokens, self.logprobs, self.versions, self.mask, self.restarts):
-            columns.append(table[index, :longest][is_held].cpu().split(lengths))
+            columns.append(table[index, :longest].cpu()[is_held].split(lengths))
         return [Recorded(*parts) for parts in zip(*columns)]
 
     def news(self, num_rows: int) -> list[tuple[int, Tensor]]:

@@ -22,9 +22,11 @@ def collect_seldom() -> None:
 
 def collect_as_usual() -> None:
     """Have the collector look as often as it did before `collect_seldom`, if that was called, and
-    never at what there is by now. A second job of the process finds this done and changes nothing,
-    so that what the first has left behind is looked at.
+    never at what there is by now. The latter is done at the first start of a process alone, so that
+    what a job leaves behind is looked at in the next one. Unused cycles of that start stay.
     """
-    if gc.get_threshold()[0] == _WHILE_STARTING:
-        gc.set_threshold(*_AS_USUAL)
+    if gc.get_threshold()[0] != _WHILE_STARTING:
+        return
+    gc.set_threshold(*_AS_USUAL)
+    if not gc.get_freeze_count():
         gc.freeze()

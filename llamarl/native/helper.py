@@ -100,6 +100,7 @@ class Helper:
     def _run(self) -> None:
         # OpenMP keeps this number for each thread; more of them would wait for each other.
         torch.set_num_threads(1)
+        torch.get_num_threads()  # else the first job would take over what is set elsewhere by then
         while True:
             with self._changed:
                 self._is_busy = False

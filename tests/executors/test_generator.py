@@ -3,7 +3,6 @@ asks for, and replicas in lockstep.
 """
 
 import itertools
-import os
 import threading
 import time
 from collections import Counter
@@ -125,27 +124,29 @@ def test_a_helper_is_there_while_a_version_is_pinned_and_ends_with_the_generator
     g = generator(chunk=1, may_have_helper=True)
     helped = []
     monkeypatch.setattr(g.engine, "take_help", helped.append)
+    monkeypatch.setattr("executors.generator.is_room_for_helper", lambda: True)
     g.tickets.grants = 1
     g.weights.staged = Staged(4)
     g.step()
     assert helped == [None]
     g.weights.staged = Staged(5, must_load=True, evaluate=True)
-    while len(g.outputs.of(EvalCompletion)) < EVALS:
-        g.step()
+    assert evaluated_in_full(g, EVALS)
     helper = helped[-1]
     assert isinstance(helper, Helper)
-    while helped[-1]:
+    for _ in range(20):
         g.tickets.grants = 1
         g.step()
+    assert helped[-1] is None
     g.teardown()
     assert not helper._thread.is_alive()
 
 
-def test_no_helper_comes_where_none_may():
-    g = generator(chunk=1)
+@pytest.mark.parametrize(("may_have", "is_room"), [(False, True), (True, False)])
+def test_no_helper_comes_where_none_may_or_threads_leave_no_room(monkeypatch, may_have, is_room):
+    monkeypatch.setattr("executors.generator.is_room_for_helper", lambda: is_room)
+    g = generator(chunk=1, may_have_helper=may_have)
     g.weights.staged = Staged(5, must_load=True, evaluate=True)
-    while len(g.outputs.of(EvalCompletion)) < EVALS:
-        g.step()
+    assert evaluated_in_full(g, EVALS)
     assert g._helper is None
 
 
@@ -415,23 +416,21 @@ def test_options_of_the_config_reach_the_generator():
 
 
 @pytest.mark.parametrize(
-    ("words", "threads", "cores", "expected"),
+    ("words", "generators", "expected"),
     [
-        ([], 1, 2, True),
-        ([], 2, 2, False),
-        ([], 1, 1, False),
-        (["max_lag=0"], 1, 2, False),
-        (["placement.adapt=false"], 1, 2, False),
+        ([], (1,), True),
+        ([], (1, 2), False),
+        (["max_lag=0"], (1,), False),
+        (["placement.adapt=false"], (1,), False),
     ],
 )
-def test_a_generator_may_have_a_helper_where_there_is_a_core_for_it(
-    monkeypatch, words, threads, cores, expected
+def test_a_generator_may_have_a_helper_where_a_trainer_waits_for_it_alone(
+    monkeypatch, words, generators, expected
 ):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(cores)))
-    made = build_generator(compose_config(words), job_of_two_ranks())
-    assert made.may_have_helper == expected
+    job = job_of_two_ranks()
+    job.placement["generator"] = generators
+    assert build_generator(compose_config(words), job).may_have_helper == expected
 
 
 def test_the_config_names_the_engine(monkeypatch):

@@ -23,6 +23,7 @@ made = [[] for _ in range(1000)]
 collect_as_usual()
 first = gc.get_freeze_count()
 of_a_run = weakref.ref(Knot())
+collect_seldom()
 collect_as_usual()
 gc.collect()
 print(json.dumps({

@@ -3,7 +3,6 @@ deadline.
 """
 
 import threading
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -54,17 +53,20 @@ def test_all_go_on_when_the_last_has_come():
     assert not any(thread.is_alive() for thread in threads)
 
 
+@pytest.mark.parametrize("ranks", [2, 1000])
 @pytest.mark.parametrize("waited_s", [0.004, 0.1, 1.0, 60.0])
-def test_a_wait_is_hardly_longer_than_it_must_be_with_few_looks(monkeypatch, waited_s):
+def test_a_wait_is_hardly_longer_than_it_must_be_with_few_looks(monkeypatch, waited_s, ranks):
     clock = [100.0]
 
     def sleep(seconds):
         clock[0] += seconds
 
-    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
-    monkeypatch.setattr(time, "sleep", sleep)
-    for number, now in enumerate(meeting._looks()):
+    fake = SimpleNamespace(monotonic=lambda: clock[0], sleep=sleep)
+    monkeypatch.setattr(meeting, "time", fake)
+    for number, now in enumerate(meeting._looks(ranks)):
         if now - 100.0 >= waited_s:
             break
-    assert now - 100.0 - waited_s <= min(0.2, max(0.001, waited_s / 8)) * 1.001
-    assert number < 10 + 6 * waited_s + 40
+    most_s = max(min(0.05, 0.001 * ranks), waited_s / 8)
+    assert now - 100.0 - waited_s <= min(0.2, most_s) * 1.001
+    assert number < 50 + 6 * waited_s
+    assert number <= 1 + waited_s / min(0.05, 0.001 * ranks) + 1e-6
