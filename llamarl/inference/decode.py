@@ -250,7 +250,8 @@ class NativeDecode:
         parts = []
         for begin, end in itertools.pairwise(_bounds(of_rows["slots"])):
             own = {name: tensor[begin:end] for name, tensor in of_rows.items()}
-            first, behind, own_last = begin, end, None
+            first, behind = begin, end
+            own_last = None
             if last_M is not None:
                 first, behind = torch.searchsorted(last_M, torch.tensor([begin, end])).tolist()
                 own_last = last_M[first:behind] - begin
