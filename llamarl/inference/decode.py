@@ -196,9 +196,9 @@ class NativeDecode:
             _check_indices("rows", last_M, outputs, rows)
         logits_MV = torch.empty(outputs, self._model.vocab)
         if self.helper is None:
-            self._run(self._model, cache.capacity, of_rows, last_M, logits_MV)
+            self._run(self._model, cache, of_rows, last_M, logits_MV)
         else:
-            self._run_helped(self.helper, cache.capacity, of_rows, last_M, logits_MV)
+            self._run_helped(self.helper, cache, of_rows, last_M, logits_MV)
         return logits_MV
 
     def hidden(
@@ -212,7 +212,7 @@ class NativeDecode:
         headless.vocab = 0
         of_rows = self._looked_at(tokens_N, positions_N, cache, slots_N)
         rows = tokens_N.numel()
-        x = self._run(headless, cache.capacity, of_rows, None, torch.empty(rows, 0))
+        x = self._run(headless, cache, of_rows, None, torch.empty(rows, 0))
         # They lie end to end, whatever the width of this room for them.
         return x.flatten()[: rows * width].unflatten(0, (-1, width))
 
@@ -241,7 +241,7 @@ class NativeDecode:
     def _run_helped(
         self,
         helper: Helper,
-        capacity: int,
+        cache: SlotCache,
         of_rows: dict[str, Tensor],
         last_M: Tensor | None,
         logits_MV: Tensor,
@@ -256,7 +256,7 @@ class NativeDecode:
                 first, behind = torch.searchsorted(last_M, torch.tensor([begin, end])).tolist()
                 own_last = last_M[first:behind] - begin
             logits = logits_MV[first:behind]
-            parts.append(partial(self._run, self._model, capacity, own, own_last, logits))
+            parts.append(partial(self._run, self._model, cache, own, own_last, logits))
         try:
             for part in parts[1:]:
                 helper.give(part)
@@ -269,7 +269,7 @@ class NativeDecode:
     def _run(
         self,
         model: _Model,
-        capacity: int,
+        cache: SlotCache,
         of_rows: dict[str, Tensor],
         last_M: Tensor | None,
         logits_MV: Tensor,
@@ -293,7 +293,10 @@ class NativeDecode:
             tensors["last"] = last_M
         model.tiles = self.use_tiles
         step = _Step(
-            rows=rows, outputs=len(logits_MV), capacity=capacity, threads=torch.get_num_threads()
+            rows=rows,
+            outputs=len(logits_MV),
+            capacity=cache.capacity,
+            threads=torch.get_num_threads(),
         )
         for name, tensor in tensors.items():
             setattr(step, name, tensor.data_ptr())

@@ -221,8 +221,10 @@ def make_decoding_noisy(decode: ModuleType) -> None:
     run = decode.NativeDecode._run
 
     @functools.wraps(run)
-    def and_add_noise(self, model, tokens, positions, cache, slots, last):
-        tensors = run(self, model, tokens, positions, cache, slots, last)
+    def and_add_noise(self, model, cache, of_rows, last, logits):
+        x = run(self, model, cache, of_rows, last, logits)
+        slots = of_rows["slots"]
+        positions = of_rows["positions"]
         # Errors of products that follow each other add up as the square root of their number.
         width = model.hidden
         for number, held in enumerate(cache.layers):
@@ -234,18 +236,17 @@ def make_decoding_noisy(decode: ModuleType) -> None:
                 add_noise(rows, _sizes_of_row(rows, width) * depth**0.5)
                 kept[slots, :, positions] = rows
         depth = 2 * model.layers + 1
-        outputs = len(tensors["logits"])
-        of_rows = tensors["x"].flatten()[: outputs * width].unflatten(0, (-1, width))
+        hidden = x.flatten()[: len(logits) * width].unflatten(0, (-1, width))
         if model.vocab:
             _inside.product = True
             try:
-                sizes = _sizes(of_rows, self._decoder.output_weight.detach().T)
+                sizes = _sizes(hidden, self._decoder.output_weight.detach().T)
             finally:
                 _inside.product = False
-            add_noise(tensors["logits"], sizes * depth**0.5)
-        elif of_rows.dtype == torch.float32:
-            add_noise(of_rows, _sizes_of_row(of_rows, width) * depth**0.5)
-        return tensors
+            add_noise(logits, sizes * depth**0.5)
+        elif hidden.dtype == torch.float32:
+            add_noise(hidden, _sizes_of_row(hidden, width) * depth**0.5)
+        return x
 
     decode.NativeDecode._run = and_add_noise
 
