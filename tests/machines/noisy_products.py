@@ -220,9 +220,7 @@ def make_decoding_noisy(decode: ModuleType) -> None:
     """Replace the call of decode.c: its results have the noise of all the products before them."""
     run = decode.NativeDecode._run
 
-    @functools.wraps(run)
-    def and_add_noise(self, model, cache, of_rows, last, logits):
-        x = run(self, model, cache, of_rows, last, logits)
+    def add_noise_to_pass(self, model, cache, of_rows, x, logits):
         slots = of_rows["slots"]
         positions = of_rows["positions"]
         # Errors of products that follow each other add up as the square root of their number.
@@ -246,6 +244,13 @@ def make_decoding_noisy(decode: ModuleType) -> None:
             add_noise(logits, sizes * depth**0.5)
         elif hidden.dtype == torch.float32:
             add_noise(hidden, _sizes_of_row(hidden, width) * depth**0.5)
+
+    @functools.wraps(run)
+    def and_add_noise(self, model, cache, of_rows, last, logits):
+        # A helper's thread is in no inference mode, where its owner may be in one.
+        with torch.inference_mode(logits.is_inference()):
+            x = run(self, model, cache, of_rows, last, logits)
+            add_noise_to_pass(self, model, cache, of_rows, x, logits)
         return x
 
     decode.NativeDecode._run = and_add_noise
