@@ -37,12 +37,12 @@ from llamarl.errors import PeerDied, TimedOut
 
 log = logging.getLogger(__name__)
 
-# Between two looks into the store: at first, a rank, so that many ranks do not look more often than
-# the store can answer; and at most. Between them it is a part of the wait so far, so that a wait is
-# hardly longer than it must be, however long that is.
+# Pauses between two looks into the store. The first ones last SOON_S times the ranks that look, so
+# that many ranks do not ask more than the store can answer. Later ones are this PART of the wait so
+# far, so that no wait is much longer than it must be. None lasts longer than LATER_S.
 SOON_S = 0.001
-LATER_S = 0.2
 PART = 1 / 8
+LATER_S = 0.2
 MANY = 10  # ranks, where it is not known how many look
 RENEW_S = 1.0  # at most so often a rank says that its work goes on
 

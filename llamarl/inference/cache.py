@@ -95,7 +95,7 @@ class SlotCache:
         """
         end = whole_blocks(length)
         if self.device.type == "cpu":
-            # With nothing in between, which is several times faster there.
+            # Run by run, without a tensor in between, which is several times faster there.
             runs = _runs(source.tolist(), target.tolist())
             for layer in self.layers:
                 places = layer[:, :, :, :end]
