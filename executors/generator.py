@@ -120,6 +120,7 @@ class Generator(Executor):
         self._to_evaluate: deque[int] = deque()  # held-out prompts that the engine has not got yet
         self._due_first = 0  # groups that go before these
         self._helper: Helper | None = None  # while it is not in use, too
+        self._helped = 0  # parts of passes that it took, as far as they are counted
         # The tickets whose groups are not whole. Only the first rank of a replica keeps them.
         self._begun: dict[int, float] = {}  # when each began here, seconds
         self._open: dict[int, list[Completion]] = {}  # the completions that were sent
@@ -375,6 +376,7 @@ class Generator(Executor):
             self.engine.abort(ticket, stream=TRAIN)
         self._take_help()
         sampled = self.engine.step(chunk)
+        self._count_help()
         self._sampled += sampled
         if not self.follows:
             self.metrics.add("generator/tokens", sampled)
@@ -405,6 +407,14 @@ class Generator(Executor):
         if is_needed and self._helper is None:
             self._helper = Helper(self.name)
         self.engine.take_help(self._helper if is_needed else None)
+
+    def _count_help(self) -> None:
+        """Count the parts of passes that the helper took, if there is one."""
+        if self._helper is None:
+            return
+        done = self._helper.num_done
+        self.metrics.add_sum("generator/parts_helped", done - self._helped)
+        self._helped = done
 
     def _with_prompt(self, completion: Completion) -> Completion:
         """Return a completion that says which prompt was chosen, if one was."""

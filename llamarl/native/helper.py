@@ -36,6 +36,7 @@ class Helper:
     """
 
     def __init__(self, owner: str = "trainer"):
+        self.num_done = 0  # jobs that the thread did, and not the owner
         self._owner = owner
         self._jobs: deque[Job] = deque()
         self._changed = threading.Condition()
@@ -114,4 +115,5 @@ class Helper:
                 job()
             except BaseException as error:  # raised in `finish`, which the owner calls
                 self._error = self._error or error
+            self.num_done += 1
             del job  # and the tensors that it holds

@@ -157,7 +157,7 @@ class Totals(dict):
     def add(self, name, amount):
         self[name] = self.get(name, 0) + amount
 
-    add_mean = add
+    add_mean = add_sum = add
 
 
 class Outbox(list):

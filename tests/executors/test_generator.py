@@ -141,6 +141,22 @@ def test_a_helper_is_there_while_a_version_is_pinned_and_ends_with_the_generator
     assert not helper._thread.is_alive()
 
 
+def test_what_a_helper_takes_is_counted_once(monkeypatch):
+    def take(helper):
+        if helper is not None:
+            helper.num_done += 3
+            helped.append(helper)
+
+    g = generator(chunk=1, may_have_helper=True)
+    helped = []
+    monkeypatch.setattr(g.engine, "take_help", take)
+    monkeypatch.setattr("executors.generator.is_room_for_helper", lambda: True)
+    g.weights.staged = Staged(5, must_load=True, evaluate=True)
+    assert evaluated_in_full(g, EVALS)
+    g.teardown()
+    assert g.metrics["generator/parts_helped"] == 3 * len(helped) > 3
+
+
 @pytest.mark.parametrize(("may_have", "is_room"), [(False, True), (True, False)])
 def test_no_helper_comes_where_none_may_or_threads_leave_no_room(monkeypatch, may_have, is_room):
     monkeypatch.setattr("executors.generator.is_room_for_helper", lambda: is_room)
@@ -148,6 +164,7 @@ def test_no_helper_comes_where_none_may_or_threads_leave_no_room(monkeypatch, ma
     g.weights.staged = Staged(5, must_load=True, evaluate=True)
     assert evaluated_in_full(g, EVALS)
     assert g._helper is None
+    assert "generator/parts_helped" not in g.metrics
 
 
 def test_the_prompts_of_every_set_are_answered_once_under_their_numbers():

@@ -25,6 +25,14 @@ def threads_of(tmp_path, *overrides) -> list[tuple[int, int]]:
     return [(row["trainer/threads"], row["trainer/threads_helping"]) for row in rows]
 
 
+@pytest.mark.parametrize(("adapt", "counted"), [("true", CORES > 1), ("false", False)])
+def test_a_run_says_what_a_generators_helper_took(tmp_path, adapt, counted):
+    keys = ("threads=1", f"placement.adapt={adapt}")
+    with ForkedJob(*SMALL, *keys, run_dir=tmp_path / "run", ranks=2) as job:
+        assert job.wait() == 0, job.output
+    assert any("generator/parts_helped" in row for row in job.rows) == counted
+
+
 @pytest.mark.skipif(CORES < 2, reason="on one core there is nothing to try")
 def test_a_trainer_changes_its_threads_within_a_run(tmp_path):
     own = CORES // 2

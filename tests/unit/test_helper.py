@@ -26,6 +26,7 @@ def test_every_job_is_done_once_by_one_of_the_two():
             helper.give(lambda number=number: done.append(number))
         helper.finish()
         assert sorted(done) == list(range(NUM_JOBS))
+        assert helper.num_done <= NUM_JOBS
 
 
 def test_the_thread_does_jobs_while_its_owner_does_something_else():
@@ -33,6 +34,8 @@ def test_the_thread_does_jobs_while_its_owner_does_something_else():
     with Helper() as helper:
         helper.give(is_done.set)
         assert is_done.wait(60), "nobody has called finish"
+        helper.finish()
+        assert helper.num_done == 1
 
 
 def test_what_a_job_raises_in_the_thread_is_raised_in_finish_and_once():
