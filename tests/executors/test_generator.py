@@ -154,7 +154,8 @@ def test_what_a_helper_takes_is_counted_once(monkeypatch):
     g.weights.staged = Staged(5, must_load=True, evaluate=True)
     assert evaluated_in_full(g, EVALS)
     g.teardown()
-    assert g.metrics["generator/parts_helped"] == 3 * len(helped) > 3
+    assert len(helped) > 1
+    assert g.metrics["generator/parts_helped"] == 3 * len(helped)
 
 
 @pytest.mark.parametrize(("may_have", "is_room"), [(False, True), (True, False)])

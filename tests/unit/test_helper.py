@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 
 import pytest
 import torch
@@ -20,13 +21,19 @@ PROJECTIONS = 2 * 7  # layers, and what each has
 
 
 def test_every_job_is_done_once_by_one_of_the_two():
-    done = []
+    done = {}  # who did each
+
+    def note_down(number):
+        assert number not in done
+        done[number] = threading.current_thread()
+
     with Helper() as helper:
         for number in range(NUM_JOBS):
-            helper.give(lambda number=number: done.append(number))
+            helper.give(partial(note_down, number))
         helper.finish()
         assert sorted(done) == list(range(NUM_JOBS))
-        assert helper.num_done <= NUM_JOBS
+        owners = sum(thread is threading.current_thread() for thread in done.values())
+        assert helper.num_done == NUM_JOBS - owners
 
 
 def test_the_thread_does_jobs_while_its_owner_does_something_else():
