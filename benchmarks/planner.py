@@ -383,7 +383,7 @@ def page(rows: list[Row], made: list[Choice], strays: list[str]) -> str:
             f"| {one.model} | {one.ranks} | {one.groups} | {one.chosen} | {one.fastest} | "
             f"{marked(one.behind, CHOICE)} |"
         )
-    lines += ["", "## Earlier cells", "", EARLIER, "", BEFORE]
+    lines += ["", "## Earlier cells", "", OTHER_CELLS, "", SAME_CELLS]
     return "\n".join(lines) + "\n"
 
 
@@ -448,7 +448,7 @@ NOTES = (
         "Where pages are given back or swapped, both a process's peak and its seconds are others."
     ),
 )
-EARLIER = as_paragraph(
+OTHER_CELLS = as_paragraph(
     "Other cells were announced and measured before, of 28 and 56 groups of the tiny model and 12 "
     "and 16 of 12.6 M, on a CPU with AVX512 (`planner_earlier.json`). The planner did not know of "
     "the helper then: of 36 cells that no fit saw it had the step within its margin in 30, memory "
@@ -456,10 +456,10 @@ EARLIER = as_paragraph(
     "and 7 choices of the same cells came right, which had been seen by then. Where ranks train "
     "and generate, the lag was a matter of chance at that time."
 )
-BEFORE = as_paragraph(
+SAME_CELLS = as_paragraph(
     "The cells of this page were measured twice before. With longer turns of the generator beside "
-    "a reward a step was within its margin in 35 of 36, the lag in 20 of 20, memory in 36 and the "
-    "choice in 8 of 8; with short turns these were 36, 19, 36 and 8. The lag that was missed was "
+    "a reward a step was within its margin in 35 of 36, memory in 36, the lag in 20 of 20 and the "
+    "choice in 8 of 8; with short turns these were 36, 36, 19 and 8. The lag that was missed was "
     "1.58 where 1.33 was predicted: trainer on two of three ranks, 72 groups. Their split into "
     "seen and unseen, and all margins, are as they were. A probe was changed between the two, so "
     "that it measures what a helper saves; it had 31 of 48 before, and 33 then."
