@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import logging
 from functools import partial
 from pathlib import Path
 
@@ -30,6 +31,7 @@ from llamarl.inference.cache import SlotCache
 from llamarl.inference.sampler import check_vector
 from llamarl.models.attention import Attention
 from llamarl.models.build import Decoder, FeedForward, Layer
+from llamarl.models.fused import is_altered
 from llamarl.models.norms import RMSNorm
 from llamarl.native import library
 from llamarl.native.helper import Helper
@@ -40,7 +42,13 @@ _FLAGS = {torch.float32: ("-fopenmp",), torch.bfloat16: ("-fopenmp", "-DBF16")}
 # since every part reads all weights.
 _PARTS = 4
 _PART_ROWS = 24
-_PLAIN = (nn.Linear, nn.Embedding, nn.Identity, RMSNorm, nn.SiLU)
+# The modules whose forward the kernel computes. A subclass may compute something else.
+_PLAIN = (
+    *(Decoder, nn.ModuleList, Layer, Attention, FeedForward),
+    *(nn.Linear, nn.Embedding, nn.Identity, RMSNorm, nn.SiLU),
+)
+
+log = logging.getLogger(__name__)
 
 
 def _of_type(kind: type, names: str) -> list[tuple[str, type]]:
@@ -63,6 +71,27 @@ class _Step(ctypes.Structure):
     _fields_ = _of_type(ctypes.c_int64, "rows outputs capacity threads")
     _fields_ += _of_type(ctypes.c_void_p, "tokens positions slots last cos sin")
     _fields_ += _of_type(ctypes.c_void_p, "h qkv x gated logits")
+
+
+def has_own_code(decoder: Decoder) -> bool:
+    """Return whether a module of the decoder is of a subclass or has a hook, neither of which the
+    kernel would run; if so, say which.
+    """
+    for name, module in decoder.named_modules():
+        what = ""
+        if type(module) not in _PLAIN:
+            what = f"is a {type(module).__name__}"
+        elif is_altered(module):
+            what = "has a hook or a forward of its own"
+        if what:
+            log.warning(
+                "%s %s: the C kernels leave such code out, so the model's modules compute here, "
+                "which is slower",
+                name or "the decoder",
+                what,
+            )
+            return True
+    return False
 
 
 def _library(dtype: torch.dtype) -> ctypes.CDLL | None:
@@ -95,14 +124,12 @@ class NativeDecode:
     @staticmethod
     def fits(decoder: Decoder, device: torch.device, dtype: torch.dtype) -> bool:
         """Return whether every module is what the kernel computes, in a dtype that it knows, and
-        the kernel could be compiled.
+        the kernel could be compiled. Says so if only a subclass or a hook is in the way.
         """
         if device.type != "cpu" or dtype not in _FLAGS:
             return False
-        for module in decoder.modules():
-            is_leaf = not list(module.children())
-            if is_leaf and type(module) not in _PLAIN:
-                return False
+        if not all(isinstance(module, _PLAIN) for module in decoder.modules()):
+            return False
         if any(type(parameter) is not nn.Parameter for parameter in decoder.parameters()):
             return False
         config = decoder.config
@@ -117,7 +144,9 @@ class NativeDecode:
         if config.hidden_size % 2 or config.intermediate_size % 2 or config.head_dim % 2:
             return False
         # A tensor-parallel rank communicates inside its modules.
-        return decoder.tensor_parallel is None and _library(dtype) is not None
+        if decoder.tensor_parallel is not None or _library(dtype) is None:
+            return False
+        return not has_own_code(decoder)
 
     @torch.no_grad()
     def refresh(self) -> None:

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from llamarl.inference.cache import Decode, Extend, Pieces, Prefill, SlotCache
-from llamarl.inference.decode import NativeDecode
+from llamarl.inference.decode import NativeDecode, has_own_code
 from llamarl.models.attention import AttentionContext
 from llamarl.models.build import Decoder
 from llamarl.native.choice import fastest
@@ -54,7 +54,12 @@ class ModelRunner:
             self.native.helper = helper
 
     def refresh(self) -> None:
-        """See whether the weights are others. Call it before a pass, or several."""
+        """See whether the weights are others, or the model has been given a hook since. Call it
+        before a pass, or several.
+        """
+        if self.native and has_own_code(self._decoder):
+            self.take("module")
+            self._undecided = False
         if self._undecided:
             self._undecided = False
             self.take(self._fastest_way())

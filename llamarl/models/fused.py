@@ -132,6 +132,22 @@ def call_kernel(kernel: Callable[..., None], *arguments: object) -> None:
     kernel(*values, torch.get_num_threads())
 
 
+def is_altered(module: nn.Module) -> bool:
+    """Return whether calling the module does more than its class's forward, by a hook or by a
+    forward of its own: code that takes its weights instead would leave that out.
+    """
+    of_all = torch.nn.modules.module
+    hooks = (
+        module._forward_hooks,
+        module._forward_pre_hooks,
+        module._backward_hooks,
+        module._backward_pre_hooks,
+        of_all._global_forward_hooks,
+        of_all._global_forward_pre_hooks,
+    )
+    return any(hooks) or "forward" in vars(module)
+
+
 def add_up(total: Tensor, part: Tensor) -> None:
     """Add `part` to `total`, in total's float32; part is of any dtype and the same shape."""
     lib = kernels(part)
@@ -364,10 +380,10 @@ class _Rotate(Function):
 
 
 def projections(x_TD: Tensor, *linears: nn.Module) -> tuple[Tensor, ...]:
-    """Return linear(x) for each of `linears`. If all are plain, the input's gradient adds up inside
-    the products of backward.
+    """Return linear(x) for each of `linears`. If all are plain and without hooks, the input's
+    gradient adds up inside the products of backward.
     """
-    are_plain = all(type(linear) is nn.Linear for linear in linears)
+    are_plain = all(type(linear) is nn.Linear and not is_altered(linear) for linear in linears)
     if not are_plain or not torch.is_grad_enabled():
         return tuple(linear(x_TD) for linear in linears)
     weights = [linear.weight for linear in linears]

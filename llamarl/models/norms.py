@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from llamarl.models.config import ModelConfig
-from llamarl.models.fused import add_rms_norm
+from llamarl.models.fused import add_rms_norm, is_altered
 
 
 class RMSNorm(nn.Module):
@@ -19,11 +19,16 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        _, normed = self.of_sum(x, None)
+        _, normed = add_rms_norm(x, None, self.scale, self.eps)
         return normed
 
     def of_sum(self, x: Tensor, change: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return (h, norm(h)) with h = x + change (None: x)."""
+        """Return (h, norm(h)) with h = x + change (None: x), in one kernel unless a subclass or a
+        hook must be called.
+        """
+        if type(self) is not RMSNorm or is_altered(self):
+            h = x if change is None else x + change
+            return h, self(h)
         return add_rms_norm(x, change, self.scale, self.eps)
 
 
