@@ -430,21 +430,36 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What the outcomes of a finished group say. Made by a trainer, consumed by the ledger."""
+    """What the outcomes of a finished group say. Made by a trainer, consumed by the ledger.
+
+    ValueError if `solved` is not between 0 and num_scored.
+    """
 
     num_scored: int  # completions that may be trained on
-    total: float  # sum of their outcomes; of scores of 0 and 1: how many were solved
+    total: float  # sum of their outcomes, as the reward gave them
     teaches: bool  # whether two of their outcomes differ
+    solved: float  # completions that were solved: the sum of outcomes, each clamped to 0..1
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.solved <= self.num_scored:
+            raise ValueError(f"{self.solved} of {self.num_scored} completions solved")
 
     def to_json(self) -> list:
         """Return the verdict as JSON values."""
-        return [self.num_scored, self.total, self.teaches]
+        return [self.num_scored, self.total, self.teaches, self.solved]
 
     @classmethod
     def from_json(cls, values: Sequence) -> Verdict:
         """Return the verdict of JSON values."""
-        num_scored, total, teaches = values
-        return cls(num_scored=int(num_scored), total=float(total), teaches=bool(teaches))
+        num_scored, total, teaches, *rest = values
+        # Checkpoints of an earlier version lack `solved`: there the sum was clamped.
+        solved = rest[0] if rest else min(max(total, 0.0), num_scored)
+        return cls(
+            num_scored=int(num_scored),
+            total=float(total),
+            teaches=bool(teaches),
+            solved=float(solved),
+        )
 
 
 @dataclass(frozen=True, slots=True)

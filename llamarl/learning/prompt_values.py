@@ -108,7 +108,7 @@ class UnseenPrompts:
         of = {number: states[place] for place, number in enumerate(asked)}
         known = [(of[prompt], verdict) for prompt, verdict in news if verdict.num_scored]
         if known:
-            shares = [verdict.total / verdict.num_scored for _, verdict in known]
+            shares = [verdict.solved / verdict.num_scored for _, verdict in known]
             self.head.learn(torch.stack([state for state, _ in known]), shares)
         if candidates:
             rates = self.head.predict(torch.stack([of[number] for number in candidates]))

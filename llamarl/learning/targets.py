@@ -110,7 +110,10 @@ def verdict_of(group: Group) -> Verdict:
     """Return what the outcomes of a group say, of its completions that may be trained on."""
     outcomes = group.trained_outcomes.tolist()  # few numbers, for which tensors are slow
     return Verdict(
-        num_scored=len(outcomes), total=math.fsum(outcomes), teaches=len(set(outcomes)) > 1
+        num_scored=len(outcomes),
+        total=math.fsum(outcomes),
+        teaches=len(set(outcomes)) > 1,
+        solved=math.fsum(min(max(outcome, 0.0), 1.0) for outcome in outcomes),
     )
 
 

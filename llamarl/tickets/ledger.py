@@ -355,7 +355,7 @@ class TicketLedger:
                 given_back += pool.given_back
             self.newest_yield = Yield.of(batch_verdicts, given_back)
             self._learn(self._unlearned)
-            nothing = Verdict(num_scored=0, total=0.0, teaches=False)
+            nothing = Verdict(num_scored=0, total=0.0, teaches=False, solved=0.0)
             taken = chain.from_iterable(chosen)
             self._unlearned = {
                 ticket: verdict or nothing for ticket, verdict in zip(taken, batch_verdicts)

@@ -16,6 +16,11 @@ and a ticket's prompt is drawn in proportion to it, among those that no other ti
 moment. All unseen prompts are equally likely, and more so than one that was never solved. Counts
 are halved after `half_life` groups for each prompt, so that one that nobody solved is tried again.
 
+Each group moves m and the clock by which counts fade, and so the chance of every prompt. With many
+prompts that is milliseconds for each group, so m and the clock move every `refresh` groups. In
+between only the prompt of a group is computed again. The counts, their times and the m of the last
+refresh decide all chances, so a resumed sampler chooses as the first would have.
+
 Beta counts that fade, for prompts whose pass rate moves, are those of arXiv 2507.04632. The prior
 from all other prompts, and the weight, are ours.
 
@@ -31,6 +36,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+import warnings
 from collections.abc import Collection, Mapping
 from typing import Protocol
 
@@ -40,6 +46,10 @@ from torch import Tensor
 from llamarl.types import Verdict
 
 PREDICTED = 4.0  # completions that a prediction counts as
+# Groups from one refresh of all chances to the next: one for each so many prompts, and at most.
+PROMPTS_PER_REFRESH = 64
+MOST_REFRESH = 64
+EVERY = slice(None)
 
 
 class PromptSampler(Protocol):
@@ -79,12 +89,15 @@ class DifficultySampler:
         self._group_size = group_size
         self._seed = seed
         self._half_life = half_life * num_prompts  # in groups
+        self._refresh = min(max(1, num_prompts // PROMPTS_PER_REFRESH), MOST_REFRESH)
         self._clock = 0  # groups that were learned from
+        self._mean = 0.5  # m, at the last refresh
         self._solved = torch.zeros(num_prompts, dtype=torch.float64)
         self._failed = torch.zeros(num_prompts, dtype=torch.float64)
         self._learned_at = torch.zeros(num_prompts, dtype=torch.float64)  # by the clock
         self._predicted: dict[int, float] = {}  # pass rates
-        self._weights: Tensor | None = None  # until more is learned
+        self._weights: Tensor | None = None  # until the next refresh
+        self._has_warned = False
 
     def choose(self, ticket: int, busy: Collection[int]) -> int:
         """Return the number of a ticket's prompt."""
@@ -103,22 +116,27 @@ class DifficultySampler:
     def chances(self) -> Tensor:
         """Return [N] float64: the chance that a group of each prompt teaches."""
         if self._weights is None:
-            solved, failed = self._counts()
-            total = float(solved.sum() + failed.sum())
-            mean = torch.full_like(solved, (0.5 + float(solved.sum())) / (1 + total))
-            counts_as = torch.ones_like(solved)
+            mean = torch.full((self.num_prompts,), self._mean, dtype=torch.float64)
+            counts_as = torch.ones_like(mean)
             seen = self._is_seen()
             unseen = [prompt for prompt in self._predicted if not seen[prompt]]
             mean[unseen] = torch.tensor([self._predicted[p] for p in unseen], dtype=torch.float64)
             counts_as[unseen] = PREDICTED
-            a = counts_as * mean + solved
-            b = counts_as * (1 - mean) + failed
-            self._weights = chance_of_teaching(a, b, self._group_size)
+            self._weights = self._chances_of(EVERY, mean, counts_as)
             if unseen:
                 known = seen.clone()
                 known[unseen] = True
                 self._weights[~known] = 0
         return self._weights
+
+    def _chances_of(self, prompts: Tensor | slice, mean: Tensor, counts_as: Tensor) -> Tensor:
+        """Return the chances of M prompts. `mean` [M] is what is known without their own counts,
+        and weighs as much as `counts_as` [M] completions.
+        """
+        solved, failed = self._counts(prompts)
+        a = counts_as * mean + solved
+        b = counts_as * (1 - mean) + failed
+        return chance_of_teaching(a, b, self._group_size)
 
     def _is_seen(self) -> Tensor:
         """Return [N] bool: the prompts of which something was learned."""
@@ -136,33 +154,51 @@ class DifficultySampler:
         self._weights = None
 
     def learn(self, prompt: int, verdict: Verdict) -> None:
-        """Add a group's completions to what is known of its prompt. An outcome between 0 and 1 is
-        solved to that share; beyond them it counts as 0 or 1.
+        """Add a group's completions to what is known of its prompt. Warns once if their outcomes
+        are not between 0 and 1.
         """
-        solved = min(max(verdict.total, 0.0), float(verdict.num_scored))
-        fade = self._fade()[prompt]
-        self._solved[prompt] = self._solved[prompt] * fade + solved
-        self._failed[prompt] = self._failed[prompt] * fade + verdict.num_scored - solved
+        if verdict.total != verdict.solved and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(_beyond(verdict), stacklevel=2)
+        fade = 0.5 ** ((self._clock - self._learned_at[prompt]) / self._half_life)
+        failed = verdict.num_scored - verdict.solved
+        self._solved[prompt] = self._solved[prompt] * fade + verdict.solved
+        self._failed[prompt] = self._failed[prompt] * fade + failed
         self._learned_at[prompt] = self._clock
         self._clock += 1
-        self._weights = None
+        if self._clock % self._refresh == 0:
+            self._mean = self._share_solved()
+            self._weights = None
+        elif self._predicted:  # this may have been the last of them
+            self._weights = None
+        elif self._weights is not None:
+            one = torch.tensor([prompt])
+            mean = torch.tensor([self._mean], dtype=torch.float64)
+            self._weights[one] = self._chances_of(one, mean, torch.ones_like(mean))
 
-    def _fade(self) -> Tensor:
-        """Return [N]: what of each count is left by now."""
-        return 0.5 ** ((self._clock - self._learned_at) / self._half_life)
+    def _counts(self, prompts: Tensor | slice = EVERY) -> tuple[Tensor, Tensor]:
+        """Return the solved and the failed completions [M] of prompts, as they counted at the last
+        refresh; those of later groups count in full.
+        """
+        refreshed_at = self._clock - self._clock % self._refresh
+        age = (refreshed_at - self._learned_at[prompts]).clamp(min=0)
+        fade = 0.5 ** (age / self._half_life)
+        return self._solved[prompts] * fade, self._failed[prompts] * fade
 
-    def _counts(self) -> tuple[Tensor, Tensor]:
-        """Return the solved and the failed completions [N] of each prompt, as they count by now."""
-        fade = self._fade()
-        return self._solved * fade, self._failed * fade
+    def _share_solved(self) -> float:
+        """Return m: the share of all completions that was solved, as they count by now."""
+        solved, failed = self._counts()
+        total = float(solved.sum() + failed.sum())
+        return (0.5 + float(solved.sum())) / (1 + total)
 
     def state_dict(self) -> dict:
-        """Return the clock, and the counts of the prompts that were seen."""
+        """Return the clock, m, and the counts of the prompts that were seen."""
         seen = self._is_seen().nonzero().flatten()
         counts = torch.stack([self._solved, self._failed, self._learned_at])[:, seen]
         return {
             "num_prompts": self.num_prompts,
             "clock": self._clock,
+            "mean": self._mean,
             "prompts": seen.tolist(),
             "counts": counts.tolist(),
             "predicted": [[prompt, self._predicted[prompt]] for prompt in sorted(self._predicted)],
@@ -176,8 +212,21 @@ class DifficultySampler:
             known.zero_()
             known[seen] = column
         self._clock = state["clock"]
+        # Checkpoints of an earlier version lack `mean`: there it was always that of all counts.
+        self._mean = state["mean"] if "mean" in state else self._share_solved()
         self._predicted = {prompt: rate for prompt, rate in state["predicted"]}
         self._weights = None
+
+
+def _beyond(verdict: Verdict) -> str:
+    """Say that outcomes are not between 0 and 1, and what to do."""
+    return (
+        f"tickets.sampler counts an outcome of 0 or less as failed and one of 1 or more as solved, "
+        f"but {verdict.num_scored} outcomes of a group add up to {verdict.total:g}, where "
+        f"{verdict.solved:g} would be solved. If that is not what they mean, have the reward "
+        "return numbers from 0 to 1, such as (reward - lowest) / (highest - lowest), name the "
+        "parts that do in reward.outcomes, or set tickets.sampler=uniform"
+    )
 
 
 def chance_of_teaching(a: Tensor, b: Tensor, group_size: int) -> Tensor:

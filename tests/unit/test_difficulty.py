@@ -2,7 +2,9 @@
 
 import json
 import random
+import warnings
 from collections import Counter
+from contextlib import contextmanager
 from math import comb
 
 import pytest
@@ -10,15 +12,26 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import llamarl.tickets.sampler as sampler_module
+from llamarl.learning.targets import verdict_of
 from llamarl.tasks.base import Task
 from llamarl.tickets.ledger import TicketLedger, choices_of
 from llamarl.tickets.prompts import ChosenPrompts, PromptStream, chosen, fixed, note, prompts_of
 from llamarl.tickets.sampler import DifficultySampler, chance_of_teaching, uniform
 from llamarl.types import Prompt, Verdict
+from tests.updating import group
+
+
+@contextmanager
+def quiet():
+    """Let no warning pass."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
 
 
 def verdict(solved, of=4):
-    return Verdict(num_scored=of, total=float(solved), teaches=0 < solved < of)
+    return Verdict(of, float(solved), teaches=0 < solved < of, solved=float(solved))
 
 
 def sampler(num_prompts=10, **changes):
@@ -58,11 +71,108 @@ def test_what_was_learned_fades_until_a_dead_prompt_is_as_good_as_an_unseen_one(
     assert abs(later) < gap / 20
 
 
-def test_outcomes_beyond_0_and_1_count_as_these():
+@pytest.mark.parametrize("failed, solved", [(0, 1), (-1, 1), (0, 10), (-5, 0.5)])
+def test_a_sampler_counts_solved_completions_whatever_a_reward_gives_for_them(failed, solved):
+    ours = sampler(num_prompts=4)
+    beyond = (failed, solved) != (0, 1)
+    with pytest.warns(match="have the reward return numbers from 0 to 1") if beyond else quiet():
+        for prompt, right in enumerate((0, 1, 4)):
+            rewards = [float(solved)] * right + [float(failed)] * (4 - right)
+            ours.learn(prompt, verdict_of(group(0, [1] * 4, rewards)))
+    worth = min(solved, 1)
+    assert ours.state_dict()["counts"][0] == [0, worth, 4 * worth]
+    assert ours.state_dict()["counts"][1] == [4, 4 - worth, 4 - 4 * worth]
+
+
+def test_outcomes_beyond_0_and_1_are_warned_of_once():
     ours = sampler(num_prompts=2)
-    ours.learn(0, Verdict(num_scored=4, total=-3.0, teaches=True))
-    ours.learn(1, Verdict(num_scored=4, total=9.0, teaches=True))
-    assert ours.state_dict()["counts"][:2] == [[0.0, 4.0], [4.0, 0.0]]
+    with pytest.warns(match="4 outcomes of a group add up to -2, where 1 would be solved"):
+        ours.learn(0, Verdict(num_scored=4, total=-2.0, teaches=True, solved=1.0))
+    with quiet():
+        ours.learn(1, Verdict(num_scored=4, total=9.0, teaches=True, solved=1.0))
+
+
+def test_solved_and_failed_completions_of_a_prompt_fade_until_it_is_asked_again():
+    ours = sampler(num_prompts=2, half_life=1.0)  # two groups
+    ours.learn(0, verdict(1))
+    for _ in range(3):
+        ours.learn(1, verdict(2))
+    ours.learn(0, verdict(2))  # two half-lives later
+    solved, failed, learned_at = (column[0] for column in ours.state_dict()["counts"])
+    assert (solved, failed, learned_at) == (1 / 4 + 2, 3 / 4 + 2, 4)
+
+
+def test_with_many_prompts_the_mean_and_the_fading_move_at_refreshes_alone():
+    ours = sampler(num_prompts=192, half_life=1.0)  # a refresh after every third group
+    ours.chances()
+    ours.learn(5, verdict(4))
+    ours.learn(7, verdict(1))
+    solved = torch.zeros(192, dtype=torch.float64)
+    failed = torch.zeros(192, dtype=torch.float64)
+    solved[[5, 7]] = torch.tensor([4.0, 1.0]).double()
+    failed[7] = 3.0
+    chance = chance_of_teaching(0.5 + solved, 0.5 + failed, 4)
+    torch.testing.assert_close(ours.chances(), chance)
+    ours.learn(9, verdict(2))
+    solved[9] = failed[9] = 2.0
+    groups_ago = torch.zeros(192, dtype=torch.float64)
+    groups_ago[[5, 7, 9]] = torch.tensor([3.0, 2.0, 1.0]).double()
+    fade = 0.5 ** (groups_ago / 192)
+    solved, failed = solved * fade, failed * fade
+    mean = (0.5 + solved.sum()) / (1 + solved.sum() + failed.sum())
+    expected = chance_of_teaching(mean + solved, 1 - mean + failed, 4)
+    torch.testing.assert_close(ours.chances(), expected)
+
+
+def test_a_group_of_many_prompts_costs_the_chance_of_one_prompt(monkeypatch):
+    computed = []
+
+    def counted(a, b, group_size):
+        computed.append(a.numel())
+        return chance_of_teaching(a, b, group_size)
+
+    monkeypatch.setattr(sampler_module, "chance_of_teaching", counted)
+    ours = sampler(num_prompts=10_000)
+    for ticket in range(128):
+        ours.learn(ours.choose(ticket, ()), verdict(ticket % 5))
+    assert computed.count(10_000) == 2
+    assert computed.count(1) == len(computed) - 2 == 126
+
+
+@settings(max_examples=25)
+@given(
+    num_prompts=st.sampled_from([3, 127, 128, 300, 5000]),
+    seed=st.integers(0, 99),
+    kill_at=st.integers(0, 150),
+)
+def test_a_sampler_that_is_resumed_anywhere_chooses_the_same_prompts(num_prompts, seed, kill_at):
+    rng = random.Random(seed)
+    ours = sampler(num_prompts=num_prompts)
+    resumed = sampler(num_prompts=num_prompts)
+    for ticket in range(200):
+        if ticket == kill_at:
+            resumed.load_state_dict(json.loads(json.dumps(ours.state_dict())))
+        prompt = ours.choose(ticket, ())
+        said = verdict(rng.randint(0, 4))
+        if ticket >= kill_at:
+            assert resumed.choose(ticket, ()) == prompt
+            resumed.learn(prompt, said)
+        ours.learn(prompt, said)
+    assert torch.equal(resumed.chances(), ours.chances())
+
+
+def test_a_checkpoint_of_an_earlier_version_has_the_mean_of_its_counts():
+    ours = sampler()
+    for prompt in (3, 1, 7):
+        ours.learn(prompt, verdict(prompt % 4))
+    state = ours.state_dict()
+    del state["mean"]
+    again = sampler()
+    again.load_state_dict(state)
+    assert torch.equal(again.chances(), ours.chances())
+    assert Verdict.from_json([4, -3.0, True]) == Verdict(4, -3.0, True, solved=0.0)
+    assert Verdict.from_json([4, 9.0, True]) == Verdict(4, 9.0, True, solved=4.0)
+    assert Verdict.from_json(verdict(2).to_json()) == verdict(2)
 
 
 def test_busy_prompts_are_chosen_only_when_there_are_no_others():
@@ -179,9 +289,25 @@ def test_a_step_that_is_given_up_has_taught_the_sampler_nothing():
     assert state["sampler"]["prompts"] == []
     assert choices_of(state) == begun
     ours.take(0)
+    state = ours.state_dict()
+    assert state["sampler"]["prompts"] == [] and choices_of(state) == begun, "not trained on yet"
     ours.trained(0.5)
     assert ours.state_dict()["sampler"]["prompts"] == sorted(begun.values())
     assert ours.state_dict()["choices"] == []
+
+
+def test_a_step_is_learned_in_the_order_of_tickets_whichever_pool_and_whoever_ends_first():
+    ours = TicketLedger(
+        groups_per_step=4, max_lag=0, overcommit=0, num_pools=2, sampler=sampler(num_prompts=8)
+    )
+    begun = {t.index: t.prompt for t in ours.start(4, 0)}
+    for ticket in (3, 1, 2, 0):
+        ours.finish([ticket], {ticket: verdict(2)})
+    assert ours.take(0) == [0, 2, 1, 3], "one pool's after another's"
+    ours.trained(0.5)
+    state = ours.state_dict()["sampler"]
+    learned_at = dict(zip(state["prompts"], state["counts"][2]))
+    assert [learned_at[begun[ticket]] for ticket in range(4)] == [0, 1, 2, 3]
 
 
 class Rows(Task):

@@ -17,8 +17,8 @@ from llamarl.tickets.pool import in_time
 from llamarl.tickets.service import TicketService
 from llamarl.types import Group, Verdict
 
-TEACHES = Verdict(num_scored=4, total=1.0, teaches=True)
-EQUAL = Verdict(num_scored=4, total=0.0, teaches=False)
+TEACHES = Verdict(num_scored=4, total=1.0, teaches=True, solved=1.0)
+EQUAL = Verdict(num_scored=4, total=0.0, teaches=False, solved=0.0)
 
 
 def ledger(**changes):
@@ -100,6 +100,15 @@ def test_a_step_that_is_given_up_has_given_back_what_it_had():
     assert len(before["given_back"][0]) == 4
     assert ours.take(0) == [3, 4, 5, 7]
     assert (ours.newest_yield.given_back, ours.newest_yield.kept_equal) == (4, 1)
+
+
+def test_groups_that_were_given_back_are_counted_once_after_a_resume_with_more_trainer_ranks():
+    ours = ledger()
+    ours.start(6, 0)
+    assert ours.finish([0, 1, 2], verdicts_of([0, 1, 2], equal={0, 1, 2})) == [0, 1, 2]
+    again = ledger(num_pools=2)
+    again.load_state_dict(json.loads(json.dumps(ours.state_dict())))
+    assert [len(of_pool) for of_pool in again.state_dict()["given_back"]] == [2, 1]
 
 
 def test_in_a_synchronous_run_nothing_is_given_back_before_its_batch_is_finished():
@@ -336,14 +345,21 @@ def group(rewards, achieved=None, reasons=None, ticket=0):
 
 def test_outcomes_and_not_shaped_scores_say_whether_a_group_teaches():
     nan = float("nan")
-    assert verdict_of(group([1.0, 0.0])) == Verdict(num_scored=2, total=1.0, teaches=True)
+    assert verdict_of(group([1.0, 0.0])) == Verdict(2, 1.0, teaches=True, solved=1.0)
     # All failed, and only a penalty on length makes the scores differ.
     shaped = group([-0.1, -0.3], achieved=[0.0, 0.0])
-    assert verdict_of(shaped) == Verdict(num_scored=2, total=0.0, teaches=False)
+    assert verdict_of(shaped) == Verdict(2, 0.0, teaches=False, solved=0.0)
     # A completion that is not trained on, or was aborted, makes no difference.
     assert not verdict_of(group([1.0, nan])).teaches
     assert not verdict_of(group([1.0, 0.0], reasons=("stop", "aborted"))).teaches
     assert not verdict_of(group([nan, nan])).teaches
+
+
+def test_each_outcome_beyond_0_and_1_counts_as_solved_or_failed_and_the_total_is_what_it_is():
+    said = verdict_of(group([-1.0, 1.0, 10.0, 0.25]))
+    assert said == Verdict(num_scored=4, total=10.25, teaches=True, solved=2.25)
+    with pytest.raises(ValueError, match="3.0 of 2 completions solved"):
+        Verdict(num_scored=2, total=3.0, teaches=True, solved=3.0)
 
 
 def test_a_group_needs_an_outcome_for_each_reward():

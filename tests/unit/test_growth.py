@@ -47,7 +47,7 @@ def test_an_ask_that_is_refused_again_looks_at_no_pool_until_there_is_room(monke
     assert next_one.index == 2 * MANY and len(looked) == 3 * MANY + 1
 
 
-EQUAL = Verdict(num_scored=2, total=2.0, teaches=False)
+EQUAL = Verdict(num_scored=2, total=2.0, teaches=False, solved=2.0)
 
 
 @pytest.mark.parametrize("max_refill, looked_at", [(0, 0), (1, MANY)])

@@ -15,7 +15,7 @@ from llamarl.types import Verdict
 
 
 def verdict(solved, of=4):
-    return Verdict(num_scored=of, total=float(solved), teaches=0 < solved < of)
+    return Verdict(of, float(solved), teaches=0 < solved < of, solved=float(solved))
 
 
 def sampler(num_prompts=8):
