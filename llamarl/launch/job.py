@@ -31,6 +31,7 @@ from llamarl.models.attention import rotary_of
 from llamarl.models.config import ModelConfig, check_sizes, read_config
 from llamarl.models.directory import check_files, read_json
 from llamarl.models.hf import load_tokenizer, weights_of
+from llamarl.models.resolved import check_as_transformers_reads
 from llamarl.observe import RowWriter, build_sinks
 from llamarl.observe.expected import expectation_of, verdict
 from llamarl.observe.samples import SampleFile
@@ -88,8 +89,8 @@ def _loaded_tokenizer(path: Path):
 
 
 def read_model(path: str | Path) -> ModelConfig:
-    """Read a model directory's config.json, for a decoder that will be computed. ValueError or
-    FileNotFoundError names the file.
+    """Read a model directory's config.json, for a decoder that will be computed, and compare it
+    with what transformers reads. ValueError or FileNotFoundError names the file.
     """
     model = read_config(path)
     try:
@@ -97,6 +98,8 @@ def read_model(path: str | Path) -> ModelConfig:
         rotary_of(model)
     except (ValueError, TypeError, ArithmeticError) as error:
         raise ValueError(f"{Path(path) / 'config.json'}: {error}") from error
+    if Path(path) != TINY_MODEL:  # which a test compares: transformers takes a second to load
+        check_as_transformers_reads(Path(path), model)
     return model
 
 

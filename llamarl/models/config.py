@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from llamarl.models.directory import architecture_in, check_files, read_json
 from llamarl.models.families import FAMILIES, Family
@@ -38,6 +40,34 @@ _MOST = {
 }
 # Numbers, and the least that each may be. A base of 1 turns all features alike.
 _NUMBERS = {"rms_norm_eps": 0.0, "rope_theta": 1.0}
+# Fields that this file reads, by the names that Llama's have. Those that choose tensors, such as
+# attention_bias, need no reading: a tensor that is absent or unknown is refused.
+_READ = {
+    *_COUNTS,
+    *_NUMBERS,
+    "hidden_act",
+    "rope_parameters",
+    "rope_scaling",
+    "original_max_position_embeddings",
+    "tie_word_embeddings",
+    "sliding_window",
+    "use_sliding_window",
+    "id2label",
+}
+# Fields that change no layer of an evaluated model: provenance, training, defaults of sampling.
+_HARMLESS = re.compile(
+    r"_.*|.*bias|.*dropout|.*pdrop|summary_.*|(.+_)?token_id|unsloth_.*|(.+_)?attn_implementation"
+    r"|architectures|model_type|(torch_)?dtype|transformers_version|use_cache|auto_map|name_or_path"
+    r"|initializer_range|gradient_checkpointing|pretraining_tp|is_decoder|chunk_size_feed_forward"
+    r"|label2id|num_labels|problem_type|finetuning_task|task_specific_params|tokenizer_class|prefix"
+    r"|n_ctx|reorder_and_upcast_attn|max_window_layers|max_sequence_length|model_max_length"
+    r"|is_llama_config|transformers\.js_config|use_bfloat16|torchscript|tf_legacy_loss|return_dict"
+    r"|output_(hidden_states|attentions|scores)|return_dict_in_generate|(max|min)_length|do_sample"
+    r"|early_stopping|(.*_)?num_beams|num_beam_groups|num_return_sequences|temperature|top_[kp]"
+    r"|typical_p|.*_penalty|(encoder_)?no_repeat_ngram_size|bad_words_ids|(begin_)?suppress_tokens"
+    r"|max_new_tokens|remove_invalid_values"
+)
+_FULL = "full_attention"  # of a layer that attends to everything before it
 
 
 def tiny_directory() -> Path:
@@ -130,7 +160,11 @@ def read_config(path: str | Path) -> ModelConfig:
     if problem:
         raise ValueError(f"{file}: {problem}")
     family = FAMILIES[family_of(architecture)]
-    problem = _malformed(raw, family) or _unsupported(raw, architecture, family)
+    problem = (
+        _malformed(raw, family)
+        or _unsupported(raw, architecture, family)
+        or unknown_fields(raw, family)
+    )
     if architecture.endswith(SCORER):
         problem = problem or _misnamed(raw)
     if problem:
@@ -154,10 +188,14 @@ def _renamed(raw: dict, family: Family) -> dict:
 
 def _to_config(raw: dict, architecture: str, family: Family) -> ModelConfig:
     """Make the record of what config.json says. KeyError for a required field that is missing."""
-    # transformers 5 writes rope_parameters; 4 wrote rope_theta and rope_scaling.
-    rope = dict(raw.get("rope_parameters") or {})
-    theta_of_rope = rope.pop("rope_theta", None)
-    fraction_of_rope = rope.pop("partial_rotary_factor", None)
+    # transformers 5 writes rope_parameters; 4 wrote rope_theta and rope_scaling. Where a value
+    # stands in several places, the order is that of transformers 5.
+    rope = dict(raw.get("rope_scaling") or raw.get("rope_parameters") or {})
+    theta = rope.pop("rope_theta", None) or raw.get("rope_theta") or 10000.0
+    fraction = rope.pop("partial_rotary_factor", None) or raw.get("partial_rotary_factor")
+    outer_length = raw.get("original_max_position_embeddings")
+    if outer_length is not None and rope.get("rope_type", rope.get("type")) in ("llama3", "yarn"):
+        rope["original_max_position_embeddings"] = outer_length
     hidden_size = raw["hidden_size"]
     heads = raw["num_attention_heads"]
     head_dim = hidden_size // heads
@@ -167,11 +205,7 @@ def _to_config(raw: dict, architecture: str, family: Family) -> ModelConfig:
         kv_heads = raw.get("num_key_value_heads") or heads
     rotary_dim = None
     if family.rotary_fraction < 1:
-        fraction = family.rotary_fraction
-        if fraction:
-            by_default: float = fraction_of_rope or fraction
-            fraction = raw.get("rotary_pct", by_default)
-        rotary_dim = int(head_dim * fraction)
+        rotary_dim = int(head_dim * (fraction or family.rotary_fraction))
     units = raw.get("intermediate_size")
     if units is None and family.widening:
         units = family.widening * hidden_size
@@ -191,8 +225,8 @@ def _to_config(raw: dict, architecture: str, family: Family) -> ModelConfig:
         num_key_value_heads=kv_heads,
         head_dim=head_dim,
         rms_norm_eps=raw.get("rms_norm_eps", family.norm_eps),
-        rope_theta=raw.get("rope_theta") or theta_of_rope or 10000.0,
-        rope_scaling=raw.get("rope_scaling") or rope or None,
+        rope_theta=theta,
+        rope_scaling=rope or None,
         max_position_embeddings=raw.get("max_position_embeddings", 2048),
         tie_word_embeddings=raw.get("tie_word_embeddings", family.tied) and not labels,
         attention_bias=family.qkv_bias,
@@ -240,6 +274,32 @@ def _unsupported(raw: dict, architecture: str, family: Family) -> str | None:
     return None
 
 
+def unknown_fields(raw: dict, family: Family) -> str | None:
+    """Say which fields of a config.json are set and not known, so that the model could be another
+    than the one that is computed; None if there are none.
+    """
+    own = {family.fields.get(name, name) for name in _READ}
+    known = _READ | own | family.fixed.keys()
+    if family.parallel_residual:
+        known.add("use_parallel_residual")
+    if 0 < family.rotary_fraction < 1:
+        known.add(family.fields.get("partial_rotary_factor", "partial_rotary_factor"))
+    unknown = []
+    for key, value in raw.items():
+        is_off = not value
+        if key == "layer_types" and isinstance(value, list):
+            is_off = all(kind == _FULL for kind in value)
+        if not (key in known or is_off or _HARMLESS.fullmatch(key)):
+            unknown.append(f"{key}={value!r:.60}")
+    if not unknown:
+        return None
+    return (
+        f"{', '.join(sorted(unknown))}: not known of this family, so the model may be another than "
+        "the one that would be computed. If its layers are as without it, take it out of "
+        "config.json, or put it into `fixed` of the family (docs/models.md)"
+    )
+
+
 def _malformed(raw: dict, family: Family) -> str | None:
     """Name the field that is of the wrong kind or beyond belief; None if there is none."""
     problem = _miscounted(raw, family.fields) or oversized(raw, family.fields)
@@ -259,18 +319,37 @@ def _malformed(raw: dict, family: Family) -> str | None:
     for key in ("rope_parameters", "rope_scaling"):
         if not isinstance(raw.get(key) or {}, dict):
             return f"{key}={raw[key]!r}: need an object with rope_type, or null"
-    rope = raw.get("rope_parameters") or {}
+        problem = _malformed_rope(raw.get(key) or {}, key, family)
+        if problem:
+            return problem
+    for key in ("partial_rotary_factor", "rotary_pct"):
+        problem = _no_fraction(raw.get(key), key)
+        if problem:
+            return problem
+    return None
+
+
+def _malformed_rope(rope: dict, name: str, family: Family) -> str | None:
+    """Name the value of rope_parameters or rope_scaling that is wrong; None if there is none."""
+    for key, value in rope.items():
+        if isinstance(value, dict):
+            return f"{name}.{key}: rotary positions that differ by layer are not supported"
     theta = rope.get("rope_theta")
     if not (theta is None or _is_number(theta, _NUMBERS["rope_theta"])):
-        return f"rope_parameters.rope_theta={theta!r}: need a finite number of at least 1"
-    fractions = {
-        "rotary_pct": raw.get("rotary_pct"),
-        "rope_parameters.partial_rotary_factor": rope.get("partial_rotary_factor"),
-    }
-    for key, fraction in fractions.items():
-        if not (fraction is None or (_is_number(fraction, 0) and fraction <= 1)):
-            return f"{key}={fraction!r}: need a share of a head's features, from 0 to 1"
-    return None
+        return f"{name}.rope_theta={theta!r}: need a finite number of at least 1"
+    key = f"{name}.partial_rotary_factor"
+    fraction = rope.get("partial_rotary_factor")
+    problem = _no_fraction(fraction, key)
+    if not problem and family.rotary_fraction == 1 and fraction not in (None, 1):
+        return f"{key}={fraction!r}: heads of this family are turned whole"
+    return problem
+
+
+def _no_fraction(value: Any, key: str) -> str | None:
+    """Say that a value is no share; None if it is, or is absent."""
+    if value is None or (_is_number(value, 0) and value <= 1):
+        return None
+    return f"{key}={value!r}: need a share of a head's features, from 0 to 1"
 
 
 def check_sizes(config: ModelConfig) -> None:

@@ -74,7 +74,11 @@ FAMILIES = {
             ("mlp.down_proj.", "mlp.dense_4h_to_h."),
         ),
         fused="heads",
-        fields={"rms_norm_eps": "layer_norm_eps", "rope_theta": "rotary_emb_base"},
+        fields={
+            "rms_norm_eps": "layer_norm_eps",
+            "rope_theta": "rotary_emb_base",
+            "partial_rotary_factor": "rotary_pct",
+        },
         fixed={"attention_bias": True},
     ),
     "GPT2": Family(

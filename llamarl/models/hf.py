@@ -23,7 +23,7 @@ from llamarl.models.directory import check_files, read_json
 from llamarl.models.fsdp import held_box, local
 from llamarl.models.protocol import LanguageModel, Model
 from llamarl.models.sharding import Shape
-from llamarl.models.stored import read_box, stored_parameters, stored_shapes, to_stored
+from llamarl.models.stored import Stored, read_box, stored_parameters, stored_shapes, to_stored
 
 # transformers' names for a tokenizer that is its tokenizer.json and nothing more.
 PLAIN_TOKENIZERS = ("PreTrainedTokenizerFast", "TokenizersBackend")
@@ -53,10 +53,11 @@ _NAMES = (  # decoder name -> Hugging Face name
     ("layers.{}.mlp.w2.", "model.layers.{}.mlp.down_proj."),
     ("layers.{}.mlp.w3.", "model.layers.{}.mlp.up_proj."),
 )
+_HEADS = ("lm_head.weight", "embed_out.weight")  # ends of names
+_ROWS = 4096  # of a head that are compared at once
 # Ends of names: a tied head, and what older files keep of rotary tables and causal masks.
 _MADE_ANEW = (
-    "lm_head.weight",
-    "embed_out.weight",
+    *_HEADS,
     "rotary_emb.inv_freq",
     ".attn.bias",
     ".attn.masked_bias",
@@ -124,6 +125,12 @@ class SafetensorsDir:
         single = self.path / "model.safetensors"
         if index.is_file():
             files = sorted(set(_weight_map(index).values()))
+            if single.is_file() and single.name not in files:
+                # transformers reads the single file, others the shards.
+                raise ValueError(
+                    f"{index} names {files[0]}, but {single.name} is there too, and they may hold "
+                    "other weights; remove the one that is out of date"
+                )
         elif single.is_file():
             files = [single.name]
         else:
@@ -215,7 +222,31 @@ def weights_of(
     """
     source = SafetensorsDir(path, base=config.traits.base)
     check_weights(source, stored_shapes(config), may_lack=may_lack)
+    if config.tie_word_embeddings:
+        _check_tied(source, stored_parameters(config))
     return source
+
+
+def _check_tied(source: SafetensorsDir, places: Mapping[str, Stored]) -> None:
+    """Raise ValueError if a tied model's directory has a head that is not its embedding. Reads
+    numbers only if it has a head.
+    """
+    embedding = places["model.embed_tokens.weight"].name
+    for name in source.file_of:
+        if not name.endswith(_HEADS):
+            continue
+        head_VD = source.get_slice(name)
+        embedding_VD = source.get_slice(embedding)
+        num_rows = embedding_VD.get_shape()[0]
+        is_same = head_VD.get_shape() == embedding_VD.get_shape() and all(
+            torch.equal(head_VD[i : i + _ROWS], embedding_VD[i : i + _ROWS])
+            for i in range(0, num_rows, _ROWS)
+        )
+        if not is_same:
+            raise ValueError(
+                f"{source.path}: {name} differs from {embedding}, but config.json says "
+                "tie_word_embeddings=true; if the head is meant, set it to false there"
+            )
 
 
 @torch.no_grad()

@@ -66,9 +66,13 @@ def test_weights_that_do_not_fit_are_refused_as_loading_them_does(model, tensors
     assert message.splitlines()[1:] == [f"  {said}"]
 
 
-def test_a_head_of_its_own_is_needed_where_it_is_not_tied_and_ignored_where_it_is(model):
-    change_weights(model, **{"lm_head.weight": torch.zeros(52, 192)})
+def test_a_head_of_its_own_is_needed_where_it_is_not_tied_and_is_the_embedding_where_it_is(model):
+    embedding = load_file(model / "model.safetensors")["model.embed_tokens.weight"]
+    change_weights(model, **{"lm_head.weight": embedding.clone()})
     check_inputs(model_job(model))
+    change_weights(model, **{"lm_head.weight": torch.zeros(52, 192)})
+    said = "lm_head.weight differs from model.embed_tokens.weight"
+    assert said in model_refusal(model)
     change_weights(model, **{"lm_head.weight": None})
     change(model / "config.json", tie_word_embeddings=False)
     assert "lm_head.weight: absent" in model_refusal(model)
@@ -119,7 +123,7 @@ def test_a_config_that_is_not_supported_is_named(model, field, value, said):
 def test_a_family_whose_weights_vllm_is_not_sent_is_refused(model, monkeypatch):
     monkeypatch.setattr(vllm_engine, "vllm_problem", lambda: None)  # as if it were installed
     change(model / "config.json", architectures=["GPTNeoXForCausalLM"], hidden_act="gelu")
-    change(model / "config.json", attention_bias=True)
+    change(model / "config.json", attention_bias=True, model_type="gpt_neox", layer_norm_eps=1e-6)
     message = model_refusal(model, "generator=vllm")
     assert (
         "GPTNeoXForCausalLM" in message

@@ -1,0 +1,329 @@
+"""config.json as transformers reads it: values in several places, fields that are not known."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import GraniteConfig, LlamaConfig, SmolLM3Config
+
+from llamarl.errors import BadInput
+from llamarl.launch.inputs import check_inputs
+from llamarl.models.config import read_config, tiny_directory
+from llamarl.models.families import FAMILIES, Family
+from llamarl.models.hf import SafetensorsDir
+from llamarl.models.resolved import check_as_transformers_reads
+from tests.random_models import SIZES
+from tests.unit.refusals import change, model_job
+
+LLAMA3 = {
+    "factor": 32.0,
+    "high_freq_factor": 4.0,
+    "low_freq_factor": 1.0,
+    "original_max_position_embeddings": 8192,
+    "rope_type": "llama3",
+}
+USUAL = {
+    "attention_dropout": 0.0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "hidden_act": "silu",
+    "initializer_range": 0.02,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.43.0",
+    "use_cache": True,
+}
+# What the directories of well-known models say, without the fields that all of them have.
+PUBLISHED = {
+    "Llama 2 7B": {
+        "_name_or_path": "meta-llama/Llama-2-7b-hf",
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "max_length": 4096,
+        "max_position_embeddings": 4096,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 32,
+        "pretraining_tp": 1,
+        "rms_norm_eps": 1e-5,
+        "rope_scaling": None,
+        "tie_word_embeddings": False,
+        "vocab_size": 32000,
+    },
+    "Llama 3.2 1B Instruct": {
+        "architectures": ["LlamaForCausalLM"],
+        "attention_bias": False,
+        "eos_token_id": [128001, 128008, 128009],
+        "model_type": "llama",
+        "head_dim": 64,
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "max_position_embeddings": 131072,
+        "mlp_bias": False,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 16,
+        "num_key_value_heads": 8,
+        "pretraining_tp": 1,
+        "rms_norm_eps": 1e-5,
+        "rope_scaling": LLAMA3,
+        "rope_theta": 500000.0,
+        "tie_word_embeddings": True,
+        "unsloth_fixed": True,
+        "vocab_size": 128256,
+    },
+    "SmolLM2 135M Instruct": {
+        "architectures": ["LlamaForCausalLM"],
+        "attention_bias": False,
+        "model_type": "llama",
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "is_llama_config": True,
+        "max_position_embeddings": 8192,
+        "mlp_bias": False,
+        "num_attention_heads": 9,
+        "num_hidden_layers": 30,
+        "num_key_value_heads": 3,
+        "pretraining_tp": 1,
+        "rms_norm_eps": 1e-5,
+        "rope_interleaved": False,
+        "rope_scaling": None,
+        "rope_theta": 100000,
+        "tie_word_embeddings": True,
+        "transformers.js_config": {"kv_cache_dtype": {"q4f16": "float16"}},
+        "vocab_size": 49152,
+    },
+    "Mistral 7B v0.3": {
+        "architectures": ["MistralForCausalLM"],
+        "model_type": "mistral",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "max_position_embeddings": 32768,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1000000.0,
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+        "vocab_size": 32768,
+    },
+    "Qwen2.5 7B Instruct": {
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "max_position_embeddings": 32768,
+        "max_window_layers": 28,
+        "num_attention_heads": 28,
+        "num_hidden_layers": 28,
+        "num_key_value_heads": 4,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000.0,
+        "sliding_window": 131072,
+        "tie_word_embeddings": False,
+        "use_mrope": False,
+        "use_sliding_window": False,
+        "vocab_size": 152064,
+    },
+    "Qwen3 8B, saved by transformers 5": {
+        "architectures": ["Qwen3ForCausalLM"],
+        "attention_bias": False,
+        "dtype": "bfloat16",
+        "model_type": "qwen3",
+        "head_dim": 128,
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "layer_types": ["full_attention"] * 36,
+        "max_position_embeddings": 40960,
+        "max_window_layers": 36,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 36,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {"rope_theta": 1000000, "rope_type": "default"},
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+        "use_sliding_window": False,
+        "vocab_size": 151936,
+    },
+    "Pythia 410M": {
+        "architectures": ["GPTNeoXForCausalLM"],
+        "model_type": "gpt_neox",
+        "hidden_act": "gelu",
+        "hidden_size": 1024,
+        "intermediate_size": 4096,
+        "layer_norm_eps": 1e-5,
+        "max_position_embeddings": 2048,
+        "num_attention_heads": 16,
+        "num_hidden_layers": 24,
+        "rotary_emb_base": 10000,
+        "rotary_pct": 0.25,
+        "tie_word_embeddings": False,
+        "use_parallel_residual": True,
+        "vocab_size": 50304,
+    },
+    "GPT-2": {
+        "activation_function": "gelu_new",
+        "architectures": ["GPT2LMHeadModel"],
+        "attn_pdrop": 0.1,
+        "_num_labels": 1,
+        "embd_pdrop": 0.1,
+        "layer_norm_epsilon": 1e-5,
+        "model_type": "gpt2",
+        "n_ctx": 1024,
+        "n_embd": 768,
+        "n_head": 12,
+        "n_layer": 12,
+        "n_positions": 1024,
+        "resid_pdrop": 0.1,
+        "summary_activation": None,
+        "summary_first_dropout": 0.1,
+        "summary_proj_to_labels": True,
+        "summary_type": "cls_index",
+        "summary_use_proj": True,
+        "task_specific_params": {"text-generation": {"do_sample": True, "max_length": 50}},
+        "vocab_size": 50257,
+    },
+}
+
+
+def written(path, config):
+    path.mkdir(exist_ok=True)
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_configurations_are_read_as_transformers_reads_them(tmp_path, name):
+    usual = USUAL if name != "GPT-2" else {"initializer_range": 0.02}
+    path = written(tmp_path, usual | PUBLISHED[name])
+    check_as_transformers_reads(path, read_config(path))
+
+
+def test_the_embedded_model_is_read_as_transformers_reads_it():
+    check_as_transformers_reads(tiny_directory(), read_config(tiny_directory()))
+
+
+def llama(**fields):
+    return PUBLISHED["Llama 2 7B"] | fields
+
+
+YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+
+
+@pytest.mark.parametrize(
+    "config, theta, length, turned",
+    [
+        (llama(rope_scaling=None, rope_theta=500.0), 500.0, None, None),
+        (
+            llama(rope_scaling={"rope_type": "linear", "factor": 2.0, "rope_theta": 500.0}),
+            500.0,
+            None,
+            None,
+        ),
+        (
+            llama(rope_theta=7.0, rope_parameters={"rope_type": "default", "rope_theta": 500.0}),
+            500.0,
+            None,
+            None,
+        ),
+        (
+            llama(
+                rope_scaling={"rope_type": "linear", "factor": 2.0},
+                rope_parameters={"rope_type": "default", "rope_theta": 500.0},
+            ),
+            10000.0,
+            None,
+            None,
+        ),
+        (llama(rope_scaling=YARN, original_max_position_embeddings=16), 10000.0, 16, None),
+        (llama(rope_scaling=LLAMA3, original_max_position_embeddings=16), 10000.0, 16, None),
+        (PUBLISHED["Pythia 410M"] | {"rotary_pct": 0.5}, 10000, None, 32),
+        (
+            PUBLISHED["Pythia 410M"]
+            | {"rotary_pct": 0.5, "rope_parameters": {"partial_rotary_factor": 1.0}},
+            10000,
+            None,
+            64,
+        ),
+    ],
+)
+def test_a_value_in_several_places_is_the_one_that_transformers_takes(
+    tmp_path, config, theta, length, turned
+):
+    path = written(tmp_path, config)
+    model = read_config(path)
+    assert model.rope_theta == theta and model.rotary_dim == turned
+    assert (model.rope_scaling or {}).get("original_max_position_embeddings") == length
+    check_as_transformers_reads(path, model)
+
+
+def test_whatever_transformers_reads_otherwise_is_named_at_the_start(tmp_path):
+    path = written(tmp_path, llama(rope_theta=500.0))
+    model = read_config(path)
+    change(path / "config.json", rope_theta=501.0, num_key_value_heads=8)
+    with pytest.raises(ValueError) as refused:
+        check_as_transformers_reads(path, model)
+    said = str(refused.value)
+    assert "num_key_value_heads is 32 here and 8 in transformers" in said
+    assert "rope_theta is 500.0 here and 501.0 in transformers" in said
+    assert said.count(" here and ") == 2
+
+
+def test_a_run_compares_its_model_with_transformers(tmp_path, monkeypatch):
+    import shutil
+
+    path = shutil.copytree(tiny_directory(), tmp_path / "model")
+    change(path / "config.json", model_type="mistral", sliding_window=None)
+    check_inputs(model_job(path))  # another type, the same values
+    raw = json.loads((path / "config.json").read_text())
+    del raw["max_position_embeddings"]
+    (path / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(BadInput, match="max_position_embeddings is 2048 here and 131072"):
+        check_inputs(model_job(path, "task.max_prompt_tokens=8"))
+
+
+@pytest.mark.parametrize(
+    "config, name, said",
+    [
+        (SmolLM3Config(**SIZES), "SmolLM3", "no_rope_layers=[1, 1, 1], no_rope_layer_interval=4"),
+        (
+            GraniteConfig(**SIZES, embedding_multiplier=12.0),
+            "Granite",
+            "embedding_multiplier=12.0",
+        ),
+        (LlamaConfig(**SIZES, logit_soft_cap=30.0), "Llama", "logit_soft_cap=30.0"),
+        (LlamaConfig(**SIZES, partial_rotary_factor=0.5), "Llama", "partial_rotary_factor"),
+    ],
+)
+def test_a_field_that_a_family_does_not_know_is_refused(tmp_path, monkeypatch, config, name, said):
+    monkeypatch.setitem(FAMILIES, name, FAMILIES.get(name, Family()))
+    config.architectures = [f"{name}ForCausalLM"]
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ValueError) as refused:
+        read_config(tmp_path)
+    for field in said.split(", no_"):
+        assert field in str(refused.value)
+
+
+def test_a_default_that_makes_another_model_is_refused(tmp_path, monkeypatch):
+    """SmolLM3 leaves every fourth layer without positions, whether its config.json says so."""
+    monkeypatch.setitem(FAMILIES, "SmolLM3", Family())
+    config = llama(architectures=["SmolLM3ForCausalLM"], model_type="smollm3", rope_theta=2e6)
+    path = written(tmp_path, config)
+    with pytest.raises(ValueError, match="with transformers' defaults: .*no_rope_layer_interval=4"):
+        check_as_transformers_reads(path, read_config(path))
+
+
+def test_a_single_file_and_an_index_of_others_are_refused(tmp_path):
+    save_file({"a": torch.zeros(1)}, tmp_path / "model.safetensors")
+    save_file({"a": torch.ones(1)}, tmp_path / "shard.safetensors")
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "shard.safetensors"}}))
+    with pytest.raises(ValueError, match="model.safetensors is there too"):
+        SafetensorsDir(tmp_path)
+    index.write_text(json.dumps({"weight_map": {"a": "model.safetensors"}}))
+    assert SafetensorsDir(tmp_path).file_of.keys() == {"a"}
+    assert load_file(SafetensorsDir(tmp_path).files[0])["a"].tolist() == [0.0]
