@@ -419,13 +419,6 @@ NOTES = (
     ),
     as_paragraph("What may break a prediction:"),
     as_item(
-        "**A helper.** In an asynchronous run a trainer that is the only one has weights' "
-        "gradients computed on a core that is idle (`docs/running.md`). By how much its update is "
-        "shorter is one share of a model and a machine (`helped`), from runs whose executors are "
-        "apart. A probe measures it on a core that is idle all the time, which is the most that it "
-        "can be."
-    ),
-    as_item(
         "**The race between weights and tickets.** Where executors are apart, whether a ticket "
         "starts just before or just after a version has arrived is a step of lag, and a matter of "
         "milliseconds. The simulation draws both ways. A generator on a trainer's rank waits for "
@@ -450,19 +443,19 @@ NOTES = (
 )
 OTHER_CELLS = as_paragraph(
     "Other cells were announced and measured before, of 28 and 56 groups of the tiny model and 12 "
-    "and 16 of 12.6 M, on a CPU with AVX512 (`planner_earlier.json`). The planner did not know of "
-    "the helper then: of 36 cells that no fit saw it had the step within its margin in 30, memory "
-    "in 36 and the lag in 16 of 20, and chose rightly in 4 of 8. With the helper's figure 34 steps "
-    "and 7 choices of the same cells came right, which had been seen by then. Where ranks train "
-    "and generate, the lag was a matter of chance at that time."
+    "and 16 of 12.6 M, on a CPU with AVX512 (`planner_earlier.json`): of 36 cells that no fit saw "
+    "the planner had the step within its margin in 30, memory in 36 and the lag in 16 of 20, and "
+    "chose rightly in 4 of 8. Where ranks train and generate, the lag was a matter of chance at "
+    "that time."
 )
 SAME_CELLS = as_paragraph(
     "The cells of this page were measured twice before. With longer turns of the generator beside "
     "a reward a step was within its margin in 35 of 36, memory in 36, the lag in 20 of 20 and the "
     "choice in 8 of 8; with short turns these were 36, 36, 19 and 8. The lag that was missed was "
     "1.58 where 1.33 was predicted: trainer on two of three ranks, 72 groups. Their split into "
-    "seen and unseen, and all margins, are as they were. A probe was changed between the two, so "
-    "that it measures what a helper saves; it had 31 of 48 before, and 33 then."
+    "seen and unseen, and all margins, are as they were. A probe had 31 of 48 before, and 33 then. "
+    "In all of these runs a helper thread of an asynchronous trainer computed weights' gradients; "
+    "it was removed after them."
 )
 
 

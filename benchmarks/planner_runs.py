@@ -15,8 +15,7 @@ again. So whatever else the machine does for a while meets a turn of many cells,
 one. A run's figure is the mean of its steps behind the first fifth, without the longest and the
 shortest fifth of these, and a cell's is the median of its runs.
 
-`threads=1` of every cell: no trainer changes its threads. One that is alone has a helper all the
-same where the run is asynchronous.
+`threads=1` of every cell: no trainer changes its threads.
 """
 
 from __future__ import annotations

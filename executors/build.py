@@ -135,7 +135,6 @@ def build_generator(config: Config, job: Job) -> Generator:
         temperatures=temperatures_of(config),
         chunk_tokens=g.chunk(is_short=is_short),
         has_short_turns=is_short,
-        may_have_helper=_may_have_helper(config, job),
         groups_first=math.ceil(2 * config.groups_per_step / num_replicas),
         max_seconds=g.max_seconds,
         in_flight_updates=config.updates_in_flight,
@@ -160,16 +159,6 @@ def _wants_short_turns(config: Config, job: Job) -> bool:
     if reads_ahead or torch.cuda.is_available():
         return False
     return wants_short_turns(job.placement, synchronous=config.max_lag == 0)
-
-
-def _may_have_helper(config: Config, job: Job) -> bool:
-    """Whether a generator's rank may use a second core beside a trainer that waits: each has a
-    trainer's rank of its own. Without lag none does, so that planner.fit knows what each does
-    alone.
-    """
-    if config.max_lag == 0 or torch.cuda.is_available() or not config.placement.adapt:
-        return False
-    return len(job.placement["generator"]) <= len(job.placement["trainer"])
 
 
 def build_reward(config: Config, job: Job) -> Reward:

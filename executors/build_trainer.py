@@ -23,7 +23,7 @@ from llamarl.learning.update import UpdateSettings
 from llamarl.learning.values import CriticSettings
 from llamarl.models.lora import Lora
 from llamarl.models.parity import TOP
-from llamarl.native.threads import ThreadTrial, trial_of
+from llamarl.native.threads import ThreadTrial, trial_of_threads
 
 BUFFERS = {  # by buffer.draw
     "local": ReplayBuffer,
@@ -186,7 +186,7 @@ def build_trainer(config: Config, job: Job) -> FSDPTrainer:
         ema_decay=t.ema_decay,
         step_options=step_options,
         samples=job.sample_maker,
-        threads=_thread_trial(config, job),
+        threads=_thread_trial(config),
         resets_reference=partial(_is_due, reference.reset_every),
         shares_replicas=_shares_replicas(config, job),
         unseen=_unseen_prompts(config, job),
@@ -212,15 +212,14 @@ def _unseen_prompts(config: Config, job: Job) -> UnseenPrompts | None:
     )
 
 
-def _thread_trial(config: Config, job: Job) -> ThreadTrial | None:
-    """Return what tries a trainer rank's threads; None where they decide bits, are a GPU's business
-    or are to be left alone.
+def _thread_trial(config: Config) -> ThreadTrial | None:
+    """Return what tries a trainer rank's threads; None where they are given, decide bits, are a
+    GPU's business or are to be left alone.
     """
-    if config.max_lag == 0 or torch.cuda.is_available() or not config.placement.adapt:
+    is_fixed = config.threads is not None or not config.placement.adapt
+    if is_fixed or config.max_lag == 0 or torch.cuda.is_available():
         return None
-    # FSDP looks at every gradient as it comes.
-    is_whole = len(job.placement["trainer"]) == 1 and not config.trainer.cpu_offload
-    return trial_of(is_fixed=config.threads is not None, may_have_helper=is_whole)
+    return trial_of_threads()
 
 
 def _is_due(every: int | None, version: int) -> bool:

@@ -43,7 +43,6 @@ from llamarl.inference.partials import pack, unpack
 from llamarl.inference.protocol import (
     BuildEngine,
     GenerationEngine,
-    can_be_helped,
     can_hold_quantized,
     can_resume,
     can_stream,
@@ -51,8 +50,6 @@ from llamarl.inference.protocol import (
 )
 from llamarl.inference.requests import Partial
 from llamarl.models.parity import Canary, check_canary, check_quantized
-from llamarl.native.helper import Helper
-from llamarl.native.threads import is_room_for_helper
 from llamarl.tickets.prompts import AnyPrompts, chosen, note
 from llamarl.types import Completion, EvalCompletion, Policy, Prompt, Stretch
 
@@ -78,8 +75,6 @@ class Generator(Executor):
     groups_first: so many groups go before the evaluation of the first version that comes, if the
     ledger grants them: a replica's share of the trainer's first two steps, the one that it waits
     for and the one that it makes while held-out prompts are answered.
-    may_have_helper: whether another thread may take parts of what the engine computes while a
-    version is pinned, for which the trainer must soon wait.
     in_flight_updates: take new weights in while completions run; otherwise only when none does.
     recompute_kv: at new weights, compute the cache of running completions again.
     parity_tolerance: nats that the canary of a version may differ from the trainer's.
@@ -104,7 +99,6 @@ class Generator(Executor):
     parity_tolerance: float
     has_short_turns: bool = False
     groups_first: int = 0
-    may_have_helper: bool = False
     recompute_kv: bool = False
     eval_samples: int = 0
     tensor_parallel: int = 1
@@ -119,8 +113,6 @@ class Generator(Executor):
         self._evaluating = 0  # unfinished completions of held-out prompts
         self._to_evaluate: deque[int] = deque()  # held-out prompts that the engine has not got yet
         self._due_first = 0  # groups that go before these
-        self._helper: Helper | None = None  # while it is not in use, too
-        self._helped = 0  # parts of passes that it took, as far as they are counted
         # The tickets whose groups are not whole. Only the first rank of a replica keeps them.
         self._begun: dict[int, float] = {}  # when each began here, seconds
         self._open: dict[int, list[Completion]] = {}  # the completions that were sent
@@ -374,9 +366,7 @@ class Generator(Executor):
         self.claim_device()
         for ticket in ended:
             self.engine.abort(ticket, stream=TRAIN)
-        self._take_help()
         sampled = self.engine.step(chunk)
-        self._count_help()
         self._sampled += sampled
         if not self.follows:
             self.metrics.add("generator/tokens", sampled)
@@ -396,25 +386,6 @@ class Generator(Executor):
                 self._evaluations.put(answer)
         self._tell()
         return sampled > 0 or bool(finished)
-
-    def _take_help(self) -> None:
-        """Have the engine share what it computes with the helper while a version is pinned: the
-        trainer must soon wait for the end of that, and its core is free then.
-        """
-        if not (self.may_have_helper and can_be_helped(self.engine)):
-            return
-        is_needed = self._evaluating > 0 and is_room_for_helper()
-        if is_needed and self._helper is None:
-            self._helper = Helper(self.name)
-        self.engine.take_help(self._helper if is_needed else None)
-
-    def _count_help(self) -> None:
-        """Count the parts of passes that the helper took, if there is one."""
-        if self._helper is None:
-            return
-        done = self._helper.num_done
-        self.metrics.add_sum("generator/parts_helped", done - self._helped)
-        self._helped = done
 
     def _with_prompt(self, completion: Completion) -> Completion:
         """Return a completion that says which prompt was chosen, if one was."""
@@ -543,9 +514,7 @@ class Generator(Executor):
         return self.engine.offloadable()
 
     def teardown(self) -> None:
-        """End the helper, let the replica's ranks leave together, then close weights and engine."""
-        if self._helper is not None:
-            self._helper.close()
+        """Let the replica's ranks leave together, then close weights and engine."""
         if hasattr(self, "engine"):
             self.replica.leave(self._follow)
         if hasattr(self, "weights"):

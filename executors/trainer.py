@@ -58,8 +58,7 @@ from llamarl.models.sharded_state import (
 from llamarl.models.sharding import Box, num_parameters, parameter_shapes
 from llamarl.models.tp import TensorParallel
 from llamarl.models.training import training_decoder
-from llamarl.native.helper import Helper
-from llamarl.native.threads import Crew, ThreadTrial
+from llamarl.native.threads import ThreadTrial
 from llamarl.types import Group, Policy, ReferencePolicy
 
 SHORT_S = 0.02  # a shorter wait for data does not count as one
@@ -99,12 +98,12 @@ class FSDPTrainer(Executor):
     like the policy.
     step_options(step): options of the loss that change from step to step.
     samples: makes of a step what people look at; None: nothing is kept for them.
-    threads: chooses between two steps what threads this rank computes with; None: they stay. Only a
-    single rank that holds the model whole may be given a helper. resets_reference(version): whether
-    the reference takes that version's weights. shares_replicas: replicas of the generator take
-    turns with it, on ranks that it has too. unseen: predicts for the ledger how hard unseen prompts
-    are. canary_prompts, canary_top: see llamarl.models.parity. evaluate_at(version): whether that
-    version must be evaluated; checkpoint_at(version): whether to checkpoint it.
+    threads: chooses between two steps how many threads this rank computes with; None: they stay.
+    resets_reference(version): whether the reference takes that version's weights. shares_replicas:
+    replicas of the generator take turns with it, on ranks that it has too. unseen: predicts for the
+    ledger how hard unseen prompts are. canary_prompts, canary_top: see llamarl.models.parity.
+    evaluate_at(version): whether that version must be evaluated; checkpoint_at(version): whether to
+    checkpoint it.
     """
 
     name = "trainer"
@@ -150,7 +149,6 @@ class FSDPTrainer(Executor):
         self._is_at_end = False  # nothing is left but the last save
         self._taken: list[int] | None = None  # the tickets of a step that has not begun
         self._published = -1
-        self._helper: Helper | None = None  # while it is not in use, too
         self._frozen: list[torch.nn.Parameter] = []  # parameters of the trainer's own reference
         self._wait_since = time.monotonic()
 
@@ -201,7 +199,7 @@ class FSDPTrainer(Executor):
             watch=self._watch,
         )
         if self.threads is not None:
-            self._use(self.threads.crew)
+            torch.set_num_threads(self.threads.threads)
         self.buffer.attach(self._update.ranks)
         self.weights = sender_of(self.outputs)
         for weights in self._senders:
@@ -372,7 +370,6 @@ class FSDPTrainer(Executor):
                     "time/wait_for_data_s": waited_s,
                     "time/step_s": time.monotonic() - self._wait_since,
                     "trainer/threads": torch.get_num_threads(),
-                    "trainer/threads_helping": int(self._update.helper is not None),
                     "weights/publish_stall_s": stall_s,
                     "weights/bytes": self.weights.bytes_per_sync,
                 },
@@ -392,14 +389,7 @@ class FSDPTrainer(Executor):
             return
         step_s = time.monotonic() - self._wait_since
         self.threads.step_took(step_s / num_trained_tokens)
-        self._use(self.threads.crew)
-
-    def _use(self, crew: Crew) -> None:
-        """Compute with this crew from here on."""
-        torch.set_num_threads(crew.threads)
-        if crew.has_helper and self._helper is None:
-            self._helper = Helper()
-        self._update.helper = self._helper if crew.has_helper else None
+        torch.set_num_threads(self.threads.threads)
 
     def _is_given_up(self) -> bool:
         """Whether the step should end here, without an update. Called between two microbatches;
@@ -586,10 +576,7 @@ class FSDPTrainer(Executor):
         return tensors
 
     def teardown(self) -> None:
-        """Close the channels of weights, and end the helper."""
-        if self._helper is not None:
-            self._helper.close()
-            self._helper = None
+        """Close the channels of weights."""
         if hasattr(self, "outputs"):
             for weights in self._senders:
                 weights.close()

@@ -25,13 +25,12 @@ from llamarl.inference.engine import Engine
 from llamarl.inference.kept import Key
 from llamarl.inference.requests import NewTokens, Partial, Request, TokenIds, on_cpu
 from llamarl.inference.sampler import SamplingParams
-from llamarl.native.helper import Helper
 from llamarl.types import Completion, Prompt
 
 
 class DialogueEngine:
-    """Samples dialogues. It is a GenerationEngine, and a Resumable-, Streaming-, Quantized-,
-    Helped- and TalkingEngine (llamarl.inference.protocol), where the calls are described in full.
+    """Samples dialogues. It is a GenerationEngine, and a Resumable-, Streaming-, Quantized-
+    and TalkingEngine (llamarl.inference.protocol), where the calls are described in full.
 
     inner: samples turns. make_dialogues: of a function to call when an environment has answered.
     prompt_of: gives the prompt of a ticket in a stream. is_played: whether an environment answers
@@ -67,10 +66,6 @@ class DialogueEngine:
         answered.
         """
         self._wake = wake
-
-    def take_help(self, helper: Helper | None) -> None:
-        """Have a helper take parts of what the inner engine computes; None: no longer."""
-        self._inner.take_help(helper)
 
     @property
     def num_live(self) -> int:

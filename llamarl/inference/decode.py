@@ -18,9 +18,7 @@ Shapes: N rows, D model, H query heads, J key/value heads, K head dim, V vocabul
 from __future__ import annotations
 
 import ctypes
-import itertools
 import logging
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -34,14 +32,9 @@ from llamarl.models.build import Decoder, FeedForward, Layer
 from llamarl.models.fused import is_altered
 from llamarl.models.norms import RMSNorm
 from llamarl.native import library
-from llamarl.native.helper import Helper
 
 _CPU = torch.device("cpu")
 _FLAGS = {torch.float32: ("-fopenmp",), torch.bfloat16: ("-fopenmp", "-DBF16")}
-# Rows that a helper and its owner share: at most so many parts, of at least so many rows each,
-# since every part reads all weights.
-_PARTS = 4
-_PART_ROWS = 24
 # The modules whose forward the kernel computes. A subclass may compute something else.
 _PLAIN = (
     *(Decoder, nn.ModuleList, Layer, Attention, FeedForward),
@@ -106,7 +99,6 @@ class NativeDecode:
     def __init__(self, decoder: Decoder, dtype: torch.dtype):
         """Take a decoder that `fits`."""
         self.stale = True  # the weights were exchanged: lay them out again
-        self.helper: Helper | None = None  # takes parts of a pass, which changes no bit of it
         self._decoder = decoder
         self._dtype = dtype
         kernels = _library(dtype)
@@ -224,10 +216,7 @@ class NativeDecode:
             outputs = last_M.numel()
             _check_indices("rows", last_M, outputs, rows)
         logits_MV = torch.empty(outputs, self._model.vocab)
-        if self.helper is None:
-            self._run(self._model, cache, of_rows, last_M, logits_MV)
-        else:
-            self._run_helped(self.helper, cache, of_rows, last_M, logits_MV)
+        self._run(self._model, cache, of_rows, last_M, logits_MV)
         return logits_MV
 
     def hidden(
@@ -267,34 +256,6 @@ class NativeDecode:
             "sin": sin.contiguous(),
         }
 
-    def _run_helped(
-        self,
-        helper: Helper,
-        cache: SlotCache,
-        of_rows: dict[str, Tensor],
-        last_M: Tensor | None,
-        logits_MV: Tensor,
-    ) -> None:
-        """Run the kernel part by part, as `_run`, and have the helper take parts."""
-        parts = []
-        for begin, end in itertools.pairwise(_bounds(of_rows["slots"])):
-            own = {name: tensor[begin:end] for name, tensor in of_rows.items()}
-            first, behind = begin, end
-            own_last = None
-            if last_M is not None:
-                first, behind = torch.searchsorted(last_M, torch.tensor([begin, end])).tolist()
-                own_last = last_M[first:behind] - begin
-            logits = logits_MV[first:behind]
-            parts.append(partial(self._run, self._model, cache, own, own_last, logits))
-        try:
-            for part in parts[1:]:
-                helper.give(part)
-            parts[0]()
-            helper.finish()
-        except BaseException:
-            helper.drop()  # nothing of this pass may run beside what comes next
-            raise
-
     def _run(
         self,
         model: _Model,
@@ -331,22 +292,6 @@ class NativeDecode:
             setattr(step, name, tensor.data_ptr())
         self._kernels.decode(ctypes.byref(model), ctypes.byref(step))
         return x
-
-
-def _bounds(slots_N: Tensor) -> list[int]:
-    """Return where to cut rows into parts, the ends included. The rows of a slot lie side by side
-    and stay together, since each of them reads what those before it write.
-    """
-    rows = slots_N.numel()
-    begins = (slots_N.diff() != 0).nonzero().flatten() + 1
-    bounds = [0]
-    parts = min(_PARTS, rows // _PART_ROWS)
-    for number in range(1, parts):
-        place = int(torch.searchsorted(begins, rows * number // parts))
-        at = int(begins[place]) if place < len(begins) else rows
-        if min(at - bounds[-1], rows - at) >= _PART_ROWS:
-            bounds.append(at)
-    return [*bounds, rows]
 
 
 def _last_write(parameter: Tensor) -> tuple[int, int]:

@@ -56,7 +56,6 @@ from llamarl.models.build import Decoder, build_decoder, read_config
 from llamarl.models.hf import load_weights
 from llamarl.models.sharding import num_parameters
 from llamarl.native.allocator import keep_freed_memory
-from llamarl.native.helper import Helper
 from llamarl.types import FinishReason, read_by_model
 
 _DTYPES = ("float32", "bfloat16", "float16")
@@ -78,7 +77,7 @@ class Engine(SlotEngine):
     kept_tokens: places of K/V that are kept of samples that stopped by themselves, so that
     submit_partial may go on with them behind an environment's answer. 0: they are computed anew.
 
-    It is a GenerationEngine, and a Resumable-, Streaming-, Quantized- and HelpedEngine
+    It is a GenerationEngine, and a Resumable-, Streaming- and QuantizedEngine
     (llamarl.inference.protocol), where the calls that all engines share are described in full.
     """
 
@@ -300,10 +299,6 @@ class Engine(SlotEngine):
         tokens = torch.as_tensor(token_ids, dtype=torch.int64, device=self.device)
         logprobs_LV = self.score_all(prompt_ids, tokens, temperature)
         return logprobs_LV.gather(1, tokens[:, None]).squeeze(1)
-
-    def take_help(self, helper: Helper | None) -> None:
-        """Have a helper take parts of what the kernels compute; None: no longer."""
-        self._runner.take_help(helper)
 
     def offloadable(self) -> list[Tensor]:
         """Return what may leave the device between two steps, and must be back before the next."""

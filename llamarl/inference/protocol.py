@@ -26,7 +26,6 @@ from llamarl.executor import ExecutorGroup
 from llamarl.inference.requests import NewTokens, Partial, TokenIds
 from llamarl.inference.sampler import SamplingParams
 from llamarl.models.config import ModelConfig
-from llamarl.native.helper import Helper
 from llamarl.types import Completion
 
 Bind = Callable[[ModelConfig, list[tuple[str, nn.Parameter]]], object]
@@ -163,15 +162,6 @@ class QuantizedEngine(GenerationEngine, Protocol):
         """
 
 
-class HelpedEngine(GenerationEngine, Protocol):
-    """An engine that can share its passes with another thread."""
-
-    def take_help(self, helper: Helper | None) -> None:
-        """Have a helper take parts of the passes from here on; None: no longer. It changes no bit
-        of what is sampled.
-        """
-
-
 class TalkingEngine(GenerationEngine, Protocol):
     """An engine whose completions are dialogues with environments."""
 
@@ -192,11 +182,6 @@ class TalkingEngine(GenerationEngine, Protocol):
 def can_talk(engine: GenerationEngine) -> TypeGuard[TalkingEngine]:
     """Returns whether an engine is a TalkingEngine."""
     return _has_calls_of(engine, TalkingEngine)
-
-
-def can_be_helped(engine: GenerationEngine) -> TypeGuard[HelpedEngine]:
-    """Returns whether an engine is a HelpedEngine."""
-    return _has_calls_of(engine, HelpedEngine)
 
 
 def can_resume(engine: GenerationEngine) -> TypeGuard[ResumableEngine]:

@@ -20,7 +20,6 @@ from llamarl.inference.decode import NativeDecode, has_own_code
 from llamarl.models.attention import AttentionContext
 from llamarl.models.build import Decoder
 from llamarl.native.choice import fastest
-from llamarl.native.helper import Helper
 
 _TRIAL_ROWS = 32  # of the decode step by which the ways are compared
 _PREFILL_TOKENS = 4096  # of one prefill, padding included
@@ -47,11 +46,6 @@ class ModelRunner:
         """Note that the weights have changed, which `refresh` cannot always see by itself."""
         if self.native:
             self.native.stale = True
-
-    def take_help(self, helper: Helper | None) -> None:
-        """Have a helper take parts of the native passes; None: no longer."""
-        if self.native:
-            self.native.helper = helper
 
     def refresh(self) -> None:
         """See whether the weights are others, or the model has been given a hook since. Call it

@@ -54,12 +54,10 @@ from llamarl.learning.watch import StepWatch
 from llamarl.models.attention import PackedAttention
 from llamarl.models.build import Decoder
 from llamarl.models.fsdp import drop_gradients, next_backward, reshard, tensor_groups
-from llamarl.models.fused import helped_by
 from llamarl.models.hf import named_parameters_hf
 from llamarl.models.lora import adapters_off
 from llamarl.models.parity import Canary, Sequence
 from llamarl.models.protocol import Head
-from llamarl.native.helper import Helper
 from llamarl.types import Group, PackedBatch
 
 Stop = Callable[[], bool]  # whether to give the step up
@@ -203,7 +201,6 @@ class PolicyUpdate:
         self.reference = reference
         self.step_options = step_options
         self.watch = watch
-        self.helper: Helper | None = None  # takes a part of backward; for a single rank alone
         self._device = device
         tp = decoder.tensor_parallel
         self._tensor_parallel = tp
@@ -432,8 +429,7 @@ class PolicyUpdate:
             tally.squares = tally.squares + fresh_alone.square().sum()
             tally.fresh = tally.fresh + is_fresh.sum()
         # FSDP averages gradients over data-parallel ranks; the denominator is global already.
-        with helped_by(self.helper):
-            (loss * self.ranks.data_size).backward()
+        (loss * self.ranks.data_size).backward()
         tally.loss = tally.loss + loss.detach()
         if self.critic and not values:
             # After the policy's backward: the activations of one model are held at a time.

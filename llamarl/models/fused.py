@@ -17,10 +17,9 @@ import ctypes
 import os
 import subprocess
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property, partial
+from functools import cache, cached_property
 from types import ModuleType
 
 import torch
@@ -28,10 +27,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
-from torch.nn import Parameter
 
 from llamarl.native import library
-from llamarl.native.helper import Helper
 
 Gradients = tuple[Tensor | None, ...]  # from backward: one for each input of forward
 
@@ -175,53 +172,6 @@ def weight_gradient(grad_TN: Tensor, x_TD: Tensor) -> Tensor:
         call_kernel(lib.transpose, rows, piece, *piece.shape, num_outputs)
         torch.mm(rows, x_TD, out=out_ND[first : first + _TURNED_ROWS])
     return out_ND
-
-
-# At most one: what the weights' gradients of projections are given to.
-_helpers: list[Helper] = []
-
-
-@contextmanager
-def helped_by(helper: Helper | None) -> Iterator[None]:
-    """Have the helper compute the weights' gradients of the projections whose backward runs in the
-    block. At its end all are there, as they are without a helper (None), to the bit.
-
-    For parameters whose gradient nobody looks at before: not those of FSDP. A pass that ends in an
-    error leaves gradients undone.
-    """
-    if helper is None:
-        yield
-        return
-    _helpers.append(helper)
-    try:
-        yield
-    except BaseException:
-        helper.drop()
-        raise
-    finally:
-        _helpers.remove(helper)
-    helper.finish()
-
-
-def _add_product(parameter: Tensor, grad_TN: Tensor, x_TD: Tensor) -> None:
-    """Add a weight's gradient to that of the parameter which holds it."""
-    product = weight_gradient(grad_TN, x_TD)
-    if parameter.grad is None:
-        parameter.grad = product.to(parameter.dtype)
-    elif product.dtype == parameter.dtype:
-        parameter.grad.add_(product)
-    else:
-        add_up(parameter.grad, product)
-
-
-def _parameter_of(weight: Tensor) -> Tensor | None:
-    """Return the parameter whose gradient a weight's is added to: itself, or its master. None if it
-    is none of these: a pass that computes activations again hands its backward copies of
-    parameters, whose gradients nobody reads.
-    """
-    if isinstance(weight, Parameter):
-        return weight
-    return getattr(weight.grad_fn, "master", None)
 
 
 # --- RMS norm ---
@@ -420,20 +370,11 @@ class _Projections(Function):
             for grad, weight in zip(grads[1:], weights[1:]):
                 grad_x.addmm_(grad, weight)
         of_weights = [
-            _gradient_or_later(weight, grad.contiguous(), x_TD) if need else None
-            for weight, grad, need in zip(weights, grads, needs)
+            weight_gradient(grad.contiguous(), x_TD) if need else None
+            for grad, need in zip(grads, needs)
         ]
         of_biases = [grad.sum(0) if need else None for grad, need in zip(grads, needs_bias)]
         return grad_x, None, *of_weights, *of_biases
-
-
-def _gradient_or_later(weight: Tensor, grad_TN: Tensor, x_TD: Tensor) -> Tensor | None:
-    """Return a weight's gradient; None where a helper computes it and puts it in its place."""
-    parameter = _parameter_of(weight) if _helpers else None
-    if parameter is None:
-        return weight_gradient(grad_TN, x_TD)
-    _helpers[-1].give(partial(_add_product, parameter, grad_TN, x_TD))
-    return None
 
 
 # --- Attention over few keys ---

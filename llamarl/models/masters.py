@@ -93,16 +93,13 @@ class _Copy(Function):
     @staticmethod
     def forward(ctx, master: Tensor, copy: Tensor) -> Tensor:
         ctx.master = master
-        ctx.set_materialize_grads(False)
         return copy.detach()
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad: Tensor | None) -> Gradients:
+    def backward(ctx, grad: Tensor) -> Gradients:
         master = ctx.master
-        if grad is None:
-            pass  # a helper adds it (llamarl.models.fused)
-        elif master.grad is None:
+        if master.grad is None:
             master.grad = grad.to(master.dtype)
         else:
             add_up(master.grad, grad)

@@ -20,6 +20,8 @@ compiled for, as the compiler names it (-march): "native", the default, is all t
 "x86-64-v3" is x86 with AVX2 and without AVX-512. On an Arm CPU "native" becomes -mcpu=native, which
 gcc and clang both know there. A compiler that refuses "native" compiles for its own default, and a
 warning says so; an instruction set given by name is never exchanged for another.
+LLAMARL_NATIVE_INCLUDE names a header that is compiled before each of them, as the tests' of another
+CPU's branches (tests/machines/other_branches.h).
 
 A library is kept in $XDG_CACHE_HOME/llamarl (~/.cache/llamarl) under a name made of its source,
 command, compiler and CPU, so it is compiled once a machine, and a home directory that different
@@ -87,6 +89,8 @@ def _loaded(source: Path, flags: tuple[str, ...]) -> ctypes.CDLL:
     if compiler is None:
         raise OSError("there is no C compiler (set CC, or install gcc or clang)")
     arch = os.environ.get("LLAMARL_NATIVE_ARCH") or "native"
+    if header := os.environ.get("LLAMARL_NATIVE_INCLUDE"):
+        flags = ("-include", header, *flags)
     wanted = f"-march={arch}"
     if arch == "native" and platform.machine() in _ARM:
         wanted = "-mcpu=native"
@@ -157,6 +161,8 @@ def _file_name(compiler: str, source: Path, flags: tuple[str, ...]) -> str:
     command = [compiler, "--version"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT_S, check=True)
     parts = [source.read_text(), *flags, compiler, done.stdout, cpu_description()]
+    if header := os.environ.get("LLAMARL_NATIVE_INCLUDE"):
+        parts.append(Path(header).read_text())
     key = "\n".join(parts)
     digest = hashlib.sha256(key.encode()).hexdigest()
     return f"{source.stem}-{digest[:16]}.so"

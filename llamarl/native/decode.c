@@ -22,15 +22,15 @@
 #include <immintrin.h>
 #define LANES 16
 #define ROWS 8 /* a block of ROWS x COLS vectors, one COLS and one broadcast fill the registers */
-#ifdef TILES
-#define COLS 2 /* two tiles of weights, by two of rows, with their four sums, are all eight tile registers */
-#else
-#define COLS 3
-#endif
 #else
 #define LANES 8
 #define ROWS 4
-#define COLS 2
+#endif
+#ifdef TILES
+#define TILE 16              /* rows of a tile, each of 16 units: 64 bytes */
+#define COLS (2 * TILE / LANES) /* two tiles of weights, by two of rows, with their four sums, are all eight tile registers */
+#else
+#define COLS (LANES == 16 ? 3 : 2)
 #endif
 #define WIDTH (LANES * COLS)
 #define ROW_BLOCK 64 /* rows that one thread takes through a panel */
@@ -184,8 +184,6 @@ static void multiply_vectors(const unit *x, const unit *w, i64 units, i64 rows, 
 }
 
 #ifdef TILES
-#define TILE 16 /* rows of a tile, each of 16 units: 64 bytes */
-
 /* Rows of x times a panel by tile instructions, 32 rows at a time. Tiles 0 to 3 hold sums, 4 and 5 rows, 6 and 7 weights.
    x is read up to the next multiple of TILE rows; a row's sums are in one order, whatever lies beside it. */
 static void multiply_tiles(const unit *x, const unit *w, i64 units, i64 rows, vec out[ROW_BLOCK][COLS]) {
@@ -218,10 +216,10 @@ static void multiply_tiles(const unit *x, const unit *w, i64 units, i64 rows, ve
                 _tile_dpbf16ps(3, 5, 7);
             }
             _tile_stored(2, out + TILE, sizeof(vec) * COLS);
-            _tile_stored(3, (vec *)(out + TILE) + 1, sizeof(vec) * COLS);
+            _tile_stored(3, (float *)(out + TILE) + TILE, sizeof(vec) * COLS);
         }
         _tile_stored(0, out, sizeof(vec) * COLS);
-        _tile_stored(1, (vec *)out + 1, sizeof(vec) * COLS);
+        _tile_stored(1, (float *)out + TILE, sizeof(vec) * COLS);
     }
 }
 

@@ -61,14 +61,14 @@ COLUMNS = """
     tickets/overcommit packing/padding_fraction packing/unused_budget_fraction
     parity/logprob_diff_max parity/logprob_diff_rms parity/canary_diff_max
     time/wall_s time/evaluated_s time/step_s time/wait_for_data_s
-    generator/tokens_per_s generator/idle_fraction generator/parts_helped
-    trainer/idle_fraction trainer/threads trainer/threads_helping
+    generator/tokens_per_s generator/idle_fraction
+    trainer/idle_fraction trainer/threads
     weights/publish_stall_s weights/swap_stall_s weights/bytes
 """.split()
 TIMING = re.compile(
     r"^time/|_per_s$|/idle_fraction|_stall_s$|^parity/canary|^weights/quantization_kl"
     r"|^reward/.+/(mean|tokens|seconds)$|^reward/success$|^victim/tokens$"
-    r"|^diversity/cosine_distance$|^trainer/threads(_helping)?$|^generator/parts_helped$"
+    r"|^diversity/cosine_distance$|^trainer/threads$"
     r"|^(reward|reference)/(tail_s|prefilled_early|piece_tokens|evictions)$"
 )
 

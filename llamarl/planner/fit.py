@@ -15,11 +15,10 @@ assumed, and noted in the sheet:
 
 Where some runs are synchronous, curves are made of these alone, because a piece of an asynchronous
 run takes longer by what is computed beside it. The others then say how much longer (`crowding`, on
-a CPU), or, where a trainer that is the only one has a helper, how much shorter (`helped`); and the
-synchronous ones what nobody's work explains: `turn_s` of a step, and more with each completion,
-which are the scorers' seconds. Synchronous runs with several trainer ranks say what an update takes
-more on each (`together_s`). They also bound the crowding: their ranks compute beside each other all
-the time, so that it cannot make an update longer than theirs was.
+a CPU); and the synchronous ones what nobody's work explains: `turn_s` of a step, and more with each
+completion, which are the scorers' seconds. Synchronous runs with several trainer ranks say what an
+update takes more on each (`together_s`). They also bound the crowding: their ranks compute beside
+each other all the time, so that it cannot make an update longer than theirs was.
 """
 
 from __future__ import annotations
@@ -318,9 +317,7 @@ def _fitted(every: Sequence[Seen], named: Measured, cores: int) -> Measured:
         if together and single != alone:
             crowding = min(crowding, statistics.median(together))
         measured = _with_turns(_curves_of(single, alone, named, crowding, cores), alone)
-        shares = [_helped(one, measured) for one in beside if one.trainers == 1]
-        helped = max(0.0, statistics.median(shares)) if shares else 0.0
-        measured = replace(measured, crowding=crowding, helped=helped)
+        measured = replace(measured, crowding=crowding)
     several = [one for one in alone if one.trainers > 1]
     if several and single != alone:
         together = []
@@ -385,18 +382,11 @@ def _crowding(one: Seen, measured: Measured, cores: int) -> float:
     share of the step in which the other cores worked. Negative where it was shorter.
     """
     point = one.point
-    longer = -_helped(one, measured)
+    longer = point.trainer_s / _trained_s(one, measured) - 1
     scored_s = 0.0 if measured.score is None else measured.score.at(point.completions)
     working_s = point.generator_s * one.generators + one.hosted_s + scored_s
     beside = min(1.0, working_s / point.step_s / (cores - 1))
     return longer / beside if beside > 0 else 0.0
-
-
-def _helped(one: Seen, measured: Measured) -> float:
-    """Return the share by which an asynchronous run's update was shorter than by the curve, which
-    is of synchronous runs, that have no helper.
-    """
-    return 1 - one.point.trainer_s / _trained_s(one, measured)
 
 
 def _most_crowding(one: Seen, measured: Measured, cores: int) -> float:

@@ -9,8 +9,8 @@ generator   Engine: its first step reads prompts, the next ones decode; a batch 
             completions from their tickets to the bytes that leave, for a completion's own seconds
 scorer      RewardPool, on the function that is given, and what its rank does beside it
 weights     the copy that a sender makes, with its digest; the canary on either side
-cores       an update while other processes keep all other cores busy, one with a helper on a core
-            that is idle, and one that two ranks make together (on a CPU)
+cores       an update while other processes keep all other cores busy, and one that two ranks make
+            together (on a CPU)
 
 A config.json is enough: weights are drawn. Each time is the shortest of some, because whatever else
 runs on the machine makes it longer. What one thread of a CPU computes is timed by that thread's own
@@ -46,7 +46,6 @@ from llamarl.models.masters import Masters
 from llamarl.models.parity import Sequence
 from llamarl.models.sharding import num_parameters
 from llamarl.native.allocator import keep_freed_memory
-from llamarl.native.helper import Helper
 from llamarl.native.precision import use_float32_products
 from llamarl.planner.curves import Cost, Curve
 from llamarl.planner.predict import PREFILL_TOKENS
@@ -114,11 +113,8 @@ def probe(*, path: str, dtype: str, reward_fn: str, budget_s: float, threads: in
     sampled_s = time_sampling(config, dtype, watch, decode, prefill)
     publish_s, swap_s = time_canaries(config, dtype, watch)
     crowding, together_s = 0.0, 0.0
-    helped = 0.0
     if device.type == "cpu":
         crowding, together_s = time_beside(path, config, dtype, watch)
-        if is_alone and has_other_cores():
-            helped = time_help(config, dtype, Watch(device))
     measured = Measured(
         model=Path(path or tiny_directory()).name,
         parameters=num_parameters(config),
@@ -135,7 +131,6 @@ def probe(*, path: str, dtype: str, reward_fn: str, budget_s: float, threads: in
         swap_s=swap_s,
         crowding=crowding,
         together_s=together_s,
-        helped=helped,
     )
     figures = figures_of(dtype, with_workers)
     base = read_sheet("h100")
@@ -467,19 +462,6 @@ def time_beside(path: str, config: ModelConfig, dtype: str, watch: Watch) -> tup
         return crowding, 0.0
     both_s = time_together_s(path, dtype, groups=_GROUPS) / (1 + crowding)
     return crowding, max(0.0, both_s - alone_s)
-
-
-def time_help(config: ModelConfig, dtype: str, watch: Watch) -> float:
-    """Return the share by which an update is shorter with a helper on a core that is idle. watch:
-    of the wall, since a helper's seconds are the process's own.
-    """
-    decoder = trained_decoder(config, dtype, watch.device)
-    groups, size = short_groups(_GROUPS, config.vocab_size)
-    update = policy_update(decoder, budget=size, device=watch.device)
-    alone_s = watch.shortest(lambda: update.run(groups, 1, lambda: False), _OFTEN)
-    with Helper() as update.helper:
-        helped_s = watch.shortest(lambda: update.run(groups, 1, lambda: False), _OFTEN)
-    return max(0.0, 1 - helped_s / alone_s)
 
 
 def has_other_cores() -> bool:

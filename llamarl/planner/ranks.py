@@ -113,10 +113,7 @@ def share(
         lengths=(length,),
         max_new_tokens=max(length, work.max_new_tokens),
     )
-    # executors.build_trainer: a trainer that is the only one may have a helper, which uses the core
-    # of a generator elsewhere.
-    has_helper = len(shared.trainer) == 1 and not set(shared.trainer) & set(shared.generator)
-    timings = _timings(predictor, plan, length, has_helper=has_helper)
+    timings = _timings(predictor, plan, length)
     seeds = 1 if plan.is_synchronous else _SEEDS
     results = [simulate(replace(settings, seed=seed), timings, shared) for seed in range(seeds)]
     return Shared(
@@ -125,10 +122,9 @@ def share(
     )
 
 
-def _timings(predictor: Predictor, plan: Plan, length: int, *, has_helper: bool) -> Timings:
+def _timings(predictor: Predictor, plan: Plan, length: int) -> Timings:
     """Return the seconds of this plan's pieces. length: that completions have in the simulation, in
-    whole tokens; all seconds are those of their true mean. has_helper: whether the trainer has one
-    if the plan is asynchronous.
+    whole tokens; all seconds are those of their true mean.
     """
     costs = predictor.costs
     work = predictor.work
@@ -137,9 +133,6 @@ def _timings(predictor: Predictor, plan: Plan, length: int, *, has_helper: bool)
     longer = work.completion_tokens / length
     of_group = work.packed_of_group
     transfer_s = timings.transfer_s
-    helped = 0.0
-    if measured is not None and not plan.is_synchronous and has_helper:
-        helped = measured.helped
     if plan.is_synchronous:
         turn_s = 0.0 if measured is None else measured.turn_s
         transfer_s = turn_s or transfer_s  # the weights' way is in it
@@ -148,8 +141,8 @@ def _timings(predictor: Predictor, plan: Plan, length: int, *, has_helper: bool)
     return replace(
         timings,
         decode_s=lambda rows, context: longer * timings.decode_s(rows, context),
-        update_s=lambda number, _: (
-            (1 - helped) * costs.update_s(number, number / work.group_size * of_group, plan.trainer)
+        update_s=lambda number, _: costs.update_s(
+            number, number / work.group_size * of_group, plan.trainer
         ),
         transfer_s=transfer_s,
         sampled_s=costs.sampled_s(1),

@@ -46,7 +46,6 @@ BESIDES = (
     "swap_s",
     "turn_s",
     "crowding",
-    "helped",
     "transfer_s",
 )
 
@@ -144,9 +143,7 @@ class Measured:
     the worker that scores it. publish_s, swap_s: of a version on either side, besides the copies:
     the canary. turn_s: of a synchronous step in which nobody works, because a message is on its
     way. crowding: the share by which a piece takes longer while all other cores of the machine are
-    busy. helped: the share of its seconds by which an update is shorter where a core that a
-    generator leaves idle helps a trainer that is the only one. transfer_s: of a version to a
-    generator of an asynchronous run, the mean.
+    busy. transfer_s: of a version to a generator of an asynchronous run, the mean.
     """
 
     model: str
@@ -165,7 +162,6 @@ class Measured:
     swap_s: float = 0.0
     turn_s: float = 0.0
     crowding: float = 0.0
-    helped: float = 0.0
     transfer_s: float = 0.0
 
     def is_of(self, model: ModelConfig, dtype: str) -> bool:

@@ -20,7 +20,6 @@ from llamarl.executor import ExecutorGroup
 from llamarl.inference.build import build_native, build_vllm
 from llamarl.inference.evaluation import eval_completion
 from llamarl.models.config import read_config, tiny_directory
-from llamarl.native.helper import Helper
 from llamarl.tasks.held_out import APART
 from llamarl.tickets.ledger import TicketLedger
 from llamarl.tickets.service import TicketService
@@ -118,54 +117,6 @@ def test_an_evaluated_version_is_pinned_until_its_prompts_are_done():
     assert sorted(c.prompt_index for c in g.outputs.of(EvalCompletion)) == list(range(EVALS))
     g.step()
     assert g.version == 6
-
-
-def test_a_helper_is_there_while_a_version_is_pinned_and_ends_with_the_generator(monkeypatch):
-    g = generator(chunk=1, may_have_helper=True)
-    helped = []
-    monkeypatch.setattr(g.engine, "take_help", helped.append)
-    monkeypatch.setattr("executors.generator.is_room_for_helper", lambda: True)
-    g.tickets.grants = 1
-    g.weights.staged = Staged(4)
-    g.step()
-    assert helped == [None]
-    g.weights.staged = Staged(5, must_load=True, evaluate=True)
-    assert evaluated_in_full(g, EVALS)
-    helper = helped[-1]
-    assert isinstance(helper, Helper)
-    for _ in range(20):
-        g.tickets.grants = 1
-        g.step()
-    assert helped[-1] is None
-    g.teardown()
-    assert not helper._thread.is_alive()
-
-
-def test_what_a_helper_takes_is_counted_once(monkeypatch):
-    def take(helper):
-        if helper is not None:
-            helper.num_done += 3
-            helped.append(helper)
-
-    g = generator(chunk=1, may_have_helper=True)
-    helped = []
-    monkeypatch.setattr(g.engine, "take_help", take)
-    monkeypatch.setattr("executors.generator.is_room_for_helper", lambda: True)
-    g.weights.staged = Staged(5, must_load=True, evaluate=True)
-    assert evaluated_in_full(g, EVALS)
-    g.teardown()
-    assert len(helped) > 1
-    assert g.metrics["generator/parts_helped"] == 3 * len(helped)
-
-
-@pytest.mark.parametrize(("may_have", "is_room"), [(False, True), (True, False)])
-def test_no_helper_comes_where_none_may_or_threads_leave_no_room(monkeypatch, may_have, is_room):
-    monkeypatch.setattr("executors.generator.is_room_for_helper", lambda: is_room)
-    g = generator(chunk=1, may_have_helper=may_have)
-    g.weights.staged = Staged(5, must_load=True, evaluate=True)
-    assert evaluated_in_full(g, EVALS)
-    assert g._helper is None
-    assert "generator/parts_helped" not in g.metrics
 
 
 def test_the_prompts_of_every_set_are_answered_once_under_their_numbers():
@@ -431,24 +382,6 @@ def test_options_of_the_config_reach_the_generator():
     assert [made.build_engine.keywords[name] for name in options] == [640, 7]
     assert [plain.build_engine.keywords[name] for name in options] == [None, 512]
     assert made.max_quantization_kl is None, "what is not quantised is compared as it is"
-
-
-@pytest.mark.parametrize(
-    ("words", "generators", "expected"),
-    [
-        ([], (1,), True),
-        ([], (1, 2), False),
-        (["max_lag=0"], (1,), False),
-        (["placement.adapt=false"], (1,), False),
-    ],
-)
-def test_a_generator_may_have_a_helper_where_a_trainer_waits_for_it_alone(
-    monkeypatch, words, generators, expected
-):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    job = job_of_two_ranks()
-    job.placement["generator"] = generators
-    assert build_generator(compose_config(words), job).may_have_helper == expected
 
 
 def test_the_config_names_the_engine(monkeypatch):

@@ -247,7 +247,6 @@ def make_decoding_noisy(decode: ModuleType) -> None:
 
     @functools.wraps(run)
     def and_add_noise(self, model, cache, of_rows, last, logits):
-        # A helper's thread is in no inference mode, where its owner may be in one.
         with torch.inference_mode(logits.is_inference()):
             x = run(self, model, cache, of_rows, last, logits)
             add_noise_to_pass(self, model, cache, of_rows, x, logits)

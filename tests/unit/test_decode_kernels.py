@@ -5,20 +5,14 @@ whatever lies beside it.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
-from llamarl.inference import Engine, SamplingParams
-from llamarl.inference.decode import NativeDecode, _bounds
+from llamarl.inference import Engine
+from llamarl.inference.decode import NativeDecode
 from llamarl.models.build import build_decoder, random_weights, read_config
 from llamarl.models.config import tiny_directory
-from llamarl.native.helper import Helper
-from tests.decoding import drain
-from tests.helping import LastFirst
 
 pytestmark = pytest.mark.machine
 
@@ -116,75 +110,3 @@ def test_tiles_are_really_other_instructions():
     assert not torch.equal(
         logits(engine, "tiles", slice(0, ROWS)), logits(engine, "vectors", slice(0, ROWS))
     )
-
-
-def sampled(engine: Engine, helper) -> dict:
-    """Completions of prompts of all lengths, some of them several times; a part comes later, and so
-    is prefilled beside rows that decode.
-    """
-    engine.take_help(helper)
-    params = SamplingParams(9, min_new_tokens=2, stop_token_ids=(2, 5, 7), seed=4)
-    for ticket in range(30):
-        prompt_ids = torch.arange(1 + ticket % 11) + ticket % 7
-        engine.submit(ticket, prompt_ids, dataclasses.replace(params, n=2 + ticket % 3))
-        if ticket == 12:
-            engine.step(3)
-    return drain(engine, chunk=2)
-
-
-@pytest.mark.bitwise("a helper changes no bit")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", SHAPES)
-def test_completions_are_the_same_bits_whoever_computes_their_rows(shape, dtype):
-    alone = sampled(native_engine(shape, dtype), None)
-    owner = LastFirst()
-    with Helper() as helper:
-        for helping in (owner, helper):
-            found = sampled(native_engine(shape, dtype), helping)
-            assert found.keys() == alone.keys()
-            for key, completion in alone.items():
-                assert torch.equal(found[key].token_ids, completion.token_ids)
-                assert torch.equal(found[key].generator_logprobs, completion.generator_logprobs)
-    assert owner.num_done > 10
-
-
-def test_without_a_helper_the_owner_does_it_all_again():
-    engine = native_engine("tiny", torch.float32)
-    owner = LastFirst()
-    sampled(engine, owner)
-    num_done = owner.num_done
-    sampled(engine, None)
-    assert owner.num_done == num_done > 0
-
-
-def test_after_an_error_nothing_of_the_pass_is_left():
-    engine = native_engine("tiny", torch.float32)
-    kernel = engine._runner.native
-    calls = []
-
-    def failing(*given):
-        calls.append(given)
-        raise MemoryError
-
-    with Helper() as helper:
-        engine.take_help(helper)
-        for ticket in range(60):
-            engine.submit(ticket, [1, 5], SamplingParams(4))
-        kernel._run = failing
-        with pytest.raises(MemoryError):
-            engine.step(1)
-        num_calls = len(calls)
-        helper.finish()
-        assert len(calls) == num_calls > 0
-
-
-@given(st.lists(st.integers(1, 60), min_size=1, max_size=80))
-def test_parts_hold_every_row_once_and_no_slot_is_cut(lengths):
-    slots_N = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
-    bounds = _bounds(slots_N)
-    assert bounds[0] == 0 and bounds[-1] == len(slots_N)
-    assert bounds == sorted(set(bounds)) and len(bounds) <= 5
-    for at in bounds[1:-1]:
-        assert slots_N[at] != slots_N[at - 1]
-    sizes = [end - begin for begin, end in itertools.pairwise(bounds)]
-    assert len(sizes) == 1 or min(sizes) >= 24

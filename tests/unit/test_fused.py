@@ -12,6 +12,8 @@ import llamarl.learning.logprobs as logprobs
 import llamarl.models.attention as attention
 import llamarl.models.fused as fused
 from llamarl.models.attention import PackedAttention, Rotary
+from llamarl.models.masters import Masters
+from tests.updating import VERSION, decoder_of, groups_of, update_of
 
 pytestmark = pytest.mark.machine
 
@@ -278,3 +280,29 @@ def test_segments_that_reach_outside_the_tokens_are_refused_before_a_kernel_sees
     heads = random(6, 2, 4, dtype=torch.float32)
     with pytest.raises(ValueError, match="6 tokens for segments of 7 in all"):
         fits.attend(0, heads, heads, heads)
+
+
+@pytest.mark.parametrize("compute_dtype", [torch.float32, torch.bfloat16])
+def test_the_weights_gradients_of_several_microbatches_carry_no_graph(compute_dtype):
+    """Else each would keep what its products read, of all microbatches, until they are zeroed."""
+    graphs = []
+
+    class Watched(torch.optim.SGD):
+        def step(self, closure=None):
+            for group in self.param_groups:
+                graphs.extend(parameter.grad.requires_grad for parameter in group["params"])
+            return super().step(closure)
+
+    decoder = decoder_of()
+    if compute_dtype != torch.float32:
+        decoder.masters = Masters(decoder, decoder.layers, compute_dtype)
+    boundaries = []  # of microbatches
+
+    def goes_on() -> bool:
+        boundaries.append(len(boundaries))
+        return False
+
+    update = update_of(decoder, optimizer=Watched, microbatch_tokens=20)
+    update.run(groups_of(), VERSION, goes_on)
+    assert len(boundaries) > 2
+    assert graphs == [False] * len(list(decoder.parameters()))

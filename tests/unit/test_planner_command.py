@@ -12,7 +12,6 @@ import torch
 
 from llamarl.config.command_line import check_command_line
 from llamarl.models.config import read_config, tiny_directory
-from llamarl.native.helper import Helper
 from llamarl.planner import probe as probing
 from llamarl.planner.__main__ import main
 from llamarl.planner.check import check_run
@@ -197,39 +196,10 @@ def test_a_probe_makes_a_sheet_that_a_search_takes(capsys, tmp_path, counted):
     # 512 completions in a second; an update takes no longer beside others on this clock.
     assert measured.hosted_s == pytest.approx(1 / 512)
     assert (measured.publish_s, measured.swap_s, measured.crowding) == (1.0, 1.0, 0.0)
-    assert measured.helped == 0.0
     assert measured.together_s == (0.5 if probing.has_other_cores() else 0.0)
     words = [TINY, *SIZES, f"sheet={file}", f"model.dtype={dtype}", "--gpus", "2"]
     status, out, _ = run(capsys, "search", *words)
     assert status == 0 and "measured (tiny" in out
-
-
-class Told:
-    """A watch that has each work done once, and says what a test tells it."""
-
-    device = torch.device("cpu")
-
-    def __init__(self, *seconds):
-        self.seconds = list(seconds)
-
-    def shortest(self, work, repeats):
-        work()
-        return self.seconds.pop(0)
-
-
-@pytest.mark.parametrize(("helped_s", "share"), [(1.5, 0.25), (2.5, 0.0)])
-def test_a_probe_says_how_much_of_an_update_a_helper_saves(monkeypatch, helped_s, share):
-    given = []
-
-    class Counted(Helper):
-        def give(self, job):
-            given.append(job)
-            super().give(job)
-
-    monkeypatch.setattr(probing, "Helper", Counted)
-    watch = Told(2.0, helped_s)
-    assert probing.time_help(read_config(tiny_directory()), "float32", watch) == share
-    assert given and not watch.seconds
 
 
 def test_decode_steps_are_timed_while_all_rows_are_there(monkeypatch):
