@@ -2,29 +2,29 @@
 
     completion --last fenced block--> program --a sandbox for each test--> right or wrong
 
-A row's tests are one of these, under the key `tests`:
+program_tests.py has the forms of a row's tests. Each runs in a process of its own. Printed text is
+compared apart from white space at the ends of lines and of the whole, and what a function returns
+as JSON. The outputs that are asked for never come near the program. Tests that are code share its
+process, so a program that means to can forge their success: see docs/rewards.md.
 
-    "assert add(1, 2) == 3"                        code that follows the program in its process
-    ["assert add(1, 2) == 3", ...]                 several of those, each in a process of its own
-    [{"input": "1 2\\n", "output": "3\\n"}, ...]     what the program reads, and what it must print
-
-Printed text is compared apart from white space at the ends of lines and of the whole. The outputs
-that are asked for never come near the program. Tests that are code share its process, so a program
-that means to can forge their success: see docs/rewards.md.
+Tests that an empty program passes can tell nothing. They are an error of their row: before a run
+where that looks at the row (check_row), else where a program passes them.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import secrets
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import Any
 
 from llamarl.tasks import sandbox
 from llamarl.tasks.forms import Limits, checked_by
 from llamarl.tasks.marked import THINKING, Thinking, answer_of, last_program
 from llamarl.tasks.options import need_count, need_flag, need_positive, need_text, need_word
+from llamarl.tasks.program_tests import Calling, Printing, Test, tests_of
 from llamarl.tasks.sandbox import Isolation, Walls
 
 _OWN_MB = 128  # MiB that the worker and the sandbox's first processes hold themselves
@@ -48,12 +48,25 @@ end(0)
 """
 
 
-@dataclass(frozen=True, slots=True)
-class _Printing:
-    """A test of what a program prints."""
-
-    given: str  # on its standard input
-    wanted: str
+# The call is read before the program can change a thing, and prints of the program go nowhere. A
+# data set that asks for a function shows its parameters with the names of `typing`.
+_WITH_CALL = """
+import json, os, sys
+run, write, end, dumps = exec, os.write, os._exit, json.dumps
+name, arguments = json.load(sys.stdin)
+solution = compile(open("solution.py", encoding="utf-8").read(), "solution.py", "exec")
+told = os.dup(1)
+nothing = os.open(os.devnull, os.O_WRONLY)
+os.dup2(nothing, 1)
+names = {"__name__": "solution", "__builtins__": __builtins__}
+run("from typing import *", names)
+run(solution, names)
+function = names[name] if name in names else getattr(names["Solution"](), name)
+text = dumps(function(*arguments)).encode()
+while text:
+    text = text[write(told, text):]
+end(0)
+"""
 
 
 def _check(
@@ -139,7 +152,7 @@ def python_tests(
     timeout_s: by the clock, for all tests of a completion together. The others are of each program
     (sandbox.Walls). ValueError for a row without tests.
     """
-    wanted = _tests_of(meta, tests)
+    wanted = tests_of(meta, tests)
     answer = answer_of(completion_text, meta, thinking)
     if answer is None:
         return 0.0
@@ -155,52 +168,92 @@ def python_tests(
         site_packages=site_packages,
     )
     until = time.monotonic() + timeout_s
+    share = _share_passed(program, wanted, walls, until=until, partial=partial)
+    if share:
+        _check_can_fail(wanted, walls, until=until, partial=partial)
+    return share
+
+
+def check_row(
+    prompt: str,
+    completion_text: str,
+    meta: dict,
+    *,
+    tests: str = "tests",
+    partial: bool = False,
+    thinking: Thinking = "none",
+    timeout_s: float = 4.0,
+    **walls: Any,
+) -> float:
+    """Return 1 for a row whose tests can tell a right program from an empty one, whatever the
+    completion is. ValueError says what is wrong with the row.
+
+    The options are those of python_tests.
+    """
+    until = time.monotonic() + timeout_s
+    _check_can_fail(tests_of(meta, tests), Walls(**walls), until=until, partial=partial)
+    return 1.0
+
+
+_able_to_fail: set[bytes] = set()  # digests of tests that an empty program was seen not to pass
+
+
+def _check_can_fail(wanted: tuple[Test, ...], walls: Walls, *, until: float, partial: bool) -> None:
+    """Raise ValueError for tests that an empty program passes; with `partial`, for one of them."""
+    digest = hashlib.sha256(repr((wanted, partial)).encode()).digest()
+    if digest in _able_to_fail:
+        return
+    share = _share_passed("", wanted, walls, until=until, partial=partial)
+    if share:
+        what = f"{share:.0%} of the row's {len(wanted)} tests"
+        remedy = "let each of them call the program and look at what comes of it"
+        raise ValueError(f"an empty program passes {what}, so they can tell nothing; {remedy}")
+    if time.monotonic() < until:
+        _able_to_fail.add(digest)
+
+
+def _share_passed(
+    program: str, tests: tuple[Test, ...], walls: Walls, *, until: float, partial: bool
+) -> float:
+    """Return 1 for a program that passes all tests, else 0; with `partial` the share it passes."""
     num_passed = 0
-    for test in wanted:
+    for test in tests:
         if _passes(program, test, walls, until):
             num_passed += 1
         elif not partial:
             return 0.0
-    return num_passed / len(wanted)
+    return num_passed / len(tests)
 
 
-def _passes(program: str, test: str | _Printing, walls: Walls, until: float) -> bool:
+def _passes(program: str, test: Test, walls: Walls, until: float) -> bool:
     """Whether a program passes one test."""
     left_s = until - time.monotonic()
     if left_s <= 0:
         return False
-    if isinstance(test, _Printing):
+    if isinstance(test, Printing):
         ran = sandbox.run(program, walls, until=until, cpu_s=left_s, stdin=test.given)
         printed = ran.printed.decode("utf-8", "replace")
         return ran.end == "exit" and ran.code == 0 and _lines(printed) == _lines(test.wanted)
+    if isinstance(test, Calling):
+        call = json.dumps([test.function, json.loads(test.arguments)])
+        files = {"solution.py": program}
+        ran = sandbox.run(_WITH_CALL, walls, until=until, cpu_s=left_s, stdin=call, files=files)
+        is_whole = ran.end == "exit" and ran.code == 0
+        return is_whole and _value_of(ran.printed) in json.loads(test.wanted)
     word = secrets.token_hex(16)
-    files = {"solution.py": program, "tests.py": test}
+    files = {"solution.py": program, "tests.py": test.text}
     ran = sandbox.run(_WITH_TESTS, walls, until=until, cpu_s=left_s, stdin=word, files=files)
     return ran.end == "exit" and ran.code == 0 and ran.printed == word.encode()
+
+
+def _value_of(printed: bytes) -> object:
+    """Return the value that a program wrote as JSON; an object that equals nothing for no JSON."""
+    try:
+        return json.loads(printed)
+    except (ValueError, RecursionError):
+        return object()
 
 
 def _lines(text: str) -> list[str]:
     """Return the lines of a text without white space at their ends, nor empty ones at its end."""
     return [line.rstrip() for line in text.rstrip().splitlines()]
-
-
-def _tests_of(meta: dict, key: str) -> list[str | _Printing]:
-    """Return the tests of a row. ValueError if they have none of the three forms."""
-    found = meta.get(key)
-    if isinstance(found, str) and found.strip():
-        return [found]
-    if not isinstance(found, Sequence) or not found or isinstance(found, str):
-        shown = f"{found!r:.60}" if key in meta else "not there"
-        need = "a text of code, a list of those, or a list of {input, output}"
-        raise ValueError(f"the row's {key!r} is {shown}; need {need}")
-    return [_test_of(one, key) for one in found]
-
-
-def _test_of(one: object, key: str) -> str | _Printing:
-    if isinstance(one, str):
-        return one
-    if isinstance(one, dict):
-        given, wanted = one.get("input"), one.get("output")
-        if isinstance(given, str) and isinstance(wanted, str):
-            return _Printing(given=given, wanted=wanted)
-    raise ValueError(f"a test of the row's {key!r} is {one!r:.60}; need code, or input and output")

@@ -2,6 +2,7 @@
 sandbox.
 """
 
+import json
 import os
 import select
 import socket
@@ -17,7 +18,7 @@ from llamarl.scoring.pool import RewardPool, check_reward
 from llamarl.scoring.scorer import score_all, text_item
 from llamarl.tasks import sandbox
 from llamarl.tasks.forms import Limits
-from llamarl.tasks.programs import python_tests
+from llamarl.tasks.programs import check_row, python_tests
 from llamarl.tasks.sandbox import Ran, Walls
 
 ADD = "def add(a, b):\n    return a + b\n"
@@ -118,6 +119,112 @@ def test_a_row_without_tests_is_an_error(tests):
         python_tests("", ADD, {"tests": tests})
     with pytest.raises(ValueError, match="not there"):
         python_tests("", ADD, {})
+
+
+# --- tests as data sets have them ---
+
+SOLUTION = (
+    "class Solution:\n    def add(self, a: List[int], b: int) -> int:\n        return a[0] + b\n"
+)
+WRONG_SOLUTION = SOLUTION.replace("+ b", "- b")
+PAIRS = [{"input": "1 2\n", "output": "3\n", "testtype": "stdin"}]
+CALLS = [{"input": "[1]\n2", "output": "3", "testtype": "functional"}]
+TYPED = [{"type": "function_call", "fn_name": "add", "input": [1, 2], "output": 3}]
+CHECK = "def check(candidate):\n    assert candidate(1, 2) == 3\n"
+CASES = (
+    "import unittest\nclass TestAdd(unittest.TestCase):\n"
+    "    def test_one(self):\n        self.assertEqual(add(1, 2), 3)\n"
+)
+ENDS_ALONE = f"{CASES}if __name__ == '__main__':\n    unittest.main()\n"
+OF_CLASS = (
+    "class TestAdd:\n    def setup_method(self, method):\n        self.wanted = 3\n"
+    "    def test_one(self):\n        assert add(1, 2) == self.wanted\n"
+)
+FORMS = {
+    "LiveCodeBench, printing": (json.dumps(PAIRS), {}, SUM, "print(4)"),
+    "LiveCodeBench, a function": (
+        json.dumps(CALLS),
+        {"metadata": json.dumps({"func_name": "add"})},
+        SOLUTION,
+        WRONG_SOLUTION,
+    ),
+    "APPS": (json.dumps({"inputs": ["1 2\n"], "outputs": ["3\n"]}), {}, SUM, "print(4)"),
+    "APPS, a function": (
+        {"fn_name": "add", "inputs": [[1, 2]], "outputs": [[3]]},
+        {},
+        ADD,
+        WRONG,
+    ),
+    "lines in lists": ({"inputs": [["1 2"]], "outputs": [["3"]]}, {}, SUM, "print(4)"),
+    "columns of code_contests": ({"input": ["1 2\n"], "output": ["3\n"]}, {}, SUM, "print(4)"),
+    "types by name": (TYPED, {}, ADD, WRONG),
+    "HumanEval": (CHECK, {"entry_point": "add"}, ADD, WRONG),
+    "HumanEval, called by itself": (f"{CHECK}check(add)\n", {}, ADD, WRONG),
+    "a method as candidate": (
+        "def check(candidate):\n    assert candidate([1], 2) == 3\n",
+        {"entry_point": "Solution().add"},
+        f"from typing import List\n{SOLUTION}",
+        f"from typing import List\n{WRONG_SOLUTION}",
+    ),
+    "unittest": (CASES, {}, ADD, WRONG),
+    "unittest that runs itself": (ENDS_ALONE, {}, ADD, WRONG),
+    "unittest, main at the end": (f"{CASES}unittest.main()\n", {}, ADD, WRONG),
+    "pytest functions": ("def test_one():\n    assert add(1, 2) == 3\n", {}, ADD, WRONG),
+    "pytest class": (OF_CLASS, {}, ADD, WRONG),
+    "list of texts": (["def test_one():\n    assert add(1, 2) == 3\n"], {}, ADD, WRONG),
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_a_right_program_passes_tests_of_a_data_set_and_a_wrong_or_empty_one_does_not(walls, name):
+    tests, row, right, wrong = FORMS[name]
+    meta = {"tests": tests, **row}
+    programs = (right, wrong, "")
+    got = [python_tests("", f"```\n{one}\n```", meta, timeout_s=60.0) for one in programs]
+    assert got == [1.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    "tests, named",
+    [
+        (CHECK, "entry_point"),
+        ("def test_one(tmp_path):\n    assert add(1, 2) == 3\n", "test_one takes parameters"),
+        ("eJx9kM9Kw0AQ+==", "neither JSON nor Python"),
+        ([{"input": "1", "output": "2", "testtype": "special"}], "special"),
+        (CALLS, "func_name"),
+        ({"inputs": ["1"], "outputs": []}, "1 inputs and 0 outputs"),
+        ({"inputs": [1], "outputs": ["1"]}, "need a text"),
+        ([{"input": "one", "output": "3", "type": "functional", "fn_name": "f"}], "no JSON"),
+    ],
+)
+def test_tests_that_nothing_could_run_are_an_error_that_names_the_cause(tests, named):
+    with pytest.raises(ValueError, match=named):
+        python_tests("", ADD, {"tests": tests})
+
+
+@pytest.mark.parametrize(
+    "tests",
+    [
+        "# tests follow",
+        "import math",
+        "def helper(f):\n    assert f(1, 2) == 3\n",
+        "try:\n    assert add(1, 2) == 3\nexcept Exception:\n    pass\n",
+        [{"input": "1 2", "output": "\n"}],
+        "class TestNone:\n    pass\n",
+    ],
+)
+def test_tests_that_an_empty_program_passes_are_an_error_of_their_row(walls, tests):
+    with pytest.raises(ValueError, match="empty program passes 100%"):
+        check_row("", "", {"tests": tests}, timeout_s=60.0)
+    with pytest.raises(ValueError, match="empty program passes 100%"):
+        python_tests("", "pass", {"tests": tests}, timeout_s=60.0)
+
+
+def test_a_share_counts_no_test_that_an_empty_program_passes(walls):
+    meta = {"tests": [ASSERTS[0], "import math"]}
+    assert check_row("", "", meta, timeout_s=60.0) == 1.0
+    with pytest.raises(ValueError, match="empty program passes 50% of the row's 2 tests"):
+        check_row("", "", meta, partial=True, timeout_s=60.0)
 
 
 # --- hostile programs ---
