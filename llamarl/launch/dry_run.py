@@ -15,7 +15,7 @@ from llamarl.launch.gold import try_gold
 from llamarl.launch.job import Job
 from llamarl.launch.kinds import gold_kind, reward_kinds
 from llamarl.launch.memory import memory_lines, prices, rank_map, sent_by, warn_of_memory
-from llamarl.launch.sources import samples_of
+from llamarl.launch.sources import check_rows, samples_of
 from llamarl.models.config import read_config
 from llamarl.models.sharding import num_parameters
 from llamarl.scoring.scorer import Outcome
@@ -31,6 +31,7 @@ def dry_run(job: Job) -> None:
         return
     c = job.config
     samples = samples_of(job)
+    check_rows(job)
     prompts = [sample.prompt for sample in samples]
     scored = [(kind, kind.score(samples)) for kind in reward_kinds(job)]
     try_gold(job)

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import logging
 from functools import partial
 
 import torch
 
 from llamarl.launch.job import Job
 from llamarl.launch.kinds import reward_kinds
-from llamarl.scoring.scorer import Item
+from llamarl.scoring.scorer import Item, text_item
+from llamarl.tasks.base import ListTask
 from llamarl.tasks.environment import GIVEN
-from llamarl.tasks.mixture import MixtureTask
+from llamarl.tasks.mixture import REWARD_KEY, MixtureTask
 from llamarl.tasks.special import text_ids
 from llamarl.types import Prompt
+from llamarl.words.answers import answer_text
+from llamarl.words.lists import first_of
 
 NUM_SAMPLES = 3
+NUM_ROWS = 256  # that a reward's own check of rows looks at
+
+_MADE_HERE = ("addition", "facts", "one_prompt", "questions")  # tasks with rows of llamarl's own
+
+log = logging.getLogger(__name__)
 
 
 def samples_of(job: Job) -> list[Item]:
@@ -25,7 +34,7 @@ def samples_of(job: Job) -> list[Item]:
     tokenizer = job.scored.tokenizer
     samples = []
     for prompt in _first_prompts(job):
-        text = str(prompt.meta.get("answer", "")) or prompt.text
+        text = _known_answer(prompt) or prompt.text
         token_ids = text_ids(tokenizer, text)
         if tokenizer.eos_token_id is not None:
             token_ids.append(tokenizer.eos_token_id)
@@ -39,6 +48,15 @@ def samples_of(job: Job) -> list[Item]:
         )
         samples.append(sample)
     return samples
+
+
+def _known_answer(prompt: Prompt) -> str:
+    """Return the row's own answer as one would write it; "" without one."""
+    answer = prompt.meta.get("answer", "")
+    try:
+        return answer_text(answer)
+    except ValueError:  # a reward of the user's own may take it
+        return str(answer)
 
 
 def _first_prompts(job: Job) -> list[Prompt]:
@@ -62,3 +80,42 @@ def check_sources(job: Job) -> None:
     samples = samples_of(job)
     for kind in reward_kinds(job):
         kind.try_out(samples)
+    check_rows(job)
+
+
+def check_rows(job: Job) -> None:
+    """Let the rewards that can say so check training rows, at most NUM_ROWS, evenly apart. Those
+    that no completion could be scored for are counted and shown. ValueError where they are more
+    than reward.max_error_rate allows.
+    """
+    asking = [kind for kind in reward_kinds(job) if kind.checks_rows]
+    task = job.task
+    parts = list(task.parts.values()) if isinstance(task, MixtureTask) else [task]
+    is_made = [not part.train_digest or part.name in _MADE_HERE for part in parts]
+    if not asking or all(is_made):
+        return
+    apart = max(1, -(-task.num_train // NUM_ROWS))
+    items = []
+    places = []
+    for number in range(0, task.num_train, apart):
+        prompt = task.train_prompt(number)
+        if prompt.meta.get(REWARD_KEY) == GIVEN:  # an environment plays it
+            continue
+        items.append(text_item(prompt.text, "", prompt.reward_meta))
+        place = f"training prompt {number}"
+        places.append(task.where_train(number) if isinstance(task, ListTask) else place)
+    for kind in asking:
+        reasons = kind.row_problems(items)
+        problems = [f"{place}: {why}" for place, why in zip(places, reasons, strict=True) if why]
+        if not problems:
+            continue
+        looked_at = f"{len(items)} training rows" + (f", one in {apart}," if apart > 1 else "")
+        what = f"{len(problems)} of {looked_at} get no score from {kind.identity}"
+        most = job.config.reward.max_error_rate
+        if len(problems) > most * len(items):
+            problems.append(
+                f"above reward.max_error_rate={most:g}: correct the rows, leave them out, or "
+                f"{kind.given.remedy}"
+            )
+            raise ValueError("\n  ".join([f"{what}:", *first_of(problems[:-1], 3), problems[-1]]))
+        log.warning("%s", "\n  ".join([f"{what}:", *first_of(problems, 3)]))

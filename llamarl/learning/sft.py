@@ -21,6 +21,7 @@ from llamarl.models.attention import PackedAttention
 from llamarl.models.build import Decoder
 from llamarl.tasks.special import text_ids
 from llamarl.types import Prompt
+from llamarl.words.answers import answer_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,7 @@ def make_pair(prompt: Prompt, tokenizer, max_tokens: int) -> Pair:
         raise ValueError(
             "the task gives prompts without answers; choose one with answers, or name their key"
         )
-    pair = answered(prompt.prompt_ids, str(text), tokenizer)
+    pair = answered(prompt.prompt_ids, answer_text(text), tokenizer)
     length = pair.token_ids.numel()
     if length > max_tokens:
         raise ValueError(

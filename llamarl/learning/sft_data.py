@@ -31,6 +31,7 @@ from llamarl.tasks.build import hold_out
 from llamarl.tasks.conversation import messages_of
 from llamarl.tasks.jsonl import check_keys, read_jsonl
 from llamarl.tasks.special import Spelled, shown_turns, special_tokens
+from llamarl.words.answers import answer_text
 
 ANSWER_KEYS = ("completion", "answer")  # where the row says nothing else
 
@@ -256,7 +257,8 @@ def _prompt_pair(
     for needed in (prompt_key, key):
         if not isinstance(row[needed], (str, int, float)):
             raise ValueError(f'"{needed}" must be text, this is {type(row[needed]).__name__}')
-    if row[key] == "":
+    answer = answer_text(row[key])
+    if answer == "":
         raise ValueError(f'"{key}" must be text that is not empty')
     prompt_ids = maker.ids(str(row[prompt_key]))
     if not prompt_ids:
@@ -264,7 +266,7 @@ def _prompt_pair(
             f'"{prompt_key}" is empty, and this tokenizer begins no text with a token of its own: '
             "the first token needs something to look at"
         )
-    return answered(torch.tensor(prompt_ids), str(row[key]), tokenizer)
+    return answered(torch.tensor(prompt_ids), answer, tokenizer)
 
 
 def _key_of_answer(row: dict, answer_key: str | None) -> str:

@@ -340,6 +340,7 @@ class ListTask:
         fitting, fitting_eval = fittings or (fitting_of(maker, train), fitting_of(maker, held_out))
         self.num_train = len(fitting.places)
         self.num_eval = len(fitting_eval.places)
+        self.where_train = lambda i: _place_of(train, 0, fitting.places[i])
         self.train_digest = fitting.digest
         self.eval_digest = fitting_eval.digest
         self.train_prompt = _cached_prompts(maker, train, fitting)

@@ -3,10 +3,12 @@ r"""The reward math_match: whether a completion's formula has the value of its r
     "... so it is \boxed{\frac{2}{4}}."  --last box-->  "\frac{2}{4}"  --math-verify, sympy-->  1/2
 
 Equal: the same number in another form, exact or to six decimal places; expressions that sympy
-simplifies to each other; sets in any order; tuples and intervals in theirs. What math-verify reads
-otherwise is done here: a percentage is its number, and also that over 100, where the other side is
-none; lengths, masses, times and volumes are compared with their units where both sides have one. A
-unit that one side leaves out does not count, nor does one that is not known here.
+simplifies to each other; sets in any order; tuples and intervals in theirs. Answers that are words
+are compared as texts (math_text.py, which also makes LaTeX of signs of Unicode and of numbers as
+they are written elsewhere). What math-verify reads otherwise is done here: a percentage is its
+number, and also that over 100, where the other side is none; lengths, masses, times and volumes are
+compared with their units where both sides have one. A unit that one side leaves out does not count,
+nor does one that is not known here.
 
 sympy may take for ever or fill the memory, with what a completion puts into a box. Nothing here
 guards against it: the worker that this runs in is killed (llamarl/scoring/pool.py), and the
@@ -24,12 +26,23 @@ from functools import lru_cache
 
 from llamarl.tasks.forms import Limits, checked_by
 from llamarl.tasks.marked import THINKING, Thinking, answer_of, last_boxed
+from llamarl.tasks.math_text import to_latex, words_of
 from llamarl.tasks.options import need_flag, need_word
+from llamarl.words.answers import answer_text
 
 # As many of a base unit, which is the first of a line.
 _UNITS: dict[str, dict[str, int | str]] = {
-    "length": {"m": 1, "km": 1000, "dm": "0.1", "cm": "0.01", "mm": "0.001"},
-    "foot": {"ft": 1, "in": "1/12", "yd": 3, "mi": 5280},
+    "length": {
+        "m": 1,
+        "km": 1000,
+        "dm": "0.1",
+        "cm": "0.01",
+        "mm": "0.001",
+        "ft": "0.3048",
+        "in": "0.0254",
+        "yd": "0.9144",
+        "mi": "1609.344",
+    },
     "mass": {"g": 1, "kg": 1000, "mg": "0.001", "t": 1000000},
     "time": {"s": 1, "min": 60, "h": 3600, "day": 86400, "week": 604800, "ms": "0.001"},
     "volume": {"l": 1, "ml": "0.001", "cl": "0.01", "dl": "0.1"},
@@ -71,6 +84,10 @@ _UNIT = re.compile(
     r"(\^\{?[23]\}?)?\s*$"
 )
 _PERCENT = re.compile(r"\s*(?:\\?%|\\?\s*\\text\s*\{\s*(?:\\?%|percent)\s*\}|\s+percent)\s*$")
+_CURRENCY = re.compile(r"\s*(?:\\text\s*\{\s*dollars?\s*\}|(?<=\d)\s*dollars?)$")
+# Of a formula: members without brackets or names; a letter that is in no command.
+_LISTED = re.compile(r"[^()\[\]{}=<>|a-zA-Z]+,[^()\[\]{}=<>|a-zA-Z]+")
+_LETTER = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]")
 _DOLLARS = re.compile(r"^\s*(?:\\?\$|\\\(|\\\[)\s*|\s*(?:\\?\$|\\\)|\\\])\s*$")
 
 
@@ -105,9 +122,7 @@ def math_match(
     boxed: whether an answer needs a box; else the last formula or number of the text counts without
     one. ValueError if the row's answer is no formula.
     """
-    if meta.get("answer") is None:
-        raise ValueError("the prompt's meta has no 'answer'; set task.answer_key")
-    wanted = str(meta["answer"])
+    wanted = _wanted(meta)
     text = answer_of(completion_text, meta, thinking)
     if text is None:
         return 0.0
@@ -116,13 +131,46 @@ def math_match(
         if boxed:
             return 0.0
         given = text.replace("\\boxed", "")
-    return float(is_equivalent(_without_box(wanted), given))
+    return float(is_equivalent(wanted, given))
+
+
+def check_row(
+    prompt: str,
+    completion_text: str,
+    meta: dict,
+    *,
+    thinking: Thinking = "none",
+    boxed: bool = True,
+) -> float:
+    """Return 1 for a row whose answer other answers can be compared with, whatever the completion
+    is. ValueError for one without, or whose answer is neither words nor a formula.
+    """
+    wanted = _wanted(meta)
+    if words_of(wanted) is None:
+        _target(_quantity(wanted).formula)
+    return 1.0
+
+
+def _wanted(meta: dict) -> str:
+    """Return the row's answer, without a box. ValueError if there is none, or no text or number."""
+    if meta.get("answer") is None:
+        raise ValueError("the prompt's meta has no 'answer'; set task.answer_key")
+    wanted = answer_text(meta["answer"])
+    inner = last_boxed(wanted)
+    return wanted if inner is None else inner
 
 
 def is_equivalent(wanted: str, given: str) -> bool:
-    """Whether two formulas have the same value. ValueError if the wanted one is no formula."""
+    """Whether two formulas have the same value, or the same words. ValueError if the wanted one is
+    neither.
+    """
     if _bare(wanted) == _bare(given):
         return True
+    words = words_of(wanted)
+    if words is not None:
+        return words == words_of(given)
+    if _loses_its_order(wanted, given) or _contradicts_itself(given):
+        return False
     want = _quantity(wanted)
     give = _quantity(given)
     if want.unit is not None and give.unit is not None:
@@ -135,6 +183,21 @@ def is_equivalent(wanted: str, given: str) -> bool:
     wanted_value = _over_100(want.formula) if want.is_percentage else want.formula
     given_value = _over_100(give.formula) if give.is_percentage else give.formula
     return _is_equal(wanted_value, given_value)
+
+
+def _loses_its_order(wanted: str, given: str) -> bool:
+    """Whether a tuple in brackets is asked for and its members are given without any."""
+    asked = _bare(wanted)
+    members = _bare(given)
+    is_tuple = asked.startswith("(") and asked.endswith(")") and "," in asked
+    return is_tuple and _LISTED.fullmatch(members) is not None
+
+
+def _contradicts_itself(given: str) -> bool:
+    """Whether a chain of equations has numbers that are not equal: 5=4."""
+    *before, last = _bare(given).split("=")
+    numbers = [part for part in before if part.strip() and not _LETTER.search(part)]
+    return bool(numbers) and not all(is_equivalent(last, number) for number in numbers)
 
 
 def _is_same_amount(want: _Quantity, give: _Quantity) -> bool:
@@ -157,11 +220,15 @@ def _over_100(formula: str) -> str:
 
 def _is_equal(wanted: str, given: str) -> bool:
     """Whether math-verify finds two formulas equal."""
-    library = _math_verify()
+    return _math_verify().verify(_target(wanted), _parsed(given), timeout_seconds=None)
+
+
+def _target(wanted: str) -> list:
+    """Return what math-verify reads in a row's answer. ValueError if it is no formula."""
     target = _parsed(wanted)
     if all(isinstance(one, str) for one in target):
         raise ValueError(f"the answer {wanted[:60]!r} is no formula; use exact_match for this task")
-    return library.verify(target, _parsed(given), timeout_seconds=None)
+    return target
 
 
 @lru_cache(maxsize=512)
@@ -169,7 +236,7 @@ def _parsed(formula: str) -> list:
     """Return what math-verify reads in a formula: an expression of sympy's and a text, or less."""
     library = _math_verify()
     config = (library.LatexExtractionConfig(), library.ExprExtractionConfig())
-    return library.parse(f"${formula}$", extraction_config=config, parsing_timeout=None)
+    return library.parse(f"${to_latex(formula)}$", extraction_config=config, parsing_timeout=None)
 
 
 def _quantity(text: str) -> _Quantity:
@@ -199,16 +266,12 @@ def _unit_named(name: str, *, power: str | None) -> tuple[str, Fraction] | None:
     return None
 
 
-def _without_box(text: str) -> str:
-    inner = last_boxed(text)
-    return text if inner is None else inner
-
-
 def _bare(text: str) -> str:
     """Return a formula without marks of mathematics around it, a full stop behind it, and double
     blanks.
     """
     bare = " ".join(text.split()).removesuffix(".")
+    bare = _CURRENCY.sub("", bare)
     while (shorter := _DOLLARS.sub("", bare)) != bare:
         bare = shorter
     return bare

@@ -18,6 +18,7 @@ import ast
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 _CHECK = "check"  # HumanEval's name for the function that tests a candidate
 _STDIN = ("stdin", "stdin_stdout")
@@ -196,7 +197,7 @@ def _code(text: str, meta: Mapping[str, object], key: str) -> Code:
     acting = [statement for statement in tree.body if not _runs_all(statement)]
     if len(acting) < len(tree.body):  # unittest.main() ends the process without a word
         text = ast.unparse(ast.Module(acting, []))
-    called = {name for statement in acting for name in _calls_of(statement)}
+    called = set(chain.from_iterable(map(_calls_of, acting)))
     calls = []
     for statement in acting:
         if isinstance(statement, ast.ClassDef) and _is_of_tests(statement):
@@ -222,8 +223,9 @@ def _runs_all(statement: ast.stmt) -> bool:
     if isinstance(statement, ast.If):
         test = statement.test
         return isinstance(test, ast.Compare) and ast.unparse(test.left) == "__name__"
-    is_call = isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call)
-    return is_call and ast.unparse(statement.value.func) in ("unittest.main", "pytest.main")
+    if not (isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call)):
+        return False
+    return ast.unparse(statement.value.func) in ("unittest.main", "pytest.main")
 
 
 def _calls_of(statement: ast.stmt) -> Iterator[str]:

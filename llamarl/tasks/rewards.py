@@ -22,6 +22,7 @@ from llamarl.tasks.forms import form_of
 from llamarl.tasks.math_answers import math_match
 from llamarl.tasks.programs import python_tests
 from llamarl.tasks.thinking import one_language, soft_length, thinking_form
+from llamarl.words.answers import answer_text
 from llamarl.words.names import import_function
 
 __all__ = [
@@ -43,26 +44,25 @@ _NUMBER = re.compile(
     r"(?:[$€£]-?)?"
     # 1,234.50 | 1234 | .5
     r"([0-9]{1,3}(?:,[0-9]{3})+(?![0-9])(?:\.[0-9]+)?|[0-9]+(?:\.[0-9]+)?|\.[0-9]+)"
+    # 1.5e3 | 1e-05; more digits would be a word
+    r"((?:[eE][+-]?[0-9]{1,4}(?!\w|\.[0-9]))?)"
 )
 _ANSWER_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
 def exact_match(prompt: str, completion_text: str, meta: dict) -> float:
     """Return 1 if the completion is the answer, apart from white space around it, else 0."""
-    return float(completion_text.strip() == str(_answer(meta)).strip())
+    return float(completion_text.strip() == _answer(meta).strip())
 
 
 def numeric_match(prompt: str, completion_text: str, meta: dict) -> float:
     """Return 1 if the final number of the completion equals the answer's, else 0 (GSM8K).
 
     The final number is the first one after the last "####"; without that mark, the last one of the
-    text. "1,000" equals "1000.0", "$5" equals "5". Compared as decimals, exactly.
+    text. "1,000" equals "1000.0", "$5" equals "5", "1.5e3" equals "1500". Compared as decimals,
+    exactly.
     """
-    expected = final_number(str(_answer(meta)))
-    if expected is None:
-        shown = str(meta["answer"])[:60]
-        raise ValueError(f"the answer {shown!r} holds no number; use exact_match for this task")
-    return float(final_number(completion_text) == expected)
+    return float(final_number(completion_text) == _number(meta))
 
 
 def contains_words(prompt: str, completion_text: str, meta: dict) -> float:
@@ -96,15 +96,26 @@ def final_number(text: str) -> Decimal | None:
     if not numbers:
         return None
     found = numbers[0] if mark else numbers[-1]
-    magnitude = Decimal(found[1].replace(",", ""))
-    return -magnitude if "-" in found[0] else magnitude
+    magnitude = Decimal(found[1].replace(",", "") + found[2])
+    sign = tail[found.start() : found.start(1)]
+    return -magnitude if "-" in sign else magnitude
 
 
-def _answer(meta: dict) -> object:
+def _answer(meta: dict) -> str:
     if meta.get("answer") is None:
         remedy = "set task.answer_key, or use a reward that needs none"
         raise ValueError(f"the prompt's meta has no 'answer'; {remedy}")
-    return meta["answer"]
+    return answer_text(meta["answer"])
+
+
+def _number(meta: dict) -> Decimal:
+    answer = _answer(meta)
+    expected = final_number(answer)
+    if expected is None:
+        raise ValueError(
+            f"the answer {answer[:60]!r} holds no number; use exact_match for this task"
+        )
+    return expected
 
 
 @lru_cache(maxsize=8)
@@ -130,3 +141,42 @@ def part_reward(prompt: str, completion: str, meta: dict) -> float | None:
             f"{path} scores whole groups, which a mixture's parts do not; set reward.fn"
         )
     return function(prompt, completion, meta)
+
+
+# --- Checks of a row, before a run: a function that raises ValueError for a row whose right answer
+# --- could get no score. It is called as the reward is, with the same options.
+
+
+def check_text_row(prompt: str, completion_text: str, meta: dict) -> float:
+    """Check a row for exact_match."""
+    _answer(meta)
+    return 1.0
+
+
+def check_number_row(prompt: str, completion_text: str, meta: dict) -> float:
+    """Check a row for numeric_match."""
+    _number(meta)
+    return 1.0
+
+
+def check_part_row(prompt: str, completion_text: str, meta: dict) -> float:
+    """Check a row for the reward of its part."""
+    path = row_check_of(meta["part_reward"])
+    return 1.0 if path is None else import_function(path)(prompt, completion_text, meta)
+
+
+_ROW_CHECKS = {
+    "exact_match": "llamarl.tasks.rewards:check_text_row",
+    "numeric_match": "llamarl.tasks.rewards:check_number_row",
+    "math_match": "llamarl.tasks.math_answers:check_row",
+    "python_tests": "llamarl.tasks.programs:check_row",
+    "part_reward": "llamarl.tasks.rewards:check_part_row",
+}
+
+
+def row_check_of(path: str) -> str | None:
+    """Return the import path of the function that checks rows for a reward of llamarl's; None if it
+    has none, or is not llamarl's.
+    """
+    module, _, name = path.partition(":")
+    return _ROW_CHECKS.get(name) if module in ("rewards", "llamarl.tasks.rewards") else None

@@ -381,6 +381,62 @@ def test_a_sample_of_a_conversation_has_its_turns(model, tmp_path):
         assert item.meta[MESSAGES_KEY] == turns
 
 
+def rows_job(model, tmp_path, answers, *words):
+    """Return the job of a file with these answers, all of them for training."""
+    file = tmp_path / "rows.jsonl"
+    rows = [{"prompt": f"{n}+0=", "answer": answer} for n, answer in enumerate(answers)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    files = (f"task.path={file}", f"task.eval_path={file}", "task.chat=false")
+    return model_job(model, "task=jsonl", *files, "task.max_prompt_tokens=24", *words)
+
+
+def test_rows_that_a_reward_can_never_score_are_counted_before_the_run(model, tmp_path, caplog):
+    answers = ["1", "2", ["3"], "4", True, "6", "7", "8"]
+    check_sources(rows_job(model, tmp_path, answers, "reward.max_error_rate=0.5"))
+    assert "2 of 8 training rows get no score from llamarl.tasks.rewards:exact_match" in caplog.text
+    assert "rows.jsonl:3: ValueError: the answer is list ['3']" in caplog.text
+    assert "rows.jsonl:5: ValueError: the answer is bool True" in caplog.text
+    with pytest.raises(ValueError, match="(?s)2 of 8 .*above reward.max_error_rate=0.1: correct"):
+        check_sources(rows_job(model, tmp_path, answers, "reward.max_error_rate=0.1"))
+
+
+def test_a_row_that_a_reward_can_score_is_not_spoken_of(model, tmp_path, caplog):
+    check_sources(rows_job(model, tmp_path, ["1", 2, 3.0, "four"]))
+    assert "get no score" not in caplog.text
+
+
+def test_each_reward_of_llamarl_checks_the_rows_that_it_compares_with(model, tmp_path):
+    for name, answer, said in (
+        ("numeric_match", "four", "holds no number"),
+        ("math_match", r"\frac{", "is no formula"),
+        ("python_tests", "4", "the row's 'answer' is 4; need a text of code"),
+    ):
+        words = [f"reward.fn=rewards:{name}", "reward.max_error_rate=0.1"]
+        if name == "python_tests":
+            words.append("reward.options.tests=answer")
+        with pytest.raises(ValueError, match=said):
+            check_sources(rows_job(model, tmp_path, [answer] * 4, *words))
+
+
+def test_of_many_rows_some_are_checked_evenly_apart(model, tmp_path, caplog):
+    answers = ["1"] * 600
+    answers[300] = answers[301] = [1]  # of each three the first is looked at
+    check_sources(rows_job(model, tmp_path, answers))
+    assert "1 of 200 training rows, one in 3, get no score" in caplog.text
+    assert "rows.jsonl:301: " in caplog.text
+
+
+def test_rows_of_a_mixture_are_checked_by_the_reward_of_their_part(model, tmp_path):
+    file = tmp_path / "rows.jsonl"
+    file.write_text((json.dumps({"prompt": "1+1=", "answer": [2]}) + "\n") * 3)
+    mine = f"{{kind: jsonl, path: {file}, eval_path: {file}, chat: false, max_prompt_tokens: 64}}"
+    sums = "{kind: questions, name: sum, most: 20, chat: false, max_prompt_tokens: 64}"
+    parts = f"task.parts={{sums: {sums}, mine: {mine}}}"
+    run = model_job(model, "task=mixture", parts, "reward.max_error_rate=0")
+    with pytest.raises(ValueError, match="the answer is list"):
+        check_sources(run)
+
+
 def test_a_judge_is_asked_once_and_about_no_sample(model):
     """Its replies may cost money."""
     with JudgeServer(lambda question: "5") as server:

@@ -14,7 +14,7 @@ from llamarl.scoring.pool import RewardPool, check_reward
 from llamarl.scoring.scorer import score_all, text_item
 from llamarl.tasks import math_answers
 from llamarl.tasks.marked import last_boxed, split_thoughts
-from llamarl.tasks.math_answers import is_equivalent, math_match
+from llamarl.tasks.math_answers import check_row, is_equivalent, math_match
 from tests.math_pairs import EACH, pairs
 
 PAIRS = pairs()
@@ -64,6 +64,141 @@ def test_equal_answers_are_equal_and_different_ones_are_not(library, family):
 )
 def test_units_percentages_words_and_what_is_no_formula(library, wanted, given, is_equal):
     assert is_equivalent(wanted, given) == is_equal
+
+
+@pytest.mark.parametrize(
+    "wanted, given, is_equal",
+    [
+        # What one unit is of another, worked out by hand from its definition.
+        ("2.54 cm", "1 in", True),
+        ("1 in", r"\frac{1}{12} \text{ ft}", True),
+        ("0.9144 m", "1 yd", True),
+        ("1.609344 km", "1 mile", True),
+        ("30.48 cm", "1 foot", True),
+        ("1 in", "2.5 cm", False),
+        ("1 m^2", r"10000\text{ cm}^2", True),
+        ("2000 mm", "20 dm", True),
+        ("1 week", "7 days", True),
+        ("1 day", "24 hours", True),
+        ("1 h", "3600000 ms", True),
+        ("1 week", "1 day", False),
+        ("1 tonne", "1000 kg", True),
+        ("5 g", "5000 mg", True),
+        ("3 l", "300 cl", True),
+        ("3 l", "30 dl", True),
+        # A length is no mass, no time, and no area.
+        ("1 m", "1 g", False),
+        ("1 ft", "1 s", False),
+        ("1 l", "1 kg", False),
+        ("5 cm", r"5\text{ cm}^2", False),
+    ],
+)
+def test_units_are_compared_by_what_they_measure_and_how_much_it_is(
+    library, wanted, given, is_equal
+):
+    assert is_equivalent(wanted, given) == is_equal
+
+
+@pytest.mark.parametrize(
+    "wanted, given, is_equal",
+    [
+        ("ABC", "CBA", False),
+        ("ABC", r"\text{abc}", True),
+        ("HTT", "TTH", False),
+        ("TRUE", "RUTE", False),
+        ("no", "on", False),
+        ("north", "thorn", False),
+        ("north", r"\textbf{North}.", True),
+        ("no solution", r"\text{No}\ \text{solution}", True),
+        ("Alice", "Celia", False),
+        ("east", "x+1", False),
+        (r"\overline{AB}", r"\overline{AB}", True),
+        ("B", r"\text{(B)}", True),
+    ],
+)
+def test_words_are_compared_as_texts(library, wanted, given, is_equal):
+    assert is_equivalent(wanted, given) == is_equal
+
+
+@pytest.mark.parametrize(
+    "wanted, given, is_equal",
+    [
+        ("½", r"\frac{1}{2}", True),
+        ("2½", "2.5", True),
+        ("½", "2", False),
+        ("√2", r"\sqrt{2}", True),
+        ("3√(x+1)", r"3\sqrt{x+1}", True),
+        ("√2", "2", False),
+        ("x²+1", "x^2+1", True),
+        ("x²+1", "x2+1", False),
+        ("5 × 10³", "5000", True),
+        ("10⁻²", "0.01", True),
+        ("2π", r"2\pi", True),
+        ("π", "3", False),
+        ("−7", "-7", True),
+        ("-3", "–3", True),
+        ("30°", "30", True),
+        ("∞", r"\infty", True),
+        ("∞", "8", False),
+        ("x ≤ 3", r"x\le 3", True),
+        ("x ≤ 3", r"x\ge 3", False),
+        ("±2", "2,-2", True),
+        ("1000", "1 000", True),
+        ("1000", r"1\,000", True),
+        ("1000000.5", r"1\ 000\ 000.5", True),
+        ("1000", "1 00", False),
+        ("320000", "3.2e5", True),
+        ("1.5e-3", "0.0015", True),
+        ("1.5e-3", "1.5", False),
+        ("7/3", "2 1/3", True),
+        ("-18.5", "-18 1/2", True),
+        ("7/3", "2 1/4", False),
+        (r"0.\overline{3}", r"\frac{1}{3}", True),
+        (r"0.1\overline{6}", r"\frac{1}{6}", True),
+        (r"0.\overline{3}", "0.3", False),
+        ("5", r"\boldsymbol{5}", True),
+        ("15 dollars", r"\$15", True),
+        ("15 dollars", r"\$16", False),
+    ],
+)
+def test_answers_as_people_and_models_write_them(library, wanted, given, is_equal):
+    assert is_equivalent(wanted, given) == is_equal
+
+
+@pytest.mark.parametrize(
+    "wanted, given, is_equal",
+    [
+        ("(1,2)", "1,2", False),
+        ("(1,2)", "(1, 2)", True),
+        ("(1,2)", "x=1, y=2", True),
+        ("1,2", r"\{2,1\}", True),
+        ("4", "5=4", False),
+        ("4", "2+2=4", True),
+        ("4", "x=4", True),
+        ("4", "2+2=5=4", False),
+        ("50%", r"\frac{1}{2}=50\%", True),
+    ],
+)
+def test_neither_a_lost_order_nor_a_contradiction_is_an_answer(library, wanted, given, is_equal):
+    assert is_equivalent(wanted, given) == is_equal
+
+
+def test_an_answer_that_is_a_number_is_compared_by_its_value(library):
+    assert math_match("", r"\boxed{0.00001}", {"answer": 1e-05}) == 1.0
+    assert math_match("", r"\boxed{42}", {"answer": 42.0}) == 1.0
+    for answer in (["42"], True, {"value": 42}):
+        with pytest.raises(ValueError, match="need a text, a whole number or a finite decimal"):
+            math_match("", r"\boxed{42}", {"answer": answer})
+
+
+@pytest.mark.parametrize("answer", ["42", r"\frac12", "north", "½", "(1,2]", "x=3", r"\boxed{4}"])
+def test_a_row_with_a_formula_or_words_passes_its_check(library, answer):
+    assert check_row("", "", {"answer": answer}) == 1.0
+
+
+def test_a_row_without_either_does_not(library):
+    with pytest.raises(ValueError, match="is no formula"):
+        check_row("", "", {"answer": r"\frac{"})
 
 
 def test_the_last_box_counts_and_no_box_is_no_answer(library):

@@ -133,6 +133,13 @@ def test_a_prompt_may_be_empty_where_a_text_begins_with_a_token_of_its_own(token
         read_pairs(file, Bare(), max_tokens=9)
 
 
+def test_a_number_is_learned_as_it_is_written_in_full(tokenizer, tmp_path):
+    numbers = [{"prompt": "1", "completion": one} for one in (42.0, 1e-05, 7)]
+    found = read_pairs(rows(tmp_path / "a.jsonl", *numbers), tokenizer, max_tokens=11)
+    learned = [tokenizer.decode(pair.token_ids[pair.learned]) for pair in found]
+    assert learned == ["42<eos>", "0.00001<eos>", "7<eos>"]
+
+
 BAD = {
     "not JSON": "{",
     "need a JSON object": [1],
@@ -140,6 +147,7 @@ BAD = {
     '"prompt" must be text, this is list': {"prompt": ["1"], "completion": "1"},
     '"completion" must be text that is not empty': {"prompt": "1", "completion": ""},
     '"completion" must be text, this is NoneType': {"prompt": "1", "completion": None},
+    "the answer is bool True; need a text": {"prompt": "1", "completion": True},
     "12 tokens, the model takes 11": {"prompt": "12345", "completion": "12345"},
     '"messages" must be a list': {"messages": "hello"},
     '"messages", message 2: need {"role": ..., "content": text}': {

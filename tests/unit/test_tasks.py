@@ -1,6 +1,7 @@
 """Tasks and the rewards that come with them."""
 
 import json
+import math
 import random
 import re
 import subprocess
@@ -581,6 +582,12 @@ def test_reasoning_gym_names_are_checked(monkeypatch):
         ("4 #### 5 #### 6", "6"),
         ("so 12 \n####7", "7"),
         ("\\times3", "3"),
+        ("1.5e3", "1500"),
+        ("1e-05", "0.00001"),
+        ("It is 2E+6.", "2000000"),
+        ("-1.5e-2", "-0.015"),
+        ("2e", "2"),
+        ("1e5x", "5"),
     ],
 )
 def test_the_final_number_of_a_text(text, number):
@@ -614,6 +621,31 @@ def test_exact_match_forgives_only_the_space_around():
     assert [
         exact_match("", t, {"answer": 46}) for t in ("46", " 46\n", "046", "46.", "4 6", "")
     ] == [1, 1, 0, 0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    "answer, text",
+    [
+        (42.0, "42"),
+        (2.50, "2.5"),
+        (1e-05, "0.00001"),
+        (1e22, "1" + "0" * 22),
+        pytest.param(10**5000, "1" + "0" * 5000, id="5,001 digits"),
+    ],
+)
+def test_a_number_of_json_is_compared_as_it_is_written_in_full(answer, text):
+    for reward in (exact_match, numeric_match):
+        assert reward("", text, {"answer": answer}) == 1.0
+        assert reward("", "22", {"answer": answer}) == 0.0
+
+
+@pytest.mark.parametrize(
+    "answer", [["42", "forty-two"], True, {"value": 42}, math.nan, math.inf, []]
+)
+def test_an_answer_with_several_forms_is_an_error_and_no_score(answer):
+    for reward in (exact_match, numeric_match):
+        with pytest.raises(ValueError, match="need a text, a whole number or a finite decimal"):
+            reward("", "42", {"answer": answer})
 
 
 def test_an_answer_that_cannot_be_compared_is_an_error_and_no_score():

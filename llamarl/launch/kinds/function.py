@@ -14,6 +14,7 @@ from llamarl.scoring.pool import RewardPool, check_reward
 from llamarl.scoring.scorer import Item, MakeScorer, Outcome
 from llamarl.scoring.trial import commonest
 from llamarl.tasks.environment import GIVEN
+from llamarl.tasks.rewards import row_check_of
 
 log = logging.getLogger("llamarl")
 
@@ -61,6 +62,33 @@ class FunctionKind(Kind[FunctionKindSettings]):
             memory_mb=self.settings.memory_mb,
             **self.scored.conversation,
         )
+
+    @property
+    def checks_rows(self) -> bool:
+        """Whether the function comes with a check of rows."""
+        return row_check_of(self._path) is not None
+
+    def row_problems(self, rows: Sequence[Item]) -> list[str]:
+        """Return what the function's check of rows raises for each."""
+        path = row_check_of(self._path)
+        assert path is not None, "it checks rows"
+        outcomes = check_reward(
+            path,
+            rows,
+            section=self.given.section,
+            fn_key=self._fn_key,
+            must_score=False,
+            options=self.settings.options,
+            num_workers=self.settings.num_workers,
+            timeout_s=self.settings.timeout_s,
+            memory_mb=self.settings.memory_mb,
+        )
+        problems = []
+        for outcome in outcomes:
+            reason, _, _ = outcome.reason.partition("\n")
+            # A row that takes too long to check, on a busy machine, may be right.
+            problems.append(reason if "ValueError" in reason else "")
+        return problems
 
     @property
     def identity(self) -> str:

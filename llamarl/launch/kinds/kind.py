@@ -58,6 +58,15 @@ class Kind(ABC, Generic[Settings]):
         return None
 
     @property
+    def checks_rows(self) -> bool:
+        """Whether it can say of a row that no completion of it could be scored."""
+        return False
+
+    def row_problems(self, rows: Sequence[Item]) -> list[str]:
+        """Return of each row why no completion of it could be scored, "" where one could be."""
+        raise NotImplementedError
+
+    @property
     @abstractmethod
     def identity(self) -> str:
         """A text that differs if other scores would be given, and is the same for the same scorer
