@@ -85,7 +85,7 @@ _UNIT = re.compile(
 )
 _PERCENT = re.compile(r"\s*(?:\\?%|\\?\s*\\text\s*\{\s*(?:\\?%|percent)\s*\}|\s+percent)\s*$")
 _CURRENCY = re.compile(r"\s*(?:\\text\s*\{\s*dollars?\s*\}|(?<=\d)\s*dollars?)$")
-# Of a formula: members without brackets or names; a letter that is in no command.
+# Members without brackets or names; and a letter that no command has.
 _LISTED = re.compile(r"[^()\[\]{}=<>|a-zA-Z]+,[^()\[\]{}=<>|a-zA-Z]+")
 _LETTER = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]")
 _DOLLARS = re.compile(r"^\s*(?:\\?\$|\\\(|\\\[)\s*|\s*(?:\\?\$|\\\)|\\\])\s*$")
