@@ -29,7 +29,7 @@ FOLDERS = "|".join((*CODE, "conf", "docs", "typings"))
 NOT_READ = ("docs/lm_eval.md", "tests/test_names.py")
 # Names that no code of ours has, by whose they are.
 OTHERS = {
-    "systems and units": "OpenMP KiB overcommit_memory ps PyPI",
+    "systems and units": "LaTeX OpenMP KiB overcommit_memory ps PyPI",
     "models and papers": "YaRN RoPE MoE NeoX MiniLM DasGupta AlpacaEval",
     "libraries": "TransformerSelfAttentionLayer TokenType RewardTrainer center_rewards_coefficient",
     "torch": "_weight_int8pack_mm model.layers.3.self_attn.q_proj.weight",

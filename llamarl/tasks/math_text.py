@@ -100,10 +100,10 @@ def _number(text: str) -> str:
         return _fraction(found[1], int(found[2]) + Fraction(int(found[3]), int(found[4])))
     found = _REPEATING.fullmatch(text)
     if found:
-        whole, fixed, repeated = found[2] or "0", found[3], found[4]
-        period = Fraction(int(repeated), 10 ** len(repeated) - 1)
-        value = (int(whole + fixed) + period) / 10 ** len(fixed)
-        return _fraction(found[1], value)
+        fixed = found[3]
+        period = Fraction(int(found[4]), 10 ** len(found[4]) - 1)
+        value = int(f"0{found[2]}{fixed}") + period
+        return _fraction(found[1], value / 10 ** len(fixed))
     return text
 
 
