@@ -44,6 +44,7 @@ from llamarl.checkpoint.service import CONTROLLER, CheckpointService
 from llamarl.comm.breakable import BreakableSteps
 from llamarl.comm.channel import Channel, ChannelEnd, ConnectContext
 from llamarl.comm.control import Control
+from llamarl.comm.dropped import STILL_S, DroppedRecords
 from llamarl.comm.groups import RankInfo, World, executor_group
 from llamarl.comm.meeting import reaching, wait_for_all
 from llamarl.errors import CheckpointError, PeerDied, TimedOut
@@ -166,6 +167,7 @@ class ExecutorController:
             timeout_s=settings.timeout_s,
         )
         self.reached_target = False  # on the leader: an evaluation has reached settings.eval_target
+        self._dropped = DroppedRecords(executors, self.local, self.control, world.size)
         self._keepers: set[int] = set()  # the ranks without which no checkpoint can be made
         # By name: the executors of this rank whose steps the loop can leave.
         self._breakable: dict[str, BreakableSteps] = {}
@@ -336,6 +338,7 @@ class ExecutorController:
                     worked |= self._step_or_lose(executor, clocks[executor.name])
             self.metrics.pump()
             self._check_target()
+            self._check_dropped(clocks)
             if self.control.is_leader and self._is_over():
                 if self._has_ended():
                     continue
@@ -533,6 +536,24 @@ class ExecutorController:
         if reward is not None and reward >= target:
             self.reached_target = True
             self.control.request_stop()
+
+    def _check_dropped(self, clocks: Mapping[str, _Clock]) -> None:
+        """Answer what becomes of a ticket's records. On the leader: ask, where the trainer has long
+        waited for data, and lose the executor that dropped some.
+        """
+        now = time.monotonic()
+        self._dropped.answer(clocks, now)
+        if not self.control.is_leader or self.control.stopping or self.control.loss is not None:
+            return
+        clock = clocks[self._trainer.name]
+        waits = clock.reason is not None and clock.reason.startswith("data:")
+        if waits and now - clock.idle_since > STILL_S:
+            for ticket in self.tickets.holding_up()[:1]:
+                self._dropped.ask(ticket, now)
+        error = self._dropped.verdict(self._trainer)
+        if error is not None:
+            # Between two steps all state is whole, so this is a loss rather than a failure.
+            self.control.lose(error)
 
     def _is_over(self) -> bool:
         """On the leader: whether the last checkpoint is made and no row can still come."""

@@ -42,6 +42,12 @@ class LagExceeded(RuntimeError):
     """
 
 
+class RecordsDropped(RuntimeError):
+    """An executor took records and neither sent them on nor says that it still works on them. The
+    message names the executor, its ranks and the ticket.
+    """
+
+
 class NotFinite(RuntimeError):
     """The loss or the gradient of an update, or a reference's logprobs, are NaN or infinite. They
     were not used for an update. The message names the weights.

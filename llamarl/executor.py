@@ -80,6 +80,10 @@ class Ends(Generic[End]):
         """Yield all ends, in the order of the channels."""
         return (end for _, end in self._ends)
 
+    def by_record(self) -> list[tuple[type, End]]:
+        """Return each end with the type of record that it carries."""
+        return list(self._ends)
+
     def _all_of(self, record: type) -> list[End]:
         return [end for carried, end in self._ends if carried is record]
 
@@ -387,6 +391,7 @@ class Executor:
     weights_form: WeightsForm = WeightsForm()
     # Each record belongs to a ticket, and each ticket to one of its data-parallel ranks.
     takes_by_rank: bool = False
+    takes_all: bool = False  # each of its ranks gets every record
     tensor_parallel: int = 1  # consecutive ranks that share one copy of its model
     # Whether those ranks split embedding and head too; otherwise each holds them whole.
     split_vocabulary: bool = True
@@ -526,7 +531,8 @@ class Executor:
         """Return what the next step needs, as "CAUSE: what, from whom"; None if it may be idle.
 
         The cause (data, weights, tickets, room, ...) names the idle time in metrics. A wait past
-        timeout_s ends the run.
+        timeout_s ends the run. While records that it took are still worked on, as by a thread of
+        its own, it must not return None: the run would take them for dropped.
         """
         return None
 

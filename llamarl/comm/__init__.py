@@ -2,6 +2,6 @@
 records.
 """
 
-from llamarl.comm.channel import Gather, Scatter
+from llamarl.comm.channel import Broadcast, Gather, Scatter
 
-__all__ = ["Gather", "Scatter"]
+__all__ = ["Broadcast", "Gather", "Scatter"]

@@ -63,6 +63,9 @@ NAMES = {
 }
 
 
+COUNTED_TICKETS = 8192  # the newest; more than a run has in work
+
+
 class ChannelEnd(Protocol):
     """One rank's end of a channel, which it writes to or reads from."""
 
@@ -82,7 +85,8 @@ class ConnectContext:
 
 @dataclass(frozen=True)
 class Channel:
-    """One arrow of the graph: Gather and Scatter carry records, others override `connect`.
+    """One arrow of the graph: Gather, Scatter and Broadcast carry records, others override
+    `connect`.
 
     carries: the type of its records. name: what messages call it; by default after its records.
     """
@@ -166,6 +170,13 @@ class Gather(Channel):
         return [record.ticket % num_destinations]
 
 
+class Broadcast(Channel):
+    """Every rank of the destination gets every record."""
+
+    def route(self, record, num_destinations):
+        return list(range(num_destinations))
+
+
 class Scatter(Channel):
     """A group goes to one data-parallel rank: to all its tensor-parallel peers.
 
@@ -176,6 +187,27 @@ class Scatter(Channel):
         peers = self.destination.tensor_parallel
         first = dp_rank_of(record.ticket, num_destinations // peers) * peers
         return list(range(first, first + peers))
+
+
+class TicketCounts:
+    """How many records of each ticket have passed one end of a channel."""
+
+    def __init__(self) -> None:
+        self._counts: dict[int, int] = {}
+
+    def add(self, record) -> None:
+        """Count a record, if it is of a ticket."""
+        ticket = getattr(record, "ticket", None)
+        if ticket is None:
+            return
+        self._counts[ticket] = self.of(ticket) + 1
+        if len(self._counts) > COUNTED_TICKETS:
+            oldest = next(iter(self._counts))
+            del self._counts[oldest]
+
+    def of(self, ticket: int) -> int:
+        """Return how many records of a ticket were counted."""
+        return self._counts.get(ticket, 0)
 
 
 class _Queue:
@@ -217,13 +249,24 @@ class _Queue:
 class Receiver(_Queue):
     """The end that reads: one inbox, fed by local puts and by one thread a remote producer."""
 
+    def __init__(self, name: str, capacity: int, control: Control):
+        super().__init__(name, capacity, control)
+        self.counts = TicketCounts()  # of what was taken
+
     def take(self, limit: int | None = None) -> list:
         """Up to `limit` records that have come, oldest first. Does not wait."""
         with self._changed:
             count = len(self._records) if limit is None else min(limit, len(self._records))
             records = [self._records.popleft() for _ in range(count)]
             self._changed.notify_all()
+        for record in records:
+            self.counts.add(record)
         return records
+
+    def untaken(self, ticket: int) -> int:
+        """Return how many records of a ticket have come and were not taken."""
+        with self._changed:
+            return sum(getattr(record, "ticket", None) == ticket for record in self._records)
 
     def deliver(self, records: list) -> None:
         with self._changed:
@@ -284,9 +327,11 @@ class Sender:
         self.name = name
         self._consumers = consumers
         self._route = route
+        self.counts = TicketCounts()  # of what was put
 
     def put(self, record) -> None:
         """Send one record; never blocks. Ask `has_room` before the work that makes it."""
+        self.counts.add(record)
         for index in self._route(record):
             self._consumers[index].deliver([record])
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from llamarl.comm.channel import NAMES, Channel, Gather, Scatter
+from llamarl.comm.channel import NAMES, Broadcast, Channel, Gather, Scatter
 from llamarl.ddma.channel import Weights
 from llamarl.executor import Executor
 from llamarl.types import Group, Policy
@@ -71,6 +71,8 @@ def _channel(
     # The destination is in the name, because a source may send a record to several.
     siblings = [one for one in made if one.source is source and one.carries is record]
     name = f"{destination.name}_{NAMES.get(record, record.__name__)}" if siblings else ""
+    if destination.takes_all:
+        return Broadcast(source, destination, carries=record, name=name)
     return Gather(source, destination, carries=record, name=name)
 
 

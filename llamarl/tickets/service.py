@@ -339,11 +339,15 @@ class TicketService:
         if self._control.is_leader:
             self._ledger.predicted(rates)
 
+    def holding_up(self) -> list[int]:
+        """Return the tickets in work that hold up the next step; none but on the leader."""
+        return self._ledger.waits_for() if self._control.is_leader else []
+
     def waits_for(self) -> str:
         """Return which tickets hold up the next step, for messages."""
         if not self._control.is_leader:
             return f"the ledger on rank {self._control.leader}"
-        tickets = self._ledger.waits_for()
+        tickets = self.holding_up()
         if not tickets:
             return "new tickets to start"
         more = "..." if len(tickets) > 4 else ""

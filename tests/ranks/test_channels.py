@@ -117,7 +117,7 @@ def record(ticket: int, sender: int):
 
 
 def exchange_records(control) -> None:
-    from llamarl.comm.channel import ConnectContext, Gather, Scatter, dp_rank_of
+    from llamarl.comm.channel import Broadcast, ConnectContext, Gather, Scatter, dp_rank_of
     from llamarl.types import Completion
 
     sources, destinations = (0, 1), (1, 2)  # rank 1 is on both sides
@@ -128,15 +128,19 @@ def exchange_records(control) -> None:
         timeout_s=DEADLINE_S,
     )
     ends = {}
-    for kind in (Gather, Scatter):
+    for kind in (Gather, Scatter, Broadcast):
         channel = kind(Endpoint("from"), Endpoint("to"), carries=Completion, capacity=4)
         ends[kind] = channel.connect(context)
     control.start()
     for kind, (sender, receiver) in ends.items():
         sent, got = 0, []
-        mine = {Gather: lambda t: t % 2, Scatter: lambda t: dp_rank_of(t, 2)}[kind]
         me = destinations.index(control.rank) if receiver is not None else None
-        want = [t for t in range(RECORDS) if receiver is not None and mine(t) == me]
+        is_mine = {
+            Gather: lambda t: t % 2 == me,
+            Scatter: lambda t: dp_rank_of(t, 2) == me,
+            Broadcast: lambda t: True,
+        }[kind]
+        want = [t for t in range(RECORDS) if receiver is not None and is_mine(t)]
 
         def turn():
             nonlocal sent

@@ -13,7 +13,7 @@ from llamarl.executor import ExecutorGroup
 from llamarl.types import Group
 from recipes.custom_executor import LengthPenalty
 from tests.executors.fakes import FakeControl, FakeMetrics, FakeReceiver, FakeSender
-from tests.launching import ROOT, SMALL, STEPS, ForkedJob, environment, untimed
+from tests.launching import GROUP_SIZE, ROOT, SMALL, STEPS, ForkedJob, environment, untimed
 
 RECIPE = ROOT / "recipes" / "custom_executor.py"
 LISTED = """
@@ -86,6 +86,56 @@ def test_the_readme_shows_it_as_it_is():
 def blocks(file):
     """The Python that a document shows."""
     return [part.split("```")[0] for part in file.read_text().split("```python\n")[1:]]
+
+
+DROPS = """
+from llamarl.comm import dropped
+from llamarl.config import Config, main
+from llamarl.executor import Executor
+from llamarl.types import Completion
+
+
+class Filter(Executor):
+    name = "filter"
+    consumes = (Completion,)
+    produces = (Completion,)
+
+    def step(self):
+        completions = self.inputs.of(Completion).take()
+        for completion in completions:
+            if (completion.ticket, completion.sample_index) != (9, 1):
+                self.outputs.of(Completion).put(completion)
+        return bool(completions)
+
+
+@main
+def run(config: Config) -> None:
+    from executors.build import build_executors
+    from llamarl.launch import launch
+    import llamarl.controller
+
+    dropped.STILL_S = llamarl.controller.STILL_S = 1.0
+    with launch(config) as job:
+        generator, reward, _, trainer = build_executors(config, job)
+        job.placement["filter"] = job.placement["generator"]
+        job.run([generator, Filter(), reward, trainer])
+
+
+if __name__ == "__main__":
+    run()
+"""
+
+
+@pytest.mark.parametrize("ranks", [None, 2])
+def test_an_executor_that_drops_a_completion_is_named_long_before_timeout_s(ranks, tmp_path):
+    recipe = tmp_path / "drops.py"
+    recipe.write_text(DROPS)
+    with ForkedJob(*SMALL, run_dir=tmp_path / "run", recipe=recipe, ranks=ranks) as job:
+        assert job.wait() != 0
+        where = "rank 1" if ranks else "rank 0"
+        assert f"filter on {where} took {GROUP_SIZE} Completion records and sent on" in job.output
+        assert "of ticket 9" in job.output and "finish_reason='aborted'" in job.output
+        assert "waited" not in job.output, "nobody waited for timeout_s"
 
 
 def test_a_recipe_may_list_its_channels(synchronous_run, tmp_path):

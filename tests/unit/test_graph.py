@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from executors.build import build_executors, build_victim
-from llamarl.comm.channel import Gather, Scatter
+from llamarl.comm.channel import Broadcast, Gather, Scatter
 from llamarl.comm.groups import World
 from llamarl.config.command_line import RED_TEAM, compose_config
 from llamarl.ddma.channel import Weights
@@ -29,8 +29,11 @@ class Station(Executor):
     produces = ()
     offers = ()
 
-    def __init__(self, name, consumes=(), produces=(), offers=(), takes_by_rank=False):
+    def __init__(
+        self, name, consumes=(), produces=(), offers=(), takes_by_rank=False, takes_all=False
+    ):
         self.name = name
+        self.takes_all = takes_all
         self.consumes = consumes
         self.produces = produces
         self.offers = offers
@@ -131,6 +134,17 @@ def test_what_is_offered_goes_to_everyone_who_consumes_it(names):
     channels = channels_between([generator(offers=(Stretch,)), reward(), *readers, trainer()])
     told = [c.destination.name for c in channels if c.carries is Stretch]
     assert told == [name for name in names if name != "does not"]
+
+
+def test_an_executor_whose_ranks_all_take_is_sent_every_record_at_each_of_them():
+    mirror = Station("mirror", (Group,), (Group,), takes_all=True)
+    channels = channels_between([generator(), reward(), mirror, trainer()])
+    (to_mirror,) = [c for c in channels if c.destination is mirror]
+    assert type(to_mirror) is Broadcast
+    sampled = Completion(
+        5, 0, *[torch.empty(0, dtype=torch.int64)] * 2, *[torch.empty(0)] * 2, "stop"
+    )
+    assert to_mirror.route(sampled, num_destinations=3) == [0, 1, 2]
 
 
 REFUSED = {

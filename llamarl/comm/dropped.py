@@ -1,0 +1,192 @@
+"""Finds the executor that dropped records, when nothing moves and the trainer waits for them.
+
+    message   from -> to          handled by   meaning
+    held?     leader -> all       the loop     "what have your executors done with this ticket?"
+    held      a rank -> leader    the loop     the answer: an Account of each executor
+
+Every end of a channel counts the records of each ticket that passed it. An executor may keep
+records for as long as it says in `waiting_for` what it lacks. One that lacks nothing, and has sent
+on fewer records than it took, dropped the others: its ticket never becomes a group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Protocol
+
+from llamarl.comm.channel import Receiver, Sender
+from llamarl.errors import RecordsDropped
+from llamarl.executor import Executor, Mail
+from llamarl.types import Policy
+
+STILL_S = 10.0  # nothing may have moved for so long on any rank
+
+# What an executor may wait for while nothing moves. Other causes, such as scores, name work that
+# goes on outside the loop.
+_OTHERS_TURN = ("data", "tickets", "arrivals", "room")
+_REMEDY = (
+    "An executor sends on every record that it takes. To leave a completion out of training, send "
+    "it with finish_reason='aborted'; to leave a group out, send it with rewards of NaN. An "
+    "executor that still works on records says so in waiting_for()"
+)
+
+
+class Clock(Protocol):
+    """An executor's clock (llamarl.controller)."""
+
+    idle_since: float  # when it last worked; time.monotonic()
+    reason: str | None  # what it waits for
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """What one executor on one rank has done with the records of one ticket. Counts by the name of
+    a record's type.
+    """
+
+    executor: str
+    rank: int
+    idle_s: float  # since it last worked
+    waits_for: str | None
+    version: int | None  # of the policy that it holds; None if it takes none
+    taken: Mapping[str, int]
+    sent: Mapping[str, int]
+    untaken: Mapping[str, int]  # have come and wait for it
+
+
+class DroppedRecords:
+    """The search for dropped records, on one rank.
+
+    executors: all of the graph, in flow order. local: those of this rank. num_ranks: of the world.
+    """
+
+    def __init__(
+        self,
+        executors: Sequence[Executor],
+        local: Sequence[Executor],
+        control: Mail,
+        num_ranks: int,
+    ):
+        self._executors = executors
+        self._local = local
+        self._control = control
+        self._num_ranks = num_ranks
+        self._answers: dict[int, list[Account]] = {}
+        self._asked_for: int | None = None  # on the leader: the ticket of the newest question
+        self._asked_at = float("-inf")
+
+    def answer(self, clocks: Mapping[str, Clock], now: float) -> None:
+        """Answer the leader's questions. clocks: of this rank's executors."""
+        for leader, question in self._control.take("held?"):
+            ticket = question["ticket"]
+            accounts = [self._account(e, clocks[e.name], ticket, now) for e in self._local]
+            said = {"ticket": ticket, "accounts": [asdict(account) for account in accounts]}
+            self._control.post(leader, "held", said)
+
+    def ask(self, ticket: int, now: float) -> None:
+        """Ask all ranks about a ticket, at most once in STILL_S. Only the leader asks."""
+        if now - self._asked_at < STILL_S:
+            return
+        self._asked_at = now
+        self._asked_for = ticket
+        self._answers.clear()
+        for rank in range(self._num_ranks):
+            self._control.post(rank, "held?", {"ticket": ticket})
+
+    def verdict(self, trainer: Executor) -> RecordsDropped | None:
+        """Return the error that names who dropped records, once all ranks have answered; None
+        where nobody did, or something still moves.
+        """
+        for rank, said in self._control.take("held"):
+            if said["ticket"] == self._asked_for:
+                self._answers[rank] = [Account(**account) for account in said["accounts"]]
+        if len(self._answers) < self._num_ranks:
+            return None
+        accounts = [account for rank in sorted(self._answers) for account in self._answers[rank]]
+        self._answers.clear()
+        found = who_dropped(accounts, self._executors, trainer)
+        if found is None:
+            return None
+        return RecordsDropped(
+            f"{found} of ticket {self._asked_for}. Nothing has moved for {STILL_S:.0f} s, and step "
+            f"{trainer.version} of {trainer.name} waits for that ticket. {_REMEDY}"
+        )
+
+    def _account(self, executor: Executor, clock: Clock, ticket: int, now: float) -> Account:
+        taken: dict[str, int] = {}
+        untaken: dict[str, int] = {}
+        sent: dict[str, int] = {}
+        for record, inbox in executor.inputs.by_record():
+            if isinstance(inbox, Receiver):
+                taken[record.__name__] = inbox.counts.of(ticket)
+                untaken[record.__name__] = inbox.untaken(ticket)
+        for record, outbox in executor.outputs.by_record():
+            if isinstance(outbox, Sender):
+                sent[record.__name__] = outbox.counts.of(ticket)
+        return Account(
+            executor=executor.name,
+            rank=executor.group.rank,
+            idle_s=now - clock.idle_since,
+            waits_for=clock.reason,
+            version=executor.version if Policy in executor.consumes else None,
+            taken=taken,
+            sent=sent,
+            untaken=untaken,
+        )
+
+
+def who_dropped(
+    accounts: Sequence[Account], executors: Sequence[Executor], trainer: Executor
+) -> str | None:
+    """Return who dropped how many records, as the beginning of a sentence; None if nobody did or
+    something still moves.
+
+    accounts: of every executor on every rank, about one ticket. executors: in flow order.
+    """
+    if not all(_is_still(account, trainer.version) for account in accounts):
+        return None
+    suspects = []  # executors that owe nothing by their own word, in flow order
+    for executor in executors:
+        own = [account for account in accounts if account.executor == executor.name]
+        # With copies of each record on several ranks, what came cannot be compared with what went.
+        has_copies = executor.takes_all or executor.tensor_parallel > 1
+        if executor.leads or has_copies or any(account.waits_for for account in own):
+            continue
+        suspects.append((executor, own))
+    for executor, own in suspects:
+        for record in executor.consumes:
+            untaken = _sum(own, "untaken", record)
+            if untaken:
+                return f"{_place(own)} leaves {untaken} {record.__name__} records"
+            taken = _sum(own, "taken", record)
+            sent = _sum(own, "sent", record)
+            if record in executor.produces and sent < taken:
+                return f"{_place(own)} took {taken} {record.__name__} records and sent on {sent}"
+    for executor, own in reversed(suspects):
+        taken = sum(_sum(own, "taken", record) for record in executor.consumes)
+        sent = sum(_sum(own, "sent", record) for record in executor.produces)
+        if executor.produces and taken and not sent:
+            names = " and ".join(record.__name__ for record in executor.produces)
+            return f"{_place(own)} took {taken} records and sent no {names}"
+    return None
+
+
+def _is_still(account: Account, trainer_version: int) -> bool:
+    """Whether this executor has stood still, and holds the newest weights: newer ones may be on
+    their way for long, and let it go on.
+    """
+    if account.idle_s < STILL_S or account.version not in (None, trainer_version):
+        return False
+    reason = account.waits_for
+    return reason is None or reason.split(":")[0] in _OTHERS_TURN
+
+
+def _sum(accounts: Sequence[Account], side: str, record: type) -> int:
+    return sum(getattr(account, side).get(record.__name__, 0) for account in accounts)
+
+
+def _place(accounts: Sequence[Account]) -> str:
+    ranks = [account.rank for account in accounts]
+    where = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks}"
+    return f"{accounts[0].executor} on {where}"

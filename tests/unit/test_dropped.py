@@ -1,0 +1,128 @@
+"""Dropped records: the executor that kept some back is named, and nobody who still works is."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from llamarl.comm.channel import TicketCounts
+from llamarl.comm.dropped import STILL_S, Account, who_dropped
+from llamarl.executor import Executor
+from llamarl.types import Completion, EvalCompletion, Group, Policy
+
+
+class Station(Executor):
+    consumes = ()
+    produces = ()
+
+    def __init__(self, name, consumes, produces, *, leads=False, takes_all=False):
+        self.name = name
+        self.consumes = consumes
+        self.produces = produces
+        self.leads = leads
+        self.takes_all = takes_all
+
+
+def row(**changes):
+    """generator -> filter -> reward -> penalty -> trainer, which holds version 4."""
+    trainer = Station("trainer", (Group,), (Policy,), leads=True)
+    trainer.version = 4
+    return [
+        Station("generator", (Policy,), (Completion, EvalCompletion)),
+        Station("filter", (Completion,), (Completion,), **changes),
+        Station("reward", (Completion, EvalCompletion), (Group,)),
+        Station("penalty", (Group,), (Group,)),
+        trainer,
+    ]
+
+
+def account(executor, *, rank=0, waits_for=None, taken=(), sent=(), untaken=(), version=None):
+    return Account(
+        executor=executor,
+        rank=rank,
+        idle_s=STILL_S,
+        waits_for=waits_for,
+        version=version,
+        taken=dict(taken),
+        sent=dict(sent),
+        untaken=dict(untaken),
+    )
+
+
+def still(**changes):
+    """The accounts of a run in which the filter dropped one of eight completions."""
+    accounts = {
+        "generator": account("generator", waits_for="tickets: none", sent={"Completion": 8}),
+        "filter": account("filter", rank=1, taken={"Completion": 8}, sent={"Completion": 7}),
+        "reward": account("reward", waits_for="data: lacks one", taken={"Completion": 7}),
+        "penalty": account("penalty"),
+        "trainer": account("trainer", waits_for="data: groups"),
+    }
+    accounts["generator"] = dataclasses.replace(accounts["generator"], version=4)
+    for name, fields in changes.items():
+        accounts[name] = dataclasses.replace(accounts[name], **fields)
+    return list(accounts.values())
+
+
+def named(accounts, **changes):
+    executors = row(**changes)
+    return who_dropped(accounts, executors, executors[-1])
+
+
+def test_a_filter_that_keeps_completions_is_named_and_not_the_reward_that_lacks_them():
+    assert named(still()) == "filter on rank 1 took 8 Completion records and sent on 7"
+
+
+def test_records_of_one_executor_are_added_over_its_ranks():
+    other = account("filter", rank=2, taken={"Completion": 3}, sent={"Completion": 3})
+    assert (
+        named([*still(), other])
+        == "filter on ranks [1, 2] took 11 Completion records and sent on 10"
+    )
+
+
+def test_an_executor_that_changes_records_and_sends_none_is_named():
+    sends_all = {"sent": {"Completion": 8}}
+    keeps = {"waits_for": None, "taken": {"Completion": 8}, "sent": {"Group": 0}}
+    accounts = still(filter=sends_all, reward=keeps)
+    assert named(accounts) == "reward on rank 0 took 8 records and sent no Group"
+
+
+def test_a_step_that_takes_nothing_is_named_with_what_waits_for_it():
+    accounts = still(filter={"taken": {}, "sent": {}, "untaken": {"Completion": 8}})
+    assert named(accounts) == "filter on rank 1 leaves 8 Completion records"
+
+
+INNOCENT = {
+    "somebody has worked just now": {"generator": {"idle_s": STILL_S / 2}},
+    "scores are on their way": {"reward": {"waits_for": "scores: 3 by math"}},
+    "an environment thinks": {"generator": {"waits_for": "environment: 2 answers"}},
+    "newer weights are on their way": {"generator": {"version": 3}},
+    "it says that it still works": {"filter": {"waits_for": "judge: an answer"}},
+    "it says what it lacks": {"filter": {"waits_for": "data: a whole batch"}},
+    "all was sent on": {"filter": {"sent": {"Completion": 8}}},
+}
+
+
+@pytest.mark.parametrize("changes", INNOCENT.values(), ids=INNOCENT)
+def test_nobody_is_named_while(changes):
+    assert named(still(**changes)) is None
+
+
+def test_copies_on_several_ranks_are_not_compared_with_what_was_sent():
+    assert named(still(), takes_all=True) is None
+
+
+def test_counts_are_kept_for_the_newest_tickets(monkeypatch):
+    monkeypatch.setattr("llamarl.comm.channel.COUNTED_TICKETS", 2)
+    counts = TicketCounts()
+    for ticket in (1, 1, 2, 3):
+        counts.add(_Of(ticket))
+    counts.add(object())  # of no ticket
+    assert [counts.of(ticket) for ticket in (1, 2, 3)] == [0, 1, 1]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Of:
+    ticket: int
