@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -32,6 +32,7 @@ from llamarl.launch.job import Job, stop_tokens
 from llamarl.launch.kinds import gold_kind, reward_parts
 from llamarl.launch.preferences import PreferencesJob
 from llamarl.launch.scorers import stream_cache_tokens
+from llamarl.models.build import Decoder
 from llamarl.scoring.ahead import StreamSettings
 from llamarl.scoring.diversity import Diversity
 from llamarl.scoring.gold import Gold, GoldSettings
@@ -71,8 +72,11 @@ def temperatures_of(config: Config) -> TemperatureRange | None:
     return TemperatureRange(low=drawn[0], high=drawn[1], seed=config.seed)
 
 
-def engine_builder(config: Config, job: Job) -> BuildEngine:
-    """Return a function that builds the generator's engine, by generator.kind."""
+def engine_builder(config: Config, job: Job, adapt: Callable[[Decoder], None]) -> BuildEngine:
+    """Return a function that builds the generator's engine, by generator.kind.
+
+    adapt: changes the decoder's forward; see Generator.adapt_decoder.
+    """
     g = config.generator
     sizes: dict[str, Any] = dict(
         model_path=str(job.model_path),
@@ -82,14 +86,21 @@ def engine_builder(config: Config, job: Job) -> BuildEngine:
         decode=job.decode,
     )
     if g.kind == "vllm":
+        if adapt is not Generator.adapt_decoder:
+            raise ValueError(
+                "generator=vllm computes with its own model, which adapt_decoder cannot change; "
+                "take generator=native"
+            )
         return partial(build_vllm, **sizes, gpu_memory_utilization=g.gpu_memory_utilization)
     if config.environments:
         sizes["kept_tokens"] = config.kept_tokens
-        return partial(dialogue_engine, job, native_builder(config, sizes))
-    return native_builder(config, sizes)
+        return partial(dialogue_engine, job, native_builder(config, sizes, adapt))
+    return native_builder(config, sizes, adapt)
 
 
-def native_builder(config: Config, sizes: dict[str, Any]) -> BuildEngine:
+def native_builder(
+    config: Config, sizes: dict[str, Any], adapt: Callable[[Decoder], None]
+) -> BuildEngine:
     """Return a function that builds the native engine. sizes: those that other kinds have too."""
     g = config.generator
     assert g.kind == "native", "asked for that kind"
@@ -101,33 +112,42 @@ def native_builder(config: Config, sizes: dict[str, Any]) -> BuildEngine:
         quantize=g.quantize,
         quantize_exclude=tuple(g.quantize_exclude),
         reproducible=config.max_lag == 0,
+        adapt=adapt,
     )
 
 
 def build_executors(
-    config: Config, job: Job
+    config: Config,
+    job: Job,
+    *,
+    generator: type[Generator] = Generator,
+    reward: type[Reward] = Reward,
+    reference: type[Reference] = Reference,
+    trainer: type[FSDPTrainer] = FSDPTrainer,
 ) -> tuple[Generator, Reward, list[Reference], FSDPTrainer]:
     """Return the executors of the main job: generator, reward, reference if there is one, and
-    trainer.
+    trainer. Each is of the class given for it, which takes the keywords of its base class:
+
+        build_executors(config, job, trainer=MyTrainer)
     """
     return (
-        build_generator(config, job),
-        build_reward(config, job),
-        build_references(config, job),
-        build_trainer(config, job),
+        build_generator(config, job, generator),
+        build_reward(config, job, reward),
+        build_references(config, job, reference),
+        build_trainer(config, job, trainer),
     )
 
 
-def build_generator(config: Config, job: Job) -> Generator:
-    """Build the generator, with the engine of its kind."""
+def build_generator(config: Config, job: Job, kind: type[Generator] = Generator) -> Generator:
+    """Build the generator, with the engine of generator.kind. kind: the generator's class."""
     g = config.generator
     is_short = _wants_short_turns(config, job)
     num_replicas = len(job.placement["generator"]) // g.tensor_parallel
     max_quantization_kl = None
     if g.kind == "native" and g.quantize != "none":
         max_quantization_kl = g.max_quantization_kl
-    return Generator(
-        build_engine=engine_builder(config, job),
+    return kind(
+        build_engine=engine_builder(config, job, kind.adapt_decoder),
         prompts=job.prompts,
         eval_prompts=job.eval_prompts,
         eval_samples=config.eval.num_samples,
@@ -161,9 +181,9 @@ def _wants_short_turns(config: Config, job: Job) -> bool:
     return wants_short_turns(job.placement, synchronous=config.max_lag == 0)
 
 
-def build_reward(config: Config, job: Job) -> Reward:
+def build_reward(config: Config, job: Job, kind: type[Reward] = Reward) -> Reward:
     """Build the reward with its scorer, by reward.kind: a function, a model, a judge, or several of
-    them.
+    them. kind: the reward's class.
     """
     r = config.reward
     parts = reward_parts(job, stream_settings(config, job, "reward") if r.stream else None)
@@ -171,7 +191,7 @@ def build_reward(config: Config, job: Job) -> Reward:
     make_scorer: MakeScorer = partial(Weighted, parts, outcomes=r.outcomes)
     if len(parts) == 1 and not acts_as_one and config.reward_parts[0].weight is None:
         make_scorer = parts[0].make
-    return Reward(
+    return kind(
         make_scorer=make_scorer,
         first_takes=acts_as_one or bool(judge_models(config)),
         reads_ahead=r.stream,
@@ -395,13 +415,15 @@ def build_pair_maker(job: PreferencesJob, scorer: Scorer) -> PairMaker:
     )
 
 
-def build_references(config: Config, job: Job) -> list[Reference]:
-    """Return the reference executor in a list, which is empty without one."""
+def build_references(
+    config: Config, job: Job, kind: type[Reference] = Reference
+) -> list[Reference]:
+    """Return the reference executor in a list, which is empty without one. kind: its class."""
     reference = config.reference
     if not reference.placed:
         return []
     return [
-        Reference(
+        kind(
             model_path=str(job.model_path),
             model_dtype=config.model.dtype,
             temperature=config.temperature,

@@ -89,8 +89,8 @@ def _check_splits(loss_fn: Callable, name: str) -> None:
         )
 
 
-def build_trainer(config: Config, job: Job) -> FSDPTrainer:
-    """Build the trainer, with its loss and its buffer."""
+def build_trainer(config: Config, job: Job, kind: type[FSDPTrainer] = FSDPTrainer) -> FSDPTrainer:
+    """Build the trainer, with its loss and its buffer. kind: the trainer's class."""
     t, g = config.trainer, config.generator
     reference = config.reference
     own_reference = None
@@ -160,7 +160,7 @@ def build_trainer(config: Config, job: Job) -> FSDPTrainer:
         filter_groups=t.filter_groups,
         recomputes_kv=g.recompute_kv,
     )
-    return FSDPTrainer(
+    return kind(
         model_path=str(job.model_path),
         model_dtype=config.model.dtype,
         compute_dtype=t.compute_dtype,

@@ -49,6 +49,7 @@ from llamarl.inference.protocol import (
     can_talk,
 )
 from llamarl.inference.requests import Partial
+from llamarl.models.build import Decoder
 from llamarl.models.parity import Canary, check_canary, check_quantized
 from llamarl.tickets.prompts import AnyPrompts, chosen, note
 from llamarl.types import Completion, EvalCompletion, Policy, Prompt, Stretch
@@ -119,6 +120,12 @@ class Generator(Executor):
         self._send_again: list[Completion] = []  # sent before the run was interrupted
         # How many tokens of each live completion were sent as stretches.
         self._told: dict[tuple[int, int], int] = {}
+
+    @staticmethod
+    def adapt_decoder(decoder: Decoder) -> None:
+        """Override this to change the forward of the native engine's decoder, as the trainer's own
+        `FSDPTrainer.adapt_decoder` does. Called before the engine is built around it.
+        """
 
     def setup(self) -> None:
         """Build the engine and bind it to the incoming weights."""

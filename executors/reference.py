@@ -29,6 +29,7 @@ from llamarl.ddma.channel import receiver_of
 from llamarl.errors import NotFinite
 from llamarl.executor import Executor, State, WeightsForm
 from llamarl.learning.sharded_reference import ShardedReference
+from llamarl.models.build import Decoder
 from llamarl.models.fsdp import local
 from llamarl.scoring.ahead import StreamSettings
 from llamarl.scoring.logprobs import Batched, GroupLogprobs, Streamed
@@ -101,6 +102,10 @@ class Reference(Executor):
         """
         return self.follows
 
+    @staticmethod
+    def adapt_decoder(decoder: Decoder) -> None:
+        """Override this to change the decoder's forward, as `FSDPTrainer.adapt_decoder` does."""
+
     def setup(self) -> None:
         """Load the model, each rank its own part."""
         self._ranks = Ranks(self)
@@ -118,6 +123,7 @@ class Reference(Executor):
             group=self.group,
         )
         self.decoder = model.decoder
+        self.adapt_decoder(self.decoder)
         self._logprobs: GroupLogprobs
         if self.stream is None:
             self._logprobs = Batched(model, site)

@@ -152,6 +152,16 @@ class FSDPTrainer(Executor):
         self._frozen: list[torch.nn.Parameter] = []  # parameters of the trainer's own reference
         self._wait_since = time.monotonic()
 
+    @staticmethod
+    def adapt_decoder(decoder: Decoder) -> None:
+        """Override this to change the decoder's forward: hooks on its modules, or other modules in
+        their places that keep the parameters' names. Called once for the policy and once for a
+        reference of the trainer's own, after the weights are loaded.
+
+        Generator and Reference have the same method, and must make the same change: the generator
+        samples from what the trainer scores.
+        """
+
     # --- Life ---
 
     def setup(self) -> None:
@@ -162,6 +172,7 @@ class FSDPTrainer(Executor):
                 "memory already; leave it out"
             )
         self.decoder = self._load_decoder(self.model_path, lora=self.lora)
+        self.adapt_decoder(self.decoder)
         named = named_parameters_hf(self.decoder)
         # `_shards` are trained and saved: with adapters these alone, without the frozen weights.
         # `_policy` is what other executors and exports see.
@@ -256,6 +267,7 @@ class FSDPTrainer(Executor):
             tensor_parallel=self._peers(),
             cpu_offload=self.cpu_offload,
         )
+        self.adapt_decoder(reference)
         self._frozen = list(reference.parameters())
         return reference
 

@@ -4,6 +4,8 @@ a BuildEngine (see llamarl/inference/protocol.py).
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 
@@ -11,7 +13,7 @@ from llamarl.executor import ExecutorGroup
 from llamarl.inference.engine import Engine
 from llamarl.inference.protocol import Bind
 from llamarl.inference.vllm_engine import VLLMEngine
-from llamarl.models.build import build_decoder, read_config
+from llamarl.models.build import Decoder, build_decoder, read_config
 from llamarl.models.hf import named_parameters_hf
 from llamarl.models.quantize import quantize_decoder
 from llamarl.models.sharding import parameter_shapes
@@ -26,13 +28,14 @@ def build_native(
     model_dtype: str,
     quantize: str = "none",
     quantize_exclude: tuple[str, ...] = (),
+    adapt: Callable[[Decoder], None] = lambda decoder: None,
     **options,
 ) -> Engine:
     """Build an `Engine`, on one rank or, tensor-parallel, on several that share the model.
 
     model_path: a Hugging Face directory. quantize: the form that the weights arrive and are held
-    in, or "none". quantize_exclude: parts of names of modules that keep model_dtype. options: the
-    engine's others.
+    in, or "none". quantize_exclude: parts of names of modules that keep model_dtype. adapt: changes
+    the decoder before the engine is built around it. options: the engine's others.
     """
     decoder = build_decoder(
         read_config(model_path),
@@ -43,6 +46,7 @@ def build_native(
         quantize_decoder(decoder, quantize, quantize_exclude)
     decoder = decoder.to_empty(device=group.device).eval().requires_grad_(False)
     bind(decoder.config, list(named_parameters_hf(decoder)))
+    adapt(decoder)
     return Engine(decoder, device=group.device, **options)
 
 

@@ -138,6 +138,73 @@ def test_an_executor_that_drops_a_completion_is_named_long_before_timeout_s(rank
         assert "waited" not in job.output, "nobody waited for timeout_s"
 
 
+STEERED = """
+import torch
+
+from executors.build import build_executors
+from executors.generator import Generator
+from executors.reference import Reference
+from executors.trainer import FSDPTrainer
+from llamarl.config import Config, main
+from llamarl.launch import launch
+
+
+def steer(layer, args, output):
+    return output * 1.5
+
+
+class Steered:
+    @staticmethod
+    def adapt_decoder(decoder):
+        decoder.layers[0].register_forward_hook(steer)
+
+
+class SteeredTrainer(Steered, FSDPTrainer):
+    def setup(self):
+        super().setup()
+        print("steered", type(self).__name__)
+
+
+class SteeredGenerator(Steered, Generator):
+    pass
+
+
+class SteeredReference(Steered, Reference):
+    pass
+
+
+@main
+def run(config: Config) -> None:
+    with launch(config) as job:
+        generator, reward, references, trainer = build_executors(
+            config,
+            job,
+            generator=SteeredGenerator,
+            reference=SteeredReference,
+            trainer=SteeredTrainer,
+        )
+        job.run([generator, reward, *references, trainer])
+
+
+if __name__ == "__main__":
+    run()
+"""
+
+
+def test_subclasses_with_a_forward_of_their_own_sample_what_they_train(tmp_path):
+    recipe = tmp_path / "steered.py"
+    recipe.write_text(STEERED)
+    given = (*SMALL, "max_lag=0", "reference=frozen", "loss.kl_coef=0.01")
+    with ForkedJob(*given, run_dir=tmp_path / "run", recipe=recipe) as job:
+        assert job.wait() == 0, job.output
+    assert "steered SteeredTrainer" in job.output
+    first = job.rows[1]
+    assert first["ratio/mean"] == pytest.approx(1.0, abs=1e-3)
+    assert first["kl/ref"] == pytest.approx(0.0, abs=1e-4)
+    # A doubled stream is another model: it does not begin with the tiny model's 40 %.
+    assert job.rows[0]["eval/accuracy"] < 0.3
+
+
 def test_a_recipe_may_list_its_channels(synchronous_run, tmp_path):
     recipe = tmp_path / "listed.py"
     recipe.write_text(LISTED)
