@@ -319,16 +319,35 @@ def device_link_group(
     return dist.new_group(ranks, backend="nccl", timeout=_LINK_TIMEOUT)
 
 
+def _wanted_threads() -> int | None:
+    """Return what OMP_NUM_THREADS asks for; None if nobody has set it.
+
+    torchrun sets 1 for several ranks where the user has set nothing, so that 1 says nothing there.
+    """
+    said = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()  # one number a nesting level
+    if not said.isdecimal() or int(said) < 1:
+        return None
+    is_torchruns = said == "1" and _ranks_on_this_host() > 1
+    return None if is_torchruns else int(said)
+
+
+def _ranks_on_this_host() -> int:
+    return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+
+
 def threads_per_rank(threads: int | None, *, synchronous: bool) -> int | None:
     """Return how many threads a rank should use; None: as many as torch would.
 
-    Synchronous runs use one on CPU unless told: results depend on the count, and should not depend
-    on how many ranks share the machine.
+    Synchronous runs use one on CPU unless told by the config: results depend on the count, and
+    should not depend on the environment, nor on how many ranks share the machine. Other runs honour
+    OMP_NUM_THREADS.
     """
     if threads or torch.cuda.is_available():
         return threads
     if synchronous:
         return 1
+    wanted = _wanted_threads()
+    if wanted is not None:
+        return wanted
     num_cores = len(os.sched_getaffinity(0))
-    num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    return max(1, num_cores // num_ranks)
+    return max(1, num_cores // _ranks_on_this_host())

@@ -201,7 +201,7 @@ def test_subclasses_with_a_forward_of_their_own_sample_what_they_train(tmp_path)
     first = job.rows[1]
     assert first["ratio/mean"] == pytest.approx(1.0, abs=1e-3)
     assert first["kl/ref"] == pytest.approx(0.0, abs=1e-4)
-    # With its sign turned the stream is another model: it does not begin with the tiny model's 40 %.
+    # With its sign turned it is another model, and does not begin with the 40 % of the tiny one.
     assert job.rows[0]["eval/accuracy"] < 0.3
 
 

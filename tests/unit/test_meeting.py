@@ -2,13 +2,16 @@
 deadline.
 """
 
+import os
 import threading
 from types import SimpleNamespace
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from llamarl.comm import meeting
+from llamarl.comm.groups import threads_per_rank
 from llamarl.controller import ExecutorController
 from llamarl.errors import TimedOut
 
@@ -70,3 +73,30 @@ def test_a_wait_is_hardly_longer_than_it_must_be_with_few_looks(monkeypatch, wai
     assert now - 100.0 - waited_s <= min(0.2, most_s) * 1.001
     assert number < 50 + 6 * waited_s
     assert number <= 1 + waited_s / min(0.05, 0.001 * ranks) + 1e-6
+
+
+THREADS = {  # the environment, and the threads of an asynchronous rank
+    "nothing is set": ({}, 4),
+    "the user asks for two": ({"OMP_NUM_THREADS": "2"}, 2),
+    "the user asks for one, in one process": ({"OMP_NUM_THREADS": "1"}, 1),
+    "torchrun's own one": ({"OMP_NUM_THREADS": "1", "LOCAL_WORLD_SIZE": "2"}, 2),
+    "the user asks for three, under torchrun": (
+        {"OMP_NUM_THREADS": "3", "LOCAL_WORLD_SIZE": "2"},
+        3,
+    ),
+    "a number a nesting level": ({"OMP_NUM_THREADS": "3,1"}, 3),
+    "no number": ({"OMP_NUM_THREADS": "many"}, 4),
+}
+
+
+@pytest.mark.parametrize("variables, wanted", THREADS.values(), ids=THREADS)
+def test_omp_num_threads_is_honoured_where_the_user_has_set_it(monkeypatch, variables, wanted):
+    for name in ("OMP_NUM_THREADS", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(4))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert threads_per_rank(None, synchronous=False) == wanted
+    assert threads_per_rank(7, synchronous=False) == 7, "the config comes first"
+    assert threads_per_rank(None, synchronous=True) == 1, "its bits depend on the count"
