@@ -149,28 +149,11 @@ def _read(
     """Return the overrides as Hydra wants them, and the config of each point of a sweep."""
     from hydra import initialize_config_dir
 
-    dirs = [CONF_DIR]
+    words, problems = _read_words(overrides, kind, config_dir, multirun)
     search = []
     if config_dir:
-        own = Path(config_dir).resolve()
-        dirs.append(own)
-        search.append(f"hydra.searchpath=[file://{own}]")
-    groups: dict[str, set[str]] = {}  # by Hydra group: the files to choose from
-    for path in dirs:
-        for file in path.glob("*/*.yaml"):
-            groups.setdefault(file.parent.name, set()).add(file.stem)
-    for section, folder in kind.groups.items():
-        groups[section] = {file.stem for file in (CONF_DIR / folder).glob("*.yaml")}
-    problems: list[Problem] = []
-    accepted = []
-    choices = []
-    for text in overrides:
-        override = _read_override(text, groups, multirun, kind)
-        if isinstance(override, Problem):
-            problems.append(override)
-        else:
-            accepted.append(override.text)
-            choices.append([(override.key, point) for point in override.points])
+        search.append(f"hydra.searchpath=[file://{Path(config_dir).resolve()}]")
+    choices = [[(word.key, point) for point in word.points] for word in words]
     configs: list[Schema] = []
     with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
         for combination in itertools.product(*choices):
@@ -181,7 +164,31 @@ def _read(
             problems += made[1]
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
-    return accepted, configs
+    return [word.text for word in words], configs
+
+
+def _read_words(
+    overrides: list[str], kind: JobKind, config_dir: str | None, multirun: bool
+) -> tuple[list[_Override], list[Problem]]:
+    """Return the words of a command line as Hydra wants them, and what is wrong with one alone."""
+    dirs = [CONF_DIR]
+    if config_dir:
+        dirs.append(Path(config_dir).resolve())
+    groups: dict[str, set[str]] = {}  # by Hydra group: the files to choose from
+    for path in dirs:
+        for file in path.glob("*/*.yaml"):
+            groups.setdefault(file.parent.name, set()).add(file.stem)
+    for section, folder in kind.groups.items():
+        groups[section] = {file.stem for file in (CONF_DIR / folder).glob("*.yaml")}
+    words: list[_Override] = []
+    problems: list[Problem] = []
+    for text in overrides:
+        word = _read_override(text, groups, multirun, kind)
+        if isinstance(word, Problem):
+            problems.append(word)
+        else:
+            words.append(word)
+    return words, problems
 
 
 def default_config(kind: JobKind = RL, overrides: Sequence[str] = ()) -> Config:
@@ -379,7 +386,11 @@ def main(recipe: Callable, kind: JobKind = RL) -> Callable[[], None]:
             except ConfigError as error:
                 if leader:
                     print(error, file=sys.stderr)
-                sys.exit(2)
+                words, wrong = _read_words(args.overrides, kind, args.config_dir, args.multirun)
+                if not args.cfg or wrong:
+                    sys.exit(2)
+                # --cfg shows values, such as a paper's, without the files that a run needs.
+                accepted, configs = [word.text for word in words], []
             if _asks_for_values_alone(sys.argv[1:]):
                 return job(configs[0])
             rewritten = dict(zip(args.overrides, accepted))

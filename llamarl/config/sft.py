@@ -100,7 +100,7 @@ def as_run(config: SFTConfig) -> Config:
     """
     values = to_values(default_config())
     own = to_values(config)
-    for name in ("seed", "max_new_tokens", "threads", "timeout_s"):
+    for name in ("seed", "max_new_tokens", "threads", "timeout_s", "dry_run"):
         values[name] = own[name]
     values["task"] = own["task"]
     values["model"].update(own["model"])

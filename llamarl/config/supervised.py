@@ -18,7 +18,7 @@ from llamarl.config.marks import marked, settings_dataclass
 from llamarl.config.ranges import Count, Natural, NonNegative, Positive, Range, Text
 from llamarl.config.sections.checkpoint import CheckpointSettings
 from llamarl.config.sections.metrics import MetricsSettings
-from llamarl.config.sections.run import Seed
+from llamarl.config.sections.run import Seed, find_ranks
 from llamarl.config.sections.trainer import ShardedTrainerSettings
 
 Fraction = Annotated[float, Range(0, 0.999999)]
@@ -66,6 +66,8 @@ class SupervisedConfig:
     out: Text | None = marked("outward")
     resume: str = marked("outward")
     resume_with_other: list[Literal["data", "model"]] = marked("outward")
+    dry_run: bool = marked("outward")
+    ranks: Count | None = marked("outward")
     seed: Seed = marked("identity")
     epochs: Positive | None = marked("identity")
     max_steps: Count | None = marked("identity")
@@ -102,6 +104,8 @@ def check_common(config: SupervisedConfig, rows: RowsSettings | None, world_size
     files. rows: the config's, if it has any.
     """
     found = Findings(to_values(config))
+    find_ranks(config, world_size, found)
+    world_size = config.ranks or world_size
     if world_size % config.trainer.replicate:
         found.add(f"must divide the {world_size} ranks", "trainer.replicate")
     files: dict[str, str | None] = {"model.path": f"{config.model.path}/config.json"}

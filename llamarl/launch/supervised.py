@@ -22,24 +22,29 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
+from omegaconf import OmegaConf
 
 from llamarl.comm.groups import World, init_world, threads_per_rank
 from llamarl.config.conversion import to_values
 from llamarl.config.sft import SFTConfig, as_run
 from llamarl.config.supervised import RewardModelConfig, RowsSettings
 from llamarl.controller import ExecutorController, RunSettings
-from llamarl.errors import RunDirectoryError
+from llamarl.errors import NoWeights, RunDirectoryError
 from llamarl.executor import Executor
 from llamarl.launch.identity import Identity, parts_of
 from llamarl.launch.inputs import bad_input, check_inputs, check_vocabulary
 from llamarl.launch.job import Job, read_model, read_tokenizer
 from llamarl.launch.outcome import recorded
+from llamarl.launch.prices import GIB
 from llamarl.launch.run_directory import RunDirectory, open_run
 from llamarl.launch.sources import check_sources
 from llamarl.launch.start import explained
+from llamarl.learning.memory import MOMENTS, MicrobatchSize, Training, UpdateBytes, update_bytes
+from llamarl.learning.preference import Preference
+from llamarl.learning.sft import Pair
 from llamarl.learning.sft_data import read_answers
 from llamarl.learning.supervised import ExampleOrder
-from llamarl.models.config import ModelConfig
+from llamarl.models.config import ModelConfig, read_config
 from llamarl.models.hf import weights_of
 from llamarl.models.scorer import SCORE
 from llamarl.native.collecting import collect_as_usual
@@ -217,9 +222,41 @@ class SupervisedJob:
         print(f"steps    {self.max_steps} of {c.examples_per_step}, {self.order.epochs:g} epochs")
         print(f"ranks    {self.world.size}  ({device})")
         print(f"float32  {self.world.products}")
+        if c.dry_run:
+            return
         checkpoint = self.directory.resume_from
         resumed = f", resumed from {checkpoint.name}" if checkpoint else ""
         print(f"run      {self.directory.path}{resumed}", flush=True)
+
+    def memory(self) -> UpdateBytes:
+        """Predict what the trainer holds, and works with, on the rank that holds most."""
+        c = self.config
+        t = c.trainer
+        model = read_config(c.model.path)
+        if c.scores and not model.labels:
+            model = model.as_scorer()
+        rows = rows_of(c)
+        if rows is None:
+            assert self.run_job is not None, "without rows there is a task"
+            longest = self.run_job.config.longest
+        else:
+            longest = rows.max_tokens
+        sequences = max(1, t.microbatch_tokens // longest)
+        size = MicrobatchSize(
+            prompts=sequences,
+            completions=sequences,
+            prompt_tokens=1,
+            completion_tokens=longest - 1,
+        )
+        training = Training(
+            itemsize=getattr(torch, t.compute_dtype).itemsize,
+            checkpointing=t.activation_checkpointing,
+            several=c.examples_per_step > sequences * self.world.size,
+            shards=self.world.size // t.replicate,
+            moment_bytes=MOMENTS[t.optimizer],
+            on_cpu=self.world.device.type == "cpu",
+        )
+        return update_bytes(model, size, training)
 
     def _conclude(self, version: int, is_whole: bool) -> None:
         """On rank 0: print how the run went. If it made all its steps, first put the model into its
@@ -237,6 +274,34 @@ class SupervisedJob:
             reached = "reached" if self.has_reached_target else "not reached"
             print(f"target     {self.target:.1%} {reached} {steps}")
         print(f"model      {out} is a Hugging Face directory", flush=True)
+
+
+def _dry_run(job: SupervisedJob, tokenizer) -> None:
+    """Print what a run would be: its values, memory and first three examples."""
+    c = job.config
+    print(OmegaConf.to_yaml(OmegaConf.create(to_values(c))))
+    job.announce()
+    taken = job.memory()
+    print(
+        f"memory   trainer: {taken.held / GIB:.2f} GiB held and {taken.working / GIB:.2f} at the "
+        "peak of a step, a rank"
+    )
+    for example in job.data.train[:3]:
+        print(f"sample   {_shown(example, tokenizer)}")
+    print("dry run: nothing was started and nothing written")
+
+
+def _shown(example: Pair | Preference, tokenizer) -> str:
+    """Return an example in a line: what is given, and what is learned from."""
+    if isinstance(example, Preference):
+        prompt = tokenizer.decode(example.prompt_ids.tolist())
+        chosen = tokenizer.decode(example.chosen_ids.tolist())
+        rejected = tokenizer.decode(example.rejected_ids.tolist())
+        size = f"{example.num_tokens} tokens"
+        return f"{size}  {prompt[:60]!r}  chosen {chosen[:40]!r}  rejected {rejected[:40]!r}"
+    given = tokenizer.decode(example.token_ids[~example.learned].tolist())
+    learned = tokenizer.decode(example.token_ids[example.learned].tolist())
+    return f"{example.token_ids.numel()} tokens  {given[:60]!r}  learned {learned[:60]!r}"
 
 
 def _put_in_place(made: Path, out: Path) -> None:
@@ -270,6 +335,8 @@ def launch_supervised(
         threads = threads_per_rank(config.threads, synchronous=True)
         world = init_world(threads=threads, timeout_s=config.timeout_s, reproducible=True)
         torch.manual_seed(config.seed)
+        if config.ranks is not None:
+            world = world.imagined(config.ranks)
         with bad_input():
             tokenizer = _checked_tokenizer(config)
             config = within_context(config, is_told=world.rank == 0)
@@ -280,6 +347,10 @@ def launch_supervised(
             with bad_input():
                 data = read_rows(rows, tokenizer)
             job = SupervisedJob(config, world, data)
+        if config.dry_run:
+            if world.rank == 0:
+                _dry_run(job, tokenizer)
+            raise SystemExit(0)
         try:
             identity = job.identity if world.rank == 0 else None
             job.directory = open_run(config, world, job.data.fingerprints, identity)
@@ -361,7 +432,12 @@ def _checked_tokenizer(config: AnyConfig):
     _check_head(config, model)
     trained = model.as_scorer() if config.scores else model
     may_lack = () if model.labels else (SCORE,)
-    weights_of(path, trained, may_lack=may_lack)
+    try:
+        weights_of(path, trained, may_lack=may_lack)
+    except NoWeights as error:
+        if not config.dry_run:
+            raise
+        log.warning("a run needs the weights: %s", error)
     tokenizer = read_tokenizer(path, chat=True)
     check_vocabulary(tokenizer, model.vocab_size, path)
     return tokenizer

@@ -225,6 +225,14 @@ def refusal(run_here):
     return run
 
 
+def test_a_dry_run_shows_memory_and_pairs_and_writes_nothing(pairs, tmp_path):
+    out = tmp_path / "rm"
+    with job_of(pairs, "dry_run=true", out=out) as job:
+        assert job.wait() == 0, job.output
+    assert "memory   trainer: " in job.output and "  chosen '" in job.output
+    assert not out.exists()
+
+
 def test_bad_rows_are_named_before_anything_is_written(refusal, tmp_path):
     file = tmp_path / "pairs.jsonl"
     file.write_text(

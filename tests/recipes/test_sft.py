@@ -43,6 +43,32 @@ def warm_start(*overrides: str, out: Path, ranks: int | None = None) -> ForkedJo
     )
 
 
+def test_a_dry_run_shows_memory_and_examples_and_writes_nothing(tmp_path):
+    given = (*WARM, "dry_run=true", "ranks=4", "trainer.replicate=2")
+    with ForkedJob(*given, run_dir=tmp_path / "sft", recipe=RECIPE, directory_key="out") as job:
+        assert job.wait() == 0, job.output
+    assert "ranks    4" in job.output and "memory   trainer: " in job.output
+    assert "'<bos>35+50='  learned '85<eos>'" in job.output
+    assert not (tmp_path / "sft").exists()
+
+
+def test_a_dry_run_needs_no_weights_and_a_run_does(tmp_path):
+    model = tmp_path / "model"
+    without = shutil.ignore_patterns("*.safetensors")
+    shutil.copytree(tiny_directory(), model, ignore=without)
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "2+3=", "completion": "5"}\n' * 4)
+    given = ("task.chat=false", f"model.path={model}", f"task.path={rows}")
+    codes = {}
+    for dry in ("true", "false"):
+        out = tmp_path / dry
+        words = (*given, f"dry_run={dry}")
+        with ForkedJob(*words, run_dir=out, recipe=RECIPE, directory_key="out") as job:
+            codes[dry] = job.wait()
+            assert "no such file" in job.output, job.output
+    assert codes == {"true": 0, "false": BAD_INPUT}
+
+
 @pytest.fixture(scope="module")
 def tokenizer():
     return load_tokenizer(tiny_directory())

@@ -35,6 +35,7 @@ from llamarl.config.loss_options import LOSS_OPTIONS, declares
 from llamarl.config.placement import TINY_MODEL, placement_of
 from llamarl.config.sections.placement import PlacementSettings
 from llamarl.config.sft import SFT
+from tests.launching import ROOT
 
 LINE = "{kind: linear, final: 5, end_step: 5}"  # a schedule
 RECIPE = """
@@ -987,6 +988,14 @@ def test_help_and_the_composed_config_are_hydras(recipe):
     assert "model: hf, tiny" in helped.stdout and helped.returncode == 0
     assert OmegaConf.create(shown.stdout).max_lag == 7
     assert recipe("--cfg", "job", "max_lug=7").returncode == 2
+
+
+def test_a_published_setting_is_shown_without_the_files_that_its_run_needs():
+    words = [str(ROOT / "recipes" / "llama_async.py"), "--cfg", "job", "+experiment=magistral"]
+    shown = subprocess.run([sys.executable, *words], capture_output=True, text=True, cwd=ROOT)
+    assert shown.returncode == 0, shown.stderr
+    assert OmegaConf.create(shown.stdout).max_lag == 8
+    assert "model.path   required" in shown.stderr
 
 
 def test_multirun_runs_every_point(recipe):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Protocol
 
 from llamarl.config.findings import Findings
 from llamarl.config.marks import marked, settings_dataclass
@@ -38,11 +38,18 @@ class RunSettings:
     offload: bool
 
 
-def find_run(run: RunSettings, num_started: int, found: Findings) -> None:
-    """Find ranks that were not started, and a run or a checkpoint that cannot be resumed.
+class Imagined(Protocol):
+    """A config whose dry run may have more ranks than were started."""
 
-    num_started: the ranks that torchrun started.
-    """
+    @property
+    def dry_run(self) -> bool: ...
+
+    @property
+    def ranks(self) -> int | None: ...
+
+
+def find_ranks(run: Imagined, num_started: int, found: Findings) -> None:
+    """Find ranks that were not started. num_started: the ranks that torchrun started."""
     if run.ranks is not None and not run.dry_run:
         found.add(
             "a run has as many ranks as torchrun --nproc-per-node starts; +dry_run=true shows "
@@ -56,6 +63,14 @@ def find_run(run: RunSettings, num_started: int, found: Findings) -> None:
             "torchrun",
             "ranks",
         )
+
+
+def find_run(run: RunSettings, num_started: int, found: Findings) -> None:
+    """Find ranks that were not started, and a run or a checkpoint that cannot be resumed.
+
+    num_started: the ranks that torchrun started.
+    """
+    find_ranks(run, num_started, found)
     if run.resume == "auto" and not run.run_dir:
         found.add("resume=auto looks in the run's directory; run_dir=DIR", "resume", "run_dir")
     if run.resume_with_other and run.resume == "never":
