@@ -126,9 +126,7 @@ def build_executors(
     trainer: type[FSDPTrainer] = FSDPTrainer,
 ) -> tuple[Generator, Reward, list[Reference], FSDPTrainer]:
     """Return the executors of the main job: generator, reward, reference if there is one, and
-    trainer. Each is of the class given for it, which takes the keywords of its base class:
-
-        build_executors(config, job, trainer=MyTrainer)
+    trainer. Each is of the class given for it, which takes the keywords of its base class.
     """
     return (
         build_generator(config, job, generator),

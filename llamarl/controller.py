@@ -44,7 +44,7 @@ from llamarl.checkpoint.service import CONTROLLER, CheckpointService
 from llamarl.comm.breakable import BreakableSteps
 from llamarl.comm.channel import Channel, ChannelEnd, ConnectContext
 from llamarl.comm.control import Control
-from llamarl.comm.dropped import STILL_S, DroppedRecords
+from llamarl.comm.dropped import DroppedRecords
 from llamarl.comm.groups import RankInfo, World, executor_group
 from llamarl.comm.meeting import reaching, wait_for_all
 from llamarl.errors import CheckpointError, PeerDied, TimedOut
@@ -338,7 +338,7 @@ class ExecutorController:
                     worked |= self._step_or_lose(executor, clocks[executor.name])
             self.metrics.pump()
             self._check_target()
-            self._check_dropped(clocks)
+            self._dropped.look(clocks, self.tickets.holding_up)
             if self.control.is_leader and self._is_over():
                 if self._has_ended():
                     continue
@@ -399,11 +399,9 @@ class ExecutorController:
             remedy = "raise stop_s"
         else:
             remedy = f"rank {self.leader} has not confirmed it; see what it printed last"
-        rank = self.world.rank
-        late = TimedOut(
-            f"rank {rank} ({self.control.names[rank]}) could not end within "
-            f"{self._patience_s:.0f} s of the stop request: {remedy}"
-        )
+        who = f"rank {self.world.rank} ({self.control.names[self.world.rank]})"
+        within = f"within {self._patience_s:.0f} s of the stop request"
+        late = TimedOut(f"{who} could not end {within}: {remedy}")
         raise self.control.loss or late
 
     def _goes_on(self, executor: Executor) -> bool:
@@ -532,28 +530,9 @@ class ExecutorController:
         writer = self.metrics.writer  # only the leader has one
         if target is None or writer is None or self.control.stopping:
             return
-        reward = writer.evaluated
-        if reward is not None and reward >= target:
+        if writer.evaluated is not None and writer.evaluated >= target:
             self.reached_target = True
             self.control.request_stop()
-
-    def _check_dropped(self, clocks: Mapping[str, _Clock]) -> None:
-        """Answer what becomes of a ticket's records. On the leader: ask, where the trainer has long
-        waited for data, and lose the executor that dropped some.
-        """
-        now = time.monotonic()
-        self._dropped.answer(clocks, now)
-        if not self.control.is_leader or self.control.stopping or self.control.loss is not None:
-            return
-        clock = clocks[self._trainer.name]
-        waits = clock.reason is not None and clock.reason.startswith("data:")
-        if waits and now - clock.idle_since > STILL_S:
-            for ticket in self.tickets.holding_up()[:1]:
-                self._dropped.ask(ticket, now)
-        error = self._dropped.verdict(self._trainer)
-        if error is not None:
-            # Between two steps all state is whole, so this is a loss rather than a failure.
-            self.control.lose(error)
 
     def _is_over(self) -> bool:
         """On the leader: whether the last checkpoint is made and no row can still come."""

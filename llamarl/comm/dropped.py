@@ -11,13 +11,15 @@ on fewer records than it took, dropped the others: its ticket never becomes a gr
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Protocol
 
 from llamarl.comm.channel import Receiver, Sender
+from llamarl.comm.control import Control
 from llamarl.errors import RecordsDropped
-from llamarl.executor import Executor, Mail
+from llamarl.executor import Executor
 from llamarl.types import Policy
 
 STILL_S = 10.0  # nothing may have moved for so long on any rank
@@ -65,10 +67,11 @@ class DroppedRecords:
         self,
         executors: Sequence[Executor],
         local: Sequence[Executor],
-        control: Mail,
+        control: Control,
         num_ranks: int,
     ):
         self._executors = executors
+        self._trainer = next(executor for executor in executors if executor.leads)
         self._local = local
         self._control = control
         self._num_ranks = num_ranks
@@ -76,41 +79,58 @@ class DroppedRecords:
         self._asked_for: int | None = None  # on the leader: the ticket of the newest question
         self._asked_at = float("-inf")
 
-    def answer(self, clocks: Mapping[str, Clock], now: float) -> None:
-        """Answer the leader's questions. clocks: of this rank's executors."""
+    def look(self, clocks: Mapping[str, Clock], holding_up: Callable[[], Sequence[int]]) -> None:
+        """Answer the leader's questions. On the leader: ask where the trainer has long waited for
+        data, and lose the executor that dropped records, once all ranks have answered.
+
+        clocks: of this rank's executors. holding_up: the tickets that hold up the next step.
+        """
+        now = time.monotonic()
+        self._answer(clocks, now)
+        if not self._control.is_leader or self._control.stopping:
+            return
+        clock = clocks[self._trainer.name]
+        waits = clock.reason is not None and clock.reason.startswith("data:")
+        if waits and now - max(clock.idle_since, self._asked_at) > STILL_S:
+            for ticket in holding_up()[:1]:
+                self._ask(ticket, now)
+        error = self._verdict()
+        if error is not None:
+            self._control.lose(error)  # between two steps all state is whole
+
+    def _answer(self, clocks: Mapping[str, Clock], now: float) -> None:
         for leader, question in self._control.take("held?"):
             ticket = question["ticket"]
             accounts = [self._account(e, clocks[e.name], ticket, now) for e in self._local]
             said = {"ticket": ticket, "accounts": [asdict(account) for account in accounts]}
             self._control.post(leader, "held", said)
 
-    def ask(self, ticket: int, now: float) -> None:
-        """Ask all ranks about a ticket, at most once in STILL_S. Only the leader asks."""
-        if now - self._asked_at < STILL_S:
-            return
+    def _ask(self, ticket: int, now: float) -> None:
         self._asked_at = now
         self._asked_for = ticket
         self._answers.clear()
         for rank in range(self._num_ranks):
             self._control.post(rank, "held?", {"ticket": ticket})
 
-    def verdict(self, trainer: Executor) -> RecordsDropped | None:
-        """Return the error that names who dropped records, once all ranks have answered; None
-        where nobody did, or something still moves.
+    def _verdict(self) -> RecordsDropped | None:
+        """Return the error, or None while answers are missing, something moves or nobody dropped
+        anything.
         """
         for rank, said in self._control.take("held"):
             if said["ticket"] == self._asked_for:
                 self._answers[rank] = [Account(**account) for account in said["accounts"]]
         if len(self._answers) < self._num_ranks:
             return None
-        accounts = [account for rank in sorted(self._answers) for account in self._answers[rank]]
+        accounts: list[Account] = []
+        for rank in sorted(self._answers):
+            accounts += self._answers[rank]
         self._answers.clear()
-        found = who_dropped(accounts, self._executors, trainer)
+        found = who_dropped(accounts, self._executors, self._trainer)
         if found is None:
             return None
         return RecordsDropped(
             f"{found} of ticket {self._asked_for}. Nothing has moved for {STILL_S:.0f} s, and step "
-            f"{trainer.version} of {trainer.name} waits for that ticket. {_REMEDY}"
+            f"{self._trainer.version} of {self._trainer.name} waits for that ticket. {_REMEDY}"
         )
 
     def _account(self, executor: Executor, clock: Clock, ticket: int, now: float) -> Account:

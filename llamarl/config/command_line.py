@@ -153,7 +153,9 @@ def _read(
     search = []
     if config_dir:
         search.append(f"hydra.searchpath=[file://{Path(config_dir).resolve()}]")
-    choices = [[(word.key, point) for point in word.points] for word in words]
+    choices = []
+    for word in words:
+        choices.append([(word.key, point) for point in word.points])
     configs: list[Schema] = []
     with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
         for combination in itertools.product(*choices):

@@ -112,9 +112,8 @@ class Filter(Executor):
 def run(config: Config) -> None:
     from executors.build import build_executors
     from llamarl.launch import launch
-    import llamarl.controller
 
-    dropped.STILL_S = llamarl.controller.STILL_S = 1.0
+    dropped.STILL_S = 1.0
     with launch(config) as job:
         generator, reward, _, trainer = build_executors(config, job)
         job.placement["filter"] = job.placement["generator"]
