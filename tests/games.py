@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import subprocess
+import sys
 import time
 
 
@@ -20,6 +22,15 @@ class Echo:
         self.turns += 1
         self.heard += len(message["content"]) + 1
         return f"{self.heard}=", self.turns == 3, 0.25
+
+
+class Silent(Echo):
+    """It listens to three turns, says nothing, and rewards the second alone."""
+
+    def step(self, message):
+        self.turns += 1
+        nothing = ["", [], [{"role": "user", "content": ""}]][self.turns % 3]
+        return nothing, self.turns == 3, float(self.turns == 2)
 
 
 class Held(Echo):
@@ -106,6 +117,54 @@ class Shop:
 
     def get_reward(self) -> float:
         return float(len(self.asked))
+
+
+class Unsayable(Exception):
+    """An exception without words."""
+
+    def __str__(self):
+        raise SystemExit("no words")
+
+
+class Hostile(Shop):
+    """Tools that a policy could end a run with."""
+
+    def name_file(self) -> str:
+        """Return a name of bytes that are no UTF-8."""
+        return b"caf\xe9.txt".decode("utf-8", "surrogateescape")
+
+    def repeat(self, text: str, times: int = 1) -> str:
+        """Say a text again."""
+        return text * times
+
+    def fail(self) -> str:
+        """Fail without a word."""
+        raise Unsayable
+
+    def quit(self) -> str:
+        """End the process, if it is let."""
+        sys.exit("bye")
+
+    def leave_child(self) -> int:
+        """Start a process that goes on."""
+        return subprocess.Popen(["sleep", "4321"], start_new_session=True).pid
+
+    def forge(self, line: str) -> str:
+        """Write a line into every pipe of the process."""
+        for descriptor in range(3, 64):
+            try:
+                os.write(descriptor, line.encode() + b"\n")
+            except OSError:
+                pass
+        return "forged"
+
+
+class Server(Hostile):
+    """It begins with a process of its own, which lives as long as it does."""
+
+    def reset(self, **row):
+        super().reset(**row)
+        return str(self.leave_child())
 
 
 class Waiting:

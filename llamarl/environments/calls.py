@@ -6,18 +6,21 @@
 "words" is for a model whose tokens have no braces: a turn that ends with a question mark is a call,
 of the tool that it begins with, or whose name begins so, with words for arguments. If there is one
 tool, its name may be left out: "?" calls it.
+
+A turn may be any text. It is read by methods of str alone, because a regular expression that goes
+back and forth in it holds the interpreter's lock for minutes.
 """
 
 from __future__ import annotations
 
-import json
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
+from llamarl.words.foreign_json import read_json
+
 ToolCall = dict[str, Any]  # {"type": "function", "function": {"name", "arguments"}}
-_BLOCK = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
-_WORDS = re.compile(r"\s*([A-Za-z_]\w*)?((?:[\s,]+[^\s,?]+)*)\s*\?\s*")
+_BEGIN = "<tool_call>"
+_END = "</tool_call>"
 
 
 class Unreadable(ValueError):
@@ -27,27 +30,50 @@ class Unreadable(ValueError):
 def json_calls(text: str) -> list[ToolCall]:
     """Return the calls of a turn's text; none if it calls no tool. Unreadable."""
     calls = []
-    for block in _BLOCK.findall(text):
+    for block in _blocks(text):
         try:
-            call = json.loads(block)
+            call = read_json(block)
         except ValueError as error:
             raise Unreadable(f"a call is no JSON: {error}") from error
         if not isinstance(call, dict) or not isinstance(call.get("name"), str):
             raise Unreadable("a call has no name")
         arguments = call.get("arguments", {})
-        if not isinstance(arguments, Mapping):
+        if not isinstance(arguments, dict):
             raise Unreadable("a call's arguments are no object")
-        calls.append(_call(call["name"], dict(arguments)))
+        calls.append(_call(call["name"], arguments))
     return calls
+
+
+def _blocks(text: str) -> Iterator[str]:
+    """Yield the texts of a turn's calls. That of the last may have no end."""
+    begin = text.find(_BEGIN)
+    while begin >= 0:
+        begin += len(_BEGIN)
+        end = text.find(_END, begin)
+        if end < 0:
+            end = len(text)
+        yield text[begin:end]
+        begin = text.find(_BEGIN, end)
 
 
 def word_calls(text: str) -> list[ToolCall]:
     """Return the call of a turn's text; none if it does not end with a question mark."""
-    found = _WORDS.fullmatch(text)
-    if found is None:
+    before, mark, after = text.partition("?")
+    if not mark or after.strip() or before.rstrip().endswith(","):
         return []
-    words = re.split(r"[\s,]+", found.group(2).strip()) if found.group(2).strip() else []
-    return [_call(found.group(1) or "", words)]
+    words = before.replace(",", " ").split()
+    if words and _is_name(words[0]) and not before.lstrip().startswith(","):
+        return [_call(words[0], words[1:])]
+    # Words alone are told from any other question by what separates them from a name.
+    has_separator = not before or before[0] == "," or before[0].isspace()
+    return [_call("", words)] if has_separator else []
+
+
+def _is_name(word: str) -> bool:
+    """Whether a word may be a tool's name."""
+    first = word[0]
+    is_letter = first == "_" or (first.isascii() and first.isalpha())
+    return is_letter and word.replace("_", "a").isalnum()
 
 
 def _call(name: str, arguments: dict | list[str]) -> ToolCall:

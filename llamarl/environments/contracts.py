@@ -25,9 +25,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from llamarl.scoring.worker import message_of
 from llamarl.tasks.tools import Schema, arguments_of, is_dialogue, tools_of
 
 Turn = dict[str, Any]  # {"role": ..., "content": ...}
+MAX_CHARACTERS = 1 << 18  # of all messages of an answer
 
 
 @dataclass(slots=True)
@@ -40,10 +42,39 @@ class Answer:
     stopped: bool = False  # by a tool
     reward: float | None = None  # of this turn; None: it gave none
 
+    def cut(self) -> None:
+        """Cut messages that are together longer than MAX_CHARACTERS, and say so in them: such an
+        answer ends a dialogue for lack of room, which is trained on.
+        """
+        if sum(len(turn["content"]) for turn in self.messages) <= MAX_CHARACTERS:
+            return
+        most = MAX_CHARACTERS // len(self.messages)
+        for turn in self.messages:
+            content = turn["content"]
+            if len(content) > most:
+                turn["content"] = f"{content[:most]}... (cut, of {len(content)} characters)"
+
     @property
     def values(self) -> list:
         """The answer as JSON values, for a pipe."""
         return [self.messages, self.tools, self.done, self.stopped, self.reward]
+
+
+def is_answer(values: list) -> bool:
+    """Whether JSON values are an answer's: the environment's process may write anything."""
+    if len(values) != 5:
+        return False
+    messages, tools, done, stopped, reward = values
+    if not (isinstance(messages, list) and isinstance(tools, list)):
+        return False
+    are_turns = all(
+        isinstance(turn, dict)
+        and isinstance(turn.get("role"), str)
+        and isinstance(turn.get("content"), str)
+        for turn in messages
+    )
+    is_reward = reward is None or isinstance(reward, float)
+    return are_turns and isinstance(done, bool) and isinstance(stopped, bool) and is_reward
 
 
 def answer_from(values: list) -> Answer:
@@ -113,18 +144,22 @@ class Played:
     def _call(self, call: Mapping[str, Any]) -> Turn:
         """Return a tool's answer to a call, which is what it raised if it raised anything."""
         name = call["name"]
+        arguments = call["arguments"]
         try:
-            tool = self._tools.get(name) or self._only(name)
-            content = str(self._result(tool(**arguments_of(tool, call["arguments"]))))
-        except Exception as error:  # it is the user's code, and the policy shall read what it said
-            content = str({"error": str(error)})
+            tool = self._tool(name, may_be_cut_off=not isinstance(arguments, Mapping))
+            content = str(self._result(tool(**arguments_of(tool, arguments))))
+        # It is the user's code, and the policy shall read what it said.
+        except BaseException as error:
+            content = str({"error": message_of(error)})
         return {"role": "tool", "name": name, "content": content}
 
-    def _only(self, beginning: str) -> Callable:
-        """Return the only tool whose name begins so."""
-        found = [name for name in self._tools if name.startswith(beginning)]
+    def _tool(self, name: str, *, may_be_cut_off: bool) -> Callable:
+        """Return the tool of a name, which may be cut off in a call of words."""
+        found = [name] if name in self._tools else []
+        if may_be_cut_off and not found:
+            found = [tool for tool in self._tools if tool.startswith(name)]
         if len(found) != 1:
-            raise ValueError(f"there is no tool {beginning}; there is {', '.join(self._tools)}")
+            raise ValueError(f"there is no tool {name}; there is {', '.join(self._tools)}")
         return self._tools[found[0]]
 
     def _end(self) -> Answer:

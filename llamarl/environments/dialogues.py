@@ -14,7 +14,8 @@ that they spell, and compares what it says with the context that they hold.
                     tokens          a turn has max_turn_tokens, or the dialogue max_new_tokens
                     context         what the environment said does not fit into max_new_tokens
     an unreadable   parse_error     a call that cannot be read
-    failures        timeout, lost   pool.py; such a dialogue is not trained on
+    failures        timeout, lost   pool.py, or a text that the tokenizer or the chat template
+                                    raises about; such a dialogue is not trained on
     an order        aborted         as for any completion
 
 With `reproducible` nothing is polled before all calls under way are answered, and what comes then
@@ -26,7 +27,8 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import count, groupby
 from typing import Literal
@@ -39,12 +41,14 @@ from llamarl.environments.contracts import Answer
 from llamarl.environments.pool import EnvironmentPool, Failure
 from llamarl.inference.kept import Key
 from llamarl.inference.sampler import SamplingParams
+from llamarl.scoring.worker import message_of, short
 from llamarl.tasks.environment import GAME
 from llamarl.tasks.held_out import own_meta
 from llamarl.tasks.tools import Schema
 from llamarl.tasks.turns import Turn, TurnTokens
 from llamarl.types import Completion, Ending, EndReason, FinishReason, Prompt, begin_of_turn
 
+SHOWN_CHARACTERS = 60  # of a text, in messages
 _FINISH: dict[EndReason, FinishReason] = {
     "completed": "stop",
     "tool_stopped": "stop",
@@ -104,6 +108,7 @@ class _Dialogue:
     reward: float | None = None
     turn_rewards: list[float] = field(default_factory=list)
     reason: EndReason = "completed"
+    said: str = ""  # by the policy or the environment, the last
     # What was said so far, for a template that rewrites history; nothing is kept for any other.
     history: list[Turn] = field(default_factory=list)
     tools: list[Schema] = field(default_factory=list)
@@ -211,7 +216,8 @@ class Dialogues:
             dialogue.num_turns += 1
             self._end(dialogue, "tokens")
         else:
-            self._act(dialogue, turn)
+            with self._contained(dialogue):
+                self._act(dialogue, turn)
 
     def abort(self, ticket: int | None, stream: int | None = None) -> None:
         """End the dialogues of a ticket and a stream (None: of any) that no engine is sampling."""
@@ -241,7 +247,9 @@ class Dialogues:
         for number, answer in answers:
             key = self._keys.get(number)
             if key is not None:
-                self._take(self._open[key], answer)
+                dialogue = self._open[key]
+                with self._contained(dialogue):
+                    self._take(dialogue, answer)
 
     def pop_moves(self) -> list[GoOn]:
         """Return what the engine is to sample next."""
@@ -258,6 +266,24 @@ class Dialogues:
         self.pool.close()
 
     # --- One dialogue ---
+
+    @contextmanager
+    def _contained(self, dialogue: _Dialogue) -> Iterator[None]:
+        """End a dialogue alone, as lost, whatever is raised about its texts: by the tokenizer, the
+        chat template or what reads calls. Whoever wrote them must not end the run.
+        """
+        try:
+            yield
+        except Exception as error:
+            if self._open.get(dialogue.key) is not dialogue:
+                raise  # it has ended already
+            what = f"{type(error).__name__}: {message_of(error)}"
+            self._finish(dialogue, "lost", error=short(f"{self._place(dialogue)}: {what}"))
+
+    def _place(self, dialogue: _Dialogue) -> str:
+        """Return where a dialogue is, for messages, with the beginning of what was said last."""
+        said = dialogue.said[:SHOWN_CHARACTERS]
+        return f"{self.pool.name}, ticket {dialogue.key[1]}, behind {said!r}"
 
     def _begin(
         self, key: Key, prompt: Prompt, params: SamplingParams, completion: Completion
@@ -277,7 +303,7 @@ class Dialogues:
     def _act(self, dialogue: _Dialogue, turn: list[int]) -> None:
         """Put a turn to the environment, or end with it."""
         dialogue.num_turns += 1
-        text = self._decode(turn)
+        text = dialogue.said = self._decode(turn)
         try:
             calls = self._read_calls(text)
         except Unreadable:
@@ -297,6 +323,7 @@ class Dialogues:
         if isinstance(answer, Failure):
             self._finish(dialogue, answer.kind, error=answer.reason)
             return
+        dialogue.said = "".join(turn["content"] for turn in answer.messages)
         if answer.reward is not None:
             dialogue.reward = answer.reward + (dialogue.reward or 0.0)
         if dialogue.state == "acts":
@@ -315,11 +342,7 @@ class Dialogues:
         elif dialogue.num_turns >= self._limits.max_turns:
             self._end(dialogue, "turns")
         else:
-            try:
-                context, is_anew = self._context(dialogue, answer.messages)
-            except ValueError as error:
-                self._finish(dialogue, "lost", error=str(error))
-                return
+            context, is_anew = self._context(dialogue, answer.messages)
             self._go_on(dialogue, context, is_anew=is_anew)
 
     def _context(self, dialogue: _Dialogue, said: list[Turn]) -> tuple[list[int], bool]:
@@ -339,22 +362,18 @@ class Dialogues:
 
     def _open_with(self, dialogue: _Dialogue, answer: Answer) -> None:
         """Make the context before the first turn."""
-        try:
-            dialogue.tools = answer.tools or self._turns.tools
-            if self._rewrites:
-                dialogue.history = self._first_turns(dialogue.prompt, answer.messages)
-            if not self._is_own:
-                context = self._turns.opening(answer.messages, self._tail)
-            elif not answer.messages:
-                raise ValueError("the environment began without a prompt, and there are no rows")
-            else:
-                whole = self._turns.whole(answer.messages, dialogue.tools)
-                if whole[: len(self._first)] != self._first:
-                    raise ValueError("the chat template begins this dialogue with other tokens")
-                context = whole[len(self._first) :]
-        except ValueError as error:
-            self._finish(dialogue, "lost", error=str(error))
-            return
+        dialogue.tools = answer.tools or self._turns.tools
+        if self._rewrites:
+            dialogue.history = self._first_turns(dialogue.prompt, answer.messages)
+        if not self._is_own:
+            context = self._turns.opening(answer.messages, self._tail)
+        elif not answer.messages:
+            raise ValueError("the environment began without a prompt, and there are no rows")
+        else:
+            whole = self._turns.whole(answer.messages, dialogue.tools)
+            if whole[: len(self._first)] != self._first:
+                raise ValueError("the chat template begins this dialogue with other tokens")
+            context = whole[len(self._first) :]
         self._go_on(dialogue, context)
 
     def _first_turns(self, prompt: Prompt, said: list[Turn]) -> list[Turn]:

@@ -23,10 +23,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from llamarl.environments import worker as worker_script
-from llamarl.environments.contracts import Answer, Turn, answer_from
+from llamarl.environments.contracts import Answer, Turn, answer_from, is_answer
 from llamarl.errors import RewardError
 from llamarl.scoring.bell import Bell
 from llamarl.scoring.calls import START_S
@@ -122,6 +122,11 @@ class EnvironmentPool:
         self._has_answered = False
         self.num_replayed = 0  # environments that were played again, ever
         self._workers = [self._new_worker() for _ in range(num_workers)]
+
+    @property
+    def name(self) -> str:
+        """The environment as the configuration has it, for messages."""
+        return f"{self._section}.environment={self.path}"
 
     @property
     def pending(self) -> int:
@@ -226,18 +231,20 @@ class EnvironmentPool:
             self._drop_forgotten(worker)
             match message:
                 case ["failed", why]:
-                    raise ValueError(f"{self._section}.environment={self.path}: {why}")
+                    raise ValueError(f"{self.name}: {why}")
                 case ["ready"]:
                     worker.ready = True
                     worker.free_at = time.monotonic()
-                case [number, ["answer" | "error" as kind, said], finished_at] if (
-                    worker.in_flight and worker.in_flight[0].number == number
+                case [int(number), ["error", str() as said], float(finished_at)] if (
+                    number == self._expected(worker)
                 ):
-                    call = worker.in_flight.popleft()
-                    worker.free_at = finished_at
-                    self._failed_starts = 0
-                    self._has_answered = True
-                    self._enter(call, kind == "answer", said, found)
+                    call = self._answered(worker, finished_at)
+                    if self._is_open(call):
+                        self._fail(call.key, Failure("lost", said), found)
+                case [int(number), ["answer", list() as said], float(finished_at)] if (
+                    number == self._expected(worker) and is_answer(said)
+                ):
+                    self._enter(self._answered(worker, finished_at), said, found)
                 case _:
                     worker.astray = True
                     return
@@ -250,16 +257,27 @@ class EnvironmentPool:
                 return
             worker.in_flight.popleft()
 
-    def _enter(
-        self, call: Call, is_answer: bool, said: Any, found: list[tuple[int, Answer | Failure]]
-    ) -> None:
-        """Note what came of a call."""
+    def _expected(self, worker: WorkerProcess[Call]) -> int | None:
+        """Return the number of the call that a worker answers next; None: it owes nothing."""
+        return worker.in_flight[0].number if worker.in_flight else None
+
+    def _answered(self, worker: WorkerProcess[Call], finished_at: float) -> Call:
+        """Note that a worker has made its oldest call, and return it."""
+        worker.free_at = finished_at
+        self._failed_starts = 0
+        self._has_answered = True
+        return worker.in_flight.popleft()
+
+    def _is_open(self, call: Call) -> bool:
+        """Whether a call's environment was not let go of meanwhile."""
         player = self._players.get(call.key)
-        if player is None or call not in player.calls:
-            return  # it was let go of meanwhile
-        if not is_answer:
-            self._fail(call.key, Failure("lost", said), found)
-        elif call.answered is None:
+        return player is not None and call in player.calls
+
+    def _enter(self, call: Call, said: list, found: list[tuple[int, Answer | Failure]]) -> None:
+        """Note what a call answered."""
+        if not self._is_open(call):
+            return
+        if call.answered is None:
             call.answered = said
             if call.do == "end":
                 del self._players[call.key]
@@ -297,8 +315,8 @@ class EnvironmentPool:
             self._failed_starts += 1
             if self._failed_starts >= MAX_FAILED_STARTS:
                 raise RewardError(
-                    f"{self._section}.environment={self.path}: {failure.reason} before it played "
-                    f"anything, {MAX_FAILED_STARTS} times in a row"
+                    f"{self.name}: {failure.reason} before it played anything, "
+                    f"{MAX_FAILED_STARTS} times in a row"
                 )
         elif suspect.key in self._players:
             self._fail(suspect.key, failure, found)

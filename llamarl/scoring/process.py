@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import logging
 import math
 import os
@@ -20,6 +19,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from llamarl.scoring import worker as worker_script
 from llamarl.scoring.calls import START_S
 from llamarl.scoring.memory import Note
+from llamarl.words.foreign_json import read_json
 
 # Time for a worker whose output has ended to exit by itself, so that its own exit code is reported.
 EXIT_S = 0.5
@@ -115,7 +115,7 @@ class WorkerProcess(Generic[Command]):
             *lines, self._received = (self._received + chunk).split(b"\n")
             for line in lines:
                 try:
-                    message = json.loads(line)
+                    message = read_json(line)
                 except ValueError:
                     message = None
                 yield message

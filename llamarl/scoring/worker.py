@@ -123,7 +123,7 @@ def main(path: str, setup: dict, note: int) -> None:
         end_if_over(memory_bytes, note)
         send([keys, verdicts, time.monotonic()])
 
-    kept = _children()
+    kept = children()
     end_if_over(memory_bytes, note)
     send(["ready", takes])
     for line in commands:
@@ -260,17 +260,21 @@ def describe(error: BaseException) -> str:
     """Return the type, message and innermost place of an exception that was caught, marked where
     memory was refused.
     """
-    try:
-        message = str(error)
-    except BaseException as failure:  # it is the user's code too
-        message = f"(its message raises {type(failure).__name__})"
-    text = f"{type(error).__name__}: {message}".removesuffix(": ")
+    text = f"{type(error).__name__}: {message_of(error)}".removesuffix(": ")
     *_, (frame, line) = traceback.walk_tb(error.__traceback__)
     text = f"{text} ({Path(frame.f_code.co_filename).name}:{line})"
     signs = ("failed to map segment", "annot allocate memory", "can't allocate memory")
     if isinstance(error, MemoryError) or any(sign in text for sign in signs):
         text = f"out of memory: {text}; the machine refused it, not the limit memory_mb"
     return text
+
+
+def message_of(error: BaseException) -> str:
+    """Return the message of an exception that was caught."""
+    try:
+        return str(error)
+    except BaseException as failure:  # it is the user's code too
+        return f"(its message raises {type(failure).__name__})"
 
 
 def short(reason: str) -> str:
@@ -445,7 +449,7 @@ def _end_as(status: int | None) -> None:
 def kill_children(but: frozenset[int] = frozenset()) -> None:
     """Kill all children but some, and who become children by their end; for SWEEP_S at most."""
     until = time.monotonic() + SWEEP_S
-    strays = _children() - but
+    strays = children() - but
     while strays and time.monotonic() < until:
         for pid in strays:
             try:
@@ -454,7 +458,7 @@ def kill_children(but: frozenset[int] = frozenset()) -> None:
             except (ProcessLookupError, ChildProcessError):
                 pass  # the user's code has reaped the child meanwhile
         time.sleep(0.001)
-        strays = _children() - but
+        strays = children() - but
 
 
 def _has_children() -> bool:
@@ -465,7 +469,7 @@ def _has_children() -> bool:
     return True
 
 
-def _children() -> frozenset[int]:
+def children() -> frozenset[int]:
     """Return the ids of this process's children, also of those that have ended and are not reaped;
     none but on Linux.
     """

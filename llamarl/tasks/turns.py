@@ -11,7 +11,8 @@ In a chat template a piece is what the template writes behind the policy's turn:
 policy sampled that itself, the new messages, and the beginning of the next turn. So the tokens of a
 dialogue grow at their end alone, which is right for a template that writes a history as it wrote it
 before. `appends` says whether a template does; others take something back, such as the thoughts of
-earlier turns. Without a template the texts stand one behind the other.
+earlier turns. Without a template the texts stand one behind the other, and a line break stands for
+an empty one.
 
 Texts of users, tools and environments can only spell special tokens (special.py).
 """
@@ -121,12 +122,22 @@ class TurnTokens:
         return self._ids(turns, tools, reply=True)
 
     def context(self, messages: Sequence[Turn], *, ended_by: int | None) -> list[int]:
-        """Return the context behind a turn of the policy. ended_by: the stop token that the policy
-        sampled; None: it sampled none.
+        """Return the context behind a turn of the policy: at least one token, by which turns are
+        told apart. ended_by: the stop token that the policy sampled; None: it sampled none.
+        ValueError if there is no token for it.
         """
         if not self._template:
             text = "".join(turn["content"] for turn in messages)
-            return text_ids(self._tokenizer, text)
+            # What has no token, such as an empty text, is a line without words.
+            ids = text_ids(self._tokenizer, text) or text_ids(self._tokenizer, "\n")
+        else:
+            ids = self._template_context(messages, ended_by)
+        if not ids:
+            raise ValueError("the environment answered with nothing that has a token")
+        return ids
+
+    def _template_context(self, messages: Sequence[Turn], ended_by: int | None) -> list[int]:
+        """Return what the template writes behind a turn of the policy."""
         before = [{"role": "user", "content": "a"}, {"role": "assistant", "content": self._mark}]
         shown = self._shown([*before, *map(self._as_shown, messages)], [], reply=True)
         begin = shown.text.index(self._mark) + len(self._mark)

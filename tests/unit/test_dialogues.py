@@ -23,7 +23,7 @@ from llamarl.models.hf import load_tokenizer
 from llamarl.tasks.environment import GIVEN, makes_prompts, turn_tokens
 from llamarl.tasks.held_out import SET_KEY, section_of
 from llamarl.tasks.mixture import PART_KEY, REWARD_KEY
-from llamarl.types import ALONE, Completion, Prompt
+from llamarl.types import ALONE, Completion, Group, Prompt, ScoredCompletion
 from tests.decoding import full_forward_logprobs
 from tests.made_tokenizers import FORGETFUL, byte_level
 from tests.tolerances import of_logprobs
@@ -278,6 +278,26 @@ def test_the_rewards_of_turns_add_up(engine_of):
     assert completion.ending.turn_rewards == (0.25, 0.25, 0.25)
     several = scripted(engine_of, "a", "b", name="Endless", prompt=OWN, max_turns=2)
     assert several.ending.reward == 1.0 and several.ending.reason == "turns"
+
+
+def test_an_environment_that_says_nothing_does_not_join_turns(engine_of):
+    engine = engine_of(tiny(), "Silent", OWN)
+    engine.submit(7, OWN.prompt_ids, TURNS)
+    found = drain(engine)
+    assert len(found) == 3
+    for completion in found.values():
+        runs = runs_of(completion.token_ids, completion.loss_mask)
+        assert [run.is_context for run in runs] == [True, False] * 3
+        scored = ScoredCompletion(
+            completion=completion,
+            outcome="score",
+            reward=1.0,
+            reason="",
+            turn_rewards=completion.ending.turn_rewards,
+        )
+        rewards = Group.of([scored]).turn_rewards
+        second_ends = sum(len(run.token_ids) for run in list(runs)[:4]) - 1
+        assert rewards.nonzero().tolist() == [[second_ends]]
 
 
 # --- Templates that rewrite history ---

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 
@@ -82,6 +83,103 @@ def test_tools_answer_and_what_they_raise_is_an_answer(pool_of):
     assert answers(pool)[0].stopped
     pool.end(0)
     assert answers(pool)[0].reward == 2.0
+
+
+def call_in_json(name, **arguments):
+    """A policy's turn that calls a tool with JSON."""
+    called = {"type": "function", "function": {"name": name, "arguments": arguments}}
+    return {"role": "assistant", "content": "", "tool_calls": [called]}
+
+
+def test_only_words_may_cut_a_name_off(pool_of):
+    pool = pool_of("Waiting")
+    pool.begin(0, {}, seed="a")
+    answers(pool)
+    for name in ("as", ""):
+        pool.step(0, call_in_json(name, number=3))
+        assert said(answers(pool)[0]) == [f"{{'error': 'there is no tool {name}; there is ask'}}"]
+    pool.step(0, call("as", "3"))
+    assert said(answers(pool)[0]) == ["6"]
+
+
+@pytest.mark.parametrize(
+    "tool, arguments, want",
+    [
+        ("name_file", {}, "caf?.txt"),
+        ("repeat", {"text": "\udfff\ud800 x"}, "?? x"),
+        ("fail", {}, "{'error': '(its message raises SystemExit)'}"),
+        ("quit", {}, "{'error': 'bye'}"),
+    ],
+)
+def test_what_a_tool_says_or_raises_is_its_answer(pool_of, tool, arguments, want):
+    pool = pool_of("Hostile")
+    pool.begin(0, {}, seed="a")
+    answers(pool)
+    for turn in (call_in_json(tool, **arguments), call_in_json("repeat", text="on")):
+        pool.step(0, turn)
+        assert said(answers(pool)[0]) == [want]
+        want = "on"
+
+
+def test_a_long_answer_is_cut_and_says_so(pool_of):
+    pool = pool_of("Hostile")
+    pool.begin(0, {}, seed="a")
+    answers(pool)
+    both = call_in_json("repeat", text="ab", times=1 << 20)
+    both["tool_calls"] += call_in_json("repeat", text="c")["tool_calls"]
+    pool.step(0, both)
+    long, short = said(answers(pool)[0])
+    assert long == "ab" * (1 << 16) + "... (cut, of 2097152 characters)"
+    assert short == "c"
+
+
+def is_there(pid):
+    return os.path.exists(f"/proc/{pid}")
+
+
+def test_what_a_tool_leaves_running_ends_with_its_call(pool_of):
+    pool = pool_of("Server")
+    own = []
+    for key in range(2):
+        pool.begin(key, {}, seed="a")
+        own += said(answers(pool)[key])
+    pool.step(0, call("leave_child"))
+    (left,) = said(answers(pool)[0])
+    assert [is_there(pid) for pid in (*own, left)] == [True, True, False]
+    pool.end(0)
+    answers(pool)
+    assert [is_there(pid) for pid in own] == [False, True]
+    pool.forget(1)
+    pool.begin(2, {}, seed="a")
+    answers(pool)
+    assert not is_there(own[1])
+
+
+@pytest.mark.parametrize(
+    "forged",
+    [
+        ["answer", []],
+        ["answer", [[], [], False, False, "1"]],
+        ["answer", [[{"role": "user"}], [], False, False, None]],
+        ["answer", [["x"], [], False, False, None]],
+        ["answer", [{}, [], False, False, None]],
+        ["answer", None],
+        ["error", 3],
+        "[" * 2000,
+    ],
+)
+@pytest.mark.parametrize("finished_at", [0.0, "now"])
+def test_a_line_that_no_worker_writes_ends_one_environment_alone(pool_of, forged, finished_at):
+    pool = pool_of("Hostile")
+    for key in range(2):
+        pool.begin(key, {}, seed="a")
+    answers(pool)
+    line = forged if isinstance(forged, str) else json.dumps([2, forged, finished_at])
+    pool.step(0, call_in_json("forge", line=line))
+    failure = answers(pool)[0]
+    assert isinstance(failure, Failure) and "what it was not asked" in failure.reason
+    pool.step(1, call_in_json("repeat", text="on"))
+    assert answers(pool)[1].messages[0]["content"] == "on"
 
 
 def test_a_factory_may_be_a_function(pool_of):
