@@ -87,7 +87,7 @@ def test_a_turn_is_calls_that_travel_as_json_or_cannot_be_read(examples):
                 continue
             for call in found:
                 assert isinstance(call["function"]["name"], str)
-            assert len(read_json(json.dumps(found))) == len(found)
+            assert len(json.loads(json.dumps(found))) == len(found)
 
     check()
 
