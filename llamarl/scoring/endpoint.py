@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import email.utils
 import ipaddress
-import json
 import logging
 import os
 import random
@@ -23,6 +22,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
+from llamarl.words.foreign_json import read_json
 from llamarl.words.urls import url_problem
 
 FIRST_PAUSE_S = 0.5  # before the first retry; each further one waits twice as long
@@ -67,10 +67,10 @@ class EndpointSettings:
     """url: as an OpenAI client takes it, such as http://127.0.0.1:8000/v1. model: its name there.
     api_key_env: the name of the environment variable that holds the key; None: no key is sent.
 
-    max_parallel: requests at a time. timeout_s: for one request, from its start to the last byte of
-    its reply. max_retries: tries after a request that failed in a way that may pass. max_tokens and
-    temperature: the reply's; None: the server's own. section: the configuration's, whose keys
-    messages name.
+    max_parallel: requests at a time. timeout_s: for the requests of one question together, each
+    from its start to the last byte of its reply; pauses between them do not count. max_retries:
+    tries after a request that failed in a way that may pass. max_tokens and temperature: the
+    reply's; None: the server's own. section: the configuration's, whose keys messages name.
     """
 
     url: str
@@ -143,31 +143,33 @@ class Endpoint:
             return self._read(await self._insist(body))
 
     async def _insist(self, body: dict[str, object]) -> bytes:
-        """Return the content of the reply, trying again as often as is allowed."""
+        """Return the content of the reply, trying again as often as is allowed, and as long."""
         num_retries = 0
+        left_s = self._settings.timeout_s
         while True:
+            begun_at = time.monotonic()
             try:
-                return await self._fetch(body)
+                return await self._fetch(body, left_s)
             except Failed as failure:
                 if not failure.may_pass or num_retries == self._settings.max_retries:
                     raise
                 pause_s = self._pause_s(num_retries, failure.retry_after_s)
+            left_s -= time.monotonic() - begun_at
             await asyncio.sleep(pause_s)
             num_retries += 1
             self.counts["retries"] += 1
 
-    async def _fetch(self, body: dict[str, object]) -> bytes:
-        """Return the content of a reply with status 200."""
+    async def _fetch(self, body: dict[str, object], limit_s: float) -> bytes:
+        """Return the content of a reply with status 200, that comes within limit_s."""
         self.counts["requests"] += 1
         url = f"{self._settings.url.rstrip('/')}/chat/completions"
-        timeout_s = self._settings.timeout_s
         try:
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout(limit_s):
                 async with self._client.stream("POST", url, json=body) as response:
                     content = await _content_of(response)
         except TimeoutError as error:
-            what = f"no reply in {self._settings.section}.timeout_s={timeout_s:g}"
-            raise Failed("slow", what, may_pass=True) from error
+            what = f"no reply in {self._settings.section}.timeout_s={self._settings.timeout_s:g}"
+            raise Failed("slow", what) from error
         except httpx.RequestError as error:
             what = f"{type(error).__name__}: {error}".removesuffix(": ")
             raise Failed("down", self._shown(what), may_pass=True) from error
@@ -204,11 +206,10 @@ class Endpoint:
 
     def _read(self, content: bytes) -> tuple[str, bool]:
         try:
-            choice = json.loads(content)["choices"][0]
+            choice = read_json(content)["choices"][0]
             text = choice["message"]["content"]
             is_cut = choice.get("finish_reason") == "length"
-        # Deeply nested lists raise RecursionError.
-        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
             shown = self._shown(content.decode(errors="replace"))
             raise Failed("nonsense", f"no chat completion: {shown}") from error
         if is_cut and text is None:  # the model used all its tokens to think
@@ -236,12 +237,12 @@ def shown(text: str) -> str:
 
 async def _content_of(response: httpx.Response) -> bytes:
     """Read all of a reply, of any status."""
-    content = b""
+    content = bytearray()
     async for chunk in response.aiter_bytes():
         content += chunk
         if len(content) > MAX_REPLY_BYTES:
             raise Failed("nonsense", f"the reply is longer than {MAX_REPLY_BYTES} bytes")
-    return content
+    return bytes(content)
 
 
 def seconds_of(retry_after: str | None) -> float | None:
@@ -253,10 +254,10 @@ def seconds_of(retry_after: str | None) -> float | None:
     if retry_after.strip().isdecimal():
         return float(retry_after)
     try:
-        then = email.utils.parsedate_to_datetime(retry_after)
-    except (ValueError, OverflowError):
+        then_s = email.utils.parsedate_to_datetime(retry_after).timestamp()
+    except (ValueError, OverflowError, OSError):  # no date, or one that is no time of this machine
         return None
-    return max(0.0, then.timestamp() - time.time())
+    return max(0.0, then_s - time.time())
 
 
 def check_url(settings: EndpointSettings) -> None:

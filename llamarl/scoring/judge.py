@@ -388,7 +388,8 @@ class Judge(Scorer):
             "highest": f"{self._highest:g}",
             **values,
         }
-        return _PLACES.sub(lambda place: filled.get(place[1], place[0]), self._template)
+        text = _PLACES.sub(lambda place: filled.get(place[1], place[0]), self._template)
+        return text.encode("utf-8", "replace").decode()  # half a surrogate pair cannot be sent
 
 
 def template_of(ask: JudgeAsk, template: str | None, *, section: str) -> str:

@@ -1,14 +1,18 @@
 """A judge behind an endpoint: what it is asked, what its replies become, and each way to fail."""
 
+import asyncio
 import email.utils
+import json
 import logging
 import re
 import socket
 import time
 from contextlib import contextmanager
-from itertools import permutations
+from itertools import pairwise, permutations
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from llamarl.scoring import endpoint as endpoint_module
 from llamarl.scoring.endpoint import EndpointSettings, Failed, seconds_of
@@ -248,6 +252,7 @@ def test_pauses_grow_and_are_not_equal(monkeypatch):
 
 def test_seconds_of_a_retry_after():
     assert seconds_of(None) is None and seconds_of("soon") is None
+    assert seconds_of("Mon, 01 Jan 0001 00:00:00 -0000") in (None, 0.0)
     assert seconds_of("12") == 12.0
     assert seconds_of("Mon, 01 Jan 2024 00:00:00 +99999999999999999999") is None
     assert seconds_of(email.utils.formatdate(time.time() - 100)) == 0.0
@@ -262,6 +267,73 @@ def test_a_slow_judge_costs_its_own_completion_alone():
     outcomes = outcomes_of(reply, items, timeout_s=2.0, max_retries=0)
     assert [outcome.kind for outcome in outcomes] == ["score", "error", "score"]
     assert outcomes[1].reason == "judge slow: no reply in reward.timeout_s=2"
+
+
+def test_all_tries_of_a_question_have_one_deadline(monkeypatch):
+    limits = []
+
+    async def fails(endpoint, body, limit_s):
+        limits.append(limit_s)
+        raise Failed("down", "gone", may_pass=True)
+
+    async def ask():
+        settings = EndpointSettings(url="http://127.0.0.1:1/v1", model="wise", timeout_s=9.0)
+        endpoint = endpoint_module.Endpoint(settings)
+        with pytest.raises(Failed, match="gone"):
+            await endpoint.ask("why?")
+        await endpoint.close()
+
+    monkeypatch.setattr(endpoint_module.Endpoint, "_fetch", fails)
+    asyncio.run(ask())
+    assert len(limits) == 6 and limits[0] == 9.0
+    assert all(later < sooner for sooner, later in pairwise(limits))
+
+
+def test_a_judge_that_never_ends_its_reply_is_asked_once():
+    with JudgeServer(lambda q: NO_REPLY) as server:
+        with started(server, timeout_s=0.3, max_retries=5) as judge:
+            (outcome,) = judged(judge, [("p", "c", {})])
+    assert outcome.reason == "judge slow: no reply in reward.timeout_s=0.3"
+    assert len(server.questions) == 1
+
+
+def test_half_a_surrogate_pair_is_asked_about_as_a_question_mark():
+    with JudgeServer(lambda q: "Score: 10") as server:
+        with started(server, ask="reference") as judge:
+            (outcome,) = judged(judge, [("p", "c", {"answer": "\ud800"})])
+    assert outcome.kind == "error"  # "Score: 10" is no verdict
+    assert {between(q, tag) for q in server.questions for tag in ("answer_a", "answer_b")} == set(
+        "c?"
+    )
+
+
+@pytest.mark.parametrize("examples", [300, pytest.param(3000, marks=pytest.mark.slow)])
+def test_no_reply_of_a_judge_raises_anything_but_that_it_failed(examples):
+    settings_of = EndpointSettings(url="http://127.0.0.1:1/v1", model="wise")
+    endpoint = endpoint_module.Endpoint(settings_of)
+    texts = st.text(st.characters(exclude_categories=()), max_size=40)
+    parts = st.sampled_from(
+        ["Score: ", "Verdict:", "[[A", "9" * 400, " " * 500, "7/10", "[" * 2000]
+    )
+    said = st.lists(texts | parts, max_size=4).map("".join)
+    message = st.builds(
+        lambda text: json.dumps({"choices": [{"message": {"content": text}}]}), said
+    )
+
+    @settings(max_examples=examples)
+    @given(message | said)
+    def check(content):
+        try:
+            text, _ = endpoint._read(content.encode("utf-8", "surrogatepass"))
+        except Failed:
+            return
+        number = number_in(text)
+        assert number is None or isinstance(number, float)
+        assert choice_in(text) in (None, "a", "b", "tie")
+        assert seconds_of(text) is None or seconds_of(text) >= 0.0
+
+    check()
+    asyncio.run(endpoint.close())
 
 
 def test_a_failed_pair_masks_both_of_it_and_nobody_else():
