@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 
 from executors.build_dialogues import around, dialogue_engine
-from executors.build_trainer import build_trainer
+from executors.build_trainer import build_trainer, late_ends_of
 from executors.generator import Generator
 from executors.reference import Reference
 from executors.reward import Reward
@@ -434,5 +434,6 @@ def build_references(
             stream=stream_settings(config, job, "reference") if reference.stream else None,
             prompts=job.prompts,
             weights_form=WeightsForm(dtype=config.model.dtype, transport=config.weights.transport),
+            late_ends=late_ends_of(config, job),
         )
     ]

@@ -12,6 +12,7 @@ from executors.trainer import AdamSettings, FSDPTrainer
 from llamarl.config.command_line import Config
 from llamarl.launch.job import Job
 from llamarl.learning.buffer import GroupBuffer
+from llamarl.learning.logprobs import LateEnds
 from llamarl.learning.losses import check_options, options_of, resolve_loss
 from llamarl.learning.losses.common import has_mark
 from llamarl.learning.losses.regularisers import regularised
@@ -131,8 +132,7 @@ def build_trainer(config: Config, job: Job, kind: type[FSDPTrainer] = FSDPTraine
         )
     # If the generator samples from another distribution on purpose, the logprobs of fresh tokens
     # differ from the trainer's.
-    filters = g.top_k > 0 or g.top_p < 1 or g.min_new_tokens > 0
-    differs = filters or g.quantize != "none" or not config.samples_as_trained
+    differs = g.quantize != "none" or not config.samples_as_trained
     # Exact if the loss is the policy gradient alone, because such completions add nothing to it.
     by_token = t.advantages == "gae"
     skips = t.skip_zero_advantage and not by_token and not has_mark(loss_fn, "uses_all_completions")
@@ -159,6 +159,7 @@ def build_trainer(config: Config, job: Job, kind: type[FSDPTrainer] = FSDPTraine
         ),
         filter_groups=t.filter_groups,
         recomputes_kv=g.recompute_kv,
+        late_ends=late_ends_of(config, job),
     )
     return kind(
         model_path=str(job.model_path),
@@ -191,6 +192,14 @@ def build_trainer(config: Config, job: Job, kind: type[FSDPTrainer] = FSDPTraine
         shares_replicas=_shares_replicas(config, job),
         unseen=_unseen_prompts(config, job),
     )
+
+
+def late_ends_of(config: Config, job: Job) -> LateEnds | None:
+    """Return what a completion could not have when it was sampled; None if it could have all."""
+    least = config.generator.min_new_tokens
+    if not least or not job.stop_token_ids:
+        return None
+    return LateEnds(job.stop_token_ids, min_new_tokens=least)
 
 
 def _shares_replicas(config: Config, job: Job) -> bool:

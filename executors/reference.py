@@ -28,6 +28,7 @@ from torch import Tensor
 from llamarl.ddma.channel import receiver_of
 from llamarl.errors import NotFinite
 from llamarl.executor import Executor, State, WeightsForm
+from llamarl.learning.logprobs import LateEnds
 from llamarl.learning.sharded_reference import ShardedReference
 from llamarl.models.build import Decoder
 from llamarl.models.fsdp import local
@@ -57,7 +58,7 @@ class Reference(Executor):
     loaded. timeout_s: how long a checkpoint waits for such a version. stream: how it reads
     completions while these are sampled; None: it does not. prompts: by ticket, needed with a
     stream.
-    weights_form: how a new version's weights travel.
+    weights_form: how a new version's weights travel. late_ends: see ShardedReference.
     """
 
     name = "reference"
@@ -78,6 +79,7 @@ class Reference(Executor):
     stream: StreamSettings | None = None
     prompts: AnyPrompts | None = None
     weights_form: WeightsForm = WeightsForm()
+    late_ends: LateEnds | None = None
 
     def __post_init__(self):
         self._early: list[Group] = []  # groups that need a later version of the reference
@@ -121,6 +123,7 @@ class Reference(Executor):
             temperature=self.temperature,
             microbatch_tokens=self.microbatch_tokens,
             group=self.group,
+            late_ends=self.late_ends,
         )
         self.decoder = model.decoder
         self.adapt_decoder(self.decoder)
@@ -134,6 +137,7 @@ class Reference(Executor):
                 site,
                 temperature=self.temperature,
                 microbatch_tokens=self.microbatch_tokens,
+                late_ends=self.late_ends,
             )
         if self.reset_every is not None:
             self._resets = Resets(

@@ -487,6 +487,7 @@ class PackedBatch:
     rows: Tensor  # [R] int64 into T
     labels: Tensor  # [R] int64
     places: Tensor  # [R] int64, a label's place among all groups' completion tokens, end to end
+    offsets: Tensor  # [R] int64, how many tokens of its completion come before it, context included
     generator_logprobs: Tensor  # [R] float32
     ref_logprobs: Tensor  # [R] float32, 0 without a reference
     advantages: Tensor  # [R] float32

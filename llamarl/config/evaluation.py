@@ -39,7 +39,7 @@ def check(
     config: EvaluationConfig, world_size: int, local_world_size: int | None = None
 ) -> list[Problem]:
     """Return what cannot work together."""
-    problems = check_run(config, 1)
+    problems = check_run(config, 1, trains=False)
     if config.model.path is None:
         problems.append(Problem("model.path", "required: set model.path=DIR", ("model.path",)))
     if config.generator.kind != "native":

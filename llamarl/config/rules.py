@@ -16,7 +16,11 @@ from llamarl.config.rewards import find_gold, find_reward
 from llamarl.config.schema import Config
 from llamarl.config.sections.buffer import find_buffer
 from llamarl.config.sections.evaluation import find_evaluation, find_set_names
-from llamarl.config.sections.generator import find_generator, find_other_temperatures
+from llamarl.config.sections.generator import (
+    find_cut_distributions,
+    find_generator,
+    find_other_temperatures,
+)
 from llamarl.config.sections.loss import find_loss
 from llamarl.config.sections.model import find_model
 from llamarl.config.sections.overcommit import find_overcommit
@@ -41,9 +45,10 @@ def check(
     local_world_size: int | None = None,
     *,
     attacks: bool = False,
+    trains: bool = True,
 ) -> list[Problem]:
     """Return the values that cannot work together, or with this many ranks and these files.
-    attacks: the recipe puts completions to a victim.
+    attacks: the recipe puts completions to a victim. trains: it trains on its completions.
     """
     c = config
     found = Findings(to_values(config))
@@ -71,6 +76,8 @@ def check(
     find_weights(c.weights, found, cpu_offload=c.trainer.cpu_offload, num_hosts=num_hosts)
     find_model(c.model, found)
     find_generator(c.generator, c, found, longest=c.longest_asked, longest_keys=c.longest_keys)
+    if trains:
+        find_cut_distributions(c.generator, found)
     find_other_temperatures(
         c.generator, c, found, loss=c.loss, reward_kl_coef=c.trainer.reward_kl_coef
     )

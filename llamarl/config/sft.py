@@ -133,7 +133,7 @@ def check(config: SFTConfig, world_size: int, local_world_size: int | None = Non
             "eval.num_prompts",
         )
     keys = known_keys(SFTConfig)
-    for problem in check_run(as_run(config), 1):
+    for problem in check_run(as_run(config), 1, trains=False):
         if all(key in keys for key in problem.keys):
             found.problems.append(problem)
     return found.problems

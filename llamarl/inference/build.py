@@ -18,6 +18,7 @@ from llamarl.models.hf import named_parameters_hf
 from llamarl.models.quantize import quantize_decoder
 from llamarl.models.sharding import parameter_shapes
 from llamarl.models.tp import TensorParallel
+from llamarl.models.vocabulary import absent_rows
 
 
 def build_native(
@@ -37,14 +38,16 @@ def build_native(
     in, or "none". quantize_exclude: parts of names of modules that keep model_dtype. adapt: changes
     the decoder before the engine is built around it. options: the engine's others.
     """
+    config = read_config(model_path)
     decoder = build_decoder(
-        read_config(model_path),
+        config,
         dtype=getattr(torch, model_dtype),
         tensor_parallel=TensorParallel.of(group),
     )
     if quantize != "none":
         quantize_decoder(decoder, quantize, quantize_exclude)
     decoder = decoder.to_empty(device=group.device).eval().requires_grad_(False)
+    decoder.absent_rows = absent_rows(model_path, config.vocab_size, group.device)
     bind(decoder.config, list(named_parameters_hf(decoder)))
     adapt(decoder)
     return Engine(decoder, device=group.device, **options)
@@ -66,4 +69,11 @@ def build_vllm(
         held = torch.empty(shape, dtype=dtype, device=group.device)
         parameters.append((name, nn.Parameter(held, requires_grad=False)))
     bind(config, parameters)
-    return VLLMEngine(config, parameters, model_path=model_path, device=group.device, **options)
+    return VLLMEngine(
+        config,
+        parameters,
+        model_path=model_path,
+        absent_rows=absent_rows(model_path, config.vocab_size, torch.device("cpu")),
+        device=group.device,
+        **options,
+    )

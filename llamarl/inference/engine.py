@@ -55,6 +55,7 @@ from llamarl.inference.stop_strings import Decode
 from llamarl.models.build import Decoder, build_decoder, read_config
 from llamarl.models.hf import load_weights
 from llamarl.models.sharding import num_parameters
+from llamarl.models.vocabulary import absent_rows
 from llamarl.native.allocator import keep_freed_memory
 from llamarl.types import FinishReason, read_by_model
 
@@ -168,7 +169,9 @@ class Engine(SlotEngine):
             raise ValueError(f"dtype={dtype!r}: need one of {', '.join(_DTYPES)}")
         if device is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
-        decoder = build_decoder(read_config(path), dtype=getattr(torch, dtype))
+        config = read_config(path)
+        decoder = build_decoder(config, dtype=getattr(torch, dtype))
+        decoder.absent_rows = absent_rows(path, config.vocab_size, device)
         load_weights(decoder, path, device=device)
         return cls(decoder, max_slots=max_slots, max_len=max_len, device=device, **options)
 

@@ -8,6 +8,7 @@ vocabulary, D model.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from functools import partial
 
@@ -37,6 +38,7 @@ class ModelRunner:
 
     def __init__(self, decoder: Decoder, cache: SlotCache, *, rows: int, reproducible: bool):
         self._decoder, self._cache = decoder, cache
+        self._absent_rows = decoder.absent_rows
         fits = NativeDecode.fits(decoder, cache.device, cache.dtype)
         self.native = NativeDecode(decoder, cache.dtype) if fits else None
         self._rows = min(rows, _TRIAL_ROWS)
@@ -99,9 +101,9 @@ class ModelRunner:
         """
         if self.native:
             slots_N = torch.arange(first_slot, first_slot + tokens_N.numel())
-            return self.native(tokens_N, positions_N, self._cache, slots_N)
+            return self._narrowed(self.native(tokens_N, positions_N, self._cache, slots_N))
         context = Decode(self._cache, positions_N, longest, first_slot)
-        return self._decoder(tokens_N, positions_N, context)
+        return self._narrowed(self._decoder(tokens_N, positions_N, context))
 
     def prefill(
         self,
@@ -155,6 +157,7 @@ class ModelRunner:
                 return self._decoder.project(h_TD[last_N], w_VD)
 
             logits_NV = self._decoder(tokens_T.to(device), positions_T, context, project_last)
+        self._narrowed(logits_NV)
         inputs_R = torch.arange(len(lengths_N)).repeat_interleave(copies_N)
         computed_R = slots_N[inputs_R]
         slots_R = torch.arange(len(inputs_R)) + first_slot
@@ -180,7 +183,14 @@ class ModelRunner:
         def project_last(h_TD: Tensor, w_VD: Tensor) -> Tensor:
             return self._decoder.project(h_TD[last_N.to(device)], w_VD)
 
-        return self._decoder(tokens_T.to(device), context.positions_T, context, project_last)
+        logits_NV = self._decoder(tokens_T.to(device), context.positions_T, context, project_last)
+        return self._narrowed(logits_NV)
+
+    def _narrowed(self, logits_NV: Tensor) -> Tensor:
+        """Take the rows that no token has out of the distribution, in place."""
+        if self._absent_rows is not None:
+            logits_NV.index_fill_(1, self._absent_rows, -math.inf)
+        return logits_NV
 
 
 def batches(sequences: list[Tensor]) -> Iterator[slice]:

@@ -48,6 +48,7 @@ WORKER = Path(__file__).with_name("vllm_worker.py")
 BLOCK = 32
 ANSWER_S = 600.0  # vLLM says nothing for longer: it hangs
 END_S = 10.0
+NEVER = -1e9  # added to a logit: its token then has probability 0 in float32
 _TORCHRUN = re.compile(
     r"(GROUP_|ROLE_|LOCAL_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_\w+"
 )
@@ -79,9 +80,11 @@ def vllm_seed(seed: int, stream: int, ticket: int, sample_index: int) -> int:
     return int(key) & ((1 << 63) - 1)
 
 
-def vllm_sampling(params: SamplingParams, seed: int) -> dict[str, object]:
+def vllm_sampling(
+    params: SamplingParams, seed: int, absent_ids: Sequence[int] = ()
+) -> dict[str, object]:
     """Keywords of vLLM's SamplingParams for one sample. Only stop_token_ids stop it there; stop
-    strings are looked for here.
+    strings are looked for here. absent_ids: tokens that are never sampled.
     """
     return {
         "temperature": params.temperature,
@@ -92,6 +95,7 @@ def vllm_sampling(params: SamplingParams, seed: int) -> dict[str, object]:
         "stop_token_ids": list(params.stop_token_ids),
         "ignore_eos": True,
         "seed": seed,
+        "logit_bias": dict.fromkeys(absent_ids, NEVER) or None,
     }
 
 
@@ -165,6 +169,7 @@ class VLLMEngine(SlotEngine):
     gpu_memory_utilization: the part of the device's memory (of a CPU's, the host's) that weights
     and K/V cache may take; less is taken where the slots need less.
     decode: as Engine's.
+    absent_rows: rows of the vocabulary that no token has; they are never sampled.
 
     It is a GenerationEngine (llamarl.inference.protocol), where its calls are described in full.
 
@@ -183,11 +188,13 @@ class VLLMEngine(SlotEngine):
         gpu_memory_utilization: float,
         device: torch.device = torch.device("cpu"),
         decode: Decode | None = None,
+        absent_rows: Tensor | None = None,
     ):
         problem = vllm_problem()
         if problem is not None:
             raise ImportError(problem)
         super().__init__(config.vocab_size, max_slots, max_len, decode)
+        self._absent_ids = [] if absent_rows is None else absent_rows.tolist()
         self._parameters = [parameter for _, parameter in parameters]
         self._running: dict[str, _Growing] = {}  # by the name that vLLM knows it under
         self._names = map(str, itertools.count())
@@ -266,7 +273,7 @@ class VLLMEngine(SlotEngine):
                 "name": name,
                 "prompt_ids": request.prompt_ids.tolist(),
                 "salt": str(self.policy_version),  # prompts share cached K/V under equal ones alone
-                "sampling": vllm_sampling(params, seed),
+                "sampling": vllm_sampling(params, seed, self._absent_ids),
             }
             start.append(described)
         return start
@@ -354,6 +361,7 @@ class VLLMEngine(SlotEngine):
             prompt_ids=torch.as_tensor(prompt_ids).tolist(),
             token_ids=torch.as_tensor(token_ids).tolist(),
             temperature=temperature,
+            logit_bias=dict.fromkeys(self._absent_ids, NEVER) or None,
             salt=str(self.policy_version),
         )
         return torch.tensor(answer["logprobs"], dtype=torch.float32)

@@ -67,8 +67,9 @@ class Worker:
         """Start these samples and sample up to `chunk` tokens of each that runs."""
         self.engine.abort_request(abort)
         for new in start:
+            sampling = new["sampling"] | {"logit_bias": _by_id(new["sampling"]["logit_bias"])}
             params = SamplingParams(
-                **new["sampling"], logprobs=0, detokenize=False, output_kind=RequestOutputKind.DELTA
+                **sampling, logprobs=0, detokenize=False, output_kind=RequestOutputKind.DELTA
             )
             prompt = tokens_input(new["prompt_ids"], cache_salt=new["salt"])
             self.engine.add_request(new["name"], prompt, params)
@@ -81,17 +82,23 @@ class Worker:
         return {"samples": samples}
 
     def score(
-        self, prompt_ids: list[int], token_ids: list[int], temperature: float, salt: str
+        self,
+        prompt_ids: list[int],
+        token_ids: list[int],
+        temperature: float,
+        logit_bias: dict[str, float] | None,
+        salt: str,
     ) -> dict:
         """Logprobs of given tokens; what runs goes on meanwhile."""
         ids, given = prompt_ids + token_ids, len(prompt_ids)
         plain = {
             "max_tokens": 1,
             "temperature": temperature,
+            "logit_bias": _by_id(logit_bias),
             "detokenize": False,
             "output_kind": RequestOutputKind.FINAL_ONLY,
         }
-        if temperature == 1:  # vLLM's logprobs of a prompt know no other
+        if temperature == 1 and not logit_bias:  # vLLM's logprobs of a prompt know no others
             wanted = SamplingParams(**plain, prompt_logprobs=0)
             self.engine.add_request("score", tokens_input(ids, cache_salt=salt), wanted)
             found = self._until({"score"})["score"].prompt_logprobs[given:]
@@ -131,6 +138,11 @@ class Worker:
             if output.finished:
                 record[3] = new.finish_reason
         return found
+
+
+def _by_id(biases: dict[str, float] | None) -> dict[int, float] | None:
+    """Return biases by token id, which is a text in JSON."""
+    return None if biases is None else {int(name): bias for name, bias in biases.items()}
 
 
 def _logprobs(token_ids: list[int], found: list[dict]) -> list[float]:

@@ -12,7 +12,7 @@ from llamarl.errors import BadInput
 from llamarl.launch.embedders import check_embedder
 from llamarl.launch.environments import check_environments
 from llamarl.launch.gold import check_gold
-from llamarl.launch.job import Job, read_model
+from llamarl.launch.job import Job, ranges, read_model
 from llamarl.launch.kinds import reward_kinds
 from llamarl.launch.scorers import (
     chat_template_of,
@@ -23,6 +23,7 @@ from llamarl.models.build import build_decoder
 from llamarl.models.config import ModelConfig
 from llamarl.models.quantize import quantize_decoder
 from llamarl.models.scorer import SCORE
+from llamarl.models.vocabulary import absent_ids
 from llamarl.tasks.mixture import MixtureTask
 
 _OTHER_VOCABULARY = "but config.json says vocab_size={}; fetch both again"
@@ -103,6 +104,8 @@ def _check_victim(job: Job) -> None:
         )
     job.check_weights(path, model)
     check_vocabulary(job.victim_tokenizer, model.vocab_size, path)
+    if job.world.rank == 0:
+        _say_absent(job.victim_tokenizer, model.vocab_size, path)
     check_context(job.scored, model, given)
     try:
         with chat_template_of(path, job):
@@ -167,6 +170,8 @@ def _warn_of_rescaled_scores(job: Job) -> None:
 def _check_tokens(job: Job, vocab_size: int) -> None:
     """Check that the tokenizer's ids and the stop tokens are rows of the embedding."""
     check_vocabulary(job.tokenizer, vocab_size, job.model_path)
+    if job.world.rank == 0:
+        _say_absent(job.tokenizer, vocab_size, job.model_path)
     but = _OTHER_VOCABULARY.format(vocab_size)
     for token in job.stop_token_ids:
         if not 0 <= token < vocab_size:
@@ -188,6 +193,20 @@ def check_vocabulary(tokenizer, vocab_size: int, path: Path) -> None:
         file = path / "tokenizer.json"
         but = _OTHER_VOCABULARY.format(vocab_size)
         raise ValueError(f"{file}: token {last!r} has id {vocabulary[last]}, {but}")
+
+
+def _say_absent(tokenizer, vocab_size: int, path: Path) -> None:
+    """Say which rows of the model's vocabulary have no token, if there are any."""
+    absent = absent_ids(tokenizer, vocab_size)
+    if absent:
+        log.warning(
+            "%s: %d of its %d vocabulary rows have no token in the tokenizer (ids %s); they are "
+            "never sampled, and no softmax counts them",
+            path,
+            len(absent),
+            vocab_size,
+            ranges(absent),
+        )
 
 
 def _check_task(job: Job) -> None:

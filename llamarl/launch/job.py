@@ -116,8 +116,8 @@ def _prompt_settings(task: AnyPromptSettings) -> dict[str, Any]:
     return settings
 
 
-def _ranges(ranks: Collection[int]) -> str:
-    """Return ranks in order, with runs of more than two as first-last: "0-255,511"."""
+def ranges(ranks: Collection[int]) -> str:
+    """Return ascending numbers with runs of more than two as first-last: "0-255,511"."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and rank == runs[-1][-1] + 1:
@@ -532,7 +532,7 @@ class Job:
     def hosts(self) -> str:
         """Which ranks host which executors, in words."""
         tensor_parallel = self.config.generator.tensor_parallel
-        hosts = {name: _ranges(ranks) for name, ranks in self.placement.items()}
+        hosts = {name: ranges(ranks) for name, ranks in self.placement.items()}
         if tensor_parallel > 1:
             hosts["generator"] += f" (tensor parallel {tensor_parallel})"
         return "  ".join(f"{name} {ranks}" for name, ranks in hosts.items())

@@ -15,6 +15,7 @@ dtype, the softmax in float32 (float64 where the model is float64).
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -25,10 +26,62 @@ from llamarl.learning.segments import wide_dtype
 from llamarl.models.fused import add_up, kernels, weight_gradient
 from llamarl.models.sizes import rounded_up
 
+# A logit that is out of the distribution. e^-1e30 is 0 and, unlike for -infinity, so is 0 * -1e30.
+NEVER = -1e30
 LABEL_STEPS = 16  # sizes between a power of two and the next that a CPU computes logits of
 
 # At most one: the memory of logits whose backward is done, for the next to be kept.
 _spare: list[Tensor] = []
+
+
+@dataclass(frozen=True, slots=True)
+class LateEnds:
+    """End tokens that cannot be among the first min_new_tokens of a completion
+    (SamplingParams.min_new_tokens).
+    """
+
+    token_ids: tuple[int, ...]
+    min_new_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Narrowing:
+    """What is out of the distribution of labels, as it was when they were sampled.
+
+    absent_A: token ids that no label has. end_ids_S: those that labels have only where not
+    is_early_T. None: there are none.
+    """
+
+    absent_A: Tensor | None
+    end_ids_S: Tensor | None = None
+    is_early_T: Tensor | None = None
+
+    @classmethod
+    def of(
+        cls, absent_A: Tensor | None, late_ends: LateEnds | None, offsets_R: Tensor
+    ) -> Narrowing | None:
+        """Return the narrowing of labels, offsets_R [R] int64 tokens behind the beginnings of their
+        completions. None: nothing is out.
+        """
+        if late_ends is None:
+            return None if absent_A is None else cls(absent_A)
+        end_ids_S = torch.tensor(late_ends.token_ids, dtype=torch.int64, device=offsets_R.device)
+        return cls(absent_A, end_ids_S, offsets_R < late_ends.min_new_tokens)
+
+    def padded(self, padding: tuple[int, int]) -> Narrowing:
+        """Return the narrowing with so many labels more, for which ends are not out."""
+        if self.is_early_T is None:
+            return self
+        return replace(self, is_early_T=F.pad(self.is_early_T, padding))
+
+    def apply(self, logits_CV: Tensor, part: slice) -> None:
+        """Take what is out from the logits of this part of the labels, in place."""
+        if self.absent_A is not None:
+            logits_CV.index_fill_(1, self.absent_A, NEVER)
+        if self.end_ids_S is not None and self.is_early_T is not None:
+            is_early_C1 = self.is_early_T[part, None]
+            ends_CS = logits_CV.index_select(1, self.end_ids_S)
+            logits_CV.index_copy_(1, self.end_ids_S, ends_CS.masked_fill(is_early_C1, NEVER))
 
 
 def chunked_logprobs(
@@ -39,9 +92,10 @@ def chunked_logprobs(
     temperature: float = 1.0,
     chunk_tokens: int = CHUNK_TOKENS,
     entropy_grad: bool = False,
+    narrowing: Narrowing | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return (log softmax(hidden @ weight.T / temperature)[label], entropy of that softmax), [T]
-    nats each, float32 or wider.
+    nats each, float32 or wider. narrowing: leaves logits out of that softmax.
 
     temperature 0 means greedy decoding, which has no distribution of its own: it is treated as 1.
     The entropy carries a gradient only with `entropy_grad`. Peak memory beyond the gradients: a few
@@ -65,7 +119,7 @@ def chunked_logprobs(
         if least < 0 or most >= len(weight_VD):
             raise IndexError(f"labels {int(least)}..{int(most)}: there are 0..{len(weight_VD) - 1}")
     return _ChunkedLogprobs.apply(
-        hidden_TD, weight_VD, labels_T, temperature or 1.0, chunk_tokens, entropy_grad
+        hidden_TD, weight_VD, labels_T, temperature or 1.0, chunk_tokens, entropy_grad, narrowing
     )
 
 
@@ -76,6 +130,7 @@ def make_head(
     temperature: float = 1.0,
     chunk_tokens: int = CHUNK_TOKENS,
     entropy_grad: bool = False,
+    narrowing: Narrowing | None = None,
 ) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """Return a head for Decoder.forward that gives (logprobs, entropy) of labels [R], each
     predicted at its row of the hidden states. See chunked_logprobs for the rest.
@@ -91,6 +146,7 @@ def make_head(
         padding = (0, rounded_up(num_labels, steps=LABEL_STEPS) - num_labels)
         labels_R = F.pad(labels_R, padding)
         rows = F.pad(rows, padding)
+        narrowing = narrowing and narrowing.padded(padding)
 
     def head(hidden_TD: Tensor, weight_VD: Tensor) -> tuple[Tensor, Tensor]:
         logprobs, entropy = chunked_logprobs(
@@ -100,6 +156,7 @@ def make_head(
             temperature=temperature,
             chunk_tokens=chunk_tokens,
             entropy_grad=entropy_grad,
+            narrowing=narrowing,
         )
         # Copies: FSDP2 hooks what a module returns, and warns of a view.
         return logprobs[:num_labels].clone(), entropy[:num_labels].clone()
@@ -115,7 +172,9 @@ class _ChunkedLogprobs(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden_TD, weight_VD, labels_T, temperature, chunk_tokens, entropy_grad):
+    def forward(
+        ctx, hidden_TD, weight_VD, labels_T, temperature, chunk_tokens, entropy_grad, narrowing
+    ):
         tokens = hidden_TD.shape[0]
         vocab = weight_VD.shape[0]
         is_whole = tokens * vocab <= KEEP_LOGITS
@@ -125,13 +184,14 @@ class _ChunkedLogprobs(torch.autograd.Function):
         found_4T = hidden_TD.new_empty(4, tokens, dtype=wide_dtype(weight_VD))
         for part in _parts(tokens, size):
             logits_CV = logits[part if keeps else slice(part.stop - part.start)]
-            torch.mm(hidden_TD[part], weight_VD.T, out=logits_CV)
+            _logits(hidden_TD, weight_VD, part, narrowing, out=logits_CV)
             log_softmax(logits_CV, labels_T[part], temperature, out=found_4T[:, part])
         ctx.save_for_backward(hidden_TD, weight_VD, labels_T, found_4T)
         ctx.kept_TV = logits if keeps else None
         ctx.temperature = temperature
         ctx.size = size
         ctx.entropy_grad = entropy_grad
+        ctx.narrowing = narrowing
         logprobs = found_4T[0].clone()
         entropy = found_4T[1].clone()
         if not entropy_grad:
@@ -156,7 +216,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         for part in parts:
             logits_CV = logits[part if keeps else slice(part.stop - part.start)]
             if not keeps:
-                torch.mm(hidden_TD[part], weight_VD.T, out=logits_CV)
+                _logits(hidden_TD, weight_VD, part, ctx.narrowing, out=logits_CV)
             grad_CV = log_softmax_backward(
                 logits_CV,
                 labels_T[part],
@@ -181,7 +241,16 @@ class _ChunkedLogprobs(torch.autograd.Function):
             if grad_weight is None:
                 grad_weight = torch.zeros_like(weight_VD)
             grad_weight = grad_weight.to(weight_VD.dtype)
-        return grad_hidden, grad_weight, None, None, None, None
+        return grad_hidden, grad_weight, None, None, None, None, None
+
+
+def _logits(
+    hidden_TD: Tensor, weight_VD: Tensor, part: slice, narrowing: Narrowing | None, *, out: Tensor
+) -> None:
+    """Write the logits [C, V] of a part of the tokens."""
+    torch.mm(hidden_TD[part], weight_VD.T, out=out)
+    if narrowing is not None:
+        narrowing.apply(out, part)
 
 
 def log_softmax(logits_CV: Tensor, labels_C: Tensor, temperature: float, *, out: Tensor) -> None:

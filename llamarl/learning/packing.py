@@ -167,6 +167,7 @@ def filler() -> PackedBatch:
         rows=none,
         labels=none,
         places=none,
+        offsets=none,
         generator_logprobs=number,
         ref_logprobs=number,
         advantages=number,
@@ -228,6 +229,7 @@ def _flatten(groups: list[Group], targets: list[Targets]) -> _Flat:
     advantages = end_to_end(targets, "advantages").float()
     per_token = {
         "labels": end_to_end(groups, "token_ids"),
+        "offsets": torch.arange(len(loss_mask)) - (lengths.cumsum(0) - lengths)[completion_of],
         "generator_logprobs": end_to_end(groups, "generator_logprobs"),
         "ref_logprobs": end_to_end(groups, "ref_logprobs"),
         "advantages": advantages,

@@ -7,14 +7,14 @@ model, V vocab.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from llamarl.learning.logprobs import make_head
+from llamarl.learning.logprobs import Narrowing, make_head
 from llamarl.learning.segments import sum_by
 from llamarl.learning.supervised import Sums
 from llamarl.models.attention import PackedAttention
@@ -131,7 +131,7 @@ class NextToken:
         return pack_pairs([nothing], device)
 
     def loss(self, decoder: Decoder, batch: PairBatch) -> tuple[Tensor, Sums, PackedAttention]:
-        head = make_head(batch.labels[batch.rows], batch.rows)
+        head = _head(decoder, batch)
         attention = PackedAttention(batch.cu_seqlens)
         logprobs_R, entropy_R = decoder(batch.input_ids, batch.positions, attention, head)
         return -logprobs_R.sum(), {"entropy": entropy_R.detach().sum()}, attention
@@ -146,12 +146,18 @@ class NextToken:
         return {"eval/loss": loss, "eval/perplexity": math.exp(min(loss, 700.0))}
 
 
+def _head(decoder: Decoder, batch: PairBatch) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    labels = batch.labels[batch.rows]
+    narrowing = Narrowing.of(decoder.absent_rows, None, labels)
+    return make_head(labels, batch.rows, narrowing=narrowing)
+
+
 @torch.no_grad()
 def completion_logprobs(decoder: Decoder, batch: PairBatch) -> Tensor:
     """[N] float64, nats, on the CPU: the log-probability of each pair's whole completion given its
     prompt, at temperature 1.
     """
-    head = make_head(batch.labels[batch.rows], batch.rows)
+    head = _head(decoder, batch)
     attention = PackedAttention(batch.cu_seqlens)
     logprobs_R, _ = decoder(batch.input_ids, batch.positions, attention, head)
     num_pairs = batch.cu_seqlens.numel() - 1

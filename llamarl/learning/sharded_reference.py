@@ -11,7 +11,7 @@ from torch import Tensor
 
 from llamarl.executor import ExecutorGroup
 from llamarl.learning.asking import Asked, join_shares, own_share
-from llamarl.learning.logprobs import make_head
+from llamarl.learning.logprobs import LateEnds, Narrowing, make_head
 from llamarl.learning.packing import filler, pack, to_device
 from llamarl.learning.targets import Targets
 from llamarl.models.attention import PackedAttention
@@ -25,7 +25,8 @@ class ShardedReference:
     """A frozen model over the ranks of an executor. Every call is collective over them.
 
     path: a Hugging Face directory. dtype: of its weights. temperature: that logits are divided by.
-    microbatch_tokens: packed tokens a forward, per rank.
+    microbatch_tokens: packed tokens a forward, per rank. late_ends: what completions could not have
+    when they were sampled, out of this model's distribution too.
     """
 
     def __init__(
@@ -36,8 +37,10 @@ class ShardedReference:
         temperature: float,
         microbatch_tokens: int,
         group: ExecutorGroup,
+        late_ends: LateEnds | None = None,
     ):
         self._temperature = temperature
+        self._late_ends = late_ends
         self._microbatch_tokens = microbatch_tokens
         self._group = group
         self.decoder = decoder_over(group, path, dtype=dtype)
@@ -57,7 +60,11 @@ class ShardedReference:
         logprobs_C = torch.zeros(sum(sizes))
         for microbatch, places in own_share(microbatches, nothing, self._group):
             logprobs_C[places] = label_logprobs(
-                self.decoder, microbatch, self._group.device, temperature=self._temperature
+                self.decoder,
+                microbatch,
+                self._group.device,
+                temperature=self._temperature,
+                late_ends=self._late_ends,
             )
         reshard(self.decoder)
         join_shares(logprobs_C, self._group)
@@ -82,12 +89,18 @@ class ShardedReference:
 
 @torch.no_grad()
 def label_logprobs(
-    decoder: LanguageModel, microbatch: PackedBatch, device: torch.device, *, temperature: float
+    decoder: LanguageModel,
+    microbatch: PackedBatch,
+    device: torch.device,
+    *,
+    temperature: float,
+    late_ends: LateEnds | None = None,
 ) -> Tensor:
     """Return the logprobs [R] of a microbatch's labels, float32, nats, on the CPU."""
     batch = to_device(microbatch, device)
     attention = PackedAttention(batch.cu_seqlens, batch.parents)
-    head = make_head(batch.labels, batch.rows, temperature=temperature)
+    narrowing = Narrowing.of(decoder.absent_rows, late_ends, batch.offsets)
+    head = make_head(batch.labels, batch.rows, temperature=temperature, narrowing=narrowing)
     logprobs, _ = decoder(batch.input_ids, batch.positions, attention, head)
     return logprobs.float().cpu()
 

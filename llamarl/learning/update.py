@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from llamarl.errors import NotFinite, ParityError
-from llamarl.learning.logprobs import make_head
+from llamarl.learning.logprobs import NEVER, LateEnds, Narrowing, make_head
 from llamarl.learning.losses.common import has_mark
 from llamarl.learning.losses.inputs import Completions, LossInputs
 from llamarl.learning.optim import clip_grad_norm, lr_at, set_lr, share_gradients
@@ -95,6 +95,7 @@ class UpdateSettings:
     # The generator computes its K/V cache anew under new weights; else a completion that began
     # under older ones goes on with theirs, and its logprobs are not the trainer's.
     recomputes_kv: bool = False
+    late_ends: LateEnds | None = None  # what completions could not have when they were sampled
 
     @property
     def updates_per_step(self) -> int:
@@ -292,7 +293,10 @@ class PolicyUpdate:
             PackedAttention(F.pad(sizes.cumsum(0), (1, 0))),
             lambda h_TD, w_VD: F.linear(h_TD[scored_T], w_VD),
         )
-        logprobs_SV = (logits_SV.float() / (self.settings.temperature or 1.0)).log_softmax(1)
+        logits_SV = logits_SV.float() / (self.settings.temperature or 1.0)
+        if self.decoder.absent_rows is not None:
+            logits_SV.index_fill_(1, self.decoder.absent_rows, NEVER)
+        logprobs_SV = logits_SV.log_softmax(1)
         scored_S1 = logprobs_SV.gather(1, labels[:, None])
         likeliest = logprobs_SV.topk(min(top, logprobs_SV.shape[1]), dim=1)
         return Canary(
@@ -320,6 +324,7 @@ class PolicyUpdate:
                     microbatch,
                     self._device,
                     temperature=self.settings.temperature,
+                    late_ends=self.settings.late_ends,
                 )
         if reference is not self.decoder:
             reshard(reference)
@@ -404,6 +409,9 @@ class PolicyUpdate:
             batch.labels,
             batch.rows,
             temperature=self.settings.temperature,
+            narrowing=Narrowing.of(
+                self.decoder.absent_rows, self.settings.late_ends, batch.offsets
+            ),
             entropy_grad=has_mark(self.loss_fn, "uses_entropy"),
         )
         if self.critic:

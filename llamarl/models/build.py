@@ -152,6 +152,7 @@ class Decoder(TransformerDecoder):
     activation_checkpointing = False  # recompute each layer in backward
     whole_on_each_rank = False  # wrapped by FSDP for its replicas, and not sharded
     masters: Masters | None = None  # a single rank's, where it computes in a lower precision
+    absent_rows: Tensor | None = None  # see LanguageModel
 
     def __init__(self, config: ModelConfig, tp: TensorParallel | None):
         dim = config.hidden_size

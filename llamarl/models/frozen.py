@@ -12,6 +12,7 @@ from llamarl.models.build import Decoder, build_decoder, read_config
 from llamarl.models.fsdp import wrap
 from llamarl.models.hf import load_weights
 from llamarl.models.tp import TensorParallel
+from llamarl.models.vocabulary import absent_rows
 
 
 def frozen_decoder(
@@ -31,7 +32,10 @@ def frozen_decoder(
     on the device while it computes. FileNotFoundError or ValueError naming the file when the
     directory is not whole.
     """
-    decoder = build_decoder(read_config(path), dtype=dtype, tensor_parallel=tensor_parallel)
+    config = read_config(path)
+    decoder = build_decoder(config, dtype=dtype, tensor_parallel=tensor_parallel)
+    if not config.labels:
+        decoder.absent_rows = absent_rows(path, config.vocab_size, device)
     decoder.requires_grad_(False)
     if cpu_offload or (mesh is not None and mesh.shape[-1] > 1):
         pin_memory = device.type == "cuda"

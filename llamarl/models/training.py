@@ -14,6 +14,7 @@ from llamarl.models.lora import Lora, add_lora, reset_lora
 from llamarl.models.masters import Masters
 from llamarl.models.scorer import SCORE, draw_score_head
 from llamarl.models.tp import TensorParallel
+from llamarl.models.vocabulary import absent_rows
 from llamarl.native.precision import warn_of_slow_bfloat16
 
 
@@ -63,6 +64,8 @@ def training_decoder(
         decoder.masters = Masters(decoder, decoder.layers, compute_dtype)
     holder = torch.device("cpu") if cpu_offload else device
     load_weights(decoder, path, device=holder, may_lack=() if score_seed is None else (SCORE,))
+    if not config.labels:
+        decoder.absent_rows = absent_rows(path, config.vocab_size, device)
     if score_seed is not None:
         draw_score_head(decoder, seed=score_seed)
     if lora:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from llamarl.learning.asking import Asked, from_message, to_message
+from llamarl.learning.logprobs import LateEnds
 from llamarl.learning.sharded_reference import ShardedReference, asked_of
 from llamarl.scoring.ahead import Ahead, StreamSettings
 from llamarl.scoring.growing import GrowingSequences, Key, Pass, Piece
@@ -127,12 +128,13 @@ class Streamed:
         *,
         temperature: float,
         microbatch_tokens: int,
+        late_ends: LateEnds | None,
     ):
         self._metrics = site.metrics
         self._microbatch_tokens = microbatch_tokens
         self._ahead = Ahead(
             model.decoder,
-            LogprobHead(temperature),
+            LogprobHead(temperature, absent_rows=model.decoder.absent_rows, late_ends=late_ends),
             settings,
             site,
             call="read",

@@ -30,7 +30,7 @@ from llamarl.executor import ExecutorGroup
 from llamarl.inference.cache import Pieces, SlotCache, whole_blocks
 from llamarl.inference.decode import NativeDecode
 from llamarl.learning.asking import join_shares
-from llamarl.learning.logprobs import chunked_logprobs
+from llamarl.learning.logprobs import LateEnds, Narrowing, chunked_logprobs
 from llamarl.models.attention import PackedAttention
 from llamarl.models.build import Decoder
 from llamarl.models.fsdp import reshard
@@ -68,11 +68,19 @@ class LogprobHead:
     """The logprobs of a completion's tokens in a piece, each predicted by the token before it:
     float32, nats. For sequences whose last token is a label (llamarl.scoring.growing).
 
-    temperature: divides the logits.
+    temperature: divides the logits. absent_rows, late_ends: what is out of the distribution.
     """
 
-    def __init__(self, temperature: float):
+    def __init__(
+        self,
+        temperature: float,
+        *,
+        absent_rows: Tensor | None = None,
+        late_ends: LateEnds | None = None,
+    ):
         self._temperature = temperature
+        self._absent_rows = absent_rows
+        self._late_ends = late_ends
 
     def num_values(self, piece: Piece) -> int:
         """Return how many completion tokens the piece predicts."""
@@ -82,11 +90,14 @@ class LogprobHead:
     def __call__(self, hidden_nD: Tensor, weight_VD: Tensor, piece: Piece) -> Tensor:
         count = self.num_values(piece)
         labels_n = F.pad(piece.token_ids[1:], (0, 1), value=piece.next_id)
+        last = piece.begin + piece.token_ids.numel() - piece.prompt_size  # of its completion
+        offsets_n = torch.arange(last + 1 - count, last + 1, device=hidden_nD.device)
         logprobs, _ = chunked_logprobs(
             hidden_nD[-count:],
             weight_VD,
             labels_n[-count:].to(hidden_nD.device),
             temperature=self._temperature,
+            narrowing=Narrowing.of(self._absent_rows, self._late_ends, offsets_n),
         )
         return logprobs
 

@@ -19,6 +19,7 @@ from llamarl.models.config import tiny_directory
 from llamarl.models.hf import load_weights
 from llamarl.types import MESSAGES_KEY
 from tests.judge_server import JudgeServer
+from tests.padded import padded_directory
 from tests.random_models import swap_tokens
 from tests.unit.refusals import change, model_job, model_refusal
 
@@ -226,6 +227,14 @@ def test_a_token_beyond_the_vocabulary_is_named(model):
 def test_a_stop_token_that_is_none_is_named(model, eos, said):
     change(model / "generation_config.json", eos_token_id=eos)
     assert f"{model / 'generation_config.json'}: {said}" in model_refusal(model)
+
+
+def test_rows_without_a_token_are_counted_once(tmp_path, caplog):
+    model = padded_directory(tmp_path / "padded")
+    with caplog.at_level(logging.WARNING, "llamarl"):
+        check_inputs(model_job(model))
+    (said,) = [r.getMessage() for r in caplog.records if "vocabulary rows" in r.getMessage()]
+    assert "12 of its 64 vocabulary rows have no token in the tokenizer (ids 52-63)" in said
 
 
 def test_a_model_without_stop_tokens_is_warned_of(model, caplog):

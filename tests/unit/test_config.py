@@ -302,6 +302,8 @@ def test_all_problems_are_told_at_once_wrong_values_hide_no_combination():
         (["group_size=1"], "group_size=1 trainer.advantages=group_mean"),
         (["group_size=8", "generator.max_slots=4"], "group_size=8 generator.max_slots=4"),
         (["generator.min_new_tokens=7"], "generator.min_new_tokens=7 max_new_tokens=6"),
+        (["generator.top_p=0.9"], "generator.top_p=0.9"),
+        (["generator.top_k=20"], "generator.top_k=20"),
         (["loss.kl_coef=0.1"], "loss.kl_coef=0.1 reference.kind=none"),
         (["generator.cache_tokens=21"], "generator.cache_tokens=21"),  # 16 + 6
         (["generator.recompute_kv=true", "max_lag=0"], "generator.recompute_kv=true"),

@@ -148,7 +148,9 @@ def test_sampling_parameters_keep_their_meaning():
         "stop_token_ids": [2, 7],
         "ignore_eos": True,
         "seed": 11,
+        "logit_bias": None,
     }
+    assert vllm_sampling(params, 11, [52, 63])["logit_bias"] == {52: -1e9, 63: -1e9}
 
 
 def test_every_sample_has_a_seed_of_its_own():

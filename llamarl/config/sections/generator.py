@@ -153,6 +153,19 @@ def _find_vllm(run: RunSettings, found: Findings) -> None:
         found.add(what, "generator.kind")
 
 
+def find_cut_distributions(generator: AnyGeneratorSettings, found: Findings) -> None:
+    """Find what cuts the distribution that is sampled in a job that trains on the samples."""
+    remedy = (
+        "the trainer scores the whole softmax, so its ratios to tokens from a part of it would be "
+        "too small at every step; {}, and narrow it by generator.temperature or temperature "
+        "instead (recipes/evaluate.py and recipes/preferences.py take this key)"
+    )
+    if generator.top_p < 1:
+        found.add(remedy.format("generator.top_p=1"), "generator.top_p")
+    if generator.top_k > 0:
+        found.add(remedy.format("generator.top_k=0"), "generator.top_k")
+
+
 def find_other_temperatures(
     generator: AnyGeneratorSettings,
     run: RunSettings,
