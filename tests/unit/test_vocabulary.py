@@ -12,9 +12,11 @@ import torch
 
 import llamarl.learning.logprobs as logprobs_module
 from llamarl.inference import Engine, SamplingParams
+from llamarl.learning.asking import Asked
 from llamarl.learning.logprobs import LateEnds, Narrowing, chunked_logprobs, make_head
 from llamarl.learning.packing import pack
 from llamarl.learning.sft import NextToken, Pair, completion_logprobs, pack_pairs
+from llamarl.learning.sharded_reference import group_of
 from llamarl.learning.targets import Targets
 from llamarl.models.config import tiny_directory
 from llamarl.models.frozen import frozen_decoder
@@ -22,7 +24,6 @@ from llamarl.models.training import training_decoder
 from llamarl.models.vocabulary import absent_rows
 from tests.decoding import drain
 from tests.padded import ABSENT, ROWS, padded_directory
-from tests.unit.test_packing import group
 
 PROMPT = [1, 20, 21, 22]
 CPU = torch.device("cpu")
@@ -109,12 +110,16 @@ def test_nothing_is_narrowed_where_nothing_is_out():
     assert Narrowing.of(None, None, torch.arange(3)) is None
 
 
+def asked(prompt, *completions):
+    return group_of(Asked(torch.tensor(prompt), [torch.tensor(c) for c in completions]))
+
+
 def test_labels_know_how_many_tokens_of_their_completion_come_before():
     """Two completions of a group, of 3 and 2 tokens, then one of 4 with two of context."""
     mask = torch.tensor([True, False, False, True])
     groups = [
-        group([20, 21], [[30, 31, 32], [33, 34]]),
-        replace(group([22], [[35, 36, 37, 38]]), loss_mask=mask),
+        asked([20, 21], [30, 31, 32], [33, 34]),
+        replace(asked([22], [35, 36, 37, 38]), loss_mask=mask),
     ]
     packing = pack(
         groups,
