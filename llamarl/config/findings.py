@@ -52,8 +52,12 @@ class Findings:
         self.problems.append(Problem(" ".join(shown), what, keys))
 
     def add_unless_file(self, path: str | Path | None, key: str) -> None:
-        """Add a problem unless there is something at the path; None is no path."""
-        if path and not Path(path).exists():
+        """Add a problem unless there is something at the path, or a file that it is a pattern of;
+        None is no path.
+        """
+        if not path or Path(path).exists():
+            return
+        if not any(Path(path).parent.glob(Path(path).name)):
             self.add(f"no such file: {Path(path)}", key)
 
     def add_unless_model(self, directory: str | None, key: str) -> None:

@@ -23,14 +23,17 @@
     mixture        parts: by name, each a kind     from each part, by its weight    each part's
                    with its keys, and a weight
 
-"A part of path" is min(num_eval, a tenth) of its rows, at random but the same in every run, and
-taken out of training.
+"A part of path" is min(num_eval, a tenth) of its prompts, at random but the same in every run, and
+taken out of training with all their rows.
 """
 
 from __future__ import annotations
 
+import hashlib
+import logging
 import random
-from collections.abc import Callable, Mapping, Sequence
+from array import array
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -45,6 +48,7 @@ from llamarl.tasks.base import (
     Task,
     Tokenizer,
     fitting_of,
+    json_of,
 )
 from llamarl.tasks.environment import GIVEN, DialogueMaker
 from llamarl.tasks.facts import Post, facts_posts
@@ -65,6 +69,8 @@ from llamarl.tasks.own import own_task
 from llamarl.tasks.questions import question_examples
 from llamarl.words.columns import OWN
 from llamarl.words.names import nearest
+
+log = logging.getLogger(__name__)
 
 KINDS = (
     "addition",
@@ -171,24 +177,18 @@ def build_task(
     else:
         train, held_out = [], None
     if eval_path is not None:
-        eval_train, eval_held_out = files.read(eval_path)
-        held_out = eval_train if eval_held_out is None else eval_held_out
-    if held_out is None:
-        kept, held = hold_out(len(train), num_eval)
-        held_out = _select(train, held)
-        train = _select(train, kept)
-    if not trains:
-        train = []
+        held_out = files.read_held_out(eval_path)
     default_reward = DEFAULT_REWARDS.get(kind, EXACT_MATCH)
     split = _Split(
         kind=kind,
         train=train,
         held_out=held_out,
+        num_eval=num_eval,
         maker=maker,
         digests=files.digests,
         checks=files.checks,
     )
-    fittings = split.fittings(
+    train, held_out, fittings = split.looked_at(
         remembered, keys=[prompt_key, answer_key], chat=chat, system_prompt=system_prompt
     )
     return ListTask(
@@ -273,23 +273,38 @@ class _Files:
         self.checks.append(rows.check)
         return rows, None
 
+    def read_held_out(self, path: str | Path) -> Examples:
+        """Read the examples of a file or directory that holds evaluation data."""
+        if self.kind == "hf_dataset":
+            from llamarl.tasks.hf_dataset import directory_digest, read_held_out
+
+            self.digests.append(directory_digest(path))
+            return read_held_out(path, self.prompt_key, self.answer_key)
+        return self.read(path)[0]
+
 
 @dataclass(frozen=True, slots=True)
 class _Split:
     """The examples of a task, and the files that they come from.
 
-    digests: of the files, in order; checks: what reads all their rows, and raises ValueError.
+    held_out: None for a part of the training examples, of at most num_eval prompts. digests: of the
+    files, in order; checks: what reads all their rows, and raises ValueError.
     """
 
     kind: str
     train: Examples
-    held_out: Examples
+    held_out: Examples | None
+    num_eval: int
     maker: PromptMaker
     digests: list[str]
     checks: list[Callable[[], None]]
 
-    def fittings(self, remembered: Remembered, **settings: object) -> tuple[Fitting, Fitting]:
-        """Return which training and held-out examples fit. settings: what decides it besides."""
+    def looked_at(
+        self, remembered: Remembered, **settings: object
+    ) -> tuple[Examples, Examples, tuple[Fitting, Fitting]]:
+        """Return the training examples, the held-out ones, and which of both fit. settings: what
+        decides it besides.
+        """
         tokenizer = tokenizer_digest(self.maker.tokenizer)
         if not self.digests or tokenizer is None:
             remembered = here  # made of nothing, in a moment; or nobody can tell what it is
@@ -297,7 +312,8 @@ class _Split:
             {
                 "kind": self.kind,
                 "rows": self.digests,
-                "sizes": [len(self.train), len(self.held_out)],
+                "sizes": [len(self.train), None if self.held_out is None else len(self.held_out)],
+                "num_eval": self.num_eval,
                 "tokenizer": tokenizer,
                 "instruction": self.maker.instruction,
                 "max_prompt_tokens": self.maker.max_prompt_tokens,
@@ -306,19 +322,66 @@ class _Split:
             }
         )
         found = remembered(key, self._find)
-        return (
-            from_values(found["train"], len(self.train)),
-            from_values(found["held_out"], len(self.held_out)),
+        train, held_out = self._halves(found["held"], found["left_out"])
+        self._warn(found, len(train), len(held_out))
+        fittings = (
+            from_values(found["train"], len(train)),
+            from_values(found["held_out"], len(held_out)),
         )
+        return train, held_out, fittings
+
+    def _halves(self, held: list[int], left_out: list[int]) -> tuple[Examples, Examples]:
+        """Return the training examples and the held-out ones. held: which of the former are held
+        out, by place; left_out: which are in neither.
+        """
+        if self.held_out is not None:
+            return self.train, self.held_out
+        gone = {*held, *left_out}
+        kept = [place for place in range(len(self.train)) if place not in gone]
+        return _select(self.train, kept), _select(self.train, held)
+
+    def _warn(self, found: Mapping[str, Any], num_train: int, num_held_out: int) -> None:
+        """Say of which prompts there are several rows in both halves, or would have been."""
+        if found["left_out"]:
+            log.warning(
+                "task %s: prompts repeat: %d are held out, and %d more rows of theirs are left out "
+                "of training",
+                self.kind,
+                num_held_out,
+                len(found["left_out"]),
+            )
+        if found["trained_too"]:
+            log.warning(
+                "task %s: %d of %d held-out rows have a prompt that %d of %d training rows have "
+                "too, so that the held-out accuracy is in part of what is trained; take these out "
+                "of one of the files",
+                self.kind,
+                found["trained_too"],
+                num_held_out,
+                found["held_out_too"],
+                num_train,
+            )
 
     def _find(self, progress: Progress) -> dict[str, Any]:
-        """Look at all rows, and return which fit as JSON values."""
+        """Look at all rows, and return which are held out and which fit as JSON values."""
         for check in self.checks:
             check()
-        tell = Tell(self.kind, len(self.train) + len(self.held_out), progress)
-        found: dict[str, Any] = {}
-        for name, examples in (("train", self.train), ("held_out", self.held_out)):
+        found: dict[str, Any] = {"held": [], "left_out": []}
+        if self.held_out is None:
+            found["held"], found["left_out"] = hold_out_prompts(self.train, self.num_eval)
+        train, held_out = self._halves(found["held"], found["left_out"])
+        tell = Tell(self.kind, len(train) + len(held_out), progress)
+        for name, examples in (("train", train), ("held_out", held_out)):
             found[name] = to_values(fitting_of(self.maker, examples, tell), len(examples))
+        asked = []
+        trained = []
+        if self.held_out is not None and self.digests:
+            asked = [prompt_digest(example) for example in held_out]
+            wanted = set(asked)
+            trained = [own for own in map(prompt_digest, train) if own in wanted]
+        common = set(trained)
+        found["held_out_too"] = len(trained)
+        found["trained_too"] = sum(own in common for own in asked)
         return found
 
 
@@ -380,3 +443,31 @@ def hold_out(num_rows: int, num_eval: int) -> tuple[list[int], list[int]]:
     held = set(random.Random(0).sample(range(num_rows), num_held))
     kept = [i for i in range(num_rows) if i not in held]
     return kept, sorted(held)
+
+
+def hold_out_prompts(examples: Iterable[Example], num_eval: int) -> tuple[list[int], list[int]]:
+    """Return (rows to hold out, further rows with their prompts), by place and in order: a row of
+    each of min(num_eval, a tenth) prompts. If all prompts differ, they are those of `hold_out`.
+    """
+    numbers: dict[bytes, int] = {}  # of the prompts, in the order in which they come
+    prompts = array("q")
+    for example in examples:
+        prompts.append(numbers.setdefault(prompt_digest(example), len(numbers)))
+    _, chosen = hold_out(len(numbers), num_eval)
+    missing = set(chosen)
+    asked = set(chosen)
+    held: list[int] = []
+    left_out: list[int] = []
+    for place, prompt in enumerate(prompts):
+        if prompt in missing:
+            missing.remove(prompt)
+            held.append(place)
+        elif prompt in asked:
+            left_out.append(place)
+    return held, left_out
+
+
+def prompt_digest(example: Example) -> bytes:
+    """Return a digest of an example's prompt, without its meta."""
+    prompt, _ = example.values
+    return hashlib.blake2b(json_of(prompt, {}), digest_size=12).digest()

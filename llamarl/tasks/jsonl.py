@@ -29,6 +29,18 @@ Made = TypeVar("Made")
 SHOWN_PROBLEMS = 10
 LARGE_BYTES = 1 << 28  # of a file that is said to be held in memory
 
+_UNPACK = "need JSON lines in UTF-8: unpack it"
+_OTHER_FILES = (  # what they begin with, what they are, and what to do
+    (b"\x1f\x8b", "a gzip file", _UNPACK),
+    (b"\x28\xb5\x2f\xfd", "a zstd file", _UNPACK),
+    (b"\xfd7zX", "an xz file", _UNPACK),
+    (b"BZh", "a bzip2 file", _UNPACK),
+    (b"PK\x03\x04", "a zip file", _UNPACK),
+    (b"PAR1", "a parquet file", "task=hf_dataset reads it"),
+    (b"\xff\xfe", "a text in UTF-16", "need JSON lines in UTF-8: iconv -f UTF-16 -t UTF-8"),
+    (b"\xfe\xff", "a text in UTF-16", "need JSON lines in UTF-8: iconv -f UTF-16 -t UTF-8"),
+)
+
 log = logging.getLogger(__name__)
 GSM8K_INSTRUCTION = (
     "\n\nThink step by step. Finish with the final answer on a line of its own: #### number"
@@ -55,7 +67,14 @@ def _open(path: str | Path) -> BinaryIO:
         raise FileNotFoundError(
             f"{path}: no such file; set task.path or task.eval_path to a JSONL file"
         )
-    return path.open("rb")
+    file = path.open("rb")
+    begin = file.read(4)
+    file.seek(0)
+    for mark, kind, remedy in _OTHER_FILES:
+        if begin.startswith(mark):
+            file.close()
+            raise ValueError(f"{path}: looks like {kind}; {remedy}")
+    return file
 
 
 def _each(path: str | Path, lines: Iterable[bytes], make: Callable[[dict], Made]) -> Iterator[Made]:

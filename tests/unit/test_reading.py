@@ -32,7 +32,7 @@ def write(file, *prompts):
     return file
 
 
-PROMPTS = ["1" * (n % 13 + 1) for n in range(40)]  # <bos> and a token a digit
+PROMPTS = [f"{n // 13 + 1}" * (n % 13 + 1) for n in range(40)]  # <bos> and a token a digit
 
 
 class Rank(World):

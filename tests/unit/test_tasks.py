@@ -1,6 +1,9 @@
 """Tasks and the rewards that come with them."""
 
+import bz2
+import gzip
 import json
+import lzma
 import math
 import random
 import re
@@ -8,6 +11,7 @@ import subprocess
 import sys
 from datetime import date, datetime
 from decimal import Decimal
+from functools import partial
 from itertools import product
 
 import pytest
@@ -17,6 +21,7 @@ from hypothesis import strategies as st
 from llamarl.tasks import procedural
 from llamarl.tasks.base import PromptMaker
 from llamarl.tasks.build import KINDS, build_task, hold_out
+from llamarl.tasks.jsonl import read_jsonl
 from llamarl.tasks.rewards import exact_match, final_number, numeric_match, reasoning_gym_score
 
 TEMPLATE = (
@@ -254,6 +259,50 @@ def test_held_out_rows_are_few_and_never_trained_on(num_rows, num_eval):
     assert hold_out(num_rows, num_eval) == (train, held)
 
 
+def test_a_prompt_whose_rows_repeat_is_held_out_with_all_of_them(tmp_path, caplog):
+    """20 prompts, each in 20 rows: two prompts are held out, once each."""
+    file = write_jsonl(tmp_path / "t.jsonl", rows(20) * 20)
+    task = build_task("jsonl", CharTokenizer(), path=file)
+    trained, held = texts(task)
+    assert len(held) == 2 and len(trained) == 18 * 20
+    assert not set(held) & set(trained) and len(set(held)) == 2
+    assert "2 are held out, and 38 more rows of theirs are left out of training" in caplog.text
+
+
+def test_rows_without_repeats_are_split_as_ever(tmp_path, caplog):
+    file = write_jsonl(tmp_path / "t.jsonl", rows(100))
+    trained, held = texts(build_task("jsonl", CharTokenizer(), path=file))
+    kept, chosen = hold_out(100, 500)
+    assert trained == [f"q{i}" for i in kept] and held == [f"q{i}" for i in chosen]
+    assert not caplog.text
+
+
+def test_held_out_rows_that_are_trained_on_are_counted(tmp_path, caplog):
+    file = write_jsonl(tmp_path / "t.jsonl", rows(10) * 3)
+    other = write_jsonl(tmp_path / "e.jsonl", rows(12)[8:])
+    build_task("jsonl", CharTokenizer(), path=file, eval_path=other)
+    said = "2 of 4 held-out rows have a prompt that 6 of 30 training rows have too"
+    assert said in caplog.text
+
+
+def test_what_is_no_text_is_named(tmp_path):
+    file = tmp_path / "t.jsonl"
+    plain = b'{"prompt": "q", "answer": "a"}\n'
+    for data, kind in (
+        (gzip.compress(plain), "a gzip file"),
+        (bz2.compress(plain), "a bzip2 file"),
+        (lzma.compress(plain), "an xz file"),
+        (b"\x28\xb5\x2f\xfd" + plain, "a zstd file"),
+        (plain.decode().encode("utf-16"), "a text in UTF-16"),
+        (b"PAR1" + plain, "a parquet file; task=hf_dataset"),
+    ):
+        file.write_bytes(data)
+        with pytest.raises(ValueError, match=f"t.jsonl: looks like {kind}"):
+            build_task("jsonl", CharTokenizer(), path=file)
+        with pytest.raises(ValueError, match=f"t.jsonl: looks like {kind}"):
+            read_jsonl(file, dict)
+
+
 def test_without_eval_path_a_tenth_is_held_out_whatever_the_seed(tmp_path):
     file = write_jsonl(tmp_path / "t.jsonl", rows(100))
     tasks = [build_task("jsonl", CharTokenizer(), path=file, seed=seed) for seed in (0, 1)]
@@ -267,7 +316,9 @@ def test_without_eval_path_a_tenth_is_held_out_whatever_the_seed(tmp_path):
 def test_long_prompts_are_dropped_counted_and_warned_of_once(tmp_path, caplog):
     texts = ["x" * n for n in (3, 9, 10, 4, 50)]  # with the bos: 4, 10, 11, 5, 51 tokens
     file = write_jsonl(tmp_path / "t.jsonl", [{"prompt": t, "answer": ""} for t in texts])
-    task = build_task("jsonl", CharTokenizer(), path=file, eval_path=file, max_prompt_tokens=10)
+    other = [{"prompt": t.replace("x", "y"), "answer": ""} for t in texts]
+    asked = write_jsonl(tmp_path / "e.jsonl", other)
+    task = build_task("jsonl", CharTokenizer(), path=file, eval_path=asked, max_prompt_tokens=10)
     assert [task.train_prompt(i).text for i in range(task.num_train)] == [
         texts[0],
         texts[1],
@@ -384,6 +435,80 @@ def test_a_directory_of_parquet_without_a_test_split_has_a_tenth_held_out(tmp_pa
     datasets.Dataset.from_list(rows(20)).to_parquet(tmp_path / "files" / "train-00000.parquet")
     train, held = texts(build_task("hf_dataset", CharTokenizer(), path=tmp_path / "files"))
     assert len(held) == 2 and sorted(train + held) == sorted(r["prompt"] for r in rows(20))
+
+
+def save_splits(folder, datasets, *names):
+    """Save a dataset with these splits, of two rows each; a row's prompt names its split."""
+    splits = {}
+    for name in names:
+        own = [{"prompt": f"{name} {n}", "answer": "a"} for n in range(2)]
+        splits[name] = datasets.Dataset.from_list(own)
+    datasets.DatasetDict(splits).save_to_disk(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "names, train, held_out",
+    [
+        (("test", "train_sft"), "train_sft", "test"),
+        (("test_prefs", "train_prefs", "test"), "train_prefs", "test_prefs"),
+        (("validation", "train_dpo"), "train_dpo", "validation"),
+        (("train_sft", "train", "test_sft"), "train", None),
+        (("everything",), "everything", None),
+    ],
+)
+def test_the_split_whose_name_says_so_is_trained_on(tmp_path, datasets, names, train, held_out):
+    folder = save_splits(tmp_path / "saved", datasets, *names)
+    trained, held = texts(build_task("hf_dataset", CharTokenizer(), path=folder))
+    assert {text.split()[0] for text in trained} == {train}
+    assert {text.split()[0] for text in held} == {held_out or train}
+
+
+@pytest.mark.parametrize(
+    "names, said",
+    [
+        (("test", "validation"), "none of its splits is for training (test, validation)"),
+        (("test",), "none of its splits is for training (test)"),
+        (("dev_clean",), "none of its splits is for training (dev_clean)"),
+        (("train_gen", "train_sft", "test"), "several of its splits are for training"),
+        (("constrained", "strained"), "none of its splits is for training"),
+    ],
+)
+def test_no_split_is_trained_on_by_a_guess(tmp_path, datasets, names, said):
+    folder = save_splits(tmp_path / "saved", datasets, *names)
+    with pytest.raises(ValueError, match=re.escape(said)) as refused:
+        build_task("hf_dataset", CharTokenizer(), path=folder)
+    assert "name one of them in task.path" in str(refused.value)
+    own = build_task("hf_dataset", CharTokenizer(), path=folder / names[0])
+    assert {text.split()[0] for text in sum(texts(own), [])} == {names[0]}
+
+
+def test_evaluation_data_may_be_a_test_split_alone(tmp_path, datasets):
+    train = save_splits(tmp_path / "train", datasets, "train")
+    for names, held_out in (
+        (("test",), "test"),
+        (("train_sft", "test_sft"), "test_sft"),
+        (("validation", "test"), "test"),
+    ):
+        folder = save_splits(tmp_path / "_".join(names), datasets, *names)
+        task = build_task("hf_dataset", CharTokenizer(), path=train, eval_path=folder)
+        assert {text.split()[0] for text in texts(task)[1]} == {held_out}
+
+
+def test_files_of_a_dataset_may_be_named_alone_or_by_a_pattern(tmp_path, datasets):
+    for name in ("test", "train_gen-0", "train_gen-1", "train_sft-0"):
+        own = datasets.Dataset.from_list([{"prompt": name, "answer": "a"}])
+        own.to_parquet(tmp_path / f"{name}.parquet")
+    read = partial(build_task, "hf_dataset", CharTokenizer(), eval_path=tmp_path / "test.parquet")
+    trained, held = texts(read(path=tmp_path / "train_sft-0.parquet"))
+    assert (trained, held) == (["train_sft-0"], ["test"])
+    trained, _ = texts(read(path=tmp_path / "train_gen-*.parquet"))
+    assert sorted(trained) == ["train_gen-0", "train_gen-1"]
+    with pytest.raises(FileNotFoundError, match="no such directory, file or pattern of files"):
+        read(path=tmp_path / "train_dpo-*.parquet")
+    (tmp_path / "notes.txt").write_text("none")
+    with pytest.raises(ValueError, match="notes.txt: not a dataset, .*it ends in .txt"):
+        read(path=tmp_path / "notes.txt")
 
 
 def test_bad_hf_data_says_where_and_what(tmp_path, datasets):
