@@ -255,7 +255,7 @@ def build_victim(config: Config, job: Job) -> Victim:
         max_new_tokens=v.max_new_tokens,
         temperature=v.temperature,
         top_p=v.top_p,
-        stop_token_ids=stop_tokens(path, job.victim_tokenizer),
+        stop_token_ids=stop_tokens(path, job.victim_tokenizer, chat=v.chat),
         n=v.replies,
         seed=config.seed,
     )
@@ -344,7 +344,7 @@ def gold_items(
     for prompt, text in zip(prompts, texts):
         item = Item(
             prompt=prompt,
-            token_ids=gold_ids(job, text),
+            token_ids=gold_ids(job, prompt, text),
             text=text,
             has_ended=True,
             is_held_out=True,

@@ -33,7 +33,7 @@ import torch.distributed as dist
 
 from llamarl.comm.causes import cause_of
 from llamarl.comm.interface import listening_socket
-from llamarl.errors import PeerDied, TimedOut
+from llamarl.errors import BadNetwork, PeerDied, TimedOut
 
 log = logging.getLogger(__name__)
 
@@ -44,12 +44,14 @@ SOON_S = 0.001
 PART = 1 / 8
 LATER_S = 0.2
 MANY = 10  # ranks, where it is not known how many look
+_LAUNCHER = ("RANK", "MASTER_ADDR", "MASTER_PORT")  # what it sets beside WORLD_SIZE
 RENEW_S = 1.0  # at most so often a rank says that its work goes on
 
 
 def launcher_store(timeout_s: float) -> dist.Store | None:
     """Return the c10d store that all processes of this launch share. PeerDied if it cannot be
-    reached; BadNetwork if this process cannot listen for it.
+    reached; BadNetwork if this process cannot listen for it, or if some of a launcher's variables
+    are missing.
 
     It is torchrun's own, which outlives restarted workers, else one that rank 0 hosts. None for a
     process that no launcher started.
@@ -58,6 +60,13 @@ def launcher_store(timeout_s: float) -> dist.Store | None:
     of_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if size == 1 and not of_torchrun:
         return None
+    missing = [name for name in _LAUNCHER if name not in os.environ]
+    if missing:
+        raise BadNetwork(
+            f"WORLD_SIZE={size} says that a launcher started {size} ranks, but "
+            f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set; start with "
+            "torchrun, or unset WORLD_SIZE for one process"
+        )
     rank = int(os.environ["RANK"])
     host = os.environ["MASTER_ADDR"]
     port = int(os.environ["MASTER_PORT"])

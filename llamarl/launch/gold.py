@@ -14,7 +14,7 @@ from llamarl.launch.scorers import check_context, other_tokens
 from llamarl.launch.sources import samples_of
 from llamarl.models.config import read_config
 from llamarl.tasks.held_out import EvalSet, set_of
-from llamarl.tasks.special import text_ids
+from llamarl.tasks.special import reply_ids
 from llamarl.types import Prompt
 
 
@@ -79,12 +79,10 @@ def gold_texts(
     return texts
 
 
-def gold_ids(job: Job, text: str) -> Tensor:
-    """Return the tokens [L] of a text as if the policy had sampled it: tokenised apart from its
-    prompt, and with the end token.
+def gold_ids(job: Job, prompt: Prompt, text: str) -> Tensor:
+    """Return the tokens [L] of a text as if the policy had sampled it behind the prompt, with the
+    end token.
     """
-    ids = text_ids(job.tokenizer, text)
-    end = job.tokenizer.eos_token_id
-    if end is not None:
-        ids = [*ids, end]
+    chat = job.sampled.conversation["chat"]
+    ids = reply_ids(job.tokenizer, prompt.prompt_ids.tolist(), text, chat=chat)
     return torch.tensor(ids, dtype=torch.int64)

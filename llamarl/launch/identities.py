@@ -82,7 +82,7 @@ def reward_identity(job: Job) -> str:
     sampled = f"{v.max_new_tokens} tokens at {v.temperature:g}, top-p {v.top_p:g}, {v.dtype}"
     # How it reads an attack depends on its chat template too.
     reads = hashlib.sha256(str(job.victim_prompt_ids(ATTACK)).encode()).hexdigest()[:16]
-    ends = stop_tokens(job.victim_path, job.victim_tokenizer)
+    ends = stop_tokens(job.victim_path, job.victim_tokenizer, chat=v.chat)
     asked += f", as tokens {reads}, until {ends}"
     victim = f"model {model_digest(job.victim_path)} asked {asked}"
     return f"{rewards} of {v.replies} answers of {victim}; {sampled}"

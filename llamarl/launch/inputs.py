@@ -12,7 +12,7 @@ from llamarl.errors import BadInput
 from llamarl.launch.embedders import check_embedder
 from llamarl.launch.environments import check_environments
 from llamarl.launch.gold import check_gold
-from llamarl.launch.job import Job, ranges, read_model
+from llamarl.launch.job import Job, end_tokens_file, ranges, read_model, stop_tokens
 from llamarl.launch.kinds import reward_kinds
 from llamarl.launch.scorers import (
     chat_template_of,
@@ -175,13 +175,23 @@ def _check_tokens(job: Job, vocab_size: int) -> None:
     but = _OTHER_VOCABULARY.format(vocab_size)
     for token in job.stop_token_ids:
         if not 0 <= token < vocab_size:
-            file = job.model_path / "generation_config.json"
+            file = end_tokens_file(job.model_path)
             raise ValueError(f"{file}: eos_token_id={token}, {but}")
     if not job.stop_token_ids and job.world.rank == 0:
         log.warning(
-            "%s: no eos token in tokenizer_config.json or generation_config.json, so every "
-            "completion runs to max_new_tokens",
+            "%s: no eos token in tokenizer_config.json or %s, so every completion runs to "
+            "max_new_tokens",
             job.model_path,
+            end_tokens_file(job.model_path).name,
+        )
+    own = stop_tokens(job.model_path, job.tokenizer, chat=False)
+    added = [job.decode_raw([token]) for token in job.stop_token_ids if token not in own]
+    if added and job.world.rank == 0:
+        log.warning(
+            "%s: the chat template ends a reply with %s, which is no end token of the directory; "
+            "it ends completions too",
+            job.model_path,
+            added[0],
         )
 
 

@@ -40,6 +40,7 @@ from llamarl.tasks.build import build_held_out, build_task
 from llamarl.tasks.fitting import Remembered, here
 from llamarl.tasks.held_out import EvalSet, HeldOut
 from llamarl.tasks.mixture import MixtureTask
+from llamarl.tasks.special import turn_end
 from llamarl.tickets.governors import Constants
 from llamarl.tickets.ledger import TicketLedger, free_overcommit
 from llamarl.tickets.prompts import AnyPrompts, fixed, prompts_of
@@ -133,12 +134,15 @@ def ranges(ranks: Collection[int]) -> str:
     return ",".join(words)
 
 
-def stop_tokens(path: Path, tokenizer) -> tuple[int, ...]:
-    """Return every token that ends a completion, by a model directory's tokenizer and its
-    generation_config.json. ValueError for a token that is no number.
+def stop_tokens(path: Path, tokenizer, *, chat: bool = True) -> tuple[int, ...]:
+    """Return every token that ends a completion: the tokenizer's, those of generation_config.json
+    or without that of config.json, as transformers has it, and with `chat` the one that the chat
+    template ends a reply with. ValueError for a token that is no number.
     """
     ids = [tokenizer.eos_token_id]
-    file = path / "generation_config.json"
+    if chat:
+        ids.append(turn_end(tokenizer))
+    file = end_tokens_file(path)
     if file.is_file():
         more = read_json(file).get("eos_token_id")
         ids += more if isinstance(more, list) else [more]
@@ -147,6 +151,12 @@ def stop_tokens(path: Path, tokenizer) -> tuple[int, ...]:
                 f"{file}: eos_token_id={more!r}: need a token id, or a list of token ids"
             )
     return tuple(sorted({i for i in ids if i is not None}))
+
+
+def end_tokens_file(path: Path) -> Path:
+    """Return the file of a model directory that lists end tokens beside the tokenizer's."""
+    own = path / "generation_config.json"
+    return own if own.is_file() else path / "config.json"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -357,8 +367,8 @@ class Job:
 
     @cached_property
     def stop_token_ids(self) -> tuple[int, ...]:
-        """Every token that ends a completion, by the tokenizer and generation_config.json."""
-        return stop_tokens(self.model_path, self.tokenizer)
+        """Every token that ends a completion, see stop_tokens."""
+        return stop_tokens(self.model_path, self.tokenizer, chat=self.config.shows_turns)
 
     def decode(self, token_ids: list[int]) -> str:
         """Return the text of the policy's tokens."""

@@ -13,7 +13,7 @@ from llamarl.scoring.scorer import Item, text_item
 from llamarl.tasks.base import ListTask
 from llamarl.tasks.environment import GIVEN
 from llamarl.tasks.mixture import REWARD_KEY, MixtureTask
-from llamarl.tasks.special import text_ids
+from llamarl.tasks.special import reply_ids
 from llamarl.types import Prompt
 from llamarl.words.answers import answer_text
 from llamarl.words.lists import first_of
@@ -32,12 +32,11 @@ def samples_of(job: Job) -> list[Item]:
     mixture only prompts that no environment plays, if there are any.
     """
     tokenizer = job.scored.tokenizer
+    chat = job.scored.conversation["chat"]
     samples = []
     for prompt in _first_prompts(job):
         text = _known_answer(prompt) or prompt.text
-        token_ids = text_ids(tokenizer, text)
-        if tokenizer.eos_token_id is not None:
-            token_ids.append(tokenizer.eos_token_id)
+        token_ids = reply_ids(tokenizer, prompt.prompt_ids.tolist(), text, chat=chat)
         sample = Item(
             prompt=prompt,
             token_ids=torch.tensor(token_ids, dtype=torch.int64),

@@ -379,6 +379,7 @@ def _job_of_task(config: AnyConfig, world: World, tokenizer) -> SupervisedJob:
             max_tokens=read_model(config.model.path).max_position_embeddings,
             num_eval=config.eval.num_prompts,
             fingerprints=run_job.prompt_fingerprints,
+            chat=run_job.sampled.conversation["chat"],
         )
     return SupervisedJob(config, world, data, run_job)
 

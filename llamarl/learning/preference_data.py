@@ -19,6 +19,7 @@ import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -34,7 +35,7 @@ from llamarl.tasks.base import (
 from llamarl.tasks.build import hold_out
 from llamarl.tasks.conversation import messages_of, shown
 from llamarl.tasks.jsonl import check_keys, read_jsonl
-from llamarl.tasks.special import Spelled, chat_ids, text_ids
+from llamarl.tasks.special import Spelled, chat_ids, reply_ids
 from llamarl.types import Message
 
 SIDES = ("chosen", "rejected")
@@ -128,10 +129,13 @@ class _Reader:
         self._spelled.note([*asked, chosen, rejected])
         if chosen == rejected:
             raise ValueError("both completions are equal: there is nothing to prefer; leave it out")
+        prompt_ids = self._prompt_ids(prompt)
+        reads_turns = self._maker.shows_turns or not isinstance(prompt, str)
+        to_ids = partial(reply_ids, self._tokenizer, prompt_ids, chat=reads_turns)
         pair = Preference(
-            prompt_ids=torch.tensor(self._prompt_ids(prompt)),
-            chosen_ids=self._completion_ids(chosen),
-            rejected_ids=self._completion_ids(rejected),
+            prompt_ids=torch.tensor(prompt_ids),
+            chosen_ids=torch.tensor(to_ids(chosen)),
+            rejected_ids=torch.tensor(to_ids(rejected)),
             margin=margin,
         )
         if torch.equal(pair.chosen_ids, pair.rejected_ids):
@@ -154,10 +158,6 @@ class _Reader:
         turns = [message.to_dict() for message in prompt]
         with refused_by_template():
             return chat_ids(self._tokenizer, turns, reply=True)
-
-    def _completion_ids(self, text: str) -> torch.Tensor:
-        ids = text_ids(self._tokenizer, text)
-        return torch.tensor([*ids, self._tokenizer.eos_token_id])
 
 
 def _margin(value: object) -> float:

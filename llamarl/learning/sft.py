@@ -19,7 +19,7 @@ from llamarl.learning.segments import sum_by
 from llamarl.learning.supervised import Sums
 from llamarl.models.attention import PackedAttention
 from llamarl.models.build import Decoder
-from llamarl.tasks.special import text_ids
+from llamarl.tasks.special import reply_ids
 from llamarl.types import Prompt
 from llamarl.words.answers import answer_text
 
@@ -49,19 +49,19 @@ class PairBatch:
     pairs: Tensor  # [R] int64: whose a row is
 
 
-def make_pair(prompt: Prompt, tokenizer, max_tokens: int) -> Pair:
+def make_pair(prompt: Prompt, tokenizer, max_tokens: int, *, chat: bool = False) -> Pair:
     """Make the pair of a task's prompt: meta["solution"] if the task has worked solutions, else
     meta["answer"], then the end token.
 
-    tokenizer: transformers'. ValueError if there is no answer or no end token, or for a pair of
-    more than max_tokens.
+    tokenizer: transformers'. chat: the prompt is a turn of its chat template. ValueError if there
+    is no answer or no end token, or for a pair of more than max_tokens.
     """
     text = prompt.meta.get("solution", prompt.meta.get("answer"))
     if text is None:
         raise ValueError(
             "the task gives prompts without answers; choose one with answers, or name their key"
         )
-    pair = answered(prompt.prompt_ids, answer_text(text), tokenizer)
+    pair = answered(prompt.prompt_ids, answer_text(text), tokenizer, chat=chat)
     length = pair.token_ids.numel()
     if length > max_tokens:
         raise ValueError(
@@ -71,13 +71,14 @@ def make_pair(prompt: Prompt, tokenizer, max_tokens: int) -> Pair:
     return pair
 
 
-def answered(prompt_ids: Tensor, text: str, tokenizer) -> Pair:
-    """Make a pair of a prompt and the text to learn behind it, which ends with the end token.
-    ValueError if there is none, or as from `text_ids`.
+def answered(prompt_ids: Tensor, text: str, tokenizer, *, chat: bool = False) -> Pair:
+    """Make a pair of a prompt and the text to learn behind it, which ends with the end token; that
+    of a turn, if the prompt is one of the chat template. ValueError if there is none, or as from
+    `text_ids`.
     """
     check_end_token(tokenizer)
-    completion = text_ids(tokenizer, text)
-    return pair_of(prompt_ids, torch.tensor([*completion, tokenizer.eos_token_id]))
+    completion = reply_ids(tokenizer, prompt_ids.tolist(), text, chat=chat)
+    return pair_of(prompt_ids, torch.tensor(completion))
 
 
 def pair_of(prompt_ids: Tensor, completion_ids: Tensor) -> Pair:

@@ -30,7 +30,7 @@ from llamarl.tasks.base import CACHED_PROMPTS, PromptMaker, Task, refused_by_tem
 from llamarl.tasks.build import hold_out
 from llamarl.tasks.conversation import messages_of
 from llamarl.tasks.jsonl import check_keys, read_jsonl
-from llamarl.tasks.special import Spelled, shown_turns, special_tokens
+from llamarl.tasks.special import Spelled, end_token, shown_turns, special_tokens
 from llamarl.words.answers import answer_text
 
 ANSWER_KEYS = ("completion", "answer")  # where the row says nothing else
@@ -150,16 +150,23 @@ class TargetsOfTask:
 
 
 def read_answers(
-    task: Task, tokenizer, *, max_tokens: int, num_eval: int, fingerprints: dict[str, str]
+    task: Task,
+    tokenizer,
+    *,
+    max_tokens: int,
+    num_eval: int,
+    fingerprints: dict[str, str],
+    chat: bool = False,
 ) -> TargetsOfTask:
     """Return a task's prompts with their targets. All are checked now, unless the task makes them
-    on demand: then only the first is, and each other one at its step.
+    on demand: then only the first is, and each other one at its step. chat: prompts are turns of
+    the chat template.
 
     ValueError for a prompt without a target, or with more than max_tokens.
     """
 
     def pair(i: int) -> Pair:
-        return make_pair(task.train_prompt(i), tokenizer, max_tokens)
+        return make_pair(task.train_prompt(i), tokenizer, max_tokens, chat=chat)
 
     train: Sequence[Pair] = PairsOnDemand(task.num_train, pair)
     if task.train_digest:
@@ -168,7 +175,7 @@ def read_answers(
     asked = range(min(num_eval, task.num_eval))
     return TargetsOfTask(
         train=train,
-        held_out=[make_pair(task.eval_prompt(j), tokenizer, max_tokens) for j in asked],
+        held_out=[make_pair(task.eval_prompt(j), tokenizer, max_tokens, chat=chat) for j in asked],
         fingerprints=fingerprints,
     )
 
@@ -219,6 +226,7 @@ def conversation_pair(messages: object, tokenizer) -> Pair:
         marked = shown_turns(tokenizer, messages, reply=False)
     whole = marked.text
     ids_of = special_tokens(tokenizer).ids
+    end = end_token(tokenizer, chat=True)
     at = 0
     ids: list[int] = []
     learned: list[bool] = []
@@ -232,11 +240,12 @@ def conversation_pair(messages: object, tokenizer) -> Pair:
                 f"the chat template shows message {i + 1} otherwise once others follow it, so its "
                 "tokens are not those of a reply; split the conversation into one row a reply"
             )
-        context = ids_of(marked.part(at, len(given)))
-        reply = ids_of(marked.part(len(given), len(done)))
+        context = ids_of(marked.part(at, len(given)), behind=ids[-1] if ids else None)
+        front = next(reversed([*ids, *context]), None)
+        reply = ids_of(marked.part(len(given), len(done)), behind=front)
         # What the template puts behind the end token is never sampled: it belongs to the next
         # turn's context.
-        ends = [place for place, token in enumerate(reply) if token == tokenizer.eos_token_id]
+        ends = [place for place, token in enumerate(reply) if token == end]
         size = ends[-1] + 1 if ends else len(reply)
         ids += context + reply
         learned += [False] * len(context) + [True] * size + [False] * (len(reply) - size)
@@ -266,7 +275,7 @@ def _prompt_pair(
             f'"{prompt_key}" is empty, and this tokenizer begins no text with a token of its own: '
             "the first token needs something to look at"
         )
-    return answered(torch.tensor(prompt_ids), answer, tokenizer)
+    return answered(torch.tensor(prompt_ids), answer, tokenizer, chat=maker.shows_turns)
 
 
 def _key_of_answer(row: dict, answer_key: str | None) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+NAMED_TEMPLATES = "additional_chat_templates"  # a folder of NAME.jinja
+
 
 def check_files(directory: Path) -> None:
     """Raise ValueError for a file that lies elsewhere, or that is no regular file.
@@ -22,10 +24,14 @@ def check_files(directory: Path) -> None:
     in_hub_cache = own.parent.name == "snapshots" and own.parents[1].name.startswith("models--")
     if in_hub_cache:
         root = own.parents[1]
-    for file in sorted(own.iterdir()):
-        if file.is_dir() or not file.exists():  # a folder, or a link to nothing: neither is read
+    templates = own / NAMED_TEMPLATES
+    more = sorted(templates.iterdir()) if templates.is_dir() else []
+    for file in (*sorted(own.iterdir()), *more):
+        if file.is_dir() and (file != templates or not file.is_symlink()):
+            continue  # a folder is not read, except this one
+        if not file.exists() and not file.is_dir():  # a link to nothing
             continue
-        shown = directory / file.name
+        shown = directory / file.relative_to(own)
         if not file.is_file():
             raise ValueError(f"{shown}: no regular file; fetch the directory again")
         if file.is_symlink() and not file.resolve().is_relative_to(root):

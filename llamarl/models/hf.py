@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from llamarl.errors import BadWeights, NoWeights
 from llamarl.models.config import ModelConfig, oversized, read_config
-from llamarl.models.directory import check_files, read_json
+from llamarl.models.directory import NAMED_TEMPLATES, check_files, read_json
 from llamarl.models.fsdp import held_box, local
 from llamarl.models.protocol import LanguageModel, Model
 from llamarl.models.sharding import Shape
@@ -311,6 +311,8 @@ def export(
     for name in _COPIED:
         if (like / name).is_file():
             shutil.copyfile(like / name, out / name)
+    if (like / NAMED_TEMPLATES).is_dir():
+        shutil.copytree(like / NAMED_TEMPLATES, out / NAMED_TEMPLATES, dirs_exist_ok=True)
     config = read_json(like / "config.json")
     key = "dtype" if "dtype" in config else "torch_dtype"
     config[key] = str(dtype).removeprefix("torch.")

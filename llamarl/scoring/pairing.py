@@ -22,7 +22,7 @@ from llamarl.scoring.assembly import ErrorRate, item_of
 from llamarl.scoring.pairs import Candidate, PairRule, Tally, label, row_of
 from llamarl.scoring.scorer import Item, Outcome, Scorer
 from llamarl.tasks.base import PromptMaker
-from llamarl.tasks.special import text_ids
+from llamarl.tasks.special import reply_ids, text_ids
 from llamarl.types import Completion, Prompt
 
 STREAM = 3  # the engine's stream here; training has 0, evaluations have 1 and 2
@@ -105,7 +105,7 @@ class PairMaker:
                 self._submit(number, answered, [], batch.tally)
             return batch
         for number, answered in batch.answered.items():
-            prompt_ids = answered.prompt.prompt_ids
+            prompt_ids = answered.prompt.prompt_ids.tolist()
             self._engine.submit(number, prompt_ids, self._sampling, stream=STREAM)
         samples: dict[int, list[Completion]] = {number: [] for number in numbers}
         for finished in completions_of(self._engine, self._chunk_tokens):
@@ -141,7 +141,8 @@ class PairMaker:
 
     def _add_reference(self, answered: _Answered, key: str, text: str, tally: Tally) -> None:
         """Make a candidate of the row's own answer, unless it is longer than a sample may be."""
-        ids = [*self._ids(text), self._tokenizer.eos_token_id]
+        prompt_ids = answered.prompt.prompt_ids.tolist()
+        ids = reply_ids(self._tokenizer, prompt_ids, text, chat=self._prompts.shows_turns)
         if len(ids) > self._sampling.max_new_tokens:
             tally.long_references += 1
             return
@@ -161,7 +162,8 @@ class PairMaker:
         if not item.text.strip():
             tally.empty += 1
             return
-        ids = self._ids(item.text)
+        last = int(answered.prompt.prompt_ids[-1])
+        ids = text_ids(self._tokenizer, item.text, behind=last)
         answered.candidates.append(Candidate(origin, item.text, tuple(ids)))
         answered.items.append(item)
         length = answered.prompt.prompt_ids.numel() + len(ids) + 1
@@ -227,6 +229,3 @@ class PairMaker:
 
     def _decode(self, token_ids: list[int]) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=True)
-
-    def _ids(self, text: str) -> list[int]:
-        return text_ids(self._tokenizer, text)

@@ -24,7 +24,13 @@ from typing import Any, Protocol
 import torch
 
 from llamarl.tasks.conversation import text_of, with_system
-from llamarl.tasks.special import Shown, chat_ids, special_tokens, text_ids, warn_of_spelled
+from llamarl.tasks.special import (
+    Shown,
+    chat_ids,
+    special_tokens,
+    text_ids,
+    warn_of_spelled,
+)
 from llamarl.types import Message, Prompt
 
 log = logging.getLogger(__name__)
@@ -173,6 +179,11 @@ class PromptMaker:
         self._overhead = len(self.ids("")) + BOUNDARY_TOKENS
 
     @property
+    def shows_turns(self) -> bool:
+        """Whether a text is put into a chat template."""
+        return self._chat
+
+    @property
     def shown(self) -> dict[str, object]:
         """What a prompt shows besides its question and the settings, as JSON values by name."""
         return {}
@@ -252,8 +263,9 @@ class PromptMaker:
         encoded = self.tokenizer(
             texts, add_special_tokens=not self._chat, return_attention_mask=False, verbose=False
         )
+        num_ends = 0 if self._chat else special_tokens(self.tokenizer).num_ends
         for place, ids in zip(usual, encoded["input_ids"]):
-            lengths[place] = len(ids)
+            lengths[place] = len(ids) - num_ends
         return lengths
 
     def _is_suspect(self, turns: str | list[dict[str, str]]) -> bool:

@@ -8,6 +8,9 @@ special token goes another way: where all of it is somebody's text, transformers
 tokens; where a template surrounds it, the template's own special tokens are renamed, in a tokenizer
 with the same model that knows these names alone. All other texts take the tokenizer's usual way.
 
+Some tokenizers put a mark in front of a text (SentencePiece's `▁`). A text that follows others is
+encoded with something in front, which is taken off again, so that it has no such mark of its own.
+
 Special are the tokens that the tokenizer says are, and those that it names (eos_token and its
 like). Other added tokens, such as Qwen's `<think>`, are words that a text may write.
 """
@@ -25,6 +28,9 @@ log = logging.getLogger(__name__)
 
 Span = tuple[int, int]  # begin and end in a text, in characters
 Turns = list[dict[str, str]]
+PLAIN = -1  # in place of a token's id: some token of plain text
+# Texts to stand for plain text in front of another. The first with which no merge is made is taken.
+_FRONTS = ("\n", "=", "⟦")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +50,12 @@ class Shown:
                 cut.append((max(first, begin) - begin, min(last, end) - begin))
         return Shown(self.text[begin:end], tuple(cut))
 
+    def after(self, front: str) -> Shown:
+        """Return the text with a template's text in front."""
+        size = len(front)
+        moved = tuple((begin + size, end + size) for begin, end in self.foreign)
+        return Shown(front + self.text, moved)
+
 
 class SpecialTokens:
     """Knows the special tokens of a tokenizer, and encodes texts that spell them."""
@@ -56,6 +68,8 @@ class SpecialTokens:
         words.discard("")
         # The longest first, as the tokenizer takes them.
         self._words = sorted(words, key=lambda word: (-len(word), word))
+        decoder = getattr(tokenizer, "added_tokens_decoder", {})
+        self._added = {index: str(token) for index, token in decoder.items()}
         self._pattern = _any_of(self._words)
         self._mark = f"⟦{secrets.token_hex(8)}:"  # which no text holds
         self._marks = re.compile(re.escape(self._mark) + r"(\d+)⟧")
@@ -87,27 +101,75 @@ class SpecialTokens:
             found = self._behind.search(self._normalize(text))
         return found and found.group()
 
-    def text_ids(self, text: str, *, add_special_tokens: bool) -> list[int]:
+    def text_ids(self, text: str, *, add_special_tokens: bool, behind: int = PLAIN) -> list[int]:
         """Return the token ids of a text all of which is somebody's. add_special_tokens: with those
-        that the tokenizer begins and ends a text with. ValueError if it cannot but give special
-        tokens.
+        that the tokenizer begins and ends a text with, but no end token; else the text follows the
+        token `behind`. ValueError if it cannot but give special tokens.
         """
         word = self.spelling(text)
-        if word is None:
+        if word is None and add_special_tokens:
             return self._usual_ids(text, add_special_tokens)
-        ids = self._tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
+        if word is None:
+            return self._following(lambda front: self._usual_ids(front + text, False), behind)
+
+        def split(front: str) -> list[int]:
+            return list(
+                self._tokenizer.encode(
+                    front + text, add_special_tokens=False, split_special_tokens=True
+                )
+            )
+
+        ids = split("") if add_special_tokens else self._following(split, PLAIN)
         self._check(ids, 0, word)
-        return self._surrounded(ids) if add_special_tokens else list(ids)
+        return self._surrounded(ids) if add_special_tokens else ids
 
     def _usual_ids(self, text: str, add_special_tokens: bool) -> list[int]:
-        if add_special_tokens:
-            return list(self._tokenizer.encode(text))
-        return list(self._tokenizer.encode(text, add_special_tokens=False))
+        if not add_special_tokens:
+            return list(self._tokenizer.encode(text, add_special_tokens=False))
+        ids = list(self._tokenizer.encode(text))
+        return ids[: len(ids) - self.num_ends]
 
     def _surrounded(self, ids: Sequence[int]) -> list[int]:
-        """Return the ids of a text with those that the tokenizer begins and ends a text with."""
+        """Return the ids of a text with those that the tokenizer begins and ends a text with, but
+        no end token.
+        """
         before, after = self._around
-        return [*before, *ids, *after]
+        return [*before, *ids, *after[: len(after) - self.num_ends]]
+
+    @cached_property
+    def num_ends(self) -> int:
+        """How many end tokens the tokenizer adds to every text (add_eos_token). A prompt has none,
+        because what follows it would begin another text.
+        """
+        end = getattr(self._tokenizer, "eos_token_id", None)
+        if end is None:
+            return 0
+        count = 0
+        for token in reversed(self._tokenizer.encode("0")):
+            if token != end:
+                break
+            count += 1
+        return count
+
+    def _following(self, encode: Callable[[str], list[int]], behind: int) -> list[int]:
+        """Return the ids of a text that follows the token `behind`. encode(front): those of the
+        text with `front` before it.
+        """
+        if self._begins_marked:
+            fronts = (self._added[behind],) if behind in self._added else _FRONTS
+            for front in fronts:
+                alone = self._usual_ids(front, False)
+                ids = encode(front)
+                if ids[: len(alone)] == alone:
+                    return ids[len(alone) :]
+        return encode("")
+
+    @cached_property
+    def _begins_marked(self) -> bool:
+        """Whether the tokenizer puts something in front of a text that a text within has not."""
+        bare = self._usual_ids("0", False)
+        front = self._usual_ids(_FRONTS[0], False)
+        return self._usual_ids(f"{_FRONTS[0]}0", False) not in (bare, [*front, *bare])
 
     def suspects(self, text: str) -> bool:
         """Whether a text could, with what a template has around it, spell a special token."""
@@ -187,10 +249,18 @@ class SpecialTokens:
             at = mark.end()
         return Shown("".join([*parts, text[at:]]), tuple(spans))
 
-    def ids(self, shown: Shown, *, add_special_tokens: bool = False) -> list[int]:
-        """Return the token ids of a text that a template has written around others'. ValueError if
-        they cannot be had without special tokens of others'.
+    def ids(
+        self, shown: Shown, *, add_special_tokens: bool = False, behind: int | None = None
+    ) -> list[int]:
+        """Return the token ids of a text that a template has written around others'. behind: the
+        token that it follows; None: it is the beginning. ValueError if they cannot be had without
+        special tokens of others'.
         """
+        if behind is None:
+            return self._shown_ids(shown, add_special_tokens)
+        return self._following(lambda front: self._shown_ids(shown.after(front), False), behind)
+
+    def _shown_ids(self, shown: Shown, add_special_tokens: bool) -> list[int]:
         text = shown.text
         word = self._crossing(shown)
         if word is None:
@@ -326,11 +396,51 @@ def special_tokens(tokenizer) -> SpecialTokens:
     return SpecialTokens(tokenizer)
 
 
-def text_ids(tokenizer, text: str, *, add_special_tokens: bool = False) -> list[int]:
+def text_ids(
+    tokenizer, text: str, *, add_special_tokens: bool = False, behind: int = PLAIN
+) -> list[int]:
     """Return the token ids of somebody's text, none of which is a special token of its own.
-    ValueError.
+    add_special_tokens: it is the beginning; else it follows the token `behind`. ValueError.
     """
-    return special_tokens(tokenizer).text_ids(text, add_special_tokens=add_special_tokens)
+    special = special_tokens(tokenizer)
+    return special.text_ids(text, add_special_tokens=add_special_tokens, behind=behind)
+
+
+@lru_cache(maxsize=8)
+def turn_end(tokenizer) -> int | None:
+    """Return the special token that the chat template writes behind a reply; None if there is
+    none, or no template, or one that refuses a question and its reply.
+    """
+    from jinja2.exceptions import TemplateError
+
+    if not getattr(tokenizer, "chat_template", None):
+        return None
+    mark = "0answer0"
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": mark}]
+    try:
+        text = tokenizer.apply_chat_template(turns, tokenize=False)
+    except (TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
+        return None
+    special = special_tokens(tokenizer)
+    word = special.spelling(text.rpartition(mark)[2])
+    return None if word is None else tokenizer.convert_tokens_to_ids(word)
+
+
+def reply_ids(tokenizer, prompt_ids: Sequence[int], text: str, *, chat: bool) -> list[int]:
+    """Return the token ids of a text as if it had been sampled behind a prompt, with the end token
+    if there is one. chat: the prompt is turns of the chat template. ValueError as from `text_ids`.
+    """
+    ids = text_ids(tokenizer, text, behind=int(prompt_ids[-1]) if len(prompt_ids) else PLAIN)
+    end = end_token(tokenizer, chat=chat)
+    return ids if end is None else [*ids, end]
+
+
+def end_token(tokenizer, *, chat: bool) -> int | None:
+    """Return the token that ends a reply which is learned: the template's, if prompts are its turns
+    and it has one, else the tokenizer's; None without either.
+    """
+    own = turn_end(tokenizer) if chat else None
+    return getattr(tokenizer, "eos_token_id", None) if own is None else own
 
 
 def shown_turns(tokenizer, turns: Turns, *, reply: bool) -> Shown:

@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from llamarl.tasks.base import refused_by_template
-from llamarl.tasks.special import Shown, special_tokens, text_ids
+from llamarl.tasks.special import PLAIN, Shown, special_tokens, text_ids
 from llamarl.tasks.tools import Schema
 from llamarl.types import Message
 
@@ -128,8 +128,10 @@ class TurnTokens:
         """
         if not self._template:
             text = "".join(turn["content"] for turn in messages)
+            behind = PLAIN if ended_by is None else ended_by
+            ids = text_ids(self._tokenizer, text, behind=behind)
             # What has no token, such as an empty text, is a line without words.
-            ids = text_ids(self._tokenizer, text) or text_ids(self._tokenizer, "\n")
+            ids = ids or text_ids(self._tokenizer, "\n", behind=behind)
         else:
             ids = self._template_context(messages, ended_by)
         if not ids:
@@ -145,7 +147,8 @@ class TurnTokens:
             end = self._tokenizer.decode([ended_by], skip_special_tokens=False)
             if shown.text.startswith(end, begin):
                 begin += len(end)
-        return self._special.ids(shown.part(begin, len(shown.text)))
+        behind = PLAIN if ended_by is None else ended_by
+        return self._special.ids(shown.part(begin, len(shown.text)), behind=behind)
 
     def goes_on(
         self, before: Sequence[Turn], turn: Turn, after: Sequence[Turn], tools: Sequence[Schema]
@@ -232,7 +235,7 @@ class TurnTokens:
         at = shown.text.index(self._mark)
         head = shown.part(0, at)
         tail = shown.part(at + len(self._mark), len(shown.text))
-        return self._special.ids(head), self._special.ids(tail)
+        return self._special.ids(head), self._special.ids(tail, behind=PLAIN)
 
     def _ids(self, turns: list[Turn], tools: Sequence[Schema], *, reply: bool) -> list[int]:
         return self._special.ids(self._shown(turns, tools, reply=reply))

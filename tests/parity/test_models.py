@@ -25,6 +25,7 @@ from transformers import (
 from llamarl.models import attention, hf
 from llamarl.models.attention import PackedAttention, Rotary
 from llamarl.models.build import build_decoder, read_config
+from llamarl.models.config import tiny_directory
 from llamarl.models.families import FAMILIES, Family
 from llamarl.models.protocol import LanguageModel
 from llamarl.models.sharding import num_parameters, parameter_shapes
@@ -615,3 +616,23 @@ def test_model_config_has_no_field_that_is_not_read(copied):
     for field in ("vocab_size", *sizes, "rms_norm_eps", "max_position_embeddings"):
         (copied / "config.json").write_text(json.dumps(raw | {field: 77}))
         assert dataclasses.asdict(read_config(copied))[field] == 77
+
+
+def test_an_exported_directory_has_all_named_templates(tmp_path):
+    model = shutil.copytree(tiny_directory(), tmp_path / "model")
+    tokenizer = hf.load_tokenizer(model)
+    tokenizer.chat_template = {"default": "{{ messages }}", "tool_use": "+{{ messages }}"}
+    tokenizer.save_pretrained(model)
+    weights = load_file(model / "model.safetensors")
+    hf.export(weights.items(), model, tmp_path / "out", dtype=torch.bfloat16)
+    assert hf.load_tokenizer(tmp_path / "out").chat_template == tokenizer.chat_template
+
+
+def test_a_named_template_that_links_out_of_the_directory_is_refused(tmp_path):
+    model = shutil.copytree(tiny_directory(), tmp_path / "model")
+    secret = tmp_path / "secret"
+    secret.write_text("of this machine")
+    (model / "additional_chat_templates").mkdir()
+    (model / "additional_chat_templates" / "a.jinja").symlink_to(secret)
+    with pytest.raises(ValueError, match="additional_chat_templates/a.jinja: a link to"):
+        read_config(model)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from llamarl.comm import meeting
 from llamarl.comm.groups import threads_per_rank
 from llamarl.controller import ExecutorController
-from llamarl.errors import TimedOut
+from llamarl.errors import BadNetwork, TimedOut
 
 
 def rank_of(rank, store, timeout_s, check=lambda: None):
@@ -100,3 +100,15 @@ def test_omp_num_threads_is_honoured_where_the_user_has_set_it(monkeypatch, vari
     assert threads_per_rank(None, synchronous=False) == wanted
     assert threads_per_rank(7, synchronous=False) == 7, "the config comes first"
     assert threads_per_rank(None, synchronous=True) == 1, "its bits depend on the count"
+
+
+def test_half_of_a_launchers_variables_is_named(monkeypatch):
+    for name in ("RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    with pytest.raises(BadNetwork, match="WORLD_SIZE=8 .*RANK, MASTER_ADDR, MASTER_PORT are not"):
+        meeting.launcher_store(1.0)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    with pytest.raises(BadNetwork, match="MASTER_PORT is not set; start with torchrun"):
+        meeting.launcher_store(1.0)
