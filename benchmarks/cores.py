@@ -53,7 +53,6 @@ MEDIUM = (
     "generator.max_slots=64",
     "task.max_prompt_tokens=32",
     "trainer.skip_zero_advantage=false",
-    "trainer.parity_tolerance=0.05",
     "lr=1e-6",
 )
 

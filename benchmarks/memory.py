@@ -214,7 +214,7 @@ def update_of(case: Case) -> tuple[PolicyUpdate, PolicyWeights]:
         temperature=1.0,
         advantages="group_mean" if case.critic == "none" else "gae",
         skip_zero_advantage=False,
-        parity_tolerance=None,
+        parity=None,
         whole_groups=case.whole_groups,
     )
     update = PolicyUpdate(

@@ -67,7 +67,6 @@ MODELS = (
             "generator.min_new_tokens=32",
             "generator.max_slots=128",
             "task.max_prompt_tokens=32",
-            "trainer.parity_tolerance=0.05",
         ),
     ),
 )

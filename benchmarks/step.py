@@ -68,7 +68,6 @@ def measure(folder: Path, name: str, model: Path, steps: int, overrides: list[st
         "checkpoint.every=0",
         "threads=1",
         "trainer.skip_zero_advantage=false",
-        "trainer.parity_tolerance=0.05",
         "lr=1e-6",
     ]
     rows = [r for r in run_job(folder / name, common + overrides) if r["step"] > WARMUP]

@@ -58,7 +58,6 @@ BEST = (
     "trainer.schedule=cosine",
     "trainer.minibatches_per_step=2",
     "trainer.compute_dtype=bfloat16",
-    "trainer.parity_tolerance=2",
     "max_steps=60",
 )
 MEASURES = ("seconds", "steps", "s_per_step", "cpu_s")

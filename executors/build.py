@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 
 from executors.build_dialogues import around, dialogue_engine
-from executors.build_trainer import build_trainer, late_ends_of
+from executors.build_trainer import build_trainer, late_ends_of, parity_limits
 from executors.generator import Generator
 from executors.reference import Reference
 from executors.reward import Reward
@@ -157,7 +157,7 @@ def build_generator(config: Config, job: Job, kind: type[Generator] = Generator)
         max_seconds=g.max_seconds,
         in_flight_updates=config.updates_in_flight,
         recompute_kv=g.recompute_kv,
-        parity_tolerance=config.trainer.parity_tolerance,
+        parity=parity_limits(config),
         max_quantization_kl=max_quantization_kl,
         tensor_parallel=g.tensor_parallel,
         weights_form=WeightsForm(

@@ -23,7 +23,7 @@ from llamarl.learning.shaping import Shaping
 from llamarl.learning.update import UpdateSettings
 from llamarl.learning.values import CriticSettings
 from llamarl.models.lora import Lora
-from llamarl.models.parity import TOP
+from llamarl.models.parity import TOP, ParityLimits
 from llamarl.native.threads import ThreadTrial, trial_of_threads
 
 BUFFERS = {  # by buffer.draw
@@ -130,9 +130,6 @@ def build_trainer(config: Config, job: Job, kind: type[FSDPTrainer] = FSDPTraine
             targets=tuple(t.lora.targets),
             seed=config.seed,
         )
-    # If the generator samples from another distribution on purpose, the logprobs of fresh tokens
-    # differ from the trainer's.
-    differs = g.quantize != "none" or not config.samples_as_trained
     # Exact if the loss is the policy gradient alone, because such completions add nothing to it.
     by_token = t.advantages == "gae"
     skips = t.skip_zero_advantage and not by_token and not has_mark(loss_fn, "uses_all_completions")
@@ -147,7 +144,7 @@ def build_trainer(config: Config, job: Job, kind: type[FSDPTrainer] = FSDPTraine
         temperature=config.temperature,
         advantages=t.advantages,
         skip_zero_advantage=skips,
-        parity_tolerance=None if differs else t.parity_tolerance,
+        parity=None if config.samples_otherwise else parity_limits(config),
         whole_groups=has_mark(loss_fn, "whole_groups"),
         shares_groups=config.splits_prompts,
         minibatches_per_step=t.minibatches_per_step,
@@ -192,6 +189,12 @@ def build_trainer(config: Config, job: Job, kind: type[FSDPTrainer] = FSDPTraine
         shares_replicas=_shares_replicas(config, job),
         unseen=_unseen_prompts(config, job),
     )
+
+
+def parity_limits(config: Config) -> ParityLimits:
+    """Return how far logprobs of the trainer and the generator may differ."""
+    t = config.trainer
+    return ParityLimits.of(config.model.dtype, t.compute_dtype, fixed=t.parity_tolerance)
 
 
 def late_ends_of(config: Config, job: Job) -> LateEnds | None:

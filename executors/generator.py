@@ -50,7 +50,13 @@ from llamarl.inference.protocol import (
 )
 from llamarl.inference.requests import Partial
 from llamarl.models.build import Decoder
-from llamarl.models.parity import Canary, check_canary, check_quantized
+from llamarl.models.parity import (
+    Agreement,
+    Canary,
+    ParityLimits,
+    check_canary,
+    check_quantized,
+)
 from llamarl.tickets.prompts import AnyPrompts, chosen, note
 from llamarl.types import Completion, EvalCompletion, Policy, Prompt, Stretch
 
@@ -78,9 +84,9 @@ class Generator(Executor):
     for and the one that it makes while held-out prompts are answered.
     in_flight_updates: take new weights in while completions run; otherwise only when none does.
     recompute_kv: at new weights, compute the cache of running completions again.
-    parity_tolerance: nats that the canary of a version may differ from the trainer's.
+    parity: how far the canaries of versions may differ from the trainer's.
     max_quantization_kl: for quantised weights, the most nats of mean KL, checked in place of
-    parity_tolerance. The engine is then a QuantizedEngine. None: weights are not quantised.
+    parity. The engine is then a QuantizedEngine. None: weights are not quantised.
     max_seconds: a completion that has not ended this long after its ticket's start is aborted, as
     if the ledger had ordered to truncate it. None: no limit.
     """
@@ -97,7 +103,7 @@ class Generator(Executor):
     sampling: SamplingParams
     chunk_tokens: int
     in_flight_updates: bool
-    parity_tolerance: float
+    parity: ParityLimits
     has_short_turns: bool = False
     groups_first: int = 0
     recompute_kv: bool = False
@@ -110,6 +116,7 @@ class Generator(Executor):
 
     def __post_init__(self):
         self.version = -1
+        self._agreement = Agreement(self.parity)
         self._sampled = 0  # tokens
         self._evaluating = 0  # unfinished completions of held-out prompts
         self._to_evaluate: deque[int] = deque()  # held-out prompts that the engine has not got yet
@@ -337,8 +344,9 @@ class Generator(Executor):
             scored = torch.cat(scores).cpu()
             place = {"version": self.version, "rank": self.group.rank}
             if most is None:
-                worst = check_canary(canary, scored, **place, tolerance=self.parity_tolerance)
+                worst, rms = check_canary(canary, scored, self._agreement, **place)
                 self.metrics.add_mean("parity/canary_diff_max", worst)
+                self.metrics.add_mean("parity/canary_diff_rms", rms)
             else:
                 kl = check_quantized(canary, scored, **place, most=most)
                 self.metrics.add_mean("weights/quantization_kl", kl)

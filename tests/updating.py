@@ -29,7 +29,7 @@ SETTINGS = UpdateSettings(
     temperature=0.7,
     advantages="group_mean",
     skip_zero_advantage=False,
-    parity_tolerance=None,
+    parity=None,
 )
 
 

@@ -200,6 +200,16 @@ class Config(RunSettings):
         return self.generator.samples_at(self.temperature)
 
     @property
+    def samples_otherwise(self) -> str:
+        """The key by which completions are sampled from another distribution than the trainer
+        scores, so that the logprobs of fresh tokens are not compared. Empty: there is none.
+        """
+        g = self.generator
+        if g.quantize != "none":
+            return f"generator.quantize={g.quantize}"
+        return "" if self.samples_as_trained else f"generator.temperature={g.temperature}"
+
+    @property
     def updates_in_flight(self) -> bool:
         """Whether a generator takes in new weights while completions are running."""
         return self.generator.updates_in_flight(self.max_lag)

@@ -133,6 +133,11 @@ def _announce(job: Job) -> None:
     print(f"float32  {job.world.products}")
     ends = ", stragglers end at their deadline" if c.on_deadline == "truncate" else ""
     print(f"async    max_lag {'none' if c.max_lag is None else c.max_lag}, {overcommit}{ends}")
+    if c.samples_otherwise:
+        print(
+            f"parity   {c.samples_otherwise}: fixed prompts of each version are compared with the "
+            "trainer, fresh tokens are not"
+        )
     if c.eval.sets and c.is_evaluated:
         print(f"held out {shown_sets(job.eval_sets)}")
     checkpoint = job.directory.resume_from

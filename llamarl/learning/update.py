@@ -56,7 +56,7 @@ from llamarl.models.build import Decoder
 from llamarl.models.fsdp import drop_gradients, next_backward, reshard, tensor_groups
 from llamarl.models.hf import named_parameters_hf
 from llamarl.models.lora import adapters_off
-from llamarl.models.parity import Canary, Sequence
+from llamarl.models.parity import Agreement, Canary, ParityLimits, Sequence
 from llamarl.models.protocol import Head
 from llamarl.types import Group, PackedBatch
 
@@ -82,8 +82,7 @@ class UpdateSettings:
     temperature: float
     advantages: str  # a name in ADVANTAGES; not used with a critic, whose advantages are GAE's
     skip_zero_advantage: bool
-    # Nats. None: logprobs are not compared, because the generator truncates its distribution.
-    parity_tolerance: float | None
+    parity: ParityLimits | None  # None: the generator samples from another distribution on purpose
     decay_steps: int | None = None  # of wsd, in steps; None: the last fifth
     whole_groups: bool = False  # the loss couples the completions of a group
     # Every data-parallel rank is given a share of the same groups, in the same order.
@@ -203,6 +202,7 @@ class PolicyUpdate:
         self.step_options = step_options
         self.watch = watch
         self._device = device
+        self._agreement = None if settings.parity is None else Agreement(settings.parity)
         tp = decoder.tensor_parallel
         self._tensor_parallel = tp
         self.ranks = Ranks(group, device, tp)
@@ -565,21 +565,23 @@ class PolicyUpdate:
 
     def _checked_parity(self, tally: _Tally, update_id: _UpdateId) -> Metrics:
         """Collective: return how far trainer and generator logprobs are apart on fresh tokens;
-        nothing if there are none. ParityError if one token's are too far apart.
+        nothing if there are none. ParityError if they are too far apart.
         """
         worst = self.ranks.max(farthest=float(tally.farthest))["farthest"]
         total = self.ranks.sum(squares=float(tally.squares), fresh=int(tally.fresh))
         if not total["fresh"]:
             return {}
-        allowed = self.settings.parity_tolerance
-        if allowed is not None and not worst <= allowed:  # NaN too
-            self._zero_grad()
-            raise ParityError(
-                f"trainer, {update_id}: on tokens sampled from version {update_id.version} alone, "
-                f"trainer and generator logprobs differ by {worst:.4g}, more than {allowed:g}. The "
-                "generator's weights or its sampling (temperature, top-k, top-p) are not the "
-                "trainer's; raise trainer.parity_tolerance only if the dtype explains it"
-            )
+        version = update_id.version
+        what = (
+            f"trainer, {update_id}: trainer and generator on tokens sampled from version {version} "
+            "alone"
+        )
+        if self._agreement is not None:
+            try:
+                self._agreement.check(total["squares"], int(total["fresh"]), what)
+            except ParityError:
+                self._zero_grad()
+                raise
         typical = math.sqrt(total["squares"] / total["fresh"])
         return {
             "parity/logprob_diff_max": Metric(worst, Reduction.MAX),

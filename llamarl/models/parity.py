@@ -10,6 +10,8 @@ begins.
 
 from __future__ import annotations
 
+import math
+from collections import deque
 from dataclasses import asdict, dataclass
 from typing import Protocol
 
@@ -24,7 +26,7 @@ FIRST_PROMPTS = 4
 FIRST_TOKENS = 64
 # At every later version so many tokens of one prompt are checked; only the last ones are scored.
 LATER_TOKENS = 32
-LATER_SCORED = 4
+LATER_SCORED = 8
 TOP = 64  # likeliest tokens a place that a quantised generator is compared on
 
 
@@ -82,27 +84,96 @@ def canary_sequences(prompts: Prompts, *, first: bool) -> list[Sequence]:
     return sequences or [Sequence([0, 0], given=1)]
 
 
-def check_canary(
-    canary: Canary, logprobs: Tensor, *, version: int, rank: int, tolerance: float
-) -> float:
-    """Return the largest difference in nats between the canary's logprobs and these [scored]
-    float32.
+@dataclass(frozen=True, slots=True)
+class ParityLimits:
+    """How far the logprobs of two paths may differ, as root mean squares in nats.
 
-    ParityError if it is above the tolerance, or not a number.
+    first: where a run starts. Behind that, growth times what the start gave, and at least floor.
     """
-    differences = []
-    for wanted, got in zip(canary.logprobs, logprobs.tolist(), strict=True):
-        differences.append(abs(wanted - got))
-    # Python's own would pass over NaN.
-    worst = torch.tensor(differences, dtype=torch.float64).max().item()
-    if not worst <= tolerance:
-        raise ParityError(
-            f"generator on rank {rank} and the trainer differ by {worst:.4g} in the logprobs of "
-            f"fixed prompts under version {version}, more than {tolerance:g}: they do not hold the "
-            "same weights, or do not compute the same model. Raise trainer.parity_tolerance only "
-            "if the dtype explains it"
-        )
-    return worst
+
+    first: float
+    floor: float
+    growth: float
+
+    @classmethod
+    def of(cls, *dtypes: str, fixed: float | None = None) -> ParityLimits:
+        """Return the limits where these dtypes meet, the coarsest of which decides. fixed: the
+        same limit from first to last in their place.
+        """
+        if fixed is not None:
+            return cls(first=fixed, floor=fixed, growth=0.0)
+        return max((LIMITS[dtype] for dtype in dtypes), key=lambda limits: limits.first)
+
+
+# Measured between right paths: 1e-6 to 1e-5 in float32; in bfloat16 0.05 to 0.1 for SmolLM2, and
+# from 0.01 to 0.05 within one run of the tiny model. A wrong RoPE base makes 0.3 or more.
+LIMITS = {
+    "float32": ParityLimits(first=1e-3, floor=1e-4, growth=2.0),
+    "float16": ParityLimits(first=0.03, floor=5e-3, growth=2.0),
+    "bfloat16": ParityLimits(first=0.2, floor=0.1, growth=2.0),
+}
+# So many tokens are compared at a time: a root mean square of fewer may be one token's. Those that
+# are lacking count as equal, so that one token of a few may be an outlier.
+FULL = 64
+LEAST_BASE = 16  # tokens that say what a start gives
+
+
+class Agreement:
+    """Compares one version after the other with what the start of the run gave.
+
+    ParityError says what differs; `what` names the two sides and the tokens.
+    """
+
+    def __init__(self, limits: ParityLimits):
+        self.limits = limits
+        self._base: float | None = None  # nats, what the start gave
+        self._newest: deque[tuple[float, int]] = deque()  # squares and tokens, FULL of them if any
+
+    @property
+    def allowed(self) -> float:
+        """The largest root mean square that passes now."""
+        if self._base is None:
+            return self.limits.first
+        return max(self.limits.floor, self.limits.growth * self._base)
+
+    def check(self, squares: float, count: int, what: str) -> float:
+        """Take in squared differences of `count` tokens, and return their root mean square with
+        those of the versions before that are needed for FULL tokens.
+
+        ParityError if it is above what is allowed, or not a number.
+        """
+        newest = [*self._newest, (squares, count)]
+        while sum(n for _, n in newest[1:]) >= FULL:
+            del newest[0]
+        tokens = sum(n for _, n in newest)
+        total = sum(square for square, _ in newest)
+        found = math.sqrt(total / max(tokens, FULL)) if total >= 0 else math.nan
+        if not found <= self.allowed:
+            start = "" if self._base is None else f" (the start of the run gave {self._base:.2g})"
+            raise ParityError(
+                f"{what}: their logprobs differ by {found:.4g} as a root mean square, more than "
+                f"{self.allowed:.2g}{start}. They do not hold the same weights, or do not compute "
+                "the same model. Set trainer.parity_tolerance only if the dtype explains it"
+            )
+        self._newest = deque(newest)
+        if self._base is None and tokens >= LEAST_BASE:
+            self._base = math.sqrt(total / tokens)
+        return found
+
+
+def check_canary(
+    canary: Canary, logprobs: Tensor, agreement: Agreement, *, version: int, rank: int
+) -> tuple[float, float]:
+    """Return the largest difference in nats between the canary's logprobs and these [scored]
+    float32, and the root mean square that the agreement found. ParityError as it says.
+    """
+    wanted = torch.tensor(canary.logprobs, dtype=torch.float64)
+    if wanted.shape != logprobs.shape:
+        raise ValueError(f"{logprobs.numel()} logprobs for a canary of {wanted.numel()}")
+    differences = logprobs.double() - wanted
+    what = f"generator on rank {rank} and the trainer on fixed prompts under version {version}"
+    found = agreement.check(float(differences.square().sum()), differences.numel(), what)
+    return float(differences.abs().max()), found
 
 
 def check_quantized(

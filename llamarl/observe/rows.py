@@ -60,6 +60,7 @@ COLUMNS = """
     completion/length_mean completion/truncated_fraction completion/deadline_truncated_fraction
     tickets/overcommit packing/padding_fraction packing/unused_budget_fraction
     parity/logprob_diff_max parity/logprob_diff_rms parity/canary_diff_max
+    parity/canary_diff_rms
     time/wall_s time/evaluated_s time/step_s time/wait_for_data_s
     generator/tokens_per_s generator/idle_fraction
     trainer/idle_fraction trainer/threads

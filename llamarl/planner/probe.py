@@ -275,7 +275,7 @@ def policy_update(
         temperature=1.0,
         advantages="group_mean",
         skip_zero_advantage=False,
-        parity_tolerance=None,
+        parity=None,
         whole_groups=True,
     )
     return PolicyUpdate(

@@ -14,13 +14,14 @@ from llamarl.executor import ExecutorGroup
 from llamarl.inference import SamplingParams
 from llamarl.inference.build import build_native
 from llamarl.models.config import tiny_directory
-from llamarl.models.parity import Canary, Sequence
+from llamarl.models.parity import FULL, Canary, ParityLimits, Sequence
 from llamarl.types import Completion, EvalCompletion, Policy, Prompt
 from tests.executors.fakes import FakeMail, FakeTickets, FakeWeights, Outbox, Totals
 
 PROMPT = Prompt(torch.tensor([1, 5, 6, 14, 7, 8, 18]), "12+34=", {"answer": "46"})
 GROUP, EVALS = 2, 3
 TOLERANCE = 0.01
+IN_ONE_TOKEN = TOLERANCE * FULL**0.5  # a difference that makes that root mean square
 ONE = ExecutorGroup("generator", (0,), 0, torch.device("cpu"))
 
 
@@ -59,7 +60,7 @@ def generator(
         sampling=params,
         chunk_tokens=chunk,
         in_flight_updates=in_flight,
-        parity_tolerance=TOLERANCE,
+        parity=ParityLimits.of(fixed=TOLERANCE),
         tensor_parallel=group.tensor_parallel,
         **options,
     )

@@ -28,8 +28,8 @@ from tests.executors.fakes import FakeMail, FakeTickets, Outbox
 from tests.executors.generators import (
     EVALS,
     GROUP,
+    IN_ONE_TOKEN,
     PROMPT,
-    TOLERANCE,
     canary_of,
     generator,
     stored,
@@ -52,12 +52,12 @@ def test_without_weights_it_samples_nothing_and_says_what_it_waits_for():
 
 def test_a_version_is_compared_with_its_canary_before_anything_is_sampled_from_it():
     g = generator()
-    g.weights.staged = Staged(0, canary=canary_of(0.5 * TOLERANCE))
+    g.weights.staged = Staged(0, canary=canary_of(0.5 * IN_ONE_TOKEN))
     g.step()
     assert g.outputs.of(Completion) or g.engine.num_live
     sampled = g.engine.num_live
-    g.weights.staged = Staged(3, canary=canary_of(2 * TOLERANCE))
-    with pytest.raises(ParityError, match="rank 0 and the trainer differ by 0.0.* under version 3"):
+    g.weights.staged = Staged(3, canary=canary_of(2 * IN_ONE_TOKEN))
+    with pytest.raises(ParityError, match="rank 0 and the trainer on .* version 3: .* by 0.0"):
         g.step()
     assert g.engine.num_live == sampled and len(g.tickets.asked) == 1
 

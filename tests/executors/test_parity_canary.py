@@ -45,8 +45,7 @@ def test_other_weights_in_the_generator_end_the_run_before_anything_more_is_trai
 ):
     code, said = run_broken(version, tmp_path)
     assert code == 1, said
-    assert "generator on rank 0 and the trainer differ by" in said
-    assert f"in the logprobs of fixed prompts under version {version}, more than" in said
+    assert f"generator on rank 0 and the trainer on fixed prompts under version {version}:" in said
     assert "Traceback" not in said
     assert f"step {version + 1}/" not in said and ("step 1/" in said) == (version > 0), said
 

@@ -134,7 +134,7 @@ def test_the_config_gives_the_range_to_the_generator_and_takes_the_comparison_fr
     assert made.temperatures == DRAWN and made.sampling.temperature == 1.0
     assert build_generator(compose_config([]), job).temperatures is None
     compared = {
-        word: build_trainer(compose_config([word]), job).settings.parity_tolerance is not None
+        word: build_trainer(compose_config([word]), job).settings.parity is not None
         for word in ("generator.temperature=[0.7,2]", "generator.temperature=[1,1]", "seed=1")
     }
     assert list(compared.values()) == [False, True, True]

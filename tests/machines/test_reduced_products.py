@@ -55,7 +55,7 @@ def test_the_main_job_ends_at_its_first_parity_check_if_they_are_chosen_all_the_
     assert done.returncode == 1, done.stdout + done.stderr
     assert "float32  medium" in done.stdout
     assert (
-        "generator on rank 0 and the trainer differ by" in done.stderr
+        "generator on rank 0 and the trainer on fixed prompts under version 0" in done.stderr
         and "Traceback" not in done.stderr
     )
     assert "step 1/" not in done.stdout

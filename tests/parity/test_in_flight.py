@@ -15,6 +15,7 @@ from llamarl.learning.optim import build_optimizer
 from llamarl.learning.update import PolicyUpdate, UpdateSettings
 from llamarl.models.build import build_decoder, read_config
 from llamarl.models.hf import load_tokenizer, load_weights, named_parameters_hf
+from llamarl.models.parity import ParityLimits
 from llamarl.types import Group, ScoredCompletion
 from tests.engines import load
 
@@ -33,7 +34,7 @@ def update_of(decoder, recomputes_kv):
         temperature=1.0,
         advantages="group_mean",
         skip_zero_advantage=True,
-        parity_tolerance=TOLERANCE,
+        parity=ParityLimits.of(fixed=TOLERANCE),
         recomputes_kv=recomputes_kv,
     )
     optimizer = build_optimizer(

@@ -122,7 +122,7 @@ SETTINGS = UpdateSettings(
     temperature=0.8,
     advantages="group_mean",
     skip_zero_advantage=False,
-    parity_tolerance=None,
+    parity=None,
 )
 
 

@@ -162,7 +162,7 @@ def trainer_of(model: Path, group: ExecutorGroup) -> tuple[FSDPTrainer, Recorder
         temperature=0.8,
         advantages="group_mean",
         skip_zero_advantage=False,
-        parity_tolerance=None,
+        parity=None,
     )
     trainer = FSDPTrainer(
         model_path=str(model),

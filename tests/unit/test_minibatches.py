@@ -15,6 +15,7 @@ from llamarl.learning.losses.regularisers import regularised
 from llamarl.learning.shaping import Shaping
 from llamarl.learning.update import StepAborted
 from llamarl.models.attention import PackedAttention
+from llamarl.models.parity import ParityLimits
 from tests.updating import (
     NAN,
     SETTINGS,
@@ -156,14 +157,17 @@ def test_parity_is_asked_of_the_first_update_alone():
     for g in fresh:
         g.generator_logprobs[:] = -math.log(23)
     settings = dict(
-        minibatches_per_step=2, updates_per_batch=2, parity_tolerance=1e-4, max_grad_norm=100.0
+        minibatches_per_step=2,
+        updates_per_batch=2,
+        parity=ParityLimits.of(fixed=1e-4),
+        max_grad_norm=100.0,
     )
     row = update_of(decoder, **settings).run(fresh, VERSION, go_on).metrics
     assert (
         row["parity/logprob_diff_max"] < 1e-4 and row["ratio/max"] > 1.01
     )  # the later updates did differ
     fresh[0].generator_logprobs[0] += 0.1
-    with pytest.raises(Exception, match="differ by 0.1"):
+    with pytest.raises(Exception, match="logprobs differ by"):
         update_of(decoder_of(uniform=True), **settings).run(fresh, VERSION, go_on)
 
 

@@ -12,7 +12,9 @@ from llamarl.models.parity import (
     FIRST_TOKENS,
     LATER_SCORED,
     LATER_TOKENS,
+    Agreement,
     Canary,
+    ParityLimits,
     Sequence,
     canary_sequences,
     check_canary,
@@ -26,7 +28,8 @@ def canary_of(*logprobs: float) -> Canary:
 
 
 def check(canary, got, tolerance=0.01):
-    return check_canary(canary, torch.tensor(got), version=7, rank=3, tolerance=tolerance)
+    agreement = Agreement(ParityLimits.of(fixed=tolerance))
+    return check_canary(canary, torch.tensor(got), agreement, version=7, rank=3)
 
 
 def test_a_canary_survives_json():
@@ -39,10 +42,49 @@ def test_a_canary_survives_json():
     assert Canary.from_json(json.loads(json.dumps(canary.to_json()))) == canary
 
 
-def test_the_largest_difference_counts():
-    assert check(canary_of(-1.0, -2.0, -3.0), [-1.0, -2.125, -3.0625], tolerance=0.125) == 0.125
-    with pytest.raises(ParityError, match=r"rank 3 .* differ by 0.125 .* version 7, more than 0.1"):
-        check(canary_of(-1.0, -2.0, -3.0), [-1.0, -2.125, -3.0625], tolerance=0.1)
+def test_the_root_mean_square_counts_as_if_the_lacking_tokens_were_equal():
+    """Differences 0.5 and 0.25 in three tokens of 64: sqrt(0.3125 / 64) = 0.0699."""
+    worst, found = check(canary_of(-1.0, -2.0, -3.0), [-1.0, -2.5, -3.25], tolerance=0.07)
+    assert (worst, found) == (0.5, pytest.approx(0.0698771))
+    with pytest.raises(ParityError, match=r"rank 3 .* version 7: .* 0.06988 .*, more than 0.069"):
+        check(canary_of(-1.0, -2.0, -3.0), [-1.0, -2.5, -3.25], tolerance=0.069)
+
+
+def test_later_versions_are_held_to_three_times_what_the_start_gave():
+    agreement = Agreement(ParityLimits(first=0.2, floor=0.01, growth=3.0))
+    assert agreement.check(100 * 0.02**2, 100, "the start") == pytest.approx(0.02)
+    assert agreement.check(100 * 0.059**2, 100, "one within") == pytest.approx(0.059)
+    with pytest.raises(ParityError, match="one beyond: .* 0.061 .* 0.06 .the start .* gave 0.02"):
+        agreement.check(100 * 0.061**2, 100, "one beyond")
+
+
+def test_the_floor_is_allowed_where_the_start_gave_nothing():
+    agreement = Agreement(ParityLimits(first=0.2, floor=0.01, growth=3.0))
+    agreement.check(0.0, 100, "the start")
+    agreement.check(100 * 0.0099**2, 100, "one within")
+    with pytest.raises(ParityError):
+        agreement.check(100 * 0.0101**2, 100, "one beyond")
+
+
+def test_few_tokens_are_compared_with_those_of_the_versions_before():
+    """One outlier of 0.45 in eight tokens passes: sqrt((64 0.01^2 + 0.45^2) / 72) = 0.0539. Tokens
+    that are off by 0.1 do at first, and not for ever: 40 beside the start's 64 make 0.0625.
+    """
+    limits = ParityLimits(first=0.2, floor=0.06, growth=3.0)
+    outlier = Agreement(limits)
+    outlier.check(64 * 0.01**2, 64, "the start")
+    assert outlier.check(0.45**2, 8, "an outlier") == pytest.approx(0.0539, abs=1e-4)
+    steady = Agreement(limits)
+    steady.check(64 * 0.01**2, 64, "the start")
+    for _ in range(4):
+        steady.check(8 * 0.1**2, 8, "eight tokens")
+    with pytest.raises(ParityError):
+        steady.check(8 * 0.1**2, 8, "eight tokens")
+
+
+def test_the_coarsest_dtype_decides():
+    both = ParityLimits.of("float32", "bfloat16")
+    assert both == ParityLimits.of("bfloat16") and both.first > ParityLimits.of("float32").first
 
 
 @pytest.mark.parametrize("place", range(3))

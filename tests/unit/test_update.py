@@ -17,7 +17,7 @@ from llamarl.learning.packing import pack
 from llamarl.learning.targets import Targets
 from llamarl.learning.update import StepAborted
 from llamarl.models.attention import PackedAttention
-from llamarl.models.parity import Sequence
+from llamarl.models.parity import ParityLimits, Sequence
 from tests.tolerances import assert_same_ranking
 from tests.updating import (
     NAN,
@@ -265,9 +265,9 @@ def test_logprobs_that_are_no_number_are_seen_even_if_the_loss_does_not_look_at_
 
 @pytest.mark.parametrize("offset", [0.02, -0.02])
 def test_fresh_tokens_with_other_logprobs_are_a_parity_error_and_change_nothing(offset):
-    update = update_of(decoder_of(uniform=True), bad_loss(), parity_tolerance=0.01)
+    update = update_of(decoder_of(uniform=True), bad_loss(), parity=ParityLimits.of(fixed=0.001))
     before = state_of(update)
-    with pytest.raises(ParityError, match=f"step {VERSION}: .*0.02, more than 0.01"):
+    with pytest.raises(ParityError, match=f"step {VERSION}: .* differ by 0.0025 .* 0.001"):
         update.run(own_logprobs(offset), VERSION, go_on)
     assert state_of(update) == before
 
@@ -290,7 +290,8 @@ def test_the_root_mean_square_of_differences_does_not_grow_with_their_number(siz
     ],
 )
 def test_parity_is_of_fresh_tokens_alone(offset, versions, tolerance, want):
-    update = update_of(decoder_of(uniform=True), parity_tolerance=tolerance)
+    parity = None if tolerance is None else ParityLimits.of(fixed=tolerance)
+    update = update_of(decoder_of(uniform=True), parity=parity)
     got = update.run(own_logprobs(offset, versions), VERSION, go_on).metrics[
         "parity/logprob_diff_max"
     ]
@@ -306,7 +307,9 @@ def test_a_completion_that_went_on_under_new_weights_is_compared_only_if_its_cac
     """
     g = own_logprobs(0.5, VERSION - 1)[0]
     g.policy_versions[-1] = VERSION
-    update = update_of(decoder_of(uniform=True), parity_tolerance=0.01, recomputes_kv=recomputes_kv)
+    update = update_of(
+        decoder_of(uniform=True), parity=ParityLimits.of(fixed=0.001), recomputes_kv=recomputes_kv
+    )
     if recomputes_kv:
         with pytest.raises(ParityError):
             update.run([g], VERSION, go_on)
@@ -318,7 +321,9 @@ def test_one_completion_that_began_under_the_trainers_weights_is_compared_among_
     g = own_logprobs(0.5, VERSION - 1)[0]
     g.policy_versions[-int(g.lengths[-1]) :] = VERSION
     with pytest.raises(ParityError):
-        update_of(decoder_of(uniform=True), parity_tolerance=0.01).run([g], VERSION, go_on)
+        update_of(decoder_of(uniform=True), parity=ParityLimits.of(fixed=0.001)).run(
+            [g], VERSION, go_on
+        )
 
 
 # --- metrics ---

@@ -56,7 +56,7 @@ class TrainerSettings(ShardedTrainerSettings):
     advantages: Advantages
     lora: LoraSettings
     ema_decay: Annotated[float, Range(0, 0.9999999)] | None
-    parity_tolerance: Positive
+    parity_tolerance: Positive | None
     skip_zero_advantage: bool
     filter_groups: bool
     minibatches_per_step: Count

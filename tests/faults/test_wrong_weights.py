@@ -1,0 +1,72 @@
+"""A generator that samples from other weights, or computes another model, ends the run: by fixed
+prompts or by fresh tokens, in float32 and where bfloat16 blurs both.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.launching import RECIPE, SMALL, ForkedJob
+
+# The main job with a fault in its engine. Weights have come when `weights_changed` is called.
+FAULTY = """
+import dataclasses, runpy, sys
+from llamarl.inference.engine import Engine
+from llamarl.models.attention import rotary_of
+
+fault, sys.argv = sys.argv[1], sys.argv[2:]
+right = Engine.weights_changed
+held = []
+
+def weights_changed(engine, version, **how):
+    parameters = list(engine.decoder.parameters())
+    came = [parameter.detach().clone() for parameter in parameters]
+    if fault == "wrong_rope":
+        config = engine.decoder.config
+        engine.decoder.rotary = rotary_of(
+            dataclasses.replace(config, rope_theta=10 * config.rope_theta)
+        )
+    elif fault != "none" and held:
+        for parameter, old in zip(parameters, held):
+            parameter.data.copy_(old)
+    if not held or fault == "a_version_late":
+        held[:] = came
+    right(engine, version, **how)
+
+Engine.weights_changed = weights_changed
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+JOB = (*SMALL, "groups_per_step=16", "eval.every=0", "max_lag=0")
+DTYPES = ("float32", "bfloat16")
+FAULTS = {
+    "never_arrives": (),
+    "a_version_late": (),
+    "wrong_rope": (),
+    "adapters_never_arrive": ("trainer.lora.rank=16", "lr=1e-3"),
+}
+
+
+def run(fault: str, folder: Path, *words: str) -> tuple[int, str]:
+    """(exit code, output) of the main job in one process with this fault."""
+    script = folder / "faulty.py"
+    script.write_text(FAULTY)
+    given = (fault, str(RECIPE), *JOB, *words)
+    with ForkedJob(*given, run_dir=folder / "run", recipe=script) as job:
+        return job.wait(), job.output
+
+
+@pytest.mark.parametrize("fault", list(FAULTS))
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_fault_of_the_generators_weights_ends_the_run(dtype, fault, tmp_path):
+    code, said = run(fault, tmp_path, f"model.dtype={dtype}", *FAULTS[fault])
+    assert code == 1, said
+    assert "their logprobs differ by" in said and "Traceback" not in said
+
+
+@pytest.mark.parametrize("words", [(), FAULTS["adapters_never_arrive"]], ids=["all", "adapters"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_run_without_a_fault_ends_by_itself(dtype, words, tmp_path):
+    code, said = run("none", tmp_path, f"model.dtype={dtype}", *words)
+    assert code == 0, said
