@@ -74,6 +74,20 @@ class Talkative(Echo):
         return "1" * random.choice([2, 100]), []
 
 
+class OwnDice:
+    """It draws its question without the seed."""
+
+    def reset(self):
+        return f"{random.SystemRandom().randint(1, 10**9)}="
+
+    def wait(self) -> str:
+        """Wait."""
+        return "1"
+
+    def get_reward(self) -> float:
+        return 1.0
+
+
 class Shop:
     """Tools, over the rows of a file."""
 

@@ -14,8 +14,9 @@ that they spell, and compares what it says with the context that they hold.
                     tokens          a turn has max_turn_tokens, or the dialogue max_new_tokens
                     context         what the environment said does not fit into max_new_tokens
     an unreadable   parse_error     a call that cannot be read
-    failures        timeout, lost   pool.py, or a text that the tokenizer or the chat template
-                                    raises about; such a dialogue is not trained on
+    failures        timeout, lost   pool.py, a text that the tokenizer or the chat template raises
+                                    about, or others of its group begin with other words; such a
+                                    dialogue is not trained on
     an order        aborted         as for any completion
 
 With `reproducible` nothing is polled before all calls under way are answered, and what comes then
@@ -93,6 +94,28 @@ class _Run:
 
 
 @dataclass(slots=True, eq=False)
+class _Group:
+    """The dialogues of a prompt that are open, which all begin with the same words."""
+
+    num_open: int = 0
+    said: list[str] | None = None  # by the first that has begun
+    error: str = ""  # why none of them may be trained on
+
+    def compare(self, said: list[str], environment: str) -> None:
+        """Note what one began with: an error if it is not what the others did."""
+        if self.said is None:
+            self.said = said
+        if self.error or said == self.said:
+            return
+        one, other = ("".join(texts)[:SHOWN_CHARACTERS] for texts in (self.said, said))
+        self.error = short(
+            f"{environment}: dialogues of one prompt begin with different words, {one!r} and "
+            f"{other!r}: it draws from a generator of its own; draw from random, from numpy.random "
+            "or by the argument seed of reset(), which are the same for all of a group"
+        )
+
+
+@dataclass(slots=True, eq=False)
 class _Dialogue:
     """A dialogue that has not ended."""
 
@@ -100,6 +123,7 @@ class _Dialogue:
     number: int  # the pool's key of its environment
     prompt: Prompt
     params: SamplingParams
+    group: _Group
     completion: Completion  # what it has so far; behind the last GoOn also what is sampled now
     state: Literal["begins", "samples", "acts", "ends"] = "begins"
     sampled: list[int] = field(default_factory=list)  # in all turns
@@ -160,6 +184,7 @@ class Dialogues:
         self._numbers = count()
         self._open: dict[Key, _Dialogue] = {}
         self._keys: dict[int, Key] = {}  # by number
+        self._groups: dict[tuple[int, int], _Group] = {}  # by stream and ticket
         self._moves: list[GoOn] = []
         self._over: list[Over] = []
         self._answers: list[tuple[int, Answer | Failure]] = []
@@ -212,6 +237,8 @@ class Dialogues:
         dialogue.take(turn)
         if completion.finish_reason == "aborted":
             self._finish(dialogue, "aborted")
+        elif dialogue.group.error:
+            self._finish(dialogue, "lost", error=dialogue.group.error)
         elif completion.finish_reason == "length":
             dialogue.num_turns += 1
             self._end(dialogue, "tokens")
@@ -289,8 +316,15 @@ class Dialogues:
         self, key: Key, prompt: Prompt, params: SamplingParams, completion: Completion
     ) -> _Dialogue:
         number = next(self._numbers)
+        group = self._groups.setdefault(key[:2], _Group())
+        group.num_open += 1
         dialogue = _Dialogue(
-            key=key, number=number, prompt=prompt, params=params, completion=completion
+            key=key,
+            number=number,
+            prompt=prompt,
+            params=params,
+            group=group,
+            completion=completion,
         )
         if self._is_dialogue:
             dialogue.reward = 0.0  # turns add to it, and without any it is a sum of nothing
@@ -324,6 +358,12 @@ class Dialogues:
             self._finish(dialogue, answer.kind, error=answer.reason)
             return
         dialogue.said = "".join(turn["content"] for turn in answer.messages)
+        if dialogue.state == "begins":
+            said = [turn["content"] for turn in answer.messages]
+            dialogue.group.compare(said, self.pool.name)
+        if dialogue.group.error:
+            self._finish(dialogue, "lost", error=dialogue.group.error)
+            return
         if answer.reward is not None:
             dialogue.reward = answer.reward + (dialogue.reward or 0.0)
         if dialogue.state == "acts":
@@ -365,15 +405,10 @@ class Dialogues:
         dialogue.tools = answer.tools or self._turns.tools
         if self._rewrites:
             dialogue.history = self._first_turns(dialogue.prompt, answer.messages)
-        if not self._is_own:
-            context = self._turns.opening(answer.messages, self._tail)
-        elif not answer.messages:
-            raise ValueError("the environment began without a prompt, and there are no rows")
+        if self._is_own:
+            context = self._turns.own_opening(answer.messages, dialogue.tools, self._first)
         else:
-            whole = self._turns.whole(answer.messages, dialogue.tools)
-            if whole[: len(self._first)] != self._first:
-                raise ValueError("the chat template begins this dialogue with other tokens")
-            context = whole[len(self._first) :]
+            context = self._turns.opening(answer.messages, self._tail)
         self._go_on(dialogue, context)
 
     def _first_turns(self, prompt: Prompt, said: list[Turn]) -> list[Turn]:
@@ -460,6 +495,9 @@ class Dialogues:
         self.pool.forget(dialogue.number)
         del self._open[dialogue.key]
         del self._keys[dialogue.number]
+        dialogue.group.num_open -= 1
+        if not dialogue.group.num_open:
+            del self._groups[dialogue.key[:2]]
         self._moves = [move for move in self._moves if move.key != dialogue.key]
         ending = Ending(
             reason=reason,

@@ -111,9 +111,22 @@ def _tried(job: Job, section: str, task: PlayedSettings, prompt: Prompt) -> str:
         task.environment, job.tokenizer, chat=task.chat, system_prompt=task.system_prompt
     )
     tools = [tool["function"]["name"] for tool in answer.tools or turns.tools]
-    kind = "dialogue" if makes_prompts(task.environment) else "tools"
+    has_own_messages = makes_prompts(task.environment)
+    if task.path is None or has_own_messages:
+        context = turns.own_opening(answer.messages, answer.tools or turns.tools, turns.first())
+    else:
+        context = turns.opening(answer.messages, turns.prompt("a")[1])
+    most = job.config.max_new_tokens
+    if len(context) >= most:
+        raise ValueError(
+            f"{section}.environment={task.environment}: its first dialogue begins with "
+            f"{len(context)} tokens behind the prompt (with the tools' schemas, if it makes its "
+            f"own prompts), and max_new_tokens={most} counts them: no room is left for a turn; "
+            "raise it"
+        )
+    kind = "dialogue" if has_own_messages else "tools"
     said = " ".join(turn["content"] for turn in answer.messages)
     return (
         f"{task.environment} ({kind}: {', '.join(tools) or 'none'}), at most {play.max_turns} "
-        f"turns; it begins with {said[:60]!r}"
+        f"turns; it begins with {said[:60]!r}, {len(context)} of max_new_tokens={most}"
     )

@@ -20,6 +20,7 @@ from llamarl.types import Completion, EvalCompletion, Group, Prompt, ScoredCompl
 
 ERROR_WINDOW = 256  # outcomes over which the error rate is taken
 MIN_OUTCOMES = 64  # fewer do not make a rate
+UNLIKELY = 2e-6  # how seldom a rate at its limit gives errors alone, where fewer are enough
 LOGGED_REASONS = 20  # distinct ones that are logged; all are counted
 
 log = logging.getLogger(__name__)
@@ -174,10 +175,10 @@ class ErrorRate:
     def check(self) -> None:
         """Raise RewardError if the rate is above its limit."""
         num_outcomes = len(self._newest)
-        if num_outcomes < MIN_OUTCOMES:
-            return
         reasons = Counter(reason for reason in self._newest if reason is not None)
-        rate = reasons.total() / num_outcomes
+        rate = reasons.total() / max(1, num_outcomes)
+        if num_outcomes < MIN_OUTCOMES and (rate < 1.0 or self._max**num_outcomes > UNLIKELY):
+            return
         if rate > self._max:
             commonest = reasons.most_common(3)
             examples = "".join(f"\n  {count} x {reason}" for reason, count in commonest)

@@ -76,6 +76,7 @@ _REFUSED = {
     "open_by_handle_at": (304, 265),
     "bpf": (321, 280),
     "perf_event_open": (298, 241),
+    "fanotify_init": (300, 262),
     "userfaultfd": (323, 282),
     "io_uring_setup": (425, 425),
     "io_uring_enter": (426, 426),
@@ -96,6 +97,10 @@ _REFUSED = {
     "finit_module": (313, 273),
     "delete_module": (176, 106),
 }
+# Calls that make sockets, and the families that they may be of: of the program's own network, which
+# has no interfaces. Others, such as AF_VSOCK, know no namespaces.
+_SOCKET_CALLS = {"x86_64": (41, 53), "aarch64": (198, 199)}
+_FAMILIES = (1, 2, 10)  # AF_UNIX, AF_INET, AF_INET6
 _CLONE = {"x86_64": 56, "aarch64": 220}
 _CLONE3 = 435
 _AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
@@ -271,14 +276,24 @@ def _become(job: dict) -> None:
 
 
 def _refuse_calls() -> None:
-    """Let the kernel refuse the calls of _REFUSED, and new namespaces, from now on and for ever.
-
-    A filter is a list of (code, jump if true, jump if false, constant), as in Linux's seccomp
-    pages. Jumps are counted from the next instruction.
+    """Let the kernel refuse the calls of _REFUSED, other networks and new namespaces, from now on
+    and for ever.
     """
     machine = platform.machine()
     if machine not in _CLONE:
         raise Failed(f"{machine}: only x86_64 and aarch64 are known here")
+    filters = _filters(machine)
+    code = b"".join(struct.pack("HBBI", *line) for line in filters)
+    kept = ctypes.create_string_buffer(code, len(code))
+    program = struct.pack("HxxxxxxP", len(filters), ctypes.addressof(kept))
+    _checked("no_new_privs", _LIBC.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
+    _checked("seccomp", _LIBC.prctl(_PR_SET_SECCOMP, 2, program, 0, 0))
+
+
+def _filters(machine: str) -> list[tuple[int, int, int, int]]:
+    """Return what is asked of each call: (code, jump if true, jump if false, constant), as in
+    Linux's seccomp pages. Jumps are counted from the next instruction.
+    """
     place = 0 if machine == "x86_64" else 1
     # What an instruction does, and what a filter answers.
     load = 0x20
@@ -306,6 +321,12 @@ def _refuse_calls() -> None:
         number = numbers[place]
         if number is not None:
             filters += [(equals, 0, 1, number), (give, 0, 0, refused)]
+    for number in _SOCKET_CALLS[machine]:
+        size = len(_FAMILIES)
+        filters += [(equals, 0, size + 3, number), (load, 0, 0, 16)]
+        for at, family in enumerate(_FAMILIES):
+            filters.append((equals, size - at, 0, family))
+        filters += [(give, 0, 0, refuse | errno.EAFNOSUPPORT), (give, 0, 0, allow)]
     filters += [
         (equals, 0, 3, _CLONE[machine]),
         (load, 0, 0, 16),  # the lower half of its first argument
@@ -313,11 +334,7 @@ def _refuse_calls() -> None:
         (give, 0, 0, refused),
         (give, 0, 0, allow),
     ]
-    code = b"".join(struct.pack("HBBI", *line) for line in filters)
-    kept = ctypes.create_string_buffer(code, len(code))
-    program = struct.pack("HxxxxxxP", len(filters), ctypes.addressof(kept))
-    _checked("no_new_privs", _LIBC.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
-    _checked("seccomp", _LIBC.prctl(_PR_SET_SECCOMP, 2, program, 0, 0))
+    return filters
 
 
 def _die_with_parent() -> None:

@@ -121,6 +121,19 @@ class TurnTokens:
         turns = self._with_system([self._as_shown(turn) for turn in messages], tools)
         return self._ids(turns, tools, reply=True)
 
+    def own_opening(
+        self, messages: Sequence[Turn], tools: Sequence[Schema], first: Sequence[int]
+    ) -> list[int]:
+        """Return the context before the first turn of a dialogue that makes its own prompt. first:
+        what `first` returns. ValueError if it does not begin so.
+        """
+        if not messages:
+            raise ValueError("the environment began without a prompt, and there are no rows")
+        whole = self.whole(messages, tools)
+        if whole[: len(first)] != list(first):
+            raise ValueError("the chat template begins this dialogue with other tokens")
+        return whole[len(first) :]
+
     def context(self, messages: Sequence[Turn], *, ended_by: int | None) -> list[int]:
         """Return the context behind a turn of the policy: at least one token, by which turns are
         told apart. ended_by: the stop token that the policy sampled; None: it sampled none.

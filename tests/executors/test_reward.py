@@ -18,6 +18,7 @@ from llamarl.scoring.in_turn import InTurn
 from llamarl.scoring.judges import EvalJudge
 from llamarl.scoring.pool import RewardPool
 from llamarl.scoring.samples import Samples
+from llamarl.scoring.scorer import Outcome
 from llamarl.tasks.held_out import APART, EvalSet, own_set
 from llamarl.types import Completion, EvalCompletion, Group
 from tests.executors.fakes import FakeStream
@@ -364,7 +365,7 @@ def test_an_evaluation_needs_no_room_and_is_taken_at_once(build, monkeypatch):
 
 def test_too_many_errors_end_the_run_and_say_why(build):
     executor = build(max_error_rate=0.4)
-    words = ["error"] * 30 + ["right"] * 33
+    words = ["right"] * 33 + ["error"] * 30
     executor.inputs.of(Completion).records.extend(completion(i, 0, w) for i, w in enumerate(words))
     settle(executor)  # 30 of 63 are more than 40 %, but too few to tell
     executor.inputs.of(Completion).records.append(completion(63, 0, "error"))
@@ -373,6 +374,26 @@ def test_too_many_errors_end_the_run_and_say_why(build):
     ) as error:
         settle(executor)
     assert str(error.value).count("RuntimeError: cannot score train") == 3
+
+
+@pytest.mark.parametrize("limit, enough", [(0.1, 6), (0.5, 19), (0.0, 1)])
+def test_a_run_whose_completions_are_all_errors_ends_soon(limit, enough):
+    """With a limit of 10 %, six errors of six come once in a million times."""
+    rate = assembly.ErrorRate("f", limit)
+    for number in range(enough):
+        rate.check()
+        rate.add(Outcome.error(f"reason {number % 2}"))
+    with pytest.raises(RewardError, match=f"100% of the last {enough} scores are errors"):
+        rate.check()
+
+
+def test_a_score_among_errors_or_no_limit_makes_them_wait_for_a_rate():
+    for limit, first in ((0.1, Outcome.score(1.0)), (1.0, Outcome.error("x"))):
+        rate = assembly.ErrorRate("f", limit)
+        rate.add(first)
+        for _ in range(assembly.MIN_OUTCOMES - 2):
+            rate.add(Outcome.error("x"))
+            rate.check()
 
 
 def test_some_errors_do_not(build, caplog):

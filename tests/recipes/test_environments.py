@@ -274,6 +274,24 @@ def test_a_dry_run_says_what_the_environment_is(tmp_path):
     )
 
 
+def test_an_environment_that_leaves_no_room_for_a_turn_is_told_before_anything_starts(tmp_path):
+    with ForkedJob(*ECHO, "max_new_tokens=3", run_dir=tmp_path / "run") as job:
+        assert job.wait() == 2, job.output
+    said = " ".join(job.output.split())
+    assert "tests.games:Echo: its first dialogue begins with 3 tokens" in said
+    assert "max_new_tokens=3 counts them: no room is left for a turn" in said
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_environment_that_gives_a_group_several_problems_ends_the_run(tmp_path):
+    given = (*PLAYED, "task.environment=tests.games:OwnDice")
+    with ForkedJob(*given, run_dir=tmp_path / "run") as job:
+        assert job.wait() == 1, job.output
+    said = " ".join(job.output.split())
+    assert "begin with different words" in said and "draw from random, from numpy.random" in said
+    assert "100% of the last" in said and "above reward.max_error_rate" in said
+
+
 def test_the_reward_of_an_environment_needs_one(tmp_path):
     with ForkedJob("reward=environment", run_dir=tmp_path / "run") as job:
         assert job.wait() == 2, job.output

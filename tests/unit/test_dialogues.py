@@ -300,6 +300,19 @@ def test_an_environment_that_says_nothing_does_not_join_turns(engine_of):
         assert rewards.nonzero().tolist() == [[second_ends]]
 
 
+@pytest.mark.parametrize("reproducible", [True, False])
+def test_a_group_whose_dialogues_begin_with_different_words_is_an_error(engine_of, reproducible):
+    engine = engine_of(tiny(), "OwnDice", OWN, reproducible=reproducible, own=True)
+    for ticket in (7, 8):
+        engine.submit(ticket, OWN.prompt_ids, TURNS)
+    found = drain(engine)
+    assert len(found) == 6 and not engine._dialogues._groups
+    for completion in found.values():
+        assert completion.ending.reason == "lost"
+        for part in ("tests.games:OwnDice", "begin with different words", "argument seed of reset"):
+            assert part in completion.ending.error
+
+
 # --- Templates that rewrite history ---
 
 CHATTY = byte_level(FORGETFUL)

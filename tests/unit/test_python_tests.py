@@ -2,6 +2,7 @@
 sandbox.
 """
 
+import errno
 import json
 import os
 import select
@@ -16,7 +17,7 @@ import pytest
 
 from llamarl.scoring.pool import RewardPool, check_reward
 from llamarl.scoring.scorer import score_all, text_item
-from llamarl.tasks import sandbox
+from llamarl.tasks import sandbox, sandbox_init
 from llamarl.tasks.forms import Limits
 from llamarl.tasks.programs import check_row, python_tests
 from llamarl.tasks.sandbox import Ran, Walls
@@ -323,6 +324,68 @@ def test_a_program_reaches_no_server_of_this_machine(walls):
         )
         assert printed(source, walls) == "refused\n"
         assert printed(source, Walls(isolation="limits")) == "reached\n"
+
+
+def test_a_program_opens_sockets_of_its_own_network_alone(walls):
+    source = """
+import errno, socket
+for family in range(64):
+    refused = set()
+    for kind in (socket.SOCK_STREAM, socket.SOCK_DGRAM, socket.SOCK_RAW, socket.SOCK_SEQPACKET):
+        try:
+            socket.socket(family, kind).close()
+            print(family)
+        except OSError as error:
+            refused.add(error.errno)
+    if family not in (1, 2, 10):
+        assert refused == {errno.EAFNOSUPPORT}, (family, refused)
+"""
+    opened = set(printed(source, walls).split())
+    assert {"1", "2"} <= opened <= {"1", "2", "10"}
+
+
+def answer_of(lines, machine, number, argument=0):
+    """What a filter of seccomp says of a call: 0 to let it through, an errno, or "kill"."""
+    loaded = {0: number, 4: sandbox_init._AUDIT_ARCH[machine], 16: argument}
+    at = value = 0
+    while True:
+        code, if_true, if_false, constant = lines[at]
+        at += 1
+        if code == 0x06:  # return
+            kind = {0x7FFF0000: 0, 0x80000000: "kill"}
+            return kind.get(constant, constant & 0xFFFF)
+        if code == 0x20:  # load
+            value = loaded[constant]
+            continue
+        holds = {
+            0x15: value == constant,
+            0x35: value >= constant,
+            0x45: value & constant != 0,
+        }
+        at += if_true if holds[code] else if_false
+
+
+@pytest.mark.parametrize(
+    "machine, calls",
+    [
+        ("x86_64", {"socket": 41, "socketpair": 53, "fanotify_init": 300, "read": 0, "clone": 56}),
+        (
+            "aarch64",
+            {"socket": 198, "socketpair": 199, "fanotify_init": 262, "read": 63, "clone": 220},
+        ),
+    ],
+)
+def test_what_the_filter_of_each_machine_says_of_calls(machine, calls):
+    """Numbers of arch/x86/entry/syscalls/syscall_64.tbl and include/uapi/asm-generic/unistd.h."""
+    lines = sandbox_init._filters(machine)
+    for name in ("socket", "socketpair"):
+        for family in range(64):
+            want = 0 if family in (1, 2, 10) else errno.EAFNOSUPPORT
+            assert answer_of(lines, machine, calls[name], family) == want
+    assert answer_of(lines, machine, calls["fanotify_init"]) == errno.EPERM
+    assert answer_of(lines, machine, calls["read"], 40) == 0
+    assert answer_of(lines, machine, calls["clone"], 0x11) == 0
+    assert answer_of(lines, machine, calls["clone"], 0x40000000) == errno.EPERM
 
 
 def test_the_memory_of_a_program_is_limited(walls):
