@@ -98,7 +98,7 @@ _REFUSED = {
     "delete_module": (176, 106),
 }
 # Calls that make sockets, and the families that they may be of: of the program's own network, which
-# has no interfaces. Others, such as AF_VSOCK, know no namespaces.
+# has no interfaces. Others, such as vsock, know no namespaces.
 _SOCKET_CALLS = {"x86_64": (41, 53), "aarch64": (198, 199)}
 _FAMILIES = (1, 2, 10)  # AF_UNIX, AF_INET, AF_INET6
 _CLONE = {"x86_64": 56, "aarch64": 220}
