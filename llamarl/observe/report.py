@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import base64
 import io
+import itertools
 import json
 import sys
 import time
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from matplotlib.typing import RcKeyType
 
 SMOOTH_FROM = 80  # values; shorter curves are shown as they are
+BINS = 1000  # of a long curve, which is drawn by the least and the greatest value of each
 COLOURS = ("#3366cc", "#dd7711", "#339955", "#aa4499", "#888888", "#bb3333", "#117777")
 LOOK: dict[RcKeyType, object] = {  # of every plot, as matplotlib's settings
     "axes.axisbelow": True,
@@ -49,7 +51,9 @@ LOOK: dict[RcKeyType, object] = {  # of every plot, as matplotlib's settings
     "axes.spines.right": False,
     "axes.spines.top": False,
     "grid.color": "#eeeeee",
-    "legend.frameon": False,
+    "legend.edgecolor": "none",
+    "legend.framealpha": 0.6,
+    "legend.loc": "upper right",  # to find the best place takes long, and differs between curves
     "lines.markersize": 3,
     "svg.fonttype": "none",
     "svg.hashsalt": "llamarl",
@@ -419,15 +423,20 @@ def draw(columns: Columns, panel: Panel) -> Figure:
         steps = columns["step"][known]
         width = smoothing_width(len(steps)) if panel.smooth else 1
         if width > 1:
-            axes.plot(steps, values[known], color=colour, linewidth=0.6, alpha=0.3)
+            places = drawn(values[known])
+            axes.plot(steps[places], values[known][places], color=colour, linewidth=0.6, alpha=0.3)
             values = moving_mean(values, width)
         marker = marker_of(len(steps))
-        axes.plot(steps, values[known], color=colour, marker=marker, label=label)
+        places = drawn(values[known])
+        axes.plot(steps[places], values[known][places], color=colour, marker=marker, label=label)
     if panel.band and columns.keys() >= set(panel.band):
         least, greatest = (columns[name] for name in panel.band)
         known = ~np.isnan(least)
+        steps = columns["step"][known]
         edges = (least[known], greatest[known])
-        axes.fill_between(columns["step"][known], *edges, color=COLOURS[0], alpha=0.15, linewidth=0)
+        places = np.union1d(*map(drawn, edges))
+        edges = (edge[places] for edge in edges)
+        axes.fill_between(steps[places], *edges, color=COLOURS[0], alpha=0.15, linewidth=0)
     if panel.log:
         axes.set_yscale("log")
     elif panel.from_zero:
@@ -451,6 +460,21 @@ def smoothing_width(num_values: int) -> int:
     return min(101, num_values // 40 * 2 + 1)
 
 
+def drawn(values: np.ndarray) -> np.ndarray:
+    """Return the places of the values that are drawn, ascending: all of a short curve; of a long
+    one the first, the last, and the least and the greatest of each of BINS bins.
+    """
+    num_values = len(values)
+    if num_values <= 2 * BINS:
+        return np.arange(num_values)
+    edges = np.linspace(0, num_values, BINS + 1).astype(int)
+    places = [0, num_values - 1]
+    for begin, end in itertools.pairwise(edges):
+        inside = values[begin:end]
+        places += [begin + inside.argmin(), begin + inside.argmax()]
+    return np.unique(places)
+
+
 def marker_of(num_values: int) -> str:
     """Return how matplotlib marks each of so many values: few by a dot, many not at all."""
     return "o" if num_values <= 40 else ""
@@ -462,13 +486,14 @@ def draw_idle(columns: Columns, idle: Idle) -> Figure:
     column = f"{idle.executor}/idle_fraction"
     share = columns[column]
     known = ~np.isnan(share)
-    steps = columns["step"][known]
+    places = drawn(share[known])
+    steps = columns["step"][known][places]
     causes = [cause for cause, mean in idle.causes if mean > 0]
     if causes:
         of_rows = [columns[f"{column}/{cause}"] for cause in causes]
-        shares = [np.nan_to_num(values[known]) for values in of_rows]
+        shares = [np.nan_to_num(values[known][places]) for values in of_rows]
         axes.stackplot(steps, *shares, labels=causes, colors=COLOURS, alpha=0.75)
-    axes.plot(steps, share[known], color="#222", linewidth=1, label="idle")
+    axes.plot(steps, share[known][places], color="#222", linewidth=1, label="idle")
     axes.set_ylim(0, 1)
     axes.legend()
     return figure

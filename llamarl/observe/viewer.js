@@ -368,6 +368,7 @@
   for (const id of ["colour", "taught", "reward-low", "reward-high", "search", "step-first", "step-last"]) {
     if (wanted.has(id)) $(id).value = wanted.get(id);
   }
+  if ($("colour").selectedIndex < 0) $("colour").selectedIndex = 0; // the link names no colouring
   if (wanted.has("step")) {
     const near = samples.findIndex((sample) => sample.step >= Number(wanted.get("step")));
     if (near >= 0) state.place = near;

@@ -216,7 +216,8 @@ def test_a_page_holds_so_many_samples_and_the_newest():
 
 @pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium here")
-def test_a_browser_shows_the_samples_without_an_error(tmp_path):
+@pytest.mark.parametrize("colour", ["advantage", "__proto__", "nothing"])
+def test_a_browser_shows_the_samples_without_an_error(tmp_path, colour):
     page = write_report(run_with(tmp_path, [shown_sample(2), shown_sample(3)]))
     command = [
         CHROMIUM,
@@ -228,7 +229,7 @@ def test_a_browser_shows_the_samples_without_an_error(tmp_path):
         "--virtual-time-budget=3000",
         f"--user-data-dir={tmp_path / 'profile'}",
         "--dump-dom",
-        f"file://{page}#colour=advantage&step=2",
+        f"file://{page}#colour={colour}&step=2",
     ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert "CONSOLE" not in done.stderr, done.stderr

@@ -21,7 +21,18 @@ from llamarl.observe import Console, Metrics, RowWriter, Trace, build_sinks, is_
 from llamarl.observe.console import SUPERVISED_COLUMNS
 from llamarl.observe.lag import LagWatch
 from llamarl.observe.rates import RateMeter, idle_shares
-from llamarl.observe.report import columns_of, facts, moving_mean, write_report
+from llamarl.observe.report import (
+    BINS,
+    PANELS,
+    columns_of,
+    draw,
+    draw_idle,
+    drawn,
+    facts,
+    idle_over_run,
+    moving_mean,
+    write_report,
+)
 from llamarl.observe.report import main as report_main
 from llamarl.observe.rows import COLUMNS
 from llamarl.observe.signal import SignalWatch
@@ -884,6 +895,48 @@ def test_the_moving_mean_ignores_gaps_and_is_shorter_at_the_ends():
     numpy = pytest.importorskip("numpy")
     got = moving_mean(numpy.array([1.0, numpy.nan, 3.0, 5.0]), width=3)
     assert got.tolist() == [1.0, 2.0, 4.0, 4.0]
+
+
+def test_a_long_curve_is_drawn_by_the_least_and_the_greatest_of_each_bin():
+    numpy = pytest.importorskip("numpy")
+    values = numpy.zeros(20_000)
+    values[7_001] = 5.0
+    values[12_345] = -3.0
+    places = drawn(values)
+    assert len(places) <= 2 * BINS + 2 and (numpy.diff(places) > 0).all()
+    assert {0, 7_001, 12_345, 19_999} <= set(places)
+    # Each bin of 20 has a place.
+    assert set(range(BINS)) == set(places // 20)
+    assert drawn(values[: 2 * BINS]).tolist() == list(range(2 * BINS))
+
+
+def test_curves_bands_and_idle_shares_of_a_long_run_are_thinned():
+    numpy = pytest.importorskip("numpy")
+    steps = numpy.arange(20_000.0)
+    wave = numpy.sin(steps)
+    columns = {
+        "step": steps,
+        "reward/mean": wave,
+        "eval/win_rate": wave,
+        "eval/win_rate_low": wave - 1,
+        "eval/win_rate_high": wave + 1,
+        "trainer/idle_fraction": wave,
+        "trainer/idle_fraction/data": wave,
+    }
+    (idle,) = idle_over_run(columns)
+    figures = [
+        draw(columns, panel) for panel in PANELS if not columns.keys().isdisjoint(panel.series)
+    ]
+    figures.append(draw_idle(columns, idle))
+    assert len(figures) == 3
+    for figure in figures:
+        (axes,) = figure.axes
+        lengths = [len(line.get_xdata()) for line in axes.lines]
+        # A band's or a share's outline goes there and back.
+        lengths += [len(one.get_paths()[0].vertices) / 2 for one in axes.collections]
+        assert lengths and max(lengths) < 2.5 * 2 * BINS
+        low, high = axes.dataLim.intervaly
+        assert high >= 0.99, "the greatest value is drawn"
 
 
 # --- A run without a signal ---
