@@ -125,7 +125,7 @@ class SupervisedTrainer(Executor):
             self._report(self._evaluation())
         is_last = self.version >= self.settings.max_steps or self._is_good_enough
         if stopping or is_last:
-            self.checkpoints.save(self.version, self)
+            self.checkpoints.save(self.version, self, is_last=True)
             self.done = True
             return True
         self._train()

@@ -435,7 +435,7 @@ class FSDPTrainer(Executor):
     def _finish(self) -> None:
         """Save the last checkpoint: at a stop request, or after the last step."""
         self.claim_device()
-        self.checkpoints.save(self.version, self)
+        self.checkpoints.save(self.version, self, is_last=True)
         self.done = True
 
     # --- Checkpoints ---

@@ -287,8 +287,10 @@ class Tickets(Protocol):
 class Checkpoints(Protocol):
     """The part of the checkpoints that a trainer sees (llamarl.checkpoint.service)."""
 
-    def save(self, step: int, trainer: Executor) -> None:
-        """Save the checkpoint of `step`. Collective over the trainer."""
+    def save(self, step: int, trainer: Executor, *, is_last: bool = False) -> None:
+        """Save the checkpoint of `step`. Collective over the trainer. is_last: it is the run's
+        last, and waits for room on a full disk.
+        """
 
     def may_begin(self, step: int, trainer: Executor) -> bool:
         """Whether no trainer rank has begun anything that needs another one, so that a step may

@@ -98,18 +98,21 @@ class CheckpointService:
         self._sealing: tuple[float, bool] | None = None
         self._unsealable: CheckpointError | None = None  # why no checkpoint can follow a loss
 
-    def save(self, step: int, trainer: Executor) -> None:
+    def save(self, step: int, trainer: Executor, *, is_last: bool = False) -> None:
         """Save the checkpoint of `step`. Called by each trainer rank, at the boundary of the step.
 
-        Collective over the trainer: the exported model is gathered.
+        Collective over the trainer: the exported model is gathered. is_last: it is the run's last,
+        and waits timeout_s for room where the disk is full.
         """
         if step == self._saved:
             return
         self._saved = step
+        if is_last:
+            self._checkpointer.wait_for_room(step, self._timeout_s)
         with self._control.saving(self._checkpointer.progress):
-            self._save(step, trainer)
+            self._save(step, trainer, is_last)
 
-    def _save(self, step: int, trainer: Executor) -> None:
+    def _save(self, step: int, trainer: Executor, is_last: bool) -> None:
         if self._control.is_leader:
             self._metrics.pump()
             state = {
@@ -118,10 +121,14 @@ class CheckpointService:
                 "identity": self._identity,
             }
             self._checkpointer.save_part(step, CONTROLLER, self._control.rank, state)
-            self._control.post_all("save", {"step": step})
+            self._control.post_all("save", {"step": step, "is_last": is_last})
         self._checkpointer.save_part(step, trainer.name, trainer.group.index, trainer.state_dict())
+        folder = None
+        if trainer.group.index == 0:
+            # Before the others wait in a collective for this rank.
+            folder = self._checkpointer.place_for(step, "hf", trainer.export_bytes)
         self._meet(step, "before the export", trainer)
-        self._export(step, trainer)
+        self._export(step, trainer, folder)
         self._meet(step, "after the export", trainer)
 
     def may_begin(self, step: int, trainer: Executor) -> bool:
@@ -193,17 +200,15 @@ class CheckpointService:
             return set(trainer.group.ranks) - {self._control.rank}
         return {self._control.leader}
 
-    def _export(self, step: int, trainer: Executor) -> None:
-        """Write a directory that transformers loads, where there is room.
+    def _export(self, step: int, trainer: Executor, folder: Path | None) -> None:
+        """Write a directory that transformers loads into a folder; None: there was no room.
 
         Collective over the trainer; its first rank writes.
         """
         if trainer.group.index > 0:
             trainer.export(None)
             return
-        num_bytes = trainer.export_bytes
-        folder = self._checkpointer.place_for(step, "hf", num_bytes)
-        with self._checkpointer.writing(step, "hf", num_bytes):
+        with self._checkpointer.writing(step, "hf", trainer.export_bytes):
             trainer.export(None if folder is None else str(folder / "hf"))
             if folder is not None:
                 # With an average of the weights there is hf_ema beside it.
@@ -215,6 +220,8 @@ class CheckpointService:
         Called by the loop, between two steps.
         """
         for _, message in self._control.take("save"):
+            if message["is_last"] and not self._control.is_leader:
+                self._checkpointer.wait_for_room(message["step"], self._timeout_s)
             for executor in self._executors:
                 # The one that leads has saved itself.
                 if executor.has_state() and not executor.leads:

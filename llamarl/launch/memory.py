@@ -10,6 +10,7 @@ stepped in turn, so a rank needs what all of them hold, and the most that one of
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -34,10 +35,17 @@ from llamarl.launch.prices import (
     microbatch_of,
 )
 from llamarl.launch.scorers import stream_cache_tokens
-from llamarl.learning.memory import MOMENTS, Training, held_numbers, update_bytes
+from llamarl.learning.memory import (
+    MOMENTS,
+    Training,
+    checkpoint_bytes,
+    held_numbers,
+    update_bytes,
+)
 from llamarl.models.config import read_config
 from llamarl.models.quantize import quantized_dtype
 from llamarl.models.sharding import num_parameters
+from llamarl.native.disk import free_bytes
 
 log = logging.getLogger("llamarl")
 
@@ -338,3 +346,42 @@ def announce_memory(job: Job) -> None:
             f"with {taken:.2f} GiB a trainer rank{remedy}"
         )
     warn_of_memory(job, found)
+
+
+# --- The disk ---
+
+
+def checkpoint_bytes_of(job: Job) -> int:
+    """Return about how many bytes a checkpoint of this run takes."""
+    c = job.config
+    training = training_of(job)
+    export_itemsize = getattr(torch, c.model.dtype).itemsize
+    total = checkpoint_bytes(read_config(job.model_path), training, export_itemsize)
+    if c.trainer.advantages == "gae" and c.trainer.critic.trunk == "own":
+        critic = read_config(c.trainer.critic.path or job.model_path)
+        total += checkpoint_bytes(critic, replace(training, lora_rank=0), 0)
+    return math.ceil(total)
+
+
+def warn_of_disk(job: Job) -> None:
+    """Warn if the disk of the run directory has no room for the checkpoints that are there at once:
+    those that are kept, and one in writing.
+    """
+    c = job.config
+    folder = job.directory.path / "checkpoints"
+    made = math.ceil(c.max_steps / c.checkpoint.every) if c.checkpoint.every else 1
+    there = len(list(folder.glob("step_*")))
+    missing = min(made, c.checkpoint.keep + 1 - min(there, c.checkpoint.keep))
+    size = checkpoint_bytes_of(job)
+    free = free_bytes(folder)
+    if missing * size > free:
+        log.warning(
+            "%s: the disk has %.2f GiB free, and %d more checkpoints of about %.2f GiB need %.2f "
+            "(checkpoint.keep=%d and one in writing). Make room, or lower checkpoint.keep",
+            folder,
+            free / GIB,
+            missing,
+            size / GIB,
+            missing * size / GIB,
+            c.checkpoint.keep,
+        )

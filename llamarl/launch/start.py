@@ -41,7 +41,7 @@ from llamarl.launch.gold import try_gold
 from llamarl.launch.identities import identity_of
 from llamarl.launch.inputs import bad_input, check_inputs
 from llamarl.launch.job import Job
-from llamarl.launch.memory import announce_memory
+from llamarl.launch.memory import announce_memory, warn_of_disk
 from llamarl.launch.planned import planned_placement
 from llamarl.launch.reading import SharedReading
 from llamarl.launch.run_directory import RunDirectory, open_run
@@ -109,6 +109,7 @@ def launch(config: Config) -> Iterator[Job]:
             if planned is not None:
                 print(f"planned  {planned.words}", flush=True)
             announce_memory(job)
+            warn_of_disk(job)
         collect_as_usual()
         yield job
         job.conclude()

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 
 from llamarl.learning.limits import CHUNK_TOKENS, KEEP_BYTES, KEEP_LOGITS
 from llamarl.models.config import ModelConfig
-from llamarl.models.sharding import parameter_shapes, tensor_parallel_box
+from llamarl.models.sharding import num_parameters, parameter_shapes, tensor_parallel_box
 
 WIDE = 4  # bytes of a float32 number: of masters, gradients and sums
 _SHORT = {2: 512}  # by itemsize: keys up to which a CPU holds the attention weights; else 256
@@ -156,6 +156,18 @@ def update_bytes(config: ModelConfig, size: MicrobatchSize, training: Training) 
         working=peak.bytes(),
         copies=peak.copies if training.several else 0,
     )
+
+
+def checkpoint_bytes(config: ModelConfig, training: Training, export_itemsize: int) -> float:
+    """Return about how many bytes a checkpoint takes on disk, of all ranks: what is trained with
+    its moments, and the exported weights.
+    """
+    trained = num_parameters(config)
+    if training.lora_rank:
+        trained = _adapters(config, training).layer * config.num_hidden_layers
+    copies = 2 if training.has_average else 1
+    of_number = copies * WIDE + training.moment_bytes
+    return trained * of_number + copies * num_parameters(config) * export_itemsize
 
 
 def held_numbers(

@@ -36,6 +36,14 @@ def check_room(folder: Path, num_bytes: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
 
 
+def is_full(error: Exception) -> bool:
+    """Return whether an error of a write says that the disk, or this user's share of it, is
+    full.
+    """
+    number = getattr(error, "errno", None)  # safetensors' errors have it in their text alone
+    return number in (errno.ENOSPC, errno.EDQUOT) or f"(os error {errno.ENOSPC})" in str(error)
+
+
 def aside(path: Path) -> Path:
     """Return a free name, which ends in .old and perhaps a number, for a path that is to be
     deleted.

@@ -435,8 +435,8 @@ def draw(columns: Columns, panel: Panel) -> Figure:
         steps = columns["step"][known]
         edges = (least[known], greatest[known])
         places = np.union1d(*map(drawn, edges))
-        edges = (edge[places] for edge in edges)
-        axes.fill_between(steps[places], *edges, color=COLOURS[0], alpha=0.15, linewidth=0)
+        low, high = (edge[places] for edge in edges)
+        axes.fill_between(steps[places], low, high, color=COLOURS[0], alpha=0.15, linewidth=0)
     if panel.log:
         axes.set_yscale("log")
     elif panel.from_zero:

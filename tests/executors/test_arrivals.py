@@ -21,7 +21,7 @@ def test_what_arrives_between_two_microbatches_is_told_before_the_step_ends():
     trainer.done = False
     trainer._wait_since = 0.0
     trainer.control = SimpleNamespace(ending=False)
-    trainer.checkpoints = SimpleNamespace(save=lambda version, executor: None)
+    trainer.checkpoints = SimpleNamespace(save=lambda version, executor, is_last: None)
     trainer.tickets = SimpleNamespace(
         finish=lambda tickets, verdicts: told.append(list(tickets)),
         given_back=lambda: [],

@@ -195,7 +195,7 @@ def test_scores_are_those_of_the_version_that_was_taken_in(executor):
 def test_no_version_is_taken_in_that_the_trainer_has_not_told_of_or_ahead_of_a_snapshot(executor):
     reset(executor, 10, told=False)
     assert not executor.step() and executor.version == 0
-    executor.control.deliver("save", {"step": 9})
+    executor.control.deliver("save", {"step": 9, "is_last": False})
     executor.control.deliver(RESET, {"version": 10})
     assert not executor.step() and executor.version == 0
     executor.control.take("save")
@@ -281,7 +281,7 @@ def test_the_other_ranks_checkpoint_is_of_its_step_though_the_first_is_past_it(p
     first, other = pair
     reset(first, 10)
     reset(other, 10, told=False)
-    other.control.deliver("save", {"step": 9})
+    other.control.deliver("save", {"step": 9, "is_last": False})
     other.step()
     assert first.step() and first.version == 10
     assert not other.step() and other.version == 0, "nor has it heard of version 10"

@@ -24,7 +24,14 @@ from llamarl.launch import launch
 from llamarl.launch.dry_run import dry_run
 from llamarl.launch.inputs import check_inputs
 from llamarl.launch.job import Job
-from llamarl.launch.memory import bytes_by_rank, microbatch_of, prices, warn_of_memory
+from llamarl.launch.memory import (
+    bytes_by_rank,
+    checkpoint_bytes_of,
+    microbatch_of,
+    prices,
+    warn_of_disk,
+    warn_of_memory,
+)
 from llamarl.launch.run_directory import RunDirectory
 from llamarl.learning.memory import MicrobatchSize
 from llamarl.models.config import read_config, tiny_directory
@@ -270,6 +277,39 @@ def test_ranks_that_are_not_there_are_not_compared_with_this_machine(monkeypatch
     job = job_of("+dry_run=true", "+ranks=2", ranks=2)
     warn_of_memory(job, prices(job))
     assert not caplog.messages
+
+
+@pytest.mark.parametrize(
+    ("overrides", "there", "needed"),
+    [
+        # The tiny model's numbers times 12 bytes, and 4 of the export.
+        (("checkpoint.keep=2", "checkpoint.every=5"), 0, 3 * 16),
+        (("checkpoint.keep=2", "checkpoint.every=5"), 1, 2 * 16),
+        (("checkpoint.keep=2", "checkpoint.every=5"), 3, 16),
+        (("checkpoint.keep=2", "checkpoint.every=0"), 0, 16),
+        (("checkpoint.keep=1", "checkpoint.every=5", "trainer.ema_decay=0.9"), 0, 2 * 24),
+    ],
+)
+def test_a_disk_without_room_for_the_checkpoints_is_warned_of(
+    monkeypatch, tmp_path, caplog, overrides, there, needed
+):
+    for step in range(there):
+        (tmp_path / "checkpoints" / f"step_{step}").mkdir(parents=True)
+    job = job_of(*overrides)
+    job.directory = RunDirectory(tmp_path, None)
+    needed *= num_parameters(read_config(tiny_directory()))
+    for free, is_warned in ((needed, False), (needed - 1, True)):
+        monkeypatch.setattr("llamarl.launch.memory.free_bytes", lambda path, free=free: free)
+        caplog.clear()
+        warn_of_disk(job)
+        found = ["lower checkpoint.keep" in message for message in caplog.messages]
+        assert found == [True] * is_warned
+
+
+def test_a_checkpoint_takes_what_was_predicted(synchronous_run):
+    files = [file for file in synchronous_run.checkpoint.rglob("*") if file.is_file()]
+    taken = sum(file.stat().st_size for file in files)
+    assert checkpoint_bytes_of(job_of()) == pytest.approx(taken, rel=0.02)
 
 
 def test_a_start_says_what_sequences_beyond_the_budget_take(run_here, tmp_path):

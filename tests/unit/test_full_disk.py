@@ -2,12 +2,18 @@
 together. Rows of metrics: test_held_rows.py.
 """
 
+from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import safetensors.torch
+import torch
 
 import executors.trainer as trainer_module
 from executors.trainer import FSDPTrainer
+from llamarl.checkpoint import checkpointer as checkpointer_module
+from llamarl.checkpoint.checkpointer import Checkpointer, verify
 from llamarl.checkpoint.service import CheckpointService
 from llamarl.controller import ExecutorController
 from llamarl.errors import CheckpointError
@@ -93,3 +99,120 @@ def test_the_last_checkpoint_that_could_not_be_written_ends_the_run_with_the_rea
     checkpoints._saved = 8
     with pytest.raises(CheckpointError, match="step 8: no room"):
         checkpoints.is_sealed(60.0)
+
+
+# --- The last checkpoint waits for room ---
+
+
+class Clock:
+    """Time that passes while somebody waits; `frees_at`: when the disk has room again."""
+
+    def __init__(self, monkeypatch, frees_at):
+        self.now = 100.0
+        self.frees_at = frees_at
+        monkeypatch.setattr(checkpointer_module.time, "monotonic", lambda: self.now)
+
+
+class WaitingControl:
+    """A run's only rank."""
+
+    rank = leader = 0
+    is_leader = True
+    loss = None
+    stopping = False
+    progressed_at = 0.0
+
+    def __init__(self, clock):
+        self.clock = clock
+        self.mail = {}
+
+    def post(self, rank, topic, payload):
+        self.mail.setdefault(topic, []).append((0, payload))
+
+    def post_all(self, topic, payload):
+        pass
+
+    def take(self, topic):
+        return self.mail.pop(topic, [])
+
+    def check(self):
+        pass
+
+    def wait(self, timeout_s):
+        self.clock.now += timeout_s
+
+    def saving(self, measure):
+        return nullcontext()
+
+
+class Trainer:
+    """One that has an array, and exports a file."""
+
+    name = "trainer"
+    leads = True
+    group = SimpleNamespace(index=0, ranks=(0,))
+    export_bytes = 40
+
+    def state_dict(self):
+        return {"w": torch.arange(10.0)}
+
+    def export(self, out):
+        if out is not None:
+            Path(out).mkdir()
+            (Path(out) / "model").write_text("weights")
+
+
+def service_with(control, run_dir):
+    checkpointer = Checkpointer(
+        run_dir, keep=2, control=control, expected=[("trainer", 0)], extra_parts=("hf",)
+    )
+    told = SimpleNamespace(pump=lambda: None, state_dict=lambda *step: {})
+    service = CheckpointService(checkpointer, [], control, told, told, identity={}, timeout_s=60.0)
+    return service, checkpointer
+
+
+# Which of the writes the disk refuses while it is full: the look at its room, a file of a part, the
+# manifest of the whole.
+REFUSED = ("check_room", "save_file", "_write")
+
+
+@pytest.mark.parametrize("refused", REFUSED)
+@pytest.mark.parametrize(("frees_at", "is_sealed"), [(130.0, True), (1000.0, False)])
+def test_the_last_checkpoint_waits_for_room_until_timeout_s(
+    monkeypatch, tmp_path, caplog, refused, frees_at, is_sealed
+):
+    clock = Clock(monkeypatch, frees_at)
+    control = WaitingControl(clock)
+    service, checkpointer = service_with(control, tmp_path)
+    owner = safetensors.torch if refused == "save_file" else checkpointer_module
+    allowed = getattr(owner, refused)
+
+    def write(*args, **kwargs):
+        if clock.now < frees_at:
+            full()
+        return allowed(*args, **kwargs)
+
+    monkeypatch.setattr(owner, refused, write)
+    service.save(3, Trainer(), is_last=True)
+    while clock.now < 200.0 and not checkpointer.failed and not checkpointer.sealed(3):
+        service.serve()
+        control.wait(1.0)
+    assert checkpointer.sealed(3) == is_sealed
+    assert caplog.text.count("it waits 60 s (timeout_s) for room") == 1
+    if is_sealed:
+        assert verify(tmp_path / "checkpoints" / "step_3") == []
+        assert clock.now < frees_at + 10
+    else:
+        assert "No space left" in checkpointer.failed[3] and 160 <= clock.now < 170
+        assert checkpointer.progress()[0] > 20 or refused == "_write", (
+            "others are patient meanwhile"
+        )
+
+
+def test_an_earlier_checkpoint_waits_for_nothing(monkeypatch, tmp_path):
+    control = WaitingControl(Clock(monkeypatch, 1000.0))
+    service, checkpointer = service_with(control, tmp_path)
+    monkeypatch.setattr(checkpointer_module, "check_room", full)
+    service.save(3, Trainer())
+    service.serve()
+    assert "No space left" in checkpointer.failed[3] and control.clock.now == 100.0

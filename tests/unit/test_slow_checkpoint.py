@@ -251,9 +251,9 @@ def test_a_save_waits_for_an_executor_that_is_not_ready_and_the_loop_does_not(cl
     late = Slow(name="reference")
     service, control = service_of(clock, [], checkpointer, [late, ready])
     began = clock.now
-    control.mail = [(0, "save", {"step": 4})]
+    control.mail = [(0, "save", {"step": 4, "is_last": False})]
     assert service.serve() and saved == [("generator", 4, 9)]
-    control.mail = [(0, "save", {"step": 8})]
+    control.mail = [(0, "save", {"step": 8, "is_last": False})]
     assert service.serve() and saved[1:] == [("generator", 8, 9)]
     assert not service.serve() and clock.now == began
     late.version = 4
@@ -261,7 +261,7 @@ def test_a_save_waits_for_an_executor_that_is_not_ready_and_the_loop_does_not(cl
     late.version = 8
     assert service.serve() and saved[3:] == [("reference", 8, 8)]
     late.version = 0
-    control.mail = [(0, "save", {"step": 12})]
+    control.mail = [(0, "save", {"step": 12, "is_last": False})]
     assert service.serve() is False  # the generator, of version 9, is not ready either
     service.leave_out(late)
     ready.version = 12
@@ -438,9 +438,9 @@ def test_a_save_is_told_of_from_its_begin_to_its_end(tmp_path):
         group=SimpleNamespace(index=0),
     )
     service = CheckpointService(checkpointer, [reference], control, None, None, identity={})
-    control.mail.append((0, "save", {"step": 3}))
+    control.mail.append((0, "save", {"step": 3, "is_last": False}))
     assert service.serve() and state == [True] and not inside.is_set()
     assert measured == [checkpointer.progress]
     service.leave_out(reference)
-    control.mail.append((0, "save", {"step": 4}))
+    control.mail.append((0, "save", {"step": 4, "is_last": False}))
     assert not service.serve() and state == [True], "nothing is asked of what is lost"
