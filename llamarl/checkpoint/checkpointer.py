@@ -26,7 +26,7 @@ While a rank writes, hashes and syncs its part, `progress` says how far it has c
 for a rank that gets on has patience (Control.saving).
 
 A disk that is full or fails ends no run by itself: that checkpoint is given up, in whole, and named
-in the log. The run's last checkpoint waits for room (`wait_for_room`). What cannot be deleted is
+in the log. The run's last checkpoint waits for room (room.py). What cannot be deleted is
 named too, and tried again with the next checkpoint.
 
     message      from -> to           handled         meaning
@@ -43,13 +43,11 @@ import logging
 import os
 import re
 import stat
-import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 import safetensors.torch
 from safetensors import SafetensorError
@@ -65,6 +63,7 @@ from llamarl.checkpoint.manifest import (
     unseen,
 )
 from llamarl.checkpoint.parts import stem_of
+from llamarl.checkpoint.room import Room
 from llamarl.comm.control import Control
 from llamarl.errors import CheckpointError
 from llamarl.executor import State
@@ -72,7 +71,6 @@ from llamarl.native.disk import (
     aside,
     check_room,
     discard,
-    is_full,
     named_if_unread,
     shown_free,
 )
@@ -83,14 +81,12 @@ TOPIC = "checkpoint"
 _SHOWN = 10  # damaged files that a message names
 _CHUNK_BYTES = 1 << 20  # read at once for a digest
 _SYNC_BYTES = 1 << 26  # synced at once
-_ROOM_POLL_S = 1.0  # between two looks at a full disk
 _HASHERS = 4  # files of a part that are hashed at once
 # Flags of sync_file_range(2): start writing a range, and wait until it is written.
 _WRITE_AND_WAIT = 1 | 2 | 4
 _SEALED = re.compile(r"step_(\d+)")
 _LEFTOVER = re.compile(r"step_(\d+)\.(tmp|old|tmp\.old)(\.\d+)?")
 _WRITTEN = re.compile(r"step_(\d+)\.tmp")
-Written = TypeVar("Written")
 
 log = logging.getLogger(__name__)
 
@@ -229,9 +225,7 @@ class Checkpointer:
         # The part that this rank writes: the folder of its step, and a pattern of its files there.
         self._under_way: tuple[Path, str] | None = None
         self._num_chunks = 0  # that were hashed or synced so far, and looks at a full disk
-        # The step whose checkpoint waits for room, and until when; and whether that was said.
-        self._waits: tuple[int, float] = (-1, 0.0)
-        self._has_said = False
+        self.room = Room(self.folder, control, self._got_on)
         if control.is_leader:
             name_whole_ones(self.folder)
             for _, path in _newest_first(self.folder, _LEFTOVER):
@@ -269,42 +263,6 @@ class Checkpointer:
         path.mkdir(parents=True, exist_ok=True)
         return path
 
-    def wait_for_room(self, step: int, seconds: float) -> None:
-        """Have the checkpoint of `step` wait so long for room from here on, wherever the disk is
-        full.
-        """
-        self._waits = (step, time.monotonic() + seconds)
-        self._has_said = False
-
-    def _may_wait(self, step: int, error: Exception) -> bool:
-        """Return whether a write of `step` is to be tried again, and say so the first time."""
-        waiting, deadline = self._waits
-        seconds = deadline - time.monotonic()
-        if step != waiting or seconds <= 0 or not is_full(error):
-            return False
-        if not self._has_said:
-            self._has_said = True
-            log.warning(
-                "%s: the disk is full (%s), and this is the run's last checkpoint: it waits %.0f s "
-                "(timeout_s) for room. Make room there",
-                self.folder,
-                shown_free(self.folder),
-                seconds,
-            )
-        return True
-
-    def _until_room(self, step: int, write: Callable[[], Written]) -> Written:
-        """Return what `write` does; call it again while the disk is full and `step` may wait."""
-        while True:
-            try:
-                return write()
-            except (OSError, SafetensorError) as error:
-                if not self._may_wait(step, error):
-                    raise
-            self._got_on()  # so that those who wait for this rank go on doing so
-            self._control.check()
-            self._control.wait(_ROOM_POLL_S)
-
     def save_part(self, step: int, name: str, rank: int, state: State) -> None:
         """Write one executor's state of one rank to disk for good, and tell the leader.
 
@@ -330,7 +288,7 @@ class Checkpointer:
             self.register_files(step, part, files)
 
         with self.writing(step, part, num_bytes):
-            self._until_room(step, write)
+            self.room.until_there(step, write)
 
     @contextmanager
     def writing(self, step: int, part: str, num_bytes: int) -> Iterator[None]:
@@ -355,7 +313,7 @@ class Checkpointer:
         """
         with self.writing(step, part, num_bytes):
             folder = self.begin(step)
-            self._until_room(step, lambda: check_room(folder, num_bytes))
+            self.room.until_there(step, lambda: check_room(folder, num_bytes))
             self._under_way = (folder, f"{part}*/*")
             return folder
         return None
@@ -429,7 +387,7 @@ class Checkpointer:
             try:
                 self._seal(step)
             except OSError as error:
-                if self._may_wait(step, error):
+                if self.room.may_wait(step, error):
                     return  # the next `pump` tries again
                 errors = [str(error)]
             else:

@@ -108,7 +108,7 @@ class CheckpointService:
             return
         self._saved = step
         if is_last:
-            self._checkpointer.wait_for_room(step, self._timeout_s)
+            self._checkpointer.room.wait_for(step, self._timeout_s)
         with self._control.saving(self._checkpointer.progress):
             self._save(step, trainer, is_last)
 
@@ -221,7 +221,7 @@ class CheckpointService:
         """
         for _, message in self._control.take("save"):
             if message["is_last"] and not self._control.is_leader:
-                self._checkpointer.wait_for_room(message["step"], self._timeout_s)
+                self._checkpointer.room.wait_for(message["step"], self._timeout_s)
             for executor in self._executors:
                 # The one that leads has saved itself.
                 if executor.has_state() and not executor.leads:

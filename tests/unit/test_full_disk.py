@@ -2,6 +2,7 @@
 together. Rows of metrics: test_held_rows.py.
 """
 
+import time
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -110,7 +111,7 @@ class Clock:
     def __init__(self, monkeypatch, frees_at):
         self.now = 100.0
         self.frees_at = frees_at
-        monkeypatch.setattr(checkpointer_module.time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(time, "monotonic", lambda: self.now)
 
 
 class WaitingControl:
