@@ -129,7 +129,7 @@ def lag_histogram(lags: Tensor) -> dict[str, Tensor]:
 # --- The row ---
 
 
-def batch_row(groups: list[Group], version: int, ranks: Ranks) -> dict[str, float]:
+def batch_row(groups: list[Group], version: int, ranks: Ranks) -> Row:
     """Collective: return the metrics of the groups that a step took, also of those that have no
     part in its updates. version: the policy version that is trained.
     """
@@ -160,12 +160,14 @@ def batch_row(groups: list[Group], version: int, ranks: Ranks) -> dict[str, floa
         lags=sum(lags),
     )
     completions = max(1.0, sums["completions"])
-    rewarded = max(1.0, sums["rewarded"])
-    mean = sums["rewards"] / rewarded
-    variance = sums["squared_rewards"] / rewarded - mean * mean
+    mean = deviation = None  # if no completion has a reward
+    if rewarded := sums["rewarded"]:
+        mean = sums["rewards"] / rewarded
+        variance = sums["squared_rewards"] / rewarded - mean * mean
+        deviation = math.sqrt(max(0.0, variance))
     return {
         "reward/mean": mean,
-        "reward/std": math.sqrt(max(0.0, variance)),
+        "reward/std": deviation,
         "reward/error_rate": sums["errors"] / completions,
         "lag/mean": sums["lags"] / max(1.0, sums["begun"]),
         "lag/max": ranks.max(lag=max(lags, default=0))["lag"],

@@ -122,7 +122,7 @@ class StepResult:
     """The results of a step, the same on every rank."""
 
     grad_norm: float  # before clipping, the mean over the step's updates
-    mean_reward: float  # the task's own, of all groups that were taken
+    mean_reward: float  # the task's own, of all groups that were taken; NaN if none has one
     num_trained_tokens: float  # of the batch, over all ranks
     metrics: dict[str, float | None]  # None: there was nothing to measure
 
@@ -270,7 +270,7 @@ class PolicyUpdate:
         metrics = updates_row(updates) | row
         return StepResult(
             grad_norm=measured(metrics, "grad_norm"),
-            mean_reward=measured(metrics, "reward/mean"),
+            mean_reward=math.nan if metrics["reward/mean"] is None else metrics["reward/mean"],
             num_trained_tokens=measured(metrics, "tokens/trained"),
             metrics=metrics,
         )

@@ -185,7 +185,7 @@ def format_cells(row: Row, max_steps: int | None) -> dict[str, str]:
     trainer_idle = cell("trainer/idle_fraction", ".0%")
     return {
         "step": f"{step}/{max_steps}" if max_steps else step,
-        "reward": cell("reward/mean", ".3f"),
+        "reward": cell("reward/mean", ".3f") or ("--" if row.get("tokens/generated") else ""),
         "eval": evaluated(row) or cell("eval/loss", ".4f") or ("--" if row.get(LEFT_OUT) else ""),
         "lag": pair(cell("lag/mean", ".1f"), cell("lag/max", ".0f")),
         "loss": cell("loss/value", ".4f"),

@@ -277,7 +277,10 @@ class RewardPool(Scorer):
         """Return a worker's verdict on an item of a call as an outcome."""
         if kind == "late":
             return Outcome.error(self._late(call, count=1))
-        return Outcome(kind, math.nan if value is None else value, reason)
+        if kind == "score":
+            assert value is not None, "a score has a value"
+            return Outcome.score(value)
+        return Outcome(kind, math.nan, reason)
 
     def _enter(self, worker: WorkerProcess[Call], keys: list[int], finished_at: float) -> None:
         """Note that a worker has scored these items of its call, at this time."""

@@ -25,6 +25,8 @@ from llamarl.scoring.together import Alone, Together
 from llamarl.tasks.sampled import with_sampled
 from llamarl.types import ALONE, Ending, Prompt, Stretch
 
+LARGEST_REWARD = 1e18  # the deviation of a group's rewards needs their squares in float32
+
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
@@ -58,9 +60,14 @@ class Outcome:
 
     @classmethod
     def score(cls, value: float, success: float | None = None) -> Outcome:
-        """Return the outcome with a score; an error if the score is not finite."""
+        """Return the outcome with a score; an error if the score is not finite, or too large."""
         if not math.isfinite(value):
             return cls.error(f"the score is {value}")
+        if abs(value) > LARGEST_REWARD:
+            return cls.error(
+                f"the score is {value:g}, beyond +-{LARGEST_REWARD:g}, whose square float32 holds; "
+                "give a smaller number, or None to leave the completion out"
+            )
         return cls("score", value, "", success)
 
 

@@ -23,7 +23,8 @@ On Linux the guard runs none of the user's code. It passes on what the worker pr
 MAX_PRINTED_BYTES. When the worker ends, the pool asks for its end (SIGTERM) or the rank dies, it
 kills all that is left below it, whatever session that is in, and ends as the worker ended. The
 worker kills what a call left running before it answers for the call; what was started while the
-module was imported lives on. Elsewhere there is no guard: the worker notices the end of its stdin.
+module was imported lives on, and so do pools and executors that the module keeps. Elsewhere there
+is no guard: the worker notices the end of its stdin.
 """
 
 from __future__ import annotations
@@ -123,7 +124,7 @@ def main(path: str, setup: dict, note: int) -> None:
         end_if_over(memory_bytes, note)
         send([keys, verdicts, time.monotonic()])
 
-    kept = children()
+    kept = children()  # what was started while the module was imported
     end_if_over(memory_bytes, note)
     send(["ready", takes])
     for line in commands:
@@ -135,11 +136,11 @@ def main(path: str, setup: dict, note: int) -> None:
             limit_cpu(limit_s * len(keys))
             items = dict(zip(keys, zip(prompts, completions, metas)))
             runner().run(score_each(call_one, items, limit_s, tell, traced=traced))
-            kill_children(but=kept)
+            kill_children(but=kept | _held_by_multiprocessing())
         else:
             limit_cpu(limit_s)
             verdicts = score(call, prompts, completions, metas, traced=traced)
-            kill_children(but=kept)
+            kill_children(but=kept | _held_by_multiprocessing())
             tell(keys, verdicts)
 
 
@@ -215,8 +216,14 @@ def _innermost(error: BaseException) -> str:
 
 
 def _verdict(value: object) -> Verdict:
+    """Return the verdict that a returned value means: a number, or an array or a tensor of one."""
     if value is None:
         return ("abstain", None, "the reward returned None")
+    if hasattr(value, "item"):
+        try:
+            value = value.item()
+        except (TypeError, ValueError, RuntimeError):
+            pass  # it has several numbers, or none, which is told below
     if not isinstance(value, numbers.Real):
         what = f"{type(value).__name__} {value!r:.60}"
         reason = f"returned {what}; need a float, or None to abstain"
@@ -459,6 +466,28 @@ def kill_children(but: frozenset[int] = frozenset()) -> None:
                 pass  # the user's code has reaped the child meanwhile
         time.sleep(0.001)
         strays = children() - but
+
+
+def _held_by_multiprocessing() -> frozenset[int]:
+    """Return the processes of pools, executors and managers that the user's code still has, and
+    those by which multiprocessing serves later calls. An executor starts its own at its first use.
+    """
+    # Names and members of the standard library's modules, if the user's code has imported them.
+    found: set[int | None] = set()
+    if "multiprocessing" in sys.modules:
+        import multiprocessing
+
+        for process in multiprocessing.active_children():
+            if "PoolWorker" in process.name or "Manager" in process.name:
+                found.add(process.pid)
+    executors = sys.modules.get("concurrent.futures.process")
+    for thread in list(getattr(executors, "_threads_wakeups", ())):
+        found |= set(thread.processes or ())
+    tracker = sys.modules.get("multiprocessing.resource_tracker")
+    found.add(getattr(getattr(tracker, "_resource_tracker", None), "_pid", None))
+    server = sys.modules.get("multiprocessing.forkserver")
+    found.add(getattr(getattr(server, "_forkserver", None), "_forkserver_pid", None))
+    return frozenset(pid for pid in found if pid is not None)
 
 
 def _has_children() -> bool:

@@ -16,6 +16,7 @@ library only: reward workers use it, and start in a moment.
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -278,7 +279,7 @@ def _verl_arguments(completion: str, meta: dict) -> dict[str, object]:
             "no ground_truth: the row has no answer and no reward_model.ground_truth; "
             "set task.answer_key"
         )
-    extra_info = dict(meta.get("extra_info") or {})
+    extra_info = _extra_info(meta.get("extra_info"))
     if SAMPLED in meta:
         extra_info[SAMPLED] = meta[SAMPLED]
     return {
@@ -289,13 +290,30 @@ def _verl_arguments(completion: str, meta: dict) -> dict[str, object]:
     }
 
 
+def _extra_info(found: object) -> dict[str, object]:
+    """Return a row's extra_info, which may be a JSON text, as a new dict. ValueError if it is no
+    object.
+    """
+    if isinstance(found, str) and found:
+        try:
+            found = json.loads(found)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"the row's extra_info {found!r:.60} is no JSON: {error}") from error
+    if not found:
+        return {}
+    if not isinstance(found, Mapping):
+        what = f"{type(found).__name__} {found!r:.60}"
+        raise ValueError(f"the row's extra_info is {what}; need an object")
+    return dict(found)
+
+
 def _score_of(returned: object) -> object:
     """Return the score in what a function of verl's returns: a number, or a mapping with more to
     log.
     """
     if isinstance(returned, Mapping) and "score" in returned:
-        return _plain(returned["score"])
-    return _plain(returned)
+        return returned["score"]
+    return returned
 
 
 async def _score_of_awaited(returned: Awaitable) -> object:
@@ -363,12 +381,7 @@ def _listed(returned: Any, count: int) -> list:
     if returned is None or isinstance(returned, str | Mapping | float | int):
         what = f"{type(returned).__name__} {returned!r:.60}"
         raise ValueError(f"returned {what}; need a list of {count}, one for each completion")
-    values = [_plain(value) for value in returned]
+    values = list(returned)
     if len(values) != count:
         raise ValueError(f"returned {len(values)} values for {count} completions")
     return values
-
-
-def _plain(value: object) -> object:
-    """Return an array or a tensor of one number as that number."""
-    return value.item() if hasattr(value, "item") else value

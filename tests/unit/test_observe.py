@@ -566,6 +566,15 @@ def test_a_plain_console_line_names_what_it_shows():
     assert second == "step 13/200"
 
 
+def test_a_step_whose_completions_have_no_reward_says_so():
+    out = io.StringIO()
+    console = Console(stream=out)
+    console.write({"step": 3, "reward/mean": None, "tokens/generated": 12.0})
+    console.write({"step": 4, "reward/mean": 0.0, "tokens/generated": 12.0})
+    first, second = out.getvalue().splitlines()
+    assert "reward --" in first and "reward 0.000" in second
+
+
 def test_a_job_without_a_generator_shows_its_trainers_idle_share_alone():
     row = {"step": 3, "loss/value": 0.5, "trainer/idle_fraction": 0.25}
     row |= {"generator/idle_fraction": None, "time/step_s": 2.0}

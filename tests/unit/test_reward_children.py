@@ -155,6 +155,50 @@ def test_what_was_started_while_the_module_was_imported_serves_all_items():
     assert_all_end(started(), 1)
 
 
+POOLS = """
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
+
+executor = ProcessPoolExecutor(1)  # its process starts at the first call
+kept = None
+
+
+def of_executor(prompt, completion, meta):
+    return float(executor.submit(abs, -2).result())
+
+
+def of_pool(prompt, completion, meta):
+    global kept
+    kept = kept or multiprocessing.Pool(1)
+    return float(sum(kept.map(abs, [-2])))
+
+
+def of_forkserver(prompt, completion, meta):
+    with multiprocessing.get_context("forkserver").Pool(1) as own:
+        return float(sum(own.map(abs, [-2])))
+
+
+def left(prompt, completion, meta):
+    import time
+
+    from my_rewards import start
+
+    start()
+    multiprocessing.get_context("fork").Process(target=time.sleep, args=(1000,)).start()
+    return 2.0
+"""
+
+
+@pytest.mark.parametrize("name", ["of_executor", "of_pool", "of_forkserver", "left"])
+def test_pools_that_a_function_keeps_serve_all_its_calls(tmp_path, name):
+    (tmp_path / "pooled.py").write_text(POOLS)
+    with RewardPool(f"pooled:{name}", timeout_s=DEADLINE_S, memory_mb=2048) as pool:
+        outcomes = pool.score([("", "", {})] * 3)
+    assert [(one.kind, one.value) for one in outcomes] == [("score", 2.0)] * 3
+    if name == "left":  # what no pool holds is ended all the same
+        assert_all_end(started(), 3)
+
+
 def test_prints_are_passed_on_up_to_a_limit_and_then_dropped_with_one_note(capfd):
     size = worker.MAX_PRINTED_BYTES
     with RewardPool("my_rewards:score", timeout_s=DEADLINE_S) as pool:

@@ -263,6 +263,64 @@ def test_a_function_of_verls_form_is_called_as_verl_calls_it():
     assert "no ground_truth: the row has no answer and no reward_model.ground" in outcome.reason
 
 
+def test_extra_info_may_be_a_json_text_and_is_named_where_it_is_neither():
+    for text in ('{"index": 3}', ""):
+        row = {"answer": "4", "extra_info": text}
+        assert values("compute_score", [("2+2=", "4", row)]) == [31.0 if text else 1.0]
+    for wrong in ("index 3", "[3]", [3]):
+        (outcome,) = score("compute_score", [("q", "4", {"answer": "4", "extra_info": wrong})])
+        assert outcome.kind == "error" and "the row's extra_info" in outcome.reason
+
+
+KINDS_OF_SCORES = """
+import decimal
+
+import numpy as np
+import torch
+
+SCORES = {"bool": np.bool_(True), "0-d": np.array(0.5), "one": np.array([2.0]), "int": np.int64(3),
+          "tensor": torch.tensor(1.5), "several": np.array([1.0, 2.0]), "empty": torch.zeros(0),
+          "text": "1", "decimal": decimal.Decimal(1), "inf": np.float32("inf")}
+
+
+def single(prompt, completion, meta):
+    return SCORES[completion]
+
+
+def verl(data_source, solution_str, ground_truth, extra_info=None):
+    return SCORES[solution_str]
+
+
+def mapping(solution_str, **kwargs):
+    return {"score": SCORES[solution_str]}
+
+
+async def later(prompt, completion, meta):
+    return SCORES[completion]
+
+
+def batch(prompts, completions, metas):
+    return [SCORES[completion] for completion in completions]
+
+
+def trl(completions, **kwargs):
+    return [SCORES[completion] for completion in completions]
+"""
+
+
+@pytest.mark.parametrize("form", ["single", "verl", "mapping", "later", "batch", "trl"])
+def test_what_counts_as_a_number_is_the_same_in_every_form(tmp_path, form):
+    """A value that is none is an error of its own completion alone."""
+    (tmp_path / "kinds.py").write_text(KINDS_OF_SCORES)
+    wanted = {"bool": 1.0, "0-d": 0.5, "one": 2.0, "int": 3.0, "tensor": 1.5}
+    refused = ("several", "empty", "text", "decimal", "inf")
+    samples = [("q", name, {"answer": "4"}) for name in (*wanted, *refused)]
+    with RewardPool(f"kinds:{form}", timeout_s=60.0, memory_mb=4096) as pool:
+        outcomes = pool.score(samples)
+    assert [one.value for one in outcomes[: len(wanted)]] == list(wanted.values())
+    assert {one.kind for one in outcomes[len(wanted) :]} == {"error"}
+
+
 @pytest.mark.parametrize(
     "name, reason",
     [

@@ -160,6 +160,15 @@ def test_a_finite_number_is_a_score_and_nothing_else_is():
     assert all(said in outcome.reason for said, outcome in zip(reasons, others, strict=True))
 
 
+def test_a_number_whose_square_float32_does_not_hold_is_an_error_that_says_so():
+    """Of such a group neither the mean nor the deviation is a number in float32."""
+    fits, large, negative = run(["value 1e18", "value 1.1e18", "value -1.7976931348623157e308"])
+    assert (fits.kind, fits.value) == ("score", 1e18)
+    assert (large.kind, negative.kind) == ("error", "error")
+    assert "the score is 1.1e+18, beyond +-1e+18" in large.reason
+    assert "the score is -1.79769e+308" in negative.reason
+
+
 def test_prompt_completion_and_meta_arrive_whole():
     completion = 'line\n"quoted" \u2028 ünïcode \ud800 \x00' + "x" * 300_000  # longer than a pipe
     with RewardPool("my_rewards:length") as pool:

@@ -9,11 +9,13 @@ from llamarl.learning.step_metrics import (
     Metric,
     Reduction,
     Update,
+    batch_row,
     join,
     metrics_of_loss,
     over_ranks,
     updates_row,
 )
+from tests.updating import VERSION, group
 
 ALONE = Ranks(None, torch.device("cpu"), None)
 
@@ -111,3 +113,12 @@ def test_what_no_microbatch_told_of_stands_at_what_means_nothing_happened():
         "parity/logprob_diff_max": None,
         "parity/logprob_diff_rms": None,
     }
+
+
+def test_completions_without_a_reward_have_no_mean_of_rewards():
+    none = [group(1, [3, 4], [math.nan, math.nan])]
+    row = batch_row(none, VERSION, ALONE)
+    assert row["reward/mean"] is None and row["reward/std"] is None
+    assert row["reward/error_rate"] == 1.0 and row["tokens/generated"] == 7.0
+    row = batch_row([*none, group(2, [1, 1], [0.0, 2.0])], VERSION, ALONE)
+    assert (row["reward/mean"], row["reward/std"]) == (1.0, 1.0)
