@@ -177,7 +177,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch, load(args.load):
-        medium = (f"model.path={medium_model(Path(scratch))}", *MEDIUM)
+        medium = ("model=tiny", f"model.path={medium_model(Path(scratch))}", *MEDIUM)
         cases = [
             Case("default", (), args.steps),
             Case("one process", (), args.steps, ranks=1),

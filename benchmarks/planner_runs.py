@@ -215,7 +215,7 @@ def measure(cell: Cell, model_path: str, runs: Path, turn: int = 0) -> dict:
         return json.loads(file.read_text())
     words = cell.overrides
     if model_path:
-        words.append(f"model.path={model_path}")
+        words += ["model=tiny", f"model.path={model_path}"]
     watch = Watch()
     watch.start()
     began = time.time()

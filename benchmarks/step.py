@@ -56,6 +56,7 @@ class Measured:
 
 def measure(folder: Path, name: str, model: Path, steps: int, overrides: list[str]) -> Measured:
     common = [
+        "model=tiny",
         f"model.path={model}",
         f"max_steps={steps}",
         f"groups_per_step={COMPLETIONS // 8}",

@@ -42,6 +42,8 @@ POLL_S = 0.1
 PR_SET_PDEATHSIG = 1  # of Linux's prctl: a signal to this process when its parent dies
 # What every run has: it is looked at by its metrics alone.
 ALWAYS = ("metrics.trace=false", "resume=auto")
+# Values that runs of a model's directory were made with and kept, where a study does not say them.
+KEPT = {"trainer.warmup_steps": 0, "eval.num_prompts": 500}
 LOG_LINES = 15
 
 
@@ -74,6 +76,9 @@ class Piece:
             for name, path in self.given.items():
                 word = word.replace(f"{{{name}}}", path)
             filled.append(word)
+        given = {word.partition("=")[0] for word in filled}
+        if "model=hf" in filled:
+            filled += [f"{key}={value}" for key, value in KEPT.items() if key not in given]
         return [*filled, *ALWAYS]
 
 

@@ -193,6 +193,7 @@ def stages(out: Path, seed: int) -> list[Stage]:
             recipe="llama_async.py",
             ranks=RANKS,
             words=(
+                "model=tiny",
                 f"model.path={sft}",
                 *sampled,
                 "reward=model",
@@ -226,6 +227,7 @@ def _judge(name: str, model: str, out: Path) -> Stage:
         name=f"judge_{name}",
         recipe="evaluate.py",
         words=(
+            "model=tiny",
             f"model.path={model}",
             *TASK,
             "reward=function",

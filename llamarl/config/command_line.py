@@ -30,6 +30,7 @@ from typing import Generic, overload
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from llamarl.config.by_model import is_tiny
 from llamarl.config.conversion import Schema, echoing, known_keys, sections_of_kinds, to_config
 from llamarl.config.files import (
     CONF_DIR,
@@ -49,6 +50,7 @@ from llamarl.config.schema import Config
 from llamarl.native.collecting import collect_seldom
 
 STDERR = 2  # the file, whatever sys.stderr is by then
+BY_PATH = "model=hf"  # what a directory in model.path chooses, unless it holds the tiny model
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +112,9 @@ def check_command_line(
     local_world_size: int | None = None,
     kind: JobKind = RL,
 ) -> list[str]:
-    """Check overrides, and return them as Hydra wants them (a needless `+` dropped). ConfigError
-    with all that is wrong. config_name: a file of the user's own in place of the kind's.
+    """Check overrides, and return them as Hydra wants them (a needless `+` dropped), followed by
+    the choice of the model that its directory makes. ConfigError with all that is wrong.
+    config_name: a file of the user's own in place of the kind's.
     """
     ranks = (world_size, local_world_size)
     return _read(overrides, kind, config_name, config_dir, multirun, ranks)[0]
@@ -156,17 +159,23 @@ def _read(
     choices = []
     for word in words:
         choices.append([(word.key, point) for point in word.points])
+    by_path: set[bool] = set()  # of the points of a sweep: whether model.path chooses the model
     configs: list[Schema] = []
     with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
         for combination in itertools.product(*choices):
             chosen = dict(combination)
             made = _compose(kind, config_name or kind.file, search, chosen, ranks)
-            if made[0] is not None:
-                configs.append(made[0])
-            problems += made[1]
+            if made.config is not None:
+                configs.append(made.config)
+            problems += made.problems
+            by_path.add(made.by_path)
+    if len(by_path) > 1:
+        what = "a sweep has the tiny model's defaults or another's; write model=hf or model=tiny"
+        problems.append(Problem("model.path", what, ("model.path",)))
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
-    return [word.text for word in words], configs
+    accepted = [word.text for word in words]
+    return accepted + [BY_PATH] * (True in by_path), configs
 
 
 def _read_words(
@@ -205,6 +214,15 @@ def default_config(kind: JobKind = RL, overrides: Sequence[str] = ()) -> Config:
         return to_config(compose(kind.file, words), kind.schema)
     with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
         return to_config(compose(kind.file, words), kind.schema)
+
+
+@dataclass(frozen=True, slots=True)
+class _Composed(Generic[Schema]):
+    """The values of a command line, or what is wrong with them."""
+
+    config: Schema | None
+    problems: list[Problem]
+    by_path: bool  # model.path has chosen the model
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,7 +302,7 @@ def _compose(
     search: list[str],
     chosen: dict[str, str],
     ranks: tuple[int, int | None],
-) -> tuple[Schema | None, list[Problem]]:
+) -> _Composed[Schema]:
     """Compose the config of `chosen` (key -> override), None if that is impossible, and find all
     that is wrong with it. Hydra must be initialised. ranks: of all hosts, and of one.
     """
@@ -295,6 +313,7 @@ def _compose(
 
     problems: list[Problem] = []
     required: list[str] = []
+    by_path = False
     # Up to three times: each time, leave out the words that are wrong alone, so that wrong
     # combinations of the rest are reported too.
     for _ in range(3):
@@ -302,7 +321,10 @@ def _compose(
         kept = {key: text for key, text in chosen.items() if key not in wrong}
         stand_ins = [f"++{key}=1" for key in required]  # a number, and a text
         try:
-            composed = compose(config_name, [*search, *kept.values(), *stand_ins])
+            words = [*search, *kept.values(), *stand_ins]
+            composed = compose(config_name, words, return_hydra_config=True)
+            by_path = "model" not in chosen and _takes_a_directory(composed)
+            composed = compose(config_name, [*words, BY_PATH] if by_path else words)
             config = kind.read(composed)
         except ConfigError as error:
             found = error.problems
@@ -315,13 +337,21 @@ def _compose(
                 except refusals as alone:
                     found.append(Problem(text, " ".join(str(alone).split()), (key,)))
             if not found:
-                return None, [*problems, Problem(config_name, " ".join(str(error).split()))]
+                told = Problem(config_name, " ".join(str(error).split()))
+                return _Composed(None, [*problems, told], by_path)
         else:
             wrong |= echoing(sections(composed), required)
             found = kind.check(config, *ranks)
-            return config, problems + [p for p in found if wrong.isdisjoint(p.keys)]
+            problems += [problem for problem in found if wrong.isdisjoint(problem.keys)]
+            return _Composed(config, problems, by_path)
         problems += [problem for problem in found if wrong.isdisjoint(problem.keys)]
-    return None, problems
+    return _Composed(None, problems, by_path)
+
+
+def _takes_a_directory(composed: DictConfig) -> bool:
+    """Whether values composed for the tiny model name another one's directory."""
+    chosen = composed.hydra.runtime.choices.get("model")
+    return chosen == "tiny" and not is_tiny(OmegaConf.select(composed, "model.path"))
 
 
 @overload
@@ -397,6 +427,7 @@ def main(recipe: Callable, kind: JobKind = RL) -> Callable[[], None]:
                 return job(configs[0])
             rewritten = dict(zip(args.overrides, accepted))
             sys.argv = [rewritten.get(argument, argument) for argument in sys.argv]
+            sys.argv += accepted[len(args.overrides) :]
         hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name=kind.file)(
             hydra_job
         )()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from omegaconf import OmegaConf
 
+from llamarl.config.by_model import told
 from llamarl.config.conversion import to_values
 from llamarl.config.sections.victim import placed_victim
 from llamarl.ddma.plan import make_plan
@@ -48,6 +49,8 @@ def dry_run(job: Job) -> None:
         f"model    {num_parameters(model):,} parameters ({c.model.dtype} in the generator, "
         "float32 in the trainer)"
     )
+    for line in told(c, job.model_path):
+        print(line)
     for line in memory_lines(job, found):
         print(line)
     warn_of_memory(job, found)

@@ -11,7 +11,8 @@
 
 The config alone cannot tell whether ticket 7 still has the same prompt: the data may have changed
 under the same path, or lie elsewhere unchanged. So prompts are compared by fingerprint, and the
-config's keys only explain the difference. The same holds for models.
+config's keys only explain the difference. The same holds for models. Other keys that change what is
+learned, such as lr, may differ, which is said.
 
 If a resumed run reads weights from a model's directory again, other weights make another run:
 weights under adapters, a reference's, and those of judges of evaluations. A model that is trained
@@ -77,13 +78,18 @@ def differences(
     changed = {}
     for key, pair in value_differences(old.config, new.config).items():
         changed[key] = _change(key, pair, place)
+    # An earlier version may not have had a key. Adapters are compared below.
+    both = flat(old.config).keys() & flat(new.config).keys()
+    told = {key for key in both if not key.startswith("trainer.lora.")}
     found = []
     reasons = []
     for key, difference in changed.items():
         if is_marked(key, "identity", schema):
             found.append(Difference(difference, None))
-        if is_marked(key, "data", schema):
+        elif is_marked(key, "data", schema):
             reasons.append(difference)
+        elif not is_marked(key, "outward", schema) and key in told:
+            found.append(Difference(difference, permit=None, refuses=False))
     adapters = value_differences(old.adapters, new.adapters)
     if 0 in adapters.get("rank", ()):  # only the other run has these keys
         adapters = {"rank": adapters["rank"]}

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from llamarl.comm.groups import SHOWN_HOSTS, init_world, threads_per_rank
+from llamarl.config.by_model import told
 from llamarl.config.command_line import Config
 from llamarl.errors import (
     BadInput,
@@ -127,6 +128,8 @@ def _announce(job: Job) -> None:
             overcommit += f", at most {job.replay_lag:,} steps old"
     completions = f"{c.groups_per_step} x {c.group_size} completions a step"
     print(f"llamarl  {job.model_path.name} on {c.task.kind}, {completions}, {c.loss.name}")
+    for line in told(c, job.model_path):
+        print(line)
     device = f"{job.world.device.type}, {torch.get_num_threads()} thread(s) each"
     print(f"ranks    {job.hosts}  ({device})")
     if job.world.network:

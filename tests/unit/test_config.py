@@ -129,7 +129,7 @@ def test_conf_has_no_key_that_the_schema_lacks_and_the_other_way_round():
 
 def test_a_task_and_a_model_may_set_values_of_the_run(tmp_path):
     config = config_of("task=gsm8k", "task.path=train.jsonl", "model=hf", "model.path=DIR")
-    assert (config.max_new_tokens, config.groups_per_step, config.lr) == (256, 8, 1e-6)
+    assert (config.max_new_tokens, config.groups_per_step, config.lr) == (256, 8, 1e-5)
     assert config.trainer.compute_dtype == config.model.dtype == "bfloat16"
     assert (
         config_of("task=gsm8k", "task.path=x", "max_new_tokens=9").max_new_tokens == 9
@@ -266,6 +266,7 @@ def test_keys_of_a_users_own_config_directory_are_checked_too(tmp_path):
     (tmp_path / "task").mkdir()
     (tmp_path / "task" / "mine.yaml").write_text("kind: addition\npromt_key: q\n")
     assert complaints("task=mine", config_dir=str(tmp_path)) == {
+        "max_new_tokens": "missing; need a whole number of at least 1",
         "task.promt_key": "unknown key; did you mean task.prompt_key?",
         "task.kind=addition": "needs chat, system_prompt, max_prompt_tokens too; "
         "choose it with its keys: task=addition",

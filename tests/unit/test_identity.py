@@ -137,3 +137,10 @@ def test_other_weights_of_a_model_that_the_checkpoint_has_are_only_told():
 def test_other_stop_tokens_are_told_and_named():
     (found,) = differences(policy("a", **{"stop tokens": [2]}), policy("a", **{"stop tokens": []}))
     assert "another model, model.path=a: stop tokens: [2] in the checkpoint, [] now" == found.what
+
+
+def test_a_value_that_changes_what_is_learned_is_told_and_one_that_does_not_is_not():
+    old, new = identity(lr=1e-6, timeout_s=600.0), identity(lr=1e-5, timeout_s=60.0)
+    (told,) = differences(old, new)
+    assert told == Difference("lr: 1e-06 in the checkpoint, 1e-05 now", None, refuses=False)
+    assert differences(identity(), identity(lr=1e-5)) == []  # an earlier version had no such key
