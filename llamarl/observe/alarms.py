@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from llamarl.observe.lag import steepness
-from llamarl.observe.rates import ACCURACY
+from llamarl.observe.rates import ACCURACY, EVALUATED
 from llamarl.observe.samples import Shown
 from llamarl.observe.streaming import Columns
 from llamarl.words.samples import GROUP_FIELDS
@@ -31,6 +31,13 @@ ERRORS = 0.05  # share of completions that could not be scored
 RATIO = 2.0  # a mean ratio above it, or below its inverse
 CAPPED = 0.3  # share of tokens whose ratio was capped
 FALL = 0.1  # of an accuracy, from its best
+WINDOW = 10  # rows at the start, and the newest, whose means are compared
+STILL = 1.0  # standard errors of their difference, within which a reward has not moved
+STILL_STEPS = 40  # before which many a run has not that learns well later
+RISEN = 2.0  # standard errors from which a reward has risen
+GAIN = 0.1  # of a held-out reward, in deviations of the sampled ones, that says it has
+GROWN = 1.75  # the factor of an entropy that has grown too far
+LEAST_GROWN = 1.0  # nats a token, below which a growth says nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +64,14 @@ class Observed:
     silent_s: float = 0.0
 
 
+def alarms_of_learning(columns: Columns) -> list[Alarm]:
+    """Return the alarms that a running job says itself: about a reward and an entropy since the
+    first step.
+    """
+    found = [check(Observed(columns=columns)) for check in OF_LEARNING]
+    return [alarm for alarm in found if alarm is not None]
+
+
 def alarms_of(run: Observed) -> list[Alarm]:
     """Return the alarms of a run, those that stop it first."""
     checks = (
@@ -69,6 +84,7 @@ def alarms_of(run: Observed) -> list[Alarm]:
         _truncated,
         _cut_by_time,
         _entropy,
+        *OF_LEARNING,
         _lag,
         _ratio,
         _capped,
@@ -221,6 +237,52 @@ def _entropy(run: Observed) -> Alarm | None:
     )
 
 
+def _unmoved(run: Observed) -> Alarm | None:
+    """Find a reward that is where it began, within its noise from step to step. Equal rewards
+    teach nothing, which is another alarm.
+    """
+    rewards = run.columns.get("reward/mean", np.empty(0))
+    moved = _moved(rewards)
+    spread = _recent(run.columns, "reward/std")
+    if moved is None or abs(moved) > STILL or not len(spread) or spread.mean() < LEAST_STD:
+        return None
+    known = rewards[~np.isnan(rewards)]
+    if len(known) < STILL_STEPS:
+        return None
+    held_out = run.columns.get(EVALUATED, np.empty(0))
+    held_out = held_out[~np.isnan(held_out)]
+    if len(held_out) > 1 and held_out[-1] - held_out[0] > GAIN * spread.mean():
+        return None  # sampled prompts may become harder
+    rates = _recent(run.columns, "lr")
+    rate = f" at lr {rates.max():g}" if len(rates) else ""
+    return Alarm(
+        title=f"The reward has not moved in {len(known)} steps{rate}",
+        figure=f"{known[:WINDOW].mean():.3g} at first, {known[-WINDOW:].mean():.3g} now",
+        threshold=f"{STILL:g} standard error between the first and the newest {WINDOW} steps",
+        remedy="Unless the task is solved: a larger lr (3 to 10 times), more completions a step, "
+        "an easier task, or a warm start (recipes/sft.py).",
+    )
+
+
+def _grown(run: Observed) -> Alarm | None:
+    """Find an entropy that grows with the reward: a policy that unlearns its language for it."""
+    moved = _moved(run.columns.get("reward/mean", np.empty(0)))
+    entropy = run.columns.get("entropy", np.empty(0))
+    known = entropy[~np.isnan(entropy)]
+    if moved is None or moved < RISEN or len(known) < 2 * WINDOW:
+        return None
+    first, newest = known[:WINDOW].mean(), known[-WINDOW:].mean()
+    if newest < max(LEAST_GROWN, GROWN * first):
+        return None
+    return Alarm(
+        title="Entropy has grown while the reward rose: the policy may lose its language",
+        figure=f"{first:.2g} nats a token at first, {newest:.2g} now",
+        threshold=f"{GROWN:g} times, from {LEAST_GROWN:g} nats a token on",
+        remedy="Read the samples of high reward. If they are no language: a smaller lr, "
+        "reference=frozen with loss.kl_coef, or a reward that asks for more.",
+    )
+
+
 def _lag(run: Observed) -> Alarm | None:
     name = "buffer/age_min" if "buffer/age_min" in run.columns else "lag/mean"
     lags = _recent(run.columns, name)
@@ -279,7 +341,22 @@ def _fall(run: Observed) -> Alarm | None:
     )
 
 
+OF_LEARNING = (_unmoved, _grown)
+
 # --- What the checks share ---
+
+
+def _moved(values: np.ndarray) -> float | None:
+    """Return by how many standard errors the newest rows' mean is above the first ones'; None
+    while there are too few rows.
+    """
+    known = values[~np.isnan(values)]
+    if len(known) < 2 * WINDOW:
+        return None
+    first, newest = known[:WINDOW], known[-WINDOW:]
+    error = np.sqrt((first.var(ddof=1) + newest.var(ddof=1)) / WINDOW)
+    difference = newest.mean() - first.mean()
+    return float(difference / error) if error else float(np.sign(difference)) * np.inf
 
 
 def _above(

@@ -1,9 +1,14 @@
-"""SignalWatch: warns when a run has nothing to learn from, instead of printing zeros for hours."""
+"""Sinks that warn when a run has nothing to learn from, does not learn, or learns the wrong thing,
+instead of printing zeros for hours.
+"""
 
 from __future__ import annotations
 
 import logging
 
+import numpy as np
+
+from llamarl.observe.alarms import WINDOW, alarms_of_learning
 from llamarl.observe.rates import Row, number_of, step_of
 
 FIRST_STEPS = 3  # that bring nothing before it is said
@@ -27,6 +32,42 @@ class SignalWatch:
         self._num_flat += 1
         if self._num_flat == FIRST_STEPS:
             log.warning("%s", no_signal(row))
+
+    def close(self) -> None:
+        """Release nothing: there is nothing to release."""
+
+
+class LearningWatch:
+    """Warns, once each, of a reward that does not move and of an entropy that grows with it (a
+    sink). It looks every WINDOW steps, at a run that it has seen from its first steps on: a
+    resumed one is judged by the report, which has all rows.
+    """
+
+    COLUMNS = ("reward/mean", "reward/std", "entropy", "eval/reward", "lr")
+
+    def __init__(self):
+        self._rows: dict[str, list[float]] = {name: [] for name in self.COLUMNS}
+        self._first: int | None = None
+        self._said: set[str] = set()
+
+    def write(self, row: Row) -> None:
+        """Look at a row."""
+        step = step_of(row)
+        if self._first is None:
+            self._first = step
+        if self._first > WINDOW:
+            return
+        for name, values in self._rows.items():
+            number = number_of(row, name)
+            values.append(np.nan if number is None else number)
+        if step == 0 or step % WINDOW:
+            return
+        columns = {name: np.asarray(values, float) for name, values in self._rows.items()}
+        for alarm in alarms_of_learning(columns):
+            kind = alarm.title.partition(" in ")[0]
+            if kind not in self._said:
+                self._said.add(kind)
+                log.warning("%s: %s. %s", alarm.title, alarm.figure, alarm.remedy)
 
     def close(self) -> None:
         """Release nothing: there is nothing to release."""

@@ -20,7 +20,7 @@ from llamarl.observe.console import RL_COLUMNS, Console
 from llamarl.observe.lag import LagWatch
 from llamarl.observe.rates import Row, step_of
 from llamarl.observe.samples import SampleFile
-from llamarl.observe.signal import SignalWatch
+from llamarl.observe.signal import LearningWatch, SignalWatch
 
 # The most that is held of rows that the disk refuses: some 32,000 rows of 2 KB.
 MOST_HELD_BYTES = 1 << 26
@@ -325,7 +325,7 @@ def build_sinks(
     steps. free_running: of a run without a bound on lag, its sync period.
     """
     console = Console(max_steps=max_steps, columns=columns, samples=samples, show_every=show_every)
-    sinks: list[Sink] = [console, SignalWatch()]
+    sinks: list[Sink] = [console, SignalWatch(), LearningWatch()]
     if free_running is not None:
         sinks.append(LagWatch(free_running))
     if tensorboard:

@@ -31,6 +31,16 @@ def rising(slope, start=5.0, num_rows=30):
     return start + slope * np.arange(num_rows)
 
 
+def swinging(gain, num_rows=40):
+    """A reward that swings by 0.1 around 0.5, and from the middle of the run by so much more."""
+    swing = np.where(np.arange(num_rows) % 2, 0.6, 0.4)
+    return swing + gain * (np.arange(num_rows) >= num_rows // 2)
+
+
+def risen(first, newest, num_rows=40):
+    return np.where(np.arange(num_rows) < num_rows // 2, first, newest)
+
+
 def sample_of(step, *, taught):
     lines = [[ticket, 0.0, 0.5, 1.0, 8, 0, is_taught] for ticket, is_taught in enumerate(taught)]
     return {"step": step, "every": 1, "groups": lines, "shown": []}
@@ -88,6 +98,15 @@ CASES = {
         {"columns": columns(ratio__capped_fraction=0.4)},
         {"columns": columns(ratio__capped_fraction=0.2)},
     ),
+    # First and newest ten rows: means 0.5 and 0.5, or 0.5 and 0.6, each with deviation 0.105.
+    "has not moved in 40 steps": (
+        {"columns": columns(40, reward__mean=swinging(0.0), reward__std=0.4)},
+        {"columns": columns(40, reward__mean=swinging(0.1), reward__std=0.4)},
+    ),
+    "Entropy has grown": (
+        {"columns": columns(40, reward__mean=swinging(0.3), entropy=risen(2.0, 3.6))},
+        {"columns": columns(40, reward__mean=swinging(0.3), entropy=risen(2.0, 3.4))},
+    ),
     "has fallen": (
         {"columns": columns(eval__accuracy=[0.9] * 29 + [0.75])},
         {"columns": columns(eval__accuracy=[0.9] * 29 + [0.85])},
@@ -112,6 +131,52 @@ def test_the_open_step_names_who_waited_for_what():
     assert alarm.figure == "100 s since the last row"
     ended = Observed(columns=columns(**waits), silent_s=1e6, outcome={"ended": "finished"})
     assert not alarms_of(ended)
+
+
+STILL = {"reward__mean": swinging(0.0), "reward__std": 0.4}
+
+
+@pytest.mark.parametrize(
+    "fine",
+    [
+        {name: value if np.isscalar(value) else value[:39] for name, value in STILL.items()},
+        STILL | {"reward__std": 0.0},  # equal rewards are another alarm
+        STILL | {"eval__reward": [0.1] + [0.2] * 39},  # harder prompts, and better answers
+    ],
+    ids=["39 steps", "no spread", "held-out prompts"],
+)
+def test_a_reward_may_be_still_where_that_says_nothing(fine):
+    num_rows = len(fine["reward__mean"])
+    assert not any("not moved" in title for title in titles(Observed(columns(num_rows, **fine))))
+
+
+@pytest.mark.parametrize("gain, entropy", [(0.0, (2.0, 3.6)), (0.3, (0.3, 0.9))])
+def test_an_entropy_may_grow_without_the_reward_and_where_it_is_small(gain, entropy):
+    rows = columns(40, reward__mean=swinging(gain), entropy=risen(*entropy))
+    assert not titles(Observed(rows))
+
+
+def test_the_reward_that_has_not_moved_is_named_with_its_rate():
+    (alarm,) = alarms_of(Observed(columns(40, **STILL, lr=1e-6)))
+    assert alarm.title == "The reward has not moved in 40 steps at lr 1e-06"
+    assert alarm.figure == "0.5 at first, 0.5 now"
+
+
+# The rewards and entropies of the default job, every tenth step from the first on.
+DEFAULT_JOB = {
+    "reward__mean": (0.48, 0.55, 0.66, 0.75, 0.80, 0.83, 0.85, 0.86, 0.86, 0.87, 0.87),
+    "entropy": (0.69, 0.66, 0.60, 0.52, 0.45, 0.38, 0.33, 0.29, 0.26, 0.24, 0.22),
+}
+
+
+def test_a_job_that_learns_as_the_default_one_has_no_alarm_at_any_step():
+    swing = np.where(np.arange(100) % 2, 0.02, -0.02)
+    between = np.linspace(0, 10, 100)
+    made = {name: np.interp(between, np.arange(11), values) for name, values in DEFAULT_JOB.items()}
+    made["reward__mean"] += swing
+    for num_rows in range(1, 101):
+        rows = {name: values[:num_rows] for name, values in made.items()}
+        assert not titles(Observed(columns(num_rows, **rows, reward__std=0.45)))
 
 
 def test_what_is_long_past_is_no_alarm():

@@ -35,7 +35,7 @@ from llamarl.observe.report import (
 )
 from llamarl.observe.report import main as report_main
 from llamarl.observe.rows import COLUMNS
-from llamarl.observe.signal import SignalWatch
+from llamarl.observe.signal import LearningWatch, SignalWatch
 from llamarl.observe.sinks import Jsonl, TensorBoard, WandB, read_rows
 from llamarl.observe.trace import merge
 
@@ -1046,6 +1046,34 @@ def test_one_step_with_a_signal_is_enough(caplog, late):
     for step in range(1, 9):
         watch.write({"step": step, **flat(1.0), "reward/std": float(step == late + 1)})
     assert not caplog.records
+
+
+def watched(rewards, caplog, first=0, entropy=None) -> list[str]:
+    """What a watch says of a job's rewards, step by step."""
+    caplog.clear()
+    watch = LearningWatch()
+    for step, reward in enumerate(rewards, start=first):
+        row = {"step": step, "reward/mean": reward, "reward/std": 0.4, "lr": 1e-6}
+        watch.write(row | ({} if entropy is None else {"entropy": entropy[step]}))
+    return [record.message for record in caplog.records]
+
+
+def test_a_reward_that_does_not_move_is_said_once_with_its_rate(caplog):
+    still = [0.5 + 0.1 * (-1) ** step for step in range(90)]
+    (message,) = watched(still, caplog)
+    assert "has not moved in 41 steps at lr 1e-06" in message and "a larger lr" in message
+    assert watched(still, caplog, first=50) == []  # resumed: the report has all rows
+    assert watched([reward + step / 90 for step, reward in enumerate(still)], caplog) == []
+
+
+def test_an_entropy_that_grows_with_the_reward_is_said_once(caplog):
+    rising = [0.1 + 0.01 * step for step in range(90)]
+    (message,) = watched(rising, caplog, entropy=[2.2 + 0.05 * step for step in range(90)])
+    assert "Entropy has grown while the reward rose" in message and "smaller lr" in message
+
+
+def test_every_run_is_watched_while_it_learns(tmp_path):
+    assert any(isinstance(sink, LearningWatch) for sink in build_sinks(tmp_path, max_steps=1))
 
 
 def test_rows_without_rewards_do_not_count(caplog):
