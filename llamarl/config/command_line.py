@@ -50,6 +50,8 @@ from llamarl.config.schema import Config
 from llamarl.native.collecting import collect_seldom
 
 STDERR = 2  # the file, whatever sys.stderr is by then
+# Keys that conf/config.yaml leaves to the model and the task, whose own files may lack them.
+OF_CHOICES = ("groups_per_step", "lr", "max_new_tokens")
 BY_PATH = "model=hf"  # what a directory in model.path chooses, unless it holds the tiny model
 
 
@@ -288,8 +290,9 @@ def _read_override(
         chosen = [point.replace(key, folder, 1) for point in [text, *points]]
         return _Override(key, chosen[0], chosen[1:])
     # Some keys are not in conf/, so Hydra must be told to add them: options of a loss, keys that
-    # only some kinds of a section have, and sets of held-out prompts.
+    # only some kinds of a section have, sets of held-out prompts, and what a model or task sets.
     may_be_absent = section in sections_of_kinds(schema) or f"{key}.".startswith(f"{EVAL_SETS}.")
+    may_be_absent = may_be_absent or key in OF_CHOICES
     if section == "loss":
         may_be_absent = option not in ("", "fn", "name", "kl_coef", "kl_estimator", "entropy_coef")
     prefix = "++" if may_be_absent else ""

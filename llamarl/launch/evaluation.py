@@ -102,7 +102,9 @@ def config_of(model: Path | None, run: Path | None, overrides: list[str]) -> Eva
     of_kinds = {section: old.pop(section) for section in ("task", "reward")}
     kept = {section: values for section, values in of_kinds.items() if section not in named}
     sets = old["eval"].pop("sets")
-    values = to_values(_compose_over(kept, given))
+    # A chosen task's file has its own.
+    lengths = [f"max_new_tokens={old['max_new_tokens']}"] if "task" in kept else []
+    values = to_values(_compose_over(kept, [*lengths, *given]))
     if not any(f"{name}.".startswith(f"{EVAL_SETS}.") for name in named):
         values["eval"]["sets"] = sets
     default = compose_config([f"model.path='{model}'"], EVALUATION)
