@@ -192,3 +192,11 @@ def test_one_prompt_attacks_by_numbers_with_the_tiny_model_alone(small):
     assert (tiny.lr, tiny.max_new_tokens) == (3e-4, 6)
     other = compose_config([f"model.path={small}"], RED_TEAM)
     assert (other.lr, other.max_new_tokens) == (1e-5, 24)
+
+
+def test_what_a_users_own_task_leaves_out_can_be_given(tmp_path):
+    (tmp_path / "task").mkdir()
+    own = "kind: addition\nchat: false\nsystem_prompt: null\nmax_prompt_tokens: 16\n"
+    (tmp_path / "task" / "mine.yaml").write_text(own)
+    given = ["task=mine", "max_new_tokens=9"]
+    assert compose_config(given, config_dir=str(tmp_path)).max_new_tokens == 9

@@ -127,14 +127,6 @@ def test_conf_has_no_key_that_the_schema_lacks_and_the_other_way_round():
     assert set(to_values(config_of())) == {key for key in known_keys() if "." not in key}
 
 
-def test_what_a_users_own_task_leaves_out_can_be_given(tmp_path):
-    (tmp_path / "task").mkdir()
-    own = "kind: addition\nchat: false\nsystem_prompt: null\nmax_prompt_tokens: 16\n"
-    (tmp_path / "task" / "mine.yaml").write_text(own)
-    given = ["task=mine", "max_new_tokens=9"]
-    assert compose_config(given, config_dir=str(tmp_path)).max_new_tokens == 9
-
-
 def test_a_task_and_a_model_may_set_values_of_the_run(tmp_path):
     config = config_of("task=gsm8k", "task.path=train.jsonl", "model=hf", "model.path=DIR")
     assert (config.max_new_tokens, config.groups_per_step, config.lr) == (256, 8, 1e-5)
