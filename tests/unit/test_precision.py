@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 
@@ -14,7 +17,8 @@ from llamarl.models.build import build_decoder, read_config
 from llamarl.models.config import tiny_directory
 from llamarl.models.fsdp import drop_gradients, local, next_backward, wrap
 from llamarl.models.hf import load_weights
-from llamarl.models.training import training_decoder
+from llamarl.models.lora import Lora
+from llamarl.models.training import num_bfloat16_ties, training_decoder, warn_of_ties
 
 
 @pytest.fixture
@@ -173,3 +177,56 @@ def test_offloaded_masters_get_the_same_gradients(mesh):
             assert (got - want).abs().max() <= 2**-7 * want.abs().max()
         else:
             assert torch.equal(want, got), name
+
+
+def test_ties_are_counted_as_rounding_finds_them():
+    x = torch.randn(4096, generator=torch.Generator().manual_seed(0)).bfloat16().float()
+    above = (x.view(torch.int32) + 0x10000).view(torch.float32)  # the next bfloat16 number
+    between = (x.double() + above.double()) / 2
+    assert num_bfloat16_ties(x) == 0
+    assert num_bfloat16_ties(between.float()) == 4096
+    assert num_bfloat16_ties((between * (1 + 1e-6)).float()) == 0
+    # Rounding takes a tie to either neighbour, and the least push decides.
+    assert torch.equal((between * (1 + 1e-6)).float().bfloat16().float(), above)
+    assert torch.equal((between * (1 - 1e-6)).float().bfloat16().float(), x)
+
+
+@pytest.mark.parametrize(
+    ("share", "compute_dtype", "warns"),
+    [
+        (0.08, torch.bfloat16, True),
+        (0.0005, torch.bfloat16, False),
+        (0.08, torch.float32, False),
+    ],
+)
+def test_a_start_warns_of_weights_that_the_first_update_tips(
+    tmp_path, caplog, share, compute_dtype, warns
+):
+    path = tmp_path / "dequantised"
+    shutil.copytree(tiny_directory(), path)
+    weights = load_file(path / "model.safetensors")
+    random = torch.Generator().manual_seed(0)
+    for name, weight in weights.items():
+        bits = weight.float().bfloat16().float().view(torch.int32)
+        is_tie = torch.rand(weight.shape, generator=random) < share
+        weights[name] = torch.where(is_tie, bits | 0x8000, bits).view(torch.float32)
+    save_file(weights, path / "model.safetensors")
+    with caplog.at_level("WARNING"):
+        training_decoder(path, mesh=None, device=torch.device("cpu"), compute_dtype=compute_dtype)
+    said = [line for line in caplog.messages if "half-way between two bfloat16 numbers" in line]
+    assert len(said) == warns
+    if warns:
+        assert f"{path}: 8.0 % of its weights" in said[0]
+        assert "Store the directory in bfloat16" in said[0]
+
+
+def test_frozen_weights_may_be_ties(tmp_path, caplog):
+    """Adapters alone are trained, so that no update tips anything."""
+    decoder = decoder_of(None, lora=Lora(2, 4.0, ("q_proj",), seed=1))
+    with torch.no_grad():
+        for parameter in decoder.parameters():
+            if not parameter.requires_grad:
+                parameter.copy_((parameter.view(torch.int32) | 0x8000).view(torch.float32))
+    with caplog.at_level("WARNING"):
+        warn_of_ties(decoder, tmp_path)
+    assert not caplog.messages

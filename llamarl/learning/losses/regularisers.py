@@ -37,9 +37,12 @@ def regularised(
     - by its option `normalize` where it has one (see `normalized`; of completions: DeepSeekMath
       eq. 3);
     - a sum over each completion's tokens and a mean over completions around a loss that is so
-      itself (`sums_completions`): kl_coef is then the beta of KL(pi || ref) of whole completions,
-      as RLOO's and PPO's papers have it; a mean over its tokens with `length_normalize`;
+      itself (`sums_completions`): kl_coef is then the beta of RLOO's and PPO's papers; a mean over
+      its tokens with `length_normalize`;
     - over all trained tokens alike otherwise.
+
+    The sum's mean is KL(pi || ref) of whole completions in value. Its gradient is not, because each
+    token's term leaves out what the token does to those after it; a KL in the reward has that one.
 
     metrics: those of the loss, and with a reference kl/ref (k3 whatever the estimator, always over
     all tokens).
