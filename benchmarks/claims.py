@@ -12,16 +12,19 @@ from pathlib import Path
 from running import ROOT
 from studies import STUDIES
 from studies.earlier import EARLIER
-from study_pages import PAGES, read_entry, runs_of, said, telling
+from study_pages import PAGES, read_entry, runs_of, said, telling, worded
 from study_terms import NOT_RUN, Study, outcome
 
 PAGE = ROOT / "docs" / "claims.md"
-HEAD = ("claim", "source", "verdict", "n", "difference, 95 % interval")
+STUDIES_HEAD = ("claim", "source", "verdict", "n", "margin", "difference, 95 % interval")
+EARLIER_HEAD = ("claim", "source", "verdict", "n", "difference, 95 % interval")
 
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """A row. interval: of the telling question's difference, 95 %, or "" where there is none."""
+    """A row. interval: of the telling question's difference, 95 %, or "" where there is none.
+    margin: where that interval was to lie; None for earlier runs, which had none.
+    """
 
     claim: str
     source: str
@@ -29,10 +32,12 @@ class Claim:
     n: str
     interval: str
     page: Path
+    margin: str | None = None
 
     @property
     def cells(self) -> list[str]:
-        return [f"[{self.claim}]", self.source, self.verdict, self.n, self.interval]
+        margin = [] if self.margin is None else [self.margin]
+        return [f"[{self.claim}]", self.source, self.verdict, self.n, *margin, self.interval]
 
     @property
     def link(self) -> str:
@@ -46,19 +51,28 @@ def of_study(study: Study, folder: Path = PAGES) -> Claim:
     verdict = NOT_RUN
     num_seeds = 0
     interval = ""
+    margin = ""
     if kept is not None:
         by_seed = runs_of(kept)
         found = outcome(study, by_seed)
-        verdict = found.verdict
+        verdict = worded(study, found)
         num_seeds = sum(len(of_seed) == len(study.arms) for of_seed in by_seed.values())
         question, answer = telling(study, found)
         if answer.mean is not None:
             interval = said(question, answer)
+        margin = question.bound
     source = f"{study.paper}, {study.section}"
+    title = study.title
+    if study.review is not None:
+        source = study.review.source or source
+        title = study.review.title or title
     is_whole = num_seeds == len(study.seeds)
     counted = str(num_seeds) if is_whole else f"{num_seeds} of {len(study.seeds)}"
+    was_announced_before = any(folder.glob(f"{study.name}_2*.md"))  # those are put aside
+    if was_announced_before:
+        counted += ", anew"
     page = PAGES / f"{study.name}.md"
-    return Claim(study.title, source, verdict, counted, interval, page)
+    return Claim(title, source, verdict, counted, interval, page, margin)
 
 
 def claims() -> Iterator[Claim]:
@@ -76,9 +90,9 @@ def claims() -> Iterator[Claim]:
         )
 
 
-def table(rows: list[Claim]) -> str:
+def table(head: tuple[str, ...], rows: list[Claim]) -> str:
     """Return a table, and below it what its names lead to."""
-    lines = [list(HEAD), ["---"] * len(HEAD), *(row.cells for row in rows)]
+    lines = [list(head), ["---"] * len(head), *(row.cells for row in rows)]
     drawn = [f"| {' | '.join(line)} |" for line in lines]
     return "\n".join([*drawn, "", *(row.link for row in rows)])
 
@@ -87,7 +101,10 @@ def tables() -> dict[str, str]:
     """Return the page's tables by the name of their markers."""
     every = list(claims())
     num_studies = len(STUDIES)
-    return {"studies": table(every[:num_studies]), "earlier": table(every[num_studies:])}
+    return {
+        "studies": table(STUDIES_HEAD, every[:num_studies]),
+        "earlier": table(EARLIER_HEAD, every[num_studies:]),
+    }
 
 
 def refreshed(text: str) -> str:

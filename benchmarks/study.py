@@ -36,7 +36,7 @@ from study_pages import (
     PAGES,
     NotAnnounced,
     announced_in,
-    announcement,
+    announces,
     check_announced,
     committed,
     draw,
@@ -63,7 +63,7 @@ def announce(study: Study, folder: Path, today: str) -> list[Path]:
     file = page_file(study, folder)
     aside: list[Path] = []
     if file.exists():
-        if announced_in(file.read_text()) == announcement(study):
+        if announces(announced_in(file.read_text()), study):
             return []
         if results_file(study, folder).exists():
             aside = _put_aside(study, folder, today)
@@ -205,7 +205,7 @@ def announce_all(studies: list[Study]) -> None:
     today = datetime.date.today().isoformat()
     for study in studies:
         file = page_file(study, PAGES)
-        if file.exists() and announced_in(file.read_text()) == announcement(study):
+        if file.exists() and announces(announced_in(file.read_text()), study):
             continue
         for old in announce(study, PAGES, today):
             print(f"kept {old}")

@@ -20,7 +20,8 @@ from study_terms import (
     HELD,
     NOT_ANSWERED,
     NOT_RUN,
-    REFUTED,
+    OPPOSITE,
+    SMALLER,
     STEP,
     Answer,
     Last,
@@ -36,6 +37,15 @@ PAGES = ROOT / "benchmarks" / "results" / "claims"
 ANNOUNCED = "<!-- announced -->"
 END = "<!-- end of what was announced -->"
 LEAST_FOR_BAND = 5  # runs: of fewer, an interval is wider than all that they span
+# How verdicts follow from questions. Pages that were announced with the former rules keep them.
+RULES = (
+    "Held: all questions hold. Opposite, or smaller than its margin: one is. Not answered: an "
+    "interval lies across its margin, or a run was not in a state to answer."
+)
+FORMER_RULES = (
+    "Held: all questions hold. Refuted: one is refuted. Not answered: an interval lies across its "
+    "margin, or a run was not in a state to answer."
+)
 PATTERN = re.compile(rf"{ANNOUNCED}\n(.*?)\n{END}", re.DOTALL)
 
 
@@ -46,14 +56,13 @@ class NotAnnounced(Exception):
 # --- Before the runs ---
 
 
-def announcement(study: Study) -> str:
+def announcement(study: Study, rules: str = RULES) -> str:
     """Return what is fixed before a run, in Markdown."""
     seeds = ", ".join(map(str, study.seeds))
     fixed = (
         f"Seeds {seeds}: each runs all arms, and differences are of runs of one seed. The interval "
-        "of a difference is that of its mean, 95 %, by Student's t. Held: all questions hold. "
-        "Refuted: one is refuted. Not answered: an interval lies across its margin, or a run was "
-        f"not in a state to answer. A core takes some {study.minutes} minutes for all."
+        f"of a difference is that of its mean, 95 %, by Student's t. {rules} A core takes some "
+        f"{study.minutes} minutes for all."
     )
     parts = [
         f"# {study.title}",
@@ -71,6 +80,11 @@ def announcement(study: Study) -> str:
         "\n\n".join(_arm(arm) for arm in study.arms),
     ]
     return "\n\n".join(parts)
+
+
+def announces(text: str | None, study: Study) -> bool:
+    """Whether a text is the announcement of a study, by these rules or the former ones."""
+    return text in (announcement(study), announcement(study, FORMER_RULES))
 
 
 def _block(words: tuple[str, ...]) -> str:
@@ -114,7 +128,7 @@ def check_announced(study: Study, text: str | None) -> None:
             f"{name}: no page of it is committed. Write it by `study.py {name} --announce`, and "
             "commit it before the first run"
         )
-    if announced_in(text) != announcement(study):
+    if not announces(announced_in(text), study):
         raise NotAnnounced(
             f"{name}: the committed page announces something else than the settings say. Announce "
             f"it anew by `study.py {name} --announce`, and commit that; what was kept of the old "
@@ -181,7 +195,7 @@ def read_entry(study: Study, folder: Path = PAGES) -> dict | None:
     if not file.exists():
         return None
     kept = json.loads(file.read_text())
-    return kept if kept["announced"] == announcement(study) else None
+    return kept if announces(kept["announced"], study) else None
 
 
 def write_entry(file: Path, kept: dict) -> None:
@@ -201,15 +215,30 @@ def said(question: Question, found: Answer) -> str:
 
 
 def telling(study: Study, found: Outcome) -> tuple[Question, Answer]:
-    """Return the question that a verdict is told by, and its answer: the first that is refuted of
-    a study that is, else the first.
+    """Return the question that a verdict is told by, and its answer: of those that decide the first
+    with that verdict, or else the first.
     """
-    pairs = list(zip(study.questions, found.answers))
-    if found.verdict == REFUTED:
-        for question, answer in pairs:
-            if question.decides and answer.verdict == REFUTED:
-                return question, answer
+    pairs = deciding(study, found)
+    for question, answer in pairs:
+        if answer.verdict == found.verdict and found.verdict in (OPPOSITE, SMALLER):
+            return question, answer
     return pairs[0]
+
+
+def deciding(study: Study, found: Outcome) -> list[tuple[Question, Answer]]:
+    """Return the questions on which the verdict hangs, and their answers."""
+    return [pair for pair in zip(study.asked, found.answers) if study.decides(pair[0])]
+
+
+def worded(study: Study, found: Outcome) -> str:
+    """Return the verdict in words, and how many of several deciding questions have it."""
+    question, _ = telling(study, found)
+    words = question.worded(found.verdict)
+    pairs = deciding(study, found)
+    if len(pairs) == 1 or found.verdict not in (HELD, OPPOSITE, SMALLER):
+        return words
+    count = sum(answer.verdict == found.verdict for _, answer in pairs)
+    return f"{words}, {count} of {len(pairs)}"
 
 
 def headline(study: Study, found: Outcome) -> str:
@@ -217,12 +246,13 @@ def headline(study: Study, found: Outcome) -> str:
     question, answer = telling(study, found)
     if found.verdict == NOT_RUN or answer.mean is None:
         return f"{study.title}: {found.verdict}"
-    return f"{study.title}: {found.verdict}, {said(question, answer)}"
+    return f"{study.title}: {worded(study, found)}; {said(question, answer)}"
 
 
 def page(study: Study, kept: dict | None) -> str:
     """Return a study's page: what it announces, and what came of it."""
-    parts = [f"{ANNOUNCED}\n{announcement(study)}\n{END}"]
+    announced = announcement(study) if kept is None else kept["announced"]
+    parts = [f"{ANNOUNCED}\n{announced}\n{END}"]
     if kept is None:
         parts.append("## Not run yet\n\nNo run of it was made.")
         return "\n\n".join(parts) + "\n"
@@ -234,22 +264,27 @@ def page(study: Study, kept: dict | None) -> str:
         f"{num_runs} of {of_runs} runs, {kept['date']}, on {where['cores']} cores of an "
         f"{where['cpu']} that did other work too, torch {where['torch']}."
     )
-    parts += [
-        f"## {found.verdict[0].upper()}{found.verdict[1:]}",
-        as_paragraph(about),
-        "\n".join(as_item(_answer_line(*pair)) for pair in zip(study.questions, found.answers)),
-    ]
+    words = worded(study, found)
+    parts += [f"## {words[0].upper()}{words[1:]}", as_paragraph(about)]
+    if study.review is not None:
+        parts.append(as_paragraph(f"**Found after the runs**: {study.review.said}"))
+    pairs = zip(study.asked, found.answers)
+    parts.append("\n".join(as_item(_answer_line(*pair)) for pair in pairs))
     if found.failed_checks:
         parts.append("These were not in a state to answer:")
         parts.append("\n".join(as_item(line + ".") for line in found.failed_checks))
     parts.append(table(study, runs_of(kept)))
-    parts.append(f"![{study.title}: {found.verdict}]({study.name}.png)")
+    parts.append(f"![{study.title}: {words}]({study.name}.png)")
     return "\n\n".join(parts) + "\n"
 
 
 def _answer_line(question: Question, found: Answer) -> str:
     each = ", ".join(_difference(question, value) for value in found.differences)
-    return f"{question.name}: **{found.verdict}**, {said(question, found)}; by seed {each}."
+    verdict = question.worded(found.verdict)
+    return (
+        f"{question.name}: **{verdict}**, {said(question, found)}, where {question.bound} was "
+        f"expected; by seed {each}."
+    )
 
 
 def _difference(question: Question, value: float | None) -> str:
@@ -357,9 +392,15 @@ def _draw_arm(ax, study: Study, name: str, runs: list[Run], colour: tuple) -> No
 
 def _draw_answers(ax, study: Study, found: Outcome) -> None:
     """Each question's difference, in units of its margin where it has one: held lies beyond 1."""
-    colours = {HELD: "tab:green", REFUTED: "tab:red", NOT_ANSWERED: "tab:gray", NOT_RUN: "tab:gray"}
+    colours = {
+        HELD: "tab:green",
+        SMALLER: "tab:orange",
+        OPPOSITE: "tab:red",
+        NOT_ANSWERED: "tab:gray",
+        NOT_RUN: "tab:gray",
+    }
     names = []
-    for y, (question, one) in enumerate(zip(study.questions, found.answers)):
+    for y, (question, one) in enumerate(zip(study.asked, found.answers)):
         names.append("\n".join(textwrap.wrap(question.name, 34)))
         if one.mean is None or one.half is None:
             continue

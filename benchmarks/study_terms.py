@@ -5,12 +5,15 @@ runs all of them, so that a question compares runs of one seed: the difference o
 the seeds, with the 95 % interval of its mean (Student's t). A question says beforehand what it
 expects, and by which margin:
 
-    more   held if the whole interval lies above the margin, refuted if it lies below
+    more   held if the whole interval lies above the margin; opposite if it lies below 0 (below a
+           negative margin); smaller than the margin if it lies below that alone
     less   the same of the difference with its sign turned
-    same   held if the interval lies within the margin on both sides, refuted if it lies outside
+    same   held if the interval lies within the margin on both sides, opposite if it lies outside
 
 Whatever lies across a margin is not answered. A check says in which state a run must be to answer
-at all; if one fails, the study has no answer, whatever its intervals say.
+at all; if one fails, the study has no answer, whatever its intervals say. A check or a question
+that was thought of after the runs is part of a study's review, which the announcement lacks. It can
+take a verdict away and give none: what is asked after the runs is not answered by them.
 """
 
 from __future__ import annotations
@@ -24,7 +27,8 @@ from pathlib import Path
 from typing import Protocol
 
 HELD = "held"
-REFUTED = "refuted"
+SMALLER = "smaller"  # than the margin, which `Question.worded` adds
+OPPOSITE = "opposite"
 NOT_ANSWERED = "not answered"
 NOT_RUN = "not tested yet"
 # Student's t, two-sided 95 %, of 2 to 20 pairs; more pairs are given the last.
@@ -396,6 +400,17 @@ class Question:
             raise ValueError(f"{self.name}: nothing is the same within a margin of {self.margin:g}")
 
     @property
+    def bound(self) -> str:
+        """Where the whole interval has to lie."""
+        if self.expect == "same":
+            return f"± {self.margin:g}"
+        return f"> {self.margin:g}" if self.expect == "more" else f"< {-self.margin:g}"
+
+    def worded(self, verdict: str) -> str:
+        """Return a verdict with the margin where it needs one."""
+        return f"smaller than {self.margin:g}" if verdict == SMALLER else verdict
+
+    @property
     def said(self) -> str:
         if self.expect == "same":
             meant = f"equal within {self.margin:g} {self.unit}"
@@ -449,6 +464,24 @@ class Arm:
 
 
 @dataclass(frozen=True)
+class Review:
+    """What was found of a study after its runs. It is no part of what was announced.
+
+    said: why, in sentences. title and source: what the table of claims has in place of the
+    announced ones. checks: states that its runs should have been in too. undecided: names of
+    questions on which the verdict should not hang. questions: what should have been asked, so that
+    the runs do not answer the study.
+    """
+
+    said: str
+    title: str | None = None
+    source: str | None = None
+    checks: tuple[Check, ...] = ()
+    undecided: tuple[str, ...] = ()
+    questions: tuple[Question, ...] = ()
+
+
+@dataclass(frozen=True)
 class Study:
     """A claim, what it is asked by, and what its runs are. `given` names paths that the command
     line gives (--given NAME=PATH) and that stand in overrides as {NAME}. minutes: that a core takes
@@ -475,6 +508,7 @@ class Study:
     remarks: tuple[str, ...] = ()
     shown: tuple[str, ...] = ()  # columns of the table besides, each arm's last
     keeps_reports: bool = False
+    review: Review | None = None
 
     def __post_init__(self) -> None:
         names = [arm.name for arm in self.arms]
@@ -486,12 +520,30 @@ class Study:
             raise ValueError(f"{self.name}: no question decides, so there is no verdict")
 
     @property
+    def asked(self) -> tuple[Question, ...]:
+        """All questions, those of the review last."""
+        return (*self.questions, *(self.review.questions if self.review else ()))
+
+    @property
+    def all_checks(self) -> tuple[Check, ...]:
+        """All checks, those of the review last."""
+        return (*self.checks, *(self.review.checks if self.review else ()))
+
+    def decides(self, question: Question) -> bool:
+        """Whether the verdict hangs on a question."""
+        if self.review is None:
+            return question.decides
+        if self.review.questions:
+            return question in self.review.questions
+        return question.decides and question.name not in self.review.undecided
+
+    @property
     def columns(self) -> tuple[str, ...]:
         """The columns that are kept of a run."""
         found = [STEP, "time/wall_s", self.x, self.y, *self.shown]
-        for question in self.questions:
+        for question in self.asked:
             found += [*question.left.columns, *question.right.columns]
-        for check in self.checks:
+        for check in self.all_checks:
             found += check.value.columns
         return tuple(dict.fromkeys(found))
 
@@ -528,10 +580,12 @@ def judge(expect: str, margin: float, low: float, high: float) -> str:
     if expect == "same":
         if -margin < low and high < margin:
             return HELD
-        return REFUTED if low > margin or high < -margin else NOT_ANSWERED
+        return OPPOSITE if low > margin or high < -margin else NOT_ANSWERED
     if low > margin:
         return HELD
-    return REFUTED if high < margin else NOT_ANSWERED
+    if high < min(margin, 0):
+        return OPPOSITE
+    return SMALLER if high < margin else NOT_ANSWERED
 
 
 def answer(question: Question, seeds: Sequence[Runs]) -> Answer:
@@ -552,15 +606,18 @@ def answer(question: Question, seeds: Sequence[Runs]) -> Answer:
 
 
 def all_hold(verdicts: Sequence[str]) -> str:
-    """Return held if all questions hold, refuted if one is refuted, else not answered."""
-    if REFUTED in verdicts:
-        return REFUTED
+    """Return held if all questions hold. Opposite or else smaller if one is. Else not answered."""
+    for verdict in (OPPOSITE, SMALLER):
+        if verdict in verdicts:
+            return verdict
     return HELD if set(verdicts) == {HELD} else NOT_ANSWERED
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a study came to. failed_checks: each with the seeds that were not in its state."""
+    """What a study came to. answers: of all that is asked. failed_checks: each with the seeds that
+    were not in its state.
+    """
 
     verdict: str
     answers: tuple[Answer, ...]
@@ -573,9 +630,9 @@ def outcome(study: Study, by_seed: Mapping[int, Runs]) -> Outcome:
     """
     whole = {seed: runs for seed, runs in by_seed.items() if len(runs) == len(study.arms)}
     seeds = [whole[seed] for seed in study.seeds if seed in whole]
-    answers = tuple(answer(question, seeds) for question in study.questions)
+    answers = tuple(answer(question, seeds) for question in study.asked)
     failed = []
-    for check in study.checks:
+    for check in study.all_checks:
         bad = [str(seed) for seed in study.seeds if seed in whole and not check.holds(whole[seed])]
         if bad:
             failed.append(f"{check.said}: not of seed {', '.join(bad)}")
@@ -586,8 +643,9 @@ def outcome(study: Study, by_seed: Mapping[int, Runs]) -> Outcome:
     if len(seeds) < len(study.seeds):
         return Outcome(NOT_RUN, answers, tuple(failed))
     deciding = []
-    for question, found in zip(study.questions, answers):
-        if question.decides:
+    for question, found in zip(study.asked, answers):
+        if study.decides(question):
             deciding.append(found.verdict)
-    verdict = NOT_ANSWERED if failed else all_hold(deciding)
+    is_open = bool(failed) or bool(study.review and study.review.questions)
+    verdict = NOT_ANSWERED if is_open else all_hold(deciding)
     return Outcome(verdict, answers, tuple(failed))

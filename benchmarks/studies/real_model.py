@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from study_terms import Arm, Check, Constant, Fall, Gain, Last, MeanOver, Question, Study
+from study_terms import Arm, Check, Constant, Fall, Gain, Last, MeanOver, Question, Review, Study
 
 ACCURACY = "eval/accuracy"
 LAG = "lag/mean"
@@ -257,6 +257,16 @@ gsm8k = Study(
         "sampler soon knows which of them teach.",
         "A run of seed 0 at temperature 1, 30 steps on all of SHORT, was made before: it had 1 to "
         "3 % of its own answers right, and 7.7 % of the held-out at its start and 8.9 at its end.",
+    ),
+    review=Review(
+        said="the title asks whether asynchronous training comes to what synchronous comes to. "
+        "That RL gains is a state without which two arms cannot answer it, and neither gained: "
+        "both forgot, after training on 128 problems. Two arms that forget alike are no test of "
+        "asynchrony.",
+        checks=tuple(
+            Check("RL gains", Gain(arm, ACCURACY), "above", 0.01) for arm in ("async", "sync")
+        ),
+        undecided=("gain of RL, asynchronous",),
     ),
 )
 

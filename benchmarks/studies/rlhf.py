@@ -14,6 +14,7 @@ from study_terms import (
     LookOfHighest,
     Minus,
     Question,
+    Review,
     Study,
     When,
 )
@@ -186,6 +187,12 @@ def off_policy_rises(loss: str) -> tuple[Check, Check]:
     )
 
 
+def is_off_policy(loss: str) -> Check:
+    """Return the check that a policy moves away from its samples within 16 minibatches."""
+    value = Last(arm_of(loss, 16), "kl/generator")
+    return Check("the minibatches are off-policy", value, "above", 0.02)
+
+
 def costly(minibatches: int, *, decides: bool = True) -> Question:
     """Return whether so many minibatches cost PPO over 2 points at the same perplexity."""
     return Question(
@@ -236,6 +243,33 @@ rlhf_on_policy = Study(
         PIPELINE,
         "In a trial of seed 9 N = 16 won 0.905 at a perplexity of 1.26 after its 16 updates.",
     ),
+    review=Review(
+        said="the paper claims no lower win rate at the same perplexity. By its section 3.2 all N "
+        "follow one curve of win rate and KL, and more minibatches are slower along it. These runs "
+        "agree with both, but both were asked after the runs. Nor is it known how far "
+        "off-policy the last minibatches were.",
+        checks=(is_off_policy("ppo"),),
+        questions=(
+            Question(
+                name="behind after 16 updates, N 1 less N 16",
+                left=After("ppo, N = 1", WIN_RATE, 16),
+                right=After("ppo, N = 16", WIN_RATE, 1),
+                expect="more",
+                margin=2,
+                unit="points",
+                times=100,
+            ),
+            Question(
+                name="on one curve, N 1 less N 16 at its perplexity",
+                left=at_equal_perplexity("ppo", 16),
+                right=Constant(0.0),
+                expect="same",
+                margin=2,
+                unit="points",
+                times=100,
+            ),
+        ),
+    ),
 )
 
 
@@ -280,6 +314,12 @@ rlhf_dpo = Study(
         PIPELINE,
         "Half of the rate of `rlhf_on_policy`, for RLOO and Online DPO come to where all arrive "
         "within 16 updates at 2e-5.",
+    ),
+    review=Review(
+        said="the cost that it asks for, at the same perplexity, is one that the paper does not "
+        "find for PPO either: its figure 4 compares win rates at the end, over N up to 64. Nor is "
+        "it known how far off-policy the last minibatches were.",
+        checks=tuple(is_off_policy(loss) for loss in ("ppo", "rloo", "online_dpo")),
     ),
 )
 
@@ -389,6 +429,14 @@ rlhf_samples = Study(
     given=("pipeline",),
     shown=(PERPLEXITY, GOLD),
     remarks=(ALL_ARRIVE.format(page="three seeds of 16 and 32 steps"), PIPELINE),
+    review=Review(
+        said="the paper halves the learning rate with K = 4, on a linear schedule, and compares "
+        "the win rates at the end. Here both have one constant rate, and runs that still rise are "
+        "compared on their way. So this is opposite to another claim than the paper's, which is "
+        "not asked.",
+        title="K = 4 at one rate needs half the steps",
+        source="ours; not Async RLHF, 4.2",
+    ),
 )
 
 RLHF = (rlhf_kl, rlhf_on_policy, rlhf_dpo, rlhf_passes, rlhf_samples)

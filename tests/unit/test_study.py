@@ -100,14 +100,17 @@ def test_an_interval_is_of_the_paired_differences(modules):
     [
         ("more", 2.1, 5.0, "held"),
         ("more", 1.9, 5.0, "not answered"),
-        ("more", -3.0, 1.9, "refuted"),
+        ("more", -3.0, 1.9, "smaller"),
+        ("more", 0.5, 1.9, "smaller"),
+        ("more", -3.0, -0.1, "opposite"),
         ("less", -5.0, -2.1, "held"),
         ("less", -5.0, -1.9, "not answered"),
-        ("less", -1.9, 3.0, "refuted"),
+        ("less", -1.9, 3.0, "smaller"),
+        ("less", 0.1, 3.0, "opposite"),
         ("same", -1.9, 1.9, "held"),
         ("same", -1.9, 2.1, "not answered"),
-        ("same", 2.1, 3.0, "refuted"),
-        ("same", -3.0, -2.1, "refuted"),
+        ("same", 2.1, 3.0, "opposite"),
+        ("same", -3.0, -2.1, "opposite"),
         ("same", 1.0, 1.5, "held"),
     ],
 )
@@ -115,11 +118,29 @@ def test_a_verdict_is_where_the_interval_lies_to_the_margin(modules, expect, low
     assert modules.study_terms.judge(expect, 2.0, low, high) == verdict
 
 
-def test_all_questions_must_hold_and_one_may_refute(modules):
+@pytest.mark.parametrize(
+    "margin, low, high, verdict",
+    [
+        (-2.0, -1.5, -0.5, "held"),
+        (-2.0, -3.0, -1.0, "not answered"),
+        (-2.0, -5.8, -2.1, "opposite"),
+        (0.0, -1.0, -0.1, "opposite"),
+        (0.0, -1.0, 0.1, "not answered"),
+    ],
+)
+def test_a_claim_that_allows_a_loss_is_opposite_beyond_it_alone(
+    modules, margin, low, high, verdict
+):
+    assert modules.study_terms.judge("more", margin, low, high) == verdict
+
+
+def test_all_questions_must_hold_and_one_may_be_opposite_or_too_small(modules):
     all_hold = modules.study_terms.all_hold
     assert all_hold(["held", "held"]) == "held"
     assert all_hold(["held", "not answered"]) == "not answered"
-    assert all_hold(["held", "not answered", "refuted"]) == "refuted"
+    assert all_hold(["held", "not answered", "opposite"]) == "opposite"
+    assert all_hold(["held", "smaller", "not answered"]) == "smaller"
+    assert all_hold(["smaller", "opposite"]) == "opposite"
 
 
 def test_a_question_that_does_not_decide_changes_no_verdict(modules):
@@ -128,7 +149,7 @@ def test_a_question_that_does_not_decide_changes_no_verdict(modules):
     study = study_of(terms, questions=(question(terms), beside))
     runs = by_seed(terms, new=(0.90, 0.91, 0.92), old=(0.80, 0.81, 0.82))
     found = terms.outcome(study, runs)
-    assert [one.verdict for one in found.answers] == ["held", "refuted"]
+    assert [one.verdict for one in found.answers] == ["held", "opposite"]
     assert found.verdict == "held"
 
 
@@ -143,6 +164,55 @@ def test_a_run_in_no_state_to_answer_leaves_its_study_without_an_answer(modules)
     good[1]["old"] = run_of(terms, 0.4, 0.81, failed="NotFinite: step 2")
     found = terms.outcome(study_of(terms), good)
     assert found.verdict == "not answered" and "[old] did, of seed 1" in found.failed_checks[0]
+
+
+def test_a_review_takes_a_verdict_away_and_changes_nothing_that_was_announced(modules):
+    terms = modules.study_terms
+    pages = modules.study_pages
+    plain = study_of(terms)
+    runs = by_seed(terms, new=(0.90, 0.91, 0.92), old=(0.80, 0.81, 0.82))
+    check = terms.Check("old has room", terms.Last("old", "eval/accuracy"), "below", 0.82)
+    checked = replace(plain, review=terms.Review("All arms arrive.", checks=(check,)))
+    assert terms.outcome(plain, runs).verdict == "held"
+    found = terms.outcome(checked, runs)
+    assert found.verdict == "not answered"
+    assert "old has room" in found.failed_checks[0] and "seed 2" in found.failed_checks[0]
+    assert pages.announcement(checked) == pages.announcement(plain)
+    shown = pages.page(checked, pages.entry(checked, runs, ABOUT))
+    assert "**Found after the runs**: All arms arrive." in shown
+    unread = terms.Check("far", terms.Last("old", "kl/generator"), "above", 0.02)
+    unread = replace(plain, review=terms.Review("", checks=(unread,)))
+    assert terms.outcome(unread, runs).verdict == "not answered"
+    assert "kl/generator" in unread.columns
+
+
+def test_a_question_that_was_thought_of_after_the_runs_is_not_answered_by_them(modules):
+    terms = modules.study_terms
+    pages = modules.study_pages
+    later = question(terms, name="what the paper says", margin=1.0)
+    study = study_of(terms, review=terms.Review("Another claim.", questions=(later,)))
+    runs = by_seed(terms, new=(0.90, 0.91, 0.92), old=(0.80, 0.81, 0.82))
+    found = terms.outcome(study, runs)
+    assert [answer.verdict for answer in found.answers] == ["held", "held"]
+    assert found.verdict == "not answered"
+    assert pages.telling(study, found)[0] == later
+
+
+def test_a_review_leaves_a_question_out_of_the_verdict(modules):
+    terms = modules.study_terms
+    losing = question(terms, name="gain", expect="less")
+    study = study_of(terms, questions=(question(terms), losing))
+    runs = by_seed(terms, new=(0.90, 0.91, 0.92), old=(0.80, 0.81, 0.82))
+    assert terms.outcome(study, runs).verdict == "opposite"
+    reviewed = replace(study, review=terms.Review("A state.", undecided=("gain",)))
+    assert terms.outcome(reviewed, runs).verdict == "held"
+
+
+def test_reviews_name_questions_that_there_are(modules):
+    for study in modules.studies.STUDIES.values():
+        if study.review is not None:
+            names = {question.name for question in study.questions}
+            assert set(study.review.undecided) <= names, study.name
 
 
 def test_nothing_is_said_before_all_announced_seeds_have_run(modules):
@@ -439,6 +509,40 @@ def test_a_study_that_is_announced_anew_keeps_what_was_found(modules, tmp_path):
     assert "Not run yet" in (tmp_path / "example.md").read_text()
 
 
+def test_a_page_that_was_announced_by_the_former_rules_keeps_them(modules, tmp_path):
+    terms = modules.study_terms
+    pages = modules.study_pages
+    study = study_of(terms)
+    former = pages.announcement(study, pages.FORMER_RULES)
+    assert former != pages.announcement(study) and "Refuted: one is refuted." in former
+    runs = by_seed(terms, new=(0.90, 0.91, 0.92), old=(0.80, 0.81, 0.82))
+    kept = {**pages.entry(study, runs, ABOUT), "announced": former}
+    pages.write_entry(tmp_path / "example.json", kept)
+    assert pages.read_entry(study, tmp_path) == kept
+    page = pages.page(study, kept)
+    assert pages.announced_in(page) == former
+    pages.check_announced(study, page)
+    (tmp_path / "example.md").write_text(page)
+    assert modules.study.announce(study, tmp_path, "2026-11-30") == []
+    assert pages.read_entry(replace(study, claim="another."), tmp_path) is None
+
+
+def test_a_row_of_the_claims_has_its_margin_and_says_if_it_was_announced_anew(modules, tmp_path):
+    terms = modules.study_terms
+    pages = modules.study_pages
+    study = study_of(terms)
+    runs = by_seed(terms, new=(0.90, 0.91, 0.92), old=(0.80, 0.81, 0.82))
+    pages.write_entry(tmp_path / "example.json", pages.entry(study, runs, ABOUT))
+    row = modules.claims.of_study(study, tmp_path)
+    assert row.cells[2:] == ["held", "3", "> 2", "+10.0 [+10.0, +10.0] points"]
+    (tmp_path / "example_2026-11-24.md").write_text("announced before")
+    review = terms.Review("", title="New wins", source="ours")
+    row = modules.claims.of_study(replace(study, review=review), tmp_path)
+    assert row.cells[:4] == ["[New wins]", "ours", "held", "3, anew"]
+    assert question(terms, expect="less").bound == "< -2"
+    assert question(terms, expect="same").bound == "± 2"
+
+
 def test_a_study_asks_for_the_paths_that_its_settings_name(modules, tmp_path):
     study = study_of(modules.study_terms, given=("model",))
     text = modules.study_pages.page(study, None)
@@ -472,12 +576,12 @@ def test_a_page_says_what_its_results_come_to(modules, tmp_path):
     page = pages.page(study, kept)
     assert pages.announced_in(page) == pages.announcement(study)
     assert "## Held" in page and "+10.0 [+10.0, +10.0] points" in page
-    assert pages.headline(study, terms.outcome(study, runs)).startswith("New is better: held, +10")
+    assert pages.headline(study, terms.outcome(study, runs)).startswith("New is better: held; +10")
     pages.draw(study, kept, tmp_path / "example.png")
     assert (tmp_path / "example.png").stat().st_size > 1000
 
 
-def test_what_is_refuted_is_told_by_the_question_that_is(modules):
+def test_what_is_too_small_is_told_by_the_question_that_is(modules):
     """The first question alone would say the opposite."""
     terms = modules.study_terms
     pages = modules.study_pages
@@ -485,9 +589,10 @@ def test_what_is_refuted_is_told_by_the_question_that_is(modules):
     study = study_of(terms, questions=(question(terms), aside, question(terms, margin=20.0)))
     runs = by_seed(terms, new=(0.90, 0.91, 0.92), old=(0.80, 0.81, 0.82))
     found = terms.outcome(study, runs)
-    assert [answer.verdict for answer in found.answers] == ["held", "refuted", "refuted"]
+    assert [answer.verdict for answer in found.answers] == ["held", "smaller", "smaller"]
     told, answer = pages.telling(study, found)
-    assert (told.margin, answer.verdict) == (20.0, "refuted")
+    assert (told.margin, answer.verdict) == (20.0, "smaller")
+    assert pages.worded(study, found) == "smaller than 20, 1 of 2"
     held = terms.outcome(study_of(terms), runs)
     assert pages.telling(study_of(terms), held)[1].verdict == "held"
 
