@@ -13,7 +13,8 @@ from running import ROOT
 from studies import STUDIES
 from studies.earlier import EARLIER
 from study_pages import PAGES, read_entry, runs_of, said, telling, worded
-from study_terms import NOT_RUN, Study, outcome
+from study_terms import NOT_RUN, Study
+from study_verdicts import outcome
 
 PAGE = ROOT / "docs" / "claims.md"
 STUDIES_HEAD = ("claim", "source", "verdict", "n", "margin", "difference, 95 % interval")

@@ -50,7 +50,8 @@ from study_pages import (
     write_entry,
 )
 from study_runs import Maker, loaded, make
-from study_terms import Study, outcome
+from study_terms import Study
+from study_verdicts import outcome
 
 RUNS = ROOT / "runs" / "studies"
 

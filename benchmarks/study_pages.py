@@ -23,15 +23,12 @@ from study_terms import (
     OPPOSITE,
     SMALLER,
     STEP,
-    Answer,
     Last,
-    Outcome,
     Question,
     Run,
     Study,
-    half_interval,
-    outcome,
 )
+from study_verdicts import Answer, Outcome, half_interval, outcome
 
 PAGES = ROOT / "benchmarks" / "results" / "claims"
 ANNOUNCED = "<!-- announced -->"

@@ -313,6 +313,32 @@ def test_a_group_whose_dialogues_begin_with_different_words_is_an_error(engine_o
             assert part in completion.ending.error
 
 
+def test_an_abort_ends_once_whatever_no_engine_samples():
+    """A turn that waits for an engine is ended here; one that is sampled, by its engine."""
+    dialogues = dialogues_of("Echo")
+    dialogues.start()
+
+    def begin(sample_index):
+        dialogues.begin((0, 7, sample_index), OWN, TURNS)
+        while dialogues.num_opening:
+            dialogues.wait(PATIENCE_S)
+            dialogues.take_answers()
+
+    try:
+        begin(0)
+        assert [move.key for move in dialogues.pop_moves()] == [(0, 7, 0)]
+        begin(1)
+        dialogues.abort(7)
+        (over,) = dialogues.pop_over()
+        assert over.key == (0, 7, 1) and over.completion.finish_reason == "aborted"
+        assert dialogues.num_open == 1
+        assert dialogues.pop_moves() == []
+        dialogues.abort(7)
+        assert dialogues.pop_over() == []
+    finally:
+        dialogues.close()
+
+
 # --- Templates that rewrite history ---
 
 CHATTY = byte_level(FORGETFUL)

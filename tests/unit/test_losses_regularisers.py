@@ -155,7 +155,8 @@ def test_around_a_loss_that_sums_completions_kl_coef_is_the_papers_beta(name):
 )
 def test_one_kl_coef_pulls_alike_around_losses_of_every_mean(name, options):
     """On-policy completions of L labels: 1/L of RLOO's gradient, and not at L times the beta."""
-    length, size, random = 12, 6, torch.Generator().manual_seed(0)
+    length, size = 12, 6
+    random = torch.Generator().manual_seed(0)
     index = torch.arange(size).repeat_interleave(length)
     mu, away = torch.randn(2, size * length, generator=random, dtype=torch.float64)
     pi = mu.clone().requires_grad_()

@@ -16,7 +16,15 @@ from llamarl.config.command_line import RED_TEAM, check_command_line, compose_co
 from tests.house import ROOT
 
 BENCHMARKS = ROOT / "benchmarks"
-MODULES = ("study", "study_terms", "study_runs", "study_pages", "claims", "studies")
+MODULES = (
+    "study",
+    "study_terms",
+    "study_verdicts",
+    "study_runs",
+    "study_pages",
+    "claims",
+    "studies",
+)
 WHERE = {"cores": 2, "cpu": "a CPU", "torch": "2"}
 ABOUT = {"date": "2026-11-24", "machine": WHERE}
 
@@ -86,13 +94,15 @@ def by_seed(terms, new, old):
 def test_an_interval_is_of_the_paired_differences(modules):
     terms = modules.study_terms
     runs = by_seed(terms, new=(0.90, 0.80, 0.70), old=(0.80, 0.80, 0.60))
-    found = terms.answer(question(terms), list(runs.values()))
+    found = modules.study_verdicts.answer(question(terms), list(runs.values()))
     # Differences of 10, 0, 10 points: deviation 5.774, times 4.303 over the root of 3.
     assert found.mean == pytest.approx(20 / 3) and found.half == pytest.approx(14.34, abs=0.01)
     assert found.differences == pytest.approx((10.0, 0.0, 10.0))
     # Unpaired, the seeds' own spread would be in it.
     steady = by_seed(terms, new=(0.90, 0.50, 0.10), old=(0.80, 0.40, 0.00))
-    assert terms.answer(question(terms), list(steady.values())).half == pytest.approx(0, abs=1e-9)
+    assert modules.study_verdicts.answer(
+        question(terms), list(steady.values())
+    ).half == pytest.approx(0, abs=1e-9)
 
 
 @pytest.mark.parametrize(
@@ -115,7 +125,7 @@ def test_an_interval_is_of_the_paired_differences(modules):
     ],
 )
 def test_a_verdict_is_where_the_interval_lies_to_the_margin(modules, expect, low, high, verdict):
-    assert modules.study_terms.judge(expect, 2.0, low, high) == verdict
+    assert modules.study_verdicts.judge(expect, 2.0, low, high) == verdict
 
 
 @pytest.mark.parametrize(
@@ -131,11 +141,11 @@ def test_a_verdict_is_where_the_interval_lies_to_the_margin(modules, expect, low
 def test_a_claim_that_allows_a_loss_is_opposite_beyond_it_alone(
     modules, margin, low, high, verdict
 ):
-    assert modules.study_terms.judge("more", margin, low, high) == verdict
+    assert modules.study_verdicts.judge("more", margin, low, high) == verdict
 
 
 def test_all_questions_must_hold_and_one_may_be_opposite_or_too_small(modules):
-    all_hold = modules.study_terms.all_hold
+    all_hold = modules.study_verdicts.all_hold
     assert all_hold(["held", "held"]) == "held"
     assert all_hold(["held", "not answered"]) == "not answered"
     assert all_hold(["held", "not answered", "opposite"]) == "opposite"
@@ -148,7 +158,7 @@ def test_a_question_that_does_not_decide_changes_no_verdict(modules):
     beside = question(terms, name="beside", expect="less", decides=False)
     study = study_of(terms, questions=(question(terms), beside))
     runs = by_seed(terms, new=(0.90, 0.91, 0.92), old=(0.80, 0.81, 0.82))
-    found = terms.outcome(study, runs)
+    found = modules.study_verdicts.outcome(study, runs)
     assert [one.verdict for one in found.answers] == ["held", "opposite"]
     assert found.verdict == "held"
 
@@ -156,13 +166,13 @@ def test_a_question_that_does_not_decide_changes_no_verdict(modules):
 def test_a_run_in_no_state_to_answer_leaves_its_study_without_an_answer(modules):
     terms = modules.study_terms
     good = by_seed(terms, new=(0.90, 0.91, 0.92), old=(0.80, 0.81, 0.82))
-    assert terms.outcome(study_of(terms), good).verdict == "held"
+    assert modules.study_verdicts.outcome(study_of(terms), good).verdict == "held"
     bad = by_seed(terms, new=(0.90, 0.91, 0.45), old=(0.80, 0.81, 0.35))
-    found = terms.outcome(study_of(terms), bad)
+    found = modules.study_verdicts.outcome(study_of(terms), bad)
     assert found.answers[0].verdict == "held" and found.verdict == "not answered"
     assert "learned" in found.failed_checks[0] and found.failed_checks[0].endswith("seed 2")
     good[1]["old"] = run_of(terms, 0.4, 0.81, failed="NotFinite: step 2")
-    found = terms.outcome(study_of(terms), good)
+    found = modules.study_verdicts.outcome(study_of(terms), good)
     assert found.verdict == "not answered" and "[old] did, of seed 1" in found.failed_checks[0]
 
 
@@ -173,8 +183,8 @@ def test_a_review_takes_a_verdict_away_and_changes_nothing_that_was_announced(mo
     runs = by_seed(terms, new=(0.90, 0.91, 0.92), old=(0.80, 0.81, 0.82))
     check = terms.Check("old has room", terms.Last("old", "eval/accuracy"), "below", 0.82)
     checked = replace(plain, review=terms.Review("All arms arrive.", checks=(check,)))
-    assert terms.outcome(plain, runs).verdict == "held"
-    found = terms.outcome(checked, runs)
+    assert modules.study_verdicts.outcome(plain, runs).verdict == "held"
+    found = modules.study_verdicts.outcome(checked, runs)
     assert found.verdict == "not answered"
     assert "old has room" in found.failed_checks[0] and "seed 2" in found.failed_checks[0]
     assert pages.announcement(checked) == pages.announcement(plain)
@@ -182,7 +192,7 @@ def test_a_review_takes_a_verdict_away_and_changes_nothing_that_was_announced(mo
     assert "**Found after the runs**: All arms arrive." in shown
     unread = terms.Check("far", terms.Last("old", "kl/generator"), "above", 0.02)
     unread = replace(plain, review=terms.Review("", checks=(unread,)))
-    assert terms.outcome(unread, runs).verdict == "not answered"
+    assert modules.study_verdicts.outcome(unread, runs).verdict == "not answered"
     assert "kl/generator" in unread.columns
 
 
@@ -192,7 +202,7 @@ def test_a_question_that_was_thought_of_after_the_runs_is_not_answered_by_them(m
     later = question(terms, name="what the paper says", margin=1.0)
     study = study_of(terms, review=terms.Review("Another claim.", questions=(later,)))
     runs = by_seed(terms, new=(0.90, 0.91, 0.92), old=(0.80, 0.81, 0.82))
-    found = terms.outcome(study, runs)
+    found = modules.study_verdicts.outcome(study, runs)
     assert [answer.verdict for answer in found.answers] == ["held", "held"]
     assert found.verdict == "not answered"
     assert pages.telling(study, found)[0] == later
@@ -203,9 +213,9 @@ def test_a_review_leaves_a_question_out_of_the_verdict(modules):
     losing = question(terms, name="gain", expect="less")
     study = study_of(terms, questions=(question(terms), losing))
     runs = by_seed(terms, new=(0.90, 0.91, 0.92), old=(0.80, 0.81, 0.82))
-    assert terms.outcome(study, runs).verdict == "opposite"
+    assert modules.study_verdicts.outcome(study, runs).verdict == "opposite"
     reviewed = replace(study, review=terms.Review("A state.", undecided=("gain",)))
-    assert terms.outcome(reviewed, runs).verdict == "held"
+    assert modules.study_verdicts.outcome(reviewed, runs).verdict == "held"
 
 
 def test_reviews_name_questions_that_there_are(modules):
@@ -218,16 +228,16 @@ def test_reviews_name_questions_that_there_are(modules):
 def test_nothing_is_said_before_all_announced_seeds_have_run(modules):
     terms = modules.study_terms
     runs = by_seed(terms, new=(0.90, 0.91), old=(0.80, 0.81))
-    assert terms.outcome(study_of(terms), runs).verdict == "not tested yet"
+    assert modules.study_verdicts.outcome(study_of(terms), runs).verdict == "not tested yet"
     runs[2] = {"new": run_of(terms, 0.4, 0.92)}
-    assert terms.outcome(study_of(terms), runs).verdict == "not tested yet"
+    assert modules.study_verdicts.outcome(study_of(terms), runs).verdict == "not tested yet"
 
 
 def test_a_value_that_cannot_be_read_of_a_seed_leaves_the_question_open(modules):
     terms = modules.study_terms
     runs = by_seed(terms, new=(0.90, 0.91, 0.92), old=(0.80, 0.81, 0.82))
     never = terms.When("new", "eval/accuracy", "eval/perplexity", 3.0)
-    found = terms.answer(question(terms, left=never), list(runs.values()))
+    found = modules.study_verdicts.answer(question(terms, left=never), list(runs.values()))
     assert (found.verdict, found.mean) == ("not answered", None)
 
 
@@ -411,7 +421,7 @@ def test_a_run_that_fails_ends_the_study_and_one_that_diverges_is_a_result(modul
     assert runs.make(study, tmp_path, {}, maker=FakeMaker(diverges_at=(0, "old")))
     found = runs.loaded(study, tmp_path)
     assert found[0]["old"].failed == "NotFinite: step 1" and found[1]["old"].failed is None
-    assert modules.study_terms.outcome(study, found).verdict == "not answered"
+    assert modules.study_verdicts.outcome(study, found).verdict == "not answered"
 
 
 def test_a_run_is_another_if_a_word_is_and_the_same_wherever_its_model_lies(modules, tmp_path):
@@ -576,7 +586,9 @@ def test_a_page_says_what_its_results_come_to(modules, tmp_path):
     page = pages.page(study, kept)
     assert pages.announced_in(page) == pages.announcement(study)
     assert "## Held" in page and "+10.0 [+10.0, +10.0] points" in page
-    assert pages.headline(study, terms.outcome(study, runs)).startswith("New is better: held; +10")
+    assert pages.headline(study, modules.study_verdicts.outcome(study, runs)).startswith(
+        "New is better: held; +10"
+    )
     pages.draw(study, kept, tmp_path / "example.png")
     assert (tmp_path / "example.png").stat().st_size > 1000
 
@@ -588,12 +600,12 @@ def test_what_is_too_small_is_told_by_the_question_that_is(modules):
     aside = question(terms, margin=30.0, decides=False)
     study = study_of(terms, questions=(question(terms), aside, question(terms, margin=20.0)))
     runs = by_seed(terms, new=(0.90, 0.91, 0.92), old=(0.80, 0.81, 0.82))
-    found = terms.outcome(study, runs)
+    found = modules.study_verdicts.outcome(study, runs)
     assert [answer.verdict for answer in found.answers] == ["held", "smaller", "smaller"]
     told, answer = pages.telling(study, found)
     assert (told.margin, answer.verdict) == (20.0, "smaller")
     assert pages.worded(study, found) == "smaller than 20, 1 of 2"
-    held = terms.outcome(study_of(terms), runs)
+    held = modules.study_verdicts.outcome(study_of(terms), runs)
     assert pages.telling(study_of(terms), held)[1].verdict == "held"
 
 
