@@ -8,10 +8,18 @@
   const state = { place: samples.length - 1, group: 0, left: null, right: null };
   const $ = (id) => document.getElementById(id);
 
+  // Writes out what nobody would see, or what turns a line around: U+202E as ⟨U+202E⟩
+  function visible(text) {
+    return String(text).replace(/[\p{Cc}\p{Cf}\p{Zl}\p{Zp}]/gu, (sign) => {
+      if (sign === "\n" || sign === "\t") return sign;
+      return `⟨U+${sign.codePointAt(0).toString(16).toUpperCase().padStart(4, "0")}⟩`;
+    });
+  }
+
   function make(tag, className, text) {
     const node = document.createElement(tag);
     if (className) node.className = className;
-    if (text !== undefined) node.textContent = text;
+    if (text !== undefined) node.textContent = visible(text);
     return node;
   }
 

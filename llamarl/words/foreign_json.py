@@ -18,6 +18,8 @@ def read_json(text: str | bytes) -> Any:
         raise ValueError(f"it is nested deeper than {MAX_DEPTH}") from error
     level = [value] if isinstance(value, dict | list) else []
     for _ in range(MAX_DEPTH):
+        if not level:
+            break
         deeper = []
         for one in level:
             inner = one.values() if isinstance(one, dict) else one

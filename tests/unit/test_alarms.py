@@ -7,14 +7,17 @@ import os
 import re
 import shutil
 import subprocess
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from llamarl.observe import viewer
 from llamarl.observe.alarms import RECENT, Observed, alarms_of
 from llamarl.observe.report import write_report
 from llamarl.observe.viewer import samples_html
 
+NODE = shutil.which("node")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 HOSTILE = "</script><img src=x onerror=\"document.title='owned'\"><!-- &amp;"
 
@@ -277,6 +280,26 @@ def test_a_page_holds_so_many_samples_and_the_newest():
     (data,) = re.findall(r"id='samples-data'>(.*?)</script>", page, re.DOTALL)
     steps = [sample["step"] for sample in json.loads(data)["samples"]]
     assert steps == [4, 8, 12, 16, 20] and "5 of 20 kept steps" in page
+
+
+@pytest.mark.skipif(NODE is None, reason="there is no Node.js here")
+@pytest.mark.parametrize(
+    "text, shown",
+    [
+        ("plain é 中 ⏎\n\t", "plain é 中 ⏎\n\t"),
+        ("a\u202eb\u2066", "a⟨U+202E⟩b⟨U+2066⟩"),
+        ("\u200b\ufeff\u00ad", "⟨U+200B⟩⟨U+FEFF⟩⟨U+00AD⟩"),
+        ("\0\r\x1b\x7f\u2028", "⟨U+0000⟩⟨U+000D⟩⟨U+001B⟩⟨U+007F⟩⟨U+2028⟩"),
+        ("\U000e0041", "⟨U+E0041⟩"),
+    ],
+)
+def test_the_page_writes_out_characters_that_nobody_would_see(text, shown):
+    script = (Path(viewer.__file__).parent / "viewer.js").read_text()
+    (function,) = re.findall(r"^  function visible.*?^  }\n", script, re.DOTALL | re.MULTILINE)
+    command = f"{function}; process.stdout.write(visible({json.dumps(text)}))"
+    done = subprocess.run([NODE, "-e", command], capture_output=True, check=True, timeout=60)
+    assert done.stdout.decode() == shown
+    assert script.count("node.textContent = visible(text)") == 1
 
 
 @pytest.mark.slow
