@@ -57,6 +57,7 @@ from llamarl.models.parity import (
     check_canary,
     check_quantized,
 )
+from llamarl.observe.progress import Progress
 from llamarl.tickets.prompts import AnyPrompts, chosen, note
 from llamarl.types import Completion, EvalCompletion, Policy, Prompt, Stretch
 
@@ -119,6 +120,7 @@ class Generator(Executor):
         self._agreement = Agreement(self.parity)
         self._sampled = 0  # tokens
         self._evaluating = 0  # unfinished completions of held-out prompts
+        self._progress: Progress | None = None  # of the evaluation, on one rank
         self._to_evaluate: deque[int] = deque()  # held-out prompts that the engine has not got yet
         self._due_first = 0  # groups that go before these
         # The tickets whose groups are not whole. Only the first rank of a replica keeps them.
@@ -354,7 +356,11 @@ class Generator(Executor):
             # This replica's share of the held-out prompts.
             share = list(self.eval_prompts)[self.group.data_index :: self.group.data_size]
             self._to_evaluate.extend(share)
-            self._evaluating += len(share) * self._answers_each
+            num_answers = len(share) * self._answers_each
+            self._evaluating += num_answers
+            if self.group.data_index == 0 and not self.follows:
+                what = f"evaluation of version {self.version}"
+                self._progress = Progress(what, num_answers, unit="answers", is_bar=False)
             self._due_first = self.groups_first if is_first else 0
         return True
 
@@ -397,6 +403,8 @@ class Generator(Executor):
                 self._note_sent(completion)
                 self._completions.put(self._with_prompt(completion))
             else:
+                if self._progress is not None:
+                    self._progress.advance()
                 answer = evaluation.eval_completion(stream, completion)
                 self._evaluations.put(answer)
         self._tell()

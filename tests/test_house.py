@@ -8,7 +8,6 @@ import ast
 import importlib.util
 import itertools
 import re
-import shlex
 import subprocess
 import sys
 import tomllib
@@ -26,6 +25,19 @@ from llamarl.config.preferences import PREFERENCES
 from llamarl.config.sft import SFT
 from llamarl.config.supervised import REWARD_MODEL
 from llamarl.planner import simulate
+from tests.documents import (
+    EXPERIMENTS,
+    GUIDES,
+    OVERRIDE,
+    README,
+    RED_TEAMING,
+    REWARD_MODELS,
+    SEARCH,
+    SPAN,
+    commands,
+    hydra_commands,
+    of_the_user,
+)
 from tests.house import BLOCK, ROOT, blocks, imported, module_of, our_files, python_files, text_of
 
 CODE = ("llamarl", "executors", "recipes")
@@ -422,41 +434,6 @@ def test_every_group_is_a_section_of_the_schema():
 
 # --- The README and the documents ---
 
-README = text_of(ROOT / "README.md")
-EXPERIMENTS = text_of(ROOT / "docs" / "experiments.md")
-SEARCH = text_of(ROOT / "docs" / "search.md")
-REWARD_MODELS = text_of(ROOT / "docs" / "reward_models.md")
-RED_TEAMING = text_of(ROOT / "docs" / "red_teaming.md")
-# What users and contributors are told to type, and where they are told to look.
-GUIDES = "\n".join(
-    text_of(ROOT / name)
-    for name in (
-        "README.md",
-        "AGENTS.md",
-        "CONTRIBUTING.md",
-        "docs/architecture.md",
-        "docs/cluster.md",
-        "docs/environments.md",
-        "docs/lm_eval.md",
-        "docs/measured.md",
-        "docs/metrics.md",
-        "docs/rewards.md",
-        "docs/running.md",
-        "docs/streaming.md",
-        "docs/tasks.md",
-    )
-)
-SPAN = re.compile(r"`([^`\n]+)`")
-OVERRIDE = re.compile(r"^\+?[a-z_]+(?:\.[a-z_]+)*=[^=]*$")
-# What documents call the user's own models, and their rows.
-MODELS = ("DIR", "SFT_DIR", "RM_DIR", "GOLD_DIR", "GOLD_SFT_DIR", "GOLD_BASE_DIR", "PYTHIA_DIR")
-ROWS = ("FILE", "ROWS.jsonl", "PAIRS.jsonl", "PROMPTS.jsonl", "norobots.jsonl", "pairs.jsonl")
-MADE_ROWS = ("train", "valid", "pairs_train", "pairs_valid", "gold_pairs")
-# What each stands for in a check.
-USERS = dict.fromkeys(MODELS, str(TINY)) | dict.fromkeys(ROWS, "train.jsonl")
-CHECKPOINTS = ("RUN_DIR", "runs/figure1/1", "runs/TIME")
-USERS |= {f"{run_dir}/checkpoints/latest": str(TINY) for run_dir in CHECKPOINTS}
-USERS |= {f"data/{name}.jsonl": "train.jsonl" for name in MADE_ROWS}
 OTHER_JOBS = {
     "recipes/sft.py": SFT,
     "recipes/reward_model.py": REWARD_MODEL,
@@ -464,45 +441,6 @@ OTHER_JOBS = {
     "recipes/red_team.py": RED_TEAM,
     "recipes/evaluate.py": EVALUATION,
 }
-
-
-def commands(text: str = GUIDES) -> list[list[str]]:
-    """Command lines of a document's shell blocks and of its code spans, as words; each once."""
-    lines = []
-    for body in blocks("bash", text):
-        whole = body.replace("\\\n", " ").splitlines()
-        lines += [line for line in whole if not line.startswith("#")]
-    lines += [span for span in SPAN.findall(BLOCK.sub("", text)) if " " in span]
-    found = []
-    for line in dict.fromkeys(lines):
-        of_parts = [shlex.split(part, comments=True) for part in line.split("&&")]
-        found += [words for words in of_parts if words]
-    return found
-
-
-def hydra_commands(text: str = GUIDES) -> list[tuple[int, list[str]]]:
-    """(ranks, overrides) of every run of a recipe under Hydra, and of every code span of overrides
-    alone.
-    """
-    found = []
-    spans = dict.fromkeys(SPAN.findall(BLOCK.sub("", text)))
-    for words in commands(text) + [[span] for span in spans]:
-        recipe = [
-            i
-            for i, word in enumerate(words)
-            if word in ("recipes/llama_async.py", "recipes/custom_executor.py")
-        ]
-        options = dict(
-            word.split("=", 1) for word in words if word.startswith("--n") and "=" in word
-        )
-        ranks = int(options.get("--nnodes", 1)) * int(options.get("--nproc-per-node", 1))
-        if recipe:
-            found.append((ranks, words[recipe[0] + 1 :]))
-        elif all(OVERRIDE.match(word) for word in words):
-            # A dry run of ranks that are not there is one process.
-            counts_ranks = any(word.startswith("+ranks=") for word in words)
-            found.append((1 if counts_ranks else 8, words))
-    return found
 
 
 def other_job_commands(text: str) -> list[tuple[str, int, list[str]]]:
@@ -536,15 +474,6 @@ def users_folder(tmp_path, monkeypatch):
     sys.modules.pop("my_module", None)
 
 
-def of_the_user(overrides: list[str]) -> list[str]:
-    """Overrides with the user's own files."""
-    given = []
-    for word in overrides:
-        key, _, value = word.partition("=")
-        given += [f"{key}={USERS.get(value, value)}"] if value else []
-    return given
-
-
 def validate(ranks: int, overrides: list[str]) -> None:
     """ConfigError if a run with these would be refused."""
     given = of_the_user(overrides)
@@ -571,6 +500,7 @@ def test_readme_commands_are_accepted(users_folder, monkeypatch):
     monkeypatch.setattr(
         "llamarl.inference.vllm_engine.vllm_problem", lambda: None
     )  # it need not be installed
+    monkeypatch.setattr("llamarl.config.sections.metrics.find_spec", lambda name: name)  # nor these
     for ranks, overrides in hydra_commands():
         try:
             validate(ranks, overrides)

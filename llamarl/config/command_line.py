@@ -52,6 +52,16 @@ from llamarl.native.collecting import collect_seldom
 STDERR = 2  # the file, whatever sys.stderr is by then
 # Keys that conf/config.yaml leaves to the model and the task, whose own files may lack them.
 OF_CHOICES = ("groups_per_step", "lr", "max_new_tokens")
+# Flags that name a file in other programs.
+HYDRAS = {
+    "--config-file": "write your values to FOLDER/experiment/NAME.yaml, under a first line "
+    '"# @package _global_", and start with --config-dir FOLDER +experiment=NAME',
+}
+# Names of methods that are a published loss with other options -> what to write.
+METHODS = {
+    "gspo": "loss=grpo loss.ratio_level=sequence_mean",
+    "dapo": "loss=grpo loss.normalize=tokens loss.clip_high=0.28",
+}
 BY_PATH = "model=hf"  # what a directory in model.path chooses, unless it holds the tiny model
 
 
@@ -284,7 +294,9 @@ def _read_override(
         for point in points:
             name = point.partition("=")[2]
             if name not in members:
-                near = did_you_mean(name, members) if len(members) > 1 else ""
+                near = did_you_mean(name.lower(), members) if len(members) > 1 else ""
+                if key == "loss" and name.lower() in METHODS:
+                    near = f"; {name} is {METHODS[name.lower()]}"
                 return Problem(text, f"need {' or '.join(members)}{near}", (key,))
         folder = kind.groups.get(key, key)
         chosen = [point.replace(key, folder, 1) for point in [text, *points]]
@@ -402,12 +414,19 @@ def main(recipe: Callable, kind: JobKind = RL) -> Callable[[], None]:
         import hydra
         from hydra._internal.utils import get_args_parser
 
-        old = problems_of_flags(sys.argv[1:], kind.flags)
+        schema: type = kind.schema
+        keys = {f"--{key}": key for key in known_keys(schema)}
+        old = problems_of_flags(sys.argv[1:], {**keys, **HYDRAS, **kind.flags})
         if old:
             if leader:
                 print(ConfigError(old), file=sys.stderr)
             sys.exit(2)
         args = get_args_parser().parse_args()
+        unread = [Problem(word, "write key=value") for word in args.overrides if "=" not in word]
+        if args.help and unread:  # Hydra's help has no word for them
+            if leader:
+                print(ConfigError(unread), file=sys.stderr)
+            sys.exit(2)
         if not (args.help or args.hydra_help or args.shell_completion or args.info):
             try:
                 accepted, configs = _read(

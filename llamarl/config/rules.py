@@ -22,6 +22,7 @@ from llamarl.config.sections.generator import (
     find_other_temperatures,
 )
 from llamarl.config.sections.loss import find_loss
+from llamarl.config.sections.metrics import find_metrics
 from llamarl.config.sections.model import find_model
 from llamarl.config.sections.overcommit import find_overcommit
 from llamarl.config.sections.placement import find_planning, find_sharing
@@ -74,6 +75,7 @@ def check(
     find_planning(c.placement, found, max_lag=c.max_lag)
     find_placement(c, world_size, found)
     find_weights(c.weights, found, cpu_offload=c.trainer.cpu_offload, num_hosts=num_hosts)
+    find_metrics(c.metrics, found)
     find_model(c.model, found)
     find_generator(c.generator, c, found, longest=c.longest_asked, longest_keys=c.longest_keys)
     if trains:

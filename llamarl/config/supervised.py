@@ -17,7 +17,7 @@ from llamarl.config.findings import Findings, Problem
 from llamarl.config.marks import marked, settings_dataclass
 from llamarl.config.ranges import Count, Natural, NonNegative, Positive, Range, Text
 from llamarl.config.sections.checkpoint import CheckpointSettings
-from llamarl.config.sections.metrics import MetricsSettings
+from llamarl.config.sections.metrics import MetricsSettings, find_metrics
 from llamarl.config.sections.run import Seed, find_ranks
 from llamarl.config.sections.trainer import ShardedTrainerSettings
 
@@ -114,6 +114,7 @@ def check_common(config: SupervisedConfig, rows: RowsSettings | None, world_size
     for key, file in files.items():
         if file is not None and not Path(file).is_file():
             found.add(f"there is no file {file}", key)
+    find_metrics(config.metrics, found)
     if config.resume not in ("never", "auto") and not Path(config.resume).is_dir():
         found.add("need never, auto, or the directory of a checkpoint", "resume")
     if config.resume == "auto" and config.out is None:

@@ -10,6 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from llamarl.checkpoint.checkpointer import LATEST
 from llamarl.comm.channel import Channel
 from llamarl.comm.groups import World
 from llamarl.config.command_line import Config
@@ -559,7 +560,8 @@ class Job:
         if self._stopped_after is not None:
             steps = f"{self._stopped_after} of {self.config.max_steps}"
             print(f"stopped    after step {steps}: resume=auto goes on")
-        latest = self.directory.path / "checkpoints" / "latest"
-        print(
-            f"model      {latest} names the newest; its hf/ is a Hugging Face directory", flush=True
-        )
+        checkpoints = self.directory.path / "checkpoints"
+        latest = checkpoints / LATEST
+        if latest.is_file():
+            newest = checkpoints / latest.read_text().strip()
+            print(f"model      {newest / 'hf'}, a Hugging Face directory", flush=True)

@@ -252,7 +252,8 @@ class TensorBoard:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise ValueError(
-                f"metrics.tensorboard=true needs TensorBoard: pip install tensorboard ({error})"
+                "metrics.tensorboard=true needs TensorBoard: "
+                f"pip install 'llamarl[tensorboard]' ({error})"
             ) from error
         self._open = partial(SummaryWriter, str(Path(run_dir) / "tensorboard"))
         self._writer: SummaryWriter | None = None
@@ -284,7 +285,7 @@ class WandB:
             import wandb
         except ImportError as error:
             raise ValueError(
-                f"metrics.wandb=true needs Weights & Biases: pip install wandb ({error})"
+                f"metrics.wandb=true needs Weights & Biases: pip install 'llamarl[wandb]' ({error})"
             ) from error
         run_dir = Path(run_dir)
         run_dir.mkdir(parents=True, exist_ok=True)

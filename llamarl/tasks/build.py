@@ -191,6 +191,9 @@ def build_task(
     train, held_out, fittings = split.looked_at(
         remembered, keys=[prompt_key, answer_key], chat=chat, system_prompt=system_prompt
     )
+    if trains and num_eval and not len(held_out):
+        what = "%s: %d row(s), so none is held out and nothing is evaluated"
+        log.warning(what, path, len(train))
     return ListTask(
         kind,
         train,

@@ -119,6 +119,17 @@ def test_an_evaluated_version_is_pinned_until_its_prompts_are_done():
     assert g.version == 6
 
 
+def test_a_long_evaluation_says_how_far_it_is(monkeypatch, capsys):
+    monkeypatch.setattr("llamarl.observe.progress.LINE_EVERY_S", 0.0)
+    g = generator(chunk=1)
+    g.tickets.grants = 0
+    g.weights.staged = Staged(5, must_load=True, evaluate=True)
+    while len(g.outputs.of(EvalCompletion)) < EVALS:
+        g.step()
+    *_, last = capsys.readouterr().err.splitlines()
+    assert last == f"evaluation of version 5  {EVALS}/{EVALS} answers"
+
+
 def test_the_prompts_of_every_set_are_answered_once_under_their_numbers():
     g = generator(chunk=1, eval_samples=1)
     g.eval_prompts = dict.fromkeys([0, APART, APART + 1, 2 * APART], PROMPT)

@@ -794,3 +794,14 @@ def test_the_table_of_kinds_is_whole():
     from llamarl.tasks import build
 
     assert all(f"\n    {kind} " in build.__doc__ for kind in KINDS)
+
+
+def test_a_file_of_one_row_holds_none_out_and_says_so(tmp_path, caplog):
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    task = build_task("jsonl", CharTokenizer(), path=file)
+    assert (task.num_train, task.num_eval) == (1, 0)
+    assert "1 row(s), so none is held out" in caplog.text
+    caplog.clear()
+    file.write_text('{"prompt": "1+1=", "answer": "2"}\n{"prompt": "1+2=", "answer": "3"}\n')
+    assert build_task("jsonl", CharTokenizer(), path=file).num_eval == 1 and not caplog.text

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
+from llamarl.config.findings import Findings
 from llamarl.config.marks import settings_dataclass
 from llamarl.config.ranges import Natural
 
@@ -19,3 +22,11 @@ class RunMetricsSettings(MetricsSettings):
 
     samples: Natural
     show_every: Natural
+
+
+def find_metrics(metrics: MetricsSettings, found: Findings) -> None:
+    """Find places for rows whose package is not installed: each is an extra of its own name."""
+    for name, is_wanted in (("tensorboard", metrics.tensorboard), ("wandb", metrics.wandb)):
+        if is_wanted and find_spec(name) is None:
+            what = f"the package {name} is missing; pip install 'llamarl[{name}]'"
+            found.add(what, f"metrics.{name}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated, Literal, Protocol
 
@@ -65,12 +66,27 @@ def find_ranks(run: Imagined, num_started: int, found: Findings) -> None:
         )
 
 
+def unusable(path: Path) -> str | None:
+    """Say why a directory cannot be there or be made; None if it can."""
+    nearest = next(one for one in (path, *path.absolute().parents) if one.exists())
+    if not nearest.is_dir():
+        return f"{nearest} is a file"
+    if not os.access(nearest, os.W_OK):
+        return f"{nearest} cannot be written to"
+    return None
+
+
 def find_run(run: RunSettings, num_started: int, found: Findings) -> None:
     """Find ranks that were not started, and a run or a checkpoint that cannot be resumed.
 
     num_started: the ranks that torchrun started.
     """
     find_ranks(run, num_started, found)
+    what = unusable(Path(run.run_dir)) if run.run_dir else None
+    if run.run_dir is None and Path("runs").is_file():
+        what = "runs is a file here"
+    if what is not None:
+        found.add(f"{what}; need a directory, or where one can be made: run_dir=DIR", "run_dir")
     if run.resume == "auto" and not run.run_dir:
         found.add("resume=auto looks in the run's directory; run_dir=DIR", "resume", "run_dir")
     if run.resume_with_other and run.resume == "never":
