@@ -62,7 +62,17 @@ class Findings:
 
     def add_unless_model(self, directory: str | None, key: str) -> None:
         """Add a problem unless a model's config.json is in the directory; None is no directory."""
-        self.add_unless_file(directory and f"{directory}/config.json", key)
+        if not directory:
+            return
+        path = Path(directory)
+        if not path.exists() and not path.is_absolute() and len(path.parts) == 2:
+            what = (
+                f"no such file: {path / 'config.json'}; a model is a directory on this machine, "
+                f"so fetch one of the Hugging Face Hub first: hf download {path} --local-dir DIR"
+            )
+            self.add(what, key)
+            return
+        self.add_unless_file(path / "config.json", key)
 
 
 def show(value: object) -> str:

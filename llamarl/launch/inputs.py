@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch
+
 from llamarl.config.sections.victim import placed_victim
 from llamarl.errors import BadInput
 from llamarl.launch.embedders import check_embedder
@@ -27,6 +29,8 @@ from llamarl.models.vocabulary import absent_ids
 from llamarl.tasks.mixture import MixtureTask
 
 _OTHER_VOCABULARY = "but config.json says vocab_size={}; fetch both again"
+_LOOKED_AT = 32  # prompts
+_MOST_UNKNOWN = 0.1  # of their tokens
 
 log = logging.getLogger("llamarl")
 
@@ -195,6 +199,35 @@ def _check_tokens(job: Job, vocab_size: int) -> None:
         )
 
 
+def _warn_of_unread_prompts(job: Job) -> None:
+    """Warn of prompts that the model cannot read as they are meant: turns without a template, and
+    text for which the tokenizer has no tokens.
+    """
+    tokenizer = job.tokenizer
+    if job.config.model.path and job.config.task.chat and not job.sampled.conversation["chat"]:
+        log.warning(
+            "%s has no chat template, so with task.chat=true prompts are plain text all the same; "
+            "take an instruct model, or set task.chat=false",
+            job.model_path,
+        )
+    unknown = tokenizer.unk_token_id
+    if unknown is None or unknown == tokenizer.eos_token_id:
+        return
+    count = min(_LOOKED_AT, job.task.num_train)
+    ids = torch.cat([job.task.train_prompt(i).prompt_ids for i in range(count)])
+    num_unknown = int((ids == unknown).sum())
+    if num_unknown > _MOST_UNKNOWN * ids.numel():
+        log.warning(
+            "%s: %d of the %d tokens of the first %d prompts are %s: this tokenizer cannot write "
+            "them; it may be another model's, or the model cannot read this task",
+            job.model_path / "tokenizer.json",
+            num_unknown,
+            ids.numel(),
+            count,
+            tokenizer.unk_token,
+        )
+
+
 def check_vocabulary(tokenizer, vocab_size: int, path: Path) -> None:
     """Raise ValueError if a model directory's tokenizer has ids that the model lacks."""
     vocabulary = tokenizer.get_vocab()
@@ -227,6 +260,8 @@ def _check_task(job: Job) -> None:
         firsts = job.task.firsts if isinstance(job.task, MixtureTask) else [0]
         for number in firsts:
             job.task.train_prompt(number)
+        if job.world.rank == 0:
+            _warn_of_unread_prompts(job)
         for one in job.held_out.sets:
             job.held_out.prompt(one.first)
     reads_turns = job.victim_path is None and job.scored.conversation["chat"]

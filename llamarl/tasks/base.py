@@ -39,6 +39,7 @@ log = logging.getLogger(__name__)
 CACHED_PROMPTS = 65_536
 SAMPLED = 100  # prompts whose token ids a fingerprint looks at; some tasks make 75 a second
 BATCH = 1024  # examples that are encoded together
+_PROBE = "0<\"&'>\\\n\u00e9 0"  # a text with what a template may escape
 BOUNDARY_TOKENS = 8  # that text may add where it meets the template, by breaking merges there
 
 
@@ -177,6 +178,7 @@ class PromptMaker:
         self._system_prompt = system_prompt
         self.max_prompt_tokens = max_prompt_tokens
         self._overhead = len(self.ids("")) + BOUNDARY_TOKENS
+        self._shows_once = not self._chat or self._writes_once()
 
     @property
     def shows_turns(self) -> bool:
@@ -275,8 +277,26 @@ class PromptMaker:
             return special.spelling(turns) is not None
         return any(special.suspects(turn["content"]) for turn in turns)
 
+    def _writes_once(self) -> bool:
+        """Whether the chat template writes a text once and as it is. Others repeat or escape it, so
+        that a prompt may be longer than its text.
+        """
+
+        def shown(text: str) -> str:
+            turns = self.turns(text)
+            assert not isinstance(turns, str), "there is a template"
+            return self.tokenizer.apply_chat_template(
+                turns, tokenize=False, add_generation_prompt=True
+            )
+
+        without = shown("")
+        probed = shown(_PROBE)
+        return probed.count(_PROBE) == 1 and probed.replace(_PROBE, "") == without
+
     def surely_fits(self, text: str) -> bool:
         """Whether the size in bytes of a text alone says that its prompt is short enough."""
+        if not self._shows_once:
+            return False
         # A token stands for a byte at least, of the text or of what normalization makes of it.
         forms = [text]
         if not text.isascii():

@@ -21,7 +21,7 @@ from llamarl.types import MESSAGES_KEY
 from tests.judge_server import JudgeServer
 from tests.padded import padded_directory
 from tests.random_models import swap_tokens
-from tests.unit.refusals import change, model_job, model_refusal
+from tests.unit.refusals import change, complaint, model_job, model_refusal
 
 BAD_INPUT = 2
 FIRST = "model.layers.0.mlp.up_proj.weight"
@@ -468,3 +468,8 @@ def test_a_column_of_rows_where_a_reward_finds_the_part_of_a_mixture_is_refused(
     rows.write_text(json.dumps({**row, "part": "first half"}) + "\n")
     message = model_refusal(model, *words)
     assert message.startswith('task.parts.mine: the key "part" of a row')
+
+
+def test_the_name_of_a_model_on_the_hub_is_told_from_a_directory():
+    said = complaint("model=hf", "model.path=Qwen/Qwen2.5-0.5B")
+    assert "hf download Qwen/Qwen2.5-0.5B --local-dir DIR" in said

@@ -114,3 +114,56 @@ def test_an_end_token_that_a_tokenizer_adds_is_no_part_of_a_prompt(make):
     special_tokens.cache_clear()  # it was changed, and what is known of it is kept
     assert [ending.ids(text) for text in texts] == want
     assert ending.num_tokens(texts) == [len(ids) for ids in want]
+
+
+def rows(path, *prompts):
+    path.write_text("".join(json.dumps({"prompt": p, "answer": "5"}) + "\n" for p in prompts))
+    return path
+
+
+def warned(model, file, caplog, *more):
+    caplog.clear()
+    options = ("task=jsonl", f"task.path={file}", "task.max_prompt_tokens=99", *more)
+    with caplog.at_level(logging.WARNING, "llamarl"):
+        check_inputs(model_job(model, *options))
+    return caplog.text
+
+
+def test_a_chat_task_without_a_chat_template_is_warned_of(model, tmp_path, caplog):
+    file = rows(tmp_path / "rows.jsonl", *(f"1+{i}=" for i in range(8)))
+    assert "has no chat template, so with task.chat=true" in warned(model, file, caplog)
+    assert "no chat template" not in warned(model, file, caplog, "task.chat=false")
+    template = "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    (model / "chat_template.jinja").write_text(template)
+    assert "no chat template" not in warned(model, file, caplog)
+
+
+def test_prompts_that_the_tokenizer_cannot_write_are_counted(model, tmp_path, caplog):
+    file = rows(tmp_path / "rows.jsonl", *(f"1+{i}=" for i in range(8)))
+    assert "this tokenizer cannot write" not in warned(model, file, caplog, "task.chat=false")
+    tokenizer = load_tokenizer(model)
+    file = rows(tmp_path / "rows.jsonl", *("ÄÖÜß" for _ in range(8)))
+    ids = tokenizer.encode("ÄÖÜß")
+    num_unknown = ids.count(tokenizer.unk_token_id)
+    assert num_unknown
+    said = warned(model, file, caplog, "task.chat=false", "eval.num_prompts=1")
+    assert f"{8 * num_unknown} of the {8 * len(ids)} tokens of the first 8 prompts are" in said
+
+
+@pytest.mark.parametrize(
+    "content, most",
+    [
+        ("{{ m.content }}{{ m.content }}", 36),  # re-reading
+        ("{{ m.content | tojson | replace('1', '1+1') }}", 30),
+    ],
+)
+def test_a_prompt_that_the_template_makes_longer_is_counted_as_it_is_shown(content, most):
+    tokenizer = load_tokenizer(tiny_directory())
+    tokenizer.chat_template = "{% for m in messages %}" + content + "{% endfor %}"
+    maker = PromptMaker(tokenizer, chat=True, system_prompt=None, max_prompt_tokens=most)
+    text = "1+" * 10
+    assert len(maker.ids(text)) > most > len(text) + 8
+    assert not maker.fits(text) and not maker.surely_fits(text)
+    tokenizer.chat_template = "{% for m in messages %}<{{ m.content | trim }}>{% endfor %}"
+    plain = PromptMaker(tokenizer, chat=True, system_prompt=None, max_prompt_tokens=most)
+    assert plain.surely_fits(text)

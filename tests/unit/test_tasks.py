@@ -42,9 +42,10 @@ class CharTokenizer:
         self.num_encoded += 1
         return [1, *map(ord, text)]
 
-    def apply_chat_template(self, messages, *, add_generation_prompt, tokenize, return_dict):
-        assert add_generation_prompt and tokenize and not return_dict
-        return self.encode("".join(f"<{m['role'][0]}>{m['content']}" for m in messages) + "<a>")
+    def apply_chat_template(self, messages, *, add_generation_prompt, tokenize, return_dict=False):
+        assert add_generation_prompt and not return_dict
+        text = "".join(f"<{m['role'][0]}>{m['content']}" for m in messages) + "<a>"
+        return self.encode(text) if tokenize else text
 
 
 def read(prompt):
