@@ -38,8 +38,8 @@ from llamarl.learning.optim import build_optimizer
 from llamarl.learning.update import PolicyUpdate, UpdateSettings
 from llamarl.learning.values import Critic, CriticSettings, OwnCritic, SharedCritic
 from llamarl.models.build import Decoder, build_decoder, random_weights
-from llamarl.models.config import ModelConfig, read_config, tiny_directory
-from llamarl.models.lora import Lora, PolicyWeights, add_lora, reset_lora
+from llamarl.models.config import Lora, ModelConfig, read_config, tiny_directory
+from llamarl.models.lora import reset_lora
 from llamarl.models.masters import Masters
 from llamarl.models.sharding import num_parameters
 from llamarl.types import Group
@@ -178,26 +178,22 @@ class Counter:
 
 def decoder_of(case: Case, config: ModelConfig, lora: Lora | None = None) -> Decoder:
     """As llamarl.models.training makes one on a single rank, with random weights."""
-    decoder = build_decoder(config)
+    decoder = build_decoder(dataclasses.replace(config, lora=lora))
     decoder.activation_checkpointing = case.checkpointing
-    if lora:
-        add_lora(decoder, lora)
     if case.dtype != "float32":
         decoder.masters = Masters(decoder, decoder.layers, getattr(torch, case.dtype))
     random_weights(decoder, seed=0)
     if lora:
-        reset_lora(decoder, lora)
+        reset_lora(decoder, lora.seed)
     return decoder.train()
 
 
-def update_of(case: Case) -> tuple[PolicyUpdate, PolicyWeights]:
-    """The update, and the weights that would be published."""
+def update_of(case: Case) -> PolicyUpdate:
     config = case.config
     lora = None
     if case.lora:
         lora = Lora(rank=case.lora, alpha=16.0, targets=TARGETS)
     decoder = decoder_of(case, config, lora)
-    published = PolicyWeights(decoder)
     reference = None
     if case.reference == "adapters_off":
         reference = decoder
@@ -217,7 +213,7 @@ def update_of(case: Case) -> tuple[PolicyUpdate, PolicyWeights]:
         parity=None,
         whole_groups=case.whole_groups,
     )
-    update = PolicyUpdate(
+    return PolicyUpdate(
         decoder,
         build_optimizer(decoder.parameters(), lr=1e-6, **ADAM),
         regularised(policy_gradient),
@@ -227,7 +223,6 @@ def update_of(case: Case) -> tuple[PolicyUpdate, PolicyWeights]:
         critic=critic_of(case),
         reference=reference,
     )
-    return update, published
 
 
 def critic_of(case: Case) -> Critic | None:
@@ -271,8 +266,7 @@ def counted(case: Case) -> tuple[int, int]:
     gc.collect()
     _spare.clear()  # room for logits that an earlier case left
     count = Counter()
-    made = count(lambda: update_of(case))
-    update, _ = made
+    update = count(lambda: update_of(case))
     groups = groups_of(case)
     peaks = []
     for version in range(2):
@@ -294,7 +288,7 @@ def resident(case: Case) -> int:
 
 
 def _run(case: Case) -> None:
-    update, _ = update_of(case)
+    update = update_of(case)
     groups = groups_of(case)
     for version in range(2):
         update.run(groups, version, lambda: False)

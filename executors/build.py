@@ -94,12 +94,12 @@ def engine_builder(config: Config, job: Job, adapt: Callable[[Decoder], None]) -
         return partial(build_vllm, **sizes, gpu_memory_utilization=g.gpu_memory_utilization)
     if config.environments:
         sizes["kept_tokens"] = config.kept_tokens
-        return partial(dialogue_engine, job, native_builder(config, sizes, adapt))
-    return native_builder(config, sizes, adapt)
+        return partial(dialogue_engine, job, native_builder(config, job, sizes, adapt))
+    return native_builder(config, job, sizes, adapt)
 
 
 def native_builder(
-    config: Config, sizes: dict[str, Any], adapt: Callable[[Decoder], None]
+    config: Config, job: Job, sizes: dict[str, Any], adapt: Callable[[Decoder], None]
 ) -> BuildEngine:
     """Return a function that builds the native engine. sizes: those that other kinds have too."""
     g = config.generator
@@ -111,6 +111,7 @@ def native_builder(
         prefill_chunk=g.prefill_chunk,
         quantize=g.quantize,
         quantize_exclude=tuple(g.quantize_exclude),
+        lora=job.lora,
         reproducible=config.max_lag == 0,
         adapt=adapt,
     )
@@ -384,6 +385,7 @@ def engine_alone(config: Config, job: Job) -> Engine:
         prefill_chunk=g.prefill_chunk,
         decode=job.decode,
         kept_tokens=config.kept_tokens,
+        adapter=config.trainer.lora.path,
     )
 
 
@@ -433,6 +435,7 @@ def build_references(
             timeout_s=config.timeout_s,
             stream=stream_settings(config, job, "reference") if reference.stream else None,
             prompts=job.prompts,
+            lora=job.lora if reference.kind == "reset" else None,
             weights_form=WeightsForm(dtype=config.model.dtype, transport=config.weights.transport),
             late_ends=late_ends_of(config, job),
         )

@@ -10,11 +10,12 @@ from functools import partial
 from pathlib import Path
 
 from executors.build import answering_engine, base_settings, gold_items, gold_settings, sampling_of
-from llamarl.config.evaluation import REFERENCES
+from llamarl.config.command_line import compose_config
+from llamarl.config.evaluation import EVALUATION, REFERENCES
 from llamarl.inference.evaluation import eval_completion, submit
 from llamarl.inference.offline import completions_of
 from llamarl.inference.protocol import GenerationEngine
-from llamarl.launch.evaluation import Asked, asked_of, find_model, read_answers
+from llamarl.launch.evaluation import Asked, asked_of, find_model, read_answers, words_of
 from llamarl.launch.gold import gold_texts
 from llamarl.launch.inputs import check_inputs
 from llamarl.launch.job import Job
@@ -78,10 +79,16 @@ def find_against(given: str, job: Job, asked: Asked) -> Callable[[], list[Item]]
         texts = read_answers(Path(given), asked)
         return partial(_references, job, prompts, texts)
     model, _ = find_model(given)
-    own = dataclasses.replace(config.model, path=str(model))
+    its = compose_config(words_of(model), EVALUATION)
+    own = dataclasses.replace(config.model, path=its.model.path)
+    adapted = dataclasses.replace(config.trainer, lora=its.trainer.lora)
     # The other model is never judged itself; its completions only serve as what is compared with.
     unjudged = dataclasses.replace(config.eval, gold=None, gold_label=None, base=None)
-    other = Job(dataclasses.replace(config, model=own, eval=unjudged), job.world, job.directory)
+    other = Job(
+        dataclasses.replace(config, model=own, trainer=adapted, eval=unjudged),
+        job.world,
+        job.directory,
+    )
     check_inputs(other)
     return partial(answers_of, other, job, asked)
 

@@ -22,7 +22,6 @@ from llamarl.learning.schedules import value_at
 from llamarl.learning.shaping import Shaping
 from llamarl.learning.update import UpdateSettings
 from llamarl.learning.values import CriticSettings
-from llamarl.models.lora import Lora
 from llamarl.models.parity import TOP, ParityLimits
 from llamarl.native.threads import ThreadTrial, trial_of_threads
 
@@ -122,14 +121,6 @@ def build_trainer(config: Config, job: Job, kind: type[FSDPTrainer] = FSDPTraine
     critic_path = None
     if t.critic.trunk == "own":
         critic_path = t.critic.path or str(job.model_path)
-    lora = None
-    if t.lora.rank:
-        lora = Lora(
-            rank=t.lora.rank,
-            alpha=t.lora.alpha,
-            targets=tuple(t.lora.targets),
-            seed=config.seed,
-        )
     # Exact if the loss is the policy gradient alone, because such completions add nothing to it.
     by_token = t.advantages == "gae"
     skips = t.skip_zero_advantage and not by_token and not has_mark(loss_fn, "uses_all_completions")
@@ -180,7 +171,8 @@ def build_trainer(config: Config, job: Job, kind: type[FSDPTrainer] = FSDPTraine
         critic_path=critic_path,
         critic_seed=config.seed,
         own_reference=own_reference,
-        lora=lora,
+        lora=job.lora,
+        adapter_path=t.lora.path,
         ema_decay=t.ema_decay,
         step_options=step_options,
         samples=job.sample_maker,

@@ -31,6 +31,7 @@ from llamarl.executor import Executor, State, WeightsForm
 from llamarl.learning.logprobs import LateEnds
 from llamarl.learning.sharded_reference import ShardedReference
 from llamarl.models.build import Decoder
+from llamarl.models.config import Lora
 from llamarl.models.fsdp import local
 from llamarl.scoring.ahead import StreamSettings
 from llamarl.scoring.logprobs import Batched, GroupLogprobs, Streamed
@@ -58,7 +59,8 @@ class Reference(Executor):
     loaded. timeout_s: how long a checkpoint waits for such a version. stream: how it reads
     completions while these are sampled; None: it does not. prompts: by ticket, needed with a
     stream.
-    weights_form: how a new version's weights travel. late_ends: see ShardedReference.
+    lora: adapters that are reset, beside weights that stay. weights_form: how a new version's
+    weights travel. late_ends: see ShardedReference.
     """
 
     name = "reference"
@@ -78,6 +80,7 @@ class Reference(Executor):
     timeout_s: float = 60.0
     stream: StreamSettings | None = None
     prompts: AnyPrompts | None = None
+    lora: Lora | None = None
     weights_form: WeightsForm = WeightsForm()
     late_ends: LateEnds | None = None
 
@@ -124,6 +127,7 @@ class Reference(Executor):
             microbatch_tokens=self.microbatch_tokens,
             group=self.group,
             late_ends=self.late_ends,
+            lora=self.lora,
         )
         self.decoder = model.decoder
         self.adapt_decoder(self.decoder)

@@ -38,6 +38,7 @@ from llamarl.learning.update import PolicyUpdate, StepAborted, UpdateSettings
 from llamarl.learning.values import Critic, CriticSettings, OwnCritic, SharedCritic
 from llamarl.learning.watch import StepWatch
 from llamarl.models.build import Decoder
+from llamarl.models.config import Lora
 from llamarl.models.frozen import frozen_decoder
 from llamarl.models.fsdp import (
     held_box,
@@ -45,9 +46,10 @@ from llamarl.models.fsdp import (
     local,
     whole_parameters,
 )
-from llamarl.models.hf import export, named_parameters_hf
-from llamarl.models.lora import Lora, PolicyWeights
+from llamarl.models.hf import export
+from llamarl.models.lora import travelling
 from llamarl.models.parity import Prompts, canary_sequences
+from llamarl.models.peft import export_adapted, load_adapter
 from llamarl.models.sharded_state import (
     Shard,
     load_shards,
@@ -55,7 +57,7 @@ from llamarl.models.sharded_state import (
     set_steps,
     steps_of,
 )
-from llamarl.models.sharding import Box, num_parameters, parameter_shapes
+from llamarl.models.sharding import Box, adapter_shapes, num_parameters, parameter_shapes
 from llamarl.models.tp import TensorParallel
 from llamarl.models.training import training_decoder
 from llamarl.native.threads import ThreadTrial
@@ -89,7 +91,7 @@ class FSDPTrainer(Executor):
 
     replicate: copies of the model, each sharded over an equal share of the ranks. tensor_parallel:
     ranks, one after another, that share each layer and train on the same groups. lora: train
-    adapters alone; they are merged into the weights before these are sent or exported.
+    adapters alone. adapter_path: a PEFT directory that they start as; None: as a product of 0.
     critic_path: directory from which a separate value model starts; None: the critic is a head on
     the policy's trunk. critic_seed: draws that model's head if the directory has none.
     ema_decay: keep an exponential moving average of the weights, and export it too.
@@ -134,6 +136,7 @@ class FSDPTrainer(Executor):
     critic_seed: int = 0
     own_reference: Literal["none", "adapters_off", "sharded"] | None = None
     lora: Lora | None = None
+    adapter_path: str | None = None
     ema_decay: float | None = None
     step_options: Callable[[int], dict[str, float]] = lambda step: {}
     samples: SampleMaker | None = None
@@ -172,14 +175,13 @@ class FSDPTrainer(Executor):
                 "memory already; leave it out"
             )
         self.decoder = self._load_decoder(self.model_path, lora=self.lora)
+        if self.adapter_path is not None:
+            load_adapter(self.decoder, self.adapter_path)
         self.adapt_decoder(self.decoder)
-        named = named_parameters_hf(self.decoder)
-        # `_shards` are trained and saved: with adapters these alone, without the frozen weights.
-        # `_policy` is what other executors and exports see.
+        # What is trained, saved and sent.
         self._shards = [
-            Shard(name, p, held_box(self.decoder, name, p)) for name, p in named if p.requires_grad
+            Shard(name, p, held_box(self.decoder, name, p)) for name, p in travelling(self.decoder)
         ]
-        self._policy = PolicyWeights(self.decoder)
         # Listed now, because after a forward FSDP shows its root's gathered parameters.
         self._all_parameters = list(self.decoder.parameters())
         trained = [shard.parameter for shard in self._shards]
@@ -214,7 +216,7 @@ class FSDPTrainer(Executor):
         self.buffer.attach(self._update.ranks)
         self.weights = sender_of(self.outputs)
         for weights in self._senders:
-            weights.bind(self.decoder.config, self._policy.parameters, self.group.tensor_group)
+            weights.bind(self.decoder.config, travelling(self.decoder), self.group.tensor_group)
 
     @property
     def _senders(self) -> list[WeightsSender]:
@@ -422,7 +424,6 @@ class FSDPTrainer(Executor):
         """Publish the present version. Return the seconds that this held the rank up."""
         self.claim_device()
         sequences = canary_sequences(self.canary_prompts, first=self._published < 0)
-        self._policy.refresh()
         stall_s = self.weights.publish(
             self.version,
             evaluate=self.evaluate_at(self.version),
@@ -475,8 +476,7 @@ class FSDPTrainer(Executor):
         """Load from all saved parts, however many ranks saved them: each rank takes the rows and
         groups that belong to it now.
 
-        ValueError if it was saved with other adapters than this run's, or from a model of other
-        shapes.
+        ValueError if it was saved with other adapters, or from a model of other shapes.
         """
         self.claim_device()
         parts = list(parts)
@@ -485,8 +485,8 @@ class FSDPTrainer(Executor):
             if self.unseen:
                 self.unseen.head.load_state_dict(part)
             self.version = int(part["version"])
-        shapes = {shard.name: tuple(shard.parameter.shape) for shard in self._shards}
-        shapes |= parameter_shapes(self.decoder.config)
+        config = self.decoder.config
+        shapes = parameter_shapes(config) | adapter_shapes(config)
         load_shards(self._shards, parts, shapes=shapes, take=self._load_shard)
         settle_moments(self.optimizer)
         parameters = [shard.parameter for shard in self._shards]
@@ -556,16 +556,23 @@ class FSDPTrainer(Executor):
         """
         if self.group.replica > 0:
             return
-        average = self._policy.with_values(self._average.of) if self._average else ()
         try:
-            self._write(self._policy.with_values(lambda p: p), out)
+            self._write(lambda p: p, out)
         finally:
-            self._write(average, None if out is None else out + EMA)
+            if self._average:
+                self._write(self._average.of, None if out is None else out + EMA)
 
-    def _write(self, weights: Iterable[tuple[str, torch.Tensor]], out: str | None) -> None:
+    def _write(self, value: Callable[[torch.nn.Parameter], torch.Tensor], out: str | None) -> None:
+        """Write value(p) in each trained parameter's place."""
+        weights = ((shard.name, value(shard.parameter)) for shard in self._shards)
         with whole_parameters(self.decoder, weights) as whole:
-            if out is not None and self.group.index == 0:
-                export(whole, self.model_path, out, dtype=getattr(torch, self.model_dtype))
+            if out is None or self.group.index > 0:
+                return
+            dtype = getattr(torch, self.model_dtype)
+            if self.lora is None:
+                export(whole, self.model_path, out, dtype=dtype)
+            else:
+                export_adapted(dict(whole), self.lora, self.model_path, out, dtype=dtype)
 
     def _lora_state(self) -> dict | None:
         """Return the adapters' settings as they come back from JSON; None without adapters."""
@@ -582,7 +589,6 @@ class FSDPTrainer(Executor):
         tensors = [local(tensor) for tensor in own]
         if self.critic:
             tensors += self.critic.offloadable()
-        tensors += self._policy.buffers()
         if self._average:
             tensors += self._average.tensors()
         return tensors

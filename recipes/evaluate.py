@@ -5,6 +5,7 @@ One process.
     # as the run was configured: the accuracy that it reported
     python recipes/evaluate.py model.path=RUN_DIR/checkpoints/latest
     python recipes/evaluate.py model.path=RUN_DIR/checkpoints/step_50 samples=16 temperature=0.8
+    python recipes/evaluate.py model.path=PEFT_DIR  # beside the weights that it names
     python recipes/evaluate.py model.path=HF_DIR num_prompts=100 \\
         task=gsm8k task.path=train.jsonl task.eval_path=test.jsonl
     # win rate of its greedy answers over those of the rows, and their perplexity under a model
@@ -72,7 +73,9 @@ def run(config: EvaluationConfig) -> None:
             for c in completions
         ]
         outcomes = score_by_set(scorer, asked.sets, completions, items)
-    print(f"model    {job.model_path}, {config.task.kind}")
+    adapter = config.trainer.lora.path
+    beside = "" if adapter is None else f" with the adapters of {adapter}"
+    print(f"model    {job.model_path}{beside}, {config.task.kind}")
     for one in asked.sets:
         print_lines(one, asked.sets, report(config, completions, outcomes, one, k))
     judged: dict[int, dict[str, object]] = {}

@@ -8,6 +8,7 @@
             controller.rank0.json        ...
             hf/, hf_ema/                 directories that transformers loads: the weights, and their
                                          average if kept
+            adapter/                     their adapters, if they have any, as peft loads them
             manifest.json                bytes and SHA-256 of every file; written last
         step_40.tmp/                     being written
         step_10.old/                     being deleted

@@ -211,8 +211,9 @@ class CheckpointService:
         with self._checkpointer.writing(step, "hf", trainer.export_bytes):
             trainer.export(None if folder is None else str(folder / "hf"))
             if folder is not None:
-                # With an average of the weights there is hf_ema beside it.
-                self._checkpointer.register_files(step, "hf", sorted(folder.glob("hf*/*")))
+                # With an average of the weights there is hf_ema beside it, with adapters adapter.
+                files = [*folder.glob("hf*/*"), *folder.glob("adapter*/*")]
+                self._checkpointer.register_files(step, "hf", sorted(files))
 
     def serve(self) -> bool:
         """Save what the leader asked for, and seal what is whole. Returns whether it did something.

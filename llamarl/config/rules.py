@@ -84,7 +84,7 @@ def check(
         c.generator, c, found, loss=c.loss, reward_kl_coef=c.trainer.reward_kl_coef
     )
     find_loss(c.loss, found)
-    find_trainer(c.trainer, c, found, loss=c.loss)
+    find_trainer(c.trainer, c, found, loss=c.loss, generator_kind=c.generator.kind)
     find_reference(c.reference, c, found, loss=c.loss, trainer=c.trainer, buffer_kind=c.buffer.kind)
     find_reference_stream(c.reference, c, found, generator_kind=c.generator.kind, longest=c.longest)
     seeks_novelty = any(part.settings.is_novelty for part in c.reward_parts)

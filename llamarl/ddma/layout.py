@@ -24,6 +24,7 @@ from llamarl.models.sharding import (
     HEAD,
     SCALE,
     Box,
+    adapter_shapes,
     aligned,
     is_quantized,
     parameter_shapes,
@@ -153,11 +154,14 @@ def parameters_to_send(
     quantized: torch.dtype | None = None,
     exclude: tuple[str, ...] = (HEAD,),
 ) -> list[Parameter]:
-    """Return the tensors that a model's weights travel as, in parameter_shapes' order.
+    """Return the tensors that a model's weights travel as, in parameter_shapes' order. Beside
+    adapters the weights are frozen, and only the adapters travel.
 
     dtype: of all that is_quantized(name, shape, exclude) does not name. quantized: of what it does
     name, or None where nothing is.
     """
+    if config.lora is not None:
+        return [Parameter(name, shape, dtype) for name, shape in adapter_shapes(config).items()]
     out = []
     for name, shape in parameter_shapes(config).items():
         if quantized is not None and is_quantized(name, shape, exclude):

@@ -103,10 +103,11 @@ class WeightsReceiver:
 
     def _make_buffers(self, num_bytes: int, device: torch.device) -> list[Tensor]:
         """Allocate two buffers that change places, or one. One is enough where others hold the
-        parameters' addresses (graphs on a GPU, FSDP) and weights are copied over.
+        parameters' addresses (graphs on a GPU, FSDP, adapters that lie beside their weight) and
+        weights are copied over.
         """
-        is_sharded = any(is_dtensor(parameter) for parameter in self._parameters)
-        self._exchange = device.type == "cpu" and not is_sharded
+        stay = any(is_dtensor(p) or not p.is_contiguous() for p in self._parameters)
+        self._exchange = device.type == "cpu" and not stay
         if self._route.on_device:
             zeros = partial(torch.zeros, num_bytes, dtype=torch.uint8, device=device)
         else:

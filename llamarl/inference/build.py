@@ -4,6 +4,7 @@ a BuildEngine (see llamarl/inference/protocol.py).
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import torch
@@ -14,7 +15,9 @@ from llamarl.inference.engine import Engine
 from llamarl.inference.protocol import Bind
 from llamarl.inference.vllm_engine import VLLMEngine
 from llamarl.models.build import Decoder, build_decoder, read_config
-from llamarl.models.hf import named_parameters_hf
+from llamarl.models.config import Lora
+from llamarl.models.hf import load_weights
+from llamarl.models.lora import lay_side_by_side, travelling
 from llamarl.models.quantize import quantize_decoder
 from llamarl.models.sharding import parameter_shapes
 from llamarl.models.tp import TensorParallel
@@ -30,25 +33,32 @@ def build_native(
     quantize: str = "none",
     quantize_exclude: tuple[str, ...] = (),
     adapt: Callable[[Decoder], None] = lambda decoder: None,
+    lora: Lora | None = None,
     **options,
 ) -> Engine:
     """Build an `Engine`, on one rank or, tensor-parallel, on several that share the model.
 
     model_path: a Hugging Face directory. quantize: the form that the weights arrive and are held
     in, or "none". quantize_exclude: parts of names of modules that keep model_dtype. adapt: changes
-    the decoder before the engine is built around it. options: the engine's others.
+    the decoder before the engine is built around it. lora: adapters arrive alone, and the weights
+    beside them are read from the directory once. options: the engine's others.
     """
-    config = read_config(model_path)
+    config = dataclasses.replace(read_config(model_path), lora=lora)
     decoder = build_decoder(
         config,
         dtype=getattr(torch, model_dtype),
         tensor_parallel=TensorParallel.of(group),
     )
+    if lora is not None:
+        load_weights(decoder, model_path, device=group.device)
     if quantize != "none":
         quantize_decoder(decoder, quantize, quantize_exclude)
-    decoder = decoder.to_empty(device=group.device).eval().requires_grad_(False)
+    if lora is None:
+        decoder = decoder.to_empty(device=group.device)
+    decoder = decoder.eval().requires_grad_(False)
     decoder.absent_rows = absent_rows(model_path, config.vocab_size, group.device)
-    bind(decoder.config, list(named_parameters_hf(decoder)))
+    lay_side_by_side(decoder)
+    bind(decoder.config, travelling(decoder))
     adapt(decoder)
     return Engine(decoder, device=group.device, **options)
 

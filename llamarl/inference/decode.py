@@ -18,7 +18,10 @@ Shapes: N rows, D model, H query heads, J key/value heads, K head dim, V vocabul
 from __future__ import annotations
 
 import ctypes
+import itertools
 import logging
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -30,6 +33,7 @@ from llamarl.inference.sampler import check_vector
 from llamarl.models.attention import Attention
 from llamarl.models.build import Decoder, FeedForward, Layer
 from llamarl.models.fused import is_altered
+from llamarl.models.lora import LoraLinear, adapters_of
 from llamarl.models.norms import RMSNorm
 from llamarl.native import library
 
@@ -38,8 +42,11 @@ _FLAGS = {torch.float32: ("-fopenmp",), torch.bfloat16: ("-fopenmp", "-DBF16")}
 # The modules whose forward the kernel computes. A subclass may compute something else.
 _PLAIN = (
     *(Decoder, nn.ModuleList, Layer, Attention, FeedForward),
-    *(nn.Linear, nn.Embedding, nn.Identity, RMSNorm, nn.SiLU),
+    *(nn.Linear, LoraLinear, nn.Embedding, nn.Identity, RMSNorm, nn.SiLU),
 )
+# Ranks of adapters are filled up to a multiple, so that a product takes tiles with them as without.
+_TILE_INPUTS = 32
+_UNIT_INPUTS = 2
 
 log = logging.getLogger(__name__)
 
@@ -50,13 +57,16 @@ def _of_type(kind: type, names: str) -> list[tuple[str, type]]:
 
 
 class _Layer(ctypes.Structure):
-    _fields_ = _of_type(ctypes.c_void_p, "qkv output gate up down qkv_bias attention_norm mlp_norm")
+    _fields_ = _of_type(ctypes.c_void_p, "qkv output gate up down")
+    _fields_ += _of_type(ctypes.c_void_p, "qkv_low output_low mlp_low down_low")
+    _fields_ += _of_type(ctypes.c_void_p, "qkv_bias attention_norm mlp_norm")
     _fields_ += _of_type(ctypes.c_void_p, "keys values")
 
 
 class _Model(ctypes.Structure):
-    _fields_ = _of_type(ctypes.c_int64, "layers hidden heads groups head_dim units vocab tiles")
-    _fields_ += _of_type(ctypes.c_double, "eps")
+    _fields_ = _of_type(ctypes.c_int64, "layers hidden heads groups head_dim units vocab")
+    _fields_ += _of_type(ctypes.c_int64, "qkv_rank output_rank mlp_rank down_rank tiles")
+    _fields_ += _of_type(ctypes.c_double, "eps scaling")
     _fields_ += _of_type(ctypes.c_void_p, "layer embedding norm head")
 
 
@@ -108,8 +118,10 @@ class NativeDecode:
         self.use_tiles = self.has_tiles
         # The kernel is another one if the source, the compiler or the CPU is.
         self.version = Path(self._kernels._name).name
-        self._seen: list[tuple[int, int]] = []  # the last write to each parameter
-        self._kept: list[Tensor] = []  # what the structures below point to
+        self._seen: list[tuple[int, int]] = []  # the last write to each weight
+        self._seen_adapters: list[tuple[int, int]] = []
+        self._kept: list[Tensor] = []  # what the structures below point to, and so do products
+        self._products: list[_Product] = []
         self._layers = (_Layer * len(decoder.layers))()
         self._model = _Model()
 
@@ -143,29 +155,55 @@ class NativeDecode:
     @torch.no_grad()
     def refresh(self) -> None:
         """Lay out the weights again if `stale`, or if one is another tensor than the last time or
-        was written to since.
+        was written to since. Beside adapters the weights are frozen, and `stale` is about adapters.
         """
+        adapters = {id(parameter) for _, parameter in adapters_of(self._decoder)}
+        weights: list[tuple[int, int]] = []
+        seen: list[tuple[int, int]] = []
+        for parameter in self._decoder.parameters():
+            of = seen if id(parameter) in adapters else weights
+            of.append(_last_write(parameter))
+        is_stale = self.stale and not adapters
+        if is_stale or weights != self._seen:
+            self._lay_out()
+        elif not self.stale and seen == self._seen_adapters:
+            return
+        for product in self._products:
+            product.take_adapters()
+        self.stale = False
+        self._seen = weights
+        self._seen_adapters = seen
+
+    def _lay_out(self) -> None:
+        """Lay out the weights, with room for their adapters."""
         decoder = self._decoder
         config = decoder.config
-        seen = [_last_write(parameter) for parameter in decoder.parameters()]
-        if not self.stale and seen == self._seen:
-            return
-        self.stale = False
-        self._seen = seen
         self._kept = []
+        self._products = []
+        width = self._kernels.panel_width()
+        multiple = _TILE_INPUTS if self.has_tiles else _UNIT_INPUTS
+        ranks = []
         for layer, its in zip(self._layers, decoder.layers):
             assert isinstance(its, Layer) and isinstance(its.mlp, FeedForward), "as `fits` saw"
-            layer.qkv = self._panels(_by_groups(its.attn, "weight"))
-            layer.output = self._panels(its.attn.output_proj.weight)
-            layer.gate = self._panels(its.mlp.w1.weight)
-            layer.up = self._panels(its.mlp.w3.weight)
-            layer.down = self._panels(its.mlp.w2.weight)
-            if its.attn.q_proj.bias is not None:
-                layer.qkv_bias = self._keep(_by_groups(its.attn, "bias").float())
+            attn, mlp = its.attn, its.mlp
+            qkv = (attn.q_proj, attn.k_proj, attn.v_proj)
+            by_groups = partial(_by_groups, attn.num_cached_kv_heads)
+            of_layer = [
+                _Product(layer, "qkv_low", {"qkv": qkv}, width, multiple, by_groups),
+                _Product(layer, "output_low", {"output": (attn.output_proj,)}, width, multiple),
+                _Product(layer, "mlp_low", {"gate": (mlp.w1,), "up": (mlp.w3,)}, width, multiple),
+                _Product(layer, "down_low", {"down": (mlp.w2,)}, width, multiple),
+            ]
+            self._products += of_layer
+            ranks = [product.rank for product in of_layer]
+            if attn.q_proj.bias is not None:
+                biases = by_groups([projection.bias for projection in qkv])
+                layer.qkv_bias = self._keep(biases.float())
             layer.attention_norm = self._keep(its.sa_norm.scale.float())
             layer.mlp_norm = self._keep(its.mlp_norm.scale.float())
         norm = decoder.norm
         assert isinstance(norm, RMSNorm), "as `fits` saw"
+        qkv_rank, output_rank, mlp_rank, down_rank = ranks
         self._model = _Model(
             layers=len(decoder.layers),
             hidden=config.hidden_size,
@@ -174,28 +212,22 @@ class NativeDecode:
             head_dim=config.head_dim,
             units=config.intermediate_size,
             vocab=len(decoder.output_weight),
+            qkv_rank=qkv_rank,
+            output_rank=output_rank,
+            mlp_rank=mlp_rank,
+            down_rank=down_rank,
             eps=norm.eps,
+            scaling=config.lora.scaling if config.lora else 0.0,
             layer=ctypes.addressof(self._layers),
             embedding=self._keep(decoder.tok_embeddings.weight),
             norm=self._keep(norm.scale.float()),
-            head=self._panels(decoder.output_weight),
+            head=self._keep(_panels(decoder.output_weight, width)),
         )
 
     def _keep(self, tensor: Tensor) -> int:
-        """Keep a tensor until the next refresh, and return its address."""
+        """Keep a tensor until weights are laid out again, and return its address."""
         self._kept.append(tensor.contiguous())
         return self._kept[-1].data_ptr()
-
-    def _panels(self, weight_OI: Tensor) -> int:
-        """Lay a weight out as the kernel reads it: [O / width, I / unit, width, unit], a unit being
-        four bytes, zeros behind the last O.
-        """
-        width = self._kernels.panel_width()
-        missing = -len(weight_OI) % width
-        padded_OI = F.pad(weight_OI, (0, 0, 0, missing))
-        units = padded_OI.view(torch.float32)
-        panels = units.unflatten(0, (-1, width)).mT
-        return self._keep(panels)
 
     def __call__(
         self,
@@ -271,12 +303,14 @@ class NativeDecode:
         query_width = model.heads * model.head_dim
         kv_width = 2 * model.groups * model.head_dim
         padded_rows = rows + -rows % self._kernels.row_multiple()
-        x = torch.empty(padded_rows, max(model.hidden, query_width), dtype=self._dtype)
+        of_hidden = model.hidden + max(model.qkv_rank, model.mlp_rank)
+        of_x = max(of_hidden, query_width + model.output_rank)
+        x = torch.empty(padded_rows, of_x, dtype=self._dtype)
         tensors = of_rows | {
             "h": torch.empty(rows, model.hidden),
             "qkv": torch.empty(rows, query_width + kv_width),
             "x": x,
-            "gated": torch.empty(padded_rows, model.units, dtype=self._dtype),
+            "gated": torch.empty(padded_rows, model.units + model.down_rank, dtype=self._dtype),
             "logits": logits_MV,
         }
         if last_M is not None:
@@ -309,12 +343,80 @@ def _check_indices(what: str, given: Tensor, count: int, end: int) -> None:
             raise IndexError(f"{what} {low}..{high}: there are 0..{end - 1}")
 
 
-def _by_groups(attn: Attention, name: str) -> Tensor:
+def _by_groups(num_kv_heads: int, qkv: Sequence[Tensor]) -> Tensor:
     """q, k and v as one matrix (or bias) whose rows lie by key/value head: its R query heads, its
     key, its value.
     """
-    parts = []
-    for projection in (attn.q_proj, attn.k_proj, attn.v_proj):
-        rows = getattr(projection, name)
-        parts.append(rows.unflatten(0, (attn.num_cached_kv_heads, -1)))
+    parts = [rows.unflatten(0, (num_kv_heads, -1)) for rows in qkv]
     return torch.cat(parts, dim=1).flatten(0, 1)
+
+
+def _end_to_end(matrices: Sequence[Tensor]) -> Tensor:
+    return torch.cat(list(matrices))
+
+
+def _panels(weight_OI: Tensor, width: int) -> Tensor:
+    """Lay a weight out as the kernel reads it: [O / width, I / unit, width], a unit being four
+    bytes, zeros behind the last O.
+    """
+    missing = -len(weight_OI) % width
+    units = F.pad(weight_OI, (0, 0, 0, missing)).contiguous().view(torch.float32)
+    return units.unflatten(0, (-1, width)).mT.contiguous()
+
+
+class _Product:
+    """The projections of a layer that read one input, laid out: W with B behind its columns, and
+    the A of all of them as one matrix, `rank` rows with zeros up to the multiple.
+
+    fields: of the layer, each with the projections whose rows `arranged` brings together in it.
+    """
+
+    def __init__(
+        self,
+        layer: _Layer,
+        low: str,
+        fields: dict[str, tuple[nn.Linear, ...]],
+        width: int,
+        multiple: int,
+        arranged: Callable[[Sequence[Tensor]], Tensor] = _end_to_end,
+    ):
+        self._layer = layer
+        self._low = low
+        self._fields = fields
+        self._width = width
+        self._arranged = arranged
+        self._at: dict[nn.Linear, int] = {}  # an adapter's first row among those of all
+        rank = 0
+        for projection in itertools.chain.from_iterable(fields.values()):
+            if isinstance(projection, LoraLinear):
+                self._at[projection] = rank
+                rank += len(projection.lora_a)
+        self.rank = rank + -rank % multiple
+        self._laid: dict[str, Tensor] = {}
+        for field, projections in fields.items():
+            weight = arranged([projection.weight for projection in projections])
+            self._laid[field] = _panels(F.pad(weight, (0, self.rank)), width)
+            setattr(layer, field, self._laid[field].data_ptr())
+        self._a: Tensor | None = None
+
+    def take_adapters(self) -> None:
+        """Lay out A and B as they are now."""
+        if not self._at:
+            return
+        first = next(iter(self._at))
+        a_RI = first.weight.new_zeros(self.rank, first.in_features)
+        for field, projections in self._fields.items():
+            columns = []
+            for projection in projections:
+                b_OR = projection.weight.new_zeros(projection.out_features, self.rank)
+                if isinstance(projection, LoraLinear):
+                    at = self._at[projection]
+                    rows = slice(at, at + len(projection.lora_a))
+                    a_RI[rows] = projection.lora_a
+                    b_OR[:, rows] = projection.lora_b
+                columns.append(b_OR)
+            behind = _panels(self._arranged(columns), self._width)
+            laid = self._laid[field]
+            laid[:, laid.shape[1] - behind.shape[1] :] = behind
+        self._a = _panels(a_RI, self._width)
+        setattr(self._layer, self._low, self._a.data_ptr())

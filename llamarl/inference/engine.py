@@ -52,10 +52,9 @@ from llamarl.inference.sampler import SamplingParams, process
 from llamarl.inference.schedule import Piece, Plan, Sample, Scheduler, Start
 from llamarl.inference.slots import SlotEngine
 from llamarl.inference.stop_strings import Decode
-from llamarl.models.build import Decoder, build_decoder, read_config
-from llamarl.models.hf import load_weights
+from llamarl.models.build import Decoder
+from llamarl.models.peft import load_policy
 from llamarl.models.sharding import num_parameters
-from llamarl.models.vocabulary import absent_rows
 from llamarl.native.allocator import keep_freed_memory
 from llamarl.types import FinishReason, read_by_model
 
@@ -158,21 +157,20 @@ class Engine(SlotEngine):
         max_slots: int = 32,
         max_len: int = 1024,
         device: str | torch.device | None = None,
+        adapter: str | Path | None = None,
         **options,
     ) -> Engine:
         """Build the engine of a Hugging Face directory. device None: the GPU if there is one;
-        options: the constructor's others.
+        adapter: a PEFT directory, whose adapters stay beside the weights; options: the
+        constructor's others.
 
-        Errors: read_config's, load_weights'.
+        Errors: load_policy's.
         """
         if dtype not in _DTYPES:
             raise ValueError(f"dtype={dtype!r}: need one of {', '.join(_DTYPES)}")
         if device is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
-        config = read_config(path)
-        decoder = build_decoder(config, dtype=getattr(torch, dtype))
-        decoder.absent_rows = absent_rows(path, config.vocab_size, device)
-        load_weights(decoder, path, device=device)
+        decoder = load_policy(path, adapter, dtype=getattr(torch, dtype), device=device)
         return cls(decoder, max_slots=max_slots, max_len=max_len, device=device, **options)
 
     def submit_partial(self, partial: Partial) -> None:

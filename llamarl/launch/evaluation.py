@@ -31,6 +31,8 @@ from llamarl.config.flags import problems_of_flags
 from llamarl.config.supervised import is_of_a_supervised_job
 from llamarl.errors import CheckpointError
 from llamarl.launch.job import Job
+from llamarl.models.peft import CONFIG as ADAPTER_CONFIG
+from llamarl.models.peft import lora_in
 from llamarl.tasks.held_out import EvalSet, set_of
 from llamarl.tasks.jsonl import read_jsonl
 from llamarl.types import Prompt
@@ -57,14 +59,16 @@ def read_words(words: list[str]) -> EvaluationConfig:
     given = [value for key, _, value in map(_split, words) if key == "model.path"]
     others = [word for word in words if _split(word)[0] != "model.path"]
     if not given:
-        return config_of(None, None, others)
+        return config_of([], None, others)
     model, made_by = Path(given[-1]), None
+    asked = [f"model.path='{model}'"]
     try:
         model, made_by = find_model(given[-1].strip("'\""))
-    except (OSError, CheckpointError) as error:
+        asked = words_of(model)
+    except (OSError, ValueError) as error:
         problems.append(Problem(f"model.path={model}", str(error), ("model.path",)))
     try:
-        config = config_of(model, made_by, others)
+        config = config_of(asked, made_by, others)
     except ConfigError as error:
         # A directory that is not there has its problem already: do not report it twice.
         seen = keys_of(problems)
@@ -79,13 +83,12 @@ def _split(word: str) -> tuple[str, str, str]:
     return key.lstrip("+"), sign, value
 
 
-def config_of(model: Path | None, run: Path | None, overrides: list[str]) -> EvaluationConfig:
+def config_of(model: list[str], run: Path | None, overrides: list[str]) -> EvaluationConfig:
     """Return the config of an evaluation. Keys that the schema marks ANSWERS come from the run, if
-    there is one; the command line overrides them. ConfigError.
+    there is one; the command line overrides them. model: the keys that `words_of` gives for the
+    directory. ConfigError.
     """
-    given = [*overrides, *_implied(overrides)]
-    if model is not None:
-        given.append(f"model.path='{model}'")
+    given = [*overrides, *_implied(overrides), *model]
     file = None if run is None else run / "config.yaml"
     if file is None or not file.is_file() or is_of_a_supervised_job(file):
         return compose_config(given, EVALUATION)
@@ -107,7 +110,7 @@ def config_of(model: Path | None, run: Path | None, overrides: list[str]) -> Eva
     values = to_values(_compose_over(kept, [*lengths, *given]))
     if not any(f"{name}.".startswith(f"{EVAL_SETS}.") for name in named):
         values["eval"]["sets"] = sets
-    default = compose_config([f"model.path='{model}'"], EVALUATION)
+    default = compose_config(model, EVALUATION)
     named |= set(value_differences(to_values(default), values))
     for key, was in flat(old).items():
         section, _, name = key.rpartition(".")
@@ -148,10 +151,12 @@ def _compose_over(sections: dict[str, dict], overrides: list[str]) -> Evaluation
 
 
 def find_model(given: str | Path) -> tuple[Path, Path | None]:
-    """Return (the Hugging Face directory to evaluate, the run_dir that it comes from or None).
+    """Return (the Hugging Face or PEFT directory to evaluate, the run_dir that it comes from or
+    None).
 
     given: such a directory, RUN_DIR/checkpoints/step_N, RUN_DIR/checkpoints/latest, or RUN_DIR for
-    its latest. FileNotFoundError or CheckpointError says what to give instead.
+    its latest. Of a checkpoint with adapters that is adapter/, because hf/ has lost what rounding
+    took; hf/ itself may be given. FileNotFoundError or CheckpointError says what to give instead.
     """
     path = Path(given)
     if (path / "checkpoints").is_dir():
@@ -162,20 +167,46 @@ def find_model(given: str | Path) -> tuple[Path, Path | None]:
                 f"{path}: no such file; a run writes it with its first checkpoint"
             )
         path = path.with_name(path.read_text().strip())
-    if path.name == "hf" and (path.parent / MANIFEST).is_file():
-        path = path.parent
+    asked = None
+    if path.name in ("hf", "adapter") and (path.parent / MANIFEST).is_file():
+        asked, path = path, path.parent
     if (path / MANIFEST).is_file():
         problems = verify(path)
         if problems:
             raise CheckpointError(damage(path, problems))
-        return path / "hf", path.absolute().parents[1]
-    if not (path / "config.json").is_file():
+        adapter = path / "adapter"
+        newest = adapter if adapter.is_dir() else path / "hf"
+        return asked or newest, path.absolute().parents[1]
+    if not any((path / file).is_file() for file in ("config.json", ADAPTER_CONFIG)):
         raise FileNotFoundError(
-            f"{path}: neither a Hugging Face directory (it has no config.json) nor a checkpoint "
-            f"(no {MANIFEST}); give one of these, such as RUN_DIR/checkpoints/step_N or "
-            "RUN_DIR/checkpoints/latest"
+            f"{path}: neither a Hugging Face directory (it has no config.json), nor one of PEFT's "
+            f"(no {ADAPTER_CONFIG}), nor a checkpoint (no {MANIFEST}); give one of these, such as "
+            "RUN_DIR/checkpoints/step_N or RUN_DIR/checkpoints/latest"
         )
     return path, None
+
+
+def words_of(model: Path) -> list[str]:
+    """Return the keys that evaluate a directory: of PEFT's, its adapters beside the weights that
+    its adapter_config.json names.
+
+    FileNotFoundError if those are not there; ValueError for adapters that cannot be used.
+    """
+    if not (model / ADAPTER_CONFIG).is_file():
+        return [f"model.path='{model}'"]
+    lora, base = lora_in(model)
+    if base is None or not Path(base, "config.json").is_file():
+        raise FileNotFoundError(
+            f"{model / ADAPTER_CONFIG}: base_model_name_or_path={base} is no directory here; write "
+            "there where the weights are that these adapters belong to"
+        )
+    return [
+        f"model.path='{base}'",
+        f"trainer.lora.path='{model}'",
+        f"trainer.lora.rank={lora.rank}",
+        f"trainer.lora.alpha={lora.alpha}",
+        f"trainer.lora.targets=[{','.join(lora.targets)}]",
+    ]
 
 
 class Asked(NamedTuple):

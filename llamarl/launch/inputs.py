@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,8 +24,10 @@ from llamarl.launch.scorers import (
 )
 from llamarl.models.build import build_decoder
 from llamarl.models.config import ModelConfig
+from llamarl.models.peft import check_adapter
 from llamarl.models.quantize import quantize_decoder
 from llamarl.models.scorer import SCORE
+from llamarl.models.sharding import adapter_shapes
 from llamarl.models.vocabulary import absent_ids
 from llamarl.tasks.mixture import MixtureTask
 
@@ -87,12 +90,27 @@ def _check_model(job: Job, model: ModelConfig) -> None:
             "generator=native"
         )
     job.check_weights(job.model_path, model)
+    _check_adapters(job, model)
     if g.kind == "native" and g.quantize != "none":
         decoder = build_decoder(model)  # on the meta device
         try:
             quantize_decoder(decoder, g.quantize, tuple(g.quantize_exclude))
         except ValueError as error:
             raise ValueError(f"generator.quantize_exclude={g.quantize_exclude}: {error}") from error
+
+
+def _check_adapters(job: Job, model: ModelConfig) -> None:
+    """Check that the model has the projections that get adapters, and that a directory of adapters
+    fits them.
+    """
+    adapted = dataclasses.replace(model, lora=job.lora)
+    try:
+        adapter_shapes(adapted)
+    except ValueError as error:
+        raise ValueError(f"trainer.lora.targets: {error}") from error
+    path = job.config.trainer.lora.path
+    if path is not None:
+        check_adapter(path, adapted)
 
 
 def _check_victim(job: Job) -> None:

@@ -29,7 +29,7 @@ from llamarl.launch.templates import check_template_ends
 from llamarl.learning.replay import lag_bound
 from llamarl.learning.samples import SampleMaker
 from llamarl.models.attention import rotary_of
-from llamarl.models.config import ModelConfig, check_sizes, read_config
+from llamarl.models.config import Lora, ModelConfig, check_sizes, read_config
 from llamarl.models.directory import check_files, read_json
 from llamarl.models.hf import load_tokenizer, weights_of
 from llamarl.models.resolved import check_as_transformers_reads
@@ -227,6 +227,21 @@ class Job:
         """
         with self.weights_may_wait():
             weights_of(path, model, may_lack=may_lack)
+
+    @property
+    def lora(self) -> Lora | None:
+        """The adapters beside the policy's weights; None where the weights themselves are
+        trained.
+        """
+        lora = self.config.trainer.lora
+        if not lora.rank:
+            return None
+        return Lora(
+            rank=lora.rank,
+            alpha=lora.alpha,
+            targets=tuple(lora.targets),
+            seed=self.config.seed,
+        )
 
     @cached_property
     def tokenizer(self):

@@ -42,7 +42,7 @@ from llamarl.learning.memory import (
     held_numbers,
     update_bytes,
 )
-from llamarl.models.config import read_config
+from llamarl.models.config import ModelConfig, read_config
 from llamarl.models.quantize import quantized_dtype
 from llamarl.models.sharding import num_parameters
 from llamarl.native.disk import free_bytes
@@ -106,19 +106,24 @@ def sent_by(job: Job) -> tuple[list[Parameter], Source, Destination]:
     them.
     """
     c = job.config
-    model = read_config(job.model_path)
     g = c.generator
-    quantized = None
-    exclude: tuple[str, ...] = ()
-    if g.kind == "native" and g.quantize != "none":
-        quantized = quantized_dtype(g.quantize)
-        exclude = tuple(g.quantize_exclude)
-    parameters = parameters_to_send(model, getattr(torch, c.model.dtype), quantized, exclude)
+    parameters = _parameters(job, replace(read_config(job.model_path), lora=job.lora))
     t = c.trainer
     shards = len(job.placement["trainer"]) // (t.replicate * t.tensor_parallel)
     source = Source(shards, t.replicate, t.tensor_parallel)
     replicas = len(job.placement["generator"]) // g.tensor_parallel
     return parameters, source, Destination(g.tensor_parallel, replicas)
+
+
+def _parameters(job: Job, model: ModelConfig) -> list[Parameter]:
+    """Return the tensors that travel of a model, in the generator's form."""
+    g = job.config.generator
+    quantized = None
+    exclude: tuple[str, ...] = ()
+    if g.kind == "native" and g.quantize != "none":
+        quantized = quantized_dtype(g.quantize)
+        exclude = tuple(g.quantize_exclude)
+    return parameters_to_send(model, getattr(torch, job.config.model.dtype), quantized, exclude)
 
 
 def _trainer(job: Job, *, checkpointing: bool | None = None) -> Iterator[Price]:
@@ -137,8 +142,8 @@ def _trainer(job: Job, *, checkpointing: bool | None = None) -> Iterator[Price]:
     slots = _SLOTS * sum(numel * itemsize for numel, itemsize in own)
     policy = update_bytes(model, size, training)
     numbers = held_numbers(model, tensor_parallel=training.tensor_parallel, shards=training.shards)
-    if c.reference.kind == "reset":  # its weights have slots of their own
-        slots += _SLOTS * numbers * itemsize_of(c.model.dtype)
+    if c.reference.kind == "reset":  # what it takes has slots of its own
+        slots += slots if job.lora else _SLOTS * numbers * itemsize_of(c.model.dtype)
     working = policy.working
     found = []
     if c.trainer.advantages == "gae" and c.trainer.critic.trunk == "own":
@@ -164,14 +169,24 @@ def _generator(job: Job) -> Price:
     if g.kind == "vllm":
         return Price("generator", ranks, _vllm_bytes(job, g.gpu_memory_utilization))
     parameters, _, destination = sent_by(job)
-    own = [(destination.box(model, p, 0).numel, p.dtype.itemsize) for p in parameters]
-    weights = sum(numel * itemsize for numel, itemsize in own)
-    held = _SLOTS * weights + _laid_out(job, weights)
+    arriving = _bytes_of(model, parameters, destination)
+    weights = arriving
+    held = _SLOTS * arriving
+    if job.lora:  # beside weights that are read once
+        weights += _bytes_of(model, _parameters(job, model), destination)
+        held += weights
+    held += _laid_out(job, weights)
     tokens = g.cache_tokens or g.max_slots * whole_blocks(job.config.longest_asked)
     tokens += job.config.kept_tokens
     held += cache_bytes(model, tokens, job.config.model.dtype, g.tensor_parallel)
     working = g.max_slots * model.vocab_size * torch.float32.itemsize
     return Price("generator", ranks, held, working)
+
+
+def _bytes_of(model: ModelConfig, parameters: list[Parameter], destination: Destination) -> int:
+    """Return the bytes of these tensors on the first rank of a replica."""
+    own = [(destination.box(model, p, 0).numel, p.dtype.itemsize) for p in parameters]
+    return sum(numel * itemsize for numel, itemsize in own)
 
 
 def _vllm_bytes(job: Job, share: float) -> int:
@@ -193,7 +208,8 @@ def _reference(job: Job) -> Iterator[Price]:
     model = read_config(job.model_path)
     shards = len(ranks) // (r.replicate * r.tensor_parallel)
     numbers = held_numbers(model, tensor_parallel=r.tensor_parallel, shards=shards)
-    copies = 1 if r.kind == "frozen" else 2  # the second one receives the next version
+    # The second one receives the next version, unless that is of adapters alone.
+    copies = 1 if r.kind == "frozen" or job.lora else 2
     held = copies * numbers * itemsize_of(c.model.dtype)
     if r.stream:
         tokens = stream_cache_tokens(c, job.placement, "reference")

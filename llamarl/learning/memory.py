@@ -18,8 +18,13 @@ import math
 from dataclasses import dataclass, replace
 
 from llamarl.learning.limits import CHUNK_TOKENS, KEEP_BYTES, KEEP_LOGITS
-from llamarl.models.config import ModelConfig
-from llamarl.models.sharding import num_parameters, parameter_shapes, tensor_parallel_box
+from llamarl.models.config import Lora, ModelConfig
+from llamarl.models.sharding import (
+    adapter_shapes,
+    num_parameters,
+    parameter_shapes,
+    tensor_parallel_box,
+)
 
 WIDE = 4  # bytes of a float32 number: of masters, gradients and sums
 _SHORT = {2: 512}  # by itemsize: keys up to which a CPU holds the attention weights; else 256
@@ -145,9 +150,8 @@ def update_bytes(config: ModelConfig, size: MicrobatchSize, training: Training) 
     held_weights = layers * own.layer + own.around
     trained = layers * own.layer + own.around
     if training.lora_rank:
-        # Adapters, and merged weights for those who are given the policy.
-        trained = layers * adapters.layer // training.shards
-        held_weights += trained + layers * adapters.around // training.shards
+        trained = layers * adapters // training.shards
+        held_weights += trained
     of_trained = training.moment_bytes + (WIDE if training.has_average else 0)
     peak = _Peak(config, size, training)
     return UpdateBytes(
@@ -223,17 +227,14 @@ def _numbers(config: ModelConfig, training: Training, shards: int) -> _Numbers:
     return _Numbers(layer=layer, around=around, embedding=embedding)
 
 
-def _adapters(config: ModelConfig, training: Training) -> _Numbers:
-    """Return the numbers of a layer's adapters; in place of `around`, those of the weights that
-    they are merged into.
-    """
-    own = merged = 0
-    for name, shape in _one_layer(config).items():
-        is_target = name.startswith("model.layers.0.") and name.endswith(".weight")
-        if is_target and name.split(".")[-2] in training.lora_targets:
-            own += training.lora_rank * sum(shape)
-            merged += math.prod(shape)
-    return _Numbers(layer=own, around=merged, embedding=0)
+def _adapters(config: ModelConfig, training: Training) -> int:
+    """Return the numbers of a layer's adapters, over all shards; 0 without any."""
+    if not training.lora_rank:
+        return 0
+    lora = Lora(training.lora_rank, 1.0, training.lora_targets)
+    shapes = adapter_shapes(replace(config, num_hidden_layers=1, lora=lora))
+    split = training.tensor_parallel
+    return sum(_own_numbers(config, name, shape, split, 1) for name, shape in shapes.items())
 
 
 class _Peak:
@@ -256,8 +257,8 @@ class _Peak:
         self.width = item * config.hidden_size * size.tokens
         self.hidden = item * config.intermediate_size // training.tensor_parallel * size.tokens
         self.layer = _layer_bytes(config, size, training)
-        computed = whole.layer + adapters.layer
-        self.layer_gradients = computed if self.trains_all else adapters.layer  # numbers
+        computed = whole.layer + adapters
+        self.layer_gradients = computed if self.trains_all else adapters  # numbers
         self.around_gradients = whole.around if self.trains_all else 0
         self.embedding = whole.embedding
         # Copies in a lower precision, or what FSDP gathers of the layers at work and around them.

@@ -15,6 +15,7 @@ from llamarl.learning.logprobs import LateEnds, Narrowing, make_head
 from llamarl.learning.packing import filler, pack, to_device
 from llamarl.learning.targets import Targets
 from llamarl.models.attention import PackedAttention
+from llamarl.models.config import Lora
 from llamarl.models.frozen import decoder_over
 from llamarl.models.fsdp import reshard
 from llamarl.models.protocol import LanguageModel
@@ -26,7 +27,7 @@ class ShardedReference:
 
     path: a Hugging Face directory. dtype: of its weights. temperature: that logits are divided by.
     microbatch_tokens: packed tokens a forward, per rank. late_ends: what completions could not have
-    when they were sampled, out of this model's distribution too.
+    when they were sampled, out of this model's distribution too. lora: adapters beside its weights.
     """
 
     def __init__(
@@ -38,12 +39,13 @@ class ShardedReference:
         microbatch_tokens: int,
         group: ExecutorGroup,
         late_ends: LateEnds | None = None,
+        lora: Lora | None = None,
     ):
         self._temperature = temperature
         self._late_ends = late_ends
         self._microbatch_tokens = microbatch_tokens
         self._group = group
-        self.decoder = decoder_over(group, path, dtype=dtype)
+        self.decoder = decoder_over(group, path, dtype=dtype, lora=lora)
 
     @torch.no_grad()
     def logprobs(self, asked: Sequence[Asked], *, together: bool) -> list[Tensor]:

@@ -24,6 +24,7 @@ from llamarl.models.borrowed import TransformerDecoder
 from llamarl.models.config import ModelConfig, read_config
 from llamarl.models.dtensors import is_dtensor
 from llamarl.models.fused import projections, swiglu
+from llamarl.models.lora import add_lora
 from llamarl.models.masters import Masters
 from llamarl.models.norms import norm_of
 from llamarl.models.protocol import Head
@@ -282,10 +283,13 @@ def build_decoder(
     """Build the decoder with uninitialised weights (`llamarl.models.hf.load_weights` fills them).
 
     tensor_parallel: of every parameter only the rank's part, as llamarl.models.sharding says, under
-    the same name. ValueError if there are fewer query heads than ranks.
+    the same name. ValueError if there are fewer query heads than ranks, or no projection of a name
+    that adapters are asked for.
     """
     with torch.device("meta"):
         decoder = Decoder(config, tensor_parallel).to(dtype)
+        if config.lora is not None:
+            add_lora(decoder)
     return decoder.to_empty(device=device)
 
 

@@ -78,6 +78,23 @@ def tiny_directory() -> Path:
 
 
 @dataclass(frozen=True, slots=True)
+class Lora:
+    """Low-rank adapters beside projections. rank: r of each. alpha: their product counts alpha / r.
+    targets: Hugging Face names of projections. seed: of the A that training starts from.
+    """
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...]
+    seed: int = 0
+
+    @property
+    def scaling(self) -> float:
+        """The factor of an adapter's product."""
+        return self.alpha / self.rank
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
     """The fields of a config.json that determine the decoder's shape, under Hugging Face's
     names.
@@ -101,6 +118,7 @@ class ModelConfig:
     activation: str = "silu"  # of the MLP
     rotary_dim: int | None = None  # features of a head that are turned; None: all
     parallel_residual: bool = False  # attention and MLP read the same residual stream
+    lora: Lora | None = None  # adapters beside its projections, which are then frozen
 
     @property
     def family(self) -> str:

@@ -18,7 +18,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from llamarl.models.dtensors import is_dtensor, is_fsdp_module
 from llamarl.models.protocol import LanguageModel
-from llamarl.models.sharding import Box, parameter_shapes, tensor_parallel_box
+from llamarl.models.sharding import (
+    Box,
+    Shape,
+    adapter_shapes,
+    parameter_shapes,
+    tensor_parallel_box,
+)
 from llamarl.models.tp import TensorParallel
 
 if TYPE_CHECKING:  # FSDP2 is loaded where something is sharded: llamarl.models.dtensors
@@ -101,11 +107,16 @@ def _place_of(decoder: LanguageModel) -> TensorParallel:
     return tp
 
 
+def _shape_of(decoder: LanguageModel, name: str) -> Shape:
+    """Return the global shape of the parameter with this Hugging Face name, adapters included."""
+    return (parameter_shapes(decoder.config) | adapter_shapes(decoder.config))[name]
+
+
 def _tensor_box(decoder: LanguageModel, name: str) -> Box:
     """Return the part of the parameter with this Hugging Face name that this rank of a
     tensor-parallel decoder and the others of its mesh hold together.
     """
-    shape = parameter_shapes(decoder.config)[name]
+    shape = _shape_of(decoder, name)
     tp = _place_of(decoder)
     return tensor_parallel_box(
         decoder.config, name, shape, tp.rank, tp.size, split_vocabulary=tp.split_vocabulary
@@ -116,7 +127,7 @@ def is_split(decoder: LanguageModel, name: str) -> bool:
     """Whether tensor-parallel ranks hold different parts of a parameter, not each the whole."""
     if decoder.tensor_parallel is None:
         return False
-    return _tensor_box(decoder, name).lengths != parameter_shapes(decoder.config)[name]
+    return _tensor_box(decoder, name).lengths != _shape_of(decoder, name)
 
 
 def tensor_groups(decoder: LanguageModel, names: Iterable[str]) -> list[dist.ProcessGroup | None]:
@@ -195,7 +206,7 @@ def _joined(decoder: LanguageModel, name: str, part: Tensor) -> Tensor:
     to end on the first of them.
     """
     tp = _place_of(decoder)
-    whole = parameter_shapes(decoder.config)[name]
+    whole = _shape_of(decoder, name)
     parts = None
     if tp.rank == 0:
         parts = [torch.empty_like(part) for _ in range(tp.size)]

@@ -1,12 +1,14 @@
-"""LoRA: low-rank adapters beside frozen projections, and the policy's weights as if there were
-none.
+"""LoRA: low-rank adapters beside frozen projections.
 
-    W x + (alpha / r) B A x    A [r, D_in], B [D_out, r], B = 0 at the start   (Hu et al. 2021, 4.1)
+    y = W x + (alpha / r) B A x    A [r, D_in], B [D_out, r], B = 0 at the start  (Hu et al. 2021)
 
-Adapters are parameters of the projection's own module, so FSDP2 shards them with it: B by the rows
-of W, A by its r rows. What leaves the trainer (weights to generators, exported directories) is W +
-(alpha / r) B A, made of this rank's rows alone: only A, which is small, is gathered. There is no
-dropout: the policy that is sampled has none, and ratios compare with that policy.
+Trainer, generator and reference compute this equation, and only A and B travel between them. The
+sum is rounded once: W x, rounded to bfloat16 first, would swallow a small product B A x, and so
+would W + (alpha / r) B A. Adapters are parameters of the projection's own module, so FSDP2 shards
+them with it, and tensor parallelism splits them with it: A by the weight's columns, B by its rows.
+There is no dropout: the policy that is sampled has none, and ratios compare with that policy.
+
+Shapes: T tokens, I inputs, O outputs, R rank.
 """
 
 from __future__ import annotations
@@ -14,101 +16,180 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
-from llamarl.models.dtensors import is_dtensor
-from llamarl.models.fsdp import local, local_rows
+from llamarl.models.config import Lora
+from llamarl.models.fsdp import held_box, is_split, local
+from llamarl.models.fused import Gradients
 from llamarl.models.hf import hf_name, named_parameters_hf
 from llamarl.models.protocol import LanguageModel
-
-_ENDS = (".lora_a", ".lora_b")  # of the names of adapters
-
-Value = Callable[[Tensor], Tensor]
-
-
-@dataclass(frozen=True, slots=True)
-class Lora:
-    """Settings of the adapters. rank: r of each. alpha: their product counts alpha / r. targets:
-    Hugging Face names of projections. seed: of A.
-    """
-
-    rank: int
-    alpha: float
-    targets: tuple[str, ...]
-    seed: int = 0
+from llamarl.models.sharding import LORA_A, LORA_B, Box, adapter_shapes
+from llamarl.models.tp import TensorParallel, copied
 
 
 class LoraLinear(nn.Linear):
-    """A frozen projection with an adapter."""
+    """A frozen projection with an adapter. tp: the ranks that share the projection, if any do.
+    inputs_split: they share its inputs, not its outputs.
+    """
 
-    def __init__(self, base: nn.Linear, rank: int, alpha: float):
+    def __init__(
+        self, base: nn.Linear, lora: Lora, tp: TensorParallel | None, *, inputs_split: bool
+    ):
         has_bias = base.bias is not None
         super().__init__(base.in_features, base.out_features, has_bias, device="meta")
         self.weight = base.weight
         self.bias = base.bias
-        self.scaling = alpha / rank
+        self.scaling = lora.scaling
         self.adapts = True  # see adapters_off
-        self.lora_a = nn.Parameter(base.weight.new_empty(rank, base.in_features))
-        self.lora_b = nn.Parameter(base.weight.new_empty(base.out_features, rank))
+        self.lora_a = nn.Parameter(base.weight.new_empty(lora.rank, base.in_features))
+        self.lora_b = nn.Parameter(base.weight.new_empty(base.out_features, lora.rank))
+        self._tp = tp
+        self._inputs_split = inputs_split
 
-    def forward(self, x: Tensor) -> Tensor:
-        frozen = F.linear(x, self.weight, self.bias)
+    def forward(self, x_TI: Tensor, of_rows: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+        """Return the projection of x. of_rows: what stands for a parameter whose rows other
+        tensor-parallel ranks hold too.
+        """
         if not self.adapts:
-            return frozen
-        low = F.linear(x, self.lora_a) * self.scaling
-        return frozen + F.linear(low, self.lora_b)
+            return F.linear(x_TI, self.weight, self.bias)
+        a_RI: Tensor = self.lora_a
+        b_OR: Tensor = self.lora_b
+        if of_rows is not None:
+            b_OR = of_rows(b_OR)
+        if self._tp is not None and torch.is_grad_enabled():
+            # One of both is whole on every rank, which sees its part of x or y alone: the gradient
+            # is the sum of all.
+            if self._inputs_split:
+                b_OR = copied(b_OR, self._tp)
+            else:
+                a_RI = copied(a_RI, self._tp)
+        return _Adapted.apply(x_TI, self.weight, self.bias, a_RI, b_OR, self.scaling)
 
 
-def add_lora(decoder: LanguageModel, lora: Lora) -> None:
-    """Freeze the decoder and put adapters beside the targets, before it is sharded. `reset_lora`
-    gives them values.
-
-    ValueError for targets that the model does not have, or a tensor-parallel decoder.
+class _Adapted(Function):
+    """y = x W^T + b + l B^T, l = s x A^T:   dB = g^T l, dl = g B, dA = s dl^T x,
+    dx = g W + s dl A.
     """
-    if decoder.tensor_parallel is not None:
-        raise ValueError(
-            "LoRA and tensor parallelism do not go together: "
-            "a split projection's adapter is not split"
-        )
-    decoder.requires_grad_(False)
-    known = []
-    for name, module in list(decoder.named_modules()):
-        if not (isinstance(module, nn.Linear) and name.startswith("layers.")):
-            continue
-        parts = hf_name(f"{name}.weight").split(".")
-        target = parts[-2]
-        known.append(target)
-        if target in lora.targets:
-            decoder.set_submodule(name, LoraLinear(module, lora.rank, lora.alpha))
-    missing = set(lora.targets) - set(known)
-    if missing:
-        choices = ", ".join(dict.fromkeys(known))
-        raise ValueError(
-            f"no projection is called {', '.join(sorted(missing))}; choose among {choices}"
-        )
+
+    @staticmethod
+    def forward(
+        ctx,
+        x_TI: Tensor,
+        weight_OI: Tensor,
+        bias_O: Tensor | None,
+        a_RI: Tensor,
+        b_OR: Tensor,
+        scaling: float,
+    ) -> Tensor:
+        low_TR = low_of(x_TI, a_RI, scaling)
+        ctx.save_for_backward(x_TI, weight_OI, a_RI, b_OR, low_TR)
+        ctx.scaling = scaling
+        if not is_low(x_TI):
+            return F.linear(x_TI, weight_OI, bias_O).addmm_(low_TR, b_OR.T)
+        # One product over both, whose sums are float32 inside.
+        return F.linear(torch.cat([x_TI, low_TR], 1), side_by_side(weight_OI, b_OR), bias_O)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_TO: Tensor) -> Gradients:
+        x_TI, weight_OI, a_RI, b_OR, low_TR = ctx.saved_tensors
+        grad_low_TR = (grad_TO @ b_OR) * ctx.scaling
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            grad_x = torch.addmm(grad_TO @ weight_OI, grad_low_TR, a_RI)
+        return grad_x, None, None, grad_low_TR.T @ x_TI, grad_TO.T @ low_TR, None
+
+
+def is_low(tensor: Tensor) -> bool:
+    """Whether numbers of this dtype are summed in a wider one."""
+    return tensor.dtype.itemsize < torch.float32.itemsize
+
+
+def low_of(x_TI: Tensor, a_RI: Tensor, scaling: float) -> Tensor:
+    """Return s A x [T, R]."""
+    return F.linear(x_TI, a_RI) * scaling
+
+
+def side_by_side(weight_OI: Tensor, b_OR: Tensor) -> Tensor:
+    """Return [W | B] [O, I + R]: the memory of both where `lay_side_by_side` has put them there,
+    else a copy.
+    """
+    outs, ins = weight_OI.shape
+    stride = weight_OI.stride(0)
+    is_behind = b_OR.data_ptr() == weight_OI.data_ptr() + ins * weight_OI.itemsize
+    if is_behind and b_OR.stride() == weight_OI.stride() and stride == ins + b_OR.shape[1]:
+        return weight_OI.as_strided((outs, stride), (stride, 1))
+    return torch.cat([weight_OI, b_OR], 1)
 
 
 @torch.no_grad()
-def reset_lora(decoder: nn.Module, lora: Lora) -> None:
-    """Draw A uniformly from +-1/sqrt(D_in) and set B to zero. A is a function of (seed, place in
-    the model) alone, however it is sharded.
+def lay_side_by_side(decoder: nn.Module) -> None:
+    """Put every weight in a low precision and its B into the rows of one matrix, so that no pass
+    copies them. For a decoder whose weights stay where they are.
     """
-    draw = torch.Generator().manual_seed(lora.seed)
     for module in decoder.modules():
-        if not isinstance(module, LoraLinear):
+        if isinstance(module, LoraLinear) and is_low(module.weight):
+            both = torch.cat([module.weight, module.lora_b], 1)
+            module.weight.data = both[:, : module.in_features]
+            module.lora_b.data = both[:, module.in_features :]
+
+
+def add_lora(decoder: LanguageModel) -> None:
+    """Freeze the decoder and put the adapters of its config beside the targets, before it is
+    sharded. `reset_lora` gives them values.
+
+    ValueError for targets that the model does not have.
+    """
+    lora = decoder.config.lora
+    assert lora is not None, "the config has adapters"
+    shapes = adapter_shapes(decoder.config)
+    decoder.requires_grad_(False)
+    for name, module in list(decoder.named_modules()):
+        if not isinstance(module, nn.Linear):
             continue
-        bound = 1 / math.sqrt(module.in_features)
-        a = torch.empty(module.lora_a.shape)
-        a.uniform_(-bound, bound, generator=draw)
-        if is_dtensor(module.lora_a):
-            first, count = local_rows(module.lora_a)
-            a = a[first : first + count]
-        local(module.lora_a).copy_(a)
-        local(module.lora_b).zero_()
+        a_name = hf_name(f"{name}.weight").removesuffix(".weight") + LORA_A
+        if a_name in shapes:
+            inputs_split = is_split(decoder, a_name)
+            adapted = LoraLinear(module, lora, decoder.tensor_parallel, inputs_split=inputs_split)
+            decoder.set_submodule(name, adapted)
+
+
+@torch.no_grad()
+def reset_lora(decoder: LanguageModel, seed: int) -> None:
+    """Draw A uniformly from +-1/sqrt(D_in) and set B to zero. A is a function of (seed, place in
+    the model) alone, however it is split.
+    """
+    draw = torch.Generator().manual_seed(seed)
+    shapes = adapter_shapes(decoder.config)
+    for name, parameter in adapters_of(decoder):
+        if name.endswith(LORA_B):
+            local(parameter).zero_()
+            continue
+        shape = shapes[name]
+        bound = 1 / math.sqrt(shape[1])
+        whole = torch.empty(shape).uniform_(-bound, bound, generator=draw)
+        part = whole[held_box(decoder, name, parameter).within(Box.whole(shape))]
+        local(parameter).copy_(part)
+
+
+def adapters_of(decoder: nn.Module | LanguageModel) -> list[tuple[str, nn.Parameter]]:
+    """Return the adapters by Hugging Face name, in the decoder's order."""
+    named = named_parameters_hf(decoder)
+    return [(name, parameter) for name, parameter in named if name.endswith((LORA_A, LORA_B))]
+
+
+def travelling(decoder: LanguageModel) -> list[tuple[str, nn.Parameter]]:
+    """Return the parameters that a version of the policy consists of, by Hugging Face name: the
+    adapters, or all weights where there are none.
+    """
+    if decoder.config.lora is not None:
+        return adapters_of(decoder)
+    return list(named_parameters_hf(decoder))
 
 
 @contextmanager
@@ -124,92 +205,3 @@ def adapters_off(decoder: nn.Module) -> Iterator[None]:
     finally:
         for module in adapted:
             module.adapts = True
-
-
-class PolicyWeights:
-    """The decoder's weights by Hugging Face name, adapters merged: what generators and
-    `transformers` are given.
-
-    Make it once the decoder is sharded and before it runs. Merged weights have buffers of their
-    own, in float32 and this rank's shards; the others are the parameters themselves.
-    """
-
-    def __init__(self, decoder: nn.Module):
-        # Captured now: while FSDP has a layer whole, its modules hold other tensors under these
-        # names.
-        self._adapted = {}
-        for name, module in decoder.named_modules():
-            if isinstance(module, LoraLinear):
-                self._adapted[hf_name(f"{name}.weight")] = _Adapted(
-                    module.weight, module.lora_a, module.lora_b, module.scaling
-                )
-        self.parameters: list[tuple[str, Tensor]] = []
-        for name, parameter in named_parameters_hf(decoder):
-            if name.endswith(_ENDS):
-                continue
-            weight: Tensor = parameter
-            if name in self._adapted:
-                weight = _like(parameter, torch.empty_like(local(parameter)))
-            self.parameters.append((name, weight))
-
-    @torch.no_grad()
-    def refresh(self) -> None:
-        """Collective over the ranks that share the model: bring `parameters` up to date. Without
-        adapters nothing has to be done.
-        """
-        for name, merged in self.parameters:
-            if name in self._adapted:
-                self._adapted[name].merged(out=local(merged))
-
-    @torch.no_grad()
-    def with_values(self, value: Value) -> Iterator[tuple[str, Tensor]]:
-        """Collective: yield the weights with value(p) in each parameter's place, merged one at a
-        time.
-        """
-        for name, p in self.parameters:
-            if name in self._adapted:
-                yield name, _like(p, self._adapted[name].merged(value))
-            else:
-                yield name, value(p)
-
-    def buffers(self) -> list[Tensor]:
-        """Return the tensors that this rank holds beside the parameters."""
-        return [local(merged) for name, merged in self.parameters if name in self._adapted]
-
-
-@dataclass(frozen=True, slots=True)
-class _Adapted:
-    """A projection's frozen weight W and its adapter."""
-
-    weight: Tensor
-    a: Tensor
-    b: Tensor
-    scaling: float
-
-    def merged(self, value: Value = lambda p: p, *, out: Tensor | None = None) -> Tensor:
-        """Return this rank's rows of W + scaling B A, with value(p) in place of A and B. Collective
-        over the ranks that shard A.
-        """
-        a = value(self.a).detach()
-        if is_dtensor(a):
-            a = a.full_tensor()
-        rows = local(self.weight)
-        b = local(value(self.b))
-        assert b.shape[0] == rows.shape[0], "B is sharded as W is"
-        return torch.addmm(rows, b, a, alpha=self.scaling, out=out)
-
-
-def _like(parameter: Tensor, own: Tensor) -> Tensor:
-    """Return a tensor that is sharded like the parameter, with this part of it."""
-    if not is_dtensor(parameter):
-        return own
-    from torch.distributed.tensor import DTensor
-
-    return DTensor.from_local(
-        own,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from llamarl.models.fused import gpu_kernels
 from llamarl.models.hf import hf_name
+from llamarl.models.lora import LoraLinear, low_of
 from llamarl.models.sharding import HEAD, Shape, is_quantized
 
 QUANTIZED = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
@@ -117,6 +118,9 @@ class QuantizedLinear(nn.Module):
         self.weight_scale = nn.Parameter(scale, requires_grad=False)
         self.bias = bias
         self.kind = kind
+        self.lora_a: nn.Parameter | None = None  # an adapter, which is not quantised
+        self.lora_b: nn.Parameter | None = None
+        self.scaling = 1.0
         self.arithmetic: str | None = None
 
     def forward(self, x_TI: Tensor) -> Tensor:
@@ -141,13 +145,18 @@ class QuantizedLinear(nn.Module):
             scale_T1 = scale_T[:, None]
             weight_IO = self.weight.t()
             if self.arithmetic == "scaled_mm":
-                y = _scaled_product(q_TI, weight_IO, scale_T1, self.weight_scale[None])
+                scale_1O = self.weight_scale[None]
+                wide = self.lora_a is not None
+                y = _scaled_product(q_TI, weight_IO, scale_T1, scale_1O, wide=wide)
             else:
                 missing = _PADDED - len(q_TI)
                 if q_TI.is_cuda and missing > 0:
                     q_TI = F.pad(q_TI, (0, 0, 0, missing))
                 sums_TO = torch._int_mm(q_TI, weight_IO)[: len(x_TI)]
                 y = sums_TO * scale_T1 * self.weight_scale
+        if self.lora_a is not None and self.lora_b is not None:
+            low_TR = low_of(x_TI, self.lora_a, self.scaling)
+            y = torch.addmm(y.float(), low_TR.float(), self.lora_b.float().T)
         y = y.to(x_TI.dtype)
         if self.bias is not None:
             y = y + self.bias
@@ -158,7 +167,7 @@ class QuantizedLinear(nn.Module):
         # change their device.
         def same_dtype(t: Tensor) -> Tensor:
             new = fn(t)
-            if t is self.bias or new.dtype == t.dtype:
+            if t is not self.weight and t is not self.weight_scale or new.dtype == t.dtype:
                 return new
             return t.to(new.device)
 
@@ -200,18 +209,21 @@ def arithmetic_of(kind: str, shape: Shape, device: torch.device) -> tuple[str, s
     return "weight_only", obstacle
 
 
-def _scaled_product(q_TI: Tensor, q_IO: Tensor, scale_T1: Tensor, scale_1O: Tensor) -> Tensor:
-    """Return [T, O] bfloat16: the product of fp8 numbers, summed in float32, times a scale for each
-    row and each column. If _scaled_mm takes no such scales it only sums, and the scales are
-    multiplied in afterwards.
+def _scaled_product(
+    q_TI: Tensor, q_IO: Tensor, scale_T1: Tensor, scale_1O: Tensor, *, wide: bool
+) -> Tensor:
+    """Return [T, O] bfloat16, or float32 if `wide`: the product of fp8 numbers, summed in float32,
+    times a scale for each row and each column. If _scaled_mm takes no such scales, or not for a
+    wide result, it only sums, and the scales are multiplied in afterwards.
     """
-    if _takes_row_scales(q_TI.device):
+    if not wide and _takes_row_scales(q_TI.device):
         return torch._scaled_mm(
             q_TI, q_IO, scale_a=scale_T1, scale_b=scale_1O, out_dtype=torch.bfloat16
         )
     one = torch.ones((), device=q_TI.device)
     sums_TO = torch._scaled_mm(q_TI, q_IO, scale_a=one, scale_b=one, out_dtype=torch.float32)
-    return (sums_TO * scale_T1 * scale_1O).to(torch.bfloat16)
+    product_TO = sums_TO * scale_T1 * scale_1O
+    return product_TO if wide else product_TO.to(torch.bfloat16)
 
 
 @functools.cache
@@ -290,6 +302,10 @@ def quantize_decoder(decoder: nn.Module, kind: str, exclude: tuple[str, ...] = (
         )
         if not weight.is_meta:
             quantize_rows(weight, kind, new.weight, new.weight_scale)
+        if isinstance(old, LoraLinear):
+            new.lora_a = old.lora_a
+            new.lora_b = old.lora_b
+            new.scaling = old.scaling
         decoder.set_submodule(path, new)
 
 

@@ -20,6 +20,8 @@ Shape = tuple[int, ...]
 
 SCALE = "_scale"  # behind the name of a quantised weight: its per-row scales
 HEAD = "lm_head"  # quantised only where asked: every logit passes through it
+LORA_A = ".lora_a"  # ends the names of adapters: A [r, in] and B [out, r] of a projection
+LORA_B = ".lora_b"
 ALIGN_BYTES = 64  # everything starts on a cache line
 
 
@@ -157,10 +159,11 @@ def tensor_parallel_box(
         vocabulary = span(config.vocab_size, rank, size)
         rows |= {"embed_tokens": vocabulary, "lm_head": vocabulary}
     module = name.split(".")[-2]
-    if module in rows:
+    # An adapter's A has a weight's columns and its B a weight's rows; its rank is not split.
+    if module in rows and not name.endswith(LORA_A):
         return whole.cut(0, *rows[module])
     # Not a bias, nor the per-row scales of a quantised weight.
-    if module in columns and len(shape) == 2:
+    if module in columns and len(shape) == 2 and not name.endswith(LORA_B):
         return whole.cut(1, *columns[module])
     return whole
 
@@ -207,6 +210,34 @@ def parameter_shapes(config: ModelConfig) -> dict[str, Shape]:
         shapes["score.weight"] = (len(config.labels), d)
     elif not config.tie_word_embeddings:
         shapes["lm_head.weight"] = vocabulary
+    return shapes
+
+
+def adapter_shapes(config: ModelConfig) -> dict[str, Shape]:
+    """Return Hugging Face name -> shape of the adapters, in the decoder's order; empty without any.
+
+    ValueError for targets that the model does not have.
+    """
+    lora = config.lora
+    if lora is None:
+        return {}
+    shapes: dict[str, Shape] = {}
+    known = set()
+    for name, (outs, *ins) in parameter_shapes(config).items():
+        projection = name.removesuffix(".weight")
+        target = projection.split(".")[-1]
+        if not (name.startswith("model.layers.") and target.endswith("_proj") and ins):
+            continue
+        known.add(target)
+        if target in lora.targets:
+            shapes[projection + LORA_A] = (lora.rank, *ins)
+            shapes[projection + LORA_B] = (outs, lora.rank)
+    missing = set(lora.targets) - known
+    if missing:
+        raise ValueError(
+            f"no projection is called {', '.join(sorted(missing))}; choose among "
+            f"{', '.join(sorted(known))}"
+        )
     return shapes
 
 

@@ -134,6 +134,8 @@ class KeyValueSharing:
         """
         if not self.any or not torch.is_grad_enabled():
             return projection(x_TD)
+        if hasattr(projection, "lora_b"):  # which alone is trained
+            return projection(x_TD, self._shared)
         weight = self._shared(projection.weight)
         bias = None
         if projection.bias is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from pathlib import Path
 
@@ -10,9 +11,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from llamarl.models.build import Decoder, build_decoder, read_config
+from llamarl.models.config import Lora
 from llamarl.models.fsdp import local, wrap
 from llamarl.models.hf import load_weights
-from llamarl.models.lora import Lora, add_lora, reset_lora
+from llamarl.models.lora import reset_lora
 from llamarl.models.masters import Masters
 from llamarl.models.scorer import SCORE, draw_score_head
 from llamarl.models.tp import TensorParallel
@@ -54,15 +56,13 @@ def training_decoder(
     is_first = mesh is None or mesh.get_rank() == int(mesh.mesh.min())
     if is_first and device.type == "cpu" and compute_dtype == torch.bfloat16:
         warn_of_slow_bfloat16()
-    config = read_config(path)
+    config = dataclasses.replace(read_config(path), lora=lora)
     if config.labels:
         score_seed = None  # it has a head
     if score_seed is not None:
         config = config.as_scorer()
     decoder = build_decoder(config, dtype=torch.float32, tensor_parallel=tensor_parallel)
     decoder.activation_checkpointing = activation_checkpointing
-    if lora:
-        add_lora(decoder, lora)
     if cpu_offload or (mesh is not None and mesh.size() > 1):
         pin_memory = device.type == "cuda"
         wrap(decoder, mesh, compute_dtype, cpu_offload=cpu_offload, pin_memory=pin_memory)
@@ -74,8 +74,8 @@ def training_decoder(
         decoder.absent_rows = absent_rows(path, config.vocab_size, device)
     if score_seed is not None:
         draw_score_head(decoder, seed=score_seed)
-    if lora:
-        reset_lora(decoder, lora)
+    if lora is not None:
+        reset_lora(decoder, lora.seed)
     if is_first and compute_dtype == torch.bfloat16:
         warn_of_ties(decoder, path)
     return decoder.train()

@@ -80,14 +80,16 @@ INLINE vec multiply_add(vec sum, unit x, ivec w) { return sum + x * (vec)w; }
 
 typedef struct {
     const void *qkv, *output, *gate, *up, *down; /* panels; qkv: by key/value head its R queries, its key, its value */
+    const void *qkv_low, *output_low, *mlp_low, *down_low; /* panels: the adapters' A [rank, in]; see `lower` */
     const float *qkv_bias, *attention_norm, *mlp_norm; /* qkv_bias may be NULL */
     elem *keys, *values;                                /* [slots, G, capacity, K] */
 } Layer;
 
 typedef struct {
     i64 layers, hidden, heads, groups, head_dim, units, vocab;
+    i64 qkv_rank, output_rank, mlp_rank, down_rank; /* of the adapters of a product's weights together; 0 without any */
     i64 tiles; /* whether products are made by tile instructions where a weight's shape allows; only after tiles_allowed() */
-    double eps;
+    double eps, scaling;
     const Layer *layer;
     const elem *embedding; /* [V, D] */
     const float *norm;
@@ -100,7 +102,7 @@ typedef struct {
     const i64 *last;                       /* [outputs]: rows whose logits are wanted; NULL for all */
     const float *cos, *sin;        /* [N, K] */
     float *h, *qkv;                /* scratch: [N, D], [N, (H + 2 G) K] */
-    elem *x, *gated;               /* scratch: [N', max(D, H K)], [N', I], N' the next multiple of row_multiple() */
+    elem *x, *gated;               /* scratch: [N', max(D, H K) + rank], [N', I + rank], N' the next multiple of row_multiple() */
     float *logits;                 /* [outputs, V] */
 } Step;
 
@@ -171,30 +173,30 @@ INLINE void block(const unit *x, i64 stride, const unit *panel, i64 units, const
 INLINE i64 least(i64 a, i64 b) { return a < b ? a : b; }
 
 /* Rows of x times a panel, ROWS at a time. */
-static void multiply_vectors(const unit *x, const unit *w, i64 units, i64 rows, vec out[ROW_BLOCK][COLS]) {
-    for (i64 row = 0; row < rows; row += ROWS, x += ROWS * units, out += ROWS)
+static void multiply_vectors(const unit *x, i64 stride, const unit *w, i64 units, i64 rows, vec out[ROW_BLOCK][COLS]) {
+    for (i64 row = 0; row < rows; row += ROWS, x += ROWS * stride, out += ROWS)
         switch (least(ROWS, rows - row)) {
-#define BLOCK(n) case n: block(x, units, w, units, n, out); break
+#define BLOCK(n) case n: block(x, stride, w, units, n, out); break
             BLOCK(1); BLOCK(2); BLOCK(3);
 #if ROWS > 4
             BLOCK(4); BLOCK(5); BLOCK(6); BLOCK(7);
 #endif
-            default: block(x, units, w, units, ROWS, out);
+            default: block(x, stride, w, units, ROWS, out);
         }
 }
 
 #ifdef TILES
 /* Rows of x times a panel by tile instructions, 32 rows at a time. Tiles 0 to 3 hold sums, 4 and 5 rows, 6 and 7 weights.
    x is read up to the next multiple of TILE rows; a row's sums are in one order, whatever lies beside it. */
-static void multiply_tiles(const unit *x, const unit *w, i64 units, i64 rows, vec out[ROW_BLOCK][COLS]) {
-    const i64 stride = units * sizeof(unit);
-    for (i64 row = 0; row < rows; row += 2 * TILE, x += 2 * TILE * units, out += 2 * TILE) {
+static void multiply_tiles(const unit *x, i64 stride, const unit *w, i64 units, i64 rows, vec out[ROW_BLOCK][COLS]) {
+    const i64 row_bytes = stride * sizeof(unit);
+    for (i64 row = 0; row < rows; row += 2 * TILE, x += 2 * TILE * stride, out += 2 * TILE) {
         const unit *panel = w;
         if (rows - row <= TILE) {
             _tile_zero(0);
             _tile_zero(1);
             for (i64 u = 0; u < units; u += TILE, panel += TILE * WIDTH) {
-                _tile_loadd(4, x + u, stride);
+                _tile_loadd(4, x + u, row_bytes);
                 _tile_loadd(6, panel, sizeof(vec) * COLS);
                 _tile_dpbf16ps(0, 4, 6);
                 _tile_loadd(7, panel + TILE, sizeof(vec) * COLS);
@@ -206,12 +208,12 @@ static void multiply_tiles(const unit *x, const unit *w, i64 units, i64 rows, ve
             _tile_zero(2);
             _tile_zero(3);
             for (i64 u = 0; u < units; u += TILE, panel += TILE * WIDTH) {
-                _tile_loadd(4, x + u, stride);
+                _tile_loadd(4, x + u, row_bytes);
                 _tile_loadd(6, panel, sizeof(vec) * COLS);
                 _tile_dpbf16ps(0, 4, 6);
                 _tile_loadd(7, panel + TILE, sizeof(vec) * COLS);
                 _tile_dpbf16ps(1, 4, 7);
-                _tile_loadd(5, x + TILE * units + u, stride);
+                _tile_loadd(5, x + TILE * stride + u, row_bytes);
                 _tile_dpbf16ps(2, 5, 6);
                 _tile_dpbf16ps(3, 5, 7);
             }
@@ -246,18 +248,20 @@ int tiles_allowed(void) {
 #endif
 }
 
-/* out = up to ROW_BLOCK rows of x times a panel. Which kernel it is depends on the weight's shape alone, never on the rows. */
-static void multiply(const elem *x, const void *panels, i64 panel, i64 inputs, i64 rows, i64 tiles, vec out[ROW_BLOCK][COLS]) {
+/* out = the first `inputs` numbers of up to ROW_BLOCK rows of x, `stride` apart, times a panel. Which kernel it is depends on the
+   weight's shape alone, never on the rows. */
+static void multiply(const elem *x, i64 stride, const void *panels, i64 panel, i64 inputs, i64 rows, i64 tiles,
+                     vec out[ROW_BLOCK][COLS]) {
     const i64 units = inputs / ELEMS;
     const unit *w = (const unit *)panels + panel * units * WIDTH;
 #ifdef TILES
     if (tiles && units % TILE == 0) {
-        multiply_tiles((const unit *)x, w, units, rows, out);
+        multiply_tiles((const unit *)x, stride / ELEMS, w, units, rows, out);
         return;
     }
 #endif
     (void)tiles;
-    multiply_vectors((const unit *)x, w, units, rows, out);
+    multiply_vectors((const unit *)x, stride / ELEMS, w, units, rows, out);
 }
 
 /* y [N, outputs] = (add ? y : bias or 0) + x [N, inputs] w. By all threads. */
@@ -269,7 +273,7 @@ static void project(const elem *x, const void *panels, i64 inputs, i64 outputs, 
         const i64 panel = item / blocks, column = panel * WIDTH, wide = least(WIDTH, outputs - column);
         const i64 first = item % blocks * ROW_BLOCK, count = least(ROW_BLOCK, rows - first);
         vec out[ROW_BLOCK][COLS];
-        multiply(x + first * inputs, panels, panel, inputs, count, tiles, out);
+        multiply(x + first * inputs, inputs, panels, panel, inputs, count, tiles, out);
         for (i64 r = 0; r < count; r++) {
             float *to = y + (first + r) * outputs + column;
             const float *from = (const float *)out[r], *plus = add ? to : bias ? bias + column : NULL;
@@ -281,28 +285,45 @@ static void project(const elem *x, const void *panels, i64 inputs, i64 outputs, 
     }
 }
 
-/* y [N, I] = silu(x gate) * (x up). By all threads. */
-static void project_gated(const elem *x, const Layer *layer, i64 inputs, i64 outputs, i64 rows, i64 tiles, elem *y) {
+/* Adapters: behind the first `inputs` numbers of each row of x comes scaling * A times these, `rank` numbers. B, behind a weight's
+   columns, then adds up in the weight's own product. By all threads. */
+static void lower(elem *x, const void *panels, i64 inputs, i64 rank, i64 rows, i64 tiles, float scaling) {
+    const i64 num_panels = (rank + WIDTH - 1) / WIDTH, blocks = (rows + ROW_BLOCK - 1) / ROW_BLOCK, stride = inputs + rank;
+    if (!rank) return;
+#pragma omp for schedule(dynamic)
+    for (i64 item = 0; item < num_panels * blocks; item++) {
+        const i64 panel = item / blocks, column = panel * WIDTH, wide = least(WIDTH, rank - column);
+        const i64 first = item % blocks * ROW_BLOCK, count = least(ROW_BLOCK, rows - first);
+        vec out[ROW_BLOCK][COLS];
+        multiply(x + first * stride, stride, panels, panel, inputs, count, tiles, out);
+        for (i64 r = 0; r < count; r++)
+            for (i64 j = 0; j < wide; j++)
+                x[(first + r) * stride + inputs + column + j] = narrow(scaling * ((const float *)out[r])[j]);
+    }
+}
+
+/* y [N, I], its rows `stride` apart, = silu(x gate) * (x up). By all threads. */
+static void project_gated(const elem *x, const Layer *layer, i64 inputs, i64 outputs, i64 rows, i64 tiles, elem *y, i64 stride) {
     const i64 num_panels = (outputs + WIDTH - 1) / WIDTH, blocks = (rows + ROW_BLOCK - 1) / ROW_BLOCK;
 #pragma omp for schedule(dynamic)
     for (i64 item = 0; item < num_panels * blocks; item++) {
         const i64 panel = item / blocks, column = panel * WIDTH, wide = least(WIDTH, outputs - column);
         const i64 first = item % blocks * ROW_BLOCK, count = least(ROW_BLOCK, rows - first);
         vec gate[ROW_BLOCK][COLS], up[ROW_BLOCK][COLS];
-        multiply(x + first * inputs, layer->gate, panel, inputs, count, tiles, gate);
-        multiply(x + first * inputs, layer->up, panel, inputs, count, tiles, up);
+        multiply(x + first * inputs, inputs, layer->gate, panel, inputs, count, tiles, gate);
+        multiply(x + first * inputs, inputs, layer->up, panel, inputs, count, tiles, up);
         for (i64 r = 0; r < count; r++) {
             for (int c = 0; c < COLS; c++) {
                 const vec g = gate[r][c], low = exponential(pick(g < 0.0f, g, -g)); /* of -|g| */
                 up[r][c] *= g * pick(g < 0.0f, low, (vec){0} + 1.0f) / (1.0f + low);
             }
-            for (i64 j = 0; j < wide; j++) y[(first + r) * outputs + column + j] = narrow(((const float *)up[r])[j]);
+            for (i64 j = 0; j < wide; j++) y[(first + r) * stride + column + j] = narrow(((const float *)up[r])[j]);
         }
     }
 }
 
-/* y = h / rms(h) * scale, row by row, or of the rows in `which`. By all threads. */
-static void normalise(const float *h, const float *scale, const i64 *which, i64 rows, i64 wide, double eps, elem *y) {
+/* y, its rows `stride` apart, = h / rms(h) * scale, row by row, or of the rows in `which`. By all threads. */
+static void normalise(const float *h, const float *scale, const i64 *which, i64 rows, i64 wide, double eps, elem *y, i64 stride) {
 #pragma omp for schedule(static)
     for (i64 row = 0; row < rows; row++) {
         const float *from = h + (which ? which[row] : row) * wide;
@@ -310,7 +331,7 @@ static void normalise(const float *h, const float *scale, const i64 *which, i64 
 #pragma omp simd reduction(+ : squares)
         for (i64 i = 0; i < wide; i++) squares += from[i] * from[i];
         const float factor = 1 / sqrtf(squares / wide + (float)eps);
-        for (i64 i = 0; i < wide; i++) y[row * wide + i] = narrow(from[i] * factor * scale[i]);
+        for (i64 i = 0; i < wide; i++) y[row * stride + i] = narrow(from[i] * factor * scale[i]);
     }
 }
 
@@ -436,7 +457,7 @@ INLINE void attend_in(const Model *m, const Step *s, const Layer *layer, i64 row
             for (i64 v = 0; v < vectors; v++) sums[r * vectors + v] = sum[v];
         }
     }
-    elem *to = s->x + (row * m->heads + group * R) * K;
+    elem *to = s->x + row * (m->heads * K + m->output_rank) + group * R * K;
     for (i64 r = 0; r < R; r++)
         for (i64 k = 0; k < K; k++) to[r * K + k] = narrow(((float *)(sums + r * vectors))[k] / total[r]);
 }
@@ -468,7 +489,8 @@ size_t size_of_Model(void) { return sizeof(Model); }
 size_t size_of_Step(void) { return sizeof(Step); }
 
 void decode(const Model *m, const Step *s) {
-    const i64 N = s->rows, D = m->hidden, seen = m->heads * m->head_dim;
+    const i64 N = s->rows, D = m->hidden, I = m->units, seen = m->heads * m->head_dim;
+    const i64 of_qkv = D + m->qkv_rank, of_output = seen + m->output_rank, of_mlp = D + m->mlp_rank, of_down = I + m->down_rank;
 #pragma omp parallel num_threads(s->threads)
     {
         if (m->tiles) begin_tiles();
@@ -477,18 +499,22 @@ void decode(const Model *m, const Step *s) {
             for (i64 i = 0; i < D; i++) s->h[row * D + i] = widen(m->embedding[s->tokens[row] * D + i]);
         for (i64 i = 0; i < m->layers; i++) {
             const Layer *layer = m->layer + i;
-            normalise(s->h, layer->attention_norm, NULL, N, D, m->eps, s->x);
-            project(s->x, layer->qkv, D, seen + 2 * m->groups * m->head_dim, N, m->tiles, layer->qkv_bias, 0, s->qkv);
+            normalise(s->h, layer->attention_norm, NULL, N, D, m->eps, s->x, of_qkv);
+            lower(s->x, layer->qkv_low, D, m->qkv_rank, N, m->tiles, m->scaling);
+            project(s->x, layer->qkv, of_qkv, seen + 2 * m->groups * m->head_dim, N, m->tiles, layer->qkv_bias, 0, s->qkv);
 #pragma omp for schedule(static)
             for (i64 item = 0; item < N * m->groups; item++) keep(m, s, layer, item / m->groups, item % m->groups);
 #pragma omp for schedule(dynamic, 4)
             for (i64 item = 0; item < N * m->groups; item++) attend(m, s, layer, item / m->groups, item % m->groups);
-            project(s->x, layer->output, seen, D, N, m->tiles, NULL, 1, s->h);
-            normalise(s->h, layer->mlp_norm, NULL, N, D, m->eps, s->x);
-            project_gated(s->x, layer, D, m->units, N, m->tiles, s->gated);
-            project(s->gated, layer->down, m->units, D, N, m->tiles, NULL, 1, s->h);
+            lower(s->x, layer->output_low, seen, m->output_rank, N, m->tiles, m->scaling);
+            project(s->x, layer->output, of_output, D, N, m->tiles, NULL, 1, s->h);
+            normalise(s->h, layer->mlp_norm, NULL, N, D, m->eps, s->x, of_mlp);
+            lower(s->x, layer->mlp_low, D, m->mlp_rank, N, m->tiles, m->scaling);
+            project_gated(s->x, layer, of_mlp, I, N, m->tiles, s->gated, of_down);
+            lower(s->gated, layer->down_low, I, m->down_rank, N, m->tiles, m->scaling);
+            project(s->gated, layer->down, of_down, D, N, m->tiles, NULL, 1, s->h);
         }
-        normalise(s->h, m->norm, s->last, s->outputs, D, m->eps, s->x);
+        normalise(s->h, m->norm, s->last, s->outputs, D, m->eps, s->x, D);
         project(s->x, m->head, D, m->vocab, s->outputs, m->tiles, NULL, 0, s->logits);
         if (m->tiles) end_tiles();
     }

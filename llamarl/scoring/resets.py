@@ -22,9 +22,9 @@ from llamarl.errors import TimedOut
 from llamarl.executor import Executor, State
 from llamarl.models.build import Decoder
 from llamarl.models.fsdp import held_box, is_split, local
-from llamarl.models.hf import named_parameters_hf
+from llamarl.models.lora import travelling
 from llamarl.models.sharded_state import Shard, load_shards
-from llamarl.models.sharding import Box, parameter_shapes
+from llamarl.models.sharding import Box, adapter_shapes, parameter_shapes
 from llamarl.scoring.together import Call, Ranks
 from llamarl.types import Group
 
@@ -55,7 +55,7 @@ class Resets:
         self._newest = math.inf  # no version after this one may be swapped in now
         self._asked: int | None = None  # the step of a checkpoint that waits for versions
         self._until = math.inf  # by time.monotonic(): how long it waits
-        named = list(named_parameters_hf(decoder))
+        named = travelling(decoder)
         self._shards = [Shard(name, p, held_box(decoder, name, p)) for name, p in named]
         self._weights = weights
         self._weights.bind(decoder.config, named)
@@ -166,7 +166,8 @@ class Resets:
                 )
             self._executor.version = int(part["version"])
         if self._executor.version:  # version 0 is what training started from, which is not saved
-            shapes = parameter_shapes(self._decoder.config)
+            config = self._decoder.config
+            shapes = parameter_shapes(config) | adapter_shapes(config)
             load_shards(self._shards, parts, shapes=shapes, take=_load_shard)
 
 

@@ -21,7 +21,9 @@ from llamarl.inference.decode import NativeDecode
 from llamarl.models import hf
 from llamarl.models.attention import PackedAttention
 from llamarl.models.build import build_decoder, read_config
-from llamarl.models.lora import Lora, LoraLinear, PolicyWeights
+from llamarl.models.config import Lora
+from llamarl.models.lora import LoraLinear, adapters_of
+from llamarl.models.peft import export_adapted
 from llamarl.models.quantize import QuantizedLinear, quantize_decoder
 from llamarl.models.stored import to_stored
 from llamarl.models.training import training_decoder
@@ -172,10 +174,9 @@ def test_adapters_train_and_merge(directory, tmp_path):
         for adapter in adapters:
             assert adapter.lora_b.grad.abs().max() > 0
             adapter.lora_b.sub_(adapter.lora_b.grad)
-    merged = PolicyWeights(decoder)
-    merged.refresh()
-    out = tmp_path / "merged"
-    hf.export(merged.parameters, directory, out, dtype=torch.float32)
+    out = tmp_path / "hf"
+    export_adapted(dict(adapters_of(decoder)), lora, directory, out, dtype=torch.float32)
+    assert (tmp_path / "adapter").is_dir() != bool(decoder.config.traits.names)
     with torch.no_grad():
         want = logits_of(decoder)
         assert (logits_of(trained(directory)) - want).abs().max() > 100 * LOGITS

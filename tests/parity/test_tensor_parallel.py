@@ -21,9 +21,19 @@ from safetensors.torch import load_file, save_file
 from llamarl.inference import Engine, SamplingParams, generate
 from llamarl.models.attention import PackedAttention
 from llamarl.models.build import build_decoder, read_config
-from llamarl.models.config import tiny_directory
+from llamarl.models.config import Lora, tiny_directory
+from llamarl.models.fsdp import held_box
 from llamarl.models.hf import load_weights, named_parameters_hf
-from llamarl.models.sharding import heads_of, parameter_shapes, tensor_parallel_box
+from llamarl.models.lora import adapters_of
+from llamarl.models.sharding import (
+    LORA_A,
+    LORA_B,
+    Box,
+    adapter_shapes,
+    heads_of,
+    parameter_shapes,
+    tensor_parallel_box,
+)
 from llamarl.models.stored import to_stored
 from llamarl.models.tp import TensorParallel
 from tests.tolerances import assert_same_greedy, first_difference, margins_of, of_logprobs, rounding
@@ -97,6 +107,7 @@ MODELS = {
     },
 }
 NAMES = ("tiny", *MODELS)
+QKV = ("q_proj", "k_proj", "v_proj")
 QUICK = ("uneven", "biased", "fused_by_heads")  # the others are slow
 PROMPTS = ([1, 5, 6, 14, 7, 8, 18], [3], [9, 9, 4, 31], [40, 2, 17, 6, 6], [11, 12])
 TOKENS = torch.tensor([1, 5, 6, 14, 7, 8, 18, 40, 3, 9, 44, 12])
@@ -174,6 +185,22 @@ def gradients_of(decoder) -> dict[str, torch.Tensor]:
     return {name: p.grad for name, p in named_parameters_hf(decoder)}
 
 
+def adapted(path: Path, tp: TensorParallel | None):
+    """A decoder with adapters beside all projections. A and B are of size 0.2."""
+    config = read_config(path)
+    targets = [*QKV, "o_proj", "up_proj", "down_proj", *(["gate_proj"] * config.traits.gated)]
+    lora = Lora(rank=3, alpha=2.0, targets=tuple(targets))
+    config = dataclasses.replace(config, lora=lora)
+    decoder = load_weights(build_decoder(config, tensor_parallel=tp), path)
+    draw = torch.Generator().manual_seed(3)
+    shapes = adapter_shapes(config)
+    for name, parameter in adapters_of(decoder):
+        whole = torch.randn(shapes[name], generator=draw) * 0.2
+        box = held_box(decoder, name, parameter)
+        parameter.data.copy_(whole[box.within(Box.whole(shapes[name]))])
+    return decoder
+
+
 def compute(path: Path, tp: TensorParallel | None) -> dict[str, torch.Tensor]:
     """Everything of interest, and the local weights."""
 
@@ -192,6 +219,12 @@ def compute(path: Path, tp: TensorParallel | None) -> dict[str, torch.Tensor]:
         shared = decoder(split_vocabulary=split)
         shared.activation_checkpointing = kind == "whole"
         out |= {f"grad_{kind}/{name}": value for name, value in gradients_of(shared).items()}
+    for kind, split in (("split", True), ("whole", False)):
+        mine = dataclasses.replace(tp, split_vocabulary=split) if tp else None
+        shared = adapted(path, mine)
+        out[f"adapted_{kind}/logits"] = logits_of(shared).detach()
+        gradients = {name: p for name, p in gradients_of(shared).items() if p is not None}
+        out |= {f"adapted_{kind}/{name}": value for name, value in gradients.items()}
     return {name: value.contiguous() for name, value in out.items()}
 
 
@@ -426,3 +459,21 @@ def test_a_head_that_needs_the_whole_weight_is_refused_under_a_split_vocabulary(
 def test_fewer_query_heads_than_ranks_are_refused(directory):
     with pytest.raises(ValueError, match="6 query heads"):
         build_decoder(read_config(directory / "uneven"), tensor_parallel=TensorParallel(0, 7, None))
+
+
+@pytest.mark.parametrize("kind", ["split", "whole"])
+def test_adapters_give_the_logits_and_gradients_of_one_rank(
+    directory, several, one, name, kind, close
+):
+    prefix = f"adapted_{kind}/"
+    names = [key for key in one if key.startswith(prefix) and key.endswith((LORA_A, LORA_B))]
+    assert {key.split(".")[-2] for key in names} >= {*QKV, "o_proj", "down_proj"}
+    plain, adapted = one["logits"], one[f"{prefix}logits"]
+    assert (adapted - plain).abs().max() > 100 * close, "adapters show"
+    largest = max(one[key].abs().max() for key in names)
+    for rank, computed in enumerate(several):
+        assert (computed[f"{prefix}logits"] - adapted).abs().max() <= close
+        for key in names:
+            parameter = key.removeprefix(prefix)
+            want = boxed(directory, name, parameter, one[key], rank, len(several))
+            assert (computed[key] - want).abs().max() <= GRADIENTS * largest, key

@@ -5,6 +5,7 @@ Each rank trains on every topology, resumes from what others saved, and leaves w
 """
 
 import dataclasses
+import itertools
 import json
 import re
 from pathlib import Path
@@ -23,7 +24,7 @@ from llamarl.ddma.layout import Source, parameters_to_send
 from llamarl.executor import ExecutorGroup
 from llamarl.launch.job import Job
 from llamarl.launch.run_directory import RunDirectory
-from llamarl.models.config import read_config
+from llamarl.models.config import Lora, read_config
 from llamarl.models.fsdp import local
 from llamarl.models.sharding import parameter_shapes
 from llamarl.types import Group, Policy
@@ -35,10 +36,16 @@ pytestmark = pytest.mark.slow
 WORLD = 4
 STEPS = 2
 GROUPS = 4
-TOPOLOGIES = {"fsdp4": 1, "hsdp2x2": 2}  # replicate; the rest are shards
+TOPOLOGIES = {  # the rest of the ranks are shards
+    "fsdp4": {"replicate": 1},
+    "hsdp2x2": {"replicate": 2},
+    "fsdp2_tp2": {"tensor_parallel": 2},
+    "tp4": {"tensor_parallel": 4},
+}
+BY_ROWS = {"fsdp4": WORLD, "hsdp2x2": 2}  # shards that lie end to end
 LORA = [
     "trainer.lora.rank=3",
-    "trainer.lora.targets=[q_proj,o_proj,down_proj]",
+    "trainer.lora.targets=[q_proj,v_proj,o_proj,down_proj]",
     "trainer.lora.alpha=6",
 ]  # rank 3: none on one of 4 shards
 OWN_REFERENCE = ["reference=adapters_off", "loss.kl_coef=0.1"]
@@ -53,7 +60,7 @@ CONFIG = {
     "intermediate_size": 20,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
-    "num_key_value_heads": 2,
+    "num_key_value_heads": 4,
     "head_dim": 4,
     "max_position_embeddings": 64,
 }
@@ -61,6 +68,7 @@ CONFIG = {
 # more than the width; then come the layers there and back, in each step.
 VALUES = rounding(terms=54, depth=2 * 2 * 2 * STEPS)
 DEADLINE_S = 200
+TARGET = re.compile("q_proj|v_proj|o_proj|down_proj")
 
 
 def write_model(path: Path) -> Path:
@@ -144,9 +152,8 @@ def trainer_of(model: Path, group: ExecutorGroup, case: str) -> tuple[FSDPTraine
         ]
     )
     # One process would be refused a second replica.
-    config = dataclasses.replace(
-        config, trainer=dataclasses.replace(config.trainer, replicate=group.replicate)
-    )
+    topology = {"replicate": group.replicate, "tensor_parallel": group.tensor_parallel}
+    config = dataclasses.replace(config, trainer=dataclasses.replace(config.trainer, **topology))
     job = Job(config, World(0, WORLD, group.device), RunDirectory(Path(), None))
     job.model_path, job.prompts = model, [group_of(i) for i in range(99)]
     trainer = build_trainer(config, job)
@@ -206,7 +213,7 @@ def run(root: Path, group: ExecutorGroup, case: str, name: str, rank: int) -> No
     learn(trainer, 0, STEPS)
     leave(held(trainer, peers), root / f"{case}.{name}.rank{rank}")
     save_state(trainer, root / f"{case}.{name}.state.rank{rank}")
-    trainer.export(str(root / f"{case}.{name}.hf"))
+    trainer.export(str(root / f"{case}.{name}" / "hf"))
     learn(trainer, STEPS, 1)
     leave(held(trainer, peers), root / f"{case}.{name}.after.rank{rank}")
 
@@ -223,14 +230,17 @@ def train_and_resume(rank: int, root: str) -> None:
     root = Path(root)
     world, everyone = World(rank, WORLD, torch.device("cpu")), tuple(range(WORLD))
     groups = {
-        n: executor_group("trainer", everyone, world, DEADLINE_S, replicate=r)
-        for n, r in TOPOLOGIES.items()
+        n: executor_group("trainer", everyone, world, DEADLINE_S, **topology)
+        for n, topology in TOPOLOGIES.items()
     }
     for case in CASES:
         for name, group in groups.items():
-            run(root, group, case, name, rank)
+            if case == "lora" or name in BY_ROWS:
+                run(root, group, case, name, rank)
         dist.barrier()
         resume(root, groups["fsdp4"], case, "fsdp4", WORLD, rank)
+        if case == "lora":
+            resume(root, groups["fsdp2_tp2"], case, "fsdp2_tp2", WORLD, rank)
 
 
 def alone() -> ExecutorGroup:
@@ -262,12 +272,9 @@ def whole(root: Path, stem: str, shards: int) -> dict[str, torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("name", TOPOLOGIES)
+@pytest.mark.parametrize("name", BY_ROWS)
 def test_ranks_learn_and_send_what_one_rank_does(root, case, name):
-    got, want = (
-        whole(root, f"{case}.{name}", WORLD // TOPOLOGIES[name]),
-        whole(root, f"{case}.one", 1),
-    )
+    got, want = whole(root, f"{case}.{name}", BY_ROWS[name]), whole(root, f"{case}.one", 1)
     assert got.keys() == want.keys()
     for kind in ("weight", "ema", "exp_avg", "sent"):
         names = [key for key in want if key.startswith(kind)]
@@ -277,25 +284,38 @@ def test_ranks_learn_and_send_what_one_rank_does(root, case, name):
         ), kind
 
 
-def test_what_is_sent_is_merged_and_has_every_weight(root):
-    sent, start = whole(root, "lora.one", 1), load_file(root / "model" / "model.safetensors")
-    adapted = {name for name in start if re.search("q_proj|o_proj|down_proj", name)}
-    for name, value in start.items():
-        assert torch.equal(sent[f"sent/{name}"], value) != (name in adapted), name
-    for name in adapted:
-        a, b = (sent[f"weight/{name.removesuffix('weight')}lora_{x}"] for x in "ab")
-        assert (sent[f"sent/{name}"] - (start[name] + 2.0 * b @ a)).abs().max() <= VALUES
+@pytest.mark.parametrize("name", TOPOLOGIES)
+def test_adapters_of_every_topology_are_those_of_one_rank(root, name):
+    for suffix in ("", "_ema"):
+        got, want = (exported_adapters(root, f"lora.{n}", suffix) for n in (name, "one"))
+        assert got.keys() == want.keys()
+        assert max((got[key] - want[key]).abs().max() for key in want) <= VALUES * max(
+            value.abs().max() for value in want.values()
+        )
 
 
-@pytest.mark.parametrize("name", ["one", *TOPOLOGIES])
+def exported_adapters(root: Path, stem: str, suffix: str = "") -> dict[str, torch.Tensor]:
+    return load_file(root / stem / f"adapter{suffix}" / "adapter_model.safetensors")
+
+
+def test_adapters_alone_are_sent_and_all_weights_without_them(root):
+    start = load_file(root / "model" / "model.safetensors")
+    adapted = [name.removesuffix("weight") for name in start if TARGET.search(name)]
+    wanted = {
+        "whole": {f"sent/{name}" for name in start},
+        "lora": {f"sent/{name}lora_{x}" for name, x in itertools.product(adapted, "ab")},
+    }
+    for case, names in wanted.items():
+        left = whole(root, f"{case}.one", 1)
+        assert {key for key in left if key.startswith("sent/")} == names
+
+
+@pytest.mark.parametrize("name", ["one", *BY_ROWS])
 def test_exports_are_the_weights_and_their_average(root, case, name):
-    shards = 1 if name == "one" else WORLD // TOPOLOGIES[name]
-    left, start = (
-        whole(root, f"{case}.{name}", shards),
-        load_file(root / "model" / "model.safetensors"),
-    )
+    left = whole(root, f"{case}.{name}", BY_ROWS.get(name, 1))
+    start = load_file(root / "model" / "model.safetensors")
     for suffix, kind in (("", "weight"), ("_ema", "ema")):
-        exported = load_file(root / f"{case}.{name}.hf{suffix}" / "model.safetensors")
+        exported = load_file(root / f"{case}.{name}" / f"hf{suffix}" / "model.safetensors")
         assert exported.keys() == start.keys()
         for key, value in exported.items():
             stem = key.removesuffix("weight")
@@ -314,8 +334,10 @@ def test_exports_are_the_weights_and_their_average(root, case, name):
 
 
 @pytest.mark.bitwise("a resumed trainer goes on as the one that was not stopped")
-@pytest.mark.parametrize("name, ranks", [("one", 1), ("fsdp4", WORLD)])
+@pytest.mark.parametrize("name, ranks", [("one", 1), ("fsdp4", WORLD), ("fsdp2_tp2", WORLD)])
 def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(root, case, name, ranks):
+    if case == "whole" and name not in BY_ROWS and ranks > 1:
+        pytest.skip("tests/ranks/test_topologies.py has it")
     for rank in range(ranks):
         got, want = (
             load_file(root / f"{case}.{name}.{when}.rank{rank}") for when in ("resumed", "after")
@@ -337,16 +359,17 @@ def test_a_checkpoint_holds_adapters_and_no_frozen_weights(root):
         )
 
 
-def test_rows_of_adapters_are_where_their_projections_are(root):
-    """B's shard and W's have the same rows, so that merging gathers no weight."""
+@pytest.mark.parametrize("name", TOPOLOGIES)
+def test_what_is_sent_is_held_as_the_plan_says(root, name):
     config = read_config(root / "model")
-    source = Source(fsdp=WORLD)
+    lora = Lora(3, 6.0, ("q_proj", "v_proj", "o_proj", "down_proj"))
+    config = dataclasses.replace(config, lora=lora)
+    replicate, tp = (TOPOLOGIES[name].get(k, 1) for k in ("replicate", "tensor_parallel"))
+    source = Source(WORLD // (replicate * tp), replicate, tp)
     for rank in range(WORLD):
-        left = load_file(root / f"lora.fsdp4.rank{rank}")
+        left = load_file(root / f"lora.{name}.rank{rank}")
         for p in parameters_to_send(config, torch.float32):
             assert tuple(left[f"sent/{p.name}"].shape) == source.box(config, p, rank).lengths
-            b = left.get(f"weight/{p.name.removesuffix('weight')}lora_b")
-            assert b is None or b.shape[0] == left[f"sent/{p.name}"].shape[0]
 
 
 def test_other_adapters_than_were_saved_are_refused(root):

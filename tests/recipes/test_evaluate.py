@@ -214,7 +214,7 @@ def test_figures_are_printed_though_the_lines_could_not_be_written(evaluate):
 def test_the_runs_values_hold_but_for_what_the_command_line_names(recipe, synchronous_run):
     run, model = synchronous_run.run_dir, tiny_directory()
     own = load_config(run / "config.yaml")
-    config = evaluation.config_of(model, run, [])
+    config = evaluation.config_of(evaluation.words_of(model), run, [])
     assert (config.max_lag, config.generator, config.eval, config.task) == (
         0,
         own.generator,
@@ -223,7 +223,7 @@ def test_the_runs_values_hold_but_for_what_the_command_line_names(recipe, synchr
     )
     assert config.model.path == str(model)
     config = evaluation.config_of(
-        model,
+        evaluation.words_of(model),
         run,
         ["generator.max_slots=512", "temperature=0.5", "task=gsm8k", f"task.path={RECIPE}"],
     )
@@ -253,7 +253,9 @@ def test_a_key_of_a_section_leaves_the_kind_of_the_run(
 ):
     own = compose_config(list(of_the_run))
     save_config(own, tmp_path / "config.yaml")
-    config = evaluation.config_of(tiny_directory(), tmp_path, [f"{section}.{name}={value}"])
+    config = evaluation.config_of(
+        evaluation.words_of(tiny_directory()), tmp_path, [f"{section}.{name}={value}"]
+    )
     changed = dataclasses.replace(getattr(own, section), **{name: value})
     assert getattr(config, section) == changed
 
@@ -262,7 +264,9 @@ def test_a_key_of_a_section_leaves_the_kind_of_the_run(
 def test_a_key_of_a_scorer_leaves_its_kind(recipe, tmp_path, name, value):
     own = compose_config(list(JUDGE))
     save_config(own, tmp_path / "config.yaml")
-    config = evaluation.config_of(tiny_directory(), tmp_path, [f"reward.{name}={value}"])
+    config = evaluation.config_of(
+        evaluation.words_of(tiny_directory()), tmp_path, [f"reward.{name}={value}"]
+    )
     scorer = dataclasses.replace(own.reward.scorer, **{name: value})
     assert config.reward == dataclasses.replace(own.reward, scorer=scorer)
 
@@ -276,7 +280,7 @@ def test_a_key_of_a_scorer_leaves_its_kind(recipe, tmp_path, name, value):
 )
 def test_another_kind_leaves_nothing_of_the_runs(recipe, tmp_path, of_the_run, given):
     save_config(compose_config(list(of_the_run)), tmp_path / "config.yaml")
-    config = evaluation.config_of(tiny_directory(), tmp_path, given)
+    config = evaluation.config_of(evaluation.words_of(tiny_directory()), tmp_path, given)
     wanted = compose_config(given)
     assert (config.reward, config.task) == (wanted.reward, wanted.task)
 
@@ -331,8 +335,12 @@ def test_a_directory_of_transformers_is_taken_as_it_is(recipe):
 
 def test_the_directory_of_a_supervised_job_is_evaluated_by_the_command_line_alone(recipe, tmp_path):
     (tmp_path / "config.yaml").write_text("out: sft\nresume: auto\nexamples_per_step: 4\n")
-    config = evaluation.config_of(tiny_directory(), tmp_path, ["max_new_tokens=7"])
-    assert config == evaluation.config_of(tiny_directory(), None, ["max_new_tokens=7"])
+    config = evaluation.config_of(
+        evaluation.words_of(tiny_directory()), tmp_path, ["max_new_tokens=7"]
+    )
+    assert config == evaluation.config_of(
+        evaluation.words_of(tiny_directory()), None, ["max_new_tokens=7"]
+    )
     assert config.max_new_tokens == 7
 
 

@@ -17,6 +17,7 @@ from llamarl.words.choices import Advantages, Schedule, Whiten
 
 @settings_dataclass
 class LoraSettings:
+    path: str | None  # None: B starts at 0
     rank: Natural
     alpha: Positive
     targets: list[
@@ -73,14 +74,19 @@ class TrainerSettings(ShardedTrainerSettings):
 
 
 def find_trainer(
-    trainer: TrainerSettings, run: RunSettings, found: Findings, *, loss: LossSettings
+    trainer: TrainerSettings,
+    run: RunSettings,
+    found: Findings,
+    *,
+    loss: LossSettings,
+    generator_kind: str,
 ) -> None:
     """Find settings of the trainer that cannot go together."""
     _find_optimizer(trainer, run, found)
     _find_steps(trainer, run, found)
     _find_advantages(trainer, run, found, loss=loss)
     _find_critic(trainer, found)
-    _find_adapters(trainer, found)
+    _find_adapters(trainer, found, generator_kind=generator_kind)
 
 
 def _find_optimizer(trainer: TrainerSettings, run: RunSettings, found: Findings) -> None:
@@ -202,16 +208,28 @@ def _find_critic(trainer: TrainerSettings, found: Findings) -> None:
     found.add_unless_model(trainer.critic.path, "trainer.critic.path")
 
 
-def _find_adapters(trainer: TrainerSettings, found: Findings) -> None:
-    """Find adapters without a projection, or of projections that are split over ranks."""
+def _find_adapters(trainer: TrainerSettings, found: Findings, *, generator_kind: str) -> None:
+    """Find adapters without a projection, a directory of adapters that nothing asks for, and an
+    engine that takes none.
+    """
+    path = trainer.lora.path
+    found.add_unless_file(path and f"{path}/adapter_config.json", "trainer.lora.path")
     if trainer.lora.rank == 0:
+        if path is not None:
+            found.add(
+                "these adapters are not used; set trainer.lora.rank, trainer.lora.alpha and "
+                "trainer.lora.targets as its adapter_config.json has them (r, lora_alpha, "
+                "target_modules), or trainer.lora.path=null",
+                "trainer.lora.path",
+                "trainer.lora.rank",
+            )
         return
-    if trainer.tensor_parallel > 1:
+    if generator_kind == "vllm":
         found.add(
-            "adapters do not work on projections that tensor_parallel splits; "
-            "trainer.tensor_parallel=1 (FSDP2 shards), or trainer.lora.rank=0",
+            "vLLM reads LoRA adapters from files and not in place, so a version cannot be handed "
+            "to it between two tokens; generator=native, or trainer.lora.rank=0",
             "trainer.lora.rank",
-            "trainer.tensor_parallel",
+            "generator.kind",
         )
     if not trainer.lora.targets:
         found.add(
