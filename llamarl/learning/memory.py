@@ -168,7 +168,7 @@ def checkpoint_bytes(config: ModelConfig, training: Training, export_itemsize: i
     """
     trained = num_parameters(config)
     if training.lora_rank:
-        trained = _adapters(config, training).layer * config.num_hidden_layers
+        trained = _adapters(config, training) * config.num_hidden_layers
     copies = 2 if training.has_average else 1
     of_number = copies * WIDE + training.moment_bytes
     return trained * of_number + copies * num_parameters(config) * export_itemsize
