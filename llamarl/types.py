@@ -322,7 +322,7 @@ class Group:
     # without novelty and other shaping; not given: the rewards
     achieved: Tensor = _AS_REWARDED
     # [G, K] float32: what each of the reward's K parts gave, before its weight, NaN where it gave
-    # nothing; [G, 0] if the reward is of one part
+    # nothing; [G, 0] if no completion has any, or if nothing weighs the parts
     part_rewards: Tensor = _NO_PARTS
 
     def __post_init__(self):

@@ -94,6 +94,7 @@ class UpdateSettings:
     # The generator computes its K/V cache anew under new weights; else a completion that began
     # under older ones goes on with theirs, and its logprobs are not the trainer's.
     recomputes_kv: bool = False
+    reward_parts: tuple[str, ...] = ()  # names of the parts whose scores groups may have
     late_ends: LateEnds | None = None  # what completions could not have when they were sampled
 
     @property
@@ -254,7 +255,7 @@ class PolicyUpdate:
             unused=sum(m.unused_budget_fraction * m.room for m in minibatches),
         )
         row = {
-            **batch_row(groups, version, self.ranks),
+            **batch_row(groups, version, self.ranks, reward_parts=s.reward_parts),
             **of_targets,
             "tokens/trained": sum(m.num_loss_tokens for m in minibatches),
             "packing/unused_budget_fraction": budget["unused"] / max(1.0, budget["room"]),

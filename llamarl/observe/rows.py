@@ -68,7 +68,7 @@ COLUMNS = """
 """.split()
 TIMING = re.compile(
     r"^time/|_per_s$|/idle_fraction|_stall_s$|^parity/canary|^weights/quantization_kl"
-    r"|^reward/.+/(mean|tokens|seconds)$|^reward/success$|^victim/tokens$"
+    r"|^reward/part/.+/mean$|^reward/.+/(tokens|seconds)$|^reward/success$|^victim/tokens$"
     r"|^diversity/cosine_distance$|^trainer/threads$"
     r"|^(reward|reference)/(tail_s|prefilled_early|piece_tokens|evictions)$"
 )

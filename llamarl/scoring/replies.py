@@ -176,4 +176,6 @@ def mean_outcome(outcomes: Sequence[Outcome]) -> Outcome:
     success = None
     if any(outcome.success is not None for outcome in outcomes):
         success = sum(outcome.achieved for outcome in outcomes) / len(outcomes)
-    return Outcome("score", value, "", success)
+    by_part = zip(*[outcome.part_values for outcome in outcomes])
+    parts = tuple(sum(values) / len(outcomes) for values in by_part)
+    return Outcome("score", value, "", success, part_values=parts)

@@ -38,7 +38,7 @@ class Outcome:
     # The value of the parts that are outcomes, or without the part for novelty; None: all of it.
     success: float | None = None
     turn_rewards: tuple[float, ...] = ()  # what of the value is for a turn, by turn
-    # What each part gave before its weight, in the order of the parts; () if there is only one.
+    # What each part gave before its weight, in the order of the parts; () if nothing weighs them.
     part_values: tuple[float, ...] = ()
 
     @property

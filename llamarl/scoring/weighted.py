@@ -29,7 +29,7 @@ class Part:
 
 
 class Weighted(Scorer):
-    """Scores items by all parts. Its metrics are reward/NAME/mean, over completions of training.
+    """Scores items by all parts.
 
     outcomes: the names of the parts that say whether an item succeeded; (): all but novelty.
     """
@@ -38,9 +38,7 @@ class Weighted(Scorer):
         self.name = " + ".join(part.name for part in parts)
         self._parts = parts
         self._outcomes = frozenset(outcomes)
-        self._metrics = site.metrics
         self.scorers: dict[str, Scorer] = {part.name: part.make(site) for part in parts}
-        self._is_held_out: dict[int, bool] = {}  # by key, for items that a part has not scored yet
         self._said: dict[int, dict[str, Outcome]] = {}  # by key: the outcomes by part
         self._done: Outcomes = []
 
@@ -80,7 +78,6 @@ class Weighted(Scorer):
 
     def submit(self, key: int, item: Item) -> None:
         """Submit an item to all parts."""
-        self._is_held_out[key] = item.is_held_out
         self._said[key] = {}
         for scorer in self.scorers.values():
             scorer.submit(key, item)
@@ -148,13 +145,9 @@ class Weighted(Scorer):
 
     def _enter(self, name: str, key: int, outcome: Outcome) -> None:
         """Note a part's outcome for an item. It may be the last that is missing."""
-        is_counted = outcome.kind == "score" and not self._is_held_out[key]
-        if is_counted and self._metrics is not None:
-            self._metrics.add_mean(f"reward/{name}/mean", outcome.value)
         said = self._said[key]
         said[name] = outcome
         if len(said) == len(self._parts):
-            del self._is_held_out[key]
             del self._said[key]
             self._done.append((key, self._sum(said)))
 
@@ -188,8 +181,6 @@ class Weighted(Scorer):
         elif has_novelty:
             success = total
         whole = Outcome.score(total + for_novelty, success)
-        if len(self._parts) == 1:
-            return whole
         values = tuple(said[part.name].value for part in self._parts)
         return replace(whole, part_values=values)
 

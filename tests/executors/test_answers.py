@@ -204,6 +204,13 @@ def test_a_mean_does_not_depend_on_who_was_first():
     assert mean_outcome(outcomes).value == sum(values) / 3
 
 
+def test_the_parts_of_a_mean_are_the_means_of_the_parts():
+    outcomes = [
+        Outcome("score", value, "", part_values=(value, 1.0)) for value in (0.25, 0.5, 0.75)
+    ]
+    assert mean_outcome(outcomes).part_values == (0.5, 1.0)
+
+
 # --- In the reward ---
 
 

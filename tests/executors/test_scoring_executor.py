@@ -82,9 +82,9 @@ def test_rewards_are_the_models_scores_of_the_sampled_tokens(build, scorer):
     groups = feed(executor, first[1], *second[1:])
     for ticket, group in groups.items():
         close_to(group.rewards, transformers_scores(scorer, [ASKED[ticket]]))
+        assert torch.equal(group.part_rewards[:, 0], group.rewards)
     assert sorted(groups) == [0, 2] and executor.waiting_for() is None
     assert executor.metrics.counters["reward/scored"] == 2 * SIZE
-    assert len(executor.metrics.means["reward/model/mean"]) == 2 * SIZE
     assert len(executor.metrics.means["reward/tail_s"]) == 2 * SIZE
     assert executor.metrics.sums["reward/model/tokens"] >= 6
     executor.teardown()
@@ -117,7 +117,7 @@ def test_a_score_that_is_not_finite_is_an_error(build, scorer, tmp_path):
     group = feed(executor, *all_of(0))[0]
     assert group.outcomes == ("error",) * SIZE and group.rewards.isnan().all()
     assert executor.metrics.counters["reward/errors"] == SIZE
-    assert "reward/model/mean" not in executor.metrics.means
+    assert not group.part_rewards.numel()
 
 
 def test_what_is_too_long_for_the_scorer_is_an_error(build, tmp_path):
@@ -147,10 +147,9 @@ def test_parts_are_weighed_and_added(build, scorer, tmp_path):
     lengths = torch.tensor([float(len(c)) for c in ASKED[3].completions])
     wanted = 3 * transformers_scores(scorer, [ASKED[3]]) - 0.5 * lengths
     torch.testing.assert_close(group.rewards, wanted, rtol=0, atol=3 * SCORES)
-    means = executor.metrics.means
-    of_parts = ["reward/again/mean", "reward/rm/mean", "reward/words/mean"]
-    assert sorted(means) == sorted([*of_parts, "reward/tail_s"])
-    assert sorted(means["reward/words/mean"]) == sorted(lengths.tolist())
+    assert list(executor.metrics.means) == ["reward/tail_s"]
+    assert torch.equal(group.part_rewards[:, 1], lengths)
+    assert torch.equal(group.part_rewards[:, 0], group.part_rewards[:, 2])
 
 
 def test_sources_without_a_model_are_weighed_too_and_hear_of_whole_groups(build):

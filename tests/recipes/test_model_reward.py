@@ -2,7 +2,6 @@
 on with, and judged afterwards.
 """
 
-import math
 import os
 import signal
 
@@ -36,11 +35,12 @@ def run(scorer, tmp_path_factory):
 def test_a_policy_is_trained_against_a_model_on_two_ranks(run):
     last = run.rows[-1]
     assert last["reward/error_rate"] == 0 and last["eval/errors"] == 0
+    for row in run.rows[1:]:
+        assert row["reward/model/mean"] == row["reward/mean"]
     # In the row that they come in time for, and so of some of its completions.
-    told = [row for row in run.rows if row.get("reward/model/mean") is not None]
+    told = [row for row in run.rows if row.get("reward/model/tokens")]
     for row in told:
-        assert math.isfinite(row["reward/model/mean"])
-        assert row["reward/model/tokens"] > 0 and row["reward/model/seconds"] > 0
+        assert row["reward/model/seconds"] > 0
     assert told
 
 

@@ -212,6 +212,8 @@ def test_a_run_adds_a_kind_of_ones_own_to_others(start, tmp_path):
     for sample in samples(tmp_path / "run"):
         assert sample["score"] == 0.25 * -2 * sample["num_tokens"] + right(sample)
     for row in rows(tmp_path / "run")[1:]:
+        total = 0.25 * row["reward/brief/mean"] + row["reward/right/mean"]
+        assert row["reward/mean"] == pytest.approx(total)
         assert row["reward/brief/mean"] == pytest.approx(-2 * row["completion/length_mean"])
 
 

@@ -266,7 +266,10 @@ def test_what_each_part_gave_is_in_the_group_on_the_wire_and_after_a_draw():
         )
         rows.append(row)
     assert _joined(rows).part_rewards[1].tolist() == [1.0, 0.5]
-    assert Group.of([scored(0, ())]).part_rewards.shape == (1, 0)
+    without = Group.of([scored(0, ())])
+    assert without.part_rewards.shape == (1, 0)
+    rows.append(dataclasses.replace(rows[0], group=without, place=0, span=slice(0, 2)))
+    assert _joined(rows).part_rewards[2].isnan().tolist() == [True, True]
 
 
 class Fixed:
@@ -285,7 +288,7 @@ class Fixed:
         return [(key, Outcome.score(self.value)) for key in keys]
 
 
-@pytest.mark.parametrize("values, want", [((1.0, 0.5), (1.0, 0.5)), ((1.0,), ())])
+@pytest.mark.parametrize("values, want", [((1.0, 0.5), (1.0, 0.5)), ((1.0,), (1.0,))])
 def test_a_weighted_reward_tells_what_its_parts_gave_before_their_weights(values, want):
     parts = [
         Part(f"part{n}", lambda site, value=value: Fixed(value), weight=2.0)

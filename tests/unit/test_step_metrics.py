@@ -122,3 +122,17 @@ def test_completions_without_a_reward_have_no_mean_of_rewards():
     assert row["reward/error_rate"] == 1.0 and row["tokens/generated"] == 7.0
     row = batch_row([*none, group(2, [1, 1], [0.0, 2.0])], VERSION, ALONE)
     assert (row["reward/mean"], row["reward/std"]) == (1.0, 1.0)
+
+
+def test_the_means_of_a_rewards_parts_are_over_the_groups_of_the_step():
+    def scored(ticket, parts):
+        parts = torch.tensor(parts)
+        size = len(parts)
+        return group(ticket, [1] * size, [1.0] * size, part_rewards=parts)
+
+    groups = [scored(1, [[1.0, 0.5], [math.nan, math.nan]]), scored(2, [[4.0, 0.0]])]
+    groups.append(group(3, [1], [math.nan]))  # nothing of it has a score
+    row = batch_row(groups, VERSION, ALONE, reward_parts=["right", "brief"])
+    assert (row["reward/right/mean"], row["reward/brief/mean"]) == (2.5, 0.25)
+    row = batch_row(groups[2:], VERSION, ALONE, reward_parts=["right", "brief"])
+    assert "reward/right/mean" not in row
