@@ -52,8 +52,10 @@ def by_model(path: str | None, tiny: object, other: object) -> object:
 
 
 def warmup_of(max_steps: int, decay_steps: int | None) -> int:
-    """Return the steps of the warm-up, which a short run and its decay leave less room for."""
-    return max(0, min(WARMUP_STEPS, max_steps - (decay_steps or 0)))
+    """Return the steps of the warm-up, which a short run and its decay leave less room for. A step
+    follows it.
+    """
+    return max(0, min(WARMUP_STEPS, max_steps - max(decay_steps or 0, 1)))
 
 
 def slots_of(max_lag: int | None, groups_per_step: int, group_size: int) -> int:

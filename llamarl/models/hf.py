@@ -10,6 +10,7 @@ import json
 import re
 import shutil
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from datetime import date
 from pathlib import Path
 
 import torch
@@ -30,6 +31,10 @@ PLAIN_TOKENIZERS = ("PreTrainedTokenizerFast", "TokenizersBackend")
 # transformers loads the tokenizer that tokenizer_config.json names for these types of models; for
 # others (qwen2, mistral) it knows directories that name the wrong one.
 TAKEN_AT_WORD = ("llama", "qwen3", "gpt_neox", "gpt2")
+# What a chat template that asks for today is told, so that prompts are the same on every day. It is
+# what Llama 3.2's writes of itself where it cannot ask.
+TEMPLATE_DATE = date(2024, 7, 26)
+_DATE_CODES = (*"aAbBcdefFGHIjmMpSTuUVwWxXyYzZ", "-d", "-m")  # strftime's
 _NAMES = (  # decoder name -> Hugging Face name
     ("tok_embeddings.weight", "model.embed_tokens.weight"),
     ("pos_embeddings.weight", "model.embed_positions.weight"),
@@ -358,7 +363,27 @@ def _write_shards(
 
 
 def load_tokenizer(path: str | Path):
-    """Load the directory's own tokenizer from its files alone: no hub is asked, and no code of the
+    """Load the directory's own tokenizer, whose chat template sees TEMPLATE_DATE and no clock."""
+    tokenizer = stored_tokenizer(path)
+    template = getattr(tokenizer, "chat_template", None)
+    if isinstance(template, str) and "strftime_now" in template:
+        tokenizer.chat_template = _without_clock(template)
+    return tokenizer
+
+
+def _without_clock(template: str) -> str:
+    """Return a chat template with a strftime_now of its own, in the place of transformers', whose
+    arguments can be no functions.
+    """
+    written = "format"
+    for code in _DATE_CODES:
+        written += f"|replace('%{code}', '{TEMPLATE_DATE.strftime('%' + code)}')"
+    # The newline belongs to the tag: transformers' templates are read with trim_blocks.
+    return f"{{% macro strftime_now(format) %}}{{{{ {written} }}}}{{% endmacro %}}\n{template}"
+
+
+def stored_tokenizer(path: str | Path):
+    """Load the directory's own tokenizer as its files have it: no hub is asked, and no code of the
     directory is run.
     """
     if Path(path).is_dir():

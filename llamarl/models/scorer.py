@@ -27,7 +27,7 @@ from llamarl.models.config import ModelConfig, read_config
 from llamarl.models.directory import read_json
 from llamarl.models.frozen import frozen_decoder
 from llamarl.models.fsdp import held_box, local
-from llamarl.models.hf import load_tokenizer
+from llamarl.models.hf import stored_tokenizer
 from llamarl.models.sharding import Box
 from llamarl.models.tp import TensorParallel
 
@@ -91,7 +91,7 @@ def settle_pad_token(path: str | Path) -> None:
     path = Path(path)
     file = path / "config.json"
     raw = read_json(file)
-    tokenizer = load_tokenizer(path)
+    tokenizer = stored_tokenizer(path)
     pad = raw["pad_token_id"]
     if pad is not None and pad != tokenizer.eos_token_id and pad == tokenizer.pad_token_id:
         return

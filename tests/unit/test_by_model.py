@@ -108,7 +108,9 @@ def test_an_experiment_wins_over_what_follows_from_the_model(small, tmp_path):
         # A group has its slots, whatever the bound.
         (("groups_per_step=1", "group_size=128"), 128, 5, 256),
         (("groups_per_step=64",), 64, 5, 500),
-        (("max_steps=3",), 64, 3, 128),
+        # A step follows the warm-up.
+        (("max_steps=3",), 64, 2, 128),
+        (("max_steps=1",), 64, 0, 128),
         (("max_steps=9", "trainer.schedule=wsd", "trainer.decay_steps=7"), 64, 2, 128),
     ],
 )

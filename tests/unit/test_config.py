@@ -316,7 +316,7 @@ def test_all_problems_are_told_at_once_wrong_values_hide_no_combination():
             ["generator.resume_partials=true", "generator.in_flight_updates=false"],
             "generator.resume_partials=true generator.in_flight_updates=false",
         ),
-        (["trainer.warmup_steps=300"], "trainer.warmup_steps=300 max_steps=100"),
+        (["trainer.warmup_steps=100"], "trainer.warmup_steps=100 max_steps=100"),
         (["task=jsonl"], "task.path"),
         (["task.kind=jsonl"], "task.kind=jsonl"),
         (["task=jsonl", "task.path=null"], "task.path=null"),

@@ -13,6 +13,7 @@ import socket
 import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +22,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
+from transformers.utils import chat_template_utils
 
 from llamarl.checkpoint import manifest
 from llamarl.checkpoint.checkpointer import Checkpointer, verify
@@ -209,6 +211,32 @@ def test_another_chat_template_is_refused_though_all_rows_are_the_same(job):
         ),
     ):
         opened(other)
+
+
+def test_a_template_that_writes_the_date_shows_the_same_prompts_on_the_next_day(
+    job, tmp_path, monkeypatch
+):
+    """Else it would go on as another run, and one over midnight would mix the prompts of two."""
+    model = tmp_path / "model"
+    shutil.copytree(tiny_directory(), model)
+    shown = "{{ strftime_now('%d%m%Y') }}+{% for m in messages %}{{ m.content }}{% endfor %}"
+    (model / "chat_template.jinja").write_text(shown)
+    words = ("model=hf", f"model.path={model}", "task.chat=true", "task.max_prompt_tokens=24")
+
+    def today(day):
+        clock = SimpleNamespace(now=lambda: datetime(2026, 12, day, 23, 59))
+        monkeypatch.setattr(chat_template_utils, "datetime", clock)
+
+    today(30)
+    begun = job(*words)
+    first = begun.prompts[0].prompt_ids.tolist()
+    assert begun.tokenizer.decode(first).startswith("26072024+")
+    path = a_checkpoint(begun)
+    today(31)
+    assert begun.prompts[0].prompt_ids.tolist() == first
+    again = job(*words)
+    assert opened(again).resume_from == path
+    assert again.prompts[0].prompt_ids.tolist() == first
 
 
 def test_what_a_run_is_cannot_be_changed_and_all_differences_are_told_at_once(job):

@@ -4,6 +4,7 @@ nor by themselves. transformers' own splitting of special tokens says what their
 
 import json
 import logging
+import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -22,7 +23,8 @@ from transformers import PreTrainedTokenizerFast
 from llamarl.learning.preference_data import read_preference_data
 from llamarl.learning.sft_data import conversation_pair, read_pairs
 from llamarl.models.config import tiny_directory
-from llamarl.models.hf import load_tokenizer
+from llamarl.models.hf import TEMPLATE_DATE, load_tokenizer
+from llamarl.models.scorer import settle_pad_token
 from llamarl.scoring.transcript import Transcript
 from llamarl.tasks.base import PromptMaker
 from llamarl.tasks.build import build_task
@@ -338,3 +340,35 @@ def test_texts_of_the_model_in_the_package_write_none():
     assert ids[:3] == [tokenizer.bos_token_id, *plain(tokenizer, "12")]
     assert tokenizer.eos_token_id not in ids
     assert special_tokens(tokenizer).spelling("12+34=") is None
+
+
+# --- templates that ask for the date ---
+
+
+def dated(path, template):
+    shutil.copytree(tiny_directory(), path)
+    (path / "chat_template.jinja").write_text(template)
+    return path
+
+
+@pytest.mark.parametrize("form", ["%d %b %Y", "%Y-%m-%d", "%A %-d %B", "%H:%M:%S %j %p", "%F %T"])
+def test_a_template_sees_one_date_in_any_form_and_is_else_as_it_was(form, tmp_path):
+    template = (
+        "\n  {% macro day(form) %}{{ strftime_now(form) }}{% endmacro %}\n"
+        "  {% if strftime_now is defined %}<{{ strftime_now('FORM') }}>{% endif %}"
+        "{% for m in messages %} {{ day('FORM') }} {{ m.content }}\n{% endfor %}\n"
+    ).replace("FORM", form)
+    turns = [{"role": "user", "content": "1+1="}]
+    tokenizer = load_tokenizer(dated(tmp_path / "model", template))
+    shown = tokenizer.apply_chat_template(turns, tokenize=False)
+    day = TEMPLATE_DATE.strftime(form)
+    assert shown == f"\n<{day}> {day} 1+1=\n"
+
+
+def test_a_scorers_directory_keeps_the_template_that_it_had(tmp_path):
+    path = dated(tmp_path / "scorer", "{{ strftime_now('%d') }}")
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"pad_token_id": None}))
+    settle_pad_token(path)
+    assert json.loads((path / "config.json").read_text())["pad_token_id"] is not None
+    assert (path / "chat_template.jinja").read_text() == "{{ strftime_now('%d') }}"

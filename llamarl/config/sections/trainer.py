@@ -118,9 +118,9 @@ def _find_optimizer(trainer: TrainerSettings, run: RunSettings, found: Findings)
 
 def _find_steps(trainer: TrainerSettings, run: RunSettings, found: Findings) -> None:
     """Find a warm-up and a decay of the learning rate that are longer than the run."""
-    if trainer.warmup_steps > run.max_steps > 0:
+    if trainer.warmup_steps >= run.max_steps > 0:
         found.add(
-            "the warm-up would not end; trainer.warmup_steps must not exceed max_steps",
+            "the warm-up would not end; trainer.warmup_steps must be below max_steps",
             "trainer.warmup_steps",
             "max_steps",
         )
