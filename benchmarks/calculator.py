@@ -85,7 +85,7 @@ TRAINING = (
     "threads=1",
 )
 # What the ranks count when they may, which is not of a step.
-COUNTS = ("dialogues/", "tokens/context", "tokens/reencode_mismatch")
+COUNTS = ("dialogues/", "tokens/reencode_mismatch")
 
 
 def write_rows(folder: Path) -> None:

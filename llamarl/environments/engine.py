@@ -258,7 +258,6 @@ class DialogueEngine:
         if stream == 0:
             self._counts[f"dialogues/{completion.ending.reason}"] += 1
             self._counts["dialogues/turns"] += completion.ending.num_turns
-            self._counts["tokens/context"] += int((~completion.loss_mask).sum())
 
 
 def with_context(

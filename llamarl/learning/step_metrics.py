@@ -168,6 +168,7 @@ def batch_row(
         aborted=reasons.count("aborted"),
         aborted_tokens=sampled_lengths[aborted].sum(),
         tokens=is_sampled.sum(),
+        context=(~is_sampled.bool()).sum(),
         begun=len(lags),
         lags=sum(lags),
     )
@@ -181,8 +182,11 @@ def batch_row(
     for name in reward_parts:
         if count := sums[f"{name}/count"]:
             part_means[f"reward/{name}/mean"] = sums[f"{name}/sum"] / count
+    # Only dialogues have any.
+    context = {"tokens/context": sums["context"]} if sums["context"] else {}
     return {
         **part_means,
+        **context,
         "reward/mean": mean,
         "reward/std": deviation,
         "reward/error_rate": sums["errors"] / completions,

@@ -136,3 +136,11 @@ def test_the_means_of_a_rewards_parts_are_over_the_groups_of_the_step():
     assert (row["reward/right/mean"], row["reward/brief/mean"]) == (2.5, 0.25)
     row = batch_row(groups[2:], VERSION, ALONE, reward_parts=["right", "brief"])
     assert "reward/right/mean" not in row
+
+
+def test_context_is_counted_of_the_groups_of_the_step():
+    plain = group(1, [2], [0.0])
+    mask = torch.tensor([True, False, False, True])
+    row = batch_row([plain, group(2, [4], [1.0], loss_mask=mask)], VERSION, ALONE)
+    assert (row["tokens/context"], row["tokens/generated"]) == (2.0, 4.0)
+    assert "tokens/context" not in batch_row([plain], VERSION, ALONE)
