@@ -462,7 +462,9 @@ def test_a_reference_is_what_training_began_with_also_where_it_is_asked_for_late
 def test_what_is_read_of_any_policys_directory_is_compared(job, base):
     a_checkpoint(job(*of(base)))
     file = base / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"rope_theta": 77.0}))
+    raw = json.loads(file.read_text())
+    raw["rope_parameters"]["rope_theta"] = 77.0
+    file.write_text(json.dumps(raw))
     tokenizer = json.loads((base / "tokenizer.json").read_text())
     written_anew = {**tokenizer, "truncation": dict(TRUNCATION)}
     (base / "tokenizer.json").write_text(json.dumps(written_anew, indent=4))
