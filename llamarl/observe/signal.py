@@ -6,9 +6,6 @@ from __future__ import annotations
 
 import logging
 
-import numpy as np
-
-from llamarl.observe.alarms import WINDOW, alarms_of_learning
 from llamarl.observe.rates import Row, number_of, step_of
 
 FIRST_STEPS = 3  # that bring nothing before it is said
@@ -52,6 +49,11 @@ class LearningWatch:
 
     def write(self, row: Row) -> None:
         """Look at a row."""
+        # Here: a process that writes no row needs no numpy.
+        import numpy as np
+
+        from llamarl.observe.alarms import WINDOW, alarms_of_learning
+
         step = step_of(row)
         if self._first is None:
             self._first = step

@@ -474,12 +474,10 @@ def _held_by_multiprocessing() -> frozenset[int]:
     """
     # Names and members of the standard library's modules, if the user's code has imported them.
     found: set[int | None] = set()
-    if "multiprocessing" in sys.modules:
-        import multiprocessing
-
-        for process in multiprocessing.active_children():
-            if "PoolWorker" in process.name or "Manager" in process.name:
-                found.add(process.pid)
+    users = sys.modules.get("multiprocessing")
+    for process in users.active_children() if users else ():
+        if "PoolWorker" in process.name or "Manager" in process.name:
+            found.add(process.pid)
     executors = sys.modules.get("concurrent.futures.process")
     for thread in list(getattr(executors, "_threads_wakeups", ())):
         found |= set(thread.processes or ())

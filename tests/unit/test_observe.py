@@ -733,7 +733,7 @@ def test_tensorboard_gets_every_number_at_its_step_and_a_resume_replaces_later_o
 )
 def test_a_missing_package_is_named_with_its_pip_command(tmp_path, monkeypatch, option, module):
     monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(ValueError, match=f"pip install {option}"):
+    with pytest.raises(ValueError, match=rf"pip install 'llamarl\[{option}\]'"):
         build_sinks(tmp_path, max_steps=1, **{option: True})
 
 
