@@ -133,6 +133,7 @@ def test_models_beside_the_policy_need_no_weights_either(tmp_path, capsys, write
 
 def test_a_shard_that_is_missing_is_named_and_a_broken_one_still_refused(tmp_path, capsys):
     model = Path(shutil.copytree(tiny_directory(), tmp_path / "model"))
+    (model / "model.safetensors").unlink()
     index = {"weight_map": {"a": "model-00001-of-00002.safetensors"}}
     (model / "model.safetensors.index.json").write_text(json.dumps(index))
     assert "not there yet: " in said(capsys, f"model.path={model}")

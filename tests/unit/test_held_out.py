@@ -64,12 +64,13 @@ def test_a_set_has_what_its_kinds_file_says_and_as_many_prompts_as_the_task(rows
 
 
 def test_a_longer_prompt_of_a_set_has_room_in_the_engine_and_none_in_training(rows):
-    config = compose_config([f"eval.sets={{a: {{kind: jsonl, path: {rows}}}}}"])
+    longer = f"a: {{kind: jsonl, path: {rows}, max_prompt_tokens: 512}}"
+    config = compose_config([f"eval.sets={{{longer}}}"])
     assert config.longest_asked == 512 + config.max_new_tokens
     assert config.longest_keys == "eval.sets.a.max_prompt_tokens + max_new_tokens"
     assert config.longest == 16 + config.max_new_tokens
     with pytest.raises(BadInput, match=r"eval.sets.a.max_prompt_tokens \+ max_new_tokens = 518"):
-        check_inputs(job_of(sets=f"a: {{kind: jsonl, path: {rows}}}"))
+        check_inputs(job_of(sets=longer))
 
 
 def test_an_earlier_releases_config_has_no_sets(tmp_path):
