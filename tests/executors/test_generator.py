@@ -371,6 +371,7 @@ def job_of_two_ranks():
         eval_prompts={},
         stop_token_ids=(2,),
         decode=str,
+        lora=None,
         placement={"trainer": (0,), "generator": (1,), "reward": (1,)},
     )
 

@@ -124,6 +124,7 @@ def test_the_config_gives_the_range_to_the_generator_and_takes_the_comparison_fr
         stop_token_ids=(2,),
         eval_due=None,
         decode=str,
+        lora=None,
         fixed_prompts=[],
         sample_maker=None,
         placement={"trainer": [0], "generator": [0], "reward": [0]},
