@@ -49,12 +49,14 @@ INTERRUPTED = 130
 
 @pytest.fixture(scope="module")
 def prompts(tmp_path_factory) -> str:
-    """Sums as a file of JSON lines."""
+    """Sums as a file of JSON lines, none twice."""
     file = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
     draw = random.Random(0)
+    sums: dict[tuple[int, int], None] = {}
+    while len(sums) < NUM_ROWS:
+        sums[draw.randrange(10, 60), draw.randrange(10, 40)] = None
     with file.open("w") as stream:
-        for _ in range(NUM_ROWS):
-            a, b = draw.randrange(10, 60), draw.randrange(10, 40)
+        for a, b in sums:
             row = {"prompt": f"{a}+{b}=", "answer": str(a + b), "human": f"{a + b}!"}
             stream.write(json.dumps(row) + "\n")
     return f"task.path={file}"
