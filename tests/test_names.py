@@ -31,7 +31,8 @@ NOT_READ = ("docs/lm_eval.md", "tests/test_names.py")
 OTHERS = {
     "systems and units": "LaTeX OpenMP KiB overcommit_memory ps PyPI",
     "models and papers": "YaRN RoPE MoE NeoX MiniLM DasGupta AlpacaEval",
-    "libraries": "TransformerSelfAttentionLayer TokenType RewardTrainer center_rewards_coefficient",
+    "libraries": "TransformerSelfAttentionLayer TokenType RewardTrainer center_rewards_coefficient "
+    "SentencePiece add_eos_token trim_blocks",
     "torch": "_weight_int8pack_mm model.layers.3.self_attn.q_proj.weight",
     "formulas": "logits_TV sum_groups trainer_logprobs_t eps_low eps_high Delta_min "
     "Delta_max delta_inc delta_dec D_local D_global",

@@ -63,24 +63,25 @@ def test_a_full_disk_is_the_error_where_there_is_no_earlier_one(tmp_path):
 def test_a_rank_that_cannot_write_still_takes_part_in_making_every_tensor(monkeypatch, out):
     made = []
 
-    def weight(name):
-        return name, SimpleNamespace(detach=lambda: made.append(name))
+    def shard(name):
+        parameter = SimpleNamespace(detach=lambda: made.append(name))
+        return SimpleNamespace(name=name, parameter=parameter)
 
     def export(weights, *args, **kwargs):
         next(iter(weights))
         full()
 
     monkeypatch.setattr(trainer_module, "export", export)
-    policy = SimpleNamespace(with_values=lambda value: map(weight, "abc"))
     trainer = SimpleNamespace(
         group=SimpleNamespace(replica=0, index=0),
         decoder=SimpleNamespace(tensor_parallel=None),
         model_path="",
         model_dtype="float32",
-        _policy=policy,
-        _average=SimpleNamespace(of=None),
+        lora=None,
+        _shards=[shard(name) for name in "abc"],
+        _average=SimpleNamespace(of=lambda parameter: parameter),
     )
-    trainer._write = lambda weights, out: FSDPTrainer._write(trainer, weights, out)
+    trainer._write = lambda value, out: FSDPTrainer._write(trainer, value, out)
     if out is None:
         FSDPTrainer.export(trainer, out)
     else:

@@ -2,6 +2,8 @@
 and sizes run on our calls.
 """
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -73,21 +75,22 @@ def test_a_quantised_linear_takes_the_gpus_product_in_its_layout(gpu, kind, toke
 
 def test_pytorch_refuses_other_layouts_of_fp8(gpu):
     """So that the test above can fail."""
+    product = partial(_scaled_product, wide=False)
     q, scale = quantize_rows(drawn(32, IN).to(GPU), "fp8")
     weight, weight_scale = quantize_rows(drawn(OUT, IN, seed=1).to(GPU), "fp8")
-    right = _scaled_product(q, weight.t(), scale[:, None], weight_scale[None])
+    right = product(q, weight.t(), scale[:, None], weight_scale[None])
     assert tuple(right.shape) == (32, OUT)
     row_major = weight.cpu().t().contiguous().to(GPU)
     with pytest.raises(RuntimeError, match="col"):
-        _scaled_product(q, row_major, scale[:, None], weight_scale[None])
+        product(q, row_major, scale[:, None], weight_scale[None])
     with pytest.raises(RuntimeError, match="scal"):
-        _scaled_product(q, weight.t(), scale[:-1, None], weight_scale[None])
+        product(q, weight.t(), scale[:-1, None], weight_scale[None])
     with pytest.raises(RuntimeError, match="scal"):
-        _scaled_product(q, weight.t(), scale[:, None].double(), weight_scale[None].double())
+        product(q, weight.t(), scale[:, None].double(), weight_scale[None].double())
     with pytest.raises(RuntimeError, match="divisible by 16"):
-        _scaled_product(q[:, :24].contiguous(), weight[:, :24].contiguous().t(), *_ones(32, OUT))
+        product(q[:, :24].contiguous(), weight[:, :24].contiguous().t(), *_ones(32, OUT))
     with pytest.raises(RuntimeError, match="two devices"):
-        _scaled_product(q, weight.t(), scale[:, None].cpu(), weight_scale[None])
+        product(q, weight.t(), scale[:, None].cpu(), weight_scale[None])
 
 
 def _ones(rows, columns):
