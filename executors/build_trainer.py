@@ -187,7 +187,12 @@ def build_trainer(config: Config, job: Job, kind: type[FSDPTrainer] = FSDPTraine
 def parity_limits(config: Config) -> ParityLimits:
     """Return how far logprobs of the trainer and the generator may differ."""
     t = config.trainer
-    return ParityLimits.of(config.model.dtype, t.compute_dtype, fixed=t.parity_tolerance)
+    return ParityLimits.of(
+        config.model.dtype,
+        t.compute_dtype,
+        fixed=t.parity_tolerance,
+        temperature=config.temperature,
+    )
 
 
 def late_ends_of(config: Config, job: Job) -> LateEnds | None:

@@ -423,7 +423,7 @@ class FSDPTrainer(Executor):
     def _publish(self, *, must_differ: bool) -> float:
         """Publish the present version. Return the seconds that this held the rank up."""
         self.claim_device()
-        sequences = canary_sequences(self.canary_prompts, first=self._published < 0)
+        sequences = canary_sequences(self.canary_prompts, self.version, first=self._published < 0)
         stall_s = self.weights.publish(
             self.version,
             evaluate=self.evaluate_at(self.version),

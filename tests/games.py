@@ -8,6 +8,7 @@ import random
 import subprocess
 import sys
 import time
+from concurrent.futures import ProcessPoolExecutor
 
 
 class Echo:
@@ -179,6 +180,18 @@ class Server(Hostile):
     def reset(self, **row):
         super().reset(**row)
         return str(self.leave_child())
+
+
+class Pooled:
+    """It computes in a pool of its own, whose processes start with its first task."""
+
+    def reset(self, **row):
+        self.pool = ProcessPoolExecutor(1)
+        return "ready"
+
+    def square(self, number: int) -> str:
+        """Square a number."""
+        return str(self.pool.submit(pow, number, 2).result())
 
 
 class Waiting:

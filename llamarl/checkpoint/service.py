@@ -123,9 +123,10 @@ class CheckpointService:
             self._checkpointer.save_part(step, CONTROLLER, self._control.rank, state)
             self._control.post_all("save", {"step": step, "is_last": is_last})
         self._checkpointer.save_part(step, trainer.name, trainer.group.index, trainer.state_dict())
+        self._meet(step, "before the room of the export", trainer)
         folder = None
         if trainer.group.index == 0:
-            # Before the others wait in a collective for this rank.
+            # Once the others' parts have their room, and before they wait in a collective.
             folder = self._checkpointer.place_for(step, "hf", trainer.export_bytes)
         self._meet(step, "before the export", trainer)
         self._export(step, trainer, folder)

@@ -175,7 +175,7 @@ def who_dropped(
             continue
         suspects.append((executor, own))
     for executor, own in suspects:
-        for record in executor.consumes:
+        for record in _owed(executor, executors):
             untaken = _sum(own, "untaken", record)
             if untaken:
                 return f"{_place(own)} leaves {untaken} {record.__name__} records"
@@ -184,12 +184,19 @@ def who_dropped(
             if record in executor.produces and sent < taken:
                 return f"{_place(own)} took {taken} {record.__name__} records and sent on {sent}"
     for executor, own in reversed(suspects):
-        taken = sum(_sum(own, "taken", record) for record in executor.consumes)
+        taken = sum(_sum(own, "taken", record) for record in _owed(executor, executors))
         sent = sum(_sum(own, "sent", record) for record in executor.produces)
         if executor.produces and taken and not sent:
             names = " and ".join(record.__name__ for record in executor.produces)
             return f"{_place(own)} took {taken} records and sent no {names}"
     return None
+
+
+def _owed(executor: Executor, executors: Sequence[Executor]) -> list[type]:
+    """Return the types of records of which an executor owes something: not those that it is only
+    offered, such as a look at what is still sampled.
+    """
+    return [r for r in executor.consumes if not any(r in other.offers for other in executors)]
 
 
 def _is_still(account: Account, trainer_version: int) -> bool:

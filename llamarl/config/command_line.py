@@ -447,14 +447,22 @@ def main(recipe: Callable, kind: JobKind = RL) -> Callable[[], None]:
                 accepted, configs = [word.text for word in words], []
             if _asks_for_values_alone(sys.argv[1:]):
                 return job(configs[0])
-            rewritten = dict(zip(args.overrides, accepted))
-            sys.argv = [rewritten.get(argument, argument) for argument in sys.argv]
-            sys.argv += accepted[len(args.overrides) :]
+            sys.argv = _rewritten(sys.argv, args.overrides, accepted)
         hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name=kind.file)(
             hydra_job
         )()
 
     return run
+
+
+def _rewritten(argv: list[str], given: list[str], accepted: list[str]) -> list[str]:
+    """Return a command line whose words are as Hydra wants them. Further words stand directly
+    behind the last given one: argparse takes no words behind a flag if there were some before it.
+    """
+    as_accepted = dict(zip(given, accepted))
+    words = [as_accepted.get(word, word) for word in argv]
+    last = max((place for place, word in enumerate(argv) if word in as_accepted), default=0)
+    return [*words[: last + 1], *accepted[len(given) :], *words[last + 1 :]]
 
 
 def _asks_for_values_alone(words: list[str]) -> bool:

@@ -40,6 +40,7 @@ def main(path: str, setup: dict, note: int) -> None:
         describe,
         end_if_over,
         guard,
+        held_by_multiprocessing,
         kill_children,
         limit_cpu,
         private_pipes,
@@ -86,7 +87,7 @@ def main(path: str, setup: dict, note: int) -> None:
         """Kill the processes that neither the module nor a living environment needs."""
         for key in started.keys() - played.keys():
             del started[key]
-        kill_children(but=of_module.union(*started.values()))
+        kill_children(but=of_module.union(held_by_multiprocessing(), *started.values()))
 
     for line in commands:
         number, key, do, what, limit_s = json.loads(line)

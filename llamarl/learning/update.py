@@ -56,7 +56,7 @@ from llamarl.models.build import Decoder
 from llamarl.models.fsdp import drop_gradients, next_backward, reshard, tensor_groups
 from llamarl.models.hf import named_parameters_hf
 from llamarl.models.lora import adapters_off
-from llamarl.models.parity import Agreement, Canary, ParityLimits, Sequence
+from llamarl.models.parity import FULL_FRESH, Agreement, Canary, ParityLimits, Sequence
 from llamarl.models.protocol import Head
 from llamarl.types import Group, PackedBatch
 
@@ -160,9 +160,11 @@ class _Tally:
     # A loss may mask what is not finite, or not look at it; the batch is broken all the same.
     log_ratio: Tensor | float = 0.0
     # Over fresh tokens: the largest difference of trainer and generator logprobs (-1 without any),
-    # the sum of the squared differences, and how many tokens there are.
+    # the sum of the squared differences, the same as the alarm counts them, and how many tokens
+    # there are.
     farthest: Tensor | float = -1.0
     squares: Tensor | float = 0.0
+    counted: Tensor | float = 0.0
     fresh: Tensor | int = 0
     labels: int = 0
     tokens: int = 0
@@ -203,7 +205,9 @@ class PolicyUpdate:
         self.step_options = step_options
         self.watch = watch
         self._device = device
-        self._agreement = None if settings.parity is None else Agreement(settings.parity)
+        self._agreement = (
+            None if settings.parity is None else Agreement(settings.parity, FULL_FRESH)
+        )
         tp = decoder.tensor_parallel
         self._tensor_parallel = tp
         self.ranks = Ranks(group, device, tp)
@@ -436,6 +440,8 @@ class PolicyUpdate:
             tally.farthest = distances.max().clamp(min=tally.farthest)  # keeps NaN
             fresh_alone = differences.masked_fill(~is_fresh, 0.0)
             tally.squares = tally.squares + fresh_alone.square().sum()
+            if self._agreement is not None:
+                tally.counted = tally.counted + self._agreement.limits.squares(fresh_alone)
             tally.fresh = tally.fresh + is_fresh.sum()
         # FSDP averages gradients over data-parallel ranks; the denominator is global already.
         (loss * self.ranks.data_size).backward()
@@ -569,7 +575,9 @@ class PolicyUpdate:
         nothing if there are none. ParityError if they are too far apart.
         """
         worst = self.ranks.max(farthest=float(tally.farthest))["farthest"]
-        total = self.ranks.sum(squares=float(tally.squares), fresh=int(tally.fresh))
+        total = self.ranks.sum(
+            squares=float(tally.squares), counted=float(tally.counted), fresh=int(tally.fresh)
+        )
         if not total["fresh"]:
             return {}
         version = update_id.version
@@ -579,7 +587,8 @@ class PolicyUpdate:
         )
         if self._agreement is not None:
             try:
-                self._agreement.check(total["squares"], int(total["fresh"]), what)
+                squares, counted = total["squares"], total["counted"]
+                self._agreement.check(squares, int(total["fresh"]), what, counted=counted)
             except ParityError:
                 self._zero_grad()
                 raise

@@ -65,7 +65,8 @@ _HARMLESS = re.compile(
     r"|output_(hidden_states|attentions|scores)|return_dict_in_generate|(max|min)_length|do_sample"
     r"|early_stopping|(.*_)?num_beams|num_beam_groups|num_return_sequences|temperature|top_[kp]"
     r"|typical_p|.*_penalty|(encoder_)?no_repeat_ngram_size|bad_words_ids|(begin_)?suppress_tokens"
-    r"|max_new_tokens|remove_invalid_values"
+    r"|max_new_tokens|remove_invalid_values|predict_special_tokens|output_past|n_special"
+    r"|custom_pipelines|neftune_noise_alpha|pruned_heads"
 )
 _FULL = "full_attention"  # of a layer that attends to everything before it
 

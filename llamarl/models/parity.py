@@ -66,8 +66,9 @@ class Canary:
         return cls(**{**values, "sequences": sequences})
 
 
-def canary_sequences(prompts: Prompts, *, first: bool) -> list[Sequence]:
-    """Return the sequences that a version is checked with: parts of the run's first prompts.
+def canary_sequences(prompts: Prompts, version: int, *, first: bool) -> list[Sequence]:
+    """Return the sequences that a version is checked with: parts of the run's first prompts, one
+    after the other.
 
     first: the version that a run starts with, which is checked at more places than later ones.
     """
@@ -77,7 +78,7 @@ def canary_sequences(prompts: Prompts, *, first: bool) -> list[Sequence]:
             ids = prompts[i].prompt_ids[:FIRST_TOKENS].tolist()
             sequences.append(Sequence(ids, given=1))
     else:
-        ids = prompts[0].prompt_ids[:LATER_TOKENS].tolist()
+        ids = prompts[version % FIRST_PROMPTS].prompt_ids[:LATER_TOKENS].tolist()
         given = max(1, len(ids) - LATER_SCORED)
         sequences = [Sequence(ids, given)]
     sequences = [sequence for sequence in sequences if len(sequence.token_ids) > 1]
@@ -89,20 +90,39 @@ class ParityLimits:
     """How far the logprobs of two paths may differ, as root mean squares in nats.
 
     first: where a run starts. Behind that, growth times what the start gave, and at least floor.
+    outlier: the most that one token counts, in nats. A fault moves most tokens; between right paths
+    one of thousands may differ by a nat.
     """
 
     first: float
     floor: float
     growth: float
+    outlier: float = math.inf
 
     @classmethod
-    def of(cls, *dtypes: str, fixed: float | None = None) -> ParityLimits:
+    def of(cls, *dtypes: str, fixed: float | None = None, temperature: float = 1.0) -> ParityLimits:
         """Return the limits where these dtypes meet, the coarsest of which decides. fixed: the
-        same limit from first to last in their place.
+        same limit from first to last in their place. temperature: below 1 it widens what lies
+        between logits.
         """
         if fixed is not None:
             return cls(first=fixed, floor=fixed, growth=0.0)
-        return max((LIMITS[dtype] for dtype in dtypes), key=lambda limits: limits.first)
+        coarsest = max((LIMITS[dtype] for dtype in dtypes), key=lambda limits: limits.first)
+        widening = 1 / min(1.0, temperature)
+        return cls(
+            first=coarsest.first * widening,
+            floor=coarsest.floor * widening,
+            growth=coarsest.growth,
+            outlier=OUTLIER * coarsest.first * widening,
+        )
+
+    def squares(self, differences: Tensor) -> Tensor:
+        """Return the sum of squared differences, in which no token counts for more than an outlier.
+        What is not finite stays so.
+        """
+        squared = differences.square()
+        bounded = squared.clamp(max=self.outlier**2)
+        return torch.where(squared.isfinite(), bounded, squared).sum()
 
 
 # Measured between right paths: 1e-6 to 1e-5 in float32; in bfloat16 0.05 to 0.1 for SmolLM2, and
@@ -112,22 +132,27 @@ LIMITS = {
     "float16": ParityLimits(first=0.03, floor=5e-3, growth=2.0),
     "bfloat16": ParityLimits(first=0.2, floor=0.1, growth=2.0),
 }
+OUTLIER = 2.5  # times `first`: faults, which move most tokens, are still seen
 # So many tokens are compared at a time: a root mean square of fewer may be one token's. Those that
 # are lacking count as equal, so that one token of a few may be an outlier.
 FULL = 64
+FULL_FRESH = 128  # of tokens that were sampled, of which most steps have many
 LEAST_BASE = 16  # tokens that say what a start gives
 
 
 class Agreement:
-    """Compares one version after the other with what the start of the run gave.
+    """Compares one version after the other with what the start of the run gave. full: how many
+    tokens are compared at a time.
 
     ParityError says what differs; `what` names the two sides and the tokens.
     """
 
-    def __init__(self, limits: ParityLimits):
+    def __init__(self, limits: ParityLimits, full: int = FULL):
         self.limits = limits
+        self._full = full
         self._base: float | None = None  # nats, what the start gave
-        self._newest: deque[tuple[float, int]] = deque()  # squares and tokens, FULL of them if any
+        # Squares, what they count, and tokens: `full` of them if there were as many.
+        self._newest: deque[tuple[float, float, int]] = deque()
 
     @property
     def allowed(self) -> float:
@@ -136,18 +161,24 @@ class Agreement:
             return self.limits.first
         return max(self.limits.floor, self.limits.growth * self._base)
 
-    def check(self, squares: float, count: int, what: str) -> float:
+    def check(
+        self, squares: float, count: int, what: str, *, counted: float | None = None
+    ) -> float:
         """Take in squared differences of `count` tokens, and return their root mean square with
-        those of the versions before that are needed for FULL tokens.
+        those of the versions before that are needed for `full` tokens.
 
+        counted: the sum without what outliers have too much (ParityLimits.squares), from which
+        versions behind the start are judged; not given: there are none.
         ParityError if it is above what is allowed, or not a number.
         """
-        newest = [*self._newest, (squares, count)]
-        while sum(n for _, n in newest[1:]) >= FULL:
+        newest = [*self._newest, (squares, squares if counted is None else counted, count)]
+        while sum(n for _, _, n in newest[1:]) >= self._full:
             del newest[0]
-        tokens = sum(n for _, n in newest)
-        total = sum(square for square, _ in newest)
-        found = math.sqrt(total / max(tokens, FULL)) if total >= 0 else math.nan
+        tokens = sum(n for _, _, n in newest)
+        without_outliers = sum(one for _, one, _ in newest)
+        # A start has many tokens, and another model may show in few of them.
+        total = sum(one for one, _, _ in newest) if self._base is None else without_outliers
+        found = math.sqrt(total / max(tokens, self._full)) if total >= 0 else math.nan
         if not found <= self.allowed:
             start = "" if self._base is None else f" (the start of the run gave {self._base:.2g})"
             raise ParityError(
@@ -157,7 +188,7 @@ class Agreement:
             )
         self._newest = deque(newest)
         if self._base is None and tokens >= LEAST_BASE:
-            self._base = math.sqrt(total / tokens)
+            self._base = math.sqrt(without_outliers / tokens)
         return found
 
 
@@ -172,7 +203,9 @@ def check_canary(
         raise ValueError(f"{logprobs.numel()} logprobs for a canary of {wanted.numel()}")
     differences = logprobs.double() - wanted
     what = f"generator on rank {rank} and the trainer on fixed prompts under version {version}"
-    found = agreement.check(float(differences.square().sum()), differences.numel(), what)
+    squares = float(differences.square().sum())
+    counted = float(agreement.limits.squares(differences))
+    found = agreement.check(squares, differences.numel(), what, counted=counted)
     return float(differences.abs().max()), found
 
 

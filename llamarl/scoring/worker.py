@@ -136,11 +136,11 @@ def main(path: str, setup: dict, note: int) -> None:
             limit_cpu(limit_s * len(keys))
             items = dict(zip(keys, zip(prompts, completions, metas)))
             runner().run(score_each(call_one, items, limit_s, tell, traced=traced))
-            kill_children(but=kept | _held_by_multiprocessing())
+            kill_children(but=kept | held_by_multiprocessing())
         else:
             limit_cpu(limit_s)
             verdicts = score(call, prompts, completions, metas, traced=traced)
-            kill_children(but=kept | _held_by_multiprocessing())
+            kill_children(but=kept | held_by_multiprocessing())
             tell(keys, verdicts)
 
 
@@ -468,7 +468,7 @@ def kill_children(but: frozenset[int] = frozenset()) -> None:
         strays = children() - but
 
 
-def _held_by_multiprocessing() -> frozenset[int]:
+def held_by_multiprocessing() -> frozenset[int]:
     """Return the processes of pools, executors and managers that the user's code still has, and
     those by which multiprocessing serves later calls. An executor starts its own at its first use.
     """

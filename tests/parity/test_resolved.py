@@ -164,7 +164,9 @@ PUBLISHED = {
         "use_parallel_residual": True,
         "vocab_size": 50304,
     },
-    "GPT-2": {
+    "GPT-2 medium": {
+        "predict_special_tokens": True,
+        "output_past": True,
         "activation_function": "gelu_new",
         "architectures": ["GPT2LMHeadModel"],
         "attn_pdrop": 0.1,

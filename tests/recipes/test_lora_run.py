@@ -18,7 +18,6 @@ LORA = (
     "max_lag=0",
     "model.dtype=bfloat16",
     "trainer.lora.rank=4",
-    "trainer.parity_tolerance=1",
     "lr=1e-3",
     "groups_per_step=16",
     "eval.every=0",

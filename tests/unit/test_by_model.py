@@ -2,9 +2,12 @@
 
 import json
 import shutil
+import subprocess
+import sys
 
 import pytest
 import yaml
+from omegaconf import OmegaConf
 
 from llamarl.config.by_model import told
 from llamarl.config.command_line import (
@@ -17,6 +20,7 @@ from llamarl.config.command_line import (
 from llamarl.config.conversion import load_config, save_config, to_values
 from llamarl.config.evaluation import EVALUATION
 from llamarl.models.config import tiny_directory
+from tests.launching import ROOT
 
 # Shapes of published config.json files, with the number of parameters that their authors print.
 LLAMA = {"architectures": ["LlamaForCausalLM"], "hidden_act": "silu", "rms_norm_eps": 1e-5}
@@ -97,6 +101,13 @@ def test_an_experiment_wins_over_what_follows_from_the_model(small, tmp_path):
     words = [f"model.path={small}", f"task.path={rows}", f"reward.path={small}"]
     config = compose_config(["+experiment=tba_table3", *words])
     assert (config.lr, config.trainer.warmup_steps, config.eval.num_prompts) == (3e-6, 0, 500)
+
+
+def test_a_flag_behind_the_directory_is_read(small):
+    words = [str(ROOT / "recipes" / "llama_async.py"), f"model.path={small}", "--cfg", "job"]
+    shown = subprocess.run([sys.executable, *words], capture_output=True, text=True, cwd=ROOT)
+    assert shown.returncode == 0, shown.stderr
+    assert OmegaConf.create(shown.stdout).model.dtype == "bfloat16"
 
 
 @pytest.mark.parametrize(

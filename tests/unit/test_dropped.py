@@ -9,12 +9,13 @@ import pytest
 from llamarl.comm.channel import TicketCounts
 from llamarl.comm.dropped import STILL_S, Account, who_dropped
 from llamarl.executor import Executor
-from llamarl.types import Completion, EvalCompletion, Group, Policy
+from llamarl.types import Completion, EvalCompletion, Group, Policy, Stretch
 
 
 class Station(Executor):
     consumes = ()
     produces = ()
+    offers = ()
 
     def __init__(self, name, consumes, produces, *, leads=False, takes_all=False):
         self.name = name
@@ -108,6 +109,19 @@ INNOCENT = {
 @pytest.mark.parametrize("changes", INNOCENT.values(), ids=INNOCENT)
 def test_nobody_is_named_while(changes):
     assert named(still(**changes)) is None
+
+
+def test_an_executor_is_not_named_for_looks_at_what_is_still_sampled():
+    """The reference has read ahead, and the reward lost the group."""
+    executors = row()
+    executors[0].offers = (Stretch,)
+    reference = Station("reference", (Group, Stretch), (Group,))
+    executors.insert(3, reference)
+    lost = {"waits_for": None, "taken": {"Completion": 8}, "sent": {"Group": 0}}
+    accounts = still(filter={"sent": {"Completion": 8}}, reward=lost)
+    accounts.append(account("reference", taken={"Stretch": 20, "Group": 0}, sent={"Group": 0}))
+    said = who_dropped(accounts, executors, executors[-1])
+    assert said == "reward on rank 0 took 8 records and sent no Group"
 
 
 def test_copies_on_several_ranks_are_not_compared_with_what_was_sent():

@@ -155,6 +155,15 @@ def test_what_a_tool_leaves_running_ends_with_its_call(pool_of):
     assert not is_there(own[1])
 
 
+def test_a_pool_that_an_environment_keeps_serves_all_its_calls(pool_of):
+    pool = pool_of("Pooled")
+    pool.begin(0, {}, seed="a")
+    answers(pool)
+    for number in (3, 4):
+        pool.step(0, call("square", number))
+        assert said(answers(pool)[0]) == [str(number**2)]
+
+
 @pytest.mark.parametrize(
     "forged",
     [

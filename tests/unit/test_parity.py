@@ -107,7 +107,7 @@ def prompts_of(*lengths: int):
 
 
 def test_a_run_starts_with_its_first_prompts_whole():
-    sequences = canary_sequences(prompts_of(5, FIRST_TOKENS + 9, 1, 2, 8), first=True)
+    sequences = canary_sequences(prompts_of(5, FIRST_TOKENS + 9, 1, 2, 8), 0, first=True)
     assert FIRST_PROMPTS == 4
     assert [s.token_ids for s in sequences] == [
         list(range(5)),
@@ -122,13 +122,47 @@ def test_a_run_starts_with_its_first_prompts_whole():
     [(LATER_TOKENS + 5, LATER_TOKENS - LATER_SCORED), (LATER_SCORED + 2, 2), (3, 1), (2, 1)],
 )
 def test_later_versions_score_the_end_of_one_prompt(length, given):
-    (sequence,) = canary_sequences(prompts_of(length, 50), first=False)
+    (sequence,) = canary_sequences(prompts_of(length, 50), 0, first=False)
     assert sequence == Sequence(list(range(min(length, LATER_TOKENS))), given)
+
+
+def test_later_versions_take_turns_with_the_first_prompts():
+    prompts = prompts_of(5, 6, 7, 8)
+    checked = [canary_sequences(prompts, version, first=False)[0] for version in range(5)]
+    assert [one.token_ids[0] for one in checked] == [0, 100, 200, 300, 0]
+
+
+def test_a_token_counts_as_an_outlier_at_most_and_what_is_not_finite_as_it_is():
+    """One of 64 tokens is 3 nats off: (2.5 x 0.2)^2 = 0.25 of 9, so that the rest decides."""
+    limits = ParityLimits.of("bfloat16")
+    differences = torch.full((64,), 0.05, dtype=torch.float64)
+    differences[7] = 3.0
+    assert float(limits.squares(differences)) == pytest.approx(63 * 0.05**2 + 0.25)
+    for wrong in (NAN, INF):
+        differences[7] = wrong
+        assert not limits.squares(differences).isfinite()
+
+
+def test_outliers_count_in_full_at_the_start_alone():
+    limits = ParityLimits(first=0.2, floor=0.1, growth=2.0)
+    with pytest.raises(ParityError):
+        Agreement(limits).check(100 * 0.21**2, 100, "the start", counted=100 * 0.1**2)
+    agreement = Agreement(limits)
+    agreement.check(100 * 0.05**2, 100, "the start")
+    assert agreement.check(9.0, 100, "an outlier", counted=100 * 0.09**2) == pytest.approx(0.09)
+    with pytest.raises(ParityError):
+        agreement.check(9.0, 100, "many", counted=100 * 0.11**2)
+
+
+def test_a_low_temperature_widens_the_limits():
+    cold, warm, usual = (ParityLimits.of("bfloat16", temperature=t) for t in (0.5, 2.0, 1.0))
+    assert warm == usual
+    assert (cold.first, cold.floor) == (2 * usual.first, 2 * usual.floor)
 
 
 def test_prompts_too_short_to_score_have_a_substitute():
     assert (
-        canary_sequences(prompts_of(1, 1, 1, 1), first=True)
-        == canary_sequences(prompts_of(1), first=False)
+        canary_sequences(prompts_of(1, 1, 1, 1), 0, first=True)
+        == canary_sequences(prompts_of(1), 0, first=False)
         == [Sequence([0, 0], 1)]
     )

@@ -1,7 +1,10 @@
 """Slips of a first command line, and what answers them before anything is loaded."""
 
+import errno
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -51,6 +54,17 @@ def test_a_run_directory_that_cannot_be_made_is_said_before_anything_is_loaded(
         (said,) = complaints(f"run_dir={run_dir}").values()
         assert said.startswith(f"{tmp_path / 'file'} is a file") and "run_dir=DIR" in said
     assert not complaints(f"run_dir={tmp_path / 'new' / 'run'}")
+    with monkeypatch.context() as patch:
+        exists = Path.exists
+
+        def refuse(path):
+            if path.parts[1] == "closed":
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+            return exists(path)
+
+        patch.setattr(Path, "exists", refuse)
+        (said,) = complaints("run_dir=/closed/run").values()
+    assert said.startswith("/closed/run cannot be looked into")
     monkeypatch.chdir(tmp_path)
     assert not complaints()
     (tmp_path / "runs").touch()

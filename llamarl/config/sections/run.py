@@ -68,7 +68,10 @@ def find_ranks(run: Imagined, num_started: int, found: Findings) -> None:
 
 def unusable(path: Path) -> str | None:
     """Say why a directory cannot be there or be made; None if it can."""
-    nearest = next(one for one in (path, *path.absolute().parents) if one.exists())
+    try:
+        nearest = next(one for one in (path, *path.absolute().parents) if one.exists())
+    except PermissionError as error:
+        return f"{error.filename} cannot be looked into"
     if not nearest.is_dir():
         return f"{nearest} is a file"
     if not os.access(nearest, os.W_OK):
