@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import time
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -20,6 +22,9 @@ from llamarl.words.lists import first_of
 
 NUM_SAMPLES = 3
 NUM_ROWS = 256  # that a reward's own check of rows looks at
+CHECK_S = 20.0  # it looks at no further ones after that
+QUIET_S = 3.0  # it says what it does after that
+_NUM_ROUNDS = 16  # each goes through all of the rows, so that an early end leaves rows evenly apart
 
 _MADE_HERE = ("addition", "facts", "one_prompt", "questions")  # tasks with rows of llamarl's own
 
@@ -85,7 +90,7 @@ def check_sources(job: Job) -> None:
 def check_rows(job: Job) -> None:
     """Let the rewards that can say so check training rows, at most NUM_ROWS, evenly apart. Those
     that no completion could be scored for are counted and shown. ValueError where they are more
-    than reward.max_error_rate allows.
+    than reward.max_error_rate allows. It ends after CHECK_S seconds.
     """
     asking = [kind for kind in reward_kinds(job) if kind.checks_rows]
     task = job.task
@@ -96,7 +101,8 @@ def check_rows(job: Job) -> None:
     apart = max(1, -(-task.num_train // NUM_ROWS))
     items = []
     places = []
-    for number in range(0, task.num_train, apart):
+    numbers = range(0, task.num_train, apart)
+    for number in sorted(numbers, key=lambda number: number // apart % _NUM_ROUNDS):
         prompt = task.train_prompt(number)
         if prompt.meta.get(REWARD_KEY) == GIVEN:  # an environment plays it
             continue
@@ -104,13 +110,23 @@ def check_rows(job: Job) -> None:
         place = f"training prompt {number}"
         places.append(task.where_train(number) if isinstance(task, ListTask) else place)
     for kind in asking:
-        reasons = kind.row_problems(items)
+        reasons = kind.row_problems(items, _patience(kind.identity, len(items)))
+        num_seen = len(items) - reasons.count(None)
+        if num_seen < len(items):
+            log.warning(
+                "%s: looked at %d of %d training rows in %g s, and stopped",
+                kind.identity,
+                num_seen,
+                len(items),
+                CHECK_S,
+            )
         problems = [f"{place}: {why}" for place, why in zip(places, reasons, strict=True) if why]
         if not problems:
             continue
-        looked_at = f"{len(items)} training rows" + (f", one in {apart}," if apart > 1 else "")
+        looked_at = f"{num_seen} training rows" + (f", one in {apart}," if apart > 1 else "")
         what = f"{len(problems)} of {looked_at} get no score from {kind.identity}"
         most = job.config.reward.max_error_rate
+        # The share is one of all rows, so that a slow machine refuses none that a quick one takes.
         if len(problems) > most * len(items):
             problems.append(
                 f"above reward.max_error_rate={most:g}: correct the rows, leave them out, or "
@@ -118,3 +134,23 @@ def check_rows(job: Job) -> None:
             )
             raise ValueError("\n  ".join([f"{what}:", *first_of(problems[:-1], 3), problems[-1]]))
         log.warning("%s", "\n  ".join([f"{what}:", *first_of(problems, 3)]))
+
+
+def _patience(identity: str, num_rows: int) -> Callable[[], bool]:
+    """Return a function that says whether a check of rows goes on, and tells the user about one
+    that takes longer. Its time begins with its first call, when the workers are ready.
+    """
+    began: float | None = None
+    has_told = False
+
+    def wait_longer() -> bool:
+        nonlocal began, has_told
+        if began is None:
+            began = time.monotonic()
+        seconds = time.monotonic() - began
+        if seconds >= QUIET_S and not has_told:
+            has_told = True
+            log.info("%s looks at %d training rows, for %g s at most", identity, num_rows, CHECK_S)
+        return seconds < CHECK_S
+
+    return wait_longer

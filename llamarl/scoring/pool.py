@@ -463,15 +463,18 @@ def check_reward(
     fn_key: str = "",
     remedy: str = "correct what scores",
     must_score: bool = True,
+    wait_longer: Callable[[], bool] = lambda: True,
     **limits,
 ) -> list[Outcome]:
     """Return the outcomes of items by the function at import path `fn`, in order. Blocks.
 
     section, fn_key and limits, which are options, timeout_s, memory_mb, chat and system_prompt: as
-    RewardPool's. remedy, must_score: as try_scorer's. ValueError names what is wrong: no module, no
-    function (and the nearest name), parameters that do not fit, or the same error on every item,
-    with the lines of code that it came through.
+    RewardPool's. remedy, must_score, wait_longer: as try_scorer's. ValueError names what is wrong:
+    no module, no function (and the nearest name), parameters that do not fit, or the same error on
+    every item, with the lines of code that it came through.
     """
     pool = RewardPool(fn, section=section, fn_key=fn_key, traced=True, **limits)
     given = f"{fn_key or section + '.fn'}={fn}"
-    return try_scorer(pool, items, given=given, remedy=remedy, must_score=must_score)
+    return try_scorer(
+        pool, items, given=given, remedy=remedy, must_score=must_score, wait_longer=wait_longer
+    )

@@ -74,6 +74,9 @@ class Outcome:
 Outcomes = list[tuple[int, Outcome]]  # outcomes, each with the key of its item
 
 
+NOT_REACHED = Outcome.abstain("nobody waited for it")
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Item:
     """A completion to score, as tokens and as text. Two items are never equal, even with equal
@@ -301,14 +304,19 @@ class Queue(Generic[Waiting]):
         return chain(self._evaluations, self._others)
 
 
-def score_all(scorer: Scorer, items: Sequence[Item]) -> list[Outcome]:
-    """Return the outcomes of items, in order, as one batch. Blocks; nothing else may be pending."""
+def score_all(
+    scorer: Scorer, items: Sequence[Item], *, wait_longer: Callable[[], bool] = lambda: True
+) -> list[Outcome]:
+    """Return the outcomes of items, in order, as one batch. Blocks; nothing else may be pending.
+    wait_longer: asked from time to time; once it says no, the items without an outcome are
+    NOT_REACHED, and the scorer is to be closed.
+    """
     assert not scorer.pending, "other items are pending"
     for key, item in enumerate(items):
         scorer.submit(key, item)
     scorer.release(range(len(items)))
     outcomes = dict(scorer.poll())
-    while scorer.pending:
+    while scorer.pending and wait_longer():
         scorer.wait(1.0)
         outcomes.update(scorer.poll())
-    return [outcomes[key] for key in range(len(items))]
+    return [outcomes.get(key, NOT_REACHED) for key in range(len(items))]

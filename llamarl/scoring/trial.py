@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from llamarl.errors import RewardError
 from llamarl.scoring.scorer import Item, Outcome, Scorer, score_all
@@ -16,15 +16,16 @@ def try_scorer(
     given: str,
     remedy: str = "correct what scores",
     must_score: bool = True,
+    wait_longer: Callable[[], bool] = lambda: True,
 ) -> list[Outcome]:
     """Return the outcomes of items by a scorer that is started and closed for them alone.
     ValueError if it cannot be used, or if it fails on all of them in the same way. given: the key
     and value that name it. remedy: what to do then. must_score: raise if it fails on all; otherwise
-    the caller sees that in the outcomes.
+    the caller sees that in the outcomes. wait_longer: as score_all's.
     """
     try:
         scorer.start()
-        outcomes = score_all(scorer, items)
+        outcomes = score_all(scorer, items, wait_longer=wait_longer)
     except RewardError as error:  # the user can correct it, and nothing has started yet
         raise ValueError(str(error)) from error
     finally:

@@ -26,7 +26,7 @@ from functools import lru_cache
 
 from llamarl.tasks.forms import Limits, checked_by
 from llamarl.tasks.marked import THINKING, Thinking, answer_of, last_boxed
-from llamarl.tasks.math_text import to_latex, words_of
+from llamarl.tasks.math_text import is_product, to_latex, words_of
 from llamarl.tasks.options import need_flag, need_word
 from llamarl.words.answers import answer_text
 
@@ -88,6 +88,7 @@ _CURRENCY = re.compile(r"\s*(?:\\text\s*\{\s*dollars?\s*\}|(?<=\d)\s*dollars?)$"
 # Members without brackets or names; and a letter that no command has.
 _LISTED = re.compile(r"[^()\[\]{}=<>|a-zA-Z]+,[^()\[\]{}=<>|a-zA-Z]+")
 _LETTER = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]")
+_EQUALS = re.compile(r"(?<![<>!:])=")  # not that of <=
 _DOLLARS = re.compile(r"^\s*(?:\\?\$|\\\(|\\\[)\s*|\s*(?:\\?\$|\\\)|\\\])\s*$")
 
 
@@ -167,8 +168,10 @@ def is_equivalent(wanted: str, given: str) -> bool:
     if _bare(wanted) == _bare(given):
         return True
     words = words_of(wanted)
-    if words is not None:
-        return words == words_of(given)
+    if words is not None and words == words_of(given):
+        return True
+    if words is not None and not (is_product(_bare(wanted)) and _is_formula(wanted)):
+        return False
     if _loses_its_order(wanted, given) or _contradicts_itself(given):
         return False
     want = _quantity(wanted)
@@ -195,9 +198,12 @@ def _loses_its_order(wanted: str, given: str) -> bool:
 
 def _contradicts_itself(given: str) -> bool:
     """Whether a chain of equations has numbers that are not equal: 5=4."""
-    *before, last = _bare(given).split("=")
-    numbers = [part for part in before if part.strip() and not _LETTER.search(part)]
-    return bool(numbers) and not all(is_equivalent(last, number) for number in numbers)
+    sides = _EQUALS.split(_bare(given))
+    numbers = [side for side in sides if not _LETTER.search(side) and _is_formula(side)]
+    try:
+        return not all(is_equivalent(numbers[-1], number) for number in numbers[:-1])
+    except ValueError:  # nothing that a completion says is an error of its row
+        return False
 
 
 def _is_same_amount(want: _Quantity, give: _Quantity) -> bool:
@@ -226,9 +232,19 @@ def _is_equal(wanted: str, given: str) -> bool:
 def _target(wanted: str) -> list:
     """Return what math-verify reads in a row's answer. ValueError if it is no formula."""
     target = _parsed(wanted)
-    if all(isinstance(one, str) for one in target):
+    if not _is_read(target):
         raise ValueError(f"the answer {wanted[:60]!r} is no formula; use exact_match for this task")
     return target
+
+
+def _is_formula(text: str) -> bool:
+    """Whether math-verify finds a formula in an answer."""
+    return bool(text.strip()) and _is_read(_parsed(_quantity(text).formula))
+
+
+def _is_read(parsed: list) -> bool:
+    """Whether what math-verify reads is more than a text."""
+    return not all(isinstance(one, str) for one in parsed)
 
 
 @lru_cache(maxsize=512)

@@ -51,6 +51,11 @@ _TEXT = re.compile(
     r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox|operatorname)\s*\{([^{}]*)\}"
 )
 _BLANK = re.compile(r"(?:\\[,;! ]|~|\s)+")
+_PRODUCT = re.compile(r"[a-z]{2,3}|[a-z](?: [a-z]){1,2}")
+_SHORT_WORDS = frozenset(
+    "act all and any art bad big cat day dog eat end few god his how its low man may new no not "
+    "now odd of off old on one or our out own red six ten the top two war was way won yes".split()
+)
 _WORDS = re.compile(r"[^\W\d_]+(?:[ '\u2019-][^\W\d_]+)*")
 
 
@@ -120,3 +125,11 @@ def words_of(text: str) -> str | None:
     if len(bare) < 2 or not _WORDS.fullmatch(bare) or _GREEK.search(bare):
         return None
     return bare.casefold()
+
+
+def is_product(text: str) -> bool:
+    """Whether an answer of words may be a product of variables: two or three lower-case letters
+    that are no common word. Upper case names points or choices, whose order counts.
+    """
+    letters = _BLANK.sub(" ", text).strip()
+    return bool(_PRODUCT.fullmatch(letters)) and letters not in _SHORT_WORDS

@@ -12,7 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from llamarl.inference import vllm_engine
+from llamarl.launch import sources
 from llamarl.launch.inputs import check_inputs
+from llamarl.launch.kinds.function import FunctionKind
 from llamarl.launch.sources import check_sources, samples_of
 from llamarl.models.build import build_decoder, read_config
 from llamarl.models.config import tiny_directory
@@ -433,6 +435,21 @@ def test_of_many_rows_some_are_checked_evenly_apart(model, tmp_path, caplog):
     check_sources(rows_job(model, tmp_path, answers))
     assert "1 of 200 training rows, one in 3, get no score" in caplog.text
     assert "rows.jsonl:301: " in caplog.text
+
+
+def test_a_check_of_rows_that_takes_long_says_so_and_ends(model, tmp_path, caplog, monkeypatch):
+    def of_the_first(kind, rows, wait_longer):
+        assert not wait_longer()
+        return ["", *[None] * (len(rows) - 1)]
+
+    monkeypatch.setattr(FunctionKind, "row_problems", of_the_first)
+    monkeypatch.setattr(sources, "CHECK_S", 0.0)
+    monkeypatch.setattr(sources, "QUIET_S", 0.0)
+    with caplog.at_level(logging.INFO, "llamarl"):
+        check_sources(rows_job(model, tmp_path, ["1"] * 8))
+    name = "llamarl.tasks.rewards:exact_match"
+    assert f"{name} looks at 8 training rows, for 0 s at most" in caplog.text
+    assert f"{name}: looked at 1 of 8 training rows in 0 s, and stopped" in caplog.text
 
 
 def test_rows_of_a_mixture_are_checked_by_the_reward_of_their_part(model, tmp_path):

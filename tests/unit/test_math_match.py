@@ -114,6 +114,8 @@ def test_units_are_compared_by_what_they_measure_and_how_much_it_is(
         ("east", "x+1", False),
         (r"\overline{AB}", r"\overline{AB}", True),
         ("B", r"\text{(B)}", True),
+        (r"\text{xy}", "yx", False),
+        ("gcd", "x", False),
     ],
 )
 def test_words_are_compared_as_texts(library, wanted, given, is_equal):
@@ -177,10 +179,53 @@ def test_answers_as_people_and_models_write_them(library, wanted, given, is_equa
         ("4", "x=4", True),
         ("4", "2+2=5=4", False),
         ("50%", r"\frac{1}{2}=50\%", True),
+        ("4", "x=5=4", False),
+        ("5", "5=", True),
+        ("5", "5=?", True),
+        ("5", "4=?", False),
+        ("5", "=?", False),
+        ("4", "5=4=?", False),
+        ("1", "1=#", True),
+        (r"2 \le x \le 5", "2 <= x <= 5", True),
+        (r"x\ge 3", "3 <= x", True),
+        ("x=5", "5=x", True),
+        ("x^2+y^2-1=0", "0=x^2+y^2-1", True),
+        (r"\frac{x}{2}=1", r"1=\frac{x}{2}", True),
+        ("2", r"2=\text{two}", True),
     ],
 )
 def test_neither_a_lost_order_nor_a_contradiction_is_an_answer(library, wanted, given, is_equal):
     assert is_equivalent(wanted, given) == is_equal
+
+
+@pytest.mark.parametrize(
+    "wanted, given, is_equal",
+    [
+        ("xy", "x y", True),
+        ("xy", "yx", True),
+        ("xy", r"x \cdot y", True),
+        ("xy", "y*x", True),
+        ("x y", "xy", True),
+        ("abc", "cba", True),
+        ("$xy$", "yx", True),
+        ("xy", "x+y", False),
+        ("xy", "xz", False),
+        ("xy", "", False),
+        ("yes", "sey", False),
+    ],
+)
+def test_two_or_three_small_letters_that_are_no_common_word_are_a_product(
+    library, wanted, given, is_equal
+):
+    assert is_equivalent(wanted, given) == is_equal
+
+
+@pytest.mark.parametrize(
+    "side", ["", "?", "#", "}", r"\frac{", "()", "^", "%", r"\{1,2\}", "²", "1,", "(1,2)%"]
+)
+def test_whatever_a_completion_puts_beside_an_equals_sign_is_no_error(library, side):
+    for text in (f"4={side}", f"{side}=4", f"{side}={side}=50\\%", f"5=3={side}"):
+        assert not is_equivalent("7", text)
 
 
 def test_an_answer_that_is_a_number_is_compared_by_its_value(library):

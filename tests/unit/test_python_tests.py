@@ -136,6 +136,12 @@ CASES = (
     "import unittest\nclass TestAdd(unittest.TestCase):\n"
     "    def test_one(self):\n        self.assertEqual(add(1, 2), 3)\n"
 )
+# As Python 3.12.1 does.
+LOWERS_ITS_COUNT = (
+    "import unittest\ndef add_skip(self, test, reason):\n"
+    "    self.skipped.append((test, reason))\n    self.testsRun -= 1\n"
+    "unittest.TestResult.addSkip = add_skip\n"
+)
 ENDS_ALONE = f"{CASES}if __name__ == '__main__':\n    unittest.main()\n"
 OF_CLASS = (
     "class TestAdd:\n    def setup_method(self, method):\n        self.wanted = 3\n"
@@ -172,6 +178,39 @@ FORMS = {
     "unittest, main at the end": (f"{CASES}unittest.main()\n", {}, ADD, WRONG),
     "pytest functions": ("def test_one():\n    assert add(1, 2) == 3\n", {}, ADD, WRONG),
     "pytest class": (OF_CLASS, {}, ADD, WRONG),
+    "HumanEval, called in a function": (
+        f"{CHECK}def test_check():\n    check(add)\n",
+        {},
+        ADD,
+        WRONG,
+    ),
+    "a test that calls itself": (
+        "def test_one(n=2):\n    assert add(n, 2) == n + 2\n    n and test_one(n - 1)\n",
+        {},
+        ADD,
+        WRONG,
+    ),
+    "HumanEval with a helper": (
+        "def test_help(f, wanted):\n    assert f(1, 2) == wanted\n"
+        "def check(candidate):\n    test_help(candidate, 3)\n",
+        {"entry_point": "add"},
+        ADD,
+        WRONG,
+    ),
+    "absent keys are null": ([{**PRINTS[0], "testtype": None, "type": None}], {}, SUM, "print(4)"),
+    "absent columns are null": (
+        {"inputs": None, "outputs": None, "input": ["1 2\n"], "output": ["3\n"]},
+        {},
+        SUM,
+        "print(4)",
+    ),
+    "unittest, one is skipped": (
+        f"{LOWERS_ITS_COUNT}{CASES}"
+        "    @unittest.skip('no')\n    def test_two(self):\n        pass\n",
+        {},
+        ADD,
+        WRONG,
+    ),
     "list of texts": (["def test_one():\n    assert add(1, 2) == 3\n"], {}, ADD, WRONG),
 }
 
@@ -212,6 +251,7 @@ def test_tests_that_nothing_could_run_are_an_error_that_names_the_cause(tests, n
         "try:\n    assert add(1, 2) == 3\nexcept Exception:\n    pass\n",
         [{"input": "1 2", "output": "\n"}],
         "class TestNone:\n    pass\n",
+        f"{CHECK}def helper():\n    check(add)\n",
     ],
 )
 def test_tests_that_an_empty_program_passes_are_an_error_of_their_row(walls, tests):

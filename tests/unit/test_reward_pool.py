@@ -15,7 +15,7 @@ import pytest
 
 from llamarl.errors import RewardError
 from llamarl.scoring.pool import BATCH, MOST_CALLS, RewardPool, check_reward
-from llamarl.scoring.scorer import text_item
+from llamarl.scoring.scorer import NOT_REACHED, Outcome, score_all, text_item
 
 DEADLINE_S = 30.0  # for waits that must end; never reached unless something is broken
 
@@ -413,6 +413,13 @@ def test_check_reward_scores_samples_in_order():
     assert [o.kind for o in outcomes] == ["score", "error", "score"]
     with pytest.raises(ValueError, match="failed on all 2 samples: KeyError: 'absent'"):
         check_reward("my_rewards:always_fails", [text_item("", "", {})] * 2)
+
+
+def test_items_that_nobody_waits_for_any_longer_are_not_reached():
+    items = [text_item("", text, {}) for text in ("value 1", "hang", "value 2")]
+    with RewardPool("my_rewards:score", timeout_s=1000) as pool:
+        outcomes = score_all(pool, items, wait_longer=lambda: pool.pending > 2)
+    assert outcomes == [Outcome.score(1.0), NOT_REACHED, NOT_REACHED]
 
 
 def test_what_the_parent_can_import_a_worker_can(tmp_path, monkeypatch):

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from llamarl.config.kinds.function import FunctionKindSettings
 from llamarl.launch.kinds.kind import Kind, by_own_reward
 from llamarl.scoring.ahead import StreamSettings
 from llamarl.scoring.pool import RewardPool, check_reward
-from llamarl.scoring.scorer import Item, MakeScorer, Outcome
+from llamarl.scoring.scorer import NOT_REACHED, Item, MakeScorer, Outcome
 from llamarl.scoring.trial import commonest
 from llamarl.tasks.environment import GIVEN
 from llamarl.tasks.rewards import row_check_of
@@ -68,8 +68,10 @@ class FunctionKind(Kind[FunctionKindSettings]):
         """Whether the function comes with a check of rows."""
         return row_check_of(self._path) is not None
 
-    def row_problems(self, rows: Sequence[Item]) -> list[str]:
-        """Return what the function's check of rows raises for each."""
+    def row_problems(
+        self, rows: Sequence[Item], wait_longer: Callable[[], bool]
+    ) -> list[str | None]:
+        """Return what the function's check of rows raises for each that it gets to."""
         path = row_check_of(self._path)
         assert path is not None, "it checks rows"
         outcomes = check_reward(
@@ -78,13 +80,17 @@ class FunctionKind(Kind[FunctionKindSettings]):
             section=self.given.section,
             fn_key=self._fn_key,
             must_score=False,
+            wait_longer=wait_longer,
             options=self.settings.options,
             num_workers=self.settings.num_workers,
             timeout_s=self.settings.timeout_s,
             memory_mb=self.settings.memory_mb,
         )
-        problems = []
+        problems: list[str | None] = []
         for outcome in outcomes:
+            if outcome is NOT_REACHED:
+                problems.append(None)
+                continue
             reason, _, _ = outcome.reason.partition("\n")
             # A row that takes too long to check, on a busy machine, may be right.
             problems.append(reason if "ValueError" in reason else "")

@@ -62,8 +62,12 @@ class Kind(ABC, Generic[Settings]):
         """Whether it can say of a row that no completion of it could be scored."""
         return False
 
-    def row_problems(self, rows: Sequence[Item]) -> list[str]:
-        """Return of each row why no completion of it could be scored, "" where one could be."""
+    def row_problems(
+        self, rows: Sequence[Item], wait_longer: Callable[[], bool]
+    ) -> list[str | None]:
+        """Return of each row why no completion of it could be scored, "" where one could be, and
+        None for those that were not looked at when wait_longer said no.
+        """
         raise NotImplementedError
 
     @property
