@@ -85,7 +85,7 @@ class Reward(Executor):
 
     An error or an abstention is a NaN reward, which the trainer masks, and is left out of an
     evaluation. RewardError when more than max_error_rate of the last assembly.MIN_OUTCOMES to
-    ERROR_WINDOW outcomes are errors, or sooner if all are.
+    ERROR_WINDOW outcomes are errors, or sooner if all those of several prompts are.
     """
 
     name = "reward"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Generic, TypeVar
 
 from llamarl.errors import RewardError
@@ -20,7 +20,7 @@ from llamarl.types import Completion, EvalCompletion, Group, Prompt, ScoredCompl
 
 ERROR_WINDOW = 256  # outcomes over which the error rate is taken
 MIN_OUTCOMES = 64  # fewer do not make a rate
-UNLIKELY = 2e-6  # how seldom a rate at its limit gives errors alone, where fewer are enough
+UNLIKELY = 2e-6  # how seldom a rate at its limit gives so many prompts of errors alone
 LOGGED_REASONS = 20  # distinct ones that are logged; all are counted
 
 log = logging.getLogger(__name__)
@@ -131,7 +131,7 @@ class GroupAssembler:
         kinds: Counter[str] = Counter()
         for completion, outcome in settled:
             kinds[outcome.kind] += 1
-            self._errors.add(outcome)
+            self._errors.add(outcome, _asked(completion))
             self.settle(completion, outcome)
         if kinds:
             metrics.add("reward/scored", kinds["score"])
@@ -151,23 +151,36 @@ class GroupAssembler:
         return has_sent
 
 
+def _asked(completion: Scorable) -> tuple[bool, int]:
+    """Return what a completion has in common with the others of its prompt."""
+    if isinstance(completion, EvalCompletion):
+        return True, completion.prompt_index
+    return False, completion.ticket
+
+
 class ErrorRate:
-    """The share of errors among the newest ERROR_WINDOW outcomes, and their reasons."""
+    """The share of errors among the newest ERROR_WINDOW outcomes, and their reasons.
+
+    The outcomes of a prompt may all be errors for one reason, such as a bad row. So where all
+    outcomes are errors, it is prompts that are counted.
+    """
 
     def __init__(self, source: str, max_error_rate: float):
         self._source = source  # its name
         self._max = max_error_rate
-        # The reason of each error; None for any other outcome.
-        self._newest: deque[str | None] = deque(maxlen=ERROR_WINDOW)
+        # The reason of each error, None for any other outcome; and which prompt it is of.
+        self._newest: deque[tuple[str | None, Hashable]] = deque(maxlen=ERROR_WINDOW)
         self._logged: set[str] = set()
 
-    def add(self, outcome: Outcome) -> None:
-        """Count an outcome. Log an error whose reason is new."""
+    def add(self, outcome: Outcome, asked: Hashable) -> None:
+        """Count an outcome. Log an error whose reason is new. asked: equal for the outcomes of one
+        prompt.
+        """
         if outcome.kind != "error":
-            self._newest.append(None)
+            self._newest.append((None, asked))
             return
         reason = outcome.reason
-        self._newest.append(reason)
+        self._newest.append((reason, asked))
         if reason not in self._logged and len(self._logged) < LOGGED_REASONS:
             self._logged.add(reason)
             log.warning("reward %s: error, its completion is masked: %s", self._source, reason)
@@ -175,9 +188,10 @@ class ErrorRate:
     def check(self) -> None:
         """Raise RewardError if the rate is above its limit."""
         num_outcomes = len(self._newest)
-        reasons = Counter(reason for reason in self._newest if reason is not None)
+        num_prompts = len({asked for _, asked in self._newest})
+        reasons = Counter(reason for reason, _ in self._newest if reason is not None)
         rate = reasons.total() / max(1, num_outcomes)
-        if num_outcomes < MIN_OUTCOMES and (rate < 1.0 or self._max**num_outcomes > UNLIKELY):
+        if num_outcomes < MIN_OUTCOMES and (rate < 1.0 or self._max**num_prompts > UNLIKELY):
             return
         if rate > self._max:
             commonest = reasons.most_common(3)

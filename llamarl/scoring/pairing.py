@@ -82,6 +82,7 @@ class PairMaker:
         self._rule = rule
         self._errors = ErrorRate(scorer.name, max_error_rate)
         self._keys = itertools.count()
+        self._numbers: dict[int, int] = {}  # of the prompts, by key, until its outcome is known
         self._outcomes: dict[int, Outcome] = {}  # by key, until its batch is settled
         self._counted: Counter[str] = Counter()  # the scorer's counts in settled batches
 
@@ -135,6 +136,7 @@ class PairMaker:
         for places in self._rule.batches(number, count):
             keys = {place: next(self._keys) for place in places}
             for place, key in keys.items():
+                self._numbers[key] = number
                 self._scorer.submit(key, answered.items[place])
             self._scorer.release(list(keys.values()))
             answered.batches.append(keys)
@@ -214,7 +216,7 @@ class PairMaker:
         """Take the outcomes that are known. RewardError if too many are errors."""
         outcomes = self._scorer.poll()
         for key, outcome in outcomes:
-            self._errors.add(outcome)
+            self._errors.add(outcome, self._numbers.pop(key))
             self._outcomes[key] = outcome
         if outcomes:
             self._errors.check()

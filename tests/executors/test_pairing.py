@@ -104,7 +104,16 @@ class FakeScorer(Scorer):
         return True
 
 
-def made_by(*, pairing="all", compares=False, references=True, scorer=None, batches=None, **more):
+def made_by(
+    *,
+    pairing="all",
+    compares=False,
+    references=True,
+    scorer=None,
+    batches=None,
+    max_error_rate=0.5,
+    **more,
+):
     """(rows, tally of each batch)."""
     rule = PairRule(
         pairing=pairing,
@@ -129,11 +138,26 @@ def made_by(*, pairing="all", compares=False, references=True, scorer=None, batc
         tokenizer=TOKENIZER,
         prompts=prompts,
         rule=rule,
-        max_error_rate=0.5,
+        max_error_rate=max_error_rate,
     )
     made = list(maker.make(batches or [range(0, 2), range(2, 3)]))
     lines = "".join(text for text, _ in made).splitlines()
     return [json.loads(line) for line in lines], [tally for _, tally in made]
+
+
+class FailingScorer(FakeScorer):
+    """It can score nothing."""
+
+    def release(self, keys):
+        self._known += [(key, Outcome.error("no")) for key in keys]
+
+
+def test_errors_of_one_prompt_alone_end_nothing_and_those_of_all_do():
+    strict = {"max_error_rate": 0.01}
+    rows, (tally,) = made_by(scorer=FailingScorer(), batches=[range(1)], **strict)
+    assert rows == [] and tally.unscored == 4
+    with pytest.raises(RewardError, match="100% of the last . scores are errors"):
+        made_by(scorer=FailingScorer(), **strict)
 
 
 def sides(rows):

@@ -378,11 +378,11 @@ def test_too_many_errors_end_the_run_and_say_why(build):
 
 @pytest.mark.parametrize("limit, enough", [(0.1, 6), (0.5, 19), (0.0, 1)])
 def test_a_run_whose_completions_are_all_errors_ends_soon(limit, enough):
-    """With a limit of 10 %, six errors of six come once in a million times."""
+    """With a limit of 10 %, errors of all of six prompts come once in a million times."""
     rate = assembly.ErrorRate("f", limit)
     for number in range(enough):
         rate.check()
-        rate.add(Outcome.error(f"reason {number % 2}"))
+        rate.add(Outcome.error(f"reason {number % 2}"), number)
     with pytest.raises(RewardError, match=f"100% of the last {enough} scores are errors"):
         rate.check()
 
@@ -390,10 +390,23 @@ def test_a_run_whose_completions_are_all_errors_ends_soon(limit, enough):
 def test_a_score_among_errors_or_no_limit_makes_them_wait_for_a_rate():
     for limit, first in ((0.1, Outcome.score(1.0)), (1.0, Outcome.error("x"))):
         rate = assembly.ErrorRate("f", limit)
-        rate.add(first)
-        for _ in range(assembly.MIN_OUTCOMES - 2):
-            rate.add(Outcome.error("x"))
+        rate.add(first, 0)
+        for number in range(1, assembly.MIN_OUTCOMES - 1):
+            rate.add(Outcome.error("x"), number)
             rate.check()
+
+
+def test_the_errors_of_one_prompt_count_once_where_all_are_errors(build):
+    """The answers to a held-out prompt, and groups: ten completions of each, and all are errors."""
+    executor = build(max_error_rate=0.1, group_size=10, num_eval_samples=9)
+    executor.inputs.of(EvalCompletion).records.extend(answer(0, i, "error") for i in range(10))
+    executor.inputs.of(Completion).records.extend(
+        completion(ticket, i, "error") for ticket in range(4) for i in range(10)
+    )
+    settle(executor)
+    executor.inputs.of(Completion).records.append(completion(4, 0, "error"))
+    with pytest.raises(RewardError, match="100% of the last 51 scores are errors"):
+        settle(executor)
 
 
 def test_some_errors_do_not(build, caplog):
