@@ -32,7 +32,7 @@ from llamarl.tasks.base import (
     check_chat_template,
     refused_by_template,
 )
-from llamarl.tasks.build import hold_out
+from llamarl.tasks.build import hold_out_prompts
 from llamarl.tasks.conversation import messages_of, shown
 from llamarl.tasks.jsonl import check_keys, read_jsonl
 from llamarl.tasks.special import Spelled, chat_ids, reply_ids
@@ -61,7 +61,7 @@ class PreferenceData:
 
 def read_preference_data(task: RowsToRead, tokenizer) -> PreferenceData:
     """Read the pairs of task.path, and hold out the first num_eval of eval_path; without that,
-    pairs of `path` itself are held out.
+    pairs of `path` itself are held out, one of each prompt that is.
 
     FileNotFoundError, or ValueError naming FILE:LINE of each bad row (the first ten), or if nothing
     is left to train on. drop_long: pairs of more than max_tokens are left out, with a warning; else
@@ -72,8 +72,12 @@ def read_preference_data(task: RowsToRead, tokenizer) -> PreferenceData:
     if task.eval_path:
         held_out = reader.read(task.eval_path)
         return PreferenceData(train=rows, held_out=held_out[: task.num_eval])
-    kept, held = hold_out(len(rows), task.num_eval)
-    return PreferenceData(train=[rows[i] for i in kept], held_out=[rows[i] for i in held])
+    split = hold_out_prompts((row.prompt_ids.numpy().tobytes() for row in rows), task.num_eval)
+    if task.num_eval:
+        split.warn(task.path, len(rows))
+    return PreferenceData(
+        train=[rows[i] for i in split.kept(len(rows))], held_out=[rows[i] for i in split.held]
+    )
 
 
 def _digest(pairs: Sequence[Preference]) -> str:

@@ -27,7 +27,7 @@ import torch
 from llamarl.learning.sft import Pair, answered, check_end_token, make_pair
 from llamarl.learning.supervised import RowsToRead
 from llamarl.tasks.base import CACHED_PROMPTS, PromptMaker, Task, refused_by_template
-from llamarl.tasks.build import hold_out
+from llamarl.tasks.build import hold_out_prompts
 from llamarl.tasks.conversation import messages_of
 from llamarl.tasks.jsonl import check_keys, read_jsonl
 from llamarl.tasks.special import Spelled, end_token, shown_turns, special_tokens
@@ -123,7 +123,8 @@ def _digest(pairs: Sequence[Pair]) -> str:
 
 def read_sft_data(task: RowsToRead, tokenizer) -> SFTData:
     """Read the rows of task.path and the first num_eval of eval_path; without that, rows of `path`
-    itself are held out. FileNotFoundError or ValueError as from `read_pairs`.
+    itself are held out, one of each prompt that is. FileNotFoundError or ValueError as from
+    `read_pairs`.
     """
     read = partial(
         read_pairs,
@@ -136,8 +137,21 @@ def read_sft_data(task: RowsToRead, tokenizer) -> SFTData:
     rows = read(task.path)
     if task.eval_path:
         return SFTData(train=rows, held_out=read(task.eval_path)[: task.num_eval])
-    kept, held = hold_out(len(rows), task.num_eval)
-    return SFTData(train=[rows[i] for i in kept], held_out=[rows[i] for i in held])
+    split = hold_out_prompts(map(_prompt_of, rows), task.num_eval)
+    if task.num_eval:
+        split.warn(task.path, len(rows))
+    return SFTData(
+        train=[rows[i] for i in split.kept(len(rows))], held_out=[rows[i] for i in split.held]
+    )
+
+
+def _prompt_of(pair: Pair) -> bytes:
+    """Return what is given before the first token that is learned; all of a row where that is at
+    most the token that begins a text.
+    """
+    given = int(pair.learned.long().argmax())
+    ids = pair.token_ids[:given] if given > 1 else pair.token_ids
+    return ids.numpy().tobytes()
 
 
 @dataclass(frozen=True, slots=True)

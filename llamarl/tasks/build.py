@@ -34,7 +34,7 @@ import logging
 import random
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -191,9 +191,8 @@ def build_task(
     train, held_out, fittings = split.looked_at(
         remembered, keys=[prompt_key, answer_key], chat=chat, system_prompt=system_prompt
     )
-    if trains and num_eval and not len(held_out):
-        what = "%s: %d row(s), so none is held out and nothing is evaluated"
-        log.warning(what, path, len(train))
+    if trains and num_eval and split.held_out is not None and not len(held_out):
+        log.warning("task %s: no row is held out, so nothing is evaluated", kind)
     return ListTask(
         kind,
         train,
@@ -325,7 +324,10 @@ class _Split:
             }
         )
         found = remembered(key, self._find)
-        train, held_out = self._halves(found["held"], found["left_out"])
+        prompts = PromptSplit(**found["prompts"])
+        train, held_out = self._halves(prompts)
+        if self.held_out is None and self.num_eval:
+            prompts.warn(f"task {self.kind}", len(self.train))
         self._warn(found, len(train), len(held_out))
         fittings = (
             from_values(found["train"], len(train)),
@@ -333,26 +335,24 @@ class _Split:
         )
         return train, held_out, fittings
 
-    def _halves(self, held: list[int], left_out: list[int]) -> tuple[Examples, Examples]:
-        """Return the training examples and the held-out ones. held: which of the former are held
-        out, by place; left_out: which are in neither.
-        """
+    def _halves(self, prompts: PromptSplit) -> tuple[Examples, Examples]:
+        """Return the training examples and the held-out ones."""
         if self.held_out is not None:
             return self.train, self.held_out
-        gone = {*held, *left_out}
-        kept = [place for place in range(len(self.train)) if place not in gone]
-        return _select(self.train, kept), _select(self.train, held)
+        kept = prompts.kept(len(self.train))
+        return _select(self.train, kept), _select(self.train, prompts.held)
+
+    def _digest(self, example: Example) -> bytes:
+        """Return a digest of what the policy is asked: the prompt, and of an environment, which
+        makes its problem of it, the whole row.
+        """
+        prompt, meta = example.values
+        if self.kind != "environment":
+            meta = {}
+        return hashlib.blake2b(json_of(prompt, meta), digest_size=12).digest()
 
     def _warn(self, found: Mapping[str, Any], num_train: int, num_held_out: int) -> None:
-        """Say of which prompts there are several rows in both halves, or would have been."""
-        if found["left_out"]:
-            log.warning(
-                "task %s: prompts repeat: %d are held out, and %d more rows of theirs are left out "
-                "of training",
-                self.kind,
-                num_held_out,
-                len(found["left_out"]),
-            )
+        """Say of which prompts there are rows in both halves."""
         if found["trained_too"]:
             log.warning(
                 "task %s: %d of %d held-out rows have a prompt that %d of %d training rows have "
@@ -369,19 +369,20 @@ class _Split:
         """Look at all rows, and return which are held out and which fit as JSON values."""
         for check in self.checks:
             check()
-        found: dict[str, Any] = {"held": [], "left_out": []}
+        prompts = PromptSplit([], [], 0)
         if self.held_out is None:
-            found["held"], found["left_out"] = hold_out_prompts(self.train, self.num_eval)
-        train, held_out = self._halves(found["held"], found["left_out"])
+            prompts = hold_out_prompts(map(self._digest, self.train), self.num_eval)
+        found: dict[str, Any] = {"prompts": asdict(prompts)}
+        train, held_out = self._halves(prompts)
         tell = Tell(self.kind, len(train) + len(held_out), progress)
         for name, examples in (("train", train), ("held_out", held_out)):
             found[name] = to_values(fitting_of(self.maker, examples, tell), len(examples))
         asked = []
         trained = []
         if self.held_out is not None and self.digests:
-            asked = [prompt_digest(example) for example in held_out]
+            asked = [self._digest(example) for example in held_out]
             wanted = set(asked)
-            trained = [own for own in map(prompt_digest, train) if own in wanted]
+            trained = [own for own in map(self._digest, train) if own in wanted]
         common = set(trained)
         found["held_out_too"] = len(trained)
         found["trained_too"] = sum(own in common for own in asked)
@@ -448,29 +449,58 @@ def hold_out(num_rows: int, num_eval: int) -> tuple[list[int], list[int]]:
     return kept, sorted(held)
 
 
-def hold_out_prompts(examples: Iterable[Example], num_eval: int) -> tuple[list[int], list[int]]:
-    """Return (rows to hold out, further rows with their prompts), by place and in order: a row of
-    each of min(num_eval, a tenth) prompts. If all prompts differ, they are those of `hold_out`.
+@dataclass(frozen=True, slots=True)
+class PromptSplit:
+    """Which rows are held out, by place and in order: one of each prompt that is."""
+
+    held: list[int]
+    left_out: list[int]  # the further rows of these prompts
+    num_prompts: int  # different ones, of all rows
+
+    def kept(self, num_rows: int) -> list[int]:
+        """Return the places of the rows to train on."""
+        gone = {*self.held, *self.left_out}
+        return [place for place in range(num_rows) if place not in gone]
+
+    def warn(self, where: str, num_rows: int) -> None:
+        """Say if none is held out, or if rows are left out. where: the rows come from."""
+        if not self.held:
+            log.warning(
+                "%s: %d row(s), %d different prompt(s), so none is held out and nothing is "
+                "evaluated",
+                where,
+                num_rows,
+                self.num_prompts,
+            )
+        elif self.left_out:
+            log.warning(
+                "%s: %d rows have %d different prompts: %d are held out, and %d more rows of "
+                "theirs are left out of training",
+                where,
+                num_rows,
+                self.num_prompts,
+                len(self.held),
+                len(self.left_out),
+            )
+
+
+def hold_out_prompts(prompts: Iterable[bytes], num_eval: int) -> PromptSplit:
+    """Hold out a row of each of min(num_eval, a tenth) prompts. If all prompts differ, the rows are
+    those of `hold_out`. prompts: of each row, equal for equal ones.
     """
     numbers: dict[bytes, int] = {}  # of the prompts, in the order in which they come
-    prompts = array("q")
-    for example in examples:
-        prompts.append(numbers.setdefault(prompt_digest(example), len(numbers)))
+    rows = array("q")
+    for prompt in prompts:
+        rows.append(numbers.setdefault(prompt, len(numbers)))
     _, chosen = hold_out(len(numbers), num_eval)
     missing = set(chosen)
     asked = set(chosen)
     held: list[int] = []
     left_out: list[int] = []
-    for place, prompt in enumerate(prompts):
-        if prompt in missing:
-            missing.remove(prompt)
+    for place, prompt_number in enumerate(rows):
+        if prompt_number in missing:
+            missing.remove(prompt_number)
             held.append(place)
-        elif prompt in asked:
+        elif prompt_number in asked:
             left_out.append(place)
-    return held, left_out
-
-
-def prompt_digest(example: Example) -> bytes:
-    """Return a digest of an example's prompt, without its meta."""
-    prompt, _ = example.values
-    return hashlib.blake2b(json_of(prompt, {}), digest_size=12).digest()
+    return PromptSplit(held, left_out, len(numbers))

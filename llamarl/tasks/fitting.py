@@ -24,7 +24,7 @@ import numpy as np
 
 from llamarl.tasks.base import Fitting, Tokenizer
 
-FORMAT = 3  # of what is remembered, and of how prompts are made
+FORMAT = 4  # of what is remembered, and of how prompts are made
 SOON_S = 3.0  # until how far it is is said
 TOLD_EVERY_S = 5.0
 

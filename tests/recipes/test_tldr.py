@@ -184,7 +184,7 @@ def test_a_file_that_is_read_is_not_written(tmp_path, capsys):
 
 
 def test_sft_and_reward_model_read_what_is_written(made):
-    _, out = made([POST], [comparison(), comparison(0)])
+    _, out = made([POST], [comparison(), comparison(0, info=INFO | {"title": "Another cat"})])
     tokenizer = load_tokenizer(TINY_DIR)
     (pair,) = read_pairs(out / "valid.jsonl", tokenizer=tokenizer, max_tokens=1000, chat=False)
     learned = tokenizer.decode(pair.token_ids[pair.learned])

@@ -256,10 +256,21 @@ def test_pairs_that_are_too_long_are_left_out_where_that_is_asked_for(read, capl
 
 
 def test_held_out_pairs_are_not_trained_on(read):
-    rows = [GOOD | {"chosen": str(i)} for i in range(40, 60)]
+    rows = [GOOD | {"prompt": f"{i}=", "chosen": str(i)} for i in range(40, 60)]
     data = read(*rows, num_eval=2)
     answers = [tuple(pair.chosen_ids.tolist()) for pair in data.train + data.held_out]
     assert (len(data.train), len(data.held_out), len(set(answers))) == (18, 2, 20)
+
+
+def test_no_pair_of_a_held_out_prompt_is_trained_on(read, caplog):
+    """20 prompts with three pairs each."""
+    rows = [GOOD | {"prompt": f"{i % 20}=", "chosen": str(i)} for i in range(40, 100)]
+    data = read(*rows, num_eval=500)
+    trained, held = (
+        [tuple(pair.prompt_ids.tolist()) for pair in half] for half in (data.train, data.held_out)
+    )
+    assert (len(trained), len(held)) == (54, 2) and not set(trained) & set(held)
+    assert "60 rows have 20 different prompts: 2 are held out, and 4 more rows" in caplog.text
 
 
 def chat_tokenizer() -> PreTrainedTokenizerFast:

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from llamarl.learning import sft
-from llamarl.learning.sft_data import conversation_pair, read_pairs
+from llamarl.learning.sft_data import conversation_pair, read_pairs, read_sft_data
 from llamarl.models.config import tiny_directory
 from llamarl.models.hf import load_tokenizer
+from tests.supervised import task_of
 
 TEMPLATE = (
     "<bos>{% for m in messages %}{{ m['role'] }}: "
@@ -184,3 +185,18 @@ def test_a_template_that_changes_earlier_turns_or_refuses_is_named(chatting, tmp
     )
     with pytest.raises(ValueError, match="bad.jsonl:1: the chat template refuses it: no system"):
         read_pairs(file, chatting, max_tokens=99)
+
+
+def test_no_row_of_a_held_out_prompt_is_learned(tokenizer, tmp_path, caplog):
+    """20 prompts with three rows each; and as many texts without a prompt, which all differ."""
+    lines = [{"prompt": f"{i % 20}=", "completion": str(i)} for i in range(60)]
+    data = read_sft_data(task_of(rows(tmp_path / "a.jsonl", *lines), num_eval=500), tokenizer)
+    trained, held = (
+        [tuple(pair.token_ids[~pair.learned].tolist()) for pair in half]
+        for half in (data.train, data.held_out)
+    )
+    assert (len(trained), len(held)) == (54, 2) and not set(trained) & set(held)
+    assert "60 rows have 20 different prompts: 2 are held out, and 4 more rows" in caplog.text
+    lines = [line | {"prompt": ""} for line in lines]
+    data = read_sft_data(task_of(rows(tmp_path / "b.jsonl", *lines), num_eval=500), tokenizer)
+    assert (len(data.train), len(data.held_out)) == (54, 6)

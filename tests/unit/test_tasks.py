@@ -18,6 +18,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from llamarl.models.config import tiny_directory
+from llamarl.models.hf import load_tokenizer
 from llamarl.tasks import procedural
 from llamarl.tasks.base import PromptMaker
 from llamarl.tasks.build import KINDS, build_task, hold_out
@@ -276,6 +278,27 @@ def test_rows_without_repeats_are_split_as_ever(tmp_path, caplog):
     kept, chosen = hold_out(100, 500)
     assert trained == [f"q{i}" for i in kept] and held == [f"q{i}" for i in chosen]
     assert not caplog.text
+
+
+def test_rows_of_one_prompt_hold_none_out_and_say_so(tmp_path, caplog):
+    file = write_jsonl(tmp_path / "t.jsonl", [row | {"prompt": "q"} for row in rows(50)])
+    task = build_task("jsonl", CharTokenizer(), path=file)
+    assert (task.num_train, task.num_eval) == (50, 0)
+    assert "50 row(s), 1 different prompt(s), so none is held out" in caplog.text
+
+
+@pytest.mark.parametrize("num_prompts", [1, 10])
+def test_rows_of_an_environment_differ_by_all_of_their_columns(tmp_path, caplog, num_prompts):
+    """What it asks may be in any of them; the first two rows are equal."""
+    lines = [{"prompt": f"Guess {i % num_prompts}", "secret": i} for i in range(100)]
+    file = write_jsonl(tmp_path / "t.jsonl", [lines[0], *lines])
+    settings = {"environment": "tests.games:Shop", "path": file, "answer_key": None}
+    task = build_task("environment", load_tokenizer(tiny_directory()), chat=False, **settings)
+    trained = [task.train_prompt(i).meta["secret"] for i in range(task.num_train)]
+    held = [task.eval_prompt(j).meta["secret"] for j in range(task.num_eval)]
+    _, chosen = hold_out(100, 500)
+    assert held == chosen and not set(trained) & set(held)
+    assert len(trained) + len(held) == 101 - (0 in chosen)
 
 
 def test_held_out_rows_that_are_trained_on_are_counted(tmp_path, caplog):
@@ -802,7 +825,7 @@ def test_a_file_of_one_row_holds_none_out_and_says_so(tmp_path, caplog):
     file.write_text('{"prompt": "1+1=", "answer": "2"}\n')
     task = build_task("jsonl", CharTokenizer(), path=file)
     assert (task.num_train, task.num_eval) == (1, 0)
-    assert "1 row(s), so none is held out" in caplog.text
+    assert "1 row(s), 1 different prompt(s), so none is held out" in caplog.text
     caplog.clear()
     file.write_text('{"prompt": "1+1=", "answer": "2"}\n{"prompt": "1+2=", "answer": "3"}\n')
     assert build_task("jsonl", CharTokenizer(), path=file).num_eval == 1 and not caplog.text
