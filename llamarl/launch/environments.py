@@ -17,6 +17,8 @@ from llamarl.types import Prompt
 
 _TASK = re.compile(r"(?<![\w.=])task\.")  # where a message names a key of the section task
 
+TRIED = 3  # prompts with which an environment is begun, until one leaves room
+
 log = logging.getLogger("llamarl")
 
 
@@ -61,29 +63,80 @@ def _check_readers(job: Job, how: str) -> None:
 
 
 def try_environments(job: Job) -> list[str]:
-    """Begin each environment with its first prompt, in a worker. Return a line about each.
-    ValueError if one fails.
+    """Begin each environment with its first prompt, in a worker; with further ones, until one
+    leaves room for a turn. Return a line about each. ValueError if one fails, or if none does.
     """
     lines = []
     for section, task in job.config.environments.items():
         where = "" if section == "task" else f"{section}: "
-        lines.append(where + _tried(job, section, task, _first_prompt(job, section)))
+        lines.append(where + _tried(job, section, task, _first_prompts(job, section)))
     return lines
 
 
-def _first_prompt(job: Job, section: str) -> Prompt:
-    """Return the first prompt of the task, of a mixture's part, or of a set."""
-    firsts = [job.held_out.prompt(one.first) for one in job.held_out.sets]
+def _first_prompts(job: Job, section: str) -> list[Prompt]:
+    """Return the first TRIED prompts of the task, of a mixture's part, or of a set."""
+    firsts = []
+    for one in job.held_out.sets:
+        firsts += [job.held_out.prompt(number) for number in one.numbers[:TRIED]]
     if isinstance(job.task, MixtureTask):
         for name, part in job.task.parts.items():
-            firsts.append(job.task.prompt_of(name, part.train_prompt(0)))
+            for i in range(min(TRIED, part.num_train)):
+                firsts.append(job.task.prompt_of(name, part.train_prompt(i)))
     else:
-        firsts.append(job.task.train_prompt(0))
-    return next(prompt for prompt in firsts if section_of(prompt) == section)
+        firsts += [job.task.train_prompt(i) for i in range(min(TRIED, job.task.num_train))]
+    return [prompt for prompt in firsts if section_of(prompt) == section][:TRIED]
 
 
-def _tried(job: Job, section: str, task: PlayedSettings, prompt: Prompt) -> str:
-    """Begin an environment with a prompt. Return a line about it."""
+def _tried(job: Job, section: str, task: PlayedSettings, prompts: list[Prompt]) -> str:
+    """Begin an environment with the first prompt that leaves room for a turn. Return a line about
+    it.
+    """
+    turns = turn_tokens(
+        task.environment, job.tokenizer, chat=task.chat, system_prompt=task.system_prompt
+    )
+    most = job.config.max_new_tokens
+    sizes: list[int] = []
+    for prompt in prompts:
+        answer = _begun(job, section, task, prompt)
+        if task.path is None or makes_prompts(task.environment):
+            tools = answer.tools or turns.tools
+            context = turns.own_opening(answer.messages, tools, turns.first())
+        else:
+            context = turns.opening(answer.messages, turns.prompt("a")[1])
+        sizes.append(len(context))
+        if sizes[-1] < most:
+            break
+    else:
+        raise ValueError(
+            f"{section}.environment={task.environment}: its first dialogues begin "
+            f"with {', '.join(map(str, sizes))} tokens behind the prompt (with the tools' schemas, "
+            f"if it makes its own prompts), and max_new_tokens={most} counts them: no room is left "
+            "for a turn; raise it"
+        )
+    if len(sizes) > 1:
+        log.warning(
+            "%s.environment=%s: %d of its first %d dialogues begin with %d or more tokens behind "
+            "the prompt, and leave no room for a turn: raise max_new_tokens=%d",
+            section,
+            task.environment,
+            len(sizes) - 1,
+            len(sizes),
+            min(sizes[:-1]),
+            most,
+        )
+    names = [tool["function"]["name"] for tool in answer.tools or turns.tools]
+    kind = "dialogue" if makes_prompts(task.environment) else "tools"
+    said = " ".join(turn["content"] for turn in answer.messages)
+    return (
+        f"{task.environment} ({kind}: {', '.join(names) or 'none'}), at most {task.play.max_turns} "
+        f"turns; it begins with {said[:60]!r}, {sizes[-1]} of max_new_tokens={most}"
+    )
+
+
+def _begun(job: Job, section: str, task: PlayedSettings, prompt: Prompt) -> Answer:
+    """Begin an environment with a prompt, in a worker. Return what it says. ValueError if it
+    fails.
+    """
     play = task.play
     pool = EnvironmentPool(
         task.environment,
@@ -104,29 +157,7 @@ def _tried(job: Job, section: str, task: PlayedSettings, prompt: Prompt) -> str:
     ((_, answer),) = found
     if not isinstance(answer, Answer):
         raise ValueError(
-            f"{section}.environment={task.environment}: with the first prompt it fails as it "
-            f"begins: {answer.reason}"
+            f"{section}.environment={task.environment}: with one of its first prompts it fails "
+            f"as it begins: {answer.reason}"
         )
-    turns = turn_tokens(
-        task.environment, job.tokenizer, chat=task.chat, system_prompt=task.system_prompt
-    )
-    tools = [tool["function"]["name"] for tool in answer.tools or turns.tools]
-    has_own_messages = makes_prompts(task.environment)
-    if task.path is None or has_own_messages:
-        context = turns.own_opening(answer.messages, answer.tools or turns.tools, turns.first())
-    else:
-        context = turns.opening(answer.messages, turns.prompt("a")[1])
-    most = job.config.max_new_tokens
-    if len(context) >= most:
-        raise ValueError(
-            f"{section}.environment={task.environment}: its first dialogue begins with "
-            f"{len(context)} tokens behind the prompt (with the tools' schemas, if it makes its "
-            f"own prompts), and max_new_tokens={most} counts them: no room is left for a turn; "
-            "raise it"
-        )
-    kind = "dialogue" if has_own_messages else "tools"
-    said = " ".join(turn["content"] for turn in answer.messages)
-    return (
-        f"{task.environment} ({kind}: {', '.join(tools) or 'none'}), at most {play.max_turns} "
-        f"turns; it begins with {said[:60]!r}, {len(context)} of max_new_tokens={most}"
-    )
+    return answer

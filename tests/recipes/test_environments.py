@@ -243,7 +243,7 @@ def test_an_environment_that_cannot_begin_is_told_before_anything_starts(tmp_pat
     file.write_text(file.read_text().replace('"prompt": "', '"prompt": "9'))
     with ForkedJob(*refusing(tmp_path), run_dir=tmp_path / "run") as job:
         assert job.wait() == 2, job.output
-    assert "with the first prompt it fails as it begins: " in job.output
+    assert "with one of its first prompts it fails as it begins: " in job.output
     assert "no nines" in job.output and not (tmp_path / "run").exists()
 
 
@@ -278,9 +278,24 @@ def test_an_environment_that_leaves_no_room_for_a_turn_is_told_before_anything_s
     with ForkedJob(*ECHO, "max_new_tokens=3", run_dir=tmp_path / "run") as job:
         assert job.wait() == 2, job.output
     said = " ".join(job.output.split())
-    assert "tests.games:Echo: its first dialogue begins with 3 tokens" in said
+    assert "tests.games:Echo: its first dialogues begin with 3, 3, 3 tokens" in said
     assert "max_new_tokens=3 counts them: no room is left for a turn" in said
     assert not (tmp_path / "run").exists()
+
+
+def test_an_environment_whose_further_dialogues_leave_room_is_started_with_a_warning(tmp_path):
+    """Its first two leave none."""
+    file = tmp_path / "rows.jsonl"
+    rows = [{"prompt": f"{n}=", "answer": "1", "more": "1" * (80 - 30 * n)} for n in range(3)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = refusing(tmp_path, f"task.eval_path={file}", "+dry_run=true")
+    with ForkedJob(*given, run_dir=tmp_path / "run") as job:
+        assert job.wait() == 0, job.output
+    said = " ".join(job.output.split())
+    assert "2 of its first 3 dialogues begin with 50 or more tokens" in said
+    with ForkedJob(*given, "max_new_tokens=20", run_dir=tmp_path / "run") as job:
+        assert job.wait() == 2, job.output
+    assert "its first dialogues begin with 80, 50, 20 tokens" in " ".join(job.output.split())
 
 
 def test_an_environment_that_gives_a_group_several_problems_ends_the_run(tmp_path):
