@@ -347,7 +347,7 @@ class _Split:
         makes its problem of it, the whole row.
         """
         prompt, meta = example.values
-        if self.kind != "environment":
+        if not isinstance(self.maker, DialogueMaker):
             meta = {}
         return hashlib.blake2b(json_of(prompt, meta), digest_size=12).digest()
 
