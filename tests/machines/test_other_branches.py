@@ -51,6 +51,7 @@ def test_decoding_and_backward_multiply_by_tiles():
     assert said_by("-c", TAKEN).split() == ["True", "1"]
 
 
+@pytest.mark.bitwise("kernels have the same bits whatever rows and threads are beside")
 def test_the_kernels_compute_the_same_by_their_other_branches():
     said = said_by("-m", "pytest", "-q", "-n", "0", *KERNELS)
     assert " passed" in said and "no tile instructions" not in said

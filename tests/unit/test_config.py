@@ -17,7 +17,6 @@ from llamarl.config.command_line import (
     RED_TEAM,
     RL,
     ConfigError,
-    _rewritten,
     check_command_line,
     compose_config,
     idle_ranks,
@@ -992,12 +991,6 @@ def test_help_and_the_composed_config_are_hydras(recipe):
     assert "model: hf, tiny" in helped.stdout and helped.returncode == 0
     assert OmegaConf.create(shown.stdout).max_lag == 7
     assert recipe("--cfg", "job", "max_lug=7").returncode == 2
-
-
-def test_words_that_are_added_stand_before_the_flags_that_follow_words():
-    argv = ["recipe.py", "--config-dir", "mine", "model.path=D", "lr=1", "--cfg", "job"]
-    made = _rewritten(argv, ["model.path=D", "lr=1"], ["model.path=D", "++lr=1", "model=hf"])
-    assert made == [*argv[:4], "++lr=1", "model=hf", "--cfg", "job"]
 
 
 def test_a_published_setting_is_shown_without_the_files_that_its_run_needs():

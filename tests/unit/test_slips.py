@@ -8,7 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from llamarl.config.command_line import ConfigError, check_command_line, compose_config
+from llamarl.config.command_line import (
+    ConfigError,
+    _rewritten,
+    check_command_line,
+    compose_config,
+)
 from tests.launching import RECIPE, ROOT, environment
 
 
@@ -77,3 +82,9 @@ def test_a_missing_package_for_rows_is_said_at_the_start_with_its_extra(name, mo
     monkeypatch.setattr("llamarl.config.sections.metrics.find_spec", lambda module: None)
     (said,) = complaints(f"metrics.{name}=true").values()
     assert f"pip install 'llamarl[{name}]'" in said
+
+
+def test_words_that_are_added_stand_before_the_flags_that_follow_words():
+    argv = ["recipe.py", "--config-dir", "mine", "model.path=D", "lr=1", "--cfg", "job"]
+    made = _rewritten(argv, ["model.path=D", "lr=1"], ["model.path=D", "++lr=1", "model=hf"])
+    assert made == [*argv[:4], "++lr=1", "model=hf", "--cfg", "job"]
