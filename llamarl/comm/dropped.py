@@ -196,7 +196,10 @@ def _owed(executor: Executor, executors: Sequence[Executor]) -> list[type]:
     """Return the types of records of which an executor owes something: not those that it is only
     offered, such as a look at what is still sampled.
     """
-    return [r for r in executor.consumes if not any(r in other.offers for other in executors)]
+    offered: set[type] = set()
+    for other in executors:
+        offered.update(other.offers)
+    return [record for record in executor.consumes if record not in offered]
 
 
 def _is_still(account: Account, trainer_version: int) -> bool:

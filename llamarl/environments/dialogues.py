@@ -50,6 +50,7 @@ from llamarl.tasks.turns import Turn, TurnTokens
 from llamarl.types import Completion, Ending, EndReason, FinishReason, Prompt, begin_of_turn
 
 SHOWN_CHARACTERS = 60  # of a text, in messages
+KEPT_GROUPS = 256  # that were begun, and have no open dialogue now
 _FINISH: dict[EndReason, FinishReason] = {
     "completed": "stop",
     "tool_stopped": "stop",
@@ -95,9 +96,12 @@ class _Run:
 
 @dataclass(slots=True, eq=False)
 class _Group:
-    """The dialogues of a prompt that are open, which all begin with the same words."""
+    """The dialogues of a prompt, which all begin with the same words. One that has ended before
+    another begins is compared with it all the same, but its own completion is gone by then.
+    """
 
     num_open: int = 0
+    num_begun: int = 0
     said: list[str] | None = None  # by the first that has begun
     error: str = ""  # why none of them may be trained on
 
@@ -318,6 +322,8 @@ class Dialogues:
         number = next(self._numbers)
         group = self._groups.setdefault(key[:2], _Group())
         group.num_open += 1
+        group.num_begun += 1
+        self._forget_groups()
         dialogue = _Dialogue(
             key=key,
             number=number,
@@ -333,6 +339,12 @@ class Dialogues:
         row = row_of(prompt, self._prompt_key)
         self.pool.begin(number, row, seed_of(self._seed, prompt))
         return dialogue
+
+    def _forget_groups(self) -> None:
+        """Forget the oldest groups without an open dialogue: not all begin all of theirs."""
+        idle = [name for name, group in self._groups.items() if not group.num_open]
+        for name in idle[: max(0, len(idle) - KEPT_GROUPS)]:
+            del self._groups[name]
 
     def _act(self, dialogue: _Dialogue, turn: list[int]) -> None:
         """Put a turn to the environment, or end with it."""
@@ -495,9 +507,10 @@ class Dialogues:
         self.pool.forget(dialogue.number)
         del self._open[dialogue.key]
         del self._keys[dialogue.number]
-        dialogue.group.num_open -= 1
-        if not dialogue.group.num_open:
-            del self._groups[dialogue.key[:2]]
+        group = dialogue.group
+        group.num_open -= 1
+        if not group.num_open and group.num_begun >= dialogue.params.n:
+            self._groups.pop(dialogue.key[:2], None)
         self._moves = [move for move in self._moves if move.key != dialogue.key]
         ending = Ending(
             reason=reason,

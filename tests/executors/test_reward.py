@@ -400,9 +400,9 @@ def test_the_errors_of_one_prompt_count_once_where_all_are_errors(build):
     """The answers to a held-out prompt, and groups: ten completions of each, and all are errors."""
     executor = build(max_error_rate=0.1, group_size=10, num_eval_samples=9)
     executor.inputs.of(EvalCompletion).records.extend(answer(0, i, "error") for i in range(10))
-    executor.inputs.of(Completion).records.extend(
-        completion(ticket, i, "error") for ticket in range(4) for i in range(10)
-    )
+    for ticket in range(4):
+        records = [completion(ticket, i, "error") for i in range(10)]
+        executor.inputs.of(Completion).records.extend(records)
     settle(executor)
     executor.inputs.of(Completion).records.append(completion(4, 0, "error"))
     with pytest.raises(RewardError, match="100% of the last 51 scores are errors"):

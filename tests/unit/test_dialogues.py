@@ -307,8 +307,10 @@ def test_a_group_whose_dialogues_begin_with_different_words_is_an_error(engine_o
         engine.submit(ticket, OWN.prompt_ids, TURNS)
     found = drain(engine)
     assert len(found) == 6 and not engine._dialogues._groups
-    for completion in found.values():
-        assert completion.ending.reason == "lost"
+    lost = [one for one in found.values() if one.ending.reason == "lost"]
+    # The first of a group may have ended before another of it begins.
+    assert len(lost) == 6 if reproducible else len(lost) >= 4
+    for completion in lost:
         for part in ("tests.games:OwnDice", "begin with different words", "argument seed of reset"):
             assert part in completion.ending.error
 

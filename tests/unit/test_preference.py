@@ -266,9 +266,8 @@ def test_no_pair_of_a_held_out_prompt_is_trained_on(read, caplog):
     """20 prompts with three pairs each."""
     rows = [GOOD | {"prompt": f"{i % 20}=", "chosen": str(i)} for i in range(40, 100)]
     data = read(*rows, num_eval=500)
-    trained, held = (
-        [tuple(pair.prompt_ids.tolist()) for pair in half] for half in (data.train, data.held_out)
-    )
+    trained = [tuple(pair.prompt_ids.tolist()) for pair in data.train]
+    held = [tuple(pair.prompt_ids.tolist()) for pair in data.held_out]
     assert (len(trained), len(held)) == (54, 2) and not set(trained) & set(held)
     assert "60 rows have 20 different prompts: 2 are held out, and 4 more rows" in caplog.text
 

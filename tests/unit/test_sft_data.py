@@ -191,10 +191,8 @@ def test_no_row_of_a_held_out_prompt_is_learned(tokenizer, tmp_path, caplog):
     """20 prompts with three rows each; and as many texts without a prompt, which all differ."""
     lines = [{"prompt": f"{i % 20}=", "completion": str(i)} for i in range(60)]
     data = read_sft_data(task_of(rows(tmp_path / "a.jsonl", *lines), num_eval=500), tokenizer)
-    trained, held = (
-        [tuple(pair.token_ids[~pair.learned].tolist()) for pair in half]
-        for half in (data.train, data.held_out)
-    )
+    trained = [tuple(pair.token_ids[~pair.learned].tolist()) for pair in data.train]
+    held = [tuple(pair.token_ids[~pair.learned].tolist()) for pair in data.held_out]
     assert (len(trained), len(held)) == (54, 2) and not set(trained) & set(held)
     assert "60 rows have 20 different prompts: 2 are held out, and 4 more rows" in caplog.text
     lines = [line | {"prompt": ""} for line in lines]
