@@ -20,6 +20,7 @@ from llamarl.launch.run_directory import RunDirectory
 from llamarl.learning import logprobs
 from llamarl.models.config import read_config, tiny_directory
 from llamarl.models.frozen import frozen_decoder
+from llamarl.models.lora import travelling
 from llamarl.models.offload import DeviceSharing
 from llamarl.models.parity import Sequence
 from llamarl.types import Group, Policy
@@ -166,8 +167,7 @@ def _chunks_of(tokens):
 def test_what_is_published_saved_and_exported_is_found_on_a_gpu(gpu, tmp_path):
     trainer = trainer_on(GPU, "trainer.lora.rank=2", "trainer.ema_decay=0.9")
     step(trainer)
-    trainer._policy.refresh()
-    assert all(weight.device == GPU for _, weight in trainer._policy.parameters)
+    assert all(weight.device == GPU for _, weight in travelling(trainer.decoder))
     canary = trainer._update.canary([Sequence((5, 6, 7, 8), given=2)], top=3)
     assert len(canary.logprobs) == 2 and len(canary.top_ids[0]) == 3
     state = trainer.state_dict()
