@@ -33,7 +33,7 @@ import llamarl  # noqa: F401  before torch: it says how torch's threads wait
 import torch
 from running import machine
 
-from llamarl.native.precision import use_float32_products
+from llamarl.machine.precision import use_float32_products
 
 PROMPT = 32
 CHUNK = 32

@@ -36,11 +36,11 @@ from torch import Tensor
 
 from llamarl.executor import ExecutorGroup
 from llamarl.learning.asking import Asked
+from llamarl.machine.precision import use_float32_products
 from llamarl.models.config import read_config
 from llamarl.models.hf import export, named_parameters_hf
 from llamarl.models.scorer import scorer_fields
 from llamarl.models.training import training_decoder
-from llamarl.native.precision import use_float32_products
 from llamarl.scoring.packed import pack_scored
 from llamarl.scoring.sharded import ScorerSettings, ShardedScorer
 

@@ -38,7 +38,7 @@ import transformers  # noqa: E402
 import trl  # noqa: E402
 from datasets import Dataset  # noqa: E402
 
-from llamarl.native.precision import use_float32_products  # noqa: E402
+from llamarl.machine.precision import use_float32_products  # noqa: E402
 
 torch.set_num_threads(args.threads)
 products = use_float32_products(reproducible=False)  # as the main job does where it is asynchronous

@@ -137,7 +137,7 @@ def our_step(model: Path, dtype: str, budget: int, groups: list) -> Callable[[],
     from llamarl.executor import ExecutorGroup
     from llamarl.launch.job import Job
     from llamarl.launch.run_directory import RunDirectory
-    from llamarl.native.allocator import keep_freed_memory
+    from llamarl.machine.allocator import keep_freed_memory
     from llamarl.types import Policy
 
     overrides = [

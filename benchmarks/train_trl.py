@@ -37,7 +37,7 @@ import trl  # noqa: E402
 from datasets import Dataset  # noqa: E402
 from transformers import AutoTokenizer  # noqa: E402
 
-from llamarl.native.precision import use_float32_products  # noqa: E402
+from llamarl.machine.precision import use_float32_products  # noqa: E402
 
 torch.set_num_threads(args.threads)
 products = use_float32_products(reproducible=True)  # as benchmarks/train.py multiplies

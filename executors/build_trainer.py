@@ -22,8 +22,8 @@ from llamarl.learning.schedules import value_at
 from llamarl.learning.shaping import Shaping
 from llamarl.learning.update import UpdateSettings
 from llamarl.learning.values import CriticSettings
+from llamarl.machine.threads import ThreadTrial, trial_of_threads
 from llamarl.models.parity import TOP, ParityLimits
-from llamarl.native.threads import ThreadTrial, trial_of_threads
 
 BUFFERS = {  # by buffer.draw
     "local": ReplayBuffer,

@@ -37,6 +37,7 @@ from llamarl.learning.targets import verdict_of
 from llamarl.learning.update import PolicyUpdate, StepAborted, UpdateSettings
 from llamarl.learning.values import Critic, CriticSettings, OwnCritic, SharedCritic
 from llamarl.learning.watch import StepWatch
+from llamarl.machine.threads import ThreadTrial
 from llamarl.models.build import Decoder
 from llamarl.models.config import Lora
 from llamarl.models.frozen import frozen_decoder
@@ -60,7 +61,6 @@ from llamarl.models.sharded_state import (
 from llamarl.models.sharding import Box, adapter_shapes, num_parameters, parameter_shapes
 from llamarl.models.tp import TensorParallel
 from llamarl.models.training import training_decoder
-from llamarl.native.threads import ThreadTrial
 from llamarl.types import Group, Policy, ReferencePolicy
 
 SHORT_S = 0.02  # a shorter wait for data does not count as one

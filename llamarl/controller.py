@@ -47,10 +47,10 @@ from llamarl.comm.control import Control
 from llamarl.comm.dropped import DroppedRecords
 from llamarl.comm.groups import RankInfo, World, executor_group
 from llamarl.comm.meeting import reaching, wait_for_all
+from llamarl.disk.space import shown_free
 from llamarl.errors import CheckpointError, PeerDied, TimedOut
 from llamarl.executor import POLL_S, Executor, ExecutorGroup
 from llamarl.models.offload import DeviceSharing
-from llamarl.native.disk import shown_free
 from llamarl.observe import Metrics, MetricsError, RowWriter, Trace
 from llamarl.observe.progress import CheckpointProgress
 from llamarl.tickets.ledger import TicketLedger

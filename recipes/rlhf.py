@@ -44,7 +44,7 @@ from llamarl.config.preferences import PREFERENCES
 from llamarl.config.script import read_script
 from llamarl.config.sft import SFT
 from llamarl.config.supervised import REWARD_MODEL
-from llamarl.native.files import replace_text
+from llamarl.disk.files import replace_text
 from llamarl.words.names import did_you_mean
 
 RECIPES = Path(__file__).resolve().parent

@@ -35,8 +35,8 @@ from llamarl.config.conversion import ConfigError, Problem
 from llamarl.config.marks import settings_dataclass
 from llamarl.config.ranges import Count, Text
 from llamarl.config.script import REQUIRED, read_script
+from llamarl.disk.files import replace_text
 from llamarl.models.hf import load_tokenizer
-from llamarl.native.files import replace_text
 from llamarl.tasks.jsonl import read_jsonl
 
 POST_KEYS = ("subreddit", "title", "post")

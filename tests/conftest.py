@@ -70,7 +70,7 @@ def process_state():
 @pytest.fixture
 def float32_products(process_state):
     """Products of float32 as every program of ours has them on this machine."""
-    from llamarl.native.precision import use_float32_products
+    from llamarl.machine.precision import use_float32_products
 
     use_float32_products(reproducible=True)
 

@@ -7,9 +7,9 @@ import math
 import pytest
 import torch
 
+from llamarl.machine.kernels import library
 from llamarl.models.attention import PackedAttention
 from llamarl.models.build import ModelConfig, build_decoder
-from llamarl.native import library
 from tests.tolerances import of_logprobs
 
 MAX_LEN = 40

@@ -97,8 +97,8 @@ def test_no_test_file_is_imported():
 
 # The rooms of llamarl from the ground up: a file imports its own room and those before it.
 ORDER = (
-    "types errors words executor native models tasks comm tickets learning inference ddma scoring "
-    "environments config checkpoint observe planner controller launch"
+    "types errors words executor machine disk models tasks comm tickets learning inference ddma "
+    "scoring environments config checkpoint observe planner controller launch"
 ).split()
 
 

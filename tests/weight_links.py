@@ -18,9 +18,9 @@ from llamarl.ddma.protocol import LinkContext, Outgoing
 from llamarl.ddma.receiver import Incoming, Subscriber
 from llamarl.ddma.sender import Publisher
 from llamarl.errors import LinkTimeout
+from llamarl.machine.copying import copy_kernels_version
 from llamarl.models.config import ModelConfig
 from llamarl.models.sharding import Box
-from llamarl.native.copying import copy_kernels_version
 
 CONFIG = ModelConfig(
     architecture="LlamaForCausalLM",

@@ -66,15 +66,15 @@ from llamarl.checkpoint.manifest import (
 from llamarl.checkpoint.parts import stem_of
 from llamarl.checkpoint.room import Room
 from llamarl.comm.control import Control
-from llamarl.errors import CheckpointError
-from llamarl.executor import State
-from llamarl.native.disk import (
+from llamarl.disk.space import (
     aside,
     check_room,
     discard,
     named_if_unread,
     shown_free,
 )
+from llamarl.errors import CheckpointError
+from llamarl.executor import State
 from llamarl.words.lists import first_of
 
 LATEST = "latest"

@@ -11,7 +11,7 @@ from typing import TypeVar
 from safetensors import SafetensorError
 
 from llamarl.comm.control import Control
-from llamarl.native.disk import is_full, shown_free
+from llamarl.disk.space import is_full, shown_free
 
 _POLL_S = 1.0  # between two looks at a full disk
 Written = TypeVar("Written")

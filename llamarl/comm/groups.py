@@ -24,9 +24,9 @@ from llamarl.comm.interface import choose_interface, this_network
 from llamarl.comm.meeting import launcher_store, meet, reaching
 from llamarl.errors import TimedOut
 from llamarl.executor import ExecutorGroup
-from llamarl.native.allocator import keep_freed_memory
-from llamarl.native.copying import copy_kernels_version
-from llamarl.native.precision import use_float32_products
+from llamarl.machine.allocator import keep_freed_memory
+from llamarl.machine.copying import copy_kernels_version
+from llamarl.machine.precision import use_float32_products
 from llamarl.words.lists import first_of
 
 SHOWN_HOSTS = 4  # that a message names

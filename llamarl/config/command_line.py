@@ -47,7 +47,7 @@ from llamarl.config.hints import did_you_mean
 from llamarl.config.placement import idle_ranks
 from llamarl.config.rules import check
 from llamarl.config.schema import Config
-from llamarl.native.collecting import collect_seldom
+from llamarl.machine.collecting import collect_seldom
 
 STDERR = 2  # the file, whatever sys.stderr is by then
 # Keys that conf/config.yaml leaves to the model and the task, whose own files may lack them.

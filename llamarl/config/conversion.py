@@ -26,7 +26,7 @@ from llamarl.config.loss_options import LOSS_OPTIONS
 from llamarl.config.marks import Mark
 from llamarl.config.schema import Config
 from llamarl.config.sections.loss import LossSettings
-from llamarl.native.files import replace_text
+from llamarl.disk.files import replace_text
 
 _REFERENCE = re.compile(r"(\\*)\$\{")  # and the backslashes before it, which then are signs too
 

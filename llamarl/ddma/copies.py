@@ -1,6 +1,6 @@
 """Copies of pieces, and 64-bit digests of their bytes: what sender and receiver of a link compare.
 
-    lanes    CPU, where both have the kernel of native/copy.c: copied and digested in one pass
+    lanes    CPU, where both have the kernel of machine/copy.c: copied and digested in one pass
     xxh3     CPU without it: PyTorch copies, XXH3 reads what is there again
     device   GPU, which no byte should leave for this: sums of the words in each of 512 columns,
              weighted; parts in another order show, whole 4 KiB rows exchanged inside one do not
@@ -18,7 +18,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from llamarl.native.copying import Move, copy_kernels
+from llamarl.machine.copying import Move, copy_kernels
 
 Method = Literal["lanes", "xxh3", "device"]
 _FOLD = 1000003

@@ -1,4 +1,4 @@
-"""A decoder's pass over the cache on a CPU, one call of a C kernel (llamarl/native/decode.c): a
+"""A decoder's pass over the cache on a CPU, one call of a C kernel (llamarl/machine/decode.c): a
 token a row, or whole prompts.
 
 Products are made by vector instructions or, in bfloat16 on a CPU that has them (AMX), by tile
@@ -30,12 +30,12 @@ from torch import Tensor, nn
 
 from llamarl.inference.cache import SlotCache
 from llamarl.inference.sampler import check_vector
+from llamarl.machine.kernels import library
 from llamarl.models.attention import Attention
 from llamarl.models.build import Decoder, FeedForward, Layer
 from llamarl.models.fused import is_altered
 from llamarl.models.lora import LoraLinear, adapters_of
 from llamarl.models.norms import RMSNorm
-from llamarl.native import library
 
 _CPU = torch.device("cpu")
 _FLAGS = {torch.float32: ("-fopenmp",), torch.bfloat16: ("-fopenmp", "-DBF16")}

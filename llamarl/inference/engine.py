@@ -52,10 +52,10 @@ from llamarl.inference.sampler import SamplingParams, process
 from llamarl.inference.schedule import Piece, Plan, Sample, Scheduler, Start
 from llamarl.inference.slots import SlotEngine
 from llamarl.inference.stop_strings import Decode
+from llamarl.machine.allocator import keep_freed_memory
 from llamarl.models.build import Decoder
 from llamarl.models.peft import load_policy
 from llamarl.models.sharding import num_parameters
-from llamarl.native.allocator import keep_freed_memory
 from llamarl.types import FinishReason, read_by_model
 
 _DTYPES = ("float32", "bfloat16", "float16")

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from llamarl.inference.cache import Decode, Extend, Pieces, Prefill, SlotCache
 from llamarl.inference.decode import NativeDecode, has_own_code
+from llamarl.machine.choice import fastest
 from llamarl.models.attention import AttentionContext
 from llamarl.models.build import Decoder
-from llamarl.native.choice import fastest
 
 _TRIAL_ROWS = 32  # of the decode step by which the ways are compared
 _PREFILL_TOKENS = 4096  # of one prefill, padding included
@@ -33,7 +33,7 @@ class ModelRunner:
     There are up to three ways: the native pass with products by tile instructions, or by vectors,
     and the module. reproducible: the first of those that this machine has; else the one that a
     decode step of `rows` rows shows to be clearly faster, measured before the first pass and kept
-    for later runs on the machine (llamarl.native.choice).
+    for later runs on the machine (llamarl.machine.choice).
     """
 
     def __init__(self, decoder: Decoder, cache: SlotCache, *, rows: int, reproducible: bool):

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from llamarl.native import library
+from llamarl.machine.kernels import library
 
 _BELOW_ONE = 1 - 2.0**-52
 _BLOCK = 256  # of the vocabulary; the CDF is summed by blocks, then inside one
@@ -202,7 +202,7 @@ def sample(
     """(tokens [N] int64, their logprobs [N] float32) by the inverse CDF of the logits; the (first)
     likeliest where greedy_N.
 
-    On a CPU in one call (llamarl/native/decode.c); the two ways differ where rounding puts a
+    On a CPU in one call (llamarl/machine/decode.c); the two ways differ where rounding puts a
     uniform on the other side of a token's edge. uniforms_N: float64 in [0, 1). ValueError for other
     shapes or dtypes, or V = 0.
     """

@@ -32,13 +32,13 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from llamarl.disk.shared_memory import map_shared, path_of, shared_file
 from llamarl.inference.requests import Recorded, Request, TokenIds
 from llamarl.inference.sampler import SamplingParams, sample_keys
 from llamarl.inference.slots import SlotEngine
 from llamarl.inference.stop_strings import Decode
 from llamarl.models.config import ModelConfig
 from llamarl.models.sharding import aligned
-from llamarl.native.shared_memory import map_shared, path_of, shared_file
 from llamarl.types import FinishReason
 
 RELEASE, NEXT = "0.32", "0.33"  # of vLLM: that was driven like this, and the one after it

@@ -18,6 +18,7 @@ import torch
 
 from llamarl.config.sections.victim import placed_victim
 from llamarl.ddma.layout import Destination, Parameter, Source, parameters_to_send
+from llamarl.disk.space import free_bytes
 from llamarl.inference.cache import whole_blocks
 from llamarl.launch.free_memory import memory_of
 from llamarl.launch.job import Job
@@ -45,7 +46,6 @@ from llamarl.learning.memory import (
 from llamarl.models.config import ModelConfig, read_config
 from llamarl.models.quantize import quantized_dtype
 from llamarl.models.sharding import num_parameters
-from llamarl.native.disk import free_bytes
 
 log = logging.getLogger("llamarl")
 

@@ -24,7 +24,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal, Protocol
 
-from llamarl.native.files import replace_text
+from llamarl.disk.files import replace_text
 from llamarl.observe.ended import FILE_NAME
 
 Ended = Literal["finished", "stopped", "failed"]

@@ -20,6 +20,7 @@ from llamarl.comm.groups import init_world, threads_per_rank
 from llamarl.config.conversion import to_values
 from llamarl.config.preferences import PreferencesConfig, as_run
 from llamarl.config.tasks import GSM8KSettings, RowsSettings
+from llamarl.disk.drafts import Draft
 from llamarl.errors import MetricsError, RewardError, RunDirectoryError
 from llamarl.launch.identities import reward_identity
 from llamarl.launch.identity import Identity, differences
@@ -28,10 +29,9 @@ from llamarl.launch.job import Job
 from llamarl.launch.run_directory import RunDirectory
 from llamarl.launch.sources import check_sources
 from llamarl.launch.start import explained
+from llamarl.machine.collecting import collect_as_usual
 from llamarl.models.config import read_config
 from llamarl.models.fingerprint import model_digest
-from llamarl.native.collecting import collect_as_usual
-from llamarl.native.drafts import Draft
 from llamarl.observe.progress import shown_left
 from llamarl.scoring.pairs import Tally
 from llamarl.tasks.base import Example, PromptMaker, sample_digest

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from llamarl.comm.groups import World
 from llamarl.comm.meeting import Exchange, reaching
-from llamarl.native.files import replace_text
+from llamarl.disk.files import replace_text
 from llamarl.tasks.fitting import Find
 
 FILE = "prompts.json"

@@ -46,11 +46,11 @@ from llamarl.comm.meeting import Exchange, reaching
 from llamarl.config.conversion import save_config
 from llamarl.config.schema import Config
 from llamarl.config.supervised import SupervisedConfig
+from llamarl.disk.files import LOCK, DirectoryLock
 from llamarl.errors import RunDirectoryError, TimedOut
 from llamarl.inference.partials import of_other_prompts
 from llamarl.launch.identity import Identity, differences
 from llamarl.launch.outcome import forget
-from llamarl.native.files import LOCK, DirectoryLock
 from llamarl.tickets.ledger import choices_of
 from llamarl.tickets.prompts import AnyPrompts, note
 from llamarl.words.lists import first_of

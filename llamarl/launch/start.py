@@ -47,7 +47,7 @@ from llamarl.launch.planned import planned_placement
 from llamarl.launch.reading import SharedReading
 from llamarl.launch.run_directory import RunDirectory, open_run
 from llamarl.launch.sources import check_sources
-from llamarl.native.collecting import collect_as_usual
+from llamarl.machine.collecting import collect_as_usual
 from llamarl.tasks.held_out import shown_sets
 from llamarl.words.lists import first_of
 

@@ -44,10 +44,10 @@ from llamarl.learning.preference import Preference
 from llamarl.learning.sft import Pair
 from llamarl.learning.sft_data import read_answers
 from llamarl.learning.supervised import ExampleOrder
+from llamarl.machine.collecting import collect_as_usual
 from llamarl.models.config import ModelConfig, read_config
 from llamarl.models.hf import weights_of
 from llamarl.models.scorer import SCORE
-from llamarl.native.collecting import collect_as_usual
 from llamarl.observe import RowWriter, build_sinks
 from llamarl.observe.console import SUPERVISED_COLUMNS
 from llamarl.tickets.ledger import TicketLedger

@@ -2,9 +2,9 @@
 
 A layer's additions, multiplications and roundings one by one cost a CPU more than its products do,
 forward and backward. Each function here states its equation and holds it in plain PyTorch; on a CPU
-in float32 or bfloat16 a kernel of llamarl/native/train.c computes the same, with float32 inside,
+in float32 or bfloat16 a kernel of llamarl/machine/train.c computes the same, with float32 inside,
 and rounds where the plain one does or less often. On a GPU an engine has kernels in Triton
-(llamarl/native/triton_kernels.py). In float64, without a compiler and where a GPU trains the plain
+(llamarl/machine/triton_kernels.py). In float64, without a compiler and where a GPU trains the plain
 one is used.
 
 Shapes: T tokens, D features, H query heads, J key/value heads, R = H / J query heads of one of
@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from llamarl.native import library
+from llamarl.machine.kernels import library
 
 Gradients = tuple[Tensor | None, ...]  # from backward: one for each input of forward
 
@@ -77,7 +77,7 @@ def kernels(x: Tensor) -> ctypes.CDLL | None:
 
 
 def gpu_kernels(x: Tensor) -> ModuleType | None:
-    """Return llamarl.native.triton_kernels for tensors like x, or None where plain operations are
+    """Return llamarl.machine.triton_kernels for tensors like x, or None where plain operations are
     to be used. They are an engine's, which samples in inference mode: a trainer's passes without
     gradients compute as its others do.
     """
@@ -98,7 +98,7 @@ def _triton_kernels(dtype: torch.dtype) -> ModuleType | None:
     if os.environ.get("LLAMARL_NATIVE", "1") == "0" or torch.version.hip:
         return None
     try:
-        from llamarl.native import triton_kernels
+        from llamarl.machine import triton_kernels
 
         triton_kernels.try_all(dtype)
         return triton_kernels

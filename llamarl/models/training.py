@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from llamarl.machine.precision import warn_of_slow_bfloat16
 from llamarl.models.build import Decoder, build_decoder, read_config
 from llamarl.models.config import Lora
 from llamarl.models.fsdp import local, wrap
@@ -19,7 +20,6 @@ from llamarl.models.masters import Masters
 from llamarl.models.scorer import SCORE, draw_score_head
 from llamarl.models.tp import TensorParallel
 from llamarl.models.vocabulary import absent_rows
-from llamarl.native.precision import warn_of_slow_bfloat16
 
 log = logging.getLogger(__name__)
 MOST_TIES = 1e-3  # share of the weights; of weights as training leaves them 2^-16 are ties

@@ -20,8 +20,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from llamarl.native.disk import shown_free
-from llamarl.native.files import replace_text
+from llamarl.disk.files import replace_text
+from llamarl.disk.space import shown_free
 
 FILE_NAME = "samples.jsonl"
 MOST_BYTES = 1 << 26  # of the file

@@ -14,8 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
+from llamarl.disk.space import shown_free
 from llamarl.errors import MetricsError
-from llamarl.native.disk import shown_free
 from llamarl.observe.console import RL_COLUMNS, Console
 from llamarl.observe.lag import LagWatch
 from llamarl.observe.rates import Row, step_of

@@ -14,7 +14,7 @@ import time
 from collections import deque
 from pathlib import Path
 
-from llamarl.native.files import replace_text
+from llamarl.disk.files import replace_text
 
 
 class Trace:

@@ -40,13 +40,13 @@ from llamarl.learning.losses.policy_gradient import policy_gradient
 from llamarl.learning.losses.regularisers import regularised
 from llamarl.learning.optim import build_optimizer
 from llamarl.learning.update import PolicyUpdate, UpdateSettings
+from llamarl.machine.allocator import keep_freed_memory
+from llamarl.machine.precision import use_float32_products
 from llamarl.models.build import Decoder, build_decoder, random_weights
 from llamarl.models.config import ModelConfig, read_config, tiny_directory
 from llamarl.models.masters import Masters
 from llamarl.models.parity import Sequence
 from llamarl.models.sharding import num_parameters
-from llamarl.native.allocator import keep_freed_memory
-from llamarl.native.precision import use_float32_products
 from llamarl.planner.curves import Cost, Curve
 from llamarl.planner.predict import PREFILL_TOKENS
 from llamarl.planner.probe_machine import (

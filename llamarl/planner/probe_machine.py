@@ -10,8 +10,8 @@ import torch
 from llamarl.comm.wire import decode as decode_message
 from llamarl.comm.wire import encode
 from llamarl.ddma.copies import Copier, Method
+from llamarl.machine.copying import copy_kernels
 from llamarl.models.config import ModelConfig
-from llamarl.native.copying import copy_kernels
 from llamarl.planner.costs import Costs
 from llamarl.planner.curves import Curve
 from llamarl.planner.plans import ITEMSIZES, Numerics

@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from llamarl.machine.allocator import keep_freed_memory
+from llamarl.machine.precision import use_float32_products
 from llamarl.models.build import build_decoder, random_weights
 from llamarl.models.config import read_config, tiny_directory
 from llamarl.models.fsdp import wrap
-from llamarl.native.allocator import keep_freed_memory
-from llamarl.native.precision import use_float32_products
 from llamarl.planner.probe import policy_update, short_groups
 from llamarl.planner.probe_ranks import LONGEST_S, RANKS
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from llamarl.native import library
+from llamarl.machine.kernels import library
 from tests.launching import JOB_S, ROOT, environment
 
 pytestmark = pytest.mark.machine

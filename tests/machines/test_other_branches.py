@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from llamarl.machine.kernels import library
 from llamarl.models.config import tiny_directory
-from llamarl.native import library
 from tests.launching import JOB_S, ROOT, SMALL, STEPS, Job, environment
 
 pytestmark = [

@@ -9,19 +9,19 @@ from pathlib import Path
 
 import pytest
 
-from llamarl.native import library
+from llamarl.machine.kernels import library
 from tests.launching import JOB_S, RECIPE, ROOT, SMALL, environment
 
 pytestmark = pytest.mark.machine
 REDUCED = Path(__file__).parent / "reduced"
 MEASURE = (
-    "from llamarl.native.precision import use_float32_products; "
+    "from llamarl.machine.precision import use_float32_products; "
     "print(use_float32_products(reproducible=True))"
 )
 # The main job, on a machine whose settings would be chosen without regard to their error.
 CARELESS = """
 import runpy, sys
-from llamarl.native import precision
+from llamarl.machine import precision
 precision.choose = lambda tried, *, reproducible: next(m for m in tried if m.setting == "medium")
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from llamarl.native.threads import STEPS
+from llamarl.machine.threads import STEPS
 from tests.launching import SMALL, ForkedJob
 
 CORES = len(os.sched_getaffinity(0))

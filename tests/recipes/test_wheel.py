@@ -96,7 +96,7 @@ def test_a_wheel_has_the_recipes_the_values_the_kernels_and_the_model(wheel):
     with zipfile.ZipFile(wheel) as archive:
         held = {name for name in archive.namelist() if ".dist-info/" not in name}
     assert held == expected
-    assert {"llamarl/native/decode.c", "llamarl/conf/config.yaml"} <= held
+    assert {"llamarl/machine/decode.c", "llamarl/conf/config.yaml"} <= held
     assert {"llamarl/models/tiny/model.safetensors", "llamarl/recipes/evaluate.py"} <= held
 
 

@@ -85,7 +85,7 @@ def is_in_heap_of_all() -> bool:
 
 def measured(most_addresses: int | None) -> dict[str, object]:
     """What a process keeps of freed memory before and after its malloc was told to."""
-    from llamarl.native.allocator import keep_freed_memory
+    from llamarl.machine.allocator import keep_freed_memory
 
     if most_addresses is not None:
         used = int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE

@@ -10,9 +10,10 @@ import torch
 from llamarl.inference import Engine, SamplingParams, generate
 from llamarl.inference.decode import NativeDecode
 from llamarl.inference.runner import ModelRunner
+from llamarl.machine import choice
+from llamarl.machine.choice import CLEARLY_FASTER, fastest
+from llamarl.machine.kernels import cache_folder
 from llamarl.models.config import tiny_directory
-from llamarl.native import cache_folder, choice
-from llamarl.native.choice import CLEARLY_FASTER, fastest
 
 
 @pytest.fixture(autouse=True)

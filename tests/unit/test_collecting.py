@@ -10,7 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 CODE = """
 import gc, json, weakref
-from llamarl.native.collecting import collect_as_usual, collect_seldom
+from llamarl.machine.collecting import collect_as_usual, collect_seldom
 
 class Knot:
     def __init__(self):

@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llamarl import native
 from llamarl.ddma.copies import Copier, Parts, fold
-from llamarl.native.copying import copy_kernels_version
+from llamarl.machine import kernels
+from llamarl.machine.copying import copy_kernels_version
 
 needs_kernel = pytest.mark.skipif(not copy_kernels_version(), reason="needs a C compiler")
 METHODS = [
@@ -33,7 +33,7 @@ def digest(flat, method):
 
 
 def lanes_by_definition(data: bytes) -> int:
-    """What the comment in native/copy.c says."""
+    """What the comment in machine/copy.c says."""
     lanes = [0x9E3779B97F4A7C15 * (i + 1) % WORD for i in range(32)]
     padded = data + bytes(-len(data) % 256)
     for at in range(0, len(padded), 8):
@@ -277,18 +277,18 @@ def test_megabytes(method):
 def fresh(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("LLAMARL_NATIVE", raising=False)
-    native.library.cache_clear()
+    kernels.library.cache_clear()
     yield tmp_path
-    native.library.cache_clear()
+    kernels.library.cache_clear()
 
 
 @needs_kernel
 def test_a_kernel_is_compiled_once_and_kept(fresh):
-    assert native.library("copy") is not None
+    assert kernels.library("copy") is not None
     (made,) = (fresh / "llamarl").glob("copy-*.so")
     before = made.stat().st_mtime_ns
-    native.library.cache_clear()
-    assert native.library("copy") is not None
+    kernels.library.cache_clear()
+    assert kernels.library("copy") is not None
     assert [f.name for f in (fresh / "llamarl").iterdir()] == [
         made.name
     ] and made.stat().st_mtime_ns == before
@@ -298,11 +298,11 @@ def test_a_kernel_is_compiled_once_and_kept(fresh):
 def test_without_a_compiler_there_is_a_warning_and_no_kernel(fresh, monkeypatch, compiler):
     monkeypatch.setenv("CC", compiler)
     with pytest.warns(UserWarning, match="slower"):
-        assert native.library("copy") is None
+        assert kernels.library("copy") is None
 
 
 def test_kernels_can_be_switched_off(fresh, monkeypatch):
     monkeypatch.setenv("LLAMARL_NATIVE", "0")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert native.library("copy") is None
+        assert kernels.library("copy") is None

@@ -26,10 +26,10 @@ from llamarl.ddma.receiver import Incoming, Staged, Subscriber, WeightsReceiver
 from llamarl.ddma.route import WeightsRoute
 from llamarl.ddma.sender import LOOK_S, WeightsSender
 from llamarl.ddma.transports import choose_transports
+from llamarl.disk.shared_memory import path_of
 from llamarl.errors import TimedOut, WeightsError
 from llamarl.models.quantize import QUANTIZED, quantize_rows
 from llamarl.models.sharding import Box, num_parameters, parameter_shapes
-from llamarl.native.shared_memory import path_of
 from tests.weight_links import (
     BUCKET,
     CONFIG,

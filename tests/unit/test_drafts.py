@@ -1,9 +1,9 @@
-"""llamarl/native/drafts.py: a file in pieces, each whole after a kill."""
+"""llamarl/disk/drafts.py: a file in pieces, each whole after a kill."""
 
 import pytest
 
+from llamarl.disk.drafts import Draft
 from llamarl.errors import InUse, RunDirectoryError
-from llamarl.native.drafts import Draft
 
 
 @pytest.fixture

@@ -10,10 +10,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from llamarl.machine import precision
+from llamarl.machine.precision import EXACT, Measured, choose, measure, use_float32_products
 from llamarl.models.config import tiny_directory
 from llamarl.models.training import training_decoder
-from llamarl.native import precision
-from llamarl.native.precision import EXACT, Measured, choose, measure, use_float32_products
 from tests.house import ROOT, python_files
 
 pytestmark = [pytest.mark.machine, pytest.mark.usefixtures("process_state")]
@@ -90,7 +90,7 @@ def test_one_place_alone_sets_the_precision():
     for file in python_files("llamarl", "executors", "recipes", "benchmarks"):
         if "set_float32_matmul_precision" in file.read_text():
             setters.append(file.relative_to(ROOT).as_posix())
-    assert setters == ["llamarl/native/precision.py"]
+    assert setters == ["llamarl/machine/precision.py"]
 
 
 # --- bfloat16 ---

@@ -15,12 +15,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from llamarl import native
 from llamarl.ddma.copies import Copier, Parts
 from llamarl.inference.decode import NativeDecode
 from llamarl.inference.engine import Engine
 from llamarl.inference.requests import Partial
 from llamarl.inference.sampler import SamplingParams, sample
+from llamarl.machine import kernels
 from llamarl.models.build import ModelConfig, build_decoder
 
 ROOT = Path(__file__).parents[2]
@@ -42,7 +42,7 @@ CONFIG = ModelConfig(
     attention_bias=False,
 )
 needs_compiler = pytest.mark.skipif(
-    native.library("copy") is None, reason="no C compiler, or LLAMARL_NATIVE=0"
+    kernels.library("copy") is None, reason="no C compiler, or LLAMARL_NATIVE=0"
 )
 
 
@@ -184,7 +184,7 @@ class _Unheard(ctypes.Structure):
 )
 def test_a_struct_of_another_size_in_C_switches_its_kernels_off(struct, told):
     with pytest.warns(UserWarning, match=told):
-        assert native.library("copy", structs=(struct,)) is None
+        assert kernels.library("copy", structs=(struct,)) is None
 
 
 # --- Whose libraries are loaded ---
@@ -196,14 +196,14 @@ def fresh(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("LLAMARL_NATIVE", raising=False)
     monkeypatch.delenv("LLAMARL_NATIVE_ARCH", raising=False)
-    native.library.cache_clear()
+    kernels.library.cache_clear()
     yield tmp_path / "llamarl"
-    native.library.cache_clear()
+    kernels.library.cache_clear()
 
 
 def loaded_again():
-    native.library.cache_clear()
-    return native.library("copy")
+    kernels.library.cache_clear()
+    return kernels.library("copy")
 
 
 def mode(path):
@@ -214,7 +214,7 @@ def mode(path):
 def test_the_cache_is_open_to_its_owner_alone(fresh):
     before = os.umask(0)
     try:
-        assert native.library("copy") is not None
+        assert kernels.library("copy") is not None
     finally:
         os.umask(before)
     (made,) = fresh.iterdir()
@@ -228,23 +228,23 @@ def test_the_cache_is_open_to_its_owner_alone(fresh):
 @pytest.mark.parametrize("which", ["folder", "file"])
 @pytest.mark.parametrize("bits", [0o720, 0o702])
 def test_a_library_that_others_may_write_is_not_loaded(fresh, which, bits):
-    assert native.library("copy") is not None
+    assert kernels.library("copy") is not None
     (made,) = fresh.iterdir()
     made.unlink()
     made.write_bytes(b"another's")  # a library of theirs would run as soon as it is loaded
     planted = fresh if which == "folder" else made
     planted.chmod(bits)
     with pytest.warns(UserWarning, match=f"{planted} belongs to another user, or others may"):
-        kernels = loaded_again()
-    assert kernels is not None
-    kernels.digest_of.restype = ctypes.c_uint64
-    assert kernels.digest_of(b"abc", 3) == kernels.digest_of(b"abc", 3)
+        loaded = loaded_again()
+    assert loaded is not None
+    loaded.digest_of.restype = ctypes.c_uint64
+    assert loaded.digest_of(b"abc", 3) == loaded.digest_of(b"abc", 3)
     assert made.read_bytes() == b"another's"
 
 
 @needs_compiler
 def test_a_library_of_another_user_is_not_loaded(fresh, monkeypatch):
-    assert native.library("copy") is not None
+    assert kernels.library("copy") is not None
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
     with pytest.warns(UserWarning, match=f"{fresh} belongs to another user"):
         assert loaded_again() is not None
@@ -258,8 +258,8 @@ def test_a_user_without_a_home_has_pytorchs_operations_and_a_warning(fresh, monk
     monkeypatch.delenv("HOME", raising=False)
     monkeypatch.setattr("pwd.getpwuid", nobody)
     with pytest.raises(OSError, match="set XDG_CACHE_HOME"):
-        native.cache_folder()
-    monkeypatch.setattr(native.shutil, "which", lambda name: "/bin/sh")
+        kernels.cache_folder()
+    monkeypatch.setattr(kernels.shutil, "which", lambda name: "/bin/sh")
     with pytest.warns(
         UserWarning, match="copy: going on with PyTorch's operations, .* set XDG_CACHE_HOME"
     ):
@@ -306,8 +306,8 @@ def test_the_instruction_set_is_chosen_and_part_of_the_name(compiler, fresh, mon
 def test_native_is_said_as_the_compilers_of_the_machine_know_it(
     compiler, monkeypatch, machine, flag
 ):
-    monkeypatch.setattr(native.platform, "machine", lambda: machine)
-    assert native.library("copy") is not None
+    monkeypatch.setattr(kernels.platform, "machine", lambda: machine)
+    assert kernels.library("copy") is not None
     words = (compiler / "words").read_text().split()
     assert [word for word in words if word.startswith("-m")] == [flag]
     assert "-fno-strict-aliasing" in words
@@ -315,10 +315,10 @@ def test_native_is_said_as_the_compilers_of_the_machine_know_it(
 
 @needs_compiler
 def test_a_compiler_that_refuses_native_compiles_for_its_default(compiler, monkeypatch):
-    monkeypatch.setattr(native.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(kernels.platform, "machine", lambda: "x86_64")
     (compiler / "refused").write_text("-march=native\n")
     with pytest.warns(UserWarning, match="refuses -march=native; compiled for its default"):
-        assert native.library("copy") is not None
+        assert kernels.library("copy") is not None
 
 
 @needs_compiler
@@ -326,4 +326,4 @@ def test_an_instruction_set_given_by_name_is_never_exchanged(compiler, monkeypat
     (compiler / "refused").write_text("-march=z80\n")
     monkeypatch.setenv("LLAMARL_NATIVE_ARCH", "z80")
     with pytest.warns(UserWarning, match="unknown -march=z80"):
-        assert native.library("copy") is None
+        assert kernels.library("copy") is None

@@ -30,6 +30,7 @@ from llamarl.comm.control import Control
 from llamarl.comm.groups import World
 from llamarl.config.command_line import compose_config
 from llamarl.config.conversion import load_config
+from llamarl.disk.files import DirectoryLock, replace_text
 from llamarl.errors import CheckpointError, InUse, RunDirectoryError
 from llamarl.inference.partials import pack
 from llamarl.inference.requests import Partial
@@ -42,7 +43,6 @@ from llamarl.launch.run_directory import RunDirectory, open_run
 from llamarl.launch.start import _announce
 from llamarl.models.config import tiny_directory
 from llamarl.models.fingerprint import model_digest, weights_digest
-from llamarl.native.files import DirectoryLock, replace_text
 from tests.scorers import write_encoder, write_scorer
 
 WORLD = World(0, 1, torch.device("cpu"))

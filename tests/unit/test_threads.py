@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llamarl.native.threads import GAIN, REST, ROUNDS, STEPS, ThreadTrial, trial_of_threads
+from llamarl.machine.threads import GAIN, REST, ROUNDS, STEPS, ThreadTrial, trial_of_threads
 
 ONE = 1
 TWO = 2

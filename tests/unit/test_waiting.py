@@ -8,7 +8,7 @@ import ast
 
 import pytest
 
-from llamarl.native.waiting import SPINS, wait_briefly
+from llamarl.machine.waiting import SPINS, wait_briefly
 from tests.house import ROOT, python_files
 
 

@@ -10,7 +10,7 @@ import functools
 import hashlib
 from pathlib import Path
 
-from llamarl import native
+from llamarl.machine.kernels import library
 
 
 class Move(ctypes.Structure):
@@ -21,8 +21,8 @@ class Move(ctypes.Structure):
 
 @functools.cache
 def copy_kernels() -> ctypes.CDLL | None:
-    """Return the kernels, or None where this process has none (see native.library)."""
-    kernels = native.library("copy", structs=(Move,))
+    """Return the kernels, or None where this process has none (see kernels.library)."""
+    kernels = library("copy", structs=(Move,))
     if kernels is None:
         return None
     address, count = ctypes.c_void_p, ctypes.c_uint64
@@ -45,5 +45,5 @@ def copy_kernels_version() -> str:
     """
     if copy_kernels() is None:
         return ""
-    source = Path(native.__file__).with_name("copy.c")
+    source = Path(__file__).with_name("copy.c")
     return hashlib.sha256(source.read_bytes()).hexdigest()[:16]

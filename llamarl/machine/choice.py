@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from llamarl.native import cache_folder, cpu_description
+from llamarl.machine.kernels import cache_folder, cpu_description
 
 # Times, before the order of the ways is departed from: a busy machine's clock is no finer.
 CLEARLY_FASTER = 1.25

@@ -14,8 +14,8 @@ import json
 import os
 from pathlib import Path
 
+from llamarl.disk.files import put_in_place, replace_text
 from llamarl.errors import InUse, RunDirectoryError
-from llamarl.native.files import put_in_place, replace_text
 
 
 class Draft:

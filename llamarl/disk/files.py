@@ -15,8 +15,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from llamarl.disk.space import free_bytes
 from llamarl.errors import InUse
-from llamarl.native.disk import free_bytes
 
 log = logging.getLogger(__name__)
 

@@ -1,19 +1,8 @@
-"""Use of this machine: kernels in C, float32 products, memory, threads that wait, a disk.
-
-    kernels      here           compiled on first use from copy.c, decode.c and train.c
-    on a GPU     triton_kernels.py  what lies between a layer's products, for whoever samples
-    the fastest  choice.py      of several ways to compute one thing, by measurement
-    precision    precision.py   which of PyTorch's settings gives float32 products
-    memory       allocator.py   freed memory is kept, not returned
-    waiting      waiting.py     how long threads spin before they sleep
-    threads      threads.py     how many a rank computes with, tried while it runs
-    collecting   collecting.py  how often Python looks for unused cycles while a job starts
-    the disk     disk.py        how much room it has, and deletion
-    files        files.py       whole after a power cut; directories for one job alone
+"""Kernels in C, compiled on first use from copy.c, decode.c and train.c.
 
 The kernels are small, compiled by the machine's own compiler, and each has a PyTorch equal.
 
-    lib = library("copy", structs=(_Move,))   # llamarl/native/copy.c as a ctypes.CDLL, or None
+    lib = library("copy", structs=(_Move,))   # llamarl/machine/copy.c as a ctypes.CDLL, or None
 
 LLAMARL_NATIVE=0 switches all kernels off. LLAMARL_NATIVE_ARCH is the instruction set that they are
 compiled for, as the compiler names it (-march): "native", the default, is all that this CPU has;
