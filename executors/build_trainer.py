@@ -6,8 +6,6 @@ import dataclasses
 from collections.abc import Callable
 from functools import partial
 
-import torch
-
 from executors.trainer import AdamSettings, FSDPTrainer
 from llamarl.config.command_line import Config
 from llamarl.launch.job import Job
@@ -22,7 +20,6 @@ from llamarl.learning.schedules import value_at
 from llamarl.learning.shaping import Shaping
 from llamarl.learning.update import UpdateSettings
 from llamarl.learning.values import CriticSettings
-from llamarl.machine.threads import ThreadTrial, trial_of_threads
 from llamarl.models.parity import TOP, ParityLimits
 
 BUFFERS = {  # by buffer.draw
@@ -177,7 +174,6 @@ def build_trainer(config: Config, job: Job, kind: type[FSDPTrainer] = FSDPTraine
         ema_decay=t.ema_decay,
         step_options=step_options,
         samples=job.sample_maker,
-        threads=_thread_trial(config),
         resets_reference=partial(_is_due, reference.reset_every),
         shares_replicas=_shares_replicas(config, job),
         unseen=_unseen_prompts(config, job),
@@ -220,16 +216,6 @@ def _unseen_prompts(config: Config, job: Job) -> UnseenPrompts | None:
         prompt_of=job.task.train_prompt,
         budget=config.trainer.microbatch_tokens,
     )
-
-
-def _thread_trial(config: Config) -> ThreadTrial | None:
-    """Return what tries a trainer rank's threads; None where they are given, decide bits, are a
-    GPU's business or are to be left alone.
-    """
-    is_fixed = config.threads is not None or not config.placement.adapt
-    if is_fixed or config.max_lag == 0 or torch.cuda.is_available():
-        return None
-    return trial_of_threads()
 
 
 def _is_due(every: int | None, version: int) -> bool:

@@ -37,7 +37,6 @@ from llamarl.learning.targets import verdict_of
 from llamarl.learning.update import PolicyUpdate, StepAborted, UpdateSettings
 from llamarl.learning.values import Critic, CriticSettings, OwnCritic, SharedCritic
 from llamarl.learning.watch import StepWatch
-from llamarl.machine.threads import ThreadTrial
 from llamarl.models.build import Decoder
 from llamarl.models.config import Lora
 from llamarl.models.frozen import frozen_decoder
@@ -100,7 +99,6 @@ class FSDPTrainer(Executor):
     like the policy.
     step_options(step): options of the loss that change from step to step.
     samples: makes of a step what people look at; None: nothing is kept for them.
-    threads: chooses between two steps how many threads this rank computes with; None: they stay.
     resets_reference(version): whether the reference takes that version's weights. shares_replicas:
     replicas of the generator take turns with it, on ranks that it has too. unseen: predicts for the
     ledger how hard unseen prompts are. canary_prompts, canary_top: see llamarl.models.parity.
@@ -140,7 +138,6 @@ class FSDPTrainer(Executor):
     ema_decay: float | None = None
     step_options: Callable[[int], dict[str, float]] = lambda step: {}
     samples: SampleMaker | None = None
-    threads: ThreadTrial | None = None
     resets_reference: Callable[[int], bool] = lambda version: False
     shares_replicas: bool = False
     unseen: UnseenPrompts | None = None
@@ -211,8 +208,6 @@ class FSDPTrainer(Executor):
             step_options=self.step_options,
             watch=self._watch,
         )
-        if self.threads is not None:
-            torch.set_num_threads(self.threads.threads)
         self.buffer.attach(self._update.ranks)
         self.weights = sender_of(self.outputs)
         for weights in self._senders:
@@ -383,7 +378,6 @@ class FSDPTrainer(Executor):
                     "tickets/overcommit": self.tickets.overcommit,
                     "time/wait_for_data_s": waited_s,
                     "time/step_s": time.monotonic() - self._wait_since,
-                    "trainer/threads": torch.get_num_threads(),
                     "weights/publish_stall_s": stall_s,
                     "weights/bytes": self.weights.bytes_per_sync,
                 },
@@ -394,16 +388,7 @@ class FSDPTrainer(Executor):
             self.metrics.keep_sample(self.version, make)
         if self.checkpoint_at(self.version) and self.version < self.settings.max_steps:
             self.checkpoints.save(self.version, self)
-        self._adapt(result.num_trained_tokens)
         self._wait_since = time.monotonic()
-
-    def _adapt(self, num_trained_tokens: float) -> None:
-        """Choose the threads of the next step by what this one took."""
-        if self.threads is None or not num_trained_tokens:
-            return
-        step_s = time.monotonic() - self._wait_since
-        self.threads.step_took(step_s / num_trained_tokens)
-        torch.set_num_threads(self.threads.threads)
 
     def _is_given_up(self) -> bool:
         """Whether the step should end here, without an update. Called between two microbatches;

@@ -87,7 +87,7 @@ def of_today(saved: Mapping[str, object]) -> dict[str, object]:
         values["reward"] = {"outcomes": [], **reward}
     placement = values.get("placement")
     if isinstance(placement, Mapping):
-        values["placement"] = {"adapt": True, "sheet": None, **placement}
+        values["placement"] = {"sheet": None, **placement}
     if "governor" in values:  # a configuration of a job with tickets
         values["tickets"] = {**_TICKETS, **_section(values, "tickets")}
     metrics = values.get("metrics")

@@ -63,13 +63,13 @@ COLUMNS = """
     parity/canary_diff_rms
     time/wall_s time/evaluated_s time/step_s time/wait_for_data_s
     generator/tokens_per_s generator/idle_fraction
-    trainer/idle_fraction trainer/threads
+    trainer/idle_fraction
     weights/publish_stall_s weights/swap_stall_s weights/bytes
 """.split()
 TIMING = re.compile(
     r"^time/|_per_s$|/idle_fraction|_stall_s$|^parity/canary|^weights/quantization_kl"
     r"|^reward/part/.+/mean$|^reward/.+/(tokens|seconds)$|^reward/success$|^victim/tokens$"
-    r"|^diversity/cosine_distance$|^trainer/threads$"
+    r"|^diversity/cosine_distance$"
     r"|^(reward|reference)/(tail_s|prefilled_early|piece_tokens|evictions)$"
 )
 

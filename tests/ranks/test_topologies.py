@@ -140,7 +140,7 @@ class Recorder:
             {
                 name: value
                 for name, value in row.items()
-                if not name.startswith(("time/", "weights/", "trainer/threads"))
+                if not name.startswith(("time/", "weights/"))
             }
         )
 

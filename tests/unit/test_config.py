@@ -727,7 +727,6 @@ AUTO = PlacementSettings(
     reference=None,
     victim=None,
     colocate=None,
-    adapt=True,
     sheet=None,
 )
 

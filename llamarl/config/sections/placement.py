@@ -22,7 +22,6 @@ class PlacementSettings:
     reference: list[int] | None
     victim: list[int] | None
     colocate: list[str] | None
-    adapt: bool
     sheet: str | None
 
 
@@ -58,7 +57,7 @@ def find_given_ranks(placement: PlacementSettings, found: Findings, *, world_siz
     """
     num_before = len(found.problems)
     given = dataclasses.asdict(placement)
-    del given["adapt"], given["sheet"]
+    del given["sheet"]
     together = given.pop("colocate")
     if together is not None and (len(together) < 2 or not set(together) <= set(COLOCATED)):
         what = f"need two or more of {', '.join(COLOCATED)}; or null"
