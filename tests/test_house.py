@@ -97,8 +97,8 @@ def test_no_test_file_is_imported():
 
 # The rooms of llamarl from the ground up: a file imports its own room and those before it.
 ORDER = (
-    "types errors words executor machine disk models tasks comm tickets learning inference ddma "
-    "scoring environments config checkpoint observe planner controller launch"
+    "types errors words executor machine disk workers models tasks comm tickets learning inference "
+    "ddma scoring environments config checkpoint observe planner controller launch"
 ).split()
 
 
@@ -166,6 +166,7 @@ def test_every_room_is_a_folder_but_the_four_that_all_know():
         "llamarl.inference.schedule",
         "llamarl.tasks.rewards",
         "llamarl.scoring.worker",
+        "llamarl.workers.pool",
         "llamarl.environments.worker",
         "llamarl.environments.contracts",
         "llamarl.planner.__main__",

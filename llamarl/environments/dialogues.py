@@ -42,12 +42,12 @@ from llamarl.environments.contracts import Answer
 from llamarl.environments.pool import EnvironmentPool, Failure
 from llamarl.inference.kept import Key
 from llamarl.inference.sampler import SamplingParams
-from llamarl.scoring.worker import message_of, short
 from llamarl.tasks.environment import GAME
 from llamarl.tasks.held_out import own_meta
 from llamarl.tasks.tools import Schema
 from llamarl.tasks.turns import Turn, TurnTokens
 from llamarl.types import Completion, Ending, EndReason, FinishReason, Prompt, begin_of_turn
+from llamarl.workers.guard import message_of, short
 
 SHOWN_CHARACTERS = 60  # of a text, in messages
 KEPT_GROUPS = 256  # that were begun, and have no open dialogue now

@@ -14,29 +14,16 @@ from __future__ import annotations
 
 import itertools
 import json
-import logging
 import math
-import os
-import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from llamarl.environments import worker as worker_script
 from llamarl.environments.contracts import Answer, Turn, answer_from, is_answer
-from llamarl.errors import RewardError
-from llamarl.scoring.bell import Bell
-from llamarl.scoring.calls import START_S
-from llamarl.scoring.memory import too_much
-from llamarl.scoring.process import WorkerProcess, wait_for
+from llamarl.workers.pool import WorkerPool
+from llamarl.workers.process import START_S, WorkerProcess, wait_for
 
-MAX_FAILED_STARTS = 3  # in a row
-_OUR_ROOT = str(Path(worker_script.__file__).resolve().parents[2])
-
-log = logging.getLogger(__name__)
+WORKER = "llamarl.environments.worker"
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +57,7 @@ class _Player:
     calls: list[Call] = field(default_factory=list)
 
 
-class EnvironmentPool:
+class EnvironmentPool(WorkerPool[Call]):
     """Plays environments, which the function or class at an import path makes, in processes.
 
         pool = EnvironmentPool("my_module:Game", num_workers=2)
@@ -96,53 +83,33 @@ class EnvironmentPool:
         section: str = "task",
     ):
         self.path = path
-        self._section = section
+        self.name = f"{section}.environment={path}"  # as the configuration has it, for messages
         self._timeout_s = timeout_s
-        self._memory_mb = memory_mb
-        here = os.getcwd()
-        paths = [here, *(folder or here for folder in sys.path), _OUR_ROOT]
-        self._bell = Bell(on_answer)
-        setup = {
-            "path": list(dict.fromkeys(paths)),
-            "memory_mb": memory_mb,
-            "parent": os.getpid(),
-            "bell": self._bell.rings,
-        }
-        self._new_worker = partial(
-            WorkerProcess[Call],
-            path,
-            json.dumps(setup),
-            self._bell.rings,
-            script=worker_script.__file__,
-        )
         self._numbers = itertools.count()
         self._players: dict[int, _Player] = {}
-        self._failed: list[tuple[int, Failure]] = []  # told by the next poll
-        self._failed_starts = 0
+        self._found: list[tuple[int, Answer | Failure]] = []  # returned by the next poll
         self._has_answered = False
         self.num_replayed = 0  # environments that were played again, ever
-        self._workers = [self._new_worker() for _ in range(num_workers)]
-
-    @property
-    def name(self) -> str:
-        """The environment as the configuration has it, for messages."""
-        return f"{self._section}.environment={self.path}"
+        super().__init__(
+            WORKER,
+            path,
+            {},
+            num_workers=num_workers,
+            memory_mb=memory_mb,
+            on_message=on_answer,
+            given=self.name,
+            limits=f"{section}.play.",
+        )
 
     @property
     def pending(self) -> int:
         """The number of environments whose calls `poll` has not answered, those that are played
         again included.
         """
-        asked = {key for key, _ in self._failed}
+        asked = {key for key, found in self._found if isinstance(found, Failure)}
         for worker in self._workers:
             asked.update(call.key for call in worker.in_flight if call.key in self._players)
         return len(asked)
-
-    def start(self) -> None:
-        """Block until a worker has imported the module. ValueError says what is wrong with it."""
-        while not any(worker.ready for worker in self._workers):
-            self.wait(1.0)
-            self._failed += self.poll_failures()
 
     def begin(self, key: int, row: Mapping[str, object], seed: str) -> None:
         """Begin an environment: over a row, with the random numbers of a seed."""
@@ -166,41 +133,24 @@ class EnvironmentPool:
         player = self._players.pop(key, None)
         if player is None:
             return
-        self._failed = [failed for failed in self._failed if failed[0] != key]
+        self._found = [found for found in self._found if found[0] != key]
         self._hand_out(player.place, Call(key, "forget", None))
 
     def poll(self) -> list[tuple[int, Answer | Failure]]:
         """Return the answers that have come, and the failures, by key. ValueError if the module
         cannot be used.
         """
-        found: list[tuple[int, Answer | Failure]] = []
-        for place, worker in enumerate(self._workers):
-            self._collect(worker, found)
-            if worker.ended or worker.astray or time.monotonic() > worker.deadline:
-                self._replace(place, found)
+        self._poll_workers()
         for worker in self._workers:
             if worker.ready:
                 worker.flush()
-        failed, self._failed = self._failed, []
-        return found + failed
-
-    def poll_failures(self) -> list[tuple[int, Failure]]:
-        """Poll before anything was begun: there are no answers."""
-        found = self.poll()
-        return [(key, one) for key, one in found if isinstance(one, Failure)]
-
-    def wait(self, timeout_s: float) -> bool:
-        """Block until `poll` has something to do, at most timeout_s; False if it has not."""
-        return wait_for_any([self], timeout_s)
+        found, self._found = self._found, []
+        return found
 
     def close(self) -> None:
         """Kill all workers. What is played is lost."""
-        if not self._workers:
-            return
         self._players.clear()
-        while self._workers:
-            self._workers.pop().close()
-        self._bell.close()
+        super().close()
 
     def _call(self, key: int, do: str, what: object) -> None:
         player = self._players[key]
@@ -224,31 +174,26 @@ class EnvironmentPool:
         if worker.ready:
             worker.flush()
 
-    def _collect(
-        self, worker: WorkerProcess[Call], found: list[tuple[int, Answer | Failure]]
-    ) -> None:
-        for message in worker.read():
-            self._drop_forgotten(worker)
-            match message:
-                case ["failed", why]:
-                    raise ValueError(f"{self.name}: {why}")
-                case ["ready"]:
-                    worker.ready = True
-                    worker.free_at = time.monotonic()
-                case [int(number), ["error", str() as said], float(finished_at)] if (
-                    number == self._expected(worker)
-                ):
-                    call = self._answered(worker, finished_at)
-                    if self._is_open(call):
-                        self._fail(call.key, Failure("lost", said), found)
-                case [int(number), ["answer", list() as said], float(finished_at)] if (
-                    number == self._expected(worker) and is_answer(said)
-                ):
-                    self._enter(self._answered(worker, finished_at), said, found)
-                case _:
-                    worker.astray = True
-                    return
+    def _collect(self, worker: WorkerProcess[Call]) -> None:
+        super()._collect(worker)
         self._drop_forgotten(worker)
+
+    def _answer(self, worker: WorkerProcess[Call], message: Any) -> bool:
+        self._drop_forgotten(worker)
+        match message:
+            case [int(number), ["error", str() as said], float(finished_at)] if (
+                number == self._expected(worker)
+            ):
+                call = self._answered(worker, finished_at)
+                if self._is_open(call):
+                    self._fail(call.key, Failure("lost", said))
+                return True
+            case [int(number), ["answer", list() as said], float(finished_at)] if (
+                number == self._expected(worker) and is_answer(said)
+            ):
+                self._enter(self._answered(worker, finished_at), said)
+                return True
+        return False
 
     def _drop_forgotten(self, worker: WorkerProcess[Call]) -> None:
         """Take away the calls at the head that are never answered, once they are in the pipe."""
@@ -273,7 +218,7 @@ class EnvironmentPool:
         player = self._players.get(call.key)
         return player is not None and call in player.calls
 
-    def _enter(self, call: Call, said: list, found: list[tuple[int, Answer | Failure]]) -> None:
+    def _enter(self, call: Call, said: list) -> None:
         """Note what a call answered."""
         if not self._is_open(call):
             return
@@ -281,47 +226,24 @@ class EnvironmentPool:
             call.answered = said
             if call.do == "end":
                 del self._players[call.key]
-            found.append((call.key, answer_from(said)))
+            self._found.append((call.key, answer_from(said)))
         elif call.answered != said:
             why = "its worker was killed, and played again it answered otherwise"
-            self._fail(call.key, Failure("lost", why), found)
+            self._fail(call.key, Failure("lost", why))
 
-    def _fail(self, key: int, failure: Failure, found: list[tuple[int, Answer | Failure]]) -> None:
+    def _fail(self, key: int, failure: Failure) -> None:
         del self._players[key]
-        found.append((key, failure))
+        self._found.append((key, failure))
 
-    def _replace(self, place: int, found: list[tuple[int, Answer | Failure]]) -> None:
-        """Put a new worker in the place of one that died, overran or is astray. The environment
-        whose call it was at has failed; the others are played again.
-        """
-        worker = self._workers[place]
-        suspect = worker.current()
-        has_died = worker.ended
-        how = worker.kill()
-        if not worker.astray:
-            # Read its last output, because the call may have finished meanwhile.
-            self._collect(worker, found)
-            suspect = worker.current()
-        held_bytes = worker.note.read()
-        failure = Failure("timeout", f"took longer than {self._section}.play.timeout_s")
-        if held_bytes is not None:
-            what = too_much(held_bytes, self._memory_mb, f"{self._section}.play.")
-            failure = Failure("lost", what)
-        elif worker.astray:
-            failure = Failure("lost", "the worker sent what it was not asked; it must not fork")
-        elif has_died:
-            failure = Failure("lost", f"the worker {how}")
-        if suspect is None:
-            self._failed_starts += 1
-            if self._failed_starts >= MAX_FAILED_STARTS:
-                raise RewardError(
-                    f"{self.name}: {failure.reason} before it played anything, "
-                    f"{MAX_FAILED_STARTS} times in a row"
-                )
-        elif suspect.key in self._players:
-            self._fail(suspect.key, failure, found)
-        worker.close()
-        self._workers[place] = self._new_worker()
+    def _lost(
+        self, place: int, worker: WorkerProcess[Call], suspect: Call | None, why: str | None
+    ) -> None:
+        """Fail the environment whose call it was at. The others are played again."""
+        if suspect is not None and suspect.key in self._players:
+            failure = Failure("timeout", f"took longer than {self._limits}timeout_s")
+            if why is not None:
+                failure = Failure("lost", why)
+            self._fail(suspect.key, failure)
         for player in self._players.values():
             if player.place != place:
                 continue

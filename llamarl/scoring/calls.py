@@ -10,7 +10,8 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-START_S = 120.0  # for a worker to import the user's module
+from llamarl.workers.process import START_S
+
 FIRST_CALL_S = START_S  # for the first call of a worker, where timeout_s gives it less
 FIRST_CALL_FACTOR = 10.0  # machines are sometimes busier
 MAX_FIRST_KILLS = 2

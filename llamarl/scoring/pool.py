@@ -20,7 +20,7 @@ ends each that takes longer than `timeout_s`. If one cannot be ended, because it
 the worker is killed ASYNC_GRACE_S later, and the items beside it are then scored one at a time.
 
 What this protects from: exceptions, hangs (also in C code), NaN, exit, crashes, runaway memory,
-prints without end (worker.MAX_PRINTED_BYTES a worker), and processes that a call starts and leaves
+prints without end (guard.MAX_PRINTED_BYTES a worker), and processes that a call starts and leaves
 running: they are killed when the call ends, and when the worker or this process does, however that
 is. A process that is to serve many items is started while the module is imported.
 
@@ -30,49 +30,36 @@ the worker started, those that the kernel does not let die, and those whose work
 by SIGKILL; on other systems than Linux also those that leave the process group, and those of a
 killed rank. A function that looks for the worker's pipes can forge scores. Completions that are
 programs are run in a sandbox by the reward python_tests (llamarl/tasks/programs.py). Memory is
-bounded only on Linux (memory.py).
+bounded only on Linux (memory_limit.py).
 """
 
 from __future__ import annotations
 
 import json
-import logging
 import math
-import os
-import sys
-import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from llamarl.errors import RewardError
-from llamarl.scoring import worker as worker_script
-from llamarl.scoring.bell import Bell
-from llamarl.scoring.calls import MAX_FIRST_KILLS, START_S, Call, Patience, TextItem
-from llamarl.scoring.memory import too_much
-from llamarl.scoring.process import WorkerProcess, wait_for
+from llamarl.scoring.calls import MAX_FIRST_KILLS, Call, Patience, TextItem
 from llamarl.scoring.scorer import Item, Outcome, Outcomes, Scorer, score_all, text_item
 from llamarl.scoring.trial import try_scorer
 from llamarl.tasks.forms import Takes
 from llamarl.tasks.sampled import SAMPLED
+from llamarl.workers.pool import WorkerPool
+from llamarl.workers.process import WorkerProcess
 
 BATCH = 64  # calls in flight a worker; of quick ones more
 PIPE_S = 0.1  # of calls that a worker gets at once, for a rank that computes between two polls
 MOST_CALLS = 512  # in flight a worker, however quick they are: its answers must fit its pipe
 BUSY_S = 3.0  # of calls that a worker gets ahead; at least two calls, at most those in flight
-MAX_FAILED_STARTS = 3  # in a row
-# The place of llamarl, for a worker whose parent found it by a current directory that has changed
-# since.
-_OUR_ROOT = str(Path(worker_script.__file__).resolve().parents[2])
-
-log = logging.getLogger(__name__)
+WORKER = "llamarl.scoring.worker"
 
 Sample = tuple[str, str, dict]  # prompt, completion and meta
 
 
-class RewardPool(Scorer):
+class RewardPool(WorkerPool[Call], Scorer):
     """A Scorer that calls a function, given by its import path, in processes.
 
         with RewardPool("llamarl.tasks.rewards:exact_match", num_workers=2) as pool:
@@ -80,16 +67,13 @@ class RewardPool(Scorer):
 
     options: further arguments of the function, as JSON. num_workers: processes. timeout_s: seconds
     by the clock for an item; a call for n of them may take n times as long, and the first call of a
-    worker longer. memory_mb: MiB that a worker and what it starts may hold (memory.py); all above
-    0. chat: the prompts were turns of a chat
-    template, after system_prompt if there is one; a function of TRL's form then gets messages.
+    worker longer. memory_mb: MiB that a worker and what it starts may hold (memory_limit.py). chat:
+    the prompts were turns of a chat template, after system_prompt if there is one; a function of
+    TRL's form then gets messages.
     on_result: called in a thread of the pool's when there is something to poll, so that a waiting
     loop need not ask. section: of the configuration, which messages name keys of. fn_key: the key
     that names the function, where it is not section.fn; no key then names the limits. traced:
     errors tell the lines of code that they came through.
-
-    The function sees this process's sys.path and its current directory. Workers end with the thread
-    that made the pool: make it in a thread that lives as long.
     """
 
     def __init__(
@@ -108,34 +92,32 @@ class RewardPool(Scorer):
         traced: bool = False,
     ):
         self.name = fn
-        self._fn_key = fn_key or f"{section}.fn"
-        self._prefix = "" if fn_key else f"{section}."  # before the limits' names
         self._timeout_s = timeout_s
-        self._memory_mb = memory_mb
-        here = os.getcwd()
-        path = [here, *(folder or here for folder in sys.path), _OUR_ROOT]
-        self._bell = Bell(on_result)
-        setup = {
-            "path": list(dict.fromkeys(path)),
-            "options": dict(options or {}),
-            "timeout_s": timeout_s,
-            "memory_mb": memory_mb,
-            "chat": chat,
-            "system_prompt": system_prompt,
-            "traced": traced,
-            "parent": os.getpid(),
-            "bell": self._bell.rings,
-        }
-        self._new_worker = partial(WorkerProcess[Call], fn, json.dumps(setup), self._bell.rings)
         # What a call of the function scores; None until a worker has imported it.
         self._takes: Takes | None = None
         self._patience = Patience(timeout_s)
         self._held: dict[int, TextItem] = {}  # items that are in no call yet, by key
         self._released: list[Sequence[int]] = []  # keys released before the form was known
         self._queue: deque[Call] = deque()
-        self._failed_starts = 0
+        self._outcomes: Outcomes = []  # returned by the next poll
         self._call_s: float | None = None  # seconds that recent calls took
-        self._workers = [self._new_worker() for _ in range(num_workers)]
+        setup = {
+            "options": dict(options or {}),
+            "timeout_s": timeout_s,
+            "chat": chat,
+            "system_prompt": system_prompt,
+            "traced": traced,
+        }
+        super().__init__(
+            WORKER,
+            fn,
+            setup,
+            num_workers=num_workers,
+            memory_mb=memory_mb,
+            on_message=on_result,
+            given=f"{fn_key or section + '.fn'}={fn}",
+            limits="" if fn_key else f"{section}.",
+        )
 
     def __enter__(self) -> RewardPool:
         return self
@@ -200,26 +182,17 @@ class RewardPool(Scorer):
 
         ValueError if the function cannot be used, RewardError if workers do not start.
         """
-        outcomes: Outcomes = []
-        for place, worker in enumerate(self._workers):
-            self._collect(worker, outcomes)
-            if worker.ended or worker.astray or time.monotonic() > worker.deadline:
-                self._workers[place] = self._replace(worker, outcomes)
+        self._poll_workers()
         self._hand_out()
+        outcomes, self._outcomes = self._outcomes, []
         return outcomes
-
-    def wait(self, timeout_s: float) -> bool:
-        """Block until `poll` has something to do, at most timeout_s; False if it has not."""
-        return wait_for(self._workers, timeout_s)
 
     def start(self) -> None:
         """Block until a worker has imported the function. ValueError says what is wrong with the
         function if none can.
         """
         assert not self.pending, "start comes before the first submit"
-        while not any(worker.ready for worker in self._workers):
-            self.wait(1.0)
-            self.poll()
+        super().start()
 
     def score(self, samples: Sequence[Sample]) -> list[Outcome]:
         """Return the outcomes of (prompt, completion, meta) samples, in order, as one batch.
@@ -229,37 +202,24 @@ class RewardPool(Scorer):
 
     def close(self) -> None:
         """Kill all workers. What is pending is dropped."""
-        if not self._workers:
-            return
         self._queue.clear()
         self._held.clear()
         self._released.clear()
-        while self._workers:
-            self._workers.pop(0).close()
-        self._bell.close()
+        super().close()
 
-    def _collect(self, worker: WorkerProcess[Call], outcomes: Outcomes) -> None:
-        for message in worker.read():
-            match message:
-                case ["failed", why]:
-                    raise ValueError(f"{self._fn_key}={self.name}: {why}")
-                case ["ready", takes]:
-                    worker.ready = True
-                    worker.free_at = time.monotonic()
-                    self._learn(takes)
-                case [[*keys], [*verdicts], finished_at] if (
-                    worker.in_flight
-                    and worker.in_flight[0].is_answered_by(keys)
-                    and len(verdicts) == len(keys)
-                ):
-                    call = worker.in_flight[0]
-                    self._enter(worker, keys, finished_at)
-                    outcomes += [
-                        (key, self._outcome(call, *verdict)) for key, verdict in zip(keys, verdicts)
-                    ]
-                case _:
-                    worker.astray = True
-                    return
+    def _answer(self, worker: WorkerProcess[Call], message: Any) -> bool:
+        match message:
+            case [[*keys], [*verdicts], finished_at] if (
+                worker.in_flight
+                and worker.in_flight[0].is_answered_by(keys)
+                and len(verdicts) == len(keys)
+            ):
+                call = worker.in_flight[0]
+                self._enter(worker, keys, finished_at)
+                for key, verdict in zip(keys, verdicts):
+                    self._outcomes.append((key, self._outcome(call, *verdict)))
+                return True
+        return False
 
     def _note_seconds(self, seconds: float) -> None:
         """Note the time of a call, by the worker's own time stamps. Newer calls count more."""
@@ -298,10 +258,11 @@ class RewardPool(Scorer):
         if call.is_first:
             self._patience.note_return(finished_at - call.sent_at)
 
-    def _learn(self, takes: Takes) -> None:
+    def _note_ready(self, told: list) -> None:
         """Learn from a worker what one call scores, and queue the items that came before."""
         if self._takes is not None:
             return
+        (takes,) = told
         self._takes = takes
         if takes == "group":
             for keys in self._released:
@@ -325,52 +286,26 @@ class RewardPool(Scorer):
             by_prompt.setdefault((item.prompt, item.meta), {})[key] = item
         return [Call(items) for items in by_prompt.values()]
 
-    def _replace(self, worker: WorkerProcess[Call], outcomes: Outcomes) -> WorkerProcess[Call]:
-        """Replace a worker that died, overran or is astray. The items of its first call are errors,
-        and its other calls go back into the queue. RewardError at the MAX_FAILED_STARTS-th in a row
-        that ended before its first call.
+    def _lost(
+        self, place: int, worker: WorkerProcess[Call], suspect: Call | None, why: str | None
+    ) -> None:
+        """Make errors of the items of the suspect, and put the worker's other calls back into the
+        queue.
         """
-        suspect = worker.current()
-        has_died = worker.ended
-        end = worker.kill()
-        if not worker.astray:
-            # Read its last output, because the call may have finished meanwhile.
-            self._collect(worker, outcomes)
-        what = f"the worker {end}" if has_died else None
-        if worker.astray:
-            what = (
-                "the worker sent an answer to another item; the function must not fork, nor "
-                "write to the worker's pipe"
-            )
-        held_bytes = worker.note.read()
-        if held_bytes is not None:
-            what = too_much(held_bytes, self._memory_mb, self._prefix)
-        if suspect is None:
-            self._failed_starts += 1
-            if self._failed_starts >= MAX_FAILED_STARTS:
-                what = what or f"importing it took longer than {START_S:.0f} s"
-                remedy = "call it by hand"
-                raise RewardError(
-                    f"{self._fn_key}={self.name}: {what} before it scored anything, "
-                    f"{MAX_FAILED_STARTS} times in a row; {remedy}"
-                )
-        elif worker.in_flight and worker.in_flight[0] is suspect:
+        if suspect is not None:
             worker.in_flight.popleft()
-            is_late = what is None
-            if is_late and suspect.is_first:
+            if why is None and suspect.is_first:
                 self._count_first_kill(suspect)
             if len(suspect.items) > 1 and suspect.is_several:
                 # One of them is to blame, and it is not known which, so each is tried alone.
                 for key, item in reversed(suspect.items.items()):
                     worker.in_flight.appendleft(Call({key: item}, is_several=True, may_join=False))
             else:
-                if what is None:
-                    what = self._late(suspect, count=len(suspect.items))
-                outcomes += [(key, Outcome.error(what)) for key in suspect.items]
+                if why is None:
+                    why = self._late(suspect, count=len(suspect.items))
+                self._outcomes += [(key, Outcome.error(why)) for key in suspect.items]
         self._queue.extendleft(reversed(worker.in_flight))
         worker.in_flight.clear()
-        worker.close()
-        return self._new_worker()
 
     def _count_first_kill(self, call: Call) -> None:
         """Count a first call that was killed. RewardError if another one would fail too."""
@@ -378,7 +313,7 @@ class RewardPool(Scorer):
         patience.note_kill(call)
         if patience.is_at_end:
             raise RewardError(
-                f"{self._fn_key}={self.name}: the first calls of {patience.num_kills} workers "
+                f"{self._given}: the first calls of {patience.num_kills} workers "
                 f"took longer than {call.limit_s:g} s each, and nothing was ever scored; "
                 f"{self._loading}"
             )
@@ -388,11 +323,11 @@ class RewardPool(Scorer):
         """The remedy if the first call takes too long."""
         module = self.name.partition(":")[0]
         top = f"if it loads something slow, load it at the top of the module {module}"
-        return f"{top}, or raise {self._prefix}timeout_s" if self._prefix else top
+        return f"{top}, or raise {self._limits}timeout_s" if self._limits else top
 
     def _late(self, call: Call, *, count: int) -> str:
         """Return why so many items of a call have no score."""
-        limit = f"took longer than {self._prefix}timeout_s={self._timeout_s:g}"
+        limit = f"took longer than {self._limits}timeout_s={self._timeout_s:g}"
         if count > 1:
             limit = f"{limit} for each of the {count} completions of a call"
         if not call.is_first:

@@ -1,65 +1,46 @@
-"""The reward worker: a subprocess that scores completions with the user's function. pool.py starts
-it as a script.
+"""The reward worker: a process that scores completions with the user's function. RewardPool starts
+it, and guard.py says what it is below and what it may use.
 
-    rank -- guard, which the pool starts -- worker, its fork, in a session of its own -- children
-
-    argv    the function's import path; {"path", "options", "timeout_s", "memory_mb", "parent",
-            "bell", "chat", "system_prompt", "traced"}; and the descriptor of the note (memory.py)
-    stdin   [keys, prompts, completions, metas, sampled, limit_s], a call each: of one completion,
-            of several side by side, or of all those of a prompt (forms.py: takes_of)
-    stdout  ["ready", takes] or ["failed", why], once
-            [keys, [[kind, value or null, reason], ...], finished_at], in the order of the calls; of
-            several side by side each has a line of its own, as it is done
-    bell    one byte after each line of stdout, into the descriptor that the pool gave for it
+    commands [keys, prompts, completions, metas, sampled, limit_s], a call each: of one completion,
+             of several side by side, or of all those of a prompt (forms.py: takes_of)
+    messages ["ready", takes] or ["failed", why], once
+             [keys, [[kind, value or null, reason], ...], finished_at], in the order of the calls;
+             of several side by side each has a line of its own, as it is done
 
 sampled has of each completion what goes into its meta as SAMPLED (sampled.py), or null. limit_s is
-of the whole call; where it scores several side by side, of each of them.
+of the whole call; where it scores several side by side, of each of them. finished_at is
+time.monotonic(), which all processes of a machine share.
 
-One JSON value a line; finished_at is time.monotonic(), which all processes of a machine share. Both
-pipes are moved to descriptors of their own before the user's code is imported, so that its prints
-go to stderr and its reads find an empty stdin. Standard library only: it starts in some 50 ms.
-
-On Linux the guard runs none of the user's code. It passes on what the worker prints, at most
-MAX_PRINTED_BYTES. When the worker ends, the pool asks for its end (SIGTERM) or the rank dies, it
-kills all that is left below it, whatever session that is in, and ends as the worker ended. The
-worker kills what a call left running before it answers for the call; what was started while the
-module was imported lives on, and so do pools and executors that the module keeps. Elsewhere there
-is no guard: the worker notices the end of its stdin.
+What was started while the module was imported lives on between calls, and so do pools and executors
+that the module keeps. Standard library only, as guard.py.
 """
 
 from __future__ import annotations
 
-import ctypes
-import io
 import json
 import math
 import numbers
-import os
-import resource
-import select
-import signal
-import sys
 import time
 import traceback
 from collections.abc import Awaitable, Callable
-from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
 
-if TYPE_CHECKING:
-    from llamarl.scoring.memory import Watch
+from llamarl.tasks import forms
+from llamarl.tasks.forms import (
+    Limits,
+    call_of,
+    call_one_of,
+    check_signature,
+    runner,
+    takes_of,
+    with_options,
+)
+from llamarl.tasks.sampled import SAMPLED
+from llamarl.words.names import NoFunction, import_function
+from llamarl.workers import guard
+from llamarl.workers.guard import describe, kill_children, short
 
-# So results of a full batch of items fit into a pipe, and none waits for its reader.
-MAX_REASON_BYTES = 400
-MAX_PRINTED_BYTES = 1 << 16  # by a worker, to stderr
 SHOWN_FRAMES = 3  # of a traceback, and of each line of it
 SHOWN_COLUMNS = 80
-SWEEP_S = 0.5  # for killed processes to end; after that they are left to the kernel
-GUARDED = sys.platform == "linux"
-_OUR_ROOT = str(Path(__file__).resolve().parents[2])  # where llamarl is
-# prctl's options, by Linux's numbers.
-_PR_SET_PDEATHSIG = 1
-_PR_SET_CHILD_SUBREAPER = 36
-_HEARD = (signal.SIGCHLD, signal.SIGTERM)  # by the guard
 
 Call = Callable[[list[str], list[str], list[dict]], list]  # forms.py
 CallOne = Callable[[str, str, dict], object]  # what it returns is to be awaited
@@ -70,35 +51,11 @@ Verdict = tuple[str, float | None, str]
 
 
 def main(path: str, setup: dict, note: int) -> None:
-    """Score the items of standard input with the function at `path` until there are no more."""
-    commands, results = private_pipes()
-    bell = setup["bell"]
-    os.set_inheritable(bell, False)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    os.set_inheritable(note, False)
+    """Score the items of the commands with the function at `path` until there are no more. setup:
+    guard.begin's, with "options", "timeout_s", "chat", "system_prompt" and "traced".
+    """
+    commands, send = guard.begin(setup, note)
     memory_bytes = setup["memory_mb"] << 20
-    if GUARDED:
-        sys.path.insert(0, _OUR_ROOT)
-        guard(setup["parent"], [commands.fileno(), results.fileno(), bell], memory_bytes, note)
-    else:
-        reason = f"the reward's memory_mb={setup['memory_mb']} is not in force here: it needs Linux"
-        print(f"llamarl: {reason}", file=sys.stderr)
-    sys.path[:] = setup["path"]
-    assert isinstance(sys.stdout, io.TextIOWrapper), "prints go to the interpreter's own stream"
-    sys.stdout.reconfigure(line_buffering=True)  # a killed worker's prints would otherwise be lost
-
-    own = os.getpid()
-
-    def send(message: list) -> None:
-        if os.getpid() != own:
-            os._exit(0)  # the user's code forked and both returned; the original process answers
-        results.write(json.dumps(message, ensure_ascii=False).encode() + b"\n")
-        results.flush()
-        try:
-            os.write(bell, b".")
-        except BlockingIOError:
-            pass  # it is full of rings that were not heard yet, so one more is not needed
-
     try:
         function = resolve(
             path,
@@ -109,10 +66,6 @@ def main(path: str, setup: dict, note: int) -> None:
     except ValueError as error:
         send(["failed", str(error)])
         return
-    # Not at the top: this file runs as a script, which finds llamarl once sys.path is set.
-    from llamarl.tasks.forms import call_of, call_one_of, runner, takes_of
-    from llamarl.tasks.sampled import SAMPLED
-
     takes = takes_of(function)
     if takes == "several":
         call_one = call_one_of(function)
@@ -121,11 +74,11 @@ def main(path: str, setup: dict, note: int) -> None:
     traced = setup["traced"]
 
     def tell(keys: list[int], verdicts: list[Verdict]) -> None:
-        end_if_over(memory_bytes, note)
+        guard.end_if_over(memory_bytes, note)
         send([keys, verdicts, time.monotonic()])
 
-    kept = children()  # what was started while the module was imported
-    end_if_over(memory_bytes, note)
+    kept = guard.children()  # what was started while the module was imported
+    guard.end_if_over(memory_bytes, note)
     send(["ready", takes])
     for line in commands:
         keys, prompts, completions, metas, sampled, limit_s = json.loads(line)
@@ -133,14 +86,14 @@ def main(path: str, setup: dict, note: int) -> None:
             if one is not None:
                 meta[SAMPLED] = one
         if takes == "several":
-            limit_cpu(limit_s * len(keys))
+            guard.limit_cpu(limit_s * len(keys))
             items = dict(zip(keys, zip(prompts, completions, metas)))
             runner().run(score_each(call_one, items, limit_s, tell, traced=traced))
-            kill_children(but=kept | held_by_multiprocessing())
+            kill_children(but=kept | guard.held_by_multiprocessing())
         else:
-            limit_cpu(limit_s)
+            guard.limit_cpu(limit_s)
             verdicts = score(call, prompts, completions, metas, traced=traced)
-            kill_children(but=kept | held_by_multiprocessing())
+            kill_children(but=kept | guard.held_by_multiprocessing())
             tell(keys, verdicts)
 
 
@@ -205,7 +158,7 @@ def _innermost(error: BaseException) -> str:
     """Return the last SHOWN_FRAMES lines of code that an exception came through, each in a line;
     none of llamarl's own.
     """
-    own = {__file__, sys.modules["llamarl.tasks.forms"].__file__}
+    own = {__file__, forms.__file__}
     frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename not in own]
     shown = ""
     for frame in frames[-SHOWN_FRAMES:]:
@@ -244,10 +197,6 @@ def resolve(path: str, options: dict, *, timeout_s: float, memory_mb: int) -> Ca
     ValueError says what is wrong with the path, the module, the options or the function's
     parameters.
     """
-    # Not at the top: this file runs as a script, which finds llamarl once `main` has set sys.path.
-    from llamarl.tasks.forms import Limits, check_signature, with_options
-    from llamarl.words.names import NoFunction, import_function
-
     module_name, _, name = path.partition(":")
     try:
         function = import_function(path)
@@ -261,262 +210,3 @@ def resolve(path: str, options: dict, *, timeout_s: float, memory_mb: int) -> Ca
     function = with_options(function, options, name, limits)
     check_signature(function, name)
     return function
-
-
-def describe(error: BaseException) -> str:
-    """Return the type, message and innermost place of an exception that was caught, marked where
-    memory was refused.
-    """
-    text = f"{type(error).__name__}: {message_of(error)}".removesuffix(": ")
-    *_, (frame, line) = traceback.walk_tb(error.__traceback__)
-    text = f"{text} ({Path(frame.f_code.co_filename).name}:{line})"
-    signs = ("failed to map segment", "annot allocate memory", "can't allocate memory")
-    if isinstance(error, MemoryError) or any(sign in text for sign in signs):
-        text = f"out of memory: {text}; the machine refused it, not the limit memory_mb"
-    return text
-
-
-def message_of(error: BaseException) -> str:
-    """Return the message of an exception that was caught."""
-    try:
-        return str(error)
-    except BaseException as failure:  # it is the user's code too
-        return f"(its message raises {type(failure).__name__})"
-
-
-def short(reason: str) -> str:
-    """Return one printable line of at most MAX_REASON_BYTES, which JSON at most doubles."""
-    line = "".join(c if c.isprintable() else "?" for c in " ".join(reason.split()))
-    return line.encode("utf-8", "replace")[:MAX_REASON_BYTES].decode("utf-8", "ignore")
-
-
-def private_pipes() -> tuple[BinaryIO, BinaryIO]:
-    """Move standard input and output to descriptors that children do not inherit."""
-    commands = os.fdopen(os.dup(0), "rb")
-    results = os.fdopen(os.dup(1), "wb")
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
-    os.close(nothing)
-    os.dup2(2, 1)
-    return commands, results
-
-
-def end_if_over(memory_bytes: int, note: int) -> None:
-    """End this worker if it ever held more, however shortly, because an item's outcome must not
-    depend on when its guard looked.
-    """
-    if not GUARDED:
-        return
-    # Not at the top: this file runs as a script, which finds llamarl once `main` has set sys.path.
-    from llamarl.scoring.memory import peak_bytes, write_note
-
-    peak = peak_bytes()
-    if peak > memory_bytes:
-        write_note(note, peak)
-        os._exit(1)
-
-
-def limit_cpu(timeout_s: float) -> None:
-    """Let the kernel end a spinning call even while the pool is not looking: CPU time so far plus
-    timeout_s on every core.
-    """
-    _, hard = resource.getrlimit(resource.RLIMIT_CPU)
-    num_cores = os.cpu_count() or 1
-    limit_s = math.ceil(time.process_time() + timeout_s * num_cores) + 1
-    if hard != resource.RLIM_INFINITY:
-        limit_s = min(limit_s, hard)
-    resource.setrlimit(resource.RLIMIT_CPU, (limit_s, hard))
-
-
-# --- The guard, and the end of processes ---
-
-
-class _Prints:
-    """Prints of the worker and its children, which go to stderr; after MAX_PRINTED_BYTES they are
-    dropped.
-    """
-
-    def __init__(self, source: int):
-        self.source = source
-        self._left = MAX_PRINTED_BYTES
-        os.set_blocking(source, False)
-
-    def pass_on(self) -> bool:
-        """Pass on one pipe full at most, so that who prints without end holds up nothing. False
-        when no more can come.
-        """
-        try:
-            text = os.read(self.source, 1 << 16)
-        except BlockingIOError:
-            return True
-        shown = text[: self._left]
-        if self._left and len(text) > self._left:
-            note = f"a reward worker printed {MAX_PRINTED_BYTES} bytes; the rest is dropped"
-            shown += f"\nllamarl: {note}\n".encode()
-        self._left = max(0, self._left - len(text))
-        try:
-            while shown:
-                shown = shown[os.write(2, shown) :]
-        except OSError:
-            self._left = 0  # nobody reads stderr any more; go on without it
-        return bool(text)
-
-
-def guard(parent: int, pipes: list[int], memory_bytes: int, note: int) -> None:
-    """Fork. The call returns in the worker, which has a session of its own, and never in the guard,
-    which closes its `pipes` and writes to `note` how much memory was more than memory_bytes.
-    """
-    # Not at the top: this file runs as a script, which finds llamarl once `main` has set sys.path.
-    from llamarl.scoring.memory import Watch, be_first_to_go
-
-    _set_for_process(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    _set_for_process(_PR_SET_CHILD_SUBREAPER, 1)
-    printed, prints = os.pipe()
-    # The numbers of signals, for select: a worker that ends early is not missed.
-    signals, rings = os.pipe()
-    os.set_blocking(signals, False)
-    os.set_blocking(rings, False)
-    signal.set_wakeup_fd(rings, warn_on_full_buffer=False)
-    for number in _HEARD:
-        signal.signal(number, lambda *_: None)
-    own = os.getpid()
-    worker = os.fork()
-    if worker:
-        for descriptor in (*pipes, prints):
-            os.close(descriptor)
-        held = Watch(worker, memory_bytes, note)
-        _watch(worker, parent, signals, _Prints(printed), held)
-    signal.set_wakeup_fd(-1)
-    for number in _HEARD:
-        signal.signal(number, signal.SIG_DFL)
-    os.setsid()
-    _set_for_process(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    _set_for_process(_PR_SET_CHILD_SUBREAPER, 1)
-    if os.getppid() != own:  # the guard died before the call
-        os._exit(1)
-    be_first_to_go()
-    os.dup2(prints, 1)
-    os.dup2(prints, 2)
-    for descriptor in (signals, rings, printed, prints):
-        os.close(descriptor)
-
-
-def _watch(worker: int, parent: int, signals: int, prints: _Prints, held: Watch) -> None:
-    """Wait until the worker ends, or must end, as it must when too much memory is held; then end
-    all that it leaves, and this process in the way in which the worker ended.
-    """
-    sources = [signals, prints.source]
-    heard = b""
-    status = None
-    while status is None and signal.SIGTERM not in heard and os.getppid() == parent:
-        if held.is_too_much():
-            break
-        ready, _, _ = select.select(sources, [], [], held.wait_s())
-        if signals in ready:
-            heard = os.read(signals, 1 << 16)
-        if prints.source in ready and not prints.pass_on():
-            sources.remove(prints.source)
-        status = _reap(worker)
-    held.check_peak()
-    if status is None:
-        try:
-            os.killpg(worker, signal.SIGKILL)
-        except ProcessLookupError:  # the worker has not made its session yet
-            os.kill(worker, signal.SIGKILL)
-    kill_children()
-    prints.pass_on()
-    _end_as(status)
-
-
-def _reap(worker: int) -> int | None:
-    """Return the worker's wait status if it has ended, else None. Its orphans, which come to the
-    guard, are reaped too.
-    """
-    status = None
-    while _has_children():
-        pid, found = os.waitpid(-1, os.WNOHANG)
-        if not pid:
-            break
-        if pid == worker:
-            status = found
-    return status
-
-
-def _end_as(status: int | None) -> None:
-    """End this process with the exit code, or by the signal, of a wait status; None: killed."""
-    code = -signal.SIGKILL if status is None else os.waitstatus_to_exitcode(status)
-    if code >= 0:
-        os._exit(code)
-    if -code != signal.SIGKILL:
-        signal.signal(-code, signal.SIG_DFL)
-    os.kill(os.getpid(), -code)
-    os._exit(1)
-
-
-def kill_children(but: frozenset[int] = frozenset()) -> None:
-    """Kill all children but some, and who become children by their end; for SWEEP_S at most."""
-    until = time.monotonic() + SWEEP_S
-    strays = children() - but
-    while strays and time.monotonic() < until:
-        for pid in strays:
-            try:
-                os.kill(pid, signal.SIGKILL)
-                os.waitpid(pid, os.WNOHANG)
-            except (ProcessLookupError, ChildProcessError):
-                pass  # the user's code has reaped the child meanwhile
-        time.sleep(0.001)
-        strays = children() - but
-
-
-def held_by_multiprocessing() -> frozenset[int]:
-    """Return the processes of pools, executors and managers that the user's code still has, and
-    those by which multiprocessing serves later calls. An executor starts its own at its first use.
-    """
-    # Names and members of the standard library's modules, if the user's code has imported them.
-    found: set[int | None] = set()
-    users = sys.modules.get("multiprocessing")
-    for process in users.active_children() if users else ():
-        if "PoolWorker" in process.name or "Manager" in process.name:
-            found.add(process.pid)
-    executors = sys.modules.get("concurrent.futures.process")
-    for thread in list(getattr(executors, "_threads_wakeups", ())):
-        found |= set(thread.processes or ())
-    tracker = sys.modules.get("multiprocessing.resource_tracker")
-    found.add(getattr(getattr(tracker, "_resource_tracker", None), "_pid", None))
-    server = sys.modules.get("multiprocessing.forkserver")
-    found.add(getattr(getattr(server, "_forkserver", None), "_forkserver_pid", None))
-    return frozenset(pid for pid in found if pid is not None)
-
-
-def _has_children() -> bool:
-    try:
-        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except ChildProcessError:
-        return False
-    return True
-
-
-def children() -> frozenset[int]:
-    """Return the ids of this process's children, also of those that have ended and are not reaped;
-    none but on Linux.
-    """
-    if not (GUARDED and _has_children()):
-        return frozenset()
-    own = os.getpid()
-    found = set()
-    for entry in filter(str.isdecimal, os.listdir("/proc")):
-        try:
-            fields = Path("/proc", entry, "stat").read_text().rpartition(")")[2].split()
-        except OSError:  # the process has ended
-            continue
-        if int(fields[1]) == own:
-            found.add(int(entry))
-    return frozenset(found)
-
-
-def _set_for_process(option: int, value: int) -> None:
-    ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], json.loads(sys.argv[2]), int(sys.argv[3]))

@@ -20,12 +20,12 @@ import sys
 import time
 from typing import Any
 
-from llamarl.tasks import sandbox
 from llamarl.tasks.forms import Limits, checked_by
 from llamarl.tasks.marked import THINKING, Thinking, answer_of, last_program
 from llamarl.tasks.options import need_count, need_flag, need_positive, need_text, need_word
 from llamarl.tasks.program_tests import Calling, Printing, Test, tests_of
-from llamarl.tasks.sandbox import Isolation, Walls
+from llamarl.workers import sandbox
+from llamarl.workers.sandbox import Isolation, Walls
 
 _OWN_MB = 128  # MiB that the worker and the sandbox's first processes hold themselves
 _KILL_S = 0.5  # for a program that is at its end to be killed, before its worker is

@@ -11,6 +11,7 @@ from llamarl.environments import pool as pool_file
 from llamarl.environments.contracts import Answer
 from llamarl.environments.pool import EnvironmentPool, Failure
 from llamarl.errors import RewardError
+from llamarl.workers import process
 
 PATIENCE_S = 60.0
 
@@ -283,10 +284,10 @@ def test_a_path_that_leads_nowhere_is_told_with_its_key(pool_of):
 
 
 def test_workers_that_cannot_start_end_the_run(pool_of, monkeypatch, tmp_path):
-    script = tmp_path / "worker.py"
-    script.write_text("raise SystemExit(4)")
-    monkeypatch.setattr(pool_file.worker_script, "__file__", str(script))
-    with pytest.raises(RewardError, match="exited with code 4 before it played anything"):
+    (tmp_path / "ends_at_once.py").write_text("raise SystemExit(4)")
+    monkeypatch.setattr(process, "ROOT", str(tmp_path))
+    monkeypatch.setattr(pool_file, "WORKER", "ends_at_once")
+    with pytest.raises(RewardError, match="exited with code 4 before its first answer"):
         pool_of("Shop").start()
 
 

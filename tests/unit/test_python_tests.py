@@ -17,10 +17,10 @@ import pytest
 
 from llamarl.scoring.pool import RewardPool, check_reward
 from llamarl.scoring.scorer import score_all, text_item
-from llamarl.tasks import sandbox, sandbox_init
 from llamarl.tasks.forms import Limits
 from llamarl.tasks.programs import check_row, python_tests
-from llamarl.tasks.sandbox import Ran, Walls
+from llamarl.workers import sandbox, sandbox_init
+from llamarl.workers.sandbox import Ran, Walls
 
 ADD = "def add(a, b):\n    return a + b\n"
 WRONG = "def add(a, b):\n    return a - b\n"
@@ -472,7 +472,7 @@ def test_what_a_program_starts_ends_with_it(walls):
 
 BUSY = """
 import os, signal, time
-from llamarl.tasks import sandbox
+from llamarl.workers import sandbox
 
 def ran(self):
     os.read(self._started.told, 100)

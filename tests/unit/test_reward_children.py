@@ -13,9 +13,10 @@ import time
 
 import pytest
 
-from llamarl.scoring import calls, worker
-from llamarl.scoring import process as process_module
+from llamarl.scoring import calls
 from llamarl.scoring.pool import RewardPool
+from llamarl.workers import guard
+from llamarl.workers import process as process_module
 
 DEADLINE_S = 30.0  # for waits that must end; never reached unless something is broken
 USER_MODULE = '''
@@ -200,7 +201,7 @@ def test_pools_that_a_function_keeps_serve_all_its_calls(tmp_path, name):
 
 
 def test_prints_are_passed_on_up_to_a_limit_and_then_dropped_with_one_note(capfd):
-    size = worker.MAX_PRINTED_BYTES
+    size = guard.MAX_PRINTED_BYTES
     with RewardPool("my_rewards:score", timeout_s=DEADLINE_S) as pool:
         few = pool.score([("", "print", {"bytes": 9})])
         many = pool.score([("", "print", {"bytes": size})] * 5)
@@ -208,7 +209,7 @@ def test_prints_are_passed_on_up_to_a_limit_and_then_dropped_with_one_note(capfd
     printed = capfd.readouterr().err
     assert printed.count("x") >= size - 100
     assert len(printed) < size + 200
-    assert printed.count("llamarl: a reward worker printed") == 1
+    assert printed.count("llamarl: a worker printed") == 1
 
 
 def test_who_prints_without_end_is_killed_like_any_other(capfd):
@@ -216,7 +217,7 @@ def test_who_prints_without_end_is_killed_like_any_other(capfd):
         outcomes = pool.score([("", "print without end", {}), ("", "none", {})])
     assert [outcome.kind for outcome in outcomes] == ["error", "score"]
     assert "reward.timeout_s=1" in outcomes[0].reason
-    assert len(capfd.readouterr().err) < worker.MAX_PRINTED_BYTES + 200
+    assert len(capfd.readouterr().err) < guard.MAX_PRINTED_BYTES + 200
 
 
 def test_a_guard_that_does_not_answer_is_killed(monkeypatch):

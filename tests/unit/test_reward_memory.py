@@ -14,8 +14,8 @@ import psutil
 import pytest
 
 from llamarl.errors import RewardError
-from llamarl.scoring.memory import Note, Watch, too_much, write_note
 from llamarl.scoring.pool import RewardPool
+from llamarl.workers.memory_limit import Note, Watch, too_much, write_note
 
 ROOT = Path(__file__).parents[2]
 MB = 1 << 20
@@ -245,7 +245,7 @@ def test_what_no_look_saw_is_known_by_the_peak(note, way):
     code = f"""
 import os, sys
 sys.path.insert(0, {str(ROOT)!r})
-from llamarl.scoring.memory import Watch, peak_bytes, write_note
+from llamarl.workers.memory_limit import Watch, peak_bytes, write_note
 worker = os.fork()
 if not worker:
     held = b"x" * (200 << 20)

@@ -201,7 +201,7 @@ def test_a_function_that_forks_and_comes_back_twice_scores_once():
 def test_an_answer_for_another_item_costs_one_item(line):
     outcomes = run(["value 1", f"forge {line}", "value 2", "value 3"])
     assert [o.value for o in outcomes if o.kind == "score"] == [1, 2, 3]
-    assert "sent an answer to another item" in outcomes[1].reason
+    assert "sent what it was not asked" in outcomes[1].reason
 
 
 def test_a_worker_that_ends_by_itself_tells_its_own_exit_code():
@@ -400,7 +400,7 @@ def test_a_wrong_import_path_is_explained(fn, what):
 
 
 def test_a_module_that_kills_its_worker_ends_the_start():
-    what = "dies:score: the worker exited with code 1 before it scored anything, 3 times"
+    what = "dies:score: the worker exited with code 1 before its first answer, 3 times"
     with pytest.raises(RewardError, match=what), RewardPool("dies:score") as pool:
         pool.start()
     with pytest.raises(ValueError, match=what):  # at a run's start it is bad input

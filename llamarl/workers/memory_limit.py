@@ -1,4 +1,4 @@
-"""The limit on the memory of a reward worker and of all that it starts.
+"""The limit on the memory of a worker and of all that it starts.
 
     guard     Watch        looks every 10 to 250 ms at what the worker and its descendants hold
     worker    peak_bytes   tells after each call the most that the worker itself ever held
@@ -8,7 +8,7 @@ Resident memory counts (RSS, as ps shows it), with the pages of mapped files tha
 that is only mapped does not count, because CUDA's libraries map gigabytes. A look may miss memory
 that a child of the worker holds for less than the time between two looks.
 
-This needs Linux, as the guard does (worker.py). Elsewhere nothing limits memory. Standard library
+This needs Linux, as the guard does (guard.py). Elsewhere nothing limits memory. Standard library
 only, and nothing that takes long to import: the guard and the worker import it.
 """
 

@@ -33,7 +33,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from llamarl.tasks import sandbox_init
+from llamarl.workers import sandbox_init
 
 Isolation = Literal["namespaces", "limits"]
 ISOLATIONS: tuple[Isolation, ...] = ("namespaces", "limits")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
 import logging
 import math
 import os
@@ -14,12 +15,14 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
-from llamarl.scoring import worker as worker_script
-from llamarl.scoring.calls import START_S
-from llamarl.scoring.memory import Note
 from llamarl.words.foreign_json import read_json
+from llamarl.workers import guard
+from llamarl.workers.memory_limit import Note
+
+START_S = 120.0  # for a worker to import the user's module
 
 # Time for a worker whose output has ended to exit by itself, so that its own exit code is reported.
 EXIT_S = 0.5
@@ -28,6 +31,15 @@ _READ_BYTES = 1 << 16
 # That the pipe of calls holds: what does not fit into it waits for the next poll. Linux lets a user
 # have 64 MiB in all pipes.
 _PIPE_BYTES = 1 << 18
+
+# Where llamarl is. A worker's own sys.path comes later, with what the user's code is to find.
+ROOT = str(Path(__file__).resolve().parents[2])
+_START = """\
+import importlib, json, sys
+root, module, path, setup, note = sys.argv[1:]
+sys.path.insert(0, root)
+importlib.import_module(module).main(path, json.loads(setup), int(note))
+"""
 
 log = logging.getLogger(__name__)
 
@@ -45,23 +57,25 @@ Command = TypeVar("Command", bound=Sendable)
 
 class WorkerProcess(Generic[Command]):
     """One subprocess and its pipes. Nothing here blocks, except waiting for the end of a process
-    that is ending or killed. script: what it runs.
+    that is ending or killed.
+
+    module: its main(path, setup, note) runs there. path: the import path of the user's code.
     """
 
-    def __init__(self, fn: str, setup: str, bell: int, *, script: str = worker_script.__file__):
+    def __init__(self, module: str, path: str, setup: dict):
         # A worker uses one core, and freed memory that an arena keeps would count as held.
         few_threads = {"OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2"}
         self.note = Note()
+        note = self.note.writer
         self._process = subprocess.Popen(
-            # -P keeps the script's own directory off sys.path; the worker takes over this process's
-            # path.
-            [sys.executable, "-P", script, fn, setup, str(self.note.writer)],
+            # -P keeps the current directory off sys.path until the worker takes over the pool's.
+            [sys.executable, "-P", "-c", _START, ROOT, module, path, json.dumps(setup), str(note)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,
             bufsize=0,
             env=few_threads | os.environ,
-            pass_fds=[bell, self.note.writer],
+            pass_fds=[setup["bell"], note],
         )
         self.note.hand_over()
         output = self._process.stdout
@@ -143,7 +157,7 @@ class WorkerProcess(Generic[Command]):
         """
         lingers = False
         code = None
-        if worker_script.GUARDED:
+        if guard.GUARDED:
             lingers = self.ended and self._wait(EXIT_S) is None
             # Its guard kills what is below it.
             self._process.terminate()
@@ -158,7 +172,7 @@ class WorkerProcess(Generic[Command]):
         self._commands.close()
         if code is None:
             pid = self._process.pid
-            log.warning("reward worker %d was killed and has not ended in %g s", pid, KILL_S)
+            log.warning("worker %d was killed and has not ended in %g s", pid, KILL_S)
             return f"was killed and has not ended in {KILL_S:g} s"
         if lingers:
             return "closed its output and was killed"
