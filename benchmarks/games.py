@@ -23,6 +23,28 @@ class Calculator:
         return "  " + "+".join(map(str, self.numbers)) + "="
 
 
+class Sums:
+    """Two sums, one after the other. A right answer is worth a half."""
+
+    def init(self):
+        """Ask for the first sum."""
+        self.turns = 0
+        return self._ask(), []
+
+    def step(self, message):
+        """Reward the answer, and ask for the second sum or end."""
+        self.turns += 1
+        reward = 0.5 if message["content"].strip() == self.answer else 0.0
+        if self.turns == 2:
+            return [], True, reward
+        return self._ask(), False, reward
+
+    def _ask(self) -> str:
+        first, second = random.randint(10, 49), random.randint(10, 49)
+        self.answer = str(first + second)
+        return f"{first}+{second}="
+
+
 class Talk:
     """A dialogue of NUM_TURNS turns, whatever the policy says in them."""
 

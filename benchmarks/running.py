@@ -43,9 +43,9 @@ class Finished:
 
 
 def run_process(
-    command: list[str], *, timeout_s: float, env: dict[str, str] | None = None
+    command: list[str], *, timeout_s: float, env: dict[str, str] | None = None, cwd: Path = ROOT
 ) -> Finished:
-    """Run it to its end, in the repository's root.
+    """Run it to its end, in the repository's root or another directory.
 
     After timeout_s it is asked to end, and STOP_S later killed with its descendants.
     """
@@ -53,7 +53,7 @@ def run_process(
     timed_out = False
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(
-            command, stdout=log, stderr=log, cwd=ROOT, env=env, start_new_session=True
+            command, stdout=log, stderr=log, cwd=cwd, env=env, start_new_session=True
         )
         try:
             process.wait(timeout_s)
