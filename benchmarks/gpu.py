@@ -185,16 +185,16 @@ def update(setup: Setup) -> Figures:
 
 
 def peak_flops() -> float | None:
-    """bfloat16's by the maker's sheet, where the GPU's name is in a sheet's."""
+    """Return the maker's bfloat16 FLOP/s, if a hardware profile has the GPU's name."""
     import yaml
 
     if not torch.cuda.is_available():
         return None
     words = set(torch.cuda.get_device_name().split())
-    for file in sorted((ROOT / "llamarl" / "planner" / "sheets").glob("*.yaml")):
-        sheet = yaml.safe_load(file.read_text())
-        if file.stem.upper() in words and sheet["device"]["kind"] == "gpu":
-            return float(sheet["device"]["flops"]["bfloat16"])
+    for file in sorted((ROOT / "llamarl" / "planner" / "profiles").glob("*.yaml")):
+        profile = yaml.safe_load(file.read_text())
+        if file.stem.upper() in words and profile["device"]["kind"] == "gpu":
+            return float(profile["device"]["flops"]["bfloat16"])
     return None
 
 

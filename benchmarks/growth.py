@@ -112,9 +112,10 @@ def ledger(num_generators: int) -> dict:
     newest weights and has room for ROOM groups at every turn, and for a trainer rank with a pool of
     its own for every two of them.
     """
-    from llamarl.planner.mail import SimulatedMail
+    sys.path.insert(0, str(ROOT))
     from llamarl.tickets.ledger import TicketLedger
     from llamarl.tickets.service import TicketService
+    from tests.simulated_mail import SimulatedMail
 
     groups = ROOM * num_generators
     num_trainers = num_generators // 2

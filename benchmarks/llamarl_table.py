@@ -1,4 +1,4 @@
-"""LlamaRL's table of step times beside what the planner predicts from a data sheet of H100s.
+"""LlamaRL's table of step times beside what the planner predicts from a hardware profile of H100s.
 
     python benchmarks/llamarl_table.py [--sheet h100] [--calibrate] [--json FILE]
 
@@ -24,7 +24,7 @@ both       the seconds of a layer of a decode step are the same
 Three values are free, and are set on three of the six figures:
 
 LAYER_S    seconds of a layer of a decode step, on LlamaRL's 8B. Both systems decode in PyTorch, not
-           in an engine whose layer takes 30 us, as the data sheet has it
+           in an engine whose layer takes 30 us, as the hardware profile has it
 SIGMA      of the lengths' logarithm, on the baseline's 8B, which waits for the longest completion
 AT_ONCE    completions that a replica of the baseline's 405B decodes at once. Memory alone would let
            many more run (the program prints what that predicts, which is far too short): this
@@ -32,8 +32,8 @@ AT_ONCE    completions that a replica of the baseline's 405B decodes at once. Me
 
 The other three are predictions, made with the table in sight. Two assumptions were moved within
 what is plausible when LlamaRL's 405B was seen to be predicted too short: network_latency_s of the
-sheet from 40 to 100 us, and the mean length from 400 to 600 tokens. With the first values, and the
-free ones set anew, it is predicted 37 % too short, and 70B within 13 %.
+profile from 40 to 100 us, and the mean length from 400 to 600 tokens. With the first values, and
+the free ones set anew, it is predicted 37 % too short, and 70B within 13 %.
 """
 
 from __future__ import annotations
@@ -45,12 +45,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from llamarl.models.config import ModelConfig
-from llamarl.planner.costs import Costs
-from llamarl.planner.memory import GIB
-from llamarl.planner.plans import GeneratorPlan, Numerics, TrainerPlan, Work
-from llamarl.planner.predict import Prediction, Predictor
+from llamarl.planner.costs import Costs, GeneratorPlan, Numerics, TrainerPlan, Work
+from llamarl.planner.predict import GIB, Prediction, Predictor
+from llamarl.planner.profile import Assumption, Profile, read_profile
 from llamarl.planner.search import Limits, NothingFits, powers_up_to, search
-from llamarl.planner.sheet import Assumption, Sheet, read_sheet
 
 PROMPT = 150
 LENGTH = 600
@@ -119,24 +117,24 @@ def work_of(sigma: float) -> Work:
     )
 
 
-def with_layer(sheet: Sheet, layer_s: float) -> Sheet:
-    """Return a sheet with another time of a layer of a decode step."""
+def with_layer(profile: Profile, layer_s: float) -> Profile:
+    """Return a profile with another time of a layer of a decode step."""
     layer = Assumption(layer_s, "set on LlamaRL's 8B step")
-    return replace(sheet, assumptions=replace(sheet.assumptions, decode_layer_s=layer))
+    return replace(profile, assumptions=replace(profile.assumptions, decode_layer_s=layer))
 
 
-def memory_of(sheet: Sheet) -> float:
+def memory_of(profile: Profile) -> float:
     """Return the bytes of a GPU that a job may fill."""
-    return sheet.device.memory_gib * GIB * sheet.assumed("memory_share")
+    return profile.device.memory_gib * GIB * profile.assumed("memory_share")
 
 
-def asynchronous(row: Row, sheet: Sheet, sigma: float = SIGMA) -> Prediction:
+def asynchronous(row: Row, profile: Profile, sigma: float = SIGMA) -> Prediction:
     """Return the prediction of LlamaRL's step."""
-    memory = memory_of(sheet)
+    memory = memory_of(profile)
     found = []
     for checkpointing in (False, True):
         numerics = Numerics(quantize=row.quantize, checkpointing=checkpointing)
-        predictor = Predictor.of(Costs(sheet, row.model, numerics), work_of(sigma))
+        predictor = Predictor.of(Costs(profile, row.model, numerics), work_of(sigma))
         tensor = min(t for t in powers_up_to(16) if holds_batch(predictor, row, t, memory))
         limits = Limits(row.gpus, memory, overcommit=GROUPS // 2, generator_tensor=tensor)
         try:
@@ -164,11 +162,11 @@ class Baseline:
 
 
 def synchronous(
-    row: Row, sheet: Sheet, sigma: float = SIGMA, at_once: int | None = None
+    row: Row, profile: Profile, sigma: float = SIGMA, at_once: int | None = None
 ) -> Baseline:
     """Return the prediction of the baseline's step. at_once: None: as many as memory lets run."""
-    memory = memory_of(sheet)
-    costs = Costs(sheet, row.model, Numerics(checkpointing=True))
+    memory = memory_of(profile)
+    costs = Costs(profile, row.model, Numerics(checkpointing=True))
     predictor = Predictor.of(costs, work_of(sigma))
     numbers = costs.num_numbers
     held = {m: numbers * (2 + 2 + 4) / m + numbers * 12 / row.gpus for m in powers_up_to(128)}
@@ -180,7 +178,7 @@ def synchronous(
     sample_s = predictor.batch_s(GeneratorPlan(m, replicas, slots))
     # Its optimizer is sharded over all GPUs, its weights over none but m: FSDP2 gathers nothing.
     trainer = TrainerPlan(shards=1, replicate=replicas, tensor=m, microbatch_tokens=MICROBATCH)
-    tokens = GROUPS / replicas * predictor.work.packed_of_group * sheet.assumed("imbalance")
+    tokens = GROUPS / replicas * predictor.work.packed_of_group * profile.assumed("imbalance")
     size = min(tokens, MICROBATCH)
     pairs = size * (PROMPT + LENGTH) / 2
     update_s = tokens / size * costs.microbatch_s(size, pairs, trainer)
@@ -188,13 +186,13 @@ def synchronous(
     return Baseline(sample_s + update_s, sample_s, update_s, m, slots)
 
 
-def predictions(sheet: Sheet) -> list[dict]:
+def predictions(profile: Profile) -> list[dict]:
     """Return a record for each of the six figures: paper, predicted, error, whether it was set."""
-    sheet = with_layer(sheet, LAYER_S)
+    profile = with_layer(profile, LAYER_S)
     found = []
     for row in TABLE:
-        baseline = synchronous(row, sheet, at_once=AT_ONCE.get(row.name))
-        own = asynchronous(row, sheet)
+        baseline = synchronous(row, profile, at_once=AT_ONCE.get(row.name))
+        own = asynchronous(row, profile)
         both = {
             "synchronous": (row.synchronous_s, baseline.step_s, shown_baseline(baseline)),
             "asynchronous": (row.asynchronous_s, own.step_s, shown(own)),
@@ -244,15 +242,15 @@ def solve(f: Callable[[float], float], goal: float, low: float, high: float) -> 
     return middle
 
 
-def calibrate(sheet: Sheet) -> dict[str, float]:
+def calibrate(profile: Profile) -> dict[str, float]:
     """Return the free values anew."""
     first, _, last = TABLE
 
     def own_s(layer_s: float) -> float:
-        return asynchronous(first, with_layer(sheet, layer_s)).step_s
+        return asynchronous(first, with_layer(profile, layer_s)).step_s
 
     layer_s = solve(own_s, first.asynchronous_s, 1e-6, 1e-2)
-    layered = with_layer(sheet, layer_s)
+    layered = with_layer(profile, layer_s)
 
     def baseline_s(sigma: float) -> float:
         return synchronous(first, layered, sigma).step_s
@@ -267,22 +265,22 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--sheet", default="h100", help="a data sheet's name or file")
+    parser.add_argument("--sheet", default="h100", help="a hardware profile's name or file")
     parser.add_argument("--calibrate", action="store_true", help="find the free values anew")
     parser.add_argument("--json", type=Path, help="write the records there")
     given = parser.parse_args(arguments)
-    sheet = read_sheet(given.sheet)
+    profile = read_profile(given.sheet)
     if given.calibrate:
-        print(calibrate(sheet))
+        print(calibrate(profile))
         return
-    found = predictions(sheet)
+    found = predictions(profile)
     for one in found:
         what = "set on this" if one["is_set"] else "predicted"
         print(
             f"{one['model']:>5} {one['system']:<13} paper {one['paper_s']:7.2f} s  "
             f"here {one['predicted_s']:7.2f} s  {one['error']:+.0%}  {what}: {one['how']}"
         )
-    free = synchronous(TABLE[-1], with_layer(sheet, LAYER_S))
+    free = synchronous(TABLE[-1], with_layer(profile, LAYER_S))
     print(f"405B baseline with what memory lets run: {free.step_s:.1f} s, {shown_baseline(free)}")
     if given.json:
         given.json.write_text(json.dumps(found, indent=1) + "\n")

@@ -24,7 +24,7 @@ from llamarl.config.kinds import KINDS
 from llamarl.config.preferences import PREFERENCES
 from llamarl.config.sft import SFT
 from llamarl.config.supervised import REWARD_MODEL
-from llamarl.planner import simulate
+from llamarl.planner import __main__ as planner
 from tests.documents import (
     EXPERIMENTS,
     GUIDES,
@@ -692,15 +692,12 @@ def test_the_table_of_staleness_is_what_its_command_prints():
     assert legend.startswith("each cell: seconds a step, mean lag / largest lag")
 
 
-def test_commands_of_docs_simulation_are_accepted(tmp_path, monkeypatch, capsys):
-    document = text_of(ROOT / "docs" / "simulation.md")
+def test_simulations_of_the_planners_page_are_accepted(capsys):
+    document = text_of(ROOT / "docs" / "planner.md")
     shell = "".join(f"```bash\n{body}```\n" for body in blocks("bash", document))
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "lengths.txt").write_text("100\n300\n")
-    found = commands(shell)
-    assert len(found) > 4
+    found = [words for words in commands(shell) if words[3:4] == ["simulate"]]
+    assert len(found) == 4
     for words in found:
         assert words[:4] == ["python", "-m", "llamarl.planner", "simulate"]
         # Few steps: here it matters that they are accepted.
-        keys = [word for word in words[4:] if not word.startswith("max_steps=")]
-        assert simulate.run([*keys, "max_steps=4"]) == 0, capsys.readouterr().err
+        assert planner.main([*words[3:], "max_steps=4"]) == 0, capsys.readouterr().err

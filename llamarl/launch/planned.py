@@ -1,10 +1,10 @@
-"""The ranks that the planner finds for trainer and generator, where placement.sheet asks for them.
+"""Choose the ranks of trainer and generator by a hardware profile, if placement.sheet names one.
 
     planned = planned_placement(config, world_size)
     planned.config, planned.words
 
-The sheet says what the machine does; the job is the configuration's. What the planner chooses of it
-is how many ranks train and how many generate; microbatch, slots and degrees stay as configured.
+The profile says what the machine does; the configuration says the job. The planner chooses how many
+ranks train and how many generate. Microbatch, slots and degrees stay as configured.
 """
 
 from __future__ import annotations
@@ -15,36 +15,34 @@ from dataclasses import dataclass
 from llamarl.config.command_line import Config
 from llamarl.config.placement import TINY_MODEL
 from llamarl.models.config import read_config
-from llamarl.planner.costs import Costs
-from llamarl.planner.memory import GIB
-from llamarl.planner.plans import Numerics, Work
-from llamarl.planner.predict import Prediction, Predictor
+from llamarl.planner.costs import Costs, Numerics, Work
+from llamarl.planner.predict import GIB, Prediction, Predictor
+from llamarl.planner.profile import Profile, read_profile
 from llamarl.planner.search import Limits, search
-from llamarl.planner.sheet import Sheet, read_sheet
 
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A configuration with ranks. words: what the planner expects of them, for people."""
+    """A configuration with ranks. words: the predicted step, for people."""
 
     config: Config
     words: str
 
 
 def planned_placement(config: Config, world_size: int) -> Planned | None:
-    """Return the configuration with the ranks whose predicted step is shortest; None where no sheet
-    was given, or one rank hosts all.
+    """Return the configuration with the ranks whose predicted step is shortest; None if there is no
+    placement.sheet, or one rank hosts all.
 
-    ValueError if the sheet cannot be read, or if no split fits its memory.
+    ValueError if the profile cannot be read, or if no split fits its memory.
     """
     name = config.placement.sheet
     if name is None or world_size == 1:
         return None
-    sheet = read_sheet(name)
-    predictor = _predictor(config, sheet)
+    profile = read_profile(name)
+    predictor = _predictor(config, profile)
     limits = Limits(
         gpus=world_size,
-        memory=sheet.device.memory_gib * GIB * sheet.assumed("memory_share"),
+        memory=profile.device.memory_gib * GIB * profile.assumed("memory_share"),
         overcommit=config.overcommit if isinstance(config.overcommit, int) else None,
         trainer_tensor=config.trainer.tensor_parallel,
         generator_tensor=config.generator.tensor_parallel,
@@ -68,12 +66,12 @@ def planned_placement(config: Config, world_size: int) -> Planned | None:
     )
 
 
-def _predictor(config: Config, sheet: Sheet) -> Predictor:
+def _predictor(config: Config, profile: Profile) -> Predictor:
     trainer = config.trainer
     work = Work(
         groups=config.groups_per_step,
         group_size=config.group_size,
-        # Not known before the run: as a search takes them where they are not given.
+        # Not known before the run: the defaults of a search.
         prompt_tokens=config.task.max_prompt_tokens / 2,
         completion_tokens=config.max_new_tokens / 2,
         longest_prompt=config.task.max_prompt_tokens,
@@ -86,10 +84,10 @@ def _predictor(config: Config, sheet: Sheet) -> Predictor:
         quantize=getattr(config.generator, "quantize", "none"),
         optimizer=trainer.optimizer,
         checkpointing=trainer.activation_checkpointing,
-        on_cpu=sheet.device.kind == "cpu",
+        on_cpu=profile.device.kind == "cpu",
     )
     model = read_config(config.model.path or TINY_MODEL)
-    return Predictor.of(Costs(sheet, model, numerics), work)
+    return Predictor.of(Costs(profile, model, numerics), work)
 
 
 def _words(sheet: str, best: Prediction, synchronous: Prediction | None) -> str:

@@ -1,19 +1,15 @@
-"""Predicts runs before they start: a machine's data sheet, and the best split of its GPUs.
+"""Plan a run before it starts.
 
-    # a data sheet of this machine, by a probe of about a minute or from runs that were made on it
-    python -m llamarl.planner fit --probe sheet=NAME.yaml [model.path=DIR]
+    # a hardware profile from runs of this machine: synchronous ones, of several batch sizes
     python -m llamarl.planner fit runs/a runs/b sheet=NAME.yaml prompt_tokens=150
 
-    # the split whose step is shortest; a config.json is enough, and no GPU is needed
+    # the split with the shortest step; a config.json is enough, and no GPU is needed
     python -m llamarl.planner search --gpus 16 --gpu-memory 80 sheet=h100 model.path=DIR
                                      groups_per_step=64 group_size=8 max_new_tokens=2048
 
-    # the same plan on the real ledger and a virtual clock; or any settings and seconds
-    python -m llamarl.planner search ... --simulate
+    # a run on the real ledger with given service times, or the plan that a search found
     python -m llamarl.planner simulate max_lag=1,2,4 overcommit=0,8,auto update_s=5
-
-    # how wrong it is about a run that was made
-    python -m llamarl.planner check runs/a sheet=NAME.yaml prompt_tokens=150
+    python -m llamarl.planner search ... --simulate
 
 docs/planner.md has all keys. Exit status: 0, or 2 for what cannot be used or does not fit.
 """
@@ -23,20 +19,125 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, fields, replace
 from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass
 
 from llamarl.models.config import check_sizes, read_config
-from llamarl.planner.costs import Costs
-from llamarl.planner.memory import GIB
-from llamarl.planner.plans import Plan
-from llamarl.planner.predict import Predictor
+from llamarl.planner.costs import Costs, Numerics, Work
+from llamarl.planner.predict import GIB, Prediction, Predictor
+from llamarl.planner.profile import (
+    STRICT,
+    Count,
+    FromZero,
+    Positive,
+    Profile,
+    made,
+    read_profile,
+    write_profile,
+)
 from llamarl.planner.search import Found, Limits, NothingFits, search
-from llamarl.planner.search_settings import KEYS, Settings, read_words
-from llamarl.planner.sheet import Sheet, read_sheet
-from llamarl.planner.shown import lines_of, record_of
+from llamarl.words.names import did_you_mean
 
 SHEET = "h100"
+_AUTO = ("auto", "null")
+
+
+# --- Words of the command line ---
+
+
+@dataclass(frozen=True, slots=True, config=STRICT)
+class Settings:
+    """The keys of a search. None: the planner chooses, or takes a default that follows from other
+    keys.
+    """
+
+    path: str
+    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    compute_dtype: Literal["float32", "bfloat16"] | None = None
+    optimizer: Literal["adamw", "adamw8bit"] = "adamw"
+    checkpointing: bool | None = None
+    trainer_tensor: Count | None = None
+    generator_tensor: Count | None = None
+    quantize: Literal["none", "fp8", "int8"] = "none"
+    groups_per_step: Count = 64
+    group_size: Count = 8
+    max_prompt_tokens: Count = 512
+    max_new_tokens: Count = 1024
+    prompt_tokens: Positive | None = None
+    completion_tokens: Positive | None = None
+    length_sigma: FromZero = 0.5
+    max_lag: Annotated[int, Field(ge=0)] = 1
+    overcommit: Annotated[int, Field(ge=0)] | None = None
+
+    def work(self) -> Work:
+        """Return the work of a step. ValueError for sizes that contradict each other."""
+        prompt = self.max_prompt_tokens / 2 if self.prompt_tokens is None else self.prompt_tokens
+        completion = self.completion_tokens
+        if completion is None:
+            completion = self.max_new_tokens / 2
+        return Work(
+            groups=self.groups_per_step,
+            group_size=self.group_size,
+            prompt_tokens=prompt,
+            completion_tokens=completion,
+            longest_prompt=self.max_prompt_tokens,
+            max_new_tokens=self.max_new_tokens,
+            sigma=self.length_sigma,
+            max_lag=self.max_lag,
+        )
+
+    def numerics(self, *, checkpointing: bool, on_cpu: bool = False) -> Numerics:
+        """Return the number formats of the job."""
+        return Numerics(
+            dtype=self.dtype,
+            compute_dtype=self.compute_dtype or self.dtype,
+            quantize=self.quantize,
+            optimizer=self.optimizer,
+            checkpointing=checkpointing,
+            on_cpu=on_cpu,
+        )
+
+
+# Field of Settings -> the main job's key. The other fields have the key's name.
+_KEYS = {
+    "path": "model.path",
+    "dtype": "model.dtype",
+    "compute_dtype": "trainer.compute_dtype",
+    "optimizer": "trainer.optimizer",
+    "checkpointing": "trainer.activation_checkpointing",
+    "trainer_tensor": "trainer.tensor_parallel",
+    "generator_tensor": "generator.tensor_parallel",
+    "quantize": "generator.quantize",
+    "max_prompt_tokens": "task.max_prompt_tokens",
+}
+KEYS = {_KEYS.get(one.name, one.name): one.name for one in fields(Settings)}
+
+
+def read_words(words: Sequence[str]) -> Settings:
+    """Return the settings of key=value words. ValueError has a line for each that cannot be
+    used.
+    """
+    optional = {one.name for one in fields(Settings) if one.default is None}
+    values = {}
+    unknown = []
+    for word in words:
+        key, has_value, text = word.partition("=")
+        if not has_value or key not in KEYS:
+            unknown.append(f"{word}: unknown key{did_you_mean(key, KEYS)}")
+        elif text not in _AUTO or KEYS[key] not in optional:
+            values[KEYS[key]] = text
+    try:
+        settings = made(Settings, values, KEYS, _KEYS)
+    except ValueError as error:
+        raise ValueError("\n".join([*unknown, str(error)])) from error
+    if unknown:
+        raise ValueError("\n".join(unknown))
+    return settings
 
 
 def take(words: Sequence[str], key: str, default: str) -> tuple[str, list[str]]:
@@ -52,36 +153,209 @@ def take(words: Sequence[str], key: str, default: str) -> tuple[str, list[str]]:
     return value, others
 
 
-def best_of(settings: Settings, sheet: Sheet, limits: Limits) -> tuple[Found, Predictor]:
-    """Return the best plans, with activation checkpointing as it was given or as is faster.
-    ValueError where none fits.
+# --- What is printed of a search ---
+
+_SHARING = {
+    "apart": "by turns, each on GPUs of its own",
+    "shared": "by turns on the same GPUs, both in their memory",
+    "offload": "by turns on the same GPUs, the one that waits in host memory",
+}
+
+
+def balanced_share(found: Prediction) -> float:
+    """Return theta*: the trainer's share of the GPU seconds that both sides need (theorem 7.5)."""
+    trainer = found.trainer_s * found.plan.trainer.gpus
+    generator = found.generator_s * found.plan.generator.gpus
+    return trainer / (trainer + generator)
+
+
+def ranks(first: int, number: int) -> str:
+    """Return a list of ranks as an override has it."""
+    return f"[{','.join(map(str, range(first, first + number)))}]"
+
+
+def overrides(found: Prediction, settings: Settings, checkpointing: bool) -> list[str]:
+    """Return the words of a command line that make this plan."""
+    plan = found.plan
+    trainer = plan.trainer
+    generator = plan.generator
+    words = [
+        "model=hf",
+        f"model.path={settings.path}",
+        f"model.dtype={settings.dtype}",
+        f"groups_per_step={settings.groups_per_step}",
+        f"group_size={settings.group_size}",
+        f"max_new_tokens={settings.max_new_tokens}",
+        f"task.max_prompt_tokens={settings.max_prompt_tokens}",
+        f"max_lag={plan.max_lag}",
+        f"overcommit={plan.overcommit}",
+        f"placement.trainer={ranks(0, trainer.gpus)}",
+        f"trainer.tensor_parallel={trainer.tensor}",
+        f"trainer.replicate={trainer.replicate}",
+        f"trainer.microbatch_tokens={trainer.microbatch_tokens}",
+        f"trainer.activation_checkpointing={str(checkpointing).lower()}",
+        f"trainer.optimizer={settings.optimizer}",
+        f"generator.tensor_parallel={generator.tensor}",
+        f"generator.max_slots={generator.slots}",
+        f"generator.quantize={settings.quantize}",
+    ]
+    if settings.compute_dtype is not None:
+        words.append(f"trainer.compute_dtype={settings.compute_dtype}")
+    if plan.sharing == "apart":
+        words.append(f"placement.generator={ranks(trainer.gpus, generator.gpus)}")
+    else:
+        words.append("placement.colocate=[trainer,generator]")
+    if plan.sharing == "offload":
+        words.append("offload=true")
+    return words
+
+
+def lines_of(
+    found: Found, predictor: Predictor, settings: Settings, gpus: int, memory: float
+) -> Iterator[str]:
+    """Yield what is printed of a search."""
+    costs = predictor.costs
+    profile = costs.profile
+    work = predictor.work
+    measured = profile.measured
+    source = "derived from the device's figures and the model's shapes"
+    if measured is not None and measured.is_of(costs.model, costs.numerics.compute_dtype):
+        source = f"measured ({measured.model}, {measured.dtype})"
+    yield f"profile   {profile.name}; seconds {source}"
+    yield (
+        f"model     {costs.num_numbers:,} parameters; {gpus} GPUs, of each "
+        f"{memory / GIB:.1f} GiB to fill"
+    )
+    yield (
+        f"work      {work.groups} x {work.group_size} completions a step, of "
+        f"{work.completion_tokens:g} tokens behind {work.prompt_tokens:g} in the mean"
+    )
+    if found.asynchronous is not None:
+        yield ""
+        yield from _of_plan("asynchronous", found.asynchronous, gpus)
+    if found.synchronous is not None:
+        yield ""
+        yield from _of_plan("synchronous", found.synchronous, gpus)
+    yield ""
+    yield from _verdict(found, predictor)
+    yield ""
+    yield "to paste  " + " ".join(overrides(found.best, settings, costs.numerics.checkpointing))
+
+
+def _of_plan(name: str, found: Prediction, gpus: int) -> Iterator[str]:
+    plan = found.plan
+    trainer = plan.trainer
+    generator = plan.generator
+    yield f"{name}: {found.step_s:.3g} s a step"
+    if plan.is_synchronous:
+        yield f"  {_SHARING[plan.sharing]}"
+    else:
+        share = trainer.gpus / (trainer.gpus + generator.gpus)
+        yield (
+            f"  split     theta {share:.2f}; where both sides took equally long: theta* "
+            f"{balanced_share(found):.2f}"
+        )
+    yield (
+        f"  trainer   {found.trainer_s:.3g} s, {_gib(found.trainer_bytes.total)} a GPU: "
+        f"{trainer.gpus} GPUs = {trainer.replicate} replicas x {trainer.shards} shards x "
+        f"{trainer.tensor} a layer; microbatches of {trainer.microbatch_tokens} tokens"
+    )
+    yield (
+        f"  generator {found.generator_s:.3g} s, {_gib(found.generator_bytes.total)} a GPU: "
+        f"{generator.gpus} GPUs = {generator.replicas} replicas x {generator.tensor} a layer; "
+        f"{generator.slots} slots, {found.at_once:.3g} at once"
+    )
+    yield f"  scorer    {found.score_s:.3g} s"
+    yield (
+        f"  weights   {found.transfer_s:.3g} s on their way; stalls: {found.publish_s:.2g} s of "
+        f"the trainer, {found.swap_s:.2g} s of the generator"
+    )
+    if found.offload_s:
+        yield f"  offload   {found.offload_s:.3g} s to host memory and back"
+    if plan.sharing == "shared":
+        yield f"  memory    {_gib(found.bytes_of_gpu)} a GPU, both sides together"
+    if not plan.is_synchronous:
+        yield (
+            f"  mean lag  {found.mean_lag:.2f} steps, at most {plan.max_lag}; "
+            f"overcommit {plan.overcommit} groups"
+        )
+    idle = gpus - plan.gpus
+    if idle:
+        yield f"  left over {idle} GPUs, which make no whole rank of either side"
+
+
+def _gib(num_bytes: float) -> str:
+    return f"{num_bytes / GIB:.3g} GiB"
+
+
+def _verdict(found: Found, predictor: Predictor) -> Iterator[str]:
+    """Say whether asynchrony pays, and where the gain or the lack of it comes from."""
+    own = found.asynchronous
+    other = found.synchronous
+    if own is None:
+        yield "asynchrony is not possible here: it needs max_lag of at least 1 and two GPUs"
+        return
+    if other is None:
+        yield "no synchronous plan fits; the asynchronous one does"
+        return
+    ratio = other.step_s / own.step_s
+    if not found.pays:
+        yield (
+            f"asynchrony does not pay: the synchronous step takes {ratio:.2f} of its time. Overlap "
+            "alone gains nothing on a fixed number of GPUs (theorem 7.5)"
+        )
+        return
+    even = replace(predictor.work, sigma=0.0)
+    without = Predictor.of(predictor.costs, even).predict(other.plan).step_s
+    stragglers = max(0.0, other.step_s - without)
+    yield (
+        f"asynchrony pays: {ratio:.2f} times as fast. {stragglers:.3g} s of the synchronous step "
+        "are its wait for the longest completions; the rest comes from own degrees and slots"
+    )
+
+
+def record_of(found: Found, settings: Settings, checkpointing: bool) -> dict:
+    """Return a search's result as JSON values."""
+    record: dict = {"pays": found.pays}
+    for name in ("asynchronous", "synchronous"):
+        one = getattr(found, name)
+        if one is None:
+            record[name] = None
+            continue
+        theta = None if one.plan.is_synchronous else balanced_share(one)
+        words = overrides(one, settings, checkpointing)
+        record[name] = asdict(one) | {"balanced_share": theta, "overrides": words}
+    return record
+
+
+# --- Commands ---
+
+
+def best_of(settings: Settings, profile: Profile, limits: Limits) -> tuple[Found, Predictor]:
+    """Return the best plans, with the activation checkpointing that was given or is faster.
+    ValueError if none fits.
     """
     model = read_config(settings.path)
     check_sizes(model)
-    for side, tensor in (
-        ("trainer", limits.trainer_tensor),
-        ("generator", limits.generator_tensor),
-    ):
-        if tensor is not None and tensor > model.num_attention_heads:
+    heads = model.num_attention_heads
+    for side in ("trainer", "generator"):
+        tensor = getattr(limits, f"{side}_tensor") or 1
+        if tensor > heads:
             raise ValueError(
-                f"{side}.tensor_parallel={tensor}: the model has {model.num_attention_heads} query "
-                "heads to split"
+                f"{side}.tensor_parallel={tensor}: the model has {heads} query heads to split"
             )
     work = settings.work()
-    on_cpu = sheet.device.kind == "cpu"
+    on_cpu = profile.device.kind == "cpu"
     choices = [False, True] if settings.checkpointing is None else [settings.checkpointing]
     found: list[tuple[Found, Predictor]] = []
-    problem: NothingFits | None = None
     for checkpointing in choices:
         numerics = settings.numerics(checkpointing=checkpointing, on_cpu=on_cpu)
-        predictor = Predictor.of(Costs(sheet, model, numerics), work)
+        predictor = Predictor.of(Costs(profile, model, numerics), work)
         try:
             found.append((search(predictor, limits), predictor))
-        except NothingFits as error:
-            problem = error
-    if not found:
-        assert problem is not None, "a search finds a plan or says why not"
-        raise problem
+        except NothingFits:
+            if checkpointing == choices[-1] and not found:
+                raise
     return min(found, key=lambda one: one[0].best.step_s)
 
 
@@ -89,12 +363,12 @@ def run_search(given: argparse.Namespace) -> None:
     """Print the best plans. ValueError or OSError for what cannot be used."""
     named, words = take(given.words, "sheet", given.sheet)
     settings = read_words(words)
-    sheet = read_sheet(named)
-    gib = sheet.device.memory_gib if given.gpu_memory is None else given.gpu_memory
+    profile = read_profile(named)
+    gib = profile.device.memory_gib if given.gpu_memory is None else given.gpu_memory
     if gib <= 0:
         raise ValueError(f"--gpu-memory {gib:g}: need GiB above 0")
-    memory = gib * GIB * sheet.assumed("memory_share")
-    most = settings.max_lag * settings.groups
+    memory = gib * GIB * profile.assumed("memory_share")
+    most = settings.max_lag * settings.groups_per_step
     if settings.overcommit is not None and settings.overcommit > most:
         raise ValueError(
             f"overcommit={settings.overcommit}: with max_lag={settings.max_lag} at most "
@@ -107,7 +381,7 @@ def run_search(given: argparse.Namespace) -> None:
         trainer_tensor=settings.trainer_tensor,
         generator_tensor=settings.generator_tensor,
     )
-    found, predictor = best_of(settings, sheet, limits)
+    found, predictor = best_of(settings, profile, limits)
     if given.json:
         checkpointing = predictor.costs.numerics.checkpointing
         print(json.dumps(record_of(found, settings, checkpointing)))
@@ -115,119 +389,44 @@ def run_search(given: argparse.Namespace) -> None:
     for line in lines_of(found, predictor, settings, given.gpus, memory):
         print(line)
     if given.simulate:
-        print(f"\nsimulated\n{simulated(found.best.plan, predictor, settings)}")
+        # The ledger's service imports torch, which a search does not need.
+        from llamarl.planner.simulate import describe, of_plan, simulate
 
-
-def simulated(plan: Plan, predictor: Predictor, settings: Settings) -> str:
-    """Return what comes of a plan on the real ledger and a virtual clock, in lines for people."""
-    # The ledger's service needs torch, for which a search without it does not wait.
-    from llamarl.planner.simulate import describe, simulate
-    from llamarl.planner.simulation_settings import SimulationSettings
-
-    generator = plan.generator
-    work = predictor.work
-    run = SimulationSettings(
-        max_lag=plan.max_lag,
-        overcommit=plan.overcommit,
-        groups_per_step=work.groups,
-        group_size=work.group_size,
-        num_generators=generator.replicas,
-        max_slots=max(generator.slots, work.group_size),
-        num_trainers=plan.trainer.data_ranks,
-        prompt_tokens=round(work.prompt_tokens),
-        length_mean=work.completion_tokens,
-        length_sigma=work.sigma,
-        max_new_tokens=work.max_new_tokens,
-    )
-    return describe(simulate(run, predictor.costs.timings(plan)))
+        plan = found.best.plan
+        run = of_plan(plan, predictor.work)
+        print(f"\nsimulated\n{describe(simulate(run, predictor.costs.timings(plan)))}")
 
 
 def run_fit(given: argparse.Namespace) -> None:
-    """Make a data sheet, write it and print its curves. ValueError or OSError for what cannot be
-    used.
+    """Make a hardware profile of runs, write it and print it. ValueError or OSError for what cannot
+    be used.
     """
-    # A fit of runs needs no torch, and a probe imports it itself.
-    from llamarl.planner.fit import fit_runs, shown_sheet
-    from llamarl.planner.race import with_race
+    from llamarl.planner.fit import Lengths, fit_runs, shown_profile
 
     out, words = take(given.words, "sheet", "sheet.yaml")
     base, words = take(words, "base", SHEET)
-    runs = [word for word in words if "=" not in word]
-    rest = [word for word in words if "=" in word]
-    if given.probe == bool(runs):
-        raise ValueError("fit needs either --probe or the directories of runs")
-    if given.probe:
-        from llamarl.planner.probe import probe
-
-        path, rest = take(rest, "model.path", "")
-        dtype, rest = take(rest, "model.dtype", "")
-        fn, rest = take(rest, "reward.fn", "")
-        seconds, rest = take(rest, "seconds", "60")
-        threads, rest = take(rest, "threads", "")
-        if rest:
-            raise ValueError(f"{rest[0]}: unknown key of fit --probe; {_PROBE_KEYS}")
-        sheet = probe(
-            path=path,
-            dtype=dtype,
-            reward_fn=fn,
-            budget_s=_positive("seconds", seconds),
-            threads=_count("threads", threads) if threads else 0,
-        )
-    else:
-        prompt, rest = take(rest, "prompt_tokens", "0")
-        if rest:
-            raise ValueError(f"{rest[0]}: unknown key of fit; known: sheet, base, prompt_tokens")
-        tokens = 0.0 if prompt == "0" else _positive("prompt_tokens", prompt)
-        made = [Path(run) for run in runs]
-        sheet = fit_runs(made, read_sheet(base), prompt_tokens=tokens)
-        sheet = with_race(sheet, made, prompt_tokens=tokens)
-    from llamarl.planner.sheet import write_sheet
-
-    write_sheet(sheet, out)
-    for line in shown_sheet(sheet):
+    runs = [Path(word) for word in words if "=" not in word]
+    values = dict(word.split("=", 1) for word in words if "=" in word)
+    known = [one.name for one in fields(Lengths)]
+    lengths = made(Lengths, values, ("sheet", "base", *known))
+    if not runs:
+        raise ValueError("fit needs the directories of runs")
+    profile = fit_runs(runs, read_profile(base), lengths)
+    write_profile(profile, out)
+    for line in shown_profile(profile):
         print(line)
     print(f"written   {out}")
 
 
-def run_check(given: argparse.Namespace) -> None:
-    """Print what was predicted and measured of runs. ValueError or OSError for what cannot be
-    used.
-    """
-    from llamarl.planner import check
+def run_simulate(given: argparse.Namespace) -> None:
+    """Print what comes of simulated runs. ValueError or OSError for what cannot be used."""
+    from llamarl.planner.simulate import lines_of_words
 
-    named, words = take(given.words, "sheet", SHEET)
-    prompt, words = take(words, "prompt_tokens", "0")
-    tokens = 0.0 if prompt == "0" else _positive("prompt_tokens", prompt)
-    unknown = [word for word in words if "=" in word]
-    if unknown or not words:
-        raise ValueError("check needs the directories of runs; known keys: sheet, prompt_tokens")
-    sheet = read_sheet(named)
-    for run in words:
-        checked = check.check_run(Path(run), sheet, prompt_tokens=tokens)
-        for line in check.lines_of(Path(run), checked):
-            print(line)
+    for line in lines_of_words(given.words, given.rows):
+        print(line)
 
 
-_PROBE_KEYS = "known: sheet, model.path, model.dtype, reward.fn, seconds, threads"
-
-
-def _count(key: str, text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise ValueError(f"{key}={text}: need a whole number of at least 1")
-    return int(text)
-
-
-def _positive(key: str, text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError as error:
-        raise ValueError(f"{key}={text}: need a number above 0") from error
-    if not 0 < number < float("inf"):
-        raise ValueError(f"{key}={text}: need a number above 0")
-    return number
-
-
-def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Parse a command line."""
     parser = argparse.ArgumentParser(
         prog="python -m llamarl.planner",
@@ -235,34 +434,27 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         formatter_class=argparse.RawTextHelpFormatter,
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    fit = commands.add_parser("fit", help="make a data sheet of a machine")
-    fit.add_argument("--probe", action="store_true", help="time the parts on this machine")
+    fit = commands.add_parser("fit", help="make a hardware profile from runs")
     fit.add_argument("words", nargs="*", help="directories of runs, and key=value")
-    compare = commands.add_parser("check", help="predict runs that were made, and compare")
-    compare.add_argument("words", nargs="*", help="directories of runs, and key=value")
-    commands.add_parser("simulate", help="simulate a run on a virtual clock", add_help=False)
     find = commands.add_parser("search", help="find the best split of GPUs")
     find.add_argument("--gpus", type=int, required=True, help="how many there are")
-    find.add_argument("--gpu-memory", type=float, help="GiB of each; by default the sheet's")
-    find.add_argument("--sheet", default=SHEET, help="a data sheet's name or file")
+    find.add_argument("--gpu-memory", type=float, help="GiB of each; by default the profile's")
+    find.add_argument("--sheet", default=SHEET, help="a hardware profile's name or file")
     find.add_argument("--json", action="store_true", help="print one object")
     find.add_argument("--simulate", action="store_true", help="simulate the best plan too")
     find.add_argument("words", nargs="*", help=f"key=value: {', '.join(KEYS)}")
-    words = sys.argv[1:] if arguments is None else list(arguments)
+    imagine = commands.add_parser("simulate", help="simulate a run on the real ledger")
+    imagine.add_argument("--rows", type=Path, help="draw service times from a run's directory")
+    imagine.add_argument("words", nargs="*", metavar="KEY=VALUE[,VALUE]", help="docs/planner.md")
     # key=value may stand between the options too, which argparse would not take.
-    given = [word for word in words if "=" in word and not word.startswith("-")]
-    return parser.parse_args([word for word in words if word not in given] + given)
+    words = [word for word in arguments if "=" in word and not word.startswith("-")]
+    return parser.parse_args([word for word in arguments if word not in words] + words)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line. Returns the exit status."""
-    words = sys.argv[1:] if arguments is None else list(arguments)
-    if words[:1] == ["simulate"]:  # it has a parser of its own
-        from llamarl.planner.simulate import run
-
-        return run(words[1:])
-    given = parse(words)
-    runs = {"fit": run_fit, "search": run_search, "check": run_check}
+    """Run the command line. Return the exit status."""
+    given = parse(sys.argv[1:] if arguments is None else arguments)
+    runs = {"fit": run_fit, "search": run_search, "simulate": run_simulate}
     try:
         runs[given.command](given)
     except (ValueError, OSError) as error:

@@ -1,57 +1,279 @@
-"""Seconds of the pieces of a run on the machine of a data sheet, for any degrees of parallelism.
+"""Seconds of each operation of a run on the machine of a hardware profile, for any parallelism.
 
-    costs = Costs(read_sheet("h100"), read_config(DIR), Numerics())
+    costs = Costs(read_profile("h100"), read_config(DIR), Numerics())
     costs.timings(plan).decode_s(64, 64 * 1024)
 
-Where the sheet has measured this model, computing takes what was measured. Elsewhere it takes the
-larger of what its FLOPs take and what its bytes take at the shares of the device's figures that the
-sheet assumes (a roofline), and a fixed time a layer. In both cases a layer that is shared by n GPUs
-takes 1/n of that over `tensor_efficiency` at each doubling, and messages come on top, by the
-device's figures:
+If the profile has measured this model, the measured times are taken. Otherwise an operation takes
+the longer of its FLOPs and its bytes at the assumed shares of the device's figures (a roofline),
+and a fixed time a layer. A layer that n GPUs share takes 1/n of that, over `tensor_efficiency` at
+each doubling of n. Messages are added in both cases, by the device's figures:
 
-    decode, prefill   two sums over the n GPUs a layer
-    microbatch        four such sums a layer, six with activation checkpointing; FSDP2 gathers the
-                      weights twice and scatters float32 gradients once, behind the computing: only
-                      what is longer counts
+    decode, prefill   two sums over the n GPUs of each layer
+    microbatch        four sums a layer, six with activation checkpointing. FSDP2 gathers the
+                      weights twice and scatters float32 gradients once, overlapped with computing:
+                      the longer of the two counts
     update            a sum of gradients over HSDP's replicas, and the optimizer's pass over memory
-
-Of a mixture of experts a token is multiplied with those that it sees; all are held, sent and
-stepped, and a decode step reads those that its rows see together. What is not counted: the routing,
-the exchange of tokens between GPUs, and experts of which some get more tokens than others.
-
-Shapes: N parameters, D hidden_size, H query heads, K head dim, V vocabulary.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
+from statistics import NormalDist
 
 from llamarl.inference.room import numbers_of_token
 from llamarl.learning.memory import WIDE
 from llamarl.models.config import ModelConfig
 from llamarl.models.sharding import is_quantized, parameter_shapes, tensor_parallel_box
-from llamarl.planner.plans import ITEMSIZES, Experts, Numerics, Plan, TrainerPlan
-from llamarl.planner.sheet import Sheet
-from llamarl.planner.timings import Timings
+from llamarl.planner.profile import Measured, Profile
 
-_OF_OPTIMIZER = (
-    28  # bytes read and written a number: weight, gradient and moments in; all but it out
-)
-_SUMS_FORWARD = 2  # over the GPUs of a layer: behind the attention and behind the MLP
+ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8": 1, "int8": 1}
+QUANTIZED = {"fp8": "float8", "int8": "int8"}  # generator.quantize -> the dtype of its products
+_QUANTILES = 64  # steps of a sum over lengths
+# Bytes read and written a number: weight, gradient and moments are read, all but the gradient
+# written.
+_OF_OPTIMIZER = 28
+_SUMS_FORWARD = 2  # over the GPUs of a layer: after the attention and after the MLP
+
+
+# --- What is planned ---
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """The work of a step.
+
+    groups, group_size: groups_per_step, and completions of each. prompt_tokens, completion_tokens:
+    the means. longest_prompt, max_new_tokens: the most, for which memory is kept. sigma: deviation
+    of the logarithm of a completion's length; 0: all have the mean's. max_lag: steps.
+    """
+
+    groups: int
+    group_size: int
+    prompt_tokens: float
+    completion_tokens: float
+    longest_prompt: int
+    max_new_tokens: int
+    sigma: float = 0.0
+    max_lag: int = 1
+
+    def __post_init__(self):
+        if min(self.groups, self.group_size, self.longest_prompt, self.max_new_tokens) < 1:
+            raise ValueError("groups, completions and tokens of a step must be at least 1")
+        if self.completion_tokens > self.max_new_tokens:
+            raise ValueError(
+                f"completion_tokens={self.completion_tokens:g} is the mean, and cannot be above "
+                f"max_new_tokens={self.max_new_tokens}"
+            )
+        if self.prompt_tokens > self.longest_prompt:
+            raise ValueError(
+                f"prompt_tokens={self.prompt_tokens:g} is the mean, and cannot be above "
+                f"task.max_prompt_tokens={self.longest_prompt}"
+            )
+        if min(self.prompt_tokens, self.completion_tokens) <= 0:
+            raise ValueError("prompt_tokens and completion_tokens are means above 0")
+
+    @property
+    def completions(self) -> int:
+        """The completions of a step."""
+        return self.groups * self.group_size
+
+    @property
+    def longest(self) -> int:
+        """The most tokens of a sequence."""
+        return self.longest_prompt + self.max_new_tokens
+
+    @property
+    def packed_of_group(self) -> float:
+        """The tokens of a group, its prompt once."""
+        return self.prompt_tokens + self.group_size * self.completion_tokens
+
+    @property
+    def context(self) -> float:
+        """The tokens of context of a decoding row, averaged over time. Long rows are there longer,
+        so it is the prompt and E[L^2] / (2 E[L]).
+        """
+        variation = math.expm1(self.sigma**2)
+        seen = self.completion_tokens * (1 + variation) / 2
+        return self.prompt_tokens + min(seen, self.max_new_tokens)
+
+    @property
+    def share_in_work(self) -> float:
+        """The share of a started group's completions that are being decoded, averaged over the time
+        until the longest of them ends.
+        """
+        longest = self.length_at(self.group_size / (self.group_size + 1))
+        return min(1.0, self.completion_tokens / longest)
+
+    def length_at(self, share: float) -> float:
+        """Return the length that a share of completions, between 0 and 1, does not exceed. Lengths
+        are log-normal and cut off at max_new_tokens.
+        """
+        if self.sigma == 0:
+            return self.completion_tokens
+        median = self.completion_tokens * math.exp(-(self.sigma**2) / 2)
+        length = median * math.exp(self.sigma * NormalDist().inv_cdf(share))
+        return min(length, float(self.max_new_tokens))
+
+    def drain(self, rows: float, number: int) -> list[tuple[float, float]]:
+        """Return how `rows` rows that start together run out, as stretches of (rows, steps).
+        number: completions of the whole step, whose longest is the end.
+        """
+        stretches = []
+        before = 0.0
+        longest = self.length_at(number / (number + 1))
+        for i in range(_QUANTILES):
+            share = (i + 1) / (_QUANTILES + 1)
+            length = min(longest, self.length_at(share))
+            alive = max(1.0, rows * (1 - i / _QUANTILES))
+            stretches.append((alive, length - before))
+            before = length
+        stretches.append((max(1.0, rows / _QUANTILES), longest - before))
+        return [(alive, steps) for alive, steps in stretches if steps > 0]
+
+    def batch(self, rows: float, waiting: float) -> list[tuple[float, float]]:
+        """Return the (rows, steps) in which a replica samples `waiting` completions that start
+        together on `rows` slots: full first, then running out.
+        """
+        full = self.completion_tokens * (waiting - rows) / rows
+        return [(rows, full), *self.drain(rows, self.completions)]
+
+
+@dataclass(frozen=True, slots=True)
+class Numerics:
+    """The number formats of a job, and what it holds in them.
+
+    dtype: model.dtype, of the generator. compute_dtype: the trainer's. quantize: as
+    generator.quantize. optimizer, checkpointing: as trainer.optimizer and
+    trainer.activation_checkpointing. weight_buffers: copies of its weights that a generator holds,
+    the live one and the one that the next version arrives in. on_cpu: count memory as on a CPU.
+    """
+
+    dtype: str = "bfloat16"
+    compute_dtype: str = "bfloat16"
+    quantize: str = "none"
+    optimizer: str = "adamw"
+    checkpointing: bool = False
+    weight_buffers: int = 2
+    on_cpu: bool = False
+
+    @property
+    def itemsize(self) -> int:
+        """The bytes of a number of the generator."""
+        return ITEMSIZES[self.dtype]
+
+    @property
+    def product_dtype(self) -> str:
+        """The dtype of the generator's products."""
+        return QUANTIZED.get(self.quantize, self.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerPlan:
+    """How the trainer's GPUs share the model. shards: of FSDP2; replicate: sets of shards; tensor:
+    GPUs that share each layer. microbatch_tokens: packed tokens of a forward and backward.
+    """
+
+    shards: int
+    replicate: int
+    tensor: int
+    microbatch_tokens: int
+
+    @property
+    def data_ranks(self) -> int:
+        """The number of ranks that train on groups of their own."""
+        return self.shards * self.replicate
+
+    @property
+    def gpus(self) -> int:
+        """The number of GPUs."""
+        return self.data_ranks * self.tensor
+
+
+@dataclass(frozen=True, slots=True)
+class GeneratorPlan:
+    """How the generator's GPUs share the work. slots: completions decoded at once on a replica."""
+
+    tensor: int
+    replicas: int
+    slots: int
+
+    @property
+    def gpus(self) -> int:
+        """The number of GPUs."""
+        return self.tensor * self.replicas
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A split of the GPUs. overcommit: groups started beyond one batch and not yet trained on.
+
+    sharing: "apart": each side has GPUs of its own; "shared": both are on all GPUs and in their
+    memory, and take turns; "offload": as shared, but the side that waits is in host memory.
+    """
+
+    trainer: TrainerPlan
+    generator: GeneratorPlan
+    overcommit: int = 0
+    sharing: str = "apart"
+    max_lag: int = 1
+
+    @property
+    def is_synchronous(self) -> bool:
+        """Whether the sides take turns."""
+        return self.max_lag == 0
+
+    @property
+    def gpus(self) -> int:
+        """The number of GPUs in use."""
+        if self.sharing == "apart":
+            return self.trainer.gpus + self.generator.gpus
+        return max(self.trainer.gpus, self.generator.gpus)
+
+    def mean_lag(self, groups: int) -> float:
+        """Return the mean lag of trained completions, in steps: 1 + overcommit/batch, at most
+        max_lag; 0 if synchronous.
+        """
+        if self.is_synchronous:
+            return 0.0
+        return min(float(self.max_lag), 1 + self.overcommit / groups)
+
+
+# --- Seconds ---
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Seconds of the operations of a run, each on one replica of its executor."""
+
+    # (live rows, context tokens of all these rows) -> seconds of a decode step, a token a row
+    decode_s: Callable[[int, float], float]
+    prefill_s: Callable[[int], float]  # prompt tokens that are read together -> seconds
+    # (completions, packed tokens) of a data-parallel rank -> seconds of a step; a group's prompt is
+    # packed once
+    update_s: Callable[[int, int], float]
+    score_s: Callable[[int], float]  # completions scored together -> seconds
+    publish_s: float  # the trainer's stall at a publication of weights
+    transfer_s: float  # from a publication to its last byte at a generator
+    swap_s: float  # the generator's stall when it swaps weights in
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds on a sheet's machine, for a model and the numbers that it is computed in."""
+    """Seconds on a profile's machine, for a model and its number formats."""
 
-    sheet: Sheet
+    profile: Profile
     model: ModelConfig
     numerics: Numerics
-    experts: Experts | None = None  # None: every layer has one MLP, which every token sees
 
     # --- The model in numbers ---
+
+    @cached_property
+    def num_numbers(self) -> int:
+        """The numbers of all parameters."""
+        return sum(math.prod(shape) for shape in parameter_shapes(self.model).values())
 
     @cached_property
     def multiplied(self) -> int:
@@ -69,59 +291,53 @@ class Costs:
         m = self.model
         return 4.0 * m.num_attention_heads * m.head_dim * m.num_hidden_layers
 
+    @cached_property
+    def _by_tensor(self) -> dict[int, tuple[int, int]]:
+        """Caches (weight bytes, cached numbers a token) by the GPUs that share a layer."""
+        return {}
+
     def generator_bytes(self, tensor: int) -> int:
         """Return the bytes of the generator's weights on the rank that holds most of them."""
-        mlps, others = self._parts(tensor)
-        return others + round(mlps * (self.experts.held if self.experts else 1.0))
+        return self._of_tensor(tensor)[0]
 
-    def _parts(self, tensor: int) -> tuple[int, int]:
-        """Return the bytes, on that rank, of the MLPs that a token sees and of all else."""
-        if tensor not in self._held:
-            self._held[tensor] = self._generator_bytes(tensor)
-        return self._held[tensor]
+    def cached_numbers(self, tensor: int) -> int:
+        """Return how many numbers a token's keys and values are on a rank, over all layers."""
+        return self._of_tensor(tensor)[1]
 
-    def _generator_bytes(self, tensor: int) -> tuple[int, int]:
+    def _of_tensor(self, tensor: int) -> tuple[int, int]:
+        if tensor not in self._by_tensor:
+            cached = numbers_of_token(self.model, tensor)
+            self._by_tensor[tensor] = (self._generator_bytes(tensor), cached)
+        return self._by_tensor[tensor]
+
+    def _generator_bytes(self, tensor: int) -> int:
         layers = self.model.num_hidden_layers
-        mlps = 0
-        others = 0
+        total = 0
         for name, shape in parameter_shapes(replace(self.model, num_hidden_layers=1)).items():
             box = tensor_parallel_box(self.model, name, shape, tensor - 1, tensor)
             num_bytes = box.numel * self.numerics.itemsize
             if self.numerics.quantize != "none" and is_quantized(name, shape):
                 num_bytes = box.numel + WIDE * box.lengths[0]  # and a scale a row
-            num_bytes *= layers if name.startswith("model.layers.") else 1
-            if _is_of_mlp(name):
-                mlps += num_bytes
-            else:
-                others += num_bytes
-        return mlps, others
+            total += num_bytes * (layers if name.startswith("model.layers.") else 1)
+        return total
 
-    def cached_numbers(self, tensor: int) -> int:
-        """Return how many numbers a token's keys and values are on a rank, over all layers."""
-        if tensor not in self._cached:
-            self._cached[tensor] = numbers_of_token(self.model, tensor)
-        return self._cached[tensor]
-
-    @cached_property
-    def _held(self) -> dict[int, tuple[int, int]]:
-        return {}
-
-    @cached_property
-    def _cached(self) -> dict[int, int]:
-        return {}
+    def _measured(self, dtype: str) -> Measured | None:
+        """Return the measured times, if they are of this model in this dtype."""
+        measured = self.profile.measured
+        return measured if measured is not None and measured.is_of(self.model, dtype) else None
 
     # --- Messages ---
 
     def _is_inside(self, gpus: int, stride: int = 1) -> bool:
-        """Whether so many GPUs are in one node. stride: each is so many behind the one before."""
-        return gpus * stride <= self.sheet.device.gpus_per_node
+        """Whether so many GPUs are in one node. stride: each is so many after the one before."""
+        return gpus * stride <= self.profile.device.gpus_per_node
 
     def _rate(self, gpus: int, stride: int = 1) -> float:
         """Return bytes a second, each way, of a message that goes round these GPUs. Between nodes
         it uses the ports of all GPUs of a node that take part.
         """
-        device = self.sheet.device
-        inside = device.link_bytes_per_s * self.sheet.assumed("link_efficiency")
+        device = self.profile.device
+        inside = device.link_bytes_per_s * self.profile.assumed("link_efficiency")
         if self._is_inside(gpus, stride):
             return inside
         ports = max(1, device.gpus_per_node // stride)
@@ -129,25 +345,26 @@ class Costs:
 
     def _port_rate(self) -> float:
         """Return bytes a second, each way, between two GPUs of different nodes."""
-        device = self.sheet.device
-        return device.network_bytes_per_s * self.sheet.assumed("network_efficiency")
+        device = self.profile.device
+        return device.network_bytes_per_s * self.profile.assumed("network_efficiency")
+
+    def _latency_s(self, is_inside: bool) -> float:
+        return self.profile.assumed("link_latency_s" if is_inside else "network_latency_s")
 
     def sum_s(self, num_bytes: float, gpus: int, stride: int = 1) -> float:
         """Return seconds of a sum of tensors of so many bytes over these GPUs, as a ring."""
         if gpus == 1:
             return 0.0
-        inside = self._is_inside(gpus, stride)
-        latency_s = self.sheet.assumed("link_latency_s" if inside else "network_latency_s")
         moved = 2 * (gpus - 1) / gpus * num_bytes
-        return moved / self._rate(gpus, stride) + latency_s
+        return moved / self._rate(gpus, stride) + self._latency_s(self._is_inside(gpus, stride))
 
     def _memory_rate(self) -> float:
-        device = self.sheet.device
-        return device.memory_bytes_per_s * self.sheet.assumed("memory_efficiency")
+        device = self.profile.device
+        return device.memory_bytes_per_s * self.profile.assumed("memory_efficiency")
 
     def copy_s(self, num_bytes: float) -> float:
         """Return seconds of a copy within a device: it reads and writes."""
-        measured = self.sheet.measured
+        measured = self.profile.measured
         if measured is not None:
             return measured.copy.at(num_bytes)
         return 2 * num_bytes / self._memory_rate()
@@ -155,8 +372,8 @@ class Costs:
     # --- Computing ---
 
     def _shared(self, seconds: float, tensor: int) -> float:
-        """Return what is left of a computation's seconds when so many GPUs share each layer."""
-        kept = self.sheet.assumed("tensor_efficiency") ** math.log2(tensor)
+        """Return a computation's seconds if so many GPUs share each layer."""
+        kept = self.profile.assumed("tensor_efficiency") ** math.log2(tensor)
         return seconds / (tensor * kept)
 
     def _messages_s(self, tokens: float, tensor: int, sums: int, itemsize: int) -> float:
@@ -164,36 +381,27 @@ class Costs:
         of_sum = self.sum_s(tokens * self.model.hidden_size * itemsize, tensor)
         return sums * self.model.num_hidden_layers * of_sum
 
-    def _measures(self, dtype: str) -> bool:
-        measured = self.sheet.measured
-        if measured is None or self.experts is not None:
-            return False
-        return measured.is_of(self.model, dtype)
-
     def decode_s(self, rows: float, context: float, tensor: int = 1) -> float:
-        """Return seconds of a decode step: a token for each of `rows` rows that have `context`
-        tokens behind them together.
+        """Return seconds of a decode step: a token for each of `rows` rows, which have `context`
+        tokens of context together. Measured times are those at the context of the runs.
         """
         n = self.numerics
-        measured = self.sheet.measured
         messages = self._messages_s(rows, tensor, _SUMS_FORWARD, n.itemsize)
-        if measured is not None and self._measures(n.dtype) and n.quantize == "none":
-            return self._shared(measured.decode.at(rows, context), tensor) + messages
-        device = self.sheet.device
+        measured = self._measured(n.dtype)
+        if measured is not None and n.quantize == "none":
+            return self._shared(measured.decode.at(rows), tensor) + messages
         flops = 2.0 * self.multiplied * rows + self._attention_flops * context
-        speed = device.flops_of(n.product_dtype) * self.sheet.assumed("decode_efficiency")
+        speed = self.profile.device.flops_of(n.product_dtype)
+        speed *= self.profile.assumed("decode_efficiency")
         computing = self._shared(flops / speed, tensor)
         cache = context * self.cached_numbers(tensor) * n.itemsize
-        reading = (self._weights_read(rows, tensor) + cache) / self._memory_rate()
-        fixed = self.model.num_hidden_layers * self.sheet.assumed("decode_layer_s")
+        reading = (self._weights_read(tensor) + cache) / self._memory_rate()
+        fixed = self.model.num_hidden_layers * self.profile.assumed("decode_layer_s")
         return fixed + max(computing, reading) + messages
 
-    def _weights_read(self, rows: float, tensor: int) -> float:
-        """Return the bytes of the weights that a decode step of so many rows reads: not the
-        embedding's rows, and of the experts those that some row sees.
-        """
-        mlps, others = self._parts(tensor)
-        held = others + mlps * (self.experts.read(rows) if self.experts else 1.0)
+    def _weights_read(self, tensor: int) -> float:
+        """Return the bytes of the weights that a decode step reads: not the embedding's rows."""
+        held = self.generator_bytes(tensor)
         if self.model.tie_word_embeddings:
             return held
         embedding = self.model.vocab_size * self.model.hidden_size * self.numerics.itemsize
@@ -202,37 +410,34 @@ class Costs:
     def prefill_s(self, tokens: float, tensor: int = 1) -> float:
         """Return seconds of reading prompts of so many tokens together."""
         n = self.numerics
-        measured = self.sheet.measured
         messages = self._messages_s(tokens, tensor, _SUMS_FORWARD, n.itemsize)
-        if measured is not None and self._measures(n.dtype):
+        measured = self._measured(n.dtype)
+        if measured is not None:
             return self._shared(measured.prefill.at(tokens), tensor) + messages
-        speed = self.sheet.device.flops_of(n.product_dtype)
-        speed *= self.sheet.assumed("prefill_efficiency")
+        speed = self.profile.device.flops_of(n.product_dtype)
+        speed *= self.profile.assumed("prefill_efficiency")
         computing = self._shared(2.0 * self.multiplied * tokens / speed, tensor)
-        fixed = self.model.num_hidden_layers * self.sheet.assumed("decode_layer_s")
+        fixed = self.model.num_hidden_layers * self.profile.assumed("decode_layer_s")
         return fixed + computing + messages
 
-    def microbatch_s(
-        self, tokens: float, pairs: float, trainer: TrainerPlan, completions: float = 0.0
-    ) -> float:
+    def microbatch_s(self, tokens: float, pairs: float, trainer: TrainerPlan) -> float:
         """Return seconds of a forward and backward of packed tokens with so many pairs of a query
-        and a key, in so many completions.
+        and a key. Measured times are those at the lengths of the runs.
         """
         n = self.numerics
         tensor = trainer.tensor
         passes = 4 if n.checkpointing else 3  # a backward is two forwards
-        itemsize = ITEMSIZES[n.compute_dtype]
         sums = 3 * _SUMS_FORWARD if n.checkpointing else 2 * _SUMS_FORWARD
-        messages = self._messages_s(tokens, tensor, sums, itemsize)
-        measured = self.sheet.measured
-        if measured is not None and self._measures(n.compute_dtype):
-            alone = measured.microbatch.at(tokens, pairs, completions) * passes / 3
-            computing = self._shared(alone, tensor)
+        messages = self._messages_s(tokens, tensor, sums, ITEMSIZES[n.compute_dtype])
+        measured = self._measured(n.compute_dtype)
+        if measured is not None:
+            computing = self._shared(measured.train.at(tokens) * passes / 3, tensor)
         else:
             flops = passes * (2.0 * self.multiplied * tokens + self._attention_flops * pairs)
-            speed = self.sheet.device.flops_of(n.compute_dtype)
-            speed *= self.sheet.assumed("train_efficiency")
-            fixed = self.model.num_hidden_layers * self.sheet.assumed("train_layer_s") * passes / 3
+            speed = self.profile.device.flops_of(n.compute_dtype)
+            speed *= self.profile.assumed("train_efficiency")
+            layer_s = self.profile.assumed("train_layer_s") * passes / 3
+            fixed = self.model.num_hidden_layers * layer_s
             computing = self._shared(flops / speed, tensor) + fixed
         return max(computing + messages, self._gathers_s(trainer))
 
@@ -245,89 +450,56 @@ class Costs:
         share = (trainer.shards - 1) / trainer.shards
         return moved * share / self._rate(trainer.shards, trainer.tensor)
 
-    @cached_property
-    def num_numbers(self) -> int:
-        """How many numbers all parameters have, those of all experts too."""
-        total = 0
-        held = self.experts.held if self.experts else 1.0
-        for name, shape in parameter_shapes(self.model).items():
-            count = math.prod(shape)
-            total += round(count * held) if _is_of_mlp(name) else count
-        return total
-
     def update_s(self, completions: float, tokens: float, trainer: TrainerPlan) -> float:
-        """Return seconds of an optimizer update on what one data-parallel rank has: so many
+        """Return seconds of an optimizer update on the share of one data-parallel rank: so many
         completions of so many packed tokens, in as many microbatches as they fill.
         """
         if tokens <= 0:
             return 0.0
         size = min(tokens, trainer.microbatch_tokens)
-        number = tokens / size
-        seen = tokens / max(1.0, completions)
-        each = completions / number
-        microbatches = number * self.microbatch_s(size, size * seen / 2, trainer, each)
+        length = tokens / max(1.0, completions)
+        microbatches = tokens / size * self.microbatch_s(size, size * length / 2, trainer)
         held = self.num_numbers / (trainer.shards * trainer.tensor)
         between = self.sum_s(held * WIDE, trainer.replicate, trainer.shards * trainer.tensor)
-        measured = self.sheet.measured
-        if measured is not None and self._measures(self.numerics.compute_dtype):
-            own_s = measured.update_s / (trainer.shards * trainer.tensor)
-            together_s = measured.together_s if trainer.data_ranks > 1 else 0.0
-            return microbatches + between + own_s + together_s
+        if self._measured(self.numerics.compute_dtype) is not None:
+            return microbatches + between  # the optimizer's time is in the measured microbatches
         return microbatches + between + held * _OF_OPTIMIZER / self._memory_rate()
 
     def score_s(self, completions: float) -> float:
         """Return seconds of the scores of completions that are scored together."""
-        measured = self.sheet.measured
+        measured = self.profile.measured
         if measured is not None and measured.score is not None:
             return measured.score.at(completions)
-        return completions * self.sheet.assumed("score_s")
+        return completions * self.profile.assumed("score_s")
 
     # --- Weights ---
 
     def publish_s(self, trainer: TrainerPlan) -> float:
-        """Return the trainer's stall: its shard is copied to a slot in the generator's dtype, and
-        the canary is scored.
-        """
-        copy_s = self.copy_s(self.num_numbers * self.numerics.itemsize / trainer.gpus)
-        return copy_s + self._besides("publish_s")
+        """Return the trainer's stall: its shard is copied to a slot in the generator's dtype."""
+        return self.copy_s(self.num_numbers * self.numerics.itemsize / trainer.gpus)
 
     def transfer_s(self, plan: Plan) -> float:
-        """Return seconds from a publication to its last byte: of the busiest end of a link, a
+        """Return seconds from a publication to its last byte, by the busiest end of a link: a
         trainer rank that sends or a generator rank that receives.
         """
         tensor = plan.generator.tensor
         received = self.generator_bytes(tensor)
         sent = received * tensor / plan.trainer.gpus
-        inside = self._is_inside(plan.gpus)
-        rate = self._rate(plan.gpus) if inside else self._port_rate()
-        latency_s = self.sheet.assumed("link_latency_s" if inside else "network_latency_s")
-        return max(sent, received) / rate + latency_s
+        is_inside = self._is_inside(plan.gpus)
+        rate = self._rate(plan.gpus) if is_inside else self._port_rate()
+        return max(sent, received) / rate + self._latency_s(is_inside)
 
     def swap_s(self, tensor: int) -> float:
-        """Return the generator's stall: what has come becomes what is read, and the canary is
-        scored.
-        """
-        return self.copy_s(self.generator_bytes(tensor)) + self._besides("swap_s")
-
-    def sampled_s(self, completions: float) -> float:
-        """Return seconds of completions on their generator, besides decode steps."""
-        return completions * self._besides("sampled_s")
-
-    def hosted_s(self, completions: float) -> float:
-        """Return seconds of completions on the rank that hosts the reward, besides its workers."""
-        return completions * self._besides("hosted_s")
-
-    def _besides(self, name: str) -> float:
-        measured = self.sheet.measured
-        return 0.0 if measured is None else getattr(measured, name)
+        """Return the generator's stall: the weights that arrived are copied to the live ones."""
+        return self.copy_s(self.generator_bytes(tensor))
 
     def offload_s(self, num_bytes: float) -> float:
         """Return seconds of moving bytes to host memory, or back."""
-        return num_bytes / self.sheet.device.host_bytes_per_s
+        return num_bytes / self.profile.device.host_bytes_per_s
 
     def timings(self, plan: Plan) -> Timings:
-        """Return the seconds of a plan's pieces, each on one replica of its executor. Publication
-        and transfer are of this plan's ranks; imbalance is not in them, for it is of a step.
+        """Return the seconds of a plan's operations, each on one replica of its executor, without
+        `imbalance`, which is of a whole step.
         """
         tensor = plan.generator.tensor
         return Timings(
@@ -339,8 +511,3 @@ class Costs:
             transfer_s=self.transfer_s(plan),
             swap_s=self.swap_s(tensor),
         )
-
-
-def _is_of_mlp(name: str) -> bool:
-    """Whether a parameter is of a layer's MLP."""
-    return ".mlp." in name

@@ -1,46 +1,140 @@
-"""The seconds of a step that a plan is predicted to take, by executor.
+"""Predicts the seconds, the memory and the mean lag of a plan; LlamaRL's theorem 7.5 as functions.
 
-Asynchronous: trainer, generator, scorer and the weights' transfer work beside each other, and the
-slowest sets the step.
+Asynchronous: trainer, generator, scorer and the transfer of weights overlap, and the slowest sets
+the step.
 
     step = max(update + publication, sampling + swap, scores, transfer)
 
-The generator's rows never run out together, so that no step waits for its longest completion. How
-many run is bounded by the ledger: batch + overcommit groups may be started and not yet trained on,
-and finished ones wait for their batch. Assumed: half a batch waits on average, so that
+A generator always has completions to decode, so no step waits for its longest completion. The
+ledger bounds how many are decoded: batch + overcommit groups may be started and not yet trained on,
+and finished groups wait for their batch. If half a batch waits on average,
 
     rows <= (overcommit + batch / 2) group_size E[length] / E[longest of a group]
 
-The last factor: a group counts as started until its longest completion has ended, while the rows of
-the others are free. Slots are a bound too: a generator asks for a ticket once it has room for its
-whole group, so that of its slots half a group less one half are free on average.
+The last factor: a group counts as started until its longest completion has ended. Slots are a bound
+too: a generator asks for a ticket once it has room for the whole group, so half a group's slots
+less one half are free on average.
 
-Synchronous (max_lag=0): everything follows everything. A batch starts together and its rows run
-out, until the longest completion of the step ends.
+Synchronous (max_lag=0): nothing overlaps. A batch starts together, and ends with its longest
+completion.
 
     step = sampling + last scores + update + publication + transfer + swap
 
-Asynchronous, batch by batch (in_flight_updates=false and max_lag=1, one step off): the generator
-samples a whole batch with one version, its rows run out, and only then it takes new weights. The
-batch of step v + 1 needs the version that step v - 1 makes, so that two steps hold one round:
-
-    step = max(update + publication, sampling + swap, transfer,
-               (update + publication + transfer + swap + sampling + last scores) / 2)
-
-With sharing=offload what is held moves to host memory and back besides. Prompts are read together,
+With sharing=offload, moving one side to host memory and back is added. Prompts are read together,
 512 tokens or one prompt at a time, as generator.prefill_chunk has it.
+
+Memory is counted from the model's shapes, as a dry run does it (llamarl.learning.memory):
+
+    trainer     its shard of weights and moments; two slots of the weights that it sends; at the
+                peak of an update gradients, activations of the longest microbatch, gathered
+                weights, logits
+    generator   its copies of the weights; keys and values of all slots at their longest; logits
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
-from llamarl.planner.costs import Costs
-from llamarl.planner.memory import Bytes, Memory
-from llamarl.planner.plans import GeneratorPlan, Plan, TrainerPlan, Work
+from llamarl.inference.room import whole_blocks
+from llamarl.learning.memory import (
+    MOMENTS,
+    WIDE,
+    Training,
+    held_numbers,
+    longest_microbatch,
+    update_bytes,
+)
+from llamarl.planner.costs import ITEMSIZES, Costs, GeneratorPlan, Plan, TrainerPlan, Work
 
+GIB = 1 << 30
+SEND_SLOTS = 2  # a version leaves from one while the next is copied to the other
 PREFILL_TOKENS = 512  # of prompts that are read together
+
+
+# --- Memory ---
+
+
+@dataclass(frozen=True, slots=True)
+class Bytes:
+    """The bytes of a GPU that one side takes. held: all the time; working: more at the peak."""
+
+    held: int
+    working: int
+
+    @property
+    def total(self) -> int:
+        """Both together."""
+        return self.held + self.working
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Counts the memory of a job's plans."""
+
+    costs: Costs
+    work: Work
+
+    @cached_property
+    def _trainers(self) -> dict[tuple[int, int, int, int], Bytes]:
+        return {}
+
+    def trainer(self, plan: TrainerPlan) -> Bytes:
+        """Return the bytes of a trainer's GPU."""
+        key = (plan.shards, plan.tensor, plan.microbatch_tokens, plan.data_ranks)
+        if key not in self._trainers:
+            self._trainers[key] = self._trainer(plan)
+        return self._trainers[key]
+
+    def _trainer(self, plan: TrainerPlan) -> Bytes:
+        n = self.costs.numerics
+        model = self.costs.model
+        work = self.work
+        groups = max(1, work.groups // plan.data_ranks)
+        size = longest_microbatch(
+            prompt_tokens=work.longest_prompt,
+            completion_tokens=work.max_new_tokens,
+            group_size=work.group_size,
+            budget_tokens=plan.microbatch_tokens,
+            num_groups=groups,
+        )
+        training = Training(
+            itemsize=ITEMSIZES[n.compute_dtype],
+            checkpointing=n.checkpointing,
+            several=groups * work.group_size > size.completions,
+            tensor_parallel=plan.tensor,
+            shards=plan.shards,
+            moment_bytes=MOMENTS[n.optimizer],
+            on_cpu=n.on_cpu,
+        )
+        found = update_bytes(model, size, training)
+        sent = held_numbers(model, tensor_parallel=plan.tensor, shards=plan.shards) * n.itemsize
+        return Bytes(held=found.held + SEND_SLOTS * sent, working=found.working)
+
+    def generator(self, plan: GeneratorPlan) -> Bytes:
+        """Return the bytes of a generator's GPU."""
+        n = self.costs.numerics
+        weights = self.costs.generator_bytes(plan.tensor)
+        buffers = n.weight_buffers + (1 if n.on_cpu else 0)  # a CPU lays them out once more
+        cache = plan.slots * self.bytes_of_slot(plan.tensor)
+        logits = plan.slots * self.costs.model.vocab_size * WIDE
+        return Bytes(held=buffers * weights + cache, working=logits)
+
+    def bytes_of_slot(self, tensor: int) -> int:
+        """Return the bytes of the keys and values of a row at its longest."""
+        places = whole_blocks(self.work.longest)
+        return places * self.costs.cached_numbers(tensor) * self.costs.numerics.itemsize
+
+    def most_slots(self, tensor: int, memory: float) -> int:
+        """Return how many slots fit a GPU's memory; 0 or less if not even the weights do."""
+        empty = self.generator(GeneratorPlan(tensor=tensor, replicas=1, slots=0)).total
+        of_slot = self.bytes_of_slot(tensor) + self.costs.model.vocab_size * WIDE
+        return int((memory - empty) // of_slot)
+
+
+# --- Seconds ---
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,49 +188,45 @@ class Predictor:
 
     @classmethod
     def of(cls, costs: Costs, work: Work) -> Predictor:
-        """Return a predictor with prices of its own."""
+        """Return a predictor of this work."""
         return cls(costs, work, Memory(costs, work))
 
     # --- Parts of a step ---
 
     def update_s(self, plan: TrainerPlan) -> float:
-        """Return seconds of the trainer's update, of the data-parallel rank with most to do."""
+        """Return seconds of the update on the data-parallel rank with the most work."""
         ranks = plan.data_ranks
         groups = self.work.groups / ranks
-        uneven = self.costs.sheet.assumed("imbalance") if ranks > 1 else 1.0
+        uneven = self.costs.profile.assumed("imbalance") if ranks > 1 else 1.0
         tokens = groups * self.work.packed_of_group * uneven
         return self.costs.update_s(groups * self.work.group_size, tokens, plan)
 
     def rows(self, plan: GeneratorPlan, overcommit: int) -> float:
-        """Return how many completions a replica decodes at once, while others are trained on."""
+        """Return how many completions an asynchronous replica decodes at once."""
         work = self.work
         most = (overcommit + work.groups / 2) * work.group_size * work.share_in_work
-        # A ticket is asked for once there is room for its whole group, so that some slots are free.
+        # A generator asks for a ticket once it has room for the whole group.
         usable = plan.slots - (work.group_size - 1) / 2
         return min(usable, most / plan.replicas)
 
     def streaming_s(self, plan: GeneratorPlan, overcommit: int) -> float:
-        """Return seconds that a step's completions take a generator whose rows never run out."""
+        """Return seconds in which an asynchronous generator samples a step's completions."""
         work = self.work
         rows = self.rows(plan, overcommit)
         busy = plan.replicas * min(1.0, rows)  # replicas that have a row
         rows = max(1.0, rows)
         steps = work.completions * work.completion_tokens / (busy * rows)
         decoding = steps * self.costs.decode_s(rows, rows * work.context, plan.tensor)
-        besides = self.costs.sampled_s(work.completions / busy)
-        return decoding + besides + self._prompts_s(work.groups / busy, plan.tensor)
+        return decoding + self._prompts_s(work.groups / busy, plan.tensor)
 
     def batch_s(self, plan: GeneratorPlan) -> float:
-        """Return seconds from a batch's start to the end of its longest completion."""
+        """Return seconds in which a synchronous generator samples a batch to its last token."""
         work = self.work
         groups = math.ceil(work.groups / plan.replicas)
         waiting = groups * work.group_size
         rows = float(min(plan.slots, waiting))
-        stretches = work.drain(rows, work.completions)
-        full = work.completion_tokens * (waiting - rows) / rows
-        stretches.insert(0, (rows, full))
-        seconds = self._prompts_s(groups, plan.tensor) + self.costs.sampled_s(waiting)
-        for alive, steps in stretches:
+        seconds = self._prompts_s(groups, plan.tensor)
+        for alive, steps in work.batch(rows, waiting):
             seconds += steps * self.costs.decode_s(alive, alive * work.context, plan.tensor)
         return seconds
 
@@ -149,7 +239,7 @@ class Predictor:
     # --- A step ---
 
     def predict(self, plan: Plan) -> Prediction:
-        """Return what a plan is predicted to do. It need not fit any memory."""
+        """Return the prediction of a plan, which need not fit any memory."""
         work = self.work
         costs = self.costs
         update_s = self.update_s(plan.trainer)
@@ -167,19 +257,11 @@ class Predictor:
                 offload_s = 2 * costs.offload_s(moved)
             step_s = sample_s + score_s + update_s + publish_s + transfer_s + swap_s + offload_s
             at_once = min(plan.generator.slots, work.completions / plan.generator.replicas)
-        elif plan.in_flight:
+        else:
             sample_s = self.streaming_s(plan.generator, plan.overcommit)
             score_s = costs.score_s(work.completions)
             step_s = max(update_s + publish_s, sample_s + swap_s, score_s, transfer_s)
             at_once = self.rows(plan.generator, plan.overcommit)
-        else:
-            sample_s = self.batch_s(plan.generator)
-            score_s = costs.score_s(work.group_size)
-            trainer_s = update_s + publish_s
-            generator_s = sample_s + swap_s
-            round_s = trainer_s + transfer_s + generator_s + score_s
-            step_s = max(trainer_s, generator_s, transfer_s, round_s / 2)
-            at_once = min(plan.generator.slots, work.completions / plan.generator.replicas)
         return Prediction(
             plan=plan,
             step_s=step_s,
@@ -195,3 +277,128 @@ class Predictor:
             trainer_bytes=trainer_bytes,
             generator_bytes=generator_bytes,
         )
+
+
+# --- Theorem 7.5 ---
+#
+# Section 7 of LlamaRL (arXiv 2505.24034): the step of a synchronous and of an asynchronous job, and
+# the split between both sides. Symbols, as in the paper:
+#
+#     B0      completions of a step            G0      GPUs
+#     m       GPUs that hold one replica of a model; m_t of the trainer, m_g of the generator
+#     b       completions that a replica works on at once; b_t, b_g
+#     eta(b)  seconds a completion on one replica that works on b at once
+#     theta   the trainer's share of the GPUs
+#
+# With all GPUs on one side, each replica does B0 m / G0 completions of a step (definition 7.4):
+#
+#     T_sync  = (B0 m / G0) (eta_t(b_t) + eta_g(b_g))
+#     T_async = max(B0 m_t eta_t(b_t) / (theta G0), B0 m_g eta_g(b_g) / ((1 - theta) G0))
+#
+# One falls with theta and the other rises, so the maximum is least where both are equal:
+#
+#     theta*  = m_t eta_t / (m_t eta_t + m_g eta_g)
+#     T*      = (B0 / G0) (m_t eta_t + m_g eta_g)
+#
+# Theorem 7.5. Assume that eta_t and eta_g do not rise with b (assumption 7.1; figure 5), and that
+# memory M a GPU holds both sides of a synchronous job, (W_t + W_g + A_t b_t + A_g b_g) / m <= M,
+# but each side of an asynchronous one alone: (W_t + A_t b_t) / m_t <= M and the same of g.
+# Then T* <= T_sync. With m_t = m_g = m and the same b both are equal: overlap alone gains nothing
+# on a fixed number of GPUs. The gain comes from a larger b, at which eta is lower, or a smaller m.
+
+Eta = Callable[[float], float]
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One side of a job, the trainer's or the generator's.
+
+    gpus: m. eta: seconds a completion at a concurrency. weights, sample: bytes of a replica at
+    concurrency 0, and of each completion more.
+    """
+
+    gpus: float
+    eta: Eta
+    weights: float = 0.0
+    sample: float = 1.0
+
+    def most_at_once(self, memory: float, taken: float = 0.0) -> float:
+        """Return the largest b in a memory of so many bytes a GPU; below 0 if the weights do not
+        fit. taken: bytes of the replica that something else holds.
+        """
+        return (memory * self.gpus - self.weights - taken) / self.sample
+
+
+def t_sync(batch: float, total: float, gpus: float, eta_t: float, eta_g: float) -> float:
+    """Return seconds of a synchronous step. batch: B0. total: G0. gpus: m. eta_t, eta_g: seconds a
+    completion.
+    """
+    return batch * gpus / total * (eta_t + eta_g)
+
+
+def t_async(
+    batch: float, total: float, theta: float, trainer: tuple[float, float], generator: tuple
+) -> float:
+    """Return seconds of an asynchronous step at a split. trainer, generator: (m, eta)."""
+    gpus_t, eta_t = trainer
+    gpus_g, eta_g = generator
+    training = batch * gpus_t * eta_t / (theta * total)
+    generating = batch * gpus_g * eta_g / ((1 - theta) * total)
+    return max(training, generating)
+
+
+def best_split(trainer: tuple[float, float], generator: tuple[float, float]) -> float:
+    """Return theta*, the trainer's share at which both sides take equally long."""
+    gpus_t, eta_t = trainer
+    gpus_g, eta_g = generator
+    return gpus_t * eta_t / (gpus_t * eta_t + gpus_g * eta_g)
+
+
+def t_best(
+    batch: float, total: float, trainer: tuple[float, float], generator: tuple[float, float]
+) -> float:
+    """Return T*, seconds of an asynchronous step at theta*."""
+    gpus_t, eta_t = trainer
+    gpus_g, eta_g = generator
+    return batch / total * (gpus_t * eta_t + gpus_g * eta_g)
+
+
+@dataclass(frozen=True, slots=True)
+class Both:
+    """The two step times of theorem 7.5 in a memory, each at concurrencies that fit.
+
+    synchronous: with the given b_t, and the b_g that is left. asynchronous: each side alone, at
+    theta.
+    """
+
+    synchronous: float
+    asynchronous: float
+    theta: float
+
+
+def compared(
+    batch: float, total: float, memory: float, trainer: Side, generator: Side, share: float
+) -> Both:
+    """Return both step times of sides whose m is equal, where the synchronous one has given `share`
+    of what the weights leave, 0 to 1, to the trainer's b. ValueError where the weights do not fit.
+    """
+    if trainer.gpus != generator.gpus:
+        raise ValueError("a synchronous job has one m for both sides")
+    gpus = trainer.gpus
+    left = memory * gpus - trainer.weights - generator.weights
+    if left <= 0:
+        raise ValueError(f"the weights of both sides leave nothing of {memory} bytes a GPU")
+    together = t_sync(
+        batch,
+        total,
+        gpus,
+        trainer.eta(share * left / trainer.sample),
+        generator.eta((1 - share) * left / generator.sample),
+    )
+    alone_t = (gpus, trainer.eta(trainer.most_at_once(memory)))
+    alone_g = (gpus, generator.eta(generator.most_at_once(memory)))
+    return Both(
+        synchronous=together,
+        asynchronous=t_best(batch, total, alone_t, alone_g),
+        theta=best_split(alone_t, alone_g),
+    )

@@ -1,21 +1,22 @@
-"""Looks for the split, degrees, microbatch and slots whose predicted step is shortest, within the
+"""Search for the split, degrees, microbatch and slots with the shortest predicted step, within the
 memory of a GPU and the bound on lag.
 
     found = search(predictor, Limits(gpus=16, memory=72 * GIB))
     found.asynchronous.step_s, found.synchronous.step_s
 
-An asynchronous step is a maximum over the two sides, and each side depends on its own GPUs alone.
-So the trainer's best is looked for once for each number of GPUs that it may have, the generator's
-for what is left of each, and the pairs are compared. That is exhaustive:
+An asynchronous step is the longer of the two sides, and each side depends on its own GPUs alone. So
+the best trainer is found once for each number of GPUs, the best generator for the GPUs that are
+left, and the pairs are compared. The search is exhaustive over
 
-    trainer     data-parallel ranks that divide groups_per_step, every way to cut them into shards
-                and replicas, every number of GPUs a layer; microbatches are powers of two
-    generator   every number of GPUs a layer, as many replicas as fit; slots are for 1, 2, 4, ...
+    trainer     data-parallel ranks that divide groups_per_step, every split of them into shards and
+                replicas, every number of GPUs a layer; microbatches in powers of two
+    generator   every number of GPUs a layer, as many replicas as fit; slots for 1, 2, 4, ...
                 groups, and the most that fits or that the bound on lag lets run; overcommit in
-                eighths of a batch that data-parallel ranks can share evenly, up to max_lag batches
+                eighths of a batch that the data-parallel ranks can share evenly, up to max_lag
+                batches
 
 GPUs that share a layer are powers of two, up to the query heads. Among plans within 1 % of the
-shortest step the one of least lag is taken, then that of fewest GPUs.
+shortest step it takes the one with the least lag, then with the fewest GPUs.
 """
 
 from __future__ import annotations
@@ -24,16 +25,14 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from llamarl.planner.memory import GIB, SEND_SLOTS
-from llamarl.planner.plans import GeneratorPlan, Plan, TrainerPlan
-from llamarl.planner.predict import Prediction, Predictor
+from llamarl.planner.costs import GeneratorPlan, Plan, TrainerPlan
+from llamarl.planner.predict import GIB, SEND_SLOTS, Prediction, Predictor
 
 LEAST_MICROBATCH = 1024  # tokens
 MOST_MICROBATCH = 1 << 17
 MOST_TENSOR = 64
 ALIKE = 1.01  # steps within 1 % are alike
-_PARTS = 8  # of a batch: overcommit comes in such parts
-_MOST_GPUS = 1 << 14  # up to which a remedy is looked for
+_PARTS = 8  # overcommit is tried in such parts of a batch
 
 
 class NothingFits(ValueError):
@@ -43,7 +42,7 @@ class NothingFits(ValueError):
 @dataclass(frozen=True, slots=True)
 class Limits:
     """What a plan may use. memory: bytes of a GPU. overcommit: groups; trainer_tensor,
-    generator_tensor: GPUs that share a layer of each side; None: what is best.
+    generator_tensor: GPUs that share a layer of each side; None: the search chooses.
     """
 
     gpus: int
@@ -59,8 +58,8 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The best plans. asynchronous: None with max_lag=0 and on one GPU. synchronous: None where
-    none fits.
+    """The best plans. asynchronous: None with max_lag=0 or on one GPU. synchronous: None if none
+    fits.
     """
 
     asynchronous: Prediction | None
@@ -88,7 +87,7 @@ def search(predictor: Predictor, limits: Limits) -> Found:
 
 
 def divisors(number: int) -> list[int]:
-    """Return what divides a number, rising."""
+    """Return the divisors of a number, rising."""
     return [n for n in range(1, number + 1) if number % n == 0]
 
 
@@ -101,7 +100,7 @@ def powers_up_to(most: int, first: int = 1) -> list[int]:
 
 
 class _Search:
-    """One search: what fits is priced once."""
+    """One search."""
 
     def __init__(self, predictor: Predictor, limits: Limits):
         self.predictor = predictor
@@ -129,9 +128,8 @@ class _Search:
         return sorted(found)
 
     def trainers(self, gpus: int, taken: float = 0.0) -> Iterator[TrainerPlan]:
-        """Yield the plans of so many GPUs that fit. taken: bytes of a GPU that another holds.
-
-        A larger microbatch takes no less memory, so below the largest that fits none is priced.
+        """Yield the plans of so many GPUs that fit. taken: bytes of a GPU that the other side
+        holds.
         """
         for tensor in self.trainer_tensors:
             if gpus % tensor or self.work.groups % (gpus // tensor):
@@ -139,7 +137,7 @@ class _Search:
             ranks = gpus // tensor
             for shards in divisors(ranks):
                 sizes = self._microbatches(ranks)
-                fits = False
+                fits = False  # a smaller microbatch than one that fits fits too
                 for size in reversed(sizes):
                     plan = TrainerPlan(shards, ranks // shards, tensor, size)
                     fits = fits or self._fits(plan, taken)
@@ -153,7 +151,7 @@ class _Search:
 
     def _fits(self, plan: TrainerPlan, taken: float) -> bool:
         room = self.limits.memory - taken
-        # Weights, moments and slots alone: most plans are refused by this, which is quick.
+        # A quick lower bound refuses most plans: weights, moments and slots alone.
         costs = self.predictor.costs
         numbers = costs.num_numbers / (plan.shards * plan.tensor)
         if numbers * (4 + SEND_SLOTS * costs.numerics.itemsize) > room:
@@ -166,8 +164,7 @@ class _Search:
             replicas = gpus // tensor
             if not replicas:
                 continue
-            # A generator asks for a ticket once it has room for a whole group, so that half of one
-            # is free on average.
+            # Half a group's slots are free on average (predict.py), so allow for that many more.
             size = self.work.group_size
             fitting = self.memory.most_slots(tensor, self.limits.memory - taken)
             most = min(fitting, max(size, -(-int(rows) // replicas) + size // 2))
@@ -177,8 +174,8 @@ class _Search:
                 yield GeneratorPlan(tensor, replicas, slots)
 
     def overcommits(self, ranks: int) -> list[int]:
-        """Return how many groups may be started beyond a batch, rising: each of so many
-        data-parallel ranks starts as many of them.
+        """Return the overcommits to try, rising: those that so many data-parallel ranks can share
+        evenly.
         """
         given = self.limits.overcommit
         if given is not None:
@@ -256,7 +253,7 @@ class _Search:
                 yield self.predictor.predict(Plan(trainer, generator, max_lag=0))
 
     def _best_of_each_degree(self, gpus: int, taken: float = 0.0) -> list[GeneratorPlan]:
-        """Return for each number of GPUs a layer the plan that samples a batch fastest."""
+        """Return the plan that samples a batch fastest, for each number of GPUs a layer."""
         by_tensor: dict[int, GeneratorPlan] = {}
         seconds: dict[int, float] = {}
         for plan in self.generators(gpus, self.work.completions, taken):
@@ -267,7 +264,7 @@ class _Search:
         return list(by_tensor.values())
 
     def _together(self) -> Iterator[Prediction]:
-        """Yield plans in which both sides have all GPUs, in one memory or by turns."""
+        """Yield plans in which both sides are on all GPUs."""
         gpus = max(self.trainer_gpus(), default=0)
         offloaded = list(self._best_of_each_degree(gpus))
         trainer = self._fastest_trainer(gpus)
@@ -288,7 +285,7 @@ class _Search:
     # --- What would fit ---
 
     def remedy(self) -> str:
-        """Say what the sides need at least, and what would make room."""
+        """Return what the sides need at least, and what would make room."""
         limits = self.limits
         trainer = self._least_trainer()
         generator = min(
@@ -297,10 +294,8 @@ class _Search:
         )
         lines = [
             f"nothing fits {limits.memory / GIB:.3g} GiB a GPU on {limits.gpus} GPU(s):",
-            f"  the trainer takes at least {trainer / GIB:.3g} GiB a GPU, with as many shards and "
-            f"GPUs a layer as there can be and microbatches of {LEAST_MICROBATCH} tokens",
-            f"  the generator takes at least {generator / GIB:.3g} GiB a GPU, with slots for one "
-            "group",
+            f"  the trainer takes at least {trainer / GIB:.3g} GiB a GPU",
+            f"  the generator takes at least {generator / GIB:.3g} GiB a GPU",
         ]
         numerics = self.predictor.costs.numerics
         if trainer > limits.memory and not numerics.checkpointing:
@@ -309,9 +304,6 @@ class _Search:
             lines.append("  try trainer.optimizer=adamw8bit")
         if generator > limits.memory and numerics.quantize == "none":
             lines.append("  try generator.quantize=fp8")
-        enough = self._enough_gpus()
-        if enough is not None:
-            lines.append(f"  {enough} GPUs of this memory would do")
         return "\n".join(lines)
 
     def _least_trainer(self) -> int:
@@ -324,23 +316,10 @@ class _Search:
             found.append(self.memory.trainer(plan).total)
         return min(found)
 
-    def _enough_gpus(self) -> int | None:
-        """Return the first doubling of the GPUs on which something fits; None if none does."""
-        gpus = self.limits.gpus * 2
-        while gpus <= _MOST_GPUS:
-            wider = _Search(self.predictor, replace(self.limits, gpus=gpus))
-            most = max(wider.generator_tensors)
-            slots = self.memory.most_slots(most, self.limits.memory)
-            fits_generator = slots >= self.work.group_size
-            if fits_generator and wider._least_trainer() <= self.limits.memory:
-                return gpus
-            gpus *= 2
-        return None
-
 
 def shortest(predicted: Iterable[Prediction]) -> Prediction | None:
-    """Return, of the predictions whose step is within 1 % of the shortest, that of least lag, then
-    of fewest GPUs, then the shortest; None of none.
+    """Return the prediction with the least lag among those within 1 % of the shortest step, then
+    with the fewest GPUs, then the shortest. None if there are none.
     """
     everything = list(predicted)
     if not everything:

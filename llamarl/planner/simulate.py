@@ -1,244 +1,490 @@
-"""Simulate a run: the real ledger, governors and channel capacities on a clock without time.
+"""Simulate a run: the real ledger and governors, with given seconds for everything that computes.
 
-    python -m llamarl.planner simulate max_lag=4 overcommit=8 decode_s=0.02 update_s=5
-    python -m llamarl.planner simulate max_lag=1,2,4,8 overcommit=0,8,auto
-    python -m llamarl.planner simulate max_lag=4 num_generators=4 slow_factor=3 -o picture.svg
+    result = simulate(Settings(max_lag=4, overcommit=8, update_s=5.0))
+    result.step_s, result.mean_lag, result.idle
 
-Keys are the fields of SimulationSettings (simulation_settings.py), which have their names in conf/,
-and of StraightTimings (straight.py). One or two keys may have several values, with commas: a table
-then compares them.
+Time is an event queue, so an hour of a run takes seconds. The run's own ledger decides which
+tickets start, which groups a step takes and who waits. The executors are stand-ins:
+
+    generator   decodes chunks of all its rows, and swaps weights in between two chunks
+    reward      num_workers score completions, first come, first served
+    trainer     takes a step as soon as the ledger has one, publishes it, and goes on
+
+docs/planner.md says what is left out.
 """
 
 from __future__ import annotations
 
-import argparse
-import dataclasses
+import heapq
 import itertools
-import json
-import sys
-import time
-from collections.abc import Sequence
+import math
+import random
+import statistics
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Annotated, Literal, NamedTuple
 
-from llamarl.planner.picture import draw
-from llamarl.planner.simulation_settings import Impossible, SimulationSettings
-from llamarl.planner.straight import StraightTimings
-from llamarl.planner.world import SimulationResult, simulate
-from llamarl.words.names import did_you_mean
+import numpy as np
+from pydantic import Field
+from pydantic.dataclasses import dataclass as checked_dataclass
 
-__all__ = ["describe", "run", "simulate"]
+from llamarl.comm.channel import dp_rank_of
+from llamarl.config.conversion import load_config
+from llamarl.planner.costs import Plan, Timings, Work
+from llamarl.planner.fit import Lengths, Point, points_of
+from llamarl.planner.profile import STRICT, Count, FromZero, Positive, made
+from llamarl.tickets.ledger import TicketLedger
 
-Values = dict[str, str]  # by key, as they were typed
-NOT_TYPED = ("lengths",)  # --lengths reads them from a file
-MEAN_LENGTH = "completion/length_mean"  # the column of a run's metrics
+SHORT_S = 0.02  # a shorter wait of the trainer does not count as one: executors.trainer.SHORT_S
+WEIGHT_SLOTS = 2  # versions on their way, before a publication has to wait
 
 
-def describe(result: SimulationResult) -> str:
-    """Return what came of a simulated run, in lines for people."""
-    form = result.closed_form
-    settings = result.settings
-    steps = len(result.steps_s)
+@checked_dataclass(frozen=True, slots=True, config=STRICT)
+class Settings:
+    """The settings of a run that its time depends on, named as in conf/ where they are there, and
+    seconds of its parts.
+
+    warmup_steps: first steps that are not counted. num_generators: replicas. num_trainers:
+    data-parallel ranks. in_flight_updates: None: whenever max_lag allows a lag. A completion's
+    length is log-normal, rounded up and cut at max_new_tokens.
+    """
+
+    max_steps: Count = 50
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    seed: int = 0
+    max_lag: Annotated[int, Field(ge=0)] = 1
+    overcommit: Annotated[int, Field(ge=0)] | Literal["auto", "oppo", "window"] = "auto"
+    groups_per_step: Count = 64
+    group_size: Count = 8
+    num_generators: Count = 1
+    max_slots: Count = 512
+    chunk_tokens: Count = 8
+    in_flight_updates: bool | None = None
+    num_workers: Count = 1
+    num_trainers: Count = 1
+    prompt_tokens: Annotated[int, Field(ge=0)] = 128
+    length_mean: Positive = 256.0
+    length_sigma: FromZero = 0.5
+    max_new_tokens: Count = 1024
+    decode_s: FromZero = 0.02  # a decode step
+    update_s: FromZero = 1.0  # a step, on each data-parallel rank
+    score_s: FromZero = 0.0  # a completion, on one worker
+    publish_s: FromZero = 0.0  # the trainer's stall
+    transfer_s: FromZero = 0.0  # from there to the generators
+    swap_s: FromZero = 0.0  # a generator's stall
+
+    def problem(self) -> str:
+        """Return why a run of these settings cannot go on; "" if it can."""
+        if self.groups_per_step % self.num_trainers:
+            return "groups_per_step: num_trainers must divide it, as each takes an equal share"
+        if self.max_slots < self.group_size:
+            return "max_slots: a generator needs room for a whole group, of group_size completions"
+        if self.warmup_steps >= self.max_steps:
+            return "warmup_steps: max_steps leaves no step to count"
+        if self.max_lag == 0 and self.overcommit not in (0, "auto"):
+            return "overcommit: max_lag=0 allows none; max_lag=1 allows a batch"
+        return ""
+
+    def lengths(self, ticket: int) -> list[int]:
+        """Return the tokens of a ticket's completions, which depend on seed and ticket alone."""
+        rng = random.Random(f"{self.seed} {ticket}")
+        mu = math.log(self.length_mean) - self.length_sigma**2 / 2  # of a mean exp(mu + sigma^2/2)
+        drawn = [rng.lognormvariate(mu, self.length_sigma) for _ in range(self.group_size)]
+        return [max(1, min(math.ceil(length), self.max_new_tokens)) for length in drawn]
+
+    def reward(self, step: int) -> float:
+        """Return a made-up mean reward, for governors that follow it: rising, then level, noisy."""
+        rng = random.Random(f"{self.seed} reward {step}")
+        return 1.0 - math.exp(-step / 50) + rng.gauss(0.0, 0.05)
+
+    def timings(self, points: Sequence[Point] = ()) -> Timings:
+        """Return the seconds. points: rows of a run, from which decode_s and update_s are drawn."""
+        rng = random.Random(f"{self.seed} seconds")
+        decodes_s = [point.decode_s for point in points] or [self.decode_s]
+        updates_s = [point.train_s for point in points] or [self.update_s]
+        return Timings(
+            decode_s=lambda rows, context: rng.choice(decodes_s),
+            prefill_s=lambda tokens: 0.0,
+            update_s=lambda completions, tokens: rng.choice(updates_s),
+            score_s=lambda completions: self.score_s * completions,
+            publish_s=self.publish_s,
+            transfer_s=self.transfer_s,
+            swap_s=self.swap_s,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What came of a simulated run after its warmup_steps, in simulated seconds.
+
+    step_s: the mean, from the end of a step to the end of the next. idle: shares of the time of
+    each executor. lags: steps -> completions that were trained on with this lag. closed_form_lag:
+    1 + overcommit/batch, at most max_lag.
+    """
+
+    settings: Settings
+    step_s: float
+    steps_s: tuple[float, ...]
+    idle: Mapping[str, float]
+    lags: Mapping[int, int]
+    mean_lag: float
+    closed_form_lag: float
+
+
+def simulate(settings: Settings, timings: Timings | None = None) -> Result:
+    """Return what comes of a run with these settings. timings: in place of the settings' seconds.
+    ValueError for settings that cannot go together, RuntimeError if the run stands still.
+    """
+    if problem := settings.problem():
+        raise ValueError(problem)
+    return _Simulation(settings, timings or settings.timings()).run()
+
+
+class _Row(NamedTuple):
+    """A completion that is being decoded; rows are ordered by the decode step of their end."""
+
+    ends_at: int
+    order: int
+    ticket: int
+    length: int
+    version: int  # that sampled its first token
+
+
+class _Generator:
+    """A replica of the generator."""
+
+    def __init__(self, run: _Simulation, index: int):
+        self.index = index
+        self.version = -1
+        self.staged = -1
+        self._run = run
+        self._is_busy = False
+        self._rows: list[_Row] = []  # a heap
+        self._waiting: deque[tuple[int, int]] = deque()  # (ticket, length) without a slot
+        self._decode_step = 0
+        self._order = itertools.count()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether it has nothing to decode."""
+        return not (self._rows or self._waiting)
+
+    def look(self) -> None:
+        """Begin a step, unless one is under way."""
+        if not self._is_busy:
+            self._step()
+
+    def _work(self, seconds: float, then: Callable[[], None]) -> None:
+        self._is_busy = True
+        self._run.busy_s["generator"] += seconds
+        self._run.after(seconds, then)
+
+    def _step(self) -> None:
+        self._is_busy = False
+        settings = self._run.settings
+        in_flight = settings.in_flight_updates
+        may_swap = settings.max_lag > 0 if in_flight is None else in_flight
+        if self.staged > self.version and (may_swap or not self._rows):
+            self.version = self.staged
+            if self._run.timings.swap_s:
+                self._work(self._run.timings.swap_s, self._step)
+                return
+        if self.version < 0:
+            return
+        room = (settings.max_slots - len(self._rows) - len(self._waiting)) // settings.group_size
+        for ticket in self._run.start(self, room):
+            self._waiting.extend((ticket, length) for length in settings.lengths(ticket))
+        if not self.is_idle:
+            self._decode()
+
+    def _decode(self) -> None:
+        """Sample a chunk for every row, or less if all end before."""
+        settings = self._run.settings
+        before = self._decode_step
+        prompts = set()  # each is read once for all completions that start together
+        while self._waiting and len(self._rows) < settings.max_slots:
+            ticket, length = self._waiting.popleft()
+            row = _Row(before + length, next(self._order), ticket, length, self.version)
+            heapq.heappush(self._rows, row)
+            prompts.add(ticket)
+        num_rows = len(self._rows)
+        seen = sum(row.length - (row.ends_at - before) for row in self._rows)
+        done = before + settings.chunk_tokens
+        finished: list[_Row] = []
+        while self._rows and self._rows[0].ends_at <= done:
+            finished.append(heapq.heappop(self._rows))
+        if not self._rows:
+            done = finished[-1].ends_at
+        # Rows that have ended are computed to the end of the chunk, as on a GPU.
+        context = seen + num_rows * (settings.prompt_tokens + (done - before - 1) / 2)
+        seconds = (done - before) * self._run.timings.decode_s(num_rows, context)
+        if prompts:
+            seconds += self._run.timings.prefill_s(len(prompts) * settings.prompt_tokens)
+        self._decode_step = done
+
+        def end() -> None:
+            self._run.score(finished)
+            self._step()
+
+        self._work(seconds, end)
+
+
+class _Simulation:
+    """The run: the clock, the ledger, the reward and the trainer, and the counting."""
+
+    def __init__(self, settings: Settings, timings: Timings):
+        self.settings = settings
+        self.timings = timings
+        self.now = 0.0
+        self._events: list[tuple[float, int, Callable[[], None]]] = []  # a heap
+        self._order = itertools.count()  # events of one time happen in the order they were set in
+        self._scored: dict[int, list[_Row]] = {}  # completions of started tickets
+        self.ledger = TicketLedger(
+            groups_per_step=settings.groups_per_step,
+            max_lag=settings.max_lag,
+            overcommit=settings.overcommit,
+            num_pools=settings.num_trainers,
+            num_generators=settings.num_generators,
+            max_steps=settings.max_steps,
+        )
+        self.generators = [_Generator(self, index) for index in range(settings.num_generators)]
+        self._workers_free_s = [0.0] * settings.num_workers  # a heap: when each has nothing to do
+        self.version = 0  # of the trainer
+        self._is_training = True  # or publishing: the weights that the run starts from
+        self._is_over = False
+        self._wait_since_s = 0.0
+        self._leaving: deque[int] = deque()  # versions on their way, one after another
+        self._count_from_now()
+
+    def _count_from_now(self) -> None:
+        self.began_s = self.now
+        self.ends_s: list[float] = []  # of steps
+        self.busy_s = {"generator": 0.0, "reward": 0.0, "trainer": 0.0}
+        self.lags: Counter[int] = Counter()
+        self.overcommits: list[int] = []
+
+    def after(self, seconds: float, do: Callable[[], None]) -> None:
+        """Have something happen in so many seconds."""
+        heapq.heappush(self._events, (self.now + seconds, next(self._order), do))
+
+    def run(self) -> Result:
+        """Let everything happen. Return what came of it."""
+        self._publish()
+        while self._events and not self._is_over:
+            self.now, _, do = heapq.heappop(self._events)
+            do()
+        if not self._is_over:
+            raise RuntimeError(f"the run stands still at {self.now:.3f} s, step {self.version}")
+        return self._result()
+
+    def start(self, generator: _Generator, room: int) -> list[int]:
+        """Return the tickets that a generator may start: at most an even share of those that it and
+        all idle generators may.
+        """
+        if self.settings.max_lag:
+            waiting = sum(one.is_idle for one in self.generators if one is not generator)
+            room = min(room, -(-self.ledger.room // (1 + waiting)))
+        granted = self.ledger.start(room, generator.version, generator.index)
+        return [ticket.index for ticket in granted]
+
+    def _wake_generators(self) -> None:
+        for generator in self.generators:
+            self.after(0.0, generator.look)
+
+    # --- Reward ---
+
+    def score(self, finished: Sequence[_Row]) -> None:
+        """Score completions that a generator has finished, once a worker is free."""
+        seconds = self.timings.score_s(1)
+        for row in finished:
+            if not seconds:
+                self._arrive(row)
+                continue
+            ends_s = max(self.now, heapq.heappop(self._workers_free_s)) + seconds
+            heapq.heappush(self._workers_free_s, ends_s)
+            self.busy_s["reward"] += seconds
+            self.after(ends_s - self.now, partial(self._arrive, row))
+
+    def _arrive(self, row: _Row) -> None:
+        """Take a scored completion in at the trainer."""
+        own = self._scored.setdefault(row.ticket, [])
+        own.append(row)
+        if len(own) == self.settings.group_size:
+            self.ledger.finish([row.ticket])
+            self.after(0.0, self._train)
+
+    # --- Trainer ---
+
+    def _train(self) -> None:
+        """Take a step, if there is one to take."""
+        is_over = self.version == self.settings.max_steps
+        if self._is_training or is_over or len(self._leaving) == WEIGHT_SLOTS:
+            return
+        tickets = self.ledger.take(self.version, self.now - self._wait_since_s > SHORT_S)
+        if tickets is None:
+            return
+        self.overcommits.append(self.ledger.overcommit)
+        completions = [0] * self.settings.num_trainers  # by data-parallel rank
+        tokens = [0] * self.settings.num_trainers
+        for ticket in tickets:
+            rows = self._scored.pop(ticket)
+            rank = dp_rank_of(ticket, self.settings.num_trainers)
+            completions[rank] += len(rows)
+            tokens[rank] += self.settings.prompt_tokens + sum(row.length for row in rows)
+            self.lags.update(self.version - row.version for row in rows)
+        assert max(self.lags) <= self.settings.max_lag, "the ledger bounds the lag"
+        seconds = max(map(self.timings.update_s, completions, tokens))
+        self._is_training = True
+        self.busy_s["trainer"] += seconds
+        self.after(seconds, self._trained)
+        self._wake_generators()
+
+    def _trained(self) -> None:
+        self.version += 1
+        self.ledger.trained(self.settings.reward(self.version - 1))
+        self._wake_generators()
+        self._publish()
+
+    def _publish(self) -> None:
+        self.busy_s["trainer"] += self.timings.publish_s
+        self.after(self.timings.publish_s, self._published)
+
+    def _published(self) -> None:
+        """Send the version on its way, and go on with the next step."""
+        self._leaving.append(self.version)
+        if len(self._leaving) == 1:
+            self.after(self.timings.transfer_s, self._arrived)
+        self._is_training = False
+        self._wait_since_s = self.now
+        if self.version:
+            self.ends_s.append(self.now)
+            if self.version == self.settings.warmup_steps:
+                self._count_from_now()
+        self._is_over = self.version == self.settings.max_steps
+        self._train()
+
+    def _arrived(self) -> None:
+        version = self._leaving.popleft()
+        for generator in self.generators:
+            generator.staged = version
+        self._wake_generators()
+        if self._leaving:
+            self.after(self.timings.transfer_s, self._arrived)
+        self._train()
+
+    def _result(self) -> Result:
+        settings = self.settings
+        seconds = self.now - self.began_s
+        overcommit = statistics.fmean(self.overcommits)
+        numbers = (settings.num_generators, settings.num_workers, 1)
+        idle = {}
+        for (name, busy_s), number in zip(self.busy_s.items(), numbers):
+            idle[name] = max(0.0, 1 - busy_s / number / seconds)
+        return Result(
+            settings=settings,
+            step_s=seconds / len(self.ends_s),
+            steps_s=tuple(np.diff([self.began_s, *self.ends_s]).tolist()),
+            idle=idle,
+            lags=dict(sorted(self.lags.items())),
+            mean_lag=statistics.fmean(self.lags.elements()),
+            closed_form_lag=min(settings.max_lag, 1 + overcommit / settings.groups_per_step),
+        )
+
+
+# --- The command ---
+
+_DEFAULTS = {one.name: one.default for one in fields(Settings)}
+
+
+def of_plan(plan: Plan, work: Work) -> Settings:
+    """Return the settings of a plan that a search found."""
+    return Settings(
+        max_lag=plan.max_lag,
+        overcommit=plan.overcommit,
+        groups_per_step=work.groups,
+        group_size=work.group_size,
+        num_generators=plan.generator.replicas,
+        max_slots=max(plan.generator.slots, work.group_size),
+        num_trainers=plan.trainer.data_ranks,
+        prompt_tokens=round(work.prompt_tokens),
+        length_mean=work.completion_tokens,
+        length_sigma=work.sigma,
+        max_new_tokens=work.max_new_tokens,
+    )
+
+
+def of_run(run: Path) -> tuple[dict[str, object], list[Point]]:
+    """Return the settings of a run that was made, by name, and its rows' times."""
+    points = points_of(run, Lengths())
+    config = load_config(run / "config.yaml")
+    names = ("max_lag", "overcommit", "groups_per_step", "group_size", "max_new_tokens")
+    found = _DEFAULTS | {name: getattr(config, name) for name in names}
+    found["max_slots"] = getattr(config.generator, "max_slots", None) or found["max_slots"]
+    for name in ("publish_s", "swap_s"):
+        found[name] = statistics.median(getattr(point, name) for point in points)
+    found["length_mean"] = statistics.median(point.length for point in points)
+    found["score_s"] = statistics.median(one.score_s / one.completions for one in points)
+    return found, points
+
+
+def describe(result: Result) -> str:
+    """Return the outcome of a simulated run, in lines for people."""
+    steps_s = result.steps_s
     lines = [
-        f"{steps} steps in {result.seconds:.4g} simulated seconds, {result.num_events} events",
-        f"step          {result.step_s:.4g} s mean, {min(result.steps_s):.4g} to "
-        f"{max(result.steps_s):.4g} s",
-        f"tokens        {result.tokens_per_s:,.0f} a second sampled, "
-        f"{result.rows:.1f} rows of {settings.max_slots} together",
+        f"step       {result.step_s:.4g} s, the mean of {len(steps_s)}; {min(steps_s):.4g} to "
+        f"{max(steps_s):.4g} s",
+        f"lag        {result.mean_lag:.3f} mean, {max(result.lags)} at most, of max_lag "
+        f"{result.settings.max_lag}; closed form {result.closed_form_lag:.3f}",
     ]
-    for idle in result.idle:
-        causes = idle.shown_causes or "-"
-        lines.append(f"{idle.executor:<13} idle {idle.share:.1%} ({causes})")
-    lines += [
-        f"lag           {result.mean_lag:.3f} mean, {result.max_lag} at most, of max_lag "
-        f"{settings.max_lag}",
-        f"closed form   {form.lag:.3f} = 1 + overcommit {result.mean_overcommit:.2f} / "
-        f"{settings.groups_per_step} groups, while overcommit alone holds back",
-        f"by Little     {form.little_lag:.3f}; {form.mean_started:.2f} groups started and not yet "
-        f"taken = {form.groups_per_s:.4g} a second x {form.mean_life_s:.4g} s",
-        *_histogram(result),
-    ]
-    if result.num_aborted:
-        lines.append(f"aborted       {result.num_aborted} completions, ended by time")
-    if result.num_restarted:
-        lines.append(f"restarted     {result.num_restarted} tickets of the generator that died")
+    lines += [f"{name:<10} idle {share:.1%}" for name, share in result.idle.items()]
     return "\n".join(lines)
 
 
-def _histogram(result: SimulationResult) -> list[str]:
-    """Return a bar for each lag."""
-    total = sum(result.lags.values())
-    lines = []
-    for lag, count in result.lags.items():
-        share = count / total
-        bar = "#" * max(1, round(50 * share))
-        lines.append(f"  lag {lag:>3}     {share:>6.1%} {bar}")
-    return lines
-
-
-def read_lengths(file: Path) -> tuple[int, ...]:
-    """Return the lengths of completions, in tokens, of a file: a whole number a line; or a run's
-    metrics.jsonl, which has the mean of each step and no more. ValueError for anything else.
+def lines_of_words(words: Sequence[str], run: Path | None = None) -> Iterator[str]:
+    """Yield what is printed for KEY=VALUE[,VALUE] words: one run, or a table that compares the
+    values of one or two keys. run: a directory whose settings and times are taken. ValueError for
+    words that cannot be used.
     """
-    lengths = []
-    for number, line in enumerate(file.read_text().splitlines(), 1):
-        try:
-            value = json.loads(line)
-            if isinstance(value, dict):
-                value = value.get(MEAN_LENGTH)
-            if value is not None:
-                lengths.append(max(1, round(float(value))))
-        except (TypeError, ValueError) as error:
-            raise ValueError(
-                f"{file}, line {number}: need a number of tokens, or a row of a run's metrics.jsonl"
-            ) from error
-    if not lengths:
-        raise ValueError(f"{file} has no lengths: need a number of tokens a line, or {MEAN_LENGTH}")
-    return tuple(lengths)
-
-
-def run(arguments: Sequence[str]) -> int:
-    """Run the command line. Return the exit status: 0, or 2 for what cannot be simulated."""
-    parser = argparse.ArgumentParser(
-        prog="python -m llamarl.planner simulate",
-        description="Simulate a run on a clock without time.",
-        epilog=f"Keys: {', '.join(_hints())}.",
-    )
-    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE[,VALUE]")
-    parser.add_argument("--lengths", type=Path, help="completions' lengths, or a metrics.jsonl")
-    parser.add_argument("-o", "--out", type=Path, help="a picture: .svg or .png")
-    given = parser.parse_intermixed_args(arguments)
-    try:
-        _run(given.overrides, given.lengths, given.out)
-    except (OSError, ValueError, RuntimeError) as error:
-        print(error, file=sys.stderr)
-        return 2
-    return 0
-
-
-def _run(overrides: list[str], lengths: Path | None, out: Path | None) -> None:
-    values = _split(overrides)
-    several = [key for key, options in values.items() if len(options) > 1]
+    base, points = (_DEFAULTS, []) if run is None else of_run(run)
+    options: dict[str, list[str]] = {}
+    for word in words:
+        key, equals, text = word.partition("=")
+        if not equals or not text:
+            raise ValueError(f"{word}: need KEY=VALUE")
+        options[key] = text.split(",")
+    drawn = [key for key in options if points and key in ("decode_s", "update_s")]
+    if drawn:
+        raise ValueError(f"{drawn[0]}: --rows draws it from the run's rows; leave one of them out")
+    several = [key for key, texts in options.items() if len(texts) > 1]
     if len(several) > 2:
         raise ValueError(f"several values of {', '.join(several)}: a table has two sides")
-    if several and out is not None:
-        raise ValueError(f"--out: a picture is of one run, and {several[0]} has several values")
-    known = () if lengths is None else read_lengths(lengths)
-    if several:
-        for line in table(values, several, known):
-            print(line)
+
+    def settings_of(**chosen: str) -> Settings:
+        values = base | {key: texts[0] for key, texts in options.items()} | chosen
+        return made(Settings, values, _DEFAULTS)
+
+    if not several:
+        settings = settings_of()
+        yield describe(simulate(settings, settings.timings(points)))
         return
-    began = time.perf_counter()
-    result = simulate_values({key: one for key, (one,) in values.items()}, known)
-    took_s = time.perf_counter() - began
-    print(describe(result))
-    print(f"\nsimulated in {took_s:.2f} s, {result.num_events / took_s:,.0f} events a second")
-    if out is not None:
-        draw(result, out)
-        print(f"wrote {out}")
+    down, across = several if len(several) == 2 else (several[0], "max_steps")
+    columns = options.get(across, [str(base[across])])
+    rows = [[down, *(f"{across}={text}" for text in columns)]]
+    for text in options[down]:
+        chosen = [settings_of(**{down: text, across: column}) for column in columns]
+        rows.append([text, *(_cell(settings, points) for settings in chosen)])
+    first = max(len(row[0]) for row in rows)
+    width = max(len(cell) for row in rows for cell in row[1:]) + 2
+    for text, *cells in rows:
+        yield (text.rjust(first) + "".join(cell.rjust(width) for cell in cells)).rstrip()
+    yield "each cell: seconds a step, mean lag / largest lag; -: not possible"
 
 
-def simulate_values(values: Values, lengths: tuple[int, ...] = ()) -> SimulationResult:
-    """Return what comes of a run with these values, by key, and the defaults of all others.
-    ValueError names what cannot be used.
-    """
-    own = {field.name for field in dataclasses.fields(SimulationSettings)}
-    of_run: dict[str, Any] = {}
-    of_timings: dict[str, Any] = {}
-    for key, text in values.items():
-        chosen = of_run if key in own else of_timings
-        chosen[key] = _value(key, text)
-    settings = SimulationSettings(**of_run, lengths=lengths)
-    return simulate(settings, StraightTimings(**of_timings).timings())
-
-
-def table(values: dict[str, list[str]], several: list[str], lengths: tuple[int, ...]) -> list[str]:
-    """Return lines that compare the values of one or two keys: of two, a cell for each pair."""
-    fixed = {key: options[0] for key, options in values.items() if key not in several}
-    if len(several) == 1:
-        return _column(fixed, several[0], values[several[0]], lengths)
-    down, across = several
-    cells = {}
-    for row, column in itertools.product(values[down], values[across]):
-        cells[row, column] = _cell({**fixed, down: row, across: column}, lengths)
-    headings = [f"{across}={column}" for column in values[across]]
-    width = max(len(text) for text in [*headings, *cells.values()]) + 2
-    first = max(len(down), *(len(row) for row in values[down]))
-    lines = [down.rjust(first) + "".join(text.rjust(width) for text in headings)]
-    for row in values[down]:
-        texts = [cells[row, column].rjust(width) for column in values[across]]
-        lines.append(row.rjust(first) + "".join(texts))
-    lines.append("each cell: seconds a step, mean lag / largest lag; -: not possible")
-    return [line.rstrip() for line in lines]
-
-
-def _cell(values: Values, lengths: tuple[int, ...]) -> str:
-    try:
-        result = simulate_values(values, lengths)
-    except Impossible:
+def _cell(settings: Settings, points: Sequence[Point]) -> str:
+    if settings.problem():
         return "-"
-    return f"{result.step_s:.2f} s {result.mean_lag:.1f}/{result.max_lag}"
-
-
-def _column(fixed: Values, key: str, options: list[str], lengths: tuple[int, ...]) -> list[str]:
-    """Return a line for each value of one key."""
-    width = max(len(key), *(len(option) for option in options))
-    head = "    step s  lag mean  closed form  max  trainer idle  generator idle"
-    lines = [key.rjust(width) + head]
-    for option in options:
-        result = simulate_values({**fixed, key: option}, lengths)
-        idle = {one.executor: one.share for one in result.idle}
-        lines.append(
-            f"{option:>{width}}  {result.step_s:>8.4g}  {result.mean_lag:>8.3f}  "
-            f"{result.closed_form.lag:>11.3f}  {result.max_lag:>3}  {idle['trainer']:>12.1%}  "
-            f"{idle['generator']:>14.1%}"
-        )
-    return lines
-
-
-def _hints() -> dict[str, object]:
-    """Return every key that may be typed, and its type."""
-    hints: dict[str, object] = {}
-    for record in (SimulationSettings, StraightTimings):
-        hints |= get_type_hints(record)
-    return {key: hint for key, hint in hints.items() if key not in NOT_TYPED}
-
-
-def _split(overrides: list[str]) -> dict[str, list[str]]:
-    """Return the values of each key. ValueError for what is no KEY=VALUE, or no key."""
-    known = _hints()
-    values = {}
-    for override in overrides:
-        key, equals, text = override.partition("=")
-        if not equals or not text:
-            raise ValueError(f"{override}: need KEY=VALUE")
-        if key not in known:
-            raise ValueError(f"{key}: unknown key{did_you_mean(key, known)}")
-        values[key] = text.split(",")
-    return values
-
-
-def _value(key: str, text: str) -> object:
-    """Return a value of the key's type. ValueError if the text is none."""
-    hint = _hints()[key]
-    types = get_args(hint) or (hint,)
-    if text == "null" and type(None) in types:
-        return None
-    if bool in types and text in ("true", "false"):
-        return text == "true"
-    for number in (int, float):
-        if number in types:
-            try:
-                return number(text)
-            except ValueError:
-                continue
-    if str in types:
-        return text
-    raise ValueError(f"{key}={text}: need {_named(types)}")
-
-
-def _named(types: tuple[object, ...]) -> str:
-    """Return what a value of these types is, in words."""
-    words = {int: "a whole number", float: "a number", bool: "true or false"}
-    words[type(None)] = "null"
-    return " or ".join(words[one] for one in types if isinstance(one, type) and one in words)
+    result = simulate(settings, settings.timings(points))
+    return f"{result.step_s:.2f} s {result.mean_lag:.1f}/{max(result.lags)}"

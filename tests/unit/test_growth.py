@@ -17,11 +17,11 @@ from llamarl.comm.channel import dp_rank_of
 from llamarl.comm.control import Control
 from llamarl.controller import ExecutorController
 from llamarl.learning.buffer import GroupBuffer
-from llamarl.planner.mail import SimulatedMail
 from llamarl.tickets.ledger import TicketLedger
 from llamarl.tickets.pool import TicketPool
 from llamarl.tickets.service import TicketService
 from llamarl.types import Verdict
+from tests.simulated_mail import SimulatedMail
 from tests.unit.replaying import group
 
 MANY = 16

@@ -4,21 +4,17 @@ import json
 import re
 import subprocess
 import sys
-import time
 from dataclasses import asdict
 
 import pytest
-import torch
 
 from llamarl.config.command_line import check_command_line
 from llamarl.models.config import read_config, tiny_directory
-from llamarl.planner import probe as probing
-from llamarl.planner.__main__ import main
-from llamarl.planner.check import check_run
-from llamarl.planner.fit import fit_runs, points_of
-from llamarl.planner.probe_ranks import time_together_s
-from llamarl.planner.search_settings import KEYS, read_words
-from llamarl.planner.sheet import read_sheet
+from llamarl.planner.__main__ import KEYS, main, read_words
+from llamarl.planner.costs import Costs, GeneratorPlan, Numerics, Plan, TrainerPlan, Work
+from llamarl.planner.fit import Lengths, fit_runs, points_of
+from llamarl.planner.predict import Predictor
+from llamarl.planner.profile import read_profile
 from tests.house import ROOT
 from tests.unit.made_runs import ROW, made_run
 
@@ -50,7 +46,7 @@ def test_a_plan_takes_on_the_real_ledger_what_the_formulas_say(capsys):
     assert (status, err) == (0, "")
     plan, simulated = out.split("simulated\n")
     predicted = float(re.search(r"^asynchronous: (\S+) s a step", plan, re.MULTILINE)[1])
-    step = float(re.search(r"^step +(\S+) s mean", simulated, re.MULTILINE)[1])
+    step = float(re.search(r"^step +(\S+) s, the mean", simulated, re.MULTILINE)[1])
     assert step == pytest.approx(predicted, rel=0.1)
     lag = re.search(r"^lag +\S+ mean, (\d+) at most, of max_lag (\d+)", simulated, re.MULTILINE)
     assert int(lag[1]) <= int(lag[2]) == 1
@@ -95,11 +91,17 @@ def test_a_search_needs_a_config_alone_and_no_torch(tmp_path):
     [
         (["model.pat=x"], "model.pat=x: unknown key; did you mean model.path?"),
         ([], "model.path: missing"),
-        ([TINY, "groups_per_step=0"], "groups_per_step=0: need a whole number of at least 1"),
+        (
+            [TINY, "groups_per_step=0"],
+            "groups_per_step=0: Input should be greater than or equal to 1",
+        ),
         ([TINY, "model.dtype=bfloat61"], "did you mean bfloat16?"),
-        ([TINY, "length_sigma=-1"], "length_sigma=-1: need a number of at least 0"),
-        ([TINY, "prompt_tokens=x"], "prompt_tokens=x: need a number above 0"),
-        ([TINY, "trainer.activation_checkpointing=maybe"], "need true, false or auto"),
+        ([TINY, "length_sigma=-1"], "length_sigma=-1: Input should be greater than or equal to 0"),
+        ([TINY, "prompt_tokens=x"], "prompt_tokens=x: Input should be a valid number"),
+        (
+            [TINY, "trainer.activation_checkpointing=maybe"],
+            "trainer.activation_checkpointing=maybe: Input should be a valid boolean",
+        ),
         ([TINY, "max_lag=1", "overcommit=65"], "at most 64 groups"),
         ([TINY, "completion_tokens=5000"], "cannot be above max_new_tokens"),
         ([TINY, "generator.tensor_parallel=64"], "query heads to split"),
@@ -136,146 +138,108 @@ def test_auto_leaves_a_choice_to_the_planner():
 @pytest.mark.parametrize(
     "words, said",
     [
-        (["fit"], "either --probe or the directories"),
-        (["fit", "--probe", "runs/a"], "either --probe or the directories"),
-        (["fit", "--probe", "minutes=3"], "minutes=3: unknown key"),
-        (["fit", "--probe", "seconds=-3"], "seconds=-3: need a number above 0"),
-        (["fit", "--probe", "threads=0"], "threads=0: need a whole number of at least 1"),
+        (["fit"], "fit needs the directories of runs"),
         (["fit", "nowhere"], "nowhere/metrics.jsonl: no such file"),
-        (["fit", "nowhere", "prompts=3"], "prompts=3: unknown key"),
-        (["check"], "needs the directories of runs"),
-        (["check", "nowhere"], "nowhere/metrics.jsonl: no such file"),
+        (["fit", "nowhere", "prompts=3"], "prompts: unknown key; did you mean prompt_tokens?"),
+        (["fit", "nowhere", "prompt_tokens=0"], "prompt_tokens=0: Input should be greater than 0"),
     ],
 )
-def test_fits_and_checks_of_nothing_are_refused(capsys, words, said):
+def test_fits_of_nothing_are_refused(capsys, words, said):
     status, _, err = run(capsys, *words)
     assert status == 2 and said in err
-
-
-# --- A probe, on a clock that counts its readings ---
-
-
-class Readings:
-    """A clock that has moved on by a second at every look."""
-
-    def __init__(self):
-        self.now = 0.0
-
-    def __call__(self):
-        self.now += 1.0
-        return self.now
-
-
-@pytest.fixture
-def counted(monkeypatch):
-    """Every piece of work takes a second, and a budget is soon spent."""
-    clock = Readings()
-    made = probing.Watch
-
-    def watch(device, **_):
-        return made(device, clock)
-
-    monkeypatch.setattr(probing, "Watch", watch)
-    # Half a second more than an update of one rank.
-    monkeypatch.setattr(probing, "time_together_s", lambda *_, **__: 1.5)
-
-
-@pytest.mark.slow
-def test_a_probe_makes_a_sheet_that_a_search_takes(capsys, tmp_path, counted):
-    file = tmp_path / "mine.yaml"
-    status, out, err = run(capsys, "fit", "--probe", f"sheet={file}", "seconds=1")
-    assert (status, err) == (0, "")
-    assert "trainer" in out and "scorer" in out and f"written   {file}" in out
-    measured = read_sheet(file).measured
-    config = read_config(tiny_directory())
-    dtype = "bfloat16" if torch.cuda.is_available() else "float32"
-    assert measured.is_of(config, dtype)
-    # Every step took a second, of 16 tokens a row.
-    assert measured.decode.curve.ys[0] == pytest.approx(1 / probing.CHUNK)
-    assert measured.score.ys == (1.0, 1.0, 1.0, 1.0)
-    # 512 completions in a second; an update takes no longer beside others on this clock.
-    assert measured.hosted_s == pytest.approx(1 / 512)
-    assert (measured.publish_s, measured.swap_s, measured.crowding) == (1.0, 1.0, 0.0)
-    assert measured.together_s == (0.5 if probing.has_other_cores() else 0.0)
-    words = [TINY, *SIZES, f"sheet={file}", f"model.dtype={dtype}", "--gpus", "2"]
-    status, out, _ = run(capsys, "search", *words)
-    assert status == 0 and "measured (tiny" in out
-
-
-def test_decode_steps_are_timed_while_all_rows_are_there(monkeypatch):
-    """The first rows sample while the prompts of the others are read."""
-    rows = []
-
-    class Counting(probing.Watch):
-        def shortest(self, work, repeats=probing.REPEATS):
-            sampled = [work() for _ in range(1 + repeats)]
-            rows.append(min(sampled) / probing.CHUNK)
-            return super().shortest(lambda: None)
-
-    monkeypatch.setattr(probing, "MOST_ROWS", 64)
-    config = read_config(tiny_directory())
-    watch = Counting(torch.device("cpu"))
-    cost = probing.time_decoding(config, "float32", watch, budget_s=60.0)
-    # Where some had ended there is no point.
-    assert list(cost.curve.xs) == [1, 4, 16, 64]
-    assert cost.error.points == sum(row in (1, 4, 16, 64) for row in rows)
-
-
-def test_a_process_that_waits_for_a_core_is_timed_without_the_wait():
-    """Its budget is spent all the same."""
-    watch = probing.Watch(torch.device("cpu"), clock=time.process_time)
-    is_spent = watch.until(0.2)
-    assert watch.seconds(lambda: time.sleep(0.3)) < 0.2
-    assert is_spent()
-
-
-def test_two_ranks_train_together():
-    assert 0 < time_together_s("", "float32", groups=2) < 60
 
 
 # --- Runs, whose rows are written by hand ---
 
 
-def test_a_row_is_a_point_of_each_curve(tmp_path):
-    run_dir = made_run(tmp_path / "a", [{}, {}, ROW])
-    (point,) = points_of(run_dir, 6.0)
-    assert point.tokens == pytest.approx(92)
-    assert point.microbatch_s == pytest.approx(0.4 / 2)
-    assert point.pairs == pytest.approx(92 * 16 / 2)
-    assert point.rows == 16
-    assert point.decode_s == pytest.approx(0.03)
-    assert point.score_s == pytest.approx(0.08)
-    assert (point.num_bytes, point.copy_s) == (6534912, 0.1)
+def points(run_dir):
+    return points_of(run_dir, Lengths(prompt_tokens=6.0, length_sigma=0.0))
 
 
-def test_runs_make_a_sheet_and_are_compared_with_it(capsys, tmp_path):
-    """The first steps are left out, and so is a row in which nothing was sampled."""
-    idle = ROW | {"generator/tokens_per_s": 0.0}
-    run_dir = str(made_run(tmp_path / "a", [ROW, ROW, ROW, idle, ROW]))
-    file = tmp_path / "runs.yaml"
-    status, out, err = run(capsys, "fit", run_dir, f"sheet={file}", "prompt_tokens=6")
-    assert (status, err) == (0, "")
-    measured = read_sheet(file).measured
-    assert measured.is_of(read_config(tiny_directory()), "float32")
-    assert measured.microbatch.error.points == 1  # a run
-    status, out, err = run(capsys, "check", run_dir, f"sheet={file}", "prompt_tokens=6")
-    assert (status, err) == (0, "")
-    assert "0.8 s measured (middle of 3 steps)" in out
-
-
-def test_a_step_is_predicted_from_what_was_measured_by_hand(tmp_path):
-    """In one process both sides take turns: two microbatches of 0.2 s and a publication of 0.1 s;
-    0.3 s of sampling are prompts of 24 tokens at a third of what a trained token takes, a swap as
-    long as a publication, and ten steps in the rest.
+def test_a_row_of_an_asynchronous_run_is_a_point_of_each_curve(tmp_path):
+    """The generator works for 0.3 s: it reads prompts of 24 tokens, each in a third of what a
+    trained token takes, and decodes for the rest. Half a batch and 2 groups are 16 rows, and so
+    160 tokens are ten steps.
     """
-    run_dir = made_run(tmp_path / "a", [{}, {}, ROW])
-    sheet = fit_runs([run_dir], read_sheet("h100"), prompt_tokens=6.0)
-    found = check_run(run_dir, sheet, prompt_tokens=6.0)
-    assert found.trainer_s == (pytest.approx(0.4 + 0.1), pytest.approx(0.5))
-    assert found.sample_s == (pytest.approx(0.3), pytest.approx(0.3))
-    assert found.step_s == pytest.approx(0.5 + 0.3)
-    assert sheet.measured.prefill.at(24) == pytest.approx(24 * 0.2 / 92 / 3)
-    assert found.error == pytest.approx(found.step_s / 0.8 - 1)
+    run_dir = made_run(tmp_path / "a", [{}, {}, ROW], "max_lag=4", "overcommit=2")
+    (point,) = points(run_dir)
+    assert (point.tokens, point.microbatches) == (pytest.approx(92), 2)
+    assert point.microbatch_s == pytest.approx(0.4 / 2)
+    assert point.rows == 16
+    prompts_s = 24 * 0.4 / (2 * 92) / 3
+    assert point.decode_s == pytest.approx((0.3 - prompts_s) / 10)
+    assert (point.score_s, point.completions) == (pytest.approx(0.08), 16)
+    assert (point.weight_bytes, point.publish_s, point.swap_s) == (6534912, 0.1, 0.0)
+
+
+def test_a_synchronous_batch_takes_as_many_steps_as_its_longest_completion(tmp_path):
+    """Sixteen rows start together. Equally long, they take ten steps. With a deviation they take as
+    many as the longest of 16, of which there are fewer rows in the mean.
+    """
+    run_dir = made_run(tmp_path / "a", [{}, {}, ROW], "max_lag=0", "overcommit=0")
+    (even,) = points(run_dir)
+    assert even.rows == pytest.approx(16)
+    (uneven,) = points_of(run_dir, Lengths(prompt_tokens=6.0, length_sigma=0.5))
+    # exp(0.5 z - 0.125) at 16/17, z = 1.565: 19.3 steps of 160 / 19.3 rows, but for the quantiles
+    # that the lengths are counted in.
+    assert even.decode_s / uneven.decode_s == pytest.approx(1.93, rel=0.02)
+    assert uneven.rows == pytest.approx(160 / 19.3, rel=0.12)
+
+
+def test_runs_of_several_batch_sizes_give_eta_and_a_profile_for_a_search(capsys, tmp_path):
+    """Twice the tokens take 1.5 times as long on both sides. A row in which nothing was sampled is
+    left out, and so is a run that is not synchronous.
+    """
+    idle = ROW | {"generator/idle_fraction": 1.0}
+    small = made_run(tmp_path / "a", [ROW, ROW, ROW, idle, ROW], "max_lag=0", "overcommit=0")
+    twice = ROW | {
+        "time/step_s": 1.2,
+        "time/wait_for_data_s": 0.5,
+        "tokens/trained": 320.0,
+        "packing/unused_budget_fraction": 0.816,
+    }
+    words = ["groups_per_step=8", "max_lag=0", "overcommit=0"]
+    large = made_run(tmp_path / "b", [twice, twice, twice], *words)
+    ahead = made_run(tmp_path / "c", [ROW, ROW, ROW | {"time/step_s": 9.0}], "max_lag=1")
+    file = tmp_path / "mine.yaml"
+    given = ["prompt_tokens=6", "length_sigma=0"]
+    status, out, err = run(
+        capsys, "fit", str(small), str(large), str(ahead), f"sheet={file}", *given
+    )
+    assert (status, err) == (0, "")
+    measured = read_profile(file).measured
+    assert measured.is_of(read_config(tiny_directory()), "float32")
+    assert measured.train.xs == pytest.approx((92, 184))
+    assert measured.train.ys == pytest.approx((0.2, 0.3))
+    assert measured.decode.xs == pytest.approx((16, 32))
+    assert measured.decode.ys[1] == pytest.approx(1.5 * measured.decode.ys[0])
+    assert measured.score.ys == pytest.approx((0.08, 0.12))
+    eta_t = re.search(r"^eta_t\(b\)  92: (\S+), 184: (\S+) us a token", out, re.MULTILINE)
+    assert [float(eta_t[1]), float(eta_t[2])] == [2170, 1630]
+    assert re.search(r"^eta_g\(b\)  16: \S+, 32: \S+ us a token", out, re.MULTILINE)
+    assert "eta_t does not rise with b" in out and "eta_g does not rise with b" in out
+    words = [TINY, *SIZES, f"sheet={file}", "model.dtype=float32", "--gpus", "2"]
+    status, out, _ = run(capsys, "search", *words)
+    assert status == 0 and "measured (tiny" in out
+
+
+def test_a_fit_predicts_the_run_that_it_was_made_of(tmp_path):
+    """In one process both sides take turns: two microbatches of 0.2 s and a publication of 0.1 s;
+    0.3 s of sampling.
+    """
+    run_dir = made_run(tmp_path / "a", [{}, {}, ROW], "max_lag=0", "overcommit=0")
+    lengths = Lengths(prompt_tokens=6.0, length_sigma=0.0)
+    profile = fit_runs([run_dir], read_profile("h100"), lengths)
+    work = Work(4, 4, 6.0, 10.0, longest_prompt=16, max_new_tokens=40, max_lag=0)
+    numerics = Numerics(dtype="float32", compute_dtype="float32")
+    predictor = Predictor.of(Costs(profile, read_config(tiny_directory()), numerics), work)
+    plan = Plan(TrainerPlan(1, 1, 1, 92), GeneratorPlan(1, 1, 16), sharing="shared", max_lag=0)
+    found = predictor.predict(plan)
+    assert found.update_s == pytest.approx(0.4)
+    # A copy of as many bytes as the run published.
+    sent = profile.measured.copy.at(4 * profile.measured.parameters)
+    assert found.publish_s == pytest.approx(sent)
+    assert found.sample_s == pytest.approx(0.3, rel=0.01)
 
 
 def test_runs_of_several_models_and_without_rows_are_refused(capsys, tmp_path):
@@ -284,4 +248,26 @@ def test_runs_of_several_models_and_without_rows_are_refused(capsys, tmp_path):
     assert "of several models" in run(capsys, "fit", str(first), str(other))[2]
     empty = made_run(tmp_path / "c", [{}, {}])
     assert "no row after the first" in run(capsys, "fit", str(empty))[2]
-    assert "no row after the first" in run(capsys, "check", str(empty))[2]
+
+
+@pytest.mark.slow
+def test_ten_synchronous_steps_are_a_probe(capsys, tmp_path):
+    """Real runs of two batch sizes make a profile, and a search takes it."""
+    runs = []
+    for groups in (4, 8):
+        runs.append(str(tmp_path / str(groups)))
+        words = [f"groups_per_step={groups}", "max_lag=0", "max_steps=10", "eval.every=0"]
+        done = subprocess.run(
+            [sys.executable, "recipes/llama_async.py", *words, f"run_dir={runs[-1]}"],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=600,
+        )
+        assert done.returncode == 0, done.stderr
+    file = tmp_path / "mine.yaml"
+    status, out, err = run(capsys, "fit", *runs, f"sheet={file}", "prompt_tokens=5")
+    assert (status, err) == (0, "")
+    assert "eta_t(b)" in out and "eta_g(b)" in out
+    words = [TINY, *SIZES, f"sheet={file}", "model.dtype=float32", "--gpus", "2"]
+    assert run(capsys, "search", *words)[0] == 0

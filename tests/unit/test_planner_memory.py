@@ -15,10 +15,9 @@ from llamarl.launch.run_directory import RunDirectory
 from llamarl.learning import memory as learning_memory
 from llamarl.models.attention import SHORT
 from llamarl.models.config import read_config, tiny_directory
-from llamarl.planner.costs import Costs
-from llamarl.planner.memory import Memory
-from llamarl.planner.plans import GeneratorPlan, Numerics, TrainerPlan, Work
-from llamarl.planner.sheet import read_sheet
+from llamarl.planner.costs import Costs, GeneratorPlan, Numerics, TrainerPlan, Work
+from llamarl.planner.predict import Memory
+from llamarl.planner.profile import read_profile
 
 WORK = Work(
     groups=8,
@@ -48,7 +47,7 @@ def dry_run(ranks, *words):
 
 def memory(numerics, **changes):
     model = replace(read_config(tiny_directory()), **changes)
-    return Memory(Costs(read_sheet("h100"), model, numerics), WORK)
+    return Memory(Costs(read_profile("h100"), model, numerics), WORK)
 
 
 NUMBERS = Numerics(dtype="float32", compute_dtype="float32", on_cpu=True)

@@ -6,10 +6,9 @@ from dataclasses import replace
 import pytest
 
 from llamarl.models.config import ModelConfig
-from llamarl.planner.costs import Costs
-from llamarl.planner.memory import GIB
-from llamarl.planner.plans import GeneratorPlan, Numerics, Plan, TrainerPlan, Work
-from llamarl.planner.predict import Predictor
+from llamarl.planner.costs import Costs, GeneratorPlan, Numerics, Plan, TrainerPlan, Work
+from llamarl.planner.predict import GIB, Predictor
+from llamarl.planner.profile import read_profile
 from llamarl.planner.search import (
     ALIKE,
     Limits,
@@ -19,9 +18,6 @@ from llamarl.planner.search import (
     search,
     shortest,
 )
-from llamarl.planner.sheet import read_sheet
-from llamarl.planner.simulation_settings import SimulationSettings
-from llamarl.planner.world import simulate
 
 # About 1 B parameters: 2 GiB of weights in bfloat16, 15 GiB of weights, moments and gradients.
 MODEL = ModelConfig(
@@ -50,11 +46,11 @@ WORK = Work(
     sigma=0.5,
     max_lag=2,
 )
-SHEET = read_sheet("h100")
+PROFILE = read_profile("h100")
 
 
 def predictor(work=WORK, **numerics):
-    return Predictor.of(Costs(SHEET, MODEL, Numerics(**numerics)), work)
+    return Predictor.of(Costs(PROFILE, MODEL, Numerics(**numerics)), work)
 
 
 def trainers(gpus):
@@ -110,79 +106,6 @@ def test_the_step_is_that_of_its_slowest_part():
     parts = by_turns.trainer_s + by_turns.generator_s + by_turns.score_s + by_turns.transfer_s
     assert by_turns.step_s == pytest.approx(parts)
     assert by_turns.sample_s > one.sample_s  # it waits for the longest
-
-
-def by_batch(plan, work):
-    """Return a simulated run in which a generator takes weights in once its batch is done."""
-    return SimulationSettings(
-        max_steps=60,
-        warmup_steps=10,
-        max_lag=1,
-        overcommit=plan.overcommit,
-        groups_per_step=work.groups,
-        group_size=work.group_size,
-        max_slots=plan.generator.slots,
-        chunk_tokens=1,
-        in_flight_updates=False,
-        prompt_tokens=work.prompt_tokens,
-        length_mean=work.completion_tokens,
-        length_sigma=work.sigma,
-        max_new_tokens=work.max_new_tokens,
-    )
-
-
-@pytest.mark.parametrize("microbatch, slower", [(4096, "generator"), (32, "trainer")])
-def test_batch_by_batch_the_ledger_takes_as_long_as_the_formula_says(microbatch, slower):
-    """With a slot for every completion of a batch, and prompts so short that it does not matter how
-    often one is packed.
-    """
-    work = replace(WORK, prompt_tokens=1, max_lag=1)
-    found = predictor(work)
-    trainer = TrainerPlan(1, 1, 1, microbatch)
-    plan = Plan(trainer, GeneratorPlan(1, 1, slots=24), overcommit=6, in_flight=False)
-    predicted = found.predict(plan)
-    result = simulate(by_batch(plan, work), found.costs.timings(plan))
-    assert result.step_s == pytest.approx(predicted.step_s, rel=0.15)
-    parts = {"generator": predicted.generator_s, "trainer": predicted.trainer_s}
-    assert parts[slower] == max(parts.values())
-    # With updates in flight its rows never run out, which is shorter where it is the slower side.
-    streaming = found.predict(replace(plan, in_flight=True))
-    assert (streaming.step_s < 0.8 * predicted.step_s) == (slower == "generator")
-
-
-@pytest.mark.parametrize(
-    "microbatch, transfer_s, longest",
-    [
-        (64, 0.4, "trainer"),
-        (4096, 0.2, "generator"),
-        (4096, 1.2, "transfer"),
-        (100, 0.4, "round"),
-        (64, 1.0, "round"),
-    ],
-)
-def test_batch_by_batch_two_steps_hold_one_round_of_the_weights(microbatch, transfer_s, longest):
-    """To 1 %, where all completions are equally long: the real ledger takes the longest of the
-    formula's parts.
-    """
-
-    class FarAway(Costs):
-        def transfer_s(self, plan):
-            return transfer_s
-
-    work = replace(WORK, prompt_tokens=1, sigma=0.0, max_lag=1)
-    found = Predictor.of(FarAway(SHEET, MODEL, Numerics()), work)
-    trainer = TrainerPlan(1, 1, 1, microbatch)
-    plan = Plan(trainer, GeneratorPlan(1, 1, slots=24), overcommit=6, in_flight=False)
-    one = found.predict(plan)
-    parts = {
-        "trainer": one.trainer_s,
-        "generator": one.generator_s,
-        "transfer": transfer_s,
-        "round": (one.trainer_s + one.generator_s + transfer_s) / 2,
-    }
-    assert max(parts, key=parts.get) == longest
-    result = simulate(by_batch(plan, work), found.costs.timings(plan))
-    assert result.step_s == pytest.approx(one.step_s, rel=0.01)
 
 
 def test_rows_are_bounded_by_what_may_be_started():
@@ -241,9 +164,6 @@ def test_what_does_not_fit_says_what_would():
     assert "nothing fits 6 GiB a GPU on 2 GPU(s)" in text
     assert "trainer takes at least" in text and "generator takes at least" in text
     assert "trainer.activation_checkpointing=true" in text
-    enough = int(text.rpartition("\n")[2].split()[0])
-    assert enough > 2
-    assert search(predictor(), Limits(enough, 6 * GIB)).best.bytes_of_gpu <= 6 * GIB
 
 
 def test_rows_run_out_as_their_lengths_do():

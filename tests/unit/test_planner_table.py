@@ -1,4 +1,4 @@
-"""LlamaRL's table of step times from a data sheet of H100s (benchmarks/llamarl_table.py)."""
+"""LlamaRL's step times from the hardware profile of H100s (benchmarks/llamarl_table.py)."""
 
 import importlib.util
 import sys
@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from llamarl.models.sharding import num_parameters
-from llamarl.planner.sheet import read_sheet
+from llamarl.planner.profile import read_profile
 from tests.house import ROOT
 
 
@@ -28,7 +28,7 @@ def test_the_models_are_llamas_of_these_sizes(table):
 
 
 def test_every_figure_is_within_a_quarter_and_three_were_not_set(table):
-    found = table.predictions(read_sheet("h100"))
+    found = table.predictions(read_profile("h100"))
     assert len(found) == 6
     assert all(abs(one["error"]) <= 0.25 for one in found), found
     predicted = [(one["model"], one["system"]) for one in found if not one["is_set"]]
@@ -41,20 +41,20 @@ def test_every_figure_is_within_a_quarter_and_three_were_not_set(table):
 
 def test_the_free_values_are_those_that_the_8b_row_gives(table):
     """Both of its figures to 1 %, and its asynchronous one is set by the layer's time alone."""
-    sheet = table.with_layer(read_sheet("h100"), table.LAYER_S)
+    profile = table.with_layer(read_profile("h100"), table.LAYER_S)
     first = table.TABLE[0]
-    own_s = table.asynchronous(first, sheet).step_s
+    own_s = table.asynchronous(first, profile).step_s
     assert own_s == pytest.approx(first.asynchronous_s, rel=0.01)
-    assert table.synchronous(first, sheet).step_s == pytest.approx(first.synchronous_s, rel=0.01)
-    slower = table.with_layer(sheet, 2 * table.LAYER_S)
+    assert table.synchronous(first, profile).step_s == pytest.approx(first.synchronous_s, rel=0.01)
+    slower = table.with_layer(profile, 2 * table.LAYER_S)
     assert table.asynchronous(first, slower).step_s > 1.2 * own_s
 
 
 def test_what_is_not_explained_is_not_hidden(table):
     """Memory alone predicts the baseline's 405B much too short."""
-    sheet = table.with_layer(read_sheet("h100"), table.LAYER_S)
+    profile = table.with_layer(read_profile("h100"), table.LAYER_S)
     last = table.TABLE[-1]
-    assert table.synchronous(last, sheet).step_s < 0.5 * last.synchronous_s
+    assert table.synchronous(last, profile).step_s < 0.5 * last.synchronous_s
     assert ("405B", "synchronous") in table.SET_ON
 
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llamarl.planner.theory import Side, best_split, compared, t_async, t_best, t_sync
+from llamarl.planner.predict import Side, best_split, compared, t_async, t_best, t_sync
 
 # Ratios of up to 1e4: 1 - theta then loses four digits of sixteen.
 positive = st.floats(0.1, 10.0)

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llamarl.planner.mail import SimulatedMail
 from llamarl.tickets.ledger import TicketLedger
 from llamarl.tickets.service import TicketService
+from tests.simulated_mail import SimulatedMail
 
 STEP = 12  # groups
 OVERCOMMIT = 4

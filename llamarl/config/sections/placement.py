@@ -37,17 +37,15 @@ def find_sharing(placement: PlacementSettings, found: Findings, *, offload: bool
 
 
 def find_planning(placement: PlacementSettings, found: Findings, *, max_lag: int | None) -> None:
-    """Find ranks that are given beside a sheet by which they are to be chosen, and a run without
-    asynchrony to plan for.
-    """
+    """Find ranks that are given beside a hardware profile, and a profile for a synchronous run."""
     if placement.sheet is None:
         return
     for name in ("trainer", "generator", "colocate"):
         if getattr(placement, name) is not None:
-            what = "the planner chooses the ranks of trainer and generator; leave one of both out"
+            what = "set placement.sheet or explicit ranks, not both"
             found.add(what, "placement.sheet", f"placement.{name}")
     if max_lag == 0:
-        what = "a synchronous run gains nothing from a split; leave the sheet out"
+        what = "a synchronous run gains nothing from a split; leave placement.sheet out"
         found.add(what, "placement.sheet", "max_lag")
 
 

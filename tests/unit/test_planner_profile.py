@@ -1,0 +1,212 @@
+"""Hardware profiles: written and read again they are equal, and errors in one are named."""
+
+from dataclasses import replace
+
+import pytest
+import yaml
+
+from llamarl.models.config import read_config, tiny_directory
+from llamarl.models.sharding import num_parameters
+from llamarl.planner.costs import Costs, GeneratorPlan, Numerics, Plan, TrainerPlan
+from llamarl.planner.profile import (
+    PROFILES,
+    BadProfile,
+    Curve,
+    Measured,
+    profile_path,
+    read_profile,
+    write_profile,
+)
+
+H100 = read_profile("h100")
+MODEL = read_config(tiny_directory())
+MEASURED = Measured(
+    model="tiny",
+    parameters=num_parameters(MODEL),
+    dtype="float32",
+    train=Curve((100, 200), (1.0, 2.0)),
+    decode=Curve((1, 4), (0.1, 0.2)),
+    prefill=Curve((10, 20), (0.3, 0.4)),
+    copy=Curve((1e6,), (0.01,)),
+    score=Curve((1, 2), (0.5, 0.75)),
+)
+PROFILE = replace(H100, name="mine", measured=MEASURED, notes=("of a test",))
+ONE = Plan(TrainerPlan(1, 1, 1, 200), GeneratorPlan(1, 1, 4))
+
+
+def costs(profile=PROFILE, model=MODEL, **numbers):
+    numerics = Numerics(**({"dtype": "float32", "compute_dtype": "float32"} | numbers))
+    return Costs(profile, model, numerics)
+
+
+@pytest.mark.parametrize("profile", [H100, PROFILE], ids=["device", "measured"])
+def test_a_profile_is_read_as_it_was_written(tmp_path, profile):
+    file = tmp_path / "profile.yaml"
+    write_profile(profile, file)
+    assert read_profile(file) == profile
+
+
+def test_every_profile_that_comes_with_llamarl_is_read():
+    assert [file.stem for file in PROFILES.glob("*.yaml")] == ["h100"]
+    for file in PROFILES.glob("*.yaml"):
+        assert read_profile(file.stem).device.kind == "gpu"
+
+
+def broken(tmp_path, *, of=PROFILE, **changes):
+    """A profile's file with values changed at dotted places; None takes a key away."""
+    file = tmp_path / "profile.yaml"
+    write_profile(of, file)
+    values = yaml.safe_load(file.read_text())
+    for place, value in changes.items():
+        *above, last = place.split("__")
+        section = values
+        for key in above:
+            section = section[key]
+        if value is None:
+            del section[last]
+        else:
+            section[last] = value
+    file.write_text(yaml.safe_dump(values))
+    return file
+
+
+@pytest.mark.parametrize(
+    "changes, said",
+    [
+        ({"device__memory_gb": 80}, "device.memory_gb: unknown key; did you mean memory_gib?"),
+        ({"device__memory_gib": None}, "device.memory_gib: missing"),
+        ({"device__memory_gib": -1}, "device.memory_gib=-1: Input should be greater than 0"),
+        ({"device__memory_gib": float("inf")}, "device.memory_gib=inf: "),
+        ({"device__kind": "tpu"}, "device.kind=tpu: Input should be 'gpu' or 'cpu'"),
+        ({"device__gpus_per_node": 2.5}, "device.gpus_per_node=2.5: "),
+        ({"device__flops": {"bfloat61": 1.0}}, "did you mean bfloat16?"),
+        ({"device__flops": {}}, "device.flops={}: "),
+        ({"assumptions__imbalance__value": 0.5}, "imbalance.value=0.5: need at least 1"),
+        ({"assumptions__imbalance__why": " "}, "assumptions.imbalance.why= : "),
+        ({"assumptions__memory_share__value": 1.5}, "memory_share.value=1.5: need a share"),
+        ({"assumptions__score_s": None}, "assumptions.score_s: missing"),
+        ({"measured__dtype": "float33"}, "measured.dtype=float33: "),
+        ({"measured__prefill__ys": [2.0, 1.0]}, "measured.prefill: times [2.0, 1.0]: need times"),
+        ({"measured__prefill__ys": [2.0]}, "measured.prefill: 2 sizes and 1 times: need as many"),
+        ({"measured__prefill__xs": [2.0, 1.0]}, "measured.prefill: sizes [2.0, 1.0]: need rising"),
+        ({"measured__prefill__xs": "no"}, "measured.prefill.xs=no: "),
+        ({"notes": "one"}, "notes=one: "),
+    ],
+)
+def test_what_is_wrong_in_a_profile_is_named(tmp_path, changes, said):
+    with pytest.raises(BadProfile) as error:
+        read_profile(broken(tmp_path, **changes))
+    assert said in str(error.value)
+
+
+def test_all_that_is_wrong_is_named_at_once(tmp_path):
+    file = broken(tmp_path, device__kind="tpu", assumptions__imbalance__why="", notes=3)
+    with pytest.raises(BadProfile) as error:
+        read_profile(file)
+    assert len(str(error.value).splitlines()) == 4
+
+
+def test_a_number_that_yaml_reads_as_a_text_is_a_number(tmp_path):
+    profile = read_profile(broken(tmp_path, device__flops={"bfloat16": "989e12"}))
+    assert profile.device.flops == {"bfloat16": 989e12}
+    with pytest.raises(BadProfile, match="no float8.*add device.flops.float8"):
+        profile.device.flops_of("float8")
+
+
+def test_what_is_no_profile_is_refused(tmp_path):
+    with pytest.raises(BadProfile, match="did you mean h100"):
+        profile_path("h10")
+    file = tmp_path / "a.yaml"
+    file.write_text("a: [")
+    with pytest.raises(BadProfile, match="not YAML"):
+        read_profile(file)
+    file.write_text("- 1\n")
+    with pytest.raises(BadProfile, match="need keys and values"):
+        read_profile(file)
+
+
+# --- Curves ---
+
+
+def test_a_time_below_that_of_a_smaller_size_is_raised_to_it():
+    """Several times of a size count as their mean: 1, 4, (1 + 3) / 2 and 5."""
+    curve = Curve.through([4, 1, 3, 2, 3], [5.0, 1.0, 1.0, 4.0, 3.0])
+    assert (curve.xs, curve.ys) == ((1, 2, 3, 4), (1, 4, 4, 5))
+
+
+def test_between_before_and_beyond_the_sizes_of_a_curve():
+    curve = Curve((2, 4), (3.0, 5.0))
+    assert curve.at(3) == 4.0
+    assert curve.at(1) == 3.0
+    assert curve.at(8) == 10.0
+    assert curve.at(0) == 0.0
+    assert curve.per_unit() == [(2, 1.5), (4, 1.25)]
+    assert curve.unit_time_falls
+    assert not Curve((1, 2), (1.0, 3.0)).unit_time_falls
+
+
+# --- Seconds of a profile ---
+
+
+def test_what_was_measured_is_taken_as_it_is():
+    timings = costs().timings(ONE)
+    assert timings.update_s(4, 400) == pytest.approx(2 * 2.0)  # two microbatches of 200 tokens
+    assert timings.decode_s(4, 1000) == pytest.approx(0.2)
+    assert timings.prefill_s(15) == pytest.approx(0.35)
+    assert timings.score_s(2) == 0.75
+    assert timings.swap_s == pytest.approx(0.01 * MEASURED.parameters * 4 / 1e6)
+    assert timings.publish_s == timings.swap_s
+
+
+def test_another_model_or_dtype_is_derived():
+    other = replace(MODEL, num_hidden_layers=3 * MODEL.num_hidden_layers)
+    assert costs(model=other).decode_s(4, 0) != 0.2
+    assert costs(dtype="bfloat16").decode_s(4, 0) != 0.2
+    assert costs(quantize="int8").decode_s(4, 0) != 0.2
+
+
+def test_a_decode_step_reads_its_weights_by_hand():
+    """One row without context: all weights once, at 75 % of the bandwidth, and 30 us a layer."""
+    device = costs(H100)
+    numbers = device.multiplied
+    step_s = device.decode_s(1, 0)
+    fixed = MODEL.num_hidden_layers * 3e-5
+    assert step_s == pytest.approx(fixed + 4 * numbers / (0.75 * 3.35e12), rel=1e-6)
+
+
+def test_a_microbatch_computes_its_flops_by_hand():
+    """6 FLOPs a weight and token at 40 % of the peak; 8 where activations are made again."""
+    for checkpointing, passes in ((False, 3), (True, 4)):
+        device = costs(H100, checkpointing=checkpointing)
+        seconds = device.microbatch_s(4096, 0, TrainerPlan(1, 1, 1, 4096))
+        fixed = MODEL.num_hidden_layers * 4e-4 * passes / 3
+        flops = 2 * passes * device.multiplied * 4096
+        assert seconds == pytest.approx(fixed + flops / (0.4 * 6.7e13), rel=1e-6)
+
+
+def test_messages_go_at_the_rate_of_what_joins_the_gpus():
+    device = costs(H100)
+    link = 4.5e11 * 0.7
+    port = 5.0e10 * 0.7
+    assert device.sum_s(1e9, 1) == 0.0
+    assert device.sum_s(1e9, 8) == pytest.approx(2 * 7 / 8 * 1e9 / link + 1e-5)
+    # Two nodes: the eight ports of a node together; one GPU of each of 16 nodes: a port.
+    assert device.sum_s(1e9, 16) == pytest.approx(2 * 15 / 16 * 1e9 / (8 * port) + 1e-4)
+    assert device.sum_s(1e9, 16, 8) == pytest.approx(2 * 15 / 16 * 1e9 / port + 1e-4)
+
+
+def test_a_layer_on_two_gpus_takes_half_over_the_efficiency():
+    one = costs().decode_s(4, 0)
+    two = costs().decode_s(4, 0, tensor=2)
+    sums = 2 * MODEL.num_hidden_layers * costs().sum_s(4 * MODEL.hidden_size * 4, 2)
+    assert two == pytest.approx(one / (2 * 0.95) + sums)
+
+
+@pytest.mark.parametrize("tokens", [1, 300, 5000])
+def test_more_work_takes_no_less_time(tokens):
+    for profile in (H100, PROFILE):
+        found = costs(profile)
+        trainer = TrainerPlan(1, 1, 1, 200)
+        assert found.update_s(1, 2 * tokens, trainer) >= found.update_s(1, tokens, trainer)
+        assert found.decode_s(2, 2 * tokens) >= found.decode_s(1, tokens)
+        assert found.prefill_s(2 * tokens) >= found.prefill_s(tokens)
