@@ -91,7 +91,8 @@ def engine_builder(config: Config, job: Job, adapt: Callable[[Decoder], None]) -
                 "generator=vllm computes with its own model, which adapt_decoder cannot change; "
                 "take generator=native"
             )
-        return partial(build_vllm, **sizes, gpu_memory_utilization=g.gpu_memory_utilization)
+        sizes["gpu_memory_utilization"] = g.gpu_memory_utilization
+        return partial(build_vllm, **sizes, lora=job.lora)
     if config.environments:
         sizes["kept_tokens"] = config.kept_tokens
         return partial(dialogue_engine, job, native_builder(config, job, sizes, adapt))

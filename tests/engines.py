@@ -4,6 +4,7 @@ have them do.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,9 +18,9 @@ from llamarl.environments.pool import EnvironmentPool
 from llamarl.inference import Engine, vllm_engine
 from llamarl.inference.requests import on_cpu
 from llamarl.inference.vllm_engine import VLLMEngine
-from llamarl.models.config import read_config, tiny_directory
+from llamarl.models.config import Lora, read_config, tiny_directory
 from llamarl.models.hf import SafetensorsDir, load_tokenizer, load_weights, named_parameters_hf
-from llamarl.models.sharding import parameter_shapes
+from llamarl.models.sharding import adapter_shapes, parameter_shapes
 from llamarl.tasks.environment import turn_tokens
 from llamarl.types import Prompt
 
@@ -91,6 +92,20 @@ def vllm_over_stand_in(log, monkeypatch, **sizes):
     config = read_config(tiny_directory())
     return VLLMEngine(
         config, parameters, model_path="somewhere", gpu_memory_utilization=0.5, **sizes
+    )
+
+
+def adapters_over_stand_in(log, monkeypatch, **sizes):
+    """The same with adapters of rank 3 of the embedded model in bfloat16."""
+    monkeypatch.setattr(vllm_engine, "WORKER", STAND_IN)
+    monkeypatch.setenv("FAKE_LOG", str(log))
+    lora = Lora(3, 6.0, ("q_proj", "up_proj"))
+    config = dataclasses.replace(read_config(tiny_directory()), lora=lora)
+    parameters = []
+    for name, shape in adapter_shapes(config).items():
+        parameters.append((name, nn.Parameter(torch.zeros(shape, dtype=torch.bfloat16))))
+    return VLLMEngine(
+        config, parameters, model_path=tiny_directory(), gpu_memory_utilization=0.5, **sizes
     )
 
 

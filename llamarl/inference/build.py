@@ -19,7 +19,7 @@ from llamarl.models.config import Lora
 from llamarl.models.hf import load_weights
 from llamarl.models.lora import lay_side_by_side, travelling
 from llamarl.models.quantize import quantize_decoder
-from llamarl.models.sharding import parameter_shapes
+from llamarl.models.sharding import adapter_shapes, parameter_shapes
 from llamarl.models.tp import TensorParallel
 from llamarl.models.vocabulary import absent_rows
 
@@ -64,18 +64,25 @@ def build_native(
 
 
 def build_vllm(
-    group: ExecutorGroup, bind: Bind, *, model_path: str, model_dtype: str, **options
+    group: ExecutorGroup,
+    bind: Bind,
+    *,
+    model_path: str,
+    model_dtype: str,
+    lora: Lora | None = None,
+    **options,
 ) -> VLLMEngine:
     """Build a `VLLMEngine`: one vLLM a rank, in a process of its own.
 
-    The rank also holds the weights as they come, outside vLLM, on its device. model_path: a Hugging
-    Face directory. options: the engine's others.
+    The rank also holds the weights, or the adapters of `lora`, as they come, outside vLLM, on its
+    device. model_path: a Hugging Face directory. options: the engine's others.
     """
     assert group.tensor_parallel == 1, "config lets no tensor-parallel vLLM through"
-    config = read_config(model_path)
+    config = dataclasses.replace(read_config(model_path), lora=lora)
     dtype = getattr(torch, model_dtype)
+    shapes = adapter_shapes(config) if lora is not None else parameter_shapes(config)
     parameters = []
-    for name, shape in parameter_shapes(config).items():
+    for name, shape in shapes.items():
         held = torch.empty(shape, dtype=dtype, device=group.device)
         parameters.append((name, nn.Parameter(held, requires_grad=False)))
     bind(config, parameters)

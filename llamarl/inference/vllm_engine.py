@@ -8,9 +8,12 @@ engine's: vLLM has random numbers of its own. New weights come in between two ch
 samples keep their K/V, tokens carry the version that sampled them, and prompts share cached K/V
 only under one version.
 
-LIMITS. One vLLM a rank: its own tensor parallelism is not used. Weights are held twice, outside it
-and in it, and are not quantised. A sample that has not ended does not outlive the process: over a
-checkpoint its ticket starts again. K/V are not computed anew under new weights.
+Adapters arrive alone. vLLM reads the weights beside them from the model's directory once, and each
+version's adapters from a private directory, in the place of those before.
+
+LIMITS. One vLLM a rank: its own tensor parallelism is not used. Weights that are trained are held
+twice, outside it and in it. None are quantised. A sample that has not ended does not outlive the
+process: over a checkpoint its ticket starts again. K/V are not computed anew under new weights.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ import re
 import select
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,8 +41,9 @@ from llamarl.inference.requests import Recorded, Request, TokenIds
 from llamarl.inference.sampler import SamplingParams, sample_keys
 from llamarl.inference.slots import SlotEngine
 from llamarl.inference.stop_strings import Decode
-from llamarl.models.config import ModelConfig
-from llamarl.models.sharding import aligned
+from llamarl.models.config import Lora, ModelConfig
+from llamarl.models.peft import save_adapter
+from llamarl.models.sharding import aligned, num_parameters
 from llamarl.types import FinishReason
 
 RELEASE, NEXT = "0.32", "0.33"  # of vLLM: that was driven like this, and the one after it
@@ -49,6 +54,7 @@ BLOCK = 32
 ANSWER_S = 600.0  # vLLM says nothing for longer: it hangs
 END_S = 10.0
 NEVER = -1e9  # added to a logit: its token then has probability 0 in float32
+LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # vLLM fills adapters up with zeros to one of them
 _TORCHRUN = re.compile(
     r"(GROUP_|ROLE_|LOCAL_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_\w+"
 )
@@ -96,6 +102,18 @@ def vllm_sampling(
         "ignore_eos": True,
         "seed": seed,
         "logit_bias": dict.fromkeys(absent_ids, NEVER) or None,
+    }
+
+
+def vllm_lora(lora: Lora) -> dict[str, object]:
+    """Return keywords of vLLM's EngineArgs for adapters beside weights that it reads itself. The
+    config lets no rank above the largest through.
+    """
+    return {
+        "load_format": "safetensors",
+        "enable_lora": True,
+        "max_lora_rank": min(rank for rank in LORA_RANKS if rank >= lora.rank),
+        "lora_target_modules": list(lora.targets),
     }
 
 
@@ -163,8 +181,9 @@ class _Growing:
 class VLLMEngine(SlotEngine):
     """Samples completions by vLLM from weights that others may exchange between steps.
 
-    parameters: by Hugging Face name, all of the model; read at each weights_changed, which must
-    come before the first step.
+    parameters: by Hugging Face name, all of the model, or its adapters where the config has some;
+    read at each weights_changed, which must come before the first step.
+    model_path: the model's directory. With adapters vLLM reads the weights from it.
     max_slots, max_len: as Engine's.
     gpu_memory_utilization: the part of the device's memory (of a CPU's, the host's) that weights
     and K/V cache may take; less is taken where the slots need less.
@@ -195,6 +214,9 @@ class VLLMEngine(SlotEngine):
             raise ImportError(problem)
         super().__init__(config.vocab_size, max_slots, max_len, decode)
         self._absent_ids = [] if absent_rows is None else absent_rows.tolist()
+        self._lora = config.lora
+        self._model_path = model_path
+        self._named = dict(parameters)
         self._parameters = [parameter for _, parameter in parameters]
         self._running: dict[str, _Growing] = {}  # by the name that vLLM knows it under
         self._names = map(str, itertools.count())
@@ -206,7 +228,10 @@ class VLLMEngine(SlotEngine):
             memory_bytes = torch.cuda.get_device_properties(device).total_memory
         else:
             memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        most = int(gpu_memory_utilization * memory_bytes) - num_bytes
+        held = num_bytes
+        if config.lora is not None:
+            held += num_parameters(config) * dtype.itemsize
+        most = int(gpu_memory_utilization * memory_bytes) - held
         options = {
             "model": str(model_path),
             "dtype": _name_of(dtype),
@@ -226,6 +251,10 @@ class VLLMEngine(SlotEngine):
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )
+        if config.lora is not None:
+            self._ask("begin", engine=options | vllm_lora(config.lora))
+            return
+        options["load_format"] = "dummy"
         memory = shared_file(num_bytes)
         try:
             flat = map_shared(memory, num_bytes)
@@ -318,7 +347,6 @@ class VLLMEngine(SlotEngine):
         K/V of running samples stay: recompute_kv is refused by the config.
         """
         assert not recompute_kv, "config lets no recompute_kv through"
-        torch._foreach_copy_(self._shared, tuple(self._parameters))
         # A prompt without a token yet may have shared K/V of the old weights: it starts again,
         # where it was in line.
         unread = [name for name, growing in self._running.items() if not growing.token_ids]
@@ -327,9 +355,19 @@ class VLLMEngine(SlotEngine):
             index = growing.index
             alone = dataclasses.replace(growing.request, num_started=index, end=index + 1)
             self._waiting.appendleft(alone)
-        self._ask("load", abort=self._dropped + unread)
+        self._load(self._dropped + unread)
         self._dropped = []
         self.policy_version = version
+
+    def _load(self, abort: list[str]) -> None:
+        """Hand vLLM the parameters as they are now."""
+        if self._lora is None:
+            torch._foreach_copy_(self._shared, tuple(self._parameters))
+            self._ask("load", abort=abort)
+            return
+        with tempfile.TemporaryDirectory(prefix="llamarl-adapter-") as directory:
+            save_adapter(self._named, self._lora, self._model_path, directory)
+            self._ask("load", abort=abort, adapter=directory)
 
     def abort(self, ticket: int | None = None, *, stream: int | None = None) -> int:
         """End every unfinished sample of a ticket and a stream (None: of all), with the tokens it

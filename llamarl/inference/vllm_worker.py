@@ -7,7 +7,7 @@ file that imports vllm.
 
 vLLM takes a process over: the default process group, the threads, functions of torch. So it has one
 of its own, and what it prints goes to stderr. Weights lie in shared memory under their Hugging Face
-names. The end of stdin ends it, at any time.
+names, adapters in a PEFT directory. The end of stdin ends it, at any time.
 """
 
 from __future__ import annotations
@@ -18,26 +18,47 @@ import queue
 import sys
 import threading
 import traceback
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from typing import TextIO
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 from vllm import EngineArgs, LLMEngine, RequestOutput, SamplingParams
 from vllm.inputs import tokens_input
+from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
+from vllm.lora.model_manager import LRUCacheLoRAModelManager
+from vllm.lora.request import LoRARequest
+from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
+from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.sampling_params import RequestOutputKind
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+ADAPTER = 1  # vLLM's number of every version's adapters
 
 
 class Worker:
-    """Samples between two commands; each answer holds what was sampled since the one before."""
+    """Samples between two commands; each answer holds what was sampled since the one before.
 
-    def __init__(self, engine: dict, memory: str, tensors: list[tuple[str, str, list[int], int]]):
-        self.weights = _map_weights(memory, tensors)
+    memory, tensors: where the weights lie. Without them adapters come, beside weights that vLLM
+    reads itself.
+    """
+
+    def __init__(
+        self,
+        engine: dict,
+        memory: str | None = None,
+        tensors: Sequence[tuple[str, str, list[int], int]] = (),
+    ):
+        self.weights = {} if memory is None else _map_weights(memory, tensors)
+        self.lora: LoRARequest | None = None
         on_cpu = not torch.cuda.is_available()
+        if memory is None:
+            LRUCacheWorkerLoRAManager._manager_cls = SideBySide
+            if on_cpu:
+                UnquantizedLinearMethod.process_weights_after_loading = _leave_unpacked
         arguments = EngineArgs(
             **engine,
-            load_format="dummy",
             skip_tokenizer_init=True,
             generation_config="vllm",
             distributed_executor_backend="uni",
@@ -54,11 +75,18 @@ class Worker:
         # By name: the name, new tokens, their logprobs, how it ended.
         self.samples: dict[str, list] = {}
 
-    def load(self, abort: list[str]) -> dict:
-        """Take the weights that now lie in shared memory. Running samples keep their K/V."""
+    def load(self, abort: list[str], adapter: str | None = None) -> dict:
+        """Take the weights that now lie in shared memory, or the adapters of a PEFT directory.
+        Running samples keep their K/V.
+        """
         self.engine.abort_request(abort)
-        weights = iter(self.weights.items())
-        self.engine.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+        if adapter is None:
+            weights = iter(self.weights.items())
+            self.engine.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+        else:
+            # Under one number, so that running samples go on with the new adapters.
+            self.engine.add_lora(LoRARequest("policy", ADAPTER, adapter, load_inplace=True))
+            self.lora = LoRARequest("policy", ADAPTER, adapter)
         if not self.engine.has_unfinished_requests():
             self.engine.reset_prefix_cache()
         return {}
@@ -72,7 +100,7 @@ class Worker:
                 **sampling, logprobs=0, detokenize=False, output_kind=RequestOutputKind.DELTA
             )
             prompt = tokens_input(new["prompt_ids"], cache_salt=new["salt"])
-            self.engine.add_request(new["name"], prompt, params)
+            self.engine.add_request(new["name"], prompt, params, lora_request=self.lora)
         for _ in range(chunk):
             if not self.engine.has_unfinished_requests():
                 break
@@ -100,14 +128,15 @@ class Worker:
         }
         if temperature == 1 and not logit_bias:  # vLLM's logprobs of a prompt know no others
             wanted = SamplingParams(**plain, prompt_logprobs=0)
-            self.engine.add_request("score", tokens_input(ids, cache_salt=salt), wanted)
+            prompt = tokens_input(ids, cache_salt=salt)
+            self.engine.add_request("score", prompt, wanted, lora_request=self.lora)
             found = self._until({"score"})["score"].prompt_logprobs[given:]
         else:
             names = [f"score {i}" for i in range(len(token_ids))]
             for i, name in enumerate(names):
                 wanted = SamplingParams(**plain, logprobs=1, logprob_token_ids=[token_ids[i]])
                 before = tokens_input(ids[: given + i], cache_salt=salt)
-                self.engine.add_request(name, before, wanted)
+                self.engine.add_request(name, before, wanted, lora_request=self.lora)
             outputs = self._until(set(names))
             found = []
             for name in names:
@@ -140,6 +169,52 @@ class Worker:
         return found
 
 
+class SideBySide(LRUCacheLoRAModelManager):
+    """Holds the adapters in the rows of the weights' own matrices:
+
+        y = [W | s B] [x; A x]    W [O, I], B [O, R], A [R, I]; q, k, v have an A and R columns each
+
+    One product sums both in float32 and rounds once. vLLM's own layers round W x to bfloat16 before
+    they add s B A x, and a small one is swallowed. They also serve several adapters; here every
+    request has the one in slot 0.
+    """
+
+    def _create_lora_modules(self) -> None:
+        super()._create_lora_modules()
+        for layer in self.modules.values():
+            _lay_side_by_side(layer)
+
+
+def _lay_side_by_side(layer: BaseLinearLayerWithLoRA) -> None:
+    """Put the memory that vLLM copies a version's A and B into where one product reads it."""
+    weight = layer.base_layer.weight
+    outs, ins = weight.shape
+    rank = layer.lora_b_stacked[0].shape[-1]
+    low = weight.new_zeros(layer.n_slices * rank, ins)
+    both = weight.new_zeros(outs, ins + layer.n_slices * rank)
+    both[:, :ins] = weight
+    weight.data = both[:, :ins]
+    a_slots, b_slots = [], []
+    row = 0
+    for i, count in enumerate(layer.output_slices):
+        first = i * rank
+        a_slots.append(low[None, None, first : first + rank])
+        columns = both[row : row + count, ins + first : ins + first + rank]
+        b_slots.append(columns[None, None])
+        row += count
+    layer.lora_a_stacked, layer.lora_b_stacked = tuple(a_slots), tuple(b_slots)
+
+    def apply(x: Tensor, bias: Tensor | None = None) -> Tensor:
+        return F.linear(torch.cat([x, F.linear(x, low)], -1), both, bias)
+
+    layer.apply = apply
+
+
+def _leave_unpacked(method: UnquantizedLinearMethod, layer: LinearBase) -> None:
+    """Keep the weight, which vLLM would lay out for its own kernel on a CPU and drop."""
+    layer.cpu_linear = F.linear
+
+
 def _by_id(biases: dict[str, float] | None) -> dict[int, float] | None:
     """Return biases by token id, which is a text in JSON."""
     return None if biases is None else {int(name): bias for name, bias in biases.items()}
@@ -154,7 +229,7 @@ def _logprobs(token_ids: list[int], found: list[dict]) -> list[float]:
 
 
 def _map_weights(
-    memory: str, tensors: list[tuple[str, str, list[int], int]]
+    memory: str, tensors: Sequence[tuple[str, str, list[int], int]]
 ) -> dict[str, torch.Tensor]:
     """Return a view of the shared memory by name, for each (name, dtype, shape, first byte)."""
     size = os.path.getsize(memory)

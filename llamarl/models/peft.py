@@ -93,7 +93,7 @@ def export_adapted(
 def save_adapter(
     adapters: Mapping[str, Tensor], lora: Lora, base: str | Path, out: str | Path
 ) -> None:
-    """Write whole float32 adapters, by Hugging Face name, as a PEFT directory."""
+    """Write whole adapters, by Hugging Face name, as a PEFT directory."""
     out = Path(out)
     out.mkdir(parents=True, exist_ok=True)
     save_file(

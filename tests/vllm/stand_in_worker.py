@@ -7,6 +7,7 @@ first step, one that begins with 8 logprobs that are not finite. To score the pr
 
 import json
 import os
+import pathlib
 import struct
 import sys
 
@@ -14,6 +15,16 @@ import sys
 def note(line):
     with open(os.environ["FAKE_LOG"], "a") as log:
         log.write(line.strip() + "\n")
+
+
+def adapters(directory):
+    """The settings, and the tensors' dtypes and shapes, of a PEFT directory."""
+    folder = pathlib.Path(directory)
+    stored = (folder / "adapter_model.safetensors").read_bytes()
+    (size,) = struct.unpack("<Q", stored[:8])
+    tensors = json.loads(stored[8 : 8 + size])
+    settings = json.loads((folder / "adapter_config.json").read_text())
+    return {"adapter": settings, "mode": folder.stat().st_mode & 0o777, "tensors": tensors}
 
 
 def sampled(name, state, chunk):
@@ -72,7 +83,10 @@ def main():
         for name in command.get("abort", []):
             del live[name]
         if command["do"] == "begin":
-            memory = open(command["memory"], "rb", buffering=0)
+            if "memory" in command:
+                memory = open(command["memory"], "rb", buffering=0)
+        elif "adapter" in command:
+            note(json.dumps(adapters(command["adapter"])))
         elif command["do"] == "load":
             memory.seek(0)
             (first,) = struct.unpack("<f", memory.read(4))

@@ -209,8 +209,8 @@ def _find_critic(trainer: TrainerSettings, found: Findings) -> None:
 
 
 def _find_adapters(trainer: TrainerSettings, found: Findings, *, generator_kind: str) -> None:
-    """Find adapters without a projection, a directory of adapters that nothing asks for, and an
-    engine that takes none.
+    """Find adapters without a projection, a directory of adapters that nothing asks for, and a
+    rank that the engine has no room for.
     """
     path = trainer.lora.path
     found.add_unless_file(path and f"{path}/adapter_config.json", "trainer.lora.path")
@@ -225,12 +225,15 @@ def _find_adapters(trainer: TrainerSettings, found: Findings, *, generator_kind:
             )
         return
     if generator_kind == "vllm":
-        found.add(
-            "vLLM reads LoRA adapters from files and not in place, so a version cannot be handed "
-            "to it between two tokens; generator=native, or trainer.lora.rank=0",
-            "trainer.lora.rank",
-            "generator.kind",
-        )
+        from llamarl.inference.vllm_engine import LORA_RANKS  # imports torch, so only for vLLM
+
+        if trainer.lora.rank > LORA_RANKS[-1]:
+            found.add(
+                f"vLLM takes adapters of rank {LORA_RANKS[-1]} at most; generator=native, or a "
+                "smaller trainer.lora.rank",
+                "trainer.lora.rank",
+                "generator.kind",
+            )
     if not trainer.lora.targets:
         found.add(
             "there is nothing to adapt; name projections, such as "
