@@ -63,7 +63,7 @@ class Adapted:
         self.held = {}
         for name, shape in self.shapes.items():
             self.held[name] = nn.Parameter(torch.zeros(shape, dtype=dtype), requires_grad=False)
-        sizes = {"max_slots": 4, "max_len": 100, "gpu_memory_utilization": 0.2}
+        sizes = {"max_slots": 4, "max_len": 128, "gpu_memory_utilization": 0.2}
         self.engine = VLLMEngine(config, list(self.held.items()), model_path=path, **sizes)
 
     def drawn(self, seed, b, only=""):
