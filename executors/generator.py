@@ -55,6 +55,7 @@ from llamarl.models.parity import (
     Canary,
     ParityLimits,
     check_canary,
+    check_marks,
     check_quantized,
 )
 from llamarl.observe.progress import Progress
@@ -333,6 +334,8 @@ class Generator(Executor):
             self.metrics.add("weights/swap_stall_s", time.monotonic() - began)
         if taken.canary:
             canary = Canary.from_json(taken.canary)  # what the trainer measured of the version
+            place = {"version": self.version, "rank": self.group.rank}
+            check_marks(canary.marks, self.weights.held(), **place)
             most = self.max_quantization_kl
             score = self.engine.score
             if most is not None:
@@ -344,7 +347,6 @@ class Generator(Executor):
                 token_ids = sequence.token_ids[sequence.given :]
                 scores.append(score(prompt_ids, token_ids, self.sampling.temperature))
             scored = torch.cat(scores).cpu()
-            place = {"version": self.version, "rank": self.group.rank}
             if most is None:
                 worst, rms = check_canary(canary, scored, self._agreement, **place)
                 self.metrics.add_mean("parity/canary_diff_max", worst)

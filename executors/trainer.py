@@ -40,15 +40,10 @@ from llamarl.learning.watch import StepWatch
 from llamarl.models.build import Decoder
 from llamarl.models.config import Lora
 from llamarl.models.frozen import frozen_decoder
-from llamarl.models.fsdp import (
-    held_box,
-    is_split,
-    local,
-    whole_parameters,
-)
+from llamarl.models.fsdp import held_box, is_split, local, whole_parameters
 from llamarl.models.hf import export
 from llamarl.models.lora import travelling
-from llamarl.models.parity import Prompts, canary_sequences
+from llamarl.models.parity import Prompts, canary_sequences, marks_of
 from llamarl.models.peft import export_adapted, load_adapter
 from llamarl.models.sharded_state import (
     Shard,
@@ -413,7 +408,10 @@ class FSDPTrainer(Executor):
             self.version,
             evaluate=self.evaluate_at(self.version),
             must_differ=must_differ,
-            canary=lambda: self._update.canary(sequences, top=self.canary_top).to_json(),
+            canary=lambda: dataclasses.replace(
+                self._update.canary(sequences, top=self.canary_top),
+                marks=marks_of(self._shards, self.version),
+            ).to_json(),
         )
         self._published = self.version
         return stall_s

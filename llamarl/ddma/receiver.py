@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from llamarl.ddma.forwarder import Forwarder
-from llamarl.ddma.layout import FUSED, Buffer, buffer_of
+from llamarl.ddma.layout import FUSED, Buffer, Piece, buffer_of
 from llamarl.ddma.links import Header, Kind, LocalLink
 from llamarl.ddma.payload import Bucket, Target, buckets_of
 from llamarl.ddma.plan import Plan
@@ -29,6 +29,7 @@ from llamarl.errors import LinkTimeout, PeerDied, TimedOut, WeightsError
 from llamarl.models.config import ModelConfig
 from llamarl.models.dtensors import is_dtensor
 from llamarl.models.fsdp import local
+from llamarl.models.sharding import Box
 
 # Buckets that may arrive before the thread of their link, which works behind the model, comes to
 # look at them.
@@ -83,6 +84,8 @@ class WeightsReceiver:
         names = " ".join(name for name, _ in parameters)
         fuse = any(group in names for group in FUSED)
         of = buffer_of(config, plan.parameters, route.destination, part, fuse=fuse)
+        self._of = of
+        self._named = parameters
         self._parameters = [parameter for _, parameter in parameters]
         buffers = self._make_buffers(of.num_bytes, parameters[0][1].device)
         self._views = {flat.data_ptr(): _views_of(flat, of, parameters) for flat in buffers}
@@ -182,6 +185,19 @@ class WeightsReceiver:
                     torch.cuda.current_stream().synchronize()  # the buffer may be written again
             return staged
 
+    def held(self) -> dict[str, tuple[Box, Tensor]]:
+        """Return name -> which box of that tensor this rank has, and what its parameters hold of
+        it, for each tensor that travels.
+        """
+        held = {}
+        for name, parameter in self._named:
+            first = 0
+            for piece in _members(self._of, name):
+                end = first + piece.box.lengths[0]
+                held[piece.name] = piece.box, local(parameter)[first:end]
+                first = end
+        return held
+
     def close(self) -> None:
         """Close once: the executor does so at its end, and the controller whatever happens."""
         subscriber = self._subscriber
@@ -190,14 +206,18 @@ class WeightsReceiver:
             subscriber.close()
 
 
+def _members(of: Buffer, name: str) -> list[Piece]:
+    """Return the pieces of a buffer that lie end to end in a parameter."""
+    return [of.held[n] for n in of.fused.get(name, (name,)) if n in of.held]
+
+
 def _views_of(flat: Tensor, of: Buffer, parameters: list[tuple[str, nn.Parameter]]) -> list[Tensor]:
     """Return the typed view of each parameter in a buffer [bytes] uint8. WeightsError (see
     bind).
     """
     views = []
     for name, parameter in parameters:
-        names = of.fused.get(name, (name,))
-        members = [of.held[n] for n in names if n in of.held]
+        members = _members(of, name)
         if not members:
             raise WeightsError(
                 f"{name}: the generator's model has it, the trainer's weights do not"

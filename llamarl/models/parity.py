@@ -4,22 +4,29 @@ received that version checks them.
     trainer     canary = Canary(sequences, logprobs)   travels at the end of the version's bytes
     generator   after the swap, before the first token is sampled: the same by the path that samples
 
-A wrong, stale, half-written or differently computed model shows here, at the version where it
-begins.
+A model that is computed differently shows in the logprobs. A late version may move them by less
+than bfloat16 rounds, so some of the weights themselves (marks) travel with the canary too, and must
+be what the generator then holds.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from collections.abc import Sequence as SequenceOf
+from dataclasses import asdict, dataclass, field
+from random import Random
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from llamarl.errors import ParityError
+from llamarl.models.fsdp import local
 from llamarl.models.quantize import kl_from_top
+from llamarl.models.sharded_state import Shard
+from llamarl.models.sharding import Box, overlap
 
 # When a run starts, so many tokens of so many prompts are checked, scored from the second on.
 FIRST_PROMPTS = 4
@@ -27,6 +34,7 @@ FIRST_TOKENS = 64
 # At every later version so many tokens of one prompt are checked; only the last ones are scored.
 LATER_TOKENS = 32
 LATER_SCORED = 8
+MARKS = 64  # weights of which each version says the values
 TOP = 64  # likeliest tokens a place that a quantised generator is compared on
 
 
@@ -45,8 +53,17 @@ class Sequence:
 
 
 @dataclass(frozen=True, slots=True)
+class Mark:
+    """One weight of a version, as the trainer holds it."""
+
+    name: str  # of its parameter
+    place: list[int]  # in the whole parameter
+    value: float
+
+
+@dataclass(frozen=True, slots=True)
 class Canary:
-    """The trainer's logprobs of some sequences under one version."""
+    """The trainer's logprobs of some sequences under one version, and some of its weights."""
 
     sequences: list[Sequence]
     logprobs: list[float]  # of each scored token, sequence after sequence
@@ -54,6 +71,7 @@ class Canary:
     # quantised; else empty.
     top_ids: list[list[int]]
     top_logprobs: list[list[float]]
+    marks: list[Mark] = field(default_factory=list)
 
     def to_json(self) -> dict:
         """Return the canary as JSON values."""
@@ -63,7 +81,8 @@ class Canary:
     def from_json(cls, values: dict) -> Canary:
         """Make a canary of what `to_json` returned."""
         sequences = [Sequence(**sequence) for sequence in values["sequences"]]
-        return cls(**{**values, "sequences": sequences})
+        marks = [Mark(**mark) for mark in values["marks"]]
+        return cls(**{**values, "sequences": sequences, "marks": marks})
 
 
 def canary_sequences(prompts: Prompts, version: int, *, first: bool) -> list[Sequence]:
@@ -83,6 +102,52 @@ def canary_sequences(prompts: Prompts, version: int, *, first: bool) -> list[Seq
         sequences = [Sequence(ids, given)]
     sequences = [sequence for sequence in sequences if len(sequence.token_ids) > 1]
     return sequences or [Sequence([0, 0], given=1)]
+
+
+def marks_of(shards: SequenceOf[Shard], version: int) -> list[Mark]:
+    """Return the smallest weights of some rows that this rank holds, drawn anew for each version.
+
+    A small weight has a small step to the next number of its dtype, so a small update shows in it.
+    """
+    random = Random(version)
+    held = [shard for shard in shards if shard.box.numel]
+    marks = []
+    for shard in random.choices(held, k=MARKS) if held else []:
+        row = [random.randrange(count) for count in shard.box.lengths[:-1]]
+        weights = local(shard.parameter)[tuple(row)]
+        smallest = int(weights.abs().argmin())
+        place = [first + i for first, i in zip(shard.box.offsets, [*row, smallest])]
+        marks.append(Mark(shard.name, place, float(weights[smallest])))
+    return marks
+
+
+def check_marks(
+    marks: list[Mark], held: Mapping[str, tuple[Box, Tensor]], *, version: int, rank: int
+) -> None:
+    """Raise ParityError unless the weights that are marked are held, rounded to the dtype in which
+    they are held.
+
+    held: name -> which box of the parameter the rank holds, and the numbers in it. Marks elsewhere
+    say nothing, and neither do weights that are held in one byte: those have other values.
+    """
+    wrong = []
+    for mark in marks:
+        if mark.name not in held:
+            continue
+        box, weights = held[mark.name]
+        spot = Box(tuple(mark.place), (1,) * len(mark.place))
+        if weights.dtype.itemsize == 1 or not overlap(spot, box).numel:
+            continue
+        found = float(weights[spot.within(box)])
+        wanted = float(torch.tensor(mark.value).to(weights.dtype))
+        if found != wanted:
+            wrong.append(f"{mark.name} has {found:.7g} at {mark.place}, not {wanted:.7g}")
+    if wrong:
+        raise ParityError(
+            f"generator on rank {rank} does not hold the trainer's weights of version {version}, "
+            f"but others, such as an older version's: {len(wrong)} of {len(marks)} that were "
+            f"looked at differ; {wrong[0]}"
+        )
 
 
 @dataclass(frozen=True, slots=True)

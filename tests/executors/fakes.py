@@ -9,6 +9,7 @@ from collections import Counter, deque
 from llamarl.ddma.receiver import Staged
 from llamarl.models.config import tiny_directory
 from llamarl.models.hf import SafetensorsDir
+from llamarl.models.sharding import Box
 from llamarl.types import Ticket
 
 
@@ -101,6 +102,12 @@ class FakeWeights:
         source = SafetensorsDir(tiny_directory())
         for name, parameter in parameters:
             parameter.data.copy_(source.get_slice(name)[...])
+        self.parameters = dict(parameters)
+
+    def held(self):
+        return {
+            name: (Box.whole(tuple(p.shape)), p.detach()) for name, p in self.parameters.items()
+        }
 
     def arrive(self, version, evaluate=False):
         """A version comes whole; says whether there was room for it."""

@@ -62,6 +62,20 @@ def test_a_version_is_compared_with_its_canary_before_anything_is_sampled_from_i
     assert g.engine.num_live == sampled and len(g.tickets.asked) == 1
 
 
+def test_weights_that_are_not_the_trainers_are_seen_before_anything_is_sampled_from_them():
+    g = generator()
+    _, weights = g.weights.held()["model.norm.weight"]
+    for version, value in ((0, float(weights[2])), (1, float(weights[2]) + 1e-6)):
+        marks = [{"name": "model.norm.weight", "place": [2], "value": value}]
+        g.weights.staged = Staged(version, canary=canary_of(0.0) | {"marks": marks})
+        if version == 0:
+            g.step()
+    sampled = g.engine.num_live
+    with pytest.raises(ParityError, match="rank 0 does not hold .* version 1, .* 1 of 1"):
+        g.step()
+    assert g.engine.num_live == sampled and len(g.tickets.asked) == 1
+
+
 def test_weights_that_come_in_flight_stamp_the_later_tokens():
     g = generator()
     g.weights.staged = Staged(3)

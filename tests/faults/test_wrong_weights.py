@@ -1,5 +1,6 @@
 """A generator that samples from other weights, or computes another model, ends the run: by fixed
-prompts or by fresh tokens, in float32 and where bfloat16 blurs both.
+prompts or by fresh tokens, in float32 and where bfloat16 blurs both; and by the weights themselves,
+where an update is too small for bfloat16's logprobs.
 """
 
 from __future__ import annotations
@@ -13,10 +14,13 @@ from tests.launching import RECIPE, SMALL, ForkedJob
 # The main job with a fault in its engine. Weights have come when `weights_changed` is called.
 FAULTY = """
 import dataclasses, runpy, sys
+from executors import generator
 from llamarl.inference.engine import Engine
 from llamarl.models.attention import rotary_of
 
-fault, sys.argv = sys.argv[1], sys.argv[2:]
+fault, seen_by, sys.argv = sys.argv[1], sys.argv[2], sys.argv[3:]
+if seen_by == "logprobs":  # as if the parameters were right, and an engine's copies of them wrong
+    generator.check_marks = lambda *given, **place: None
 right = Engine.weights_changed
 held = []
 
@@ -46,13 +50,15 @@ FAULTS = {
     "wrong_rope": (),
     "adapters_never_arrive": ("trainer.lora.rank=16", "lr=1e-3"),
 }
+SMALL_STEPS = ("model.dtype=bfloat16", "lr=1e-5", "trainer.warmup_steps=0")
+ADAPTERS = "trainer.lora.rank=16"
 
 
-def run(fault: str, folder: Path, *words: str) -> tuple[int, str]:
+def run(fault: str, folder: Path, *words: str, seen_by: str = "logprobs") -> tuple[int, str]:
     """(exit code, output) of the main job in one process with this fault."""
     script = folder / "faulty.py"
     script.write_text(FAULTY)
-    given = (fault, str(RECIPE), *JOB, *words)
+    given = (fault, seen_by, str(RECIPE), *JOB, *words)
     with ForkedJob(*given, run_dir=folder / "run", recipe=script) as job:
         return job.wait(), job.output
 
@@ -65,8 +71,16 @@ def test_a_fault_of_the_generators_weights_ends_the_run(dtype, fault, tmp_path):
     assert "their logprobs differ by" in said and "Traceback" not in said
 
 
+@pytest.mark.parametrize("words", [(), (ADAPTERS,)], ids=["all", "adapters"])
+@pytest.mark.parametrize("fault", ["never_arrives", "a_version_late"])
+def test_weights_of_an_older_version_end_the_run_at_the_first_small_step(fault, words, tmp_path):
+    code, said = run(fault, tmp_path, *SMALL_STEPS, *words, seen_by="weights")
+    assert code == 1, said
+    assert "does not hold the trainer's weights of version 1," in said and "Traceback" not in said
+
+
 @pytest.mark.parametrize("words", [(), FAULTS["adapters_never_arrive"]], ids=["all", "adapters"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_run_without_a_fault_ends_by_itself(dtype, words, tmp_path):
-    code, said = run("none", tmp_path, f"model.dtype={dtype}", *words)
+    code, said = run("none", tmp_path, f"model.dtype={dtype}", *words, seen_by="weights")
     assert code == 0, said

@@ -27,8 +27,10 @@ from llamarl.ddma.route import WeightsRoute
 from llamarl.ddma.sender import LOOK_S, WeightsSender
 from llamarl.ddma.transports import choose_transports
 from llamarl.disk.shared_memory import path_of
-from llamarl.errors import TimedOut, WeightsError
+from llamarl.errors import ParityError, TimedOut, WeightsError
+from llamarl.models.parity import check_marks, marks_of
 from llamarl.models.quantize import QUANTIZED, quantize_rows
+from llamarl.models.sharded_state import Shard
 from llamarl.models.sharding import Box, num_parameters, parameter_shapes
 from tests.weight_links import (
     BUCKET,
@@ -849,6 +851,8 @@ def test_a_generator_that_fuses_gets_fused_tensors():
     trainer, full = parameters_of(), weights_of(0)
     generator, want = {}, {}
     for name in parameter_shapes(CONFIG):
+        if any(other in name for other in ("k_proj", "v_proj", "up_proj")):
+            continue  # in the tensor of the first of them
         parts = [name]
         for first, fused, others in (
             ("q_proj", "qkv_proj", ("k_proj", "v_proj")),
@@ -857,13 +861,55 @@ def test_a_generator_that_fuses_gets_fused_tensors():
             if first in name:
                 parts += [name.replace(first, other) for other in others]
                 name = name.replace(first, fused)
-        if not any(x in name for x in ("k_proj", "v_proj", "up_proj")) or "gate_up" in name:
-            want[name] = torch.cat([full[part] for part in parts])
-            generator[name] = torch.nn.Parameter(torch.zeros_like(want[name]))
+        want[name] = torch.cat([full[part] for part in parts])
+        generator[name] = torch.nn.Parameter(torch.zeros_like(want[name]))
     sender, receiver, control = bound(trainer, generator)
     synced(sender, receiver, control, 1)
     for name, new in want.items():
         assert torch.equal(generator[name].data, new), name
+    held = receiver.held()
+    assert held.keys() == full.keys()
+    for name, (box, weights) in held.items():
+        assert box == Box.whole(tuple(weights.shape)) and torch.equal(weights, full[name]), name
+    sender.close(), receiver.close()
+    control.check()
+
+
+def make_small_step(trainer):
+    """Move each weight by 3e-4, which changes some 6 % of these numbers in bfloat16."""
+    for parameter in trainer.values():
+        parameter.data += 3e-4
+
+
+def fault_of(kind, generator):
+    """Return what changes the generator's parameters after each swap."""
+    seen = []
+
+    def put_back():
+        seen.append({name: p.data.clone() for name, p in generator.items()})
+        older = {"none": -1, "late": -2, "never": 0}[kind]
+        for name, old in seen[max(older, -len(seen))].items():
+            generator[name].data.copy_(old)
+
+    return put_back
+
+
+@pytest.mark.parametrize("kind", ["none", "late", "never"])
+def test_a_generator_that_holds_an_older_version_is_seen_at_the_first_small_step(kind):
+    trainer, generator = parameters_of(), parameters_of(99, torch.bfloat16)
+    sender, receiver, control = bound(trainer, generator, dtype=torch.bfloat16)
+    shards = [Shard(name, p, Box.whole(tuple(p.shape))) for name, p in trainer.items()]
+    break_it = fault_of(kind, generator)
+    for version in range(20):
+        synced(sender, receiver, control, version)
+        break_it()
+        marks = marks_of(shards, version)
+        if kind == "none" or version == 0:
+            check_marks(marks, receiver.held(), version=version, rank=0)
+        else:
+            with pytest.raises(ParityError, match=f"weights of version {version}, but others"):
+                check_marks(marks, receiver.held(), version=version, rank=0)
+        make_small_step(trainer)
     sender.close(), receiver.close()
     control.check()
 

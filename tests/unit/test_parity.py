@@ -12,13 +12,19 @@ from llamarl.models.parity import (
     FIRST_TOKENS,
     LATER_SCORED,
     LATER_TOKENS,
+    MARKS,
     Agreement,
     Canary,
+    Mark,
     ParityLimits,
     Sequence,
     canary_sequences,
     check_canary,
+    check_marks,
+    marks_of,
 )
+from llamarl.models.sharded_state import Shard
+from llamarl.models.sharding import Box
 
 NAN, INF = float("nan"), float("inf")
 
@@ -38,6 +44,7 @@ def test_a_canary_survives_json():
         [-0.1, -2.5, -1e-9],
         [[3, 1]],
         [[-0.5, -1.25]],
+        [Mark("norm", [2], 0.1), Mark("head", [0, 3], -1e-9)],
     )
     assert Canary.from_json(json.loads(json.dumps(canary.to_json()))) == canary
 
@@ -166,3 +173,43 @@ def test_prompts_too_short_to_score_have_a_substitute():
         == canary_sequences(prompts_of(1), 0, first=False)
         == [Sequence([0, 0], 1)]
     )
+
+
+# --- marks: weights that travel with the canary ---
+
+ROWS = Box((4, 0), (3, 2))  # what the trainer's rank holds of a parameter [8, 2]
+
+
+def shards_of_weights():
+    nothing = Shard("short", torch.nn.Parameter(torch.empty(0, 2)), Box((1, 0), (0, 2)))
+    matrix = torch.nn.Parameter(torch.tensor([[0.5, -0.25], [-0.125, 2.0], [3.0, 0.0]]))
+    vector = torch.nn.Parameter(torch.tensor([1.0, -0.5, 2.0]))
+    return [nothing, Shard("long", matrix, ROWS), Shard("norm", vector, Box((0,), (3,)))]
+
+
+def test_marks_are_the_smallest_weights_of_rows_at_their_places_in_the_whole():
+    marks = marks_of(shards_of_weights(), 7)
+    assert len(marks) == MARKS and marks == marks_of(shards_of_weights(), 7)
+    assert {(mark.name, tuple(mark.place), mark.value) for mark in marks} == {
+        ("long", (4, 1), -0.25),
+        ("long", (5, 0), -0.125),
+        ("long", (6, 1), 0.0),
+        ("norm", (1,), -0.5),
+    }
+    assert marks_of(shards_of_weights(), 8) != marks
+    assert marks_of(shards_of_weights()[:1], 7) == []
+
+
+def test_marks_are_compared_in_the_dtype_and_the_box_that_are_held():
+    """1.003 rounds to 1 in bfloat16, whose next number is 1.0078125."""
+    marks = [Mark("a", [5, 1], 1.003), Mark("a", [0, 0], 7.0), Mark("elsewhere", [0], 7.0)]
+    weights = torch.ones(2, 2, dtype=torch.bfloat16)
+    held = {"a": (Box((4, 0), (2, 2)), weights)}
+    check_marks(marks, held, version=7, rank=3)
+    weights[1, 1] = 1.0078125
+    with pytest.raises(
+        ParityError, match=r"rank 3 .* version 7, .* 1 of 3 .* a has 1.007812 at \[5, 1\], not 1$"
+    ):
+        check_marks(marks, held, version=7, rank=3)
+    quantised = {"a": (Box((4, 0), (2, 2)), torch.ones(2, 2, dtype=torch.int8))}
+    check_marks([Mark("a", [5, 1], 0.1)], quantised, version=7, rank=3)
