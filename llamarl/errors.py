@@ -36,6 +36,10 @@ class CheckpointError(ValueError):
     """A checkpoint that cannot be written or used; the message names the file and what to do."""
 
 
+class OtherFormat(CheckpointError):
+    """A checkpoint in a format that this commit does not read."""
+
+
 class LagExceeded(RuntimeError):
     """A step would have trained on older tokens than max_lag allows; the ledger or a generator is
     at fault.

@@ -411,7 +411,7 @@ class Executor:
     stages_on_host: bool = False
     # Losing what `state_dict` holds only repeats work.
     state_is_optional: bool = False
-    # Older checkpoints may lack this executor's state; that is accepted.
+    # A checkpoint may lack its state, because the run was begun with other settings of it.
     state_may_be_absent: bool = False
     # The newest policy version that it has worked on (`note_version`).
     newest_version: int = 0

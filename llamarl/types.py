@@ -451,9 +451,7 @@ class Verdict:
     @classmethod
     def from_json(cls, values: Sequence) -> Verdict:
         """Return the verdict of JSON values."""
-        num_scored, total, teaches, *rest = values
-        # Checkpoints of an earlier version lack `solved`: there the sum was clamped.
-        solved = rest[0] if rest else min(max(total, 0.0), num_scored)
+        num_scored, total, teaches, solved = values
         return cls(
             num_scored=int(num_scored),
             total=float(total),

@@ -91,13 +91,11 @@ class Settings:
 
 
 DEFAULTS = {"runs": REQUIRED, "y": None, "x": None, "target": None, "out": "comparison"}
-# Flags that earlier releases had.
-FLAGS = {"--y": "y", "--x": "x", "--target": "target", "--out": "out"}
 
 
 def parse(words: Sequence[str]) -> Settings:
     """ConfigError."""
-    return read_script(words, Settings, DEFAULTS, doc=__doc__, flags=FLAGS, listed="runs")
+    return read_script(words, Settings, DEFAULTS, doc=__doc__, listed="runs")
 
 
 @matplotlib.rc_context(LOOK)

@@ -22,7 +22,7 @@ import llamarl  # noqa: F401  before torch: it says how torch's threads wait
 # isort: split
 import torch
 
-from llamarl.config.facts_data import DEFAULTS, FLAGS, FactsDataSettings
+from llamarl.config.facts_data import DEFAULTS, FactsDataSettings
 from llamarl.config.script import read_script
 from llamarl.models.build import Decoder, build_decoder, read_config
 from llamarl.models.hf import export, named_parameters_hf
@@ -140,7 +140,7 @@ def write_teacher(file: Path, posts: list[Post], draw: random.Random) -> float:
 
 def parse(words: Sequence[str]) -> FactsDataSettings:
     """ConfigError; ValueError for more rows than there are, or for a width that makes no heads."""
-    settings = read_script(words, FactsDataSettings, DEFAULTS, doc=__doc__, flags=FLAGS)
+    settings = read_script(words, FactsDataSettings, DEFAULTS, doc=__doc__)
     if settings.rows > NUM_TRAIN:
         raise ValueError(f"rows={settings.rows}: there are {NUM_TRAIN} posts")
     if settings.width % HEAD:

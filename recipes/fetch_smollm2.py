@@ -255,13 +255,11 @@ class Settings:
 
 
 DEFAULTS = {"out": REQUIRED, "wheel": None, "dtype": "bfloat16"}
-# Flags that earlier releases had.
-FLAGS = {"": "out", "--wheel": "wheel", "--dtype": "dtype"}
 
 
 def parse(words: Sequence[str]) -> Settings:
     """ConfigError."""
-    return read_script(words, Settings, DEFAULTS, doc=__doc__, flags=FLAGS)
+    return read_script(words, Settings, DEFAULTS, doc=__doc__)
 
 
 def main(argv: list[str] | None = None) -> None:

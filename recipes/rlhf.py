@@ -34,12 +34,11 @@ import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from llamarl.config import evaluation, facts_data
+from llamarl.config import facts_data
 from llamarl.config.command_line import RL, JobKind, check_command_line
 from llamarl.config.conversion import ConfigError, Problem
 from llamarl.config.evaluation import EVALUATION
 from llamarl.config.facts_data import FactsDataSettings
-from llamarl.config.flags import problems_of_flags
 from llamarl.config.preferences import PREFERENCES
 from llamarl.config.script import read_script
 from llamarl.config.sft import SFT
@@ -53,9 +52,6 @@ GOLD = "llamarl.tasks.facts:gold"
 # Settings of the task for the tokenizer that recipes/facts_data.py writes: a post has at most 75
 # tokens, a gold summary 21 with its end.
 TASK = ("task=facts", "task.max_prompt_tokens=80", "max_new_tokens=32", "temperature=0.7")
-# Flags that earlier releases had, which took `data.--rows=N`.
-OLD_FLAGS = {**evaluation.FLAGS, **facts_data.FLAGS}
-del OLD_FLAGS[""]  # each word is of a key
 # What reads the words of a recipe that is a job.
 KINDS: dict[str, JobKind] = {
     "sft.py": SFT,
@@ -278,11 +274,9 @@ def problems_of(stage: Stage, words: list[str]) -> list[Problem]:
     if not words:
         return []
     added = {key_of(word).lstrip("+") for word in words}
-    found = problems_of_flags(words, OLD_FLAGS)
+    found: list[Problem] = []
     try:
-        if found:
-            pass  # what they mean now is said
-        elif stage.recipe in KINDS:
+        if stage.recipe in KINDS:
             ranks = stage.ranks or 1
             given = list(stage.given(words).words)
             check_command_line(given, world_size=ranks, kind=KINDS[stage.recipe])

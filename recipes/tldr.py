@@ -68,19 +68,11 @@ DEFAULTS = {
     "comparisons": [],
     "max_prompt_tokens": 512,
 }
-# Flags that earlier releases had.
-FLAGS = {
-    "--posts": "write posts=[FILE,...]",
-    "--comparisons": "write comparisons=[FILE,...]",
-    "--tokenizer": "tokenizer",
-    "--max-prompt-tokens": "max_prompt_tokens",
-    "--out": "out",
-}
 
 
 def parse(words: Sequence[str]) -> Settings:
     """ConfigError."""
-    settings = read_script(words, Settings, DEFAULTS, doc=__doc__, flags=FLAGS)
+    settings = read_script(words, Settings, DEFAULTS, doc=__doc__)
     if not settings.posts and not settings.comparisons:
         what = "nothing to read; posts=[FILE,...], comparisons=[FILE,...] or both"
         raise ConfigError([Problem("posts, comparisons", what)])

@@ -55,7 +55,6 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from llamarl.checkpoint.manifest import (
-    FORMAT,
     MANIFEST,
     Files,
     Sight,
@@ -66,6 +65,7 @@ from llamarl.checkpoint.manifest import (
 from llamarl.checkpoint.parts import stem_of
 from llamarl.checkpoint.room import Room
 from llamarl.comm.control import Control
+from llamarl.disk.files import FORMAT
 from llamarl.disk.space import (
     aside,
     check_room,
@@ -73,7 +73,7 @@ from llamarl.disk.space import (
     named_if_unread,
     shown_free,
 )
-from llamarl.errors import CheckpointError
+from llamarl.errors import CheckpointError, OtherFormat
 from llamarl.executor import State
 from llamarl.words.lists import first_of
 
@@ -106,10 +106,12 @@ def verify(
 
     Without `hashes` only names and sizes are compared. share: (i, n) for the i-th of n processes
     that verify it together, each some of the files and about as many bytes. progress is called
-    while a file is read.
+    while a file is read. OtherFormat if this commit does not read it.
     """
     try:
         manifest = read_manifest(path)
+    except OtherFormat:
+        raise
     except CheckpointError as error:
         return [str(error)]
     files = manifest["files"]
@@ -142,8 +144,8 @@ def find(
     For "auto" that is the newest valid one of run_dir, None if it has none at all; else `resume`.
     The caller then has the directory for itself, because what a kill left whole is given its name.
     Damaged ones are named in a warning and passed over. CheckpointError if all are damaged, or the
-    one asked for is; FileNotFoundError if that does not exist. check: says what is wrong with one,
-    as `verify`, which it is by default.
+    one asked for is; OtherFormat if this commit does not read it; FileNotFoundError if that does
+    not exist. check: says what is wrong with one, as `verify`, which it is by default.
     """
     if resume != "auto":
         path = Path(resume)

@@ -15,9 +15,9 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from llamarl.errors import CheckpointError
+from llamarl.disk.files import other_format
+from llamarl.errors import CheckpointError, OtherFormat
 
-FORMAT = 4
 MANIFEST = "manifest.json"
 SEEN_S = 90.0  # what another host has written is seen here within so long, or it is not the same
 _LOOK_S = 0.2
@@ -33,7 +33,9 @@ def digest_of(body: dict) -> str:
 
 
 def read_manifest(path: Path) -> dict:
-    """Read the manifest. CheckpointError if it is absent, damaged or of another format."""
+    """Read the manifest. CheckpointError if it is absent or damaged, OtherFormat if this commit
+    does not read it.
+    """
     file = path / MANIFEST
     if not file.is_file():
         raise CheckpointError(
@@ -46,8 +48,9 @@ def read_manifest(path: Path) -> dict:
         raise CheckpointError(f"{MANIFEST}: not readable: {error}") from error
     if digest != digest_of(body):
         raise CheckpointError(f"{MANIFEST}: its contents have changed (SHA-256)")
-    if body["format"] != FORMAT:
-        raise CheckpointError(f"{MANIFEST}: format {body['format']}, this version reads {FORMAT}")
+    refusal = other_format(body)
+    if refusal:
+        raise OtherFormat(f"{file}: {refusal}")
     return body
 
 

@@ -42,7 +42,6 @@ from llamarl.config.files import (
     sections,
 )
 from llamarl.config.findings import ConfigError, Problem, keys_of, show
-from llamarl.config.flags import problems_of_flags
 from llamarl.config.hints import did_you_mean
 from llamarl.config.placement import idle_ranks
 from llamarl.config.rules import check
@@ -52,8 +51,8 @@ from llamarl.machine.collecting import collect_seldom
 STDERR = 2  # the file, whatever sys.stderr is by then
 # Keys that conf/config.yaml leaves to the model and the task, whose own files may lack them.
 OF_CHOICES = ("groups_per_step", "lr", "max_new_tokens")
-# Flags that name a file in other programs.
-HYDRAS = {
+# Flags that name a file in other programs -> what to do here.
+OF_OTHER_PROGRAMS = {
     "--config-file": "write your values to FOLDER/experiment/NAME.yaml, under a first line "
     '"# @package _global_", and start with --config-dir FOLDER +experiment=NAME',
 }
@@ -73,7 +72,6 @@ class JobKind(Generic[Schema]):
     cannot work together. idle_ranks(config, world_size): the ranks that would have nothing to do.
     groups: section -> the folder of conf/ to choose from, if it has another name.
     of_others: keys that chosen files set for other kinds of job and this kind does not read.
-    flags: those that earlier releases had, with what to write now (`problems_of_flags`).
     """
 
     file: str
@@ -82,7 +80,6 @@ class JobKind(Generic[Schema]):
     idle_ranks: Callable[[Schema, int], list[int]] = lambda config, world_size: []
     groups: Mapping[str, str] = field(default_factory=dict)
     of_others: tuple[str, ...] = ()
-    flags: Mapping[str, str] = field(default_factory=dict)
 
     def read(self, composed: DictConfig) -> Schema:
         """Return the typed config of composed values. ConfigError as `to_config`."""
@@ -258,7 +255,7 @@ def _read_override(
         override = OverridesParser.create().parse_override(text)
     except HydraException:
         what = "cannot be read; write key=value, and quote text with signs in it: 'key=\"a, b\"'"
-        return Problem(text, what, (text,))
+        return Problem(text, what, (text.partition("=")[0],))
     text = text.lstrip("+")
     key = override.get_key_element().lstrip("+")
     if override.is_hydra_override():
@@ -414,12 +411,10 @@ def main(recipe: Callable, kind: JobKind = RL) -> Callable[[], None]:
         import hydra
         from hydra._internal.utils import get_args_parser
 
-        schema: type = kind.schema
-        keys = {f"--{key}": key for key in known_keys(schema)}
-        old = problems_of_flags(sys.argv[1:], {**keys, **HYDRAS, **kind.flags})
-        if old:
+        flags = _problems_of_flags(sys.argv[1:], kind.schema)
+        if flags:
             if leader:
-                print(ConfigError(old), file=sys.stderr)
+                print(ConfigError(flags), file=sys.stderr)
             sys.exit(2)
         args = get_args_parser().parse_args()
         unread = [Problem(word, "write key=value") for word in args.overrides if "=" not in word]
@@ -453,6 +448,21 @@ def main(recipe: Callable, kind: JobKind = RL) -> Callable[[], None]:
         )()
 
     return run
+
+
+def _problems_of_flags(words: list[str], schema: type) -> list[Problem]:
+    """Return a problem for each flag that is a key ("--lr 3"), or that other programs have."""
+    found = []
+    for word, following in zip(words, [*words[1:], ""]):
+        flag, _, value = word.partition("=")
+        key = flag.removeprefix("--")
+        if flag in OF_OTHER_PROGRAMS:
+            found.append(Problem(word, OF_OTHER_PROGRAMS[flag]))
+        elif key != flag and key in known_keys(schema):
+            is_value = not following.startswith("-") and "=" not in following
+            value = value or (following if is_value else "")
+            found.append(Problem(word, f"write {key}={value or 'VALUE'}"))
+    return found
 
 
 def _rewritten(argv: list[str], given: list[str], accepted: list[str]) -> list[str]:

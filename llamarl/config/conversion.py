@@ -19,14 +19,13 @@ from yaml import YAMLError
 
 from llamarl.config.files import sections, with_whole_parts
 from llamarl.config.findings import ConfigError, Problem, keys_of, show
-from llamarl.config.former import of_today
 from llamarl.config.forms import Form, flat_of, forms_of, hints_of
 from llamarl.config.hints import convert, describe, did_you_mean, is_union, need
 from llamarl.config.loss_options import LOSS_OPTIONS
 from llamarl.config.marks import Mark
 from llamarl.config.schema import Config
 from llamarl.config.sections.loss import LossSettings
-from llamarl.disk.files import replace_text
+from llamarl.disk.files import FORMAT, other_format, replace_text
 
 _REFERENCE = re.compile(r"(\\*)\$\{")  # and the backslashes before it, which then are signs too
 
@@ -285,7 +284,7 @@ def _plain(value: Any) -> Any:
 def save_config(config: object, path: str | Path) -> None:
     """Write config.yaml, whole at any moment: resolved, and read back by `load_config`."""
     values = {key: escaped(value) for key, value in to_values(config).items()}
-    replace_text(path, OmegaConf.to_yaml(OmegaConf.create(values)))
+    replace_text(path, OmegaConf.to_yaml(OmegaConf.create({"format": FORMAT, **values})))
 
 
 def escaped(value: object) -> object:
@@ -300,14 +299,18 @@ def escaped(value: object) -> object:
 
 
 def load_config(path: str | Path) -> Config:
-    """Read what save_config wrote. ValueError naming the file if it is damaged or does not fit this
-    version's schema.
+    """Read what save_config wrote. ValueError naming the file if it is damaged, of another format,
+    or does not fit the schema.
     """
     try:
         composed = OmegaConf.load(path)
         if not isinstance(composed, DictConfig):
             raise ConfigError([Problem(str(path), "damaged: a list, not sections")])
-        return to_config(OmegaConf.create(of_today(sections(composed))))
+        values = sections(composed)
+        refusal = other_format(values)
+        if not refusal:
+            del values["format"]
+            return to_config(OmegaConf.create(values))
     except YAMLError as error:
         cause = " ".join(str(error).split())
         raise ValueError(
@@ -317,15 +320,16 @@ def load_config(path: str | Path) -> Config:
     except ConfigError as error:
         first, *more = error.problems
         others = f", and {len(more)} more" if more else ""
-        what = f"damaged, or of another version of llamarl: {first.where}: {first.what}{others}"
+        what = f"damaged, or of another commit of llamarl: {first.where}: {first.what}{others}"
         raise ConfigError([Problem(str(path), what)]) from error
+    raise ConfigError([Problem(str(path), refusal)])
 
 
 def value_differences(
     old: Mapping[str, object], new: Mapping[str, object]
 ) -> dict[str, tuple[object, object]]:
     """Return key -> (old value, new value) for every key whose values differ; None for a key that
-    one side lacks. Both sides come from to_values, perhaps of another version.
+    one side lacks. Both sides come from to_values, perhaps of another commit.
     """
     before, after = flat(old), flat(new)
     pairs = {key: (before.get(key), after.get(key)) for key in before | after}

@@ -13,17 +13,6 @@ from llamarl.config.schema import Config
 
 REFERENCES = "references"
 
-# Flags that earlier releases had.
-FLAGS = {
-    "": "model.path",
-    "--num-prompts": "num_prompts",
-    "--samples": "samples",
-    "--gold": "eval.gold",
-    "--against": "against",
-    "--base": "eval.base",
-    "--out": "out",
-}
-
 
 @settings_dataclass
 class EvaluationConfig(Config):
@@ -51,4 +40,4 @@ def check(
     return problems
 
 
-EVALUATION = JobKind("evaluate", EvaluationConfig, check=check, flags=FLAGS)
+EVALUATION = JobKind("evaluate", EvaluationConfig, check=check)

@@ -7,8 +7,6 @@ from llamarl.config.ranges import Count, Natural, Text
 from llamarl.config.script import REQUIRED
 
 DEFAULTS = {"out": REQUIRED, "seed": 0, "rows": 20_000, "width": 128}
-# Flags that earlier releases had.
-FLAGS = {"": "out", "--seed": "seed", "--rows": "rows"}
 
 
 @settings_dataclass

@@ -9,7 +9,6 @@ import types
 from collections.abc import Collection, Mapping
 from typing import Annotated, Literal, Union, get_args, get_origin
 
-from llamarl.config.former import answer_to
 from llamarl.config.ranges import Positive
 from llamarl.words.names import nearest
 
@@ -31,11 +30,8 @@ def is_union(hint: object) -> bool:
 
 def did_you_mean(key: str, names: Collection[str]) -> str:
     """Return "; did you mean NAME?" for the nearest name, by its last part or as a whole; "" if
-    none is near. For a key of an earlier release, say its name of today.
+    none is near.
     """
-    former = answer_to(key)
-    if former is not None:
-        return f"; {former}"
     last = {name.rpartition(".")[2]: name for name in reversed(list(names))}
     tail = key.rpartition(".")[2]
     if tail in last:

@@ -19,7 +19,6 @@ from yaml import YAMLError
 
 from llamarl.config.conversion import ConfigError, Problem, Schema, to_config
 from llamarl.config.files import sections
-from llamarl.config.flags import problems_of_flags
 
 REQUIRED = "???"
 
@@ -30,21 +29,18 @@ def read_script(
     defaults: Mapping[str, object],
     *,
     doc: str | None,
-    flags: Mapping[str, str] | None = None,
     listed: str | None = None,
 ) -> Schema:
     """Return the record of a command line. ConfigError with all that is wrong with it; SystemExit
     for --help, which prints doc.
 
-    defaults: a value for every key; REQUIRED if there is none. flags: those that earlier releases
-    had, see `problems_of_flags`. listed: the key of the list that takes words without a key.
+    defaults: a value for every key; REQUIRED if there is none. listed: the key of the list that
+    takes words without a key.
     """
     if {"-h", "--help"} & set(words):
         print(doc)
         raise SystemExit(0)
-    problems = problems_of_flags(words, flags or {})
-    if problems:
-        raise ConfigError(problems)
+    problems: list[Problem] = []
     values = dict(defaults)
     alone: list[str] = []
     for word in words:
@@ -58,7 +54,7 @@ def read_script(
         elif listed is not None and not word.startswith("-"):
             alone.append(word)
         else:
-            problems.append(Problem(word, "write key=value"))
+            problems.append(Problem(word, "write key=value", (key,)))
     if listed is not None and alone:
         values[listed] = alone
     try:

@@ -38,33 +38,6 @@ SLOTS = 64  # held-out prompts that are completed at once
 OmegaConf.register_new_resolver("tiny_model", lambda: str(tiny_directory()), replace=True)
 
 
-# Flags that earlier releases had.
-FLAGS = {
-    "--out": "out",
-    "--model": "model.path",
-    "--random-init": "give model.path=DIR a directory whose weights are random",
-    "--task": "task",
-    "--path": "task.path",
-    "--eval-path": "task.eval_path",
-    "--prompt-key": "task.prompt_key",
-    "--answer-key": "task.answer_key",
-    "--messages-key": 'rename the key in the rows: a conversation is under "messages"',
-    "--name": "task.name",
-    "--no-chat": "task.chat=false",
-    "--target-accuracy": "target_accuracy",
-    "--max-steps": "max_steps",
-    "--batch-size": "examples_per_step",
-    "--microbatch-tokens": "trainer.microbatch_tokens",
-    "--lr": "lr",
-    "--warmup-steps": "write trainer.warmup_fraction=SHARE, of all steps",
-    "--eval-every": "eval.every",
-    "--num-eval": "eval.num_prompts",
-    "--dtype": "model.dtype",
-    "--threads": "threads",
-    "--seed": "seed",
-}
-
-
 @settings_dataclass
 class SFTEvalSettings(SupervisedEvalSettings):
     num_prompts: Natural = marked("data")
@@ -145,6 +118,5 @@ SFT = JobKind(
     check=check,
     groups={"model": "sft/model"},
     of_others=("groups_per_step",),
-    flags=FLAGS,
 )
 sft_main = functools.partial(main, kind=SFT)

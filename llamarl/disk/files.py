@@ -12,7 +12,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from llamarl.disk.space import free_bytes
@@ -20,10 +20,23 @@ from llamarl.errors import InUse
 
 log = logging.getLogger(__name__)
 
+FORMAT = 1  # of a checkpoint's manifest and of a run's config.yaml
 LOCK = "lock"
 _LOOK_S = 0.2
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)  # of a file system without them
+
+
+def other_format(values: Mapping) -> str:
+    """Return a sentence that refuses the values of a file in another format; "" for this one."""
+    found = values.get("format")
+    if found == FORMAT:
+        return ""
+    shown = "no format" if found is None else f"format {found}"
+    return (
+        f"{shown}, where this commit of llamarl reads format {FORMAT}; finish the run with the "
+        "commit that began it"
+    )
 
 
 def replace_text(file: str | Path, text: str) -> None:

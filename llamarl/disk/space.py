@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from llamarl.errors import OtherFormat
+
 log = logging.getLogger(__name__)
 
 
@@ -57,10 +59,10 @@ def aside(path: Path) -> Path:
 
 @contextmanager
 def named_if_unread(path: Path) -> Iterator[None]:
-    """Log it and go on where a disk does not let a path be read."""
+    """Log it and go on where a path cannot be read, or is a checkpoint in another format."""
     try:
         yield
-    except OSError as error:
+    except (OSError, OtherFormat) as error:
         log.warning(
             "%s: cannot be read (%s), so nothing of it is deleted; it is tried again with the next "
             "checkpoint. Look at its permissions and its disk",

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from llamarl.inference.requests import Partial, Recorded
 from llamarl.inference.sampler import SamplingParams
-from llamarl.types import ALONE, Completion, Ending
+from llamarl.types import Completion, Ending
 
 if TYPE_CHECKING:
     from llamarl.tickets.prompts import AnyPrompts
@@ -63,16 +63,11 @@ def unpack(
     """
     if not state["in_work"]:
         return
-    tables = {name: _parts(state, name) for name in _LENGTHS if name in state}
-    endings = state.get("endings", [])
+    tables = {name: _parts(state, name) for name in _LENGTHS}
     tickets = state["tickets"].tolist()
     sample_indices = state["sample_indices"].tolist()
     for i, reason in enumerate(state["finish_reasons"]):
         had = {name: parts[i] for name, parts in tables.items()}
-        if "loss_mask" not in had:
-            # In a checkpoint of an earlier commit all tokens were sampled.
-            had["loss_mask"] = torch.ones_like(had["token_ids"], dtype=torch.bool)
-            had["restarts"] = ~had["loss_mask"]
         is_kept = had["policy_versions"] <= newest
         for name in Recorded._fields:
             had[name] = had[name][: is_kept.sum()]
@@ -100,7 +95,7 @@ def unpack(
                 finish_reason=reason,
                 loss_mask=had["loss_mask"],
                 restarts=had["restarts"],
-                ending=_ending_of(endings[i]) if endings else ALONE,
+                ending=_ending_of(state["endings"][i]),
             )
 
 

@@ -27,7 +27,6 @@ from llamarl.config.conversion import (
 from llamarl.config.evaluation import EVALUATION, REFERENCES, EvaluationConfig
 from llamarl.config.evaluation import check as check_evaluation
 from llamarl.config.files import EVAL_SETS
-from llamarl.config.flags import problems_of_flags
 from llamarl.config.supervised import is_of_a_supervised_job
 from llamarl.errors import CheckpointError
 from llamarl.launch.job import Job
@@ -53,9 +52,7 @@ def read_words(words: list[str]) -> EvaluationConfig:
     """Return the config of a command line. Its model.path is replaced by the Hugging Face directory
     that it leads to. ConfigError with all that is wrong.
     """
-    problems = problems_of_flags(words, EVALUATION.flags)
-    if problems:
-        raise ConfigError(problems)
+    problems: list[Problem] = []
     given = [value for key, _, value in map(_split, words) if key == "model.path"]
     others = [word for word in words if _split(word)[0] != "model.path"]
     if not given:

@@ -78,7 +78,7 @@ def differences(
     changed = {}
     for key, pair in value_differences(old.config, new.config).items():
         changed[key] = _change(key, pair, place)
-    # An earlier version may not have had a key. Adapters are compared below.
+    # Another kind of a section has other keys. Adapters are compared below.
     both = flat(old.config).keys() & flat(new.config).keys()
     told = {key for key in both if not key.startswith("trainer.lora.")}
     found = []

@@ -285,13 +285,7 @@ class _Opening:
         instead = (
             f"start a run of its own from the checkpoint's weights: {model}={checkpoint / 'hf'}"
         )
-        try:
-            old = Identity(**controller["identity"])
-        except (KeyError, TypeError) as error:  # no identity, no mapping, or other names in it
-            raise RunDirectoryError(
-                f"{checkpoint} does not say which run it belongs to, because another version of "
-                f"llamarl wrote it. Resume it with that version, or {instead}"
-            ) from error
+        old = Identity(**controller["identity"])
         found = differences(old, self.identity, type(self.config))
         permitted = self.config.resume_with_other
         refused = []

@@ -259,7 +259,7 @@ class RowWriter:
         first = state["next_row"]
         step = state["step"]
         self.samples.cut(step)
-        held = state.get("held", [])
+        held = state["held"]
         # They may have been written after the checkpoint: each is in the file once, in its place.
         removed = self.file.truncate(min([first, *(row["step"] for row in held)]))
         for row in held:

@@ -154,16 +154,10 @@ class Resets:
     def load_state_dict(self, parts: Iterable[Mapping]) -> None:
         """Load from all ranks' parts, whatever their number was: each rank takes its own rows.
 
-        ValueError if it is of a model of other shapes, or of a llamarl that kept it otherwise.
+        ValueError if it is of a model of other shapes.
         """
         parts = list(parts)
         for part in parts:
-            if "boxes" not in part:
-                raise ValueError(
-                    "the checkpoint's reference was kept by another version of llamarl, which "
-                    "did not say what part of the model it is; go on with that version, or start a "
-                    "new run from the checkpoint's hf/"
-                )
             self._executor.version = int(part["version"])
         if self._executor.version:  # version 0 is what training started from, which is not saved
             config = self._decoder.config

@@ -137,8 +137,7 @@ class Weighted(Scorer):
             own = {}
             for key, value in state.items():
                 of_part, _, field = key.rpartition("/")
-                # Older checkpoints also hold the part's kind.
-                if of_part.removeprefix("novelty/") == name:
+                if of_part == name:
                     own[field] = value
             if own:
                 scorer.load_state_dict(own)

@@ -505,14 +505,13 @@ class TicketLedger:
                 of_pool = [t for t in again if t % n == index]
                 pool.resume_at(state["frontier"], of_pool)
             self._load_choices(state)
-            # A checkpoint of an earlier version knows nothing of outcomes.
-            given_back = state.get("given_back", [])
+            given_back = state["given_back"]
             if len(given_back) != n:
                 every = list(chain.from_iterable(given_back))
                 given_back = [every[index::n] for index in range(n)]
             for pool, own in zip(self._pools, given_back):
                 pool.given_back = [Verdict.from_json(one) for one in own]
-            verdicts = {t: Verdict.from_json(one) for t, *one in state.get("verdicts", [])}
+            verdicts = {t: Verdict.from_json(one) for t, *one in state["verdicts"]}
             # What is finished has cost most: it goes first, what is in work takes the room that is
             # left.
             dropped = []
@@ -532,7 +531,7 @@ class TicketLedger:
         if self._sampler is None:
             return
         self._choices = choices_of(state)
-        learned = state.get("sampler")
+        learned = state["sampler"]
         if learned is None or learned["num_prompts"] != self._sampler.num_prompts:
             self._choices = {}  # another sampler's, or of other rows
             self._next_choice = state["frontier"]
@@ -544,7 +543,7 @@ class TicketLedger:
 
 def choices_of(state: Mapping) -> dict[int, int]:
     """Return ticket -> prompt of a ledger's state, where a sampler chose."""
-    return {ticket: prompt for ticket, prompt in state.get("choices", [])}
+    return {ticket: prompt for ticket, prompt in state["choices"]}
 
 
 def _by_deadline(pairs: Iterable[Sequence[int]]) -> dict[int, int]:

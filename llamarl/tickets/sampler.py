@@ -212,8 +212,7 @@ class DifficultySampler:
             known.zero_()
             known[seen] = column
         self._clock = state["clock"]
-        # Checkpoints of an earlier version lack `mean`: there it was always that of all counts.
-        self._mean = state["mean"] if "mean" in state else self._share_solved()
+        self._mean = state["mean"]
         self._predicted = {prompt: rate for prompt, rate in state["predicted"]}
         self._weights = None
 

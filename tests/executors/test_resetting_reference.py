@@ -243,7 +243,6 @@ def test_a_resumed_reference_has_the_weights_of_its_version(executor):
 @pytest.mark.parametrize(
     "spoil, said",
     [
-        (lambda state: state.pop("boxes"), "another version of llamarl"),
         (lambda state: state["boxes"].popitem(), "the checkpoint lacks "),
         (lambda state: state["boxes"].update(other=[[0], [1]]), "other does not fit"),
     ],

@@ -312,14 +312,6 @@ def test_all_that_is_wrong_is_said_at_once(recipe, capsys):
     assert said.count("nowhere/config.json") == 0, "of a directory that is not there once is enough"
 
 
-def test_flags_of_earlier_releases_are_answered_with_todays_words(recipe, capsys):
-    old = "RUN_DIR --num-prompts 7 --samples=2 --gold G --against A --base B --out O temperature=1"
-    assert recipe.main(old.split()) == BAD_INPUT
-    said = capsys.readouterr().err
-    today = "model.path=RUN_DIR num_prompts=7 samples=2 eval.gold=G against=A eval.base=B out=O"
-    assert [line.split()[-1] for line in said.splitlines()[1:]] == today.split()
-
-
 def test_a_damaged_checkpoint_is_named(recipe, synchronous_run, tmp_path, capsys):
     step = tmp_path / "checkpoints" / "step_4"
     shutil.copytree(synchronous_run.run_dir / "checkpoints" / "step_4", step)

@@ -143,8 +143,8 @@ def test_words_go_to_the_command_of_their_stage_in_the_place_of_its_own():
         (["out=D", "rl.loss=grop"], "did you mean grpo?"),
         (["out=D", "judge_sft.sampls=4"], "did you mean samples?"),
         (["out=D", "data.rowz=4"], "did you mean rows?"),
-        (["out=D", "data.--rows=8000"], "write data.rows=8000"),
-        (["out=D", "judge_rl.--samples=4"], "write judge_rl.samples=4"),
+        (["out=D", "data.--rows=8000"], "data.--rows=8000   write data.key=value"),
+        (["out=D", "judge_rl.--samples=4"], "cannot be read; write judge_rl.key=value"),
         (["out=D", "report.lr=1"], "this stage has no keys"),
     ],
 )

@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import signal
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from llamarl.config.command_line import check_command_line, compose_config
 from llamarl.config.conversion import ConfigError
-from llamarl.config.sft import FLAGS, SFT, SFTConfig
+from llamarl.config.sft import SFT, SFTConfig
 from llamarl.learning import sft
 from llamarl.learning.sft_data import PairsOnDemand, read_answers, read_sft_data
 from llamarl.models.build import build_decoder, random_weights, read_config
@@ -204,38 +203,6 @@ def test_a_wrong_command_line_is_refused(words, complaint):
 def test_the_main_job_knows_no_rows():
     with pytest.raises(ConfigError, match="task.kind=rows"):
         check_command_line(["task=rows", f"task.path={RECIPE}"])
-
-
-def test_flags_of_earlier_releases_are_answered_with_todays_words(monkeypatch, capsys):
-    old = "--out DIR --task addition --target-accuracy 0.6 --no-chat --lr=1e-4 --random-init"
-    monkeypatch.setattr(sys, "argv", [str(RECIPE), *old.split()])
-    with pytest.raises(SystemExit) as ended:
-        recipe.run()
-    assert ended.value.code == BAD_INPUT
-    said = capsys.readouterr().err
-    for now in ("out=DIR", "task=addition", "target_accuracy=0.6", "task.chat=false", "lr=1e-4"):
-        assert f"write {now}\n" in said
-    assert "directory whose weights are random" in said
-
-
-def test_every_answer_to_a_flag_is_a_key_that_there_is(tmp_path):
-    file = tmp_path / "rows.jsonl"
-    file.write_text('{"prompt": "1+1=", "answer": "2"}\n' * 20)
-    values = {
-        "out": tmp_path / "out",
-        "model.path": tiny_directory(),
-        "task": "jsonl",
-        "task.path": file,
-        "task.eval_path": file,
-        "model.dtype": "float32",
-        "task.name": None,  # of another task
-    }
-    words = []
-    for key in FLAGS.values():
-        if " " not in key and values.get(key, 1) is not None:
-            words.append(key if "=" in key else f"{key}={values.get(key, 1)}")
-    assert len(words) > 15
-    check_command_line(words, kind=SFT)
 
 
 # The program

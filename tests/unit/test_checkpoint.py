@@ -17,7 +17,7 @@ from llamarl.checkpoint import checkpointer as checkpoint
 from llamarl.checkpoint import manifest
 from llamarl.checkpoint.checkpointer import Checkpointer, find, verify
 from llamarl.checkpoint.parts import in_work, load_part, ranks_of
-from llamarl.errors import CheckpointError
+from llamarl.errors import CheckpointError, OtherFormat
 from llamarl.models.sharded_state import box_of
 
 
@@ -498,11 +498,22 @@ def test_the_one_asked_for_is_used_or_refused_and_never_another(tmp_path):
         find(str(tmp_path), tmp_path)
 
 
-def test_another_format_is_named(tmp_path, monkeypatch):
-    path = save(*checkpointers(tmp_path), 20)
-    written = manifest.FORMAT
-    monkeypatch.setattr(manifest, "FORMAT", 99)
-    assert verify(path) == [f"manifest.json: format {written}, this version reads 99"]
+@pytest.mark.parametrize("had, said", [({"format": 4}, "format 4"), ({}, "no format")])
+def test_another_format_is_refused_and_not_passed_over(tmp_path, had, said):
+    older, path = (save(*checkpointers(tmp_path), step) for step in (20, 40))
+    body = manifest.read_manifest(path)
+    assert body.pop("format") == 1
+    body |= had
+    text = json.dumps({**body, "sha256": manifest.digest_of(body)})
+    (path / manifest.MANIFEST).write_text(text)
+    for resume in ("auto", str(path)):
+        with pytest.raises(OtherFormat) as refused:
+            find(resume, tmp_path)
+        assert str(refused.value) == (
+            f"{path / manifest.MANIFEST}: {said}, where this commit of llamarl reads format 1; "
+            "finish the run with the commit that began it"
+        )
+    assert find(str(older), tmp_path) == older
 
 
 def test_a_part_that_cannot_be_read_is_named(tmp_path):

@@ -197,7 +197,7 @@ def test_runs_without_kl_are_named_and_not_in_the_pareto_plot(recipe, make, tmp_
         (["{run}", "{run}/nowhere"], "nowhere: no metrics.jsonl"),
         (["y=eval/reward"], "required: set runs=RUNS"),
         (["{run}", "targt=1"], "unknown key; did you mean target?"),
-        (["{run}", "--target", "0.9", "--y=a"], "write target=0.9"),
+        (["{run}", "--y=a"], "--y=a   write key=value"),
     ],
 )
 def test_what_cannot_be_compared_is_said_and_nothing_is_written(

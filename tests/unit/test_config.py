@@ -30,7 +30,6 @@ from llamarl.config.conversion import (
     to_values,
     value_differences,
 )
-from llamarl.config.former import of_today
 from llamarl.config.loss_options import LOSS_OPTIONS, declares
 from llamarl.config.placement import TINY_MODEL, placement_of
 from llamarl.config.sections.placement import PlacementSettings
@@ -425,12 +424,6 @@ def test_every_point_of_a_sweep_over_kinds_is_checked():
     swept = ["buffer=fifo,replay", "buffer.max_size=600,700"]
     assert complaints(*swept, multirun=True) == {"buffer.max_size": "only buffer=replay has it"}
     assert complaints("buffer=replay", swept[1], multirun=True) == {}
-
-
-def test_a_key_of_an_earlier_release_is_answered_with_its_name_of_today():
-    assert complaints("reference.enabled=true") == {
-        "reference.enabled": "unknown key; it is called reference.kind now"
-    }
 
 
 JUDGE = ("reward=judge", "reward.url=http://127.0.0.1:8000/v1", "reward.model=m")
@@ -915,6 +908,17 @@ def test_a_text_of_a_saved_config_is_read_back_as_it_was(text, tmp_path):
     assert load_config(tmp_path / "config.yaml") == config
 
 
+@pytest.mark.parametrize("first_line, said", [("format: 4\n", "format 4"), ("", "no format")])
+def test_a_config_of_another_format_is_refused(tmp_path, first_line, said):
+    file = tmp_path / "config.yaml"
+    save_config(config_of(), file)
+    text = file.read_text()
+    assert text.startswith("format: 1\n")
+    file.write_text(text.replace("format: 1\n", first_line))
+    with pytest.raises(ConfigError, match=f"{said}, where this commit .* reads format 1; finish"):
+        load_config(file)
+
+
 def test_differences_name_exactly_the_keys_that_changed():
     old = to_values(config_of("++loss.tau=1"))
     new = to_values(config_of("lr=1e-3", "eval.every=7"))
@@ -924,41 +928,6 @@ def test_differences_name_exactly_the_keys_that_changed():
         "loss.tau": (1, None),
     }
     assert value_differences(old, old) == {}
-
-
-FORMER = {
-    "beta_schedule": {"kind": "cut", "final": 0.05, "end_step": 9, "cut_step": 3},
-    "log_reward_schedule": {"kind": "linear", "final": 1.5, "end_step": 7},
-    "reference_schedule": {"kind": "constant"},
-}
-
-
-def test_what_an_earlier_release_saved_is_read_under_todays_keys(tmp_path):
-    config = config_of("loss=tb")
-    saved = to_values(config)
-    del saved["loss"]["schedules"], saved["eval"]["sets"]
-    saved["trainer"]["reward_kl_estimator"] = "k1"
-    OmegaConf.save(OmegaConf.create({**saved, **FORMER}), tmp_path / "config.yaml")
-    loaded = load_config(tmp_path / "config.yaml")
-    assert to_values(loaded)["loss"].pop("schedules") == {
-        "beta": FORMER["beta_schedule"],
-        "log_reward_temperature": FORMER["log_reward_schedule"],
-    }
-    loss = dataclasses.replace(loaded.loss, schedules={})
-    assert dataclasses.replace(loaded, loss=loss) == config
-
-
-def test_keys_that_were_saved_under_former_names_keep_their_values(tmp_path):
-    overrides = ["reward=model", "reward.path=DIR", "reward.stream=true", "reward.piece_tokens=3"]
-    overrides += ["reference=frozen", "reference.piece_tokens=5"]
-    config = config_of(*overrides)
-    saved = to_values(config)
-    saved["reward"]["chunk_tokens"] = saved["reward"].pop("piece_tokens")
-    saved["reference"]["chunk_tokens"] = saved["reference"].pop("piece_tokens")
-    OmegaConf.save(OmegaConf.create(saved), tmp_path / "config.yaml")
-    assert load_config(tmp_path / "config.yaml") == config
-    victim = of_today({"victim": {"answers": 4, "top_p": 0.9}})["victim"]
-    assert victim == {"replies": 4, "top_p": 0.9}
 
 
 # --- the process ---
@@ -1107,16 +1076,6 @@ def test_multirun_runs_every_point(recipe):
             "loss.schedules.beta=0.5",
             "such as loss.schedules.beta.kind",
         ),
-        (["trainer.reward_kl_estimator=k3"], "trainer.reward_kl_estimator", "always k1"),
-        (["beta_schedule=linear"], "beta_schedule", "called loss.schedules.beta.kind now"),
-        (
-            ["reference_schedule.end_step=3"],
-            "reference_schedule.end_step",
-            "called loss.schedules.reference_temperature.end_step now",
-        ),
-        (["reward.chunk_tokens=4"], "reward.chunk_tokens", "called reward.piece_tokens now"),
-        (["reference.chunk_tokens=4"], "reference.chunk_tokens", "reference.piece_tokens now"),
-        (["victim.answers=4"], "victim.answers", "called victim.replies now"),
         (["trainer.decay_steps=5"], "trainer.decay_steps=5 trainer.schedule=constant", "wsd"),
         (
             ["trainer.schedule=wsd", "trainer.decay_steps=101"],

@@ -161,20 +161,6 @@ def test_a_sampler_that_is_resumed_anywhere_chooses_the_same_prompts(num_prompts
     assert torch.equal(resumed.chances(), ours.chances())
 
 
-def test_a_checkpoint_of_an_earlier_version_has_the_mean_of_its_counts():
-    ours = sampler()
-    for prompt in (3, 1, 7):
-        ours.learn(prompt, verdict(prompt % 4))
-    state = ours.state_dict()
-    del state["mean"]
-    again = sampler()
-    again.load_state_dict(state)
-    assert torch.equal(again.chances(), ours.chances())
-    assert Verdict.from_json([4, -3.0, True]) == Verdict(4, -3.0, True, solved=0.0)
-    assert Verdict.from_json([4, 9.0, True]) == Verdict(4, 9.0, True, solved=4.0)
-    assert Verdict.from_json(verdict(2).to_json()) == verdict(2)
-
-
 def test_busy_prompts_are_chosen_only_when_there_are_no_others():
     ours = sampler(num_prompts=3)
     assert {ours.choose(ticket, busy={0, 2}) for ticket in range(20)} == {1}

@@ -73,15 +73,6 @@ def test_a_longer_prompt_of_a_set_has_room_in_the_engine_and_none_in_training(ro
         check_inputs(job_of(sets=longer))
 
 
-def test_an_earlier_releases_config_has_no_sets(tmp_path):
-    config = compose_config([])
-    save_config(config, tmp_path / "config.yaml")
-    text = (tmp_path / "config.yaml").read_text()
-    assert "  sets: {}\n" in text
-    (tmp_path / "config.yaml").write_text(text.replace("  sets: {}\n", ""))
-    assert load_config(tmp_path / "config.yaml") == config
-
-
 @pytest.mark.parametrize(
     "sets, what",
     [

@@ -46,16 +46,6 @@ SAMPLES = [
 ]
 
 
-def test_a_checkpoint_without_masks_has_sampled_tokens_alone():
-    """As an earlier commit left it."""
-    state = stored(pack(SAMPLES))
-    for name in ("loss_mask", "restarts", "endings"):
-        del state[name]
-    for sample in taken_out(state, newest=5):
-        assert sample.loss_mask.all() and not sample.restarts.any()
-        assert sample.loss_mask.numel() == sample.token_ids.numel()
-
-
 def test_masks_and_endings_are_kept_and_cut_as_tokens_are():
     mask = torch.tensor([False, True])
     ending = Ending(reason="turns", num_turns=2, reward=0.5, error="", turn_rewards=(0.25, 0.25))

@@ -158,15 +158,6 @@ def test_options_of_a_config_are_read_written_and_read_again(tmp_path):
     assert load_config(tmp_path / "config.yaml").reward == config.reward
 
 
-def test_a_config_from_before_there_were_options_is_read(tmp_path):
-    file = tmp_path / "config.yaml"
-    save_config(compose_config(WORDS), file)
-    text = file.read_text()
-    assert "  options: {}\n" in text
-    file.write_text(text.replace("  options: {}\n", ""))
-    assert load_config(file).reward == compose_config(WORDS).reward
-
-
 def test_a_part_has_options_of_its_own():
     words = ["reward=parts", "reward.parts.a.kind=function", "reward.parts.b.kind=function"]
     words += ["reward.parts.a.fn=own_rewards:single", "reward.parts.b.fn=own_rewards:plain"]

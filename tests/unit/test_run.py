@@ -123,7 +123,7 @@ def a_checkpoint(job, step=3):
         for ticket in IN_WORK
     ]
     identity = dataclasses.asdict(identity_of(job))
-    checkpointer.save_part(step, "controller", 0, {"identity": identity, "ledger": {}})
+    checkpointer.save_part(step, "controller", 0, {"identity": identity, "ledger": {"choices": []}})
     checkpointer.save_part(step, "generator", 0, pack(begun))
     checkpointer.pump()
     return checkpointer.folder / f"step_{step}"
@@ -284,23 +284,22 @@ def test_completions_of_other_prompts_are_dropped_counted_and_logged_where_other
     assert "unfinished completions of 1 tickets were sampled for other prompts" in caplog.text
 
 
-def test_a_checkpoint_that_does_not_say_what_it_is_is_refused_by_name(job):
-    first = job()
-    control = Control(None, rank=0, world_size=1, leader=0, names=["all"])
-    old = Checkpointer(first.config.run_dir, keep=2, control=control, expected=[("controller", 0)])
-    old.save_part(3, "controller", 0, {"ledger": {}})
-    old.pump()
-    with pytest.raises(
-        RunDirectoryError,
-        match="step_3 does not say which run it belongs to, because another version of llamarl ",
-    ):
-        opened(job())
+@pytest.mark.parametrize("resume", ["auto", "the checkpoint"])
+def test_a_run_that_was_begun_in_another_format_is_refused_in_one_sentence(job, resume):
+    path = a_checkpoint(job())
+    body = manifest.read_manifest(path) | {"format": 4}
+    (path / manifest.MANIFEST).write_text(json.dumps({**body, "sha256": manifest.digest_of(body)}))
+    words = [] if resume == "auto" else [f"resume={path}"]
+    with pytest.raises(RunDirectoryError) as refused:
+        opened(job(*words))
+    assert str(refused.value) == (
+        f"{path / manifest.MANIFEST}: format 4, where this commit of llamarl reads format 1; "
+        "finish the run with the commit that began it"
+    )
 
 
 def test_the_config_of_the_checkpoint_counts_and_not_the_file_beside_it(job):
-    """A kill while config.yaml was written must not stop a run; another version's must
-    not either.
-    """
+    """A kill while config.yaml was written must not stop a run."""
     path = a_checkpoint(job())
     (path.parents[1] / "config.yaml").write_text("max_steps: [")
     with pytest.raises(ValueError, match="config.yaml: damaged, not YAML"):
@@ -309,9 +308,9 @@ def test_the_config_of_the_checkpoint_counts_and_not_the_file_beside_it(job):
     assert run.resume_from == path and load_config(run.path / "config.yaml").run_dir == str(
         run.path
     )
-    (run.path / "config.yaml").write_text("")
+    (run.path / "config.yaml").write_text("format: 1\n")
     with pytest.raises(
-        ValueError, match="config.yaml *damaged, or of another version of llamarl: max_steps"
+        ValueError, match="config.yaml *damaged, or of another commit of llamarl: max_steps"
     ):
         load_config(run.path / "config.yaml")
 

@@ -3,7 +3,6 @@
 import pytest
 
 from llamarl.config.command_line import compose_config
-from llamarl.config.former import of_today
 from llamarl.scoring.scorer import Item, Outcome, Scorer, site_alone
 from llamarl.scoring.weighted import Part, Weighted
 from tests.unit.refusals import complaint
@@ -53,12 +52,6 @@ def test_an_outcome_is_one_of_the_parts():
     config = compose_config(["reward=parts", parts, "reward.outcomes=[right]"])
     assert config.reward.outcomes == ["right"]
     assert compose_config([]).reward.outcomes == []
-
-
-def test_a_configuration_from_before_is_read_with_uniform_batches():
-    values = of_today({"governor": {}, "reward": {"kind": "parts", "parts": {}}})
-    assert values["tickets"]["sampler"] == "uniform" and not values["tickets"]["informative"]
-    assert values["reward"]["outcomes"] == []
 
 
 class Fixed(Scorer):

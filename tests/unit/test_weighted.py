@@ -1,7 +1,5 @@
 """A reward of several parts: what it waits for, and what it goes on from."""
 
-import pytest
-
 from llamarl.scoring.scorer import Outcome, Scorer, site_alone, text_item
 from llamarl.scoring.weighted import Part, Weighted
 
@@ -63,14 +61,12 @@ def test_what_one_part_has_not_scored_is_pending_whichever_part_that_is():
     assert [key for key, _ in ours.poll()] == [1, 2] and ours.pending == 0
 
 
-@pytest.mark.parametrize("prefix", ["", "novelty/"])
-def test_parts_go_on_from_their_own_state_and_from_that_of_older_checkpoints(prefix):
-    """Older ones hold a part's kind before its name."""
+def test_parts_go_on_from_their_own_state():
     old, new = Slow(), Slow(0.5)
     ours = weighted(old=old, new=new)
     saved = ours.state_dict()
     assert saved == {"old/history": 1.0, "new/history": 0.5}
-    ours.load_state_dict({f"{prefix}{key}": value for key, value in saved.items()})
+    ours.load_state_dict(saved)
     assert (old.loaded, new.loaded) == ({"history": 1.0}, {"history": 0.5})
     ours.load_state_dict({"new/history": 3.0, "another/history": 4.0})
     assert (old.loaded, new.loaded) == ({"history": 1.0}, {"history": 3.0})
