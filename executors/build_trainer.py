@@ -14,7 +14,6 @@ from llamarl.learning.logprobs import LateEnds
 from llamarl.learning.losses import check_options, options_of, resolve_loss
 from llamarl.learning.losses.common import has_mark
 from llamarl.learning.losses.regularisers import regularised
-from llamarl.learning.prompt_values import UnseenPrompts
 from llamarl.learning.replay import Draw, ReplayBuffer, SharedReplayBuffer, SplitReplayBuffer
 from llamarl.learning.schedules import value_at
 from llamarl.learning.shaping import Shaping
@@ -176,7 +175,6 @@ def build_trainer(config: Config, job: Job, kind: type[FSDPTrainer] = FSDPTraine
         samples=job.sample_maker,
         resets_reference=partial(_is_due, reference.reset_every),
         shares_replicas=_shares_replicas(config, job),
-        unseen=_unseen_prompts(config, job),
     )
 
 
@@ -205,17 +203,6 @@ def _shares_replicas(config: Config, job: Job) -> bool:
         return False
     shared = set(job.placement["trainer"]) & set(job.placement["generator"])
     return len(shared) > 1
-
-
-def _unseen_prompts(config: Config, job: Job) -> UnseenPrompts | None:
-    """Return what predicts how hard unseen prompts are; None where nobody asks."""
-    if not config.tickets.num_candidates:
-        return None
-    return UnseenPrompts(
-        num_candidates=config.tickets.num_candidates * config.groups_per_step,
-        prompt_of=job.task.train_prompt,
-        budget=config.trainer.microbatch_tokens,
-    )
 
 
 def _is_due(every: int | None, version: int) -> bool:

@@ -31,7 +31,6 @@ from llamarl.executor import Executor
 from llamarl.learning.buffer import GroupBuffer
 from llamarl.learning.ema import WeightAverage
 from llamarl.learning.optim import build_optimizer, settle_moments
-from llamarl.learning.prompt_values import UnseenPrompts
 from llamarl.learning.samples import SampleMaker
 from llamarl.learning.targets import verdict_of
 from llamarl.learning.update import PolicyUpdate, StepAborted, UpdateSettings
@@ -95,8 +94,8 @@ class FSDPTrainer(Executor):
     step_options(step): options of the loss that change from step to step.
     samples: makes of a step what people look at; None: nothing is kept for them.
     resets_reference(version): whether the reference takes that version's weights. shares_replicas:
-    replicas of the generator take turns with it, on ranks that it has too. unseen: predicts for the
-    ledger how hard unseen prompts are. canary_prompts, canary_top: see llamarl.models.parity.
+    replicas of the generator take turns with it, on ranks that it has too. canary_prompts,
+    canary_top: see llamarl.models.parity.
     evaluate_at(version): whether that version must be evaluated; checkpoint_at(version): whether to
     checkpoint it.
     """
@@ -135,7 +134,6 @@ class FSDPTrainer(Executor):
     samples: SampleMaker | None = None
     resets_reference: Callable[[int], bool] = lambda version: False
     shares_replicas: bool = False
-    unseen: UnseenPrompts | None = None
 
     def __post_init__(self):
         self.stages_on_host = self.cpu_offload
@@ -358,8 +356,6 @@ class FSDPTrainer(Executor):
         reported |= self.tickets.yield_row()
         self.version += 1
         self.tickets.trained(result.mean_reward if result.num_trained_tokens else math.nan)
-        if self.unseen:
-            self.unseen.predict(self.tickets, self.decoder, self.group.device, ranks)
         stall_s = self._publish(must_differ=self._must_differ(result.grad_norm))
         if self.resets_reference(self.version):
             send_reset(self._sender_to_reference, self.version, self.control)
@@ -439,8 +435,6 @@ class FSDPTrainer(Executor):
             "adam_step": steps_of(self.optimizer),
         }
         state |= self.buffer.state_dict() if is_first_peer else {"buffered": []}
-        if self.unseen and self.group.index == 0:
-            state |= self.unseen.head.state_dict()
         if not is_first_replica:
             return state
         if self.critic:
@@ -465,8 +459,6 @@ class FSDPTrainer(Executor):
         parts = list(parts)
         for part in parts:
             self._check_adapters(part)
-            if self.unseen:
-                self.unseen.head.load_state_dict(part)
             self.version = int(part["version"])
         config = self.decoder.config
         shapes = parameter_shapes(config) | adapter_shapes(config)

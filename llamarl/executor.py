@@ -265,15 +265,6 @@ class Tickets(Protocol):
     def trained(self, reward: float) -> None:
         """Note that the step taken last was trained on, at this mean reward (NaN: none)."""
 
-    def take_news(self) -> list:
-        """Return the prompts of tickets that have ended, and what came of them."""
-
-    def candidates(self, count: int) -> list[int]:
-        """Return prompts whose pass rates should be predicted."""
-
-    def predicted(self, rates: Mapping[int, float]) -> None:
-        """Let the sampler know predicted pass rates, by prompt."""
-
     def waits_for(self) -> str:
         """Return which tickets hold up the next step, for messages."""
 

@@ -70,8 +70,6 @@ from llamarl.tickets.sampler import PromptSampler
 from llamarl.tickets.verdicts import Yield
 from llamarl.types import Ticket, Verdict
 
-MOST_NEWS = 512  # ended tickets that are remembered for whoever asks
-
 
 def free_overcommit(groups_per_step: int, num_generators: int) -> int:
     """Return what overcommit=auto is without a bound on lag, in groups: two batches on their way
@@ -145,7 +143,6 @@ class TicketLedger:
         self._sampler = sampler
         self._choices: dict[int, int] = {}  # ticket -> prompt, of tickets that have not ended
         self._next_choice = 0  # the first ticket without a choice
-        self._news: list[tuple[int, Verdict]] = []  # what the sampler has learned of late
         # What came of the last step's groups, until it is trained on.
         self._unlearned: dict[int, Verdict] = {}
         self.refills = max_refill > 0  # whether groups are given back
@@ -213,27 +210,6 @@ class TicketLedger:
             prompt = self._choices.pop(ticket, None)
             if self._sampler is not None and prompt is not None:
                 self._sampler.learn(prompt, verdicts[ticket])
-                self._news.append((prompt, verdicts[ticket]))
-        self._news = self._news[-MOST_NEWS:]
-
-    def take_news(self) -> list[tuple[int, Verdict]]:
-        """Return prompts of tickets that have ended since the last call, with what came of them;
-        the newest, where a sampler chooses.
-        """
-        with self._lock:
-            news, self._news = self._news, []
-        return news
-
-    def candidates(self, count: int) -> list[int]:
-        """Return prompts whose pass rates the sampler wants predicted."""
-        with self._lock:
-            return self._sampler.candidates(count) if self._sampler else []
-
-    def predicted(self, rates: Mapping[int, float]) -> None:
-        """Let the sampler know predicted pass rates, by prompt."""
-        with self._lock:
-            if self._sampler:
-                self._sampler.predicted(rates)
 
     def _turns_of(self, share: int, deadline: int) -> list[tuple[int, int]]:
         """Return a heap of (next ticket, pool) for pools in which a ticket of this deadline may
@@ -475,7 +451,6 @@ class TicketLedger:
                 "in_work": in_work,
                 "verdicts": verdicts,
                 "next_choice": self._next_choice,
-                "news": [[prompt, *verdict.to_json()] for prompt, verdict in self._news],
                 "choices": [[t, self._choices[t]] for t in sorted(self._choices)],
                 "sampler": self._sampler.state_dict() if self._sampler else None,
                 "given_back": given_back,
@@ -538,7 +513,6 @@ class TicketLedger:
             return
         self._next_choice = state["next_choice"]
         self._sampler.load_state_dict(learned)
-        self._news = [(prompt, Verdict.from_json(said)) for prompt, *said in state["news"]]
 
 
 def choices_of(state: Mapping) -> dict[int, int]:

@@ -1,5 +1,4 @@
-"""Chooses a ticket's prompt by how often the prompt was solved: tickets.sampler=difficulty, or
-value.
+"""Chooses a ticket's prompt by how often the prompt was solved: tickets.sampler=difficulty.
 
 A group of G completions teaches if they do not all have the same outcome. What is known of prompt i
 are its solved and failed completions s_i and f_i, of which those of long ago count less. With the
@@ -24,18 +23,12 @@ refresh decide all chances, so a resumed sampler chooses as the first would have
 Beta counts that fade, for prompts whose pass rate moves, are those of arXiv 2507.04632. The prior
 from all other prompts, and the weight, are ours.
 
-With tickets.sampler=value a value head predicts the pass rates of some unseen prompts before each
-step (llamarl/learning/prompt_values.py). A prediction takes the place of m and counts as
-PREDICTED completions; unseen prompts without one are not drawn. Without any prediction it is
-difficulty.
-
 Pure.
 """
 
 from __future__ import annotations
 
 import hashlib
-import random
 import warnings
 from collections.abc import Collection, Mapping
 from typing import Protocol
@@ -45,7 +38,6 @@ from torch import Tensor
 
 from llamarl.types import Verdict
 
-PREDICTED = 4.0  # completions that a prediction counts as
 # Groups from one refresh of all chances to the next: one for each so many prompts, and at most.
 PROMPTS_PER_REFRESH = 64
 MOST_REFRESH = 64
@@ -64,12 +56,6 @@ class PromptSampler(Protocol):
 
     def learn(self, prompt: int, verdict: Verdict) -> None:
         """Note what the outcomes of a group of this prompt said."""
-
-    def candidates(self, count: int) -> list[int]:
-        """Return up to so many prompts whose pass rates should be predicted."""
-
-    def predicted(self, rates: Mapping[int, float]) -> None:
-        """Note the predicted pass rates of prompts; earlier ones no longer hold."""
 
     def state_dict(self) -> dict:
         """Return all that it has learned, as JSON values."""
@@ -95,7 +81,6 @@ class DifficultySampler:
         self._solved = torch.zeros(num_prompts, dtype=torch.float64)
         self._failed = torch.zeros(num_prompts, dtype=torch.float64)
         self._learned_at = torch.zeros(num_prompts, dtype=torch.float64)  # by the clock
-        self._predicted: dict[int, float] = {}  # pass rates
         self._weights: Tensor | None = None  # until the next refresh
         self._has_warned = False
 
@@ -116,42 +101,15 @@ class DifficultySampler:
     def chances(self) -> Tensor:
         """Return [N] float64: the chance that a group of each prompt teaches."""
         if self._weights is None:
-            mean = torch.full((self.num_prompts,), self._mean, dtype=torch.float64)
-            counts_as = torch.ones_like(mean)
-            seen = self._is_seen()
-            unseen = [prompt for prompt in self._predicted if not seen[prompt]]
-            mean[unseen] = torch.tensor([self._predicted[p] for p in unseen], dtype=torch.float64)
-            counts_as[unseen] = PREDICTED
-            self._weights = self._chances_of(EVERY, mean, counts_as)
-            if unseen:
-                known = seen.clone()
-                known[unseen] = True
-                self._weights[~known] = 0
+            self._weights = self._chances_of(EVERY)
         return self._weights
 
-    def _chances_of(self, prompts: Tensor | slice, mean: Tensor, counts_as: Tensor) -> Tensor:
-        """Return the chances of M prompts. `mean` [M] is what is known without their own counts,
-        and weighs as much as `counts_as` [M] completions.
-        """
+    def _chances_of(self, prompts: Tensor | slice) -> Tensor:
+        """Return the chances of M prompts. What is known of all others counts as one completion."""
         solved, failed = self._counts(prompts)
-        a = counts_as * mean + solved
-        b = counts_as * (1 - mean) + failed
+        a = self._mean + solved
+        b = (1 - self._mean) + failed
         return chance_of_teaching(a, b, self._group_size)
-
-    def _is_seen(self) -> Tensor:
-        """Return [N] bool: the prompts of which something was learned."""
-        return (self._solved + self._failed) > 0
-
-    def candidates(self, count: int) -> list[int]:
-        """Return unseen prompts, drawn by the clock, in order."""
-        unseen = (~self._is_seen()).nonzero().flatten().tolist()
-        drawn = random.Random(f"candidates {self._seed} {self._clock}")
-        return sorted(drawn.sample(unseen, min(count, len(unseen))))
-
-    def predicted(self, rates: Mapping[int, float]) -> None:
-        """Note the predicted pass rates of prompts; earlier ones no longer hold."""
-        self._predicted = dict(rates)
-        self._weights = None
 
     def learn(self, prompt: int, verdict: Verdict) -> None:
         """Add a group's completions to what is known of its prompt. Warns once if their outcomes
@@ -169,12 +127,9 @@ class DifficultySampler:
         if self._clock % self._refresh == 0:
             self._mean = self._share_solved()
             self._weights = None
-        elif self._predicted:  # this may have been the last of them
-            self._weights = None
         elif self._weights is not None:
             one = torch.tensor([prompt])
-            mean = torch.tensor([self._mean], dtype=torch.float64)
-            self._weights[one] = self._chances_of(one, mean, torch.ones_like(mean))
+            self._weights[one] = self._chances_of(one)
 
     def _counts(self, prompts: Tensor | slice = EVERY) -> tuple[Tensor, Tensor]:
         """Return the solved and the failed completions [M] of prompts, as they counted at the last
@@ -193,7 +148,7 @@ class DifficultySampler:
 
     def state_dict(self) -> dict:
         """Return the clock, m, and the counts of the prompts that were seen."""
-        seen = self._is_seen().nonzero().flatten()
+        seen = (self._solved + self._failed).nonzero().flatten()
         counts = torch.stack([self._solved, self._failed, self._learned_at])[:, seen]
         return {
             "num_prompts": self.num_prompts,
@@ -201,7 +156,6 @@ class DifficultySampler:
             "mean": self._mean,
             "prompts": seen.tolist(),
             "counts": counts.tolist(),
-            "predicted": [[prompt, self._predicted[prompt]] for prompt in sorted(self._predicted)],
         }
 
     def load_state_dict(self, state: Mapping) -> None:
@@ -213,7 +167,6 @@ class DifficultySampler:
             known[seen] = column
         self._clock = state["clock"]
         self._mean = state["mean"]
-        self._predicted = {prompt: rate for prompt, rate in state["predicted"]}
         self._weights = None
 
 

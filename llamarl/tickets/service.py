@@ -324,21 +324,6 @@ class TicketService:
         made_of = self._ledger.newest_yield
         return {} if made_of is None else made_of.row(refills=self._ledger.refills)
 
-    def take_news(self) -> list[tuple[int, Verdict]]:
-        """Return the prompts of tickets that have ended, with what came of them; none but on the
-        leader.
-        """
-        return self._ledger.take_news() if self._control.is_leader else []
-
-    def candidates(self, count: int) -> list[int]:
-        """Return prompts whose pass rates the sampler wants predicted; none but on the leader."""
-        return self._ledger.candidates(count) if self._control.is_leader else []
-
-    def predicted(self, rates: Mapping[int, float]) -> None:
-        """Let the sampler know predicted pass rates, by prompt. The leader's call counts."""
-        if self._control.is_leader:
-            self._ledger.predicted(rates)
-
     def holding_up(self) -> list[int]:
         """Return the tickets in work that hold up the next step; none but on the leader."""
         return self._ledger.waits_for() if self._control.is_leader else []

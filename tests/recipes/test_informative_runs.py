@@ -57,21 +57,6 @@ def test_an_asynchronous_run_keeps_its_bound_and_a_mean_of_all_outcomes(tmp_path
     assert sum(row[GIVEN_BACK] for row in rows) > 0
 
 
-@pytest.mark.bitwise("a synchronous run with predicted pass rates is the same on two ranks")
-def test_unseen_prompts_are_drawn_by_what_a_head_predicts(tmp_path):
-    chosen = ("tickets.sampler=value", "max_lag=0", "max_steps=4")
-    rows = run(tmp_path / "one", *chosen)
-    assert untimed(run(tmp_path / "two", *chosen, ranks=2)) == untimed(rows)
-    with ForkedJob(
-        *TEACHING, *chosen, "max_steps=6", "resume=auto", run_dir=tmp_path / "one"
-    ) as job:
-        assert job.wait() == 0, job.output
-    (part,) = job.checkpoint.glob("controller*.json")
-    ledger = json.loads(part.read_text())["ledger"]
-    assert len(ledger["sampler"]["predicted"]) == 4 * 4, "four batches of four groups"
-    assert all(0 < rate < 1 for _, rate in ledger["sampler"]["predicted"])
-
-
 def test_where_nothing_is_solved_a_step_trains_on_what_there_is(tmp_path):
     data = tmp_path / "rows.jsonl"
     lines = [json.dumps({"prompt": f"{n}+1=", "answer": "never"}) for n in range(40)]

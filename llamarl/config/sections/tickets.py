@@ -19,14 +19,8 @@ _OF_DISTRIBUTIONS = ("tb", "tba")
 class TicketsSettings:
     informative: bool
     max_refill: Count
-    sampler: Literal["uniform", "difficulty", "value"]
+    sampler: Literal["uniform", "difficulty"]
     half_life: Positive
-    candidates: Count
-
-    @property
-    def num_candidates(self) -> int:
-        """How many batches of unseen prompts are judged a step; 0: none."""
-        return self.candidates if self.sampler == "value" else 0
 
 
 def find_tickets(
