@@ -33,7 +33,6 @@ from llamarl.observe.report import write_report
 
 IMPORTED = (
     "hydra",
-    "torchtune.models.llama3",
     "transformers",
     "executors.build",
     "executors.trainer",

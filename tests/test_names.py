@@ -23,7 +23,7 @@ from llamarl.config.supervised import RewardModelConfig
 from tests.house import BLOCK, ROOT, module_of, our_files, python_files, text_of
 
 CODE = ("llamarl", "executors", "recipes", "benchmarks", "tests")
-FOLDERS = "|".join((*CODE, "conf", "docs", "typings"))
+FOLDERS = "|".join((*CODE, "conf", "docs"))
 
 # Pages about other programs, and this file, whose names are examples.
 NOT_READ = ("docs/lm_eval.md", "tests/test_names.py")
@@ -31,7 +31,7 @@ NOT_READ = ("docs/lm_eval.md", "tests/test_names.py")
 OTHERS = {
     "systems and units": "LaTeX OpenMP KiB overcommit_memory ps PyPI",
     "models and papers": "YaRN RoPE MoE NeoX MiniLM DasGupta AlpacaEval",
-    "libraries": "TransformerSelfAttentionLayer TokenType RewardTrainer center_rewards_coefficient "
+    "libraries": "TransformerDecoder TokenType RewardTrainer center_rewards_coefficient "
     "SentencePiece add_eos_token trim_blocks",
     "torch": "_weight_int8pack_mm model.layers.3.self_attn.q_proj.weight",
     "formulas": "logits_TV sum_groups trainer_logprobs_t eps_low eps_high Delta_min "

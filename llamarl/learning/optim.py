@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -68,6 +69,8 @@ def build_optimizer(
         {"params": [p for p in trained if p.dim() <= 1], "weight_decay": 0.0},
     ]
     if kind == "adamw8bit":
+        # It warns, at import, of kernels that nothing here uses.
+        logging.getLogger("torchao").setLevel(logging.ERROR)
         from torchao.optim import AdamW8bit
 
         optimizer = AdamW8bit(groups, lr=lr, betas=betas, eps=eps)

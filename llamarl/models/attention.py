@@ -408,10 +408,6 @@ class Attention(nn.Module):
     theirs.
     """
 
-    # Torchtune asks for these.
-    kv_cache = None
-    cache_enabled = False
-
     def __init__(self, layer: int, config: ModelConfig, tp: TensorParallel | None = None):
         super().__init__()
         self.sharing: KeyValueSharing | None = None

@@ -1,4 +1,4 @@
-"""A Hugging Face config.json becomes a decoder made of torchtune's layers.
+"""A Hugging Face config.json becomes a decoder.
 
     decoder = build_decoder(read_config(DIR))            # on the meta device unless told otherwise
     logits_TV = decoder(tokens_T, positions_T, PackedAttention(cu_seqlens))
@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from llamarl.models.attention import Angles, Attention, AttentionContext, rotary_of
-from llamarl.models.borrowed import TransformerDecoder
 from llamarl.models.config import ModelConfig, read_config
 from llamarl.models.dtensors import is_dtensor
 from llamarl.models.fused import projections, swiglu
@@ -73,9 +72,7 @@ class _FeedForward(nn.Module):
 
 
 class FeedForward(_FeedForward):
-    """Computes w2(silu(w1 x) * w3 x): torchtune's feed-forward, under its names. w1 is the gate, w2
-    goes down, w3 up.
-    """
+    """Computes w2(silu(w1 x) * w3 x). w1 is the gate, w2 goes down, w3 up."""
 
     def __init__(self, config: ModelConfig, tp: TensorParallel | None):
         super().__init__(config, tp)
@@ -112,9 +109,8 @@ class PlainFeedForward(_FeedForward):
 
 
 class Layer(nn.Module):
-    """h = x + attn(norm(x)), h + mlp(norm(h)): torchtune's TransformerSelfAttentionLayer, under its
-    names. With a parallel residual, x + attn(norm(x)) + mlp(norm(x)), each with its own norm
-    (Black et al. 2022, GPT-NeoX-20B).
+    """h = x + attn(norm(x)), h + mlp(norm(h)). With a parallel residual,
+    x + attn(norm(x)) + mlp(norm(x)), each with its own norm (Black et al. 2022, GPT-NeoX-20B).
     """
 
     def __init__(self, index: int, config: ModelConfig, tp: TensorParallel | None):
@@ -143,8 +139,8 @@ def _embedding(rows: int, dim: int) -> nn.Embedding:
     return nn.Embedding(rows, dim, _weight=torch.empty(rows, dim))
 
 
-class Decoder(TransformerDecoder):
-    """Torchtune's decoder over flat tokens, with layers of our own.
+class Decoder(nn.Module):
+    """A decoder over flat tokens.
 
     The head is handed in because training never wants all [T, V] logits at once: `head(hidden [T,
     D], weight [V, D])` runs inside forward, where FSDP has the weight whole.
@@ -156,26 +152,20 @@ class Decoder(TransformerDecoder):
     absent_rows: Tensor | None = None  # see LanguageModel
 
     def __init__(self, config: ModelConfig, tp: TensorParallel | None):
+        super().__init__()
         dim = config.hidden_size
-        embedding: nn.Embedding
+        self.tok_embeddings: nn.Embedding
         if tp and tp.split_vocabulary:
-            embedding = SplitEmbedding(config.vocab_size, dim, tp)
+            self.tok_embeddings = SplitEmbedding(config.vocab_size, dim, tp)
         else:
-            embedding = _embedding(config.vocab_size, dim)
-        output: nn.Module
+            self.tok_embeddings = _embedding(config.vocab_size, dim)
+        self.layers = nn.ModuleList(Layer(i, config, tp) for i in range(config.num_hidden_layers))
+        self.norm = norm_of(config)
+        self.output: nn.Module
         if config.labels or config.tie_word_embeddings:
-            output = nn.Identity()
+            self.output = nn.Identity()
         else:
-            output = nn.Linear(dim, embedding.num_embeddings, bias=False)
-        super().__init__(
-            tok_embeddings=embedding,
-            layers=[Layer(i, config, tp) for i in range(config.num_hidden_layers)],
-            max_seq_len=config.max_position_embeddings,
-            num_heads=config.num_attention_heads,
-            head_dim=config.head_dim,
-            norm=norm_of(config),
-            output=output,
-        )
+            self.output = nn.Linear(dim, self.tok_embeddings.num_embeddings, bias=False)
         self.pos_embeddings = None
         if config.traits.learned_positions:
             self.pos_embeddings = _embedding(config.max_position_embeddings, dim)

@@ -1,6 +1,5 @@
 """A start loads what it uses. Help and mistakes in a command line load no PyTorch; a run loads, up
-to its first step, neither torchao nor datasets nor PyTorch's compiler, and whoever wants these or
-torchtune itself gets the true ones afterwards.
+to its first step, neither torchao nor datasets nor PyTorch's compiler.
 """
 
 from __future__ import annotations
@@ -108,7 +107,7 @@ def test_a_mistyped_key_of_ones_own_executor_builds_no_other():
 
 
 @pytest.mark.slow
-def test_a_dry_run_loads_none_of_what_torchtune_drags_in():
+def test_a_dry_run_loads_none_of_what_a_run_does_not_use():
     loaded, planned = loaded_by("llama_async.py", "+dry_run=true", of=UNUSED + SHARDED)
     assert (loaded, planned.returncode) == ([], 0), planned.stderr
     assert "trainer" in planned.stdout
@@ -118,75 +117,6 @@ def test_a_run_in_one_process_loads_none_of_it_before_its_first_step(tmp_path):
     words = (*SMALL, "eval.every=0", f"run_dir={tmp_path / 'run'}")
     loaded, run = loaded_by("llama_async.py", *words, of=UNUSED + SHARDED, until=1)
     assert (loaded, run.returncode) == ([], 0), run.stderr
-
-
-# --- torchtune ---
-
-
-@pytest.mark.slow
-def test_torchtune_and_torchao_are_the_true_ones_afterwards():
-    code = """
-import sys
-import torch
-from llamarl.models.build import Decoder
-
-disable = torch.compiler.disable
-assert not any(name.partition(".")[0] in ("torchtune", "torchao") for name in sys.modules)
-import torchao
-import torchtune.modules.transformer
-from torchtune.models.llama3_2 import llama3_2_1b
-
-modules = torchtune.modules
-assert issubclass(Decoder, modules.TransformerDecoder)
-assert modules.transformer.TransformerDecoder is modules.TransformerDecoder
-assert modules.transformer.MultiHeadAttention is modules.MultiHeadAttention
-assert modules.transformer._MaskType is modules.attention_utils._MaskType
-assert torch.compiler.disable is disable and "dynamo" not in disable.__name__
-with torch.device("meta"):
-    decoder = llama3_2_1b()
-assert type(decoder) is modules.TransformerDecoder
-assert isinstance(decoder.layers[0].attn, modules.MultiHeadAttention)
-"""
-    done = python(code)
-    assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.slow
-def test_where_torchtune_is_loaded_already_its_class_is_taken():
-    code = """
-import torchtune.modules
-from llamarl.models.build import Decoder
-
-assert issubclass(Decoder, torchtune.modules.TransformerDecoder)
-"""
-    done = python(code)
-    assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "change",
-    [
-        "borrowed._STAND_INS['torchtune.modules'].clear()",  # the file asks for something else
-        "borrowed._FILE = 'torchtune.modules.renamed'",  # there is no such file
-    ],
-)
-def test_another_torchtune_is_imported_as_a_whole_and_a_warning_says_so(change):
-    code = f"""
-import sys, warnings
-from llamarl.models import borrowed
-
-assert "torchtune" not in sys.modules
-{change}
-with warnings.catch_warnings(record=True) as caught:
-    warnings.simplefilter("always")
-    decoder = borrowed.transformer_decoder()
-assert "imported as a whole" in str(caught[0].message), caught
-assert decoder is sys.modules["torchtune.modules"].TransformerDecoder
-assert decoder.__module__ == "torchtune.modules.transformer"
-"""
-    done = python(code)
-    assert done.returncode == 0, done.stderr
 
 
 # --- the tokenizer ---
