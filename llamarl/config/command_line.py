@@ -46,7 +46,6 @@ from llamarl.config.hints import did_you_mean
 from llamarl.config.placement import idle_ranks
 from llamarl.config.rules import check
 from llamarl.config.schema import Config
-from llamarl.machine.collecting import collect_seldom
 
 STDERR = 2  # the file, whatever sys.stderr is by then
 # Keys that conf/config.yaml leaves to the model and the task, whose own files may lack them.
@@ -407,7 +406,6 @@ def main(recipe: Callable, kind: JobKind = RL) -> Callable[[], None]:
     def run() -> None:
         # What kills a rank in native code is said with the Python line of each of its threads.
         faulthandler.enable(STDERR)
-        collect_seldom()
         import hydra
         from hydra._internal.utils import get_args_parser
 

@@ -29,7 +29,6 @@ from llamarl.launch.job import Job
 from llamarl.launch.run_directory import RunDirectory
 from llamarl.launch.sources import check_sources
 from llamarl.launch.start import explained
-from llamarl.machine.collecting import collect_as_usual
 from llamarl.models.config import read_config
 from llamarl.models.fingerprint import model_digest
 from llamarl.observe.progress import shown_left
@@ -243,7 +242,6 @@ def launch_preferences(config: PreferencesConfig) -> Iterator[PreferencesJob]:
             check_sources(run)
             job.open()
         ending.callback(job.draft.close)
-        collect_as_usual()
         yield job
 
 

@@ -47,7 +47,6 @@ from llamarl.launch.planned import planned_placement
 from llamarl.launch.reading import SharedReading
 from llamarl.launch.run_directory import RunDirectory, open_run
 from llamarl.launch.sources import check_sources
-from llamarl.machine.collecting import collect_as_usual
 from llamarl.tasks.held_out import shown_sets
 from llamarl.words.lists import first_of
 
@@ -111,7 +110,6 @@ def launch(config: Config) -> Iterator[Job]:
                 print(f"planned  {planned.words}", flush=True)
             announce_memory(job)
             warn_of_disk(job)
-        collect_as_usual()
         yield job
         job.conclude()
 

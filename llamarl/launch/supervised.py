@@ -44,7 +44,6 @@ from llamarl.learning.preference import Preference
 from llamarl.learning.sft import Pair
 from llamarl.learning.sft_data import read_answers
 from llamarl.learning.supervised import ExampleOrder
-from llamarl.machine.collecting import collect_as_usual
 from llamarl.models.config import ModelConfig, read_config
 from llamarl.models.hf import weights_of
 from llamarl.models.scorer import SCORE
@@ -359,7 +358,6 @@ def launch_supervised(
         ending.callback(job.directory.release)
         if world.rank == 0:
             job.announce()
-        collect_as_usual()
         yield job
 
 

@@ -6,5 +6,4 @@ the fastest  choice.py         of several ways to compute one thing, by measurem
 precision    precision.py      which of PyTorch's settings gives float32 products
 memory       allocator.py      freed memory is kept, not returned
 waiting      waiting.py        how long threads spin before they sleep
-collecting   collecting.py     how often Python looks for unused cycles while a job starts
 """
