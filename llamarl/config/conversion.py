@@ -67,7 +67,7 @@ def known_keys(schema: type = Config) -> dict[str, frozenset[Mark]]:
 
 @functools.cache
 def sections_of_kinds(schema: type = Config) -> tuple[str, ...]:
-    """Return the sections whose keys depend on their kind: ("beta_schedule", "task", ...)."""
+    """Return the sections whose keys depend on their kind: ("generator", "task", ...)."""
     hints = hints_of(schema).items()
     return tuple(name for name, hint in hints if len(forms_of(*schemas_of(hint))) > 1)
 
