@@ -144,7 +144,6 @@ def build_trainer(config: Config, job: Job, kind: type[FSDPTrainer] = FSDPTraine
         filter_groups=t.filter_groups,
         recomputes_kv=g.recompute_kv,
         late_ends=late_ends_of(config, job),
-        reward_parts=tuple(part.name for part in config.reward_parts),
     )
     return kind(
         model_path=str(job.model_path),

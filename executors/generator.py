@@ -60,7 +60,7 @@ from llamarl.models.parity import (
 )
 from llamarl.observe.progress import Progress
 from llamarl.tickets.prompts import AnyPrompts, chosen, note
-from llamarl.types import Completion, EvalCompletion, Policy, Prompt, Stretch
+from llamarl.types import Columns, Completion, EvalCompletion, Policy, Prompt, Stretch
 
 TRAIN = 0  # stream of the engine; the other streams are evaluations'
 
@@ -119,6 +119,9 @@ class Generator(Executor):
     def __post_init__(self):
         self.version = -1
         self._agreement = Agreement(self.parity)
+        # What is told of the version in force. All completions that end under it have it, so that
+        # a row tells of the versions that its groups were sampled by, whenever it is written.
+        self._of_version: Columns = {}
         self._sampled = 0  # tokens
         self._evaluating = 0  # unfinished completions of held-out prompts
         self._progress: Progress | None = None  # of the evaluation, on one rank
@@ -332,28 +335,7 @@ class Generator(Executor):
         self.engine.weights_changed(self.version, recompute_kv=self.recompute_kv)
         if not self.follows:  # the replica's other ranks do the same work
             self.metrics.add("weights/swap_stall_s", time.monotonic() - began)
-        if taken.canary:
-            canary = Canary.from_json(taken.canary)  # what the trainer measured of the version
-            place = {"version": self.version, "rank": self.group.rank}
-            check_marks(canary.marks, self.weights.held(), **place)
-            most = self.max_quantization_kl
-            score = self.engine.score
-            if most is not None:
-                assert can_hold_quantized(self.engine), "setup has refused an engine without them"
-                score = self.engine.score_all
-            scores = []
-            for sequence in canary.sequences:
-                prompt_ids = sequence.token_ids[: sequence.given]
-                token_ids = sequence.token_ids[sequence.given :]
-                scores.append(score(prompt_ids, token_ids, self.sampling.temperature))
-            scored = torch.cat(scores).cpu()
-            if most is None:
-                worst, rms = check_canary(canary, scored, self._agreement, **place)
-                self.metrics.add_mean("parity/canary_diff_max", worst)
-                self.metrics.add_mean("parity/canary_diff_rms", rms)
-            else:
-                kl = check_quantized(canary, scored, **place, most=most)
-                self.metrics.add_mean("weights/quantization_kl", kl)
+        self._of_version = self._check(Canary.from_json(taken.canary)) if taken.canary else {}
         if taken.evaluate:
             # This replica's share of the held-out prompts.
             share = list(self.eval_prompts)[self.group.data_index :: self.group.data_size]
@@ -365,6 +347,29 @@ class Generator(Executor):
                 self._progress = Progress(what, num_answers, unit="answers", is_bar=False)
             self._due_first = self.groups_first if is_first else 0
         return True
+
+    def _check(self, canary: Canary) -> Columns:
+        """Compare this rank's logprobs with what the trainer measured of the version, and return
+        the columns that tell of it. ParityError.
+        """
+        place = {"version": self.version, "rank": self.group.rank}
+        check_marks(canary.marks, self.weights.held(), **place)
+        most = self.max_quantization_kl
+        score = self.engine.score
+        if most is not None:
+            assert can_hold_quantized(self.engine), "setup has refused an engine without them"
+            score = self.engine.score_all
+        scores = []
+        for sequence in canary.sequences:
+            prompt_ids = sequence.token_ids[: sequence.given]
+            token_ids = sequence.token_ids[sequence.given :]
+            scores.append(score(prompt_ids, token_ids, self.sampling.temperature))
+        scored = torch.cat(scores).cpu()
+        if most is not None:
+            kl = check_quantized(canary, scored, **place, most=most)
+            return {"weights/quantization_kl": kl}
+        worst, rms = check_canary(canary, scored, self._agreement, **place)
+        return {"parity/canary_diff_max": worst, "parity/canary_diff_rms": rms}
 
     def _decode(
         self,
@@ -393,7 +398,6 @@ class Generator(Executor):
         self._sampled += sampled
         if not self.follows:
             self.metrics.add("generator/tokens", sampled)
-            self._count_dialogues()
         finished = self.engine.pop_finished()
         for stream, completion in finished:
             if stream != TRAIN:
@@ -401,6 +405,8 @@ class Generator(Executor):
             if self.follows:
                 continue
             if stream == TRAIN:
+                columns = {**completion.columns, **self._of_version}
+                completion = dataclasses.replace(completion, columns=columns)
                 self._tell_end(completion)
                 self._note_sent(completion)
                 self._completions.put(self._with_prompt(completion))
@@ -416,13 +422,6 @@ class Generator(Executor):
         """Return a completion that says which prompt was chosen, if one was."""
         prompt = chosen(self.prompts, completion.ticket)
         return completion if prompt is None else dataclasses.replace(completion, prompt=prompt)
-
-    def _count_dialogues(self) -> None:
-        """Count how dialogues with environments ended, if there are any."""
-        if not can_talk(self.engine):
-            return
-        for name, number in self.engine.pop_counts().items():
-            self.metrics.add_sum(name, number)
 
     def _sampling_of(self, ticket: int) -> SamplingParams:
         """Return how a ticket's completions are sampled. It is the same on every rank and after a

@@ -21,6 +21,7 @@ again. So the only state is the scorer's own, such as the completions that novel
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -168,7 +169,7 @@ class Reward(Executor):
         )
         self._scorer = self.make_scorer(site)
         if self.replies is not None:
-            self._scorer = ReplyMean(self._scorer, self.replies, self.metrics)
+            self._scorer = ReplyMean(self._scorer, self.replies)
         self._judges = Judges([make(site) for make in self.judges])
 
     def setup(self) -> None:
@@ -208,7 +209,7 @@ class Reward(Executor):
         for key, outcome in outcomes:
             submitted = self._submitted.pop(key)
             self._note(submitted, outcome)
-            settled.append((submitted.completion, outcome))
+            settled.append((submitted.completion, self._with_part(submitted, outcome)))
         self._assembler.settle_all(settled, self.metrics)
         has_judged = self._report()
         has_sent = self._assembler.send(self._sink)
@@ -338,15 +339,22 @@ class Reward(Executor):
         self._scorer.release(self._groups.add(completion.ticket, completion.sample_index, key))
 
     def _note(self, submitted: _Submitted, outcome: Outcome) -> None:
-        """Note a completion's outcome, for judges or for its part of a mixture."""
+        """Note a completion's outcome for the judges, if it is of an evaluation."""
         completion = submitted.completion
-        if isinstance(completion, EvalCompletion):
-            if completion.token_ids.numel():  # else no version sampled it
-                self._judges.keep(Evaluated(completion, submitted.item, outcome))
-        elif outcome.kind == "score":
-            part = part_of(self.prompts[completion.ticket])
-            if part is not None:
-                self.metrics.add_mean(f"reward/part/{part}/mean", outcome.value)
+        if isinstance(completion, EvalCompletion) and completion.token_ids.numel():
+            # Without tokens no version sampled it.
+            self._judges.keep(Evaluated(completion, submitted.item, outcome))
+
+    def _with_part(self, submitted: _Submitted, outcome: Outcome) -> Outcome:
+        """Return the outcome with the column of its part of a mixture, if it is of one."""
+        completion = submitted.completion
+        if isinstance(completion, EvalCompletion) or outcome.kind != "score":
+            return outcome
+        part = part_of(self.prompts[completion.ticket])
+        if part is None:
+            return outcome
+        columns = {**outcome.columns, f"reward/part/{part}/mean": outcome.value}
+        return dataclasses.replace(outcome, columns=columns)
 
     def _room(self) -> int:
         """Return how many completions may still be handed on."""

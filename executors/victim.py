@@ -13,6 +13,7 @@ were not trained on come again.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
@@ -194,7 +195,7 @@ class Victim(Executor):
         if not self._asked:
             return False
         self.claim_device()
-        self.metrics.add_sum("victim/tokens", self.engine.step(self.chunk_tokens))
+        self.engine.step(self.chunk_tokens)
         for stream, reply in self.engine.pop_finished():
             place = (stream, reply.ticket)
             asked = self._asked[place]
@@ -240,10 +241,15 @@ def record_of(attack: Scorable) -> type[Replied] | type[EvalReplied]:
 def replied_of(asked: _Asked) -> Replied | EvalReplied:
     """Return an attack with all its replies, in the order of their numbers."""
     replies = sorted(asked.replies, key=lambda reply: reply.sample_index)
-    return record_of(asked.attack)(
-        attack=asked.attack,
+    lengths = torch.tensor([reply.token_ids.numel() for reply in replies])
+    attack = asked.attack
+    if isinstance(attack, Completion):
+        columns = {**attack.columns, "victim/tokens": int(lengths.sum())}
+        attack = dataclasses.replace(attack, columns=columns)
+    return record_of(attack)(
+        attack=attack,
         prompt_ids=asked.prompt_ids,
-        lengths=torch.tensor([reply.token_ids.numel() for reply in replies]),
+        lengths=lengths,
         token_ids=torch.cat([reply.token_ids for reply in replies]),
         has_ended=tuple(reply.finish_reason == "stop" for reply in replies),
         outcome="score",

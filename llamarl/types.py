@@ -31,9 +31,8 @@ Shape letters, here and wherever no other legend is given:
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -56,6 +55,9 @@ EndReason = Literal[
     "aborted",
 ]
 MESSAGES_KEY = "prompt_messages"  # in a reward's meta: the turns of a conversation
+# What one completion adds to columns of metrics. They travel with it, because the row of the step
+# that takes it has their means or sums (llamarl.learning.step_metrics).
+Columns = Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +129,6 @@ _UNMASKED = torch.ones(0, dtype=torch.bool)  # stands for a mask in which every 
 _NOT_BY_TURN = torch.zeros(0)  # stands for rewards of whole completions alone
 _NOWHERE = torch.zeros(0, dtype=torch.bool)  # stands for a mask in which none is
 _AS_REWARDED = torch.zeros(0)  # stands for outcomes that are the rewards
-_NO_PARTS = torch.zeros(0, 0)  # stands for rewards that are not made of several parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +155,7 @@ class Completion:
     restarts: Tensor = _NOWHERE
     ending: Ending = ALONE
     prompt: int | None = None  # as of its Ticket
+    columns: Columns = field(default_factory=dict)
 
     def __post_init__(self):
         tokens = self.token_ids.numel()
@@ -292,8 +294,7 @@ class ScoredCompletion:
     turn_rewards: tuple[float, ...] = ()  # what of the reward is for a turn, by turn
     # What of the reward is for the outcome alone; None: all of it.
     achieved: float | None = None
-    # Where the reward has several parts: what each gave, before its weight, in their order.
-    part_rewards: tuple[float, ...] = ()
+    columns: Columns = field(default_factory=dict)  # the completion's, and the reward's
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,27 +322,25 @@ class Group:
     # [G] float32: the outcomes, which are what of the rewards says whether a completion succeeded,
     # without novelty and other shaping; not given: the rewards
     achieved: Tensor = _AS_REWARDED
-    # [G, K] float32: what each of the reward's K parts gave, before its weight, NaN where it gave
-    # nothing; [G, 0] if no completion has any, or if nothing weighs the parts
-    part_rewards: Tensor = _NO_PARTS
+    columns: tuple[Columns, ...] = ()  # G; not given: none has any
 
     def __post_init__(self):
         if self.achieved is _AS_REWARDED:
             object.__setattr__(self, "achieved", self.rewards)
         tokens = int(self.lengths.sum())
         size = self.lengths.numel()
-        if self.part_rewards is _NO_PARTS:
-            object.__setattr__(self, "part_rewards", torch.zeros(size, 0))
+        if not self.columns:
+            object.__setattr__(self, "columns", ({},) * size)
         if self.turn_rewards is _NOT_BY_TURN:
             object.__setattr__(self, "turn_rewards", torch.zeros(tokens))
         object.__setattr__(self, "loss_mask", _mask_of(self.loss_mask, tokens))
         object.__setattr__(self, "restarts", _mask_of(self.restarts, tokens))
         of_turns = ("loss_mask", "restarts", "turn_rewards")
-        for field in ("token_ids", "generator_logprobs", "policy_versions", *of_turns):
-            elements = getattr(self, field).numel()
+        for name in ("token_ids", "generator_logprobs", "policy_versions", *of_turns):
+            elements = getattr(self, name).numel()
             if elements != tokens:
                 raise ValueError(
-                    f"Group {self.ticket}: {field} has {elements} elements, lengths sum to {tokens}"
+                    f"Group {self.ticket}: {name} has {elements} elements, lengths sum to {tokens}"
                 )
         if bool((self.restarts & self.loss_mask).any()):
             raise ValueError(f"Group {self.ticket}: reading begins anew with a sampled token")
@@ -355,9 +354,11 @@ class Group:
             raise ValueError(
                 f"Group {self.ticket}: {num_rewards} rewards but {self.achieved.numel()} outcomes"
             )
-        if not (num_rewards == len(self.finish_reasons) == len(self.outcomes) == size):
+        by_completion = (self.finish_reasons, self.outcomes, self.columns)
+        if {num_rewards, *map(len, by_completion)} != {size}:
             raise ValueError(
-                f"Group {self.ticket}: {size} lengths but {self.rewards.numel()} rewards"
+                f"Group {self.ticket}: {size} lengths but {num_rewards} rewards, or other numbers "
+                f"of reasons, outcomes and columns: {list(map(len, by_completion))}"
             )
 
     @classmethod
@@ -390,7 +391,7 @@ class Group:
             restarts=torch.cat([c.restarts for c in parts]),
             turn_rewards=_NOT_BY_TURN if turn_rewards is None else turn_rewards,
             achieved=_AS_REWARDED if achieved is None else achieved,
-            part_rewards=_by_part(scored),
+            columns=tuple(s.columns for s in scored),
         )
 
     @property
@@ -531,18 +532,6 @@ def _at_ends_of_turns(scored: ScoredCompletion) -> Tensor:
     places = ends_of_turns(scored.completion.loss_mask).nonzero().flatten()
     given = torch.tensor(scored.turn_rewards[: places.numel()], dtype=torch.float32)
     rewards[places[: given.numel()]] = given
-    return rewards
-
-
-def _by_part(scored: list[ScoredCompletion]) -> Tensor:
-    """Return [G, K] float32: what each part of the reward gave, NaN where it gave nothing."""
-    num_parts = max(len(s.part_rewards) for s in scored)
-    if not num_parts:
-        return _NO_PARTS
-    rewards = torch.full((len(scored), num_parts), math.nan)
-    for own, s in zip(rewards, scored):
-        if s.part_rewards:
-            own[:] = torch.tensor(s.part_rewards)
     return rewards
 
 

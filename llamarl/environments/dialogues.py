@@ -75,7 +75,6 @@ class Over:
 
     key: Key
     completion: Completion
-    mismatches: int  # tokens that differ from those that were sampled
 
 
 @dataclass(frozen=True, slots=True)
@@ -519,15 +518,24 @@ class Dialogues:
             error=error,
             turn_rewards=tuple(dialogue.turn_rewards) if any(dialogue.turn_rewards) else (),
         )
-        completion = replace(
-            dialogue.completion, finish_reason=_FINISH.get(reason, "length"), ending=ending
-        )
-        mismatches = 0
+        completion = dialogue.completion
+        mismatches = 0  # tokens that differ from those that were sampled
         if dialogue.runs is None:
             kept = completion.token_ids[completion.loss_mask].tolist()
             mismatches = abs(len(kept) - len(dialogue.sampled))
             mismatches += sum(one != other for one, other in zip(kept, dialogue.sampled))
-        self._over.append(Over(dialogue.key, completion, mismatches))
+        columns = {
+            f"dialogues/{reason}": 1,
+            "dialogues/turns": dialogue.num_turns,
+            "tokens/reencode_mismatch": mismatches,
+        }
+        completion = replace(
+            completion,
+            finish_reason=_FINISH.get(reason, "length"),
+            ending=ending,
+            columns=columns,
+        )
+        self._over.append(Over(dialogue.key, completion))
 
 
 def runs_of(token_ids: Tensor, loss_mask: Tensor) -> deque[_Run]:

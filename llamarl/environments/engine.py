@@ -12,7 +12,6 @@ adds.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -58,7 +57,6 @@ class DialogueEngine:
         self._paused: dict[Key, Completion] = {}  # of those that are not in the inner engine
         self._num_plain = 0  # completions of prompts that are not played and have not ended
         self._finished: list[tuple[int, Completion]] = []
-        self._counts: dict[str, float] = defaultdict(float)
         self._dialogues.start()
 
     def when_answered(self, wake: Callable[[], None]) -> None:
@@ -90,12 +88,6 @@ class DialogueEngine:
     def wait(self, timeout_s: float) -> None:
         """Block until an environment has answered, at most so long."""
         self._dialogues.wait(timeout_s)
-
-    def pop_counts(self) -> dict[str, float]:
-        """Return what is to be counted since the last call, by the name of its metric."""
-        counts = dict(self._counts)
-        self._counts.clear()
-        return counts
 
     def submit(
         self, ticket: int, prompt_ids: TokenIds, params: SamplingParams, *, stream: int = 0
@@ -254,10 +246,6 @@ class DialogueEngine:
             filler = completion.prompt_ids[-1:].tolist()
             completion = with_context(completion, filler, self.policy_version)
         self._finished.append((stream, completion))
-        self._counts["tokens/reencode_mismatch"] += over.mismatches
-        if stream == 0:
-            self._counts[f"dialogues/{completion.ending.reason}"] += 1
-            self._counts["dialogues/turns"] += completion.ending.num_turns
 
 
 def with_context(

@@ -45,6 +45,7 @@ def pack(samples: Sequence[Partial | Completion]) -> dict[str, Tensor | list]:
     state["finish_reasons"] = [getattr(s, "finish_reason", None) for s in samples]
     endings = [getattr(s, "ending", None) for s in samples]
     state["endings"] = [None if one is None else dataclasses.asdict(one) for one in endings]
+    state["columns"] = [dict(getattr(s, "columns", {})) for s in samples]
     sample_indices = [s.sample_index for s in samples]
     state["tickets"] = torch.tensor(tickets)
     state["sample_indices"] = torch.tensor(sample_indices)
@@ -96,6 +97,7 @@ def unpack(
                 loss_mask=had["loss_mask"],
                 restarts=had["restarts"],
                 ending=_ending_of(state["endings"][i]),
+                columns=state["columns"][i],
             )
 
 

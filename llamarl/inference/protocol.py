@@ -175,9 +175,6 @@ class TalkingEngine(GenerationEngine, Protocol):
     def wait(self, timeout_s: float) -> None:
         """Block until an environment has answered, at most so long."""
 
-    def pop_counts(self) -> dict[str, float]:
-        """Return what is to be counted since the last call, by the name of its metric."""
-
 
 def can_talk(engine: GenerationEngine) -> TypeGuard[TalkingEngine]:
     """Returns whether an engine is a TalkingEngine."""

@@ -37,7 +37,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import chain, compress
@@ -485,11 +484,7 @@ def _joined(rows: list[_Row]) -> Group:
         loss_mask=tokens("loss_mask"),
         restarts=tokens("restarts"),
         turn_rewards=tokens("turn_rewards"),
-        part_rewards=pad_sequence(
-            [row.group.part_rewards[row.place] for row in rows],
-            batch_first=True,
-            padding_value=math.nan,
-        ),
+        columns=tuple(row.group.columns[row.place] for row in rows),
     )
 
 

@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 
 from llamarl.learning.watch import SeenGroup
+from llamarl.words.columns import part_column
 from llamarl.words.samples import GROUP_FIELDS
 
 MOST_GROUPS = 256  # that a step has a line of numbers of
@@ -131,7 +132,6 @@ class SampleMaker:
         shaped = [math.nan] * len(lengths)
         if one.targets is not None:
             shaped = one.targets.rewards.tolist()
-        by_part = group.part_rewards.tolist()
         with_tokens = set(range(len(lengths)))
         most = num_tokens
         if num_tokens > MOST_TOKENS:
@@ -142,7 +142,8 @@ class SampleMaker:
         begin = 0
         for place, length in enumerate(lengths):
             num_kept = min(length, most) if place in with_tokens else 0
-            given = dict(zip(self.parts, by_part[place]))
+            columns = group.columns[place]
+            given = {n: columns[part_column(n)] for n in self.parts if part_column(n) in columns}
             completion: Json = {
                 "reward": _short(rewards[place]),
                 "shaped": _short(shaped[place]),

@@ -9,7 +9,8 @@ the tokens and completions of all of them; losses and gradient norms are means o
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from itertools import chain
@@ -129,12 +130,29 @@ def lag_histogram(lags: Tensor) -> dict[str, Tensor]:
 # --- The row ---
 
 
-def batch_row(
-    groups: list[Group], version: int, ranks: Ranks, *, reward_parts: Sequence[str] = ()
-) -> Row:
+# The beginnings of columns that hold the sum over a step's completions. All other columns that
+# travel with completions hold the mean over those that have them.
+SUMMED = ("dialogues/", "tokens/", "victim/")
+
+
+def columns_row(groups: list[Group], ranks: Ranks) -> Row:
+    """Collective: return the columns that travel with the completions of these groups."""
+    told: dict[str, list[float]] = defaultdict(list)
+    for columns in chain.from_iterable(g.columns for g in groups):
+        for name, number in columns.items():
+            told[name].append(number)
+    names = ranks.union(sorted(told))
+    sums = ranks.sum(**{name: math.fsum(told[name]) for name in names})
+    counts = ranks.sum(**{name: len(told[name]) for name in names})
+    row: Row = {}
+    for name in names:
+        row[name] = sums[name] if name.startswith(SUMMED) else sums[name] / counts[name]
+    return row
+
+
+def batch_row(groups: list[Group], version: int, ranks: Ranks) -> Row:
     """Collective: return the metrics of the groups that a step took, also of those that have no
-    part in its updates. version: the policy version that is trained. reward_parts: the names of the
-    parts whose scores the groups may have.
+    part in its updates. version: the policy version that is trained.
     """
     outcomes = list(chain.from_iterable(g.outcomes for g in groups))
     reasons = list(chain.from_iterable(g.finish_reasons for g in groups))
@@ -149,16 +167,7 @@ def batch_row(
     aborted = torch.tensor([reason == "aborted" for reason in reasons], dtype=torch.bool)
     rewards = torch.cat([torch.zeros(0), *(g.rewards for g in groups)]).double()
     rewards = rewards[~rewards.isnan()]
-    by_part: dict[str, Tensor | float] = {}
-    for place, name in enumerate(reward_parts):
-        # A group has no parts if none of its completions has a score.
-        scores = [g.part_rewards[:, place] for g in groups if g.part_rewards.shape[1] > place]
-        of_part = torch.cat([torch.zeros(0), *scores]).double()
-        of_part = of_part[~of_part.isnan()]
-        by_part[f"{name}/sum"] = of_part.sum()
-        by_part[f"{name}/count"] = len(of_part)
     sums = ranks.sum(
-        **by_part,
         completions=len(outcomes),
         rewarded=len(rewards),
         rewards=rewards.sum(),
@@ -178,14 +187,10 @@ def batch_row(
         mean = sums["rewards"] / rewarded
         variance = sums["squared_rewards"] / rewarded - mean * mean
         deviation = math.sqrt(max(0.0, variance))
-    part_means = {}
-    for name in reward_parts:
-        if count := sums[f"{name}/count"]:
-            part_means[f"reward/{name}/mean"] = sums[f"{name}/sum"] / count
     # Only dialogues have any.
     context = {"tokens/context": sums["context"]} if sums["context"] else {}
     return {
-        **part_means,
+        **columns_row(groups, ranks),
         **context,
         "reward/mean": mean,
         "reward/std": deviation,

@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -94,7 +95,6 @@ class UpdateSettings:
     # The generator computes its K/V cache anew under new weights; else a completion that began
     # under older ones goes on with theirs, and its logprobs are not the trainer's.
     recomputes_kv: bool = False
-    reward_parts: tuple[str, ...] = ()  # names of the parts whose scores groups may have
     late_ends: LateEnds | None = None  # what completions could not have when they were sampled
 
     @property
@@ -259,7 +259,7 @@ class PolicyUpdate:
             unused=sum(m.unused_budget_fraction * m.room for m in minibatches),
         )
         row = {
-            **batch_row(groups, version, self.ranks, reward_parts=s.reward_parts),
+            **batch_row(groups, version, self.ranks),
             **of_targets,
             "tokens/trained": sum(m.num_loss_tokens for m in minibatches),
             "packing/unused_budget_fraction": budget["unused"] / max(1.0, budget["room"]),
@@ -284,25 +284,30 @@ class PolicyUpdate:
     def canary(self, sequences: list[Sequence], *, top: int = 0) -> Canary:
         """Collective: return the logprobs of these sequences under the weights as they are. top:
         likeliest tokens to keep at each place.
+
+        Each is computed alone, so that its logprobs do not depend on the others.
         """
-        with self._device:
-            tokens = [torch.tensor(s.token_ids) for s in sequences]
-            positions = [torch.arange(len(ids) - 1) for ids in tokens]
-            sizes = torch.tensor([places.numel() for places in positions])
-        is_scored = [places >= s.given - 1 for places, s in zip(positions, sequences)]
-        labels = torch.cat([ids[s.given :] for ids, s in zip(tokens, sequences)])
-        scored_T = torch.cat(is_scored)
-        logits_SV = self.decoder(
-            torch.cat([ids[:-1] for ids in tokens]),
-            torch.cat(positions),
-            PackedAttention(F.pad(sizes.cumsum(0), (1, 0))),
-            lambda h_TD, w_VD: F.linear(h_TD[scored_T], w_VD),
-        )
-        logits_SV = logits_SV.float() / (self.settings.temperature or 1.0)
+        labels = []
+        logits = []
+        for sequence in sequences:
+            with self._device:
+                token_ids = torch.tensor(sequence.token_ids)
+                bounds = torch.tensor([0, len(token_ids) - 1])
+            labels.append(token_ids[sequence.given :])
+            logits.append(
+                self.decoder(
+                    token_ids[:-1],
+                    torch.arange(len(token_ids) - 1, device=self._device),
+                    PackedAttention(bounds),
+                    partial(_last_logits, count=sequence.num_scored),
+                )
+            )
+        labels_S = torch.cat(labels)
+        logits_SV = torch.cat(logits).float() / (self.settings.temperature or 1.0)
         if self.decoder.absent_rows is not None:
             logits_SV.index_fill_(1, self.decoder.absent_rows, NEVER)
         logprobs_SV = logits_SV.log_softmax(1)
-        scored_S1 = logprobs_SV.gather(1, labels[:, None])
+        scored_S1 = logprobs_SV.gather(1, labels_S[:, None])
         likeliest = logprobs_SV.topk(min(top, logprobs_SV.shape[1]), dim=1)
         return Canary(
             sequences=sequences,
@@ -597,3 +602,8 @@ class PolicyUpdate:
             "parity/logprob_diff_max": Metric(worst, Reduction.MAX),
             "parity/logprob_diff_rms": Metric(typical, Reduction.MAX),
         }
+
+
+def _last_logits(h_TD: Tensor, w_VD: Tensor, *, count: int) -> Tensor:
+    """Return the logits [count, V] of the last places."""
+    return F.linear(h_TD[-count:], w_VD)

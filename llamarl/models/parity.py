@@ -51,6 +51,11 @@ class Sequence:
     token_ids: list[int]
     given: int
 
+    @property
+    def num_scored(self) -> int:
+        """How many tokens are scored."""
+        return len(self.token_ids) - self.given
+
 
 @dataclass(frozen=True, slots=True)
 class Mark:
@@ -87,21 +92,22 @@ class Canary:
 
 def canary_sequences(prompts: Prompts, version: int, *, first: bool) -> list[Sequence]:
     """Return the sequences that a version is checked with: parts of the run's first prompts, one
-    after the other.
+    after the other. The last is the version's own, of which rows tell: it is the same after a
+    resume.
 
-    first: the version that a run starts with, which is checked at more places than later ones.
+    first: the version that a run starts or goes on with, which is checked at more places.
     """
+    sequences = []
     if first:
-        sequences = []
         for i in range(FIRST_PROMPTS):
             ids = prompts[i].prompt_ids[:FIRST_TOKENS].tolist()
-            sequences.append(Sequence(ids, given=1))
-    else:
-        ids = prompts[version % FIRST_PROMPTS].prompt_ids[:LATER_TOKENS].tolist()
-        given = max(1, len(ids) - LATER_SCORED)
-        sequences = [Sequence(ids, given)]
-    sequences = [sequence for sequence in sequences if len(sequence.token_ids) > 1]
-    return sequences or [Sequence([0, 0], given=1)]
+            if len(ids) > 1:
+                sequences.append(Sequence(ids, given=1))
+    ids = prompts[version % FIRST_PROMPTS].prompt_ids[:LATER_TOKENS].tolist()
+    if len(ids) < 2:
+        ids = [0, 0]
+    sequences.append(Sequence(ids, given=max(1, len(ids) - LATER_SCORED)))
+    return sequences
 
 
 def marks_of(shards: SequenceOf[Shard], version: int) -> list[Mark]:
@@ -260,8 +266,9 @@ class Agreement:
 def check_canary(
     canary: Canary, logprobs: Tensor, agreement: Agreement, *, version: int, rank: int
 ) -> tuple[float, float]:
-    """Return the largest difference in nats between the canary's logprobs and these [scored]
-    float32, and the root mean square that the agreement found. ParityError as it says.
+    """Return the largest difference in nats between the canary's logprobs of its last sequence and
+    these [scored] float32, and their root mean square. ParityError as the agreement says, which
+    takes in all of them.
     """
     wanted = torch.tensor(canary.logprobs, dtype=torch.float64)
     if wanted.shape != logprobs.shape:
@@ -270,24 +277,28 @@ def check_canary(
     what = f"generator on rank {rank} and the trainer on fixed prompts under version {version}"
     squares = float(differences.square().sum())
     counted = float(agreement.limits.squares(differences))
-    found = agreement.check(squares, differences.numel(), what, counted=counted)
-    return float(differences.abs().max()), found
+    agreement.check(squares, differences.numel(), what, counted=counted)
+    own = differences[-canary.sequences[-1].num_scored :]
+    return float(own.abs().max()), float(own.square().mean().sqrt())
 
 
 def check_quantized(
     canary: Canary, logprobs_SV: Tensor, *, version: int, rank: int, most: float
 ) -> float:
-    """Return a lower bound of the mean KL(generator || trainer) in nats over the canary's S places.
+    """Return a lower bound of the mean KL(generator || trainer) in nats over the canary's last
+    sequence.
 
-    logprobs_SV: the generator's. ParityError if it is above `most`, or not a number.
+    logprobs_SV: the generator's, at all of its S places. ParityError if their mean is above `most`,
+    or not a number.
     """
     top_ids_SK = torch.tensor(canary.top_ids)
     top_logprobs_SK = torch.tensor(canary.top_logprobs)
-    kl = float(kl_from_top(top_ids_SK, top_logprobs_SK, logprobs_SV).mean())
+    kl_S = kl_from_top(top_ids_SK, top_logprobs_SK, logprobs_SV)
+    kl = float(kl_S.mean())
     if not kl <= most:
         raise ParityError(
             f"the quantised generator on rank {rank} is {kl:.3g} nats from the trainer's policy "
             f"under version {version}, more than generator.max_quantization_kl={most:g}: quantise "
             "less (generator.quantize_exclude), or its weights are not the trainer's"
         )
-    return kl
+    return float(kl_S[-canary.sequences[-1].num_scored :].mean())

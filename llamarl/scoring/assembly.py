@@ -118,7 +118,7 @@ class GroupAssembler:
             reason=outcome.reason,
             turn_rewards=outcome.turn_rewards,
             achieved=outcome.achieved,
-            part_rewards=outcome.part_values,
+            columns={**completion.columns, **outcome.columns},
         )
         group = self._begun.setdefault(completion.ticket, [])
         group.append(scored)

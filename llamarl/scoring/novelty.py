@@ -78,7 +78,7 @@ class _Past:
 
 
 class Novelty(Scorer):
-    """Scores batches of completions. Its metric diversity/cosine_distance is of a group's."""
+    """Scores batches of completions. Their column diversity/cosine_distance is of their group."""
 
     is_novelty = True
 
@@ -86,7 +86,6 @@ class Novelty(Scorer):
         self.name = name
         self._settings = settings
         self._device = site.group.device
-        self._metrics = site.metrics
         self._items: dict[int, Item] = {}
         self._released: Queue[list[int]] = Queue()
         self._embedder: Embedder | None = None
@@ -131,9 +130,15 @@ class Novelty(Scorer):
             assert items[0].sample is not None, "a training completion is a ticket's"
             self._begin(items[0].sample[0])
         scores = dict(zip(items, self._novelty(units_NE).tolist()))
+        columns: dict[str, float] = {}
         if not items[0].is_held_out:
             self._remember(items, units_NE)
-        return [(key, Outcome("score", scores[item], "")) for key, item in zip(keys, said)]
+            if len(items) > 1:
+                columns["diversity/cosine_distance"] = mean_pairwise_distance(units_NE)
+        outcomes = []
+        for key, item in zip(keys, said):
+            outcomes.append((key, Outcome("score", scores[item], "", columns=columns)))
+        return outcomes
 
     def wait(self, timeout_s: float) -> bool:
         """Whether `poll` has something to do: it has as soon as a batch is whole."""
@@ -204,9 +209,6 @@ class Novelty(Scorer):
 
     def _remember(self, items: Sequence[Item], units_NE: Tensor) -> None:
         """Remember a group."""
-        if self._metrics is not None and len(items) > 1:
-            distance = mean_pairwise_distance(units_NE)
-            self._metrics.add_mean("diversity/cosine_distance", distance)
         places = torch.tensor([item.sample for item in items])
         self._come = _joined(self._come, _Past(places, units_NE))
 

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from llamarl.executor import Meter, State
+from llamarl.executor import State
 from llamarl.scoring.scorer import Item, Outcome, Outcomes, Scorer
 from llamarl.types import Prompt, Replies
 
@@ -63,20 +63,17 @@ class ReplySettings:
 class ReplyMean(Scorer):
     """Scores attacks by a scorer of their replies.
 
-    scorer: scores the replies. metrics: gets reward/success, the share of attacks in training that
-    succeed.
+    scorer: scores the replies. An attack's column reward/success is 1 if it succeeds and 0 if not.
     """
 
-    def __init__(self, scorer: Scorer, settings: ReplySettings, metrics: Meter):
+    def __init__(self, scorer: Scorer, settings: ReplySettings):
         self.name = scorer.name
         self._scorer = scorer
         self._settings = settings
-        self._metrics = metrics
         self._keys = itertools.count()
         self._owners: dict[int, int] = {}  # by key of a reply in scoring: its attack's key
         # By attack: the outcomes of its replies, by their keys, in order; None: not known yet.
         self._said: dict[int, dict[int, Outcome | None]] = {}
-        self._is_held_out: dict[int, bool] = {}
         self._done: deque[tuple[int, Outcome]] = deque()
 
     @property
@@ -104,7 +101,6 @@ class ReplyMean(Scorer):
 
     def submit(self, key: int, item: Item) -> None:
         """Submit the replies to an attack, unless its outcome is known without them."""
-        self._is_held_out[key] = item.is_held_out
         if item.known is not None:
             self._done.append((key, item.known))
             return
@@ -132,13 +128,14 @@ class ReplyMean(Scorer):
             if len(outcomes) == len(said):
                 del self._said[key]
                 self._done.append((key, mean_outcome(outcomes)))
-        done = list(self._done)
-        self._done.clear()
-        for key, outcome in done:
-            is_held_out = self._is_held_out.pop(key)
-            if outcome.kind == "score" and not is_held_out:
+        done = []
+        for key, outcome in self._done:
+            if outcome.kind == "score":
                 succeeds = outcome.achieved > self._settings.threshold
-                self._metrics.add_mean("reward/success", float(succeeds))
+                columns = {**outcome.columns, "reward/success": float(succeeds)}
+                outcome = dataclasses.replace(outcome, columns=columns)
+            done.append((key, outcome))
+        self._done.clear()
         return done
 
     def wait(self, timeout_s: float) -> bool:
@@ -176,6 +173,9 @@ def mean_outcome(outcomes: Sequence[Outcome]) -> Outcome:
     success = None
     if any(outcome.success is not None for outcome in outcomes):
         success = sum(outcome.achieved for outcome in outcomes) / len(outcomes)
-    by_part = zip(*[outcome.part_values for outcome in outcomes])
-    parts = tuple(sum(values) / len(outcomes) for values in by_part)
-    return Outcome("score", value, "", success, part_values=parts)
+    told: dict[str, list[float]] = defaultdict(list)
+    for outcome in outcomes:
+        for name, told_value in outcome.columns.items():
+            told[name].append(told_value)
+    columns = {name: sum(numbers) / len(numbers) for name, numbers in told.items()}
+    return Outcome("score", value, "", success, columns=columns)

@@ -23,7 +23,7 @@ from torch import Tensor
 from llamarl.executor import ExecutorGroup, Meter, State
 from llamarl.scoring.together import Alone, Together
 from llamarl.tasks.sampled import with_sampled
-from llamarl.types import ALONE, Ending, Prompt, Stretch
+from llamarl.types import ALONE, Columns, Ending, Prompt, Stretch
 
 LARGEST_REWARD = 1e18  # the deviation of a group's rewards needs their squares in float32
 
@@ -38,8 +38,7 @@ class Outcome:
     # The value of the parts that are outcomes, or without the part for novelty; None: all of it.
     success: float | None = None
     turn_rewards: tuple[float, ...] = ()  # what of the value is for a turn, by turn
-    # What each part gave before its weight, in the order of the parts; () if nothing weighs them.
-    part_values: tuple[float, ...] = ()
+    columns: Columns = field(default_factory=dict)  # of a training completion with a score
 
     @property
     def achieved(self) -> float:

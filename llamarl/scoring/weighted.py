@@ -17,6 +17,7 @@ from torch import Tensor
 from llamarl.executor import State
 from llamarl.scoring.scorer import Item, MakeScorer, Outcome, Outcomes, Scorer, Site
 from llamarl.types import Stretch
+from llamarl.words.columns import part_column
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,8 +181,11 @@ class Weighted(Scorer):
         elif has_novelty:
             success = total
         whole = Outcome.score(total + for_novelty, success)
-        values = tuple(said[part.name].value for part in self._parts)
-        return replace(whole, part_values=values)
+        columns: dict[str, float] = {}
+        for part in self._parts:
+            columns |= said[part.name].columns
+            columns[part_column(part.name)] = said[part.name].value
+        return replace(whole, columns=columns)
 
     def _reason(self, part: Part, outcome: Outcome) -> str:
         if len(self._parts) == 1:

@@ -1,5 +1,5 @@
-"""Columns of evaluations. The task's own held-out prompts have eval/..., the set NAME of eval.sets
-has eval/NAME/...
+"""Columns of evaluations and of a reward's parts. The task's own held-out prompts have eval/...; a
+set NAME of eval.sets has eval/NAME/...
 """
 
 from __future__ import annotations
@@ -27,6 +27,11 @@ OWN_COLUMNS = (
     "win_rate_low",
 )
 _PREFIX = "eval/"
+
+
+def part_column(name: str) -> str:
+    """Return the column of a reward's part: what it gave, before its weight."""
+    return f"reward/{name}/mean"
 
 
 def column_of(name: str, column: str) -> str:

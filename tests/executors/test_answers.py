@@ -14,7 +14,6 @@ from llamarl.scoring.in_turn import InTurn
 from llamarl.scoring.replies import ReplyMean, ReplySettings, mean_outcome
 from llamarl.scoring.scorer import Item, Outcome, Scorer
 from llamarl.types import Completion, Group, Prompt, Replied
-from tests.executors.fakes import FakeMetrics
 
 WORDS = ["error", "abstain", "right", "wrong", ""]  # of a token
 SCORES = {"right": 1.0, "wrong": 0.0}
@@ -110,9 +109,9 @@ class WithNovelty(Later):
 
 
 def scored(attacks, *, seed=0, threshold=0.5, make=Later):
-    """(outcomes by key, the source, metrics)."""
-    source, metrics = make(seed), FakeMetrics()
-    scoring = ReplyMean(InTurn(source), ReplySettings(decode, threshold), metrics)
+    """(outcomes by key, the source)."""
+    source = make(seed)
+    scoring = ReplyMean(InTurn(source), ReplySettings(decode, threshold))
     for key, one in enumerate(attacks):
         scoring.submit(key, one)
     scoring.release(range(len(attacks)))
@@ -120,7 +119,7 @@ def scored(attacks, *, seed=0, threshold=0.5, make=Later):
     while scoring.pending:
         outcomes += scoring.poll()
     assert len(dict(outcomes)) == len(outcomes) == len(attacks)  # each once
-    return dict(outcomes), source, metrics
+    return dict(outcomes), source
 
 
 @given(
@@ -128,16 +127,18 @@ def scored(attacks, *, seed=0, threshold=0.5, make=Later):
     st.integers(0, 5),
 )
 def test_an_attacks_score_is_the_mean_over_its_answers(rows, seed):
-    outcomes, source, _ = scored([attack(*words) for words in rows], seed=seed)
+    outcomes, source = scored([attack(*words) for words in rows], seed=seed)
     for key, words in enumerate(rows):
-        assert outcomes[key] == Outcome("score", words.count("right") / len(words), "")
+        share = words.count("right") / len(words)
+        columns = {"reward/success": float(share > 0.5)}
+        assert outcomes[key] == Outcome("score", share, "", columns=columns)
     # What compares completions of a prompt gets the answers to one attack at a time, also where two
     # attacks are alike.
     assert [len(keys) for keys in source.released] == [len(words) for words in rows]
 
 
 def test_what_scores_sees_the_attack_as_prompt_and_the_answer_as_completion():
-    _, source, _ = scored([attack("right", "wrong")])
+    _, source = scored([attack("right", "wrong")])
     assert [(prompt, text, meta["words"]) for prompt, text, meta in source.seen] == [
         ("the attack", "right", ["right"]),
         ("the attack", "wrong", ["right"]),
@@ -149,17 +150,17 @@ def test_what_scores_sees_the_attack_as_prompt_and_the_answer_as_completion():
 
 
 def test_an_answer_without_a_score_leaves_the_attack_without_one_and_is_named():
-    outcomes, _, metrics = scored(
+    outcomes, _ = scored(
         [attack("right", "error", "abstain"), attack("abstain", "right"), attack("right")]
     )
     assert outcomes[0].kind == "error" and math.isnan(outcomes[0].value)
     assert outcomes[0].reason == "reply 2 of 3: cannot score it"
     assert (outcomes[1].kind, outcomes[1].reason) == ("abstain", "reply 1 of 2: does not care")
-    assert metrics.means == {"reward/success": [1.0]}
+    assert [outcomes[key].columns for key in range(3)] == [{}, {}, {"reward/success": 1.0}]
 
 
 def test_what_was_not_asked_has_the_outcome_that_it_came_with():
-    outcomes, source, _ = scored(
+    outcomes, source = scored(
         [
             attack(outcome="error", reason="too long"),
             attack(outcome="abstain", reason="empty"),
@@ -172,17 +173,17 @@ def test_what_was_not_asked_has_the_outcome_that_it_came_with():
     assert source.seen == []
 
 
-def test_a_success_is_above_the_threshold_and_held_out_ones_are_not_counted():
+def test_a_success_is_above_the_threshold():
     half = attack("right", "wrong")
-    _, _, metrics = scored([half, attack("right"), attack("right", is_held_out=True)])
-    assert sorted(metrics.means["reward/success"]) == [0.0, 1.0]
-    _, _, metrics = scored([half], threshold=0.4)
-    assert metrics.means["reward/success"] == [1.0]
+    outcomes, _ = scored([half, attack("right")])
+    assert [outcomes[key].columns["reward/success"] for key in range(2)] == [0.0, 1.0]
+    outcomes, _ = scored([half], threshold=0.4)
+    assert outcomes[0].columns == {"reward/success": 1.0}
 
 
 def test_nothing_is_kept_of_attacks_that_were_scored_before_their_group_was_whole():
     source = InTurn(Later(0))
-    scoring = ReplyMean(source, ReplySettings(decode, 0.5), FakeMetrics())
+    scoring = ReplyMean(source, ReplySettings(decode, 0.5))
     for key in range(2):
         scoring.submit(key, attack("right", "wrong"))
     while scoring.pending:
@@ -193,9 +194,9 @@ def test_nothing_is_kept_of_attacks_that_were_scored_before_their_group_was_whol
 
 def test_novelty_is_rewarded_and_is_no_success():
     attacks = [attack("right", "wrong"), attack("right", "right")]
-    outcomes, _, metrics = scored(attacks, make=WithNovelty)
+    outcomes, _ = scored(attacks, make=WithNovelty)
     assert [outcomes[key].value for key in range(2)] == [1.5, 2.0]
-    assert sorted(metrics.means["reward/success"]) == [0.0, 1.0]
+    assert [outcomes[key].columns["reward/success"] for key in range(2)] == [0.0, 1.0]
 
 
 def test_a_mean_does_not_depend_on_who_was_first():
@@ -204,11 +205,12 @@ def test_a_mean_does_not_depend_on_who_was_first():
     assert mean_outcome(outcomes).value == sum(values) / 3
 
 
-def test_the_parts_of_a_mean_are_the_means_of_the_parts():
-    outcomes = [
-        Outcome("score", value, "", part_values=(value, 1.0)) for value in (0.25, 0.5, 0.75)
-    ]
-    assert mean_outcome(outcomes).part_values == (0.5, 1.0)
+def test_the_columns_of_a_mean_are_the_means_of_the_columns():
+    outcomes = []
+    for value in (0.25, 0.5, 0.75):
+        columns = {"reward/a/mean": value, "reward/b/mean": 1.0}
+        outcomes.append(Outcome("score", value, "", columns=columns))
+    assert mean_outcome(outcomes).columns == {"reward/a/mean": 0.5, "reward/b/mean": 1.0}
 
 
 # --- In the reward ---

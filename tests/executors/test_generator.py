@@ -54,12 +54,17 @@ def test_a_version_is_compared_with_its_canary_before_anything_is_sampled_from_i
     g = generator()
     g.weights.staged = Staged(0, canary=canary_of(0.5 * IN_ONE_TOKEN))
     g.step()
-    assert g.outputs.of(Completion) or g.engine.num_live
-    sampled = g.engine.num_live
+    while not g.outputs.of(Completion):
+        g.step()
+    for completion in g.outputs.of(Completion):
+        told = completion.columns
+        assert told["parity/canary_diff_max"] == pytest.approx(0.5 * IN_ONE_TOKEN, rel=1e-3)
+        assert told["parity/canary_diff_rms"] < told["parity/canary_diff_max"]
+    sampled, asked = g.engine.num_live, len(g.tickets.asked)
     g.weights.staged = Staged(3, canary=canary_of(2 * IN_ONE_TOKEN))
     with pytest.raises(ParityError, match="rank 0 and the trainer on .* version 3: .* by 0.0"):
         g.step()
-    assert g.engine.num_live == sampled and len(g.tickets.asked) == 1
+    assert g.engine.num_live == sampled and len(g.tickets.asked) == asked
 
 
 def test_weights_that_are_not_the_trainers_are_seen_before_anything_is_sampled_from_them():

@@ -47,9 +47,9 @@ def by_text(path):
     return EmbedderSettings(path, False, "float32", 100)
 
 
-def made(history=100, nearest=None, metrics=None):
+def made(history=100, nearest=None):
     how = NoveltySettings(by_text("a"), history, nearest, groups_per_step=GROUPS)
-    novelty = Novelty("new", how, replace(site_alone(CPU), metrics=metrics))
+    novelty = Novelty("new", how, site_alone(CPU))
     with patch.object(novelty_module, "load_embedder", lambda settings, device: ByText()):
         novelty.start()
     return novelty
@@ -168,18 +168,15 @@ def test_held_out_completions_are_scored_and_not_remembered():
 
 
 def test_a_repeated_completion_is_not_new_and_a_groups_own_distance_is_told():
-    told = {}
-
-    class Meter:
-        def add_mean(self, name, value):
-            told.setdefault(name, []).append(value)
-
-    novelty = made(nearest=1, metrics=Meter())
+    novelty = made(nearest=1)
     score(novelty, [["a", "b"], ["c", "d"], ["e", "e"]])
     assert score(novelty, [["b", "new"]], first=GROUPS)[0][0] == pytest.approx(0.0, abs=1e-6)
-    distances = told["diversity/cosine_distance"]
-    assert distances[0] == pytest.approx(1 - cosine("a", "b"), abs=1e-5)
-    assert distances[2] == pytest.approx(0.0, abs=1e-6)
+    for texts, distance in ((["a", "b"], 1 - cosine("a", "b")), (["e", "e"], 0.0)):
+        items = [item(text, sample=(GROUPS, i)) for i, text in enumerate(texts)]
+        for outcome in score_all(novelty, items):
+            assert outcome.columns["diversity/cosine_distance"] == pytest.approx(distance, abs=1e-5)
+    for alone in (item("a", sample=(GROUPS, 0)), item("a", is_held_out=True)):
+        assert not score_all(novelty, [alone])[0].columns
 
 
 def test_nothing_is_scored_before_its_batch_is_whole_and_an_empty_batch_is_none():

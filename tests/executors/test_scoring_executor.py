@@ -82,7 +82,7 @@ def test_rewards_are_the_models_scores_of_the_sampled_tokens(build, scorer):
     groups = feed(executor, first[1], *second[1:])
     for ticket, group in groups.items():
         close_to(group.rewards, transformers_scores(scorer, [ASKED[ticket]]))
-        assert torch.equal(group.part_rewards[:, 0], group.rewards)
+        assert column(group, "model") == group.rewards.tolist()
     assert sorted(groups) == [0, 2] and executor.waiting_for() is None
     assert executor.metrics.counters["reward/scored"] == 2 * SIZE
     assert len(executor.metrics.means["reward/tail_s"]) == 2 * SIZE
@@ -117,7 +117,7 @@ def test_a_score_that_is_not_finite_is_an_error(build, scorer, tmp_path):
     group = feed(executor, *all_of(0))[0]
     assert group.outcomes == ("error",) * SIZE and group.rewards.isnan().all()
     assert executor.metrics.counters["reward/errors"] == SIZE
-    assert not group.part_rewards.numel()
+    assert not any(group.columns)
 
 
 def test_what_is_too_long_for_the_scorer_is_an_error(build, tmp_path):
@@ -139,6 +139,11 @@ def test_a_reproducible_reward_has_the_same_bits_in_any_order(build, scorer):
         assert torch.equal(group.rewards, mixed[ticket].rewards)
 
 
+def column(group, part):
+    """What a part gave each completion of a group."""
+    return [columns[f"reward/{part}/mean"] for columns in group.columns]
+
+
 def test_parts_are_weighed_and_added(build, scorer, tmp_path):
     model = ScorerSettings(path=str(tmp_path), dtype="float32")
     parts = [part("rm", model, 2.0), Part("words", Lengths, -0.5), part("again", model, 1.0)]
@@ -148,9 +153,8 @@ def test_parts_are_weighed_and_added(build, scorer, tmp_path):
     wanted = 3 * transformers_scores(scorer, [ASKED[3]]) - 0.5 * lengths
     torch.testing.assert_close(group.rewards, wanted, rtol=0, atol=3 * SCORES)
     assert list(executor.metrics.means) == ["reward/tail_s"]
-    assert torch.equal(group.part_rewards[:, 1], lengths)
-    own, again = group.part_rewards[:, 0], group.part_rewards[:, 2]
-    torch.testing.assert_close(own, again, rtol=0, atol=SCORES)
+    assert column(group, "words") == lengths.tolist()
+    assert column(group, "rm") == pytest.approx(column(group, "again"), rel=0, abs=SCORES)
 
 
 def test_sources_without_a_model_are_weighed_too_and_hear_of_whole_groups(build):

@@ -140,7 +140,8 @@ def test_an_attack_comes_with_the_answers_that_its_place_decides(build, reproduc
     for one in SUMS:
         record = found[place_of(one)]
         expected = asked_directly(one)
-        assert record.attack is one and record.outcome == "score"
+        assert record.attack.token_ids is one.token_ids and record.outcome == "score"
+        assert record.attack.columns == {"victim/tokens": record.token_ids.numel()}
         assert record.prompt_ids.tolist() == read(TOKENIZER.decode(one.token_ids.tolist()))
         assert [a.tolist() for a in record.replies] == [a.token_ids.tolist() for a in expected]
         assert record.has_ended == tuple(a.finish_reason == "stop" for a in expected)
@@ -282,4 +283,3 @@ def test_its_weights_stay_those_of_the_directory(build):
     for name, tensor in held.items():
         assert torch.equal(tensor, stored[name].float())
     assert Policy not in victim.consumes
-    assert sum(victim.metrics.sums.values()) > 0  # victim/tokens

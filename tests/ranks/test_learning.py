@@ -224,7 +224,7 @@ def share_of(group: Group, rank: int, ranks: int) -> Group:
         lengths=group.lengths[kept],
         rewards=group.rewards[kept],
         achieved=group.achieved[kept],
-        part_rewards=group.part_rewards[kept],
+        columns=tuple(compress(group.columns, kept)),
         finish_reasons=tuple(compress(group.finish_reasons, kept)),
         outcomes=tuple(compress(group.outcomes, kept)),
         **{name: getattr(group, name)[of_tokens] for name in tokens},

@@ -52,20 +52,15 @@ def shop_rows(tmp_path, **more):
 
 def check(rows, *, turns=True):
     """What every run of dialogues has."""
-    counted = [row for row in rows if "tokens/reencode_mismatch" in row]
-    assert counted and not any(row["tokens/reencode_mismatch"] for row in counted)
-    if turns:
-        assert sum(row.get("dialogues/turns", 0) for row in counted) > 0
-        assert all(row["tokens/context"] > 0 for row in rows if row["step"])
-
-
-def uncounted(rows):
-    """Rows without clocks and without counts, which another rank sends when it may."""
-    found = []
-    for row in untimed(rows):
-        counts = ("dialogues/", "tokens/reencode_mismatch")
-        found.append({name: value for name, value in row.items() if not name.startswith(counts)})
-    return found
+    steps = [row for row in rows if row["step"]]
+    assert steps and not any(row["tokens/reencode_mismatch"] for row in steps)
+    for row in steps:
+        ended = {name: value for name, value in row.items() if name.startswith("dialogues/")}
+        num_turns = ended.pop("dialogues/turns")
+        assert 0 < sum(ended.values()) <= 16 and num_turns <= 3 * sum(ended.values())
+        if turns:
+            assert num_turns > 0 and row["tokens/context"] > 0
+        assert row["parity/canary_diff_rms"] <= row["parity/canary_diff_max"] < 1e-3
 
 
 def test_a_run_on_two_ranks_trains_on_dialogues_within_its_lag(tmp_path):
@@ -137,29 +132,35 @@ def test_a_dry_run_names_every_environment_and_scores_what_none_plays(tmp_path):
     assert job.output.count("  reward 1\n") == 3
 
 
+@pytest.mark.parametrize("ranks", [None, 2])
 @pytest.mark.bitwise("synchronous runs of dialogues are equal")
-def test_synchronous_runs_of_a_mixture_are_equal_whoever_answers_first(tmp_path):
+def test_synchronous_runs_of_a_mixture_are_equal_whoever_answers_first(tmp_path, ranks):
     found = []
     for workers in (1, 3):
         run_dir = tmp_path / f"run{workers}"
-        with ForkedJob(*mixed(workers), "max_lag=0", run_dir=run_dir) as job:
+        with ForkedJob(*mixed(workers), "max_lag=0", run_dir=run_dir, ranks=ranks) as job:
             assert job.wait() == 0, job.output
         check(job.rows)
-        found.append(uncounted(job.rows))
+        found.append(untimed(job.rows))
     assert found[0] == found[1]
+    assert {"reward/part/game/mean", "reward/part/sums/mean"} <= set().union(*found[0])
 
 
 @pytest.mark.parametrize("ranks", [None, 2])
 @pytest.mark.bitwise("synchronous runs of dialogues are equal")
 def test_synchronous_runs_are_equal_whoever_answers_first(tmp_path, ranks):
+    parts = "{game: {kind: environment}, new: {kind: novelty, nearest: 2, weight: 0.5}}"
     found = []
     for number, workers in enumerate((1, 3)):
-        given = ("max_lag=0", f"task.play.num_workers={workers}")
+        rewarded = ("reward=parts", f"reward.parts={parts}")
+        given = (*rewarded, "max_lag=0", f"task.play.num_workers={workers}")
         with ForkedJob(*ECHO, *given, run_dir=tmp_path / f"run{number}", ranks=ranks) as job:
             assert job.wait() == 0, job.output
         check(job.rows)
-        found.append(uncounted(job.rows))
+        found.append(untimed(job.rows))
     assert found[0] == found[1]
+    for row in found[0][1:]:
+        assert {"reward/game/mean", "reward/new/mean", "diversity/cosine_distance"} <= set(row)
 
 
 @pytest.mark.slow

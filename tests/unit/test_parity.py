@@ -50,9 +50,11 @@ def test_a_canary_survives_json():
 
 
 def test_the_root_mean_square_counts_as_if_the_lacking_tokens_were_equal():
-    """Differences 0.5 and 0.25 in three tokens of 64: sqrt(0.3125 / 64) = 0.0699."""
+    """Differences 0.5 and 0.25 in three tokens of 64: sqrt(0.3125 / 64) = 0.0699. Rows have that
+    of the three alone.
+    """
     worst, found = check(canary_of(-1.0, -2.0, -3.0), [-1.0, -2.5, -3.25], tolerance=0.07)
-    assert (worst, found) == (0.5, pytest.approx(0.0698771))
+    assert (worst, found) == (0.5, pytest.approx((0.3125 / 3) ** 0.5))
     with pytest.raises(ParityError, match=r"rank 3 .* version 7: .* 0.06988 .*, more than 0.069"):
         check(canary_of(-1.0, -2.0, -3.0), [-1.0, -2.5, -3.25], tolerance=0.069)
 
@@ -114,7 +116,8 @@ def prompts_of(*lengths: int):
 
 
 def test_a_run_starts_with_its_first_prompts_whole():
-    sequences = canary_sequences(prompts_of(5, FIRST_TOKENS + 9, 1, 2, 8), 0, first=True)
+    prompts = prompts_of(5, FIRST_TOKENS + 9, 1, 2, 8)
+    *sequences, own = canary_sequences(prompts, 0, first=True)
     assert FIRST_PROMPTS == 4
     assert [s.token_ids for s in sequences] == [
         list(range(5)),
@@ -122,6 +125,16 @@ def test_a_run_starts_with_its_first_prompts_whole():
         [300, 301],
     ]
     assert {s.given for s in sequences} == {1}
+    assert [own] == canary_sequences(prompts, 0, first=False), "the same after a resume"
+
+
+def test_rows_tell_of_the_last_sequence_and_all_are_checked():
+    """Differences 0.5 in the first sequence, 0.25 and 0 in the last."""
+    canary = Canary([Sequence([1, 5], 1), Sequence([4, 4, 4], 1)], [-1.0, -2.0, -3.0], [], [])
+    told = check(canary, [-1.5, -2.25, -3.0], tolerance=0.07)
+    assert told == (0.25, pytest.approx(0.25 / 2**0.5))
+    with pytest.raises(ParityError):
+        check(canary, [-1.5, -2.25, -3.0], tolerance=0.069)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from safetensors.torch import load, save
 
 from llamarl.comm import wire
 from llamarl.learning.replay import _joined, _Row
@@ -89,7 +90,7 @@ def test_every_fact_of_a_completion_is_in_the_sample():
     group = dataclasses.replace(
         group_of(7, [1.0, NAN], mask=[True, False, True]),
         turn_rewards=torch.tensor([0.5, 0, 0, 0, 0, 0]),
-        part_rewards=torch.tensor([[1.0, 0.25], [NAN, NAN]]),
+        columns=({"reward/exact/mean": 1.0, "reward/format/mean": 0.25}, {}),
     )
     sample = maker(parts=("exact", "format")).sample([seen_of(group, [0.75, 0.0])], 9)
     assert json.loads(json.dumps(sample, allow_nan=False)) == sample
@@ -115,7 +116,7 @@ def test_every_fact_of_a_completion_is_in_the_sample():
         "turn_reward": [[0.5, 1], [0.0, 2]],
     }
     assert (second["reward"], second["outcome"], second["trained"]) == (None, "error", False)
-    assert second["parts"] == {"exact": None, "format": None}
+    assert second["parts"] == {}
     (line,) = sample["groups"]
     assert dict(zip(GROUP_FIELDS, line, strict=True)) == {
         "ticket": 7,
@@ -241,17 +242,20 @@ def completion(sample):
     )
 
 
-def scored(sample, parts):
+def scored(sample, columns):
     return ScoredCompletion(
-        completion=completion(sample), outcome="score", reward=1.0, reason="", part_rewards=parts
+        completion=completion(sample), outcome="score", reward=1.0, reason="", columns=columns
     )
 
 
-def test_what_each_part_gave_is_in_the_group_on_the_wire_and_after_a_draw():
-    group = Group.of([scored(1, ()), scored(0, (1.0, 0.5))])
-    assert group.part_rewards[0].tolist() == [1.0, 0.5] and group.part_rewards[1].isnan().all()
+def test_columns_are_in_the_group_on_the_wire_and_after_a_draw():
+    columns = {"reward/right/mean": 0.1, "dialogues/turns": 3}
+    group = Group.of([scored(1, {}), scored(0, columns)])
+    assert group.columns == (columns, {})
     (come,) = wire.decode(wire.encode([group]))
-    assert torch.equal(come.part_rewards.nan_to_num(7.0), group.part_rewards.nan_to_num(7.0))
+    assert come.columns == group.columns
+    (sent,) = wire.decode(wire.encode([dataclasses.replace(completion(0), columns=columns)]))
+    assert sent.columns == columns
     rows = []
     for place in (1, 0):
         row = _Row(
@@ -265,11 +269,20 @@ def test_what_each_part_gave_is_in_the_group_on_the_wire_and_after_a_draw():
             completion=b"",
         )
         rows.append(row)
-    assert _joined(rows).part_rewards[1].tolist() == [1.0, 0.5]
-    without = Group.of([scored(0, ())])
-    assert without.part_rewards.shape == (1, 0)
-    rows.append(dataclasses.replace(rows[0], group=without, place=0, span=slice(0, 2)))
-    assert _joined(rows).part_rewards[2].isnan().tolist() == [True, True]
+    assert _joined(rows).columns == ({}, columns)
+
+
+def test_a_group_of_a_checkpoint_without_columns_has_none():
+    group = Group.of([scored(0, {"dialogues/turns": 3}), scored(1, {})])
+    message = wire.encode([group])
+    size = int.from_bytes(message[:8], "little")
+    tensors = load(message)
+    header = json.loads(json.loads(message[8 : 8 + size])["__metadata__"]["records"])
+    del header["values"]["columns"]
+    (old,) = wire.decode(save(tensors, metadata={"records": json.dumps(header)}))
+    assert old.columns == ({}, {})
+    with pytest.raises(ValueError, match="Group 7: .* columns"):
+        dataclasses.replace(group, columns=({},))
 
 
 class Fixed:
@@ -288,8 +301,8 @@ class Fixed:
         return [(key, Outcome.score(self.value)) for key in keys]
 
 
-@pytest.mark.parametrize("values, want", [((1.0, 0.5), (1.0, 0.5)), ((1.0,), (1.0,))])
-def test_a_weighted_reward_tells_what_its_parts_gave_before_their_weights(values, want):
+@pytest.mark.parametrize("values", [(1.0, 0.5), (1.0,)])
+def test_a_weighted_reward_tells_what_its_parts_gave_before_their_weights(values):
     parts = [
         Part(f"part{n}", lambda site, value=value: Fixed(value), weight=2.0)
         for n, value in enumerate(values)
@@ -297,7 +310,8 @@ def test_a_weighted_reward_tells_what_its_parts_gave_before_their_weights(values
     weighted = Weighted(parts, site_alone(torch.device("cpu")))
     weighted.submit(0, type("Item", (), {"is_held_out": False})())
     ((_, outcome),) = weighted.poll()
-    assert outcome.part_values == want and outcome.value == 2.0 * sum(values)
+    assert outcome.columns == {f"reward/part{n}/mean": one for n, one in enumerate(values)}
+    assert outcome.value == 2.0 * sum(values)
 
 
 # --- The file ---

@@ -124,18 +124,20 @@ def test_completions_without_a_reward_have_no_mean_of_rewards():
     assert (row["reward/mean"], row["reward/std"]) == (1.0, 1.0)
 
 
-def test_the_means_of_a_rewards_parts_are_over_the_groups_of_the_step():
-    def scored(ticket, parts):
-        parts = torch.tensor(parts)
-        size = len(parts)
-        return group(ticket, [1] * size, [1.0] * size, part_rewards=parts)
+def test_columns_of_completions_become_means_and_sums_over_the_groups_of_the_step():
+    def told(ticket, *columns):
+        return group(ticket, [1] * len(columns), [1.0] * len(columns), columns=columns)
 
-    groups = [scored(1, [[1.0, 0.5], [math.nan, math.nan]]), scored(2, [[4.0, 0.0]])]
-    groups.append(group(3, [1], [math.nan]))  # nothing of it has a score
-    row = batch_row(groups, VERSION, ALONE, reward_parts=["right", "brief"])
-    assert (row["reward/right/mean"], row["reward/brief/mean"]) == (2.5, 0.25)
-    row = batch_row(groups[2:], VERSION, ALONE, reward_parts=["right", "brief"])
-    assert "reward/right/mean" not in row
+    right = "reward/right/mean"
+    groups = [
+        told(1, {right: 1.0, "dialogues/turns": 2, "tokens/reencode_mismatch": 0}, {}),
+        told(2, {right: 4.0, "dialogues/turns": 3, "dialogues/completed": 1}),
+        group(3, [1], [math.nan]),
+    ]
+    row = batch_row(groups, VERSION, ALONE)
+    assert (row[right], row["dialogues/turns"], row["dialogues/completed"]) == (2.5, 5.0, 1.0)
+    assert row["tokens/reencode_mismatch"] == 0.0
+    assert right not in batch_row(groups[2:], VERSION, ALONE)
 
 
 def test_context_is_counted_of_the_groups_of_the_step():
