@@ -84,8 +84,6 @@ TRAINING = (
     "metrics.trace=false",
     "threads=1",
 )
-# What the ranks count when they may, which is not of a step.
-COUNTS = ("dialogues/", "tokens/reencode_mismatch")
 
 
 def write_rows(folder: Path) -> None:
@@ -216,14 +214,10 @@ def weights_of(run_dir: Path) -> str | None:
 
 
 def untimed(rows: list[dict]) -> list[dict]:
-    """Return rows without clocks, and without counts that are sent when a rank may."""
+    """Return rows without clocks."""
     found = []
     for row in rows:
-        kept = {}
-        for name, value in row.items():
-            if not is_timing(name) and not name.startswith(COUNTS):
-                kept[name] = value
-        found.append(kept)
+        found.append({name: value for name, value in row.items() if not is_timing(name)})
     return found
 
 

@@ -187,10 +187,12 @@ class Meter(Protocol):
         """Let a counter grow by `amount`."""
 
     def add_mean(self, name: str, value: float) -> None:
-        """Add an observation to a column that holds the mean of all ranks since the last row."""
+        """Add an observation to a column that holds the mean of all ranks since the last row. Only
+        for what depends on the clock: what belongs to a completion is among its `columns`.
+        """
 
     def add_sum(self, name: str, value: float) -> None:
-        """Add to a column that holds the sum of all ranks since the last row."""
+        """Add to a column that holds the sum of all ranks since the last row, as `add_mean`."""
 
     def report(self, step: int, values: dict) -> None:
         """Give the row of `step` these values."""

@@ -354,11 +354,11 @@ class Group:
             raise ValueError(
                 f"Group {self.ticket}: {num_rewards} rewards but {self.achieved.numel()} outcomes"
             )
-        by_completion = (self.finish_reasons, self.outcomes, self.columns)
-        if {num_rewards, *map(len, by_completion)} != {size}:
+        reasons, outcomes, columns = map(len, (self.finish_reasons, self.outcomes, self.columns))
+        if not (num_rewards == reasons == outcomes == columns == size):
             raise ValueError(
-                f"Group {self.ticket}: {size} lengths but {num_rewards} rewards, or other numbers "
-                f"of reasons, outcomes and columns: {list(map(len, by_completion))}"
+                f"Group {self.ticket}: {size} lengths, but {num_rewards} rewards, {reasons} finish "
+                f"reasons, {outcomes} outcomes and columns of {columns}"
             )
 
     @classmethod

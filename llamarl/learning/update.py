@@ -19,7 +19,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import pairwise
 
 import torch
@@ -291,17 +290,12 @@ class PolicyUpdate:
         logits = []
         for sequence in sequences:
             with self._device:
-                token_ids = torch.tensor(sequence.token_ids)
-                bounds = torch.tensor([0, len(token_ids) - 1])
-            labels.append(token_ids[sequence.given :])
-            logits.append(
-                self.decoder(
-                    token_ids[:-1],
-                    torch.arange(len(token_ids) - 1, device=self._device),
-                    PackedAttention(bounds),
-                    partial(_last_logits, count=sequence.num_scored),
-                )
-            )
+                ids = torch.tensor(sequence.token_ids)
+                positions = torch.arange(len(ids) - 1)
+                attention = PackedAttention(torch.tensor([0, len(positions)]))
+            logits_TV = self.decoder(ids[:-1], positions, attention, F.linear)
+            logits.append(logits_TV[sequence.given - 1 :])
+            labels.append(ids[sequence.given :])
         labels_S = torch.cat(labels)
         logits_SV = torch.cat(logits).float() / (self.settings.temperature or 1.0)
         if self.decoder.absent_rows is not None:
@@ -602,8 +596,3 @@ class PolicyUpdate:
             "parity/logprob_diff_max": Metric(worst, Reduction.MAX),
             "parity/logprob_diff_rms": Metric(typical, Reduction.MAX),
         }
-
-
-def _last_logits(h_TD: Tensor, w_VD: Tensor, *, count: int) -> Tensor:
-    """Return the logits [count, V] of the last places."""
-    return F.linear(h_TD[-count:], w_VD)
