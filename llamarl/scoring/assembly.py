@@ -11,6 +11,8 @@ from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Generic, TypeVar
 
+import torch
+
 from llamarl.errors import RewardError
 from llamarl.executor import Meter, RecordSender
 from llamarl.scoring.evaluation import Evaluations
@@ -22,6 +24,10 @@ ERROR_WINDOW = 256  # outcomes over which the error rate is taken
 MIN_OUTCOMES = 64  # fewer do not make a rate
 UNLIKELY = 2e-6  # how seldom a rate at its limit gives so many prompts of errors alone
 LOGGED_REASONS = 20  # distinct ones that are logged; all are counted
+# Groups hold rewards in float32. Rounding by more than this share of what the rewards of a group
+# differ by is warned of; rewards that differ by less than LEAST_SPREAD count as equal.
+MOST_ROUNDED = 0.01
+LEAST_SPREAD = 1e-6
 
 log = logging.getLogger(__name__)
 
@@ -103,6 +109,8 @@ class GroupAssembler:
         self._group_size = group_size
         self._evaluations = Evaluations(eval_sets, num_eval_samples, success_above)
         self._errors = ErrorRate(source, max_error_rate)
+        self._source = source
+        self._has_warned = False  # of rounded rewards
         # By ticket: the scored completions of groups that are not whole.
         self._begun: dict[int, list[ScoredCompletion]] = {}
 
@@ -124,7 +132,33 @@ class GroupAssembler:
         group.append(scored)
         if len(group) == self._group_size:
             del self._begun[completion.ticket]
+            self._warn_of_rounding(group)
             self.whole.append(Group.of(group))
+
+    def _warn_of_rounding(self, scored: Sequence[ScoredCompletion]) -> None:
+        """Warn once if float32 does not tell the rewards of a group apart as they were given."""
+        if self._has_warned:
+            return
+        rewards = torch.tensor([one.reward for one in scored], dtype=torch.float64)
+        rewards = rewards[~rewards.isnan()]
+        if not rewards.numel():
+            return
+        lowest, highest = map(float, rewards.aminmax())
+        spread = highest - lowest
+        rounded = float((rewards - rewards.float()).abs().max())
+        if spread > LEAST_SPREAD and rounded > MOST_ROUNDED * spread:
+            self._has_warned = True
+            log.warning(
+                "reward %s: the rewards of ticket %d are from %.17g to %.17g, but float32, in "
+                "which they are trained on, rounds them by up to %.2g: completions may count as "
+                "equal that are not. Subtract a constant in the reward, so that its numbers are "
+                "not much larger than what they differ by (said once)",
+                self._source,
+                scored[0].completion.ticket,
+                lowest,
+                highest,
+                rounded,
+            )
 
     def settle_all(self, settled: Iterable[tuple[Scorable, Outcome]], metrics: Meter) -> None:
         """Enter the outcomes of a scorer, and count them. RewardError if too many are errors."""

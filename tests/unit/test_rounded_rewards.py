@@ -1,0 +1,56 @@
+"""Rewards that float32 does not tell apart are warned of."""
+
+import logging
+import math
+
+import pytest
+import torch
+
+from llamarl.scoring.assembly import GroupAssembler
+from llamarl.scoring.scorer import Outcome
+from llamarl.types import Completion
+
+
+def said_of(caplog, *groups):
+    """The warnings over groups of rewards, which are joined one after another."""
+    assembler = GroupAssembler(
+        "mine", group_size=3, eval_sets=(), num_eval_samples=0, max_error_rate=1.0
+    )
+    with caplog.at_level(logging.WARNING):
+        for ticket, rewards in enumerate(groups):
+            for sample, reward in enumerate(rewards):
+                one = torch.zeros(1, dtype=torch.int64)
+                completion = Completion(ticket, sample, one, one, torch.zeros(1), one, "stop")
+                outcome = Outcome.abstain("no") if reward is None else Outcome.score(reward)
+                assembler.settle(completion, outcome)
+    assert len(assembler.whole) == len(groups)
+    return [record.getMessage() for record in caplog.records]
+
+
+@pytest.mark.parametrize(
+    "rewards",
+    [
+        (2.0**24, 2.0**24 + 1, 2.0**24),  # equal in float32
+        (2.0**24, None, 2.0**24 + 3),  # 4 apart there
+        (1e9 + 0.1, 1e9 + 0.2, 1e9 + 10),
+    ],
+)
+def test_rewards_that_float32_rounds_by_what_they_differ_by_are_warned_of_once(caplog, rewards):
+    (said,) = said_of(caplog, (0.0, 1.0, 0.0), rewards, rewards)
+    assert "reward mine: the rewards of ticket 1 are from " in said
+    assert "Subtract a constant" in said
+
+
+@pytest.mark.parametrize(
+    "rewards",
+    [
+        (2.0**24, 2.0**24 + 2, 2.0**24 + 4),
+        (0.1 + 0.2, 0.3, 0.3),  # rounding alone
+        (1e18, -1e18, 0.1),
+        (1e9, 1e9, 1e9),
+        (None, None, None),
+        (math.pi, math.pi + 1e-3, 0.0),
+    ],
+)
+def test_rewards_that_float32_tells_apart_are_not(caplog, rewards):
+    assert not said_of(caplog, rewards)
