@@ -265,7 +265,7 @@ def test_scales_of_rows_that_trainer_ranks_share_are_those_of_whole_rows(tmp_pat
         assert rows[0][name] == want[0][name]
     for name in ("loss/value", "grad_norm"):
         assert rows[0][name] == pytest.approx(want[0][name], abs=SHARDED, rel=SHARDED)
-    # Of each version, in the row that it comes in time for, which is a mean where two do.
+    # Of each version, in the row of the step that it sampled.
     divergence = known("weights/quantization_kl", rows)
     expected = known("weights/quantization_kl", want)
     assert max(divergence) > 0
