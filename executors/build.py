@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
@@ -19,7 +18,7 @@ from executors.reward import Reward
 from executors.trainer import FSDPTrainer
 from executors.victim import Victim
 from llamarl.config.command_line import Config
-from llamarl.config.placement import judge_models, wants_short_turns
+from llamarl.config.placement import judge_models
 from llamarl.config.sections.victim import placed_victim
 from llamarl.executor import WeightsForm
 from llamarl.inference import Engine, SamplingParams, TemperatureRange
@@ -141,8 +140,6 @@ def build_executors(
 def build_generator(config: Config, job: Job, kind: type[Generator] = Generator) -> Generator:
     """Build the generator, with the engine of generator.kind. kind: the generator's class."""
     g = config.generator
-    is_short = _wants_short_turns(config, job)
-    num_replicas = len(job.placement["generator"]) // g.tensor_parallel
     max_quantization_kl = None
     if g.kind == "native" and g.quantize != "none":
         max_quantization_kl = g.max_quantization_kl
@@ -153,9 +150,7 @@ def build_generator(config: Config, job: Job, kind: type[Generator] = Generator)
         eval_samples=config.eval.num_samples,
         sampling=sampling_of(config, job),
         temperatures=temperatures_of(config),
-        chunk_tokens=g.chunk(is_short=is_short),
-        has_short_turns=is_short,
-        groups_first=math.ceil(2 * config.groups_per_step / num_replicas),
+        chunk_tokens=g.chunk_tokens,
         max_seconds=g.max_seconds,
         in_flight_updates=config.updates_in_flight,
         recompute_kv=g.recompute_kv,
@@ -169,16 +164,6 @@ def build_generator(config: Config, job: Job, kind: type[Generator] = Generator)
             transport=config.weights.transport,
         ),
     )
-
-
-def _wants_short_turns(config: Config, job: Job) -> bool:
-    """Whether a turn of the generator should be as short as it can be. Where completions are read
-    ahead a chunk is what is read, and on a GPU a token is quick and a look at messages is not.
-    """
-    reads_ahead = config.reward.stream or config.reference.stream
-    if reads_ahead or torch.cuda.is_available():
-        return False
-    return wants_short_turns(job.placement, synchronous=config.max_lag == 0)
 
 
 def build_reward(config: Config, job: Job, kind: type[Reward] = Reward) -> Reward:

@@ -45,7 +45,7 @@ def answer(
     generator = job.config.generator
     slots = generator.max_slots
     with Progress("answers", total, unit="completions", at_once=slots) as progress:
-        for finished in completions_of(engine, generator.chunk()):
+        for finished in completions_of(engine, generator.chunk_tokens):
             completions += [eval_completion(stream, c) for stream, c in finished]
             progress.advance(len(finished))
     return sorted(completions, key=lambda c: (c.prompt_index, number_of(c)))

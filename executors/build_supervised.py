@@ -38,7 +38,7 @@ def _build_held_out(job: SupervisedJob) -> HeldOutCompletions:
         engine=engine_alone(run.config, run),
         scorer=scorer,
         sampling=sampling_of(run.config, run),
-        chunk_tokens=run.config.generator.chunk(),
+        chunk_tokens=run.config.generator.chunk_tokens,
         prompts=run.eval_prompts,
         decode=run.decode,
         decode_raw=run.decode_raw,

@@ -12,8 +12,7 @@
 
 A version that is to be evaluated is pinned: its held-out prompts run beside the tickets, and no
 newer version is taken in until they are done. Of the versions that come meanwhile only the newest
-is kept, so that no other replica waits for this one. With the first version after a start groups go
-before held-out prompts, since the trainer waits for them.
+is kept, so that no other replica waits for this one.
 
 A checkpoint holds the completions of groups that are not whole. On resume, if the ledger counts
 their ticket as in work, partial ones go on and ended ones are sent again. Otherwise the ticket
@@ -79,11 +78,6 @@ class Generator(Executor):
     temperatures: what tickets are sampled at. None: at sampling's temperature, at which the trainer
     scores them in any case.
     chunk_tokens: tokens a row between two looks at weights, tickets and stop requests.
-    has_short_turns: somebody on this rank waits for the end of a turn, so that an evaluation begins
-    in small parts.
-    groups_first: so many groups go before the evaluation of the first version that comes, if the
-    ledger grants them: a replica's share of the trainer's first two steps, the one that it waits
-    for and the one that it makes while held-out prompts are answered.
     in_flight_updates: take new weights in while completions run; otherwise only when none does.
     recompute_kv: at new weights, compute the cache of running completions again.
     parity: how far the canaries of versions may differ from the trainer's.
@@ -106,8 +100,6 @@ class Generator(Executor):
     chunk_tokens: int
     in_flight_updates: bool
     parity: ParityLimits
-    has_short_turns: bool = False
-    groups_first: int = 0
     recompute_kv: bool = False
     eval_samples: int = 0
     tensor_parallel: int = 1
@@ -126,7 +118,6 @@ class Generator(Executor):
         self._evaluating = 0  # unfinished completions of held-out prompts
         self._progress: Progress | None = None  # of the evaluation, on one rank
         self._to_evaluate: deque[int] = deque()  # held-out prompts that the engine has not got yet
-        self._due_first = 0  # groups that go before these
         # The tickets whose groups are not whole. Only the first rank of a replica keeps them.
         self._begun: dict[int, float] = {}  # when each began here, seconds
         self._open: dict[int, list[Completion]] = {}  # the completions that were sent
@@ -231,24 +222,16 @@ class Generator(Executor):
         return 1 + self.eval_samples
 
     def _next_to_evaluate(self) -> list[int]:
-        """Return the held-out prompts that the engine should have now. None while groups go first
-        and some are in work or may be granted. Else, where tickets may come soon, those that take
-        half of the slots, so that tickets do not wait until an evaluation is done, and the trainer
-        for them; where they may not, all that there are. Where turns are short, those of an eighth
-        of the slots, whatever comes.
+        """Return the held-out prompts that the engine should have now. The trainer waits for
+        tickets, so these keep half of the slots while any is in work or may be granted. Otherwise
+        an evaluation has all slots.
         """
         waiting = list(self._to_evaluate)
-        if self.tickets.synchronous:
-            return waiting
         is_alone = self.tickets.is_refused and not self._begun
-        if self._due_first > 0 and not is_alone:
-            return []
-        if is_alone and self._due_first <= 0 and not self.has_short_turns:
+        if self.tickets.synchronous or is_alone:
             return waiting
         started = self._evaluating - len(waiting) * self._answers_each
         room = self._num_slots // 2 - started
-        if self.has_short_turns:
-            room = min(room, max(self._num_slots // 8, self._answers_each))
         if not started:
             room = max(room, self._answers_each)  # one, however few slots there are
         return waiting[: max(0, room) // self._answers_each]
@@ -324,7 +307,6 @@ class Generator(Executor):
         """Take in the staged version, check its canary, and start its evaluation if it is due."""
         self.claim_device()
         began = time.monotonic()
-        is_first = self.version < 0
         taken = self.weights.swap()
         assert not self.replica.peers or (taken and taken.version == version), (
             f"rank {self.group.rank} swaps {taken}, not {version}"
@@ -345,7 +327,6 @@ class Generator(Executor):
             if self.group.data_index == 0 and not self.follows:
                 what = f"evaluation of version {self.version}"
                 self._progress = Progress(what, num_answers, unit="answers", is_bar=False)
-            self._due_first = self.groups_first if is_first else 0
         return True
 
     def _check(self, canary: Canary) -> Columns:
@@ -482,7 +463,6 @@ class Generator(Executor):
         if len(group) == self.sampling.n:
             del self._open[completion.ticket]
             del self._begun[completion.ticket]
-            self._due_first -= 1
 
     def state_dict(self) -> dict:
         """Return the completions of groups that are not whole. The first rank of each replica saves

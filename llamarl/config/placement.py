@@ -7,7 +7,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 
@@ -19,18 +18,6 @@ from llamarl.models.config import ModelConfig, read_config, tiny_directory
 TINY_MODEL = tiny_directory()
 
 Ranks = tuple[int, ...]
-
-
-def wants_short_turns(placement: Mapping[str, Sequence[int]], *, synchronous: bool) -> bool:
-    """Return whether a generator's turns should be short on a CPU, where a token of all slots takes
-    milliseconds: beside a scorer, which hands a step's last groups on between two of them. Where
-    the trainer is on the rank too, its own step is the long turn; and in step with it a chunk
-    decides bits.
-    """
-    ranks = set(placement["generator"])
-    scorers = set(chain.from_iterable(placement.get(name, ()) for name in ("reward", "reference")))
-    has_scorer = bool(ranks & scorers)
-    return has_scorer and not synchronous and not ranks & set(placement["trainer"])
 
 
 def placement_of(config: Config, world_size: int) -> dict[str, Ranks]:

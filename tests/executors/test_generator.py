@@ -190,19 +190,6 @@ def test_an_evaluation_takes_all_slots_while_no_ticket_is_granted():
     assert g.engine.num_live == 8
 
 
-def test_where_turns_are_short_an_eighth_of_the_slots_begins_to_evaluate_in_each():
-    """Whether tickets come or not."""
-    g = generator(chunk=1, has_short_turns=True)
-    g.eval_prompts = dict.fromkeys(range(10), PROMPT)
-    g.tickets.grants = 0
-    g.weights.staged = Staged(5, must_load=True, evaluate=True)
-    waiting = []
-    for _ in range(4):
-        g.step()
-        waiting.append(len(g._to_evaluate))
-    assert waiting == [9, 8, 7, 6], "of eight slots one a turn"
-
-
 @pytest.mark.parametrize("is_evaluated", [False, True])
 def test_tickets_begin_with_what_this_ranks_trainer_is_about_to_make(is_evaluated):
     """Unless a version is pinned, which the newer one would have to wait for."""
@@ -236,63 +223,19 @@ class Rationed(FakeTickets):
         return super().ask(generator, count, version, is_idle=is_idle)
 
 
-def whole_until_one_is_evaluated(g):
-    """The groups that are whole when the engine is given the first held-out prompt."""
-    for _ in range(200):
-        whole = len(g.outputs.of(Completion)) // GROUP
-        g.step()
-        if g._evaluating and len(g._to_evaluate) < g._evaluating:
-            return whole
-    raise AssertionError("no held-out prompt has begun")
-
-
-def evaluated_in_full(g, number):
-    for _ in range(200):
-        if len(g.outputs.of(EvalCompletion)) == number:
-            return True
-        g.step()
-    return False
-
-
-@pytest.mark.parametrize(("version", "is_first"), [(-1, True), (4, False)])
-def test_groups_go_before_the_evaluation_of_the_first_version(version, is_first):
-    """Eight slots hold four groups at a time, and the ledger grants as many."""
-    g = generator(chunk=1, groups_first=6)
-    g.version = version
-    g.tickets = Rationed(left=50)
-    g.weights.staged = Staged(5, must_load=True, evaluate=True)
-    assert (whole_until_one_is_evaluated(g) >= 6) == is_first
-    assert evaluated_in_full(g, EVALS)
-
-
-def test_a_refusal_lets_some_held_out_prompts_begin_and_new_room_goes_first_again():
-    g = generator(chunk=1, groups_first=6)
+def test_an_evaluation_takes_the_other_half_once_the_last_group_is_whole():
+    g = generator(chunk=1)
     g.eval_prompts = dict.fromkeys(range(20), PROMPT)
-    g.tickets = Rationed(left=2)
-    g.weights.staged = Staged(0, must_load=True, evaluate=True)
-    assert whole_until_one_is_evaluated(g) == 2
-    assert len(g._to_evaluate) == 16, "half of the slots"
-    g.tickets.left = 4
-    waiting = []
-    for _ in range(200):
+    g.tickets = Rationed(left=1)
+    g.weights.staged = Staged(5, must_load=True, evaluate=True)
+    beside = []
+    while len(g.outputs.of(Completion)) < GROUP:
         g.step()
-        waiting.append((len(g.outputs.of(Completion)) // GROUP, len(g._to_evaluate)))
-        if not g._to_evaluate:
-            break
-    begun = [evaluating for whole, evaluating in waiting if 2 < whole < 6]
-    assert len(set(begun)) == 1, "none begins while groups are in work"
-    assert waiting[-1][0] == 6
-    assert evaluated_in_full(g, 20)
-
-
-def test_groups_do_not_go_before_a_later_evaluation():
-    g = generator(chunk=1, groups_first=6)
-    g.tickets = Rationed(left=0)
-    g.weights.staged = Staged(0, must_load=True, evaluate=True)
-    assert evaluated_in_full(g, EVALS)
-    g.tickets.left = 50
-    g.weights.staged = Staged(1, evaluate=True)
-    assert whole_until_one_is_evaluated(g) == 0
+        running = [sample.request.stream for sample in g.engine._running]
+        beside.append(len(running) - running.count(TRAIN))
+    assert g.tickets.is_refused and max(beside) == 4, "of eight slots"
+    g.step()
+    assert g.engine.num_live == 8
 
 
 def test_a_prompt_of_more_answers_than_half_of_the_slots_is_evaluated_all_the_same():

@@ -12,8 +12,6 @@ from llamarl.config.sections.loss import LossSettings
 from llamarl.config.sections.run import RunSettings
 from llamarl.words.choices import Quantized
 
-CHUNK_TOKENS = 8  # where nobody waits for the end of a generator's turn
-
 
 @settings_dataclass
 class GeneratorSettings:
@@ -21,7 +19,7 @@ class GeneratorSettings:
 
     kind: str
     max_slots: Count
-    chunk_tokens: Count | None
+    chunk_tokens: Count
     # None: RunSettings.temperature.
     temperature: PositiveInterval | None = marked("identity")
     top_k: Natural
@@ -30,14 +28,6 @@ class GeneratorSettings:
     stop: list[str]
     in_flight_updates: bool | None
     max_seconds: Positive | None
-
-    def chunk(self, *, is_short: bool = False) -> int:
-        """Return chunk_tokens with its null filled in. is_short: somebody waits for the end of a
-        turn (llamarl.config.placement.wants_short_turns).
-        """
-        if self.chunk_tokens is not None:
-            return self.chunk_tokens
-        return 1 if is_short else CHUNK_TOKENS
 
     def samples_at(self, temperature: float) -> bool:
         """Return whether every completion is sampled at this temperature, which is the run's."""
