@@ -157,8 +157,11 @@ class Reward(Executor):
         """
         return self.follows
 
-    def begin(self) -> None:
-        """Make the scorer and the judges, whose processes begin to start."""
+    def setup(self) -> None:
+        """Make the scorer and the judges, load models, each rank its own share, and start the
+        scorer. ValueError if it cannot be used, such as a function that cannot be imported or
+        called.
+        """
         self._ranks = Ranks(self, as_one=self.first_takes)
         site = Site(
             group=self.group,
@@ -171,11 +174,6 @@ class Reward(Executor):
         if self.replies is not None:
             self._scorer = ReplyMean(self._scorer, self.replies)
         self._judges = Judges([make(site) for make in self.judges])
-
-    def setup(self) -> None:
-        """Load models, each rank its own share, and start the scorer. ValueError if it cannot be
-        used, such as a function that cannot be imported or called.
-        """
         self._scorer.load()
         self._judges.load()
         if not self.follows:

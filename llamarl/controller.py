@@ -248,8 +248,6 @@ class ExecutorController:
                     self.tickets,
                     self.checkpoints,
                 )
-        for executor in self.local:
-            executor.begin()
         turns = DeviceSharing(self.settings.offload)
         for executor in self.local:
             executor.setup()

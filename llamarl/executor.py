@@ -482,7 +482,7 @@ class Executor:
         tickets: Tickets | None = None,
         checkpoints: Checkpoints | None = None,
     ) -> None:
-        """Take what the controller gives: once, on the executor's own ranks, before `begin`.
+        """Take what the controller gives: once, on the executor's own ranks, before `setup`.
 
         inputs, outputs: this rank's ends of the channels, each with what it carries. A channel of
         weights has ends of its own kind (llamarl.ddma.channel).
@@ -495,15 +495,8 @@ class Executor:
         self._tickets = tickets
         self._checkpoints = checkpoints
 
-    def begin(self) -> None:
-        """Start what gets ready by itself while the executors of this rank are set up, such as a
-        process. Waits for nothing.
-        """
-
     def setup(self) -> None:
-        """Build what is heavy, after `begin` of all executors of this rank. Collective over the
-        executor's ranks.
-        """
+        """Build what is heavy. Collective over the executor's ranks."""
 
     def step(self) -> bool:
         """Do one bounded piece of work. Return False if there was none; `waiting_for` then says
@@ -574,6 +567,6 @@ class Executor:
         raise NotImplementedError(f"{type(self).__name__} leads no graph: it exports nothing")
 
     def teardown(self) -> None:
-        """Release processes, files and threads. Must not fail when `begin` or `setup` did not
-        finish, or was not called.
+        """Release processes, files and threads. Must not fail if `setup` did not finish, or was not
+        called.
         """

@@ -40,7 +40,6 @@ def build_reward(tmp_path, monkeypatch):
         outputs = [(Group, FakeSender(name))]
         executor.attach(group, inputs, outputs, FakeControl(), FakeMetrics())
         built.append(executor)
-        executor.begin()
         executor.setup()
         return executor
 

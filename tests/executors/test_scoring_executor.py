@@ -11,6 +11,7 @@ from llamarl.models.config import tiny_directory
 from llamarl.models.hf import load_tokenizer
 from llamarl.scoring.model import asked_of
 from llamarl.scoring.sharded import ScorerSettings
+from llamarl.scoring.together import Ranks
 from llamarl.scoring.transcript import Transcript, same_tokens
 from llamarl.scoring.weighted import Part, Weighted
 from llamarl.tasks.held_out import own_set
@@ -58,7 +59,6 @@ def build(tmp_path):
         inputs = [(record, FakeReceiver()) for record in executor.consumes]
         outputs = [(Group, FakeSender())]
         executor.attach(group, inputs, outputs, FakeControl(), FakeMetrics())
-        executor.begin()
         if is_set_up:
             executor.setup()
         return executor
@@ -66,10 +66,15 @@ def build(tmp_path):
     return build
 
 
-def test_what_has_only_begun_ends_without_waiting_for_other_ranks(build, monkeypatch):
-    """When another executor of its rank could not be set up."""
+def test_a_reward_without_its_model_ends_without_waiting_for_other_ranks(build, monkeypatch):
+    def load(scorer):
+        raise ValueError("no such model")
+
+    monkeypatch.setattr(Weighted, "load", load)
+    monkeypatch.setattr(Ranks, "leave", lambda ranks: pytest.fail("waits for other ranks"))
     executor = build(is_set_up=False)
-    monkeypatch.setattr(executor._ranks, "leave", lambda: pytest.fail("waits for other ranks"))
+    with pytest.raises(ValueError, match="no such model"):
+        executor.setup()
     executor.teardown()
 
 

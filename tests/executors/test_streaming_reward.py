@@ -70,7 +70,6 @@ def streaming(path, *, model=None, parts=None, cache_tokens=8 * LONGEST, **searc
     group = ExecutorGroup("reward", (0,), 0, torch.device("cpu"))
     inputs = [(record, FakeReceiver()) for record in executor.consumes]
     executor.attach(group, inputs, [(Group, FakeSender())], FakeControl(), FakeMetrics())
-    executor.begin()
     executor.setup()
     return executor
 
