@@ -85,8 +85,8 @@ class Reward(Executor):
               room for groups
 
     An error or an abstention is a NaN reward, which the trainer masks, and is left out of an
-    evaluation. RewardError when more than max_error_rate of the last assembly.MIN_OUTCOMES to
-    ERROR_WINDOW outcomes are errors, or sooner if all those of several prompts are.
+    evaluation. RewardError when more than max_error_rate of the newest outcomes are errors
+    (assembly.ErrorRate).
     """
 
     name = "reward"

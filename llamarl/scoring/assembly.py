@@ -21,7 +21,9 @@ from llamarl.tasks.held_out import EvalSet
 from llamarl.types import Completion, EvalCompletion, Group, Prompt, ScoredCompletion
 
 ERROR_WINDOW = 256  # outcomes over which the error rate is taken
+WINDOW_PROMPTS = 16  # if these have more outcomes than ERROR_WINDOW, the rate is taken over them
 MIN_OUTCOMES = 64  # fewer do not make a rate
+MIN_BAD_PROMPTS = 4  # errors of fewer do not make a rate: one bad row may fill MIN_OUTCOMES
 UNLIKELY = 2e-6  # how seldom a rate at its limit gives so many prompts of errors alone
 LOGGED_REASONS = 20  # distinct ones that are logged; all are counted
 # Groups hold rewards in float32. Rounding by more than this share of what the rewards of a group
@@ -195,39 +197,48 @@ def _asked(completion: Scorable) -> tuple[bool, int]:
 class ErrorRate:
     """The share of errors among the newest ERROR_WINDOW outcomes, and their reasons.
 
-    The outcomes of a prompt may all be errors for one reason, such as a bad row. So where all
-    outcomes are errors, it is prompts that are counted.
+    The outcomes of a prompt may all be errors for one reason, such as a bad row. So a rate needs
+    errors of MIN_BAD_PROMPTS prompts, and where all outcomes are errors, it is prompts that are
+    counted. With a limit of 0 any error ends the run.
     """
 
     def __init__(self, source: str, max_error_rate: float):
         self._source = source  # its name
         self._max = max_error_rate
-        # The reason of each error, None for any other outcome; and which prompt it is of.
-        self._newest: deque[tuple[str | None, Hashable]] = deque(maxlen=ERROR_WINDOW)
+        # By prompt, the oldest first: the reason of each error, None for any other outcome.
+        self._newest: dict[Hashable, list[str | None]] = {}
         self._logged: set[str] = set()
 
     def add(self, outcome: Outcome, asked: Hashable) -> None:
         """Count an outcome. Log an error whose reason is new. asked: equal for the outcomes of one
         prompt.
         """
-        if outcome.kind != "error":
-            self._newest.append((None, asked))
+        reason = outcome.reason if outcome.kind == "error" else None
+        self._newest.setdefault(asked, []).append(reason)
+        num_outcomes = sum(map(len, self._newest.values()))
+        if num_outcomes > ERROR_WINDOW and len(self._newest) > WINDOW_PROMPTS:
+            del self._newest[next(iter(self._newest))]
+        if reason is None:
             return
-        reason = outcome.reason
-        self._newest.append((reason, asked))
         if reason not in self._logged and len(self._logged) < LOGGED_REASONS:
             self._logged.add(reason)
             log.warning("reward %s: error, its completion is masked: %s", self._source, reason)
 
     def check(self) -> None:
         """Raise RewardError if the rate is above its limit."""
-        num_outcomes = len(self._newest)
-        num_prompts = len({asked for _, asked in self._newest})
-        reasons = Counter(reason for reason, _ in self._newest if reason is not None)
+        reasons: Counter[str] = Counter()
+        num_outcomes = num_bad_prompts = 0
+        for outcomes in self._newest.values():
+            errors = [reason for reason in outcomes if reason is not None]
+            reasons.update(errors)
+            num_outcomes += len(outcomes)
+            num_bad_prompts += bool(errors)
         rate = reasons.total() / max(1, num_outcomes)
-        if num_outcomes < MIN_OUTCOMES and (rate < 1.0 or self._max**num_prompts > UNLIKELY):
+        if rate <= self._max:
             return
-        if rate > self._max:
+        is_a_rate = num_outcomes >= MIN_OUTCOMES and num_bad_prompts >= MIN_BAD_PROMPTS
+        all_fail = rate == 1.0 and self._max**num_bad_prompts <= UNLIKELY
+        if is_a_rate or all_fail or self._max == 0:
             commonest = reasons.most_common(3)
             examples = "".join(f"\n  {count} x {reason}" for reason, count in commonest)
             raise RewardError(

@@ -238,6 +238,7 @@ def test_what_judges_count_is_each_batchs_own():
 
 def test_too_many_errors_end_it(monkeypatch):
     monkeypatch.setattr("llamarl.scoring.assembly.MIN_OUTCOMES", 3)
+    monkeypatch.setattr("llamarl.scoring.assembly.MIN_BAD_PROMPTS", 1)
     broken = {text: None for text in ("24", "26", "25")}
     monkeypatch.setitem(SCORES, 1, broken)
     with pytest.raises(RewardError, match="100% of the last 3 scores are errors"):

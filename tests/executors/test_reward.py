@@ -409,6 +409,38 @@ def test_the_errors_of_one_prompt_count_once_where_all_are_errors(build):
         settle(executor)
 
 
+@pytest.mark.parametrize("num_bad", [1, 3])
+def test_bad_rows_do_not_make_a_rate_however_large_their_groups_are(num_bad):
+    """The bad rows fail at once, while the other groups are still scored."""
+    rate = assembly.ErrorRate("f", 0.1)
+    for ticket in range(40):
+        kind = Outcome.error("bad row") if ticket < num_bad else Outcome.score(1.0)
+        for _ in range(64):
+            rate.add(kind, ticket)
+            rate.check()
+
+
+@pytest.mark.parametrize("size", [1, 8, 64, 512])
+def test_errors_of_half_of_each_group_make_a_rate_whatever_its_size(size):
+    rate = assembly.ErrorRate("f", 0.4)
+    with pytest.raises(RewardError, match=r"5\d% of the last"):
+        for number in range(4 * 512):
+            rate.add(Outcome.score(1.0) if number % 2 else Outcome.error("no"), number // size)
+            rate.check()
+
+
+def test_the_rate_is_of_the_newest_prompts():
+    rate = assembly.ErrorRate("f", 0.5)
+    for number in range(1000):
+        rate.add(Outcome.score(1.0), number)
+    for number in range(1000, 1000 + assembly.ERROR_WINDOW // 2):
+        rate.add(Outcome.error("no"), number)
+        rate.check()  # at most half of the window
+    rate.add(Outcome.error("no"), 2000)
+    with pytest.raises(RewardError, match="of the last 256 scores"):
+        rate.check()
+
+
 def test_some_errors_do_not(build, caplog):
     executor = build(max_error_rate=0.6)
     words = ["error", "right"] * 40
