@@ -32,12 +32,10 @@ A keeper makes steps with other ranks in a thread that it can leave (llamarl.com
 from __future__ import annotations
 
 import logging
-import signal
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import FrameType
 
 from llamarl.checkpoint.checkpointer import Checkpointer
 from llamarl.checkpoint.service import CONTROLLER, CheckpointService
@@ -47,6 +45,7 @@ from llamarl.comm.control import Control
 from llamarl.comm.dropped import DroppedRecords
 from llamarl.comm.groups import RankInfo, World, executor_group
 from llamarl.comm.meeting import reaching, wait_for_all
+from llamarl.comm.stops import heard_stops
 from llamarl.disk.space import shown_free
 from llamarl.errors import CheckpointError, PeerDied, TimedOut
 from llamarl.executor import POLL_S, Executor, ExecutorGroup
@@ -300,7 +299,11 @@ class ExecutorController:
         """Run until the trainer is done, a stop request, or an error. Return the leader's writer;
         None on other ranks.
         """
-        handlers = {s: signal.signal(s, self._on_signal) for s in (signal.SIGTERM, signal.SIGINT)}
+        with heard_stops(self._on_signal):
+            self._run()
+        return self.metrics.writer
+
+    def _run(self) -> None:
         error: BaseException | None = None
         try:
             self.connect()
@@ -318,9 +321,6 @@ class ExecutorController:
             raise meant from raised
         finally:
             self._close(ended_well=error is None)
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
-        return self.metrics.writer
 
     def _loop(self) -> None:
         clocks = {e.name: _Clock(time.monotonic()) for e in self.local}
@@ -554,7 +554,7 @@ class ExecutorController:
 
     # --- Ending ---
 
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+    def _on_signal(self) -> None:
         self._has_signal = True
         self.control.signalled = True  # a long step checks this between two microbatches
 

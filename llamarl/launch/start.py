@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from llamarl.comm.groups import SHOWN_HOSTS, init_world, threads_per_rank
+from llamarl.comm.stops import remembered_stops
 from llamarl.config.by_model import told
 from llamarl.config.command_line import Config
 from llamarl.errors import (
@@ -103,6 +104,7 @@ def launch(config: Config) -> Iterator[Job]:
             identity = identity_of(job) if world.rank == 0 else None
         job.directory = open_run(config, world, fingerprints, identity, job.prompts)
         ending.callback(job.directory.release)
+        ending.enter_context(remembered_stops())
         if world.rank == 0:
             reading.save(job.directory.path)
             _announce(job)

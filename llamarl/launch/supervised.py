@@ -25,6 +25,7 @@ import torch
 from omegaconf import OmegaConf
 
 from llamarl.comm.groups import World, init_world, threads_per_rank
+from llamarl.comm.stops import remembered_stops
 from llamarl.config.conversion import to_values
 from llamarl.config.sft import SFTConfig, as_run
 from llamarl.config.supervised import RewardModelConfig, RowsSettings
@@ -356,6 +357,7 @@ def launch_supervised(
         except RunDirectoryError as error:
             raise RunDirectoryError(_in_own_words(str(error))) from error
         ending.callback(job.directory.release)
+        ending.enter_context(remembered_stops())
         if world.rank == 0:
             job.announce()
         yield job

@@ -40,6 +40,42 @@ def test_ctrl_c_in_one_process_ends_it_with_a_valid_checkpoint(tmp_path):
     assert f"stopped    after step {step} of 100000: resume=auto goes on" in job.output
 
 
+IN_THE_START = """
+import os
+import signal
+
+from llamarl.config import Config, main
+
+
+@main
+def run(config: Config) -> None:
+    from executors.build import build_executors
+    from llamarl.launch import launch
+
+    with launch(config) as job:
+        generator, reward, _, trainer = build_executors(config, job)
+        if job.world.rank == job.world.size - 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        job.run([generator, reward, trainer])
+
+
+if __name__ == "__main__":
+    run()
+"""
+
+
+@pytest.mark.parametrize("ranks", [None, 2])
+def test_a_signal_before_the_loop_is_a_stop_with_an_outcome(ranks, tmp_path):
+    """One rank of a run is sent it, while executors are built."""
+    recipe = tmp_path / "recipe.py"
+    recipe.write_text(IN_THE_START)
+    with ForkedJob(*SMALL, *LONG, run_dir=tmp_path / "run", recipe=recipe, ranks=ranks) as job:
+        assert job.wait() == 0, job.output
+    outcome = json.loads((job.run_dir / "outcome.json").read_text())
+    assert outcome["ended"] == "stopped"
+    assert verify(job.checkpoint) == []
+
+
 def test_a_run_that_made_its_steps_says_so(synchronous_run):
     outcome = json.loads((synchronous_run.run_dir / "outcome.json").read_text())
     assert outcome == {"ended": "finished", "step": 4, "max_steps": 4}

@@ -1,0 +1,35 @@
+"""Requests to stop before, in and after the loop of a run."""
+
+import os
+import signal
+
+from llamarl.comm.stops import heard_stops, remembered_stops
+
+
+def sent() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_signal_before_the_loop_is_heard_at_its_beginning_and_once():
+    heard = []
+    before = signal.getsignal(signal.SIGTERM)
+    with remembered_stops():
+        sent()
+        with heard_stops(lambda: heard.append("stop")):
+            assert heard == ["stop"]
+            sent()
+            assert heard == ["stop"] * 2
+        assert signal.getsignal(signal.SIGTERM) is before, "what follows may be ended"
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_loop_without_a_memory_hears_its_own_signals_alone():
+    heard = []
+    before = signal.getsignal(signal.SIGINT)
+    with remembered_stops():
+        sent()
+    with heard_stops(lambda: heard.append("stop")):
+        assert heard == []
+        sent()
+    assert heard == ["stop"]
+    assert signal.getsignal(signal.SIGINT) is before
