@@ -50,11 +50,12 @@ from llamarl.config.schema import Config
 STDERR = 2  # the file, whatever sys.stderr is by then
 # Keys that conf/config.yaml leaves to the model and the task, whose own files may lack them.
 OF_CHOICES = ("groups_per_step", "lr", "max_new_tokens")
+OWN_VALUES = (
+    "write your values to FOLDER/experiment/NAME.yaml, under a first line "
+    '"# @package _global_", and start with --config-dir FOLDER +experiment=NAME'
+)
 # Flags that name a file in other programs -> what to do here.
-OF_OTHER_PROGRAMS = {
-    "--config-file": "write your values to FOLDER/experiment/NAME.yaml, under a first line "
-    '"# @package _global_", and start with --config-dir FOLDER +experiment=NAME',
-}
+OF_OTHER_PROGRAMS = {"--config-file": OWN_VALUES}
 # Names of methods that are a published loss with other options -> what to write.
 METHODS = {
     "gspo": "loss=grpo loss.ratio_level=sequence_mean",
@@ -318,7 +319,7 @@ def _compose(
     that is wrong with it. Hydra must be initialised. ranks: of all hosts, and of one.
     """
     from hydra import compose
-    from hydra.errors import HydraException
+    from hydra.errors import HydraException, MissingConfigException
 
     refusals = (HydraException, OmegaConfBaseException)
 
@@ -349,6 +350,9 @@ def _compose(
                     found.append(Problem(text, " ".join(str(alone).split()), (key,)))
             if not found:
                 told = Problem(config_name, " ".join(str(error).split()))
+                is_absent = isinstance(error, MissingConfigException)
+                if is_absent and error.missing_cfg_file == config_name:
+                    told = Problem(f"--config-name {config_name}", f"no such file; {OWN_VALUES}")
                 return _Composed(None, [*problems, told], by_path)
         else:
             wrong |= echoing(sections(composed), required)

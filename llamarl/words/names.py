@@ -10,12 +10,14 @@ import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 # Short names of modules that come with the package. A module of the user's with that name is taken
 # first, as it was before.
 _SHORT = {"rewards": "llamarl.tasks.rewards"}
+_RECIPES = "recipes"  # also the name of a package that torchtune installs, and refuses to import
 _SHOWN_NAMES = 8  # of a module, where none of them is near
 
 
@@ -43,9 +45,11 @@ def did_you_mean(name: str, names: Iterable[str], cutoff: float = 0.6) -> str:
 def import_function(path: str) -> Callable:
     """Import the function that "module:function" names, such as "my_module:my_reward".
 
-    The current directory is importable. "rewards:function" is one of those that come with the
-    package (llamarl/tasks/rewards.py), unless another module rewards is found. NoFunction if there
-    is no such module or function; what else a module raises while it is imported comes through.
+    What lies in the current directory comes before an installed package of that name.
+    "rewards:function" is one of those that come with the package (llamarl/tasks/rewards.py), unless
+    another module rewards is found, and "recipes.calculator:Sums" is in llamarl.recipes, unless
+    there is a folder recipes. NoFunction if there is no such module or function; what else a module
+    raises while it is imported comes through.
     """
     module_name, colon, name = path.partition(":")
     if not (colon and module_name and name):
@@ -53,11 +57,19 @@ def import_function(path: str) -> Callable:
     if os.getcwd() not in sys.path:
         # A script's sys.path begins with the script's directory, not with the user's.
         sys.path.append(os.getcwd())
-    if module_name in _SHORT and importlib.util.find_spec(module_name) is None:
-        module_name = _SHORT[module_name]
+    module_name = _full_name(module_name)
+    top = module_name.partition(".")[0]
     try:
-        module = importlib.import_module(module_name)
+        with _searched_first(os.getcwd() if _is_here(top) else None):
+            module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
+        if not error.name and not _is_here(top):
+            found = importlib.util.find_spec(top)
+            raise NoFunction(
+                f"{module_name} is looked for in {found and found.origin}, which is not to be "
+                f"imported ({error}); is another module meant? One of that name in {os.getcwd()} "
+                "would come first"
+            ) from error
         if not error.name or not f"{module_name}.".startswith(f"{error.name}."):
             raise  # the module is there, something that it imports is not
         files = [file.stem for file in Path.cwd().glob("*.py")]
@@ -78,3 +90,31 @@ def import_function(path: str) -> Callable:
     if module_name in _SHORT:
         hint += f"; it is {module.__file__}, and the package's own are in {_SHORT[module_name]}"
     raise NoFunction(f"{module_name} has {what} {name}{hint}")
+
+
+def _full_name(module: str) -> str:
+    """Return the name of a module of the package by its short one; else the name as it is."""
+    if module in _SHORT and importlib.util.find_spec(module) is None:
+        return _SHORT[module]
+    if module.startswith(f"{_RECIPES}.") and not _is_here(_RECIPES):
+        own = f"llamarl.{module}"
+        return own if importlib.util.find_spec(own) else module
+    return module
+
+
+def _is_here(top: str) -> bool:
+    """Whether the current directory has a module or package of that name."""
+    return Path(f"{top}.py").is_file() or Path(top).is_dir()
+
+
+@contextmanager
+def _searched_first(folder: str | None) -> Iterator[None]:
+    """Look for modules in a folder before all others."""
+    if folder is None:
+        yield
+        return
+    sys.path.insert(0, folder)
+    try:
+        yield
+    finally:
+        sys.path.remove(folder)

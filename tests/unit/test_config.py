@@ -261,6 +261,11 @@ def test_what_cannot_be_parsed_is_one_problem_among_the_others():
     assert set(complaints("task.name=[1", "lr=x")) == {"task.name=[1", "lr=x"}
 
 
+def test_a_config_file_that_is_absent_is_refused_with_the_way_to_give_ones_own():
+    with pytest.raises(ConfigError, match=r"--config-name mine +no such file; write .*config-dir"):
+        check_command_line([], config_name="mine")
+
+
 def test_keys_of_a_users_own_config_directory_are_checked_too(tmp_path):
     (tmp_path / "task").mkdir()
     (tmp_path / "task" / "mine.yaml").write_text("kind: addition\npromt_key: q\n")

@@ -4,6 +4,7 @@ what a configuration makes of both.
 
 import importlib
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -202,3 +203,31 @@ def test_magistrals_reward_is_made_of_parts(tmp_path):
     }
     assert parts["length"].scorer.options == {"max_tokens": 40}
     assert parts["right"].scorer.options == parts["language"].scorer.options
+
+
+@pytest.fixture
+def outside(own_folder, monkeypatch):
+    """A folder of the user's, where no checkout is found."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "recipes"]:
+        monkeypatch.delitem(sys.modules, name)
+    elsewhere = [path for path in sys.path if not (Path(path) / "recipes" / "sft.py").exists()]
+    monkeypatch.setattr(sys, "path", elsewhere)
+    yield own_folder
+    for name in ("recipes", "recipes.own"):
+        sys.modules.pop(name, None)
+
+
+def test_recipes_are_the_packages_own_and_not_torchtunes(outside):
+    """torchtune installs a package `recipes` that raises on import."""
+    assert import_function("recipes.calculator:Sums").__module__ == "llamarl.recipes.calculator"
+    with pytest.raises(NoFunction, match=r"no_such is looked for in .*recipes.*would come first"):
+        import_function("recipes.no_such:Sums")
+
+
+def test_a_folder_of_the_user_comes_before_an_installed_package(outside):
+    (outside / "recipes").mkdir()
+    (outside / "recipes" / "own.py").write_text("def mine():\n    return 7.0\n")
+    (outside / "recipes" / "__init__.py").touch()
+    before = list(sys.path)
+    assert import_function("recipes.own:mine")() == 7.0
+    assert sys.path == [*before, str(outside)]
