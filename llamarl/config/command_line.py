@@ -319,7 +319,7 @@ def _compose(
     that is wrong with it. Hydra must be initialised. ranks: of all hosts, and of one.
     """
     from hydra import compose
-    from hydra.errors import HydraException, MissingConfigException
+    from hydra.errors import HydraException
 
     refusals = (HydraException, OmegaConfBaseException)
 
@@ -350,8 +350,8 @@ def _compose(
                     found.append(Problem(text, " ".join(str(alone).split()), (key,)))
             if not found:
                 told = Problem(config_name, " ".join(str(error).split()))
-                is_absent = isinstance(error, MissingConfigException)
-                if is_absent and error.missing_cfg_file == config_name:
+                absent = getattr(error, "missing_cfg_file", None)  # of a MissingConfigException
+                if absent == config_name:
                     told = Problem(f"--config-name {config_name}", f"no such file; {OWN_VALUES}")
                 return _Composed(None, [*problems, told], by_path)
         else:

@@ -11,6 +11,7 @@ be what the generator then holds.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import deque
 from collections.abc import Mapping
@@ -36,6 +37,8 @@ LATER_TOKENS = 32
 LATER_SCORED = 8
 MARKS = 64  # weights of which each version says the values
 TOP = 64  # likeliest tokens a place that a quantised generator is compared on
+
+log = logging.getLogger(__name__)
 
 
 class Prompts(Protocol):
@@ -208,6 +211,9 @@ OUTLIER = 2.5  # times `first`: faults, which move most tokens, are still seen
 # are lacking count as equal, so that one token of a few may be an outlier.
 FULL = 64
 FULL_FRESH = 128  # of tokens that were sampled, of which most steps have many
+# Nats a token, below which prompts are noise to a model. Equally likely tokens have -ln of the
+# vocabulary's size, -10.8 for 49,152; a text of the model's own tokens has -1 to -5.
+STRANGE = -9.0
 LEAST_BASE = 16  # tokens that say what a start gives
 
 
@@ -224,6 +230,11 @@ class Agreement:
         self._base: float | None = None  # nats, what the start gave
         # Squares, what they count, and tokens: `full` of them if there were as many.
         self._newest: deque[tuple[float, float, int]] = deque()
+
+    @property
+    def has_no_start(self) -> bool:
+        """Whether nothing was compared that says what the start of the run gives."""
+        return self._base is None
 
     @property
     def allowed(self) -> float:
@@ -277,7 +288,19 @@ def check_canary(
     what = f"generator on rank {rank} and the trainer on fixed prompts under version {version}"
     squares = float(differences.square().sum())
     counted = float(agreement.limits.squares(differences))
-    agreement.check(squares, differences.numel(), what, counted=counted)
+    mean = float(wanted.mean())
+    strange = (
+        f"The model gives the tokens of the prompts {mean:.1f} nats each, as if they were noise: "
+        "is the tokenizer in model.path another model's?"
+    )
+    if mean < STRANGE and agreement.has_no_start:
+        log.warning("rank %d: %s", rank, strange)
+    try:
+        agreement.check(squares, differences.numel(), what, counted=counted)
+    except ParityError as error:
+        if mean < STRANGE:
+            error.add_note(strange)
+        raise
     own = differences[-canary.sequences[-1].num_scored :]
     return float(own.abs().max()), float(own.square().mean().sqrt())
 

@@ -59,6 +59,18 @@ def test_the_root_mean_square_counts_as_if_the_lacking_tokens_were_equal():
         check(canary_of(-1.0, -2.0, -3.0), [-1.0, -2.5, -3.25], tolerance=0.069)
 
 
+def test_prompts_that_are_noise_to_the_model_name_its_tokenizer(caplog):
+    """-13 and -15 nats: less than -10.8, what each of 49,152 equally likely tokens has."""
+    check(canary_of(-13.0, -15.0), [-13.0, -15.0])
+    assert "gives the tokens of the prompts -14.0 nats each" in caplog.text
+    with pytest.raises(ParityError) as error:
+        check(canary_of(-13.0, -15.0), [-13.0, -12.0])
+    assert "is the tokenizer in model.path another model's?" in error.value.__notes__[0]
+    caplog.clear()
+    check(canary_of(-3.0, -5.0), [-3.0, -5.0])
+    assert not caplog.text
+
+
 def test_later_versions_are_held_to_three_times_what_the_start_gave():
     agreement = Agreement(ParityLimits(first=0.2, floor=0.01, growth=3.0))
     assert agreement.check(100 * 0.02**2, 100, "the start") == pytest.approx(0.02)
