@@ -312,8 +312,8 @@ class PolicyUpdate:
 
     @torch.no_grad()
     def _with_reference(self, groups: list[Group], version: int, stop: Stop) -> list[Group]:
-        """Collective: return the groups with ref_logprobs of every completion, by the weights that
-        training started from. NotFinite.
+        """Collective: return the groups with ref_logprobs of every completion, by the reference of
+        the trainer's own: its frozen weights without adapters. NotFinite.
         """
         reference = self.reference
         assert reference is not None, "asked where the trainer has one of its own"

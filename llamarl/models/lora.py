@@ -194,8 +194,8 @@ def travelling(decoder: LanguageModel) -> list[tuple[str, nn.Parameter]]:
 
 @contextmanager
 def adapters_off(decoder: nn.Module) -> Iterator[None]:
-    """Let the decoder compute, inside the block, with its frozen weights alone: as the model that
-    it began as.
+    """Let the decoder compute, inside the block, with its frozen weights alone. It began as this
+    model unless its adapters were read (trainer.lora.path).
     """
     adapted = [module for module in decoder.modules() if isinstance(module, LoraLinear)]
     for module in adapted:

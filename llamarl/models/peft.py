@@ -93,7 +93,9 @@ def export_adapted(
 def save_adapter(
     adapters: Mapping[str, Tensor], lora: Lora, base: str | Path, out: str | Path
 ) -> None:
-    """Write whole adapters, by Hugging Face name, as a PEFT directory."""
+    """Write whole adapters, by Hugging Face name, as a PEFT directory. Its config leaves
+    out the fields that have peft's defaults: releases before a field refuse it.
+    """
     out = Path(out)
     out.mkdir(parents=True, exist_ok=True)
     save_file(
@@ -108,10 +110,9 @@ def save_adapter(
         "r": lora.rank,
         "lora_alpha": lora.alpha,
         "target_modules": sorted(lora.targets),
-        "lora_dropout": 0.0,
         "inference_mode": True,
     }
-    (out / CONFIG).write_text(json.dumps(fields | _PLAIN, indent=2))
+    (out / CONFIG).write_text(json.dumps(fields, indent=2))
 
 
 def _peft_name(name: str) -> str:

@@ -41,6 +41,13 @@ def directory(adapters, tmp_path):
     return tmp_path / "adapter"
 
 
+def test_its_config_has_fields_of_old_releases_alone(directory):
+    """LoraConfig of peft 0.6 takes no others."""
+    fields = json.loads((directory / CONFIG).read_text())
+    of_every_release = {"peft_type", "task_type", "base_model_name_or_path", "inference_mode"}
+    assert fields.keys() <= of_every_release | {"r", "lora_alpha", "target_modules"}
+
+
 def decoder_of(directory):
     decoder = training_decoder(
         tiny_directory(),
