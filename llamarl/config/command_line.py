@@ -350,7 +350,7 @@ def _compose(
                     found.append(Problem(text, " ".join(str(alone).split()), (key,)))
             if not found:
                 told = Problem(config_name, " ".join(str(error).split()))
-                absent = getattr(error, "missing_cfg_file", None)  # of a MissingConfigException
+                absent = getattr(error, "missing_cfg_file", None)  # if Hydra finds no file
                 if absent == config_name:
                     told = Problem(f"--config-name {config_name}", f"no such file; {OWN_VALUES}")
                 return _Composed(None, [*problems, told], by_path)
