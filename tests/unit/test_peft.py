@@ -42,7 +42,7 @@ def directory(adapters, tmp_path):
 
 
 def test_its_config_has_fields_of_old_releases_alone(directory):
-    """LoraConfig of peft 0.6 takes no others."""
+    """peft 0.6 takes no others."""
     fields = json.loads((directory / CONFIG).read_text())
     of_every_release = {"peft_type", "task_type", "base_model_name_or_path", "inference_mode"}
     assert fields.keys() <= of_every_release | {"r", "lora_alpha", "target_modules"}
