@@ -78,6 +78,7 @@ class DroppedRecords:
         self._answers: dict[int, list[Account]] = {}
         self._asked_for: int | None = None  # on the leader: the ticket of the newest question
         self._asked_at = float("-inf")
+        self._suspicion: tuple[int, str] | None = None  # a ticket, and who dropped its records
 
     def look(self, clocks: Mapping[str, Clock], holding_up: Callable[[], Sequence[int]]) -> None:
         """Answer the leader's questions. On the leader: ask where the trainer has long waited for
@@ -94,7 +95,7 @@ class DroppedRecords:
         if waits and now - max(clock.idle_since, self._asked_at) > STILL_S:
             for ticket in holding_up()[:1]:
                 self._ask(ticket, now)
-        error = self._verdict()
+        error = self._verdict(now)
         if error is not None:
             self._control.lose(error)  # between two steps all state is whole
 
@@ -112,9 +113,9 @@ class DroppedRecords:
         for rank in range(self._num_ranks):
             self._control.post(rank, "held?", {"ticket": ticket})
 
-    def _verdict(self) -> RecordsDropped | None:
+    def _verdict(self, now: float) -> RecordsDropped | None:
         """Return the error, or None while answers are missing, something moves or nobody dropped
-        anything.
+        anything. The ranks answer a question at different moments, so two questions must agree.
         """
         for rank, said in self._control.take("held"):
             if said["ticket"] == self._asked_for:
@@ -126,10 +127,17 @@ class DroppedRecords:
             accounts += self._answers[rank]
         self._answers.clear()
         found = who_dropped(accounts, self._executors, self._trainer)
-        if found is None:
+        ticket = self._asked_for
+        assert ticket is not None, "there are answers to a question"
+        before = self._suspicion
+        self._suspicion = None if found is None else (ticket, found)
+        if self._suspicion is None:
+            return None
+        if self._suspicion != before:
+            self._ask(ticket, now)
             return None
         return RecordsDropped(
-            f"{found} of ticket {self._asked_for}. Nothing has moved for {STILL_S:.0f} s, and step "
+            f"{found} of ticket {ticket}. Nothing has moved for {STILL_S:.0f} s, and step "
             f"{self._trainer.version} of {self._trainer.name} waits for that ticket. {_REMEDY}"
         )
 

@@ -368,6 +368,9 @@ class ListTask:
     ):
         self.name = name
         self.default_reward = default_reward
+        self.maker = maker
+        self.train = train  # also the examples whose prompts are too long
+        self.held_out = held_out
         limit = maker.max_prompt_tokens
         fitting, fitting_eval = fittings or (fitting_of(maker, train), fitting_of(maker, held_out))
         self.num_train = len(fitting.places)

@@ -30,10 +30,11 @@ taken out of training with all their rows.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import logging
 import random
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -229,6 +230,12 @@ def build_held_out(
                 f"max_prompt_tokens={one['max_prompt_tokens']}; give it other rows, or raise that"
             )
         tasks[name] = task_of_set
+    trained = {"the task": task}
+    if isinstance(task, MixtureTask):
+        trained = {f"task.parts.{name}": part for name, part in task.parts.items()}
+    asked = {f"eval.sets.{name}": one for name, one in tasks.items()}
+    if asked:
+        _warn_of_shared(trained, asked, shared.get("remembered", here))
     return HeldOut(task, tasks, counts)
 
 
@@ -248,6 +255,8 @@ def _mixture(
             tasks[name] = build_task(tokenizer=tokenizer, keeps_turns=True, **own, **shared)
         except ValueError as error:
             raise ValueError(f"task.parts.{name}: {error}") from error
+    parts_by_key = {f"task.parts.{name}": task for name, task in tasks.items()}
+    _warn_of_shared(parts_by_key, parts_by_key, shared.get("remembered", here))
     return MixtureTask(tasks, weights, num_eval)
 
 
@@ -342,15 +351,6 @@ class _Split:
         kept = prompts.kept(len(self.train))
         return _select(self.train, kept), _select(self.train, prompts.held)
 
-    def _digest(self, example: Example) -> bytes:
-        """Return a digest of what the policy is asked: the prompt, and of an environment, which
-        makes its problem of it, the whole row.
-        """
-        prompt, meta = example.values
-        if not isinstance(self.maker, DialogueMaker):
-            meta = {}
-        return hashlib.blake2b(json_of(prompt, meta), digest_size=12).digest()
-
     def _warn(self, found: Mapping[str, Any], num_train: int, num_held_out: int) -> None:
         """Say of which prompts there are rows in both halves."""
         if found["trained_too"]:
@@ -371,7 +371,7 @@ class _Split:
             check()
         prompts = PromptSplit([], [], 0)
         if self.held_out is None:
-            prompts = hold_out_prompts(map(self._digest, self.train), self.num_eval)
+            prompts = hold_out_prompts(_asked(self.maker, self.train), self.num_eval)
         found: dict[str, Any] = {"prompts": asdict(prompts)}
         train, held_out = self._halves(prompts)
         tell = Tell(self.kind, len(train) + len(held_out), progress)
@@ -380,13 +380,63 @@ class _Split:
         asked = []
         trained = []
         if self.held_out is not None and self.digests:
-            asked = [self._digest(example) for example in held_out]
+            asked = list(_asked(self.maker, held_out))
             wanted = set(asked)
-            trained = [own for own in map(self._digest, train) if own in wanted]
+            trained = [own for own in _asked(self.maker, train) if own in wanted]
         common = set(trained)
         found["held_out_too"] = len(trained)
         found["trained_too"] = sum(own in common for own in asked)
         return found
+
+
+def _asked(maker: PromptMaker, examples: Iterable[Example]) -> Iterator[bytes]:
+    """Yield a digest of what the policy is asked by each example: the prompt, and of an
+    environment, which makes its problem of it, the whole row.
+    """
+    is_whole = isinstance(maker, DialogueMaker)
+    for example in examples:
+        prompt, meta = example.values
+        asked = json_of(prompt, meta if is_whole else {})
+        yield hashlib.blake2b(asked, digest_size=12).digest()
+
+
+def _warn_of_shared(
+    train: Mapping[str, Task], held_out: Mapping[str, Task], remembered: Remembered
+) -> None:
+    """Say which prompts of one name's held-out rows another name trains on. Tasks that make their
+    prompts on demand have no rows to compare.
+    """
+    trained = {name: task for name, task in train.items() if isinstance(task, ListTask)}
+    asked = {name: task for name, task in held_out.items() if isinstance(task, ListTask)}
+
+    def find(progress: Progress) -> dict[str, Any]:
+        digests = {name: list(_asked(task.maker, task.held_out)) for name, task in asked.items()}
+        wanted = set(itertools.chain(*digests.values()))
+        found = []
+        for name, task in trained.items():
+            progress()
+            common = wanted.intersection(_asked(task.maker, task.train))
+            for other, own in digests.items():
+                count = sum(digest in common for digest in own)
+                if count and other != name:
+                    found.append([other, count, len(own), name])
+        return {"shared": found}
+
+    key = key_of(
+        {
+            "trained": {name: task.train_digest for name, task in trained.items()},
+            "asked": {name: task.eval_digest for name, task in asked.items()},
+        }
+    )
+    for name, count, num_rows, by in remembered(key, find)["shared"]:
+        log.warning(
+            "%s: %d of %d held-out rows have a prompt that %s trains on, so that the held-out "
+            "accuracy is in part of what is trained; take these out of one of the files",
+            name,
+            count,
+            num_rows,
+            by,
+        )
 
 
 def row_reader(

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 
 from llamarl.comm.channel import TicketCounts
-from llamarl.comm.dropped import STILL_S, Account, who_dropped
+from llamarl.comm.dropped import STILL_S, Account, DroppedRecords, who_dropped
 from llamarl.executor import Executor
 from llamarl.types import Completion, EvalCompletion, Group, Policy, Stretch
 
@@ -135,6 +136,54 @@ def test_counts_are_kept_for_the_newest_tickets(monkeypatch):
         counts.add(_Of(ticket))
     counts.add(object())  # of no ticket
     assert [counts.of(ticket) for ticket in (1, 2, 3)] == [0, 1, 1]
+
+
+class FakeControl:
+    """The leader's control, which hears from no other rank but itself."""
+
+    is_leader = True
+    stopping = False
+
+    def __init__(self):
+        self.posted = []
+        self.answers = []
+        self.lost = []
+
+    def post(self, rank, kind, message):
+        self.posted.append((kind, message["ticket"]))
+
+    def take(self, kind):
+        answers, self.answers = (self.answers, []) if kind == "held" else ([], self.answers)
+        return answers
+
+    def lose(self, error):
+        self.lost.append(str(error))
+
+    def answer(self, accounts):
+        said = [dataclasses.asdict(account) for account in accounts]
+        self.answers = [(0, {"ticket": 7, "accounts": said})]
+
+
+@pytest.mark.parametrize("then", ["the same", "others have moved", "another count"])
+def test_an_executor_is_named_only_if_two_questions_agree(then):
+    """Ranks answer one question at different moments."""
+    control = FakeControl()
+    executors = row()
+    search = DroppedRecords(executors, [], control, num_ranks=1)
+    clocks = {"trainer": SimpleNamespace(idle_since=float("-inf"), reason="data: groups")}
+    second = {
+        "the same": still(),
+        "others have moved": still(generator={"idle_s": 0.0}),
+        "another count": still(filter={"sent": {"Completion": 6}}),
+    }
+    search.look(clocks, lambda: [7])
+    for accounts in (still(), second[then]):
+        assert not control.lost
+        control.answer(accounts)
+        search.look(clocks, lambda: [7])
+    assert len(control.lost) == (then == "the same")
+    num_questions = {"the same": 2, "others have moved": 2, "another count": 3}
+    assert control.posted == [("held?", 7)] * num_questions[then]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,7 +22,7 @@ from llamarl.models.config import tiny_directory
 from llamarl.models.hf import load_tokenizer
 from llamarl.tasks import procedural
 from llamarl.tasks.base import PromptMaker
-from llamarl.tasks.build import KINDS, build_task, hold_out
+from llamarl.tasks.build import KINDS, build_held_out, build_task, hold_out
 from llamarl.tasks.jsonl import read_jsonl
 from llamarl.tasks.rewards import exact_match, final_number, numeric_match, reasoning_gym_score
 
@@ -285,6 +285,27 @@ def test_rows_of_one_prompt_hold_none_out_and_say_so(tmp_path, caplog):
     task = build_task("jsonl", CharTokenizer(), path=file)
     assert (task.num_train, task.num_eval) == (50, 0)
     assert "50 row(s), 1 different prompt(s), so none is held out" in caplog.text
+
+
+@pytest.mark.parametrize("is_mixture", [False, True])
+def test_a_set_whose_prompts_are_trained_on_is_told(tmp_path, caplog, is_mixture):
+    """Two of the set's three rows have prompts of the 40 rows of the task."""
+    trained = write_jsonl(tmp_path / "t.jsonl", rows(40))
+    own = write_jsonl(tmp_path / "own.jsonl", [{"prompt": "own", "answer": "a"}])
+    asked = [*rows(2), {"prompt": "other", "answer": "a"}]
+    file = write_jsonl(tmp_path / "e.jsonl", asked)
+    kind = {"kind": "jsonl", "eval_path": own}
+    if is_mixture:
+        part = {"weight": 1.0, **kind}
+        parts = {"a": part | {"path": trained}, "b": part | {"path": own, "eval_path": file}}
+        build_task("mixture", CharTokenizer(), parts=parts, num_eval=6)
+        told = "task.parts.b: 2 of 3 held-out rows have a prompt that task.parts.a trains on"
+    else:
+        task = build_task("jsonl", CharTokenizer(), path=trained, eval_path=own)
+        one = {"kind": "jsonl", "path": file, "num_prompts": 3, "max_prompt_tokens": 100}
+        build_held_out(task, 1, {"e": one}, tokenizer=CharTokenizer())
+        told = "eval.sets.e: 2 of 3 held-out rows have a prompt that the task trains on"
+    assert told in caplog.text
 
 
 @pytest.mark.parametrize("num_prompts", [1, 10])
