@@ -350,8 +350,7 @@ def test_options_of_the_config_reach_the_generator():
     made, plain = (build_generator(compose_config(words), job) for words in (own, []))
     options = "recompute_kv", "eval_samples", "in_flight_updates", "chunk_tokens"
     assert [getattr(made, name) for name in options] == [True, 3, True, 5]
-    on_cpu = 8 if torch.cuda.is_available() else 1
-    assert [getattr(plain, name) for name in options] == [False, 0, True, on_cpu]
+    assert [getattr(plain, name) for name in options] == [False, 0, True, 8]
     options = "cache_tokens", "prefill_chunk"
     assert [made.build_engine.keywords[name] for name in options] == [640, 7]
     assert [plain.build_engine.keywords[name] for name in options] == [None, 512]
