@@ -29,12 +29,12 @@ FOLDERS = "|".join((*CODE, "conf", "docs"))
 NOT_READ = ("docs/lm_eval.md", "tests/test_names.py")
 # Names that no code of ours has, by whose they are.
 OTHERS = {
-    "systems and units": "LaTeX OpenMP KiB overcommit_memory ps PyPI",
-    "models and papers": "YaRN RoPE MoE NeoX MiniLM DasGupta AlpacaEval",
-    "libraries": "TransformerDecoder TokenType RewardTrainer center_rewards_coefficient "
+    "systems and units": "LaTeX OpenMP KiB TMPDIR ps PyPI",
+    "models and papers": "YaRN RoPE LoRA MoE NeoX MiniLM DasGupta AlpacaEval",
+    "libraries": "NeMo TransformerDecoder TokenType RewardTrainer center_rewards_coefficient "
     "SentencePiece add_eos_token trim_blocks",
     "torch": "_weight_int8pack_mm model.layers.3.self_attn.q_proj.weight",
-    "formulas": "logits_TV sum_groups trainer_logprobs_t eps_low eps_high Delta_min "
+    "formulas": "sum_groups trainer_logprobs_t eps_low eps_high Delta_min "
     "Delta_max delta_inc delta_dec D_local D_global",
     "a user's own": "my_module.py worker_pid eval.sets.mine read_data make_judge",
     "files that users name": "tldr_3_filtered judged_sft judged_rl",

@@ -282,7 +282,9 @@ def read_profile(given: str | Path) -> Profile:
         raise BadProfile(f"{path}: not YAML ({str(error).splitlines()[0]})") from error
     if not isinstance(raw, dict):
         raise BadProfile(f"{path}: need keys and values")
-    known = [one.name for record in _RECORDS for one in fields(record)]
+    known: list[str] = []
+    for record in _RECORDS:
+        known += (one.name for one in fields(record))
     try:
         return made(Profile, raw, known)
     except ValueError as error:

@@ -207,7 +207,13 @@ class _Generator:
         prompts = set()  # each is read once for all completions that start together
         while self._waiting and len(self._rows) < settings.max_slots:
             ticket, length = self._waiting.popleft()
-            row = _Row(before + length, next(self._order), ticket, length, self.version)
+            row = _Row(
+                ends_at=before + length,
+                order=next(self._order),
+                ticket=ticket,
+                length=length,
+                version=self.version,
+            )
             heapq.heappush(self._rows, row)
             prompts.add(ticket)
         num_rows = len(self._rows)
@@ -472,13 +478,13 @@ def lines_of_words(words: Sequence[str], run: Path | None = None) -> Iterator[st
         return
     down, across = several if len(several) == 2 else (several[0], "max_steps")
     columns = options.get(across, [str(base[across])])
-    rows = [[down, *(f"{across}={text}" for text in columns)]]
+    table = [[down, *(f"{across}={text}" for text in columns)]]
     for text in options[down]:
         chosen = [settings_of(**{down: text, across: column}) for column in columns]
-        rows.append([text, *(_cell(settings, points) for settings in chosen)])
-    first = max(len(row[0]) for row in rows)
-    width = max(len(cell) for row in rows for cell in row[1:]) + 2
-    for text, *cells in rows:
+        table.append([text, *(_cell(settings, points) for settings in chosen)])
+    first = max(len(text) for text, *_ in table)
+    width = 2 + max(max(map(len, cells)) for _, *cells in table)
+    for text, *cells in table:
         yield (text.rjust(first) + "".join(cell.rjust(width) for cell in cells)).rstrip()
     yield "each cell: seconds a step, mean lag / largest lag; -: not possible"
 

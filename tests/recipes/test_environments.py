@@ -305,7 +305,7 @@ def test_an_environment_that_gives_a_group_several_problems_ends_the_run(tmp_pat
         assert job.wait() == 1, job.output
     said = " ".join(job.output.split())
     assert "begin with different words" in said and "draw from random, from numpy.random" in said
-    assert "100% of the last" in said and "above reward.max_error_rate" in said
+    assert "% of the last" in said and "above reward.max_error_rate" in said
 
 
 def test_the_reward_of_an_environment_needs_one(tmp_path):
