@@ -1,7 +1,7 @@
 """Plan a run before it starts.
 
     # a hardware profile from runs of this machine: synchronous ones, of several batch sizes
-    python -m llamarl.planner fit runs/a runs/b sheet=NAME.yaml prompt_tokens=150
+    python -m llamarl.planner fit runs/a runs/b sheet=NAME.yaml
 
     # the split with the shortest step; a config.json is enough, and no GPU is needed
     python -m llamarl.planner search --gpus 16 --gpu-memory 80 sheet=h100 model.path=DIR
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, fields, replace
@@ -293,7 +294,10 @@ def _verdict(found: Found, predictor: Predictor) -> Iterator[str]:
     own = found.asynchronous
     other = found.synchronous
     if own is None:
-        yield "asynchrony is not possible here: it needs max_lag of at least 1 and two GPUs"
+        yield (
+            "no asynchronous plan fits: it needs max_lag of at least 1, and GPUs and memory enough "
+            "for each side"
+        )
         return
     if other is None:
         yield "no synchronous plan fits; the asynchronous one does"
@@ -365,8 +369,8 @@ def run_search(given: argparse.Namespace) -> None:
     settings = read_words(words)
     profile = read_profile(named)
     gib = profile.device.memory_gib if given.gpu_memory is None else given.gpu_memory
-    if gib <= 0:
-        raise ValueError(f"--gpu-memory {gib:g}: need GiB above 0")
+    if not 0 < gib < math.inf:
+        raise ValueError(f"--gpu-memory {gib:g}: need a number of GiB above 0")
     memory = gib * GIB * profile.assumed("memory_share")
     most = settings.max_lag * settings.groups_per_step
     if settings.overcommit is not None and settings.overcommit > most:

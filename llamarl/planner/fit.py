@@ -1,6 +1,6 @@
 """Make a hardware profile from the rows of runs.
 
-    profile = fit_runs([Path("runs/a"), Path("runs/b")], read_profile("h100"), Lengths(150))
+    profile = fit_runs([Path("runs/a"), Path("runs/b")], read_profile("h100"), Lengths(100))
 
 A synchronous run of ten steps is a probe: nothing overlaps, so its rows say how long each part of a
 step takes. Each run gives one point of each curve, the median of its rows after the first fifth.
@@ -13,6 +13,10 @@ A row does not say everything. Assumed, and noted in the profile:
   generator has as many rows as its slots and the bound on lag allow (predict.py).
 - A token of a prompt is read in a third of the time that training on it takes.
 - The optimizer's time is part of the microbatches'.
+- Fewer completions than in the smallest run, or fewer bytes than a whole copy of the weights, take
+  proportionally less time to score or to copy.
+
+Runs whose ranks share a model are refused, and runs in several dtypes.
 """
 
 from __future__ import annotations
@@ -62,7 +66,8 @@ class Point:
     """The times of a step of one rank or replica of each executor, by a row or the median of some.
 
     tokens: packed tokens of a microbatch. rows: live rows of a decode step, the mean over steps.
-    score_s: of the `completions` of a step. weight_bytes: of a publication.
+    prefill_s: of a token of a prompt. score_s: of the `completions` of a step. prompt, length: mean
+    tokens of a prompt and of a completion.
     """
 
     tokens: float
@@ -70,11 +75,12 @@ class Point:
     train_s: float
     rows: float
     decode_s: float
+    prefill_s: float
     completions: float
     score_s: float
-    weight_bytes: float
     publish_s: float
     swap_s: float
+    prompt: float
     length: float
 
     @property
@@ -101,15 +107,21 @@ def counted_rows(run: Path) -> list[Row]:
     return [row for row, step in zip(rows, steps) if step > first]
 
 
+def replicas_of(run: Path, config: Config) -> tuple[int, int]:
+    """Return a run's data-parallel trainer ranks and its generator replicas."""
+    placed = placement_of(config, num_ranks(run))
+    trainers = len(placed["trainer"]) // config.trainer.tensor_parallel
+    generators = len(placed["generator"]) // config.generator.tensor_parallel
+    return trainers, max(1, generators)
+
+
 def points_of(run: Path, lengths: Lengths) -> list[Point]:
     """Return the points of a run's counted rows. ValueError or FileNotFoundError naming what is
     missing.
     """
     rows = counted_rows(run)
     config = load_config(run / "config.yaml")
-    placed = placement_of(config, num_ranks(run))
-    trainers = len(placed["trainer"]) // config.trainer.tensor_parallel
-    replicas = max(1, len(placed["generator"]) // config.generator.tensor_parallel)
+    trainers, replicas = replicas_of(run, config)
     found = [_point(row, config, trainers, replicas, lengths) for row in rows]
     points = [point for point in found if point is not None]
     if not points:
@@ -149,8 +161,10 @@ def _point(
     rows, steps = _decoding(config, work, replicas, column("tickets/overcommit"))
     prompts = work.groups * work.prompt_tokens / replicas
     prompts_s = prompts * train_s / (microbatches * tokens) / _PASSES
-    decoding_s = working_s - prompts_s - column("weights/swap_stall_s")
-    decoding_s = max(_LEAST_DECODING * working_s, decoding_s)
+    swap_s = column("weights/swap_stall_s") / replicas  # a row has the sum over replicas
+    reading_and_decoding_s = working_s - swap_s
+    decoding_s = max(_LEAST_DECODING * working_s, reading_and_decoding_s - prompts_s)
+    prompts_s = max(0.0, reading_and_decoding_s - decoding_s)
     reward_idle = number_of(row, "reward/idle_fraction")
     return Point(
         tokens=tokens,
@@ -158,11 +172,12 @@ def _point(
         train_s=train_s,
         rows=rows,
         decode_s=decoding_s / steps,
+        prefill_s=prompts_s / prompts,
         completions=work.completions,
         score_s=0.0 if reward_idle is None else (1 - reward_idle) * step_s,
-        weight_bytes=column("weights/bytes"),
         publish_s=column("weights/publish_stall_s"),
-        swap_s=column("weights/swap_stall_s"),
+        swap_s=swap_s,
+        prompt=work.prompt_tokens,
         length=length,
     )
 
@@ -173,7 +188,7 @@ def _work(config: Config, length: float, lengths: Lengths) -> Work:
     return Work(
         groups=config.groups_per_step,
         group_size=config.group_size,
-        prompt_tokens=min(given, most),
+        prompt_tokens=given,
         completion_tokens=length,
         longest_prompt=most,
         max_new_tokens=config.max_new_tokens,
@@ -196,15 +211,54 @@ def _decoding(config: Config, work: Work, replicas: int, overcommit: float) -> t
     return rows, work.completions * work.completion_tokens / replicas / rows
 
 
+def _check_fits(run: Path, config: Config) -> None:
+    """Raise ValueError if a run's times are not those of one rank an executor in one dtype, which
+    costs.py adds messages to.
+    """
+    dtype = config.model.dtype
+    compute_dtype = config.trainer.compute_dtype
+    quantize = getattr(config.generator, "quantize", "none")
+    trainers, _ = replicas_of(run, config)
+    reasons = []
+    if dtype != compute_dtype:
+        reasons.append(f"model.dtype={dtype} is not trainer.compute_dtype={compute_dtype}")
+    if quantize != "none":
+        reasons.append(f"generator.quantize={quantize} has a dtype of its own")
+    if trainers > 1:
+        reasons.append(f"{trainers} trainer ranks send each other messages")
+    for side, tensor in (
+        ("trainer", config.trainer.tensor_parallel),
+        ("generator", config.generator.tensor_parallel),
+    ):
+        if tensor > 1:
+            reasons.append(f"{side}.tensor_parallel={tensor}: its ranks send each other messages")
+    if reasons:
+        raise ValueError(
+            f"{run}: a profile has the times of one rank an executor in one dtype; "
+            + "; ".join(reasons)
+        )
+
+
+def _from_one(sizes: Sequence[float], seconds: Sequence[float]) -> Curve:
+    """Return the curve of these points, proportional to the size below the smallest."""
+    curve = Curve.through(sizes, seconds)
+    least, least_s = curve.xs[0], curve.ys[0]
+    if least <= 1:
+        return curve
+    return Curve((1.0, *curve.xs), (least_s / least, *curve.ys))
+
+
 def fit_runs(runs: Sequence[Path], base: Profile, lengths: Lengths = Lengths()) -> Profile:
     """Return a profile with the times of these runs, all of one model. Device and assumptions are
-    the base's. ValueError for runs without a usable row, and of several models.
+    the base's. ValueError for runs without a usable row, of several models, in several dtypes, or
+    of ranks that share a model.
     """
     configs = {}
     points = {}
     for run in runs:
         points[run] = median_of(points_of(run, lengths))
         configs[run] = load_config(run / "config.yaml")
+        _check_fits(run, configs[run])
     models = set()
     for config in configs.values():
         models.add((config.model.path or str(tiny_directory()), config.trainer.compute_dtype))
@@ -215,10 +269,8 @@ def fit_runs(runs: Sequence[Path], base: Profile, lengths: Lengths = Lengths()) 
     parameters = num_parameters(read_config(path))
     chosen = [points[run] for run in runs if configs[run].max_lag == 0] or list(points.values())
     train = Curve.through([p.tokens for p in chosen], [p.microbatch_s for p in chosen])
-    published = [p for p in chosen if p.weight_bytes > 0 and p.publish_s > 0]
-    copy = Curve((parameters * ITEMSIZES[dtype],), (_LEAST_S,))  # it rounds to nothing
-    if published:
-        copy = Curve.through([p.weight_bytes for p in published], [p.publish_s for p in published])
+    published_s = [p.publish_s for p in chosen if p.publish_s > 0] or [_LEAST_S]
+    copied = [parameters * ITEMSIZES[dtype]] * len(published_s)  # by the one trainer rank
     scored = [p for p in chosen if p.score_s > 0]
     measured = Measured(
         model=Path(path).name,
@@ -227,13 +279,20 @@ def fit_runs(runs: Sequence[Path], base: Profile, lengths: Lengths = Lengths()) 
         train=train,
         decode=Curve.through([p.rows for p in chosen], [p.decode_s for p in chosen]),
         prefill=Curve((1.0,), (train.ys[-1] / train.xs[-1] / _PASSES,)),
-        copy=copy,
-        score=Curve.through([p.completions for p in scored], [p.score_s for p in scored])
+        copy=_from_one(copied, published_s),
+        score=_from_one([p.completions for p in scored], [p.score_s for p in scored])
         if scored
         else None,
     )
     name = f"{', '.join(run.name for run in runs)} on {base.name}"
-    return replace(base, name=name, measured=measured, notes=NOTES)
+    prompts = sorted({f"{p.prompt:.4g}" for p in chosen})
+    completions = sorted({f"{p.length:.4g}" for p in chosen})
+    source = "half of the most" if lengths.prompt_tokens is None else "as given"
+    means = (
+        f"mean tokens of the runs: {', '.join(prompts)} of a prompt ({source}), "
+        f"{', '.join(completions)} of a completion"
+    )
+    return replace(base, name=name, measured=measured, notes=(*NOTES, means))
 
 
 def shown_profile(profile: Profile) -> Iterator[str]:

@@ -46,6 +46,7 @@ FromZero = Annotated[float, Field(ge=0)]
 Count = Annotated[int, Field(ge=1)]
 Record = TypeVar("Record")
 STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
+_INPUT = "Input should be "  # how pydantic's sentences about a value begin
 
 
 class BadProfile(ValueError):
@@ -62,12 +63,18 @@ def made(
     try:
         return TypeAdapter(record).validate_python(values)
     except ValidationError as error:
-        problems = []
+        problems: dict[tuple, str] = {}
         for one in error.errors():
-            # The others are pydantic's names of types.
-            place = ".".join(str(part) for part in one["loc"] if str(part).isidentifier())
-            problems.append(keys.get(place, place) + _problem(one, known))
-        raise ValueError("\n".join(problems)) from error
+            # The other texts are pydantic's names of types.
+            parts = [part for part in one["loc"] if isinstance(part, int) or part.isidentifier()]
+            place = ".".join(part for part in parts if isinstance(part, str))
+            problem = _problem(one, known)
+            value = (*parts, str(one["input"]))
+            if value in problems:  # a union has an error of each of its types
+                problems[value] += f", or {problem.partition(_INPUT)[2]}"
+            else:
+                problems[value] = keys.get(place, place) + problem
+        raise ValueError("\n".join(problems.values())) from error
 
 
 def _problem(error: ErrorDetails, known: Iterable[str]) -> str:
@@ -267,7 +274,7 @@ def profile_path(given: str) -> Path:
         return path
     known = sorted(file.stem for file in PROFILES.glob("*.yaml"))
     raise BadProfile(
-        f"sheet {given}: no such file, nor a hardware profile of that name (there are "
+        f"profile {given}: no such file, nor a hardware profile of that name (there are "
         f"{', '.join(known)}){did_you_mean(given, known)}; make one from runs of this machine with "
         "python -m llamarl.planner fit RUN_DIRS sheet=FILE"
     )

@@ -12,7 +12,7 @@ left, and the pairs are compared. The search is exhaustive over
                 replicas, every number of GPUs a layer; microbatches in powers of two
     generator   every number of GPUs a layer, as many replicas as fit; slots for 1, 2, 4, ...
                 groups, and the most that fits or that the bound on lag lets run; overcommit in
-                eighths of a batch that the data-parallel ranks can share evenly, up to max_lag
+                eighths of a batch that the data-parallel ranks can share evenly, from 0 to max_lag
                 batches
 
 GPUs that share a layer are powers of two, up to the query heads. Among plans within 1 % of the
@@ -54,6 +54,13 @@ class Limits:
     def __post_init__(self):
         if self.gpus < 1 or self.memory <= 0:
             raise ValueError(f"gpus={self.gpus}, memory={self.memory:g}: need at least 1, above 0")
+        for side in ("trainer", "generator"):
+            tensor = getattr(self, f"{side}_tensor") or 1
+            if tensor > self.gpus:
+                raise ValueError(
+                    f"{side}.tensor_parallel={tensor}: {tensor} GPUs share a layer, and there are "
+                    f"{self.gpus}"
+                )
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +190,7 @@ class _Search:
         groups = self.work.groups
         most = self.work.max_lag * groups
         found = {most}
-        for part in range(1, _PARTS * self.work.max_lag):
+        for part in range(_PARTS * self.work.max_lag):
             wanted = groups * part / _PARTS
             found.add(min(most, math.ceil(wanted / ranks) * ranks))
         return sorted(found)

@@ -34,7 +34,7 @@ from pydantic.dataclasses import dataclass as checked_dataclass
 from llamarl.comm.channel import dp_rank_of
 from llamarl.config.conversion import load_config
 from llamarl.planner.costs import Plan, Timings, Work
-from llamarl.planner.fit import Lengths, Point, points_of
+from llamarl.planner.fit import Lengths, Point, points_of, replicas_of
 from llamarl.planner.profile import STRICT, Count, FromZero, Positive, made
 from llamarl.tickets.ledger import TicketLedger
 
@@ -84,6 +84,9 @@ class Settings:
             return "max_slots: a generator needs room for a whole group, of group_size completions"
         if self.warmup_steps >= self.max_steps:
             return "warmup_steps: max_steps leaves no step to count"
+        computing_s = (self.decode_s, self.update_s, self.score_s)
+        if not any((*computing_s, self.publish_s, self.transfer_s, self.swap_s)):
+            return "decode_s: all parts of a step take 0 s; give one of them a time"
         if self.max_lag == 0 and self.overcommit not in (0, "auto"):
             return "overcommit: max_lag=0 allows none; max_lag=1 allows a batch"
         return ""
@@ -101,13 +104,16 @@ class Settings:
         return 1.0 - math.exp(-step / 50) + rng.gauss(0.0, 0.05)
 
     def timings(self, points: Sequence[Point] = ()) -> Timings:
-        """Return the seconds. points: rows of a run, from which decode_s and update_s are drawn."""
+        """Return the seconds. points: rows of a run, from which decode_s and update_s are drawn,
+        and whose median a prompt is read in; without them it is read in no time.
+        """
         rng = random.Random(f"{self.seed} seconds")
         decodes_s = [point.decode_s for point in points] or [self.decode_s]
         updates_s = [point.train_s for point in points] or [self.update_s]
+        prefill_s = statistics.median([point.prefill_s for point in points] or [0.0])
         return Timings(
             decode_s=lambda rows, context: rng.choice(decodes_s),
-            prefill_s=lambda tokens: 0.0,
+            prefill_s=lambda tokens: prefill_s * tokens,
             update_s=lambda completions, tokens: rng.choice(updates_s),
             score_s=lambda completions: self.score_s * completions,
             publish_s=self.publish_s,
@@ -384,6 +390,8 @@ class _Simulation:
     def _result(self) -> Result:
         settings = self.settings
         seconds = self.now - self.began_s
+        if not seconds:
+            raise ValueError("warmup_steps: the steps that are counted take 0 s; count more steps")
         overcommit = statistics.fmean(self.overcommits)
         numbers = (settings.num_generators, settings.num_workers, 1)
         idle = {}
@@ -422,13 +430,20 @@ def of_plan(plan: Plan, work: Work) -> Settings:
     )
 
 
-def of_run(run: Path) -> tuple[dict[str, object], list[Point]]:
-    """Return the settings of a run that was made, by name, and its rows' times."""
-    points = points_of(run, Lengths())
+def of_run(run: Path, lengths: Lengths = Lengths()) -> tuple[dict[str, object], list[Point]]:
+    """Return the settings of a run that was made, by name, and its rows' times. max_lag is None if
+    the run has no bound.
+    """
+    points = points_of(run, lengths)
     config = load_config(run / "config.yaml")
     names = ("max_lag", "overcommit", "groups_per_step", "group_size", "max_new_tokens")
     found = _DEFAULTS | {name: getattr(config, name) for name in names}
-    found["max_slots"] = getattr(config.generator, "max_slots", None) or found["max_slots"]
+    for name in ("max_slots", "chunk_tokens", "in_flight_updates"):
+        value = getattr(config.generator, name, None)
+        if value is not None:
+            found[name] = value
+    found["num_trainers"], found["num_generators"] = replicas_of(run, config)
+    found["prompt_tokens"] = round(points[0].prompt)
     for name in ("publish_s", "swap_s"):
         found[name] = statistics.median(getattr(point, name) for point in points)
     found["length_mean"] = statistics.median(point.length for point in points)
@@ -454,13 +469,15 @@ def lines_of_words(words: Sequence[str], run: Path | None = None) -> Iterator[st
     values of one or two keys. run: a directory whose settings and times are taken. ValueError for
     words that cannot be used.
     """
-    base, points = (_DEFAULTS, []) if run is None else of_run(run)
     options: dict[str, list[str]] = {}
     for word in words:
         key, equals, text = word.partition("=")
         if not equals or not text:
             raise ValueError(f"{word}: need KEY=VALUE")
         options[key] = text.split(",")
+    base, points = (_DEFAULTS, []) if run is None else of_run(run, _lengths_of(options))
+    if base["max_lag"] is None and "max_lag" not in options:
+        raise ValueError(f"{run}: the run has max_lag=null, without a bound; give max_lag=N")
     drawn = [key for key in options if points and key in ("decode_s", "update_s")]
     if drawn:
         raise ValueError(f"{drawn[0]}: --rows draws it from the run's rows; leave one of them out")
@@ -487,6 +504,22 @@ def lines_of_words(words: Sequence[str], run: Path | None = None) -> Iterator[st
     for text, *cells in table:
         yield (text.rjust(first) + "".join(cell.rjust(width) for cell in cells)).rstrip()
     yield "each cell: seconds a step, mean lag / largest lag; -: not possible"
+
+
+def _lengths_of(options: Mapping[str, Sequence[str]]) -> Lengths:
+    """Return the lengths among options. ValueError for several values of one: a run's times follow
+    from them.
+    """
+    values = {}
+    for one in fields(Lengths):
+        texts = options.get(one.name, ())
+        if len(texts) > 1:
+            raise ValueError(
+                f"{one.name}: --rows takes one value, as the run's times follow from it"
+            )
+        if texts:
+            values[one.name] = texts[0]
+    return made(Lengths, values, _DEFAULTS)
 
 
 def _cell(settings: Settings, points: Sequence[Point]) -> str:

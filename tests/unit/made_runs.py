@@ -23,12 +23,16 @@ ROW = {
 }
 
 
-def made_run(folder, rows, *words):
-    """The directory of a run in one process that has these rows."""
+def made_run(folder, rows, *words, num_ranks=1):
+    """The directory of a run of so many ranks that has these rows."""
     given = ["groups_per_step=4", "group_size=4", "max_new_tokens=40", "eval.every=0"]
     given += ["trainer.microbatch_tokens=1000", *words]
+    if num_ranks > 1:  # composed in one process
+        given += [f"ranks={num_ranks}", "dry_run=true"]
     folder.mkdir()
     save_config(compose_config(given), folder / "config.yaml")
     lines = [json.dumps(row | {"step": step}) + "\n" for step, row in enumerate(rows)]
     (folder / "metrics.jsonl").write_text("".join(lines))
+    for rank in range(num_ranks):
+        (folder / f"trace.rank{rank}.json").write_text("[]")
     return folder

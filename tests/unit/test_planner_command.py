@@ -37,6 +37,13 @@ def test_a_search_says_all_that_a_plan_is(capsys):
     assert "GiB a GPU" in out
 
 
+def test_a_split_without_gpus_for_both_sides_is_no_plan(capsys):
+    words = ["search", "--gpus", "2", TINY, *SIZES, "trainer.tensor_parallel=2"]
+    status, out, _ = run(capsys, *words)
+    assert status == 0 and "synchronous:" in out
+    assert "no asynchronous plan fits: it needs max_lag of at least 1, and GPUs" in out
+
+
 def test_a_plan_takes_on_the_real_ledger_what_the_formulas_say(capsys):
     """16 groups on 15 replicas, where the ledger and whole groups bound the rows: a formula that
     leaves either out is a third too short.
@@ -104,7 +111,12 @@ def test_a_search_needs_a_config_alone_and_no_torch(tmp_path):
         ),
         ([TINY, "max_lag=1", "overcommit=65"], "at most 64 groups"),
         ([TINY, "completion_tokens=5000"], "cannot be above max_new_tokens"),
-        ([TINY, "generator.tensor_parallel=64"], "query heads to split"),
+        ([TINY, "generator.tensor_parallel=64", "--gpus=64"], "query heads to split"),
+        ([TINY, "trainer.tensor_parallel=4"], "trainer.tensor_parallel=4: 4 GPUs share a layer"),
+        ([TINY, "generator.tensor_parallel=4"], "generator.tensor_parallel=4: 4 GPUs share a"),
+        ([TINY, "--gpu-memory=nan"], "--gpu-memory nan: need a number of GiB above 0"),
+        ([TINY, "--gpu-memory=inf"], "--gpu-memory inf: need a number of GiB above 0"),
+        ([TINY, "sheet=h10"], "profile h10: no such file"),
         ([TINY, "sheet=h10"], "did you mean h100?"),
         (["model.path=nowhere"], "nowhere"),
     ],
@@ -169,7 +181,20 @@ def test_a_row_of_an_asynchronous_run_is_a_point_of_each_curve(tmp_path):
     prompts_s = 24 * 0.4 / (2 * 92) / 3
     assert point.decode_s == pytest.approx((0.3 - prompts_s) / 10)
     assert (point.score_s, point.completions) == (pytest.approx(0.08), 16)
-    assert (point.weight_bytes, point.publish_s, point.swap_s) == (6534912, 0.1, 0.0)
+    assert (point.publish_s, point.swap_s) == (0.1, 0.0)
+    assert point.prefill_s == pytest.approx(prompts_s / 24)
+
+
+def test_a_swap_is_the_mean_of_the_replicas(tmp_path):
+    """A row has the sum over both, and each of them works for 0.3 s."""
+    row = ROW | {"weights/swap_stall_s": 0.06}
+    words = ["placement.trainer=[0]", "placement.generator=[1,2]", "max_lag=4", "overcommit=2"]
+    (point,) = points(made_run(tmp_path / "a", [{}, {}, row], *words, num_ranks=3))
+    assert point.swap_s == pytest.approx(0.03)
+    # Eight rows of each replica: 80 tokens are ten steps.
+    assert point.rows == 8
+    prompts_s = 12 * 0.4 / (2 * 92) / 3
+    assert point.decode_s == pytest.approx((0.3 - prompts_s - 0.03) / 10)
 
 
 def test_a_synchronous_batch_takes_as_many_steps_as_its_longest_completion(tmp_path):
@@ -213,7 +238,10 @@ def test_runs_of_several_batch_sizes_give_eta_and_a_profile_for_a_search(capsys,
     assert measured.train.ys == pytest.approx((0.2, 0.3))
     assert measured.decode.xs == pytest.approx((16, 32))
     assert measured.decode.ys[1] == pytest.approx(1.5 * measured.decode.ys[0])
-    assert measured.score.ys == pytest.approx((0.08, 0.12))
+    assert measured.score.xs == (1, 16, 32)
+    assert measured.score.ys == pytest.approx((0.08 / 16, 0.08, 0.12))
+    means = "mean tokens of the runs: 6 of a prompt (as given), 10 of a completion"
+    assert means in read_profile(file).notes
     eta_t = re.search(r"^eta_t\(b\)  92: (\S+), 184: (\S+) us a token", out, re.MULTILINE)
     assert [float(eta_t[1]), float(eta_t[2])] == [2170, 1630]
     assert re.search(r"^eta_g\(b\)  16: \S+, 32: \S+ us a token", out, re.MULTILINE)
@@ -236,18 +264,66 @@ def test_a_fit_predicts_the_run_that_it_was_made_of(tmp_path):
     plan = Plan(TrainerPlan(1, 1, 1, 92), GeneratorPlan(1, 1, 16), sharing="shared", max_lag=0)
     found = predictor.predict(plan)
     assert found.update_s == pytest.approx(0.4)
-    # A copy of as many bytes as the run published.
-    sent = profile.measured.copy.at(4 * profile.measured.parameters)
-    assert found.publish_s == pytest.approx(sent)
+    assert found.publish_s == pytest.approx(0.1)
     assert found.sample_s == pytest.approx(0.3, rel=0.01)
+
+
+def test_less_to_score_or_to_copy_takes_proportionally_less_time(tmp_path):
+    run_dir = made_run(tmp_path / "a", [{}, {}, ROW], "max_lag=0", "overcommit=0")
+    profile = fit_runs([run_dir], read_profile("h100"), Lengths(6.0))
+    numerics = Numerics(dtype="float32", compute_dtype="float32")
+    costs = Costs(profile, read_config(tiny_directory()), numerics)
+    assert costs.score_s(16) == pytest.approx(0.08)
+    assert costs.score_s(1) == pytest.approx(0.08 / 16)
+    assert costs.publish_s(TrainerPlan(8, 1, 1, 92)) == pytest.approx(0.1 / 8)
+
+
+def test_a_trainer_copies_its_weights_once_for_all_generators(tmp_path):
+    """A row has the bytes that all links carry: twice as many with two replicas."""
+    row = ROW | {"weights/bytes": 2 * ROW["weights/bytes"]}
+    words = ["placement.trainer=[0]", "placement.generator=[1,2]", "max_lag=1"]
+    run_dir = made_run(tmp_path / "a", [{}, {}, row], *words, num_ranks=3)
+    measured = fit_runs([run_dir], read_profile("h100"), Lengths(6.0)).measured
+    copied = 4 * measured.parameters
+    assert measured.copy.at(copied) == pytest.approx(0.1)
+    assert measured.copy.at(2 * copied) == pytest.approx(0.2)
 
 
 def test_runs_of_several_models_and_without_rows_are_refused(capsys, tmp_path):
     first = made_run(tmp_path / "a", [{}, {}, ROW])
-    other = made_run(tmp_path / "b", [{}, {}, ROW], "trainer.compute_dtype=bfloat16")
+    other = made_run(tmp_path / "b", [{}, {}, ROW], "model.dtype=bfloat16")
     assert "of several models" in run(capsys, "fit", str(first), str(other))[2]
     empty = made_run(tmp_path / "c", [{}, {}])
     assert "no row after the first" in run(capsys, "fit", str(empty))[2]
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (
+            ["trainer.compute_dtype=bfloat16"],
+            "model.dtype=float32 is not trainer.compute_dtype=bfloat16",
+        ),
+        (["generator.quantize=int8"], "generator.quantize=int8 has a dtype of its own"),
+        (["placement.trainer=[0,1]"], "2 trainer ranks send each other messages"),
+        (["placement.trainer=[0,1]", "trainer.tensor_parallel=2"], "trainer.tensor_parallel=2: "),
+        (["placement.trainer=[0]", "generator.tensor_parallel=2"], "generator.tensor_parallel=2: "),
+    ],
+)
+def test_times_that_costs_would_add_something_to_again_are_refused(capsys, tmp_path, words, said):
+    run_dir = made_run(tmp_path / "a", [{}, {}, ROW], *words, num_ranks=4)
+    sheet = tmp_path / "mine.yaml"
+    status, _, err = run(capsys, "fit", str(run_dir), f"sheet={sheet}", "prompt_tokens=6")
+    assert status == 2 and f"{run_dir}: a profile has the times of one rank" in err
+    assert said in err and not sheet.exists()
+
+
+def test_a_mean_prompt_beyond_the_longest_is_refused(capsys, tmp_path):
+    run_dir = made_run(tmp_path / "a", [{}, {}, ROW], "task.max_prompt_tokens=16")
+    words = [f"sheet={tmp_path / 'mine.yaml'}", "prompt_tokens=17"]
+    status, _, err = run(capsys, "fit", str(run_dir), *words)
+    assert status == 2
+    assert "prompt_tokens=17 is the mean, and cannot be above task.max_prompt_tokens=16" in err
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ import pytest
 from llamarl.models.config import ModelConfig
 from llamarl.planner.costs import Costs, GeneratorPlan, Numerics, Plan, TrainerPlan, Work
 from llamarl.planner.predict import GIB, Predictor
-from llamarl.planner.profile import read_profile
+from llamarl.planner.profile import Assumption, read_profile
 from llamarl.planner.search import (
     ALIKE,
     Limits,
@@ -86,7 +86,7 @@ def test_search_finds_what_trying_everything_finds(gpus, gib):
         for generator in generators(gpus - own):
             if found.memory.generator(generator).total > memory:
                 continue
-            for overcommit in range(1, WORK.max_lag * WORK.groups + 1):
+            for overcommit in range(WORK.max_lag * WORK.groups + 1):
                 sampling_s = found.streaming_s(generator, overcommit)
                 sampling_s += found.costs.swap_s(generator.tensor)
                 shared = [took for ranks, took in training.items() if overcommit % ranks == 0]
@@ -136,6 +136,20 @@ def test_among_steps_that_are_alike_the_least_lag_is_taken():
     slower = replace(one, step_s=one.step_s * 1.02, mean_lag=0.5)
     assert shortest([one, younger, slower]) is younger
     assert shortest([]) is None
+
+
+def test_without_need_no_group_is_started_beyond_a_batch():
+    """Scores take so long that no overcommit makes the step shorter."""
+    slow = replace(PROFILE.assumptions, score_s=Assumption(10.0, "of a test"))
+    costs = Costs(replace(PROFILE, assumptions=slow), MODEL, Numerics())
+    found = search(Predictor.of(costs, WORK), Limits(4, 40 * GIB)).asynchronous
+    assert (found.plan.overcommit, found.mean_lag) == (0, 1.0)
+
+
+def test_more_gpus_a_layer_than_there_are_is_refused():
+    with pytest.raises(ValueError, match=r"^trainer\.tensor_parallel=4: .* there are 2$"):
+        Limits(2, 40 * GIB, trainer_tensor=4)
+    assert Limits(4, 40 * GIB, trainer_tensor=4).trainer_tensor == 4
 
 
 def test_what_is_given_is_kept_to():

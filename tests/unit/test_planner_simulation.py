@@ -20,6 +20,7 @@ from executors import trainer
 from llamarl.planner import simulate as simulating
 from llamarl.planner.__main__ import main
 from llamarl.planner.costs import Timings
+from llamarl.planner.fit import Lengths
 from llamarl.planner.simulate import Settings, lines_of_words, simulate
 from tests.house import ROOT
 from tests.unit.made_runs import ROW, made_run
@@ -293,6 +294,13 @@ def test_lengths_follow_seed_and_ticket_and_have_the_mean_that_was_asked_for():
         (dict(max_slots=1), "max_slots"),
         (dict(warmup_steps=6), "warmup_steps"),
         (dict(max_lag=0, overcommit=2), "overcommit"),
+        (dict(decode_s=0, update_s=0), "decode_s"),
+        # Eight groups of equal lengths end at once: enough for several steps of 0 s.
+        (
+            dict(update_s=0, groups_per_step=1, overcommit=8, max_lag=8, max_slots=16)
+            | dict(max_steps=8, warmup_steps=7),
+            "warmup_steps",
+        ),
     ],
 )
 def test_what_cannot_go_on_is_refused(changed, key):
@@ -323,7 +331,11 @@ def test_the_command_describes_one_run(capsys):
         (["max_lag="], "max_lag=: need KEY=VALUE"),
         (["max_steps=few"], "max_steps=few: "),
         (["decode_s=-1"], "decode_s=-1: "),
-        (["overcommit=much"], "overcommit=much: "),
+        (
+            ["overcommit=much"],
+            "overcommit=much: Input should be a valid integer, unable to parse string as an "
+            "integer, or 'auto', 'oppo' or 'window'",
+        ),
         (["max_lag=0", "overcommit=4"], "overcommit: max_lag=0 allows none"),
         (["max_lag=1,2", "overcommit=1,2", "seed=1,2"], "a table has two sides"),
         (["--rows", "nowhere", "max_steps=2"], "nowhere/metrics.jsonl: no such file"),
@@ -362,6 +374,55 @@ def test_seconds_and_settings_are_those_of_a_runs_rows(tmp_path, capsys):
     status, lines, err = said(capsys, "--rows", str(run), "max_steps=3")
     assert (status, err, lines[0].split()[0]) == (0, "", "step")
     assert "draws it" in said(capsys, "--rows", str(run), "update_s=1")[2]
+
+
+def test_ranks_and_chunks_are_those_of_the_run(tmp_path):
+    words = ["placement.trainer=[0,1]", "placement.generator=[2,3,4]", "generator.chunk_tokens=3"]
+    words += ["generator.in_flight_updates=false", "max_lag=2"]
+    settings, _ = simulating.of_run(made_run(tmp_path / "a", [{}, {}, ROW], *words, num_ranks=5))
+    assert (settings["num_trainers"], settings["num_generators"]) == (2, 3)
+    assert (settings["chunk_tokens"], settings["in_flight_updates"]) == (3, False)
+
+
+def test_reading_prompts_takes_the_time_that_the_run_took(tmp_path):
+    """The generator worked for 0.3 s a step, for prompts and completions. Prompts of 12 tokens take
+    a larger share of it than those of 6, and are given by the user.
+    """
+    row = ROW | {"completion/length_mean": 8.0, "tokens/trained": 128.0}
+    run = made_run(tmp_path / "a", [{}, {}, row], "max_lag=0", "overcommit=0")
+    per_prompt = {}
+    for prompt in (6, 12):
+        base, points = simulating.of_run(run, Lengths(prompt_tokens=prompt, length_sigma=0.0))
+        settings = Settings(**base | {"length_sigma": 0.0, "max_steps": 4})
+        assert settings.prompt_tokens == prompt
+        result = simulate(settings, settings.timings(points))
+        busy_s = (1 - result.idle["generator"]) * result.step_s
+        assert busy_s == pytest.approx(0.3)
+        per_prompt[prompt] = prompt * points[0].prefill_s
+    assert per_prompt[12] > 1.5 * per_prompt[6]
+
+
+def test_lengths_of_a_run_are_the_users_to_say(tmp_path, capsys):
+    run = made_run(tmp_path / "a", [{}, {}, ROW], "max_lag=0", "overcommit=0")
+    outcomes = set()
+    for prompt in (2, 8):
+        words = ["--rows", str(run), f"prompt_tokens={prompt}", "max_steps=4", "length_sigma=0"]
+        status, lines, err = said(capsys, *words)
+        assert (status, err) == (0, "")
+        outcomes.add(tuple(lines))
+    assert len(outcomes) == 2
+    assert (
+        "prompt_tokens: --rows takes one"
+        in said(capsys, "--rows", str(run), "prompt_tokens=2,8")[2]
+    )
+
+
+def test_a_run_without_a_bound_on_lag_needs_one(tmp_path, capsys):
+    run = made_run(tmp_path / "a", [{}, {}, ROW], "max_lag=null", "buffer=replay")
+    status, lines, err = said(capsys, "--rows", str(run), "max_steps=3")
+    assert (status, lines) == (2, [])
+    assert "the run has max_lag=null, without a bound; give max_lag=N" in err
+    assert said(capsys, "--rows", str(run), "max_steps=3", "max_lag=2")[0] == 0
 
 
 def test_hundreds_of_ranks_are_no_other_case():
