@@ -31,7 +31,7 @@ NOT_READ = ("docs/lm_eval.md", "tests/test_names.py")
 OTHERS = {
     "systems and units": "LaTeX OpenMP KiB TMPDIR ps PyPI",
     "models and papers": "YaRN RoPE LoRA MoE NeoX MiniLM DasGupta AlpacaEval",
-    "libraries": "NeMo TransformerDecoder TokenType RewardTrainer center_rewards_coefficient "
+    "libraries": "TokenType RewardTrainer center_rewards_coefficient "
     "SentencePiece add_eos_token trim_blocks",
     "torch": "_weight_int8pack_mm model.layers.3.self_attn.q_proj.weight",
     "formulas": "sum_groups trainer_logprobs_t eps_low eps_high Delta_min "

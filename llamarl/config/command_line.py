@@ -342,6 +342,9 @@ def _compose(
             found = error.problems
             required += [problem.where for problem in found if problem.what.startswith("required")]
         except refusals as error:
+            if getattr(error, "missing_cfg_file", None) == config_name:
+                told = Problem(f"--config-name {config_name}", f"no such file; {OWN_VALUES}")
+                return _Composed(None, [*problems, told], by_path)
             found = []
             for key, text in kept.items():
                 try:
@@ -350,9 +353,6 @@ def _compose(
                     found.append(Problem(text, " ".join(str(alone).split()), (key,)))
             if not found:
                 told = Problem(config_name, " ".join(str(error).split()))
-                absent = getattr(error, "missing_cfg_file", None)  # if Hydra finds no file
-                if absent == config_name:
-                    told = Problem(f"--config-name {config_name}", f"no such file; {OWN_VALUES}")
                 return _Composed(None, [*problems, told], by_path)
         else:
             wrong |= echoing(sections(composed), required)
@@ -457,7 +457,7 @@ def _problems_of_flags(words: list[str], schema: type) -> list[Problem]:
     found = []
     for word, following in zip(words, [*words[1:], ""]):
         flag, _, value = word.partition("=")
-        key = flag.removeprefix("--")
+        key = flag.removeprefix("--").replace("-", "_")
         if flag in OF_OTHER_PROGRAMS:
             found.append(Problem(word, OF_OTHER_PROGRAMS[flag]))
         elif key != flag and key in known_keys(schema):

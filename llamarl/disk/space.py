@@ -62,7 +62,9 @@ def named_if_unread(path: Path) -> Iterator[None]:
     """Log it and go on where a path cannot be read, or is a checkpoint in another format."""
     try:
         yield
-    except (OSError, OtherFormat) as error:
+    except OtherFormat as error:
+        log.warning("%s: %s; it is left as it is", path, error)
+    except OSError as error:
         log.warning(
             "%s: cannot be read (%s), so nothing of it is deleted; it is tried again with the next "
             "checkpoint. Look at its permissions and its disk",

@@ -60,9 +60,7 @@ class DialogueEngine:
         self._dialogues.start()
 
     def when_answered(self, wake: Callable[[], None]) -> None:
-        """Have `wake` called, from a thread of the workers' bell, when an environment has
-        answered.
-        """
+        """Have `wake` called, from a thread of the pool's, when an environment has answered."""
         self._wake = wake
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Hashable, Mapping, Sequence
 from typing import TypeVar
 
@@ -64,15 +65,15 @@ class Ranks:
         return total
 
     def union(self, names: list[str]) -> list[str]:
-        """Return the names that any rank gives, sorted where there are several ranks; no name holds
-        a comma. Ranks that share a decoder give the same ones.
+        """Return the names that any rank gives, sorted where there are several ranks. Ranks that
+        share a decoder give the same ones.
         """
         if self.size == 1:
             return names
         known: set[str] = set()
-        for message in self.gather(",".join(names).encode()):
-            known.update(message.decode().split(","))
-        return sorted(known - {""})
+        for message in self.gather(json.dumps(names).encode()):
+            known.update(json.loads(message))
+        return sorted(known)
 
     def gather(self, message: bytes) -> list[bytes]:
         """Return what each rank gives, in the order of ranks; of ranks that share a decoder only

@@ -7,8 +7,10 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from statistics import pstdev
 from typing import Generic, TypeVar
 
 import torch
@@ -21,7 +23,7 @@ from llamarl.tasks.held_out import EvalSet
 from llamarl.types import Completion, EvalCompletion, Group, Prompt, ScoredCompletion
 
 ERROR_WINDOW = 256  # outcomes over which the error rate is taken
-WINDOW_PROMPTS = 16  # if these have more outcomes than ERROR_WINDOW, the rate is taken over them
+WINDOW_PROMPTS = 32  # if these have more outcomes than ERROR_WINDOW, the rate is taken over them
 MIN_OUTCOMES = 64  # fewer do not make a rate
 MIN_BAD_PROMPTS = 4  # errors of fewer do not make a rate: one bad row may fill MIN_OUTCOMES
 UNLIKELY = 2e-6  # how seldom a rate at its limit gives so many prompts of errors alone
@@ -198,8 +200,9 @@ class ErrorRate:
     """The share of errors among the newest ERROR_WINDOW outcomes, and their reasons.
 
     The outcomes of a prompt may all be errors for one reason, such as a bad row. So a rate needs
-    errors of MIN_BAD_PROMPTS prompts, and where all outcomes are errors, it is prompts that are
-    counted. With a limit of 0 any error ends the run.
+    errors of MIN_BAD_PROMPTS prompts, and it is above the limit by two standard errors of a mean
+    over prompts. Where all outcomes are errors, prompts are counted. With a limit of 0 any error
+    ends the run.
     """
 
     def __init__(self, source: str, max_error_rate: float):
@@ -227,16 +230,23 @@ class ErrorRate:
     def check(self) -> None:
         """Raise RewardError if the rate is above its limit."""
         reasons: Counter[str] = Counter()
-        num_outcomes = num_bad_prompts = 0
+        num_outcomes = 0
+        shares = []  # of errors, by prompt
         for outcomes in self._newest.values():
             errors = [reason for reason in outcomes if reason is not None]
             reasons.update(errors)
             num_outcomes += len(outcomes)
-            num_bad_prompts += bool(errors)
+            shares.append(len(errors) / len(outcomes))
         rate = reasons.total() / max(1, num_outcomes)
         if rate <= self._max:
             return
-        is_a_rate = num_outcomes >= MIN_OUTCOMES and num_bad_prompts >= MIN_BAD_PROMPTS
+        num_bad_prompts = sum(share > 0 for share in shares)
+        standard_error = pstdev(shares) / math.sqrt(len(shares))
+        is_a_rate = (
+            num_outcomes >= MIN_OUTCOMES
+            and num_bad_prompts >= MIN_BAD_PROMPTS
+            and rate - 2 * standard_error > self._max
+        )
         all_fail = rate == 1.0 and self._max**num_bad_prompts <= UNLIKELY
         if is_a_rate or all_fail or self._max == 0:
             commonest = reasons.most_common(3)

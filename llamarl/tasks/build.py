@@ -431,7 +431,7 @@ def _warn_of_shared(
     for name, count, num_rows, by in remembered(key, find)["shared"]:
         log.warning(
             "%s: %d of %d held-out rows have a prompt that %s trains on, so that the held-out "
-            "accuracy is in part of what is trained; take these out of one of the files",
+            "accuracy is in part of what is trained; leave them out of one of the two",
             name,
             count,
             num_rows,

@@ -63,7 +63,7 @@ def import_function(path: str) -> Callable:
         with _searched_first(os.getcwd() if _is_here(top) else None):
             module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        if not error.name and not _is_here(top):
+        if not error.name and top == _RECIPES and not _is_here(top):
             found = importlib.util.find_spec(top)
             raise NoFunction(
                 f"{module_name} is looked for in {found and found.origin}, which is not to be "
@@ -97,8 +97,10 @@ def _full_name(module: str) -> str:
     if module in _SHORT and importlib.util.find_spec(module) is None:
         return _SHORT[module]
     if module.startswith(f"{_RECIPES}.") and not _is_here(_RECIPES):
+        # A checkout that is not installed has no llamarl.recipes.
+        is_installed = importlib.util.find_spec(f"llamarl.{_RECIPES}") is not None
         own = f"llamarl.{module}"
-        return own if importlib.util.find_spec(own) else module
+        return own if is_installed and importlib.util.find_spec(own) else module
     return module
 
 

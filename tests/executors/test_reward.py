@@ -5,6 +5,7 @@ import itertools
 import json
 import time
 from operator import itemgetter
+from random import Random
 
 import pytest
 import torch
@@ -364,13 +365,13 @@ def test_an_evaluation_needs_no_room_and_is_taken_at_once(build, monkeypatch):
 
 
 def test_too_many_errors_end_the_run_and_say_why(build):
-    executor = build(max_error_rate=0.4)
+    executor = build(max_error_rate=0.3)
     words = ["right"] * 33 + ["error"] * 30
     executor.inputs.of(Completion).records.extend(completion(i, 0, w) for i, w in enumerate(words))
-    settle(executor)  # 30 of 63 are more than 40 %, but too few to tell
+    settle(executor)  # 30 of 63 are more than 30 %, but too few to tell
     executor.inputs.of(Completion).records.append(completion(63, 0, "error"))
     with pytest.raises(
-        RewardError, match=rf"reward {FN}: 48% of the last 64 scores are errors, above .*=0.4"
+        RewardError, match=rf"reward {FN}: 48% of the last 64 scores are errors, above .*=0.3"
     ) as error:
         settle(executor)
     assert str(error.value).count("RuntimeError: cannot score train") == 3
@@ -436,8 +437,21 @@ def test_the_rate_is_of_the_newest_prompts():
     for number in range(1000, 1000 + assembly.ERROR_WINDOW // 2):
         rate.add(Outcome.error("no"), number)
         rate.check()  # at most half of the window
-    rate.add(Outcome.error("no"), 2000)
-    with pytest.raises(RewardError, match="of the last 256 scores"):
+    with pytest.raises(RewardError, match="5[67]% of the last 256 scores"):
+        for number in range(2000, 2000 + assembly.ERROR_WINDOW // 8):
+            rate.add(Outcome.error("no"), number)
+            rate.check()
+
+
+@pytest.mark.parametrize("size", [4, 8, 64])
+@pytest.mark.parametrize("seed", range(8))
+def test_bad_rows_at_half_of_the_limit_end_no_run(size, seed):
+    draws = Random(seed)
+    rate = assembly.ErrorRate("f", 0.1)
+    for ticket in range(2000):
+        kind = Outcome.error("bad row") if draws.random() < 0.05 else Outcome.score(1.0)
+        for _ in range(size):
+            rate.add(kind, ticket)
         rate.check()
 
 

@@ -224,6 +224,30 @@ def test_recipes_are_the_packages_own_and_not_torchtunes(outside):
         import_function("recipes.no_such:Sums")
 
 
+def test_a_module_that_refuses_to_be_imported_says_why_itself(own_folder):
+    text = "raise ModuleNotFoundError('scorelib is absent')"
+    (own_folder / "refusing.py").write_text(text)
+    with pytest.raises(ModuleNotFoundError, match="scorelib is absent"):
+        import_function("refusing:score")
+
+
+def test_recipes_of_a_checkout_that_is_not_installed_are_looked_for_by_their_name(
+    outside, monkeypatch
+):
+    find_spec = importlib.util.find_spec
+
+    def found(name, package=None):
+        if name == "llamarl.recipes":
+            return None
+        if name.startswith("llamarl.recipes."):
+            raise ModuleNotFoundError("No module named 'llamarl.recipes'", name="llamarl.recipes")
+        return find_spec(name, package)
+
+    monkeypatch.setattr(importlib.util, "find_spec", found)
+    with pytest.raises(NoFunction, match="recipes"):
+        import_function("recipes.no_such:Sums")
+
+
 def test_a_folder_of_the_user_comes_before_an_installed_package(outside):
     (outside / "recipes").mkdir()
     (outside / "recipes" / "own.py").write_text("def mine():\n    return 7.0\n")

@@ -36,6 +36,16 @@ class RankOfTwo(Ranks):
         return {name: join(value, theirs[name]) for name, value in values.items()}
 
 
+def test_names_that_ranks_tell_each_other_may_hold_any_sign():
+    class First(Ranks):
+        def gather(self, message):
+            return [message, b"[]", b'["their"]']
+
+    ranks = First(None, torch.device("cpu"), None)
+    ranks.size = 3
+    assert ranks.union(["reward/x,y/mean", '"']) == ['"', "reward/x,y/mean", "their"]
+
+
 def test_the_name_that_a_loss_gives_says_the_reduction():
     given = ["clip/low", "ratio/sum", "ratio/capped", "ratio/max", "tb/square/completions"]
     made = metrics_of_loss({name: torch.tensor(1.0) for name in given})
