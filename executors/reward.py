@@ -240,6 +240,11 @@ class Reward(Executor):
                 return f"data: {what} of policy version {version}, from the {self._source}"
         return None
 
+    def lacks_of_evaluation(self) -> int | None:
+        """Return the oldest version of which completions of held-out prompts are missing."""
+        begun = [min(answers.begun) for answers in self._evaluations.values() if answers.begun]
+        return min(begun, default=None)
+
     @property
     def _success_above(self) -> float | None:
         """The score above which an attack succeeds; None without a victim."""

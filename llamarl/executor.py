@@ -524,6 +524,10 @@ class Executor:
         """
         return None
 
+    def lacks_of_evaluation(self) -> int | None:
+        """Return the oldest version whose evaluation lacks records here; None if none does."""
+        return None
+
     def offloadable(self) -> Iterable[torch.Tensor]:
         """Tensors that may wait in host memory while another executor has the device."""
         return ()

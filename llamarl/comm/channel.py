@@ -63,6 +63,9 @@ NAMES = {
 }
 
 
+# What a record is of: the number of a ticket, or the name of an evaluation.
+Subject = int | str
+
 COUNTED_TICKETS = 8192  # the newest; more than a run has in work
 
 
@@ -189,25 +192,40 @@ class Scatter(Channel):
         return list(range(first, first + peers))
 
 
+def subject_of(record) -> Subject | None:
+    """Return what a record is of: its ticket, or the evaluation of a version; None: neither."""
+    record = getattr(record, "attack", record)  # of replies of a victim
+    if not isinstance(record, EvalCompletion):
+        return getattr(record, "ticket", None)
+    if not record.policy_versions.numel():
+        return None  # no version sampled it
+    return evaluation_of(int(record.policy_versions[0]))
+
+
+def evaluation_of(version: int) -> Subject:
+    """Return the subject of the records of a version's evaluation."""
+    return f"the evaluation of policy version {version}"
+
+
 class TicketCounts:
-    """How many records of each ticket have passed one end of a channel."""
+    """How many records of each ticket, and of each evaluation, have passed one end of a channel."""
 
     def __init__(self) -> None:
-        self._counts: dict[int, int] = {}
+        self._counts: dict[Subject, int] = {}
 
     def add(self, record) -> None:
-        """Count a record, if it is of a ticket."""
-        ticket = getattr(record, "ticket", None)
-        if ticket is None:
+        """Count a record, if it is of a ticket or an evaluation."""
+        subject = subject_of(record)
+        if subject is None:
             return
-        self._counts[ticket] = self.of(ticket) + 1
+        self._counts[subject] = self.of(subject) + 1
         if len(self._counts) > COUNTED_TICKETS:
             oldest = next(iter(self._counts))
             del self._counts[oldest]
 
-    def of(self, ticket: int) -> int:
-        """Return how many records of a ticket were counted."""
-        return self._counts.get(ticket, 0)
+    def of(self, subject: Subject) -> int:
+        """Return how many records of a subject were counted."""
+        return self._counts.get(subject, 0)
 
 
 class _Queue:
@@ -263,10 +281,10 @@ class Receiver(_Queue):
             self.counts.add(record)
         return records
 
-    def untaken(self, ticket: int) -> int:
-        """Return how many records of a ticket have come and were not taken."""
+    def untaken(self, subject: Subject) -> int:
+        """Return how many records of a subject have come and were not taken."""
         with self._changed:
-            return sum(getattr(record, "ticket", None) == ticket for record in self._records)
+            return sum(subject_of(record) == subject for record in self._records)
 
     def deliver(self, records: list) -> None:
         with self._changed:

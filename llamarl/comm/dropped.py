@@ -1,12 +1,15 @@
 """Finds the executor that dropped records, when nothing moves and the trainer waits for them.
 
     message   from -> to          handled by   meaning
-    held?     leader -> all       the loop     "what have your executors done with this ticket?"
+    lacks     a rank -> leader    the loop     "an executor waits for records of this evaluation"
+    held?     leader -> all       the loop     "what have your executors done with this subject?"
     held      a rank -> leader    the loop     the answer: an Account of each executor
 
-Every end of a channel counts the records of each ticket that passed it. An executor may keep
-records for as long as it says in `waiting_for` what it lacks. One that lacks nothing, and has sent
-on fewer records than it took, dropped the others: its ticket never becomes a group.
+Every end of a channel counts the records of each subject, a ticket or an evaluation, that passed
+it. An executor may keep records for as long as it says in `waiting_for` what it lacks. One that
+lacks nothing, and has sent on fewer records than it took, dropped the others: its ticket never
+becomes a group, and its evaluation never ends. The leader looks for the records of a ticket while
+the trainer waits for it, and for those of an evaluation otherwise.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Protocol
 
-from llamarl.comm.channel import Receiver, Sender
+from llamarl.comm.channel import Receiver, Sender, Subject, evaluation_of
 from llamarl.comm.control import Control
 from llamarl.errors import RecordsDropped
 from llamarl.executor import Executor
@@ -43,7 +46,7 @@ class Clock(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """What one executor on one rank has done with the records of one ticket. Counts by the name of
+    """What one executor on one rank has done with the records of one subject. Counts by the name of
     a record's type.
     """
 
@@ -76,49 +79,61 @@ class DroppedRecords:
         self._control = control
         self._num_ranks = num_ranks
         self._answers: dict[int, list[Account]] = {}
-        self._asked_for: int | None = None  # on the leader: the ticket of the newest question
+        self._told_at = float("-inf")  # when this rank last told the leader what it lacks
+        self._asked_for: Subject | None = None  # on the leader: the subject of the newest question
         self._asked_at = float("-inf")
-        self._suspicion: tuple[int, str] | None = None  # a ticket, and who dropped its records
+        self._suspicion: tuple[Subject, str] | None = None  # and who dropped its records
 
     def look(self, clocks: Mapping[str, Clock], holding_up: Callable[[], Sequence[int]]) -> None:
-        """Answer the leader's questions. On the leader: ask where the trainer has long waited for
-        data, and lose the executor that dropped records, once all ranks have answered.
+        """Tell the leader what is lacked here, and answer its questions. On the leader: ask where
+        an executor has long waited for data, and lose the executor that dropped records, once all
+        ranks have answered.
 
         clocks: of this rank's executors. holding_up: the tickets that hold up the next step.
         """
         now = time.monotonic()
+        self._tell(clocks, now)
         self._answer(clocks, now)
+        lacked = [told["subject"] for _, told in self._control.take("lacks")]
         if not self._control.is_leader or self._control.stopping:
             return
-        clock = clocks[self._trainer.name]
-        waits = clock.reason is not None and clock.reason.startswith("data:")
-        if waits and now - max(clock.idle_since, self._asked_at) > STILL_S:
-            for ticket in holding_up()[:1]:
-                self._ask(ticket, now)
+        if _waits_for_data(clocks[self._trainer.name], now, since=self._asked_at):
+            lacked = [*holding_up()]
+        if now - self._asked_at > STILL_S:
+            for subject in lacked[:1]:
+                self._ask(subject, now)
         error = self._verdict(now)
         if error is not None:
             self._control.lose(error)  # between two steps all state is whole
 
+    def _tell(self, clocks: Mapping[str, Clock], now: float) -> None:
+        for executor in self._local:
+            lacks = executor.lacks_of_evaluation()
+            if lacks is None or not _waits_for_data(clocks[executor.name], now, self._told_at):
+                continue
+            self._told_at = now
+            self._control.post(self._control.leader, "lacks", {"subject": evaluation_of(lacks)})
+
     def _answer(self, clocks: Mapping[str, Clock], now: float) -> None:
         for leader, question in self._control.take("held?"):
-            ticket = question["ticket"]
-            accounts = [self._account(e, clocks[e.name], ticket, now) for e in self._local]
-            said = {"ticket": ticket, "accounts": [asdict(account) for account in accounts]}
+            subject = question["subject"]
+            accounts = [self._account(e, clocks[e.name], subject, now) for e in self._local]
+            said = {"subject": subject, "accounts": [asdict(account) for account in accounts]}
             self._control.post(leader, "held", said)
 
-    def _ask(self, ticket: int, now: float) -> None:
+    def _ask(self, subject: Subject, now: float) -> None:
         self._asked_at = now
-        self._asked_for = ticket
+        self._asked_for = subject
         self._answers.clear()
         for rank in range(self._num_ranks):
-            self._control.post(rank, "held?", {"ticket": ticket})
+            self._control.post(rank, "held?", {"subject": subject})
 
     def _verdict(self, now: float) -> RecordsDropped | None:
         """Return the error, or None while answers are missing, something moves or nobody dropped
         anything. The ranks answer a question at different moments, so two questions must agree.
         """
         for rank, said in self._control.take("held"):
-            if said["ticket"] == self._asked_for:
+            if said["subject"] == self._asked_for:
                 self._answers[rank] = [Account(**account) for account in said["accounts"]]
         if len(self._answers) < self._num_ranks:
             return None
@@ -126,32 +141,36 @@ class DroppedRecords:
         for rank in sorted(self._answers):
             accounts += self._answers[rank]
         self._answers.clear()
-        found = who_dropped(accounts, self._executors, self._trainer)
-        ticket = self._asked_for
-        assert ticket is not None, "there are answers to a question"
+        subject = self._asked_for
+        assert subject is not None, "there are answers to a question"
+        is_of_ticket = isinstance(subject, int)
+        found = who_dropped(accounts, self._executors, self._trainer, becomes_others=is_of_ticket)
         before = self._suspicion
-        self._suspicion = None if found is None else (ticket, found)
+        self._suspicion = None if found is None else (subject, found)
         if self._suspicion is None:
             return None
         if self._suspicion != before:
-            self._ask(ticket, now)
+            self._ask(subject, now)
             return None
+        what = f"ticket {subject}" if is_of_ticket else subject
+        waits = "the run waits for its end"
+        if is_of_ticket:
+            waits = f"step {self._trainer.version} of {self._trainer.name} waits for that ticket"
         return RecordsDropped(
-            f"{found} of ticket {ticket}. Nothing has moved for {STILL_S:.0f} s, and step "
-            f"{self._trainer.version} of {self._trainer.name} waits for that ticket. {_REMEDY}"
+            f"{found} of {what}. Nothing has moved for {STILL_S:.0f} s, and {waits}. {_REMEDY}"
         )
 
-    def _account(self, executor: Executor, clock: Clock, ticket: int, now: float) -> Account:
+    def _account(self, executor: Executor, clock: Clock, subject: Subject, now: float) -> Account:
         taken: dict[str, int] = {}
         untaken: dict[str, int] = {}
         sent: dict[str, int] = {}
         for record, inbox in executor.inputs.by_record():
             if isinstance(inbox, Receiver):
-                taken[record.__name__] = inbox.counts.of(ticket)
-                untaken[record.__name__] = inbox.untaken(ticket)
+                taken[record.__name__] = inbox.counts.of(subject)
+                untaken[record.__name__] = inbox.untaken(subject)
         for record, outbox in executor.outputs.by_record():
             if isinstance(outbox, Sender):
-                sent[record.__name__] = outbox.counts.of(ticket)
+                sent[record.__name__] = outbox.counts.of(subject)
         return Account(
             executor=executor.name,
             rank=executor.group.rank,
@@ -165,12 +184,17 @@ class DroppedRecords:
 
 
 def who_dropped(
-    accounts: Sequence[Account], executors: Sequence[Executor], trainer: Executor
+    accounts: Sequence[Account],
+    executors: Sequence[Executor],
+    trainer: Executor,
+    *,
+    becomes_others: bool = True,
 ) -> str | None:
     """Return who dropped how many records, as the beginning of a sentence; None if nobody did or
     something still moves.
 
-    accounts: of every executor on every rank, about one ticket. executors: in flow order.
+    accounts: of every executor on every rank, about one subject. executors: in flow order.
+    becomes_others: whether records of the subject become records of other types that are counted.
     """
     if not all(_is_still(account, trainer.version) for account in accounts):
         return None
@@ -191,7 +215,7 @@ def who_dropped(
             sent = _sum(own, "sent", record)
             if record in executor.produces and sent < taken:
                 return f"{_place(own)} took {taken} {record.__name__} records and sent on {sent}"
-    for executor, own in reversed(suspects):
+    for executor, own in reversed(suspects if becomes_others else []):
         taken = sum(_sum(own, "taken", record) for record in _owed(executor, executors))
         sent = sum(_sum(own, "sent", record) for record in executor.produces)
         if executor.produces and taken and not sent:
@@ -208,6 +232,12 @@ def _owed(executor: Executor, executors: Sequence[Executor]) -> list[type]:
     for other in executors:
         offered.update(other.offers)
     return [record for record in executor.consumes if record not in offered]
+
+
+def _waits_for_data(clock: Clock, now: float, since: float) -> bool:
+    """Whether an executor has waited for data for STILL_S, and so long after `since`."""
+    waits = clock.reason is not None and clock.reason.startswith("data:")
+    return waits and now - max(clock.idle_since, since) > STILL_S
 
 
 def _is_still(account: Account, trainer_version: int) -> bool:

@@ -92,20 +92,24 @@ DROPS = """
 from llamarl.comm import dropped
 from llamarl.config import Config, main
 from llamarl.executor import Executor
-from llamarl.types import Completion
+from llamarl.types import Completion, EvalCompletion
 
 
 class Filter(Executor):
     name = "filter"
-    consumes = (Completion,)
-    produces = (Completion,)
+    consumes = (Completion, EvalCompletion)
+    produces = (Completion, EvalCompletion)
 
     def step(self):
         completions = self.inputs.of(Completion).take()
         for completion in completions:
-            if (completion.ticket, completion.sample_index) != (9, 1):
+            if DROPPED != "a completion" or (completion.ticket, completion.sample_index) != (9, 1):
                 self.outputs.of(Completion).put(completion)
-        return bool(completions)
+        answers = self.inputs.of(EvalCompletion).take()
+        for answer in answers:
+            if DROPPED != "an answer" or answer.prompt_index != 2:
+                self.outputs.of(EvalCompletion).put(answer)
+        return bool(completions or answers)
 
 
 @main
@@ -128,12 +132,25 @@ if __name__ == "__main__":
 @pytest.mark.parametrize("ranks", [None, 2])
 def test_an_executor_that_drops_a_completion_is_named_long_before_timeout_s(ranks, tmp_path):
     recipe = tmp_path / "drops.py"
-    recipe.write_text(DROPS)
+    recipe.write_text(DROPS.replace("DROPPED", "'a completion'"))
     with ForkedJob(*SMALL, run_dir=tmp_path / "run", recipe=recipe, ranks=ranks) as job:
         assert job.wait() != 0
         where = "rank 1" if ranks else "rank 0"
         assert f"filter on {where} took {GROUP_SIZE} Completion records and sent on" in job.output
         assert "of ticket 9" in job.output and "finish_reason='aborted'" in job.output
+        assert "waited" not in job.output, "nobody waited for timeout_s"
+
+
+@pytest.mark.parametrize("ranks", [None, 2])
+def test_an_executor_that_drops_an_answer_of_an_evaluation_is_named_too(ranks, tmp_path):
+    recipe = tmp_path / "drops.py"
+    recipe.write_text(DROPS.replace("DROPPED", "'an answer'"))
+    given = (*SMALL, "eval.every=2", "eval.num_prompts=4")
+    with ForkedJob(*given, run_dir=tmp_path / "run", recipe=recipe, ranks=ranks) as job:
+        assert job.wait() != 0
+        where = "rank 1" if ranks else "rank 0"
+        said = f"filter on {where} took 4 EvalCompletion records and sent on 3"
+        assert f"{said} of the evaluation of policy version 0" in job.output
         assert "waited" not in job.output, "nobody waited for timeout_s"
 
 

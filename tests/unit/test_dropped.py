@@ -6,8 +6,9 @@ import dataclasses
 from types import SimpleNamespace
 
 import pytest
+import torch
 
-from llamarl.comm.channel import TicketCounts
+from llamarl.comm.channel import TicketCounts, evaluation_of
 from llamarl.comm.dropped import STILL_S, Account, DroppedRecords, who_dropped
 from llamarl.executor import Executor
 from llamarl.types import Completion, EvalCompletion, Group, Policy, Stretch
@@ -148,20 +149,23 @@ class FakeControl:
         self.posted = []
         self.answers = []
         self.lost = []
+        self.lacked = []
 
     def post(self, rank, kind, message):
-        self.posted.append((kind, message["ticket"]))
+        self.posted.append((kind, message["subject"]))
 
     def take(self, kind):
+        if kind == "lacks":
+            return [(0, {"subject": subject}) for subject in self.lacked]
         answers, self.answers = (self.answers, []) if kind == "held" else ([], self.answers)
         return answers
 
     def lose(self, error):
         self.lost.append(str(error))
 
-    def answer(self, accounts):
+    def answer(self, accounts, subject=7):
         said = [dataclasses.asdict(account) for account in accounts]
-        self.answers = [(0, {"ticket": 7, "accounts": said})]
+        self.answers = [(0, {"subject": subject, "accounts": said})]
 
 
 @pytest.mark.parametrize("then", ["the same", "others have moved", "another count"])
@@ -184,6 +188,43 @@ def test_an_executor_is_named_only_if_two_questions_agree(then):
     assert len(control.lost) == (then == "the same")
     num_questions = {"the same": 2, "others have moved": 2, "another count": 3}
     assert control.posted == [("held?", 7)] * num_questions[then]
+
+
+def test_an_executor_that_keeps_answers_of_an_evaluation_is_named():
+    control = FakeControl()
+    subject = evaluation_of(3)
+    control.lacked = [subject]
+    executors = row()
+    executors[1].consumes = executors[1].produces = (EvalCompletion,)
+    search = DroppedRecords(executors, [], control, num_ranks=1)
+    clocks = {"trainer": SimpleNamespace(idle_since=float("-inf"), reason=None)}
+    search.look(clocks, lambda: [])
+    kept = {"taken": {"EvalCompletion": 8}, "sent": {"EvalCompletion": 7}}
+    lacks = {"taken": {"EvalCompletion": 7}}
+    accounts = still(filter=kept, reward=lacks, trainer={"waits_for": None})
+    for _ in range(2):
+        control.answer(accounts, subject)
+        search.look(clocks, lambda: [])
+    (error,) = control.lost
+    assert "filter on rank 1 took 8 EvalCompletion records and sent on 7 of the evaluation" in error
+
+
+def test_answers_of_an_evaluation_become_no_records_that_are_counted():
+    """The reward has taken all of them, and sends groups of tickets alone."""
+    accounts = still(
+        filter={"taken": {}, "sent": {}},
+        reward={"waits_for": None, "taken": {"EvalCompletion": 8}, "sent": {}},
+    )
+    executors = row()
+    assert who_dropped(accounts, executors, executors[-1], becomes_others=False) is None
+
+
+def test_records_of_an_evaluation_are_counted_by_its_version():
+    versions = torch.tensor([3, 3])
+    answer = EvalCompletion(0, True, 0, torch.tensor([5, 6]), versions, "stop")
+    counts = TicketCounts()
+    counts.add(answer)
+    assert (counts.of(evaluation_of(3)), counts.of(evaluation_of(4)), counts.of(3)) == (1, 0, 0)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -39,10 +39,10 @@ class RankOfTwo(Ranks):
 def test_names_that_ranks_tell_each_other_may_hold_any_sign():
     class First(Ranks):
         def gather(self, message):
-            return [message, b"[]", b'["their"]']
+            return [message, b"[]", b"", b'["their"]']
 
     ranks = First(None, torch.device("cpu"), None)
-    ranks.size = 3
+    ranks.size = 4
     assert ranks.union(["reward/x,y/mean", '"']) == ['"', "reward/x,y/mean", "their"]
 
 
