@@ -207,7 +207,7 @@ def evaluation_of(version: int) -> Subject:
     return f"the evaluation of policy version {version}"
 
 
-class TicketCounts:
+class RecordCounts:
     """How many records of each ticket, and of each evaluation, have passed one end of a channel."""
 
     def __init__(self) -> None:
@@ -269,7 +269,7 @@ class Receiver(_Queue):
 
     def __init__(self, name: str, capacity: int, control: Control):
         super().__init__(name, capacity, control)
-        self.counts = TicketCounts()  # of what was taken
+        self.counts = RecordCounts()  # of what was taken
 
     def take(self, limit: int | None = None) -> list:
         """Up to `limit` records that have come, oldest first. Does not wait."""
@@ -345,7 +345,7 @@ class Sender:
         self.name = name
         self._consumers = consumers
         self._route = route
-        self.counts = TicketCounts()  # of what was put
+        self.counts = RecordCounts()  # of what was put
 
     def put(self, record) -> None:
         """Send one record; never blocks. Ask `has_room` before the work that makes it."""

@@ -4,7 +4,7 @@
 
     stdin   one command a line, as JSON; what a command holds is the worker's own
     stdout  one message a line, as JSON; first ["ready", ...] or ["failed", why]
-    bell    one byte after each line of stdout, into the descriptor that the pool gave for it
+    notify  one byte after each line of stdout, into the descriptor that the pool gave for it
 
 `begin` moves both pipes to descriptors of their own before the user's code is imported, so that its
 prints go to stderr and its reads find an empty stdin. Half a surrogate pair is "?" in a message.
@@ -54,16 +54,16 @@ def begin(setup: dict, note: int) -> tuple[BinaryIO, Send]:
     what sends a message.
 
     setup: "path" is its sys.path; "memory_mb" its limit; "parent" the process that made the pool;
-    "bell" a descriptor. note: the descriptor to which the guard writes that the limit was passed.
+    "notify" a descriptor. note: the descriptor to which the guard writes that the limit was passed.
     """
     commands, results = private_pipes()
-    bell = setup["bell"]
-    os.set_inheritable(bell, False)
+    notify = setup["notify"]
+    os.set_inheritable(notify, False)
     os.set_inheritable(note, False)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     memory_mb = setup["memory_mb"]
     if GUARDED:
-        pipes = [commands.fileno(), results.fileno(), bell]
+        pipes = [commands.fileno(), results.fileno(), notify]
         guard(setup["parent"], pipes, memory_mb << 20, note)
     else:
         reason = f"memory_mb={memory_mb} is not in force here: it needs Linux"
@@ -79,9 +79,9 @@ def begin(setup: dict, note: int) -> tuple[BinaryIO, Send]:
         results.write(line_of(message))
         results.flush()
         try:
-            os.write(bell, b".")
+            os.write(notify, b".")
         except BlockingIOError:
-            pass  # it is full of rings that were not heard yet, so one more is not needed
+            pass  # it is full of bytes that were not read yet, so one more is not needed
 
     return commands, send
 

@@ -62,7 +62,7 @@ class WorkerPool(ABC, Generic[Command]):
             "path": list(dict.fromkeys(paths)),
             "memory_mb": memory_mb,
             "parent": os.getpid(),
-            "bell": self._notify.writer,
+            "notify": self._notify.writer,
         }
         self._new_worker = partial(WorkerProcess[Command], module, path, {**setup, **common})
         self._workers = [self._new_worker() for _ in range(num_workers)]

@@ -75,7 +75,7 @@ class WorkerProcess(Generic[Command]):
             start_new_session=True,
             bufsize=0,
             env=few_threads | os.environ,
-            pass_fds=[setup["bell"], note],
+            pass_fds=[setup["notify"], note],
         )
         self.note.hand_over()
         output = self._process.stdout

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from llamarl.comm.channel import TicketCounts, evaluation_of
+from llamarl.comm.channel import RecordCounts, evaluation_of
 from llamarl.comm.dropped import STILL_S, Account, DroppedRecords, who_dropped
 from llamarl.executor import Executor
 from llamarl.types import Completion, EvalCompletion, Group, Policy, Stretch
@@ -132,7 +132,7 @@ def test_copies_on_several_ranks_are_not_compared_with_what_was_sent():
 
 def test_counts_are_kept_for_the_newest_tickets(monkeypatch):
     monkeypatch.setattr("llamarl.comm.channel.COUNTED_TICKETS", 2)
-    counts = TicketCounts()
+    counts = RecordCounts()
     for ticket in (1, 1, 2, 3):
         counts.add(_Of(ticket))
     counts.add(object())  # of no ticket
@@ -222,7 +222,7 @@ def test_answers_of_an_evaluation_become_no_records_that_are_counted():
 def test_records_of_an_evaluation_are_counted_by_its_version():
     versions = torch.tensor([3, 3])
     answer = EvalCompletion(0, True, 0, torch.tensor([5, 6]), versions, "stop")
-    counts = TicketCounts()
+    counts = RecordCounts()
     counts.add(answer)
     assert (counts.of(evaluation_of(3)), counts.of(evaluation_of(4)), counts.of(3)) == (1, 0, 0)
 
