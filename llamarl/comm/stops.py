@@ -7,6 +7,7 @@ launch      the run has a directory: remembered_stops
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -19,14 +20,22 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class _Memory:
-    """A handler that remembers that a signal came. earlier: the handlers before it."""
+    """A handler that remembers which signals came. The same one again goes to the handler before
+    it: whoever presses Ctrl-C twice does not wait for a model to load. torchrun sends one of each.
+    """
 
     def __init__(self):
-        self.has_come = False
+        self.come: set[int] = set()
         self.earlier = _install(self)
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        self.has_come = True
+        if number in self.come:
+            _restore(self.earlier)
+            os.kill(os.getpid(), number)
+            return
+        self.come.add(number)
+        # A print may be what the signal came into.
+        os.write(2, b"llamarl: the run stops before its first step\n")
 
 
 @contextmanager
@@ -48,7 +57,7 @@ def heard_stops(hear: Callable[[], None]) -> Iterator[None]:
     memory = earlier[signal.SIGTERM]
     if isinstance(memory, _Memory):
         earlier = memory.earlier  # what comes after the loop may end the process
-        if memory.has_come:
+        if memory.come:
             hear()
     try:
         yield

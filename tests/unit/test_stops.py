@@ -23,6 +23,21 @@ def test_a_signal_before_the_loop_is_heard_at_its_beginning_and_once():
     assert signal.getsignal(signal.SIGTERM) is before
 
 
+def test_the_same_signal_twice_goes_to_whoever_had_it_before(capfd):
+    had = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: had.append(number))
+    try:
+        with remembered_stops():
+            sent()
+            os.kill(os.getpid(), signal.SIGINT)
+            assert not had, "torchrun sends one of each"
+            assert "stops before its first step" in capfd.readouterr().err
+            os.kill(os.getpid(), signal.SIGINT)
+            assert had == [signal.SIGINT]
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def test_a_loop_without_a_memory_hears_its_own_signals_alone():
     heard = []
     before = signal.getsignal(signal.SIGINT)
