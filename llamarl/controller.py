@@ -1,16 +1,36 @@
 """ExecutorController: places executors on ranks, connects their channels, runs this rank's loop.
 
-It ends every wait that takes too long, and decides when the run ends. Every rank that the launcher
-started runs this same code on the same graph:
-
                 tickets                completions              scored
     ledger ───────────────▶ Generator ─────────────▶ Reward ─────────────▶ (Reference ──▶) Trainer
       ▲                         ▲                                                             │
       │ finished, taken         └───────────────── policy weights (DDMA) ◀────────────────────┤
       └───────────────────────────────────────────────────────────────────────────────────────┘
 
-    loop (each rank)   turns over its executors: serve requests, step each once, send metrics
-      waits for        news (a record, a grant, new weights, a message), at most POLL_S at a time
+The algorithm is these lines. tests/executors/test_loop.py runs them, as they are, with fakes:
+
+    finished = {}  # ticket -> scored group that no step has taken
+    while trainer.version < max_steps:
+        # Admission: these tickets can be trained on by step generator.version + max_lag.
+        for ticket in ledger.start(generator.num_free_groups, generator.version):
+            generator.add(ticket, prompts[ticket.index])
+        # One chunk of tokens for each running completion. Returns those that have ended.
+        for completion in generator.step():
+            reward.add(completion)
+        # Groups whose completions are all scored.
+        for group in reward.step():
+            ledger.finish([group.ticket])
+            finished[group.ticket] = group
+        # groups_per_step groups, the earliest deadline first. None: the step must wait.
+        batch = ledger.take(trainer.version)
+        if batch is not None:
+            policy = trainer.step([finished.pop(ticket) for ticket in batch])
+            generator.load(policy)  # between two chunks; running completions go on
+
+Every rank runs the same recipe, and turns over its own executors as these lines do: serve requests,
+step each executor once, send metrics. Each call between two executors is a channel, so that they
+compute at the same time. In one process the same loop steps them in turn.
+
+    loop (each rank)   waits for news (a record, a grant, new weights, a message), POLL_S at a time
       unblocked by     Control.wake(), called by every channel's and the control's thread
     ledger             answers on the leader's listener thread while executors compute
                        (llamarl.tickets.service)
@@ -19,14 +39,13 @@ started runs this same code on the same graph:
     control            a listener and a heartbeat thread (llamarl.comm.control)
 
 The leader is the first rank of the executor that leads: the trainer. A run ends when its last
-checkpoint and last row are written; the leader tells all ranks. In one process the same loop steps
-the executors in turn.
+checkpoint and last row are written. The leader tells all ranks. Every wait ends after timeout_s in
+an error.
 
-Keepers are the ranks of the trainer and of every other executor whose state is not optional. A loss
-(llamarl.comm.control) is a rank or an executor that is gone while all keepers live. The keepers
-then do as at a stop, while the others wait: the trainer ends its step or gives it up, the leader
-seals a checkpoint without what is lost, and all end with the error. A restart goes on from there.
-A keeper makes steps with other ranks in a thread that it can leave (llamarl.comm.breakable).
+Keepers are the ranks of the trainer and of every other executor whose state is not optional. A rank
+or an executor that is gone while all keepers live is a loss (llamarl.comm.control). The keepers
+then end as at a stop: the trainer ends its step or gives it up, the leader seals a checkpoint
+without the lost state, and all end with the error. A restart goes on from that checkpoint.
 """
 
 from __future__ import annotations

@@ -1,57 +1,31 @@
-"""Tickets: which prompt is next, and how stale what is trained on may be. Pure: no processes, no
-clocks.
+"""TicketLedger: decides which prompts may start and which groups a step trains on. Pure: no
+processes, no clocks.
 
-Two numbers bound asynchrony. `max_lag` is hard: no token older than that many optimizer steps is
-trained on. `overcommit` is how many groups beyond one batch may be started and not yet trained on.
+Two numbers bound asynchrony. `max_lag` is hard: no token is trained on that was sampled more than
+max_lag optimizer steps ago. `overcommit` is the number of groups beyond one batch that may be
+started and not yet trained on.
 
-The rules. B is groups_per_step, v the next step to be taken, g the version of the generator that
-starts a ticket. A ticket started at g has deadline g + max_lag: the last step that may train on it.
-R(d) counts started, untrained tickets with deadline <= d. Always
+B is groups_per_step, v the next step, g the version of the weights that a ticket starts with. Its
+deadline is g + max_lag: the last step that may train on it. R(d) counts the started, untrained
+tickets with a deadline <= d. Two rules keep
 
-    R(d) <= (d - v + 1) * B   for every d >= v,   and   R(v - 1) = 0,                           (1)
+    R(d) <= (d - v + 1) * B   for every d >= v,   and   R(v - 1) = 0                            (1)
 
-that is: everything started can still be trained on in time, B a step. Two rules keep (1):
-  admission   a ticket may start if (1) still holds with it, and
-              started-and-untrained <= B + overcommit, and <= (T - v) * B: what the steps that are
-              left of T train on;
-  take        step v trains on B finished groups, earliest deadline first, if (1) holds for v + 1
-              without them.
-Taking moves v to v + 1 at once, before training on it ends, so generation goes on meanwhile. (1) at
-v says that at most B started tickets are due at v, so the earliest-deadline batch always holds all
-that are due: a step waits for stragglers only when their own deadlines leave no later step room for
-them (docs/staleness.md). No deadlock: by (1) the tickets due at v fit into step v, and when fewer
-than B are started, one more may always start (its deadline g + max_lag >= v once the generator
-holds recent weights).
+  admission   A ticket may start if (1) still holds with it, and at most B + overcommit tickets are
+              then started and untrained.
+  take        Step v trains on B finished groups, the earliest deadlines first, if (1) holds for
+              v + 1 without them. It waits otherwise.
 
-A pool is the tickets whose groups one buffer is handed. Where each of n data-parallel trainer ranks
-has its own buffer there are n pools: ticket t is of pool t mod n, and the rules hold for each pool
-with B/n and its share of overcommit. Where all draw from one buffer there is one. All pools are
-taken from together. To which rank a ticket's group goes is said elsewhere
-(llamarl.comm.channel.dp_rank_of).
+So every started ticket can be trained on in time, B a step. A step waits for a straggler only when
+no later step could train on it. docs/staleness.md proves both, and that the rules cannot deadlock.
 
-max_lag None is for a replay buffer, which is handed everything and bounds staleness by its size.
-Every deadline is NEVER, so that (1) says nothing, and what is left of the rules is
-  admission   a ticket may start while started-and-unfinished < B + overcommit, and v < T: what is
-              on its way to the trainer is bounded, and each arrival there makes room for one;
-  take        step v hands over all that is finished; step 0 waits for an initial fill, and steps k,
-              2k, ..., the syncs, until a NEWS-th of a batch has come since the last sync.
-A ticket is unfinished until it is with the trainer. At most B + overcommit are, and some of them
-arrive between two syncs, so that a slow scorer makes a run slower and not older; how old it may
-become is derived in docs/staleness.md.
+A pool holds the tickets of one buffer. If each of n data-parallel trainer ranks has a buffer, there
+are n pools: ticket t belongs to pool t mod n, and the rules hold for each pool with B / n.
 
-With max_refill a finished group whose outcomes are all equal is given back: it leaves what is
-started, untrained, and its ticket never starts again. That keeps (1), which holds for any part of
-what it holds for, and the room that it leaves admits another ticket by the same rules. At most
-max_refill batches of groups are given back from one take to the next; what finishes beyond that is
-kept, so that a step comes whatever the outcomes are. With max_lag 0 all that is to be given back
-of a batch is, together, once the whole batch is finished: which tickets are sampled side by side
-then does not depend on timing.
-
-With a sampler a ticket's prompt depends on what came of earlier ones. It is chosen once, when the
-ticket or a later one first starts, in the order of tickets, and kept until the ticket has ended,
-that is, was trained on or given back; only then the sampler learns what came of it. So with
-max_lag 0 the choices are the same whoever asks first, and a ticket that starts again has the
-prompt that it had.
+With max_lag None a replay buffer bounds staleness instead. All deadlines are NEVER. A ticket may
+start while fewer than B + overcommit are unfinished. Step v takes everything that is finished. Step
+0 waits for the initial fill; steps k, 2k, ... (k is sync_period) wait until a NEWS-th of a batch
+has arrived since the last of them.
 """
 
 from __future__ import annotations
@@ -79,20 +53,34 @@ def free_overcommit(groups_per_step: int, num_generators: int) -> int:
 
 
 class TicketLedger:
-    """Starts and takes tickets of all pools under the rules above. Thread-safe.
+    """Starts and takes tickets under the rules above. Each is consumed once. Thread-safe.
 
-    Each ticket is consumed once.
+    >>> ledger = TicketLedger(groups_per_step=2, max_lag=1, overcommit=1)
+    >>> [(ticket.index, ticket.deadline) for ticket in ledger.start(5, version=0)]
+    [(0, 1), (1, 1), (2, 1)]
+    >>> ledger.finish([2])  # a ticket may finish before an older one
+    []
+    >>> ledger.take(0) is None  # one group is no batch
+    True
+    >>> ledger.finish([0])
+    []
+    >>> ledger.take(0)  # ticket 1 can still be trained on by step 1
+    [0, 2]
+    >>> [(ticket.index, ticket.deadline) for ticket in ledger.start(5, version=1)]
+    [(3, 2), (4, 2)]
+    >>> ledger.finish([3, 4])
+    []
+    >>> ledger.take(1) is None  # step 1 is the last that may train on ticket 1
+    True
+    >>> ledger.waits_for()
+    [1]
 
-    overcommit: groups, or the name of a governor, with its constants. num_generators: with max_lag
-    0 a pool's tickets are dealt to them in turn, so that what is sampled does not depend on who
-    asks first; otherwise a ticket goes to whoever asks, and shares.py says how many one gets.
-    resume_in_work: over a resume, tickets whose partial completions were saved stay started, with
-    their deadlines. max_lag None: a replay buffer takes everything, step 0 waits for
-    initial_groups, and what comes joins it every sync_period steps; overcommit is then a number of
-    groups, or auto: `free_overcommit`. max_steps: T, the steps of the run, after the last of which
-    nothing starts; None: it has no end. max_refill: batches of groups of equal outcomes that may be
-    given back for a step; 0: such groups are trained on like any other. sampler: chooses prompts;
-    None: a ticket's is a function of its number. Which of these go together, the config checks.
+    overcommit: groups, or the name of a governor, with its constants; with max_lag None a number or
+    auto (`free_overcommit`). num_pools: buffers. max_steps: T, the last step; None: no end.
+    num_generators: with max_lag 0 a pool's tickets are dealt to them in turn. resume_in_work: keep
+    tickets started over a resume if their partial completions were saved. initial_groups,
+    sync_period: for max_lag None. max_refill: batches of groups of equal outcomes that may be given
+    back for a step. sampler: chooses prompts; None: a ticket's prompt is a function of its number.
     """
 
     def __init__(
@@ -123,7 +111,9 @@ class TicketLedger:
         else:
             self.governor = GOVERNORS[overcommit](groups_per_step, max_lag, constants)
         self.num_generators = num_generators
-        self._num_shares = num_generators if max_lag == 0 else 1
+        self.synchronous = max_lag == 0
+        # Rows that are equal to the bit must not depend on which generator asks first.
+        self._num_shares = num_generators if self.synchronous else 1
         self._resume_in_work = resume_in_work
         fill = None
         if max_lag is None:
@@ -198,6 +188,8 @@ class TicketLedger:
         """Return a ticket with its prompt, if a sampler chooses it."""
         if self._sampler is None:
             return ticket
+        # In the order of tickets, and kept until the ticket ends: with max_lag 0 the choices do not
+        # depend on who asks first, and a ticket that starts again has the prompt that it had.
         while self._next_choice <= ticket.index:
             busy = set(self._choices.values())
             self._choices[self._next_choice] = self._sampler.choose(self._next_choice, busy)
@@ -279,8 +271,14 @@ class TicketLedger:
             return self._give_back() if self.refills else []
 
     def _give_back(self) -> list[int]:
-        """Give groups of equal outcomes back, as the rules say. Return their tickets."""
-        if self.max_lag == 0 and not all(pool.has_batch for pool in self._pools):
+        """Take groups of equal outcomes out of the started tickets. Return their tickets, which never
+        start again.
+
+        (1) stays true: if it holds for a set of tickets, it holds for every subset. Beyond
+        max_refill batches a step such groups are kept, so that the step comes.
+        """
+        # Which tickets are then sampled side by side must not depend on timing.
+        if self.synchronous and not all(pool.has_batch for pool in self._pools):
             return []
         given_back: dict[int, Verdict] = {}
         for index in sorted(self._changed):
