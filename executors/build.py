@@ -112,7 +112,7 @@ def native_builder(
         quantize=g.quantize,
         quantize_exclude=tuple(g.quantize_exclude),
         lora=job.lora,
-        reproducible=config.max_lag == 0,
+        reproducible=config.reproducible,
         adapt=adapt,
     )
 
@@ -182,7 +182,7 @@ def build_reward(config: Config, job: Job, kind: type[Reward] = Reward) -> Rewar
         reads_ahead=r.stream,
         replicate=r.replicate,
         tensor_parallel=r.tensor_parallel,
-        reproducible=config.max_lag == 0,
+        reproducible=config.reproducible,
         prompts=job.prompts,
         eval_prompts=job.held_out.prompt,
         decode=job.decode,
@@ -236,7 +236,7 @@ def build_victim(config: Config, job: Job) -> Victim:
         dtype=v.dtype,
         max_slots=v.max_slots,
         max_len=v.longest,
-        reproducible=config.max_lag == 0,
+        reproducible=config.reproducible,
     )
     sampling = SamplingParams(
         max_new_tokens=v.max_new_tokens,
@@ -255,7 +255,7 @@ def build_victim(config: Config, job: Job) -> Victim:
         chunk_tokens=v.chunk_tokens,
         group_size=config.group_size,
         num_eval_attacks=len(job.eval_prompts) * (1 + config.eval.num_samples),
-        reproducible=config.max_lag == 0,
+        reproducible=config.reproducible,
     )
 
 
@@ -416,7 +416,7 @@ def build_references(
             microbatch_tokens=config.trainer.microbatch_tokens,
             replicate=reference.replicate,
             tensor_parallel=reference.tensor_parallel,
-            reproducible=config.max_lag == 0,
+            reproducible=config.reproducible,
             reset_every=reference.reset_every if reference.kind == "reset" else None,
             timeout_s=config.timeout_s,
             stream=stream_settings(config, job, "reference") if reference.stream else None,

@@ -32,7 +32,7 @@ def dialogue_engine(
 
 def around(inner: Engine, job: Job) -> DialogueEngine:
     """Build the engine of dialogues around one that has its weights."""
-    reproducible = job.config.max_lag == 0
+    reproducible = job.config.reproducible
     sections = job.config.environments.keys()
     return DialogueEngine(
         inner,

@@ -198,7 +198,7 @@ def late_ends_of(config: Config, job: Job) -> LateEnds | None:
 
 def _shares_replicas(config: Config, job: Job) -> bool:
     """Whether replicas of the generator share ranks with the trainer, and take turns with it."""
-    if config.max_lag != 0 or config.generator.tensor_parallel == 1:
+    if not config.synchronous or config.generator.tensor_parallel == 1:
         return False
     shared = set(job.placement["trainer"]) & set(job.placement["generator"])
     return len(shared) > 1

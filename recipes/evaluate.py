@@ -53,7 +53,7 @@ from llamarl.scoring.judges import Evaluated
 
 def run(config: EvaluationConfig) -> None:
     """ValueError or OSError for what cannot be used."""
-    threads = threads_per_rank(config.threads, synchronous=config.max_lag == 0)
+    threads = threads_per_rank(config.threads, synchronous=config.synchronous)
     world = init_world(threads=threads, timeout_s=config.timeout_s, reproducible=True)
     job = Job(config, world, RunDirectory(Path("."), None))
     check_inputs(job)

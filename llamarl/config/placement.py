@@ -233,21 +233,21 @@ def _find_waits(name: str, noun: str, c: Config, placed: dict[str, Ranks], found
     ranks = placed[name]
     leader = placed["trainer"][0]
     shared = sorted(set(ranks) & set(placed["trainer"]))
-    if len(shared) > 1 and c.max_lag == 0 and ranks[0] != leader:
+    if len(shared) > 1 and c.synchronous and ranks[0] != leader:
         what = (
             f"ranks {show(shared)} would share the trainer and a {noun} that another rank leads, "
             "so one rank could wait in the first and another in the second for ever; begin both "
             f"with rank {leader}, or place them apart"
         )
         found.add(what, f"placement.{name}", "placement.trainer")
-    if len(shared) > 1 and c.max_lag == 0 and getattr(c, name).stream:
+    if len(shared) > 1 and c.synchronous and getattr(c, name).stream:
         what = (
             f"ranks {show(shared)} would share the trainer and a {noun} that reads while others "
             "sample, so one rank could wait in the first and another in the second for ever; "
             f"place them apart, or {name}.stream=false"
         )
         found.add(what, f"placement.{name}", "placement.trainer", f"{name}.stream")
-    if len(shared) > 1 and c.max_lag != 0:
+    if len(shared) > 1 and not c.synchronous:
         what = (
             f"ranks {show(shared)} would share the {noun} and the trainer, so one rank could wait "
             "in the first and another in the second for ever; place them apart, or max_lag=0"
@@ -286,7 +286,7 @@ def _find_replicas(c: Config, placed: dict[str, Ranks], world_size: int, found: 
         if len(both) < 2:
             continue
         remedy = "place them apart, or max_lag=0"
-        if c.max_lag == 0:
+        if c.synchronous:
             # They take turns: the last save waits for a replica that a rank of the trainer leads.
             if replica[0] in both:
                 continue

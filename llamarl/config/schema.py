@@ -218,5 +218,5 @@ class Config(RunSettings):
     def resumes_partials(self) -> bool:
         """Whether a checkpoint's unfinished completions go on."""
         if self.generator.resume_partials is None:
-            return self.max_lag != 0 and self.updates_in_flight
+            return not self.synchronous and self.updates_in_flight
         return self.generator.resume_partials

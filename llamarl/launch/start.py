@@ -77,9 +77,10 @@ def launch(config: Config) -> Iterator[Job]:
     run is exit code 1.
     """
     with explained() as ending:
-        synchronous = config.max_lag == 0
-        threads = threads_per_rank(config.threads, synchronous=synchronous)
-        world = init_world(threads=threads, timeout_s=config.timeout_s, reproducible=synchronous)
+        threads = threads_per_rank(config.threads, synchronous=config.synchronous)
+        world = init_world(
+            threads=threads, timeout_s=config.timeout_s, reproducible=config.reproducible
+        )
         torch.manual_seed(config.seed)
         reading = SharedReading(world, _earlier_starts(config), config.timeout_s)
         directory = RunDirectory(Path(config.run_dir or "runs/(new)"), None)
@@ -119,7 +120,7 @@ def launch(config: Config) -> Iterator[Job]:
 def _announce(job: Job) -> None:
     """Print what runs where; on rank 0, when the run's directory is open."""
     c = job.config
-    overcommit = "synchronous" if c.max_lag == 0 else f"overcommit {c.overcommit}"
+    overcommit = "synchronous" if c.synchronous else f"overcommit {c.overcommit}"
     if c.max_lag is None:
         overcommit = f"at most {job.num_on_their_way} groups on their way"
     if c.buffer.kind == "replay":

@@ -201,7 +201,7 @@ def _decoding(config: Config, work: Work, replicas: int, overcommit: float) -> t
     groups = math.ceil(work.groups / replicas)
     waiting = groups * work.group_size
     slots = getattr(config.generator, "max_slots", None) or waiting
-    if config.max_lag == 0:
+    if config.synchronous:
         stretches = work.batch(min(slots, waiting), waiting)
         steps = sum(count for _, count in stretches)
         return sum(rows * count for rows, count in stretches) / steps, steps
@@ -267,7 +267,7 @@ def fit_runs(runs: Sequence[Path], base: Profile, lengths: Lengths = Lengths()) 
         raise ValueError(f"the runs are of several models, and a profile is of one: {shown}")
     ((path, dtype),) = models
     parameters = num_parameters(read_config(path))
-    chosen = [points[run] for run in runs if configs[run].max_lag == 0] or list(points.values())
+    chosen = [points[run] for run in runs if configs[run].synchronous] or list(points.values())
     train = Curve.through([p.tokens for p in chosen], [p.microbatch_s for p in chosen])
     published_s = [p.publish_s for p in chosen if p.publish_s > 0] or [_LEAST_S]
     copied = [parameters * ITEMSIZES[dtype]] * len(published_s)  # by the one trainer rank

@@ -271,8 +271,8 @@ class TicketLedger:
             return self._give_back() if self.refills else []
 
     def _give_back(self) -> list[int]:
-        """Take groups of equal outcomes out of the started tickets. Return their tickets, which never
-        start again.
+        """Take groups of equal outcomes out of the started tickets. Return their tickets, which
+        never start again.
 
         (1) stays true: if it holds for a set of tickets, it holds for every subset. Beyond
         max_refill batches a step such groups are kept, so that the step comes.

@@ -140,7 +140,7 @@ class TicketService:
     @property
     def synchronous(self) -> bool:
         """Whether asks wait for their answers: with max_lag 0."""
-        return self.max_lag == 0
+        return self._ledger.synchronous
 
     # --- Generators ---
 

@@ -113,7 +113,7 @@ def _find_unfinished(generator: AnyGeneratorSettings, run: RunSettings, found: F
         )
     if generator.resume_partials is not True:
         return
-    if run.max_lag == 0:
+    if run.synchronous:
         found.add(
             "a resumed synchronous run must repeat an uninterrupted one to the bit, so its "
             "completions start again; leave generator.resume_partials out",

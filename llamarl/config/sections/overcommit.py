@@ -24,7 +24,7 @@ def find_overcommit(
     run: RunSettings, governor: GovernorSettings, found: Findings, *, buffer_kind: str
 ) -> None:
     """Find settings of starting ahead that contradict each other or the bound on lag."""
-    if run.max_lag == 0:
+    if run.synchronous:
         _find_synchronous(run, found)
     elif run.max_lag is None:
         _find_unbounded(run, governor, found, buffer_kind=buffer_kind)

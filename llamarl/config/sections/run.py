@@ -38,6 +38,18 @@ class RunSettings:
     stop_s: Positive
     offload: bool
 
+    @property
+    def synchronous(self) -> bool:
+        """Whether each step trains on what the newest weights sampled, and waits for it."""
+        return self.max_lag == 0
+
+    @property
+    def reproducible(self) -> bool:
+        """Whether two runs of one seed have bit-identical rows on a CPU, so that nothing may depend
+        on a clock or on which of two ranks is first.
+        """
+        return self.synchronous
+
 
 class Imagined(Protocol):
     """A config whose dry run may have more ranks than were started."""
@@ -101,7 +113,7 @@ def find_run(run: RunSettings, num_started: int, found: Findings) -> None:
         )
     if run.resume not in ("auto", "never") and not Path(run.resume).is_dir():
         found.add("no such directory; need auto, never or a checkpoint's directory", "resume")
-    if run.offload and run.max_lag != 0:
+    if run.offload and not run.synchronous:
         found.add(
             "with lag the trainer and the generator work at the same time, so neither can leave "
             "the device; max_lag=0, or offload=false",

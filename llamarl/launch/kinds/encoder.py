@@ -71,7 +71,7 @@ class EncoderKind(Kind[EncoderKindSettings]):
             Classifier,
             settings,
             device=self.job.world.device,
-            reproducible=self.job.config.max_lag == 0,
+            reproducible=self.job.config.reproducible,
         )
         return in_turn(make)
 
