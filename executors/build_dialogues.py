@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 
 from executors.generator import TRAIN
-from llamarl.config.tasks import PlayedSettings
+from llamarl.config.sections.task import PlayedSettings
 from llamarl.environments.calls import FORMATS
 from llamarl.environments.dialogues import Dialogues, Limits
 from llamarl.environments.engine import DialogueEngine

@@ -226,7 +226,7 @@ def test_asking_for_a_kind_of_scorer_is_seen(source):
 
 def test_nothing_asks_which_kind_a_scorer_is():
     assert not asked_kinds("generator.kind == 'vllm'\nfrom llamarl.launch.kinds.kind import Kind")
-    rooms = (*KIND_ROOMS, "llamarl.config.rewards")
+    rooms = (*KIND_ROOMS, "llamarl.config.sections.reward")
     found = {}
     for file in python_files(*CODE):
         if not module_of(file).startswith(rooms):

@@ -15,11 +15,11 @@ from llamarl.config.files import PARTS
 from llamarl.config.findings import Findings, Problem
 from llamarl.config.marks import marked, settings_dataclass
 from llamarl.config.ranges import Count, Natural, NonNegative, Positive, PositiveShare, Share, Text
-from llamarl.config.rewards import AnyRewardSettings, parts_of
 from llamarl.config.rules import check as check_run
 from llamarl.config.schema import Config
+from llamarl.config.sections.reward import AnyRewardSettings, parts_of
 from llamarl.config.sections.run import Seed
-from llamarl.config.tasks import AnyTaskSettings, EnvironmentSettings
+from llamarl.config.sections.task import AnyTaskSettings, EnvironmentSettings
 from llamarl.words.choices import Pairing
 
 

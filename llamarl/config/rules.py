@@ -12,7 +12,6 @@ from llamarl.config.files import EVAL_SETS
 from llamarl.config.findings import Findings, Problem
 from llamarl.config.kinds.kind import RunFacts
 from llamarl.config.placement import find_placement
-from llamarl.config.rewards import find_gold, find_reward
 from llamarl.config.schema import Config
 from llamarl.config.sections.buffer import find_buffer
 from llamarl.config.sections.evaluation import find_evaluation, find_set_names
@@ -27,17 +26,18 @@ from llamarl.config.sections.model import find_model
 from llamarl.config.sections.overcommit import find_overcommit
 from llamarl.config.sections.placement import find_planning, find_sharing
 from llamarl.config.sections.reference import find_reference, find_reference_stream
+from llamarl.config.sections.reward import find_gold, find_reward
 from llamarl.config.sections.run import find_run
-from llamarl.config.sections.tickets import find_tickets
-from llamarl.config.sections.trainer import find_trainer
-from llamarl.config.sections.victim import find_victim
-from llamarl.config.sections.weights import find_weights
-from llamarl.config.tasks import (
+from llamarl.config.sections.task import (
     EnvironmentSettings,
     FileSettings,
     MixtureSettings,
     find_environment,
 )
+from llamarl.config.sections.tickets import find_tickets
+from llamarl.config.sections.trainer import find_trainer
+from llamarl.config.sections.victim import find_victim
+from llamarl.config.sections.weights import find_weights
 
 
 def check(

@@ -16,7 +16,7 @@ ask which kind it is.
 
 A field that decides more than its own value says so by a Mark (llamarl/config/marks.py). Sections
 and their rules are in llamarl/config/sections/, a file each; those of what scores are in
-llamarl/config/rewards.py.
+llamarl/config/sections/reward.py.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from __future__ import annotations
 from llamarl.config.files import EVAL_SETS, TASK_PARTS
 from llamarl.config.kinds.kind import Given, KindSettings
 from llamarl.config.marks import marked, settings_dataclass
-from llamarl.config.rewards import AnyRewardSettings, gold_of, parts_of
 from llamarl.config.sections.buffer import AnyBufferSettings, ReplayBufferSettings
 from llamarl.config.sections.checkpoint import CheckpointSettings
 from llamarl.config.sections.evaluation import EvalSettings
@@ -35,17 +34,18 @@ from llamarl.config.sections.model import ModelSettings
 from llamarl.config.sections.overcommit import GovernorSettings
 from llamarl.config.sections.placement import PlacementSettings
 from llamarl.config.sections.reference import AnyReferenceSettings
+from llamarl.config.sections.reward import AnyRewardSettings, gold_of, parts_of
 from llamarl.config.sections.run import RunSettings
-from llamarl.config.sections.tickets import TicketsSettings
-from llamarl.config.sections.trainer import TrainerSettings
-from llamarl.config.sections.victim import AnyVictimSettings
-from llamarl.config.sections.weights import WeightsSettings
-from llamarl.config.tasks import (
+from llamarl.config.sections.task import (
     AnyPromptSettings,
     AnyTaskSettings,
     MixtureSettings,
     PlayedSettings,
 )
+from llamarl.config.sections.tickets import TicketsSettings
+from llamarl.config.sections.trainer import TrainerSettings
+from llamarl.config.sections.victim import AnyVictimSettings
+from llamarl.config.sections.weights import WeightsSettings
 
 HEAD_LR = 1e-3  # a value head's learning rate if trainer.value_lr is null
 

@@ -15,13 +15,7 @@ from llamarl.config.marks import marked, settings_dataclass
 from llamarl.config.ranges import Count, Natural, Share
 from llamarl.config.rules import check as check_run
 from llamarl.config.schema import Config
-from llamarl.config.supervised import (
-    RowsSettings,
-    SupervisedConfig,
-    SupervisedEvalSettings,
-    check_common,
-)
-from llamarl.config.tasks import (
+from llamarl.config.sections.task import (
     AdditionSettings,
     FactsSettings,
     GSM8KSettings,
@@ -29,7 +23,13 @@ from llamarl.config.tasks import (
     QuestionsSettings,
     ReasoningGymSettings,
 )
-from llamarl.config.tasks import RowsSettings as FileTaskSettings
+from llamarl.config.sections.task import RowsSettings as FileTaskSettings
+from llamarl.config.supervised import (
+    RowsSettings,
+    SupervisedConfig,
+    SupervisedEvalSettings,
+    check_common,
+)
 from llamarl.models.config import tiny_directory
 
 SLOTS = 64  # held-out prompts that are completed at once

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 
-from llamarl.config.tasks import PlayedSettings
+from llamarl.config.sections.task import PlayedSettings
 from llamarl.environments.contracts import Answer
 from llamarl.environments.dialogues import row_of, seed_of
 from llamarl.environments.pool import EnvironmentPool, Failure

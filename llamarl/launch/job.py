@@ -17,8 +17,8 @@ from llamarl.config.command_line import Config
 from llamarl.config.conversion import to_values
 from llamarl.config.placement import TINY_MODEL, placement_of
 from llamarl.config.sections.buffer import ReplayBufferSettings
+from llamarl.config.sections.task import AnyPromptSettings, MixtureSettings, PlayedSettings
 from llamarl.config.sections.victim import ATTACK, NoVictimSettings, placed_victim
-from llamarl.config.tasks import AnyPromptSettings, MixtureSettings, PlayedSettings
 from llamarl.controller import ExecutorController, RunSettings
 from llamarl.errors import NoWeights
 from llamarl.executor import Executor

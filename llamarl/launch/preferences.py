@@ -19,7 +19,7 @@ import torch
 from llamarl.comm.groups import init_world, threads_per_rank
 from llamarl.config.conversion import to_values
 from llamarl.config.preferences import PreferencesConfig, as_run
-from llamarl.config.tasks import GSM8KSettings, RowsSettings
+from llamarl.config.sections.task import GSM8KSettings, RowsSettings
 from llamarl.disk.drafts import Draft
 from llamarl.errors import MetricsError, RewardError, RunDirectoryError
 from llamarl.launch.identities import reward_identity

@@ -10,7 +10,7 @@ from llamarl.config.files import EVAL_SETS
 from llamarl.config.findings import Findings, Problem
 from llamarl.config.marks import marked, settings_dataclass
 from llamarl.config.ranges import Natural, Text
-from llamarl.config.tasks import AnyEvalSetSettings
+from llamarl.config.sections.task import AnyEvalSetSettings
 from llamarl.words.choices import START
 from llamarl.words.columns import OWN_COLUMNS
 
