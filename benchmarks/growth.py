@@ -90,7 +90,7 @@ def mesh(size: int) -> dict:
         destination = Destination(replicas=len(placement["generator"]))
         plan = make_plan(model, parameters_to_send(model, torch.float32), source, destination)
         for part in range(destination.parts):
-            plan.pieces(MESH_RANK, part)
+            plan.regions(MESH_RANK, part)
         plan.feeders(MESH_RANK)
         of_plan = time.monotonic()
         dist.destroy_process_group()

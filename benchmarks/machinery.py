@@ -38,7 +38,7 @@ from llamarl import controller as controller_module
 from llamarl.comm.channel import Gather, Scatter
 from llamarl.comm.control import Control
 from llamarl.comm.groups import init_world
-from llamarl.controller import ExecutorController, RunSettings
+from llamarl.controller import ExecutorController, RunLimits
 from llamarl.ddma.channel import Weights
 from llamarl.executor import Executor
 from llamarl.models.config import ModelConfig
@@ -263,7 +263,7 @@ def run_rank(steps: int) -> Measured:
             placement=placement,
             ledger=ledger,
             world=world,
-            settings=RunSettings(
+            settings=RunLimits(
                 run_dir=Path(folder),
                 resume_from=None,
                 keep_checkpoints=1,

@@ -40,7 +40,7 @@ from running import machine, run_job
 from llamarl.comm.channel import Gather, Scatter
 from llamarl.comm.groups import init_world
 from llamarl.comm.wire import register
-from llamarl.controller import ExecutorController, RunSettings
+from llamarl.controller import ExecutorController, RunLimits
 from llamarl.executor import Executor
 from llamarl.observe import RowWriter
 from llamarl.tickets.governors import Constants
@@ -199,7 +199,7 @@ def run_one(args: argparse.Namespace) -> None:
                 constants=Constants(window=args.window),
             ),
             world=world,
-            settings=RunSettings(
+            settings=RunLimits(
                 run_dir=Path(folder),
                 resume_from=None,
                 keep_checkpoints=1,

@@ -78,7 +78,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class RunSettings:
+class RunLimits:
     """Where a run writes and how patient it is."""
 
     run_dir: Path
@@ -127,7 +127,7 @@ class ExecutorController:
         placement: dict[str, tuple[int, ...]],
         ledger: TicketLedger,
         world: World,
-        settings: RunSettings,
+        settings: RunLimits,
         make_writer: Callable[[], RowWriter],
     ):
         names = [e.name for e in executors]

@@ -11,7 +11,7 @@ import torch
 from llamarl.comm.control import Control
 from llamarl.ddma.copies import Copier
 from llamarl.ddma.layout import Destination, Source, buffer_of, parameters_to_send
-from llamarl.ddma.links import Kind, LocalLink, Slots
+from llamarl.ddma.links import HeaderKind, LocalLink, Slots
 from llamarl.ddma.payload import buckets_of
 from llamarl.ddma.plan import make_plan
 from llamarl.ddma.protocol import LinkContext, Outgoing
@@ -99,13 +99,15 @@ class SpyLink(LocalLink):
     def bucket_sends(self, version):
         found = []
         for h in self.forward:
-            if h.kind == Kind.BEGIN and h.version == version:
+            if h.kind == HeaderKind.BEGIN and h.version == version:
                 found += h.more["buckets"]
         return found
 
     def verdicts(self, version):
         return [
-            h.more["wrong"] for h in self.back if h.kind == Kind.VERDICT and h.version == version
+            h.more["wrong"]
+            for h in self.back
+            if h.kind == HeaderKind.VERDICT and h.version == version
         ]
 
 
@@ -181,7 +183,7 @@ class Ends:
         self.plan = make_plan(
             CONFIG, PARAMETERS, Source(fsdp=len(links)), Destination(), feed="direct"
         )
-        self.buckets = [buckets_of(self.plan.pieces(s, 0), BUCKET) for s in range(len(links))]
+        self.buckets = [buckets_of(self.plan.regions(s, 0), BUCKET) for s in range(len(links))]
         self.publishers = []
         for link, buckets in zip(links, self.buckets):
             slots = Slots([torch.zeros(buckets[-1].end, dtype=torch.uint8) for _ in range(2)])
@@ -211,10 +213,12 @@ class Ends:
         def stage(s):
             def put(slot, progress):
                 for bucket in self.buckets[s]:  # which must not leave before it is whole
-                    for piece in bucket.pieces:
-                        part = full[piece.name][piece.box.within(Box.whole(piece.parameter.shape))]
+                    for region in bucket.regions:
+                        part = full[region.name][
+                            region.box.within(Box.whole(region.parameter.shape))
+                        ]
                         time.sleep(0)
-                        slot[piece.start : piece.end] = part.reshape(-1).view(torch.uint8)
+                        slot[region.start : region.end] = part.reshape(-1).view(torch.uint8)
                     progress.mark()
 
             return put
@@ -264,4 +268,4 @@ class Ends:
 
 
 def is_end(version):
-    return lambda header: header.kind == Kind.END and header.version == version
+    return lambda header: header.kind == HeaderKind.END and header.version == version

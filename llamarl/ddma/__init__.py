@@ -6,6 +6,6 @@ receiver   the generator rank's end; forwarder: how it sends on to another repli
 route      who sends what to whom, made from both sides: layout (who holds what), plan (what
            crosses), transports (by which way)
 protocol   what both ends say to each other about a version
-payload    what travels: pieces in buckets; copies: how they are copied and digested
+payload    what travels: regions in buckets; copies: how they are copied and digested
 links      how bytes and words get from one rank to another
 """

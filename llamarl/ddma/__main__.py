@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from llamarl.ddma.layout import Destination, Source, parameters_to_send
-from llamarl.ddma.plan import Plan, make_plan
+from llamarl.ddma.plan import TransferPlan, make_plan
 from llamarl.models.config import ModelConfig, read_config
 from llamarl.models.sharding import num_parameters
 
@@ -45,7 +45,7 @@ def sizes_of(known: tuple[str, ...], text: str) -> dict[str, int]:
     return values
 
 
-def report(plan: Plan) -> dict:
+def report(plan: TransferPlan) -> dict:
     """Return a plan's bytes by rank and link, and the least that any plan could do with, as JSON
     values.
 
@@ -94,7 +94,7 @@ def report(plan: Plan) -> dict:
     }
 
 
-def why(plan: Plan) -> str:
+def why(plan: TransferPlan) -> str:
     """Return who feeds the replicas, and the reason."""
     replicas = plan.destination.replicas
     tp = plan.destination.tp

@@ -1,4 +1,4 @@
-"""Copies of pieces, and 64-bit digests of their bytes: what sender and receiver of a link compare.
+"""Copies of regions, and 64-bit digests of their bytes: what sender and receiver of a link compare.
 
     lanes    CPU, where both have the kernel of machine/copy.c: copied and digested in one pass
     xxh3     CPU without it: PyTorch copies, XXH3 reads what is there again

@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from llamarl.ddma.links import Header, Kind, Slots
-from llamarl.ddma.payload import Bucket, Progress
+from llamarl.ddma.links import Header, HeaderKind, Slots
+from llamarl.ddma.payload import Bucket, BucketProgress
 from llamarl.ddma.protocol import (
     LinkContext,
     Outgoing,
@@ -45,7 +45,7 @@ class Forwarder:
         self._out = out
         self._buffers = buffers
         self._on_sent = on_sent
-        self._progress = Progress()
+        self._progress = BucketProgress()
         self._origins = _origins(arriving, out.buckets)
         self._lock = threading.Lock()
         self._arrived: set[_Arrival] = set()
@@ -116,7 +116,7 @@ class Forwarder:
                     break
                 send_version([self._out], queued, self._context.copier)
                 self._on_sent()
-            self._out.link.send(Header(Kind.CLOSE))
+            self._out.link.send(Header(HeaderKind.CLOSE))
         except WeightsError as error:
             if not self._closing:
                 raise WeightsError(f"{where}: {error}") from error
@@ -131,13 +131,13 @@ def _origins(
     """Return, for each forwarded bucket, the arrivals that bring some of it."""
     boxes: dict[str, list[tuple[int, Box]]] = {}  # name -> (forwarded bucket, its box of it)
     for number, bucket in enumerate(forwarded):
-        for piece in bucket.pieces:
-            boxes.setdefault(piece.name, []).append((number, piece.box))
+        for region in bucket.regions:
+            boxes.setdefault(region.name, []).append((number, region.box))
     origins: list[set[_Arrival]] = [set() for _ in forwarded]
     for link, carried in enumerate(arriving):
         for index, bucket in enumerate(carried):
-            for piece in bucket.pieces:
-                for number, box in boxes[piece.name]:
-                    if overlap(box, piece.box).numel:
+            for region in bucket.regions:
+                for number, box in boxes[region.name]:
+                    if overlap(box, region.box).numel:
                         origins[number].add((link, index))
     return origins

@@ -50,7 +50,7 @@ class Parameter:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class Region:
     """A box (global indices) of a parameter, and where it lies in a slot or a buffer."""
 
     parameter: Parameter
@@ -174,11 +174,11 @@ def parameters_to_send(
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """One destination rank's buffer: its pieces by name, in the order in which they lie, and
+    """One destination rank's buffer: its regions by name, in the order in which they lie, and
     tensors that are several of them end to end.
     """
 
-    held: dict[str, Piece]
+    held: dict[str, Region]
     fused: dict[str, tuple[str, ...]]
     num_bytes: int
 
@@ -203,12 +203,12 @@ def buffer_of(
         for name in members:
             del runs[name]
         runs[members[0]] = members
-    held: dict[str, Piece] = {}
+    held: dict[str, Region] = {}
     start = 0
     for p in parameters:
         for name in runs.get(p.name, ()):
             member = by_name[name]
-            held[name] = Piece(member, destination.box(config, member, part), start)
+            held[name] = Region(member, destination.box(config, member, part), start)
             start = held[name].end
         start = aligned(start)
     return Buffer(held, fused, start)

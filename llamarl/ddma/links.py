@@ -54,7 +54,7 @@ class _Tag(IntEnum):
     PAYLOAD = 2
 
 
-class Kind(IntEnum):
+class HeaderKind(IntEnum):
     """The kinds of headers."""
 
     OFFER = 0  # where the slots are
@@ -68,7 +68,7 @@ class Kind(IntEnum):
 class Header:
     """A message on a link. `more` is JSON on the wire."""
 
-    kind: Kind
+    kind: HeaderKind
     version: int = -1
     more: dict = field(default_factory=dict)
 
@@ -247,7 +247,7 @@ class RankLink(LocalLink):
             where["paths"] = [path_of(file) for file in slots.files]
         elif self.transport == "cuda_ipc":
             where["handles"] = [_share_device_memory(tensor) for tensor in slots.tensors]
-        self.send(Header(Kind.OFFER, more=where))
+        self.send(Header(HeaderKind.OFFER, more=where))
         self.recv(at_receiver=False)  # mapped
 
     def accept(self) -> None:
@@ -262,7 +262,7 @@ class RankLink(LocalLink):
         elif self.transport == "cuda_ipc":
             handles = where["handles"]
             self.slots = [_open_device_memory(handle, where["bytes"]) for handle in handles]
-        self.send(Header(Kind.OFFER), to_receiver=False)
+        self.send(Header(HeaderKind.OFFER), to_receiver=False)
 
     def send(self, header: Header, to_receiver: bool = True) -> None:
         """Either side: see LocalLink.send."""
@@ -287,7 +287,7 @@ class RankLink(LocalLink):
         if end > FRAME_BYTES:
             sized += self._recv_raw(end - FRAME_BYTES, tag, timeout_s)
         kind, version, more = json.loads(sized[_SIZE_BYTES:end])
-        return Header(Kind(kind), version, more)
+        return Header(HeaderKind(kind), version, more)
 
     def _recv_raw(self, num_bytes: int, tag: int, timeout_s: float) -> bytes:
         """Wait for the other one's next message, which has so many bytes."""

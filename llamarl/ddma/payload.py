@@ -1,5 +1,5 @@
-"""The content of links: pieces in buckets, laid out by the sender and put in place by the receiver.
-Starts no threads.
+"""The content of links: regions in buckets, laid out by the sender and put in place by the
+receiver. Starts no threads.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from llamarl.ddma.copies import Copier, Parts
-from llamarl.ddma.layout import Buffer, Piece
+from llamarl.ddma.layout import Buffer, Region
 
 # On a CPU a bucket stays in the cache between its arrival and its place.
 BUCKET_BYTES = {"cpu": 4 << 20, "cuda": 16 << 20}
@@ -20,37 +20,37 @@ BUCKET_BYTES = {"cpu": 4 << 20, "cuda": 16 << 20}
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Pieces that are sent, digested and acknowledged together: bytes [start, end) of a slot or
+    """Regions that are sent, digested and acknowledged together: bytes [start, end) of a slot or
     buffer.
     """
 
-    pieces: tuple[Piece, ...]
+    regions: tuple[Region, ...]
 
     @property
     def start(self) -> int:
         """The first byte."""
-        return self.pieces[0].start
+        return self.regions[0].start
 
     @property
     def end(self) -> int:
         """The byte behind the last one."""
-        return self.pieces[-1].end
+        return self.regions[-1].end
 
     def digest(self, flat: Tensor, copier: Copier) -> int:
-        """Return the digest of the pieces where they lie in flat [bytes] uint8."""
-        return copier.digest_all(flat[piece.start : piece.end] for piece in self.pieces)
+        """Return the digest of the regions where they lie in flat [bytes] uint8."""
+        return copier.digest_all(flat[region.start : region.end] for region in self.regions)
 
 
-def buckets_of(pieces: Iterable[Piece], limit: int) -> tuple[Bucket, ...]:
-    """Group pieces, in the order in which they lie, into buckets that span no more than `limit`
+def buckets_of(regions: Iterable[Region], limit: int) -> tuple[Bucket, ...]:
+    """Group regions, in the order in which they lie, into buckets that span no more than `limit`
     bytes.
 
-    A piece that is larger than that is cut by rows; one row is not cut.
+    A region that is larger than that is cut by rows; one row is not cut.
     """
     buckets: list[Bucket] = []
-    together: list[Piece] = []
-    for piece in pieces:
-        for part in _cut(piece, limit):
+    together: list[Region] = []
+    for region in regions:
+        for part in _cut(region, limit):
             if together and part.end - together[0].start > limit:
                 buckets.append(Bucket(tuple(together)))
                 together = []
@@ -60,23 +60,23 @@ def buckets_of(pieces: Iterable[Piece], limit: int) -> tuple[Bucket, ...]:
     return tuple(buckets)
 
 
-def _cut(piece: Piece, limit: int) -> list[Piece]:
-    """Cut a piece by rows into parts of no more than `limit` bytes, or of one row."""
-    rows = piece.box.lengths[0]
-    in_limit = rows * limit // max(piece.num_bytes, 1)
+def _cut(region: Region, limit: int) -> list[Region]:
+    """Cut a region by rows into parts of no more than `limit` bytes, or of one row."""
+    rows = region.box.lengths[0]
+    in_limit = rows * limit // max(region.num_bytes, 1)
     each = max(1, in_limit)
-    start = piece.start
+    start = region.start
     parts = []
     for first in range(0, rows, each):
         count = min(each, rows - first)
-        box = piece.box.cut(0, first, count)
-        part = replace(piece, box=box, start=start)
+        box = region.box.cut(0, first, count)
+        part = replace(region, box=box, start=start)
         parts.append(part)
         start = part.end
     return parts
 
 
-class Progress:
+class BucketProgress:
     """Counts how many buckets of a slot (or of a buffer) are whole, from the first one on.
 
     counter: [1] int64 of the same, which other processes may read.
@@ -130,7 +130,7 @@ class Progress:
 
 
 class Target:
-    """Places of a bucket's pieces in one of the receiver's buffers, flat [bytes] uint8.
+    """Places of a bucket's regions in one of the receiver's buffers, flat [bytes] uint8.
 
     in_place: the whole bucket as one range of the buffer, into which it can be received; None if
     there it is no one range.
@@ -140,10 +140,10 @@ class Target:
         parts: list[tuple[int, Tensor]] = []
         size = 0
         lie_alike = True
-        for piece in bucket.pieces:
-            held = of.held[piece.name]
-            place = held.view_in(flat)[piece.box.within(held.box)]
-            start = piece.start - bucket.start
+        for region in bucket.regions:
+            held = of.held[region.name]
+            place = held.view_in(flat)[region.box.within(held.box)]
+            start = region.start - bucket.start
             parts.append((start, place))
             size += place.nbytes
             distance = place.data_ptr() - parts[0][1].data_ptr()

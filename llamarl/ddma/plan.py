@@ -1,7 +1,7 @@
 """Which box of which parameter goes from which trainer rank to which generator rank. Pure.
 
     plan = make_plan(config, parameters, Source(fsdp=4), Destination(tp=2, replicas=2))
-    plan.pieces(source=0, part=1)  # what trainer rank 0 holds of what rank 1 of a replica needs
+    plan.regions(source=0, part=1)  # what trainer rank 0 holds of what rank 1 of a replica needs
     plan.feeders(d)             # who sends it to generator rank d: trainer ranks, or the replica
                                 # before it
 
@@ -23,7 +23,7 @@ from functools import cached_property
 
 import numpy as np
 
-from llamarl.ddma.layout import Destination, Parameter, Piece, Source
+from llamarl.ddma.layout import Destination, Parameter, Region, Source
 from llamarl.models.config import ModelConfig
 from llamarl.models.sharding import Box, aligned, overlap, span
 
@@ -31,8 +31,8 @@ _Boxes = dict[tuple[int, int], Box]  # by (trainer rank, rank in a replica)
 
 
 @dataclass(frozen=True)
-class Plan:
-    """A plan: which pieces travel between which ranks. The module's docstring has an example.
+class TransferPlan:
+    """A plan: which regions travel between which ranks. The module's docstring has an example.
     `roots`: replicas that the trainer feeds; the others get their weights from the replica `roots`
     before them.
     """
@@ -44,7 +44,7 @@ class Plan:
     roots: int
     _cache: dict = field(default_factory=dict, repr=False, compare=False)
 
-    def pieces(self, source: int, part: int, start: int = 0) -> list[Piece]:
+    def regions(self, source: int, part: int, start: int = 0) -> list[Region]:
         """Return what trainer rank `source` sends to rank `part` of each replica that it feeds, in
         parameter order. In its slot they lie from byte `start` on, each on a cache line.
         """
@@ -52,9 +52,9 @@ class Plan:
         for p in self.parameters:
             boxes, num_bytes = self._crossing(p)
             if num_bytes[source, part]:
-                piece = Piece(p, boxes[source, part], start)
-                start = aligned(piece.end)
-                out.append(piece)
+                region = Region(p, boxes[source, part], start)
+                start = aligned(region.end)
+                out.append(region)
         return out
 
     def feeds(self, source: int) -> list[int]:
@@ -161,7 +161,7 @@ def make_plan(
     destination: Destination,
     *,
     feed: str = "auto",
-) -> Plan:
+) -> TransferPlan:
     """Plan which box goes from which trainer rank to which generator rank.
 
     feed: direct | chain | auto (chain where the trainer's links would be the narrow place).
@@ -171,7 +171,7 @@ def make_plan(
     enough = max(1, source.num_ranks // destination.parts)
     wanted_roots = {"direct": destination.replicas, "chain": 1, "auto": enough}
     roots = min(destination.replicas, wanted_roots[feed])
-    plan = Plan(config, parameters, source, destination, roots=roots)
+    plan = TransferPlan(config, parameters, source, destination, roots=roots)
     senders = [s for s in range(source.num_ranks) if 0 in plan.feeds(s)]
     missing = plan.shard_bytes - plan.bytes_to[senders].sum(0)
     if missing.any():

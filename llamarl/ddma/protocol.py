@@ -45,8 +45,8 @@ from torch import Tensor
 
 from llamarl.comm.control import Control
 from llamarl.ddma.copies import Copier
-from llamarl.ddma.links import Header, Kind, LocalLink
-from llamarl.ddma.payload import Bucket, Progress
+from llamarl.ddma.links import Header, HeaderKind, LocalLink
+from llamarl.ddma.payload import Bucket, BucketProgress
 from llamarl.errors import WeightsError
 
 MAX_RETRIES = 3
@@ -91,7 +91,7 @@ class QueuedVersion:
     evaluate: bool  # the receiver evaluates it
     slot: int
     data: Tensor  # [bytes] uint8: the slot's content
-    progress: Progress
+    progress: BucketProgress
     must_differ: bool = False  # from the version before: else the optimizer's step was lost
     was_repaired: bool = False  # buckets changed after they were there, and before it was sealed
     staged: threading.Event = field(default_factory=threading.Event)
@@ -149,7 +149,7 @@ def send_version(
                 "buckets": indices,
                 "first": out.first_bucket,
             }
-            out.link.send(Header(Kind.BEGIN, queued.version, more))
+            out.link.send(Header(HeaderKind.BEGIN, queued.version, more))
         if is_read_here and while_staging:
             queued.staged.wait()  # the digests would share the core with the staging
         on_their_way = _send_buckets(wanted, queued, digests, copier)
@@ -163,7 +163,7 @@ def send_version(
                 of_link.append(digests[number])
             more = {"digests": of_link, "canary": canary}
             # Before the last bytes have gone, so that it is there when they are.
-            out.link.send(Header(Kind.END, queued.version, more))
+            out.link.send(Header(HeaderKind.END, queued.version, more))
         for wait_until_gone in on_their_way:
             wait_until_gone()
         again: _Wanted = []

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from llamarl.ddma.forwarder import Forwarder
-from llamarl.ddma.layout import FUSED, Buffer, Piece, buffer_of
-from llamarl.ddma.links import Header, Kind, LocalLink
+from llamarl.ddma.layout import FUSED, Buffer, Region, buffer_of
+from llamarl.ddma.links import Header, HeaderKind, LocalLink
 from llamarl.ddma.payload import Bucket, Target, buckets_of
-from llamarl.ddma.plan import Plan
+from llamarl.ddma.plan import TransferPlan
 from llamarl.ddma.protocol import MAX_RETRIES, LinkContext, Outgoing, work_behind_the_model
 from llamarl.ddma.route import WeightsRoute
 from llamarl.errors import LinkTimeout, PeerDied, TimedOut, WeightsError
@@ -119,7 +119,7 @@ class WeightsReceiver:
         count = 2 if self._exchange else 1
         return [zeros() for _ in range(count)]
 
-    def _incoming(self, plan: Plan, me: int, whole: tuple[Bucket, ...]) -> list[Incoming]:
+    def _incoming(self, plan: TransferPlan, me: int, whole: tuple[Bucket, ...]) -> list[Incoming]:
         """Return the links from all that send to this rank: trainer ranks, or another generator
         rank.
         """
@@ -131,8 +131,8 @@ class WeightsReceiver:
         links = []
         for source in feeders:
             peer = route.sources[source]
-            pieces = plan.pieces(source, me % route.destination.parts)
-            buckets = buckets_of(pieces, route.bucket_bytes)
+            regions = plan.regions(source, me % route.destination.parts)
+            buckets = buckets_of(regions, route.bucket_bytes)
             links.append(Incoming(route.link_from(peer), buckets, f"trainer rank {peer}"))
         return links
 
@@ -192,9 +192,9 @@ class WeightsReceiver:
         held = {}
         for name, parameter in self._named:
             first = 0
-            for piece in _members(self._of, name):
-                end = first + piece.box.lengths[0]
-                held[piece.name] = piece.box, local(parameter)[first:end]
+            for region in _members(self._of, name):
+                end = first + region.box.lengths[0]
+                held[region.name] = region.box, local(parameter)[first:end]
                 first = end
         return held
 
@@ -206,8 +206,8 @@ class WeightsReceiver:
             subscriber.close()
 
 
-def _members(of: Buffer, name: str) -> list[Piece]:
-    """Return the pieces of a buffer that lie end to end in a parameter."""
+def _members(of: Buffer, name: str) -> list[Region]:
+    """Return the regions of a buffer that lie end to end in a parameter."""
     return [of.held[n] for n in of.fused.get(name, (name,)) if n in of.held]
 
 
@@ -467,9 +467,9 @@ class _LinkReader:
         closes.
         """
         begin = self._link.recv()
-        if begin.kind == Kind.CLOSE:
+        if begin.kind == HeaderKind.CLOSE:
             return False
-        if begin.kind != Kind.BEGIN:
+        if begin.kind != HeaderKind.BEGIN:
             raise _unexpected(begin, "BEGIN or CLOSE")
         must_load = begin.more["must_load"]
         evaluate = begin.more["evaluate"]
@@ -479,14 +479,14 @@ class _LinkReader:
         wrong: list[int] = []
         for attempt in range(MAX_RETRIES):
             if attempt > 0:
-                begin = self._next(Kind.BEGIN, version, wrong)
+                begin = self._next(HeaderKind.BEGIN, version, wrong)
             found = self._receive_buckets(begin)
-            end = self._next(Kind.END, version, sorted(found))
+            end = self._next(HeaderKind.END, version, sorted(found))
             sent = zip(begin.more["buckets"], end.more["digests"])
             wrong = [i for i, digest in sent if found[i] != digest]
             if wrong and self._subscriber.forwarder is not None:
                 self._subscriber.forwarder.repairs()
-            verdict = Header(Kind.VERDICT, version, {"wrong": wrong})
+            verdict = Header(HeaderKind.VERDICT, version, {"wrong": wrong})
             self._link.send(verdict, to_receiver=False)
             if not wrong:
                 canary = end.more["canary"]
@@ -496,7 +496,7 @@ class _LinkReader:
             f"buckets {wrong} of version {version} were absent or damaged {MAX_RETRIES} times"
         )
 
-    def _next(self, kind: Kind, version: int, missing: list[int]) -> Header:
+    def _next(self, kind: HeaderKind, version: int, missing: list[int]) -> Header:
         """Return the next header. WeightsError if it is not of this kind and version."""
         try:
             header = self._link.recv(timeout_s=self._context.timeout_s)

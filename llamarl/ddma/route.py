@@ -16,7 +16,7 @@ from llamarl.ddma.copies import Copier, Method
 from llamarl.ddma.layout import Destination, Source, parameters_to_send
 from llamarl.ddma.links import LocalLink, RankLink
 from llamarl.ddma.payload import BUCKET_BYTES
-from llamarl.ddma.plan import Plan, make_plan
+from llamarl.ddma.plan import TransferPlan, make_plan
 from llamarl.ddma.protocol import LinkContext
 from llamarl.ddma.transports import choose_transports
 from llamarl.models.config import ModelConfig
@@ -99,7 +99,7 @@ class WeightsRoute:
         """Return this rank's link from a rank that sends to it."""
         return self._link(peer, self._transports[peer, self.rank])
 
-    def plan(self, config: ModelConfig) -> Plan:
+    def plan(self, config: ModelConfig) -> TransferPlan:
         """Return the plan for a model: which box of which parameter goes from which rank to
         which.
         """

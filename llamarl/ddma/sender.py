@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from llamarl.ddma.links import NUM_SLOTS, Header, Kind, Slots, make_slots
-from llamarl.ddma.payload import Bucket, Progress, buckets_of
-from llamarl.ddma.plan import Plan
+from llamarl.ddma.links import NUM_SLOTS, Header, HeaderKind, Slots, make_slots
+from llamarl.ddma.payload import Bucket, BucketProgress, buckets_of
+from llamarl.ddma.plan import TransferPlan
 from llamarl.ddma.protocol import (
     LinkContext,
     Outgoing,
@@ -49,7 +49,7 @@ class WeightsSender:
         config: ModelConfig,
         parameters: Sequence[tuple[str, Tensor]],
         tensor_group: dist.ProcessGroup | None = None,
-    ) -> Plan:
+    ) -> TransferPlan:
         """Publish these parameters from now on: plain, or DTensors sharded as the route says.
 
         tensor_group: the ranks that share each layer, if there are several. Returns the plan.
@@ -71,7 +71,7 @@ class WeightsSender:
         self._publisher = Publisher(route.context, slots, links)
         return self._plan
 
-    def _make_links(self, plan: Plan) -> tuple[list[Outgoing], list[Bucket]]:
+    def _make_links(self, plan: TransferPlan) -> tuple[list[Outgoing], list[Bucket]]:
         """Return the links to all receivers, and the buckets of all links in the order of their
         numbers.
 
@@ -83,7 +83,7 @@ class WeightsSender:
         buckets: list[Bucket] = []
         for part in range(route.destination.parts):
             start = aligned(buckets[-1].end) if buckets else 0
-            carried = buckets_of(plan.pieces(rank, part, start), route.bucket_bytes)
+            carried = buckets_of(plan.regions(rank, part, start), route.bucket_bytes)
             if not carried:
                 continue
             for replica in plan.feeds(rank):
@@ -182,9 +182,9 @@ class Publisher:
         self._links = links
         self._while_staging = bool(slots.counters)
         if slots.counters:
-            self._progress = [Progress(counter) for counter in slots.counters]
+            self._progress = [BucketProgress(counter) for counter in slots.counters]
         else:
-            self._progress = [Progress(None) for _ in range(NUM_SLOTS)]
+            self._progress = [BucketProgress(None) for _ in range(NUM_SLOTS)]
         self._free: queue.Queue[int] = queue.Queue()
         for slot in range(NUM_SLOTS):
             self._free.put(slot)
@@ -272,7 +272,7 @@ class Publisher:
                 self._control.wake()
             self._closing = True
             for out in self._links:
-                out.link.send(Header(Kind.CLOSE))
+                out.link.send(Header(HeaderKind.CLOSE))
         except WeightsError as error:
             raise WeightsError(f"{where}: {error}") from error
         except PeerDied as error:

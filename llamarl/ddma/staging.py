@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from llamarl.ddma.copies import fold
-from llamarl.ddma.layout import Piece
-from llamarl.ddma.payload import Bucket, Progress
-from llamarl.ddma.plan import Plan
+from llamarl.ddma.layout import Region
+from llamarl.ddma.payload import Bucket, BucketProgress
+from llamarl.ddma.plan import TransferPlan
 from llamarl.ddma.route import WeightsRoute
 from llamarl.errors import WeightsError
 from llamarl.models.fsdp import local
@@ -33,7 +33,7 @@ class Staging:
     def __init__(
         self,
         route: WeightsRoute,
-        plan: Plan,
+        plan: TransferPlan,
         parameters: Mapping[str, Tensor],
         buckets: list[Bucket],
         tensor_group: dist.ProcessGroup | None,
@@ -44,7 +44,7 @@ class Staging:
         self._buckets = buckets
         self._tensor_group = tensor_group
         self._device = local(next(iter(parameters.values()))).device
-        self._beside = _pieces_side_by_side(buckets)
+        self._beside = _regions_side_by_side(buckets)
         rank = route.sources.index(route.rank)
         self._boxes = {p.name: route.source.box(plan.config, p, rank) for p in plan.parameters}
         self._quantized: dict[str, Tensor] = {}  # what does not travel as it is held
@@ -75,7 +75,7 @@ class Staging:
                 )
 
     @torch.no_grad()
-    def fill(self, slot: Tensor, progress: Progress) -> None:
+    def fill(self, slot: Tensor, progress: BucketProgress) -> None:
         """Copy the shard into a slot [bytes] uint8. Marks each bucket as it becomes whole."""
         held = {name: local(p) for name, p in self._parameters.items()}
         held |= self._quantized
@@ -83,8 +83,8 @@ class Staging:
             self._fill_in_one_pass(slot, progress, held)
             return
         for bucket in self._buckets:
-            targets = [piece.view_in(slot) for piece in bucket.pieces]
-            sources = [self._part(held, piece) for piece in bucket.pieces]
+            targets = [region.view_in(slot) for region in bucket.regions]
+            sources = [self._part(held, region) for region in bucket.regions]
             torch._foreach_copy_(targets, sources, non_blocking=True)
             event = None
             if self._device.type == "cuda":
@@ -92,28 +92,30 @@ class Staging:
                 event.record()
             progress.mark(event)
 
-    def _fill_in_one_pass(self, slot: Tensor, progress: Progress, held: dict[str, Tensor]) -> None:
+    def _fill_in_one_pass(
+        self, slot: Tensor, progress: BucketProgress, held: dict[str, Tensor]
+    ) -> None:
         """Copy the shard as `fill` does, and know each bucket's digest when the bucket is whole.
 
-        Rows of a piece that other links carry are copied with it, before their own bucket's turn.
+        Rows of a region that other links carry are copied with it, before their own bucket's turn.
         """
-        # Digests of the pieces that have been copied, by their first byte in the slot.
+        # Digests of the regions that have been copied, by their first byte in the slot.
         digests: dict[int, int] = {}
         for bucket in self._buckets:
-            for piece in bucket.pieces:
-                if piece.start in digests:
+            for region in bucket.regions:
+                if region.start in digests:
                     continue
-                columns = self._beside[piece.start]
+                columns = self._beside[region.start]
                 targets = [column.view_in(slot) for column in columns]
                 sources = [self._part(held, column) for column in columns]
                 found = self._route.copier.copy_columns(targets, sources)
                 for column, digest in zip(columns, found):
                     digests[column.start] = digest
-            progress.mark(digest=fold(digests[piece.start] for piece in bucket.pieces))
+            progress.mark(digest=fold(digests[region.start] for region in bucket.regions))
 
-    def _part(self, held: dict[str, Tensor], piece: Piece) -> Tensor:
-        """Return a piece's part of this rank's shard."""
-        return held[piece.name][piece.box.within(self._boxes[piece.name])]
+    def _part(self, held: dict[str, Tensor], region: Region) -> Tensor:
+        """Return a region's part of this rank's shard."""
+        return held[region.name][region.box.within(self._boxes[region.name])]
 
     def _largest_of_split_rows(self) -> dict[str, Tensor]:
         """Collective over the ranks that hold parts of one row: return the row's absmax, for
@@ -138,13 +140,13 @@ class Staging:
         return dict(zip(largest, parts))
 
 
-def _pieces_side_by_side(buckets: list[Bucket]) -> dict[int, list[Piece]]:
-    """Return first byte of a piece in the slot -> all pieces of its rows, itself among them."""
-    of_rows: dict[tuple, list[Piece]] = defaultdict(list)
-    beside: dict[int, list[Piece]] = {}
+def _regions_side_by_side(buckets: list[Bucket]) -> dict[int, list[Region]]:
+    """Return first byte of a region in the slot -> all regions of its rows, itself among them."""
+    of_rows: dict[tuple, list[Region]] = defaultdict(list)
+    beside: dict[int, list[Region]] = {}
     for bucket in buckets:
-        for piece in bucket.pieces:
-            columns = of_rows[piece.name, piece.box.offsets[0], piece.box.lengths[0]]
-            columns.append(piece)
-            beside[piece.start] = columns
+        for region in bucket.regions:
+            columns = of_rows[region.name, region.box.offsets[0], region.box.lengths[0]]
+            columns.append(region)
+            beside[region.start] = columns
     return beside

@@ -22,7 +22,7 @@ it waits.
 LIMITS. K/V are not paged: each row has max_len places on a GPU, and on a CPU as many as the longest
 row that runs. Nothing of a prompt is kept once its samples have started: there is no prefix cache,
 and equal prompts that do not start together are computed twice. One long prompt at a time is
-prefilled in pieces; a second waits for it. There is no speculative decoding. Stop strings are
+prefilled in chunks; a second waits for it. There is no speculative decoding. Stop strings are
 looked for between steps, on the host: what a row sampled behind one is dropped.
 """
 
@@ -49,7 +49,7 @@ from llamarl.inference.requests import (
 from llamarl.inference.rows import Rows
 from llamarl.inference.runner import ModelRunner, batches
 from llamarl.inference.sampler import SamplingParams, process
-from llamarl.inference.schedule import Piece, Plan, Sample, Scheduler, Start
+from llamarl.inference.schedule import PrefillChunk, Sample, Scheduler, Start, Turn
 from llamarl.inference.slots import SlotEngine
 from llamarl.inference.stop_strings import Decode
 from llamarl.machine.allocator import keep_freed_memory
@@ -68,7 +68,7 @@ class Engine(SlotEngine):
     max_slots: rows decoded at once.
     max_len: most tokens of prompt and completion together.
     cache_tokens: places of the K/V cache (None: max_slots x max_len).
-    prefill_chunk: a longer prompt is prefilled in pieces of so many tokens, one a step, so that
+    prefill_chunk: a longer prompt is prefilled in chunks of so many tokens, one a step, so that
     decoding goes on.
     cuda_graphs: on a GPU, replay a token's kernels as one graph.
     reproducible: take the same kernels in every run; else those that this machine's clock shows to
@@ -184,7 +184,7 @@ class Engine(SlotEngine):
         kept = self._kept.of(key)
         read = read_by_model(partial.prompt_ids, partial.token_ids, partial.restarts)
         if read.numel() - kept.places > self._scheduler.prefill_chunk:
-            self._kept.forget(key)  # so many are prefilled in pieces, which begin with the first
+            self._kept.forget(key)  # so many are prefilled in chunks, which begin with the first
         request = Request(
             stream=partial.stream,
             ticket=partial.ticket,
@@ -247,7 +247,7 @@ class Engine(SlotEngine):
                 break
             if self._is_retiring_worth_it():
                 self._retire()
-                self._run(self._scheduler.schedule(pieces=False))
+                self._run(self._scheduler.schedule(chunks=False))
             else:
                 self._advance(self.num_live)
         self._retire()
@@ -347,9 +347,9 @@ class Engine(SlotEngine):
         if self._recompute_due:
             self._recompute()
         if self._restage_due:
-            # All pieces of a long prompt are computed at once, so that it is not set back.
-            for piece in self._scheduler.staged_pieces():
-                self._extend(piece)
+            # All chunks of a long prompt are computed at once, so that it is not set back.
+            for chunk in self._scheduler.staged_chunks():
+                self._extend(chunk)
         self._recompute_due = False
         self._restage_due = False
 
@@ -365,32 +365,32 @@ class Engine(SlotEngine):
         num_ended = int((~is_live).sum())
         return self._scheduler.waste(num_ended)
 
-    def _run(self, plan: Plan[Request]) -> None:
-        """Compute what was planned: pieces of a long prompt, and a token for every row."""
+    def _run(self, turn: Turn[Request]) -> None:
+        """Compute what was planned: chunks of a long prompt, and a token for every row."""
         self._cache.fit()
         self._reach = 0
-        for piece in plan.pieces:
-            self._extend(piece)
-        if plan.starts:
-            self._start(plan)
+        for chunk in turn.chunks:
+            self._extend(chunk)
+        if turn.starts:
+            self._start(turn)
         elif self._running:
             self._advance(self.num_live)
 
-    def _extend(self, piece: Piece[Request]) -> Tensor:
-        """Prefill a piece of a long prompt. Logits [1, V] of its last token."""
-        ids = piece.request.ids[piece.begin : piece.end]
-        return self._runner.prefill(piece.slot, [ids], [1], starts=[piece.begin])
+    def _extend(self, chunk: PrefillChunk[Request]) -> Tensor:
+        """Prefill a chunk of a long prompt. Logits [1, V] of its last token."""
+        ids = chunk.request.ids[chunk.begin : chunk.end]
+        return self._runner.prefill(chunk.slot, [ids], [1], starts=[chunk.begin])
 
-    def _start(self, plan: Plan[Request]) -> None:
+    def _start(self, turn: Turn[Request]) -> None:
         """Sample a token for every row: running rows decode, new rows, which are the last, are
         prefilled; natively both in one pass.
         """
-        first = plan.num_decoding
-        starts = plan.starts
-        # Only what starts first can have been prefilled in pieces.
-        last_piece = starts[0].last_piece
+        first = turn.num_decoding
+        starts = turn.starts
+        # Only what starts first can have been prefilled in chunks.
+        last_chunk = starts[0].last_chunk
         done = 0  # rows that have their token
-        if first and (last_piece is not None or not self._runner.native):
+        if first and (last_chunk is not None or not self._runner.native):
             self._advance(first)
             done = first
         for start in starts:
@@ -398,13 +398,13 @@ class Engine(SlotEngine):
             self._retired_tokens -= start.request.recorded.token_ids.numel()
         self._rows.start(first, self._running[first:])
         self._look_at_rows()
-        if last_piece is not None:
+        if last_chunk is not None:
             # The prompt's K/V go from the staging slot to the rows of its samples.
             count = len(starts[0].sample_indices)
-            logits_1V = self._extend(last_piece)
+            logits_1V = self._extend(last_chunk)
             targets = torch.arange(first, first + count, device=self.device)
-            source = torch.full_like(targets, last_piece.slot)
-            self._cache.copy(source, targets, last_piece.end)
+            source = torch.full_like(targets, last_chunk.slot)
+            self._cache.copy(source, targets, last_chunk.end)
             done = self._append(done, logits_1V.expand(count, -1))
             starts = starts[1:]
         if self._runner.native:
@@ -421,8 +421,8 @@ class Engine(SlotEngine):
         """Do what `_prefill` does, by the module, for samples whose K/V are kept."""
         assert done >= first, "the rows that run have had their token"
         places = [start.request.kept.places for start in starts]
-        pieces = [self._restored(start, slot) for slot, start in enumerate(starts, done)]
-        logits_NV = self._runner.extend(done, pieces, places)
+        rows_ids = [self._restored(start, slot) for slot, start in enumerate(starts, done)]
+        logits_NV = self._runner.extend(done, rows_ids, places)
         return self._append(done, logits_NV)
 
     def _prefill(self, starts: list[Start[Request]], done: int, first: int) -> int:
@@ -471,7 +471,7 @@ class Engine(SlotEngine):
 
     def _recompute(self) -> None:
         """Recompute the cache under the new weights: what the rows have read, and a long prompt's
-        pieces from the first on.
+        chunks from the first on.
         """
         sequences = []  # that the rows have read
         recorded = self._rows.recorded(range(self.num_live))

@@ -23,7 +23,7 @@ class Room:
     all.
 
     By default it grows with what is asked of it. is_fixed: it has its full size from the start, and
-    two rows more: the last two are for `score` and for the prompt that is prefilled in pieces.
+    two rows more: the last two are for `score` and for the prompt that is prefilled in chunks.
     """
 
     def __init__(self, *, max_slots: int, max_len: int, budget: int, is_fixed: bool = False):

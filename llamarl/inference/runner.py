@@ -1,4 +1,4 @@
-"""The decoder over the cache: prompts whole or in pieces, a token for each running row, rows again
+"""The decoder over the cache: prompts whole or in chunks, a token for each running row, rows again
 under new weights.
 
 The prompt of an admission is computed once, and its K/V go to a slot for each of its samples.
@@ -122,7 +122,7 @@ class ModelRunner:
         same pass. Natively alone: the weights are read once for both then, so that new rows hardly
         hold up the others.
         starts: how many places the first slot of each holds already, behind which it goes on.
-        Natively of any; else of one prompt, given piece by piece. Not given: none.
+        Natively of any; else of one prompt, given chunk by chunk. Not given: none.
         """
         device = self._cache.device
         num_decoding = tokens_M.numel()
@@ -167,17 +167,17 @@ class ModelRunner:
         self._cache.copy(source, target, int(lengths_N.max()))
         return logits_NV[inputs_R.to(device)]
 
-    def extend(self, first_slot: int, pieces: list[Tensor], starts: list[int]) -> Tensor:
+    def extend(self, first_slot: int, chunks: list[Tensor], starts: list[int]) -> Tensor:
         """Run, by the module, the next tokens of sequences in the slots from first_slot on, one
-        each, behind the starts[i] places that a slot holds already. Next logits [N, V]. pieces:
+        each, behind the starts[i] places that a slot holds already. Next logits [N, V]. chunks:
         token ids on the CPU, one at least each.
         """
         device = self._cache.device
-        lengths_N = torch.tensor([piece.numel() for piece in pieces])
+        lengths_N = torch.tensor([chunk.numel() for chunk in chunks])
         starts_N = torch.tensor(starts)
-        slots_N = first_slot + torch.arange(len(pieces))
+        slots_N = first_slot + torch.arange(len(chunks))
         last_N = lengths_N.cumsum(0) - 1
-        tokens_T = torch.cat(pieces)
+        tokens_T = torch.cat(chunks)
         context = Pieces(self._cache, slots_N, starts_N, lengths_N)
 
         def project_last(h_TD: Tensor, w_VD: Tensor) -> Tensor:

@@ -5,17 +5,17 @@
     scheduler = Scheduler(waiting, room, max_slots=8, prefill_chunk=512, flops_per_token=1e9)
 
     waiting.append(request)              # a prompt of 20 tokens, 3 samples
-    plan = scheduler.schedule()          # Plan(starts=[Start(request, range(0, 3))]): rows 0, 1, 2
+    turn = scheduler.schedule()          # Turn(starts=[Start(request, range(0, 3))]): rows 0, 1, 2
     ...                                  # the engine prefills it, then samples a token a row
-    moves = scheduler.retire([0])        # row 0 has ended: [Move(source=2, target=0)]
+    moves = scheduler.retire([0])        # row 0 has ended: [RowMove(source=2, target=0)]
 
 Samples start in the order in which they were submitted. One starts when as many rows as then run,
 each as long as the longest may become, fit into the room's budget and into the slots; until then it
 waits, and all behind it. Rows are dense: those that run are 0..n-1, and row i has slot i of the
 cache.
 
-A prompt of more than prefill_chunk tokens is prefilled in pieces, one a step, so that the rows that
-run go on meanwhile. Its pieces lie in a staging slot until the last one; then they are copied to
+A prompt of more than prefill_chunk tokens is prefilled in chunks, one a step, so that the rows that
+run go on meanwhile. Its chunks lie in a staging slot until the last one; then they are copied to
 the rows of its samples. There is one staging slot: a second long prompt waits for it.
 
 This file computes nothing and imports no torch: requests are counts of tokens and samples here.
@@ -64,7 +64,7 @@ class Sample(NamedTuple, Generic[R]):
 
 
 @dataclass(frozen=True, slots=True)
-class Piece(Generic[R]):
+class PrefillChunk(Generic[R]):
     """Tokens begin..end-1 of a long prompt, prefilled into a slot that holds those before them."""
 
     request: R
@@ -79,24 +79,24 @@ class Start(Generic[R]):
 
     request: R
     sample_indices: range
-    # The last piece of a prompt in pieces; the whole prompt lies in the staging slot behind it.
-    last_piece: Piece[R] | None = None
+    # The last chunk of a prompt in chunks; the whole prompt lies in the staging slot behind it.
+    last_chunk: PrefillChunk[R] | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Plan(Generic[R]):
-    """What is computed next, in this order: the pieces, then a token for each row.
+class Turn(Generic[R]):
+    """What is computed next, in this order: the chunks, then a token for each row.
 
     num_decoding: rows 0..num_decoding-1 ran before. starts: their samples are the rows behind, in
-    this order. Only the first of them can have a last piece.
+    this order. Only the first of them can have a last chunk.
     """
 
-    pieces: list[Piece[R]]
+    chunks: list[PrefillChunk[R]]
     num_decoding: int
     starts: list[Start[R]]
 
 
-class Move(NamedTuple):
+class RowMove(NamedTuple):
     """A row that is copied into the place of one that has ended."""
 
     source: int
@@ -107,7 +107,7 @@ class Scheduler(Generic[R]):
     """Gives slots and room to waiting samples, and takes them back.
 
     waiting: requests in the order in which they came; whoever submits or aborts one changes it.
-    room: of the cache. The cache follows it before anything of a plan is computed.
+    room: of the cache. The cache follows it before anything of a turn is computed.
     flops_per_token: operations for one token of a row, to weigh what ended rows cost.
     """
 
@@ -129,17 +129,17 @@ class Scheduler(Generic[R]):
         self._wasted_flops = 0.0  # since samples were last given rows
         self._staging_slot = 0  # where the prompt of `_staged` is
 
-    def schedule(self, *, pieces: bool = True) -> Plan[R]:
+    def schedule(self, *, chunks: bool = True) -> Turn[R]:
         """Give rows to waiting samples, in order, and reserve the room for all that run then.
 
-        pieces: also go on with a prompt that is prefilled in pieces.
+        chunks: also go on with a prompt that is prefilled in chunks.
         """
         self._wasted_flops = 0.0
         num_decoding = len(self.running)
         longest = max((sample.request.max_tokens for sample in self.running), default=0)
-        ahead: list[Piece[R]] = []
+        ahead: list[PrefillChunk[R]] = []
         starts: list[Start[R]] = []
-        last_piece = None
+        last_chunk = None
         while self._waiting:
             request = self._waiting[0]
             longest = max(longest, request.max_tokens)
@@ -148,27 +148,27 @@ class Scheduler(Generic[R]):
             if num_free < 1:
                 break
             is_long = request.num_tokens > self.prefill_chunk
-            if is_long and (last_piece is not None or not pieces):
-                break  # the staging slot is another's until this plan has run
+            if is_long and (last_chunk is not None or not chunks):
+                break  # the staging slot is another's until this turn has run
             if is_long:
-                ahead = self._next_pieces(request)
+                ahead = self._next_chunks(request)
                 if ahead and self.running:
-                    break  # the rows that run go on before its next piece
-                last_piece = self._piece(request, request.num_cached)
+                    break  # the rows that run go on before its next chunk
+                last_chunk = self._chunk(request, request.num_cached)
             start = Start(
                 request=request,
                 sample_indices=self._give_rows(request, num_free),
-                last_piece=last_piece if is_long else None,
+                last_chunk=last_chunk if is_long else None,
             )
             starts.append(start)
         num_slots = self._num_held
-        if last_piece is not None:
+        if last_chunk is not None:
             # Its prompt is in the staging slot until it is copied to the new rows.
-            num_slots = max(num_slots, last_piece.slot + 1)
+            num_slots = max(num_slots, last_chunk.slot + 1)
         self._reserve(num_slots)
-        if last_piece is not None:
-            last_piece.request.num_cached = 0
-        return Plan(pieces=ahead, num_decoding=num_decoding, starts=starts)
+        if last_chunk is not None:
+            last_chunk.request.num_cached = 0
+        return Turn(chunks=ahead, num_decoding=num_decoding, starts=starts)
 
     def waste(self, num_ended: int) -> bool:
         """Count a turn that is computed for so many rows that have ended. Return whether to take
@@ -177,7 +177,7 @@ class Scheduler(Generic[R]):
         self._wasted_flops += num_ended * self._flops_per_token
         return num_ended == len(self.running) or self._wasted_flops >= _WORTH_FLOPS
 
-    def retire(self, ended: Sequence[int]) -> list[Move]:
+    def retire(self, ended: Sequence[int]) -> list[RowMove]:
         """Take out these rows, in ascending order. Return how the last rows move into the holes, so
         that rows stay dense.
         """
@@ -185,22 +185,22 @@ class Scheduler(Generic[R]):
         num_left = num_rows - len(ended)
         holes = [row for row in ended if row < num_left]
         movers = sorted(set(range(num_left, num_rows)) - set(ended))
-        moves = [Move(source, target) for source, target in zip(movers, holes)]
+        moves = [RowMove(source, target) for source, target in zip(movers, holes)]
         for move in moves:
             self.running[move.target] = self.running[move.source]
         del self.running[num_left:]
         return moves
 
-    def staged_pieces(self) -> list[Piece[R]]:
-        """Return the pieces that are in the staging slot, for new weights to compute again."""
+    def staged_chunks(self) -> list[PrefillChunk[R]]:
+        """Return the chunks that are in the staging slot, for new weights to compute again."""
         staged = self._staged
         if staged is None:
             return []
         begins = range(0, staged.num_cached, self.prefill_chunk)
-        return [self._piece(staged, begin) for begin in begins]
+        return [self._chunk(staged, begin) for begin in begins]
 
     def unstage(self) -> None:
-        """Drop the pieces that are in the staging slot: their prompt begins again."""
+        """Drop the chunks that are in the staging slot: their prompt begins again."""
         staged = self._staged
         if staged is not None:
             staged.num_cached = 0
@@ -232,26 +232,26 @@ class Scheduler(Generic[R]):
         """Return how many tokens of a prompt are not prefilled yet."""
         return request.num_tokens - request.num_cached
 
-    def _piece(self, request: R, begin: int) -> Piece[R]:
-        """Return the piece of a long prompt that begins there."""
+    def _chunk(self, request: R, begin: int) -> PrefillChunk[R]:
+        """Return the chunk of a long prompt that begins there."""
         end = min(begin + self.prefill_chunk, request.num_tokens)
-        return Piece(request=request, slot=self._staging_slot, begin=begin, end=end)
+        return PrefillChunk(request=request, slot=self._staging_slot, begin=begin, end=end)
 
-    def _next_pieces(self, request: R) -> list[Piece[R]]:
-        """Stage the next piece of a long prompt, but not its last: that comes with its samples. If
+    def _next_chunks(self, request: R) -> list[PrefillChunk[R]]:
+        """Stage the next chunk of a long prompt, but not its last: that comes with its samples. If
         no row runs that would have to wait, stage all but the last.
         """
-        pieces: list[Piece[R]] = []
+        chunks: list[PrefillChunk[R]] = []
         while self._num_left(request) > self.prefill_chunk:
             if not request.num_cached:
                 is_fixed = self._room.is_fixed
                 self._staging_slot = self._room.rows - 1 if is_fixed else len(self.running)
                 self._reserve(self._staging_slot + 1, request.max_tokens)
-            pieces.append(self._piece(request, request.num_cached))
+            chunks.append(self._chunk(request, request.num_cached))
             request.num_cached += self.prefill_chunk
             if self.running:
                 break
-        return pieces
+        return chunks
 
     def _give_rows(self, request: R, num_free: int) -> range:
         """Make rows of the first request's next samples, as many as are free. Return which those

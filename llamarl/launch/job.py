@@ -19,7 +19,7 @@ from llamarl.config.placement import TINY_MODEL, placement_of
 from llamarl.config.sections.buffer import ReplayBufferSettings
 from llamarl.config.sections.task import AnyPromptSettings, MixtureSettings, PlayedSettings
 from llamarl.config.sections.victim import ATTACK, NoVictimSettings, placed_victim
-from llamarl.controller import ExecutorController, RunSettings
+from llamarl.controller import ExecutorController, RunLimits
 from llamarl.errors import NoWeights
 from llamarl.executor import Executor
 from llamarl.launch.graph import channels_between
@@ -431,7 +431,7 @@ class Job:
             max_refill=c.tickets.max_refill if c.tickets.informative else 0,
             sampler=self._sampler(),
         )
-        settings = RunSettings(
+        settings = RunLimits(
             run_dir=self.directory.path,
             resume_from=self.directory.resume_from,
             keep_checkpoints=c.checkpoint.keep,

@@ -29,7 +29,7 @@ from llamarl.comm.stops import remembered_stops
 from llamarl.config.conversion import to_values
 from llamarl.config.sft import SFTConfig, as_run
 from llamarl.config.supervised import RewardModelConfig, RowsSettings
-from llamarl.controller import ExecutorController, RunSettings
+from llamarl.controller import ExecutorController, RunLimits
 from llamarl.errors import NoWeights, RunDirectoryError
 from llamarl.executor import Executor
 from llamarl.launch.identity import Identity, parts_of
@@ -175,7 +175,7 @@ class SupervisedJob:
             placement={TRAINER: tuple(range(self.world.size))},
             ledger=ledger,
             world=self.world,
-            settings=RunSettings(
+            settings=RunLimits(
                 run_dir=self.directory.path,
                 resume_from=self.directory.resume_from,
                 keep_checkpoints=c.checkpoint.keep,

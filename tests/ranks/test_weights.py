@@ -192,13 +192,13 @@ def test_hundreds_of_syncs_leave_nothing_behind(transport):
 def tell_headers(rank: int) -> list[int]:
     """Send headers from rank 0 to rank 1. Returns the bytes of those that came as they were."""
     from llamarl.comm.groups import link_group
-    from llamarl.ddma.links import Header, Kind, RankLink
+    from llamarl.ddma.links import Header, HeaderKind, RankLink
 
     link = RankLink(1 - rank, link_group((0,), (1,)), "gloo")
-    empty = len(json.dumps([Kind.END, 1, {"said": ""}]))
+    empty = len(json.dumps([HeaderKind.END, 1, {"said": ""}]))
     came = []
     for num_bytes in HEADERS:
-        header = Header(Kind.END, 1, {"said": "x" * (num_bytes - empty)})
+        header = Header(HeaderKind.END, 1, {"said": "x" * (num_bytes - empty)})
         if rank == 0:
             link.send(header)
         elif link.recv(timeout_s=WAIT_S) == header:

@@ -19,7 +19,7 @@ from llamarl.comm.control import Control
 from llamarl.comm.groups import RankInfo
 from llamarl.ddma import links
 from llamarl.ddma.layout import Destination, Source, buffer_of, parameters_to_send
-from llamarl.ddma.links import Header, Kind, make_slots
+from llamarl.ddma.links import Header, HeaderKind, make_slots
 from llamarl.ddma.payload import buckets_of
 from llamarl.ddma.protocol import MAX_RETRIES, LinkContext, Outgoing
 from llamarl.ddma.receiver import Incoming, Staged, Subscriber, WeightsReceiver
@@ -61,7 +61,7 @@ def test_versions_arrive_whole_and_in_turn(kind):
         assert ends.receive(v) == Staged(v, v == 3, v == 3, {"canary of": v})
     assert ends.swap() is None
     ends.close()
-    assert ends.links[0].forward[-1].kind == Kind.CLOSE
+    assert ends.links[0].forward[-1].kind == HeaderKind.CLOSE
 
 
 def with_wrong_digest(header, *buckets):
@@ -142,9 +142,9 @@ def test_the_old_version_serves_while_a_new_one_is_damaged_and_the_run_then_ends
 @pytest.mark.parametrize(
     "came, instead_of, expected",
     [
-        (Header(Kind.END, 0), Kind.END, "END of version 1"),
-        (Header(Kind.VERDICT, 1), Kind.END, "END of version 1"),
-        (Header(Kind.END, 1), Kind.BEGIN, "BEGIN or CLOSE"),
+        (Header(HeaderKind.END, 0), HeaderKind.END, "END of version 1"),
+        (Header(HeaderKind.VERDICT, 1), HeaderKind.END, "END of version 1"),
+        (Header(HeaderKind.END, 1), HeaderKind.BEGIN, "BEGIN or CLOSE"),
     ],
 )
 def test_a_header_out_of_turn_is_named_with_its_sender(came, instead_of, expected):
@@ -293,13 +293,13 @@ def test_one_changed_number_is_no_equal_payload():
     def stage(slot, progress):
         nonlocal changed
         for bucket in ends.buckets[0]:
-            for piece in bucket.pieces:
-                whole = Box.whole(piece.parameter.shape)
-                part = full[piece.name][piece.box.within(whole)].reshape(-1).clone()
-                if piece.name == "model.norm.weight":
+            for region in bucket.regions:
+                whole = Box.whole(region.parameter.shape)
+                part = full[region.name][region.box.within(whole)].reshape(-1).clone()
+                if region.name == "model.norm.weight":
                     part[3] = torch.nextafter(part[3], torch.tensor(9.0))
                     changed += 1
-                slot[piece.start : piece.end] = part.view(torch.uint8)
+                slot[region.start : region.end] = part.view(torch.uint8)
             progress.mark()
 
     queued = ends.publishers[0].enqueue(1, must_load=False, evaluate=False, must_differ=True)
@@ -325,7 +325,7 @@ def test_a_newer_version_overtakes_one_that_nobody_took():
 
 
 def begun(link, version):
-    return lambda: any(h.kind == Kind.BEGIN and h.version == version for h in link.forward)
+    return lambda: any(h.kind == HeaderKind.BEGIN and h.version == version for h in link.forward)
 
 
 def stays(ends, version):
@@ -409,7 +409,7 @@ def test_two_sources_that_are_a_version_apart_make_whole_versions():
     gate = threading.Event()
 
     def wait(header):
-        if header.kind == Kind.BEGIN and header.version == 0:
+        if header.kind == HeaderKind.BEGIN and header.version == 0:
             assert gate.wait(PATIENCE_S)
         return [header]
 
@@ -523,7 +523,7 @@ def test_the_second_and_third_replica_get_everything_through_the_first(kind, sou
             ends.receive(v)
     assert len(forwarded(one).buckets) > 5
     ends.close()
-    until(lambda: one.forward[-1].kind == two.forward[-1].kind == Kind.CLOSE, control)
+    until(lambda: one.forward[-1].kind == two.forward[-1].kind == HeaderKind.CLOSE, control)
     second.subscriber.close(), third.subscriber.close()
     control.check()
 

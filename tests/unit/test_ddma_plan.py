@@ -252,25 +252,25 @@ def carry(buckets, payload: torch.Tensor, of, buffer: torch.Tensor, writes: torc
     """By index arithmetic of this test's own: the bytes of every move to where its box lies in the
     receiver's buffer.
     """
-    for piece in chain.from_iterable(bucket.pieces for bucket in buckets):
-        p, held = piece.parameter, of.held[piece.name]
+    for region in chain.from_iterable(bucket.regions for bucket in buckets):
+        p, held = region.parameter, of.held[region.name]
         index = (
             np.arange(held.box.numel)
-            .reshape(held.box.lengths)[piece.box.within(held.box)]
+            .reshape(held.box.lengths)[region.box.within(held.box)]
             .reshape(-1, 1)
         )
         where = torch.from_numpy(
             (held.start + index * p.dtype.itemsize + np.arange(p.dtype.itemsize)).reshape(-1)
         )
-        buffer[where] = payload[piece.start : piece.end]
+        buffer[where] = payload[region.start : region.end]
         writes[where] += 1
 
 
 def payload_of(buckets, full) -> torch.Tensor:
     """What a sender lays into its slot: boxes of the whole tensors."""
     flat = torch.full((buckets[-1].end,), 0xEE, dtype=torch.uint8)
-    for piece in chain.from_iterable(bucket.pieces for bucket in buckets):
-        flat[piece.start : piece.end] = box_of(full[piece.name], piece.box)
+    for region in chain.from_iterable(bucket.regions for bucket in buckets):
+        flat[region.start : region.end] = box_of(full[region.name], region.box)
     return flat
 
 
@@ -306,11 +306,11 @@ def assert_delivers(plan, fuse=False, limit=1 << 20) -> None:
         feeders, upstream = plan.feeders(d)
         assert bool(feeders) == (upstream is None)
         for s in feeders:
-            pieces = plan.pieces(s, part)
-            for piece in pieces:  # a sender sends what it holds
-                assert_within(piece.box, source.box(config, piece.parameter, s))
-            assert sum(piece.num_bytes for piece in pieces) == plan.bytes_to[s, part]
-            buckets = buckets_of(pieces, limit)
+            regions = plan.regions(s, part)
+            for region in regions:  # a sender sends what it holds
+                assert_within(region.box, source.box(config, region.parameter, s))
+            assert sum(region.num_bytes for region in regions) == plan.bytes_to[s, part]
+            buckets = buckets_of(regions, limit)
             carry(buckets, payload_of(buckets, full), of, buffer, writes)
         if upstream is not None:
             assert plan.follower(upstream) == d and upstream < d
@@ -386,7 +386,7 @@ def test_every_generator_has_one_feed_and_each_forwards_at_most_once(topology):
         )
         replica = d // destination.parts
         for s in range(source.num_ranks):
-            sends = replica in plan.feeds(s) and bool(plan.pieces(s, d % destination.parts))
+            sends = replica in plan.feeds(s) and bool(plan.regions(s, d % destination.parts))
             assert sends == (s in feeders)
     if feed == "direct":
         assert plan.roots == destination.replicas and followed == [None] * destination.num_ranks
@@ -412,7 +412,7 @@ def test_the_copies_of_a_receiver_are_those_of_the_index_arithmetic(topology):
             torch.zeros(of.num_bytes, dtype=torch.uint8),
         )
         for s in plan.feeders(part)[0]:
-            buckets = buckets_of(plan.pieces(s, part), limit)
+            buckets = buckets_of(plan.regions(s, part), limit)
             payload = payload_of(buckets, full)
             carry(buckets, payload, of, want, torch.zeros(of.num_bytes, dtype=torch.int32))
             for bucket in buckets:
@@ -524,7 +524,7 @@ def test_what_every_replica_of_the_trainer_holds_is_cut_between_them_or_dealt():
     cut = make_plan(config, parameters, Source(1, 3), Destination(), feed="direct")
     names = []
     for rank in range(3):
-        names.append({piece.parameter.name for piece in cut.pieces(rank, 0)})
+        names.append({region.parameter.name for region in cut.regions(rank, 0)})
     assert all("model.layers.0.mlp.up_proj.weight" in n for n in names)  # each a third
     assert all("model.layers.0.input_layernorm.weight" in n for n in names)
     assert [cut.feeds(s) for s in range(3)] == [[0]] * 3
@@ -591,4 +591,4 @@ def test_llama_405b_on_512_ranks_reaches_64_replicas_of_8():
     # 512 divides every matrix's rows but the vocabulary's, of which a rank holds 251 instead of
     # 250.5, twice.
     assert plan.bytes_to.sum(1).max() == replica / 512 + 2 * 0.5 * 16384 * 2
-    assert sum(piece.num_bytes for piece in plan.pieces(511, 7)) == plan.bytes_to[511, 7]
+    assert sum(region.num_bytes for region in plan.regions(511, 7)) == plan.bytes_to[511, 7]

@@ -110,8 +110,8 @@ def test_fsdp_gives_each_rank_of_512_what_the_plan_says_that_it_sends(as_rank, k
         )
         sent = {}
         for part in range(destination.parts):
-            for piece in plan.pieces(rank, part):
-                sent.setdefault(piece.name, []).append(piece.box)
+            for region in plan.regions(rank, part):
+                sent.setdefault(region.name, []).append(region.box)
         held = dict(named_parameters_hf(decoder))
         for p in parameters:
             box = held_box(decoder, p.name, held[p.name])

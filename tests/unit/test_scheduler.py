@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from llamarl.inference.room import Room
-from llamarl.inference.schedule import Move, Piece, Scheduler, Start
+from llamarl.inference.schedule import PrefillChunk, RowMove, Scheduler, Start
 
 ROOT = Path(__file__).resolve().parents[2]
 BLOCK = 16
@@ -106,7 +106,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(chunk=st.sampled_from([1, 1, 1, 2, 5, 30]))
     def step(self, chunk):
-        self.run(pieces=True)
+        self.run(chunks=True)
         for _ in range(1, chunk):
             if not self.rows:
                 break
@@ -116,7 +116,7 @@ class Machine(RuleBasedStateMachine):
             assert self.scheduler.waste(len(ended)) == is_worth_it
             if is_worth_it:
                 self.retire(ended)
-                self.run(pieces=False)
+                self.run(chunks=False)
             else:
                 self.decode(len(self.rows))
         self.retire([row for row in range(len(self.rows)) if not self.is_live(row)])
@@ -135,9 +135,9 @@ class Machine(RuleBasedStateMachine):
 
     @rule(length=st.integers(1, 8))
     def lend(self, length):
-        staged = self.scheduler.staged_pieces()
+        staged = self.scheduler.staged_chunks()
         slot = self.scheduler.lend_slot(length)
-        assert slot >= len(self.rows) and slot not in {piece.slot for piece in staged}
+        assert slot >= len(self.rows) and slot not in {chunk.slot for chunk in staged}
         assert slot < self.room.rows and length <= self.room.capacity
         assert not self.room.is_fixed or slot == self.room.rows - 2
         self.held[slot] = []  # whoever scores writes there
@@ -148,14 +148,14 @@ class Machine(RuleBasedStateMachine):
         if is_recomputed:
             self.scheduler.unstage()
             assert not any(request.num_cached for request in self.waiting)
-        pieces = self.scheduler.staged_pieces()
+        chunks = self.scheduler.staged_chunks()
         cached = [request for request in self.waiting if request.num_cached]
-        assert len(cached) == bool(pieces)
-        for piece in pieces:
-            self.held[piece.slot] = self.held[piece.slot][: piece.begin]
-            self.extend(piece)
-        if pieces:
-            assert self.held[pieces[0].slot] == cached[0].prompt(cached[0].num_cached)
+        assert len(cached) == bool(chunks)
+        for chunk in chunks:
+            self.held[chunk.slot] = self.held[chunk.slot][: chunk.begin]
+            self.extend(chunk)
+        if chunks:
+            assert self.held[chunks[0].slot] == cached[0].prompt(cached[0].num_cached)
 
     # --- What the engine does with a plan ---
 
@@ -163,36 +163,36 @@ class Machine(RuleBasedStateMachine):
         request, index, sampled = self.rows[row]
         return sampled < request.lengths[index]
 
-    def run(self, pieces: bool) -> None:
+    def run(self, chunks: bool) -> None:
         num_before = len(self.rows)
         head = self.waiting[0] if self.waiting else None
         cached_before = head.num_cached if head else 0
-        plan = self.scheduler.schedule(pieces=pieces)
+        plan = self.scheduler.schedule(chunks=chunks)
         self.wasted = 0.0
         assert plan.num_decoding == num_before
-        assert not plan.pieces or pieces
-        for piece in plan.pieces:
-            assert num_before <= piece.slot < self.room.rows, "no row's slot"
+        assert not plan.chunks or chunks
+        for chunk in plan.chunks:
+            assert num_before <= chunk.slot < self.room.rows, "no row's slot"
             if self.room.is_fixed:
                 # A graph computes more rows than run, and writes to the slots behind these.
-                assert piece.slot == self.room.rows - 1
-            self.extend(piece)
+                assert chunk.slot == self.room.rows - 1
+            self.extend(chunk)
         self.decode(num_before)
         for number, start in enumerate(plan.starts):
-            assert start.last_piece is None or number == 0
+            assert start.last_chunk is None or number == 0
             self.begin_rows(start)
         assert self.scheduler.running == [(request, index) for request, index, _ in self.rows]
         self.what_runs_fits()
         if self.line:
-            self.check_who_waits(plan, head, cached_before, pieces)
+            self.check_who_waits(plan, head, cached_before, chunks)
 
-    def check_who_waits(self, plan, head, cached_before, pieces) -> None:
+    def check_who_waits(self, plan, head, cached_before, chunks) -> None:
         """Nobody waits who could run."""
         first, _ = self.line[0]
         is_long = first.num_tokens > self.chunk
-        if self.fits(first) and (not is_long or pieces):
+        if self.fits(first) and (not is_long or chunks):
             assert is_long, "a short prompt that fits waits"
-            is_another_staged = any(start.last_piece for start in plan.starts)
+            is_another_staged = any(start.last_chunk for start in plan.starts)
             goes_on = first is head and first.num_cached > cached_before
             assert is_another_staged or goes_on or first.num_cached == self.chunk
             assert self.rows, "alone it would not wait for anybody"
@@ -204,21 +204,21 @@ class Machine(RuleBasedStateMachine):
         places = blocks(self.max_len if self.room.is_fixed else max(tokens))
         return num_rows <= self.max_slots and (num_rows == 1 or num_rows * places <= self.budget)
 
-    def extend(self, piece: Piece) -> None:
-        before = self.held.get(piece.slot, [])[: piece.begin]
-        assert before == piece.request.prompt(piece.begin), "the pieces before it are there"
-        assert piece.begin < piece.end <= min(piece.request.num_tokens, piece.begin + self.chunk)
-        self.write(piece.slot, piece.request.prompt(piece.end))
+    def extend(self, chunk: PrefillChunk) -> None:
+        before = self.held.get(chunk.slot, [])[: chunk.begin]
+        assert before == chunk.request.prompt(chunk.begin), "the chunks before it are there"
+        assert chunk.begin < chunk.end <= min(chunk.request.num_tokens, chunk.begin + self.chunk)
+        self.write(chunk.slot, chunk.request.prompt(chunk.end))
 
     def begin_rows(self, start: Start) -> None:
         request = start.request
-        piece = start.last_piece
-        if piece is None:
+        chunk = start.last_chunk
+        if chunk is None:
             assert request.num_tokens <= self.chunk
         else:
-            self.extend(piece)
-            assert piece.end == request.num_tokens
-        prompt = request.prompt() if piece is None else list(self.held[piece.slot])
+            self.extend(chunk)
+            assert chunk.end == request.num_tokens
+        prompt = request.prompt() if chunk is None else list(self.held[chunk.slot])
         assert prompt == request.prompt(), "each place once, before anything is decoded"
         assert request.num_cached == 0 and len(start.sample_indices) > 0
         for index in start.sample_indices:
@@ -307,28 +307,28 @@ def test_a_group_that_starts_together_is_one_start_and_its_prompt_one_prefill():
     first, second = small(5, 3), small(7, 2)
     plan = scheduler_of(first, second).schedule()
     assert plan.starts == [Start(first, range(3)), Start(second, range(1))]
-    assert (plan.pieces, plan.num_decoding) == ([], 0)
+    assert (plan.chunks, plan.num_decoding) == ([], 0)
 
 
-def test_a_long_prompt_beside_a_row_comes_a_piece_a_step_and_then_its_last_piece():
+def test_a_long_prompt_beside_a_row_comes_a_piece_a_step_and_then_its_last_chunk():
     short, long = small(5, 1), small(23, 2)
     scheduler = scheduler_of(short, long)
     plan = scheduler.schedule()
-    # The short one starts, and the first piece is computed beside it, in the slot behind it.
-    assert (plan.starts, plan.pieces) == ([Start(short, range(1))], [Piece(long, 1, 0, 10)])
-    assert scheduler.schedule(pieces=False).pieces == []
+    # The short one starts, and the first chunk is computed beside it, in the slot behind it.
+    assert (plan.starts, plan.chunks) == ([Start(short, range(1))], [PrefillChunk(long, 1, 0, 10)])
+    assert scheduler.schedule(chunks=False).chunks == []
     plan = scheduler.schedule()
-    assert (plan.starts, plan.pieces) == ([], [Piece(long, 1, 10, 20)])
+    assert (plan.starts, plan.chunks) == ([], [PrefillChunk(long, 1, 10, 20)])
     plan = scheduler.schedule()
-    assert plan.starts == [Start(long, range(2), last_piece=Piece(long, 1, 20, 23))]
+    assert plan.starts == [Start(long, range(2), last_chunk=PrefillChunk(long, 1, 20, 23))]
     assert plan.num_decoding == 1
 
 
 def test_a_long_prompt_alone_comes_at_once():
     long = small(23, 1)
     plan = scheduler_of(long).schedule()
-    assert plan.pieces == [Piece(long, 0, 0, 10), Piece(long, 0, 10, 20)]
-    assert plan.starts == [Start(long, range(1), last_piece=Piece(long, 0, 20, 23))]
+    assert plan.chunks == [PrefillChunk(long, 0, 0, 10), PrefillChunk(long, 0, 10, 20)]
+    assert plan.starts == [Start(long, range(1), last_chunk=PrefillChunk(long, 0, 20, 23))]
 
 
 def test_a_short_sample_waits_where_the_rows_are_too_long_for_one_more():
@@ -349,13 +349,13 @@ def test_a_staged_prompt_keeps_its_slot_until_it_is_copied_however_the_room_grow
     room = Room(max_slots=4, max_len=64, budget=192)  # three rows of 64
     waiting = deque([three, staged])
     scheduler = Scheduler(waiting, room, max_slots=4, prefill_chunk=10, flops_per_token=1.0)
-    assert scheduler.schedule().pieces == [Piece(staged, 3, 0, 10)]
-    assert scheduler.schedule().pieces == [Piece(staged, 3, 10, 20)]
+    assert scheduler.schedule().chunks == [PrefillChunk(staged, 3, 0, 10)]
+    assert scheduler.schedule().chunks == [PrefillChunk(staged, 3, 10, 20)]
     scheduler.retire([0, 1])
     waiting.append(wide)
     plan = scheduler.schedule()
     assert plan.starts == [
-        Start(staged, range(1), last_piece=Piece(staged, 3, 20, 23)),
+        Start(staged, range(1), last_chunk=PrefillChunk(staged, 3, 20, 23)),
         Start(wide, range(1)),
     ]
     assert (room.rows, room.capacity) == (4, 64)
@@ -365,7 +365,7 @@ def test_the_last_rows_move_into_the_holes():
     scheduler = scheduler_of(*(small(2, 1) for _ in range(4)))
     scheduler.schedule()
     zero, one, two, three = scheduler.running
-    assert scheduler.retire([0, 2]) == [Move(source=3, target=0)]
+    assert scheduler.retire([0, 2]) == [RowMove(source=3, target=0)]
     assert scheduler.running == [three, one]
     assert scheduler.retire([1]) == [] and scheduler.running == [three]
 
@@ -438,4 +438,4 @@ def test_the_scheduler_is_imported_and_used_where_there_is_no_torch():
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=240
     )
-    assert done.stdout.strip() == "Plan(pieces=[], num_decoding=0, starts=[])", done.stderr
+    assert done.stdout.strip() == "Turn(chunks=[], num_decoding=0, starts=[])", done.stderr
