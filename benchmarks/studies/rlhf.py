@@ -1,5 +1,5 @@
 """What Asynchronous RLHF claims (arXiv 2410.18252), and Gao et al. 2022 before it, on the synthetic
-TL;DR of recipes/rlhf.py, whose gold is a program.
+TL;DR of benchmarks/rlhf/pipeline.py, whose gold is a program.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ PERPLEXITY = "eval/perplexity"
 SEEDS = (3, 4, 5, 6, 7)  # 0 to 2 are those of pages that were announced anew
 COMPLETIONS = 128  # a minibatch
 PIPELINE = (
-    "`python recipes/rlhf.py out=PIPELINE` makes the models (ten minutes), and `--given "
-    "pipeline=PIPELINE` names them: a policy and a scorer of 0.8 M parameters."
+    "`python benchmarks/rlhf/pipeline.py out=PIPELINE` makes the models (ten minutes), and "
+    "`--given pipeline=PIPELINE` names them: a policy and a scorer of 0.8 M parameters."
 )
 COMMON = (
     "threads=1",

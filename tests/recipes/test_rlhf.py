@@ -1,4 +1,4 @@
-"""recipes/rlhf.py and what it starts: facts_data.py and rlhf_report.py."""
+"""benchmarks/rlhf: the pipeline, and the data and the report that it starts."""
 
 from __future__ import annotations
 
@@ -10,16 +10,18 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM
 
+from benchmarks.rlhf.report import quality_of
 from llamarl.config.command_line import check_command_line
 from llamarl.config.preferences import PREFERENCES
 from llamarl.config.sft import SFT
 from llamarl.config.supervised import REWARD_MODEL
 from llamarl.models.hf import load_tokenizer
 from llamarl.tasks.facts import facts_posts, make_post, vocabulary
-from recipes.facts_data import main as make_data
-from recipes.rlhf import main, read_words, stages
-from recipes.rlhf_report import quality_of
 from tests.launching import ROOT, environment
+
+sys.path.insert(0, str(ROOT / "benchmarks" / "rlhf"))
+from facts_data import main as make_data  # noqa: E402
+from pipeline import main, read_words, stages  # noqa: E402
 
 TINY = (
     "data.rows=40",
@@ -165,7 +167,7 @@ def test_all_stages_words_are_looked_at_at_once(capsys):
 def test_a_stage_that_was_done_otherwise_is_named(capsys, tmp_path):
     (stage, *_) = stages(tmp_path, 0)
     record = {
-        "command": "python recipes/facts_data.py rows=7",
+        "command": "python benchmarks/rlhf/facts_data.py rows=7",
         "seconds": 1.0,
         "cpu_seconds": 1.0,
     }
@@ -185,7 +187,8 @@ def test_a_quality_is_the_mean_of_what_gold_is_made_of():
 
 
 def start(out: Path, *more: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, str(ROOT / "recipes" / "rlhf.py"), f"out={out}", *TINY, *more]
+    script = ROOT / "benchmarks" / "rlhf" / "pipeline.py"
+    command = [sys.executable, str(script), f"out={out}", *TINY, *more]
     return subprocess.run(
         command, env=environment(), capture_output=True, text=True, timeout=PIPELINE_S
     )

@@ -1,4 +1,4 @@
-"""recipes/tldr.py: prompts, answers and pairs from files like those of TL;DR."""
+"""benchmarks/rlhf/tldr.py: prompts, answers and pairs from files like those of TL;DR."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.rlhf import tldr
 from llamarl.learning.preference_data import read_preference_data
 from llamarl.learning.sft_data import read_pairs
 from llamarl.models.config import tiny_directory
 from llamarl.models.hf import load_tokenizer
-from recipes import tldr
 from tests.supervised import task_of
 
 TINY_DIR = tiny_directory()

@@ -31,7 +31,6 @@ RECIPES = (
     "sft.py",
     "reward_model.py",
     "preferences.py",
-    "rlhf.py",
     "compare.py",
     "fetch_smollm2.py",
 )

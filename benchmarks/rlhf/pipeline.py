@@ -1,9 +1,9 @@
 """The whole of RLHF, from nothing to a curve of gold, on two CPU cores: a synthetic TL;DR whose
 gold is a program (llamarl/tasks/facts.py), and a policy that sees only a reward model.
 
-    python recipes/rlhf.py out=DIR
+    python benchmarks/rlhf/pipeline.py out=DIR
     # Another seed, and keys of the commands of two stages.
-    python recipes/rlhf.py out=DIR seed=1 rl.max_steps=120 data.rows=8000
+    python benchmarks/rlhf/pipeline.py out=DIR seed=1 rl.max_steps=120 data.rows=8000
 
     data          posts, and a sloppy teacher's summaries       DIR/start, DIR/teacher.jsonl
     sft           learns them                                   DIR/sft
@@ -34,11 +34,11 @@ import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from llamarl.config import facts_data
+from facts_data import DEFAULTS, FactsDataSettings
+
 from llamarl.config.command_line import RL, JobKind, check_command_line
 from llamarl.config.conversion import ConfigError, Problem
 from llamarl.config.evaluation import EVALUATION
-from llamarl.config.facts_data import FactsDataSettings
 from llamarl.config.preferences import PREFERENCES
 from llamarl.config.script import read_script
 from llamarl.config.sft import SFT
@@ -46,19 +46,20 @@ from llamarl.config.supervised import REWARD_MODEL
 from llamarl.disk.files import replace_text
 from llamarl.words.names import did_you_mean
 
-RECIPES = Path(__file__).resolve().parent
+ROOT = Path(__file__).resolve().parents[2]
+FACTS_DATA = "benchmarks/rlhf/facts_data.py"
 RANKS = 2
 GOLD = "llamarl.tasks.facts:gold"
-# Settings of the task for the tokenizer that recipes/facts_data.py writes: a post has at most 75
-# tokens, a gold summary 21 with its end.
+# Settings of the task for the tokenizer that facts_data.py writes: a post has at most 75 tokens, a
+# gold summary 21 with its end.
 TASK = ("task=facts", "task.max_prompt_tokens=80", "max_new_tokens=32", "temperature=0.7")
 # What reads the words of a recipe that is a job.
 KINDS: dict[str, JobKind] = {
-    "sft.py": SFT,
-    "preferences.py": PREFERENCES,
-    "reward_model.py": REWARD_MODEL,
-    "llama_async.py": RL,
-    "evaluate.py": EVALUATION,
+    "recipes/sft.py": SFT,
+    "recipes/preferences.py": PREFERENCES,
+    "recipes/reward_model.py": REWARD_MODEL,
+    "recipes/llama_async.py": RL,
+    "recipes/evaluate.py": EVALUATION,
 }
 
 
@@ -67,7 +68,7 @@ class Stage:
     """One command."""
 
     name: str
-    recipe: str  # a file of recipes/
+    script: str  # a file of the checkout
     words: tuple[str, ...]
     ranks: int | None = None  # of torchrun; None: one plain process
 
@@ -76,7 +77,7 @@ class Stage:
         launcher = ["python"]
         if self.ranks:
             launcher = ["torchrun", "--standalone", f"--nproc-per-node={self.ranks}"]
-        return [*launcher, f"recipes/{self.recipe}", *self.words]
+        return [*launcher, self.script, *self.words]
 
     def started(self) -> list[str]:
         """Return the command as it is started, by this interpreter and from any directory."""
@@ -84,7 +85,7 @@ class Stage:
         if self.ranks:
             module = ["-m", "torch.distributed.run", "--standalone"]
             launcher += [*module, f"--nproc-per-node={self.ranks}"]
-        return [*launcher, str(RECIPES / self.recipe), *self.words]
+        return [*launcher, str(ROOT / self.script), *self.words]
 
     def given(self, words: list[str]) -> Stage:
         """Return this stage with more words, each in the place of one with the same key."""
@@ -123,12 +124,12 @@ def stages(out: Path, seed: int) -> list[Stage]:
     return [
         Stage(
             name="data",
-            recipe="facts_data.py",
+            script=FACTS_DATA,
             words=(f"out={out}", seeded, "rows=20000"),
         ),
         Stage(
             name="sft",
-            recipe="sft.py",
+            script="recipes/sft.py",
             ranks=RANKS,
             words=(
                 f"model.path={out}/start",
@@ -144,7 +145,7 @@ def stages(out: Path, seed: int) -> list[Stage]:
         ),
         Stage(
             name="pairs",
-            recipe="preferences.py",
+            script="recipes/preferences.py",
             words=(
                 f"model.path={sft}",
                 *sampled,
@@ -157,7 +158,7 @@ def stages(out: Path, seed: int) -> list[Stage]:
         ),
         Stage(
             name="clean_pairs",
-            recipe="preferences.py",
+            script="recipes/preferences.py",
             words=(
                 f"model.path={sft}",
                 *sampled,
@@ -169,7 +170,7 @@ def stages(out: Path, seed: int) -> list[Stage]:
         ),
         Stage(
             name="reward_model",
-            recipe="reward_model.py",
+            script="recipes/reward_model.py",
             ranks=RANKS,
             words=(
                 f"model.path={sft}",
@@ -186,7 +187,7 @@ def stages(out: Path, seed: int) -> list[Stage]:
         ),
         Stage(
             name="rl",
-            recipe="llama_async.py",
+            script="recipes/llama_async.py",
             ranks=RANKS,
             words=(
                 "model=tiny",
@@ -211,7 +212,7 @@ def stages(out: Path, seed: int) -> list[Stage]:
         ),
         _judge("sft", sft, out),
         _judge("rl", f"{out}/rl/checkpoints/latest", out),
-        Stage(name="report", recipe="rlhf_report.py", words=(str(out),)),
+        Stage(name="report", script="benchmarks/rlhf/report.py", words=(str(out),)),
     ]
 
 
@@ -221,7 +222,7 @@ def _judge(name: str, model: str, out: Path) -> Stage:
     """
     return Stage(
         name=f"judge_{name}",
-        recipe="evaluate.py",
+        script="recipes/evaluate.py",
         words=(
             "model=tiny",
             f"model.path={model}",
@@ -276,13 +277,13 @@ def problems_of(stage: Stage, words: list[str]) -> list[Problem]:
     added = {key_of(word).lstrip("+") for word in words}
     found: list[Problem] = []
     try:
-        if stage.recipe in KINDS:
+        if stage.script in KINDS:
             ranks = stage.ranks or 1
             given = list(stage.given(words).words)
-            check_command_line(given, world_size=ranks, kind=KINDS[stage.recipe])
-        elif stage.recipe == "facts_data.py":
+            check_command_line(given, world_size=ranks, kind=KINDS[stage.script])
+        elif stage.script == FACTS_DATA:
             given = list(stage.given(words).words)
-            read_script(given, FactsDataSettings, facts_data.DEFAULTS, doc=None)
+            read_script(given, FactsDataSettings, DEFAULTS, doc=None)
         else:
             found.append(Problem(words[0], "this stage has no keys"))
     except ConfigError as error:

@@ -1,7 +1,7 @@
 """The files of TL;DR (Stiennon et al. 2020, "Learning to summarize from human feedback") as rows
 that the other recipes read.
 
-    python recipes/tldr.py tokenizer=MODEL_DIR out=DATA \\
+    python benchmarks/rlhf/tldr.py tokenizer=MODEL_DIR out=DATA \\
         posts=[tldr_3_filtered/train.jsonl,tldr_3_filtered/valid.jsonl] \\
         comparisons=[comparisons/batch*.json]
 

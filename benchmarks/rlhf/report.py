@@ -1,6 +1,6 @@
-"""What recipes/rlhf.py has found, in a table and in plots.
+"""What benchmarks/rlhf/pipeline.py has found, in a table and in plots.
 
-    python recipes/rlhf_report.py DIR
+    python benchmarks/rlhf/report.py DIR
 
 DIR is the `out` of a pipeline that is done up to its last stage. Writes DIR/rlhf.png and
 DIR/rlhf.json, and prints the table. Exit status: 0, or 2 for a DIR that lacks something.

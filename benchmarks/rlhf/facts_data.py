@@ -1,7 +1,7 @@
 """What RLHF on the task `facts` begins with: a small model that has learned nothing, and summaries
 by a sloppy teacher for it to learn from.
 
-    python recipes/facts_data.py out=DIR seed=0 rows=20000 width=128
+    python benchmarks/rlhf/facts_data.py out=DIR seed=0 rows=20000 width=128
 
 Writes DIR/start, a Llama with random weights whose tokens are the task's words, of 0.8 M parameters
 (3.1 M with width=256); DIR/teacher.jsonl and DIR/teacher_held_out.jsonl, a post and its sloppy
@@ -22,8 +22,9 @@ import llamarl  # noqa: F401  before torch: it says how torch's threads wait
 # isort: split
 import torch
 
-from llamarl.config.facts_data import DEFAULTS, FactsDataSettings
-from llamarl.config.script import read_script
+from llamarl.config.marks import settings_dataclass
+from llamarl.config.ranges import Count, Natural, Text
+from llamarl.config.script import REQUIRED, read_script
 from llamarl.models.build import Decoder, build_decoder, read_config
 from llamarl.models.hf import export, named_parameters_hf
 from llamarl.tasks.facts import NUM_TRAIN, Post, facts_posts, gold, sloppy_summary, vocabulary
@@ -51,6 +52,15 @@ CONFIG = {  # of config.json, but for the vocabulary and what follows from the w
 # Deviation of the random weights of this width, which falls with its root. With it so narrow a
 # model learns to copy words within 300 steps, with the usual 0.02 within 2,000.
 DEVIATION, OF_WIDTH = 0.09, 128
+DEFAULTS = {"out": REQUIRED, "seed": 0, "rows": 20_000, "width": 128}
+
+
+@settings_dataclass
+class FactsDataSettings:
+    out: Text
+    seed: Natural
+    rows: Count  # of teacher.jsonl
+    width: Count  # of the model, in channels: a multiple of a head's
 
 
 def tokens() -> list[str]:
