@@ -145,7 +145,7 @@ class WeightsForm:
     transport: str = "auto"
 
 
-class Mail(Protocol):
+class Messages(Protocol):
     """The part of the control that an executor sees: messages between ranks, and whether the run is
     to end.
     """
@@ -477,7 +477,7 @@ class Executor:
         group: ExecutorGroup,
         inputs: Iterable[tuple[type, RecordReceiver]],
         outputs: Iterable[tuple[type, RecordSender]],
-        control: Mail,
+        control: Messages,
         metrics: Meter,
         tickets: Tickets | None = None,
         checkpoints: Checkpoints | None = None,

@@ -64,7 +64,7 @@ _FOREVER = timedelta(days=7)
 
 class Control:
     """A rank's control: its mailbox, and its watch over other ranks. `store` is None in a world of
-    one, where mail is a local queue.
+    one, where messages go through a local queue.
 
     names: what each rank hosts, for messages ("rank 1 (generator, reward)").
     """
@@ -104,7 +104,7 @@ class Control:
         self._passed_on_at = -math.inf  # the progress that the leader has told all others of
         self.stopping = False  # every rank has been asked to end
         self.signalled = False  # this process has a stop signal that its loop has not passed on yet
-        self._mail: dict[str, deque] = defaultdict(deque)
+        self._messages: dict[str, deque] = defaultdict(deque)
         self._handlers: dict[str, Callable[[int, dict], None]] = {
             "failed": self._on_failed,
             "lost": self._on_lost,
@@ -173,12 +173,12 @@ class Control:
 
     def take(self, topic: str) -> list[tuple[int, dict]]:
         """Return all messages of a topic that have come, as (sender, payload). Does not wait."""
-        box = self._mail[topic]
+        box = self._messages[topic]
         return [box.popleft() for _ in range(len(box))]
 
     def has(self, topic: str) -> bool:
         """Whether a message of a topic waits to be taken."""
-        return bool(self._mail[topic])
+        return bool(self._messages[topic])
 
     def on(self, topic: str, handler: Callable[[int, dict], None]) -> None:
         """Have a topic's messages handled at once.
@@ -381,7 +381,7 @@ class Control:
         if handler:
             handler(sender, payload)
         else:
-            self._mail[topic].append((sender, payload))
+            self._messages[topic].append((sender, payload))
         self.wake()
 
     def _listen(self) -> None:

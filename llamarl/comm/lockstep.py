@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
-from llamarl.executor import POLL_S, ExecutorGroup, Mail
+from llamarl.executor import POLL_S, ExecutorGroup, Messages
 
 LAST = "end"  # the command after which nothing more comes
 END_S = 15.0  # a peer waits no longer for LAST than this
@@ -41,7 +41,7 @@ class Lockstep:
     one, else those that share a copy of the model.
     """
 
-    def __init__(self, group: ExecutorGroup, control: Mail, *, as_one: bool = False):
+    def __init__(self, group: ExecutorGroup, control: Messages, *, as_one: bool = False):
         first = group.data_index * group.tensor_parallel
         together = group.ranks if as_one else group.ranks[first : first + group.tensor_parallel]
         self.leader, *self.peers = together

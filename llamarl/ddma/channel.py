@@ -14,7 +14,7 @@ from llamarl.ddma.protocol import lower_priority
 from llamarl.ddma.receiver import WeightsReceiver
 from llamarl.ddma.route import WeightsRoute
 from llamarl.ddma.sender import WeightsSender
-from llamarl.executor import Inputs, Mail, Outputs
+from llamarl.executor import Inputs, Messages, Outputs
 from llamarl.types import Policy
 
 RESET = "reset"  # the leader's word that a version was sent to the reference
@@ -36,7 +36,7 @@ def sender_of(outputs: Outputs, weights: type[Policy] = Policy) -> WeightsSender
     return cast(WeightsSender, outputs.of(weights))
 
 
-def send_reset(sender: WeightsSender, version: int, mail: Mail) -> None:
+def send_reset(sender: WeightsSender, version: int, messages: Messages) -> None:
     """Send the reference the weights that it takes over (TBA's reset), and have the leader announce
     them: by a message, so that they stay in order with its messages about checkpoints.
 
@@ -44,9 +44,9 @@ def send_reset(sender: WeightsSender, version: int, mail: Mail) -> None:
     part of it for a stop.
     """
     sender.publish(version, must_load=True, must_arrive=True, must_differ=False)
-    if mail.is_leader:
+    if messages.is_leader:
         for rank in sender.receivers:
-            mail.post(rank, RESET, {"version": version})
+            messages.post(rank, RESET, {"version": version})
 
 
 @dataclass(frozen=True)

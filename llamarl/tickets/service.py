@@ -1,5 +1,5 @@
 """The ledger as a service: one rank keeps the TicketLedger and answers while its executors compute;
-the others ask by mail.
+the others ask by messages.
 
     message    from -> to            handled on                 meaning
     ask        generator -> leader   leader's listener thread   "I hold version g and have room for
@@ -40,9 +40,9 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Set
 from types import MappingProxyType
-from typing import Protocol
 
 from llamarl.comm.channel import dp_rank_of
+from llamarl.comm.control import Control
 from llamarl.errors import TimedOut
 from llamarl.tickets.ledger import TicketLedger, choices_of
 from llamarl.tickets.shares import FairShares
@@ -53,33 +53,6 @@ from llamarl.words.lists import first_of
 log = logging.getLogger(__name__)
 
 _SHOWN = 8  # stragglers in a line of the log
-
-
-class Mail(Protocol):
-    """What the service needs of a rank's control messages (llamarl.comm.control.Control)."""
-
-    rank: int
-    leader: int
-    is_leader: bool
-    stopping: bool
-
-    def on(self, topic: str, handler: Callable[[int, dict], None]) -> None:
-        """Have a topic's messages handled at once."""
-
-    def post(self, rank: int, topic: str, payload: dict) -> None:
-        """Send a message to a rank."""
-
-    def take(self, topic: str) -> list[tuple[int, dict]]:
-        """Return what has come of a topic, as (sender, payload)."""
-
-    def has(self, topic: str) -> bool:
-        """Whether anything has come of a topic."""
-
-    def check(self) -> None:
-        """Raise the error that ends this rank, if there is one."""
-
-    def wait(self, timeout_s: float) -> None:
-        """Wait until something comes, at most so long."""
 
 
 class TicketService:
@@ -95,7 +68,7 @@ class TicketService:
     def __init__(
         self,
         ledger: TicketLedger,
-        control: Mail,
+        control: Control,
         *,
         trainer_ranks: tuple[int, ...],
         timeout_s: float,
@@ -117,7 +90,7 @@ class TicketService:
         self._arrivals: Counter[int] = Counter()
         # Messages of the leader to itself are handled on its own thread.
         self._lock = threading.Lock()
-        self._offer: dict[int, list[int]] = {}  # step -> tickets, as mailed
+        self._offer: dict[int, list[int]] = {}  # step -> tickets, as sent
         self._resumed_choices: dict[int, int] = {}
         # On a generator: its newest ask.
         self._num_asked = 0  # groups that it asks for; 0: it is answered
