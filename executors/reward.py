@@ -30,6 +30,7 @@ import torch
 
 from llamarl.executor import Executor, State
 from llamarl.scoring.assembly import Batches, GroupAssembler, Scorable, item_of
+from llamarl.scoring.evaluation import Evaluations
 from llamarl.scoring.judges import Evaluated, Judges, MakeEvalJudge
 from llamarl.scoring.replies import ReplyMean, ReplySettings
 from llamarl.scoring.scorer import Item, MakeScorer, Outcome, Site
@@ -124,6 +125,8 @@ class Reward(Executor):
         self._evaluations: dict[EvalSet, Batches[int]] = {
             one: Batches(one.count * each) for one in self.eval_sets
         }
+        success_above = None if self.replies is None else self.replies.threshold
+        self._evaluated = Evaluations(self.eval_sets, self.num_eval_samples, success_above)
         self._judges = Judges(())
         self._is_set_up = False  # before that no rank has begun anything with the others
         # Dialogues that broke, which are errors whatever the scorer would say of them.
@@ -185,10 +188,7 @@ class Reward(Executor):
         self._assembler = GroupAssembler(
             self._scorer.name,
             group_size=self.group_size,
-            eval_sets=self.eval_sets,
-            num_eval_samples=self.num_eval_samples,
             max_error_rate=self.max_error_rate,
-            success_above=self._success_above,
         )
         self._scorer.start()
         if self.group.index == 0:  # the first rank gets all evaluations
@@ -246,11 +246,6 @@ class Reward(Executor):
         return min(begun, default=None)
 
     @property
-    def _success_above(self) -> float | None:
-        """The score above which an attack succeeds; None without a victim."""
-        return None if self.replies is None else self.replies.threshold
-
-    @property
     def _source(self) -> str:
         """The executor that sends what is scored, for messages."""
         return "generator" if self.replies is None else "victim"
@@ -287,7 +282,7 @@ class Reward(Executor):
         """Let the judges do a piece of their work, and report the evaluations that all have judged.
         True if there was any work.
         """
-        for version, metrics in self._assembler.evaluated():
+        for version, metrics in self._evaluated.finished():
             self._judges.begin(version, metrics)
         if self._judges.is_computing:
             self.claim_device()
@@ -342,10 +337,11 @@ class Reward(Executor):
         self._scorer.release(self._groups.add(completion.ticket, completion.sample_index, key))
 
     def _note(self, submitted: _Submitted, outcome: Outcome) -> None:
-        """Note a completion's outcome for the judges, if it is of an evaluation."""
+        """Enter a completion's outcome into its evaluation, if it is of one."""
         completion = submitted.completion
         if isinstance(completion, EvalCompletion) and completion.token_ids.numel():
             # Without tokens no version sampled it.
+            self._evaluated.add(completion, outcome)
             self._judges.keep(Evaluated(completion, submitted.item, outcome))
 
     def _with_part(self, submitted: _Submitted, outcome: Outcome) -> Outcome:
@@ -378,7 +374,8 @@ class Reward(Executor):
                 self._scorer.forget(*item.sample)
             outcome = Outcome.abstain("the completion was aborted")
             self._note(submitted, outcome)
-            self._assembler.settle(completion, outcome)
+            if isinstance(completion, Completion):
+                self._assembler.settle(completion, outcome)
             return None
         if completion.ending.error:
             if item.sample is not None:

@@ -1,7 +1,6 @@
-"""GroupAssembler: turns outcomes of any scorer into groups and evaluations.
+"""GroupAssembler: turns outcomes of any scorer into groups.
 
-(Completion, Outcome)     --its group is whole--> Group --there is room--> "scored"
-(EvalCompletion, Outcome) --a version has all--> eval/... metrics
+(Completion, Outcome) --its group is whole--> Group --there is room--> "scored"
 """
 
 from __future__ import annotations
@@ -17,9 +16,7 @@ import torch
 
 from llamarl.errors import RewardError
 from llamarl.executor import Meter, RecordSender
-from llamarl.scoring.evaluation import Evaluations
 from llamarl.scoring.scorer import Item, Outcome
-from llamarl.tasks.held_out import EvalSet
 from llamarl.types import Completion, EvalCompletion, Group, Prompt, ScoredCompletion
 
 ERROR_WINDOW = 256  # outcomes over which the error rate is taken
@@ -93,36 +90,23 @@ class Batches(Generic[Entry]):
 
 
 class GroupAssembler:
-    """Joins the scored completions of a ticket to a group, and those of an evaluation to metrics.
+    """Joins the scored completions of a ticket to a group.
 
-    source: what messages call the reward. success_above: see Evaluations. An error or an abstention
-    is a NaN reward, which the trainer masks, and is left out of an evaluation.
+    source: what messages call the reward. An error or an abstention is a NaN reward, which the
+    trainer masks.
     """
 
-    def __init__(
-        self,
-        source: str,
-        *,
-        group_size: int,
-        eval_sets: Sequence[EvalSet],
-        num_eval_samples: int,
-        max_error_rate: float,
-        success_above: float | None = None,
-    ):
+    def __init__(self, source: str, *, group_size: int, max_error_rate: float):
         self.whole: deque[Group] = deque()  # waiting for room
         self._group_size = group_size
-        self._evaluations = Evaluations(eval_sets, num_eval_samples, success_above)
         self._errors = ErrorRate(source, max_error_rate)
         self._source = source
         self._has_warned = False  # of rounded rewards
         # By ticket: the scored completions of groups that are not whole.
         self._begun: dict[int, list[ScoredCompletion]] = {}
 
-    def settle(self, completion: Scorable, outcome: Outcome) -> None:
-        """Enter an outcome into its evaluation or its group. This may make the group whole."""
-        if isinstance(completion, EvalCompletion):
-            self._evaluations.add(completion, outcome)
-            return
+    def settle(self, completion: Completion, outcome: Outcome) -> None:
+        """Enter an outcome into its group. This may make the group whole."""
         scored = ScoredCompletion(
             completion=completion,
             outcome=outcome.kind,
@@ -165,20 +149,19 @@ class GroupAssembler:
             )
 
     def settle_all(self, settled: Iterable[tuple[Scorable, Outcome]], metrics: Meter) -> None:
-        """Enter the outcomes of a scorer, and count them. RewardError if too many are errors."""
+        """Enter the outcomes of a scorer into groups, and count them with those of evaluations.
+        RewardError if too many are errors.
+        """
         kinds: Counter[str] = Counter()
         for completion, outcome in settled:
             kinds[outcome.kind] += 1
             self._errors.add(outcome, _asked(completion))
-            self.settle(completion, outcome)
+            if isinstance(completion, Completion):
+                self.settle(completion, outcome)
         if kinds:
             metrics.add("reward/scored", kinds["score"])
             metrics.add("reward/errors", kinds["error"])
             self._errors.check()
-
-    def evaluated(self) -> list[tuple[int, dict[str, float | str]]]:
-        """Return (version, metrics) of each evaluation that is whole, once."""
-        return self._evaluations.finished()
 
     def send(self, sink: RecordSender) -> bool:
         """Send whole groups while there is room. True if any was sent."""

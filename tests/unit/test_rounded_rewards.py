@@ -13,9 +13,7 @@ from llamarl.types import Completion
 
 def said_of(caplog, *groups):
     """The warnings over groups of rewards, which are joined one after another."""
-    assembler = GroupAssembler(
-        "mine", group_size=3, eval_sets=(), num_eval_samples=0, max_error_rate=1.0
-    )
+    assembler = GroupAssembler("mine", group_size=3, max_error_rate=1.0)
     with caplog.at_level(logging.WARNING):
         for ticket, rewards in enumerate(groups):
             for sample, reward in enumerate(rewards):
