@@ -20,6 +20,11 @@ from executors.victim import Victim
 from llamarl.config.command_line import Config
 from llamarl.config.placement import judge_models
 from llamarl.config.sections.victim import placed_victim
+from llamarl.evaluation.diversity import Diversity
+from llamarl.evaluation.gold import Gold, GoldSettings
+from llamarl.evaluation.judges import MakeEvalJudge
+from llamarl.evaluation.perplexity import Perplexity, PerplexitySettings
+from llamarl.evaluation.samples import Samples
 from llamarl.executor import WeightsForm
 from llamarl.inference import Engine, SamplingParams, TemperatureRange
 from llamarl.inference.build import build_native, build_vllm
@@ -33,14 +38,9 @@ from llamarl.launch.preferences import PreferencesJob
 from llamarl.launch.scorers import stream_cache_tokens
 from llamarl.models.build import Decoder
 from llamarl.scoring.ahead import StreamSettings
-from llamarl.scoring.diversity import Diversity
-from llamarl.scoring.gold import Gold, GoldSettings
-from llamarl.scoring.judges import MakeEvalJudge
 from llamarl.scoring.pairing import PairMaker
 from llamarl.scoring.pairs import PairRule
-from llamarl.scoring.perplexity import Perplexity, PerplexitySettings
 from llamarl.scoring.replies import ReplySettings
-from llamarl.scoring.samples import Samples
 from llamarl.scoring.scorer import Item, MakeScorer, Scorer, Site, site_alone
 from llamarl.scoring.weighted import Part, Weighted
 from llamarl.tasks.held_out import EvalSet

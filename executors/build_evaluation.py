@@ -12,23 +12,23 @@ from pathlib import Path
 from executors.build import answering_engine, base_settings, gold_items, gold_settings, sampling_of
 from llamarl.config.command_line import compose_config
 from llamarl.config.evaluation import EVALUATION, REFERENCES
-from llamarl.inference.evaluation import eval_completion, submit
+from llamarl.evaluation.ask import eval_completion, submit
+from llamarl.evaluation.gold import Gold
+from llamarl.evaluation.judges import Evaluated, find, spans_of
+from llamarl.evaluation.metrics import number_of
+from llamarl.evaluation.model import Asked, asked_of, find_model, read_answers, words_of
+from llamarl.evaluation.perplexity import Likelihood, Perplexity
+from llamarl.evaluation.report import Judgement
+from llamarl.evaluation.win_rate import Judged
 from llamarl.inference.offline import completions_of
 from llamarl.inference.protocol import GenerationEngine
-from llamarl.launch.evaluation import Asked, asked_of, find_model, read_answers, words_of
 from llamarl.launch.gold import gold_texts
 from llamarl.launch.inputs import check_inputs
 from llamarl.launch.job import Job
-from llamarl.observe.answers import Judgement
 from llamarl.observe.progress import Progress
 from llamarl.scoring.assembly import item_of
-from llamarl.scoring.evaluation import number_of
-from llamarl.scoring.gold import Gold
-from llamarl.scoring.judges import Evaluated, find, spans_of
-from llamarl.scoring.perplexity import Likelihood, Perplexity
 from llamarl.scoring.scorer import Item, Outcome, Scorer, score_all, site_alone
 from llamarl.scoring.transcript import same_tokens
-from llamarl.scoring.win_rate import Judged
 from llamarl.tasks.held_out import EvalSet
 from llamarl.types import EvalCompletion, Prompt
 

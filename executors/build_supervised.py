@@ -10,11 +10,11 @@ from executors.supervised import SupervisedTrainer
 from executors.trainer import AdamSettings
 from llamarl.config.sft import SFTConfig
 from llamarl.config.supervised import RewardModelConfig, SupervisedConfig
+from llamarl.evaluation.greedy import HeldOutCompletions
 from llamarl.launch.supervised import SupervisedJob
 from llamarl.learning.preference import BradleyTerry
 from llamarl.learning.sft import NextToken
 from llamarl.learning.supervised import Objective, SupervisedSettings
-from llamarl.scoring.greedy import HeldOutCompletions
 
 
 def build_reward_model_trainer(config: RewardModelConfig, job: SupervisedJob) -> SupervisedTrainer:

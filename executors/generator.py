@@ -36,8 +36,9 @@ import torch
 
 from llamarl.comm.lockstep import Lockstep
 from llamarl.ddma.channel import receiver_of
+from llamarl.evaluation.ask import eval_completion, submit
 from llamarl.executor import Executor, WeightsForm
-from llamarl.inference import SamplingParams, TemperatureRange, evaluation
+from llamarl.inference import SamplingParams, TemperatureRange
 from llamarl.inference.partials import pack, unpack
 from llamarl.inference.protocol import (
     BuildEngine,
@@ -365,9 +366,7 @@ class Generator(Executor):
         """
         for number in evaluate:
             self._to_evaluate.remove(number)
-            evaluation.submit(
-                self.engine, number, self.eval_prompts[number], self.sampling, self.eval_samples
-            )
+            submit(self.engine, number, self.eval_prompts[number], self.sampling, self.eval_samples)
         for ticket, prompt in zip(tickets, prompts, strict=True):
             note(self.prompts, ticket, prompt)
             prompt_ids = self.prompts[ticket].prompt_ids
@@ -394,7 +393,7 @@ class Generator(Executor):
             else:
                 if self._progress is not None:
                     self._progress.advance()
-                answer = evaluation.eval_completion(stream, completion)
+                answer = eval_completion(stream, completion)
                 self._evaluations.put(answer)
         self._tell()
         return sampled > 0 or bool(finished)

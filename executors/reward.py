@@ -28,10 +28,10 @@ from dataclasses import dataclass
 
 import torch
 
+from llamarl.evaluation.judges import Evaluated, Judges, MakeEvalJudge
+from llamarl.evaluation.metrics import Evaluations
 from llamarl.executor import Executor, State
 from llamarl.scoring.assembly import Batches, GroupAssembler, Scorable, item_of
-from llamarl.scoring.evaluation import Evaluations
-from llamarl.scoring.judges import Evaluated, Judges, MakeEvalJudge
 from llamarl.scoring.replies import ReplyMean, ReplySettings
 from llamarl.scoring.scorer import Item, MakeScorer, Outcome, Site
 from llamarl.scoring.together import Ranks

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from executors.trainer import AdamSettings
+from llamarl.evaluation.greedy import HeldOutCompletions
 from llamarl.executor import Executor
 from llamarl.learning.optim import build_optimizer, settle_moments
 from llamarl.learning.supervised import (
@@ -36,7 +37,6 @@ from llamarl.models.sharded_state import (
 )
 from llamarl.models.sharding import Box, num_parameters, parameter_shapes
 from llamarl.models.training import training_decoder
-from llamarl.scoring.greedy import HeldOutCompletions
 
 _SAVED_AS = {"weights": "model/", "moments": ""}  # prefixes, see llamarl.models.sharded_state
 

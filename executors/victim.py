@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from llamarl.evaluation.ask import GREEDY, SAMPLED
 from llamarl.executor import Executor
-from llamarl.inference.evaluation import GREEDY, SAMPLED
 from llamarl.inference.protocol import GenerationEngine
 from llamarl.inference.sampler import SamplingParams
 from llamarl.scoring.assembly import Batches, Scorable

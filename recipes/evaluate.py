@@ -36,19 +36,19 @@ from executors.build import answering_engine, build_scorer
 from executors.build_evaluation import answer, find_against, judge, score_by_set
 from llamarl.comm.groups import init_world, threads_per_rank
 from llamarl.config.evaluation import EvaluationConfig
-from llamarl.launch.evaluation import asked_of, check_writable, read_words
-from llamarl.launch.inputs import check_inputs
-from llamarl.launch.job import Job
-from llamarl.launch.run_directory import RunDirectory
-from llamarl.observe.answers import (
+from llamarl.evaluation.judges import Evaluated
+from llamarl.evaluation.model import asked_of, check_writable, read_words
+from llamarl.evaluation.report import (
     judged_columns,
     judgement_lines,
     print_lines,
     report,
     write,
 )
+from llamarl.launch.inputs import check_inputs
+from llamarl.launch.job import Job
+from llamarl.launch.run_directory import RunDirectory
 from llamarl.scoring.assembly import item_of
-from llamarl.scoring.judges import Evaluated
 
 
 def run(config: EvaluationConfig) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from llamarl.scoring.judges import Evaluated
+from llamarl.evaluation.judges import Evaluated
 from llamarl.scoring.scorer import Item, Outcome
 from llamarl.types import EvalCompletion, Prompt
 

@@ -98,7 +98,8 @@ def test_no_test_file_is_imported():
 # The rooms of llamarl from the ground up: a file imports its own room and those before it.
 ORDER = (
     "types errors words executor machine disk workers models tasks comm tickets learning inference "
-    "ddma scoring environments config checkpoint observe planner controller launch"
+    "ddma scoring environments config checkpoint observe planner controller launch "
+    "evaluation"
 ).split()
 
 

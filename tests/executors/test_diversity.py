@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from llamarl.scoring import diversity as diversity_module
-from llamarl.scoring.diversity import TEXTS_A_CALL, Diversity
+from llamarl.evaluation import diversity as diversity_module
+from llamarl.evaluation.diversity import TEXTS_A_CALL, Diversity
 from llamarl.scoring.scorer import site_alone
 from llamarl.tasks.held_out import EvalSet, own_set
 from tests.evaluated import evaluated

@@ -16,9 +16,9 @@ from executors.generator import TRAIN, Generator
 from llamarl.config.command_line import compose_config
 from llamarl.ddma.receiver import Staged
 from llamarl.errors import ParityError
+from llamarl.evaluation.ask import eval_completion
 from llamarl.executor import ExecutorGroup
 from llamarl.inference.build import build_native, build_vllm
-from llamarl.inference.evaluation import eval_completion
 from llamarl.models.config import Lora, read_config, tiny_directory
 from llamarl.tasks.held_out import APART
 from llamarl.tickets.ledger import TicketLedger

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from llamarl.errors import RewardError
-from llamarl.scoring.gold import Gold, GoldSettings
+from llamarl.evaluation.gold import Gold, GoldSettings
 from llamarl.scoring.model import ModelScorer
 from llamarl.scoring.scorer import Outcome, Scorer, site_alone
 from llamarl.scoring.sharded import ScorerSettings

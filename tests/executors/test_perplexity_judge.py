@@ -7,15 +7,15 @@ import pytest
 import torch
 
 from llamarl.errors import NotFinite
-from llamarl.models.config import read_config, tiny_directory
-from llamarl.scoring import perplexity as perplexity_module
-from llamarl.scoring.perplexity import (
+from llamarl.evaluation import perplexity as perplexity_module
+from llamarl.evaluation.perplexity import (
     Likelihood,
     Perplexity,
     PerplexitySettings,
     _from_words,
     _to_words,
 )
+from llamarl.models.config import read_config, tiny_directory
 from llamarl.scoring.scorer import site_alone
 from llamarl.tasks.held_out import EvalSet, own_set
 from tests.evaluated import evaluated

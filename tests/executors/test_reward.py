@@ -14,11 +14,11 @@ from executors import reward as reward_module
 from executors.reward import Reward
 from llamarl.controller import ExecutorController
 from llamarl.errors import RewardError
+from llamarl.evaluation.judges import EvalJudge
+from llamarl.evaluation.samples import Samples
 from llamarl.scoring import assembly
 from llamarl.scoring.in_turn import InTurn
-from llamarl.scoring.judges import EvalJudge
 from llamarl.scoring.pool import RewardPool
-from llamarl.scoring.samples import Samples
 from llamarl.scoring.scorer import Outcome
 from llamarl.tasks.held_out import APART, EvalSet, own_set
 from llamarl.types import Completion, EvalCompletion, Group

@@ -12,9 +12,9 @@ from executors.build import build_generator
 from executors.build_trainer import build_trainer
 from llamarl.config.command_line import compose_config
 from llamarl.ddma.receiver import Staged
+from llamarl.evaluation.ask import SAMPLED
 from llamarl.executor import ExecutorGroup
 from llamarl.inference import SamplingParams, TemperatureRange
-from llamarl.inference.evaluation import SAMPLED
 from llamarl.types import Completion
 from tests.executors.generators import PROMPT, canary_of, generator, stored
 from tests.launching import SMALL, ForkedJob, untimed

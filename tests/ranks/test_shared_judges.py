@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from llamarl.comm.groups import World, executor_group
+from llamarl.evaluation.gold import Gold, GoldSettings
+from llamarl.evaluation.perplexity import Perplexity, PerplexitySettings
 from llamarl.executor import ExecutorGroup
 from llamarl.models.config import read_config, tiny_directory
-from llamarl.scoring.gold import Gold, GoldSettings
 from llamarl.scoring.model import ModelScorer
-from llamarl.scoring.perplexity import Perplexity, PerplexitySettings
 from llamarl.scoring.scorer import Site
 from llamarl.scoring.sharded import ScorerSettings
 from llamarl.scoring.together import Alone

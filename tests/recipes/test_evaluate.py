@@ -13,9 +13,9 @@ import pytest
 from llamarl.config.command_line import compose_config
 from llamarl.config.conversion import load_config, save_config
 from llamarl.errors import CheckpointError
-from llamarl.launch import evaluation
+from llamarl.evaluation import model as evaluated
+from llamarl.evaluation.metrics import pass_at_k
 from llamarl.models.config import tiny_directory
-from llamarl.scoring.evaluation import pass_at_k
 from recipes import evaluate as evaluate_recipe
 from tests.launching import EVAL_PROMPTS, JOB_S, ROOT, SMALL, STEPS, ForkedJob, environment, untimed
 
@@ -214,7 +214,7 @@ def test_figures_are_printed_though_the_lines_could_not_be_written(evaluate):
 def test_the_runs_values_hold_but_for_what_the_command_line_names(recipe, synchronous_run):
     run, model = synchronous_run.run_dir, tiny_directory()
     own = load_config(run / "config.yaml")
-    config = evaluation.config_of(evaluation.words_of(model), run, [])
+    config = evaluated.config_of(evaluated.words_of(model), run, [])
     assert (config.max_lag, config.generator, config.eval, config.task) == (
         0,
         own.generator,
@@ -222,8 +222,8 @@ def test_the_runs_values_hold_but_for_what_the_command_line_names(recipe, synchr
         own.task,
     )
     assert config.model.path == str(model)
-    config = evaluation.config_of(
-        evaluation.words_of(model),
+    config = evaluated.config_of(
+        evaluated.words_of(model),
         run,
         ["generator.max_slots=512", "temperature=0.5", "task=gsm8k", f"task.path={RECIPE}"],
     )
@@ -253,8 +253,8 @@ def test_a_key_of_a_section_leaves_the_kind_of_the_run(
 ):
     own = compose_config(list(of_the_run))
     save_config(own, tmp_path / "config.yaml")
-    config = evaluation.config_of(
-        evaluation.words_of(tiny_directory()), tmp_path, [f"{section}.{name}={value}"]
+    config = evaluated.config_of(
+        evaluated.words_of(tiny_directory()), tmp_path, [f"{section}.{name}={value}"]
     )
     changed = dataclasses.replace(getattr(own, section), **{name: value})
     assert getattr(config, section) == changed
@@ -264,8 +264,8 @@ def test_a_key_of_a_section_leaves_the_kind_of_the_run(
 def test_a_key_of_a_scorer_leaves_its_kind(recipe, tmp_path, name, value):
     own = compose_config(list(JUDGE))
     save_config(own, tmp_path / "config.yaml")
-    config = evaluation.config_of(
-        evaluation.words_of(tiny_directory()), tmp_path, [f"reward.{name}={value}"]
+    config = evaluated.config_of(
+        evaluated.words_of(tiny_directory()), tmp_path, [f"reward.{name}={value}"]
     )
     scorer = dataclasses.replace(own.reward.scorer, **{name: value})
     assert config.reward == dataclasses.replace(own.reward, scorer=scorer)
@@ -280,7 +280,7 @@ def test_a_key_of_a_scorer_leaves_its_kind(recipe, tmp_path, name, value):
 )
 def test_another_kind_leaves_nothing_of_the_runs(recipe, tmp_path, of_the_run, given):
     save_config(compose_config(list(of_the_run)), tmp_path / "config.yaml")
-    config = evaluation.config_of(evaluation.words_of(tiny_directory()), tmp_path, given)
+    config = evaluated.config_of(evaluated.words_of(tiny_directory()), tmp_path, given)
     wanted = compose_config(given)
     assert (config.reward, config.task) == (wanted.reward, wanted.task)
 
@@ -322,16 +322,16 @@ def test_a_damaged_checkpoint_is_named(recipe, synchronous_run, tmp_path, capsys
 
 
 def test_a_directory_of_transformers_is_taken_as_it_is(recipe):
-    assert evaluation.find_model(tiny_directory()) == (tiny_directory(), None)
+    assert evaluated.find_model(tiny_directory()) == (tiny_directory(), None)
 
 
 def test_the_directory_of_a_supervised_job_is_evaluated_by_the_command_line_alone(recipe, tmp_path):
     (tmp_path / "config.yaml").write_text("out: sft\nresume: auto\nexamples_per_step: 4\n")
-    config = evaluation.config_of(
-        evaluation.words_of(tiny_directory()), tmp_path, ["max_new_tokens=7"]
+    config = evaluated.config_of(
+        evaluated.words_of(tiny_directory()), tmp_path, ["max_new_tokens=7"]
     )
-    assert config == evaluation.config_of(
-        evaluation.words_of(tiny_directory()), None, ["max_new_tokens=7"]
+    assert config == evaluated.config_of(
+        evaluated.words_of(tiny_directory()), None, ["max_new_tokens=7"]
     )
     assert config.max_new_tokens == 7
 
@@ -341,14 +341,14 @@ def test_what_is_neither_a_model_nor_a_checkpoint_is_refused(recipe, tmp_path):
         FileNotFoundError,
         match="neither a Hugging Face directory .* nor a checkpoint .*; give one of these",
     ):
-        evaluation.find_model(tmp_path)
+        evaluated.find_model(tmp_path)
     with pytest.raises(FileNotFoundError, match="neither"):
-        evaluation.find_model(tmp_path / "absent")
+        evaluated.find_model(tmp_path / "absent")
     (tmp_path / "checkpoints").mkdir()
     with pytest.raises(
         FileNotFoundError, match="latest: no such file; a run writes it with its first checkpoint"
     ):
-        evaluation.find_model(tmp_path)
+        evaluated.find_model(tmp_path)
     step = tmp_path / "checkpoints" / "step_3"
     step.mkdir()
     (step / "manifest.json").write_text("{}")
@@ -356,4 +356,4 @@ def test_what_is_neither_a_model_nor_a_checkpoint_is_refused(recipe, tmp_path):
     with pytest.raises(
         CheckpointError, match="step_3 is damaged:\n  manifest.json: its contents have changed"
     ):
-        evaluation.find_model(tmp_path / "checkpoints" / "latest")
+        evaluated.find_model(tmp_path / "checkpoints" / "latest")

@@ -14,10 +14,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from llamarl.evaluation.report import shown_rate
+from llamarl.evaluation.win_rate import WinRate
 from llamarl.models.config import tiny_directory
-from llamarl.observe.answers import shown_rate
 from llamarl.observe.report import write_report
-from llamarl.scoring.win_rate import WinRate
 from recipes import evaluate
 from tests.launching import EVAL_PROMPTS, SMALL, ForkedJob, environment, untimed
 from tests.random_models import swap_tokens

@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 from safetensors.torch import load_file
 
-from llamarl.launch.evaluation import find_model
+from llamarl.evaluation.model import find_model
 from llamarl.models.config import tiny_directory
 from llamarl.models.peft import WEIGHTS
 from tests.launching import SMALL, ForkedJob, untimed

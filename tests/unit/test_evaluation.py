@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llamarl.scoring.evaluation import Evaluations, pass_at_k
+from llamarl.evaluation.metrics import Evaluations, pass_at_k
 from llamarl.scoring.scorer import Outcome
 from llamarl.tasks.held_out import APART, EvalSet, own_set
 from llamarl.types import EvalCompletion

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from llamarl.evaluation.judges import EvalJudge, Judges, spans_of
 from llamarl.executor import Executor, ExecutorGroup
-from llamarl.scoring.judges import EvalJudge, Judges, spans_of
 from llamarl.scoring.scorer import Outcome
 from llamarl.scoring.together import Call, Ranks
 from llamarl.tasks.held_out import APART, EvalSet

@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from llamarl.config.command_line import check_command_line
+from llamarl.evaluation.model import find_model, words_of
 from llamarl.inference import Engine
-from llamarl.launch.evaluation import find_model, words_of
 from llamarl.models.attention import PackedAttention
 from llamarl.models.build import read_config
 from llamarl.models.config import Lora, tiny_directory

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from executors.build import sampling_of
 from llamarl.config.command_line import compose_config
+from llamarl.evaluation.ask import submit
 from llamarl.inference import Engine, SamplingParams, generate
-from llamarl.inference.evaluation import submit
 from llamarl.inference.stop_strings import StopStrings, unescaped
 from llamarl.models.config import tiny_directory
 from llamarl.types import Prompt

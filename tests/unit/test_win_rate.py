@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from llamarl.scoring.win_rate import (
+from llamarl.evaluation.win_rate import (
     INTERCEPT_DEVIATION,
     SLOPE_DEVIATION,
     Judged,

@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 
 from llamarl.errors import NotFinite
+from llamarl.evaluation.judges import Evaluated, FindsBySet, Metrics, greedy_items, spans_of
 from llamarl.learning.asking import Asked, from_message, join_shares, own_share, to_message
 from llamarl.learning.packing import collate
 from llamarl.learning.sft import NextToken, completion_logprobs, pair_of
 from llamarl.models.frozen import decoder_over
 from llamarl.models.fsdp import local, reshard
-from llamarl.scoring.judges import Evaluated, FindsBySet, Metrics, greedy_items, spans_of
 from llamarl.scoring.scorer import Site
 from llamarl.scoring.together import Call
 from llamarl.tasks.held_out import EvalSet

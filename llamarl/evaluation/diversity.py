@@ -18,13 +18,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from llamarl.evaluation.judges import EvalJudge, Evaluated, Metrics
 from llamarl.scoring.embedding import (
     Embedder,
     EmbedderSettings,
     load_embedder,
     mean_pairwise_distance,
 )
-from llamarl.scoring.judges import EvalJudge, Evaluated, Metrics
 from llamarl.scoring.scorer import Site
 from llamarl.tasks.held_out import EvalSet
 

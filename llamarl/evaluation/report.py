@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from llamarl.config.schema import Config
+from llamarl.evaluation.metrics import Evaluations, pass_at_k, sample_row
+from llamarl.evaluation.perplexity import Likelihood
+from llamarl.evaluation.win_rate import Judged, WinRate, length_controlled_interval, win_rate
 from llamarl.observe.console import left_out
 from llamarl.observe.rates import EVALUATED, LEFT_OUT, Row
-from llamarl.scoring.evaluation import Evaluations, pass_at_k, sample_row
-from llamarl.scoring.perplexity import Likelihood
 from llamarl.scoring.scorer import Item, Outcome
-from llamarl.scoring.win_rate import Judged, WinRate, length_controlled_interval, win_rate
 from llamarl.tasks.held_out import EvalSet, set_of
 from llamarl.types import EvalCompletion, Prompt
 from llamarl.words.columns import OWN

@@ -19,7 +19,7 @@ from typing import Protocol, TypeVar
 
 from torch import Tensor
 
-from llamarl.scoring.evaluation import number_of
+from llamarl.evaluation.metrics import number_of
 from llamarl.scoring.scorer import Item, Outcome, Site
 from llamarl.tasks.held_out import EvalSet
 from llamarl.types import EvalCompletion

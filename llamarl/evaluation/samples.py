@@ -2,7 +2,7 @@
 
     held-out completions with their outcomes --> RUN_DIR/samples/step_N.jsonl
 
-One JSON object a line, as recipes/evaluate.py writes them (llamarl.scoring.evaluation.sample_row);
+One JSON object a line, as recipes/evaluate.py writes them (llamarl.evaluation.metrics.sample_row);
 `answers` are a victim's replies to the completion, and `success` is whether their mean score,
 without novelty, is above victim.threshold.
 """
@@ -15,8 +15,8 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from llamarl.scoring.evaluation import sample_row
-from llamarl.scoring.judges import EvalJudge, Evaluated, Metrics
+from llamarl.evaluation.judges import EvalJudge, Evaluated, Metrics
+from llamarl.evaluation.metrics import sample_row
 from llamarl.tasks.held_out import EvalSet, set_of
 
 log = logging.getLogger(__name__)

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from llamarl.errors import RewardError
+from llamarl.evaluation.ask import eval_completion, submit
+from llamarl.evaluation.metrics import score_of
 from llamarl.inference import Engine, SamplingParams
-from llamarl.inference.evaluation import eval_completion, submit
 from llamarl.inference.offline import completions_of
 from llamarl.models.hf import named_parameters_hf
 from llamarl.scoring.assembly import item_of
-from llamarl.scoring.evaluation import score_of
 from llamarl.scoring.scorer import Scorer, score_all
 from llamarl.scoring.trial import commonest
 from llamarl.types import Prompt

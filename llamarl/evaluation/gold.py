@@ -21,11 +21,11 @@ import numpy as np
 from torch import Tensor
 
 from llamarl.errors import RewardError
-from llamarl.scoring.judges import Evaluated, FindsBySet, greedy_items, spans_of
+from llamarl.evaluation.judges import Evaluated, FindsBySet, greedy_items, spans_of
+from llamarl.evaluation.win_rate import Judged
 from llamarl.scoring.scorer import Item, Outcome, Site
 from llamarl.scoring.together import Apart
 from llamarl.scoring.weighted import Part
-from llamarl.scoring.win_rate import Judged
 from llamarl.tasks.held_out import EvalSet
 
 log = logging.getLogger(__name__)

@@ -1,0 +1,1 @@
+"""Evaluations of held-out prompts: the questions, their metrics, and the judges that say more."""
