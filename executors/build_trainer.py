@@ -14,9 +14,9 @@ from llamarl.learning.logprobs import LateEnds
 from llamarl.learning.losses import check_options, options_of, resolve_loss
 from llamarl.learning.losses.common import has_mark
 from llamarl.learning.losses.regularisers import regularised
+from llamarl.learning.optim import value_at
 from llamarl.learning.replay import Draw, ReplayBuffer, SharedReplayBuffer, SplitReplayBuffer
-from llamarl.learning.schedules import value_at
-from llamarl.learning.shaping import Shaping
+from llamarl.learning.targets import Shaping
 from llamarl.learning.update import UpdateSettings
 from llamarl.learning.values import CriticSettings
 from llamarl.models.parity import TOP, ParityLimits

@@ -31,11 +31,10 @@ from llamarl.executor import Executor
 from llamarl.learning.buffer import GroupBuffer
 from llamarl.learning.ema import WeightAverage
 from llamarl.learning.optim import build_optimizer, settle_moments
-from llamarl.learning.samples import SampleMaker
+from llamarl.learning.samples import SampleMaker, StepWatch
 from llamarl.learning.targets import verdict_of
 from llamarl.learning.update import PolicyUpdate, StepAborted, UpdateSettings
 from llamarl.learning.values import Critic, CriticSettings, OwnCritic, SharedCritic
-from llamarl.learning.watch import StepWatch
 from llamarl.models.build import Decoder
 from llamarl.models.config import Lora
 from llamarl.models.frozen import frozen_decoder

@@ -18,7 +18,7 @@ def run(config: RewardModelConfig) -> None:
     # Here: help and mistakes in the command line are answered before PyTorch is loaded.
     from executors.build_supervised import build_reward_model_trainer
     from llamarl.launch import launch_supervised
-    from llamarl.learning.preference_data import read_preference_data
+    from llamarl.learning.preference import read_preference_data
 
     with launch_supervised(config, read_preference_data) as job:
         job.run(build_reward_model_trainer(config, job))

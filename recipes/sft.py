@@ -22,7 +22,7 @@ def run(config: SFTConfig) -> None:
     # Here: help and mistakes in the command line are answered before PyTorch is loaded.
     from executors.build_supervised import build_sft_trainer
     from llamarl.launch import launch_supervised
-    from llamarl.learning.sft_data import read_sft_data
+    from llamarl.learning.sft import read_sft_data
 
     with launch_supervised(config, read_sft_data) as job:
         job.run(build_sft_trainer(config, job))

@@ -42,8 +42,7 @@ from llamarl.launch.sources import check_sources
 from llamarl.launch.start import explained
 from llamarl.learning.memory import MOMENTS, MicrobatchSize, Training, UpdateBytes, update_bytes
 from llamarl.learning.preference import Preference
-from llamarl.learning.sft import Pair
-from llamarl.learning.sft_data import read_answers
+from llamarl.learning.sft import Pair, read_answers
 from llamarl.learning.supervised import ExampleOrder
 from llamarl.models.config import ModelConfig, read_config
 from llamarl.models.hf import weights_of

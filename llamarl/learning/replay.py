@@ -27,7 +27,7 @@ without replacement, by Gumbel top-k, where there are K, and with replacement wh
 Prompts are drawn uniformly from those whose turn it is (`choose_prompts`): none comes again, in
 this step or a later one, before all that such a draw could take were drawn. All is a function of
 (seed, step, rank), of what the buffer holds and of the turns. Rewards are the task's own: they are
-shaped (llamarl.learning.shaping) when they are trained on.
+shaped (llamarl.learning.targets) when they are trained on.
 
 Shapes: B prompts a step, K completions of each; N completions and P prompts that may be drawn, C of
 them at most of one prompt; n completions of a group.

@@ -33,7 +33,7 @@ from llamarl.learning.losses.inputs import Completions, LossInputs
 from llamarl.learning.optim import clip_grad_norm, lr_at, set_lr, share_gradients
 from llamarl.learning.packing import Packing, pack, to_device
 from llamarl.learning.reduction import Ranks
-from llamarl.learning.shaping import Shaping
+from llamarl.learning.samples import StepWatch
 from llamarl.learning.sharded_reference import asked_of, group_of, label_logprobs
 from llamarl.learning.step_metrics import (
     Metric,
@@ -48,9 +48,8 @@ from llamarl.learning.step_metrics import (
     over_ranks,
     updates_row,
 )
-from llamarl.learning.targets import Targets, make_targets, with_signal
+from llamarl.learning.targets import Shaping, Targets, make_targets, with_signal
 from llamarl.learning.values import Critic, value_loss
-from llamarl.learning.watch import StepWatch
 from llamarl.models.attention import PackedAttention
 from llamarl.models.build import Decoder
 from llamarl.models.fsdp import drop_gradients, next_backward, reshard, tensor_groups

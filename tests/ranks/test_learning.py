@@ -27,8 +27,7 @@ from llamarl.learning.losses.regularisers import regularised
 from llamarl.learning.losses.tb import tb
 from llamarl.learning.optim import build_optimizer, clip_grad_norm
 from llamarl.learning.packing import filler, pack
-from llamarl.learning.shaping import Shaping
-from llamarl.learning.targets import Targets
+from llamarl.learning.targets import Shaping, Targets
 from llamarl.learning.update import PolicyUpdate, StepAborted, UpdateSettings
 from llamarl.learning.values import CriticSettings, SharedCritic
 from llamarl.models.attention import PackedAttention

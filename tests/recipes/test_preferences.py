@@ -19,7 +19,7 @@ from llamarl.config.command_line import check_command_line, compose_config
 from llamarl.config.findings import ConfigError
 from llamarl.config.preferences import PREFERENCES
 from llamarl.disk.drafts import Draft
-from llamarl.learning.preference_data import read_preference_data
+from llamarl.learning.preference import read_preference_data
 from llamarl.models.config import tiny_directory
 from recipes import preferences
 from tests.house import blocks

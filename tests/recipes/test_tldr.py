@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.rlhf import tldr
-from llamarl.learning.preference_data import read_preference_data
-from llamarl.learning.sft_data import read_pairs
+from llamarl.learning.preference import read_preference_data
+from llamarl.learning.sft import read_pairs
 from llamarl.models.config import tiny_directory
 from llamarl.models.hf import load_tokenizer
 from tests.supervised import task_of

@@ -10,7 +10,7 @@ import torch
 
 from llamarl.learning.losses.clipped import clipped
 from llamarl.learning.losses.regularisers import regularised
-from llamarl.learning.shaping import Shaping
+from llamarl.learning.targets import Shaping
 from llamarl.learning.values import CriticSettings, SharedCritic
 from llamarl.models.attention import PackedAttention
 from tests.updating import NAN, SETTINGS, group, update_of

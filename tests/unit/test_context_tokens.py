@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llamarl.learning.packing import Packing, pack
-from llamarl.learning.shaping import Shaping, shape
-from llamarl.learning.targets import Targets, make_targets
+from llamarl.learning.targets import Shaping, Targets, make_targets, shape
 from llamarl.learning.update import StepResult
 from llamarl.learning.values import CriticSettings
 from llamarl.models.attention import PackedAttention

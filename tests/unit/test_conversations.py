@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from llamarl.learning.preference_data import read_preference_data
+from llamarl.learning.preference import read_preference_data
 from llamarl.models.config import tiny_directory
 from llamarl.models.hf import load_tokenizer
 from llamarl.scoring.pairs import Candidate, Pair, row_of

@@ -10,7 +10,7 @@ from tokenizers import processors
 
 from llamarl.launch.inputs import check_inputs
 from llamarl.launch.job import stop_tokens
-from llamarl.learning.sft_data import conversation_pair, read_pairs
+from llamarl.learning.sft import conversation_pair, read_pairs
 from llamarl.models.config import tiny_directory
 from llamarl.models.hf import load_tokenizer
 from llamarl.tasks.base import PromptMaker

@@ -8,9 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from llamarl.learning.preference_data import read_preference_data
-from llamarl.learning.sft import answered
-from llamarl.learning.sft_data import conversation_pair
+from llamarl.learning.preference import read_preference_data
+from llamarl.learning.sft import answered, conversation_pair
 from llamarl.tasks.special import PLAIN, reply_ids, special_tokens, text_ids
 from llamarl.tasks.turns import TurnTokens
 from tests.made_tokenizers import ZEPHYR, byte_level, sentencepiece

@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from llamarl.learning.losses.regularisers import regularised
-from llamarl.learning.shaping import Shaping
+from llamarl.learning.targets import Shaping
 from llamarl.models.attention import PackedAttention
 from tests.loss_problems import PUBLISHED, problem
 from tests.updating import NAN, SETTINGS, VERSION, decoder_of, go_on, group, update_of

@@ -12,7 +12,7 @@ from llamarl.errors import NotFinite
 from llamarl.learning.losses.common import per_completion, uses_all_completions, whole_groups
 from llamarl.learning.losses.policy_gradient import policy_gradient
 from llamarl.learning.losses.regularisers import regularised
-from llamarl.learning.shaping import Shaping
+from llamarl.learning.targets import Shaping
 from llamarl.learning.update import StepAborted
 from llamarl.models.attention import PackedAttention
 from llamarl.models.parity import ParityLimits

@@ -9,8 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from llamarl.learning.sft import NextToken, Pair
-from llamarl.learning.sft_data import read_sft_data
+from llamarl.learning.sft import NextToken, Pair, read_sft_data
 from llamarl.models.config import read_config, tiny_directory
 from llamarl.models.hf import load_tokenizer
 from llamarl.models.training import training_decoder

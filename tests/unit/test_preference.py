@@ -21,8 +21,8 @@ from llamarl.learning.preference import (
     held_out_sums,
     pack_preferences,
     pair_scores,
+    read_preference_data,
 )
-from llamarl.learning.preference_data import read_preference_data
 from llamarl.learning.supervised import ExampleOrder
 from llamarl.models.attention import PackedAttention
 from llamarl.models.build import build_decoder, random_weights

@@ -9,7 +9,7 @@ import pytest
 from llamarl.config.command_line import compose_config
 from llamarl.config.sft import SFT
 from llamarl.launch.supervised import launch_supervised, within_context
-from llamarl.learning.sft_data import read_sft_data
+from llamarl.learning.sft import read_sft_data
 from llamarl.models.config import tiny_directory
 from llamarl.models.hf import load_tokenizer
 

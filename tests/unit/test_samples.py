@@ -13,11 +13,12 @@ from llamarl.learning.replay import _joined, _Row
 from llamarl.learning.samples import (
     MOST_TOKENS,
     SampleMaker,
+    SeenGroup,
+    StepWatch,
     TokenTexts,
     best_and_worst,
 )
 from llamarl.learning.targets import Targets
-from llamarl.learning.watch import SeenGroup, StepWatch
 from llamarl.observe.rows import RowWriter
 from llamarl.observe.samples import FILE_NAME, SampleFile, read_samples, sample_lines
 from llamarl.scoring.scorer import Outcome, site_alone

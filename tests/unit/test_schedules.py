@@ -2,7 +2,7 @@
 
 import pytest
 
-from llamarl.learning.schedules import value_at
+from llamarl.learning.optim import value_at
 
 
 def test_table_2_falls_along_a_line_to_step_500():

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from llamarl.learning import sft
-from llamarl.learning.sft_data import conversation_pair, read_pairs, read_sft_data
+from llamarl.learning.sft import conversation_pair, read_pairs, read_sft_data
 from llamarl.models.config import tiny_directory
 from llamarl.models.hf import load_tokenizer
 from tests.supervised import task_of

@@ -10,17 +10,18 @@ from hypothesis import strategies as st
 
 from llamarl.learning.advantages import group_mean
 from llamarl.learning.reduction import Ranks
-from llamarl.learning.shaping import (
+from llamarl.learning.targets import (
     STD_EPS,
     Rewards,
     Shaping,
+    Targets,
+    make_targets,
     moments,
     shape,
     shape_all,
     whiten_advantages,
     whiten_rewards,
 )
-from llamarl.learning.targets import Targets, make_targets
 from tests.updating import NAN, group
 
 FLOAT32 = 1e-6

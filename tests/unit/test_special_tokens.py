@@ -20,8 +20,8 @@ from tokenizers import (
 )
 from transformers import PreTrainedTokenizerFast
 
-from llamarl.learning.preference_data import read_preference_data
-from llamarl.learning.sft_data import conversation_pair, read_pairs
+from llamarl.learning.preference import read_preference_data
+from llamarl.learning.sft import conversation_pair, read_pairs
 from llamarl.models.config import tiny_directory
 from llamarl.models.hf import TEMPLATE_DATE, load_tokenizer
 from llamarl.models.scorer import settle_pad_token

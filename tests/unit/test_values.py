@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from llamarl.errors import NotFinite
-from llamarl.learning.shaping import Shaping
+from llamarl.learning.targets import Shaping
 from llamarl.learning.update import StepAborted
 from llamarl.learning.values import SharedCritic
 from llamarl.models.heads import value_head
