@@ -44,8 +44,7 @@ from pathlib import Path
 
 from running import ROOT, machine
 
-from llamarl.tasks.addition import addition_examples
-from llamarl.tasks.questions import INSTRUCTION
+from llamarl.tasks.procedural import INSTRUCTION, addition_examples
 
 RESULTS = Path(__file__).parent / "results"
 ARMS = {

@@ -26,7 +26,7 @@ import torch
 from llamarl.models.build import build_decoder, random_weights
 from llamarl.models.config import read_config, tiny_directory
 from llamarl.models.hf import export, named_parameters_hf
-from llamarl.tasks.addition import addition_examples
+from llamarl.tasks.procedural import addition_examples
 
 CHARACTERS = "0123456789+-*/=?!.,:; abcdefghijklmnopqrstuvwxyz"
 SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<unk>")  # ids 0 to 3; the characters follow

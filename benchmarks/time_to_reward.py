@@ -336,7 +336,7 @@ def arguments() -> argparse.Namespace:
 
 def write_examples(file: Path) -> None:
     """The additions that our side trains on and holds out, for the other side."""
-    from llamarl.tasks.addition import addition_examples
+    from llamarl.tasks.procedural import addition_examples
 
     train, held_out = addition_examples()
     values = {

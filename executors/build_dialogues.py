@@ -7,11 +7,11 @@ from functools import partial
 
 from executors.generator import TRAIN
 from llamarl.config.sections.task import PlayedSettings
+from llamarl.environments.by_section import DialoguesBySection
 from llamarl.environments.calls import FORMATS
 from llamarl.environments.dialogues import Dialogues, Limits
 from llamarl.environments.engine import DialogueEngine
 from llamarl.environments.pool import EnvironmentPool
-from llamarl.environments.several import SeveralDialogues
 from llamarl.executor import ExecutorGroup
 from llamarl.inference import Engine
 from llamarl.inference.protocol import Bind, BuildEngine
@@ -48,14 +48,16 @@ def _prompt_of(job: Job, stream: int, ticket: int) -> Prompt:
     return job.prompts[ticket] if stream == TRAIN else job.held_out.prompt(ticket)
 
 
-def _dialogues(job: Job, on_answer: Callable[[], None], *, reproducible: bool) -> SeveralDialogues:
+def _dialogues(
+    job: Job, on_answer: Callable[[], None], *, reproducible: bool
+) -> DialoguesBySection:
     """Build the dialogues of a replica with all its environments, and their workers."""
     by_section = {}
     for section, task in job.config.environments.items():
         by_section[section] = _dialogues_of(
             task, section, job, on_answer, reproducible=reproducible
         )
-    return SeveralDialogues(by_section, section_of=section_of, reproducible=reproducible)
+    return DialoguesBySection(by_section, section_of=section_of, reproducible=reproducible)
 
 
 def _dialogues_of(

@@ -37,7 +37,7 @@ from llamarl.config.ranges import Count, Text
 from llamarl.config.script import REQUIRED, read_script
 from llamarl.disk.files import replace_text
 from llamarl.models.hf import load_tokenizer
-from llamarl.tasks.jsonl import read_jsonl
+from llamarl.tasks.files import read_jsonl
 
 POST_KEYS = ("subreddit", "title", "post")
 EQUAL, ARTICLE = "two equal summaries", "of a news article"

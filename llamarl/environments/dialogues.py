@@ -43,8 +43,8 @@ from llamarl.environments.pool import EnvironmentPool, Failure
 from llamarl.inference.kept import Key
 from llamarl.inference.sampler import SamplingParams
 from llamarl.tasks.environment import GAME
+from llamarl.tasks.environment_class import Schema
 from llamarl.tasks.held_out import own_meta
-from llamarl.tasks.tools import Schema
 from llamarl.tasks.turns import Turn, TurnTokens
 from llamarl.types import Completion, Ending, EndReason, FinishReason, Prompt, begin_of_turn
 from llamarl.workers.guard import message_of, short

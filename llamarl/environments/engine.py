@@ -18,8 +18,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from llamarl.environments.by_section import DialoguesBySection
 from llamarl.environments.dialogues import Dialogues, GoOn, Over
-from llamarl.environments.several import SeveralDialogues
 from llamarl.inference.engine import Engine
 from llamarl.inference.kept import Key
 from llamarl.inference.requests import NewTokens, Partial, Request, TokenIds, on_cpu
@@ -40,7 +40,7 @@ class DialogueEngine:
     def __init__(
         self,
         inner: Engine,
-        make_dialogues: Callable[[Callable[[], None]], Dialogues | SeveralDialogues],
+        make_dialogues: Callable[[Callable[[], None]], Dialogues | DialoguesBySection],
         *,
         prompt_of: Callable[[int, int], Prompt],
         is_played: Callable[[Prompt], bool] = lambda prompt: True,

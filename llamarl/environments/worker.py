@@ -19,7 +19,7 @@ import json
 import time
 
 from llamarl.environments.contracts import Played
-from llamarl.tasks.foreign import import_environment
+from llamarl.tasks.environment_class import import_environment
 from llamarl.workers import guard
 from llamarl.workers.guard import children, describe, kill_children, short
 

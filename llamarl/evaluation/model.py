@@ -32,8 +32,8 @@ from llamarl.errors import CheckpointError
 from llamarl.launch.job import Job
 from llamarl.models.peft import CONFIG as ADAPTER_CONFIG
 from llamarl.models.peft import lora_in
+from llamarl.tasks.files import read_jsonl
 from llamarl.tasks.held_out import EvalSet, set_of
-from llamarl.tasks.jsonl import read_jsonl
 from llamarl.types import Prompt
 from llamarl.words.columns import OWN
 

@@ -38,8 +38,8 @@ from llamarl.observe.expected import expectation_of, verdict
 from llamarl.observe.samples import SampleFile
 from llamarl.tasks.base import PromptMaker, Task
 from llamarl.tasks.build import build_held_out, build_task
-from llamarl.tasks.fitting import Remembered, here
 from llamarl.tasks.held_out import EvalSet, HeldOut
+from llamarl.tasks.list_task import Remembered, here
 from llamarl.tasks.mixture import MixtureTask
 from llamarl.tasks.special import turn_end
 from llamarl.tickets.governors import Constants

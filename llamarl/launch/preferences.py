@@ -35,7 +35,7 @@ from llamarl.observe.progress import shown_left
 from llamarl.scoring.pairs import Tally
 from llamarl.tasks.base import Example, PromptMaker, sample_digest
 from llamarl.tasks.build import prompt_maker, row_reader
-from llamarl.tasks.jsonl import check_keys, check_text, read_jsonl, refuse
+from llamarl.tasks.files import check_keys, check_text, read_jsonl, refuse
 from llamarl.types import Prompt
 
 TOLD_EVERY_S = 5.0

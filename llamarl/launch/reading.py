@@ -22,7 +22,7 @@ import torch.distributed as dist
 from llamarl.comm.groups import World
 from llamarl.comm.meeting import Exchange, reaching
 from llamarl.disk.files import replace_text
-from llamarl.tasks.fitting import Find
+from llamarl.tasks.list_task import Find
 
 FILE = "prompts.json"
 

@@ -12,9 +12,10 @@ import torch
 from llamarl.launch.job import Job
 from llamarl.launch.kinds import reward_kinds
 from llamarl.scoring.scorer import Item, text_item
-from llamarl.tasks.base import ListTask
 from llamarl.tasks.environment import GIVEN
-from llamarl.tasks.mixture import REWARD_KEY, MixtureTask
+from llamarl.tasks.list_task import ListTask
+from llamarl.tasks.mixture import MixtureTask
+from llamarl.tasks.row_keys import REWARD_KEY
 from llamarl.tasks.special import reply_ids
 from llamarl.types import Prompt
 from llamarl.words.answers import answer_text

@@ -44,12 +44,13 @@ from llamarl.models.scorer import scores_at
 from llamarl.tasks.base import (
     PromptMaker,
     check_chat_template,
+    messages_of,
     refused_by_template,
+    shown,
 )
-from llamarl.tasks.build import hold_out_prompts
-from llamarl.tasks.conversation import messages_of, shown
-from llamarl.tasks.jsonl import check_keys, read_jsonl
+from llamarl.tasks.files import check_keys, read_jsonl
 from llamarl.tasks.special import Spelled, chat_ids, reply_ids
+from llamarl.tasks.split import hold_out_prompts
 from llamarl.types import Message
 
 SIDES = ("chosen", "rejected")

@@ -33,11 +33,10 @@ from llamarl.learning.segments import sum_by
 from llamarl.learning.supervised import RowsToRead, Sums
 from llamarl.models.attention import PackedAttention
 from llamarl.models.build import Decoder
-from llamarl.tasks.base import CACHED_PROMPTS, PromptMaker, Task, refused_by_template
-from llamarl.tasks.build import hold_out_prompts
-from llamarl.tasks.conversation import messages_of
-from llamarl.tasks.jsonl import check_keys, read_jsonl
+from llamarl.tasks.base import CACHED_PROMPTS, PromptMaker, Task, messages_of, refused_by_template
+from llamarl.tasks.files import check_keys, read_jsonl
 from llamarl.tasks.special import Spelled, end_token, reply_ids, shown_turns, special_tokens
+from llamarl.tasks.split import hold_out_prompts
 from llamarl.types import Prompt
 from llamarl.words.answers import answer_text
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from llamarl.scoring.scorer import Item, Outcomes, Scorer
-from llamarl.tasks.mixture import REWARD_KEY
+from llamarl.tasks.row_keys import REWARD_KEY
 
 
 class ByOwnReward(Scorer):

@@ -46,7 +46,7 @@ from llamarl.scoring.calls import MAX_FIRST_KILLS, Call, Patience, TextItem
 from llamarl.scoring.scorer import Item, Outcome, Outcomes, Scorer, score_all, text_item
 from llamarl.scoring.trial import try_scorer
 from llamarl.tasks.forms import Takes
-from llamarl.tasks.sampled import SAMPLED
+from llamarl.tasks.row_keys import SAMPLED
 from llamarl.workers.pool import WorkerPool
 from llamarl.workers.process import WorkerProcess
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from llamarl.executor import ExecutorGroup, Meter, State
 from llamarl.scoring.together import Alone, Together
-from llamarl.tasks.sampled import with_sampled
+from llamarl.tasks.row_keys import with_sampled
 from llamarl.types import ALONE, Columns, Ending, Prompt, Stretch
 
 LARGEST_REWARD = 1e18  # the deviation of a group's rewards needs their squares in float32

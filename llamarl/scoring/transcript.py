@@ -8,8 +8,7 @@ its own chat template.
 
 from __future__ import annotations
 
-from llamarl.tasks.base import Tokenizer
-from llamarl.tasks.conversation import text_of, with_system
+from llamarl.tasks.base import Tokenizer, text_of, with_system
 from llamarl.tasks.special import chat_ids, text_ids
 from llamarl.types import Message
 

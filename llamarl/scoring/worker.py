@@ -34,7 +34,7 @@ from llamarl.tasks.forms import (
     takes_of,
     with_options,
 )
-from llamarl.tasks.sampled import SAMPLED
+from llamarl.tasks.row_keys import SAMPLED
 from llamarl.words.names import NoFunction, import_function
 from llamarl.workers import guard
 from llamarl.workers.guard import describe, kill_children, short

@@ -3,42 +3,116 @@
     tokenizer --PromptMaker--> prompt ids
     examples  --ListTask-----> train_prompt(i), eval_prompt(j)
 
-To add a task, read its data into Examples and hand them to ListTask (see addition.py), or write a
-class of your own with Task's members (see procedural.py), and give it a name in build.py.
+A prompt is a text or a conversation, a list of {"role": ..., "content": ...}. Only the role and the
+content of a message are read. `text_of` turns a conversation into the text that rewards see.
 """
 
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import logging
 import unicodedata
-from array import array
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache, partial
 from typing import Any, Protocol
 
 import torch
 
-from llamarl.tasks.conversation import text_of, with_system
 from llamarl.tasks.special import (
     Shown,
     chat_ids,
     special_tokens,
     text_ids,
-    warn_of_spelled,
 )
 from llamarl.types import Message, Prompt
+
+ROLES = ("system", "user", "assistant", "tool")
+
+
+def messages_of(value: object, key: str) -> tuple[Message, ...]:
+    """Return the messages that a row has under a key. ValueError names the first that is none."""
+    if not isinstance(value, list):
+        raise ValueError(
+            f'"{key}" must be a list of {{"role": ..., "content": ...}}, this is {shown(value)}'
+        )
+    if not value:
+        raise ValueError(f'"{key}" is an empty list; give messages, or a text')
+    messages = []
+    for number, message in enumerate(value, start=1):
+        is_message = isinstance(message, dict) and isinstance(message.get("role"), str)
+        if not is_message or not isinstance(message.get("content"), str):
+            raise ValueError(
+                f'"{key}", message {number}: need {{"role": ..., "content": text}}, this is '
+                f"{shown(message)}"
+            )
+        if message["role"] not in ROLES:
+            raise ValueError(
+                f'"{key}", message {number} has role {message["role"]!r}; there is '
+                f"{', '.join(ROLES)}"
+            )
+        messages.append(Message(message["role"], message["content"]))
+    if not any(message.content.strip() for message in messages):
+        raise ValueError(f'"{key}" has no text in any message')
+    return tuple(messages)
+
+
+def conversation_of(value: object, key: str) -> tuple[Message, ...]:
+    """Return the messages that a policy answers: the last is the user's, and system turns come
+    first. ValueError says what is wrong.
+    """
+    messages = messages_of(value, key)
+    for number, message in enumerate(messages, start=1):
+        where = f'"{key}", message {number}'
+        if message.role == "tool":
+            raise ValueError(
+                f"{where} is a tool's; prompts have system, user and assistant turns alone"
+            )
+        if message.role == "system" and number > 1:
+            raise ValueError(f"{where} is a system turn; there is one at most, and it is the first")
+    last = messages[-1]
+    if last.role != "user":
+        raise ValueError(
+            f'"{key}" ends with a turn of the {last.role}; the last turn must be the user\'s, '
+            "which the policy answers"
+        )
+    if not last.content:
+        raise ValueError(f'"{key}", message {len(messages)}: the user\'s last turn is empty')
+    return messages
+
+
+def text_of(messages: Sequence[Message]) -> str:
+    """Return a conversation as one text, for readers of texts: each turn as "role: content" with a
+    blank line between. A single turn of a user is its content alone.
+
+        text_of((Message("system", "Be brief."), Message("user", "1+1?")))
+        "system: Be brief.\\n\\nuser: 1+1?"
+    """
+    if len(messages) == 1 and messages[0].role == "user":
+        return messages[0].content
+    return "\n\n".join(f"{message.role}: {message.content}" for message in messages)
+
+
+def with_system(messages: tuple[Message, ...], system_prompt: str | None) -> tuple[Message, ...]:
+    """Put the messages behind a system prompt, unless they begin with a system turn of their
+    own.
+    """
+    if not system_prompt or messages[0].role == "system":
+        return messages
+    return (Message("system", system_prompt), *messages)
+
+
+def shown(value: object) -> str:
+    """Return the beginning of a value, for a message."""
+    return json.dumps(value, default=str)[:60]
+
 
 log = logging.getLogger(__name__)
 
 # Per task and split; a prompt is asked for group_size times, soon after one another.
 CACHED_PROMPTS = 65_536
 SAMPLED = 100  # prompts whose token ids a fingerprint looks at; some tasks make 75 a second
-BATCH = 1024  # examples that are encoded together
 _PROBE = "0<\"&'>\\\n\u00e9 0"  # a text with what a template may escape
 BOUNDARY_TOKENS = 8  # that text may add where it meets the template, by breaking merges there
 
@@ -344,166 +418,6 @@ def refused_by_template() -> Iterator[None]:
         yield
     except TemplateError as error:
         raise ValueError(f"the chat template refuses it: {error}") from error
-
-
-class ListTask:
-    """A Task over two sequences of examples. It tokenises on demand; prompts over the limit are
-    dropped with one warning.
-
-    fittings: which of both are short enough; None: they are looked at here. trains: whether there
-    must be training prompts. ValueError if none of these is left, or naming an example that the
-    chat template refuses.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        train: Examples,
-        held_out: Examples,
-        maker: PromptMaker,
-        *,
-        default_reward: str,
-        fittings: tuple[Fitting, Fitting] | None = None,
-        trains: bool = True,
-    ):
-        self.name = name
-        self.default_reward = default_reward
-        self.maker = maker
-        self.train = train  # also the examples whose prompts are too long
-        self.held_out = held_out
-        limit = maker.max_prompt_tokens
-        fitting, fitting_eval = fittings or (fitting_of(maker, train), fitting_of(maker, held_out))
-        self.num_train = len(fitting.places)
-        self.num_eval = len(fitting_eval.places)
-        self.where_train = lambda i: _place_of(train, 0, fitting.places[i])
-        self.train_digest = fitting.digest
-        self.eval_digest = fitting_eval.digest
-        self.train_prompt = _cached_prompts(maker, train, fitting)
-        self.eval_prompt = _cached_prompts(maker, held_out, fitting_eval)
-        num_dropped = len(train) - self.num_train
-        num_dropped_eval = len(held_out) - self.num_eval
-        if num_dropped or num_dropped_eval:
-            log.warning(
-                "task %s: dropped %d of %d training and %d of %d evaluation prompts, "
-                "longer than max_prompt_tokens=%d",
-                name,
-                num_dropped,
-                len(train),
-                num_dropped_eval,
-                len(held_out),
-                limit,
-            )
-        first = None
-        if fitting.first_spelled is not None:
-            first = _place_of(train, 0, fitting.first_spelled)
-        elif fitting_eval.first_spelled is not None:
-            first = _place_of(held_out, 0, fitting_eval.first_spelled)
-        if first is not None:
-            spelled = fitting.spelled + fitting_eval.spelled
-            warn_of_spelled(f"task {name}", spelled, len(train) + len(held_out), first=first)
-        if trains and not self.num_train:
-            raise ValueError(
-                f"task {name}: none of {len(train)} training prompts fits "
-                f"task.max_prompt_tokens={limit}; raise it"
-            )
-
-
-def _cached_prompts(
-    maker: PromptMaker, examples: Examples, fitting: Fitting
-) -> Callable[[int], Prompt]:
-    """Return a function that gives the i-th of the examples that fit, tokenised."""
-    places = fitting.places
-    return lru_cache(CACHED_PROMPTS)(lambda i: maker.prompt(examples[places[i]]))
-
-
-@dataclass(frozen=True, slots=True)
-class Fitting:
-    """Says which of a sequence of examples have prompts that are short enough."""
-
-    places: array  # of int64, ascending
-    digest: str  # SHA-256 over those examples
-    spelled: int = 0  # how many of all the examples spell a special token
-    first_spelled: int | None = None  # the first of these, by place
-
-
-def fitting_of(
-    maker: PromptMaker,
-    examples: Examples,
-    on_batch: Callable[[int], None] = lambda count: None,
-) -> Fitting:
-    """Find which examples have prompts that are short enough, a batch at a time. on_batch(n): n
-    more are done. ValueError names the example that the chat template refuses.
-    """
-    places = array("q")
-    digest = hashlib.sha256()
-    walk = iter(examples)
-    begin = 0
-    spelled: list[int] = []
-    batch = list(itertools.islice(walk, BATCH))
-    while batch:
-        own = [place for place, row in enumerate(batch) if maker.spells_special(row.prompt)]
-        spelled += [begin + place for place in own]
-        where = partial(_place_of, examples, begin)
-        for place in _fitting_places(maker, batch, frozenset(own), where):
-            places.append(begin + place)
-            digest.update(json_of(*batch[place].values))
-        begin += len(batch)
-        on_batch(len(batch))
-        batch = list(itertools.islice(walk, BATCH))
-    return Fitting(places, digest.hexdigest(), len(spelled), next(iter(spelled), None))
-
-
-def _fitting_places(
-    maker: PromptMaker,
-    batch: Sequence[Example],
-    spelled: Collection[int],
-    place_of: Callable[[int], str],
-) -> list[int]:
-    """Return which examples of a batch fit, by place. spelled: those that spell a special token.
-    place_of: where an example is, for messages.
-    """
-    from jinja2.exceptions import TemplateError
-
-    # A conversation is always looked at: a template may refuse it. So is a text that spells a
-    # special token, which may have no other tokens.
-    doubtful = []
-    fitting = []
-    for place, example in enumerate(batch):
-        question = example.prompt
-        is_plain = isinstance(question, str) and place not in spelled
-        if isinstance(question, str) and is_plain and maker.surely_fits(question):
-            fitting.append(place)
-        else:
-            doubtful.append(place)
-    if not doubtful:
-        return fitting
-    try:
-        lengths = maker.num_tokens([batch[place].prompt for place in doubtful])
-    except (ValueError, TemplateError):
-        for place in doubtful:
-            question = batch[place].prompt
-            if not isinstance(question, str) or place in spelled:
-                _check_question(maker, question, place_of(place))
-        raise
-    for place, length in zip(doubtful, lengths):
-        if length <= maker.max_prompt_tokens:
-            fitting.append(place)
-    return sorted(fitting)
-
-
-def _check_question(maker: PromptMaker, question: str | tuple[Message, ...], where: str) -> None:
-    """Raise ValueError, naming the place, if a question can be put into no template."""
-    try:
-        with refused_by_template():
-            maker.ids(question)
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from error
-
-
-def _place_of(examples: Examples, begin: int, place: int) -> str:
-    """Return where an example is, for messages: FILE:LINE if it comes from a file."""
-    number = begin + place
-    return f"prompt {number}" if isinstance(examples, list) else examples.where(number)
 
 
 def json_of(prompt: object, meta: dict[str, object]) -> bytes:

@@ -17,7 +17,7 @@
     reasoning_gym  name: such as chain_sum; seed     questions of a seed of their   reasoning_gym
                                                      own                            _score
     python         fn: module:function that returns  as it says                     as it says
-                   a Task; options (own.py)
+                   a Task; options
     environment    environment: module:Class; path,  as jsonl; of its own prompts   the environ-
                    or prompts of its own             as many of these                ment's
     mixture        parts: by name, each a kind     from each part, by its weight    each part's
@@ -29,47 +29,39 @@ taken out of training with all their rows.
 
 from __future__ import annotations
 
-import hashlib
-import itertools
+import inspect
+import json
 import logging
-import random
-from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from llamarl.tasks.addition import addition_examples
+import torch
+
 from llamarl.tasks.base import (
     Example,
     Examples,
-    Fitting,
-    ListTask,
     PromptMaker,
     Task,
     Tokenizer,
-    fitting_of,
-    json_of,
 )
 from llamarl.tasks.environment import GIVEN, DialogueMaker
 from llamarl.tasks.facts import Post, facts_posts
-from llamarl.tasks.fitting import (
-    Progress,
-    Remembered,
-    Tell,
-    from_values,
-    here,
-    key_of,
-    to_values,
-    tokenizer_digest,
-)
+from llamarl.tasks.files import GSM8K_INSTRUCTION, JsonlExamples, gsm8k_row, row_to_example
 from llamarl.tasks.held_out import HeldOut
-from llamarl.tasks.jsonl import GSM8K_INSTRUCTION, JsonlExamples, gsm8k_row, row_to_example
+from llamarl.tasks.list_task import (
+    ListTask,
+    Remembered,
+    here,
+)
 from llamarl.tasks.mixture import MixtureTask, shares
-from llamarl.tasks.own import own_task
-from llamarl.tasks.questions import question_examples
+from llamarl.tasks.procedural import addition_examples, question_examples
+from llamarl.tasks.split import Split, warn_of_shared
+from llamarl.types import Prompt
 from llamarl.words.columns import OWN
-from llamarl.words.names import nearest
+from llamarl.words.names import NoFunction, import_function, nearest
 
 log = logging.getLogger(__name__)
 
@@ -180,7 +172,7 @@ def build_task(
     if eval_path is not None:
         held_out = files.read_held_out(eval_path)
     default_reward = DEFAULT_REWARDS.get(kind, EXACT_MATCH)
-    split = _Split(
+    split = Split(
         kind=kind,
         train=train,
         held_out=held_out,
@@ -235,7 +227,7 @@ def build_held_out(
         trained = {f"task.parts.{name}": part for name, part in task.parts.items()}
     asked = {f"eval.sets.{name}": one for name, one in tasks.items()}
     if asked:
-        _warn_of_shared(trained, asked, shared.get("remembered", here))
+        warn_of_shared(trained, asked, shared.get("remembered", here))
     return HeldOut(task, tasks, counts)
 
 
@@ -256,7 +248,7 @@ def _mixture(
         except ValueError as error:
             raise ValueError(f"task.parts.{name}: {error}") from error
     parts_by_key = {f"task.parts.{name}": task for name, task in tasks.items()}
-    _warn_of_shared(parts_by_key, parts_by_key, shared.get("remembered", here))
+    warn_of_shared(parts_by_key, parts_by_key, shared.get("remembered", here))
     return MixtureTask(tasks, weights, num_eval)
 
 
@@ -275,7 +267,7 @@ class _Files:
     def read(self, path: str | Path) -> tuple[Examples, Examples | None]:
         """Read (training examples, held-out examples or None) from a file or directory."""
         if self.kind == "hf_dataset":
-            from llamarl.tasks.hf_dataset import directory_digest, read_hf_dataset
+            from llamarl.tasks.files import directory_digest, read_hf_dataset
 
             self.digests.append(directory_digest(path))
             return read_hf_dataset(path, self.prompt_key, self.answer_key)
@@ -287,156 +279,11 @@ class _Files:
     def read_held_out(self, path: str | Path) -> Examples:
         """Read the examples of a file or directory that holds evaluation data."""
         if self.kind == "hf_dataset":
-            from llamarl.tasks.hf_dataset import directory_digest, read_held_out
+            from llamarl.tasks.files import directory_digest, read_held_out
 
             self.digests.append(directory_digest(path))
             return read_held_out(path, self.prompt_key, self.answer_key)
         return self.read(path)[0]
-
-
-@dataclass(frozen=True, slots=True)
-class _Split:
-    """The examples of a task, and the files that they come from.
-
-    held_out: None for a part of the training examples, of at most num_eval prompts. digests: of the
-    files, in order; checks: what reads all their rows, and raises ValueError.
-    """
-
-    kind: str
-    train: Examples
-    held_out: Examples | None
-    num_eval: int
-    maker: PromptMaker
-    digests: list[str]
-    checks: list[Callable[[], None]]
-
-    def looked_at(
-        self, remembered: Remembered, **settings: object
-    ) -> tuple[Examples, Examples, tuple[Fitting, Fitting]]:
-        """Return the training examples, the held-out ones, and which of both fit. settings: what
-        decides it besides.
-        """
-        tokenizer = tokenizer_digest(self.maker.tokenizer)
-        if not self.digests or tokenizer is None:
-            remembered = here  # made of nothing, in a moment; or nobody can tell what it is
-        key = key_of(
-            {
-                "kind": self.kind,
-                "rows": self.digests,
-                "sizes": [len(self.train), None if self.held_out is None else len(self.held_out)],
-                "num_eval": self.num_eval,
-                "tokenizer": tokenizer,
-                "instruction": self.maker.instruction,
-                "max_prompt_tokens": self.maker.max_prompt_tokens,
-                **self.maker.shown,
-                **settings,
-            }
-        )
-        found = remembered(key, self._find)
-        prompts = PromptSplit(**found["prompts"])
-        train, held_out = self._halves(prompts)
-        if self.held_out is None and self.num_eval:
-            prompts.warn(f"task {self.kind}", len(self.train))
-        self._warn(found, len(train), len(held_out))
-        fittings = (
-            from_values(found["train"], len(train)),
-            from_values(found["held_out"], len(held_out)),
-        )
-        return train, held_out, fittings
-
-    def _halves(self, prompts: PromptSplit) -> tuple[Examples, Examples]:
-        """Return the training examples and the held-out ones."""
-        if self.held_out is not None:
-            return self.train, self.held_out
-        kept = prompts.kept(len(self.train))
-        return _select(self.train, kept), _select(self.train, prompts.held)
-
-    def _warn(self, found: Mapping[str, Any], num_train: int, num_held_out: int) -> None:
-        """Say of which prompts there are rows in both halves."""
-        if found["trained_too"]:
-            log.warning(
-                "task %s: %d of %d held-out rows have a prompt that %d of %d training rows have "
-                "too, so that the held-out accuracy is in part of what is trained; take these out "
-                "of one of the files",
-                self.kind,
-                found["trained_too"],
-                num_held_out,
-                found["held_out_too"],
-                num_train,
-            )
-
-    def _find(self, progress: Progress) -> dict[str, Any]:
-        """Look at all rows, and return which are held out and which fit as JSON values."""
-        for check in self.checks:
-            check()
-        prompts = PromptSplit([], [], 0)
-        if self.held_out is None:
-            prompts = hold_out_prompts(_asked(self.maker, self.train), self.num_eval)
-        found: dict[str, Any] = {"prompts": asdict(prompts)}
-        train, held_out = self._halves(prompts)
-        tell = Tell(self.kind, len(train) + len(held_out), progress)
-        for name, examples in (("train", train), ("held_out", held_out)):
-            found[name] = to_values(fitting_of(self.maker, examples, tell), len(examples))
-        asked = []
-        trained = []
-        if self.held_out is not None and self.digests:
-            asked = list(_asked(self.maker, held_out))
-            wanted = set(asked)
-            trained = [own for own in _asked(self.maker, train) if own in wanted]
-        common = set(trained)
-        found["held_out_too"] = len(trained)
-        found["trained_too"] = sum(own in common for own in asked)
-        return found
-
-
-def _asked(maker: PromptMaker, examples: Iterable[Example]) -> Iterator[bytes]:
-    """Yield a digest of what the policy is asked by each example: the prompt, and of an
-    environment, which makes its problem of it, the whole row.
-    """
-    is_whole = isinstance(maker, DialogueMaker)
-    for example in examples:
-        prompt, meta = example.values
-        asked = json_of(prompt, meta if is_whole else {})
-        yield hashlib.blake2b(asked, digest_size=12).digest()
-
-
-def _warn_of_shared(
-    train: Mapping[str, Task], held_out: Mapping[str, Task], remembered: Remembered
-) -> None:
-    """Say which prompts of one name's held-out rows another name trains on. Tasks that make their
-    prompts on demand have no rows to compare.
-    """
-    trained = {name: task for name, task in train.items() if isinstance(task, ListTask)}
-    asked = {name: task for name, task in held_out.items() if isinstance(task, ListTask)}
-
-    def find(progress: Progress) -> dict[str, Any]:
-        digests = {name: list(_asked(task.maker, task.held_out)) for name, task in asked.items()}
-        wanted = set(itertools.chain(*digests.values()))
-        found = []
-        for name, task in trained.items():
-            progress()
-            common = wanted.intersection(_asked(task.maker, task.train))
-            for other, own in digests.items():
-                count = sum(digest in common for digest in own)
-                if count and other != name:
-                    found.append([other, count, len(own), name])
-        return {"shared": found}
-
-    key = key_of(
-        {
-            "trained": {name: task.train_digest for name, task in trained.items()},
-            "asked": {name: task.eval_digest for name, task in asked.items()},
-        }
-    )
-    for name, count, num_rows, by in remembered(key, find)["shared"]:
-        log.warning(
-            "%s: %d of %d held-out rows have a prompt that %s trains on, so that the held-out "
-            "accuracy is in part of what is trained; leave them out of one of the two",
-            name,
-            count,
-            num_rows,
-            by,
-        )
 
 
 def row_reader(
@@ -482,75 +329,109 @@ def _post_examples(posts: Sequence[Post]) -> list[Example]:
     return [Example(post.text, {"answer": post.summary}) for post in posts]
 
 
-def _select(examples: Examples, places: Sequence[int]) -> Examples:
-    """Return the examples at these places; a dataset on disk stays there."""
-    if isinstance(examples, list):
-        return [examples[i] for i in places]
-    return examples.select(places)
+_GIVEN = ("seed", "num_eval")  # to a function that takes them
+_TEXTS = ("name", "default_reward", "train_digest", "eval_digest")
 
 
-def hold_out(num_rows: int, num_eval: int) -> tuple[list[int], list[int]]:
-    """Split rows into (training rows, evaluation rows), by number and in file order: min(num_eval,
-    a tenth) are held out, the same in every run.
+def own_task(
+    fn: str, maker: PromptMaker, *, seed: int, num_eval: int, options: Mapping[str, object]
+) -> Task:
+    """Build the task that the function at import path `fn` returns. It is called with the maker,
+    the options, and by their names seed and num_eval if it has such parameters.
+
+    ValueError, beginning with the key, for what cannot be called or is no Task.
     """
-    num_held = min(num_eval, max(1, num_rows // 10)) if num_rows > 1 else 0
-    held = set(random.Random(0).sample(range(num_rows), num_held))
-    kept = [i for i in range(num_rows) if i not in held]
-    return kept, sorted(held)
+    key = f"task.fn={fn}"
+    try:
+        function = import_function(fn)
+    except NoFunction as error:
+        raise ValueError(f"{key}: {error}") from error
+    except Exception as error:  # the user's module may raise anything while it is imported
+        raise ValueError(f"{key}: importing it failed: {_described(error)}") from error
+    given = {"seed": seed, "num_eval": num_eval}
+    parameters = inspect.signature(function).parameters
+    arguments = {name: given[name] for name in _GIVEN if name in parameters} | dict(options)
+    try:
+        inspect.signature(function).bind(maker, **arguments)
+    except TypeError as error:
+        taken = ", ".join(list(parameters)[1:]) or "none"
+        raise ValueError(
+            f"{key}: it cannot be called with the prompt maker and these task.options: {error}; "
+            f"it takes {taken}"
+        ) from error
+    task = _called(key, "it", function, maker, **arguments)
+    check_task(task, key)
+    return task
 
 
-@dataclass(frozen=True, slots=True)
-class PromptSplit:
-    """Which rows are held out, by place and in order: one of each prompt that is."""
-
-    held: list[int]
-    left_out: list[int]  # the further rows of these prompts
-    num_prompts: int  # different ones, of all rows
-
-    def kept(self, num_rows: int) -> list[int]:
-        """Return the places of the rows to train on."""
-        gone = {*self.held, *self.left_out}
-        return [place for place in range(num_rows) if place not in gone]
-
-    def warn(self, where: str, num_rows: int) -> None:
-        """Say if none is held out, or if rows are left out. where: the rows come from."""
-        if not self.held:
-            log.warning(
-                "%s: %d row(s), %d different prompt(s), so none is held out and nothing is "
-                "evaluated",
-                where,
-                num_rows,
-                self.num_prompts,
-            )
-        elif self.left_out:
-            log.warning(
-                "%s: %d rows have %d different prompts: %d are held out, and %d more rows of "
-                "theirs are left out of training",
-                where,
-                num_rows,
-                self.num_prompts,
-                len(self.held),
-                len(self.left_out),
-            )
-
-
-def hold_out_prompts(prompts: Iterable[bytes], num_eval: int) -> PromptSplit:
-    """Hold out a row of each of min(num_eval, a tenth) prompts. If all prompts differ, the rows are
-    those of `hold_out`. prompts: of each row, equal for equal ones.
+def check_task(task: Any, key: str) -> None:
+    """Ask a task for its first and last prompts. ValueError, beginning with `key`, says where it
+    breaks what Task promises.
     """
-    numbers: dict[bytes, int] = {}  # of the prompts, in the order in which they come
-    rows = array("q")
-    for prompt in prompts:
-        rows.append(numbers.setdefault(prompt, len(numbers)))
-    _, chosen = hold_out(len(numbers), num_eval)
-    missing = set(chosen)
-    asked = set(chosen)
-    held: list[int] = []
-    left_out: list[int] = []
-    for place, prompt_number in enumerate(rows):
-        if prompt_number in missing:
-            missing.remove(prompt_number)
-            held.append(place)
-        elif prompt_number in asked:
-            left_out.append(place)
-    return PromptSplit(held, left_out, len(numbers))
+    for name in _TEXTS:
+        value = getattr(task, name, None)
+        if not isinstance(value, str):
+            raise ValueError(f"{key}: {name} must be a text, is {value!r:.60} (of a Task)")
+    if not task.name:
+        raise ValueError(f"{key}: name is empty")
+    for name, least in (("num_train", 1), ("num_eval", 0)):
+        value = getattr(task, name, None)
+        if type(value) is not int or value < least:
+            what = f"must be a whole number of at least {least}, is {value!r:.60}"
+            raise ValueError(f"{key}: {name} {what}")
+    for name, count in (("train_prompt", task.num_train), ("eval_prompt", task.num_eval)):
+        prompt_of = getattr(task, name, None)
+        if not callable(prompt_of):
+            raise ValueError(f"{key}: {name} must be a function of a number")
+        for number in sorted({0, count - 1}) if count else ():
+            call = f"{name}({number})"
+            one, other = (_called(key, call, prompt_of, number) for _ in range(2))
+            for prompt in (one, other):
+                _check_prompt(prompt, f"{key}: {call}")
+            if not _same(one, other):
+                raise ValueError(
+                    f"{key}: {call} gives another prompt when it is asked again; it must depend on "
+                    "its number alone"
+                )
+
+
+def _check_prompt(prompt: object, where: str) -> None:
+    """Raise ValueError, beginning with `where`, if it is no prompt."""
+    if not isinstance(prompt, Prompt):
+        what = f"is a {type(prompt).__name__}, must be a Prompt"
+        raise ValueError(f"{where} {what}; make it with maker.prompt(Example(text, meta))")
+    ids = prompt.prompt_ids
+    if not isinstance(ids, torch.Tensor) or ids.dtype != torch.int64 or ids.dim() != 1:
+        raise ValueError(f"{where}: prompt_ids must be a tensor of int64 with one dimension")
+    if not ids.numel():
+        raise ValueError(f"{where}: prompt_ids is empty: the first token needs something before it")
+    if not isinstance(prompt.text, str):
+        raise ValueError(f"{where}: text must be a text, is {prompt.text!r:.60}")
+    try:
+        is_json = json.loads(json.dumps(prompt.meta)) == prompt.meta
+    except (TypeError, ValueError):
+        is_json = False
+    if not (is_json and isinstance(prompt.meta, dict)):
+        raise ValueError(f"{where}: meta must be a dict of JSON values, is {prompt.meta!r:.60}")
+
+
+def _same(one: Prompt, other: Prompt) -> bool:
+    is_read_alike = torch.equal(one.prompt_ids, other.prompt_ids)
+    return is_read_alike and (one.text, one.meta) == (other.text, other.meta)
+
+
+def _called(key: str, call: str, function: Callable, *given: object, **named: object) -> Any:
+    """Return what the user's function returns. ValueError, beginning with `key`, for what it
+    raises.
+    """
+    try:
+        return function(*given, **named)
+    except Exception as error:  # it is the user's code
+        raise ValueError(f"{key}: {call} raised {_described(error)}") from error
+
+
+def _described(error: Exception) -> str:
+    """Describe an exception that was caught, with the innermost place."""
+    *_, (frame, line) = traceback.walk_tb(error.__traceback__)
+    place = f"{Path(frame.f_code.co_filename).name}:{line}"
+    return f"{type(error).__name__}: {error}".removesuffix(": ") + f" ({place})"

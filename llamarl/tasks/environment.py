@@ -17,8 +17,7 @@ from typing import Any
 import torch
 
 from llamarl.tasks.base import PromptMaker
-from llamarl.tasks.foreign import import_environment
-from llamarl.tasks.tools import is_dialogue, schemas_of
+from llamarl.tasks.environment_class import import_environment, is_dialogue, schemas_of
 from llamarl.tasks.turns import TurnTokens
 from llamarl.types import Message, Prompt
 from llamarl.words.names import NoFunction

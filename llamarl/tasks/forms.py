@@ -17,12 +17,12 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
-from llamarl.tasks.sampled import SAMPLED
+from llamarl.tasks.row_keys import SAMPLED
 from llamarl.words.names import did_you_mean
 
 Form = Literal["single", "verl", "batch", "trl"]
@@ -385,3 +385,34 @@ def _listed(returned: Any, count: int) -> list:
     if len(values) != count:
         raise ValueError(f"returned {len(values)} values for {count} completions")
     return values
+
+
+def need_word(name: str, value: object, words: Sequence[str]) -> None:
+    """Raise ValueError unless the option is one of these words."""
+    if value not in words:
+        hint = did_you_mean(str(value), words)
+        raise ValueError(f"option {name}={value!r}: need one of {', '.join(words)}{hint}")
+
+
+def need_flag(name: str, value: object) -> None:
+    """Raise ValueError unless the option is true or false."""
+    if not isinstance(value, bool):
+        raise ValueError(f"option {name}={value!r}: need true or false")
+
+
+def need_count(name: str, value: object, least: int = 1) -> None:
+    """Raise ValueError unless the option is a whole number of at least `least`."""
+    if type(value) is not int or value < least:
+        raise ValueError(f"option {name}={value!r}: need a whole number of at least {least}")
+
+
+def need_text(name: str, value: object) -> None:
+    """Raise ValueError unless the option is a text that is not empty."""
+    if not isinstance(value, str) or not value:
+        raise ValueError(f"option {name}={value!r}: need a text")
+
+
+def need_positive(name: str, value: object) -> None:
+    """Raise ValueError unless the option is a number above 0."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        raise ValueError(f"option {name}={value!r}: need a number above 0")

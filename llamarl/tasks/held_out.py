@@ -21,12 +21,11 @@ from itertools import chain
 from typing import TypeVar
 
 from llamarl.tasks.base import Task, sample_digest
-from llamarl.tasks.mixture import PART_KEY, REWARD_KEY
+from llamarl.tasks.row_keys import PART_KEY, REWARD_KEY, SET_KEY
 from llamarl.types import Prompt
 from llamarl.words.columns import OWN, column_of
 
 APART = 1 << 32  # between the first numbers of two sets
-SET_KEY = "eval_set"  # of the meta that a reward gets: the name of the prompt's set
 
 Value = TypeVar("Value")
 

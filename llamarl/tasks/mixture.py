@@ -21,11 +21,10 @@ from functools import lru_cache
 from itertools import accumulate
 
 from llamarl.tasks.base import Task
+from llamarl.tasks.row_keys import PART_KEY, REWARD_KEY
 from llamarl.types import Prompt
 
 BLOCK = 4096  # tickets; a weight is kept to a part in so many
-PART_KEY = "part"  # of the meta that a reward gets: the name of the prompt's part
-REWARD_KEY = "part_reward"  # the part's own default reward, for part_reward
 
 
 def shares(weights: Mapping[str, float], count: int) -> dict[str, int]:

@@ -1,15 +1,16 @@
-"""reasoning_gym: questions made on demand, by number, from a seed.
+"""Questions that a program makes.
 
-Item i of a reasoning_gym dataset is made from seed + i, so datasets of neighbouring seeds share
-nearly all questions. The seeds here are a whole window apart: evaluation always comes from the
-first, training with seed s from the (s + 1)-th, and a training question that is also an evaluation
-question is replaced.
+addition        "12+34=", all pairs of 10..99, 500 of them held out
+questions       "What is 7+12? Answer with the number only.", or which of two is larger
+reasoning_gym   made on demand, by number, from a seed
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import random
 from collections.abc import Mapping
 from dataclasses import fields
 from functools import cached_property, lru_cache
@@ -17,6 +18,46 @@ from functools import cached_property, lru_cache
 from llamarl.tasks.base import CACHED_PROMPTS, Example, PromptMaker
 from llamarl.types import Prompt
 from llamarl.words.names import did_you_mean, nearest
+
+NUM_EVAL = 500
+_SHUFFLE_SEED = 0  # the split never changes, so that figures of different runs and programs compare
+
+
+def addition_examples() -> tuple[list[Example], list[Example]]:
+    """Return (training, held out) examples: 7,600 and 500."""
+    pairs = list(itertools.product(range(10, 100), repeat=2))
+    random.Random(_SHUFFLE_SEED).shuffle(pairs)
+    examples = []
+    for a, b in pairs:
+        examples.append(Example(f"{a}+{b}=", {"answer": str(a + b)}))
+    return examples[NUM_EVAL:], examples[:NUM_EVAL]
+
+
+INSTRUCTION = "Answer with the number only."
+NAMES = ("sum", "larger")
+
+
+def question_examples(name: str | None, least: int, most: int) -> list[Example]:
+    """Return the examples of a kind of question, in the order of their numbers.
+
+    question_examples("sum", 7, 8)[1].text    # What is 7+8? Answer with the number only.
+
+    ValueError for an unknown name, or a range that holds fewer than two numbers.
+    """
+    if name not in NAMES:
+        hint = did_you_mean(str(name), NAMES)
+        raise ValueError(f"task.name={name}: no kind of question{hint}; there is sum and larger")
+    if least >= most:
+        raise ValueError(f"task.most={most}: need more than task.least={least}")
+    examples = []
+    for a, b in itertools.product(range(least, most + 1), repeat=2):
+        if name == "sum":
+            examples.append(Example(f"What is {a}+{b}? {INSTRUCTION}", {"answer": str(a + b)}))
+        elif a != b:
+            question = f"Which number is larger, {a} or {b}? {INSTRUCTION}"
+            examples.append(Example(question, {"answer": str(max(a, b))}))
+    return examples
+
 
 NUM_TRAIN = 20_000  # questions before they repeat; some datasets are slow or refuse to be larger
 SEED_WINDOW = 1 << 20

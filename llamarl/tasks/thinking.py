@@ -1,12 +1,14 @@
-"""What Magistral rewards besides a right answer: the form of a completion, its length, and that it
-keeps to the language of its prompt. Each is made for a reward of kind parts, with a weight there.
+r"""Thoughts and marked answers: how a completion is taken apart, and the rewards of its form.
+
+"<think>2+2 is 4</think>The sum is \boxed{4}."
+    split_thoughts --> ("2+2 is 4", "The sum is \boxed{4}.")
+    last_boxed     --> "4"
 
     thinking_form   1 if thoughts and answer are marked as they should be, else 0
     soft_length     0 for a completion that is short enough, down to -1 for one that fills its room
     one_language    1 if prompt, thoughts and answer are in one language, else 0
 
-The right answer is math_match's (math_answers.py) or python_tests' (programs.py), which have the
-option `thinking` too: what is not of the form is not right.
+Magistral adds these to the reward of a right answer; here that is a reward of several scorers.
 """
 
 from __future__ import annotations
@@ -14,19 +16,83 @@ from __future__ import annotations
 import importlib
 import math
 import re
+from collections.abc import Mapping
 from typing import Literal
 
-from llamarl.tasks.forms import Limits, checked_by
-from llamarl.tasks.marked import (
-    THINKING,
-    Thinking,
-    last_boxed,
-    last_program,
-    split_thoughts,
-    whole_text,
-)
-from llamarl.tasks.options import need_count, need_word
-from llamarl.tasks.sampled import SAMPLED
+from llamarl.tasks.forms import Limits, checked_by, need_count, need_word
+from llamarl.tasks.row_keys import SAMPLED
+
+# none: a completion is its answer. opens: it begins with <think>. opened: its prompt ends in that.
+Thinking = Literal["none", "opens", "opened"]
+THINKING: tuple[Thinking, ...] = ("none", "opens", "opened")
+OPENING, CLOSING = "<think>", "</think>"
+_BOXED = re.compile(r"\\(?:boxed|fbox)\s*\{")
+_FENCED = re.compile(r"^[ \t]*```[ \t]*(\w*)[^\n]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE)
+_OF_PYTHON = ("", "python", "python3", "py")
+
+
+def whole_text(completion: str, meta: Mapping) -> str:
+    """Return the text of a completion with its marks, which may be special tokens."""
+    sampled = meta.get(SAMPLED)
+    if CLOSING in completion or sampled is None:
+        return completion
+    return sampled["raw_text"]
+
+
+def split_thoughts(text: str, thinking: Thinking) -> tuple[str, str] | None:
+    """Return thoughts and answer; None where the marks are not as `thinking` says, each once."""
+    if thinking == "none":
+        return "", text
+    opening = 1 if thinking == "opens" else 0
+    if text.count(OPENING) != opening or text.count(CLOSING) != 1:
+        return None
+    thoughts, _, answer = text.partition(CLOSING)
+    thoughts = thoughts.lstrip()
+    if not thoughts.startswith(OPENING * opening):
+        return None
+    return thoughts.removeprefix(OPENING * opening), answer
+
+
+def answer_of(completion: str, meta: Mapping, thinking: Thinking) -> str | None:
+    """Return the part of a completion that answers; None where its marks are wrong."""
+    if thinking == "none":
+        return completion
+    parts = split_thoughts(whole_text(completion, meta), thinking)
+    return None if parts is None else parts[1]
+
+
+def last_boxed(text: str) -> str | None:
+    """Return what is in the last box of a text whose braces match; None without one."""
+    for start in reversed([found.end() for found in _BOXED.finditer(text)]):
+        end = _closing_brace(text, start)
+        if end is not None:
+            return text[start:end]
+    return None
+
+
+def _closing_brace(text: str, start: int) -> int | None:
+    """Return the place of the brace that closes the one before `start`; None if none does."""
+    depth = 1
+    place = start
+    while place < len(text):
+        sign = text[place]
+        if sign == "\\":
+            place += 1  # what follows is no brace of its own
+        elif sign == "{":
+            depth += 1
+        elif sign == "}":
+            depth -= 1
+        if depth == 0:
+            return place
+        place += 1
+    return None
+
+
+def last_program(text: str) -> str | None:
+    """Return the last fenced block of Python, or of no language; None without one."""
+    programs = [body for language, body in _FENCED.findall(text) if language.lower() in _OF_PYTHON]
+    return programs[-1] if programs else None
+
 
 AnswerForm = Literal["any", "boxed", "program"]
 _ANSWER_FORMS: tuple[AnswerForm, ...] = ("any", "boxed", "program")

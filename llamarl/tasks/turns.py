@@ -25,8 +25,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from llamarl.tasks.base import refused_by_template
+from llamarl.tasks.environment_class import Schema
 from llamarl.tasks.special import PLAIN, Shown, special_tokens, text_ids
-from llamarl.tasks.tools import Schema
 from llamarl.types import Message
 
 Turn = dict[str, Any]  # {"role": ..., "content": ...}

@@ -6,7 +6,8 @@ import random
 from functools import lru_cache
 
 from llamarl.tasks.base import Task, sample_digest
-from llamarl.tasks.mixture import PART_KEY, REWARD_KEY, MixtureTask, Schedule
+from llamarl.tasks.mixture import MixtureTask, Schedule
+from llamarl.tasks.row_keys import PART_KEY, REWARD_KEY
 from llamarl.types import Prompt
 
 

@@ -43,7 +43,8 @@ TASKS = [tuple(words) for _, words in hydra_commands(README) if words and "task=
 SHORT = ("max_steps=1", "eval.every=0", "checkpoint.every=0", "groups_per_step=2", "group_size=2")
 ROW = '{"prompt": "1+1=", "question": "1+1=", "answer": "#### 2"}\n'
 OWN_TASK = """
-from llamarl.tasks.base import Example, ListTask
+from llamarl.tasks.base import Example
+from llamarl.tasks.list_task import ListTask
 
 
 def make_task(maker, most=20):

@@ -10,19 +10,19 @@ import pytest
 import torch
 from safetensors.torch import load, save
 
+from llamarl.environments.by_section import DialoguesBySection
 from llamarl.environments.calls import FORMATS
 from llamarl.environments.dialogues import Dialogues, Limits, row_of, runs_of
 from llamarl.environments.engine import DialogueEngine
 from llamarl.environments.pool import EnvironmentPool
-from llamarl.environments.several import SeveralDialogues
 from llamarl.inference.engine import Engine
 from llamarl.inference.partials import pack, unpack
 from llamarl.inference.sampler import SamplingParams
 from llamarl.models.config import read_config, tiny_directory
 from llamarl.models.hf import load_tokenizer
 from llamarl.tasks.environment import GIVEN, makes_prompts, turn_tokens
-from llamarl.tasks.held_out import SET_KEY, section_of
-from llamarl.tasks.mixture import PART_KEY, REWARD_KEY
+from llamarl.tasks.held_out import section_of
+from llamarl.tasks.row_keys import PART_KEY, REWARD_KEY, SET_KEY
 from llamarl.types import ALONE, Completion, Group, Prompt, ScoredCompletion
 from tests.decoding import full_forward_logprobs
 from tests.made_tokenizers import FORGETFUL, byte_level
@@ -645,7 +645,7 @@ def several(engine_of, *, reproducible=False):
     options = {"reproducible": reproducible}
     engine = mixed(engine_of)
     engine._dialogues.close()
-    engine._dialogues = SeveralDialogues(
+    engine._dialogues = DialoguesBySection(
         {
             "task.parts.echo": dialogues_of("Echo", **options),
             "task.parts.endless": dialogues_of("Endless", max_turns=2, **options),
@@ -724,13 +724,13 @@ class Acting:
 def test_nothing_goes_on_before_the_environments_of_all_sections_have_answered():
     slow, fast = Acting("slow"), Acting("fast")
     parts = {"a": slow, "b": fast}
-    both_ = SeveralDialogues(parts, section_of=section_of, reproducible=True)
+    both_ = DialoguesBySection(parts, section_of=section_of, reproducible=True)
     fast.num_acting = 0
     assert both_.poll() == ([], [])
     slow.num_acting = 0
     assert both_.poll() == (["slow", "fast"], [])
     slow.num_acting = 1
-    free = SeveralDialogues(parts, section_of=section_of, reproducible=False)
+    free = DialoguesBySection(parts, section_of=section_of, reproducible=False)
     assert free.poll() == (["slow", "fast"], [])
 
 

@@ -8,7 +8,7 @@ import re
 import pytest
 
 from llamarl.environments.contracts import Played
-from llamarl.tasks.foreign import import_environment
+from llamarl.tasks.environment_class import import_environment
 from llamarl.words.names import NoFunction
 
 
@@ -34,7 +34,7 @@ def textarena():
 
 
 def test_what_is_not_installed_names_its_extra(monkeypatch):
-    import llamarl.tasks.foreign as foreign
+    import llamarl.tasks.environment_class as foreign
 
     def absent(module):
         raise ModuleNotFoundError(f"No module named {module!r}", name=module)

@@ -32,7 +32,7 @@ from llamarl.models.hf import (
 )
 from llamarl.scoring.classifier import check_encoder
 from llamarl.scoring.embedding import check_sentence_encoder
-from llamarl.tasks.jsonl import read_jsonl, row_to_example
+from llamarl.tasks.files import read_jsonl, row_to_example
 from tests.launching import SMALL, ForkedJob
 from tests.scorers import write_encoder, write_scorer
 from tests.unit.refusals import WORLD, change, model_job, model_refusal

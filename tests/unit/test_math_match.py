@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from llamarl.scoring.pool import RewardPool, check_reward
 from llamarl.scoring.scorer import score_all, text_item
 from llamarl.tasks import math_answers
-from llamarl.tasks.marked import last_boxed, split_thoughts
 from llamarl.tasks.math_answers import check_row, is_equivalent, math_match
+from llamarl.tasks.thinking import last_boxed, split_thoughts
 from tests.math_pairs import EACH, pairs
 
 PAIRS = pairs()

@@ -2,6 +2,7 @@
 
 import json
 import threading
+from array import array
 
 import pytest
 import torch.distributed as dist
@@ -12,11 +13,18 @@ from llamarl.comm.groups import World
 from llamarl.launch.reading import FILE, SharedReading
 from llamarl.models.config import tiny_directory
 from llamarl.models.hf import load_tokenizer
-from llamarl.tasks import base
-from llamarl.tasks.base import Example, Fitting, PromptMaker, fitting_of
+from llamarl.tasks import list_task
+from llamarl.tasks.base import Example, PromptMaker
 from llamarl.tasks.build import build_task
-from llamarl.tasks.fitting import from_values, here, to_values, tokenizer_digest
-from llamarl.tasks.jsonl import JsonlExamples, row_to_example
+from llamarl.tasks.files import JsonlExamples, row_to_example
+from llamarl.tasks.list_task import (
+    Fitting,
+    fitting_of,
+    from_values,
+    here,
+    to_values,
+    tokenizer_digest,
+)
 
 WAIT_S = 60.0
 
@@ -94,18 +102,18 @@ def test_a_batch_fits_as_its_prompts_do_one_at_a_time(prompts, limit, batch, cha
         )
     maker = PromptMaker(tokenizer, chat=True, system_prompt=None, max_prompt_tokens=limit)
     examples = [Example(prompt, {}) for prompt in prompts]
-    whole, base.BATCH = base.BATCH, batch
+    whole, list_task.BATCH = list_task.BATCH, batch
     try:
         found = fitting_of(maker, examples)
     finally:
-        base.BATCH = whole
+        list_task.BATCH = whole
     want = [place for place, prompt in enumerate(prompts) if len(maker.ids(prompt)) <= limit]
     assert list(found.places) == want
 
 
 @given(bits=st.lists(st.booleans(), max_size=50))
 def test_a_fitting_is_the_same_as_json(bits):
-    places = base.array("q", [place for place, bit in enumerate(bits) if bit])
+    places = array("q", [place for place, bit in enumerate(bits) if bit])
     values = json.loads(json.dumps(to_values(Fitting(places, "ab"), len(bits))))
     assert from_values(values, len(bits)) == Fitting(places, "ab")
     with pytest.raises(ValueError, match="examples"):
@@ -280,9 +288,9 @@ def test_what_is_wrong_with_the_rows_ends_all_ranks(tokenizer, tmp_path):
 
 
 def test_long_work_is_said(tokenizer, tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr("llamarl.tasks.fitting.SOON_S", 0.0)
-    monkeypatch.setattr("llamarl.tasks.fitting.TOLD_EVERY_S", 0.0)
-    monkeypatch.setattr(base, "BATCH", 10)
+    monkeypatch.setattr("llamarl.tasks.list_task.SOON_S", 0.0)
+    monkeypatch.setattr("llamarl.tasks.list_task.TOLD_EVERY_S", 0.0)
+    monkeypatch.setattr(list_task, "BATCH", 10)
     caplog.set_level("INFO")
     build(tokenizer, write(tmp_path / "rows.jsonl", *PROMPTS))
     assert "task jsonl: 10 of 40 rows encoded" in caplog.text
@@ -290,7 +298,7 @@ def test_long_work_is_said(tokenizer, tmp_path, caplog, monkeypatch):
 
 
 def test_a_large_file_says_what_it_takes(tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr("llamarl.tasks.jsonl.LARGE_BYTES", 100)
+    monkeypatch.setattr("llamarl.tasks.files.LARGE_BYTES", 100)
     caplog.set_level("INFO")
     file = write(tmp_path / "rows.jsonl", *PROMPTS)
     JsonlExamples(file, dict)

@@ -8,7 +8,7 @@ from llamarl.scoring import calls
 from llamarl.scoring.pool import RewardPool, check_reward
 from llamarl.scoring.scorer import Outcome, text_item
 from llamarl.tasks.forms import batched, form_of
-from llamarl.tasks.sampled import with_sampled
+from llamarl.tasks.row_keys import with_sampled
 
 USER_MODULE = '''
 import time

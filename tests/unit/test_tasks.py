@@ -22,9 +22,10 @@ from llamarl.models.config import tiny_directory
 from llamarl.models.hf import load_tokenizer
 from llamarl.tasks import procedural
 from llamarl.tasks.base import PromptMaker
-from llamarl.tasks.build import KINDS, build_held_out, build_task, hold_out
-from llamarl.tasks.jsonl import read_jsonl
+from llamarl.tasks.build import KINDS, build_held_out, build_task
+from llamarl.tasks.files import read_jsonl
 from llamarl.tasks.rewards import exact_match, final_number, numeric_match, reasoning_gym_score
+from llamarl.tasks.split import hold_out
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role[0] }}>{{ m.content }}{% endfor %}{% if "

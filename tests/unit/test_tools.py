@@ -7,7 +7,13 @@ from typing import Literal
 import pytest
 
 from llamarl.environments.calls import Unreadable, json_calls, word_calls
-from llamarl.tasks.tools import arguments_of, is_dialogue, schema_of, schemas_of, tools_of
+from llamarl.tasks.environment_class import (
+    arguments_of,
+    is_dialogue,
+    schema_of,
+    schemas_of,
+    tools_of,
+)
 
 
 class Shop:

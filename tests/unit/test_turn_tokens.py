@@ -13,8 +13,8 @@ from llamarl.environments.dialogues import row_of, seed_of
 from llamarl.models.config import tiny_directory
 from llamarl.models.hf import load_tokenizer
 from llamarl.tasks.build import build_task
+from llamarl.tasks.environment_class import schema_of
 from llamarl.tasks.special import special_tokens
-from llamarl.tasks.tools import schema_of
 from llamarl.tasks.turns import TurnTokens
 from llamarl.types import Message, Prompt
 from tests.made_tokenizers import CHATML, FORGETFUL, INJECTION, byte_level

@@ -17,7 +17,7 @@ from llamarl.inference.sampler import SamplingParams
 from llamarl.types import Completion, Prompt
 
 
-class SeveralDialogues:
+class DialoguesBySection:
     """Keeps the dialogues of one replica, each with the environment of its prompt's section. What
     Dialogues has, this has too.
 

@@ -1,13 +1,13 @@
-"""Keys that a reward finds in a row's meta besides the row's own: what was sampled. Standard
-library only.
-"""
+"""Keys of a prompt's meta that llamarl writes beside the row's own. Standard library only."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-# The key of meta under which a scorer finds what was sampled; no row may have it.
-SAMPLED = "sampled"
+SAMPLED = "sampled"  # what was sampled, for a scorer
+PART_KEY = "part"  # the name of the prompt's part of a mixture
+SET_KEY = "eval_set"  # the name of the prompt's set of eval.sets
+REWARD_KEY = "part_reward"  # the default reward of that part or set
 
 
 def with_sampled(
