@@ -35,13 +35,12 @@ from running import machine, run_job
 from torch import Tensor
 
 from llamarl.executor import ExecutorGroup
-from llamarl.learning.asking import Asked
 from llamarl.machine.precision import use_float32_products
 from llamarl.models.config import read_config
 from llamarl.models.hf import export, named_parameters_hf
 from llamarl.models.scorer import scorer_fields
 from llamarl.models.training import training_decoder
-from llamarl.scoring.packed import pack_scored
+from llamarl.scoring.packed import ScoreRequest, pack_scored
 from llamarl.scoring.sharded import ScorerSettings, ShardedScorer
 
 SPREAD = 0.7  # of the logarithm of lengths
@@ -60,7 +59,7 @@ def scorer_of(model: Path, folder: Path) -> Path:
     return folder
 
 
-def drawn(args: argparse.Namespace, vocab: int) -> list[Asked]:
+def drawn(args: argparse.Namespace, vocab: int) -> list[ScoreRequest]:
     """The batch."""
     draw = torch.Generator().manual_seed(args.seed)
 
@@ -72,11 +71,11 @@ def drawn(args: argparse.Namespace, vocab: int) -> list[Asked]:
     batch = []
     for _ in range(args.prompts):
         completions = [tokens(args.completion_tokens) for _ in range(args.group)]
-        batch.append(Asked(tokens(args.prompt_tokens), tuple(completions)))
+        batch.append(ScoreRequest(tokens(args.prompt_tokens), tuple(completions)))
     return batch
 
 
-def ours(args: argparse.Namespace, path: Path, asked: list[Asked]) -> Callable[[], Tensor]:
+def ours(args: argparse.Namespace, path: Path, asked: list[ScoreRequest]) -> Callable[[], Tensor]:
     alone = ExecutorGroup("reward", (0,), 0, torch.device(args.device))
     settings = ScorerSettings(
         path=str(path), dtype=args.dtype, microbatch_tokens=args.microbatch_tokens
@@ -86,7 +85,11 @@ def ours(args: argparse.Namespace, path: Path, asked: list[Asked]) -> Callable[[
 
 
 def padded(
-    args: argparse.Namespace, model: torch.nn.Module, asked: list[Asked], size: int, by_length: bool
+    args: argparse.Namespace,
+    model: torch.nn.Module,
+    asked: list[ScoreRequest],
+    size: int,
+    by_length: bool,
 ) -> Callable[[], Tensor]:
     """transformers' scores in batches of `size`."""
     sequences = []

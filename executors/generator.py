@@ -19,7 +19,7 @@ their ticket as in work, partial ones go on and ended ones are sent again. Other
 starts again.
 
 With tensor_parallel > 1 that many ranks share a copy of the model. The first of them does all of
-this; the others do what it tells them, in its order, and send nothing (llamarl.comm.lockstep).
+this; the others do what it tells them, in its order, and send nothing (llamarl.comm.together).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from itertools import chain
 
 import torch
 
-from llamarl.comm.lockstep import Lockstep
+from llamarl.comm.together import Lockstep
 from llamarl.ddma.channel import receiver_of
 from llamarl.evaluation.ask import eval_completion, submit
 from llamarl.executor import Executor, WeightsForm

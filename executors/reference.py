@@ -25,11 +25,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from llamarl.comm.together import RankCalls
 from llamarl.ddma.channel import receiver_of
 from llamarl.errors import NotFinite
 from llamarl.executor import Executor, State, WeightsForm
 from llamarl.learning.logprobs import LateEnds
-from llamarl.learning.sharded_reference import ShardedReference
 from llamarl.models.build import Decoder
 from llamarl.models.config import Lora
 from llamarl.models.fsdp import local
@@ -37,7 +37,7 @@ from llamarl.scoring.ahead import StreamSettings
 from llamarl.scoring.logprobs import Batched, GroupLogprobs, Streamed
 from llamarl.scoring.resets import Resets, newest_version
 from llamarl.scoring.scorer import Site
-from llamarl.scoring.together import Ranks
+from llamarl.scoring.sharded import ShardedReference
 from llamarl.tickets.prompts import AnyPrompts, note
 from llamarl.types import Group, ReferencePolicy, Stretch
 
@@ -113,7 +113,7 @@ class Reference(Executor):
 
     def setup(self) -> None:
         """Load the model, each rank its own part."""
-        self._ranks = Ranks(self)
+        self._ranks = RankCalls(self)
         site = Site(
             group=self.group,
             together=self._ranks,

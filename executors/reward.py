@@ -28,13 +28,13 @@ from dataclasses import dataclass
 
 import torch
 
+from llamarl.comm.together import RankCalls
 from llamarl.evaluation.judges import Evaluated, Judges, MakeEvalJudge
 from llamarl.evaluation.metrics import Evaluations
 from llamarl.executor import Executor, State
 from llamarl.scoring.assembly import Batches, GroupAssembler, Scorable, item_of
 from llamarl.scoring.replies import ReplyMean, ReplySettings
 from llamarl.scoring.scorer import Item, MakeScorer, Outcome, Site
-from llamarl.scoring.together import Ranks
 from llamarl.tasks.held_out import EvalSet, set_of
 from llamarl.tickets.prompts import AnyPrompts, note, part_of
 from llamarl.types import (
@@ -165,7 +165,7 @@ class Reward(Executor):
         scorer. ValueError if it cannot be used, such as a function that cannot be imported or
         called.
         """
-        self._ranks = Ranks(self, as_one=self.first_takes)
+        self._ranks = RankCalls(self, as_one=self.first_takes)
         site = Site(
             group=self.group,
             together=self._ranks,

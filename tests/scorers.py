@@ -15,8 +15,8 @@ from transformers import (
     LlamaConfig,
 )
 
-from llamarl.learning.asking import Asked
 from llamarl.models.config import tiny_directory
+from llamarl.scoring.packed import ScoreRequest
 from tests.random_models import save_drawn
 from tests.tolerances import rounding
 
@@ -73,7 +73,9 @@ def spoil_head(path: Path) -> None:
     save_file(held, file, metadata={"format": "pt"})
 
 
-def asked_for(num_prompts: int, group_size: int, *, seed: int = 0, vocab: int = 20) -> list[Asked]:
+def asked_for(
+    num_prompts: int, group_size: int, *, seed: int = 0, vocab: int = 20
+) -> list[ScoreRequest]:
     """Random prompts with completions of uneven lengths."""
     draw = torch.Generator().manual_seed(seed)
 
@@ -83,7 +85,7 @@ def asked_for(num_prompts: int, group_size: int, *, seed: int = 0, vocab: int = 
 
     asked = []
     for _ in range(num_prompts):
-        asked.append(Asked(tokens(9), tuple(tokens(30) for _ in range(group_size))))
+        asked.append(ScoreRequest(tokens(9), tuple(tokens(30) for _ in range(group_size))))
     return asked
 
 
@@ -94,7 +96,7 @@ def score_of(model, ids_T: torch.Tensor, label: int = 0) -> torch.Tensor:
     return model.score(hidden_TD[-1])[label]
 
 
-def transformers_scores(model, asked: list[Asked], label: int = 0) -> torch.Tensor:
+def transformers_scores(model, asked: list[ScoreRequest], label: int = 0) -> torch.Tensor:
     """[N]: each sequence alone."""
     scores = []
     for one in asked:

@@ -20,11 +20,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 from torch import Tensor
 
+from llamarl.comm.together import Apart
 from llamarl.errors import RewardError
 from llamarl.evaluation.judges import Evaluated, FindsBySet, greedy_items, spans_of
 from llamarl.evaluation.win_rate import Judged
 from llamarl.scoring.scorer import Item, Outcome, Site
-from llamarl.scoring.together import Apart
 from llamarl.scoring.weighted import Part
 from llamarl.tasks.held_out import EvalSet
 

@@ -18,19 +18,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from llamarl.comm.together import CollectiveCall, join_shares, own_share
 from llamarl.errors import NotFinite
 from llamarl.evaluation.judges import Evaluated, FindsBySet, Metrics, greedy_items, spans_of
-from llamarl.learning.asking import Asked, from_message, join_shares, own_share, to_message
 from llamarl.learning.packing import collate
 from llamarl.learning.sft import NextToken, completion_logprobs, pair_of
 from llamarl.models.frozen import decoder_over
 from llamarl.models.fsdp import local, reshard
+from llamarl.scoring.packed import ScoreRequest, from_message, to_message
 from llamarl.scoring.scorer import Site
-from llamarl.scoring.together import Call
 from llamarl.tasks.held_out import EvalSet
 
 # What the ranks read at once: at most one microbatch on each data-parallel rank.
-Microbatches = list[list[Asked]]
+Microbatches = list[list[ScoreRequest]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class _Evaluation:
     """A version's completions, and their log-probabilities so far."""
 
     version: int
-    answers: list[Asked]
+    answers: list[ScoreRequest]
     unread: deque[list[int]]  # by microbatch: the numbers of completions that are not read yet
     logprobs_N: Tensor
 
@@ -91,7 +91,9 @@ class Perplexity(FindsBySet[Likelihood]):
         """Load this rank's share of the model."""
         dtype = getattr(torch, self._settings.dtype)
         self.decoder = decoder_over(self._site.group, self._settings.path, dtype=dtype)
-        self._site.together.add("perplexity", Call(self._logprobs, _to_words, _from_words))
+        self._site.together.add(
+            "perplexity", CollectiveCall(self._logprobs, _to_words, _from_words)
+        )
 
     @property
     def is_computing(self) -> bool:
@@ -105,7 +107,7 @@ class Perplexity(FindsBySet[Likelihood]):
         for item in greedy_items(answers):
             pair = pair_of(item.prompt.prompt_ids, item.sampled_ids)
             sizes.append(NextToken().num_tokens(pair))
-            asked.append(Asked(item.prompt.prompt_ids, (item.sampled_ids,)))
+            asked.append(ScoreRequest(item.prompt.prompt_ids, (item.sampled_ids,)))
         evaluation = _Evaluation(
             version=version,
             answers=asked,
@@ -169,7 +171,7 @@ class Perplexity(FindsBySet[Likelihood]):
         sizes = [len(asked) for asked in microbatches]
         logprobs_N = torch.zeros(sum(sizes), dtype=torch.float64)
         places = torch.arange(sum(sizes)).split(sizes)
-        nothing: tuple[list[Asked], Tensor] = ([], places[0][:0])
+        nothing: tuple[list[ScoreRequest], Tensor] = ([], places[0][:0])
         for asked, own in own_share(list(zip(microbatches, places)), nothing, group):
             pairs = [pair_of(one.prompt_ids, one.completions[0]) for one in asked]
             batch = NextToken().pack(pairs, group.device)

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import torch
 
 from llamarl.comm import wire
+from llamarl.comm.reduction import TrainerRanks
 from llamarl.errors import LagExceeded
-from llamarl.learning.reduction import Ranks
 from llamarl.types import Group
 
 MESSAGE = "buffer/"
@@ -36,7 +36,7 @@ class GroupBuffer:
     def __post_init__(self):
         self._groups: dict[int, Group] = {}  # come, and not handed over
 
-    def attach(self, ranks: Ranks) -> None:
+    def attach(self, ranks: TrainerRanks) -> None:
         """Set the ranks that train together. Call it before the first `take`."""
 
     def __len__(self) -> int:
@@ -94,7 +94,7 @@ class GroupBuffer:
         """Return the tickets of the groups that wait to be handed over."""
         return sorted(self._groups)
 
-    def metrics(self, ranks: Ranks) -> dict[str, float]:
+    def metrics(self, ranks: TrainerRanks) -> dict[str, float]:
         """Collective over ranks: return metrics of all ranks' buffers, after `take`."""
         return {}
 

@@ -14,7 +14,7 @@ dtype, the softmax in float32 (float64 where the model is float64).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -22,9 +22,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from llamarl.learning.limits import CHUNK_TOKENS, KEEP_BYTES, KEEP_LOGITS
+from llamarl.learning.packing import to_device
 from llamarl.learning.segments import wide_dtype
+from llamarl.models.attention import PackedAttention
 from llamarl.models.fused import add_up, kernels, weight_gradient
+from llamarl.models.protocol import LanguageModel
 from llamarl.models.sizes import rounded_up
+from llamarl.types import Group, PackedBatch
 
 # A logit that is out of the distribution. e^-1e30 is 0 and, unlike for -infinity, so is 0 * -1e30.
 NEVER = -1e30
@@ -328,3 +332,41 @@ def _room(tokens: int, weight_VD: Tensor) -> Tensor:
 
 def _parts(tokens: int, size: int) -> list[slice]:
     return [slice(i, min(i + size, tokens)) for i in range(0, tokens, max(size, 1))]
+
+
+def group_to_score(prompt_ids: Tensor, completions: Sequence[Tensor]) -> Group:
+    """Return a prompt [P] and its completions [L] as a group in which every completion is trained
+    on, so that packing leaves none out.
+    """
+    lengths = [completion.numel() for completion in completions]
+    zeros = torch.zeros(sum(lengths))
+    return Group(
+        ticket=0,
+        prompt_ids=prompt_ids,
+        lengths=torch.tensor(lengths),
+        token_ids=torch.cat(list(completions)),
+        generator_logprobs=zeros,
+        policy_versions=zeros.long(),
+        ref_logprobs=zeros[:0],
+        rewards=torch.ones(len(lengths)),
+        finish_reasons=("stop",) * len(lengths),
+        outcomes=("score",) * len(lengths),
+    )
+
+
+@torch.no_grad()
+def label_logprobs(
+    decoder: LanguageModel,
+    microbatch: PackedBatch,
+    device: torch.device,
+    *,
+    temperature: float,
+    late_ends: LateEnds | None = None,
+) -> Tensor:
+    """Return the logprobs [R] of a microbatch's labels, float32, nats, on the CPU."""
+    batch = to_device(microbatch, device)
+    attention = PackedAttention(batch.cu_seqlens, batch.parents)
+    narrowing = Narrowing.of(decoder.absent_rows, late_ends, batch.offsets)
+    head = make_head(batch.labels, batch.rows, temperature=temperature, narrowing=narrowing)
+    logprobs, _ = decoder(batch.input_ids, batch.positions, attention, head)
+    return logprobs.float().cpu()

@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from llamarl.learning.reduction import Ranks
+from llamarl.comm.reduction import TrainerRanks
 from llamarl.learning.segments import end_to_end, owners, runs, sum_by
 from llamarl.learning.targets import Targets
 from llamarl.types import Group, PackedBatch
@@ -46,7 +46,7 @@ class Packing:
     unused_budget_fraction: float  # of the microbatches' token budgets: what no token takes, 0..1
     has_reference: bool  # ref_logprobs hold a reference's; else they are zeros without meaning
 
-    def over(self, ranks: Ranks) -> Packing:
+    def over(self, ranks: TrainerRanks) -> Packing:
         """Collective: return this packing with counts over all ranks, and with as many microbatches
         on each.
 

@@ -47,8 +47,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from llamarl.comm import wire
 from llamarl.comm.channel import dp_rank_of
+from llamarl.comm.reduction import TrainerRanks
 from llamarl.learning.buffer import GroupBuffer, stored_group
-from llamarl.learning.reduction import Ranks
 from llamarl.types import Group
 
 log = logging.getLogger(__name__)
@@ -288,7 +288,7 @@ class ReplayBuffer(GroupBuffer):
             groups.append(_joined([rows[place] for place in places]))
         return groups
 
-    def metrics(self, ranks: Ranks) -> dict[str, float]:
+    def metrics(self, ranks: TrainerRanks) -> dict[str, float]:
         """Collective over ranks: return metrics named buffer/*.
 
         They count completions that may be drawn, and their prompts; copies of them that are held
@@ -316,7 +316,7 @@ class ReplayBuffer(GroupBuffer):
             **found,
         }
 
-    def _num_good(self, ranks: Ranks) -> float:
+    def _num_good(self, ranks: TrainerRanks) -> float:
         """Return how many different completions of good reward have ever come to any rank. Each is
         kept by the rank that its digest names.
         """
@@ -409,7 +409,7 @@ class SharedReplayBuffer(ReplayBuffer):
     the same groups draws. draw, max_size: of all ranks together. `take` is collective.
     """
 
-    def attach(self, ranks: Ranks) -> None:
+    def attach(self, ranks: TrainerRanks) -> None:
         self._ranks = ranks
 
     @property

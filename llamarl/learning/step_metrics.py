@@ -18,7 +18,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from llamarl.learning.reduction import Ranks
+from llamarl.comm.reduction import TrainerRanks
 from llamarl.learning.segments import owners, sum_by
 from llamarl.types import Group
 
@@ -84,7 +84,7 @@ def metrics_of_loss(given: Mapping[str, Tensor]) -> Metrics:
     return metrics
 
 
-def over_ranks(metrics: Metrics, ranks: Ranks) -> Metrics:
+def over_ranks(metrics: Metrics, ranks: TrainerRanks) -> Metrics:
     """Collective: return the metrics of all ranks joined, as floats.
 
     Ranks may have different names: a loss may say nothing of a microbatch without labels.
@@ -135,7 +135,7 @@ def lag_histogram(lags: Tensor) -> dict[str, Tensor]:
 SUMMED = ("dialogues/", "tokens/", "victim/")
 
 
-def columns_row(groups: list[Group], ranks: Ranks) -> Row:
+def columns_row(groups: list[Group], ranks: TrainerRanks) -> Row:
     """Collective: return the columns that travel with the completions of these groups."""
     told: dict[str, list[float]] = defaultdict(list)
     for columns in chain.from_iterable(g.columns for g in groups):
@@ -150,7 +150,7 @@ def columns_row(groups: list[Group], ranks: Ranks) -> Row:
     return row
 
 
-def batch_row(groups: list[Group], version: int, ranks: Ranks) -> Row:
+def batch_row(groups: list[Group], version: int, ranks: TrainerRanks) -> Row:
     """Collective: return the metrics of the groups that a step took, also of those that have no
     part in its updates. version: the policy version that is trained.
     """

@@ -23,10 +23,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from llamarl.comm.reduction import TrainerRanks
 from llamarl.errors import NotFinite
 from llamarl.learning.optim import clip_grad_norm, lr_at, set_lr
 from llamarl.learning.packing import collate
-from llamarl.learning.reduction import Ranks
 from llamarl.models.attention import PackedAttention
 from llamarl.models.build import Decoder
 from llamarl.models.fsdp import next_backward
@@ -180,7 +180,7 @@ class SupervisedUpdate(Generic[Example, Batch]):
         self.optimizer = optimizer
         self.objective = objective
         self.settings = settings
-        self.ranks = Ranks(group, device, None)
+        self.ranks = TrainerRanks(group, device, None)
         self._device = device
 
     def run(self, examples: Sequence[Example], step: int) -> dict[str, float]:

@@ -29,9 +29,9 @@ from itertools import chain
 import torch
 from torch import Tensor
 
+from llamarl.comm.reduction import TrainerRanks
 from llamarl.learning.advantages import ADVANTAGES, by_turn, gae
 from llamarl.learning.losses.regularisers import kl_to_reference
-from llamarl.learning.reduction import Ranks
 from llamarl.learning.segments import end_to_end, owners, sum_by
 from llamarl.learning.step_metrics import Row
 from llamarl.learning.values import Critic, CriticSettings
@@ -206,7 +206,7 @@ def make_targets(
     critic: Critic | None,
     old_values: Tensor | None,
     minibatches: list[slice],
-    ranks: Ranks,
+    ranks: TrainerRanks,
 ) -> tuple[list[Targets], Row]:
     """Collective: return the targets of this rank's groups, and metrics of the whole batch.
 
@@ -364,7 +364,9 @@ def _targets_by_token(
     ]
 
 
-def _explained_variance(groups: list[Group], targets: list[Targets], ranks: Ranks) -> float | None:
+def _explained_variance(
+    groups: list[Group], targets: list[Targets], ranks: TrainerRanks
+) -> float | None:
     """Collective: return value/explained_variance, see make_targets."""
     returns = []
     errors = []

@@ -26,15 +26,21 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from llamarl.comm.reduction import TrainerRanks
 from llamarl.errors import NotFinite, ParityError
-from llamarl.learning.logprobs import NEVER, LateEnds, Narrowing, make_head
+from llamarl.learning.logprobs import (
+    NEVER,
+    LateEnds,
+    Narrowing,
+    group_to_score,
+    label_logprobs,
+    make_head,
+)
 from llamarl.learning.losses.common import has_mark
 from llamarl.learning.losses.inputs import Completions, LossInputs
 from llamarl.learning.optim import clip_grad_norm, lr_at, set_lr, share_gradients
 from llamarl.learning.packing import Packing, pack, to_device
-from llamarl.learning.reduction import Ranks
 from llamarl.learning.samples import StepWatch
-from llamarl.learning.sharded_reference import asked_of, group_of, label_logprobs
 from llamarl.learning.step_metrics import (
     Metric,
     Metrics,
@@ -208,7 +214,7 @@ class PolicyUpdate:
         )
         tp = decoder.tensor_parallel
         self._tensor_parallel = tp
-        self.ranks = Ranks(group, device, tp)
+        self.ranks = TrainerRanks(group, device, tp)
         names = [name for name, _ in named_parameters_hf(decoder)]
         self._tensor_groups = tensor_groups(decoder, names)
         parameters = list(decoder.parameters())
@@ -316,7 +322,9 @@ class PolicyUpdate:
         """
         reference = self.reference
         assert reference is not None, "asked where the trainer has one of its own"
-        alike = [group_of(asked_of(g)) for g in groups]
+        alike = [
+            group_to_score(g.prompt_ids, g.token_ids.split(g.lengths.tolist())) for g in groups
+        ]
         everything = [Targets.of(g, g.rewards) for g in alike]
         logprobs_C = torch.zeros(sum(g.token_ids.numel() for g in groups))
         with adapters_off(reference):

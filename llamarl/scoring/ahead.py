@@ -15,12 +15,12 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from llamarl.comm.together import CollectiveCall
 from llamarl.inference.cache import whole_blocks
 from llamarl.models.build import Decoder
 from llamarl.scoring.growing import GrowingSequences, Pass
 from llamarl.scoring.pieces import PieceHead, PieceReader, from_message, to_message
 from llamarl.scoring.scorer import Site
-from llamarl.scoring.together import Call
 from llamarl.types import Stretch
 
 
@@ -81,7 +81,7 @@ class Ahead:
             group=site.group,
             one_by_one=site.reproducible,
         )
-        site.together.add(call, Call(self._reader.run, to_message, from_message))
+        site.together.add(call, CollectiveCall(self._reader.run, to_message, from_message))
         self.caches: list[GrowingSequences] = []
         for _ in range(site.group.data_size):
             growing = GrowingSequences(

@@ -19,14 +19,14 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from llamarl.learning.asking import Asked, from_message, to_message
+from llamarl.comm.together import CollectiveCall
 from llamarl.learning.logprobs import LateEnds
-from llamarl.learning.sharded_reference import ShardedReference, asked_of
 from llamarl.scoring.ahead import Ahead, StreamSettings
 from llamarl.scoring.growing import GrowingSequences, Key, Pass, Piece
+from llamarl.scoring.packed import ScoreRequest, from_message, to_message
 from llamarl.scoring.pieces import LogprobHead
 from llamarl.scoring.scorer import Site
-from llamarl.scoring.together import Call
+from llamarl.scoring.sharded import ShardedReference, asked_of
 from llamarl.types import Group, Stretch
 
 # Keep finished logprobs of this many completions per cache slot until their group comes; older ones
@@ -67,7 +67,7 @@ class Batched:
         self._site = site
         self._waiting: list[Group] = []
         self._done: deque[tuple[Group, Tensor]] = deque()
-        site.together.add("score", Call(self._compute, to_message, from_message))
+        site.together.add("score", CollectiveCall(self._compute, to_message, from_message))
 
     @property
     def num_waiting(self) -> int:
@@ -99,7 +99,7 @@ class Batched:
         """Yield nothing, because nothing is kept on the device."""
         yield from ()
 
-    def _compute(self, asked: Sequence[Asked]) -> list[Tensor]:
+    def _compute(self, asked: Sequence[ScoreRequest]) -> list[Tensor]:
         return self._model.logprobs(asked, together=not self._site.reproducible)
 
 

@@ -19,16 +19,16 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from llamarl.comm.together import CollectiveCall
 from llamarl.executor import State
-from llamarl.learning.asking import Asked, from_message, to_message
 from llamarl.models.fsdp import local
 from llamarl.scoring.ahead import Ahead, StreamSettings
 from llamarl.scoring.chunk_search import ChunkSearch
 from llamarl.scoring.growing import Key
+from llamarl.scoring.packed import ScoreRequest, from_message, to_message
 from llamarl.scoring.pieces import ScoreHead
 from llamarl.scoring.scorer import Item, Outcome, Outcomes, Queue, Scorer, Site
 from llamarl.scoring.sharded import ScorerSettings, ShardedScorer
-from llamarl.scoring.together import Call
 from llamarl.types import Stretch
 
 Scores = list[tuple[int, float]]  # scores, each with its item's key
@@ -64,7 +64,7 @@ class ModelScorer(Scorer):
         model = ShardedScorer(self._settings, self._site.group)
         self.model = model
         self._run = f"score/{self.name}"
-        self._site.together.add(self._run, Call(model.scores, to_message, from_message))
+        self._site.together.add(self._run, CollectiveCall(model.scores, to_message, from_message))
         self._rounds = Rounds(
             self._settings,
             context=model.decoder.config.max_position_embeddings,
@@ -231,7 +231,7 @@ class Rounds:
         self._reproducible = reproducible
         self._num_batches = 0
         # (number of its batch, keys, sequences), each of one prompt
-        self._waiting: Queue[tuple[int, list[int], Asked]] = Queue()
+        self._waiting: Queue[tuple[int, list[int], ScoreRequest]] = Queue()
 
     def put(self, batch: Mapping[int, Item]) -> Outcomes:
         """Queue the items of a batch by their prompts. Return the errors of those that are too
@@ -265,13 +265,13 @@ class Rounds:
         self._num_batches += 1
         return errors
 
-    def take(self) -> tuple[list[int], list[Asked]]:
+    def take(self) -> tuple[list[int], list[ScoreRequest]]:
         """Return the keys and the sequences that are scored next: as many as fill a microbatch on
         each rank. If it must be reproducible, they are all of one batch.
         """
         first, _, _ = self._waiting.first
         keys: list[int] = []
-        asked: list[Asked] = []
+        asked: list[ScoreRequest] = []
         room = self._tokens_a_round
         while self._waiting:
             number, own, one = self._waiting.first
@@ -386,7 +386,7 @@ class Growing:
         self.ahead.clear()
 
 
-def asked_of(sequences: list[Tensor]) -> Asked:
+def asked_of(sequences: list[Tensor]) -> ScoreRequest:
     """Return sequences as completions of their common beginning."""
     shared = len(os.path.commonprefix([tokens.tolist() for tokens in sequences]))
-    return Asked(sequences[0][:shared], tuple(tokens[shared:] for tokens in sequences))
+    return ScoreRequest(sequences[0][:shared], tuple(tokens[shared:] for tokens in sequences))

@@ -1,7 +1,7 @@
 """Sequences that a model scores at their last tokens: packed without padding, each prompt once for
 all its completions.
 
-    batches = pack_scored([Asked(prompt_ids, completions), ...], budget_tokens=8192)
+    batches = pack_scored([ScoreRequest(prompt_ids, completions), ...], budget_tokens=8192)
     scores_NC = score(decoder, batches[0], device)
 
 Shapes: T tokens and S segments of a microbatch, N completions, C labels, P tokens of a prompt, L of
@@ -17,11 +17,61 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from llamarl.learning.asking import Asked
 from llamarl.learning.packing import collate
 from llamarl.models.attention import PackedAttention
 from llamarl.models.protocol import LanguageModel
 from llamarl.models.scorer import scores_at
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreRequest:
+    """A request: the completions of one prompt that are to be scored. ValueError for a sequence
+    without any token.
+    """
+
+    prompt_ids: Tensor  # [P] int64; [0] where the completions have no token in common
+    completions: tuple[Tensor, ...]  # [L] int64 each
+
+    def __post_init__(self):
+        if not self.prompt_ids.numel() and not all(c.numel() for c in self.completions):
+            raise ValueError("a sequence without tokens has no last one to be scored at")
+
+    @property
+    def num_tokens(self) -> int:
+        """The tokens of the prompt and of all completions."""
+        return self.prompt_ids.numel() + sum(c.numel() for c in self.completions)
+
+
+def to_message(asked: Sequence[ScoreRequest]) -> Tensor:
+    """Encode requests as one message of whole numbers [n] int64, for other ranks: for each prompt
+    its length, how many completions it has and their lengths, then the tokens of all.
+    """
+    sizes = []
+    tokens = []
+    for one in asked:
+        lengths = [completion.numel() for completion in one.completions]
+        sizes += [one.prompt_ids.numel(), len(lengths), *lengths]
+        tokens += [one.prompt_ids, *one.completions]
+    head = torch.tensor([len(asked), *sizes], dtype=torch.int64)
+    return torch.cat([head, *tokens])
+
+
+def from_message(words: Tensor) -> list[ScoreRequest]:
+    """Decode a message of `to_message`."""
+    number, *rest = words.tolist()
+    place = 0
+    lengths = []  # of each prompt: its own, then those of its completions
+    for _ in range(number):
+        end = place + 2 + rest[place + 1]
+        lengths.append([rest[place], *rest[place + 2 : end]])
+        place = end
+    tokens = words[1 + place :]
+    asked = []
+    for own in lengths:
+        prompt_ids, *completions = tokens[: sum(own)].split(own)
+        asked.append(ScoreRequest(prompt_ids, tuple(completions)))
+        tokens = tokens[sum(own) :]
+    return asked
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +89,7 @@ class ScoreBatch:
     places: Tensor  # [N] int64: places of the completions among all that were asked, end to end
 
 
-def pack_scored(asked: Sequence[Asked], *, budget_tokens: int) -> list[ScoreBatch]:
+def pack_scored(asked: Sequence[ScoreRequest], *, budget_tokens: int) -> list[ScoreBatch]:
     """Collate what is asked into microbatches of at most budget_tokens, on the CPU. Equal inputs
     give equal outputs.
 
@@ -88,11 +138,11 @@ def score(decoder: LanguageModel, batch: ScoreBatch, device: torch.device) -> Te
 class _Part:
     """Completions of one prompt that go into a microbatch together."""
 
-    asked: Asked
+    asked: ScoreRequest
     places: list[int]
 
 
-def _cut(asked: Asked, first: int, budget: int) -> list[_Part]:
+def _cut(asked: ScoreRequest, first: int, budget: int) -> list[_Part]:
     """Cut the completions of a prompt into parts of at most the budget, as far as possible."""
     sizes = [completion.numel() for completion in asked.completions]
     cuts = [[i] for i in range(len(sizes))]
@@ -101,7 +151,7 @@ def _cut(asked: Asked, first: int, budget: int) -> list[_Part]:
         cuts = [sorted(cut) for cut in collate(sizes, room)]
     parts = []
     for cut in cuts:
-        own = Asked(asked.prompt_ids, tuple(asked.completions[i] for i in cut))
+        own = ScoreRequest(asked.prompt_ids, tuple(asked.completions[i] for i in cut))
         parts.append(_Part(own, [first + i for i in cut]))
     return parts
 

@@ -26,10 +26,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from llamarl.comm.together import join_shares
 from llamarl.executor import ExecutorGroup
 from llamarl.inference.cache import Pieces, SlotCache, whole_blocks
 from llamarl.inference.decode import NativeDecode
-from llamarl.learning.asking import join_shares
 from llamarl.learning.logprobs import LateEnds, Narrowing, chunked_logprobs
 from llamarl.models.attention import PackedAttention
 from llamarl.models.build import Decoder

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
+from llamarl.comm.together import CollectiveCall, RankCalls
 from llamarl.ddma.channel import RESET
 from llamarl.ddma.receiver import WeightsReceiver
 from llamarl.errors import TimedOut
@@ -25,7 +26,6 @@ from llamarl.models.fsdp import held_box, is_split, local
 from llamarl.models.lora import travelling
 from llamarl.models.sharded_state import Shard, load_shards
 from llamarl.models.sharding import Box, adapter_shapes, parameter_shapes
-from llamarl.scoring.together import Call, Ranks
 from llamarl.types import Group
 
 
@@ -39,7 +39,7 @@ class Resets:
     def __init__(
         self,
         executor: Executor,
-        ranks: Ranks,
+        ranks: RankCalls,
         decoder: Decoder,
         weights: WeightsReceiver,
         *,
@@ -59,7 +59,7 @@ class Resets:
         self._shards = [Shard(name, p, held_box(decoder, name, p)) for name, p in named]
         self._weights = weights
         self._weights.bind(decoder.config, named)
-        ranks.add("swap", Call(self._swap, is_ready=self._may_swap))
+        ranks.add("swap", CollectiveCall(self._swap, is_ready=self._may_swap))
 
     def begin_step(self) -> None:
         """Note that the trainer begins a version, which a checkpoint that was asked for before must

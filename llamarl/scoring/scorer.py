@@ -20,8 +20,8 @@ from typing import Generic, Literal, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from llamarl.comm.together import Alone, Together
 from llamarl.executor import ExecutorGroup, Meter, State
-from llamarl.scoring.together import Alone, Together
 from llamarl.tasks.row_keys import with_sampled
 from llamarl.types import ALONE, Columns, Ending, Prompt, Stretch
 

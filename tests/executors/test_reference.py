@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from llamarl.errors import NotFinite
-from llamarl.learning import sharded_reference
+from llamarl.scoring import sharded
 from llamarl.types import Group
 from tests.executors.references import (
     LOGPROBS,
@@ -31,13 +31,13 @@ def model(reference_model):
 @pytest.fixture
 def packings(monkeypatch):
     """What is packed during the test."""
-    made, pack = [], sharded_reference.pack
+    made, pack = [], sharded.pack
 
     def watched(*args, **options):
         made.append(pack(*args, **options))
         return made[-1]
 
-    monkeypatch.setattr(sharded_reference, "pack", watched)
+    monkeypatch.setattr(sharded, "pack", watched)
     return made
 
 

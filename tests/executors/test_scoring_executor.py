@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from executors.reward import Reward
+from llamarl.comm.together import RankCalls
 from llamarl.executor import ExecutorGroup
 from llamarl.models.config import tiny_directory
 from llamarl.models.hf import load_tokenizer
 from llamarl.scoring.model import asked_of
 from llamarl.scoring.sharded import ScorerSettings
-from llamarl.scoring.together import Ranks
 from llamarl.scoring.transcript import Transcript, same_tokens
 from llamarl.scoring.weighted import Part, Weighted
 from llamarl.tasks.held_out import own_set
@@ -71,7 +71,7 @@ def test_a_reward_without_its_model_ends_without_waiting_for_other_ranks(build, 
         raise ValueError("no such model")
 
     monkeypatch.setattr(Weighted, "load", load)
-    monkeypatch.setattr(Ranks, "leave", lambda ranks: pytest.fail("waits for other ranks"))
+    monkeypatch.setattr(RankCalls, "leave", lambda ranks: pytest.fail("waits for other ranks"))
     executor = build(is_set_up=False)
     with pytest.raises(ValueError, match="no such model"):
         executor.setup()

@@ -7,12 +7,12 @@ import torch
 
 from llamarl.comm.groups import World, executor_group
 from llamarl.executor import ExecutorGroup
-from llamarl.learning.sharded_reference import ShardedReference
 from llamarl.models.config import read_config, tiny_directory
 from llamarl.models.fsdp import local
 from llamarl.scoring.growing import GrowingSequences
 from llamarl.scoring.logprobs import StreamedLogprobs
 from llamarl.scoring.pieces import LogprobHead, PieceReader
+from llamarl.scoring.sharded import ShardedReference
 from llamarl.types import Stretch
 from tests.ranks.topologies import TOPOLOGIES, WORLD
 from tests.scorers import asked_for

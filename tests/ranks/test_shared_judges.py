@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from llamarl.comm.groups import World, executor_group
+from llamarl.comm.together import Alone
 from llamarl.evaluation.gold import Gold, GoldSettings
 from llamarl.evaluation.perplexity import Perplexity, PerplexitySettings
 from llamarl.executor import ExecutorGroup
@@ -15,7 +16,6 @@ from llamarl.models.config import read_config, tiny_directory
 from llamarl.scoring.model import ModelScorer
 from llamarl.scoring.scorer import Site
 from llamarl.scoring.sharded import ScorerSettings
-from llamarl.scoring.together import Alone
 from llamarl.scoring.weighted import Part
 from llamarl.tasks.held_out import EvalSet
 from tests.evaluated import evaluated

@@ -6,11 +6,11 @@ import math
 
 import torch
 
-from llamarl.learning.reduction import Ranks
+from llamarl.comm.reduction import TrainerRanks
 from llamarl.learning.replay import Draw
 from llamarl.types import Group
 
-ALONE = Ranks(None, torch.device("cpu"), None)
+ALONE = TrainerRanks(None, torch.device("cpu"), None)
 
 
 def group(ticket, *, prompt=None, rewards=(0.0, 1.0), version=0, reasons=None, lengths=None):

@@ -5,10 +5,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from llamarl.comm.together import CollectiveCall, RankCalls
 from llamarl.evaluation.judges import EvalJudge, Judges, spans_of
 from llamarl.executor import Executor, ExecutorGroup
 from llamarl.scoring.scorer import Outcome
-from llamarl.scoring.together import Call, Ranks
 from llamarl.tasks.held_out import APART, EvalSet
 from tests.evaluated import evaluated
 
@@ -118,5 +118,5 @@ def test_ranks_that_act_each_by_itself_share_no_calls():
     group = ExecutorGroup("reward", (0, 1), 0, torch.device("cpu"))
     two.attach(group, {}, {}, Mail(), None)
     with pytest.raises(AssertionError, match="share no calls"):
-        Ranks(two, as_one=False).add("score", Call(run=lambda value: value))
-    Ranks(two, as_one=True).add("score", Call(run=lambda value: value))
+        RankCalls(two, as_one=False).add("score", CollectiveCall(run=lambda value: value))
+    RankCalls(two, as_one=True).add("score", CollectiveCall(run=lambda value: value))

@@ -6,8 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llamarl.executor import ExecutorGroup
-from llamarl.learning.asking import Asked, from_message, to_message
-from llamarl.scoring.packed import filler, pack_scored
+from llamarl.scoring.packed import ScoreRequest, filler, from_message, pack_scored, to_message
 from llamarl.scoring.sharded import ScorerSettings, ShardedScorer
 from tests.scorers import SCORES, asked_for, transformers_scores, write_scorer
 
@@ -21,7 +20,7 @@ def asked(draw):
     least = 0 if prompt else 1
     tokens = st.lists(st.integers(0, 9), min_size=least, max_size=9)
     completions = draw(st.lists(tokens, min_size=1, max_size=5))
-    return Asked(
+    return ScoreRequest(
         torch.tensor(prompt, dtype=torch.int64),
         tuple(torch.tensor(c, dtype=torch.int64) for c in completions),
     )
@@ -70,15 +69,15 @@ def test_what_is_asked_travels_as_numbers(everything):
 
 def test_a_prompt_is_computed_once_for_all_its_completions():
     prompt = torch.arange(10)
-    (batch,) = pack_scored([Asked(prompt, (prompt[:2], prompt[:3]))], budget_tokens=15)
+    (batch,) = pack_scored([ScoreRequest(prompt, (prompt[:2], prompt[:3]))], budget_tokens=15)
     assert batch.input_ids.numel() == 15
-    assert len(pack_scored([Asked(prompt, (prompt[:2], prompt[:3]))], budget_tokens=14)) == 2
+    assert len(pack_scored([ScoreRequest(prompt, (prompt[:2], prompt[:3]))], budget_tokens=14)) == 2
 
 
 def test_a_sequence_without_tokens_is_refused():
     none = torch.zeros(0, dtype=torch.int64)
     with pytest.raises(ValueError, match="without tokens"):
-        Asked(none, (none,))
+        ScoreRequest(none, (none,))
     assert filler().rows.numel() == 0
 
 

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from llamarl.comm.reduction import TrainerRanks
 from llamarl.learning.advantages import group_mean
-from llamarl.learning.reduction import Ranks
 from llamarl.learning.targets import (
     STD_EPS,
     Rewards,
@@ -93,7 +93,7 @@ def targets_of(groups, shaping):
         critic=None,
         old_values=None,
         minibatches=[slice(len(groups))],
-        ranks=Ranks(None, torch.device("cpu"), None),
+        ranks=TrainerRanks(None, torch.device("cpu"), None),
     )
 
 

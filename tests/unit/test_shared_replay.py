@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from llamarl.comm.channel import dp_rank_of
-from llamarl.learning.reduction import Ranks
+from llamarl.comm.reduction import TrainerRanks
 from llamarl.learning.replay import ReplayBuffer, SharedReplayBuffer, SplitReplayBuffer
 from tests.launching import SMALL, ForkedJob
 from tests.unit.replaying import ALONE, draw, group, names_of
@@ -27,7 +27,7 @@ class Together:
         self.barrier = threading.Barrier(size, timeout=SECONDS)
 
     def of(self, rank):
-        ranks = Ranks(None, torch.device("cpu"), None)
+        ranks = TrainerRanks(None, torch.device("cpu"), None)
 
         def gather(message):
             self.given[rank] = message

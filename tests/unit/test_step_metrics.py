@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from llamarl.learning.reduction import Ranks
+from llamarl.comm.reduction import TrainerRanks
 from llamarl.learning.step_metrics import (
     Metric,
     Reduction,
@@ -17,10 +17,10 @@ from llamarl.learning.step_metrics import (
 )
 from tests.updating import VERSION, group
 
-ALONE = Ranks(None, torch.device("cpu"), None)
+ALONE = TrainerRanks(None, torch.device("cpu"), None)
 
 
-class RankOfTwo(Ranks):
+class RankOfTwo(TrainerRanks):
     """This rank and one that knows other metrics: {"their/max": 5, "shared": 3}."""
 
     def __init__(self):
@@ -37,7 +37,7 @@ class RankOfTwo(Ranks):
 
 
 def test_names_that_ranks_tell_each_other_may_hold_any_sign():
-    class First(Ranks):
+    class First(TrainerRanks):
         def gather(self, message):
             return [message, b"[]", b"", b'["their"]']
 

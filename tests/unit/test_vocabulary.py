@@ -12,11 +12,15 @@ import torch
 
 import llamarl.learning.logprobs as logprobs_module
 from llamarl.inference import Engine, SamplingParams
-from llamarl.learning.asking import Asked
-from llamarl.learning.logprobs import LateEnds, Narrowing, chunked_logprobs, make_head
+from llamarl.learning.logprobs import (
+    LateEnds,
+    Narrowing,
+    chunked_logprobs,
+    group_to_score,
+    make_head,
+)
 from llamarl.learning.packing import pack
 from llamarl.learning.sft import NextToken, Pair, completion_logprobs, pack_pairs
-from llamarl.learning.sharded_reference import group_of
 from llamarl.learning.targets import Targets
 from llamarl.models.config import tiny_directory
 from llamarl.models.frozen import frozen_decoder
@@ -111,7 +115,7 @@ def test_nothing_is_narrowed_where_nothing_is_out():
 
 
 def asked(prompt, *completions):
-    return group_of(Asked(torch.tensor(prompt), [torch.tensor(c) for c in completions]))
+    return group_to_score(torch.tensor(prompt), [torch.tensor(c) for c in completions])
 
 
 def test_labels_know_how_many_tokens_of_their_completion_come_before():

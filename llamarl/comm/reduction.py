@@ -16,7 +16,7 @@ Number = Tensor | float  # a tensor of one element
 Name = TypeVar("Name", bound=Hashable)
 
 
-class Ranks:
+class TrainerRanks:
     """The ranks that train together: those of `group`, or one alone where it is None.
 
     Every method is collective over them. Ranks that share a tensor-parallel decoder are given the
