@@ -44,9 +44,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from llamarl.memory import GIB
 from llamarl.models.config import ModelConfig
 from llamarl.planner.costs import Costs, GeneratorPlan, Numerics, TrainerPlan, Work
-from llamarl.planner.predict import GIB, Prediction, Predictor
+from llamarl.planner.predict import Prediction, Predictor
 from llamarl.planner.profile import Assumption, Profile, read_profile
 from llamarl.planner.search import Limits, NothingFits, powers_up_to, search
 

@@ -33,10 +33,10 @@ from torch.profiler import ProfilerActivity, profile
 from llamarl.learning.logprobs import _spare
 from llamarl.learning.losses.policy_gradient import policy_gradient
 from llamarl.learning.losses.regularisers import regularised
-from llamarl.learning.memory import Training, longest_microbatch, update_bytes
 from llamarl.learning.optim import build_optimizer
 from llamarl.learning.update import PolicyUpdate, UpdateSettings
 from llamarl.learning.values import Critic, CriticSettings, OwnCritic, SharedCritic
+from llamarl.memory import Training, longest_microbatch, update_bytes
 from llamarl.models.build import Decoder, build_decoder, random_weights
 from llamarl.models.config import Lora, ModelConfig, read_config, tiny_directory
 from llamarl.models.lora import reset_lora

@@ -11,9 +11,6 @@ This file imports no torch.
 
 from __future__ import annotations
 
-from llamarl.models.config import ModelConfig
-from llamarl.models.sharding import heads_of
-
 # Places are read in whole blocks: the CPU's softmax and products are slow on a ragged tail.
 _BLOCK = 16
 
@@ -69,11 +66,3 @@ def whole_blocks(length: int) -> int:
     """Return the places that a row of so many tokens takes."""
     blocks = -(-length // _BLOCK)
     return blocks * _BLOCK
-
-
-def numbers_of_token(model: ModelConfig, split: int = 1) -> int:
-    """Return how many numbers the keys and values of a token are, over all layers, on the rank
-    that holds most of `split` that share each layer.
-    """
-    heads = max(heads_of(model, rank, split).num_kv for rank in range(split))
-    return 2 * model.num_hidden_layers * heads * model.head_dim

@@ -26,8 +26,11 @@ from llamarl.launch.graph import channels_between
 from llamarl.launch.outcome import has_finished, recorded
 from llamarl.launch.run_directory import RunDirectory
 from llamarl.launch.templates import check_template_ends
+from llamarl.learning.losses import resolve_loss
+from llamarl.learning.losses.common import has_mark
 from llamarl.learning.replay import lag_bound
 from llamarl.learning.samples import SampleMaker
+from llamarl.memory import MicrobatchSize, longest_microbatch
 from llamarl.models.attention import rotary_of
 from llamarl.models.config import Lora, ModelConfig, check_sizes, read_config
 from llamarl.models.directory import check_files, read_json
@@ -498,6 +501,33 @@ class Job:
     def num_dp_ranks(self) -> int:
         """How many data-parallel ranks the trainer has."""
         return len(self.placement["trainer"]) // self.config.trainer.tensor_parallel
+
+    @property
+    def trained_group_size(self) -> int:
+        """How many completions of one prompt a trainer rank trains on."""
+        if self.config.splits_prompts:
+            return self.config.trained_per_prompt // self.num_dp_ranks
+        return self.config.group_size
+
+    @property
+    def groups_of_update(self) -> int:
+        """How many groups a trainer rank has in one optimizer update."""
+        c = self.config
+        ranks = 1 if c.splits_prompts else self.num_dp_ranks
+        return max(1, c.groups_per_step // (ranks * c.trainer.minibatches_per_step))
+
+    @property
+    def longest_microbatch(self) -> MicrobatchSize:
+        """The longest microbatch of the trainer that the config allows."""
+        c = self.config
+        return longest_microbatch(
+            prompt_tokens=c.longest - c.max_new_tokens,
+            completion_tokens=c.max_new_tokens,
+            group_size=self.trained_group_size,
+            budget_tokens=c.trainer.microbatch_tokens,
+            whole_groups=has_mark(resolve_loss(c.loss.fn), "whole_groups"),
+            num_groups=self.groups_of_update,
+        )
 
     @property
     def num_buffers(self) -> int:

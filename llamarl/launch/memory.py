@@ -1,10 +1,9 @@
-"""Predicts what every executor of a job will hold on each of its ranks, from configuration files
-alone.
+"""Predicts the bytes that each executor of a job takes on its ranks, from config files alone.
 
     for price in prices(job): price.ranks, price.held, price.working
 
-`held` stays from start to end; `working` comes and goes with a step. Executors of a rank are
-stepped in turn, so a rank needs what all of them hold, and the most that one of them works with.
+The executors of a rank are stepped in turn, so a rank needs what all of them hold, and the most
+that one of them works with. Also predicts the size of a checkpoint on disk.
 """
 
 from __future__ import annotations
@@ -19,29 +18,24 @@ import torch
 from llamarl.config.sections.victim import placed_victim
 from llamarl.ddma.layout import Destination, Parameter, Source, parameters_to_send
 from llamarl.disk.space import free_bytes
-from llamarl.inference.cache import whole_blocks
+from llamarl.inference.room import whole_blocks
 from llamarl.launch.free_memory import memory_of
 from llamarl.launch.job import Job
 from llamarl.launch.kinds import scorers_of
-from llamarl.launch.prices import (
+from llamarl.launch.scorers import asked_by_reward, embedder_bytes, stream_cache_tokens
+from llamarl.memory import (
     GIB,
+    ITEMSIZES,
+    MOMENTS,
+    SLOTS,
     Price,
+    Training,
     asking_bytes,
     cache_bytes,
-    embedder_bytes,
-    group_size_of,
-    groups_of_update,
-    held_by_reward,
-    itemsize_of,
-    microbatch_of,
-)
-from llamarl.launch.scorers import stream_cache_tokens
-from llamarl.learning.memory import (
-    MOMENTS,
-    Training,
     checkpoint_bytes,
-    held_numbers,
+    sampling_bytes,
     update_bytes,
+    weights_bytes,
 )
 from llamarl.models.config import ModelConfig, read_config
 from llamarl.models.quantize import quantized_dtype
@@ -49,19 +43,13 @@ from llamarl.models.sharding import num_parameters
 
 log = logging.getLogger("llamarl")
 
-_SLOTS = 2  # a sender's slots, and a receiver's buffers
-
 
 def prices(job: Job) -> list[Price]:
     """Return the prices of all models and caches of the job, the trainer's first."""
-    return [
-        *_trainer(job),
-        _generator(job),
-        *_reference(job),
-        *_victim(job),
-        *_scorers(job),
-        *_judges(job),
-    ]
+    found = [*_trainer(job), _generator(job), *_reference(job), *_victim(job)]
+    for kind in scorers_of(job):
+        found += kind.memory()
+    return [*found, *_judges(job)]
 
 
 def bytes_by_rank(job: Job, found: list[Price]) -> list[int]:
@@ -79,19 +67,16 @@ def bytes_by_rank(job: Job, found: list[Price]) -> list[int]:
 
 def training_of(job: Job) -> Training:
     """Return how a trainer rank computes its updates."""
-    c = job.config
-    t = c.trainer
-    size = microbatch_of(job)
-    completions = groups_of_update(job) * group_size_of(job)
-    shards = len(job.placement["trainer"]) // (t.replicate * t.tensor_parallel)
+    t = job.config.trainer
+    completions = job.groups_of_update * job.trained_group_size
     return Training(
-        itemsize=getattr(torch, t.compute_dtype).itemsize,
+        itemsize=ITEMSIZES[t.compute_dtype],
         checkpointing=t.activation_checkpointing,
-        several=completions > size.completions,
+        several=completions > job.longest_microbatch.completions,
         lora_rank=t.lora.rank,
         lora_targets=tuple(t.lora.targets),
         tensor_parallel=t.tensor_parallel,
-        shards=shards,
+        shards=_source(job).fsdp,
         moment_bytes=MOMENTS[t.optimizer],
         has_average=t.ema_decay is not None,
         on_cpu=job.world.device.type == "cpu",
@@ -105,14 +90,16 @@ def sent_by(job: Job) -> tuple[list[Parameter], Source, Destination]:
     """Return the weights that travel to the generators, and the topologies that send and receive
     them.
     """
-    c = job.config
-    g = c.generator
     parameters = _parameters(job, replace(read_config(job.model_path), lora=job.lora))
-    t = c.trainer
+    tensor_parallel = job.config.generator.tensor_parallel
+    replicas = len(job.placement["generator"]) // tensor_parallel
+    return parameters, _source(job), Destination(tensor_parallel, replicas)
+
+
+def _source(job: Job) -> Source:
+    t = job.config.trainer
     shards = len(job.placement["trainer"]) // (t.replicate * t.tensor_parallel)
-    source = Source(shards, t.replicate, t.tensor_parallel)
-    replicas = len(job.placement["generator"]) // g.tensor_parallel
-    return parameters, source, Destination(g.tensor_parallel, replicas)
+    return Source(shards, t.replicate, t.tensor_parallel)
 
 
 def _parameters(job: Job, model: ModelConfig) -> list[Parameter]:
@@ -126,24 +113,35 @@ def _parameters(job: Job, model: ModelConfig) -> list[Parameter]:
     return parameters_to_send(model, getattr(torch, job.config.model.dtype), quantized, exclude)
 
 
+def _bytes_of(
+    model: ModelConfig, parameters: list[Parameter], topology: Source | Destination
+) -> int:
+    """Return the bytes of these tensors on the first rank of a replica."""
+    own = [(topology.box(model, p, 0).numel, p.dtype.itemsize) for p in parameters]
+    return sum(numel * itemsize for numel, itemsize in own)
+
+
 def _trainer(job: Job, *, checkpointing: bool | None = None) -> Iterator[Price]:
-    """Price the trainer. checkpointing: in place of trainer.activation_checkpointing; None: the
-    config's.
-    """
+    """Price the trainer, its critic and its reference. checkpointing: None: the config's."""
     c = job.config
     ranks = job.placement["trainer"]
     model = read_config(job.model_path)
     training = training_of(job)
     if checkpointing is not None:
         training = replace(training, checkpointing=checkpointing)
-    size = microbatch_of(job)
+    size = job.longest_microbatch
     parameters, source, _ = sent_by(job)
-    own = [(source.box(model, p, 0).numel, p.dtype.itemsize) for p in parameters]
-    slots = _SLOTS * sum(numel * itemsize for numel, itemsize in own)
+    slots = SLOTS * _bytes_of(model, parameters, source)
     policy = update_bytes(model, size, training)
-    numbers = held_numbers(model, tensor_parallel=training.tensor_parallel, shards=training.shards)
+    weights = weights_bytes(
+        model,
+        c.model.dtype,
+        len(ranks),
+        tensor_parallel=c.trainer.tensor_parallel,
+        replicate=c.trainer.replicate,
+    )
     if c.reference.kind == "reset":  # what it takes has slots of its own
-        slots += slots if job.lora else _SLOTS * numbers * itemsize_of(c.model.dtype)
+        slots += slots if job.lora else SLOTS * weights
     working = policy.working
     found = []
     if c.trainer.advantages == "gae" and c.trainer.critic.trunk == "own":
@@ -157,7 +155,7 @@ def _trainer(job: Job, *, checkpointing: bool | None = None) -> Iterator[Price]:
         working = max(working + before, policy.gradients + policy.copies + critic.working)
         found.append(Price("critic", ranks, critic.held))
     if c.reference.kind == "sharded":
-        found.append(Price("reference", ranks, numbers * itemsize_of(c.model.dtype)))
+        found.append(Price("reference", ranks, weights))
     yield Price("trainer", ranks, policy.held + slots, working)
     yield from found
 
@@ -166,32 +164,24 @@ def _generator(job: Job) -> Price:
     g = job.config.generator
     ranks = job.placement["generator"]
     model = read_config(job.model_path)
-    if g.kind == "vllm":
-        return Price("generator", ranks, _vllm_bytes(job, g.gpu_memory_utilization))
+    if g.kind == "vllm":  # it takes a share of what is free
+        return Price("generator", ranks, int(g.gpu_memory_utilization * _free(job)))
     parameters, _, destination = sent_by(job)
-    arriving = _bytes_of(model, parameters, destination)
-    weights = arriving
-    held = _SLOTS * arriving
+    weights = _bytes_of(model, parameters, destination)
+    held = SLOTS * weights
     if job.lora:  # beside weights that are read once
-        weights += _bytes_of(model, _parameters(job, model), destination)
+        base = _bytes_of(model, _parameters(job, model), destination)
+        weights += base
         held += weights
     held += _laid_out(job, weights)
     tokens = g.cache_tokens or g.max_slots * whole_blocks(job.config.longest_asked)
     tokens += job.config.kept_tokens
     held += cache_bytes(model, tokens, job.config.model.dtype, g.tensor_parallel)
-    working = g.max_slots * model.vocab_size * torch.float32.itemsize
-    return Price("generator", ranks, held, working)
+    return Price("generator", ranks, held, sampling_bytes(model, g.max_slots))
 
 
-def _bytes_of(model: ModelConfig, parameters: list[Parameter], destination: Destination) -> int:
-    """Return the bytes of these tensors on the first rank of a replica."""
-    own = [(destination.box(model, p, 0).numel, p.dtype.itemsize) for p in parameters]
-    return sum(numel * itemsize for numel, itemsize in own)
-
-
-def _vllm_bytes(job: Job, share: float) -> int:
-    """Return the bytes that vLLM may take, and those of buffers for weights that travel."""
-    return int(share * (memory_of(job.world.device) or 0))
+def _free(job: Job) -> int:
+    return memory_of(job.world.device) or 0
 
 
 def _laid_out(job: Job, weights: int) -> int:
@@ -200,21 +190,21 @@ def _laid_out(job: Job, weights: int) -> int:
 
 
 def _reference(job: Job) -> Iterator[Price]:
-    c = job.config
-    r = c.reference
+    r = job.config.reference
     if not r.placed:
         return
+    dtype = job.config.model.dtype
     ranks = job.placement["reference"]
     model = read_config(job.model_path)
-    shards = len(ranks) // (r.replicate * r.tensor_parallel)
-    numbers = held_numbers(model, tensor_parallel=r.tensor_parallel, shards=shards)
+    weights = weights_bytes(
+        model, dtype, len(ranks), tensor_parallel=r.tensor_parallel, replicate=r.replicate
+    )
     # The second one receives the next version, unless that is of adapters alone.
-    copies = 1 if r.kind == "frozen" or job.lora else 2
-    held = copies * numbers * itemsize_of(c.model.dtype)
+    held = weights if r.kind == "frozen" or job.lora else 2 * weights
     if r.stream:
-        tokens = stream_cache_tokens(c, job.placement, "reference")
-        held += cache_bytes(model, tokens, c.model.dtype, r.tensor_parallel)
-    yield Price("reference", ranks, held, asking_bytes(job, model, c.model.dtype))
+        tokens = stream_cache_tokens(job.config, job.placement, "reference")
+        held += cache_bytes(model, tokens, dtype, r.tensor_parallel)
+    yield Price("reference", ranks, held, asking_bytes(model, job.longest_microbatch, dtype))
 
 
 def _victim(job: Job) -> Iterator[Price]:
@@ -222,29 +212,20 @@ def _victim(job: Job) -> Iterator[Price]:
         return
     v = placed_victim(job.config.victim)
     model = read_config(job.victim_path)
-    weights = num_parameters(model) * itemsize_of(v.dtype)
+    weights = num_parameters(model) * ITEMSIZES[v.dtype]
     held = weights + _laid_out(job, weights)
     held += cache_bytes(model, v.max_slots * whole_blocks(v.longest), v.dtype)
-    working = v.max_slots * model.vocab_size * torch.float32.itemsize
-    yield Price("victim", job.placement["victim"], held, working)
-
-
-def _scorers(job: Job) -> Iterator[Price]:
-    """Yield the prices of the scorers and of the judges of evaluations."""
-    for kind in scorers_of(job):
-        yield from kind.memory()
+    yield Price("victim", job.placement["victim"], held, sampling_bytes(model, v.max_slots))
 
 
 def _judges(job: Job) -> Iterator[Price]:
-    """Yield the prices of the models that judge evaluations, which lie whole on the reward's first
-    rank.
+    """Yield the prices of the models that judge evaluations. An embedder is whole on the reward's
+    first rank.
     """
     c = job.config
     ranks = job.placement["reward"]
     if c.eval.base is not None:
-        model = read_config(c.eval.base)
-        held = held_by_reward(job, model, c.model.dtype)
-        yield Price("eval.base", ranks, held, asking_bytes(job, model, c.model.dtype))
+        yield asked_by_reward(job, "eval.base", c.eval.base, c.model.dtype)
     if c.eval.embedder is not None:
         yield Price("eval.embedder", ranks[:1], embedder_bytes(job, c.eval.embedder))
 

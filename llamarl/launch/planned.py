@@ -14,9 +14,10 @@ from dataclasses import dataclass
 
 from llamarl.config.command_line import Config
 from llamarl.config.placement import TINY_MODEL
+from llamarl.memory import GIB
 from llamarl.models.config import read_config
 from llamarl.planner.costs import Costs, Numerics, Work
-from llamarl.planner.predict import GIB, Prediction, Predictor
+from llamarl.planner.predict import Prediction, Predictor
 from llamarl.planner.profile import Profile, read_profile
 from llamarl.planner.search import Limits, search
 

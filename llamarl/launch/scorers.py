@@ -1,4 +1,4 @@
-"""Checks the models that score, before any weight is read."""
+"""Checks the models that score, before any weight is read, and predicts their bytes."""
 
 from __future__ import annotations
 
@@ -9,10 +9,20 @@ from pathlib import Path
 from typing import Literal
 
 from llamarl.config.schema import Config
-from llamarl.inference.cache import whole_blocks
+from llamarl.inference.room import whole_blocks
 from llamarl.launch.job import Job, ScoredText, read_tokenizer
 from llamarl.launch.templates import template_file
-from llamarl.models.config import ModelConfig
+from llamarl.memory import (
+    ITEMSIZES,
+    Price,
+    asking_bytes,
+    cache_bytes,
+    encoder_numbers,
+    weights_bytes,
+)
+from llamarl.models.config import ModelConfig, read_config
+from llamarl.models.sharding import num_parameters
+from llamarl.words.choices import START
 
 log = logging.getLogger("llamarl")
 
@@ -30,6 +40,26 @@ def stream_cache_tokens(
     caches = len(placement[name]) // settings.tensor_parallel
     samples = -(-replicas * config.generator.max_slots // caches)
     return samples * whole_blocks(config.longest)
+
+
+def asked_by_reward(job: Job, name: str, path: str, dtype: str, cache_tokens: int = 0) -> Price:
+    """Return the price of a model that the reward's ranks hold together and ask."""
+    r = job.config.reward
+    ranks = job.placement["reward"]
+    model = read_config(path)
+    held = weights_bytes(
+        model, dtype, len(ranks), tensor_parallel=r.tensor_parallel, replicate=r.replicate
+    )
+    held += cache_bytes(model, cache_tokens, dtype, r.tensor_parallel)
+    return Price(name, ranks, held, asking_bytes(model, job.longest_microbatch, dtype))
+
+
+def embedder_bytes(job: Job, given: str) -> int:
+    """Return the bytes of an embedder, given as START or a directory."""
+    itemsize = ITEMSIZES[job.config.model.dtype]
+    if given == START:
+        return num_parameters(read_config(job.model_path)) * itemsize
+    return encoder_numbers(given) * itemsize
 
 
 @contextmanager

@@ -36,14 +36,21 @@ from llamarl.launch.identity import Identity, parts_of
 from llamarl.launch.inputs import bad_input, check_inputs, check_vocabulary
 from llamarl.launch.job import Job, read_model, read_tokenizer
 from llamarl.launch.outcome import recorded
-from llamarl.launch.prices import GIB
 from llamarl.launch.run_directory import RunDirectory, open_run
 from llamarl.launch.sources import check_sources
 from llamarl.launch.start import explained
-from llamarl.learning.memory import MOMENTS, MicrobatchSize, Training, UpdateBytes, update_bytes
 from llamarl.learning.preference import Preference
 from llamarl.learning.sft import Pair, read_answers
 from llamarl.learning.supervised import ExampleOrder
+from llamarl.memory import (
+    GIB,
+    ITEMSIZES,
+    MOMENTS,
+    MicrobatchSize,
+    Training,
+    UpdateBytes,
+    update_bytes,
+)
 from llamarl.models.config import ModelConfig, read_config
 from llamarl.models.hf import weights_of
 from llamarl.models.scorer import SCORE
@@ -248,7 +255,7 @@ class SupervisedJob:
             completion_tokens=longest - 1,
         )
         training = Training(
-            itemsize=getattr(torch, t.compute_dtype).itemsize,
+            itemsize=ITEMSIZES[t.compute_dtype],
             checkpointing=t.activation_checkpointing,
             several=c.examples_per_step > sequences * self.world.size,
             shards=self.world.size // t.replicate,

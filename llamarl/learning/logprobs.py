@@ -21,9 +21,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from llamarl.learning.limits import CHUNK_TOKENS, KEEP_BYTES, KEEP_LOGITS
 from llamarl.learning.packing import to_device
 from llamarl.learning.segments import wide_dtype
+from llamarl.memory import CHUNK_TOKENS, KEEP_BYTES, KEEP_LOGITS
 from llamarl.models.attention import PackedAttention
 from llamarl.models.fused import add_up, kernels, weight_gradient
 from llamarl.models.protocol import LanguageModel

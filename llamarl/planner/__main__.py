@@ -28,9 +28,10 @@ from typing import Annotated, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
+from llamarl.memory import GIB
 from llamarl.models.config import check_sizes, read_config
 from llamarl.planner.costs import Costs, Numerics, Work
-from llamarl.planner.predict import GIB, Prediction, Predictor
+from llamarl.planner.predict import Prediction, Predictor
 from llamarl.planner.profile import (
     STRICT,
     Count,

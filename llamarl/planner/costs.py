@@ -23,13 +23,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import NormalDist
 
-from llamarl.inference.room import numbers_of_token
-from llamarl.learning.memory import WIDE
+from llamarl.memory import ITEMSIZES, WIDE, numbers_of_token
 from llamarl.models.config import ModelConfig
 from llamarl.models.sharding import is_quantized, parameter_shapes, tensor_parallel_box
 from llamarl.planner.profile import Measured, Profile
 
-ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8": 1, "int8": 1}
 QUANTIZED = {"fp8": "float8", "int8": "int8"}  # generator.quantize -> the dtype of its products
 _QUANTILES = 64  # steps of a sum over lengths
 # Bytes read and written a number: weight, gradient and moments are read, all but the gradient

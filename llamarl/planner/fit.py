@@ -32,12 +32,13 @@ from pydantic.dataclasses import dataclass as checked_dataclass
 from llamarl.config.conversion import load_config
 from llamarl.config.placement import placement_of
 from llamarl.config.schema import Config
+from llamarl.memory import ITEMSIZES
 from llamarl.models.config import read_config, tiny_directory
 from llamarl.models.sharding import num_parameters
 from llamarl.observe.rates import Row, number_of
 from llamarl.observe.rows import FILE_NAME
 from llamarl.observe.sinks import read_rows
-from llamarl.planner.costs import ITEMSIZES, Work
+from llamarl.planner.costs import Work
 from llamarl.planner.profile import STRICT, Curve, FromZero, Measured, Positive, Profile
 
 _PASSES = 3  # a backward takes as long as two forwards

@@ -23,7 +23,7 @@ completion.
 With sharing=offload, moving one side to host memory and back is added. Prompts are read together,
 512 tokens or one prompt at a time, as generator.prefill_chunk has it.
 
-Memory is counted from the model's shapes, as a dry run does it (llamarl.learning.memory):
+Memory is counted from the model's shapes, as a dry run does it (llamarl/memory.py):
 
     trainer     its shard of weights and moments; two slots of the weights that it sends; at the
                 peak of an update gradients, activations of the longest microbatch, gathered
@@ -39,18 +39,19 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from llamarl.inference.room import whole_blocks
-from llamarl.learning.memory import (
+from llamarl.memory import (
+    ITEMSIZES,
     MOMENTS,
-    WIDE,
+    SLOTS,
     Training,
-    held_numbers,
+    cache_bytes,
     longest_microbatch,
+    sampling_bytes,
     update_bytes,
+    weights_bytes,
 )
-from llamarl.planner.costs import ITEMSIZES, Costs, GeneratorPlan, Plan, TrainerPlan, Work
+from llamarl.planner.costs import Costs, GeneratorPlan, Plan, TrainerPlan, Work
 
-GIB = 1 << 30
-SEND_SLOTS = 2  # a version leaves from one while the next is copied to the other
 PREFILL_TOKENS = 512  # of prompts that are read together
 
 
@@ -78,15 +79,14 @@ class Memory:
     work: Work
 
     @cached_property
-    def _trainers(self) -> dict[tuple[int, int, int, int], Bytes]:
+    def _trainers(self) -> dict[TrainerPlan, Bytes]:
         return {}
 
     def trainer(self, plan: TrainerPlan) -> Bytes:
         """Return the bytes of a trainer's GPU."""
-        key = (plan.shards, plan.tensor, plan.microbatch_tokens, plan.data_ranks)
-        if key not in self._trainers:
-            self._trainers[key] = self._trainer(plan)
-        return self._trainers[key]
+        if plan not in self._trainers:  # a search asks for each plan many times
+            self._trainers[plan] = self._trainer(plan)
+        return self._trainers[plan]
 
     def _trainer(self, plan: TrainerPlan) -> Bytes:
         n = self.costs.numerics
@@ -110,28 +110,26 @@ class Memory:
             on_cpu=n.on_cpu,
         )
         found = update_bytes(model, size, training)
-        sent = held_numbers(model, tensor_parallel=plan.tensor, shards=plan.shards) * n.itemsize
-        return Bytes(held=found.held + SEND_SLOTS * sent, working=found.working)
+        sent = weights_bytes(
+            model, n.dtype, plan.gpus, tensor_parallel=plan.tensor, replicate=plan.replicate
+        )
+        return Bytes(held=found.held + SLOTS * sent, working=found.working)
 
     def generator(self, plan: GeneratorPlan) -> Bytes:
         """Return the bytes of a generator's GPU."""
         n = self.costs.numerics
         weights = self.costs.generator_bytes(plan.tensor)
         buffers = n.weight_buffers + (1 if n.on_cpu else 0)  # a CPU lays them out once more
-        cache = plan.slots * self.bytes_of_slot(plan.tensor)
-        logits = plan.slots * self.costs.model.vocab_size * WIDE
+        model = self.costs.model
+        places = plan.slots * whole_blocks(self.work.longest)
+        cache = cache_bytes(model, places, n.dtype, plan.tensor)
+        logits = sampling_bytes(model, plan.slots)
         return Bytes(held=buffers * weights + cache, working=logits)
-
-    def bytes_of_slot(self, tensor: int) -> int:
-        """Return the bytes of the keys and values of a row at its longest."""
-        places = whole_blocks(self.work.longest)
-        return places * self.costs.cached_numbers(tensor) * self.costs.numerics.itemsize
 
     def most_slots(self, tensor: int, memory: float) -> int:
         """Return how many slots fit a GPU's memory; 0 or less if not even the weights do."""
-        empty = self.generator(GeneratorPlan(tensor=tensor, replicas=1, slots=0)).total
-        of_slot = self.bytes_of_slot(tensor) + self.costs.model.vocab_size * WIDE
-        return int((memory - empty) // of_slot)
+        empty, one = (self.generator(GeneratorPlan(tensor, 1, slots)).total for slots in (0, 1))
+        return int((memory - empty) // (one - empty))
 
 
 # --- Seconds ---

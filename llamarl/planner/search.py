@@ -25,8 +25,9 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
+from llamarl.memory import GIB, SLOTS, WIDE
 from llamarl.planner.costs import GeneratorPlan, Plan, TrainerPlan
-from llamarl.planner.predict import GIB, SEND_SLOTS, Prediction, Predictor
+from llamarl.planner.predict import Prediction, Predictor
 
 LEAST_MICROBATCH = 1024  # tokens
 MOST_MICROBATCH = 1 << 17
@@ -161,7 +162,7 @@ class _Search:
         # A quick lower bound refuses most plans: weights, moments and slots alone.
         costs = self.predictor.costs
         numbers = costs.num_numbers / (plan.shards * plan.tensor)
-        if numbers * (4 + SEND_SLOTS * costs.numerics.itemsize) > room:
+        if numbers * (WIDE + SLOTS * costs.numerics.itemsize) > room:
             return False
         return self.memory.trainer(plan).total <= room
 

@@ -57,7 +57,7 @@ from functools import partial
 
 from llamarl.config.kinds.length import LengthKindSettings
 from llamarl.launch.kinds.kind import Kind
-from llamarl.launch.prices import Price
+from llamarl.memory import Price
 from llamarl.scoring.scorer import Outcome, Scorer
 
 

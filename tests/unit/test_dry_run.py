@@ -27,13 +27,12 @@ from llamarl.launch.job import Job
 from llamarl.launch.memory import (
     bytes_by_rank,
     checkpoint_bytes_of,
-    microbatch_of,
     prices,
     warn_of_disk,
     warn_of_memory,
 )
 from llamarl.launch.run_directory import RunDirectory
-from llamarl.learning.memory import MicrobatchSize
+from llamarl.memory import MicrobatchSize
 from llamarl.models.config import read_config, tiny_directory
 from llamarl.models.sharding import num_parameters
 from tests.scorers import write_encoder, write_scorer
@@ -248,8 +247,8 @@ def test_a_sharded_reference_is_priced_on_the_trainers_ranks_and_a_victim_on_its
 
 def test_a_loss_that_needs_whole_groups_is_priced_with_whole_groups():
     given = ("task.max_prompt_tokens=60", "max_new_tokens=40", "trainer.microbatch_tokens=120")
-    assert microbatch_of(job_of(*given)) == MicrobatchSize(1, 1, 60, 40)
-    whole = microbatch_of(job_of(*given, "loss=tba"))
+    assert job_of(*given).longest_microbatch == MicrobatchSize(1, 1, 60, 40)
+    whole = job_of(*given, "loss=tba").longest_microbatch
     assert whole == MicrobatchSize(1, 8, 60, 40)
 
 

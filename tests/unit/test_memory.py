@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from llamarl.learning.logprobs import make_head
-from llamarl.learning.memory import (
+from llamarl.memory import (
     MicrobatchSize,
     Training,
     layer_elements,

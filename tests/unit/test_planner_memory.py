@@ -8,11 +8,10 @@ import torch
 
 from llamarl.comm.groups import World
 from llamarl.config.command_line import compose_config
-from llamarl.inference.room import numbers_of_token
 from llamarl.launch.job import Job
 from llamarl.launch.memory import prices
 from llamarl.launch.run_directory import RunDirectory
-from llamarl.learning import memory as learning_memory
+from llamarl.memory import ATTENTION_KEYS, numbers_of_token
 from llamarl.models.attention import SHORT
 from llamarl.models.config import read_config, tiny_directory
 from llamarl.planner.costs import Costs, GeneratorPlan, Numerics, TrainerPlan, Work
@@ -118,5 +117,5 @@ def test_a_key_head_that_several_ranks_need_is_held_by_each():
 
 
 def test_attention_weights_are_held_up_to_the_kernels_own_bounds():
-    assert learning_memory._SHORT[torch.bfloat16.itemsize] == max(SHORT.values())
-    assert SHORT[torch.float32] == 256
+    assert ATTENTION_KEYS[torch.bfloat16.itemsize] == max(SHORT.values())
+    assert ATTENTION_KEYS[torch.float32.itemsize] == SHORT[torch.float32]

@@ -5,9 +5,10 @@ from dataclasses import replace
 
 import pytest
 
+from llamarl.memory import GIB
 from llamarl.models.config import ModelConfig
 from llamarl.planner.costs import Costs, GeneratorPlan, Numerics, Plan, TrainerPlan, Work
-from llamarl.planner.predict import GIB, Predictor
+from llamarl.planner.predict import Predictor
 from llamarl.planner.profile import Assumption, read_profile
 from llamarl.planner.search import (
     ALIKE,

@@ -9,7 +9,7 @@ from functools import partial
 from llamarl.config.kinds.encoder import EncoderKindSettings
 from llamarl.errors import NoWeights
 from llamarl.launch.kinds.kind import Kind, in_turn
-from llamarl.launch.prices import Price, encoder_numbers, itemsize_of
+from llamarl.memory import ITEMSIZES, Price, encoder_numbers
 from llamarl.models.fingerprint import model_digest
 from llamarl.scoring.ahead import StreamSettings
 from llamarl.scoring.classifier import Classifier, ClassifierSettings, check_encoder
@@ -53,7 +53,7 @@ class EncoderKind(Kind[EncoderKindSettings]):
     def memory(self) -> Iterator[Price]:
         """Yield the bytes of its weights."""
         numbers = encoder_numbers(self.settings.path)
-        yield Price(self.price_name, self.ranks, numbers * itemsize_of(self.settings.dtype))
+        yield Price(self.price_name, self.ranks, numbers * ITEMSIZES[self.settings.dtype])
 
     def make(self, stream: StreamSettings | None) -> MakeScorer:
         """Return a function that makes the scorer."""

@@ -11,7 +11,7 @@ from llamarl.config.kinds.kind import Given, KindSettings
 from llamarl.config.placement import Ranks
 from llamarl.launch.identity import ModelParts
 from llamarl.launch.job import Job, ScoredText
-from llamarl.launch.prices import Price
+from llamarl.memory import Price
 from llamarl.scoring.ahead import StreamSettings
 from llamarl.scoring.by_own_reward import ByOwnReward
 from llamarl.scoring.environment import EnvironmentReward

@@ -11,8 +11,13 @@ from llamarl.config.kinds.model import ModelKindSettings
 from llamarl.launch.identity import ModelParts, parts_of
 from llamarl.launch.job import read_model, read_tokenizer
 from llamarl.launch.kinds.kind import Kind
-from llamarl.launch.prices import GIB, Price, asking_bytes, cache_bytes, held_by_reward
-from llamarl.launch.scorers import chat_template_of, check_context, stream_cache_tokens
+from llamarl.launch.scorers import (
+    asked_by_reward,
+    chat_template_of,
+    check_context,
+    stream_cache_tokens,
+)
+from llamarl.memory import GIB, Price, cache_bytes
 from llamarl.models.config import ModelConfig, read_config
 from llamarl.models.fingerprint import model_digest
 from llamarl.models.scorer import label_of
@@ -99,27 +104,24 @@ class ModelKind(Kind[ModelKindSettings]):
 
     def notes(self) -> list[str]:
         """Return the line about its cache, if it reads completions while these are sampled."""
-        if not self.given.reads_ahead:
+        tokens = self._cache_tokens
+        if not tokens:
             return []
-        tokens = stream_cache_tokens(self.job.config, self.job.placement, "reward")
-        size = f"{self._cache_bytes(tokens) / GIB:.2f} GiB a reward rank"
-        return [f"stream   {size}, for a cache of {tokens:,} tokens"]
+        split = self.job.config.reward.tensor_parallel
+        size = cache_bytes(read_config(self.settings.path), tokens, self.settings.dtype, split)
+        return [f"stream   {size / GIB:.2f} GiB a reward rank, for a cache of {tokens:,} tokens"]
+
+    @property
+    def _cache_tokens(self) -> int:
+        """The tokens that its cache holds; 0 if it reads no completion ahead."""
+        if not self.given.reads_ahead:
+            return 0
+        return stream_cache_tokens(self.job.config, self.job.placement, "reward")
 
     def memory(self) -> Iterator[Price]:
         """Yield the bytes of its weights and its cache, and of a forward."""
-        dtype = self.settings.dtype
-        model = read_config(self.settings.path)
-        held = held_by_reward(self.job, model, dtype)
-        if self.given.reads_ahead:
-            tokens = stream_cache_tokens(self.job.config, self.job.placement, "reward")
-            held += self._cache_bytes(tokens)
-        yield Price(self.price_name, self.ranks, held, asking_bytes(self.job, model, dtype))
-
-    def _cache_bytes(self, tokens: int) -> int:
-        """Return the bytes that a cache of so many tokens takes on a rank."""
-        model = read_config(self.settings.path)
-        split = self.job.config.reward.tensor_parallel
-        return cache_bytes(model, tokens, self.settings.dtype, split)
+        s = self.settings
+        yield asked_by_reward(self.job, self.price_name, s.path, s.dtype, self._cache_tokens)
 
     def make(self, stream: StreamSettings | None) -> MakeScorer:
         """Return a function that makes the scorer. stream: how it reads completions while these are

@@ -8,7 +8,8 @@ from functools import partial
 from llamarl.config.kinds.novelty import NoveltyKindSettings
 from llamarl.launch.embedders import check_embedder, embedder_settings
 from llamarl.launch.kinds.kind import Kind
-from llamarl.launch.prices import Price, embedder_bytes
+from llamarl.launch.scorers import embedder_bytes
+from llamarl.memory import Price
 from llamarl.models.fingerprint import model_digest
 from llamarl.scoring.ahead import StreamSettings
 from llamarl.scoring.novelty import Novelty, NoveltySettings

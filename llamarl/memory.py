@@ -1,12 +1,11 @@
-"""Predicts what a trainer's memory holds at the peak of an update, before anything is allocated.
+"""Predicts the bytes of a model that is trained, sampled from or asked, by its shapes alone.
 
-    update_bytes(config, longest_microbatch(...), plan)
+    update_bytes(config, longest_microbatch(...), training)
     UpdateBytes(held=..., working=...)
 
 Every term is counted from the model's shapes, as llamarl.models and llamarl.learning make the
-tensors; nothing is fitted. benchmarks/memory.py compares with what an update allocates. Counted as
-on a CPU with the C kernels, and with one microbatch as long as the config allows; the first update
-has no moments until its end, and takes less.
+tensors; nothing is fitted. benchmarks/memory.py compares with what an update allocates. The dry run
+(llamarl/launch/memory.py) and the planner ask here. This file imports no torch.
 
 Shapes as a decoder has them: T packed tokens, R labels, D hidden_size, F intermediate_size, H query
 heads, J key/value heads, K head dim, V vocabulary.
@@ -16,19 +15,116 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from pathlib import Path
 
-from llamarl.learning.limits import CHUNK_TOKENS, KEEP_BYTES, KEEP_LOGITS
 from llamarl.models.config import Lora, ModelConfig
 from llamarl.models.sharding import (
     adapter_shapes,
+    heads_of,
     num_parameters,
     parameter_shapes,
     tensor_parallel_box,
 )
 
+# Up to this many logits are one chunk, kept for backward: recomputing them would cost more than it
+# saves.
+KEEP_LOGITS = 1 << 22
+CHUNK_TOKENS = 1024  # rows of logits at a time
+# Up to this many bytes they are kept for backward, though chunks are smaller.
+KEEP_BYTES = 1 << 26
+
+GIB = 1 << 30
 WIDE = 4  # bytes of a float32 number: of masters, gradients and sums
-_SHORT = {2: 512}  # by itemsize: keys up to which a CPU holds the attention weights; else 256
+ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8": 1, "int8": 1}
+# A sender's slots and a receiver's buffers: a version leaves from one while the next is copied to
+# the other.
+SLOTS = 2
+# By itemsize: up to so many keys a CPU holds the weights of attention (llamarl.models.attention).
+ATTENTION_KEYS = {2: 512, 4: 256}
 MOMENTS = {"adamw": 8.0, "adamw8bit": 2 * (1 + 4 / 256)}  # bytes of a trained number, by optimizer
+
+
+@dataclass(frozen=True, slots=True)
+class Price:
+    """The bytes that a part of a job, such as "trainer", takes on each of its ranks.
+
+    held: all the time. working: on top of it, at the peak of a step.
+    """
+
+    name: str
+    ranks: tuple[int, ...]
+    held: int
+    working: int = 0
+
+    @property
+    def total(self) -> int:
+        """The most bytes at a time."""
+        return self.held + self.working
+
+
+# --- A model that is sampled from or asked ---
+
+
+def held_numbers(config: ModelConfig, *, tensor_parallel: int, shards: int) -> int:
+    """Return how many numbers of a model the rank that holds most has: its rows of its
+    tensor-parallel part.
+    """
+    total = 0
+    for name, shape in _one_layer(config).items():
+        own = _own_numbers(config, name, shape, tensor_parallel, shards)
+        total += own * (config.num_hidden_layers if name.startswith("model.layers.") else 1)
+    return total
+
+
+def weights_bytes(
+    config: ModelConfig, dtype: str, num_ranks: int, *, tensor_parallel: int, replicate: int
+) -> int:
+    """Return the bytes of a model on each of the ranks that hold `replicate` copies of it."""
+    shards = num_ranks // (replicate * tensor_parallel)
+    numbers = held_numbers(config, tensor_parallel=tensor_parallel, shards=shards)
+    return numbers * ITEMSIZES[dtype]
+
+
+def numbers_of_token(config: ModelConfig, split: int = 1) -> int:
+    """Return how many numbers the keys and values of a token are, over all layers, on the rank
+    that holds most of `split` that share each layer.
+    """
+    heads = max(heads_of(config, rank, split).num_kv for rank in range(split))
+    return 2 * config.num_hidden_layers * heads * config.head_dim
+
+
+def cache_bytes(config: ModelConfig, tokens: int, dtype: str, split: int = 1) -> int:
+    """Return the bytes of the keys and values of so many tokens."""
+    return tokens * numbers_of_token(config, split) * ITEMSIZES[dtype]
+
+
+def sampling_bytes(config: ModelConfig, slots: int) -> int:
+    """Return the bytes of a decode step: the logits of all slots."""
+    return slots * config.vocab_size * WIDE
+
+
+def asking_bytes(config: ModelConfig, size: MicrobatchSize, dtype: str) -> int:
+    """Return the bytes of a forward without gradients: a layer's hidden units, and a chunk of
+    logits.
+    """
+    numbers = size.tokens * (4 * config.hidden_size + 3 * config.intermediate_size)
+    if not config.labels:
+        numbers += min(size.labels, CHUNK_TOKENS) * config.vocab_size
+    return numbers * ITEMSIZES[dtype]
+
+
+def encoder_numbers(path: str | Path) -> int:
+    """Return how many numbers a model has that transformers reads, by its config.json."""
+    import torch
+    from transformers import AutoConfig, AutoModel
+
+    config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    with torch.device("meta"):  # it is built without memory
+        model = AutoModel.from_config(config)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+# --- A model that is trained ---
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,19 +270,6 @@ def checkpoint_bytes(config: ModelConfig, training: Training, export_itemsize: i
     return trained * of_number + copies * num_parameters(config) * export_itemsize
 
 
-def held_numbers(
-    config: ModelConfig, *, tensor_parallel: int, shards: int, split_vocabulary: bool = False
-) -> int:
-    """Return how many numbers of a model the rank that holds most has: its rows of its
-    tensor-parallel part.
-    """
-    total = 0
-    for name, shape in _one_layer(config).items():
-        own = _own_numbers(config, name, shape, tensor_parallel, shards, split_vocabulary)
-        total += own * (config.num_hidden_layers if name.startswith("model.layers.") else 1)
-    return total
-
-
 def _one_layer(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Return name -> shape of the parameters of the first layer and around the layers: all layers
     are alike.
@@ -200,16 +283,9 @@ def _own_numbers(
     shape: tuple[int, ...],
     tensor_parallel: int,
     shards: int,
-    split_vocabulary: bool = False,
 ) -> int:
-    box = tensor_parallel_box(
-        config,
-        name,
-        shape,
-        tensor_parallel - 1,  # the last rank's share is the largest
-        tensor_parallel,
-        split_vocabulary=split_vocabulary,
-    )
+    last = tensor_parallel - 1  # its share is the largest
+    box = tensor_parallel_box(config, name, shape, last, tensor_parallel, split_vocabulary=False)
     rows = box.lengths[0]
     return math.ceil(rows / shards) * (box.numel // rows)
 
@@ -450,7 +526,7 @@ def layer_elements(config: ModelConfig, size: MicrobatchSize, training: Training
 
 def _limit(training: Training) -> int:
     """Return up to how many keys a CPU holds the weights of attention."""
-    return _SHORT.get(training.itemsize, 256) if training.on_cpu else 0
+    return ATTENTION_KEYS[training.itemsize] if training.on_cpu else 0
 
 
 def _long_tokens(size: MicrobatchSize, training: Training) -> int:
