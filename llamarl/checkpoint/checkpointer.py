@@ -75,7 +75,7 @@ from llamarl.disk.space import (
 )
 from llamarl.errors import CheckpointError, OtherFormat
 from llamarl.executor import State
-from llamarl.words.lists import first_of
+from llamarl.words.texts import first_of
 
 LATEST = "latest"
 TOPIC = "checkpoint"

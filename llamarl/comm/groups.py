@@ -27,7 +27,7 @@ from llamarl.executor import ExecutorGroup
 from llamarl.machine.allocator import keep_freed_memory
 from llamarl.machine.copying import copy_kernels_version
 from llamarl.machine.precision import use_float32_products
-from llamarl.words.lists import first_of
+from llamarl.words.texts import first_of
 
 SHOWN_HOSTS = 4  # that a message names
 LOOK_S = 0.05  # between two looks at whether this rank still waits

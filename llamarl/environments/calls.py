@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from llamarl.words.foreign_json import read_json
+from llamarl.words.texts import read_json
 
 ToolCall = dict[str, Any]  # {"type": "function", "function": {"name", "arguments"}}
 _BEGIN = "<tool_call>"

@@ -35,7 +35,7 @@ from llamarl.models.peft import lora_in
 from llamarl.tasks.files import read_jsonl
 from llamarl.tasks.held_out import EvalSet, set_of
 from llamarl.types import Prompt
-from llamarl.words.columns import OWN
+from llamarl.words.choices import OWN
 
 OF_THE_RUN = "of_the_run"  # the name of a section's file in a temporary conf/
 # Keys that the native engine here sets, whatever the run's generator was.

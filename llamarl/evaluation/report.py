@@ -20,7 +20,7 @@ from llamarl.observe.rates import EVALUATED, LEFT_OUT, Row
 from llamarl.scoring.scorer import Item, Outcome
 from llamarl.tasks.held_out import EvalSet, set_of
 from llamarl.types import EvalCompletion, Prompt
-from llamarl.words.columns import OWN
+from llamarl.words.choices import OWN
 
 THE_TASK = "the task's own"
 

@@ -53,7 +53,7 @@ from llamarl.launch.identity import Identity, differences
 from llamarl.launch.outcome import forget
 from llamarl.tickets.ledger import choices_of
 from llamarl.tickets.prompts import AnyPrompts, note
-from llamarl.words.lists import first_of
+from llamarl.words.texts import first_of
 
 RUNS = Path("runs")
 _SHOWN = 5  # files that a message names

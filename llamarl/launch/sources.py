@@ -18,8 +18,7 @@ from llamarl.tasks.mixture import MixtureTask
 from llamarl.tasks.row_keys import REWARD_KEY
 from llamarl.tasks.special import reply_ids
 from llamarl.types import Prompt
-from llamarl.words.answers import answer_text
-from llamarl.words.lists import first_of
+from llamarl.words.texts import answer_text, first_of
 
 NUM_SAMPLES = 3
 NUM_ROWS = 256  # that a reward's own check of rows looks at

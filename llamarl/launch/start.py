@@ -49,7 +49,7 @@ from llamarl.launch.reading import SharedReading
 from llamarl.launch.run_directory import RunDirectory, open_run
 from llamarl.launch.sources import check_sources
 from llamarl.tasks.held_out import shown_sets
-from llamarl.words.lists import first_of
+from llamarl.words.texts import first_of
 
 EXIT_BAD_INPUT = 2
 EXIT_FAILED = 1

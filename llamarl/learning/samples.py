@@ -33,8 +33,7 @@ from torch import Tensor
 
 from llamarl.learning.targets import Targets
 from llamarl.types import Group
-from llamarl.words.columns import part_column
-from llamarl.words.samples import GROUP_FIELDS
+from llamarl.words.choices import GROUP_FIELDS, part_column
 
 
 @dataclass(frozen=True, slots=True)

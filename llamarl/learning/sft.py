@@ -38,7 +38,7 @@ from llamarl.tasks.files import check_keys, read_jsonl
 from llamarl.tasks.special import Spelled, end_token, reply_ids, shown_turns, special_tokens
 from llamarl.tasks.split import hold_out_prompts
 from llamarl.types import Prompt
-from llamarl.words.answers import answer_text
+from llamarl.words.texts import answer_text
 
 ANSWER_KEYS = ("completion", "answer")  # where the row says nothing else
 

@@ -15,7 +15,7 @@ from llamarl.observe.lag import steepness
 from llamarl.observe.rates import ACCURACY, EVALUATED
 from llamarl.observe.samples import Shown
 from llamarl.observe.streaming import Columns
-from llamarl.words.samples import GROUP_FIELDS
+from llamarl.words.choices import GROUP_FIELDS
 
 RECENT = 20  # rows
 OPEN_FACTOR = 10.0  # medians, from which a step that is not done yet, or took so long, is too long

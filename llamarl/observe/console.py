@@ -20,7 +20,7 @@ from llamarl.observe.rates import (
     step_of,
 )
 from llamarl.observe.samples import SampleFile, sample_lines
-from llamarl.words.columns import OWN, column_of
+from llamarl.words.choices import OWN, column_of
 
 HEADER_EVERY = 25
 SHOWN_REASON = 120  # characters of a reason

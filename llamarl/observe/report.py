@@ -37,7 +37,7 @@ from llamarl.observe.samples import read_samples
 from llamarl.observe.sinks import read_rows
 from llamarl.observe.streaming import Columns, streaming_verdict
 from llamarl.observe.viewer import POLICY, THEME, samples_html, style
-from llamarl.words.columns import OWN, column_of
+from llamarl.words.choices import OWN, column_of
 
 if TYPE_CHECKING:
     from matplotlib.typing import RcKeyType

@@ -40,7 +40,7 @@ from llamarl.observe.rates import (
 )
 from llamarl.observe.samples import Sample, SampleFile
 from llamarl.observe.sinks import Jsonl, Sink
-from llamarl.words.columns import OWN, column_of
+from llamarl.words.choices import OWN, column_of
 
 TRAINED = "loss/value"
 FILE_NAME = "metrics.jsonl"

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from llamarl.observe.samples import Shown
-from llamarl.words.samples import GROUP_FIELDS
+from llamarl.words.choices import GROUP_FIELDS
 
 MOST_BYTES = 1 << 24  # of the samples in a page
 

@@ -22,8 +22,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from llamarl.words.foreign_json import read_json
-from llamarl.words.urls import url_problem
+from llamarl.words.texts import read_json, url_problem
 
 FIRST_PAUSE_S = 0.5  # before the first retry; each further one waits twice as long
 LONGEST_PAUSE_S = 30.0

@@ -17,7 +17,7 @@ from torch import Tensor
 from llamarl.executor import State
 from llamarl.scoring.scorer import Item, MakeScorer, Outcome, Outcomes, Scorer, Site
 from llamarl.types import Stretch
-from llamarl.words.columns import part_column
+from llamarl.words.choices import part_column
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,7 +60,7 @@ from llamarl.tasks.mixture import MixtureTask, shares
 from llamarl.tasks.procedural import addition_examples, question_examples
 from llamarl.tasks.split import Split, warn_of_shared
 from llamarl.types import Prompt
-from llamarl.words.columns import OWN
+from llamarl.words.choices import OWN
 from llamarl.words.names import NoFunction, import_function, nearest
 
 log = logging.getLogger(__name__)

@@ -19,8 +19,8 @@ from typing import BinaryIO, TypeVar
 from llamarl.tasks.base import Example, conversation_of, shown
 from llamarl.tasks.row_keys import REWARD_KEY, SET_KEY, check_row_keys
 from llamarl.types import MESSAGES_KEY
-from llamarl.words.lists import first_of
 from llamarl.words.names import nearest
+from llamarl.words.texts import first_of
 
 Made = TypeVar("Made")
 

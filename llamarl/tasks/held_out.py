@@ -23,7 +23,7 @@ from typing import TypeVar
 from llamarl.tasks.base import Task, sample_digest
 from llamarl.tasks.row_keys import PART_KEY, REWARD_KEY, SET_KEY
 from llamarl.types import Prompt
-from llamarl.words.columns import OWN, column_of
+from llamarl.words.choices import OWN, column_of
 
 APART = 1 << 32  # between the first numbers of two sets
 

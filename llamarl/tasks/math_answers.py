@@ -25,7 +25,7 @@ from functools import lru_cache
 
 from llamarl.tasks.forms import Limits, checked_by, need_flag, need_word
 from llamarl.tasks.thinking import THINKING, Thinking, answer_of, last_boxed
-from llamarl.words.answers import answer_text
+from llamarl.words.texts import answer_text
 
 _SIGNS = str.maketrans(
     {

@@ -22,8 +22,8 @@ from llamarl.tasks.forms import form_of
 from llamarl.tasks.math_answers import math_match
 from llamarl.tasks.programs import python_tests
 from llamarl.tasks.thinking import one_language, soft_length, thinking_form
-from llamarl.words.answers import answer_text
 from llamarl.words.names import import_function
+from llamarl.words.texts import answer_text
 
 __all__ = [
     "contains_words",

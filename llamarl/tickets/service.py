@@ -48,7 +48,7 @@ from llamarl.tickets.ledger import TicketLedger, choices_of
 from llamarl.tickets.shares import FairShares
 from llamarl.tickets.stragglers import TicketTimes
 from llamarl.types import Ticket, Verdict
-from llamarl.words.lists import first_of
+from llamarl.words.texts import first_of
 
 log = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
-from llamarl.words.foreign_json import read_json
+from llamarl.words.texts import read_json
 from llamarl.workers import guard
 from llamarl.workers.memory_limit import Note
 

@@ -5,7 +5,7 @@ import pytest
 from llamarl.comm.channel import dp_rank_of
 from llamarl.observe.report import write_report
 from llamarl.observe.samples import FILE_NAME, read_samples
-from llamarl.words.samples import GROUP_FIELDS
+from llamarl.words.choices import GROUP_FIELDS
 from tests.launching import GROUP_SIZE, SMALL, STEPS, ForkedJob, untimed
 
 TWO_TRAINERS = ("placement.trainer=[0,1]", "placement.generator=[0]", "placement.reward=[0]")

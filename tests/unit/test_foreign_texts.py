@@ -22,7 +22,7 @@ from llamarl.models.config import tiny_directory
 from llamarl.models.hf import load_tokenizer
 from llamarl.tasks.turns import TurnTokens
 from llamarl.types import Completion, Prompt
-from llamarl.words.foreign_json import MAX_DEPTH, read_json
+from llamarl.words.texts import MAX_DEPTH, read_json
 from llamarl.workers.guard import line_of
 from tests.made_tokenizers import CHATML, FORGETFUL, byte_level
 

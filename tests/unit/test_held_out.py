@@ -24,7 +24,7 @@ from llamarl.scoring.pool import RewardPool
 from llamarl.scoring.scorer import Outcome, Scorer, text_item
 from llamarl.tasks.build import build_task
 from llamarl.tasks.held_out import APART, EvalSet, HeldOut, own_set, set_of
-from llamarl.words.columns import OWN_COLUMNS
+from llamarl.words.choices import OWN_COLUMNS
 
 
 def write(file, count, prompt="prompt"):

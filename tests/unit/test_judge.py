@@ -18,7 +18,7 @@ from llamarl.scoring import endpoint as endpoint_module
 from llamarl.scoring.endpoint import EndpointSettings, Failed, seconds_of
 from llamarl.scoring.judge import Judge, choice_in, number_in
 from llamarl.scoring.scorer import Outcome, text_item
-from llamarl.words.urls import url_problem
+from llamarl.words.texts import url_problem
 from tests.judge_server import HANG_UP, NO_REPLY, JudgeServer, Reply, between, longer
 
 PATIENCE_S = 60.0

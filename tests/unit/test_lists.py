@@ -2,7 +2,7 @@
 
 import pytest
 
-from llamarl.words.lists import first_of
+from llamarl.words.texts import first_of
 
 
 @pytest.mark.parametrize("items", [[], ["a"], ["a", "b"]])

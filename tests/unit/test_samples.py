@@ -24,7 +24,7 @@ from llamarl.observe.samples import FILE_NAME, SampleFile, read_samples, sample_
 from llamarl.scoring.scorer import Outcome, site_alone
 from llamarl.scoring.weighted import Part, Weighted
 from llamarl.types import Completion, Group, ScoredCompletion
-from llamarl.words.samples import GROUP_FIELDS
+from llamarl.words.choices import GROUP_FIELDS
 from tests.updating import VERSION, go_on, groups_of, update_of
 
 NAN = math.nan

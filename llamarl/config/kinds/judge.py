@@ -9,7 +9,7 @@ from llamarl.config.kinds.kind import Given, KindSettings, RunFacts
 from llamarl.config.marks import settings_dataclass
 from llamarl.config.ranges import Count, Natural, NonNegative, Positive, Text
 from llamarl.words.choices import JudgeAsk
-from llamarl.words.urls import url_problem
+from llamarl.words.texts import url_problem
 
 
 @settings_dataclass

@@ -11,8 +11,7 @@ from llamarl.config.findings import Findings, Problem
 from llamarl.config.marks import marked, settings_dataclass
 from llamarl.config.ranges import Natural, Text
 from llamarl.config.sections.task import AnyEvalSetSettings
-from llamarl.words.choices import START
-from llamarl.words.columns import OWN_COLUMNS
+from llamarl.words.choices import OWN_COLUMNS, START
 
 # A set's name is part of names of metrics and of keys of the command line.
 _SET_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
