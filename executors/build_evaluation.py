@@ -25,7 +25,7 @@ from llamarl.inference.protocol import GenerationEngine
 from llamarl.launch.gold import gold_texts
 from llamarl.launch.inputs import check_inputs
 from llamarl.launch.job import Job
-from llamarl.observe.progress import Progress
+from llamarl.observe.console import Progress
 from llamarl.scoring.assembly import item_of
 from llamarl.scoring.scorer import Item, Outcome, Scorer, score_all, site_alone
 from llamarl.scoring.transcript import same_tokens

@@ -58,7 +58,7 @@ from llamarl.models.parity import (
     check_marks,
     check_quantized,
 )
-from llamarl.observe.progress import Progress
+from llamarl.observe.console import Progress
 from llamarl.tickets.prompts import AnyPrompts, chosen, note
 from llamarl.types import Columns, Completion, EvalCompletion, Policy, Prompt, Stretch
 

@@ -70,7 +70,7 @@ from llamarl.errors import CheckpointError, PeerDied, TimedOut
 from llamarl.executor import POLL_S, Executor, ExecutorGroup
 from llamarl.models.offload import DeviceSharing
 from llamarl.observe import Metrics, MetricsError, RowWriter, Trace
-from llamarl.observe.progress import CheckpointProgress
+from llamarl.observe.console import CheckpointProgress
 from llamarl.tickets.ledger import TicketLedger
 from llamarl.tickets.service import TicketService
 

@@ -1,11 +1,11 @@
 """Compare runs: `python recipes/compare.py RUN_DIR ...` prints a table and draws plots.
 
-llamarl/observe/comparison.py describes the words and the plots.
+llamarl/observe/compare.py describes the words and the plots.
 """
 
 import sys
 
-from llamarl.observe.comparison import main, parse
+from llamarl.observe.compare import main, parse
 
 __all__ = ["main", "parse"]
 

@@ -30,7 +30,7 @@ from llamarl.config.conversion import ConfigError
 from llamarl.config.marks import settings_dataclass
 from llamarl.config.ranges import Text
 from llamarl.config.script import REQUIRED, read_script
-from llamarl.observe.progress import Progress
+from llamarl.observe.console import Progress
 
 if TYPE_CHECKING:
     import torch

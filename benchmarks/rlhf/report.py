@@ -20,8 +20,10 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from llamarl.observe.alarms import Columns
 from llamarl.observe.compare import GOLD, LENGTH, completion_kl
-from llamarl.observe.report import COLOURS, LOOK, Columns, read_columns
+from llamarl.observe.plots import COLOURS, LOOK
+from llamarl.observe.report import read_columns
 from llamarl.observe.rows import EVALUATED, FILE_NAME
 from llamarl.tasks.facts import worth
 

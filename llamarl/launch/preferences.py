@@ -31,7 +31,7 @@ from llamarl.launch.sources import check_sources
 from llamarl.launch.start import explained
 from llamarl.models.config import read_config
 from llamarl.models.fingerprint import model_digest
-from llamarl.observe.progress import shown_left
+from llamarl.observe.console import shown_left
 from llamarl.scoring.pairs import Tally
 from llamarl.tasks.base import Example, PromptMaker, sample_digest
 from llamarl.tasks.build import prompt_maker, row_reader

@@ -6,16 +6,20 @@ course of a run look at its newest RECENT rows that have the column.
 
 from __future__ import annotations
 
+import logging
+import statistics
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 
 import numpy as np
 
-from llamarl.observe.lag import steepness
-from llamarl.observe.rates import ACCURACY, EVALUATED
+from llamarl.observe.rates import ACCURACY, EVALUATED, Row, number_of, step_of
 from llamarl.observe.samples import Shown
-from llamarl.observe.streaming import Columns
 from llamarl.words.choices import GROUP_FIELDS
+
+Columns = dict[str, np.ndarray]  # each [rows] in float64, NaN where a row has no value
 
 RECENT = 20  # rows
 OPEN_FACTOR = 10.0  # medians, from which a step that is not done yet, or took so long, is too long
@@ -38,6 +42,8 @@ RISEN = 2.0  # standard errors from which a reward has risen
 GAIN = 0.1  # of a held-out reward, in deviations of the sampled ones, that says it has
 GROWN = 1.75  # the factor of an entropy that has grown too far
 LEAST_GROWN = 1.0  # nats a token, below which a growth says nothing
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -395,3 +401,137 @@ def _longest_waits(columns: Columns) -> str:
 
 def _seconds(value: float) -> str:
     return f"{value:.3g} s"
+
+
+# --- While the run goes on ---
+
+FIRST_STEPS = 3  # that bring nothing before it is said
+MANY_CUT = 0.5  # share of completions that end at the token limit, from which that may be why
+
+
+class SignalWatch:
+    """Warns, once, where the first steps of a run bring no signal (a sink): all completions got the
+    same reward, so that no one is better than another.
+    """
+
+    def __init__(self):
+        self._num_flat = 0  # of the run's first steps; a resumed run is past them
+
+    def write(self, row: Row) -> None:
+        """Look at a row of the first steps."""
+        if step_of(row) > FIRST_STEPS or row.get("reward/std") != 0.0:
+            return
+        self._num_flat += 1
+        if self._num_flat == FIRST_STEPS:
+            log.warning("%s", no_signal(row))
+
+    def close(self) -> None:
+        """Release nothing: there is nothing to release."""
+
+
+class LearningWatch:
+    """Warns, once each, of a reward that does not move and of an entropy that grows with it (a
+    sink). It looks every WINDOW steps, at a run that it has seen from its first steps on: a
+    resumed one is judged by the report, which has all rows.
+    """
+
+    COLUMNS = ("reward/mean", "reward/std", "entropy", "eval/reward", "lr")
+
+    def __init__(self):
+        self._rows: dict[str, list[float]] = {name: [] for name in self.COLUMNS}
+        self._first: int | None = None
+        self._said: set[str] = set()
+
+    def write(self, row: Row) -> None:
+        """Look at a row."""
+        step = step_of(row)
+        if self._first is None:
+            self._first = step
+        if self._first > WINDOW:
+            return
+        for name, values in self._rows.items():
+            number = number_of(row, name)
+            values.append(np.nan if number is None else number)
+        if step == 0 or step % WINDOW:
+            return
+        columns = {name: np.asarray(values, float) for name, values in self._rows.items()}
+        for alarm in alarms_of_learning(columns):
+            kind = alarm.title.partition(" in ")[0]
+            if kind not in self._said:
+                self._said.add(kind)
+                log.warning("%s: %s. %s", alarm.title, alarm.figure, alarm.remedy)
+
+    def close(self) -> None:
+        """Release nothing: there is nothing to release."""
+
+
+def no_signal(row: Row) -> str:
+    """Return the warning in a line or two, and then what to try, in the order of what it costs."""
+    lines = [
+        f"the first {FIRST_STEPS} steps brought no signal: every completion got the reward "
+        f"{row['reward/mean']:g},",
+        "so nothing is learned from them. recipes/evaluate.py shows what the model answers. Try",
+    ]
+    cut = number_of(row, "completion/truncated_fraction") or 0.0
+    if cut >= MANY_CUT:
+        lines.append(f"  - a larger max_new_tokens ({cut:.0%} of completions are cut off)")
+    lines += [
+        "  - another reward.fn (exact_match gives 0 to an answer within a sentence,",
+        "    llamarl.tasks.rewards:numeric_match reads the number)",
+        "  - an easier task (task.options.*)",
+        "  - a larger group_size",
+        "  - a warm start (recipes/sft.py)",
+    ]
+    return "\n".join(lines)
+
+
+AGE = "buffer/age_min"
+LEAST_WINDOW = 20  # steps that are looked at; three sync periods where that is more
+STEEP = 0.8  # steps of age a step, from which no newer data comes
+LATE = 8.0  # steps of age up to which nothing is said
+
+_REMEDY = """\
+the newest data that the trainer has is {age:.0f} steps old, {slope:.1f} steps older at each of the
+last {window} steps: what reaches it was sampled by always the same versions. Try
+  - a smaller overcommit, if one is set: it bounds what is on its way (docs/staleness.md)
+  - more of what is slow between generator and trainer: reward.num_workers, or ranks of
+    placement.generator, placement.reward, placement.victim (the report says who waits for what)"""
+
+
+class LagWatch:
+    """Warns, once, where the newest data of a replay buffer grows old by about a step a step (a
+    sink). It is for runs without a bound on lag: a bound ends such a growth by itself.
+
+    It looks at the newest data that could be drawn, not at what is drawn: draws by reward, and
+    draws from a buffer that grows, become older as they should. sync_period: steps after which what
+    came can be drawn.
+    """
+
+    def __init__(self, sync_period: int = 1):
+        self._window = max(LEAST_WINDOW, 3 * sync_period)
+        self._ages: deque[float] = deque(maxlen=self._window)
+        self._is_said = False
+
+    def write(self, row: Row) -> None:
+        """Look at a row."""
+        age = number_of(row, AGE)
+        if age is None or self._is_said:
+            return
+        self._ages.append(float(age))
+        if len(self._ages) < self._window or age <= LATE:
+            return
+        slope = steepness(self._ages)
+        if slope >= STEEP:
+            self._is_said = True
+            log.warning("%s", _REMEDY.format(age=age, slope=slope, window=len(self._ages)))
+
+    def close(self) -> None:
+        """Release nothing: there is nothing to release."""
+
+
+def steepness(values: Sequence[float]) -> float:
+    """Return how much values grow from one to the next (at least two values): the median slope over
+    all pairs, Theil and Sen's, which a few odd values do not move.
+    """
+    pairs = combinations(enumerate(values), 2)
+    return statistics.median((after - before) / (j - i) for (i, before), (j, after) in pairs)

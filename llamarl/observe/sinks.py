@@ -17,10 +17,8 @@ from typing import Protocol
 from llamarl.disk.space import shown_free
 from llamarl.errors import MetricsError
 from llamarl.observe.console import RL_COLUMNS, Console
-from llamarl.observe.lag import LagWatch
 from llamarl.observe.rates import Row, step_of
 from llamarl.observe.samples import SampleFile
-from llamarl.observe.signal import LearningWatch, SignalWatch
 
 # The most that is held of rows that the disk refuses: some 32,000 rows of 2 KB.
 MOST_HELD_BYTES = 1 << 26
@@ -325,6 +323,9 @@ def build_sinks(
     columns: those that the console shows. samples: of which it shows the newest every so many
     steps. free_running: of a run without a bound on lag, its sync period.
     """
+    # Here: a process that writes no row needs no numpy.
+    from llamarl.observe.alarms import LagWatch, LearningWatch, SignalWatch
+
     console = Console(max_steps=max_steps, columns=columns, samples=samples, show_every=show_every)
     sinks: list[Sink] = [console, SignalWatch(), LearningWatch()]
     if free_running is not None:

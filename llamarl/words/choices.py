@@ -43,9 +43,9 @@ LEVELS = get_args(RatioLevel)
 Normalize = Literal["tokens", "completions", "groups"]
 NORMALIZE = get_args(Normalize)
 
-# The numbers about a group in its line of samples.jsonl (llamarl/learning/samples.py), in order: the
-# ticket; the least, mean and largest reward; completions that are trained on; the lag of its oldest
-# token in steps; whether anything was learned from it.
+# The numbers about a group in its line of samples.jsonl (llamarl/learning/samples.py), in order:
+# the ticket; the least, mean and largest reward; completions that are trained on; the lag of its
+# oldest token in steps; whether anything was learned from it.
 GROUP_FIELDS = ("ticket", "least", "mean", "most", "trained", "lag", "taught")
 
 # Columns of evaluations and of parts of a reward. The held-out prompts of the task have eval/...; a

@@ -139,7 +139,7 @@ def test_an_evaluated_version_is_pinned_until_its_prompts_are_done():
 
 
 def test_a_long_evaluation_says_how_far_it_is(monkeypatch, capsys):
-    monkeypatch.setattr("llamarl.observe.progress.LINE_EVERY_S", 0.0)
+    monkeypatch.setattr("llamarl.observe.console.LINE_EVERY_S", 0.0)
     g = generator(chunk=1)
     g.tickets.grants = 0
     g.weights.staged = Staged(5, must_load=True, evaluate=True)

@@ -20,7 +20,7 @@ def without_nulls(row: dict) -> dict:
 
 @pytest.fixture(scope="module")
 def recipe():
-    return importlib.import_module("llamarl.observe.comparison")
+    return importlib.import_module("llamarl.observe.compare")
 
 
 @pytest.fixture

@@ -18,24 +18,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llamarl.observe import Console, Metrics, RowWriter, Trace, build_sinks, is_timing
+from llamarl.observe.alarms import LagWatch, LearningWatch, SignalWatch
 from llamarl.observe.console import SUPERVISED_COLUMNS
-from llamarl.observe.lag import LagWatch
+from llamarl.observe.plots import BINS, PANELS, draw, draw_idle, drawn, moving_mean
 from llamarl.observe.rates import RateMeter, idle_shares
-from llamarl.observe.report import (
-    BINS,
-    PANELS,
-    columns_of,
-    draw,
-    draw_idle,
-    drawn,
-    facts,
-    idle_over_run,
-    moving_mean,
-    write_report,
-)
+from llamarl.observe.report import columns_of, facts, idle_over_run, write_report
 from llamarl.observe.report import main as report_main
 from llamarl.observe.rows import COLUMNS
-from llamarl.observe.signal import LearningWatch, SignalWatch
 from llamarl.observe.sinks import Jsonl, TensorBoard, WandB, read_rows
 from llamarl.observe.trace import merge
 

@@ -10,6 +10,7 @@ import pytest
 from llamarl.config.command_line import default_config
 from llamarl.config.conversion import to_values
 from llamarl.observe import Console
+from llamarl.observe.console import CheckpointProgress, Progress, TimeLeft, shown_left
 from llamarl.observe.expected import (
     Expectation,
     Stage,
@@ -18,7 +19,6 @@ from llamarl.observe.expected import (
     read_expectations,
     verdict,
 )
-from llamarl.observe.progress import CheckpointProgress, Progress, TimeLeft, shown_left
 from llamarl.observe.samples import SampleFile
 
 

@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from llamarl.observe.report import facts
-from llamarl.observe.streaming import streaming_verdict
+from llamarl.observe.report import facts, streaming_verdict
 
 
 def columns(**changes):
