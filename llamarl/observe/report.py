@@ -3,8 +3,8 @@
     python -m llamarl.observe.report RUN_DIR [-o FILE]
 
 Reads RUN_DIR/metrics.jsonl (and samples.jsonl, outcome.json and config.yaml, if there), also while
-the run goes on. Alarms come first, then who was idle, samples (viewer.py), and curves as embedded
-SVG images; the page loads nothing. To add a curve, add a Panel.
+the run goes on. report.html is the page's template; it embeds viewer.css, viewer.js and the plots
+(plots.py), and loads nothing.
 """
 
 from __future__ import annotations
@@ -15,15 +15,17 @@ import io
 import json
 import sys
 import time
-from collections.abc import Callable
-from html import escape
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import matplotlib
 import numpy as np
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
 from matplotlib.figure import Figure
 
-from llamarl.observe.alarms import Alarm, Columns, Observed, alarms_of
+from llamarl.observe.alarms import Columns, Observed, alarms_of
 from llamarl.observe.ended import FILE_NAME as OUTCOME_NAME
 from llamarl.observe.plots import (
     LOOK,
@@ -38,10 +40,14 @@ from llamarl.observe.plots import (
 from llamarl.observe.rates import ACCURACY, EVALUATED, Idle, Row, idle_shares, sets_of
 from llamarl.observe.rows import FILE_NAME
 from llamarl.observe.samples import FILE_NAME as SAMPLES_NAME
-from llamarl.observe.samples import read_samples
+from llamarl.observe.samples import Shown, read_samples
 from llamarl.observe.sinks import read_rows
-from llamarl.observe.viewer import POLICY, THEME, samples_html, style
-from llamarl.words.choices import OWN, column_of
+from llamarl.words.choices import GROUP_FIELDS, OWN, column_of
+
+MOST_BYTES = 1 << 24  # of the samples in a page
+_ENOUGH = 0.5  # share of a completion that should be read before it ends
+COMPACT = (",", ":")  # separators of the samples in JSON
+_HERE = Path(__file__).parent
 
 
 def write_report(
@@ -100,50 +106,74 @@ def columns_of(rows: list[Row]) -> Columns:
     return columns
 
 
+@dataclass(frozen=True, slots=True)
+class Plot:
+    """A plot as the page shows it."""
+
+    title: str
+    note: str  # how to read it; empty: nothing
+    svg: str  # the image in base64
+
+
 @matplotlib.rc_context(LOOK)
 def page(run_dir: Path, run: Observed) -> str:
     """Return the HTML of a run."""
     columns = run.columns
+    is_supervised = SUPERVISED in columns
     curves = []
     absent = []
     names = sets_of(columns)
-    for panel in SUPERVISED_PANELS if SUPERVISED in columns else PANELS:
+    for panel in SUPERVISED_PANELS if is_supervised else PANELS:
         panels = [panel, *(of_set(panel, name) for name in names if is_of_evaluations(panel))]
         shown = [one for one in panels if not one.series.keys().isdisjoint(columns)]
-        curves += [figure_html(draw(columns, one), one.title, one.note) for one in shown]
+        curves += [Plot(one.title, one.note, svg_of(draw(columns, one))) for one in shown]
         if not shown:
             absent.append(panel.title)
     idle = idle_over_run(columns)
-    rows = [
-        f"<tr><th>{escape(name)}</th><td class='number'>{escape(value)}</td></tr>"
-        for name, value in facts(columns)
-    ]
-    parts = [
-        f"<!doctype html><html lang='en'><meta charset='utf-8'>{POLICY}"
-        "<meta name='viewport' content='width=device-width'>"
-        f"<title>{escape(run_dir.name)}</title><style>{style()}</style>",
-        f"{THEME}<h1>{escape(run_dir.resolve().name)}</h1>",
-        f"<table>{''.join(rows)}</table>",
-        f"<h2>Alarms</h2>{alarms_html(alarms_of(run))}",
-        f"<h2>Where the time went</h2>{idle_html(idle)}",
-    ]
-    if SUPERVISED not in columns:
-        parts.append(f"<h2 id='samples'>Samples</h2>{samples_html(run.samples)}")
-    parts.append(f"<h2>Curves</h2>{panels_html(curves)}")
-    if absent:
-        titles = escape(", ".join(absent))
-        parts.append(f"<p class='quiet'>Not measured in this run: {titles}.</p>")
-    if idle:
-        curves = [
-            figure_html(draw_idle(columns, one), f"Idle: {one.executor}", one.knob) for one in idle
-        ]
-        parts.append(f"<h2>Idle share by cause</h2>{panels_html(curves)}")
+    idle_curves = []
+    for one in idle:
+        idle_curves.append(Plot(f"Idle: {one.executor}", one.knob, svg_of(draw_idle(columns, one))))
     config = run_dir / "config.yaml"
-    if config.is_file():
-        text = escape(config.read_text())
-        details = f"<details><summary>config.yaml</summary><pre>{text}</pre></details>"
-        parts.append(f"<h2>Config</h2>{details}")
-    return "\n".join(parts) + "\n"
+    environment = Environment(
+        loader=FileSystemLoader(_HERE),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.policies["json.dumps_kwargs"] = {"separators": COMPACT}
+    return environment.get_template("report.html").render(
+        title=run_dir.name,
+        heading=run_dir.resolve().name,
+        # Our own files: nothing of a run is in them.
+        style=Markup((_HERE / "viewer.css").read_text()),
+        script=Markup((_HERE / "viewer.js").read_text()),
+        facts=facts(columns),
+        alarms=alarms_of(run),
+        idle=idle,
+        group_fields=GROUP_FIELDS,
+        samples=None if is_supervised else fitting(run.samples),
+        num_samples=len(run.samples),
+        curves=curves,
+        absent=absent,
+        idle_curves=idle_curves,
+        config=config.read_text() if config.is_file() else None,
+    )
+
+
+def fitting(samples: Sequence[Shown]) -> list[Shown]:
+    """Return the samples, or evenly spread ones if all are more than MOST_BYTES of JSON."""
+    kept = list(samples)
+    while len(kept) > 1 and len(json.dumps(kept, separators=COMPACT)) > MOST_BYTES:
+        kept = kept[::-1][::2][::-1]  # the newest stays
+    return kept
+
+
+def svg_of(figure: Figure) -> str:
+    """Return a plot as an SVG image in base64."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="svg", metadata={"Date": None})
+    return base64.b64encode(buffer.getvalue()).decode("ascii")
 
 
 def facts(columns: Columns) -> list[tuple[str, str]]:
@@ -202,54 +232,6 @@ def idle_over_run(columns: Columns) -> list[Idle]:
             if not cause:
                 counters[f"{executor}/busy_s"] = np.sum(row_s[counted]) - idle_s
     return idle_shares(counters)
-
-
-def figure_html(figure: Figure, title: str, note: str) -> str:
-    """Return the plot as an SVG image inside the page, under its title."""
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="svg", metadata={"Date": None})
-    data = base64.b64encode(buffer.getvalue()).decode("ascii")
-    caption = f"<figcaption>{escape(note)}</figcaption>" if note else ""
-    title = escape(title)
-    image = f"<img alt='{title}' src='data:image/svg+xml;base64,{data}'>"
-    return f"<figure><strong>{title}</strong>{image}{caption}</figure>"
-
-
-def panels_html(figures: list[str]) -> str:
-    """Return figures side by side."""
-    return f"<div class='panels'>{''.join(figures)}</div>"
-
-
-def alarms_html(alarms: list[Alarm]) -> str:
-    """Return the alarms, each with its figure, its threshold and its remedy."""
-    if not alarms:
-        return "<p class='quiet'>None.</p>"
-    boxes = []
-    for alarm in alarms:
-        figure = (
-            f"{escape(alarm.figure)} <span class='quiet'>(from {escape(alarm.threshold)})</span>"
-        )
-        box = (
-            f"<p><strong>{escape(alarm.title)}</strong>: {figure}</p><p>{escape(alarm.remedy)}</p>"
-        )
-        boxes.append(f"<div class='alarm' role='alert'>{box}</div>")
-    return "".join(boxes)
-
-
-def idle_html(idle: list[Idle]) -> str:
-    """Return a line for each executor: idle share, causes, and the knob to turn for the largest."""
-    if not idle:
-        return "<p class='quiet'>No busy or idle time was counted.</p>"
-    head = "<th>executor</th><th>idle</th><th>waiting for</th><th>to shorten the longest wait</th>"
-    lines = [f"<tr>{head}</tr>"]
-    for one in idle:
-        texts = (one.executor, f"{one.share:.0%}", one.shown_causes or "-", one.knob or "-")
-        cells = "".join(f"<td>{escape(text)}</td>" for text in texts)
-        lines.append(f"<tr>{cells}</tr>")
-    return f"<table>{''.join(lines)}</table>"
-
-
-_ENOUGH = 0.5  # share of a completion that should be read before it ends
 
 
 def streaming_verdict(columns: Columns) -> str | None:

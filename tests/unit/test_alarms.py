@@ -12,10 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from llamarl.observe import viewer
+from llamarl.observe import report
 from llamarl.observe.alarms import RECENT, Observed, alarms_of
 from llamarl.observe.report import write_report
-from llamarl.observe.viewer import samples_html
 
 NODE = shutil.which("node")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
@@ -273,10 +272,10 @@ def test_a_run_that_is_silent_is_an_open_step(tmp_path):
     assert "Step 5 is open" in late and "Step 5 is open" not in early
 
 
-def test_a_page_holds_so_many_samples_and_the_newest():
+def test_a_page_holds_so_many_samples_and_the_newest(tmp_path, monkeypatch):
     samples = [shown_sample(step) for step in range(1, 21)]
-    most = len(samples_html(samples[:7])) - len(samples_html(samples[:1]))
-    page = samples_html(samples, most_bytes=most)
+    monkeypatch.setattr(report, "MOST_BYTES", len(json.dumps(samples[:6])))
+    page = write_report(run_with(tmp_path, samples)).read_text()
     (data,) = re.findall(r"id='samples-data'>(.*?)</script>", page, re.DOTALL)
     steps = [sample["step"] for sample in json.loads(data)["samples"]]
     assert steps == [4, 8, 12, 16, 20] and "5 of 20 kept steps" in page
@@ -294,7 +293,7 @@ def test_a_page_holds_so_many_samples_and_the_newest():
     ],
 )
 def test_the_page_writes_out_characters_that_nobody_would_see(text, shown):
-    script = (Path(viewer.__file__).parent / "viewer.js").read_text()
+    script = (Path(report.__file__).parent / "viewer.js").read_text()
     (function,) = re.findall(r"^  function visible.*?^  }\n", script, re.DOTALL | re.MULTILINE)
     command = f"{function}; process.stdout.write(visible({json.dumps(text)}))"
     done = subprocess.run([NODE, "-e", command], capture_output=True, check=True, timeout=60)
