@@ -189,7 +189,7 @@ def test_trainer_ranks_that_meet_in_a_checkpoint_send_one_message_each_to_the_le
         control = Mail(None, rank=rank, world_size=MANY, leader=0, names=["one"] * MANY)
         others = range(1, MANY) if rank == 0 else [0]
         for other in others:
-            control._mail["at"].append((other, {"step": 4, "place": "before the export"}))
+            control._messages["at"].append((other, {"step": 4, "place": "before the export"}))
         service = CheckpointService(None, [], control, None, None, identity={})
         service._meet(4, "before the export", trainer)
     to_leader = [(rank, 0) for rank in range(1, MANY)]
