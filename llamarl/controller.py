@@ -38,14 +38,8 @@ compute at the same time. In one process the same loop steps them in turn.
     weights            one thread an end (llamarl.ddma.protocol)
     control            a listener and a heartbeat thread (llamarl.comm.control)
 
-The leader is the first rank of the executor that leads: the trainer. A run ends when its last
-checkpoint and last row are written. The leader tells all ranks. Every wait ends after timeout_s in
-an error.
-
-Keepers are the ranks of the trainer and of every other executor whose state is not optional. A rank
-or an executor that is gone while all keepers live is a loss (llamarl.comm.control). The keepers
-then end as at a stop: the trainer ends its step or gives it up, the leader seals a checkpoint
-without the lost state, and all end with the error. A restart goes on from that checkpoint.
+The leader is the first rank of the executor that leads: the trainer. llamarl/ending.py says when a
+run ends, and what becomes of it if a rank dies. Every wait ends after timeout_s in an error.
 """
 
 from __future__ import annotations
@@ -54,6 +48,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 
 from llamarl.checkpoint.checkpointer import Checkpointer
@@ -66,7 +61,8 @@ from llamarl.comm.groups import RankInfo, World, executor_group
 from llamarl.comm.meeting import reaching, wait_for_all
 from llamarl.comm.stops import heard_stops
 from llamarl.disk.space import shown_free
-from llamarl.errors import CheckpointError, PeerDied, TimedOut
+from llamarl.ending import RunEnd
+from llamarl.errors import PeerDied, TimedOut
 from llamarl.executor import POLL_S, Executor, ExecutorGroup
 from llamarl.models.offload import DeviceSharing
 from llamarl.observe import Metrics, MetricsError, RowWriter, Trace
@@ -184,22 +180,34 @@ class ExecutorController:
             stale_tickets=settings.stale_tickets,
             timeout_s=settings.timeout_s,
         )
-        self.reached_target = False  # on the leader: an evaluation has reached settings.eval_target
         self._dropped = DroppedRecords(executors, self.local, self.control, world.size)
-        self._keepers: set[int] = set()  # the ranks without which no checkpoint can be made
+        kept = [placement[e.name] for e in executors if _is_kept(e)]
+        self._keepers = frozenset(chain.from_iterable(kept))
+        self.end = RunEnd(
+            trainer,
+            placement=placement,
+            keepers=self._keepers,
+            control=self.control,
+            checkpoints=self.checkpoints,
+            metrics=self.metrics,
+            timeout_s=settings.timeout_s,
+            stop_s=settings.stop_s,
+            target=settings.eval_target,
+        )
         # By name: the executors of this rank whose steps the loop can leave.
         self._breakable: dict[str, BreakableSteps] = {}
-        self._told_of_loss = False
         self._current: Executor | None = None  # the one that is making a step
-        self._has_signal = False  # a signal to stop has come; the leader has not been told yet
-        self._done_at: float | None = None  # when the leader's trainer had made its last step
-        self._stop_until: float | None = None  # when this rank must have ended after a stop request
         self._endpoints: list[ChannelEnd] = []  # this rank's
 
     @property
     def is_leader(self) -> bool:
         """Whether this rank leads the run."""
         return self.control.is_leader
+
+    @property
+    def reached_target(self) -> bool:
+        """Whether, on the leader, an evaluation has reached settings.eval_target."""
+        return self.end.reached_target
 
     @property
     def step(self) -> int:
@@ -318,7 +326,7 @@ class ExecutorController:
         """Run until the trainer is done, a stop request, or an error. Return the leader's writer;
         None on other ranks.
         """
-        with heard_stops(self._on_signal):
+        with heard_stops(self.end.signal):
             self._run()
         return self.metrics.writer
 
@@ -344,92 +352,36 @@ class ExecutorController:
     def _loop(self) -> None:
         clocks = {e.name: _Clock(time.monotonic()) for e in self.local}
         rest_s = min((e.poll_s for e in self.local), default=POLL_S)
-        self._keepers.update(*(self.placement[e.name] for e in self.executors if _is_kept(e)))
         self.control.keep(self._keepers, self.settings.stop_s)
-        self._breakable = self._breakable_steps(self._keepers)
-        while not self._is_told_to_end():
-            self._serve_requests()
+        self._breakable = self._breakable_steps()
+        while not self.end.is_told():
+            self.end.serve()
             worked = self.checkpoints.serve()
             for executor in self.local:
-                if self._goes_on(executor):
+                if self.end.lets_step(executor):
                     worked |= self._step_or_lose(executor, clocks[executor.name])
             self.metrics.pump()
-            self._check_target()
             self._dropped.look(clocks, self.tickets.holding_up)
-            if self.control.is_leader and self._is_over():
-                if self._has_ended():
-                    continue
-            elif self.control.stopping:
-                self._check_stop()
+            worked |= self.end.look()
             if not worked:
                 self.control.wait(rest_s)
 
-    def _breakable_steps(self, keepers: set[int]) -> dict[str, BreakableSteps]:
+    def _breakable_steps(self) -> dict[str, BreakableSteps]:
         """On a keeper: return breakable steps of the executors that it shares with other ranks.
 
         Another rank may die in a collective while this one has to save.
         """
-        if self.world.rank not in keepers:
+        if self.world.rank not in self._keepers:
             return {}
         found = {}
         for executor in self.local:
-            if not keepers.issuperset(self.placement[executor.name]):
+            if not self._keepers.issuperset(self.placement[executor.name]):
                 found[executor.name] = BreakableSteps(
                     executor.name,
                     device=self.world.device,
                     is_over=lambda: bool(self.control.loss or self.control.failure),
                 )
         return found
-
-    def _is_told_to_end(self) -> bool:
-        """Whether the leader has ended the run. Raise what went wrong, here or elsewhere."""
-        told = self.control.take("end")
-        if told and self.control.loss is not None:
-            _, message = told[0]
-            if not message["lost"]:
-                return True  # a rank that was told before this one has ended, and is missed for it
-            self.control.loss.add_note(message["of_checkpoint"])
-            raise self.control.loss
-        self.control.check()
-        return bool(told)
-
-    def _serve_requests(self) -> None:
-        """Pass on losses and requests to stop that this rank has heard of."""
-        if self.control.loss is not None:
-            self._hear_of_loss()
-        if self._has_signal and not self.control.stopping:
-            # The leader decides after which step the run ends: the same on all trainer ranks.
-            self.control.post(self.leader, "stop?", {})
-            self._has_signal = False
-        if self.control.take("stop?"):
-            self.control.request_stop()
-
-    def _check_stop(self) -> None:
-        """Raise TimedOut, or the loss, if the end takes too long after a stop request."""
-        now = time.monotonic()
-        if self._stop_until is None:
-            self._stop_until = now + self._patience_s
-        # A rank whose checkpoint makes progress is not late.
-        if now <= max(self._stop_until, self.control.progressed_at + self._patience_s):
-            return
-        if self.control.is_leader:
-            remedy = "raise stop_s"
-        else:
-            remedy = f"rank {self.leader} has not confirmed it; see what it printed last"
-        who = f"rank {self.world.rank} ({self.control.names[self.world.rank]})"
-        within = f"within {self._patience_s:.0f} s of the stop request"
-        late = TimedOut(f"{who} could not end {within}: {remedy}")
-        raise self.control.loss or late
-
-    def _goes_on(self, executor: Executor) -> bool:
-        """Whether the executor is still stepped. After a stop: if it leads or has to end what was
-        begun. After a loss: the same, but only if all its ranks are keepers, since others may be
-        gone.
-        """
-        ends = executor.leads or executor.finishes_on_stop
-        if self.control.loss is not None:
-            return ends and self._keepers.issuperset(self.placement[executor.name])
-        return ends or not self.control.stopping
 
     def _step_or_lose(self, executor: Executor, clock: _Clock) -> bool:
         """Make one step. If the executor holds no state that a checkpoint needs, its failure is a
@@ -443,48 +395,6 @@ class ExecutorController:
             # A collective breaks here because another rank died: blame that rank.
             self.control.lose(self.control.explained(error, self._doing, is_loss=True))
             return False
-
-    def _hear_of_loss(self) -> None:
-        """Tell the others of a loss, once. On the leader, let the keepers save what there is."""
-        loss = self.control.loss
-        if loss is None or self._told_of_loss:
-            return
-        self._told_of_loss = True
-        self.control.report_loss()
-        if not self.control.is_leader:
-            return
-        log.error("%s\nThe trainer is whole: it saves a checkpoint before this run ends", loss)
-        if self._trainer.version > 0:
-            self.control.request_stop()
-        else:
-            self.control.fail_now(loss)
-
-    def _has_ended(self) -> bool:
-        """On the leader: whether the last checkpoint is sealed, or never will be; all ranks are
-        then told to end. Until then executors are stepped: another rank may be in a collective.
-
-        Raise CheckpointError or TimedOut if no other error ends the run.
-        """
-        lost = self.control.loss is not None
-        said = f"A checkpoint of step {self.step} was sealed after that; go on with resume=auto."
-        try:
-            if not self.checkpoints.is_sealed(self._patience_s):
-                return False
-        except (CheckpointError, TimedOut) as error:
-            if not lost:
-                raise
-            said = f"No checkpoint could be sealed after that: {error}"
-        self.control.post_all("end", {"of_checkpoint": said, "lost": lost})
-        return True
-
-    @property
-    def _patience_s(self) -> float:
-        """How long the run may take to end after a stop request.
-
-        The others wait for the leader, which may be writing: it decides what is too slow.
-        """
-        stops = self.control.stopping and self.control.is_leader
-        return self.settings.stop_s if stops else self.settings.timeout_s
 
     def _step(self, executor: Executor, clock: _Clock) -> bool:
         began = time.monotonic()
@@ -541,41 +451,7 @@ class ExecutorController:
         steps = self._breakable.get(executor.name)
         return steps is not None and steps.left
 
-    def _check_target(self) -> None:
-        """On the leader: ask to stop once the evaluation has reached the target."""
-        target = self.settings.eval_target
-        writer = self.metrics.writer  # only the leader has one
-        if target is None or writer is None or self.control.stopping:
-            return
-        if writer.evaluated is not None and writer.evaluated >= target:
-            self.reached_target = True
-            self.control.request_stop()
-
-    def _is_over(self) -> bool:
-        """On the leader: whether the last checkpoint is made and no row can still come."""
-        trainer = self._trainer
-        if not trainer.done:
-            return False
-        if self._done_at is None:
-            self._done_at = time.monotonic()
-        writer = self.metrics.writer
-        if self.control.stopping or writer is None or writer.is_complete(trainer.version):
-            return True
-        timeout_s = self.settings.timeout_s
-        if time.monotonic() - self._done_at > timeout_s:
-            raise TimedOut(
-                f"trainer on rank {self.world.rank} is done with step {trainer.version}, but its "
-                "evaluation did not come from the generator and the reward within "
-                f"{timeout_s:.0f} s. The checkpoint is whole; raise timeout_s for a longer "
-                "evaluation"
-            )
-        return False
-
     # --- Ending ---
-
-    def _on_signal(self) -> None:
-        self._has_signal = True
-        self.control.signalled = True  # a long step checks this between two microbatches
 
     @property
     def _doing(self) -> str:

@@ -98,8 +98,8 @@ def test_no_test_file_is_imported():
 # The rooms of llamarl from the ground up: a file imports its own room and those before it.
 ORDER = (
     "types errors words executor machine disk workers models memory tasks comm tickets learning "
-    "inference ddma scoring environments config checkpoint observe planner controller launch "
-    "evaluation"
+    "inference ddma scoring environments config checkpoint observe planner ending controller "
+    "launch evaluation"
 ).split()
 
 
@@ -156,7 +156,7 @@ def test_every_room_is_a_folder_but_those_that_many_know():
     rooms = {module.split(".")[1] for module in module_imports() if module != "llamarl"}
     assert rooms == set(ORDER)
     files = {file.stem for file in python_files("llamarl") if file.parent == ROOT / "llamarl"}
-    assert files == {"__init__", "types", "errors", "executor", "memory", "controller"}
+    assert files == {"__init__", "types", "errors", "executor", "memory", "ending", "controller"}
 
 
 @pytest.mark.parametrize(

@@ -195,7 +195,7 @@ class SupervisedJob:
         )
         with recorded(controller, self.directory.path, max_steps=self.max_steps):
             controller.run()
-            controller.reached_target = self.has_reached_target
+            controller.end.reached_target = self.has_reached_target
         is_whole = self.has_reached_target or trainer.version >= self.max_steps
         if self.world.rank == 0:
             self._conclude(trainer.version, is_whole)

@@ -9,6 +9,7 @@ import torch
 from llamarl.comm import breakable
 from llamarl.comm.breakable import BreakableSteps
 from llamarl.controller import ExecutorController
+from llamarl.ending import RunEnd
 
 CPU = torch.device("cpu")
 WAIT_S = 30.0
@@ -109,6 +110,7 @@ def controller(rank, placement, control):
     made.placement = placement
     made.local = [Station(name, ranks) for name, ranks in placement.items() if rank in ranks]
     made.control = control
+    made._keepers = frozenset({0, 1})
     return made
 
 
@@ -120,7 +122,7 @@ def test_a_keeper_can_leave_the_steps_that_it_shares_with_ranks_that_are_none(
     rank, breakable_names
 ):
     control = SimpleNamespace(loss=None, failure=None)
-    found = controller(rank, PLACEMENT, control)._breakable_steps({0, 1})
+    found = controller(rank, PLACEMENT, control)._breakable_steps()
     assert list(found) == breakable_names
 
 
@@ -128,14 +130,17 @@ def test_a_keeper_can_leave_the_steps_that_it_shares_with_ranks_that_are_none(
 def test_after_a_loss_what_keepers_have_begun_among_themselves_is_ended(follows):
     """One that no longer followed would leave the first rank in a collective that nothing ends."""
     control = SimpleNamespace(loss=RuntimeError("rank 3 died"), stopping=True)
-    made = controller(1, PLACEMENT, control)
-    made._keepers = {0, 1}
-    for executor in made.local:
+    end = object.__new__(RunEnd)
+    end._control = control
+    end._keepers = frozenset({0, 1})
+    end._placement = PLACEMENT
+    local = controller(1, PLACEMENT, control).local
+    for executor in local:
         executor.finishes_on_stop = follows
-    goes_on = {executor.name: made._goes_on(executor) for executor in made.local}
-    assert goes_on == {"trainer": follows, "reward": False, "reference": follows}
+    is_stepped = {executor.name: end.lets_step(executor) for executor in local}
+    assert is_stepped == {"trainer": follows, "reward": False, "reference": follows}
     control.loss = None
-    assert all(made._goes_on(executor) == follows for executor in made.local)
+    assert all(end.lets_step(executor) == follows for executor in local)
 
 
 def test_a_station_whose_step_was_left_is_saved_asked_and_torn_down_no_more(steps, over, caplog):

@@ -14,6 +14,7 @@ from llamarl.comm import control as control_module
 from llamarl.comm.causes import cause_of
 from llamarl.comm.control import Control
 from llamarl.controller import ExecutorController
+from llamarl.ending import RunEnd
 from llamarl.errors import PeerDied, TimedOut
 
 WAIT_S = 10.0  # for what should come at once
@@ -459,13 +460,14 @@ def test_a_peer_that_was_told_of_the_end_first_and_is_gone_is_no_loss(alone, los
     alone.keep([0], LAST_WORDS_S)
     alone.lose(PeerDied("the link with rank 1 broke", [1]))
     alone.post(0, "end", {"of_checkpoint": "A checkpoint was sealed.", "lost": lost})
-    controller = SimpleNamespace(control=alone)
+    end = object.__new__(RunEnd)
+    end._control = alone
     if lost:
         with pytest.raises(PeerDied, match="the link with rank 1 broke") as raised:
-            ExecutorController._is_told_to_end(controller)
+            end.is_told()
         assert raised.value.__notes__ == ["A checkpoint was sealed."]
     else:
-        assert ExecutorController._is_told_to_end(controller)
+        assert end.is_told()
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,202 @@
+"""RunEnd: when this rank's loop ends, and what happens before: a stop, a loss, a reached target.
+
+A run ends when its last checkpoint is sealed and its last row is written. The leader decides it and
+tells all ranks.
+
+Keepers are the ranks of the trainer and of every other executor whose state is not optional. A rank
+or an executor that is gone while all keepers live is a loss (llamarl.comm.control). The keepers
+then end as at a stop: the trainer ends its step or gives it up, the leader seals a checkpoint
+without the lost state, and all ranks end with the error. A restart goes on from that checkpoint.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Collection, Mapping
+
+from llamarl.checkpoint.service import CheckpointService
+from llamarl.comm.control import Control
+from llamarl.errors import CheckpointError, TimedOut
+from llamarl.executor import Executor
+from llamarl.observe import Metrics
+
+log = logging.getLogger(__name__)
+
+
+class RunEnd:
+    """Decides when this rank's loop ends. The loop calls it once a turn.
+
+    keepers: the ranks without which no checkpoint can be made. stop_s: from a stop request to the
+    sealed checkpoint, not counting time in which it makes progress. target: stop once the
+    evaluation's mean reward reaches it.
+    """
+
+    def __init__(
+        self,
+        trainer: Executor,
+        *,
+        placement: Mapping[str, Collection[int]],
+        keepers: frozenset[int],
+        control: Control,
+        checkpoints: CheckpointService,
+        metrics: Metrics,
+        timeout_s: float,
+        stop_s: float,
+        target: float | None,
+    ):
+        self.reached_target = False  # on the leader
+        self._trainer = trainer
+        self._placement = placement
+        self._keepers = keepers
+        self._control = control
+        self._checkpoints = checkpoints
+        self._metrics = metrics
+        self._timeout_s = timeout_s
+        self._stop_s = stop_s
+        self._target = target
+        self._has_signal = False  # a signal to stop has come; the leader has not been told yet
+        self._told_of_loss = False
+        self._done_at: float | None = None  # when the leader's trainer had made its last step
+        self._stop_until: float | None = None  # when this rank must have ended after a stop request
+
+    def signal(self) -> None:
+        """Note a signal to stop. Safe in a signal handler."""
+        self._has_signal = True
+        self._control.signalled = True  # a long step checks this between two microbatches
+
+    def is_told(self) -> bool:
+        """Return whether the leader has ended the run. Raise what went wrong, here or elsewhere."""
+        told = self._control.take("end")
+        loss = self._control.loss
+        if told and loss is not None:
+            _, message = told[0]
+            if not message["lost"]:
+                # The missed rank was told before this one, and has ended.
+                return True
+            loss.add_note(message["of_checkpoint"])
+            raise loss
+        self._control.check()
+        return bool(told)
+
+    def serve(self) -> None:
+        """Pass on losses and requests to stop that this rank has heard of."""
+        if self._control.loss is not None and not self._told_of_loss:
+            self._told_of_loss = True
+            self._tell_of_loss(self._control.loss)
+        if self._has_signal and not self._control.stopping:
+            # The leader decides after which step the run ends: the same on all trainer ranks.
+            self._control.post(self._control.leader, "stop?", {})
+            self._has_signal = False
+        if self._control.take("stop?"):
+            self._control.request_stop()
+
+    def _tell_of_loss(self, loss: Exception) -> None:
+        """Tell the others of a loss. On the leader, let the keepers save what there is."""
+        self._control.report_loss()
+        if not self._control.is_leader:
+            return
+        log.error("%s\nThe trainer is whole: it saves a checkpoint before this run ends", loss)
+        if self._trainer.version > 0:
+            self._control.request_stop()
+        else:
+            self._control.fail_now(loss)
+
+    def lets_step(self, executor: Executor) -> bool:
+        """Return whether the executor is still stepped.
+
+        After a stop: if it leads or has to end what was begun. After a loss: the same, but only if
+        all its ranks are keepers, since others may be gone.
+        """
+        ends = executor.leads or executor.finishes_on_stop
+        if self._control.loss is not None:
+            return ends and self._keepers.issuperset(self._placement[executor.name])
+        return ends or not self._control.stopping
+
+    def look(self) -> bool:
+        """Return whether this rank, the leader, has just told all ranks to end.
+
+        Until then executors are stepped: another rank may be in a collective. TimedOut, or the
+        loss, if the end takes too long after a stop request.
+        """
+        self._check_target()
+        if self._control.is_leader and self._is_over():
+            return self._has_told_all()
+        if self._control.stopping:
+            self._check_stop()
+        return False
+
+    def _check_target(self) -> None:
+        """On the leader: ask to stop once the evaluation has reached the target."""
+        writer = self._metrics.writer  # only the leader has one
+        if self._target is None or writer is None or self._control.stopping:
+            return
+        if writer.evaluated is not None and writer.evaluated >= self._target:
+            self.reached_target = True
+            self._control.request_stop()
+
+    def _is_over(self) -> bool:
+        """On the leader: return whether the last checkpoint is made and no row can still come."""
+        trainer = self._trainer
+        if not trainer.done:
+            return False
+        if self._done_at is None:
+            self._done_at = time.monotonic()
+        writer = self._metrics.writer
+        if self._control.stopping or writer is None or writer.is_complete(trainer.version):
+            return True
+        if time.monotonic() - self._done_at > self._timeout_s:
+            raise TimedOut(
+                f"trainer on rank {self._control.rank} is done with step {trainer.version}, but "
+                "its evaluation did not come from the generator and the reward within "
+                f"{self._timeout_s:.0f} s. The checkpoint is whole; raise timeout_s for a longer "
+                "evaluation"
+            )
+        return False
+
+    def _has_told_all(self) -> bool:
+        """On the leader: tell all ranks to end, if the last checkpoint is sealed or never will be.
+        Return whether it did.
+
+        Raise CheckpointError or TimedOut if no other error ends the run.
+        """
+        lost = self._control.loss is not None
+        step = self._trainer.version
+        said = f"A checkpoint of step {step} was sealed after that; go on with resume=auto."
+        try:
+            if not self._checkpoints.is_sealed(self._patience_s):
+                return False
+        except (CheckpointError, TimedOut) as error:
+            if not lost:
+                raise
+            said = f"No checkpoint could be sealed after that: {error}"
+        self._control.post_all("end", {"of_checkpoint": said, "lost": lost})
+        return True
+
+    def _check_stop(self) -> None:
+        """Raise TimedOut, or the loss, if the end takes too long after a stop request."""
+        now = time.monotonic()
+        if self._stop_until is None:
+            self._stop_until = now + self._patience_s
+        # A rank whose checkpoint makes progress is not late.
+        if now <= max(self._stop_until, self._control.progressed_at + self._patience_s):
+            return
+        control = self._control
+        if control.is_leader:
+            remedy = "raise stop_s"
+        else:
+            remedy = f"rank {control.leader} has not confirmed it; see what it printed last"
+        who = f"rank {control.rank} ({control.names[control.rank]})"
+        within = f"within {self._patience_s:.0f} s of the stop request"
+        late = TimedOut(f"{who} could not end {within}: {remedy}")
+        raise control.loss or late
+
+    @property
+    def _patience_s(self) -> float:
+        """How long the run may take to end after a stop request.
+
+        The others wait for the leader, which may be writing: it decides what is too slow.
+        """
+        if self._control.stopping and self._control.is_leader:
+            return self._stop_s
+        return self._timeout_s
