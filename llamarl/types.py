@@ -129,6 +129,7 @@ _UNMASKED = torch.ones(0, dtype=torch.bool)  # stands for a mask in which every 
 _NOT_BY_TURN = torch.zeros(0)  # stands for rewards of whole completions alone
 _NOWHERE = torch.zeros(0, dtype=torch.bool)  # stands for a mask in which none is
 _AS_REWARDED = torch.zeros(0)  # stands for outcomes that are the rewards
+_AS_SCORED = torch.zeros(0, dtype=torch.bool)  # stands for training on all that have a score
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,9 +311,12 @@ class Group:
     generator_logprobs: Tensor  # [T] float32
     policy_versions: Tensor  # [T] int64
     ref_logprobs: Tensor  # [T] float32, or [0] when no reference executor runs
-    rewards: Tensor  # [G] float32, NaN where the completion must not be trained on
+    rewards: Tensor  # [G] float32, of no meaning where the completion is not trained on
     finish_reasons: tuple[str, ...]  # G
     outcomes: tuple[str, ...]  # G
+    # [G] bool: the completions that are trained on. Not given: those with a score. Never an aborted
+    # one, nor one without sampled tokens.
+    trained: Tensor = _AS_SCORED
     # policy version of the reference that made ref_logprobs; 0: the weights before training
     ref_version: int = 0
     loss_mask: Tensor = _UNMASKED  # [T] bool, as of a Completion
@@ -360,6 +364,15 @@ class Group:
                 f"Group {self.ticket}: {size} lengths, but {num_rewards} rewards, {reasons} finish "
                 f"reasons, {outcomes} outcomes and columns of {columns}"
             )
+        object.__setattr__(self, "trained", self._trained())
+
+    def _trained(self) -> Tensor:
+        given = self.trained
+        if given is _AS_SCORED:
+            given = torch.tensor([kind == "score" for kind in self.outcomes], dtype=torch.bool)
+        not_aborted = [reason != "aborted" for reason in self.finish_reasons]
+        has_tokens = self.sampled_lengths > 0
+        return given & torch.tensor(not_aborted, dtype=torch.bool) & has_tokens
 
     @classmethod
     def of(cls, scored: list[ScoredCompletion]) -> Group:
@@ -384,7 +397,7 @@ class Group:
             generator_logprobs=torch.cat([c.generator_logprobs for c in parts]),
             policy_versions=torch.cat([c.policy_versions for c in parts]),
             ref_logprobs=torch.empty(0),
-            rewards=torch.tensor([s.reward for s in scored], dtype=torch.float32),
+            rewards=torch.tensor([_reward(s) for s in scored], dtype=torch.float32),
             finish_reasons=tuple(c.finish_reason for c in parts),
             outcomes=tuple(s.outcome for s in scored),
             loss_mask=torch.cat([c.loss_mask for c in parts]),
@@ -401,15 +414,6 @@ class Group:
             return self.lengths
         completion_of = torch.arange(self.lengths.numel()).repeat_interleave(self.lengths)
         return torch.bincount(completion_of[self.loss_mask], minlength=self.lengths.numel())
-
-    @property
-    def trained(self) -> Tensor:
-        """[G] bool: the completions that are trained on, which have sampled tokens and a reward and
-        were not aborted.
-        """
-        not_aborted = [reason != "aborted" for reason in self.finish_reasons]
-        has_tokens = self.sampled_lengths > 0
-        return torch.tensor(not_aborted, dtype=torch.bool) & ~self.rewards.isnan() & has_tokens
 
     @property
     def trained_outcomes(self) -> Tensor:
@@ -521,7 +525,12 @@ def ends_of_turns(loss_mask: Tensor) -> Tensor:
 
 def _achieved(scored: ScoredCompletion) -> float:
     """Return what of a completion's reward is for its outcome."""
-    return scored.reward if scored.achieved is None else scored.achieved
+    return _reward(scored) if scored.achieved is None else scored.achieved
+
+
+def _reward(scored: ScoredCompletion) -> float:
+    """Return a completion's reward; 0 for one without a score, which no one reads."""
+    return scored.reward if scored.outcome == "score" else 0.0
 
 
 def _at_ends_of_turns(scored: ScoredCompletion) -> Tensor:

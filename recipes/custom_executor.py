@@ -14,7 +14,7 @@ from llamarl.types import Group
 
 
 class LengthPenalty(Executor):
-    """rewards [G] - per_token * lengths [G]. A masked completion (NaN) stays masked."""
+    """rewards [G] - per_token * lengths [G]. `trained` [G] stays what it is."""
 
     name = "length_penalty"
     consumes = (Group,)

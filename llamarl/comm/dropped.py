@@ -32,7 +32,7 @@ STILL_S = 10.0  # nothing may have moved for so long on any rank
 _OTHERS_TURN = ("data", "tickets", "arrivals", "room")
 _REMEDY = (
     "An executor sends on every record that it takes. To leave a completion out of training, send "
-    "it with finish_reason='aborted'; to leave a group out, send it with rewards of NaN. An "
+    "it with finish_reason='aborted'; to leave a group out, send it with trained=False. An "
     "executor that still works on records says so in waiting_for()"
 )
 

@@ -1,10 +1,10 @@
 """Turns rewards into advantages: by group, by token (GAE), or by choosing among the completions of
 a group.
 
-A group's functions take rewards [..., G] and give advantages of the same shape and dtype, float32
-at least; leading dims are groups. NaN marks a completion that must not be trained on: advantage 0,
-outside every mean. A group with fewer than two valid rewards says nothing about which is better:
-all zeros.
+A group's functions take rewards [..., G] and trained [..., G] bool and give advantages of the shape
+and dtype of the rewards, float32 at least; leading dims are groups. A completion that is not
+trained on has advantage 0 and is in no mean, whatever its reward. A group with fewer than two
+trained completions says nothing about which is better: all zeros.
 """
 
 from __future__ import annotations
@@ -19,32 +19,32 @@ from llamarl.learning.segments import wide_dtype
 STD_EPS = 1e-4  # TRL's; keeps a group of almost equal rewards from being blown up to unit variance
 
 
-def group_mean(rewards: Tensor) -> Tensor:
+def group_mean(rewards: Tensor, trained: Tensor) -> Tensor:
     """A_i = r_i - mean(r)        (LlamaRL; Dr. GRPO)"""
-    centred, _ = _centred(rewards)
+    centred, _ = _centred(rewards, trained)
     return centred.to(wide_dtype(rewards))
 
 
-def group_mean_std(rewards: Tensor) -> Tensor:
+def group_mean_std(rewards: Tensor, trained: Tensor) -> Tensor:
     """A_i = (r_i - mean(r)) / (std(r) + 1e-4), std over n - 1        (GRPO, as TRL has it)"""
-    centred, count = _centred(rewards)
+    centred, count = _centred(rewards, trained)
     others = (count - 1).clamp(min=1)
     variance = centred.square().sum(-1, keepdim=True) / others
     scaled = centred / (variance.sqrt() + STD_EPS)
     return scaled.to(wide_dtype(rewards))
 
 
-def leave_one_out(rewards: Tensor) -> Tensor:
-    """A_i = r_i - mean of the others = n/(n - 1) (r_i - mean(r)), n valid rewards        (RLOO;
+def leave_one_out(rewards: Tensor, trained: Tensor) -> Tensor:
+    """A_i = r_i - mean of the others = n/(n - 1) (r_i - mean(r)), n trained ones        (RLOO;
     TBA, eq. 6)
     """
-    centred, count = _centred(rewards)
+    centred, count = _centred(rewards, trained)
     others = (count - 1).clamp(min=1)
     scaled = centred * count / others
     return scaled.to(wide_dtype(rewards))
 
 
-ADVANTAGES: dict[str, Callable[[Tensor], Tensor]] = {
+ADVANTAGES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "group_mean": group_mean,
     "group_mean_std": group_mean_std,
     "leave_one_out": leave_one_out,
@@ -60,7 +60,7 @@ def by_turn(rewards: Tensor, has_turn: Tensor) -> Tensor:
     to compare with.
     """
     to_come = torch.where(has_turn, rewards, 0).double().flip(1).cumsum(1).flip(1)
-    centred, _ = _centred(to_come.masked_fill(~has_turn, torch.nan).mT)
+    centred, _ = _centred(to_come.mT, has_turn.mT)
     return centred.mT.to(wide_dtype(rewards))
 
 
@@ -108,14 +108,13 @@ def best_and_worst(
     """(best, worst, differ): for group g, at place g of [N], the completions of highest and lowest
     reward        (Async RLHF, 4.2)
 
-    rewards [N], groups [N] int64 below N, trained [N] bool; NaN rewards are not chosen. Of equal
+    rewards [N], groups [N] int64 below N, trained [N] bool: those that may be chosen. Of equal
     rewards the first completion is taken. differ [N] bool: the two have different rewards; best and
     worst mean something only there (elsewhere they are valid places all the same, so that they can
     index).
     """
-    valid = trained & ~rewards.isnan()
-    best, highest = _first_of_the_highest(rewards, groups, valid)
-    worst, lowest_below_0 = _first_of_the_highest(-rewards, groups, valid)
+    best, highest = _first_of_the_highest(rewards, groups, trained)
+    worst, lowest_below_0 = _first_of_the_highest(-rewards, groups, trained)
     return best, worst, highest > -lowest_below_0
 
 
@@ -135,13 +134,12 @@ def _first_of_the_highest(rewards: Tensor, groups: Tensor, valid: Tensor) -> tup
     return first.clamp(max=size - 1), highest
 
 
-def _centred(rewards: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (r - mean, 0 where NaN; number of valid rewards [..., 1]), float64.
+def _centred(rewards: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (r - mean, 0 where not valid; number of valid rewards [..., 1]), float64.
 
     In float64 the sum of equal float32 rewards is exact, so that their advantages are exactly 0 and
     can be dropped.
     """
-    valid = ~rewards.isnan()
     wide = torch.where(valid, rewards, 0).double()
     count = valid.sum(-1, keepdim=True)
     mean = wide.sum(-1, keepdim=True) / count.clamp(min=1)

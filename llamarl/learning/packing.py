@@ -105,16 +105,16 @@ def pack(
     A prompt of P tokens is computed once for all completions of its group in a microbatch, which
     takes P + sum(L - 1) of the budget. What an environment wrote is read as the rest is, and is no
     label, so that no loss sees it. What it said to all completions of a group before their first
-    turn counts as the prompt's. A group is cut where it is over the budget, or where its
-    parts fill holes that save a whole microbatch, and with whole_groups never. What cannot be cut
-    and is over the budget gets a microbatch of its own (warned once). Aborted completions and those
-    with a NaN reward are left out and counted nowhere. drop_zero_advantage also leaves out those
-    whose advantages are all 0: right for pure policy gradients, where they add nothing and still
-    count in the denominators; wrong where a loss has other terms. largest_over_ranks: where every
-    rank has a share of the same groups, each rank's sizes -> the largest ones; with it a group's
-    shares are in the microbatch of the same number on all ranks. ValueError for an empty prompt,
-    targets that do not fit or are not finite, ref_logprobs in only some groups, or shared groups
-    that are cut or of which anything is left out.
+    turn counts as the prompt's. A group is cut where it is over the budget, or where its parts fill
+    holes that save a whole microbatch, and with whole_groups never. What cannot be cut and is over
+    the budget gets a microbatch of its own (warned once). Completions that are not trained on are
+    left out and counted nowhere. drop_zero_advantage also leaves out those whose advantages are all
+    0: right for pure policy gradients, where they add nothing and still count in the denominators;
+    wrong where a loss has other terms. largest_over_ranks: where every rank has a share of the same
+    groups, each rank's sizes -> the largest ones; with it a group's shares are in the microbatch of
+    the same number on all ranks. ValueError for an empty prompt, targets that do not fit or are not
+    finite, ref_logprobs in only some groups, or shared groups that are cut or of which anything is
+    left out.
     """
     if not groups:
         return Packing(
@@ -215,13 +215,10 @@ def _flatten(groups: list[Group], targets: list[Targets]) -> _Flat:
     loss_mask = end_to_end(groups, "loss_mask")
     group_of = owners(torch.tensor([g.lengths.numel() for g in groups]))
     completion_of = owners(lengths)
-    # As `sampled_lengths` and `trained` of each group.
+    # As `sampled_lengths` of each group.
     sampled_lengths = sum_by(loss_mask.long(), completion_of, len(lengths))
-    reasons = chain.from_iterable(g.finish_reasons for g in groups)
-    not_aborted = torch.tensor([reason != "aborted" for reason in reasons], dtype=torch.bool)
-    trained = not_aborted & ~end_to_end(groups, "rewards").isnan() & (sampled_lengths > 0)
-    trained_of = trained.split([g.lengths.numel() for g in groups])
-    openings = [_opening_of(group, own) for group, own in zip(groups, trained_of)]
+    trained = end_to_end(groups, "trained")
+    openings = [_opening_of(group) for group in groups]
     opening_sizes = torch.tensor([opening.numel() for opening in openings])[group_of]
     own_lengths = lengths - opening_sizes
     restarts = end_to_end(groups, "restarts")
@@ -266,13 +263,13 @@ def _flatten(groups: list[Group], targets: list[Targets]) -> _Flat:
     return flat
 
 
-def _opening_of(group: Group, trained: Tensor) -> Tensor:
-    """Return the context [K] that all trained completions of a group begin with. trained: [G]."""
+def _opening_of(group: Group) -> Tensor:
+    """Return the context [K] that all trained completions of a group begin with."""
     none = group.token_ids[:0]
-    if group.loss_mask.all() or not trained.any():
+    if group.loss_mask.all() or not group.trained.any():
         return none
     sizes = group.lengths.tolist()
-    rows = trained.nonzero().flatten().tolist()
+    rows = group.trained.nonzero().flatten().tolist()
     masks = group.loss_mask.split(sizes)
     firsts = [int(masks[row].long().argmax()) for row in rows]  # the first sampled token of each
     most = min(firsts)

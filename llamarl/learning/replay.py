@@ -480,6 +480,7 @@ def _joined(rows: list[_Row]) -> Group:
         rewards=torch.tensor([row.reward for row in rows]),
         finish_reasons=tuple(row.group.finish_reasons[row.place] for row in rows),
         outcomes=tuple(row.group.outcomes[row.place] for row in rows),
+        trained=torch.ones(len(rows), dtype=torch.bool),  # others are not held
         ref_version=min(group.ref_version for group in groups),
         loss_mask=tokens("loss_mask"),
         restarts=tokens("restarts"),

@@ -200,13 +200,11 @@ class SampleMaker:
         num_tokens = group.token_ids.numel()
         lengths = group.lengths.tolist()
         rewards = group.rewards.tolist()
-        shaped = [math.nan] * len(lengths)
-        if one.targets is not None:
-            shaped = one.targets.rewards.tolist()
+        shaped = [] if one.targets is None else one.targets.rewards.tolist()
         with_tokens = set(range(len(lengths)))
         most = num_tokens
         if num_tokens > MOST_TOKENS:
-            with_tokens = set(best_and_worst(rewards))
+            with_tokens = set(best_and_worst(rewards, facts.trained))
             most = MOST_TOKENS // 2
         tokens = _Tokens(one, version)
         completions = []
@@ -215,9 +213,10 @@ class SampleMaker:
             num_kept = min(length, most) if place in with_tokens else 0
             columns = group.columns[place]
             given = {n: columns[part_column(n)] for n in self.parts if part_column(n) in columns}
+            has_reward = group.outcomes[place] == "score"
             completion: Json = {
-                "reward": _short(rewards[place]),
-                "shaped": _short(shaped[place]),
+                "reward": _short(rewards[place]) if has_reward else None,
+                "shaped": _short(shaped[place]) if has_reward and shaped else None,
                 "parts": {name: _short(value) for name, value in given.items()},
                 "finish": group.finish_reasons[place],
                 "outcome": group.outcomes[place],
@@ -294,11 +293,11 @@ def facts_of(seen: list[SeenGroup], version: int) -> list[GroupFacts]:
     groups = [one.group for one in seen]
     lengths = torch.cat([group.lengths for group in groups])
     masks = torch.cat([group.loss_mask for group in groups])
+    all_trained = torch.cat([group.trained for group in groups]).tolist()
     versions = torch.cat([group.policy_versions for group in groups])
     advantages = torch.cat([_advantages(one) for one in seen])
     completion_of = torch.arange(lengths.numel()).repeat_interleave(lengths)
     learns = completion_of[masks & (advantages != 0)]
-    num_sampled = completion_of[masks].bincount(minlength=lengths.numel()).tolist()
     num_learning = learns.bincount(minlength=lengths.numel()).tolist()
     # Versions never fall within a completion, so its first token is its oldest.
     firsts = (lengths.cumsum(0) - lengths).clamp(max=max(0, versions.numel() - 1))
@@ -310,18 +309,15 @@ def facts_of(seen: list[SeenGroup], version: int) -> list[GroupFacts]:
     for group in groups:
         span = slice(place, place + len(group.outcomes))
         place = span.stop
-        trained = []
-        for reward, reason, count in zip(rewards[span], group.finish_reasons, num_sampled[span]):
-            trained.append(reason != "aborted" and not math.isnan(reward) and count > 0)
-        known = [reward for reward in rewards[span] if not math.isnan(reward)]
+        trained = all_trained[span]
         of_trained = [reward for reward, is_trained in zip(rewards[span], trained) if is_trained]
         first_versions = [v for v, has_tokens in zip(oldest[span], begun[span]) if has_tokens]
         taught = any(n for n, is_trained in zip(num_learning[span], trained) if is_trained)
         values: Json = {
             "ticket": group.ticket,
-            "least": _short(min(known)) if known else None,
-            "mean": _short(sum(known) / len(known)) if known else None,
-            "most": _short(max(known)) if known else None,
+            "least": _short(min(of_trained)) if of_trained else None,
+            "mean": _short(sum(of_trained) / len(of_trained)) if of_trained else None,
+            "most": _short(max(of_trained)) if of_trained else None,
             "trained": sum(trained),
             "lag": version - min(first_versions, default=version),
             "taught": taught,
@@ -351,11 +347,11 @@ def _deviation(values: Sequence[float]) -> float:
     return math.sqrt(sum((value - mean) ** 2 for value in values) / len(values))
 
 
-def best_and_worst(rewards: Sequence[float]) -> tuple[int, ...]:
-    """Return the places of the largest and the smallest reward, the first among equals; one that
-    is no number counts for nothing. () if there is no reward.
+def best_and_worst(rewards: Sequence[float], trained: Sequence[bool]) -> tuple[int, ...]:
+    """Return the places of the largest and the smallest reward among the trained completions, the
+    first among equals; () if none is trained.
     """
-    known = [place for place, reward in enumerate(rewards) if not math.isnan(reward)]
+    known = [place for place, is_trained in enumerate(trained) if is_trained]
     if not known:
         return ()
     best = max(known, key=lambda place: rewards[place])

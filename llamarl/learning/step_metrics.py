@@ -165,8 +165,7 @@ def batch_row(groups: list[Group], version: int, ranks: TrainerRanks) -> Row:
     lags = (version - versions[starts]).tolist()
     sampled_lengths = sum_by(is_sampled, owners(lengths), len(lengths))
     aborted = torch.tensor([reason == "aborted" for reason in reasons], dtype=torch.bool)
-    rewards = torch.cat([torch.zeros(0), *(g.rewards for g in groups)]).double()
-    rewards = rewards[~rewards.isnan()]
+    rewards = torch.cat([torch.zeros(0), *(g.rewards[g.trained] for g in groups)]).double()
     sums = ranks.sum(
         completions=len(outcomes),
         rewarded=len(rewards),

@@ -14,7 +14,7 @@ rewards -> shape -> (whiten) -> advantages: of each group's completions, or GAE'
     mu    = generator_logprobs, the policy that sampled the token; ref = ref_logprobs
 
 Advantages by token (GAE) take r_t; those by completion take its sum, the whole completion's reward.
-A completion that must not be trained on (no reward) keeps NaN, whatever its end.
+A completion that is not trained on has a reward of 0, whatever its end.
 
 Shapes: G completions of a group, T their tokens end to end; C the tokens of all groups.
 """
@@ -73,7 +73,7 @@ class Shaping:
 class Rewards:
     """The rewards of a group. A completion's reward is the sum of its tokens' rewards."""
 
-    completions: Tensor  # [G] float32; NaN where the completion must not be trained on
+    completions: Tensor  # [G] float32; 0 where the completion is not trained on
     tokens: Tensor  # [T] float32; 0 there
 
 
@@ -93,12 +93,13 @@ def shape_all(groups: list[Group], shaping: Shaping) -> list[Rewards]:
     loss_mask = end_to_end(groups, "loss_mask")
     num_completions = len(lengths)
     completion_of = owners(lengths)
-    own = end_to_end(groups, "rewards").double()
+    trained = end_to_end(groups, "trained")
+    own = torch.where(trained, end_to_end(groups, "rewards").double(), 0)
     scores = own
     if shaping.missing_eos_penalty is not None:
         reasons = chain.from_iterable(g.finish_reasons for g in groups)
         is_ended = [reason == "stop" for reason in reasons]
-        keeps_its_own = torch.tensor(is_ended, dtype=torch.bool) | scores.isnan()
+        keeps_its_own = torch.tensor(is_ended, dtype=torch.bool) | ~trained
         scores = torch.where(keeps_its_own, scores, shaping.missing_eos_penalty)
     tokens = torch.zeros(len(completion_of), dtype=torch.float64)
     if shaping.reward_kl_coef > 0:
@@ -111,11 +112,10 @@ def shape_all(groups: list[Group], shaping: Shaping) -> list[Rewards]:
         x = end_to_end(groups, "ref_logprobs") - generator_logprobs
         tokens = -shaping.reward_kl_coef * kl_to_reference(x, "k1")
         tokens = torch.where(loss_mask, tokens, 0)
-    is_rewarded = ~scores.isnan()
-    tokens = torch.where(is_rewarded[completion_of], tokens, 0)
+    tokens = torch.where(trained[completion_of], tokens, 0)
     completions = scores + sum_by(tokens, completion_of, num_completions)
     # What is for a turn stands at its end, and the rest at the end of all.
-    keeps_turns = is_rewarded & (scores == own)
+    keeps_turns = trained & (scores == own)
     turn_rewards = end_to_end(groups, "turn_rewards").double()
     of_turns = torch.where(keeps_turns[completion_of], turn_rewards, 0)
     tokens = tokens + of_turns
@@ -123,7 +123,7 @@ def shape_all(groups: list[Group], shaping: Shaping) -> list[Rewards]:
     is_begun = sum_by(loss_mask.long(), completion_of, num_completions) > 0
     # A completion's last token was sampled, if any was.
     last = lengths.cumsum(0)[is_begun] - 1
-    tokens = tokens.index_add(0, last, scores.nan_to_num(0)[is_begun])
+    tokens = tokens.index_add(0, last, scores[is_begun])
     by_group = completions.float().split([g.lengths.numel() for g in groups])
     tokens_by_group = tokens.float().split([g.token_ids.numel() for g in groups])
     pairs = zip(by_group, tokens_by_group, strict=True)
@@ -178,7 +178,7 @@ def moments(values: list[Tensor], total: SumOverRanks) -> tuple[float, float]:
 class Targets:
     """The targets of a group, made of its shaped rewards."""
 
-    rewards: Tensor  # [G] float32, shaped; NaN where the completion must not be trained on
+    rewards: Tensor  # [G] float32, shaped; of no meaning where the completion is not trained on
     advantages: Tensor  # [T] float32
     returns: Tensor  # [T] float32, what the value head learns; [0] without one
     old_values: Tensor  # [T] float32, what it said before the step; [0] without one
@@ -221,12 +221,12 @@ def make_targets(
     if shaping.whitens("rewards"):
         rewards = whiten_rewards(groups, rewards, by_token=critic is not None, total=ranks.sum)
     if shaping.any:
-        valid = [r.completions[~r.completions.isnan()] for r in rewards]
+        valid = [r.completions[g.trained] for r, g in zip(rewards, groups, strict=True)]
         metrics["reward/shaped_mean"] = moments(valid, ranks.sum)[0]
     if critic is None and advantages == "turns":
         targets = [_targets_by_turn(g, r) for g, r in zip(groups, rewards, strict=True)]
     elif critic is None:
-        by_completion = _advantages(ADVANTAGES[advantages], rewards)
+        by_completion = _advantages(ADVANTAGES[advantages], groups, rewards)
         if shaping.whitens("completions"):
             # (A - mean A) / std A        (Magistral, 2.1)
             whitened = []
@@ -271,12 +271,15 @@ def with_signal(groups: list[Group], shaping: Shaping) -> list[Group]:
     return kept
 
 
-def _advantages(function: Callable[[Tensor], Tensor], rewards: list[Rewards]) -> list[Tensor]:
+def _advantages(
+    function: Callable[[Tensor, Tensor], Tensor], groups: list[Group], rewards: list[Rewards]
+) -> list[Tensor]:
     """Return the advantages [G] of each group's completions; of groups of one size all at once."""
     own = [r.completions for r in rewards]
+    trained = [g.trained for g in groups]
     if len({len(completions) for completions in own}) != 1:
-        return [function(completions) for completions in own]
-    return list(function(torch.stack(own)).unbind())
+        return [function(values, mask) for values, mask in zip(own, trained)]
+    return list(function(torch.stack(own), torch.stack(trained)).unbind())
 
 
 def _targets_by_completion(

@@ -55,7 +55,7 @@ def group(*, lengths, rewards):
         ref_logprobs=torch.empty(0),
         rewards=torch.tensor(rewards),
         finish_reasons=("stop",) * len(lengths),
-        outcomes=("score",) * len(lengths),
+        outcomes=("score", "score", "error"),
     )
 
 
@@ -66,13 +66,13 @@ def test_a_token_costs_the_same_everywhere_and_a_full_channel_stops_it():
     ends = [(Group, source)], [(Group, sink)]
     penalty.attach(alone, *ends, FakeControl(), FakeMetrics())
     assert not penalty.step() and penalty.waiting_for() is None
-    source.records.append(group(lengths=[2, 0, 4], rewards=[1.0, 0.5, float("nan")]))
+    source.records.append(group(lengths=[2, 0, 4], rewards=[1.0, 0.5, 0.0]))
     sink.room = 0
     assert not penalty.step() and penalty.waiting_for().startswith("room: ") and source.records
     sink.room = 1
     assert penalty.step()
     (sent,) = sink.records
-    assert sent.rewards[:2].tolist() == [0.5, 0.5] and sent.rewards[2].isnan()
+    assert sent.rewards[:2].tolist() == [0.5, 0.5] and sent.trained.tolist() == [True, False, False]
     assert sent.lengths.tolist() == [2, 0, 4]
 
 

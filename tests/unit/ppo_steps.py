@@ -67,7 +67,7 @@ def sequences():
         at = 0
         for i, n in enumerate(g.lengths.tolist()):
             own, at = slice(at, at + n), at + n
-            if g.rewards[i].isnan() or g.finish_reasons[i] == "aborted":
+            if not g.trained[i]:
                 continue
             r = -BETA * (g.generator_logprobs[own] - g.ref_logprobs[own])
             r[-1] += g.rewards[i] if g.finish_reasons[i] == "stop" else -1.0

@@ -384,12 +384,13 @@ def test_the_gradient_of_a_rewritten_dialogue_is_that_of_its_readings_one_by_one
     first = group_of(dialogue(0, [1, 2], [True] * 2, prompt=(8, 9)), other, rewards=[1.0, 0.0])
     second = group_of(
         dialogue(1, [5, 6, 7], [True] * 3, prompt=(3, 4)),
-        dialogue(1, [5], [False], index=1, prompt=(3, 4)),
+        dialogue(1, [5], [True], index=1, prompt=(3, 4)),
         rewards=[1.0, 0.0],
     )
 
     def total(inputs):
-        return -(inputs.advantages * inputs.trainer_logprobs).sum(), {}
+        """Of the completion with the reward alone."""
+        return -(inputs.advantages.clamp(min=0) * inputs.trainer_logprobs).sum(), {}
 
     together, _ = gradients_of([whole], loss_fn=total, max_grad_norm=1e9)
     apart, _ = gradients_of([first, second], loss_fn=total, max_grad_norm=1e9)

@@ -1,6 +1,7 @@
 """Groups of equal outcomes that are given back: the rules hold, and each ticket ends once."""
 
 import json
+import math
 import random
 from itertools import chain
 
@@ -338,7 +339,7 @@ def group(rewards, achieved=None, reasons=None, ticket=0):
         ref_logprobs=torch.empty(0),
         rewards=torch.tensor(rewards),
         finish_reasons=reasons or ("stop",) * size,
-        outcomes=("score",) * size,
+        outcomes=tuple("error" if math.isnan(r) else "score" for r in rewards),
         **({} if achieved is None else {"achieved": torch.tensor(achieved)}),
     )
 

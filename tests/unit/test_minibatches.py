@@ -202,7 +202,7 @@ def coupled_by_hand(groups):
     for g in groups:
         totals, rewards = [], []
         for i, completion in enumerate(g.token_ids.split(g.lengths.tolist())):
-            if g.rewards[i].isnan() or g.finish_reasons[i] == "aborted":
+            if not g.trained[i]:
                 continue
             tokens = torch.cat([g.prompt_ids, completion])
             logits = decoder(

@@ -2,6 +2,7 @@
 gradient.
 """
 
+import math
 import warnings
 from dataclasses import fields, replace
 from itertools import accumulate, chain
@@ -47,7 +48,7 @@ def group(prompt, completions, rewards=None, *, ticket=0, reasons=None, referenc
         ref_logprobs=-place / 4 if reference else torch.empty(0),
         rewards=torch.tensor(rewards or [1.0] * size),
         finish_reasons=tuple(reasons or ["stop"] * size),
-        outcomes=("score",) * size,
+        outcomes=tuple("error" if math.isnan(r) else "score" for r in rewards or [1.0] * size),
     )
 
 
@@ -153,7 +154,7 @@ def sequences_of(groups, advantages):
         for i, length in enumerate(g.lengths.tolist()):
             number, own = number + 1, slice(start, start + length)
             start += length
-            if length == 0 or g.rewards[i].isnan() or g.finish_reasons[i] == "aborted":
+            if not g.trained[i]:
                 continue
             tokens = torch.cat([g.prompt_ids, g.token_ids[own]])
             out[number] = PackedBatch(

@@ -164,8 +164,8 @@ def test_of_a_long_group_the_best_and_the_worst_are_kept_and_cut():
 
 
 def test_best_and_worst_are_the_first_among_equals_and_no_number_is_neither():
-    assert best_and_worst([NAN, 0.0, 2.0, 0.0, 2.0]) == (2, 1)
-    assert best_and_worst([NAN]) == ()
+    assert best_and_worst([9.0, 0.0, 2.0, 0.0, 2.0], [False] + [True] * 4) == (2, 1)
+    assert best_and_worst([9.0], [False]) == ()
 
 
 # --- What the trainer tells ---

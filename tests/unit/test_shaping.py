@@ -39,9 +39,10 @@ def test_a_completion_without_an_end_token_gets_the_penalty_instead_of_its_rewar
         finish_reasons=("stop", "length", "aborted", "length"),
     )
     got = shape(g, Shaping(missing_eos_penalty=-1.0))
-    assert got.completions[:3].tolist() == [0.5, -1.0, -1.0] and math.isnan(got.completions[3])
-    assert got.tokens.tolist() == [0.0, 0.5, -1.0, 0.0, 0.0, -1.0, 0.0]
-    assert shape(g, Shaping()).completions[:3].tolist() == [0.5, 1.0, 1.0]
+    # Neither the aborted one nor the one without a score is trained on.
+    assert got.completions.tolist() == [0.5, -1.0, 0.0, 0.0]
+    assert got.tokens.tolist() == [0.0, 0.5, -1.0, 0.0, 0.0, 0.0, 0.0]
+    assert shape(g, Shaping()).completions.tolist() == [0.5, 1.0, 0.0, 0.0]
 
 
 def test_the_kl_is_taken_off_each_token_and_off_the_completion():
@@ -76,10 +77,8 @@ def test_groups_are_shaped_together_as_each_alone(lengths):
     for g, rewards, targets in zip(groups, together, made, strict=True):
         alone = shape(g, shaping)
         assert rewards.tokens.tolist() == alone.tokens.tolist()
-        assert (
-            rewards.completions.nan_to_num(9).tolist() == alone.completions.nan_to_num(9).tolist()
-        )
-        own = Targets.of(g, group_mean(alone.completions))
+        assert rewards.completions.tolist() == alone.completions.tolist()
+        own = Targets.of(g, group_mean(alone.completions, g.trained))
         assert targets.advantages.tolist() == pytest.approx(own.advantages.tolist(), abs=FLOAT32)
     assert shape_all([], shaping) == []
 
@@ -125,20 +124,21 @@ def random_group(draw):
 def test_rewards_are_those_of_a_loop_over_tokens(g, penalty, beta):
     got, place = shape(g, Shaping(penalty, beta)), 0
     for i, length in enumerate(g.lengths.tolist()):
-        score = g.rewards[i].item()
-        if not math.isnan(score) and penalty is not None and g.finish_reasons[i] != "stop":
+        is_trained = g.trained[i].item()
+        score = g.rewards[i].item() if is_trained else 0.0
+        if is_trained and penalty is not None and g.finish_reasons[i] != "stop":
             score = penalty
         want = [
             -beta * (g.generator_logprobs[t].item() - g.ref_logprobs[t].item())
             for t in range(place, place + length)
         ]
+        if not is_trained:
+            want = [0.0] * length
         whole = score + sum(want)
         if length:
             want[-1] += score
-        if math.isnan(score):
-            want = [0.0] * length
         assert got.tokens[place : place + length].tolist() == pytest.approx(want, abs=FLOAT32 * 10)
-        assert got.completions[i].item() == pytest.approx(whole, abs=FLOAT32 * 10, nan_ok=True)
+        assert got.completions[i].item() == pytest.approx(whole, abs=FLOAT32 * 10)
         place += length
 
 
@@ -179,12 +179,7 @@ def test_whitened_rewards_have_unit_deviation_and_keep_their_mean_in_units_of_it
     before, after = trained(rewards), trained(got)
     assert after.std().item() == pytest.approx(1.0, abs=FLOAT32)
     torch.testing.assert_close(after, before / before.std(), atol=FLOAT32, rtol=0)
-    for r in got:  # a completion's reward still is the sum of its tokens'
-        assert not r.completions.isnan().any() or r.completions.isnan().tolist() == [
-            False,
-            False,
-            True,
-        ]
+    # A completion's reward still is the sum of its tokens'.
     assert got[0].completions[0].item() == pytest.approx(
         got[0].tokens[:2].sum().item(), abs=FLOAT32
     )

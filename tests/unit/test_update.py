@@ -14,7 +14,7 @@ from llamarl.errors import NotFinite, ParityError
 from llamarl.learning.losses.policy_gradient import policy_gradient
 from llamarl.learning.losses.regularisers import regularised
 from llamarl.learning.packing import pack
-from llamarl.learning.targets import Targets
+from llamarl.learning.targets import Shaping, Targets
 from llamarl.learning.update import StepAborted
 from llamarl.models.attention import PackedAttention
 from llamarl.models.parity import ParityLimits, Sequence
@@ -34,8 +34,7 @@ from tests.updating import (
 
 
 def advantages_of(g):
-    valid = ~g.rewards.isnan()
-    return torch.where(valid, g.rewards - g.rewards[valid].mean(), 0)
+    return torch.where(g.trained, g.rewards - g.rewards[g.trained].mean(), 0)
 
 
 def weights_of(update):
@@ -71,7 +70,7 @@ def one_at_a_time(groups, cap=4.0):
             advantages_of(g),
         )
         for i, (completion, generator, advantage) in enumerate(parts):
-            if g.rewards[i].isnan() or g.finish_reasons[i] == "aborted":
+            if not g.trained[i]:
                 continue
             tokens = torch.cat([g.prompt_ids, completion])
             logits = decoder(
@@ -116,6 +115,19 @@ def test_gradients_of_the_step_before_do_not_add_up():
         p.grad = torch.ones_like(p)
     want = update_of()
     assert update.run(groups_of(), VERSION, go_on) == want.run(groups_of(), VERSION, go_on)
+    assert all(torch.equal(a, b) for a, b in zip(weights_of(update), weights_of(want)))
+
+
+@pytest.mark.bitwise("a reward that is not trained on is not read")
+@pytest.mark.parametrize("garbage", [0.0, math.inf, 1e9])
+@pytest.mark.parametrize("shaping", [Shaping(), Shaping(missing_eos_penalty=-1.0, whiten="both")])
+def test_the_reward_of_a_completion_that_is_not_trained_on_changes_nothing(garbage, shaping):
+    other = []
+    for g in groups_of():
+        rewards = torch.where(g.trained, g.rewards, garbage)
+        other.append(dataclasses.replace(g, rewards=rewards))
+    update, want = update_of(shaping=shaping), update_of(shaping=shaping)
+    assert update.run(other, VERSION, go_on) == want.run(groups_of(), VERSION, go_on)
     assert all(torch.equal(a, b) for a, b in zip(weights_of(update), weights_of(want)))
 
 
