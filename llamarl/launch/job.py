@@ -17,7 +17,6 @@ from llamarl.config.command_line import Config
 from llamarl.config.conversion import to_values
 from llamarl.config.placement import TINY_MODEL, placement_of
 from llamarl.config.sections.buffer import ReplayBufferSettings
-from llamarl.config.sections.task import AnyPromptSettings, MixtureSettings, PlayedSettings
 from llamarl.config.sections.victim import ATTACK, NoVictimSettings, placed_victim
 from llamarl.controller import ExecutorController, RunLimits
 from llamarl.errors import NoWeights
@@ -25,6 +24,7 @@ from llamarl.executor import Executor
 from llamarl.launch.graph import channels_between
 from llamarl.launch.outcome import has_finished, recorded
 from llamarl.launch.run_directory import RunDirectory
+from llamarl.launch.tasks import TaskBuilder
 from llamarl.launch.templates import check_template_ends
 from llamarl.learning.losses import resolve_loss
 from llamarl.learning.losses.common import has_mark
@@ -40,7 +40,6 @@ from llamarl.observe import RowWriter, build_sinks
 from llamarl.observe.expected import expectation_of, verdict
 from llamarl.observe.samples import SampleFile
 from llamarl.tasks.base import PromptMaker, Task
-from llamarl.tasks.build import build_held_out, build_task
 from llamarl.tasks.held_out import EvalSet, HeldOut
 from llamarl.tasks.list_task import Remembered, here
 from llamarl.tasks.mixture import MixtureTask
@@ -106,19 +105,6 @@ def read_model(path: str | Path) -> ModelConfig:
     if Path(path) != TINY_MODEL:  # which a test compares: transformers takes a second to load
         check_as_transformers_reads(Path(path), model)
     return model
-
-
-def _prompt_settings(task: AnyPromptSettings) -> dict[str, Any]:
-    """Return what `build_task` takes of the settings of prompts. `play` says how dialogues go, and
-    nothing of prompts.
-    """
-    settings = dataclasses.asdict(task)
-    if isinstance(task, PlayedSettings):
-        del settings["play"]
-        settings["answer_key"] = None
-    if isinstance(task, MixtureSettings):
-        settings["parts"] = {name: _prompt_settings(part) for name, part in task.parts.items()}
-    return settings
 
 
 def ranges(ranks: Collection[int]) -> str:
@@ -268,13 +254,11 @@ class Job:
     @cached_property
     def task(self) -> Task:
         """The task, with its prompts."""
-        return build_task(
-            tokenizer=self.tokenizer,
-            **_prompt_settings(self.config.task),
-            num_eval=self.config.eval.num_prompts or 1,
-            seed=self.config.seed,
-            remembered=self._remembered,
-        )
+        return self._tasks.task(self.config.task, self.config.eval.num_prompts or 1)
+
+    @property
+    def _tasks(self) -> TaskBuilder:
+        return TaskBuilder(self.tokenizer, self.config.seed, self._remembered)
 
     @cached_property
     def prompts(self) -> AnyPrompts:
@@ -290,14 +274,8 @@ class Job:
     @cached_property
     def held_out(self) -> HeldOut:
         """The task's held-out prompts, and those of eval.sets."""
-        return build_held_out(
-            self.task,
-            self.config.eval.num_prompts,
-            {name: _prompt_settings(one) for name, one in self.config.eval.sets.items()},
-            tokenizer=self.tokenizer,
-            seed=self.config.seed,
-            remembered=self._remembered,
-        )
+        c = self.config.eval
+        return self._tasks.held_out(self.task, c.num_prompts, c.sets)
 
     @property
     def eval_sets(self) -> tuple[EvalSet, ...]:

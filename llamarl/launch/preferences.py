@@ -11,6 +11,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +30,20 @@ from llamarl.launch.job import Job
 from llamarl.launch.run_directory import RunDirectory
 from llamarl.launch.sources import check_sources
 from llamarl.launch.start import explained
+from llamarl.launch.tasks import TaskBuilder
 from llamarl.models.config import read_config
 from llamarl.models.fingerprint import model_digest
 from llamarl.observe.console import shown_left
 from llamarl.scoring.pairs import Tally
 from llamarl.tasks.base import Example, PromptMaker, sample_digest
-from llamarl.tasks.build import prompt_maker, row_reader
-from llamarl.tasks.files import check_keys, check_text, read_jsonl, refuse
+from llamarl.tasks.files import (
+    check_keys,
+    check_text,
+    gsm8k_row,
+    read_jsonl,
+    refuse,
+    row_to_example,
+)
 from llamarl.types import Prompt
 
 TOLD_EVERY_S = 5.0
@@ -99,14 +107,7 @@ class PreferencesJob:
     @property
     def prompt_maker(self) -> PromptMaker:
         """The PromptMaker that made the prompts."""
-        task = self.config.task
-        return prompt_maker(
-            task.kind,
-            self.run_job.tokenizer,
-            chat=task.chat,
-            system_prompt=task.system_prompt,
-            max_prompt_tokens=task.max_prompt_tokens,
-        )
+        return TaskBuilder(self.run_job.tokenizer).prompt_maker(self.config.task)
 
     @property
     def identity(self) -> Identity:
@@ -272,9 +273,9 @@ def _check_lines(task: RowsSettings | GSM8KSettings, config: PreferencesConfig) 
     if task.eval_path is not None:
         by_split = {"train": [task.path], "held_out": [task.eval_path]}
         files = by_split.get(config.split, [task.path, task.eval_path])
-    read = row_reader(task.kind)
+    read = gsm8k_row
     if isinstance(task, RowsSettings):
-        read = row_reader(task.kind, task.prompt_key, task.answer_key)
+        read = partial(row_to_example, prompt_key=task.prompt_key, answer_key=task.answer_key)
 
     def checked(row: dict) -> Example:
         example = read(row)

@@ -198,8 +198,11 @@ class Example:
         return [message.to_dict() for message in self.prompt], self.meta
 
 
-class Rows(Protocol):
-    """Rows of a file or a dataset as examples, read when they are asked for."""
+class StoredExamples(Protocol):
+    """Rows of files as examples, read when they are asked for."""
+
+    digest: str  # SHA-256 of the files
+    keys: tuple[str, str | None]  # of the prompt and the answer
 
     def __len__(self) -> int: ...
 
@@ -210,11 +213,14 @@ class Rows(Protocol):
     def where(self, i: int) -> str:
         """Return where row i is, for messages."""
 
-    def select(self, rows: Sequence[int]) -> Rows:
+    def select(self, rows: Sequence[int]) -> StoredExamples:
         """Return the rows at these places, in this order."""
 
+    def check(self) -> None:
+        """Read all rows. ValueError names the bad ones."""
 
-Examples = list[Example] | Rows
+
+Examples = list[Example] | StoredExamples
 
 
 class PromptMaker:
@@ -260,9 +266,14 @@ class PromptMaker:
         return self._chat
 
     @property
-    def shown(self) -> dict[str, object]:
-        """What a prompt shows besides its question and the settings, as JSON values by name."""
-        return {}
+    def identity(self) -> dict[str, object]:
+        """What a prompt depends on besides its question and the tokenizer, as JSON values."""
+        return {
+            "chat": self._asks_chat,
+            "system_prompt": self._system_prompt,
+            "instruction": self.instruction,
+            "max_prompt_tokens": self.max_prompt_tokens,
+        }
 
     def turns(self, question: str | tuple[Message, ...]) -> str | list[dict[str, str]]:
         """Return what the model reads of a question: messages for the chat template, or a text.

@@ -76,9 +76,9 @@ class DialogueMaker(PromptMaker):
         return OwnTask(self._turn_tokens, num_train=num_train, num_eval=num_eval)
 
     @property
-    def shown(self) -> dict[str, object]:
-        """The schemas of the tools."""
-        return {"tools": self._turn_tokens.tools}
+    def identity(self) -> dict[str, object]:
+        """As PromptMaker has it, with the schemas of the tools."""
+        return {**super().identity, "tools": self._turn_tokens.tools}
 
     def ids(self, question: str | tuple[Message, ...]) -> list[int]:
         """Return the prompt ids [P] of a question, up to the end of its last text."""

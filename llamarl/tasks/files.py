@@ -13,10 +13,11 @@ import re
 from array import array
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from copy import copy
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 
-from llamarl.tasks.base import Example, conversation_of, shown
+from llamarl.tasks.base import Example, Examples, conversation_of, shown
 from llamarl.tasks.row_keys import REWARD_KEY, SET_KEY, check_row_keys
 from llamarl.types import MESSAGES_KEY
 from llamarl.words.names import nearest
@@ -114,9 +115,15 @@ class JsonlExamples:
     digest: SHA-256 of the file. FileNotFoundError, or ValueError if it is empty.
     """
 
-    def __init__(self, path: str | Path, make: Callable[[dict], Example]):
+    def __init__(
+        self,
+        path: str | Path,
+        make: Callable[[dict], Example],
+        keys: tuple[str, str | None] = ("prompt", "answer"),
+    ):
         self._path = path
         self._make = make
+        self.keys = keys
         with _open(path) as file:
             size = os.fstat(file.fileno()).st_size
             if size >= LARGE_BYTES:
@@ -272,10 +279,11 @@ _WORD = re.compile(r"[a-z]+")
 
 class HFExamples:
     """Gives rows of a `datasets.Dataset` as examples, read from disk when asked for. Columns that
-    JSON cannot hold are left out.
+    JSON cannot hold are left out. where: the path and the split, for messages.
     """
 
-    def __init__(self, dataset, prompt_key: str, answer_key: str | None, where: str):
+    def __init__(self, dataset, keys: tuple[str, str | None], where: str, digest: str):
+        prompt_key, answer_key = keys
         try:
             check_keys(dataset.column_names, prompt_key, answer_key)
             check_row_keys(set(dataset.column_names) - {prompt_key})
@@ -295,7 +303,8 @@ class HFExamples:
             dataset = dataset.remove_columns(list(odd))
         # Rows are Python values whatever format was saved with them.
         self._dataset = dataset.with_format(None)
-        self._keys = (prompt_key, answer_key)
+        self.keys = keys
+        self.digest = digest
         self._where = where
         self._rows: Sequence[int] = range(len(dataset))  # their numbers in the whole split
 
@@ -303,7 +312,7 @@ class HFExamples:
         return len(self._dataset)
 
     def __getitem__(self, i: int) -> Example:
-        return row_to_example(self._dataset[i], *self._keys)
+        return row_to_example(self._dataset[i], *self.keys)
 
     def __iter__(self) -> Iterator[Example]:
         """Yield all rows in order, read in batches. ValueError names the row of a prompt that is
@@ -311,9 +320,12 @@ class HFExamples:
         """
         for i, row in enumerate(self._dataset):
             try:
-                yield row_to_example(row, *self._keys)
+                yield row_to_example(row, *self.keys)
             except ValueError as error:
                 raise ValueError(f"{self.where(i)}: {error}") from error
+
+    def check(self) -> None:
+        """Do nothing: a row that is wrong is named when it is read."""
 
     def where(self, i: int) -> str:
         """Return the dataset, the split and the number of a row."""
@@ -373,37 +385,39 @@ def _files_of(path: Path) -> list[Path]:
 
 
 def read_hf_dataset(
-    path: str | Path, prompt_key: str, answer_key: str | None
+    path: str | Path, keys: tuple[str, str | None]
 ) -> tuple[HFExamples, HFExamples | None]:
     """Read (training split, evaluation split or None). ValueError where no split's name says that
     it is for training, or more than one does; see `training_split`.
     """
     splits = _splits_of(path)
-    try:
-        train = training_split(list(splits))
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
-    held_out = held_out_split(list(splits), train)
+    names = list(splits)
+    train = _named_training_split(path, names)
+    held_out = held_out_split(names, train)
     log.info("%s: trains on split %s, holds out %s", path, train, held_out or "a part of it")
+    digest = directory_digest(path)
+    examples = _examples_of(path, splits[train], train, keys, digest)
+    if held_out is None:
+        return examples, None
+    return examples, _examples_of(path, splits[held_out], held_out, keys, digest)
 
-    def examples(split: str) -> HFExamples:
-        return _examples_of(path, splits, split, prompt_key, answer_key)
 
-    return examples(train), examples(held_out) if held_out else None
-
-
-def read_held_out(path: str | Path, prompt_key: str, answer_key: str | None) -> HFExamples:
+def read_held_out(path: str | Path, keys: tuple[str, str | None]) -> HFExamples:
     """Read the split of a path that is for evaluation, or the only one."""
     splits = _splits_of(path)
     names = list(splits)
     found = held_out_split(names, "train") or (names[0] if len(names) == 1 else None)
     if found is None:
-        try:
-            train = training_split(names)
-        except ValueError as error:
-            raise ValueError(f"{path}: {error}") from error
+        train = _named_training_split(path, names)
         found = held_out_split(names, train) or train
-    return _examples_of(path, splits, found, prompt_key, answer_key)
+    return _examples_of(path, splits[found], found, keys, directory_digest(path))
+
+
+def _named_training_split(path: str | Path, names: Sequence[str]) -> str:
+    try:
+        return training_split(names)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
 
 
 def training_split(names: Sequence[str]) -> str:
@@ -437,10 +451,10 @@ def held_out_split(names: Sequence[str], train: str) -> str | None:
     return None
 
 
-def _examples_of(path, splits, split: str, prompt_key: str, answer_key: str | None) -> HFExamples:
-    if not len(splits[split]):
+def _examples_of(path, dataset, split: str, keys: tuple[str, str | None], digest: str):
+    if not len(dataset):
         raise ValueError(f"{path} ({split}): empty; need at least one row")
-    return HFExamples(splits[split], prompt_key, answer_key, f"{path} ({split})")
+    return HFExamples(dataset, keys, f"{path} ({split})", digest)
 
 
 def _splits_of(path: str | Path):
@@ -474,3 +488,31 @@ def _splits_of(path: str | Path):
         except (FileNotFoundError, ValueError, datasets.exceptions.DatasetGenerationError) as error:
             raise ValueError(f"{path}: not a dataset, {need}: {error}") from error
     return loaded if isinstance(loaded, dict) else {"train": loaded}
+
+
+# --- The rows of a task ---
+
+
+def read_rows(
+    kind: str, path: str | None, eval_path: str | None, keys: tuple[str, str | None]
+) -> tuple[Examples, Examples | None]:
+    """Read (training rows, held-out rows or None) of files of a kind: jsonl, gsm8k, hf_dataset.
+
+    path None: there are no training rows. eval_path None: a dataset's own held-out split, if any.
+    """
+    train: Examples = []
+    held_out: Examples | None = None
+    if kind == "hf_dataset":
+        if path is not None:
+            train, held_out = read_hf_dataset(path, keys)
+        if eval_path is not None:
+            held_out = read_held_out(eval_path, keys)
+        return train, held_out
+    make = gsm8k_row
+    if kind != "gsm8k":
+        make = partial(row_to_example, prompt_key=keys[0], answer_key=keys[1])
+    if path is not None:
+        train = JsonlExamples(path, make, keys)
+    if eval_path is not None:
+        held_out = JsonlExamples(eval_path, make, keys)
+    return train, held_out

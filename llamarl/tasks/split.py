@@ -7,7 +7,7 @@ import itertools
 import logging
 import random
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from llamarl.tasks.base import (
     Example,
     Examples,
     PromptMaker,
+    StoredExamples,
     Task,
     json_of,
 )
@@ -36,92 +37,106 @@ from llamarl.tasks.list_task import (
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Split:
-    """The examples of a task, and the files that they come from.
+def rows_task(
+    name: str,
+    train: Examples,
+    held_out: Examples | None,
+    maker: PromptMaker,
+    *,
+    num_eval: int,
+    default_reward: str,
+    remembered: Remembered = here,
+    trains: bool = True,
+) -> ListTask:
+    """Return the task of a kind's rows. held_out None: at most num_eval prompts, a tenth of the
+    training prompts, are held out.
 
-    held_out: None for a part of the training examples, of at most num_eval prompts. digests: of the
-    files, in order; checks: what reads all their rows, and raises ValueError.
+    remembered: finds which rows fit. trains: whether there must be training prompts.
     """
+    split = _Split(name, train, held_out, num_eval, maker)
+    kept, held, fittings = split.fitted(remembered)
+    if trains and num_eval and held_out is not None and not len(held):
+        log.warning("task %s: no row is held out, so nothing is evaluated", name)
+    return ListTask(
+        name, kept, held, maker, default_reward=default_reward, fittings=fittings, trains=trains
+    )
 
-    kind: str
+
+@dataclass(frozen=True, slots=True)
+class _Split:
+    """The rows of a task, which are looked at once a run. Its fields are those of `rows_task`."""
+
+    name: str
     train: Examples
     held_out: Examples | None
     num_eval: int
     maker: PromptMaker
-    digests: list[str]
-    checks: list[Callable[[], None]]
 
-    def looked_at(
-        self, remembered: Remembered, **settings: object
-    ) -> tuple[Examples, Examples, tuple[Fitting, Fitting]]:
-        """Return the training examples, the held-out ones, and which of both fit. settings: what
-        decides it besides.
-        """
+    def fitted(self, remembered: Remembered) -> tuple[Examples, Examples, tuple[Fitting, Fitting]]:
+        """Return the training rows, the held-out ones, and which of both fit."""
         tokenizer = tokenizer_digest(self.maker.tokenizer)
-        if not self.digests or tokenizer is None:
+        if not self._files or tokenizer is None:
             remembered = here  # made of nothing, in a moment; or nobody can tell what it is
         key = key_of(
             {
-                "kind": self.kind,
-                "rows": self.digests,
+                "kind": self.name,
+                "rows": [[rows.digest, rows.keys] for rows in self._files],
                 "sizes": [len(self.train), None if self.held_out is None else len(self.held_out)],
                 "num_eval": self.num_eval,
                 "tokenizer": tokenizer,
-                "instruction": self.maker.instruction,
-                "max_prompt_tokens": self.maker.max_prompt_tokens,
-                **self.maker.shown,
-                **settings,
+                **self.maker.identity,
             }
         )
         found = remembered(key, self._find)
         prompts = PromptSplit(**found["prompts"])
         train, held_out = self._halves(prompts)
         if self.held_out is None and self.num_eval:
-            prompts.warn(f"task {self.kind}", len(self.train))
-        self._warn(found, len(train), len(held_out))
+            prompts.warn(f"task {self.name}", len(self.train))
+        if found["trained_too"]:
+            log.warning(
+                "task %s: %d of %d held-out rows have a prompt that %d of %d training rows have "
+                "too, so that the held-out accuracy is in part of what is trained; take these out "
+                "of one of the files",
+                self.name,
+                found["trained_too"],
+                len(held_out),
+                found["held_out_too"],
+                len(train),
+            )
         fittings = (
             from_values(found["train"], len(train)),
             from_values(found["held_out"], len(held_out)),
         )
         return train, held_out, fittings
 
+    @property
+    def _files(self) -> list[StoredExamples]:
+        """The rows that come from files."""
+        halves = (self.train, self.held_out)
+        return [rows for rows in halves if rows is not None and not isinstance(rows, list)]
+
     def _halves(self, prompts: PromptSplit) -> tuple[Examples, Examples]:
-        """Return the training examples and the held-out ones."""
+        """Return the training rows and the held-out ones."""
         if self.held_out is not None:
             return self.train, self.held_out
         kept = prompts.kept(len(self.train))
         return _select(self.train, kept), _select(self.train, prompts.held)
 
-    def _warn(self, found: Mapping[str, Any], num_train: int, num_held_out: int) -> None:
-        """Say of which prompts there are rows in both halves."""
-        if found["trained_too"]:
-            log.warning(
-                "task %s: %d of %d held-out rows have a prompt that %d of %d training rows have "
-                "too, so that the held-out accuracy is in part of what is trained; take these out "
-                "of one of the files",
-                self.kind,
-                found["trained_too"],
-                num_held_out,
-                found["held_out_too"],
-                num_train,
-            )
-
     def _find(self, progress: Progress) -> dict[str, Any]:
         """Look at all rows, and return which are held out and which fit as JSON values."""
-        for check in self.checks:
-            check()
+        for rows in self._files:
+            rows.check()
         prompts = PromptSplit([], [], 0)
         if self.held_out is None:
             prompts = hold_out_prompts(_asked(self.maker, self.train), self.num_eval)
         found: dict[str, Any] = {"prompts": asdict(prompts)}
         train, held_out = self._halves(prompts)
-        tell = Tell(self.kind, len(train) + len(held_out), progress)
-        for name, examples in (("train", train), ("held_out", held_out)):
-            found[name] = to_values(fitting_of(self.maker, examples, tell), len(examples))
+        tell = Tell(self.name, len(train) + len(held_out), progress)
+        for half, examples in (("train", train), ("held_out", held_out)):
+            found[half] = to_values(fitting_of(self.maker, examples, tell), len(examples))
         asked = []
         trained = []
-        if self.held_out is not None and self.digests:
+        if self.held_out is not None and self._files:
             asked = list(_asked(self.maker, held_out))
             wanted = set(asked)
             trained = [own for own in _asked(self.maker, train) if own in wanted]

@@ -300,8 +300,8 @@ def test_a_reward_that_fails_once_the_run_has_begun_ends_it_and_is_named(tmp_pat
 def test_a_reward_that_hangs_on_one_prompt_is_contained_and_counted(tmp_path):
     from llamarl.models.config import tiny_directory
     from llamarl.models.hf import load_tokenizer
-    from llamarl.tasks.build import build_task
     from llamarl.tickets.prompts import PromptStream
+    from tests.built_tasks import build_task
 
     task = build_task(
         "addition", load_tokenizer(tiny_directory()), chat=False, max_prompt_tokens=16

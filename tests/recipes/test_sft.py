@@ -21,9 +21,9 @@ from llamarl.learning.sft import PairsOnDemand, read_answers, read_sft_data
 from llamarl.models.build import build_decoder, random_weights, read_config
 from llamarl.models.config import tiny_directory
 from llamarl.models.hf import load_tokenizer, load_weights
-from llamarl.tasks.build import build_task
 from llamarl.types import Prompt
 from recipes import sft as recipe
+from tests.built_tasks import build_task
 from tests.launching import ROOT, ForkedJob, untimed
 from tests.supervised import task_of
 from tests.tolerances import rounding

@@ -14,9 +14,9 @@ from llamarl.scoring.pairs import Candidate, Pair, row_of
 from llamarl.scoring.scorer import Item
 from llamarl.scoring.transcript import Transcript
 from llamarl.tasks.base import Example, PromptMaker, text_of
-from llamarl.tasks.build import build_task
 from llamarl.tasks.forms import call_of
 from llamarl.types import MESSAGES_KEY, Message
+from tests.built_tasks import build_task
 
 TEMPLATE = (
     "{% if messages[0].role == 'assistant' %}{{ raise_exception('an assistant begins') }}"

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from llamarl.models.config import tiny_directory
 from llamarl.models.hf import load_tokenizer
-from llamarl.tasks.build import build_task
 from llamarl.tasks.facts import (
     DOES,
     MAX_FACTS,
@@ -29,6 +28,7 @@ from llamarl.tasks.facts import (
     vocabulary,
     worth,
 )
+from tests.built_tasks import build_task
 
 # Three facts, so that a gold summary has 12 words.
 POST = "post: hi all , anna likes tea . also ben sold boats . gus lost keys . so what now ? tl;dr:"

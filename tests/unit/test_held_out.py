@@ -22,9 +22,9 @@ from llamarl.observe.rows import COLUMNS
 from llamarl.scoring.by_own_reward import ByOwnReward
 from llamarl.scoring.pool import RewardPool
 from llamarl.scoring.scorer import Outcome, Scorer, text_item
-from llamarl.tasks.build import build_task
 from llamarl.tasks.held_out import APART, EvalSet, HeldOut, own_set, set_of
 from llamarl.words.choices import OWN_COLUMNS
+from tests.built_tasks import build_task
 
 
 def write(file, count, prompt="prompt"):

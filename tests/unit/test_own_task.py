@@ -10,7 +10,7 @@ import torch
 from llamarl.config.command_line import ConfigError, compose_config
 from llamarl.models.config import tiny_directory
 from llamarl.models.hf import load_tokenizer
-from llamarl.tasks.build import build_task
+from tests.built_tasks import build_task
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "tasks.md"
 

@@ -15,7 +15,6 @@ from llamarl.models.config import tiny_directory
 from llamarl.models.hf import load_tokenizer
 from llamarl.tasks import list_task
 from llamarl.tasks.base import Example, PromptMaker
-from llamarl.tasks.build import build_task
 from llamarl.tasks.files import JsonlExamples, row_to_example
 from llamarl.tasks.list_task import (
     Fitting,
@@ -25,6 +24,7 @@ from llamarl.tasks.list_task import (
     to_values,
     tokenizer_digest,
 )
+from tests.built_tasks import build_task
 
 WAIT_S = 60.0
 
@@ -173,7 +173,7 @@ def test_the_same_file_of_another_kind_is_looked_at_again(tokenizer, tmp_path):
     first = alone(tmp_path)
     build(tokenizer, file, first, prompt_key="question", max_prompt_tokens=200)
     first.save(tmp_path)
-    given = {"prompt_key": "question", "max_prompt_tokens": 200, "num_eval": 4}
+    given = {"max_prompt_tokens": 200, "num_eval": 4}
     again = Counted(alone(tmp_path))
     build_task("gsm8k", tokenizer, path=file, remembered=again, **given)
     assert again.num_finds == 1

@@ -27,8 +27,8 @@ from llamarl.models.hf import TEMPLATE_DATE, load_tokenizer
 from llamarl.models.scorer import settle_pad_token
 from llamarl.scoring.transcript import Transcript
 from llamarl.tasks.base import PromptMaker
-from llamarl.tasks.build import build_task
 from llamarl.tasks.special import Shown, chat_ids, special_tokens, text_ids
+from tests.built_tasks import build_task
 from tests.made_tokenizers import CHATML, CORPUS, INJECTION, SPECIAL, WORD, byte_level, finished
 
 TRIMMED = CHATML.replace("m.content", "m.content | trim")

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from llamarl.tasks.base import Example, PromptMaker
-from llamarl.tasks.build import build_task
 from llamarl.tasks.environment import GIVEN
+from tests.built_tasks import build_task
 
 MAX_PROMPT_TOKENS = 300
 ROWS = [{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(40)]

@@ -10,13 +10,14 @@ import pytest
 import torch
 
 from llamarl.environments.dialogues import row_of, seed_of
+from llamarl.launch.tasks import TaskBuilder
 from llamarl.models.config import tiny_directory
 from llamarl.models.hf import load_tokenizer
-from llamarl.tasks.build import build_task
 from llamarl.tasks.environment_class import schema_of
 from llamarl.tasks.special import special_tokens
 from llamarl.tasks.turns import TurnTokens
 from llamarl.types import Message, Prompt
+from tests.built_tasks import build_task, settings_of
 from tests.made_tokenizers import CHATML, FORGETFUL, INJECTION, byte_level
 
 TOOLLESS = (
@@ -166,6 +167,18 @@ def test_the_first_token_of_dialogues_that_make_their_own_messages_is_the_templa
     assert shown(tokenizer, first) == "<|im_start|>"
     whole = turns.whole([{"role": "user", "content": INJECTION}], [])
     assert whole[:1] == first
+
+
+def test_a_set_of_an_environment_asks_the_rows_of_its_file(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"prompt": "12"}\n{"prompt": "3"}\n')
+    settings = settings_of(
+        "environment", "Set", environment="tests.games:Shop", path=file, chat=False, num_prompts=2
+    )
+    tokenizer = load_tokenizer(tiny_directory())
+    task = build_task("addition", tokenizer, chat=False)
+    held_out = TaskBuilder(tokenizer).held_out(task, 0, {"shop": settings})
+    assert [prompt.text for prompt in held_out.asked(held_out.sets).values()] == ["12", "3"]
 
 
 def test_an_environments_own_games_are_numbers_and_those_held_out_are_others():

@@ -1,0 +1,77 @@
+"""Tasks from their settings, with defaults for what a test does not say."""
+
+from __future__ import annotations
+
+from typing import Any, get_type_hints
+
+from llamarl.config.sections import task as sections
+from llamarl.launch.tasks import TaskBuilder
+from llamarl.tasks.base import Task
+from llamarl.tasks.list_task import here
+
+NAMES = {
+    "addition": "Addition",
+    "facts": "Facts",
+    "questions": "Questions",
+    "one_prompt": "OnePrompt",
+    "jsonl": "Rows",
+    "hf_dataset": "Rows",
+    "gsm8k": "GSM8K",
+    "reasoning_gym": "ReasoningGym",
+    "python": "Python",
+    "environment": "Environment",
+}
+PLAY = sections.PlaySettings(
+    max_turns=8,
+    max_turn_tokens=None,
+    calls="auto",
+    num_workers=1,
+    timeout_s=10.0,
+    memory_mb=2048,
+    kept_tokens=None,
+)
+DEFAULTS = {
+    "chat": True,
+    "system_prompt": None,
+    "max_prompt_tokens": 512,
+    "path": None,
+    "eval_path": None,
+    "prompt_key": "prompt",
+    "answer_key": "answer",
+    "options": {},
+    "least": 1,
+    "most": 20,
+    "num_prompts": 1,
+    "play": PLAY,
+    "weight": 1.0,
+}
+
+
+def settings_of(kind: str, form: str = "", **given: object) -> Any:
+    """Return the settings of a kind. form: "" for the whole task, Part of a mixture, or Set."""
+    name = NAMES[kind] + ("Task" if kind == "python" and not form else "")
+    record = getattr(sections, f"{name}{form}Settings")
+    fields = get_type_hints(record)
+    for key in ("path", "eval_path"):
+        if given.get(key) is not None:
+            given[key] = str(given[key])
+    used = {key: value for key, value in DEFAULTS.items() if key in fields}
+    return record(**{**used, "kind": kind, **given})
+
+
+def build_task(
+    kind: str,
+    tokenizer: Any,
+    *,
+    num_eval: int = 500,
+    seed: int = 0,
+    remembered: Any = here,
+    parts: dict[str, dict[str, Any]] | None = None,
+    **given: object,
+) -> Task:
+    """Build the task of a kind. parts: of a mixture, the settings by name."""
+    builder = TaskBuilder(tokenizer, seed, remembered)
+    if parts is None:
+        return builder.task(settings_of(kind, **given), num_eval)
+    of_parts = {name: settings_of(form="Part", **part) for name, part in parts.items()}
+    return builder.task(sections.MixtureSettings(kind="mixture", parts=of_parts), num_eval)
