@@ -21,6 +21,13 @@ from typing import Literal
 from urllib.parse import urlsplit
 
 import httpx
+from tenacity import (
+    AsyncRetrying,
+    RetryCallState,
+    retry_if_exception,
+    stop_after_attempt,
+    wait_exponential,
+)
 
 from llamarl.words.texts import read_json, url_problem
 
@@ -95,7 +102,9 @@ class Endpoint:
         self._key = read_key(settings)
         self.counts: Counter[str] = Counter()  # requests, retries
         self._places = asyncio.Semaphore(settings.max_parallel)
-        self._random = random.Random()
+        self._random = (
+            random.Random()
+        )  # of its own: torch and rewards may have seeded the shared one
         # Otherwise each request would be a line of the log.
         logging.getLogger("httpx").setLevel(logging.WARNING)
         headers = {"Accept-Encoding": "identity"}
@@ -142,21 +151,27 @@ class Endpoint:
             return self._read(await self._insist(body))
 
     async def _insist(self, body: dict[str, object]) -> bytes:
-        """Return the content of the reply, trying again as often as is allowed, and as long."""
-        num_retries = 0
+        """Return the content of the reply. Failures that may pass are retried, max_retries times
+        at most; all tries share timeout_s, and the pauses between them do not count.
+        """
         left_s = self._settings.timeout_s
-        while True:
-            begun_at = time.monotonic()
+
+        async def fetch() -> bytes:
+            nonlocal left_s
+            began_at = time.monotonic()
             try:
                 return await self._fetch(body, left_s)
-            except Failed as failure:
-                if not failure.may_pass or num_retries == self._settings.max_retries:
-                    raise
-                pause_s = self._pause_s(num_retries, failure.retry_after_s)
-            left_s -= time.monotonic() - begun_at
-            await asyncio.sleep(pause_s)
-            num_retries += 1
-            self.counts["retries"] += 1
+            finally:
+                left_s -= time.monotonic() - began_at
+
+        retrying = AsyncRetrying(
+            retry=retry_if_exception(_may_pass),
+            stop=stop_after_attempt(self._settings.max_retries + 1),
+            wait=self._pause_s,
+            before_sleep=lambda state: self.counts.update(["retries"]),
+            reraise=True,
+        )
+        return await retrying(fetch)
 
     async def _fetch(self, body: dict[str, object], limit_s: float) -> bytes:
         """Return the content of a reply with status 200, that comes within limit_s."""
@@ -194,14 +209,18 @@ class Endpoint:
             return Failed("refused", f"{what}; it asks to wait more than {LONGEST_ASKED_S:g} s")
         return Failed("refused", what, may_pass=True, retry_after_s=retry_after_s)
 
-    def _pause_s(self, num_retries: int, retry_after_s: float | None) -> float:
+    def _pause_s(self, state: RetryCallState) -> float:
         """Return the seconds until the next try: exponentially more each time, with jitter, and at
-        least what the server asks for.
+        least as many as the server asks for.
         """
-        # Bounded, because after a night of retries 2**n would be no float any more.
-        pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** min(num_retries, 100))
-        jittered_s = pause_s * (1 - JITTER * self._random.random())
-        return jittered_s if retry_after_s is None else retry_after_s + jittered_s * JITTER
+        growing = wait_exponential(multiplier=FIRST_PAUSE_S, max=LONGEST_PAUSE_S)
+        jittered_s = growing(state) * (1 - JITTER * self._random.random())
+        assert state.outcome is not None, "there is a pause after a failure only"
+        failure = state.outcome.exception()
+        assert isinstance(failure, Failed), "nothing else may pass"
+        if failure.retry_after_s is None:
+            return jittered_s
+        return failure.retry_after_s + jittered_s * JITTER
 
     def _read(self, content: bytes) -> tuple[str, bool]:
         try:
@@ -232,6 +251,10 @@ def shown(text: str) -> str:
     if len(line) > _SHOWN_CHARACTERS:
         line = f"{line[:_SHOWN_CHARACTERS]}..."
     return "".join(c if c.isprintable() else "?" for c in line)
+
+
+def _may_pass(error: BaseException) -> bool:
+    return isinstance(error, Failed) and error.may_pass
 
 
 async def _content_of(response: httpx.Response) -> bytes:

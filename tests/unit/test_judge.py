@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from itertools import pairwise, permutations
 
 import pytest
+import tenacity
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -243,11 +244,19 @@ def test_a_server_that_asks_to_wait_is_given_its_time():
 def test_pauses_grow_and_are_not_equal(monkeypatch):
     monkeypatch.setattr(endpoint_module, "FIRST_PAUSE_S", 1.0)
     endpoint = endpoint_module.Endpoint(EndpointSettings(url="http://127.0.0.1:1/v1", model="wise"))
-    for num_retries, longest_s in ((0, 1.0), (3, 8.0), (20, 30.0), (2000, 30.0)):
-        pauses = {endpoint._pause_s(num_retries, None) for _ in range(100)}
+
+    def pause_s(attempt, retry_after_s=None):
+        state = tenacity.RetryCallState(None, None, (), {})
+        state.attempt_number = attempt
+        failure = Failed("down", "gone", may_pass=True, retry_after_s=retry_after_s)
+        state.set_exception((Failed, failure, None))
+        return endpoint._pause_s(state)
+
+    for attempt, longest_s in ((1, 1.0), (4, 8.0), (21, 30.0), (2001, 30.0)):
+        pauses = {pause_s(attempt) for _ in range(100)}
         assert len(pauses) > 1
         assert longest_s / 2 <= min(pauses) and max(pauses) <= longest_s
-    assert endpoint._pause_s(0, 7.0) >= 7.0
+    assert pause_s(1, retry_after_s=7.0) >= 7.0
 
 
 def test_seconds_of_a_retry_after():
