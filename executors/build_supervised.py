@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from functools import partial
 
 from executors.build import build_scorer, engine_alone, sampling_of
+from executors.build_trainer import trained_model_of
 from executors.supervised import SupervisedTrainer
-from executors.trainer import AdamSettings
 from llamarl.config.sft import SFTConfig
 from llamarl.config.supervised import RewardModelConfig, SupervisedConfig
 from llamarl.evaluation.greedy import HeldOutCompletions
@@ -53,13 +54,11 @@ def _build(
 ) -> SupervisedTrainer:
     t = config.trainer
     return SupervisedTrainer(
-        model_path=config.model.path,
-        model_dtype=config.model.dtype,
-        compute_dtype=t.compute_dtype,
-        score_seed=config.seed if config.scores else None,
+        model_settings=dataclasses.replace(
+            trained_model_of(t, path=config.model.path, dtype=config.model.dtype),
+            score_seed=config.seed if config.scores else None,
+        ),
         replicate=t.replicate,
-        activation_checkpointing=t.activation_checkpointing,
-        cpu_offload=t.cpu_offload,
         objective=objective,
         examples=job.data.train,
         held_out=job.data.held_out,
@@ -71,9 +70,6 @@ def _build(
             max_steps=job.max_steps,
             microbatch_tokens=t.microbatch_tokens,
             max_grad_norm=t.max_grad_norm,
-        ),
-        adam=AdamSettings(
-            betas=(t.beta1, t.beta2), eps=t.eps, weight_decay=t.weight_decay, kind=t.optimizer
         ),
         evaluate_at=job.eval_due,
         checkpoint_at=job.checkpoint_due,

@@ -6,17 +6,19 @@ import dataclasses
 from collections.abc import Callable
 from functools import partial
 
-from executors.trainer import AdamSettings, FSDPTrainer
+from executors.trainer import FSDPTrainer
 from llamarl.config.command_line import Config
+from llamarl.config.sections.trainer import ShardedTrainerSettings
 from llamarl.launch.job import Job
 from llamarl.learning.buffer import GroupBuffer
 from llamarl.learning.logprobs import LateEnds
 from llamarl.learning.losses import check_options, options_of, resolve_loss
 from llamarl.learning.losses.common import has_mark
 from llamarl.learning.losses.regularisers import regularised
-from llamarl.learning.optim import value_at
+from llamarl.learning.optim import AdamSettings, value_at
 from llamarl.learning.replay import Draw, ReplayBuffer, SharedReplayBuffer, SplitReplayBuffer
 from llamarl.learning.targets import Shaping
+from llamarl.learning.trained_model import TrainedModelSettings
 from llamarl.learning.update import UpdateSettings
 from llamarl.learning.values import CriticSettings
 from llamarl.models.parity import TOP, ParityLimits
@@ -146,19 +148,17 @@ def build_trainer(config: Config, job: Job, kind: type[FSDPTrainer] = FSDPTraine
         late_ends=late_ends_of(config, job),
     )
     return kind(
-        model_path=str(job.model_path),
-        model_dtype=config.model.dtype,
-        compute_dtype=t.compute_dtype,
+        model_settings=dataclasses.replace(
+            trained_model_of(t, path=str(job.model_path), dtype=config.model.dtype),
+            lora=job.lora,
+            adapter_path=t.lora.path,
+            ema_decay=t.ema_decay,
+        ),
         replicate=t.replicate,
         tensor_parallel=t.tensor_parallel,
-        activation_checkpointing=t.activation_checkpointing,
-        cpu_offload=t.cpu_offload,
         loss_fn=loss_fn,
         settings=settings,
         buffer=build_buffer(config, job),
-        adam=AdamSettings(
-            betas=(t.beta1, t.beta2), eps=t.eps, weight_decay=t.weight_decay, kind=t.optimizer
-        ),
         canary_prompts=job.fixed_prompts,
         canary_top=0 if g.quantize == "none" else TOP,
         evaluate_at=job.eval_due,
@@ -167,13 +167,29 @@ def build_trainer(config: Config, job: Job, kind: type[FSDPTrainer] = FSDPTraine
         critic_path=critic_path,
         critic_seed=config.seed,
         own_reference=own_reference,
-        lora=job.lora,
-        adapter_path=t.lora.path,
-        ema_decay=t.ema_decay,
         step_options=step_options,
         samples=job.sample_maker,
         resets_reference=partial(_is_due, reference.reset_every),
         shares_replicas=_shares_replicas(config, job),
+    )
+
+
+def trained_model_of(
+    trainer: ShardedTrainerSettings, *, path: str, dtype: str
+) -> TrainedModelSettings:
+    """Return the settings of the model that a job trains. dtype: of the exported model."""
+    return TrainedModelSettings(
+        path=path,
+        dtype=dtype,
+        compute_dtype=trainer.compute_dtype,
+        adam=AdamSettings(
+            betas=(trainer.beta1, trainer.beta2),
+            eps=trainer.eps,
+            weight_decay=trainer.weight_decay,
+            kind=trainer.optimizer,
+        ),
+        activation_checkpointing=trainer.activation_checkpointing,
+        cpu_offload=trainer.cpu_offload,
     )
 
 

@@ -14,29 +14,16 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
-
-from executors.trainer import AdamSettings
 from llamarl.evaluation.greedy import HeldOutCompletions
 from llamarl.executor import Executor
-from llamarl.learning.optim import build_optimizer, settle_moments
 from llamarl.learning.supervised import (
     ExampleOrder,
     Objective,
     SupervisedSettings,
     SupervisedUpdate,
 )
-from llamarl.models.fsdp import held_box, whole_parameters
-from llamarl.models.hf import export, named_parameters_hf
-from llamarl.models.scorer import scorer_fields, settle_pad_token
-from llamarl.models.sharded_state import (
-    Shard,
-    load_shards,
-    set_steps,
-    steps_of,
-)
-from llamarl.models.sharding import Box, num_parameters, parameter_shapes
-from llamarl.models.training import training_decoder
+from llamarl.learning.trained_model import TrainedModel, TrainedModelSettings
+from llamarl.models.fsdp import whole_parameters
 
 _SAVED_AS = {"weights": "model/", "moments": ""}  # prefixes, see llamarl.models.sharded_state
 
@@ -46,9 +33,8 @@ class SupervisedTrainer(Executor):
     """Version v is the number of updates in the weights.
 
     order: the order of the examples. held_out: the examples that are measured if
-    evaluate_at(version). score_seed: train a scorer, and draw its head from this seed unless the
-    model has one; None: train a language model. replicate: copies of the model, each sharded over
-    an equal share of the ranks. make_held_out: makes, on each rank, what completes held-out prompts
+    evaluate_at(version). replicate: copies of the model, each sharded over an equal share of the
+    ranks. make_held_out: makes, on each rank, what completes held-out prompts
     at every evaluation; None: nothing does. ends_run: whether a mean reward of these completions
     ends the run; called once at each evaluation, on every rank.
     """
@@ -56,19 +42,13 @@ class SupervisedTrainer(Executor):
     name = "trainer"
     leads = True
 
-    model_path: str
-    model_dtype: str
-    compute_dtype: str
-    score_seed: int | None
+    model_settings: TrainedModelSettings
     replicate: int
-    activation_checkpointing: bool
-    cpu_offload: bool
     objective: Objective
     examples: Sequence
     held_out: Sequence
     order: ExampleOrder
     settings: SupervisedSettings
-    adam: AdamSettings
     evaluate_at: Callable[[int], bool]
     checkpoint_at: Callable[[int], bool]
     make_held_out: Callable[[], HeldOutCompletions] | None = None
@@ -83,29 +63,11 @@ class SupervisedTrainer(Executor):
         self._is_good_enough = False
 
     def setup(self) -> None:
-        """Load the decoder, and make what trains it. Collective over the ranks."""
-        self.decoder = training_decoder(
-            self.model_path,
-            mesh=self.group.data_mesh(),
-            device=self.group.device,
-            compute_dtype=getattr(torch, self.compute_dtype),
-            activation_checkpointing=self.activation_checkpointing,
-            cpu_offload=self.cpu_offload,
-            score_seed=self.score_seed,
-        )
-        # Listed now, because after a forward FSDP shows its root's gathered parameters.
-        self._parameters = list(named_parameters_hf(self.decoder))
-        self._shards = [
-            Shard(name, p, held_box(self.decoder, name, p)) for name, p in self._parameters
-        ]
-        self.optimizer = build_optimizer(
-            [p for _, p in self._parameters],
-            lr=self.settings.lr,
-            **dataclasses.asdict(self.adam),
-        )
+        """Load the model, and make what trains it. Collective over the ranks."""
+        self.model = TrainedModel(self.model_settings, self.group, lr=self.settings.lr)
         self._update = SupervisedUpdate(
-            self.decoder,
-            self.optimizer,
+            self.model.decoder,
+            self.model.optimizer,
             self.objective,
             self.settings,
             group=self.group.process_group if self.group.size > 1 else None,
@@ -153,7 +115,7 @@ class SupervisedTrainer(Executor):
         """Collective: return the columns about held-out completions under this version. Each rank's
         own engine makes a share of them.
         """
-        with whole_parameters(self.decoder, self._parameters) as whole:
+        with whole_parameters(self.model.decoder, self.model.named_parameters) as whole:
             completions.take(whole, self.version)
         own = completions.ask(self._share(range(len(self.held_out))))
         total = self._update.ranks.sum(**dataclasses.asdict(own))
@@ -210,66 +172,29 @@ class SupervisedTrainer(Executor):
     # --- Checkpoints ---
 
     def state_dict(self) -> dict:
-        """Return this rank's shard: weights (float32) and Adam's moments, and which part of the
-        model they are. The version determines which examples come next.
-
-        If several ranks hold the same tensor, only the first of them stores it.
-        """
-        state: dict = {
-            "boxes": {},
-            "version": self.version,
-            "adam_step": steps_of(self.optimizer),
-        }
+        """Return this rank's part of the model. The version determines which examples come next."""
+        state = {"version": self.version, **self.model.state_dict()}
         if self._reward is not None:
             state["reward"] = self._reward
-        if self.group.replica > 0:
-            return state
-        for shard in self._shards:
-            state["boxes"][shard.name] = [shard.box.offsets, shard.box.lengths]
-            state |= shard.state(self.optimizer, **_SAVED_AS)
         return state
 
-    @torch.no_grad()
     def load_state_dict(self, parts: Iterable[Mapping]) -> None:
         """Load from all saved parts, however many ranks saved them. ValueError if they belong to a
         model of other shapes.
         """
         parts = list(parts)
-        steps = 0.0
-        reward: float | None = None
-        for part in parts:
-            self.version = int(part["version"])
-            steps = max(steps, float(part["adam_step"]))
-            reward = part.get("reward")
-        shapes = parameter_shapes(self.decoder.config)
-        load_shards(self._shards, parts, shapes=shapes, take=self._load_shard)
-        settle_moments(self.optimizer)
-        set_steps(self.optimizer, [p for _, p in self._parameters], steps)
+        self.model.load_state_dict(parts)
+        self.version = int(parts[0]["version"])
+        reward = parts[0].get("reward")
         self._evaluated = self.version
         if reward is not None and self._completions is not None:
             self._take_reward(float(reward))
 
-    def _load_shard(self, shard: Shard, part: Mapping, theirs: Box) -> None:
-        shard.load(part, theirs, self.optimizer, **_SAVED_AS)
-
     @property
     def export_bytes(self) -> int:
         """Return about how many bytes `export` writes."""
-        element_bytes = getattr(torch, self.model_dtype).itemsize
-        return num_parameters(self.decoder.config) * element_bytes
+        return self.model.export_bytes
 
     def export(self, out: str | None) -> None:
-        """Collective over the first replica: write the model as a Hugging Face directory. Rank 0
-        writes, one whole tensor at a time; nothing if out is None. OSError or SafetensorError from
-        the disk, raised once all tensors are gathered.
-        """
-        if self.group.replica > 0:
-            return
-        config = self.decoder.config
-        with whole_parameters(self.decoder, self._parameters) as whole:
-            if out is not None and self.group.index == 0:
-                fields = scorer_fields(config, self.model_path) if config.labels else None
-                dtype = getattr(torch, self.model_dtype)
-                export(whole, self.model_path, out, dtype=dtype, fields=fields)
-                if config.labels:
-                    settle_pad_token(out)
+        """Collective over the first replica: write the model, see TrainedModel.export."""
+        self.model.export(out)

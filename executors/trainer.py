@@ -29,35 +29,19 @@ from llamarl.ddma.channel import send_reset, sender_of, senders_of
 from llamarl.ddma.sender import WeightsSender
 from llamarl.executor import Executor
 from llamarl.learning.buffer import GroupBuffer
-from llamarl.learning.ema import WeightAverage
-from llamarl.learning.optim import build_optimizer, settle_moments
+from llamarl.learning.optim import build_optimizer
 from llamarl.learning.samples import SampleMaker, StepWatch
 from llamarl.learning.targets import verdict_of
+from llamarl.learning.trained_model import TrainedModel, TrainedModelSettings, load_decoder
 from llamarl.learning.update import PolicyUpdate, StepAborted, UpdateSettings
 from llamarl.learning.values import Critic, CriticSettings, OwnCritic, SharedCritic
 from llamarl.models.build import Decoder
-from llamarl.models.config import Lora
 from llamarl.models.frozen import frozen_decoder
-from llamarl.models.fsdp import held_box, is_split, local, whole_parameters
-from llamarl.models.hf import export
-from llamarl.models.lora import travelling
+from llamarl.models.fsdp import local
 from llamarl.models.parity import Prompts, canary_sequences, marks_of
-from llamarl.models.peft import export_adapted, load_adapter
-from llamarl.models.sharded_state import (
-    Shard,
-    load_shards,
-    optimizer_tensors,
-    set_steps,
-    steps_of,
-)
-from llamarl.models.sharding import Box, adapter_shapes, num_parameters, parameter_shapes
-from llamarl.models.tp import TensorParallel
-from llamarl.models.training import training_decoder
 from llamarl.types import Group, Policy, ReferencePolicy
 
 SHORT_S = 0.02  # a shorter wait for data does not count as one
-EMA = "_ema"  # ends the name of the exported directory with the averaged weights
-_SAVED_AS = {"weights": "model/", "moments": ""}  # prefixes, see llamarl.models.sharded_state
 
 log = logging.getLogger(__name__)
 
@@ -66,30 +50,18 @@ log = logging.getLogger(__name__)
 LEAST_RATE = 0.01
 
 
-@dataclass(frozen=True, slots=True)
-class AdamSettings:
-    """AdamW's own knobs; see build_optimizer."""
-
-    betas: tuple[float, float]
-    eps: float
-    weight_decay: float
-    kind: str = "adamw"
-
-
 @dataclass(kw_only=True, eq=False, repr=False)
 class FSDPTrainer(Executor):
     """Trains the policy. Policy version v means that v steps (batches taken) are in the weights;
     step v makes version v + 1, in one update or several.
 
     replicate: copies of the model, each sharded over an equal share of the ranks. tensor_parallel:
-    ranks, one after another, that share each layer and train on the same groups. lora: train
-    adapters alone. adapter_path: a PEFT directory that they start as; None: as a product of 0.
+    ranks, one after another, that share each layer and train on the same groups.
     critic_path: directory from which a separate value model starts; None: the critic is a head on
     the policy's trunk. critic_seed: draws that model's head if the directory has none.
-    ema_decay: keep an exponential moving average of the weights, and export it too.
     own_reference: computes the reference logprobs of groups that come without them: with the
-    decoder's adapters off, or with a frozen copy of the starting weights in model_dtype, sharded
-    like the policy.
+    decoder's adapters off, or with a frozen copy of the starting weights in the exported dtype,
+    sharded like the policy.
     step_options(step): options of the loss that change from step to step.
     samples: makes of a step what people look at; None: nothing is kept for them.
     resets_reference(version): whether the reference takes that version's weights. shares_replicas:
@@ -107,17 +79,12 @@ class FSDPTrainer(Executor):
     leads = True
     split_vocabulary = False  # the loss needs the whole head
 
-    model_path: str
-    model_dtype: str
-    compute_dtype: str
+    model_settings: TrainedModelSettings
     replicate: int = 1
     tensor_parallel: int = 1
-    activation_checkpointing: bool
-    cpu_offload: bool = False
     loss_fn: Callable
     settings: UpdateSettings
     buffer: GroupBuffer
-    adam: AdamSettings
     canary_prompts: Prompts
     canary_top: int
     evaluate_at: Callable[[int], bool]
@@ -126,16 +93,13 @@ class FSDPTrainer(Executor):
     critic_path: str | None = None
     critic_seed: int = 0
     own_reference: Literal["none", "adapters_off", "sharded"] | None = None
-    lora: Lora | None = None
-    adapter_path: str | None = None
-    ema_decay: float | None = None
     step_options: Callable[[int], dict[str, float]] = lambda step: {}
     samples: SampleMaker | None = None
     resets_reference: Callable[[int], bool] = lambda version: False
     shares_replicas: bool = False
 
     def __post_init__(self):
-        self.stages_on_host = self.cpu_offload
+        self.stages_on_host = self.model_settings.cpu_offload
         self.version = 0
         self.done = False
         self._is_at_end = False  # nothing is left but the last save
@@ -157,53 +121,38 @@ class FSDPTrainer(Executor):
     # --- Life ---
 
     def setup(self) -> None:
-        """Load the decoder, and make what trains it. Collective over the trainer's ranks."""
-        if self.cpu_offload and self.group.device.type == "cpu":
-            log.warning(
-                "trainer.cpu_offload: this trainer computes on a CPU, so its weights are in host "
-                "memory already; leave it out"
-            )
-        self.decoder = self._load_decoder(self.model_path, lora=self.lora)
-        if self.adapter_path is not None:
-            load_adapter(self.decoder, self.adapter_path)
-        self.adapt_decoder(self.decoder)
-        # What is trained, saved and sent.
-        self._shards = [
-            Shard(name, p, held_box(self.decoder, name, p)) for name, p in travelling(self.decoder)
-        ]
-        # Listed now, because after a forward FSDP shows its root's gathered parameters.
-        self._all_parameters = list(self.decoder.parameters())
-        trained = [shard.parameter for shard in self._shards]
-        self.optimizer = self._optimizer_of(trained, self.settings.lr)
+        """Load the model, and make what trains it. Collective over the trainer's ranks."""
+        self.model = TrainedModel(
+            self.model_settings, self.group, lr=self.settings.lr, adapt=self.adapt_decoder
+        )
         critic = self.critic_settings
         self.critic = None if critic is None else self._load_critic(critic)
-        self._reference = None
+        reference = None
         if self.own_reference == "adapters_off":
-            self._reference = self.decoder
+            reference = self.model.decoder
         elif self.own_reference == "sharded":
-            self._reference = self._load_reference()
-        self._average = None
-        if self.ema_decay is not None:
-            self._average = WeightAverage(trained, self.optimizer, self.ema_decay)
+            reference = self._load_reference()
         # The run's leader, which writes what is kept, so that no message is needed.
         is_watched = self.samples is not None and self.group.index == 0
         self._watch = StepWatch() if is_watched else None
         self._update = PolicyUpdate(
-            self.decoder,
-            self.optimizer,
+            self.model.decoder,
+            self.model.optimizer,
             self.loss_fn,
             self.settings,
             group=self.group.process_group if self.group.size > 1 else None,
             device=self.group.device,
             critic=self.critic,
-            reference=self._reference,
+            reference=reference,
             step_options=self.step_options,
             watch=self._watch,
         )
         self.buffer.attach(self._update.ranks)
         self.weights = sender_of(self.outputs)
         for weights in self._senders:
-            weights.bind(self.decoder.config, travelling(self.decoder), self.group.tensor_group)
+            weights.bind(
+                self.model.decoder.config, self.model.named_parameters, self.group.tensor_group
+            )
 
     @property
     def _senders(self) -> list[WeightsSender]:
@@ -214,54 +163,36 @@ class FSDPTrainer(Executor):
     def _sender_to_reference(self) -> WeightsSender:
         return sender_of(self.outputs, ReferencePolicy)
 
-    def _optimizer_of(
-        self, parameters: Iterable[torch.nn.Parameter], lr: float
-    ) -> torch.optim.Optimizer:
-        return build_optimizer(parameters, lr=lr, **dataclasses.asdict(self.adam))
-
     def _load_critic(self, settings: CriticSettings) -> Critic:
+        adam = self.model_settings.adam
         if self.critic_path is None:
             return SharedCritic(
-                self.decoder.config.hidden_size,
+                self.model.decoder.config.hidden_size,
                 settings,
-                betas=self.adam.betas,
-                eps=self.adam.eps,
+                betas=adam.betas,
+                eps=adam.eps,
                 mesh=self.group.data_mesh(),
                 device=self.group.device,
             )
-        trunk = self._load_decoder(self.critic_path, score_seed=self.critic_seed)
-        return OwnCritic(trunk, settings, self._optimizer_of(trunk.parameters(), settings.lr))
-
-    def _load_decoder(
-        self, path: str, *, lora: Lora | None = None, score_seed: int | None = None
-    ) -> Decoder:
-        return training_decoder(
-            path,
-            mesh=self.group.data_mesh(),
-            device=self.group.device,
-            compute_dtype=getattr(torch, self.compute_dtype),
-            activation_checkpointing=self.activation_checkpointing,
-            tensor_parallel=self._peers(),
-            lora=lora,
-            cpu_offload=self.cpu_offload,
-            score_seed=score_seed,
+        value_model = dataclasses.replace(
+            self.model_settings, path=self.critic_path, lora=None, score_seed=self.critic_seed
         )
+        trunk = load_decoder(value_model, self.group)
+        optimizer = build_optimizer(trunk.parameters(), lr=settings.lr, **dataclasses.asdict(adam))
+        return OwnCritic(trunk, settings, optimizer)
 
     def _load_reference(self) -> Decoder:
         reference = frozen_decoder(
-            self.model_path,
+            self.model_settings.path,
             mesh=self.group.data_mesh(),
             device=self.group.device,
-            dtype=getattr(torch, self.model_dtype),
-            tensor_parallel=self._peers(),
-            cpu_offload=self.cpu_offload,
+            dtype=getattr(torch, self.model_settings.dtype),
+            tensor_parallel=self.model.decoder.tensor_parallel,
+            cpu_offload=self.model_settings.cpu_offload,
         )
         self.adapt_decoder(reference)
         self._frozen = list(reference.parameters())
         return reference
-
-    def _peers(self) -> TensorParallel | None:
-        return TensorParallel.of(self.group, split_vocabulary=self.split_vocabulary)
 
     def step(self) -> bool:
         """Take the groups of a step and train on them, publish a version, or save and end. Return
@@ -393,7 +324,8 @@ class FSDPTrainer(Executor):
         Equal rewards leave a gradient of rounding alone, below the optimizer's eps; and a
         schedule's last rates may be too small for the generator's dtype.
         """
-        return grad_norm > self.adam.eps and self.settings.rate(self.version - 1) > LEAST_RATE
+        is_above_rounding = grad_norm > self.model_settings.adam.eps
+        return is_above_rounding and self.settings.rate(self.version - 1) > LEAST_RATE
 
     def _publish(self, *, must_differ: bool) -> float:
         """Publish the present version. Return the seconds that this held the rank up."""
@@ -405,7 +337,7 @@ class FSDPTrainer(Executor):
             must_differ=must_differ,
             canary=lambda: dataclasses.replace(
                 self._update.canary(sequences, top=self.canary_top),
-                marks=marks_of(self._shards, self.version),
+                marks=marks_of(self.model.shards, self.version),
             ).to_json(),
         )
         self._published = self.version
@@ -420,31 +352,12 @@ class FSDPTrainer(Executor):
     # --- Checkpoints ---
 
     def state_dict(self) -> dict:
-        """Return this rank's shard: trained weights (float32) and their average, Adam's moments,
-        the critic's, the buffer; and which part of the model they are.
-
-        If several ranks hold the same tensor, only the first of them stores it.
-        """
+        """Return this rank's part of the model, the critic and the buffer."""
         is_first_peer = self.group.tensor_index == 0
-        is_first_replica = self.group.replica == 0
-        state: dict = {
-            "boxes": {},
-            "version": self.version,
-            "lora": self._lora_state(),
-            "adam_step": steps_of(self.optimizer),
-        }
+        state = {"version": self.version, **self.model.state_dict()}
         state |= self.buffer.state_dict() if is_first_peer else {"buffered": []}
-        if not is_first_replica:
-            return state
-        if self.critic:
+        if self.critic and self.group.replica == 0:
             state |= self.critic.state_dict(is_first_peer=is_first_peer)
-        for shard in self._shards:
-            if not is_first_peer and not is_split(self.decoder, shard.name):
-                continue
-            state["boxes"][shard.name] = [shard.box.offsets, shard.box.lengths]
-            state |= shard.state(self.optimizer, **_SAVED_AS)
-            if self._average:
-                state[f"ema/{shard.name}"] = local(self._average.of(shard.parameter))
         return state
 
     @torch.no_grad()
@@ -456,25 +369,10 @@ class FSDPTrainer(Executor):
         """
         self.claim_device()
         parts = list(parts)
-        for part in parts:
-            self._check_adapters(part)
-            self.version = int(part["version"])
-        config = self.decoder.config
-        shapes = parameter_shapes(config) | adapter_shapes(config)
-        load_shards(self._shards, parts, shapes=shapes, take=self._load_shard)
-        settle_moments(self.optimizer)
-        parameters = [shard.parameter for shard in self._shards]
-        set_steps(self.optimizer, parameters, float(parts[0]["adam_step"]))
+        self.model.load_state_dict(parts)
+        self.version = int(parts[0]["version"])
         if self.critic:
             self._load_critic_state(self.critic, parts)
-        names = chain.from_iterable(parts)
-        if self._average and not any(name.startswith("ema/") for name in names):
-            log.warning(
-                "the checkpoint holds no average of the weights: it starts again from the weights "
-                "of version %d",
-                self.version,
-            )
-            self._average.restart()
         buffered = list(chain.from_iterable(part["buffered"] for part in parts))
         g = self.group
         self.buffer.load(
@@ -483,12 +381,6 @@ class FSDPTrainer(Executor):
             lambda ticket: dp_rank_of(ticket, g.data_size) == g.data_index,
         )
         self._published = -1
-
-    def _load_shard(self, shard: Shard, part: Mapping, theirs: Box) -> None:
-        shard.load(part, theirs, self.optimizer, **_SAVED_AS)
-        averaged = f"ema/{shard.name}"
-        if self._average and averaged in part:
-            shard.copy_overlap(self._average.of(shard.parameter), part, averaged, theirs)
 
     def _load_critic_state(self, critic: Critic, parts: Sequence[Mapping]) -> None:
         """Load the critic. ValueError if a value model's weights are missing; a missing head starts
@@ -504,67 +396,22 @@ class FSDPTrainer(Executor):
             message = "the checkpoint has no value head: this run's starts at 0"
             warnings.warn(message, stacklevel=2)
 
-    def _check_adapters(self, part: Mapping) -> None:
-        """Raise ValueError if a saved part has other adapters."""
-        if part.get("lora") != self._lora_state():
-            raise ValueError(
-                f"the checkpoint was saved with trainer.lora={part.get('lora')}, this run has "
-                f"{self._lora_state()}: resume with the same, or start a run of its own from the "
-                "checkpoint's hf/ with model.path"
-            )
-
     @property
     def export_bytes(self) -> int:
         """Return about how many bytes `export` writes."""
-        copies = 2 if self._average else 1
-        element_bytes = getattr(torch, self.model_dtype).itemsize
-        return num_parameters(self.decoder.config) * element_bytes * copies
+        return self.model.export_bytes
 
     def export(self, out: str | None) -> None:
-        """Collective over the first replica: write the policy as a Hugging Face directory, and its
-        average as OUT_ema if there is one.
-
-        Rank 0 writes, one whole tensor at a time; nothing if out is None. OSError or
-        SafetensorError from the disk is raised once both are gathered, so that no other rank is
-        left waiting in a collective.
-        """
-        if self.group.replica > 0:
-            return
-        try:
-            self._write(lambda p: p, out)
-        finally:
-            if self._average:
-                self._write(self._average.of, None if out is None else out + EMA)
-
-    def _write(self, value: Callable[[torch.nn.Parameter], torch.Tensor], out: str | None) -> None:
-        """Write value(p) in each trained parameter's place."""
-        weights = ((shard.name, value(shard.parameter)) for shard in self._shards)
-        with whole_parameters(self.decoder, weights) as whole:
-            if out is None or self.group.index > 0:
-                return
-            dtype = getattr(torch, self.model_dtype)
-            if self.lora is None:
-                export(whole, self.model_path, out, dtype=dtype)
-            else:
-                export_adapted(dict(whole), self.lora, self.model_path, out, dtype=dtype)
-
-    def _lora_state(self) -> dict | None:
-        """Return the adapters' settings as they come back from JSON; None without adapters."""
-        if not self.lora:
-            return None
-        return {**dataclasses.asdict(self.lora), "targets": sorted(self.lora.targets)}
+        """Collective over the first replica: write the policy, see TrainedModel.export."""
+        self.model.export(out)
 
     def offloadable(self) -> list[torch.Tensor]:
         """Return weights, their average and the optimizer's moments. Gradients do not outlive a
         step.
         """
-        self.optimizer.zero_grad(set_to_none=True)
-        own = [*self._all_parameters, *self._frozen, *optimizer_tensors(self.optimizer)]
-        tensors = [local(tensor) for tensor in own]
+        tensors = [*self.model.tensors(), *map(local, self._frozen)]
         if self.critic:
             tensors += self.critic.offloadable()
-        if self._average:
-            tensors += self._average.tensors()
         return tensors
 
     def teardown(self) -> None:

@@ -9,6 +9,7 @@ import itertools
 import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,6 +27,16 @@ SCHEDULES: dict[str, Callable[[float], float]] = {  # progress 0..1 after the wa
     "cosine": lambda x: 0.5 * (1.0 + math.cos(math.pi * x)),
     "wsd": lambda x: min(1.0, (1.0 - x) / 0.2),  # warm-up, stable, decay over the last fifth
 }
+
+
+@dataclass(frozen=True, slots=True)
+class AdamSettings:
+    """AdamW's own knobs; see build_optimizer."""
+
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    kind: str = "adamw"
 
 
 class AdamW(torch.optim.AdamW):

@@ -16,7 +16,7 @@ from llamarl.comm.groups import World
 from llamarl.config.command_line import ConfigError, check_command_line, compose_config
 from llamarl.launch.job import Job
 from llamarl.launch.run_directory import RunDirectory
-from llamarl.learning.ema import WeightAverage
+from llamarl.learning.trained_model import WeightAverage
 from llamarl.models import hf
 from llamarl.models.attention import PackedAttention
 from llamarl.models.build import build_decoder, read_config
@@ -221,6 +221,9 @@ def test_settings_reach_the_trainer():
         "seed=4",
     ]
     trainer = trainer_of(*overrides)
-    assert trainer.lora == Lora(8, 16.0, ("q_proj", "up_proj"), 4) and trainer.ema_decay == 0.9
+    assert (
+        trainer.model_settings.lora == Lora(8, 16.0, ("q_proj", "up_proj"), 4)
+        and trainer.model_settings.ema_decay == 0.9
+    )
     plain = trainer_of()
-    assert plain.lora is None and plain.ema_decay is None
+    assert plain.model_settings.lora is None and plain.model_settings.ema_decay is None

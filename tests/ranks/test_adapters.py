@@ -177,10 +177,12 @@ def learn(trainer: FSDPTrainer, first: int, steps: int) -> None:
 
 
 def held(trainer: FSDPTrainer, peers: Peers) -> dict[str, torch.Tensor]:
-    trained = [(shard.name, shard.parameter) for shard in trainer._shards]
+    trained = [(shard.name, shard.parameter) for shard in trainer.model.shards]
     out = {f"weight/{name}": local(p) for name, p in trained}
-    out |= {f"ema/{name}": local(trainer._average.of(p)) for name, p in trained}
-    out |= {f"exp_avg/{name}": local(trainer.optimizer.state[p]["exp_avg"]) for name, p in trained}
+    out |= {f"ema/{name}": local(trainer.model.average.of(p)) for name, p in trained}
+    out |= {
+        f"exp_avg/{name}": local(trainer.model.optimizer.state[p]["exp_avg"]) for name, p in trained
+    }
     return out | {f"sent/{name}": p for name, p in peers.published.items()}
 
 
@@ -388,5 +390,5 @@ def test_a_checkpoint_without_an_average_starts_one_anew(root, caplog):
     trainer, _ = trainer_of(root / "model", alone(), "whole")
     trainer.load_state_dict(plain)
     assert "starts again from the weights of version 2" in caplog.text
-    for shard in trainer._shards:
-        assert torch.equal(trainer._average.of(shard.parameter), shard.parameter)
+    for shard in trainer.model.shards:
+        assert torch.equal(trainer.model.average.of(shard.parameter), shard.parameter)

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
-from executors.trainer import AdamSettings, FSDPTrainer
+from executors.trainer import FSDPTrainer
 from llamarl.comm.channel import Scatter, dp_rank_of
 from llamarl.comm.groups import World, executor_group
 from llamarl.config.command_line import ConfigError, check_command_line
@@ -24,7 +24,8 @@ from llamarl.ddma.layout import Source, parameters_to_send
 from llamarl.executor import Executor, ExecutorGroup
 from llamarl.learning.buffer import GroupBuffer
 from llamarl.learning.losses.policy_gradient import policy_gradient
-from llamarl.learning.optim import share_gradients
+from llamarl.learning.optim import AdamSettings, share_gradients
+from llamarl.learning.trained_model import TrainedModelSettings
 from llamarl.learning.update import UpdateSettings
 from llamarl.learning.values import CriticSettings
 from llamarl.models.build import Decoder
@@ -165,16 +166,18 @@ def trainer_of(model: Path, group: ExecutorGroup) -> tuple[FSDPTrainer, Recorder
         parity=None,
     )
     trainer = FSDPTrainer(
-        model_path=str(model),
-        model_dtype="float32",
-        compute_dtype="float32",
-        activation_checkpointing=model.name == "tied",
+        model_settings=TrainedModelSettings(
+            path=str(model),
+            dtype="float32",
+            compute_dtype="float32",
+            adam=ADAM,
+            activation_checkpointing=model.name == "tied",
+        ),
         replicate=group.replicate,
         tensor_parallel=group.tensor_parallel,
         loss_fn=partial(policy_gradient),
         settings=update,
         buffer=GroupBuffer(),
-        adam=ADAM,
         canary_prompts=CanaryPrompts(),
         canary_top=0,
         evaluate_at=lambda version: False,
@@ -192,7 +195,7 @@ def trainer_of(model: Path, group: ExecutorGroup) -> tuple[FSDPTrainer, Recorder
 
 def parameters_of(trainer: FSDPTrainer) -> dict[str, torch.nn.Parameter]:
     """The policy's, and those of the critic."""
-    policy = {shard.name: shard.parameter for shard in trainer._shards}
+    policy = {shard.name: shard.parameter for shard in trainer.model.shards}
     values = {f"{OF_CRITIC}{shard.name}": shard.parameter for shard in trainer.critic.shards}
     return policy | values
 
@@ -208,13 +211,13 @@ def shapes_of(config) -> dict[str, tuple[int, ...]]:
 
 def box_of(trainer: FSDPTrainer, name: str, parameter: torch.nn.Parameter) -> Box:
     if not name.startswith(OF_CRITIC):
-        return held_box(trainer.decoder, name, parameter)
+        return held_box(trainer.model.decoder, name, parameter)
     boxes = {shard.name: shard.box for shard in trainer.critic.shards}
     return boxes[name.removeprefix(OF_CRITIC)]
 
 
 def moments_of(trainer: FSDPTrainer) -> dict[str, torch.Tensor]:
-    states = {**trainer.optimizer.state, **trainer.critic.optimizer.state}
+    states = {**trainer.model.optimizer.state, **trainer.critic.optimizer.state}
     state = {name: states[p] for name, p in parameters_of(trainer).items()}
     return {
         f"{key}/{name}": local(s[key])
@@ -359,7 +362,7 @@ def train_and_go_on(rank: int, directory: str, quick: bool) -> None:
         for topology in trained:
             group = groups[topology]
             trainer, recorder = trainer_of(directory / model, group)
-            assert_weights_path_agrees(recorder, group, trainer.decoder)
+            assert_weights_path_agrees(recorder, group, trainer.model.decoder)
             leave(trainer, recorder, learn(trainer), folder / f"{topology}.rank{rank}")
             trainer.export(str(folder / f"{topology}.hf"))
             save_state(trainer, folder / f"{topology}.state.rank{rank}")

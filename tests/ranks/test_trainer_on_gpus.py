@@ -66,7 +66,7 @@ def step_on(rank: int, topology: str) -> dict:
         shape = {"replicate": replicate, "tensor_parallel": tensor_parallel}
         place = executor_group("trainer", ranks, world, DEADLINE_S, **shape)
         trainer = trainer_on(place, world, overrides)
-        held = [getattr(p, "_local_tensor", p) for p in trainer.decoder.parameters()]
+        held = [getattr(p, "_local_tensor", p) for p in trainer.model.decoder.parameters()]
         assert all(isinstance(p, OnGpu) for p in held)
         gpu.collectives.clear()
         mine = [group(ticket) for ticket in range(WORLD) if _takes(place, ticket)]

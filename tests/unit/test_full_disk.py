@@ -11,13 +11,13 @@ import pytest
 import safetensors.torch
 import torch
 
-import executors.trainer as trainer_module
-from executors.trainer import FSDPTrainer
 from llamarl.checkpoint import checkpointer as checkpointer_module
 from llamarl.checkpoint.checkpointer import Checkpointer, verify
 from llamarl.checkpoint.service import CheckpointService
 from llamarl.controller import ExecutorController
 from llamarl.errors import CheckpointError
+from llamarl.learning import trained_model
+from llamarl.learning.trained_model import TrainedModel
 
 
 def full(*args, **kwargs):
@@ -71,22 +71,18 @@ def test_a_rank_that_cannot_write_still_takes_part_in_making_every_tensor(monkey
         next(iter(weights))
         full()
 
-    monkeypatch.setattr(trainer_module, "export", export)
-    trainer = SimpleNamespace(
-        group=SimpleNamespace(replica=0, index=0),
-        decoder=SimpleNamespace(tensor_parallel=None),
-        model_path="",
-        model_dtype="float32",
-        lora=None,
-        _shards=[shard(name) for name in "abc"],
-        _average=SimpleNamespace(of=lambda parameter: parameter),
-    )
-    trainer._write = lambda value, out: FSDPTrainer._write(trainer, value, out)
+    monkeypatch.setattr(trained_model, "export", export)
+    model = object.__new__(TrainedModel)  # without what a decoder needs
+    model.settings = SimpleNamespace(path="", dtype="float32", lora=None)
+    model._group = SimpleNamespace(replica=0, index=0)
+    model.decoder = SimpleNamespace(tensor_parallel=None, config=SimpleNamespace(labels=()))
+    model.shards = [shard(name) for name in "abc"]
+    model.average = SimpleNamespace(of=lambda parameter: parameter)
     if out is None:
-        FSDPTrainer.export(trainer, out)
+        model.export(out)
     else:
         with pytest.raises(OSError, match="No space left"):
-            FSDPTrainer.export(trainer, out)
+            model.export(out)
     assert made == ["a", "b", "c"] * 2
 
 

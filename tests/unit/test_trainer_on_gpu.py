@@ -113,8 +113,8 @@ def test_a_step_on_a_gpu_comes_to_what_it_does_on_a_cpu(overrides):
     cpu = step(trainer_on(CPU, *overrides), reference=kept)
     with imagined_gpu():
         trainer = trainer_on(GPU, *overrides)
-        assert {type(p) for p in trainer.decoder.parameters()} == {OnGpu}
-        trained = [p for p in trainer.decoder.parameters() if p.requires_grad]
+        assert {type(p) for p in trainer.model.decoder.parameters()} == {OnGpu}
+        trained = [p for p in trainer.model.decoder.parameters() if p.requires_grad]
         before = [p.detach().cpu() for p in trained]
         found = step(trainer, reference=kept)
         after = [p.detach().cpu() for p in trained]
@@ -142,7 +142,7 @@ def test_a_step_in_bfloat16_runs_on_a_gpu(more):
         found = step(trainer)
     same = rounding(torch.bfloat16, terms=TINY.num_hidden_layers, depth=4)
     assert found.grad_norm == pytest.approx(cpu.grad_norm, rel=same)
-    trained = [p for p in trainer.decoder.parameters() if p.requires_grad]
+    trained = [p for p in trainer.model.decoder.parameters() if p.requires_grad]
     assert {p.dtype for p in trained} == {torch.float32}
     assert {p.grad.dtype for p in trained} == {torch.float32}
 
@@ -167,7 +167,7 @@ def _chunks_of(tokens):
 def test_what_is_published_saved_and_exported_is_found_on_a_gpu(gpu, tmp_path):
     trainer = trainer_on(GPU, "trainer.lora.rank=2", "trainer.ema_decay=0.9")
     step(trainer)
-    assert all(weight.device == GPU for _, weight in travelling(trainer.decoder))
+    assert all(weight.device == GPU for _, weight in travelling(trainer.model.decoder))
     canary = trainer._update.canary([Sequence((5, 6, 7, 8), given=2)], top=3)
     assert len(canary.logprobs) == 2 and len(canary.top_ids[0]) == 3
     state = trainer.state_dict()
@@ -175,7 +175,7 @@ def test_what_is_published_saved_and_exported_is_found_on_a_gpu(gpu, tmp_path):
     assert tensors and not any(isinstance(t, OnGpu) for t in tensors.values())
     other = trainer_on(GPU, "trainer.lora.rank=2", "trainer.ema_decay=0.9")
     other.load_state_dict([{**state, **tensors}])
-    for shard, its in zip(trainer._shards, other._shards, strict=True):
+    for shard, its in zip(trainer.model.shards, other.model.shards, strict=True):
         assert torch.equal(shard.parameter, its.parameter)
     trainer.export(str(tmp_path / "out"))
     assert (tmp_path / "out_ema" / "model.safetensors").is_file()
@@ -191,7 +191,7 @@ def test_a_trainer_in_host_memory_trains_on_a_gpu_with_its_copies_in_order(lone_
         trainer = trainer_on(GPU, *overrides, offload, process_group=lone_group)
         assert trainer.group.data_mesh().device_type == "cuda"
         found = step(trainer)
-        held = [p.to_local() for p in trainer._all_parameters]
+        held = [p.to_local() for p in trainer.model.all_parameters]
         assert not any(isinstance(p, OnGpu) for p in held)
     same = rounding(torch.bfloat16, terms=TINY.num_hidden_layers, depth=4)
     assert found.grad_norm == pytest.approx(cpu.grad_norm, rel=same)
@@ -201,18 +201,18 @@ def test_a_trainer_in_host_memory_trains_on_a_gpu_with_its_copies_in_order(lone_
 def test_the_8_bit_optimizer_keeps_its_moments_on_the_gpu(gpu):
     """torchao compiles its step there, which needs the GPU itself."""
     trainer = trainer_on(GPU, "trainer.optimizer=adamw8bit")
-    weight = trainer.decoder.layers[0].attn.q_proj.weight
-    moments = trainer.optimizer._new_buffer(weight, signed=True)
+    weight = trainer.model.decoder.layers[0].attn.q_proj.weight
+    moments = trainer.model.optimizer._new_buffer(weight, signed=True)
     assert moments.codes.device == moments.scale.device == moments.qmap.device == GPU
     assert moments.codes.dtype == torch.uint8
-    assert "step" not in vars(trainer.optimizer)
+    assert "step" not in vars(trainer.model.optimizer)
 
 
 @pytest.mark.slow
 def test_executors_that_take_turns_copy_before_memory_is_given_back(gpu):
     trainer = trainer_on(GPU)
     step(trainer)
-    before = [p.detach().cpu() for p in trainer.decoder.parameters()]
+    before = [p.detach().cpu() for p in trainer.model.decoder.parameters()]
     turns = DeviceSharing(["trainer", "generator"])
     began = len(gpu.streams.log)
     turns.join("trainer", trainer.offloadable)
@@ -221,13 +221,13 @@ def test_executors_that_take_turns_copy_before_memory_is_given_back(gpu):
     assert copies > 2 * len(before)
     in_order = ["copy of a storage"] * copies + ["synchronize"] + ["resize"] * copies
     assert said == in_order
-    held = [p.untyped_storage().nbytes() for p in trainer.decoder.parameters()]
+    held = [p.untyped_storage().nbytes() for p in trainer.model.decoder.parameters()]
     assert set(held) == {0}
     began = len(gpu.streams.log)
     turns.claim("trainer")
     said = [done.what for done in gpu.streams.log[began:]]
     assert said == ["resize", "copy of a storage"] * copies + ["synchronize"]
-    after = [p.detach().cpu() for p in trainer.decoder.parameters()]
+    after = [p.detach().cpu() for p in trainer.model.decoder.parameters()]
     assert all(map(torch.equal, before, after))
 
 

@@ -529,5 +529,6 @@ def test_each_update_has_its_own_rate():
 )
 def test_only_a_step_with_a_gradient_and_a_rate_must_show(version, grad_norm, must_differ):
     settings = dataclasses.replace(SETTINGS, schedule="cosine", max_steps=1000)
-    trainer = SimpleNamespace(settings=settings, adam=SimpleNamespace(eps=1e-8), version=version)
+    model = SimpleNamespace(adam=SimpleNamespace(eps=1e-8))
+    trainer = SimpleNamespace(settings=settings, model_settings=model, version=version)
     assert FSDPTrainer._must_differ(trainer, grad_norm) == must_differ
