@@ -225,6 +225,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as scratch:
         shared, root = Path(scratch), Path(scratch, "base")
         folder = args.folder or Path(tempfile.mkdtemp(dir=shared))
+        folder.mkdir(parents=True, exist_ok=True)
         here = Side("here", ROOT, shared, args.python, args.here_only, [])
         base = Side("base", root, shared, args.python, args.base_only, args.renamed)
         worktree = ["git", "-C", str(ROOT), "worktree"]

@@ -18,7 +18,6 @@ from llamarl.ddma.protocol import LinkContext, Outgoing
 from llamarl.ddma.receiver import Incoming, Subscriber
 from llamarl.ddma.sender import Publisher
 from llamarl.errors import LinkTimeout
-from llamarl.machine.copying import copy_kernels_version
 from llamarl.models.config import ModelConfig
 from llamarl.models.sharding import Box
 
@@ -40,7 +39,7 @@ CONFIG = ModelConfig(
 )
 PARAMETERS = parameters_to_send(CONFIG, torch.float32)
 BUCKET = 1000  # bytes: a parameter is cut, small ones share a bucket
-COPIER = Copier("lanes" if copy_kernels_version() else "xxh3")
+COPIER = Copier("xxh3")
 PATIENCE_S = 20  # for what must come; a busy machine is slow
 
 

@@ -25,7 +25,6 @@ from llamarl.comm.meeting import launcher_store, meet, reaching
 from llamarl.errors import TimedOut
 from llamarl.executor import ExecutorGroup
 from llamarl.machine.allocator import keep_freed_memory
-from llamarl.machine.copying import copy_kernels_version
 from llamarl.machine.precision import use_float32_products
 from llamarl.words.texts import first_of
 
@@ -43,7 +42,6 @@ class RankInfo:
     host: str  # equal on ranks that can map each other's memory
     gpu: str | None  # the GPU's uuid, None on a CPU
     nccl: bool = False
-    kernel: str = ""  # the version of the kernel that it copies weights with; "" without one
     num_cores: int = 1  # that this process may use
 
 
@@ -61,7 +59,6 @@ def this_rank_info(rank: int, device: torch.device) -> RankInfo:
         host=f"{socket.gethostname()}/{boot_id}/{namespace}",
         gpu=str(torch.cuda.get_device_properties(device).uuid) if on_gpu else None,
         nccl=on_gpu and dist.is_nccl_available(),
-        kernel=copy_kernels_version(),
         num_cores=len(os.sched_getaffinity(0)),
     )
 

@@ -1,16 +1,15 @@
-"""Copies of regions, and 64-bit digests of their bytes: what sender and receiver of a link compare.
+"""Digests of the bytes of regions, which the sender and the receiver of a link compare, and copies
+of a bucket to its places.
 
-    lanes    CPU, where both have the kernel of machine/copy.c: copied and digested in one pass
-    xxh3     CPU without it: PyTorch copies, XXH3 reads what is there again
-    device   GPU, which no byte should leave for this: sums of the words in each of 512 columns,
-             weighted; parts in another order show, whole 4 KiB rows exchanged inside one do not
+    xxh3     CPU: XXH3 of the bytes
+    device   GPU, so that no byte leaves it: weighted sums of the words in each of 512 columns.
+             Exchanged words change it; exchanged rows of 4 KiB do not
 
-A bucket's digest is folded from those of its moves, in their order.
+A bucket's digest is folded from those of its regions, in their order.
 """
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterable
 from typing import Literal
 
@@ -18,9 +17,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from llamarl.machine.copying import Move, copy_kernels
-
-Method = Literal["lanes", "xxh3", "device"]
+Method = Literal["xxh3", "device"]
 _FOLD = 1000003
 _WORD = 1 << 64
 # What the digest on a device sums: the words of rows, by their column.
@@ -28,127 +25,36 @@ _ROW_BYTES = 4096
 _COLUMNS = _ROW_BYTES // 8
 
 
-class Parts:
-    """Places to which the parts of a run of bytes go: (first byte of the part, target).
-
-    A target is contiguous, or has two dimensions and dense rows; else ValueError.
-    """
-
-    def __init__(self, parts: list[tuple[int, Tensor]]):
-        self.targets = parts
-        self.on_device = False
-        self.end = 0  # bytes that a run must have
-        self.moves = (Move * len(parts))()
-        for move, (start, target) in zip(self.moves, parts):
-            is_run = target.is_contiguous()
-            has_dense_rows = target.dim() == 2 and target.stride(1) == 1
-            if start < 0 or not (is_run or has_dense_rows or target.dim() == 1):
-                raise ValueError(
-                    f"byte {start} to shape {list(target.shape)} with strides {target.stride()}: "
-                    "need a byte from 0 on, and rows whose elements lie end to end"
-                )
-            self.on_device |= target.is_cuda
-            self.end = max(self.end, start + target.nbytes)
-            move.target = target.data_ptr()
-            move.start = start
-            move.rows = 1 if is_run else len(target)
-            move.width = target.nbytes // move.rows
-            move.stride = move.width if is_run else target.stride(0) * target.itemsize
-
-
 class Copier:
-    """Copies and digests by one method."""
+    """Copies and digests by one method, "xxh3" or "device"."""
 
     def __init__(self, method: Method):
         self.method = method
 
-    def copy(self, target: Tensor, source: Tensor) -> int:
-        """Copy source to target. Returns the digest of the target's bytes, row after row.
+    def copy_parts(self, source: Tensor, parts: list[tuple[int, Tensor]]) -> int:
+        """Copy parts of `source` [bytes] uint8 to their places. Return their folded digests.
 
-        Dtypes may differ. ValueError if shapes do.
+        parts: (first byte of the part, its place). A part that lies in its place already is only
+        digested.
         """
-        if target.shape != source.shape:
-            raise ValueError(f"a copy of shape {list(source.shape)} to {list(target.shape)}")
-        if self.method == "lanes" and _can_pack(target, source):
-            # A contiguous source is one row.
-            rows = 1 if source.is_contiguous() else len(source)
-            return _present_kernels().pack_rows(
-                target.data_ptr(),
-                source.data_ptr(),
-                source.nbytes // rows,
-                source.stride(0) * source.itemsize,
-                rows,
-                target.dtype != source.dtype,
-            )
-        target.copy_(source)
-        return self.digest(target.contiguous())
-
-    def copy_columns(self, targets: list[Tensor], sources: list[Tensor]) -> list[int]:
-        """Do `copy` for several sources, and return the digest of each.
-
-        Columns of the same rows are copied row by row, so that what lies side by side is read in
-        one run.
-        """
-        each_alone = self.method != "lanes" or len(sources) == 1
-        if each_alone or not _can_pack_columns(targets, sources):
-            return list(map(self.copy, targets, sources))
-        count = len(sources)
-        first = sources[0]
-        addresses = ctypes.c_void_p * count
-        numbers = ctypes.c_uint64 * count
-        digests = numbers()
-        _present_kernels().pack_columns(
-            count,
-            addresses(*(target.data_ptr() for target in targets)),
-            addresses(*(source.data_ptr() for source in sources)),
-            numbers(*(source.shape[1] * source.itemsize for source in sources)),
-            first.stride(0) * first.itemsize,
-            len(first),
-            first.dtype != targets[0].dtype,
-            digests,
-        )
-        return list(digests)
-
-    def copy_parts(self, source: Tensor, parts: Parts) -> int:
-        """Copy the parts of `source` [bytes] uint8 to their places, and fold their digests.
-
-        A part that lies where it goes already is only digested. ValueError for a source
-        that is no run of bytes, or too short for a part.
-        """
-        size = source.numel()
-        is_run = source.dim() == 1 and source.is_contiguous()
-        if source.dtype != torch.uint8 or not is_run:
-            shape = list(source.shape)
-            raise ValueError(f"a source {shape} {source.dtype}; need [bytes] uint8, contiguous")
-        if size < parts.end:
-            raise ValueError(f"a source of {size} bytes for parts up to byte {parts.end}")
-        on_device = source.is_cuda or parts.on_device
-        if self.method == "lanes" and not on_device:
-            count = len(parts.targets)
-            digests = (ctypes.c_uint64 * count)()
-            _present_kernels().copy_moves(count, parts.moves, source.data_ptr(), digests)
-            return fold(digests)
         places: list[Tensor] = []
         sources: list[Tensor] = []
-        for start, target in parts.targets:
-            run = source[start : start + target.nbytes]
-            part = run.view(target.dtype).view(target.shape)
-            if part.data_ptr() != target.data_ptr():
-                places.append(target)
+        for start, place in parts:
+            run = source[start : start + place.nbytes]
+            part = run.view(place.dtype).view(place.shape)
+            if part.data_ptr() != place.data_ptr():
+                places.append(place)
                 sources.append(part)
         if places:
             torch._foreach_copy_(places, sources)
-        return self.digest_all(target.contiguous() for _, target in parts.targets)
+        # The digest is of what has arrived in its place.
+        return self.digest_all(place.contiguous() for _, place in parts)
 
     def digest(self, of: Tensor) -> int:
         """Return the digest of a contiguous tensor's bytes."""
         flat = of.reshape(-1).view(torch.uint8)
         if self.method == "device":
             return _device_digests([flat])[0]
-        if self.method == "lanes":
-            if flat.is_cuda:
-                raise ValueError(f"the method lanes reads memory of the CPU, not of {flat.device}")
-            return _present_kernels().digest_of(flat.data_ptr(), flat.numel())
         return xxhash.xxh3_64_intdigest(flat.numpy().data)
 
     def digest_all(self, tensors: Iterable[Tensor]) -> int:
@@ -162,43 +68,12 @@ class Copier:
         return fold(_device_digests(flats))
 
 
-def _present_kernels() -> ctypes.CDLL:
-    """Return the kernels, which are there where the method "lanes" was taken."""
-    kernels = copy_kernels()
-    assert kernels is not None, "the method lanes was chosen without kernels"
-    return kernels
-
-
 def fold(digests: Iterable[int]) -> int:
     """Return one digest of several, in order; signed, so that it fits an int64."""
     total = 0
     for digest in digests:
         total = (total * _FOLD + digest) % _WORD
     return total - _WORD if total >> 63 else total
-
-
-def _can_pack(target: Tensor, source: Tensor) -> bool:
-    """Whether the kernel can copy this: rows on the CPU to a contiguous target, in dtypes that it
-    has.
-    """
-    if target.is_cuda or source.is_cuda or source.dim() > 2:
-        return False
-    if source.stride(-1) != 1 or not target.is_contiguous():
-        return False
-    dtypes = (source.dtype, target.dtype)
-    return dtypes == (torch.float32, torch.bfloat16) or source.dtype == target.dtype
-
-
-def _can_pack_columns(targets: list[Tensor], sources: list[Tensor]) -> bool:
-    """Whether the kernel can copy these in one call: columns of the same rows, in the same
-    dtypes.
-    """
-    kinds = set()
-    for target, source in zip(targets, sources, strict=True):
-        if source.dim() != 2 or target.shape != source.shape or not _can_pack(target, source):
-            return False
-        kinds.add((len(source), source.stride(), source.dtype, target.dtype))
-    return len(kinds) == 1
 
 
 def _device_digests(flats: list[Tensor]) -> list[int]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from llamarl.ddma.copies import Copier, Parts
+from llamarl.ddma.copies import Copier
 from llamarl.ddma.layout import Buffer, Region
 
 # On a CPU a bucket stays in the cache between its arrival and its place.
@@ -91,25 +91,16 @@ class BucketProgress:
     def reset(self) -> None:
         """Set the count back to zero."""
         self._events: list[torch.cuda.Event | None] = []
-        self._digests: list[int | None] = []
         if self._counter is not None:
             self._counter.zero_()
 
-    def mark(self, event: torch.cuda.Event | None = None, digest: int | None = None) -> None:
-        """Note that the next bucket is whole, or will be after this event on the device.
-
-        digest: the bucket's, where it is known already.
-        """
+    def mark(self, event: torch.cuda.Event | None = None) -> None:
+        """Note that the next bucket is whole, or will be after this event on the device."""
         with self._changed:
-            self._digests.append(digest)
             self._events.append(event)
             if self._counter is not None:
                 self._counter.add_(1)
             self._changed.notify_all()
-
-    def digest(self, index: int) -> int | None:
-        """Return the digest that the bucket was marked with."""
-        return self._digests[index]
 
     def wait(self, index: int) -> bool:
         """Wait until a bucket is whole. Returns False if this was closed before."""
@@ -148,7 +139,7 @@ class Target:
             size += place.nbytes
             distance = place.data_ptr() - parts[0][1].data_ptr()
             lie_alike &= place.is_contiguous() and distance == start
-        self.parts = Parts(parts)
+        self.parts = parts
         self.in_place: Tensor | None = None
         # No gaps: in the buffer they may be another sender's.
         if lie_alike and size == bucket.end - bucket.start:

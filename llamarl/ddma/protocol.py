@@ -185,7 +185,7 @@ def _send_buckets(
 ) -> list[Callable[[], None]]:
     """Send buckets in turns over all links, so that none waits for another's last one.
 
-    Each goes once it is there and, while it travels, is digested unless its copying did that.
+    Each is sent once it is staged, and digested while it travels.
     Returns what is to be called before their memory may change: each call waits for one bucket.
     """
     sent: list[Callable[[], None]] = []
@@ -201,10 +201,7 @@ def _send_buckets(
                 flat = queued.data[bucket.start : bucket.end]
                 sent.append(out.link.send_bytes(flat))
             if number not in digests:
-                digest = queued.progress.digest(number)
-                if digest is None:
-                    digest = bucket.digest(queued.data, copier)
-                digests[number] = digest
+                digests[number] = bucket.digest(queued.data, copier)
     return sent
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from llamarl.comm.control import Control
 from llamarl.comm.groups import RankInfo
-from llamarl.ddma.copies import Copier, Method
+from llamarl.ddma.copies import Copier
 from llamarl.ddma.layout import Destination, Source, parameters_to_send
 from llamarl.ddma.links import LocalLink, RankLink
 from llamarl.ddma.payload import BUCKET_BYTES
@@ -69,10 +69,7 @@ class WeightsRoute:
         have_gpus = all(info.gpu for info in self._involved)
         self.on_device = have_gpus and not self.on_host and not on_cpu
         self.bucket_bytes = BUCKET_BYTES["cuda" if self.on_device else "cpu"]
-        kernels = {info.kernel for info in self._involved}
-        have_one_kernel = len(kernels) == 1 and "" not in kernels
-        on_cpu_by: Method = "lanes" if have_one_kernel else "xxh3"
-        self.copier = Copier("device" if self.on_device else on_cpu_by)
+        self.copier = Copier("device" if self.on_device else "xxh3")
         self._feed = "direct"
         if any(self._transports[pair] not in _READ_IN_PLACE for pair in feeding):
             self._feed = "auto"

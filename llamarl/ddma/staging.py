@@ -4,14 +4,12 @@ travels.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from llamarl.ddma.copies import fold
 from llamarl.ddma.layout import Region
 from llamarl.ddma.payload import Bucket, BucketProgress
 from llamarl.ddma.plan import TransferPlan
@@ -44,7 +42,6 @@ class Staging:
         self._buckets = buckets
         self._tensor_group = tensor_group
         self._device = local(next(iter(parameters.values()))).device
-        self._beside = _regions_side_by_side(buckets)
         rank = route.sources.index(route.rank)
         self._boxes = {p.name: route.source.box(plan.config, p, rank) for p in plan.parameters}
         self._quantized: dict[str, Tensor] = {}  # what does not travel as it is held
@@ -79,9 +76,6 @@ class Staging:
         """Copy the shard into a slot [bytes] uint8. Marks each bucket as it becomes whole."""
         held = {name: local(p) for name, p in self._parameters.items()}
         held |= self._quantized
-        if self._route.copier.method == "lanes" and self._device.type == "cpu":
-            self._fill_in_one_pass(slot, progress, held)
-            return
         for bucket in self._buckets:
             targets = [region.view_in(slot) for region in bucket.regions]
             sources = [self._part(held, region) for region in bucket.regions]
@@ -91,27 +85,6 @@ class Staging:
                 event = torch.cuda.Event()
                 event.record()
             progress.mark(event)
-
-    def _fill_in_one_pass(
-        self, slot: Tensor, progress: BucketProgress, held: dict[str, Tensor]
-    ) -> None:
-        """Copy the shard as `fill` does, and know each bucket's digest when the bucket is whole.
-
-        Rows of a region that other links carry are copied with it, before their own bucket's turn.
-        """
-        # Digests of the regions that have been copied, by their first byte in the slot.
-        digests: dict[int, int] = {}
-        for bucket in self._buckets:
-            for region in bucket.regions:
-                if region.start in digests:
-                    continue
-                columns = self._beside[region.start]
-                targets = [column.view_in(slot) for column in columns]
-                sources = [self._part(held, column) for column in columns]
-                found = self._route.copier.copy_columns(targets, sources)
-                for column, digest in zip(columns, found):
-                    digests[column.start] = digest
-            progress.mark(digest=fold(digests[region.start] for region in bucket.regions))
 
     def _part(self, held: dict[str, Tensor], region: Region) -> Tensor:
         """Return a region's part of this rank's shard."""
@@ -138,15 +111,3 @@ class Staging:
         dist.all_reduce(every, dist.ReduceOp.MAX, group=self._tensor_group)
         parts = every.split([len(rows) for rows in largest.values()])
         return dict(zip(largest, parts))
-
-
-def _regions_side_by_side(buckets: list[Bucket]) -> dict[int, list[Region]]:
-    """Return first byte of a region in the slot -> all regions of its rows, itself among them."""
-    of_rows: dict[tuple, list[Region]] = defaultdict(list)
-    beside: dict[int, list[Region]] = {}
-    for bucket in buckets:
-        for region in bucket.regions:
-            columns = of_rows[region.name, region.box.offsets[0], region.box.lengths[0]]
-            columns.append(region)
-            beside[region.start] = columns
-    return beside

@@ -1,8 +1,8 @@
-"""Kernels in C, compiled on first use from copy.c, decode.c and train.c.
+"""Kernels in C, compiled on first use from decode.c and train.c.
 
 The kernels are small, compiled by the machine's own compiler, and each has a PyTorch equal.
 
-    lib = library("copy", structs=(_Move,))   # llamarl/machine/copy.c as a ctypes.CDLL, or None
+    lib = library("decode", structs=(_Step,))   # llamarl/machine/decode.c as a ctypes.CDLL, or None
 
 LLAMARL_NATIVE=0 switches all kernels off. LLAMARL_NATIVE_ARCH is the instruction set that they are
 compiled for, as the compiler names it (-march): "native", the default, is all that this CPU has;

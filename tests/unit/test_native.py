@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from llamarl.ddma.copies import Copier, Parts
+from llamarl.inference import decode
 from llamarl.inference.decode import NativeDecode
 from llamarl.inference.engine import Engine
 from llamarl.inference.requests import Partial
@@ -42,7 +42,7 @@ CONFIG = ModelConfig(
     attention_bias=False,
 )
 needs_compiler = pytest.mark.skipif(
-    kernels.library("copy") is None, reason="no C compiler, or LLAMARL_NATIVE=0"
+    kernels.library("train") is None, reason="no C compiler, or LLAMARL_NATIVE=0"
 )
 
 
@@ -79,10 +79,7 @@ def bad_calls() -> dict:
     rows = cache.rows
     end = cache.capacity
     logits, half = torch.zeros(2, 5), torch.full((2,), 0.5, dtype=torch.float64)
-    run = torch.zeros(8, dtype=torch.uint8)
-    narrow = torch.zeros(2, 3)
-    wide = torch.zeros(2, 4)
-    runs, pair = Parts([(6, torch.zeros(1))]), torch.tensor([0, 0])
+    pair = torch.tensor([0, 0])
     calls = {
         "submit": lambda: engine.submit(0, [1, VOCABULARY], SamplingParams(max_new_tokens=1)),
         "submit_partial, prompt": lambda: engine.submit_partial(partial([3], prompt_ids=(1, -1))),
@@ -108,10 +105,6 @@ def bad_calls() -> dict:
         "sample, precision": lambda: sample(logits, half.float()),
         "sample, greedy": lambda: sample(logits, half, torch.tensor([True])),
         "sample, vocabulary": lambda: sample(logits[:, :0], half),
-        "copy": lambda: Copier("lanes").copy(wide, narrow),
-        "copy_parts": lambda: Copier("lanes").copy_parts(run, runs),
-        "copy_parts, dtype": lambda: Copier("lanes").copy_parts(run.float(), runs),
-        "parts": lambda: Parts([(0, wide.t())]),
     }
     if runner.native:
         sparse = torch.zeros(4, dtype=torch.int64)[::2]
@@ -166,25 +159,25 @@ def test_what_is_asked_of_the_engine_in_vain_leaves_it_as_it_was():
 # --- The structs that Python and C share ---
 
 
-class _Move(ctypes.Structure):
-    """One field more than Move of copy.c."""
+class _Step(ctypes.Structure):
+    """One field more than Step of decode.c."""
 
-    _fields_ = [
-        (name, ctypes.c_uint64) for name in ("to", "start", "stride", "wide", "rows", "more")
-    ]
+    _fields_ = [*decode._Step._fields_, ("more", ctypes.c_uint64)]
 
 
 class _Unheard(ctypes.Structure):
     _fields_ = [("number", ctypes.c_uint64)]
 
 
+IN_C = ctypes.sizeof(decode._Step)
+IN_C_AND_PYTHON = f"{IN_C} bytes in C and {IN_C + 8} in Python"
+
+
 @needs_compiler
-@pytest.mark.parametrize(
-    "struct, told", [(_Move, "40 bytes in C and 48 in Python"), (_Unheard, "struct Unheard")]
-)
+@pytest.mark.parametrize("struct, told", [(_Step, IN_C_AND_PYTHON), (_Unheard, "struct Unheard")])
 def test_a_struct_of_another_size_in_C_switches_its_kernels_off(struct, told):
     with pytest.warns(UserWarning, match=told):
-        assert kernels.library("copy", structs=(struct,)) is None
+        assert kernels.library("decode", "-fopenmp", structs=(struct,)) is None
 
 
 # --- Whose libraries are loaded ---
@@ -203,7 +196,7 @@ def fresh(monkeypatch, tmp_path):
 
 def loaded_again():
     kernels.library.cache_clear()
-    return kernels.library("copy")
+    return kernels.library("train")
 
 
 def mode(path):
@@ -214,7 +207,7 @@ def mode(path):
 def test_the_cache_is_open_to_its_owner_alone(fresh):
     before = os.umask(0)
     try:
-        assert kernels.library("copy") is not None
+        assert kernels.library("train") is not None
     finally:
         os.umask(before)
     (made,) = fresh.iterdir()
@@ -228,7 +221,7 @@ def test_the_cache_is_open_to_its_owner_alone(fresh):
 @pytest.mark.parametrize("which", ["folder", "file"])
 @pytest.mark.parametrize("bits", [0o720, 0o702])
 def test_a_library_that_others_may_write_is_not_loaded(fresh, which, bits):
-    assert kernels.library("copy") is not None
+    assert kernels.library("train") is not None
     (made,) = fresh.iterdir()
     made.unlink()
     made.write_bytes(b"another's")  # a library of theirs would run as soon as it is loaded
@@ -237,14 +230,13 @@ def test_a_library_that_others_may_write_is_not_loaded(fresh, which, bits):
     with pytest.warns(UserWarning, match=f"{planted} belongs to another user, or others may"):
         loaded = loaded_again()
     assert loaded is not None
-    loaded.digest_of.restype = ctypes.c_uint64
-    assert loaded.digest_of(b"abc", 3) == loaded.digest_of(b"abc", 3)
+    assert loaded.has_tiles() in (0, 1)
     assert made.read_bytes() == b"another's"
 
 
 @needs_compiler
 def test_a_library_of_another_user_is_not_loaded(fresh, monkeypatch):
-    assert kernels.library("copy") is not None
+    assert kernels.library("train") is not None
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
     with pytest.warns(UserWarning, match=f"{fresh} belongs to another user"):
         assert loaded_again() is not None
@@ -261,7 +253,7 @@ def test_a_user_without_a_home_has_pytorchs_operations_and_a_warning(fresh, monk
         kernels.cache_folder()
     monkeypatch.setattr(kernels.shutil, "which", lambda name: "/bin/sh")
     with pytest.warns(
-        UserWarning, match="copy: going on with PyTorch's operations, .* set XDG_CACHE_HOME"
+        UserWarning, match="train: going on with PyTorch's operations, .* set XDG_CACHE_HOME"
     ):
         assert loaded_again() is None
 
@@ -295,7 +287,7 @@ def test_the_instruction_set_is_chosen_and_part_of_the_name(compiler, fresh, mon
         monkeypatch.setenv("LLAMARL_NATIVE_ARCH", arch)
         assert loaded_again() is not None
         assert f"-march={arch}" in (compiler / "words").read_text().split()
-    assert len(list(fresh.glob("copy-*.so"))) == 2
+    assert len(list(fresh.glob("train-*.so"))) == 2
 
 
 @needs_compiler
@@ -307,7 +299,7 @@ def test_native_is_said_as_the_compilers_of_the_machine_know_it(
     compiler, monkeypatch, machine, flag
 ):
     monkeypatch.setattr(kernels.platform, "machine", lambda: machine)
-    assert kernels.library("copy") is not None
+    assert kernels.library("train") is not None
     words = (compiler / "words").read_text().split()
     assert [word for word in words if word.startswith("-m")] == [flag]
     assert "-fno-strict-aliasing" in words
@@ -318,7 +310,7 @@ def test_a_compiler_that_refuses_native_compiles_for_its_default(compiler, monke
     monkeypatch.setattr(kernels.platform, "machine", lambda: "x86_64")
     (compiler / "refused").write_text("-march=native\n")
     with pytest.warns(UserWarning, match="refuses -march=native; compiled for its default"):
-        assert kernels.library("copy") is not None
+        assert kernels.library("train") is not None
 
 
 @needs_compiler
@@ -326,4 +318,4 @@ def test_an_instruction_set_given_by_name_is_never_exchanged(compiler, monkeypat
     (compiler / "refused").write_text("-march=z80\n")
     monkeypatch.setenv("LLAMARL_NATIVE_ARCH", "z80")
     with pytest.warns(UserWarning, match="unknown -march=z80"):
-        assert kernels.library("copy") is None
+        assert kernels.library("train") is None
