@@ -26,10 +26,9 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from llamarl.config.conversion import ConfigError
-from llamarl.config.marks import settings_dataclass
-from llamarl.config.ranges import Text
-from llamarl.config.script import REQUIRED, read_script
+from llamarl.config.conversion import REQUIRED, ConfigError
+from llamarl.config.fields import Text, settings_dataclass
+from llamarl.config.script import read_script
 from llamarl.observe.console import Progress
 
 if TYPE_CHECKING:

@@ -22,9 +22,9 @@ import llamarl  # noqa: F401  before torch: it says how torch's threads wait
 # isort: split
 import torch
 
-from llamarl.config.marks import settings_dataclass
-from llamarl.config.ranges import Count, Natural, Text
-from llamarl.config.script import REQUIRED, read_script
+from llamarl.config.conversion import REQUIRED
+from llamarl.config.fields import Count, Natural, Text, settings_dataclass
+from llamarl.config.script import read_script
 from llamarl.models.build import Decoder, build_decoder, read_config
 from llamarl.models.hf import export, named_parameters_hf
 from llamarl.tasks.facts import NUM_TRAIN, Post, facts_posts, gold, sloppy_summary, vocabulary

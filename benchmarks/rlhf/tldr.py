@@ -31,10 +31,9 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from llamarl.config.conversion import ConfigError, Problem
-from llamarl.config.marks import settings_dataclass
-from llamarl.config.ranges import Count, Text
-from llamarl.config.script import REQUIRED, read_script
+from llamarl.config.conversion import REQUIRED, ConfigError, Problem
+from llamarl.config.fields import Count, Text, settings_dataclass
+from llamarl.config.script import read_script
 from llamarl.disk.files import replace_text
 from llamarl.models.hf import load_tokenizer
 from llamarl.tasks.files import read_jsonl

@@ -41,8 +41,7 @@ from llamarl.config.files import (
     TASK_PARTS,
     sections,
 )
-from llamarl.config.findings import ConfigError, Problem, keys_of, show
-from llamarl.config.hints import did_you_mean
+from llamarl.config.findings import ConfigError, Problem, did_you_mean, keys_of, show
 from llamarl.config.placement import idle_ranks
 from llamarl.config.rules import check
 from llamarl.config.schema import Config

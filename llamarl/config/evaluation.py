@@ -6,8 +6,7 @@ from __future__ import annotations
 
 from llamarl.config.command_line import JobKind
 from llamarl.config.conversion import Problem
-from llamarl.config.marks import settings_dataclass
-from llamarl.config.ranges import Count, Natural, Text
+from llamarl.config.fields import Count, Natural, Text, settings_dataclass
 from llamarl.config.rules import check as check_run
 from llamarl.config.schema import Config
 

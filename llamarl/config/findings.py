@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+
+from llamarl.words.names import nearest
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,3 +84,18 @@ def show(value: object) -> str:
     if value is None or isinstance(value, bool):
         return "null" if value is None else str(value).lower()
     return str(value)
+
+
+def did_you_mean(key: str, names: Collection[str]) -> str:
+    """Return "; did you mean NAME?" for the nearest name, by its last part or as a whole; "" if
+    none is near.
+    """
+    last = {name.rpartition(".")[2]: name for name in reversed(list(names))}
+    tail = key.rpartition(".")[2]
+    if tail in last:
+        return f"; did you mean {last[tail]}?"
+    near = nearest(key, names, cutoff=0.75)
+    if near is None:
+        alike = nearest(tail, last, cutoff=0.7)
+        near = None if alike is None else last[alike]
+    return "" if near is None else f"; did you mean {near}?"

@@ -21,14 +21,14 @@ llamarl/config/sections/reward.py.
 
 from __future__ import annotations
 
+from llamarl.config.fields import marked, settings_dataclass
 from llamarl.config.files import EVAL_SETS, TASK_PARTS
 from llamarl.config.kinds.kind import Given, KindSettings
-from llamarl.config.marks import marked, settings_dataclass
 from llamarl.config.sections.buffer import AnyBufferSettings, ReplayBufferSettings
 from llamarl.config.sections.checkpoint import CheckpointSettings
 from llamarl.config.sections.evaluation import EvalSettings
 from llamarl.config.sections.generator import AnyGeneratorSettings
-from llamarl.config.sections.loss import LossSettings
+from llamarl.config.sections.loss import AnyLossSettings
 from llamarl.config.sections.metrics import RunMetricsSettings
 from llamarl.config.sections.model import ModelSettings
 from llamarl.config.sections.overcommit import GovernorSettings
@@ -68,7 +68,7 @@ class Config(RunSettings):
     reference: AnyReferenceSettings
     buffer: AnyBufferSettings = marked("answers")
     trainer: TrainerSettings
-    loss: LossSettings
+    loss: AnyLossSettings
     placement: PlacementSettings
 
     @property

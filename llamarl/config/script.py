@@ -20,8 +20,6 @@ from yaml import YAMLError
 from llamarl.config.conversion import ConfigError, Problem, Schema, to_config
 from llamarl.config.files import sections
 
-REQUIRED = "???"
-
 
 def read_script(
     words: Sequence[str],

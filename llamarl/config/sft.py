@@ -5,14 +5,13 @@ of the main job, until it is right often enough. Imports no torch.
 from __future__ import annotations
 
 import functools
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 from omegaconf import OmegaConf
 
 from llamarl.config.command_line import JobKind, default_config, main
 from llamarl.config.conversion import Problem, known_keys, to_config, to_values
-from llamarl.config.marks import marked, settings_dataclass
-from llamarl.config.ranges import Count, Natural, Share
+from llamarl.config.fields import ByKind, Count, Natural, Share, marked, settings_dataclass
 from llamarl.config.rules import check as check_run
 from llamarl.config.schema import Config
 from llamarl.config.sections.task import (
@@ -45,7 +44,7 @@ class SFTEvalSettings(SupervisedEvalSettings):
 
 @settings_dataclass
 class SFTConfig(SupervisedConfig):
-    task: (
+    task: Annotated[
         RowsSettings
         | AdditionSettings
         | FactsSettings
@@ -53,8 +52,9 @@ class SFTConfig(SupervisedConfig):
         | FileTaskSettings
         | GSM8KSettings
         | ReasoningGymSettings
-        | PythonTaskSettings
-    ) = marked("data")
+        | PythonTaskSettings,
+        ByKind(),
+    ] = marked("data")
     eval: SFTEvalSettings
     target_accuracy: Share | None
     max_new_tokens: Count | None

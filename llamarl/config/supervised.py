@@ -9,19 +9,27 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from llamarl.config.command_line import JobKind, main
 from llamarl.config.conversion import to_values
+from llamarl.config.fields import (
+    BelowOne,
+    Count,
+    Flag,
+    Natural,
+    NonNegative,
+    Positive,
+    Seed,
+    Text,
+    marked,
+    settings_dataclass,
+)
 from llamarl.config.findings import Findings, Problem
-from llamarl.config.marks import marked, settings_dataclass
-from llamarl.config.ranges import Count, Natural, NonNegative, Positive, Range, Text
 from llamarl.config.sections.checkpoint import CheckpointSettings
 from llamarl.config.sections.metrics import MetricsSettings, find_metrics
-from llamarl.config.sections.run import Seed, find_ranks
+from llamarl.config.sections.run import find_ranks
 from llamarl.config.sections.trainer import ShardedTrainerSettings
-
-Fraction = Annotated[float, Range(0, 0.999999)]
 
 
 @settings_dataclass
@@ -39,14 +47,14 @@ class RowsSettings:
     eval_path: str | None
     num_eval: Natural
     max_tokens: Count
-    drop_long: bool
-    chat: bool
+    drop_long: Flag
+    chat: Flag
     system_prompt: str | None
 
 
 @settings_dataclass
 class SupervisedTrainerSettings(ShardedTrainerSettings):
-    warmup_fraction: Fraction
+    warmup_fraction: BelowOne
 
 
 @settings_dataclass
@@ -66,7 +74,7 @@ class SupervisedConfig:
     out: Text | None = marked("outward")
     resume: str = marked("outward")
     resume_with_other: list[Literal["data", "model"]] = marked("outward")
-    dry_run: bool = marked("outward")
+    dry_run: Flag = marked("outward")
     ranks: Count | None = marked("outward")
     seed: Seed = marked("identity")
     epochs: Positive | None = marked("identity")

@@ -44,13 +44,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
-from llamarl.config.conversion import is_marked, load_config, to_values, value_differences
-from llamarl.config.findings import show
-from llamarl.config.hints import did_you_mean
-from llamarl.config.marks import settings_dataclass
-from llamarl.config.ranges import Text
+from llamarl.config.conversion import REQUIRED, is_marked, load_config, to_values, value_differences
+from llamarl.config.fields import Number, Text, settings_dataclass
+from llamarl.config.findings import did_you_mean, show
 from llamarl.config.schema import Config
-from llamarl.config.script import REQUIRED, read_script
+from llamarl.config.script import read_script
 from llamarl.observe.plots import COLOURS, LOOK, marker_of, moving_mean, smoothing_width
 from llamarl.observe.report import Columns, read_columns
 from llamarl.observe.rows import EVALUATED, FILE_NAME
@@ -249,7 +247,7 @@ class Settings:
     runs: list[Text]  # directories, of a run or of a sweep's runs
     y: Text | None
     x: Text | None
-    target: float | None
+    target: Number | None
     out: Text
 
 

@@ -34,10 +34,9 @@ from __future__ import annotations
 
 from typing import Literal
 
+from llamarl.config.fields import Positive, settings_dataclass
 from llamarl.config.findings import Findings
 from llamarl.config.kinds.kind import Given, KindSettings, RunFacts
-from llamarl.config.marks import settings_dataclass
-from llamarl.config.ranges import Positive
 
 
 @settings_dataclass

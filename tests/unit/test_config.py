@@ -30,8 +30,8 @@ from llamarl.config.conversion import (
     to_values,
     value_differences,
 )
-from llamarl.config.loss_options import LOSS_OPTIONS, declares
 from llamarl.config.placement import TINY_MODEL, placement_of
+from llamarl.config.sections.loss import LOSS_OPTIONS, declares
 from llamarl.config.sections.placement import PlacementSettings
 from llamarl.config.sft import SFT
 from tests.launching import ROOT

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llamarl.config.loss_options import LOSS_OPTIONS, declarations, declares
+from llamarl.config.sections.loss import LOSS_OPTIONS, declarations, declares
 from llamarl.learning.losses import LOSSES, options_of
 from llamarl.learning.losses.common import has_mark
 from llamarl.learning.losses.regularisers import regularised

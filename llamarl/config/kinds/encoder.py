@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
+from llamarl.config.fields import Count, Text, settings_dataclass
 from llamarl.config.findings import Findings
 from llamarl.config.kinds.kind import Given, KindSettings, RunFacts
-from llamarl.config.marks import settings_dataclass
-from llamarl.config.ranges import Count, Text
 from llamarl.words.choices import ClassifierOutput, ClassifierReads
 
 

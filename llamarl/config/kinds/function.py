@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from typing import Literal
 
+from llamarl.config.fields import Count, Options, Positive, settings_dataclass
 from llamarl.config.findings import Findings
 from llamarl.config.kinds.kind import Given, KindSettings, RunFacts
-from llamarl.config.marks import settings_dataclass
-from llamarl.config.ranges import Count, Positive
 
 
 @settings_dataclass
 class FunctionKindSettings(KindSettings):
     kind: Literal["function"]
     fn: str | None
-    options: dict[str, object]  # further arguments of the function
+    options: Options  # further arguments of the function
     num_workers: Count
     timeout_s: Positive
     memory_mb: Count

@@ -4,10 +4,17 @@ from __future__ import annotations
 
 from typing import Literal
 
+from llamarl.config.fields import (
+    Count,
+    Natural,
+    NonNegative,
+    Number,
+    Positive,
+    Text,
+    settings_dataclass,
+)
 from llamarl.config.findings import Findings, Problem
 from llamarl.config.kinds.kind import Given, KindSettings, RunFacts
-from llamarl.config.marks import settings_dataclass
-from llamarl.config.ranges import Count, Natural, NonNegative, Positive, Text
 from llamarl.words.choices import JudgeAsk
 from llamarl.words.texts import url_problem
 
@@ -20,8 +27,8 @@ class JudgeKindSettings(KindSettings):
     api_key_env: str | None
     ask: JudgeAsk
     template: str | None
-    lowest: float
-    highest: float
+    lowest: Number
+    highest: Number
     max_parallel: Count
     timeout_s: Positive
     max_retries: Natural

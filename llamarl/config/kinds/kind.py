@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+from llamarl.config.fields import settings_dataclass
 from llamarl.config.findings import Findings
-from llamarl.config.marks import settings_dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
+from llamarl.config.fields import Count, Number, Text, settings_dataclass
 from llamarl.config.findings import Findings
 from llamarl.config.kinds.kind import Given, KindSettings, RunFacts
-from llamarl.config.marks import settings_dataclass
-from llamarl.config.ranges import Count, Text
 
 
 @settings_dataclass
@@ -17,8 +16,8 @@ class ModelKindSettings(KindSettings):
     label: str | None
     dtype: Literal["float32", "bfloat16"]
     microbatch_tokens: Count
-    scale: float
-    shift: float
+    scale: Number
+    shift: Number
 
     is_sharded: ClassVar[bool] = True
     acts_as_one: ClassVar[bool] = True

@@ -4,13 +4,20 @@ with a replay buffer's size and what is drawn from it.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
+from llamarl.config.fields import (
+    ByKind,
+    Count,
+    Natural,
+    Number,
+    Positive,
+    Share,
+    marked,
+    settings_dataclass,
+)
 from llamarl.config.findings import Findings
-from llamarl.config.loss_options import declarations, declares
-from llamarl.config.marks import marked, settings_dataclass
-from llamarl.config.ranges import Count, Natural, Positive, Share
-from llamarl.config.sections.loss import LossSettings
+from llamarl.config.sections.loss import LossSettings, declarations, declares
 from llamarl.config.sections.run import RunSettings
 from llamarl.config.sections.trainer import TrainerSettings
 from llamarl.words.choices import Priority
@@ -32,11 +39,11 @@ class ReplayBufferSettings:
     completions_per_prompt: Count | None
     max_size: Count
     grow_until: Count | None
-    good_reward: float | None
+    good_reward: Number | None
     initial_completions: Natural | None
 
 
-AnyBufferSettings = FifoBufferSettings | ReplayBufferSettings
+AnyBufferSettings = Annotated[FifoBufferSettings | ReplayBufferSettings, ByKind()]
 
 
 def find_buffer(

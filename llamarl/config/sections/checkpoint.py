@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from llamarl.config.marks import settings_dataclass
-from llamarl.config.ranges import Count, Natural
+from llamarl.config.fields import Count, Natural, settings_dataclass
 
 
 @settings_dataclass

@@ -6,10 +6,9 @@ from __future__ import annotations
 
 import re
 
+from llamarl.config.fields import Flag, Natural, Number, Text, marked, settings_dataclass
 from llamarl.config.files import EVAL_SETS
 from llamarl.config.findings import Findings, Problem
-from llamarl.config.marks import marked, settings_dataclass
-from llamarl.config.ranges import Natural, Text
 from llamarl.config.sections.task import AnyEvalSetSettings
 from llamarl.words.choices import OWN_COLUMNS, START
 
@@ -23,13 +22,13 @@ class EvalSettings:
     num_prompts: Natural = marked("data")
     num_samples: Natural
     sets: dict[str, AnyEvalSetSettings] = marked("data")  # by names of the user's own
-    target: float | None = marked("outward")
+    target: Number | None = marked("outward")
     gold: str | None
     gold_label: str | None
     reference_key: str | None
     base: str | None
     embedder: Text | None
-    save_samples: bool = marked("outward")
+    save_samples: Flag = marked("outward")
 
     @property
     def is_asked(self) -> bool:

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
+from llamarl.config.fields import (
+    ByKind,
+    Count,
+    Flag,
+    Natural,
+    Positive,
+    PositiveInterval,
+    PositiveShare,
+    Texts,
+    marked,
+    settings_dataclass,
+)
 from llamarl.config.findings import Findings
-from llamarl.config.loss_options import declares
-from llamarl.config.marks import marked, settings_dataclass
-from llamarl.config.ranges import Count, Natural, Positive, PositiveInterval, PositiveShare
-from llamarl.config.sections.loss import LossSettings
+from llamarl.config.sections.loss import LossSettings, declares
 from llamarl.config.sections.run import RunSettings
 from llamarl.words.choices import Quantized
 
@@ -25,8 +34,8 @@ class GeneratorSettings:
     top_k: Natural
     top_p: PositiveShare
     min_new_tokens: Natural
-    stop: list[str]
-    in_flight_updates: bool | None
+    stop: Texts
+    in_flight_updates: Flag | None
     max_seconds: Positive | None
 
     def samples_at(self, temperature: float) -> bool:
@@ -42,12 +51,12 @@ class GeneratorSettings:
 class NativeGeneratorSettings(GeneratorSettings):
     kind: Literal["native"]
     tensor_parallel: Count
-    recompute_kv: bool
-    resume_partials: bool | None
+    recompute_kv: Flag
+    resume_partials: Flag | None
     cache_tokens: Count | None
     prefill_chunk: Count
     quantize: Quantized
-    quantize_exclude: list[str]
+    quantize_exclude: Texts
     max_quantization_kl: Positive
 
 
@@ -64,7 +73,7 @@ class VLLMGeneratorSettings(GeneratorSettings):
     quantize_exclude: ClassVar[tuple[str, ...]] = ()
 
 
-AnyGeneratorSettings = NativeGeneratorSettings | VLLMGeneratorSettings
+AnyGeneratorSettings = Annotated[NativeGeneratorSettings | VLLMGeneratorSettings, ByKind()]
 
 
 def find_generator(

@@ -2,20 +2,63 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
 
 from omegaconf import OmegaConf
+from pydantic import BeforeValidator
 
+from llamarl.config.fields import (
+    ByKind,
+    Count,
+    Flag,
+    Flat,
+    Natural,
+    NonNegative,
+    Number,
+    Options,
+    Positive,
+    Share,
+    fits,
+    nested,
+    settings_dataclass,
+)
 from llamarl.config.files import CONF_DIR, SCHEDULES, sections
-from llamarl.config.findings import Findings, Problem
-from llamarl.config.hints import convert, did_you_mean, need
-from llamarl.config.loss_options import LOSS_OPTIONS, declarations
-from llamarl.config.marks import settings_dataclass
-from llamarl.config.ranges import Count, Natural, NonNegative
-from llamarl.words.choices import Estimator
+from llamarl.config.findings import Findings, Problem, did_you_mean
+from llamarl.config.refusals import need
+from llamarl.words.choices import Estimator, Normalize, RatioLevel
+
+# What each option may be; it means the same in every loss that has it.
+LOSS_OPTIONS: dict[str, object] = {
+    "ratio_cap": Positive | None,
+    "ratio_mask_low": NonNegative | None,
+    "ratio_mask_high": Positive | None,
+    "ratio_level": RatioLevel,
+    "normalize": Normalize,
+    "max_tokens": Count | None,
+    "clip_low": Share,
+    "clip_high": NonNegative,
+    "beta": Positive,
+    "log_reward_temperature": Positive,
+    "reference_temperature": Positive,
+    "tau": NonNegative,
+    "length_normalize": Flag,
+}
+
+_LOSSES = Path(__file__).resolve().parents[2] / "learning" / "losses"
+
+
+@dataclass(frozen=True, slots=True)
+class Declaration:
+    """The declaration of a loss, read from its source."""
+
+    options: tuple[str, ...]  # its keyword-only parameters
+    marks: frozenset[str]  # its decorators, such as "needs_reference"
 
 
 @settings_dataclass
@@ -33,7 +76,7 @@ class CutScheduleSettings:
     cut_step: Natural
 
 
-AnyScheduleSettings = LinearScheduleSettings | CutScheduleSettings
+AnyScheduleSettings = Annotated[LinearScheduleSettings | CutScheduleSettings, ByKind()]
 
 
 @settings_dataclass
@@ -44,7 +87,8 @@ class LossSettings:
     kl_estimator: Estimator
     entropy_coef: NonNegative
     schedules: dict[str, AnyScheduleSettings]  # by the options that change from step to step
-    options: dict[str, object]  # every further key of loss.*, for the function alone
+    # Every further key of loss.*, for the function alone.
+    options: Annotated[Options, Flat(known=LOSS_OPTIONS)]
 
     def options_for(self, taken: set[str]) -> dict[str, object]:
         """Return the options for a function that takes these. A user's function need not take the
@@ -55,6 +99,9 @@ class LossSettings:
             for key, value in self.options.items()
             if key in taken or key not in LOSS_OPTIONS
         }
+
+
+AnyLossSettings = Annotated[LossSettings, BeforeValidator(functools.partial(nested, LossSettings))]
 
 
 @functools.cache
@@ -90,7 +137,7 @@ def _find_options(loss: LossSettings, taken: Sequence[str], found: Findings) -> 
         key = f"loss.{name}"
         hint = LOSS_OPTIONS.get(name)
         if name in taken:
-            if not _fits(value, hint):
+            if not fits(value, hint):
                 found.add(need(value, hint), key)
                 all_fit = False
             continue
@@ -156,7 +203,7 @@ def _find_schedules(loss: LossSettings, found: Findings) -> None:
     for option, schedule in loss.schedules.items():
         key = f"{SCHEDULES}.{option}"
         first = loss.options.get(option)
-        hint = LOSS_OPTIONS.get(option, float)
+        hint = LOSS_OPTIONS.get(option, Number)
         if isinstance(first, bool) or not isinstance(first, int | float):
             found.add(
                 f"a schedule starts from the number in loss.{option}, and this loss has none; "
@@ -165,20 +212,39 @@ def _find_schedules(loss: LossSettings, found: Findings) -> None:
                 f"{key}.kind",
                 "loss.fn",
             )
-        elif not _fits(0.5, hint):  # a line goes through numbers that are not whole
+        elif not fits(0.5, hint):  # a line goes through numbers that are not whole
             found.add(
                 f"loss.{option} must stay a whole number, so it has no schedule; leave the "
                 "schedule out",
                 f"{key}.kind",
             )
-        elif not _fits(schedule.final, hint):
+        elif not fits(schedule.final, hint):
             found.add(f"loss.{option} cannot have this value: {need(None, hint)}", f"{key}.final")
 
 
-def _fits(value: object, hint: object) -> bool:
-    """Whether an option may have a value."""
+@functools.cache
+def declarations() -> dict[str, Declaration]:
+    """Return the package's losses by name. A loss is the function with the name of its file."""
+    found = {}
+    for file in sorted(_LOSSES.glob("*.py")):
+        for node in ast.parse(file.read_text()).body:
+            if isinstance(node, ast.FunctionDef) and node.name == file.stem:
+                options = tuple(argument.arg for argument in node.args.kwonlyargs)
+                marks = frozenset(ast.unparse(mark) for mark in node.decorator_list)
+                found[node.name] = Declaration(options, marks)
+    return found
+
+
+def declares(loss: str, mark: str) -> bool:
+    """Whether a loss, by its name or "module:function", has the mark. False for one that is not
+    there, which is found where the loss itself is checked.
+    """
+    if ":" not in loss:
+        return loss in declarations() and mark in declarations()[loss].marks
+    from llamarl.learning.losses import resolve_loss  # these import torch, so only here
+    from llamarl.learning.losses.common import has_mark
+
     try:
-        convert(value, hint)
+        return has_mark(resolve_loss(loss), mark)
     except ValueError:
         return False
-    return True

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
+from llamarl.config.fields import Flag, Natural, settings_dataclass
 from llamarl.config.findings import Findings
-from llamarl.config.marks import settings_dataclass
-from llamarl.config.ranges import Natural
 
 
 @settings_dataclass
 class MetricsSettings:
-    tensorboard: bool
-    wandb: bool
-    trace: bool
+    tensorboard: Flag
+    wandb: Flag
+    trace: Flag
 
 
 @settings_dataclass

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
+from llamarl.config.fields import marked, settings_dataclass
 from llamarl.config.findings import Findings
-from llamarl.config.marks import marked, settings_dataclass
 
 
 @settings_dataclass

@@ -4,9 +4,8 @@ its governor and on_deadline.
 
 from __future__ import annotations
 
+from llamarl.config.fields import Count, Natural, settings_dataclass
 from llamarl.config.findings import Findings
-from llamarl.config.marks import settings_dataclass
-from llamarl.config.ranges import Count, Natural
 from llamarl.config.sections.run import RunSettings
 
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 
+from llamarl.config.fields import RankList, Texts, settings_dataclass
 from llamarl.config.findings import Findings, show
-from llamarl.config.marks import settings_dataclass
 
 # Executors with a model on the device.
 COLOCATED = ("trainer", "generator", "victim", "reward", "reference")
@@ -16,12 +16,12 @@ COLOCATED = ("trainer", "generator", "victim", "reward", "reference")
 
 @settings_dataclass
 class PlacementSettings:
-    trainer: list[int] | None
-    generator: list[int] | None
-    reward: list[int] | None
-    reference: list[int] | None
-    victim: list[int] | None
-    colocate: list[str] | None
+    trainer: RankList | None
+    generator: RankList | None
+    reward: RankList | None
+    reference: RankList | None
+    victim: RankList | None
+    colocate: Texts | None
     sheet: str | None
 
 

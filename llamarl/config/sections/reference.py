@@ -4,13 +4,11 @@ with it.
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
+from llamarl.config.fields import ByKind, Count, Flag, settings_dataclass
 from llamarl.config.findings import Findings
-from llamarl.config.loss_options import declares
-from llamarl.config.marks import settings_dataclass
-from llamarl.config.ranges import Count
-from llamarl.config.sections.loss import LossSettings
+from llamarl.config.sections.loss import LossSettings, declares
 from llamarl.config.sections.run import RunSettings
 from llamarl.config.sections.trainer import TrainerSettings
 
@@ -35,7 +33,7 @@ class FrozenReferenceSettings:
     kind: Literal["frozen"]
     replicate: Count
     tensor_parallel: Count
-    stream: bool
+    stream: Flag
     piece_tokens: Count | None
     cache_tokens: Count | None
 
@@ -49,12 +47,14 @@ class ResettingReferenceSettings:
     reset_every: Count
     replicate: Count
     tensor_parallel: Count
-    stream: bool
+    stream: Flag
 
     placed: ClassVar[bool] = True
 
 
-AnyReferenceSettings = ReferenceSettings | FrozenReferenceSettings | ResettingReferenceSettings
+AnyReferenceSettings = Annotated[
+    ReferenceSettings | FrozenReferenceSettings | ResettingReferenceSettings, ByKind()
+]
 
 
 def find_reference(

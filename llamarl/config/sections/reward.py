@@ -11,14 +11,21 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal
 
-from llamarl.config.findings import Findings
-from llamarl.config.hints import did_you_mean
+from llamarl.config.fields import (
+    ByKind,
+    Count,
+    Flag,
+    Flat,
+    Number,
+    Share,
+    Texts,
+    settings_dataclass,
+)
+from llamarl.config.findings import Findings, did_you_mean
 from llamarl.config.kinds import KINDS
 from llamarl.config.kinds.function import FunctionKindSettings
 from llamarl.config.kinds.kind import Given, KindSettings, RunFacts
 from llamarl.config.kinds.model import ModelKindSettings
-from llamarl.config.marks import Flat, settings_dataclass
-from llamarl.config.ranges import Count, Share
 
 # The time limit for one completion and the memory of the worker, if eval.gold is a function.
 GOLD_TIMEOUT_S = 30.0
@@ -31,8 +38,8 @@ _UNSHARDED = tuple(kind for kind in KINDS if not kind.is_sharded)
 class PartSettings:
     """A part of a weighted sum."""
 
-    scorer: Annotated[KindSettings, Flat(KINDS)]
-    weight: float
+    scorer: Annotated[KindSettings, ByKind(KINDS), Flat()]
+    weight: Number
 
 
 @settings_dataclass
@@ -40,15 +47,15 @@ class PartsSettings:
     """A weighted sum of scorers."""
 
     kind: Literal["parts"]
-    parts: dict[str, PartSettings]  # by names of the user's own
-    outcomes: list[str]  # the parts that say whether a completion succeeded; []: all but novelty
+    parts: dict[str, Annotated[PartSettings, ByKind()]]  # by names of the user's own
+    outcomes: Texts  # the parts that say whether a completion succeeded; []: all but novelty
 
 
 @settings_dataclass
 class RewardSettings:
     """A reward whose models each lie on one rank."""
 
-    scorer: Annotated[KindSettings, Flat(_UNSHARDED)]
+    scorer: Annotated[KindSettings, ByKind(_UNSHARDED), Flat()]
     max_error_rate: Share
 
     replicate: ClassVar[int] = 1
@@ -70,11 +77,11 @@ class ShardedRewardSettings:
     sampled.
     """
 
-    scorer: Annotated[KindSettings | PartsSettings, Flat((*_SHARDED, PartsSettings))]
+    scorer: Annotated[KindSettings | PartsSettings, ByKind((*_SHARDED, PartsSettings)), Flat()]
     replicate: Count
     tensor_parallel: Count
     max_error_rate: Share
-    stream: bool
+    stream: Flag
     piece_tokens: Count | Literal["auto"] | None
     cache_tokens: Count | None
 
@@ -89,7 +96,7 @@ class ShardedRewardSettings:
         return self.scorer.outcomes if isinstance(self.scorer, PartsSettings) else []
 
 
-AnyRewardSettings = RewardSettings | ShardedRewardSettings
+AnyRewardSettings = Annotated[RewardSettings | ShardedRewardSettings, ByKind()]
 
 
 def parts_of(reward: AnyRewardSettings) -> tuple[Given, ...]:

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated, Literal, Protocol
+from typing import Literal, Protocol
 
+from llamarl.config.fields import (
+    AtLeastOne,
+    Count,
+    Flag,
+    Natural,
+    Positive,
+    Seed,
+    marked,
+    settings_dataclass,
+)
 from llamarl.config.findings import Findings
-from llamarl.config.marks import marked, settings_dataclass
-from llamarl.config.ranges import Count, Natural, Positive, Range
 from llamarl.words.choices import Governor
-
-Seed = Annotated[int, Range(0, 2**63 - 1)]  # what torch and the counters of sampling hold
 
 
 @settings_dataclass
@@ -21,12 +27,12 @@ class RunSettings:
     resume: str = marked("outward")
     resume_with_other: list[Literal["data", "reward", "model"]] = marked("outward")
     seed: Seed = marked("identity", "data", "answers", "outward")
-    dry_run: bool = marked("outward")
+    dry_run: Flag = marked("outward")
     ranks: Count | None = marked("outward")
     max_lag: Natural | None = marked("identity", "answers")
     overcommit: Natural | Governor
     on_deadline: Literal["wait", "truncate"]
-    straggler_factor: Annotated[float, Range(1)] = marked("outward")
+    straggler_factor: AtLeastOne = marked("outward")
     groups_per_step: Count = marked("identity")
     group_size: Count = marked("identity", "answers")
     max_new_tokens: Count = marked("identity", "answers")
@@ -36,7 +42,7 @@ class RunSettings:
     timeout_s: Positive = marked("outward")
     heartbeat_timeout_s: Positive = marked("outward")
     stop_s: Positive
-    offload: bool
+    offload: Flag
 
     @property
     def synchronous(self) -> bool:

@@ -4,11 +4,20 @@ held-out prompts.
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
+from llamarl.config.fields import (
+    ByKind,
+    Count,
+    Flag,
+    Natural,
+    Options,
+    Positive,
+    Text,
+    Texts,
+    settings_dataclass,
+)
 from llamarl.config.findings import Findings
-from llamarl.config.marks import settings_dataclass
-from llamarl.config.ranges import Count, Natural, Positive, Text
 
 
 @settings_dataclass
@@ -16,7 +25,7 @@ class TaskSettings:
     """The settings of every kind of task."""
 
     kind: str
-    chat: bool
+    chat: Flag
     system_prompt: str | None
     max_prompt_tokens: Count
 
@@ -43,7 +52,7 @@ class QuestionsSettings(TaskSettings):
 class OnePromptSettings(TaskSettings):
     kind: Literal["one_prompt"]
     text: str
-    words: list[str]
+    words: Texts
 
 
 @settings_dataclass
@@ -76,14 +85,14 @@ class GSM8KSettings(GSM8KFileSettings):
 class ReasoningGymSettings(TaskSettings):
     kind: Literal["reasoning_gym"]
     name: Text
-    options: dict[str, object]  # the dataset's own parameters
+    options: Options  # the dataset's own parameters
 
 
 @settings_dataclass
 class PythonTaskSettings(TaskSettings):
     kind: Literal["python"]
     fn: Text
-    options: dict[str, object]  # further arguments of the function
+    options: Options  # further arguments of the function
 
 
 @settings_dataclass
@@ -161,17 +170,20 @@ class EnvironmentPartSettings(EnvironmentSettings):
     weight: Positive
 
 
-AnyTaskPartSettings = (
-    AdditionPartSettings
-    | FactsPartSettings
-    | QuestionsPartSettings
-    | OnePromptPartSettings
-    | RowsPartSettings
-    | GSM8KPartSettings
-    | ReasoningGymPartSettings
-    | PythonPartSettings
-    | EnvironmentPartSettings
-)
+AnyTaskPartSettings = Annotated[
+    (
+        AdditionPartSettings
+        | FactsPartSettings
+        | QuestionsPartSettings
+        | OnePromptPartSettings
+        | RowsPartSettings
+        | GSM8KPartSettings
+        | ReasoningGymPartSettings
+        | PythonPartSettings
+        | EnvironmentPartSettings
+    ),
+    ByKind(),
+]
 
 
 @settings_dataclass
@@ -188,18 +200,21 @@ class MixtureSettings:
         return max(part.max_prompt_tokens for part in self.parts.values()) if self.parts else 1
 
 
-AnyTaskSettings = (
-    AdditionSettings
-    | FactsSettings
-    | QuestionsSettings
-    | OnePromptSettings
-    | RowsSettings
-    | GSM8KSettings
-    | ReasoningGymSettings
-    | PythonTaskSettings
-    | EnvironmentSettings
-    | MixtureSettings
-)
+AnyTaskSettings = Annotated[
+    (
+        AdditionSettings
+        | FactsSettings
+        | QuestionsSettings
+        | OnePromptSettings
+        | RowsSettings
+        | GSM8KSettings
+        | ReasoningGymSettings
+        | PythonTaskSettings
+        | EnvironmentSettings
+        | MixtureSettings
+    ),
+    ByKind(),
+]
 
 
 def find_environment(
@@ -288,15 +303,18 @@ class EnvironmentSetSettings(PlayedSettings):
     pass
 
 
-AnyEvalSetSettings = (
-    AdditionSetSettings
-    | FactsSetSettings
-    | QuestionsSetSettings
-    | OnePromptSetSettings
-    | RowsSetSettings
-    | GSM8KSetSettings
-    | ReasoningGymSetSettings
-    | PythonSetSettings
-    | EnvironmentSetSettings
-)
+AnyEvalSetSettings = Annotated[
+    (
+        AdditionSetSettings
+        | FactsSetSettings
+        | QuestionsSetSettings
+        | OnePromptSetSettings
+        | RowsSetSettings
+        | GSM8KSetSettings
+        | ReasoningGymSetSettings
+        | PythonSetSettings
+        | EnvironmentSetSettings
+    ),
+    ByKind(),
+]
 AnyPromptSettings = AnyTaskSettings | AnyTaskPartSettings | AnyEvalSetSettings

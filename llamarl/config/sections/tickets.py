@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
+from llamarl.config.fields import Count, Flag, Positive, settings_dataclass
 from llamarl.config.findings import Findings
-from llamarl.config.marks import settings_dataclass
-from llamarl.config.ranges import Count, Positive
 from llamarl.config.sections.loss import LossSettings
 from llamarl.config.sections.run import RunSettings
 from llamarl.config.sections.trainer import TrainerSettings
@@ -17,7 +16,7 @@ _OF_DISTRIBUTIONS = ("tb", "tba")
 
 @settings_dataclass
 class TicketsSettings:
-    informative: bool
+    informative: Flag
     max_refill: Count
     sampler: Literal["uniform", "difficulty"]
     half_life: Positive

@@ -4,13 +4,21 @@ them.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Literal
 
+from llamarl.config.fields import (
+    BelowOne,
+    Count,
+    Flag,
+    Natural,
+    NonNegative,
+    Number,
+    Positive,
+    Share,
+    settings_dataclass,
+)
 from llamarl.config.findings import Findings
-from llamarl.config.loss_options import declarations, declares
-from llamarl.config.marks import settings_dataclass
-from llamarl.config.ranges import Beta, Count, Natural, NonNegative, Positive, Range, Share
-from llamarl.config.sections.loss import LossSettings, published_losses
+from llamarl.config.sections.loss import LossSettings, declarations, declares, published_losses
 from llamarl.config.sections.run import RunSettings
 from llamarl.words.choices import Advantages, Schedule, Whiten
 
@@ -40,13 +48,13 @@ class ShardedTrainerSettings:
     max_grad_norm: Positive | None
     optimizer: Literal["adamw", "adamw8bit"]
     weight_decay: NonNegative
-    beta1: Beta
-    beta2: Beta
+    beta1: BelowOne
+    beta2: BelowOne
     eps: Positive
     schedule: Schedule
     compute_dtype: Literal["float32", "bfloat16"]
-    activation_checkpointing: bool
-    cpu_offload: bool
+    activation_checkpointing: Flag
+    cpu_offload: Flag
 
 
 @settings_dataclass
@@ -56,13 +64,13 @@ class TrainerSettings(ShardedTrainerSettings):
     decay_steps: Count | None
     advantages: Advantages
     lora: LoraSettings
-    ema_decay: Annotated[float, Range(0, 0.9999999)] | None
+    ema_decay: BelowOne | None
     parity_tolerance: Positive | None
-    skip_zero_advantage: bool
-    filter_groups: bool
+    skip_zero_advantage: Flag
+    filter_groups: Flag
     minibatches_per_step: Count
     updates_per_batch: Count
-    missing_eos_penalty: float | None
+    missing_eos_penalty: Number | None
     reward_kl_coef: NonNegative
     whiten: Whiten
     gamma: Share

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
+from llamarl.config.fields import (
+    ByKind,
+    Count,
+    Flag,
+    NonNegative,
+    Number,
+    PositiveShare,
+    Text,
+    settings_dataclass,
+)
 from llamarl.config.findings import Findings
-from llamarl.config.marks import settings_dataclass
-from llamarl.config.ranges import Count, NonNegative, PositiveShare, Text
 
 ATTACK = "{attack}"  # what stands for it in a template
 
@@ -24,7 +32,7 @@ class ModelVictimSettings:
     path: str | None  # None: the tiny model that comes with the package
     dtype: Literal["float32", "bfloat16"]
     template: Text
-    chat: bool
+    chat: Flag
     system_prompt: str | None
     replies: Count
     max_prompt_tokens: Count
@@ -33,7 +41,7 @@ class ModelVictimSettings:
     top_p: PositiveShare
     max_slots: Count
     chunk_tokens: Count
-    threshold: float
+    threshold: Number
 
     placed: ClassVar[bool] = True
 
@@ -43,7 +51,7 @@ class ModelVictimSettings:
         return self.max_prompt_tokens + self.max_new_tokens
 
 
-AnyVictimSettings = NoVictimSettings | ModelVictimSettings
+AnyVictimSettings = Annotated[NoVictimSettings | ModelVictimSettings, ByKind()]
 
 
 def placed_victim(victim: AnyVictimSettings) -> ModelVictimSettings:

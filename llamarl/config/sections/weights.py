@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from llamarl.config.fields import settings_dataclass
 from llamarl.config.findings import Findings
-from llamarl.config.marks import settings_dataclass
 from llamarl.words.choices import Transport
 
 

@@ -44,7 +44,7 @@ MAX_SQUARED = 1e8
 # --- What a loss declares of itself, as decorators ---
 #
 # The config's check reads the marks of the package's losses from their source, without torch, and
-# those of a user's own once it has imported it (llamarl/config/loss_options.py).
+# those of a user's own once it has imported it (llamarl/config/sections/loss.py).
 
 
 def _marked(fn: Marked, mark: str) -> Marked:
