@@ -102,9 +102,8 @@ class Endpoint:
         self._key = read_key(settings)
         self.counts: Counter[str] = Counter()  # requests, retries
         self._places = asyncio.Semaphore(settings.max_parallel)
-        self._random = (
-            random.Random()
-        )  # of its own: torch and rewards may have seeded the shared one
+        # Not the shared generator: its draws may be part of a reproducible run.
+        self._random = random.Random()
         # Otherwise each request would be a line of the log.
         logging.getLogger("httpx").setLevel(logging.WARNING)
         headers = {"Accept-Encoding": "identity"}

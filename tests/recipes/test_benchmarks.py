@@ -96,31 +96,6 @@ def test_time_to_reward(tmp_path, ours):
     assert (found["summary"]["llamarl"]["reached"], found["like_for_like"]) == (1, ours == "same")
 
 
-def test_overcommit(tmp_path):
-    run(
-        "overcommit",
-        "--steps",
-        14,
-        "--learn",
-        0,
-        "--train-s",
-        0.02,
-        "--only",
-        "0,auto,8",
-        "--json",
-        tmp_path / "found.json",
-    )
-    measured = json.loads((tmp_path / "found.json").read_text())["rows"]
-    found = [(row["overcommit"], row["truncate"]) for row in measured]
-    assert found == [("0", False), ("8", False), ("auto", False), ("8", True)]
-
-
-def test_quantized(tmp_path):
-    small = ("groups_per_step=4", "group_size=4", "eval.num_prompts=20")
-    run("quantized", "--steps", 2, "--seeds", 1, "--json", tmp_path / "found.json", *small)
-    assert json.loads((tmp_path / "found.json").read_text())
-
-
 def test_streaming(tmp_path):
     """Without TRL: ours alone. What it keeps of its runs is not made again."""
     sizes = ("--groups", 2, "--group", 2, "--answer-tokens", 12, "--slots", 4, "--steps", 2)

@@ -421,7 +421,8 @@ def test_a_url_that_cannot_be_used_is_refused_and_not_repeated(url, problem):
 def test_the_key_is_sent_and_stands_nowhere_else(monkeypatch, caplog):
     caplog.set_level(logging.DEBUG)
     monkeypatch.setenv("MY_KEY", KEY)
-    replies = ["Score: 10", Reply(status=400, body=f"bad key {KEY}".encode())]
+    busy = Reply(status=503, body=f"busy, {KEY}".encode())  # which is tried again
+    replies = [busy, "Score: 10", Reply(status=400, body=f"bad key {KEY}".encode())]
     with JudgeServer(lambda q: replies.pop(0)) as server:
         with started(server, api_key_env="MY_KEY", max_parallel=1) as judge:
             outcomes = judged(judge, [("p", "c", {}), ("p", "d", {})])
