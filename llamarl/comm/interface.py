@@ -18,7 +18,6 @@ What is wrong on one rank ends the start on all, with the same message.
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import errno
 import ipaddress
@@ -28,6 +27,7 @@ import socket
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import torch.distributed as dist
 
 from llamarl.errors import BadNetwork
@@ -54,52 +54,16 @@ class Place:
         return bool(self.address) and ipaddress.ip_address(self.address).is_loopback
 
 
-class _SocketAddress(ctypes.Structure):
-    _fields_ = [("family", ctypes.c_ushort), ("data", ctypes.c_ubyte * 22)]
-
-
-class _InterfaceAddress(ctypes.Structure):
-    """The beginning of the system's `struct ifaddrs`."""
-
-
-_InterfaceAddress._fields_ = [
-    ("next", ctypes.POINTER(_InterfaceAddress)),
-    ("name", ctypes.c_char_p),
-    ("flags", ctypes.c_uint),
-    ("address", ctypes.POINTER(_SocketAddress)),
-]
-
-
 def interfaces() -> dict[str, list[str]]:
-    """Return this host's interfaces and the addresses of each, in the system's order.
-
-    OSError if the system does not say.
-    """
+    """Return the names of this host's interfaces, with the IP addresses of each."""
     found: dict[str, list[str]] = {name: [] for _, name in socket.if_nameindex()}
-    system = ctypes.CDLL(None, use_errno=True)
-    first = ctypes.POINTER(_InterfaceAddress)()
-    if system.getifaddrs(ctypes.byref(first)) != 0:
-        raise OSError(ctypes.get_errno(), "the network interfaces cannot be listed")
-    entry = first
-    while entry:
-        address = entry.contents.address
-        if address:
-            text = _shown(address.contents)
-            if text:
-                found.setdefault(entry.contents.name.decode(), []).append(text)
-        entry = entry.contents.next
-    system.freeifaddrs(first)
+    for name, addresses in psutil.net_if_addrs().items():
+        for one in addresses:
+            if one.family in (socket.AF_INET, socket.AF_INET6):
+                # A link-local address of IPv6 ends with its interface, as in fe80::1%eth0.
+                address = one.address.partition("%")[0]
+                found.setdefault(name, []).append(address)
     return found
-
-
-def _shown(address: _SocketAddress) -> str:
-    """Return an IP address as a text; "" for one of another kind."""
-    data = bytes(address.data)
-    if address.family == socket.AF_INET:  # after two bytes of a port
-        return socket.inet_ntop(socket.AF_INET, data[2:6])
-    if address.family == socket.AF_INET6:  # after a port and a flow label
-        return socket.inet_ntop(socket.AF_INET6, data[6:22])
-    return ""
 
 
 def address_towards(host: str) -> str:
