@@ -32,10 +32,11 @@ from llamarl.inference.protocol import BuildEngine, GenerationEngine
 from llamarl.inference.stop_strings import unescaped
 from llamarl.launch.embedders import embedder_settings
 from llamarl.launch.gold import gold_ids, gold_texts
-from llamarl.launch.job import Job, stop_tokens
+from llamarl.launch.inputs import Inputs
+from llamarl.launch.job import Job
 from llamarl.launch.kinds import gold_kind, reward_parts
+from llamarl.launch.model_directory import stop_tokens
 from llamarl.launch.preferences import PreferencesJob
-from llamarl.launch.scorers import stream_cache_tokens
 from llamarl.models.build import Decoder
 from llamarl.scoring.ahead import StreamSettings
 from llamarl.scoring.pairing import PairMaker
@@ -47,7 +48,7 @@ from llamarl.tasks.held_out import EvalSet
 from llamarl.types import Prompt
 
 
-def sampling_of(config: Config, job: Job) -> SamplingParams:
+def sampling_of(config: Config, inputs: Inputs) -> SamplingParams:
     """Return how a group is sampled, without generator.temperature."""
     g = config.generator
     return SamplingParams(
@@ -56,7 +57,7 @@ def sampling_of(config: Config, job: Job) -> SamplingParams:
         top_k=g.top_k,
         top_p=g.top_p,
         min_new_tokens=g.min_new_tokens,
-        stop_token_ids=job.stop_token_ids,
+        stop_token_ids=inputs.stop_token_ids,
         stop_strings=tuple(unescaped(string) for string in g.stop),
         n=config.group_size,
         seed=config.seed,
@@ -71,18 +72,18 @@ def temperatures_of(config: Config) -> TemperatureRange | None:
     return TemperatureRange(low=drawn[0], high=drawn[1], seed=config.seed)
 
 
-def engine_builder(config: Config, job: Job, adapt: Callable[[Decoder], None]) -> BuildEngine:
+def engine_builder(config: Config, inputs: Inputs, adapt: Callable[[Decoder], None]) -> BuildEngine:
     """Return a function that builds the generator's engine, by generator.kind.
 
     adapt: changes the decoder's forward; see Generator.adapt_decoder.
     """
     g = config.generator
     sizes: dict[str, Any] = dict(
-        model_path=str(job.model_path),
+        model_path=str(inputs.model_path),
         model_dtype=config.model.dtype,
         max_slots=g.max_slots,
         max_len=config.longest_asked,
-        decode=job.decode,
+        decode=inputs.decode,
     )
     if g.kind == "vllm":
         if adapt is not Generator.adapt_decoder:
@@ -91,15 +92,15 @@ def engine_builder(config: Config, job: Job, adapt: Callable[[Decoder], None]) -
                 "take generator=native"
             )
         sizes["gpu_memory_utilization"] = g.gpu_memory_utilization
-        return partial(build_vllm, **sizes, lora=job.lora)
+        return partial(build_vllm, **sizes, lora=inputs.lora)
     if config.environments:
         sizes["kept_tokens"] = config.kept_tokens
-        return partial(dialogue_engine, job, native_builder(config, job, sizes, adapt))
-    return native_builder(config, job, sizes, adapt)
+        return partial(dialogue_engine, inputs, native_builder(config, inputs, sizes, adapt))
+    return native_builder(config, inputs, sizes, adapt)
 
 
 def native_builder(
-    config: Config, job: Job, sizes: dict[str, Any], adapt: Callable[[Decoder], None]
+    config: Config, inputs: Inputs, sizes: dict[str, Any], adapt: Callable[[Decoder], None]
 ) -> BuildEngine:
     """Return a function that builds the native engine. sizes: those that other kinds have too."""
     g = config.generator
@@ -111,7 +112,7 @@ def native_builder(
         prefill_chunk=g.prefill_chunk,
         quantize=g.quantize,
         quantize_exclude=tuple(g.quantize_exclude),
-        lora=job.lora,
+        lora=inputs.lora,
         reproducible=config.reproducible,
         adapt=adapt,
     )
@@ -144,11 +145,11 @@ def build_generator(config: Config, job: Job, kind: type[Generator] = Generator)
     if g.kind == "native" and g.quantize != "none":
         max_quantization_kl = g.max_quantization_kl
     return kind(
-        build_engine=engine_builder(config, job, kind.adapt_decoder),
-        prompts=job.prompts,
-        eval_prompts=job.eval_prompts,
+        build_engine=engine_builder(config, job.inputs, kind.adapt_decoder),
+        prompts=job.inputs.prompts,
+        eval_prompts=job.inputs.eval_prompts,
         eval_samples=config.eval.num_samples,
-        sampling=sampling_of(config, job),
+        sampling=sampling_of(config, job.inputs),
         temperatures=temperatures_of(config),
         chunk_tokens=g.chunk_tokens,
         max_seconds=g.max_seconds,
@@ -171,7 +172,7 @@ def build_reward(config: Config, job: Job, kind: type[Reward] = Reward) -> Rewar
     them. kind: the reward's class.
     """
     r = config.reward
-    parts = reward_parts(job, stream_settings(config, job, "reward") if r.stream else None)
+    parts = reward_parts(job.inputs, stream_settings(config, job, "reward") if r.stream else None)
     acts_as_one = any(part.settings.acts_as_one for part in config.reward_parts)
     make_scorer: MakeScorer = partial(Weighted, parts, outcomes=r.outcomes)
     if len(parts) == 1 and not acts_as_one and config.reward_parts[0].weight is None:
@@ -183,16 +184,16 @@ def build_reward(config: Config, job: Job, kind: type[Reward] = Reward) -> Rewar
         replicate=r.replicate,
         tensor_parallel=r.tensor_parallel,
         reproducible=config.reproducible,
-        prompts=job.prompts,
-        eval_prompts=job.held_out.prompt,
-        decode=job.decode,
-        decode_raw=job.decode_raw,
+        prompts=job.inputs.prompts,
+        eval_prompts=job.inputs.held_out.prompt,
+        decode=job.inputs.decode,
+        decode_raw=job.inputs.decode_raw,
         group_size=config.group_size,
-        eval_sets=job.eval_sets,
+        eval_sets=job.inputs.eval_sets,
         num_eval_samples=config.eval.num_samples,
         max_error_rate=r.max_error_rate,
         judges=_judges_of(config, job),
-        replies=_replies_of(config, job),
+        replies=_replies_of(config, job.inputs),
     )
 
 
@@ -209,26 +210,26 @@ def stream_settings(
         piece_tokens=piece_tokens,
         candidates=tuple(fractions) if searches else (),
         a_step=config.groups_per_step * config.group_size,
-        cache_tokens=stream_cache_tokens(config, job.placement, name),
+        cache_tokens=job.placement.stream_cache_tokens(name),
         longest=config.longest,
     )
 
 
-def _replies_of(config: Config, job: Job) -> ReplySettings | None:
+def _replies_of(config: Config, inputs: Inputs) -> ReplySettings | None:
     """Return how a victim's replies are read; None where completions are scored as they are."""
     if not config.victim.placed:
         return None
     return ReplySettings(
-        decode=job.decode_answer,
+        decode=inputs.decode_answer,
         threshold=placed_victim(config.victim).threshold,
-        decode_raw=job.decode_answer_raw,
+        decode_raw=inputs.decode_answer_raw,
     )
 
 
 def build_victim(config: Config, job: Job) -> Victim:
     """Build the victim, which replies to the completions."""
     v = placed_victim(config.victim)
-    path = job.victim_path
+    path = job.inputs.victim_path
     assert path is not None, "a victim's config has the directory of its model"
     build_engine = partial(
         _victim_engine,
@@ -242,19 +243,19 @@ def build_victim(config: Config, job: Job) -> Victim:
         max_new_tokens=v.max_new_tokens,
         temperature=v.temperature,
         top_p=v.top_p,
-        stop_token_ids=stop_tokens(path, job.victim_tokenizer, chat=v.chat),
+        stop_token_ids=stop_tokens(path, job.inputs.victim_tokenizer, chat=v.chat),
         n=v.replies,
         seed=config.seed,
     )
     return Victim(
         build_engine=build_engine,
-        decode=job.decode,
-        read=job.victim_prompt_ids,
+        decode=job.inputs.decode,
+        read=job.inputs.victim_prompt_ids,
         sampling=sampling,
         max_prompt_tokens=v.max_prompt_tokens,
         chunk_tokens=v.chunk_tokens,
         group_size=config.group_size,
-        num_eval_attacks=len(job.eval_prompts) * (1 + config.eval.num_samples),
+        num_eval_attacks=len(job.inputs.eval_prompts) * (1 + config.eval.num_samples),
         reproducible=config.reproducible,
     )
 
@@ -268,42 +269,42 @@ def _judges_of(config: Config, job: Job) -> list[MakeEvalJudge]:
     judges: list[MakeEvalJudge] = []
     if config.eval.save_samples:
         judges.append(partial(_samples_judge, config, job))
-    gold = build_gold(config, job)
+    gold = build_gold(config, job.inputs)
     if gold is not None:
         judges.append(partial(Gold, gold))
-    base = base_settings(config, job.eval_sets)
+    base = base_settings(config, job.inputs.eval_sets)
     if base is not None:
         judges.append(partial(Perplexity, base))
     if config.eval.embedder is not None:
-        embedder = embedder_settings(job, config.eval.embedder)
-        judges.append(partial(Diversity, embedder, job.eval_sets))
+        embedder = embedder_settings(job.inputs, config.eval.embedder)
+        judges.append(partial(Diversity, embedder, job.inputs.eval_sets))
     return judges
 
 
 def _samples_judge(config: Config, job: Job, site: Site) -> Samples:
     success_above = placed_victim(config.victim).threshold if config.victim.placed else None
-    return Samples(job.directory.path / "samples", job.eval_sets, success_above)
+    return Samples(job.files.directory.path / "samples", job.inputs.eval_sets, success_above)
 
 
-def build_gold(config: Config, job: Job) -> GoldSettings | None:
+def build_gold(config: Config, inputs: Inputs) -> GoldSettings | None:
     """Return the gold scorer's settings; None without one."""
     if config.gold is None:
         return None
-    texts = gold_texts(job.eval_sets, job.eval_prompts, config.eval.reference_key)
-    items = gold_items(job, job.eval_prompts.values(), texts)
-    return gold_settings(config, job, items, job.eval_sets)
+    texts = gold_texts(inputs.eval_sets, inputs.eval_prompts, config.eval.reference_key)
+    items = gold_items(inputs, inputs.eval_prompts.values(), texts)
+    return gold_settings(config, inputs, items, inputs.eval_sets)
 
 
 def gold_settings(
-    config: Config, job: Job, references: list[Item] | None, sets: Sequence[EvalSet]
+    config: Config, inputs: Inputs, references: list[Item] | None, sets: Sequence[EvalSet]
 ) -> GoldSettings:
     """Return the gold scorer's settings. references: completions to compare with; sets: the sets
     whose prompts these complete.
     """
-    gold = gold_kind(job)
+    gold = gold_kind(inputs)
     assert gold is not None, "called only if eval.gold is set"
     return GoldSettings(
-        scorer=Part(gold.given.name, gold.make(None)),
+        scorer=Part(gold.given.name, gold.make),
         references=None if references is None else tuple(references),
         sets=tuple(sets),
     )
@@ -322,7 +323,7 @@ def base_settings(config: Config, sets: Sequence[EvalSet]) -> PerplexitySettings
 
 
 def gold_items(
-    job: Job, prompts: Iterable[Prompt], texts: Sequence[str] | None
+    inputs: Inputs, prompts: Iterable[Prompt], texts: Sequence[str] | None
 ) -> list[Item] | None:
     """Return texts as completions that ended by themselves, one a prompt; None without texts."""
     if texts is None:
@@ -331,45 +332,46 @@ def gold_items(
     for prompt, text in zip(prompts, texts):
         item = Item(
             prompt=prompt,
-            token_ids=gold_ids(job, prompt, text),
+            token_ids=gold_ids(inputs, prompt, text),
             text=text,
             has_ended=True,
             is_held_out=True,
-            decode_raw=job.decode_raw,
+            decode_raw=inputs.decode_raw,
         )
         items.append(item)
     return items
 
 
-def build_scorer(config: Config, job: Job) -> Scorer:
+def build_scorer(inputs: Inputs, device: torch.device) -> Scorer:
     """Build the scorer in this process alone, loaded and not started: for a script."""
-    parts = reward_parts(job, None)
-    scorer = Weighted(parts, site_alone(job.world.device), outcomes=config.reward.outcomes)
+    parts = reward_parts(inputs, None)
+    scorer = Weighted(parts, site_alone(device), outcomes=inputs.config.reward.outcomes)
     scorer.load()
     return scorer
 
 
-def answering_engine(config: Config, job: Job) -> GenerationEngine:
+def answering_engine(inputs: Inputs, device: torch.device) -> GenerationEngine:
     """Build what answers held-out prompts in a script that is no job: the native engine, or with an
     environment the engine of its dialogues.
     """
-    engine = engine_alone(config, job)
-    return around(engine, job) if config.environments else engine
+    engine = engine_alone(inputs, device)
+    return around(engine, inputs) if inputs.config.environments else engine
 
 
-def engine_alone(config: Config, job: Job) -> Engine:
+def engine_alone(inputs: Inputs, device: torch.device) -> Engine:
     """Build the native engine with the model as it was saved, for a script that is no job."""
+    config = inputs.config
     g = config.generator
     assert g.kind == "native", "its recipes have no other engine"
     return Engine.from_hf(
-        job.model_path,
+        inputs.model_path,
         dtype=config.model.dtype,
-        device=job.world.device,
+        device=device,
         max_slots=g.max_slots,
         max_len=config.longest_asked,
         cache_tokens=g.cache_tokens,
         prefill_chunk=g.prefill_chunk,
-        decode=job.decode,
+        decode=inputs.decode,
         kept_tokens=config.kept_tokens,
         adapter=config.trainer.lora.path,
     )
@@ -377,9 +379,9 @@ def engine_alone(config: Config, job: Job) -> Engine:
 
 def build_pair_maker(job: PreferencesJob, scorer: Scorer) -> PairMaker:
     """Build what makes the pairs of recipes/preferences.py. scorer: one that has been started."""
-    config, run = job.config, job.run_job
-    settings = run.config
-    sampling = sampling_of(settings, run)
+    config = job.config
+    settings = job.inputs.config
+    sampling = sampling_of(settings, job.inputs)
     rule = PairRule(
         pairing=config.pairing,
         compares=any(part.settings.compares for part in settings.reward_parts),
@@ -388,13 +390,13 @@ def build_pair_maker(job: PreferencesJob, scorer: Scorer) -> PairMaker:
         seed=config.seed,
     )
     return PairMaker(
-        engine=engine_alone(settings, run) if config.samples else None,
+        engine=engine_alone(job.inputs, job.device) if config.samples else None,
         scorer=scorer,
         sampling=dataclasses.replace(sampling, n=max(1, config.samples)),
         chunk_tokens=config.generator.chunk_tokens,
         prompt_of=job.prompt,
         targets_of=job.references,
-        tokenizer=run.tokenizer,
+        tokenizer=job.inputs.tokenizer,
         prompts=job.prompt_maker,
         rule=rule,
         max_error_rate=config.reward.max_error_rate,
@@ -410,7 +412,7 @@ def build_references(
         return []
     return [
         kind(
-            model_path=str(job.model_path),
+            model_path=str(job.inputs.model_path),
             model_dtype=config.model.dtype,
             temperature=config.temperature,
             microbatch_tokens=config.trainer.microbatch_tokens,
@@ -420,8 +422,8 @@ def build_references(
             reset_every=reference.reset_every if reference.kind == "reset" else None,
             timeout_s=config.timeout_s,
             stream=stream_settings(config, job, "reference") if reference.stream else None,
-            prompts=job.prompts,
-            lora=job.lora if reference.kind == "reset" else None,
+            prompts=job.inputs.prompts,
+            lora=job.inputs.lora if reference.kind == "reset" else None,
             weights_form=WeightsForm(dtype=config.model.dtype, transport=config.weights.transport),
             late_ends=late_ends_of(config, job),
         )

@@ -15,47 +15,47 @@ from llamarl.environments.pool import EnvironmentPool
 from llamarl.executor import ExecutorGroup
 from llamarl.inference import Engine
 from llamarl.inference.protocol import Bind, BuildEngine
-from llamarl.launch.job import Job
+from llamarl.launch.inputs import Inputs
 from llamarl.tasks.environment import makes_prompts, turn_tokens
 from llamarl.tasks.held_out import section_of
 from llamarl.types import Prompt
 
 
 def dialogue_engine(
-    job: Job, build: BuildEngine, group: ExecutorGroup, bind: Bind
+    inputs: Inputs, build: BuildEngine, group: ExecutorGroup, bind: Bind
 ) -> DialogueEngine:
     """Build the engine of dialogues around the one that samples turns."""
     inner = build(group, bind)
     assert isinstance(inner, Engine), "config lets no other kind through"
-    return around(inner, job)
+    return around(inner, inputs)
 
 
-def around(inner: Engine, job: Job) -> DialogueEngine:
+def around(inner: Engine, inputs: Inputs) -> DialogueEngine:
     """Build the engine of dialogues around one that has its weights."""
-    reproducible = job.config.reproducible
-    sections = job.config.environments.keys()
+    reproducible = inputs.config.reproducible
+    sections = inputs.config.environments.keys()
     return DialogueEngine(
         inner,
-        partial(_dialogues, job, reproducible=reproducible),
-        prompt_of=partial(_prompt_of, job),
+        partial(_dialogues, inputs, reproducible=reproducible),
+        prompt_of=partial(_prompt_of, inputs),
         is_played=lambda prompt: section_of(prompt) in sections,
         reproducible=reproducible,
     )
 
 
-def _prompt_of(job: Job, stream: int, ticket: int) -> Prompt:
+def _prompt_of(inputs: Inputs, stream: int, ticket: int) -> Prompt:
     """Return the prompt of a ticket, or in a stream of evaluations the held-out one."""
-    return job.prompts[ticket] if stream == TRAIN else job.held_out.prompt(ticket)
+    return inputs.prompts[ticket] if stream == TRAIN else inputs.held_out.prompt(ticket)
 
 
 def _dialogues(
-    job: Job, on_answer: Callable[[], None], *, reproducible: bool
+    inputs: Inputs, on_answer: Callable[[], None], *, reproducible: bool
 ) -> DialoguesBySection:
     """Build the dialogues of a replica with all its environments, and their workers."""
     by_section = {}
-    for section, task in job.config.environments.items():
+    for section, task in inputs.config.environments.items():
         by_section[section] = _dialogues_of(
-            task, section, job, on_answer, reproducible=reproducible
+            task, section, inputs, on_answer, reproducible=reproducible
         )
     return DialoguesBySection(by_section, section_of=section_of, reproducible=reproducible)
 
@@ -63,7 +63,7 @@ def _dialogues(
 def _dialogues_of(
     task: PlayedSettings,
     section: str,
-    job: Job,
+    inputs: Inputs,
     on_answer: Callable[[], None],
     *,
     reproducible: bool,
@@ -71,7 +71,7 @@ def _dialogues_of(
     """Build the dialogues with one environment. section: where it is set."""
     play = task.play
     turns = turn_tokens(
-        task.environment, job.tokenizer, chat=task.chat, system_prompt=task.system_prompt
+        task.environment, inputs.tokenizer, chat=task.chat, system_prompt=task.system_prompt
     )
     calls = play.calls
     if calls == "auto":
@@ -89,10 +89,10 @@ def _dialogues_of(
         turns,
         Limits(max_turns=play.max_turns, max_turn_tokens=play.max_turn_tokens),
         read_calls=FORMATS[calls],
-        decode=job.decode,
+        decode=inputs.decode,
         prompt_key=task.prompt_key,
         is_own=task.path is None or has_own_messages,
         is_dialogue=has_own_messages,
-        seed=job.config.seed,
+        seed=inputs.config.seed,
         reproducible=reproducible,
     )

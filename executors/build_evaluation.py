@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
+import torch
+
 from executors.build import answering_engine, base_settings, gold_items, gold_settings, sampling_of
 from llamarl.config.command_line import compose_config
 from llamarl.config.evaluation import EVALUATION, REFERENCES
@@ -22,9 +24,9 @@ from llamarl.evaluation.report import Judgement
 from llamarl.evaluation.win_rate import Judged
 from llamarl.inference.offline import completions_of
 from llamarl.inference.protocol import GenerationEngine
+from llamarl.launch.checks import check_inputs
 from llamarl.launch.gold import gold_texts
-from llamarl.launch.inputs import check_inputs
-from llamarl.launch.job import Job
+from llamarl.launch.inputs import Inputs
 from llamarl.observe.console import Progress
 from llamarl.scoring.assembly import item_of
 from llamarl.scoring.scorer import Item, Outcome, Scorer, score_all, site_alone
@@ -34,15 +36,15 @@ from llamarl.types import EvalCompletion, Prompt
 
 
 def answer(
-    engine: GenerationEngine, job: Job, prompts: Mapping[int, Prompt], num_samples: int
+    engine: GenerationEngine, inputs: Inputs, prompts: Mapping[int, Prompt], num_samples: int
 ) -> list[EvalCompletion]:
     """Return the completions of all prompts in order: for each its greedy one, then its samples."""
-    sampling = sampling_of(job.config, job)
+    sampling = sampling_of(inputs.config, inputs)
     for number, prompt in prompts.items():
         submit(engine, number, prompt, sampling, num_samples)
     completions = []
     total = len(prompts) * (1 + num_samples)
-    generator = job.config.generator
+    generator = inputs.config.generator
     slots = generator.max_slots
     with Progress("answers", total, unit="completions", at_once=slots) as progress:
         for finished in completions_of(engine, generator.chunk_tokens):
@@ -64,36 +66,35 @@ def score_by_set(
     return outcomes
 
 
-def find_against(given: str, job: Job, asked: Asked) -> Callable[[], list[Item]] | None:
+def find_against(
+    given: str, inputs: Inputs, device: torch.device, asked: Asked
+) -> Callable[[], list[Item]] | None:
     """Return a function that finds the completions to compare with, one to each prompt; None
     without any. ValueError or OSError at once if they cannot be had.
     """
     prompts = list(asked.prompts.values())
-    config = job.config
+    config = inputs.config
     if config.gold is None:
         return None
     if given == REFERENCES:
         texts = gold_texts(*asked, config.eval.reference_key)
-        return None if texts is None else partial(_references, job, prompts, texts)
+        return None if texts is None else partial(_references, inputs, prompts, texts)
     if Path(given).is_file():
         texts = read_answers(Path(given), asked)
-        return partial(_references, job, prompts, texts)
+        return partial(_references, inputs, prompts, texts)
     model, _ = find_model(given)
     its = compose_config(words_of(model), EVALUATION)
     own = dataclasses.replace(config.model, path=its.model.path)
     adapted = dataclasses.replace(config.trainer, lora=its.trainer.lora)
     # The other model is never judged itself; its completions only serve as what is compared with.
     unjudged = dataclasses.replace(config.eval, gold=None, gold_label=None, base=None)
-    other = Job(
-        dataclasses.replace(config, model=own, trainer=adapted, eval=unjudged),
-        job.world,
-        job.directory,
-    )
+    changed = dataclasses.replace(config, model=own, trainer=adapted, eval=unjudged)
+    other = Inputs(changed, is_told=inputs.is_told)
     check_inputs(other)
-    return partial(answers_of, other, job, asked)
+    return partial(answers_of, other, inputs, device, asked)
 
 
-def answers_of(other: Job, job: Job, asked: Asked) -> list[Item]:
+def answers_of(other: Inputs, inputs: Inputs, device: torch.device, asked: Asked) -> list[Item]:
     """Return the greedy completions of another model, in the tokens of the evaluated model."""
     prompts = list(asked.prompts.values())
     most = max(one.count for one in asked.sets)
@@ -104,21 +105,22 @@ def answers_of(other: Job, job: Job, asked: Asked) -> list[Item]:
             f"against={other.model_path}: not all held-out prompts fit task.max_prompt_tokens in "
             "its tokens; raise it"
         )
-    completions = answer(answering_engine(other.config, other), other, theirs, 0)
+    completions = answer(answering_engine(other, device), other, theirs, 0)
     items = [item_of(c, p, other.decode, other.decode_raw) for c, p in zip(completions, prompts)]
-    if same_tokens(other.tokenizer, job.tokenizer):
+    if same_tokens(other.tokenizer, inputs.tokenizer):
         return items
-    return _references(job, prompts, [item.text for item in items])
+    return _references(inputs, prompts, [item.text for item in items])
 
 
-def _references(job: Job, prompts: Sequence[Prompt], texts: Sequence[str]) -> list[Item]:
-    items = gold_items(job, prompts, texts)
+def _references(inputs: Inputs, prompts: Sequence[Prompt], texts: Sequence[str]) -> list[Item]:
+    items = gold_items(inputs, prompts, texts)
     assert items is not None, "references were given"
     return items
 
 
 def judge(
-    job: Job,
+    inputs: Inputs,
+    device: torch.device,
     sets: Sequence[EvalSet],
     answers: Sequence[Evaluated],
     against: Callable[[], list[Item]] | None,
@@ -127,12 +129,12 @@ def judge(
     order. Each set is judged alone.
     """
     others = None if against is None else against()
-    site = site_alone(job.world.device)
+    site = site_alone(device)
     judged: Sequence[Judged | None] = [None] * len(sets)
-    if job.config.gold is not None:
-        judged = find(Gold(gold_settings(job.config, job, others, sets), site), answers)
+    if inputs.config.gold is not None:
+        judged = find(Gold(gold_settings(inputs.config, inputs, others, sets), site), answers)
     likely: Sequence[Likelihood | None] = [None] * len(sets)
-    base = base_settings(job.config, sets)
+    base = base_settings(inputs.config, sets)
     if base is not None:
         likely = find(Perplexity(base, site), answers)
     against_by_set = [others and others[begin:end] for begin, end in spans_of(sets)]

@@ -31,18 +31,19 @@ def build_sft_trainer(config: SFTConfig, job: SupervisedJob) -> SupervisedTraine
 
 def _build_held_out(job: SupervisedJob) -> HeldOutCompletions:
     """Build what completes and scores the held-out prompts of the job's task, on every rank."""
-    run = job.run_job
-    assert run is not None, "only a task has held-out prompts"
-    scorer = build_scorer(run.config, run)
+    inputs = job.inputs
+    assert inputs is not None, "only a task has held-out prompts"
+    config = inputs.config
+    scorer = build_scorer(inputs, job.world.device)
     scorer.start()
     return HeldOutCompletions(
-        engine=engine_alone(run.config, run),
+        engine=engine_alone(inputs, job.world.device),
         scorer=scorer,
-        sampling=sampling_of(run.config, run),
-        chunk_tokens=run.config.generator.chunk_tokens,
-        prompts=run.eval_prompts,
-        decode=run.decode,
-        decode_raw=run.decode_raw,
+        sampling=sampling_of(config, inputs),
+        chunk_tokens=config.generator.chunk_tokens,
+        prompts=inputs.eval_prompts,
+        decode=inputs.decode,
+        decode_raw=inputs.decode_raw,
     )
 
 

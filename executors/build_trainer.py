@@ -37,13 +37,13 @@ def build_buffer(config: Config, job: Job) -> GroupBuffer:
     b = config.buffer
     if b.kind == "fifo":
         return GroupBuffer(config.max_lag)
-    dp_ranks = job.num_dp_ranks
+    dp_ranks = job.placement.num_dp_ranks
     peers = config.trainer.tensor_parallel
     ranks = job.placement["trainer"]
     trains_here = job.world.rank in ranks
     dp_rank = ranks.index(job.world.rank) // peers if trains_here else 0
     draw = Draw(
-        prompts=config.groups_per_step // job.num_buffers,
+        prompts=config.groups_per_step // job.placement.num_buffers,
         completions=config.trained_per_prompt,
         most_on_policy=b.most_on_policy,
         priority=b.priority,
@@ -52,14 +52,14 @@ def build_buffer(config: Config, job: Job) -> GroupBuffer:
     return BUFFERS[b.draw](
         draw=draw,
         sync_period=b.sync_period,
-        max_size=b.max_size // job.num_buffers,
+        max_size=b.max_size // job.placement.num_buffers,
         seed=config.seed,
         rank=dp_rank,
         num_ranks=dp_ranks,
         grow_until=b.grow_until,
         good_reward=b.good_reward,
         max_lag=config.max_lag,
-        most_lag=job.replay_lag,
+        most_lag=job.placement.replay_lag,
     )
 
 
@@ -118,7 +118,7 @@ def build_trainer(config: Config, job: Job, kind: type[FSDPTrainer] = FSDPTraine
         )
     critic_path = None
     if t.critic.trunk == "own":
-        critic_path = t.critic.path or str(job.model_path)
+        critic_path = t.critic.path or str(job.inputs.model_path)
     # Exact if the loss is the policy gradient alone, because such completions add nothing to it.
     by_token = t.advantages == "gae"
     skips = t.skip_zero_advantage and not by_token and not has_mark(loss_fn, "uses_all_completions")
@@ -149,8 +149,8 @@ def build_trainer(config: Config, job: Job, kind: type[FSDPTrainer] = FSDPTraine
     )
     return kind(
         model_settings=dataclasses.replace(
-            trained_model_of(t, path=str(job.model_path), dtype=config.model.dtype),
-            lora=job.lora,
+            trained_model_of(t, path=str(job.inputs.model_path), dtype=config.model.dtype),
+            lora=job.inputs.lora,
             adapter_path=t.lora.path,
             ema_decay=t.ema_decay,
         ),
@@ -159,16 +159,16 @@ def build_trainer(config: Config, job: Job, kind: type[FSDPTrainer] = FSDPTraine
         loss_fn=loss_fn,
         settings=settings,
         buffer=build_buffer(config, job),
-        canary_prompts=job.fixed_prompts,
+        canary_prompts=job.inputs.fixed_prompts,
         canary_top=0 if g.quantize == "none" else TOP,
-        evaluate_at=job.eval_due,
+        evaluate_at=job.inputs.eval_due,
         checkpoint_at=partial(_is_due, config.checkpoint.every),
         critic_settings=critic,
         critic_path=critic_path,
         critic_seed=config.seed,
         own_reference=own_reference,
         step_options=step_options,
-        samples=job.sample_maker,
+        samples=job.files.sample_maker,
         resets_reference=partial(_is_due, reference.reset_every),
         shares_replicas=_shares_replicas(config, job),
     )
@@ -207,9 +207,9 @@ def parity_limits(config: Config) -> ParityLimits:
 def late_ends_of(config: Config, job: Job) -> LateEnds | None:
     """Return what a completion could not have when it was sampled; None if it could have all."""
     least = config.generator.min_new_tokens
-    if not least or not job.stop_token_ids:
+    if not least or not job.inputs.stop_token_ids:
         return None
-    return LateEnds(job.stop_token_ids, min_new_tokens=least)
+    return LateEnds(job.inputs.stop_token_ids, min_new_tokens=least)
 
 
 def _shares_replicas(config: Config, job: Job) -> bool:

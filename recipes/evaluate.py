@@ -45,9 +45,8 @@ from llamarl.evaluation.report import (
     report,
     write,
 )
-from llamarl.launch.inputs import check_inputs
-from llamarl.launch.job import Job
-from llamarl.launch.run_directory import RunDirectory
+from llamarl.launch.checks import check_inputs
+from llamarl.launch.inputs import Inputs
 from llamarl.scoring.assembly import item_of
 
 
@@ -55,34 +54,35 @@ def run(config: EvaluationConfig) -> None:
     """ValueError or OSError for what cannot be used."""
     threads = threads_per_rank(config.threads, synchronous=config.synchronous)
     world = init_world(threads=threads, timeout_s=config.timeout_s, reproducible=True)
-    job = Job(config, world, RunDirectory(Path("."), None))
-    check_inputs(job)
-    asked = asked_of(job, config.num_prompts)
+    inputs = Inputs(config, is_told=world.rank == 0)
+    check_inputs(inputs)
+    asked = asked_of(inputs, config.num_prompts)
     if not asked.sets:
         raise ValueError("no held-out prompts: set eval.num_prompts, or task.eval_path=FILE")
     out = Path(config.out)
     check_writable(out)
-    against = find_against(config.against, job, asked)
+    against = find_against(config.against, inputs, world.device, asked)
     k = config.eval.num_samples if config.samples is None else config.samples
-    engine = answering_engine(config, job)
-    with closing(build_scorer(config, job)) as scorer:
+    engine = answering_engine(inputs, world.device)
+    with closing(build_scorer(inputs, world.device)) as scorer:
         scorer.start()  # what is wrong with it is told before any work
-        completions = answer(engine, job, asked.prompts, k)
+        completions = answer(engine, inputs, asked.prompts, k)
         items = [
-            item_of(c, asked.prompts[c.prompt_index], job.decode, job.decode_raw)
+            item_of(c, asked.prompts[c.prompt_index], inputs.decode, inputs.decode_raw)
             for c in completions
         ]
         outcomes = score_by_set(scorer, asked.sets, completions, items)
     adapter = config.trainer.lora.path
     beside = "" if adapter is None else f" with the adapters of {adapter}"
-    print(f"model    {job.model_path}{beside}, {config.task.kind}")
+    print(f"model    {inputs.model_path}{beside}, {config.task.kind}")
     for one in asked.sets:
         print_lines(one, asked.sets, report(config, completions, outcomes, one, k))
     judged: dict[int, dict[str, object]] = {}
     if config.gold is not None or config.eval.base is not None:
         del engine  # the scorers' memory
         answers = [Evaluated(*answer) for answer in zip(completions, items, outcomes)]
-        for one, judgement in zip(asked.sets, judge(job, asked.sets, answers, against)):
+        judgements = judge(inputs, world.device, asked.sets, answers, against)
+        for one, judgement in zip(asked.sets, judgements):
             print_lines(one, asked.sets, judgement_lines(config, judgement, config.against))
             judged |= judged_columns(one, judgement)
     scored = list(zip([item.text for item in items], outcomes))

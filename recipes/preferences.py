@@ -23,7 +23,7 @@ def run(config: PreferencesConfig) -> None:
     from llamarl.launch import launch_preferences
 
     with launch_preferences(config) as job:
-        with closing(build_scorer(job.run_job.config, job.run_job)) as scorer:
+        with closing(build_scorer(job.inputs, job.device)) as scorer:
             scorer.start()
             job.run(build_pair_maker(job, scorer).make)
 

@@ -29,7 +29,7 @@ from llamarl.config.evaluation import check as check_evaluation
 from llamarl.config.files import EVAL_SETS
 from llamarl.config.supervised import is_of_a_supervised_job
 from llamarl.errors import CheckpointError
-from llamarl.launch.job import Job
+from llamarl.launch.inputs import Inputs
 from llamarl.models.peft import CONFIG as ADAPTER_CONFIG
 from llamarl.models.peft import lora_in
 from llamarl.tasks.files import read_jsonl
@@ -213,12 +213,12 @@ class Asked(NamedTuple):
     prompts: dict[int, Prompt]
 
 
-def asked_of(job: Job, most: int | None) -> Asked:
+def asked_of(inputs: Inputs, most: int | None) -> Asked:
     """Return the first prompts of each set: as many as the config says, or at most `most`."""
     # eval.num_prompts alone decides which prompts are held out, so that none that was trained on is
     # evaluated.
-    sets = job.held_out.sets if most is None else job.held_out.first(most)
-    return Asked(sets, job.held_out.asked(sets))
+    sets = inputs.held_out.sets if most is None else inputs.held_out.first(most)
+    return Asked(sets, inputs.held_out.asked(sets))
 
 
 def read_answers(file: Path, asked: Asked) -> list[str]:

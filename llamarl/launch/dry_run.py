@@ -31,25 +31,25 @@ def dry_run(job: Job) -> None:
     if job.world.rank > 0:
         return
     c = job.config
-    samples = samples_of(job)
-    check_rows(job)
+    samples = samples_of(job.inputs)
+    check_rows(job.inputs)
     prompts = [sample.prompt for sample in samples]
-    scored = [(kind, kind.score(samples)) for kind in reward_kinds(job)]
-    try_gold(job)
-    environments = try_environments(job)
+    scored = [(kind, kind.score(samples)) for kind in reward_kinds(job.inputs)]
+    try_gold(job.inputs)
+    environments = try_environments(job.inputs)
     print(OmegaConf.to_yaml(OmegaConf.create(to_values(c))))
-    print(f"ranks    {job.hosts}")
+    print(f"ranks    {job.placement.hosts}")
     print(f"float32  {job.world.products}")
     found = prices(job)
     for line in rank_map(job, found):
         print(line)
     _print_sets(job)
-    model = read_config(job.model_path)
+    model = read_config(job.inputs.model_path)
     print(
         f"model    {num_parameters(model):,} parameters ({c.model.dtype} in the generator, "
         "float32 in the trainer)"
     )
-    for line in told(c, job.model_path):
+    for line in told(c, job.inputs.model_path):
         print(line)
     for line in memory_lines(job, found):
         print(line)
@@ -57,13 +57,13 @@ def dry_run(job: Job) -> None:
     plan = make_plan(model, *sent_by(job))
     print(
         f"weights  {plan.num_bytes:,} bytes a sync; for the way they travel: python -m "
-        f"llamarl.ddma plan --model {job.model_path}"
+        f"llamarl.ddma plan --model {job.inputs.model_path}"
     )
-    if job.victim_path is not None:
+    if job.inputs.victim_path is not None:
         v = placed_victim(c.victim)
-        size = num_parameters(read_config(job.victim_path))
+        size = num_parameters(read_config(job.inputs.victim_path))
         print(
-            f"victim   {job.victim_path}, {size:,} parameters in {v.dtype}; "
+            f"victim   {job.inputs.victim_path}, {size:,} parameters in {v.dtype}; "
             f"{v.replies} replies an attack"
         )
     for kind, outcomes in scored:
@@ -71,11 +71,11 @@ def dry_run(job: Job) -> None:
         print(f"reward   {kind.describe()}{tried}")
         for prompt, outcome in zip(prompts, outcomes or []):
             _print_sample(prompt, outcome)
-        for line in kind.notes():
+        for line in kind.notes(job.placement):
             print(line)
     for environment in environments:
         print(f"dialogue {environment}")
-    gold = gold_kind(job)
+    gold = gold_kind(job.inputs)
     if gold is not None:
         shared = ", over the reward's ranks" if gold.settings.is_sharded else ""
         print(f"gold     {gold.describe()}{shared}")
@@ -83,7 +83,7 @@ def dry_run(job: Job) -> None:
         size = num_parameters(read_config(c.eval.base))
         what = f"{c.eval.base}, a model of {size:,} parameters in {c.model.dtype}"
         print(f"base     {what}, over the reward's ranks")
-    for missing in dict.fromkeys(job.without_weights):
+    for missing in dict.fromkeys(job.inputs.without_weights):
         print(f"weights  not there yet: {missing}; a run needs them")
     print("dry run: nothing was started and nothing written")
 
@@ -93,12 +93,12 @@ def _print_sets(job: Job) -> None:
     sets = job.config.eval.sets
     if not sets:
         return
-    if not job.eval_sets:
+    if not job.inputs.eval_sets:
         print(f"held out {', '.join(sets)}: never completed, because eval.every=0")
-    for one in job.eval_sets:
+    for one in job.inputs.eval_sets:
         kind = sets[one.name].kind if one.name else job.config.task.kind
         name = one.name or "the task's own"
-        first = job.eval_prompts[one.first]
+        first = job.inputs.eval_prompts[one.first]
         print(f"held out {name}: {one.count} prompts of {kind}, the first {first.text[:60]!r}")
 
 

@@ -9,7 +9,7 @@ from llamarl.config.sections.task import PlayedSettings
 from llamarl.environments.contracts import Answer
 from llamarl.environments.dialogues import row_of, seed_of
 from llamarl.environments.pool import EnvironmentPool, Failure
-from llamarl.launch.job import Job
+from llamarl.launch.inputs import Inputs
 from llamarl.tasks.environment import makes_prompts, turn_tokens
 from llamarl.tasks.held_out import section_of
 from llamarl.tasks.mixture import MixtureTask
@@ -22,82 +22,82 @@ TRIED = 3  # prompts with which an environment is begun, until one leaves room
 log = logging.getLogger("llamarl")
 
 
-def check_environments(job: Job) -> None:
+def check_environments(inputs: Inputs) -> None:
     """Check the environments' modules, their tools and the chat template, on every rank.
     ValueError, also for what cannot read dialogues whose template rewrites history.
     """
     how = ""
-    for section, task in job.config.environments.items():
+    for section, task in inputs.config.environments.items():
         try:
             turns = turn_tokens(
-                task.environment, job.tokenizer, chat=task.chat, system_prompt=task.system_prompt
+                task.environment, inputs.tokenizer, chat=task.chat, system_prompt=task.system_prompt
             )
         except ValueError as error:
             raise ValueError(_TASK.sub(f"{section}.", str(error))) from error
         how = how or turns.appends()
     if how:
-        _check_readers(job, how)
+        _check_readers(inputs, how)
 
 
-def _check_readers(job: Job, how: str) -> None:
+def _check_readers(inputs: Inputs, how: str) -> None:
     """Check that nothing reads a dialogue as one text if the chat template rewrites earlier turns.
     how: in which way it does.
     """
-    c = job.config
+    c = inputs.config
     readers = [f"{section}.path" for section in c.scorers]
     readers += ["reference"] if c.reference.kind != "none" else []
     readers += ["eval.base"] if c.eval.base is not None else []
     if readers:
         raise ValueError(
-            f"{job.model_path}: its chat template rewrites earlier turns ({how}), and "
+            f"{inputs.model_path}: its chat template rewrites earlier turns ({how}), and "
             f"{', '.join(readers)} would read each completion as one text; give the directory a "
             "chat template that leaves history as it is, or go without"
         )
-    if job.world.rank == 0:
+    if inputs.is_told:
         log.info(
             "%s: its chat template rewrites earlier turns (%s): where it does, a turn is sampled "
             "behind the whole dialogue as it is shown then",
-            job.model_path,
+            inputs.model_path,
             how,
         )
 
 
-def try_environments(job: Job) -> list[str]:
+def try_environments(inputs: Inputs) -> list[str]:
     """Begin each environment with its first prompt, in a worker; with further ones, until one
     leaves room for a turn. Return a line about each. ValueError if one fails, or if none does.
     """
     lines = []
-    for section, task in job.config.environments.items():
+    for section, task in inputs.config.environments.items():
         where = "" if section == "task" else f"{section}: "
-        lines.append(where + _tried(job, section, task, _first_prompts(job, section)))
+        lines.append(where + _tried(inputs, section, task, _first_prompts(inputs, section)))
     return lines
 
 
-def _first_prompts(job: Job, section: str) -> list[Prompt]:
+def _first_prompts(inputs: Inputs, section: str) -> list[Prompt]:
     """Return the first TRIED prompts of the task, of a mixture's part, or of a set."""
     firsts = []
-    for one in job.held_out.sets:
-        firsts += [job.held_out.prompt(number) for number in one.numbers[:TRIED]]
-    if isinstance(job.task, MixtureTask):
-        for name, part in job.task.parts.items():
+    for one in inputs.held_out.sets:
+        firsts += [inputs.held_out.prompt(number) for number in one.numbers[:TRIED]]
+    if isinstance(inputs.task, MixtureTask):
+        for name, part in inputs.task.parts.items():
             for i in range(min(TRIED, part.num_train)):
-                firsts.append(job.task.prompt_of(name, part.train_prompt(i)))
+                firsts.append(inputs.task.prompt_of(name, part.train_prompt(i)))
     else:
-        firsts += [job.task.train_prompt(i) for i in range(min(TRIED, job.task.num_train))]
+        firsts += [inputs.task.train_prompt(i) for i in range(min(TRIED, inputs.task.num_train))]
     return [prompt for prompt in firsts if section_of(prompt) == section][:TRIED]
 
 
-def _tried(job: Job, section: str, task: PlayedSettings, prompts: list[Prompt]) -> str:
+def _tried(inputs: Inputs, section: str, task: PlayedSettings, prompts: list[Prompt]) -> str:
     """Begin an environment with the first prompt that leaves room for a turn. Return a line about
     it.
     """
     turns = turn_tokens(
-        task.environment, job.tokenizer, chat=task.chat, system_prompt=task.system_prompt
+        task.environment, inputs.tokenizer, chat=task.chat, system_prompt=task.system_prompt
     )
-    most = job.config.max_new_tokens
+    most = inputs.config.max_new_tokens
     sizes: list[int] = []
     for prompt in prompts:
-        answer = _begun(job, section, task, prompt)
+        answer = _begun(inputs, section, task, prompt)
         if task.path is None or makes_prompts(task.environment):
             tools = answer.tools or turns.tools
             context = turns.own_opening(answer.messages, tools, turns.first())
@@ -133,7 +133,7 @@ def _tried(job: Job, section: str, task: PlayedSettings, prompts: list[Prompt]) 
     )
 
 
-def _begun(job: Job, section: str, task: PlayedSettings, prompt: Prompt) -> Answer:
+def _begun(inputs: Inputs, section: str, task: PlayedSettings, prompt: Prompt) -> Answer:
     """Begin an environment with a prompt, in a worker. Return what it says. ValueError if it
     fails.
     """
@@ -147,7 +147,7 @@ def _begun(job: Job, section: str, task: PlayedSettings, prompt: Prompt) -> Answ
     )
     try:
         pool.start()
-        pool.begin(0, row_of(prompt, task.prompt_key), seed_of(job.config.seed, prompt))
+        pool.begin(0, row_of(prompt, task.prompt_key), seed_of(inputs.config.seed, prompt))
         found: list[tuple[int, Answer | Failure]] = []
         while not found:
             pool.wait(play.timeout_s)

@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from llamarl.launch.job import Job, read_model
+from llamarl.launch.inputs import Inputs
 from llamarl.launch.kinds import gold_kind
-from llamarl.launch.scorers import check_context, other_tokens
+from llamarl.launch.model_directory import read_model
 from llamarl.launch.sources import samples_of
 from llamarl.models.config import read_config
 from llamarl.tasks.held_out import EvalSet, set_of
@@ -18,26 +18,26 @@ from llamarl.tasks.special import reply_ids
 from llamarl.types import Prompt
 
 
-def check_gold(job: Job) -> None:
+def check_gold(inputs: Inputs) -> None:
     """Check the gold scorer, the base model, and that each held-out row has a text to compare with.
     ValueError or OSError that names what is wrong.
     """
-    gold = gold_kind(job)
+    gold = gold_kind(inputs)
     if gold is not None:
         gold.check()
-        gold_texts(job.eval_sets, job.eval_prompts, job.config.eval.reference_key)
-    if job.config.eval.base is not None:
-        _check_base(job, Path(job.config.eval.base))
+        gold_texts(inputs.eval_sets, inputs.eval_prompts, inputs.config.eval.reference_key)
+    if inputs.config.eval.base is not None:
+        _check_base(inputs, Path(inputs.config.eval.base))
 
 
-def try_gold(job: Job) -> None:
+def try_gold(inputs: Inputs) -> None:
     """Try the gold scorer, as far as that is cheap. ValueError if it cannot be used."""
-    gold = gold_kind(job)
+    gold = gold_kind(inputs)
     if gold is not None:
-        gold.try_out(samples_of(job))
+        gold.try_out(samples_of(inputs))
 
 
-def _check_base(job: Job, path: Path) -> None:
+def _check_base(inputs: Inputs, path: Path) -> None:
     """Check that eval.base is a language model that reads the policy's tokens."""
     config = read_model(path)
     if config.labels:
@@ -45,14 +45,14 @@ def _check_base(job: Job, path: Path) -> None:
             f"eval.base={path}: {config.architecture} gives scores and no tokens; need the "
             "language model that the policy started from"
         )
-    policy = read_config(job.model_path)
-    if config.vocab_size < policy.vocab_size or other_tokens(job, path):
+    policy = read_config(inputs.model_path)
+    if config.vocab_size < policy.vocab_size or inputs.has_other_tokens(path):
         raise ValueError(
-            f"eval.base={path}: its vocabulary is not that of the policy, {job.model_path}, and "
+            f"eval.base={path}: its vocabulary is not that of the policy, {inputs.model_path}, and "
             "the perplexity is of the policy's tokens; need a model with the same tokenizer"
         )
-    check_context(job.sampled, config, f"eval.base={path}")
-    job.check_weights(path, config)
+    inputs.sampled.check_context(config, f"eval.base={path}")
+    inputs.check_weights(path, config)
 
 
 def gold_texts(
@@ -79,10 +79,10 @@ def gold_texts(
     return texts
 
 
-def gold_ids(job: Job, prompt: Prompt, text: str) -> Tensor:
+def gold_ids(inputs: Inputs, prompt: Prompt, text: str) -> Tensor:
     """Return the tokens [L] of a text as if the policy had sampled it behind the prompt, with the
     end token.
     """
-    chat = job.sampled.conversation["chat"]
-    ids = reply_ids(job.tokenizer, prompt.prompt_ids.tolist(), text, chat=chat)
+    chat = inputs.sampled.conversation["chat"]
+    ids = reply_ids(inputs.tokenizer, prompt.prompt_ids.tolist(), text, chat=chat)
     return torch.tensor(ids, dtype=torch.int64)

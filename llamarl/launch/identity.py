@@ -22,22 +22,24 @@ directory a run reads only config.json, the tokenizer and the stop tokens again.
 
 from __future__ import annotations
 
-import dataclasses
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
-from llamarl.config.conversion import flat, is_marked, value_differences
+from llamarl.config.conversion import flat, is_marked, to_values, value_differences
 from llamarl.config.findings import show
 from llamarl.config.schema import Config
-from llamarl.models.config import ModelConfig, read_config
-from llamarl.models.fingerprint import weights_digest
+from llamarl.config.sections.victim import ATTACK, placed_victim
+from llamarl.launch.inputs import Inputs
+from llamarl.launch.kinds import gold_kind, reward_kinds
+from llamarl.launch.model_directory import ModelParts, architecture_of, parts_of, stop_tokens
+from llamarl.models.config import read_config
+from llamarl.models.fingerprint import model_digest, tokenizer_digest, weights_digest
+from llamarl.words.choices import START
 
 THE_DATA = "the data itself has changed, or the tokenizer or chat template, under the same settings"
 
 OTHER_WEIGHTS = "other weights"
-# Parts of a model: a digest, a list of numbers, or the fields of its config.json.
-ModelParts = Mapping[str, object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,14 +61,81 @@ class Difference:
     refuses: bool = True  # otherwise it only brings a warning
 
 
-def architecture_of(model: ModelConfig) -> dict[str, object]:
-    """Return the fields of a decoder's config.json, as JSON values."""
-    return {**dataclasses.asdict(model), "labels": list(model.labels)}
+def identity_of(inputs: Inputs) -> Identity:
+    """Return the identity of this run. This reads a little of many models' files, so only one rank
+    calls it, once.
+    """
+    return Identity(
+        config=to_values(inputs.config),
+        prompts=inputs.prompt_fingerprints,
+        reward=reward_identity(inputs),
+        models=_models(inputs),
+        kept=_kept(inputs),
+        adapters=_adapters(inputs),
+    )
 
 
-def parts_of(path: str | Path) -> ModelParts:
-    """Return the parts that tell a decoder from others, wherever it lies."""
-    return {"config.json": architecture_of(read_config(path)), "weights": weights_digest(path)}
+def _models(inputs: Inputs) -> dict[str, ModelParts]:
+    """Return by key what tells each model that the run reads from others."""
+    c = inputs.config
+    policy = {
+        "config.json": architecture_of(read_config(inputs.model_path)),
+        "tokenizer": tokenizer_digest(inputs.model_path),
+        "stop tokens": list(inputs.stop_token_ids),
+        "weights": weights_digest(inputs.model_path),
+    }
+    found: dict[str, ModelParts] = {"model.path": policy}
+    if c.trainer.critic.path:
+        found["trainer.critic.path"] = parts_of(c.trainer.critic.path)
+    gold = gold_kind(inputs)
+    if gold is not None and gold.model is not None:
+        found["eval.gold"] = gold.model
+    if c.eval.base is not None:
+        found["eval.base"] = parts_of(c.eval.base)
+    if c.eval.embedder not in (None, START):
+        found["eval.embedder"] = {"files": model_digest(c.eval.embedder)}
+    return found
+
+
+def _kept(inputs: Inputs) -> list[str]:
+    """Return the keys of the models whose weights are in every checkpoint."""
+    c = inputs.config
+    # If it is needed as training started from it, under adapters, as a reference or as an embedder,
+    # the checkpoint does not hold it.
+    starts_here = c.trainer.lora.rank > 0 or c.reference.kind != "none"
+    if starts_here or c.eval.embedder == START:
+        return ["trainer.critic.path"]
+    return ["model.path", "trainer.critic.path"]
+
+
+def _adapters(inputs: Inputs) -> dict[str, object]:
+    lora = inputs.config.trainer.lora
+    if not lora.rank:
+        return {"rank": 0}
+    return {"rank": lora.rank, "alpha": lora.alpha, "targets": sorted(lora.targets)}
+
+
+def reward_identity(inputs: Inputs) -> str:
+    """Return a text about what scores. Two jobs that give other rewards have other texts."""
+    named = []
+    for kind in reward_kinds(inputs):
+        weight = kind.given.weight
+        named.append(kind.identity if weight is None else f"{weight:g} * {kind.identity}")
+    rewards = " + ".join(named)
+    if inputs.victim_path is None:
+        return rewards
+    v = placed_victim(inputs.config.victim)
+    asked = f"{v.template!r}, chat {v.chat}, system prompt {v.system_prompt!r}"
+    sampled = f"{v.max_new_tokens} tokens at {v.temperature:g}, top-p {v.top_p:g}, {v.dtype}"
+    # How it reads an attack depends on its chat template too.
+    reads = hashlib.sha256(str(inputs.victim_prompt_ids(ATTACK)).encode()).hexdigest()[:16]
+    ends = stop_tokens(inputs.victim_path, inputs.victim_tokenizer, chat=v.chat)
+    asked += f", as tokens {reads}, until {ends}"
+    victim = f"model {model_digest(inputs.victim_path)} asked {asked}"
+    return f"{rewards} of {v.replies} answers of {victim}; {sampled}"
+
+
+# --- Two runs compared ---
 
 
 def differences(

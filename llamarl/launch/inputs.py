@@ -1,292 +1,285 @@
-"""Checks what the user gave before anything heavy starts: model directory, tokenizer, data."""
+"""Inputs: everything that a job reads, from the command line to the prompts."""
 
 from __future__ import annotations
 
 import dataclasses
-import logging
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
-import torch
-
-from llamarl.config.sections.victim import placed_victim
-from llamarl.errors import BadInput
-from llamarl.launch.embedders import check_embedder
-from llamarl.launch.environments import check_environments
-from llamarl.launch.gold import check_gold
-from llamarl.launch.job import Job, end_tokens_file, ranges, read_model, stop_tokens
-from llamarl.launch.kinds import reward_kinds
-from llamarl.launch.scorers import (
-    chat_template_of,
-    check_context,
-    other_tokens,
-)
-from llamarl.models.build import build_decoder
-from llamarl.models.config import ModelConfig
-from llamarl.models.peft import check_adapter
-from llamarl.models.quantize import quantize_decoder
-from llamarl.models.scorer import SCORE
-from llamarl.models.sharding import adapter_shapes
-from llamarl.models.vocabulary import absent_ids
+from llamarl.config.command_line import Config
+from llamarl.config.placement import TINY_MODEL
+from llamarl.config.sections.victim import ATTACK, NoVictimSettings, placed_victim
+from llamarl.errors import NoWeights
+from llamarl.launch.model_directory import read_tokenizer, stop_tokens, template_file
+from llamarl.launch.tasks import TaskBuilder
+from llamarl.models.config import Lora, ModelConfig
+from llamarl.models.hf import weights_of
+from llamarl.tasks.base import PromptMaker, Task
+from llamarl.tasks.held_out import EvalSet, HeldOut
+from llamarl.tasks.list_task import Remembered, here
 from llamarl.tasks.mixture import MixtureTask
-
-_OTHER_VOCABULARY = "but config.json says vocab_size={}; fetch both again"
-_LOOKED_AT = 32  # prompts
-_MOST_UNKNOWN = 0.1  # of their tokens
-
-log = logging.getLogger("llamarl")
+from llamarl.tickets.prompts import AnyPrompts, fixed, prompts_of
+from llamarl.types import Prompt
 
 
-@contextmanager
-def bad_input() -> Iterator[None]:
-    """Turn errors that are raised inside into BadInput, because the user can mend them."""
-    try:
-        yield
-    except (OSError, ValueError, KeyError) as error:
-        raise BadInput(str(error)) from error
+@dataclasses.dataclass(frozen=True)
+class ScoredText:
+    """Text and tokens that a model may be asked to score.
 
-
-def check_inputs(job: Job) -> None:
-    """Check model directory, tokenizer and data, on every rank, before any weight is read.
-    BadInput.
+    tokenizer: that of the model that sampled them. longest: the most tokens of a prompt and what
+    follows it; longest_keys: the keys that set it. chat, system_prompt: how that model reads
+    prompts.
     """
-    c = job.config
-    with bad_input():
-        model = read_model(job.model_path)
-        _check_model(job, model)
-        _check_tokens(job, model.vocab_size)
-        check_environments(job)
-        _check_task(job)
-        if job.victim_path is not None:
-            _check_victim(job)
-        for kind in reward_kinds(job):
-            kind.check()
-        check_gold(job)
-        if c.eval.embedder is not None:
-            check_embedder(job, c.eval.embedder, "eval.embedder")
-        if c.trainer.critic.path:
-            _check_critic(job, Path(c.trainer.critic.path), model)
-        context = model.max_position_embeddings
-        if c.longest_asked > context:
+
+    tokenizer: Any
+    longest: int
+    longest_keys: str
+    chat: bool
+    system_prompt: str | None
+
+    def check_context(self, config: ModelConfig, given: str) -> None:
+        """Raise ValueError if a model's context is shorter than the longest sequence. given: how
+        the user named the model.
+        """
+        context = config.max_position_embeddings
+        if self.longest > context:
             raise ValueError(
-                f"{c.longest_keys} = {c.longest_asked}, but the model's context "
-                f"is {context}; lower one of them"
+                f"{given}: its context is {context} tokens, but "
+                f"{self.longest_keys} = {self.longest}; lower one of them"
             )
 
+    @property
+    def conversation(self) -> dict[str, Any]:
+        """How the model read a prompt, for RewardPool: chat and system_prompt."""
+        has_template = bool(getattr(self.tokenizer, "chat_template", None))
+        return {"chat": self.chat and has_template, "system_prompt": self.system_prompt}
 
-def _check_model(job: Job, model: ModelConfig) -> None:
-    """Check the model by its config.json and the headers of its weights."""
-    if model.labels:
-        raise ValueError(
-            f"{job.model_path / 'config.json'}: {model.architecture} gives scores and no tokens; "
-            "model.path is the policy, so it needs a language model"
-        )
-    g = job.config.generator
-    if g.kind == "vllm" and model.traits.names:
-        raise ValueError(
-            f"{job.model_path / 'config.json'}: generator=vllm cannot take weights of "
-            f"{model.architecture}, because vLLM lays its tensors out differently; "
-            "generator=native"
-        )
-    job.check_weights(job.model_path, model)
-    _check_adapters(job, model)
-    if g.kind == "native" and g.quantize != "none":
-        decoder = build_decoder(model)  # on the meta device
+
+class Inputs:
+    """What a job reads. It is the same on every rank.
+
+        inputs = Inputs(config)
+        inputs.task.train_prompt(0).text       # "What is 17 + 25?"
+        inputs.decode(completion.token_ids)
+
+    Everything is read once it is asked for. remembered: reads the rows of files. is_told: whether
+    this rank warns of what it finds.
+    """
+
+    def __init__(self, config: Config, remembered: Remembered = here, *, is_told: bool = True):
+        self.config = config
+        self.is_told = is_told
+        self._remembered = remembered
+        self.model_path = Path(config.model.path) if config.model.path else TINY_MODEL
+        self.without_weights: list[str] = []  # the weights that a dry run did not find, in words
+
+    @contextmanager
+    def weights_may_wait(self) -> Iterator[None]:
+        """Let a dry run go on without the weights of a model directory, and note them in
+        `without_weights`. A run needs them: NoWeights.
+        """
         try:
-            quantize_decoder(decoder, g.quantize, tuple(g.quantize_exclude))
-        except ValueError as error:
-            raise ValueError(f"generator.quantize_exclude={g.quantize_exclude}: {error}") from error
+            yield
+        except NoWeights as error:
+            if not self.config.dry_run:
+                raise
+            self.without_weights.append(str(error).partition(";")[0])
 
+    def check_weights(
+        self, path: str | Path, model: ModelConfig, *, may_lack: Collection[str] = ()
+    ) -> None:
+        """Check that a directory has the weights of its config.json; see weights_of and
+        weights_may_wait.
+        """
+        with self.weights_may_wait():
+            weights_of(path, model, may_lack=may_lack)
 
-def _check_adapters(job: Job, model: ModelConfig) -> None:
-    """Check that the model has the projections that get adapters, and that a directory of adapters
-    fits them.
-    """
-    adapted = dataclasses.replace(model, lora=job.lora)
-    try:
-        adapter_shapes(adapted)
-    except ValueError as error:
-        raise ValueError(f"trainer.lora.targets: {error}") from error
-    path = job.config.trainer.lora.path
-    if path is not None:
-        check_adapter(path, adapted)
-
-
-def _check_victim(job: Job) -> None:
-    """Check that the victim is a language model with a tokenizer, and can read an attack."""
-    path = job.victim_path
-    assert path is not None, "called only with a victim"
-    given = f"victim.path={path}"
-    model = read_model(path)
-    if model.labels:
-        raise ValueError(
-            f"{given}: {model.architecture} gives scores and no tokens; the victim needs a "
-            "language model"
-        )
-    job.check_weights(path, model)
-    check_vocabulary(job.victim_tokenizer, model.vocab_size, path)
-    if job.world.rank == 0:
-        _say_absent(job.victim_tokenizer, model.vocab_size, path)
-    check_context(job.scored, model, given)
-    try:
-        with chat_template_of(path, job):
-            empty = len(job.victim_prompt_ids(""))
-    except ValueError as error:
-        words = str(error).replace("task.system_prompt", "victim.system_prompt")
-        raise ValueError(f"{given}: {words.replace('task.chat', 'victim.chat')}") from error
-    most = placed_victim(job.config.victim).max_prompt_tokens
-    if empty >= most:
-        raise ValueError(
-            f"victim.max_prompt_tokens={most}: {empty} tokens stand around every attack, so no "
-            "attack fits; raise it"
+    @property
+    def lora(self) -> Lora | None:
+        """The adapters beside the policy's weights; None where the weights themselves are
+        trained.
+        """
+        lora = self.config.trainer.lora
+        if not lora.rank:
+            return None
+        return Lora(
+            rank=lora.rank,
+            alpha=lora.alpha,
+            targets=tuple(lora.targets),
+            seed=self.config.seed,
         )
 
+    @cached_property
+    def tokenizer(self):
+        """The policy's tokenizer."""
+        return read_tokenizer(self.model_path, chat=self.config.shows_turns)
 
-def _check_critic(job: Job, path: Path, policy: ModelConfig) -> None:
-    """Check that a value model reads the policy's tokens and gives one number for each."""
-    file = path / "config.json"
-    model = read_model(path)
-    if len(model.labels) > 1:
-        labels = ", ".join(model.labels)
-        raise ValueError(
-            f"{file}: a head of {len(model.labels)} labels ({labels}); a value model "
-            "(trainer.critic.path) gives one number; need num_labels=1"
-        )
-    if model.vocab_size < policy.vocab_size or other_tokens(job, path):
-        raise ValueError(
-            f"{path}: its vocabulary is not that of the policy, {job.model_path}, whose tokens a "
-            "value model (trainer.critic.path) reads; need a model with the same tokenizer"
-        )
-    if job.config.longest > model.max_position_embeddings:
-        raise ValueError(
-            f"{file}: the value model's context is {model.max_position_embeddings}, but "
-            f"task.max_prompt_tokens + max_new_tokens = {job.config.longest}; lower one of them"
-        )
-    if model.labels:
-        job.check_weights(path, model)
-        _warn_of_rescaled_scores(job)
-    else:
-        job.check_weights(path, model.as_scorer(), may_lack=(SCORE,))
+    @property
+    def victim_path(self) -> Path | None:
+        """The directory of the victim; None without one."""
+        victim = self.config.victim
+        return None if isinstance(victim, NoVictimSettings) else Path(victim.path or TINY_MODEL)
 
+    @cached_property
+    def victim_tokenizer(self):
+        """The victim's tokenizer. Only for a job with a victim."""
+        victim = self.config.victim
+        assert self.victim_path is not None, "there is no victim: victim=none"
+        assert not isinstance(victim, NoVictimSettings), "there is no victim: victim=none"
+        return read_tokenizer(self.victim_path, chat=victim.chat)
 
-def _warn_of_rescaled_scores(job: Job) -> None:
-    """Warn that a value model starts from raw scores of its head, if the reward rescales such
-    scores.
-    """
-    if job.world.rank > 0:
-        return
-    for part in job.config.reward_parts:
-        scale, shift = part.settings.rescaling
-        if scale != 1 or shift != 0:
-            log.warning(
-                "trainer.critic.path: its values start as raw scores, but rewards are rescaled: "
-                "(score - %s=%g) * %s=%g; so the first advantages are wrong by that",
-                part.key("shift"),
-                shift,
-                part.key("scale"),
-                scale,
-            )
+    @cached_property
+    def task(self) -> Task:
+        """The task, with its prompts."""
+        return self._tasks.task(self.config.task, self.config.eval.num_prompts or 1)
 
+    @property
+    def _tasks(self) -> TaskBuilder:
+        return TaskBuilder(self.tokenizer, self.config.seed, self._remembered)
 
-def _check_tokens(job: Job, vocab_size: int) -> None:
-    """Check that the tokenizer's ids and the stop tokens are rows of the embedding."""
-    check_vocabulary(job.tokenizer, vocab_size, job.model_path)
-    if job.world.rank == 0:
-        _say_absent(job.tokenizer, vocab_size, job.model_path)
-    but = _OTHER_VOCABULARY.format(vocab_size)
-    for token in job.stop_token_ids:
-        if not 0 <= token < vocab_size:
-            file = end_tokens_file(job.model_path)
-            raise ValueError(f"{file}: eos_token_id={token}, {but}")
-    if not job.stop_token_ids and job.world.rank == 0:
-        log.warning(
-            "%s: no eos token in tokenizer_config.json or %s, so every completion runs to "
-            "max_new_tokens",
-            job.model_path,
-            end_tokens_file(job.model_path).name,
-        )
-    own = stop_tokens(job.model_path, job.tokenizer, chat=False)
-    added = [job.decode_raw([token]) for token in job.stop_token_ids if token not in own]
-    if added and job.world.rank == 0:
-        log.warning(
-            "%s: the chat template ends a reply with %s, which is no end token of the directory; "
-            "it ends completions too",
-            job.model_path,
-            added[0],
-        )
+    @cached_property
+    def prompts(self) -> AnyPrompts:
+        """The prompts of training, by ticket."""
+        chosen = self.config.tickets.sampler != "uniform"
+        return prompts_of(self.task, self.config.seed, chosen=chosen)
 
+    @property
+    def fixed_prompts(self) -> AnyPrompts:
+        """Prompts that are a function of the ticket's number alone, whoever chooses."""
+        return fixed(self.prompts)
 
-def _warn_of_unread_prompts(job: Job) -> None:
-    """Warn of prompts that the model cannot read as they are meant: turns without a template, and
-    text for which the tokenizer has no tokens.
-    """
-    tokenizer = job.tokenizer
-    if job.config.model.path and job.config.task.chat and not job.sampled.conversation["chat"]:
-        log.warning(
-            "%s has no chat template, so with task.chat=true prompts are plain text all the same; "
-            "take an instruct model, or set task.chat=false",
-            job.model_path,
-        )
-    unknown = tokenizer.unk_token_id
-    if unknown is None or unknown == tokenizer.eos_token_id:
-        return
-    count = min(_LOOKED_AT, job.task.num_train)
-    ids = torch.cat([job.task.train_prompt(i).prompt_ids for i in range(count)])
-    num_unknown = int((ids == unknown).sum())
-    if num_unknown > _MOST_UNKNOWN * ids.numel():
-        log.warning(
-            "%s: %d of the %d tokens of the first %d prompts are %s: this tokenizer cannot write "
-            "them; it may be another model's, or the model cannot read this task",
-            job.model_path / "tokenizer.json",
-            num_unknown,
-            ids.numel(),
-            count,
-            tokenizer.unk_token,
+    @cached_property
+    def held_out(self) -> HeldOut:
+        """The task's held-out prompts, and those of eval.sets."""
+        c = self.config.eval
+        return self._tasks.held_out(self.task, c.num_prompts, c.sets)
+
+    @property
+    def eval_sets(self) -> tuple[EvalSet, ...]:
+        """The sets of held-out prompts that an evaluation asks."""
+        return self.held_out.sets if self.config.eval.every else ()
+
+    @property
+    def set_rewards(self) -> list[str]:
+        """The rewards of the kinds of eval.sets, each once."""
+        return list(dict.fromkeys(self.held_out.rewards.values()))
+
+    @property
+    def part_rewards(self) -> list[str]:
+        """The rewards of the kinds of a mixture's parts, each once; none for another task."""
+        if not isinstance(self.task, MixtureTask):
+            return []
+        return list(dict.fromkeys(part.default_reward for part in self.task.parts.values()))
+
+    @cached_property
+    def eval_prompts(self) -> dict[int, Prompt]:
+        """The prompts of those sets, by number; none if nothing is evaluated."""
+        if not self.config.eval.every:
+            return {}
+        return self.held_out.asked(self.eval_sets)
+
+    @cached_property
+    def prompt_fingerprints(self) -> dict[str, str]:
+        """Texts that are equal only if the prompts are equal."""
+        # Also with eval.every=0, because the held-out prompts stay the same when a run goes on
+        # without evaluations.
+        return {
+            "training prompts": self.prompts.fingerprint,
+            "held-out prompts": self.held_out.fingerprint,
+        }
+
+    @property
+    def scored(self) -> ScoredText:
+        """The text and tokens that the reward scores: completions, or replies to them."""
+        victim = self.config.victim
+        if isinstance(victim, NoVictimSettings):
+            return self.sampled
+        return ScoredText(
+            tokenizer=self.victim_tokenizer,
+            longest=victim.longest,
+            longest_keys="victim.max_prompt_tokens + victim.max_new_tokens",
+            chat=victim.chat,
+            system_prompt=victim.system_prompt,
         )
 
-
-def check_vocabulary(tokenizer, vocab_size: int, path: Path) -> None:
-    """Raise ValueError if a model directory's tokenizer has ids that the model lacks."""
-    vocabulary = tokenizer.get_vocab()
-    last = max(vocabulary, key=vocabulary.get, default=None)
-    if last is not None and vocabulary[last] >= vocab_size:
-        file = path / "tokenizer.json"
-        but = _OTHER_VOCABULARY.format(vocab_size)
-        raise ValueError(f"{file}: token {last!r} has id {vocabulary[last]}, {but}")
-
-
-def _say_absent(tokenizer, vocab_size: int, path: Path) -> None:
-    """Say which rows of the model's vocabulary have no token, if there are any."""
-    absent = absent_ids(tokenizer, vocab_size)
-    if absent:
-        log.warning(
-            "%s: %d of its %d vocabulary rows have no token in the tokenizer (ids %s); they are "
-            "never sampled, and no softmax counts them",
-            path,
-            len(absent),
-            vocab_size,
-            ranges(absent),
+    @property
+    def sampled(self) -> ScoredText:
+        """The text and tokens that the policy samples."""
+        task = self.config.task
+        return ScoredText(
+            tokenizer=self.tokenizer,
+            longest=self.config.longest_asked,
+            longest_keys=self.config.longest_keys,
+            chat=task.chat,
+            system_prompt=task.system_prompt,
         )
 
+    def victim_prompt_ids(self, attack: str) -> list[int]:
+        """Return the victim's prompt for an attack: token ids [P]. ValueError if the chat template
+        refuses it.
+        """
+        template = placed_victim(self.config.victim).template
+        return self._victim_maker.filled_ids(template, ATTACK, attack)
 
-def _check_task(job: Job) -> None:
-    """Check the data, and the chat template on one prompt of it, of each part of a mixture, and of
-    each held-out set.
-    """
-    with chat_template_of(job.model_path, job):
-        firsts = job.task.firsts if isinstance(job.task, MixtureTask) else [0]
-        for number in firsts:
-            job.task.train_prompt(number)
-        if job.world.rank == 0:
-            _warn_of_unread_prompts(job)
-        for one in job.held_out.sets:
-            job.held_out.prompt(one.first)
-    reads_turns = job.victim_path is None and job.scored.conversation["chat"]
-    for name, settings in job.config.eval.sets.items():
-        if reads_turns and not settings.chat:
+    @cached_property
+    def _victim_maker(self) -> PromptMaker:
+        victim = placed_victim(self.config.victim)
+        return PromptMaker(
+            self.victim_tokenizer,
+            chat=victim.chat,
+            system_prompt=victim.system_prompt,
+            max_prompt_tokens=victim.max_prompt_tokens,
+        )
+
+    @contextmanager
+    def chat_template_of(self, path: Path) -> Iterator[None]:
+        """Turn errors of a directory's chat template into a ValueError that names its file."""
+        from jinja2 import TemplateError
+
+        try:
+            yield
+        except TemplateError as error:
+            file = template_file(path)
+            what = " ".join(f"{type(error).__name__}: {error}".split())
+            remedy = "unset task.system_prompt" if self.config.task.system_prompt else "correct it"
             raise ValueError(
-                f"eval.sets.{name}.chat=false task.chat=true: the scorer would read its prompts "
-                "as turns of the chat template, which the policy does not; "
-                f"eval.sets.{name}.chat=true"
-            )
+                f"{file}: its chat template failed ({what}); {remedy}, or set task.chat=false"
+            ) from error
+
+    def has_other_tokens(self, path: Path) -> bool:
+        """Whether the directory has a tokenizer that gives a token of the policy's another id."""
+        if not (path / "tokenizer_config.json").is_file():
+            return False
+        theirs = read_tokenizer(path, chat=False).get_vocab()
+        ours = self.tokenizer.get_vocab()
+        return any(theirs.get(token) != index for token, index in ours.items())
+
+    def decode_answer(self, token_ids: list[int]) -> str:
+        """Return the text of a reply's tokens."""
+        return self.victim_tokenizer.decode(token_ids, skip_special_tokens=True)
+
+    def decode_answer_raw(self, token_ids: list[int]) -> str:
+        """Return the text of a reply's tokens, with special tokens."""
+        return self.victim_tokenizer.decode(token_ids, skip_special_tokens=False)
+
+    @cached_property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """Every token that ends a completion, see stop_tokens."""
+        return stop_tokens(self.model_path, self.tokenizer, chat=self.config.shows_turns)
+
+    def decode(self, token_ids: list[int]) -> str:
+        """Return the text of the policy's tokens."""
+        return self.tokenizer.decode(token_ids, skip_special_tokens=True)
+
+    def decode_raw(self, token_ids: list[int]) -> str:
+        """Return the text of the policy's tokens, with special tokens."""
+        return self.tokenizer.decode(token_ids, skip_special_tokens=False)
+
+    def eval_due(self, version: int) -> bool:
+        """Whether this version is evaluated."""
+        if not self.eval_prompts:
+            return False
+        return version % self.config.eval.every == 0 or version == self.config.max_steps

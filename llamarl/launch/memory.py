@@ -19,10 +19,10 @@ from llamarl.config.sections.victim import placed_victim
 from llamarl.ddma.layout import Destination, Parameter, Source, parameters_to_send
 from llamarl.disk.space import free_bytes
 from llamarl.inference.room import whole_blocks
+from llamarl.launch.embedders import embedder_bytes
 from llamarl.launch.free_memory import memory_of
 from llamarl.launch.job import Job
 from llamarl.launch.kinds import scorers_of
-from llamarl.launch.scorers import asked_by_reward, embedder_bytes, stream_cache_tokens
 from llamarl.memory import (
     GIB,
     ITEMSIZES,
@@ -47,8 +47,8 @@ log = logging.getLogger("llamarl")
 def prices(job: Job) -> list[Price]:
     """Return the prices of all models and caches of the job, the trainer's first."""
     found = [*_trainer(job), _generator(job), *_reference(job), *_victim(job)]
-    for kind in scorers_of(job):
-        found += kind.memory()
+    for kind in scorers_of(job.inputs):
+        found += kind.memory(job.placement)
     return [*found, *_judges(job)]
 
 
@@ -68,11 +68,11 @@ def bytes_by_rank(job: Job, found: list[Price]) -> list[int]:
 def training_of(job: Job) -> Training:
     """Return how a trainer rank computes its updates."""
     t = job.config.trainer
-    completions = job.groups_of_update * job.trained_group_size
+    completions = job.placement.groups_of_update * job.placement.trained_group_size
     return Training(
         itemsize=ITEMSIZES[t.compute_dtype],
         checkpointing=t.activation_checkpointing,
-        several=completions > job.longest_microbatch.completions,
+        several=completions > job.placement.longest_microbatch.completions,
         lora_rank=t.lora.rank,
         lora_targets=tuple(t.lora.targets),
         tensor_parallel=t.tensor_parallel,
@@ -90,7 +90,7 @@ def sent_by(job: Job) -> tuple[list[Parameter], Source, Destination]:
     """Return the weights that travel to the generators, and the topologies that send and receive
     them.
     """
-    parameters = _parameters(job, replace(read_config(job.model_path), lora=job.lora))
+    parameters = _parameters(job, replace(read_config(job.inputs.model_path), lora=job.inputs.lora))
     tensor_parallel = job.config.generator.tensor_parallel
     replicas = len(job.placement["generator"]) // tensor_parallel
     return parameters, _source(job), Destination(tensor_parallel, replicas)
@@ -125,11 +125,11 @@ def _trainer(job: Job, *, checkpointing: bool | None = None) -> Iterator[Price]:
     """Price the trainer, its critic and its reference. checkpointing: None: the config's."""
     c = job.config
     ranks = job.placement["trainer"]
-    model = read_config(job.model_path)
+    model = read_config(job.inputs.model_path)
     training = training_of(job)
     if checkpointing is not None:
         training = replace(training, checkpointing=checkpointing)
-    size = job.longest_microbatch
+    size = job.placement.longest_microbatch
     parameters, source, _ = sent_by(job)
     slots = SLOTS * _bytes_of(model, parameters, source)
     policy = update_bytes(model, size, training)
@@ -141,11 +141,11 @@ def _trainer(job: Job, *, checkpointing: bool | None = None) -> Iterator[Price]:
         replicate=c.trainer.replicate,
     )
     if c.reference.kind == "reset":  # what it takes has slots of its own
-        slots += slots if job.lora else SLOTS * weights
+        slots += slots if job.inputs.lora else SLOTS * weights
     working = policy.working
     found = []
     if c.trainer.advantages == "gae" and c.trainer.critic.trunk == "own":
-        critic_model = read_config(c.trainer.critic.path or job.model_path)
+        critic_model = read_config(c.trainer.critic.path or job.inputs.model_path)
         if not critic_model.labels:
             critic_model = critic_model.as_scorer()
         critic = update_bytes(critic_model, size, replace(training, lora_rank=0))
@@ -163,13 +163,13 @@ def _trainer(job: Job, *, checkpointing: bool | None = None) -> Iterator[Price]:
 def _generator(job: Job) -> Price:
     g = job.config.generator
     ranks = job.placement["generator"]
-    model = read_config(job.model_path)
+    model = read_config(job.inputs.model_path)
     if g.kind == "vllm":  # it takes a share of what is free
         return Price("generator", ranks, int(g.gpu_memory_utilization * _free(job)))
     parameters, _, destination = sent_by(job)
     weights = _bytes_of(model, parameters, destination)
     held = SLOTS * weights
-    if job.lora:  # beside weights that are read once
+    if job.inputs.lora:  # beside weights that are read once
         base = _bytes_of(model, _parameters(job, model), destination)
         weights += base
         held += weights
@@ -195,23 +195,25 @@ def _reference(job: Job) -> Iterator[Price]:
         return
     dtype = job.config.model.dtype
     ranks = job.placement["reference"]
-    model = read_config(job.model_path)
+    model = read_config(job.inputs.model_path)
     weights = weights_bytes(
         model, dtype, len(ranks), tensor_parallel=r.tensor_parallel, replicate=r.replicate
     )
     # The second one receives the next version, unless that is of adapters alone.
-    held = weights if r.kind == "frozen" or job.lora else 2 * weights
+    held = weights if r.kind == "frozen" or job.inputs.lora else 2 * weights
     if r.stream:
-        tokens = stream_cache_tokens(job.config, job.placement, "reference")
+        tokens = job.placement.stream_cache_tokens("reference")
         held += cache_bytes(model, tokens, dtype, r.tensor_parallel)
-    yield Price("reference", ranks, held, asking_bytes(model, job.longest_microbatch, dtype))
+    yield Price(
+        "reference", ranks, held, asking_bytes(model, job.placement.longest_microbatch, dtype)
+    )
 
 
 def _victim(job: Job) -> Iterator[Price]:
-    if job.victim_path is None:
+    if job.inputs.victim_path is None:
         return
     v = placed_victim(job.config.victim)
-    model = read_config(job.victim_path)
+    model = read_config(job.inputs.victim_path)
     weights = num_parameters(model) * ITEMSIZES[v.dtype]
     held = weights + _laid_out(job, weights)
     held += cache_bytes(model, v.max_slots * whole_blocks(v.longest), v.dtype)
@@ -225,9 +227,9 @@ def _judges(job: Job) -> Iterator[Price]:
     c = job.config
     ranks = job.placement["reward"]
     if c.eval.base is not None:
-        yield asked_by_reward(job, "eval.base", c.eval.base, c.model.dtype)
+        yield job.placement.asked_by_reward("eval.base", c.eval.base, c.model.dtype)
     if c.eval.embedder is not None:
-        yield Price("eval.embedder", ranks[:1], embedder_bytes(job, c.eval.embedder))
+        yield Price("eval.embedder", ranks[:1], embedder_bytes(job.inputs, c.eval.embedder))
 
 
 # --- In words ---
@@ -353,9 +355,9 @@ def checkpoint_bytes_of(job: Job) -> int:
     c = job.config
     training = training_of(job)
     export_itemsize = getattr(torch, c.model.dtype).itemsize
-    total = checkpoint_bytes(read_config(job.model_path), training, export_itemsize)
+    total = checkpoint_bytes(read_config(job.inputs.model_path), training, export_itemsize)
     if c.trainer.advantages == "gae" and c.trainer.critic.trunk == "own":
-        critic = read_config(c.trainer.critic.path or job.model_path)
+        critic = read_config(c.trainer.critic.path or job.inputs.model_path)
         total += checkpoint_bytes(critic, replace(training, lora_rank=0), 0)
     return math.ceil(total)
 
@@ -365,7 +367,7 @@ def warn_of_disk(job: Job) -> None:
     those that are kept, and one in writing.
     """
     c = job.config
-    folder = job.directory.path / "checkpoints"
+    folder = job.files.directory.path / "checkpoints"
     made = math.ceil(c.max_steps / c.checkpoint.every) if c.checkpoint.every else 1
     there = len(list(folder.glob("step_*")))
     missing = min(made, c.checkpoint.keep + 1 - min(there, c.checkpoint.keep))

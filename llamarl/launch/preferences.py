@@ -23,11 +23,9 @@ from llamarl.config.preferences import PreferencesConfig, as_run
 from llamarl.config.sections.task import GSM8KSettings, RowsSettings
 from llamarl.disk.drafts import Draft
 from llamarl.errors import MetricsError, RewardError, RunDirectoryError
-from llamarl.launch.identities import reward_identity
-from llamarl.launch.identity import Identity, differences
-from llamarl.launch.inputs import bad_input, check_inputs
-from llamarl.launch.job import Job
-from llamarl.launch.run_directory import RunDirectory
+from llamarl.launch.checks import bad_input, check_inputs
+from llamarl.launch.identity import Identity, differences, reward_identity
+from llamarl.launch.inputs import Inputs
 from llamarl.launch.sources import check_sources
 from llamarl.launch.start import explained
 from llamarl.launch.tasks import TaskBuilder
@@ -57,12 +55,13 @@ Make = Callable[[Iterable[range]], Iterator[tuple[str, Tally]]]
 class PreferencesJob:
     """A job that makes pairs, and the file that they go to.
 
-    run: the main job that samples and scores in the same way.
+    inputs: of the main job that samples and scores in the same way, on this device.
     """
 
-    def __init__(self, config: PreferencesConfig, run: Job):
+    def __init__(self, config: PreferencesConfig, inputs: Inputs, device: torch.device):
         self.config = config
-        self.run_job = run
+        self.inputs = inputs
+        self.device = device
         self._draft: Draft | None = None
 
     @property
@@ -74,7 +73,7 @@ class PreferencesJob:
     @property
     def num_prompts(self) -> int:
         """How many prompts are completed. ValueError if there are none, or endlessly many."""
-        task = self.run_job.task
+        task = self.inputs.task
         sizes = {
             "train": task.num_train,
             "held_out": task.num_eval,
@@ -93,7 +92,7 @@ class PreferencesJob:
 
     def prompt(self, number: int) -> Prompt:
         """Return prompt `number` of the split. With split=all, held-out prompts come last."""
-        task = self.run_job.task
+        task = self.inputs.task
         if self.config.split == "held_out":
             return task.eval_prompt(number)
         if number < task.num_train:
@@ -107,20 +106,20 @@ class PreferencesJob:
     @property
     def prompt_maker(self) -> PromptMaker:
         """The PromptMaker that made the prompts."""
-        return TaskBuilder(self.run_job.tokenizer).prompt_maker(self.config.task)
+        return TaskBuilder(self.inputs.tokenizer).prompt_maker(self.config.task)
 
     @property
     def identity(self) -> Identity:
         """The identity of these pairs."""
         sample = sample_digest(self.prompt, self.num_prompts)
-        task = self.run_job.task
+        task = self.inputs.task
         return Identity(
             config=to_values(self.config),
             prompts={
                 "prompts": f"{self.num_prompts}, {task.train_digest}, {task.eval_digest}, {sample}",
             },
-            reward=reward_identity(self.run_job),
-            models={"model.path": {"files": model_digest(self.run_job.model_path)}},
+            reward=reward_identity(self.inputs),
+            models={"model.path": {"files": model_digest(self.inputs.model_path)}},
             kept=[],
             adapters={},
         )
@@ -195,7 +194,7 @@ class PreferencesJob:
         c = self.config
         own = "".join(f" and the row's {key}" for key in c.references)
         print(f"pairs    {c.samples} completions{own} of {self.num_prompts:,} prompts")
-        print(f"model    {self.run_job.model_path}, {c.task.kind} ({c.split})")
+        print(f"model    {self.inputs.model_path}, {c.task.kind} ({c.split})")
         print(f"labels   reward={c.reward.kind}, pairing={c.pairing}")
         if num_done:
             print(f"resumed  {c.out}.part has {num_done:,} prompts")
@@ -216,10 +215,10 @@ class PreferencesJob:
         c = self.config
         print(f"{'written':<14}{c.out}")
         more = ""
-        context = read_config(self.run_job.model_path).max_position_embeddings
+        context = read_config(self.inputs.model_path).max_position_embeddings
         if not tally.longest <= DEFAULT_MAX_TOKENS <= context:
             more += f" task.max_tokens={tally.longest}"
-        if self.run_job.tokenizer.chat_template and not c.task.chat:
+        if self.inputs.tokenizer.chat_template and not c.task.chat:
             more += " task.chat=false"
         data = f"model.path={c.model.path} task.path={c.out}"
         print(f"{'next':<14}python recipes/reward_model.py {data} out=RM_DIR{more}", flush=True)
@@ -235,12 +234,12 @@ def launch_preferences(config: PreferencesConfig) -> Iterator[PreferencesJob]:
         threads = threads_per_rank(config.threads, synchronous=True)
         world = init_world(threads=threads, timeout_s=config.timeout_s, reproducible=True)
         torch.manual_seed(config.seed)
-        run = Job(as_run(config), world, RunDirectory(Path(config.out), None))
-        job = PreferencesJob(config, run)
-        check_inputs(run)
+        inputs = Inputs(as_run(config), is_told=world.rank == 0)
+        job = PreferencesJob(config, inputs, world.device)
+        check_inputs(inputs)
         with bad_input():
             _check_prompts(job)
-            check_sources(run)
+            check_sources(inputs)
             job.open()
         ending.callback(job.draft.close)
         yield job
@@ -255,7 +254,7 @@ def _check_prompts(job: PreferencesJob) -> None:
     if isinstance(task, RowsSettings | GSM8KSettings) and task.kind != "hf_dataset":
         _check_lines(task, job.config)
         return
-    if not job.run_job.task.train_digest:
+    if not job.inputs.task.train_digest:
         count = 1  # a task on demand makes the others later, with the same keys
     problems = []
     for number in range(count):

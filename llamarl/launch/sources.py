@@ -9,7 +9,7 @@ from functools import partial
 
 import torch
 
-from llamarl.launch.job import Job
+from llamarl.launch.inputs import Inputs
 from llamarl.launch.kinds import reward_kinds
 from llamarl.scoring.scorer import Item, text_item
 from llamarl.tasks.environment import GIVEN
@@ -31,15 +31,15 @@ _MADE_HERE = ("addition", "facts", "one_prompt", "questions")  # tasks with rows
 log = logging.getLogger(__name__)
 
 
-def samples_of(job: Job) -> list[Item]:
+def samples_of(inputs: Inputs) -> list[Item]:
     """Return what a reward is tried on: for each of the first NUM_SAMPLES training prompts the
     row's own answer, or the prompt's text without one, as a completion that ended by itself. Of a
     mixture only prompts that no environment plays, if there are any.
     """
-    tokenizer = job.scored.tokenizer
-    chat = job.scored.conversation["chat"]
+    tokenizer = inputs.scored.tokenizer
+    chat = inputs.scored.conversation["chat"]
     samples = []
-    for prompt in _first_prompts(job):
+    for prompt in _first_prompts(inputs):
         text = _known_answer(prompt) or prompt.text
         token_ids = reply_ids(tokenizer, prompt.prompt_ids.tolist(), text, chat=chat)
         sample = Item(
@@ -63,8 +63,8 @@ def _known_answer(prompt: Prompt) -> str:
         return str(answer)
 
 
-def _first_prompts(job: Job) -> list[Prompt]:
-    task = job.task
+def _first_prompts(inputs: Inputs) -> list[Prompt]:
+    task = inputs.task
     if isinstance(task, MixtureTask):
         found: list[Prompt] = []
         for name, part in task.parts.items():
@@ -76,24 +76,24 @@ def _first_prompts(job: Job) -> list[Prompt]:
     return [task.train_prompt(number) for number in range(min(NUM_SAMPLES, task.num_train))]
 
 
-def check_sources(job: Job) -> None:
+def check_sources(inputs: Inputs) -> None:
     """Try the scorers, each kind as far as that is cheap: a user's function scores the samples, a
     judge is asked whether it is there. Called in one process of a job. ValueError if one cannot be
     used, or if a function fails on all samples in the same way, unless reward.max_error_rate is 1.
     """
-    samples = samples_of(job)
-    for kind in reward_kinds(job):
+    samples = samples_of(inputs)
+    for kind in reward_kinds(inputs):
         kind.try_out(samples)
-    check_rows(job)
+    check_rows(inputs)
 
 
-def check_rows(job: Job) -> None:
+def check_rows(inputs: Inputs) -> None:
     """Let the rewards that can say so check training rows, at most NUM_ROWS, evenly apart. Those
     that no completion could be scored for are counted and shown. ValueError where they are more
     than reward.max_error_rate allows. It ends after CHECK_S seconds.
     """
-    asking = [kind for kind in reward_kinds(job) if kind.checks_rows]
-    task = job.task
+    asking = [kind for kind in reward_kinds(inputs) if kind.checks_rows]
+    task = inputs.task
     parts = list(task.parts.values()) if isinstance(task, MixtureTask) else [task]
     is_made = [not part.train_digest or part.name in _MADE_HERE for part in parts]
     if not asking or all(is_made):
@@ -125,7 +125,7 @@ def check_rows(job: Job) -> None:
             continue
         looked_at = f"{num_seen} training rows" + (f", one in {apart}," if apart > 1 else "")
         what = f"{len(problems)} of {looked_at} get no score from {kind.identity}"
-        most = job.config.reward.max_error_rate
+        most = inputs.config.reward.max_error_rate
         # The share is one of all rows, so that a slow machine refuses none that a quick one takes.
         if len(problems) > most * len(items):
             problems.append(

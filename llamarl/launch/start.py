@@ -37,11 +37,11 @@ from llamarl.errors import (
     TimedOut,
     WeightsError,
 )
+from llamarl.launch.checks import bad_input, check_inputs
 from llamarl.launch.dry_run import dry_run
 from llamarl.launch.environments import try_environments
 from llamarl.launch.gold import try_gold
-from llamarl.launch.identities import identity_of
-from llamarl.launch.inputs import bad_input, check_inputs
+from llamarl.launch.identity import identity_of
 from llamarl.launch.job import Job
 from llamarl.launch.memory import announce_memory, warn_of_disk
 from llamarl.launch.planned import planned_placement
@@ -91,30 +91,30 @@ def launch(config: Config) -> Iterator[Job]:
         if planned is not None:
             config = planned.config
         job = Job(config, world, directory, reading)
-        check_inputs(job)
+        check_inputs(job.inputs)
         with bad_input():  # check what the user gave before there is a directory
             if config.dry_run:
                 dry_run(job)
                 raise SystemExit(0)
             if world.rank == 0:  # rank 0 makes the directory
-                try_environments(job)
-                check_sources(job)
-                try_gold(job)
+                try_environments(job.inputs)
+                check_sources(job.inputs)
+                try_gold(job.inputs)
             # Read here, so that errors in the data are bad input.
-            fingerprints = job.prompt_fingerprints
-            identity = identity_of(job) if world.rank == 0 else None
-        job.directory = open_run(config, world, fingerprints, identity, job.prompts)
-        ending.callback(job.directory.release)
+            fingerprints = job.inputs.prompt_fingerprints
+            identity = identity_of(job.inputs) if world.rank == 0 else None
+        job.files.directory = open_run(config, world, fingerprints, identity, job.inputs.prompts)
+        ending.callback(job.files.directory.release)
         ending.enter_context(remembered_stops())
         if world.rank == 0:
-            reading.save(job.directory.path)
+            reading.save(job.files.directory.path)
             _announce(job)
             if planned is not None:
                 print(f"planned  {planned.words}", flush=True)
             announce_memory(job)
             warn_of_disk(job)
         yield job
-        job.conclude()
+        job.files.conclude()
 
 
 def _announce(job: Job) -> None:
@@ -122,17 +122,17 @@ def _announce(job: Job) -> None:
     c = job.config
     overcommit = "synchronous" if c.synchronous else f"overcommit {c.overcommit}"
     if c.max_lag is None:
-        overcommit = f"at most {job.num_on_their_way} groups on their way"
+        overcommit = f"at most {job.placement.num_on_their_way} groups on their way"
     if c.buffer.kind == "replay":
         overcommit += f", replay of the newest {c.buffer.max_size:,} completions"
-        if job.replay_lag is not None:
-            overcommit += f", at most {job.replay_lag:,} steps old"
+        if job.placement.replay_lag is not None:
+            overcommit += f", at most {job.placement.replay_lag:,} steps old"
     completions = f"{c.groups_per_step} x {c.group_size} completions a step"
-    print(f"llamarl  {job.model_path.name} on {c.task.kind}, {completions}, {c.loss.name}")
-    for line in told(c, job.model_path):
+    print(f"llamarl  {job.inputs.model_path.name} on {c.task.kind}, {completions}, {c.loss.name}")
+    for line in told(c, job.inputs.model_path):
         print(line)
     device = f"{job.world.device.type}, {torch.get_num_threads()} thread(s) each"
-    print(f"ranks    {job.hosts}  ({device})")
+    print(f"ranks    {job.placement.hosts}  ({device})")
     if job.world.network:
         print(f"network  {', '.join(first_of(job.world.network, SHOWN_HOSTS))}")
     print(f"float32  {job.world.products}")
@@ -144,10 +144,10 @@ def _announce(job: Job) -> None:
             "trainer, fresh tokens are not"
         )
     if c.eval.sets and c.is_evaluated:
-        print(f"held out {shown_sets(job.eval_sets)}")
-    checkpoint = job.directory.resume_from
+        print(f"held out {shown_sets(job.inputs.eval_sets)}")
+    checkpoint = job.files.directory.resume_from
     resumed = f", resumed from {checkpoint.name}" if checkpoint else ""
-    print(f"run      {job.directory.path}{resumed}", flush=True)
+    print(f"run      {job.files.directory.path}{resumed}", flush=True)
 
 
 def _earlier_starts(config: Config) -> list[Path]:

@@ -32,9 +32,10 @@ from llamarl.config.supervised import RewardModelConfig, RowsSettings
 from llamarl.controller import ExecutorController, RunLimits
 from llamarl.errors import NoWeights, RunDirectoryError
 from llamarl.executor import Executor
-from llamarl.launch.identity import Identity, parts_of
-from llamarl.launch.inputs import bad_input, check_inputs, check_vocabulary
-from llamarl.launch.job import Job, read_model, read_tokenizer
+from llamarl.launch.checks import bad_input, check_inputs, check_vocabulary
+from llamarl.launch.identity import Identity
+from llamarl.launch.inputs import Inputs
+from llamarl.launch.model_directory import parts_of, read_model, read_tokenizer
 from llamarl.launch.outcome import recorded
 from llamarl.launch.run_directory import RunDirectory, open_run
 from llamarl.launch.sources import check_sources
@@ -84,7 +85,7 @@ class Data(Protocol):
 class SupervisedJob:
     """The job of one supervised run. It is the same on every rank, except for `world.rank`.
 
-    run_job: the main job with the task whose held-out prompts are completed; None without a task.
+    inputs: the task whose held-out prompts are completed, and its model; None without a task.
     """
 
     def __init__(
@@ -92,12 +93,12 @@ class SupervisedJob:
         config: AnyConfig,
         world: World,
         data: Data,
-        run_job: Job | None = None,
+        inputs: Inputs | None = None,
     ):
         self.config = config
         self.world = world
         self.data = data
-        self.run_job = run_job
+        self.inputs = inputs
         self._reward: float | None = None  # the last mean reward that was measured
         self.directory = RunDirectory(Path(config.out or "runs/(new)"), None)
         epochs = config.epochs
@@ -243,8 +244,8 @@ class SupervisedJob:
             model = model.as_scorer()
         rows = rows_of(c)
         if rows is None:
-            assert self.run_job is not None, "without rows there is a task"
-            longest = self.run_job.config.longest
+            assert self.inputs is not None, "without rows there is a task"
+            longest = self.inputs.config.longest
         else:
             longest = rows.max_tokens
         sequences = max(1, t.microbatch_tokens // longest)
@@ -374,20 +375,20 @@ def _job_of_task(config: AnyConfig, world: World, tokenizer) -> SupervisedJob:
     BadInput.
     """
     assert isinstance(config, SFTConfig), "other jobs have rows"
-    run_job = Job(as_run(config), world, RunDirectory(Path(config.out or "runs/(new)"), None))
-    check_inputs(run_job)
+    inputs = Inputs(as_run(config), is_told=world.rank == 0)
+    check_inputs(inputs)
     with bad_input():
         if config.target_accuracy is not None and world.rank == 0:
-            check_sources(run_job)
+            check_sources(inputs)
         data = read_answers(
-            run_job.task,
+            inputs.task,
             tokenizer,
             max_tokens=read_model(config.model.path).max_position_embeddings,
             num_eval=config.eval.num_prompts,
-            fingerprints=run_job.prompt_fingerprints,
-            chat=run_job.sampled.conversation["chat"],
+            fingerprints=inputs.prompt_fingerprints,
+            chat=inputs.sampled.conversation["chat"],
         )
-    return SupervisedJob(config, world, data, run_job)
+    return SupervisedJob(config, world, data, inputs)
 
 
 def _in_own_words(message: str) -> str:

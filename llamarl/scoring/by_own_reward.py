@@ -12,26 +12,20 @@ their own kind: sets of held-out prompts, and parts of a mixture that an environ
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from llamarl.scoring.scorer import Item, Outcomes, Scorer
 from llamarl.tasks.row_keys import REWARD_KEY
 
 
 class ByOwnReward(Scorer):
-    """Several Scorers of texts. make_own: makes the scorer of prompts with this reward of their
-    kind. make_main: makes the scorer of all else.
+    """Several Scorers of texts. own: by reward, the scorer of prompts whose kind has this reward.
+    main: the scorer of all else.
     """
 
-    def __init__(
-        self,
-        make_main: Callable[..., Scorer],
-        make_own: Mapping[str, Callable[..., Scorer]],
-        *,
-        on_result: Callable[[], None],
-    ):
-        self._main = make_main(on_result=on_result)
-        self._own = {path: make(on_result=on_result) for path, make in make_own.items()}
+    def __init__(self, main: Scorer, own: Mapping[str, Scorer]):
+        self._main = main
+        self._own = own
         self._scorers: list[Scorer] = [self._main, *self._own.values()]
         self._givens: dict[int, Scorer] = {}  # the scorer of each pending item, by key
         self.name = self._main.name

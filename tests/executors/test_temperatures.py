@@ -15,6 +15,7 @@ from llamarl.ddma.receiver import Staged
 from llamarl.evaluation.ask import SAMPLED
 from llamarl.executor import ExecutorGroup
 from llamarl.inference import SamplingParams, TemperatureRange
+from llamarl.launch.placement import Placement
 from llamarl.types import Completion
 from tests.executors.generators import PROMPT, canary_of, generator, stored
 from tests.launching import SMALL, ForkedJob, untimed
@@ -117,7 +118,7 @@ def test_held_out_prompts_and_the_canary_have_the_runs_temperature():
 
 
 def test_the_config_gives_the_range_to_the_generator_and_takes_the_comparison_from_the_trainer():
-    job = SimpleNamespace(
+    inputs = SimpleNamespace(
         model_path="m",
         prompts=None,
         eval_prompts={},
@@ -126,10 +127,12 @@ def test_the_config_gives_the_range_to_the_generator_and_takes_the_comparison_fr
         decode=str,
         lora=None,
         fixed_prompts=[],
-        sample_maker=None,
-        placement={"trainer": [0], "generator": [0], "reward": [0]},
     )
-    job.num_dp_ranks = 1
+    job = SimpleNamespace(
+        inputs=inputs,
+        files=SimpleNamespace(sample_maker=None),
+        placement=Placement(compose_config([]), 1),
+    )
     drawn = ["generator.temperature=[0.7,2]", "seed=11"]
     made = build_generator(compose_config(drawn), job)
     assert made.temperatures == DRAWN and made.sampling.temperature == 1.0

@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 from transformers import GraniteConfig, LlamaConfig, SmolLM3Config
 
 from llamarl.errors import BadInput
-from llamarl.launch.inputs import check_inputs
+from llamarl.launch.checks import check_inputs
 from llamarl.models.config import read_config, tiny_directory
 from llamarl.models.families import FAMILIES, Family
 from llamarl.models.hf import SafetensorsDir
@@ -279,12 +279,12 @@ def test_a_run_compares_its_model_with_transformers(tmp_path, monkeypatch):
 
     path = shutil.copytree(tiny_directory(), tmp_path / "model")
     change(path / "config.json", model_type="mistral", sliding_window=None)
-    check_inputs(model_job(path))  # another type, the same values
+    check_inputs(model_job(path).inputs)  # another type, the same values
     raw = json.loads((path / "config.json").read_text())
     del raw["max_position_embeddings"]
     (path / "config.json").write_text(json.dumps(raw))
     with pytest.raises(BadInput, match="max_position_embeddings is 2048 here and 131072"):
-        check_inputs(model_job(path, "task.max_prompt_tokens=8"))
+        check_inputs(model_job(path, "task.max_prompt_tokens=8").inputs)
 
 
 @pytest.mark.parametrize(

@@ -155,7 +155,7 @@ def trainer_of(model: Path, group: ExecutorGroup, case: str) -> tuple[FSDPTraine
     topology = {"replicate": group.replicate, "tensor_parallel": group.tensor_parallel}
     config = dataclasses.replace(config, trainer=dataclasses.replace(config.trainer, **topology))
     job = Job(config, World(0, WORLD, group.device), RunDirectory(Path(), None))
-    job.model_path, job.prompts = model, [group_of(i) for i in range(99)]
+    job.inputs.model_path, job.inputs.prompts = model, [group_of(i) for i in range(99)]
     trainer = build_trainer(config, job)
     peers = Peers()
     ends = [(Group, FakeReceiver())], [(Policy, peers)]

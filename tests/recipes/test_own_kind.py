@@ -52,8 +52,6 @@ class LengthKindSettings(KindSettings):
 SETTINGS = LengthKindSettings
 """
 KIND = '''
-from functools import partial
-
 from llamarl.config.kinds.length import LengthKindSettings
 from llamarl.launch.kinds.kind import Kind
 from llamarl.memory import Price
@@ -96,14 +94,14 @@ class LengthKind(Kind[LengthKindSettings]):
     def identity(self):
         return f"length at {self.settings.rate:g}"
 
-    def notes(self):
+    def notes(self, placement):
         return ["length   has no limit"]
 
-    def memory(self):
-        yield Price(self.price_name, self.ranks, 3 << 30)
+    def memory(self, placement):
+        yield Price(self.price_name, placement["reward"], 3 << 30)
 
-    def make(self, stream):
-        return partial(Length, self.given.name, self.settings.rate)
+    def make(self, site, stream=None):
+        return Length(self.given.name, self.settings.rate, site)
 
 
 KIND = LengthKind

@@ -13,7 +13,7 @@ import torch
 from llamarl.comm.groups import World
 from llamarl.config.command_line import ConfigError, check_command_line, compose_config
 from llamarl.errors import BadInput
-from llamarl.launch.inputs import check_inputs
+from llamarl.launch.checks import check_inputs
 from llamarl.launch.job import Job
 from llamarl.launch.run_directory import RunDirectory
 
@@ -33,7 +33,7 @@ def model_job(model: Path, *overrides: str) -> Job:
 def refusal(*overrides: str) -> str:
     """Return what is said of the files that such a job names; they must be refused."""
     with pytest.raises(BadInput) as refused:
-        check_inputs(job(*overrides))
+        check_inputs(job(*overrides).inputs)
     return str(refused.value)
 
 

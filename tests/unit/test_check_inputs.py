@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from llamarl.inference import vllm_engine
 from llamarl.launch import sources
-from llamarl.launch.inputs import check_inputs
+from llamarl.launch.checks import check_inputs
 from llamarl.launch.kinds.function import FunctionKind
 from llamarl.launch.sources import check_sources, samples_of
 from llamarl.models.build import build_decoder, read_config
@@ -42,7 +42,7 @@ def change_weights(model: Path, **tensors) -> None:
 
 
 def test_the_embedded_model_passes(model):
-    check_inputs(model_job(model, "generator.quantize=int8"))
+    check_inputs(model_job(model, "generator.quantize=int8").inputs)
 
 
 # --- The model ---
@@ -72,7 +72,7 @@ def test_weights_that_do_not_fit_are_refused_as_loading_them_does(model, tensors
 def test_a_head_of_its_own_is_needed_where_it_is_not_tied_and_is_the_embedding_where_it_is(model):
     embedding = load_file(model / "model.safetensors")["model.embed_tokens.weight"]
     change_weights(model, **{"lm_head.weight": embedding.clone()})
-    check_inputs(model_job(model))
+    check_inputs(model_job(model).inputs)
     change_weights(model, **{"lm_head.weight": torch.zeros(52, 192)})
     said = "lm_head.weight differs from model.embed_tokens.weight"
     assert said in model_refusal(model)
@@ -163,16 +163,16 @@ def own_critic(path: Path) -> tuple[str, ...]:
 
 
 def test_a_reward_model_and_a_language_model_can_start_a_value_model(model):
-    check_inputs(model_job(model, *own_critic(value_model(model))))
-    check_inputs(model_job(model, *own_critic(model)))
+    check_inputs(model_job(model, *own_critic(value_model(model))).inputs)
+    check_inputs(model_job(model, *own_critic(model)).inputs)
 
 
 def test_a_value_model_that_starts_beside_rescaled_rewards_is_warned_of(model, caplog):
     path = value_model(model)
     words = (*own_critic(path), "reward=model", f"reward.path={path}")
-    check_inputs(model_job(model, *words))
+    check_inputs(model_job(model, *words).inputs)
     assert "raw scores" not in caplog.text
-    check_inputs(model_job(model, *words, "reward.scale=2", "reward.shift=0.5"))
+    check_inputs(model_job(model, *words, "reward.scale=2", "reward.shift=0.5").inputs)
     assert "(score - reward.shift=0.5) * reward.scale=2" in caplog.text
 
 
@@ -200,7 +200,7 @@ def test_a_value_model_of_other_tokens_is_refused(model):
 
 
 def test_fragments_that_keep_no_projection_are_refused_where_something_is_quantised(model):
-    check_inputs(model_job(model, "generator.quantize_exclude=[foo]"))
+    check_inputs(model_job(model, "generator.quantize_exclude=[foo]").inputs)
     message = model_refusal(
         model, "generator.quantize=int8", "generator.quantize_exclude=[down_proj,foo]"
     )
@@ -234,7 +234,7 @@ def test_a_stop_token_that_is_none_is_named(model, eos, said):
 def test_rows_without_a_token_are_counted_once(tmp_path, caplog):
     model = padded_directory(tmp_path / "padded")
     with caplog.at_level(logging.WARNING, "llamarl"):
-        check_inputs(model_job(model))
+        check_inputs(model_job(model).inputs)
     (said,) = [r.getMessage() for r in caplog.records if "vocabulary rows" in r.getMessage()]
     assert "12 of its 64 vocabulary rows have no token in the tokenizer (ids 52-63)" in said
 
@@ -243,7 +243,7 @@ def test_a_model_without_stop_tokens_is_warned_of(model, caplog):
     change(model / "generation_config.json", eos_token_id=None)
     change(model / "tokenizer_config.json", eos_token=None)
     with caplog.at_level(logging.WARNING, "llamarl"):
-        check_inputs(model_job(model))
+        check_inputs(model_job(model).inputs)
     assert f"{model}: no eos token" in caplog.text
 
 
@@ -273,7 +273,7 @@ def test_a_chat_template_that_raises_is_named(model, name, template):
     message = model_refusal(model, "task.chat=true")
     assert message.startswith(f"{model / name}: its chat template failed")
     assert "or set task.chat=false" in message and "\n" not in message
-    check_inputs(model_job(model, "task.chat=false"))
+    check_inputs(model_job(model, "task.chat=false").inputs)
 
 
 # --- Launched ---
@@ -365,17 +365,17 @@ def test_a_function_is_refused_for_one_kind_of_error_on_all_samples_alone(tried)
 
 def test_the_samples_are_the_rows_own_answers_as_they_would_be_sampled(model):
     run = model_job(model)
-    samples = samples_of(run)
+    samples = samples_of(run.inputs)
     assert len(samples) == 3
     for number, item in enumerate(samples):
-        asked = run.task.train_prompt(number)
+        asked = run.inputs.task.train_prompt(number)
         text = asked.meta["answer"]
         assert (item.prompt.text, item.text) == (asked.text, text)
         sampled = item.meta["sampled"]
         assert sampled["ended"] and sampled["num_tokens"] == len(sampled["token_ids"])
-        assert sampled["token_ids"][-1] == run.tokenizer.eos_token_id
-        assert run.decode(sampled["token_ids"]) == text
-        assert sampled["raw_text"] == text + run.tokenizer.eos_token
+        assert sampled["token_ids"][-1] == run.inputs.tokenizer.eos_token_id
+        assert run.inputs.decode(sampled["token_ids"]) == text
+        assert sampled["raw_text"] == text + run.inputs.tokenizer.eos_token
 
 
 def test_a_sample_of_a_conversation_has_its_turns(model, tmp_path):
@@ -385,7 +385,7 @@ def test_a_sample_of_a_conversation_has_its_turns(model, tmp_path):
     rows = tmp_path / "rows.jsonl"
     rows.write_text((json.dumps({"prompt": turns, "answer": "2"}) + "\n") * 3)
     samples = samples_of(
-        model_job(model, "task=jsonl", f"task.path={rows}", f"task.eval_path={rows}")
+        model_job(model, "task=jsonl", f"task.path={rows}", f"task.eval_path={rows}").inputs
     )
     for item in samples:
         assert (item.prompt.text, item.text) == ("system: 7\n\nuser: 1+1", "2")
@@ -403,16 +403,16 @@ def rows_job(model, tmp_path, answers, *words):
 
 def test_rows_that_a_reward_can_never_score_are_counted_before_the_run(model, tmp_path, caplog):
     answers = ["1", "2", ["3"], "4", True, "6", "7", "8"]
-    check_sources(rows_job(model, tmp_path, answers, "reward.max_error_rate=0.5"))
+    check_sources(rows_job(model, tmp_path, answers, "reward.max_error_rate=0.5").inputs)
     assert "2 of 8 training rows get no score from llamarl.tasks.rewards:exact_match" in caplog.text
     assert "rows.jsonl:3: ValueError: the answer is list ['3']" in caplog.text
     assert "rows.jsonl:5: ValueError: the answer is bool True" in caplog.text
     with pytest.raises(ValueError, match="(?s)2 of 8 .*above reward.max_error_rate=0.1: correct"):
-        check_sources(rows_job(model, tmp_path, answers, "reward.max_error_rate=0.1"))
+        check_sources(rows_job(model, tmp_path, answers, "reward.max_error_rate=0.1").inputs)
 
 
 def test_a_row_that_a_reward_can_score_is_not_spoken_of(model, tmp_path, caplog):
-    check_sources(rows_job(model, tmp_path, ["1", 2, 3.0, "four"]))
+    check_sources(rows_job(model, tmp_path, ["1", 2, 3.0, "four"]).inputs)
     assert "get no score" not in caplog.text
 
 
@@ -426,13 +426,13 @@ def test_each_reward_of_llamarl_checks_the_rows_that_it_compares_with(model, tmp
         if name == "python_tests":
             words.append("reward.options.tests=answer")
         with pytest.raises(ValueError, match=said):
-            check_sources(rows_job(model, tmp_path, [answer] * 4, *words))
+            check_sources(rows_job(model, tmp_path, [answer] * 4, *words).inputs)
 
 
 def test_of_many_rows_some_are_checked_evenly_apart(model, tmp_path, caplog):
     answers = ["1"] * 600
     answers[300] = answers[301] = [1]  # of each three the first is looked at
-    check_sources(rows_job(model, tmp_path, answers))
+    check_sources(rows_job(model, tmp_path, answers).inputs)
     assert "1 of 200 training rows, one in 3, get no score" in caplog.text
     assert "rows.jsonl:301: " in caplog.text
 
@@ -446,7 +446,7 @@ def test_a_check_of_rows_that_takes_long_says_so_and_ends(model, tmp_path, caplo
     monkeypatch.setattr(sources, "CHECK_S", 0.0)
     monkeypatch.setattr(sources, "QUIET_S", 0.0)
     with caplog.at_level(logging.INFO, "llamarl"):
-        check_sources(rows_job(model, tmp_path, ["1"] * 8))
+        check_sources(rows_job(model, tmp_path, ["1"] * 8).inputs)
     name = "llamarl.tasks.rewards:exact_match"
     assert f"{name} looks at 8 training rows, for 0 s at most" in caplog.text
     assert f"{name}: looked at 1 of 8 training rows in 0 s, and stopped" in caplog.text
@@ -460,17 +460,17 @@ def test_rows_of_a_mixture_are_checked_by_the_reward_of_their_part(model, tmp_pa
     parts = f"task.parts={{sums: {sums}, mine: {mine}}}"
     run = model_job(model, "task=mixture", parts, "reward.max_error_rate=0")
     with pytest.raises(ValueError, match="the answer is list"):
-        check_sources(run)
+        check_sources(run.inputs)
 
 
 def test_a_judge_is_asked_once_and_about_no_sample(model):
     """Its replies may cost money."""
     with JudgeServer(lambda question: "5") as server:
         words = ("reward=judge", f"reward.url={server.url}", "reward.model=wise")
-        check_sources(model_job(model, *words))
+        check_sources(model_job(model, *words).inputs)
         assert len(server.paths) == 1 and server.questions == []
     with pytest.raises(ValueError, match=f"reward.url={server.url}"):
-        check_sources(model_job(model, *words, "reward.max_retries=0", "reward.timeout_s=5"))
+        check_sources(model_job(model, *words, "reward.max_retries=0", "reward.timeout_s=5").inputs)
 
 
 def test_a_column_of_rows_where_a_reward_finds_the_part_of_a_mixture_is_refused(model, tmp_path):
@@ -481,7 +481,7 @@ def test_a_column_of_rows_where_a_reward_finds_the_part_of_a_mixture_is_refused(
     words = ("task=mixture", f"task.parts={{sums: {{kind: addition}}, mine: {mine}}}")
     row = {"prompt": "1+1=", "answer": "2"}
     rows.write_text(json.dumps(row) + "\n")
-    check_inputs(model_job(model, *words))
+    check_inputs(model_job(model, *words).inputs)
     rows.write_text(json.dumps({**row, "part": "first half"}) + "\n")
     message = model_refusal(model, *words)
     assert message.startswith('task.parts.mine: the key "part" of a row')

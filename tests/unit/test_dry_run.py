@@ -21,8 +21,8 @@ from llamarl.config.command_line import (
 )
 from llamarl.errors import BadInput, NoWeights
 from llamarl.launch import launch
+from llamarl.launch.checks import check_inputs
 from llamarl.launch.dry_run import dry_run
-from llamarl.launch.inputs import check_inputs
 from llamarl.launch.job import Job
 from llamarl.launch.memory import (
     bytes_by_rank,
@@ -79,7 +79,7 @@ def job_of(*overrides: str, ranks: int = 1, kind=RL) -> Job:
 
 def said(capsys, *overrides: str, ranks: int = 1, kind=RL) -> str:
     job = job_of("+dry_run=true", *overrides, ranks=ranks, kind=kind)
-    check_inputs(job)
+    check_inputs(job.inputs)
     dry_run(job)
     return capsys.readouterr().out
 
@@ -102,7 +102,7 @@ def test_405b_on_512_ranks_is_priced_by_its_config_alone(tmp_path, capsys):
     assert "rank 511 generator, reward, " in output
     assert "ranks    trainer 0-255  generator 256-511  reward 511" in output
     with pytest.raises(BadInput, match=r"model\.safetensors: no such file"):
-        check_inputs(job_of(*given))
+        check_inputs(job_of(*given).inputs)
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_models_beside_the_policy_need_no_weights_either(tmp_path, capsys, write
     given = [override.format(tmp_path / "beside") for override in overrides]
     assert f"weights  not there yet: {tmp_path / 'beside'}" in said(capsys, *given)
     with pytest.raises(BadInput, match="no model.safetensors|no such file"):
-        check_inputs(job_of(*given))
+        check_inputs(job_of(*given).inputs)
 
 
 def test_a_shard_that_is_missing_is_named_and_a_broken_one_still_refused(tmp_path, capsys):
@@ -138,7 +138,7 @@ def test_a_shard_that_is_missing_is_named_and_a_broken_one_still_refused(tmp_pat
     assert "not there yet: " in said(capsys, f"model.path={model}")
     (model / "model-00001-of-00002.safetensors").write_bytes(b"")
     with pytest.raises(BadInput, match="not a whole safetensors file"):
-        check_inputs(job_of("+dry_run=true", f"model.path={model}"))
+        check_inputs(job_of("+dry_run=true", f"model.path={model}").inputs)
     assert issubclass(NoWeights, FileNotFoundError)
 
 
@@ -147,7 +147,7 @@ def test_a_victim_needs_no_weights_either(tmp_path, capsys):
     output = said(capsys, f"victim.path={victim}", kind=RED_TEAM)
     assert f"weights  not there yet: {victim}" in output and "memory   victim: " in output
     with pytest.raises(BadInput, match="no such file"):
-        check_inputs(job_of(f"victim.path={victim}", kind=RED_TEAM))
+        check_inputs(job_of(f"victim.path={victim}", kind=RED_TEAM).inputs)
 
 
 # --- Ranks that are not there ---
@@ -247,8 +247,8 @@ def test_a_sharded_reference_is_priced_on_the_trainers_ranks_and_a_victim_on_its
 
 def test_a_loss_that_needs_whole_groups_is_priced_with_whole_groups():
     given = ("task.max_prompt_tokens=60", "max_new_tokens=40", "trainer.microbatch_tokens=120")
-    assert job_of(*given).longest_microbatch == MicrobatchSize(1, 1, 60, 40)
-    whole = job_of(*given, "loss=tba").longest_microbatch
+    assert job_of(*given).placement.longest_microbatch == MicrobatchSize(1, 1, 60, 40)
+    whole = job_of(*given, "loss=tba").placement.longest_microbatch
     assert whole == MicrobatchSize(1, 8, 60, 40)
 
 
@@ -296,7 +296,7 @@ def test_a_disk_without_room_for_the_checkpoints_is_warned_of(
     for step in range(there):
         (tmp_path / "checkpoints" / f"step_{step}").mkdir(parents=True)
     job = job_of(*overrides)
-    job.directory = RunDirectory(tmp_path, None)
+    job.files.directory = RunDirectory(tmp_path, None)
     needed *= num_parameters(read_config(tiny_directory()))
     for free, is_warned in ((needed, False), (needed - 1, True)):
         monkeypatch.setattr("llamarl.launch.memory.free_bytes", lambda path, free=free: free)

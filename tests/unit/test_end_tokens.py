@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from tokenizers import processors
 
-from llamarl.launch.inputs import check_inputs
-from llamarl.launch.job import stop_tokens
+from llamarl.launch.checks import check_inputs
+from llamarl.launch.model_directory import stop_tokens
 from llamarl.learning.sft import conversation_pair, read_pairs
 from llamarl.models.config import tiny_directory
 from llamarl.models.hf import load_tokenizer
@@ -74,10 +74,10 @@ def test_a_run_says_that_the_template_ends_turns_with_another_token(model, caplo
     template = "{% for m in messages %}{{ m.content }}<pad>{% endfor %}"
     (model / "chat_template.jinja").write_text(template)
     with caplog.at_level(logging.WARNING, "llamarl"):
-        check_inputs(model_job(model, "task.chat=true"))
+        check_inputs(model_job(model, "task.chat=true").inputs)
     assert "ends a reply with <pad>, which is no end token of the directory" in caplog.text
     caplog.clear()
-    check_inputs(model_job(model, "task.chat=false"))
+    check_inputs(model_job(model, "task.chat=false").inputs)
     assert "ends a reply" not in caplog.text
 
 
@@ -125,7 +125,7 @@ def warned(model, file, caplog, *more):
     caplog.clear()
     options = ("task=jsonl", f"task.path={file}", "task.max_prompt_tokens=99", *more)
     with caplog.at_level(logging.WARNING, "llamarl"):
-        check_inputs(model_job(model, *options))
+        check_inputs(model_job(model, *options).inputs)
     return caplog.text
 
 

@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-from llamarl.launch.inputs import check_inputs
+from llamarl.launch.checks import check_inputs
 from llamarl.models.config import tiny_directory
 from tests.random_models import swap_tokens
 from tests.scorers import write_scorer
@@ -23,7 +23,7 @@ def test_a_gold_model_of_several_labels_needs_one(tmp_path):
     gold = f"eval.gold={tmp_path}/gold"
     said = refusal(gold)
     assert said.startswith("eval.gold_label=null: ") and "toxic, fine" in said
-    check_inputs(job(gold, "eval.gold_label=fine"))
+    check_inputs(job(gold, "eval.gold_label=fine").inputs)
 
 
 def test_a_scorer_with_a_short_context_is_refused(tmp_path):
@@ -43,4 +43,4 @@ def test_rows_without_a_text_under_the_key_are_named_and_may_have_none():
     gold = "eval.gold=my_module:gold"
     said = refusal(gold, "eval.reference_key=summary")
     assert said.startswith("eval.reference_key=summary: held-out row 0 (") and "answer" in said
-    check_inputs(job(gold, "eval.reference_key=null"))
+    check_inputs(job(gold, "eval.reference_key=null").inputs)

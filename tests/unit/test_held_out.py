@@ -11,8 +11,8 @@ from llamarl.config.conversion import load_config, save_config, to_values
 from llamarl.config.rules import check
 from llamarl.errors import BadInput
 from llamarl.inference.sampler import sample_keys
+from llamarl.launch.checks import check_inputs
 from llamarl.launch.identity import Identity, differences
-from llamarl.launch.inputs import check_inputs
 from llamarl.launch.job import Job
 from llamarl.launch.kinds import reward_kinds
 from llamarl.launch.run_directory import RunDirectory
@@ -21,7 +21,7 @@ from llamarl.models.hf import load_tokenizer
 from llamarl.observe.rows import COLUMNS
 from llamarl.scoring.by_own_reward import ByOwnReward
 from llamarl.scoring.pool import RewardPool
-from llamarl.scoring.scorer import Outcome, Scorer, text_item
+from llamarl.scoring.scorer import Outcome, Scorer, site_alone, text_item
 from llamarl.tasks.held_out import APART, EvalSet, HeldOut, own_set, set_of
 from llamarl.words.choices import OWN_COLUMNS
 from tests.built_tasks import build_task
@@ -70,7 +70,7 @@ def test_a_longer_prompt_of_a_set_has_room_in_the_engine_and_none_in_training(ro
     assert config.longest_keys == "eval.sets.a.max_prompt_tokens + max_new_tokens"
     assert config.longest == 16 + config.max_new_tokens
     with pytest.raises(BadInput, match=r"eval.sets.a.max_prompt_tokens \+ max_new_tokens = 518"):
-        check_inputs(job_of(sets=longer))
+        check_inputs(job_of(sets=longer).inputs)
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_without_prompts_of_its_own_the_task_gives_the_sets_no_number(rows):
     with pytest.raises(ConfigError, match="eval.sets.a.num_prompts=0"):
         compose_config(["eval.num_prompts=0", "eval.sets={a: {kind: addition}}"])
     job = job_of("eval.num_prompts=0", sets="a: {kind: addition, num_prompts: 3}")
-    assert job.eval_sets == (EvalSet("a", APART, 3),)
+    assert job.inputs.eval_sets == (EvalSet("a", APART, 3),)
     assert job.eval_due(0) and job.config.is_evaluated
 
 
@@ -119,30 +119,30 @@ def test_what_needs_an_answer_asks_it_of_every_set(rows):
 
 def test_prompts_are_numbered_set_after_set_and_share_no_random_numbers(rows):
     job = job_of("eval.num_prompts=3", sets=two_sets(rows))
-    check_inputs(job)
+    check_inputs(job.inputs)
     assert check(job.config, 1) == []
-    names = [(one.name, one.count) for one in job.eval_sets]
+    names = [(one.name, one.count) for one in job.inputs.eval_sets]
     assert names == [("", 3), ("sums", 2), ("mine", 3)]  # of mine as many as of the task
-    numbers = list(job.eval_prompts)
+    numbers = list(job.inputs.eval_prompts)
     assert numbers == [0, 1, 2, APART, APART + 1, 2 * APART, 2 * APART + 1, 2 * APART + 2]
     keys = sample_keys(torch.tensor([[7, 2, number, 0] for number in numbers]))
     assert len(set(keys.tolist())) == len(numbers)
-    texts = [prompt.text for prompt in job.eval_prompts.values()]
-    own = [job.task.eval_prompt(j).text for j in range(3)]
+    texts = [prompt.text for prompt in job.inputs.eval_prompts.values()]
+    own = [job.inputs.task.eval_prompt(j).text for j in range(3)]
     assert texts == [*own, *own[:2], "0*", "1*", "2*"]  # all of a file are held out, in its order
-    assert job.held_out.prompt(2 * APART + 1).meta == {
+    assert job.inputs.held_out.prompt(2 * APART + 1).meta == {
         "answer": "1",
         "more": 1,
         "eval_set": "mine",
         "part_reward": "llamarl.tasks.rewards:exact_match",
     }
-    assert job.eval_prompts[0].meta.keys() == {"answer"}
-    assert set_of(job.eval_sets, APART + 1).name == "sums"
+    assert job.inputs.eval_prompts[0].meta.keys() == {"answer"}
+    assert set_of(job.inputs.eval_sets, APART + 1).name == "sums"
 
 
 def test_how_many_are_asked_of_one_set_moves_no_other(rows):
-    few = job_of("eval.num_prompts=3", sets=two_sets(rows)).eval_prompts
-    more = job_of("eval.num_prompts=4", sets=two_sets(rows)).eval_prompts
+    few = job_of("eval.num_prompts=3", sets=two_sets(rows)).inputs.eval_prompts
+    more = job_of("eval.num_prompts=4", sets=two_sets(rows)).inputs.eval_prompts
     assert few.keys() < more.keys()
     assert all(more[number].text == prompt.text for number, prompt in few.items())
 
@@ -150,14 +150,14 @@ def test_how_many_are_asked_of_one_set_moves_no_other(rows):
 def test_a_set_without_prompts_that_fit_is_told(rows):
     one = f"a: {{kind: jsonl, path: {rows}, max_prompt_tokens: 1}}"
     with pytest.raises(BadInput, match="eval.sets.a: has no held-out prompts of at most"):
-        check_inputs(job_of(sets=one))
+        check_inputs(job_of(sets=one).inputs)
 
 
 def test_a_set_that_cannot_be_read_is_told_by_name(tmp_path):
     file = write(tmp_path / "rows.jsonl", 5, prompt="question")
     one = f"a: {{kind: jsonl, path: {file}, max_prompt_tokens: 16}}"
     with pytest.raises(BadInput, match=r"eval.sets.a: (?s:.*)no key"):
-        check_inputs(job_of(sets=one))
+        check_inputs(job_of(sets=one).inputs)
 
 
 def test_the_rows_of_a_set_are_looked_at_by_whoever_does_so_for_all_ranks(rows):
@@ -168,13 +168,14 @@ def test_the_rows_of_a_set_are_looked_at_by_whoever_does_so_for_all_ranks(rows):
         return find(lambda: None)
 
     job = job_of(sets=two_sets(rows), remembered=remembered)
-    assert len(job.held_out.sets) == 3
+    assert len(job.inputs.held_out.sets) == 3
     assert len(asked) == 2  # the rows of the file, and all rows together; sums are made of no file
 
 
 def test_fingerprints_tell_changed_sets_and_are_as_ever_without(rows, tmp_path):
     def fingerprints(sets=""):
-        return job_of("eval.num_prompts=3", sets=sets).prompt_fingerprints["held-out prompts"]
+        inputs = job_of("eval.num_prompts=3", sets=sets).inputs
+        return inputs.prompt_fingerprints["held-out prompts"]
 
     task = build_task("addition", load_tokenizer(tiny_directory()), chat=False)
     plain = fingerprints()
@@ -191,7 +192,7 @@ def test_a_resume_with_other_sets_is_refused_as_with_other_held_out_prompts(rows
         job = job_of("eval.num_prompts=3", sets=sets)
         made = Identity(
             config=to_values(job.config),
-            prompts=job.prompt_fingerprints,
+            prompts=job.inputs.prompt_fingerprints,
             reward="r",
             models={},
             kept=[],
@@ -209,16 +210,16 @@ def test_a_resume_with_other_sets_is_refused_as_with_other_held_out_prompts(rows
 def test_a_set_of_plain_prompts_is_refused_where_rewards_read_turns(rows, monkeypatch):
     given = ("task=jsonl", f"task.path={rows}", "task.max_prompt_tokens=30")
     job = job_of(*given, sets="sums: {kind: addition}")
-    check_inputs(job)  # there is no template
-    monkeypatch.setattr(job.tokenizer, "chat_template", "{{ messages[0].content }}")
+    check_inputs(job.inputs)  # there is no template
+    monkeypatch.setattr(job.inputs.tokenizer, "chat_template", "{{ messages[0].content }}")
     with pytest.raises(BadInput, match="eval.sets.sums.chat=false task.chat=true"):
-        check_inputs(job)
+        check_inputs(job.inputs)
 
 
 class Always(Scorer):
     """A scorer whose score is its own, once an item is released."""
 
-    def __init__(self, name, value, *, on_result):
+    def __init__(self, name, value):
         self.name = name
         self._value = value
         self._items = []
@@ -243,10 +244,7 @@ class Always(Scorer):
 
 
 def test_the_reward_of_its_own_kind_scores_a_prompt_and_the_main_one_all_else():
-    def make(name, value):
-        return lambda *, on_result: Always(name, value, on_result=on_result)
-
-    scorer = ByOwnReward(make("main", 1.0), {"own": make("own", 2.0)}, on_result=lambda: None)
+    scorer = ByOwnReward(Always("main", 1.0), {"own": Always("own", 2.0)})
     metas = [
         {"part_reward": "main", "part": "a"},
         {"part_reward": "own", "eval_set": "a"},
@@ -267,9 +265,9 @@ def test_the_reward_of_its_own_kind_scores_a_prompt_and_the_main_one_all_else():
 
 def by_own_reward(job):
     """Whether sets are scored each by a reward of its own."""
-    (kind,) = reward_kinds(job)
-    (make,) = kind.make(None).args
-    return getattr(make, "func", None) is ByOwnReward and make.args[0].func is RewardPool
+    (kind,) = reward_kinds(job.inputs)
+    scorer = kind.make(site_alone(torch.device("cpu"))).scorer
+    return isinstance(scorer, ByOwnReward) and isinstance(scorer._main, RewardPool)
 
 
 def test_only_a_reward_that_nobody_named_is_each_sets_own(tmp_path):
@@ -286,4 +284,4 @@ def test_only_a_reward_that_nobody_named_is_each_sets_own(tmp_path):
 
 def test_a_run_without_prompts_to_ask_has_no_sets():
     assert own_set(0) == () and own_set(2) == (EvalSet("", 0, 2),)
-    assert job_of("eval.every=0", sets="a: {kind: addition}").eval_prompts == {}
+    assert job_of("eval.every=0", sets="a: {kind: addition}").inputs.eval_prompts == {}

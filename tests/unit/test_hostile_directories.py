@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from llamarl.config.command_line import RED_TEAM, RL, compose_config
 from llamarl.errors import BadInput, BadWeights
-from llamarl.launch.inputs import check_inputs
+from llamarl.launch.checks import check_inputs
 from llamarl.launch.job import Job
 from llamarl.launch.run_directory import RunDirectory
 from llamarl.models.build import build_decoder, read_config
@@ -51,7 +51,7 @@ def model(tmp_path):
 
 
 def test_a_copy_that_is_not_spoilt_is_taken(model):
-    check_inputs(model_job(model))
+    check_inputs(model_job(model).inputs)
     assert weights_digest(model) == weights_digest(tiny_directory())
 
 
@@ -101,7 +101,7 @@ def test_a_config_beyond_belief_is_refused_by_its_field(model, fields, said):
 @pytest.mark.parametrize("context", [10**18, 10**30])
 def test_a_context_without_an_end_costs_nothing(model, context):
     change(model / "config.json", max_position_embeddings=context)
-    check_inputs(model_job(model))
+    check_inputs(model_job(model).inputs)
 
 
 def test_a_stop_token_beyond_all_vocabularies_is_refused(model):
@@ -131,7 +131,7 @@ def test_json_that_is_no_object_is_named(model, name):
 def test_a_template_that_never_ends_is_loaded_and_not_run(model):
     loops = "{% for a in range(100000) %}{% for b in range(100000) %}x{% endfor %}{% endfor %}"
     change(model / "tokenizer_config.json", chat_template=loops)
-    check_inputs(model_job(model, "task.chat=false"))
+    check_inputs(model_job(model, "task.chat=false").inputs)
 
 
 # --- Weights ---
@@ -287,7 +287,7 @@ def test_links_inside_of_the_directory_and_a_link_to_it_are_followed(model, tmp_
     (model / WEIGHTS).symlink_to("weights.safetensors")
     (model / "nothing.txt").symlink_to("not-there")
     (tmp_path / "named").symlink_to(model)
-    check_inputs(model_job(tmp_path / "named"))
+    check_inputs(model_job(tmp_path / "named").inputs)
 
 
 def hub_cache(model: Path, folder: Path) -> Path:
@@ -304,11 +304,11 @@ def hub_cache(model: Path, folder: Path) -> Path:
 
 def test_a_snapshot_in_the_cache_of_the_hub_is_taken(model, tmp_path):
     snapshot = hub_cache(model, tmp_path)
-    check_inputs(model_job(snapshot))
+    check_inputs(model_job(snapshot).inputs)
     load_weights(build_decoder(read_config(snapshot)), snapshot)
     assert load_tokenizer(snapshot).encode("1+1=")
     (tmp_path / "linked").symlink_to(snapshot)
-    check_inputs(model_job(tmp_path / "linked"))
+    check_inputs(model_job(tmp_path / "linked").inputs)
 
 
 def test_a_snapshot_that_links_out_of_its_models_cache_is_refused(model, tmp_path):
@@ -415,7 +415,7 @@ def test_every_user_of_a_directory_refuses_it_at_the_start(tmp_path, user, spoil
     kind = RED_TEAM if user == "victim" else RL
     config = compose_config(command, kind)
     with pytest.raises(BadInput) as refused:
-        check_inputs(Job(config, WORLD, RunDirectory(tmp_path / "run", None)))
+        check_inputs(Job(config, WORLD, RunDirectory(tmp_path / "run", None)).inputs)
     message = str(refused.value)
     assert str(path) in message and said in message
 

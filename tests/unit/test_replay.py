@@ -727,8 +727,8 @@ def test_prompts_and_room_are_shared_out_over_a_runs_buffers(draw, num_buffers):
     words = ("buffer=replay", "buffer.max_size=600", f"buffer.draw={draw}")
     config = compose_config([*words, "loss=tb", "reference=frozen", "groups_per_step=8"])
     job = Job(config, World(0, 3, torch.device("cpu")), RunDirectory(Path("."), None))
-    job.placement = job.placement | {"trainer": (0, 1)}
-    assert job.num_buffers == num_buffers
+    job.placement["trainer"] = (0, 1)
+    assert job.placement.num_buffers == num_buffers
     buffer = build_buffer(config, job)
     assert buffer.draw.prompts == 8 // num_buffers
     assert buffer.max_size == 600 // num_buffers

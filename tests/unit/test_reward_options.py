@@ -178,7 +178,7 @@ def test_other_options_are_another_reward():
     def identity(*words):
         config = compose_config(["reward.fn=own_rewards:single", *words])
         directory = RunDirectory(None, None)
-        (kind,) = reward_kinds(Job(config, World(0, 1, torch.device("cpu")), directory))
+        (kind,) = reward_kinds(Job(config, World(0, 1, torch.device("cpu")), directory).inputs)
         return kind.identity
 
     assert identity() == "own_rewards:single"

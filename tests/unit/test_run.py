@@ -35,9 +35,9 @@ from llamarl.errors import CheckpointError, InUse, RunDirectoryError
 from llamarl.inference.partials import pack
 from llamarl.inference.requests import Partial
 from llamarl.inference.sampler import SamplingParams
-from llamarl.launch import identities, run_directory
-from llamarl.launch import job as job_module
-from llamarl.launch.identities import identity_of
+from llamarl.launch import identity as identity_module
+from llamarl.launch import run_directory, run_files
+from llamarl.launch.identity import identity_of
 from llamarl.launch.job import Job
 from llamarl.launch.run_directory import RunDirectory, open_run
 from llamarl.launch.start import _announce
@@ -98,8 +98,8 @@ def job(data, tmp_path, monkeypatch):
 
 
 def opened(job, world=WORLD):
-    identity = identity_of(job) if world.rank == 0 else None
-    return open_run(job.config, world, job.prompt_fingerprints, identity, job.prompts)
+    identity = identity_of(job.inputs) if world.rank == 0 else None
+    return open_run(job.config, world, job.inputs.prompt_fingerprints, identity, job.inputs.prompts)
 
 
 def a_checkpoint(job, step=3):
@@ -114,7 +114,7 @@ def a_checkpoint(job, step=3):
             stream=0,
             ticket=ticket,
             sample_index=0,
-            prompt_ids=job.prompts[ticket].prompt_ids,
+            prompt_ids=job.inputs.prompts[ticket].prompt_ids,
             token_ids=torch.tensor([5]),
             generator_logprobs=torch.zeros(1),
             policy_versions=torch.tensor([3]),
@@ -122,7 +122,7 @@ def a_checkpoint(job, step=3):
         )
         for ticket in IN_WORK
     ]
-    identity = dataclasses.asdict(identity_of(job))
+    identity = dataclasses.asdict(identity_of(job.inputs))
     checkpointer.save_part(step, "controller", 0, {"identity": identity, "ledger": {"choices": []}})
     checkpointer.save_part(step, "generator", 0, pack(begun))
     checkpointer.pump()
@@ -202,7 +202,7 @@ def test_changed_data_under_the_same_path_are_refused(job, data, text):
 def test_another_chat_template_is_refused_though_all_rows_are_the_same(job):
     a_checkpoint(job())
     other = job("task.chat=true")
-    other.tokenizer.chat_template = "{{ messages[-1]['content'] }}\n"
+    other.inputs.tokenizer.chat_template = "{{ messages[-1]['content'] }}\n"
     with pytest.raises(
         RunDirectoryError,
         match=(
@@ -229,14 +229,14 @@ def test_a_template_that_writes_the_date_shows_the_same_prompts_on_the_next_day(
 
     today(30)
     begun = job(*words)
-    first = begun.prompts[0].prompt_ids.tolist()
-    assert begun.tokenizer.decode(first).startswith("26072024+")
+    first = begun.inputs.prompts[0].prompt_ids.tolist()
+    assert begun.inputs.tokenizer.decode(first).startswith("26072024+")
     path = a_checkpoint(begun)
     today(31)
-    assert begun.prompts[0].prompt_ids.tolist() == first
+    assert begun.inputs.prompts[0].prompt_ids.tolist() == first
     again = job(*words)
     assert opened(again).resume_from == path
-    assert again.prompts[0].prompt_ids.tolist() == first
+    assert again.inputs.prompts[0].prompt_ids.tolist() == first
 
 
 def test_what_a_run_is_cannot_be_changed_and_all_differences_are_told_at_once(job):
@@ -275,7 +275,7 @@ def test_completions_of_other_prompts_are_dropped_counted_and_logged_where_other
     place = next(
         i
         for i, line in enumerate(data.read_text().splitlines())
-        if f'"{first.prompts[2].text}"' in line
+        if f'"{first.inputs.prompts[2].text}"' in line
     )
     change(data, place, [row(98, 98)])
     with caplog.at_level(logging.WARNING, "llamarl"):
@@ -329,11 +329,11 @@ def test_the_config_of_the_checkpoint_counts_and_not_the_file_beside_it(job):
 def test_a_run_without_a_bound_on_lag_is_watched(job, monkeypatch, given, period):
     asked = []
     monkeypatch.setattr(
-        job_module, "build_sinks", lambda *_, free_running, **__: asked.append(free_running) or []
+        run_files, "build_sinks", lambda *_, free_running, **__: asked.append(free_running) or []
     )
     run = job(*given)
-    run.directory = opened(run)
-    run.writer()
+    run.files.directory = opened(run)
+    run.files.writer()
     assert asked == [period]
 
 
@@ -405,9 +405,9 @@ def test_every_model_that_a_run_reads_is_told_apart(job, base, tmp_path):
     }
     for key, (path, words) in given.items():
         words = of(base, *words, f"{key}={path}")
-        told = [identity_of(job(*words)).models[key] for _ in range(2)]
+        told = [identity_of(job(*words).inputs).models[key] for _ in range(2)]
         retrained(path)
-        told.append(identity_of(job(*words)).models[key])
+        told.append(identity_of(job(*words).inputs).models[key])
         assert told[0] == told[1] != told[2], key
 
 
@@ -497,13 +497,13 @@ def test_other_adapters_are_refused_by_their_key(job, now):
 def test_models_are_read_on_rank_0_alone_and_all_ranks_know_what_it_read(job, base, monkeypatch):
     jobs = [job(*of(base, LORA)) for _ in range(3)]
     read = []
-    digest = identities.weights_digest
+    digest = identity_module.weights_digest
 
     def watched(path):
         read.append(path)
         return digest(path)
 
-    monkeypatch.setattr(identities, "weights_digest", watched)
+    monkeypatch.setattr(identity_module, "weights_digest", watched)
     runs = opened_by_all(jobs)
     assert read == [base]
     assert runs[1].identity == runs[2].identity == json.loads(json.dumps(runs[0].identity))
@@ -733,7 +733,7 @@ def opened_by_all(jobs):
             return str(error)
 
     for job in jobs:
-        job.prompt_fingerprints  # made alone: tokenizers do not like company at their first step
+        job.inputs.prompt_fingerprints  # alone: tokenizers are not safe at their first step
     with ThreadPoolExecutor(len(jobs)) as pool:
         return list(pool.map(rank, range(len(jobs))))
 
@@ -826,7 +826,7 @@ def test_a_rank_that_reads_other_data_is_named(job, data, tmp_path):
     change(data, 7, [row(98, 98)])
     jobs[2] = job(f"task.path={stale}")
     for one in jobs[:2]:
-        one.prompt_fingerprints
+        one.inputs.prompt_fingerprints
     told = opened_by_all(jobs)
     assert len(set(told)) == 1 and "rank 2 reads other training prompts" in told[0]
 

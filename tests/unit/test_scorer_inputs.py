@@ -7,8 +7,8 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from llamarl.config.command_line import check_command_line, compose_config
-from llamarl.launch.identities import reward_identity
-from llamarl.launch.inputs import check_inputs
+from llamarl.launch.checks import check_inputs
+from llamarl.launch.identity import reward_identity
 from llamarl.models.config import tiny_directory
 from llamarl.models.fingerprint import model_digest
 from tests.random_models import swap_tokens
@@ -21,7 +21,7 @@ FROZEN = "reference=frozen"
 
 def test_a_scorer_is_taken(tmp_path):
     write_scorer(tmp_path / "rm")
-    check_inputs(job(MODEL, f"reward.path={tmp_path}/rm"))
+    check_inputs(job(MODEL, f"reward.path={tmp_path}/rm").inputs)
 
 
 def test_a_path_is_required_and_must_be_there(tmp_path):
@@ -42,7 +42,7 @@ def test_one_of_several_labels_is_named(tmp_path):
     path = f"reward.path={tmp_path}/rm"
     assert "gives 2 scores; name one of toxic, fine" in refusal(MODEL, path)
     assert "has no label fin; name one of toxic, fine" in refusal(MODEL, path, "reward.label=fin")
-    check_inputs(job(MODEL, path, "reward.label=fine"))
+    check_inputs(job(MODEL, path, "reward.label=fine").inputs)
 
 
 def test_a_context_that_is_too_short_is_told(tmp_path):
@@ -81,19 +81,19 @@ def test_rotary_positions_that_nothing_computes_are_named_by_the_scorers_file(tm
 def test_another_vocabulary_is_noticed(tmp_path, caplog):
     write_scorer(tmp_path / "rm")
     swap_tokens(tmp_path / "rm")
-    check_inputs(job(MODEL, f"reward.path={tmp_path}/rm"))
+    check_inputs(job(MODEL, f"reward.path={tmp_path}/rm").inputs)
     assert "has another vocabulary than the policy: it reads completions anew" in caplog.text
     template = tmp_path / "rm" / "chat_template.jinja"
     template.write_text("{{ raise_exception('no users here') }}")
     said = refusal(MODEL, f"reward.path={tmp_path}/rm", "task.chat=true")
     assert said.startswith(f"{template}: its chat template failed") and "no users here" in said
-    check_inputs(job(MODEL, f"reward.path={tmp_path}/rm", "task.chat=false"))
+    check_inputs(job(MODEL, f"reward.path={tmp_path}/rm", "task.chat=false").inputs)
 
 
 def test_a_scorer_of_other_tokens_cannot_read_ahead(tmp_path):
     write_scorer(tmp_path / "rm")
     streams = (MODEL, f"reward.path={tmp_path}/rm", "reward.stream=true")
-    check_inputs(job(*streams))
+    check_inputs(job(*streams).inputs)
     swap_tokens(tmp_path / "rm")
     assert "its vocabulary is not the policy's" in refusal(*streams)
 
@@ -225,6 +225,6 @@ def test_novelty_is_named_by_what_its_embedder_is_and_not_by_where_it_lies(tmp_p
 
     def named(embedder: str) -> str:
         parts = f"reward.parts={{new: {{kind: novelty, embedder: {embedder}}}}}"
-        return reward_identity(job("reward=parts", parts))
+        return reward_identity(job("reward=parts", parts).inputs)
 
     assert named("start") == named(f"{tmp_path}/same") != named(f"{tmp_path}/other")

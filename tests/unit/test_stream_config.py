@@ -12,8 +12,8 @@ from llamarl.inference.cache import whole_blocks
 from llamarl.launch.dry_run import dry_run
 from llamarl.launch.graph import channels_between
 from llamarl.launch.job import Job
+from llamarl.launch.placement import Placement
 from llamarl.launch.run_directory import RunDirectory
-from llamarl.launch.scorers import stream_cache_tokens
 from llamarl.models.config import tiny_directory
 from llamarl.types import Stretch
 from tests.scorers import write_scorer
@@ -88,15 +88,18 @@ def test_a_reference_that_cannot_stream_is_refused(overrides, where, remedy, mon
 
 def test_a_cache_holds_as_many_as_the_generators_unless_it_is_said():
     config = compose_config([*GIVEN, "generator.max_slots=10"])
-    placement = {"generator": (1, 2, 3), "reward": (4, 5)}
+    ranks = {"generator": (1, 2, 3), "reward": (4, 5), "reference": (4, 5)}
+    placement = Placement(config, 6)
+    placement.update(ranks)
     # 30 in two caches
-    assert stream_cache_tokens(config, placement, "reward") == 15 * whole_blocks(config.longest)
+    assert placement.stream_cache_tokens("reward") == 15 * whole_blocks(config.longest)
     config = compose_config([*GIVEN, *REFERENCE, "reward.cache_tokens=999"])
-    assert stream_cache_tokens(config, placement, "reward") == 999
-    placement["reference"] = (4, 5)
+    placement = Placement(config, 6)
+    placement.update(ranks)
+    assert placement.stream_cache_tokens("reward") == 999
     slots = config.generator.max_slots
     rows = -(-3 * slots // 2)
-    assert stream_cache_tokens(config, placement, "reference") == rows * whole_blocks(LONGEST)
+    assert placement.stream_cache_tokens("reference") == rows * whole_blocks(LONGEST)
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,8 @@ import signal
 
 import pytest
 
-from llamarl.launch import templates
-from llamarl.launch.job import read_tokenizer
+from llamarl.launch import model_directory
+from llamarl.launch.model_directory import read_tokenizer
 from llamarl.models.config import tiny_directory
 
 # 10^12 turns of a loop, each within jinja's own limit on ranges.
@@ -25,7 +25,7 @@ def directory(tmp_path):
     "when", ["", "{% if messages|length > 2 %}", "{% if add_generation_prompt %}"]
 )
 def test_a_template_that_loops_for_ever_is_told_by_its_file(directory, monkeypatch, when):
-    monkeypatch.setattr(templates, "LIMIT_S", 0.2)
+    monkeypatch.setattr(model_directory, "LIMIT_S", 0.2)
     file = directory / "chat_template.jinja"
     file.write_text(when + ENDLESS + ("{% endif %}" if when else ""))
     with pytest.raises(ValueError) as error:

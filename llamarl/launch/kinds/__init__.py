@@ -4,53 +4,54 @@
     llamarl/config/kinds/NAME.py    its settings, and what cannot go together with them
     llamarl/launch/kinds/NAME.py    how it is checked, told from others, described and made
 
-The file is found by the name of the kind, so that no list has to be kept. A kind's `make` leads to
+The file is found by the name of the kind, so that no list has to be kept. A kind's `make` returns
 any Scorer (llamarl/scoring/scorer.py).
 """
 
 from __future__ import annotations
 
 import importlib
+from functools import partial
 from typing import Any
 
 from llamarl.config.kinds.kind import Given
-from llamarl.launch.job import Job, ScoredText
+from llamarl.launch.inputs import Inputs, ScoredText
 from llamarl.launch.kinds.kind import Kind
 from llamarl.scoring.ahead import StreamSettings
 from llamarl.scoring.weighted import Part
 
 
-def kind_of(given: Given, job: Job, scored: ScoredText) -> Kind[Any]:
+def kind_of(given: Given, inputs: Inputs, scored: ScoredText) -> Kind[Any]:
     """Return the kind of a scorer. scored: the text and tokens that it scores."""
     module = importlib.import_module(f"{__name__}.{given.settings.kind}")
-    return module.KIND(given.settings, given, job, scored)
+    return module.KIND(given.settings, given, inputs, scored)
 
 
-def reward_kinds(job: Job) -> list[Kind[Any]]:
+def reward_kinds(inputs: Inputs) -> list[Kind[Any]]:
     """Return the parts of the reward, in their order."""
-    return [kind_of(given, job, job.scored) for given in job.config.reward_parts]
+    return [kind_of(given, inputs, inputs.scored) for given in inputs.config.reward_parts]
 
 
-def gold_kind(job: Job) -> Kind[Any] | None:
+def gold_kind(inputs: Inputs) -> Kind[Any] | None:
     """Return the gold scorer; None without eval.gold. It scores what the policy samples, even if a
     victim replies to that.
     """
-    given = job.config.given_gold
-    return None if given is None else kind_of(given, job, job.sampled)
+    given = inputs.config.given_gold
+    return None if given is None else kind_of(given, inputs, inputs.sampled)
 
 
-def scorers_of(job: Job) -> list[Kind[Any]]:
+def scorers_of(inputs: Inputs) -> list[Kind[Any]]:
     """Return all scorers: the parts of the reward, and the gold scorer."""
-    gold = gold_kind(job)
-    return [*reward_kinds(job), *([] if gold is None else [gold])]
+    gold = gold_kind(inputs)
+    return [*reward_kinds(inputs), *([] if gold is None else [gold])]
 
 
-def reward_parts(job: Job, stream: StreamSettings | None) -> list[Part]:
+def reward_parts(inputs: Inputs, stream: StreamSettings | None) -> list[Part]:
     """Return the reward's scorers with their weights. stream: how models read completions while
     these are sampled.
     """
     parts = []
-    for kind in reward_kinds(job):
+    for kind in reward_kinds(inputs):
         weight = 1.0 if kind.given.weight is None else kind.given.weight
-        parts.append(Part(kind.given.name, kind.make(stream), weight))
+        parts.append(Part(kind.given.name, partial(kind.make, stream=stream), weight))
     return parts

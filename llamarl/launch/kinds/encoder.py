@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 
 from llamarl.config.kinds.encoder import EncoderKindSettings
 from llamarl.errors import NoWeights
-from llamarl.launch.kinds.kind import Kind, in_turn
+from llamarl.launch.kinds.kind import Kind
+from llamarl.launch.placement import Placement
 from llamarl.memory import ITEMSIZES, Price, encoder_numbers
 from llamarl.models.fingerprint import model_digest
 from llamarl.scoring.ahead import StreamSettings
 from llamarl.scoring.classifier import Classifier, ClassifierSettings, check_encoder
-from llamarl.scoring.scorer import MakeScorer
+from llamarl.scoring.in_turn import InTurn
+from llamarl.scoring.scorer import Scorer, Site
 
 
 class EncoderKind(Kind[EncoderKindSettings]):
@@ -22,7 +23,7 @@ class EncoderKind(Kind[EncoderKindSettings]):
     def check(self) -> None:
         """Check its directory, labels, weights and tokenizer. ValueError or OSError."""
         s = self.settings
-        with self.job.weights_may_wait(), self._named():
+        with self.inputs.weights_may_wait(), self._named():
             check_encoder(s.path, s.label, s.max_tokens)
 
     @contextmanager
@@ -50,13 +51,13 @@ class EncoderKind(Kind[EncoderKindSettings]):
             f"{self.settings.path}, an encoder in {self.settings.dtype}, whole on each reward rank"
         )
 
-    def memory(self) -> Iterator[Price]:
+    def memory(self, placement: Placement) -> Iterator[Price]:
         """Yield the bytes of its weights."""
         numbers = encoder_numbers(self.settings.path)
-        yield Price(self.price_name, self.ranks, numbers * ITEMSIZES[self.settings.dtype])
+        yield Price(self.price_name, placement["reward"], numbers * ITEMSIZES[self.settings.dtype])
 
-    def make(self, stream: StreamSettings | None) -> MakeScorer:
-        """Return a function that makes the scorer."""
+    def make(self, site: Site, stream: StreamSettings | None = None) -> Scorer:
+        """Return the scorer."""
         s = self.settings
         settings = ClassifierSettings(
             path=s.path,
@@ -67,13 +68,13 @@ class EncoderKind(Kind[EncoderKindSettings]):
             max_tokens=s.max_tokens,
             batch_size=s.batch_size,
         )
-        make = partial(
-            Classifier,
+        scorer = Classifier(
             settings,
-            device=self.job.world.device,
-            reproducible=self.job.config.reproducible,
+            device=site.group.device,
+            reproducible=self.inputs.config.reproducible,
+            on_result=site.on_result,
         )
-        return in_turn(make)
+        return InTurn(scorer)
 
 
 KIND = EncoderKind

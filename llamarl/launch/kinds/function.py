@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Sequence
-from functools import partial
 
 from llamarl.config.kinds.function import FunctionKindSettings
 from llamarl.launch.kinds.kind import Kind, by_own_reward
 from llamarl.scoring.ahead import StreamSettings
 from llamarl.scoring.pool import RewardPool, check_reward
-from llamarl.scoring.scorer import NOT_REACHED, Item, MakeScorer, Outcome
+from llamarl.scoring.scorer import NOT_REACHED, Item, Outcome, Scorer, Site
 from llamarl.scoring.trial import commonest
 from llamarl.tasks.environment import GIVEN
 from llamarl.tasks.rewards import row_check_of
@@ -106,32 +105,36 @@ class FunctionKind(Kind[FunctionKindSettings]):
     @property
     def _path(self) -> str:
         """The function's import path."""
-        return self.settings.fn or self.job.task.default_reward
+        return self.settings.fn or self.inputs.task.default_reward
 
     @property
     def _fn_key(self) -> str:
         """The key that names the function, which need not be section.fn."""
         return self.given.own_keys.get("fn", "")
 
-    def make(self, stream: StreamSettings | None) -> MakeScorer:
-        """Return a function that makes a pool. If the user named no function, each further set of
+    def make(self, site: Site, stream: StreamSettings | None = None) -> Scorer:
+        """Return a pool of workers. If the user named no function, each further set of
         held-out prompts is scored by the reward of its own kind, and so is a part of a mixture that
         an environment plays.
         """
-        pool = partial(
-            RewardPool,
-            options=self.settings.options,
-            num_workers=self.settings.num_workers,
-            timeout_s=self.settings.timeout_s,
-            memory_mb=self.settings.memory_mb,
-            section=self.given.section,
-            fn_key=self._fn_key,
-            **self.scored.conversation,
-        )
+
+        def pool(path: str) -> RewardPool:
+            return RewardPool(
+                path,
+                options=self.settings.options,
+                num_workers=self.settings.num_workers,
+                timeout_s=self.settings.timeout_s,
+                memory_mb=self.settings.memory_mb,
+                section=self.given.section,
+                fn_key=self._fn_key,
+                on_result=site.on_result,
+                **self.scored.conversation,
+            )
+
         others: list[str] = []
         if self.settings.fn is None:
-            others = [*self.job.set_rewards]
-            others += [own for own in self.job.part_rewards if own == GIVEN]
+            others = [*self.inputs.set_rewards]
+            others += [own for own in self.inputs.part_rewards if own == GIVEN]
         return by_own_reward(self._path, others, pool, self.given.name)
 
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
+import torch
+
 from llamarl.config.kinds.judge import JudgeKindSettings
-from llamarl.launch.kinds.kind import Kind, in_turn
+from llamarl.launch.kinds.kind import Kind
 from llamarl.scoring.ahead import StreamSettings
 from llamarl.scoring.endpoint import EndpointSettings
+from llamarl.scoring.in_turn import InTurn
 from llamarl.scoring.judge import Judge
-from llamarl.scoring.scorer import Item, MakeScorer, Outcome, site_alone
+from llamarl.scoring.scorer import Item, Outcome, Scorer, Site, site_alone
 from llamarl.scoring.trial import try_scorer
 
 
@@ -26,7 +28,7 @@ class JudgeKind(Kind[JudgeKindSettings]):
     def score(self, samples: Sequence[Item]) -> list[Outcome]:
         """Return the outcomes of samples. ValueError if it cannot be asked."""
         return try_scorer(
-            self.make(None)(site_alone(self.job.world.device)),
+            self.make(site_alone(torch.device("cpu"))),
             samples,
             given=f"{self.given.key('url')}={self.settings.url}",
             remedy=f"correct the judge's settings, or {self.given.remedy}",
@@ -43,10 +45,8 @@ class JudgeKind(Kind[JudgeKindSettings]):
         numbers = f"{s.lowest:g} to {s.highest:g}, {length}"
         return f"judge {s.model}, asked for {s.ask}, template {template}, {numbers}"
 
-    def make(self, stream: StreamSettings | None) -> MakeScorer:
-        """Return a function that makes the scorer. ValueError or OSError for a template that cannot
-        be read.
-        """
+    def make(self, site: Site, stream: StreamSettings | None = None) -> Scorer:
+        """Return the scorer. ValueError or OSError for a template that cannot be read."""
         s = self.settings
         endpoint = EndpointSettings(
             url=s.url,
@@ -59,15 +59,15 @@ class JudgeKind(Kind[JudgeKindSettings]):
             temperature=s.temperature,
             section=self.given.section,
         )
-        make = partial(
-            Judge,
+        judge = Judge(
             endpoint,
             ask=s.ask,
             template=_read_template(s.template),
             lowest=s.lowest,
             highest=s.highest,
+            on_result=site.on_result,
         )
-        return in_turn(make)
+        return InTurn(judge)
 
 
 def _read_template(file: str | None) -> str | None:

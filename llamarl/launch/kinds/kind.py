@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import Generic, TypeVar
 
 from llamarl.config.kinds.kind import Given, KindSettings
-from llamarl.config.placement import Ranks
-from llamarl.launch.identity import ModelParts
-from llamarl.launch.job import Job, ScoredText
+from llamarl.launch.inputs import Inputs, ScoredText
+from llamarl.launch.model_directory import ModelParts
+from llamarl.launch.placement import Placement
 from llamarl.memory import Price
 from llamarl.scoring.ahead import StreamSettings
 from llamarl.scoring.by_own_reward import ByOwnReward
 from llamarl.scoring.environment import EnvironmentReward
 from llamarl.scoring.in_turn import InTurn
-from llamarl.scoring.scorer import Item, MakeScorer, Outcome, Scorer, Site
+from llamarl.scoring.scorer import Item, Outcome, Scorer, Site
 from llamarl.tasks.environment import GIVEN
 
 Settings = TypeVar("Settings", bound=KindSettings)
@@ -25,22 +24,22 @@ Settings = TypeVar("Settings", bound=KindSettings)
 class Kind(ABC, Generic[Settings]):
     """A scorer of one kind, as a job knows it. A file of this folder has the class of its kind.
 
-        kind = ModelKind(settings, given, job, scored)
+        kind = ModelKind(settings, given, inputs, scored)
         kind.check()             # on every rank, before any weight is read
         kind.try_out(samples)    # on rank 0, before the run's directory is made
         kind.identity            # "(model 3fe1...  - 0) * 1", which a resumed run must have too
         kind.describe()          # a line of the dry run
-        kind.memory()            # its bytes on each rank
-        kind.make(None)          # what the reward makes its scorer by
+        kind.memory(placement)   # its bytes on each rank
+        kind.make(site)          # the scorer
 
     scored: the text and tokens that it scores. A kind that loads nothing and cannot fail before it
     scores only needs `identity` and `make`.
     """
 
-    def __init__(self, settings: Settings, given: Given, job: Job, scored: ScoredText):
+    def __init__(self, settings: Settings, given: Given, inputs: Inputs, scored: ScoredText):
         self.settings = settings
         self.given = given
-        self.job = job
+        self.inputs = inputs
         self.scored = scored
 
     def check(self) -> None:
@@ -86,24 +85,19 @@ class Kind(ABC, Generic[Settings]):
         """Return a description of it, for people."""
         return self.identity
 
-    def notes(self) -> list[str]:
+    def notes(self, placement: Placement) -> list[str]:
         """Return further lines of the dry run."""
         return []
 
-    def memory(self) -> Iterator[Price]:
+    def memory(self, placement: Placement) -> Iterator[Price]:
         """Yield the prices of its memory on its ranks."""
         yield from ()
 
     @abstractmethod
-    def make(self, stream: StreamSettings | None) -> MakeScorer:
-        """Return a function that makes the scorer. stream: how it reads completions while these are
-        sampled, if it can.
+    def make(self, site: Site, stream: StreamSettings | None = None) -> Scorer:
+        """Return the scorer of a site. stream: how it reads completions while these are sampled, if
+        it can.
         """
-
-    @property
-    def ranks(self) -> Ranks:
-        """The ranks that hold its model."""
-        return self.job.placement["reward"]
 
     @property
     def price_name(self) -> str:
@@ -111,32 +105,17 @@ class Kind(ABC, Generic[Settings]):
         return f"{self.given.section} ({self.settings.kind})"
 
 
-def in_turn(make: Callable[..., Scorer]) -> MakeScorer:
-    """Return a function that makes a scorer of texts, which gets as many as keep it busy,
-    evaluations first.
-    make: takes on_result, a function to call when there is something to poll.
-    """
-    return partial(_in_turn, make)
-
-
-def _in_turn(make: Callable[..., Scorer], site: Site) -> InTurn:
-    return InTurn(make(on_result=site.on_result))
-
-
 def by_own_reward(
-    main: str, others: Sequence[str], pool: Callable[..., Scorer], name: str
-) -> MakeScorer:
-    """Return a function that makes the scorer of prompts of several kinds. main: the reward of all
-    whose own is not among `others`: an import path, of which `pool` makes a scorer, or GIVEN, for
-    what an environment gave. name: of the scorer, in messages.
+    main: str, others: Sequence[str], make_pool: Callable[[str], Scorer], name: str
+) -> Scorer:
+    """Return the scorer of prompts of several kinds.
+
+    main: the default reward, an import path or GIVEN (the environment's reward). others: rewards
+    that some prompts name for themselves. make_pool: makes the scorer of an import path. name: of
+    the scorer, in messages.
     """
-    makes = {}
+    scorers: dict[str, Scorer] = {}
     for path in dict.fromkeys((main, *others)):
-        makes[path] = partial(_given, name) if path == GIVEN else partial(pool, path)
-    make_main = makes.pop(main)
-    return in_turn(partial(ByOwnReward, make_main, makes) if makes else make_main)
-
-
-def _given(name: str, *, on_result: Callable[[], None]) -> EnvironmentReward:
-    """Make the scorer of what an environment gave, which is there at once: nobody is called."""
-    return EnvironmentReward(name)
+        scorers[path] = EnvironmentReward(name) if path == GIVEN else make_pool(path)
+    default = scorers.pop(main)
+    return InTurn(ByOwnReward(default, scorers) if scorers else default)

@@ -4,19 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 
 from llamarl.config.kinds.model import ModelKindSettings
-from llamarl.launch.identity import ModelParts, parts_of
-from llamarl.launch.job import read_model, read_tokenizer
 from llamarl.launch.kinds.kind import Kind
-from llamarl.launch.scorers import (
-    asked_by_reward,
-    chat_template_of,
-    check_context,
-    stream_cache_tokens,
-)
+from llamarl.launch.model_directory import ModelParts, parts_of, read_model, read_tokenizer
+from llamarl.launch.placement import Placement
 from llamarl.memory import GIB, Price, cache_bytes
 from llamarl.models.config import ModelConfig, read_config
 from llamarl.models.fingerprint import model_digest
@@ -24,7 +18,7 @@ from llamarl.models.scorer import label_of
 from llamarl.models.sharding import num_parameters
 from llamarl.scoring.ahead import StreamSettings
 from llamarl.scoring.model import ModelScorer
-from llamarl.scoring.scorer import MakeScorer
+from llamarl.scoring.scorer import Scorer, Site
 from llamarl.scoring.sharded import ScorerSettings
 from llamarl.scoring.transcript import Transcript, same_tokens
 
@@ -49,7 +43,7 @@ class ModelKind(Kind[ModelKindSettings]):
         except ValueError as error:
             label = f"{self.given.key('label')}={s.label or 'null'}"
             raise ValueError(f"{label}: {s.path} {error}") from error
-        self.job.check_weights(s.path, config)
+        self.inputs.check_weights(s.path, config)
         self._check_length(config, given)
         if self.given.reads_ahead and self._transcript is not None:
             raise ValueError(
@@ -64,18 +58,18 @@ class ModelKind(Kind[ModelKindSettings]):
         """
         transcript = self._transcript
         if transcript is None:
-            check_context(self.scored, config, given)
+            self.scored.check_context(config, given)
             return
-        if self.job.world.rank == 0:
-            is_policy = self.scored.tokenizer is self.job.tokenizer
+        if self.inputs.is_told:
+            is_policy = self.scored.tokenizer is self.inputs.tokenizer
             log.warning(
                 "%s has another vocabulary than the %s: it reads completions anew, as %s",
                 given,
                 "policy" if is_policy else "victim",
                 "its chat template" if transcript.chat else "plain text",
             )
-        with chat_template_of(Path(self.settings.path), self.job):
-            transcript.ids(self.job.task.train_prompt(0).asked, "", has_ended=True)
+        with self.inputs.chat_template_of(Path(self.settings.path)):
+            transcript.ids(self.inputs.task.train_prompt(0).asked, "", has_ended=True)
 
     @cached_property
     def _transcript(self) -> Transcript | None:
@@ -102,31 +96,27 @@ class ModelKind(Kind[ModelKindSettings]):
         size = num_parameters(read_config(self.settings.path))
         return f"{self.settings.path}, a model of {size:,} parameters in {self.settings.dtype}"
 
-    def notes(self) -> list[str]:
+    def notes(self, placement: Placement) -> list[str]:
         """Return the line about its cache, if it reads completions while these are sampled."""
-        tokens = self._cache_tokens
+        tokens = self._cache_tokens(placement)
         if not tokens:
             return []
-        split = self.job.config.reward.tensor_parallel
+        split = self.inputs.config.reward.tensor_parallel
         size = cache_bytes(read_config(self.settings.path), tokens, self.settings.dtype, split)
         return [f"stream   {size / GIB:.2f} GiB a reward rank, for a cache of {tokens:,} tokens"]
 
-    @property
-    def _cache_tokens(self) -> int:
-        """The tokens that its cache holds; 0 if it reads no completion ahead."""
-        if not self.given.reads_ahead:
-            return 0
-        return stream_cache_tokens(self.job.config, self.job.placement, "reward")
+    def _cache_tokens(self, placement: Placement) -> int:
+        """Return the tokens that its cache holds; 0 if it reads no completion ahead."""
+        return placement.stream_cache_tokens("reward") if self.given.reads_ahead else 0
 
-    def memory(self) -> Iterator[Price]:
+    def memory(self, placement: Placement) -> Iterator[Price]:
         """Yield the bytes of its weights and its cache, and of a forward."""
         s = self.settings
-        yield asked_by_reward(self.job, self.price_name, s.path, s.dtype, self._cache_tokens)
+        tokens = self._cache_tokens(placement)
+        yield placement.asked_by_reward(self.price_name, s.path, s.dtype, tokens)
 
-    def make(self, stream: StreamSettings | None) -> MakeScorer:
-        """Return a function that makes the scorer. stream: how it reads completions while these are
-        sampled.
-        """
+    def make(self, site: Site, stream: StreamSettings | None = None) -> Scorer:
+        """Return the scorer. stream: how it reads completions while these are sampled."""
         s = self.settings
         settings = ScorerSettings(
             path=s.path,
@@ -137,7 +127,7 @@ class ModelKind(Kind[ModelKindSettings]):
             shift=s.shift,
             transcript=self._transcript,
         )
-        return partial(ModelScorer, self.given.name, settings, stream=stream)
+        return ModelScorer(self.given.name, settings, site, stream)
 
 
 KIND = ModelKind

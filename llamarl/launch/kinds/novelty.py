@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 
 from llamarl.config.kinds.novelty import NoveltyKindSettings
-from llamarl.launch.embedders import check_embedder, embedder_settings
+from llamarl.launch.embedders import check_embedder, embedder_bytes, embedder_settings
 from llamarl.launch.kinds.kind import Kind
-from llamarl.launch.scorers import embedder_bytes
+from llamarl.launch.placement import Placement
 from llamarl.memory import Price
 from llamarl.models.fingerprint import model_digest
 from llamarl.scoring.ahead import StreamSettings
 from llamarl.scoring.novelty import Novelty, NoveltySettings
-from llamarl.scoring.scorer import MakeScorer
+from llamarl.scoring.scorer import Scorer, Site
 from llamarl.words.choices import START
 
 
@@ -22,7 +21,7 @@ class NoveltyKind(Kind[NoveltyKindSettings]):
 
     def check(self) -> None:
         """Check the directory and the tokenizer of the embedder. ValueError."""
-        check_embedder(self.job, self.settings.embedder, self.given.key("embedder"))
+        check_embedder(self.inputs, self.settings.embedder, self.given.key("embedder"))
 
     @property
     def identity(self) -> str:
@@ -35,25 +34,26 @@ class NoveltyKind(Kind[NoveltyKindSettings]):
     def _embedder(self) -> str:
         """The embedder's directory."""
         given = self.settings.embedder
-        return str(self.job.model_path) if given == START else given
+        return str(self.inputs.model_path) if given == START else given
 
     def describe(self) -> str:
         """Return its identity, or the name of its embedder if that does not exist yet."""
-        return f"novelty by {self._embedder}" if self.job.without_weights else self.identity
+        return f"novelty by {self._embedder}" if self.inputs.without_weights else self.identity
 
-    def memory(self) -> Iterator[Price]:
+    def memory(self, placement: Placement) -> Iterator[Price]:
         """Yield the bytes of the embedder."""
-        yield Price(self.price_name, self.ranks, embedder_bytes(self.job, self.settings.embedder))
+        held = embedder_bytes(self.inputs, self.settings.embedder)
+        yield Price(self.price_name, placement["reward"], held)
 
-    def make(self, stream: StreamSettings | None) -> MakeScorer:
-        """Return a function that makes the scorer."""
+    def make(self, site: Site, stream: StreamSettings | None = None) -> Scorer:
+        """Return the scorer."""
         settings = NoveltySettings(
-            embedder=embedder_settings(self.job, self.settings.embedder),
+            embedder=embedder_settings(self.inputs, self.settings.embedder),
             history=self.settings.history,
             nearest=self.settings.nearest,
-            groups_per_step=self.job.config.groups_per_step,
+            groups_per_step=self.inputs.config.groups_per_step,
         )
-        return partial(Novelty, self.given.name, settings)
+        return Novelty(self.given.name, settings, site)
 
 
 KIND = NoveltyKind

@@ -1,0 +1,182 @@
+"""Reads a model directory that the user gave: config.json, tokenizer, chat template, end tokens.
+Any of them may be wrong; errors name the file.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import signal
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from llamarl.config.placement import TINY_MODEL
+from llamarl.models.attention import rotary_of
+from llamarl.models.config import ModelConfig, check_sizes, read_config
+from llamarl.models.directory import check_files, read_json
+from llamarl.models.fingerprint import weights_digest
+from llamarl.models.hf import load_tokenizer
+from llamarl.models.resolved import check_as_transformers_reads
+from llamarl.tasks.special import turn_end
+
+# What a tokenizer is made of, of these the JSON.
+_TOKENIZER_FILES = (
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "tokenizer.json",
+)
+# Parts of a model: a digest, a list of numbers, or the fields of its config.json.
+ModelParts = Mapping[str, object]
+
+LIMIT_S = 10.0  # CPU time, for work that takes a millisecond
+
+_ASKED = {"role": "user", "content": "1+1?"}
+_TRIALS = (
+    [_ASKED],
+    [{"role": "system", "content": "Add."}, _ASKED],
+    [_ASKED, {"role": "assistant", "content": "2"}, _ASKED],
+)
+# What a template raises if it refuses a conversation.
+_REFUSALS = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+
+
+def read_tokenizer(path: Path, *, chat: bool):
+    """Return transformers' tokenizer of a model directory. chat: try its chat template, because it
+    will be used. FileNotFoundError or ValueError names the file that is wrong.
+    """
+    tokenizer = _loaded_tokenizer(path)
+    if chat:
+        check_template_ends(tokenizer, path)
+    return tokenizer
+
+
+def _loaded_tokenizer(path: Path):
+    try:
+        return load_tokenizer(path)
+    except FileNotFoundError:
+        raise
+    except Exception as error:  # transformers and tokenizers raise anything, and name no file
+        check_files(path)
+        for name in _TOKENIZER_FILES:
+            file = path / name
+            if file.is_file():
+                read_json(file)  # raises, with the reason, if the file is no JSON
+        if "trust_remote_code" in str(error):
+            raise ValueError(
+                f"{path / 'tokenizer_config.json'}: the tokenizer is code in this directory "
+                "(auto_map), which is never run; need a tokenizer.json that transformers reads"
+            ) from error
+        file = path / "tokenizer.json"
+        what = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise ValueError(
+            f"{file}: transformers makes no tokenizer from it ({what}); fetch it again"
+        ) from error
+
+
+def read_model(path: str | Path) -> ModelConfig:
+    """Read a model directory's config.json, for a decoder that will be computed, and compare it
+    with what transformers reads. ValueError or FileNotFoundError names the file.
+    """
+    model = read_config(path)
+    try:
+        check_sizes(model)
+        rotary_of(model)
+    except (ValueError, TypeError, ArithmeticError) as error:
+        raise ValueError(f"{Path(path) / 'config.json'}: {error}") from error
+    if Path(path) != TINY_MODEL:  # which a test compares: transformers takes a second to load
+        check_as_transformers_reads(Path(path), model)
+    return model
+
+
+def stop_tokens(path: Path, tokenizer, *, chat: bool = True) -> tuple[int, ...]:
+    """Return every token that ends a completion: the tokenizer's, those of generation_config.json
+    or without that of config.json, as transformers has it, and with `chat` the one that the chat
+    template ends a reply with. ValueError for a token that is no number.
+    """
+    ids = [tokenizer.eos_token_id]
+    if chat:
+        ids.append(turn_end(tokenizer))
+    file = end_tokens_file(path)
+    if file.is_file():
+        more = read_json(file).get("eos_token_id")
+        ids += more if isinstance(more, list) else [more]
+        if not all(i is None or type(i) is int for i in ids):
+            raise ValueError(
+                f"{file}: eos_token_id={more!r}: need a token id, or a list of token ids"
+            )
+    return tuple(sorted({i for i in ids if i is not None}))
+
+
+def end_tokens_file(path: Path) -> Path:
+    """Return the file of a model directory that lists end tokens beside the tokenizer's."""
+    own = path / "generation_config.json"
+    return own if own.is_file() else path / "config.json"
+
+
+def architecture_of(model: ModelConfig) -> dict[str, object]:
+    """Return the fields of a decoder's config.json, as JSON values."""
+    return {**dataclasses.asdict(model), "labels": list(model.labels)}
+
+
+def parts_of(path: str | Path) -> ModelParts:
+    """Return the parts that tell a decoder from others, wherever it lies."""
+    return {"config.json": architecture_of(read_config(path)), "weights": weights_digest(path)}
+
+
+# --- Chat templates ---
+
+
+class _TooLong(Exception):
+    """A template has taken longer than LIMIT_S."""
+
+
+def template_file(path: Path) -> Path:
+    """Return the file of a model directory that has its chat template."""
+    own = path / "chat_template.jinja"
+    return own if own.is_file() else path / "tokenizer_config.json"
+
+
+def check_template_ends(tokenizer, path: Path) -> None:
+    """Raise ValueError, naming the file, if the chat template does not show a short conversation
+    within LIMIT_S. A conversation that it refuses is reported where one is needed.
+
+    This does not find loops that depend on a row's text. Outside of the main thread nothing is
+    tried, because only the main thread gets signals.
+    """
+    from jinja2 import TemplateError
+
+    is_main = threading.current_thread() is threading.main_thread()
+    if not (is_main and getattr(tokenizer, "chat_template", None)):
+        return
+    for turns in _TRIALS:
+        try:
+            with _limited(LIMIT_S):
+                tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+        except (TemplateError, *_REFUSALS):
+            continue
+        except _TooLong:
+            raise ValueError(
+                f"{template_file(path)}: chat_template did not show a conversation of {len(turns)} "
+                f"turns within {LIMIT_S:g} s of CPU time; it may loop for ever. Correct it, or "
+                "fetch the directory again"
+            ) from None
+
+
+@contextmanager
+def _limited(seconds: float) -> Iterator[None]:
+    """Raise _TooLong in the body after this many seconds of the process's CPU time, however busy
+    the machine is.
+    """
+
+    def stop(*_: object) -> None:
+        raise _TooLong
+
+    before = signal.signal(signal.SIGVTALRM, stop)
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0.0)
+        signal.signal(signal.SIGVTALRM, before)

@@ -1,0 +1,166 @@
+"""Placement: the ranks of each executor, and how a job's work is dealt out over them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Literal
+
+from llamarl.config.command_line import Config
+from llamarl.config.placement import Ranks, placement_of
+from llamarl.config.sections.buffer import ReplayBufferSettings
+from llamarl.inference.room import whole_blocks
+from llamarl.learning.losses import resolve_loss
+from llamarl.learning.losses.common import has_mark
+from llamarl.learning.replay import lag_bound
+from llamarl.memory import (
+    MicrobatchSize,
+    Price,
+    asking_bytes,
+    cache_bytes,
+    longest_microbatch,
+    weights_bytes,
+)
+from llamarl.models.config import read_config
+from llamarl.tickets.ledger import free_overcommit
+
+
+class Placement(dict[str, Ranks]):
+    """Executor name -> its ranks; a recipe may add an executor of its own.
+
+    placement = Placement(config, world_size=4)
+    placement["trainer"], placement["generator"]     # (0, 1), (2, 3)
+    placement.num_dp_ranks                           # 2
+    """
+
+    def __init__(self, config: Config, world_size: int):
+        super().__init__(placement_of(config, world_size))
+        self.config = config
+
+    @property
+    def num_generators(self) -> int:
+        """How many replicas of the generator there are. The ranks that share a copy of the model
+        are one.
+        """
+        return len(self["generator"]) // self.config.generator.tensor_parallel
+
+    @property
+    def sync_period(self) -> int:
+        """Steps after which new groups join the buffer."""
+        buffer = self.config.buffer
+        return buffer.sync_period if isinstance(buffer, ReplayBufferSettings) else 1
+
+    @property
+    def num_on_their_way(self) -> int:
+        """How many groups may be between the ledger and the trainer, if nothing bounds the lag."""
+        c = self.config
+        overcommit = c.overcommit
+        if isinstance(overcommit, str):
+            overcommit = free_overcommit(c.groups_per_step, self.num_generators)
+        return c.groups_per_step + overcommit
+
+    @property
+    def num_dp_ranks(self) -> int:
+        """How many data-parallel ranks the trainer has."""
+        return len(self["trainer"]) // self.config.trainer.tensor_parallel
+
+    @property
+    def trained_group_size(self) -> int:
+        """How many completions of one prompt a trainer rank trains on."""
+        if self.config.splits_prompts:
+            return self.config.trained_per_prompt // self.num_dp_ranks
+        return self.config.group_size
+
+    @property
+    def groups_of_update(self) -> int:
+        """How many groups a trainer rank has in one optimizer update."""
+        c = self.config
+        ranks = 1 if c.splits_prompts else self.num_dp_ranks
+        return max(1, c.groups_per_step // (ranks * c.trainer.minibatches_per_step))
+
+    @property
+    def longest_microbatch(self) -> MicrobatchSize:
+        """The longest microbatch of the trainer that the config allows."""
+        c = self.config
+        return longest_microbatch(
+            prompt_tokens=c.longest - c.max_new_tokens,
+            completion_tokens=c.max_new_tokens,
+            group_size=self.trained_group_size,
+            budget_tokens=c.trainer.microbatch_tokens,
+            whole_groups=has_mark(resolve_loss(c.loss.fn), "whole_groups"),
+            num_groups=self.groups_of_update,
+        )
+
+    @property
+    def num_buffers(self) -> int:
+        """How many buffers feed the trainer: one for each data-parallel rank, or one for all."""
+        return 1 if self.config.draws_together else self.num_dp_ranks
+
+    @property
+    def replay_lag(self) -> int | None:
+        """Most steps that a completion drawn from a replay buffer may be old.
+
+        None if max_lag sets no bound.
+        """
+        c = self.config
+        if c.max_lag is None:
+            return None
+        assert isinstance(c.buffer, ReplayBufferSettings), "called only with a replay buffer"
+        return lag_bound(
+            max_lag=c.max_lag,
+            completions_per_step=c.groups_per_step // self.num_buffers * c.group_size,
+            group_size=c.group_size,
+            sync_period=c.buffer.sync_period,
+            max_size=c.buffer.max_size // self.num_buffers,
+        )
+
+    @property
+    def hosts(self) -> str:
+        """Which ranks host which executors, in words."""
+        tensor_parallel = self.config.generator.tensor_parallel
+        hosts = {name: ranges(ranks) for name, ranks in self.items()}
+        if tensor_parallel > 1:
+            hosts["generator"] += f" (tensor parallel {tensor_parallel})"
+        return "  ".join(f"{name} {ranks}" for name, ranks in hosts.items())
+
+    def stream_cache_tokens(self, name: Literal["reward", "reference"]) -> int:
+        """Return the tokens that the cache of a model which reads ahead holds, per data-parallel
+        rank of the executor `name`. By default there are as many as all generators' slots need.
+        """
+        settings = getattr(self.config, name)
+        if settings.cache_tokens is not None:
+            return settings.cache_tokens
+        caches = len(self[name]) // settings.tensor_parallel
+        samples = -(-self.num_generators * self.config.generator.max_slots // caches)
+        return samples * whole_blocks(self.config.longest)
+
+    def asked_by_reward(self, name: str, path: str, dtype: str, cache_tokens: int = 0) -> Price:
+        """Return the price of a model that the reward's ranks hold together and ask."""
+        r = self.config.reward
+        model = read_config(path)
+        held = weights_bytes(
+            model,
+            dtype,
+            len(self["reward"]),
+            tensor_parallel=r.tensor_parallel,
+            replicate=r.replicate,
+        )
+        held += cache_bytes(model, cache_tokens, dtype, r.tensor_parallel)
+        working = asking_bytes(model, self.longest_microbatch, dtype)
+        return Price(name, self["reward"], held, working)
+
+
+def ranges(ranks: Collection[int]) -> str:
+    """Return ascending numbers with runs of more than two as first-last: "0-255,511"."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    words = []
+    for run in runs:
+        if len(run) > 2:
+            words.append(f"{run[0]}-{run[-1]}")
+        else:
+            words += map(str, run)
+    return ",".join(words)

@@ -1,0 +1,83 @@
+"""RunFiles: what a run leaves in its directory, and what it prints of itself at its end."""
+
+from __future__ import annotations
+
+from llamarl.checkpoint.checkpointer import LATEST
+from llamarl.config.conversion import to_values
+from llamarl.launch.inputs import Inputs
+from llamarl.launch.placement import Placement
+from llamarl.launch.run_directory import RunDirectory
+from llamarl.learning.samples import SampleMaker
+from llamarl.observe import RowWriter, build_sinks
+from llamarl.observe.expected import expectation_of, verdict
+from llamarl.observe.samples import SampleFile
+
+
+class RunFiles:
+    """The files of a run.
+
+    directory: the run's; until it is opened, the place where it will be. stopped_after: the last
+    step of a run that was stopped; only the leader knows.
+    """
+
+    def __init__(self, inputs: Inputs, placement: Placement, directory: RunDirectory):
+        self.config = inputs.config
+        self.directory = directory
+        self.stopped_after: int | None = None
+        self._inputs = inputs
+        self._placement = placement
+        self._writer: RowWriter | None = None
+
+    def writer(self) -> RowWriter:
+        """Make what writes the leader's metrics: the rows, the console, and what else the config
+        asks for.
+        """
+        m = self.config.metrics
+        samples = SampleFile(self.directory.path)
+        sinks = build_sinks(
+            self.directory.path,
+            max_steps=self.config.max_steps,
+            free_running=self._placement.sync_period if self.config.max_lag is None else None,
+            tensorboard=m.tensorboard,
+            wandb=m.wandb,
+            config=to_values(self.config),
+            samples=samples,
+            show_every=m.show_every if m.samples else 0,
+        )
+        self._writer = RowWriter(
+            self.directory.path,
+            sinks,
+            eval_due=self._inputs.eval_due,
+            first_step=0,
+            samples=samples,
+        )
+        return self._writer
+
+    @property
+    def sample_maker(self) -> SampleMaker | None:
+        """What makes the samples that people look at; None where none are kept."""
+        if not self.config.metrics.samples:
+            return None
+        return SampleMaker(
+            num_groups=self.config.metrics.samples,
+            decode=self._inputs.decode_raw,
+            parts=[part.name for part in self.config.reward_parts],
+        )
+
+    def conclude(self) -> None:
+        """Print how the run went, on the leader."""
+        if self._writer is None:
+            return
+        print(f"\n{self._writer.summary()}")
+        if self.stopped_after is None:
+            known = expectation_of(self.config)
+            if known is not None:
+                print(f"expected   {verdict(known, self._writer.file.read())}")
+        if self.stopped_after is not None:
+            steps = f"{self.stopped_after} of {self.config.max_steps}"
+            print(f"stopped    after step {steps}: resume=auto goes on")
+        checkpoints = self.directory.path / "checkpoints"
+        latest = checkpoints / LATEST
+        if latest.is_file():
+            newest = checkpoints / latest.read_text().strip()
+            print(f"model      {newest / 'hf'}, a Hugging Face directory", flush=True)
