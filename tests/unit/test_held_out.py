@@ -104,7 +104,7 @@ def test_without_prompts_of_its_own_the_task_gives_the_sets_no_number(rows):
         compose_config(["eval.num_prompts=0", "eval.sets={a: {kind: addition}}"])
     job = job_of("eval.num_prompts=0", sets="a: {kind: addition, num_prompts: 3}")
     assert job.inputs.eval_sets == (EvalSet("a", APART, 3),)
-    assert job.eval_due(0) and job.config.is_evaluated
+    assert job.inputs.eval_due(0) and job.config.is_evaluated
 
 
 def test_what_needs_an_answer_asks_it_of_every_set(rows):
