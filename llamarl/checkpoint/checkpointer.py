@@ -63,7 +63,7 @@ from llamarl.checkpoint.manifest import (
     unseen,
 )
 from llamarl.checkpoint.parts import stem_of
-from llamarl.checkpoint.room import Room
+from llamarl.checkpoint.room import DiskRoom
 from llamarl.comm.control import Control
 from llamarl.disk.files import FORMAT
 from llamarl.disk.space import (
@@ -228,7 +228,7 @@ class Checkpointer:
         # The part that this rank writes: the folder of its step, and a pattern of its files there.
         self._under_way: tuple[Path, str] | None = None
         self._num_chunks = 0  # that were hashed or synced so far, and looks at a full disk
-        self.room = Room(self.folder, control, self._got_on)
+        self.room = DiskRoom(self.folder, control, self._got_on)
         if control.is_leader:
             name_whole_ones(self.folder)
             for _, path in _newest_first(self.folder, _LEFTOVER):

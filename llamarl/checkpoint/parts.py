@@ -1,4 +1,4 @@
-"""Part: one executor's part of a checkpoint, as it is read.
+"""SavedPart: one executor's part of a checkpoint, as it is read.
 
 Its JSON values come at once, its tensors, or boxes of them, when they are asked for: each rank of a
 large model reads what its own boxes overlap, and not what all the others had saved. Where it asks
@@ -20,7 +20,7 @@ from llamarl.checkpoint.manifest import Files, read_manifest
 from llamarl.errors import CheckpointError
 
 
-class Part(Mapping[str, Any]):
+class SavedPart(Mapping[str, Any]):
     """Holds what one executor's rank had saved, by name.
 
     tensors: a safetensors file, None without tensors. CheckpointError names it if it cannot be
@@ -98,7 +98,7 @@ def ranks_of(path: Path, name: str, *, may_be_absent: bool = False) -> list[int]
     return parts[name]
 
 
-def load_part(path: Path, name: str, rank: int) -> Part:
+def load_part(path: Path, name: str, rank: int) -> SavedPart:
     """Load what `save_part` was given, on the CPU.
 
     CheckpointError names the file if it is absent or cannot be read.
@@ -106,7 +106,7 @@ def load_part(path: Path, name: str, rank: int) -> Part:
     return _load_part(path, name, rank, read_manifest(path)["files"])
 
 
-def load_parts(path: Path, name: str, *, may_be_absent: bool = False) -> list[Part]:
+def load_parts(path: Path, name: str, *, may_be_absent: bool = False) -> list[SavedPart]:
     """Load the parts of all ranks that saved one of `name`; see ranks_of and load_part. Tensors are
     read once they are asked for.
     """
@@ -115,7 +115,7 @@ def load_parts(path: Path, name: str, *, may_be_absent: bool = False) -> list[Pa
     return [_load_part(path, name, rank, files) for rank in ranks]
 
 
-def _load_part(path: Path, name: str, rank: int, files: Files) -> Part:
+def _load_part(path: Path, name: str, rank: int, files: Files) -> SavedPart:
     """Load a part. files: the manifest's, which has as many lines as there are ranks, and so is not
     read anew for each.
     """
@@ -125,7 +125,7 @@ def _load_part(path: Path, name: str, rank: int, files: Files) -> Part:
         values = json.loads((path / f"{stem}.json").read_text())
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path / stem}: cannot be read: {error}") from error
-    return Part(values, path / tensors if tensors in files else None)
+    return SavedPart(values, path / tensors if tensors in files else None)
 
 
 def in_work(path: Path) -> set[int]:

@@ -19,9 +19,9 @@ Written = TypeVar("Written")
 log = logging.getLogger(__name__)
 
 
-class Room:
-    """Room on the disk of `folder`, on one rank. got_on: called at each look at a full disk, so
-    that those who wait for this rank go on doing so.
+class DiskRoom:
+    """Waits for room on the disk of `folder`, on one rank. got_on: called at each look at a full
+    disk, so that the ranks that wait for this one go on waiting.
     """
 
     def __init__(self, folder: Path, control: Control, got_on: Callable[[], None]):

@@ -243,7 +243,7 @@ LAST_STEP = "Large dots: the last step"
 
 
 @settings_dataclass
-class Settings:
+class CompareSettings:
     runs: list[Text]  # directories, of a run or of a sweep's runs
     y: Text | None
     x: Text | None
@@ -254,13 +254,13 @@ class Settings:
 DEFAULTS = {"runs": REQUIRED, "y": None, "x": None, "target": None, "out": "comparison"}
 
 
-def parse(words: Sequence[str]) -> Settings:
+def parse(words: Sequence[str]) -> CompareSettings:
     """ConfigError."""
-    return read_script(words, Settings, DEFAULTS, doc=__doc__, listed="runs")
+    return read_script(words, CompareSettings, DEFAULTS, doc=__doc__, listed="runs")
 
 
 @matplotlib.rc_context(LOOK)
-def run(args: Settings) -> None:
+def run(args: CompareSettings) -> None:
     """FileNotFoundError or ValueError for what cannot be used."""
     runs = load_runs(args.runs)
     y = args.y or (EVALUATED if all_have(runs, EVALUATED) else "reward/mean")
@@ -271,13 +271,7 @@ def run(args: Settings) -> None:
         print(f"also differ, with what the names say: {', '.join(implied)}")
     figures = {"progress.png": draw_progress(variants, y, target)}
     x = args.x or KL
-    measured = {}
-    for label, runs in variants.items():
-        if args.x or all_have(runs, KL):
-            measured[label] = runs
-        else:
-            what = f"{label}: no {KL}, so not in the pareto plot"
-            print(f"compare: {what}{REMEDIES[KL]}", file=sys.stderr)
+    measured = variants if args.x else with_columns(variants, x, y)
     if measured:
         figures["pareto.png"] = draw_pareto(measured, x, y)
     judged = with_columns(variants, PERPLEXITY, WIN_RATE)
@@ -299,9 +293,7 @@ def all_have(runs: Sequence[Run], column: str) -> bool:
 
 
 def with_columns(variants: Variants, x: str, y: str) -> Variants:
-    """Return the variants all of whose runs have these columns; of those that lack x alone, say
-    so.
-    """
+    """Return the variants all of whose runs have both columns. Name those that lack x alone."""
     found = {}
     for label, runs in variants.items():
         if not all_have(runs, y):
@@ -309,8 +301,9 @@ def with_columns(variants: Variants, x: str, y: str) -> Variants:
         if all_have(runs, x):
             found[label] = runs
         else:
-            what = f"{label}: {y} without {TITLES[x]}, so not drawn over it{REMEDIES[x]}"
-            print(f"compare: {what}", file=sys.stderr)
+            what = TITLES[x].partition(",")[0]
+            said = f"{label}: no {what}, so {y} is not drawn over it{REMEDIES[x]}"
+            print(f"compare: {said}", file=sys.stderr)
     return found
 
 

@@ -72,7 +72,7 @@ class Console:
         self._num_lines = 0
         self._time_left = TimeLeft()
         self._bar: Bar | None = None
-        self._rich = None
+        self._rich: RichConsole | None = None
         if self.stream.isatty():
             from rich.console import Console as RichConsole
 
@@ -80,7 +80,10 @@ class Console:
 
     def write(self, row: Row) -> None:
         """Print one row, every so often with a sample, and the time that the rest will take."""
-        self._write_row(row)
+        if self._rich is None:
+            self._print_plain(row)
+        else:
+            self._print_table_row(row, self._rich)
         for line in self._sample_lines(row):
             if self._rich is None:
                 print(line, file=self.stream, flush=True)
@@ -101,57 +104,57 @@ class Console:
 
     def _move_bar(self, row: Row) -> None:
         """On a terminal: show under the table how far the run is."""
-        wall_s = number_of(row, "time/wall_s")
-        if self.max_steps is None or wall_s is None or self._rich is None:
+        if self.max_steps is None or self._rich is None or row.get("time/wall_s") is None:
             return
-        step = step_of(row)
-        self._time_left.note(step, wall_s)
         if self._bar is None:
             self._bar = Bar("run", self.max_steps, "steps", console=self._rich)
-        self._bar.show(step, self._time_left.of(self.max_steps - step))
+        self._bar.show(step_of(row), self._left_s(row))
 
-    def _left(self, row: Row) -> str:
-        """Format the time that the rest of the run will take; "" where that is unknown."""
+    def _left_s(self, row: Row) -> float | None:
+        """Return the seconds that the rest of the run will take; None where they are unknown."""
         wall_s = number_of(row, "time/wall_s")
         if self.max_steps is None or wall_s is None:
-            return ""
+            return None
         step = step_of(row)
         self._time_left.note(step, wall_s)
-        return shown_left(self._time_left.of(self.max_steps - step))
+        return self._time_left.of(self.max_steps - step)
 
-    def _write_row(self, row: Row) -> None:
-        every_cell = format_cells(row, self.max_steps)
-        cells = {header: every_cell[header] for header in self._columns}
-        if self._rich is None:
-            # Where all scores are 0 or 1 their mean is an accuracy.
-            is_accuracy = row.get("eval/accuracy") is not None
-            names = {"eval": "accuracy" if is_accuracy else "held-out"}
-            missing = left_out(row)
-            if missing:
-                cells["eval"] += f" ({missing})"
-            words = [f"{names.get(name, name)} {cell}" for name, cell in cells.items() if cell]
-            left = self._left(row)
-            if left:
-                words.append(f"left {left}")
-            print("  ".join(words), file=self.stream, flush=True)
-            for line in set_lines(row):
-                print(line, file=self.stream, flush=True)
-            return
-        if self._num_lines % HEADER_EVERY == 0:
-            headers = " ".join(f"{header:>{WIDTHS[header]}}" for header in cells)
-            self._rich.print(headers, style="dim", no_wrap=True, crop=False)
-        self._num_lines += 1
+    def _print_plain(self, row: Row) -> None:
+        """Print a row as `name value` words."""
+        # Where all scores are 0 or 1 their mean is an accuracy.
+        is_accuracy = row.get(ACCURACY) is not None
+        names = {"eval": "accuracy" if is_accuracy else "held-out"}
+        cells = self._cells(row)
+        missing = left_out(row)
+        if missing:
+            cells["eval"] += f" ({missing})"
+        words = [f"{names.get(name, name)} {cell}" for name, cell in cells.items() if cell]
+        left = shown_left(self._left_s(row))
+        if left:
+            words.append(f"left {left}")
+        print("  ".join(words), file=self.stream, flush=True)
+        for line in set_lines(row):
+            print(line, file=self.stream, flush=True)
+
+    def _print_table_row(self, row: Row, rich: RichConsole) -> None:
+        """Print a row as a line of the table, after the headers every HEADER_EVERY lines."""
         from rich.text import Text
 
+        cells = self._cells(row)
+        if self._num_lines % HEADER_EVERY == 0:
+            headers = " ".join(f"{header:>{WIDTHS[header]}}" for header in cells)
+            rich.print(headers, style="dim", no_wrap=True, crop=False)
+        self._num_lines += 1
         idle = max(
             number_of(row, "generator/idle_fraction") or 0,
             number_of(row, "trainer/idle_fraction") or 0,
         )
+        idle_style = "yellow" if idle > IDLE_HIGH else ""
         styles = {
             "reward": "bold",
             "eval": "bold green",
-            "idle g/t": "yellow" if idle > IDLE_HIGH else "",
-            "idle": "yellow" if idle > IDLE_HIGH else "",
+            "idle g/t": idle_style,
+            "idle": idle_style,
         }
         printed = Text()
         for header, cell in cells.items():
@@ -163,7 +166,11 @@ class Console:
             printed.append(f"\n{'held out':>{WIDTHS['step']}} {missing}", style="yellow")
         for told in set_lines(row):
             printed.append(f"\n{told}", style="green")
-        self._rich.print(printed, no_wrap=True, crop=False)
+        rich.print(printed, no_wrap=True, crop=False)
+
+    def _cells(self, row: Row) -> dict[str, str]:
+        every_cell = format_cells(row, self.max_steps)
+        return {header: every_cell[header] for header in self._columns}
 
     def close(self) -> None:
         """Finish the table."""

@@ -1,6 +1,6 @@
 """An OpenAI-compatible endpoint: a question goes out, the text of the reply comes back.
 
-    ask(question) --> POST URL/chat/completions --> text | Failed: down, slow, refused, nonsense
+    ask(question) --> POST URL/chat/completions --> text | NoReply: down, slow, refused, nonsense
 
 Requests go to the given url and nowhere else: no redirect is followed, and neither proxies nor
 credentials are taken from the environment or from files, save for the key that the user names.
@@ -46,7 +46,7 @@ FailureKind = Literal["down", "slow", "refused", "nonsense"]
 log = logging.getLogger(__name__)
 
 
-class Failed(Exception):
+class NoReply(Exception):
     """A question has no usable reply. The message says why, and holds no credentials.
 
     kind: "down": no connection, or it broke; "slow": no reply in time; "refused": the server said
@@ -123,15 +123,15 @@ class Endpoint:
         await self._client.aclose()
 
     async def probe(self) -> None:
-        """Ask one question whose reply does not matter. Failed if no reply comes."""
+        """Ask one question whose reply does not matter. NoReply if no reply comes."""
         await self._reply(_PROBE)
 
     async def ask(self, question: str) -> str:
-        """Return the text of the reply. Failed if there is no whole reply."""
+        """Return the text of the reply. NoReply if there is no whole reply."""
         text, is_cut = await self._reply(question)
         if is_cut:
             remedy = f"raise {self._settings.section}.max_tokens"
-            raise Failed("nonsense", f"the reply was cut off; {remedy}")
+            raise NoReply("nonsense", f"the reply was cut off; {remedy}")
         return text
 
     async def _reply(self, question: str) -> tuple[str, bool]:
@@ -182,15 +182,15 @@ class Endpoint:
                     content = await _content_of(response)
         except TimeoutError as error:
             what = f"no reply in {self._settings.section}.timeout_s={self._settings.timeout_s:g}"
-            raise Failed("slow", what) from error
+            raise NoReply("slow", what) from error
         except httpx.RequestError as error:
             what = f"{type(error).__name__}: {error}".removesuffix(": ")
-            raise Failed("down", self._shown(what), may_pass=True) from error
+            raise NoReply("down", self._shown(what), may_pass=True) from error
         if response.status_code == httpx.codes.OK:
             return content
         raise self._refusal(response, content)
 
-    def _refusal(self, response: httpx.Response, content: bytes) -> Failed:
+    def _refusal(self, response: httpx.Response, content: bytes) -> NoReply:
         """Return why there is no reply, for a status other than 200."""
         section = self._settings.section
         status = response.status_code
@@ -202,11 +202,11 @@ class Endpoint:
         if status in (401, 403):
             what += f"; {section}.api_key_env names the variable that holds the key"
         if status not in _PASSING:
-            return Failed("refused", what)
+            return NoReply("refused", what)
         retry_after_s = seconds_of(response.headers.get("retry-after"))
         if retry_after_s is not None and retry_after_s > LONGEST_ASKED_S:
-            return Failed("refused", f"{what}; it asks to wait more than {LONGEST_ASKED_S:g} s")
-        return Failed("refused", what, may_pass=True, retry_after_s=retry_after_s)
+            return NoReply("refused", f"{what}; it asks to wait more than {LONGEST_ASKED_S:g} s")
+        return NoReply("refused", what, may_pass=True, retry_after_s=retry_after_s)
 
     def _pause_s(self, state: RetryCallState) -> float:
         """Return the seconds until the next try: exponentially more each time, with jitter, and at
@@ -216,7 +216,7 @@ class Endpoint:
         jittered_s = growing(state) * (1 - JITTER * self._random.random())
         assert state.outcome is not None, "there is a pause after a failure only"
         failure = state.outcome.exception()
-        assert isinstance(failure, Failed), "nothing else may pass"
+        assert isinstance(failure, NoReply), "nothing else may pass"
         if failure.retry_after_s is None:
             return jittered_s
         return failure.retry_after_s + jittered_s * JITTER
@@ -228,11 +228,11 @@ class Endpoint:
             is_cut = choice.get("finish_reason") == "length"
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             shown = self._shown(content.decode(errors="replace"))
-            raise Failed("nonsense", f"no chat completion: {shown}") from error
+            raise NoReply("nonsense", f"no chat completion: {shown}") from error
         if is_cut and text is None:  # the model used all its tokens to think
             text = ""
         if not isinstance(text, str):
-            raise Failed("nonsense", f"its content is no text, but {type(text).__name__}")
+            raise NoReply("nonsense", f"its content is no text, but {type(text).__name__}")
         return text, is_cut
 
     def _shown(self, text: str) -> str:
@@ -253,7 +253,7 @@ def shown(text: str) -> str:
 
 
 def _may_pass(error: BaseException) -> bool:
-    return isinstance(error, Failed) and error.may_pass
+    return isinstance(error, NoReply) and error.may_pass
 
 
 async def _content_of(response: httpx.Response) -> bytes:
@@ -262,7 +262,7 @@ async def _content_of(response: httpx.Response) -> bytes:
     async for chunk in response.aiter_bytes():
         content += chunk
         if len(content) > MAX_REPLY_BYTES:
-            raise Failed("nonsense", f"the reply is longer than {MAX_REPLY_BYTES} bytes")
+            raise NoReply("nonsense", f"the reply is longer than {MAX_REPLY_BYTES} bytes")
     return bytes(content)
 
 

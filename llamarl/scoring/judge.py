@@ -22,7 +22,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 
 from llamarl.errors import RewardError
-from llamarl.scoring.endpoint import Endpoint, EndpointSettings, Failed, check_url, read_key, shown
+from llamarl.scoring.endpoint import Endpoint, EndpointSettings, NoReply, check_url, read_key, shown
 from llamarl.scoring.scorer import Item, Outcome, Outcomes, Scorer
 from llamarl.words.choices import JudgeAsk
 
@@ -159,7 +159,7 @@ class Judge(Scorer):
         self._thread = threading.Thread(target=self._run, name="judge", daemon=True)
         self._thread.start()
         self._has_begun.wait()  # this ends, because requests have a timeout and tries are limited
-        if isinstance(self._failure, Failed):
+        if isinstance(self._failure, NoReply):
             where = f"{self._settings.section}.url={self._settings.url}"
             raise ValueError(f"{where}: {self._failure}")
         self._raise_failure()
@@ -281,7 +281,7 @@ class Judge(Scorer):
         self._is_known.set()
         self._on_result()
 
-    def _error_of(self, failure: Failed) -> Outcome:
+    def _error_of(self, failure: NoReply) -> Outcome:
         """Return the outcome of an item whose question has failed."""
         self._counts[failure.kind] += 1
         return Outcome.error(str(failure))
@@ -289,7 +289,7 @@ class Judge(Scorer):
     async def _judge_one(self, key: int, item: _Text) -> None:
         try:
             outcome = await self._outcome_of(item)
-        except Failed as failure:
+        except NoReply as failure:
             outcome = self._error_of(failure)
         self._tell(key, outcome)
 
@@ -316,9 +316,9 @@ class Judge(Scorer):
             comparisons.append(compared)
         results = await asyncio.gather(*comparisons, return_exceptions=True)
         points = dict.fromkeys(items, 0.0)
-        failures: dict[int, Failed] = {}
+        failures: dict[int, NoReply] = {}
         for (one, other), result in zip(pairs, results):
-            if isinstance(result, Failed):
+            if isinstance(result, NoReply):
                 failures.setdefault(one, result)
                 failures.setdefault(other, result)
             elif isinstance(result, BaseException):
@@ -342,10 +342,10 @@ class Judge(Scorer):
         reply = await self._reply_to(item.meta, values)
         number = number_in(reply)
         if number is None:
-            raise Failed("nonsense", f'no "Score: N" in the reply: {shown(reply)}')
+            raise NoReply("nonsense", f'no "Score: N" in the reply: {shown(reply)}')
         if not self._lowest <= number <= self._highest:
             what = f"the score {number:g} is not within {self._lowest:g} to {self._highest:g}"
-            raise Failed("nonsense", what)
+            raise NoReply("nonsense", what)
         return (number - self._lowest) / (self._highest - self._lowest)
 
     async def _points(self, prompt: str, one: str, other: str, meta: dict[str, object]) -> float:
@@ -370,7 +370,7 @@ class Judge(Scorer):
         reply = await self._reply_to(meta, values)
         choice = choice_in(reply)
         if choice is None:
-            raise Failed("nonsense", f'no "Verdict: A, B or tie" in the reply: {shown(reply)}')
+            raise NoReply("nonsense", f'no "Verdict: A, B or tie" in the reply: {shown(reply)}')
         return _POINTS[choice]
 
     async def _reply_to(self, meta: dict[str, object], values: dict[str, str]) -> str:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from llamarl.checkpoint.checkpointer import Checkpointer
-from llamarl.checkpoint.parts import Part
+from llamarl.checkpoint.parts import SavedPart
 from llamarl.checkpoint.service import CheckpointService
 from llamarl.comm.control import Control
 from llamarl.errors import CheckpointError
@@ -16,7 +16,7 @@ from llamarl.models.sharding import Box
 SAVED = torch.arange(24.0).view(8, 3)  # rows 0 to 7, by two ranks
 
 
-class Watched(Part):
+class Watched(SavedPart):
     """A part whose reads are counted, in elements."""
 
     def __init__(self, values, tensors):

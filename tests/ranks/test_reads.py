@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from llamarl.checkpoint import parts as stored
 from llamarl.checkpoint.checkpointer import TOPIC, Checkpointer
-from llamarl.checkpoint.parts import Part, load_parts
+from llamarl.checkpoint.parts import SavedPart, load_parts
 from llamarl.comm.control import Control
 from llamarl.learning.optim import build_optimizer
 from llamarl.models.build import build_decoder
@@ -83,7 +83,7 @@ def save(rank: int, folder: str) -> int:
     return sum(value.nbytes for value in state.values() if isinstance(value, torch.Tensor))
 
 
-class Watched(Part):
+class Watched(SavedPart):
     """A part that counts the bytes of tensors that are read of all of them."""
 
     read = 0
@@ -105,7 +105,7 @@ def restore(rank: int, folder: str) -> dict:
     for kept in optimizer.state.values():
         kept["exp_avg"].zero_()
     path = Path(folder) / "checkpoints" / "step_1"
-    stored.Part = Watched
+    stored.SavedPart = Watched
     Watched.read = 0
     parts = load_parts(path, "trainer")
     assert all(isinstance(part, Watched) for part in parts)
@@ -116,7 +116,7 @@ def restore(rank: int, folder: str) -> dict:
         take=lambda shard, part, theirs: shard.load(part, theirs, optimizer, **NAMES),
     )
     own = 3 * sum(local(shard.parameter).nbytes for shard in shards)
-    stored.Part = Part
+    stored.SavedPart = SavedPart
     first = shards[0]
     step = local(optimizer.state[first.parameter]["exp_avg"])
     assert torch.equal(step, torch.full_like(step, 1 - BETA)), "as it was saved"

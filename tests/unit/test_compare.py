@@ -178,8 +178,8 @@ def test_runs_without_kl_are_named_and_not_in_the_pareto_plot(recipe, make, tmp_
     out = tmp_path / "plots"
     assert recipe.main([str(folder), f"out={out}"]) == 0
     assert (
-        "plain: no kl/ref, so not in the pareto plot; record it with reference=frozen"
-        in capsys.readouterr().err
+        "plain: no KL to the reference, so eval/reward is not drawn over it; record it with "
+        "reference=frozen" in capsys.readouterr().err
     )
     assert [file.name for file in out.iterdir()] == ["progress.png"]
 

@@ -77,7 +77,7 @@ def test_gold_without_a_reference_is_named_and_runs_without_gold_are_not(
     command = [*map(str, folders), f"out={out}"]
     assert recipe.main([str(folders[0]), f"out={out}"]) == 0
     said = capsys.readouterr().err
-    assert "gold: eval/gold without √KL to the first policy" in said
+    assert "gold: no √KL to the first policy, so eval/gold is not drawn over it" in said
     assert said.count("reference=frozen") == 2  # for the pareto plot too
     assert sorted(file.name for file in out.iterdir()) == ["progress.png", "win_rate.png"]
     assert recipe.main([*command[1:], "y=reward/mean"]) == 0

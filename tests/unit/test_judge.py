@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llamarl.scoring import endpoint as endpoint_module
-from llamarl.scoring.endpoint import EndpointSettings, Failed, seconds_of
+from llamarl.scoring.endpoint import EndpointSettings, NoReply, seconds_of
 from llamarl.scoring.judge import Judge, choice_in, number_in
 from llamarl.scoring.scorer import Outcome, text_item
 from llamarl.words.texts import url_problem
@@ -248,8 +248,8 @@ def test_pauses_grow_and_are_not_equal(monkeypatch):
     def pause_s(attempt, retry_after_s=None):
         state = tenacity.RetryCallState(None, None, (), {})
         state.attempt_number = attempt
-        failure = Failed("down", "gone", may_pass=True, retry_after_s=retry_after_s)
-        state.set_exception((Failed, failure, None))
+        failure = NoReply("down", "gone", may_pass=True, retry_after_s=retry_after_s)
+        state.set_exception((NoReply, failure, None))
         return endpoint._pause_s(state)
 
     for attempt, longest_s in ((1, 1.0), (4, 8.0), (21, 30.0), (2001, 30.0)):
@@ -283,12 +283,12 @@ def test_all_tries_of_a_question_have_one_deadline(monkeypatch):
 
     async def fails(endpoint, body, limit_s):
         limits.append(limit_s)
-        raise Failed("down", "gone", may_pass=True)
+        raise NoReply("down", "gone", may_pass=True)
 
     async def ask():
         settings = EndpointSettings(url="http://127.0.0.1:1/v1", model="wise", timeout_s=9.0)
         endpoint = endpoint_module.Endpoint(settings)
-        with pytest.raises(Failed, match="gone"):
+        with pytest.raises(NoReply, match="gone"):
             await endpoint.ask("why?")
         await endpoint.close()
 
@@ -333,7 +333,7 @@ def test_no_reply_of_a_judge_raises_anything_but_that_it_failed(examples):
     def check(content):
         try:
             text, _ = endpoint._read(content.encode("utf-8", "surrogatepass"))
-        except Failed:
+        except NoReply:
             return
         number = number_in(text)
         assert number is None or isinstance(number, float)
@@ -463,4 +463,4 @@ def test_a_key_that_travels_unencrypted_to_another_host_is_warned_of(monkeypatch
 
 
 def test_a_failure_says_its_kind():
-    assert str(Failed("slow", "no reply")) == "judge slow: no reply"
+    assert str(NoReply("slow", "no reply")) == "judge slow: no reply"

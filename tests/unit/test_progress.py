@@ -188,9 +188,7 @@ def stage(name, first, last, mean, within):
 
 
 EXPECTED = Expectation(
-    name="made up",
     overrides=(),
-    measured="by hand",
     stages=(stage("the start", 0, 0, 0.4, 0.02), stage("the end", 9, 10, 0.97, 0.01)),
 )
 
