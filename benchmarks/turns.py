@@ -45,7 +45,7 @@ import llamarl  # noqa: F401  before torch: it says how torch's threads wait
 import torch
 
 from llamarl.environments.calls import FORMATS
-from llamarl.environments.dialogues import Dialogues, Limits
+from llamarl.environments.dialogues import Dialogues, Environment
 from llamarl.environments.engine import DialogueEngine
 from llamarl.environments.pool import EnvironmentPool
 from llamarl.inference.engine import Engine
@@ -116,18 +116,17 @@ def talking(
     path = f"benchmarks.games:{game}"
 
     def make(on_answer: Callable[[], None]) -> Dialogues:
-        return Dialogues(
-            EnvironmentPool(path, num_workers=workers, timeout_s=60.0, on_answer=on_answer),
-            turn_tokens(path, TOKENIZER, chat=False, system_prompt=None),
-            Limits(max_turns=max_turns, max_turn_tokens=None),
+        environment = Environment(
+            pool=EnvironmentPool(path, num_workers=workers, timeout_s=60.0, on_answer=on_answer),
+            turns=turn_tokens(path, TOKENIZER, chat=False, system_prompt=None),
             read_calls=FORMATS["words"],
-            decode=dots,
             prompt_key="prompt",
             is_own=True,
             is_dialogue=True,
-            seed=0,
-            reproducible=False,
+            max_turns=max_turns,
+            max_turn_tokens=None,
         )
+        return Dialogues({"task": environment}, decode=dots, seed=0, reproducible=False)
 
     return DialogueEngine(inner, make, prompt_of=lambda stream, ticket: GAME, reproducible=False)
 

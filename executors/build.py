@@ -5,12 +5,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
-from executors.build_dialogues import around, dialogue_engine
+from executors.build_dialogues import dialogue_engine
 from executors.build_trainer import build_trainer, late_ends_of, parity_limits
 from executors.generator import Generator
 from executors.reference import Reference
@@ -25,10 +24,10 @@ from llamarl.evaluation.gold import Gold, GoldSettings
 from llamarl.evaluation.judges import MakeEvalJudge
 from llamarl.evaluation.perplexity import Perplexity, PerplexitySettings
 from llamarl.evaluation.samples import Samples
-from llamarl.executor import WeightsForm
+from llamarl.executor import ExecutorGroup, WeightsForm
 from llamarl.inference import Engine, SamplingParams, TemperatureRange
 from llamarl.inference.build import build_native, build_vllm
-from llamarl.inference.protocol import BuildEngine, GenerationEngine
+from llamarl.inference.protocol import Bind, BuildEngine, GenerationEngine
 from llamarl.inference.stop_strings import unescaped
 from llamarl.launch.embedders import embedder_settings
 from llamarl.launch.gold import gold_ids, gold_texts
@@ -78,44 +77,44 @@ def engine_builder(config: Config, inputs: Inputs, adapt: Callable[[Decoder], No
     adapt: changes the decoder's forward; see Generator.adapt_decoder.
     """
     g = config.generator
-    sizes: dict[str, Any] = dict(
-        model_path=str(inputs.model_path),
-        model_dtype=config.model.dtype,
-        max_slots=g.max_slots,
-        max_len=config.longest_asked,
-        decode=inputs.decode,
-    )
     if g.kind == "vllm":
         if adapt is not Generator.adapt_decoder:
             raise ValueError(
                 "generator=vllm computes with its own model, which adapt_decoder cannot change; "
                 "take generator=native"
             )
-        sizes["gpu_memory_utilization"] = g.gpu_memory_utilization
-        return partial(build_vllm, **sizes, lora=inputs.lora)
-    if config.environments:
-        sizes["kept_tokens"] = config.kept_tokens
-        return partial(dialogue_engine, inputs, native_builder(config, inputs, sizes, adapt))
-    return native_builder(config, inputs, sizes, adapt)
+        return partial(
+            build_vllm,
+            model_path=str(inputs.model_path),
+            model_dtype=config.model.dtype,
+            max_slots=g.max_slots,
+            max_len=config.longest_asked,
+            decode=inputs.decode,
+            gpu_memory_utilization=g.gpu_memory_utilization,
+            lora=inputs.lora,
+        )
 
+    def build(group: ExecutorGroup, bind: Bind) -> GenerationEngine:
+        engine = build_native(
+            group,
+            bind,
+            model_path=str(inputs.model_path),
+            model_dtype=config.model.dtype,
+            max_slots=g.max_slots,
+            max_len=config.longest_asked,
+            cache_tokens=g.cache_tokens,
+            kept_tokens=config.kept_tokens,
+            prefill_chunk=g.prefill_chunk,
+            quantize=g.quantize,
+            quantize_exclude=tuple(g.quantize_exclude),
+            lora=inputs.lora,
+            decode=inputs.decode,
+            reproducible=config.reproducible,
+            adapt=adapt,
+        )
+        return dialogue_engine(engine, inputs) if config.environments else engine
 
-def native_builder(
-    config: Config, inputs: Inputs, sizes: dict[str, Any], adapt: Callable[[Decoder], None]
-) -> BuildEngine:
-    """Return a function that builds the native engine. sizes: those that other kinds have too."""
-    g = config.generator
-    assert g.kind == "native", "asked for that kind"
-    return partial(
-        build_native,
-        **sizes,
-        cache_tokens=g.cache_tokens,
-        prefill_chunk=g.prefill_chunk,
-        quantize=g.quantize,
-        quantize_exclude=tuple(g.quantize_exclude),
-        lora=inputs.lora,
-        reproducible=config.reproducible,
-        adapt=adapt,
-    )
+    return build
 
 
 def build_executors(
@@ -231,14 +230,17 @@ def build_victim(config: Config, job: Job) -> Victim:
     v = placed_victim(config.victim)
     path = job.inputs.victim_path
     assert path is not None, "a victim's config has the directory of its model"
-    build_engine = partial(
-        _victim_engine,
-        path=path,
-        dtype=v.dtype,
-        max_slots=v.max_slots,
-        max_len=v.longest,
-        reproducible=config.reproducible,
-    )
+
+    def build_engine(device: torch.device) -> Engine:
+        return Engine.from_hf(
+            path,
+            device=device,
+            dtype=v.dtype,
+            max_slots=v.max_slots,
+            max_len=v.longest,
+            reproducible=config.reproducible,
+        )
+
     sampling = SamplingParams(
         max_new_tokens=v.max_new_tokens,
         temperature=v.temperature,
@@ -258,10 +260,6 @@ def build_victim(config: Config, job: Job) -> Victim:
         num_eval_attacks=len(job.inputs.eval_prompts) * (1 + config.eval.num_samples),
         reproducible=config.reproducible,
     )
-
-
-def _victim_engine(device: torch.device, *, path: Path, **options) -> Engine:
-    return Engine.from_hf(path, device=device, **options)
 
 
 def _judges_of(config: Config, job: Job) -> list[MakeEvalJudge]:
@@ -355,7 +353,7 @@ def answering_engine(inputs: Inputs, device: torch.device) -> GenerationEngine:
     environment the engine of its dialogues.
     """
     engine = engine_alone(inputs, device)
-    return around(engine, inputs) if inputs.config.environments else engine
+    return dialogue_engine(engine, inputs) if inputs.config.environments else engine
 
 
 def engine_alone(inputs: Inputs, device: torch.device) -> Engine:

@@ -7,31 +7,19 @@ from functools import partial
 
 from executors.generator import TRAIN
 from llamarl.config.sections.task import PlayedSettings
-from llamarl.environments.by_section import DialoguesBySection
 from llamarl.environments.calls import FORMATS
-from llamarl.environments.dialogues import Dialogues, Limits
+from llamarl.environments.dialogues import Dialogues, Environment
 from llamarl.environments.engine import DialogueEngine
 from llamarl.environments.pool import EnvironmentPool
-from llamarl.executor import ExecutorGroup
 from llamarl.inference import Engine
-from llamarl.inference.protocol import Bind, BuildEngine
 from llamarl.launch.inputs import Inputs
 from llamarl.tasks.environment import makes_prompts, turn_tokens
 from llamarl.tasks.held_out import section_of
 from llamarl.types import Prompt
 
 
-def dialogue_engine(
-    inputs: Inputs, build: BuildEngine, group: ExecutorGroup, bind: Bind
-) -> DialogueEngine:
-    """Build the engine of dialogues around the one that samples turns."""
-    inner = build(group, bind)
-    assert isinstance(inner, Engine), "config lets no other kind through"
-    return around(inner, inputs)
-
-
-def around(inner: Engine, inputs: Inputs) -> DialogueEngine:
-    """Build the engine of dialogues around one that has its weights."""
+def dialogue_engine(inner: Engine, inputs: Inputs) -> DialogueEngine:
+    """Build the engine of dialogues around one that samples turns and has its weights."""
     reproducible = inputs.config.reproducible
     sections = inputs.config.environments.keys()
     return DialogueEngine(
@@ -48,27 +36,20 @@ def _prompt_of(inputs: Inputs, stream: int, ticket: int) -> Prompt:
     return inputs.prompts[ticket] if stream == TRAIN else inputs.held_out.prompt(ticket)
 
 
-def _dialogues(
-    inputs: Inputs, on_answer: Callable[[], None], *, reproducible: bool
-) -> DialoguesBySection:
+def _dialogues(inputs: Inputs, on_answer: Callable[[], None], *, reproducible: bool) -> Dialogues:
     """Build the dialogues of a replica with all its environments, and their workers."""
-    by_section = {}
+    environments = {}
     for section, task in inputs.config.environments.items():
-        by_section[section] = _dialogues_of(
-            task, section, inputs, on_answer, reproducible=reproducible
-        )
-    return DialoguesBySection(by_section, section_of=section_of, reproducible=reproducible)
+        environments[section] = _environment(task, section, inputs, on_answer)
+    return Dialogues(
+        environments, decode=inputs.decode, seed=inputs.config.seed, reproducible=reproducible
+    )
 
 
-def _dialogues_of(
-    task: PlayedSettings,
-    section: str,
-    inputs: Inputs,
-    on_answer: Callable[[], None],
-    *,
-    reproducible: bool,
-) -> Dialogues:
-    """Build the dialogues with one environment. section: where it is set."""
+def _environment(
+    task: PlayedSettings, section: str, inputs: Inputs, on_answer: Callable[[], None]
+) -> Environment:
+    """Build what plays the prompts of a section."""
     play = task.play
     turns = turn_tokens(
         task.environment, inputs.tokenizer, chat=task.chat, system_prompt=task.system_prompt
@@ -77,8 +58,8 @@ def _dialogues_of(
     if calls == "auto":
         calls = "json" if turns.has_template else "words"
     has_own_messages = makes_prompts(task.environment)
-    return Dialogues(
-        EnvironmentPool(
+    return Environment(
+        pool=EnvironmentPool(
             task.environment,
             num_workers=play.num_workers,
             timeout_s=play.timeout_s,
@@ -86,13 +67,11 @@ def _dialogues_of(
             on_answer=on_answer,
             section=section,
         ),
-        turns,
-        Limits(max_turns=play.max_turns, max_turn_tokens=play.max_turn_tokens),
+        turns=turns,
         read_calls=FORMATS[calls],
-        decode=inputs.decode,
         prompt_key=task.prompt_key,
         is_own=task.path is None or has_own_messages,
         is_dialogue=has_own_messages,
-        seed=inputs.config.seed,
-        reproducible=reproducible,
+        max_turns=play.max_turns,
+        max_turn_tokens=play.max_turn_tokens,
     )

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from llamarl.environments.dialogues import Dialogues, Limits
+from llamarl.environments.dialogues import Dialogues, Environment
 from llamarl.environments.engine import DialogueEngine
 from llamarl.environments.pool import EnvironmentPool
 from llamarl.inference import Engine, vllm_engine
@@ -64,18 +64,17 @@ def dialogues(log, monkeypatch, **sizes):
     tokenizer = load_tokenizer(tiny_directory())
 
     def make(on_answer):
-        return Dialogues(
-            EnvironmentPool(path, timeout_s=PATIENCE_S, on_answer=on_answer),
-            turn_tokens(path, tokenizer, chat=False, system_prompt=None),
-            Limits(max_turns=8, max_turn_tokens=None),
+        environment = Environment(
+            pool=EnvironmentPool(path, timeout_s=PATIENCE_S, on_answer=on_answer),
+            turns=turn_tokens(path, tokenizer, chat=False, system_prompt=None),
             read_calls=lambda text: [],
-            decode=tokenizer.decode,
             prompt_key="prompt",
             is_own=False,
             is_dialogue=False,
-            seed=0,
-            reproducible=True,
+            max_turns=8,
+            max_turn_tokens=None,
         )
+        return Dialogues({"task": environment}, decode=tokenizer.decode, seed=0, reproducible=True)
 
     return Answered(native(log, monkeypatch, **sizes), make)
 

@@ -25,10 +25,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from llamarl.tasks.environment_class import Schema, arguments_of, is_dialogue, tools_of
+from llamarl.tasks.environment_class import Schema, Turn, arguments_of, is_dialogue, tools_of
 from llamarl.workers.guard import message_of
 
-Turn = dict[str, Any]  # {"role": ..., "content": ...}
 MAX_CHARACTERS = 1 << 18  # of all messages of an answer
 
 

@@ -20,7 +20,8 @@ that they spell, and compares what it says with the context that they hold.
     an order        aborted         as for any completion
 
 With `reproducible` nothing is polled before all calls under way are answered, and what comes then
-is in the order of the dialogues: what is batched together does not depend on who was fast.
+is in the order of the environments and their dialogues: what is batched together does not depend
+on who was fast.
 """
 
 from __future__ import annotations
@@ -28,9 +29,10 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import count, groupby
 from typing import Literal
 
@@ -39,13 +41,13 @@ from torch import Tensor
 
 from llamarl.environments.calls import ToolCall, Unreadable
 from llamarl.environments.contracts import Answer
-from llamarl.environments.pool import EnvironmentPool, Failure
+from llamarl.environments.pool import EnvironmentPool, Failure, wait_for_any
 from llamarl.inference.kept import Key
 from llamarl.inference.sampler import SamplingParams
 from llamarl.tasks.environment import GAME
-from llamarl.tasks.environment_class import Schema
-from llamarl.tasks.held_out import own_meta
-from llamarl.tasks.turns import Turn, TurnTokens
+from llamarl.tasks.environment_class import Schema, Turn
+from llamarl.tasks.held_out import own_meta, section_of
+from llamarl.tasks.turns import TurnTokens
 from llamarl.types import Completion, Ending, EndReason, FinishReason, Prompt, begin_of_turn
 from llamarl.workers.guard import message_of, short
 
@@ -77,12 +79,33 @@ class Over:
     completion: Completion
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """How long a dialogue may become, beside the tokens of its completion."""
+@dataclass(frozen=True)
+class Environment:
+    """What plays the prompts of one section of the configuration, and how dialogues with it go."""
 
+    pool: EnvironmentPool
+    turns: TurnTokens  # makes tokens of what is said
+    read_calls: Callable[[str], list[ToolCall]]  # of a turn's text
+    prompt_key: str
+    is_own: bool  # it makes its own prompts
+    is_dialogue: bool  # it has the contract of dialogues, not that of tools
     max_turns: int
-    max_turn_tokens: int | None  # None: what is left
+    max_turn_tokens: int | None  # None: what max_new_tokens leaves
+
+    @cached_property
+    def first(self) -> list[int]:
+        """The tokens that all of its own prompts begin with."""
+        return self.turns.first()
+
+    @cached_property
+    def tail(self) -> list[int]:
+        """The tokens between a row's prompt and the policy's turn."""
+        return self.turns.prompt("a")[1]
+
+    @cached_property
+    def rewrites(self) -> bool:
+        """Whether the chat template changes a history that it wrote before."""
+        return bool(self.turns.appends())
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +146,8 @@ class _Dialogue:
     """A dialogue that has not ended."""
 
     key: Key
-    number: int  # the pool's key of its environment
+    number: int  # the pool's key of its game
+    environment: Environment
     prompt: Prompt
     params: SamplingParams
     group: _Group
@@ -150,47 +174,32 @@ class _Dialogue:
 
 
 class Dialogues:
-    """Keeps the dialogues of one replica of the generator.
+    """Keeps the dialogues of one replica of the generator, with one or several environments.
 
-    pool: plays the environments. turns: makes tokens of what they say. read_calls: of a turn's
-    text. is_own: the environments make their own prompts. is_dialogue: they have that contract.
-    decode: gives the text of token ids. seed: the run's.
+    environments: by the section of the configuration that sets them. decode: gives the text of
+    token ids. seed: the run's.
     """
 
     def __init__(
         self,
-        pool: EnvironmentPool,
-        turns: TurnTokens,
-        limits: Limits,
+        environments: Mapping[str, Environment],
         *,
-        read_calls: Callable[[str], list[ToolCall]],
         decode: Callable[[list[int]], str],
-        prompt_key: str,
-        is_own: bool,
-        is_dialogue: bool,
         seed: int,
         reproducible: bool,
     ):
-        self.pool = pool
-        self._turns = turns
-        self._limits = limits
-        self._read_calls = read_calls
+        self._environments = dict(environments)
+        self._pools = [environment.pool for environment in environments.values()]
         self._decode = decode
-        self._prompt_key = prompt_key
-        self._is_own = is_own
-        self._is_dialogue = is_dialogue
         self._seed = seed
         self._reproducible = reproducible
-        self._first = turns.first() if is_own else []
-        self._tail = [] if is_own else turns.prompt("a")[1]
-        self._rewrites = bool(turns.appends())
         self._numbers = count()
         self._open: dict[Key, _Dialogue] = {}
         self._keys: dict[int, Key] = {}  # by number
         self._groups: dict[tuple[int, int], _Group] = {}  # by stream and ticket
         self._moves: list[GoOn] = []
         self._over: list[Over] = []
-        self._answers: list[tuple[int, Answer | Failure]] = []
+        self._answers: list[tuple[int, int, Answer | Failure]] = []  # with the environment's place
 
     @property
     def num_open(self) -> int:
@@ -205,17 +214,18 @@ class Dialogues:
     @property
     def num_acting(self) -> int:
         """How many environments are at work."""
-        return self.pool.pending
+        return sum(pool.pending for pool in self._pools)
 
     def start(self) -> None:
-        """Block until a worker has imported the environment. ValueError says what is wrong with
-        it.
+        """Block until a worker of each has imported its environment. ValueError says what is wrong
+        with it.
         """
-        self.pool.start()
+        for pool in self._pools:
+            pool.start()
 
     def wait(self, timeout_s: float) -> None:
         """Block until an environment has answered, at most so long."""
-        self.pool.wait(timeout_s)
+        wait_for_any(self._pools, timeout_s)
 
     def begin(self, key: Key, prompt: Prompt, params: SamplingParams) -> Completion:
         """Begin a dialogue, and return its completion, which has no token yet.
@@ -261,7 +271,7 @@ class Dialogues:
     def poll(self) -> tuple[list[GoOn], list[Over]]:
         """Return what the engine is to sample next, and what has ended since the last call."""
         self.take_answers()
-        if self._reproducible and self.pool.pending:
+        if self._reproducible and self.num_acting:
             return [], self.pop_over()
         return self.pop_moves(), self.pop_over()
 
@@ -269,12 +279,14 @@ class Dialogues:
         """Take in what environments have answered. With `reproducible` an answer waits until all
         calls under way are answered.
         """
-        self._answers += self.pool.poll()
-        if self._reproducible and self.pool.pending:
+        for place, pool in enumerate(self._pools):
+            self._answers += [(place, *answer) for answer in pool.poll()]
+        if self._reproducible and self.num_acting:
             return
-        self._answers.sort(key=lambda answer: answer[0])
+        # The order of environments, then of dialogues, decides what is batched together.
+        self._answers.sort(key=lambda answer: answer[:2])
         answers, self._answers = self._answers, []
-        for number, answer in answers:
+        for _, number, answer in answers:
             key = self._keys.get(number)
             if key is not None:
                 dialogue = self._open[key]
@@ -293,7 +305,8 @@ class Dialogues:
 
     def close(self) -> None:
         """End all environments."""
-        self.pool.close()
+        for pool in self._pools:
+            pool.close()
 
     # --- One dialogue ---
 
@@ -313,12 +326,13 @@ class Dialogues:
     def _place(self, dialogue: _Dialogue) -> str:
         """Return where a dialogue is, for messages, with the beginning of what was said last."""
         said = dialogue.said[:SHOWN_CHARACTERS]
-        return f"{self.pool.name}, ticket {dialogue.key[1]}, behind {said!r}"
+        return f"{dialogue.environment.pool.name}, ticket {dialogue.key[1]}, behind {said!r}"
 
     def _begin(
         self, key: Key, prompt: Prompt, params: SamplingParams, completion: Completion
     ) -> _Dialogue:
         number = next(self._numbers)
+        environment = self._environments[section_of(prompt)]
         group = self._groups.setdefault(key[:2], _Group())
         group.num_open += 1
         group.num_begun += 1
@@ -326,17 +340,18 @@ class Dialogues:
         dialogue = _Dialogue(
             key=key,
             number=number,
+            environment=environment,
             prompt=prompt,
             params=params,
             group=group,
             completion=completion,
         )
-        if self._is_dialogue:
+        if environment.is_dialogue:
             dialogue.reward = 0.0  # turns add to it, and without any it is a sum of nothing
         self._open[key] = dialogue
         self._keys[number] = key
-        row = row_of(prompt, self._prompt_key)
-        self.pool.begin(number, row, seed_of(self._seed, prompt))
+        row = row_of(prompt, environment.prompt_key)
+        environment.pool.begin(number, row, seed_of(self._seed, prompt))
         return dialogue
 
     def _forget_groups(self) -> None:
@@ -350,18 +365,18 @@ class Dialogues:
         dialogue.num_turns += 1
         text = dialogue.said = self._decode(turn)
         try:
-            calls = self._read_calls(text)
+            calls = dialogue.environment.read_calls(text)
         except Unreadable:
             self._end(dialogue, "parse_error")
             return
-        if not (calls or self._is_dialogue):
+        if not (calls or dialogue.environment.is_dialogue):
             self._end(dialogue, "completed")
             return
         said: Turn = {"role": "assistant", "content": text}
         if calls:
             said["tool_calls"] = calls
         dialogue.state = "acts"
-        self.pool.step(dialogue.number, said)
+        dialogue.environment.pool.step(dialogue.number, said)
 
     def _take(self, dialogue: _Dialogue, answer: Answer | Failure) -> None:
         """Take the environment's answer in."""
@@ -371,7 +386,7 @@ class Dialogues:
         dialogue.said = "".join(turn["content"] for turn in answer.messages)
         if dialogue.state == "begins":
             said = [turn["content"] for turn in answer.messages]
-            dialogue.group.compare(said, self.pool.name)
+            dialogue.group.compare(said, dialogue.environment.pool.name)
         if dialogue.group.error:
             self._finish(dialogue, "lost", error=dialogue.group.error)
             return
@@ -390,7 +405,7 @@ class Dialogues:
             self._end(dialogue, "completed")
         elif answer.stopped:
             self._end(dialogue, "tool_stopped")
-        elif dialogue.num_turns >= self._limits.max_turns:
+        elif dialogue.num_turns >= dialogue.environment.max_turns:
             self._end(dialogue, "turns")
         else:
             context, is_anew = self._context(dialogue, answer.messages)
@@ -400,45 +415,32 @@ class Dialogues:
         """Return the context behind the newest turn, and whether it stands for all that was said
         before too, because the template now shows that in another way.
         """
-        if self._rewrites:
+        turns = dialogue.environment.turns
+        if dialogue.environment.rewrites:
             before = dialogue.history
-            turn = {"role": "assistant", "content": self._newest_text(dialogue)}
+            newest = self._decode(dialogue.sampled[dialogue.turn_begin :])
+            turn = {"role": "assistant", "content": newest}
             dialogue.history = [*before, turn, *said]
-            if not self._turns.goes_on(before, turn, said, dialogue.tools):
-                return self._turns.whole(dialogue.history, dialogue.tools), True
-        return self._turns.context(said, ended_by=self._ended_by(dialogue)), False
-
-    def _newest_text(self, dialogue: _Dialogue) -> str:
-        return self._decode(dialogue.sampled[dialogue.turn_begin :])
+            if not turns.goes_on(before, turn, said, dialogue.tools):
+                return turns.whole(dialogue.history, dialogue.tools), True
+        last = dialogue.sampled[-1]
+        ended_by = last if last in dialogue.params.stop_token_ids else None
+        return turns.context(said, ended_by=ended_by), False
 
     def _open_with(self, dialogue: _Dialogue, answer: Answer) -> None:
         """Make the context before the first turn."""
-        dialogue.tools = answer.tools or self._turns.tools
-        if self._rewrites:
-            dialogue.history = self._first_turns(dialogue.prompt, answer.messages)
-        if self._is_own:
-            context = self._turns.own_opening(answer.messages, dialogue.tools, self._first)
+        environment = dialogue.environment
+        turns = environment.turns
+        dialogue.tools = answer.tools or turns.tools
+        if environment.rewrites:
+            dialogue.history = answer.messages
+            if not environment.is_own:
+                dialogue.history = _first_turns(dialogue.prompt, answer.messages)
+        if environment.is_own:
+            context = turns.own_opening(answer.messages, dialogue.tools, environment.first)
         else:
-            context = self._turns.opening(answer.messages, self._tail)
+            context = turns.opening(answer.messages, environment.tail)
         self._go_on(dialogue, context)
-
-    def _first_turns(self, prompt: Prompt, said: list[Turn]) -> list[Turn]:
-        """Return the turns before the policy's first: what the environment says goes on with the
-        prompt's last.
-        """
-        if self._is_own:
-            return said
-        if prompt.messages:
-            turns: list[Turn] = [dict(message.to_dict()) for message in prompt.messages]
-        else:
-            turns = [{"role": "user", "content": prompt.text}]
-        turns[-1]["content"] += "".join(turn["content"] for turn in said)
-        return turns
-
-    def _ended_by(self, dialogue: _Dialogue) -> int | None:
-        """Return the stop token that ended the newest turn; None if none did."""
-        played = dialogue.sampled[-1]
-        return played if played in dialogue.params.stop_token_ids else None
 
     def _go_on(self, dialogue: _Dialogue, context: list[int], *, is_anew: bool = False) -> None:
         """Have the next turn sampled behind a context, or play on what is restored."""
@@ -452,8 +454,8 @@ class Dialogues:
         begin = have
         if not context:
             begin = begin_of_turn(dialogue.completion.loss_mask)
-        if self._limits.max_turn_tokens is not None:
-            most = min(most, begin + self._limits.max_turn_tokens)
+        if dialogue.environment.max_turn_tokens is not None:
+            most = min(most, begin + dialogue.environment.max_turn_tokens)
         if have >= most and not dialogue.num_turns:
             # It fails alone: the others of its group may begin with less.
             why = f"it begins with {have} tokens, and max_new_tokens leaves no room for a turn"
@@ -483,7 +485,11 @@ class Dialogues:
             dialogue.runs = None
             return True
         turn = runs.popleft().token_ids
-        ends = turn[-1] in dialogue.params.stop_token_ids or self._is_stopped(dialogue, turn)
+        params = dialogue.params
+        ends = turn[-1] in params.stop_token_ids
+        if not ends and params.stop_strings:
+            text = self._decode(turn)
+            ends = any(string in text for string in params.stop_strings)
         if runs or ends:
             dialogue.take(turn)
             self._act(dialogue, turn)
@@ -491,19 +497,15 @@ class Dialogues:
         dialogue.runs = None
         return True
 
-    def _is_stopped(self, dialogue: _Dialogue, turn: list[int]) -> bool:
-        text = self._decode(turn)
-        return any(string in text for string in dialogue.params.stop_strings)
-
     def _end(self, dialogue: _Dialogue, reason: EndReason) -> None:
         """Ask the environment for its reward, the last that is asked of it."""
         dialogue.reason = reason
         dialogue.state = "ends"
-        self.pool.end(dialogue.number)
+        dialogue.environment.pool.end(dialogue.number)
 
     def _finish(self, dialogue: _Dialogue, reason: EndReason, *, error: str = "") -> None:
         """Let go of a dialogue, which is over."""
-        self.pool.forget(dialogue.number)
+        dialogue.environment.pool.forget(dialogue.number)
         del self._open[dialogue.key]
         del self._keys[dialogue.number]
         group = dialogue.group
@@ -563,6 +565,17 @@ def seed_of(seed: int, prompt: Prompt) -> str:
     """
     values = json.dumps([seed, prompt.text, prompt.meta], sort_keys=True, default=str)
     return hashlib.blake2b(values.encode(), digest_size=16).hexdigest()
+
+
+def _first_turns(prompt: Prompt, said: list[Turn]) -> list[Turn]:
+    """Return the turns before the policy's first: what the environment says goes on with the
+    prompt's last.
+    """
+    turns: list[Turn] = [dict(message.to_dict()) for message in prompt.messages]
+    if not turns:
+        turns = [{"role": "user", "content": prompt.text}]
+    turns[-1]["content"] += "".join(turn["content"] for turn in said)
+    return turns
 
 
 def _begun(key: Key, prompt: Prompt) -> Completion:

@@ -18,7 +18,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from llamarl.environments.by_section import DialoguesBySection
 from llamarl.environments.dialogues import Dialogues, GoOn, Over
 from llamarl.inference.engine import Engine
 from llamarl.inference.kept import Key
@@ -40,7 +39,7 @@ class DialogueEngine:
     def __init__(
         self,
         inner: Engine,
-        make_dialogues: Callable[[Callable[[], None]], Dialogues | DialoguesBySection],
+        make_dialogues: Callable[[Callable[[], None]], Dialogues],
         *,
         prompt_of: Callable[[int, int], Prompt],
         is_played: Callable[[Prompt], bool] = lambda prompt: True,

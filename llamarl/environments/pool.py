@@ -35,7 +35,7 @@ class Failure:
 
 
 @dataclass(slots=True, eq=False)
-class Call:
+class EnvironmentCall:
     """A call to an environment. Once it is handed out, it has the line that a worker reads."""
 
     key: int
@@ -54,10 +54,10 @@ class _Player:
     """An environment that was begun, and its calls so far, by which it can be played again."""
 
     place: int  # of its worker
-    calls: list[Call] = field(default_factory=list)
+    calls: list[EnvironmentCall] = field(default_factory=list)
 
 
-class EnvironmentPool(WorkerPool[Call]):
+class EnvironmentPool(WorkerPool[EnvironmentCall]):
     """Plays environments, which the function or class at an import path makes, in processes.
 
         pool = EnvironmentPool("my_module:Game", num_workers=2)
@@ -134,7 +134,7 @@ class EnvironmentPool(WorkerPool[Call]):
         if player is None:
             return
         self._found = [found for found in self._found if found[0] != key]
-        self._hand_out(player.place, Call(key, "forget", None))
+        self._hand_out(player.place, EnvironmentCall(key, "forget", None))
 
     def poll(self) -> list[tuple[int, Answer | Failure]]:
         """Return the answers that have come, and the failures, by key. ValueError if the module
@@ -154,11 +154,11 @@ class EnvironmentPool(WorkerPool[Call]):
 
     def _call(self, key: int, do: str, what: object) -> None:
         player = self._players[key]
-        call = Call(key, do, what)
+        call = EnvironmentCall(key, do, what)
         player.calls.append(call)
         self._hand_out(player.place, call)
 
-    def _hand_out(self, place: int, call: Call) -> None:
+    def _hand_out(self, place: int, call: EnvironmentCall) -> None:
         """Queue a call for its worker, which makes its calls in order."""
         worker = self._workers[place]
         call.limit_s = self._timeout_s
@@ -174,11 +174,11 @@ class EnvironmentPool(WorkerPool[Call]):
         if worker.ready:
             worker.flush()
 
-    def _collect(self, worker: WorkerProcess[Call]) -> None:
+    def _collect(self, worker: WorkerProcess[EnvironmentCall]) -> None:
         super()._collect(worker)
         self._drop_forgotten(worker)
 
-    def _answer(self, worker: WorkerProcess[Call], message: Any) -> bool:
+    def _answer(self, worker: WorkerProcess[EnvironmentCall], message: Any) -> bool:
         self._drop_forgotten(worker)
         match message:
             case [int(number), ["error", str() as said], float(finished_at)] if (
@@ -195,30 +195,32 @@ class EnvironmentPool(WorkerPool[Call]):
                 return True
         return False
 
-    def _drop_forgotten(self, worker: WorkerProcess[Call]) -> None:
+    def _drop_forgotten(self, worker: WorkerProcess[EnvironmentCall]) -> None:
         """Take away the calls at the head that are never answered, once they are in the pipe."""
         while worker.in_flight and worker.in_flight[0].do == "forget":
             if worker.in_flight[0].sent_at == math.inf:
                 return
             worker.in_flight.popleft()
 
-    def _expected(self, worker: WorkerProcess[Call]) -> int | None:
+    def _expected(self, worker: WorkerProcess[EnvironmentCall]) -> int | None:
         """Return the number of the call that a worker answers next; None: it owes nothing."""
         return worker.in_flight[0].number if worker.in_flight else None
 
-    def _answered(self, worker: WorkerProcess[Call], finished_at: float) -> Call:
+    def _answered(
+        self, worker: WorkerProcess[EnvironmentCall], finished_at: float
+    ) -> EnvironmentCall:
         """Note that a worker has made its oldest call, and return it."""
         worker.free_at = finished_at
         self._failed_starts = 0
         self._has_answered = True
         return worker.in_flight.popleft()
 
-    def _is_open(self, call: Call) -> bool:
+    def _is_open(self, call: EnvironmentCall) -> bool:
         """Whether a call's environment was not let go of meanwhile."""
         player = self._players.get(call.key)
         return player is not None and call in player.calls
 
-    def _enter(self, call: Call, said: list) -> None:
+    def _enter(self, call: EnvironmentCall, said: list) -> None:
         """Note what a call answered."""
         if not self._is_open(call):
             return
@@ -236,7 +238,11 @@ class EnvironmentPool(WorkerPool[Call]):
         self._found.append((key, failure))
 
     def _lost(
-        self, place: int, worker: WorkerProcess[Call], suspect: Call | None, why: str | None
+        self,
+        place: int,
+        worker: WorkerProcess[EnvironmentCall],
+        suspect: EnvironmentCall | None,
+        why: str | None,
     ) -> None:
         """Fail the environment whose call it was at. The others are played again."""
         if suspect is not None and suspect.key in self._players:

@@ -26,7 +26,9 @@ from collections.abc import Awaitable, Callable
 
 from llamarl.tasks import forms
 from llamarl.tasks.forms import (
-    Limits,
+    ScoreOne,
+    ScoreSeveral,
+    WorkerLimits,
     call_of,
     call_one_of,
     check_signature,
@@ -42,8 +44,6 @@ from llamarl.workers.guard import describe, kill_children, short
 SHOWN_FRAMES = 3  # of a traceback, and of each line of it
 SHOWN_COLUMNS = 80
 
-Call = Callable[[list[str], list[str], list[dict]], list]  # forms.py
-CallOne = Callable[[str, str, dict], object]  # what it returns is to be awaited
 # The verdict on one item: the kind of its Outcome ("score", "abstain" or "error"), or "late", which
 # is an error whose reason the pool knows; the score, None unless there is one; and why there is
 # none.
@@ -98,7 +98,7 @@ def main(path: str, setup: dict, note: int) -> None:
 
 
 def score(
-    call: Call,
+    call: ScoreSeveral,
     prompts: list[str],
     completions: list[str],
     metas: list[dict],
@@ -117,7 +117,7 @@ def score(
 
 
 async def score_each(
-    call_one: CallOne,
+    call_one: ScoreOne,
     items: dict[int, tuple[str, str, dict]],
     limit_s: float,
     tell: Callable[[list[int], list[Verdict]], None],
@@ -206,7 +206,7 @@ def resolve(path: str, options: dict, *, timeout_s: float, memory_mb: int) -> Ca
         is_missing = isinstance(error, ModuleNotFoundError)
         remedy = "; install it, or change the module" if is_missing else ""
         raise ValueError(f"importing {module_name} failed: {describe(error)}{remedy}") from error
-    limits = Limits(timeout_s=timeout_s, memory_mb=memory_mb)
+    limits = WorkerLimits(timeout_s=timeout_s, memory_mb=memory_mb)
     function = with_options(function, options, name, limits)
     check_signature(function, name)
     return function

@@ -28,10 +28,10 @@ from llamarl.words.names import did_you_mean
 Form = Literal["single", "verl", "batch", "trl"]
 # What a call scores: one completion; several of any prompts, side by side; all of one prompt.
 Takes = Literal["one", "several", "group"]
-# (prompts, completions, metas) -> a value for each completion, which nobody has looked at yet
-Call = Callable[[list[str], list[str], list[dict]], list]
+# (prompts, completions, metas) -> a value for each completion, which is not checked yet
+ScoreSeveral = Callable[[list[str], list[str], list[dict]], list]
 # (prompt, completion, meta) -> the value, or what it is awaited by
-CallOne = Callable[[str, str, dict], object]
+ScoreOne = Callable[[str, str, dict], object]
 
 _MARK = "llamarl_reward_form"
 _CHECK = "llamarl_reward_check"
@@ -53,7 +53,7 @@ def batched(function: Callable) -> Callable:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class WorkerLimits:
     """What the worker process allows a reward function."""
 
     timeout_s: float  # seconds by the clock for a completion
@@ -82,7 +82,7 @@ def checked_by(check: Check) -> Callable[[Callable], Callable]:
 
 
 def with_options(
-    function: Callable, options: Mapping[str, object], name: str, limits: Limits
+    function: Callable, options: Mapping[str, object], name: str, limits: WorkerLimits
 ) -> Callable:
     """Return the function of this name with its options filled in, which have been checked.
     ValueError for an option that it does not take, or that its own check refuses.
@@ -210,7 +210,7 @@ def _check_no_verl(signature: inspect.Signature, *, is_marked: bool) -> None:
             raise TypeError(f"{name}: {what}; call the completion's parameter that")
 
 
-def call_of(function: Callable, *, chat: bool, system_prompt: str | None) -> Call:
+def call_of(function: Callable, *, chat: bool, system_prompt: str | None) -> ScoreSeveral:
     """Return a function that hands completions to a reward function in its form.
 
     chat: the prompts were turns of a chat template, so that TRL's form gets messages. The call
@@ -248,7 +248,7 @@ def call_of(function: Callable, *, chat: bool, system_prompt: str | None) -> Cal
     return call
 
 
-def call_one_of(function: Callable) -> CallOne:
+def call_one_of(function: Callable) -> ScoreOne:
     """Return a function that hands one completion to a reward function of the form single or verl.
     What an async function returns is to be awaited.
     """

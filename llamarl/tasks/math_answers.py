@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
 
-from llamarl.tasks.forms import Limits, checked_by, need_flag, need_word
+from llamarl.tasks.forms import WorkerLimits, checked_by, need_flag, need_word
 from llamarl.tasks.thinking import THINKING, Thinking, answer_of, last_boxed
 from llamarl.words.texts import answer_text
 
@@ -221,7 +221,7 @@ class _Quantity:
     is_percentage: bool
 
 
-def _check(limits: Limits, *, thinking: Thinking = "none", boxed: bool = True) -> None:
+def _check(limits: WorkerLimits, *, thinking: Thinking = "none", boxed: bool = True) -> None:
     """Raise ValueError for options that cannot be used, or without math-verify."""
     need_word("thinking", thinking, THINKING)
     need_flag("boxed", boxed)
@@ -255,14 +255,7 @@ def math_match(
     return float(is_equivalent(wanted, given))
 
 
-def check_row(
-    prompt: str,
-    completion_text: str,
-    meta: dict,
-    *,
-    thinking: Thinking = "none",
-    boxed: bool = True,
-) -> float:
+def check_row(prompt: str, completion_text: str, meta: dict, **options: object) -> float:
     """Return 1 for a row whose answer other answers can be compared with, whatever the completion
     is. ValueError for one without, or whose answer is neither words nor a formula.
     """

@@ -41,7 +41,7 @@ def shares(weights: Mapping[str, float], count: int) -> dict[str, int]:
 
 
 @dataclass(frozen=True, slots=True)
-class Draw:
+class PartTicket:
     """The part that a ticket of a mixture takes, and which ticket of that part it is."""
 
     part: str
@@ -81,11 +81,11 @@ class Schedule:
             seen[part] += 1
         return parts, earlier
 
-    def __getitem__(self, ticket: int) -> Draw:
+    def __getitem__(self, ticket: int) -> PartTicket:
         block, place = divmod(ticket, BLOCK)
         parts, earlier = self._block(block)
         name = self._names[parts[place]]
-        return Draw(name, block * self.shares[name] + earlier[place])
+        return PartTicket(name, block * self.shares[name] + earlier[place])
 
 
 class MixtureTask:

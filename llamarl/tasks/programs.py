@@ -32,7 +32,7 @@ from itertools import chain
 from typing import Any
 
 from llamarl.tasks.forms import (
-    Limits,
+    WorkerLimits,
     checked_by,
     need_count,
     need_flag,
@@ -338,57 +338,43 @@ end(0)
 
 
 def _check(
-    limits: Limits,
+    limits: WorkerLimits,
     *,
     tests: str = "tests",
     partial: bool = False,
     thinking: Thinking = "none",
     timeout_s: float = 4.0,
-    isolation: Isolation = "namespaces",
-    memory_mb: int = 384,
-    processes: int = 4,
-    files_mb: int = 16,
-    output_kb: int = 256,
-    site_packages: bool = False,
+    **options: Any,
 ) -> None:
-    """Raise ValueError for options that cannot be used, or where no sandbox can be made."""
+    """Raise ValueError for options that cannot be used, or where no sandbox can be made. options:
+    those of Walls.
+    """
+    walls = Walls(**options)
     need_text("tests", tests)
     need_flag("partial", partial)
     need_word("thinking", thinking, THINKING)
     need_positive("timeout_s", timeout_s)
-    need_word("isolation", isolation, sandbox.ISOLATIONS)
-    need_count("memory_mb", memory_mb)
-    need_count("processes", processes)
-    need_count("files_mb", files_mb)
-    need_count("output_kb", output_kb)
-    need_flag("site_packages", site_packages)
+    need_word("isolation", walls.isolation, sandbox.ISOLATIONS)
+    for name in ("memory_mb", "processes", "files_mb", "output_kb"):
+        need_count(name, getattr(walls, name))
+    need_flag("site_packages", walls.site_packages)
     if timeout_s + _KILL_S > limits.timeout_s:
         what = f"its worker is killed after reward.timeout_s={limits.timeout_s:g}"
         remedy = f"at most {limits.timeout_s - _KILL_S:g}, or a larger reward.timeout_s"
         raise ValueError(f"option timeout_s={timeout_s:g}: {what}, so need {remedy}")
-    most_mb = memory_mb * processes + files_mb + _OWN_MB
-    if isolation == "namespaces" and most_mb > limits.memory_mb:
-        what = f"memory_mb={memory_mb} for each of processes={processes}, files and the worker"
-        remedy = (
-            f"need reward.memory_mb of at least {most_mb}, not {limits.memory_mb}, or less here"
-        )
-        raise ValueError(f"options {what}: {remedy}")
-    walls = Walls(
-        isolation=isolation,
-        memory_mb=memory_mb,
-        processes=processes,
-        files_mb=files_mb,
-        output_kb=output_kb,
-        site_packages=site_packages,
-    )
+    most_mb = walls.memory_mb * walls.processes + walls.files_mb + _OWN_MB
+    if walls.isolation == "namespaces" and most_mb > limits.memory_mb:
+        what = f"memory_mb={walls.memory_mb} for each of processes={walls.processes}"
+        remedy = f"need reward.memory_mb of at least {most_mb}, not {limits.memory_mb}"
+        raise ValueError(f"options {what}, files and the worker: {remedy}, or less here")
     try:
         sandbox.check(walls)
     except sandbox.NoSandbox as error:
         remedy = "run where user namespaces are allowed (sysctl kernel, or the container's options)"
-        if isolation == "namespaces":
+        if walls.isolation == "namespaces":
             remedy += ", or leave network and files open to programs: option isolation=limits"
         raise ValueError(f"no sandbox: {error}; {remedy}") from error
-    if isolation == "limits":
+    if walls.isolation == "limits":
         what = "programs of completions may use the network and this user's files"
         print(f"llamarl: python_tests with isolation=limits: {what}", file=sys.stderr)
 

@@ -19,7 +19,7 @@ import re
 from collections.abc import Mapping
 from typing import Literal
 
-from llamarl.tasks.forms import Limits, checked_by, need_count, need_word
+from llamarl.tasks.forms import WorkerLimits, checked_by, need_count, need_word
 from llamarl.tasks.row_keys import SAMPLED
 
 # none: a completion is its answer. opens: it begins with <think>. opened: its prompt ends in that.
@@ -106,7 +106,7 @@ _NO_LANGUAGE = re.compile(
 
 
 def _check_form(
-    limits: Limits, *, thinking: Thinking = "opens", answer: AnswerForm = "any"
+    limits: WorkerLimits, *, thinking: Thinking = "opens", answer: AnswerForm = "any"
 ) -> None:
     need_word("thinking", thinking, THINKING)
     need_word("answer", answer, _ANSWER_FORMS)
@@ -138,7 +138,7 @@ def thinking_form(
 
 
 def _check_length(
-    limits: Limits, *, max_tokens: int | None = None, cache_tokens: int | None = None
+    limits: WorkerLimits, *, max_tokens: int | None = None, cache_tokens: int | None = None
 ) -> None:
     need_count("max_tokens", max_tokens)
     if cache_tokens is None:
@@ -177,7 +177,9 @@ def soft_length(
     return -min(max(excess / cache_tokens, 0.0), 1.0)
 
 
-def _check_language(limits: Limits, *, thinking: Thinking = "opens", min_letters: int = 20) -> None:
+def _check_language(
+    limits: WorkerLimits, *, thinking: Thinking = "opens", min_letters: int = 20
+) -> None:
     need_word("thinking", thinking, THINKING)
     need_count("min_letters", min_letters)
     _identifier()

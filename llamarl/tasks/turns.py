@@ -25,11 +25,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from llamarl.tasks.base import refused_by_template
-from llamarl.tasks.environment_class import Schema
+from llamarl.tasks.environment_class import Schema, Turn
 from llamarl.tasks.special import PLAIN, Shown, special_tokens, text_ids
 from llamarl.types import Message
 
-Turn = dict[str, Any]  # {"role": ..., "content": ...}
 _TOOLS_TEXT = (
     "You may call functions. Write each call as <tool_call>\n"
     '{{"name": NAME, "arguments": {{...}}}}\n</tool_call>. The functions:\n{tools}'

@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load, save
 
-from llamarl.environments.by_section import DialoguesBySection
 from llamarl.environments.calls import FORMATS
-from llamarl.environments.dialogues import Dialogues, Limits, row_of, runs_of
+from llamarl.environments.contracts import Answer
+from llamarl.environments.dialogues import Dialogues, Environment, row_of, runs_of
 from llamarl.environments.engine import DialogueEngine
 from llamarl.environments.pool import EnvironmentPool
 from llamarl.inference.engine import Engine
@@ -50,25 +50,32 @@ def turn_tokens_of(name):
     return turn_tokens(f"tests.games:{name}", TOKENIZER, chat=CHAT, system_prompt=None)
 
 
-def dialogues_of(
+def environment_of(
     name, on_answer=lambda: None, *, max_turns=8, max_turn_tokens=None, own=None, **options
 ):
-    """options: the pool's, and `reproducible`."""
+    """options: the pool's."""
     path = f"tests.games:{name}"
-    reproducible = options.pop("reproducible", False)
     is_dialogue = makes_prompts(path)
-    return Dialogues(
-        EnvironmentPool(path, on_answer=on_answer, **{"timeout_s": PATIENCE_S, **options}),
-        turn_tokens_of(name),
-        Limits(max_turns=max_turns, max_turn_tokens=max_turn_tokens),
+    return Environment(
+        pool=EnvironmentPool(path, on_answer=on_answer, **{"timeout_s": PATIENCE_S, **options}),
+        turns=turn_tokens_of(name),
         read_calls=FORMATS["words"],
-        decode=decode,
         prompt_key="prompt",
         is_own=is_dialogue if own is None else own,
         is_dialogue=is_dialogue,
-        seed=3,
-        reproducible=reproducible,
+        max_turns=max_turns,
+        max_turn_tokens=max_turn_tokens,
     )
+
+
+def dialogues_of(name, on_answer=lambda: None, *, reproducible=False, **options):
+    """options: those of `environment_of`."""
+    environments = {"task": environment_of(name, on_answer, **options)}
+    return dialogues_with(environments, reproducible=reproducible)
+
+
+def dialogues_with(environments, *, reproducible):
+    return Dialogues(environments, decode=decode, seed=3, reproducible=reproducible)
 
 
 class ScriptedEngine:
@@ -168,7 +175,7 @@ def drain(engine, chunk=4, until=None, wait=None):
     finished = []
     while engine.num_live and not (until and until(engine)):
         if not engine.step(chunk) and engine.num_acting:
-            assert (wait or engine._dialogues.pool.wait)(PATIENCE_S) is not False
+            assert (wait or engine._dialogues.wait)(PATIENCE_S) is not False
         finished += engine.pop_finished()
     return {(stream, c.ticket, c.sample_index): c for stream, c in finished}
 
@@ -524,7 +531,7 @@ def test_new_weights_may_come_at_any_turn(engine_of):
             break
         engine.weights_changed(version)
         if not engine.step(1) and engine.num_acting:
-            engine._dialogues.pool.wait(PATIENCE_S)
+            engine._dialogues.wait(PATIENCE_S)
         found |= {c.sample_index: c for _, c in engine.pop_finished()}
     for completion in found.values():
         versions = completion.policy_versions
@@ -642,17 +649,13 @@ def of_part(name):
 
 def several(engine_of, *, reproducible=False):
     """An engine whose tickets 7 and 9 are played by two environments, and whose ticket 8 is not."""
-    options = {"reproducible": reproducible}
     engine = mixed(engine_of)
     engine._dialogues.close()
-    engine._dialogues = DialoguesBySection(
-        {
-            "task.parts.echo": dialogues_of("Echo", **options),
-            "task.parts.endless": dialogues_of("Endless", max_turns=2, **options),
-        },
-        section_of=section_of,
-        **options,
-    )
+    parts = {
+        "task.parts.echo": environment_of("Echo"),
+        "task.parts.endless": environment_of("Endless", max_turns=2),
+    }
+    engine._dialogues = dialogues_with(parts, reproducible=reproducible)
     engine._dialogues.start()
     engine._reproducible = reproducible
     prompts = {7: of_part("echo"), 9: of_part("endless")}
@@ -705,33 +708,36 @@ def test_dialogues_with_several_environments_go_on_elsewhere_and_may_be_aborted(
 
 
 class Acting:
-    """Dialogues whose environments are at work, or not, as a test says."""
+    """A pool whose environment is at work, or has answered, as a test says."""
 
-    def __init__(self, move):
-        self.num_acting = 1
-        self.move = move
+    name = "acting"
+    pending = 1
 
-    def take_answers(self):
-        pass
+    def begin(self, number, row, seed):
+        self.number = number
 
-    def pop_moves(self):
-        return [self.move]
-
-    def pop_over(self):
-        return []
+    def poll(self):
+        said = [{"role": "user", "content": "7"}]
+        return [] if self.pending else [(self.number, Answer(messages=said))]
 
 
-def test_nothing_goes_on_before_the_environments_of_all_sections_have_answered():
-    slow, fast = Acting("slow"), Acting("fast")
-    parts = {"a": slow, "b": fast}
-    both_ = DialoguesBySection(parts, section_of=section_of, reproducible=True)
-    fast.num_acting = 0
-    assert both_.poll() == ([], [])
-    slow.num_acting = 0
-    assert both_.poll() == (["slow", "fast"], [])
-    slow.num_acting = 1
-    free = DialoguesBySection(parts, section_of=section_of, reproducible=False)
-    assert free.poll() == (["slow", "fast"], [])
+@pytest.mark.parametrize("reproducible", [False, True])
+def test_nothing_goes_on_before_the_environments_of_all_sections_have_answered(reproducible):
+    slow, fast = Acting(), Acting()
+    environments = {
+        "task.parts.slow": dataclasses.replace(environment_of("Echo"), pool=slow),
+        "task.parts.fast": dataclasses.replace(environment_of("Echo"), pool=fast),
+    }
+    both_ = dialogues_with(environments, reproducible=reproducible)
+    for ticket, name in enumerate(("fast", "slow")):
+        both_.begin((0, ticket, 0), of_part(name), TURNS)
+    fast.pending = 0
+    moves, _ = both_.poll()
+    assert [move.key[1] for move in moves] == ([] if reproducible else [0])
+    slow.pending = 0
+    fast.poll = list
+    moves, _ = both_.poll()
+    assert [move.key[1] for move in moves] == ([1, 0] if reproducible else [1])
 
 
 def test_an_environment_gets_a_row_as_it_is_in_its_file():

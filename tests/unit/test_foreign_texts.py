@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from llamarl.environments import calls
 from llamarl.environments.calls import FORMATS, Unreadable, json_calls, word_calls
 from llamarl.environments.contracts import Answer, answer_from
-from llamarl.environments.dialogues import Dialogues, Limits
+from llamarl.environments.dialogues import Dialogues, Environment
 from llamarl.inference.sampler import SamplingParams
 from llamarl.models.config import tiny_directory
 from llamarl.models.hf import load_tokenizer
@@ -212,15 +212,19 @@ def played(kind, policy, answers, *, read="json", is_own=True, turns=None):
     turns = turns or TurnTokens(tokenizer, chat=chat, system_prompt=None)
     texts = iter(policy)
     pool = Pool(answers)
-    dialogues = Dialogues(
-        pool,
-        turns,
-        Limits(max_turns=len(policy), max_turn_tokens=None),
+    environment = Environment(
+        pool=pool,
+        turns=turns,
         read_calls=FORMATS[read],
-        decode=lambda ids: next(texts, ""),
         prompt_key="prompt",
         is_own=is_own,
         is_dialogue=True,
+        max_turns=len(policy),
+        max_turn_tokens=None,
+    )
+    dialogues = Dialogues(
+        {"task": environment},
+        decode=lambda ids: next(texts, ""),
         seed=0,
         reproducible=False,
     )

@@ -17,7 +17,7 @@ import pytest
 
 from llamarl.scoring.pool import RewardPool, check_reward
 from llamarl.scoring.scorer import score_all, text_item
-from llamarl.tasks.forms import Limits
+from llamarl.tasks.forms import WorkerLimits
 from llamarl.tasks.programs import check_row, python_tests
 from llamarl.workers import sandbox, sandbox_init
 from llamarl.workers.sandbox import Ran, Walls
@@ -28,7 +28,7 @@ ASSERTS = ["assert add(1, 2) == 3", "assert add(0, 0) == 0"]
 PRINTS = [{"input": "1 2\n", "output": "3\n"}, {"input": "5 5\n", "output": "10"}]
 SUM = "print(sum(map(int, input().split())))\n"
 FIRST = "print(3)\n"  # right on the first of PRINTS alone
-LIMITS = Limits(timeout_s=5.0, memory_mb=2048)
+LIMITS = WorkerLimits(timeout_s=5.0, memory_mb=2048)
 HANG = "while True:\n    pass\n"
 
 

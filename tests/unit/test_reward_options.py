@@ -18,10 +18,10 @@ from llamarl.launch.kinds import reward_kinds
 from llamarl.launch.run_directory import RunDirectory
 from llamarl.scoring.pool import RewardPool, check_reward
 from llamarl.scoring.scorer import score_all, text_item
-from llamarl.tasks.forms import Limits, checked_by, form_of, takes_of, with_options
+from llamarl.tasks.forms import WorkerLimits, checked_by, form_of, takes_of, with_options
 from llamarl.words.names import NoFunction, import_function
 
-LIMITS = Limits(timeout_s=5.0, memory_mb=1024)
+LIMITS = WorkerLimits(timeout_s=5.0, memory_mb=1024)
 OWN = """
 from llamarl.tasks.forms import batched, checked_by
 
