@@ -45,7 +45,7 @@ from llamarl.models.config import ModelConfig
 from llamarl.models.sharding import parameter_shapes
 from llamarl.observe import RowWriter
 from llamarl.tickets.ledger import TicketLedger
-from llamarl.types import Completion, Group, Policy, ScoredCompletion
+from llamarl.types import Completion, Group, Outcome, Policy
 
 GROUPS = 64  # a step
 SIZE = 8  # completions a group
@@ -122,13 +122,13 @@ class FakeReward(Executor):
     name = "reward"
 
     def setup(self):
-        self.begun: dict[int, list[ScoredCompletion]] = {}
+        self.begun: dict[int, list[Outcome]] = {}
 
     def step(self):
         completions = self.inputs.of(Completion).take()
         for c in completions:
             group = self.begun.setdefault(c.ticket, [])
-            group.append(ScoredCompletion(c, "score", 1.0, ""))
+            group.append((c, Outcome.score(1.0)))
             if len(group) == SIZE:
                 self.outputs.of(Group).put(Group.of(self.begun.pop(c.ticket)))
         return bool(completions)

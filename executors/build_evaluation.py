@@ -29,10 +29,10 @@ from llamarl.launch.gold import gold_texts
 from llamarl.launch.inputs import Inputs
 from llamarl.observe.console import Progress
 from llamarl.scoring.assembly import item_of
-from llamarl.scoring.scorer import Item, Outcome, Scorer, score_all, site_alone
+from llamarl.scoring.scorer import Item, Scorer, score_all, site_alone
 from llamarl.scoring.transcript import same_tokens
 from llamarl.tasks.held_out import EvalSet
-from llamarl.types import EvalCompletion, Prompt
+from llamarl.types import EvalCompletion, Outcome, Prompt
 
 
 def answer(

@@ -1,8 +1,7 @@
 """Reward: completions in, whole groups with rewards out.
 
-    completions --decode--> Scorer --Outcome--> GroupAssembler --a group is whole--> "scored"
-    evaluations --decode--> Scorer --Outcome--> GroupAssembler --a version has all--> eval/...
-                                                     --> Judges, if any --> more of eval/...
+    take --> Scorer --Outcome--> settle --a group is whole--> send
+                                        --a version has all--> eval/..., and of Judges more of it
 
 The scorer is any Scorer (llamarl/scoring/scorer.py): a function in worker processes, a model over
 the ranks of this executor, a weighted sum of several. A judge of evaluations is any EvalJudge
@@ -23,6 +22,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -32,9 +32,9 @@ from llamarl.comm.together import RankCalls
 from llamarl.evaluation.judges import Evaluated, Judges, MakeEvalJudge
 from llamarl.evaluation.metrics import Evaluations
 from llamarl.executor import Executor, State
-from llamarl.scoring.assembly import Batches, GroupAssembler, Scorable, item_of
+from llamarl.scoring.assembly import Batches, ErrorRate, Groups, Scorable, item_of
 from llamarl.scoring.replies import ReplyMean, ReplySettings
-from llamarl.scoring.scorer import Item, MakeScorer, Outcome, Site
+from llamarl.scoring.scorer import Item, MakeScorer, Site
 from llamarl.tasks.held_out import EvalSet, set_of
 from llamarl.tickets.prompts import AnyPrompts, note, part_of
 from llamarl.types import (
@@ -42,6 +42,7 @@ from llamarl.types import (
     EvalCompletion,
     EvalReplied,
     Group,
+    Outcome,
     Prompt,
     Replied,
     Replies,
@@ -85,8 +86,8 @@ class Reward(Executor):
     waits for what scores; the generator, while a group or an evaluation is begun and not whole;
               room for groups
 
-    An error or an abstention is a NaN reward, which the trainer masks, and is left out of an
-    evaluation. RewardError when more than max_error_rate of the newest outcomes are errors
+    A completion with an error or an abstention is not trained on, and is left out of an evaluation.
+    RewardError when more than max_error_rate of the newest outcomes are errors
     (assembly.ErrorRate).
     """
 
@@ -118,7 +119,7 @@ class Reward(Executor):
     def __post_init__(self):
         self._submitted: dict[int, _Submitted] = {}  # by key
         self._keys = itertools.count()
-        self._groups: Batches[int] = Batches(self.group_size)  # by ticket
+        self._come: Batches[int] = Batches(self.group_size)  # by ticket
         # By version. Each set is a batch of its own, because scorers that compare must not compare
         # across sets.
         each = 1 + self.num_eval_samples
@@ -129,8 +130,7 @@ class Reward(Executor):
         self._evaluated = Evaluations(self.eval_sets, self.num_eval_samples, success_above)
         self._judges = Judges(())
         self._is_set_up = False  # before that no rank has begun anything with the others
-        # Dialogues that broke, which are errors whatever the scorer would say of them.
-        self._broken: list[tuple[Scorable, Outcome]] = []
+        self._whole: deque[Group] = deque()  # waiting for room
 
     @property
     def consumes(self) -> tuple[type, ...]:
@@ -185,11 +185,8 @@ class Reward(Executor):
 
     def _start(self) -> None:
         self._sink = self.outputs.of(Group)
-        self._assembler = GroupAssembler(
-            self._scorer.name,
-            group_size=self.group_size,
-            max_error_rate=self.max_error_rate,
-        )
+        self._groups = Groups(self._scorer.name, group_size=self.group_size)
+        self._errors = ErrorRate(self._scorer.name, self.max_error_rate)
         self._scorer.start()
         if self.group.index == 0:  # the first rank gets all evaluations
             self._judges.start()
@@ -203,14 +200,11 @@ class Reward(Executor):
         self._hear()
         has_taken = self._take()
         outcomes = self._scorer.poll()
-        settled, self._broken = self._broken, []
         for key, outcome in outcomes:
-            submitted = self._submitted.pop(key)
-            self._note(submitted, outcome)
-            settled.append((submitted.completion, self._with_part(submitted, outcome)))
-        self._assembler.settle_all(settled, self.metrics)
+            self._settle(self._submitted.pop(key), outcome)
+        self._errors.check()
         has_judged = self._report()
-        has_sent = self._assembler.send(self._sink)
+        has_sent = self._send()
         has_scored = bool(outcomes) or self._scorer.has_read_ahead
         return has_sent or has_scored or has_taken or has_judged
 
@@ -220,7 +214,7 @@ class Reward(Executor):
         """
         if self.follows:
             return None
-        if self._assembler.whole:
+        if self._whole:
             return f"room: in channel {self._sink.name}, which the trainer empties"
         if self._scorer.pending:
             what = f"{self._scorer.pending} by {self._scorer.name}"
@@ -228,10 +222,10 @@ class Reward(Executor):
         version = self._judges.oldest
         if version is not None:
             return f"scores: judgements of the evaluation of policy version {version}"
-        if self._groups.begun:
-            ticket = min(self._groups.begun)
-            what = f"ticket {ticket} lacks {self._groups.missing(ticket)} completions"
-            begun = len(self._groups.begun)
+        if self._come.begun:
+            ticket = min(self._come.begun)
+            what = f"ticket {ticket} lacks {self._come.missing(ticket)} completions"
+            begun = len(self._come.begun)
             return f"data: {begun} groups are begun; {what} from the {self._source}"
         for one, answers in self._evaluations.items():
             if answers.begun:
@@ -310,7 +304,7 @@ class Reward(Executor):
             self._take_evaluation(evaluation)
         # While groups wait for room, completions stay in their channel, so that no more groups are
         # made.
-        room = 0 if self._assembler.whole else self._room()
+        room = 0 if self._whole else max(0, MAX_PENDING - self._scorer.pending)
         completions: Sequence[Completion | Replied]
         completions = self.inputs.of(self._completion).take(room)
         for completion in completions:
@@ -334,30 +328,7 @@ class Reward(Executor):
         assert isinstance(completion, Completion), "a channel carries one type of record"
         note(self.prompts, completion.ticket, completion.prompt)
         key = self._submit(record, self.prompts[completion.ticket])
-        self._scorer.release(self._groups.add(completion.ticket, completion.sample_index, key))
-
-    def _note(self, submitted: _Submitted, outcome: Outcome) -> None:
-        """Enter a completion's outcome into its evaluation, if it is of one."""
-        completion = submitted.completion
-        if isinstance(completion, EvalCompletion) and completion.token_ids.numel():
-            # Without tokens no version sampled it.
-            self._evaluated.add(completion, outcome)
-            self._judges.keep(Evaluated(completion, submitted.item, outcome))
-
-    def _with_part(self, submitted: _Submitted, outcome: Outcome) -> Outcome:
-        """Return the outcome with the column of its part of a mixture, if it is of one."""
-        completion = submitted.completion
-        if isinstance(completion, EvalCompletion) or outcome.kind != "score":
-            return outcome
-        part = part_of(self.prompts[completion.ticket])
-        if part is None:
-            return outcome
-        columns = {**outcome.columns, f"reward/part/{part}/mean": outcome.value}
-        return dataclasses.replace(outcome, columns=columns)
-
-    def _room(self) -> int:
-        """Return how many completions may still be handed on."""
-        return max(0, MAX_PENDING - self._scorer.pending)
+        self._scorer.release(self._come.add(completion.ticket, completion.sample_index, key))
 
     def _submit(self, record: Scorable | Replies, prompt: Prompt) -> int | None:
         """Hand a completion to the scorer. Return its key; None if it is not to be scored."""
@@ -369,22 +340,52 @@ class Reward(Executor):
             assert self.replies is not None, "with a victim its replies are scored"
             item = self.replies.with_replies(item, record)
         submitted = _Submitted(completion, item)
-        if completion.finish_reason == "aborted":
+        known = completion.outcome
+        if known is not None:
             if item.sample is not None:
                 self._scorer.forget(*item.sample)
-            outcome = Outcome.abstain("the completion was aborted")
-            self._note(submitted, outcome)
-            if isinstance(completion, Completion):
-                self._assembler.settle(completion, outcome)
-            return None
-        if completion.ending.error:
-            if item.sample is not None:
-                self._scorer.forget(*item.sample)
-            why = f"the environment: {completion.ending.reason}: {completion.ending.error}"
-            self._note(submitted, Outcome.error(why))
-            self._broken.append((completion, Outcome.error(why)))
+            self._settle(submitted, known)
             return None
         key = next(self._keys)
         self._submitted[key] = submitted
         self._scorer.submit(key, item)
         return key
+
+    def _settle(self, submitted: _Submitted, outcome: Outcome) -> None:
+        """Enter a completion's outcome into its group or its evaluation, and count it."""
+        completion = submitted.completion
+        if completion.finish_reason != "aborted":  # what was given up says nothing of the scorer
+            self.metrics.add("reward/scored", int(outcome.kind == "score"))
+            self.metrics.add("reward/errors", int(outcome.kind == "error"))
+            self._errors.add(outcome, prompt=_prompt_of(completion))
+        if isinstance(completion, Completion):
+            part = part_of(self.prompts[completion.ticket])
+            group = self._groups.add(completion, _with_part(outcome, part))
+            if group is not None:
+                self._whole.append(group)
+        elif completion.token_ids.numel():  # without tokens its evaluation was given up
+            self._evaluated.add(completion, outcome)
+            self._judges.keep(Evaluated(completion, submitted.item, outcome))
+
+    def _send(self) -> bool:
+        """Send whole groups while there is room. True if any was sent."""
+        has_sent = False
+        while self._whole and self._sink.has_room():
+            self._sink.put(self._whole.popleft())
+            has_sent = True
+        return has_sent
+
+
+def _prompt_of(completion: Scorable) -> tuple[bool, int]:
+    """Return what a completion has in common with the others of its prompt."""
+    if isinstance(completion, EvalCompletion):
+        return True, completion.prompt_index
+    return False, completion.ticket
+
+
+def _with_part(outcome: Outcome, part: str | None) -> Outcome:
+    """Return an outcome with the column of its part of a mixture, if it is of one."""
+    if part is None or outcome.kind != "score":
+        return outcome
+    columns = {**outcome.columns, f"reward/part/{part}/mean": outcome.value}
+    return dataclasses.replace(outcome, columns=columns)

@@ -31,6 +31,7 @@ Shape letters, here and wherever no other legend is given:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -58,6 +59,51 @@ MESSAGES_KEY = "prompt_messages"  # in a reward's meta: the turns of a conversat
 # What one completion adds to columns of metrics. They travel with it, because the row of the step
 # that takes it has their means or sums (llamarl.learning.step_metrics).
 Columns = Mapping[str, float]
+LARGEST_REWARD = 1e18  # the deviation of a group's rewards needs their squares in float32
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The score of a completion, or why it has none. It is made where it becomes known: by a
+    scorer, an environment or a victim, or by the generator that aborted the completion.
+    """
+
+    kind: OutcomeKind
+    value: float  # NaN unless kind is "score"
+    reason: str  # why, for "abstain" and "error"
+    # The value of the parts that are outcomes, or without the part for novelty; None: all of it.
+    success: float | None = None
+    turn_rewards: tuple[float, ...] = ()  # what of the value is for a turn, by turn
+    columns: Columns = field(default_factory=dict)  # of a training completion with a score
+
+    @property
+    def achieved(self) -> float:
+        """The score that decides whether it succeeded. Novelty does not count as success, nor what
+        `reward.outcomes` leaves out.
+        """
+        return self.value if self.success is None else self.success
+
+    @classmethod
+    def error(cls, reason: str) -> Outcome:
+        """Return the outcome of an item that could not be scored. It is never a score of 0."""
+        return cls("error", math.nan, reason)
+
+    @classmethod
+    def abstain(cls, reason: str) -> Outcome:
+        """Return the outcome of an item that should have no score."""
+        return cls("abstain", math.nan, reason)
+
+    @classmethod
+    def score(cls, value: float, success: float | None = None) -> Outcome:
+        """Return the outcome with a score; an error if the score is not finite, or too large."""
+        if not math.isfinite(value):
+            return cls.error(f"the score is {value}")
+        if abs(value) > LARGEST_REWARD:
+            return cls.error(
+                f"the score is {value:g}, beyond +-{LARGEST_REWARD:g}, whose square float32 holds; "
+                "give a smaller number, or None to leave the completion out"
+            )
+        return cls("score", value, "", success)
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +223,13 @@ class Completion:
         """
         return last_turn_of(self.token_ids, self.loss_mask)
 
+    @property
+    def outcome(self) -> Outcome | None:
+        """The outcome that is known before it is scored: of an aborted one, and of a dialogue that
+        broke; None: its score decides.
+        """
+        return _outcome_at_the_end(self.finish_reason, self.ending)
+
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
@@ -233,6 +286,11 @@ class EvalCompletion:
         """As of a Completion."""
         return last_turn_of(self.token_ids, self.loss_mask)
 
+    @property
+    def outcome(self) -> Outcome | None:
+        """As of a Completion."""
+        return _outcome_at_the_end(self.finish_reason, self.ending)
+
 
 @dataclass(frozen=True, slots=True)
 class Replies:
@@ -280,22 +338,6 @@ class Replied(Replies):
 @dataclass(frozen=True, slots=True)
 class EvalReplied(Replies):
     """The replies to an EvalCompletion. Made by a victim, consumed by the reward."""
-
-
-@dataclass(frozen=True, slots=True)
-class ScoredCompletion:
-    """A completion and the reward's verdict on it. Lives inside the reward executor until its group
-    is whole.
-    """
-
-    completion: Completion
-    outcome: OutcomeKind
-    reward: float  # NaN unless outcome is "score"
-    reason: str  # why, for "abstain" and "error"
-    turn_rewards: tuple[float, ...] = ()  # what of the reward is for a turn, by turn
-    # What of the reward is for the outcome alone; None: all of it.
-    achieved: float | None = None
-    columns: Columns = field(default_factory=dict)  # the completion's, and the reward's
 
 
 @dataclass(frozen=True, slots=True)
@@ -375,20 +417,22 @@ class Group:
         return given & torch.tensor(not_aborted, dtype=torch.bool) & has_tokens
 
     @classmethod
-    def of(cls, scored: list[ScoredCompletion]) -> Group:
+    def of(cls, scored: Sequence[tuple[Completion, Outcome]]) -> Group:
         """Join the scored completions of one ticket, in sample order. ValueError if they belong to
         several tickets.
         """
-        scored = sorted(scored, key=lambda s: s.completion.sample_index)
-        turn_rewards = achieved = None
-        if any(s.turn_rewards for s in scored):
-            turn_rewards = torch.cat([_at_ends_of_turns(s) for s in scored])
-        if any(s.achieved is not None for s in scored):
-            achieved = torch.tensor([_achieved(s) for s in scored], dtype=torch.float32)
-        parts = [s.completion for s in scored]
+        scored = sorted(scored, key=lambda one: one[0].sample_index)
+        parts = [completion for completion, _ in scored]
+        outcomes = [outcome for _, outcome in scored]
         tickets = sorted({c.ticket for c in parts})
         if len(tickets) != 1:
             raise ValueError(f"completions of several tickets in one group: {tickets}")
+        turn_rewards = _NOT_BY_TURN
+        if any(outcome.turn_rewards for outcome in outcomes):
+            turn_rewards = torch.cat([_at_ends_of_turns(*one) for one in scored])
+        # The numbers of a completion without a score are 0, and no one reads them.
+        rewards = [o.value if o.kind == "score" else 0.0 for o in outcomes]
+        achieved = [o.achieved if o.kind == "score" else 0.0 for o in outcomes]
         return cls(
             ticket=tickets[0],
             prompt_ids=parts[0].prompt_ids,
@@ -397,14 +441,14 @@ class Group:
             generator_logprobs=torch.cat([c.generator_logprobs for c in parts]),
             policy_versions=torch.cat([c.policy_versions for c in parts]),
             ref_logprobs=torch.empty(0),
-            rewards=torch.tensor([_reward(s) for s in scored], dtype=torch.float32),
+            rewards=torch.tensor(rewards, dtype=torch.float32),
             finish_reasons=tuple(c.finish_reason for c in parts),
-            outcomes=tuple(s.outcome for s in scored),
+            outcomes=tuple(outcome.kind for outcome in outcomes),
             loss_mask=torch.cat([c.loss_mask for c in parts]),
             restarts=torch.cat([c.restarts for c in parts]),
-            turn_rewards=_NOT_BY_TURN if turn_rewards is None else turn_rewards,
-            achieved=_AS_REWARDED if achieved is None else achieved,
-            columns=tuple(s.columns for s in scored),
+            turn_rewards=turn_rewards,
+            achieved=torch.tensor(achieved, dtype=torch.float32),
+            columns=tuple({**c.columns, **outcome.columns} for c, outcome in scored),
         )
 
     @property
@@ -523,23 +567,21 @@ def ends_of_turns(loss_mask: Tensor) -> Tensor:
     return loss_mask & ~goes_on
 
 
-def _achieved(scored: ScoredCompletion) -> float:
-    """Return what of a completion's reward is for its outcome."""
-    return _reward(scored) if scored.achieved is None else scored.achieved
+def _outcome_at_the_end(finish_reason: FinishReason, ending: Ending) -> Outcome | None:
+    if finish_reason == "aborted":
+        return Outcome.abstain("the completion was aborted")
+    if ending.error:
+        return Outcome.error(f"the environment: {ending.reason}: {ending.error}")
+    return None
 
 
-def _reward(scored: ScoredCompletion) -> float:
-    """Return a completion's reward; 0 for one without a score, which no one reads."""
-    return scored.reward if scored.outcome == "score" else 0.0
-
-
-def _at_ends_of_turns(scored: ScoredCompletion) -> Tensor:
+def _at_ends_of_turns(completion: Completion, outcome: Outcome) -> Tensor:
     """Return [L] float32: the rewards of turns where these end."""
-    rewards = torch.zeros(scored.completion.token_ids.numel())
-    if not scored.turn_rewards:
+    rewards = torch.zeros(completion.token_ids.numel())
+    if not outcome.turn_rewards:
         return rewards
-    places = ends_of_turns(scored.completion.loss_mask).nonzero().flatten()
-    given = torch.tensor(scored.turn_rewards[: places.numel()], dtype=torch.float32)
+    places = ends_of_turns(completion.loss_mask).nonzero().flatten()
+    given = torch.tensor(outcome.turn_rewards[: places.numel()], dtype=torch.float32)
     rewards[places[: given.numel()]] = given
     return rewards
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from llamarl.evaluation.judges import Evaluated
-from llamarl.scoring.scorer import Item, Outcome
-from llamarl.types import EvalCompletion, Prompt
+from llamarl.scoring.scorer import Item
+from llamarl.types import EvalCompletion, Outcome, Prompt
 
 SCORED = Outcome.score(0.0)
 

@@ -24,9 +24,10 @@ from llamarl.comm.together import Apart
 from llamarl.errors import RewardError
 from llamarl.evaluation.judges import Evaluated, FindsBySet, greedy_items, spans_of
 from llamarl.evaluation.win_rate import Judged
-from llamarl.scoring.scorer import Item, Outcome, Site
+from llamarl.scoring.scorer import Item, Site
 from llamarl.scoring.weighted import Part
 from llamarl.tasks.held_out import EvalSet
+from llamarl.types import Outcome
 
 log = logging.getLogger(__name__)
 

@@ -20,9 +20,9 @@ from typing import Protocol, TypeVar
 from torch import Tensor
 
 from llamarl.evaluation.metrics import number_of
-from llamarl.scoring.scorer import Item, Outcome, Site
+from llamarl.scoring.scorer import Item, Site
 from llamarl.tasks.held_out import EvalSet
-from llamarl.types import EvalCompletion
+from llamarl.types import EvalCompletion, Outcome
 
 Metrics = Mapping[str, float | str | None]  # columns of a row: eval/... and eval/NAME/...
 

@@ -13,10 +13,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from llamarl.scoring.scorer import Outcome
 from llamarl.scoring.trial import commonest
 from llamarl.tasks.held_out import EvalSet, set_of
-from llamarl.types import EvalCompletion, Prompt
+from llamarl.types import EvalCompletion, Outcome, Prompt
 
 
 def pass_at_k(scores: Sequence[float], k: int) -> float:

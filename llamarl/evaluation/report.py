@@ -17,9 +17,9 @@ from llamarl.evaluation.perplexity import Likelihood
 from llamarl.evaluation.win_rate import Judged, WinRate, length_controlled_interval, win_rate
 from llamarl.observe.console import left_out
 from llamarl.observe.rates import EVALUATED, LEFT_OUT, Row
-from llamarl.scoring.scorer import Item, Outcome
+from llamarl.scoring.scorer import Item
 from llamarl.tasks.held_out import EvalSet, set_of
-from llamarl.types import EvalCompletion, Prompt
+from llamarl.types import EvalCompletion, Outcome, Prompt
 from llamarl.words.choices import OWN
 
 THE_TASK = "the task's own"

@@ -19,8 +19,7 @@ from llamarl.launch.memory import memory_lines, prices, rank_map, sent_by, warn_
 from llamarl.launch.sources import check_rows, samples_of
 from llamarl.models.config import read_config
 from llamarl.models.sharding import num_parameters
-from llamarl.scoring.scorer import Outcome
-from llamarl.types import Prompt
+from llamarl.types import Outcome, Prompt
 
 
 def dry_run(job: Job) -> None:

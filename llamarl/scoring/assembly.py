@@ -1,23 +1,21 @@
-"""GroupAssembler: turns outcomes of any scorer into groups.
-
-(Completion, Outcome) --its group is whole--> Group --there is room--> "scored"
+"""What lies between completions and scorers: items for a scorer, whole batches, groups of scored
+completions, and the rate of errors.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections import Counter, deque
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
 from statistics import pstdev
 from typing import Generic, TypeVar
 
 import torch
 
 from llamarl.errors import RewardError
-from llamarl.executor import Meter, RecordSender
-from llamarl.scoring.scorer import Item, Outcome
-from llamarl.types import Completion, EvalCompletion, Group, Prompt, ScoredCompletion
+from llamarl.scoring.scorer import Item
+from llamarl.types import Completion, EvalCompletion, Group, Outcome, Prompt
 
 ERROR_WINDOW = 256  # outcomes over which the error rate is taken
 WINDOW_PROMPTS = 32  # if these have more outcomes than ERROR_WINDOW, the rate is taken over them
@@ -89,48 +87,34 @@ class Batches(Generic[Entry]):
         return self._size - len(self.begun[batch])
 
 
-class GroupAssembler:
-    """Joins the scored completions of a ticket to a group.
+class Groups:
+    """Joins the scored completions of a ticket to a group. source: the reward's name."""
 
-    source: what messages call the reward. An error or an abstention is a NaN reward, which the
-    trainer masks.
-    """
-
-    def __init__(self, source: str, *, group_size: int, max_error_rate: float):
-        self.whole: deque[Group] = deque()  # waiting for room
-        self._group_size = group_size
-        self._errors = ErrorRate(source, max_error_rate)
+    def __init__(self, source: str, *, group_size: int):
         self._source = source
-        self._has_warned = False  # of rounded rewards
+        self._group_size = group_size
         # By ticket: the scored completions of groups that are not whole.
-        self._begun: dict[int, list[ScoredCompletion]] = {}
+        self._begun: dict[int, list[tuple[Completion, Outcome]]] = {}
+        self._has_warned = False  # of rounded rewards
 
-    def settle(self, completion: Completion, outcome: Outcome) -> None:
-        """Enter an outcome into its group. This may make the group whole."""
-        scored = ScoredCompletion(
-            completion=completion,
-            outcome=outcome.kind,
-            reward=outcome.value,
-            reason=outcome.reason,
-            turn_rewards=outcome.turn_rewards,
-            achieved=outcome.achieved,
-            columns={**completion.columns, **outcome.columns},
-        )
-        group = self._begun.setdefault(completion.ticket, [])
-        group.append(scored)
-        if len(group) == self._group_size:
-            del self._begun[completion.ticket]
-            self._warn_of_rounding(group)
-            self.whole.append(Group.of(group))
+    def add(self, completion: Completion, outcome: Outcome) -> Group | None:
+        """Take a completion's outcome. Return its group if this makes it whole."""
+        scored = self._begun.setdefault(completion.ticket, [])
+        scored.append((completion, outcome))
+        if len(scored) < self._group_size:
+            return None
+        del self._begun[completion.ticket]
+        self._warn_of_rounding(completion.ticket, [one for _, one in scored])
+        return Group.of(scored)
 
-    def _warn_of_rounding(self, scored: Sequence[ScoredCompletion]) -> None:
+    def _warn_of_rounding(self, ticket: int, outcomes: Sequence[Outcome]) -> None:
         """Warn once if float32 does not tell the rewards of a group apart as they were given."""
         if self._has_warned:
             return
-        rewards = torch.tensor([one.reward for one in scored], dtype=torch.float64)
-        rewards = rewards[~rewards.isnan()]
-        if not rewards.numel():
+        scores = [one.value for one in outcomes if one.kind == "score"]
+        if not scores:
             return
+        rewards = torch.tensor(scores, dtype=torch.float64)
         lowest, highest = map(float, rewards.aminmax())
         spread = highest - lowest
         rounded = float((rewards - rewards.float()).abs().max())
@@ -142,41 +126,11 @@ class GroupAssembler:
                 "equal that are not. Subtract a constant in the reward, so that its numbers are "
                 "not much larger than what they differ by (said once)",
                 self._source,
-                scored[0].completion.ticket,
+                ticket,
                 lowest,
                 highest,
                 rounded,
             )
-
-    def settle_all(self, settled: Iterable[tuple[Scorable, Outcome]], metrics: Meter) -> None:
-        """Enter the outcomes of a scorer into groups, and count them with those of evaluations.
-        RewardError if too many are errors.
-        """
-        kinds: Counter[str] = Counter()
-        for completion, outcome in settled:
-            kinds[outcome.kind] += 1
-            self._errors.add(outcome, _asked(completion))
-            if isinstance(completion, Completion):
-                self.settle(completion, outcome)
-        if kinds:
-            metrics.add("reward/scored", kinds["score"])
-            metrics.add("reward/errors", kinds["error"])
-            self._errors.check()
-
-    def send(self, sink: RecordSender) -> bool:
-        """Send whole groups while there is room. True if any was sent."""
-        has_sent = False
-        while self.whole and sink.has_room():
-            sink.put(self.whole.popleft())
-            has_sent = True
-        return has_sent
-
-
-def _asked(completion: Scorable) -> tuple[bool, int]:
-    """Return what a completion has in common with the others of its prompt."""
-    if isinstance(completion, EvalCompletion):
-        return True, completion.prompt_index
-    return False, completion.ticket
 
 
 class ErrorRate:
@@ -195,12 +149,12 @@ class ErrorRate:
         self._newest: dict[Hashable, list[str | None]] = {}
         self._logged: set[str] = set()
 
-    def add(self, outcome: Outcome, asked: Hashable) -> None:
-        """Count an outcome. Log an error whose reason is new. asked: equal for the outcomes of one
+    def add(self, outcome: Outcome, prompt: Hashable) -> None:
+        """Count an outcome. Log an error whose reason is new. prompt: equal for the outcomes of one
         prompt.
         """
         reason = outcome.reason if outcome.kind == "error" else None
-        self._newest.setdefault(asked, []).append(reason)
+        self._newest.setdefault(prompt, []).append(reason)
         num_outcomes = sum(map(len, self._newest.values()))
         if num_outcomes > ERROR_WINDOW and len(self._newest) > WINDOW_PROMPTS:
             del self._newest[next(iter(self._newest))]

@@ -20,8 +20,9 @@ from torch import Tensor
 
 from llamarl.models.directory import architecture_in, read_json
 from llamarl.models.hf import check_encoder_directory, check_finite
-from llamarl.scoring.scorer import Item, Outcome, Outcomes, Scorer
+from llamarl.scoring.scorer import Item, Outcomes, Scorer
 from llamarl.tasks.special import special_tokens
+from llamarl.types import Outcome
 from llamarl.words.choices import ClassifierOutput, ClassifierReads
 
 # Parts of names of model types whose positions begin after the pad token's, like RoBERTa's.

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from llamarl.scoring.scorer import Item, Outcome, Outcomes, Scorer
+from llamarl.scoring.scorer import Item, Outcomes, Scorer
+from llamarl.types import Outcome
 
 
 class EnvironmentReward(Scorer):

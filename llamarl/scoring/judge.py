@@ -23,7 +23,8 @@ from dataclasses import dataclass
 
 from llamarl.errors import RewardError
 from llamarl.scoring.endpoint import Endpoint, EndpointSettings, NoReply, check_url, read_key, shown
-from llamarl.scoring.scorer import Item, Outcome, Outcomes, Scorer
+from llamarl.scoring.scorer import Item, Outcomes, Scorer
+from llamarl.types import Outcome
 from llamarl.words.choices import JudgeAsk
 
 END_S = 10.0  # for the thread to end, after it was told to

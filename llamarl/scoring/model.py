@@ -27,9 +27,9 @@ from llamarl.scoring.chunk_search import ChunkSearch
 from llamarl.scoring.growing import Key
 from llamarl.scoring.packed import ScoreRequest, from_message, to_message
 from llamarl.scoring.pieces import ScoreHead
-from llamarl.scoring.scorer import Item, Outcome, Outcomes, Queue, Scorer, Site
+from llamarl.scoring.scorer import Item, Outcomes, Queue, Scorer, Site
 from llamarl.scoring.sharded import ScorerSettings, ShardedScorer
-from llamarl.types import Stretch
+from llamarl.types import Outcome, Stretch
 
 Scores = list[tuple[int, float]]  # scores, each with its item's key
 

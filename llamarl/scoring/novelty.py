@@ -33,7 +33,8 @@ from llamarl.scoring.embedding import (
     mean_pairwise_distance,
     unit,
 )
-from llamarl.scoring.scorer import Item, Outcome, Outcomes, Queue, Scorer, Site
+from llamarl.scoring.scorer import Item, Outcomes, Queue, Scorer, Site
+from llamarl.types import Outcome
 
 log = logging.getLogger(__name__)
 

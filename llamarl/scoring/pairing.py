@@ -20,10 +20,10 @@ from llamarl.inference import Engine, SamplingParams
 from llamarl.inference.offline import completions_of
 from llamarl.scoring.assembly import ErrorRate, item_of
 from llamarl.scoring.pairs import Candidate, PairRule, Tally, label, row_of
-from llamarl.scoring.scorer import Item, Outcome, Scorer
+from llamarl.scoring.scorer import Item, Scorer
 from llamarl.tasks.base import PromptMaker
 from llamarl.tasks.special import reply_ids, text_ids
-from llamarl.types import Completion, Prompt
+from llamarl.types import Completion, Outcome, Prompt
 
 STREAM = 3  # the engine's stream here; training has 0, evaluations have 1 and 2
 WAIT_S = 1.0  # between two looks at what is scored; every scorer limits its own waits

@@ -39,14 +39,16 @@ import json
 import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 from llamarl.errors import RewardError
 from llamarl.scoring.calls import MAX_FIRST_KILLS, Call, Patience, TextItem
-from llamarl.scoring.scorer import Item, Outcome, Outcomes, Scorer, score_all, text_item
+from llamarl.scoring.scorer import Item, Outcomes, Scorer, score_all, text_item
 from llamarl.scoring.trial import try_scorer
+from llamarl.scoring.worker import TOO_LATE
 from llamarl.tasks.forms import Takes
 from llamarl.tasks.row_keys import SAMPLED
+from llamarl.types import Outcome, OutcomeKind
 from llamarl.workers.pool import WorkerPool
 from llamarl.workers.process import WorkerProcess
 
@@ -227,20 +229,14 @@ class RewardPool(WorkerPool[Call], Scorer):
             self._call_s = seconds
         self._call_s += 0.2 * (seconds - self._call_s)
 
-    def _outcome(
-        self,
-        call: Call,
-        kind: Literal["score", "abstain", "error", "late"],
-        value: float | None,
-        reason: str,
-    ) -> Outcome:
+    def _outcome(self, call: Call, kind: OutcomeKind, value: float | None, reason: str) -> Outcome:
         """Return a worker's verdict on an item of a call as an outcome."""
-        if kind == "late":
-            return Outcome.error(self._late(call, count=1))
-        if kind == "score":
-            assert value is not None, "a score has a value"
-            return Outcome.score(value)
-        return Outcome(kind, math.nan, reason)
+        if kind == "abstain":
+            return Outcome.abstain(reason)
+        if kind == "error":
+            return Outcome.error(self._late(call, count=1) if reason == TOO_LATE else reason)
+        assert value is not None, "a score has a value"
+        return Outcome.score(value)
 
     def _enter(self, worker: WorkerProcess[Call], keys: list[int], finished_at: float) -> None:
         """Note that a worker has scored these items of its call, at this time."""

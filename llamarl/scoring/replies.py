@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from llamarl.executor import State
-from llamarl.scoring.scorer import Item, Outcome, Outcomes, Scorer
-from llamarl.types import Prompt, Replies
+from llamarl.scoring.scorer import Item, Outcomes, Scorer
+from llamarl.types import Outcome, Prompt, Replies
 
 
 @dataclass(frozen=True, slots=True)

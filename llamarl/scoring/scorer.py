@@ -10,12 +10,11 @@ the Site where it runs. tests/unit/test_scorer_contract.py tests each against th
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Generic, Literal, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,52 +22,7 @@ from torch import Tensor
 from llamarl.comm.together import Alone, Together
 from llamarl.executor import ExecutorGroup, Meter, State
 from llamarl.tasks.row_keys import with_sampled
-from llamarl.types import ALONE, Columns, Ending, Prompt, Stretch
-
-LARGEST_REWARD = 1e18  # the deviation of a group's rewards needs their squares in float32
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """The outcome of one item."""
-
-    kind: Literal["score", "abstain", "error"]
-    value: float  # NaN unless kind is "score"
-    reason: str  # why, for "abstain" and "error"
-    # The value of the parts that are outcomes, or without the part for novelty; None: all of it.
-    success: float | None = None
-    turn_rewards: tuple[float, ...] = ()  # what of the value is for a turn, by turn
-    columns: Columns = field(default_factory=dict)  # of a training completion with a score
-
-    @property
-    def achieved(self) -> float:
-        """The score that decides whether it succeeded. Novelty does not count as success, nor what
-        `reward.outcomes` leaves out.
-        """
-        return self.value if self.success is None else self.success
-
-    @classmethod
-    def error(cls, reason: str) -> Outcome:
-        """Return the outcome of an item that could not be scored. It is never a score of 0."""
-        return cls("error", math.nan, reason)
-
-    @classmethod
-    def abstain(cls, reason: str) -> Outcome:
-        """Return the outcome of an item that should have no score."""
-        return cls("abstain", math.nan, reason)
-
-    @classmethod
-    def score(cls, value: float, success: float | None = None) -> Outcome:
-        """Return the outcome with a score; an error if the score is not finite, or too large."""
-        if not math.isfinite(value):
-            return cls.error(f"the score is {value}")
-        if abs(value) > LARGEST_REWARD:
-            return cls.error(
-                f"the score is {value:g}, beyond +-{LARGEST_REWARD:g}, whose square float32 holds; "
-                "give a smaller number, or None to leave the completion out"
-            )
-        return cls("score", value, "", success)
-
+from llamarl.types import ALONE, Ending, Outcome, Prompt, Stretch
 
 Outcomes = list[tuple[int, Outcome]]  # outcomes, each with the key of its item
 

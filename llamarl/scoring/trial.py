@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from llamarl.errors import RewardError
-from llamarl.scoring.scorer import Item, Outcome, Scorer, score_all
+from llamarl.scoring.scorer import Item, Scorer, score_all
+from llamarl.types import Outcome
 
 
 def try_scorer(

@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from llamarl.executor import State
-from llamarl.scoring.scorer import Item, MakeScorer, Outcome, Outcomes, Scorer, Site
-from llamarl.types import Stretch
+from llamarl.scoring.scorer import Item, MakeScorer, Outcomes, Scorer, Site
+from llamarl.types import Outcome, Stretch
 from llamarl.words.choices import part_column
 
 

@@ -44,10 +44,9 @@ from llamarl.workers.guard import describe, kill_children, short
 SHOWN_FRAMES = 3  # of a traceback, and of each line of it
 SHOWN_COLUMNS = 80
 
-# The verdict on one item: the kind of its Outcome ("score", "abstain" or "error"), or "late", which
-# is an error whose reason the pool knows; the score, None unless there is one; and why there is
-# none.
+# The Outcome of one item: its kind, the score (None unless there is one), and why there is none.
 Verdict = tuple[str, float | None, str]
+TOO_LATE = ""  # the reason of an error whose words the pool has: it took longer than limit_s
 
 
 def main(path: str, setup: dict, note: int) -> None:
@@ -125,7 +124,7 @@ async def score_each(
     traced: bool = False,
 ) -> None:
     """Score (prompt, completion, meta) items by key side by side, and tell the verdict on each as
-    soon as it is known: "late" where it takes longer than limit_s.
+    soon as it is known: an error, TOO_LATE, where it takes longer than limit_s.
     """
     import asyncio  # most functions need none of it
 
@@ -140,7 +139,7 @@ async def score_each(
         except BaseException as error:
             verdict = _raised(error, traced=traced)
             if clock.expired() and isinstance(error, TimeoutError):
-                verdict = ("late", None, "")
+                verdict = ("error", None, TOO_LATE)
         tell([key], [verdict])
 
     await asyncio.gather(*(score_one(key, item) for key, item in items.items()))

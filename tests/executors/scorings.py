@@ -7,9 +7,9 @@ from functools import partial
 import torch
 
 from llamarl.scoring.model import ModelScorer
-from llamarl.scoring.scorer import Outcome, Scorer
+from llamarl.scoring.scorer import Scorer
 from llamarl.scoring.weighted import Part
-from llamarl.types import Completion, EvalCompletion, Group, Prompt
+from llamarl.types import Completion, EvalCompletion, Group, Outcome, Prompt
 from tests.scorers import SCORES, asked_for
 
 SIZE = 3

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from llamarl.errors import RewardError
 from llamarl.scoring.in_turn import InTurn
 from llamarl.scoring.replies import ReplyMean, ReplySettings, mean_outcome
-from llamarl.scoring.scorer import Item, Outcome, Scorer
-from llamarl.types import Completion, Group, Prompt, Replied
+from llamarl.scoring.scorer import Item, Scorer
+from llamarl.types import Completion, Group, Outcome, Prompt, Replied
 
 WORDS = ["error", "abstain", "right", "wrong", ""]  # of a token
 SCORES = {"right": 1.0, "wrong": 0.0}

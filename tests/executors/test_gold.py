@@ -10,10 +10,11 @@ import torch
 from llamarl.errors import RewardError
 from llamarl.evaluation.gold import Gold, GoldSettings
 from llamarl.scoring.model import ModelScorer
-from llamarl.scoring.scorer import Outcome, Scorer, site_alone
+from llamarl.scoring.scorer import Scorer, site_alone
 from llamarl.scoring.sharded import ScorerSettings
 from llamarl.scoring.weighted import Part
 from llamarl.tasks.held_out import EvalSet, own_set
+from llamarl.types import Outcome
 from tests.evaluated import evaluated
 from tests.scorers import SCORES, write_scorer
 

@@ -14,9 +14,9 @@ from llamarl.models.config import tiny_directory
 from llamarl.models.hf import load_tokenizer
 from llamarl.scoring.pairing import STREAM, PairMaker
 from llamarl.scoring.pairs import PairRule
-from llamarl.scoring.scorer import Outcome, Scorer
+from llamarl.scoring.scorer import Scorer
 from llamarl.tasks.base import PromptMaker
-from llamarl.types import Completion, Prompt
+from llamarl.types import Completion, Outcome, Prompt
 
 TOKENIZER = load_tokenizer(tiny_directory())
 END = TOKENIZER.eos_token_id

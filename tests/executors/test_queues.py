@@ -6,9 +6,9 @@ import torch
 
 from llamarl.scoring.in_turn import InTurn
 from llamarl.scoring.model import Rounds
-from llamarl.scoring.scorer import Item, Outcome, Queue, Scorer
+from llamarl.scoring.scorer import Item, Queue, Scorer
 from llamarl.scoring.sharded import ScorerSettings
-from llamarl.types import Prompt
+from llamarl.types import Outcome, Prompt
 
 
 def item(name, *, is_held_out=False, attack=None):

@@ -19,9 +19,8 @@ from llamarl.evaluation.samples import Samples
 from llamarl.scoring import assembly
 from llamarl.scoring.in_turn import InTurn
 from llamarl.scoring.pool import RewardPool
-from llamarl.scoring.scorer import Outcome
 from llamarl.tasks.held_out import APART, EvalSet, own_set
-from llamarl.types import Completion, EvalCompletion, Group
+from llamarl.types import Completion, EvalCompletion, Group, Outcome
 from tests.executors.fakes import FakeStream
 from tests.executors.pooled import FN, WORDS, make_prompt, train_prompt
 
@@ -114,14 +113,14 @@ def test_a_group_is_sent_when_its_last_completion_is_scored(build):
     assert executor.waiting_for() is None
 
 
-def test_an_error_or_an_abstention_is_nan_and_never_zero(build):
+def test_an_error_or_an_abstention_is_not_trained_on(build):
     executor = build(group_size=3)
     executor.inputs.of(Completion).records.extend(
         completion(0, i, w) for i, w in enumerate(("error", "abstain", "wrong"))
     )
     (group,) = settle(executor)
     assert group.outcomes == ("error", "abstain", "score")
-    assert group.rewards.isnan().tolist() == [True, True, False] and group.rewards[2] == 0.0
+    assert group.trained.tolist() == [False, False, True] and group.rewards[2] == 0.0
     assert executor.metrics.counters == {"reward/scored": 1, "reward/errors": 1}
 
 
@@ -137,7 +136,8 @@ def test_a_function_over_completions_sees_whole_groups_and_whole_evaluations(bui
     feed.append(completion(8, 2, "", finish_reason="aborted"))
     groups = {group.ticket: group for group in settle(executor)}
     assert groups[7].rewards.tolist() == pytest.approx([2 / 3, 2 / 3, 1 / 3])
-    assert groups[8].rewards[:2].tolist() == [1.0, 1.0] and groups[8].rewards[2].isnan()
+    assert groups[8].rewards[:2].tolist() == [1.0, 1.0]
+    assert groups[8].trained.tolist() == [True, True, False]
 
     answers = executor.inputs.of(EvalCompletion).records
     answers.extend([answer(0, 0, "right"), answer(0, 1, "wrong"), answer(1, 0, "right")])
@@ -156,9 +156,9 @@ def test_an_aborted_completion_abstains_without_being_scored(build):
             completion(0, i, word, finish_reason="aborted")
         )
     (group,) = settle(executor)
-    assert group.outcomes == ("abstain", "abstain") and group.rewards.isnan().all()
+    assert group.outcomes == ("abstain", "abstain") and not group.trained.any()
     assert group.finish_reasons == ("aborted", "aborted") and group.lengths.tolist() == [1, 0]
-    assert executor.metrics.counters["reward/scored"] == 0
+    assert executor.metrics.counters.get("reward/scored", 0) == 0
 
 
 def test_accuracy_is_reported_once_a_version_and_leaves_out_what_has_no_score(build):

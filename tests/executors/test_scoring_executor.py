@@ -112,7 +112,11 @@ def test_held_out_answers_are_scored_by_the_same_model(build, scorer):
 
 def test_an_aborted_completion_is_masked_and_holds_up_nobody(build, scorer):
     group = feed(build(), *all_of(0)[:2], completion(0, 2, finish_reason="aborted"))[0]
-    assert group.outcomes == ("score", "score", "abstain") and group.rewards[2].isnan()
+    assert group.outcomes == ("score", "score", "abstain") and group.trained.tolist() == [
+        True,
+        True,
+        False,
+    ]
     close_to(group.rewards[:2], transformers_scores(scorer, [ASKED[0]])[:2])
 
 
@@ -120,7 +124,7 @@ def test_a_score_that_is_not_finite_is_an_error(build, scorer, tmp_path):
     spoil_head(tmp_path)
     executor = build()
     group = feed(executor, *all_of(0))[0]
-    assert group.outcomes == ("error",) * SIZE and group.rewards.isnan().all()
+    assert group.outcomes == ("error",) * SIZE and not group.trained.any()
     assert executor.metrics.counters["reward/errors"] == SIZE
     assert not any(group.columns)
 
@@ -181,7 +185,7 @@ def test_what_one_part_cannot_score_has_no_reward(build, scorer, tmp_path):
     executor = build([part("rm", model), Part("words", Lengths)], meta=meta)
     group = feed(executor, *all_of(3))[3]
     assert group.outcomes == ("error", "abstain", "score")
-    assert group.rewards.isnan().tolist() == [True, True, False]
+    assert group.trained.tolist() == [False, False, True]
     assert executor.metrics.counters["reward/errors"] == 1
 
 

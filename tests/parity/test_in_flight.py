@@ -16,7 +16,7 @@ from llamarl.learning.update import PolicyUpdate, UpdateSettings
 from llamarl.models.build import build_decoder, read_config
 from llamarl.models.hf import load_tokenizer, load_weights, named_parameters_hf
 from llamarl.models.parity import ParityLimits
-from llamarl.types import Group, ScoredCompletion
+from llamarl.types import Group, Outcome
 from tests.engines import load
 
 TINY = Path(llamarl.__file__).parent / "models" / "tiny"
@@ -50,7 +50,7 @@ def finished(engine):
         engine.step(8)
     by_ticket = {}
     for _, completion in engine.pop_finished():
-        scored = ScoredCompletion(completion, "score", float(completion.sample_index % 2), "")
+        scored = (completion, Outcome.score(float(completion.sample_index % 2)))
         by_ticket.setdefault(completion.ticket, []).append(scored)
     return [Group.of(scored) for _, scored in sorted(by_ticket.items())]
 

@@ -55,7 +55,8 @@ KIND = '''
 from llamarl.config.kinds.length import LengthKindSettings
 from llamarl.launch.kinds.kind import Kind
 from llamarl.memory import Price
-from llamarl.scoring.scorer import Outcome, Scorer
+from llamarl.scoring.scorer import Scorer
+from llamarl.types import Outcome
 
 
 class Length(Scorer):

@@ -5,7 +5,7 @@ import torch
 
 from llamarl.errors import LagExceeded
 from llamarl.learning.buffer import GroupBuffer
-from llamarl.types import Completion, Group, ScoredCompletion
+from llamarl.types import Completion, Group, Outcome
 
 
 def group(ticket: int, *completions: list[int]) -> Group:
@@ -22,7 +22,7 @@ def group(ticket: int, *completions: list[int]) -> Group:
             policy_versions=torch.tensor(versions, dtype=torch.int64),
             finish_reason="stop",
         )
-        scored.append(ScoredCompletion(fresh, "score", 1.0, ""))
+        scored.append((fresh, Outcome.score(1.0)))
     return Group.of(scored)
 
 

@@ -14,7 +14,7 @@ from llamarl.learning.targets import Shaping, Targets, make_targets, shape
 from llamarl.learning.update import StepResult
 from llamarl.learning.values import CriticSettings
 from llamarl.models.attention import PackedAttention
-from llamarl.types import Completion, Ending, Group, ScoredCompletion
+from llamarl.types import Completion, Ending, Group, Outcome
 from tests.updating import STEP, VERSION, decoder_of, go_on, update_of
 from tests.updating import group as sampled_group
 
@@ -39,10 +39,7 @@ def dialogue(ticket, token_ids, mask, *, index=0, prompt=(10, 11), versions=None
 
 
 def group_of(*dialogues, rewards):
-    scored = [
-        ScoredCompletion(completion=one, outcome="score", reward=reward, reason="")
-        for one, reward in zip(dialogues, rewards, strict=True)
-    ]
+    scored = [(one, Outcome.score(reward)) for one, reward in zip(dialogues, rewards, strict=True)]
     return Group.of(scored)
 
 
@@ -273,9 +270,7 @@ class Alone:
 
 def by_turns(*dialogues, rewards, turn_rewards):
     scored = [
-        ScoredCompletion(
-            completion=one, outcome="score", reward=reward, reason="", turn_rewards=turns
-        )
+        (one, Outcome("score", reward, "", turn_rewards=turns))
         for one, reward, turns in zip(dialogues, rewards, turn_rewards, strict=True)
     ]
     return Group.of(scored)

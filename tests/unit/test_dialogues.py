@@ -23,7 +23,7 @@ from llamarl.models.hf import load_tokenizer
 from llamarl.tasks.environment import GIVEN, makes_prompts, turn_tokens
 from llamarl.tasks.held_out import section_of
 from llamarl.tasks.row_keys import PART_KEY, REWARD_KEY, SET_KEY
-from llamarl.types import ALONE, Completion, Group, Prompt, ScoredCompletion
+from llamarl.types import ALONE, Completion, Group, Outcome, Prompt
 from tests.decoding import full_forward_logprobs
 from tests.made_tokenizers import FORGETFUL, byte_level
 from tests.tolerances import of_logprobs
@@ -295,14 +295,8 @@ def test_an_environment_that_says_nothing_does_not_join_turns(engine_of):
     for completion in found.values():
         runs = runs_of(completion.token_ids, completion.loss_mask)
         assert [run.is_context for run in runs] == [True, False] * 3
-        scored = ScoredCompletion(
-            completion=completion,
-            outcome="score",
-            reward=1.0,
-            reason="",
-            turn_rewards=completion.ending.turn_rewards,
-        )
-        rewards = Group.of([scored]).turn_rewards
+        outcome = Outcome("score", 1.0, "", turn_rewards=completion.ending.turn_rewards)
+        rewards = Group.of([(completion, outcome)]).turn_rewards
         second_ends = sum(len(run.token_ids) for run in list(runs)[:4]) - 1
         assert rewards.nonzero().tolist() == [[second_ends]]
 

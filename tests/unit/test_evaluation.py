@@ -9,9 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llamarl.evaluation.metrics import Evaluations, pass_at_k
-from llamarl.scoring.scorer import Outcome
 from llamarl.tasks.held_out import APART, EvalSet, own_set
-from llamarl.types import EvalCompletion
+from llamarl.types import EvalCompletion, Outcome
 
 
 @given(st.lists(st.sampled_from([0.0, 0.25, 1.0, -1.0]), min_size=1, max_size=7), st.data())

@@ -21,8 +21,9 @@ from llamarl.models.hf import load_tokenizer
 from llamarl.observe.rows import COLUMNS
 from llamarl.scoring.by_own_reward import ByOwnReward
 from llamarl.scoring.pool import RewardPool
-from llamarl.scoring.scorer import Outcome, Scorer, site_alone, text_item
+from llamarl.scoring.scorer import Scorer, site_alone, text_item
 from llamarl.tasks.held_out import APART, EvalSet, HeldOut, own_set, set_of
+from llamarl.types import Outcome
 from llamarl.words.choices import OWN_COLUMNS
 from tests.built_tasks import build_task
 

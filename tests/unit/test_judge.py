@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from llamarl.scoring import endpoint as endpoint_module
 from llamarl.scoring.endpoint import EndpointSettings, NoReply, seconds_of
 from llamarl.scoring.judge import Judge, choice_in, number_in
-from llamarl.scoring.scorer import Outcome, text_item
+from llamarl.scoring.scorer import text_item
+from llamarl.types import Outcome
 from llamarl.words.texts import url_problem
 from tests.judge_server import HANG_UP, NO_REPLY, JudgeServer, Reply, between, longer
 

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from llamarl.comm.together import CollectiveCall, RankCalls
 from llamarl.evaluation.judges import EvalJudge, Judges, spans_of
 from llamarl.executor import Executor, ExecutorGroup
-from llamarl.scoring.scorer import Outcome
 from llamarl.tasks.held_out import APART, EvalSet
+from llamarl.types import Outcome
 from tests.evaluated import evaluated
 
 

@@ -225,7 +225,7 @@ def random_groups(draw):
 def test_every_label_sees_its_prompt_and_completion_and_keeps_its_fields(
     groups, budget, drop, whole
 ):
-    advantages = [torch.where(g.rewards.isnan(), 0, g.rewards) for g in groups]
+    advantages = [torch.where(g.trained, g.rewards, 0) for g in groups]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         got = packed(groups, advantages, budget, drop, whole)

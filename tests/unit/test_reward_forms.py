@@ -6,9 +6,10 @@ import pytest
 
 from llamarl.scoring import calls
 from llamarl.scoring.pool import RewardPool, check_reward
-from llamarl.scoring.scorer import Outcome, text_item
+from llamarl.scoring.scorer import text_item
 from llamarl.tasks.forms import batched, form_of
 from llamarl.tasks.row_keys import with_sampled
+from llamarl.types import Outcome
 
 USER_MODULE = '''
 import time

@@ -15,7 +15,8 @@ import pytest
 
 from llamarl.errors import RewardError
 from llamarl.scoring.pool import BATCH, MOST_CALLS, RewardPool, check_reward
-from llamarl.scoring.scorer import NOT_REACHED, Outcome, score_all, text_item
+from llamarl.scoring.scorer import NOT_REACHED, score_all, text_item
+from llamarl.types import Outcome
 
 DEADLINE_S = 30.0  # for waits that must end; never reached unless something is broken
 

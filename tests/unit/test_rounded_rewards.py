@@ -6,22 +6,21 @@ import math
 import pytest
 import torch
 
-from llamarl.scoring.assembly import GroupAssembler
-from llamarl.scoring.scorer import Outcome
-from llamarl.types import Completion
+from llamarl.scoring.assembly import Groups
+from llamarl.types import Completion, Outcome
 
 
-def said_of(caplog, *groups):
+def said_of(caplog, *rewards_of):
     """The warnings over groups of rewards, which are joined one after another."""
-    assembler = GroupAssembler("mine", group_size=3, max_error_rate=1.0)
+    groups = Groups("mine", group_size=3)
     with caplog.at_level(logging.WARNING):
-        for ticket, rewards in enumerate(groups):
+        for ticket, rewards in enumerate(rewards_of):
             for sample, reward in enumerate(rewards):
                 one = torch.zeros(1, dtype=torch.int64)
                 completion = Completion(ticket, sample, one, one, torch.zeros(1), one, "stop")
                 outcome = Outcome.abstain("no") if reward is None else Outcome.score(reward)
-                assembler.settle(completion, outcome)
-    assert len(assembler.whole) == len(groups)
+                whole = groups.add(completion, outcome)
+            assert whole is not None and whole.ticket == ticket
     return [record.getMessage() for record in caplog.records]
 
 

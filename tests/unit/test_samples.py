@@ -21,9 +21,9 @@ from llamarl.learning.samples import (
 from llamarl.learning.targets import Targets
 from llamarl.observe.rows import RowWriter
 from llamarl.observe.samples import FILE_NAME, SampleFile, read_samples, sample_lines
-from llamarl.scoring.scorer import Outcome, site_alone
+from llamarl.scoring.scorer import site_alone
 from llamarl.scoring.weighted import Part, Weighted
-from llamarl.types import Completion, Group, ScoredCompletion
+from llamarl.types import Completion, Group, Outcome
 from llamarl.words.choices import GROUP_FIELDS
 from tests.updating import VERSION, go_on, groups_of, update_of
 
@@ -244,9 +244,7 @@ def completion(sample):
 
 
 def scored(sample, columns):
-    return ScoredCompletion(
-        completion=completion(sample), outcome="score", reward=1.0, reason="", columns=columns
-    )
+    return completion(sample), Outcome("score", 1.0, "", columns=columns)
 
 
 def test_columns_are_in_the_group_on_the_wire_and_after_a_draw():

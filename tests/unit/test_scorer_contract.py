@@ -12,7 +12,8 @@ import pytest
 from llamarl.scoring.endpoint import EndpointSettings
 from llamarl.scoring.judge import Judge
 from llamarl.scoring.pool import RewardPool
-from llamarl.scoring.scorer import Outcome, Scorer, text_item
+from llamarl.scoring.scorer import Scorer, text_item
+from llamarl.types import Outcome
 from tests.judge_server import JudgeServer, Reply
 
 PATIENCE_S = 60.0

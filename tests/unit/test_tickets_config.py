@@ -3,8 +3,9 @@
 import pytest
 
 from llamarl.config.command_line import compose_config
-from llamarl.scoring.scorer import Item, Outcome, Scorer, site_alone
+from llamarl.scoring.scorer import Item, Scorer, site_alone
 from llamarl.scoring.weighted import Part, Weighted
+from llamarl.types import Outcome
 from tests.unit.refusals import complaint
 
 INFORMATIVE = "tickets.informative=true"

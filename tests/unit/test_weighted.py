@@ -1,7 +1,8 @@
 """A reward of several parts: what it waits for, and what it goes on from."""
 
-from llamarl.scoring.scorer import Outcome, Scorer, site_alone, text_item
+from llamarl.scoring.scorer import Scorer, site_alone, text_item
 from llamarl.scoring.weighted import Part, Weighted
+from llamarl.types import Outcome
 
 
 class Slow(Scorer):

@@ -12,8 +12,8 @@ from llamarl.types import (
     Completion,
     EvalCompletion,
     Group,
+    Outcome,
     Replied,
-    ScoredCompletion,
 )
 
 
@@ -78,13 +78,11 @@ def test_an_answer_has_a_version_for_each_token():
 
 
 @given(st.lists(st.lists(st.integers(1, 5), min_size=1, max_size=4), min_size=1, max_size=4))
-def test_groups_round_trip_with_nan_rewards(shapes):
+def test_groups_round_trip_with_completions_that_are_not_trained_on(shapes):
     groups = []
     for t, lengths in enumerate(shapes):
         scored = [
-            ScoredCompletion(
-                completion(t, i, n), "score" if i else "error", float(i) if i else float("nan"), ""
-            )
+            (completion(t, i, n), Outcome.score(float(i)) if i else Outcome.error("broken"))
             for i, n in enumerate(lengths)
         ]
         groups.append(Group.of(scored))
@@ -92,7 +90,7 @@ def test_groups_round_trip_with_nan_rewards(shapes):
 
 
 def test_a_group_joins_its_completions_in_sample_order():
-    scored = [ScoredCompletion(completion(5, i, i + 1), "score", float(i), "") for i in (2, 0, 1)]
+    scored = [(completion(5, i, i + 1), Outcome.score(float(i))) for i in (2, 0, 1)]
     group = Group.of(scored)
     assert group.lengths.tolist() == [1, 2, 3] and group.rewards.tolist() == [0, 1, 2]
     assert torch.equal(

@@ -14,8 +14,9 @@ from llamarl.scoring.ahead import StreamSettings
 from llamarl.scoring.endpoint import EndpointSettings
 from llamarl.scoring.in_turn import InTurn
 from llamarl.scoring.judge import Judge
-from llamarl.scoring.scorer import Item, Outcome, Scorer, Site, site_alone
+from llamarl.scoring.scorer import Item, Scorer, Site, site_alone
 from llamarl.scoring.trial import try_scorer
+from llamarl.types import Outcome
 
 
 class JudgeKind(Kind[JudgeKindSettings]):

@@ -15,8 +15,9 @@ from llamarl.scoring.ahead import StreamSettings
 from llamarl.scoring.by_own_reward import ByOwnReward
 from llamarl.scoring.environment import EnvironmentReward
 from llamarl.scoring.in_turn import InTurn
-from llamarl.scoring.scorer import Item, Outcome, Scorer, Site
+from llamarl.scoring.scorer import Item, Scorer, Site
 from llamarl.tasks.environment import GIVEN
+from llamarl.types import Outcome
 
 Settings = TypeVar("Settings", bound=KindSettings)
 
