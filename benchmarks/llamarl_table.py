@@ -46,10 +46,10 @@ from pathlib import Path
 
 from llamarl.memory import GIB
 from llamarl.models.config import ModelConfig
-from llamarl.planner.costs import Costs, GeneratorPlan, Numerics, TrainerPlan, Work
+from llamarl.planner.costs import Costs, GeneratorPlan, Numerics, StepWork, TrainerPlan
 from llamarl.planner.predict import Prediction, Predictor
 from llamarl.planner.profile import Assumption, Profile, read_profile
-from llamarl.planner.search import Limits, NothingFits, powers_up_to, search
+from llamarl.planner.search import NothingFits, SearchLimits, powers_up_to, search
 
 PROMPT = 150
 LENGTH = 600
@@ -105,9 +105,9 @@ TABLE = (
 SET_ON = {("8B", "asynchronous"), ("8B", "synchronous"), ("405B", "synchronous")}
 
 
-def work_of(sigma: float) -> Work:
+def work_of(sigma: float) -> StepWork:
     """Return the work of a step."""
-    return Work(
+    return StepWork(
         groups=GROUPS,
         group_size=GROUP_SIZE,
         prompt_tokens=PROMPT,
@@ -135,9 +135,9 @@ def asynchronous(row: Row, profile: Profile, sigma: float = SIGMA) -> Prediction
     found = []
     for checkpointing in (False, True):
         numerics = Numerics(quantize=row.quantize, checkpointing=checkpointing)
-        predictor = Predictor.of(Costs(profile, row.model, numerics), work_of(sigma))
+        predictor = Predictor(Costs(profile, row.model, numerics), work_of(sigma))
         tensor = min(t for t in powers_up_to(16) if holds_batch(predictor, row, t, memory))
-        limits = Limits(row.gpus, memory, overcommit=GROUPS // 2, generator_tensor=tensor)
+        limits = SearchLimits(row.gpus, memory, overcommit=GROUPS // 2, generator_tensor=tensor)
         try:
             found.append(search(predictor, limits).asynchronous)
         except NothingFits:
@@ -148,7 +148,7 @@ def asynchronous(row: Row, profile: Profile, sigma: float = SIGMA) -> Prediction
 def holds_batch(predictor: Predictor, row: Row, tensor: int, memory: float) -> bool:
     """Whether replicas of so many GPUs, on half of all, have a slot for every completion."""
     replicas = row.gpus // 2 // tensor
-    return replicas * predictor.memory.most_slots(tensor, memory) >= GROUPS * GROUP_SIZE
+    return replicas * predictor.most_slots(tensor, memory) >= GROUPS * GROUP_SIZE
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,12 +168,12 @@ def synchronous(
     """Return the prediction of the baseline's step. at_once: None: as many as memory lets run."""
     memory = memory_of(profile)
     costs = Costs(profile, row.model, Numerics(checkpointing=True))
-    predictor = Predictor.of(costs, work_of(sigma))
+    predictor = Predictor(costs, work_of(sigma))
     numbers = costs.num_numbers
     held = {m: numbers * (2 + 2 + 4) / m + numbers * 12 / row.gpus for m in powers_up_to(128)}
     m = min(m for m, num_bytes in held.items() if num_bytes <= FULL * memory)
     replicas = row.gpus // m
-    fitting = int((memory - held[m]) / 2 // predictor.memory.bytes_of_slot(m))
+    fitting = int((memory - held[m]) / 2 // predictor.bytes_of_slot(m))
     needed = -(-GROUPS * GROUP_SIZE // replicas)
     slots = min(needed, fitting if at_once is None else at_once)
     sample_s = predictor.batch_s(GeneratorPlan(m, replicas, slots))

@@ -15,11 +15,9 @@ from dataclasses import dataclass
 from llamarl.config.command_line import Config
 from llamarl.config.placement import TINY_MODEL
 from llamarl.memory import GIB
-from llamarl.models.config import read_config
-from llamarl.planner.costs import Costs, Numerics, Work
-from llamarl.planner.predict import Prediction, Predictor
-from llamarl.planner.profile import Profile, read_profile
-from llamarl.planner.search import Limits, search
+from llamarl.planner.predict import Prediction
+from llamarl.planner.profile import read_profile
+from llamarl.planner.search import SearchSettings, best_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,15 +38,8 @@ def planned_placement(config: Config, world_size: int) -> Planned | None:
     if name is None or world_size == 1:
         return None
     profile = read_profile(name)
-    predictor = _predictor(config, profile)
-    limits = Limits(
-        gpus=world_size,
-        memory=profile.device.memory_gib * GIB * profile.assumed("memory_share"),
-        overcommit=config.overcommit if isinstance(config.overcommit, int) else None,
-        trainer_tensor=config.trainer.tensor_parallel,
-        generator_tensor=config.generator.tensor_parallel,
-    )
-    found = search(predictor, limits)
+    memory = profile.device.memory_gib * GIB * profile.assumed("memory_share")
+    found, _ = best_of(_settings(config), profile, gpus=world_size, memory=memory)
     best = found.asynchronous
     if best is None:
         raise ValueError(
@@ -67,28 +58,24 @@ def planned_placement(config: Config, world_size: int) -> Planned | None:
     )
 
 
-def _predictor(config: Config, profile: Profile) -> Predictor:
-    trainer = config.trainer
-    work = Work(
-        groups=config.groups_per_step,
-        group_size=config.group_size,
-        # Not known before the run: the defaults of a search.
-        prompt_tokens=config.task.max_prompt_tokens / 2,
-        completion_tokens=config.max_new_tokens / 2,
-        longest_prompt=config.task.max_prompt_tokens,
-        max_new_tokens=config.max_new_tokens,
-        max_lag=config.max_lag or 1,
-    )
-    numerics = Numerics(
+def _settings(config: Config) -> SearchSettings:
+    return SearchSettings(
+        path=str(config.model.path or TINY_MODEL),
         dtype=config.model.dtype,
-        compute_dtype=trainer.compute_dtype,
+        compute_dtype=config.trainer.compute_dtype,
+        optimizer=config.trainer.optimizer,
+        checkpointing=config.trainer.activation_checkpointing,
+        trainer_tensor=config.trainer.tensor_parallel,
+        generator_tensor=config.generator.tensor_parallel,
         quantize=getattr(config.generator, "quantize", "none"),
-        optimizer=trainer.optimizer,
-        checkpointing=trainer.activation_checkpointing,
-        on_cpu=profile.device.kind == "cpu",
+        groups_per_step=config.groups_per_step,
+        group_size=config.group_size,
+        max_prompt_tokens=config.task.max_prompt_tokens,
+        max_new_tokens=config.max_new_tokens,
+        length_sigma=0.0,  # not known before the run, and nor are the mean lengths
+        max_lag=config.max_lag or 1,
+        overcommit=config.overcommit if isinstance(config.overcommit, int) else None,
     )
-    model = read_config(config.model.path or TINY_MODEL)
-    return Predictor.of(Costs(profile, model, numerics), work)
 
 
 def _words(sheet: str, best: Prediction, synchronous: Prediction | None) -> str:

@@ -23,26 +23,15 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
-from typing import Annotated, Literal
-
-from pydantic import Field
-from pydantic.dataclasses import dataclass
 
 from llamarl.memory import GIB
-from llamarl.models.config import check_sizes, read_config
-from llamarl.planner.costs import Costs, Numerics, Work
 from llamarl.planner.predict import Prediction, Predictor
 from llamarl.planner.profile import (
-    STRICT,
-    Count,
-    FromZero,
-    Positive,
-    Profile,
     made,
     read_profile,
     write_profile,
 )
-from llamarl.planner.search import Found, Limits, NothingFits, search
+from llamarl.planner.search import Found, SearchSettings, best_of
 from llamarl.words.names import did_you_mean
 
 SHEET = "h100"
@@ -51,61 +40,7 @@ _AUTO = ("auto", "null")
 
 # --- Words of the command line ---
 
-
-@dataclass(frozen=True, slots=True, config=STRICT)
-class Settings:
-    """The keys of a search. None: the planner chooses, or takes a default that follows from other
-    keys.
-    """
-
-    path: str
-    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
-    compute_dtype: Literal["float32", "bfloat16"] | None = None
-    optimizer: Literal["adamw", "adamw8bit"] = "adamw"
-    checkpointing: bool | None = None
-    trainer_tensor: Count | None = None
-    generator_tensor: Count | None = None
-    quantize: Literal["none", "fp8", "int8"] = "none"
-    groups_per_step: Count = 64
-    group_size: Count = 8
-    max_prompt_tokens: Count = 512
-    max_new_tokens: Count = 1024
-    prompt_tokens: Positive | None = None
-    completion_tokens: Positive | None = None
-    length_sigma: FromZero = 0.5
-    max_lag: Annotated[int, Field(ge=0)] = 1
-    overcommit: Annotated[int, Field(ge=0)] | None = None
-
-    def work(self) -> Work:
-        """Return the work of a step. ValueError for sizes that contradict each other."""
-        prompt = self.max_prompt_tokens / 2 if self.prompt_tokens is None else self.prompt_tokens
-        completion = self.completion_tokens
-        if completion is None:
-            completion = self.max_new_tokens / 2
-        return Work(
-            groups=self.groups_per_step,
-            group_size=self.group_size,
-            prompt_tokens=prompt,
-            completion_tokens=completion,
-            longest_prompt=self.max_prompt_tokens,
-            max_new_tokens=self.max_new_tokens,
-            sigma=self.length_sigma,
-            max_lag=self.max_lag,
-        )
-
-    def numerics(self, *, checkpointing: bool, on_cpu: bool = False) -> Numerics:
-        """Return the number formats of the job."""
-        return Numerics(
-            dtype=self.dtype,
-            compute_dtype=self.compute_dtype or self.dtype,
-            quantize=self.quantize,
-            optimizer=self.optimizer,
-            checkpointing=checkpointing,
-            on_cpu=on_cpu,
-        )
-
-
-# Field of Settings -> the main job's key. The other fields have the key's name.
+# Field of SearchSettings -> the main job's key. The other fields have the key's name.
 _KEYS = {
     "path": "model.path",
     "dtype": "model.dtype",
@@ -117,14 +52,14 @@ _KEYS = {
     "quantize": "generator.quantize",
     "max_prompt_tokens": "task.max_prompt_tokens",
 }
-KEYS = {_KEYS.get(one.name, one.name): one.name for one in fields(Settings)}
+KEYS = {_KEYS.get(one.name, one.name): one.name for one in fields(SearchSettings)}
 
 
-def read_words(words: Sequence[str]) -> Settings:
+def read_words(words: Sequence[str]) -> SearchSettings:
     """Return the settings of key=value words. ValueError has a line for each that cannot be
     used.
     """
-    optional = {one.name for one in fields(Settings) if one.default is None}
+    optional = {one.name for one in fields(SearchSettings) if one.default is None}
     values = {}
     unknown = []
     for word in words:
@@ -134,7 +69,7 @@ def read_words(words: Sequence[str]) -> Settings:
         elif text not in _AUTO or KEYS[key] not in optional:
             values[KEYS[key]] = text
     try:
-        settings = made(Settings, values, KEYS, _KEYS)
+        settings = made(SearchSettings, values, KEYS, _KEYS)
     except ValueError as error:
         raise ValueError("\n".join([*unknown, str(error)])) from error
     if unknown:
@@ -176,7 +111,7 @@ def ranks(first: int, number: int) -> str:
     return f"[{','.join(map(str, range(first, first + number)))}]"
 
 
-def overrides(found: Prediction, settings: Settings, checkpointing: bool) -> list[str]:
+def overrides(found: Prediction, settings: SearchSettings, checkpointing: bool) -> list[str]:
     """Return the words of a command line that make this plan."""
     plan = found.plan
     trainer = plan.trainer
@@ -213,7 +148,7 @@ def overrides(found: Prediction, settings: Settings, checkpointing: bool) -> lis
 
 
 def lines_of(
-    found: Found, predictor: Predictor, settings: Settings, gpus: int, memory: float
+    found: Found, predictor: Predictor, settings: SearchSettings, gpus: int, memory: float
 ) -> Iterator[str]:
     """Yield what is printed of a search."""
     costs = predictor.costs
@@ -311,7 +246,7 @@ def _verdict(found: Found, predictor: Predictor) -> Iterator[str]:
         )
         return
     even = replace(predictor.work, sigma=0.0)
-    without = Predictor.of(predictor.costs, even).predict(other.plan).step_s
+    without = Predictor(predictor.costs, even).predict(other.plan).step_s
     stragglers = max(0.0, other.step_s - without)
     yield (
         f"asynchrony pays: {ratio:.2f} times as fast. {stragglers:.3g} s of the synchronous step "
@@ -319,7 +254,7 @@ def _verdict(found: Found, predictor: Predictor) -> Iterator[str]:
     )
 
 
-def record_of(found: Found, settings: Settings, checkpointing: bool) -> dict:
+def record_of(found: Found, settings: SearchSettings, checkpointing: bool) -> dict:
     """Return a search's result as JSON values."""
     record: dict = {"pays": found.pays}
     for name in ("asynchronous", "synchronous"):
@@ -334,34 +269,6 @@ def record_of(found: Found, settings: Settings, checkpointing: bool) -> dict:
 
 
 # --- Commands ---
-
-
-def best_of(settings: Settings, profile: Profile, limits: Limits) -> tuple[Found, Predictor]:
-    """Return the best plans, with the activation checkpointing that was given or is faster.
-    ValueError if none fits.
-    """
-    model = read_config(settings.path)
-    check_sizes(model)
-    heads = model.num_attention_heads
-    for side in ("trainer", "generator"):
-        tensor = getattr(limits, f"{side}_tensor") or 1
-        if tensor > heads:
-            raise ValueError(
-                f"{side}.tensor_parallel={tensor}: the model has {heads} query heads to split"
-            )
-    work = settings.work()
-    on_cpu = profile.device.kind == "cpu"
-    choices = [False, True] if settings.checkpointing is None else [settings.checkpointing]
-    found: list[tuple[Found, Predictor]] = []
-    for checkpointing in choices:
-        numerics = settings.numerics(checkpointing=checkpointing, on_cpu=on_cpu)
-        predictor = Predictor.of(Costs(profile, model, numerics), work)
-        try:
-            found.append((search(predictor, limits), predictor))
-        except NothingFits:
-            if checkpointing == choices[-1] and not found:
-                raise
-    return min(found, key=lambda one: one[0].best.step_s)
 
 
 def run_search(given: argparse.Namespace) -> None:
@@ -379,14 +286,7 @@ def run_search(given: argparse.Namespace) -> None:
             f"overcommit={settings.overcommit}: with max_lag={settings.max_lag} at most "
             f"{most} groups can be started beyond a batch"
         )
-    limits = Limits(
-        gpus=given.gpus,
-        memory=memory,
-        overcommit=settings.overcommit,
-        trainer_tensor=settings.trainer_tensor,
-        generator_tensor=settings.generator_tensor,
-    )
-    found, predictor = best_of(settings, profile, limits)
+    found, predictor = best_of(settings, profile, gpus=given.gpus, memory=memory)
     if given.json:
         checkpointing = predictor.costs.numerics.checkpointing
         print(json.dumps(record_of(found, settings, checkpointing)))

@@ -26,7 +26,7 @@ from statistics import NormalDist
 from llamarl.memory import ITEMSIZES, WIDE, numbers_of_token
 from llamarl.models.config import ModelConfig
 from llamarl.models.sharding import is_quantized, parameter_shapes, tensor_parallel_box
-from llamarl.planner.profile import Measured, Profile
+from llamarl.planner.profile import MeasuredTimes, Profile
 
 QUANTIZED = {"fp8": "float8", "int8": "int8"}  # generator.quantize -> the dtype of its products
 _QUANTILES = 64  # steps of a sum over lengths
@@ -40,7 +40,7 @@ _SUMS_FORWARD = 2  # over the GPUs of a layer: after the attention and after the
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class StepWork:
     """The work of a step.
 
     groups, group_size: groups_per_step, and completions of each. prompt_tokens, completion_tokens:
@@ -205,7 +205,7 @@ class GeneratorPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class Split:
     """A split of the GPUs. overcommit: groups started beyond one batch and not yet trained on.
 
     sharing: "apart": each side has GPUs of its own; "shared": both are on all GPUs and in their
@@ -319,7 +319,7 @@ class Costs:
             total += num_bytes * (layers if name.startswith("model.layers.") else 1)
         return total
 
-    def _measured(self, dtype: str) -> Measured | None:
+    def _measured(self, dtype: str) -> MeasuredTimes | None:
         """Return the measured times, if they are of this model in this dtype."""
         measured = self.profile.measured
         return measured if measured is not None and measured.is_of(self.model, dtype) else None
@@ -476,7 +476,7 @@ class Costs:
         """Return the trainer's stall: its shard is copied to a slot in the generator's dtype."""
         return self.copy_s(self.num_numbers * self.numerics.itemsize / trainer.gpus)
 
-    def transfer_s(self, plan: Plan) -> float:
+    def transfer_s(self, plan: Split) -> float:
         """Return seconds from a publication to its last byte, by the busiest end of a link: a
         trainer rank that sends or a generator rank that receives.
         """
@@ -495,7 +495,7 @@ class Costs:
         """Return seconds of moving bytes to host memory, or back."""
         return num_bytes / self.profile.device.host_bytes_per_s
 
-    def timings(self, plan: Plan) -> Timings:
+    def timings(self, plan: Split) -> Timings:
         """Return the seconds of a plan's operations, each on one replica of its executor, without
         `imbalance`, which is of a whole step.
         """

@@ -38,8 +38,8 @@ from llamarl.models.sharding import num_parameters
 from llamarl.observe.rates import Row, number_of
 from llamarl.observe.rows import FILE_NAME
 from llamarl.observe.sinks import read_rows
-from llamarl.planner.costs import Work
-from llamarl.planner.profile import STRICT, Curve, FromZero, Measured, Positive, Profile
+from llamarl.planner.costs import StepWork
+from llamarl.planner.profile import STRICT, Curve, FromZero, MeasuredTimes, Positive, Profile
 
 _PASSES = 3  # a backward takes as long as two forwards
 _LEAST_S = 1e-9
@@ -183,10 +183,10 @@ def _point(
     )
 
 
-def _work(config: Config, length: float, lengths: Lengths) -> Work:
+def _work(config: Config, length: float, lengths: Lengths) -> StepWork:
     most = config.longest - config.max_new_tokens
     given = most / 2 if lengths.prompt_tokens is None else lengths.prompt_tokens
-    return Work(
+    return StepWork(
         groups=config.groups_per_step,
         group_size=config.group_size,
         prompt_tokens=given,
@@ -197,7 +197,9 @@ def _work(config: Config, length: float, lengths: Lengths) -> Work:
     )
 
 
-def _decoding(config: Config, work: Work, replicas: int, overcommit: float) -> tuple[float, float]:
+def _decoding(
+    config: Config, work: StepWork, replicas: int, overcommit: float
+) -> tuple[float, float]:
     """Return the mean live rows of a replica, and its decode steps, of a training step."""
     groups = math.ceil(work.groups / replicas)
     waiting = groups * work.group_size
@@ -273,7 +275,7 @@ def fit_runs(runs: Sequence[Path], base: Profile, lengths: Lengths = Lengths()) 
     published_s = [p.publish_s for p in chosen if p.publish_s > 0] or [_LEAST_S]
     copied = [parameters * ITEMSIZES[dtype]] * len(published_s)  # by the one trainer rank
     scored = [p for p in chosen if p.score_s > 0]
-    measured = Measured(
+    measured = MeasuredTimes(
         model=Path(path).name,
         parameters=parameters,
         dtype=dtype,

@@ -50,12 +50,9 @@ from llamarl.memory import (
     update_bytes,
     weights_bytes,
 )
-from llamarl.planner.costs import Costs, GeneratorPlan, Plan, TrainerPlan, Work
+from llamarl.planner.costs import Costs, GeneratorPlan, Split, StepWork, TrainerPlan
 
 PREFILL_TOKENS = 512  # of prompts that are read together
-
-
-# --- Memory ---
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,70 +68,6 @@ class Bytes:
         return self.held + self.working
 
 
-@dataclass(frozen=True)
-class Memory:
-    """Counts the memory of a job's plans."""
-
-    costs: Costs
-    work: Work
-
-    @cached_property
-    def _trainers(self) -> dict[TrainerPlan, Bytes]:
-        return {}
-
-    def trainer(self, plan: TrainerPlan) -> Bytes:
-        """Return the bytes of a trainer's GPU."""
-        if plan not in self._trainers:  # a search asks for each plan many times
-            self._trainers[plan] = self._trainer(plan)
-        return self._trainers[plan]
-
-    def _trainer(self, plan: TrainerPlan) -> Bytes:
-        n = self.costs.numerics
-        model = self.costs.model
-        work = self.work
-        groups = max(1, work.groups // plan.data_ranks)
-        size = longest_microbatch(
-            prompt_tokens=work.longest_prompt,
-            completion_tokens=work.max_new_tokens,
-            group_size=work.group_size,
-            budget_tokens=plan.microbatch_tokens,
-            num_groups=groups,
-        )
-        training = Training(
-            itemsize=ITEMSIZES[n.compute_dtype],
-            checkpointing=n.checkpointing,
-            several=groups * work.group_size > size.completions,
-            tensor_parallel=plan.tensor,
-            shards=plan.shards,
-            moment_bytes=MOMENTS[n.optimizer],
-            on_cpu=n.on_cpu,
-        )
-        found = update_bytes(model, size, training)
-        sent = weights_bytes(
-            model, n.dtype, plan.gpus, tensor_parallel=plan.tensor, replicate=plan.replicate
-        )
-        return Bytes(held=found.held + SLOTS * sent, working=found.working)
-
-    def generator(self, plan: GeneratorPlan) -> Bytes:
-        """Return the bytes of a generator's GPU."""
-        n = self.costs.numerics
-        weights = self.costs.generator_bytes(plan.tensor)
-        buffers = n.weight_buffers + (1 if n.on_cpu else 0)  # a CPU lays them out once more
-        model = self.costs.model
-        places = plan.slots * whole_blocks(self.work.longest)
-        cache = cache_bytes(model, places, n.dtype, plan.tensor)
-        logits = sampling_bytes(model, plan.slots)
-        return Bytes(held=buffers * weights + cache, working=logits)
-
-    def most_slots(self, tensor: int, memory: float) -> int:
-        """Return how many slots fit a GPU's memory; 0 or less if not even the weights do."""
-        empty, one = (self.generator(GeneratorPlan(tensor, 1, slots)).total for slots in (0, 1))
-        return int((memory - empty) // (one - empty))
-
-
-# --- Seconds ---
-
-
 @dataclass(frozen=True, slots=True)
 class Prediction:
     """What a plan is predicted to do. Seconds of a step, by part; bytes of a GPU, by side.
@@ -142,7 +75,7 @@ class Prediction:
     at_once: completions that a generator's replica decodes at once, as a mean.
     """
 
-    plan: Plan
+    plan: Split
     step_s: float
     update_s: float
     sample_s: float
@@ -181,13 +114,68 @@ class Predictor:
     """Predicts the plans of one job on one machine."""
 
     costs: Costs
-    work: Work
-    memory: Memory
+    work: StepWork
 
-    @classmethod
-    def of(cls, costs: Costs, work: Work) -> Predictor:
-        """Return a predictor of this work."""
-        return cls(costs, work, Memory(costs, work))
+    # --- Memory ---
+
+    @cached_property
+    def _trainers(self) -> dict[TrainerPlan, Bytes]:
+        return {}
+
+    def trainer_bytes(self, plan: TrainerPlan) -> Bytes:
+        """Return the bytes of a trainer's GPU."""
+        if plan not in self._trainers:  # a search asks for each plan many times
+            self._trainers[plan] = self._trainer_bytes(plan)
+        return self._trainers[plan]
+
+    def _trainer_bytes(self, plan: TrainerPlan) -> Bytes:
+        n = self.costs.numerics
+        model = self.costs.model
+        work = self.work
+        groups = max(1, work.groups // plan.data_ranks)
+        size = longest_microbatch(
+            prompt_tokens=work.longest_prompt,
+            completion_tokens=work.max_new_tokens,
+            group_size=work.group_size,
+            budget_tokens=plan.microbatch_tokens,
+            num_groups=groups,
+        )
+        training = Training(
+            itemsize=ITEMSIZES[n.compute_dtype],
+            checkpointing=n.checkpointing,
+            several=groups * work.group_size > size.completions,
+            tensor_parallel=plan.tensor,
+            shards=plan.shards,
+            moment_bytes=MOMENTS[n.optimizer],
+            on_cpu=n.on_cpu,
+        )
+        found = update_bytes(model, size, training)
+        sent = weights_bytes(
+            model, n.dtype, plan.gpus, tensor_parallel=plan.tensor, replicate=plan.replicate
+        )
+        return Bytes(held=found.held + SLOTS * sent, working=found.working)
+
+    def generator_bytes(self, plan: GeneratorPlan) -> Bytes:
+        """Return the bytes of a generator's GPU."""
+        n = self.costs.numerics
+        weights = self.costs.generator_bytes(plan.tensor)
+        buffers = n.weight_buffers + (1 if n.on_cpu else 0)  # a CPU lays them out once more
+        model = self.costs.model
+        cache = plan.slots * self.bytes_of_slot(plan.tensor)
+        logits = sampling_bytes(model, plan.slots)
+        return Bytes(held=buffers * weights + cache, working=logits)
+
+    def bytes_of_slot(self, tensor: int) -> int:
+        """Return the bytes of the keys and values of a row at its longest."""
+        places = whole_blocks(self.work.longest)
+        return cache_bytes(self.costs.model, places, self.costs.numerics.dtype, tensor)
+
+    def most_slots(self, tensor: int, memory: float) -> int:
+        """Return how many slots fit a GPU's memory; 0 or less if not even the weights do."""
+        empty, one = (
+            self.generator_bytes(GeneratorPlan(tensor, 1, slots)).total for slots in (0, 1)
+        )
+        return int((memory - empty) // (one - empty))
 
     # --- Parts of a step ---
 
@@ -236,7 +224,7 @@ class Predictor:
 
     # --- A step ---
 
-    def predict(self, plan: Plan) -> Prediction:
+    def predict(self, plan: Split) -> Prediction:
         """Return the prediction of a plan, which need not fit any memory."""
         work = self.work
         costs = self.costs
@@ -244,8 +232,8 @@ class Predictor:
         publish_s = costs.publish_s(plan.trainer)
         transfer_s = costs.transfer_s(plan)
         swap_s = costs.swap_s(plan.generator.tensor)
-        trainer_bytes = self.memory.trainer(plan.trainer)
-        generator_bytes = self.memory.generator(plan.generator)
+        trainer_bytes = self.trainer_bytes(plan.trainer)
+        generator_bytes = self.generator_bytes(plan.generator)
         offload_s = 0.0
         if plan.is_synchronous:
             sample_s = self.batch_s(plan.generator)

@@ -14,7 +14,7 @@ times. It is a YAML file that can be copied to another machine and edited.
     assumptions:                   # Assumptions
       train_efficiency: {value: 0.4, why: what pretraining at scale reports}
       ...
-    measured: null                 # Measured: times of one model, from `fit`
+    measured: null                 # MeasuredTimes: times of one model, from `fit`
 
 Sizes are in bytes, FLOPs and seconds. "GPU" stands for whatever a rank computes on: without GPUs it
 is the rank's share of the CPU.
@@ -223,7 +223,7 @@ class Curve:
 
 
 @dataclass(frozen=True, slots=True, config=STRICT)
-class Measured:
+class MeasuredTimes:
     """Seconds of one model on this machine, from runs with one rank an executor.
 
     parameters: how many numbers the model has. train: packed tokens of a microbatch -> its forward
@@ -253,7 +253,7 @@ class Profile:
     name: str
     device: Device
     assumptions: Assumptions
-    measured: Measured | None = None
+    measured: MeasuredTimes | None = None
     notes: tuple[str, ...] = ()
 
     def assumed(self, name: str) -> float:
@@ -261,7 +261,7 @@ class Profile:
         return getattr(self.assumptions, name).value
 
 
-_RECORDS = (Profile, Device, Assumptions, Assumption, Measured, Curve)
+_RECORDS = (Profile, Device, Assumptions, Assumption, MeasuredTimes, Curve)
 
 
 def profile_path(given: str) -> Path:

@@ -1,7 +1,7 @@
 """Search for the split, degrees, microbatch and slots with the shortest predicted step, within the
 memory of a GPU and the bound on lag.
 
-    found = search(predictor, Limits(gpus=16, memory=72 * GIB))
+    found = search(predictor, SearchLimits(gpus=16, memory=72 * GIB))
     found.asynchronous.step_s, found.synchronous.step_s
 
 An asynchronous step is the longer of the two sides, and each side depends on its own GPUs alone. So
@@ -24,10 +24,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from typing import Annotated, Literal
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass as checked_dataclass
 
 from llamarl.memory import GIB, SLOTS, WIDE
-from llamarl.planner.costs import GeneratorPlan, Plan, TrainerPlan
+from llamarl.models.config import check_sizes, read_config
+from llamarl.planner.costs import Costs, GeneratorPlan, Numerics, Split, StepWork, TrainerPlan
 from llamarl.planner.predict import Prediction, Predictor
+from llamarl.planner.profile import STRICT, Count, FromZero, Positive, Profile
 
 LEAST_MICROBATCH = 1024  # tokens
 MOST_MICROBATCH = 1 << 17
@@ -40,8 +46,61 @@ class NothingFits(ValueError):
     """No plan fits the memory; the message says what would."""
 
 
+@checked_dataclass(frozen=True, slots=True, config=STRICT)
+class SearchSettings:
+    """The keys of a search. None: the planner chooses, or takes a default that follows from other
+    keys.
+    """
+
+    path: str
+    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    compute_dtype: Literal["float32", "bfloat16"] | None = None
+    optimizer: Literal["adamw", "adamw8bit"] = "adamw"
+    checkpointing: bool | None = None
+    trainer_tensor: Count | None = None
+    generator_tensor: Count | None = None
+    quantize: Literal["none", "fp8", "int8"] = "none"
+    groups_per_step: Count = 64
+    group_size: Count = 8
+    max_prompt_tokens: Count = 512
+    max_new_tokens: Count = 1024
+    prompt_tokens: Positive | None = None
+    completion_tokens: Positive | None = None
+    length_sigma: FromZero = 0.5
+    max_lag: Annotated[int, Field(ge=0)] = 1
+    overcommit: Annotated[int, Field(ge=0)] | None = None
+
+    def work(self) -> StepWork:
+        """Return the work of a step. ValueError for sizes that contradict each other."""
+        prompt = self.max_prompt_tokens / 2 if self.prompt_tokens is None else self.prompt_tokens
+        completion = self.completion_tokens
+        if completion is None:
+            completion = self.max_new_tokens / 2
+        return StepWork(
+            groups=self.groups_per_step,
+            group_size=self.group_size,
+            prompt_tokens=prompt,
+            completion_tokens=completion,
+            longest_prompt=self.max_prompt_tokens,
+            max_new_tokens=self.max_new_tokens,
+            sigma=self.length_sigma,
+            max_lag=self.max_lag,
+        )
+
+    def numerics(self, *, checkpointing: bool, on_cpu: bool = False) -> Numerics:
+        """Return the number formats of the job."""
+        return Numerics(
+            dtype=self.dtype,
+            compute_dtype=self.compute_dtype or self.dtype,
+            quantize=self.quantize,
+            optimizer=self.optimizer,
+            checkpointing=checkpointing,
+            on_cpu=on_cpu,
+        )
+
+
 @dataclass(frozen=True, slots=True)
-class Limits:
+class SearchLimits:
     """What a plan may use. memory: bytes of a GPU. overcommit: groups; trainer_tensor,
     generator_tensor: GPUs that share a layer of each side; None: the search chooses.
     """
@@ -85,13 +144,50 @@ class Found:
         return self.best is self.asynchronous
 
 
-def search(predictor: Predictor, limits: Limits) -> Found:
+def search(predictor: Predictor, limits: SearchLimits) -> Found:
     """Return the best asynchronous and the best synchronous plan. NothingFits if there is none."""
     looking = _Search(predictor, limits)
     found = Found(looking.asynchronous(), looking.synchronous())
     if found.asynchronous is None and found.synchronous is None:
         raise NothingFits(looking.remedy())
     return found
+
+
+def best_of(
+    settings: SearchSettings, profile: Profile, *, gpus: int, memory: float
+) -> tuple[Found, Predictor]:
+    """Return the best plans, with the activation checkpointing that was given or is faster.
+    memory: bytes of a GPU that a job may fill. ValueError if none fits.
+    """
+    limits = SearchLimits(
+        gpus=gpus,
+        memory=memory,
+        overcommit=settings.overcommit,
+        trainer_tensor=settings.trainer_tensor,
+        generator_tensor=settings.generator_tensor,
+    )
+    model = read_config(settings.path)
+    check_sizes(model)
+    heads = model.num_attention_heads
+    for side in ("trainer", "generator"):
+        tensor = getattr(limits, f"{side}_tensor") or 1
+        if tensor > heads:
+            raise ValueError(
+                f"{side}.tensor_parallel={tensor}: the model has {heads} query heads to split"
+            )
+    work = settings.work()
+    on_cpu = profile.device.kind == "cpu"
+    choices = [False, True] if settings.checkpointing is None else [settings.checkpointing]
+    found: list[tuple[Found, Predictor]] = []
+    for checkpointing in choices:
+        numerics = settings.numerics(checkpointing=checkpointing, on_cpu=on_cpu)
+        predictor = Predictor(Costs(profile, model, numerics), work)
+        try:
+            found.append((search(predictor, limits), predictor))
+        except NothingFits:
+            if checkpointing == choices[-1] and not found:
+                raise
+    return min(found, key=lambda one: one[0].best.step_s)
 
 
 def divisors(number: int) -> list[int]:
@@ -110,9 +206,8 @@ def powers_up_to(most: int, first: int = 1) -> list[int]:
 class _Search:
     """One search."""
 
-    def __init__(self, predictor: Predictor, limits: Limits):
+    def __init__(self, predictor: Predictor, limits: SearchLimits):
         self.predictor = predictor
-        self.memory = predictor.memory
         self.work = predictor.work
         self.limits = limits
         heads = predictor.costs.model.num_attention_heads
@@ -164,7 +259,7 @@ class _Search:
         numbers = costs.num_numbers / (plan.shards * plan.tensor)
         if numbers * (WIDE + SLOTS * costs.numerics.itemsize) > room:
             return False
-        return self.memory.trainer(plan).total <= room
+        return self.predictor.trainer_bytes(plan).total <= room
 
     def generators(self, gpus: int, rows: float, taken: float = 0.0) -> Iterator[GeneratorPlan]:
         """Yield the plans of at most so many GPUs that fit. rows: the most that may run at once."""
@@ -174,7 +269,7 @@ class _Search:
                 continue
             # Half a group's slots are free on average (predict.py), so allow for that many more.
             size = self.work.group_size
-            fitting = self.memory.most_slots(tensor, self.limits.memory - taken)
+            fitting = self.predictor.most_slots(tensor, self.limits.memory - taken)
             most = min(fitting, max(size, -(-int(rows) // replicas) + size // 2))
             if most < size:
                 continue
@@ -211,7 +306,7 @@ class _Search:
                 generator = self._fastest_generator(left, overcommit)
                 if generator is None:
                     continue
-                plan = Plan(trainer, generator, overcommit, max_lag=self.work.max_lag)
+                plan = Split(trainer, generator, overcommit, max_lag=self.work.max_lag)
                 predicted.append(self.predictor.predict(plan))
         return shortest(predicted)
 
@@ -258,7 +353,7 @@ class _Search:
             if trainer is None:
                 continue
             for generator in self._best_of_each_degree(left):
-                yield self.predictor.predict(Plan(trainer, generator, max_lag=0))
+                yield self.predictor.predict(Split(trainer, generator, max_lag=0))
 
     def _best_of_each_degree(self, gpus: int, taken: float = 0.0) -> list[GeneratorPlan]:
         """Return the plan that samples a batch fastest, for each number of GPUs a layer."""
@@ -278,16 +373,16 @@ class _Search:
         trainer = self._fastest_trainer(gpus)
         if trainer is not None:
             for generator in offloaded:
-                plan = Plan(trainer, generator, sharing="offload", max_lag=0)
+                plan = Split(trainer, generator, sharing="offload", max_lag=0)
                 yield self.predictor.predict(plan)
         for generator in offloaded:
             for fewer in powers_up_to(generator.slots, self.work.group_size):
                 smaller = replace(generator, slots=fewer)
-                taken = self.memory.generator(smaller).total
+                taken = self.predictor.generator_bytes(smaller).total
                 trainers = self.trainers(gpus, taken)
                 beside = min(trainers, key=self.predictor.update_s, default=None)
                 if beside is not None:
-                    plan = Plan(beside, smaller, sharing="shared", max_lag=0)
+                    plan = Split(beside, smaller, sharing="shared", max_lag=0)
                     yield self.predictor.predict(plan)
 
     # --- What would fit ---
@@ -297,7 +392,7 @@ class _Search:
         limits = self.limits
         trainer = self._least_trainer()
         generator = min(
-            self.memory.generator(GeneratorPlan(tensor, 1, self.work.group_size)).total
+            self.predictor.generator_bytes(GeneratorPlan(tensor, 1, self.work.group_size)).total
             for tensor in self.generator_tensors
         )
         lines = [
@@ -321,7 +416,7 @@ class _Search:
             most = max(1, self.limits.gpus // tensor)
             ranks = max(n for n in divisors(self.work.groups) if n <= most)
             plan = TrainerPlan(ranks, 1, tensor, LEAST_MICROBATCH)
-            found.append(self.memory.trainer(plan).total)
+            found.append(self.predictor.trainer_bytes(plan).total)
         return min(found)
 
 

@@ -1,6 +1,6 @@
 """Simulate a run: the real ledger and governors, with given seconds for everything that computes.
 
-    result = simulate(Settings(max_lag=4, overcommit=8, update_s=5.0))
+    result = simulate(SimulationSettings(max_lag=4, overcommit=8, update_s=5.0))
     result.step_s, result.mean_lag, result.idle
 
 Time is an event queue, so an hour of a run takes seconds. The run's own ledger decides which
@@ -33,7 +33,7 @@ from pydantic.dataclasses import dataclass as checked_dataclass
 
 from llamarl.comm.channel import dp_rank_of
 from llamarl.config.conversion import load_config
-from llamarl.planner.costs import Plan, Timings, Work
+from llamarl.planner.costs import Split, StepWork, Timings
 from llamarl.planner.fit import Lengths, Point, points_of, replicas_of
 from llamarl.planner.profile import STRICT, Count, FromZero, Positive, made
 from llamarl.tickets.ledger import TicketLedger
@@ -43,7 +43,7 @@ WEIGHT_SLOTS = 2  # versions on their way, before a publication has to wait
 
 
 @checked_dataclass(frozen=True, slots=True, config=STRICT)
-class Settings:
+class SimulationSettings:
     """The settings of a run that its time depends on, named as in conf/ where they are there, and
     seconds of its parts.
 
@@ -131,7 +131,7 @@ class Result:
     1 + overcommit/batch, at most max_lag.
     """
 
-    settings: Settings
+    settings: SimulationSettings
     step_s: float
     steps_s: tuple[float, ...]
     idle: Mapping[str, float]
@@ -140,7 +140,7 @@ class Result:
     closed_form_lag: float
 
 
-def simulate(settings: Settings, timings: Timings | None = None) -> Result:
+def simulate(settings: SimulationSettings, timings: Timings | None = None) -> Result:
     """Return what comes of a run with these settings. timings: in place of the settings' seconds.
     ValueError for settings that cannot go together, RuntimeError if the run stands still.
     """
@@ -247,7 +247,7 @@ class _Generator:
 class _Simulation:
     """The run: the clock, the ledger, the reward and the trainer, and the counting."""
 
-    def __init__(self, settings: Settings, timings: Timings):
+    def __init__(self, settings: SimulationSettings, timings: Timings):
         self.settings = settings
         self.timings = timings
         self.now = 0.0
@@ -410,12 +410,12 @@ class _Simulation:
 
 # --- The command ---
 
-_DEFAULTS = {one.name: one.default for one in fields(Settings)}
+_DEFAULTS = {one.name: one.default for one in fields(SimulationSettings)}
 
 
-def of_plan(plan: Plan, work: Work) -> Settings:
+def of_plan(plan: Split, work: StepWork) -> SimulationSettings:
     """Return the settings of a plan that a search found."""
-    return Settings(
+    return SimulationSettings(
         max_lag=plan.max_lag,
         overcommit=plan.overcommit,
         groups_per_step=work.groups,
@@ -485,9 +485,9 @@ def lines_of_words(words: Sequence[str], run: Path | None = None) -> Iterator[st
     if len(several) > 2:
         raise ValueError(f"several values of {', '.join(several)}: a table has two sides")
 
-    def settings_of(**chosen: str) -> Settings:
+    def settings_of(**chosen: str) -> SimulationSettings:
         values = base | {key: texts[0] for key, texts in options.items()} | chosen
-        return made(Settings, values, _DEFAULTS)
+        return made(SimulationSettings, values, _DEFAULTS)
 
     if not several:
         settings = settings_of()
@@ -522,7 +522,7 @@ def _lengths_of(options: Mapping[str, Sequence[str]]) -> Lengths:
     return made(Lengths, values, _DEFAULTS)
 
 
-def _cell(settings: Settings, points: Sequence[Point]) -> str:
+def _cell(settings: SimulationSettings, points: Sequence[Point]) -> str:
     if settings.problem():
         return "-"
     result = simulate(settings, settings.timings(points))

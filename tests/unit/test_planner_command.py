@@ -11,7 +11,7 @@ import pytest
 from llamarl.config.command_line import check_command_line
 from llamarl.models.config import read_config, tiny_directory
 from llamarl.planner.__main__ import KEYS, main, read_words
-from llamarl.planner.costs import Costs, GeneratorPlan, Numerics, Plan, TrainerPlan, Work
+from llamarl.planner.costs import Costs, GeneratorPlan, Numerics, Split, StepWork, TrainerPlan
 from llamarl.planner.fit import Lengths, fit_runs, points_of
 from llamarl.planner.predict import Predictor
 from llamarl.planner.profile import read_profile
@@ -258,10 +258,10 @@ def test_a_fit_predicts_the_run_that_it_was_made_of(tmp_path):
     run_dir = made_run(tmp_path / "a", [{}, {}, ROW], "max_lag=0", "overcommit=0")
     lengths = Lengths(prompt_tokens=6.0, length_sigma=0.0)
     profile = fit_runs([run_dir], read_profile("h100"), lengths)
-    work = Work(4, 4, 6.0, 10.0, longest_prompt=16, max_new_tokens=40, max_lag=0)
+    work = StepWork(4, 4, 6.0, 10.0, longest_prompt=16, max_new_tokens=40, max_lag=0)
     numerics = Numerics(dtype="float32", compute_dtype="float32")
-    predictor = Predictor.of(Costs(profile, read_config(tiny_directory()), numerics), work)
-    plan = Plan(TrainerPlan(1, 1, 1, 92), GeneratorPlan(1, 1, 16), sharing="shared", max_lag=0)
+    predictor = Predictor(Costs(profile, read_config(tiny_directory()), numerics), work)
+    plan = Split(TrainerPlan(1, 1, 1, 92), GeneratorPlan(1, 1, 16), sharing="shared", max_lag=0)
     found = predictor.predict(plan)
     assert found.update_s == pytest.approx(0.4)
     assert found.publish_s == pytest.approx(0.1)

@@ -14,11 +14,11 @@ from llamarl.launch.run_directory import RunDirectory
 from llamarl.memory import ATTENTION_KEYS, numbers_of_token
 from llamarl.models.attention import SHORT
 from llamarl.models.config import read_config, tiny_directory
-from llamarl.planner.costs import Costs, GeneratorPlan, Numerics, TrainerPlan, Work
-from llamarl.planner.predict import Memory
+from llamarl.planner.costs import Costs, GeneratorPlan, Numerics, StepWork, TrainerPlan
+from llamarl.planner.predict import Predictor
 from llamarl.planner.profile import read_profile
 
-WORK = Work(
+WORK = StepWork(
     groups=8,
     group_size=4,
     prompt_tokens=10,
@@ -46,7 +46,7 @@ def dry_run(ranks, *words):
 
 def memory(numerics, **changes):
     model = replace(read_config(tiny_directory()), **changes)
-    return Memory(Costs(read_profile("h100"), model, numerics), WORK)
+    return Predictor(Costs(read_profile("h100"), model, numerics), WORK)
 
 
 NUMBERS = Numerics(dtype="float32", compute_dtype="float32", on_cpu=True)
@@ -73,7 +73,7 @@ def test_a_trainer_takes_what_a_dry_run_says(ranks, trainer, words, checkpointin
     ]
     price = dry_run(ranks, *words)["trainer"]
     numerics = replace(NUMBERS, checkpointing=checkpointing, optimizer=optimizer)
-    found = memory(numerics).trainer(trainer)
+    found = memory(numerics).trainer_bytes(trainer)
     assert (found.held, found.working) == (price.held, price.working)
 
 
@@ -89,7 +89,7 @@ def test_a_generator_takes_what_a_dry_run_says(tensor, quantize):
     ]
     price = dry_run(3, *words)["generator"]
     plan = GeneratorPlan(tensor, 2 // tensor, 12)
-    found = memory(replace(NUMBERS, quantize=quantize)).generator(plan)
+    found = memory(replace(NUMBERS, quantize=quantize)).generator_bytes(plan)
     assert (found.held, found.working) == (price.held, price.working)
 
 
@@ -98,8 +98,8 @@ def test_as_many_slots_as_fit_fit_and_one_more_does_not():
     room = 64e6
     most = priced.most_slots(1, room)
     assert most > 0
-    assert priced.generator(GeneratorPlan(1, 1, most)).total <= room
-    assert priced.generator(GeneratorPlan(1, 1, most + 1)).total > room
+    assert priced.generator_bytes(GeneratorPlan(1, 1, most)).total <= room
+    assert priced.generator_bytes(GeneratorPlan(1, 1, most + 1)).total > room
     assert priced.most_slots(1, 1e6) <= 0
 
 

@@ -7,12 +7,12 @@ import yaml
 
 from llamarl.models.config import read_config, tiny_directory
 from llamarl.models.sharding import num_parameters
-from llamarl.planner.costs import Costs, GeneratorPlan, Numerics, Plan, TrainerPlan
+from llamarl.planner.costs import Costs, GeneratorPlan, Numerics, Split, TrainerPlan
 from llamarl.planner.profile import (
     PROFILES,
     BadProfile,
     Curve,
-    Measured,
+    MeasuredTimes,
     profile_path,
     read_profile,
     write_profile,
@@ -20,7 +20,7 @@ from llamarl.planner.profile import (
 
 H100 = read_profile("h100")
 MODEL = read_config(tiny_directory())
-MEASURED = Measured(
+MEASURED = MeasuredTimes(
     model="tiny",
     parameters=num_parameters(MODEL),
     dtype="float32",
@@ -31,7 +31,7 @@ MEASURED = Measured(
     score=Curve((1, 2), (0.5, 0.75)),
 )
 PROFILE = replace(H100, name="mine", measured=MEASURED, notes=("of a test",))
-ONE = Plan(TrainerPlan(1, 1, 1, 200), GeneratorPlan(1, 1, 4))
+ONE = Split(TrainerPlan(1, 1, 1, 200), GeneratorPlan(1, 1, 4))
 
 
 def costs(profile=PROFILE, model=MODEL, **numbers):

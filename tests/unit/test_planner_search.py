@@ -7,13 +7,13 @@ import pytest
 
 from llamarl.memory import GIB
 from llamarl.models.config import ModelConfig
-from llamarl.planner.costs import Costs, GeneratorPlan, Numerics, Plan, TrainerPlan, Work
+from llamarl.planner.costs import Costs, GeneratorPlan, Numerics, Split, StepWork, TrainerPlan
 from llamarl.planner.predict import Predictor
 from llamarl.planner.profile import Assumption, read_profile
 from llamarl.planner.search import (
     ALIKE,
-    Limits,
     NothingFits,
+    SearchLimits,
     divisors,
     powers_up_to,
     search,
@@ -37,7 +37,7 @@ MODEL = ModelConfig(
     tie_word_embeddings=False,
     attention_bias=False,
 )
-WORK = Work(
+WORK = StepWork(
     groups=6,
     group_size=4,
     prompt_tokens=100,
@@ -51,7 +51,7 @@ PROFILE = read_profile("h100")
 
 
 def predictor(work=WORK, **numerics):
-    return Predictor.of(Costs(PROFILE, MODEL, Numerics(**numerics)), work)
+    return Predictor(Costs(PROFILE, MODEL, Numerics(**numerics)), work)
 
 
 def trainers(gpus):
@@ -75,17 +75,17 @@ def generators(gpus):
 def test_search_finds_what_trying_everything_finds(gpus, gib):
     found = predictor()
     memory = gib * GIB
-    ours = search(found, Limits(gpus, memory)).asynchronous
+    ours = search(found, SearchLimits(gpus, memory)).asynchronous
     least = float("inf")
     for own in range(1, gpus):
         # Ranks that train on groups of their own -> the least seconds of such a trainer.
         training: dict[int, float] = {}
         for plan in trainers(own):
-            if found.memory.trainer(plan).total <= memory:
+            if found.trainer_bytes(plan).total <= memory:
                 took = found.update_s(plan) + found.costs.publish_s(plan)
                 training[plan.data_ranks] = min(took, training.get(plan.data_ranks, took))
         for generator in generators(gpus - own):
-            if found.memory.generator(generator).total > memory:
+            if found.generator_bytes(generator).total > memory:
                 continue
             for overcommit in range(WORK.max_lag * WORK.groups + 1):
                 sampling_s = found.streaming_s(generator, overcommit)
@@ -100,7 +100,7 @@ def test_search_finds_what_trying_everything_finds(gpus, gib):
 
 def test_the_step_is_that_of_its_slowest_part():
     found = predictor()
-    plan = Plan(TrainerPlan(1, 1, 1, 4096), GeneratorPlan(1, 1, 8), overcommit=6)
+    plan = Split(TrainerPlan(1, 1, 1, 4096), GeneratorPlan(1, 1, 8), overcommit=6)
     one = found.predict(plan)
     assert one.step_s == max(one.trainer_s, one.generator_s, one.score_s, one.transfer_s)
     by_turns = found.predict(replace(plan, max_lag=0))
@@ -123,7 +123,7 @@ def test_rows_are_bounded_by_what_may_be_started():
 
 
 def test_lag_is_one_and_overcommit_over_the_batch_within_the_bound():
-    plan = Plan(TrainerPlan(1, 1, 1, 1024), GeneratorPlan(1, 1, 1), overcommit=3, max_lag=4)
+    plan = Split(TrainerPlan(1, 1, 1, 1024), GeneratorPlan(1, 1, 1), overcommit=3, max_lag=4)
     assert plan.mean_lag(6) == 1.5
     assert replace(plan, overcommit=60).mean_lag(6) == 4.0
     assert replace(plan, max_lag=0, overcommit=0).mean_lag(6) == 0.0
@@ -131,7 +131,7 @@ def test_lag_is_one_and_overcommit_over_the_batch_within_the_bound():
 
 def test_among_steps_that_are_alike_the_least_lag_is_taken():
     found = predictor()
-    plan = Plan(TrainerPlan(1, 1, 1, 4096), GeneratorPlan(1, 1, 8), overcommit=6, max_lag=2)
+    plan = Split(TrainerPlan(1, 1, 1, 4096), GeneratorPlan(1, 1, 8), overcommit=6, max_lag=2)
     one = found.predict(plan)
     younger = replace(one, step_s=one.step_s * 1.005, mean_lag=1.0)
     slower = replace(one, step_s=one.step_s * 1.02, mean_lag=0.5)
@@ -143,38 +143,38 @@ def test_without_need_no_group_is_started_beyond_a_batch():
     """Scores take so long that no overcommit makes the step shorter."""
     slow = replace(PROFILE.assumptions, score_s=Assumption(10.0, "of a test"))
     costs = Costs(replace(PROFILE, assumptions=slow), MODEL, Numerics())
-    found = search(Predictor.of(costs, WORK), Limits(4, 40 * GIB)).asynchronous
+    found = search(Predictor(costs, WORK), SearchLimits(4, 40 * GIB)).asynchronous
     assert (found.plan.overcommit, found.mean_lag) == (0, 1.0)
 
 
 def test_more_gpus_a_layer_than_there_are_is_refused():
     with pytest.raises(ValueError, match=r"^trainer\.tensor_parallel=4: .* there are 2$"):
-        Limits(2, 40 * GIB, trainer_tensor=4)
-    assert Limits(4, 40 * GIB, trainer_tensor=4).trainer_tensor == 4
+        SearchLimits(2, 40 * GIB, trainer_tensor=4)
+    assert SearchLimits(4, 40 * GIB, trainer_tensor=4).trainer_tensor == 4
 
 
 def test_what_is_given_is_kept_to():
-    limits = Limits(8, 40 * GIB, overcommit=2, trainer_tensor=2, generator_tensor=4)
+    limits = SearchLimits(8, 40 * GIB, overcommit=2, trainer_tensor=2, generator_tensor=4)
     plan = search(predictor(), limits).asynchronous.plan
     assert (plan.trainer.tensor, plan.generator.tensor, plan.overcommit) == (2, 4, 2)
 
 
 def test_a_synchronous_job_has_no_asynchronous_plan_and_one_gpu_neither():
-    at_once = search(predictor(replace(WORK, max_lag=0)), Limits(4, 40 * GIB))
+    at_once = search(predictor(replace(WORK, max_lag=0)), SearchLimits(4, 40 * GIB))
     assert at_once.asynchronous is None and not at_once.pays
-    alone = search(predictor(), Limits(1, 60 * GIB))
+    alone = search(predictor(), SearchLimits(1, 60 * GIB))
     assert alone.asynchronous is None
     assert alone.synchronous.plan.sharing in ("shared", "offload")
 
 
 def test_synchronous_plans_that_share_gpus_fit_them():
-    found = search(predictor(), Limits(2, 30 * GIB)).synchronous
+    found = search(predictor(), SearchLimits(2, 30 * GIB)).synchronous
     assert found.bytes_of_gpu <= 30 * GIB
 
 
 def test_what_does_not_fit_says_what_would():
     with pytest.raises(NothingFits) as error:
-        search(predictor(), Limits(2, 6 * GIB))
+        search(predictor(), SearchLimits(2, 6 * GIB))
     text = str(error.value)
     assert "nothing fits 6 GiB a GPU on 2 GPU(s)" in text
     assert "trainer takes at least" in text and "generator takes at least" in text

@@ -21,7 +21,7 @@ from llamarl.planner import simulate as simulating
 from llamarl.planner.__main__ import main
 from llamarl.planner.costs import Timings
 from llamarl.planner.fit import Lengths
-from llamarl.planner.simulate import Settings, lines_of_words, simulate
+from llamarl.planner.simulate import SimulationSettings, lines_of_words, simulate
 from tests.house import ROOT
 from tests.unit.made_runs import ROW, made_run
 
@@ -41,7 +41,7 @@ DECODE = dict(decode_s=0.5, update_s=3.0)  # 8 tokens take 4 s
 
 
 def outcome(seconds=DECODE, **changed):
-    return simulate(Settings(**{**SMALL, **seconds, **changed}))
+    return simulate(SimulationSettings(**{**SMALL, **seconds, **changed}))
 
 
 def timings(**changed):
@@ -60,7 +60,7 @@ def timings(**changed):
 
 def step_of(changed, **settings):
     """The seconds of a synchronous step, of parts whose seconds depend on sizes."""
-    run = Settings(**{**SMALL, "max_lag": 0, "warmup_steps": 1, **settings})
+    run = SimulationSettings(**{**SMALL, "max_lag": 0, "warmup_steps": 1, **settings})
     return simulate(run, timings(**changed)).step_s
 
 
@@ -98,7 +98,7 @@ def test_two_generators_take_half_as_long():
 def test_generators_that_wait_share_what_may_start(max_lag, step_s):
     """Each samples one group of two rows in 2 s. One that started both groups would take 4 s."""
     settings = dict(max_lag=max_lag, num_generators=2, max_slots=8, warmup_steps=2)
-    run = Settings(**{**SMALL, **settings})
+    run = SimulationSettings(**{**SMALL, **settings})
     seconds = timings(decode_s=lambda rows, context: rows / 8, update_s=lambda *sizes: 1.0)
     assert simulate(run, seconds).step_s == step_s
 
@@ -108,7 +108,7 @@ def test_trainers_end_a_step_together(longer, monkeypatch):
     def by_turns(settings, ticket):
         return [8, 8] if ticket % 2 == longer else [4, 4]
 
-    monkeypatch.setattr(Settings, "lengths", by_turns)
+    monkeypatch.setattr(SimulationSettings, "lengths", by_turns)
     # Each of two has one group, of 3 + 2 x 8 tokens or of 3 + 2 x 4: its prompt is packed once.
     update_s = {"update_s": lambda completions, tokens: 1.0 + tokens / 16}
     assert step_of(update_s, num_trainers=2) == 4.0 + 1.0 + 19 / 16
@@ -192,7 +192,7 @@ RANDOM = st.fixed_dictionaries(
 def test_no_setting_breaks_the_bound_and_each_group_is_trained_on_once(chosen):
     if chosen["max_lag"] == 0:
         chosen["overcommit"] = 0
-    settings = Settings(**{**SMALL, **chosen})
+    settings = SimulationSettings(**{**SMALL, **chosen})
     result = simulate(settings)
     count = settings.max_steps * settings.groups_per_step * settings.group_size
     assert sum(result.lags.values()) == count
@@ -227,7 +227,7 @@ def test_the_governor_is_the_real_one(monkeypatch):
     fast = outcome(dict(DECODE, decode_s=0.015625), max_lag=4, overcommit="auto", max_steps=40)
     assert overcommit(slow) > overcommit(fast)
     # OPPO's rule adds a group a step while the reward rises: w + 1 rewards, then up to 3 batches.
-    monkeypatch.setattr(Settings, "reward", lambda settings, step: step / 100)
+    monkeypatch.setattr(SimulationSettings, "reward", lambda settings, step: step / 100)
     oppo = outcome(max_lag=3, overcommit="oppo", max_steps=12)
     assert overcommit(oppo) == pytest.approx((11 * 1 + 2) / 12)
 
@@ -250,8 +250,8 @@ def test_a_simulation_reads_no_clock(monkeypatch):
 @pytest.mark.bitwise("a simulation is a function of its settings, in every process")
 def test_the_same_settings_give_the_same_bits_in_every_process():
     code = (
-        "from llamarl.planner.simulate import Settings, simulate\n"
-        "settings = Settings(max_steps=9, max_lag=3, overcommit='oppo', num_generators=3,"
+        "from llamarl.planner.simulate import SimulationSettings, simulate\n"
+        "settings = SimulationSettings(max_steps=9, max_lag=3, overcommit='oppo', num_generators=3,"
         " length_sigma=1, score_s=0.1, transfer_s=0.3)\n"
         "print(repr(simulate(settings)))"
     )
@@ -271,7 +271,7 @@ def test_the_same_settings_give_the_same_bits_in_every_process():
 
 
 def test_lengths_follow_seed_and_ticket_and_have_the_mean_that_was_asked_for():
-    settings = Settings(length_mean=200.0, length_sigma=0.8, max_new_tokens=100_000)
+    settings = SimulationSettings(length_mean=200.0, length_sigma=0.8, max_new_tokens=100_000)
     assert settings.lengths(5) == replace(settings, max_lag=3).lengths(5)
     assert settings.lengths(5) != replace(settings, seed=1).lengths(5)
     lengths = []
@@ -307,7 +307,7 @@ def test_what_cannot_go_on_is_refused(changed, key):
     with pytest.raises(ValueError, match=f"^{key}: "):
         outcome(**changed)
     with pytest.raises(ValidationError):
-        Settings(decode_s=-1)
+        SimulationSettings(decode_s=-1)
 
 
 def said(capsys, *words):
@@ -351,7 +351,7 @@ def test_two_keys_of_several_values_make_a_table():
     words = ["overcommit=0,2", "max_lag=0,1", "max_steps=4", "groups_per_step=2"]
     lines = list(lines_of_words(words))
     assert lines[0].split() == ["overcommit", "max_lag=0", "max_lag=1"]
-    result = simulate(Settings(max_lag=1, overcommit=2, max_steps=4, groups_per_step=2))
+    result = simulate(SimulationSettings(max_lag=1, overcommit=2, max_steps=4, groups_per_step=2))
     cell = f"{result.step_s:.2f} s {result.mean_lag:.1f}/{max(result.lags)}"
     assert lines[2].split(maxsplit=2)[1:] == ["-", cell]
 
@@ -368,7 +368,7 @@ def test_seconds_and_settings_are_those_of_a_runs_rows(tmp_path, capsys):
     settings, points = simulating.of_run(run)
     assert (settings["groups_per_step"], settings["group_size"], settings["max_lag"]) == (4, 4, 2)
     assert [point.train_s for point in points] == pytest.approx([0.4, 0.5])
-    drawn = Settings().timings(points)
+    drawn = SimulationSettings().timings(points)
     seconds = {round(drawn.update_s(1, 1), 6) for _ in range(40)}
     assert seconds == {0.4, 0.5}
     status, lines, err = said(capsys, "--rows", str(run), "max_steps=3")
@@ -393,7 +393,7 @@ def test_reading_prompts_takes_the_time_that_the_run_took(tmp_path):
     per_prompt = {}
     for prompt in (6, 12):
         base, points = simulating.of_run(run, Lengths(prompt_tokens=prompt, length_sigma=0.0))
-        settings = Settings(**base | {"length_sigma": 0.0, "max_steps": 4})
+        settings = SimulationSettings(**base | {"length_sigma": 0.0, "max_steps": 4})
         assert settings.prompt_tokens == prompt
         result = simulate(settings, settings.timings(points))
         busy_s = (1 - result.idle["generator"]) * result.step_s
