@@ -10,16 +10,16 @@
                  environments' answers    - (dialogues wait, others go on)    their workers
     stretches    what was sampled in it   - (left out without room)           -
 
-A version that is to be evaluated is pinned: its held-out prompts run beside the tickets, and no
-newer version is taken in until they are done. Of the versions that come meanwhile only the newest
-is kept, so that no other replica waits for this one.
+An evaluation pins its version: held-out prompts run beside the tickets, and the generator swaps no
+newer version in until they are done. It keeps only the newest of the versions that arrive
+meanwhile, so that no other replica waits for this one.
 
-A checkpoint holds the completions of groups that are not whole. On resume, if the ledger counts
-their ticket as in work, partial ones go on and ended ones are sent again. Otherwise the ticket
+A checkpoint holds the completions of incomplete groups. On resume, if the ledger counts their
+ticket as in work, partial completions go on and ended ones are sent again. Otherwise the ticket
 starts again.
 
-With tensor_parallel > 1 that many ranks share a copy of the model. The first of them does all of
-this; the others do what it tells them, in its order, and send nothing (llamarl.comm.together).
+With tensor_parallel > 1 several ranks share a copy of the model. The first of them decides. The
+others repeat its commands in its order and send nothing (llamarl.comm.together).
 """
 
 from __future__ import annotations
@@ -79,11 +79,11 @@ class Generator(Executor):
     temperatures: what tickets are sampled at. None: at sampling's temperature, at which the trainer
     scores them in any case.
     chunk_tokens: tokens a row between two looks at weights, tickets and stop requests.
-    in_flight_updates: take new weights in while completions run; otherwise only when none does.
-    recompute_kv: at new weights, compute the cache of running completions again.
-    parity: how far the canaries of versions may differ from the trainer's.
-    max_quantization_kl: for quantised weights, the most nats of mean KL, checked in place of
-    parity. The engine is then a QuantizedEngine. None: weights are not quantised.
+    in_flight_updates: swap weights while completions run; otherwise only when none runs.
+    recompute_kv: after a swap, recompute the K/V cache of running completions.
+    parity: how far a version's canary may differ from the trainer's.
+    max_quantization_kl: the highest mean KL of quantised weights, nats, checked in place of
+    parity; the engine is then a QuantizedEngine. None: weights are not quantised.
     max_seconds: a completion that has not ended this long after its ticket's start is aborted, as
     if the ledger had ordered to truncate it. None: no limit.
     """
@@ -112,8 +112,8 @@ class Generator(Executor):
     def __post_init__(self):
         self.version = -1
         self._agreement = Agreement(self.parity)
-        # What is told of the version in force. All completions that end under it have it, so that
-        # a row tells of the versions that its groups were sampled by, whenever it is written.
+        # Columns about the current version, such as its canary. Every completion that ends under
+        # it carries them, so that a row describes the versions that sampled its groups.
         self._of_version: Columns = {}
         self._sampled = 0  # tokens
         self._evaluating = 0  # unfinished completions of held-out prompts
@@ -176,14 +176,12 @@ class Generator(Executor):
             return swapped
         while self._send_again:
             self._completions.put(self._with_prompt(self._send_again.pop()))
-        # Orders are taken before grants: an order comes after its ticket's grant, so that the grant
-        # is taken by then.
+        # Take orders before grants. The ledger sends an order after its ticket's grant, so this
+        # rank has taken that grant already.
         ended = self.tickets.to_truncate() + self._expired()
-        # In step with the trainer, evaluation runs alone: what is batched together must not depend
-        # on timing.
+        # In a synchronous run an evaluation runs alone, because batches must not depend on timing.
         is_blocked = self.tickets.synchronous and self._evaluating > 0
-        # Ask for as many groups as there is room for, a chunk before they are needed, because the
-        # answer takes time.
+        # Ask a chunk before the groups are needed, because the answer takes time.
         evaluate = self._next_to_evaluate()
         free = self.engine.free_slots - self.engine.num_waiting
         room = (free - len(evaluate) * self._answers_each) // self.sampling.n
@@ -210,9 +208,8 @@ class Generator(Executor):
         return swapped or sampled
 
     def _waits_for_step(self) -> bool:
-        """Whether tickets had better begin with what this rank's trainer is about to make. It may
-        have been told of its batch and wait for room to publish, while the news that this batch
-        makes room has come too. A pinned version stays, whatever it makes.
+        """Return whether the trainer on this rank is about to publish: a ticket started now would
+        be one version older than necessary. A pinned version does not wait.
         """
         is_pinned = self._evaluating > 0
         return not (self.tickets.synchronous or is_pinned) and self.tickets.has_batch
@@ -223,9 +220,10 @@ class Generator(Executor):
         return 1 + self.eval_samples
 
     def _next_to_evaluate(self) -> list[int]:
-        """Return the held-out prompts that the engine should have now. The trainer waits for
-        tickets, so these keep half of the slots while any is in work or may be granted. Otherwise
-        an evaluation has all slots.
+        """Return the held-out prompts to submit now.
+
+        They get at most half of the slots while tickets are in work or may be granted, because the
+        trainer waits for tickets. Otherwise they get all slots.
         """
         waiting = list(self._to_evaluate)
         is_alone = self.tickets.is_refused and not self._begun
@@ -238,8 +236,8 @@ class Generator(Executor):
         return waiting[: max(0, room) // self._answers_each]
 
     def _together(self, do: str, **what) -> bool:
-        """Run a command on every rank of the replica, this one too. The count `sampled` goes with
-        it, so that a rank which sampled other tokens is noticed.
+        """Run a command on every rank of the replica, this one included. The number of sampled
+        tokens goes with it, so that a rank with other tokens is noticed.
         """
         self.replica.tell(do, sampled=self._sampled, **what)
         return bool(self._commands[do](**what))
@@ -262,8 +260,8 @@ class Generator(Executor):
         return True
 
     def partners(self, version: int) -> Sequence[int]:
-        """Return the other ranks of the replica that this one leads, until it has taken in the
-        run's last version and has nothing in work.
+        """Return the other ranks of the replica that this one leads. Empty once it holds the run's
+        last version and has no work.
         """
         if self.follows:
             return ()
@@ -271,9 +269,7 @@ class Generator(Executor):
         return self.replica.peers if has_work or self.version < version else ()
 
     def waiting_for(self) -> str | None:
-        """Return what it waits for, in words that begin with the cause: weights, room or
-        tickets.
-        """
+        """Return the cause of the wait (weights, room, environment or tickets) and its details."""
         if self.follows:
             return None  # its leader waits for both
         if self.version < 0:
@@ -287,25 +283,25 @@ class Generator(Executor):
         return None
 
     def _swap_weights(self) -> bool:
-        """Take in the version that is staged on all ranks of the replica, unless the present one is
-        pinned. Return whether one was taken.
+        """Swap the version in that is staged on all ranks of the replica, unless the current one
+        is pinned. Return whether one was swapped in.
         """
         must_drain = not self.in_flight_updates and self.engine.num_live > 0
         is_pinned = self._evaluating > 0 or must_drain
         if is_pinned and not self.weights.overtakable:
             return False
         if not is_pinned:
-            # Tickets of this turn begin with what the trainer's last turn on this rank has made.
+            # The trainer on this rank may just have published: start tickets with that version.
             self.weights.wait_for_local()
         version = self.replica.agreed(self.weights.staged)
         if version is None:
             return False
         return self._together("skip" if is_pinned else "swap", version=version)
 
-    # -- what every rank of a replica does together with its leader
+    # --- Commands: every rank of a replica runs them ---
 
     def _swap(self, version: int) -> bool:
-        """Take in the staged version, check its canary, and start its evaluation if it is due."""
+        """Swap the staged version in, check its canary, and start its evaluation if it is due."""
         self.claim_device()
         began = time.monotonic()
         taken = self.weights.swap()
@@ -313,7 +309,7 @@ class Generator(Executor):
             f"rank {self.group.rank} swaps {taken}, not {version}"
         )
         if taken is None:
-            return False  # a newer version is replacing it at this moment
+            return False  # a newer version is just replacing it
         self.version = taken.version
         self.engine.weights_changed(self.version, recompute_kv=self.recompute_kv)
         if not self.follows:  # the replica's other ranks do the same work
@@ -331,8 +327,8 @@ class Generator(Executor):
         return True
 
     def _check(self, canary: Canary) -> Columns:
-        """Compare this rank's logprobs with what the trainer measured of the version, and return
-        the columns that tell of it. ParityError.
+        """Compare this rank's logprobs with those that the trainer computed. Return the columns of
+        the comparison. ParityError.
         """
         place = {"version": self.version, "rank": self.group.rank}
         check_marks(canary.marks, self.weights.held(), **place)
@@ -361,8 +357,9 @@ class Generator(Executor):
         ended: list[int],
         chunk: int,
     ) -> bool:
-        """Start tickets and held-out prompts, end other tickets where they are, and sample a chunk.
-        prompts: those that were chosen for the tickets; None: the stream's.
+        """Start tickets and held-out prompts, end stragglers where they are, and sample a chunk.
+
+        prompts: the sampler's choice for each ticket; None: the stream's prompt.
         """
         for number in evaluate:
             self._to_evaluate.remove(number)
@@ -399,21 +396,19 @@ class Generator(Executor):
         return sampled > 0 or bool(finished)
 
     def _with_prompt(self, completion: Completion) -> Completion:
-        """Return a completion that says which prompt was chosen, if one was."""
+        """Return the completion with the prompt that a sampler chose, if one did."""
         prompt = chosen(self.prompts, completion.ticket)
         return completion if prompt is None else dataclasses.replace(completion, prompt=prompt)
 
     def _sampling_of(self, ticket: int) -> SamplingParams:
-        """Return how a ticket's completions are sampled. It is the same on every rank and after a
-        resume.
-        """
+        """Return a ticket's sampling parameters: a pure function of the ticket."""
         if self.temperatures is None:
             return self.sampling
         return dataclasses.replace(self.sampling, temperature=self.temperatures.of(ticket))
 
     def _tell(self) -> None:
-        """Send the new tokens of live completions. If the channel is full, they are sent later,
-        more at once, because decoding must not wait for a reader.
+        """Send the new tokens of live completions. If the channel is full they go with the next
+        ones, because decoding must not wait for a reader.
         """
         if self.follows or not self._has_room_for_hints():
             return
@@ -453,7 +448,7 @@ class Generator(Executor):
         now = time.monotonic()
         return [ticket for ticket, began in self._begun.items() if now - began > self.max_seconds]
 
-    # -- checkpoints
+    # --- Checkpoints ---
 
     def _note_sent(self, completion: Completion) -> None:
         """Keep a completion that was sent until its group is whole."""
@@ -464,9 +459,7 @@ class Generator(Executor):
             del self._begun[completion.ticket]
 
     def state_dict(self) -> dict:
-        """Return the completions of groups that are not whole. The first rank of each replica saves
-        them.
-        """
+        """Return the completions of incomplete groups, on the first rank of each replica."""
         if self.follows or not can_resume(self.engine):
             return pack([])
         partials = [partial for partial in self.engine.export_partials() if partial.stream == TRAIN]
@@ -510,7 +503,7 @@ class Generator(Executor):
                 len(self._send_again),
             )
 
-    # -- ending
+    # --- Ending ---
 
     def offloadable(self) -> list[torch.Tensor]:
         """Return the tensors that may leave the device while others use it."""

@@ -1,10 +1,10 @@
 """BreakableSteps: steps of an executor that the loop can leave, should one never end.
 
-A collective with a rank that hangs (a stopped process, a host without its network) does not end
-before its group's timeout: gloo has no way to break one off from outside. A rank that must save a
-checkpoint after such a loss cannot wait so long. So where an executor has ranks beside those that
-hold the run's state, it makes its steps in a thread of its own, one at a time, and the loop waits
-for each. After a loss the loop leaves a step that does not end.
+A collective with a hung rank (a stopped process, a host without network) ends only with its group's
+timeout, because gloo cannot abort one from outside. A rank that must save a checkpoint after such a
+loss cannot wait so long. So if an executor shares ranks with others than keepers, it makes its
+steps in a thread of its own, one at a time, and the loop waits for each. After a loss the loop
+leaves a step that does not end.
 
     thread          consumes                waits for              unblocked by
     the loop        what a step returned    the step; a loss       the executor's thread; LOOK_S

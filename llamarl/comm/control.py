@@ -9,24 +9,23 @@ topic until the loop asks. Data never comes here.
     heartbeat   -                     1 s; the Store            close(); what serves the Store
     watch       -                     1 s                       close()
 
-Liveness: every rank beats once a second. The leader watches all, the others watch the leader; one
-whose beat stands still for heartbeat_timeout_s, counted from its first beat on, is reported to
-every rank by name, and each ends with PeerDied: in its loop, or, if it is stuck, as in a collective
-with the dead, by the watch thread, GRACE_S later. That also ends the rank when the Store itself is
-silent, for STORE_PATIENCE times as long: the heartbeat thread then hangs in it.
+Liveness: every rank beats once a second. The leader watches all ranks, and they watch the leader. A
+rank without a beat for heartbeat_timeout_s is reported to every rank by name, and each ends with
+PeerDied: in its loop or, if it is stuck in a collective with the dead rank, by its watch thread
+GRACE_S later. The watch thread also ends a rank whose Store is silent for STORE_PATIENCE times as
+long, because the heartbeat thread then hangs in it.
 
-A rank that writes a checkpoint may take its time as long as it gets on: the watch thread measures
-that once a second and tells the leader, which tells all. No wait for it counts meanwhile, and no
-rank is ended in it (`saving`, `progressed_at`).
+A rank may take long to write a checkpoint as long as it makes progress. Its watch thread measures
+the progress once a second and tells the leader, which tells all. Meanwhile no wait for that rank
+times out (`saving`, `progressed_at`).
 
     message   from -> to               handled                     meaning
     writing   a rank -> leader -> all  by the listener, at once    what it writes gets on
 
-What went wrong is one of two things. A failure ends this rank's loop at once. A loss leaves all of
-the keepers alive, the ranks whose state a checkpoint cannot do without. It ends every rank too, but
-only once the keepers have sealed a checkpoint (llamarl.controller), for which they have
-last_words_s. The other ranks wait for that, since a launcher kills all soon after the first has
-ended.
+An error is a failure or a loss. A failure ends this rank's loop at once. After a loss all keepers
+live: the ranks whose state a checkpoint needs (llamarl.ending). They seal a checkpoint within
+last_words_s, and then every rank ends. The other ranks wait for them, because a launcher kills all
+ranks soon after the first has ended.
 """
 
 from __future__ import annotations

@@ -5,11 +5,10 @@
     held?     leader -> all       the loop     "what have your executors done with this subject?"
     held      a rank -> leader    the loop     the answer: an Account of each executor
 
-Every end of a channel counts the records of each subject, a ticket or an evaluation, that passed
-it. An executor may keep records for as long as it says in `waiting_for` what it lacks. One that
-lacks nothing, and has sent on fewer records than it took, dropped the others: its ticket never
-becomes a group, and its evaluation never ends. The leader looks for the records of a ticket while
-the trainer waits for it, and for those of an evaluation otherwise.
+Every end of a channel counts the records that pass it, by subject: a ticket or an evaluation. An
+executor may keep records while `waiting_for` says what it lacks. If it lacks nothing and has sent
+fewer records than it took, it dropped the others, and the ticket or the evaluation can never end.
+The leader asks about a ticket while the trainer waits for it, and about an evaluation otherwise.
 """
 
 from __future__ import annotations

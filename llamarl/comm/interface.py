@@ -1,8 +1,8 @@
 """The network interface that gloo uses: the one that joins the hosts, and no other.
 
-gloo listens on one address of each rank. If it chooses by itself, that is the address which the
-host's name stands for: often one of the loopback, which no other host can reach, or one of another
-network. So the ranks choose, by what they tell each other through the launcher's store:
+gloo listens on one address of each rank. By default it takes the address of the host's name, which
+is often a loopback address or one of another network. So the ranks choose the interface, from what
+they tell each other through the launcher's store:
 
     word         from -> to     meaning
     interface/R  rank R -> all  the interface that GLOO_SOCKET_IFNAME names, else the one from which
@@ -13,7 +13,7 @@ network. So the ranks choose, by what they tell each other through the launcher'
                                 its host
     probe/R      rank R -> all  whether it has reached the first rank of every other host
 
-What is wrong on one rank ends the start on all, with the same message.
+An error on one rank ends the start on all ranks, with the same message.
 """
 
 from __future__ import annotations

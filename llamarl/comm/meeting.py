@@ -1,10 +1,10 @@
 """The meeting at a start: how ranks find each other, and what they tell each other before Control
 runs.
 
-The launcher's store outlives restarted workers and the jobs of a sweep, so it holds what earlier
-starts left there. No number from outside tells one start from another: each agent of torchrun
-counts its own restarts (TORCHELASTIC_RESTART_COUNT), and the counts of two agents differ after a
-restart that only one of them calls a failure. So the processes themselves agree on a name:
+The launcher's store outlives restarted workers and the jobs of a sweep, so it holds keys of earlier
+starts. torchrun gives no number that identifies a start: each agent counts its own restarts
+(TORCHELASTIC_RESTART_COUNT), and two agents may count differently. So the processes agree on a name
+themselves:
 
     key            set by   meaning
     hello/R        rank R   the process that is rank R now, by a name that it made up

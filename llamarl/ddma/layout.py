@@ -1,5 +1,5 @@
-"""Who holds which box of which global parameter. Pure: shapes and topology determine everything, so
-no metadata is gathered.
+"""Which rank holds which box of which global parameter. Pure: shapes and topology determine it, so
+ranks gather no metadata.
 
     trainer    rank = (replica * fsdp + shard) * tp + t
                HSDP replicas of FSDP2 shards of tensor-parallel parts
@@ -8,8 +8,8 @@ no metadata is gathered.
     reference  rank = (replica * fsdp + shard) * tp + t
                replicas of FSDP2 shards of tensor-parallel parts
 
-Parameters go by their Hugging Face names. What travels has the generator's dtype; a quantised
-weight travels as one byte an element and a float32 scale a row, which is a parameter of its own.
+Parameters have their Hugging Face names and travel in the generator's dtype. A quantised weight
+travels as one byte per element, and its float32 scales, one per row, are a parameter of their own.
 """
 
 from __future__ import annotations

@@ -6,8 +6,7 @@
     cuda_ipc  one host, GPUs: the receiver opens the sender's device memory
     nccl      p2p between GPUs
 
-Headers and what they carry always go by gloo (or a queue); a transport only answers for the bytes
-of a bucket.
+Headers always travel by gloo (or a queue). A transport carries only the bytes of buckets.
 """
 
 from __future__ import annotations

@@ -5,15 +5,15 @@
     plan.feeders(d)             # who sends it to generator rank d: trainer ranks, or the replica
                                 # before it
 
-A destination byte comes from one sender. Where several trainer ranks hold the same bytes (HSDP
-replicas, tensor-parallel copies), they share the work: replicas of the generator are dealt to
-replicas of the trainer, or else each box is cut.
+Each destination byte has one sender. Trainer ranks that hold the same bytes (HSDP replicas,
+tensor-parallel copies) share the work: each serves some replicas of the generator, or part of each
+box.
 
-Replicas: all pull from the trainer (`direct`), or the first few do and forward to the next, block
-by block (`chain`). A trainer rank sends roots/num_sources of the model, a generator rank takes 1/tp
-of it: with more roots than sources/tp the trainer's links are the narrow place, and a chain, which
-keeps every link at one shard, is as fast as one replica alone. A tree would have its inner ranks
-send twice as much.
+Replicas pull from the trainer (`direct`), or the first few pull and forward to the next, bucket by
+bucket (`chain`). A trainer rank sends roots/num_sources of the model, and a generator rank receives
+1/tp of it. With more roots than sources/tp the trainer's links are the bottleneck. A chain puts one
+shard on every link, so it is as fast as a single replica. In a tree inner ranks would send twice as
+much.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ _Boxes = dict[tuple[int, int], Box]  # by (trainer rank, rank in a replica)
 
 @dataclass(frozen=True)
 class TransferPlan:
-    """A plan: which regions travel between which ranks. The module's docstring has an example.
-    `roots`: replicas that the trainer feeds; the others get their weights from the replica `roots`
-    before them.
+    """Which regions travel between which ranks. The module's docstring has an example.
+
+    roots: number of replicas that the trainer feeds. Replica i > roots is fed by replica i - roots.
     """
 
     config: ModelConfig

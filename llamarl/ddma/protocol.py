@@ -20,13 +20,13 @@
     generator    a staged version   one that the trainer on its     the link readers
                                     rank has published; no other
 
-Two slots at the source. At the destination one idle buffer beside the live weights: on a CPU they
-change places at a swap, on a GPU the idle one is copied over the live one. A reader never sees a
+The sender has two slots. The receiver has one idle buffer beside the live weights. A swap exchanges
+them on a CPU; on a GPU it copies the idle buffer over the live one. A reader never sees a
 half-written version.
 
-A replica that others depend on forwards each bucket as soon as it is there (Plan's chain), and says
-END when it knows that all are right. If a bucket was damaged before it was forwarded, the next
-replica's digest fails as well, and the bucket is sent again.
+In a chain (TransferPlan) a replica forwards each bucket as soon as it arrives, and sends END once
+all buckets are right. If a bucket was damaged before it was forwarded, the next replica's digest
+fails too, and the bucket is sent again.
 
 gloo and queues keep headers in order and lose none. Digests check the bytes.
 """

@@ -1,5 +1,5 @@
-"""The route of a Weights channel: which rank sends what to which, and how. Made once, from both
-sides.
+"""WeightsRoute: which rank sends which regions to which rank, and by which transport. Built once,
+from both sides.
 """
 
 from __future__ import annotations

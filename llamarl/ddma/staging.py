@@ -1,6 +1,4 @@
-"""Staging: a trainer rank copies its shard into a slot, in the dtype and the order in which it
-travels.
-"""
+"""Staging: copies a trainer rank's shard into a slot, in the dtype and order in which it travels."""
 
 from __future__ import annotations
 

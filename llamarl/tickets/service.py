@@ -23,13 +23,12 @@ the others ask by messages.
                                                                 they are: the trainer would wait for
                                                                 them (on_deadline=truncate)
 
-Every ask is answered at once, if need be with nothing, and a generator has one ask under way: it is
-never granted more than it has room for, nor more than its share (shares.py). What was not granted
-is not owed. A generator asks anew when it holds newer weights, or when the leader says that there
-may be room: a take makes some just when newer weights are on their way, and tickets started with
-those are a version younger than what a standing ask would have started. Generators ask ahead,
-between chunks, and do not wait for the answer; with max_lag 0 they do, for what is batched with
-what must not depend on timing.
+The leader answers every ask at once, with fewer tickets or none if the rules forbid more. A
+generator has one ask under way, so it never gets more than it has room for, nor more than its share
+(shares.py). The leader owes nothing after a refusal. The generator asks again when it holds newer
+weights, or when the leader tells it of room. A take makes room just when newer weights are on their
+way, and tickets that wait for them start one version younger. Generators ask ahead, between chunks,
+and do not wait for the answer. With max_lag 0 they wait, because batches must not depend on timing.
 """
 
 from __future__ import annotations
