@@ -1,4 +1,4 @@
-"""Staging: copies a trainer rank's shard into a slot, in the dtype and order in which it travels."""
+"""Staging: copies a trainer rank's shard into a slot, in the order in which it travels."""
 
 from __future__ import annotations
 

@@ -12,9 +12,8 @@ from llamarl.types import Prompt
 
 
 class PromptStream:
-    """Gives the prompt of each ticket: stream[ticket] is a pure function of (task, seed).
-
-    It is epochs of the training prompts, each in an order of its own.
+    """Prompts of tickets: stream[ticket] is a pure function of (task, seed). Each epoch has all
+    training prompts, in an order of its own.
     """
 
     def __init__(self, task: Task, seed: int):
@@ -31,11 +30,10 @@ class PromptStream:
 
     @property
     def fingerprint(self) -> str:
-        """A text that is equal for streams of the same prompts in the same order, and for no
-        others.
+        """A text that identifies the prompts and their order.
 
         It covers the number of prompts, their order, the digest of all rows, and the token ids of a
-        sample, which depend on tokenizer, chat template and system prompt too.
+        sample, so that another tokenizer, chat template or system prompt changes it.
         """
         num_prompts = self._task.num_train
         sample = sample_digest(self._task.train_prompt, num_prompts)
@@ -74,10 +72,10 @@ class MixedPrompts:
 
 
 class ChosenPrompts:
-    """Gives the prompts of tickets for which a sampler chose, and the stream's of all others.
+    """Prompts of tickets: the sampler's choice, or else the stream's prompt.
 
-    A rank notes a choice when it hears of it: a generator from the grant, another executor from the
-    record that a generator sent. The newest choices are kept, which are more than can be in work.
+    A generator learns a choice from the grant, another executor from a generator's record. Only the
+    newest MOST choices are kept, which is more than can be in work.
     """
 
     MOST = 1 << 18  # choices

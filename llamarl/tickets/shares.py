@@ -1,34 +1,28 @@
-"""FairShares: how much of what may start a generator should get, so that none works through a batch
-alone while others wait. Pure: no ledger, no messages.
+"""FairShares: how many of the groups that may start go to one generator, so that none works through
+a batch alone while others wait. Pure: no ledger, no messages.
 
-When there is room, all generators that wait ask for it, and the first could have all of it. So it
-gets an even share, and the others that wait get the rest. A generator that is in the middle of a
-chunk does not wait: nothing is kept for it.
+When room appears, all waiting generators ask, and the first could take all of it. So each gets an
+even share. A generator in the middle of a chunk does not wait, and no share is kept for it.
 
-A share is kept for as long as the one that was held back takes to work off its own. It then asks
-again, and whoever has not asked by then loses what was kept: on a rank that trains meanwhile, say.
+A share is kept until the generator that was held back has worked off its own share and asks again.
+A generator that has not asked by then loses its share: its rank may be training, for example.
 """
 
 from __future__ import annotations
 
 
 class FairShares:
-    """Knows which generators wait, and which got no more than their share. Generators are named by
-    their ranks.
-    """
+    """Tracks the generators that wait and those that were held back, by their ranks."""
 
     def __init__(self, num_generators: int):
-        # Generators that have not asked yet. They wait for their first weights, and so count as
-        # waiting.
+        # Generators that have not asked yet wait for their first weights.
         self._num_unheard = num_generators
         self._heard: set[int] = set()
         self._waiting: set[int] = set()
         self._held_back: dict[int, None] = {}  # in the order in which they were
 
     def share(self, rank: int, room: int) -> int:
-        """Return how many groups a generator that asks should get at most. room: how many may
-        start.
-        """
+        """Return the most groups for a generator that asks. room: groups that may start."""
         if rank not in self._heard:
             self._heard.add(rank)
             self._num_unheard = max(0, self._num_unheard - 1)
@@ -36,11 +30,10 @@ class FairShares:
         return -(-room // (1 + len(self._waiting) + self._num_unheard))
 
     def answered(self, rank: int, *, waits: bool, is_held_back: bool) -> list[int]:
-        """Note how an ask was answered. Return the generators that were held back and may ask
-        again, since nobody waits any more.
+        """Note the answer to an ask. Return the generators that were held back and may ask again,
+        because no generator waits any more.
 
-        waits: it has nothing to do, and got nothing. is_held_back: it would have got more, if that
-        had not been kept for others.
+        waits: it has no work and got none. is_held_back: it got less because of others' shares.
         """
         self._held_back.pop(rank, None)
         if waits:
@@ -52,9 +45,7 @@ class FairShares:
         return self.told()
 
     def waits(self, rank: int) -> None:
-        """Note that a generator has nothing to do until it gets some. If it was held back, it has
-        worked off its share.
-        """
+        """Note that a generator has no work. If it was held back, it has worked off its share."""
         if rank in self._held_back:
             del self._held_back[rank]
             self._waiting.clear()

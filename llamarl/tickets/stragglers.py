@@ -1,7 +1,4 @@
-"""Tracks who works on which ticket since when, and which tickets take far longer than most.
-
-Pure: times are given, in seconds.
-"""
+"""TicketTimes: the tickets in work, their generators, and the stragglers. Pure: times are given."""
 
 from __future__ import annotations
 
@@ -10,8 +7,8 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-_NEWEST = 256  # finished tickets that the median is of
-_ENOUGH = 8  # before it says anything
+_NEWEST = 256  # the median is over this many finished tickets
+_ENOUGH = 8  # with fewer, nothing is called a straggler
 
 
 @dataclass(slots=True)
@@ -20,15 +17,14 @@ class Work:
 
     rank: int  # of its generator
     since_s: float
-    is_resumed: bool = False  # begun by the run before; how long it took there is not known
-    is_named: bool = False  # as a straggler
+    is_resumed: bool = False  # started before a resume, so its whole time is not known
+    is_named: bool = False  # the log has named it as a straggler
     is_ended: bool = False  # its generator has been told to end it
 
 
 class TicketTimes:
-    """Knows the tickets in work, and the stragglers among them.
-
-    A straggler has taken more than `factor` times the median of those that finished last.
+    """Tracks the tickets in work. A straggler has taken more than `factor` times the median of the
+    tickets that finished last.
     """
 
     def __init__(self, factor: float):
@@ -45,9 +41,8 @@ class TicketTimes:
             self.work[ticket] = Work(rank, now_s, is_resumed)
 
     def finished(self, tickets: Iterable[int], now_s: float) -> None:
-        """Note tickets that have arrived.
-
-        Unknown ones are ignored: a resumed run's that were finished before.
+        """Note tickets that have arrived. Tickets that finished before a resume are unknown, and
+        ignored.
         """
         for ticket in tickets:
             work = self.work.pop(ticket, None)
