@@ -1,5 +1,5 @@
-"""The table of docs/claims.md: a row a claim, from the results of the studies and from the pages of
-runs that were made before there were any.
+"""Write the tables of benchmarks/results/claims.md: a row per claim, from the results of studies
+and from the pages of runs that are older than the studies.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from study_pages import PAGES, read_entry, runs_of, said, telling, worded
 from study_terms import NOT_RUN, Study
 from study_verdicts import outcome
 
-PAGE = ROOT / "docs" / "claims.md"
+PAGE = ROOT / "benchmarks" / "results" / "claims.md"
 STUDIES_HEAD = ("claim", "source", "verdict", "n", "margin", "difference, 95 % interval")
 EARLIER_HEAD = ("claim", "source", "verdict", "n", "difference, 95 % interval")
 
@@ -43,7 +43,7 @@ class Claim:
     @property
     def link(self) -> str:
         """What the claim's name leads to: a table's line has no room for it."""
-        return f"[{self.claim}]: ../{self.page.relative_to(ROOT)}"
+        return f"[{self.claim}]: {self.page.relative_to(PAGE.parent)}"
 
 
 def of_study(study: Study, folder: Path = PAGES) -> Claim:

@@ -1,4 +1,4 @@
-"""Environments that benchmarks play (docs/environments.md), in workers: standard library alone."""
+"""Environments that benchmarks play (docs/data.md), in workers: standard library alone."""
 
 import random
 import re

@@ -308,7 +308,7 @@ def page(found: dict) -> str:
         "alone. torch's store asks for the name of the other end at both ends of every connection, "
         "of which a rank makes three. Where many ranks start at once, this machine's name server "
         "leaves some of the questions unanswered, each of which holds the rank, or the one thread "
-        "of the store and so all ranks, up for 5 s. `docs/cluster.md` says what helps."
+        "of the store and so all ranks, up for 5 s. `docs/scaling.md` says what helps."
     )
     mesh_text = (
         "One rank of so many in one process, on torch's `fake` backend: the process groups of its "

@@ -5,7 +5,7 @@
                                                         (without NAME: all that are not announced)
     python benchmarks/study.py NAME [--minutes 3.5]     make runs, or go on with them; and the page
     python benchmarks/study.py NAME --report            the page and figure from what is kept
-    python benchmarks/study.py --claims                 write the tables of docs/claims.md anew
+    python benchmarks/study.py --claims                 rewrite the tables of results/claims.md
 
 A study is a table of settings and a sentence in benchmarks/studies/: arms, seeds, questions with
 margins, and checks of whether its runs were in a state to answer. No run is made unless the page of

@@ -1,5 +1,5 @@
 """What is written of a study: what it announces, what came of it, its figure, and the row of
-docs/claims.md.
+benchmarks/results/claims.md.
 
 A page begins with the announcement, between two markers. It is a function of the settings alone, is
 committed before the first run, and no run is made while the committed page has another one.

@@ -83,7 +83,7 @@ def _check_splits(loss_fn: Callable, name: str) -> None:
         raise ValueError(
             f"buffer.draw=split loss.fn={name}: draw=split gives each rank some of a prompt's "
             "completions, and this loss does not declare that it allows that "
-            f"({', '.join(lacking)}: docs/losses.md); buffer.draw=shared, or loss=tb"
+            f"({', '.join(lacking)}: docs/algorithms.md); buffer.draw=shared, or loss=tb"
         )
 
 

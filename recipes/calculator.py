@@ -13,7 +13,7 @@ import random
 
 
 class Sums:
-    """A dialogue (docs/environments.md) about one sum."""
+    """A dialogue (docs/data.md) about one sum."""
 
     def init(self):
         """Draw three numbers, and ask for their sum."""

@@ -7,7 +7,7 @@
         references=[answer] reward=judge reward.url=http://127.0.0.1:8000/v1 \
         reward.model=NAME reward.ask=group out=PAIRS.jsonl
 
-The same command goes on where it was, if it was killed. docs/reward_models.md tells the rest,
+The same command goes on where it was, if it was killed. docs/rewards.md tells the rest,
 conf/preferences.yaml what can be set.
 """
 

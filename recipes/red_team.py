@@ -7,7 +7,7 @@
     torchrun --standalone --nproc-per-node=3 recipes/red_team.py \\
         placement.trainer=[0] placement.generator=[1] placement.victim=[2] placement.reward=[2]
 
-Its keys are the main job's, with other values (conf/red_team.yaml); docs/red_teaming.md.
+Its keys are the main job's, with other values (conf/red_team.yaml); docs/papers.md.
 
 prompts -> Generator -> Victim -> Reward -> (Reference ->) Trainer
                ^------------- policy weights --------------'

@@ -6,7 +6,7 @@
         task.path=PAIRS.jsonl out=DIR resume=auto
 
 A row is {"prompt": ..., "chosen": ..., "rejected": ...[, "margin": number]}, of texts or of chat
-messages. DIR is a ...ForSequenceClassification directory at the end. docs/reward_models.md tells
+messages. DIR is a ...ForSequenceClassification directory at the end. docs/rewards.md tells
 the rest, conf/reward_model.yaml what can be set.
 """
 

@@ -9,10 +9,7 @@ from tests.house import BLOCK, ROOT, blocks, text_of
 
 TINY = ROOT / "llamarl" / "models" / "tiny"
 README = text_of(ROOT / "README.md")
-EXPERIMENTS = text_of(ROOT / "docs" / "experiments.md")
-SEARCH = text_of(ROOT / "docs" / "search.md")
-REWARD_MODELS = text_of(ROOT / "docs" / "reward_models.md")
-RED_TEAMING = text_of(ROOT / "docs" / "red_teaming.md")
+PAPERS = text_of(ROOT / "docs" / "papers.md")
 # What users and contributors are told to type, and where they are told to look.
 GUIDES = "\n".join(
     text_of(ROOT / name)
@@ -20,16 +17,13 @@ GUIDES = "\n".join(
         "README.md",
         "AGENTS.md",
         "CONTRIBUTING.md",
+        "benchmarks/README.md",
         "docs/architecture.md",
-        "docs/cluster.md",
-        "docs/environments.md",
-        "docs/lm_eval.md",
-        "docs/measured.md",
-        "docs/metrics.md",
+        "docs/data.md",
+        "docs/quickstart.md",
         "docs/rewards.md",
-        "docs/running.md",
-        "docs/streaming.md",
-        "docs/tasks.md",
+        "docs/scaling.md",
+        "docs/watching.md",
     )
 )
 SPAN = re.compile(r"`([^`\n]+)`")
@@ -91,3 +85,10 @@ def of_the_user(overrides: list[str]) -> list[str]:
         key, _, value = word.partition("=")
         given += [f"{key}={USERS.get(value, value)}"] if value else []
     return given
+
+
+def shell_of(page: str) -> str:
+    """Return the shell blocks of a page in docs/, whose code spans name keys beside commands."""
+    return "".join(
+        f"```bash\n{body}```\n" for body in blocks("bash", text_of(ROOT / "docs" / page))
+    )

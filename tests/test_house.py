@@ -26,17 +26,15 @@ from llamarl.config.sft import SFT
 from llamarl.config.supervised import REWARD_MODEL
 from llamarl.planner import __main__ as planner
 from tests.documents import (
-    EXPERIMENTS,
     GUIDES,
     OVERRIDE,
+    PAPERS,
     README,
-    RED_TEAMING,
-    REWARD_MODELS,
-    SEARCH,
     SPAN,
     commands,
     hydra_commands,
     of_the_user,
+    shell_of,
 )
 from tests.house import BLOCK, ROOT, blocks, imported, module_of, our_files, python_files, text_of
 
@@ -363,7 +361,7 @@ def test_files_and_functions_are_short():
 
 def test_documents_have_no_overlong_lines():
     documents = [file for file in our_files() if file.suffix == ".md"]
-    assert ROOT / "README.md" in documents and ROOT / "docs" / "staleness.md" in documents
+    assert ROOT / "README.md" in documents and ROOT / "docs" / "asynchrony.md" in documents
     overlong = []
     for file in documents:
         for number, line in enumerate(text_of(file).splitlines(), 1):
@@ -510,14 +508,21 @@ def test_readme_commands_are_accepted(users_folder, monkeypatch):
             pytest.fail(f"a guide has `{' '.join(overrides)}` on {ranks} ranks: {error}")
 
 
-@pytest.mark.parametrize("ranks, overrides", hydra_commands(EXPERIMENTS))
-def test_commands_of_docs_experiments_are_accepted(users_folder, ranks, overrides):
-    validate(ranks, overrides)
+def test_commands_of_the_other_pages_are_accepted(users_folder):
+    num_found = 0
+    for page in ("algorithms.md", "asynchrony.md", "models.md", "papers.md"):
+        for ranks, overrides in hydra_commands(shell_of(page)):
+            num_found += 1
+            try:
+                validate(ranks, overrides)
+            except ConfigError as error:
+                pytest.fail(f"{page} has `{' '.join(overrides)}` on {ranks} ranks: {error}")
+    assert num_found > 15
 
 
 def test_commands_of_other_jobs_are_accepted(users_folder):
     found = []
-    for text in (GUIDES, EXPERIMENTS, REWARD_MODELS, RED_TEAMING):
+    for text in (GUIDES, shell_of("papers.md")):
         found += other_job_commands(text)
     assert {recipe for recipe, _, _ in found} == OTHER_JOBS.keys() and len(found) > 8
     for recipe, ranks, overrides in found:
@@ -525,22 +530,12 @@ def test_commands_of_other_jobs_are_accepted(users_folder):
         check_command_line(given, world_size=ranks, kind=OTHER_JOBS[recipe])
 
 
-def test_commands_of_docs_search_are_accepted(users_folder):
-    shell = "".join(f"```bash\n{body}```\n" for body in blocks("bash", SEARCH))
-    found = hydra_commands(shell)
-    assert len(found) == 2
-    for ranks, overrides in found:
-        validate(ranks, overrides)
-
-
-def test_docs_experiments_sweeps_and_lists_every_experiment():
-    sweeps = [
-        overrides for _, overrides in hydra_commands(EXPERIMENTS) if "--multirun" in overrides
-    ]
-    assert len(sweeps) >= 7
-    listed = set(
-        re.findall(r"`(\w+)`", "".join(re.findall(r"^\| `.*?\|", EXPERIMENTS, re.MULTILINE)))
-    )
+def test_the_page_of_the_papers_sweeps_and_lists_every_experiment():
+    runs = hydra_commands(shell_of("papers.md"))
+    assert sum("--multirun" in overrides for _, overrides in runs) >= 7
+    table = PAPERS.partition("| `+experiment=` |")[2].partition("\n\n")[0]
+    first_cells = re.findall(r"^\| (`.*?) \|", table, re.MULTILINE)
+    listed = set(re.findall(r"`(\w+)`", "".join(first_cells)))
     assert listed == {file.stem for file in (ROOT / "conf" / "experiment").glob("*.yaml")}
     with pytest.raises(ConfigError, match="overcommit"):
         overrides = [
@@ -595,7 +590,7 @@ def test_commands_of_scripts_are_accepted():
         "recipes/compare.py",
         "benchmarks/rlhf/tldr.py",
     }
-    plain = [words for words in commands() + commands(EXPERIMENTS) if scripts & set(words)]
+    plain = [words for words in commands() + commands(PAPERS) if scripts & set(words)]
     assert scripts <= set(itertools.chain.from_iterable(plain))
     for words in plain:
         script = next(word for word in words if word in scripts)
@@ -679,8 +674,8 @@ def test_ci_runs_what_the_readme_says():
 
 
 @pytest.mark.slow
-def test_the_table_of_staleness_is_what_its_command_prints():
-    document = text_of(ROOT / "docs" / "staleness.md")
+def test_the_table_of_overcommit_is_what_its_command_prints():
+    document = text_of(ROOT / "docs" / "asynchrony.md")
     simulations = [words for words in commands(document) if "llamarl.planner" in words]
     ((python, *words),) = simulations
     assert python == "python"
@@ -694,9 +689,7 @@ def test_the_table_of_staleness_is_what_its_command_prints():
 
 
 def test_simulations_of_the_planners_page_are_accepted(capsys):
-    document = text_of(ROOT / "docs" / "planner.md")
-    shell = "".join(f"```bash\n{body}```\n" for body in blocks("bash", document))
-    found = [words for words in commands(shell) if words[3:4] == ["simulate"]]
+    found = [words for words in commands(shell_of("scaling.md")) if words[3:4] == ["simulate"]]
     assert len(found) == 4
     for words in found:
         assert words[:4] == ["python", "-m", "llamarl.planner", "simulate"]

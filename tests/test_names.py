@@ -25,14 +25,15 @@ from tests.house import BLOCK, ROOT, module_of, our_files, python_files, text_of
 CODE = ("llamarl", "executors", "recipes", "benchmarks", "tests")
 FOLDERS = "|".join((*CODE, "conf", "docs"))
 
-# Pages about other programs, and this file, whose names are examples.
-NOT_READ = ("docs/lm_eval.md", "tests/test_names.py")
+# This file, whose names are examples.
+NOT_READ = ("tests/test_names.py",)
 # Names that no code of ours has, by whose they are.
 OTHERS = {
     "systems and units": "LaTeX OpenMP KiB TMPDIR ps PyPI",
-    "models and papers": "YaRN RoPE LoRA MoE NeoX MiniLM DasGupta AlpacaEval",
-    "libraries": "TokenType RewardTrainer center_rewards_coefficient "
-    "SentencePiece add_eos_token trim_blocks",
+    "models and papers": "YaRN RoPE LoRA NeoX MiniLM DasGupta AlpacaEval",
+    "lm-evaluation-harness": "EleutherAI lm_eval arc_challenge arc_easy truthfulqa_mc2 hellaswag "
+    "acc_norm",
+    "libraries": "TokenType RewardTrainer center_rewards_coefficient SentencePiece add_eos_token",
     "torch": "_weight_int8pack_mm model.layers.3.self_attn.q_proj.weight",
     "formulas": "sum_groups trainer_logprobs_t eps_low eps_high Delta_min "
     "Delta_max delta_inc delta_dec D_local D_global",

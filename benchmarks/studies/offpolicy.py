@@ -419,7 +419,7 @@ LOSSES = (
 all_losses = Study(
     name="all_losses",
     paper="15 papers",
-    section="docs/losses.md",
+    section="docs/algorithms.md",
     title="Every loss learns additions",
     claim="each of the package's losses takes the model from 40 % to 80 % and more within 64 steps "
     "at one rate, a step off-policy.",

@@ -1,5 +1,5 @@
 """Learning: what stands between scored groups and new weights. update.py makes a step of it;
-docs/learning.md tells its order.
+docs/algorithms.md tells its order.
 
 groups --shaping, advantages--> Targets --pack--> PackedBatch
        --decoder(head=make_head)--> trainer_logprobs --loss--> optim

@@ -71,7 +71,7 @@ class GroupBuffer:
                     f"versions {group.oldest_version} to {int(versions.max())}: with "
                     f"max_lag={self.max_lag} none may be older than version "
                     f"{step - self.max_lag}. It was not trained on. The ledger hands over no such "
-                    "group (docs/staleness.md), so this is an error in llamarl and not in the "
+                    "group (docs/asynchrony.md), so this is an error in llamarl and not in the "
                     "run: please report it with this line, config.yaml, what the ranks printed, "
                     "and the ledger in the newest checkpoint's controller.rank*.json"
                 )

@@ -93,7 +93,7 @@ def lag_bound(
     *, max_lag: int, completions_per_step: int, group_size: int, sync_period: int, max_size: int
 ) -> int:
     """Return how many steps a token that one rank trains on is old at most: max_lag +
-    floor((max_size - S) / A) + k - 1 (docs/replay.md).
+    floor((max_size - S) / A) + k - 1 (docs/algorithms.md).
 
     A = completions_per_step: at least so many are handed over at each step, by groups of S whose
     lag is then at most max_lag.

@@ -493,7 +493,7 @@ LATE = 8.0  # steps of age up to which nothing is said
 _REMEDY = """\
 the newest data that the trainer has is {age:.0f} steps old, {slope:.1f} steps older at each of the
 last {window} steps: what reaches it was sampled by always the same versions. Try
-  - a smaller overcommit, if one is set: it bounds what is on its way (docs/staleness.md)
+  - a smaller overcommit, if one is set: it bounds what is on its way (docs/asynchrony.md)
   - more of what is slow between generator and trainer: reward.num_workers, or ranks of
     placement.generator, placement.reward, placement.victim (the report says who waits for what)"""
 

@@ -1,1 +1,1 @@
-"""The planner predicts and simulates runs before they start (docs/planner.md)."""
+"""The planner predicts and simulates runs before they start (docs/scaling.md)."""

@@ -11,7 +11,7 @@
     python -m llamarl.planner simulate max_lag=1,2,4 overcommit=0,8,auto update_s=5
     python -m llamarl.planner search ... --simulate
 
-docs/planner.md has all keys. Exit status: 0, or 2 for what cannot be used or does not fit.
+docs/scaling.md has all keys. Exit status: 0, or 2 for what cannot be used or does not fit.
 """
 
 from __future__ import annotations
@@ -350,7 +350,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     find.add_argument("words", nargs="*", help=f"key=value: {', '.join(KEYS)}")
     imagine = commands.add_parser("simulate", help="simulate a run on the real ledger")
     imagine.add_argument("--rows", type=Path, help="draw service times from a run's directory")
-    imagine.add_argument("words", nargs="*", metavar="KEY=VALUE[,VALUE]", help="docs/planner.md")
+    imagine.add_argument("words", nargs="*", metavar="KEY=VALUE[,VALUE]", help="docs/scaling.md")
     # key=value may stand between the options too, which argparse would not take.
     words = [word for word in arguments if "=" in word and not word.startswith("-")]
     return parser.parse_args([word for word in arguments if word not in words] + words)

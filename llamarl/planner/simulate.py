@@ -10,7 +10,7 @@ tickets start, which groups a step takes and who waits. The executors are stand-
     reward      num_workers score completions, first come, first served
     trainer     takes a step as soon as the ledger has one, publishes it, and goes on
 
-docs/planner.md says what is left out.
+docs/scaling.md says what is left out.
 """
 
 from __future__ import annotations

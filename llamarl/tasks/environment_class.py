@@ -178,7 +178,7 @@ def is_dialogue(made: object) -> bool:
     kind = made if isinstance(made, type) else type(made)
     raise ValueError(
         f"{kind.__name__} has neither reset(), as an environment with tools, nor init() and "
-        "step(message), as a dialogue (docs/environments.md)"
+        "step(message), as a dialogue (docs/data.md)"
     )
 
 

@@ -45,7 +45,7 @@ class Governor:
         self.constants = constants
         self.groups_per_step = groups_per_step
         self.half_a_batch = max(1, groups_per_step // 2)
-        self.most = max_lag * groups_per_step  # more changes nothing (docs/staleness.md)
+        self.most = max_lag * groups_per_step  # more changes nothing (docs/asynchrony.md)
         if constants.most is not None:
             self.most = min(constants.most, self.most)
         self.least = min(constants.least, self.most)

@@ -17,7 +17,7 @@ tickets with a deadline <= d. Two rules keep
               v + 1 without them. It waits otherwise.
 
 So every started ticket can be trained on in time, B a step. A step waits for a straggler only when
-no later step could train on it. docs/staleness.md proves both, and that the rules cannot deadlock.
+no later step could train on it. docs/asynchrony.md proves both, and that the rules cannot deadlock.
 
 A pool holds the tickets of one buffer. If each of n data-parallel trainer ranks has a buffer, there
 are n pools: ticket t belongs to pool t mod n, and the rules hold for each pool with B / n.
@@ -460,7 +460,7 @@ class TicketLedger:
         saved: tickets whose partial completions it holds. Returns those that start again although
         it has their group, or what there is of it: in other pools than before, more
         may be due in one than it can train on in time. They are as few as can be, and so are the
-        finished ones among them (docs/staleness.md); with as many pools as before there
+        finished ones among them (docs/asynchrony.md); with as many pools as before there
         are none.
         """
         n = len(self._pools)

@@ -1,4 +1,4 @@
-"""docs/cluster.md's script under Slurm itself: what ends a job, whether it goes on, and with which
+"""docs/scaling.md's script under Slurm itself: what ends a job, whether it goes on, and with which
 exit code.
 """
 
@@ -65,7 +65,7 @@ class Submitted:
             "29500": str(port),
             recipe: " ".join([recipe, *KEYS]),
         }
-        script = script_of(text_of(ROOT / "docs" / "cluster.md"), settings)
+        script = script_of(text_of(ROOT / "docs" / "scaling.md"), settings)
         (folder / "job.sh").write_text(script)
         self.hold = folder / "hold"
         more = environment(

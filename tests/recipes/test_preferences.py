@@ -349,11 +349,11 @@ def test_a_full_disk_is_named_and_costs_nothing(make, monkeypatch):
 
 
 def test_the_documents_commands_are_accepted(prompts):
-    """Those of docs/reward_models.md."""
+    """Those of docs/rewards.md."""
     given = prompts.partition("=")[2]
     places = {"SFT_DIR": str(tiny_directory()), "GOLD_DIR": str(tiny_directory())}
     places |= {"PROMPTS.jsonl": given, "PAIRS.jsonl": "new.jsonl", "EVAL.jsonl": "other.jsonl"}
-    text = (ROOT / "docs" / "reward_models.md").read_text()
+    text = (ROOT / "docs" / "rewards.md").read_text()
     lines = "\n".join(blocks("bash", text)).replace("\\\n", " ").splitlines()
     found = [shlex.split(line) for line in lines if "recipes/preferences.py" in line]
     assert len(found) >= 2

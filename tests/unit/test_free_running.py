@@ -1,6 +1,6 @@
 """Free-running asynchrony on a virtual clock: the real ledger and service between stations of
 random speeds. How old a group is when it is handed over follows from how much is on its way, not
-from who is slow (docs/staleness.md, "No bound").
+from who is slow (docs/asynchrony.md, "No bound").
 """
 
 import heapq

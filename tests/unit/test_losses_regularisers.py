@@ -208,7 +208,7 @@ def test_max_tokens_divides_the_loss_and_not_its_kl():
     ],
 )
 def test_a_kl_in_the_loss_leaves_out_what_a_token_does_to_later_ones(spread, nats, cosines):
-    """All completions of 5 tokens of 3, by bigram models: docs/losses.md's figures."""
+    """All completions of 5 tokens of 3, by bigram models: docs/algorithms.md's figures."""
     random = torch.Generator().manual_seed(1)
     for step in (0.1, 0.5, 1.5):
         theta = torch.randn(4, 3, generator=random, dtype=torch.float64)

@@ -12,7 +12,7 @@ from llamarl.models.config import tiny_directory
 from llamarl.models.hf import load_tokenizer
 from tests.built_tasks import build_task
 
-DOCS = Path(__file__).resolve().parents[2] / "docs" / "tasks.md"
+DOCS = Path(__file__).resolve().parents[2] / "docs" / "data.md"
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def build(tmp_path, monkeypatch):
 
 
 def the_example():
-    """The module that docs/tasks.md shows."""
+    """The module that docs/data.md shows."""
     (source,) = re.findall(r"```python\n(# my_tasks.py.*?)```", DOCS.read_text(), re.DOTALL)
     return source
 
