@@ -8,14 +8,14 @@ import math
 from llamarl.comm.channel import Channel
 from llamarl.comm.groups import World
 from llamarl.config.command_line import Config
+from llamarl.config.supervised import SupervisedConfig
 from llamarl.controller import ExecutorController, RunLimits
 from llamarl.executor import Executor
 from llamarl.launch.graph import channels_between
 from llamarl.launch.inputs import Inputs
-from llamarl.launch.outcome import has_finished, recorded
 from llamarl.launch.placement import Placement
 from llamarl.launch.run_directory import RunDirectory
-from llamarl.launch.run_files import RunFiles
+from llamarl.launch.run_files import RunFiles, has_finished, recorded
 from llamarl.tasks.list_task import Remembered, here
 from llamarl.tickets.governors import Constants
 from llamarl.tickets.ledger import TicketLedger
@@ -74,19 +74,12 @@ class Job:
             max_refill=c.tickets.max_refill if c.tickets.informative else 0,
             sampler=self._sampler(),
         )
-        settings = RunLimits(
-            run_dir=directory.path,
-            resume_from=directory.resume_from,
-            keep_checkpoints=c.checkpoint.keep,
-            timeout_s=c.timeout_s,
-            heartbeat_timeout_s=c.heartbeat_timeout_s,
-            stop_s=c.stop_s,
+        settings = dataclasses.replace(
+            limits_of(c, directory),
             offload=tuple(c.placement.colocate or ()) if c.offload else (),
             eval_target=c.eval.target,
-            trace=c.metrics.trace,
             truncate=c.on_deadline == "truncate",
             straggler_factor=c.straggler_factor,
-            identity=directory.identity,
             stale_tickets=directory.stale_tickets,
         )
         controller = ExecutorController(
@@ -114,3 +107,17 @@ class Job:
             seed=c.seed,
             half_life=c.tickets.half_life,
         )
+
+
+def limits_of(config: Config | SupervisedConfig, directory: RunDirectory) -> RunLimits:
+    """Return what every kind of job tells its controller."""
+    return RunLimits(
+        run_dir=directory.path,
+        resume_from=directory.resume_from,
+        keep_checkpoints=config.checkpoint.keep,
+        timeout_s=config.timeout_s,
+        heartbeat_timeout_s=config.heartbeat_timeout_s,
+        stop_s=config.stop_s,
+        trace=config.metrics.trace,
+        identity=directory.identity,
+    )

@@ -1,7 +1,6 @@
 """Choose the ranks of trainer and generator by a hardware profile, if placement.sheet names one.
 
-    planned = planned_placement(config, world_size)
-    planned.config, planned.words
+    config, words = planned_placement(config, world_size)
 
 The profile says what the machine does; the configuration says the job. The planner chooses how many
 ranks train and how many generate. Microbatch, slots and degrees stay as configured.
@@ -10,7 +9,6 @@ ranks train and how many generate. Microbatch, slots and degrees stay as configu
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
 
 from llamarl.config.command_line import Config
 from llamarl.config.placement import TINY_MODEL
@@ -20,23 +18,15 @@ from llamarl.planner.profile import read_profile
 from llamarl.planner.search import SearchSettings, best_of
 
 
-@dataclass(frozen=True, slots=True)
-class Planned:
-    """A configuration with ranks. words: the predicted step, for people."""
-
-    config: Config
-    words: str
-
-
-def planned_placement(config: Config, world_size: int) -> Planned | None:
-    """Return the configuration with the ranks whose predicted step is shortest; None if there is no
-    placement.sheet, or one rank hosts all.
+def planned_placement(config: Config, world_size: int) -> tuple[Config, str]:
+    """Return the configuration with the ranks whose predicted step is shortest, and that step in
+    words. Without placement.sheet, or on one rank, they are as given and "".
 
     ValueError if the profile cannot be read, or if no split fits its memory.
     """
     name = config.placement.sheet
     if name is None or world_size == 1:
-        return None
+        return config, ""
     profile = read_profile(name)
     memory = profile.device.memory_gib * GIB * profile.assumed("memory_share")
     found, _ = best_of(_settings(config), profile, gpus=world_size, memory=memory)
@@ -52,10 +42,8 @@ def planned_placement(config: Config, world_size: int) -> Planned | None:
         trainer=list(range(first)),
         generator=list(range(first, first + best.plan.generator.gpus)),
     )
-    return Planned(
-        config=dataclasses.replace(config, placement=placement),
-        words=_words(name, best, found.synchronous),
-    )
+    planned = dataclasses.replace(config, placement=placement)
+    return planned, _words(name, best, found.synchronous)
 
 
 def _settings(config: Config) -> SearchSettings:

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 
-from llamarl.comm.groups import init_world, threads_per_rank
 from llamarl.config.conversion import to_values
 from llamarl.config.preferences import PreferencesConfig, as_run
 from llamarl.config.sections.task import GSM8KSettings, RowsSettings
@@ -27,7 +26,7 @@ from llamarl.launch.checks import bad_input, check_inputs
 from llamarl.launch.identity import Identity, differences, reward_identity
 from llamarl.launch.inputs import Inputs
 from llamarl.launch.sources import check_sources
-from llamarl.launch.start import explained
+from llamarl.launch.start import explained, joined_world
 from llamarl.launch.tasks import TaskBuilder
 from llamarl.models.config import read_config
 from llamarl.models.fingerprint import model_digest
@@ -231,9 +230,7 @@ def launch_preferences(config: PreferencesConfig) -> Iterator[PreferencesJob]:
     Bad input (data, model, file) is one clear message and exit code 2; a failure is exit code 1.
     """
     with explained() as ending:
-        threads = threads_per_rank(config.threads, synchronous=True)
-        world = init_world(threads=threads, timeout_s=config.timeout_s, reproducible=True)
-        torch.manual_seed(config.seed)
+        world = joined_world(config, reproducible=True)
         inputs = Inputs(as_run(config), is_told=world.rank == 0)
         job = PreferencesJob(config, inputs, world.device)
         check_inputs(inputs)

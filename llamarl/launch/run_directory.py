@@ -7,7 +7,7 @@ RUN_DIR/config.yaml      the resolved config, for people and for recipes that re
         samples/         step_N.jsonl: completions of held-out prompts, with eval.save_samples
         prompts.json     which of the task's rows have prompts that fit (llamarl/launch/reading.py)
         trace.rank*.json
-        outcome.json     how it ended (outcome.py)
+        outcome.json     how it ended (run_files.py)
         lock             held by the job that uses it now
 
 Rank 0 decides; all ranks verify a checkpoint together, each a share of its files:
@@ -50,7 +50,7 @@ from llamarl.disk.files import LOCK, DirectoryLock
 from llamarl.errors import RunDirectoryError, TimedOut
 from llamarl.inference.partials import of_other_prompts
 from llamarl.launch.identity import Identity, differences
-from llamarl.launch.outcome import forget
+from llamarl.observe.ended import FILE_NAME as OUTCOME
 from llamarl.tickets.ledger import choices_of
 from llamarl.tickets.prompts import AnyPrompts, note
 from llamarl.words.texts import first_of
@@ -228,7 +228,7 @@ class _Opening:
             _refuse_used(path)  # again, because another job may have held it until just now
         if launcher is not None:
             launcher.set(key, str(path))
-        forget(path)
+        (path / OUTCOME).unlink(missing_ok=True)  # that of an earlier start
         save_config(config, path / "config.yaml")
         return RunDirectory(
             path, resume_from, identity=asdict(self.identity), stale_tickets=stale, lock=self.lock

@@ -18,10 +18,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from llamarl.comm.groups import SHOWN_HOSTS, init_world, threads_per_rank
+from llamarl.comm.groups import SHOWN_HOSTS, World, init_world, threads_per_rank
 from llamarl.comm.stops import remembered_stops
 from llamarl.config.by_model import told
 from llamarl.config.command_line import Config
+from llamarl.config.preferences import PreferencesConfig
+from llamarl.config.supervised import SupervisedConfig
 from llamarl.errors import (
     BadInput,
     BadNetwork,
@@ -77,19 +79,13 @@ def launch(config: Config) -> Iterator[Job]:
     run is exit code 1.
     """
     with explained() as ending:
-        threads = threads_per_rank(config.threads, synchronous=config.synchronous)
-        world = init_world(
-            threads=threads, timeout_s=config.timeout_s, reproducible=config.reproducible
-        )
-        torch.manual_seed(config.seed)
+        world = joined_world(config, reproducible=config.reproducible)
         reading = SharedReading(world, _earlier_starts(config), config.timeout_s)
         directory = RunDirectory(Path(config.run_dir or "runs/(new)"), None)
         if config.ranks is not None:
             world = world.imagined(config.ranks)
         with bad_input():
-            planned = planned_placement(config, world.size)
-        if planned is not None:
-            config = planned.config
+            config, planned = planned_placement(config, world.size)
         job = Job(config, world, directory, reading)
         check_inputs(job.inputs)
         with bad_input():  # check what the user gave before there is a directory
@@ -109,12 +105,22 @@ def launch(config: Config) -> Iterator[Job]:
         if world.rank == 0:
             reading.save(job.files.directory.path)
             _announce(job)
-            if planned is not None:
-                print(f"planned  {planned.words}", flush=True)
+            if planned:
+                print(f"planned  {planned}", flush=True)
             announce_memory(job)
             warn_of_disk(job)
         yield job
         job.files.conclude()
+
+
+def joined_world(
+    config: Config | SupervisedConfig | PreferencesConfig, *, reproducible: bool
+) -> World:
+    """Join the world of the job's ranks, with the threads of one rank, and seed torch."""
+    threads = threads_per_rank(config.threads, synchronous=reproducible)
+    world = init_world(threads=threads, timeout_s=config.timeout_s, reproducible=reproducible)
+    torch.manual_seed(config.seed)
+    return world
 
 
 def _announce(job: Job) -> None:
@@ -196,7 +202,9 @@ def explained() -> Iterator[ExitStack]:
         )
         _complain(f"llamarl: rank {rank}: {why} ({str(error).splitlines()[0]})")
         code = EXIT_FAILED
-    except Exception:  # not foreseen: its traceback is all that can be said
+    except Exception:
+        # Contained, whatever it is: with other ranks this process has to end at once, further down,
+        # since an orderly end would wait for them. So its traceback is printed here.
         if not _has_peers():
             raise
         traceback.print_exc()

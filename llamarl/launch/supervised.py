@@ -24,22 +24,23 @@ from typing import Protocol
 import torch
 from omegaconf import OmegaConf
 
-from llamarl.comm.groups import World, init_world, threads_per_rank
+from llamarl.comm.groups import World
 from llamarl.comm.stops import remembered_stops
 from llamarl.config.conversion import to_values
 from llamarl.config.sft import SFTConfig, as_run
 from llamarl.config.supervised import RewardModelConfig, RowsSettings
-from llamarl.controller import ExecutorController, RunLimits
+from llamarl.controller import ExecutorController
 from llamarl.errors import NoWeights, RunDirectoryError
 from llamarl.executor import Executor
 from llamarl.launch.checks import bad_input, check_inputs, check_vocabulary
 from llamarl.launch.identity import Identity
 from llamarl.launch.inputs import Inputs
+from llamarl.launch.job import limits_of
 from llamarl.launch.model_directory import parts_of, read_model, read_tokenizer
-from llamarl.launch.outcome import recorded
 from llamarl.launch.run_directory import RunDirectory, open_run
+from llamarl.launch.run_files import recorded
 from llamarl.launch.sources import check_sources
-from llamarl.launch.start import explained
+from llamarl.launch.start import explained, joined_world
 from llamarl.learning.preference import Preference
 from llamarl.learning.sft import Pair, read_answers
 from llamarl.learning.supervised import ExampleOrder
@@ -171,7 +172,6 @@ class SupervisedJob:
         """Run the job to its end or to a stop request. At its end put the model into its place.
         SystemExit if a target was not reached.
         """
-        c = self.config
         # No prompt is ever asked for, because the ledger grants no ticket.
         ledger = TicketLedger(
             groups_per_step=1, max_lag=0, overcommit=0, num_pools=1, num_generators=1
@@ -182,16 +182,7 @@ class SupervisedJob:
             placement={TRAINER: tuple(range(self.world.size))},
             ledger=ledger,
             world=self.world,
-            settings=RunLimits(
-                run_dir=self.directory.path,
-                resume_from=self.directory.resume_from,
-                keep_checkpoints=c.checkpoint.keep,
-                timeout_s=c.timeout_s,
-                heartbeat_timeout_s=c.heartbeat_timeout_s,
-                stop_s=c.stop_s,
-                trace=c.metrics.trace,
-                identity=self.directory.identity,
-            ),
+            settings=limits_of(self.config, self.directory),
             make_writer=self._make_writer,
         )
         with recorded(controller, self.directory.path, max_steps=self.max_steps):
@@ -339,9 +330,7 @@ def launch_supervised(
     exit code 1.
     """
     with explained() as ending:
-        threads = threads_per_rank(config.threads, synchronous=True)
-        world = init_world(threads=threads, timeout_s=config.timeout_s, reproducible=True)
-        torch.manual_seed(config.seed)
+        world = joined_world(config, reproducible=True)
         if config.ranks is not None:
             world = world.imagined(config.ranks)
         with bad_input():

@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from llamarl.launch import start
-from llamarl.launch.outcome import recorded
+from llamarl.launch.run_files import recorded
 from llamarl.observe import ended, sinks
 from llamarl.observe.rows import RowWriter
 

@@ -13,9 +13,9 @@ RANKS = 16
 
 def test_a_sheet_splits_all_kinds_of_ranks_without_overlap():
     config = compose_config(["placement.sheet=h100"])
-    planned = planned_placement(config, RANKS)
-    assert planned is not None and "s a step by h100" in planned.words
-    placed = placement_of(planned.config, RANKS)
+    planned, words = planned_placement(config, RANKS)
+    assert "s a step by h100" in words
+    placed = placement_of(planned, RANKS)
     trainer, generator = placed["trainer"], placed["generator"]
     assert trainer and generator and not set(trainer) & set(generator)
     assert set(trainer) | set(generator) <= set(range(RANKS))
@@ -26,15 +26,15 @@ def test_longer_completions_get_the_generator_more_ranks():
     found = {}
     for tokens in (8, 2048):
         words = ["placement.sheet=h100", f"max_new_tokens={tokens}"]
-        planned = planned_placement(compose_config(words), RANKS)
-        assert planned is not None
-        found[tokens] = len(planned.config.placement.trainer or ())
+        planned, _ = planned_placement(compose_config(words), RANKS)
+        found[tokens] = len(planned.placement.trainer or ())
     assert found[2048] < found[8]
 
 
 @pytest.mark.parametrize("words, ranks", [([], RANKS), (["placement.sheet=h100"], 1)])
 def test_without_a_sheet_or_on_one_rank_nothing_is_planned(words, ranks):
-    assert planned_placement(compose_config(words), ranks) is None
+    config = compose_config(words)
+    assert planned_placement(config, ranks) == (config, "")
 
 
 def test_a_sheet_that_is_not_there_is_named():
