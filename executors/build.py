@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Literal
 
@@ -20,20 +20,19 @@ from llamarl.config.command_line import Config
 from llamarl.config.placement import judge_models
 from llamarl.config.sections.victim import placed_victim
 from llamarl.evaluation.diversity import Diversity
-from llamarl.evaluation.gold import Gold, GoldSettings
+from llamarl.evaluation.gold import make_gold, references_of
 from llamarl.evaluation.judges import MakeEvalJudge
-from llamarl.evaluation.perplexity import Perplexity, PerplexitySettings
-from llamarl.evaluation.samples import Samples
+from llamarl.evaluation.perplexity import make_perplexity
+from llamarl.evaluation.report import Samples
 from llamarl.executor import ExecutorGroup, WeightsForm
 from llamarl.inference import Engine, SamplingParams, TemperatureRange
 from llamarl.inference.build import build_native, build_vllm
 from llamarl.inference.protocol import Bind, BuildEngine, GenerationEngine
 from llamarl.inference.stop_strings import unescaped
 from llamarl.launch.embedders import embedder_settings
-from llamarl.launch.gold import gold_ids, gold_texts
 from llamarl.launch.inputs import Inputs
 from llamarl.launch.job import Job
-from llamarl.launch.kinds import gold_kind, reward_parts
+from llamarl.launch.kinds import reward_parts
 from llamarl.launch.model_directory import stop_tokens
 from llamarl.launch.preferences import PreferencesJob
 from llamarl.models.build import Decoder
@@ -41,10 +40,8 @@ from llamarl.scoring.ahead import StreamSettings
 from llamarl.scoring.pairing import PairMaker
 from llamarl.scoring.pairs import PairRule
 from llamarl.scoring.replies import ReplySettings
-from llamarl.scoring.scorer import Item, MakeScorer, Scorer, Site, site_alone
-from llamarl.scoring.weighted import Part, Weighted
-from llamarl.tasks.held_out import EvalSet
-from llamarl.types import Prompt
+from llamarl.scoring.scorer import MakeScorer, Scorer, site_alone
+from llamarl.scoring.weighted import Weighted
 
 
 def sampling_of(config: Config, inputs: Inputs) -> SamplingParams:
@@ -266,78 +263,17 @@ def _judges_of(config: Config, job: Job) -> list[MakeEvalJudge]:
     """Return the judges of evaluations, which measure more than the reward."""
     judges: list[MakeEvalJudge] = []
     if config.eval.save_samples:
-        judges.append(partial(_samples_judge, config, job))
-    gold = build_gold(config, job.inputs)
-    if gold is not None:
-        judges.append(partial(Gold, gold))
-    base = base_settings(config, job.inputs.eval_sets)
-    if base is not None:
-        judges.append(partial(Perplexity, base))
+        success_above = placed_victim(config.victim).threshold if config.victim.placed else None
+        samples = Samples(job.files.directory.path / "samples", success_above)
+        judges.append(lambda site: samples)
+    if config.gold is not None:
+        judges.append(make_gold(job.inputs, references_of(job.inputs)))
+    if config.eval.base is not None:
+        judges.append(make_perplexity(config))
     if config.eval.embedder is not None:
         embedder = embedder_settings(job.inputs, config.eval.embedder)
-        judges.append(partial(Diversity, embedder, job.inputs.eval_sets))
+        judges.append(partial(Diversity, settings=embedder))
     return judges
-
-
-def _samples_judge(config: Config, job: Job, site: Site) -> Samples:
-    success_above = placed_victim(config.victim).threshold if config.victim.placed else None
-    return Samples(job.files.directory.path / "samples", job.inputs.eval_sets, success_above)
-
-
-def build_gold(config: Config, inputs: Inputs) -> GoldSettings | None:
-    """Return the gold scorer's settings; None without one."""
-    if config.gold is None:
-        return None
-    texts = gold_texts(inputs.eval_sets, inputs.eval_prompts, config.eval.reference_key)
-    items = gold_items(inputs, inputs.eval_prompts.values(), texts)
-    return gold_settings(config, inputs, items, inputs.eval_sets)
-
-
-def gold_settings(
-    config: Config, inputs: Inputs, references: list[Item] | None, sets: Sequence[EvalSet]
-) -> GoldSettings:
-    """Return the gold scorer's settings. references: completions to compare with; sets: the sets
-    whose prompts these complete.
-    """
-    gold = gold_kind(inputs)
-    assert gold is not None, "called only if eval.gold is set"
-    return GoldSettings(
-        scorer=Part(gold.given.name, gold.make),
-        references=None if references is None else tuple(references),
-        sets=tuple(sets),
-    )
-
-
-def base_settings(config: Config, sets: Sequence[EvalSet]) -> PerplexitySettings | None:
-    """Return the settings of the model that measures likelihoods; None without one."""
-    if config.eval.base is None:
-        return None
-    return PerplexitySettings(
-        path=config.eval.base,
-        dtype=config.model.dtype,
-        microbatch_tokens=config.trainer.microbatch_tokens,
-        sets=tuple(sets),
-    )
-
-
-def gold_items(
-    inputs: Inputs, prompts: Iterable[Prompt], texts: Sequence[str] | None
-) -> list[Item] | None:
-    """Return texts as completions that ended by themselves, one a prompt; None without texts."""
-    if texts is None:
-        return None
-    items = []
-    for prompt, text in zip(prompts, texts):
-        item = Item(
-            prompt=prompt,
-            token_ids=gold_ids(inputs, prompt, text),
-            text=text,
-            has_ended=True,
-            is_held_out=True,
-            decode_raw=inputs.decode_raw,
-        )
-        items.append(item)
-    return items
 
 
 def build_scorer(inputs: Inputs, device: torch.device) -> Scorer:

@@ -11,7 +11,7 @@ from executors.build_trainer import trained_model_of
 from executors.supervised import SupervisedTrainer
 from llamarl.config.sft import SFTConfig
 from llamarl.config.supervised import RewardModelConfig, SupervisedConfig
-from llamarl.evaluation.greedy import HeldOutCompletions
+from llamarl.evaluation.ask import HeldOutPrompts
 from llamarl.launch.supervised import SupervisedJob
 from llamarl.learning.preference import BradleyTerry
 from llamarl.learning.sft import NextToken
@@ -29,18 +29,19 @@ def build_sft_trainer(config: SFTConfig, job: SupervisedJob) -> SupervisedTraine
     return _build(config, job, NextToken(), held_out)
 
 
-def _build_held_out(job: SupervisedJob) -> HeldOutCompletions:
+def _build_held_out(job: SupervisedJob) -> HeldOutPrompts:
     """Build what completes and scores the held-out prompts of the job's task, on every rank."""
     inputs = job.inputs
     assert inputs is not None, "only a task has held-out prompts"
     config = inputs.config
     scorer = build_scorer(inputs, job.world.device)
     scorer.start()
-    return HeldOutCompletions(
+    return HeldOutPrompts(
         engine=engine_alone(inputs, job.world.device),
         scorer=scorer,
         sampling=sampling_of(config, inputs),
         chunk_tokens=config.generator.chunk_tokens,
+        sets=inputs.eval_sets,
         prompts=inputs.eval_prompts,
         decode=inputs.decode,
         decode_raw=inputs.decode_raw,
@@ -51,7 +52,7 @@ def _build(
     config: SupervisedConfig,
     job: SupervisedJob,
     objective: Objective,
-    held_out: Callable[[], HeldOutCompletions] | None = None,
+    held_out: Callable[[], HeldOutPrompts] | None = None,
 ) -> SupervisedTrainer:
     t = config.trainer
     return SupervisedTrainer(

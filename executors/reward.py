@@ -29,7 +29,8 @@ from dataclasses import dataclass
 import torch
 
 from llamarl.comm.together import RankCalls
-from llamarl.evaluation.judges import Evaluated, Judges, MakeEvalJudge
+from llamarl.evaluation.ask import Answer
+from llamarl.evaluation.judges import Judges, MakeEvalJudge
 from llamarl.evaluation.metrics import Evaluations
 from llamarl.executor import Executor, State
 from llamarl.scoring.assembly import Batches, ErrorRate, Groups, Scorable, item_of
@@ -127,7 +128,7 @@ class Reward(Executor):
             one: Batches(one.count * each) for one in self.eval_sets
         }
         success_above = None if self.replies is None else self.replies.threshold
-        self._evaluated = Evaluations(self.eval_sets, self.num_eval_samples, success_above)
+        self._answers = Evaluations(self.eval_sets, self.num_eval_samples, success_above)
         self._judges = Judges(())
         self._is_set_up = False  # before that no rank has begun anything with the others
         self._whole: deque[Group] = deque()  # waiting for room
@@ -276,8 +277,6 @@ class Reward(Executor):
         """Let the judges do a piece of their work, and report the evaluations that all have judged.
         True if there was any work.
         """
-        for version, metrics in self._evaluated.finished():
-            self._judges.begin(version, metrics)
         if self._judges.is_computing:
             self.claim_device()
         judged = self._judges.poll()
@@ -364,8 +363,9 @@ class Reward(Executor):
             if group is not None:
                 self._whole.append(group)
         elif completion.token_ids.numel():  # without tokens its evaluation was given up
-            self._evaluated.add(completion, outcome)
-            self._judges.keep(Evaluated(completion, submitted.item, outcome))
+            evaluation = self._answers.add(Answer(completion, submitted.item, outcome))
+            if evaluation is not None:
+                self._judges.begin(evaluation)
 
     def _send(self) -> bool:
         """Send whole groups while there is room. True if any was sent."""

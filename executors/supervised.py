@@ -14,7 +14,8 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from llamarl.evaluation.greedy import HeldOutCompletions
+from llamarl.evaluation.ask import HeldOutPrompts
+from llamarl.evaluation.metrics import GreedySums
 from llamarl.executor import Executor
 from llamarl.learning.supervised import (
     ExampleOrder,
@@ -51,14 +52,14 @@ class SupervisedTrainer(Executor):
     settings: SupervisedSettings
     evaluate_at: Callable[[int], bool]
     checkpoint_at: Callable[[int], bool]
-    make_held_out: Callable[[], HeldOutCompletions] | None = None
+    make_held_out: Callable[[], HeldOutPrompts] | None = None
     ends_run: Callable[[float], bool] = lambda reward: False
 
     def __post_init__(self):
         self.version = 0
         self.done = False
         self._evaluated = -1  # the newest version that was evaluated
-        self._completions: HeldOutCompletions | None = None
+        self._completions: HeldOutPrompts | None = None
         self._reward: float | None = None  # completions' mean reward, if it was measured
         self._is_good_enough = False
 
@@ -111,24 +112,16 @@ class SupervisedTrainer(Executor):
             columns |= self._completed(self._completions)
         return columns
 
-    def _completed(self, completions: HeldOutCompletions) -> dict[str, float | None]:
+    def _completed(self, completions: HeldOutPrompts) -> dict[str, float]:
         """Collective: return the columns about held-out completions under this version. Each rank's
         own engine makes a share of them.
         """
         with whole_parameters(self.model.decoder, self.model.named_parameters) as whole:
             completions.take(whole, self.version)
-        own = completions.ask(self._share(range(len(self.held_out))))
-        total = self._update.ranks.sum(**dataclasses.asdict(own))
-        reward = total["score"] / total["scored"]
-        self._take_reward(reward)
-        columns: dict[str, float | None] = {
-            "eval/reward": reward,
-            "eval/length_mean": total["tokens"] / total["prompts"],
-        }
-        if not total["graded"]:
-            columns["eval/accuracy"] = reward
-        if total["scored"] < total["prompts"]:
-            columns["eval/left_out"] = total["prompts"] - total["scored"]
+        own = GreedySums.of(completions.ask(self._share(range(len(self.held_out)))))
+        total = GreedySums(**self._update.ranks.sum(**dataclasses.asdict(own)))
+        columns = total.metrics(is_accuracy=not total.graded)
+        self._take_reward(columns["eval/reward"])
         return columns
 
     def _take_reward(self, reward: float) -> None:

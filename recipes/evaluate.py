@@ -24,30 +24,67 @@ be used.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Mapping
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import llamarl  # noqa: F401  before torch: it says how torch's threads wait
 
 # isort: split
+import torch
 import torch.distributed as dist
 
-from executors.build import answering_engine, build_scorer
-from executors.build_evaluation import answer, find_against, judge, score_by_set
+from executors.build import answering_engine, build_scorer, sampling_of
 from llamarl.comm.groups import init_world, threads_per_rank
 from llamarl.config.evaluation import EvaluationConfig
-from llamarl.evaluation.judges import Evaluated
-from llamarl.evaluation.model import asked_of, check_writable, read_words
-from llamarl.evaluation.report import (
-    judged_columns,
-    judgement_lines,
-    print_lines,
-    report,
-    write,
-)
+from llamarl.evaluation.ask import Answers, complete, score
+from llamarl.evaluation.gold import Judged, make_gold
+from llamarl.evaluation.judges import find
+from llamarl.evaluation.model import check_writable, find_against, read_words
+from llamarl.evaluation.perplexity import Likelihood, make_perplexity
+from llamarl.evaluation.report import judgement_lines, print_lines, score_lines, write
 from llamarl.launch.checks import check_inputs
 from llamarl.launch.inputs import Inputs
-from llamarl.scoring.assembly import item_of
+from llamarl.observe.console import Progress
+from llamarl.scoring.scorer import Item, Site, site_alone
+from llamarl.tasks.held_out import EvalSet
+from llamarl.types import EvalCompletion, Prompt
+
+
+def complete_prompts(
+    device: torch.device, inputs: Inputs, prompts: Mapping[int, Prompt], num_samples: int
+) -> list[EvalCompletion]:
+    """Return the completions of these prompts by the inputs' model, which is loaded for them
+    alone.
+    """
+    engine = answering_engine(inputs, device)
+    generator = inputs.config.generator
+    total = len(prompts) * (1 + num_samples)
+    slots = generator.max_slots
+    with Progress("answers", total, unit="completions", at_once=slots) as progress:
+        return complete(
+            engine,
+            prompts,
+            sampling_of(inputs.config, inputs),
+            num_samples=num_samples,
+            chunk_tokens=generator.chunk_tokens,
+            advance=progress.advance,
+        )
+
+
+def judge(
+    inputs: Inputs, site: Site, answers: Answers, against: Callable[[], list[Item]] | None
+) -> tuple[Mapping[EvalSet, Judged], Mapping[EvalSet, Likelihood]]:
+    """Return the findings of gold and base, as far as the config has these, by set."""
+    judged: Mapping[EvalSet, Judged] = {}
+    likelihoods: Mapping[EvalSet, Likelihood] = {}
+    if inputs.config.gold is not None:
+        references = None if against is None else against()
+        judged = find(make_gold(inputs, references)(site), answers)
+    if inputs.config.eval.base is not None:
+        likelihoods = find(make_perplexity(inputs.config)(site), answers)
+    return judged, likelihoods
 
 
 def run(config: EvaluationConfig) -> None:
@@ -56,37 +93,33 @@ def run(config: EvaluationConfig) -> None:
     world = init_world(threads=threads, timeout_s=config.timeout_s, reproducible=True)
     inputs = Inputs(config, is_told=world.rank == 0)
     check_inputs(inputs)
-    asked = asked_of(inputs, config.num_prompts)
-    if not asked.sets:
+    # eval.num_prompts alone decides which prompts are held out, so that none that was trained on is
+    # evaluated. num_prompts takes the first of them.
+    most = config.num_prompts
+    sets = inputs.held_out.sets if most is None else inputs.held_out.first(most)
+    if not sets:
         raise ValueError("no held-out prompts: set eval.num_prompts, or task.eval_path=FILE")
+    prompts = inputs.held_out.asked(sets)
     out = Path(config.out)
     check_writable(out)
-    against = find_against(config.against, inputs, world.device, asked)
-    k = config.eval.num_samples if config.samples is None else config.samples
-    engine = answering_engine(inputs, world.device)
+    complete_alone = partial(complete_prompts, world.device)
+    against = find_against(config.against, inputs, sets, prompts, complete_alone)
+    num_samples = config.eval.num_samples if config.samples is None else config.samples
     with closing(build_scorer(inputs, world.device)) as scorer:
         scorer.start()  # what is wrong with it is told before any work
-        completions = answer(engine, inputs, asked.prompts, k)
-        items = [
-            item_of(c, asked.prompts[c.prompt_index], inputs.decode, inputs.decode_raw)
-            for c in completions
-        ]
-        outcomes = score_by_set(scorer, asked.sets, completions, items)
+        completions = complete_alone(inputs, prompts, num_samples)
+        answers = score(scorer, sets, prompts, completions, inputs.decode, inputs.decode_raw)
     adapter = config.trainer.lora.path
     beside = "" if adapter is None else f" with the adapters of {adapter}"
     print(f"model    {inputs.model_path}{beside}, {config.task.kind}")
-    for one in asked.sets:
-        print_lines(one, asked.sets, report(config, completions, outcomes, one, k))
-    judged: dict[int, dict[str, object]] = {}
-    if config.gold is not None or config.eval.base is not None:
-        del engine  # the scorers' memory
-        answers = [Evaluated(*answer) for answer in zip(completions, items, outcomes)]
-        judgements = judge(inputs, world.device, asked.sets, answers, against)
-        for one, judgement in zip(asked.sets, judgements):
-            print_lines(one, asked.sets, judgement_lines(config, judgement, config.against))
-            judged |= judged_columns(one, judgement)
-    scored = list(zip([item.text for item in items], outcomes))
-    write(out, asked.sets, asked.prompts, completions, scored, judged)
+    for one, own in answers.items():
+        print_lines(one, sets, score_lines(own, config.temperature))
+    judged, likelihoods = judge(inputs, site_alone(world.device), answers, against)
+    if judged or likelihoods:
+        for one in sets:
+            lines = judgement_lines(config, judged.get(one), likelihoods.get(one), config.against)
+            print_lines(one, sets, lines)
+    write(out, answers, judged, likelihoods)
     print(f"written  {out}")
 
 

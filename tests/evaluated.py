@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
-from llamarl.evaluation.judges import Evaluated
+from llamarl.evaluation.ask import Answer
+from llamarl.evaluation.judges import Judges, advance
+from llamarl.evaluation.metrics import Evaluation
 from llamarl.scoring.scorer import Item
+from llamarl.tasks.held_out import EvalSet
 from llamarl.types import EvalCompletion, Outcome, Prompt
 
 SCORED = Outcome.score(0.0)
+
+
+@dataclass(frozen=True)
+class Said:
+    """A finding that consists of these columns."""
+
+    columns: dict[str, float]
+
+    def metrics(self):
+        return self.columns
 
 
 def evaluated(
@@ -20,7 +35,7 @@ def evaluated(
     tokens: tuple[int, ...] = (3, 4),
     version: int = 0,
     outcome: Outcome = SCORED,
-) -> Evaluated:
+) -> Answer:
     """An answer to a held-out prompt; sample 0 is the greedy one, and 1 .. k are those sampled."""
     token_ids = torch.tensor(tokens)
     completion = EvalCompletion(
@@ -38,4 +53,42 @@ def evaluated(
         has_ended=True,
         is_held_out=True,
     )
-    return Evaluated(completion, item, outcome)
+    return Answer(completion, item, outcome)
+
+
+def by_set(answers, sets=None):
+    """The answers of each set; without sets, all are of the task's own prompts."""
+    if sets is None:
+        sets = (EvalSet("", 0, 1 + max(answer.completion.prompt_index for answer in answers)),)
+    found = {}
+    for one in sets:
+        found[one] = [answer for answer in answers if answer.completion.prompt_index in one.numbers]
+    return found
+
+
+def begun(judge, answers, *, version=0, sets=None):
+    """The work of a judge on these answers, which has begun."""
+    work = judge.judge(version, by_set(answers, sets))
+    assert advance(work) is None
+    return work
+
+
+def finished(judge, work):
+    """What the judge finds about each set, in their order."""
+    for _ in range(100):
+        found = advance(work)
+        if found is not None:
+            return list(found.values())
+        judge.wait(0.0)
+    raise AssertionError("it does not end")
+
+
+def columns_of(judge, answers, *, version=0, sets=None):
+    """The columns that a judge adds to an evaluation."""
+    judges = Judges([judge])
+    judges.begin(Evaluation(version, by_set(answers, sets), {}))
+    for _ in range(100):
+        for judged, columns in judges.poll():
+            assert judged == version
+            return columns
+    raise AssertionError("it does not end")

@@ -1,24 +1,22 @@
 """Diversity: how far apart the completions of an evaluation are.
 
-    sampled answers of each prompt --embed--> mean pairwise cosine distance --> eval/diversity
+    samples of each prompt --embed--> mean pairwise cosine distance --> eval/diversity
 
 TBA's measure of red-teaming (arXiv 2503.18929, 5.2, figure 5) takes 1024 attacks, all completions
-of one prompt. With several prompts this is the mean of the prompts' measures. A call embeds only a
-few completions, so that those of training are not held up for long.
+of one prompt. With several prompts this is the mean of the prompts' measures.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from llamarl.evaluation.judges import EvalJudge, Evaluated, Metrics
+from llamarl.evaluation.ask import Answers
+from llamarl.evaluation.judges import EvalJudge, Work
 from llamarl.scoring.embedding import (
     Embedder,
     EmbedderSettings,
@@ -26,88 +24,60 @@ from llamarl.scoring.embedding import (
     mean_pairwise_distance,
 )
 from llamarl.scoring.scorer import Site
-from llamarl.tasks.held_out import EvalSet
 
 TEXTS_A_CALL = 32
 
 
-@dataclass(eq=False, repr=False)
-class _Evaluation:
-    """A version's completions, and the vectors of those that are embedded."""
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """The mean distance of two samples of a prompt, for each prompt of a set."""
 
-    version: int
-    texts: list[str]
-    sizes: list[int]  # completions of each prompt
-    vectors: list[Tensor]
-    num_embedded: int = 0
+    distances: list[float]
+
+    def metrics(self) -> dict[str, float]:
+        """Return the column eval/diversity: the mean over the prompts."""
+        return {"eval/diversity": math.fsum(self.distances) / len(self.distances)}
 
 
-class Diversity(EvalJudge):
-    """Measures evaluations, in the order in which they came. Its model is whole on the first rank.
+class Diversity(EvalJudge[Spread]):
+    """Embeds the samples of evaluations. Its model is whole on the first rank of the site."""
 
-    sets: the sets whose prompts are completed.
-    """
-
-    def __init__(self, settings: EmbedderSettings, sets: Sequence[EvalSet], site: Site):
+    def __init__(self, site: Site, settings: EmbedderSettings):
         self._settings = settings
-        self._sets = sets
         self._device = site.group.device
-        self._evaluations: deque[_Evaluation] = deque()
         self._embedder: Embedder | None = None
+
+    @property
+    def is_computing(self) -> bool:
+        """A piece of work is a forward."""
+        return True
 
     def start(self) -> None:
         """Load the model. ValueError or OSError for what cannot be used."""
         self._embedder = load_embedder(self._settings, self._device)
-
-    @property
-    def is_computing(self) -> bool:
-        """Whether the next `poll` computes."""
-        return bool(self._evaluations)
 
     def tensors(self) -> Iterator[Tensor]:
         """Yield the embedder's weights."""
         if self._embedder is not None:
             yield from self._embedder.tensors()
 
-    def begin(self, version: int, answers: Sequence[Evaluated]) -> None:
-        """Take an evaluation, of which only the samples are embedded."""
-        sampled: dict[int, list[str]] = {}
-        for answer in answers:
-            if not answer.completion.greedy:
-                texts = sampled.setdefault(answer.completion.prompt_index, [])
-                texts.append(answer.item.text)
-        every = list(itertools.chain.from_iterable(sampled.values()))
-        sizes = [len(texts) for texts in sampled.values()]
-        self._evaluations.append(_Evaluation(version, every, sizes, []))
-
-    def poll(self) -> list[tuple[int, Metrics]]:
-        """Embed a few texts."""
-        if not self._evaluations:
-            return []
-        oldest = self._evaluations[0]
-        first = oldest.num_embedded
-        texts = oldest.texts[first : first + TEXTS_A_CALL]
-        if texts:
-            assert self._embedder is not None, "it was started"
-            oldest.vectors.append(self._embedder.embed(texts))
-            oldest.num_embedded += len(texts)
-        if oldest.num_embedded < len(oldest.texts):
-            return []
-        self._evaluations.popleft()
-        return [(oldest.version, self._metrics(oldest))]
-
-    def close(self) -> None:
-        """Drop the evaluations."""
-        self._evaluations.clear()
-
-    def _metrics(self, evaluation: _Evaluation) -> Metrics:
-        """Return for each set the mean over prompts of the mean distance of two completions."""
-        vectors_NE = torch.cat(evaluation.vectors)
-        of_prompts = vectors_NE.split(evaluation.sizes)
-        distances = [mean_pairwise_distance(own) for own in of_prompts]
-        metrics: dict[str, float] = {}
-        rest = iter(distances)
-        for one in self._sets:
-            own = list(itertools.islice(rest, one.count))
-            metrics |= one.columns({"eval/diversity": math.fsum(own) / len(own)})
-        return metrics
+    def judge(self, version: int, answers: Answers) -> Work[Spread]:
+        """Embed TEXTS_A_CALL samples a piece."""
+        assert self._embedder is not None, "it was started"
+        texts = []
+        sizes: dict[int, int] = {}  # samples of each prompt, set after set
+        for own in answers.values():
+            for answer in own:
+                if not answer.completion.greedy:
+                    number = answer.completion.prompt_index
+                    texts.append(answer.item.text)
+                    sizes[number] = sizes.get(number, 0) + 1
+        vectors = []
+        for begin in range(0, len(texts), TEXTS_A_CALL):
+            yield
+            vectors.append(self._embedder.embed(texts[begin : begin + TEXTS_A_CALL]))
+        of_prompts = dict(zip(sizes, torch.cat(vectors).split(list(sizes.values()))))
+        found = {}
+        for one in answers:
+            found[one] = Spread([mean_pairwise_distance(of_prompts[j]) for j in one.numbers])
+        return found

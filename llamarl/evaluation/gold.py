@@ -4,71 +4,111 @@
     greedy answers -----> scorer ---+--> Judged --> eval/gold, eval/win_rate, ...
 
 The reward of training is a proxy, which a policy learns to please. A scorer that it never sees
-shows what the reward is worth (Gao et al. 2022; Async RLHF, 3.1). A model lies over the ranks of
-its site, like the reward's models. A call scores only one round, so that completions of training
-are not held up for long.
+shows what the reward is worth (Gao et al. 2022; Async RLHF, 3.1).
 """
 
 from __future__ import annotations
 
 import itertools
 import logging
-from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from llamarl.comm.together import Apart
 from llamarl.errors import RewardError
-from llamarl.evaluation.judges import Evaluated, FindsBySet, greedy_items, spans_of
-from llamarl.evaluation.win_rate import Judged
+from llamarl.evaluation.ask import Answers
+from llamarl.evaluation.judges import EvalJudge, Work, greedy_items, spans_of
+from llamarl.evaluation.win_rate import length_controlled, win_rate, wins
+from llamarl.launch.inputs import Inputs
+from llamarl.launch.kinds import gold_kind
 from llamarl.scoring.scorer import Item, Site
 from llamarl.scoring.weighted import Part
-from llamarl.tasks.held_out import EvalSet
-from llamarl.types import Outcome
+from llamarl.tasks.held_out import reference_texts
+from llamarl.tasks.special import reply_ids
+from llamarl.types import Outcome, Prompt
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class GoldSettings:
-    """Settings of the gold scorer, and the texts that completions are compared with.
+class Judged:
+    """The judgement of a gold scorer on the greedy answers to N prompts, and on the references that
+    they are compared with, one to each prompt; None without references.
+    """
+
+    answers: Sequence[Item]
+    gold_N: np.ndarray  # NaN without a score
+    references: Sequence[Item] | None = None
+    against_N: np.ndarray | None = None  # the scores of the references
+
+    @property
+    def wins_N(self) -> np.ndarray:
+        """The wins over the references, as `wins` gives them."""
+        references, against_N = self._compared
+        same = [one.text == other.text for one, other in zip(self.answers, references)]
+        return wins(self.gold_N, against_N, np.array(same))
+
+    @property
+    def num_tokens_N(self) -> np.ndarray:
+        """The tokens of each answer, with its end token."""
+        return _num_tokens(self.answers)
+
+    @property
+    def against_tokens_N(self) -> np.ndarray:
+        """The tokens of each reference."""
+        references, _ = self._compared
+        return _num_tokens(references)
+
+    @property
+    def longer_N(self) -> np.ndarray:
+        """The tokens that each answer has more than its reference."""
+        return self.num_tokens_N - self.against_tokens_N
+
+    @property
+    def _compared(self) -> tuple[Sequence[Item], np.ndarray]:
+        assert self.references is not None and self.against_N is not None, "compared with none"
+        return self.references, self.against_N
+
+    def metrics(self) -> dict[str, float | None]:
+        """Return the columns eval/...; None if nothing could be scored or compared."""
+        found: dict[str, float | None] = {
+            "eval/gold": _mean(self.gold_N),
+            "eval/gold_masked": int(np.isnan(self.gold_N).sum()),
+        }
+        if self.against_N is not None:
+            found["eval/gold_references"] = _mean(self.against_N)
+            rate = win_rate(self.wins_N)
+            found["eval/win_rate"] = None if rate is None else rate.share
+            found["eval/win_rate_low"] = None if rate is None else rate.low
+            found["eval/win_rate_high"] = None if rate is None else rate.high
+            controlled = length_controlled(self.wins_N, self.longer_N)
+            found["eval/win_rate_length_controlled"] = controlled
+        return found
+
+
+class Gold(EvalJudge[Judged]):
+    """Scores the greedy answers of evaluations. A model lies over the ranks of the site, like the
+    models of the reward.
 
     scorer: makes the scorer. references: for each held-out prompt, in order, a completion to
     compare with; None: no win rate.
-    sets: the sets whose prompts are completed, one after the other.
     """
 
-    scorer: Part
-    references: tuple[Item, ...] | None
-    sets: tuple[EvalSet, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _Evaluation:
-    """A version's greedy completions, and the keys under which they are scored."""
-
-    version: int
-    answers: list[Item]
-    keys: list[int]
-
-
-class Gold(FindsBySet[Judged]):
-    """Judges evaluations, in the order in which they came."""
-
-    def __init__(self, settings: GoldSettings, site: Site):
-        self.name = settings.scorer.name
-        self.sets = settings.sets
-        self._settings = settings
+    def __init__(self, site: Site, *, scorer: Part, references: Sequence[Item] | None):
+        self.name = scorer.name
+        self._references = references
         # No metrics, because the reward has metrics of the same names about training.
         own = replace(site, metrics=None, together=Apart(site.together, "gold/"))
-        self._scorer = settings.scorer.make(own)
+        self._scorer = scorer.make(own)
         self._keys = itertools.count()
         self._outcomes: dict[int, Outcome] = {}
-        self._evaluations: deque[_Evaluation] = deque()
-        self._references: list[int] = []  # keys of the references, until these are scored
+        self._reference_keys: list[int] = []  # until the references are scored
         self._against_N: np.ndarray | None = None
 
     def load(self) -> None:
@@ -78,40 +118,40 @@ class Gold(FindsBySet[Judged]):
     def start(self) -> None:
         """Start the scorer, and begin with the references. ValueError if it cannot be used."""
         self._scorer.start()
-        self._references = self._submit(self._settings.references or ())
-
-    @property
-    def pending(self) -> int:
-        """The number of evaluations that are begun."""
-        return len(self._evaluations)
+        self._reference_keys = self._submit(self._references or ())
 
     @property
     def is_computing(self) -> bool:
-        """Whether the next `poll` computes."""
+        """Whether the scorer computes here."""
         return self._scorer.is_computing
 
-    def begin(self, version: int, answers: Sequence[Evaluated]) -> None:
-        """Take an evaluation, and submit its greedy completions."""
+    def judge(self, version: int, answers: Answers) -> Work[Judged]:
+        """Submit the greedy answers, and score a round of them a piece. RewardError if all outcomes
+        are errors.
+        """
         items = greedy_items(answers)
-        self._evaluations.append(_Evaluation(version, items, self._submit(items)))
-
-    def findings(self) -> list[tuple[int, list[Judged]]]:
-        """Score a round. RewardError if all outcomes of an evaluation are errors."""
-        self._outcomes.update(self._scorer.poll())
-        if self._references and self._outcomes.keys() >= set(self._references):
-            self._against_N = self._scores(self._references, "reference answers")
-            self._references = []
-        if self._references or not self._evaluations:
-            return []
-        oldest = self._evaluations[0]
-        if not self._outcomes.keys() >= set(oldest.keys):
-            return []
-        self._evaluations.popleft()
-        judged = self._judged(oldest)
-        return [(oldest.version, [judged.part(*span) for span in spans_of(self.sets)])]
+        keys = self._submit(list(itertools.chain.from_iterable(items.values())))
+        has_come = False
+        while not has_come:
+            yield
+            self._outcomes.update(self._scorer.poll())
+            if self._reference_keys and self._have_come(self._reference_keys):
+                self._against_N = self._scores(self._reference_keys, "reference answers")
+                self._reference_keys = []
+            has_come = not self._reference_keys and self._have_come(keys)
+        gold_N = self._scores(keys, f"completions of policy version {version}")
+        judged = {}
+        for one, span in spans_of(items).items():
+            judged[one] = Judged(
+                answers=items[one],
+                gold_N=gold_N[span],
+                references=None if self._references is None else self._references[span],
+                against_N=None if self._against_N is None else self._against_N[span],
+            )
+        return judged
 
     def wait(self, timeout_s: float) -> None:
-        """Block until `poll` has something to do, at most timeout_s."""
+        """Block until the scorer has something to do, at most timeout_s."""
         if not self.is_computing:
             self._scorer.wait(timeout_s)
 
@@ -120,8 +160,7 @@ class Gold(FindsBySet[Judged]):
         yield from self._scorer.tensors()
 
     def close(self) -> None:
-        """Drop the evaluations, and close the scorer."""
-        self._evaluations.clear()
+        """Close the scorer."""
         self._scorer.close()
 
     def _submit(self, items: Sequence[Item]) -> list[int]:
@@ -131,6 +170,9 @@ class Gold(FindsBySet[Judged]):
         if keys:
             self._scorer.release(keys)
         return keys
+
+    def _have_come(self, keys: Collection[int]) -> bool:
+        return self._outcomes.keys() >= set(keys)
 
     def _scores(self, keys: list[int], what: str) -> np.ndarray:
         """Return the scores [N] of these keys; NaN, with a warning, for those without a score.
@@ -147,23 +189,44 @@ class Gold(FindsBySet[Judged]):
             log.warning("%s; they are left out of eval/gold and eval/win_rate", said)
         return np.array([outcome.value for outcome in outcomes], dtype=np.float64)
 
-    def _judged(self, evaluation: _Evaluation) -> Judged:
-        answers = evaluation.answers
-        what = f"completions of policy version {evaluation.version}"
-        gold_N = self._scores(evaluation.keys, what)
-        num_tokens_N = _num_tokens(answers)
-        references = self._settings.references
-        if references is None:
-            return Judged(num_tokens_N=num_tokens_N, gold_N=gold_N)
-        same = [one.text == other.text for one, other in zip(answers, references)]
-        return Judged(
-            num_tokens_N=num_tokens_N,
-            gold_N=gold_N,
-            against_N=self._against_N,
-            against_tokens_N=_num_tokens(references),
-            same_N=np.array(same),
+
+def make_gold(inputs: Inputs, references: Sequence[Item] | None) -> Callable[[Site], Gold]:
+    """Return a function that makes the judge of eval.gold."""
+    gold = gold_kind(inputs)
+    assert gold is not None, "called only if eval.gold is set"
+    return partial(Gold, scorer=Part(gold.given.name, gold.make), references=references)
+
+
+def references_of(inputs: Inputs) -> list[Item] | None:
+    """Return the completions that the held-out rows have under eval.reference_key; None without
+    this key.
+    """
+    texts = reference_texts(inputs.eval_sets, inputs.eval_prompts, inputs.config.eval.reference_key)
+    return None if texts is None else reference_items(inputs, inputs.eval_prompts.values(), texts)
+
+
+def reference_items(inputs: Inputs, prompts: Iterable[Prompt], texts: Iterable[str]) -> list[Item]:
+    """Return texts, one to each prompt, as completions that the policy sampled and ended."""
+    chat = inputs.sampled.conversation["chat"]
+    items = []
+    for prompt, text in zip(prompts, texts):
+        ids = reply_ids(inputs.tokenizer, prompt.prompt_ids.tolist(), text, chat=chat)
+        item = Item(
+            prompt=prompt,
+            token_ids=torch.tensor(ids, dtype=torch.int64),
+            text=text,
+            has_ended=True,
+            is_held_out=True,
+            decode_raw=inputs.decode_raw,
         )
+        items.append(item)
+    return items
 
 
 def _num_tokens(items: Sequence[Item]) -> np.ndarray:
     return np.array([item.sampled_ids.numel() for item in items])
+
+
+def _mean(values_N: np.ndarray) -> float | None:
+    known = values_N[~np.isnan(values_N)]
+    return float(known.mean()) if known.size else None

@@ -1,68 +1,59 @@
-"""Judges: measure more of an evaluation than its scores, and join their metrics.
+"""Judges: measure more of an evaluation than its scores, and add their metrics.
 
-    held-out completions, scored --keep--> by policy version, until it has all
-                                 --begin--> every EvalJudge --poll--> their metrics and the scores'
+    Evaluation --begin--> the work of every EvalJudge --poll--> all metrics, once all have judged
 
 EvalJudges are: a scorer that is never trained on (gold.py), the likelihood of completions under the
-model that the policy started from (perplexity.py), how far apart completions are (diversity.py),
-and the file for people to read (samples.py). A MakeEvalJudge makes one, given the Site where it
-runs.
+model that the policy started from (perplexity.py), the distance between completions (diversity.py),
+and the file for people to read (report.Samples).
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from torch import Tensor
 
-from llamarl.evaluation.metrics import number_of
+from llamarl.evaluation.ask import Answers
+from llamarl.evaluation.metrics import Evaluation, Metrics
 from llamarl.scoring.scorer import Item, Site
 from llamarl.tasks.held_out import EvalSet
-from llamarl.types import EvalCompletion, Outcome
-
-Metrics = Mapping[str, float | str | None]  # columns of a row: eval/... and eval/NAME/...
 
 
-@dataclass(frozen=True, slots=True)
-class Evaluated:
-    """A held-out completion with at least one token, as the scorer's item, and its outcome."""
+class Finding(Protocol):
+    """What a judge finds about the answers of one set."""
 
-    completion: EvalCompletion
-    item: Item
-    outcome: Outcome
-
-    @property
-    def version(self) -> int:
-        """The policy version that sampled it."""
-        return int(self.completion.policy_versions[0])
-
-    @property
-    def place(self) -> tuple[int, int]:
-        """Its place among its version's completions: its prompt, and its number for that prompt."""
-        return self.completion.prompt_index, number_of(self.completion)
+    def metrics(self) -> Metrics:
+        """Return its columns, under the names for the task's own prompts."""
+        raise NotImplementedError
 
 
-class EvalJudge(Protocol):
-    """Judges evaluations, in the order in which they came, without blocking the caller.
+Found = TypeVar("Found", bound=Finding, covariant=True)
+
+# What a judge does with one evaluation: it yields before each piece of work, and returns its
+# findings by set.
+Work = Generator[None, None, Mapping[EvalSet, Found]]
+
+
+class EvalJudge(Protocol[Found]):
+    """Judges evaluations without blocking the caller.
 
         judge = make_judge(site)
-        judge.load()                   # on all ranks of the site; what follows, on the first alone
-        judge.start()
-        judge.begin(7, answers)
-        judge.poll()                   # [(7, {"eval/gold": 0.5})], or [] if it is not known yet
+        judge.load()                       # on all ranks of the site
+        judge.start()                      # from here on the first rank alone
+        work = judge.judge(7, answers)
+        advance(work)                      # None until it has judged; then its findings by set
         judge.close()
 
-    Errors of the judge itself are raised by `load`, `start` or `poll`: ValueError or OSError for
+    Errors of the judge itself are raised by `load`, `start` or the work: ValueError or OSError for
     what the user gave, RewardError or NotFinite if it cannot go on.
     """
 
     @property
     def is_computing(self) -> bool:
-        """Whether the next `poll` computes here, on this thread."""
+        """Whether the next piece of a work that has begun computes here, on this thread."""
         return False
 
     def load(self) -> None:
@@ -73,21 +64,14 @@ class EvalJudge(Protocol):
         """Block until evaluations can be judged."""
         return None
 
-    def begin(self, version: int, answers: Sequence[Evaluated]) -> None:
-        """Take the evaluation of a policy version; the call does not block.
-
-        answers: for each held-out prompt, in order, the greedy completion and then the samples.
-        """
-        raise NotImplementedError
-
-    def poll(self) -> list[tuple[int, Metrics]]:
-        """Return the versions that were judged since the last call, with their metrics. The judge
-        works only during this call, in bounded pieces.
+    def judge(self, version: int, answers: Answers) -> Work[Found]:
+        """Return the work on the evaluation of a policy version. The first `advance` only begins
+        it; each further one does a small piece, because completions of training wait meanwhile.
         """
         raise NotImplementedError
 
     def wait(self, timeout_s: float) -> None:
-        """Block until `poll` has something to do, at most timeout_s."""
+        """Block until work that has begun can go on, at most timeout_s."""
         return None
 
     def tensors(self) -> Iterator[Tensor]:
@@ -95,156 +79,118 @@ class EvalJudge(Protocol):
         yield from ()
 
     def close(self) -> None:
-        """Drop what is pending and free everything. A second call does nothing."""
+        """Free everything. A second call does nothing."""
         return None
 
 
-MakeEvalJudge = Callable[[Site], EvalJudge]
+MakeEvalJudge = Callable[[Site], EvalJudge[Finding]]
 
 
-@dataclass(slots=True)
-class _Begun:
-    """An evaluation in judgement: the metrics so far, and how many judges are still missing."""
+def advance(work: Work[Found]) -> Mapping[EvalSet, Found] | None:
+    """Begin a judge's work, or do a piece of it. Return the findings if it has ended."""
+    try:
+        next(work)
+    except StopIteration as end:
+        return end.value
+    return None
 
-    metrics: dict[str, float | str | None]
-    num_silent: int
+
+def find(judge: EvalJudge[Found], answers: Answers) -> Mapping[EvalSet, Found]:
+    """Load a judge, let it judge one evaluation, and close it. Blocks."""
+    judge.load()
+    with closing(judge):
+        judge.start()
+        work = judge.judge(0, answers)
+        while (found := advance(work)) is None:
+            judge.wait(1.0)
+        return found
 
 
 class Judges:
     """All judges of a run's evaluations. Without any, an evaluation only has the metrics of its
     scores.
 
-    Its ranks load it together. `keep`, `begin` and `poll` are the first rank's.
+    Its ranks load it together. `begin` and `poll` are the first rank's.
     """
 
-    def __init__(self, judges: Sequence[EvalJudge]):
-        self._judges = judges
-        # By version: the completions of evaluations that are not whole. If two come for one place,
-        # the newer counts.
-        self._kept: dict[int, dict[tuple[int, int], Evaluated]] = {}
-        self._begun: dict[int, _Begun] = {}  # by version
+    def __init__(self, judges: Sequence[EvalJudge[Finding]]):
+        # A judge works on one evaluation after another, in the order in which they came.
+        self._work: list[tuple[EvalJudge[Finding], deque[tuple[int, Work[Finding]]]]] = []
+        for judge in judges:
+            self._work.append((judge, deque()))
+        self._metrics: dict[int, dict[str, float | str | None]] = {}  # so far, by version
 
     def load(self) -> None:
         """Load the models of all. Collective over the site's ranks."""
-        for judge in self._judges:
+        for judge, _ in self._work:
             judge.load()
 
     def start(self) -> None:
         """Block until evaluations can be judged."""
-        for judge in self._judges:
+        for judge, _ in self._work:
             judge.start()
 
     @property
     def oldest(self) -> int | None:
         """The oldest version that some judge has not judged yet; None if there is none."""
-        return min(self._begun, default=None)
+        return min(self._metrics, default=None)
 
     @property
     def is_computing(self) -> bool:
         """Whether the next `poll` computes here."""
-        return bool(self._begun) and any(judge.is_computing for judge in self._judges)
+        return any(begun and judge.is_computing for judge, begun in self._work)
 
-    def keep(self, answer: Evaluated) -> None:
-        """Take a completion whose evaluation is not whole yet."""
-        if self._judges:
-            self._kept.setdefault(answer.version, {})[answer.place] = answer
-
-    def begin(self, version: int, metrics: Metrics) -> None:
-        """Let the judges judge an evaluation, whose completions were all kept. metrics: those of
-        their scores.
-        """
-        kept = self._kept.pop(version, {})
-        answers = [kept[place] for place in sorted(kept)]
-        self._begun[version] = _Begun(dict(metrics), len(self._judges))
-        for judge in self._judges:
-            judge.begin(version, answers)
+    def begin(self, evaluation: Evaluation) -> None:
+        """Let every judge begin with an evaluation."""
+        self._metrics[evaluation.version] = dict(evaluation.metrics)
+        for judge, begun in self._work:
+            work = judge.judge(evaluation.version, evaluation.answers)
+            advance(work)
+            begun.append((evaluation.version, work))
 
     def poll(self) -> list[tuple[int, dict[str, float | str | None]]]:
-        """Let judges do a piece of their work. Return the versions that all have judged, with all
-        metrics.
+        """Let each judge do a piece of its work. Return the versions that all have judged, with
+        their metrics.
         """
-        if not self._begun:
-            return []
-        for judge in self._judges:
-            for version, said in judge.poll():
-                begun = self._begun[version]
-                begun.metrics |= said
-                begun.num_silent -= 1
-        done = [version for version, begun in self._begun.items() if not begun.num_silent]
-        return [(version, self._begun.pop(version).metrics) for version in done]
+        for _, begun in self._work:
+            if not begun:
+                continue
+            version, work = begun[0]
+            found = advance(work)
+            if found is not None:
+                begun.popleft()
+                for one, finding in found.items():
+                    self._metrics[version] |= one.columns(finding.metrics())
+        waiting = {version for _, begun in self._work for version, _ in begun}
+        judged = [version for version in self._metrics if version not in waiting]
+        return [(version, self._metrics.pop(version)) for version in judged]
 
     def tensors(self) -> Iterator[Tensor]:
         """Yield what the judges hold on the device."""
-        for judge in self._judges:
+        for judge, _ in self._work:
             yield from judge.tensors()
 
     def close(self) -> None:
         """Drop what is pending, and free everything."""
-        self._kept.clear()
-        self._begun.clear()
-        for judge in self._judges:
+        self._metrics.clear()
+        for judge, begun in self._work:
+            begun.clear()
             judge.close()
 
 
-class Finding(Protocol):
-    """What a judge finds about the completions of one set."""
-
-    def metrics(self) -> Metrics:
-        """Return its columns, under the names for the task's own prompts."""
-        raise NotImplementedError
-
-
-Found = TypeVar("Found", bound=Finding)
-
-
-class FindsBySet(EvalJudge, Protocol[Found]):
-    """A judge that judges each set of prompts by itself.
-
-    sets: the sets whose prompts are completed, one after the other.
-    """
-
-    sets: Sequence[EvalSet]
-
-    def poll(self) -> list[tuple[int, Metrics]]:
-        """Return the findings about each version, each set under its own columns."""
-        judged: list[tuple[int, Metrics]] = []
-        for version, findings in self.findings():
-            columns: dict[str, float | str | None] = {}
-            for one, finding in zip(self.sets, findings, strict=True):
-                columns |= one.columns(finding.metrics())
-            judged.append((version, columns))
-        return judged
-
-    def findings(self) -> list[tuple[int, list[Found]]]:
-        """Do a piece of the work. Return the findings about each version that it completes, set by
-        set.
-        """
-        raise NotImplementedError
-
-
-def find(judge: FindsBySet[Found], answers: Sequence[Evaluated]) -> list[Found]:
-    """Load a judge, let it judge the completions of one evaluation, set by set, and close it.
-    Blocks.
-    """
-    judge.load()
-    with closing(judge):
-        judge.start()
-        judge.begin(0, answers)
-        found = judge.findings()
-        while not found:
-            judge.wait(1.0)
-            found = judge.findings()
-    ((_, of_sets),) = found
-    return of_sets
-
-
-def spans_of(sets: Sequence[EvalSet]) -> list[tuple[int, int]]:
-    """Return where each set's prompts begin and end among the prompts of all, one after another."""
-    ends = list(itertools.accumulate(one.count for one in sets))
-    begins = [0, *ends[:-1]]
-    return list(zip(begins, ends))
-
-
-def greedy_items(answers: Sequence[Evaluated]) -> list[Item]:
+def greedy_items(answers: Answers) -> dict[EvalSet, list[Item]]:
     """Return the greedy completion of each prompt, in order."""
-    return [answer.item for answer in answers if answer.completion.greedy]
+    found = {}
+    for one, own in answers.items():
+        found[one] = [answer.item for answer in own if answer.completion.greedy]
+    return found
+
+
+def spans_of(items: Mapping[EvalSet, Sequence]) -> dict[EvalSet, slice]:
+    """Return the place of each set's items in a list of all items, set after set."""
+    spans = {}
+    begin = 0
+    for one, own in items.items():
+        spans[one] = slice(begin, begin + len(own))
+        begin += len(own)
+    return spans

@@ -1,21 +1,22 @@
-"""Evaluation: each held-out prompt gets a greedy completion and k samples as in training; these are
-the metrics about them.
+"""The metrics of an evaluation: the columns eval/..., and eval/NAME/... for a set of eval.sets.
 
-    prompt --submit--> engine --eval_completion--> EvalCompletion --score--> Evaluations
-    Evaluations --finished--> eval/reward (and eval/accuracy), eval/length_mean,
-                              eval/pass_at_1_sampled, eval/pass_at_k, eval/success
-                              and the same for a set of eval.sets, as eval/NAME/...
+    Answer --Evaluations.add--> Evaluation, once a policy version has all its answers
+
+An error and an abstention are no scores. They are left out of every mean; without any score there
+is no mean.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from llamarl.evaluation.ask import Answer, Answers
 from llamarl.scoring.trial import commonest
 from llamarl.tasks.held_out import EvalSet, set_of
-from llamarl.types import EvalCompletion, Outcome, Prompt
+
+Metrics = Mapping[str, float | str | None]  # the values of columns
 
 
 def pass_at_k(scores: Sequence[float], k: int) -> float:
@@ -37,74 +38,91 @@ def pass_at_k(scores: Sequence[float], k: int) -> float:
     return expected
 
 
-def score_of(outcome: Outcome) -> float | None:
-    """Return the score of an outcome; None for an error or an abstention."""
-    return outcome.value if outcome.kind == "score" else None
+@dataclass(frozen=True, slots=True)
+class GreedySums:
+    """Sums over greedy answers, which ranks may add up."""
+
+    prompts: float
+    tokens: float
+    scored: float  # answers with a score
+    score: float
+    graded: float  # scores other than 0 and 1
+
+    @classmethod
+    def of(cls, answers: Sequence[Answer]) -> GreedySums:
+        """Return the sums over these answers."""
+        scores = [answer.score for answer in answers if answer.score is not None]
+        return cls(
+            prompts=len(answers),
+            tokens=sum(answer.completion.token_ids.numel() for answer in answers),
+            scored=len(scores),
+            score=sum(scores),
+            graded=sum(answer.is_graded for answer in answers),
+        )
+
+    def metrics(self, *, is_accuracy: bool) -> dict[str, float]:
+        """Return the columns of the task's own prompts. is_accuracy: all scores are 0 or 1."""
+        metrics = {"eval/length_mean": self.tokens / self.prompts}
+        if self.scored:
+            metrics["eval/reward"] = self.score / self.scored
+            if is_accuracy:
+                metrics["eval/accuracy"] = metrics["eval/reward"]
+        if self.scored < self.prompts:
+            metrics["eval/left_out"] = self.prompts - self.scored
+        return metrics
 
 
-def number_of(completion: EvalCompletion) -> int:
-    """Return the number of a completion among its prompt's: 0 is the greedy one, 1 .. k are the
-    samples.
+def measure(
+    answers: Sequence[Answer], *, is_accuracy: bool, success_above: float | None = None
+) -> dict[str, float | str]:
+    """Return the metrics of a set's answers, under the columns of the task's own prompts.
+
+    is_accuracy: all scores are 0 or 1. success_above: eval/success is the share of samples, or of
+    greedy answers if none are sampled, that succeed; None: there is no eval/success.
     """
-    return 0 if completion.greedy else completion.sample_index + 1
-
-
-def sample_row(
-    completion: EvalCompletion, of: EvalSet, prompt: Prompt, text: str, outcome: Outcome
-) -> dict[str, object]:
-    """Return a scored completion as an object of JSON, for people and for `recipes/evaluate.py
-    --against`.
-
-    score: null without one; then outcome is not "score", and reason says why. number: the held-out
-    prompt's, in its set. sample: see number_of. set: the set's name; left out for the task's own.
-    """
-    row: dict[str, object] = {
-        "prompt": prompt.text,
-        "completion": text,
-        "score": score_of(outcome),
-        "outcome": outcome.kind,
-        "number": completion.prompt_index - of.first,
-        "sample": number_of(completion),
-        "num_tokens": completion.token_ids.numel(),
-        "finish_reason": completion.finish_reason,
+    greedy = [answer for answer in answers if answer.completion.greedy]
+    sampled = [answer for answer in answers if not answer.completion.greedy]
+    metrics: dict[str, float | str] = {
+        "eval/errors": sum(answer.outcome.kind == "error" for answer in answers)
     }
-    if of.name:
-        row["set"] = of.name
-    if outcome.reason:
-        row["reason"] = outcome.reason
-    return row
+    metrics |= GreedySums.of(greedy).metrics(is_accuracy=is_accuracy)
+    if "eval/left_out" in metrics:
+        reasons = [answer.outcome.reason for answer in greedy if answer.score is None]
+        metrics["eval/left_out_reason"] = commonest(reasons)
+    attempts = sampled or greedy
+    if success_above is not None and any(answer.score is not None for answer in attempts):
+        num_successes = sum(answer.succeeds(success_above) for answer in attempts)
+        metrics["eval/success"] = num_successes / len(attempts)
+    of_prompts = sampled_scores(sampled)
+    if of_prompts:
+        at_1 = sum(pass_at_k(scores, 1) for scores in of_prompts)
+        best = sum(max(scores) for scores in of_prompts)
+        metrics["eval/pass_at_1_sampled"] = at_1 / len(of_prompts)
+        metrics["eval/pass_at_k"] = best / len(of_prompts)
+    return metrics
+
+
+def sampled_scores(answers: Iterable[Answer]) -> list[list[float]]:
+    """Return the scores of each prompt's samples, without prompts that have none."""
+    of_prompts: dict[int, list[float]] = {}
+    for answer in answers:
+        if not answer.completion.greedy and answer.score is not None:
+            of_prompts.setdefault(answer.completion.prompt_index, []).append(answer.score)
+    return list(of_prompts.values())
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
-    """The place of a completion in a version's evaluation. If two come for one place, the newer
-    counts.
-    """
+class Evaluation:
+    """All answers of a policy version, and the metrics of their scores."""
 
-    prompt_index: int
-    greedy: bool
-    sample_index: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class _Completed:
-    """What is kept of a completion that was scored."""
-
-    score: float | None  # None for an error and an abstention
-    reason: str  # why there is no score
-    is_error: bool
-    succeeds: bool
-    num_tokens: int
+    version: int
+    answers: Answers
+    metrics: Metrics
 
 
 class Evaluations:
-    """Scores of held-out completions, kept by policy version until a version has all of them: one
-    greedy and num_samples sampled for each prompt of these sets.
-
-    Completions without a score (an error or an abstention) are left out of every mean; if no greedy
-    completion has a score, there is no mean. success_above: eval/success is the share of samples,
-    or of greedy completions if none are sampled, whose score without novelty is above it.
-    None: there is no eval/success.
+    """Collects answers by policy version, until a version has all: one greedy answer and
+    num_samples sampled ones to each prompt of the sets. success_above: see `measure`.
     """
 
     def __init__(
@@ -113,97 +131,37 @@ class Evaluations:
         num_samples: int = 0,
         success_above: float | None = None,
     ):
-        self._success_above = success_above
         self._sets = sets
-        self._num_samples = num_samples
-        self._num_completions = sum(one.count for one in sets) * (1 + num_samples)
-        # Sets with a score other than 0 and 1, so that their mean is no accuracy.
+        self._num_answers = sum(one.count for one in sets) * (1 + num_samples)
+        self._success_above = success_above
+        # Once a set had a score other than 0 and 1, no later mean of the set is an accuracy.
         self._graded: set[EvalSet] = set()
-        self._completed: dict[int, dict[_Place, _Completed]] = {}  # by version
+        self._begun: dict[int, dict[tuple[int, int], Answer]] = {}  # by version, then by place
 
-    def add(self, completion: EvalCompletion, outcome: Outcome) -> None:
-        """Take the outcome of one completion."""
-        num_tokens = completion.token_ids.numel()
-        if not num_tokens:
-            # aborted before its first token, because its evaluation was given up
-            return
-        has_score = outcome.kind == "score"
-        if has_score and outcome.value not in (0.0, 1.0):
-            self._graded.add(set_of(self._sets, completion.prompt_index))
-        version = int(completion.policy_versions[0])
-        place = _Place(completion.prompt_index, completion.greedy, completion.sample_index)
-        one = _Completed(
-            score=outcome.value if has_score else None,
-            reason=outcome.reason,
-            is_error=outcome.kind == "error",
-            succeeds=self._succeeds(outcome),
-            num_tokens=num_tokens,
-        )
-        self._completed.setdefault(version, {})[place] = one
+    def add(self, answer: Answer) -> Evaluation | None:
+        """Take an answer. Return the evaluation of its version if this was the last one missing.
 
-    def _succeeds(self, outcome: Outcome) -> bool:
-        if self._success_above is None or outcome.kind != "score":
-            return False
-        return outcome.achieved > self._success_above
-
-    def finished(self) -> list[tuple[int, dict[str, float | str]]]:
-        """Return (version, metrics) of each version that has all its completions, once."""
-        whole = [
-            version
-            for version, completed in self._completed.items()
-            if len(completed) == self._num_completions
-        ]
-        found = []
-        for version in whole:
-            completed = self._completed.pop(version)
-            metrics: dict[str, float | str] = {}
-            for one in self._sets:
-                metrics |= one.columns(self._metrics(one, completed))
-            found.append((version, metrics))
-        return found
-
-    def _metrics(self, of: EvalSet, every: dict[_Place, _Completed]) -> dict[str, float | str]:
-        """Return the metrics of a set's completions, under the columns of the task's own."""
-        # In the order of prompts and samples, because the sums must not depend on which came first.
-        n = of.count
-        completed = {place: one for place, one in every.items() if place.prompt_index in of.numbers}
-        greedy = [completed[_Place(j, greedy=True)] for j in of.numbers]
-        metrics: dict[str, float | str] = {
-            "eval/errors": sum(one.is_error for one in completed.values()),
-            "eval/length_mean": sum(one.num_tokens for one in greedy) / n,
-        }
-        scores = [one.score for one in greedy if one.score is not None]
-        if scores:
-            reward = sum(scores) / len(scores)
-            metrics["eval/reward"] = reward
-            if of not in self._graded:
-                metrics["eval/accuracy"] = reward
-        if len(scores) < n:
-            metrics["eval/left_out"] = n - len(scores)
-            reasons = [one.reason for one in greedy if one.score is None]
-            metrics["eval/left_out_reason"] = commonest(reasons)
-        k = self._num_samples
-        if self._success_above is not None:
-            asked = [place for place in completed if place.greedy == (k == 0)]
-            if any(completed[place].score is not None for place in asked):
-                num_successes = sum(completed[place].succeeds for place in asked)
-                metrics["eval/success"] = num_successes / len(asked)
-        if k:
-            of_prompts = []
-            for j in of.numbers:
-                sampled = [completed[_Place(j, False, i)].score for i in range(k)]
-                of_prompts.append([score for score in sampled if score is not None])
-            metrics |= _pass_metrics([of_prompt for of_prompt in of_prompts if of_prompt])
-        return metrics
-
-
-def _pass_metrics(of_prompts: Sequence[Sequence[float]]) -> dict[str, float | str]:
-    """Return the mean and the best of the scores that each prompt's samples have, at least one."""
-    if not of_prompts:
-        return {}
-    at_1 = sum(pass_at_k(scores, 1) for scores in of_prompts)
-    best = sum(max(scores) for scores in of_prompts)
-    return {
-        "eval/pass_at_1_sampled": at_1 / len(of_prompts),
-        "eval/pass_at_k": best / len(of_prompts),
-    }
+        If two answers come for one place, the newer counts.
+        """
+        if answer.is_graded:
+            self._graded.add(set_of(self._sets, answer.completion.prompt_index))
+        version = answer.version
+        begun = self._begun.setdefault(version, {})
+        begun[answer.place] = answer
+        if len(begun) < self._num_answers:
+            return None
+        del self._begun[version]
+        # A sum must not depend on which answer came first.
+        in_order = [begun[place] for place in sorted(begun)]
+        answers = {}
+        metrics: dict[str, float | str] = {}
+        for one in self._sets:
+            own = [answer for answer in in_order if answer.completion.prompt_index in one.numbers]
+            measured = measure(
+                own,
+                is_accuracy=one not in self._graded,
+                success_above=self._success_above,
+            )
+            metrics |= one.columns(measured)
+            answers[one] = own
+        return Evaluation(version, answers, metrics)

@@ -4,9 +4,11 @@ which run, which prompts it completes, and what its completions are compared wit
 
 from __future__ import annotations
 
+import dataclasses
 import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 from omegaconf import OmegaConf
 
@@ -29,12 +31,17 @@ from llamarl.config.evaluation import check as check_evaluation
 from llamarl.config.files import EVAL_SETS
 from llamarl.config.supervised import is_of_a_supervised_job
 from llamarl.errors import CheckpointError
+from llamarl.evaluation.gold import reference_items
+from llamarl.launch.checks import check_inputs
 from llamarl.launch.inputs import Inputs
 from llamarl.models.peft import CONFIG as ADAPTER_CONFIG
 from llamarl.models.peft import lora_in
+from llamarl.scoring.assembly import item_of
+from llamarl.scoring.scorer import Item
+from llamarl.scoring.transcript import same_tokens
 from llamarl.tasks.files import read_jsonl
-from llamarl.tasks.held_out import EvalSet, set_of
-from llamarl.types import Prompt
+from llamarl.tasks.held_out import EvalSet, reference_texts, set_of
+from llamarl.types import EvalCompletion, Prompt
 from llamarl.words.choices import OWN
 
 OF_THE_RUN = "of_the_run"  # the name of a section's file in a temporary conf/
@@ -206,22 +213,58 @@ def words_of(model: Path) -> list[str]:
     ]
 
 
-class Asked(NamedTuple):
-    """Held-out prompts by number, set after set."""
+def find_against(
+    given: str,
+    inputs: Inputs,
+    sets: Sequence[EvalSet],
+    prompts: Mapping[int, Prompt],
+    complete: Callable[[Inputs, Mapping[int, Prompt], int], list[EvalCompletion]],
+) -> Callable[[], list[Item]] | None:
+    """Return a function that finds the completions to compare with, one to each prompt of the sets;
+    None without any. ValueError or OSError at once if they cannot be had.
 
-    sets: tuple[EvalSet, ...]
-    prompts: dict[int, Prompt]
+    complete: returns the completions of prompts, with so many samples each, by the model of inputs.
+    """
+    config = inputs.config
+    if config.gold is None:
+        return None
+    if given == REFERENCES:
+        texts = reference_texts(sets, prompts, config.eval.reference_key)
+        return None if texts is None else partial(reference_items, inputs, prompts.values(), texts)
+    if Path(given).is_file():
+        texts = _read_answers(Path(given), sets, prompts)
+        return partial(reference_items, inputs, prompts.values(), texts)
+    model, _ = find_model(given)
+    its = compose_config(words_of(model), EVALUATION)
+    own = dataclasses.replace(config.model, path=its.model.path)
+    adapted = dataclasses.replace(config.trainer, lora=its.trainer.lora)
+    # The other model is never judged itself; its completions only serve as what is compared with.
+    unjudged = dataclasses.replace(config.eval, gold=None, gold_label=None, base=None)
+    changed = dataclasses.replace(config, model=own, trainer=adapted, eval=unjudged)
+    other = Inputs(changed, is_told=inputs.is_told)
+    check_inputs(other)
+
+    def completions() -> list[Item]:
+        most = max(one.count for one in sets)
+        every = other.held_out.asked(other.held_out.first(most))
+        theirs = {number: prompt for number, prompt in every.items() if number in prompts}
+        if [one.text for one in theirs.values()] != [one.text for one in prompts.values()]:
+            raise ValueError(
+                f"against={other.model_path}: not all held-out prompts fit task.max_prompt_tokens "
+                "in its tokens; raise it"
+            )
+        items = []
+        for completion, prompt in zip(complete(other, theirs, 0), prompts.values()):
+            items.append(item_of(completion, prompt, other.decode, other.decode_raw))
+        if same_tokens(other.tokenizer, inputs.tokenizer):
+            return items
+        # Gold reads the tokens of the evaluated model.
+        return reference_items(inputs, prompts.values(), [item.text for item in items])
+
+    return completions
 
 
-def asked_of(inputs: Inputs, most: int | None) -> Asked:
-    """Return the first prompts of each set: as many as the config says, or at most `most`."""
-    # eval.num_prompts alone decides which prompts are held out, so that none that was trained on is
-    # evaluated.
-    sets = inputs.held_out.sets if most is None else inputs.held_out.first(most)
-    return Asked(sets, inputs.held_out.asked(sets))
-
-
-def read_answers(file: Path, asked: Asked) -> list[str]:
+def _read_answers(file: Path, sets: Sequence[EvalSet], prompts: Mapping[int, Prompt]) -> list[str]:
     """Return a file's greedy completion of each of these prompts. ValueError that names FILE:LINE
     of a bad line, or the first prompt without a completion.
     """
@@ -235,8 +278,8 @@ def read_answers(file: Path, asked: Asked) -> list[str]:
     rows = read_jsonl(file, answer_of)
     answers = dict(row for row in rows if row is not None)
     texts = []
-    for number, prompt in asked.prompts.items():
-        one = set_of(asked.sets, number)
+    for number, prompt in prompts.items():
+        one = set_of(sets, number)
         if (one.name, prompt.text) not in answers:
             raise ValueError(
                 f"against={file}: has no greedy completion of held-out prompt "

@@ -2,16 +2,14 @@
 
     greedy answers --a microbatch a rank--> base --logprobs--> Likelihood --> eval/perplexity
 
-It measures how far a policy is from the model that it started from. The model lies over the ranks
-of its site, as a reference does. A call reads only one microbatch on each rank, so that completions
-of training are not held up for long.
+It measures how far a policy is from the model that it started from.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, islice
 
 import numpy as np
@@ -19,33 +17,20 @@ import torch
 from torch import Tensor
 
 from llamarl.comm.together import CollectiveCall, join_shares, own_share
+from llamarl.config.schema import Config
 from llamarl.errors import NotFinite
-from llamarl.evaluation.judges import Evaluated, FindsBySet, Metrics, greedy_items, spans_of
+from llamarl.evaluation.ask import Answers
+from llamarl.evaluation.judges import EvalJudge, Work, greedy_items, spans_of
+from llamarl.evaluation.metrics import Metrics
 from llamarl.learning.packing import collate
 from llamarl.learning.sft import NextToken, completion_logprobs, pair_of
 from llamarl.models.frozen import decoder_over
 from llamarl.models.fsdp import local, reshard
 from llamarl.scoring.packed import ScoreRequest, from_message, to_message
 from llamarl.scoring.scorer import Site
-from llamarl.tasks.held_out import EvalSet
 
 # What the ranks read at once: at most one microbatch on each data-parallel rank.
 Microbatches = list[list[ScoreRequest]]
-
-
-@dataclass(frozen=True, slots=True)
-class PerplexitySettings:
-    """Settings of the model that reads the completions.
-
-    path: its Hugging Face directory; it has the policy's tokens. dtype: a name in torch.
-    microbatch_tokens: packed tokens a forward, per rank. sets: the sets whose prompts are
-    completed, one after the other.
-    """
-
-    path: str
-    dtype: str
-    microbatch_tokens: int
-    sets: tuple[EvalSet, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,97 +53,73 @@ class Likelihood:
         return {"eval/perplexity": self.perplexity}
 
 
-@dataclass(eq=False, repr=False)
-class _Evaluation:
-    """A version's completions, and their log-probabilities so far."""
+class Perplexity(EvalJudge[Likelihood]):
+    """Reads the greedy answers of evaluations. The model lies over the ranks of the site, as a
+    reference does.
 
-    version: int
-    answers: list[ScoreRequest]
-    unread: deque[list[int]]  # by microbatch: the numbers of completions that are not read yet
-    logprobs_N: Tensor
+    path: its Hugging Face directory; it has the policy's tokens. dtype: a name in torch.
+    microbatch_tokens: packed tokens a forward, per rank.
+    """
 
-
-class Perplexity(FindsBySet[Likelihood]):
-    """Measures evaluations, in the order in which they came."""
-
-    def __init__(self, settings: PerplexitySettings, site: Site):
-        self.sets = settings.sets
-        self._settings = settings
+    def __init__(self, site: Site, *, path: str, dtype: str, microbatch_tokens: int):
         self._site = site
-        self._evaluations: deque[_Evaluation] = deque()
+        self._path = path
+        self._dtype = getattr(torch, dtype)
+        self._microbatch_tokens = microbatch_tokens
+
+    @property
+    def is_computing(self) -> bool:
+        """A piece of work is a forward."""
+        return True
 
     def load(self) -> None:
         """Load this rank's share of the model."""
-        dtype = getattr(torch, self._settings.dtype)
-        self.decoder = decoder_over(self._site.group, self._settings.path, dtype=dtype)
+        self.decoder = decoder_over(self._site.group, self._path, dtype=self._dtype)
         self._site.together.add(
             "perplexity", CollectiveCall(self._logprobs, _to_words, _from_words)
         )
 
-    @property
-    def is_computing(self) -> bool:
-        """Whether the next `poll` computes."""
-        return bool(self._evaluations)
-
-    def begin(self, version: int, answers: Sequence[Evaluated]) -> None:
-        """Take an evaluation. ValueError for a prompt or a completion without tokens."""
-        asked = []
+    def judge(self, version: int, answers: Answers) -> Work[Likelihood]:
+        """Read a microbatch on each rank a piece. ValueError for a prompt or a completion without
+        tokens, NotFinite for a log-probability that is not finite.
+        """
+        items = greedy_items(answers)
+        requests = []
         sizes = []
-        for item in greedy_items(answers):
+        for item in chain.from_iterable(items.values()):
             pair = pair_of(item.prompt.prompt_ids, item.sampled_ids)
             sizes.append(NextToken().num_tokens(pair))
-            asked.append(ScoreRequest(item.prompt.prompt_ids, (item.sampled_ids,)))
-        evaluation = _Evaluation(
-            version=version,
-            answers=asked,
-            unread=deque(collate(sizes, self._settings.microbatch_tokens)),
-            logprobs_N=torch.zeros(len(asked), dtype=torch.float64),
-        )
-        self._evaluations.append(evaluation)
-
-    def findings(self) -> list[tuple[int, list[Likelihood]]]:
-        """Read a microbatch on each rank. NotFinite for a log-probability that is not finite."""
-        if not self._evaluations:
-            return []
-        oldest = self._evaluations[0]
-        microbatches: list[list[int]] = []
-        while oldest.unread and len(microbatches) < self._site.group.data_size:
-            microbatches.append(oldest.unread.popleft())
-        asked: Microbatches = []
-        for numbers in microbatches:
-            asked.append([oldest.answers[number] for number in numbers])
-        read = list(chain.from_iterable(microbatches))
-        oldest.logprobs_N[read] = self._site.together.call("perplexity", asked)
-        if oldest.unread:
-            return []
-        self._evaluations.popleft()
-        return [(oldest.version, self._found(oldest))]
+            requests.append(ScoreRequest(item.prompt.prompt_ids, (item.sampled_ids,)))
+        unread = collate(sizes, self._microbatch_tokens)
+        logprobs = torch.zeros(len(requests), dtype=torch.float64)
+        a_piece = self._site.group.data_size
+        for begin in range(0, len(unread), a_piece):
+            yield
+            microbatches = unread[begin : begin + a_piece]
+            asked: Microbatches = []
+            for numbers in microbatches:
+                asked.append([requests[number] for number in numbers])
+            read = list(chain.from_iterable(microbatches))
+            logprobs[read] = self._site.together.call("perplexity", asked)
+        logprobs_N = logprobs.numpy()
+        self._check_finite(version, logprobs_N)
+        num_tokens_N = np.array([request.completions[0].numel() for request in requests])
+        found = {}
+        for one, span in spans_of(items).items():
+            found[one] = Likelihood(num_tokens_N[span], logprobs_N[span])
+        return found
 
     def tensors(self) -> Iterator[Tensor]:
         """Yield this rank's share of the weights."""
         for parameter in self.decoder.parameters():
             yield local(parameter)
 
-    def close(self) -> None:
-        """Drop the evaluations."""
-        self._evaluations.clear()
-
-    def _found(self, evaluation: _Evaluation) -> list[Likelihood]:
-        logprobs_N = evaluation.logprobs_N.numpy()
-        self._check_finite(evaluation.version, logprobs_N)
-        sizes = [asked.completions[0].numel() for asked in evaluation.answers]
-        num_tokens_N = np.array(sizes)
-        found = []
-        for begin, end in spans_of(self.sets):
-            found.append(Likelihood(num_tokens_N[begin:end], logprobs_N[begin:end]))
-        return found
-
     def _check_finite(self, version: int, logprobs_N: np.ndarray) -> None:
         wrong = np.flatnonzero(~np.isfinite(logprobs_N))
         if wrong.size:
             first = wrong[0]
             raise NotFinite(
-                f"eval.base={self._settings.path}: the log-probability of policy version "
+                f"eval.base={self._path}: the log-probability of policy version "
                 f"{version}'s completion of held-out prompt {first} is {logprobs_N[first]}; try "
                 "model.dtype=float32 or another eval.base"
             )
@@ -179,6 +140,17 @@ class Perplexity(FindsBySet[Likelihood]):
         reshard(self.decoder)
         join_shares(logprobs_N, group)
         return logprobs_N
+
+
+def make_perplexity(config: Config) -> Callable[[Site], Perplexity]:
+    """Return a function that makes the judge of eval.base."""
+    assert config.eval.base is not None, "called only if eval.base is set"
+    return partial(
+        Perplexity,
+        path=config.eval.base,
+        dtype=config.model.dtype,
+        microbatch_tokens=config.trainer.microbatch_tokens,
+    )
 
 
 def _to_words(microbatches: Microbatches) -> Tensor:

@@ -14,18 +14,18 @@ from llamarl.config.sections.victim import placed_victim
 from llamarl.errors import BadInput
 from llamarl.launch.embedders import check_embedder
 from llamarl.launch.environments import check_environments
-from llamarl.launch.gold import check_gold
 from llamarl.launch.inputs import Inputs
-from llamarl.launch.kinds import reward_kinds
+from llamarl.launch.kinds import gold_kind, reward_kinds
 from llamarl.launch.model_directory import end_tokens_file, read_model, stop_tokens
 from llamarl.launch.placement import ranges
 from llamarl.models.build import build_decoder
-from llamarl.models.config import ModelConfig
+from llamarl.models.config import ModelConfig, read_config
 from llamarl.models.peft import check_adapter
 from llamarl.models.quantize import quantize_decoder
 from llamarl.models.scorer import SCORE
 from llamarl.models.sharding import adapter_shapes
 from llamarl.models.vocabulary import absent_ids
+from llamarl.tasks.held_out import reference_texts
 from llamarl.tasks.mixture import MixtureTask
 
 _OTHER_VOCABULARY = "but config.json says vocab_size={}; fetch both again"
@@ -59,9 +59,7 @@ def check_inputs(inputs: Inputs) -> None:
             _check_victim(inputs)
         for kind in reward_kinds(inputs):
             kind.check()
-        check_gold(inputs)
-        if c.eval.embedder is not None:
-            check_embedder(inputs, c.eval.embedder, "eval.embedder")
+        _check_judges(inputs)
         if c.trainer.critic.path:
             _check_critic(inputs, Path(c.trainer.critic.path), model)
         context = model.max_position_embeddings
@@ -138,6 +136,39 @@ def _check_victim(inputs: Inputs) -> None:
             f"victim.max_prompt_tokens={most}: {empty} tokens stand around every attack, so no "
             "attack fits; raise it"
         )
+
+
+def _check_judges(inputs: Inputs) -> None:
+    """Check what judges evaluations: the gold scorer, a text to compare with in each held-out row,
+    the base model and the embedder.
+    """
+    c = inputs.config.eval
+    gold = gold_kind(inputs)
+    if gold is not None:
+        gold.check()
+        reference_texts(inputs.eval_sets, inputs.eval_prompts, c.reference_key)
+    if c.base is not None:
+        _check_base(inputs, Path(c.base))
+    if c.embedder is not None:
+        check_embedder(inputs, c.embedder, "eval.embedder")
+
+
+def _check_base(inputs: Inputs, path: Path) -> None:
+    """Check that eval.base is a language model that reads the policy's tokens."""
+    config = read_model(path)
+    if config.labels:
+        raise ValueError(
+            f"eval.base={path}: {config.architecture} gives scores and no tokens; need the "
+            "language model that the policy started from"
+        )
+    policy = read_config(inputs.model_path)
+    if config.vocab_size < policy.vocab_size or inputs.has_other_tokens(path):
+        raise ValueError(
+            f"eval.base={path}: its vocabulary is not that of the policy, {inputs.model_path}, and "
+            "the perplexity is of the policy's tokens; need a model with the same tokenizer"
+        )
+    inputs.sampled.check_context(config, f"eval.base={path}")
+    inputs.check_weights(path, config)
 
 
 def _check_critic(inputs: Inputs, path: Path, policy: ModelConfig) -> None:

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 
 from llamarl.launch.inputs import Inputs
-from llamarl.launch.kinds import reward_kinds
+from llamarl.launch.kinds import gold_kind, reward_kinds
 from llamarl.scoring.scorer import Item, text_item
 from llamarl.tasks.environment import GIVEN
 from llamarl.tasks.list_task import ListTask
@@ -85,6 +85,13 @@ def check_sources(inputs: Inputs) -> None:
     for kind in reward_kinds(inputs):
         kind.try_out(samples)
     check_rows(inputs)
+
+
+def try_gold(inputs: Inputs) -> None:
+    """Try the gold scorer, as far as that is cheap. ValueError if it cannot be used."""
+    gold = gold_kind(inputs)
+    if gold is not None:
+        gold.try_out(samples_of(inputs))
 
 
 def check_rows(inputs: Inputs) -> None:

@@ -42,14 +42,13 @@ from llamarl.errors import (
 from llamarl.launch.checks import bad_input, check_inputs
 from llamarl.launch.dry_run import dry_run
 from llamarl.launch.environments import try_environments
-from llamarl.launch.gold import try_gold
 from llamarl.launch.identity import identity_of
 from llamarl.launch.job import Job
 from llamarl.launch.memory import announce_memory, warn_of_disk
 from llamarl.launch.planned import planned_placement
 from llamarl.launch.reading import SharedReading
 from llamarl.launch.run_directory import RunDirectory, open_run
-from llamarl.launch.sources import check_sources
+from llamarl.launch.sources import check_sources, try_gold
 from llamarl.tasks.held_out import shown_sets
 from llamarl.words.texts import first_of
 

@@ -100,6 +100,30 @@ def set_of(sets: Sequence[EvalSet], number: int) -> EvalSet:
     return found
 
 
+def reference_texts(
+    sets: Sequence[EvalSet], prompts: Mapping[int, Prompt], key: str | None
+) -> list[str] | None:
+    """Return the texts that held-out rows have under this key; None without a key. prompts: the
+    prompts of these sets, by number. ValueError for the first row without a text.
+    """
+    if key is None:
+        return None
+    texts = []
+    for number, prompt in prompts.items():
+        text = prompt.meta.get(key)
+        if not isinstance(text, str) or not text:
+            keys = ", ".join(prompt.meta) or "none"
+            one = set_of(sets, number)
+            row = f"{number - one.first}{one.place}"
+            raise ValueError(
+                f"eval.reference_key={key}: held-out row {row} ({prompt.text[:40]!r}) has no text "
+                f"under this key to compare with (its keys: {keys}); choose another key, or "
+                "eval.reference_key=null"
+            )
+        texts.append(text)
+    return texts
+
+
 class HeldOut:
     """Holds the held-out prompts of a run. own: the task's; others: by name, of eval.sets.
 

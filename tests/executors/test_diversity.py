@@ -5,9 +5,10 @@ import torch
 
 from llamarl.evaluation import diversity as diversity_module
 from llamarl.evaluation.diversity import TEXTS_A_CALL, Diversity
+from llamarl.evaluation.judges import advance
 from llamarl.scoring.scorer import site_alone
-from llamarl.tasks.held_out import EvalSet, own_set
-from tests.evaluated import evaluated
+from llamarl.tasks.held_out import EvalSet
+from tests.evaluated import begun, columns_of, evaluated
 from tests.launching import SMALL, ForkedJob
 
 DIRECTIONS = {"east": [1.0, 0.0], "north": [0.0, 1.0], "west": [-1.0, 0.0]}
@@ -34,13 +35,8 @@ def embedder(monkeypatch):
     return made
 
 
-def started(num_prompts):
-    sets = own_set(num_prompts)
-    return started_with(sets)
-
-
-def started_with(sets):
-    diversity = Diversity(settings=None, sets=sets, site=site_alone(torch.device("cpu")))
+def started():
+    diversity = Diversity(site_alone(torch.device("cpu")), settings=None)
     diversity.start()
     return diversity
 
@@ -55,32 +51,23 @@ def answers(*of_prompts, first=0):
 
 
 def test_it_is_the_mean_over_prompts_of_the_distance_among_a_prompts_answers(embedder):
-    diversity = started(3)
-    assert diversity.poll() == [] and not diversity.is_computing
-    diversity.begin(4, answers(["east", "east"], ["east", "west"], ["north", "east"]))
-    assert diversity.is_computing
-    ((version, metrics),) = diversity.poll()
-    assert version == 4 and metrics == {"eval/diversity": pytest.approx((0 + 2 + 1) / 3)}
-    assert not diversity.is_computing
+    asked = answers(["east", "east"], ["east", "west"], ["north", "east"])
+    assert columns_of(started(), asked) == {"eval/diversity": pytest.approx((0 + 2 + 1) / 3)}
 
 
 def test_each_set_has_a_mean_of_its_own(embedder):
     sets = (EvalSet("", 0, 1), EvalSet("a", 9, 2))
-    diversity = started_with(sets)
     of_a = answers(["east", "east"], ["north", "east"], first=9)
-    diversity.begin(4, answers(["east", "west"]) + of_a)
-    ((_, metrics),) = diversity.poll()
+    metrics = columns_of(started(), answers(["east", "west"]) + of_a, sets=sets)
     assert metrics == {"eval/diversity": pytest.approx(2), "eval/a/diversity": pytest.approx(0.5)}
 
 
-def test_it_works_in_pieces_and_ends_versions_in_order(embedder):
-    diversity = started(1)
-    diversity.begin(1, answers(["east", "north"] * TEXTS_A_CALL))
-    diversity.begin(2, answers(["west", "west"]))
-    assert diversity.poll() == []
-    assert [version for version, _ in diversity.poll()] == [1]
-    assert [version for version, _ in diversity.poll()] == [2]
-    assert embedder.calls == [TEXTS_A_CALL, TEXTS_A_CALL, 2]
+def test_it_works_in_pieces(embedder):
+    diversity = started()
+    work = begun(diversity, answers(["east", "north"] * TEXTS_A_CALL))
+    assert embedder.calls == [] and diversity.is_computing
+    assert advance(work) is None and embedder.calls == [TEXTS_A_CALL]
+    assert advance(work) is not None and embedder.calls == [TEXTS_A_CALL, TEXTS_A_CALL]
 
 
 @pytest.mark.slow

@@ -8,14 +8,15 @@ import pytest
 import torch
 
 from llamarl.errors import RewardError
-from llamarl.evaluation.gold import Gold, GoldSettings
+from llamarl.evaluation.gold import Gold
+from llamarl.evaluation.judges import advance
 from llamarl.scoring.model import ModelScorer
 from llamarl.scoring.scorer import Scorer, site_alone
 from llamarl.scoring.sharded import ScorerSettings
 from llamarl.scoring.weighted import Part
-from llamarl.tasks.held_out import EvalSet, own_set
+from llamarl.tasks.held_out import EvalSet
 from llamarl.types import Outcome
-from tests.evaluated import evaluated
+from tests.evaluated import begun, columns_of, evaluated, finished
 from tests.scorers import SCORES, write_scorer
 
 CPU = torch.device("cpu")
@@ -73,31 +74,23 @@ def model(settings):
     return partial(ModelScorer, "lengths", settings)
 
 
-def make(references, *, what=Lengths, sets=own_set(1000)):
-    settings = GoldSettings(scorer=Part("lengths", what), references=references, sets=sets)
-    gold = Gold(settings, site_alone(CPU))
+def make(references, *, what=Lengths):
+    gold = Gold(site_alone(CPU), scorer=Part("lengths", what), references=references)
     gold.load()
     gold.start()
     return gold
 
 
-def judged(gold, count=1):
-    """What it says of so many evaluations."""
-    found = []
-    for _ in range(100):
-        found += gold.findings()
-        if len(found) == count:
-            return [(version, said) for version, (said,) in found]
-        gold.wait(0.0)
-    raise AssertionError(f"{len(found)} of {count}")
+def judged(gold, answers, **options):
+    """What it says of an evaluation of one set."""
+    (said,) = finished(gold, begun(gold, answers, **options))
+    return said
 
 
 def test_what_has_no_score_is_masked_on_either_side(caplog):
     texts = ("aa", "a", "a", "error")
     gold = make(tuple(item(text) for text in texts))
-    gold.begin(0, answers("aaa", "abstain", "a", "aaaa"))
-    ((version, said),) = judged(gold)
-    assert version == 0
+    said = judged(gold, answers("aaa", "abstain", "a", "aaaa"))
     assert said.gold_N[[0, 2, 3]].tolist() == [3, 1, 4] and math.isnan(said.gold_N[1])
     assert said.wins_N[[0, 2]].tolist() == [1, 0.5] and np.isnan(said.wins_N[[1, 3]]).all()
     assert said.metrics()["eval/gold_masked"] == 1
@@ -105,29 +98,24 @@ def test_what_has_no_score_is_masked_on_either_side(caplog):
     assert "1 of 4 completions of policy version 0 have no score: nothing to say" in caplog.text
 
 
-def test_references_are_scored_once_and_evaluations_judged_in_order():
+def test_references_are_scored_once_for_all_evaluations():
     gold = make((item("aa"),))
-    gold.begin(3, answers("a"))
-    gold.begin(5, answers("aaa"))
-    assert gold.pending == 2
-    found = judged(gold, 2)
-    assert [(version, said.wins_N.tolist()) for version, said in found] == [(3, [0.0]), (5, [1.0])]
-    assert gold.pending == 0 and not gold.is_computing
+    works = [begun(gold, answers("a"), version=3), begun(gold, answers("aaa"), version=5)]
+    found = [finished(gold, work) for work in works]
+    assert [said.wins_N.tolist() for (said,) in found] == [[0.0], [1.0]]
+    assert not gold.is_computing
 
 
 @pytest.mark.parametrize("reference, answer", [("error", "a"), ("a", "error")])
 def test_nothing_that_could_be_scored_ends_the_run(reference, answer):
     gold = make((item(reference),))
-    gold.begin(2, answers(answer))
     with pytest.raises(RewardError, match="1 of 1 .*it broke; correct the gold scorer"):
-        judged(gold)
+        judged(gold, answers(answer))
 
 
 def test_a_gold_that_abstains_from_all_says_nothing(caplog):
     gold = make((item("a"),))
-    gold.begin(0, answers("abstain"))
-    ((_, said),) = judged(gold)
-    found = said.metrics()
+    found = judged(gold, answers("abstain")).metrics()
     assert found["eval/gold"] is None and found["eval/win_rate"] is None
     assert found["eval/gold_masked"] == 1 and "nothing to say" in caplog.text
 
@@ -136,9 +124,8 @@ def test_a_scorer_of_weights_that_are_no_numbers_gives_no_score(tmp_path):
     write_scorer(tmp_path)
     gold = make(None, what=model(ScorerSettings(path=str(tmp_path), dtype="float32")))
     gold._scorer.model.decoder.score.weight.data[:] = math.nan
-    gold.begin(0, answers("a"))
     with pytest.raises(RewardError, match="the score is nan"):
-        judged(gold)
+        judged(gold, answers("a"))
 
 
 def test_a_model_works_a_microbatch_at_a_call(tmp_path):
@@ -149,36 +136,28 @@ def test_a_model_works_a_microbatch_at_a_call(tmp_path):
     for prompt in range(6):  # of 4 tokens each, two a microbatch
         ids = (1 + prompt, 2)
         asked.append(evaluated(str(prompt), prompt=prompt, prompt_ids=ids, tokens=(3, 5)))
-    gold.begin(0, asked)
-    found = []
+    work = begun(gold, asked)
+    found = None
     for _ in range(3):
-        assert not found and gold.is_computing
-        found += gold.findings()
+        assert found is None and gold.is_computing
+        found = advance(work)
     assert not gold.is_computing
-    ((_, (all_of_them,)),) = found
-    alone = make(None, what=model(settings))
-    alone.begin(0, asked[:1])
-    ((_, first),) = judged(alone)
+    (all_of_them,) = found.values()
+    first = judged(make(None, what=model(settings)), asked[:1])
     assert all_of_them.gold_N[0] == pytest.approx(first.gold_N[0], abs=SCORES)
     assert len(list(gold.tensors())) > 0
 
 
 def test_sampled_answers_are_no_concern_of_it():
     gold = make(None)
-    gold.begin(0, [evaluated("aa"), evaluated("aaaa", sample=1), evaluated("a", prompt=1)])
-    ((_, said),) = judged(gold)
+    said = judged(gold, [evaluated("aa"), evaluated("aaaa", sample=1), evaluated("a", prompt=1)])
     assert said.gold_N.tolist() == [2, 1]
 
 
 def test_each_set_is_judged_by_itself():
-    sets = (EvalSet("", 0, 2), EvalSet("a", 7, 1))
-    gold = make((item("a"), item("a"), item("aaa")), sets=sets)
-    gold.begin(4, answers("aa", "aaaa", "b"))
-    found = []
-    for _ in range(5):
-        found += gold.poll()
-    ((version, columns),) = found
-    assert version == 4
+    sets = (EvalSet("", 0, 2), EvalSet("a", 2, 1))
+    gold = make((item("a"), item("a"), item("aaa")))
+    columns = columns_of(gold, answers("aa", "aaaa", "b"), version=4, sets=sets)
     assert columns["eval/gold"] == 3.0 and columns["eval/win_rate"] == 1.0
     assert columns["eval/a/gold"] == 1.0 and columns["eval/a/win_rate"] == 0.0
 
@@ -190,11 +169,10 @@ def test_a_gold_model_runs_beside_a_part_of_the_reward_of_its_name(tmp_path):
     reward = ModelScorer("lengths", settings, site)
     reward.load()
     scorer = Part("lengths", model(settings))
-    gold = Gold(GoldSettings(scorer=scorer, references=None, sets=own_set(1)), site)
+    gold = Gold(site, scorer=scorer, references=None)
     gold.load()
     gold.start()
-    gold.begin(0, answers("a"))
-    ((_, said),) = judged(gold)
+    said = judged(gold, answers("a"))
     reward.submit(0, item("a"))
     reward.release([0])
     ((_, outcome),) = reward.poll()
@@ -203,6 +181,6 @@ def test_a_gold_model_runs_beside_a_part_of_the_reward_of_its_name(tmp_path):
 
 def test_closing_frees_the_source():
     gold = make(None)
-    gold.begin(0, answers("a"))
+    begun(gold, answers("a"))
     gold.close()
-    assert gold._scorer.closed and gold.pending == 0
+    assert gold._scorer.closed

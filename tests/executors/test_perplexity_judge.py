@@ -8,17 +8,17 @@ import torch
 
 from llamarl.errors import NotFinite
 from llamarl.evaluation import perplexity as perplexity_module
+from llamarl.evaluation.judges import advance
 from llamarl.evaluation.perplexity import (
     Likelihood,
     Perplexity,
-    PerplexitySettings,
     _from_words,
     _to_words,
 )
 from llamarl.models.config import read_config, tiny_directory
 from llamarl.scoring.scorer import site_alone
-from llamarl.tasks.held_out import EvalSet, own_set
-from tests.evaluated import evaluated
+from llamarl.tasks.held_out import EvalSet
+from tests.evaluated import begun, columns_of, evaluated, finished
 from tests.executors.likelihoods import logprobs_by_transformers
 from tests.scorers import asked_for
 from tests.tolerances import of_logprobs
@@ -34,31 +34,23 @@ ANSWERS = [
 GREEDY = [answer.item for answer in ANSWERS if answer.completion.greedy]
 
 
-def make(*, microbatch_tokens=8, sets=own_set(3)):
-    settings = PerplexitySettings(
-        path=str(tiny_directory()), dtype="float32", microbatch_tokens=microbatch_tokens, sets=sets
+def make(*, microbatch_tokens=8):
+    judge = Perplexity(
+        site_alone(torch.device("cpu")),
+        path=str(tiny_directory()),
+        dtype="float32",
+        microbatch_tokens=microbatch_tokens,
     )
-    judge = Perplexity(settings, site_alone(torch.device("cpu")))
     judge.load()
     judge.start()
     return judge
 
 
-def found_by(judge):
-    found = []
-    while not found:
-        assert judge.is_computing
-        found = judge.findings()
-    return found
-
-
 def test_it_is_what_transformers_says_of_the_greedy_answers():
     judge = make()
-    judge.begin(5, ANSWERS)
-    ((version, (likelihood,)),) = found_by(judge)
+    (likelihood,) = finished(judge, begun(judge, ANSWERS))
     wanted = logprobs_by_transformers(GREEDY)
     tolerance = 4 * of_logprobs(read_config(tiny_directory()), size=LOGIT)  # the longest has four
-    assert version == 5 and not judge.is_computing
     assert likelihood.logprobs_N == pytest.approx(wanted, rel=0, abs=tolerance)
     assert likelihood.num_tokens_N.tolist() == [4, 1, 2]
     perplexity = math.exp(-wanted.sum() / 7)
@@ -71,12 +63,10 @@ def test_it_is_that_of_a_token_by_hand():
 
 
 def test_each_set_is_measured_by_itself():
-    judge = make(sets=(EvalSet("", 0, 1), EvalSet("a", 7, 2)))
-    judge.begin(0, ANSWERS)
-    ((_, (own, other)),) = found_by(judge)
-    alone = make()
-    alone.begin(0, ANSWERS)
-    ((_, columns),) = [*alone.poll(), *alone.poll(), *alone.poll()]
+    judge = make()
+    sets = (EvalSet("", 0, 1), EvalSet("a", 1, 2))
+    own, other = finished(judge, begun(judge, ANSWERS, sets=sets))
+    columns = columns_of(make(), ANSWERS)
     every = np.concatenate([own.logprobs_N, other.logprobs_N])
     assert (own.num_tokens_N.tolist(), other.num_tokens_N.tolist()) == ([4], [1, 2])
     assert columns["eval/perplexity"] == pytest.approx(math.exp(-every.sum() / 7), rel=EXACT)
@@ -95,10 +85,9 @@ def test_a_call_reads_a_microbatch(monkeypatch):
     answers = []
     for prompt in range(6):  # of 4 fed tokens each, two a microbatch
         answers.append(evaluated("", prompt=prompt, prompt_ids=(1 + prompt, 2), tokens=(3, 4, 5)))
-    judge.begin(0, answers)
+    work = begun(judge, answers)
     for expected in (1, 2, 3):
-        assert judge.is_computing
-        found = judge.findings()
+        found = advance(work)
         assert len(sizes) == expected
     assert sizes == [8, 8, 8] and len(found) == 1
 
@@ -107,11 +96,11 @@ def test_a_log_probability_that_is_no_number_ends_the_run(monkeypatch):
     nan = torch.full((3,), math.nan, dtype=torch.float64)
     monkeypatch.setattr(perplexity_module, "completion_logprobs", lambda *_: nan)
     judge = make(microbatch_tokens=100)
-    judge.begin(7, ANSWERS)
+    work = begun(judge, ANSWERS, version=7)
     with pytest.raises(
         NotFinite, match="policy version 7's completion of held-out prompt 0 is nan"
     ):
-        judge.poll()
+        advance(work)
 
 
 def test_what_other_ranks_are_told_is_what_was_asked():

@@ -15,12 +15,13 @@ from executors.reward import Reward
 from llamarl.controller import ExecutorController
 from llamarl.errors import RewardError
 from llamarl.evaluation.judges import EvalJudge
-from llamarl.evaluation.samples import Samples
+from llamarl.evaluation.report import Samples
 from llamarl.scoring import assembly
 from llamarl.scoring.in_turn import InTurn
 from llamarl.scoring.pool import RewardPool
 from llamarl.tasks.held_out import APART, EvalSet, own_set
 from llamarl.types import Completion, EvalCompletion, Group, Outcome
+from tests.evaluated import Said
 from tests.executors.fakes import FakeStream
 from tests.executors.pooled import FN, WORDS, make_prompt, train_prompt
 
@@ -226,14 +227,14 @@ def test_a_function_is_told_what_was_sampled(build):
     assert values["eval/reward"] == 127.0
 
 
-def writes(folder, sets):
+def writes(folder):
     """What makes a judge that writes evaluations."""
-    return lambda site: Samples(folder, sets, success_above=None)
+    return lambda site: Samples(folder, success_above=None)
 
 
 def test_what_is_answered_at_an_evaluation_is_written_with_its_scores(build, tmp_path):
     sets = own_set(2)
-    written = writes(tmp_path / "samples", sets)
+    written = writes(tmp_path / "samples")
     executor = build(eval_sets=sets, num_eval_samples=1, judges=[written])
     feed = executor.inputs.of(EvalCompletion).records
     feed.extend([answer(1, 1, "wrong"), answer(0, 0, "right"), answer(1, 0, "error")])
@@ -259,7 +260,7 @@ def test_what_is_answered_at_an_evaluation_is_written_with_its_scores(build, tmp
 def test_samples_that_cannot_be_written_are_warned_of_once_and_end_nothing(build, tmp_path, caplog):
     (tmp_path / "samples").write_text("a file in its place")
     sets = own_set(1)
-    executor = build(eval_sets=sets, judges=[writes(tmp_path / "samples", sets)])
+    executor = build(eval_sets=sets, judges=[writes(tmp_path / "samples")])
     for version in (3, 4):
         executor.inputs.of(EvalCompletion).records.append(answer(0, 0, "right", version=version))
         settle(executor)
@@ -274,14 +275,13 @@ class Patient(EvalJudge):
         self.may_speak = False
         self.begun = []
 
-    def begin(self, version, answers):
-        self.begun.append((version, [answer.item.text for answer in answers]))
-
-    def poll(self):
-        if not self.may_speak:
-            return []
-        told, self.begun = self.begun, []
-        return [(version, {"eval/judged": float(len(texts))}) for version, texts in told]
+    def judge(self, version, answers):
+        ((one, own),) = answers.items()
+        self.begun.append((version, [answer.item.text for answer in own]))
+        yield
+        while not self.may_speak:
+            yield
+        return {one: Said({"eval/judged": float(len(own))})}
 
 
 def test_an_evaluation_is_reported_once_its_judges_have_spoken(build):
@@ -503,7 +503,7 @@ def test_a_function_over_completions_sees_each_set_by_itself(build):
 
 def test_what_is_answered_is_written_with_its_set_and_its_number_there(build, tmp_path):
     sets = (EvalSet("", 0, 1), EvalSet("a", APART, 2))
-    executor = build(eval_sets=sets, judges=[writes(tmp_path / "samples", sets)])
+    executor = build(eval_sets=sets, judges=[writes(tmp_path / "samples")])
     feed = executor.inputs.of(EvalCompletion).records
     feed.extend(answer(number, 0, "right") for number in (APART + 1, 0, APART))
     settle(executor)

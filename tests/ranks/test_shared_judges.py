@@ -9,8 +9,8 @@ import torch
 
 from llamarl.comm.groups import World, executor_group
 from llamarl.comm.together import Alone
-from llamarl.evaluation.gold import Gold, GoldSettings
-from llamarl.evaluation.perplexity import Perplexity, PerplexitySettings
+from llamarl.evaluation.gold import Gold
+from llamarl.evaluation.perplexity import Perplexity
 from llamarl.executor import ExecutorGroup
 from llamarl.models.config import read_config, tiny_directory
 from llamarl.scoring.model import ModelScorer
@@ -18,7 +18,7 @@ from llamarl.scoring.scorer import Site
 from llamarl.scoring.sharded import ScorerSettings
 from llamarl.scoring.weighted import Part
 from llamarl.tasks.held_out import EvalSet
-from tests.evaluated import evaluated
+from tests.evaluated import columns_of, evaluated
 from tests.executors.likelihoods import logprobs_by_transformers
 from tests.ranks.topologies import TOPOLOGIES, WORLD
 from tests.scorers import SCORES, asked_for, transformers_scores, write_scorer
@@ -57,18 +57,18 @@ class Told(Alone):
 def judges_at(group: ExecutorGroup, path: str) -> list:
     site = Site(group, Told(), reproducible=True)
     scorer = ScorerSettings(path=path, dtype="float32", microbatch_tokens=MICROBATCH_TOKENS)
-    gold = GoldSettings(
+    gold = Gold(
+        site,
         scorer=Part("gold", partial(ModelScorer, "gold", scorer)),
-        references=tuple(answer.item for answer in answers(1)),
-        sets=SETS,
+        references=[answer.item for answer in answers(1)],
     )
-    base = PerplexitySettings(
+    base = Perplexity(
+        site,
         path=str(tiny_directory()),
         dtype="float32",
         microbatch_tokens=MICROBATCH_TOKENS,
-        sets=SETS,
     )
-    return [Gold(gold, site), Perplexity(base, site)]
+    return [gold, base]
 
 
 def judged(rank: int, path: str, num_ranks: int, topologies: dict) -> dict[str, list]:
@@ -91,13 +91,7 @@ def judged(rank: int, path: str, num_ranks: int, topologies: dict) -> dict[str, 
         for judge in judges_at(group, path):
             judge.load()
             judge.start()
-            judge.begin(5, answers(0))
-            said = judge.poll()
-            while not said:
-                said = judge.poll()
-            ((version, own),) = said
-            assert version == 5
-            columns |= own
+            columns |= columns_of(judge, answers(0), sets=SETS)
             held += sum(tensor.numel() for tensor in judge.tensors())
         found[name] = [columns, held]
     return found

@@ -192,7 +192,7 @@ def test_the_directory_of_the_lines_is_made(evaluate):
 def test_lines_that_cannot_be_written_are_said_before_anything_is_answered(
     recipe, tmp_path, capsys, monkeypatch
 ):
-    monkeypatch.setattr(recipe, "answer", None)
+    monkeypatch.setattr(recipe, "complete_prompts", None)
     (tmp_path / "file").touch()
     for out in (tmp_path, tmp_path / "file" / "x.jsonl"):
         assert recipe.main([f"model.path={tiny_directory()}", f"out={out}"]) == BAD_INPUT

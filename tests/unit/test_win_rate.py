@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
+from llamarl.evaluation.gold import Judged
 from llamarl.evaluation.win_rate import (
     INTERCEPT_DEVIATION,
     SLOPE_DEVIATION,
-    Judged,
     length_controlled,
     length_controlled_interval,
     scaled_lengths,
@@ -17,6 +17,7 @@ from llamarl.evaluation.win_rate import (
     win_rate,
     wins,
 )
+from tests.evaluated import evaluated
 
 NAN = math.nan
 CONVERGED = 1e-6  # what an optimiser of another kind leaves
@@ -128,12 +129,14 @@ def test_sigmoid_far_out():
 
 
 def test_what_is_reported_of_answers_by_hand():
+    def item(text, num_tokens):
+        return evaluated(text, tokens=(1,) * num_tokens).item
+
     judged = Judged(
-        num_tokens_N=np.array([2, 4]),
+        answers=[item("a", 2), item("b", 4)],
         gold_N=np.array([1.0, NAN]),
+        references=[item("c", 1), item("d", 1)],
         against_N=np.array([0.0, 3.0]),
-        against_tokens_N=np.array([1, 1]),
-        same_N=np.array([False, False]),
     )
     found = judged.metrics()
     assert found["eval/gold"] == 1 and found["eval/gold_masked"] == 1
@@ -141,5 +144,5 @@ def test_what_is_reported_of_answers_by_hand():
     assert found["eval/win_rate"] == 1  # of the one that has a score
     assert found["eval/win_rate_length_controlled"] is None  # it is longer
     assert "eval/perplexity" not in found  # that is another judge's
-    alone = Judged(num_tokens_N=np.array([2]), gold_N=np.array([1.0]))
+    alone = Judged(answers=[item("a", 2)], gold_N=np.array([1.0]))
     assert alone.metrics() == {"eval/gold": 1, "eval/gold_masked": 0}
