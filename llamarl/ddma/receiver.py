@@ -27,8 +27,7 @@ from llamarl.ddma.protocol import MAX_RETRIES, LinkContext, Outgoing, work_behin
 from llamarl.ddma.route import WeightsRoute
 from llamarl.errors import LinkTimeout, PeerDied, TimedOut, WeightsError
 from llamarl.models.config import ModelConfig
-from llamarl.models.dtensors import is_dtensor
-from llamarl.models.fsdp import local
+from llamarl.models.fsdp import is_dtensor, local
 from llamarl.models.sharding import Box
 
 # Buckets that may arrive before the thread of their link, which works behind the model, comes to

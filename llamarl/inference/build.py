@@ -16,12 +16,11 @@ from llamarl.inference.protocol import Bind
 from llamarl.inference.vllm_engine import VLLMEngine
 from llamarl.models.build import Decoder, build_decoder, read_config
 from llamarl.models.config import Lora
-from llamarl.models.hf import load_weights
+from llamarl.models.hf import absent_rows, load_weights
 from llamarl.models.lora import lay_side_by_side, travelling
 from llamarl.models.quantize import quantize_decoder
 from llamarl.models.sharding import adapter_shapes, parameter_shapes
 from llamarl.models.tp import TensorParallel
-from llamarl.models.vocabulary import absent_rows
 
 
 def build_native(

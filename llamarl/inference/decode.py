@@ -33,9 +33,8 @@ from llamarl.inference.sampler import check_vector
 from llamarl.machine.kernels import library
 from llamarl.models.attention import Attention
 from llamarl.models.build import Decoder, FeedForward, Layer
-from llamarl.models.fused import is_altered
+from llamarl.models.fused import RMSNorm, is_altered
 from llamarl.models.lora import LoraLinear, adapters_of
-from llamarl.models.norms import RMSNorm
 
 _CPU = torch.device("cpu")
 _FLAGS = {torch.float32: ("-fopenmp",), torch.bfloat16: ("-fopenmp", "-DBF16")}

@@ -20,11 +20,11 @@ from llamarl.launch.model_directory import end_tokens_file, read_model, stop_tok
 from llamarl.launch.placement import ranges
 from llamarl.models.build import build_decoder
 from llamarl.models.config import ModelConfig, read_config
+from llamarl.models.hf import absent_ids
 from llamarl.models.peft import check_adapter
 from llamarl.models.quantize import quantize_decoder
 from llamarl.models.scorer import SCORE
 from llamarl.models.sharding import adapter_shapes
-from llamarl.models.vocabulary import absent_ids
 from llamarl.tasks.held_out import reference_texts
 from llamarl.tasks.mixture import MixtureTask
 

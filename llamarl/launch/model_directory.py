@@ -13,11 +13,10 @@ from pathlib import Path
 
 from llamarl.config.placement import TINY_MODEL
 from llamarl.models.attention import rotary_of
-from llamarl.models.config import ModelConfig, check_sizes, read_config
+from llamarl.models.config import ModelConfig, check_as_transformers_reads, check_sizes, read_config
 from llamarl.models.directory import check_files, read_json
 from llamarl.models.fingerprint import weights_digest
 from llamarl.models.hf import load_tokenizer
-from llamarl.models.resolved import check_as_transformers_reads
 from llamarl.tasks.special import turn_end
 
 # What a tokenizer is made of, of these the JSON.

@@ -24,10 +24,9 @@ from torch import Tensor
 from llamarl.learning.packing import to_device
 from llamarl.learning.segments import wide_dtype
 from llamarl.memory import CHUNK_TOKENS, KEEP_BYTES, KEEP_LOGITS
-from llamarl.models.attention import PackedAttention
+from llamarl.models.attention import PackedAttention, rounded_up
 from llamarl.models.fused import add_up, kernels, weight_gradient
 from llamarl.models.protocol import LanguageModel
-from llamarl.models.sizes import rounded_up
 from llamarl.types import Group, PackedBatch
 
 # A logit that is out of the distribution. e^-1e30 is 0 and, unlike for -infinity, so is 0 * -1e30.

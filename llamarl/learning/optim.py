@@ -17,8 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from llamarl.learning.segments import wide_dtype
-from llamarl.models.dtensors import is_dtensor
-from llamarl.models.fsdp import local
+from llamarl.models.fsdp import is_dtensor, local
 from llamarl.models.sharded_state import MOMENTS, moment
 
 SCHEDULES: dict[str, Callable[[float], float]] = {  # progress 0..1 after the warm-up -> factor 0..1

@@ -17,17 +17,16 @@ from torch import Tensor, nn
 
 from llamarl.models.config import ModelConfig
 from llamarl.models.fused import (
+    AttentionBlock,
     PackedProducts,
-    Part,
+    RMSNorm,
     add_rms_norm,
     kernels,
     masked_products,
     projections,
     rotate,
 )
-from llamarl.models.norms import RMSNorm
 from llamarl.models.sharding import heads_of
-from llamarl.models.sizes import rounded_up
 from llamarl.models.tp import KeyValueSharing, TensorParallel, copied, summed
 
 # Up to this many keys the CPU's fused kernel, made for long sequences, takes up to 15 times as long
@@ -37,7 +36,7 @@ SHORT = {torch.bfloat16: 512, torch.float32: 256, torch.float64: 256}
 # padded no further.
 CALL = {"cpu": 1 << 13, "cuda": 1 << 20}
 # Sizes between a power of two and the next that a CPU computes: of all tokens, for the products
-# with weights, and of segments and their lengths, for attention's. See llamarl.models.sizes.
+# with weights, and of segments and their lengths, for attention's. See llamarl.models.attention.
 TOKEN_STEPS = 16
 SEGMENT_STEPS = 8
 
@@ -205,7 +204,7 @@ def _part(
     prefix_lengths: Tensor,
     *,
     few_sizes: bool,
-) -> Part:
+) -> AttentionBlock:
     """Pad N segments to the longest, with the tokens of their parents before their own keys.
 
     starts, lengths [N]: each segment's first token and count; prefix_starts, prefix_lengths [N]:
@@ -227,7 +226,7 @@ def _part(
     # zero.
     queries_NL = _places(starts, lengths, longest)
     before_NP = _places(prefix_starts, prefix_lengths, prefix)
-    return Part(
+    return AttentionBlock(
         queries_NL=queries_NL,
         keys_NM=torch.cat([before_NP, queries_NL], dim=1),
         lengths_N=lengths,
@@ -480,3 +479,15 @@ class Attention(nn.Module):
             scale_K = copied(scale_K, self.tp)
         _, normed_THK = add_rms_norm(x_THK, None, scale_K, norm.eps)
         return normed_THK
+
+
+# oneDNN compiles code for each new shape of a product: 0.2 ms and 400 kB each. Batches never have
+# the same number of tokens twice, so we pad to few sizes, which are all compiled after some steps.
+def rounded_up(size: int, *, steps: int) -> int:
+    """Return the least size that is at least `size`, of those that lie at `steps` equal distances
+    between a power of two and the next. It is less than size (1 + 1 / steps).
+
+    steps: a power of two; sizes below it are their own.
+    """
+    unit = max(1, (1 << size.bit_length() - 1) // steps) if size > 0 else 1
+    return -(-size // unit) * unit

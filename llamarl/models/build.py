@@ -21,11 +21,10 @@ from torch.utils.checkpoint import checkpoint
 
 from llamarl.models.attention import Angles, Attention, AttentionContext, rotary_of
 from llamarl.models.config import ModelConfig, read_config
-from llamarl.models.dtensors import is_dtensor
-from llamarl.models.fused import projections, swiglu
+from llamarl.models.fsdp import is_dtensor
+from llamarl.models.fused import norm_of, projections, swiglu
 from llamarl.models.lora import add_lora
 from llamarl.models.masters import Masters
-from llamarl.models.norms import norm_of
 from llamarl.models.protocol import Head
 from llamarl.models.sharding import span
 from llamarl.models.tp import SplitEmbedding, TensorParallel, copied, gathered, summed

@@ -12,10 +12,9 @@ from llamarl.executor import ExecutorGroup
 from llamarl.models.build import Decoder, build_decoder, read_config
 from llamarl.models.config import Lora
 from llamarl.models.fsdp import wrap
-from llamarl.models.hf import load_weights
+from llamarl.models.hf import absent_rows, load_weights
 from llamarl.models.lora import reset_lora
 from llamarl.models.tp import TensorParallel
-from llamarl.models.vocabulary import absent_rows
 
 
 def frozen_decoder(

@@ -6,17 +6,17 @@ A rank's box of a parameter is its rows (FSDP2) of its tensor-parallel part
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from llamarl.models.dtensors import is_dtensor, is_fsdp_module
 from llamarl.models.protocol import LanguageModel
 from llamarl.models.sharding import (
     Box,
@@ -27,7 +27,10 @@ from llamarl.models.sharding import (
 )
 from llamarl.models.tp import TensorParallel
 
-if TYPE_CHECKING:  # FSDP2 is loaded where something is sharded: llamarl.models.dtensors
+# torch.distributed.tensor and torch.distributed.fsdp take a CPU second to import. We load them only
+# where something is sharded: a rank that trains alone, samples or scores does without.
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor
 
 
@@ -215,3 +218,20 @@ def _joined(decoder: LanguageModel, name: str, part: Tensor) -> Tensor:
         return part
     is_by_rows = part.shape[0] != whole[0]
     return torch.cat(parts, 0 if is_by_rows else 1)
+
+
+def is_dtensor(tensor: object) -> TypeGuard[DTensor]:
+    """Whether a tensor is a DTensor, of which each rank holds a part."""
+    return _is_of(tensor, "torch.distributed.tensor", "DTensor")
+
+
+def is_fsdp_module(module: object) -> TypeGuard[FSDPModule]:
+    """Whether a module is wrapped by FSDP2."""
+    return _is_of(module, "torch.distributed.fsdp", "FSDPModule")
+
+
+def _is_of(instance: object, module: str, name: str) -> bool:
+    """Whether something is an instance of a module's class, which exists once that is loaded."""
+    # Nothing can be an instance of a class that is not loaded; None also while it is being loaded.
+    kind = getattr(sys.modules.get(module), name, None)
+    return kind is not None and isinstance(instance, kind)

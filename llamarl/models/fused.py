@@ -29,6 +29,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from llamarl.machine.kernels import library
+from llamarl.models.config import ModelConfig
 
 Gradients = tuple[Tensor | None, ...]  # from backward: one for each input of forward
 
@@ -381,7 +382,7 @@ class _Projections(Function):
 
 
 @dataclass(frozen=True)
-class Part:
+class AttentionBlock:
     """N segments of a packed batch, padded to L queries and M = P + L keys each; P: places before a
     segment's own tokens.
 
@@ -445,7 +446,12 @@ class PackedProducts(Function):
 
     @staticmethod
     def forward(
-        ctx, q_THK: Tensor, k_TJK: Tensor, v_TJK: Tensor, parts: Sequence[Part], num_tokens: int
+        ctx,
+        q_THK: Tensor,
+        k_TJK: Tensor,
+        v_TJK: Tensor,
+        parts: Sequence[AttentionBlock],
+        num_tokens: int,
     ) -> Tensor:
         kv_heads, head_dim = k_TJK.shape[1:]
         q_THK = q_THK.contiguous()
@@ -509,14 +515,62 @@ def _gathered(
     return out
 
 
-def _scatter(x_BRK: Tensor, part: Part, out_THK: Tensor) -> None:
+def _scatter(x_BRK: Tensor, part: AttentionBlock, out_THK: Tensor) -> None:
     """Put the part's tokens in their places of out."""
     index_NL = part.queries_NL
     sizes = (*index_NL.shape, *out_THK.shape[1:])
     call_kernel(present_kernels(x_BRK).scatter, out_THK, x_BRK, index_NL, part.lengths_N, *sizes)
 
 
-def _scatter_add(x_BMK: Tensor, part: Part, out_TJK: Tensor) -> None:
+def _scatter_add(x_BMK: Tensor, part: AttentionBlock, out_TJK: Tensor) -> None:
     """Add what belongs to the part's keys to their tokens' float32 sums."""
     sizes = (*part.keys_NM.shape, *out_TJK.shape[1:])
     call_kernel(present_kernels(x_BMK).scatter_add, out_TJK, x_BMK, part.keys_NM, *sizes)
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) in float32, then in x's dtype times `scale`: Hugging Face's order of rounding."""
+
+    def __init__(self, dim: int, eps: float):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(dim))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        _, normed = add_rms_norm(x, None, self.scale, self.eps)
+        return normed
+
+    def of_sum(self, x: Tensor, change: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return (h, norm(h)) with h = x + change (None: x), in one kernel unless a subclass or a
+        hook must be called.
+        """
+        if type(self) is not RMSNorm or is_altered(self):
+            h = x if change is None else x + change
+            return h, self(h)
+        return add_rms_norm(x, change, self.scale, self.eps)
+
+
+class LayerNorm(nn.Module):
+    """(x - mean(x)) / std(x) in float32, times `scale`, plus `bias`          (Ba et al. 2016)"""
+
+    def __init__(self, dim: int, eps: float):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(dim))
+        self.bias = nn.Parameter(torch.zeros(dim))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, self.scale.shape, self.scale, self.bias, self.eps)
+
+    def of_sum(self, x: Tensor, change: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return (h, norm(h)) with h = x + change (None: x)."""
+        h = x
+        if change is not None:
+            h = x + change
+        return h, self(h)
+
+
+def norm_of(config: ModelConfig) -> RMSNorm | LayerNorm:
+    """Return a norm of the residual stream."""
+    kind = LayerNorm if config.traits.norm == "layer" else RMSNorm
+    return kind(config.hidden_size, eps=config.rms_norm_eps)

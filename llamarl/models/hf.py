@@ -420,3 +420,20 @@ def _says_plain_tokenizer(path: Path) -> bool:
         return False
     is_plain = tokenizer.get("tokenizer_class") in PLAIN_TOKENIZERS
     return is_plain and "auto_map" not in tokenizer and model.get("model_type") in TAKEN_AT_WORD
+
+
+# Vocabularies are padded to round sizes: Qwen3 has 151,936 rows for 151,669 tokens. A row without a
+# token is no text, so it is left out of the sampled distribution and of every softmax over it.
+def absent_ids(tokenizer, vocab_size: int) -> list[int]:
+    """Return the ids below vocab_size that a tokenizer of transformers has no token for."""
+    return sorted(set(range(vocab_size)).difference(tokenizer.get_vocab().values()))
+
+
+def absent_rows(path: str | Path, vocab_size: int, device: str | torch.device) -> Tensor | None:
+    """Return the absent ids [A] int64 of a model directory. None if its tokenizer has a token for
+    each row, or if there is no tokenizer, so that nobody reads ids as text.
+    """
+    if not (Path(path) / "tokenizer_config.json").is_file():
+        return None
+    absent = absent_ids(load_tokenizer(path), vocab_size)
+    return torch.tensor(absent, device=device) if absent else None

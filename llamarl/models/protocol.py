@@ -46,7 +46,7 @@ class LanguageModel(Protocol):
     tensor_parallel: TensorParallel | None  # whose part of each parameter this is; None: the whole
     layers: nn.ModuleList
     # [A] int64: rows of the vocabulary that the tokenizer has no token for, left out of every
-    # softmax; None: there are none (llamarl.models.vocabulary).
+    # softmax; None: there are none (llamarl.models.hf).
     absent_rows: Tensor | None
 
     @overload

@@ -14,12 +14,11 @@ from llamarl.machine.precision import warn_of_slow_bfloat16
 from llamarl.models.build import Decoder, build_decoder, read_config
 from llamarl.models.config import Lora
 from llamarl.models.fsdp import local, wrap
-from llamarl.models.hf import load_weights
+from llamarl.models.hf import absent_rows, load_weights
 from llamarl.models.lora import reset_lora
 from llamarl.models.masters import Masters
 from llamarl.models.scorer import SCORE, draw_score_head
 from llamarl.models.tp import TensorParallel
-from llamarl.models.vocabulary import absent_rows
 
 log = logging.getLogger(__name__)
 MOST_TIES = 1e-3  # share of the weights; of weights as training leaves them 2^-16 are ties

@@ -12,7 +12,7 @@ from llamarl.inference import Engine
 from llamarl.models.attention import PackedAttention
 from llamarl.models.build import Decoder, FeedForward, build_decoder, random_weights, read_config
 from llamarl.models.config import tiny_directory
-from llamarl.models.norms import RMSNorm
+from llamarl.models.fused import RMSNorm
 
 IDS = [7, 8, 9, 10]
 

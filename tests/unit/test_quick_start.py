@@ -18,7 +18,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from llamarl.learning.optim import build_optimizer
 from llamarl.models.build import Decoder, build_decoder
 from llamarl.models.config import read_config, tiny_directory
-from llamarl.models.dtensors import is_dtensor, is_fsdp_module
+from llamarl.models.fsdp import is_dtensor, is_fsdp_module
 from llamarl.models.hf import PLAIN_TOKENIZERS, TAKEN_AT_WORD, load_tokenizer
 from tests.launching import JOB_S, ROOT, SMALL, environment
 
@@ -209,7 +209,7 @@ def test_what_is_not_sharded_is_known_without_fsdp():
     code = """
 import sys
 import torch
-from llamarl.models.dtensors import is_dtensor, is_fsdp_module
+from llamarl.models.fsdp import is_dtensor, is_fsdp_module
 
 assert not is_dtensor(torch.zeros(2)) and not is_fsdp_module(torch.nn.Linear(2, 2))
 assert "torch.distributed.tensor" not in sys.modules

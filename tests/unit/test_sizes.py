@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 
 from llamarl.config.placement import TINY_MODEL
 from llamarl.learning.logprobs import make_head
-from llamarl.models.attention import TOKEN_STEPS, PackedAttention
+from llamarl.models.attention import TOKEN_STEPS, PackedAttention, rounded_up
 from llamarl.models.build import build_decoder, random_weights, read_config
-from llamarl.models.sizes import rounded_up
 from tests.tolerances import of_logprobs
 
 

@@ -12,8 +12,7 @@ import torch
 from llamarl.errors import NotFinite
 from llamarl.learning.targets import Shaping
 from llamarl.learning.update import StepAborted
-from llamarl.learning.values import SharedCritic
-from llamarl.models.heads import value_head
+from llamarl.learning.values import SharedCritic, value_head
 from tests.unit.ppo_steps import (
     EPS,
     PPO,

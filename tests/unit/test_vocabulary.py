@@ -24,8 +24,8 @@ from llamarl.learning.sft import NextToken, Pair, completion_logprobs, pack_pair
 from llamarl.learning.targets import Targets
 from llamarl.models.config import tiny_directory
 from llamarl.models.frozen import frozen_decoder
+from llamarl.models.hf import absent_rows
 from llamarl.models.training import training_decoder
-from llamarl.models.vocabulary import absent_rows
 from tests.decoding import drain
 from tests.padded import ABSENT, ROWS, padded_directory
 
