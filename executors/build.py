@@ -9,16 +9,20 @@ from typing import Literal
 
 import torch
 
-from executors.build_dialogues import dialogue_engine
 from executors.build_trainer import build_trainer, late_ends_of, parity_limits
-from executors.generator import Generator
+from executors.generator import TRAIN, Generator
 from executors.reference import Reference
 from executors.reward import Reward
 from executors.trainer import FSDPTrainer
 from executors.victim import Victim
 from llamarl.config.command_line import Config
 from llamarl.config.placement import judge_models
+from llamarl.config.sections.task import PlayedSettings
 from llamarl.config.sections.victim import placed_victim
+from llamarl.environments.calls import FORMATS
+from llamarl.environments.dialogues import Dialogues, Environment
+from llamarl.environments.engine import DialogueEngine
+from llamarl.environments.pool import EnvironmentPool
 from llamarl.evaluation.diversity import Diversity
 from llamarl.evaluation.gold import make_gold, references_of
 from llamarl.evaluation.judges import MakeEvalJudge
@@ -42,6 +46,9 @@ from llamarl.scoring.pairs import PairRule
 from llamarl.scoring.replies import ReplySettings
 from llamarl.scoring.scorer import MakeScorer, Scorer, site_alone
 from llamarl.scoring.weighted import Weighted
+from llamarl.tasks.environment import makes_prompts, turn_tokens
+from llamarl.tasks.held_out import section_of
+from llamarl.types import Prompt
 
 
 def sampling_of(config: Config, inputs: Inputs) -> SamplingParams:
@@ -112,6 +119,65 @@ def engine_builder(config: Config, inputs: Inputs, adapt: Callable[[Decoder], No
         return dialogue_engine(engine, inputs) if config.environments else engine
 
     return build
+
+
+def dialogue_engine(inner: Engine, inputs: Inputs) -> DialogueEngine:
+    """Build the engine of dialogues around one that samples turns and has its weights."""
+    reproducible = inputs.config.reproducible
+    sections = inputs.config.environments.keys()
+    return DialogueEngine(
+        inner,
+        partial(_dialogues, inputs, reproducible=reproducible),
+        prompt_of=partial(_prompt_of, inputs),
+        is_played=lambda prompt: section_of(prompt) in sections,
+        reproducible=reproducible,
+    )
+
+
+def _prompt_of(inputs: Inputs, stream: int, ticket: int) -> Prompt:
+    """Return the prompt of a ticket, or in a stream of evaluations the held-out one."""
+    return inputs.prompts[ticket] if stream == TRAIN else inputs.held_out.prompt(ticket)
+
+
+def _dialogues(inputs: Inputs, on_answer: Callable[[], None], *, reproducible: bool) -> Dialogues:
+    """Build the dialogues of a replica with all its environments, and their workers."""
+    environments = {}
+    for section, task in inputs.config.environments.items():
+        environments[section] = _environment(task, section, inputs, on_answer)
+    return Dialogues(
+        environments, decode=inputs.decode, seed=inputs.config.seed, reproducible=reproducible
+    )
+
+
+def _environment(
+    task: PlayedSettings, section: str, inputs: Inputs, on_answer: Callable[[], None]
+) -> Environment:
+    """Build what plays the prompts of a section."""
+    play = task.play
+    turns = turn_tokens(
+        task.environment, inputs.tokenizer, chat=task.chat, system_prompt=task.system_prompt
+    )
+    calls = play.calls
+    if calls == "auto":
+        calls = "json" if turns.has_template else "words"
+    has_own_messages = makes_prompts(task.environment)
+    return Environment(
+        pool=EnvironmentPool(
+            task.environment,
+            num_workers=play.num_workers,
+            timeout_s=play.timeout_s,
+            memory_mb=play.memory_mb,
+            on_answer=on_answer,
+            section=section,
+        ),
+        turns=turns,
+        read_calls=FORMATS[calls],
+        prompt_key=task.prompt_key,
+        is_own=task.path is None or has_own_messages,
+        is_dialogue=has_own_messages,
+        max_turns=play.max_turns,
+        max_turn_tokens=play.max_turn_tokens,
+    )
 
 
 def build_executors(

@@ -13,7 +13,7 @@ from llamarl.launch.job import Job
 from llamarl.learning.buffer import GroupBuffer
 from llamarl.learning.logprobs import LateEnds
 from llamarl.learning.losses import check_options, options_of, resolve_loss
-from llamarl.learning.losses.common import has_mark
+from llamarl.learning.losses.common import Loss, has_mark
 from llamarl.learning.losses.regularisers import regularised
 from llamarl.learning.optim import AdamSettings, value_at
 from llamarl.learning.replay import Draw, ReplayBuffer, SharedReplayBuffer, SplitReplayBuffer
@@ -89,40 +89,66 @@ def _check_splits(loss_fn: Callable, name: str) -> None:
 
 def build_trainer(config: Config, job: Job, kind: type[FSDPTrainer] = FSDPTrainer) -> FSDPTrainer:
     """Build the trainer, with its loss and its buffer. kind: the trainer's class."""
-    t, g = config.trainer, config.generator
+    t = config.trainer
     reference = config.reference
     own_reference = None
     if reference.kind != "frozen" and reference.kind != "reset":  # these two are executors
         own_reference = reference.kind
+    critic_path = None
+    if t.critic.trunk == "own":
+        critic_path = t.critic.path or str(job.inputs.model_path)
+    loss_fn = loss_of(config)
+    return kind(
+        model_settings=dataclasses.replace(
+            trained_model_of(t, path=str(job.inputs.model_path), dtype=config.model.dtype),
+            lora=job.inputs.lora,
+            adapter_path=t.lora.path,
+            ema_decay=t.ema_decay,
+        ),
+        replicate=t.replicate,
+        tensor_parallel=t.tensor_parallel,
+        loss_fn=loss_fn,
+        settings=update_settings(config, job, loss_fn),
+        buffer=build_buffer(config, job),
+        canary_prompts=job.inputs.fixed_prompts,
+        canary_top=0 if config.generator.quantize == "none" else TOP,
+        evaluate_at=job.inputs.eval_due,
+        checkpoint_at=partial(_is_due, config.checkpoint.every),
+        critic_settings=_critic_of(config),
+        critic_path=critic_path,
+        critic_seed=config.seed,
+        own_reference=own_reference,
+        step_options=partial(options_at, config=config),
+        samples=job.files.sample_maker,
+        resets_reference=partial(_is_due, reference.reset_every),
+        shares_replicas=_shares_replicas(config, job),
+    )
+
+
+def loss_of(config: Config) -> Loss:
+    """Return the loss with its options and regularisers. ValueError for options that it lacks."""
     c = config.loss
     plain_loss = resolve_loss(c.fn)
     options = c.options_for(set(options_of(plain_loss)))
     check_options(plain_loss, options)
     if config.splits_prompts:
         _check_splits(plain_loss, c.fn)
-    loss_fn = regularised(
+    return regularised(
         partial(plain_loss, **options),
         kl_coef=c.kl_coef,
         kl_estimator=c.kl_estimator,
         entropy_coef=c.entropy_coef,
     )
-    step_options = partial(options_at, config=config)
-    critic = None
-    if t.advantages == "gae":
-        critic = CriticSettings(
-            lr=config.critic_lr,
-            coef=t.value_coef,
-            clip=t.value_clip,
-            gamma=t.gamma,
-            gae_lambda=t.gae_lambda,
-        )
-    critic_path = None
-    if t.critic.trunk == "own":
-        critic_path = t.critic.path or str(job.inputs.model_path)
-    # Exact if the loss is the policy gradient alone, because such completions add nothing to it.
+
+
+def update_settings(config: Config, job: Job, loss_fn: Loss) -> UpdateSettings:
+    """Return how a batch becomes an update of the policy."""
+    t = config.trainer
+    # Leaving out a group without advantage is exact if the loss is the policy gradient alone,
+    # because such completions add nothing to it.
     by_token = t.advantages == "gae"
     skips = t.skip_zero_advantage and not by_token and not has_mark(loss_fn, "uses_all_completions")
-    settings = UpdateSettings(
+    return UpdateSettings(
         lr=config.lr,
         schedule=t.schedule,
         warmup_steps=t.warmup_steps,
@@ -144,33 +170,22 @@ def build_trainer(config: Config, job: Job, kind: type[FSDPTrainer] = FSDPTraine
             whiten=t.whiten,
         ),
         filter_groups=t.filter_groups,
-        recomputes_kv=g.recompute_kv,
+        recomputes_kv=config.generator.recompute_kv,
         late_ends=late_ends_of(config, job),
     )
-    return kind(
-        model_settings=dataclasses.replace(
-            trained_model_of(t, path=str(job.inputs.model_path), dtype=config.model.dtype),
-            lora=job.inputs.lora,
-            adapter_path=t.lora.path,
-            ema_decay=t.ema_decay,
-        ),
-        replicate=t.replicate,
-        tensor_parallel=t.tensor_parallel,
-        loss_fn=loss_fn,
-        settings=settings,
-        buffer=build_buffer(config, job),
-        canary_prompts=job.inputs.fixed_prompts,
-        canary_top=0 if g.quantize == "none" else TOP,
-        evaluate_at=job.inputs.eval_due,
-        checkpoint_at=partial(_is_due, config.checkpoint.every),
-        critic_settings=critic,
-        critic_path=critic_path,
-        critic_seed=config.seed,
-        own_reference=own_reference,
-        step_options=step_options,
-        samples=job.files.sample_maker,
-        resets_reference=partial(_is_due, reference.reset_every),
-        shares_replicas=_shares_replicas(config, job),
+
+
+def _critic_of(config: Config) -> CriticSettings | None:
+    """Return the critic's settings; None without one."""
+    t = config.trainer
+    if t.advantages != "gae":
+        return None
+    return CriticSettings(
+        lr=config.critic_lr,
+        coef=t.value_coef,
+        clip=t.value_clip,
+        gamma=t.gamma,
+        gae_lambda=t.gae_lambda,
     )
 
 

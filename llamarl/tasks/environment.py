@@ -9,15 +9,14 @@ a prompt is a function of its number alone here too, and no environment has to b
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from llamarl.tasks.base import PromptMaker
 from llamarl.tasks.environment_class import import_environment, is_dialogue, schemas_of
+from llamarl.tasks.python_task import described
 from llamarl.tasks.turns import TurnTokens
 from llamarl.types import Message, Prompt
 from llamarl.words.names import NoFunction
@@ -99,10 +98,7 @@ def factory_of(path: str) -> Callable:
     except NoFunction as error:
         raise ValueError(f"{key}: {error}") from error
     except Exception as error:  # the user's module may raise anything while it is imported
-        *_, (frame, line) = traceback.walk_tb(error.__traceback__)
-        place = f"{Path(frame.f_code.co_filename).name}:{line}"
-        what = f"{type(error).__name__}: {error} ({place})"
-        raise ValueError(f"{key}: importing it failed: {what}") from error
+        raise ValueError(f"{key}: importing it failed: {described(error)}") from error
 
 
 def turn_tokens(path: str, tokenizer: Any, *, chat: bool, system_prompt: str | None) -> TurnTokens:

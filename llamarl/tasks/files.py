@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import BinaryIO, TypeVar
 
 from llamarl.tasks.base import Example, Examples, conversation_of, shown
-from llamarl.tasks.row_keys import REWARD_KEY, SET_KEY, check_row_keys
-from llamarl.types import MESSAGES_KEY
+from llamarl.tasks.row_keys import check_row_keys
 from llamarl.words.names import nearest
 from llamarl.words.texts import first_of
 
@@ -205,13 +204,6 @@ def row_to_example(row: dict, prompt_key: str, answer_key: str | None) -> Exampl
     """
     check_keys(row, prompt_key, answer_key)
     check_row_keys(row.keys() - {prompt_key})
-    if MESSAGES_KEY in row and prompt_key != MESSAGES_KEY:
-        raise ValueError(
-            f'"{MESSAGES_KEY}" is where a reward finds the turns of a conversation; rename it'
-        )
-    for key in (REWARD_KEY, SET_KEY):
-        if key in row and key != prompt_key:
-            raise ValueError(f'"{key}" is where a prompt\'s own reward or set is noted; rename it')
     prompt = row[prompt_key]
     if isinstance(prompt, list):
         prompt = conversation_of(prompt, prompt_key)

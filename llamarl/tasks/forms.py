@@ -15,14 +15,16 @@ library only: reward workers use it, and start in a moment.
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import json
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import ModuleType
 from typing import Any, Literal
 
-from llamarl.tasks.row_keys import SAMPLED
+from llamarl.tasks.row_keys import MESSAGES, SAMPLED
 from llamarl.words.names import did_you_mean
 
 Form = Literal["single", "verl", "batch", "trl"]
@@ -35,7 +37,6 @@ ScoreOne = Callable[[str, str, dict], object]
 
 _MARK = "llamarl_reward_form"
 _CHECK = "llamarl_reward_check"
-_MESSAGES = "prompt_messages"  # of a conversation's meta: llamarl.types.MESSAGES_KEY
 # What TRL hands over besides, of its trainer; a function that cannot do without them needs TRL.
 _OF_TRL_ALONE = ("trainer_state", "environments")
 _TOKENS = "completion_ids"  # TRL's name for the tokens of each completion
@@ -43,7 +44,7 @@ _TOKENS = "completion_ids"  # TRL's name for the tokens of each completion
 _OF_VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
 # What they call one with that scores a whole batch.
 _OF_VERLS_BATCH = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
-_NO_COLUMNS = ("prompt", "completion", _MESSAGES, _TOKENS, *_OF_TRL_ALONE)
+_NO_COLUMNS = ("prompt", "completion", MESSAGES, _TOKENS, *_OF_TRL_ALONE)
 
 
 def batched(function: Callable) -> Callable:
@@ -227,8 +228,8 @@ def call_of(function: Callable, *, chat: bool, system_prompt: str | None) -> Sco
     def prompt_of(text: str, meta: dict) -> str | list[dict[str, str]]:
         """Return a prompt as TRL has it: the turns that the model read, or a text."""
         if chat:
-            return meta.get(_MESSAGES) or [*system, _turn("user", text)]
-        return meta.get(_MESSAGES) or text
+            return meta.get(MESSAGES) or [*system, _turn("user", text)]
+        return meta.get(MESSAGES) or text
 
     def call(prompts: list[str], completions: list[str], metas: list[dict]) -> list:
         arguments = _columns(metas)
@@ -385,6 +386,17 @@ def _listed(returned: Any, count: int) -> list:
     if len(values) != count:
         raise ValueError(f"returned {len(values)} values for {count} completions")
     return values
+
+
+def import_package(module: str, *, reward: str, package: str, extra: str) -> ModuleType:
+    """Import a module that a reward needs. ValueError that names llamarl's extra without it."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name != module:
+            raise
+        remedy = f"pip install 'llamarl[{extra}]'"
+        raise ValueError(f"{reward} needs the package {package}: {remedy}") from error
 
 
 def need_word(name: str, value: object, words: Sequence[str]) -> None:

@@ -15,15 +15,15 @@ not trained on.
 
 from __future__ import annotations
 
-import importlib
 import logging
 import re
 import unicodedata
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
+from types import ModuleType
 
-from llamarl.tasks.forms import WorkerLimits, checked_by, need_flag, need_word
+from llamarl.tasks.forms import WorkerLimits, checked_by, import_package, need_flag, need_word
 from llamarl.tasks.thinking import THINKING, Thinking, answer_of, last_boxed
 from llamarl.words.texts import answer_text
 
@@ -407,15 +407,11 @@ def _bare(text: str) -> str:
 
 
 @lru_cache(maxsize=1)
-def _math_verify():
-    """Return the module math_verify. ValueError that names the extra if it is not there."""
-    try:
-        library = importlib.import_module("math_verify")
-    except ModuleNotFoundError as error:
-        if error.name != "math_verify":
-            raise
-        remedy = "pip install 'llamarl[math]'"
-        raise ValueError(f"math_match needs the package math-verify: {remedy}") from error
+def _math_verify() -> ModuleType:
+    """Return the module math_verify."""
+    library = import_package(
+        "math_verify", reward="math_match", package="math-verify", extra="math"
+    )
     # It warns that it has no time limit; the worker's is in force.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     return library

@@ -95,21 +95,16 @@ class ReasoningGymTask:
         self.num_train = NUM_TRAIN
         self.num_eval = num_eval
         train_seed = SEED_WINDOW * (seed % 1000 + 1)
-        self._train_questions = open_dataset(name, NUM_TRAIN, train_seed, self._options)
-        self._eval_questions = open_dataset(name, max(1, num_eval), 0, self._options)
-        self.train_prompt = lru_cache(CACHED_PROMPTS)(self._train_prompt)
-        self.eval_prompt = lru_cache(CACHED_PROMPTS)(self._eval_prompt)
+        train = open_dataset(name, NUM_TRAIN, train_seed, self._options)
+        self._eval_questions = held_out = open_dataset(name, max(1, num_eval), 0, self._options)
+        cached = lru_cache(CACHED_PROMPTS)
+        self.train_prompt = cached(lambda i: self._draw(train, i, forbidden=self._held_out))
+        self.eval_prompt = cached(lambda j: self._draw(held_out, j, forbidden=frozenset()))
 
     @cached_property
     def _held_out(self) -> frozenset[str]:
         entries = (self._eval_questions[j] for j in range(self.num_eval))
         return frozenset(entry["question"] for entry in entries)
-
-    def _train_prompt(self, i: int) -> Prompt:
-        return self._draw(self._train_questions, i, forbidden=self._held_out)
-
-    def _eval_prompt(self, j: int) -> Prompt:
-        return self._draw(self._eval_questions, j, forbidden=frozenset())
 
     def _draw(self, questions, i: int, *, forbidden: frozenset[str]) -> Prompt:
         """Return question i of a dataset, or the first after it in steps of _STRIDE that fits and

@@ -36,7 +36,7 @@ def own_task(
     except NoFunction as error:
         raise ValueError(f"{key}: {error}") from error
     except Exception as error:  # the user's module may raise anything while it is imported
-        raise ValueError(f"{key}: importing it failed: {_described(error)}") from error
+        raise ValueError(f"{key}: importing it failed: {described(error)}") from error
     given = {"seed": seed, "num_eval": num_eval}
     parameters = inspect.signature(function).parameters
     arguments = {name: given[name] for name in _GIVEN if name in parameters} | dict(options)
@@ -77,7 +77,8 @@ def check_task(task: Any, key: str) -> None:
             one, other = (_called(key, call, prompt_of, number) for _ in range(2))
             for prompt in (one, other):
                 _check_prompt(prompt, f"{key}: {call}")
-            if not _same(one, other):
+            is_read_alike = torch.equal(one.prompt_ids, other.prompt_ids)
+            if not is_read_alike or (one.text, one.meta) != (other.text, other.meta):
                 raise ValueError(
                     f"{key}: {call} gives another prompt when it is asked again; it must depend on "
                     "its number alone"
@@ -104,11 +105,6 @@ def _check_prompt(prompt: object, where: str) -> None:
         raise ValueError(f"{where}: meta must be a dict of JSON values, is {prompt.meta!r:.60}")
 
 
-def _same(one: Prompt, other: Prompt) -> bool:
-    is_read_alike = torch.equal(one.prompt_ids, other.prompt_ids)
-    return is_read_alike and (one.text, one.meta) == (other.text, other.meta)
-
-
 def _called(key: str, call: str, function: Callable, *given: object, **named: object) -> Any:
     """Return what the user's function returns. ValueError, beginning with `key`, for what it
     raises.
@@ -116,10 +112,10 @@ def _called(key: str, call: str, function: Callable, *given: object, **named: ob
     try:
         return function(*given, **named)
     except Exception as error:  # it is the user's code
-        raise ValueError(f"{key}: {call} raised {_described(error)}") from error
+        raise ValueError(f"{key}: {call} raised {described(error)}") from error
 
 
-def _described(error: Exception) -> str:
+def described(error: Exception) -> str:
     """Describe an exception that was caught, with the innermost place."""
     *_, (frame, line) = traceback.walk_tb(error.__traceback__)
     place = f"{Path(frame.f_code.co_filename).name}:{line}"

@@ -5,9 +5,17 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 SAMPLED = "sampled"  # what was sampled, for a scorer
+MESSAGES = "prompt_messages"  # the turns of a conversation: llamarl.types.MESSAGES_KEY
 PART_KEY = "part"  # the name of the prompt's part of a mixture
 SET_KEY = "eval_set"  # the name of the prompt's set of eval.sets
 REWARD_KEY = "part_reward"  # the default reward of that part or set
+# Keys that no row may have. A row may have PART_KEY, unless it is of a mixture's part.
+_MEANINGS = {
+    SAMPLED: "what was sampled",
+    MESSAGES: "the turns of a conversation",
+    SET_KEY: "the name of a prompt's set",
+    REWARD_KEY: "a prompt's own reward",
+}
 
 
 def with_sampled(
@@ -21,7 +29,7 @@ def with_sampled(
     token_ids: [L], with the stop token of a completion that ended by itself (`ended`), and not for
     want of room. raw_text: their text with special tokens. ValueError if the row has the key.
     """
-    check_row_keys(meta)
+    _check_free(SAMPLED, meta)
     sampled = {
         "num_tokens": len(token_ids),
         "ended": ended,
@@ -32,8 +40,13 @@ def with_sampled(
 
 
 def check_row_keys(keys: Collection[str]) -> None:
-    """Raise ValueError if a row has the key that is llamarl's own."""
-    if SAMPLED in keys:
+    """Raise ValueError if a row has a key that is llamarl's own."""
+    for key in _MEANINGS:
+        _check_free(key, keys)
+
+
+def _check_free(key: str, keys: Collection[str]) -> None:
+    if key in keys:
         raise ValueError(
-            f'the key "{SAMPLED}" is where a reward finds what was sampled; rename the row\'s own'
+            f'the key "{key}" is where a reward finds {_MEANINGS[key]}; rename the column'
         )

@@ -13,14 +13,14 @@ Magistral adds these to the reward of a right answer; here that is a reward of s
 
 from __future__ import annotations
 
-import importlib
 import math
 import re
 from collections.abc import Mapping
+from types import ModuleType
 from typing import Literal
 
-from llamarl.tasks.forms import WorkerLimits, checked_by, need_count, need_word
-from llamarl.tasks.row_keys import SAMPLED
+from llamarl.tasks.forms import WorkerLimits, checked_by, import_package, need_count, need_word
+from llamarl.tasks.row_keys import MESSAGES, SAMPLED
 
 # none: a completion is its answer. opens: it begins with <think>. opened: its prompt ends in that.
 Thinking = Literal["none", "opens", "opened"]
@@ -96,7 +96,6 @@ def last_program(text: str) -> str | None:
 
 AnswerForm = Literal["any", "boxed", "program"]
 _ANSWER_FORMS: tuple[AnswerForm, ...] = ("any", "boxed", "program")
-_MESSAGES = "prompt_messages"  # of a conversation's meta: llamarl.types.MESSAGES_KEY
 # What no language can be told by: programs, formulas and their commands, marks of special tokens.
 _NO_LANGUAGE = re.compile(
     r"```.*?(?:```|\Z)|`[^`\n]*`|\$\$.*?\$\$|\$[^$\n]*\$|\\\[.*?\\\]|\\\(.*?\\\)"
@@ -214,7 +213,7 @@ def one_language(
 
 def _asked(prompt: str, meta: dict) -> str:
     """Return the prompt; of a conversation the user's last turn."""
-    turns = meta.get(_MESSAGES) or []
+    turns = meta.get(MESSAGES) or []
     said = [turn["content"] for turn in turns if turn["role"] == "user"]
     return said[-1] if said else prompt
 
@@ -224,12 +223,6 @@ def _words(text: str) -> str:
     return " ".join(_NO_LANGUAGE.sub(" ", text).split())
 
 
-def _identifier():
-    """Return the module py3langid. ValueError that names the extra if it is not there."""
-    try:
-        return importlib.import_module("py3langid")
-    except ModuleNotFoundError as error:
-        if error.name != "py3langid":
-            raise
-        remedy = "pip install 'llamarl[language]'"
-        raise ValueError(f"one_language needs the package py3langid: {remedy}") from error
+def _identifier() -> ModuleType:
+    """Return the module py3langid, which tells languages."""
+    return import_package("py3langid", reward="one_language", package="py3langid", extra="language")

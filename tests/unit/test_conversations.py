@@ -128,7 +128,7 @@ def test_a_bad_conversation_is_named_by_file_and_line(tokenizer, tmp_path, promp
 def test_a_row_has_no_place_of_its_own_for_the_turns(tokenizer, tmp_path):
     row = {"prompt": TURNS, "answer": "4", MESSAGES_KEY: [ASKED]}
     file = write(tmp_path / "rows.jsonl", row)
-    with pytest.raises(ValueError, match='rows.jsonl:1: "prompt_messages" is where a reward finds'):
+    with pytest.raises(ValueError, match='jsonl:1: the key "prompt_messages" is where a reward'):
         build_task("jsonl", tokenizer, path=file, eval_path=file)
     # Where it is the prompt itself there is no other.
     task = build_task(

@@ -146,7 +146,7 @@ def test_a_row_has_no_key_under_which_a_reward_finds_what_was_sampled(tmp_path):
 @pytest.mark.parametrize("key", ["part_reward", "eval_set"])
 def test_a_row_has_no_key_under_which_a_prompts_own_reward_or_set_is_noted(tmp_path, key):
     file = write_jsonl(tmp_path / "t.jsonl", [{"prompt": "q", "answer": "a", key: "x"}])
-    with pytest.raises(ValueError, match=rf't.jsonl:1: "{key}" is where .* rename it'):
+    with pytest.raises(ValueError, match=rf't.jsonl:1: the key "{key}" is where .*; rename'):
         build_task("jsonl", CharTokenizer(), path=file, eval_path=file)
 
 
