@@ -1,4 +1,4 @@
-"""The two contracts of an environment, and what a worker makes of each.
+"""The two contracts of an environment, and how a worker plays each.
 
     tools       reset(**row) -> str | None     a game over a row, or one of its own: what it returns
                                                follows the row's prompt
@@ -42,8 +42,8 @@ class Answer:
     reward: float | None = None  # of this turn; None: it gave none
 
     def cut(self) -> None:
-        """Cut messages that are together longer than MAX_CHARACTERS, and say so in them: such an
-        answer ends a dialogue for lack of room, which is trained on.
+        """Cut messages that are together longer than MAX_CHARACTERS, and say so in them. Such an
+        answer ends the dialogue for lack of room, and the dialogue is trained on.
         """
         if sum(len(turn["content"]) for turn in self.messages) <= MAX_CHARACTERS:
             return
@@ -83,8 +83,8 @@ def answer_from(values: list) -> Answer:
 
 
 class Played:
-    """An environment that is being played in this process. seed: of what it draws at random from
-    `random` and numpy's global generator, which others may use meanwhile.
+    """An environment that is played in this process. seed: of the numbers that it draws from
+    `random` and from numpy's global generator, which other environments use in between.
 
     Methods may be async. All run on one event loop of the process, so that what an environment
     opens in one call is there in the next.

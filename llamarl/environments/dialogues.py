@@ -3,9 +3,9 @@
     begin --> environment --context--> sampled turn --> environment --context--> ... --> Over
                poll(): GoOn                hear()          poll(): GoOn                 poll()
 
-The generator samples turns and tells them; what it is to do next comes from `poll`. A dialogue is
-its tokens alone: a checkpoint holds them, and `restore` plays the environment again with the turns
-that they spell, and compares what it says with the context that they hold.
+The generator reports each sampled turn by `hear`, and `poll` says what to sample next. The state of
+a dialogue is its tokens alone. A checkpoint holds these; `restore` plays the environment again with
+their turns, and compares its words with their context.
 
     ended by        reason          when
     the policy      completed       a turn that calls no tool; of a dialogue: it says it is done
@@ -128,7 +128,7 @@ class _Group:
     error: str = ""  # why none of them may be trained on
 
     def compare(self, said: list[str], environment: str) -> None:
-        """Note what one began with: an error if it is not what the others did."""
+        """Compare the first words of a dialogue with the others'; note an error if they differ."""
         if self.said is None:
             self.said = said
         if self.error or said == self.said:
@@ -412,8 +412,8 @@ class Dialogues:
             self._go_on(dialogue, context, is_anew=is_anew)
 
     def _context(self, dialogue: _Dialogue, said: list[Turn]) -> tuple[list[int], bool]:
-        """Return the context behind the newest turn, and whether it stands for all that was said
-        before too, because the template now shows that in another way.
+        """Return (context, is_anew): the context after the newest turn, and whether it replaces the
+        whole dialogue, because the template has rewritten earlier turns.
         """
         turns = dialogue.environment.turns
         if dialogue.environment.rewrites:
@@ -468,9 +468,9 @@ class Dialogues:
         self._moves.append(GoOn(dialogue.key, context, most, is_anew))
 
     def _replay(self, dialogue: _Dialogue, context: list[int]) -> bool:
-        """Compare what the environment says with the tokens of a restored dialogue, and play its
-        next turn. Return whether the next turn is to be sampled: with the context if `runs` is left
-        as it is, which says that the tokens end before it; otherwise behind those that there are.
+        """Compare the environment's words with the tokens of a restored dialogue, and play its next
+        turn. Return True if the next turn is to be sampled: after the context if `runs` stays, as
+        the tokens end before it; otherwise after the tokens.
         """
         runs = dialogue.runs
         assert runs is not None, "asked of restored dialogues"

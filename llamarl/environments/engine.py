@@ -30,10 +30,10 @@ class DialogueEngine:
     """Samples dialogues. It is a GenerationEngine, and a Resumable-, Streaming-, Quantized-
     and TalkingEngine (llamarl.inference.protocol), where the calls are described in full.
 
-    inner: samples turns. make_dialogues: of a function to call when an environment has answered.
-    prompt_of: gives the prompt of a ticket in a stream. is_played: whether an environment answers
-    the completions of a prompt; those of others are of one turn. reproducible: nothing is sampled
-    while an environment is at work, so that what is sampled together does not depend on timing.
+    inner: samples turns. make_dialogues: takes the function to call when an environment answers.
+    prompt_of: gives the prompt of a stream's ticket. is_played: whether an environment answers a
+    prompt's completions; other completions have one turn. reproducible: sample nothing while an
+    environment is at work, so that batches do not depend on timing.
     """
 
     def __init__(

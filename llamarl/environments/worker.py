@@ -8,9 +8,9 @@ EnvironmentPool starts it, and llamarl/workers/guard.py says what it is below an
 
 An error is of that environment alone, and ends it. Standard library only, as guard.py.
 
-What a call leaves running is killed before it is answered. Processes that `begin` started belong to
-the environment, and are killed at its end; those that the module started as it was imported, at the
-worker's.
+Processes that a call leaves running are killed before the call is answered. Those that `begin`
+started belong to the environment and are killed at its end. Those that the module started while it
+was imported are killed at the worker's end.
 """
 
 from __future__ import annotations

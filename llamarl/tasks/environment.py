@@ -53,9 +53,10 @@ class OwnTask:
 
 
 class DialogueMaker(PromptMaker):
-    """Makes prompts that the first words of an environment go on with. environment: its import
-    path. like: makes the prompts of tasks with these settings. ValueError for an environment that
-    cannot be used.
+    """Makes prompts that end where the first words of an environment follow.
+
+    environment: its import path. like: its settings are those of the prompts. ValueError for an
+    environment that cannot be used.
     """
 
     def __init__(self, environment: str, like: PromptMaker):
@@ -91,7 +92,7 @@ class DialogueMaker(PromptMaker):
 
 
 def factory_of(path: str) -> Callable:
-    """Return what makes the environments at an import path. ValueError, beginning with the key."""
+    """Return the factory at an import path. ValueError begins with the configuration's key."""
     key = f"task.environment={path}"
     try:
         return import_environment(path)
@@ -102,8 +103,8 @@ def factory_of(path: str) -> Callable:
 
 
 def turn_tokens(path: str, tokenizer: Any, *, chat: bool, system_prompt: str | None) -> TurnTokens:
-    """Return what makes the tokens of dialogues with an environment, whose tools the model is
-    shown. ValueError for an environment or tools that cannot be used.
+    """Return the encoder of dialogues with an environment, which shows its tools to the model.
+    ValueError for an environment or tools that cannot be used.
     """
     factory = factory_of(path)
     try:
@@ -114,8 +115,6 @@ def turn_tokens(path: str, tokenizer: Any, *, chat: bool, system_prompt: str | N
 
 
 def makes_prompts(path: str) -> bool:
-    """Whether the environment has the contract of dialogues, which begin with messages of its
-    own.
-    """
+    """Whether the environment has the contract of dialogues and so makes its own prompts."""
     factory = factory_of(path)
     return is_dialogue(factory if isinstance(factory, type) else factory())

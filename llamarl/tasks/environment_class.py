@@ -31,8 +31,8 @@ _MOST_TASKS = 100_000  # of a taskset without an end
 
 
 def import_environment(path: str) -> Callable:
-    """Return what makes the environments at an import path. NoFunction as import_function, also
-    for a package that is not installed, and for a game or taskset that is not there.
+    """Return the factory of environments at an import path. NoFunction like import_function's, and
+    for a missing package, game or taskset.
     """
     package, _, name = path.partition(":")
     if package == "textarena":
@@ -193,9 +193,9 @@ def tools_of(made: object) -> dict[str, Callable]:
 
 
 def schemas_of(factory: Callable) -> list[Schema]:
-    """Return the schemas of the tools of what a factory makes; none for a dialogue, whose own come
-    with its beginning. A class is only looked at, and another factory is called once. ValueError
-    says what is wrong.
+    """Return the schemas of the tools of a factory's environments; [] for dialogues, which send
+    their own when they begin. A class is inspected; another factory is called once. ValueError says
+    what is wrong.
     """
     made = factory if isinstance(factory, type) else factory()
     if is_dialogue(made):
@@ -273,7 +273,7 @@ def _read_docstring(text: str) -> tuple[str, dict[str, str]]:
 
 
 def _type_of(hint: object) -> Schema:
-    """Return a type as JSON schema has it; {} for one that it has no word for."""
+    """Return the JSON schema of a type; {} if JSON schema has none."""
     if hint in _JSON_TYPES:
         return {"type": _JSON_TYPES[hint]}
     origin = typing.get_origin(hint)
@@ -291,7 +291,7 @@ def _type_of(hint: object) -> Schema:
 
 
 def _read_word(word: str, hint: object) -> object:
-    """Return a word as a value of a type. ValueError if it is none."""
+    """Parse a word as a value of a type. ValueError if it is not one."""
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         hint = next((one for one in typing.get_args(hint) if one is not type(None)), str)
     if hint is bool:

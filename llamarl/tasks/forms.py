@@ -85,8 +85,8 @@ def checked_by(check: Check) -> Callable[[Callable], Callable]:
 def with_options(
     function: Callable, options: Mapping[str, object], name: str, limits: WorkerLimits
 ) -> Callable:
-    """Return the function of this name with its options filled in, which have been checked.
-    ValueError for an option that it does not take, or that its own check refuses.
+    """Check the options of a function and return it with them filled in. ValueError for an option
+    that it does not take, or that its own check refuses.
     """
     check = getattr(function, _CHECK, None)
     if options:

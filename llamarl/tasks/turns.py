@@ -1,4 +1,4 @@
-"""Turns of a dialogue as token ids: each piece is encoded once, when it comes, and never again.
+"""Encodes the turns of a dialogue: each segment is encoded once, when it arrives.
 
     prompt ids | opening | sampled turn | context | sampled turn | context | ...
 
@@ -7,12 +7,11 @@
     turns.opening([], tail)                                  # to where the policy's turn begins
     turns.context([{"role": "tool", "content": "46"}], ended_by=2)
 
-In a chat template a piece is what the template writes behind the policy's turn: its end, unless the
-policy sampled that itself, the new messages, and the beginning of the next turn. So the tokens of a
-dialogue grow at their end alone, which is right for a template that writes a history as it wrote it
-before. `appends` says whether a template does; others take something back, such as the thoughts of
-earlier turns. Without a template the texts stand one behind the other, and a line break stands for
-an empty one.
+With a chat template, a segment is the text that the template writes after the policy's turn: the
+turn's end, unless the policy sampled it, the new messages, and the beginning of the next turn. The
+tokens of a dialogue therefore only grow at their end. This is right for a template that never
+changes earlier turns; `appends` says whether a template does, for example by dropping thoughts.
+Without a template the texts are joined, and a line break stands for an empty one.
 
 Texts of users, tools and environments can only spell special tokens (special.py).
 """
@@ -36,7 +35,7 @@ _TOOLS_TEXT = (
 
 
 class TurnTokens:
-    """Makes the tokens of a dialogue's pieces.
+    """Encodes the segments of a dialogue.
 
     chat: put texts into the tokenizer's chat template, if it has one, behind system_prompt. tools:
     schemas that the model is shown, by a template that takes tools or in the system prompt.
@@ -85,8 +84,8 @@ class TurnTokens:
         return self._cut(turns, self._tools)
 
     def first(self) -> list[int]:
-        """Return the tokens that every dialogue begins with whose messages are not known yet: one
-        at least. ValueError if there is none.
+        """Return the tokens, at least one, that every dialogue begins with, whatever its messages.
+        ValueError if there are none.
         """
         if not self._template:
             ids = text_ids(self._tokenizer, "", add_special_tokens=True)
