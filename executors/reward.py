@@ -29,7 +29,7 @@ from dataclasses import dataclass
 import torch
 
 from llamarl.comm.together import RankCalls
-from llamarl.evaluation.ask import Answer
+from llamarl.evaluation.ask import ScoredAnswer
 from llamarl.evaluation.judges import Judges, MakeEvalJudge
 from llamarl.evaluation.metrics import Evaluations
 from llamarl.executor import Executor, State
@@ -363,7 +363,7 @@ class Reward(Executor):
             if group is not None:
                 self._whole.append(group)
         elif completion.token_ids.numel():  # without tokens its evaluation was given up
-            evaluation = self._answers.add(Answer(completion, submitted.item, outcome))
+            evaluation = self._answers.add(ScoredAnswer(completion, submitted.item, outcome))
             if evaluation is not None:
                 self._judges.begin(evaluation)
 

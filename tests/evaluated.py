@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from llamarl.evaluation.ask import Answer
+from llamarl.evaluation.ask import ScoredAnswer
 from llamarl.evaluation.judges import Judges, advance
 from llamarl.evaluation.metrics import Evaluation
 from llamarl.scoring.scorer import Item
@@ -35,7 +35,7 @@ def evaluated(
     tokens: tuple[int, ...] = (3, 4),
     version: int = 0,
     outcome: Outcome = SCORED,
-) -> Answer:
+) -> ScoredAnswer:
     """An answer to a held-out prompt; sample 0 is the greedy one, and 1 .. k are those sampled."""
     token_ids = torch.tensor(tokens)
     completion = EvalCompletion(
@@ -53,7 +53,7 @@ def evaluated(
         has_ended=True,
         is_held_out=True,
     )
-    return Answer(completion, item, outcome)
+    return ScoredAnswer(completion, item, outcome)
 
 
 def by_set(answers, sets=None):

@@ -1,9 +1,9 @@
 """Asks an engine for completions of held-out prompts, and a scorer for the scores of these.
 
-    prompts --complete--> EvalCompletion --score--> Answer
+    prompts --complete--> EvalCompletion --score--> ScoredAnswer
 
 In a run of the main job the generator submits the prompts and the reward scores the completions. So
-the two executors use `submit`, `eval_completion` and `Answer` alone.
+the two executors use `submit`, `eval_completion` and `ScoredAnswer` alone.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Decode = Callable[[list[int]], str]
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class ScoredAnswer:
     """A scored completion of a held-out prompt. It has at least one token."""
 
     completion: EvalCompletion
@@ -68,7 +68,7 @@ class Answer:
 
 
 # The answers of each set: prompt by prompt the greedy one, and then the samples.
-Answers = Mapping[EvalSet, Sequence[Answer]]
+Answers = Mapping[EvalSet, Sequence[ScoredAnswer]]
 
 
 def number_of(completion: EvalCompletion) -> int:
@@ -144,7 +144,7 @@ def score(
     completions: Sequence[EvalCompletion],
     decode: Decode,
     decode_raw: Decode,
-) -> dict[EvalSet, list[Answer]]:
+) -> dict[EvalSet, list[ScoredAnswer]]:
     """Return the answers of each set, from completions in the order of `complete`. Blocks.
 
     decode, decode_raw: return the text of token ids, without and with special tokens.
@@ -157,7 +157,7 @@ def score(
             items.append(item_of(completion, prompts[completion.prompt_index], decode, decode_raw))
         # Each set is a batch: a scorer that compares completions must not compare across sets.
         outcomes = score_all(scorer, items)
-        answers[one] = [Answer(*parts) for parts in zip(own, items, outcomes, strict=True)]
+        answers[one] = [ScoredAnswer(*parts) for parts in zip(own, items, outcomes, strict=True)]
     return answers
 
 
@@ -185,7 +185,7 @@ class HeldOutPrompts:
             held[name].data.copy_(tensor)
         self.engine.weights_changed(version)
 
-    def ask(self, numbers: Iterable[int]) -> list[Answer]:
+    def ask(self, numbers: Iterable[int]) -> list[ScoredAnswer]:
         """Return the answers to the prompts of these numbers, in order. Blocks. RewardError if
         there are answers and none of them has a score.
         """

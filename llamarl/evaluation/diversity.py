@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from llamarl.evaluation.ask import Answers
-from llamarl.evaluation.judges import EvalJudge, Work
+from llamarl.evaluation.judges import EvalJudge, JudgeWork
 from llamarl.scoring.embedding import (
     Embedder,
     EmbedderSettings,
@@ -61,7 +61,7 @@ class Diversity(EvalJudge[Spread]):
         if self._embedder is not None:
             yield from self._embedder.tensors()
 
-    def judge(self, version: int, answers: Answers) -> Work[Spread]:
+    def judge(self, version: int, answers: Answers) -> JudgeWork[Spread]:
         """Embed TEXTS_A_CALL samples a piece."""
         assert self._embedder is not None, "it was started"
         texts = []

@@ -23,7 +23,7 @@ from torch import Tensor
 from llamarl.comm.together import Apart
 from llamarl.errors import RewardError
 from llamarl.evaluation.ask import Answers
-from llamarl.evaluation.judges import EvalJudge, Work, greedy_items, spans_of
+from llamarl.evaluation.judges import EvalJudge, JudgeWork, greedy_items, spans_of
 from llamarl.evaluation.win_rate import length_controlled, win_rate, wins
 from llamarl.launch.inputs import Inputs
 from llamarl.launch.kinds import gold_kind
@@ -125,7 +125,7 @@ class Gold(EvalJudge[Judged]):
         """Whether the scorer computes here."""
         return self._scorer.is_computing
 
-    def judge(self, version: int, answers: Answers) -> Work[Judged]:
+    def judge(self, version: int, answers: Answers) -> JudgeWork[Judged]:
         """Submit the greedy answers, and score a round of them a piece. RewardError if all outcomes
         are errors.
         """

@@ -34,7 +34,7 @@ Found = TypeVar("Found", bound=Finding, covariant=True)
 
 # What a judge does with one evaluation: it yields before each piece of work, and returns its
 # findings by set.
-Work = Generator[None, None, Mapping[EvalSet, Found]]
+JudgeWork = Generator[None, None, Mapping[EvalSet, Found]]
 
 
 class EvalJudge(Protocol[Found]):
@@ -64,7 +64,7 @@ class EvalJudge(Protocol[Found]):
         """Block until evaluations can be judged."""
         return None
 
-    def judge(self, version: int, answers: Answers) -> Work[Found]:
+    def judge(self, version: int, answers: Answers) -> JudgeWork[Found]:
         """Return the work on the evaluation of a policy version. The first `advance` only begins
         it; each further one does a small piece, because completions of training wait meanwhile.
         """
@@ -86,7 +86,7 @@ class EvalJudge(Protocol[Found]):
 MakeEvalJudge = Callable[[Site], EvalJudge[Finding]]
 
 
-def advance(work: Work[Found]) -> Mapping[EvalSet, Found] | None:
+def advance(work: JudgeWork[Found]) -> Mapping[EvalSet, Found] | None:
     """Begin a judge's work, or do a piece of it. Return the findings if it has ended."""
     try:
         next(work)
@@ -115,7 +115,7 @@ class Judges:
 
     def __init__(self, judges: Sequence[EvalJudge[Finding]]):
         # A judge works on one evaluation after another, in the order in which they came.
-        self._work: list[tuple[EvalJudge[Finding], deque[tuple[int, Work[Finding]]]]] = []
+        self._work: list[tuple[EvalJudge[Finding], deque[tuple[int, JudgeWork[Finding]]]]] = []
         for judge in judges:
             self._work.append((judge, deque()))
         self._metrics: dict[int, dict[str, float | str | None]] = {}  # so far, by version

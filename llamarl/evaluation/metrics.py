@@ -1,6 +1,6 @@
 """The metrics of an evaluation: the columns eval/..., and eval/NAME/... for a set of eval.sets.
 
-    Answer --Evaluations.add--> Evaluation, once a policy version has all its answers
+    ScoredAnswer --Evaluations.add--> Evaluation, once a policy version has all its answers
 
 An error and an abstention are no scores. They are left out of every mean; without any score there
 is no mean.
@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from llamarl.evaluation.ask import Answer, Answers
+from llamarl.evaluation.ask import Answers, ScoredAnswer
 from llamarl.scoring.trial import commonest
 from llamarl.tasks.held_out import EvalSet, set_of
 
@@ -49,7 +49,7 @@ class GreedySums:
     graded: float  # scores other than 0 and 1
 
     @classmethod
-    def of(cls, answers: Sequence[Answer]) -> GreedySums:
+    def of(cls, answers: Sequence[ScoredAnswer]) -> GreedySums:
         """Return the sums over these answers."""
         scores = [answer.score for answer in answers if answer.score is not None]
         return cls(
@@ -73,7 +73,7 @@ class GreedySums:
 
 
 def measure(
-    answers: Sequence[Answer], *, is_accuracy: bool, success_above: float | None = None
+    answers: Sequence[ScoredAnswer], *, is_accuracy: bool, success_above: float | None = None
 ) -> dict[str, float | str]:
     """Return the metrics of a set's answers, under the columns of the task's own prompts.
 
@@ -102,7 +102,7 @@ def measure(
     return metrics
 
 
-def sampled_scores(answers: Iterable[Answer]) -> list[list[float]]:
+def sampled_scores(answers: Iterable[ScoredAnswer]) -> list[list[float]]:
     """Return the scores of each prompt's samples, without prompts that have none."""
     of_prompts: dict[int, list[float]] = {}
     for answer in answers:
@@ -136,9 +136,11 @@ class Evaluations:
         self._success_above = success_above
         # Once a set had a score other than 0 and 1, no later mean of the set is an accuracy.
         self._graded: set[EvalSet] = set()
-        self._begun: dict[int, dict[tuple[int, int], Answer]] = {}  # by version, then by place
+        self._begun: dict[
+            int, dict[tuple[int, int], ScoredAnswer]
+        ] = {}  # by version, then by place
 
-    def add(self, answer: Answer) -> Evaluation | None:
+    def add(self, answer: ScoredAnswer) -> Evaluation | None:
         """Take an answer. Return the evaluation of its version if this was the last one missing.
 
         If two answers come for one place, the newer counts.

@@ -7,10 +7,10 @@ It measures how far a policy is from the model that it started from.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, islice
+from itertools import chain
 
 import numpy as np
 import torch
@@ -20,17 +20,14 @@ from llamarl.comm.together import CollectiveCall, join_shares, own_share
 from llamarl.config.schema import Config
 from llamarl.errors import NotFinite
 from llamarl.evaluation.ask import Answers
-from llamarl.evaluation.judges import EvalJudge, Work, greedy_items, spans_of
+from llamarl.evaluation.judges import EvalJudge, JudgeWork, greedy_items, spans_of
 from llamarl.evaluation.metrics import Metrics
 from llamarl.learning.packing import collate
-from llamarl.learning.sft import NextToken, completion_logprobs, pair_of
+from llamarl.learning.sft import NextToken, Pair, completion_logprobs, pair_of
 from llamarl.models.frozen import decoder_over
 from llamarl.models.fsdp import local, reshard
 from llamarl.scoring.packed import ScoreRequest, from_message, to_message
 from llamarl.scoring.scorer import Site
-
-# What the ranks read at once: at most one microbatch on each data-parallel rank.
-Microbatches = list[list[ScoreRequest]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,31 +73,25 @@ class Perplexity(EvalJudge[Likelihood]):
         """Load this rank's share of the model."""
         self.decoder = decoder_over(self._site.group, self._path, dtype=self._dtype)
         self._site.together.add(
-            "perplexity", CollectiveCall(self._logprobs, _to_words, _from_words)
+            "perplexity", CollectiveCall(self._logprobs, to_message, from_message)
         )
 
-    def judge(self, version: int, answers: Answers) -> Work[Likelihood]:
+    def judge(self, version: int, answers: Answers) -> JudgeWork[Likelihood]:
         """Read a microbatch on each rank a piece. ValueError for a prompt or a completion without
         tokens, NotFinite for a log-probability that is not finite.
         """
         items = greedy_items(answers)
         requests = []
-        sizes = []
         for item in chain.from_iterable(items.values()):
-            pair = pair_of(item.prompt.prompt_ids, item.sampled_ids)
-            sizes.append(NextToken().num_tokens(pair))
             requests.append(ScoreRequest(item.prompt.prompt_ids, (item.sampled_ids,)))
-        unread = collate(sizes, self._microbatch_tokens)
         logprobs = torch.zeros(len(requests), dtype=torch.float64)
+        microbatches = self._microbatches(requests)
         a_piece = self._site.group.data_size
-        for begin in range(0, len(unread), a_piece):
+        for begin in range(0, len(microbatches), a_piece):
             yield
-            microbatches = unread[begin : begin + a_piece]
-            asked: Microbatches = []
-            for numbers in microbatches:
-                asked.append([requests[number] for number in numbers])
-            read = list(chain.from_iterable(microbatches))
-            logprobs[read] = self._site.together.call("perplexity", asked)
+            numbers = list(chain.from_iterable(microbatches[begin : begin + a_piece]))
+            asked = [requests[number] for number in numbers]
+            logprobs[numbers] = self._site.together.call("perplexity", asked)
         logprobs_N = logprobs.numpy()
         self._check_finite(version, logprobs_N)
         num_tokens_N = np.array([request.completions[0].numel() for request in requests])
@@ -124,22 +115,30 @@ class Perplexity(EvalJudge[Likelihood]):
                 "model.dtype=float32 or another eval.base"
             )
 
-    def _logprobs(self, microbatches: Microbatches) -> Tensor:
-        """Collective: return the log-probabilities [N] of the completions, microbatch after
-        microbatch: float64, nats, the same on all ranks. Each rank computes its share.
+    def _microbatches(self, requests: Sequence[ScoreRequest]) -> list[list[int]]:
+        """Return the numbers of the requests by microbatch."""
+        sizes = [NextToken().num_tokens(_pair(request)) for request in requests]
+        return collate(sizes, self._microbatch_tokens)
+
+    def _logprobs(self, requests: Sequence[ScoreRequest]) -> Tensor:
+        """Collective: return the log-probabilities [N] of the completions: float64, nats, the same
+        on all ranks. Each rank computes its share.
         """
         group = self._site.group
-        sizes = [len(asked) for asked in microbatches]
-        logprobs_N = torch.zeros(sum(sizes), dtype=torch.float64)
-        places = torch.arange(sum(sizes)).split(sizes)
-        nothing: tuple[list[ScoreRequest], Tensor] = ([], places[0][:0])
-        for asked, own in own_share(list(zip(microbatches, places)), nothing, group):
-            pairs = [pair_of(one.prompt_ids, one.completions[0]) for one in asked]
+        logprobs_N = torch.zeros(len(requests), dtype=torch.float64)
+        # Some of the microbatches of `judge` are collated to the same ones again, because `collate`
+        # puts each sequence into the first one with room.
+        for numbers in own_share(self._microbatches(requests), [], group):
+            pairs = [_pair(requests[number]) for number in numbers]
             batch = NextToken().pack(pairs, group.device)
-            logprobs_N[own] = completion_logprobs(self.decoder, batch)[: len(pairs)]
+            logprobs_N[numbers] = completion_logprobs(self.decoder, batch)[: len(pairs)]
         reshard(self.decoder)
         join_shares(logprobs_N, group)
         return logprobs_N
+
+
+def _pair(request: ScoreRequest) -> Pair:
+    return pair_of(request.prompt_ids, request.completions[0])
 
 
 def make_perplexity(config: Config) -> Callable[[Site], Perplexity]:
@@ -151,20 +150,3 @@ def make_perplexity(config: Config) -> Callable[[Site], Perplexity]:
         dtype=config.model.dtype,
         microbatch_tokens=config.trainer.microbatch_tokens,
     )
-
-
-def _to_words(microbatches: Microbatches) -> Tensor:
-    """Return microbatches as whole numbers, for other ranks: their count, the size of each, and
-    their contents.
-    """
-    sizes = [len(asked) for asked in microbatches]
-    everything = list(chain.from_iterable(microbatches))
-    return torch.cat([torch.tensor([len(sizes), *sizes]), to_message(everything)])
-
-
-def _from_words(words: Tensor) -> Microbatches:
-    """Invert _to_words."""
-    count = int(words[0])
-    everything = iter(from_message(words[1 + count :]))
-    sizes = words[1 : 1 + count].tolist()
-    return [list(islice(everything, size)) for size in sizes]

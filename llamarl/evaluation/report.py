@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from llamarl.config.schema import Config
-from llamarl.evaluation.ask import Answer, Answers
+from llamarl.evaluation.ask import Answers, ScoredAnswer
 from llamarl.evaluation.gold import Judged
-from llamarl.evaluation.judges import EvalJudge, Finding, Work
+from llamarl.evaluation.judges import EvalJudge, Finding, JudgeWork
 from llamarl.evaluation.metrics import measure, pass_at_k, sampled_scores
 from llamarl.evaluation.perplexity import Likelihood
 from llamarl.evaluation.win_rate import WinRate, length_controlled_interval, win_rate
@@ -28,7 +28,7 @@ THE_TASK = "the task's own"
 log = logging.getLogger(__name__)
 
 
-def sample_row(one: EvalSet, answer: Answer) -> dict[str, object]:
+def sample_row(one: EvalSet, answer: ScoredAnswer) -> dict[str, object]:
     """Return an answer of a set as an object of JSON, for people and for `recipes/evaluate.py
     --against`.
 
@@ -65,7 +65,7 @@ class Samples(EvalJudge[Finding]):
         self._success_above = success_above
         self._can_write = True
 
-    def judge(self, version: int, answers: Answers) -> Work[Finding]:
+    def judge(self, version: int, answers: Answers) -> JudgeWork[Finding]:
         """Write the file. If that fails, warn once and let the run go on, because nothing is
         learned from it.
         """
@@ -130,7 +130,7 @@ def _number_or_none(value: float) -> float | None:
     return None if math.isnan(value) else float(value)
 
 
-def score_lines(answers: Sequence[Answer], temperature: float) -> list[str]:
+def score_lines(answers: Sequence[ScoredAnswer], temperature: float) -> list[str]:
     """Return the lines to print about the scores of a set's answers, which were sampled at this
     temperature.
     """

@@ -12,15 +12,12 @@ from llamarl.evaluation.judges import advance
 from llamarl.evaluation.perplexity import (
     Likelihood,
     Perplexity,
-    _from_words,
-    _to_words,
 )
 from llamarl.models.config import read_config, tiny_directory
 from llamarl.scoring.scorer import site_alone
 from llamarl.tasks.held_out import EvalSet
 from tests.evaluated import begun, columns_of, evaluated, finished
 from tests.executors.likelihoods import logprobs_by_transformers
-from tests.scorers import asked_for
 from tests.tolerances import of_logprobs
 
 EXACT = 1e-12
@@ -101,14 +98,3 @@ def test_a_log_probability_that_is_no_number_ends_the_run(monkeypatch):
         NotFinite, match="policy version 7's completion of held-out prompt 0 is nan"
     ):
         advance(work)
-
-
-def test_what_other_ranks_are_told_is_what_was_asked():
-    first, second, third, fourth = asked_for(4, 1)
-    microbatches = [[first], [second, third], [], [fourth]]
-    told = _from_words(_to_words(microbatches))
-    assert [len(asked) for asked in told] == [1, 2, 0, 1]
-    for ours, theirs in zip(told, microbatches):
-        for one, other in zip(ours, theirs):
-            assert torch.equal(one.prompt_ids, other.prompt_ids)
-            assert torch.equal(one.completions[0], other.completions[0])
