@@ -1,5 +1,5 @@
-"""Builds each kind of engine on a rank of the generator. With its keywords bound, each function is
-a BuildEngine (see llamarl/inference/protocol.py).
+"""Functions that build an engine on a rank of the generator. With its keywords bound, each is a
+BuildEngine (llamarl/inference/protocol.py).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Keys and values of the running rows, and the attentions that read them.
 
-Row i of the batch is slot i of the cache: the engine keeps its running rows dense in [0, num_rows),
-so decoding reads the cache as a view and nothing is gathered. A row that ends leaves a hole, which
-the last row is moved into once.
+Row i of the batch is slot i of the cache. The engine keeps running rows dense in [0, num_rows), so
+decoding reads the cache as a view and gathers nothing. When a row ends, the last row moves into its
+slot.
 
 Shapes: T tokens, N rows, S slots, H query heads, J key/value heads, R = H/J, K head dim, L places.
 """
@@ -255,8 +255,8 @@ class Decode:
         return seen.reshape(q_NHK.shape)
 
     def _read_by_products(self, q_NJRK: Tensor, k_NJLK: Tensor, v_NJLK: Tensor) -> Tensor:
-        """Attention as two batched products: the CPU's own kernel takes 25 times as long for one
-        query a row. The softmax is float32's.
+        """Compute attention as two batched products, with a softmax in float32. PyTorch's own
+        kernel takes 25 times as long for one query per row on a CPU.
         """
         keys = k_NJLK.flatten(0, 1)
         queries = q_NJRK.flatten(0, 1)

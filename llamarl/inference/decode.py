@@ -1,16 +1,15 @@
-"""A decoder's pass over the cache on a CPU, one call of a C kernel (llamarl/machine/decode.c): a
-token a row, or whole prompts.
+"""NativeDecode: a decoder's pass over the cache on a CPU as one call of a C kernel
+(llamarl/machine/decode.c), for one token per row or for whole prompts.
 
-Products are made by vector instructions or, in bfloat16 on a CPU that has them (AMX), by tile
-instructions. Either sums a row's numbers in one order, whatever rows lie beside it. oneDNN's packed
-products, which also bring tiles, need not: seen on a CPU with AMX, the same row has other bits
-among 32 rows than among 48.
+The kernel multiplies with vector instructions or, in bfloat16 on a CPU with AMX, with tile
+instructions. It sums a row in one order, whatever rows are beside it. oneDNN's packed products do
+not: on a CPU with AMX a row has other bits among 32 rows than among 48.
 
-The module's own forward multiplies by weights as they lie, which costs more than the product for
-few rows, and calls some thirty small operations a layer. Here the weights are laid out for the
-kernel once a policy version, which makes a second copy of them. The results are the module's up to
-rounding (tests/unit/test_engine.py holds them to it); in bfloat16 they are nearer to float32's, for
-the residual stream is float32. Where no compiler is, the module decodes.
+The module's own forward reads weights in an order that is slow for few rows, and calls some thirty
+small operations per layer. The kernel has its own copy of the weights, laid out once per policy
+version. Its results equal the module's up to rounding (tests/unit/test_engine.py). In bfloat16 they
+are closer to float32, because the residual stream is float32. Without a compiler the module
+decodes.
 
 Shapes: N rows, D model, H query heads, J key/value heads, K head dim, V vocabulary.
 """
@@ -238,8 +237,8 @@ class NativeDecode:
     ) -> Tensor:
         """Row i reads slots_N[i] up to positions_N[i], which it fills.
 
-        last_M: ascending rows, the only ones with logits. All int64, and looked at before C, which
-        trusts them, sees them: IndexError for a token, place, slot or row that is not there.
+        last_M: the ascending rows that get logits. All int64. They are checked here, because C
+        trusts them: IndexError for a token, place, slot or row out of range.
         """
         of_rows = self._looked_at(tokens_N, positions_N, cache, slots_N)
         outputs = rows = tokens_N.numel()

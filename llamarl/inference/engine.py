@@ -9,21 +9,19 @@
         engine.step(chunk=16)                     # between two steps: new weights, new work, aborts
         finished += engine.pop_finished()
 
-Each step schedules, runs and retires: llamarl.inference.schedule decides who runs in which slot,
-and this file computes what was decided. A prompt is prefilled once for all its samples that start
-together, and for neighbouring requests with the same prompt. The same submissions in the same order
-give the same bits; the slot, the batch and the chunk size change a sample only through the rounding
-of its logits.
+Each step schedules, runs and retires. llamarl.inference.schedule decides which samples run in which
+slots, and this file computes them. A prompt is prefilled once for all its samples that start
+together, and for neighbouring requests with the same prompt. Equal submissions in the same order
+give bit-identical samples. The slot, the batch and the chunk size change a sample only through the
+rounding of its logits.
 
-The cache holds at most cache_tokens places (and one row more for a long prompt and for `score`): a
-sample starts when as many rows as then run, each as long as the longest may become, fit. Until then
-it waits.
+The cache has at most cache_tokens places, and one more row for a long prompt and for `score`. A
+sample starts once all running rows fit, each at the longest length that any of them may reach.
 
 LIMITS. K/V are not paged: each row has max_len places on a GPU, and on a CPU as many as the longest
-row that runs. Nothing of a prompt is kept once its samples have started: there is no prefix cache,
-and equal prompts that do not start together are computed twice. One long prompt at a time is
-prefilled in chunks; a second waits for it. There is no speculative decoding. Stop strings are
-looked for between steps, on the host: what a row sampled behind one is dropped.
+running row. There is no prefix cache: equal prompts that do not start together are computed twice.
+One long prompt at a time is prefilled in chunks; a second waits. There is no speculative decoding.
+Stop strings are searched on the host between steps; tokens sampled behind one are dropped.
 """
 
 from __future__ import annotations
@@ -68,14 +66,13 @@ class Engine(SlotEngine):
     max_slots: rows decoded at once.
     max_len: most tokens of prompt and completion together.
     cache_tokens: places of the K/V cache (None: max_slots x max_len).
-    prefill_chunk: a longer prompt is prefilled in chunks of so many tokens, one a step, so that
+    prefill_chunk: a longer prompt is prefilled in chunks of this many tokens, one per step, so that
     decoding goes on.
     cuda_graphs: on a GPU, replay a token's kernels as one graph.
-    reproducible: take the same kernels in every run; else those that this machine's clock shows to
-    be clearly faster.
+    reproducible: use the same kernels in every run, instead of the fastest that a trial finds.
     decode: token ids -> their text. Samples with stop strings need it.
-    kept_tokens: places of K/V that are kept of samples that stopped by themselves, so that
-    submit_partial may go on with them behind an environment's answer. 0: they are computed anew.
+    kept_tokens: K/V places kept for samples that stopped by themselves, so that submit_partial can
+    continue them behind an environment's answer. 0: their K/V are recomputed.
 
     It is a GenerationEngine, and a Resumable-, Streaming- and QuantizedEngine
     (llamarl.inference.protocol), where the calls that all engines share are described in full.
@@ -174,8 +171,8 @@ class Engine(SlotEngine):
         return cls(decoder, max_slots=max_slots, max_len=max_len, device=device, **options)
 
     def submit_partial(self, partial: Partial) -> None:
-        """Queue what remains of a sample: under the same weights it goes on token for token. If its
-        K/V are kept, they are taken.
+        """Queue the rest of a sample. Under the same weights its tokens are those of an
+        uninterrupted one. Kept K/V are reused.
 
         ValueError as in submit, and for tokens without a logprob and a version each.
         """
@@ -205,8 +202,8 @@ class Engine(SlotEngine):
     @torch.inference_mode(False)
     @torch.no_grad()
     def export_partials(self) -> list[Partial]:
-        """Return every sample that has not ended, as it is between two steps. The engine keeps
-        them: abort() lets go.
+        """Return every unfinished sample, as it is between two steps. The engine keeps them until
+        abort().
         """
         recorded = self._rows.recorded(range(self.num_live))
         unfinished = list(zip(self._running, recorded))
@@ -257,9 +254,8 @@ class Engine(SlotEngine):
         """Note that the decoder's parameters are now those of `version`. Tokens sampled from here
         on carry it.
 
-        Cached K/V stay those of the weights that computed them, unless recompute_kv: then the next
-        step computes them anew. A prompt that is cached in part has no completion yet: it goes on
-        as one of the new weights alone.
+        Cached K/V stay, unless recompute_kv: then the next step recomputes them. A prompt that is
+        only partly cached has no completion yet, so it starts again under the new weights.
         """
         self.policy_version = version
         self._version.fill_(version)
@@ -354,10 +350,9 @@ class Engine(SlotEngine):
         self._restage_due = False
 
     def _is_retiring_worth_it(self) -> bool:
-        """Whether so much was computed in vain for ended rows that taking them out is worth it.
+        """Return whether ended rows have wasted enough work to take them out now.
 
-        A GPU always goes on: counting the ended rows waits for the device, which is free on a CPU
-        alone.
+        Never on a GPU, where counting the ended rows would wait for the device.
         """
         if not self._on_cpu:
             return False
@@ -382,8 +377,8 @@ class Engine(SlotEngine):
         return self._runner.prefill(chunk.slot, [ids], [1], starts=[chunk.begin])
 
     def _start(self, turn: Turn[Request]) -> None:
-        """Sample a token for every row: running rows decode, new rows, which are the last, are
-        prefilled; natively both in one pass.
+        """Sample a token for every row. Running rows decode, and the new rows behind them are
+        prefilled; the native kernel does both in one pass.
         """
         first = turn.num_decoding
         starts = turn.starts
@@ -517,9 +512,7 @@ class Engine(SlotEngine):
 
     @torch.inference_mode()
     def _retire(self, aborted: bool = False) -> None:
-        """Turn ended rows into completions, and move the last rows into the holes, so that rows
-        stay dense.
-        """
+        """Turn ended rows into completions, and move the last rows into their slots."""
         num_rows = self.num_live
         self._end_at_stop_strings()
         live = self._rows.live[:num_rows].tolist()

@@ -1,9 +1,9 @@
 """One decoded and sampled token for all rows, as one CUDA graph.
 
-A graph is recorded for a number of rows (rounded up), a length of the cache (rounded up) and what
-the rows demand of the sampler. Everything it reads and writes stays where it is: the rows' tables,
-the cache, and the parameters, into which new weights are copied in place. If any of these has
-moved, all graphs are recorded anew. Nothing here waits for the device.
+A graph is recorded for a number of rows (rounded up), a cache length (rounded up) and a set of
+sampler options. Its tensors must keep their addresses: the rows' tables, the cache and the
+parameters, into which a swap copies new weights. If one has moved, all graphs are recorded again.
+Nothing here waits for the device.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class DecodeGraphs:
             self._addresses = addresses
 
     def run(self, rows: int, longest: int, demands: Hashable) -> None:
-        """Make one token for all rows. The first of its kind runs as it is, on a stream of its own,
-        and is recorded for the next.
+        """Sample one token for all rows. The first call of a kind runs eagerly on a stream of its
+        own, and is recorded.
         """
         # Powers of two up to 16, then multiples of 16: at most 15 rows are computed in vain.
         if rows <= 16:

@@ -1,10 +1,10 @@
-"""Keys and values of completions that have stopped and may go on: while their environment works.
+"""KeptRows: keys and values of completions whose environment is working on an answer.
 
     row ends --keep--> KeptRows --restore--> a row of the completion's next turn
 
-They lie beside the slots, which others have meanwhile, and are copied back into the slot that the
-next turn gets: only what was added since is computed. When more than the given places are kept, the
-oldest are dropped, and what goes on without them is computed anew from its tokens.
+They are kept outside the slots, which other rows use meanwhile. The next turn copies them into its
+slot and computes only the added tokens. When there are more than the allowed places, the oldest are
+dropped, and their completions are recomputed from their tokens.
 """
 
 from __future__ import annotations

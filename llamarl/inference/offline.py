@@ -1,4 +1,4 @@
-"""An engine without a job: what is asked of it is sampled to its end.
+"""Sampling without a job: prompts in, whole completions out.
 
 engine = Engine.from_hf(DIR)
 params = SamplingParams(max_new_tokens=64, stop_token_ids=(2,), n=8)

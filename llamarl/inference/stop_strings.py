@@ -1,11 +1,11 @@
-"""Strings at which a completion ends, found in its text and not in its tokens.
+"""StopStrings: finds the token at which a stop string is complete, by searching the text.
 
     stops = StopStrings(("\\n\\n", "Q:"), decode)
     stops.end_of([12, 7, 7, 9], seen=2, least=1)    # -> 3, if the third token completes "\\n\\n"
 
-A stop string may begin inside one token and end inside another, so the tokens are decoded and the
-text is searched. Only the end of the text is decoded: each token is looked at a few times, however
-long the completion is.
+A stop string may begin inside one token and end inside another, so tokens are decoded and the text
+is searched. Only the end of the text is decoded, so the work per token does not grow with the
+completion.
 """
 
 from __future__ import annotations

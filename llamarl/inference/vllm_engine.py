@@ -1,19 +1,19 @@
-"""vLLM in the place of Engine: the same calls, the same records. vLLM itself runs in a process of
-its own (vllm_worker.py).
+"""VLLMEngine: samples with vLLM, by the calls and records of Engine. vLLM itself runs in a process
+of its own (vllm_worker.py).
 
     submit -> waiting --a slot is free--> vLLM --chunk--> ... --ended--> pop_finished
 
-A sample is a function of (seed, stream, ticket, sample_index) and the logits, but not the native
-engine's: vLLM has random numbers of its own. New weights come in between two chunks: running
-samples keep their K/V, tokens carry the version that sampled them, and prompts share cached K/V
-only under one version.
+A sample is a function of (seed, stream, ticket, sample_index) and the logits. It differs from the
+native engine's sample, because vLLM has its own random numbers. New weights are loaded between two
+chunks: running samples keep their K/V, tokens carry the version that sampled them, and prompts
+share cached K/V only under one version.
 
-Adapters arrive alone. vLLM reads the weights beside them from the model's directory once, and each
-version's adapters from a private directory, in the place of those before.
+With LoRA only adapters travel. vLLM reads the base weights from the model's directory once, and
+each version's adapters from a private directory.
 
-LIMITS. One vLLM a rank: its own tensor parallelism is not used. Weights that are trained are held
-twice, outside it and in it. None are quantised. A sample that has not ended does not outlive the
-process: over a checkpoint its ticket starts again. K/V are not computed anew under new weights.
+LIMITS. One vLLM per rank: its own tensor parallelism is not used. Trained weights are held twice,
+outside of vLLM and inside. None are quantised. An unfinished sample is lost with the process: after
+a resume its ticket starts again. K/V are not recomputed under new weights.
 """
 
 from __future__ import annotations

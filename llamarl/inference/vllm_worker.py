@@ -5,9 +5,9 @@ file that imports vllm.
     stdout   one line in answer to each   {"samples": [["3", [504, 7042], [-0.27, -1.06], null]]}
                                           or {"error": "..."}
 
-vLLM takes a process over: the default process group, the threads, functions of torch. So it has one
-of its own, and what it prints goes to stderr. Weights lie in shared memory under their Hugging Face
-names, adapters in a PEFT directory. The end of stdin ends it, at any time.
+vLLM changes its whole process: the default process group, threads, functions of torch. So it runs
+in one of its own, and its output goes to stderr. Weights are read from shared memory under their
+Hugging Face names, adapters from a PEFT directory. The process ends when stdin is closed.
 """
 
 from __future__ import annotations

@@ -21,13 +21,12 @@ def keep_freed_memory() -> None:
     """Let this process reuse freed CPU tensors instead of returning their pages, where malloc is
     glibc's.
 
-    By default glibc returns megabyte tensors at every free, and the kernel zeroes their pages again
-    at the next allocation: about 4,000 page faults and a quarter of the time of a decode step of
-    the tiny model with 512 rows. Blocks above 32 MiB, such as the gradient of a large vocabulary's
-    head, would come from mmap and be returned whatever the thresholds are; so mmap is not used at
-    all. A second thread would have a heap of its own, which goes back whenever it is empty: those
-    that begin after this share the first. If malloc refuses these settings it stays as it is, and a
-    line of the log says so.
+    By default glibc returns megabyte tensors at every free, and the kernel zeroes their pages at
+    the next allocation: about 4,000 page faults and a quarter of a decode step of the tiny model
+    with 512 rows. Blocks above 32 MiB, such as the gradient of a large vocabulary's head, would
+    come from mmap and be returned whatever the thresholds are, so mmap is switched off. Each thread
+    would get its own arena, which is released when empty, so threads share the first. If malloc
+    refuses a setting, the log says so.
     """
     libc = ctypes.CDLL(None)
     if not hasattr(libc, "mallopt"):

@@ -1,9 +1,9 @@
-"""The fastest of several ways to compute one thing, found by trying them once on a machine.
+"""Finds the fastest of several ways to compute one thing, by trying each once on this machine.
 
     way = fastest("decode pass", {"tiles": ..., "vectors": ..., "module": ...}, key="...")
 
-What was found is kept beside the compiled kernels, so that later runs decide alike and at once. A
-run that must not ask a clock takes the first way and does not come here.
+The result is stored beside the compiled kernels, so later runs choose alike and at once. A
+reproducible run must not ask a clock: it takes the first way without a trial.
 """
 
 from __future__ import annotations

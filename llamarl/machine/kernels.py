@@ -4,23 +4,23 @@ The kernels are small, compiled by the machine's own compiler, and each has a Py
 
     lib = library("decode", structs=(_Step,))   # llamarl/machine/decode.c as a ctypes.CDLL, or None
 
-LLAMARL_NATIVE=0 switches all kernels off. LLAMARL_NATIVE_ARCH is the instruction set that they are
-compiled for, as the compiler names it (-march): "native", the default, is all that this CPU has;
-"x86-64-v3" is x86 with AVX2 and without AVX-512. On an Arm CPU "native" becomes -mcpu=native, which
-gcc and clang both know there. A compiler that refuses "native" compiles for its own default, and a
-warning says so; an instruction set given by name is never exchanged for another.
-LLAMARL_NATIVE_INCLUDE names a header that is compiled before each of them, as the tests' of another
-CPU's branches (tests/machines/other_branches.h).
+LLAMARL_NATIVE=0 switches all kernels off. LLAMARL_NATIVE_ARCH is the instruction set, in the
+compiler's own words (-march): "native", the default, is everything that this CPU has; "x86-64-v3"
+is x86 with AVX2 and without AVX-512. On an Arm CPU "native" becomes -mcpu=native, which gcc and
+clang both know. If the compiler refuses "native", it compiles for its own default and a warning
+says so. An instruction set given by name is never replaced. LLAMARL_NATIVE_INCLUDE names a header
+that is compiled before each kernel; tests use it to take the branches of other CPUs
+(tests/machines/other_branches.h).
 
-A library is kept in $XDG_CACHE_HOME/llamarl (~/.cache/llamarl) under a name made of its source,
-command, compiler and CPU, so it is compiled once a machine, and a home directory that different
-machines share is safe. Loading a library runs what it holds, so one is taken from there only if
-this user owns it and its folder, and nobody else may write to either. Else it is compiled anew in a
-private folder, for this process alone, and a warning names what is not to be trusted.
+A library is stored in $XDG_CACHE_HOME/llamarl (~/.cache/llamarl) under a hash of its source,
+command, compiler and CPU. So it is compiled once per machine, and machines may share a home
+directory. Loading a library runs its code. So it is loaded from there only if this user owns the
+file and its folder and nobody else may write to them. Otherwise it is compiled in a private folder
+for this process, and a warning names the path.
 
-A struct that Python and C share is a ctypes.Structure _NAME and a typedef NAME, whose size C
-exports as size_of_NAME(). The sizes are compared when the library is loaded: where they differ, a
-warning says so and PyTorch's operations are used.
+A struct that Python and C share is a ctypes.Structure _NAME and a typedef NAME. C exports its size
+as size_of_NAME(). If the sizes differ when the library is loaded, a warning says so and PyTorch's
+operations are used.
 """
 
 from __future__ import annotations

@@ -3,15 +3,15 @@
     products = use_float32_products(reproducible=False)
     # "medium (error 4e-07, 157 GFLOP/s), not highest (error 4e-07, 64 GFLOP/s), ..."
 
-`torch.set_float32_matmul_precision` names what a product may lose, and what is lost differs between
-machines. Under "medium" oneDNN computes in float32 on an x86 CPU without bfloat16 products, on
-AMD's more than twice as fast as under "highest"; with AMX or on some Arm it multiplies in bfloat16,
-with an error ten thousand times float32's. So each setting is tried on a few small products whose
-true values are known. This file alone sets the precision.
+The error under a setting of `torch.set_float32_matmul_precision` differs between machines. Under
+"medium" oneDNN computes in float32 on an x86 CPU without bfloat16 products, and on AMD's more than
+twice as fast as under "highest". With AMX, or on some Arm CPUs, it multiplies in bfloat16, with ten
+thousand times the error of float32. So each setting is tried on a few small products whose true
+values are known. Only this file sets the precision.
 
-Products in bfloat16 are another matter: a CPU without instructions for them takes many times as
-long as in float32 (an AMD EPYC with AVX2 alone, thirty to fifty times for those of backward). That
-is measured too, where a model trains in bfloat16, and a warning says so.
+Products in bfloat16 are slow on a CPU without instructions for them: an AMD EPYC with AVX2 takes
+thirty to fifty times as long as in float32 for those of backward. If a model trains in bfloat16,
+the ratio is measured and a warning says so.
 """
 
 from __future__ import annotations

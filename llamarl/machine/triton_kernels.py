@@ -1,13 +1,13 @@
-"""Kernels in Triton for a GPU that samples: what lies between a layer's products, one launch each.
+"""Triton kernels for inference. Each fuses the elementwise operations between two matrix products
+into one launch.
 
-Plain operations launch some thirty kernels a layer for a token, of two microseconds each, most of
-them longer on their way than at work. These here launch seven. Each computes what its plain equal
-in llamarl/models/fused.py, llamarl/models/quantize.py or llamarl/inference/cache.py does and, in
-bfloat16, rounds where that one rounds; a row's result does not depend on the rows beside it.
+Plain operations launch some thirty kernels per layer and token. Each runs for two microseconds,
+which is less than its launch costs. These kernels launch seven times. Each has a plain equal in
+llamarl/models/fused.py, llamarl/models/quantize.py or llamarl/inference/cache.py, and in bfloat16
+it rounds where that one rounds. A row's result does not depend on the rows beside it.
 
-Forward only: what needs gradients takes the plain operations. This file needs Triton, which comes
-with PyTorch for CUDA and needs a C compiler: `llamarl.models.fused.gpu_kernels` imports it where it
-is.
+Forward only: gradients need the plain operations. Triton comes with PyTorch for CUDA and needs a C
+compiler. `llamarl.models.fused.gpu_kernels` imports this file where both exist.
 
 Shapes: T tokens, D features, H heads, K head dim, J key/value heads, S slots, L places of a slot.
 """

@@ -1,13 +1,12 @@
-"""Settings of threads that share a computation: they spin shortly, then sleep.
+"""Lets the threads of a computation spin only shortly before they sleep.
 
-GNU's OpenMP, under PyTorch and our kernels, spins for 300,000 turns before it sleeps, which is 16
-ms where a turn takes 140 cycles. Beside other work, and beside the second pool of threads that our
-kernels bring, a spinning thread takes the core from the one that it waits for: a job took several
-times as long. A spin of about 0.1 ms catches nearly all that is about to come on quiet cores, and
-costs little on busy ones.
+GNU's OpenMP, which PyTorch and our kernels use, spins 300,000 times before it sleeps: 16 ms at 140
+cycles a turn. Beside other work a spinning thread takes the core from the thread that it waits for,
+and a job took several times as long. A spin of about 0.1 ms is enough on quiet cores and costs
+little on busy ones.
 
-The library reads this once, when it is loaded: so before torch is imported. What the user sets goes
-before.
+OpenMP reads the setting once, when torch is imported, so it must be set before. A user's own
+setting has precedence.
 """
 
 from __future__ import annotations
