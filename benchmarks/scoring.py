@@ -40,8 +40,7 @@ from llamarl.models.config import read_config
 from llamarl.models.hf import export, named_parameters_hf
 from llamarl.models.scorer import scorer_fields
 from llamarl.models.training import training_decoder
-from llamarl.scoring.packed import ScoreRequest, pack_scored
-from llamarl.scoring.sharded import ScorerSettings, ShardedScorer
+from llamarl.scoring.sharded import ScoreRequest, ScorerSettings, ShardedScorer, pack_scored
 
 SPREAD = 0.7  # of the logarithm of lengths
 LONGEST = 8  # times the median

@@ -41,8 +41,7 @@ from llamarl.launch.model_directory import stop_tokens
 from llamarl.launch.preferences import PreferencesJob
 from llamarl.models.build import Decoder
 from llamarl.scoring.ahead import StreamSettings
-from llamarl.scoring.pairing import PairMaker
-from llamarl.scoring.pairs import PairRule
+from llamarl.scoring.pairs import PairMaker, PairRule
 from llamarl.scoring.replies import ReplySettings
 from llamarl.scoring.scorer import MakeScorer, Scorer, site_alone
 from llamarl.scoring.weighted import Weighted

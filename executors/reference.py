@@ -34,8 +34,7 @@ from llamarl.models.build import Decoder
 from llamarl.models.config import Lora
 from llamarl.models.fsdp import local
 from llamarl.scoring.ahead import StreamSettings
-from llamarl.scoring.logprobs import Batched, GroupLogprobs, Streamed
-from llamarl.scoring.resets import Resets, newest_version
+from llamarl.scoring.reference import Batched, GroupLogprobs, Resets, Streamed, newest_version
 from llamarl.scoring.scorer import Site
 from llamarl.scoring.sharded import ShardedReference
 from llamarl.tickets.prompts import AnyPrompts, note

@@ -16,7 +16,7 @@ from transformers import (
 )
 
 from llamarl.models.config import tiny_directory
-from llamarl.scoring.packed import ScoreRequest
+from llamarl.scoring.sharded import ScoreRequest
 from tests.random_models import save_drawn
 from tests.tolerances import rounding
 

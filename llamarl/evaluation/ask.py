@@ -20,8 +20,7 @@ from llamarl.inference.offline import completions_of
 from llamarl.inference.protocol import GenerationEngine
 from llamarl.models.hf import named_parameters_hf
 from llamarl.scoring.assembly import item_of
-from llamarl.scoring.scorer import Item, Scorer, score_all
-from llamarl.scoring.trial import commonest
+from llamarl.scoring.scorer import Item, Scorer, commonest, score_all
 from llamarl.tasks.held_out import EvalSet
 from llamarl.types import Completion, EvalCompletion, Outcome, Prompt
 

@@ -28,7 +28,7 @@ from llamarl.evaluation.win_rate import length_controlled, win_rate, wins
 from llamarl.launch.inputs import Inputs
 from llamarl.launch.kinds import gold_kind
 from llamarl.scoring.scorer import Item, Site
-from llamarl.scoring.weighted import Part
+from llamarl.scoring.weighted import WeightedPart
 from llamarl.tasks.held_out import reference_texts
 from llamarl.tasks.special import reply_ids
 from llamarl.types import Outcome, Prompt
@@ -100,7 +100,7 @@ class Gold(EvalJudge[Judged]):
     compare with; None: no win rate.
     """
 
-    def __init__(self, site: Site, *, scorer: Part, references: Sequence[Item] | None):
+    def __init__(self, site: Site, *, scorer: WeightedPart, references: Sequence[Item] | None):
         self.name = scorer.name
         self._references = references
         # No metrics, because the reward has metrics of the same names about training.
@@ -194,7 +194,7 @@ def make_gold(inputs: Inputs, references: Sequence[Item] | None) -> Callable[[Si
     """Return a function that makes the judge of eval.gold."""
     gold = gold_kind(inputs)
     assert gold is not None, "called only if eval.gold is set"
-    return partial(Gold, scorer=Part(gold.given.name, gold.make), references=references)
+    return partial(Gold, scorer=WeightedPart(gold.given.name, gold.make), references=references)
 
 
 def references_of(inputs: Inputs) -> list[Item] | None:

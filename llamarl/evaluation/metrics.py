@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from llamarl.evaluation.ask import Answers, ScoredAnswer
-from llamarl.scoring.trial import commonest
+from llamarl.scoring.scorer import commonest
 from llamarl.tasks.held_out import EvalSet, set_of
 
 Metrics = Mapping[str, float | str | None]  # the values of columns

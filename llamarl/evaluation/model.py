@@ -38,7 +38,7 @@ from llamarl.models.peft import CONFIG as ADAPTER_CONFIG
 from llamarl.models.peft import lora_in
 from llamarl.scoring.assembly import item_of
 from llamarl.scoring.scorer import Item
-from llamarl.scoring.transcript import same_tokens
+from llamarl.scoring.sharded import same_tokens
 from llamarl.tasks.files import read_jsonl
 from llamarl.tasks.held_out import EvalSet, reference_texts, set_of
 from llamarl.types import EvalCompletion, Prompt

@@ -26,8 +26,8 @@ from llamarl.learning.packing import collate
 from llamarl.learning.sft import NextToken, Pair, completion_logprobs, pair_of
 from llamarl.models.frozen import decoder_over
 from llamarl.models.fsdp import local, reshard
-from llamarl.scoring.packed import ScoreRequest, from_message, to_message
 from llamarl.scoring.scorer import Site
+from llamarl.scoring.sharded import ScoreRequest, from_message, to_message
 
 
 @dataclass(frozen=True, slots=True)

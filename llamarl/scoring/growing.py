@@ -14,7 +14,7 @@ been dropped in the meantime.
 Hints may come twice, late, with gaps or never. Their tokens count until the sequence is whole, and
 tokens that no hint brought are read then.
 
-This class computes nothing: llamarl.scoring.pieces reads what it plans, into one cache. If several
+This class computes nothing: llamarl.scoring.ahead reads what it plans, into one cache. If several
 ranks have a cache, each cache has an object of this class, and all objects are on the first rank.
 """
 

@@ -22,13 +22,16 @@ from torch import Tensor
 from llamarl.comm.together import CollectiveCall
 from llamarl.executor import State
 from llamarl.models.fsdp import local
-from llamarl.scoring.ahead import Ahead, StreamSettings
-from llamarl.scoring.chunk_search import ChunkSearch
+from llamarl.scoring.ahead import Ahead, ChunkSearch, ScoreHead, StreamSettings
 from llamarl.scoring.growing import Key
-from llamarl.scoring.packed import ScoreRequest, from_message, to_message
-from llamarl.scoring.pieces import ScoreHead
 from llamarl.scoring.scorer import Item, Outcomes, Queue, Scorer, Site
-from llamarl.scoring.sharded import ScorerSettings, ShardedScorer
+from llamarl.scoring.sharded import (
+    ScoreRequest,
+    ScorerSettings,
+    ShardedScorer,
+    from_message,
+    to_message,
+)
 from llamarl.types import Outcome, Stretch
 
 Scores = list[tuple[int, float]]  # scores, each with its item's key

@@ -1,7 +1,7 @@
 """Preference pairs of a prompt's completions: which two are compared, which is better, and the row
 for it.
 
-    completions --batches--> what is scored together --pairs_of--> label --> Pair | why not
+    completions --batches--> what is scored together --pairs_of--> label --> LabelledPair | why not
 
     pairing      pairs a prompt    source
     all          each two of n     4 choose 2 (Noukhovitch et al. 2024, section 5)
@@ -12,12 +12,23 @@ for it.
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import random
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields
 from typing import Literal
 
+import torch
+
+from llamarl.inference import Engine, SamplingParams
+from llamarl.inference.offline import completions_of
+from llamarl.scoring.assembly import ErrorRate, item_of
+from llamarl.scoring.scorer import Item, Scorer
+from llamarl.tasks.base import PromptMaker
+from llamarl.tasks.special import reply_ids, text_ids
+from llamarl.types import Completion, Outcome, Prompt
 from llamarl.words.choices import Pairing
 
 Turns = str | list[dict[str, str]]  # a prompt as a model reads it: a text, or messages
@@ -80,7 +91,7 @@ class PairRule:
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
+class LabelledPair:
     """Two candidates, and the verdict about them."""
 
     chosen: Candidate
@@ -100,7 +111,7 @@ NoPair = Literal["tie", "equal texts"]
 
 def label(
     one: Candidate, other: Candidate, scores: tuple[float, float], *, is_flipped: bool
-) -> Pair | NoPair:
+) -> LabelledPair | NoPair:
     """Return the pair of two candidates with these scores, or the reason why they make none."""
     if one.token_ids == other.token_ids:
         return "equal texts"
@@ -109,11 +120,13 @@ def label(
         return "tie"
     is_first_chosen = (first > second) != is_flipped
     if is_first_chosen:
-        return Pair(one, other, first, second, is_flipped=is_flipped)
-    return Pair(other, one, second, first, is_flipped=is_flipped)
+        return LabelledPair(one, other, first, second, is_flipped=is_flipped)
+    return LabelledPair(other, one, second, first, is_flipped=is_flipped)
 
 
-def row_of(pair: Pair, turns: Turns, *, number: int, margin_coef: float) -> dict[str, object]:
+def row_of(
+    pair: LabelledPair, turns: Turns, *, number: int, margin_coef: float
+) -> dict[str, object]:
     """Return a line of the file: the keys that recipes/reward_model.py reads, and others to check
     it by.
     """
@@ -161,12 +174,12 @@ class Tally:
 
     def add(self, other: Tally) -> None:
         """Add the counts of another tally."""
-        for field in fields(self):
-            mine, theirs = getattr(self, field.name), getattr(other, field.name)
-            whole = max(mine, theirs) if field.name == "longest" else mine + theirs
-            setattr(self, field.name, whole)
+        for one in fields(self):
+            mine, theirs = getattr(self, one.name), getattr(other, one.name)
+            whole = max(mine, theirs) if one.name == "longest" else mine + theirs
+            setattr(self, one.name, whole)
 
-    def enter(self, pair: Pair | NoPair) -> None:
+    def enter(self, pair: LabelledPair | NoPair) -> None:
         """Count the outcome of two candidates."""
         if pair == "tie":
             self.ties += 1
@@ -198,3 +211,211 @@ class Tally:
             "seconds": f"{self.seconds:.1f}",
         }
         return [f"{name:<14}{value}" for name, value in values.items()]
+
+
+STREAM = 3  # the engine's stream here; training has 0, evaluations have 1 and 2
+WAIT_S = 1.0  # between two looks at what is scored; every scorer limits its own waits
+
+
+@dataclass(slots=True)
+class _Answered:
+    """A prompt, with the candidates for its pairs."""
+
+    prompt: Prompt
+    candidates: list[Candidate] = field(default_factory=list)
+    items: list[Item] = field(default_factory=list)  # the scored item of each candidate
+    # For each batch of items that are scored together: their keys by candidates' places.
+    batches: list[dict[int, int]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Batch:
+    """Prompts that are completed together, by number."""
+
+    answered: dict[int, _Answered]
+    tally: Tally
+
+
+class PairMaker:
+    """Samples completions of prompts, lets a scorer score them, and pairs them.
+
+    engine: None: nothing is sampled. scorer: started, and used by nothing else. sampling: its n is
+    the number of completions. prompt_of: gives the prompt of a number. targets_of: gives a row's
+    own answers, by key.
+    tokenizer: the policy's. RewardError if more than max_error_rate of the outcomes are errors.
+    """
+
+    def __init__(
+        self,
+        *,
+        engine: Engine | None,
+        scorer: Scorer,
+        sampling: SamplingParams,
+        chunk_tokens: int,
+        prompt_of: Callable[[int], Prompt],
+        targets_of: Callable[[Prompt], Mapping[str, str]],
+        tokenizer,
+        prompts: PromptMaker,
+        rule: PairRule,
+        max_error_rate: float,
+    ):
+        self._engine = engine
+        self._scorer = scorer
+        self._sampling = sampling
+        self._chunk_tokens = chunk_tokens
+        self._prompt_of = prompt_of
+        self._targets_of = targets_of
+        self._tokenizer = tokenizer
+        self._prompts = prompts
+        self._rule = rule
+        self._errors = ErrorRate(scorer.name, max_error_rate)
+        self._keys = itertools.count()
+        self._numbers: dict[int, int] = {}  # of the prompts, by key, until its outcome is known
+        self._outcomes: dict[int, Outcome] = {}  # by key, until its batch is settled
+        self._counted: Counter[str] = Counter()  # the scorer's counts in settled batches
+
+    def make(self, batches: Iterable[range]) -> Iterator[tuple[str, Tally]]:
+        """Yield the lines of each batch of prompts, in order, with the counts of its outcomes."""
+        scored: deque[_Batch] = deque()
+        for numbers in batches:
+            scored.append(self._answer(numbers))
+            if len(scored) > 1:
+                yield self._settle(scored.popleft())
+        while scored:
+            yield self._settle(scored.popleft())
+
+    def _answer(self, numbers: range) -> _Batch:
+        """Sample completions of prompts, and hand them to the scorer prompt by prompt."""
+        batch = _Batch({}, Tally(prompts=len(numbers)))
+        for number in numbers:
+            batch.answered[number] = _Answered(self._prompt_of(number))
+        if self._engine is None:
+            for number, answered in batch.answered.items():
+                self._submit(number, answered, [], batch.tally)
+            return batch
+        for number, answered in batch.answered.items():
+            prompt_ids = answered.prompt.prompt_ids.tolist()
+            self._engine.submit(number, prompt_ids, self._sampling, stream=STREAM)
+        samples: dict[int, list[Completion]] = {number: [] for number in numbers}
+        for finished in completions_of(self._engine, self._chunk_tokens):
+            for _, completion in finished:
+                number = completion.ticket
+                samples[number].append(completion)
+                if len(samples[number]) == self._sampling.n:
+                    own = sorted(samples.pop(number), key=lambda c: c.sample_index)
+                    self._submit(number, batch.answered[number], own, batch.tally)
+            self._collect()
+        return batch
+
+    def _submit(
+        self, number: int, answered: _Answered, samples: list[Completion], tally: Tally
+    ) -> None:
+        """Make candidates of a prompt's completions, and submit them to be scored."""
+        for completion in samples:
+            item = item_of(completion, answered.prompt, self._decode, self._tokenizer.decode)
+            tally.completions += 1
+            tally.cut += not item.has_ended
+            self._add(answered, completion.sample_index, item, tally)
+        for name, text in self._targets_of(answered.prompt).items():
+            self._add_reference(answered, name, text, tally)
+        count = len(answered.candidates)
+        if count < 2:
+            return
+        for places in self._rule.batches(number, count):
+            keys = {place: next(self._keys) for place in places}
+            for place, key in keys.items():
+                self._numbers[key] = number
+                self._scorer.submit(key, answered.items[place])
+            self._scorer.release(list(keys.values()))
+            answered.batches.append(keys)
+
+    def _add_reference(self, answered: _Answered, key: str, text: str, tally: Tally) -> None:
+        """Make a candidate of the row's own answer, unless it is longer than a sample may be."""
+        prompt_ids = answered.prompt.prompt_ids.tolist()
+        ids = reply_ids(self._tokenizer, prompt_ids, text, chat=self._prompts.shows_turns)
+        if len(ids) > self._sampling.max_new_tokens:
+            tally.long_references += 1
+            return
+        item = Item(
+            prompt=answered.prompt,
+            token_ids=torch.tensor(ids, dtype=torch.int64),
+            text=text,
+            has_ended=True,
+            is_held_out=False,
+            decode_raw=self._tokenizer.decode,
+        )
+        tally.references += 1
+        self._add(answered, key, item, tally)
+
+    def _add(self, answered: _Answered, origin: int | str, item: Item, tally: Tally) -> None:
+        """Make an item a candidate, unless its text is empty."""
+        if not item.text.strip():
+            tally.empty += 1
+            return
+        last = int(answered.prompt.prompt_ids[-1])
+        ids = text_ids(self._tokenizer, item.text, behind=last)
+        answered.candidates.append(Candidate(origin, item.text, tuple(ids)))
+        answered.items.append(item)
+        length = answered.prompt.prompt_ids.numel() + len(ids) + 1
+        tally.longest = max(tally.longest, length)
+
+    def _settle(self, batch: _Batch) -> tuple[str, Tally]:
+        """Return the lines of a batch once all its items are scored."""
+        wanted: set[int] = set()
+        for answered in batch.answered.values():
+            for keys in answered.batches:
+                wanted.update(keys.values())
+        self._collect()
+        while not wanted <= self._outcomes.keys():
+            self._scorer.wait(WAIT_S)
+            self._collect()
+        lines = []
+        for number, answered in batch.answered.items():
+            for row in self._rows(number, answered, batch.tally):
+                lines.append(json.dumps(row) + "\n")
+        self._count_orders(batch.tally)
+        return "".join(lines), batch.tally
+
+    def _rows(self, number: int, answered: _Answered, tally: Tally) -> list[dict[str, object]]:
+        """Return the lines of a prompt's pairs."""
+        rule = self._rule
+        rows = []
+        unscored: set[int] = set()
+        for keys in answered.batches:
+            outcomes = {place: self._outcomes.pop(key) for place, key in keys.items()}
+            scores = {place: outcome.value for place, outcome in outcomes.items()}
+            unscored.update(place for place in outcomes if outcomes[place].kind != "score")
+            for one, other in rule.pairs_of(scores):
+                pair = label(
+                    answered.candidates[one],
+                    answered.candidates[other],
+                    (scores[one], scores[other]),
+                    is_flipped=rule.is_flipped(number, (one, other)),
+                )
+                tally.enter(pair)
+                if not isinstance(pair, str):
+                    turns = self._prompts.turns(answered.prompt.asked)
+                    row = row_of(pair, turns, number=number, margin_coef=rule.margin_coef)
+                    rows.append(row)
+        tally.unscored += len(unscored)
+        return rows
+
+    def _collect(self) -> None:
+        """Take the outcomes that are known. RewardError if too many are errors."""
+        outcomes = self._scorer.poll()
+        for key, outcome in outcomes:
+            self._errors.add(outcome, self._numbers.pop(key))
+            self._outcomes[key] = outcome
+        if outcomes:
+            self._errors.check()
+
+    def _count_orders(self, tally: Tally) -> None:
+        """Count the comparisons of judges since the last batch was settled."""
+        counts = Counter(self._scorer.counts)
+        since = counts - self._counted
+        tally.compared = since["pairs"]
+        tally.order_ties = since["order_ties"]
+        self._counted = counts
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=True)

@@ -21,7 +21,7 @@ from llamarl.words.choices import part_column
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class WeightedPart:
     """A part of a reward: a scorer and the weight of its scores."""
 
     name: str
@@ -35,7 +35,7 @@ class Weighted(Scorer):
     outcomes: the names of the parts that say whether an item succeeded; (): all but novelty.
     """
 
-    def __init__(self, parts: Sequence[Part], site: Site, *, outcomes: Sequence[str] = ()):
+    def __init__(self, parts: Sequence[WeightedPart], site: Site, *, outcomes: Sequence[str] = ()):
         self.name = " + ".join(part.name for part in parts)
         self._parts = parts
         self._outcomes = frozenset(outcomes)
@@ -187,7 +187,7 @@ class Weighted(Scorer):
             columns[part_column(part.name)] = said[part.name].value
         return replace(whole, columns=columns)
 
-    def _reason(self, part: Part, outcome: Outcome) -> str:
+    def _reason(self, part: WeightedPart, outcome: Outcome) -> str:
         if len(self._parts) == 1:
             return outcome.reason
         return f"{part.name}: {outcome.reason}"

@@ -8,8 +8,8 @@ from executors.reward import Reward
 from llamarl.executor import ExecutorGroup
 from llamarl.models.build import build_decoder, read_config
 from llamarl.models.hf import named_parameters_hf
-from llamarl.scoring.in_turn import InTurn
 from llamarl.scoring.pool import RewardPool
+from llamarl.scoring.routing import InTurn
 from llamarl.tasks.held_out import own_set
 from llamarl.types import Group
 from tests.executors.fakes import FakeControl, FakeMetrics, FakeReceiver, FakeSender, FakeStream

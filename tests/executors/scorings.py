@@ -8,7 +8,7 @@ import torch
 
 from llamarl.scoring.model import ModelScorer
 from llamarl.scoring.scorer import Scorer
-from llamarl.scoring.weighted import Part
+from llamarl.scoring.weighted import WeightedPart
 from llamarl.types import Completion, EvalCompletion, Group, Outcome, Prompt
 from tests.scorers import SCORES, asked_for
 
@@ -87,7 +87,7 @@ def words(ids):
 
 
 def part(name, settings, weight=1.0, stream=None):
-    return Part(name, partial(ModelScorer, name, settings, stream=stream), weight)
+    return WeightedPart(name, partial(ModelScorer, name, settings, stream=stream), weight)
 
 
 def feed(executor, *records):

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llamarl.errors import RewardError
-from llamarl.scoring.in_turn import InTurn
 from llamarl.scoring.replies import ReplyMean, ReplySettings, mean_outcome
+from llamarl.scoring.routing import InTurn
 from llamarl.scoring.scorer import Item, Scorer
 from llamarl.types import Completion, Group, Outcome, Prompt, Replied
 

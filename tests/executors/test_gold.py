@@ -13,7 +13,7 @@ from llamarl.evaluation.judges import advance
 from llamarl.scoring.model import ModelScorer
 from llamarl.scoring.scorer import Scorer, site_alone
 from llamarl.scoring.sharded import ScorerSettings
-from llamarl.scoring.weighted import Part
+from llamarl.scoring.weighted import WeightedPart
 from llamarl.tasks.held_out import EvalSet
 from llamarl.types import Outcome
 from tests.evaluated import begun, columns_of, evaluated, finished
@@ -75,7 +75,7 @@ def model(settings):
 
 
 def make(references, *, what=Lengths):
-    gold = Gold(site_alone(CPU), scorer=Part("lengths", what), references=references)
+    gold = Gold(site_alone(CPU), scorer=WeightedPart("lengths", what), references=references)
     gold.load()
     gold.start()
     return gold
@@ -168,7 +168,7 @@ def test_a_gold_model_runs_beside_a_part_of_the_reward_of_its_name(tmp_path):
     site = site_alone(CPU)
     reward = ModelScorer("lengths", settings, site)
     reward.load()
-    scorer = Part("lengths", model(settings))
+    scorer = WeightedPart("lengths", model(settings))
     gold = Gold(site, scorer=scorer, references=None)
     gold.load()
     gold.start()

@@ -19,7 +19,7 @@ from llamarl.scoring import novelty as novelty_module
 from llamarl.scoring.embedding import EmbedderSettings
 from llamarl.scoring.novelty import Novelty, NoveltySettings
 from llamarl.scoring.scorer import Item, score_all, site_alone
-from llamarl.scoring.weighted import Part, Weighted
+from llamarl.scoring.weighted import Weighted, WeightedPart
 from llamarl.types import Prompt
 from tests.launching import COMPLETIONS, SMALL, ForkedJob, untimed
 
@@ -208,7 +208,7 @@ def test_as_a_part_it_weighs_with_the_start_model():
     """The only group of a step of its own: a second one repeats it."""
     embedder = EmbedderSettings(str(tiny_directory()), True, "float32", 1000)
     how = NoveltySettings(embedder, history=10, nearest=1, groups_per_step=1)
-    part = Part("new", partial(Novelty, "new", how), weight=0.5)
+    part = WeightedPart("new", partial(Novelty, "new", how), weight=0.5)
     scoring = Weighted([part], site_alone(CPU))
     scoring.start()
     texts = ("12+34=46", "7")

@@ -1,4 +1,4 @@
-"""llamarl/scoring/pairing.py: pairs worked out by hand, from an engine and a scorer that say what a
+"""llamarl/scoring/pairs.py: pairs worked out by hand, from an engine and a scorer that say what a
 test wants.
 """
 
@@ -12,8 +12,7 @@ from llamarl.errors import RewardError
 from llamarl.inference import SamplingParams
 from llamarl.models.config import tiny_directory
 from llamarl.models.hf import load_tokenizer
-from llamarl.scoring.pairing import STREAM, PairMaker
-from llamarl.scoring.pairs import PairRule
+from llamarl.scoring.pairs import STREAM, PairMaker, PairRule
 from llamarl.scoring.scorer import Scorer
 from llamarl.tasks.base import PromptMaker
 from llamarl.types import Completion, Outcome, Prompt

@@ -4,8 +4,8 @@ import random
 
 import torch
 
-from llamarl.scoring.in_turn import InTurn
 from llamarl.scoring.model import Rounds
+from llamarl.scoring.routing import InTurn
 from llamarl.scoring.scorer import Item, Queue, Scorer
 from llamarl.scoring.sharded import ScorerSettings
 from llamarl.types import Outcome, Prompt

@@ -115,7 +115,9 @@ def test_a_step_passes_groups_on_in_order_with_scores_and_nothing_else_changed(m
         assert not got.ref_logprobs.requires_grad
         for field in fields(Group):
             ours_, theirs = getattr(got, field.name), getattr(sent, field.name)
-            assert field.name == "ref_logprobs" or ours_ is theirs
+            is_made = field.name in ("ref_logprobs", "trained")  # by the reference, and by a Group
+            assert is_made or ours_ is theirs
+        assert torch.equal(got.trained, sent.trained)
 
 
 def test_a_full_channel_stops_it_before_it_takes_anything(model):

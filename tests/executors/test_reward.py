@@ -17,8 +17,8 @@ from llamarl.errors import RewardError
 from llamarl.evaluation.judges import EvalJudge
 from llamarl.evaluation.report import Samples
 from llamarl.scoring import assembly
-from llamarl.scoring.in_turn import InTurn
 from llamarl.scoring.pool import RewardPool
+from llamarl.scoring.routing import InTurn
 from llamarl.tasks.held_out import APART, EvalSet, own_set
 from llamarl.types import Completion, EvalCompletion, Group, Outcome
 from tests.evaluated import Said

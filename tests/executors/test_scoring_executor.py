@@ -11,9 +11,8 @@ from llamarl.executor import ExecutorGroup
 from llamarl.models.config import tiny_directory
 from llamarl.models.hf import load_tokenizer
 from llamarl.scoring.model import asked_of
-from llamarl.scoring.sharded import ScorerSettings
-from llamarl.scoring.transcript import Transcript, same_tokens
-from llamarl.scoring.weighted import Part, Weighted
+from llamarl.scoring.sharded import ScorerSettings, Transcript, same_tokens
+from llamarl.scoring.weighted import Weighted, WeightedPart
 from llamarl.tasks.held_out import own_set
 from llamarl.types import EvalCompletion, Group
 from tests.executors.fakes import FakeControl, FakeMetrics, FakeReceiver, FakeSender
@@ -155,7 +154,11 @@ def column(group, part):
 
 def test_parts_are_weighed_and_added(build, scorer, tmp_path):
     model = ScorerSettings(path=str(tmp_path), dtype="float32")
-    parts = [part("rm", model, 2.0), Part("words", Lengths, -0.5), part("again", model, 1.0)]
+    parts = [
+        part("rm", model, 2.0),
+        WeightedPart("words", Lengths, -0.5),
+        part("again", model, 1.0),
+    ]
     executor = build(parts)
     group = feed(executor, *all_of(3))[3]
     lengths = torch.tensor([float(len(c)) for c in ASKED[3].completions])
@@ -168,7 +171,7 @@ def test_parts_are_weighed_and_added(build, scorer, tmp_path):
 
 def test_sources_without_a_model_are_weighed_too_and_hear_of_whole_groups(build):
     """One of them may have scored everything before the group is whole."""
-    executor = build([Part("words", Lengths, 0.5), Part("again", Lengths, 2.0)])
+    executor = build([WeightedPart("words", Lengths, 0.5), WeightedPart("again", Lengths, 2.0)])
     feed(executor, *all_of(3)[:1])
     group = feed(executor, *all_of(3)[1:])[3]
     lengths = torch.tensor([float(len(c)) for c in ASKED[3].completions])
@@ -182,7 +185,7 @@ def test_what_one_part_cannot_score_has_no_reward(build, scorer, tmp_path):
     lengths = [len(c) for c in ASKED[3].completions]
     assert len(set(lengths)) == SIZE
     meta = {"error_at": lengths[0], "abstain_at": lengths[1]}
-    executor = build([part("rm", model), Part("words", Lengths)], meta=meta)
+    executor = build([part("rm", model), WeightedPart("words", Lengths)], meta=meta)
     group = feed(executor, *all_of(3))[3]
     assert group.outcomes == ("error", "abstain", "score")
     assert group.trained.tolist() == [False, False, True]

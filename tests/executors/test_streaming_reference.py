@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from executors.reference import Reference
 from llamarl.errors import NotFinite
 from llamarl.executor import ExecutorGroup
-from llamarl.scoring.ahead import StreamSettings
+from llamarl.scoring.ahead import LogprobHead, StreamSettings
 from llamarl.scoring.growing import Piece
-from llamarl.scoring.pieces import LogprobHead
 from llamarl.types import Group, Prompt, Stretch
 from tests.executors.fakes import FakeMetrics, FakeReceiver, FakeSender, FakeStream
 from tests.executors.references import LOGPROBS, NAN, executor, group, one_by_one, scored

@@ -11,7 +11,7 @@ from executors.reward import Reward
 from llamarl.executor import ExecutorGroup
 from llamarl.scoring.ahead import StreamSettings
 from llamarl.scoring.sharded import ScorerSettings
-from llamarl.scoring.weighted import Part, Weighted
+from llamarl.scoring.weighted import Weighted, WeightedPart
 from llamarl.tasks.held_out import own_set
 from llamarl.types import EvalCompletion, Group, Stretch
 from tests.executors.fakes import FakeControl, FakeMetrics, FakeReceiver, FakeSender
@@ -173,7 +173,7 @@ def test_held_out_answers_are_scored_whole(path, scorer):
 
 def test_each_model_streams_and_others_are_weighed_beside_it(path, scorer):
     model = ScorerSettings(path=str(path), dtype="float32")
-    executor = streaming(path, model=model, parts=[Part("words", Lengths, -0.5)])
+    executor = streaming(path, model=model, parts=[WeightedPart("words", Lengths, -0.5)])
     sample, size = longest_sample(3)
     executor.inputs.of(Stretch).records.append(stretch(3, sample, 0, size - 1))
     executor.step()

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from llamarl.comm.groups import World, executor_group
+from llamarl.scoring.ahead import PieceReader, ScoreHead
 from llamarl.scoring.growing import GrowingSequences
-from llamarl.scoring.pieces import PieceReader, ScoreHead
 from llamarl.scoring.sharded import ScorerSettings, ShardedScorer
 from tests.ranks.topologies import TOPOLOGIES, WORLD
 from tests.scorers import SCORES, asked_for, transformers_scores, write_scorer

@@ -9,9 +9,9 @@ from llamarl.comm.groups import World, executor_group
 from llamarl.executor import ExecutorGroup
 from llamarl.models.config import read_config, tiny_directory
 from llamarl.models.fsdp import local
+from llamarl.scoring.ahead import LogprobHead, PieceReader
 from llamarl.scoring.growing import GrowingSequences
-from llamarl.scoring.logprobs import StreamedLogprobs
-from llamarl.scoring.pieces import LogprobHead, PieceReader
+from llamarl.scoring.reference import StreamedLogprobs
 from llamarl.scoring.sharded import ShardedReference
 from llamarl.types import Stretch
 from tests.ranks.topologies import TOPOLOGIES, WORLD

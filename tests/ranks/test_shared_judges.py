@@ -16,7 +16,7 @@ from llamarl.models.config import read_config, tiny_directory
 from llamarl.scoring.model import ModelScorer
 from llamarl.scoring.scorer import Site
 from llamarl.scoring.sharded import ScorerSettings
-from llamarl.scoring.weighted import Part
+from llamarl.scoring.weighted import WeightedPart
 from llamarl.tasks.held_out import EvalSet
 from tests.evaluated import columns_of, evaluated
 from tests.executors.likelihoods import logprobs_by_transformers
@@ -59,7 +59,7 @@ def judges_at(group: ExecutorGroup, path: str) -> list:
     scorer = ScorerSettings(path=path, dtype="float32", microbatch_tokens=MICROBATCH_TOKENS)
     gold = Gold(
         site,
-        scorer=Part("gold", partial(ModelScorer, "gold", scorer)),
+        scorer=WeightedPart("gold", partial(ModelScorer, "gold", scorer)),
         references=[answer.item for answer in answers(1)],
     )
     base = Perplexity(

@@ -2,7 +2,7 @@
 
 import pytest
 
-from llamarl.scoring.chunk_search import TRIAL, ChunkSearch
+from llamarl.scoring.ahead import TRIAL, ChunkSearch
 
 
 def run(search, seconds_of, steps):

@@ -12,7 +12,7 @@ from llamarl.models.config import tiny_directory
 from llamarl.models.hf import load_tokenizer
 from llamarl.scoring.pairs import Candidate, Pair, row_of
 from llamarl.scoring.scorer import Item
-from llamarl.scoring.transcript import Transcript
+from llamarl.scoring.sharded import Transcript
 from llamarl.tasks.base import Example, PromptMaker, text_of
 from llamarl.tasks.forms import call_of
 from llamarl.types import MESSAGES_KEY, Message

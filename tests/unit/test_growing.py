@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llamarl.executor import ExecutorGroup
+from llamarl.scoring.ahead import PieceReader, ScoreHead, from_message, to_message
 from llamarl.scoring.growing import GrowingSequences, Pass, Piece
-from llamarl.scoring.pieces import PieceReader, ScoreHead, from_message, to_message
 from llamarl.scoring.sharded import ScorerSettings, ShardedScorer
 from tests.scorers import SCORES, asked_for, transformers_scores, write_scorer
 

@@ -19,8 +19,8 @@ from llamarl.launch.run_directory import RunDirectory
 from llamarl.models.config import tiny_directory
 from llamarl.models.hf import load_tokenizer
 from llamarl.observe.rows import COLUMNS
-from llamarl.scoring.by_own_reward import ByOwnReward
 from llamarl.scoring.pool import RewardPool
+from llamarl.scoring.routing import ByOwnReward
 from llamarl.scoring.scorer import Scorer, site_alone, text_item
 from llamarl.tasks.held_out import APART, EvalSet, HeldOut, own_set, set_of
 from llamarl.types import Outcome

@@ -13,7 +13,6 @@ import time
 
 import pytest
 
-from llamarl.scoring import calls
 from llamarl.scoring.pool import RewardPool
 from llamarl.workers import guard
 from llamarl.workers import process as process_module
@@ -69,7 +68,9 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux tell
 @pytest.fixture(autouse=True)
 def user_directory(tmp_path, monkeypatch):
     """The user's own directory, which is the current one."""
-    monkeypatch.setattr(calls, "FIRST_CALL_S", 0.0)  # a first call has timeout_s, as others
+    monkeypatch.setattr(
+        "llamarl.scoring.pool.FIRST_CALL_S", 0.0
+    )  # a first call has timeout_s, as others
     (tmp_path / "my_rewards.py").write_text(USER_MODULE)
     (tmp_path / "served.py").write_text(
         "from my_rewards import start\n"

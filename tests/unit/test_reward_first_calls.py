@@ -7,9 +7,7 @@ from contextlib import ExitStack
 import pytest
 
 from llamarl.errors import RewardError
-from llamarl.scoring import calls
-from llamarl.scoring.calls import Call, Patience, TextItem
-from llamarl.scoring.pool import RewardPool, check_reward
+from llamarl.scoring.pool import Call, Patience, RewardPool, TextItem, check_reward
 from llamarl.scoring.scorer import text_item
 
 USER_MODULE = '''
@@ -125,7 +123,7 @@ FORMS = ("single", "batch", "trl", "several", "compute_score")
 
 def test_a_function_that_loads_in_its_first_call_is_not_killed(monkeypatch):
     """Of each form, and in each of two workers: all of them load at the same time."""
-    monkeypatch.setattr(calls, "ASYNC_GRACE_S", 0.0)
+    monkeypatch.setattr("llamarl.scoring.pool.ASYNC_GRACE_S", 0.0)
     kinds = {}
     with ExitStack() as stack:
         pools = {}
@@ -158,7 +156,7 @@ def test_a_worker_that_comes_after_a_killed_one_is_fresh_too():
 @pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [1, 3])
 def test_first_calls_that_never_come_back_end_the_run_and_say_what_to_do(monkeypatch, num_workers):
-    monkeypatch.setattr(calls, "FIRST_CALL_S", 1.0)
+    monkeypatch.setattr("llamarl.scoring.pool.FIRST_CALL_S", 1.0)
     what = (
         "reward.fn=mine:hangs: the first calls of 2 workers took longer than 1 s each, and nothing "
         "was ever scored; if it loads something slow, load it at the top of the module mine, or "
@@ -174,7 +172,7 @@ def test_first_calls_that_never_come_back_end_the_run_and_say_what_to_do(monkeyp
 
 @pytest.mark.slow
 def test_one_prompt_that_hangs_first_ends_no_run(monkeypatch):
-    monkeypatch.setattr(calls, "FIRST_CALL_S", 2.0)
+    monkeypatch.setattr("llamarl.scoring.pool.FIRST_CALL_S", 2.0)
     samples = [("bad", "hang", {})] * 3 + [("good", "c", {})]
     with RewardPool("mine:hangs", timeout_s=1.0) as pool:
         outcomes = pool.score(samples)
@@ -185,7 +183,7 @@ def test_one_prompt_that_hangs_first_ends_no_run(monkeypatch):
 
 def test_once_a_first_call_has_come_back_a_hang_costs_little(monkeypatch):
     """With FIRST_CALL_S for each of them this would take hours."""
-    monkeypatch.setattr(calls, "FIRST_CALL_S", 3600.0)
+    monkeypatch.setattr("llamarl.scoring.pool.FIRST_CALL_S", 3600.0)
     outcomes = score("hangs", ["c", *["hang"] * 3, "c"], timeout_s=0.5)
     assert [outcome.kind for outcome in outcomes] == ["score", *["error"] * 3, "score"]
     assert "load it at the top of the module mine" not in outcomes[1].reason
@@ -245,7 +243,7 @@ def test_an_async_outcome_is_told_before_slower_ones_of_its_batch_are(tmp_path):
 
 
 def test_an_async_call_that_overruns_or_raises_costs_itself_alone(monkeypatch):
-    monkeypatch.setattr(calls, "FIRST_CALL_S", 0.0)
+    monkeypatch.setattr("llamarl.scoring.pool.FIRST_CALL_S", 0.0)
     completions = ["a", "wait", "raise", "exit", "gives up", "b"]
     outcomes = score("meets", completions, timeout_s=1.0)
     kinds = [outcome.kind for outcome in outcomes]
@@ -258,15 +256,15 @@ def test_an_async_call_that_overruns_or_raises_costs_itself_alone(monkeypatch):
 
 @pytest.mark.slow
 def test_an_async_call_that_does_not_yield_is_killed_and_costs_itself_alone(monkeypatch):
-    monkeypatch.setattr(calls, "FIRST_CALL_S", 0.0)
-    monkeypatch.setattr(calls, "ASYNC_GRACE_S", 0.5)
+    monkeypatch.setattr("llamarl.scoring.pool.FIRST_CALL_S", 0.0)
+    monkeypatch.setattr("llamarl.scoring.pool.ASYNC_GRACE_S", 0.5)
     outcomes = score("meets", ["a", "spin", "b", "c"], timeout_s=1.5)
     assert [outcome.kind for outcome in outcomes] == ["score", "error", "score", "score"]
     assert "took longer than reward.timeout_s=1.5" in outcomes[1].reason
 
 
 def test_an_instance_whose_call_is_async_is_an_async_function(monkeypatch):
-    monkeypatch.setattr(calls, "FIRST_CALL_S", 20.0)
+    monkeypatch.setattr("llamarl.scoring.pool.FIRST_CALL_S", 20.0)
     (outcome,) = score("judge", ["c"])
     assert outcome.value == 3.0 and not math.isnan(outcome.value)
     # Side by side too: one of two calls waits for the other.

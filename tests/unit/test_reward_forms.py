@@ -4,7 +4,6 @@ import time
 
 import pytest
 
-from llamarl.scoring import calls
 from llamarl.scoring.pool import RewardPool, check_reward
 from llamarl.scoring.scorer import text_item
 from llamarl.tasks.forms import batched, form_of
@@ -131,7 +130,9 @@ def needs_more(prompts, completions, metas, more):
 
 @pytest.fixture(autouse=True)
 def user_directory(tmp_path, monkeypatch):
-    monkeypatch.setattr(calls, "FIRST_CALL_S", 0.0)  # a first call has timeout_s, as others
+    monkeypatch.setattr(
+        "llamarl.scoring.pool.FIRST_CALL_S", 0.0
+    )  # a first call has timeout_s, as others
     (tmp_path / "my_rewards.py").write_text(USER_MODULE)
     monkeypatch.chdir(tmp_path)
 

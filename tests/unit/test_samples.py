@@ -22,7 +22,7 @@ from llamarl.learning.targets import Targets
 from llamarl.observe.rows import RowWriter
 from llamarl.observe.samples import FILE_NAME, SampleFile, read_samples, sample_lines
 from llamarl.scoring.scorer import site_alone
-from llamarl.scoring.weighted import Part, Weighted
+from llamarl.scoring.weighted import Weighted, WeightedPart
 from llamarl.types import Completion, Group, Outcome
 from llamarl.words.choices import GROUP_FIELDS
 from tests.updating import VERSION, go_on, groups_of, update_of
@@ -303,7 +303,7 @@ class Fixed:
 @pytest.mark.parametrize("values", [(1.0, 0.5), (1.0,)])
 def test_a_weighted_reward_tells_what_its_parts_gave_before_their_weights(values):
     parts = [
-        Part(f"part{n}", lambda site, value=value: Fixed(value), weight=2.0)
+        WeightedPart(f"part{n}", lambda site, value=value: Fixed(value), weight=2.0)
         for n, value in enumerate(values)
     ]
     weighted = Weighted(parts, site_alone(torch.device("cpu")))

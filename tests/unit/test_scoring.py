@@ -6,8 +6,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llamarl.executor import ExecutorGroup
-from llamarl.scoring.packed import ScoreRequest, filler, from_message, pack_scored, to_message
-from llamarl.scoring.sharded import ScorerSettings, ShardedScorer
+from llamarl.scoring.sharded import (
+    ScoreRequest,
+    ScorerSettings,
+    ShardedScorer,
+    filler,
+    from_message,
+    pack_scored,
+    to_message,
+)
 from tests.scorers import SCORES, asked_for, transformers_scores, write_scorer
 
 pytestmark = pytest.mark.machine

@@ -25,7 +25,7 @@ from llamarl.learning.sft import conversation_pair, read_pairs
 from llamarl.models.config import tiny_directory
 from llamarl.models.hf import TEMPLATE_DATE, load_tokenizer
 from llamarl.models.scorer import settle_pad_token
-from llamarl.scoring.transcript import Transcript
+from llamarl.scoring.sharded import Transcript
 from llamarl.tasks.base import PromptMaker
 from llamarl.tasks.special import Shown, chat_ids, special_tokens, text_ids
 from tests.built_tasks import build_task

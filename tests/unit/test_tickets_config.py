@@ -4,7 +4,7 @@ import pytest
 
 from llamarl.config.command_line import compose_config
 from llamarl.scoring.scorer import Item, Scorer, site_alone
-from llamarl.scoring.weighted import Part, Weighted
+from llamarl.scoring.weighted import Weighted, WeightedPart
 from llamarl.types import Outcome
 from tests.unit.refusals import complaint
 
@@ -72,7 +72,10 @@ class Fixed(Scorer):
 
 
 def test_parts_that_are_outcomes_alone_say_whether_a_completion_succeeded():
-    parts = [Part("right", lambda site: Fixed(1.0), 0.9), Part("short", lambda site: Fixed(-0.5))]
+    parts = [
+        WeightedPart("right", lambda site: Fixed(1.0), 0.9),
+        WeightedPart("short", lambda site: Fixed(-0.5)),
+    ]
     ours = Weighted(parts, site_alone("cpu"), outcomes=["right"])
     ours.submit(1, Item(None, None, "", True, is_held_out=False))
     ((key, outcome),) = ours.poll()

@@ -1,7 +1,7 @@
 """A reward of several parts: what it waits for, and what it goes on from."""
 
 from llamarl.scoring.scorer import Scorer, site_alone, text_item
-from llamarl.scoring.weighted import Part, Weighted
+from llamarl.scoring.weighted import Weighted, WeightedPart
 from llamarl.types import Outcome
 
 
@@ -44,7 +44,7 @@ class Slow(Scorer):
 
 def weighted(**parts):
     """A reward of these scorers, each of weight 1."""
-    makers = [Part(name, lambda site, one=one: one) for name, one in parts.items()]
+    makers = [WeightedPart(name, lambda site, one=one: one) for name, one in parts.items()]
     return Weighted(makers, site_alone("cpu"))
 
 

@@ -18,7 +18,7 @@ from llamarl.config.kinds.kind import Given
 from llamarl.launch.inputs import Inputs, ScoredText
 from llamarl.launch.kinds.kind import Kind
 from llamarl.scoring.ahead import StreamSettings
-from llamarl.scoring.weighted import Part
+from llamarl.scoring.weighted import WeightedPart
 
 
 def kind_of(given: Given, inputs: Inputs, scored: ScoredText) -> Kind[Any]:
@@ -46,12 +46,12 @@ def scorers_of(inputs: Inputs) -> list[Kind[Any]]:
     return [*reward_kinds(inputs), *([] if gold is None else [gold])]
 
 
-def reward_parts(inputs: Inputs, stream: StreamSettings | None) -> list[Part]:
+def reward_parts(inputs: Inputs, stream: StreamSettings | None) -> list[WeightedPart]:
     """Return the reward's scorers with their weights. stream: how models read completions while
     these are sampled.
     """
     parts = []
     for kind in reward_kinds(inputs):
         weight = 1.0 if kind.given.weight is None else kind.given.weight
-        parts.append(Part(kind.given.name, partial(kind.make, stream=stream), weight))
+        parts.append(WeightedPart(kind.given.name, partial(kind.make, stream=stream), weight))
     return parts

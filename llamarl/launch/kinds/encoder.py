@@ -13,7 +13,7 @@ from llamarl.memory import ITEMSIZES, Price, encoder_numbers
 from llamarl.models.fingerprint import model_digest
 from llamarl.scoring.ahead import StreamSettings
 from llamarl.scoring.classifier import Classifier, ClassifierSettings, check_encoder
-from llamarl.scoring.in_turn import InTurn
+from llamarl.scoring.routing import InTurn
 from llamarl.scoring.scorer import Scorer, Site
 
 

@@ -10,8 +10,7 @@ from llamarl.config.kinds.function import FunctionKindSettings
 from llamarl.launch.kinds.kind import Kind, by_own_reward
 from llamarl.scoring.ahead import StreamSettings
 from llamarl.scoring.pool import RewardPool, check_reward
-from llamarl.scoring.scorer import NOT_REACHED, Item, Scorer, Site
-from llamarl.scoring.trial import commonest
+from llamarl.scoring.scorer import NOT_REACHED, Item, Scorer, Site, commonest
 from llamarl.tasks.environment import GIVEN
 from llamarl.tasks.rewards import row_check_of
 from llamarl.types import Outcome

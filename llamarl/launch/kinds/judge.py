@@ -12,10 +12,9 @@ from llamarl.config.kinds.judge import JudgeKindSettings
 from llamarl.launch.kinds.kind import Kind
 from llamarl.scoring.ahead import StreamSettings
 from llamarl.scoring.endpoint import EndpointSettings
-from llamarl.scoring.in_turn import InTurn
 from llamarl.scoring.judge import Judge
-from llamarl.scoring.scorer import Item, Scorer, Site, site_alone
-from llamarl.scoring.trial import try_scorer
+from llamarl.scoring.routing import InTurn
+from llamarl.scoring.scorer import Item, Scorer, Site, site_alone, try_scorer
 from llamarl.types import Outcome
 
 

@@ -12,9 +12,7 @@ from llamarl.launch.model_directory import ModelParts
 from llamarl.launch.placement import Placement
 from llamarl.memory import Price
 from llamarl.scoring.ahead import StreamSettings
-from llamarl.scoring.by_own_reward import ByOwnReward
-from llamarl.scoring.environment import EnvironmentReward
-from llamarl.scoring.in_turn import InTurn
+from llamarl.scoring.routing import ByOwnReward, EnvironmentReward, InTurn
 from llamarl.scoring.scorer import Item, Scorer, Site
 from llamarl.tasks.environment import GIVEN
 from llamarl.types import Outcome

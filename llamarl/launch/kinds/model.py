@@ -19,8 +19,7 @@ from llamarl.models.sharding import num_parameters
 from llamarl.scoring.ahead import StreamSettings
 from llamarl.scoring.model import ModelScorer
 from llamarl.scoring.scorer import Scorer, Site
-from llamarl.scoring.sharded import ScorerSettings
-from llamarl.scoring.transcript import Transcript, same_tokens
+from llamarl.scoring.sharded import ScorerSettings, Transcript, same_tokens
 
 log = logging.getLogger("llamarl")
 
