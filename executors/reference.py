@@ -34,7 +34,7 @@ from llamarl.models.build import Decoder
 from llamarl.models.config import Lora
 from llamarl.models.fsdp import local
 from llamarl.scoring.ahead import StreamSettings
-from llamarl.scoring.reference import Batched, GroupLogprobs, Resets, Streamed, newest_version
+from llamarl.scoring.reference import Batched, Resets, Streamed, newest_version
 from llamarl.scoring.scorer import Site
 from llamarl.scoring.sharded import ShardedReference
 from llamarl.tickets.prompts import AnyPrompts, note
@@ -130,7 +130,7 @@ class Reference(Executor):
         )
         self.decoder = model.decoder
         self.adapt_decoder(self.decoder)
-        self._logprobs: GroupLogprobs
+        self._logprobs: Batched | Streamed
         if self.stream is None:
             self._logprobs = Batched(model, site)
         else:

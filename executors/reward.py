@@ -5,8 +5,8 @@
 
 The scorer is any Scorer (llamarl/scoring/scorer.py): a function in worker processes, a model over
 the ranks of this executor, a weighted sum of several. A judge of evaluations is any EvalJudge
-(llamarl/scoring/judges.py). If one of these needs all ranks, the ranks act as one: the first takes
-all completions and tells the others what to compute next, and these only do their share.
+(llamarl/evaluation/judges.py). If one of these needs all ranks, the ranks act as one: the first
+takes all completions and tells the others what to compute next, and these only do their share.
 
     loop step    consumes              waits for               unblocked by
     first rank   completions           what scores; room       its workers; the trainer
@@ -130,6 +130,12 @@ class Reward(Executor):
         success_above = None if self.replies is None else self.replies.threshold
         self._answers = Evaluations(self.eval_sets, self.num_eval_samples, success_above)
         self._judges = Judges(())
+        # The types of record that bring completions, and the executor that sends them.
+        self._completion: type[Completion | Replied] = Completion
+        self._evaluation: type[EvalCompletion | EvalReplied] = EvalCompletion
+        self._source = "generator"
+        if self.replies is not None:
+            self._completion, self._evaluation, self._source = Replied, EvalReplied, "victim"
         self._is_set_up = False  # before that no rank has begun anything with the others
         self._whole: deque[Group] = deque()  # waiting for room
 
@@ -138,16 +144,6 @@ class Reward(Executor):
         """The types of records that it reads; the class lists them."""
         ahead = (Stretch,) if self.reads_ahead else ()
         return (self._completion, self._evaluation, *ahead)
-
-    @property
-    def _completion(self) -> type[Completion | Replied]:
-        """The type of record that brings a ticket's completion."""
-        return Completion if self.replies is None else Replied
-
-    @property
-    def _evaluation(self) -> type[EvalCompletion | EvalReplied]:
-        """The type of record that brings an evaluation's completion."""
-        return EvalCompletion if self.replies is None else EvalReplied
 
     @property
     def follows(self) -> bool:
@@ -181,16 +177,13 @@ class Reward(Executor):
         self._scorer.load()
         self._judges.load()
         if not self.follows:
-            self._start()
-        self._is_set_up = True
-
-    def _start(self) -> None:
-        self._sink = self.outputs.of(Group)
-        self._groups = Groups(self._scorer.name, group_size=self.group_size)
-        self._errors = ErrorRate(self._scorer.name, self.max_error_rate)
-        self._scorer.start()
+            self._sink = self.outputs.of(Group)
+            self._groups = Groups(self._scorer.name, group_size=self.group_size)
+            self._errors = ErrorRate(self._scorer.name, self.max_error_rate)
+            self._scorer.start()
         if self.group.index == 0:  # the first rank gets all evaluations
             self._judges.start()
+        self._is_set_up = True
 
     def step(self) -> bool:
         """Hand on what came, and send what is scored. Ranks other than the first take part in what
@@ -239,11 +232,6 @@ class Reward(Executor):
         """Return the oldest version of which completions of held-out prompts are missing."""
         begun = [min(answers.begun) for answers in self._evaluations.values() if answers.begun]
         return min(begun, default=None)
-
-    @property
-    def _source(self) -> str:
-        """The executor that sends what is scored, for messages."""
-        return "generator" if self.replies is None else "victim"
 
     def teardown(self) -> None:
         """Finish what was begun with the other ranks, then close the scorer, if there is one."""

@@ -127,10 +127,6 @@ class Lockstep:
 # --- Calls ---
 
 
-def _always() -> bool:
-    return True
-
-
 @dataclass(frozen=True, slots=True)
 class CollectiveCall:
     """One kind of call that all ranks make.
@@ -143,17 +139,7 @@ class CollectiveCall:
     run: Callable[[Any], Any]
     to_message: Callable[[Any], Tensor] | None = None
     from_message: Callable[[Tensor], Any] | None = None
-    is_ready: Callable[[], bool] = _always
-
-
-class Together(Protocol):
-    """The part of its ranks that a scorer sees."""
-
-    def add(self, name: str, call: CollectiveCall) -> None:
-        """Let calls of this name be made. Called on every rank, before the first such call."""
-
-    def call(self, name: str, value: Any) -> Any:
-        """On the first rank: have all ranks run it. Returns what `run` does here."""
+    is_ready: Callable[[], bool] = lambda: True
 
 
 class Alone:
@@ -254,6 +240,9 @@ class RankCalls:
     def _broadcast(self, words: Tensor) -> None:
         if self._group.size > 1:
             dist.broadcast(words, self._group.ranks[0], group=self._group.process_group)
+
+
+Together = Alone | Apart | RankCalls  # the part of its ranks that a scorer sees
 
 
 # --- Work that the ranks divide among them ---

@@ -24,7 +24,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -45,18 +44,10 @@ from llamarl.types import Stretch
 _NUMBERS = 8  # numbers that describe a piece, without its tokens
 
 
-class PieceHead(Protocol):
-    """A head on the hidden states of a piece."""
-
-    def num_values(self, piece: Piece) -> int:
-        """Return how many values it gives for a piece; 0 if the piece is only read."""
-
-    def __call__(self, hidden_nD: Tensor, weight_VD: Tensor, piece: Piece) -> Tensor:
-        """Return those values, float32. weight_VD: the decoder's output weight."""
-
-
 class ScoreHead:
-    """One label's score at the last token of a sequence, in float32."""
+    """A head on the hidden states of a piece: one label's score at the last token of a sequence, in
+    float32.
+    """
 
     def __init__(self, label: int):
         self._label = label
@@ -118,7 +109,7 @@ class PieceReader:
     def __init__(
         self,
         decoder: Decoder,
-        head: PieceHead,
+        head: ScoreHead | LogprobHead,
         *,
         slots: int,
         max_len: int,
@@ -149,7 +140,9 @@ class PieceReader:
                 first = sum(sizes)
             sizes += [self._head.num_values(piece) for piece in one.pieces]
         own = passes[self._group.data_index]
-        self._copy(own)
+        for source, target, length in own.copies:
+            places = torch.tensor([source, target], device=self.cache.device)
+            self.cache.copy(places[:1], places[1:], length)
         found = self._read_all(own, most=max(len(one.pieces) for one in passes))
         values = torch.zeros(sum(sizes))
         if found:
@@ -158,11 +151,6 @@ class PieceReader:
         if values.numel():
             join_shares(values, self._group)
         return list(values.split(sizes))
-
-    def _copy(self, reading: Pass) -> None:
-        for source, target, length in reading.copies:
-            places = torch.tensor([source, target], device=self.cache.device)
-            self.cache.copy(places[:1], places[1:], length)
 
     def _read_all(self, own: Pass, most: int) -> list[Tensor]:
         """Read this rank's pieces. most: how many the rank with the most pieces has."""
@@ -381,7 +369,7 @@ class Ahead:
     def __init__(
         self,
         decoder: Decoder,
-        head: PieceHead,
+        head: ScoreHead | LogprobHead,
         settings: StreamSettings,
         site: Site,
         *,

@@ -340,12 +340,6 @@ class RewardPool(WorkerPool[Call], Scorer):
                 return True
         return False
 
-    def _note_seconds(self, seconds: float) -> None:
-        """Note the time of a call, by the worker's own time stamps. Newer calls count more."""
-        if self._call_s is None:
-            self._call_s = seconds
-        self._call_s += 0.2 * (seconds - self._call_s)
-
     def _outcome(self, call: Call, kind: OutcomeKind, value: float | None, reason: str) -> Outcome:
         """Return a worker's verdict on an item of a call as an outcome."""
         if kind == "abstain":
@@ -359,7 +353,9 @@ class RewardPool(WorkerPool[Call], Scorer):
         """Note that a worker has scored these items of its call, at this time."""
         call = worker.in_flight[0]
         if not call.is_first:  # a first call may have loaded something
-            self._note_seconds(finished_at - max(call.sent_at, worker.free_at))
+            seconds = finished_at - max(call.sent_at, worker.free_at)  # by the worker's clock
+            call_s = seconds if self._call_s is None else self._call_s
+            self._call_s = call_s + 0.2 * (seconds - call_s)  # newer calls count more
         worker.free_at = finished_at
         self._failed_starts = 0
         self._patience.has_answered = True

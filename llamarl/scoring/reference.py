@@ -18,7 +18,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -38,7 +38,6 @@ from llamarl.scoring.ahead import Ahead, LogprobHead, StreamSettings
 from llamarl.scoring.growing import GrowingSequences, Key, Pass, Piece
 from llamarl.scoring.scorer import Site
 from llamarl.scoring.sharded import (
-    ScoreRequest,
     ShardedReference,
     asked_of,
     from_message,
@@ -51,40 +50,15 @@ from llamarl.types import Group, Stretch
 _KEPT_A_SLOT = 16
 
 
-class GroupLogprobs(Protocol):
-    """Computes logprobs of groups. Used on the first rank."""
-
-    @property
-    def num_waiting(self) -> int:
-        """How many groups were submitted and not yet returned."""
-
-    def hear(self, stretch: Stretch, prompt_ids: Tensor) -> None:
-        """Note new tokens of a completion of a prompt [P]."""
-
-    def submit(self, groups: Sequence[Group]) -> None:
-        """Take groups; does not block."""
-
-    def work(self) -> bool:
-        """Do a bounded piece of work, with all ranks. False if there was none."""
-
-    def next_done(self) -> tuple[Group, Tensor] | None:
-        """Return the group that came first, with its logprobs [T], float32, nats; None while some
-        are missing.
-        """
-
-    def tensors(self) -> Iterator[Tensor]:
-        """Yield the tensors that it holds on the device, without the model."""
-
-
 class Batched:
-    """Computes all groups that have come at once."""
+    """Computes all groups that have come at once. Used on the first rank, as Streamed is."""
 
     def __init__(self, model: ShardedReference, site: Site):
-        self._model = model
         self._site = site
         self._waiting: list[Group] = []
         self._done: deque[tuple[Group, Tensor]] = deque()
-        site.together.add("score", CollectiveCall(self._compute, to_message, from_message))
+        compute = partial(model.logprobs, together=not site.reproducible)
+        site.together.add("score", CollectiveCall(compute, to_message, from_message))
 
     @property
     def num_waiting(self) -> int:
@@ -95,11 +69,11 @@ class Batched:
         """Do nothing, because nothing is read ahead."""
 
     def submit(self, groups: Sequence[Group]) -> None:
-        """Take groups."""
+        """Take groups; does not block."""
         self._waiting += groups
 
     def work(self) -> bool:
-        """Compute all groups that wait. False if there were none."""
+        """Compute all groups that wait, with all ranks. False if there were none."""
         if not self._waiting:
             return False
         groups = self._waiting
@@ -109,15 +83,14 @@ class Batched:
         return True
 
     def next_done(self) -> tuple[Group, Tensor] | None:
-        """Return the next group with its logprobs; None if none is done."""
+        """Return the group that came first with its logprobs [T], float32, nats; None if none is
+        done.
+        """
         return self._done.popleft() if self._done else None
 
     def tensors(self) -> Iterator[Tensor]:
         """Yield nothing, because nothing is kept on the device."""
         yield from ()
-
-    def _compute(self, asked: Sequence[ScoreRequest]) -> list[Tensor]:
-        return self._model.logprobs(asked, together=not self._site.reproducible)
 
 
 @dataclass(frozen=True, slots=True)

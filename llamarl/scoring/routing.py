@@ -111,18 +111,14 @@ class InTurn(Scorer):
             key, item = self._waiting.take()
             self._waiting_keys.remove(key)
             self.scorer.submit(key, item)
-            self._release_with(key)
             has_given = True
+            batch = self._batches.pop(key, None)
+            if batch is None:
+                continue
+            batch.num_waiting -= 1
+            if not batch.num_waiting:
+                self.scorer.release(batch.keys)
         return has_given
-
-    def _release_with(self, key: int) -> None:
-        """Release the batch of an item that the scorer has just got, if it was the batch's last."""
-        batch = self._batches.pop(key, None)
-        if batch is None:
-            return
-        batch.num_waiting -= 1
-        if not batch.num_waiting:
-            self.scorer.release(batch.keys)
 
 
 class ByOwnReward(Scorer):
