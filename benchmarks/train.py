@@ -184,7 +184,7 @@ def padding(groups: list, budget: int) -> dict[str, float]:
         groups,
         [Targets.of(g, torch.ones_like(g.rewards)) for g in groups],
         budget_tokens=budget,
-        drop_zero_advantage=False,
+        skip_zero_advantage=False,
     )
     sizes = [batch.input_ids.numel() for batch in packing.microbatches]
     padded = sum(

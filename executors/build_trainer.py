@@ -16,7 +16,12 @@ from llamarl.learning.losses import check_options, options_of, resolve_loss
 from llamarl.learning.losses.common import Loss, has_mark
 from llamarl.learning.losses.regularisers import regularised
 from llamarl.learning.optim import AdamSettings, value_at
-from llamarl.learning.replay import Draw, ReplayBuffer, SharedReplayBuffer, SplitReplayBuffer
+from llamarl.learning.replay import (
+    DrawSettings,
+    ReplayBuffer,
+    SharedReplayBuffer,
+    SplitReplayBuffer,
+)
 from llamarl.learning.targets import Shaping
 from llamarl.learning.trained_model import TrainedModelSettings
 from llamarl.learning.update import UpdateSettings
@@ -42,7 +47,7 @@ def build_buffer(config: Config, job: Job) -> GroupBuffer:
     ranks = job.placement["trainer"]
     trains_here = job.world.rank in ranks
     dp_rank = ranks.index(job.world.rank) // peers if trains_here else 0
-    draw = Draw(
+    draw = DrawSettings(
         prompts=config.groups_per_step // job.placement.num_buffers,
         completions=config.trained_per_prompt,
         most_on_policy=b.most_on_policy,

@@ -23,7 +23,7 @@ from llamarl.evaluation.ask import Answers
 from llamarl.evaluation.judges import EvalJudge, JudgeWork, greedy_items, spans_of
 from llamarl.evaluation.metrics import Metrics
 from llamarl.learning.packing import collate
-from llamarl.learning.sft import NextToken, Pair, completion_logprobs, pair_of
+from llamarl.learning.sft import NextToken, SFTPair, completion_logprobs, pair_of
 from llamarl.models.frozen import decoder_over
 from llamarl.models.fsdp import local, reshard
 from llamarl.scoring.scorer import Site
@@ -137,7 +137,7 @@ class Perplexity(EvalJudge[Likelihood]):
         return logprobs_N
 
 
-def _pair(request: ScoreRequest) -> Pair:
+def _pair(request: ScoreRequest) -> SFTPair:
     return pair_of(request.prompt_ids, request.completions[0])
 
 

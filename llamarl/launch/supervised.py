@@ -42,7 +42,7 @@ from llamarl.launch.run_files import recorded
 from llamarl.launch.sources import check_sources
 from llamarl.launch.start import explained, joined_world
 from llamarl.learning.preference import Preference
-from llamarl.learning.sft import Pair, read_answers
+from llamarl.learning.sft import SFTPair, read_answers
 from llamarl.learning.supervised import ExampleOrder
 from llamarl.memory import (
     GIB,
@@ -289,7 +289,7 @@ def _dry_run(job: SupervisedJob, tokenizer) -> None:
     print("dry run: nothing was started and nothing written")
 
 
-def _shown(example: Pair | Preference, tokenizer) -> str:
+def _shown(example: SFTPair | Preference, tokenizer) -> str:
     """Return an example in a line: what is given, and what is learned from."""
     if isinstance(example, Preference):
         prompt = tokenizer.decode(example.prompt_ids.tolist())

@@ -24,7 +24,7 @@ from torch import Tensor
 from llamarl.learning.packing import to_device
 from llamarl.learning.segments import wide_dtype
 from llamarl.memory import CHUNK_TOKENS, KEEP_BYTES, KEEP_LOGITS
-from llamarl.models.attention import PackedAttention, rounded_up
+from llamarl.models.attention import rounded_up
 from llamarl.models.fused import add_up, kernels, weight_gradient
 from llamarl.models.protocol import LanguageModel
 from llamarl.types import Group, PackedBatch
@@ -363,8 +363,7 @@ def label_logprobs(
     late_ends: LateEnds | None = None,
 ) -> Tensor:
     """Return the logprobs [R] of a microbatch's labels, float32, nats, on the CPU."""
-    batch = to_device(microbatch, device)
-    attention = PackedAttention(batch.cu_seqlens, batch.parents)
+    batch, attention = to_device(microbatch, device)
     narrowing = Narrowing.of(decoder.absent_rows, late_ends, batch.offsets)
     head = make_head(batch.labels, batch.rows, temperature=temperature, narrowing=narrowing)
     logprobs, _ = decoder(batch.input_ids, batch.positions, attention, head)

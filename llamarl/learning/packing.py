@@ -26,6 +26,7 @@ from torch import Tensor
 from llamarl.comm.reduction import TrainerRanks
 from llamarl.learning.segments import end_to_end, owners, runs, sum_by
 from llamarl.learning.targets import Targets
+from llamarl.models.attention import PackedAttention
 from llamarl.types import Group, PackedBatch
 
 
@@ -96,7 +97,7 @@ def pack(
     targets: list[Targets],
     *,
     budget_tokens: int,
-    drop_zero_advantage: bool,
+    skip_zero_advantage: bool,
     whole_groups: bool = False,
     largest_over_ranks: Callable[[list[int]], list[int]] | None = None,
 ) -> Packing:
@@ -108,7 +109,7 @@ def pack(
     turn counts as the prompt's. A group is cut where it is over the budget, or where its parts fill
     holes that save a whole microbatch, and with whole_groups never. What cannot be cut and is over
     the budget gets a microbatch of its own (warned once). Completions that are not trained on are
-    left out and counted nowhere. drop_zero_advantage also leaves out those whose advantages are all
+    left out and counted nowhere. skip_zero_advantage also leaves out those whose advantages are all
     0: right for pure policy gradients, where they add nothing and still count in the denominators;
     wrong where a loss has other terms. largest_over_ranks: where every rank has a share of the same
     groups, each rank's sizes -> the largest ones; with it a group's shares are in the microbatch of
@@ -128,7 +129,7 @@ def pack(
             has_reference=False,
         )
     flat = _flatten(groups, targets)
-    kept = flat.trained & flat.has_advantage if drop_zero_advantage else flat.trained
+    kept = flat.trained & flat.has_advantage if skip_zero_advantage else flat.trained
     if largest_over_ranks is not None and not (whole_groups and bool(kept.all())):
         raise ValueError(
             "ranks share these groups, so each trains on all of its part, uncut: the loss needs "
@@ -181,10 +182,13 @@ def filler() -> PackedBatch:
     )
 
 
-def to_device(batch: PackedBatch, device: torch.device | str) -> PackedBatch:
-    """Return the batch with every tensor on `device`."""
+def to_device(
+    batch: PackedBatch, device: torch.device | str
+) -> tuple[PackedBatch, PackedAttention]:
+    """Return the batch with every tensor on `device`, and the attention over its segments."""
     moved = {f.name: getattr(batch, f.name).to(device, non_blocking=True) for f in fields(batch)}
-    return PackedBatch(**moved)
+    on_device = PackedBatch(**moved)
+    return on_device, PackedAttention(on_device.cu_seqlens, on_device.parents)
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,6 +243,7 @@ def _flatten(groups: list[Group], targets: list[Targets]) -> _Flat:
             per_token[name] = torch.zeros_like(advantages)
     nonzero_advantages = sum_by((advantages != 0).float(), completion_of, len(lengths))
     trained_tokens = torch.where(trained, sampled_lengths, 0).float()
+    group_tokens = sum_by(trained_tokens, group_of, len(groups))[group_of]
     prompts = [torch.cat([g.prompt_ids, opening]) for g, opening in zip(groups, openings)]
     flat = _Flat(
         prompt_sizes=[prompt.numel() for prompt in prompts],
@@ -256,7 +261,7 @@ def _flatten(groups: list[Group], targets: list[Targets]) -> _Flat:
         per_token=per_token,
         per_completion={
             "rewards": end_to_end(targets, "rewards").float(),
-            "group_tokens": sum_by(trained_tokens, group_of, len(groups))[group_of],
+            "group_tokens": group_tokens,
         },
     )
     _check_finite(flat, [g.ticket for g in groups])

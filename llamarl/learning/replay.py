@@ -55,7 +55,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Draw:
+class DrawSettings:
     """Settings of a step's draw; the comments have TBA's symbols."""
 
     prompts: int  # B, of this rank
@@ -114,7 +114,7 @@ class ReplayBuffer(GroupBuffer):
     take their place, and are never drawn.
     """
 
-    draw: Draw
+    draw: DrawSettings
     sync_period: int
     max_size: int
     seed: int
@@ -517,7 +517,7 @@ def draw_completions(
     prompts: Tensor,
     is_newest: Tensor,
     passed: Tensor,
-    draw: Draw,
+    draw: DrawSettings,
     random: torch.Generator,
 ) -> Tensor:
     """Return [B, K] int64: which of the N completions a step trains on, a row a prompt; [0, K] if

@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
+class SFTPair:
     """A prompt and the completion to learn, or a conversation."""
 
     token_ids: Tensor  # [P + L] int64; the completion ends with the end-of-text token
@@ -70,7 +70,7 @@ class PairBatch:
     pairs: Tensor  # [R] int64: whose a row is
 
 
-def make_pair(prompt: Prompt, tokenizer, max_tokens: int, *, chat: bool = False) -> Pair:
+def make_pair(prompt: Prompt, tokenizer, max_tokens: int, *, chat: bool = False) -> SFTPair:
     """Make the pair of a task's prompt: meta["solution"] if the task has worked solutions, else
     meta["answer"], then the end token.
 
@@ -92,7 +92,7 @@ def make_pair(prompt: Prompt, tokenizer, max_tokens: int, *, chat: bool = False)
     return pair
 
 
-def answered(prompt_ids: Tensor, text: str, tokenizer, *, chat: bool = False) -> Pair:
+def answered(prompt_ids: Tensor, text: str, tokenizer, *, chat: bool = False) -> SFTPair:
     """Make a pair of a prompt and the text to learn behind it, which ends with the end token; that
     of a turn, if the prompt is one of the chat template. ValueError if there is none, or as from
     `text_ids`.
@@ -102,14 +102,14 @@ def answered(prompt_ids: Tensor, text: str, tokenizer, *, chat: bool = False) ->
     return pair_of(prompt_ids, torch.tensor(completion))
 
 
-def pair_of(prompt_ids: Tensor, completion_ids: Tensor) -> Pair:
+def pair_of(prompt_ids: Tensor, completion_ids: Tensor) -> SFTPair:
     """Make a pair of a prompt [P] and its completion [L], both int64. ValueError if one of them has
     no token.
     """
     if not prompt_ids.numel() or not completion_ids.numel():
         raise ValueError("a prompt or an answer without tokens has no log-probability")
     token_ids = torch.cat([prompt_ids, completion_ids])
-    return Pair(token_ids, torch.arange(token_ids.numel()) >= prompt_ids.numel())
+    return SFTPair(token_ids, torch.arange(token_ids.numel()) >= prompt_ids.numel())
 
 
 def check_end_token(tokenizer) -> None:
@@ -118,7 +118,7 @@ def check_end_token(tokenizer) -> None:
         raise ValueError("the tokenizer names no eos_token; set it in tokenizer_config.json")
 
 
-def pack_pairs(pairs: list[Pair], device: str | torch.device = "cpu") -> PairBatch:
+def pack_pairs(pairs: list[SFTPair], device: str | torch.device = "cpu") -> PairBatch:
     """Pack one batch of at least one pair, each with a prompt of at least one token."""
     # The last token of a pair is only ever a label, the first one never.
     sizes = torch.tensor([p.token_ids.numel() - 1 for p in pairs])
@@ -140,16 +140,16 @@ class NextToken:
     learned tokens, so a row counts by its length.
     """
 
-    def num_tokens(self, pair: Pair) -> int:
+    def num_tokens(self, pair: SFTPair) -> int:
         return pair.token_ids.numel() - 1  # the last one is only ever a label
 
-    def num_targets(self, pair: Pair) -> int:
+    def num_targets(self, pair: SFTPair) -> int:
         return int(pair.learned.sum())
 
-    def pack(self, pairs: Sequence[Pair], device: torch.device) -> PairBatch:
+    def pack(self, pairs: Sequence[SFTPair], device: torch.device) -> PairBatch:
         if pairs:
             return pack_pairs(list(pairs), device)
-        nothing = Pair(torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=torch.bool))
+        nothing = SFTPair(torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=torch.bool))
         return pack_pairs([nothing], device)
 
     def loss(self, decoder: Decoder, batch: PairBatch) -> tuple[Tensor, Sums, PackedAttention]:
@@ -197,7 +197,7 @@ def read_pairs(
     chat: bool = True,
     system_prompt: str | None = None,
     drop_long: bool = False,
-) -> list[Pair]:
+) -> list[SFTPair]:
     """Read all rows of a file, tokenised; a row with `messages_key` is a conversation, any other
     has a prompt and an answer.
 
@@ -213,7 +213,7 @@ def read_pairs(
 
     spelled = Spelled(tokenizer)
 
-    def to_pair(row: dict) -> Pair | None:
+    def to_pair(row: dict) -> SFTPair | None:
         if messages_key in row:
             pair = conversation_pair(row[messages_key], tokenizer)
             spelled.note([message["content"] for message in row[messages_key]])
@@ -250,8 +250,8 @@ def read_pairs(
 class SFTData:
     """Rows to learn and those held out."""
 
-    train: Sequence[Pair]
-    held_out: Sequence[Pair]
+    train: Sequence[SFTPair]
+    held_out: Sequence[SFTPair]
 
     @property
     def fingerprints(self) -> dict[str, str]:
@@ -261,7 +261,7 @@ class SFTData:
         return {"training rows": _digest(self.train), "held-out rows": _digest(self.held_out)}
 
 
-def _digest(pairs: Sequence[Pair]) -> str:
+def _digest(pairs: Sequence[SFTPair]) -> str:
     digest = hashlib.sha256()
     for pair in pairs:
         digest.update(json.dumps(pair.token_ids.tolist()).encode())
@@ -293,7 +293,7 @@ def read_sft_data(task: RowsToRead, tokenizer) -> SFTData:
     )
 
 
-def _prompt_of(pair: Pair) -> bytes:
+def _prompt_of(pair: SFTPair) -> bytes:
     """Return what is given before the first token that is learned; all of a row where that is at
     most the token that begins a text.
     """
@@ -306,8 +306,8 @@ def _prompt_of(pair: Pair) -> bytes:
 class TargetsOfTask:
     """The answers that a task gives to its own prompts, to learn; and of its held-out prompts."""
 
-    train: Sequence[Pair]
-    held_out: Sequence[Pair]
+    train: Sequence[SFTPair]
+    held_out: Sequence[SFTPair]
     fingerprints: dict[str, str]  # of the task's prompts, see SFTData
 
 
@@ -327,10 +327,10 @@ def read_answers(
     ValueError for a prompt without a target, or with more than max_tokens.
     """
 
-    def pair(i: int) -> Pair:
+    def pair(i: int) -> SFTPair:
         return make_pair(task.train_prompt(i), tokenizer, max_tokens, chat=chat)
 
-    train: Sequence[Pair] = PairsOnDemand(task.num_train, pair)
+    train: Sequence[SFTPair] = PairsOnDemand(task.num_train, pair)
     if task.train_digest:
         train = [pair(i) for i in range(task.num_train)]
     assert train[0].learned.any(), "a pair has an answer"
@@ -342,10 +342,10 @@ def read_answers(
     )
 
 
-class PairsOnDemand(Sequence[Pair]):
+class PairsOnDemand(Sequence[SFTPair]):
     """Pairs by number, which are made when they are asked for; the last ones are kept."""
 
-    def __init__(self, size: int, make: Callable[[int], Pair]):
+    def __init__(self, size: int, make: Callable[[int], SFTPair]):
         self._size = size
         self._make = lru_cache(CACHED_PROMPTS)(make)
 
@@ -353,18 +353,18 @@ class PairsOnDemand(Sequence[Pair]):
         return self._size
 
     @overload
-    def __getitem__(self, place: int) -> Pair: ...
+    def __getitem__(self, place: int) -> SFTPair: ...
 
     @overload
-    def __getitem__(self, place: slice) -> list[Pair]: ...
+    def __getitem__(self, place: slice) -> list[SFTPair]: ...
 
-    def __getitem__(self, place: int | slice) -> Pair | list[Pair]:
+    def __getitem__(self, place: int | slice) -> SFTPair | list[SFTPair]:
         if isinstance(place, slice):
             return [self[i] for i in range(*place.indices(self._size))]
         return self._make(range(self._size)[place])
 
 
-def conversation_pair(messages: object, tokenizer) -> Pair:
+def conversation_pair(messages: object, tokenizer) -> SFTPair:
     """Make a pair of a conversation in the tokenizer's chat template; each assistant turn is
     learned, up to and with the token that ends it.
 
@@ -417,12 +417,12 @@ def conversation_pair(messages: object, tokenizer) -> Pair:
         raise ValueError(
             "the chat template begins with the reply: its first token has nothing before it"
         )
-    return Pair(torch.tensor(ids[:last]), torch.tensor(learned[:last]))
+    return SFTPair(torch.tensor(ids[:last]), torch.tensor(learned[:last]))
 
 
 def _prompt_pair(
     row: dict, tokenizer, maker: PromptMaker, prompt_key: str, answer_key: str | None
-) -> Pair:
+) -> SFTPair:
     key = _key_of_answer(row, answer_key)
     check_keys(row, prompt_key, key)
     for needed in (prompt_key, key):

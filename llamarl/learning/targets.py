@@ -1,14 +1,13 @@
 """Makes a batch's targets: its rewards are shaped, turned into advantages, and whitened over all
 ranks.
 
-groups -> (with_signal) -> those that are trained on
+groups -> (teaching) -> those that are trained on
 rewards -> shape -> (whiten) -> advantages: of each group's completions, or GAE's of each token ->
 (whiten) -> Targets
 
     r_t = -beta KL_t + [t is the last token] * score        (Async RLHF 2.1; OPPO eq. 1's r_t)
 
-    KL_t  = -x (k1, the papers'), x^2 / 2 (k2) or exp(x) - 1 - x (k3)        (Schulman)
-    x     = log ref_t - log mu_t
+    KL_t  = -x,  x = log ref_t - log mu_t        (Schulman's k1)
     score = the task's reward, or missing_eos_penalty where it was cut off
             (Async RLHF tables 4 and 7)
     mu    = generator_logprobs, the policy that sampled the token; ref = ref_logprobs
@@ -31,7 +30,6 @@ from torch import Tensor
 
 from llamarl.comm.reduction import TrainerRanks
 from llamarl.learning.advantages import ADVANTAGES, by_turn, gae
-from llamarl.learning.losses.regularisers import kl_to_reference
 from llamarl.learning.segments import end_to_end, owners, sum_by
 from llamarl.learning.step_metrics import Row
 from llamarl.learning.values import Critic, CriticSettings
@@ -77,12 +75,7 @@ class Rewards:
     tokens: Tensor  # [T] float32; 0 there
 
 
-def shape(group: Group, shaping: Shaping) -> Rewards:
-    """Return the shaped rewards of a group. ValueError for a KL without ref_logprobs."""
-    return shape_all([group], shaping)[0]
-
-
-def shape_all(groups: list[Group], shaping: Shaping) -> list[Rewards]:
+def shape(groups: list[Group], shaping: Shaping) -> list[Rewards]:
     """Return the shaped rewards of each group. ValueError for a KL without ref_logprobs.
 
     All groups are computed end to end: N completions, C tokens.
@@ -110,8 +103,7 @@ def shape_all(groups: list[Group], shaping: Shaping) -> list[Rewards]:
             )
         generator_logprobs = end_to_end(groups, "generator_logprobs").double()
         x = end_to_end(groups, "ref_logprobs") - generator_logprobs
-        tokens = -shaping.reward_kl_coef * kl_to_reference(x, "k1")
-        tokens = torch.where(loss_mask, tokens, 0)
+        tokens = torch.where(loss_mask, shaping.reward_kl_coef * x, 0)
     tokens = torch.where(trained[completion_of], tokens, 0)
     completions = scores + sum_by(tokens, completion_of, num_completions)
     # What is for a turn stands at its end, and the rest at the end of all.
@@ -217,7 +209,7 @@ def make_targets(
     var(return - value) / var(return), None where the returns are all alike.
     """
     metrics: Row = {}
-    rewards = shape_all(groups, shaping)
+    rewards = shape(groups, shaping)
     if shaping.whitens("rewards"):
         rewards = whiten_rewards(groups, rewards, by_token=critic is not None, total=ranks.sum)
     if shaping.any:
@@ -257,16 +249,15 @@ def verdict_of(group: Group) -> Verdict:
     )
 
 
-def with_signal(groups: list[Group], shaping: Shaping) -> list[Group]:
-    """Return the groups in which two trained completions have different shaped rewards.
+def teaching(groups: list[Group], shaping: Shaping) -> list[Group]:
+    """Return the groups that teach: two trained completions have different shaped rewards.
 
     The others have no advantage to learn from: Magistral (2.1) leaves them out of its batches, and
     so out of every mean and deviation.
     """
     kept = []
-    for group in groups:
-        rewards = shape(group, shaping).completions[group.trained]
-        if rewards.unique().numel() > 1:
+    for group, rewards in zip(groups, shape(groups, shaping), strict=True):
+        if rewards.completions[group.trained].unique().numel() > 1:
             kept.append(group)
     return kept
 

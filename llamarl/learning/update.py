@@ -54,8 +54,8 @@ from llamarl.learning.step_metrics import (
     over_ranks,
     updates_row,
 )
-from llamarl.learning.targets import Shaping, Targets, make_targets, with_signal
-from llamarl.learning.values import Critic, value_loss
+from llamarl.learning.targets import Shaping, Targets, make_targets, teaching
+from llamarl.learning.values import Critic
 from llamarl.models.attention import PackedAttention
 from llamarl.models.build import Decoder
 from llamarl.models.fsdp import drop_gradients, next_backward, reshard, tensor_groups
@@ -238,8 +238,8 @@ class PolicyUpdate:
         """
         s = self.settings
         if self.reference is not None:
-            groups = self._with_reference(groups, version, stop)
-        trained = with_signal(groups, s.shaping) if s.filter_groups else groups
+            groups = self._with_reference(self.reference, groups, version, stop)
+        trained = teaching(groups, s.shaping) if s.filter_groups else groups
         parts = s.minibatches_per_step
         bounds = [len(trained) * i // parts for i in range(parts + 1)]
         cuts = [slice(first, end) for first, end in pairwise(bounds)]
@@ -258,19 +258,19 @@ class PolicyUpdate:
         if self.watch is not None:
             self.watch.begin(groups, trained, targets, cuts)
         minibatches = [self._minibatch(trained[cut], targets[cut]) for cut in cuts]
-        budget = self.ranks.sum(
+        totals = self.ranks.sum(
             room=sum(m.room for m in minibatches),
             unused=sum(m.unused_budget_fraction * m.room for m in minibatches),
+            filtered=len(groups) - len(trained),
         )
         row = {
             **batch_row(groups, version, self.ranks),
             **of_targets,
             "tokens/trained": sum(m.num_loss_tokens for m in minibatches),
-            "packing/unused_budget_fraction": budget["unused"] / max(1.0, budget["room"]),
+            "packing/unused_budget_fraction": totals["unused"] / max(1.0, totals["room"]),
         }
         if s.filter_groups:
-            left_out = float(len(groups) - len(trained))
-            row["groups/filtered"] = self.ranks.sum(groups=left_out)["groups"]
+            row["groups/filtered"] = totals["filtered"]
 
         updates = []
         for index in range(s.updates_per_step):
@@ -315,60 +315,68 @@ class PolicyUpdate:
             top_logprobs=likeliest.values.tolist() if top else [],
         )
 
-    @torch.no_grad()
-    def _with_reference(self, groups: list[Group], version: int, stop: Stop) -> list[Group]:
-        """Collective: return the groups with ref_logprobs of every completion, by the reference of
-        the trainer's own: its frozen weights without adapters. NotFinite.
+    def _with_reference(
+        self, reference: Decoder, groups: list[Group], version: int, stop: Stop
+    ) -> list[Group]:
+        """Collective: return the groups with ref_logprobs of every completion, by the reference's
+        frozen weights without adapters. NotFinite.
         """
-        reference = self.reference
-        assert reference is not None, "asked where the trainer has one of its own"
+        s = self.settings
         alike = [
             group_to_score(g.prompt_ids, g.token_ids.split(g.lengths.tolist())) for g in groups
         ]
-        everything = [Targets.of(g, g.rewards) for g in alike]
-        logprobs_C = torch.zeros(sum(g.token_ids.numel() for g in groups))
+
+        def logprobs(microbatch: PackedBatch) -> Tensor:
+            return label_logprobs(
+                reference,
+                microbatch,
+                self._device,
+                temperature=s.temperature,
+                late_ends=s.late_ends,
+            )
+
         with adapters_off(reference):
-            for microbatch in self._minibatch(alike, everything).microbatches:
-                self._agree_to_go_on(stop)
-                logprobs_C[microbatch.places] = label_logprobs(
-                    reference,
-                    microbatch,
-                    self._device,
-                    temperature=self.settings.temperature,
-                    late_ends=self.settings.late_ends,
-                )
+            logprobs_C, total = self._of_labels(alike, logprobs, stop)
         if reference is not self.decoder:
             reshard(reference)
-        total = self.ranks.sum(logprobs=float(logprobs_C.sum()))["logprobs"]
         if not math.isfinite(total):
             raise NotFinite(
                 f"trainer, step {version}: the reference's logprobs sum to {total}; nothing was "
                 "changed. The weights of model.path, or what is computed with them, are not finite"
             )
-        sizes = [g.token_ids.numel() for g in groups]
-        own_logprobs = logprobs_C.split(sizes)
+        own_logprobs = logprobs_C.split([g.token_ids.numel() for g in groups])
         return [replace(g, ref_logprobs=own) for g, own in zip(groups, own_logprobs, strict=True)]
 
-    @torch.no_grad()
     def _old_values(self, critic: Critic, groups: list[Group], version: int, stop: Stop) -> Tensor:
         """Collective: return [C] values of all groups' completion tokens, end to end; 0 for tokens
         that are not trained on. NotFinite.
         """
-        values_C = torch.zeros(sum(g.token_ids.numel() for g in groups))
-        everything = [Targets.of(g, torch.ones_like(g.rewards)) for g in groups]
-        for microbatch in self._minibatch(groups, everything).microbatches:
-            self._agree_to_go_on(stop)
-            batch = to_device(microbatch, self._device)
-            attention = PackedAttention(batch.cu_seqlens, batch.parents)
-            values_R = critic.values(self.decoder, batch, attention)
-            values_C[microbatch.places] = values_R.cpu()
-        total = self.ranks.sum(values=float(values_C.sum()))["values"]
+
+        def values(microbatch: PackedBatch) -> Tensor:
+            return critic.values(self.decoder, *to_device(microbatch, self._device)).cpu()
+
+        values_C, total = self._of_labels(groups, values, stop)
         if not math.isfinite(total):
             raise NotFinite(
                 f"trainer, step {version}: the critic's values sum to {total}; nothing was "
                 "changed. Lower trainer.value_lr"
             )
         return values_C
+
+    @torch.no_grad()
+    def _of_labels(
+        self, groups: list[Group], compute: Callable[[PackedBatch], Tensor], stop: Stop
+    ) -> tuple[Tensor, float]:
+        """Collective: return the results [R] of `compute` for all labels as [C], 0 for the other
+        completion tokens, and their sum over all ranks. StepAborted.
+        """
+        results_C = torch.zeros(sum(g.token_ids.numel() for g in groups))
+        # Advantages of 1 keep every trained completion.
+        everything = [Targets.of(g, torch.ones_like(g.rewards)) for g in groups]
+        for microbatch in self._minibatch(groups, everything).microbatches:
+            self._agree_to_go_on(stop)
+            results_C[microbatch.places] = compute(microbatch)
+        return results_C, self.ranks.sum(results=float(results_C.sum()))["results"]
 
     def _minibatch(self, groups: list[Group], targets: list[Targets]) -> Packing:
         """Collective: pack these groups of this rank, with counts over all ranks."""
@@ -377,7 +385,7 @@ class PolicyUpdate:
             groups,
             targets,
             budget_tokens=s.microbatch_tokens,
-            drop_zero_advantage=s.skip_zero_advantage,
+            skip_zero_advantage=s.skip_zero_advantage,
             whole_groups=s.whole_groups,
             largest_over_ranks=self.ranks.max_each if s.shares_groups else None,
         )
@@ -415,7 +423,7 @@ class PolicyUpdate:
         self, batch: PackedBatch, minibatch: Packing, update_id: _UpdateId, tally: _Tally
     ) -> None:
         """Add a microbatch's share to the gradients and to the tally."""
-        batch = to_device(batch, self._device)
+        batch, attention = to_device(batch, self._device)
         head: Head = make_head(
             batch.labels,
             batch.rows,
@@ -427,16 +435,12 @@ class PolicyUpdate:
         )
         if self.critic:
             head = self.critic.beside(head, batch.rows)
-        attention = PackedAttention(batch.cu_seqlens, batch.parents)
         logprobs, entropy, *values = self.decoder(batch.input_ids, batch.positions, attention, head)
         loss, of_loss = self._policy_loss(batch, minibatch, update_id, logprobs, entropy)
-        sums = lag_histogram(update_id.version - batch.policy_versions)
-        sums["entropy"] = entropy.detach().sum()
-        metrics = metrics_of_loss({**of_loss, **sums})
-        if values:
-            of_values, of_critic = self._value_loss(values[0], batch, minibatch)
+        of_critic: Metrics = {}
+        if self.critic and values:
+            of_values, of_critic = self.critic.loss(values[0], batch, minibatch.num_loss_tokens)
             loss = loss + of_values
-            metrics |= of_critic
         if self.watch is not None and update_id.index < self.settings.minibatches_per_step:
             self.watch.note(update_id.index, batch.places, logprobs.detach())
         differences = logprobs.detach() - batch.generator_logprobs
@@ -455,35 +459,17 @@ class PolicyUpdate:
         if self.critic and not values:
             # After the policy's backward: the activations of one model are held at a time.
             own_values = self.critic.values(self.decoder, batch, attention)
-            of_values, of_critic = self._value_loss(own_values, batch, minibatch)
+            of_values, of_critic = self.critic.loss(own_values, batch, minibatch.num_loss_tokens)
             (of_values * self.ranks.data_size).backward()
             tally.loss = tally.loss + of_values.detach()
-            metrics |= of_critic
         tally.log_ratio = tally.log_ratio + differences.sum()
         tally.labels += batch.labels.numel()
         # A filler's one token is computed in vain.
         tally.tokens += batch.input_ids.numel() if batch.labels.numel() else 0
         tally.places += attention.padded_tokens
-        join(tally.metrics, metrics)
-
-    def _value_loss(
-        self, values: Tensor, batch: PackedBatch, minibatch: Packing
-    ) -> tuple[Tensor, Metrics]:
-        """Return the microbatch's share of the values' loss, times its coefficient, and its
-        metrics.
-        """
-        assert self.critic is not None, "values have a critic that said them"
-        settings = self.critic.settings
-        loss, sums = value_loss(
-            values,
-            batch.old_values,
-            batch.returns,
-            value_clip=settings.clip,
-            num_loss_tokens=minibatch.num_loss_tokens,
-        )
-        metrics = metrics_of_loss(sums)
-        metrics["value/loss"] = Metric(loss.detach(), Reduction.UPDATE_MEAN)
-        return settings.coef * loss, metrics
+        lags = lag_histogram(update_id.version - batch.policy_versions)
+        sums = {**of_loss, **lags, "entropy": entropy.detach().sum()}
+        join(tally.metrics, metrics_of_loss(sums) | of_critic)
 
     def _policy_loss(
         self,

@@ -27,6 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from llamarl.learning.losses.common import LossAndMetrics, half_square, per_token
 from llamarl.learning.optim import build_optimizer, set_lr, settle_moments
+from llamarl.learning.step_metrics import Metric, Metrics, Reduction, metrics_of_loss
 from llamarl.models.attention import PackedAttention
 from llamarl.models.build import Decoder
 from llamarl.models.fsdp import held_box, is_dtensor, local, local_rows, tensor_groups
@@ -141,6 +142,23 @@ class Critic:
         shared.
         """
         raise NotImplementedError
+
+    def loss(
+        self, values: Tensor, batch: PackedBatch, num_loss_tokens: float
+    ) -> tuple[Tensor, Metrics]:
+        """Return a microbatch's share of the loss of its values [R], times `coef`, and its
+        metrics.
+        """
+        loss, sums = value_loss(
+            values,
+            batch.old_values,
+            batch.returns,
+            value_clip=self.settings.clip,
+            num_loss_tokens=num_loss_tokens,
+        )
+        metrics = metrics_of_loss(sums)
+        metrics["value/loss"] = Metric(loss.detach(), Reduction.UPDATE_MEAN)
+        return self.settings.coef * loss, metrics
 
     def step(self, factor: float) -> None:
         """Make one optimizer step at `factor` times its learning rate."""

@@ -369,7 +369,7 @@ class ShardedReference:
                 batch,
                 [Targets.of(group, group.rewards) for group in batch],
                 budget_tokens=self._microbatch_tokens,
-                drop_zero_advantage=False,
+                skip_zero_advantage=False,
             )
             for microbatch in packing.microbatches:
                 found.append((microbatch, microbatch.places + first))

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
-from llamarl.learning.sft import NextToken, Pair
+from llamarl.learning.sft import NextToken, SFTPair
 from llamarl.learning.supervised import SupervisedSettings, SupervisedUpdate
 from tests.ranks.sharded import FLOAT32, decoder_of, sharded_decoder, whole
 
@@ -31,17 +31,17 @@ SETTINGS = SupervisedSettings(
 SHARES = {"even": ([0, 1], [2, 3]), "fewer": ([0, 1, 2], [3]), "none": ([], [0, 1, 2, 3])}
 
 
-def rows() -> list[Pair]:
+def rows() -> list[SFTPair]:
     """Four rows of 8 to 11 tokens, of which the last few are learned."""
     draw = torch.Generator().manual_seed(1)
     made = []
     for size, learned in ((8, 3), (11, 7), (9, 1), (10, 5)):
         ids = torch.randint(0, 23, (size,), generator=draw)
-        made.append(Pair(ids, torch.arange(size) >= size - learned))
+        made.append(SFTPair(ids, torch.arange(size) >= size - learned))
     return made
 
 
-def learn(decoder, shares: list[list[Pair]], group) -> dict[str, torch.Tensor]:
+def learn(decoder, shares: list[list[SFTPair]], group) -> dict[str, torch.Tensor]:
     """Two steps on these rows and an evaluation of them: the columns, and the weights."""
     optimizer = torch.optim.SGD(decoder.parameters(), lr=0.5)
     update = SupervisedUpdate(

@@ -80,7 +80,7 @@ def task(tokenizer):
 
 def pair(prompt, completion):
     learned = [False] * len(prompt) + [True] * len(completion)
-    return sft.Pair(torch.tensor(prompt + completion), torch.tensor(learned))
+    return sft.SFTPair(torch.tensor(prompt + completion), torch.tensor(learned))
 
 
 # The library

@@ -7,7 +7,7 @@ import math
 import torch
 
 from llamarl.comm.reduction import TrainerRanks
-from llamarl.learning.replay import Draw
+from llamarl.learning.replay import DrawSettings
 from llamarl.types import Group
 
 ALONE = TrainerRanks(None, torch.device("cpu"), None)
@@ -34,7 +34,7 @@ def group(ticket, *, prompt=None, rewards=(0.0, 1.0), version=0, reasons=None, l
 
 
 def draw(prompts=2, completions=2, most_on_policy=0.5, priority="softmax", temperature=1.0):
-    return Draw(prompts, completions, most_on_policy, priority, temperature)
+    return DrawSettings(prompts, completions, most_on_policy, priority, temperature)
 
 
 def names_of(g):

@@ -54,7 +54,7 @@ TWO = group_of(
 def packed(group: Group) -> Packing:
     """The packing of two completions with advantages 0.5 and -0.5, into one microbatch."""
     targets = Targets.of(group, torch.tensor([0.5, -0.5]))
-    return pack([group], [targets], budget_tokens=100, drop_zero_advantage=False)
+    return pack([group], [targets], budget_tokens=100, skip_zero_advantage=False)
 
 
 def test_context_is_among_the_inputs_and_no_label():
@@ -132,7 +132,7 @@ def test_every_sampled_token_is_predicted_once_behind_all_that_came_before_it(gr
         groups,
         [Targets.of(g, torch.ones(g.lengths.numel())) for g in groups],
         budget_tokens=budget,
-        drop_zero_advantage=False,
+        skip_zero_advantage=False,
     )
     sizes = [batch.input_ids.numel() for batch in packing.microbatches]
     taken = sum(max(size, budget) for size in sizes)
@@ -255,7 +255,7 @@ def test_a_token_of_context_has_no_kl_and_the_score_stands_at_the_last_turn():
     group = dataclasses.replace(TWO, ref_logprobs=torch.full((7,), -1.0))
     logprobs = torch.where(group.loss_mask, group.generator_logprobs, 0.0)
     group = dataclasses.replace(group, generator_logprobs=logprobs)
-    shaped = shape(group, Shaping(reward_kl_coef=1.0))
+    shaped = shape([group], Shaping(reward_kl_coef=1.0))[0]
     # -(log mu - log ref): of 12, 13 and 16 of the first, of 17 of the second
     assert shaped.tokens.tolist() == [-1.0, -0.875, 0.0, 0.0, -0.5 + 1.0, 0.0, -0.875 + 0.0]
 
@@ -319,10 +319,10 @@ def test_rewards_of_turns_stand_where_the_turns_end():
     group = by_turns(
         dialogue(0, [12, 13, 14, 16], [1, 1, 0, 1]), rewards=[3.0], turn_rewards=[(1.0,)]
     )
-    shaped = shape(group, Shaping())
+    shaped = shape([group], Shaping())[0]
     assert shaped.tokens.tolist() == [0.0, 1.0, 0.0, 2.0] and shaped.completions.tolist() == [3.0]
     cut = dataclasses.replace(group, finish_reasons=("length",))
-    shaped = shape(cut, Shaping(missing_eos_penalty=-1.0))
+    shaped = shape([cut], Shaping(missing_eos_penalty=-1.0))[0]
     assert shaped.tokens.tolist() == [0.0, 0.0, 0.0, -1.0], "the set reward is of the whole"
 
 

@@ -10,7 +10,7 @@ import torch
 
 from llamarl.learning.losses.regularisers import regularised
 from llamarl.learning.preference import BradleyTerry, Preference
-from llamarl.learning.sft import NextToken, Pair
+from llamarl.learning.sft import NextToken, SFTPair
 from llamarl.learning.supervised import SupervisedSettings, SupervisedUpdate
 from llamarl.models.config import tiny_directory
 from llamarl.models.training import training_decoder
@@ -65,7 +65,7 @@ def pairs():
 
     preferences = [Preference(ids(3), ids(n), ids(n + 2), margin=0.1) for n in (2, 4, 3)]
     learned = torch.tensor([False, False, True, True, True])
-    rows = [Pair(ids(5), learned) for _ in range(3)]
+    rows = [SFTPair(ids(5), learned) for _ in range(3)]
     return {"preferences": preferences, "rows": rows}
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from llamarl.learning.sft import NextToken, Pair, read_sft_data
+from llamarl.learning.sft import NextToken, SFTPair, read_sft_data
 from llamarl.models.config import read_config, tiny_directory
 from llamarl.models.hf import load_tokenizer
 from llamarl.models.training import training_decoder
@@ -22,12 +22,12 @@ DEPTH = 4 * CONFIG.num_hidden_layers
 LOSS = rounding(terms=CONFIG.hidden_size, depth=DEPTH)
 
 
-def rows() -> list[Pair]:
+def rows() -> list[SFTPair]:
     draw = torch.Generator().manual_seed(2)
     pairs = []
     for size, given in ((9, 4), (3, 1), (14, 13)):
         ids = torch.randint(3, CONFIG.vocab_size, (size,), generator=draw)
-        pairs.append(Pair(ids, torch.arange(size) >= given))
+        pairs.append(SFTPair(ids, torch.arange(size) >= given))
     return pairs
 
 

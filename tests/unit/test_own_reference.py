@@ -76,7 +76,7 @@ def frozen_scores(groups):
 def test_it_says_what_a_frozen_reference_says():
     groups = groups_of()
     ours = update()
-    scored = ours._with_reference(groups, VERSION, go_on)
+    scored = ours._with_reference(ours.reference, groups, VERSION, go_on)
     for got, sent, want in zip(scored, groups, frozen_scores(groups), strict=True):
         torch.testing.assert_close(got.ref_logprobs, want, atol=LOGPROBS, rtol=0)
         assert not got.ref_logprobs.requires_grad

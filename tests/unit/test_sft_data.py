@@ -71,7 +71,7 @@ def test_what_is_learned_is_what_transformers_marks_as_the_assistants(chatting, 
 def test_a_packed_conversation_learns_every_reply_and_nothing_else(chatting):
     pairs = [
         conversation_pair([SYSTEM, ONE, SAID[0], TWO, SAID[1]], chatting),
-        sft.Pair(torch.tensor([1, 5, 6, 2]), torch.tensor([False, False, True, True])),
+        sft.SFTPair(torch.tensor([1, 5, 6, 2]), torch.tensor([False, False, True, True])),
     ]
     batch = sft.pack_pairs(pairs)
     assert chatting.decode(batch.labels[batch.rows]) == "2<eos>12<eos>" + chatting.decode([6, 2])

@@ -18,7 +18,6 @@ from llamarl.learning.targets import (
     make_targets,
     moments,
     shape,
-    shape_all,
     whiten_advantages,
     whiten_rewards,
 )
@@ -38,18 +37,18 @@ def test_a_completion_without_an_end_token_gets_the_penalty_instead_of_its_rewar
         [0.5, 1.0, 1.0, NAN],
         finish_reasons=("stop", "length", "aborted", "length"),
     )
-    got = shape(g, Shaping(missing_eos_penalty=-1.0))
+    got = shape([g], Shaping(missing_eos_penalty=-1.0))[0]
     # Neither the aborted one nor the one without a score is trained on.
     assert got.completions.tolist() == [0.5, -1.0, 0.0, 0.0]
     assert got.tokens.tolist() == [0.0, 0.5, -1.0, 0.0, 0.0, 0.0, 0.0]
-    assert shape(g, Shaping()).completions.tolist() == [0.5, 1.0, 0.0, 0.0]
+    assert shape([g], Shaping())[0].completions.tolist() == [0.5, 1.0, 0.0, 0.0]
 
 
 def test_the_kl_is_taken_off_each_token_and_off_the_completion():
     kl = [1, -1, 0.5]  # k1 of log ref - log mu = -1, 1, -0.5
     g = group(1, [2, 1], [1.0, 0.0], ref_logprobs=torch.tensor([-4.0, -2.0, -3.5]))
     g.generator_logprobs[:] = torch.tensor([-3.0, -3.0, -3.0])
-    got = shape(g, Shaping(reward_kl_coef=0.1))
+    got = shape([g], Shaping(reward_kl_coef=0.1))[0]
     # the score comes with the last token
     assert got.tokens.tolist() == pytest.approx([-0.1 * kl[0], -0.1 * kl[1] + 1.0, -0.1 * kl[2]])
     assert got.completions.tolist() == pytest.approx([1.0 - 0.1 * (kl[0] + kl[1]), -0.1 * kl[2]])
@@ -57,7 +56,7 @@ def test_the_kl_is_taken_off_each_token_and_off_the_completion():
 
 def test_a_kl_needs_a_reference():
     with pytest.raises(ValueError, match="reward_kl_coef=0.1 needs ref_logprobs"):
-        shape(group(1, [2], [1.0]), Shaping(reward_kl_coef=0.1))
+        shape([group(1, [2], [1.0])], Shaping(reward_kl_coef=0.1))[0]
 
 
 @pytest.mark.parametrize("lengths", [[2, 1], [3, 0, 4]])
@@ -72,15 +71,15 @@ def test_groups_are_shaped_together_as_each_alone(lengths):
         g.turn_rewards[-1] = 0.25
     groups = [dataclasses.replace(g, ref_logprobs=g.generator_logprobs - 1.0) for g in groups]
     shaping = Shaping(missing_eos_penalty=-1.0, reward_kl_coef=0.1)
-    together = shape_all(groups, shaping)
+    together = shape(groups, shaping)
     made, _ = targets_of(groups, shaping)
     for g, rewards, targets in zip(groups, together, made, strict=True):
-        alone = shape(g, shaping)
+        alone = shape([g], shaping)[0]
         assert rewards.tokens.tolist() == alone.tokens.tolist()
         assert rewards.completions.tolist() == alone.completions.tolist()
         own = Targets.of(g, group_mean(alone.completions, g.trained))
         assert targets.advantages.tolist() == pytest.approx(own.advantages.tolist(), abs=FLOAT32)
-    assert shape_all([], shaping) == []
+    assert shape([], shaping) == []
 
 
 def targets_of(groups, shaping):
@@ -122,7 +121,7 @@ def random_group(draw):
 
 @given(g=random_group(), penalty=st.sampled_from([None, -1.0]), beta=st.sampled_from([0.0, 0.3]))
 def test_rewards_are_those_of_a_loop_over_tokens(g, penalty, beta):
-    got, place = shape(g, Shaping(penalty, beta)), 0
+    got, place = shape([g], Shaping(penalty, beta))[0], 0
     for i, length in enumerate(g.lengths.tolist()):
         is_trained = g.trained[i].item()
         score = g.rewards[i].item() if is_trained else 0.0
@@ -166,7 +165,7 @@ GROUPS = [
 
 @pytest.mark.parametrize("by_token", [True, False])
 def test_whitened_rewards_have_unit_deviation_and_keep_their_mean_in_units_of_it(by_token):
-    rewards = [shape(g, Shaping(reward_kl_coef=0.2)) for g in GROUPS]
+    rewards = [shape([g], Shaping(reward_kl_coef=0.2))[0] for g in GROUPS]
     got = whiten_rewards(GROUPS, rewards, by_token=by_token, total=one_rank)
 
     def trained(r):  # the last completion of the first group has no reward

@@ -198,7 +198,7 @@ def test_a_stop_at_any_microbatch_changes_nothing_and_the_step_can_be_made_again
         groups,
         [Targets.of(g, advantages_of(g)) for g in groups],
         budget_tokens=17,
-        drop_zero_advantage=False,
+        skip_zero_advantage=False,
     )
     assert (
         microbatches == len(packing.microbatches) + 1 > 3

@@ -20,7 +20,7 @@ from llamarl.learning.logprobs import (
     make_head,
 )
 from llamarl.learning.packing import pack
-from llamarl.learning.sft import NextToken, Pair, completion_logprobs, pack_pairs
+from llamarl.learning.sft import NextToken, SFTPair, completion_logprobs, pack_pairs
 from llamarl.learning.targets import Targets
 from llamarl.models.config import tiny_directory
 from llamarl.models.frozen import frozen_decoder
@@ -129,7 +129,7 @@ def test_labels_know_how_many_tokens_of_their_completion_come_before():
         groups,
         [Targets.of(g, g.rewards) for g in groups],
         budget_tokens=100,
-        drop_zero_advantage=False,
+        skip_zero_advantage=False,
     )
     (batch,) = packing.microbatches
     found = dict(zip(batch.places.tolist(), batch.offsets.tolist()))
@@ -141,7 +141,7 @@ def test_labels_know_how_many_tokens_of_their_completion_come_before():
 
 def test_supervised_training_and_frozen_models_count_no_row_without_a_token(padded):
     learned = torch.tensor([False, False, True, True, True])
-    pair = Pair(torch.tensor([1, 20, 30, 31, 2]), learned)
+    pair = SFTPair(torch.tensor([1, 20, 30, 31, 2]), learned)
     trained = training_decoder(padded, mesh=None, device=CPU, compute_dtype=torch.float32)
     frozen = frozen_decoder(padded, mesh=None, device=CPU, dtype=torch.float32)
     engine = Engine.from_hf(padded, dtype="float32", max_slots=2, max_len=16, device="cpu")
