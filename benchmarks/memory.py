@@ -1,4 +1,4 @@
-"""What an update allocates, beside what a dry run foretells of it.
+"""What an update allocates, beside what a dry run predicts of it.
 
     python benchmarks/memory.py [--rss] [--json]
 
@@ -117,10 +117,10 @@ def cases() -> list[Case]:
     return sorted(found, key=lambda case: not case.fitted)
 
 
-# --- What is foretold ---
+# --- The prediction ---
 
 
-def foretold(case: Case) -> int:
+def predicted(case: Case) -> int:
     """Bytes at the peak of the second update, by the shapes alone."""
     config = case.config
     itemsize = getattr(torch, case.dtype).itemsize
@@ -316,7 +316,7 @@ def main() -> None:
     for case in cases():
         first, second = counted(case)
         row = dataclasses.asdict(case) | {"first": first, "second": second}
-        row |= {"foretold": foretold(case), "ratio": foretold(case) / second}
+        row |= {"predicted": predicted(case), "ratio": predicted(case) / second}
         if args.rss:
             row["resident"] = resident_alone(case)
         rows.append(row)
@@ -331,7 +331,7 @@ def main() -> None:
 
 
 def line_of(row: dict) -> str:
-    """A case in words, its peaks in MiB and the ratio of what was foretold."""
+    """A case in words, its peaks in MiB and the ratio of what was predicted."""
     words = ["fitted  " if row["fitted"] else "held out", str(row["shape"]), row["dtype"]]
     if row["checkpointing"]:
         words.append("checkpointing")
@@ -344,7 +344,7 @@ def line_of(row: dict) -> str:
     if row["whole_groups"]:
         words.append("whole groups")
     figures = f"first {row['first'] / MIB:.1f}, then {row['second'] / MIB:.1f}"
-    figures += f", foretold {row['foretold'] / MIB:.1f}, ratio {row['ratio']:.3f}"
+    figures += f", predicted {row['predicted'] / MIB:.1f}, ratio {row['ratio']:.3f}"
     if "resident" in row:
         figures += f", resident {row['resident'] / MIB:.1f}"
     return f"{' '.join(words)}: {figures}"

@@ -7,8 +7,8 @@ Every term is counted from the model's shapes, as llamarl.models and llamarl.lea
 tensors; nothing is fitted. benchmarks/memory.py compares with what an update allocates. The dry run
 (llamarl/launch/memory.py) and the planner ask here. This file imports no torch.
 
-Shapes as a decoder has them: T packed tokens, R labels, D hidden_size, F intermediate_size, H query
-heads, J key/value heads, K head dim, V vocabulary.
+An update is counted as on a CPU with the C kernels, with one microbatch as long as the config
+allows. The first update has no moments until its end and takes less.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from llamarl.models.sharding import (
 # saves.
 KEEP_LOGITS = 1 << 22
 CHUNK_TOKENS = 1024  # rows of logits at a time
-# Up to this many bytes they are kept for backward, though chunks are smaller.
+# Up to this many bytes logits are kept for backward, even if they are several chunks.
 KEEP_BYTES = 1 << 26
 
 GIB = 1 << 30
@@ -129,7 +129,7 @@ def encoder_numbers(path: str | Path) -> int:
 
 @dataclass(frozen=True, slots=True)
 class MicrobatchSize:
-    """The sizes of a microbatch: packed prompts, each with the completions behind it.
+    """The sizes of a microbatch: packed prompts, each followed by its completions.
 
     prompts, completions: how many. prompt_tokens, completion_tokens: tokens of each.
     """
@@ -141,7 +141,7 @@ class MicrobatchSize:
 
     @property
     def tokens(self) -> int:
-        """The packed tokens, a prompt once for all its completions."""
+        """The packed tokens. A prompt is packed once for all its completions."""
         return self.prompts * self.prompt_tokens + self.completions * self.completion_tokens
 
     @property
@@ -165,7 +165,7 @@ def longest_microbatch(
     num_groups: int | None = None,
 ) -> MicrobatchSize:
     """Return the largest microbatch that packing makes of the longest sequences. whole_groups: the
-    loss needs the completions of a group together. num_groups: there are no more; None: any number.
+    loss needs the completions of a group together. num_groups: groups of an update; None: many.
 
         longest_microbatch(prompt_tokens=4500, completion_tokens=64, group_size=2,
                            budget_tokens=1024)
@@ -190,15 +190,13 @@ def longest_microbatch(
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """Settings of a rank's training of a decoder.
+    """How a rank trains a decoder.
 
-    itemsize: bytes of a number as the decoder computes. checkpointing: a layer's activations are
-    made again for its backward, and only what comes into it is held. several: an update has more
-    than one microbatch, so that gradients of earlier ones are there. lora_rank, lora_targets: of
-    adapters, 0: the weights themselves are trained. tensor_parallel, shards: ranks that share each
-    layer, and over which FSDP2 shards each of these parts. moment_bytes: of a trained number, by
-    the optimizer. has_average: a moving average of what is trained is kept. on_cpu: else the
-    softmax over the vocabulary is held in float32 besides.
+    itemsize: bytes of a number in the decoder's forward. checkpointing: each layer keeps only its
+    input and is recomputed for its backward. several: an update has more than one microbatch, so
+    gradients of earlier ones are held. lora_rank: 0: all weights are trained. tensor_parallel,
+    shards: ranks that share each layer, and FSDP2's shards of each such part. moment_bytes: of a
+    trained number, by the optimizer. has_average: a moving average of the trained numbers is kept.
     """
 
     itemsize: int
@@ -216,9 +214,9 @@ class Training:
 @dataclass(frozen=True, slots=True)
 class UpdateBytes:
     """The bytes of an update. held: weights, moments and averages, from step to step. gradients:
-    from the backward of an update to the next update's start. working: the peak of forward and
-    backward beyond what is held, gradients included. copies: weights in a lower precision, held
-    between microbatches.
+    from the backward of an update to the start of the next one. working: the peak of forward and
+    backward on top of `held`, with gradients. copies: weights in a lower precision, held between
+    microbatches.
     """
 
     held: int
@@ -229,8 +227,8 @@ class UpdateBytes:
 
 @dataclass(frozen=True, slots=True)
 class _Numbers:
-    """Counts of numbers: of one layer, around the layers, and of the embedding, which is included
-    in the latter.
+    """Counts of numbers: of one layer, and outside of the layers. embedding: the part of `around`
+    that is the embedding.
     """
 
     layer: int
@@ -239,7 +237,7 @@ class _Numbers:
 
 
 def update_bytes(config: ModelConfig, size: MicrobatchSize, training: Training) -> UpdateBytes:
-    """Return the bytes of a decoder that is trained, on the rank that holds most."""
+    """Return the bytes of a decoder that is trained, on the rank that holds the most."""
     own = _numbers(config, training, training.shards)
     layers = config.num_hidden_layers
     adapters = _adapters(config, training)
@@ -259,8 +257,8 @@ def update_bytes(config: ModelConfig, size: MicrobatchSize, training: Training) 
 
 
 def checkpoint_bytes(config: ModelConfig, training: Training, export_itemsize: int) -> float:
-    """Return about how many bytes a checkpoint takes on disk, of all ranks: what is trained with
-    its moments, and the exported weights.
+    """Return about how many bytes a checkpoint of all ranks takes on disk: the trained numbers with
+    their moments, and the exported weights.
     """
     trained = num_parameters(config)
     if training.lora_rank:
@@ -314,10 +312,10 @@ def _adapters(config: ModelConfig, training: Training) -> int:
 
 
 class _Peak:
-    """Computes the most bytes that an update holds at a time beyond weights and moments.
+    """Computes the most bytes that an update holds at a time on top of weights and moments.
 
-    It looks at the moments at which most is there: in the head's forward and backward, in the
-    backward of the last layer and of the first, and at the embedding.
+    The peak may be at one of six moments: the head's forward, two in the head's backward, the
+    backward of the last layer and of the first, and the embedding's backward.
     """
 
     def __init__(self, config: ModelConfig, size: MicrobatchSize, training: Training):
@@ -337,14 +335,15 @@ class _Peak:
         self.layer_gradients = computed if self.trains_all else adapters  # numbers
         self.around_gradients = whole.around if self.trains_all else 0
         self.embedding = whole.embedding
-        # Copies in a lower precision, or what FSDP gathers of the layers at work and around them.
+        # The forward reads copies of the masters in a lower precision. With FSDP2 it reads weights
+        # that are gathered for each layer, so there are no copies.
         self.layer_copy = item * computed if self.is_low else 0
         self.around_copy = item * whole.around if self.is_low else 0
         self.copies = layers * self.layer_copy + self.around_copy
         self.gathered = 0
         if training.shards > 1:
             self.layer_copy = self.around_copy = self.copies = 0
-            # The layer at work, the next one, and the buffer that this comes in.
+            # The current layer, the next one, and the buffer that the next one is gathered into.
             self.gathered = item * (whole.around + 3 * computed)
 
     def bytes(self) -> int:
@@ -369,52 +368,50 @@ class _Peak:
         return layers * (self.width if self.training.checkpointing else self.layer)
 
     def _copies(self, layers: int) -> int:
-        """Return the copies that are there while the first `layers` layers have yet to go
-        backward.
-        """
-        if self.training.several:
+        """Return the bytes of copies while the first `layers` layers have yet to go backward."""
+        if self.training.several:  # the next microbatch reads them again
             return self.copies
         if self.training.checkpointing:
             return 0
         return layers * self.layer_copy
 
     def _head(self) -> list[int]:
-        """Return the bytes at the head's forward, and at its backward."""
+        """Return the bytes at the head's forward, and at two moments of its backward."""
         t = self.training
         config = self.config
         layers = config.num_hidden_layers
         item = t.itemsize
         rows = item * config.hidden_size * self.size.labels
-        # What comes out of the last layer.
+        # The width is the output of the last layer.
         held = self._activations(layers) + self.width
         logits = self._logits()
         forward = held + self.width + rows + self.copies + logits
         found = held + 2 * rows + max(self._copies(layers), self.around_copy) + logits
         found += self._head_gradient()
-        # The gradients of all its tokens, behind those of its rows.
+        # The gradient of the head's rows is scattered into one of all tokens.
         behind = held + rows + 2 * self.width + self._copies(layers) + self._held_gradient()
         return [forward, found, behind]
 
     def _logits(self) -> int:
-        """Return the bytes of logits that are not kept, and of a chunk's float32 buffers."""
+        """Return the bytes of one chunk: its logits, unless they are kept, and float32 buffers."""
         config = self.config
         if config.labels:
             return 2 * WIDE * config.hidden_size * self.size.labels
         chunk = self._chunk() * config.vocab_size
         logits = 0 if self._kept_logits() else chunk * self.training.itemsize
-        if not self.training.on_cpu:
+        if not self.training.on_cpu:  # the C kernel needs no softmax in float32
             logits += 3 * chunk * WIDE
         return logits
 
     def _chunk(self) -> int:
-        """Return how many rows of logits are made at a time."""
+        """Return how many rows of logits are computed at a time."""
         rows = self.size.labels
         is_whole = rows * self.config.vocab_size <= KEEP_LOGITS
         return rows if is_whole else min(rows, CHUNK_TOKENS)
 
     def _kept_logits(self) -> int:
-        """Return the bytes of logits that are kept for backward, and on a CPU for the next
-        microbatch.
+        """Return the bytes of logits that are kept for backward. A CPU reuses their memory for the
+        next microbatch.
         """
         if self.config.labels:
             return 0
@@ -423,8 +420,8 @@ class _Peak:
         return num_bytes if logits <= KEEP_LOGITS or num_bytes <= KEEP_BYTES else 0
 
     def _head_gradient(self) -> int:
-        """Return the bytes of the gradient of the head's weight while it is made: chunks add up in
-        float32.
+        """Return the bytes of the gradient of the head's weight while it is computed. Chunks are
+        summed in float32.
         """
         if not self.trains_all or self.config.labels:
             return 0
@@ -435,20 +432,22 @@ class _Peak:
         return item * weight
 
     def _held_gradient(self) -> int:
-        """Return the bytes of the head's gradient while layers go backward. It is a copy's, waits
-        for the embedding's, or is an earlier microbatch's; else it lies where gradients are.
+        """Return the bytes of the head's gradient while layers go backward; 0 if it is already in
+        the gradient of the master.
         """
         if not self.trains_all or self.config.labels:
             return 0
         weight = self.config.vocab_size * self.config.hidden_size
+        # A copy's or a shard's gradient is not the master's, and a tied one waits for the
+        # embedding's.
         waits = self.is_low or self.training.shards > 1 or self.config.tie_word_embeddings
         if waits or not self.training.several:
             return self.training.itemsize * weight
         return 0
 
     def _layer_backward(self, number: int) -> int:
-        """Return the bytes at the backward of layer `number`, 1 the first: those before it still
-        hold their activations, and those behind it have gradients.
+        """Return the bytes at the backward of layer `number`, 1 the first. The layers before it
+        still hold their activations, and those after it have gradients.
         """
         t = self.training
         below = self._activations(number - 1) + self.width
@@ -459,8 +458,8 @@ class _Peak:
             again = self.width
             if not t.several:
                 again += self.layer_copy
-        # The gradients of the MLP's hidden units, while its inputs are there; and later those of
-        # all weights, which wait for their turn where copies have them.
+        # First the gradients of the MLP's hidden units, while its inputs are held. The gradients of
+        # the weights come later; those of copies wait until the whole layer is done.
         gated = self.config.traits.gated
         at_mlp = self.layer + (2 if gated else 1) * self.hidden + self.width
         of_mlp = self.config.hidden_size * self.config.intermediate_size // t.tensor_parallel
@@ -468,7 +467,7 @@ class _Peak:
         waiting = t.itemsize if self.is_low or t.shards > 1 else 0
         if not t.several and not waiting:
             waiting = WIDE
-        # The weights of attention over few keys, and twice their gradients.
+        # Attention over few keys holds its weights, and in its backward twice their gradients.
         heads = self.config.num_attention_heads // t.tensor_parallel
         pairs = t.itemsize * heads * _short_pairs(self.size, t)
         products = 3 if gated else 2
@@ -483,7 +482,7 @@ class _Peak:
         )
 
     def _embedding_backward(self) -> int:
-        """Return the bytes at the embedding's gradient, when those of all layers are there."""
+        """Return the bytes at the embedding's gradient, after those of all layers."""
         t = self.training
         made = 0
         if not t.several:
@@ -496,28 +495,26 @@ class _Peak:
         elif not self.is_low:
             found += WIDE * self.embedding
         else:
-            # Rows are added to the master's gradient, in float32.
+            # The tokens' rows are added to the master's gradient in float32.
             found += 0 if t.several else WIDE * self.around_gradients
             found += WIDE * self.config.hidden_size * self.size.tokens
         return made + found + self.width + self._copies(0)
 
 
 def layer_elements(config: ModelConfig, size: MicrobatchSize, training: Training) -> int:
-    """Return how many numbers a layer holds for its backward, in the precision that it computes
-    in.
-    """
+    """Return how many numbers a layer holds for its backward, in the precision of its forward."""
     split = training.tensor_parallel
     d = config.hidden_size
     queries = config.num_attention_heads * config.head_dim // split
     keys = config.num_key_value_heads * config.head_dim // split
     hidden = config.intermediate_size // split
-    # Two sums and two norms; queries, and what comes of them in the tokens' order.
+    # Two residual sums and two norms; the queries, and the attention's result in token order.
     of_token = 4 * d + 2 * queries
     of_token += (3 if config.traits.gated else 2) * hidden
     of_token += training.lora_rank * len(training.lora_targets)
     if config.traits.qk_norm:
         of_token += queries + keys
-    # Keys and values of a prompt, and again beside each completion that sees them.
+    # Keys and values of a prompt, and once more for each completion that attends to them.
     places = size.prompts * size.prompt_tokens + size.completions * size.seen
     elements = size.tokens * of_token + 2 * keys * places
     elements += queries * _long_tokens(size, training)
@@ -525,12 +522,12 @@ def layer_elements(config: ModelConfig, size: MicrobatchSize, training: Training
 
 
 def _limit(training: Training) -> int:
-    """Return up to how many keys a CPU holds the weights of attention."""
+    """Return the number of keys up to which attention holds its weights: on a CPU only."""
     return ATTENTION_KEYS[training.itemsize] if training.on_cpu else 0
 
 
 def _long_tokens(size: MicrobatchSize, training: Training) -> int:
-    """Return the tokens of the parts whose attention a fused kernel makes: it holds its results."""
+    """Return the tokens of sequences whose attention is a fused kernel, which holds its results."""
     limit = _limit(training)
     tokens = 0
     if size.prompt_tokens > limit:
@@ -541,7 +538,7 @@ def _long_tokens(size: MicrobatchSize, training: Training) -> int:
 
 
 def _short_pairs(size: MicrobatchSize, training: Training) -> int:
-    """Return the pairs of query and key of the other parts, whose weights are held."""
+    """Return the pairs of query and key of the other sequences, whose weights are held."""
     limit = _limit(training)
     pairs = 0
     if size.prompt_tokens <= limit:
@@ -555,18 +552,16 @@ def _layer_bytes(config: ModelConfig, size: MicrobatchSize, training: Training) 
     """Return the bytes that a layer holds for its backward."""
     elements = layer_elements(config, size, training)
     heads = config.num_attention_heads // training.tensor_parallel
-    # A row's root mean square of each norm, and its sum of a softmax.
+    # Each row's root mean square of both norms, and its sum of the softmax.
     wide = 2 * size.tokens + heads * _long_tokens(size, training)
     num_bytes = training.itemsize * elements + WIDE * wide
     if 0 < size.prompt_tokens <= _limit(training) < size.seen:
-        num_bytes += size.prompt_tokens**2  # beside long parts a short one has a mask of bools
+        num_bytes += size.prompt_tokens**2  # a short prompt beside long ones has a mask of bools
     return num_bytes
 
 
 def _mask_elements(size: MicrobatchSize, training: Training) -> int:
-    """Return the numbers of the masks of completions behind their prompts, which all layers
-    share.
-    """
+    """Return the numbers of the masks of completions over their prompts, which all layers share."""
     if size.seen <= _limit(training):
         return 0
     return size.labels * size.seen

@@ -29,8 +29,8 @@ from llamarl.types import Prompt
 class ScoredText:
     """Text and tokens that a model may be asked to score.
 
-    tokenizer: that of the model that sampled them. longest: the most tokens of a prompt and what
-    follows it; longest_keys: the keys that set it. chat, system_prompt: how that model reads
+    tokenizer: of the model that sampled them. longest: the most tokens of a prompt and its
+    completion. longest_keys: the keys that set `longest`. chat, system_prompt: how that model reads
     prompts.
     """
 
@@ -65,8 +65,8 @@ class Inputs:
         inputs.task.train_prompt(0).text       # "What is 17 + 25?"
         inputs.decode(completion.token_ids)
 
-    Everything is read once it is asked for. remembered: reads the rows of files. is_told: whether
-    this rank warns of what it finds.
+    Each part is read when it is first asked for. remembered: reads the rows of files. is_told:
+    whether this rank warns of what it finds.
     """
 
     def __init__(self, config: Config, remembered: Remembered = here, *, is_told: bool = True):

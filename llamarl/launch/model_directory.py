@@ -19,7 +19,7 @@ from llamarl.models.fingerprint import weights_digest
 from llamarl.models.hf import load_tokenizer
 from llamarl.tasks.special import turn_end
 
-# What a tokenizer is made of, of these the JSON.
+# The JSON files that transformers may read a tokenizer from.
 _TOKENIZER_FILES = (
     "tokenizer_config.json",
     "special_tokens_map.json",
@@ -29,9 +29,11 @@ _TOKENIZER_FILES = (
 # Parts of a model: a digest, a list of numbers, or the fields of its config.json.
 ModelParts = Mapping[str, object]
 
-LIMIT_S = 10.0  # CPU time, for work that takes a millisecond
+# CPU seconds for a conversation in a chat template, which takes a millisecond if it ends.
+LIMIT_S = 10.0
 
 _ASKED = {"role": "user", "content": "1+1?"}
+# A template may branch on a system prompt, and on an earlier reply.
 _TRIALS = (
     [_ASKED],
     [{"role": "system", "content": "Add."}, _ASKED],

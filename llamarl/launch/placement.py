@@ -74,6 +74,7 @@ class Placement(dict[str, Ranks]):
     def groups_of_update(self) -> int:
         """How many groups a trainer rank has in one optimizer update."""
         c = self.config
+        # Ranks that split prompts have completions of every group.
         ranks = 1 if c.splits_prompts else self.num_dp_ranks
         return max(1, c.groups_per_step // (ranks * c.trainer.minibatches_per_step))
 
@@ -97,9 +98,8 @@ class Placement(dict[str, Ranks]):
 
     @property
     def replay_lag(self) -> int | None:
-        """Most steps that a completion drawn from a replay buffer may be old.
-
-        None if max_lag sets no bound.
+        """The most steps that a completion drawn from a replay buffer may be old; None if max_lag
+        sets no bound.
         """
         c = self.config
         if c.max_lag is None:
@@ -130,6 +130,7 @@ class Placement(dict[str, Ranks]):
         if settings.cache_tokens is not None:
             return settings.cache_tokens
         caches = len(self[name]) // settings.tensor_parallel
+        # Each cache reads its share of the completions that all generators sample at once.
         samples = -(-self.num_generators * self.config.generator.max_slots // caches)
         return samples * whole_blocks(self.config.longest)
 

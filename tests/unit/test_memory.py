@@ -1,4 +1,4 @@
-"""What a trainer's memory is foretold to hold, beside what autograd holds and what an update
+"""What a trainer's memory is predicted to hold, beside what autograd holds and what an update
 allocates.
 """
 
@@ -163,10 +163,10 @@ def kinds_of_updates():
 @counts_bytes
 @pytest.mark.filterwarnings("ignore:.*longer than trainer.microbatch_tokens")
 @pytest.mark.parametrize("fields, dtype", list(kinds_of_updates()))
-def test_what_an_update_allocates_at_its_peak_is_what_is_foretold(benchmark, fields, dtype):
+def test_what_an_update_allocates_at_its_peak_is_what_is_predicted(benchmark, fields, dtype):
     is_large = "shape" in fields
     if is_large and dtype == "bfloat16" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         pytest.skip("takes minutes on a CPU without instructions for bfloat16")
     case = benchmark.Case(**{"shape": SMALL, "dtype": dtype} | fields)
     _, measured = benchmark.counted(case)
-    assert 0.9 <= benchmark.foretold(case) / measured <= 1.1
+    assert 0.9 <= benchmark.predicted(case) / measured <= 1.1
