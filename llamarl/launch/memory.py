@@ -8,6 +8,7 @@ that one of them works with. Also predicts the size of a checkpoint on disk.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 from collections.abc import Iterator
@@ -35,7 +36,6 @@ from llamarl.memory import (
     checkpoint_bytes,
     sampling_bytes,
     update_bytes,
-    weights_bytes,
 )
 from llamarl.models.config import ModelConfig, read_config
 from llamarl.models.quantize import quantized_dtype
@@ -133,13 +133,7 @@ def _trainer(job: Job, *, checkpointing: bool | None = None) -> Iterator[Price]:
     parameters, source, _ = sent_by(job)
     slots = SLOTS * _bytes_of(model, parameters, source)
     policy = update_bytes(model, size, training)
-    weights = weights_bytes(
-        model,
-        c.model.dtype,
-        len(ranks),
-        tensor_parallel=c.trainer.tensor_parallel,
-        replicate=c.trainer.replicate,
-    )
+    weights = job.placement.weights_bytes("trainer", model, c.model.dtype)
     if c.reference.kind == "reset":  # what it takes has slots of its own
         slots += slots if job.inputs.lora else SLOTS * weights
     working = policy.working
@@ -196,9 +190,7 @@ def _reference(job: Job) -> Iterator[Price]:
     dtype = job.config.model.dtype
     ranks = job.placement["reference"]
     model = read_config(job.inputs.model_path)
-    weights = weights_bytes(
-        model, dtype, len(ranks), tensor_parallel=r.tensor_parallel, replicate=r.replicate
-    )
+    weights = job.placement.weights_bytes("reference", model, dtype)
     # The second one receives the next version, unless that is of adapters alone.
     held = weights if r.kind == "frozen" or job.inputs.lora else 2 * weights
     if r.stream:
@@ -239,23 +231,20 @@ def rank_map(job: Job, found: list[Price]) -> list[str]:
     """Return lines that say which ranks host what and how much it takes. Equal neighbours share a
     line.
     """
-    by_rank = bytes_by_rank(job, found)
-    alike: list[tuple[int, int, str]] = []  # first rank, last rank, text about them
-    for rank, num_bytes in enumerate(by_rank):
+    texts = []
+    for rank, num_bytes in enumerate(bytes_by_rank(job, found)):
         hosted = [name for name, ranks in job.placement.items() if rank in ranks]
-        said = f"{', '.join(hosted) or '(nothing)'}, {num_bytes / GIB:.2f} GiB"
-        if hosted and len(by_rank) > 1:
-            said += " each"
-        if alike and alike[-1][2] == said:
-            alike[-1] = (alike[-1][0], rank, said)
-        else:
-            alike.append((rank, rank, said))
+        texts.append((", ".join(hosted), f"{num_bytes / GIB:.2f} GiB"))
     lines = []
-    for first, last, said in alike:
-        if first == last:
-            lines.append(f"rank {first:<4}{said.removesuffix(' each')}")
+    first = 0
+    for (hosted_here, size), equal in itertools.groupby(texts):
+        end = first + len(list(equal))
+        said = f"{hosted_here or '(nothing)'}, {size}"
+        if end - first == 1:
+            lines.append(f"rank {first:<4}{said}")
         else:
-            lines.append(f"ranks {first}-{last}: {said}")
+            lines.append(f"ranks {first}-{end - 1}: {said}{' each' if hosted_here else ''}")
+        first = end
     return lines
 
 

@@ -20,7 +20,7 @@ from llamarl.memory import (
     longest_microbatch,
     weights_bytes,
 )
-from llamarl.models.config import read_config
+from llamarl.models.config import ModelConfig, read_config
 from llamarl.tickets.ledger import free_overcommit
 
 
@@ -134,18 +134,24 @@ class Placement(dict[str, Ranks]):
         samples = -(-self.num_generators * self.config.generator.max_slots // caches)
         return samples * whole_blocks(self.config.longest)
 
-    def asked_by_reward(self, name: str, path: str, dtype: str, cache_tokens: int = 0) -> Price:
-        """Return the price of a model that the reward's ranks hold together and ask."""
-        r = self.config.reward
-        model = read_config(path)
-        held = weights_bytes(
+    def weights_bytes(
+        self, name: Literal["trainer", "reward", "reference"], model: ModelConfig, dtype: str
+    ) -> int:
+        """Return the bytes of a model on each rank of the executor `name`, which share it."""
+        settings = getattr(self.config, name)
+        return weights_bytes(
             model,
             dtype,
-            len(self["reward"]),
-            tensor_parallel=r.tensor_parallel,
-            replicate=r.replicate,
+            len(self[name]),
+            tensor_parallel=settings.tensor_parallel,
+            replicate=settings.replicate,
         )
-        held += cache_bytes(model, cache_tokens, dtype, r.tensor_parallel)
+
+    def asked_by_reward(self, name: str, path: str, dtype: str, cache_tokens: int = 0) -> Price:
+        """Return the price of a model that the reward's ranks hold together and ask."""
+        model = read_config(path)
+        held = self.weights_bytes("reward", model, dtype)
+        held += cache_bytes(model, cache_tokens, dtype, self.config.reward.tensor_parallel)
         working = asking_bytes(model, self.longest_microbatch, dtype)
         return Price(name, self["reward"], held, working)
 
