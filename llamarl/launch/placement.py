@@ -25,11 +25,8 @@ from llamarl.tickets.ledger import free_overcommit
 
 
 class Placement(dict[str, Ranks]):
-    """Executor name -> its ranks; a recipe may add an executor of its own.
-
-    placement = Placement(config, world_size=4)
-    placement["trainer"], placement["generator"]     # (0, 1), (2, 3)
-    placement.num_dp_ranks                           # 2
+    """Executor name -> its ranks, with 4 ranks: {"generator": (2, 3), "reward": (3,), "trainer":
+    (0, 1)}. A recipe may add an executor of its own.
     """
 
     def __init__(self, config: Config, world_size: int):
