@@ -48,6 +48,7 @@ from llamarl.types import (
     Replied,
     Replies,
     Stretch,
+    outcome_at_source,
 )
 
 # Most completions that are scored at once. More wait in the channel, so that the generator slows
@@ -131,11 +132,12 @@ class Reward(Executor):
         self._answers = Evaluations(self.eval_sets, self.num_eval_samples, success_above)
         self._judges = Judges(())
         # The types of record that bring completions, and the executor that sends them.
-        self._completion: type[Completion | Replied] = Completion
-        self._evaluation: type[EvalCompletion | EvalReplied] = EvalCompletion
-        self._source = "generator"
-        if self.replies is not None:
-            self._completion, self._evaluation, self._source = Replied, EvalReplied, "victim"
+        has_replies = self.replies is not None
+        self._completion: type[Completion | Replied] = Replied if has_replies else Completion
+        self._evaluation: type[EvalCompletion | EvalReplied] = (
+            EvalReplied if has_replies else EvalCompletion
+        )
+        self._source = "victim" if has_replies else "generator"
         self._is_set_up = False  # before that no rank has begun anything with the others
         self._whole: deque[Group] = deque()  # waiting for room
 
@@ -327,7 +329,7 @@ class Reward(Executor):
             assert self.replies is not None, "with a victim its replies are scored"
             item = self.replies.with_replies(item, record)
         submitted = _Submitted(completion, item)
-        known = completion.outcome
+        known = outcome_at_source(completion)
         if known is not None:
             if item.sample is not None:
                 self._scorer.forget(*item.sample)

@@ -221,14 +221,7 @@ class Completion:
         """The token ids of the last turn, which follow the last context: all of them without an
         environment.
         """
-        return last_turn_of(self.token_ids, self.loss_mask)
-
-    @property
-    def outcome(self) -> Outcome | None:
-        """The outcome that is known before it is scored: of an aborted one, and of a dialogue that
-        broke; None: its score decides.
-        """
-        return _outcome_at_the_end(self.finish_reason, self.ending)
+        return self.token_ids[begin_of_turn(self.loss_mask) :]
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,12 +277,7 @@ class EvalCompletion:
     @property
     def last_turn(self) -> Tensor:
         """As of a Completion."""
-        return last_turn_of(self.token_ids, self.loss_mask)
-
-    @property
-    def outcome(self) -> Outcome | None:
-        """As of a Completion."""
-        return _outcome_at_the_end(self.finish_reason, self.ending)
+        return self.token_ids[begin_of_turn(self.loss_mask) :]
 
 
 @dataclass(frozen=True, slots=True)
@@ -406,15 +394,12 @@ class Group:
                 f"Group {self.ticket}: {size} lengths, but {num_rewards} rewards, {reasons} finish "
                 f"reasons, {outcomes} outcomes and columns of {columns}"
             )
-        object.__setattr__(self, "trained", self._trained())
-
-    def _trained(self) -> Tensor:
         given = self.trained
         if given is _AS_SCORED:
             given = torch.tensor([kind == "score" for kind in self.outcomes], dtype=torch.bool)
         not_aborted = [reason != "aborted" for reason in self.finish_reasons]
-        has_tokens = self.sampled_lengths > 0
-        return given & torch.tensor(not_aborted, dtype=torch.bool) & has_tokens
+        may_be = torch.tensor(not_aborted, dtype=torch.bool) & (self.sampled_lengths > 0)
+        object.__setattr__(self, "trained", given & may_be)
 
     @classmethod
     def of(cls, scored: Sequence[tuple[Completion, Outcome]]) -> Group:
@@ -547,11 +532,6 @@ class PackedBatch:
     group_tokens: Tensor  # [N] float32, trained tokens of its whole group, in all microbatches
 
 
-def last_turn_of(token_ids: Tensor, loss_mask: Tensor) -> Tensor:
-    """Return those of a completion's tokens [L] that stand behind its last context."""
-    return token_ids[begin_of_turn(loss_mask) :]
-
-
 def begin_of_turn(loss_mask: Tensor) -> int:
     """Return how many of a completion's tokens come before its last turn, by their mask [L]."""
     if loss_mask.all():
@@ -567,9 +547,11 @@ def ends_of_turns(loss_mask: Tensor) -> Tensor:
     return loss_mask & ~goes_on
 
 
-def _outcome_at_the_end(finish_reason: FinishReason, ending: Ending) -> Outcome | None:
-    if finish_reason == "aborted":
+def outcome_at_source(completion: Completion | EvalCompletion) -> Outcome | None:
+    """Return the outcome of an aborted completion or a broken dialogue; None: its score decides."""
+    if completion.finish_reason == "aborted":
         return Outcome.abstain("the completion was aborted")
+    ending = completion.ending
     if ending.error:
         return Outcome.error(f"the environment: {ending.reason}: {ending.error}")
     return None
