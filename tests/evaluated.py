@@ -10,10 +10,16 @@ from llamarl.evaluation.ask import ScoredAnswer
 from llamarl.evaluation.judges import Judges, advance
 from llamarl.evaluation.metrics import Evaluation
 from llamarl.scoring.scorer import Item
-from llamarl.tasks.held_out import EvalSet
+from llamarl.tasks.held_out import EvalSet, numbered
 from llamarl.types import EvalCompletion, Outcome, Prompt
+from llamarl.words.choices import OWN
 
 SCORED = Outcome.score(0.0)
+
+
+def own_set(count: int) -> tuple[EvalSet, ...]:
+    """Return the sets of a run that asks so many prompts of the task's own, and no others."""
+    return numbered({OWN: count})
 
 
 @dataclass(frozen=True)

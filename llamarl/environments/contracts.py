@@ -25,7 +25,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from llamarl.tasks.environment_class import Schema, Turn, arguments_of, is_dialogue, tools_of
+from llamarl.tasks.environment_class import ChatTurn, Schema, arguments_of, is_dialogue, tools_of
 from llamarl.workers.guard import message_of
 
 MAX_CHARACTERS = 1 << 18  # of all messages of an answer
@@ -35,7 +35,7 @@ MAX_CHARACTERS = 1 << 18  # of all messages of an answer
 class Answer:
     """The answer of an environment to its beginning, or to a turn."""
 
-    messages: list[Turn] = field(default_factory=list)
+    messages: list[ChatTurn] = field(default_factory=list)
     tools: list[Schema] = field(default_factory=list)  # that a dialogue has, at its beginning
     done: bool = False
     stopped: bool = False  # by a tool
@@ -108,7 +108,7 @@ class Played:
         """Make the environment and begin the game."""
         return self._at_random(self._begin, row)
 
-    def step(self, turn: Turn) -> Answer:
+    def step(self, turn: ChatTurn) -> Answer:
         """Give it the policy's turn: {"role", "content"}, and "tool_calls" if it calls tools."""
         return self._at_random(self._step, turn)
 
@@ -130,7 +130,7 @@ class Played:
             raise TypeError(f"reset() returned {type(said).__name__}; need a text, or None")
         return Answer(messages=[{"role": "user", "content": said}])
 
-    def _step(self, turn: Turn) -> Answer:
+    def _step(self, turn: ChatTurn) -> Answer:
         if is_dialogue(self._made):
             messages, done, rewards = self._result(self._made.step(turn))
             return Answer(
@@ -140,7 +140,7 @@ class Played:
         stopped = getattr(self._made, "done", None) is True
         return Answer(messages=messages, stopped=stopped)
 
-    def _call(self, call: Mapping[str, Any]) -> Turn:
+    def _call(self, call: Mapping[str, Any]) -> ChatTurn:
         """Return a tool's answer to a call, which is what it raised if it raised anything."""
         name = call["name"]
         arguments = call["arguments"]
@@ -190,7 +190,7 @@ class Played:
             _set_random_states(outside)
 
 
-def turns_of(messages: object, what: str) -> list[Turn]:
+def turns_of(messages: object, what: str) -> list[ChatTurn]:
     """Return messages that a dialogue gave; a text is a user's. TypeError for what is none."""
     if messages is None:
         return []

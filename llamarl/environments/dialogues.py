@@ -45,7 +45,7 @@ from llamarl.environments.pool import EnvironmentPool, Failure, wait_for_any
 from llamarl.inference.kept import Key
 from llamarl.inference.sampler import SamplingParams
 from llamarl.tasks.environment import GAME
-from llamarl.tasks.environment_class import Schema, Turn
+from llamarl.tasks.environment_class import ChatTurn, Schema
 from llamarl.tasks.held_out import own_meta, section_of
 from llamarl.tasks.turns import TurnTokens
 from llamarl.types import Completion, Ending, EndReason, FinishReason, Prompt, begin_of_turn
@@ -161,7 +161,7 @@ class _Dialogue:
     reason: EndReason = "completed"
     said: str = ""  # by the policy or the environment, the last
     # What was said so far, for a template that rewrites history; nothing is kept for any other.
-    history: list[Turn] = field(default_factory=list)
+    history: list[ChatTurn] = field(default_factory=list)
     tools: list[Schema] = field(default_factory=list)
     # What of a restored dialogue's tokens must still be played again; None: it is not restored, or
     # nothing is left.
@@ -372,7 +372,7 @@ class Dialogues:
         if not (calls or dialogue.environment.is_dialogue):
             self._end(dialogue, "completed")
             return
-        said: Turn = {"role": "assistant", "content": text}
+        said: ChatTurn = {"role": "assistant", "content": text}
         if calls:
             said["tool_calls"] = calls
         dialogue.state = "acts"
@@ -411,7 +411,7 @@ class Dialogues:
             context, is_anew = self._context(dialogue, answer.messages)
             self._go_on(dialogue, context, is_anew=is_anew)
 
-    def _context(self, dialogue: _Dialogue, said: list[Turn]) -> tuple[list[int], bool]:
+    def _context(self, dialogue: _Dialogue, said: list[ChatTurn]) -> tuple[list[int], bool]:
         """Return (context, is_anew): the context after the newest turn, and whether it replaces the
         whole dialogue, because the template has rewritten earlier turns.
         """
@@ -567,11 +567,11 @@ def seed_of(seed: int, prompt: Prompt) -> str:
     return hashlib.blake2b(values.encode(), digest_size=16).hexdigest()
 
 
-def _first_turns(prompt: Prompt, said: list[Turn]) -> list[Turn]:
+def _first_turns(prompt: Prompt, said: list[ChatTurn]) -> list[ChatTurn]:
     """Return the turns before the policy's first: what the environment says goes on with the
     prompt's last.
     """
-    turns: list[Turn] = [dict(message.to_dict()) for message in prompt.messages]
+    turns: list[ChatTurn] = [dict(message.to_dict()) for message in prompt.messages]
     if not turns:
         turns = [{"role": "user", "content": prompt.text}]
     turns[-1]["content"] += "".join(turn["content"] for turn in said)

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from llamarl.environments.contracts import Answer, Turn, answer_from, is_answer
+from llamarl.environments.contracts import Answer, ChatTurn, answer_from, is_answer
 from llamarl.workers.pool import WorkerPool
 from llamarl.workers.process import START_S, WorkerProcess, wait_for
 
@@ -120,7 +120,7 @@ class EnvironmentPool(WorkerPool[EnvironmentCall]):
         self._players[key] = _Player(place=sizes.index(min(sizes)))
         self._call(key, "begin", [dict(row), seed])
 
-    def step(self, key: int, turn: Turn) -> None:
+    def step(self, key: int, turn: ChatTurn) -> None:
         """Give it the policy's turn."""
         self._call(key, "step", turn)
 

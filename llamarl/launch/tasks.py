@@ -155,7 +155,13 @@ class TaskBuilder:
                     name, maker, num_eval=num_eval, seed=self.seed, options=options
                 )
             case PlayedSettings(environment=environment):
-                maker = DialogueMaker(environment, maker)
+                maker = DialogueMaker(
+                    environment,
+                    self.tokenizer,
+                    chat=settings.chat,
+                    system_prompt=settings.system_prompt,
+                    max_prompt_tokens=settings.max_prompt_tokens,
+                )
                 if settings.path is None:
                     return maker.own_task(num_train=settings.num_prompts, num_eval=num_eval)
         train, held_out, default_reward = self._rows(settings)

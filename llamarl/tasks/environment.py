@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from llamarl.tasks.base import PromptMaker
+from llamarl.tasks.base import PromptMaker, Tokenizer
 from llamarl.tasks.environment_class import import_environment, is_dialogue, schemas_of
 from llamarl.tasks.python_task import described
 from llamarl.tasks.turns import TurnTokens
@@ -55,20 +55,27 @@ class OwnTask:
 class DialogueMaker(PromptMaker):
     """Makes prompts that end where the first words of an environment follow.
 
-    environment: its import path. like: its settings are those of the prompts. ValueError for an
-    environment that cannot be used.
+    environment: its import path. ValueError for one that cannot be used.
     """
 
-    def __init__(self, environment: str, like: PromptMaker):
+    def __init__(
+        self,
+        environment: str,
+        tokenizer: Tokenizer,
+        *,
+        chat: bool,
+        system_prompt: str | None,
+        max_prompt_tokens: int,
+    ):
         self._turn_tokens = turn_tokens(
-            environment, like.tokenizer, chat=like._asks_chat, system_prompt=like._system_prompt
+            environment, tokenizer, chat=chat, system_prompt=system_prompt
         )
         self._is_own = makes_prompts(environment)
         super().__init__(
-            like.tokenizer,
-            chat=like._asks_chat,
-            system_prompt=like._system_prompt,
-            max_prompt_tokens=like.max_prompt_tokens,
+            tokenizer,
+            chat=chat,
+            system_prompt=system_prompt,
+            max_prompt_tokens=max_prompt_tokens,
         )
 
     def own_task(self, *, num_train: int, num_eval: int) -> OwnTask:

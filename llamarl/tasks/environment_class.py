@@ -150,7 +150,7 @@ class VerifiersTask:
 
 
 Schema = dict[str, Any]  # JSON
-Turn = dict[str, Any]  # {"role": ..., "content": ...}
+ChatTurn = dict[str, Any]  # {"role": ..., "content": ...}
 Arguments = Mapping[str, object] | Sequence[str]  # by name, or as words in the order of parameters
 
 _JSON_TYPES: dict[object, str] = {

@@ -75,11 +75,6 @@ def own_meta(prompt: Prompt) -> dict[str, object]:
     return own
 
 
-def own_set(count: int) -> tuple[EvalSet, ...]:
-    """Return the sets of a run that asks so many prompts of the task's own, and no others."""
-    return numbered({OWN: count})
-
-
 def numbered(counts: Mapping[str, int]) -> tuple[EvalSet, ...]:
     """Return sets of so many prompts, by name and in order; without those that have none."""
     sets = []

@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from llamarl.tasks.base import refused_by_template
-from llamarl.tasks.environment_class import Schema, Turn
+from llamarl.tasks.environment_class import ChatTurn, Schema
 from llamarl.tasks.special import PLAIN, Shown, special_tokens, text_ids
 from llamarl.types import Message
 
@@ -100,7 +100,7 @@ class TurnTokens:
             )
         return ids
 
-    def opening(self, said: Sequence[Turn], tail: Sequence[int]) -> list[int]:
+    def opening(self, said: Sequence[ChatTurn], tail: Sequence[int]) -> list[int]:
         """Return the context between a prompt and the first turn: what `reset` said, which goes on
         with the user's text, and the tail.
         """
@@ -109,7 +109,7 @@ class TurnTokens:
             ids += text_ids(self._tokenizer, turn["content"])
         return [*ids, *tail]
 
-    def whole(self, messages: Sequence[Turn], tools: Sequence[Schema]) -> list[int]:
+    def whole(self, messages: Sequence[ChatTurn], tools: Sequence[Schema]) -> list[int]:
         """Return the tokens of the first messages of a dialogue that makes its own, up to the
         policy's turn.
         """
@@ -120,7 +120,7 @@ class TurnTokens:
         return self._ids(turns, tools, reply=True)
 
     def own_opening(
-        self, messages: Sequence[Turn], tools: Sequence[Schema], first: Sequence[int]
+        self, messages: Sequence[ChatTurn], tools: Sequence[Schema], first: Sequence[int]
     ) -> list[int]:
         """Return the context before the first turn of a dialogue that makes its own prompt. first:
         what `first` returns. ValueError if it does not begin so.
@@ -132,7 +132,7 @@ class TurnTokens:
             raise ValueError("the chat template begins this dialogue with other tokens")
         return whole[len(first) :]
 
-    def context(self, messages: Sequence[Turn], *, ended_by: int | None) -> list[int]:
+    def context(self, messages: Sequence[ChatTurn], *, ended_by: int | None) -> list[int]:
         """Return the context behind a turn of the policy: at least one token, by which turns are
         told apart. ended_by: the stop token that the policy sampled; None: it sampled none.
         ValueError if there is no token for it.
@@ -149,7 +149,7 @@ class TurnTokens:
             raise ValueError("the environment answered with nothing that has a token")
         return ids
 
-    def _template_context(self, messages: Sequence[Turn], ended_by: int | None) -> list[int]:
+    def _template_context(self, messages: Sequence[ChatTurn], ended_by: int | None) -> list[int]:
         """Return what the template writes behind a turn of the policy."""
         before = [{"role": "user", "content": "a"}, {"role": "assistant", "content": self._mark}]
         shown = self._shown([*before, *map(self._as_shown, messages)], [], reply=True)
@@ -162,7 +162,11 @@ class TurnTokens:
         return self._special.ids(shown.part(begin, len(shown.text)), behind=behind)
 
     def goes_on(
-        self, before: Sequence[Turn], turn: Turn, after: Sequence[Turn], tools: Sequence[Schema]
+        self,
+        before: Sequence[ChatTurn],
+        turn: ChatTurn,
+        after: Sequence[ChatTurn],
+        tools: Sequence[Schema],
     ) -> bool:
         """Whether the template shows turns, the policy's newest one and what follows it by adding
         to what it showed before.
@@ -178,7 +182,7 @@ class TurnTokens:
         if not self._template:
             return ""
         thought = "<think>\nso\n</think>\n\n"
-        turns: list[Turn] = [{"role": "user", "content": "q0"}]
+        turns: list[ChatTurn] = [{"role": "user", "content": "q0"}]
         seen = self._shown(turns, [], reply=True).text
         for number in range(1, 4):
             said = {"role": "assistant", "content": f"{thought}a{number}"}
@@ -199,11 +203,11 @@ class TurnTokens:
                 return f"at turn {number} it writes {text[-60:]!r}, and alone {seen[-60:]!r}"
         return ""
 
-    def _text_of(self, turns: Sequence[Turn], tools: Sequence[Schema]) -> str:
+    def _text_of(self, turns: Sequence[ChatTurn], tools: Sequence[Schema]) -> str:
         shown = self._with_system([self._as_shown(turn) for turn in turns], tools)
         return self._shown(shown, tools, reply=True).text
 
-    def _as_shown(self, turn: Turn) -> Turn:
+    def _as_shown(self, turn: ChatTurn) -> ChatTurn:
         """Return a message as the template takes it."""
         if turn["role"] == "tool" and self._tool_role != "tool":
             return {"role": self._tool_role, "content": turn["content"]}
@@ -226,7 +230,7 @@ class TurnTokens:
             return "user"
         return "tool" if shown.count(self._mark) == 1 else "user"
 
-    def _with_system(self, turns: list[Turn], tools: Sequence[Schema]) -> list[Turn]:
+    def _with_system(self, turns: list[ChatTurn], tools: Sequence[Schema]) -> list[ChatTurn]:
         """Return turns behind a system turn, if there is something for it to say."""
         own = [turn["content"] for turn in turns if turn["role"] == "system"]
         said = own or ([self._system_prompt] if self._system_prompt else [])
@@ -238,7 +242,7 @@ class TurnTokens:
             return others
         return [{"role": "system", "content": "\n\n".join(said)}, *others]
 
-    def _cut(self, turns: list[Turn], tools: Sequence[Schema]) -> tuple[list[int], list[int]]:
+    def _cut(self, turns: list[ChatTurn], tools: Sequence[Schema]) -> tuple[list[int], list[int]]:
         """Return the tokens up to the end of the last turn's text, and those behind it."""
         *before, last = turns
         marked = {**last, "content": last["content"] + self._mark}
@@ -248,21 +252,21 @@ class TurnTokens:
         tail = shown.part(at + len(self._mark), len(shown.text))
         return self._special.ids(head), self._special.ids(tail, behind=PLAIN)
 
-    def _ids(self, turns: list[Turn], tools: Sequence[Schema], *, reply: bool) -> list[int]:
+    def _ids(self, turns: list[ChatTurn], tools: Sequence[Schema], *, reply: bool) -> list[int]:
         return self._special.ids(self._shown(turns, tools, reply=reply))
 
-    def _shown(self, turns: list[Turn], tools: Sequence[Schema], *, reply: bool) -> Shown:
+    def _shown(self, turns: list[ChatTurn], tools: Sequence[Schema], *, reply: bool) -> Shown:
         """Show turns in the template, and where in it others' texts are that could spell a special
         token.
         """
         foreign = [self._special.foreign_in(turn["content"]) for turn in turns]
 
-        def render(turns: list[Turn]) -> str:
+        def render(turns: list[ChatTurn]) -> str:
             return self._render(turns, tools, reply=reply)
 
         return self._special.shown(render, turns, foreign)
 
-    def _render(self, turns: list[Turn], tools: Sequence[Schema], *, reply: bool) -> str:
+    def _render(self, turns: list[ChatTurn], tools: Sequence[Schema], *, reply: bool) -> str:
         with refused_by_template():
             return self._tokenizer.apply_chat_template(
                 turns, tools=list(tools) or None, tokenize=False, add_generation_prompt=reply

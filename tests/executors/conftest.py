@@ -10,8 +10,8 @@ from llamarl.models.build import build_decoder, read_config
 from llamarl.models.hf import named_parameters_hf
 from llamarl.scoring.pool import RewardPool
 from llamarl.scoring.routing import InTurn
-from llamarl.tasks.held_out import own_set
 from llamarl.types import Group
+from tests.evaluated import own_set
 from tests.executors.fakes import FakeControl, FakeMetrics, FakeReceiver, FakeSender, FakeStream
 from tests.executors.pooled import FN, USER_MODULE, WORDS, make_prompt, train_prompt
 from tests.executors.references import CONFIG

@@ -19,9 +19,9 @@ from llamarl.evaluation.report import Samples
 from llamarl.scoring import assembly
 from llamarl.scoring.pool import RewardPool
 from llamarl.scoring.routing import InTurn
-from llamarl.tasks.held_out import APART, EvalSet, own_set
+from llamarl.tasks.held_out import APART, EvalSet
 from llamarl.types import Completion, EvalCompletion, Group, Outcome
-from tests.evaluated import Said
+from tests.evaluated import Said, own_set
 from tests.executors.fakes import FakeStream
 from tests.executors.pooled import FN, WORDS, make_prompt, train_prompt
 

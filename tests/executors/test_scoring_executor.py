@@ -13,8 +13,8 @@ from llamarl.models.hf import load_tokenizer
 from llamarl.scoring.model import asked_of
 from llamarl.scoring.sharded import ScorerSettings, Transcript, same_tokens
 from llamarl.scoring.weighted import Weighted, WeightedPart
-from llamarl.tasks.held_out import own_set
 from llamarl.types import EvalCompletion, Group
+from tests.evaluated import own_set
 from tests.executors.fakes import FakeControl, FakeMetrics, FakeReceiver, FakeSender
 from tests.executors.scorings import (
     ASKED,

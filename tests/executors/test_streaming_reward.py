@@ -12,8 +12,8 @@ from llamarl.executor import ExecutorGroup
 from llamarl.scoring.ahead import StreamSettings
 from llamarl.scoring.sharded import ScorerSettings
 from llamarl.scoring.weighted import Weighted, WeightedPart
-from llamarl.tasks.held_out import own_set
 from llamarl.types import EvalCompletion, Group, Stretch
+from tests.evaluated import own_set
 from tests.executors.fakes import FakeControl, FakeMetrics, FakeReceiver, FakeSender
 from tests.executors.scorings import (
     ASKED,

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llamarl.evaluation.metrics import Evaluations, pass_at_k
-from llamarl.tasks.held_out import APART, EvalSet, own_set
+from llamarl.tasks.held_out import APART, EvalSet
 from llamarl.types import Outcome
-from tests.evaluated import evaluated
+from tests.evaluated import evaluated, own_set
 
 
 @given(st.lists(st.sampled_from([0.0, 0.25, 1.0, -1.0]), min_size=1, max_size=7), st.data())

@@ -22,7 +22,7 @@ from llamarl.observe.rows import COLUMNS
 from llamarl.scoring.pool import RewardPool
 from llamarl.scoring.routing import ByOwnReward
 from llamarl.scoring.scorer import Scorer, site_alone, text_item
-from llamarl.tasks.held_out import APART, EvalSet, HeldOut, own_set, set_of
+from llamarl.tasks.held_out import APART, EvalSet, HeldOut, numbered, set_of
 from llamarl.types import Outcome
 from llamarl.words.choices import OWN_COLUMNS
 from tests.built_tasks import build_task
@@ -284,5 +284,5 @@ def test_only_a_reward_that_nobody_named_is_each_sets_own(tmp_path):
 
 
 def test_a_run_without_prompts_to_ask_has_no_sets():
-    assert own_set(0) == () and own_set(2) == (EvalSet("", 0, 2),)
+    assert numbered({"": 0}) == () and numbered({"": 2}) == (EvalSet("", 0, 2),)
     assert job_of("eval.every=0", sets="a: {kind: addition}").inputs.eval_prompts == {}

@@ -9,8 +9,8 @@ from llamarl.comm.together import CollectiveCall, RankCalls
 from llamarl.evaluation.judges import EvalJudge, Judges, spans_of
 from llamarl.evaluation.metrics import Evaluation
 from llamarl.executor import Executor, ExecutorGroup
-from llamarl.tasks.held_out import APART, EvalSet, own_set
-from tests.evaluated import Said
+from llamarl.tasks.held_out import APART, EvalSet
+from tests.evaluated import Said, own_set
 
 
 class Slow(EvalJudge):
