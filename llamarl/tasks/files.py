@@ -128,7 +128,7 @@ class JsonlExamples:
             if size >= LARGE_BYTES:
                 held = f"{size / 1e9:.1f} GB and 16 bytes a row"
                 log.info("%s: each rank holds it in memory: %s", path, held)
-            self._data = file.read()
+            self._data = file.read()  # bytes, because parsed rows take more memory
         self.digest = hashlib.sha256(self._data).hexdigest()
         self._begins = array("q")  # of the lines that are not blank, in bytes
         self._numbers = array("q")  # of those lines, from 1

@@ -196,6 +196,7 @@ def _check_keywords(signature: inspect.Signature, *, not_given: Collection[str])
             raise TypeError(f"{name} is not handed over; give it a default")
 
 
+# Without this check such a function would be called, and score the wrong arguments.
 def _check_no_verl(signature: inspect.Signature, *, is_marked: bool) -> None:
     """Raise TypeError for a function of verl's that would get prompt, completion and meta in place
     of what its parameters are called.

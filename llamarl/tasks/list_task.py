@@ -252,6 +252,7 @@ def to_values(fitting: Fitting, count: int) -> dict[str, object]:
     """Encode which of `count` examples fit as JSON values: a bit each, packed."""
     bits = np.zeros(count, dtype=bool)
     bits[np.frombuffer(fitting.places, dtype=np.int64)] = True
+    # A bit a row, compressed: nearly all rows fit, so a million rows take a few kilobytes.
     packed = zlib.compress(np.packbits(bits).tobytes())
     return {
         "count": count,

@@ -24,8 +24,8 @@ from functools import lru_cache
 from types import ModuleType
 
 from llamarl.tasks.forms import WorkerLimits, checked_by, import_package, need_flag, need_word
+from llamarl.tasks.row_keys import answer_in
 from llamarl.tasks.thinking import THINKING, Thinking, answer_of, last_boxed
-from llamarl.words.texts import answer_text
 
 _SIGNS = str.maketrans(
     {
@@ -267,9 +267,7 @@ def check_row(prompt: str, completion_text: str, meta: dict, **options: object) 
 
 def _wanted(meta: dict) -> str:
     """Return the row's answer, without a box. ValueError if there is none, or no text or number."""
-    if meta.get("answer") is None:
-        raise ValueError("the prompt's meta has no 'answer'; set task.answer_key")
-    wanted = answer_text(meta["answer"])
+    wanted = answer_in(meta)
     inner = last_boxed(wanted)
     return wanted if inner is None else inner
 
@@ -278,13 +276,14 @@ def is_equivalent(wanted: str, given: str) -> bool:
     """Whether two formulas have the same value, or the same words. ValueError if the wanted one is
     neither.
     """
-    if _bare(wanted) == _bare(given):
+    if _bare(wanted) == _bare(given):  # sympy need not be asked
         return True
     words = words_of(wanted)
     if words is not None and words == words_of(given):
         return True
     if words is not None and not (is_product(_bare(wanted)) and _is_formula(wanted)):
         return False
+    # math-verify would accept both: a tuple without its brackets, and a chain of unequal numbers.
     if _loses_its_order(wanted, given) or _contradicts_itself(given):
         return False
     want = _quantity(wanted)

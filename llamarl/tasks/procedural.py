@@ -38,7 +38,8 @@ NAMES = ("sum", "larger")
 
 
 def question_examples(name: str | None, least: int, most: int) -> list[Example]:
-    """Return the examples of a kind of question, in the order of their numbers.
+    """Return a question for each pair of numbers from least to most, in both orders. `larger`
+    leaves equal numbers out.
 
     question_examples("sum", 7, 8)[1].text    # What is 7+8? Answer with the number only.
 
@@ -60,6 +61,9 @@ def question_examples(name: str | None, least: int, most: int) -> list[Example]:
 
 
 NUM_TRAIN = 20_000  # questions before they repeat; some datasets are slow or refuse to be larger
+# Item i of a reasoning_gym dataset is made from seed + i, so datasets of neighbouring seeds share
+# nearly all questions. We put seeds a whole window apart: evaluation uses window 0, training with
+# seed s uses window s + 1.
 SEED_WINDOW = 1 << 20
 _DRAWS = 100  # questions tried in the place of one that does not do
 _STRIDE = 7_919  # prime, so that the tries for neighbouring items differ
@@ -114,6 +118,7 @@ class ReasoningGymTask:
             index = (i + attempt * _STRIDE) % questions.size
             entry = questions[index]
             text = entry["question"]
+            # Two seeds may make the same question, so one that is held out is never trained on.
             if text not in forbidden and self._maker.fits(text):
                 # The scorer makes the entry again from these: its metadata need not survive JSON.
                 meta = {

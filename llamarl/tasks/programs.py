@@ -423,7 +423,7 @@ def python_tests(
     )
     until = time.monotonic() + timeout_s
     share = _share_passed(program, wanted, walls, until=until, partial=partial)
-    if share:
+    if share:  # a program that fails proves that the tests can fail
         _check_can_fail(wanted, walls, until=until, partial=partial)
     return share
 
@@ -454,6 +454,8 @@ _able_to_fail: set[bytes] = set()  # digests of tests that an empty program was 
 
 def _check_can_fail(wanted: tuple[Test, ...], walls: Walls, *, until: float, partial: bool) -> None:
     """Raise ValueError for tests that an empty program passes; with `partial`, for one of them."""
+    # Such tests can tell nothing, so they are an error of their row and no reward. check_row finds
+    # them before a run; a task that makes its rows later meets them where a program passes.
     digest = hashlib.sha256(repr((wanted, partial)).encode()).digest()
     if digest in _able_to_fail:
         return
@@ -462,7 +464,7 @@ def _check_can_fail(wanted: tuple[Test, ...], walls: Walls, *, until: float, par
         what = f"{share:.0%} of the row's {len(wanted)} tests"
         remedy = "let each of them call the program and look at what comes of it"
         raise ValueError(f"an empty program passes {what}, so they can tell nothing; {remedy}")
-    if time.monotonic() < until:
+    if time.monotonic() < until:  # otherwise a test may have failed for want of time alone
         _able_to_fail.add(digest)
 
 

@@ -21,9 +21,9 @@ from functools import lru_cache
 from llamarl.tasks.forms import form_of
 from llamarl.tasks.math_answers import math_match
 from llamarl.tasks.programs import python_tests
+from llamarl.tasks.row_keys import answer_in
 from llamarl.tasks.thinking import one_language, soft_length, thinking_form
 from llamarl.words.names import import_function
-from llamarl.words.texts import answer_text
 
 __all__ = [
     "contains_words",
@@ -52,7 +52,7 @@ _ANSWER_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 def exact_match(prompt: str, completion_text: str, meta: dict) -> float:
     """Return 1 if the completion is the answer, apart from white space around it, else 0."""
-    return float(completion_text.strip() == _answer(meta).strip())
+    return float(completion_text.strip() == answer_in(meta).strip())
 
 
 def numeric_match(prompt: str, completion_text: str, meta: dict) -> float:
@@ -101,15 +101,8 @@ def final_number(text: str) -> Decimal | None:
     return -magnitude if "-" in sign else magnitude
 
 
-def _answer(meta: dict) -> str:
-    if meta.get("answer") is None:
-        remedy = "set task.answer_key, or use a reward that needs none"
-        raise ValueError(f"the prompt's meta has no 'answer'; {remedy}")
-    return answer_text(meta["answer"])
-
-
 def _number(meta: dict) -> Decimal:
-    answer = _answer(meta)
+    answer = answer_in(meta)
     expected = final_number(answer)
     if expected is None:
         raise ValueError(
@@ -149,7 +142,7 @@ def part_reward(prompt: str, completion: str, meta: dict) -> float | None:
 
 def check_text_row(prompt: str, completion_text: str, meta: dict) -> float:
     """Check a row for exact_match."""
-    _answer(meta)
+    answer_in(meta)
     return 1.0
 
 

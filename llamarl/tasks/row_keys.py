@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
+from llamarl.words.texts import answer_text
+
 SAMPLED = "sampled"  # what was sampled, for a scorer
 MESSAGES = "prompt_messages"  # the turns of a conversation: llamarl.types.MESSAGES_KEY
 PART_KEY = "part"  # the name of the prompt's part of a mixture
@@ -37,6 +39,14 @@ def with_sampled(
         "token_ids": token_ids,
     }
     return {**meta, SAMPLED: sampled}
+
+
+def answer_in(meta: Mapping[str, object]) -> str:
+    """Return a row's answer as a text. ValueError if it has none, or no text or number."""
+    if meta.get("answer") is None:
+        remedy = "set task.answer_key, or use a reward that needs none"
+        raise ValueError(f"the prompt's meta has no 'answer'; {remedy}")
+    return answer_text(meta["answer"])
 
 
 def check_row_keys(keys: Collection[str]) -> None:

@@ -76,7 +76,7 @@ class _Split:
         """Return the training rows, the held-out ones, and which of both fit."""
         tokenizer = tokenizer_digest(self.maker.tokenizer)
         if not self._files or tokenizer is None:
-            remembered = here  # made of nothing, in a moment; or nobody can tell what it is
+            remembered = here  # rows that no file holds are quick; an unknown tokenizer has no key
         key = key_of(
             {
                 "kind": self.name,
@@ -125,7 +125,7 @@ class _Split:
     def _find(self, progress: Progress) -> dict[str, Any]:
         """Look at all rows, and return which are held out and which fit as JSON values."""
         for rows in self._files:
-            rows.check()
+            rows.check()  # names all bad rows at once, before the slow work below
         prompts = PromptSplit([], [], 0)
         if self.held_out is None:
             prompts = hold_out_prompts(_asked(self.maker, self.train), self.num_eval)
@@ -147,9 +147,10 @@ class _Split:
 
 
 def _asked(maker: PromptMaker, examples: Iterable[Example]) -> Iterator[bytes]:
-    """Yield a digest of what the policy is asked by each example: the prompt, and of an
-    environment, which makes its problem of it, the whole row.
+    """Yield a digest of the question of each example: its prompt, or its whole row if an
+    environment makes the question.
     """
+    # An environment may ask by any column of a row, so rows with one prompt may be two problems.
     is_whole = isinstance(maker, DialogueMaker)
     for example in examples:
         prompt, meta = example.values
@@ -207,6 +208,7 @@ def hold_out(num_rows: int, num_eval: int) -> tuple[list[int], list[int]]:
     """Split rows into (training rows, evaluation rows), by number and in file order: min(num_eval,
     a tenth) are held out, the same in every run.
     """
+    # A fixed seed: runs with other seeds are evaluated on the same prompts, so they compare.
     num_held = min(num_eval, max(1, num_rows // 10)) if num_rows > 1 else 0
     held = set(random.Random(0).sample(range(num_rows), num_held))
     kept = [i for i in range(num_rows) if i not in held]
