@@ -1,18 +1,18 @@
-"""Special tokens: only the template may write them. Texts of rows, of users and of completions can
+"""Special tokens: only the chat template writes them. Texts of rows, users and completions can
 only spell them.
 
     turns --chat template--> Shown(text, foreign) --SpecialTokens.ids--> token ids
 
-A tokenizer reads `<|im_end|>` as the end of a turn wherever it stands. So a text that spells a
-special token goes another way: where all of it is somebody's text, transformers splits special
-tokens; where a template surrounds it, the template's own special tokens are renamed, in a tokenizer
-with the same model that knows these names alone. All other texts take the tokenizer's usual way.
+A tokenizer reads `<|im_end|>` as the end of a turn wherever it occurs. We encode a text that
+spells a special token in one of two other ways. If the whole text is somebody's, transformers
+splits the special tokens. If a template surrounds it, we rename the template's special tokens, in
+a copy of the tokenizer that knows only the new names. All other texts are encoded as usual.
 
-Some tokenizers put a mark in front of a text (SentencePiece's `▁`). A text that follows others is
-encoded with something in front, which is taken off again, so that it has no such mark of its own.
+Some tokenizers put a mark in front of a text (SentencePiece's `▁`). A text that follows another
+must not have one, so we encode it with something in front and take that off again.
 
-Special are the tokens that the tokenizer says are, and those that it names (eos_token and its
-like). Other added tokens, such as Qwen's `<think>`, are words that a text may write.
+A token is special if the tokenizer declares it special or names it (eos_token and so on). Other
+added tokens, such as Qwen's `<think>`, are words that a text may write.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ _FRONTS = ("\n", "=", "⟦")
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """A text with the pieces that others wrote in it. foreign: those pieces that could be a part of
-    a special token's spelling, in order; empty if there are none.
+    """A text of a template and others. foreign: the segments that others wrote and that could be
+    part of a special token's spelling, in order.
     """
 
     text: str
@@ -102,9 +102,9 @@ class SpecialTokens:
         return found and found.group()
 
     def text_ids(self, text: str, *, add_special_tokens: bool, behind: int = PLAIN) -> list[int]:
-        """Return the token ids of a text all of which is somebody's. add_special_tokens: with those
-        that the tokenizer begins and ends a text with, but no end token; else the text follows the
-        token `behind`. ValueError if it cannot but give special tokens.
+        """Return the token ids of a text that is somebody's as a whole. add_special_tokens: add the
+        tokens that the tokenizer puts around a text, but no end token; else the text follows the
+        token `behind`. ValueError if the text has no other tokens than special ones.
         """
         word = self.spelling(text)
         if word is None and add_special_tokens:
@@ -130,9 +130,7 @@ class SpecialTokens:
         return ids[: len(ids) - self.num_ends]
 
     def _surrounded(self, ids: Sequence[int]) -> list[int]:
-        """Return the ids of a text with those that the tokenizer begins and ends a text with, but
-        no end token.
-        """
+        """Add the tokens that the tokenizer puts around a text, but no end token."""
         before, after = self._around
         return [*before, *ids, *after[: len(after) - self.num_ends]]
 
@@ -152,8 +150,8 @@ class SpecialTokens:
         return count
 
     def _following(self, encode: Callable[[str], list[int]], behind: int) -> list[int]:
-        """Return the ids of a text that follows the token `behind`. encode(front): those of the
-        text with `front` before it.
+        """Return the ids of a text that follows the token `behind`. encode(front): encodes the text
+        with `front` before it.
         """
         if self._begins_marked:
             fronts = (self._added[behind],) if behind in self._added else _FRONTS
@@ -166,7 +164,7 @@ class SpecialTokens:
 
     @cached_property
     def _begins_marked(self) -> bool:
-        """Whether the tokenizer puts something in front of a text that a text within has not."""
+        """Whether the tokenizer puts a mark in front of a text that does not follow another."""
         bare = self._usual_ids("0", False)
         front = self._usual_ids(_FRONTS[0], False)
         return self._usual_ids(f"{_FRONTS[0]}0", False) not in (bare, [*front, *bare])
@@ -176,9 +174,8 @@ class SpecialTokens:
         return bool(self.foreign_in(text))
 
     def foreign_in(self, text: str, begin: int = 0, end: int | None = None) -> list[Span]:
-        """Return the pieces of text[begin:end], which is somebody's, that could be a part of a
-        special token's spelling: all of one, or at an edge a piece that what is next to it makes
-        whole.
+        """Return the segments of text[begin:end], which is somebody's, that could be part of a
+        special token's spelling: a whole one, or a segment at an edge that its neighbour completes.
         """
         if not self._words:
             return []
@@ -204,8 +201,8 @@ class SpecialTokens:
         return _merged(found)
 
     def shown(self, render: Callable[[Turns], str], turns: Turns, foreign: Sequence[list[Span]]):
-        """Return what a chat template shows of turns, and where in it others' pieces are. foreign:
-        those of each turn's content. ValueError if the template changes them.
+        """Render turns in a chat template and find others' segments in the result. foreign: the
+        segments of each turn's content. ValueError if the template changes them.
         """
         text = render(turns)
         pieces: list[str] = []
@@ -225,7 +222,7 @@ class SpecialTokens:
         found = self._filled(with_marks, pieces)
         if found.text == text:
             return found
-        # It changes them so that nothing of a special token is left, or nobody can tell.
+        # The template changes a segment. That is harmless if no special token came or went by it.
         if self._pattern.findall(text) == self._pattern.findall(with_marks):
             return Shown(text)
         word = next(filter(None, map(self.spelling, pieces)), pieces[0])
@@ -235,7 +232,7 @@ class SpecialTokens:
         )
 
     def _filled(self, text: str, pieces: Sequence[str]) -> Shown:
-        """Return a text with marks as one in which the pieces stand in their places."""
+        """Put the pieces in place of their marks in a text."""
         parts = []
         spans = []
         size = 0
@@ -252,9 +249,8 @@ class SpecialTokens:
     def ids(
         self, shown: Shown, *, add_special_tokens: bool = False, behind: int | None = None
     ) -> list[int]:
-        """Return the token ids of a text that a template has written around others'. behind: the
-        token that it follows; None: it is the beginning. ValueError if they cannot be had without
-        special tokens of others'.
+        """Return the token ids of a template's text around others'. behind: the token before it;
+        None: it is the beginning. ValueError if others' text would give special tokens.
         """
         if behind is None:
             return self._shown_ids(shown, add_special_tokens)
@@ -283,9 +279,7 @@ class SpecialTokens:
         return self._surrounded(ids) if add_special_tokens else ids
 
     def _crossing(self, shown: Shown) -> str | None:
-        """Return a special token that the tokenizer would read where somebody's text is a part of
-        its spelling; None if there is none.
-        """
+        """Return a special token whose spelling is partly somebody's text; None without one."""
         for begin, end in shown.foreign:
             near = shown.text[max(0, begin - self._most) : end + self._most]
             at = begin - max(0, begin - self._most)
@@ -399,8 +393,9 @@ def special_tokens(tokenizer) -> SpecialTokens:
 def text_ids(
     tokenizer, text: str, *, add_special_tokens: bool = False, behind: int = PLAIN
 ) -> list[int]:
-    """Return the token ids of somebody's text, none of which is a special token of its own.
-    add_special_tokens: it is the beginning; else it follows the token `behind`. ValueError.
+    """Return the token ids of somebody's text, which gives no special token. add_special_tokens:
+    the text is the beginning; else it follows the token `behind`. ValueError as from
+    `SpecialTokens.text_ids`.
     """
     special = special_tokens(tokenizer)
     return special.text_ids(text, add_special_tokens=add_special_tokens, behind=behind)
@@ -436,8 +431,8 @@ def reply_ids(tokenizer, prompt_ids: Sequence[int], text: str, *, chat: bool) ->
 
 
 def end_token(tokenizer, *, chat: bool) -> int | None:
-    """Return the token that ends a reply which is learned: the template's, if prompts are its turns
-    and it has one, else the tokenizer's; None without either.
+    """Return the token that ends a learned reply: the template's if prompts are its turns and it
+    has one, else the tokenizer's; None without either.
     """
     own = turn_end(tokenizer) if chat else None
     return getattr(tokenizer, "eos_token_id", None) if own is None else own
@@ -462,9 +457,9 @@ def _shown_turns(tokenizer, turns: Turns, foreign: Sequence[list[Span]], *, repl
 def chat_ids(
     tokenizer, turns: Turns, *, reply: bool, foreign: Sequence[list[Span]] | None = None
 ) -> list[int]:
-    """Return the token ids of turns in the tokenizer's chat template. foreign: for each turn's
-    content the pieces that others wrote and could be part of a special token's spelling; None: all
-    of it is theirs. ValueError as from `SpecialTokens.shown` and `SpecialTokens.ids`.
+    """Return the token ids of turns in the tokenizer's chat template. foreign: others' segments of
+    each turn's content; None: all of it is theirs. ValueError as from `SpecialTokens.shown` and
+    `SpecialTokens.ids`.
     """
     special = special_tokens(tokenizer)
     if foreign is None:
@@ -516,7 +511,7 @@ def _longest(most: int, fits: Callable[[int], bool]) -> int:
 
 
 def _merged(spans: list[Span]) -> list[Span]:
-    """Return spans in order, without empty ones, those that overlap as one."""
+    """Return the spans in order, without empty ones; overlapping ones are joined."""
     merged: list[Span] = []
     for begin, end in sorted(spans):
         if begin == end:
