@@ -53,7 +53,7 @@ def rows_task(
 
     remembered: finds which rows fit. trains: whether there must be training prompts.
     """
-    split = _Split(name, train, held_out, num_eval, maker)
+    split = _Split(name=name, train=train, held_out=held_out, num_eval=num_eval, maker=maker)
     kept, held, fittings = split.fitted(remembered)
     if trains and num_eval and held_out is not None and not len(held):
         log.warning("task %s: no row is held out, so nothing is evaluated", name)
