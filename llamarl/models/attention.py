@@ -235,8 +235,8 @@ def _part(
 
 
 def _places(starts_N: Tensor, lengths_N: Tensor, longest: int) -> Tensor:
-    """Return [N, longest]: the places of each segment's tokens. Behind its length its last token is
-    repeated, and a segment without tokens reads its start.
+    """Return [N, longest]: the places of each segment's tokens. After a segment's end its last
+    token is repeated; a segment without tokens reads its start.
     """
     places = torch.arange(longest, device=starts_N.device)
     last_N1 = (lengths_N[:, None] - 1).clamp(min=0)
@@ -250,8 +250,8 @@ def _padded(x_THK: Tensor, index_NL: Tensor) -> Tensor:
 
 
 def fused(q_NHLK: Tensor, k_NJMK: Tensor, v_NJMK: Tensor, mask: Tensor | None) -> Tensor:
-    """Compute attention [N, H, L, K] by PyTorch's kernels. mask: broadcast to [N, 1, L, M]; bool,
-    true where a key is seen, or the number that is added to each score; None: causal.
+    """Compute attention [N, H, L, K] by PyTorch's kernels. mask: broadcast to [N, 1, L, M]; a bool
+    that is true where a key is seen, or a number that is added to each score; None: causal.
     """
     shared = q_NHLK.shape[1] // k_NJMK.shape[1]
     if mask is not None and shared > 1 and q_NHLK.is_cuda:
@@ -309,8 +309,8 @@ def rotary_of(config: ModelConfig) -> Rotary:
 
 
 def _scale_frequencies(inv_freq: Tensor, theta: float, scaling: dict) -> tuple[Tensor, float]:
-    """Return the frequencies [K/2] of a context that was stretched after training, and the factor
-    for cos and sin.
+    """Return the frequencies [K/2] for a context that was extended after training, and the factor
+    of cos and sin.
     """
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     try:
@@ -379,8 +379,8 @@ def _yarn(inv_freq: Tensor, theta: float, scaling: dict) -> tuple[Tensor, float]
 
 
 def turned(x_THK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn the first features of every head by its token's angles, as many as there are angles for;
-    the others stay.
+    """Rotate the first features of every head by its token's angles. Features without an angle
+    stay.
     """
     dim = cos.shape[-1]
     if dim == x_THK.shape[-1]:
@@ -484,10 +484,8 @@ class Attention(nn.Module):
 # oneDNN compiles code for each new shape of a product: 0.2 ms and 400 kB each. Batches never have
 # the same number of tokens twice, so we pad to few sizes, which are all compiled after some steps.
 def rounded_up(size: int, *, steps: int) -> int:
-    """Return the least size that is at least `size`, of those that lie at `steps` equal distances
-    between a power of two and the next. It is less than size (1 + 1 / steps).
-
-    steps: a power of two; sizes below it are their own.
+    """Return the least size >= `size` of a grid with `steps` equal steps between powers of two. It
+    is less than size (1 + 1 / steps). steps: a power of two; smaller sizes stay as they are.
     """
     unit = max(1, (1 << size.bit_length() - 1) // steps) if size > 0 else 1
     return -(-size // unit) * unit

@@ -139,10 +139,9 @@ def _embedding(rows: int, dim: int) -> nn.Embedding:
 
 
 class Decoder(nn.Module):
-    """A decoder over flat tokens.
-
-    The head is handed in because training never wants all [T, V] logits at once: `head(hidden [T,
-    D], weight [V, D])` runs inside forward, where FSDP has the weight whole.
+    """A decoder over flat tokens. forward takes the head, because training never wants all [T, V]
+    logits at once: `head(hidden [T, D], weight [V, D])` runs inside forward, where FSDP has
+    gathered the weight.
     """
 
     activation_checkpointing = False  # recompute each layer in backward
@@ -175,8 +174,8 @@ class Decoder(nn.Module):
         self.rotary = rotary_of(config)
 
     def to_empty(self, *, device: str | torch.device | int | None, recurse: bool = True) -> Self:
-        """Give every parameter uninitialised memory on `device`, as nn.Module does. What is not
-        sharded does not go through PyTorch's decompositions, which load sympy for it.
+        """Give every parameter uninitialised memory on `device`, as nn.Module does. Parameters that
+        are not sharded bypass PyTorch's decompositions, which load sympy.
         """
         if any(is_dtensor(parameter) for parameter in self.parameters()):
             return super().to_empty(device=device, recurse=recurse)

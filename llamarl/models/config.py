@@ -269,8 +269,8 @@ def _unknown(architecture: str) -> str | None:
 
 
 def _unsupported(raw: dict, architecture: str, family: Family) -> str | None:
-    """Say what the config asks for and the decoder does not compute, with the remedy; None if there
-    is nothing.
+    """Say what the config asks for and the decoder cannot compute, with the remedy; None if
+    nothing.
     """
     is_mistral = family_of(architecture) == "Mistral"
     window = raw.get("sliding_window", 4096 if is_mistral else None)  # transformers' own default
@@ -294,8 +294,8 @@ def _unsupported(raw: dict, architecture: str, family: Family) -> str | None:
 
 
 def unknown_fields(raw: dict, family: Family) -> str | None:
-    """Say which fields of a config.json are set and not known, so that the model could be another
-    than the one that is computed; None if there are none.
+    """Name the fields of a config.json that are set and unknown, because the model could then be
+    another than the computed one; None without any.
     """
     own = {family.fields.get(name, name) for name in _READ}
     known = _READ | own | family.fixed.keys()
@@ -320,7 +320,7 @@ def unknown_fields(raw: dict, family: Family) -> str | None:
 
 
 def _malformed(raw: dict, family: Family) -> str | None:
-    """Name the field that is of the wrong kind or beyond belief; None if there is none."""
+    """Name the field that has the wrong type or an impossible value; None without one."""
     problem = _miscounted(raw, family.fields) or oversized(raw, family.fields)
     if problem:
         return problem
@@ -385,8 +385,8 @@ def check_sizes(config: ModelConfig) -> None:
 
 
 def _miscounted(raw: dict, fields: Mapping[str, str]) -> str | None:
-    """Name the count that is no count; None if there is none. fields: Llama's names -> those of
-    this file.
+    """Name the count that is no whole number above 0; None without one. fields: Llama's names ->
+    those of this file.
     """
     for name in _COUNTS:
         key = fields.get(name, name)
@@ -397,8 +397,8 @@ def _miscounted(raw: dict, fields: Mapping[str, str]) -> str | None:
 
 
 def oversized(raw: dict, fields: Mapping[str, str]) -> str | None:
-    """Name the field of a config.json that is larger than in any model; None if there is none.
-    fields: Llama's names -> those of this file.
+    """Name the field of a config.json that is larger than in any model; None without one. fields:
+    Llama's names -> those of this file.
     """
     for name, most in _MOST.items():
         key = fields.get(name, name)

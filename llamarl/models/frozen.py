@@ -55,7 +55,7 @@ def decoder_over(
     group: ExecutorGroup, path: str | Path, *, dtype: torch.dtype, lora: Lora | None = None
 ) -> Decoder:
     """Return the frozen decoder of a directory, which the ranks of an executor hold together. Where
-    they share layers each holds embedding and head whole, for a token's logprob.
+    they share layers, each rank holds the whole embedding and head, for a token's logprob.
     """
     return frozen_decoder(
         path,

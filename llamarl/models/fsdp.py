@@ -82,13 +82,13 @@ def next_backward(decoder: LanguageModel, *, last: bool) -> None:
 
 
 def reshard(decoder: LanguageModel) -> None:
-    """Give back what a forward without backward leaves whole: embedding, last norm and head."""
+    """Release what a forward without backward keeps gathered: embedding, last norm and head."""
     if is_fsdp_module(decoder):
         decoder.reshard()
 
 
 def drop_gradients(decoder: LanguageModel) -> None:
-    """Forget the gradients of the microbatches so far, on a step that ends before its last one."""
+    """Drop the gradients of the microbatches so far, if a step ends before its last one."""
     if decoder.masters is not None:
         decoder.masters.forget()
     for module in decoder.modules():
@@ -231,7 +231,9 @@ def is_fsdp_module(module: object) -> TypeGuard[FSDPModule]:
 
 
 def _is_of(instance: object, module: str, name: str) -> bool:
-    """Whether something is an instance of a module's class, which exists once that is loaded."""
+    """Whether an object is an instance of a module's class. The class exists once the module is
+    loaded.
+    """
     # Nothing can be an instance of a class that is not loaded; None also while it is being loaded.
     kind = getattr(sys.modules.get(module), name, None)
     return kind is not None and isinstance(instance, kind)

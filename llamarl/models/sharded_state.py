@@ -178,7 +178,7 @@ def check_fits(boxes: Mapping[str, list], shapes: Mapping[str, tuple[int, ...]])
 
 
 def check_complete(missing: Mapping[str, int]) -> None:
-    """Raise ValueError if elements of a parameter were in no part. missing: how many, by the
+    """Raise ValueError if no part held some elements of a parameter. missing: their number by the
     parameter's name.
     """
     absent = [name for name, elements in missing.items() if elements]

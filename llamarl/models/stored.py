@@ -95,7 +95,7 @@ def read_box(tensor, place: Stored, box: Box, config: ModelConfig) -> Tensor:
 
 
 def _fused_rows(rows: Tensor, kind: int, config: ModelConfig) -> Tensor:
-    """Return where these rows of queries, keys or values (`kind`) are among those of all three."""
+    """Return the places of these rows of queries, keys or values (`kind`) in the fused tensor."""
     if config.traits.fused == "kinds":
         whole = config.num_attention_heads * config.head_dim
         return rows + kind * whole

@@ -160,8 +160,8 @@ class KeyValueSharing:
 
 
 class SplitEmbedding(nn.Embedding):
-    """Embeds with this rank's span of the vocabulary. Tokens of other spans are zero here; the sum
-    over the ranks has them all.
+    """Embeds with this rank's span of the vocabulary. Tokens of other spans give zeros here; the
+    sum over the ranks has all tokens.
     """
 
     def __init__(self, vocab_size: int, dim: int, tp: TensorParallel):

@@ -1,4 +1,6 @@
-"""The trainer's decoder: read shard by shard, in mixed precision, over a mesh or on one rank."""
+"""The trainer's decoder: read shard by shard, computed in mixed precision, over a mesh or on one
+rank.
+"""
 
 from __future__ import annotations
 
