@@ -42,6 +42,7 @@ from llamarl.config.files import (
     sections,
 )
 from llamarl.config.findings import ConfigError, Problem, did_you_mean, keys_of, show
+from llamarl.config.keys import key_lines
 from llamarl.config.placement import idle_ranks
 from llamarl.config.rules import check
 from llamarl.config.schema import Config
@@ -190,15 +191,7 @@ def _read_words(
     overrides: list[str], kind: JobKind, config_dir: str | None, multirun: bool
 ) -> tuple[list[_Override], list[Problem]]:
     """Return the words of a command line as Hydra wants them, and what is wrong with one alone."""
-    dirs = [CONF_DIR]
-    if config_dir:
-        dirs.append(Path(config_dir).resolve())
-    groups: dict[str, set[str]] = {}  # by Hydra group: the files to choose from
-    for path in dirs:
-        for file in path.glob("*/*.yaml"):
-            groups.setdefault(file.parent.name, set()).add(file.stem)
-    for section, folder in kind.groups.items():
-        groups[section] = {file.stem for file in (CONF_DIR / folder).glob("*.yaml")}
+    groups = _groups(kind, config_dir)
     words: list[_Override] = []
     problems: list[Problem] = []
     for text in overrides:
@@ -210,18 +203,54 @@ def _read_words(
     return words, problems
 
 
+def _groups(kind: JobKind, config_dir: str | None) -> dict[str, set[str]]:
+    """Return the files to choose from, by section."""
+    dirs = [CONF_DIR]
+    if config_dir:
+        dirs.append(Path(config_dir).resolve())
+    groups: dict[str, set[str]] = {}  # by Hydra group: the files to choose from
+    for path in dirs:
+        for file in path.glob("*/*.yaml"):
+            groups.setdefault(file.parent.name, set()).add(file.stem)
+    for section, folder in kind.groups.items():
+        groups[section] = {file.stem for file in (CONF_DIR / folder).glob("*.yaml")}
+    return groups
+
+
+def _help(kind: JobKind, config_dir: str | None) -> str:
+    """Return what --help prints: the files to choose from, and all keys."""
+    lines = [
+        f"python {sys.argv[0]} KEY=VALUE ...",
+        "--cfg job prints the values, --multirun KEY=A,B runs each, --hydra-help lists more flags",
+        "",
+        "Files to choose from, SECTION=NAME:",
+    ]
+    for section, names in sorted(_groups(kind, config_dir).items()):
+        lines.append(f"{section}: {', '.join(sorted(names))}")
+    return "\n".join([*lines, "", "Keys:", *key_lines(kind.schema, default_values(kind))])
+
+
 def default_config(kind: JobKind = RL, overrides: Sequence[str] = ()) -> Config:
     """Return the config of an empty command line, or of these plain overrides, also while another
     is read or runs. It is not checked.
     """
+    return to_config(_compose_defaults(kind, overrides), kind.schema)
+
+
+def default_values(kind: JobKind) -> dict[str, object]:
+    """Return the values of an empty command line. References to other values stay as written."""
+    return sections(_compose_defaults(kind))
+
+
+def _compose_defaults(kind: JobKind, overrides: Sequence[str] = ()) -> DictConfig:
     from hydra import compose, initialize_config_dir
     from hydra.core.global_hydra import GlobalHydra
 
     words = list(overrides)
     if GlobalHydra.instance().is_initialized():
-        return to_config(compose(kind.file, words), kind.schema)
+        return compose(kind.file, words)
     with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
-        return to_config(compose(kind.file, words), kind.schema)
+        return compose(kind.file, words)
 
 
 @dataclass(frozen=True, slots=True)
@@ -377,8 +406,8 @@ def main(recipe: Callable[[Schema], None], kind: JobKind[Schema]) -> Callable[[]
 
 
 def main(recipe: Callable, kind: JobKind = RL) -> Callable[[], None]:
-    """Decorator: run a recipe with the checked config of its command line, under Hydra (--help,
-    --cfg job, --multirun).
+    """Decorator: run a recipe with the checked config of its command line, under Hydra (--cfg
+    job, --multirun).
 
     A bad command line ends the process with exit code 2, on every rank, with one message, before
     anything is started. The recipe's own imports, if it makes them inside, come after that.
@@ -419,11 +448,15 @@ def main(recipe: Callable, kind: JobKind = RL) -> Callable[[], None]:
             sys.exit(2)
         args = get_args_parser().parse_args()
         unread = [Problem(word, "write key=value") for word in args.overrides if "=" not in word]
-        if args.help and unread:  # Hydra's help has no word for them
+        if args.help and unread:
             if leader:
                 print(ConfigError(unread), file=sys.stderr)
             sys.exit(2)
-        if not (args.help or args.hydra_help or args.shell_completion or args.info):
+        if args.help:
+            if leader:
+                print(_help(kind, args.config_dir))
+            return None
+        if not (args.hydra_help or args.shell_completion or args.info):
             try:
                 accepted, configs = _read(
                     args.overrides,

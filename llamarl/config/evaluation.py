@@ -18,9 +18,15 @@ class EvaluationConfig(Config):
     """The keys of an evaluation. A main job's keys choose task, reward and sampling."""
 
     out: Text
+    """File of prompts, completions and scores, a line each."""
     num_prompts: Count | None
+    """The first so many held-out prompts of each set; null: as the config has it."""
     samples: Natural | None
+    """Sampled completions of a prompt, for pass@k; null: eval.num_samples."""
     against: Text
+    """Answers that eval.gold compares with. references: those of the task's rows, under
+    eval.reference_key; DIR: those of another model; FILE: those of a file that out has made.
+    """
 
 
 def check(

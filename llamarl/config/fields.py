@@ -109,14 +109,14 @@ class Flat:
     """In the annotation of a field: its keys lie beside the other keys of the section.
 
         class PartSettings:
-            scorer: Annotated[AnyScorerSettings, Flat()]
+            scorer: Annotated[KindSettings, Flat()]
             weight: Number
 
-    is read from {"kind": "function", "fn": None, ..., "weight": 1.0}. known: of a field that takes
-    any keys, those that mean something to us, with their types.
+    is read from {"kind": "function", "fn": None, ..., "weight": 1.0}. known: the keys that we
+    know, if the field takes any.
     """
 
-    known: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    known: type | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,9 +237,8 @@ def keys_of_kind(schema: type, kind: str | None = None) -> dict[str, Key]:
         elif schemas_of(hint):
             assert kind is not None, f"{schema.__name__} has kinds"
             found |= keys_of_kind(by_kind(*schemas_of(hint))[kind], kind)
-        else:
-            for name, known in flat.known.items():
-                found[name] = Key(known, frozenset(), schema)
+        elif flat.known is not None:
+            found |= keys_of_kind(flat.known)
     return found
 
 

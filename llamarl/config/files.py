@@ -91,11 +91,17 @@ def _of_a_set(kind: object) -> dict[str, object]:
 
 
 def _defaults(section: str, kind: object) -> dict[str, object]:
+    """Return the values that a part of this kind has by default; nothing for an unknown kind."""
+    if kind in ("parts", "mixture"):
+        return {}
+    values = defaults_of(section, kind)
+    return {name: value for name, value in values.items() if name not in _OF_ALL_PARTS}
+
+
+def defaults_of(section: str, kind: object) -> dict[str, object]:
     """Return the values of conf/SECTION/KIND.yaml; nothing for an unknown kind."""
     file = CONF_DIR / section / f"{kind}.yaml"
-    if kind in ("parts", "mixture") or not file.is_file():
+    if not file.is_file():
         return {}
     values = sections(OmegaConf.load(file))
-    if section == "task":  # its files set values of other sections too
-        values = values["task"]
-    return {name: value for name, value in values.items() if name not in _OF_ALL_PARTS}
+    return values.get(section, values)  # some files set values of other sections too

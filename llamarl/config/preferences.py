@@ -37,42 +37,81 @@ class PolicySettings:
     """The model whose completions are compared."""
 
     path: Text = marked("data")
+    """Directory of the model that answers."""
     dtype: Literal["float32", "bfloat16"] = marked("identity")
+    """Type of its weights."""
 
 
 @settings_dataclass
 class SamplerSettings:
     max_slots: Count
+    """Completions that a rank decodes at once."""
     chunk_tokens: Count
+    """Tokens of a slot between two looks at new work, new weights and requests."""
     top_k: Natural
+    """Tokens to sample from; 0: all."""
     top_p: PositiveShare
+    """Probability mass to sample from."""
     min_new_tokens: Natural
+    """Tokens before which there is no end token. The trainer and the reference leave it out
+    there too.
+    """
     cache_tokens: Count | None
+    """Places of the K/V cache. Completions that do not fit wait; null: enough for max_slots of
+    the longest sequence.
+    """
     prefill_chunk: Count
+    """Tokens of a prompt that are prefilled at once, so that a long one does not hold up the
+    others.
+    """
 
 
 @settings_dataclass
 class HoldOutSettings:
     num_prompts: Natural
+    """Prompts that a task holds out if it has no data of its own for that: at most a tenth."""
 
 
 @settings_dataclass
 class PreferencesConfig:
     out: Text
+    """File of pairs. Until all are there: OUT.part and OUT.progress."""
     resume: Literal["auto", "never"]
+    """auto: continue OUT.part if it holds the same pairs; never: start again, even if OUT is
+    there.
+    """
     seed: Seed = marked("identity")
+    """Seed of the samples, of the two that pairing=random takes, and of label_noise."""
     split: Literal["train", "held_out", "all"] = marked("identity")
+    """Prompts of the task: train: those that a run trains on; held_out: those that it is
+    evaluated on; all.
+    """
     num_prompts: Count | None = marked("identity")
+    """The first so many of them; null: all."""
     samples: Natural = marked("identity")
+    """Completions of a prompt."""
     references: list[Text] = marked("identity")
+    """Keys of the row whose answers join the completions: [answer]. With samples=0,
+    [chosen,rejected] labels pairs again.
+    """
     pairing: Pairing = marked("identity")
+    """all: each two of a prompt's completions; best_worst: by their scores; random: two of them."""
     label_noise: Share = marked("identity")
+    """Share of the pairs whose sides are exchanged, for studies."""
     margin_coef: NonNegative = marked("identity")
+    """A row's margin, which a reward model's loss subtracts, is this times the difference of
+    the scores.
+    """
     groups_per_step: Count = marked("identity")
+    """Prompts that are answered at a time. Then their pairs are written."""
     max_new_tokens: Count = marked("identity")
+    """Tokens of a completion at most."""
     temperature: Positive = marked("identity")
+    """Sampling temperature."""
     threads: Count | None
+    """Intra-op threads; null: 1 on CPUs, for equal bits."""
     timeout_s: Positive
+    """Seconds that the process group of the models may wait."""
     model: PolicySettings
     task: AnyTaskSettings = marked("data")
     eval: HoldOutSettings = marked("data")

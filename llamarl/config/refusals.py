@@ -97,7 +97,9 @@ def _place_of(loc: Iterable[object], root: type) -> _Place:
         else:
             break
         kinds = by_kind(*schemas_of(whole))
-        section, key, whole = key, (*key, part), hint
+        section = key
+        key = (*key, part)
+        whole = hint
     return _Place(section, key, whole, kinds)
 
 

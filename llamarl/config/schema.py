@@ -1,22 +1,19 @@
-"""The schema of a run's configuration: what may be set, its type and its range.
+"""The schema of a run's configuration: its sections, as pydantic reads them.
 
-Keys are explained where their values are, in conf/. No field has a default here, so that every
-value of a run is found in conf/ or on its command line. What must hold between values is checked
-beside their dataclass; llamarl/config/rules.py has it all checked.
+Each section is a file of llamarl/config/sections/: its keys as fields, the sentence of each under
+it (docs/keys.md is made of these), and what must hold between values. llamarl/config/rules.py has
+all of it checked. No field has a default, so that every value of a run is in conf/ or on its
+command line.
 
 A section of several kinds is a union of dataclasses. Its key `kind`, which the file of conf/ that
-was chosen for the section sets, says which of them the section is; a key that only one kind has is
-a field of that kind alone:
+was chosen for the section sets, says which of them it is:
 
     buffer=fifo      buffer.kind                                          FifoBufferSettings
     buffer=replay    buffer.kind, buffer.sync_period, buffer.max_size     ReplayBufferSettings
 
 If only some kinds offer a setting, the others give it as a class constant, so that readers need not
-ask which kind it is.
-
-A field that decides more than its own value says so by a Mark (llamarl/config/marks.py). Sections
-and their rules are in llamarl/config/sections/, a file each; those of what scores are in
-llamarl/config/sections/reward.py.
+ask which kind it is. A field that decides more than its own value has a Mark
+(llamarl/config/fields.py).
 """
 
 from __future__ import annotations

@@ -40,6 +40,7 @@ OmegaConf.register_new_resolver("tiny_model", lambda: str(tiny_directory()), rep
 @settings_dataclass
 class SFTEvalSettings(SupervisedEvalSettings):
     num_prompts: Natural = marked("data")
+    """Held-out prompts of a task. Of rows, task.num_eval are held out."""
 
 
 @settings_dataclass
@@ -57,7 +58,11 @@ class SFTConfig(SupervisedConfig):
     ] = marked("data")
     eval: SFTEvalSettings
     target_accuracy: Share | None
+    """Of a task: end once the greedy answers to its held-out prompts have this mean reward by
+    the task's own, measured every eval.every steps; null: nothing is answered.
+    """
     max_new_tokens: Count | None
+    """Tokens of such an answer. Every task has its own."""
 
     scores: ClassVar[bool] = False
 

@@ -35,7 +35,9 @@ from llamarl.config.sections.trainer import ShardedTrainerSettings
 @settings_dataclass
 class StartingModelSettings:
     path: Text
+    """Directory of the model that training starts from."""
     dtype: Literal["float32", "bfloat16"]
+    """Type of the written model."""
 
 
 @settings_dataclass
@@ -44,27 +46,43 @@ class RowsSettings:
 
     kind: Literal["rows"]
     path: Text
+    """JSON lines, as conf/reward_model.yaml and conf/sft.yaml say."""
     eval_path: str | None
+    """Held-out rows; null: one of each of num_eval prompts of path, at most a tenth."""
     num_eval: Natural
+    """Prompts that are held out, if there is no eval_path."""
     max_tokens: Count
+    """Tokens of a row: a prompt with its (longer) answer and the end token. If the model's
+    context is shorter, that counts, and the log says so.
+    """
     drop_long: Flag
+    """Leave longer rows out, and count them; otherwise they are an error."""
     chat: Flag
+    """Make a prompt that is a text a user's turn of the tokenizer's chat template, if it has
+    one.
+    """
     system_prompt: str | None
+    """System turn of prompts that have none of their own; null: none."""
 
 
 @settings_dataclass
 class SupervisedTrainerSettings(ShardedTrainerSettings):
     warmup_fraction: BelowOne
+    """Share of all steps that is warm-up."""
 
 
 @settings_dataclass
 class PreferenceSettings:
     center_coef: NonNegative
+    """Coefficient of (r_chosen + r_rejected)^2, which keeps scores near 0 (0.01 in Eisenstein
+    et al. 2023).
+    """
 
 
 @settings_dataclass
 class SupervisedEvalSettings:
     every: Natural
+    """Steps between evaluations; 0: at the start and the end alone."""
 
 
 @settings_dataclass
@@ -72,19 +90,37 @@ class SupervisedConfig:
     """Settings of every supervised job."""
 
     out: Text | None = marked("outward")
+    """Directory of the model and of everything that the run writes; null: a new one under runs/."""
     resume: str = marked("outward")
+    """never; auto: the newest valid checkpoint of out, or a start if there is none; PATH: that
+    checkpoint, or an error.
+    """
     resume_with_other: list[Literal["data", "model"]] = marked("outward")
+    """Resume although these differ from the checkpoint's: data (the rows), model (config.json
+    under model.path).
+    """
     dry_run: Flag = marked("outward")
+    """Print the resolved job, its memory and three examples, and exit."""
     ranks: Count | None = marked("outward")
+    """Ranks of a dry run in one process, as if so many were started; null: those that were."""
     seed: Seed = marked("identity")
+    """Seed of the order of the rows, and of a reward model's head."""
     epochs: Positive | None = marked("identity")
+    """Passes over the rows, or a part of one; null: as many as max_steps takes."""
     max_steps: Count | None = marked("identity")
+    """End after so many steps, and have the schedule end there; null: after the epochs."""
     examples_per_step: Count = marked("identity")
+    """Rows of an optimizer step, over all ranks."""
     lr: Positive = marked("identity")
+    """Peak learning rate."""
     threads: Count | None = marked("outward")
+    """Intra-op threads of a rank; null: 1 on CPUs, for equal bits."""
     timeout_s: Positive = marked("outward")
+    """Seconds that any wait may last. Then a typed error names who waited for what."""
     heartbeat_timeout_s: Positive = marked("outward")
+    """Seconds of silence after which a rank counts as dead."""
     stop_s: Positive = marked("outward")
+    """Seconds that the checkpoint has to become whole after a stop request."""
     model: StartingModelSettings
     eval: SupervisedEvalSettings
     checkpoint: CheckpointSettings = marked("outward")

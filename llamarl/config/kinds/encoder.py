@@ -14,12 +14,25 @@ from llamarl.words.choices import ClassifierOutput, ClassifierReads
 class EncoderKindSettings(KindSettings):
     kind: Literal["encoder"]
     path: Text
+    """Directory of a ...ForSequenceClassification encoder, with its tokenizer and its weights
+    as safetensors.
+    """
     label: str | None
+    """Label that scores; null: the only one."""
     output: ClassifierOutput
+    """What scores of that label: its logit, or its probability among all labels (of a single
+    label by the logistic function), or the logarithm of that.
+    """
     reads: ClassifierReads
+    """completion: that alone; pair: prompt and completion, as the tokenizer joins two texts."""
     dtype: Literal["float32", "bfloat16"]
+    """Type of its weights."""
     max_tokens: Count
+    """Tokens of a text at most. A longer text is an error."""
     batch_size: Count
+    """Texts at a time, padded. With max_lag=0 each by itself, so that no score depends on its
+    neighbours.
+    """
 
     has_labels: ClassVar[bool] = True
 

@@ -13,10 +13,19 @@ from llamarl.config.kinds.kind import Given, KindSettings, RunFacts
 class FunctionKindSettings(KindSettings):
     kind: Literal["function"]
     fn: str | None
-    options: Options  # further arguments of the function
+    """module:function of (prompt, completion_text, meta); null: the task's own
+    (docs/rewards.md).
+    """
+    options: Options
+    """Further arguments of the function: reward.options.memory_mb=256."""
     num_workers: Count
+    """Worker processes."""
     timeout_s: Positive
+    """Seconds of a completion. Then its worker is killed and the completion is not trained on.
+    The first call of a worker may take two minutes, in which it loads.
+    """
     memory_mb: Count
+    """MiB that a worker and its children may hold: resident, not mapped (Linux)."""
 
     def find(self, given: Given, run: RunFacts, found: Findings) -> None:
         """Add rows without an answer, which the task's own reward compares with, and options of a

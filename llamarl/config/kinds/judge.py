@@ -23,17 +23,33 @@ from llamarl.words.texts import url_problem
 class JudgeKindSettings(KindSettings):
     kind: Literal["judge"]
     url: Text
+    """Requests go to URL/chat/completions and nowhere else."""
     model: Text
+    """The model's name there."""
     api_key_env: str | None
+    """NAME of the environment variable that holds the key; null: no key is sent."""
     ask: JudgeAsk
+    """score: a number for each completion; group: pairs of a prompt's completions, in both
+    orders; reference: each completion against the prompt's own answer, in both orders.
+    """
     template: str | None
+    """A text file with {prompt} and {completion}, or {a} and {b} for pairs; null: that of
+    llamarl/scoring/judge.py.
+    """
     lowest: Number
+    """Worst score of ask=score. The reward is 0 there."""
     highest: Number
+    """Best score of ask=score. The reward is 1 there."""
     max_parallel: Count
+    """Requests at a time."""
     timeout_s: Positive
+    """Seconds of a question's requests together, without the pauses between them."""
     max_retries: Natural
+    """Retries after no connection, or HTTP 408, 425, 429, 500, 502 to 504."""
     max_tokens: Count | None
+    """Tokens of a reply, with what the model thinks; null: the server's own limit."""
     temperature: NonNegative | None
+    """Temperature of a reply; null: the server's own."""
 
     @property
     def compares(self) -> bool:

@@ -13,11 +13,19 @@ from llamarl.config.kinds.kind import Given, KindSettings, RunFacts
 class ModelKindSettings(KindSettings):
     kind: Literal["model"]
     path: Text
+    """Directory of a ...ForSequenceClassification decoder, with its tokenizer. With other
+    tokens than the policy's it reads the text anew.
+    """
     label: str | None
+    """Label that scores; null: the only one."""
     dtype: Literal["float32", "bfloat16"]
+    """Type of its weights. The head computes in float32."""
     microbatch_tokens: Count
+    """Packed tokens of a forward pass of a rank."""
     scale: Number
+    """The reward is (score - shift) * scale."""
     shift: Number
+    """Such as the mean score of reference answers."""
 
     is_sharded: ClassVar[bool] = True
     acts_as_one: ClassVar[bool] = True

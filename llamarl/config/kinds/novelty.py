@@ -14,8 +14,11 @@ from llamarl.words.choices import START
 class NoveltyKindSettings(KindSettings):
     kind: Literal["novelty"]
     embedder: Text
+    """start: the model that training starts from; or a sentence encoder's directory."""
     history: Count
+    """Completions that are remembered, the newest."""
     nearest: Count | None
+    """Most similar ones of these that a completion is compared with; null: all."""
 
     acts_as_one: ClassVar[bool] = True  # it has one history
     is_novelty: ClassVar[bool] = True

@@ -26,21 +26,44 @@ from llamarl.words.choices import Priority
 @settings_dataclass
 class FifoBufferSettings:
     kind: Literal["fifo"] = marked("identity")
+    """fifo: groups are trained on once, earliest deadline first."""
 
 
 @settings_dataclass
 class ReplayBufferSettings:
     kind: Literal["replay"] = marked("identity")
+    """replay: a step draws completions of any age (TBA, 4.1 and 4.2; docs/algorithms.md)."""
     draw: Literal["local", "shared", "split"] = marked("identity")
+    """local: each trainer rank draws its share of a step's prompts from its own groups; shared:
+    all ranks draw from all groups; split: the same, and each rank trains on a share of every
+    prompt's completions (loss=tb).
+    """
     sync_period: Count
+    """k, the steps after which new groups become visible; with max_lag=null a quarter of a
+    batch at least.
+    """
     most_on_policy: Share
+    """m, the probability that a prompt is drawn from the newest by policy version, and not by
+    reward.
+    """
     priority: Priority
+    """How a prompt's completions are drawn: by the softmax of their rewards, or uniform."""
     temperature: Positive
+    """Temperature of the softmax, in units of reward."""
     completions_per_prompt: Count | None
+    """K, the completions of a prompt that a step draws; null: group_size, which is S."""
     max_size: Count
+    """Completions over all trainer ranks at most. The oldest groups leave."""
     grow_until: Count | None
+    """Step from which on the buffer holds no more than it held then (TBA, B.3); null: it grows
+    to max_size.
+    """
     good_reward: Number | None
+    """buffer/distinct_good counts the different completions that were ever found with at least
+    this reward; null: not.
+    """
     initial_completions: Natural | None
+    """Completions that the first step waits for; null: one batch."""
 
 
 AnyBufferSettings = Annotated[FifoBufferSettings | ReplayBufferSettings, ByKind()]

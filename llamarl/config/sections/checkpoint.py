@@ -8,4 +8,6 @@ from llamarl.config.fields import Count, Natural, settings_dataclass
 @settings_dataclass
 class CheckpointSettings:
     every: Natural
+    """Steps between checkpoints; 0: one at the end alone."""
     keep: Count
+    """Newest checkpoints that are kept."""

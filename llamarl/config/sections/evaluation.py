@@ -19,16 +19,41 @@ _SET_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
 @settings_dataclass
 class EvalSettings:
     every: Natural
+    """Steps between evaluations; 0: never."""
     num_prompts: Natural = marked("data")
+    """Held-out prompts, answered greedily; 0: none."""
     num_samples: Natural
-    sets: dict[str, AnyEvalSetSettings] = marked("data")  # by names of the user's own
+    """Completions of a held-out prompt that are sampled as in training, for pass@k; 0: the
+    greedy one alone.
+    """
+    sets: dict[str, AnyEvalSetSettings] = marked("data")
+    """More held-out prompts by names of your own, with columns eval/NAME/...: name -> kind,
+    num_prompts (eval.num_prompts if not given) and the keys of that kind. All rows of its path
+    are held out; of a dataset's directory, those of its test or validation split if it has one
+    (docs/data.md).
+    """
     target: Number | None = marked("outward")
+    """End the run once eval/reward reaches this (with scores of 0 or 1: the accuracy); null: no
+    target.
+    """
     gold: str | None
+    """A scorer's directory, or module:function, that judges the greedy answers besides the
+    reward and is never trained on (docs/rewards.md).
+    """
     gold_label: str | None
+    """Label of that scorer; null: its only one."""
     reference_key: str | None
+    """Key of a task's row whose answer eval/win_rate compares with; null: no win rate."""
     base: str | None
+    """Directory of a language model, such as the SFT model, for eval/perplexity of the answers
+    under it; null: none.
+    """
     embedder: Text | None
+    """Embeds the sampled answers for eval/diversity. start: the model that training starts
+    from; or a sentence encoder's directory (docs/algorithms.md).
+    """
     save_samples: Flag = marked("outward")
+    """Write the answers and their scores to RUN_DIR/samples/step_N.jsonl."""
 
     @property
     def is_asked(self) -> bool:

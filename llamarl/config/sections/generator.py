@@ -28,15 +28,33 @@ class GeneratorSettings:
 
     kind: str
     max_slots: Count
+    """Completions that a rank decodes at once."""
     chunk_tokens: Count
-    # None: RunSettings.temperature.
+    """Tokens of a slot between two looks at new work, new weights and requests."""
     temperature: PositiveInterval | None = marked("identity")
+    """[LOW,HIGH], from which each ticket draws its temperature uniformly; null: temperature, at
+    which the trainer scores.
+    """
     top_k: Natural
+    """Tokens to sample from; 0: all. Others only where nothing is trained: recipes/evaluate.py,
+    recipes/preferences.py.
+    """
     top_p: PositiveShare
+    """Probability mass to sample from. Below 1 only where nothing is trained, because the
+    trainer scores the whole softmax.
+    """
     min_new_tokens: Natural
+    """Tokens before which there is no end token. The trainer and the reference leave it out
+    there too.
+    """
     stop: Texts
+    r"""Strings that end a completion with the token that completes one of them: ["\n\n"]."""
     in_flight_updates: Flag | None
+    """Load new weights while completions are running; null: whenever max_lag allows any lag."""
     max_seconds: Positive | None
+    """Wall-clock limit of a completion, from its ticket's start. Then it ends and is not
+    trained on; null: none.
+    """
 
     def samples_at(self, temperature: float) -> bool:
         """Return whether every completion is sampled at this temperature, which is the run's."""
@@ -51,19 +69,38 @@ class GeneratorSettings:
 class NativeGeneratorSettings(GeneratorSettings):
     kind: Literal["native"]
     tensor_parallel: Count
+    """Ranks that share one copy of the model."""
     recompute_kv: Flag
+    """Recompute the keys and values of running completions after new weights."""
     resume_partials: Flag | None
+    """Continue a checkpoint's unfinished completions instead of starting them again; null: as
+    in_flight_updates.
+    """
     cache_tokens: Count | None
+    """Places of the K/V cache. Completions that do not fit wait; null: enough for max_slots of
+    the longest sequence.
+    """
     prefill_chunk: Count
+    """Tokens of a prompt that are prefilled at once, so that a long one does not hold up the
+    others.
+    """
     quantize: Quantized
+    """fp8, int8: projections and an untied head in one byte a weight, with a scale a row."""
     quantize_exclude: Texts
+    """Parts of names of weights that are not quantized: [lm_head,down_proj,"layers.0."]; []:
+    none, so the head is too.
+    """
     max_quantization_kl: Positive
+    """Nats. A quantized generator that is further from the trainer's policy ends the run."""
 
 
 @settings_dataclass
 class VLLMGeneratorSettings(GeneratorSettings):
     kind: Literal["vllm"]
     gpu_memory_utilization: PositiveShare
+    """Share of the device's memory (without GPUs: of the host's) for vLLM's weights and K/V
+    cache.
+    """
 
     tensor_parallel: ClassVar[int] = 1  # a vLLM here has one rank
     recompute_kv: ClassVar[bool] = False  # vLLM keeps its cache over new weights

@@ -25,6 +25,7 @@ from llamarl.config.fields import (
     Positive,
     Share,
     fits,
+    hints_of,
     nested,
     settings_dataclass,
 )
@@ -33,23 +34,48 @@ from llamarl.config.findings import Findings, Problem, did_you_mean
 from llamarl.config.refusals import need
 from llamarl.words.choices import Estimator, Normalize, RatioLevel
 
-# What each option may be; it means the same in every loss that has it.
-LOSS_OPTIONS: dict[str, object] = {
-    "ratio_cap": Positive | None,
-    "ratio_mask_low": NonNegative | None,
-    "ratio_mask_high": Positive | None,
-    "ratio_level": RatioLevel,
-    "normalize": Normalize,
-    "max_tokens": Count | None,
-    "clip_low": Share,
-    "clip_high": NonNegative,
-    "beta": Positive,
-    "log_reward_temperature": Positive,
-    "reference_temperature": Positive,
-    "tau": NonNegative,
-    "length_normalize": Flag,
-}
 
+@settings_dataclass
+class LossOptions:
+    """The options of losses. Each means the same in every loss that has it."""
+
+    ratio_cap: Positive | None
+    """Cap of the ratio policy/generator (rho of LlamaRL, 2 to 10). In a clipped loss it bounds
+    the pull on tokens of negative advantage (TRL: delta); null: no cap.
+    """
+    ratio_mask_low: NonNegative | None
+    """Tokens with a ratio below this get weight 0; null: no bound."""
+    ratio_mask_high: Positive | None
+    """Tokens with a ratio above this get weight 0; null: no bound."""
+    ratio_level: RatioLevel
+    """Ratio of a token; sequence: product over the completion; sequence_mean: the |y|-th root
+    of that.
+    """
+    normalize: Normalize
+    """tokens: mean over all tokens of the batch; completions: mean of each completion, then
+    over completions; groups: mean of each group's tokens, then over groups (Magistral).
+    """
+    max_tokens: Count | None
+    """Constant per completion to divide by (Dr. GRPO): ${max_new_tokens}; null: as normalize
+    says.
+    """
+    clip_low: Share
+    """eps: the ratio is clipped to 1 - clip_low .. 1 + clip_high."""
+    clip_high: NonNegative
+    """See clip_low. DAPO: 0.28; Magistral: 0.26 to 0.28."""
+    beta: Positive
+    """Coefficient of log(policy/reference) of a completion."""
+    log_reward_temperature: Positive
+    """T of the target (log ref / gamma + r / beta) / T (Lee et al. 2024)."""
+    reference_temperature: Positive
+    """gamma of that target."""
+    tau: NonNegative
+    """Coefficient of log(policy/generator) of a completion (Kimi K2)."""
+    length_normalize: Flag
+    """Mean over the tokens of a completion in place of their sum."""
+
+
+LOSS_OPTIONS = hints_of(LossOptions)
 _LOSSES = Path(__file__).resolve().parents[2] / "learning" / "losses"
 
 
@@ -64,16 +90,23 @@ class Declaration:
 @settings_dataclass
 class LinearScheduleSettings:
     kind: Literal["linear"]
+    """In a line from loss.NAME to final, where it stays (TBA, table 2)."""
     final: NonNegative
+    """Value at end_step."""
     end_step: Count
+    """Step at which final is reached."""
 
 
 @settings_dataclass
 class CutScheduleSettings:
     kind: Literal["cut"]
+    """In a line towards final, and final from cut_step on (TBA, table 3)."""
     final: NonNegative
+    """Value at end_step, and from cut_step on."""
     end_step: Count
+    """Step at which the line would reach final."""
     cut_step: Natural
+    """Step from which on the option is final."""
 
 
 AnyScheduleSettings = Annotated[LinearScheduleSettings | CutScheduleSettings, ByKind()]
@@ -81,14 +114,26 @@ AnyScheduleSettings = Annotated[LinearScheduleSettings | CutScheduleSettings, By
 
 @settings_dataclass
 class LossSettings:
-    fn: str  # a loss of the package, or module:function
-    name: str  # the chosen file in conf/loss; fn if a user's function has taken its place
+    fn: str
+    """A loss of the package, or module:function."""
+    name: str
+    """Name of the loss in the report: the chosen file of conf/loss; with a function of your
+    own, that.
+    """
     kl_coef: NonNegative
+    """Coefficient of the KL to the reference (reference=frozen). docs/algorithms.md says over what
+    it is a mean.
+    """
     kl_estimator: Estimator
+    """k3: GRPO's; k2: x^2/2, with the gradient of the KL; k1: -x, with k2's gradient; x =
+    log(reference/policy).
+    """
     entropy_coef: NonNegative
-    schedules: dict[str, AnyScheduleSettings]  # by the options that change from step to step
-    # Every further key of loss.*, for the function alone.
-    options: Annotated[Options, Flat(known=LOSS_OPTIONS)]
+    """Coefficient of the entropy bonus, the same mean."""
+    schedules: dict[str, AnyScheduleSettings]
+    """Options that change from step to step, by their names: name -> kind, final, end_step."""
+    options: Annotated[Options, Flat(known=LossOptions)]
+    """Every further key of loss.*, for the function alone."""
 
     def options_for(self, taken: set[str]) -> dict[str, object]:
         """Return the options for a function that takes these. A user's function need not take the

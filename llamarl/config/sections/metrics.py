@@ -11,8 +11,11 @@ from llamarl.config.findings import Findings
 @settings_dataclass
 class MetricsSettings:
     tensorboard: Flag
+    """Write metrics for TensorBoard too."""
     wandb: Flag
+    """Send metrics to Weights & Biases too."""
     trace: Flag
+    """Write a bounded Perfetto trace of what every rank did."""
 
 
 @settings_dataclass
@@ -20,7 +23,13 @@ class RunMetricsSettings(MetricsSettings):
     """Those of a run of RL, which has samples to look at."""
 
     samples: Natural
+    """Groups of a step that are kept in RUN_DIR/samples.jsonl for the report; 0: none
+    (docs/watching.md).
+    """
     show_every: Natural
+    """Steps between two looks of the console at the best and the worst completion of such a
+    group; 0: never.
+    """
 
 
 def find_metrics(metrics: MetricsSettings, found: Findings) -> None:

@@ -10,9 +10,12 @@ from llamarl.config.findings import Findings
 
 @settings_dataclass
 class ModelSettings:
-    # None: the tiny model that comes with the package.
     path: str | None = marked("data")
+    """Directory of the model that training starts from, which chooses conf/model/hf.yaml; null:
+    the tiny model that comes with the package.
+    """
     dtype: Literal["float32", "bfloat16"] = marked("answers")
+    """Type of the weights that the generators compute with."""
 
 
 def find_model(model: ModelSettings, found: Findings) -> None:

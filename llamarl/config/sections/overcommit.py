@@ -12,11 +12,17 @@ from llamarl.config.sections.run import RunSettings
 @settings_dataclass
 class GovernorSettings:
     start: Natural | None
+    """Groups of overcommit to start with; null: half a batch."""
     least: Natural
+    """Groups of overcommit at least."""
     most: Natural | None
+    """Groups of overcommit at most; null: max_lag batches."""
     window: Count
+    """Steps that oppo and window look back. window compares two such windows."""
     increase: Natural
+    """Groups that oppo adds at a step after a rise of the reward."""
     decrease: Natural
+    """Groups that oppo takes off at any other step."""
 
 
 def find_overcommit(

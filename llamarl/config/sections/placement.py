@@ -17,12 +17,21 @@ COLOCATED = ("trainer", "generator", "victim", "reward", "reference")
 @settings_dataclass
 class PlacementSettings:
     trainer: RankList | None
+    """Ranks of the trainer; null: the first half."""
     generator: RankList | None
+    """Ranks of the generators; null: the rest."""
     reward: RankList | None
+    """Ranks of the reward; null: a free rank, or the generators' last."""
     reference: RankList | None
+    """Ranks of the reference; null: as of the reward."""
     victim: RankList | None
+    """Ranks of the victim, each of which holds all of it; null: as of the reward."""
     colocate: Texts | None
+    """Executors that share the same ranks, such as [trainer,generator]; null: none."""
     sheet: str | None
+    """A hardware profile, by file or name (h100), from which the planner chooses the ranks of
+    trainer and generator; null: none.
+    """
 
 
 def find_sharing(placement: PlacementSettings, found: Findings, *, offload: bool) -> None:

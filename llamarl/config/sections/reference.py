@@ -32,10 +32,21 @@ class ReferenceSettings:
 class FrozenReferenceSettings:
     kind: Literal["frozen"]
     replicate: Count
+    """Copies of the model, each sharded over an equal share of the ranks (FSDP2)."""
     tensor_parallel: Count
+    """Ranks that share each layer. Each of these parts is sharded."""
     stream: Flag
+    """Read completions while they are sampled, so that their logprobs are ready when they end
+    (docs/rewards.md).
+    """
     piece_tokens: Count | None
+    """With stream: tokens of a completion that are read at a time; null: an eighth of
+    max_new_tokens.
+    """
     cache_tokens: Count | None
+    """With stream: places of the K/V cache of a data-parallel rank; null: as many as the
+    generators hold.
+    """
 
     reset_every: ClassVar[None] = None
     placed: ClassVar[bool] = True
@@ -45,9 +56,15 @@ class FrozenReferenceSettings:
 class ResettingReferenceSettings:
     kind: Literal["reset"]
     reset_every: Count
+    """rho, the steps after which the reference takes the policy's weights (TBA, section 6)."""
     replicate: Count
+    """Copies of the model, each sharded over an equal share of the ranks (FSDP2)."""
     tensor_parallel: Count
+    """Ranks that share each layer. Each of these parts is sharded."""
     stream: Flag
+    """Only reference=frozen can: the version that scores a completion is known once its newest
+    token is.
+    """
 
     placed: ClassVar[bool] = True
 

@@ -40,6 +40,7 @@ class PartSettings:
 
     scorer: Annotated[KindSettings, ByKind(KINDS), Flat()]
     weight: Number
+    """Weight of its score in the sum."""
 
 
 @settings_dataclass
@@ -47,8 +48,14 @@ class PartsSettings:
     """A weighted sum of scorers."""
 
     kind: Literal["parts"]
-    parts: dict[str, Annotated[PartSettings, ByKind()]]  # by names of the user's own
-    outcomes: Texts  # the parts that say whether a completion succeeded; []: all but novelty
+    parts: dict[str, Annotated[PartSettings, ByKind()]]
+    """Scorers by names of your own: name -> kind, weight (1 if not given) and the keys of that
+    kind. Keys that are not given have the values of conf/reward/KIND.yaml.
+    """
+    outcomes: Texts
+    """Parts that say whether a completion succeeded, not how; []: all but novelty
+    (docs/rewards.md).
+    """
 
 
 @settings_dataclass
@@ -57,6 +64,7 @@ class RewardSettings:
 
     scorer: Annotated[KindSettings, ByKind(_UNSHARDED), Flat()]
     max_error_rate: Share
+    """Share of failed scores above which the run stops."""
 
     replicate: ClassVar[int] = 1
     tensor_parallel: ClassVar[int] = 1
@@ -79,11 +87,24 @@ class ShardedRewardSettings:
 
     scorer: Annotated[KindSettings | PartsSettings, ByKind((*_SHARDED, PartsSettings)), Flat()]
     replicate: Count
+    """Copies of the model, each sharded over an equal share of the ranks (FSDP2)."""
     tensor_parallel: Count
+    """Ranks that share each layer. Each of these parts is sharded."""
     max_error_rate: Share
+    """Share of failed scores above which the run stops."""
     stream: Flag
+    """Read completions while they are sampled, so that a score is ready soon after the last
+    token (docs/rewards.md).
+    """
     piece_tokens: Count | Literal["auto"] | None
+    """With stream: tokens of a completion that are read at a time; null: an eighth of
+    max_new_tokens; auto: the fastest of a half to a sixteenth of those, tried again every 50
+    steps.
+    """
     cache_tokens: Count | None
+    """With stream: places of the K/V cache of a data-parallel rank; null: as many as the
+    generators hold.
+    """
 
     @property
     def kind(self) -> str:

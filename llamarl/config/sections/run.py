@@ -23,26 +23,70 @@ from llamarl.words.choices import Governor
 @settings_dataclass
 class RunSettings:
     max_steps: Natural
+    """Batches that are trained on. A policy version counts them; trainer.minibatches_per_step
+    makes several updates of one.
+    """
     run_dir: str | None = marked("outward")
+    """Directory of everything that the run writes; null: a new one under runs/."""
     resume: str = marked("outward")
+    """never; auto: the newest valid checkpoint of run_dir, or a start if there is none; PATH:
+    that checkpoint, or an error.
+    """
     resume_with_other: list[Literal["data", "reward", "model"]] = marked("outward")
+    """Resume although these differ from the checkpoint's: data (its prompts), reward (what
+    scores), model (model.path, eval.gold, ...).
+    """
     seed: Seed = marked("identity", "data", "answers", "outward")
+    """Seed of every random choice."""
     dry_run: Flag = marked("outward")
+    """Print the resolved run, check data and reward on three samples, and exit."""
     ranks: Count | None = marked("outward")
+    """Ranks of a dry run in one process, as if so many were started; null: those that were."""
     max_lag: Natural | None = marked("identity", "answers")
+    """Steps that the oldest token of a trained completion may be old; 0: synchronous and
+    on-policy. With N minibatches and T passes a step, that is up to (max_lag + 1) N T - 1
+    optimizer updates. With buffer=replay: at the time a completion joins the buffer; null: only
+    the buffer's size bounds it (docs/algorithms.md).
+    """
     overcommit: Natural | Governor
+    """Groups that are started beyond one batch and not yet trained on, or a rule that finds how
+    many (docs/asynchrony.md). auto: as few as keep the trainer from waiting; oppo, window: by
+    the trend of the reward. With max_lag=null: beyond one batch and not yet arrived at the
+    trainer; auto: another batch, or two groups a generator if that is more.
+    """
     on_deadline: Literal["wait", "truncate"]
+    """What happens to a straggler at its last step. wait: the trainer waits for it; truncate:
+    its unfinished completions end there and are not trained on.
+    """
     straggler_factor: AtLeastOne = marked("outward")
+    """The log names a ticket that takes more than this many times the median."""
     groups_per_step: Count = marked("identity")
+    """Prompts of a step, over all trainer ranks."""
     group_size: Count = marked("identity", "answers")
+    """Completions of a prompt."""
     max_new_tokens: Count = marked("identity", "answers")
+    """Tokens of a completion at most, over all turns of a dialogue."""
     temperature: Positive = marked("identity", "answers")
+    """Sampling temperature. The trainer scores tokens at the same temperature."""
     lr: Positive
+    """Peak learning rate."""
     threads: Count | None = marked("answers", "outward")
+    """Intra-op threads of a rank; null: on CPUs 1 with max_lag=0 (for equal bits), else
+    OMP_NUM_THREADS if it is set, else the machine's cores over its ranks; with GPUs torch's own
+    number. The OMP_NUM_THREADS=1 that torchrun sets counts as not set.
+    """
     timeout_s: Positive = marked("outward")
+    """Seconds that any wait may last. Then a typed error names who waited for what."""
     heartbeat_timeout_s: Positive = marked("outward")
+    """Seconds of silence after which a rank counts as dead."""
     stop_s: Positive
+    """Seconds that the ranks have to end after a stop request, once the trainer's step and
+    export are done.
+    """
     offload: Flag
+    """Executors of placement.colocate take turns on their device and wait in host memory. Needs
+    max_lag=0.
+    """
 
     @property
     def synchronous(self) -> bool:

@@ -26,8 +26,11 @@ class TaskSettings:
 
     kind: str
     chat: Flag
+    """Show prompts by the tokenizer's chat template."""
     system_prompt: str | None
+    """System turn of prompts that have none of their own; null: none."""
     max_prompt_tokens: Count
+    """Tokens of a prompt at most. By default what the model's context leaves, up to 512."""
 
 
 @settings_dataclass
@@ -44,15 +47,22 @@ class FactsSettings(TaskSettings):
 class QuestionsSettings(TaskSettings):
     kind: Literal["questions"]
     name: Literal["sum", "larger"]
+    """sum: how much two numbers are together; larger: which one is larger."""
     least: Natural
+    """Smallest number of a question."""
     most: Natural
+    """Largest number of a question. All pairs of numbers are asked; a tenth is held out, at
+    most eval.num_prompts.
+    """
 
 
 @settings_dataclass
 class OnePromptSettings(TaskSettings):
     kind: Literal["one_prompt"]
     text: str
+    """The prompt. It may be empty if the tokenizer begins a text with a token of its own."""
     words: Texts
+    """The task's own reward is 1 if an answer holds one of these words."""
 
 
 @settings_dataclass
@@ -61,38 +71,54 @@ class FileSettings(TaskSettings):
 
     kind: Literal["jsonl", "hf_dataset"]
     path: Text
+    """JSON lines; of hf_dataset a directory, a split's folder, a file, or a pattern of files
+    (docs/data.md).
+    """
     prompt_key: str
-    answer_key: str | None  # None: no reference answer
+    """Key of a row's prompt: a text, or a list of messages whose last is the user's
+    (docs/data.md).
+    """
+    answer_key: str | None
+    """Key of a row's reference answer; null: there is none, and the reward must do without."""
 
 
 @settings_dataclass
 class RowsSettings(FileSettings):
     eval_path: str | None
+    """Held-out rows; null: a dataset's test or validation split, or a fixed random tenth of
+    path. At most eval.num_prompts are asked.
+    """
 
 
 @settings_dataclass
 class GSM8KFileSettings(TaskSettings):
     kind: Literal["gsm8k"]
     path: Text
+    """JSON lines with question and answer."""
 
 
 @settings_dataclass
 class GSM8KSettings(GSM8KFileSettings):
     eval_path: str | None
+    """Held-out rows; null: a fixed random tenth of path. At most eval.num_prompts are asked."""
 
 
 @settings_dataclass
 class ReasoningGymSettings(TaskSettings):
     kind: Literal["reasoning_gym"]
     name: Text
-    options: Options  # the dataset's own parameters
+    """Dataset of reasoning-gym. Problems are made from the seed; evaluation uses another seed."""
+    options: Options
+    """The dataset's own parameters: task.options.min_terms=2."""
 
 
 @settings_dataclass
 class PythonTaskSettings(TaskSettings):
     kind: Literal["python"]
     fn: Text
-    options: Options  # further arguments of the function
+    """module:function, which returns a Task (docs/data.md)."""
+    options: Options
+    """Further arguments of the function: task.options.most=99."""
 
 
 @settings_dataclass
@@ -100,12 +126,25 @@ class PlaySettings:
     """How dialogues with an environment go."""
 
     max_turns: Count
-    max_turn_tokens: Count | None  # None: what is left
+    """Turns of a dialogue at most."""
+    max_turn_tokens: Count | None
+    """Tokens of a turn at most; null: what max_new_tokens leaves, which counts all turns and
+    what is said between them.
+    """
     calls: Literal["auto", "json", "words"]
+    """How the policy calls tools. json; words; auto: json with a chat template."""
     num_workers: Count
+    """Worker processes. Many environments live in each."""
     timeout_s: Positive
+    """Seconds of a call. Then its worker is killed; that dialogue is not trained on, and the
+    worker's others are played again.
+    """
     memory_mb: Count
-    kept_tokens: Natural | None  # None: half as many as the cache has
+    """MiB that a worker and its children may hold (Linux)."""
+    kept_tokens: Natural | None
+    """Places of keys and values that are kept while environments work; null: half as many as
+    the cache has.
+    """
 
 
 @settings_dataclass
@@ -114,15 +153,23 @@ class PlayedSettings(TaskSettings):
 
     kind: Literal["environment"]
     environment: Text
-    path: str | None  # None: the environment makes its own prompts
+    """module:Class of an environment of your own (docs/data.md)."""
+    path: str | None
+    """JSON lines, whose rows the environment is reset with; null: it makes its own prompts."""
     prompt_key: str
-    num_prompts: Count  # if the environment makes them; of a set: that are asked
+    """Key of a row's prompt: a text, or a list of messages whose last is the user's."""
+    num_prompts: Count
+    """Prompts of an environment that makes its own; then they are asked again. Of a set:
+    prompts that are asked.
+    """
     play: PlaySettings
+    """How dialogues go."""
 
 
 @settings_dataclass
 class EnvironmentSettings(PlayedSettings):
     eval_path: str | None
+    """Held-out rows; null: a fixed random tenth of path. At most eval.num_prompts are asked."""
 
 
 @settings_dataclass
@@ -189,7 +236,10 @@ AnyTaskPartSettings = Annotated[
 @settings_dataclass
 class MixtureSettings:
     kind: Literal["mixture"]
-    parts: dict[str, AnyTaskPartSettings]  # by names of the user's own
+    parts: dict[str, AnyTaskPartSettings]
+    """Tasks by names of your own: name -> kind, weight (1 if not given) and the keys of that
+    kind. Keys that are not given have the values of conf/task/KIND.yaml (docs/data.md).
+    """
 
     chat: ClassVar[bool] = False  # each part says this for its own prompts
     system_prompt: ClassVar[None] = None

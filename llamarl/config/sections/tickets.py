@@ -17,9 +17,19 @@ _OF_DISTRIBUTIONS = ("tb", "tba")
 @settings_dataclass
 class TicketsSettings:
     informative: Flag
+    """Give back groups whose outcomes, before any shaping, are all equal, and start others for
+    them (docs/asynchrony.md).
+    """
     max_refill: Count
+    """Batches that may be given back for a step. A step that needs more trains on the groups
+    that it has.
+    """
     sampler: Literal["uniform", "difficulty"]
+    """How prompts are chosen. uniform: every one once an epoch; difficulty: by how often each
+    was solved, for a few hundred rows that are drawn many times (docs/data.md).
+    """
     half_life: Positive
+    """With difficulty: a completion counts half after this many further groups of each prompt."""
 
 
 def find_tickets(

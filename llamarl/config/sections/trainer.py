@@ -25,18 +25,30 @@ from llamarl.words.choices import Advantages, Schedule, Whiten
 
 @settings_dataclass
 class LoraSettings:
-    path: str | None  # None: B starts at 0
+    path: str | None
+    """PEFT directory that the adapters start as. Its r, lora_alpha and target_modules must be
+    the three keys below; null: B starts at 0.
+    """
     rank: Natural
+    """Rank of each adapter; 0: train the weights themselves."""
     alpha: Positive
+    """An adapter's product counts alpha / rank."""
     targets: list[
         Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     ]
+    """Projections that get an adapter."""
 
 
 @settings_dataclass
 class CriticModelSettings:
     trunk: Literal["shared", "own"]
-    path: str | None  # None: a trunk of its own starts as the policy
+    """shared: values come from a head on the policy's trunk; own: from a model beside it, with
+    its own optimizer.
+    """
+    path: str | None
+    """With own: a reward model's directory that the critic starts as; null: as the policy, with
+    a new head.
+    """
 
 
 @settings_dataclass
@@ -44,41 +56,104 @@ class ShardedTrainerSettings:
     """The settings of every trainer that shards a decoder."""
 
     replicate: Count
+    """Copies of the model, each sharded over an equal share of the trainer ranks (HSDP)."""
     microbatch_tokens: Count
+    """Packed tokens of a forward and backward pass of a rank. A stop request waits for one;
+    more is faster on a GPU.
+    """
     max_grad_norm: Positive | None
+    """Norm to which gradients are clipped; null: not clipped."""
     optimizer: Literal["adamw", "adamw8bit"]
+    """adamw8bit: moments of one byte each instead of four, in blocks of 256 (torchao)."""
     weight_decay: NonNegative
+    """AdamW's weight decay."""
     beta1: BelowOne
+    """AdamW's decay of the first moment."""
     beta2: BelowOne
+    """AdamW's decay of the second moment."""
     eps: Positive
+    """AdamW's epsilon."""
     schedule: Schedule
+    """Learning rate over all optimizer updates. wsd: warm-up, stable, decay."""
     compute_dtype: Literal["float32", "bfloat16"]
+    """Type that the forward and backward pass compute in."""
     activation_checkpointing: Flag
+    """Recompute activations in the backward pass, to save memory."""
     cpu_offload: Flag
+    """On a GPU: masters, gradients and moments in host memory, where AdamW runs. Weights then
+    leave from there.
+    """
 
 
 @settings_dataclass
 class TrainerSettings(ShardedTrainerSettings):
     tensor_parallel: Count
+    """Ranks that share each layer and train on the same groups. Each of these parts is sharded
+    (FSDP2 x TP).
+    """
     warmup_steps: Natural
+    """Steps of the warm-up, each of minibatches_per_step * updates_per_batch updates."""
     decay_steps: Count | None
+    """With wsd: steps of the line to 0 at the end; null: a fifth of those after the warm-up."""
     advantages: Advantages
+    """group_mean: reward minus its group's mean; group_mean_std: also divided by its standard
+    deviation; leave_one_out: reward minus the mean of the others; turns: for a dialogue's turn,
+    the later rewards minus the group's mean (docs/data.md); gae: by token, from the
+    values of trainer.critic (loss=ppo). loss=NAME sets the one that the loss was published
+    with.
+    """
     lora: LoraSettings
+    """Low-rank adapters beside frozen weights. Only they travel, and checkpoints have adapter/
+    beside hf/.
+    """
     ema_decay: BelowOne | None
+    """Such as 0.99: average <- 0.99 average + 0.01 weights at each optimizer update, exported
+    as hf_ema/; null: no average.
+    """
     parity_tolerance: Positive | None
+    """Root mean square, in nats, by which logprobs of trainer and generator may differ, on
+    fixed prompts at every version and on fresh tokens; null: what the dtype explains, then
+    twice what the start of the run gave.
+    """
     skip_zero_advantage: Flag
+    """If the loss is a policy gradient alone, leave out completions of advantage 0, which add
+    nothing.
+    """
     filter_groups: Flag
+    """Leave out groups of equal rewards, so that no mean or deviation counts them (Magistral)."""
     minibatches_per_step: Count
+    """N, the minibatches of whole groups that a batch is cut into, with one optimizer update
+    each (Async RLHF).
+    """
     updates_per_batch: Count
+    """T, the passes over a batch (Async RLHF; "PPO epochs")."""
     missing_eos_penalty: Number | None
+    """Reward of a completion that was cut off, instead of its own, such as -1 (Async RLHF
+    tables 4, 7); null: its own.
+    """
     reward_kl_coef: NonNegative
+    """KL to the reference that is taken off the reward: with gae of each token, else of the
+    completion.
+    """
     whiten: Whiten
+    """rewards: divide by their deviation in the batch; advantages: to mean 0 and deviation 1;
+    both; completions: advantages so over the completions of each minibatch, not over tokens
+    (Magistral).
+    """
     gamma: Share
+    """With gae: the discount of a token."""
     gae_lambda: Share
+    """With gae: lambda."""
     critic: CriticModelSettings
+    """With gae: the value model."""
     value_lr: Positive | None
+    """With gae: learning rate of the critic's own parameters, by the schedule of lr; null:
+    1.0e-3 for a head, which starts at 0, and lr for a trunk of its own.
+    """
     value_coef: NonNegative
+    """With gae: weight of the values' loss, which trains a shared trunk too."""
     value_clip: Positive | None
+    """With gae: a value moves no further from the old one than this (PPO); null: no clipping."""
 
 
 def find_trainer(

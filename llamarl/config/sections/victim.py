@@ -29,19 +29,34 @@ class NoVictimSettings:
 @settings_dataclass
 class ModelVictimSettings:
     kind: Literal["hf"]
-    path: str | None  # None: the tiny model that comes with the package
+    path: str | None
+    """The victim's directory, with its tokenizer; null: the tiny model that comes with the
+    package.
+    """
     dtype: Literal["float32", "bfloat16"]
+    """Type of its weights."""
     template: Text
+    """What it reads of an attack, before its chat template."""
     chat: Flag
+    """Show the attack as a user's turn of its chat template, if it has one."""
     system_prompt: str | None
+    """Its system turn; null: none."""
     replies: Count
+    """M, the replies that are sampled for each attack. The attack's score is the mean of theirs."""
     max_prompt_tokens: Count
+    """Tokens of an attack with all that is around it. A longer one is an error of the reward."""
     max_new_tokens: Count
+    """Tokens of a reply at most."""
     temperature: NonNegative
+    """Temperature of replies; 0: greedy, so that all replies to an attack are alike."""
     top_p: PositiveShare
+    """Probability mass that replies are sampled from."""
     max_slots: Count
+    """Replies that a rank decodes at once."""
     chunk_tokens: Count
+    """Tokens of a reply between two looks at new attacks."""
     threshold: Number
+    """An attack with a higher mean score is a success: reward/success, eval/success."""
 
     placed: ClassVar[bool] = True
 

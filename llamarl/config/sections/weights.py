@@ -10,6 +10,9 @@ from llamarl.words.choices import Transport
 @settings_dataclass
 class WeightsSettings:
     transport: Transport
+    """How weights travel. shm, cuda_ipc: between ranks of one host; gloo, nccl: over a network;
+    auto: the best that connects the ranks.
+    """
 
 
 def find_weights(
