@@ -34,7 +34,7 @@ from llamarl.inference.build import build_native, build_vllm
 from llamarl.inference.protocol import Bind, BuildEngine, GenerationEngine
 from llamarl.inference.stop_strings import unescaped
 from llamarl.launch.embedders import embedder_settings
-from llamarl.launch.inputs import Inputs
+from llamarl.launch.inputs import JobInputs
 from llamarl.launch.job import Job
 from llamarl.launch.kinds import reward_parts
 from llamarl.launch.model_directory import stop_tokens
@@ -50,7 +50,7 @@ from llamarl.tasks.held_out import section_of
 from llamarl.types import Prompt
 
 
-def sampling_of(config: Config, inputs: Inputs) -> SamplingParams:
+def sampling_of(config: Config, inputs: JobInputs) -> SamplingParams:
     """Return how a group is sampled, without generator.temperature."""
     g = config.generator
     return SamplingParams(
@@ -74,7 +74,9 @@ def temperatures_of(config: Config) -> TemperatureRange | None:
     return TemperatureRange(low=drawn[0], high=drawn[1], seed=config.seed)
 
 
-def engine_builder(config: Config, inputs: Inputs, adapt: Callable[[Decoder], None]) -> BuildEngine:
+def engine_builder(
+    config: Config, inputs: JobInputs, adapt: Callable[[Decoder], None]
+) -> BuildEngine:
     """Return a function that builds the generator's engine, by generator.kind.
 
     adapt: changes the decoder's forward; see Generator.adapt_decoder.
@@ -120,7 +122,7 @@ def engine_builder(config: Config, inputs: Inputs, adapt: Callable[[Decoder], No
     return build
 
 
-def dialogue_engine(inner: Engine, inputs: Inputs) -> DialogueEngine:
+def dialogue_engine(inner: Engine, inputs: JobInputs) -> DialogueEngine:
     """Build the engine of dialogues around one that samples turns and has its weights."""
     reproducible = inputs.config.reproducible
     sections = inputs.config.environments.keys()
@@ -133,12 +135,14 @@ def dialogue_engine(inner: Engine, inputs: Inputs) -> DialogueEngine:
     )
 
 
-def _prompt_of(inputs: Inputs, stream: int, ticket: int) -> Prompt:
+def _prompt_of(inputs: JobInputs, stream: int, ticket: int) -> Prompt:
     """Return the prompt of a ticket, or in a stream of evaluations the held-out one."""
     return inputs.prompts[ticket] if stream == TRAIN else inputs.held_out.prompt(ticket)
 
 
-def _dialogues(inputs: Inputs, on_answer: Callable[[], None], *, reproducible: bool) -> Dialogues:
+def _dialogues(
+    inputs: JobInputs, on_answer: Callable[[], None], *, reproducible: bool
+) -> Dialogues:
     """Build the dialogues of a replica with all its environments, and their workers."""
     environments = {}
     for section, task in inputs.config.environments.items():
@@ -149,7 +153,7 @@ def _dialogues(inputs: Inputs, on_answer: Callable[[], None], *, reproducible: b
 
 
 def _environment(
-    task: PlayedSettings, section: str, inputs: Inputs, on_answer: Callable[[], None]
+    task: PlayedSettings, section: str, inputs: JobInputs, on_answer: Callable[[], None]
 ) -> Environment:
     """Build what plays the prompts of a section."""
     play = task.play
@@ -276,7 +280,7 @@ def stream_settings(
     )
 
 
-def _replies_of(config: Config, inputs: Inputs) -> ReplySettings | None:
+def _replies_of(config: Config, inputs: JobInputs) -> ReplySettings | None:
     """Return how a victim's replies are read; None where completions are scored as they are."""
     if not config.victim.placed:
         return None
@@ -341,7 +345,7 @@ def _judges_of(config: Config, job: Job) -> list[MakeEvalJudge]:
     return judges
 
 
-def build_scorer(inputs: Inputs, device: torch.device) -> Scorer:
+def build_scorer(inputs: JobInputs, device: torch.device) -> Scorer:
     """Build the scorer in this process alone, loaded and not started: for a script."""
     parts = reward_parts(inputs, None)
     scorer = Weighted(parts, site_alone(device), outcomes=inputs.config.reward.outcomes)
@@ -349,7 +353,7 @@ def build_scorer(inputs: Inputs, device: torch.device) -> Scorer:
     return scorer
 
 
-def answering_engine(inputs: Inputs, device: torch.device) -> GenerationEngine:
+def answering_engine(inputs: JobInputs, device: torch.device) -> GenerationEngine:
     """Build what answers held-out prompts in a script that is no job: the native engine, or with an
     environment the engine of its dialogues.
     """
@@ -357,7 +361,7 @@ def answering_engine(inputs: Inputs, device: torch.device) -> GenerationEngine:
     return dialogue_engine(engine, inputs) if inputs.config.environments else engine
 
 
-def engine_alone(inputs: Inputs, device: torch.device) -> Engine:
+def engine_alone(inputs: JobInputs, device: torch.device) -> Engine:
     """Build the native engine with the model as it was saved, for a script that is no job."""
     config = inputs.config
     g = config.generator

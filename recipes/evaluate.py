@@ -45,7 +45,7 @@ from llamarl.evaluation.model import check_writable, find_against, read_words
 from llamarl.evaluation.perplexity import Likelihood, make_perplexity
 from llamarl.evaluation.report import judgement_lines, print_lines, score_lines, write
 from llamarl.launch.checks import check_inputs
-from llamarl.launch.inputs import Inputs
+from llamarl.launch.inputs import JobInputs
 from llamarl.observe.console import Progress
 from llamarl.scoring.scorer import Item, Site, site_alone
 from llamarl.tasks.held_out import EvalSet
@@ -53,7 +53,7 @@ from llamarl.types import EvalCompletion, Prompt
 
 
 def complete_prompts(
-    device: torch.device, inputs: Inputs, prompts: Mapping[int, Prompt], num_samples: int
+    device: torch.device, inputs: JobInputs, prompts: Mapping[int, Prompt], num_samples: int
 ) -> list[EvalCompletion]:
     """Return the completions of these prompts by the inputs' model, which is loaded for them
     alone.
@@ -74,7 +74,7 @@ def complete_prompts(
 
 
 def judge(
-    inputs: Inputs, site: Site, answers: Answers, against: Callable[[], list[Item]] | None
+    inputs: JobInputs, site: Site, answers: Answers, against: Callable[[], list[Item]] | None
 ) -> tuple[Mapping[EvalSet, Judged], Mapping[EvalSet, Likelihood]]:
     """Return the findings of gold and base, as far as the config has these, by set."""
     judged: Mapping[EvalSet, Judged] = {}
@@ -91,7 +91,7 @@ def run(config: EvaluationConfig) -> None:
     """ValueError or OSError for what cannot be used."""
     threads = threads_per_rank(config.threads, synchronous=config.synchronous)
     world = init_world(threads=threads, timeout_s=config.timeout_s, reproducible=True)
-    inputs = Inputs(config, is_told=world.rank == 0)
+    inputs = JobInputs(config, is_told=world.rank == 0)
     check_inputs(inputs)
     # eval.num_prompts alone decides which prompts are held out, so that none that was trained on is
     # evaluated. num_prompts takes the first of them.

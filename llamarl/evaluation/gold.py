@@ -25,7 +25,7 @@ from llamarl.errors import RewardError
 from llamarl.evaluation.ask import Answers
 from llamarl.evaluation.judges import EvalJudge, JudgeWork, greedy_items, spans_of
 from llamarl.evaluation.win_rate import length_controlled, win_rate, wins
-from llamarl.launch.inputs import Inputs
+from llamarl.launch.inputs import JobInputs
 from llamarl.launch.kinds import gold_kind
 from llamarl.scoring.scorer import Item, Site
 from llamarl.scoring.weighted import WeightedPart
@@ -190,14 +190,14 @@ class Gold(EvalJudge[Judged]):
         return np.array([outcome.value for outcome in outcomes], dtype=np.float64)
 
 
-def make_gold(inputs: Inputs, references: Sequence[Item] | None) -> Callable[[Site], Gold]:
+def make_gold(inputs: JobInputs, references: Sequence[Item] | None) -> Callable[[Site], Gold]:
     """Return a function that makes the judge of eval.gold."""
     gold = gold_kind(inputs)
     assert gold is not None, "called only if eval.gold is set"
     return partial(Gold, scorer=WeightedPart(gold.given.name, gold.make), references=references)
 
 
-def references_of(inputs: Inputs) -> list[Item] | None:
+def references_of(inputs: JobInputs) -> list[Item] | None:
     """Return the completions that the held-out rows have under eval.reference_key; None without
     this key.
     """
@@ -205,7 +205,9 @@ def references_of(inputs: Inputs) -> list[Item] | None:
     return None if texts is None else reference_items(inputs, inputs.eval_prompts.values(), texts)
 
 
-def reference_items(inputs: Inputs, prompts: Iterable[Prompt], texts: Iterable[str]) -> list[Item]:
+def reference_items(
+    inputs: JobInputs, prompts: Iterable[Prompt], texts: Iterable[str]
+) -> list[Item]:
     """Return texts, one to each prompt, as completions that the policy sampled and ended."""
     chat = inputs.sampled.conversation["chat"]
     items = []

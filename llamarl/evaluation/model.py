@@ -33,7 +33,7 @@ from llamarl.config.supervised import is_of_a_supervised_job
 from llamarl.errors import CheckpointError
 from llamarl.evaluation.gold import reference_items
 from llamarl.launch.checks import check_inputs
-from llamarl.launch.inputs import Inputs
+from llamarl.launch.inputs import JobInputs
 from llamarl.models.peft import CONFIG as ADAPTER_CONFIG
 from llamarl.models.peft import lora_in
 from llamarl.scoring.assembly import item_of
@@ -215,10 +215,10 @@ def words_of(model: Path) -> list[str]:
 
 def find_against(
     given: str,
-    inputs: Inputs,
+    inputs: JobInputs,
     sets: Sequence[EvalSet],
     prompts: Mapping[int, Prompt],
-    complete: Callable[[Inputs, Mapping[int, Prompt], int], list[EvalCompletion]],
+    complete: Callable[[JobInputs, Mapping[int, Prompt], int], list[EvalCompletion]],
 ) -> Callable[[], list[Item]] | None:
     """Return a function that finds the completions to compare with, one to each prompt of the sets;
     None without any. ValueError or OSError at once if they cannot be had.
@@ -241,7 +241,7 @@ def find_against(
     # The other model is never judged itself; its completions only serve as what is compared with.
     unjudged = dataclasses.replace(config.eval, gold=None, gold_label=None, base=None)
     changed = dataclasses.replace(config, model=own, trainer=adapted, eval=unjudged)
-    other = Inputs(changed, is_told=inputs.is_told)
+    other = JobInputs(changed, is_told=inputs.is_told)
     check_inputs(other)
 
     def completions() -> list[Item]:

@@ -14,7 +14,7 @@ from llamarl.config.sections.victim import placed_victim
 from llamarl.errors import BadInput
 from llamarl.launch.embedders import check_embedder
 from llamarl.launch.environments import check_environments
-from llamarl.launch.inputs import Inputs
+from llamarl.launch.inputs import JobInputs
 from llamarl.launch.kinds import gold_kind, reward_kinds
 from llamarl.launch.model_directory import end_tokens_file, read_model, stop_tokens
 from llamarl.launch.placement import ranges
@@ -44,7 +44,7 @@ def bad_input() -> Iterator[None]:
         raise BadInput(str(error)) from error
 
 
-def check_inputs(inputs: Inputs) -> None:
+def check_inputs(inputs: JobInputs) -> None:
     """Check model directory, tokenizer and data, on every rank, before any weight is read.
     BadInput.
     """
@@ -70,7 +70,7 @@ def check_inputs(inputs: Inputs) -> None:
             )
 
 
-def _check_model(inputs: Inputs, model: ModelConfig) -> None:
+def _check_model(inputs: JobInputs, model: ModelConfig) -> None:
     """Check the model by its config.json and the headers of its weights."""
     if model.labels:
         raise ValueError(
@@ -94,7 +94,7 @@ def _check_model(inputs: Inputs, model: ModelConfig) -> None:
             raise ValueError(f"generator.quantize_exclude={g.quantize_exclude}: {error}") from error
 
 
-def _check_adapters(inputs: Inputs, model: ModelConfig) -> None:
+def _check_adapters(inputs: JobInputs, model: ModelConfig) -> None:
     """Check that the model has the projections that get adapters, and that a directory of adapters
     fits them.
     """
@@ -108,7 +108,7 @@ def _check_adapters(inputs: Inputs, model: ModelConfig) -> None:
         check_adapter(path, adapted)
 
 
-def _check_victim(inputs: Inputs) -> None:
+def _check_victim(inputs: JobInputs) -> None:
     """Check that the victim is a language model with a tokenizer, and can read an attack."""
     path = inputs.victim_path
     assert path is not None, "called only with a victim"
@@ -138,7 +138,7 @@ def _check_victim(inputs: Inputs) -> None:
         )
 
 
-def _check_judges(inputs: Inputs) -> None:
+def _check_judges(inputs: JobInputs) -> None:
     """Check what judges evaluations: the gold scorer, a text to compare with in each held-out row,
     the base model and the embedder.
     """
@@ -153,7 +153,7 @@ def _check_judges(inputs: Inputs) -> None:
         check_embedder(inputs, c.embedder, "eval.embedder")
 
 
-def _check_base(inputs: Inputs, path: Path) -> None:
+def _check_base(inputs: JobInputs, path: Path) -> None:
     """Check that eval.base is a language model that reads the policy's tokens."""
     config = read_model(path)
     if config.labels:
@@ -171,7 +171,7 @@ def _check_base(inputs: Inputs, path: Path) -> None:
     inputs.check_weights(path, config)
 
 
-def _check_critic(inputs: Inputs, path: Path, policy: ModelConfig) -> None:
+def _check_critic(inputs: JobInputs, path: Path, policy: ModelConfig) -> None:
     """Check that a value model reads the policy's tokens and gives one number for each."""
     file = path / "config.json"
     model = read_model(path)
@@ -198,7 +198,7 @@ def _check_critic(inputs: Inputs, path: Path, policy: ModelConfig) -> None:
         inputs.check_weights(path, model.as_scorer(), may_lack=(SCORE,))
 
 
-def _warn_of_rescaled_scores(inputs: Inputs) -> None:
+def _warn_of_rescaled_scores(inputs: JobInputs) -> None:
     """Warn that a value model starts from raw scores of its head, if the reward rescales such
     scores.
     """
@@ -217,7 +217,7 @@ def _warn_of_rescaled_scores(inputs: Inputs) -> None:
             )
 
 
-def _check_tokens(inputs: Inputs, vocab_size: int) -> None:
+def _check_tokens(inputs: JobInputs, vocab_size: int) -> None:
     """Check that the tokenizer's ids and the stop tokens are rows of the embedding."""
     check_vocabulary(inputs.tokenizer, vocab_size, inputs.model_path)
     if inputs.is_told:
@@ -245,7 +245,7 @@ def _check_tokens(inputs: Inputs, vocab_size: int) -> None:
         )
 
 
-def _warn_of_unread_prompts(inputs: Inputs) -> None:
+def _warn_of_unread_prompts(inputs: JobInputs) -> None:
     """Warn of prompts that the model cannot read as they are meant: turns without a template, and
     text for which the tokenizer has no tokens.
     """
@@ -302,7 +302,7 @@ def _say_absent(tokenizer, vocab_size: int, path: Path) -> None:
         )
 
 
-def _check_task(inputs: Inputs) -> None:
+def _check_task(inputs: JobInputs) -> None:
     """Check the data, and the chat template on one prompt of it, of each part of a mixture, and of
     each held-out set.
     """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from llamarl.launch.inputs import Inputs
+from llamarl.launch.inputs import JobInputs
 from llamarl.launch.model_directory import read_tokenizer
 from llamarl.memory import ITEMSIZES, encoder_numbers
 from llamarl.models.config import read_config
@@ -13,7 +13,7 @@ from llamarl.scoring.embedding import EmbedderSettings, check_sentence_encoder
 from llamarl.words.choices import START
 
 
-def check_embedder(inputs: Inputs, given: str, key: str) -> None:
+def check_embedder(inputs: JobInputs, given: str, key: str) -> None:
     """Check the directory and the tokenizer of an encoder; START is checked elsewhere. ValueError
     that names the key and what is wrong.
     """
@@ -27,7 +27,7 @@ def check_embedder(inputs: Inputs, given: str, key: str) -> None:
         raise ValueError(f"{key}: {error}") from error
 
 
-def embedder_settings(inputs: Inputs, given: str) -> EmbedderSettings:
+def embedder_settings(inputs: JobInputs, given: str) -> EmbedderSettings:
     """Return the settings of an embedder that is given as START or a directory."""
     is_policy = given == START
     return EmbedderSettings(
@@ -38,7 +38,7 @@ def embedder_settings(inputs: Inputs, given: str) -> EmbedderSettings:
     )
 
 
-def embedder_bytes(inputs: Inputs, given: str) -> int:
+def embedder_bytes(inputs: JobInputs, given: str) -> int:
     """Return the bytes of an embedder that is given as START or a directory."""
     itemsize = ITEMSIZES[inputs.config.model.dtype]
     if given == START:

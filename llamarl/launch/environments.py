@@ -9,7 +9,7 @@ from llamarl.config.sections.task import PlayedSettings
 from llamarl.environments.contracts import Answer
 from llamarl.environments.dialogues import row_of, seed_of
 from llamarl.environments.pool import EnvironmentPool, Failure
-from llamarl.launch.inputs import Inputs
+from llamarl.launch.inputs import JobInputs
 from llamarl.tasks.environment import makes_prompts, turn_tokens
 from llamarl.tasks.held_out import section_of
 from llamarl.tasks.mixture import MixtureTask
@@ -22,7 +22,7 @@ TRIED = 3  # prompts with which an environment is begun, until one leaves room
 log = logging.getLogger("llamarl")
 
 
-def check_environments(inputs: Inputs) -> None:
+def check_environments(inputs: JobInputs) -> None:
     """Check the environments' modules, their tools and the chat template, on every rank.
     ValueError, also for what cannot read dialogues whose template rewrites history.
     """
@@ -39,7 +39,7 @@ def check_environments(inputs: Inputs) -> None:
         _check_readers(inputs, how)
 
 
-def _check_readers(inputs: Inputs, how: str) -> None:
+def _check_readers(inputs: JobInputs, how: str) -> None:
     """Check that nothing reads a dialogue as one text if the chat template rewrites earlier turns.
     how: in which way it does.
     """
@@ -62,7 +62,7 @@ def _check_readers(inputs: Inputs, how: str) -> None:
         )
 
 
-def try_environments(inputs: Inputs) -> list[str]:
+def try_environments(inputs: JobInputs) -> list[str]:
     """Begin each environment with its first prompt, in a worker; with further ones, until one
     leaves room for a turn. Return a line about each. ValueError if one fails, or if none does.
     """
@@ -73,7 +73,7 @@ def try_environments(inputs: Inputs) -> list[str]:
     return lines
 
 
-def _first_prompts(inputs: Inputs, section: str) -> list[Prompt]:
+def _first_prompts(inputs: JobInputs, section: str) -> list[Prompt]:
     """Return the first TRIED prompts of the task, of a mixture's part, or of a set."""
     firsts = []
     for one in inputs.held_out.sets:
@@ -87,7 +87,7 @@ def _first_prompts(inputs: Inputs, section: str) -> list[Prompt]:
     return [prompt for prompt in firsts if section_of(prompt) == section][:TRIED]
 
 
-def _tried(inputs: Inputs, section: str, task: PlayedSettings, prompts: list[Prompt]) -> str:
+def _tried(inputs: JobInputs, section: str, task: PlayedSettings, prompts: list[Prompt]) -> str:
     """Begin an environment with the first prompt that leaves room for a turn. Return a line about
     it.
     """
@@ -133,7 +133,7 @@ def _tried(inputs: Inputs, section: str, task: PlayedSettings, prompts: list[Pro
     )
 
 
-def _begun(inputs: Inputs, section: str, task: PlayedSettings, prompt: Prompt) -> Answer:
+def _begun(inputs: JobInputs, section: str, task: PlayedSettings, prompt: Prompt) -> Answer:
     """Begin an environment with a prompt, in a worker. Return what it says. ValueError if it
     fails.
     """

@@ -30,7 +30,7 @@ from llamarl.config.conversion import flat, is_marked, to_values, value_differen
 from llamarl.config.findings import show
 from llamarl.config.schema import Config
 from llamarl.config.sections.victim import ATTACK, placed_victim
-from llamarl.launch.inputs import Inputs
+from llamarl.launch.inputs import JobInputs
 from llamarl.launch.kinds import gold_kind, reward_kinds
 from llamarl.launch.model_directory import ModelParts, architecture_of, parts_of, stop_tokens
 from llamarl.models.config import read_config
@@ -61,7 +61,7 @@ class Difference:
     refuses: bool = True  # otherwise it only brings a warning
 
 
-def identity_of(inputs: Inputs) -> Identity:
+def identity_of(inputs: JobInputs) -> Identity:
     """Return the identity of this run. This reads a little of many models' files, so only one rank
     calls it, once.
     """
@@ -75,7 +75,7 @@ def identity_of(inputs: Inputs) -> Identity:
     )
 
 
-def _models(inputs: Inputs) -> dict[str, ModelParts]:
+def _models(inputs: JobInputs) -> dict[str, ModelParts]:
     """Return by key what tells each model that the run reads from others."""
     c = inputs.config
     policy = {
@@ -97,7 +97,7 @@ def _models(inputs: Inputs) -> dict[str, ModelParts]:
     return found
 
 
-def _kept(inputs: Inputs) -> list[str]:
+def _kept(inputs: JobInputs) -> list[str]:
     """Return the keys of the models whose weights are in every checkpoint."""
     c = inputs.config
     # If it is needed as training started from it, under adapters, as a reference or as an embedder,
@@ -108,14 +108,14 @@ def _kept(inputs: Inputs) -> list[str]:
     return ["model.path", "trainer.critic.path"]
 
 
-def _adapters(inputs: Inputs) -> dict[str, object]:
+def _adapters(inputs: JobInputs) -> dict[str, object]:
     lora = inputs.config.trainer.lora
     if not lora.rank:
         return {"rank": 0}
     return {"rank": lora.rank, "alpha": lora.alpha, "targets": sorted(lora.targets)}
 
 
-def reward_identity(inputs: Inputs) -> str:
+def reward_identity(inputs: JobInputs) -> str:
     """Return a text about what scores. Two jobs that give other rewards have other texts."""
     named = []
     for kind in reward_kinds(inputs):

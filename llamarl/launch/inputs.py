@@ -1,4 +1,4 @@
-"""Inputs: everything that a job reads, from the command line to the prompts."""
+"""JobInputs: everything that a job reads, from tokenizers to prompts."""
 
 from __future__ import annotations
 
@@ -58,10 +58,10 @@ class ScoredText:
         return {"chat": self.chat and has_template, "system_prompt": self.system_prompt}
 
 
-class Inputs:
+class JobInputs:
     """What a job reads. It is the same on every rank.
 
-        inputs = Inputs(config)
+        inputs = JobInputs(config)
         inputs.task.train_prompt(0).text       # "What is 17 + 25?"
         inputs.decode(completion.token_ids)
 

@@ -12,7 +12,7 @@ from llamarl.config.supervised import SupervisedConfig
 from llamarl.controller import ExecutorController, RunLimits
 from llamarl.executor import Executor
 from llamarl.launch.graph import channels_between
-from llamarl.launch.inputs import Inputs
+from llamarl.launch.inputs import JobInputs
 from llamarl.launch.placement import Placement
 from llamarl.launch.run_directory import RunDirectory
 from llamarl.launch.run_files import RunFiles, has_finished, recorded
@@ -38,7 +38,7 @@ class Job:
     ):
         self.config = config
         self.world = world
-        self.inputs = Inputs(config, remembered, is_told=world.rank == 0)
+        self.inputs = JobInputs(config, remembered, is_told=world.rank == 0)
         self.placement = Placement(config, world.size)
         self.files = RunFiles(self.inputs, self.placement, directory)
 

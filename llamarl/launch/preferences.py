@@ -24,7 +24,7 @@ from llamarl.disk.drafts import Draft
 from llamarl.errors import MetricsError, RewardError, RunDirectoryError
 from llamarl.launch.checks import bad_input, check_inputs
 from llamarl.launch.identity import Identity, differences, reward_identity
-from llamarl.launch.inputs import Inputs
+from llamarl.launch.inputs import JobInputs
 from llamarl.launch.sources import check_sources
 from llamarl.launch.start import explained, joined_world
 from llamarl.launch.tasks import TaskBuilder
@@ -57,7 +57,7 @@ class PreferencesJob:
     inputs: of the main job that samples and scores in the same way, on this device.
     """
 
-    def __init__(self, config: PreferencesConfig, inputs: Inputs, device: torch.device):
+    def __init__(self, config: PreferencesConfig, inputs: JobInputs, device: torch.device):
         self.config = config
         self.inputs = inputs
         self.device = device
@@ -231,7 +231,7 @@ def launch_preferences(config: PreferencesConfig) -> Iterator[PreferencesJob]:
     """
     with explained() as ending:
         world = joined_world(config, reproducible=True)
-        inputs = Inputs(as_run(config), is_told=world.rank == 0)
+        inputs = JobInputs(as_run(config), is_told=world.rank == 0)
         job = PreferencesJob(config, inputs, world.device)
         check_inputs(inputs)
         with bad_input():

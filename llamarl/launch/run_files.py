@@ -30,7 +30,7 @@ from llamarl.checkpoint.checkpointer import LATEST
 from llamarl.config.conversion import to_values
 from llamarl.controller import ExecutorController
 from llamarl.disk.files import replace_text
-from llamarl.launch.inputs import Inputs
+from llamarl.launch.inputs import JobInputs
 from llamarl.launch.placement import Placement
 from llamarl.launch.run_directory import RunDirectory
 from llamarl.learning.samples import SampleMaker
@@ -51,7 +51,7 @@ class RunFiles:
     step of a run that was stopped; only the leader knows.
     """
 
-    def __init__(self, inputs: Inputs, placement: Placement, directory: RunDirectory):
+    def __init__(self, inputs: JobInputs, placement: Placement, directory: RunDirectory):
         self.config = inputs.config
         self.directory = directory
         self.stopped_after: int | None = None

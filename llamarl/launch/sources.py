@@ -9,7 +9,7 @@ from functools import partial
 
 import torch
 
-from llamarl.launch.inputs import Inputs
+from llamarl.launch.inputs import JobInputs
 from llamarl.launch.kinds import gold_kind, reward_kinds
 from llamarl.scoring.scorer import Item, text_item
 from llamarl.tasks.environment import GIVEN
@@ -31,7 +31,7 @@ _MADE_HERE = ("addition", "facts", "one_prompt", "questions")  # tasks with rows
 log = logging.getLogger(__name__)
 
 
-def samples_of(inputs: Inputs) -> list[Item]:
+def samples_of(inputs: JobInputs) -> list[Item]:
     """Return what a reward is tried on: for each of the first NUM_SAMPLES training prompts the
     row's own answer, or the prompt's text without one, as a completion that ended by itself. Of a
     mixture only prompts that no environment plays, if there are any.
@@ -63,7 +63,7 @@ def _known_answer(prompt: Prompt) -> str:
         return str(answer)
 
 
-def _first_prompts(inputs: Inputs) -> list[Prompt]:
+def _first_prompts(inputs: JobInputs) -> list[Prompt]:
     task = inputs.task
     if isinstance(task, MixtureTask):
         found: list[Prompt] = []
@@ -76,7 +76,7 @@ def _first_prompts(inputs: Inputs) -> list[Prompt]:
     return [task.train_prompt(number) for number in range(min(NUM_SAMPLES, task.num_train))]
 
 
-def check_sources(inputs: Inputs) -> None:
+def check_sources(inputs: JobInputs) -> None:
     """Try the scorers, each kind as far as that is cheap: a user's function scores the samples, a
     judge is asked whether it is there. Called in one process of a job. ValueError if one cannot be
     used, or if a function fails on all samples in the same way, unless reward.max_error_rate is 1.
@@ -87,14 +87,14 @@ def check_sources(inputs: Inputs) -> None:
     check_rows(inputs)
 
 
-def try_gold(inputs: Inputs) -> None:
+def try_gold(inputs: JobInputs) -> None:
     """Try the gold scorer, as far as that is cheap. ValueError if it cannot be used."""
     gold = gold_kind(inputs)
     if gold is not None:
         gold.try_out(samples_of(inputs))
 
 
-def check_rows(inputs: Inputs) -> None:
+def check_rows(inputs: JobInputs) -> None:
     """Let the rewards that can say so check training rows, at most NUM_ROWS, evenly apart. Those
     that no completion could be scored for are counted and shown. ValueError where they are more
     than reward.max_error_rate allows. It ends after CHECK_S seconds.

@@ -34,7 +34,7 @@ from llamarl.errors import NoWeights, RunDirectoryError
 from llamarl.executor import Executor
 from llamarl.launch.checks import bad_input, check_inputs, check_vocabulary
 from llamarl.launch.identity import Identity
-from llamarl.launch.inputs import Inputs
+from llamarl.launch.inputs import JobInputs
 from llamarl.launch.job import limits_of
 from llamarl.launch.model_directory import parts_of, read_model, read_tokenizer
 from llamarl.launch.run_directory import RunDirectory, open_run
@@ -94,7 +94,7 @@ class SupervisedJob:
         config: AnyConfig,
         world: World,
         data: Data,
-        inputs: Inputs | None = None,
+        inputs: JobInputs | None = None,
     ):
         self.config = config
         self.world = world
@@ -364,7 +364,7 @@ def _job_of_task(config: AnyConfig, world: World, tokenizer) -> SupervisedJob:
     BadInput.
     """
     assert isinstance(config, SFTConfig), "other jobs have rows"
-    inputs = Inputs(as_run(config), is_told=world.rank == 0)
+    inputs = JobInputs(as_run(config), is_told=world.rank == 0)
     check_inputs(inputs)
     with bad_input():
         if config.target_accuracy is not None and world.rank == 0:

@@ -10,7 +10,7 @@ import torch
 from llamarl.learning.preference import read_preference_data
 from llamarl.models.config import tiny_directory
 from llamarl.models.hf import load_tokenizer
-from llamarl.scoring.pairs import Candidate, Pair, row_of
+from llamarl.scoring.pairs import Candidate, LabelledPair, row_of
 from llamarl.scoring.scorer import Item
 from llamarl.scoring.sharded import Transcript
 from llamarl.tasks.base import Example, PromptMaker, text_of
@@ -197,7 +197,7 @@ def test_preference_rows_of_conversations_are_prompts_of_the_main_job(tokenizer,
     made = [maker.prompt(Example(tuple(Message(**turn) for turn in TURNS), {}))]
     made.append(maker.prompt(Example("1+1", {})))
     sides = (Candidate(0, "4", (1,)), Candidate(1, "5", (2,)))
-    pair = Pair(*sides, chosen_score=1.0, rejected_score=0.0, is_flipped=False)
+    pair = LabelledPair(*sides, chosen_score=1.0, rejected_score=0.0, is_flipped=False)
     rows = []
     for number, prompt in enumerate(made):
         rows.append(row_of(pair, maker.turns(prompt.asked), number=number, margin_coef=0.0))

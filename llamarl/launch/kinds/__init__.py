@@ -15,24 +15,24 @@ from functools import partial
 from typing import Any
 
 from llamarl.config.kinds.kind import Given
-from llamarl.launch.inputs import Inputs, ScoredText
+from llamarl.launch.inputs import JobInputs, ScoredText
 from llamarl.launch.kinds.kind import Kind
 from llamarl.scoring.ahead import StreamSettings
 from llamarl.scoring.weighted import WeightedPart
 
 
-def kind_of(given: Given, inputs: Inputs, scored: ScoredText) -> Kind[Any]:
+def kind_of(given: Given, inputs: JobInputs, scored: ScoredText) -> Kind[Any]:
     """Return the kind of a scorer. scored: the text and tokens that it scores."""
     module = importlib.import_module(f"{__name__}.{given.settings.kind}")
     return module.KIND(given.settings, given, inputs, scored)
 
 
-def reward_kinds(inputs: Inputs) -> list[Kind[Any]]:
+def reward_kinds(inputs: JobInputs) -> list[Kind[Any]]:
     """Return the parts of the reward, in their order."""
     return [kind_of(given, inputs, inputs.scored) for given in inputs.config.reward_parts]
 
 
-def gold_kind(inputs: Inputs) -> Kind[Any] | None:
+def gold_kind(inputs: JobInputs) -> Kind[Any] | None:
     """Return the gold scorer; None without eval.gold. It scores what the policy samples, even if a
     victim replies to that.
     """
@@ -40,13 +40,13 @@ def gold_kind(inputs: Inputs) -> Kind[Any] | None:
     return None if given is None else kind_of(given, inputs, inputs.sampled)
 
 
-def scorers_of(inputs: Inputs) -> list[Kind[Any]]:
+def scorers_of(inputs: JobInputs) -> list[Kind[Any]]:
     """Return all scorers: the parts of the reward, and the gold scorer."""
     gold = gold_kind(inputs)
     return [*reward_kinds(inputs), *([] if gold is None else [gold])]
 
 
-def reward_parts(inputs: Inputs, stream: StreamSettings | None) -> list[WeightedPart]:
+def reward_parts(inputs: JobInputs, stream: StreamSettings | None) -> list[WeightedPart]:
     """Return the reward's scorers with their weights. stream: how models read completions while
     these are sampled.
     """

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Generic, TypeVar
 
 from llamarl.config.kinds.kind import Given, KindSettings
-from llamarl.launch.inputs import Inputs, ScoredText
+from llamarl.launch.inputs import JobInputs, ScoredText
 from llamarl.launch.model_directory import ModelParts
 from llamarl.launch.placement import Placement
 from llamarl.memory import Price
@@ -35,7 +35,7 @@ class Kind(ABC, Generic[Settings]):
     scores only needs `identity` and `make`.
     """
 
-    def __init__(self, settings: Settings, given: Given, inputs: Inputs, scored: ScoredText):
+    def __init__(self, settings: Settings, given: Given, inputs: JobInputs, scored: ScoredText):
         self.settings = settings
         self.given = given
         self.inputs = inputs
