@@ -1,7 +1,7 @@
 """Reward: completions in, whole groups with rewards out.
 
     take --> Scorer --Outcome--> settle --a group is whole--> send
-                                        --a version has all--> eval/..., and of Judges more of it
+                                        --a version has all--> Judges --> eval/...
 
 The scorer is any Scorer (llamarl/scoring/scorer.py): a function in worker processes, a model over
 the ranks of this executor, a weighted sum of several. A judge of evaluations is any EvalJudge

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from torch import Tensor
 
@@ -24,7 +25,7 @@ from llamarl.scoring.scorer import Item, Scorer, commonest, score_all
 from llamarl.tasks.held_out import EvalSet
 from llamarl.types import Completion, EvalCompletion, Outcome, Prompt
 
-# Streams of the engine; training has 0.
+# Streams of the engine: a stream has its own random numbers. Training has 0.
 GREEDY = 1
 SAMPLED = 2
 
@@ -87,6 +88,7 @@ def submit(
     """Queue a held-out prompt: for a greedy completion, and for num_samples by `sampling`. Return
     the number of completions.
     """
+    # Only lengths and stops of `sampling`: top_p, top_k and min_new_tokens are for samples.
     greedy = SamplingParams(
         sampling.max_new_tokens,
         temperature=0.0,
@@ -156,7 +158,7 @@ def score(
             items.append(item_of(completion, prompts[completion.prompt_index], decode, decode_raw))
         # Each set is a batch: a scorer that compares completions must not compare across sets.
         outcomes = score_all(scorer, items)
-        answers[one] = [ScoredAnswer(*parts) for parts in zip(own, items, outcomes, strict=True)]
+        answers[one] = list(map(ScoredAnswer, own, items, outcomes))
     return answers
 
 
@@ -197,7 +199,7 @@ class HeldOutPrompts:
             chunk_tokens=self.chunk_tokens,
         )
         by_set = score(self.scorer, self.sets, prompts, completions, self.decode, self.decode_raw)
-        answers = [answer for own in by_set.values() for answer in own]
+        answers = list(chain.from_iterable(by_set.values()))
         if answers and all(answer.score is None for answer in answers):
             reason = commonest([answer.outcome.reason for answer in answers])
             raise RewardError(f"none of {len(answers)} held-out completions has a score: {reason}")

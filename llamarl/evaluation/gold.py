@@ -103,7 +103,8 @@ class Gold(EvalJudge[Judged]):
     def __init__(self, site: Site, *, scorer: WeightedPart, references: Sequence[Item] | None):
         self.name = scorer.name
         self._references = references
-        # No metrics, because the reward has metrics of the same names about training.
+        # The reward may have a scorer of the same name: gold reports none of its metrics, and its
+        # collective calls have names of their own.
         own = replace(site, metrics=None, together=Apart(site.together, "gold/"))
         self._scorer = scorer.make(own)
         self._keys = itertools.count()

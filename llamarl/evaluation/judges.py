@@ -161,7 +161,9 @@ class Judges:
                 begun.popleft()
                 for one, finding in found.items():
                     self._metrics[version] |= one.columns(finding.metrics())
-        waiting = {version for _, begun in self._work for version, _ in begun}
+        waiting: set[int] = set()
+        for _, begun in self._work:
+            waiting.update(version for version, _ in begun)
         judged = [version for version in self._metrics if version not in waiting]
         return [(version, self._metrics.pop(version)) for version in judged]
 

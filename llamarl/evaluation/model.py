@@ -1,5 +1,5 @@
-"""The evaluation of a model outside of its run, for recipes/evaluate.py: which model it is, from
-which run, which prompts it completes, and what its completions are compared with.
+"""For recipes/evaluate.py: finds the model of a command line and the run that made it, reads the
+config of the evaluation, and finds the completions to compare with.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from llamarl.types import EvalCompletion, Prompt
 from llamarl.words.choices import OWN
 
 OF_THE_RUN = "of_the_run"  # the name of a section's file in a temporary conf/
-# Keys that the native engine here sets, whatever the run's generator was.
+# An evaluation has the native engine on one rank, whatever the generator of the run was.
 OUR_OWN = (
     "generator.kind",
     "generator.tensor_parallel",
@@ -56,8 +56,8 @@ OUR_OWN = (
 
 
 def read_words(words: list[str]) -> EvaluationConfig:
-    """Return the config of a command line. Its model.path is replaced by the Hugging Face directory
-    that it leads to. ConfigError with all that is wrong.
+    """Return the config of a command line, with the Hugging Face directory that its model.path
+    leads to. ConfigError lists everything that is wrong.
     """
     problems: list[Problem] = []
     given = [value for key, _, value in map(_split, words) if key == "model.path"]
@@ -88,9 +88,9 @@ def _split(word: str) -> tuple[str, str, str]:
 
 
 def config_of(model: list[str], run: Path | None, overrides: list[str]) -> EvaluationConfig:
-    """Return the config of an evaluation. Keys that the schema marks ANSWERS come from the run, if
-    there is one; the command line overrides them. model: the keys that `words_of` gives for the
-    directory. ConfigError.
+    """Return the config of an evaluation. If there is a run, its values hold for the keys that the
+    schema marks ANSWERS; the command line overrides them. model: the words that `words_of` returns
+    for the directory. ConfigError.
     """
     given = [*overrides, *_implied(overrides), *model]
     file = None if run is None else run / "config.yaml"
@@ -109,7 +109,7 @@ def config_of(model: list[str], run: Path | None, overrides: list[str]) -> Evalu
     of_kinds = {section: old.pop(section) for section in ("task", "reward")}
     kept = {section: values for section, values in of_kinds.items() if section not in named}
     sets = old["eval"].pop("sets")
-    # A chosen task's file has its own.
+    # The file of another task has its own length.
     lengths = [f"max_new_tokens={old['max_new_tokens']}"] if "task" in kept else []
     values = to_values(_compose_over(kept, [*lengths, *given]))
     if not any(f"{name}.".startswith(f"{EVAL_SETS}.") for name in named):
@@ -130,20 +130,18 @@ def config_of(model: list[str], run: Path | None, overrides: list[str]) -> Evalu
 
 
 def _implied(overrides: list[str]) -> list[str]:
-    """Return the words that words of a command line imply."""
+    """Return the words that the words of a command line imply."""
     words = []
     for key, _, value in map(_split, overrides):
         if key in ("eval.gold", "eval.base"):
-            words.append("eval.every=1")  # even if the run evaluated nothing
+            words.append("eval.every=1")  # the run may have evaluated nothing
         if key == "against" and value != REFERENCES:
-            words.append("eval.reference_key=null")  # then the rows need no answers
+            words.append("eval.reference_key=null")  # the rows need no answers then
     return list(dict.fromkeys(words))
 
 
 def _compose_over(sections: dict[str, dict], overrides: list[str]) -> EvaluationConfig:
-    """Return the config of a command line that changes these sections, whatever their kinds.
-    ConfigError.
-    """
+    """Return the config of a command line that changes these sections. ConfigError."""
     with tempfile.TemporaryDirectory() as folder:
         choices = []
         for section, values in sections.items():
@@ -155,12 +153,10 @@ def _compose_over(sections: dict[str, dict], overrides: list[str]) -> Evaluation
 
 
 def find_model(given: str | Path) -> tuple[Path, Path | None]:
-    """Return (the Hugging Face or PEFT directory to evaluate, the run_dir that it comes from or
-    None).
+    """Return the Hugging Face or PEFT directory to evaluate, and its run_dir or None.
 
     given: such a directory, RUN_DIR/checkpoints/step_N, RUN_DIR/checkpoints/latest, or RUN_DIR for
-    its latest. Of a checkpoint with adapters that is adapter/, because hf/ has lost what rounding
-    took; hf/ itself may be given. FileNotFoundError or CheckpointError says what to give instead.
+    its latest checkpoint. FileNotFoundError or CheckpointError says what to give instead.
     """
     path = Path(given)
     if (path / "checkpoints").is_dir():
@@ -178,6 +174,7 @@ def find_model(given: str | Path) -> tuple[Path, Path | None]:
         problems = verify(path)
         if problems:
             raise CheckpointError(damage(path, problems))
+        # hf/ holds the sum of weights and adapters, rounded; adapter/ is exact.
         adapter = path / "adapter"
         newest = adapter if adapter.is_dir() else path / "hf"
         return asked or newest, path.absolute().parents[1]
@@ -191,10 +188,10 @@ def find_model(given: str | Path) -> tuple[Path, Path | None]:
 
 
 def words_of(model: Path) -> list[str]:
-    """Return the keys that evaluate a directory: of PEFT's, its adapters beside the weights that
-    its adapter_config.json names.
+    """Return the words of a command line that evaluates a directory. For a PEFT directory they name
+    its adapters and the base model of its adapter_config.json.
 
-    FileNotFoundError if those are not there; ValueError for adapters that cannot be used.
+    FileNotFoundError if the base model is not here; ValueError for adapters that cannot be used.
     """
     if not (model / ADAPTER_CONFIG).is_file():
         return [f"model.path='{model}'"]
@@ -238,7 +235,7 @@ def find_against(
     its = compose_config(words_of(model), EVALUATION)
     own = dataclasses.replace(config.model, path=its.model.path)
     adapted = dataclasses.replace(config.trainer, lora=its.trainer.lora)
-    # The other model is never judged itself; its completions only serve as what is compared with.
+    # The other model is not judged itself: its completions are only compared with.
     unjudged = dataclasses.replace(config.eval, gold=None, gold_label=None, base=None)
     changed = dataclasses.replace(config, model=own, trainer=adapted, eval=unjudged)
     other = JobInputs(changed, is_told=inputs.is_told)
@@ -291,7 +288,7 @@ def _read_answers(file: Path, sets: Sequence[EvalSet], prompts: Mapping[int, Pro
 
 
 def check_writable(out: Path) -> None:
-    """Make the file's directory. ValueError if the file could not be written."""
+    """Make the file's directory. ValueError if the file cannot be written."""
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         file = out.open("a") if out.exists() else tempfile.TemporaryFile(dir=out.parent)

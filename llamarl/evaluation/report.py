@@ -84,7 +84,7 @@ class Samples(EvalJudge[Finding]):
                     row["answers"] = [reply.text for reply in answer.item.replies]
                 text += json.dumps(row) + "\n"
         file = self._folder / f"step_{version}.jsonl"
-        draft = file.with_suffix(".part")
+        draft = file.with_suffix(".part")  # replaces the file at once: a reader sees whole lines
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             draft.write_text(text)
@@ -153,9 +153,10 @@ def score_lines(answers: Sequence[ScoredAnswer], temperature: float) -> list[str
         for answer in answers:
             if not answer.completion.greedy:
                 lengths.append(answer.completion.token_ids.numel())
-        k = len(lengths) // len(greedy)
+        k = len(lengths) // len(greedy)  # samples a prompt
         passed = []
         for n in sorted({k, *(1 << i for i in range(k.bit_length()))}):
+            # A prompt has fewer than k scores if some of its samples were errors.
             best = sum(pass_at_k(scores, min(n, len(scores))) for scores in of_prompts)
             best /= len(of_prompts)
             passed.append(f"pass@{n} {best:.2%}" if passes else f"best of {n} {best:.4g}")

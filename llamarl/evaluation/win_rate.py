@@ -1,11 +1,12 @@
-"""Win rates: compare completions with others of the same prompts, by the scores of a gold scorer.
+"""Win rates: compare completions with references to the same prompts, by the scores of a gold
+scorer.
 
     wins_N = wins(gold_N, against_N, same_N)            1 better, 0.5 as good, 0 worse
-    share, low, high = win_rate(wins_N)                 over prompts, with its interval
-    length_controlled(wins_N, longer_N)                 as it were if all pairs were equally long
+    win_rate(wins_N)                                    share of wins, with its interval
+    length_controlled(wins_N, longer_N)                 the share if all pairs were equally long
 
-Shapes: N prompts, each with one completion and one that it is compared with. NaN means that there
-is no score; such pairs are in no figure.
+Shapes: N prompts, each with a completion and a reference. NaN means that one of them has no score;
+such pairs are left out.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ from dataclasses import dataclass
 import numpy as np
 
 Z = 1.959963984540054  # of a two-sided interval of 95 %
-# Deviations of the normal priors of the regression, in logits. Where length separates wins from
-# losses the likelihood has no maximum; these give it one. That of the slope, on a scale where
-# lengths are about 1 apart, is Gelman et al.'s (2008); that of the intercept is as good as flat.
+# Standard deviations of the normal priors of the regression, in logits. If length separates wins
+# from losses, the likelihood alone has no maximum. The slope's is that of Gelman et al. (2008), for
+# lengths that are about 1 apart; the intercept's prior is nearly flat.
 SLOPE_DEVIATION = 2.5
 INTERCEPT_DEVIATION = 10.0
 NUM_RESAMPLES = 1000
 _ITERATIONS = 200
-_LARGEST_STEP = 1.0  # of Newton's, in logits: farther away the quadratic says little
+_LARGEST_STEP = 1.0  # in logits: farther away the quadratic approximation is poor
 _SMALL_STEP = 1e-10
 
 
@@ -36,11 +37,11 @@ class WinRate:
 
 
 def wins(gold_N: np.ndarray, against_N: np.ndarray, same_N: np.ndarray) -> np.ndarray:
-    """[N]: 1 where gold is greater than against, 0.5 where they are equal or the texts are the same
-    (scores of one text may differ by rounding), 0 otherwise; NaN where one of them has no score.
+    """Return [N]: 1 where gold is greater than against, 0.5 where they are equal or the texts are
+    the same, 0 otherwise; NaN where one of them has no score.
     """
     wins_N = (gold_N > against_N) + 0.5 * (gold_N == against_N)
-    wins_N[same_N] = 0.5
+    wins_N[same_N] = 0.5  # two scores of one text may differ by rounding
     wins_N[np.isnan(gold_N) | np.isnan(against_N)] = np.nan
     return wins_N
 
@@ -70,13 +71,13 @@ def win_rate(wins_N: np.ndarray) -> WinRate | None:
 
 
 def length_controlled(wins_N: np.ndarray, longer_N: np.ndarray) -> float | None:
-    """Return the win rate that a logistic regression foresees for pairs of equal length
+    """Return the win rate that a logistic regression predicts for pairs of equal length
     (AlpacaEval 2; Dubois et al. 2024, section 3).
 
         P(win) = sigmoid(intercept + slope tanh(longer / deviation of longer)),   sigmoid(intercept)
 
-    longer_N: by how many tokens each completion is longer than the other one. AlpacaEval's third
-    term, the difficulty of each instruction, needs completions of many models and is left out. Both
+    longer_N: the tokens that each completion has more than its reference. We leave out AlpacaEval's
+    third term, the difficulty of each instruction, which needs completions of many models. Both
     weights have a normal prior instead of a penalty by cross-validation. None if length and quality
     cannot be told apart: without a pair, or if all completions are longer, or all shorter.
     """
@@ -91,15 +92,15 @@ def length_controlled(wins_N: np.ndarray, longer_N: np.ndarray) -> float | None:
 def length_controlled_interval(
     wins_N: np.ndarray, longer_N: np.ndarray, *, seed: int
 ) -> WinRate | None:
-    """Return what length_controlled does, with an interval of 95 %: percentiles over resampled
-    prompts (Efron 1979). The scale of lengths stays that of all prompts.
+    """Return the rate of length_controlled with an interval of 95 %: percentiles over resampled
+    prompts (Efron 1979).
     """
     share = length_controlled(wins_N, longer_N)
     if share is None:
         return None
     known = ~np.isnan(wins_N)
     wins_M = wins_N[known]
-    length_M = scaled_lengths(longer_N[known])
+    length_M = scaled_lengths(longer_N[known])  # on the scale of all prompts, not of a sample
     assert length_M is not None, "so there would be no share"
     size = (NUM_RESAMPLES, wins_M.size)
     drawn = np.random.default_rng(seed).integers(wins_M.size, size=size)
@@ -109,8 +110,8 @@ def length_controlled_interval(
 
 
 def scaled_lengths(longer_N: np.ndarray) -> np.ndarray | None:
-    """tanh(longer / its deviation) [N]; None where pairs of equal length would be outside of what
-    was seen.
+    """Return tanh(longer / its standard deviation) [N]; None if equal lengths would lie outside of
+    the measured range.
     """
     if not longer_N.size or longer_N.min() > 0 or longer_N.max() < 0:
         return None
@@ -121,17 +122,17 @@ def scaled_lengths(longer_N: np.ndarray) -> np.ndarray | None:
 
 
 def fit(wins_RN: np.ndarray, length_RN: np.ndarray) -> np.ndarray:
-    """[R, 2], intercept and slope of each of R regressions: the greatest of the likelihood times
-    the priors, by Newton's method.
+    """Return [R, 2], intercept and slope of each of R regressions: the maximum of the likelihood
+    times the priors, by Newton's method.
     """
     precision = np.diag([INTERCEPT_DEVIATION**-2, SLOPE_DEVIATION**-2])
     features_RN2 = np.stack([np.ones_like(length_RN), length_RN], axis=-1)
     weights_R2 = np.zeros((len(wins_RN), 2))
     for _ in range(_ITERATIONS):
-        foreseen_RN = sigmoid(np.einsum("rnk,rk->rn", features_RN2, weights_R2))
-        missed_RN = wins_RN - foreseen_RN
-        gradient_R2 = np.einsum("rnk,rn->rk", features_RN2, missed_RN) - weights_R2 @ precision
-        curved_RN2 = features_RN2 * (foreseen_RN * (1 - foreseen_RN))[..., None]
+        predicted_RN = sigmoid(np.einsum("rnk,rk->rn", features_RN2, weights_R2))
+        residual_RN = wins_RN - predicted_RN
+        gradient_R2 = np.einsum("rnk,rn->rk", features_RN2, residual_RN) - weights_R2 @ precision
+        curved_RN2 = features_RN2 * (predicted_RN * (1 - predicted_RN))[..., None]
         curvature_R22 = np.einsum("rnk,rnj->rkj", curved_RN2, features_RN2) + precision
         step_R2 = np.linalg.solve(curvature_R22, gradient_R2[..., None])[..., 0]
         length_R1 = np.linalg.norm(step_R2, axis=1, keepdims=True)
@@ -142,5 +143,6 @@ def fit(wins_RN: np.ndarray, length_RN: np.ndarray) -> np.ndarray:
 
 
 def sigmoid(x: np.ndarray) -> np.ndarray:
-    """1 / (1 + exp(-x)), also far out."""
+    """Return 1 / (1 + exp(-x))."""
+    # tanh does not overflow for large |x|, as exp would.
     return 0.5 * (1 + np.tanh(x / 2))
