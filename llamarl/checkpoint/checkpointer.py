@@ -1,4 +1,4 @@
-"""Checkpoints: every executor's state at one step boundary, on disk as a whole or not at all.
+"""Checkpoints: the state of all executors at a step boundary, on disk whole or not at all.
 
     RUN_DIR/checkpoints/
         latest                           "step_20": the newest one that was sealed
@@ -14,21 +14,20 @@
         step_10.old/                     being deleted
 
 Each rank writes its parts into step_N.tmp and tells the leader their sizes and hashes. When all
-expected parts are in, the leader writes the manifest and renames the directory into place: a
-checkpoint with a manifest is complete, and what it says about itself can be checked. All ranks must
-see the same run_dir, though perhaps later than they are written: the leader waits until it sees all
-files before it seals. Files are safetensors and JSON only, which run nothing when they are read.
+expected parts are in, the leader writes the manifest and renames the directory. So a directory with
+a manifest is a whole checkpoint, and its files can be verified. All ranks must see the same
+run_dir, perhaps with a delay: the leader waits until it sees all files before it seals. All files
+are safetensors or JSON, which run no code when they are read.
 
-A step may be sealed again, by a run that went on from before it. Then the old directory is renamed
-away before the new one takes its name; between the two step_N.tmp is the checkpoint, which has its
-manifest by then. After a kill at that moment `find` gives it its name.
+A resumed run may seal a step again. It renames the old directory away before the new one takes its
+name. After a kill between the two renames step_N.tmp is whole, and `find` renames it.
 
-While a rank writes, hashes and syncs its part, `progress` says how far it has come: whoever waits
-for a rank that gets on has patience (Control.saving).
+While a rank writes, hashes and syncs its part, `progress` reports how far it is, so that others
+wait for it as long as it advances (Control.saving).
 
-A disk that is full or fails ends no run by itself: that checkpoint is given up, in whole, and named
-in the log. The run's last checkpoint waits for room (room.py). What cannot be deleted is
-named too, and tried again with the next checkpoint.
+A full or failing disk ends no run: the checkpoint is given up as a whole, and the log says so. Only
+the run's last checkpoint waits for room (room.py). A directory that cannot be deleted is logged,
+and tried again with the next checkpoint.
 
     message      from -> to           handled         meaning
     checkpoint   any rank -> leader   by its pump()   a part of step n is on disk: its files, sizes
@@ -102,11 +101,11 @@ def verify(
     share: tuple[int, int] = (0, 1),
     progress: Callable[[], None] = lambda: None,
 ) -> list[str]:
-    """Return what is wrong with a checkpoint, a line a file; [] if nothing.
+    """Return the problems of a checkpoint, a line a file; [] if there are none.
 
     Without `hashes` only names and sizes are compared. share: (i, n) for the i-th of n processes
-    that verify it together, each some of the files and about as many bytes. progress is called
-    while a file is read. OtherFormat if this commit does not read it.
+    that share the files, each with about as many bytes. progress is called while a file is read.
+    OtherFormat if this commit does not read it.
     """
     try:
         manifest = read_manifest(path)
@@ -141,11 +140,11 @@ def find(
 ) -> Path | None:
     """Return the checkpoint to go on from.
 
-    For "auto" that is the newest valid one of run_dir, None if it has none at all; else `resume`.
-    The caller then has the directory for itself, because what a kill left whole is given its name.
-    Damaged ones are named in a warning and passed over. CheckpointError if all are damaged, or the
-    one asked for is; OtherFormat if this commit does not read it; FileNotFoundError if that does
-    not exist. check: says what is wrong with one, as `verify`, which it is by default.
+    For "auto" that is the newest valid one of run_dir, None if there are none; else `resume`. With
+    "auto" the caller must hold the directory's lock, because `find` may rename in it. Damaged ones
+    are passed over with a warning. check returns the problems of one. CheckpointError if all are
+    damaged, or the given one is; OtherFormat if this commit does not read it; FileNotFoundError if
+    it does not exist.
     """
     if resume != "auto":
         path = Path(resume)
@@ -176,10 +175,9 @@ def find(
 
 
 def name_whole_ones(folder: Path) -> None:
-    """Rename to step_N each step_N.tmp that was killed after its manifest was written, where there
-    is no step_N.
+    """Rename step_N.tmp to step_N where a kill came between its manifest and its renaming.
 
-    The caller has the directory for itself. OSError if the disk refuses it.
+    The caller holds the directory's lock. OSError if the disk refuses.
     """
     for step, path in _newest_first(folder, _WRITTEN):
         final = folder / f"step_{step}"
@@ -192,13 +190,13 @@ def name_whole_ones(folder: Path) -> None:
 
 
 class Checkpointer:
-    """A rank's part in writing checkpoints. The leader's also seals and prunes them.
+    """Writes a rank's parts of checkpoints. The leader's also seals and prunes checkpoints.
 
     expected: the parts of a whole checkpoint, (executor, place of a rank within it); extra_parts:
-    those of `register_files`. optional: executors whose parts a checkpoint can do without after a
-    loss (llamarl.comm.control). keep: how many of the newest valid ones stay, at least one.
-    timeout_s: the leader waits no longer than this until it sees files of other hosts. tell: is
-    called on the leader when a part of a step has come, with how many have and how many there are.
+    those of `register_files`. optional: executors whose parts may be absent after a loss
+    (llamarl.comm.control). keep: how many of the newest valid checkpoints stay, at least one.
+    timeout_s: how long the leader waits to see files of other hosts. tell(step, arrived, expected)
+    is called on the leader for each part that arrives.
     """
 
     def __init__(
@@ -227,7 +225,7 @@ class Checkpointer:
         self.newest_sealed: int | None = None  # on the leader: the newest step of this process
         # The part that this rank writes: the folder of its step, and a pattern of its files there.
         self._under_way: tuple[Path, str] | None = None
-        self._num_chunks = 0  # that were hashed or synced so far, and looks at a full disk
+        self._num_chunks = 0  # hashed or synced so far, and looks at a full disk
         self.room = DiskRoom(self.folder, control, self._got_on)
         if control.is_leader:
             name_whole_ones(self.folder)
@@ -235,10 +233,8 @@ class Checkpointer:
                 discard(path)
 
     def progress(self) -> tuple[int, int]:
-        """Return how far this rank has come with its part: chunks hashed or synced, bytes written.
-
-        Any thread may call it. A file may be laid out before it is filled, so that its blocks count
-        too.
+        """Return this rank's progress with its part: chunks hashed or synced, and bytes written.
+        Any thread may call it.
         """
         num_bytes = 0
         if self._under_way is not None:
@@ -248,6 +244,7 @@ class Checkpointer:
                     status = file.stat()
                 except OSError:
                     continue  # renamed meanwhile
+                # A file may have its size before its contents: its blocks show the writing.
                 num_bytes += status.st_size + 512 * status.st_blocks
         return self._num_chunks, num_bytes
 
@@ -267,10 +264,9 @@ class Checkpointer:
         return path
 
     def save_part(self, step: int, name: str, rank: int, state: State) -> None:
-        """Write one executor's state of one rank to disk for good, and tell the leader.
-
-        If that fails, the leader is told why. Values are tensors (of this rank, of any device) or
-        JSON. TypeError, naming the key, for anything else.
+        """Write the state of an executor's rank to disk, durably, and tell the leader. If the disk
+        refuses, tell the leader why. Values are tensors (of this rank, of any device) or JSON;
+        TypeError names the key of anything else.
         """
         tensors, values = _split(name, state)
         text = json.dumps(values)
@@ -295,9 +291,8 @@ class Checkpointer:
 
     @contextmanager
     def writing(self, step: int, part: str, num_bytes: int) -> Iterator[None]:
-        """Report what the disk refuses in the block to the leader, as that part's error.
-
-        `step` will then not be sealed. num_bytes: how much the part needs, for the message.
+        """Report an error of the disk within the block to the leader as the part's error; `step` is
+        then not sealed. num_bytes: the part's size, for the message.
         """
         try:
             yield
@@ -310,10 +305,7 @@ class Checkpointer:
         self._control.post(self._control.leader, TOPIC, message)
 
     def place_for(self, step: int, part: str, num_bytes: int) -> Path | None:
-        """Return `begin(step)` if the disk has room for a part there; else None.
-
-        The leader is then told why, as in `writing`.
-        """
+        """Return `begin(step)`; None, and tell the leader why, if the disk has no room there."""
         with self.writing(step, part, num_bytes):
             folder = self.begin(step)
             self.room.until_there(step, lambda: check_room(folder, num_bytes))
@@ -322,7 +314,7 @@ class Checkpointer:
         return None
 
     def register_files(self, step: int, part: str, files: list[Path]) -> None:
-        """Register files written below `begin(step)` as a part, and put them on disk for good."""
+        """Sync and hash files below `begin(step)`, and report them to the leader as a part."""
         folder = self.begin(step)
         written: Files = {}
         for file in files:
@@ -337,10 +329,7 @@ class Checkpointer:
         self._tell_leader({"step": step, "part": part, "files": written})
 
     def pump(self) -> None:
-        """On the leader: take in what was reported, and seal each step that is whole.
-
-        On other ranks nothing is reported.
-        """
+        """On the leader: read the reports, and seal each whole step. Elsewhere do nothing."""
         for _, message in self._control.take(TOPIC):
             parts = self._arrived.setdefault(message["step"], {})
             parts[message["part"]] = message
@@ -351,9 +340,9 @@ class Checkpointer:
                 self._settle(step)
 
     def missing(self, step: int) -> list[str]:
-        """On the leader: return the parts of `step` that must come and have not."""
+        """On the leader: return the required parts of `step` that have not arrived."""
         arrived = self._arrived.get(step, {})
-        # After a loss some of the optional ones will not come.
+        # After a loss some of the optional parts will not arrive.
         waived = frozenset() if self._control.loss is None else self._optional
         needed = [stem_of(name, rank) for name, rank in self._expected if name not in waived]
         needed += self._extra_parts
@@ -374,8 +363,8 @@ class Checkpointer:
         return files
 
     def _is_seen(self, step: int) -> bool:
-        """Whether this host sees all files that were reported of `step`, or one could not be
-        written. CheckpointError if they do not appear.
+        """Whether this host sees all reported files of `step`, or a part reported an error.
+        CheckpointError if files do not appear.
         """
         parts = self._arrived[step].values()
         if any("error" in part for part in parts):
@@ -451,11 +440,11 @@ class Checkpointer:
             log.warning("%s: not written (%s); the newest checkpoint is %s", latest, error, final)
 
     def _prune(self, newest: int) -> None:
-        """Keep the newest valid ones, after step `newest` was sealed.
+        """Keep the newest valid checkpoints, after step `newest` was sealed.
 
-        Steps are sealed in their order. So a later one is of an earlier process, a future that a
-        resume has abandoned; but it may be in writing, begun by another rank already. What could
-        not be deleted or read before is tried again.
+        Steps are sealed in order. So a sealed later step is one that a resume has abandoned. But
+        another rank may have begun a later step_N.tmp already, which stays. Directories that could
+        not be deleted or read before are tried again.
         """
         for step, path in _newest_first(self.folder, _LEFTOVER):
             if step <= newest or path.suffix != ".tmp":
@@ -465,7 +454,7 @@ class Checkpointer:
             if kept == self._keep or step > newest:
                 discard(path)
                 continue
-            with named_if_unread(path):  # it stays, because it may be good
+            with named_if_unread(path):  # an unreadable one stays: it may be valid
                 if verify(path, hashes=False):
                     discard(path)
                 else:
@@ -476,7 +465,7 @@ class Checkpointer:
 
 
 def _newest_first(folder: Path, pattern: re.Pattern) -> list[tuple[int, Path]]:
-    """Return (step, directory) of those whose name has this pattern, the newest step first."""
+    """Return (step, directory) of the directories with such names, the newest step first."""
     found = []
     for path in folder.glob("step_*"):
         name = pattern.fullmatch(path.name)
@@ -544,22 +533,20 @@ def _write(file: Path, text: str) -> None:
 
 
 def _sync(path: Path, progress: Callable[[], None] = lambda: None) -> None:
-    """Have the kernel put a file's contents, or a directory's entries, on disk.
-
-    progress is called after every _SYNC_BYTES of a file, where the system can sync a part of one.
+    """Sync a file's contents, or a directory's entries, to the disk. On Linux progress is called
+    after every _SYNC_BYTES of a file.
     """
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        _sync_in_pieces(descriptor, progress)
+        _sync_in_chunks(descriptor, progress)
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
 
 
-def _sync_in_pieces(descriptor: int, progress: Callable[[], None]) -> None:
-    """Put most of a file on disk, so that the fsync after it takes no long time.
-
-    Errors are ignored here, because only that fsync says whether all is there.
+def _sync_in_chunks(descriptor: int, progress: Callable[[], None]) -> None:
+    """Put most of a file on disk, so that the fsync after it is short. Errors are ignored: only
+    that fsync says whether all is there.
     """
     sync_range = getattr(ctypes.CDLL(None), "sync_file_range", None)  # Linux has it
     status = os.fstat(descriptor)

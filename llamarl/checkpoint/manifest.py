@@ -1,9 +1,8 @@
-"""The manifest of a checkpoint: which files it has and what is in them. It is written last, and its
-own digest vouches for it.
+"""The manifest of a checkpoint: its files with their sizes and SHA-256, and a digest of itself. It
+is written last.
 
-On a file system of several hosts, what one has written another may see only later: NFS keeps what
-it knows of a directory for up to a minute. So whoever reads what another host has written waits
-until it sees all that the manifest names.
+On a shared file system a host may see the files of another host late: NFS caches a directory for up
+to a minute. So readers wait until they see all files that the manifest names.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from llamarl.disk.files import other_format
 from llamarl.errors import CheckpointError, OtherFormat
 
 MANIFEST = "manifest.json"
-SEEN_S = 90.0  # what another host has written is seen here within so long, or it is not the same
+SEEN_S = 90.0  # files of another host appear within so long, or the directory is not shared
 _LOOK_S = 0.2
 
 Files = dict[str, list]  # file -> [bytes, SHA-256]
@@ -55,8 +54,8 @@ def read_manifest(path: Path) -> dict:
 
 
 def unseen(folder: Path, files: Mapping[str, list]) -> list[str]:
-    """Return the files that this host does not see, or not in their size: file -> [bytes, SHA-256],
-    as their writer told them.
+    """Return the files that this host does not see in their full size. files: as the manifest has
+    them.
     """
     found = []
     for name, (size, _) in files.items():
@@ -70,10 +69,9 @@ def unseen(folder: Path, files: Mapping[str, list]) -> list[str]:
 
 
 class Sight:
-    """Says whether this host sees what others have written of a checkpoint, for whoever looks again
-    and again.
+    """Says whether this host sees the files that other hosts wrote; it is asked again and again.
 
-    timeout_s: the most that anyone waits; SEEN_S is the most here.
+    timeout_s: the longest wait, at most SEEN_S.
     """
 
     def __init__(self, timeout_s: float):

@@ -1,8 +1,7 @@
-"""SavedPart: one executor's part of a checkpoint, as it is read.
+"""SavedPart: the state that one rank of an executor saved in a checkpoint.
 
-Its JSON values come at once, its tensors, or boxes of them, when they are asked for: each rank of a
-large model reads what its own boxes overlap, and not what all the others had saved. Where it asks
-for none, the file of tensors is not even opened.
+JSON values are read at once, tensors and boxes of them on demand: a rank of a large model reads
+only the boxes that overlap its own. The file of tensors is opened at the first tensor.
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ from llamarl.errors import CheckpointError
 
 
 class SavedPart(Mapping[str, Any]):
-    """Holds what one executor's rank had saved, by name.
+    """Maps names to the values that a rank saved.
 
-    tensors: a safetensors file, None without tensors. CheckpointError names it if it cannot be
-    read, once something is asked for that is no JSON value.
+    tensors: a safetensors file, None without tensors. CheckpointError names the file if a lookup
+    needs it and it cannot be read.
     """
 
     def __init__(self, values: Mapping[str, object], tensors: Path | None):
@@ -62,7 +61,7 @@ class SavedPart(Mapping[str, Any]):
         return len(self._values) + len(self._names)
 
     def box(self, name: str, index: tuple[slice, ...]) -> Tensor:
-        """Read tensor[index], and nothing else of the tensor."""
+        """Read tensor[index] alone."""
         file = self._tensors()
         return file.get_slice(name)[index] if index else file.get_tensor(name)
 
@@ -73,19 +72,19 @@ class SavedPart(Mapping[str, Any]):
         return self._file
 
 
-# --- Of a checkpoint ---
+# --- Reading a checkpoint ---
 
 
 def stem_of(name: str, rank: int) -> str:
-    """Return what the files of a part are called, without their ending."""
+    """Return the name of a part's files without the suffix."""
     return f"{name}.rank{rank}"
 
 
 def ranks_of(path: Path, name: str, *, may_be_absent: bool = False) -> list[int]:
     """Return the ranks (places within the executor) that saved a part of `name`.
 
-    [] if its state was lost, and can be done without. CheckpointError if the checkpoint knows no
-    such executor, unless that may be.
+    [] if its state was lost in a run that could do without it. CheckpointError if the checkpoint
+    has no such executor, unless it may be absent.
     """
     parts = read_manifest(path)["parts"]
     if may_be_absent and name not in parts:
@@ -99,26 +98,21 @@ def ranks_of(path: Path, name: str, *, may_be_absent: bool = False) -> list[int]
 
 
 def load_part(path: Path, name: str, rank: int) -> SavedPart:
-    """Load what `save_part` was given, on the CPU.
-
-    CheckpointError names the file if it is absent or cannot be read.
+    """Load the state that `save_part` wrote, on the CPU. CheckpointError names a file that is
+    absent or cannot be read.
     """
     return _load_part(path, name, rank, read_manifest(path)["files"])
 
 
 def load_parts(path: Path, name: str, *, may_be_absent: bool = False) -> list[SavedPart]:
-    """Load the parts of all ranks that saved one of `name`; see ranks_of and load_part. Tensors are
-    read once they are asked for.
-    """
+    """Load the parts of all ranks of an executor; see ranks_of and load_part."""
     files = read_manifest(path)["files"]
     ranks = ranks_of(path, name, may_be_absent=may_be_absent)
     return [_load_part(path, name, rank, files) for rank in ranks]
 
 
 def _load_part(path: Path, name: str, rank: int, files: Files) -> SavedPart:
-    """Load a part. files: the manifest's, which has as many lines as there are ranks, and so is not
-    read anew for each.
-    """
+    """Load a part. files: the manifest's. A manifest grows with the ranks: read it once for all."""
     stem = stem_of(name, rank)
     tensors = f"{stem}.safetensors"
     try:

@@ -28,12 +28,12 @@ class DiskRoom:
         self._folder = folder
         self._control = control
         self._got_on = got_on
-        self._step = -1  # whose checkpoint waits
+        self._step = -1  # of the checkpoint that waits
         self._deadline = 0.0
         self._has_said = False
 
     def wait_for(self, step: int, seconds: float) -> None:
-        """Have the checkpoint of `step` wait so long from here on, wherever the disk is full."""
+        """Let writes of `step` wait for room, for so many seconds from now on."""
         self._step = step
         self._deadline = time.monotonic() + seconds
         self._has_said = False
@@ -55,7 +55,7 @@ class DiskRoom:
         return True
 
     def until_there(self, step: int, write: Callable[[], Written]) -> Written:
-        """Return what `write` does; call it again while the disk is full and `step` may wait."""
+        """Return the result of `write`; repeat it while the disk is full and `step` may wait."""
         while True:
             try:
                 return write()

@@ -61,12 +61,11 @@ class MetricsState(Protocol):
 
 
 class CheckpointService:
-    """A rank's part in the run's checkpoints: it saves and restores the executors that it hosts.
+    """Saves and restores the executors of one rank.
 
-    executors: those that this rank hosts. identity: what makes the run that run
-    (llamarl.launch.identity). stale_tickets: tickets of the checkpoint to restore whose unfinished
-    completions belong to other prompts. timeout_s: how long a trainer rank waits for another one
-    whose part of a save does not get on.
+    identity: of the run (llamarl.launch.identity). stale_tickets: tickets of the checkpoint to
+    restore whose unfinished completions belong to other prompts. timeout_s: how long a trainer rank
+    waits for another one whose part of a save does not advance.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
-"""Files on a disk that may be full, cut off from power, or shared with another job.
+"""Files on a disk that may be full, lose power, or be shared with another job.
 
-space          space.py          how much room there is, and deletion
-files          files.py          whole after a power cut; directories for one job alone
-drafts         drafts.py         a file made in pieces, which takes its place once all are there
-shared memory  shared_memory.py  a file without a name, which processes of one host map
+space          space.py          free bytes, and deletion
+files          files.py          files that survive a power cut; locks of directories
+drafts         drafts.py         a file written in chunks, renamed into place at the end
+shared memory  shared_memory.py  memory that processes of one host map
 """

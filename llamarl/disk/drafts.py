@@ -1,10 +1,10 @@
-"""A file that is made in pieces, each whole after a kill or a power cut, and that takes its place
-once all of them are there.
+"""A file that is written in chunks, each durable against a kill or a power cut, and renamed into
+place at the end.
 
-    FILE.part       the pieces so far, and perhaps a part of one
-    FILE.progress   JSON: how many bytes of that are whole pieces, what its writer noted with the
-                    last of them, and what the file is to be
-    FILE            comes last
+    FILE.part       the chunks so far, and perhaps a torn one
+    FILE.progress   JSON: the bytes of the whole chunks, the writer's notes with the last of them,
+                    and what the file is about
+    FILE            the whole file
 """
 
 from __future__ import annotations
@@ -19,20 +19,18 @@ from llamarl.errors import InUse, RunDirectoryError
 
 
 class Draft:
-    """A file that is being written in pieces; this process alone writes it, until `close` or its
-    end.
+    """A file that this process alone writes in chunks, until `close` or its end.
 
-    file: its directory is made. about: JSON that says what the file is to be, kept beside it. anew:
-    drop what an earlier process wrote, and in the end the file that may be there.
-
-    InUse if another process writes it. RunDirectoryError if the file is there and not to be made
-    anew, or if what is there of it is damaged. OSError if it cannot be written.
+    file: its directory is made. about: JSON about the file, kept beside it. anew: drop the chunks
+    of an earlier process, and replace a file that is there. InUse if another process writes the
+    file. RunDirectoryError if the file exists and anew is false, or if its chunks are damaged.
+    OSError.
     """
 
     def __init__(self, file: Path, *, about: dict[str, object], anew: bool):
         self.file = file
         self.about = about  # of the process that began it
-        self.notes: dict[str, object] = {}  # with the last whole piece; {} before the first
+        self.notes: dict[str, object] = {}  # of the last whole chunk; {} before the first
         self._about = about
         self._part = file.with_name(f"{file.name}.part")
         self._progress = file.with_name(f"{file.name}.progress")
@@ -59,7 +57,7 @@ class Draft:
             ) from error
 
     def _go_on(self, anew: bool) -> None:
-        """Keep the whole pieces that there are."""
+        """Keep the whole chunks of an earlier process."""
         size = 0
         if self._progress.exists() and not anew:
             size = self._read_progress()
@@ -69,13 +67,13 @@ class Draft:
                 "resume=never"
             )
         self._stream.truncate(size)
-        has_pieces = size > 0 or bool(self.notes)  # all may be empty
-        if not has_pieces:
+        has_chunks = size > 0 or bool(self.notes)  # all may be empty
+        if not has_chunks:
             self.about = self._about
             self._note()
 
     def _read_progress(self) -> int:
-        """Return the number of bytes of the whole pieces."""
+        """Return the number of bytes of the whole chunks."""
         try:
             said = json.loads(self._progress.read_text())
             self.notes = dict(said["notes"])
@@ -86,11 +84,9 @@ class Draft:
                 f"{self._progress} is damaged ({error}); begin anew with resume=never"
             ) from error
 
-    def add(self, piece: str, notes: dict[str, object]) -> None:
-        """Write a piece, which may be empty. Once this returns it is there for good, and `notes`
-        (JSON) with it.
-        """
-        self._stream.write(piece.encode())
+    def add(self, chunk: str, notes: dict[str, object]) -> None:
+        """Write a chunk, which may be empty, and `notes` (JSON), durably."""
+        self._stream.write(chunk.encode())
         self._stream.flush()
         os.fsync(self._stream.fileno())
         self.notes = notes
@@ -102,7 +98,7 @@ class Draft:
         replace_text(self._progress, json.dumps(said))
 
     def finish(self) -> None:
-        """Put the file into its place. Call it once all pieces are there."""
+        """Rename the file into place, after the last chunk."""
         put_in_place(self._part, self.file)
         self._progress.unlink()
 

@@ -1,12 +1,11 @@
-"""Files that stay whole after a kill or a power cut, and directories that one job has for
-itself.
-"""
+"""Files that stay whole after a kill or a power cut, and locks of directories."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import fcntl
+import itertools
 import json
 import logging
 import os
@@ -40,8 +39,8 @@ def other_format(values: Mapping) -> str:
 
 
 def replace_text(file: str | Path, text: str) -> None:
-    """Write a file so that at any moment, also after a power cut, it is the old one or the new one.
-    OSError, which names the file and what to do, if it cannot be.
+    """Replace a file atomically and durably: even after a power cut it is the old one or the new
+    one. OSError names the file and what to do.
     """
     file = Path(file)
     new = file.with_name(f"{file.name}.new")
@@ -69,9 +68,7 @@ def _why_not_written(error: OSError, file: Path) -> str:
 
 
 def put_in_place(new: Path, file: Path) -> None:
-    """Give a file that is whole on the disk the name of another in the same directory, for good
-    also after a power cut.
-    """
+    """Rename a synced file to another name in its directory, durably."""
     os.replace(new, file)
     directory = os.open(file.parent, os.O_RDONLY)
     try:
@@ -80,13 +77,19 @@ def put_in_place(new: Path, file: Path) -> None:
         os.close(directory)
 
 
-class DirectoryLock:
-    """Gives this process the sole use of a directory, until `release` or its end, however it ends:
-    a lock on DIRECTORY/lock, which the kernel holds (on NFS its server). What is in the file is for
-    people.
+def set_aside(file: Path) -> None:
+    """Rename a file of an earlier run, if there is one, to NAME.1.SUFFIX, NAME.2.SUFFIX, ..."""
+    if file.exists():
+        names = (file.with_suffix(f".{n}{file.suffix}") for n in itertools.count(1))
+        os.replace(file, next(name for name in names if not name.exists()))
 
-    patience_s: so long the last user may take to end; waiting() is called meanwhile. InUse names a
-    user that does not. On a file system without locks there is a warning and no protection.
+
+class DirectoryLock:
+    """Holds a directory for this process alone, until `release` or the end of the process, by a
+    lock of the kernel (on NFS of the server) on DIRECTORY/lock. The file's text is for people.
+
+    patience_s: how long to wait for the last holder to end; waiting() is called meanwhile. InUse
+    names the holder after that. On a file system without locks: a warning and no protection.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Room on a disk, and the deletion of a directory that the disk may refuse."""
+"""Free bytes of a disk, and deletion of directories that logs what the disk refuses."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 
 def free_bytes(path: Path) -> int:
-    """Return the free bytes of the disk that holds a path, or would once it is made."""
+    """Return the free bytes of the disk of a path, which need not exist."""
     folder = path.absolute()
     while not folder.exists():
         folder = folder.parent
@@ -25,7 +25,7 @@ def free_bytes(path: Path) -> int:
 
 
 def shown_free(path: Path) -> str:
-    """Return how much room the disk of a path has left, for messages. Never fails."""
+    """Return the free bytes of the disk of a path in words. Never fails."""
     try:
         return f"{free_bytes(path):,} bytes are free"
     except OSError as error:  # the disk that refused a write may refuse this too
@@ -33,23 +33,19 @@ def shown_free(path: Path) -> str:
 
 
 def check_room(folder: Path, num_bytes: int) -> None:
-    """Raise OSError, as the write itself would, if the disk has not so many bytes left."""
+    """Raise OSError, as a write would, if the disk has fewer bytes left."""
     if free_bytes(folder) < num_bytes:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
 
 
 def is_full(error: Exception) -> bool:
-    """Return whether an error of a write says that the disk, or this user's share of it, is
-    full.
-    """
+    """Return whether an error of a write says that the disk or the user's quota is full."""
     number = getattr(error, "errno", None)  # safetensors' errors have it in their text alone
     return number in (errno.ENOSPC, errno.EDQUOT) or f"(os error {errno.ENOSPC})" in str(error)
 
 
 def aside(path: Path) -> Path:
-    """Return a free name, which ends in .old and perhaps a number, for a path that is to be
-    deleted.
-    """
+    """Return an unused name for a path that is to be deleted: PATH.old, PATH.old.1, ..."""
     name = Path(f"{path}.old")
     numbers = itertools.count(1)
     while name.exists():
@@ -59,7 +55,7 @@ def aside(path: Path) -> Path:
 
 @contextmanager
 def named_if_unread(path: Path) -> Iterator[None]:
-    """Log it and go on where a path cannot be read, or is a checkpoint in another format."""
+    """Log it and go on if a path cannot be read, or is a checkpoint of another format."""
     try:
         yield
     except OtherFormat as error:
@@ -74,10 +70,8 @@ def named_if_unread(path: Path) -> Iterator[None]:
 
 
 def discard(path: Path) -> None:
-    """Delete a directory, or log that it stays.
-
-    It is renamed first: a kill while it is being deleted must not leave what looks like a damaged
-    checkpoint.
+    """Delete a directory, or log that it stays. It is renamed first: a kill during the deletion
+    must not leave a directory that looks like a damaged checkpoint.
     """
     try:
         if ".old" not in path.name:

@@ -1,7 +1,8 @@
-"""Alarms: what of a run needs somebody's attention, before any hint about speed.
+"""Alarms: problems of a run that need attention, each with its figure, threshold and remedy.
 
-Each has the figure that was found, the threshold that it passed, and what to do. Those about the
-course of a run look at its newest RECENT rows that have the column.
+The report shows all of them (alarms_of). A running job logs those about its learning as warnings:
+SignalWatch, LearningWatch and LagWatch are sinks. Checks of a trend look at the newest RECENT rows
+that have the column.
 """
 
 from __future__ import annotations
@@ -22,26 +23,26 @@ from llamarl.words.choices import GROUP_FIELDS
 Columns = dict[str, np.ndarray]  # each [rows] in float64, NaN where a row has no value
 
 RECENT = 20  # rows
-OPEN_FACTOR = 10.0  # medians, from which a step that is not done yet, or took so long, is too long
-LEAST_OPEN_S = 30.0  # that it then takes at least: short steps vary
+OPEN_FACTOR = 10.0  # medians of a step's time: an open or finished step beyond them is too long
+LEAST_OPEN_S = 30.0  # no shorter step is too long: short steps vary
 EQUAL = 0.8  # share of groups from which nothing is learned
-LEAST_STD = 1e-6  # of rewards; equal ones may come to less than that, and not to 0
+LEAST_STD = 1e-6  # of rewards: rounding gives equal ones a deviation just above 0
 TRUNCATED = 0.25  # share of completions that end at the token limit
 CUT_BY_TIME = 0.1  # share of completions that end at a deadline
 ENTROPY = 0.02  # nats a token
 LAG_SLOPE = 0.2  # steps of lag a step
-LEAST_LAG = 4.0  # steps, below which a growth says nothing
+LEAST_LAG = 4.0  # steps; below it growth says nothing
 ERRORS = 0.05  # share of completions that could not be scored
 RATIO = 2.0  # a mean ratio above it, or below its inverse
 CAPPED = 0.3  # share of tokens whose ratio was capped
 FALL = 0.1  # of an accuracy, from its best
 WINDOW = 10  # rows at the start, and the newest, whose means are compared
 STILL = 1.0  # standard errors of their difference, within which a reward has not moved
-STILL_STEPS = 40  # before which many a run has not that learns well later
+STILL_STEPS = 40  # many runs that learn well have not moved before this step
 RISEN = 2.0  # standard errors from which a reward has risen
-GAIN = 0.1  # of a held-out reward, in deviations of the sampled ones, that says it has
-GROWN = 1.75  # the factor of an entropy that has grown too far
-LEAST_GROWN = 1.0  # nats a token, below which a growth says nothing
+GAIN = 0.1  # gain of the held-out reward, in deviations of sampled rewards, that is a move
+GROWN = 1.75  # factor by which entropy may grow
+LEAST_GROWN = 1.0  # nats a token; below it growth says nothing
 
 log = logging.getLogger(__name__)
 
@@ -58,10 +59,8 @@ class Alarm:
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """What is known of a run.
-
-    outcome: what outcome.json says, None while there is none. silent_s: seconds since its last row
-    was written.
+    """A run as the checks see it. outcome: of outcome.json; None while the run goes on. silent_s:
+    seconds since the newest row was written.
     """
 
     columns: Columns
@@ -71,15 +70,13 @@ class Observed:
 
 
 def alarms_of_learning(columns: Columns) -> list[Alarm]:
-    """Return the alarms that a running job says itself: about a reward and an entropy since the
-    first step.
-    """
+    """Return the alarms that a running job logs itself, about reward and entropy since step 1."""
     found = [check(Observed(columns=columns)) for check in OF_LEARNING]
     return [alarm for alarm in found if alarm is not None]
 
 
 def alarms_of(run: Observed) -> list[Alarm]:
-    """Return the alarms of a run, those that stop it first."""
+    """Return the alarms of a run. Those about a run that has stopped come first."""
     checks = (
         _failed,
         _open_step,
@@ -116,7 +113,7 @@ def _failed(run: Observed) -> Alarm | None:
 
 
 def _open_step(run: Observed) -> Alarm | None:
-    """Find a step that is open far beyond the median: a stall, or a kill."""
+    """Find a step that has been open for far longer than the median: a stall, or a kill."""
     median_s = _median_step_s(run.columns)
     if run.outcome is not None or median_s is None:
         return None
@@ -244,8 +241,8 @@ def _entropy(run: Observed) -> Alarm | None:
 
 
 def _unmoved(run: Observed) -> Alarm | None:
-    """Find a reward that is where it began, within its noise from step to step. Equal rewards
-    teach nothing, which is another alarm.
+    """Find a reward that is where it began, within its noise from step to step. Groups of equal
+    rewards have an alarm of their own.
     """
     rewards = run.columns.get("reward/mean", np.empty(0))
     moved = _moved(rewards)
@@ -353,7 +350,7 @@ OF_LEARNING = (_unmoved, _grown)
 
 
 def _moved(values: np.ndarray) -> float | None:
-    """Return by how many standard errors the newest rows' mean is above the first ones'; None
+    """Return the rise from the first rows' mean to the newest rows' mean, in standard errors; None
     while there are too few rows.
     """
     known = values[~np.isnan(values)]
@@ -389,7 +386,7 @@ def _median_step_s(columns: Columns) -> float | None:
 
 
 def _longest_waits(columns: Columns) -> str:
-    """Say what each executor had last waited for most, as far as it is known."""
+    """Name the cause for which each executor waited longest in the last row."""
     causes: dict[str, tuple[float, str]] = {}
     for name, shares in columns.items():
         executor, found, cause = name.partition("/idle_fraction/")

@@ -67,7 +67,7 @@ REMEDIES = {  # what records a column that is missing
     WIN_RATE: "; record it with eval.gold and eval.reference_key",
     PERPLEXITY: "; record it with eval.base",
 }
-# What names a variant best, where several keys tell the variants apart equally well.
+# Keys that name a variant best, where several keys tell the variants apart equally well.
 TELLING = (
     "loss.name",
     "max_lag",
@@ -163,10 +163,10 @@ def root_kl(run: Run) -> Columns:
 
 
 def variants_of(runs: Sequence[Run]) -> tuple[Variants, list[str]]:
-    """Group runs by variant, in the order of the values that name the variants. Returns them, and
-    the keys that differ too but follow from those.
+    """Group runs by variant, in the order of the values that name the variants. Return the
+    variants, and the keys that differ too but follow from those in the names.
 
-    A key is part of the label if what is in it so far does not settle the key's value in every run.
+    A key becomes part of the label if the keys before it do not determine its value in every run.
     """
     values = _differing_values(runs)
     # Those that tell most, then as in the config.
@@ -203,8 +203,8 @@ def _differing_values(runs: Sequence[Run]) -> dict[str, list[str]]:
 
 
 def _label(keys: list[str], values: tuple[str, ...]) -> str:
-    """Return a variant's name, such as "ppo, max_lag 1": the last part of each key where that is
-    unmistakable.
+    """Return a variant's name, such as "ppo, max_lag 1": each key by its last part, unless two
+    keys share that.
     """
     last = [key.rpartition(".")[2] for key in keys]
     words = []
@@ -308,7 +308,7 @@ def with_columns(variants: Variants, x: str, y: str) -> Variants:
 
 
 class Figures(NamedTuple):
-    """A run in numbers; NaN for what it did not get to or has not recorded."""
+    """A run in numbers; NaN for a target that it did not reach and a column that it has not."""
 
     final: float  # the last value
     best: float
@@ -350,13 +350,15 @@ def _last(run: Run, column: str) -> float:
 
 
 def table(variants: Variants, y: str, target: float) -> list[str]:
-    """Lines: a header, and a variant each; mean (least to greatest), and how many runs got to the
-    target where not all did.
+    """Return the lines of the table: a header, and a variant each, as mean (least to greatest).
+    If some runs missed the target, a cell says how many reached it.
     """
     to_target = f"s to {target:.4g}"
     head = ["", "runs", f"{y} at the end", "best", to_target, "steps", f"{KL} at the end"]
-    all_runs = list(itertools.chain.from_iterable(variants.values()))
-    judged = [c for c in JUDGED if any(c in run.columns for run in all_runs)]
+    known: set[str] = set()
+    for run in itertools.chain.from_iterable(variants.values()):
+        known |= run.columns.keys()
+    judged = [column for column in JUDGED if column in known]
     head += [f"{column} at the end" for column in judged]
     rows = [head]
     for label, runs in variants.items():
@@ -397,8 +399,9 @@ def _spread(values: np.ndarray, digits: int) -> str:
 
 
 def looks(labels: Sequence[str]) -> list[dict[str, object]]:
-    """Return what matplotlib draws each variant with: dark to light for a sweep over one number; by
-    the label's first part and by the rest for one over several keys; else distinct ones.
+    """Return matplotlib's colour and line style for each variant. A sweep over one number goes from
+    dark to light; over several keys, the first part of a label chooses the colour and the rest the
+    style; otherwise all differ.
     """
     if _is_sweep_over_a_number(labels):
         shades = matplotlib.colormaps["viridis"](np.linspace(0, 0.88, len(labels)))
@@ -563,8 +566,8 @@ def _figure(panels: int, *, share_y: bool = True) -> tuple[Figure, Sequence[Axes
 
 
 def _legend(figure: Figure, axes: Axes) -> None:
-    """Below the plots, in as many columns as the labels leave room for; the figure grows by its
-    rows.
+    """Put the legend below the plots, in as many columns as the labels leave room for. The figure
+    grows by its rows.
     """
     handles, labels = axes.get_legend_handles_labels()
     width, height = figure.get_size_inches()

@@ -258,14 +258,14 @@ WINDOW = 20  # newest readings that tell the pace
 
 
 class TimeLeft:
-    """Foretells the end by the pace of the newest WINDOW readings."""
+    """Predicts the end by the pace of the newest WINDOW readings."""
 
     def __init__(self):
         self._readings: deque[tuple[float, float]] = deque(maxlen=WINDOW + 1)
 
     def note(self, done: float, at_s: float) -> None:
-        """Note how much was done at a time. Work or a time that goes back begins anew: the row of
-        an evaluation has the time of its end, which may be after that of the next step.
+        """Note how much was done at a time. If work or time goes back, start over: the row of an
+        evaluation has the time of its end, which may be later than the next step's.
         """
         if self._readings and (done < self._readings[-1][0] or at_s < self._readings[-1][1]):
             self._readings.clear()
@@ -331,10 +331,10 @@ class Bar:
 
 
 class Progress:
-    """Shows how far some work is. total: of `unit`; stream: standard error unless given, so that
-    results stay alone on standard output. is_bar: a terminal has a bar, where nothing else draws
-    one. at_once: of the unit, that are under way together. No time is foretold before so much is
-    done, because the first ones to end have taken the time of all of these.
+    """Shows how far some work is. total: in `unit`. stream: standard error unless given, so that
+    standard output holds results only. is_bar: draw a bar on a terminal. at_once: units that run
+    together; no time is predicted before as many are done, because the first ones to end took the
+    time of all of them.
     """
 
     def __init__(
@@ -396,7 +396,7 @@ class Progress:
 
 
 class CheckpointProgress:
-    """Tells how far a checkpoint is that takes long, by plain lines: the run's own bar stays."""
+    """Tells in plain lines how far a slow checkpoint is; the run's own bar stays."""
 
     def __init__(self, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic):
         self._stream = stream

@@ -1,4 +1,4 @@
-"""How a run ended, as an exit code for a scheduler's script:
+"""Exit codes that tell a scheduler's script how a run ended:
 
     python -m llamarl.observe.ended RUN_DIR
 
@@ -9,9 +9,9 @@
     3      nothing: the run is under way, was killed, or never started
     2      what cannot be read
 
-A run's own processes cannot end with such a code: torchrun takes any code of a worker but 0 for a
-failure, and ends with 1 when it is sent SIGTERM itself. 75 is the code of sysexits.h for "try
-again", so that a scheduler may be told to start what ends with it again (Slurm's RequeueExit).
+A run's own processes cannot end with such a code: torchrun takes any nonzero code of a worker for
+a failure, and itself ends with 1 on SIGTERM. 75 is "try again" in sysexits.h: a scheduler can be
+told to restart jobs that end with it (Slurm's RequeueExit).
 """
 
 from __future__ import annotations

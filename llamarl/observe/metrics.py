@@ -65,8 +65,8 @@ class Metrics:
         self._warned: set[str] = set()
 
     def report(self, step: int, values: dict[str, SupportsFloat | str | None]) -> None:
-        """Give the row of `step` these values (numbers or 0-dim tensors, or a reason as text; NaN
-        and infinity become null, warned of once a name).
+        """Put values into the row of `step`: numbers, 0-dim tensors, or a reason as text. NaN and
+        infinity become null, with one warning a name.
         """
         numbers = {name: self._number(step, name, value) for name, value in values.items()}
         self._reports.append((self._clock(), step, numbers))
@@ -76,14 +76,12 @@ class Metrics:
         self.counters[counter] = self.counters.get(counter, 0) + amount
 
     def add_mean(self, name: str, value: float) -> None:
-        """Add one observation to a column that holds the mean over all those since the row before,
-        of all ranks.
-        """
+        """Add an observation to a column: the mean over all ranks since the row before."""
         self.add(f"{MEAN}{name}/sum", value)
         self.add(f"{MEAN}{name}/count", 1)
 
     def add_sum(self, name: str, value: float) -> None:
-        """Add to a column that holds the sum of what came since the row before, of all ranks."""
+        """Add to a column: the sum over all ranks since the row before."""
         self.add(f"{SUM}{name}", value)
 
     def span(self, track: str, name: str, start_s: float, end_s: float) -> None:
@@ -96,7 +94,7 @@ class Metrics:
             self.writer.keep_sample(step, make)
 
     def pump(self) -> None:
-        """Send what is new to the leader; on the leader, take what came and write the rows that are
+        """Send new reports to the leader; on the leader, read them and write the rows that are
         whole. Never blocks.
         """
         if self.writer is None:
@@ -118,8 +116,8 @@ class Metrics:
         self.writer.flush()
 
     def _note_arrival(self, sender: int, message: dict) -> None:
-        """On the leader: keep a message with the time at which it came, since the loop may be in a
-        step for long. Runs on the listener thread.
+        """On the leader: keep a message with its time of arrival, because the loop may be in a long
+        step. Runs on the listener thread.
         """
         self._arrived.append((self._clock(), sender, message))
 

@@ -38,7 +38,7 @@ LOOK: dict[RcKeyType, object] = {  # of every plot, as matplotlib's settings
     "grid.color": "#eeeeee",
     "legend.edgecolor": "none",
     "legend.framealpha": 0.6,
-    "legend.loc": "upper right",  # to find the best place takes long, and differs between curves
+    "legend.loc": "upper right",  # matplotlib takes long to find the best place
     "lines.markersize": 3,
     "svg.fonttype": "none",
     "svg.hashsalt": "llamarl",
@@ -231,9 +231,7 @@ def of_set(panel: Panel, name: str) -> Panel:
 
 
 def moving_mean(values: np.ndarray, width: int) -> np.ndarray:
-    """Return the centred mean over `width` (odd) values, over fewer at the ends; NaNs count for
-    nothing.
-    """
+    """Return the centred mean over `width` (odd) values, over fewer at the ends, without NaNs."""
     known = ~np.isnan(values)
     window = np.ones(width)
     total = np.convolve(np.where(known, values, 0), window, mode="same")
@@ -304,7 +302,7 @@ def drawn(values: np.ndarray) -> np.ndarray:
 
 
 def marker_of(num_values: int) -> str:
-    """Return how matplotlib marks each of so many values: few by a dot, many not at all."""
+    """Return matplotlib's marker for a curve of so many values: dots for a short one, else none."""
     return "o" if num_values <= 40 else ""
 
 

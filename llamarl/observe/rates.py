@@ -1,5 +1,4 @@
-"""Rates: counters summed over ranks become the rates of a row, idle shares by cause, and the knob
-that would shorten them.
+"""Rates: the counters of all ranks become a row's rates, idle shares by cause, and the key to turn.
 
 Counters read here (all only grow; seconds are summed over the ranks of an executor):
 
@@ -34,8 +33,8 @@ ALWAYS = ("generator", "trainer")
 
 
 def sets_of(columns: Iterable[str]) -> list[str]:
-    """Return the names of the sets of held-out prompts, besides the task's own, that have columns
-    among these, in alphabetical order.
+    """Return the names of the sets of eval.sets that have columns among these, in alphabetical
+    order.
     """
     names = set()
     for column in columns:
@@ -54,7 +53,7 @@ _MORE_RANKS = (
     "its process works for other executors meanwhile: start more ranks (torchrun --nproc-per-node)"
 )
 _SLOW_TRAINER = "the trainer is the slow side: move ranks to placement.trainer"
-# What to turn when an executor waits for a cause for long. Names are config keys.
+# The key to turn when an executor waits long for a cause.
 KNOBS = {
     ("trainer", "data"): (
         "raise overcommit (then max_lag), "
@@ -81,7 +80,7 @@ KNOBS = {
     ("reference", "room"): _SLOW_TRAINER,
     ("victim", "room"): "raise reward.num_workers: the scorer of the replies is the slow side",
 }
-SHOWN_SHARE = 0.005  # of a cause; less rounds to 0 %
+SHOWN_SHARE = 0.005  # of a cause: a smaller one rounds to 0 %
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +101,7 @@ class Idle:
 
     @property
     def shown_causes(self) -> str:
-        """The causes in words, as "data 7%, weights 1%"; empty when none is worth it."""
+        """The causes in words, as "data 7%, weights 1%"; empty if all round to 0 %."""
         shown = [(cause, share) for cause, share in self.causes if share >= SHOWN_SHARE]
         return ", ".join(f"{cause} {share:.0%}" for cause, share in shown)
 
@@ -142,9 +141,7 @@ class RateMeter:
         self._readings: deque[tuple[float, Counters]] = deque([(wall_s, dict(counters))])
 
     def read(self, wall_s: float, counters: Counters) -> Row:
-        """Return the derived values of the row that ends now; null where no time or no work was
-        counted.
-        """
+        """Return the derived values of the row that ends now; null where nothing was counted."""
         readings = self._readings
         while len(readings) > 1 and readings[1][0] <= wall_s - WINDOW_S:
             readings.popleft()

@@ -216,8 +216,8 @@ def facts(columns: Columns) -> list[tuple[str, str]]:
 
 
 def idle_over_run(columns: Columns) -> list[Idle]:
-    """Return the idle shares of the whole run by cause: those of its rows, weighted with the time
-    that each row stands for.
+    """Return the idle shares of the whole run by cause: the mean over its rows, weighted by the
+    time of each row.
     """
     wall_s = np.nan_to_num(columns.get("time/wall_s", columns["step"]))
     row_s = np.diff(wall_s, prepend=0).clip(min=1e-9)
@@ -235,9 +235,9 @@ def idle_over_run(columns: Columns) -> list[Idle]:
 
 
 def streaming_verdict(columns: Columns) -> str | None:
-    """Return the share of tokens that were read before a completion ended, the wait that was left
-    beside the time that a whole completion takes to be read, and which key to turn. None without
-    reward.stream.
+    """Say whether reading completions while they are sampled paid (None without reward.stream):
+    the share of tokens that were read early, the wait after the end beside the time that reading a
+    whole completion takes, and which key to turn.
     """
     early = _mean(columns, "reward/prefilled_early")
     tail_s = _mean(columns, "reward/tail_s")
@@ -264,8 +264,8 @@ def _knob(columns: Columns, early: float) -> str:
 
 
 def _seconds_a_completion(columns: Columns) -> float | None:
-    """Return what one model takes to read the mean completion, at the pace that all of them had
-    together; None if unknown.
+    """Return the seconds in which a scorer reads the mean completion, at the mean pace of all
+    scorers; None if unknown.
     """
     seconds = _totals(columns, "/seconds")
     tokens = _totals(columns, "/tokens")

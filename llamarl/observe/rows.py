@@ -1,5 +1,5 @@
-"""RowWriter: the leader's book of metrics, one row an optimizer step, written in step order to
-RUN_DIR/metrics.jsonl.
+"""RowWriter: the leader's metrics, one row an optimizer step, written to RUN_DIR/metrics.jsonl in
+the order of steps.
 
 Reports for one step come from several ranks and at different times; the evaluation of a step may
 come many steps later. A row is *whole*, and is written once all rows before it are, when it has
@@ -11,8 +11,8 @@ come many steps later. A row is *whole*, and is written once all rows before it 
 
 The trainer's report is also the moment at which the row's rates are taken from the counters of all
 ranks. Rows are never rewritten, except that a resumed run first cuts the file back to its
-checkpoint: with that, the file of a killed and resumed run equals an uninterrupted one's but for
-what depends on the clock (`is_timing`).
+checkpoint. So the file of a killed and resumed run equals that of an uninterrupted one, except for
+the columns that depend on the clock (`is_timing`).
 """
 
 from __future__ import annotations
@@ -136,9 +136,8 @@ class RowWriter:
         return dict(total)
 
     def ingest(self, step: int, values: Row, *, at: float | None = None) -> None:
-        """Merge one report into the row of `step`. A null never replaces a number. A report that
-        comes too late is dropped, with a warning. at: when it was made or came, by the clock; None:
-        now.
+        """Merge one report into the row of `step`. A null never replaces a number. A report whose
+        row is written already is dropped, with a warning. at: its time by the clock; None: now.
         """
         if step < self.next_row:
             names = ", ".join(sorted(values))
@@ -211,9 +210,7 @@ class RowWriter:
                 )
 
     def is_complete(self, step: int) -> bool:
-        """Whether nothing more is awaited for the rows up to `step`: all are trained and evaluated,
-        or given up.
-        """
+        """Whether all rows up to `step` are trained, and evaluated or given up."""
         if step > max(0, self.last_trained):
             return False
         return all(self._evaluated(s) for s in range(self.next_row, step + 1))
@@ -289,8 +286,8 @@ class RowWriter:
         self.file.close(sealed_step)
 
     def summary(self) -> str:
-        """Return what is printed at a run's end: before and after, speed and idleness of the whole
-        run, resumed parts included.
+        """Return the text that ends a run: results before and after, speed and idle shares of the
+        whole run, including the parts before a resume.
         """
         rows = self.file.read()
         counters = self.counters()

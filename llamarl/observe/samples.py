@@ -1,18 +1,16 @@
-"""SampleFile: RUN_DIR/samples.jsonl, some of what was trained on, for people to look at.
+"""SampleFile: RUN_DIR/samples.jsonl, some of the trained completions, for people to read.
 
     {"step": 12, "every": 1, "groups": [...], "shown": [...]}
 
-One object a step, as llamarl.learning.samples makes it. The file has a bound: once it is larger,
-only every second of its steps is kept, from the first to the last, and from then on only such steps
-are added. `every` says which: the multiples of it. So it covers the whole run at any length, and a
-resumed run goes on from what the file itself says.
+One object a step, as llamarl.learning.samples makes it. When the file exceeds its bound, every
+second step is dropped, and from then on only multiples of `every` are added. So the file covers the
+whole run at any length, and a resumed run reads `every` from the file.
 
-No step depends on it: what the disk refuses is left out, with one warning.
+No step depends on the file: a sample that the disk refuses is left out, with one warning.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 import logging
 import os
@@ -20,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from llamarl.disk.files import replace_text
+from llamarl.disk.files import replace_text, set_aside
 from llamarl.disk.space import shown_free
 
 FILE_NAME = "samples.jsonl"
@@ -91,12 +89,10 @@ class SampleFile:
         if self._continues:
             return
         self._continues = True
-        if self.path.exists():
-            names = (self.path.with_suffix(f".{n}.jsonl") for n in itertools.count(1))
-            os.replace(self.path, next(aside for aside in names if not aside.exists()))
+        set_aside(self.path)
 
     def sync(self) -> None:
-        """Have the kernel put what was written on the disk, where a power cut leaves it."""
+        """Put the written samples on the disk, so that they survive a power cut."""
         if not self._num_bytes:
             return
         try:
@@ -186,8 +182,8 @@ SHOWN_CHARACTERS = 160  # of a prompt and of a completion
 
 
 def sample_lines(sample: Shown) -> list[str]:
-    """Return a sample in a few lines: its first group's prompt, best and worst completion. Text of
-    the model is quoted, so that no sign of it acts on a terminal.
+    """Return a sample in a few lines: its first group's prompt, best and worst completion. The
+    model's text is quoted, so that no control character reaches the terminal.
     """
     if not sample["shown"]:
         return []

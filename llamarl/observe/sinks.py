@@ -5,7 +5,6 @@ console.py.
 from __future__ import annotations
 
 import errno
-import itertools
 import json
 import logging
 import os
@@ -14,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
+from llamarl.disk.files import set_aside
 from llamarl.disk.space import shown_free
 from llamarl.errors import MetricsError
 from llamarl.observe.console import RL_COLUMNS, Console
@@ -110,7 +110,7 @@ class Jsonl:
         """Append the held lines, as many as the disk takes. OSError if it does not take all."""
         if not self._continues:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._set_aside()
+            set_aside(self.path)
             self._continues = True
         refused: OSError | None = None
         num_written = 0
@@ -138,8 +138,8 @@ class Jsonl:
             raise refused
 
     def sync(self) -> None:
-        """Have the kernel put what was written on the disk, where a power cut leaves it. A refusing
-        disk only brings a warning: its checkpoint is worth more than a few rows.
+        """Put the written rows on the disk, so that they survive a power cut. If the disk refuses,
+        warn only: the checkpoint is worth more than a few rows.
         """
         try:
             with self.path.open("rb") as file:
@@ -194,12 +194,6 @@ class Jsonl:
         if lost:
             said.append(f" No checkpoint holds {_shown(lost)}: what they said is on the console.")
         raise MetricsError("".join(said))
-
-    def _set_aside(self) -> None:
-        """Keep an earlier run's file as NAME.1.jsonl, NAME.2.jsonl, ..."""
-        if self.path.exists():
-            names = (self.path.with_suffix(f".{n}{self.path.suffix}") for n in itertools.count(1))
-            os.replace(self.path, next(aside for aside in names if not aside.exists()))
 
 
 def _write_at(descriptor: int, line: bytes, offset: int) -> None:

@@ -1,9 +1,10 @@
 """Trace: records what each executor of a rank did when, as a file for https://ui.perfetto.dev or
 chrome://tracing.
 
-The newest `capacity` spans are held, so that it can always be on. Each rank dumps its own file; to
-see all ranks on one
-time line:  python -m llamarl.observe.trace RUN_DIR/trace.rank*.json -o trace.json
+It holds the newest `capacity` spans, so it can always be on. Each rank writes its own file. To see
+all ranks on one time line:
+
+    python -m llamarl.observe.trace RUN_DIR/trace.rank*.json -o trace.json
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ JITTER = 0.5  # a pause is shorter by up to this share, so that retries do not c
 MAX_REPLY_BYTES = 1 << 20
 _SHOWN_CHARACTERS = 200  # of a server's text
 _PROBE = "Reply with the word yes."
-# Statuses that may be gone at the next try: too early, too many requests, or trouble in the server.
+# Statuses that may pass: timeout, too early, too many requests, and errors of the server.
 _PASSING = frozenset((408, 425, 429, 500, 502, 503, 504))
 
 FailureKind = Literal["down", "slow", "refused", "nonsense"]
@@ -47,7 +47,7 @@ log = logging.getLogger(__name__)
 
 
 class NoReply(Exception):
-    """A question has no usable reply. The message says why, and holds no credentials.
+    """A question got no usable reply. The message says why, and holds no credentials.
 
     kind: "down": no connection, or it broke; "slow": no reply in time; "refused": the server said
     no; "nonsense": its reply cannot be read. may_pass: asking again may help. retry_after_s: how

@@ -1,5 +1,4 @@
-"""Words that a user gives: which are allowed, the nearest of them, and a function by its import
-path.
+"""Words of settings, names of columns, texts of others, and functions by their import path.
 
 Standard library only.
 """

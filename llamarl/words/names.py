@@ -22,7 +22,7 @@ _SHOWN_NAMES = 8  # of a module, where none of them is near
 
 
 class NoFunction(ValueError):
-    """An import path leads to no function; the message says where it ends, and what is near."""
+    """An import path names no function. The message says where it fails, and the nearest name."""
 
 
 def nearest(name: str, names: Iterable[str], cutoff: float = 0.6) -> str | None:
@@ -45,11 +45,10 @@ def did_you_mean(name: str, names: Iterable[str], cutoff: float = 0.6) -> str:
 def import_function(path: str) -> Callable:
     """Import the function that "module:function" names, such as "my_module:my_reward".
 
-    What lies in the current directory comes before an installed package of that name.
-    "rewards:function" is one of those that come with the package (llamarl/tasks/rewards.py), unless
-    another module rewards is found, and "recipes.calculator:Sums" is in llamarl.recipes, unless
-    there is a folder recipes. NoFunction if there is no such module or function; what else a module
-    raises while it is imported comes through.
+    A module in the current directory comes before an installed package of that name.
+    "rewards:function" is in llamarl/tasks/rewards.py, unless another module rewards is found, and
+    "recipes.calculator:Sums" is in llamarl.recipes, unless there is a folder recipes. NoFunction if
+    there is no such module or function; other errors of the module's import are raised as they are.
     """
     module_name, colon, name = path.partition(":")
     if not (colon and module_name and name):

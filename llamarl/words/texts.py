@@ -35,8 +35,8 @@ def answer_text(answer: object) -> str:
 
 
 def read_json(text: str | bytes) -> Any:
-    """Return a text's JSON value, in time linear in its length. ValueError for whatever is none,
-    and for one nested deeper than MAX_DEPTH, at which others who walk through it could fail.
+    """Return a text's JSON value, in linear time. ValueError for a text that is no JSON, or is
+    nested deeper than MAX_DEPTH, at which recursive readers could fail.
     """
     try:
         value = json.loads(text)
@@ -57,8 +57,8 @@ def read_json(text: str | bytes) -> Any:
 
 
 def url_problem(url: str) -> str | None:
-    """Return what is wrong with an endpoint's url, in words that do not repeat it; None if nothing
-    is.
+    """Return the problem of an endpoint's url, in words that do not repeat the url; None if there
+    is none.
     """
     if " " in url or not url.isprintable():
         return f"holds a space or a sign that cannot be printed; it {_URL_FORM}"
