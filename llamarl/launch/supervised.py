@@ -16,10 +16,9 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from omegaconf import OmegaConf
@@ -43,7 +42,7 @@ from llamarl.launch.sources import check_sources
 from llamarl.launch.start import explained, joined_world
 from llamarl.learning.preference import Preference
 from llamarl.learning.sft import SFTPair, read_answers
-from llamarl.learning.supervised import ExampleOrder
+from llamarl.learning.supervised import ExampleOrder, SupervisedData
 from llamarl.memory import (
     GIB,
     ITEMSIZES,
@@ -68,21 +67,6 @@ AnyConfig = RewardModelConfig | SFTConfig
 log = logging.getLogger("llamarl")
 
 
-class Data(Protocol):
-    """Examples, for training and held out."""
-
-    @property
-    def train(self) -> Sequence: ...
-
-    @property
-    def held_out(self) -> Sequence: ...
-
-    @property
-    def fingerprints(self) -> dict[str, str]:
-        """Texts that are equal only if the data are equal, by name ("training pairs")."""
-        ...
-
-
 class SupervisedJob:
     """The job of one supervised run. It is the same on every rank, except for `world.rank`.
 
@@ -93,7 +77,7 @@ class SupervisedJob:
         self,
         config: AnyConfig,
         world: World,
-        data: Data,
+        data: SupervisedData,
         inputs: JobInputs | None = None,
     ):
         self.config = config
@@ -320,7 +304,7 @@ def rows_of(config: AnyConfig) -> RowsSettings | None:
 
 @contextmanager
 def launch_supervised(
-    config: AnyConfig, read_rows: Callable[[RowsSettings, object], Data]
+    config: AnyConfig, read_rows: Callable[[RowsSettings, object], SupervisedData]
 ) -> Iterator[SupervisedJob]:
     """Join the world, read the data, open the directory, and yield the job. Afterwards print how it
     ended.

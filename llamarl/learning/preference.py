@@ -23,9 +23,7 @@ Shapes: N pairs, P tokens of a prompt, L of a completion, T packed, S segments.
 
 from __future__ import annotations
 
-import hashlib
 import json
-import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -37,7 +35,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from llamarl.learning.sft import check_end_token
-from llamarl.learning.supervised import RowsToRead, Sums
+from llamarl.learning.supervised import RowsToRead, Sums, SupervisedData, read_data, read_examples
 from llamarl.models.attention import PackedAttention
 from llamarl.models.build import Decoder
 from llamarl.models.scorer import scores_at
@@ -48,9 +46,8 @@ from llamarl.tasks.base import (
     refused_by_template,
     shown,
 )
-from llamarl.tasks.files import check_keys, read_jsonl
+from llamarl.tasks.files import check_keys
 from llamarl.tasks.special import Spelled, chat_ids, reply_ids
-from llamarl.tasks.split import hold_out_prompts
 from llamarl.types import Message
 
 SIDES = ("chosen", "rejected")
@@ -58,8 +55,6 @@ Messages = tuple[Message, ...]
 # Bins of a pair's confidence max(p, 1 - p), which is at least a half: 50 to 55 %, to 60 %, ...
 NUM_BINS = 10
 BINS = tuple(f"{50 + 5 * i}-{55 + 5 * i}" for i in range(NUM_BINS))
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,49 +257,25 @@ def held_out_columns(sums: Mapping[str, float], num_pairs: float) -> dict[str, f
     return columns
 
 
-@dataclass(frozen=True, slots=True)
-class PreferenceData:
-    """Training pairs and those held out."""
+def read_preference_data(task: RowsToRead, tokenizer) -> SupervisedData[Preference]:
+    """Read the pairs of task.path, and those held out, see read_data.
 
-    train: list[Preference]
-    held_out: list[Preference]
-
-    @property
-    def fingerprints(self) -> dict[str, str]:
-        """SHA-256 over token ids and margins, by which two runs can tell whether they have the same
-        data.
-        """
-        return {"training pairs": _digest(self.train), "held-out pairs": _digest(self.held_out)}
-
-
-def read_preference_data(task: RowsToRead, tokenizer) -> PreferenceData:
-    """Read the pairs of task.path, and hold out the first num_eval of eval_path; without that,
-    pairs of `path` itself are held out, one of each prompt that is.
-
-    FileNotFoundError, or ValueError naming FILE:LINE of each bad row (the first ten), or if nothing
-    is left to train on. drop_long: pairs of more than max_tokens are left out, with a warning; else
-    they are bad rows.
+    drop_long: pairs of more than max_tokens are left out, with a warning; else they are bad rows.
+    Errors as from `read_examples`.
     """
-    reader = _Reader(task, tokenizer)
-    rows = reader.read(task.path)
-    if task.eval_path:
-        held_out = reader.read(task.eval_path)
-        return PreferenceData(train=rows, held_out=held_out[: task.num_eval])
-    split = hold_out_prompts((row.prompt_ids.numpy().tobytes() for row in rows), task.num_eval)
-    if task.num_eval:
-        split.warn(task.path, len(rows))
-    return PreferenceData(
-        train=[rows[i] for i in split.kept(len(rows))], held_out=[rows[i] for i in split.held]
+    return read_data(
+        task,
+        _Reader(task, tokenizer).read,
+        unit="pairs",
+        prompt_of=lambda pair: pair.prompt_ids.numpy().tobytes(),
+        content_of=_content_of,
     )
 
 
-def _digest(pairs: Sequence[Preference]) -> str:
-    digest = hashlib.sha256()
-    for pair in pairs:
-        for ids in (pair.prompt_ids, pair.chosen_ids, pair.rejected_ids):
-            digest.update(json.dumps(ids.tolist()).encode())
-        digest.update(repr(pair.margin).encode())
-    return digest.hexdigest()
+def _content_of(pair: Preference) -> str:
+    """Return the tokens as JSON, and the margin."""
+    ids = (pair.prompt_ids, pair.chosen_ids, pair.rejected_ids)
+    return "".join(json.dumps(part.tolist()) for part in ids) + repr(pair.margin)
 
 
 class _Reader:
@@ -325,20 +296,7 @@ class _Reader:
     def read(self, path: str | Path) -> list[Preference]:
         """Read all pairs of a file that are not too long."""
         self._spelled = Spelled(self._tokenizer)
-        pairs = read_jsonl(path, self._pair)
-        self._spelled.warn(str(path), len(pairs))
-        kept = [pair for pair in pairs if pair is not None]
-        if len(kept) < len(pairs):
-            log.warning(
-                "%s: %d of %d pairs are longer than task.max_tokens=%d and left out",
-                path,
-                len(pairs) - len(kept),
-                len(pairs),
-                self._max_tokens,
-            )
-        if not kept:
-            raise ValueError(f"{path}: no pair fits task.max_tokens={self._max_tokens}; raise it")
-        return kept
+        return read_examples(path, self._pair, spelled=self._spelled, max_tokens=self._max_tokens)
 
     def _pair(self, row: dict) -> Preference | None:
         """Make the pair of a row; None for one that is too long and may be left out. ValueError."""

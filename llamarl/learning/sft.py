@@ -13,10 +13,8 @@ Shapes: T packed tokens, N pairs, R trained rows (places whose label is learned)
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import json
-import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,19 +28,16 @@ from torch import Tensor
 
 from llamarl.learning.logprobs import Narrowing, make_head
 from llamarl.learning.segments import sum_by
-from llamarl.learning.supervised import RowsToRead, Sums
+from llamarl.learning.supervised import RowsToRead, Sums, SupervisedData, read_data, read_examples
 from llamarl.models.attention import PackedAttention
 from llamarl.models.build import Decoder
 from llamarl.tasks.base import CACHED_PROMPTS, PromptMaker, Task, messages_of, refused_by_template
-from llamarl.tasks.files import check_keys, read_jsonl
+from llamarl.tasks.files import check_keys
 from llamarl.tasks.special import Spelled, end_token, reply_ids, shown_turns, special_tokens
-from llamarl.tasks.split import hold_out_prompts
 from llamarl.types import Prompt
 from llamarl.words.texts import answer_text
 
 ANSWER_KEYS = ("completion", "answer")  # where the row says nothing else
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,20 +186,16 @@ def read_pairs(
     tokenizer,
     *,
     max_tokens: int,
-    prompt_key: str = "prompt",
-    answer_key: str | None = None,
-    messages_key: str = "messages",
     chat: bool = True,
     system_prompt: str | None = None,
     drop_long: bool = False,
 ) -> list[SFTPair]:
-    """Read all rows of a file, tokenised; a row with `messages_key` is a conversation, any other
-    has a prompt and an answer.
+    """Read all rows of a file, tokenised; a row with "messages" is a conversation, any other has a
+    prompt and an answer, under the first of ANSWER_KEYS that the row has.
 
-    tokenizer: transformers'. answer_key None: the first of ANSWER_KEYS that the row has. chat: a
-    prompt is a user turn of the tokenizer's chat template, if it has one. drop_long: rows of more
-    than max_tokens are left out, which is said; else they are bad rows. FileNotFoundError, or
-    ValueError naming FILE:LINE of each bad row (the first ten), or if none fits.
+    tokenizer: transformers'. chat: a prompt is a user turn of the tokenizer's chat template, if it
+    has one. drop_long: rows of more than max_tokens are left out, with a warning; else they are bad
+    rows. Errors as from `read_examples`.
     """
     check_end_token(tokenizer)
     maker = PromptMaker(
@@ -214,12 +205,13 @@ def read_pairs(
     spelled = Spelled(tokenizer)
 
     def to_pair(row: dict) -> SFTPair | None:
-        if messages_key in row:
-            pair = conversation_pair(row[messages_key], tokenizer)
-            spelled.note([message["content"] for message in row[messages_key]])
+        if "messages" in row:
+            pair = conversation_pair(row["messages"], tokenizer)
+            spelled.note([message["content"] for message in row["messages"]])
         else:
-            pair = _prompt_pair(row, tokenizer, maker, prompt_key, answer_key)
-            spelled.note([str(row[prompt_key]), str(row[_key_of_answer(row, answer_key)])])
+            key = next((key for key in ANSWER_KEYS if key in row), ANSWER_KEYS[0])
+            pair = _prompt_pair(row, key, tokenizer, maker)
+            spelled.note([str(row["prompt"]), str(row[key])])
         if pair.token_ids.numel() > max_tokens and drop_long:
             return None
         if pair.token_ids.numel() > max_tokens:
@@ -229,49 +221,11 @@ def read_pairs(
             )
         return pair
 
-    pairs = read_jsonl(path, to_pair)
-    spelled.warn(str(path), len(pairs))
-    kept = [pair for pair in pairs if pair is not None]
-    if len(kept) < len(pairs):
-        num_dropped = len(pairs) - len(kept)
-        log.warning(
-            "%s: %d of %d rows have more than %d tokens and are left out",
-            path,
-            num_dropped,
-            len(pairs),
-            max_tokens,
-        )
-    if not kept:
-        raise ValueError(f"{path}: no row has {max_tokens} tokens or fewer; allow more")
-    return kept
+    return read_examples(path, to_pair, spelled=spelled, max_tokens=max_tokens)
 
 
-@dataclass(frozen=True, slots=True)
-class SFTData:
-    """Rows to learn and those held out."""
-
-    train: Sequence[SFTPair]
-    held_out: Sequence[SFTPair]
-
-    @property
-    def fingerprints(self) -> dict[str, str]:
-        """SHA-256 over tokens and what is learned of them, by which two runs can tell whether they
-        have the same data.
-        """
-        return {"training rows": _digest(self.train), "held-out rows": _digest(self.held_out)}
-
-
-def _digest(pairs: Sequence[SFTPair]) -> str:
-    digest = hashlib.sha256()
-    for pair in pairs:
-        digest.update(json.dumps(pair.token_ids.tolist()).encode())
-        digest.update(json.dumps(pair.learned.tolist()).encode())
-    return digest.hexdigest()
-
-
-def read_sft_data(task: RowsToRead, tokenizer) -> SFTData:
-    """Read the rows of task.path and the first num_eval of eval_path; without that, rows of `path`
-    itself are held out, one of each prompt that is. FileNotFoundError or ValueError as from
+def read_sft_data(task: RowsToRead, tokenizer) -> SupervisedData[SFTPair]:
+    """Read the rows of task.path, and those held out, see read_data. Errors as from
     `read_pairs`.
     """
     read = partial(
@@ -282,15 +236,12 @@ def read_sft_data(task: RowsToRead, tokenizer) -> SFTData:
         system_prompt=task.system_prompt,
         drop_long=task.drop_long,
     )
-    rows = read(task.path)
-    if task.eval_path:
-        return SFTData(train=rows, held_out=read(task.eval_path)[: task.num_eval])
-    split = hold_out_prompts(map(_prompt_of, rows), task.num_eval)
-    if task.num_eval:
-        split.warn(task.path, len(rows))
-    return SFTData(
-        train=[rows[i] for i in split.kept(len(rows))], held_out=[rows[i] for i in split.held]
-    )
+    return read_data(task, read, unit="rows", prompt_of=_prompt_of, content_of=_content_of)
+
+
+def _content_of(pair: SFTPair) -> str:
+    """Return the tokens, and which of them are learned, as JSON."""
+    return json.dumps(pair.token_ids.tolist()) + json.dumps(pair.learned.tolist())
 
 
 def _prompt_of(pair: SFTPair) -> bytes:
@@ -302,15 +253,6 @@ def _prompt_of(pair: SFTPair) -> bytes:
     return ids.numpy().tobytes()
 
 
-@dataclass(frozen=True, slots=True)
-class TargetsOfTask:
-    """The answers that a task gives to its own prompts, to learn; and of its held-out prompts."""
-
-    train: Sequence[SFTPair]
-    held_out: Sequence[SFTPair]
-    fingerprints: dict[str, str]  # of the task's prompts, see SFTData
-
-
 def read_answers(
     task: Task,
     tokenizer,
@@ -319,7 +261,7 @@ def read_answers(
     num_eval: int,
     fingerprints: dict[str, str],
     chat: bool = False,
-) -> TargetsOfTask:
+) -> SupervisedData[SFTPair]:
     """Return a task's prompts with their targets. All are checked now, unless the task makes them
     on demand: then only the first is, and each other one at its step. chat: prompts are turns of
     the chat template.
@@ -335,7 +277,7 @@ def read_answers(
         train = [pair(i) for i in range(task.num_train)]
     assert train[0].learned.any(), "a pair has an answer"
     asked = range(min(num_eval, task.num_eval))
-    return TargetsOfTask(
+    return SupervisedData(
         train=train,
         held_out=[make_pair(task.eval_prompt(j), tokenizer, max_tokens, chat=chat) for j in asked],
         fingerprints=fingerprints,
@@ -420,28 +362,22 @@ def conversation_pair(messages: object, tokenizer) -> SFTPair:
     return SFTPair(torch.tensor(ids[:last]), torch.tensor(learned[:last]))
 
 
-def _prompt_pair(
-    row: dict, tokenizer, maker: PromptMaker, prompt_key: str, answer_key: str | None
-) -> SFTPair:
-    key = _key_of_answer(row, answer_key)
-    check_keys(row, prompt_key, key)
-    for needed in (prompt_key, key):
+def _prompt_pair(row: dict, key: str, tokenizer, maker: PromptMaker) -> SFTPair:
+    """Make the pair of a row with a prompt, and its answer under this key."""
+    check_keys(row, "prompt", key)
+    for needed in ("prompt", key):
         if not isinstance(row[needed], (str, int, float)):
             raise ValueError(f'"{needed}" must be text, this is {type(row[needed]).__name__}')
     answer = answer_text(row[key])
     if answer == "":
         raise ValueError(f'"{key}" must be text that is not empty')
-    prompt_ids = maker.ids(str(row[prompt_key]))
+    prompt_ids = maker.ids(str(row["prompt"]))
     if not prompt_ids:
         raise ValueError(
-            f'"{prompt_key}" is empty, and this tokenizer begins no text with a token of its own: '
+            '"prompt" is empty, and this tokenizer begins no text with a token of its own: '
             "the first token needs something to look at"
         )
     return answered(torch.tensor(prompt_ids), answer, tokenizer, chat=maker.shows_turns)
-
-
-def _key_of_answer(row: dict, answer_key: str | None) -> str:
-    return answer_key or next((key for key in ANSWER_KEYS if key in row), ANSWER_KEYS[0])
 
 
 def _checked_messages(messages: object) -> list[dict]:

@@ -12,11 +12,14 @@ the step's number: a run that goes on from them is the uninterrupted one.
 
 from __future__ import annotations
 
+import hashlib
+import logging
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
 import torch
@@ -30,10 +33,15 @@ from llamarl.learning.packing import collate
 from llamarl.models.attention import PackedAttention
 from llamarl.models.build import Decoder
 from llamarl.models.fsdp import next_backward
+from llamarl.tasks.files import read_jsonl
+from llamarl.tasks.special import Spelled
+from llamarl.tasks.split import hold_out_prompts
 
 Example = TypeVar("Example")
 Given = TypeVar("Given", contravariant=True)  # an example, to what is learned
 Batch = TypeVar("Batch")
+
+log = logging.getLogger(__name__)
 
 Sums = dict[str, Tensor]  # [] each, over the targets of a microbatch
 
@@ -98,6 +106,79 @@ class Objective(Protocol[Given, Batch]):
         examples.
         """
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class SupervisedData(Generic[Example]):
+    """Examples to train on and held-out ones. fingerprints: texts that are equal only if the data
+    are, by name ("training rows").
+    """
+
+    train: Sequence[Example]
+    held_out: Sequence[Example]
+    fingerprints: dict[str, str]
+
+
+def read_data(
+    task: RowsToRead,
+    read: Callable[[str], list[Example]],
+    *,
+    unit: str,
+    prompt_of: Callable[[Example], bytes],
+    content_of: Callable[[Example], str],
+) -> SupervisedData[Example]:
+    """Read task.path, and hold out the first num_eval examples of eval_path; without that, examples
+    of `path` itself, one for each held-out prompt.
+
+    read: reads a file. unit: what a message calls examples. prompt_of: a key that is equal for
+    equal prompts. content_of: all that is trained on, for the fingerprints.
+    """
+    examples = read(task.path)
+    train = examples
+    if task.eval_path:
+        held_out = read(task.eval_path)[: task.num_eval]
+    else:
+        split = hold_out_prompts(map(prompt_of, examples), task.num_eval)
+        if task.num_eval:
+            split.warn(task.path, len(examples))
+        train = [examples[i] for i in split.kept(len(examples))]
+        held_out = [examples[i] for i in split.held]
+    fingerprints = {}
+    for name, part in ((f"training {unit}", train), (f"held-out {unit}", held_out)):
+        digest = hashlib.sha256()
+        for example in part:
+            digest.update(content_of(example).encode())
+        fingerprints[name] = digest.hexdigest()
+    return SupervisedData(train=train, held_out=held_out, fingerprints=fingerprints)
+
+
+def read_examples(
+    path: str | Path,
+    to_example: Callable[[dict], Example | None],
+    *,
+    spelled: Spelled,
+    max_tokens: int,
+) -> list[Example]:
+    """Read the examples of a file of JSON lines; to_example returns None for a row that is left out
+    because it has more than max_tokens. spelled: what the rows' texts were noted in.
+
+    FileNotFoundError, or ValueError naming FILE:LINE of each bad row (the first ten), or if none is
+    left.
+    """
+    examples = read_jsonl(path, to_example)
+    spelled.warn(str(path), len(examples))
+    kept = [example for example in examples if example is not None]
+    if len(kept) < len(examples):
+        log.warning(
+            "%s: %d of %d rows have more than task.max_tokens=%d tokens and are left out",
+            path,
+            len(examples) - len(kept),
+            len(examples),
+            max_tokens,
+        )
+    if not kept:
+        raise ValueError(f"{path}: no row fits task.max_tokens={max_tokens}; raise it")
+    return kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,10 +291,17 @@ class SupervisedUpdate(Generic[Example, Batch]):
                 f"trainer, step {step}: loss {total['loss']}, gradient norm {norm}; nothing was "
                 "changed. Lower lr, or look at the rows of this step"
             )
-        lr = self._lr(step)
+        s = self.settings
+        lr = lr_at(
+            step,
+            lr=s.lr,
+            schedule=s.schedule,
+            warmup_steps=s.warmup_steps,
+            max_steps=s.max_steps,
+        )
         set_lr(self.optimizer, lr)
         self.optimizer.step()
-        means = self._summed(tally.sums)
+        means = self.ranks.sum(**tally.sums)
         return {
             "loss/value": total["loss"] / num_targets,
             "grad_norm": norm,
@@ -235,7 +323,7 @@ class SupervisedUpdate(Generic[Example, Batch]):
         for microbatch in self._microbatches(examples):
             batch = self.objective.pack(microbatch, self._device)
             tally.add(self.objective.measure(self.decoder, batch))
-        sums = self._summed(tally.sums)
+        sums = self.ranks.sum(**tally.sums)
         broken = [name for name, value in sums.items() if not math.isfinite(value)]
         if broken:
             raise NotFinite(
@@ -259,17 +347,3 @@ class SupervisedUpdate(Generic[Example, Batch]):
         for part in parts:
             microbatches.append([examples[i] for i in sorted(part)])
         return microbatches
-
-    def _summed(self, sums: Mapping[str, float]) -> dict[str, float]:
-        """Collective: over the ranks, all of which have the same names."""
-        return self.ranks.sum(**sums)
-
-    def _lr(self, step: int) -> float:
-        s = self.settings
-        return lr_at(
-            step,
-            lr=s.lr,
-            schedule=s.schedule,
-            warmup_steps=s.warmup_steps,
-            max_steps=s.max_steps,
-        )

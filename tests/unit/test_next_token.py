@@ -66,4 +66,4 @@ def test_rows_that_are_too_long_are_left_out_or_named(tmp_path, caplog):
         read_sft_data(task_of(file), tokenizer)
     data = read_sft_data(task_of(file, drop_long=True), tokenizer)
     assert len(data.train) == 1
-    assert "1 of 2 rows have more than 16 tokens" in caplog.text
+    assert "1 of 2 rows have more than task.max_tokens=16 tokens" in caplog.text

@@ -250,8 +250,8 @@ def test_a_bad_row_is_named_by_its_line(read, row, said):
 def test_pairs_that_are_too_long_are_left_out_where_that_is_asked_for(read, caplog):
     data = read(GOOD, GOOD | {"chosen": "1" * 20}, GOOD, drop_long=True)
     assert len(data.train) + len(data.held_out) == 2
-    assert "1 of 3 pairs are longer than task.max_tokens=16" in caplog.text
-    with pytest.raises(ValueError, match="no pair fits"):
+    assert "1 of 3 rows have more than task.max_tokens=16 tokens" in caplog.text
+    with pytest.raises(ValueError, match="no row fits"):
         read(GOOD | {"chosen": "1" * 20}, drop_long=True)
 
 

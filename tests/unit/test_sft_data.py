@@ -93,14 +93,6 @@ def test_a_prompt_and_its_completion_end_with_the_end_token(tokenizer, tmp_path)
         and first.learned.tolist() == [False] * 5 + [True] * 2
     )
     assert tokenizer.decode(second.token_ids) == "<bos>1+2=3<eos>"
-    (named,) = read_pairs(
-        rows(tmp_path / "b.jsonl", {"q": "1", "a": "2"}),
-        tokenizer,
-        max_tokens=9,
-        prompt_key="q",
-        answer_key="a",
-    )
-    assert tokenizer.decode(named.token_ids) == "<bos>12<eos>"
 
 
 def test_a_prompt_is_a_user_turn_where_there_is_a_template(chatting, tmp_path):
