@@ -10,6 +10,7 @@ from tests.house import BLOCK, ROOT, blocks, text_of
 TINY = ROOT / "llamarl" / "models" / "tiny"
 README = text_of(ROOT / "README.md")
 PAPERS = text_of(ROOT / "docs" / "papers.md")
+RLHF = text_of(ROOT / "benchmarks" / "rlhf" / "README.md")
 # What users and contributors are told to type, and where they are told to look.
 GUIDES = "\n".join(
     text_of(ROOT / name)
@@ -88,7 +89,5 @@ def of_the_user(overrides: list[str]) -> list[str]:
 
 
 def shell_of(page: str) -> str:
-    """Return the shell blocks of a page in docs/, whose code spans name keys beside commands."""
-    return "".join(
-        f"```bash\n{body}```\n" for body in blocks("bash", text_of(ROOT / "docs" / page))
-    )
+    """Return the shell blocks of a page, given by its path; its code spans also name keys."""
+    return "".join(f"```bash\n{body}```\n" for body in blocks("bash", text_of(ROOT / page)))

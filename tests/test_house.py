@@ -30,6 +30,7 @@ from tests.documents import (
     OVERRIDE,
     PAPERS,
     README,
+    RLHF,
     SPAN,
     commands,
     hydra_commands,
@@ -510,19 +511,26 @@ def test_readme_commands_are_accepted(users_folder, monkeypatch):
 
 def test_commands_of_the_other_pages_are_accepted(users_folder):
     num_found = 0
-    for page in ("algorithms.md", "asynchrony.md", "models.md", "papers.md"):
-        for ranks, overrides in hydra_commands(shell_of(page)):
+    for page in ("algorithms", "asynchrony", "models", "papers"):
+        for ranks, overrides in hydra_commands(shell_of(f"docs/{page}.md")):
             num_found += 1
             try:
                 validate(ranks, overrides)
             except ConfigError as error:
-                pytest.fail(f"{page} has `{' '.join(overrides)}` on {ranks} ranks: {error}")
-    assert num_found > 15
+                pytest.fail(
+                    f"the page {page} has `{' '.join(overrides)}` on {ranks} ranks: {error}"
+                )
+    assert num_found > 5
+
+
+@pytest.mark.parametrize("ranks, overrides", hydra_commands(shell_of("benchmarks/rlhf/README.md")))
+def test_commands_of_the_rlhf_page_are_accepted(users_folder, ranks, overrides):
+    validate(ranks, overrides)
 
 
 def test_commands_of_other_jobs_are_accepted(users_folder):
     found = []
-    for text in (GUIDES, shell_of("papers.md")):
+    for text in (GUIDES, shell_of("docs/papers.md"), shell_of("benchmarks/rlhf/README.md")):
         found += other_job_commands(text)
     assert {recipe for recipe, _, _ in found} == OTHER_JOBS.keys() and len(found) > 8
     for recipe, ranks, overrides in found:
@@ -530,8 +538,8 @@ def test_commands_of_other_jobs_are_accepted(users_folder):
         check_command_line(given, world_size=ranks, kind=OTHER_JOBS[recipe])
 
 
-def test_the_page_of_the_papers_sweeps_and_lists_every_experiment():
-    runs = hydra_commands(shell_of("papers.md"))
+def test_the_pages_of_the_papers_sweep_and_list_every_experiment():
+    runs = hydra_commands(shell_of("benchmarks/rlhf/README.md"))
     assert sum("--multirun" in overrides for _, overrides in runs) >= 7
     table = PAPERS.partition("| `+experiment=` |")[2].partition("\n\n")[0]
     first_cells = re.findall(r"^\| (`.*?) \|", table, re.MULTILINE)
@@ -590,7 +598,9 @@ def test_commands_of_scripts_are_accepted():
         "recipes/compare.py",
         "benchmarks/rlhf/tldr.py",
     }
-    plain = [words for words in commands() + commands(PAPERS) if scripts & set(words)]
+    plain = [
+        words for words in commands() + commands(PAPERS) + commands(RLHF) if scripts & set(words)
+    ]
     assert scripts <= set(itertools.chain.from_iterable(plain))
     for words in plain:
         script = next(word for word in words if word in scripts)
@@ -689,7 +699,7 @@ def test_the_table_of_overcommit_is_what_its_command_prints():
 
 
 def test_simulations_of_the_planners_page_are_accepted(capsys):
-    found = [words for words in commands(shell_of("scaling.md")) if words[3:4] == ["simulate"]]
+    found = [words for words in commands(shell_of("docs/scaling.md")) if words[3:4] == ["simulate"]]
     assert len(found) == 4
     for words in found:
         assert words[:4] == ["python", "-m", "llamarl.planner", "simulate"]

@@ -19,7 +19,7 @@ Each stage is a command, which is printed and can be typed without this recipe. 
 each took, in the launch that ended it; a stage that is there is skipped, and the one that was cut
 off goes on where it was. STAGE.KEY=VALUE is a key of the stage's command, which it is checked for
 before anything starts. Exit status: 0, 2 for words that cannot be used, or that of the stage that
-failed. docs/papers.md walks through a run.
+failed. benchmarks/rlhf/README.md walks through a run.
 """
 
 from __future__ import annotations
