@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 
 class SimulatedMail:
-    """A rank's control messages (llamarl.tickets.service.Mail).
+    """A rank's control messages, simulated.
 
     world: the mail of every rank, this one's too, in rank order. wake: called when a message has
     come.

@@ -37,13 +37,14 @@ OTHERS = {
     "torch": "_weight_int8pack_mm model.layers.3.self_attn.q_proj.weight",
     "formulas": "sum_groups trainer_logprobs_t eps_low eps_high Delta_min "
     "Delta_max delta_inc delta_dec D_local D_global",
-    "a user's own": "my_module.py worker_pid eval.sets.mine read_data make_judge",
+    "a user's own": "my_module.py worker_pid eval.sets.mine make_judge",
     "files that users name": "tldr_3_filtered judged_sft judged_rl",
     "misspelt in an example": "loss.ratio_kap",
     "an object, named as a section or a room is": "generator.offloadable config.task "
-    "config.reward.scorer.path config.reward.max_error_rate",
+    "config.reward.scorer.path config.reward.max_error_rate trainer.version generator.version "
+    "generator.num_free_groups",
     "a package where llamarl is installed": "llamarl.recipes llamarl.recipes.llama_async",
-    "put together of two": "exp_avg_scale",
+    "put together of two": "exp_avg_scale hf_ema",
     "Slurm and Kubernetes": "KillWait RequeueExit ReadWriteMany",
 }
 ALLOWED = set(" ".join(OTHERS.values()).split())
