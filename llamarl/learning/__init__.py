@@ -1,4 +1,4 @@
-"""Learning: what stands between scored groups and new weights. update.py makes a step of it;
+"""Learning: the way from scored groups to new weights. update.py makes a step of it;
 docs/algorithms.md tells its order.
 
 groups --shaping, advantages--> Targets --pack--> PackedBatch

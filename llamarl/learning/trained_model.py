@@ -8,6 +8,7 @@ import dataclasses
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -160,7 +161,7 @@ class TrainedModel:
         settle_moments(self.optimizer)
         steps = max(float(part["adam_step"]) for part in parts)
         set_steps(self.optimizer, [shard.parameter for shard in self.shards], steps)
-        has_average = any(name.startswith("ema/") for part in parts for name in part)
+        has_average = any(name.startswith("ema/") for name in chain.from_iterable(parts))
         if self.average and not has_average:
             log.warning(
                 "the checkpoint holds no average of the weights: it starts again from the weights "
