@@ -43,12 +43,11 @@ DEFAULTS = {
     "most": 20,
     "num_prompts": 1,
     "play": PLAY,
-    "weight": 1.0,
 }
 
 
 def settings_of(kind: str, form: str = "", **given: object) -> Any:
-    """Return the settings of a kind. form: "" for the whole task, Part of a mixture, or Set."""
+    """Return the settings of a kind. form: "" for a whole task, or Set."""
     name = NAMES[kind] + ("Task" if kind == "python" and not form else "")
     record = getattr(sections, f"{name}{form}Settings")
     fields = get_type_hints(record)
@@ -73,5 +72,9 @@ def build_task(
     builder = TaskBuilder(tokenizer, seed, remembered)
     if parts is None:
         return builder.task(settings_of(kind, **given), num_eval)
-    of_parts = {name: settings_of(form="Part", **part) for name, part in parts.items()}
+    of_parts = {}
+    for name, part in parts.items():
+        keys = {"weight": 1.0, **part}
+        weight = keys.pop("weight")
+        of_parts[name] = sections.TaskPartSettings(prompts=settings_of(**keys), weight=weight)
     return builder.task(sections.MixtureSettings(kind="mixture", parts=of_parts), num_eval)

@@ -49,7 +49,8 @@ def describe(hint: Any) -> str:
     if get_origin(hint) is Literal:
         return " or ".join(get_args(hint))
     if get_origin(hint) is list:
-        return f"a list of some of {', '.join(_names_of(hint))}"
+        names = _names_of(hint)
+        return f"a list of some of {', '.join(names)}" if names else "a list such as [a,b]"
     return " or ".join(map(describe, get_args(hint)))
 
 

@@ -105,7 +105,7 @@ class Config(RunSettings):
         found: dict[str, AnyPromptSettings] = {"task": self.task}
         if isinstance(self.task, MixtureSettings):
             for name, part in self.task.parts.items():
-                found[f"{TASK_PARTS}.{name}"] = part
+                found[f"{TASK_PARTS}.{name}"] = part.prompts
         for name, one in self.eval.sets.items():
             found[f"{EVAL_SETS}.{name}"] = one
         return found

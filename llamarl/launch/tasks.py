@@ -130,7 +130,7 @@ class TaskBuilder:
         for name, part in settings.parts.items():
             num_part_eval = max(1, held_out[name])
             try:
-                tasks[name] = self._single(part, num_eval=num_part_eval, keeps_turns=True)
+                tasks[name] = self._single(part.prompts, num_eval=num_part_eval, keeps_turns=True)
             except ValueError as error:
                 raise ValueError(f"task.parts.{name}: {error}") from error
         by_key = {f"task.parts.{name}": task for name, task in tasks.items()}

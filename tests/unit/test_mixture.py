@@ -203,8 +203,8 @@ def test_parts_have_what_their_kinds_files_say(tmp_path):
         ["task=mixture", "task.parts={a: {kind: addition}, b: {kind: questions, weight: 2}}"]
     )
     a, b = config.task.parts["a"], config.task.parts["b"]
-    assert (a.weight, a.max_prompt_tokens, a.chat) == (1.0, 16, False)
-    assert (b.weight, b.max_prompt_tokens, b.name) == (2.0, 64, "sum")
+    assert (a.weight, a.prompts.max_prompt_tokens, a.prompts.chat) == (1.0, 16, False)
+    assert (b.weight, b.prompts.max_prompt_tokens, b.prompts.name) == (2.0, 64, "sum")
     assert config.longest == 64 + 256
     save_config(config, tmp_path / "config.yaml")
     assert load_config(tmp_path / "config.yaml") == config

@@ -10,6 +10,7 @@ from llamarl.config.fields import (
     ByKind,
     Count,
     Flag,
+    Flat,
     Natural,
     Options,
     Positive,
@@ -172,71 +173,32 @@ class EnvironmentSettings(PlayedSettings):
     """Held-out rows; null: a fixed random tenth of path. At most eval.num_prompts are asked."""
 
 
-@settings_dataclass
-class AdditionPartSettings(AdditionSettings):
-    weight: Positive
+OneTaskSettings = (
+    AdditionSettings
+    | FactsSettings
+    | QuestionsSettings
+    | OnePromptSettings
+    | RowsSettings
+    | GSM8KSettings
+    | ReasoningGymSettings
+    | PythonTaskSettings
+    | EnvironmentSettings
+)
 
 
 @settings_dataclass
-class FactsPartSettings(FactsSettings):
+class TaskPartSettings:
+    """A part of a mixture: the keys of a task, and its weight beside them."""
+
+    prompts: Annotated[OneTaskSettings, ByKind(), Flat()]
     weight: Positive
-
-
-@settings_dataclass
-class QuestionsPartSettings(QuestionsSettings):
-    weight: Positive
-
-
-@settings_dataclass
-class OnePromptPartSettings(OnePromptSettings):
-    weight: Positive
-
-
-@settings_dataclass
-class RowsPartSettings(RowsSettings):
-    weight: Positive
-
-
-@settings_dataclass
-class GSM8KPartSettings(GSM8KSettings):
-    weight: Positive
-
-
-@settings_dataclass
-class ReasoningGymPartSettings(ReasoningGymSettings):
-    weight: Positive
-
-
-@settings_dataclass
-class PythonPartSettings(PythonTaskSettings):
-    weight: Positive
-
-
-@settings_dataclass
-class EnvironmentPartSettings(EnvironmentSettings):
-    weight: Positive
-
-
-AnyTaskPartSettings = Annotated[
-    (
-        AdditionPartSettings
-        | FactsPartSettings
-        | QuestionsPartSettings
-        | OnePromptPartSettings
-        | RowsPartSettings
-        | GSM8KPartSettings
-        | ReasoningGymPartSettings
-        | PythonPartSettings
-        | EnvironmentPartSettings
-    ),
-    ByKind(),
-]
+    """Share of the tickets, in proportion to the other parts' weights."""
 
 
 @settings_dataclass
 class MixtureSettings:
     kind: Literal["mixture"]
-    parts: dict[str, AnyTaskPartSettings]
+    parts: dict[str, Annotated[TaskPartSettings, ByKind()]]
     """Tasks by names of your own: name -> kind, weight (1 if not given) and the keys of that
     kind. Keys that are not given have the values of conf/task/KIND.yaml (docs/data.md).
     """
@@ -247,24 +209,10 @@ class MixtureSettings:
     @property
     def max_prompt_tokens(self) -> int:
         """The largest of the parts'."""
-        return max(part.max_prompt_tokens for part in self.parts.values()) if self.parts else 1
+        return max((part.prompts.max_prompt_tokens for part in self.parts.values()), default=1)
 
 
-AnyTaskSettings = Annotated[
-    (
-        AdditionSettings
-        | FactsSettings
-        | QuestionsSettings
-        | OnePromptSettings
-        | RowsSettings
-        | GSM8KSettings
-        | ReasoningGymSettings
-        | PythonTaskSettings
-        | EnvironmentSettings
-        | MixtureSettings
-    ),
-    ByKind(),
-]
+AnyTaskSettings = Annotated[OneTaskSettings | MixtureSettings, ByKind()]
 
 
 def find_environment(
@@ -367,4 +315,4 @@ AnyEvalSetSettings = Annotated[
     ),
     ByKind(),
 ]
-AnyPromptSettings = AnyTaskSettings | AnyTaskPartSettings | AnyEvalSetSettings
+AnyPromptSettings = AnyTaskSettings | AnyEvalSetSettings
