@@ -66,14 +66,19 @@ def _names_of(hint: Any) -> tuple[str, ...]:
 class _Place:
     """Where an error is.
 
-    section: the path of the section that has the key. key: its path. hint: what it may be; None: it
-    is unknown. kinds: those of the section, each with its dataclass; {} if it has none.
+    section: the path of the section that has the key. schemas: what the section may be. key: the
+    key's path. hint: what it may be; None: it is unknown.
     """
 
     section: tuple[str, ...]
+    schemas: tuple[type, ...]
     key: tuple[str, ...]
     hint: Any
-    kinds: Mapping[str, type]
+
+    @property
+    def kinds(self) -> Mapping[str, type]:
+        """The kinds of the section, each with its dataclass; {} if it has none."""
+        return by_kind(*self.schemas)
 
 
 def _place_of(loc: Iterable[object], root: type) -> _Place:
@@ -83,7 +88,7 @@ def _place_of(loc: Iterable[object], root: type) -> _Place:
     section: tuple[str, ...] = ()
     key: tuple[str, ...] = ()
     hint: Any = root
-    kinds: Mapping[str, type] = {}
+    schemas: tuple[type, ...] = ()
     whole: Any = root  # the type of what has the path `key`
     for part in map(str, loc):
         if is_by_kind(hint):
@@ -97,11 +102,11 @@ def _place_of(loc: Iterable[object], root: type) -> _Place:
             hint = get_args(bare(hint))[1]
         else:
             break
-        kinds = by_kind(*schemas_of(whole))
+        schemas = schemas_of(whole)
         section = key
         key = (*key, part)
         whole = hint
-    return _Place(section, key, whole, kinds)
+    return _Place(section, schemas, key, whole)
 
 
 def problems_of(error: ValidationError, root: type, values: Mapping[str, object]) -> list[Problem]:
@@ -152,11 +157,15 @@ def _having(place: _Place) -> list[str]:
 
 
 def _near(place: _Place, section: Mapping, root: type) -> str:
-    """Return the end of a message about an unknown key: the nearest that is known."""
+    """Return the end of a message about an unknown key: the nearest that is known. Keys of the
+    section itself come first, which may be in a part that the user named.
+    """
     own: Mapping[str, Key] = {}
     kind = section.get("kind")
     if isinstance(kind, str) and kind in place.kinds:
         own = keys_of_kind(place.kinds[kind], kind)
+    elif not place.kinds and len(place.schemas) == 1:
+        own = keys_of_kind(place.schemas[0])
     names = [".".join((*place.section, name)) for name in own]
     return did_you_mean(".".join(place.key), [*names, *all_keys(root)])
 

@@ -101,6 +101,7 @@ def find(judge: EvalJudge[Found], answers: Answers) -> Mapping[EvalSet, Found]:
     with closing(judge):
         judge.start()
         work = judge.judge(0, answers)
+        advance(work)  # only begins it, so that there is nothing to wait for yet
         while (found := advance(work)) is None:
             judge.wait(1.0)
         return found

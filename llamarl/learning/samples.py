@@ -214,13 +214,14 @@ class SampleMaker:
             columns = group.columns[place]
             given = {n: columns[part_column(n)] for n in self.parts if part_column(n) in columns}
             has_reward = group.outcomes[place] == "score"
+            is_trained = facts.trained[place] and one.targets is not None
             completion: Json = {
                 "reward": _short(rewards[place]) if has_reward else None,
-                "shaped": _short(shaped[place]) if has_reward and shaped else None,
+                "shaped": _short(shaped[place]) if is_trained else None,
                 "parts": {name: _short(value) for name, value in given.items()},
                 "finish": group.finish_reasons[place],
                 "outcome": group.outcomes[place],
-                "trained": facts.trained[place] and one.targets is not None,
+                "trained": is_trained,
                 "length": length,
                 "left_out": length - num_kept,
             }

@@ -20,7 +20,6 @@ Transport = Literal["auto", "shm", "gloo", "nccl", "cuda_ipc"]
 TRANSPORTS = get_args(Transport)
 
 Priority = Literal["softmax", "uniform"]
-PRIORITIES = get_args(Priority)
 
 # What a classifier says about a label, and what it reads.
 ClassifierOutput = Literal["logit", "probability", "log_probability"]

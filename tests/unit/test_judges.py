@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llamarl.comm.together import CollectiveCall, RankCalls
-from llamarl.evaluation.judges import EvalJudge, Judges, spans_of
+from llamarl.evaluation.judges import EvalJudge, Judges, find, spans_of
 from llamarl.evaluation.metrics import Evaluation
 from llamarl.executor import Executor, ExecutorGroup
 from llamarl.tasks.held_out import APART, EvalSet
@@ -49,6 +49,15 @@ def test_an_evaluation_is_reported_when_the_last_judge_has_spoken(delays):
     said = {f"eval/{i}": 7.0 for i in range(len(delays))}
     assert last == [(7, {"reward": 0.5} | said)]
     assert judges.poll() == []
+
+
+def test_a_judge_that_is_alone_begins_before_anything_is_waited_for():
+    class Waits(Slow):
+        def wait(self, timeout_s):
+            raise AssertionError("nothing is under way")
+
+    (one,) = own_set(1)
+    assert find(Waits("eval/a", 1), {one: []})[one].metrics() == {"eval/a": 0.0}
 
 
 def test_several_evaluations_are_each_reported_once_in_their_order():

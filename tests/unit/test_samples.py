@@ -130,6 +130,14 @@ def test_every_fact_of_a_completion_is_in_the_sample():
     }
 
 
+def test_a_completion_with_a_reward_that_is_not_trained_on_has_no_shaped_reward():
+    group = dataclasses.replace(group_of(7, [1.0, 0.5]), trained=torch.tensor([True, False]))
+    (one,) = maker().sample([seen_of(group)], 6)["shown"]
+    first, second = one["completions"]
+    assert (first["reward"], first["shaped"], first["trained"]) == (1.0, 1.0, True)
+    assert (second["reward"], second["shaped"], second["trained"]) == (0.5, None, False)
+
+
 def test_by_turns_the_widest_group_and_the_first_are_shown_whole():
     rewards = {4: [0.0, 0.0], 2: [1.0, 1.0], 9: [0.0, 1.0], 3: [0.0, 0.5]}
     seen = [seen_of(group_of(ticket, r)) for ticket, r in rewards.items()]
