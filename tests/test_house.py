@@ -387,7 +387,12 @@ def test_no_path_of_a_machine():
 
 # The file of a section, where it is not called as its key; None: the keys that are in no section.
 SECTION_FILES = {"evaluation": "eval", "overcommit": "governor", "run": None}
-RUN_KEYS = {"max_lag", "on_deadline", "overcommit"}  # of the run, and ruled in overcommit.py
+# Keys of other sections that a file rules too. The section of a task is a variable in its rules.
+OTHER_KEYS = {
+    "overcommit": {"max_lag", "on_deadline", "overcommit"},
+    "reward": {"eval"},
+    "task": {"victim", "generator"},
+}
 
 
 def rule_keys(source: str) -> list[set[str]]:
@@ -408,7 +413,7 @@ def strangers(file: Path) -> list[set[str]]:
     section = SECTION_FILES.get(file.stem, file.stem)
     own = {name for name, hint in get_type_hints(Config).items() if not schemas_of(hint)}
     if section is not None:
-        own = {section} | (RUN_KEYS if file.stem == "overcommit" else set())
+        own = {section} | OTHER_KEYS.get(file.stem, set())
     return [keys for keys in rule_keys(file.read_text()) if keys and not keys & own]
 
 
