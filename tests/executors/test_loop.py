@@ -6,6 +6,7 @@ import doctest
 import random
 import textwrap
 from dataclasses import dataclass, field
+from itertools import chain
 
 import pytest
 
@@ -118,15 +119,23 @@ def run_loop(*, max_lag, overcommit, seed):
     return trainer.batches
 
 
+def tickets_of(batches):
+    """Return the tickets of all batches, in the order in which they were trained on."""
+    return [group.ticket for group in chain.from_iterable(batches)]
+
+
+def completions_of(groups):
+    return list(chain.from_iterable(group.completions for group in groups))
+
+
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize(("max_lag", "overcommit"), [(0, 0), (1, 4), (3, 2), (8, 8)])
 def test_the_shown_loop_keeps_the_bound_and_trains_on_every_ticket_once(max_lag, overcommit, seed):
     batches = run_loop(max_lag=max_lag, overcommit=overcommit, seed=seed)
     assert [len(batch) for batch in batches] == [BATCH] * STEPS
-    tickets = [group.ticket for batch in batches for group in batch]
-    assert sorted(tickets) == list(range(BATCH * STEPS))
+    assert sorted(tickets_of(batches)) == list(range(BATCH * STEPS))
     for step, batch in enumerate(batches):
-        oldest = min(one.oldest for group in batch for one in group.completions)
+        oldest = min(one.oldest for one in completions_of(batch))
         assert 0 <= step - oldest <= max_lag
 
 
@@ -134,14 +143,13 @@ def test_without_lag_the_shown_loop_is_on_policy_and_in_order():
     batches = run_loop(max_lag=0, overcommit=0, seed=1)
     for step, batch in enumerate(batches):
         assert [group.ticket for group in batch] == list(range(BATCH * step, BATCH * (step + 1)))
-        assert {one.newest for group in batch for one in group.completions} == {step}
+        assert {one.newest for one in completions_of(batch)} == {step}
 
 
 def test_with_lag_short_groups_overtake_long_ones_and_completions_span_versions():
     batches = run_loop(max_lag=8, overcommit=8, seed=1)
-    tickets = [group.ticket for batch in batches for group in batch]
-    assert tickets != sorted(tickets)
-    completions = [one for batch in batches for group in batch for one in group.completions]
+    assert tickets_of(batches) != sorted(tickets_of(batches))
+    completions = completions_of(chain.from_iterable(batches))
     assert any(one.newest > one.oldest for one in completions)
 
 
