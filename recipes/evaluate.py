@@ -15,8 +15,8 @@ One process.
     python recipes/evaluate.py model.path=DIR eval.gold=my_module:gold against=OTHER_DIR task=...
 
 Keys of the main job's config say which task, reward and sampling; beside a run's config.yaml they
-change what they name. What is asked besides says conf/evaluate.yaml. Each completion becomes a line
-of `out`. The weights are taken as they were saved: not quantised, not split. Gold judges greedy
+change what they name. docs/keys.md explains the other keys. Each completion becomes a line of
+`out`. The weights are taken as they were saved: not quantised, not split. Gold judges greedy
 answers (docs/rewards.md). Exit status: 0, or 2 for a directory, a key, data or an `out` that cannot
 be used.
 """

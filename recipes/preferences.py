@@ -8,7 +8,7 @@
         reward.model=NAME reward.ask=group out=PAIRS.jsonl
 
 The same command goes on where it was, if it was killed. docs/rewards.md tells the rest,
-conf/preferences.yaml what can be set.
+docs/keys.md what can be set.
 """
 
 from contextlib import closing

@@ -7,7 +7,7 @@
 
 A row is {"prompt": ..., "chosen": ..., "rejected": ...[, "margin": number]}, of texts or of chat
 messages. DIR is a ...ForSequenceClassification directory at the end. docs/rewards.md tells
-the rest, conf/reward_model.yaml what can be set.
+the rest, docs/keys.md what can be set.
 """
 
 from llamarl.config.supervised import RewardModelConfig, reward_model_main

@@ -11,7 +11,7 @@ A row has a "prompt" and a "completion" (or an "answer"), or "messages": a conve
 assistant turns are learned, in the tokenizer's chat template. Any task of the main job that has
 answers can stand in their place; then target_accuracy ends the run once the greedy answers to its
 held-out prompts are right so often, by the task's own reward. Exit status 1: the last step came
-first. docs/rewards.md tells the rest, conf/sft.yaml what can be set.
+first. docs/rewards.md tells the rest, docs/keys.md what can be set.
 """
 
 from llamarl.config.sft import SFTConfig, sft_main

@@ -34,7 +34,7 @@ _Boxes = dict[tuple[int, int], Box]  # by (trainer rank, rank in a replica)
 class TransferPlan:
     """Which regions travel between which ranks. The module's docstring has an example.
 
-    roots: number of replicas that the trainer feeds. Replica i > roots is fed by replica i - roots.
+    roots: replicas that the trainer feeds. Replica i >= roots is fed by replica i - roots.
     """
 
     config: ModelConfig

@@ -1,7 +1,7 @@
 """What a job does with scorers of every kind. Each file of this folder has one kind, as KIND.
 
-    conf/reward/NAME.yaml           its values, and what each of them means
-    llamarl/config/kinds/NAME.py    its settings, and what cannot go together with them
+    conf/reward/NAME.yaml           its values
+    llamarl/config/kinds/NAME.py    its settings, their meaning, and what cannot go together
     llamarl/launch/kinds/NAME.py    how it is checked, told from others, described and made
 
 The file is found by the name of the kind, so that no list has to be kept. A kind's `make` returns
