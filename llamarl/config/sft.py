@@ -21,12 +21,12 @@ from llamarl.config.sections.task import (
     PythonTaskSettings,
     QuestionsSettings,
     ReasoningGymSettings,
-)
-from llamarl.config.sections.task import RowsSettings as FileTaskSettings
-from llamarl.config.supervised import (
     RowsSettings,
+)
+from llamarl.config.supervised import (
     SupervisedConfig,
     SupervisedEvalSettings,
+    SupervisedRows,
     check_common,
 )
 from llamarl.models.config import tiny_directory
@@ -46,11 +46,11 @@ class SFTEvalSettings(SupervisedEvalSettings):
 @settings_dataclass
 class SFTConfig(SupervisedConfig):
     task: Annotated[
-        RowsSettings
+        SupervisedRows
         | AdditionSettings
         | FactsSettings
         | QuestionsSettings
-        | FileTaskSettings
+        | RowsSettings
         | GSM8KSettings
         | ReasoningGymSettings
         | PythonTaskSettings,
@@ -67,9 +67,9 @@ class SFTConfig(SupervisedConfig):
     scores: ClassVar[bool] = False
 
     @property
-    def rows(self) -> RowsSettings | None:
+    def rows(self) -> SupervisedRows | None:
         """The rows that are learned; None if the job learns a task's targets."""
-        return self.task if isinstance(self.task, RowsSettings) else None
+        return self.task if isinstance(self.task, SupervisedRows) else None
 
 
 def as_run(config: SFTConfig) -> Config:

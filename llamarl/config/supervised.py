@@ -41,7 +41,7 @@ class StartingModelSettings:
 
 
 @settings_dataclass
-class RowsSettings:
+class SupervisedRows:
     """Where the rows are, and how they become tokens."""
 
     kind: Literal["rows"]
@@ -137,13 +137,15 @@ class SupervisedConfig:
 
 @settings_dataclass
 class RewardModelConfig(SupervisedConfig):
-    task: RowsSettings = marked("data")
+    task: SupervisedRows = marked("data")
     loss: PreferenceSettings = marked("identity")
 
     scores: ClassVar[bool] = True
 
 
-def check_common(config: SupervisedConfig, rows: RowsSettings | None, world_size: int) -> Findings:
+def check_common(
+    config: SupervisedConfig, rows: SupervisedRows | None, world_size: int
+) -> Findings:
     """Find what cannot work together in any supervised job, or with this many ranks and these
     files. rows: the config's, if it has any.
     """

@@ -27,7 +27,7 @@ from llamarl.comm.groups import World
 from llamarl.comm.stops import remembered_stops
 from llamarl.config.conversion import to_values
 from llamarl.config.sft import SFTConfig, as_run
-from llamarl.config.supervised import RewardModelConfig, RowsSettings
+from llamarl.config.supervised import RewardModelConfig, SupervisedRows
 from llamarl.controller import ExecutorController
 from llamarl.errors import NoWeights, RunDirectoryError
 from llamarl.executor import Executor
@@ -297,14 +297,14 @@ def _put_in_place(made: Path, out: Path) -> None:
         os.replace(draft, out / file.name)
 
 
-def rows_of(config: AnyConfig) -> RowsSettings | None:
+def rows_of(config: AnyConfig) -> SupervisedRows | None:
     """Return the rows that a job learns from; None if it learns the targets of a task."""
     return config.rows if isinstance(config, SFTConfig) else config.task
 
 
 @contextmanager
 def launch_supervised(
-    config: AnyConfig, read_rows: Callable[[RowsSettings, object], SupervisedData]
+    config: AnyConfig, read_rows: Callable[[SupervisedRows, object], SupervisedData]
 ) -> Iterator[SupervisedJob]:
     """Join the world, read the data, open the directory, and yield the job. Afterwards print how it
     ended.
