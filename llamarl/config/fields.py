@@ -10,6 +10,7 @@ read, the numbers and texts that a field may be, and what a field decides beyond
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from types import UnionType
@@ -69,6 +70,13 @@ def _number(value: object) -> object:
     return value
 
 
+def _finite(value: object) -> object:
+    """Refuse nan and the infinities, of which pydantic would make a text."""
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError("no text")
+    return value
+
+
 def _ordered(values: list[float]) -> list[float]:
     if len(values) != 2 or values[0] > values[1]:
         raise ValueError("no interval")
@@ -79,9 +87,12 @@ def _ordered(values: list[float]) -> list[float]:
 Flag = Annotated[bool, Strict()]
 Whole = Annotated[int, BeforeValidator(_number)]  # 1e3 is one
 Number = Annotated[float, BeforeValidator(_number), AllowInfNan(False)]
-Text = Annotated[str, Field(min_length=1, description="a text that is not empty")]
-Texts = Annotated[list[str], Field(description="a list of texts such as [a,b]")]
-Options = Annotated[dict[str, object], Field(description="a section of your own keys")]
+AnyText = Annotated[str, BeforeValidator(_finite)]
+Text = Annotated[AnyText, Field(min_length=1, description="a text that is not empty")]
+Texts = Annotated[list[AnyText], Field(description="a list of texts such as [a,b]")]
+Options = Annotated[
+    dict[Annotated[str, Strict()], object], Field(description="a section of your own keys")
+]
 RankList = Annotated[list[Whole], Field(description="a list of ranks such as [0,1]")]
 Count = Annotated[Whole, Field(ge=1, description="a whole number of at least 1")]
 Natural = Annotated[Whole, Field(ge=0, description="a whole number of at least 0")]

@@ -121,7 +121,7 @@ def problems_of(error: ValidationError, root: type, values: Mapping[str, object]
         key = ".".join(place.key)
         section = _at(values, place.section)
         assert isinstance(section, Mapping), f"{key} is in no section"
-        if one["type"] == "unexpected_keyword_argument":
+        if one["type"] in ("unexpected_keyword_argument", "invalid_key"):
             having = _having(place)
             if not having:
                 found[key] = Problem(key, "unknown key" + _near(place, section, root), (key,))
@@ -139,7 +139,10 @@ def problems_of(error: ValidationError, root: type, values: Mapping[str, object]
 def _at(values: object, path: Iterable[str]) -> object:
     """Return the value of a path; None if there is none."""
     for name in path:
-        values = values.get(name) if isinstance(values, Mapping) else None
+        if not isinstance(values, Mapping):
+            return None
+        # A name may be a number: eval.sets={1: {kind: addition}}.
+        values = {str(key): value for key, value in values.items()}.get(name)
     return values
 
 

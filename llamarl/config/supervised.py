@@ -14,6 +14,7 @@ from typing import ClassVar, Literal
 from llamarl.config.command_line import JobKind, main
 from llamarl.config.conversion import to_values
 from llamarl.config.fields import (
+    AnyText,
     BelowOne,
     Count,
     Flag,
@@ -47,7 +48,7 @@ class SupervisedRows:
     kind: Literal["rows"]
     path: Text
     """JSON lines, as conf/reward_model.yaml and conf/sft.yaml say."""
-    eval_path: str | None
+    eval_path: AnyText | None
     """Held-out rows; null: one of each of num_eval prompts of path, at most a tenth."""
     num_eval: Natural
     """Prompts that are held out, if there is no eval_path."""
@@ -61,7 +62,7 @@ class SupervisedRows:
     """Make a prompt that is a text a user's turn of the tokenizer's chat template, if it has
     one.
     """
-    system_prompt: str | None
+    system_prompt: AnyText | None
     """System turn of prompts that have none of their own; null: none."""
 
 
@@ -91,7 +92,7 @@ class SupervisedConfig:
 
     out: Text | None = marked("outward")
     """Directory of the model and of everything that the run writes; null: a new one under runs/."""
-    resume: str = marked("outward")
+    resume: AnyText = marked("outward")
     """never; auto: the newest valid checkpoint of out, or a start if there is none; PATH: that
     checkpoint, or an error.
     """

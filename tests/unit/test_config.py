@@ -20,6 +20,7 @@ from llamarl.config.command_line import (
     ConfigError,
     check_command_line,
     compose_config,
+    default_config,
     idle_ranks,
     to_config,
 )
@@ -190,6 +191,10 @@ WRONG_VALUES = [
     ("buffer.kind=[fifo]", "need fifo or replay"),
     ("seed=9223372036854775808", "need a whole number between 0 and 9223372036854775807"),
     ("eval=3", "this is a section; set its keys, such as eval.every"),
+    ("run_dir=nan", "need a text or null"),
+    ("resume=inf", "need a text"),
+    ("generator.stop=[nan]", "need a list of texts such as [a,b]"),
+    ("reward.options={1: 2}", "need a section of your own keys"),
 ]
 
 
@@ -236,6 +241,19 @@ def test_an_unknown_key_is_refused_with_the_nearest_one_whatever_its_prefix(
     prefix, override, key, suggestion
 ):
     assert complaints(prefix + override) == {key: f"unknown key; did you mean {suggestion}?"}
+
+
+def test_what_is_wrong_in_a_section_that_a_number_names_is_told():
+    assert complaints("eval.sets={1: {kind: addition, num_prompts: 0, bogus: 3}}") == {
+        "eval.sets.1.num_prompts=0": "need a whole number of at least 1",
+        "eval.sets.1.bogus": "unknown key",
+    }
+    assert "eval.sets.1=2" in complaints("eval.sets={1: 2}")
+
+
+def test_a_key_that_is_a_number_is_unknown():
+    with pytest.raises(ConfigError, match=r"buffer.5 +unknown key"):
+        to_config({**to_values(default_config()), "buffer": {"kind": "fifo", 5: 1}})
 
 
 def test_an_unknown_key_like_no_other_gets_no_suggestion():

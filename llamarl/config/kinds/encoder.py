@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-from llamarl.config.fields import Count, Text, settings_dataclass
+from llamarl.config.fields import AnyText, Count, Text, settings_dataclass
 from llamarl.config.findings import Findings
 from llamarl.config.kinds.kind import Given, KindSettings, RunFacts
 from llamarl.words.choices import ClassifierOutput, ClassifierReads
@@ -17,7 +17,7 @@ class EncoderKindSettings(KindSettings):
     """Directory of a ...ForSequenceClassification encoder, with its tokenizer and its weights
     as safetensors.
     """
-    label: str | None
+    label: AnyText | None
     """Label that scores; null: the only one."""
     output: ClassifierOutput
     """What scores of that label: its logit, or its probability among all labels (of a single

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from llamarl.config.fields import Count, Options, Positive, settings_dataclass
+from llamarl.config.fields import AnyText, Count, Options, Positive, settings_dataclass
 from llamarl.config.findings import Findings
 from llamarl.config.kinds.kind import Given, KindSettings, RunFacts
 
@@ -12,7 +12,7 @@ from llamarl.config.kinds.kind import Given, KindSettings, RunFacts
 @settings_dataclass
 class FunctionKindSettings(KindSettings):
     kind: Literal["function"]
-    fn: str | None
+    fn: AnyText | None
     """module:function of (prompt, completion_text, meta); null: the task's own
     (docs/rewards.md).
     """

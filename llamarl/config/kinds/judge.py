@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from llamarl.config.fields import (
+    AnyText,
     Count,
     Natural,
     NonNegative,
@@ -26,13 +27,13 @@ class JudgeKindSettings(KindSettings):
     """Requests go to URL/chat/completions and nowhere else."""
     model: Text
     """The model's name there."""
-    api_key_env: str | None
+    api_key_env: AnyText | None
     """NAME of the environment variable that holds the key; null: no key is sent."""
     ask: JudgeAsk
     """score: a number for each completion; group: pairs of a prompt's completions, in both
     orders; reference: each completion against the prompt's own answer, in both orders.
     """
-    template: str | None
+    template: AnyText | None
     """A text file with {prompt} and {completion}, or {a} and {b} for pairs; null: that of
     llamarl/scoring/judge.py.
     """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-from llamarl.config.fields import Count, Number, Text, settings_dataclass
+from llamarl.config.fields import AnyText, Count, Number, Text, settings_dataclass
 from llamarl.config.findings import Findings
 from llamarl.config.kinds.kind import Given, KindSettings, RunFacts
 
@@ -16,7 +16,7 @@ class ModelKindSettings(KindSettings):
     """Directory of a ...ForSequenceClassification decoder, with its tokenizer. With other
     tokens than the policy's it reads the text anew.
     """
-    label: str | None
+    label: AnyText | None
     """Label that scores; null: the only one."""
     dtype: Literal["float32", "bfloat16"]
     """Type of its weights. The head computes in float32."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import re
 
-from llamarl.config.fields import Flag, Natural, Number, Text, marked, settings_dataclass
+from llamarl.config.fields import AnyText, Flag, Natural, Number, Text, marked, settings_dataclass
 from llamarl.config.files import EVAL_SETS
 from llamarl.config.findings import Findings, Problem
 from llamarl.config.sections.task import AnyEvalSetSettings
@@ -36,15 +36,15 @@ class EvalSettings:
     """End the run once eval/reward reaches this (with scores of 0 or 1: the accuracy); null: no
     target.
     """
-    gold: str | None
+    gold: AnyText | None
     """A scorer's directory, or module:function, that judges the greedy answers besides the
     reward and is never trained on (docs/rewards.md).
     """
-    gold_label: str | None
+    gold_label: AnyText | None
     """Label of that scorer; null: its only one."""
-    reference_key: str | None
+    reference_key: AnyText | None
     """Key of a task's row whose answer eval/win_rate compares with; null: no win rate."""
-    base: str | None
+    base: AnyText | None
     """Directory of a language model, such as the SFT model, for eval/perplexity of the answers
     under it; null: none.
     """

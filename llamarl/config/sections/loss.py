@@ -14,6 +14,7 @@ from omegaconf import OmegaConf
 from pydantic import BeforeValidator
 
 from llamarl.config.fields import (
+    AnyText,
     ByKind,
     Count,
     Flag,
@@ -114,9 +115,9 @@ AnyScheduleSettings = Annotated[LinearScheduleSettings | CutScheduleSettings, By
 
 @settings_dataclass
 class LossSettings:
-    fn: str
+    fn: AnyText
     """A loss of the package, or module:function."""
-    name: str
+    name: AnyText
     """Name of the loss in the report: the chosen file of conf/loss; with a function of your
     own, that.
     """

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Literal
 
-from llamarl.config.fields import marked, settings_dataclass
+from llamarl.config.fields import AnyText, marked, settings_dataclass
 from llamarl.config.findings import Findings
 
 
 @settings_dataclass
 class ModelSettings:
-    path: str | None = marked("data")
+    path: AnyText | None = marked("data")
     """Directory of the model that training starts from, which chooses conf/model/hf.yaml; null:
     the tiny model that comes with the package.
     """

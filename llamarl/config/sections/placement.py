@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from llamarl.config.fields import RankList, Texts, settings_dataclass
+from llamarl.config.fields import AnyText, RankList, Texts, settings_dataclass
 from llamarl.config.findings import Findings, show
 
 # Executors with a model on the device.
@@ -28,7 +28,7 @@ class PlacementSettings:
     """Ranks of the victim, each of which holds all of it; null: as of the reward."""
     colocate: Texts | None
     """Executors that share the same ranks, such as [trainer,generator]; null: none."""
-    sheet: str | None
+    sheet: AnyText | None
     """A hardware profile, by file or name (h100), from which the planner chooses the ranks of
     trainer and generator; null: none.
     """

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 from llamarl.config.fields import (
+    AnyText,
     AtLeastOne,
     Count,
     Flag,
@@ -26,9 +27,9 @@ class RunSettings:
     """Batches that are trained on. A policy version counts them; trainer.minibatches_per_step
     makes several updates of one.
     """
-    run_dir: str | None = marked("outward")
+    run_dir: AnyText | None = marked("outward")
     """Directory of everything that the run writes; null: a new one under runs/."""
-    resume: str = marked("outward")
+    resume: AnyText = marked("outward")
     """never; auto: the newest valid checkpoint of run_dir, or a start if there is none; PATH:
     that checkpoint, or an error.
     """

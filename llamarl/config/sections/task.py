@@ -7,6 +7,7 @@ from __future__ import annotations
 from typing import Annotated, ClassVar, Literal
 
 from llamarl.config.fields import (
+    AnyText,
     ByKind,
     Count,
     Flag,
@@ -28,7 +29,7 @@ class TaskSettings:
     kind: str
     chat: Flag
     """Show prompts by the tokenizer's chat template."""
-    system_prompt: str | None
+    system_prompt: AnyText | None
     """System turn of prompts that have none of their own; null: none."""
     max_prompt_tokens: Count
     """Tokens of a prompt at most. By default what the model's context leaves, up to 512."""
@@ -60,7 +61,7 @@ class QuestionsSettings(TaskSettings):
 @settings_dataclass
 class OnePromptSettings(TaskSettings):
     kind: Literal["one_prompt"]
-    text: str
+    text: AnyText
     """The prompt. It may be empty if the tokenizer begins a text with a token of its own."""
     words: Texts
     """The task's own reward is 1 if an answer holds one of these words."""
@@ -75,17 +76,17 @@ class FileSettings(TaskSettings):
     """JSON lines; of hf_dataset a directory, a split's folder, a file, or a pattern of files
     (docs/data.md).
     """
-    prompt_key: str
+    prompt_key: AnyText
     """Key of a row's prompt: a text, or a list of messages whose last is the user's
     (docs/data.md).
     """
-    answer_key: str | None
+    answer_key: AnyText | None
     """Key of a row's reference answer; null: there is none, and the reward must do without."""
 
 
 @settings_dataclass
 class RowsSettings(FileSettings):
-    eval_path: str | None
+    eval_path: AnyText | None
     """Held-out rows; null: a dataset's test or validation split, or a fixed random tenth of
     path. At most eval.num_prompts are asked.
     """
@@ -100,7 +101,7 @@ class GSM8KFileSettings(TaskSettings):
 
 @settings_dataclass
 class GSM8KSettings(GSM8KFileSettings):
-    eval_path: str | None
+    eval_path: AnyText | None
     """Held-out rows; null: a fixed random tenth of path. At most eval.num_prompts are asked."""
 
 
@@ -155,9 +156,9 @@ class PlayedSettings(TaskSettings):
     kind: Literal["environment"]
     environment: Text
     """module:Class of an environment of your own (docs/data.md)."""
-    path: str | None
+    path: AnyText | None
     """JSON lines, whose rows the environment is reset with; null: it makes its own prompts."""
-    prompt_key: str
+    prompt_key: AnyText
     """Key of a row's prompt: a text, or a list of messages whose last is the user's."""
     num_prompts: Count
     """Prompts of an environment that makes its own; then they are asked again. Of a set:
@@ -169,7 +170,7 @@ class PlayedSettings(TaskSettings):
 
 @settings_dataclass
 class EnvironmentSettings(PlayedSettings):
-    eval_path: str | None
+    eval_path: AnyText | None
     """Held-out rows; null: a fixed random tenth of path. At most eval.num_prompts are asked."""
 
 

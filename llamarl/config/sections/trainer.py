@@ -7,6 +7,7 @@ from __future__ import annotations
 from typing import Literal
 
 from llamarl.config.fields import (
+    AnyText,
     BelowOne,
     Count,
     Flag,
@@ -25,7 +26,7 @@ from llamarl.words.choices import Advantages, Schedule, Whiten
 
 @settings_dataclass
 class LoraSettings:
-    path: str | None
+    path: AnyText | None
     """PEFT directory that the adapters start as. Its r, lora_alpha and target_modules must be
     the three keys below; null: B starts at 0.
     """
@@ -45,7 +46,7 @@ class CriticModelSettings:
     """shared: values come from a head on the policy's trunk; own: from a model beside it, with
     its own optimizer.
     """
-    path: str | None
+    path: AnyText | None
     """With own: a reward model's directory that the critic starts as; null: as the policy, with
     a new head.
     """

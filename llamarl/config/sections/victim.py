@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated, ClassVar, Literal
 
 from llamarl.config.fields import (
+    AnyText,
     ByKind,
     Count,
     Flag,
@@ -29,7 +30,7 @@ class NoVictimSettings:
 @settings_dataclass
 class ModelVictimSettings:
     kind: Literal["hf"]
-    path: str | None
+    path: AnyText | None
     """The victim's directory, with its tokenizer; null: the tiny model that comes with the
     package.
     """
@@ -39,7 +40,7 @@ class ModelVictimSettings:
     """What it reads of an attack, before its chat template."""
     chat: Flag
     """Show the attack as a user's turn of its chat template, if it has one."""
-    system_prompt: str | None
+    system_prompt: AnyText | None
     """Its system turn; null: none."""
     replies: Count
     """M, the replies that are sampled for each attack. The attack's score is the mean of theirs."""
