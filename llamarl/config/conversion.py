@@ -77,7 +77,7 @@ def to_config(composed: DictConfig | Mapping[str, object], schema: type = Config
         config = adapter(schema).validate_python(values)
     except ValidationError as error:
         known = {*required, *keys_of(problems)}
-        refused = [one for one in problems_of(error, schema, values) if not known & {*one.keys}]
+        refused = [one for one in problems_of(error, schema, values) if not {*one.keys} <= known]
     problems += refused
     for key in required:
         section, _, name = key.rpartition(".")

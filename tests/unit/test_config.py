@@ -441,6 +441,12 @@ def test_a_kind_without_its_keys_is_refused_with_the_choice_that_has_them():
     }
 
 
+def test_a_kind_without_its_keys_is_told_beside_a_key_that_is_required():
+    told = complaints("task.kind=python", kind=SFT)
+    assert "needs max_prompt_tokens, fn, options too" in told["task.kind=python"]
+    assert set(told) == {"task.kind=python", "model.path"}
+
+
 def test_an_option_of_a_loss_that_is_a_section_is_told_like_another_value(tmp_path):
     (tmp_path / "loss").mkdir()
     (tmp_path / "loss" / "mine.yaml").write_text("fn: best_of_n\nlength_normalize: {a: 1}\n")
