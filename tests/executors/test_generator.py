@@ -327,15 +327,16 @@ def test_options_of_the_engine_reach_it():
 
 
 def job_of_two_ranks():
-    return SimpleNamespace(
+    inputs = SimpleNamespace(
         model_path="m",
         prompts=None,
         eval_prompts={},
         stop_token_ids=(2,),
         decode=str,
         lora=None,
-        placement={"trainer": (0,), "generator": (1,), "reward": (1,)},
     )
+    placement = {"trainer": (0,), "generator": (1,), "reward": (1,)}
+    return SimpleNamespace(inputs=inputs, placement=placement)
 
 
 def test_options_of_the_config_reach_the_generator():

@@ -76,7 +76,7 @@ def groups_of(rank: int, ranks: int) -> list[Group]:
 def learn(decoder, rank: int, ranks: int) -> dict[str, torch.Tensor]:
     """One optimizer step; every tensor of interest, whole."""
     groups = groups_of(rank, ranks)
-    targets = [Targets.of(g, group_mean(g.rewards)) for g in groups]
+    targets = [Targets.of(g, group_mean(g.rewards, g.trained)) for g in groups]
     packing = pack(groups, targets, budget_tokens=25, skip_zero_advantage=False)
     counts = torch.tensor([packing.num_loss_tokens, len(packing.microbatches)])
     longest = counts[1:].clone()

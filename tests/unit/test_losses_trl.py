@@ -95,8 +95,11 @@ def test_every_golden_is_compared():
 def test_advantages_equal_trls():
     padded, *_ = packed()
     rewards = padded["rewards"].view(2, 3)
-    torch.testing.assert_close(group_mean_std(rewards).flatten(), padded["advantages"], **EXACT)
-    torch.testing.assert_close(leave_one_out(rewards).flatten(), padded["leave_one_out"], **EXACT)
+    every = torch.ones(2, 3, dtype=torch.bool)
+    scaled = group_mean_std(rewards, every).flatten()
+    left_out = leave_one_out(rewards, every).flatten()
+    torch.testing.assert_close(scaled, padded["advantages"], **EXACT)
+    torch.testing.assert_close(left_out, padded["leave_one_out"], **EXACT)
 
 
 def test_ppo_value_loss_and_gae_equal_torchtunes():

@@ -240,7 +240,7 @@ def test_quick_calls_are_all_in_the_pipe_after_one_poll():
     """A rank that computes between two polls has them scored meanwhile."""
     with RewardPool("llamarl.tasks.rewards:exact_match") as pool:
         pool.start()
-        pool._note_seconds(1e-5)
+        pool._call_s = 1e-5
         for key in range(500):
             pool.submit(key, text_item("p" * 200, "c", {"answer": "c"}))
         pool.poll()
@@ -458,7 +458,7 @@ def test_a_worker_has_calls_for_some_seconds_ahead_and_what_else_comes_can_wait(
     with RewardPool("llamarl.tasks.rewards:exact_match", num_workers=num_workers) as pool:
         pool.start()
         if call_s is not None:
-            pool._note_seconds(call_s)  # what a worker's time stamps say
+            pool._call_s = call_s  # what a worker's time stamps say
         count = 0
         while not pool.is_busy:
             pool.submit(count, text_item("p", "c", {"answer": "c"}))
