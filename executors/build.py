@@ -99,27 +99,29 @@ def engine_builder(
             lora=inputs.lora,
         )
 
-    def build(group: ExecutorGroup, bind: Bind) -> GenerationEngine:
-        engine = build_native(
-            group,
-            bind,
-            model_path=str(inputs.model_path),
-            model_dtype=config.model.dtype,
-            max_slots=g.max_slots,
-            max_len=config.longest_asked,
-            cache_tokens=g.cache_tokens,
-            kept_tokens=config.kept_tokens,
-            prefill_chunk=g.prefill_chunk,
-            quantize=g.quantize,
-            quantize_exclude=tuple(g.quantize_exclude),
-            lora=inputs.lora,
-            decode=inputs.decode,
-            reproducible=config.reproducible,
-            adapt=adapt,
-        )
-        return dialogue_engine(engine, inputs) if config.environments else engine
+    native = partial(
+        build_native,
+        model_path=str(inputs.model_path),
+        model_dtype=config.model.dtype,
+        max_slots=g.max_slots,
+        max_len=config.longest_asked,
+        cache_tokens=g.cache_tokens,
+        kept_tokens=config.kept_tokens,
+        prefill_chunk=g.prefill_chunk,
+        quantize=g.quantize,
+        quantize_exclude=tuple(g.quantize_exclude),
+        lora=inputs.lora,
+        decode=inputs.decode,
+        reproducible=config.reproducible,
+        adapt=adapt,
+    )
+    if not config.environments:
+        return native
 
-    return build
+    def with_dialogues(group: ExecutorGroup, bind: Bind) -> GenerationEngine:
+        return dialogue_engine(native(group, bind), inputs)
+
+    return with_dialogues
 
 
 def dialogue_engine(inner: Engine, inputs: JobInputs) -> DialogueEngine:

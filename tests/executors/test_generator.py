@@ -366,9 +366,9 @@ def test_the_config_names_the_engine(monkeypatch):
     assert (native.build_engine.keywords["quantize"], native.max_quantization_kl) == ("int8", 0.5)
     vllm = build_generator(compose_config(["generator=vllm"]), job)
     assert vllm.build_engine.func is build_vllm and type(vllm) is Generator
-    job.lora = Lora(8, 32.0, ("q_proj",))
+    job.inputs.lora = Lora(8, 32.0, ("q_proj",))
     adapted = build_generator(compose_config(["generator=vllm", "trainer.lora.rank=8"]), job)
-    assert adapted.build_engine.keywords["lora"] is job.lora
+    assert adapted.build_engine.keywords["lora"] is job.inputs.lora
 
 
 def test_held_out_prompts_are_also_sampled_under_the_pinned_version():

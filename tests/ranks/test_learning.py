@@ -197,7 +197,8 @@ def split_step(decoder, rank: int, ranks: int) -> dict[str, torch.Tensor]:
     groups = []
     for group in graded(groups_of(0, 1)):
         rewards = torch.linspace(-1, 1, 4) * (1 + group.ticket)
-        scored = dataclasses.replace(group, rewards=rewards, outcomes=("score",) * 4)
+        every = torch.ones(4, dtype=torch.bool)
+        scored = dataclasses.replace(group, rewards=rewards, outcomes=("score",) * 4, trained=every)
         groups.append(share_of(scored, rank, ranks))
     settings = dataclasses.replace(
         SETTINGS, whole_groups=True, shares_groups=True, updates_per_batch=2, microbatch_tokens=20
@@ -222,6 +223,7 @@ def share_of(group: Group, rank: int, ranks: int) -> Group:
         group,
         lengths=group.lengths[kept],
         rewards=group.rewards[kept],
+        trained=group.trained[kept],
         achieved=group.achieved[kept],
         columns=tuple(compress(group.columns, kept)),
         finish_reasons=tuple(compress(group.finish_reasons, kept)),
