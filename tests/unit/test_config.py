@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from llamarl.config.__main__ import page
 from llamarl.config.command_line import (
     CONF_DIR,
     RED_TEAM,
@@ -32,15 +31,10 @@ from llamarl.config.conversion import (
     to_values,
     value_differences,
 )
-from llamarl.config.evaluation import EVALUATION
-from llamarl.config.fields import all_keys, schemas_of
-from llamarl.config.keys import sentence_of
 from llamarl.config.placement import TINY_MODEL, placement_of
-from llamarl.config.preferences import PREFERENCES
 from llamarl.config.sections.loss import LOSS_OPTIONS, declares
 from llamarl.config.sections.placement import PlacementSettings
 from llamarl.config.sft import SFT
-from llamarl.config.supervised import REWARD_MODEL
 from tests.launching import ROOT
 
 LINE = "{kind: linear, final: 5, end_step: 5}"  # a schedule
@@ -1188,17 +1182,3 @@ def test_what_is_wrong_with_a_key_is_not_said_again_of_one_that_follows_it():
     assert problem.where == "trainer.microbatch_tokens=few"
     config = compose_config(["trainer.microbatch_tokens=77", *words[1:]])
     assert config.reward.scorer.microbatch_tokens == 77
-
-
-def test_every_key_has_a_sentence_under_its_field():
-    silent = set()
-    for kind in (RL, EVALUATION, SFT, REWARD_MODEL, PREFERENCES):
-        for name, key in all_keys(kind.schema).items():
-            is_value = not schemas_of(key.hint) and not name.endswith("kind")
-            if is_value and not sentence_of(key.schema, name.rpartition(".")[2]):
-                silent.add(name)
-    assert not silent
-
-
-def test_the_page_of_keys_is_what_the_fields_say():
-    assert (ROOT / "docs/keys.md").read_text() == page()
