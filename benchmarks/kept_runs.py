@@ -3,8 +3,8 @@
     python benchmarks/kept_runs.py BASE [options]
 
 BASE is checked out in a temporary git worktree. Synchronous runs are made twice there and once
-here. A column that is equal to the bit in both runs of the base must be equal here too, at every
-step. Columns that differ between equal runs are listed and not compared. Clocks are left out.
+here. A column that is bit-identical in both runs of the base must be so here too, at every step.
+Columns that differ between equal runs are listed and not compared. Clocks are left out.
 Asynchronous runs must come to the base's conf/expected.yaml, or NEAR the base's rewards. If one
 does not, another seed is tried. The exit status is 1 if anything differs.
 """
