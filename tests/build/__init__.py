@@ -1,0 +1,14 @@
+"""Builders that test files share, one module a thing. Look here before you write a helper.
+
+group         a Group of scored completions
+completion    a Completion as a generator sends it
+control       the Control of a world of one rank
+ledger        a TicketLedger and its desk
+model_config  the ModelConfig of a small decoder
+model_directory  a copy of the embedded model, and a random model from a config.json
+user_module   a module in the user's own directory
+job           a job that runs to its end; a program's output
+
+Scorers and encoders are in tests/scorers.py, tokenizers in tests/made_tokenizers.py, and jobs that
+are watched or interrupted in tests/launching.py.
+"""
