@@ -53,15 +53,13 @@ from pathlib import Path
 
 from llamarl.checkpoint.checkpointer import Checkpointer
 from llamarl.checkpoint.service import CONTROLLER, CheckpointService
-from llamarl.comm.breakable import BreakableSteps
 from llamarl.comm.channel import Channel, ChannelEnd, ConnectContext
 from llamarl.comm.control import Control
 from llamarl.comm.dropped import DroppedRecords
 from llamarl.comm.groups import RankInfo, World, executor_group
 from llamarl.comm.meeting import reaching, wait_for_all
-from llamarl.comm.stops import heard_stops
 from llamarl.disk.space import shown_free
-from llamarl.ending import RunEnd
+from llamarl.ending import BreakableSteps, RunEnd, heard_stops
 from llamarl.errors import PeerDied, TimedOut
 from llamarl.executor import POLL_S, Executor, ExecutorGroup
 from llamarl.models.offload import DeviceSharing

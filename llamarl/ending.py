@@ -1,4 +1,5 @@
-"""RunEnd: when this rank's loop ends, and what happens before: a stop, a loss, a reached target.
+"""How a run ends. RunEnd: when this rank's loop ends, and what happens before: a stop, a loss, a
+reached target. BreakableSteps: steps that the loop can leave. heard_stops: SIGTERM and SIGINT.
 
 A run ends when its last checkpoint is sealed and its last row is written. The leader decides it and
 tells all ranks.
@@ -12,8 +13,18 @@ without the lost state, and all ranks end with the error. A restart goes on from
 from __future__ import annotations
 
 import logging
+import os
+import queue
+import signal
+import threading
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import Future, wait
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import torch
 
 from llamarl.checkpoint.service import CheckpointService
 from llamarl.comm.control import Control
@@ -200,3 +211,138 @@ class RunEnd:
         if self._control.stopping and self._control.is_leader:
             return self._stop_s
         return self._timeout_s
+
+
+# --- Steps that the loop can leave ---
+
+# A collective with a hung rank (a stopped process, a host without network) ends only with its
+# group's timeout, because gloo cannot abort one from outside. A rank that must save a checkpoint
+# after such a loss cannot wait so long. So if an executor shares ranks with others than keepers, it
+# makes its steps in a thread of its own, one at a time, and the loop waits for each. After a loss
+# the loop leaves a step that does not end.
+#
+#     thread          consumes                waits for              unblocked by
+#     the loop        what a step returned    the step; a loss       the executor's thread; LOOK_S
+#     the executor's  a step to make          a step to make         the loop
+
+LOOK_S = 0.05  # between two looks at whether a step is still wanted
+LAST_S = 2.0  # a step that is no longer wanted has so long to end by itself
+
+
+class BreakableSteps:
+    """Makes the steps of one executor.
+
+    is_over: whether the run ends, so that a step that is under way is no longer wanted. device:
+    what the executor computes on.
+    """
+
+    def __init__(self, name: str, *, device: torch.device, is_over: Callable[[], bool]):
+        self.left = False  # a step was left: it may stand in a collective until this process ends
+        self._device = device
+        self._num_threads = torch.get_num_threads()
+        self._is_over = is_over
+        self._asked: queue.SimpleQueue[tuple[Callable[[], bool], Future]] = queue.SimpleQueue()
+        # A daemon: one that is stuck must not keep the process from its end.
+        self._thread = threading.Thread(target=self._run, name=f"step-{name}", daemon=True)
+
+    def make(self, step: Callable[[], bool]) -> bool:
+        """Make one step, and return what it returns or raise what it raises.
+
+        Returns False once the step was left (`left`). Make no other then.
+        """
+        assert not self.left, "a step was left before"
+        if not self._thread.is_alive():
+            self._thread.start()
+        made: Future[bool] = Future()
+        self._asked.put((step, made))
+        unwanted_since: float | None = None
+        while not wait([made], LOOK_S).done:
+            now = time.monotonic()
+            if not self._is_over():
+                continue
+            if unwanted_since is None:
+                unwanted_since = now
+            if now - unwanted_since > LAST_S:
+                self.left = True
+                return False
+        return made.result()
+
+    def _run(self) -> None:
+        # OpenMP keeps this number for each thread, and sums depend on it.
+        torch.set_num_threads(self._num_threads)
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)  # each thread has its own
+        while True:
+            step, made = self._asked.get()
+            try:
+                made.set_result(step())
+            except BaseException as error:  # raised in the loop, which waits for it
+                made.set_exception(error)
+
+
+# --- Requests to stop ---
+
+# SIGTERM and SIGINT are heard by the loop of a run, and remembered before it:
+#
+#     launch      the run has a directory: remembered_stops
+#       recipe    builds executors
+#         loop    heard_stops: each signal, and one that came before
+
+_Handlers = Mapping[signal.Signals, Any]  # as signal.signal gives and takes them
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class _Memory:
+    """A handler that remembers which signals came. The same one again goes to the handler before
+    it: whoever presses Ctrl-C twice does not wait for a model to load. torchrun sends one of each.
+    """
+
+    def __init__(self):
+        self.come: set[int] = set()
+        self.earlier = _install(self)
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if number in self.come:
+            _restore(self.earlier)
+            os.kill(os.getpid(), number)
+            return
+        self.come.add(number)
+        # A print may be what the signal came into.
+        os.write(2, b"llamarl: the run stops before its first step\n")
+
+
+@contextmanager
+def remembered_stops() -> Iterator[None]:
+    """Remember the signals of the body for heard_stops, up to the end of that. Without this they
+    would kill a run that has a directory, and its outcome.json would be absent.
+    """
+    memory = _Memory()
+    try:
+        yield
+    finally:
+        _restore(memory.earlier)
+
+
+@contextmanager
+def heard_stops(hear: Callable[[], None]) -> Iterator[None]:
+    """Call `hear` at each signal in the body, and now if one is remembered."""
+    earlier = _install(lambda number, frame: hear())
+    memory = earlier[signal.SIGTERM]
+    if isinstance(memory, _Memory):
+        earlier = memory.earlier  # what comes after the loop may end the process
+        if memory.come:
+            hear()
+    try:
+        yield
+    finally:
+        _restore(earlier)
+
+
+def _install(handler: Callable[[int, FrameType | None], None]) -> _Handlers:
+    return {number: signal.signal(number, handler) for number in _SIGNALS}
+
+
+def _restore(handlers: _Handlers) -> None:
+    for number, handler in handlers.items():
+        signal.signal(number, handler)

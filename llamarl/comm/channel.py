@@ -32,12 +32,11 @@ from typing import Protocol
 import torch.distributed as dist
 
 from llamarl.comm import wire
-from llamarl.comm.causes import cause_of
 from llamarl.comm.control import Control
 from llamarl.comm.groups import RankInfo, connect_peers, link_group
 from llamarl.comm.meeting import reaching
 from llamarl.comm.wire import recv_message, send_message
-from llamarl.errors import PeerDied
+from llamarl.errors import PeerDied, cause_of
 from llamarl.executor import Executor
 from llamarl.types import (
     Completion,

@@ -45,8 +45,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from llamarl.comm.causes import cause_of
-from llamarl.errors import PeerDied
+from llamarl.errors import PeerDied, cause_of
 
 Failure = TypeVar("Failure", bound=BaseException)
 

@@ -31,9 +31,8 @@ from functools import lru_cache
 
 import torch.distributed as dist
 
-from llamarl.comm.causes import cause_of
 from llamarl.comm.interface import listening_socket
-from llamarl.errors import BadNetwork, PeerDied, TimedOut
+from llamarl.errors import BadNetwork, PeerDied, TimedOut, cause_of
 
 log = logging.getLogger(__name__)
 

@@ -28,9 +28,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from llamarl.comm.causes import cause_of
 from llamarl.disk.shared_memory import map_shared, path_of, shared_file
-from llamarl.errors import LinkTimeout, PeerDied, WeightsError
+from llamarl.errors import LinkTimeout, PeerDied, WeightsError, cause_of
 
 NUM_SLOTS = 2
 POLL_S = 0.0002

@@ -19,11 +19,11 @@ import torch
 import torch.distributed as dist
 
 from llamarl.comm.groups import SHOWN_HOSTS, World, init_world, threads_per_rank
-from llamarl.comm.stops import remembered_stops
 from llamarl.config.by_model import told
 from llamarl.config.command_line import Config
 from llamarl.config.preferences import PreferencesConfig
 from llamarl.config.supervised import SupervisedConfig
+from llamarl.ending import remembered_stops
 from llamarl.errors import (
     BadInput,
     BadNetwork,

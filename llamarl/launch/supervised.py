@@ -24,11 +24,11 @@ import torch
 from omegaconf import OmegaConf
 
 from llamarl.comm.groups import World
-from llamarl.comm.stops import remembered_stops
 from llamarl.config.conversion import to_values
 from llamarl.config.sft import SFTConfig, as_run
 from llamarl.config.supervised import RewardModelConfig, SupervisedRows
 from llamarl.controller import ExecutorController
+from llamarl.ending import remembered_stops
 from llamarl.errors import NoWeights, RunDirectoryError
 from llamarl.executor import Executor
 from llamarl.launch.checks import bad_input, check_inputs, check_vocabulary

@@ -4,5 +4,5 @@ docs/algorithms.md tells its order.
 groups --shaping, advantages--> Targets --pack--> PackedBatch
        --decoder(head=make_head)--> trainer_logprobs --loss--> optim
 
-Ranks communicate through comm/reduction.py, optim.clip_grad_norm and the decoder alone.
+Ranks communicate through comm/together.py, optim.clip_grad_norm and the decoder alone.
 """

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from llamarl.comm import wire
-from llamarl.comm.reduction import TrainerRanks
+from llamarl.comm.together import TrainerRanks
 from llamarl.errors import LagExceeded
 from llamarl.types import Group
 

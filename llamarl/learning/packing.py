@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from llamarl.comm.reduction import TrainerRanks
+from llamarl.comm.together import TrainerRanks
 from llamarl.learning.segments import end_to_end, owners, runs, sum_by
 from llamarl.learning.targets import Targets
 from llamarl.models.attention import PackedAttention

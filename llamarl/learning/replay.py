@@ -47,7 +47,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from llamarl.comm import wire
 from llamarl.comm.channel import dp_rank_of
-from llamarl.comm.reduction import TrainerRanks
+from llamarl.comm.together import TrainerRanks
 from llamarl.learning.buffer import GroupBuffer, stored_group
 from llamarl.types import Group
 

@@ -18,7 +18,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from llamarl.comm.reduction import TrainerRanks
+from llamarl.comm.together import TrainerRanks
 from llamarl.learning.segments import owners, sum_by
 from llamarl.types import Group
 

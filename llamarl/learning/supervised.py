@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from llamarl.comm.reduction import TrainerRanks
+from llamarl.comm.together import TrainerRanks
 from llamarl.errors import NotFinite
 from llamarl.learning.optim import clip_grad_norm, lr_at, set_lr
 from llamarl.learning.packing import collate

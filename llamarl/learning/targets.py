@@ -28,7 +28,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from llamarl.comm.reduction import TrainerRanks
+from llamarl.comm.together import TrainerRanks
 from llamarl.learning.advantages import ADVANTAGES, by_turn, gae
 from llamarl.learning.segments import end_to_end, owners, sum_by
 from llamarl.learning.step_metrics import Row

@@ -26,7 +26,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from llamarl.comm.reduction import TrainerRanks
+from llamarl.comm.together import TrainerRanks
 from llamarl.errors import NotFinite, ParityError
 from llamarl.learning.logprobs import (
     NEVER,

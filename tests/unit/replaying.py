@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from llamarl.comm.reduction import TrainerRanks
+from llamarl.comm.together import TrainerRanks
 from llamarl.learning.replay import DrawSettings
 from llamarl.types import Group
 

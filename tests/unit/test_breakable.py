@@ -6,10 +6,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from llamarl.comm import breakable
-from llamarl.comm.breakable import BreakableSteps
+from llamarl import ending
 from llamarl.controller import ExecutorController
-from llamarl.ending import RunEnd
+from llamarl.ending import BreakableSteps, RunEnd
 
 CPU = torch.device("cpu")
 WAIT_S = 30.0
@@ -22,8 +21,8 @@ def over():
 
 @pytest.fixture
 def steps(over, monkeypatch):
-    monkeypatch.setattr(breakable, "LAST_S", 0.2)
-    monkeypatch.setattr(breakable, "LOOK_S", 0.01)
+    monkeypatch.setattr(ending, "LAST_S", 0.2)
+    monkeypatch.setattr(ending, "LOOK_S", 0.01)
     return BreakableSteps("reward", device=CPU, is_over=over.is_set)
 
 
@@ -72,7 +71,7 @@ def test_a_step_that_hangs_is_left_once_the_run_ends_and_no_sooner(steps, over):
 
 
 def test_a_step_that_ends_soon_after_a_loss_is_not_left(steps, over, monkeypatch):
-    monkeypatch.setattr(breakable, "LAST_S", WAIT_S)
+    monkeypatch.setattr(ending, "LAST_S", WAIT_S)
     over.set()
     goes_on = threading.Event()
     threading.Timer(0.1, goes_on.set).start()

@@ -11,11 +11,10 @@ import pytest
 import torch.distributed as dist
 
 from llamarl.comm import control as control_module
-from llamarl.comm.causes import cause_of
 from llamarl.comm.control import Control
 from llamarl.controller import ExecutorController
 from llamarl.ending import RunEnd
-from llamarl.errors import PeerDied, TimedOut
+from llamarl.errors import PeerDied, TimedOut, cause_of
 
 WAIT_S = 10.0  # for what should come at once
 BEAT_S, SILENCE_S = 0.02, 1.0  # a busy machine must not look like a silent rank

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from llamarl.comm.channel import dp_rank_of
-from llamarl.comm.reduction import TrainerRanks
+from llamarl.comm.together import TrainerRanks
 from llamarl.learning.replay import ReplayBuffer, SharedReplayBuffer, SplitReplayBuffer
 from tests.launching import SMALL, ForkedJob
 from tests.unit.replaying import ALONE, draw, group, names_of

@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from llamarl.comm.reduction import TrainerRanks
+from llamarl.comm.together import TrainerRanks
 from llamarl.learning.step_metrics import (
     Metric,
     Reduction,

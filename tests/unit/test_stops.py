@@ -3,7 +3,7 @@
 import os
 import signal
 
-from llamarl.comm.stops import heard_stops, remembered_stops
+from llamarl.ending import heard_stops, remembered_stops
 
 
 def sent() -> None:
