@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from llamarl.comm.control import Control
-from llamarl.ddma.copies import Copier
 from llamarl.ddma.layout import Destination, Source, buffer_of, parameters_to_send
 from llamarl.ddma.links import HeaderKind, LocalLink, Slots
-from llamarl.ddma.payload import buckets_of
+from llamarl.ddma.payload import Copier, buckets_of
 from llamarl.ddma.plan import make_plan
 from llamarl.ddma.protocol import LinkContext, Outgoing
 from llamarl.ddma.receiver import Incoming, Subscriber

@@ -44,9 +44,8 @@ import torch
 from torch import Tensor
 
 from llamarl.comm.control import Control
-from llamarl.ddma.copies import Copier
 from llamarl.ddma.links import Header, HeaderKind, LocalLink
-from llamarl.ddma.payload import Bucket, BucketProgress
+from llamarl.ddma.payload import Bucket, BucketProgress, Copier
 from llamarl.errors import WeightsError
 
 MAX_RETRIES = 3

@@ -7,8 +7,8 @@ import torch
 
 from llamarl.comm.control import Control
 from llamarl.comm.groups import this_rank_info
-from llamarl.ddma.copies import Copier, fold
 from llamarl.ddma.layout import Destination, Source
+from llamarl.ddma.payload import Copier, fold
 from llamarl.ddma.receiver import WeightsReceiver
 from llamarl.ddma.route import WeightsRoute
 from llamarl.ddma.sender import WeightsSender

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llamarl.ddma.copies import Copier, fold
+from llamarl.ddma.payload import Copier, fold
 
 METHODS = ["xxh3", "device"]  # the device's works on a CPU too
 WORD = 1 << 64

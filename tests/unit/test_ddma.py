@@ -23,9 +23,8 @@ from llamarl.ddma.links import Header, HeaderKind, make_slots
 from llamarl.ddma.payload import buckets_of
 from llamarl.ddma.protocol import MAX_RETRIES, LinkContext, Outgoing
 from llamarl.ddma.receiver import Incoming, Staged, Subscriber, WeightsReceiver
-from llamarl.ddma.route import WeightsRoute
+from llamarl.ddma.route import WeightsRoute, choose_transports
 from llamarl.ddma.sender import LOOK_S, WeightsSender
-from llamarl.ddma.transports import choose_transports
 from llamarl.disk.shared_memory import path_of
 from llamarl.errors import ParityError, TimedOut, WeightsError
 from llamarl.models.parity import check_marks, marks_of

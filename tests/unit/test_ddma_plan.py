@@ -14,9 +14,8 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset as torch_box
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from llamarl.ddma.copies import Copier
 from llamarl.ddma.layout import Destination, Parameter, Source, buffer_of, parameters_to_send
-from llamarl.ddma.payload import Target, buckets_of
+from llamarl.ddma.payload import Copier, Target, buckets_of
 from llamarl.ddma.plan import make_plan
 from llamarl.models.config import ModelConfig
 from llamarl.models.sharding import (
