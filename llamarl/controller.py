@@ -62,7 +62,7 @@ from llamarl.disk.space import shown_free
 from llamarl.ending import BreakableSteps, RunEnd, heard_stops
 from llamarl.errors import PeerDied, TimedOut
 from llamarl.executor import POLL_S, Executor, ExecutorGroup
-from llamarl.models.offload import DeviceSharing
+from llamarl.machine.offload import DeviceSharing
 from llamarl.observe import Metrics, MetricsError, RowWriter, Trace
 from llamarl.observe.console import CheckpointProgress
 from llamarl.tickets.ledger import TicketLedger

@@ -136,7 +136,7 @@ class WeightsForm:
 
     dtype: the executor's own, in which weights travel. quantize: the form in which projections
     travel, "fp8" or "int8"; "none": in dtype. exclude: parts of the names of projections that stay
-    in dtype. transport: "auto", or one of ddma.transports.TRANSPORTS.
+    in dtype. transport: "auto", or one of words.choices.TRANSPORTS.
     """
 
     dtype: str = "float32"
@@ -297,7 +297,7 @@ class Checkpoints(Protocol):
 
 
 class Turns(Protocol):
-    """A device that several executors share (llamarl.models.offload)."""
+    """A device that several executors share (llamarl.machine.offload)."""
 
     def claim(self, name: str) -> bool:
         """Give the device to the executor `name`. True if anything had to move."""

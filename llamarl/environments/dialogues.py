@@ -42,7 +42,7 @@ from torch import Tensor
 from llamarl.environments.calls import ToolCall, Unreadable
 from llamarl.environments.contracts import Answer
 from llamarl.environments.pool import EnvironmentPool, Failure, wait_for_any
-from llamarl.inference.kept import Key
+from llamarl.inference.cache import Key
 from llamarl.inference.sampler import SamplingParams
 from llamarl.tasks.environment import GAME
 from llamarl.tasks.environment_class import ChatTurn, Schema

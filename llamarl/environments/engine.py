@@ -6,7 +6,7 @@
     submit, of a prompt that is not played --> the inner engine --> pop_finished
 
 A completion that waits for its environment is live and holds no slot: others are sampled meanwhile.
-The inner engine keeps its keys and values (llamarl.inference.kept), so that a turn costs what it
+The inner engine keeps its keys and values (llamarl.inference.cache), so that a turn costs what it
 adds.
 """
 
@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from llamarl.environments.dialogues import Dialogues, GoOn, Over
+from llamarl.inference.cache import Key
 from llamarl.inference.engine import Engine
-from llamarl.inference.kept import Key
 from llamarl.inference.requests import NewTokens, Partial, Request, TokenIds, on_cpu
 from llamarl.inference.sampler import SamplingParams
 from llamarl.types import Completion, Prompt

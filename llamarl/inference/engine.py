@@ -32,9 +32,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from llamarl.inference.cache import SlotCache
-from llamarl.inference.graph import DecodeGraphs
-from llamarl.inference.kept import KeptRows
+from llamarl.inference.cache import KeptRows, SlotCache
 from llamarl.inference.requests import (
     NewTokens,
     Partial,
@@ -45,7 +43,7 @@ from llamarl.inference.requests import (
     on_cpu,
 )
 from llamarl.inference.rows import Rows
-from llamarl.inference.runner import ModelRunner, batches
+from llamarl.inference.runner import DecodeGraphs, ModelRunner, batches
 from llamarl.inference.sampler import SamplingParams, process
 from llamarl.inference.schedule import PrefillChunk, Sample, Scheduler, Start, Turn
 from llamarl.inference.slots import SlotEngine

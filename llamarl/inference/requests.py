@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from llamarl.inference.kept import Kept, Key
+from llamarl.inference.cache import Kept, Key
 from llamarl.inference.sampler import SamplingParams, check_vector
 from llamarl.types import read_by_model
 

@@ -19,7 +19,7 @@ import torch
 from llamarl.config.sections.victim import placed_victim
 from llamarl.ddma.layout import Destination, Parameter, Source, parameters_to_send
 from llamarl.disk.space import free_bytes
-from llamarl.inference.room import whole_blocks
+from llamarl.inference.schedule import whole_blocks
 from llamarl.launch.embedders import embedder_bytes
 from llamarl.launch.free_memory import memory_of
 from llamarl.launch.job import Job

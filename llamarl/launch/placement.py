@@ -8,7 +8,7 @@ from typing import Literal
 from llamarl.config.command_line import Config
 from llamarl.config.placement import Ranks, placement_of
 from llamarl.config.sections.buffer import ReplayBufferSettings
-from llamarl.inference.room import whole_blocks
+from llamarl.inference.schedule import whole_blocks
 from llamarl.learning.losses import resolve_loss
 from llamarl.learning.losses.common import has_mark
 from llamarl.learning.replay import lag_bound

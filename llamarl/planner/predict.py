@@ -38,7 +38,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
-from llamarl.inference.room import whole_blocks
+from llamarl.inference.schedule import whole_blocks
 from llamarl.memory import (
     ITEMSIZES,
     MOMENTS,

@@ -12,10 +12,10 @@ from llamarl.ddma.payload import Copier, fold
 from llamarl.ddma.receiver import WeightsReceiver
 from llamarl.ddma.route import WeightsRoute
 from llamarl.ddma.sender import WeightsSender
+from llamarl.machine.offload import DeviceSharing
 from llamarl.models.build import build_decoder, read_config
 from llamarl.models.config import tiny_directory
 from llamarl.models.hf import load_weights, named_parameters_hf
-from llamarl.models.offload import DeviceSharing
 from tests.launching import SMALL, Job
 
 pytestmark = [

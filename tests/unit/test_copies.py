@@ -43,7 +43,7 @@ def test_folding_sees_the_order():
 
 
 def on_device_by_definition(data: bytes) -> int:
-    """What the docstring of copies.py says: the sums of the words in each of 512 columns, weighted,
+    """What the docstring of payload.py says: the sums of the words in each of 512 columns, weighted,
     and the bytes behind the last whole row.
     """
     in_rows = len(data) // 4096 * 4096

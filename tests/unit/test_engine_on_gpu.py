@@ -9,7 +9,7 @@ import torch
 
 from llamarl.inference import Engine, SamplingParams
 from llamarl.inference.cache import Pieces, SlotCache
-from llamarl.models.offload import DeviceSharing
+from llamarl.machine.offload import DeviceSharing
 from llamarl.models.quantize import QuantizedLinear, _takes_row_scales, quantize_decoder
 from tests.imagined_gpu import GPU, imagined_gpu
 from tests.small_decoders import CONFIG, LOGITS, drawn_decoder

@@ -5,7 +5,7 @@ storages empty and come back whole.
 import pytest
 import torch
 
-from llamarl.models.offload import DeviceSharing
+from llamarl.machine.offload import DeviceSharing
 
 
 def bytes_held(tensors) -> int:

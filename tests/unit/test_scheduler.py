@@ -15,8 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from llamarl.inference.room import Room
-from llamarl.inference.schedule import PrefillChunk, RowMove, Scheduler, Start
+from llamarl.inference.schedule import PrefillChunk, Room, RowMove, Scheduler, Start
 
 ROOT = Path(__file__).resolve().parents[2]
 BLOCK = 16
@@ -428,7 +427,7 @@ def test_the_scheduler_is_imported_and_used_where_there_is_no_torch():
     code = (
         "import sys; sys.modules['torch'] = None\n"
         "from collections import deque\n"
-        "from llamarl.inference.room import Room\n"
+        "from llamarl.inference.schedule import Room\n"
         "from llamarl.inference.schedule import Scheduler\n"
         "room = Room(max_slots=2, max_len=8, budget=64)\n"
         "scheduler = Scheduler(\n"

@@ -18,10 +18,10 @@ from llamarl.executor import ExecutorGroup
 from llamarl.launch.job import Job
 from llamarl.launch.run_directory import RunDirectory
 from llamarl.learning import logprobs
+from llamarl.machine.offload import DeviceSharing
 from llamarl.models.config import read_config, tiny_directory
 from llamarl.models.frozen import frozen_decoder
 from llamarl.models.lora import travelling
-from llamarl.models.offload import DeviceSharing
 from llamarl.models.parity import Sequence
 from llamarl.types import Group, Policy
 from tests.imagined_gpu import CPU, GPU, OnGpu, imagined_gpu
