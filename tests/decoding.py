@@ -9,25 +9,17 @@ import torch
 
 from llamarl.machine.kernels import library
 from llamarl.models.attention import PackedAttention
-from llamarl.models.build import ModelConfig, build_decoder
+from llamarl.models.build import build_decoder
+from tests.build.model_config import model_config
 from tests.tolerances import of_logprobs
 
 MAX_LEN = 40
-CONFIG = ModelConfig(
-    architecture="LlamaForCausalLM",
+CONFIG = model_config(
     vocab_size=31,
     hidden_size=32,
     intermediate_size=48,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
     head_dim=8,
-    rms_norm_eps=1e-6,
-    rope_theta=10000.0,
-    rope_scaling=None,
-    max_position_embeddings=64,
     tie_word_embeddings=True,
-    attention_bias=False,
 )
 
 # Of logprobs by two routes: the C kernel, the module with a cache, and its whole forward, which

@@ -5,23 +5,9 @@ from __future__ import annotations
 import torch
 
 from llamarl.models.build import Decoder, ModelConfig, build_decoder
+from tests.build.model_config import model_config
 
-CONFIG = ModelConfig(
-    architecture="LlamaForCausalLM",
-    vocab_size=48,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
-    rms_norm_eps=1e-6,
-    rope_theta=1e4,
-    rope_scaling=None,
-    max_position_embeddings=64,
-    tie_word_embeddings=False,
-    attention_bias=False,
-)
+CONFIG = model_config(vocab_size=48, hidden_size=32, intermediate_size=48, head_dim=8)
 LOGITS = 5.0  # more than their standard deviation
 
 

@@ -17,29 +17,17 @@ from llamarl.ddma.protocol import LinkContext, Outgoing
 from llamarl.ddma.receiver import Incoming, Subscriber
 from llamarl.ddma.sender import Publisher
 from llamarl.errors import LinkTimeout
-from llamarl.models.config import ModelConfig
 from llamarl.models.sharding import Box
+from tests.build.model_config import model_config
+from tests.build.routes import PATIENCE_S, control_of
 
-CONFIG = ModelConfig(
-    architecture="LlamaForCausalLM",
-    vocab_size=23,
-    hidden_size=10,
-    intermediate_size=14,
-    num_hidden_layers=2,
-    num_attention_heads=6,
-    num_key_value_heads=2,
-    head_dim=4,
-    rms_norm_eps=1e-5,
-    rope_theta=1e4,
-    rope_scaling=None,
-    max_position_embeddings=64,
-    tie_word_embeddings=False,
-    attention_bias=True,
+CONFIG = model_config(
+    hidden_size=10, intermediate_size=14, num_attention_heads=6, attention_bias=True
 )
 PARAMETERS = parameters_to_send(CONFIG, torch.float32)
 BUCKET = 1000  # bytes: a parameter is cut, small ones share a bucket
-COPIER = Copier("xxh3")
-PATIENCE_S = 20  # for what must come; a busy machine is slow
+OF = buffer_of(CONFIG, PARAMETERS, Destination(), 0)
+WHOLE = buckets_of(OF.held.values(), BUCKET)
 
 
 def weights_of(version: int) -> dict[str, torch.Tensor]:
@@ -49,15 +37,11 @@ def weights_of(version: int) -> dict[str, torch.Tensor]:
 
 def bytes_of(version: int) -> torch.Tensor:
     """What a replica's buffer must hold."""
-    of, full = buffer_of(CONFIG, PARAMETERS, Destination(), 0), weights_of(version)
-    flat = torch.zeros(of.num_bytes, dtype=torch.uint8)
-    for name, held in of.held.items():
-        flat[held.start : held.start + held.num_bytes] = full[name].view(-1).view(torch.uint8)
+    full = weights_of(version)
+    flat = torch.zeros(OF.num_bytes, dtype=torch.uint8)
+    for name, held in OF.held.items():
+        flat[held.start : held.end] = full[name].view(-1).view(torch.uint8)
     return flat
-
-
-def alone() -> Control:
-    return Control(None, rank=0, world_size=1, leader=0, names=["everything"])
 
 
 def until(predicate, *controls: Control):
@@ -77,9 +61,6 @@ def failure_of(control: Control) -> Exception:
     return until(lambda: control.failure)
 
 
-# -- links that damage what they carry
-
-
 class SpyLink(LocalLink):
     """Remembers every header. change(header) -> what is sent to the receiver instead."""
 
@@ -94,6 +75,9 @@ class SpyLink(LocalLink):
         for h in self.change(header) if to_receiver else [header]:
             super().send(h, to_receiver)
 
+    def has_begun(self, version):
+        return bool(self.bucket_sends(version))
+
     def bucket_sends(self, version):
         found = []
         for h in self.forward:
@@ -102,21 +86,18 @@ class SpyLink(LocalLink):
         return found
 
     def verdicts(self, version):
-        return [
-            h.more["wrong"]
-            for h in self.back
-            if h.kind == HeaderKind.VERDICT and h.version == version
-        ]
+        of_version = [h for h in self.back if h.version == version]
+        return [h.more["wrong"] for h in of_version if h.kind == HeaderKind.VERDICT]
 
 
 class StreamLink(SpyLink):
     """As gloo and NCCL: a bucket's bytes are sent, and nothing else reaches the receiver."""
 
+    streams = True
+
     def __init__(self, change=lambda header: [header]):
         super().__init__(change)
         self.bytes = queue.Queue()
-
-    streams = True
 
     def send_bytes(self, flat):
         self.bytes.put(flat.clone())
@@ -134,10 +115,8 @@ class StreamLink(SpyLink):
         return arrived
 
 
-def corrupting(kind, bad, times):
-    """A link of this kind that flips a bit in the first `times` deliveries of the bytes of buckets
-    that begin at bad(start).
-    """
+def corrupting(kind, times):
+    """A link of this kind that flips a bit in its first `times` buckets but the first one."""
 
     class Corrupting(kind):
         left = times
@@ -147,7 +126,7 @@ def corrupting(kind, bad, times):
 
             def arrived(timeout_s):
                 flat = whole(timeout_s)
-                if not self.left or not bad(start):
+                if not self.left or start == 0:
                     return flat
                 self.left -= 1
                 damaged = flat if self.streams else flat.clone()
@@ -162,75 +141,16 @@ def corrupting(kind, bad, times):
 LINKS = pytest.mark.parametrize("kind", [SpyLink, StreamLink])
 
 
-class Ends:
-    """Sources with a shard each, and one replica; publishers and subscriber have a Control of their
-    own each.
-    """
+class Replica:
+    """The end of a generator rank, which takes what its links bring."""
 
-    def __init__(
-        self,
-        *links: LocalLink,
-        num_buffers=2,
-        timeout_s=PATIENCE_S,
-        follower: Outgoing | None = None,
-        late=False,
-        in_order=False,
-    ):
-        self.links = links = links or (SpyLink(),)
-        self.sending, self.receiving = alone(), alone()
-        self.plan = make_plan(
-            CONFIG, PARAMETERS, Source(fsdp=len(links)), Destination(), feed="direct"
-        )
-        self.buckets = [buckets_of(self.plan.regions(s, 0), BUCKET) for s in range(len(links))]
-        self.publishers = []
-        for link, buckets in zip(links, self.buckets):
-            slots = Slots([torch.zeros(buckets[-1].end, dtype=torch.uint8) for _ in range(2)])
-            context = LinkContext("policy", self.sending, timeout_s, COPIER)
-            self.publishers.append(Publisher(context, slots, [Outgoing(link, 0, buckets)]))
-        self.of = buffer_of(CONFIG, PARAMETERS, Destination(), 0)
-        buffers = [torch.zeros(self.of.num_bytes, dtype=torch.uint8) for _ in range(num_buffers)]
-        incoming = [
-            Incoming(link, b, f"trainer rank {s}")
-            for s, (link, b) in enumerate(zip(links, self.buckets))
-        ]
-        self.subscriber = Subscriber(
-            LinkContext("policy", self.receiving, timeout_s, COPIER),
-            self.of,
-            buffers,
-            incoming,
-            follower=follower,
-            in_order=in_order,
-        )
+    def __init__(self, incoming, *, timeout_s=PATIENCE_S, num_buffers=2, **options):
+        self.receiving = control_of()
+        buffers = [torch.zeros(OF.num_bytes, dtype=torch.uint8) for _ in range(num_buffers)]
+        context = LinkContext("policy", self.receiving, timeout_s, Copier("xxh3"))
+        self.subscriber = Subscriber(context, OF, buffers, incoming, **options)
+        self.controls = [self.receiving]
         self.live = None
-
-    def publish(
-        self, version, *, evaluate=False, must_differ=True, content=None, only=None, canary=None
-    ):
-        full = weights_of(version if content is None else content)
-
-        def stage(s):
-            def put(slot, progress):
-                for bucket in self.buckets[s]:  # which must not leave before it is whole
-                    for region in bucket.regions:
-                        part = full[region.name][
-                            region.box.within(Box.whole(region.parameter.shape))
-                        ]
-                        time.sleep(0)
-                        slot[region.start : region.end] = part.reshape(-1).view(torch.uint8)
-                    progress.mark()
-
-            return put
-
-        for s, publisher in enumerate(self.publishers):
-            if only in (None, s):
-                said = {"canary of": version} if canary is None else canary
-                queued = publisher.enqueue(
-                    version, must_load=evaluate, evaluate=evaluate, must_differ=must_differ
-                )
-                if queued is not None:
-                    stage(s)(queued.data, queued.progress)
-                    queued.staged.set()
-                    queued.seal(said)
 
     def swap(self):
         with self.subscriber.handover() as (staged, buffer):
@@ -238,31 +158,89 @@ class Ends:
                 self.live = buffer
         return staged
 
+    def holds(self, version):
+        return torch.equal(self.live, bytes_of(version))
+
     def receive(self, version):
         """Swap until this version is in place; every version swapped in must be whole."""
 
         def taken():
             staged = self.swap()
             if staged:
-                assert torch.equal(self.live, bytes_of(staged.version)), staged.version
+                assert self.holds(staged.version), staged.version
                 assert staged.canary == {"canary of": staged.version}
             return staged if staged and staged.version == version else None
 
-        return until(taken, self.sending, self.receiving)
+        return until(taken, *self.controls)
 
     def staged(self, version):
         """Wait until the version is staged."""
-        return until(
-            lambda: (s := self.subscriber.staged) and s.version == version,
-            self.sending,
-            self.receiving,
-        )
+
+        def found():
+            staged = self.subscriber.staged
+            return staged and staged.version == version
+
+        return until(found, *self.controls)
+
+    def close(self):
+        self.subscriber.close()
+        self.receiving.check()
+
+
+class Follower(Replica):
+    """A replica that gets everything through another one."""
+
+    def __init__(self, link, follower=None):
+        super().__init__([Incoming(link, WHOLE, "generator rank 0")], follower=follower)
+
+
+def forwarded(link) -> Outgoing:
+    return Outgoing(link, 0, WHOLE)
+
+
+class Ends(Replica):
+    """Sources with a shard each, and one replica; publishers and subscriber have a Control of their
+    own each.
+    """
+
+    def __init__(self, *links: LocalLink, timeout_s=PATIENCE_S, **options):
+        self.links = links = links or (SpyLink(),)
+        self.sending = control_of()
+        source = Source(fsdp=len(links))
+        plan = make_plan(CONFIG, PARAMETERS, source, Destination(), feed="direct")
+        self.buckets = [buckets_of(plan.regions(s, 0), BUCKET) for s in range(len(links))]
+        self.publishers = []
+        incoming = []
+        context = LinkContext("policy", self.sending, timeout_s, Copier("xxh3"))
+        for s, (link, buckets) in enumerate(zip(links, self.buckets)):
+            slots = Slots([torch.zeros(buckets[-1].end, dtype=torch.uint8) for _ in range(2)])
+            self.publishers.append(Publisher(context, slots, [Outgoing(link, 0, buckets)]))
+            incoming.append(Incoming(link, buckets, f"trainer rank {s}"))
+        super().__init__(incoming, timeout_s=timeout_s, **options)
+        self.controls.append(self.sending)
+
+    def publish(self, version, *, evaluate=False, must_differ=True, full=None, only=None):
+        """full: the weights; by default the version's own. only: the source that publishes."""
+        full = full or weights_of(version)
+        for s, publisher in enumerate(self.publishers):
+            if only in (None, s):
+                queued = publisher.enqueue(
+                    version, must_load=evaluate, evaluate=evaluate, must_differ=must_differ
+                )
+                for bucket in self.buckets[s]:  # which must not leave before it is whole
+                    for region in bucket.regions:
+                        index = region.box.within(Box.whole(region.parameter.shape))
+                        time.sleep(0)
+                        region.view_in(queued.data).copy_(full[region.name][index])
+                    queued.progress.mark()
+                queued.staged.set()
+                queued.seal({"canary of": version})
 
     def close(self):
         for publisher in self.publishers:
             publisher.close()
-        self.subscriber.close()
-        self.sending.check(), self.receiving.check()
+        super().close()
+        self.sending.check()
 
 
 def is_end(version):

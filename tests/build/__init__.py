@@ -4,6 +4,7 @@ group         a Group of scored completions
 completion    a Completion as a generator sends it
 control       the Control of a world of one rank
 ledger        a TicketLedger and its desk
+routes        the route of a channel of weights, and the control of one of several ranks
 model_config  the ModelConfig of a small decoder
 model_directory  a copy of the embedded model, and a random model from a config.json
 user_module   a module in the user's own directory

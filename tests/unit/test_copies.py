@@ -43,8 +43,8 @@ def test_folding_sees_the_order():
 
 
 def on_device_by_definition(data: bytes) -> int:
-    """What the docstring of payload.py says: the sums of the words in each of 512 columns, weighted,
-    and the bytes behind the last whole row.
+    """The sums of the words in each of 512 columns, weighted, and the bytes behind the last whole
+    row (payload.py).
     """
     in_rows = len(data) // 4096 * 4096
     of_rows = 0
