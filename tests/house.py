@@ -10,6 +10,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)  # of a document
+# A docstring is a long string with nothing before it on its line.
+STRING_OR_COMMENT = re.compile(
+    r"""(?P<long>\"{3}(?:\\.|[^\\])*?\"{3}|'{3}(?:\\.|[^\\])*?'{3})"""
+    r"""|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*'|(?P<comment>\#[^\n]*)""",
+    re.DOTALL,
+)
 
 
 @cache
@@ -37,6 +43,27 @@ def text_of(file: Path) -> str:
         return file.read_text(encoding="utf-8")
     except UnicodeDecodeError:
         return ""
+
+
+@cache
+def parts_of_code(source: str) -> tuple[str, list[tuple[int, str]]]:
+    """(the code, [(number, text) of each line of a docstring or a comment]) of a source.
+
+    By one regular expression: Python's own tokenizer takes seconds for all files.
+    """
+    code = []
+    found = []
+    end = 0
+    for match in STRING_OR_COMMENT.finditer(source):
+        before = source[source.rfind("\n", 0, match.start()) + 1 : match.start()]
+        is_prose = match["comment"] or (match["long"] and before.strip() in ("", "r"))
+        if is_prose:
+            code.append(source[end : match.start()])
+            end = match.end()
+            number = source.count("\n", 0, match.start()) + 1
+            found += enumerate(match[0].splitlines(), number)
+    code.append(source[end:])
+    return "".join(code), found
 
 
 def module_of(file: Path) -> str:

@@ -4,10 +4,7 @@ comments and documents.
 
 from __future__ import annotations
 
-import ast
-import io
 import re
-import tokenize
 from collections.abc import Callable, Iterator
 from functools import cache
 from typing import get_type_hints
@@ -20,7 +17,7 @@ from llamarl.config.evaluation import EvaluationConfig
 from llamarl.config.preferences import PreferencesConfig
 from llamarl.config.sft import SFTConfig
 from llamarl.config.supervised import RewardModelConfig
-from tests.house import BLOCK, ROOT, module_of, our_files, python_files, text_of
+from tests.house import BLOCK, ROOT, module_of, our_files, parts_of_code, python_files, text_of
 
 CODE = ("llamarl", "executors", "recipes", "benchmarks", "tests")
 FOLDERS = "|".join((*CODE, "conf", "docs"))
@@ -65,16 +62,9 @@ DATA = re.compile(r"\.(?:json|jsonl|safetensors)$")  # what files of a run end i
 JOBS = (Config, SFTConfig, RewardModelConfig, PreferencesConfig, EvaluationConfig)
 
 
-def prose_of_code(source: str) -> Iterator[tuple[int, str]]:
+def prose_of_code(source: str) -> list[tuple[int, str]]:
     """(number, text) of each line of a docstring or a comment."""
-    lines = source.splitlines()
-    for node in ast.walk(ast.parse(source)):
-        is_value = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-        if is_value and isinstance(node.value.value, str):
-            yield from enumerate(lines[node.lineno - 1 : node.end_lineno], node.lineno)
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type == tokenize.COMMENT:
-            yield token.start[0], token.string
+    return parts_of_code(source)[1]
 
 
 def prose_of_document(text: str) -> Iterator[tuple[int, str]]:
@@ -98,15 +88,7 @@ def prose() -> list[tuple[str, str]]:
 
 def words_of_code(source: str) -> set[str]:
     """Names, and the words of strings that are no docstrings."""
-    tree = ast.parse(source)
-    docstrings = {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-    words: set[str] = set()
-    for node in ast.walk(tree):
-        if node not in docstrings:
-            for _, value in ast.iter_fields(node):
-                if isinstance(value, str):
-                    words.update(WORD.findall(value))
-    return words
+    return set(WORD.findall(parts_of_code(source)[0]))
 
 
 @cache
@@ -124,6 +106,7 @@ def known_words() -> frozenset[str]:
     return frozenset(words)
 
 
+@cache
 def is_known(word: str) -> bool:
     forms = {word, word.removesuffix("s"), re.sub(r"_\d+$", "", word)}
     is_free = INDEXED.fullmatch(word) or STANDS_FOR.search(word)
