@@ -27,9 +27,9 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from llamarl.config.conversion import REQUIRED, ConfigError
-from llamarl.config.fields import Text, settings_dataclass
 from llamarl.config.script import read_script
 from llamarl.observe.console import Progress
+from llamarl.words.fields import Text, settings_dataclass
 
 if TYPE_CHECKING:
     import torch

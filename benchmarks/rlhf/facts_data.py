@@ -23,11 +23,11 @@ import llamarl  # noqa: F401  before torch: it says how torch's threads wait
 import torch
 
 from llamarl.config.conversion import REQUIRED
-from llamarl.config.fields import Count, Natural, Text, settings_dataclass
 from llamarl.config.script import read_script
 from llamarl.models.build import Decoder, build_decoder, read_config
 from llamarl.models.hf import export, named_parameters_hf
 from llamarl.tasks.facts import NUM_TRAIN, Post, facts_posts, gold, sloppy_summary, vocabulary
+from llamarl.words.fields import Count, Natural, Text, settings_dataclass
 
 SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<unk>")  # ids 0 to 3; the words follow
 CONTEXT = 256  # tokens

@@ -32,11 +32,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from llamarl.config.conversion import REQUIRED, ConfigError, Problem
-from llamarl.config.fields import Count, Text, settings_dataclass
 from llamarl.config.script import read_script
 from llamarl.disk.files import replace_text
 from llamarl.models.hf import load_tokenizer
 from llamarl.tasks.files import read_jsonl
+from llamarl.words.fields import Count, Text, settings_dataclass
 
 POST_KEYS = ("subreddit", "title", "post")
 EQUAL, ARTICLE = "two equal summaries", "of a news article"

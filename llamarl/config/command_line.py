@@ -41,11 +41,11 @@ from llamarl.config.files import (
     TASK_PARTS,
     sections,
 )
-from llamarl.config.findings import ConfigError, Problem, did_you_mean, keys_of, show
 from llamarl.config.keys import key_lines
 from llamarl.config.placement import idle_ranks
 from llamarl.config.rules import check
 from llamarl.config.schema import Config
+from llamarl.words.findings import ConfigError, Problem, did_you_mean, keys_of, show
 
 STDERR = 2  # the file, whatever sys.stderr is by then
 # Keys that conf/config.yaml leaves to the model and the task, whose own files may lack them.

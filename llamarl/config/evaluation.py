@@ -6,9 +6,9 @@ from __future__ import annotations
 
 from llamarl.config.command_line import JobKind
 from llamarl.config.conversion import Problem
-from llamarl.config.fields import Count, Natural, Text, settings_dataclass
 from llamarl.config.rules import check as check_run
 from llamarl.config.schema import Config
+from llamarl.words.fields import Count, Natural, Text, settings_dataclass
 
 REFERENCES = "references"
 

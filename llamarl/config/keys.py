@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llamarl.config.conversion import REQUIRED, flat
-from llamarl.config.fields import Key, by_kind, is_named, keys_of_kind, schemas_of
 from llamarl.config.files import defaults_of
-from llamarl.config.findings import show
 from llamarl.config.refusals import describe
+from llamarl.words.fields import Key, by_kind, is_named, keys_of_kind, schemas_of
+from llamarl.words.findings import show
 
 _WIDTH = 126
 

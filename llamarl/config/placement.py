@@ -10,10 +10,10 @@ from collections import Counter
 from itertools import chain
 from pathlib import Path
 
-from llamarl.config.findings import Findings, show
 from llamarl.config.schema import Config
 from llamarl.config.sections.placement import COLOCATED, find_given_ranks
 from llamarl.models.config import ModelConfig, read_config, tiny_directory
+from llamarl.words.findings import Findings, show
 
 TINY_MODEL = tiny_directory()
 

@@ -11,7 +11,13 @@ from typing import Literal
 
 from llamarl.config.command_line import JobKind, default_config, main
 from llamarl.config.conversion import known_keys, to_config, to_values
-from llamarl.config.fields import (
+from llamarl.config.files import PARTS
+from llamarl.config.rules import check as check_run
+from llamarl.config.schema import Config
+from llamarl.config.sections.reward import AnyRewardSettings, parts_of
+from llamarl.config.sections.task import AnyTaskSettings, EnvironmentSettings
+from llamarl.words.choices import Pairing
+from llamarl.words.fields import (
     Count,
     Natural,
     NonNegative,
@@ -23,13 +29,7 @@ from llamarl.config.fields import (
     marked,
     settings_dataclass,
 )
-from llamarl.config.files import PARTS
-from llamarl.config.findings import Findings, Problem
-from llamarl.config.rules import check as check_run
-from llamarl.config.schema import Config
-from llamarl.config.sections.reward import AnyRewardSettings, parts_of
-from llamarl.config.sections.task import AnyTaskSettings, EnvironmentSettings
-from llamarl.words.choices import Pairing
+from llamarl.words.findings import Findings, Problem
 
 
 @settings_dataclass

@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from pydantic import ValidationError
 
-from llamarl.config.fields import (
+from llamarl.words.fields import (
     Key,
     all_keys,
     bare,
@@ -21,7 +21,7 @@ from llamarl.config.fields import (
     keys_of_kind,
     schemas_of,
 )
-from llamarl.config.findings import Problem, did_you_mean, show
+from llamarl.words.findings import Problem, did_you_mean, show
 
 _WORDS = {
     int: "a whole number",

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from llamarl.config.conversion import to_values
 from llamarl.config.files import EVAL_SETS
-from llamarl.config.findings import Findings, Problem
 from llamarl.config.kinds.kind import RunFacts
 from llamarl.config.placement import find_placement
 from llamarl.config.schema import Config
@@ -38,6 +37,7 @@ from llamarl.config.sections.tickets import find_tickets
 from llamarl.config.sections.trainer import find_trainer
 from llamarl.config.sections.victim import find_victim
 from llamarl.config.sections.weights import find_weights
+from llamarl.words.findings import Findings, Problem
 
 
 def check(

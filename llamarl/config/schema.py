@@ -13,12 +13,11 @@ was chosen for the section sets, says which of them it is:
 
 If only some kinds offer a setting, the others give it as a class constant, so that readers need not
 ask which kind it is. A field that decides more than its own value has a Mark
-(llamarl/config/fields.py).
+(llamarl/words/fields.py).
 """
 
 from __future__ import annotations
 
-from llamarl.config.fields import marked, settings_dataclass
 from llamarl.config.files import EVAL_SETS, TASK_PARTS
 from llamarl.config.kinds.kind import Given, KindSettings
 from llamarl.config.sections.buffer import AnyBufferSettings, ReplayBufferSettings
@@ -43,6 +42,7 @@ from llamarl.config.sections.tickets import TicketsSettings
 from llamarl.config.sections.trainer import TrainerSettings
 from llamarl.config.sections.victim import AnyVictimSettings
 from llamarl.config.sections.weights import WeightsSettings
+from llamarl.words.fields import marked, settings_dataclass
 
 HEAD_LR = 1e-3  # a value head's learning rate if trainer.value_lr is null
 

@@ -11,7 +11,6 @@ from omegaconf import OmegaConf
 
 from llamarl.config.command_line import JobKind, default_config, main
 from llamarl.config.conversion import Problem, known_keys, to_config, to_values
-from llamarl.config.fields import ByKind, Count, Natural, Share, marked, settings_dataclass
 from llamarl.config.rules import check as check_run
 from llamarl.config.schema import Config
 from llamarl.config.sections.task import (
@@ -30,6 +29,7 @@ from llamarl.config.supervised import (
     check_common,
 )
 from llamarl.models.config import tiny_directory
+from llamarl.words.fields import ByKind, Count, Natural, Share, marked, settings_dataclass
 
 SLOTS = 64  # held-out prompts that are completed at once
 

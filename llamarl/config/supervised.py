@@ -13,7 +13,11 @@ from typing import ClassVar, Literal
 
 from llamarl.config.command_line import JobKind, main
 from llamarl.config.conversion import to_values
-from llamarl.config.fields import (
+from llamarl.config.sections.checkpoint import CheckpointSettings
+from llamarl.config.sections.metrics import MetricsSettings, find_metrics
+from llamarl.config.sections.run import find_ranks
+from llamarl.config.sections.trainer import ShardedTrainerSettings
+from llamarl.words.fields import (
     AnyText,
     BelowOne,
     Count,
@@ -26,11 +30,7 @@ from llamarl.config.fields import (
     marked,
     settings_dataclass,
 )
-from llamarl.config.findings import Findings, Problem
-from llamarl.config.sections.checkpoint import CheckpointSettings
-from llamarl.config.sections.metrics import MetricsSettings, find_metrics
-from llamarl.config.sections.run import find_ranks
-from llamarl.config.sections.trainer import ShardedTrainerSettings
+from llamarl.words.findings import Findings, Problem
 
 
 @settings_dataclass

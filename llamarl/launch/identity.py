@@ -27,7 +27,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from llamarl.config.conversion import flat, is_marked, to_values, value_differences
-from llamarl.config.findings import show
 from llamarl.config.schema import Config
 from llamarl.config.sections.victim import ATTACK, placed_victim
 from llamarl.launch.inputs import JobInputs
@@ -36,6 +35,7 @@ from llamarl.launch.model_directory import ModelParts, architecture_of, parts_of
 from llamarl.models.config import read_config
 from llamarl.models.fingerprint import model_digest, tokenizer_digest, weights_digest
 from llamarl.words.choices import START
+from llamarl.words.findings import show
 
 THE_DATA = "the data itself has changed, or the tokenizer or chat template, under the same settings"
 

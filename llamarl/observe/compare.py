@@ -45,13 +45,13 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
 from llamarl.config.conversion import REQUIRED, is_marked, load_config, to_values, value_differences
-from llamarl.config.fields import Number, Text, settings_dataclass
-from llamarl.config.findings import did_you_mean, show
 from llamarl.config.schema import Config
 from llamarl.config.script import read_script
 from llamarl.observe.plots import COLOURS, LOOK, marker_of, moving_mean, smoothing_width
 from llamarl.observe.report import Columns, read_columns
 from llamarl.observe.rows import EVALUATED, FILE_NAME
+from llamarl.words.fields import Number, Text, settings_dataclass
+from llamarl.words.findings import did_you_mean, show
 
 KL = "kl/ref"
 LENGTH = "completion/length_mean"

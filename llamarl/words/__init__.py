@@ -1,4 +1,5 @@
-"""Words of settings, names of columns, texts of others, and functions by their import path.
+"""What settings are made of and the words they take, names of columns, texts of others, and
+functions by their import path.
 
-Standard library only.
+Standard library only, but for pydantic in fields.py.
 """

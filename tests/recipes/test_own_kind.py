@@ -34,8 +34,8 @@ from __future__ import annotations
 
 from typing import Literal
 
-from llamarl.config.fields import Positive, settings_dataclass
-from llamarl.config.findings import Findings
+from llamarl.words.fields import Positive, settings_dataclass
+from llamarl.words.findings import Findings
 from llamarl.config.kinds.kind import Given, KindSettings, RunFacts
 
 

@@ -16,11 +16,11 @@ import torch
 from transformers import AutoTokenizer
 
 from llamarl.config.command_line import check_command_line, compose_config
-from llamarl.config.findings import ConfigError
 from llamarl.config.preferences import PREFERENCES
 from llamarl.disk.drafts import Draft
 from llamarl.learning.preference import read_preference_data
 from llamarl.models.config import tiny_directory
+from llamarl.words.findings import ConfigError
 from recipes import preferences
 from tests.house import blocks
 from tests.judge_server import JudgeServer, between

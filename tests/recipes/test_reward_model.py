@@ -20,13 +20,13 @@ from transformers import (
 
 from llamarl.checkpoint.checkpointer import verify
 from llamarl.config.command_line import check_command_line, compose_config
-from llamarl.config.findings import ConfigError
 from llamarl.config.sft import SFT
 from llamarl.config.supervised import REWARD_MODEL
 from llamarl.models.attention import PackedAttention
 from llamarl.models.config import read_config, tiny_directory
 from llamarl.models.scorer import load_scorer, scores_at
 from llamarl.observe.report import write_report
+from llamarl.words.findings import ConfigError
 from recipes import reward_model
 from tests.launching import ROOT, ForkedJob, untimed
 from tests.tolerances import rounding

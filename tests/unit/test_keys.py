@@ -3,11 +3,11 @@
 from llamarl.config.__main__ import page
 from llamarl.config.command_line import RL
 from llamarl.config.evaluation import EVALUATION
-from llamarl.config.fields import all_keys, schemas_of
 from llamarl.config.keys import sentence_of
 from llamarl.config.preferences import PREFERENCES
 from llamarl.config.sft import SFT
 from llamarl.config.supervised import REWARD_MODEL
+from llamarl.words.fields import all_keys, schemas_of
 from tests.launching import ROOT
 
 

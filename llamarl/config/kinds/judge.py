@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from llamarl.config.fields import (
+from llamarl.config.kinds.kind import Given, KindSettings, RunFacts
+from llamarl.words.choices import JudgeAsk
+from llamarl.words.fields import (
     AnyText,
     Count,
     Natural,
@@ -14,9 +16,7 @@ from llamarl.config.fields import (
     Text,
     settings_dataclass,
 )
-from llamarl.config.findings import Findings, Problem
-from llamarl.config.kinds.kind import Given, KindSettings, RunFacts
-from llamarl.words.choices import JudgeAsk
+from llamarl.words.findings import Findings, Problem
 from llamarl.words.texts import url_problem
 
 

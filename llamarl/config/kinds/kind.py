@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from llamarl.config.fields import settings_dataclass
-from llamarl.config.findings import Findings
+from llamarl.words.fields import settings_dataclass
+from llamarl.words.findings import Findings
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-from llamarl.config.fields import AnyText, Count, Number, Text, settings_dataclass
-from llamarl.config.findings import Findings
 from llamarl.config.kinds.kind import Given, KindSettings, RunFacts
+from llamarl.words.fields import AnyText, Count, Number, Text, settings_dataclass
+from llamarl.words.findings import Findings
 
 
 @settings_dataclass

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-from llamarl.config.fields import Count, Text, settings_dataclass
-from llamarl.config.findings import Findings
 from llamarl.config.kinds.kind import Given, KindSettings, RunFacts
 from llamarl.words.choices import START
+from llamarl.words.fields import Count, Text, settings_dataclass
+from llamarl.words.findings import Findings
 
 
 @settings_dataclass

@@ -6,7 +6,11 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from llamarl.config.fields import (
+from llamarl.config.sections.loss import LossSettings, declarations, declares
+from llamarl.config.sections.run import RunSettings
+from llamarl.config.sections.trainer import TrainerSettings
+from llamarl.words.choices import Priority
+from llamarl.words.fields import (
     ByKind,
     Count,
     Natural,
@@ -16,11 +20,7 @@ from llamarl.config.fields import (
     marked,
     settings_dataclass,
 )
-from llamarl.config.findings import Findings
-from llamarl.config.sections.loss import LossSettings, declarations, declares
-from llamarl.config.sections.run import RunSettings
-from llamarl.config.sections.trainer import TrainerSettings
-from llamarl.words.choices import Priority
+from llamarl.words.findings import Findings
 
 
 @settings_dataclass

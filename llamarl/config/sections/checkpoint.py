@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from llamarl.config.fields import Count, Natural, settings_dataclass
+from llamarl.words.fields import Count, Natural, settings_dataclass
 
 
 @settings_dataclass

@@ -6,11 +6,11 @@ from __future__ import annotations
 
 import re
 
-from llamarl.config.fields import AnyText, Flag, Natural, Number, Text, marked, settings_dataclass
 from llamarl.config.files import EVAL_SETS
-from llamarl.config.findings import Findings, Problem
 from llamarl.config.sections.task import AnyEvalSetSettings
 from llamarl.words.choices import OWN_COLUMNS, START
+from llamarl.words.fields import AnyText, Flag, Natural, Number, Text, marked, settings_dataclass
+from llamarl.words.findings import Findings, Problem
 
 # A set's name is part of names of metrics and of keys of the command line.
 _SET_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")

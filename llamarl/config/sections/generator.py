@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal
 
-from llamarl.config.fields import (
+from llamarl.config.sections.loss import LossSettings, declares
+from llamarl.config.sections.run import RunSettings
+from llamarl.words.choices import Quantized
+from llamarl.words.fields import (
     ByKind,
     Count,
     Flag,
@@ -16,10 +19,7 @@ from llamarl.config.fields import (
     marked,
     settings_dataclass,
 )
-from llamarl.config.findings import Findings
-from llamarl.config.sections.loss import LossSettings, declares
-from llamarl.config.sections.run import RunSettings
-from llamarl.words.choices import Quantized
+from llamarl.words.findings import Findings
 
 
 @settings_dataclass

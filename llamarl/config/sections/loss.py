@@ -13,7 +13,10 @@ from typing import Annotated, Literal
 from omegaconf import OmegaConf
 from pydantic import BeforeValidator
 
-from llamarl.config.fields import (
+from llamarl.config.files import CONF_DIR, SCHEDULES, sections
+from llamarl.config.refusals import need
+from llamarl.words.choices import Estimator, Normalize, RatioLevel
+from llamarl.words.fields import (
     AnyText,
     ByKind,
     Count,
@@ -30,10 +33,7 @@ from llamarl.config.fields import (
     nested,
     settings_dataclass,
 )
-from llamarl.config.files import CONF_DIR, SCHEDULES, sections
-from llamarl.config.findings import Findings, Problem, did_you_mean
-from llamarl.config.refusals import need
-from llamarl.words.choices import Estimator, Normalize, RatioLevel
+from llamarl.words.findings import Findings, Problem, did_you_mean
 
 
 @settings_dataclass

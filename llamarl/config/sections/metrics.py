@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
-from llamarl.config.fields import Flag, Natural, settings_dataclass
-from llamarl.config.findings import Findings
+from llamarl.words.fields import Flag, Natural, settings_dataclass
+from llamarl.words.findings import Findings
 
 
 @settings_dataclass

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
-from llamarl.config.fields import AnyText, marked, settings_dataclass
-from llamarl.config.findings import Findings
+from llamarl.words.fields import AnyText, marked, settings_dataclass
+from llamarl.words.findings import Findings
 
 
 @settings_dataclass

@@ -4,9 +4,9 @@ its governor and on_deadline.
 
 from __future__ import annotations
 
-from llamarl.config.fields import Count, Natural, settings_dataclass
-from llamarl.config.findings import Findings
 from llamarl.config.sections.run import RunSettings
+from llamarl.words.fields import Count, Natural, settings_dataclass
+from llamarl.words.findings import Findings
 
 
 @settings_dataclass

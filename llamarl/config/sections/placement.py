@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from llamarl.config.fields import AnyText, RankList, Texts, settings_dataclass
-from llamarl.config.findings import Findings, show
+from llamarl.words.fields import AnyText, RankList, Texts, settings_dataclass
+from llamarl.words.findings import Findings, show
 
 # Executors with a model on the device.
 COLOCATED = ("trainer", "generator", "victim", "reward", "reference")

@@ -6,11 +6,11 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal
 
-from llamarl.config.fields import ByKind, Count, Flag, settings_dataclass
-from llamarl.config.findings import Findings
 from llamarl.config.sections.loss import LossSettings, declares
 from llamarl.config.sections.run import RunSettings
 from llamarl.config.sections.trainer import TrainerSettings
+from llamarl.words.fields import ByKind, Count, Flag, settings_dataclass
+from llamarl.words.findings import Findings
 
 
 @settings_dataclass

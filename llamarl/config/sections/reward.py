@@ -11,7 +11,11 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal
 
-from llamarl.config.fields import (
+from llamarl.config.kinds import KINDS
+from llamarl.config.kinds.function import FunctionKindSettings
+from llamarl.config.kinds.kind import Given, KindSettings, RunFacts
+from llamarl.config.kinds.model import ModelKindSettings
+from llamarl.words.fields import (
     ByKind,
     Count,
     Flag,
@@ -21,11 +25,7 @@ from llamarl.config.fields import (
     Texts,
     settings_dataclass,
 )
-from llamarl.config.findings import Findings, did_you_mean
-from llamarl.config.kinds import KINDS
-from llamarl.config.kinds.function import FunctionKindSettings
-from llamarl.config.kinds.kind import Given, KindSettings, RunFacts
-from llamarl.config.kinds.model import ModelKindSettings
+from llamarl.words.findings import Findings, did_you_mean
 
 # The time limit for one completion and the memory of the worker, if eval.gold is a function.
 GOLD_TIMEOUT_S = 30.0

@@ -6,7 +6,8 @@ import os
 from pathlib import Path
 from typing import Literal, Protocol
 
-from llamarl.config.fields import (
+from llamarl.words.choices import Governor
+from llamarl.words.fields import (
     AnyText,
     AtLeastOne,
     Count,
@@ -17,8 +18,7 @@ from llamarl.config.fields import (
     marked,
     settings_dataclass,
 )
-from llamarl.config.findings import Findings
-from llamarl.words.choices import Governor
+from llamarl.words.findings import Findings
 
 
 @settings_dataclass

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal
 
-from llamarl.config.fields import (
+from llamarl.words.fields import (
     AnyText,
     ByKind,
     Count,
@@ -19,7 +19,7 @@ from llamarl.config.fields import (
     Texts,
     settings_dataclass,
 )
-from llamarl.config.findings import Findings
+from llamarl.words.findings import Findings
 
 
 @settings_dataclass

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Literal
 
-from llamarl.config.fields import Count, Flag, Positive, settings_dataclass
-from llamarl.config.findings import Findings
 from llamarl.config.sections.loss import LossSettings
 from llamarl.config.sections.run import RunSettings
 from llamarl.config.sections.trainer import TrainerSettings
+from llamarl.words.fields import Count, Flag, Positive, settings_dataclass
+from llamarl.words.findings import Findings
 
 # Losses whose optimum is a distribution: a group of equal outcomes says as much of it as any other.
 _OF_DISTRIBUTIONS = ("tb", "tba")

@@ -6,7 +6,10 @@ from __future__ import annotations
 
 from typing import Literal
 
-from llamarl.config.fields import (
+from llamarl.config.sections.loss import LossSettings, declarations, declares, published_losses
+from llamarl.config.sections.run import RunSettings
+from llamarl.words.choices import Advantages, Schedule, Whiten
+from llamarl.words.fields import (
     AnyText,
     BelowOne,
     Count,
@@ -18,10 +21,7 @@ from llamarl.config.fields import (
     Share,
     settings_dataclass,
 )
-from llamarl.config.findings import Findings
-from llamarl.config.sections.loss import LossSettings, declarations, declares, published_losses
-from llamarl.config.sections.run import RunSettings
-from llamarl.words.choices import Advantages, Schedule, Whiten
+from llamarl.words.findings import Findings
 
 
 @settings_dataclass

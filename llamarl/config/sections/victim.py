@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal
 
-from llamarl.config.fields import (
+from llamarl.words.fields import (
     AnyText,
     ByKind,
     Count,
@@ -15,7 +15,7 @@ from llamarl.config.fields import (
     Text,
     settings_dataclass,
 )
-from llamarl.config.findings import Findings
+from llamarl.words.findings import Findings
 
 ATTACK = "{attack}"  # what stands for it in a template
 

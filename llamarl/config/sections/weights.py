@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from llamarl.config.fields import settings_dataclass
-from llamarl.config.findings import Findings
 from llamarl.words.choices import Transport
+from llamarl.words.fields import settings_dataclass
+from llamarl.words.findings import Findings
 
 
 @settings_dataclass
