@@ -46,7 +46,7 @@ from llamarl.scoring.replies import ReplySettings
 from llamarl.scoring.scorer import MakeScorer, Scorer, site_alone
 from llamarl.scoring.weighted import Weighted
 from llamarl.tasks.environment import makes_prompts, turn_tokens
-from llamarl.tasks.held_out import section_of
+from llamarl.tasks.parts import section_of
 from llamarl.types import Prompt
 
 

@@ -36,7 +36,7 @@ from llamarl.executor import Executor, State
 from llamarl.scoring.assembly import Batches, ErrorRate, Groups, Scorable, item_of
 from llamarl.scoring.replies import ReplyMean, ReplySettings
 from llamarl.scoring.scorer import Item, MakeScorer, Site
-from llamarl.tasks.held_out import EvalSet, set_of
+from llamarl.tasks.parts import EvalSet, set_of
 from llamarl.tickets.prompts import AnyPrompts, note, part_of
 from llamarl.types import (
     Completion,

@@ -48,7 +48,7 @@ from llamarl.launch.checks import check_inputs
 from llamarl.launch.inputs import JobInputs
 from llamarl.observe.console import Progress
 from llamarl.scoring.scorer import Item, Site, site_alone
-from llamarl.tasks.held_out import EvalSet
+from llamarl.tasks.parts import EvalSet
 from llamarl.types import EvalCompletion, Prompt
 
 

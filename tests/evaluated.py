@@ -10,7 +10,7 @@ from llamarl.evaluation.ask import ScoredAnswer
 from llamarl.evaluation.judges import Judges, advance
 from llamarl.evaluation.metrics import Evaluation
 from llamarl.scoring.scorer import Item
-from llamarl.tasks.held_out import EvalSet, numbered
+from llamarl.tasks.parts import EvalSet, numbered
 from llamarl.types import EvalCompletion, Outcome, Prompt
 from llamarl.words.choices import OWN
 

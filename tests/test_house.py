@@ -168,7 +168,6 @@ def test_every_room_is_a_folder_but_those_that_many_know():
         "llamarl.scoring.worker",
         "llamarl.workers.pool",
         "llamarl.environments.worker",
-        "llamarl.environments.contracts",
         "llamarl.planner.__main__",
         "llamarl.planner.fit",
     ],

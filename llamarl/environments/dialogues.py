@@ -40,14 +40,13 @@ import torch
 from torch import Tensor
 
 from llamarl.environments.calls import ToolCall, Unreadable
-from llamarl.environments.contracts import Answer
 from llamarl.environments.pool import EnvironmentPool, Failure, wait_for_any
+from llamarl.environments.worker import Answer
 from llamarl.inference.cache import Key
 from llamarl.inference.sampler import SamplingParams
-from llamarl.tasks.environment import GAME
+from llamarl.tasks.environment import GAME, TurnTokens
 from llamarl.tasks.environment_class import ChatTurn, Schema
-from llamarl.tasks.held_out import own_meta, section_of
-from llamarl.tasks.turns import TurnTokens
+from llamarl.tasks.parts import own_meta, section_of
 from llamarl.types import Completion, Ending, EndReason, FinishReason, Prompt, begin_of_turn
 from llamarl.workers.guard import message_of, short
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from llamarl.environments.contracts import Answer, ChatTurn, answer_from, is_answer
+from llamarl.environments.worker import Answer, ChatTurn, answer_from, is_answer
 from llamarl.workers.pool import WorkerPool
 from llamarl.workers.process import START_S, WorkerProcess, wait_for
 

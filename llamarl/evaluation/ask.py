@@ -22,7 +22,7 @@ from llamarl.inference.protocol import GenerationEngine
 from llamarl.models.hf import named_parameters_hf
 from llamarl.scoring.assembly import item_of
 from llamarl.scoring.scorer import Item, Scorer, commonest, score_all
-from llamarl.tasks.held_out import EvalSet
+from llamarl.tasks.parts import EvalSet
 from llamarl.types import Completion, EvalCompletion, Outcome, Prompt
 
 # Streams of the engine: a stream has its own random numbers. Training has 0.

@@ -29,7 +29,7 @@ from llamarl.launch.inputs import JobInputs
 from llamarl.launch.kinds import gold_kind
 from llamarl.scoring.scorer import Item, Site
 from llamarl.scoring.weighted import WeightedPart
-from llamarl.tasks.held_out import reference_texts
+from llamarl.tasks.parts import reference_texts
 from llamarl.tasks.special import reply_ids
 from llamarl.types import Outcome, Prompt
 

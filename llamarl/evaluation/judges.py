@@ -19,7 +19,7 @@ from torch import Tensor
 from llamarl.evaluation.ask import Answers
 from llamarl.evaluation.metrics import Evaluation, Metrics
 from llamarl.scoring.scorer import Item, Site
-from llamarl.tasks.held_out import EvalSet
+from llamarl.tasks.parts import EvalSet
 
 
 class Finding(Protocol):

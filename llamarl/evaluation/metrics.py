@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from llamarl.evaluation.ask import Answers, ScoredAnswer
 from llamarl.scoring.scorer import commonest
-from llamarl.tasks.held_out import EvalSet, set_of
+from llamarl.tasks.parts import EvalSet, set_of
 
 Metrics = Mapping[str, float | str | None]  # the values of columns
 

@@ -40,7 +40,7 @@ from llamarl.scoring.assembly import item_of
 from llamarl.scoring.scorer import Item
 from llamarl.scoring.sharded import same_tokens
 from llamarl.tasks.files import read_jsonl
-from llamarl.tasks.held_out import EvalSet, reference_texts, set_of
+from llamarl.tasks.parts import EvalSet, reference_texts, set_of
 from llamarl.types import EvalCompletion, Prompt
 from llamarl.words.choices import OWN
 

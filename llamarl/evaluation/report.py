@@ -21,7 +21,7 @@ from llamarl.evaluation.perplexity import Likelihood
 from llamarl.evaluation.win_rate import WinRate, length_controlled_interval, win_rate
 from llamarl.observe.console import left_out
 from llamarl.observe.rates import EVALUATED, LEFT_OUT, Row
-from llamarl.tasks.held_out import EvalSet
+from llamarl.tasks.parts import EvalSet
 
 THE_TASK = "the task's own"
 

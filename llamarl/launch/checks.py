@@ -25,8 +25,7 @@ from llamarl.models.peft import check_adapter
 from llamarl.models.quantize import quantize_decoder
 from llamarl.models.scorer import SCORE
 from llamarl.models.sharding import adapter_shapes
-from llamarl.tasks.held_out import reference_texts
-from llamarl.tasks.mixture import MixtureTask
+from llamarl.tasks.parts import MixtureTask, reference_texts
 
 _OTHER_VOCABULARY = "but config.json says vocab_size={}; fetch both again"
 _LOOKED_AT = 32  # prompts

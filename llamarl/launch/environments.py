@@ -6,13 +6,12 @@ import logging
 import re
 
 from llamarl.config.sections.task import PlayedSettings
-from llamarl.environments.contracts import Answer
 from llamarl.environments.dialogues import row_of, seed_of
 from llamarl.environments.pool import EnvironmentPool, Failure
+from llamarl.environments.worker import Answer
 from llamarl.launch.inputs import JobInputs
 from llamarl.tasks.environment import makes_prompts, turn_tokens
-from llamarl.tasks.held_out import section_of
-from llamarl.tasks.mixture import MixtureTask
+from llamarl.tasks.parts import MixtureTask, section_of
 from llamarl.types import Prompt
 
 _TASK = re.compile(r"(?<![\w.=])task\.")  # where a message names a key of the section task

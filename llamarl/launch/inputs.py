@@ -18,9 +18,8 @@ from llamarl.launch.tasks import TaskBuilder
 from llamarl.models.config import Lora, ModelConfig
 from llamarl.models.hf import weights_of
 from llamarl.tasks.base import PromptMaker, Task
-from llamarl.tasks.held_out import EvalSet, HeldOut
 from llamarl.tasks.list_task import Remembered, here
-from llamarl.tasks.mixture import MixtureTask
+from llamarl.tasks.parts import EvalSet, HeldOut, MixtureTask
 from llamarl.tickets.prompts import AnyPrompts, fixed, prompts_of
 from llamarl.types import Prompt
 

@@ -13,9 +13,9 @@ from llamarl.launch.inputs import JobInputs
 from llamarl.launch.kinds import gold_kind, reward_kinds
 from llamarl.scoring.scorer import Item, text_item
 from llamarl.tasks.environment import GIVEN
+from llamarl.tasks.forms import REWARD_KEY
 from llamarl.tasks.list_task import ListTask
-from llamarl.tasks.mixture import MixtureTask
-from llamarl.tasks.row_keys import REWARD_KEY
+from llamarl.tasks.parts import MixtureTask
 from llamarl.tasks.special import reply_ids
 from llamarl.types import Prompt
 from llamarl.words.texts import answer_text, first_of

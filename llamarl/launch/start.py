@@ -49,7 +49,7 @@ from llamarl.launch.planned import planned_placement
 from llamarl.launch.reading import SharedReading
 from llamarl.launch.run_directory import RunDirectory, open_run
 from llamarl.launch.sources import check_sources, try_gold
-from llamarl.tasks.held_out import shown_sets
+from llamarl.tasks.parts import shown_sets
 from llamarl.words.texts import first_of
 
 EXIT_BAD_INPUT = 2

@@ -53,12 +53,10 @@ from llamarl.tasks.base import Example, Examples, PromptMaker, Task, Tokenizer
 from llamarl.tasks.environment import GIVEN, DialogueMaker
 from llamarl.tasks.facts import Post, facts_posts
 from llamarl.tasks.files import GSM8K_INSTRUCTION, read_rows
-from llamarl.tasks.held_out import HeldOut
-from llamarl.tasks.list_task import Remembered, here
-from llamarl.tasks.mixture import MixtureTask, shares
+from llamarl.tasks.list_task import Remembered, here, rows_task, warn_of_shared
+from llamarl.tasks.parts import HeldOut, MixtureTask, shares
 from llamarl.tasks.procedural import ReasoningGymTask, addition_examples, question_examples
 from llamarl.tasks.python_task import own_task
-from llamarl.tasks.split import rows_task, warn_of_shared
 from llamarl.words.choices import OWN
 
 EXACT_MATCH = "llamarl.tasks.rewards:exact_match"

@@ -34,8 +34,8 @@ from llamarl.models.attention import PackedAttention
 from llamarl.models.build import Decoder
 from llamarl.models.fsdp import next_backward
 from llamarl.tasks.files import read_jsonl
+from llamarl.tasks.list_task import hold_out_prompts
 from llamarl.tasks.special import Spelled
-from llamarl.tasks.split import hold_out_prompts
 
 Example = TypeVar("Example")
 Given = TypeVar("Given", contravariant=True)  # an example, to what is learned

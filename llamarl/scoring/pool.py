@@ -45,8 +45,7 @@ from typing import Any
 from llamarl.errors import RewardError
 from llamarl.scoring.scorer import Item, Outcomes, Scorer, score_all, text_item, try_scorer
 from llamarl.scoring.worker import TOO_LATE
-from llamarl.tasks.forms import Takes
-from llamarl.tasks.row_keys import SAMPLED
+from llamarl.tasks.forms import SAMPLED, Takes
 from llamarl.types import Outcome, OutcomeKind
 from llamarl.workers.pool import WorkerPool
 from llamarl.workers.process import START_S, WorkerProcess

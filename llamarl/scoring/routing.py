@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from llamarl.scoring.scorer import Item, Outcomes, Queue, Scorer
-from llamarl.tasks.row_keys import REWARD_KEY
+from llamarl.tasks.forms import REWARD_KEY
 from llamarl.types import Outcome
 
 

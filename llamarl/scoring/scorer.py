@@ -22,7 +22,7 @@ from torch import Tensor
 from llamarl.comm.together import Alone, Together
 from llamarl.errors import RewardError
 from llamarl.executor import ExecutorGroup, Meter, State
-from llamarl.tasks.row_keys import with_sampled
+from llamarl.tasks.forms import with_sampled
 from llamarl.types import ALONE, Ending, Outcome, Prompt, Stretch
 
 Outcomes = list[tuple[int, Outcome]]  # outcomes, each with the key of its item

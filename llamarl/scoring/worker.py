@@ -7,7 +7,7 @@ it, and guard.py says what it is below and what it may use.
              [keys, [[kind, value or null, reason], ...], finished_at], in the order of the calls;
              of several side by side each has a line of its own, as it is done
 
-sampled has of each completion what goes into its meta as SAMPLED (row_keys.py), or null. limit_s is
+sampled has of each completion what goes into its meta as SAMPLED (forms.py), or null. limit_s is
 of the whole call; where it scores several side by side, of each of them. finished_at is
 time.monotonic(), which all processes of a machine share.
 
@@ -26,6 +26,7 @@ from collections.abc import Awaitable, Callable
 
 from llamarl.tasks import forms
 from llamarl.tasks.forms import (
+    SAMPLED,
     ScoreOne,
     ScoreSeveral,
     WorkerLimits,
@@ -36,7 +37,6 @@ from llamarl.tasks.forms import (
     takes_of,
     with_options,
 )
-from llamarl.tasks.row_keys import SAMPLED
 from llamarl.words.names import NoFunction, import_function
 from llamarl.workers import guard
 from llamarl.workers.guard import describe, kill_children, short

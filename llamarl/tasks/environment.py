@@ -5,21 +5,292 @@
 
 What an environment says first follows a prompt as context, which each completion has for itself. So
 a prompt is a function of its number alone here too, and no environment has to be asked for it.
+`TurnTokens` encodes each segment of a dialogue once, when it arrives:
+
+    prompt ids | opening | sampled turn | context | sampled turn | context | ...
+
+With a chat template, a segment is the text that the template writes after the policy's turn: the
+turn's end, unless the policy sampled it, the new messages, and the beginning of the next turn. The
+tokens of a dialogue therefore only grow at their end. This is right for a template that never
+changes earlier turns; `appends` says whether a template does, for example by dropping thoughts.
+Without a template the texts are joined, and a line break stands for an empty one.
+
+Texts of users, tools and environments can only spell special tokens (special.py).
 """
 
 from __future__ import annotations
 
+import json
+import secrets
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from llamarl.tasks.base import PromptMaker, Tokenizer
-from llamarl.tasks.environment_class import import_environment, is_dialogue, schemas_of
+from llamarl.tasks.base import PromptMaker, Tokenizer, refused_by_template
+from llamarl.tasks.environment_class import (
+    ChatTurn,
+    Schema,
+    import_environment,
+    is_dialogue,
+    schemas_of,
+)
 from llamarl.tasks.python_task import described
-from llamarl.tasks.turns import TurnTokens
+from llamarl.tasks.special import PLAIN, Shown, special_tokens, text_ids
 from llamarl.types import Message, Prompt
 from llamarl.words.names import NoFunction
+
+_TOOLS_TEXT = (
+    "You may call functions. Write each call as <tool_call>\n"
+    '{{"name": NAME, "arguments": {{...}}}}\n</tool_call>. The functions:\n{tools}'
+)
+
+
+class TurnTokens:
+    """Encodes the segments of a dialogue.
+
+        turns = TurnTokens(tokenizer, chat=True, system_prompt=None, tools=[])
+        prompt_ids, tail = turns.prompt("What is 12+34?")    # up to the end of the user's text
+        turns.opening([], tail)                              # to where the policy's turn begins
+        turns.context([{"role": "tool", "content": "46"}], ended_by=2)
+
+    chat: put texts into the tokenizer's chat template, if it has one, behind system_prompt. tools:
+    schemas that the model is shown, by a template that takes tools or in the system prompt.
+    ValueError if there are tools or a system prompt and no template.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        chat: bool,
+        system_prompt: str | None,
+        tools: Sequence[Schema] = (),
+    ):
+        self._tokenizer = tokenizer
+        self._template = (getattr(tokenizer, "chat_template", None) or "") if chat else ""
+        if system_prompt and not self._template:
+            raise ValueError("task.system_prompt needs task.chat and a chat template; unset it")
+        self._system_prompt = system_prompt
+        self._tools = list(tools)
+        self._special = special_tokens(tokenizer)
+        self._mark = f"⟦{secrets.token_hex(8)}⟧"  # which no text holds
+        self._tool_role = self._role_of_tools()
+
+    @property
+    def has_template(self) -> bool:
+        """Whether turns are put into a chat template."""
+        return bool(self._template)
+
+    @property
+    def tools(self) -> list[Schema]:
+        """The tools that the model is shown."""
+        return self._tools
+
+    def prompt(self, asked: str | Sequence[Message]) -> tuple[list[int], list[int]]:
+        """Return (prompt ids [P], tail): the tokens of a question up to the end of the user's last
+        text, and those behind it up to the policy's turn.
+        """
+        if not self._template:
+            if not isinstance(asked, str):
+                raise ValueError("the prompt is a conversation, and there is no chat template")
+            return text_ids(self._tokenizer, asked, add_special_tokens=True), []
+        if isinstance(asked, str):
+            asked = [Message("user", asked)]
+        turns = self._with_system([message.to_dict() for message in asked], self._tools)
+        return self._cut(turns, self._tools)
+
+    def first(self) -> list[int]:
+        """Return the tokens, at least one, that every dialogue begins with, whatever its messages.
+        ValueError if there are none.
+        """
+        if not self._template:
+            ids = text_ids(self._tokenizer, "", add_special_tokens=True)
+        else:
+            first, second = (self._cut([{"role": "user", "content": c}], [])[0] for c in ("a", "b"))
+            same = [one for one, other in zip(first, second) if one == other]
+            ids = same[:1] if first[0] == second[0] else []
+        if not ids:
+            raise ValueError(
+                "the tokenizer begins a text with no token of its own, so there is nothing for the "
+                "first token to look at; give task.path, whose rows have prompts"
+            )
+        return ids
+
+    def opening(self, said: Sequence[ChatTurn], tail: Sequence[int]) -> list[int]:
+        """Return the context between a prompt and the first turn: what `reset` said, which goes on
+        with the user's text, and the tail.
+        """
+        ids = []
+        for turn in said:
+            ids += text_ids(self._tokenizer, turn["content"])
+        return [*ids, *tail]
+
+    def whole(self, messages: Sequence[ChatTurn], tools: Sequence[Schema]) -> list[int]:
+        """Return the tokens of the first messages of a dialogue that makes its own, up to the
+        policy's turn.
+        """
+        if not self._template:
+            text = "".join(turn["content"] for turn in messages)
+            return text_ids(self._tokenizer, text, add_special_tokens=True)
+        turns = self._with_system([self._as_shown(turn) for turn in messages], tools)
+        return self._ids(turns, tools, reply=True)
+
+    def own_opening(
+        self, messages: Sequence[ChatTurn], tools: Sequence[Schema], first: Sequence[int]
+    ) -> list[int]:
+        """Return the context before the first turn of a dialogue that makes its own prompt. first:
+        what `first` returns. ValueError if it does not begin so.
+        """
+        if not messages:
+            raise ValueError("the environment began without a prompt, and there are no rows")
+        whole = self.whole(messages, tools)
+        if whole[: len(first)] != list(first):
+            raise ValueError("the chat template begins this dialogue with other tokens")
+        return whole[len(first) :]
+
+    def context(self, messages: Sequence[ChatTurn], *, ended_by: int | None) -> list[int]:
+        """Return the context behind a turn of the policy: at least one token, by which turns are
+        told apart. ended_by: the stop token that the policy sampled; None: it sampled none.
+        ValueError if there is no token for it.
+        """
+        if not self._template:
+            text = "".join(turn["content"] for turn in messages)
+            behind = PLAIN if ended_by is None else ended_by
+            ids = text_ids(self._tokenizer, text, behind=behind)
+            # What has no token, such as an empty text, is a line without words.
+            ids = ids or text_ids(self._tokenizer, "\n", behind=behind)
+        else:
+            ids = self._template_context(messages, ended_by)
+        if not ids:
+            raise ValueError("the environment answered with nothing that has a token")
+        return ids
+
+    def _template_context(self, messages: Sequence[ChatTurn], ended_by: int | None) -> list[int]:
+        """Return what the template writes behind a turn of the policy."""
+        before = [{"role": "user", "content": "a"}, {"role": "assistant", "content": self._mark}]
+        shown = self._shown([*before, *map(self._as_shown, messages)], [], reply=True)
+        begin = shown.text.index(self._mark) + len(self._mark)
+        if ended_by is not None:
+            end = self._tokenizer.decode([ended_by], skip_special_tokens=False)
+            if shown.text.startswith(end, begin):
+                begin += len(end)
+        behind = PLAIN if ended_by is None else ended_by
+        return self._special.ids(shown.part(begin, len(shown.text)), behind=behind)
+
+    def goes_on(
+        self,
+        before: Sequence[ChatTurn],
+        turn: ChatTurn,
+        after: Sequence[ChatTurn],
+        tools: Sequence[Schema],
+    ) -> bool:
+        """Whether the template shows turns, the policy's newest one and what follows it by adding
+        to what it showed before.
+        """
+        shown = self._text_of(before, tools)
+        text = self._text_of([*before, turn, *after], tools)
+        return text.startswith(shown + turn["content"])
+
+    def appends(self) -> str:
+        """Return how the template changes a history that it wrote before; "" if it does not. It is
+        shown three turns of the policy, with thoughts, and a tool's answers.
+        """
+        if not self._template:
+            return ""
+        thought = "<think>\nso\n</think>\n\n"
+        turns: list[ChatTurn] = [{"role": "user", "content": "q0"}]
+        seen = self._shown(turns, [], reply=True).text
+        for number in range(1, 4):
+            said = {"role": "assistant", "content": f"{thought}a{number}"}
+            answer = self._as_shown({"role": "tool", "name": "f", "content": f"t{number}"})
+            turns += [said, answer]
+            text = self._shown(turns, [], reply=True).text
+            if not text.startswith(seen):
+                at = next(i for i, (one, other) in enumerate(zip(seen, text)) if one != other)
+                return f"at turn {number} {seen[at : at + 40]!r} became {text[at : at + 40]!r}"
+            behind = self._shown(
+                [{"role": "user", "content": "a"}, {**said, "content": self._mark}, answer],
+                [],
+                reply=True,
+            ).text
+            added = behind[behind.index(self._mark) + len(self._mark) :]
+            seen += said["content"] + added
+            if text != seen:
+                return f"at turn {number} it writes {text[-60:]!r}, and alone {seen[-60:]!r}"
+        return ""
+
+    def _text_of(self, turns: Sequence[ChatTurn], tools: Sequence[Schema]) -> str:
+        shown = self._with_system([self._as_shown(turn) for turn in turns], tools)
+        return self._shown(shown, tools, reply=True).text
+
+    def _as_shown(self, turn: ChatTurn) -> ChatTurn:
+        """Return a message as the template takes it."""
+        if turn["role"] == "tool" and self._tool_role != "tool":
+            return {"role": self._tool_role, "content": turn["content"]}
+        return turn
+
+    def _role_of_tools(self) -> str:
+        """Return the role under which the template shows the answer of a tool: a user's, if it
+        shows no tools'.
+        """
+        if not self._template:
+            return "tool"
+        turns = [
+            {"role": "user", "content": "a"},
+            {"role": "assistant", "content": "b"},
+            {"role": "tool", "name": "f", "content": self._mark},
+        ]
+        try:
+            shown = self._render(turns, [], reply=True)
+        except ValueError:
+            return "user"
+        return "tool" if shown.count(self._mark) == 1 else "user"
+
+    def _with_system(self, turns: list[ChatTurn], tools: Sequence[Schema]) -> list[ChatTurn]:
+        """Return turns behind a system turn, if there is something for it to say."""
+        own = [turn["content"] for turn in turns if turn["role"] == "system"]
+        said = own or ([self._system_prompt] if self._system_prompt else [])
+        if tools and "tools" not in self._template:
+            lines = "\n".join(json.dumps(tool) for tool in tools)
+            said = [*said, _TOOLS_TEXT.format(tools=lines)]
+        others = [turn for turn in turns if turn["role"] != "system"]
+        if not said:
+            return others
+        return [{"role": "system", "content": "\n\n".join(said)}, *others]
+
+    def _cut(self, turns: list[ChatTurn], tools: Sequence[Schema]) -> tuple[list[int], list[int]]:
+        """Return the tokens up to the end of the last turn's text, and those behind it."""
+        *before, last = turns
+        marked = {**last, "content": last["content"] + self._mark}
+        shown = self._shown([*before, marked], tools, reply=True)
+        at = shown.text.index(self._mark)
+        head = shown.part(0, at)
+        tail = shown.part(at + len(self._mark), len(shown.text))
+        return self._special.ids(head), self._special.ids(tail, behind=PLAIN)
+
+    def _ids(self, turns: list[ChatTurn], tools: Sequence[Schema], *, reply: bool) -> list[int]:
+        return self._special.ids(self._shown(turns, tools, reply=reply))
+
+    def _shown(self, turns: list[ChatTurn], tools: Sequence[Schema], *, reply: bool) -> Shown:
+        """Show turns in the template, and where in it others' texts are that could spell a special
+        token.
+        """
+        foreign = [self._special.foreign_in(turn["content"]) for turn in turns]
+
+        def render(turns: list[ChatTurn]) -> str:
+            return self._render(turns, tools, reply=reply)
+
+        return self._special.shown(render, turns, foreign)
+
+    def _render(self, turns: list[ChatTurn], tools: Sequence[Schema], *, reply: bool) -> str:
+        with refused_by_template():
+            return self._tokenizer.apply_chat_template(
+                turns, tools=list(tools) or None, tokenize=False, add_generation_prompt=reply
+            )
+
+
+# --- The task ---
 
 GAME = "game"  # the key of a prompt's meta for the number of an environment's own game
 # The default reward of prompts that an environment plays: what it gives. No function's import path.

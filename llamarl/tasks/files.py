@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import BinaryIO, TypeVar
 
 from llamarl.tasks.base import Example, Examples, conversation_of, shown
-from llamarl.tasks.row_keys import check_row_keys
+from llamarl.tasks.forms import check_row_keys
 from llamarl.words.names import nearest
 from llamarl.words.texts import first_of
 

@@ -23,8 +23,14 @@ from fractions import Fraction
 from functools import lru_cache
 from types import ModuleType
 
-from llamarl.tasks.forms import WorkerLimits, checked_by, import_package, need_flag, need_word
-from llamarl.tasks.row_keys import answer_in
+from llamarl.tasks.forms import (
+    WorkerLimits,
+    answer_in,
+    checked_by,
+    import_package,
+    need_flag,
+    need_word,
+)
 from llamarl.tasks.thinking import THINKING, Thinking, answer_of, last_boxed
 
 _SIGNS = str.maketrans(

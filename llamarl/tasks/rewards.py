@@ -18,10 +18,9 @@ import re
 from decimal import Decimal
 from functools import lru_cache
 
-from llamarl.tasks.forms import form_of
+from llamarl.tasks.forms import answer_in, form_of
 from llamarl.tasks.math_answers import math_match
 from llamarl.tasks.programs import python_tests
-from llamarl.tasks.row_keys import answer_in
 from llamarl.tasks.thinking import one_language, soft_length, thinking_form
 from llamarl.words.names import import_function
 

@@ -19,8 +19,15 @@ from collections.abc import Mapping
 from types import ModuleType
 from typing import Literal
 
-from llamarl.tasks.forms import WorkerLimits, checked_by, import_package, need_count, need_word
-from llamarl.tasks.row_keys import MESSAGES, SAMPLED
+from llamarl.tasks.forms import (
+    MESSAGES,
+    SAMPLED,
+    WorkerLimits,
+    checked_by,
+    import_package,
+    need_count,
+    need_word,
+)
 
 # none: a completion is its answer. opens: it begins with <think>. opened: its prompt ends in that.
 Thinking = Literal["none", "opens", "opened"]

@@ -6,8 +6,8 @@ import random
 from functools import lru_cache
 
 from llamarl.tasks.base import Task, sample_digest
-from llamarl.tasks.mixture import MixtureTask, Schedule
-from llamarl.tasks.row_keys import PART_KEY, REWARD_KEY
+from llamarl.tasks.forms import PART_KEY, REWARD_KEY
+from llamarl.tasks.parts import MixtureTask, Schedule
 from llamarl.types import Prompt
 
 

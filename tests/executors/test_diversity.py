@@ -7,7 +7,7 @@ from llamarl.evaluation import diversity as diversity_module
 from llamarl.evaluation.diversity import TEXTS_A_CALL, Diversity
 from llamarl.evaluation.judges import advance
 from llamarl.scoring.scorer import site_alone
-from llamarl.tasks.held_out import EvalSet
+from llamarl.tasks.parts import EvalSet
 from tests.evaluated import begun, columns_of, evaluated
 from tests.launching import SMALL, ForkedJob
 

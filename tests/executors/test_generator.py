@@ -20,7 +20,7 @@ from llamarl.evaluation.ask import eval_completion
 from llamarl.executor import ExecutorGroup
 from llamarl.inference.build import build_native, build_vllm
 from llamarl.models.config import Lora, read_config, tiny_directory
-from llamarl.tasks.held_out import APART
+from llamarl.tasks.parts import APART
 from llamarl.tickets.ledger import TicketLedger
 from llamarl.tickets.service import TicketService
 from llamarl.types import Completion, EvalCompletion, Stretch

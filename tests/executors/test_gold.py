@@ -14,7 +14,7 @@ from llamarl.scoring.model import ModelScorer
 from llamarl.scoring.scorer import Scorer, site_alone
 from llamarl.scoring.sharded import ScorerSettings
 from llamarl.scoring.weighted import WeightedPart
-from llamarl.tasks.held_out import EvalSet
+from llamarl.tasks.parts import EvalSet
 from llamarl.types import Outcome
 from tests.evaluated import begun, columns_of, evaluated, finished
 from tests.scorers import SCORES, write_scorer

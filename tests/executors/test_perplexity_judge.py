@@ -15,7 +15,7 @@ from llamarl.evaluation.perplexity import (
 )
 from llamarl.models.config import read_config, tiny_directory
 from llamarl.scoring.scorer import site_alone
-from llamarl.tasks.held_out import EvalSet
+from llamarl.tasks.parts import EvalSet
 from tests.evaluated import begun, columns_of, evaluated, finished
 from tests.executors.likelihoods import logprobs_by_transformers
 from tests.tolerances import of_logprobs

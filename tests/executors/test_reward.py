@@ -19,7 +19,7 @@ from llamarl.evaluation.report import Samples
 from llamarl.scoring import assembly
 from llamarl.scoring.pool import RewardPool
 from llamarl.scoring.routing import InTurn
-from llamarl.tasks.held_out import APART, EvalSet
+from llamarl.tasks.parts import APART, EvalSet
 from llamarl.types import Completion, EvalCompletion, Group, Outcome
 from tests.evaluated import Said, own_set
 from tests.executors.fakes import FakeStream

@@ -17,7 +17,7 @@ from llamarl.scoring.model import ModelScorer
 from llamarl.scoring.scorer import Site
 from llamarl.scoring.sharded import ScorerSettings
 from llamarl.scoring.weighted import WeightedPart
-from llamarl.tasks.held_out import EvalSet
+from llamarl.tasks.parts import EvalSet
 from tests.evaluated import columns_of, evaluated
 from tests.executors.likelihoods import logprobs_by_transformers
 from tests.ranks.topologies import TOPOLOGIES, WORLD

@@ -11,18 +11,18 @@ import torch
 from safetensors.torch import load, save
 
 from llamarl.environments.calls import FORMATS
-from llamarl.environments.contracts import Answer
 from llamarl.environments.dialogues import Dialogues, Environment, row_of, runs_of
 from llamarl.environments.engine import DialogueEngine
 from llamarl.environments.pool import EnvironmentPool
+from llamarl.environments.worker import Answer
 from llamarl.inference.engine import Engine
 from llamarl.inference.partials import pack, unpack
 from llamarl.inference.sampler import SamplingParams
 from llamarl.models.config import read_config, tiny_directory
 from llamarl.models.hf import load_tokenizer
 from llamarl.tasks.environment import GIVEN, makes_prompts, turn_tokens
-from llamarl.tasks.held_out import section_of
-from llamarl.tasks.row_keys import PART_KEY, REWARD_KEY, SET_KEY
+from llamarl.tasks.forms import PART_KEY, REWARD_KEY, SET_KEY
+from llamarl.tasks.parts import section_of
 from llamarl.types import ALONE, Completion, Group, Outcome, Prompt
 from tests.decoding import full_forward_logprobs
 from tests.made_tokenizers import FORGETFUL, byte_level

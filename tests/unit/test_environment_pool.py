@@ -8,8 +8,8 @@ import os
 import pytest
 
 from llamarl.environments import pool as pool_file
-from llamarl.environments.contracts import Answer
 from llamarl.environments.pool import EnvironmentPool, Failure
+from llamarl.environments.worker import Answer
 from llamarl.errors import RewardError
 from llamarl.workers import process
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llamarl.evaluation.metrics import Evaluations, pass_at_k
-from llamarl.tasks.held_out import APART, EvalSet
+from llamarl.tasks.parts import APART, EvalSet
 from llamarl.types import Outcome
 from tests.evaluated import evaluated, own_set
 

@@ -10,8 +10,8 @@ import torch
 
 from llamarl.learning.preference import read_preference_data
 from llamarl.learning.sft import answered, conversation_pair
+from llamarl.tasks.environment import TurnTokens
 from llamarl.tasks.special import PLAIN, reply_ids, special_tokens, text_ids
-from llamarl.tasks.turns import TurnTokens
 from tests.made_tokenizers import ZEPHYR, byte_level, sentencepiece
 
 KINDS = ["prepend", "first"]

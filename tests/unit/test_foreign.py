@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from llamarl.environments.contracts import Played
+from llamarl.environments.worker import Played
 from llamarl.tasks.environment_class import import_environment
 from llamarl.words.names import NoFunction
 

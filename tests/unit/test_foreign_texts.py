@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 
 from llamarl.environments import calls
 from llamarl.environments.calls import FORMATS, Unreadable, json_calls, word_calls
-from llamarl.environments.contracts import Answer, answer_from
 from llamarl.environments.dialogues import Dialogues, Environment
+from llamarl.environments.worker import Answer, answer_from
 from llamarl.inference.sampler import SamplingParams
 from llamarl.models.config import tiny_directory
 from llamarl.models.hf import load_tokenizer
-from llamarl.tasks.turns import TurnTokens
+from llamarl.tasks.environment import TurnTokens
 from llamarl.types import Completion, Prompt
 from llamarl.words.texts import MAX_DEPTH, read_json
 from llamarl.workers.guard import line_of

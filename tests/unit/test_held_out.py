@@ -22,7 +22,7 @@ from llamarl.observe.rows import COLUMNS
 from llamarl.scoring.pool import RewardPool
 from llamarl.scoring.routing import ByOwnReward
 from llamarl.scoring.scorer import Scorer, site_alone, text_item
-from llamarl.tasks.held_out import APART, EvalSet, HeldOut, numbered, set_of
+from llamarl.tasks.parts import APART, EvalSet, HeldOut, numbered, set_of
 from llamarl.types import Outcome
 from llamarl.words.choices import OWN_COLUMNS
 from tests.built_tasks import build_task

@@ -9,7 +9,7 @@ from llamarl.comm.together import CollectiveCall, RankCalls
 from llamarl.evaluation.judges import EvalJudge, Judges, find, spans_of
 from llamarl.evaluation.metrics import Evaluation
 from llamarl.executor import Executor, ExecutorGroup
-from llamarl.tasks.held_out import APART, EvalSet
+from llamarl.tasks.parts import APART, EvalSet
 from tests.evaluated import Said, own_set
 
 

@@ -12,7 +12,7 @@ from llamarl.config.command_line import ConfigError, compose_config
 from llamarl.config.conversion import load_config, save_config
 from llamarl.models.config import tiny_directory
 from llamarl.models.hf import load_tokenizer
-from llamarl.tasks.mixture import BLOCK, MixtureTask, Schedule, shares
+from llamarl.tasks.parts import BLOCK, MixtureTask, Schedule, shares
 from llamarl.tasks.rewards import part_reward
 from llamarl.tickets.prompts import MixedPrompts, PromptStream, part_of, prompts_of
 from tests.built_tasks import build_task

@@ -6,8 +6,7 @@ import pytest
 
 from llamarl.scoring.pool import RewardPool, check_reward
 from llamarl.scoring.scorer import text_item
-from llamarl.tasks.forms import batched, form_of
-from llamarl.tasks.row_keys import with_sampled
+from llamarl.tasks.forms import batched, form_of, with_sampled
 from llamarl.types import Outcome
 
 USER_MODULE = '''

@@ -26,8 +26,8 @@ from llamarl.models.hf import load_tokenizer
 from llamarl.tasks import procedural
 from llamarl.tasks.base import PromptMaker
 from llamarl.tasks.files import read_jsonl
+from llamarl.tasks.list_task import hold_out
 from llamarl.tasks.rewards import exact_match, final_number, numeric_match, reasoning_gym_score
-from llamarl.tasks.split import hold_out
 from tests.built_tasks import NAMES, build_task, settings_of
 
 TEMPLATE = (

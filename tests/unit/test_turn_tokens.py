@@ -13,9 +13,9 @@ from llamarl.environments.dialogues import row_of, seed_of
 from llamarl.launch.tasks import TaskBuilder
 from llamarl.models.config import tiny_directory
 from llamarl.models.hf import load_tokenizer
+from llamarl.tasks.environment import TurnTokens
 from llamarl.tasks.environment_class import schema_of
 from llamarl.tasks.special import special_tokens
-from llamarl.tasks.turns import TurnTokens
 from llamarl.types import Message, Prompt
 from tests.built_tasks import build_task, settings_of
 from tests.made_tokenizers import CHATML, FORGETFUL, INJECTION, byte_level
