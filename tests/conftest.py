@@ -13,9 +13,9 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1")
 import pytest  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
 
-from tests.launching import SMALL, ForkedJob  # noqa: E402
 from tests.order import long_files_first  # noqa: E402
 from tests.pool import Pool  # noqa: E402
+from tests.runs import Runs  # noqa: E402
 
 # A busy machine makes an example slow, and no claim wrong.
 slow = [HealthCheck.too_slow]
@@ -121,12 +121,18 @@ def launch_here(run_here):
 
 
 @pytest.fixture(scope="session")
-def synchronous_run(tmp_path_factory):
+def runs(tmp_path_factory):
+    """runs(name): a finished run of tests/runs.py, made once for all workers."""
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
+    return Runs(folder / "named_runs")
+
+
+@pytest.fixture(scope="session")
+def synchronous_run(runs):
     """The finished one-process run, with max_lag=0, that others must equal."""
-    run_dir = tmp_path_factory.mktemp("synchronous") / "run"
-    with ForkedJob(*SMALL, "max_lag=0", run_dir=run_dir) as job:
-        assert job.wait() == 0, job.output
-        yield job
+    return runs("synchronous")
 
 
 @pytest.fixture(params=["native", "module"])

@@ -66,6 +66,12 @@ def parts_of_code(source: str) -> tuple[str, list[tuple[int, str]]]:
     return "".join(code), found
 
 
+@cache
+def tree_of(file: Path) -> ast.Module:
+    """Return a file's syntax tree."""
+    return ast.parse(file.read_text(encoding="utf-8"))
+
+
 def module_of(file: Path) -> str:
     """Return the dotted name of a file; a package's own file has the package's name."""
     parts = file.relative_to(ROOT).with_suffix("").parts

@@ -59,7 +59,43 @@ def environment(**more: str) -> dict[str, str]:
     }
 
 
-class Job:
+class RunFolder:
+    """What a job has written so far: its run directory, and its output in the file `log`."""
+
+    def __init__(self, run_dir: Path | None, log: Path):
+        self.run_dir = run_dir
+        self._log = log
+
+    @property
+    def output(self) -> str:
+        return self._log.read_text(errors="replace")
+
+    @property
+    def rows(self) -> list[dict]:
+        """Whole rows of metrics.jsonl."""
+        file = self.run_dir / "metrics.jsonl"
+        if not file.exists():
+            return []
+        lines = file.read_text().splitlines(keepends=True)
+        return [json.loads(line) for line in lines if line.endswith("\n")]
+
+    @property
+    def checkpoint(self) -> Path:
+        """The newest one, by `latest`."""
+        folder = self.run_dir / "checkpoints"
+        return folder / (folder / "latest").read_text().strip()
+
+    @property
+    def outcome(self) -> dict:
+        """What outcome.json says."""
+        return json.loads((self.run_dir / "outcome.json").read_text())
+
+    def part(self, executor: str, rank: int = 0) -> dict:
+        """What the newest checkpoint says of an executor on a rank."""
+        return json.loads((self.checkpoint / f"{executor}.rank{rank}.json").read_text())
+
+
+class Job(RunFolder):
     """One started recipe: under python (ranks=None) or torchrun. A context manager; leaving it
     kills what still runs.
     """
@@ -76,11 +112,11 @@ class Job:
         recipe: Path = RECIPE,
         directory_key: str = "run_dir",
     ):
-        self.run_dir = run_dir
         self._recipe = str(recipe)
         self._mark = uuid.uuid4().hex
         home = run_dir.parent if run_dir else cwd
-        self._log = home / f"{self._mark}.log" if cwd is None else cwd.parent / f"{self._mark}.log"
+        log = home / f"{self._mark}.log" if cwd is None else cwd.parent / f"{self._mark}.log"
+        super().__init__(run_dir, log)
         where = [f"{directory_key}={run_dir}"] if run_dir else []
         argv = [self._recipe, *overrides, *where]
         marked = {"PYTHONUNBUFFERED": "1", _MARK: self._mark} | dict(env)
@@ -124,30 +160,6 @@ class Job:
     def stop(self) -> None:
         """Ask for the end at the next step, as a cluster's scheduler does."""
         os.kill(self.process.pid, signal.SIGTERM)
-
-    @property
-    def output(self) -> str:
-        return self._log.read_text(errors="replace")
-
-    @property
-    def rows(self) -> list[dict]:
-        """Whole rows of metrics.jsonl."""
-        file = self.run_dir / "metrics.jsonl"
-        return (
-            [
-                json.loads(line)
-                for line in file.read_text().splitlines(keepends=True)
-                if line.endswith("\n")
-            ]
-            if file.exists()
-            else []
-        )
-
-    @property
-    def checkpoint(self) -> Path:
-        """The newest one, by `latest`."""
-        folder = self.run_dir / "checkpoints"
-        return folder / (folder / "latest").read_text().strip()
 
     def wait(self, timeout_s: float = JOB_S) -> int:
         """The exit code of python or torchrun. AssertionError with the output if it does

@@ -20,7 +20,7 @@ STARTERS = (
     RewardPool,
     subprocess,
 )
-SHARED_PROCESSES = {"pool", "synchronous_run"}
+SHARED_PROCESSES = {"pool", "runs"}
 
 
 def starts_processes(item) -> bool:

@@ -12,7 +12,7 @@ from functools import cache
 
 import pytest
 
-from tests.house import ROOT, parts_of_code, python_files
+from tests.house import ROOT, parts_of_code, python_files, tree_of
 
 CODE = ("llamarl", "executors")
 # Where lines are plain too, but records of few fields may be made by place, as a table is.
@@ -29,7 +29,7 @@ def nodes_of(*folders: str) -> dict[str, list[ast.AST]]:
     """File -> its syntax nodes, in ast.walk's order."""
     nodes = {}
     for file in python_files(*folders):
-        nodes[str(file.relative_to(ROOT))] = list(ast.walk(ast.parse(file.read_text())))
+        nodes[str(file.relative_to(ROOT))] = list(ast.walk(tree_of(file)))
     return nodes
 
 

@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Generic, overload
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from llamarl.config.by_model import is_tiny
@@ -364,7 +364,11 @@ def _compose(
             words = [*search, *kept.values(), *stand_ins]
             composed = compose(config_name, words, return_hydra_config=True)
             by_path = "model" not in chosen and _takes_a_directory(composed)
-            composed = compose(config_name, [*words, BY_PATH] if by_path else words)
+            if by_path:
+                composed = compose(config_name, [*words, BY_PATH])
+            else:
+                with open_dict(composed):
+                    del composed["hydra"]
             config = kind.read(composed)
         except ConfigError as error:
             found = error.problems

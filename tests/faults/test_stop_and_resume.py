@@ -35,8 +35,7 @@ def test_ctrl_c_in_one_process_ends_it_with_a_valid_checkpoint(tmp_path):
         assert job.wait() == 0, job.output
         assert verify(job.checkpoint) == []
     step = int(job.checkpoint.name.removeprefix("step_"))
-    outcome = json.loads((job.run_dir / "outcome.json").read_text())
-    assert outcome == {"ended": "stopped", "step": step, "max_steps": 100000}
+    assert job.outcome == {"ended": "stopped", "step": step, "max_steps": 100000}
     assert f"stopped    after step {step} of 100000: resume=auto goes on" in job.output
 
 
@@ -64,21 +63,18 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("ranks", [None, 2])
-def test_a_signal_before_the_loop_is_a_stop_with_an_outcome(ranks, tmp_path):
+def test_a_signal_before_the_loop_is_a_stop_with_an_outcome(tmp_path):
     """One rank of a run is sent it, while executors are built."""
     recipe = tmp_path / "recipe.py"
     recipe.write_text(IN_THE_START)
-    with ForkedJob(*SMALL, *LONG, run_dir=tmp_path / "run", recipe=recipe, ranks=ranks) as job:
+    with ForkedJob(*SMALL, *LONG, run_dir=tmp_path / "run", recipe=recipe, ranks=2) as job:
         assert job.wait() == 0, job.output
-    outcome = json.loads((job.run_dir / "outcome.json").read_text())
-    assert outcome["ended"] == "stopped"
+    assert job.outcome["ended"] == "stopped"
     assert verify(job.checkpoint) == []
 
 
 def test_a_run_that_made_its_steps_says_so(synchronous_run):
-    outcome = json.loads((synchronous_run.run_dir / "outcome.json").read_text())
-    assert outcome == {"ended": "finished", "step": 4, "max_steps": 4}
+    assert synchronous_run.outcome == {"ended": "finished", "step": 4, "max_steps": 4}
     assert "stopped  " not in synchronous_run.output
 
 
@@ -95,7 +91,7 @@ def test_a_run_killed_and_resumed_equals_one_that_was_not(synchronous_run, tmp_p
         assert job.wait() == 0, job.output
         assert "resumed from step_" in job.output
         assert untimed(job.rows) == untimed(synchronous_run.rows)
-    state = json.loads((job.checkpoint / "controller.rank0.json").read_text())["ledger"]
+    state = job.part("controller")["ledger"]
     assert state["frontier"] == 4 * 4 and state["again"] == [] and state["finished"] == []
 
 
@@ -247,7 +243,7 @@ def test_a_run_stopped_amid_long_completions_goes_on_with_them(tmp_path, three, 
             for n in re.findall(r"completions go on after \d+ tokens, (\d+) had ended", job.output)
         ]
         assert sum(went_on) + sum(ended) == len(in_work) * GROUP_SIZE * resume
-        after = json.loads((job.checkpoint / "controller.rank0.json").read_text())["ledger"]
+        after = job.part("controller")["ledger"]
     open_ = set(after["again"]) | {ticket for ticket, _ in after["finished"]}
     assert after["frontier"] - len(open_) == step * GROUPS, (
         "tickets that were trained on, each once"
@@ -293,7 +289,7 @@ def test_a_reward_that_fails_once_the_run_has_begun_ends_it_and_is_named(tmp_pat
     ) as job:
         assert job.wait() == EXIT_FAILED
         assert "tests.launching:fails_later" in job.output and "no more verdicts" in job.output
-    assert json.loads((job.run_dir / "outcome.json").read_text())["ended"] == "failed"
+    assert job.outcome["ended"] == "failed"
 
 
 @pytest.mark.slow

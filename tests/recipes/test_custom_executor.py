@@ -2,18 +2,17 @@
 recipe that lists its channels.
 """
 
-import json
-import subprocess
-import sys
-
 import pytest
 import torch
 
 from llamarl.executor import ExecutorGroup
 from llamarl.types import Group
 from recipes.custom_executor import LengthPenalty
+from tests.build.group import build_group
+from tests.build.job import finished_job
 from tests.executors.fakes import FakeControl, FakeMetrics, FakeReceiver, FakeSender
-from tests.launching import GROUP_SIZE, ROOT, SMALL, STEPS, ForkedJob, environment, untimed
+from tests.house import blocks, text_of
+from tests.launching import GROUP_SIZE, ROOT, SMALL, STEPS, ForkedJob, untimed
 
 RECIPE = ROOT / "recipes" / "custom_executor.py"
 LISTED = """
@@ -43,22 +42,6 @@ if __name__ == "__main__":
 """
 
 
-def group(*, lengths, rewards):
-    num_tokens = sum(lengths)
-    return Group(
-        ticket=0,
-        prompt_ids=torch.tensor([1]),
-        lengths=torch.tensor(lengths),
-        token_ids=torch.zeros(num_tokens, dtype=torch.int64),
-        generator_logprobs=torch.zeros(num_tokens),
-        policy_versions=torch.zeros(num_tokens, dtype=torch.int64),
-        ref_logprobs=torch.empty(0),
-        rewards=torch.tensor(rewards),
-        finish_reasons=("stop",) * len(lengths),
-        outcomes=("score", "score", "error"),
-    )
-
-
 def test_a_token_costs_the_same_everywhere_and_a_full_channel_stops_it():
     penalty = LengthPenalty(per_token=0.25)
     source, sink = FakeReceiver(), FakeSender()
@@ -66,7 +49,8 @@ def test_a_token_costs_the_same_everywhere_and_a_full_channel_stops_it():
     ends = [(Group, source)], [(Group, sink)]
     penalty.attach(alone, *ends, FakeControl(), FakeMetrics())
     assert not penalty.step() and penalty.waiting_for() is None
-    source.records.append(group(lengths=[2, 0, 4], rewards=[1.0, 0.5, 0.0]))
+    outcomes = ("score", "score", "error")
+    source.records.append(build_group(0, [2, 0, 4], [1.0, 0.5, 0.0], outcomes=outcomes))
     sink.room = 0
     assert not penalty.step() and penalty.waiting_for().startswith("room: ") and source.records
     sink.room = 1
@@ -78,14 +62,11 @@ def test_a_token_costs_the_same_everywhere_and_a_full_channel_stops_it():
 
 def test_the_readme_shows_it_as_it_is():
     source = RECIPE.read_text()
-    shown = [body for body in blocks(ROOT / "README.md") if "LengthPenalty" in body]
+    shown = [
+        body for body in blocks("python", text_of(ROOT / "README.md")) if "LengthPenalty" in body
+    ]
     assert len(shown) == 1 and shown[0] in source
     assert len(source.splitlines()) < 60, "it is one screen"
-
-
-def blocks(file):
-    """The Python that a document shows."""
-    return [part.split("```")[0] for part in file.read_text().split("```python\n")[1:]]
 
 
 DROPS = """
@@ -129,29 +110,25 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("ranks", [None, 2])
-def test_an_executor_that_drops_a_completion_is_named_long_before_timeout_s(ranks, tmp_path):
+@pytest.mark.parametrize(
+    "dropped, ranks, said",
+    [
+        ("a completion", None, f"rank 0 took {GROUP_SIZE} Completion records and sent on"),
+        ("an answer", 2, "rank 1 took 4 EvalCompletion records and sent on 3 of the evaluation of"),
+    ],
+)
+def test_an_executor_that_drops_a_record_is_named_long_before_timeout_s(
+    dropped, ranks, said, tmp_path
+):
     recipe = tmp_path / "drops.py"
-    recipe.write_text(DROPS.replace("DROPPED", "'a completion'"))
-    with ForkedJob(*SMALL, run_dir=tmp_path / "run", recipe=recipe, ranks=ranks) as job:
-        assert job.wait() != 0
-        where = "rank 1" if ranks else "rank 0"
-        assert f"filter on {where} took {GROUP_SIZE} Completion records and sent on" in job.output
-        assert "of ticket 9" in job.output and "finish_reason='aborted'" in job.output
-        assert "waited" not in job.output, "nobody waited for timeout_s"
-
-
-@pytest.mark.parametrize("ranks", [None, 2])
-def test_an_executor_that_drops_an_answer_of_an_evaluation_is_named_too(ranks, tmp_path):
-    recipe = tmp_path / "drops.py"
-    recipe.write_text(DROPS.replace("DROPPED", "'an answer'"))
-    given = (*SMALL, "eval.every=2", "eval.num_prompts=4")
+    recipe.write_text(DROPS.replace("DROPPED", repr(dropped)))
+    given = (*SMALL, "eval.num_prompts=4")
     with ForkedJob(*given, run_dir=tmp_path / "run", recipe=recipe, ranks=ranks) as job:
         assert job.wait() != 0
-        where = "rank 1" if ranks else "rank 0"
-        said = f"filter on {where} took 4 EvalCompletion records and sent on 3"
-        assert f"{said} of the evaluation of policy version 0" in job.output
-        assert "waited" not in job.output, "nobody waited for timeout_s"
+    assert f"filter on {said}" in job.output
+    assert "waited" not in job.output, "nobody waited for timeout_s"
+    if dropped == "a completion":
+        assert "of ticket 9" in job.output and "finish_reason='aborted'" in job.output
 
 
 STEERED = """
@@ -210,9 +187,8 @@ if __name__ == "__main__":
 def test_subclasses_with_a_forward_of_their_own_sample_what_they_train(tmp_path):
     recipe = tmp_path / "steered.py"
     recipe.write_text(STEERED)
-    given = (*SMALL, "max_lag=0", "reference=frozen", "loss.kl_coef=0.01")
-    with ForkedJob(*given, run_dir=tmp_path / "run", recipe=recipe) as job:
-        assert job.wait() == 0, job.output
+    given = (*SMALL, "max_lag=0", "reference=frozen", "loss.kl_coef=0.01", "max_steps=1")
+    job = finished_job(*given, run_dir=tmp_path / "run", recipe=recipe)
     assert "steered SteeredTrainer" in job.output
     first = job.rows[1]
     assert first["ratio/mean"] == pytest.approx(1.0, abs=1e-3)
@@ -224,10 +200,9 @@ def test_subclasses_with_a_forward_of_their_own_sample_what_they_train(tmp_path)
 def test_a_recipe_may_list_its_channels(synchronous_run, tmp_path):
     recipe = tmp_path / "listed.py"
     recipe.write_text(LISTED)
-    given = (*SMALL, "max_lag=0")
-    with ForkedJob(*given, run_dir=tmp_path / "run", recipe=recipe) as job:
-        assert job.wait() == 0, job.output
-    assert untimed(job.rows) == untimed(synchronous_run.rows)
+    given = (*SMALL, "max_lag=0", "max_steps=1")
+    job = finished_job(*given, run_dir=tmp_path / "run", recipe=recipe)
+    assert untimed(job.rows)[1] == untimed(synchronous_run.rows)[1]
 
 
 @pytest.mark.slow
@@ -235,30 +210,13 @@ def test_a_recipe_may_list_its_channels(synchronous_run, tmp_path):
     "ranks, overrides",
     [
         (2, ["placement.reward=[0,1]"]),
-        (1, ["reference=frozen", "loss.kl_coef=0.01"]),
-        (1, ["reference=reset", "reference.reset_every=2", "loss.kl_coef=0.01", "max_lag=0"]),
+        (None, ["reference=frozen", "loss.kl_coef=0.01"]),
+        (None, ["reference=reset", "reference.reset_every=2", "loss.kl_coef=0.01", "max_lag=0"]),
     ],
 )
 def test_it_takes_the_topologies_of_the_main_job(tmp_path, ranks, overrides):
-    launcher = (
-        ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-        if ranks > 1
-        else []
-    )
-    command = [
-        sys.executable,
-        *launcher,
-        str(RECIPE),
-        *SMALL,
-        *overrides,
-        f"run_dir={tmp_path / 'run'}",
-    ]
-    env = environment()
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=ROOT, env=env)
-    assert done.returncode == 0, done.stderr
-    rows = [
-        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    ]
+    given = (*SMALL, *overrides)
+    rows = finished_job(*given, run_dir=tmp_path / "run", ranks=ranks, recipe=RECIPE).rows
     assert rows[-1]["step"] == STEPS and all(row["eval/accuracy"] is not None for row in rows[::2])
-    if ranks == 1:
+    if ranks is None:
         assert rows[1]["kl/ref"] == pytest.approx(0.0, abs=1e-4) and rows[2]["kl/ref"] > 0

@@ -11,35 +11,16 @@ import pytest
 
 from llamarl.observe.report import write_report
 from recipes import evaluate
-from tests.launching import EVAL_PROMPTS, SMALL, ForkedJob, untimed
+from tests.launching import EVAL_PROMPTS, SMALL, untimed
+from tests.runs import ASKED
 
 BAD_INPUT = 2
-ASKED = ("12+34=", "23+41=", "55+16=", "70+11=")
 
 
 @pytest.fixture(scope="module")
-def sets(tmp_path_factory):
-    """Two of different kinds. The embedded model was taught sums: it answers with digits, which
-    `digits` asks for (contains_words), and never with what `words` asks for (exact_match).
-    """
-    file = tmp_path_factory.mktemp("rows") / "words.jsonl"
-    rows = [{"prompt": prompt, "answer": "forty-six"} for prompt in ASKED]
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    digits = (
-        'digits: {kind: one_prompt, text: "12+34=", words: ["1","2","3","4","5","6","7","8","9"]'
-    )
-    words = f"words: {{kind: jsonl, path: {file}, max_prompt_tokens: 16}}"
-    return f"eval.sets={{{digits}, max_prompt_tokens: 16}}, {words}}}"
-
-
-@pytest.fixture(scope="module")
-def stopped(sets, tmp_path_factory):
-    """Two ranks, asynchronous: half of its steps."""
-    run_dir = tmp_path_factory.mktemp("sets") / "run"
-    given = (sets, "eval.save_samples=true", "max_steps=2")
-    with ForkedJob(*SMALL, *given, run_dir=run_dir, ranks=2) as job:
-        assert job.wait() == 0, job.output
-        yield job
+def stopped(runs):
+    """Half of the synchronous run, with two sets."""
+    return runs("half")
 
 
 def told(rows):
@@ -64,8 +45,8 @@ def test_each_set_has_an_accuracy_of_its_own_beside_the_tasks(stopped):
     assert [row["prompt"] for row in rows[-4:]] == list(ASKED)
 
 
-def test_the_report_shows_the_curves_of_both(stopped):
-    page = write_report(stopped.run_dir, stopped.run_dir.parent / "report.html").read_text()
+def test_the_report_shows_the_curves_of_both(stopped, tmp_path):
+    page = write_report(stopped.run_dir, tmp_path / "report.html").read_text()
     for title in ("Evaluation", "Evaluation: digits", "Evaluation: words"):
         assert f"<strong>{title}</strong>" in page
 
@@ -85,27 +66,21 @@ def test_a_checkpoint_is_evaluated_on_them_as_the_run_was(stopped, tmp_path, mon
     assert scores["digits"] == [1.0] and scores["words"] == [0.0] * 4
 
 
-def test_other_sets_are_another_runs_and_the_same_ones_go_on(stopped, sets, tmp_path):
-    given = (*SMALL, "eval.save_samples=true", "resume=auto")
-    run_dir = tmp_path / "run"  # the other tests read what has stopped
-    shutil.copytree(stopped.run_dir, run_dir)
-    with ForkedJob(*given, run_dir=run_dir) as job:
-        assert job.wait() == BAD_INPUT
-        assert "other held-out prompts: eval.sets." in job.output
-        assert "eval.sets.digits.kind: one_prompt in the checkpoint, null now" in job.output
-    with ForkedJob(*given, sets, run_dir=run_dir, ranks=2) as job:
-        assert job.wait() == 0, job.output
-        assert "resumed from step_2" in job.output
-        assert told(job.rows) == {step: [1.0, 0.0] for step in (0, 2, 4)}
-        assert [row["step"] for row in job.rows] == [0, 1, 2, 3, 4]
+def test_other_sets_are_another_runs(stopped, launch_here, tmp_path):
+    run_dir = shutil.copytree(stopped.run_dir, tmp_path / "run")
+    code, said = launch_here(*SMALL, "max_lag=0", "resume=auto", f"run_dir={run_dir}")
+    assert code == BAD_INPUT
+    assert "other held-out prompts: eval.sets." in said.err
+    assert "eval.sets.digits.kind: one_prompt in the checkpoint, null now" in said.err
 
 
-@pytest.mark.bitwise("what is asked besides changes nothing that is learned")
-def test_a_synchronous_run_learns_the_same_with_and_without_them(synchronous_run, sets, tmp_path):
-    with ForkedJob(*SMALL, "max_lag=0", sets, run_dir=tmp_path / "run") as job:
-        assert job.wait() == 0, job.output
+@pytest.mark.bitwise("what is asked besides, samples and a resumption change nothing")
+def test_a_resumed_run_with_them_and_without_samples_learns_the_same(runs):
+    resumed = runs("resumed")
+    assert "resumed from step_2" in resumed.output
+    assert told(resumed.rows) == {step: [1.0, 0.0] for step in (0, 2, 4)}
     own = []
-    for row in untimed(job.rows):
+    for row in untimed(resumed.rows):
         others = ("eval/digits/", "eval/words/")
         own.append({name: value for name, value in row.items() if not name.startswith(others)})
-    assert own == untimed(synchronous_run.rows)
+    assert own == untimed(runs("synchronous").rows)

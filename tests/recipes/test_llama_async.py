@@ -2,10 +2,6 @@
 input.
 """
 
-import json
-import subprocess
-import sys
-
 import pytest
 import torch
 
@@ -13,15 +9,8 @@ from llamarl.models.attention import PackedAttention
 from llamarl.models.build import build_decoder, read_config
 from llamarl.models.config import tiny_directory
 from llamarl.models.hf import load_weights
-from tests.launching import (
-    EVAL_PROMPTS,
-    ROOT,
-    SMALL,
-    STEPS,
-    ForkedJob,
-    Job,
-    untimed,
-)
+from tests.build.job import finished_job
+from tests.launching import SMALL, STEPS, ForkedJob, untimed
 from tests.tolerances import of_logprobs, rounding
 
 NAMES = """
@@ -40,15 +29,6 @@ SHARDED = rounding(
 BAD_INPUT = 2
 
 
-@pytest.fixture(scope="module")
-def asynchronous_run(tmp_path_factory):
-    with ForkedJob(
-        *SMALL, "max_lag=1", run_dir=tmp_path_factory.mktemp("asynchronous") / "run", ranks=2
-    ) as job:
-        assert job.wait() == 0, job.output
-        yield job
-
-
 def test_every_row_has_every_name_and_evaluations_are_at_their_steps(synchronous_run):
     rows = synchronous_run.rows
     assert [r["step"] for r in rows] == list(range(STEPS + 1))
@@ -58,10 +38,8 @@ def test_every_row_has_every_name_and_evaluations_are_at_their_steps(synchronous
 
 
 @pytest.mark.bitwise("a synchronous run has the same bits on one rank and on two")
-def test_one_process_and_two_ranks_sample_and_train_on_the_same_bits(synchronous_run, tmp_path):
-    with Job(*SMALL, "max_lag=0", run_dir=tmp_path / "run", ranks=2) as job:
-        assert job.wait() == 0, job.output
-        assert untimed(job.rows) == untimed(synchronous_run.rows)
+def test_one_process_and_two_ranks_sample_and_train_on_the_same_bits(runs):
+    assert untimed(runs("two_ranks").rows) == untimed(runs("synchronous").rows)
 
 
 def test_fresh_tokens_agree_between_trainer_and_generator(synchronous_run):
@@ -72,36 +50,33 @@ def test_fresh_tokens_agree_between_trainer_and_generator(synchronous_run):
     )
 
 
-def test_lag_stays_within_its_bound(asynchronous_run):
-    lags = [row["lag/max"] for row in asynchronous_run.rows[1:]]
+def test_lag_stays_within_its_bound(runs):
+    lags = [row["lag/max"] for row in runs("asynchronous").rows[1:]]
     assert max(lags) <= 1 and len(lags) == STEPS
 
 
 @pytest.mark.parametrize(
     "ranks, placement",
     [
-        (1, ()),
-        (2, ("placement.trainer=[0,1]", "placement.generator=[0,1]", "trainer.replicate=2")),
+        (None, ()),
         (2, ("placement.trainer=[0,1]", "placement.generator=[1]", "trainer.replicate=2")),
     ],
-    ids=["one process", "all on both ranks", "both ranks train"],
+    ids=["one process", "both ranks train"],
 )
 def test_beside_its_trainer_a_generator_samples_with_the_newest_weights(tmp_path, ranks, placement):
     """Half of a batch is started a step ahead of the others, and nothing is left to chance."""
-    counts = ("groups_per_step=4", "overcommit=2", "max_lag=2", "max_steps=6", "eval.every=0")
-    words = (*SMALL, *counts, *placement)
-    with ForkedJob(*words, run_dir=tmp_path / "run", ranks=ranks) as job:
-        assert job.wait() == 0, job.output
-        lags = [row["lag/mean"] for row in job.rows if "lag/mean" in row]
-        assert lags == [0.0] + [0.5] * 5
+    counts = ("overcommit=2", "max_lag=2", "eval.every=0", "checkpoint.every=0")
+    job = finished_job(*SMALL, *counts, *placement, run_dir=tmp_path / "run", ranks=ranks)
+    assert [row["lag/mean"] for row in job.rows] == [0.0] + [0.5] * (STEPS - 1)
 
 
-def test_a_run_leaves_its_config_and_a_model_that_transformers_loads(asynchronous_run):
+def test_a_run_leaves_its_config_and_a_model_that_transformers_loads(runs):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    assert "max_lag: 1" in (asynchronous_run.run_dir / "config.yaml").read_text()
-    hf = asynchronous_run.checkpoint / "hf"
-    assert asynchronous_run.checkpoint.name == f"step_{STEPS}"
+    run = runs("asynchronous")
+    assert "max_lag: 1" in (run.run_dir / "config.yaml").read_text()
+    hf = run.checkpoint / "hf"
+    assert run.checkpoint.name == f"step_{STEPS}"
     ids = torch.tensor([AutoTokenizer.from_pretrained(hf)("12+34=").input_ids])
     theirs = AutoModelForCausalLM.from_pretrained(hf, dtype=torch.float32)(ids).logits[0]
     decoder = load_weights(build_decoder(read_config(hf)), hf)
@@ -115,17 +90,9 @@ def test_a_run_leaves_its_config_and_a_model_that_transformers_loads(asynchronou
     )
 
 
-def test_a_directory_with_a_run_is_not_used_again_by_accident(launch_here, asynchronous_run):
-    code, output = launch_here(*SMALL, f"run_dir={asynchronous_run.run_dir}")
+def test_a_directory_with_a_run_is_not_used_again_by_accident(launch_here, runs):
+    code, output = launch_here(*SMALL, f"run_dir={runs('asynchronous').run_dir}")
     assert code == BAD_INPUT and "holds a run already; go on with resume=auto" in output.err
-
-
-def test_all_that_is_wrong_with_a_command_line_is_said_at_once(tmp_path):
-    wrong = ("+typo=1", "loss.ratio_kap=2", "groups_per_step=0")
-    with ForkedJob(*wrong, run_dir=tmp_path / "run") as job:
-        assert job.wait() == BAD_INPUT, job.output
-    said = ("typo", "did you mean loss.ratio_cap", "groups_per_step=0")
-    assert all(text in job.output for text in said)
 
 
 def test_a_malformed_line_of_data_is_named(launch_here, tmp_path):
@@ -168,9 +135,8 @@ def test_a_dry_run_shows_the_plan_scores_samples_and_writes_nothing(launch_here,
     ],
 )
 def test_any_placement_trains_alike(synchronous_run, tmp_path, ranks, placement):
-    with ForkedJob(*SMALL, "max_lag=0", *placement, run_dir=tmp_path / "run", ranks=ranks) as job:
-        assert job.wait() == 0, job.output
-        rows, want = job.rows, synchronous_run.rows
+    job = finished_job(*SMALL, "max_lag=0", *placement, run_dir=tmp_path / "run", ranks=ranks)
+    rows, want = job.rows, synchronous_run.rows
     assert [r["step"] for r in rows] == [r["step"] for r in want]
     assert rows[0]["eval/accuracy"] == want[0]["eval/accuracy"]
     for name in ("reward/mean", "tokens/trained", "lag/max"):
@@ -181,11 +147,8 @@ def test_any_placement_trains_alike(synchronous_run, tmp_path, ranks, placement)
 
 @pytest.mark.slow
 def test_a_reference_adds_its_kl_and_every_row_has_it(tmp_path):
-    with ForkedJob(
-        *SMALL, "reference=frozen", "loss.kl_coef=0.01", run_dir=tmp_path / "run", ranks=2
-    ) as job:
-        assert job.wait() == 0, job.output
-        rows = job.rows
+    given = (*SMALL, "reference=frozen", "loss.kl_coef=0.01")
+    rows = finished_job(*given, run_dir=tmp_path / "run", ranks=2).rows
     assert rows[1]["kl/ref"] == pytest.approx(0.0, abs=1e-4)  # the policy is the reference still
     assert rows[STEPS]["kl/ref"] > 0
 
@@ -204,24 +167,6 @@ def test_a_step_that_changed_nothing_ends_a_run_where_there_was_a_gradient(
 
 
 @pytest.mark.slow
-def test_the_custom_station_of_the_recipe_runs(tmp_path):
-    command = [
-        sys.executable,
-        str(ROOT / "recipes" / "custom_executor.py"),
-        *SMALL,
-        f"run_dir={tmp_path / 'run'}",
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    rows = [
-        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    ]
-    assert rows[-1]["step"] == STEPS and rows[0]["eval/accuracy"] * EVAL_PROMPTS == pytest.approx(
-        round(rows[0]["eval/accuracy"] * EVAL_PROMPTS)
-    )
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("topology", ["trainer.replicate=2", "trainer.tensor_parallel=2"])
 def test_replicas_and_tensor_parallel_trainers_train_as_one_rank_does(
     synchronous_run, tmp_path, topology
@@ -233,9 +178,8 @@ def test_replicas_and_tensor_parallel_trainers_train_as_one_rank_does(
         "max_steps=3",
         "eval.every=0",
     )
-    with ForkedJob(*SMALL, *five, topology, run_dir=tmp_path / "run", ranks=5) as job:
-        assert job.wait() == 0, job.output
-        rows, want = job.rows, synchronous_run.rows
+    rows = finished_job(*SMALL, *five, topology, run_dir=tmp_path / "run", ranks=5).rows
+    want = synchronous_run.rows
     assert [r["step"] for r in rows] == [1, 2, 3]
     # Later ones are of policies that rounding has moved; tests/ranks/test_topologies.py has those.
     for name in ("reward/mean", "tokens/trained", "tokens/generated", "lag/max"):
@@ -253,13 +197,9 @@ def known(name, rows):
 def test_scales_of_rows_that_trainer_ranks_share_are_those_of_whole_rows(tmp_path):
     """With int8, a scale of a part of a row would sample other tokens."""
     common = ("generator.quantize=int8", "max_lag=0", "max_steps=2", "eval.every=0")
-    with ForkedJob(*SMALL, *common, run_dir=tmp_path / "one", ranks=1) as job:
-        assert job.wait() == 0, job.output
-        want = job.rows
+    want = finished_job(*SMALL, *common, run_dir=tmp_path / "one").rows
     three = ("placement.trainer=[0,1]", "placement.generator=[2]", "trainer.tensor_parallel=2")
-    with ForkedJob(*SMALL, *common, *three, run_dir=tmp_path / "run", ranks=3) as job:
-        assert job.wait() == 0, job.output
-        rows = job.rows
+    rows = finished_job(*SMALL, *common, *three, run_dir=tmp_path / "run", ranks=3).rows
     assert len(rows) == len(want)
     for name in ("reward/mean", "tokens/trained", "tokens/generated"):
         assert rows[0][name] == want[0][name]
@@ -285,9 +225,8 @@ def test_two_ranks_that_share_the_generators_model_train_as_one_does(
         "max_steps=3",
         "eval.every=3",
     )
-    with ForkedJob(*SMALL, *three, run_dir=tmp_path / "run", ranks=3) as job:
-        assert job.wait() == 0, job.output
-        rows, want = job.rows, synchronous_run.rows
+    job = finished_job(*SMALL, *three, run_dir=tmp_path / "run", ranks=3)
+    rows, want = job.rows, synchronous_run.rows
     assert "generator 1,2 (tensor parallel 2)" in job.output
     assert [r["step"] for r in rows] == [0, 1, 2, 3] and all(r["grad_norm"] > 0 for r in rows[1:2])
     assert [r["step"] for r in rows if r.get("eval/accuracy") is not None] == [0, 3]

@@ -10,9 +10,10 @@ from safetensors.torch import load_file
 from llamarl.evaluation.model import find_model
 from llamarl.models.config import tiny_directory
 from llamarl.models.peft import WEIGHTS
-from tests.launching import SMALL, ForkedJob, untimed
+from tests.build.job import finished_job
+from tests.launching import SMALL, untimed
 
-STEPS = 4
+STEPS = 3
 LORA = (
     *SMALL,
     "max_lag=0",
@@ -26,9 +27,7 @@ RMS = "parity/logprob_diff_rms"
 
 
 def run_to(end, *overrides, run_dir):
-    with ForkedJob(*LORA, *overrides, f"max_steps={end}", run_dir=run_dir, ranks=1) as job:
-        assert job.wait() == 0, job.output
-    return job
+    return finished_job(*LORA, *overrides, f"max_steps={end}", run_dir=run_dir)
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,8 @@ from llamarl.comm.channel import dp_rank_of
 from llamarl.observe.report import write_report
 from llamarl.observe.samples import FILE_NAME, read_samples
 from llamarl.words.choices import GROUP_FIELDS
-from tests.launching import GROUP_SIZE, SMALL, STEPS, ForkedJob, untimed
+from tests.build.job import finished_job
+from tests.launching import GROUP_SIZE, SMALL, STEPS
 
 TWO_TRAINERS = ("placement.trainer=[0,1]", "placement.generator=[0]", "placement.reward=[0]")
 
@@ -33,17 +34,13 @@ def check(samples, *, group_size):
                 assert all(lag >= 0 for lag in spread(completion["lag"]))
 
 
-@pytest.mark.bitwise("a synchronous run has the same bits whether samples of it are kept or not")
-def test_a_synchronous_run_is_the_same_without_samples(synchronous_run, tmp_path):
-    options = ("max_lag=0", "metrics.samples=0")
-    with ForkedJob(*SMALL, *options, run_dir=tmp_path / "run") as job:
-        assert job.wait() == 0, job.output
-        assert untimed(job.rows) == untimed(synchronous_run.rows)
-        assert not (job.run_dir / FILE_NAME).exists()
-        assert "sample of step" not in job.output
+def test_a_run_may_keep_no_samples(runs):
+    """test_eval_sets.py has it that the run is the same without them."""
+    assert not (runs("half").run_dir / FILE_NAME).exists()
+    assert "sample of step" not in runs("half").output
 
 
-def test_a_synchronous_runs_samples_are_of_its_own_weights(synchronous_run):
+def test_a_synchronous_runs_samples_are_of_its_own_weights(synchronous_run, tmp_path):
     samples = read_samples(synchronous_run.run_dir / FILE_NAME)
     assert [sample["step"] for sample in samples] == list(range(1, STEPS + 1))
     check(samples, group_size=GROUP_SIZE)
@@ -59,14 +56,14 @@ def test_a_synchronous_runs_samples_are_of_its_own_weights(synchronous_run):
                         num_tokens += 1
                         assert ours == pytest.approx(theirs, abs=1e-3)
     assert num_tokens > 0
-    assert "samples-data" in write_report(synchronous_run.run_dir).read_text()
+    page = write_report(synchronous_run.run_dir, tmp_path / "report.html")
+    assert "samples-data" in page.read_text()
 
 
 @pytest.mark.slow
 def test_two_trainer_ranks_keep_the_samples_of_the_first(tmp_path):
-    with ForkedJob(*SMALL, *TWO_TRAINERS, run_dir=tmp_path / "run", ranks=2) as job:
-        assert job.wait() == 0, job.output
-        samples = read_samples(job.run_dir / FILE_NAME)
+    job = finished_job(*SMALL, *TWO_TRAINERS, run_dir=tmp_path / "run", ranks=2)
+    samples = read_samples(job.run_dir / FILE_NAME)
     assert [sample["step"] for sample in samples] == list(range(1, STEPS + 1))
     check(samples, group_size=GROUP_SIZE)
     tickets = []

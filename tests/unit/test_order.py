@@ -29,7 +29,7 @@ def test_files_of_many_tests_come_before_those_of_few_and_keep_their_order():
 
 @pytest.mark.parametrize(
     "starting",
-    [{"fixtures": ["pool"]}, {"fixtures": ["synchronous_run"]}, {"run": ForkedJob}]
+    [{"fixtures": ["pool"]}, {"fixtures": ["runs"]}, {"run": ForkedJob}]
     + [{"env": environment}, {"subprocess": subprocess}, {"Pool": RewardPool}],
 )
 def test_a_file_that_starts_processes_comes_first_as_a_whole(starting):
