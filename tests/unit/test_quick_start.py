@@ -5,8 +5,6 @@ to its first step, neither torchao nor datasets nor PyTorch's compiler.
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -20,7 +18,8 @@ from llamarl.models.build import Decoder, build_decoder
 from llamarl.models.config import read_config, tiny_directory
 from llamarl.models.fsdp import is_dtensor, is_fsdp_module
 from llamarl.models.hf import PLAIN_TOKENIZERS, TAKEN_AT_WORD, load_tokenizer
-from tests.launching import JOB_S, ROOT, SMALL, environment
+from tests.build.job import run_python
+from tests.launching import JOB_S, ROOT, SMALL
 
 HEAVY = ("torch", "torchtune", "torchao", "transformers", "datasets", "pandas", "sympy")
 UNUSED = ("torchtune", "torchao", "datasets", "pandas", "torch._dynamo", "torch._inductor")
@@ -34,18 +33,17 @@ RECIPES = (
     "compare.py",
     "fetch_smollm2.py",
 )
-# Runs a recipe as `python recipes/NAME.py WORDS` does, and says at its end what is loaded. With
-# `until` (0: the end) it says so when a row of that step is written.
+# Runs recipes in turn, as `python recipes/NAME.py WORDS` does. Says after each which modules are
+# loaded, and its exit code. With `until` (0: the end), says so when that step's row is written.
 WATCHED = """
 import json, runpy, sys
 
-recipe, until, names, *words = json.loads(sys.argv[1])
-sys.path[0] = str(recipe.rpartition("/")[0])
-sys.argv = [recipe, *words]
+runs, until, names = json.loads(sys.argv[1])
 
 
-def tell():
-    print("LOADED", json.dumps([name for name in names if name in sys.modules]), flush=True)
+def tell(code):
+    loaded = [name for name in names if name in sys.modules]
+    print("LOADED", json.dumps([loaded, code]), flush=True)
 
 
 if until:
@@ -55,67 +53,63 @@ if until:
 
     def watched(self, row):
         if row.get("step") == until:
-            tell()
+            tell(0)
         return write(self, row)
 
     Jsonl.write = watched
-try:
-    runpy.run_path(recipe, run_name="__main__")
-finally:
+for recipe, *words in runs:
+    sys.path[0] = str(recipe.rpartition("/")[0])
+    sys.argv = [recipe, *words]
+    code = 0
+    try:
+        runpy.run_path(recipe, run_name="__main__")
+    except SystemExit as end:
+        code = end.code or 0
     if not until:
-        tell()
+        tell(code)
 """
 
 
-def python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run code in an interpreter of its own."""
-    return subprocess.run(
-        [sys.executable, "-c", code, *arguments],
-        cwd=ROOT,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=JOB_S,
-    )
-
-
-def loaded_by(recipe: str, *words: str, of: tuple[str, ...], until: int = 0):
-    """Run a recipe. Returns which of some modules it had loaded, and its process."""
-    given = [str(ROOT / "recipes" / recipe), until, of, *words]
-    done = python(WATCHED, json.dumps(given))
-    told = [line for line in done.stdout.splitlines() if line.startswith("LOADED")]
-    assert told, done.stdout + done.stderr
-    return json.loads(told[0].removeprefix("LOADED")), done
+def loaded_by(*runs: tuple[str, ...], of: tuple[str, ...], until: int = 0) -> list[list]:
+    """Run (recipe, *words) in turn, in one process. Return after each, which of some modules are
+    loaded, and its exit code.
+    """
+    given = []
+    for recipe, *words in runs:
+        given.append([str(ROOT / "recipes" / recipe), *words])
+    said = run_python("-c", WATCHED, json.dumps([given, until, of]))
+    told = [line for line in said.splitlines() if line.startswith("LOADED")]
+    return [json.loads(line.removeprefix("LOADED")) for line in told]
 
 
 # --- which modules a start loads ---
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_help_and_a_mistyped_key_load_no_torch(recipe):
-    loaded, helped = loaded_by(recipe, "--help", of=HEAVY)
-    assert (loaded, helped.returncode) == ([], 0), helped.stderr
-    loaded, refused = loaded_by(recipe, "modle=tiny", of=HEAVY)
-    assert (loaded, refused.returncode) == ([], 2)
-    assert "modle" in refused.stderr
+def test_help_and_a_mistyped_key_load_no_torch():
+    runs = []
+    for recipe in RECIPES:
+        runs += [(recipe, "--help"), (recipe, "modle=tiny")]
+    assert loaded_by(*runs, of=HEAVY) == [[[], 0], [[], 2]] * len(RECIPES)
 
 
 def test_a_mistyped_key_of_ones_own_executor_builds_no_other():
-    loaded, refused = loaded_by("custom_executor.py", "trainer.lrr=1", of=UNUSED)
-    assert (loaded, refused.returncode) == ([], 2)
-
-
-@pytest.mark.slow
-def test_a_dry_run_loads_none_of_what_a_run_does_not_use():
-    loaded, planned = loaded_by("llama_async.py", "+dry_run=true", of=UNUSED + SHARDED)
-    assert (loaded, planned.returncode) == ([], 0), planned.stderr
-    assert "trainer" in planned.stdout
+    assert loaded_by(("custom_executor.py", "trainer.lrr=1"), of=UNUSED) == [[[], 2]]
 
 
 def test_a_run_in_one_process_loads_none_of_it_before_its_first_step(tmp_path):
-    words = (*SMALL, "eval.every=0", f"run_dir={tmp_path / 'run'}")
-    loaded, run = loaded_by("llama_async.py", *words, of=UNUSED + SHARDED, until=1)
-    assert (loaded, run.returncode) == ([], 0), run.stderr
+    words = (*SMALL, "eval.every=0", "max_steps=1", f"run_dir={tmp_path / 'run'}")
+    found = loaded_by(("llama_async.py", *words), of=UNUSED + SHARDED, until=1)
+    assert found == [[[], 0]]
+
+
+UNSHARDED = """
+import sys
+import torch
+from llamarl.models.fsdp import is_dtensor, is_fsdp_module
+
+assert not is_dtensor(torch.zeros(2)) and not is_fsdp_module(torch.nn.Linear(2, 2))
+assert "torch.distributed.tensor" not in sys.modules
+"""
 
 
 # --- the tokenizer ---
@@ -206,16 +200,7 @@ def test_a_decoder_gets_memory_of_its_own_shapes():
 
 
 def test_what_is_not_sharded_is_known_without_fsdp():
-    code = """
-import sys
-import torch
-from llamarl.models.fsdp import is_dtensor, is_fsdp_module
-
-assert not is_dtensor(torch.zeros(2)) and not is_fsdp_module(torch.nn.Linear(2, 2))
-assert "torch.distributed.tensor" not in sys.modules
-"""
-    done = python(code)
-    assert done.returncode == 0, done.stderr
+    run_python("-c", UNSHARDED)
 
 
 def test_what_is_sharded_is_known_on_every_rank(pool):
