@@ -3,6 +3,7 @@
 Each is looked at as a run looks at it, before anything starts.
 """
 
+import itertools
 import json
 import math
 import os
@@ -33,7 +34,7 @@ from llamarl.models.hf import (
 from llamarl.scoring.classifier import check_encoder
 from llamarl.scoring.embedding import check_sentence_encoder
 from llamarl.tasks.files import read_jsonl, row_to_example
-from tests.launching import SMALL, ForkedJob
+from tests.build.model_directory import copy_tiny
 from tests.scorers import write_encoder, write_scorer
 from tests.unit.refusals import WORLD, change, model_job, model_refusal
 
@@ -47,7 +48,7 @@ INDEX = "model.safetensors.index.json"
 @pytest.fixture
 def model(tmp_path):
     """A copy of the embedded model, to be spoilt."""
-    return Path(shutil.copytree(tiny_directory(), tmp_path / "model"))
+    return copy_tiny(tmp_path / "model")
 
 
 def test_a_copy_that_is_not_spoilt_is_taken(model):
@@ -62,32 +63,23 @@ def test_a_copy_that_is_not_spoilt_is_taken(model):
     "fields, said",
     [
         ({"num_hidden_layers": 10**7}, "num_hidden_layers=10000000: need at most 10,000"),
-        ({"num_hidden_layers": 10**9}, "num_hidden_layers=1000000000: need at most 10,000"),
         ({"vocab_size": 10**15}, "vocab_size=1000000000000000: need at most"),
-        ({"hidden_size": 10**12}, "hidden_size=1000000000000: need at most"),
-        ({"head_dim": 10**12}, "head_dim=1000000000000: need at most"),
         ({"head_dim": 7}, "7 features of a head are turned in pairs"),
         ({"num_attention_heads": 2, "head_dim": 64}, "weights do not fit"),
         ({"num_key_value_heads": 3}, "query heads cannot share 3 key/value heads evenly"),
         ({"rms_norm_eps": "x"}, "rms_norm_eps='x': need a finite number"),
-        ({"rms_norm_eps": math.nan}, "rms_norm_eps=nan: need a finite number"),
         ({"rms_norm_eps": -1e-5}, "rms_norm_eps=-1e-05: need a finite number of at least 0"),
-        ({"rope_theta": "1e4"}, "rope_theta='1e4': need a finite number"),
         ({"rope_theta": 0}, "rope_theta=0: need a finite number of at least 1"),
-        ({"rope_theta": -1.0}, "rope_theta=-1.0: need a finite number of at least 1"),
         ({"rope_theta": math.inf}, "rope_theta=inf: need a finite number"),
         ({"rope_parameters": {"rope_theta": -1.0}}, "rope_parameters.rope_theta=-1.0: need"),
         ({"rope_scaling": {"type": "linear", "factor": math.nan}}, "no finite numbers"),
-        ({"rope_scaling": {"type": "linear", "factor": 0}}, "no finite numbers"),
         ({"rope_parameters": {"partial_rotary_factor": 2.0}}, "need a share of a head's features"),
-        ({"rotary_pct": "half"}, "rotary_pct='half': need a share of a head's features"),
         (
             {"head_dim": None, "num_attention_heads": 384, "num_key_value_heads": 384},
             "hidden_size=192 is too small for 384 heads",
         ),
         ({"tie_word_embeddings": "false"}, "tie_word_embeddings='false': need true or false"),
         ({"sliding_window": "all"}, "sliding_window='all': need a whole number"),
-        ({"architectures": {"a": 1}}, "architectures={'a': 1}: need a list of names"),
         ({"architectures": [5]}, "architectures=[5]: need a list of names"),
         ({"architectures": "LlamaForCausalLM"}, "architectures='LlamaForCausalLM': need a list"),
     ],
@@ -98,9 +90,8 @@ def test_a_config_beyond_belief_is_refused_by_its_field(model, fields, said):
     assert message.startswith(f"{model}") and said in message
 
 
-@pytest.mark.parametrize("context", [10**18, 10**30])
-def test_a_context_without_an_end_costs_nothing(model, context):
-    change(model / "config.json", max_position_embeddings=context)
+def test_a_context_without_an_end_costs_nothing(model):
+    change(model / "config.json", max_position_embeddings=10**30)
     check_inputs(model_job(model).inputs)
 
 
@@ -116,9 +107,8 @@ def test_a_stop_token_beyond_all_vocabularies_is_refused(model):
     "name",
     ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", INDEX],
 )
-@pytest.mark.parametrize("text", [DEEP, '{"a":' + DEEP])
-def test_json_that_is_nested_too_deep_is_named(model, name, text):
-    (model / name).write_text(text)
+def test_json_that_is_nested_too_deep_is_named(model, name):
+    (model / name).write_text('{"a":' + DEEP)
     assert model_refusal(model).startswith(f"{model / name}: its JSON is nested too deep")
 
 
@@ -207,18 +197,6 @@ def test_numbers_of_eight_bits_are_weights_and_looked_at_too(model, dtype):
     save_file(tensors, model / WEIGHTS, metadata={"format": "pt"})
     with pytest.raises(BadWeights, match=f"{name} holds 1 numbers that are NaN"):
         load_weights(build_decoder(read_config(model)), model)
-
-
-@pytest.mark.slow
-def test_a_run_with_such_weights_ends_in_words(model, tmp_path):
-    tensors = load_file(model / WEIGHTS)
-    tensors["model.norm.weight"][0] = math.nan
-    save_file(tensors, model / WEIGHTS, metadata={"format": "pt"})
-    with ForkedJob(*SMALL, f"model.path={model}", run_dir=tmp_path / "run") as started:
-        code = started.wait()
-    assert code == 2, started.output
-    assert f"{model}: model.norm.weight holds 1 numbers that are NaN" in started.output
-    assert "Traceback" not in started.output
 
 
 @pytest.mark.parametrize(
@@ -349,16 +327,12 @@ def test_a_tokenizers_own_code_is_refused_and_not_asked_about(model, tmp_path, m
 # --- Whoever reads a directory ---
 
 
-def write_model(path: Path) -> None:
-    shutil.copytree(tiny_directory(), path)
-
-
 OWN_CRITIC = ("loss=ppo", "trainer.critic.trunk=own", "trainer.advantages=gae")
 ENCODER = ("reward=encoder", "reward.label=mild", "reward.max_tokens=32")
 USERS = {
-    "model": (write_model, "model.path={}"),
-    "victim": (write_model, "victim.path={}"),
-    "critic": (write_model, *OWN_CRITIC, "trainer.critic.path={}"),
+    "model": (copy_tiny, "model.path={}"),
+    "victim": (copy_tiny, "victim.path={}"),
+    "critic": (copy_tiny, *OWN_CRITIC, "trainer.critic.path={}"),
     "scorer": (write_scorer, "reward=model", "reward.path={}"),
     "encoder": (
         write_encoder,
@@ -368,7 +342,7 @@ USERS = {
         "reward.max_tokens=32",
     ),
     "gold": (write_scorer, "eval.gold={}"),
-    "base": (write_model, "eval.base={}"),
+    "base": (copy_tiny, "eval.base={}"),
     "embedder": (write_encoder, "eval.embedder={}", "eval.num_samples=2"),
 }
 
@@ -394,19 +368,26 @@ def pile_up(path: Path) -> None:
     change(path / "config.json", num_hidden_layers=10**7)
 
 
+def make_integers(path: Path) -> None:
+    as_integers(path / WEIGHTS)
+
+
+SAID = {
+    nest: "config.json: its JSON is nested too deep",
+    link_out: "NOTICE: a link to",
+    lead_out: "no file of the directory",
+    pile_up: "num_hidden_layers=10000000: need at most",
+    make_integers: "need one of F64",
+}
+# Decoders are read by one function, encoders by another; who asks for which is by hand.
+CASES = [*itertools.product(("critic", "encoder"), SAID)]
+CASES += itertools.product(USERS.keys() - {"critic", "encoder"}, (link_out, make_integers))
+
+
 @pytest.mark.parametrize(
-    "spoil, said",
-    [
-        (nest, "config.json: its JSON is nested too deep"),
-        (link_out, "NOTICE: a link to"),
-        (lead_out, "no file of the directory"),
-        (pile_up, "num_hidden_layers=10000000: need at most"),
-        (lambda path: as_integers(path / WEIGHTS), "need one of F64"),
-    ],
-    ids=["deep", "link", "index", "layers", "integers"],
+    "user, spoil", sorted(CASES, key=str), ids=lambda value: getattr(value, "__name__", value)
 )
-@pytest.mark.parametrize("user", USERS)
-def test_every_user_of_a_directory_refuses_it_at_the_start(tmp_path, user, spoil, said):
+def test_every_user_of_a_directory_refuses_it_at_the_start(tmp_path, user, spoil):
     write, *overrides = USERS[user]
     path = tmp_path / "given"
     write(path)
@@ -417,7 +398,7 @@ def test_every_user_of_a_directory_refuses_it_at_the_start(tmp_path, user, spoil
     with pytest.raises(BadInput) as refused:
         check_inputs(Job(config, WORLD, RunDirectory(tmp_path / "run", None)).inputs)
     message = str(refused.value)
-    assert str(path) in message and said in message
+    assert str(path) in message and SAID[spoil] in message
 
 
 def test_an_encoder_may_keep_the_numbers_of_its_positions(tmp_path):

@@ -58,6 +58,9 @@ CHANGES = {
 }
 
 
+LATE = ("hook_of_a_layer", "subclass_of_a_norm", "forward_of_its_own")  # behind the engine
+
+
 def plain_decoder() -> Decoder:
     return random_weights(build_decoder(read_config(tiny_directory())), seed=3)
 
@@ -69,8 +72,10 @@ def logits_of(decoder: Decoder) -> torch.Tensor:
     return decoder(tokens, torch.arange(len(IDS)), attention)
 
 
-@pytest.mark.parametrize("change", list(CHANGES))
-@pytest.mark.parametrize("late", [False, True], ids=["before_the_engine", "behind_it"])
+@pytest.mark.parametrize(
+    "change, late",
+    [*((change, False) for change in CHANGES), *((change, True) for change in LATE)],
+)
 def test_an_engine_computes_with_hooks_and_subclasses_and_says_so(change, late, caplog):
     decoder = plain_decoder()
     unchanged = logits_of(decoder)

@@ -5,6 +5,7 @@ to its first step, neither torchao nor datasets nor PyTorch's compiler.
 from __future__ import annotations
 
 import json
+from itertools import zip_longest
 from pathlib import Path
 
 import pytest
@@ -132,10 +133,11 @@ def directory(tmp_path):
     return make
 
 
-@pytest.mark.parametrize("tokenizer_class", PLAIN_TOKENIZERS)
-@pytest.mark.parametrize("model_type", TAKEN_AT_WORD)
+@pytest.mark.parametrize(
+    "model_type, tokenizer_class", zip_longest(TAKEN_AT_WORD, PLAIN_TOKENIZERS, fillvalue=None)
+)
 def test_a_plain_tokenizer_is_what_transformers_makes_of_it(model_type, tokenizer_class, directory):
-    path = directory(model_type, tokenizer_class)
+    path = directory(model_type or TAKEN_AT_WORD[0], tokenizer_class or PLAIN_TOKENIZERS[0])
     ours = load_tokenizer(path)
     theirs = AutoTokenizer.from_pretrained(path, local_files_only=True)
     assert type(ours) is type(theirs) is PreTrainedTokenizerFast
