@@ -49,7 +49,9 @@ def check_inputs(inputs: JobInputs) -> None:
     """
     c = inputs.config
     with bad_input():
-        model = read_model(inputs.model_path)
+        file = inputs.model_path / "config.json"
+        needs = "model.path is the policy, so it needs a language model"
+        model = _read_language_model(inputs.model_path, str(file), needs)
         _check_model(inputs, model)
         _check_tokens(inputs, model.vocab_size)
         check_environments(inputs)
@@ -60,7 +62,7 @@ def check_inputs(inputs: JobInputs) -> None:
             kind.check()
         _check_judges(inputs)
         if c.trainer.critic.path:
-            _check_critic(inputs, Path(c.trainer.critic.path), model)
+            _check_critic(inputs, Path(c.trainer.critic.path))
         context = model.max_position_embeddings
         if c.longest_asked > context:
             raise ValueError(
@@ -69,13 +71,31 @@ def check_inputs(inputs: JobInputs) -> None:
             )
 
 
+def _read_language_model(path: Path, given: str, needs: str) -> ModelConfig:
+    """Read the config.json of a model that gives tokens. ValueError for one that gives scores.
+
+    given: how the user named it. needs: why it has to be a language model.
+    """
+    model = read_model(path)
+    if model.labels:
+        raise ValueError(f"{given}: {model.architecture} gives scores and no tokens; {needs}")
+    return model
+
+
+def _check_vocabulary_of_policy(inputs: JobInputs, path: Path, given: str, reads: str) -> None:
+    """Raise ValueError for a model that has other tokens than the policy. reads: which of the
+    policy's tokens it reads.
+    """
+    policy = read_config(inputs.model_path)
+    if read_config(path).vocab_size < policy.vocab_size or inputs.has_other_tokens(path):
+        raise ValueError(
+            f"{given}: its vocabulary is not that of the policy, {inputs.model_path}, {reads}; "
+            "need a model with the same tokenizer"
+        )
+
+
 def _check_model(inputs: JobInputs, model: ModelConfig) -> None:
     """Check the model by its config.json and the headers of its weights."""
-    if model.labels:
-        raise ValueError(
-            f"{inputs.model_path / 'config.json'}: {model.architecture} gives scores and no "
-            "tokens; model.path is the policy, so it needs a language model"
-        )
     g = inputs.config.generator
     if g.kind == "vllm" and model.traits.names:
         raise ValueError(
@@ -112,12 +132,7 @@ def _check_victim(inputs: JobInputs) -> None:
     path = inputs.victim_path
     assert path is not None, "called only with a victim"
     given = f"victim.path={path}"
-    model = read_model(path)
-    if model.labels:
-        raise ValueError(
-            f"{given}: {model.architecture} gives scores and no tokens; the victim needs a "
-            "language model"
-        )
+    model = _read_language_model(path, given, "the victim needs a language model")
     inputs.check_weights(path, model)
     check_vocabulary(inputs.victim_tokenizer, model.vocab_size, path)
     if inputs.is_told:
@@ -154,23 +169,16 @@ def _check_judges(inputs: JobInputs) -> None:
 
 def _check_base(inputs: JobInputs, path: Path) -> None:
     """Check that eval.base is a language model that reads the policy's tokens."""
-    config = read_model(path)
-    if config.labels:
-        raise ValueError(
-            f"eval.base={path}: {config.architecture} gives scores and no tokens; need the "
-            "language model that the policy started from"
-        )
-    policy = read_config(inputs.model_path)
-    if config.vocab_size < policy.vocab_size or inputs.has_other_tokens(path):
-        raise ValueError(
-            f"eval.base={path}: its vocabulary is not that of the policy, {inputs.model_path}, and "
-            "the perplexity is of the policy's tokens; need a model with the same tokenizer"
-        )
-    inputs.sampled.check_context(config, f"eval.base={path}")
-    inputs.check_weights(path, config)
+    given = f"eval.base={path}"
+    needs = "need the language model that the policy started from"
+    model = _read_language_model(path, given, needs)
+    reads = "and the perplexity is of the policy's tokens"
+    _check_vocabulary_of_policy(inputs, path, given, reads)
+    inputs.sampled.check_context(model, given)
+    inputs.check_weights(path, model)
 
 
-def _check_critic(inputs: JobInputs, path: Path, policy: ModelConfig) -> None:
+def _check_critic(inputs: JobInputs, path: Path) -> None:
     """Check that a value model reads the policy's tokens and gives one number for each."""
     file = path / "config.json"
     model = read_model(path)
@@ -180,11 +188,8 @@ def _check_critic(inputs: JobInputs, path: Path, policy: ModelConfig) -> None:
             f"{file}: a head of {len(model.labels)} labels ({labels}); a value model "
             "(trainer.critic.path) gives one number; need num_labels=1"
         )
-    if model.vocab_size < policy.vocab_size or inputs.has_other_tokens(path):
-        raise ValueError(
-            f"{path}: its vocabulary is not that of the policy, {inputs.model_path}, whose tokens "
-            "a value model (trainer.critic.path) reads; need a model with the same tokenizer"
-        )
+    reads = "whose tokens a value model (trainer.critic.path) reads"
+    _check_vocabulary_of_policy(inputs, path, str(path), reads)
     if inputs.config.longest > model.max_position_embeddings:
         raise ValueError(
             f"{file}: the value model's context is {model.max_position_embeddings}, but "

@@ -21,9 +21,9 @@ from llamarl.ddma.layout import Destination, Parameter, Source, parameters_to_se
 from llamarl.disk.space import free_bytes
 from llamarl.inference.schedule import whole_blocks
 from llamarl.launch.embedders import embedder_bytes
-from llamarl.launch.free_memory import memory_of
 from llamarl.launch.job import Job
 from llamarl.launch.kinds import scorers_of
+from llamarl.machine.free_memory import memory_of
 from llamarl.memory import (
     GIB,
     ITEMSIZES,

@@ -1,18 +1,22 @@
-"""Placement: the ranks of each executor, and how a job's work is dealt out over them."""
+"""Placement: the ranks of each executor, and how a job's work is dealt out over them. A hardware
+profile may choose how many ranks train and how many generate (placement.sheet).
+"""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection
 from typing import Literal
 
 from llamarl.config.command_line import Config
-from llamarl.config.placement import Ranks, placement_of
+from llamarl.config.placement import TINY_MODEL, Ranks, placement_of
 from llamarl.config.sections.buffer import ReplayBufferSettings
 from llamarl.inference.schedule import whole_blocks
 from llamarl.learning.losses import resolve_loss
 from llamarl.learning.losses.common import has_mark
 from llamarl.learning.replay import lag_bound
 from llamarl.memory import (
+    GIB,
     MicrobatchSize,
     Price,
     asking_bytes,
@@ -21,6 +25,8 @@ from llamarl.memory import (
     weights_bytes,
 )
 from llamarl.models.config import ModelConfig, read_config
+from llamarl.planner.profile import read_profile
+from llamarl.planner.search import SearchSettings, best_of
 from llamarl.tickets.ledger import free_overcommit
 
 
@@ -168,3 +174,60 @@ def ranges(ranks: Collection[int]) -> str:
         else:
             words += map(str, run)
     return ",".join(words)
+
+
+# --- Chosen by a hardware profile ---
+
+
+def planned_placement(config: Config, world_size: int) -> tuple[Config, str]:
+    """Return the configuration with the ranks whose predicted step is shortest, and that step in
+    words. Without placement.sheet, or on one rank, they are as given and "".
+
+    ValueError if the profile cannot be read, or if no split fits its memory.
+    """
+    name = config.placement.sheet
+    if name is None or world_size == 1:
+        return config, ""
+    profile = read_profile(name)
+    memory = profile.device.memory_gib * GIB * profile.assumed("memory_share")
+    found, _ = best_of(_settings(config), profile, gpus=world_size, memory=memory)
+    best = found.asynchronous
+    if best is None:
+        raise ValueError(
+            f"placement.sheet={name}: no split of {world_size} ranks into trainers and generators "
+            "fits; leave it out, and give placement.trainer and placement.generator"
+        )
+    first = best.plan.trainer.gpus
+    placement = dataclasses.replace(
+        config.placement,
+        trainer=list(range(first)),
+        generator=list(range(first, first + best.plan.generator.gpus)),
+    )
+    words = f"{best.step_s:.3g} s a step by {name}"
+    synchronous = found.synchronous
+    if synchronous is not None and synchronous.step_s <= best.step_s:
+        words += (
+            f"; the best synchronous one {synchronous.step_s:.3g} s: "
+            "asynchrony is not expected to pay"
+        )
+    return dataclasses.replace(config, placement=placement), words
+
+
+def _settings(config: Config) -> SearchSettings:
+    return SearchSettings(
+        path=str(config.model.path or TINY_MODEL),
+        dtype=config.model.dtype,
+        compute_dtype=config.trainer.compute_dtype,
+        optimizer=config.trainer.optimizer,
+        checkpointing=config.trainer.activation_checkpointing,
+        trainer_tensor=config.trainer.tensor_parallel,
+        generator_tensor=config.generator.tensor_parallel,
+        quantize=getattr(config.generator, "quantize", "none"),
+        groups_per_step=config.groups_per_step,
+        group_size=config.group_size,
+        max_prompt_tokens=config.task.max_prompt_tokens,
+        max_new_tokens=config.max_new_tokens,
+        length_sigma=0.0,  # not known before the run, and nor are the mean lengths
+        max_lag=config.max_lag or 1,
+        overcommit=config.overcommit if isinstance(config.overcommit, int) else None,
+    )

@@ -178,13 +178,14 @@ class _Opening:
             if isinstance(error, TimedOut):
                 raise
             raise RunDirectoryError(str(error)) from error
-        told = {
-            "path": str(run.path),
-            "resume_from": str(run.resume_from or ""),
-            "identity": run.identity,
-            "stale_tickets": sorted(run.stale_tickets),
-        }
-        self._order(told)
+        self._order(
+            {
+                "path": str(run.path),
+                "resume_from": str(run.resume_from or ""),
+                "identity": run.identity,
+                "stale_tickets": sorted(run.stale_tickets),
+            }
+        )
         return run
 
     def _order(self, order: dict) -> int:
@@ -215,12 +216,11 @@ class _Opening:
         resume_from: Path | None = None
         if resume != "never":
             resume_from = find(resume, path, check=self._verify_together)
-        stale: frozenset[int] = frozenset()
+        stale: set[int] = set()
         if resume_from is not None:
             resume_from = resume_from.absolute()
             stale = self._check_same_run(resume_from)
-        if path is None:
-            path = _new_directory()
+        path = path or _new_directory()
         path.mkdir(parents=True, exist_ok=True)
         if self.lock is None:
             self._lock_directory(path)
@@ -231,7 +231,11 @@ class _Opening:
         (path / OUTCOME).unlink(missing_ok=True)  # that of an earlier start
         save_config(config, path / "config.yaml")
         return RunDirectory(
-            path, resume_from, identity=asdict(self.identity), stale_tickets=stale, lock=self.lock
+            path,
+            resume_from,
+            identity=asdict(self.identity),
+            stale_tickets=frozenset(stale),
+            lock=self.lock,
         )
 
     def _lock_directory(self, path: Path) -> None:
@@ -274,7 +278,7 @@ class _Opening:
             )
         return problems
 
-    def _check_same_run(self, checkpoint: Path) -> frozenset[int]:
+    def _check_same_run(self, checkpoint: Path) -> set[int]:
         """Check that the checkpoint is this run's. Return the tickets whose unfinished completions
         belong to other prompts now.
 
@@ -288,10 +292,7 @@ class _Opening:
         old = Identity(**controller["identity"])
         found = differences(old, self.identity, type(self.config))
         permitted = self.config.resume_with_other
-        refused = []
-        for difference in found:
-            if difference.refuses and difference.permit not in permitted:
-                refused.append(difference)
+        refused = [one for one in found if one.refuses and one.permit not in permitted]
         if refused:
             lines = "\n".join(f"  {difference.what}" for difference in refused)
             permits = [one.permit for one in refused if one.permit is not None]
@@ -307,7 +308,7 @@ class _Opening:
             log.warning("%s goes on with %s", checkpoint.name, difference.what)
         stale: set[int] = set()
         if self.prompts is None:
-            return frozenset()
+            return stale
         for ticket, prompt in choices_of(controller["ledger"]).items():
             note(self.prompts, ticket, prompt)
         for rank in ranks_of(checkpoint, "generator"):
@@ -319,7 +320,7 @@ class _Opening:
                 "are dropped and the tickets start again",
                 len(stale),
             )
-        return frozenset(stale)
+        return stale
 
 
 def _new_directory() -> Path:

@@ -45,7 +45,7 @@ from llamarl.launch.environments import try_environments
 from llamarl.launch.identity import identity_of
 from llamarl.launch.job import Job
 from llamarl.launch.memory import announce_memory, warn_of_disk
-from llamarl.launch.planned import planned_placement
+from llamarl.launch.placement import planned_placement
 from llamarl.launch.reading import SharedReading
 from llamarl.launch.run_directory import RunDirectory, open_run
 from llamarl.launch.sources import check_sources, try_gold

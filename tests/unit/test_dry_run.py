@@ -255,7 +255,7 @@ def test_memory_that_will_not_do_is_warned_of_with_the_knob(
     monkeypatch, tmp_path, caplog, overrides, free, names
 ):
     (tmp_path / "meminfo").write_text(f"MemTotal: 9 kB\nMemAvailable: {free >> 10} kB\n")
-    monkeypatch.setattr("llamarl.launch.free_memory.MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr("llamarl.machine.free_memory.MEMINFO", tmp_path / "meminfo")
     job = job_of(*overrides)
     with caplog.at_level(logging.WARNING, logger="llamarl"):
         warn_of_memory(job, prices(job))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from llamarl.launch import free_memory
-from llamarl.launch.free_memory import memory_of
+from llamarl.machine.free_memory import memory_of
 
 CPU = torch.device("cpu")
 MIB = 1 << 20

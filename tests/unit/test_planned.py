@@ -6,7 +6,7 @@ import pytest
 
 from llamarl.config.command_line import compose_config
 from llamarl.config.placement import placement_of
-from llamarl.launch.planned import planned_placement
+from llamarl.launch.placement import planned_placement
 
 RANKS = 16
 
