@@ -22,7 +22,7 @@ def finished_job(
         return job
 
 
-def run_python(*arguments: str | Path, cwd: Path = ROOT, **env: str) -> str:
+def run_python(*arguments: object, cwd: Path = ROOT, timeout_s: float = JOB_S, **env: str) -> str:
     """Return what Python prints for these arguments. AssertionError with its errors if it fails."""
     done = subprocess.run(
         [sys.executable, *map(str, arguments)],
@@ -30,7 +30,7 @@ def run_python(*arguments: str | Path, cwd: Path = ROOT, **env: str) -> str:
         env=environment(**env),
         capture_output=True,
         text=True,
-        timeout=JOB_S,
+        timeout=timeout_s,
     )
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     return done.stdout

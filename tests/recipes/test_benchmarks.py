@@ -7,24 +7,18 @@ its own.
 
 import importlib
 import json
-import subprocess
-import sys
 
 import pytest
 
 from llamarl.config.placement import TINY_MODEL
-from tests.launching import ROOT, environment
+from tests.build.job import run_python
+from tests.launching import ROOT
 
 pytestmark = pytest.mark.slow
 
 
 def run(name, *arguments):
-    command = [sys.executable, str(ROOT / "benchmarks" / f"{name}.py"), *map(str, arguments)]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=600, cwd=ROOT, env=environment()
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
+    return run_python(ROOT / "benchmarks" / f"{name}.py", *arguments, timeout_s=600)
 
 
 def test_train(tmp_path):
