@@ -6,8 +6,6 @@ import errno
 import json
 import os
 import random
-import shlex
-import shutil
 import signal
 from pathlib import Path
 
@@ -22,7 +20,8 @@ from llamarl.learning.preference import read_preference_data
 from llamarl.models.config import tiny_directory
 from llamarl.words.findings import ConfigError
 from recipes import preferences
-from tests.house import blocks
+from tests.build.job import finished_job
+from tests.build.model_directory import copy_tiny
 from tests.judge_server import JudgeServer, between
 from tests.labels import closeness
 from tests.launching import ROOT, ForkedJob
@@ -110,7 +109,7 @@ def test_a_functions_pairs(make, tmp_path):
 
 
 def test_the_same_seed_gives_the_same_file(make, tmp_path):
-    noisy = ("label_noise=0.3", "pairing=random", CLOSENESS)
+    noisy = ("label_noise=0.3", "pairing=random", "num_prompts=24", CLOSENESS)
     for out, seed in (("one", 1), ("same", 1), ("other", 2)):
         code, said, _ = make(*noisy, f"seed={seed}", "samples=6", out=out)
         assert code == 0, said
@@ -203,7 +202,7 @@ def test_a_models_scores_are_its_own(make, tmp_path):
 def test_chat_prompts_are_the_tokens_that_were_answered(make, tmp_path):
     """A reward model that reads the file with its defaults reads what the policy read."""
     model = tmp_path / "model"
-    shutil.copytree(tiny_directory(), model)
+    copy_tiny(model)
     tokenizer = AutoTokenizer.from_pretrained(model)
     tokenizer.chat_template = (
         "{% for m in messages %}{{ {'system': '9', 'user': '8', 'assistant': '7'}[m['role']] }}"
@@ -251,8 +250,8 @@ def test_a_judge_who_prefers_a_place_labels_nothing(make):
 
 
 def test_held_out_prompts_are_pairs_of_their_own(make):
-    code, said, held = make(CLOSENESS, "split=held_out", out="held")
-    assert code == 0 and f"prompts       {NUM_ROWS - NUM_PROMPTS}\n" in said
+    code, said, held = make(CLOSENESS, "split=held_out", "samples=8", out="held")
+    assert code == 0 and f"prompts       {NUM_ROWS - NUM_PROMPTS}\n" in said and held
     code, said, both = make(CLOSENESS, "split=all", out="all")
     assert code == 0 and f"prompts       {NUM_ROWS}\n" in said
     train = [row["prompt"] for row in both if row["number"] < NUM_PROMPTS]
@@ -306,15 +305,6 @@ def test_pairs_are_labelled_anew(make, tmp_path):
             ["task=reasoning_gym", "task.max_prompt_tokens=400"],
             "makes prompts without end; give a number, such as num_prompts=",
         ),
-        (
-            [
-                "task=reasoning_gym",
-                "task.max_prompt_tokens=400",
-                "num_prompts=3",
-                "references=[human]",
-            ],
-            'no key "human"',
-        ),
     ],
 )
 def test_bad_input_is_told_before_a_file_is_there(make, tmp_path, words, complaint):
@@ -328,9 +318,6 @@ def test_a_bad_row_is_named(make, tmp_path):
     file.write_text('{"prompt": "1+1=", "answer": "2"}\n{"promt": "1+1=", "answer": "2"}\n')
     code, said, _ = make(f"task.path={file}", CLOSENESS)
     assert code == BAD_INPUT and f'{file}:2: no key "prompt"; did you mean "promt"?' in said
-    file.write_text('{"prompt": " ", "answer": "2"}\n')
-    code, said, _ = make(f"task.path={file}", CLOSENESS)
-    assert code == BAD_INPUT and f"{file}:1: the prompt is blank" in said
     file.write_text('{"prompt": "1+1=", "answer": "2", "human": "\\ud83d"}\n')
     code, said, _ = make(f"task.path={file}", CLOSENESS, "references=[human]")
     assert code == BAD_INPUT and f'{file}:1: "human" holds \\ud83d at character 1' in said
@@ -346,23 +333,6 @@ def test_a_full_disk_is_named_and_costs_nothing(make, monkeypatch):
     assert code == FAILED and "pairs.jsonl.part cannot be written (No space left" in said
     code, said, rows = make(CLOSENESS, "num_prompts=4")
     assert code == 0 and rows
-
-
-def test_the_documents_commands_are_accepted(prompts):
-    """Those of docs/rewards.md."""
-    given = prompts.partition("=")[2]
-    places = {"SFT_DIR": str(tiny_directory()), "GOLD_DIR": str(tiny_directory())}
-    places |= {"PROMPTS.jsonl": given, "PAIRS.jsonl": "new.jsonl", "EVAL.jsonl": "other.jsonl"}
-    text = (ROOT / "docs" / "rewards.md").read_text()
-    lines = "\n".join(blocks("bash", text)).replace("\\\n", " ").splitlines()
-    found = [shlex.split(line) for line in lines if "recipes/preferences.py" in line]
-    assert len(found) >= 2
-    for words in found:
-        overrides = []
-        for word in words[words.index("recipes/preferences.py") + 1 :]:
-            key, _, value = word.partition("=")
-            overrides.append(f"{key}={places.get(value, value)}")
-        check_command_line(overrides, kind=PREFERENCES)
 
 
 def test_a_command_line_is_refused_at_once(prompts):
@@ -390,8 +360,7 @@ def test_a_reward_model_of_noisy_pairs_agrees_with_what_labelled_them(tmp_path):
 
     def pairs(name: str, *more: str) -> Path:
         file = tmp_path / name
-        with ForkedJob(*words, *more, run_dir=file, recipe=RECIPE, directory_key="out") as job:
-            assert job.wait() == 0, job.output
+        finished_job(*words, *more, run_dir=file, recipe=RECIPE, directory_key="out")
         return file
 
     train = pairs("train.jsonl", "num_prompts=1000", "label_noise=0.2")
@@ -403,7 +372,6 @@ def test_a_reward_model_of_noisy_pairs_agrees_with_what_labelled_them(tmp_path):
     data = (f"task.path={train}", f"task.eval_path={clean}")
     trainer = ROOT / "recipes" / "reward_model.py"
     out = {"run_dir": tmp_path / "rm", "directory_key": "out"}
-    with ForkedJob(*model, *learn, *data, recipe=trainer, **out) as job:
-        assert job.wait() == 0, job.output
+    job = finished_job(*model, *learn, *data, recipe=trainer, **out)
     assert job.rows[0]["eval/accuracy"] < 0.7
     assert job.rows[-1]["eval/accuracy"] >= 0.85

@@ -73,11 +73,6 @@ def test_arguments_and_environment_come_and_output_and_code_go(job_of, monkeypat
         assert job.wait() == 1, "as torchrun says it"
     assert "blue False" in job.output and job.output.count("imported") == 2
     assert "rank 0 of 2" in job.output and "rank 1 of 2" in job.output
-
-
-def test_ranks_have_a_store(job_of):
-    with job_of(MEETS, ranks=2) as job:
-        assert job.wait() == 0, job.output
     assert "heard from 0" in job.output and "heard from 1" in job.output
 
 

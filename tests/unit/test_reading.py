@@ -87,7 +87,7 @@ def same(one, other):
     return digests[0] == digests[1] and texts[0] == texts[1]
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(
     prompts=st.lists(st.text("0123456789+= \u00e9", min_size=0, max_size=20), max_size=20),
     limit=st.integers(1, 20),
@@ -111,6 +111,7 @@ def test_a_batch_fits_as_its_prompts_do_one_at_a_time(prompts, limit, batch, cha
     assert list(found.places) == want
 
 
+@settings(max_examples=20)
 @given(bits=st.lists(st.booleans(), max_size=50))
 def test_a_fitting_is_the_same_as_json(bits):
     places = array("q", [place for place, bit in enumerate(bits) if bit])
@@ -213,7 +214,7 @@ def test_what_was_kept_stays_kept_beside_what_is_new(tokenizer, tmp_path, caplog
     assert "cannot be written" not in caplog.text
 
 
-@pytest.mark.parametrize("damage", ["cut", "bit", "no object", "no text"])
+@pytest.mark.parametrize("damage", ["bit", "no text"])
 def test_a_damaged_file_is_made_anew_and_said(tokenizer, tmp_path, caplog, damage):
     file = write(tmp_path / "rows.jsonl", *PROMPTS)
     first = alone(tmp_path)
@@ -222,9 +223,7 @@ def test_a_damaged_file_is_made_anew_and_said(tokenizer, tmp_path, caplog, damag
     kept = tmp_path / FILE
     whole = kept.read_text()
     texts = {
-        "cut": whole[:-40],
         "bit": whole.replace(task.train_digest, task.eval_digest),
-        "no object": "[]",
         "no text": '{"found": 3, "digest": "0"}',
     }
     kept.write_text(texts[damage])
@@ -305,6 +304,7 @@ def test_a_large_file_says_what_it_takes(tmp_path, caplog, monkeypatch):
     assert f"{file}: each rank holds it in memory: 0.0 GB and 16 bytes a row" in caplog.text
 
 
+@settings(max_examples=50)
 @given(
     lines=st.lists(
         st.sampled_from(["", " ", "\u00a0", '{"prompt": "1"}', ' {"prompt": "\u00e9"}', "\r"])
