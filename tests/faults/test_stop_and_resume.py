@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from llamarl.checkpoint.checkpointer import verify
+from tests.build.job import finished_job
 from tests.launching import GROUP_SIZE, GROUPS, SMALL, ForkedJob, Job, environment, untimed
 
 LONG = ("max_steps=100000", "eval.every=0", "checkpoint.every=0")
@@ -67,8 +68,7 @@ def test_a_signal_before_the_loop_is_a_stop_with_an_outcome(tmp_path):
     """One rank of a run is sent it, while executors are built."""
     recipe = tmp_path / "recipe.py"
     recipe.write_text(IN_THE_START)
-    with ForkedJob(*SMALL, *LONG, run_dir=tmp_path / "run", recipe=recipe, ranks=2) as job:
-        assert job.wait() == 0, job.output
+    job = finished_job(*SMALL, *LONG, run_dir=tmp_path / "run", recipe=recipe, ranks=2)
     assert job.outcome["ended"] == "stopped"
     assert verify(job.checkpoint) == []
 
@@ -121,10 +121,9 @@ def test_trainer_ranks_stop_at_the_same_step_and_the_run_goes_on_with_one(tmp_pa
         assert verify(job.checkpoint) == []
         stopped_at = int(job.checkpoint.name.removeprefix("step_"))
     further = f"max_steps={stopped_at + 2}"
-    with ForkedJob(*SMALL, *LONG, further, "resume=auto", run_dir=tmp_path / "run", ranks=2) as job:
-        assert job.wait() == 0, job.output
-        assert [r["step"] for r in job.rows][-1] == stopped_at + 2
-        assert len({r["step"] for r in job.rows}) == len(job.rows)
+    job = finished_job(*SMALL, *LONG, further, "resume=auto", run_dir=tmp_path / "run", ranks=2)
+    assert [r["step"] for r in job.rows][-1] == stopped_at + 2
+    assert len({r["step"] for r in job.rows}) == len(job.rows)
 
 
 SLOW_EXPORT = """
@@ -225,25 +224,24 @@ def test_a_run_stopped_amid_long_completions_goes_on_with_them(tmp_path, three, 
     stopped, in_work = stopped_amid_work(tmp_path / "run", three)
     step = int(stopped.name.removeprefix("step_")) + 3
     again = (f"max_steps={step}", "resume=auto", f"generator.resume_partials={str(resume).lower()}")
-    with ForkedJob(
+    job = finished_job(
         *SMALL,
         *UNFINISHED,
         *(three if ranks == 3 else ()),
         *again,
         run_dir=tmp_path / "run",
         ranks=ranks,
-    ) as job:
-        assert job.wait() == 0, job.output
-        assert [r["step"] for r in job.rows][-3:] == [step - 2, step - 1, step] and max(
-            r["lag/max"] for r in job.rows
-        ) <= 2
-        went_on = [int(n) for n in re.findall(r"(\d+) completions go on after", job.output)]
-        ended = [
-            int(n)
-            for n in re.findall(r"completions go on after \d+ tokens, (\d+) had ended", job.output)
-        ]
-        assert sum(went_on) + sum(ended) == len(in_work) * GROUP_SIZE * resume
-        after = job.part("controller")["ledger"]
+    )
+    assert [r["step"] for r in job.rows][-3:] == [step - 2, step - 1, step] and max(
+        r["lag/max"] for r in job.rows
+    ) <= 2
+    went_on = [int(n) for n in re.findall(r"(\d+) completions go on after", job.output)]
+    ended = [
+        int(n)
+        for n in re.findall(r"completions go on after \d+ tokens, (\d+) had ended", job.output)
+    ]
+    assert sum(went_on) + sum(ended) == len(in_work) * GROUP_SIZE * resume
+    after = job.part("controller")["ledger"]
     open_ = set(after["again"]) | {ticket for ticket, _ in after["finished"]}
     assert after["frontier"] - len(open_) == step * GROUPS, (
         "tickets that were trained on, each once"
@@ -310,6 +308,5 @@ def test_a_reward_that_hangs_on_one_prompt_is_contained_and_counted(tmp_path):
         "max_lag=0",
         "max_steps=1",
     )
-    with ForkedJob(*SMALL, *hanging, run_dir=tmp_path / "run", env=env) as job:
-        assert job.wait() == 0, job.output
-        assert job.rows[1]["reward/error_rate"] == 4 / 16  # the four completions of ticket 0
+    job = finished_job(*SMALL, *hanging, run_dir=tmp_path / "run", env=env)
+    assert job.rows[1]["reward/error_rate"] == 4 / 16  # the four completions of ticket 0

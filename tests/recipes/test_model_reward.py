@@ -8,6 +8,7 @@ import signal
 import pytest
 
 from recipes import evaluate
+from tests.build.job import finished_job
 from tests.launching import SMALL, ForkedJob, untimed
 from tests.random_models import swap_tokens
 from tests.scorers import SCORES, spoil_head, write_scorer
@@ -26,9 +27,7 @@ def scorer(tmp_path_factory):
 def run(scorer, tmp_path_factory):
     """A synchronous one on two ranks."""
     run_dir = tmp_path_factory.mktemp("model_reward") / "run"
-    with ForkedJob(*SMALL, *scorer, "max_lag=0", run_dir=run_dir, ranks=2) as job:
-        assert job.wait() == 0, job.output
-        yield job
+    return finished_job(*SMALL, *scorer, "max_lag=0", run_dir=run_dir, ranks=2)
 
 
 @pytest.mark.slow
@@ -56,10 +55,9 @@ def test_evaluate_says_what_the_run_said(run, capsys, tmp_path):
 @pytest.mark.parametrize("split", ["reward.tensor_parallel=2", "reward.tensor_parallel=1"])
 def test_ranks_that_share_the_scorer_reward_alike(run, scorer, tmp_path, split):
     placed = ("placement.trainer=[0]", "placement.generator=[1]", "placement.reward=[1,2]")
-    with ForkedJob(
+    job = finished_job(
         *SMALL, *scorer, *placed, split, "max_lag=0", run_dir=tmp_path / "run", ranks=3
-    ) as job:
-        assert job.wait() == 0, job.output
+    )
     for name in ("eval/reward", "reward/mean"):
         ours, theirs = job.rows[:2], run.rows[:2]
         for one, other in zip(ours, theirs):
@@ -70,8 +68,7 @@ def test_ranks_that_share_the_scorer_reward_alike(run, scorer, tmp_path, split):
 @pytest.mark.bitwise("a synchronous run is the same every time")
 @pytest.mark.slow
 def test_synchronous_runs_are_alike_to_the_bit(run, scorer, tmp_path):
-    with ForkedJob(*SMALL, *scorer, "max_lag=0", run_dir=tmp_path / "run", ranks=2) as job:
-        assert job.wait() == 0, job.output
+    job = finished_job(*SMALL, *scorer, "max_lag=0", run_dir=tmp_path / "run", ranks=2)
     assert untimed(job.rows) == untimed(run.rows)
 
 
@@ -91,8 +88,7 @@ def test_a_scorer_of_another_vocabulary_reads_the_text(tmp_path):
     write_scorer(tmp_path)
     swap_tokens(tmp_path)
     given = ("reward=model", f"reward.path={tmp_path}", "max_steps=1")
-    with ForkedJob(*SMALL, *given, run_dir=tmp_path / "run") as job:
-        assert job.wait() == 0, job.output
+    job = finished_job(*SMALL, *given, run_dir=tmp_path / "run")
     assert "has another vocabulary than the policy: it reads completions anew" in job.output
     assert job.rows[-1]["reward/error_rate"] == 0
 
@@ -110,8 +106,7 @@ def test_executors_that_take_turns_train_the_same(scorer, tmp_path):
     found = []
     for offload in ("true", "false"):
         run_dir = tmp_path / offload
-        with ForkedJob(*SMALL, *parts, f"offload={offload}", run_dir=run_dir, ranks=2) as job:
-            assert job.wait() == 0, job.output
+        job = finished_job(*SMALL, *parts, f"offload={offload}", run_dir=run_dir, ranks=2)
         found.append(untimed(job.rows))
     assert found[0] == found[1]
 
@@ -139,6 +134,5 @@ def test_a_killed_rank_of_a_scorer_costs_no_step_that_was_trained(scorer, tmp_pa
         step = int(job.checkpoint.name.removeprefix("step_"))
         assert step >= 3
     more = f"max_steps={step + 2}"
-    with ForkedJob(*given, more, "resume=auto", run_dir=run_dir, ranks=3) as job:
-        assert job.wait() == 0, job.output
-        assert [row["step"] for row in job.rows] == list(range(1, step + 3))
+    job = finished_job(*given, more, "resume=auto", run_dir=run_dir, ranks=3)
+    assert [row["step"] for row in job.rows] == list(range(1, step + 3))

@@ -7,7 +7,8 @@ import torch
 from safetensors.torch import load_file
 
 from llamarl.config.command_line import ConfigError, compose_config
-from tests.launching import SMALL, ForkedJob, untimed
+from tests.build.job import finished_job
+from tests.launching import SMALL, untimed
 
 PPO = (
     "loss=ppo",
@@ -31,10 +32,9 @@ def saved(checkpoint, rank=0):
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [None, 2])
 def test_ppo_runs_and_its_head_is_in_checkpoints_alone(tmp_path, ranks):
-    with ForkedJob(*SMALL, *PPO, "max_steps=2", run_dir=tmp_path / "run", ranks=ranks) as job:
-        assert job.wait() == 0, job.output
-        rows, state = job.rows[1:], saved(job.checkpoint)
-        exported = load_file(job.checkpoint / "hf" / "model.safetensors")
+    job = finished_job(*SMALL, *PPO, "max_steps=2", run_dir=tmp_path / "run", ranks=ranks)
+    rows, state = job.rows[1:], saved(job.checkpoint)
+    exported = load_file(job.checkpoint / "hf" / "model.safetensors")
     assert [row["step"] for row in rows] == [1, 2]
     assert (
         rows[0]["value/mean"] != 0 and rows[0]["value/loss"] > 0
@@ -54,10 +54,9 @@ def test_ppo_runs_and_its_head_is_in_checkpoints_alone(tmp_path, ranks):
 @pytest.mark.slow
 def test_a_value_model_of_its_own_is_in_checkpoints_and_not_in_what_is_exported(tmp_path):
     overrides = (*SMALL, *PPO, "trainer.critic.trunk=own", "max_steps=1")
-    with ForkedJob(*overrides, run_dir=tmp_path / "run") as job:
-        assert job.wait() == 0, job.output
-        row, state = job.rows[1], saved(job.checkpoint)
-        exported = load_file(job.checkpoint / "hf" / "model.safetensors")
+    job = finished_job(*overrides, run_dir=tmp_path / "run")
+    row, state = job.rows[1], saved(job.checkpoint)
+    exported = load_file(job.checkpoint / "hf" / "model.safetensors")
     assert row["value/loss"] > 0 and row["value/grad_norm"] > 0
     trunk = {name.removeprefix("model/") for name in state if name.startswith("model/")}
     own = {f"value/{name}" for name in (*trunk, "score.weight")}
@@ -85,16 +84,13 @@ def test_a_resumed_ppo_run_has_the_bits_of_one_that_was_not_interrupted(
     tmp_path, trunk, topology, ranks
 ):
     settings = (*SMALL, *PPO, *topology, f"trainer.critic.trunk={trunk}")
-    with ForkedJob(*settings, run_dir=tmp_path / "whole", ranks=ranks) as job:
-        assert job.wait() == 0, job.output
-        rows, want = untimed(job.rows), saved(job.checkpoint)
-    with ForkedJob(*settings, "max_steps=2", run_dir=tmp_path / "run", ranks=ranks) as job:
-        assert job.wait() == 0, job.output
-    with ForkedJob(*settings, "resume=auto", run_dir=tmp_path / "run", ranks=ranks) as job:
-        assert job.wait() == 0, job.output
-        assert "resumed from step_2" in job.output
-        assert untimed(job.rows) == rows
-        got = saved(job.checkpoint)
+    job = finished_job(*settings, run_dir=tmp_path / "whole", ranks=ranks)
+    rows, want = untimed(job.rows), saved(job.checkpoint)
+    job = finished_job(*settings, "max_steps=2", run_dir=tmp_path / "run", ranks=ranks)
+    job = finished_job(*settings, "resume=auto", run_dir=tmp_path / "run", ranks=ranks)
+    assert "resumed from step_2" in job.output
+    assert untimed(job.rows) == rows
+    got = saved(job.checkpoint)
     of_critic = {
         "shared": {"value/weight", "value/bias", "value/exp_avg_sq/weight"},
         "own": {"value/score.weight", "value/exp_avg_sq/model.norm.weight"},

@@ -9,6 +9,7 @@ import signal
 
 import pytest
 
+from tests.build.job import finished_job
 from tests.launching import SMALL, ForkedJob, untimed
 
 EXIT_FAILED = 1
@@ -28,8 +29,7 @@ LEAST_KL = 1e-3  # after a step at this learning rate
 def run_to(end, *overrides, run_dir):
     """The rows of a run to step `end`, which has ended well."""
     given = (*SYNCHRONOUS, *PLACED, *overrides, f"max_steps={end}")
-    with ForkedJob(*given, run_dir=run_dir, ranks=4) as job:
-        assert job.wait() == 0, job.output
+    job = finished_job(*given, run_dir=run_dir, ranks=4)
     return untimed(job.rows)
 
 

@@ -4,6 +4,7 @@ executors, and none may stand in one while another waits for it in the other.
 
 import pytest
 
+from tests.build.job import finished_job
 from tests.launching import SMALL, STEPS, ForkedJob
 
 SHARED = (
@@ -18,11 +19,10 @@ SHARED = (
 @pytest.mark.slow
 def test_a_run_ends_with_its_last_evaluation(tmp_path):
     """Rank 2 leads the second replica: it evaluates with rank 3 before all four ranks save."""
-    with ForkedJob(*SHARED, run_dir=tmp_path / "run", ranks=4) as job:
-        assert job.wait() == 0, job.output
-        assert [row["step"] for row in job.rows] == list(range(STEPS + 1))
-        assert all(row["eval/reward"] is not None for row in job.rows)
-        assert job.checkpoint.name == f"step_{STEPS}"
+    job = finished_job(*SHARED, run_dir=tmp_path / "run", ranks=4)
+    assert [row["step"] for row in job.rows] == list(range(STEPS + 1))
+    assert all(row["eval/reward"] is not None for row in job.rows)
+    assert job.checkpoint.name == f"step_{STEPS}"
 
 
 @pytest.mark.slow
@@ -49,9 +49,8 @@ LED_FROM_BESIDE = (
 def test_a_trainer_takes_part_in_its_replica_until_the_last_checkpoint_is_sealed(tmp_path):
     """Rank 0 swaps the last version, or samples, with rank 1, and saves its own part only then."""
     given = (*LED_FROM_BESIDE, "eval.every=0")
-    with ForkedJob(*given, run_dir=tmp_path / "run", ranks=2) as job:
-        assert job.wait() == 0, job.output
-        assert job.checkpoint.name == f"step_{STEPS}"
+    job = finished_job(*given, run_dir=tmp_path / "run", ranks=2)
+    assert job.checkpoint.name == f"step_{STEPS}"
 
 
 @pytest.mark.slow

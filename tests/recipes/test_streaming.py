@@ -8,6 +8,7 @@ import signal
 
 import pytest
 
+from tests.build.job import finished_job
 from tests.launching import SMALL, ForkedJob, untimed
 from tests.scorers import SCORES, write_scorer
 
@@ -28,9 +29,7 @@ def scorer(tmp_path_factory):
 def run(scorer, tmp_path_factory):
     """A synchronous one on two ranks, of which one generates and rewards."""
     run_dir = tmp_path_factory.mktemp("streaming") / "run"
-    with ForkedJob(*SMALL, *scorer, *STREAMED, run_dir=run_dir, ranks=2) as job:
-        assert job.wait() == 0, job.output
-        yield job
+    return finished_job(*SMALL, *scorer, *STREAMED, run_dir=run_dir, ranks=2)
 
 
 def rewards_of(job, steps):
@@ -51,8 +50,7 @@ def test_completions_are_read_while_they_are_sampled(run):
 @pytest.mark.bitwise("a synchronous run is the same every time")
 @pytest.mark.slow
 def test_synchronous_runs_that_stream_are_alike_to_the_bit(run, scorer, tmp_path):
-    with ForkedJob(*SMALL, *scorer, *STREAMED, run_dir=tmp_path / "run", ranks=2) as job:
-        assert job.wait() == 0, job.output
+    job = finished_job(*SMALL, *scorer, *STREAMED, run_dir=tmp_path / "run", ranks=2)
     assert untimed(job.rows) == untimed(run.rows)
 
 
@@ -63,8 +61,7 @@ def test_rewards_are_those_without_streaming_however_ranks_share_it(run, scorer,
     given = (*SMALL, *scorer, *placed, split, "max_steps=2")
     found = []
     for stream in ((), STREAMED):
-        with ForkedJob(*given, *stream, run_dir=tmp_path / str(len(stream)), ranks=3) as job:
-            assert job.wait() == 0, job.output
+        job = finished_job(*given, *stream, run_dir=tmp_path / str(len(stream)), ranks=3)
         found.append(rewards_of(job, 1))
     # Later steps are of policies that rounding has moved.
     for one in (*found, rewards_of(run, 1)):
@@ -91,9 +88,8 @@ def test_a_killed_rank_that_reads_ahead_ends_the_run_which_goes_on(scorer, tmp_p
         assert "rank 2 (reward)" in job.output, job.output
         step = int(job.checkpoint.name.removeprefix("step_"))
     more = f"max_steps={step + 2}"
-    with ForkedJob(*given, more, "resume=auto", run_dir=run_dir, ranks=3) as job:
-        assert job.wait() == 0, job.output
-        assert [row["step"] for row in job.rows] == list(range(1, step + 3))
+    job = finished_job(*given, more, "resume=auto", run_dir=run_dir, ranks=3)
+    assert [row["step"] for row in job.rows] == list(range(1, step + 3))
 
 
 @pytest.mark.slow
@@ -102,16 +98,14 @@ def test_a_run_that_did_not_stream_goes_on_with_a_search_of_pieces(scorer, tmp_p
     placed = ("placement.trainer=[0]", "placement.generator=[0,1]", "placement.reward=[1]")
     given = (*SMALL, *LONG, *placed)
     run_dir = tmp_path / "run"
-    with ForkedJob(*given, "max_steps=2", run_dir=run_dir, ranks=2) as job:
-        assert job.wait() == 0, job.output
-        assert not list(job.checkpoint.glob("reward.*"))
+    job = finished_job(*given, "max_steps=2", run_dir=run_dir, ranks=2)
+    assert not list(job.checkpoint.glob("reward.*"))
     given += scorer[:2]
     searches = ("reward.stream=true", "reward.piece_tokens=auto", "resume=auto")
     searches += ("resume_with_other=[reward]",)
     timed = []
     for steps in (6, 7):
-        with ForkedJob(*given, *searches, f"max_steps={steps}", run_dir=run_dir, ranks=2) as job:
-            assert job.wait() == 0, job.output
+        job = finished_job(*given, *searches, f"max_steps={steps}", run_dir=run_dir, ranks=2)
         assert job.rows[-1]["step"] == steps and job.rows[-1]["reward/error_rate"] == 0
         (part,) = job.checkpoint.glob("reward.rank0.json")
         timed.append(json.loads(part.read_text())["model/chunk_search"]["num_steps"])

@@ -8,6 +8,7 @@ import signal
 
 import pytest
 
+from tests.build.job import finished_job
 from tests.launching import SMALL, ForkedJob, untimed
 
 EXIT_FAILED = 1
@@ -17,8 +18,7 @@ TWO = ("placement.trainer=[0]", "placement.generator=[1]", "placement.reward=[1]
 
 
 def run(*overrides, run_dir, ranks=2):
-    with ForkedJob(*GIVEN, *TWO, *overrides, run_dir=run_dir, ranks=ranks) as job:
-        assert job.wait() == 0, job.output
+    job = finished_job(*GIVEN, *TWO, *overrides, run_dir=run_dir, ranks=ranks)
     return job
 
 
@@ -102,6 +102,5 @@ def test_a_killed_rank_that_reads_ahead_is_named_and_the_run_goes_on(tmp_path):
         assert job.wait() == EXIT_FAILED, job.output
         assert "rank 3 (reference)" in job.output, job.output
         step = int(job.checkpoint.name.removeprefix("step_"))
-    with ForkedJob(*given, f"max_steps={step + 2}", "resume=auto", run_dir=run_dir, ranks=4) as job:
-        assert job.wait() == 0, job.output
-        assert [row["step"] for row in job.rows] == list(range(1, step + 3))
+    job = finished_job(*given, f"max_steps={step + 2}", "resume=auto", run_dir=run_dir, ranks=4)
+    assert [row["step"] for row in job.rows] == list(range(1, step + 3))

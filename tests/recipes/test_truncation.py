@@ -8,7 +8,8 @@ import sys
 
 import pytest
 
-from tests.launching import RECIPE, ROOT, SMALL, ForkedJob, environment
+from tests.build.job import finished_job
+from tests.launching import RECIPE, ROOT, SMALL, environment
 
 LONG = 5  # the ticket that is a straggler
 TOKENS = 400  # of each of its completions
@@ -96,8 +97,7 @@ def test_otherwise_its_step_waits_for_it_and_the_log_names_it(tmp_path):
 @pytest.mark.slow
 def test_a_time_limit_that_nothing_meets_masks_everything_and_the_run_goes_on(tmp_path):
     limit = "generator.max_seconds=1e-6", "generator.chunk_tokens=1", "generator.min_new_tokens=5"
-    with ForkedJob(*SMALL, "max_lag=1", *limit, run_dir=tmp_path / "run") as job:
-        assert job.wait() == 0, job.output
-        rows = [row for row in job.rows if row["step"]]
+    job = finished_job(*SMALL, "max_lag=1", *limit, run_dir=tmp_path / "run")
+    rows = [row for row in job.rows if row["step"]]
     assert [row["completion/deadline_truncated_fraction"] for row in rows] == [1] * len(rows)
     assert all(row["tokens/trained"] == 0 < row["tokens/deadline_truncated"] for row in rows)
