@@ -75,6 +75,10 @@ class RunDirectory:
     stale_tickets: frozenset[int] = frozenset()
     lock: DirectoryLock | None = None  # on rank 0
 
+    def __str__(self) -> str:
+        checkpoint = self.resume_from
+        return f"{self.path}, resumed from {checkpoint.name}" if checkpoint else str(self.path)
+
     def release(self) -> None:
         """Release the directory, because this process is done with it."""
         if self.lock is not None:

@@ -136,11 +136,7 @@ def _announce(job: Job) -> None:
     print(f"llamarl  {job.inputs.model_path.name} on {c.task.kind}, {completions}, {c.loss.name}")
     for line in told(c, job.inputs.model_path):
         print(line)
-    device = f"{job.world.device.type}, {torch.get_num_threads()} thread(s) each"
-    print(f"ranks    {job.placement.hosts}  ({device})")
-    if job.world.network:
-        print(f"network  {', '.join(first_of(job.world.network, SHOWN_HOSTS))}")
-    print(f"float32  {job.world.products}")
+    announce_world(job.world, job.placement.hosts)
     ends = ", stragglers end at their deadline" if c.on_deadline == "truncate" else ""
     print(f"async    max_lag {'none' if c.max_lag is None else c.max_lag}, {overcommit}{ends}")
     if c.samples_otherwise:
@@ -150,9 +146,16 @@ def _announce(job: Job) -> None:
         )
     if c.eval.sets and c.is_evaluated:
         print(f"held out {shown_sets(job.inputs.eval_sets)}")
-    checkpoint = job.files.directory.resume_from
-    resumed = f", resumed from {checkpoint.name}" if checkpoint else ""
-    print(f"run      {job.files.directory.path}{resumed}", flush=True)
+    print(f"run      {job.files.directory}", flush=True)
+
+
+def announce_world(world: World, ranks: object) -> None:
+    """Print what the ranks run on. ranks: how many there are, or what each of them runs."""
+    device = f"{world.device.type}, {torch.get_num_threads()} thread(s) each"
+    print(f"ranks    {ranks}  ({device})")
+    if world.network:
+        print(f"network  {', '.join(first_of(world.network, SHOWN_HOSTS))}")
+    print(f"float32  {world.products}")
 
 
 def _earlier_starts(config: Config) -> list[Path]:

@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import torch
 from omegaconf import OmegaConf
 
 from llamarl.comm.groups import World
@@ -39,7 +38,7 @@ from llamarl.launch.model_directory import parts_of, read_model, read_tokenizer
 from llamarl.launch.run_directory import RunDirectory, open_run
 from llamarl.launch.run_files import recorded
 from llamarl.launch.sources import check_sources
-from llamarl.launch.start import explained, joined_world
+from llamarl.launch.start import announce_world, explained, joined_world
 from llamarl.learning.preference import Preference
 from llamarl.learning.sft import SFTPair, read_answers
 from llamarl.learning.supervised import ExampleOrder, SupervisedData
@@ -196,19 +195,14 @@ class SupervisedJob:
     def announce(self) -> None:
         """Print what runs; on rank 0, when the run's directory is open."""
         c = self.config
-        device = f"{self.world.device.type}, {torch.get_num_threads()} thread(s) each"
         examples = f"{len(self.data.train)} examples, {len(self.data.held_out)} held out"
         rows = rows_of(c)
         source = c.task.kind if rows is None else Path(rows.path).name
         print(f"llamarl  {Path(c.model.path).name} on {source}: {examples}")
         print(f"steps    {self.max_steps} of {c.examples_per_step}, {self.order.epochs:g} epochs")
-        print(f"ranks    {self.world.size}  ({device})")
-        print(f"float32  {self.world.products}")
-        if c.dry_run:
-            return
-        checkpoint = self.directory.resume_from
-        resumed = f", resumed from {checkpoint.name}" if checkpoint else ""
-        print(f"run      {self.directory.path}{resumed}", flush=True)
+        announce_world(self.world, self.world.size)
+        if not c.dry_run:
+            print(f"run      {self.directory}", flush=True)
 
     def memory(self) -> UpdateBytes:
         """Predict what the trainer holds, and works with, on the rank that holds most."""
