@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from llamarl.launch import free_memory
+from llamarl.machine import free_memory
 from llamarl.machine.free_memory import memory_of
 
 CPU = torch.device("cpu")
