@@ -44,7 +44,7 @@ def test_a_run_on_conversations_and_its_resumption_look_at_the_rows_once(tmp_pat
     job = finished_job(*SMALL, *given, "max_steps=1", run_dir=run_dir, ranks=2)
     kept = (run_dir / FILE).read_bytes()
     assert job.rows[0]["eval/reward"] == job.rows[1]["reward/mean"] == 1.0
-    job = finished_job(*SMALL, *given, "max_steps=2", "resume=auto", run_dir=run_dir, ranks=2)
+    job = finished_job(*SMALL, *given, "max_steps=2", "resume=auto", run_dir=run_dir)
     assert (run_dir / FILE).read_bytes() == kept
     assert job.rows[-1]["step"] == 2 and job.rows[-1]["reward/mean"] == 1.0
 
