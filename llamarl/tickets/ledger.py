@@ -291,22 +291,6 @@ class TicketLedger:
             self._turns.clear()
         return list(given_back)
 
-    def start_again(self, tickets: Iterable[int]) -> None:
-        """Forget that these were started: whoever granted them next starts them anew, before any
-        new ticket.
-
-        What stays started is part of what was, so that (1) holds as before. ValueError for one that
-        is not in work.
-        """
-        with self._lock:
-            self._turns.clear()
-            for ticket in tickets:
-                pool = self._pool(ticket)
-                if ticket not in pool.deadlines or ticket in pool.finished:
-                    raise ValueError(f"ticket {ticket} is to start again, but it is not in work")
-                pool.restart([ticket])
-                self._num_started -= 1
-
     def take(self, step: int, waited: bool = False) -> list[int] | None:
         """Return what all pools hand over to step `step`; None while one of them must wait.
 

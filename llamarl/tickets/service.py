@@ -345,11 +345,6 @@ class TicketService:
             self._refused.pop(rank, None)
             self._control.post(rank, "grant", {"tickets": None})
 
-    def start_again(self, tickets: list[int]) -> None:
-        """Have these tickets start again (leader only): the generator that sampled them is gone."""
-        self._ledger.start_again(tickets)
-        self._tell_of_room()
-
     def _tell_of_room(self, *, in_step: bool = False) -> None:
         """Tell generators that were refused to ask again, in the order in which they were. in_step:
         with max_lag 0 too, where for the rest what a generator may start depends on its version
