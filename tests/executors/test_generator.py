@@ -123,21 +123,6 @@ def test_without_in_flight_updates_running_completions_keep_their_version():
     assert g.version == 4
 
 
-def test_an_evaluated_version_is_pinned_until_its_prompts_are_done():
-    g = generator(chunk=1)
-    g.tickets.grants = 0
-    g.weights.staged = Staged(5, must_load=True, evaluate=True)
-    g.step()
-    g.weights.staged = Staged(6)
-    while len(g.outputs.of(EvalCompletion)) < EVALS:
-        assert g.version == 5
-        g.step()
-    assert all(set(c.policy_versions.tolist()) == {5} for c in g.outputs.of(EvalCompletion))
-    assert sorted(c.prompt_index for c in g.outputs.of(EvalCompletion)) == list(range(EVALS))
-    g.step()
-    assert g.version == 6
-
-
 def test_a_long_evaluation_says_how_far_it_is(monkeypatch, capsys):
     monkeypatch.setattr("llamarl.observe.console.LINE_EVERY_S", 0.0)
     g = generator(chunk=1)
@@ -179,15 +164,6 @@ def test_an_evaluation_leaves_half_of_the_slots_to_tickets():
     assert len(g.outputs.of(Completion)) >= 4, "which were sampled meanwhile"
     numbers = [c.prompt_index for c in g.outputs.of(EvalCompletion) if c.greedy]
     assert sorted(numbers) == list(range(10))
-
-
-def test_an_evaluation_takes_all_slots_while_no_ticket_is_granted():
-    g = generator(chunk=1)
-    g.eval_prompts = dict.fromkeys(range(10), PROMPT)
-    g.tickets.grants = 0
-    g.weights.staged = Staged(5, must_load=True, evaluate=True)
-    g.step()
-    assert g.engine.num_live == 8
 
 
 @pytest.mark.parametrize("is_evaluated", [False, True])
@@ -297,7 +273,7 @@ class LateAnswers(FakeTickets):
         return due
 
 
-@pytest.mark.parametrize("turns", [0, 1, 4])
+@pytest.mark.parametrize("turns", [0, 4])
 def test_it_is_never_granted_more_than_it_has_room_for_however_late_the_answer(turns):
     g = generator(chunk=1)
     g.tickets = LateAnswers(turns)
@@ -456,8 +432,7 @@ def finish(generators):
 LONG = {"new_tokens": 14, "least": 1, "temperature": 2.5, "chunk": 1}
 
 
-@pytest.mark.parametrize("steps", [0, 2, 5, 9])
-@pytest.mark.parametrize("before, after", [(1, 1), (1, 3), (2, 1)])
+@pytest.mark.parametrize("steps, before, after", [(0, 1, 1), (5, 1, 3), (2, 2, 1)])
 def test_unfinished_groups_go_on_token_for_token_in_any_number_of_generators(steps, before, after):
     expected = finish(begun(0))
     assert len({len(tokens) for tokens, _ in expected.values()}) > 3, "lengths that differ"
@@ -469,6 +444,8 @@ def test_unfinished_groups_go_on_token_for_token_in_any_number_of_generators(ste
     whole = {key: value for key, value in sent_by(first).items() if key[0] not in working}
     num_sent = Counter(ticket for ticket, _ in whole)
     assert all(number == GROUP for number in num_sent.values())
+    is_partly_sent = not working.isdisjoint(ticket for ticket, _ in sent_by(first))
+    assert is_partly_sent == (steps > 0), "else nothing would be sent again"
     again = finish(resumed(parts, after, working))
     assert not again.keys() & whole.keys() and again | whole == expected
 
@@ -482,18 +459,6 @@ def test_the_leader_is_told_which_tickets_go_on_and_can_have_them_ended():
     for (ticket, _), (_, reason) in finish([g]).items():
         reasons[ticket].add(reason)
     assert "aborted" in reasons[2] and "aborted" not in reasons[1]
-
-
-def test_some_of_these_groups_are_partly_sent():
-    (g,) = begun(2)
-    tickets = [c.ticket for c in g.outputs.of(Completion)]
-    assert set(tickets) & set(g.state_dict()["in_work"]), "else what is sent again goes untested"
-
-
-def test_a_ticket_that_the_ledger_starts_again_is_not_gone_on_with():
-    (first,) = begun(1)
-    (g,) = resumed([first.state_dict()], 1, working={2})
-    assert {ticket for ticket, _ in finish([g])} == {2}
 
 
 def test_a_checkpoint_right_after_a_resume_holds_the_same():
@@ -683,19 +648,6 @@ def test_weights_are_swapped_when_every_rank_has_them_and_not_before(replica):
     assert leader.version == peer.version == 1
 
 
-def test_no_rank_skips_a_version_that_another_may_have_staged(replica):
-    leader, peer = replica()
-    leader.tickets.grants = 0
-    for version in range(3):
-        for g in (peer, leader):
-            assert g.weights.arrive(version)
-            assert not g.weights.arrive(version + 1), (
-                "a newer version overtakes what is not swapped"
-            )
-        settle(leader, peer)
-        assert leader.version == peer.version == version
-
-
 def test_while_a_replica_is_pinned_newer_versions_overtake_each_other_on_all_its_ranks(replica):
     leader, peer = replica(new_tokens=20, chunk=1, eval_samples=1)
     both = (leader, peer)
@@ -720,22 +672,6 @@ def test_while_a_replica_is_pinned_newer_versions_overtake_each_other_on_all_its
     leader.tickets.grants = 0
     settle(leader, peer)
     assert leader.version == peer.version == 4
-
-
-def test_a_version_is_not_skipped_before_every_rank_holds_it(replica):
-    leader, peer = replica(new_tokens=20, chunk=1, eval_samples=1)
-    for g in (leader, peer):
-        g.weights.arrive(0, evaluate=True)
-    for _ in range(3):
-        peer.step(), leader.step()
-    leader.weights.arrive(1), leader.weights.arrive(2)
-    for _ in range(3):
-        peer.step(), leader.step()
-    assert leader._evaluating and leader.weights.staged.version == 1
-    peer.weights.arrive(1)
-    for _ in range(3):
-        peer.step(), leader.step()
-    assert leader._evaluating and leader.weights.staged is peer.weights.staged is None
 
 
 def test_a_peer_samples_what_its_leader_samples_and_sends_nothing(replica):

@@ -128,7 +128,7 @@ def completions_of(groups):
     return list(chain.from_iterable(group.completions for group in groups))
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize(("max_lag", "overcommit"), [(0, 0), (1, 4), (3, 2), (8, 8)])
 def test_the_shown_loop_keeps_the_bound_and_trains_on_every_ticket_once(max_lag, overcommit, seed):
     batches = run_loop(max_lag=max_lag, overcommit=overcommit, seed=seed)

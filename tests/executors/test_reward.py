@@ -410,18 +410,17 @@ def test_the_errors_of_one_prompt_count_once_where_all_are_errors(build):
         settle(executor)
 
 
-@pytest.mark.parametrize("num_bad", [1, 3])
-def test_bad_rows_do_not_make_a_rate_however_large_their_groups_are(num_bad):
+def test_bad_rows_do_not_make_a_rate_however_large_their_groups_are():
     """The bad rows fail at once, while the other groups are still scored."""
     rate = assembly.ErrorRate("f", 0.1)
     for ticket in range(40):
-        kind = Outcome.error("bad row") if ticket < num_bad else Outcome.score(1.0)
+        kind = Outcome.error("bad row") if ticket < 3 else Outcome.score(1.0)
         for _ in range(64):
             rate.add(kind, ticket)
             rate.check()
 
 
-@pytest.mark.parametrize("size", [1, 8, 64, 512])
+@pytest.mark.parametrize("size", [1, 64])
 def test_errors_of_half_of_each_group_make_a_rate_whatever_its_size(size):
     rate = assembly.ErrorRate("f", 0.4)
     with pytest.raises(RewardError, match=r"5\d% of the last"):
@@ -443,8 +442,7 @@ def test_the_rate_is_of_the_newest_prompts():
             rate.check()
 
 
-@pytest.mark.parametrize("size", [4, 8, 64])
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("size, seed", [(4, 0), (64, 1)])
 def test_bad_rows_at_half_of_the_limit_end_no_run(size, seed):
     draws = Random(seed)
     rate = assembly.ErrorRate("f", 0.1)
