@@ -55,7 +55,7 @@ from llamarl.checkpoint.checkpointer import Checkpointer
 from llamarl.checkpoint.service import CONTROLLER, CheckpointService
 from llamarl.comm.channel import Channel, ChannelEnd, ConnectContext
 from llamarl.comm.control import Control
-from llamarl.comm.dropped import DroppedRecords
+from llamarl.comm.dropped import Clock, DroppedRecords
 from llamarl.comm.groups import RankInfo, World, executor_group
 from llamarl.comm.meeting import reaching, wait_for_all
 from llamarl.disk.space import shown_free
@@ -95,15 +95,6 @@ class RunLimits:
 def _is_kept(executor: Executor) -> bool:
     """Whether every checkpoint needs this executor's state."""
     return executor.leads or (executor.has_state() and not executor.state_is_optional)
-
-
-class _Clock:
-    """Measures an executor's busy and idle time, what it waits for, and since when."""
-
-    def __init__(self, now: float):
-        self.idle_since = now
-        self.reason: str | None = None
-        self.reason_since = now
 
 
 class ExecutorController:
@@ -348,7 +339,7 @@ class ExecutorController:
             self._close(ended_well=error is None)
 
     def _loop(self) -> None:
-        clocks = {e.name: _Clock(time.monotonic()) for e in self.local}
+        clocks = {e.name: Clock(time.monotonic()) for e in self.local}
         rest_s = min((e.poll_s for e in self.local), default=POLL_S)
         self.control.keep(self._keepers, self.settings.stop_s)
         self._breakable = self._breakable_steps()
@@ -381,7 +372,7 @@ class ExecutorController:
                 )
         return found
 
-    def _step_or_lose(self, executor: Executor, clock: _Clock) -> bool:
+    def _step_or_lose(self, executor: Executor, clock: Clock) -> bool:
         """Make one step. If the executor holds no state that a checkpoint needs, its failure is a
         loss: the trainer saves, and the run ends.
         """
@@ -394,7 +385,7 @@ class ExecutorController:
             self.control.lose(self.control.explained(error, self._doing, is_loss=True))
             return False
 
-    def _step(self, executor: Executor, clock: _Clock) -> bool:
+    def _step(self, executor: Executor, clock: Clock) -> bool:
         began = time.monotonic()
         self._current = executor
         worked = self._make_step(executor)

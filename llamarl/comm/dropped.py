@@ -16,7 +16,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Protocol
 
 from llamarl.comm.channel import Receiver, Sender, Subject, evaluation_of
 from llamarl.comm.control import Control
@@ -36,11 +35,13 @@ _REMEDY = (
 )
 
 
-class Clock(Protocol):
-    """An executor's clock (llamarl.controller)."""
+class Clock:
+    """Measures an executor's idle time. `now`, and all times, by time.monotonic()."""
 
-    idle_since: float  # when it last worked; time.monotonic()
-    reason: str | None  # what it waits for
+    def __init__(self, now: float):
+        self.idle_since = now  # when it last worked
+        self.reason: str | None = None  # what it waits for
+        self.reason_since = now
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,7 +37,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from types import MappingProxyType
 
 from llamarl.comm.channel import dp_rank_of
@@ -239,29 +239,22 @@ class TicketService:
             if taken is None:
                 self._end_overdue()
                 return None
-            self._tell_of_batch(step, taken)
+            # A batch grows with the ranks: telling all of it to all would grow with their square.
+            for rank, own in self._by_trainer_rank(taken):
+                self._control.post(rank, "taken", {"step": step, "tickets": own})
             self._tell_of_room()
         for _, payload in self._control.take("taken"):
             self._offer[payload["step"]] = payload["tickets"]
         return self._offer.pop(step, None)
 
-    def _tell_of_batch(self, step: int, taken: list[int]) -> None:
-        """Tell each trainer rank the tickets of its data-parallel rank, and no others.
-
-        A batch grows with the ranks, so that to tell all of it to all would grow with their square.
-        """
-        batches = self._by_dp_rank(taken)
-        for place, rank in enumerate(self._trainer_ranks):
-            batch = batches[place // self._tensor_parallel]
-            self._control.post(rank, "taken", {"step": step, "tickets": batch})
-
-    def _by_dp_rank(self, tickets: list[int]) -> list[list[int]]:
-        """Return the tickets of each data-parallel rank of the trainer."""
+    def _by_trainer_rank(self, tickets: list[int]) -> Iterator[tuple[int, list[int]]]:
+        """Yield each trainer rank, with the tickets of its data-parallel rank."""
         num_dp_ranks = len(self._trainer_ranks) // self._tensor_parallel
         batches: list[list[int]] = [[] for _ in range(num_dp_ranks)]
         for ticket in tickets:
             batches[dp_rank_of(ticket, num_dp_ranks)].append(ticket)
-        return batches
+        for place, rank in enumerate(self._trainer_ranks):
+            yield rank, batches[place // self._tensor_parallel]
 
     @property
     def has_batch(self) -> bool:
@@ -375,21 +368,13 @@ class TicketService:
             self._times.finished(whole, self._clock())
         verdicts = {int(t): Verdict.from_json(said) for t, said in payload["verdicts"].items()}
         given_back = self._ledger.finish(whole, verdicts)
-        self._tell_of_given_back(given_back)
+        for rank, own in self._by_trainer_rank(given_back):
+            if own:
+                self._control.post(rank, "given_back", {"tickets": own})
         if self.max_lag is None:
             self._tell_of_room()  # without a bound what has finished makes room
         elif given_back:
             self._tell_of_room(in_step=True)
-
-    def _tell_of_given_back(self, tickets: list[int]) -> None:
-        """Tell the trainer ranks which of their groups are not wanted."""
-        if not tickets:
-            return
-        batches = self._by_dp_rank(tickets)
-        for place, rank in enumerate(self._trainer_ranks):
-            own = batches[place // self._tensor_parallel]
-            if own:
-                self._control.post(rank, "given_back", {"tickets": own})
 
     def _end_overdue(self) -> None:
         """Tell generators to end the stragglers that alone hold up the step, once each."""

@@ -11,7 +11,7 @@ Pure.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from llamarl.types import Verdict
@@ -45,19 +45,12 @@ class Yield:
     def of(cls, batch: Sequence[Verdict | None], given_back: Sequence[Verdict]) -> Yield:
         """Return what these verdicts add up to. None: nothing is known of a group."""
         teaching = sum(one is None or one.teaches for one in batch)
-        known = [one for one in batch if one is not None]
+        known = [*(one for one in batch if one is not None), *given_back]
+        num_scored = sum(one.num_scored for one in known)
+        total = math.fsum(one.total for one in known)  # of any order
         return cls(
             given_back=len(given_back),
             kept_equal=len(batch) - teaching,
             teaching=teaching,
-            mean_outcome=_mean_outcome([*known, *given_back]),
+            mean_outcome=total / num_scored if num_scored else math.nan,
         )
-
-
-def _mean_outcome(verdicts: Iterable[Verdict]) -> float:
-    """Return the mean outcome of all completions; it does not depend on the order."""
-    verdicts = list(verdicts)
-    num_scored = sum(one.num_scored for one in verdicts)
-    if not num_scored:
-        return math.nan
-    return math.fsum(one.total for one in verdicts) / num_scored

@@ -413,7 +413,6 @@ def test_a_broken_collective_beside_the_trainer_does_not_say_that_no_checkpoint_
 @pytest.mark.parametrize(
     "said, cause",
     [
-        (GLOO, "Connection closed by peer [127.0.0.1]:1"),
         (
             "[/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection "
             "closed by peer [10.0.0.7]:21933. This is typically caused by a crash",
@@ -424,7 +423,6 @@ def test_a_broken_collective_beside_the_trainer_does_not_say_that_no_checkpoint_
             "exited\nframe #0: x (0x1 in lib.so)",
             "NCCL error remote process exited",
         ),
-        ("Broken pipe", "Broken pipe"),
         ("", "RuntimeError"),
     ],
 )

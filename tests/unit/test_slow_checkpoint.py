@@ -16,7 +16,8 @@ from llamarl.checkpoint import checkpointer as checkpointer_module
 from llamarl.checkpoint import service as service_module
 from llamarl.checkpoint.checkpointer import Checkpointer
 from llamarl.checkpoint.service import CheckpointService
-from llamarl.controller import ExecutorController, _Clock
+from llamarl.comm import dropped
+from llamarl.controller import ExecutorController
 from llamarl.errors import CheckpointError, PeerDied, TimedOut
 
 TIMEOUT_S = 8.0
@@ -349,7 +350,7 @@ def test_a_wait_counts_only_while_no_rank_gets_on_with_a_checkpoint(monkeypatch,
     generator = SimpleNamespace(
         name="generator", step=lambda: False, waiting_for=lambda: "tickets: none is granted"
     )
-    waits = _Clock(clock.now)
+    waits = dropped.Clock(clock.now)
     for _ in range(40):
         clock.now += 1.0
         if gets_on:
