@@ -10,6 +10,7 @@ from llamarl.models.attention import PackedAttention
 from llamarl.models.build import build_decoder, read_config
 from llamarl.models.hf import load_weights
 from llamarl.types import Group
+from tests.build.group import build_group
 from tests.executors.fakes import FakeReceiver, FakeSender
 from tests.tolerances import rounding
 
@@ -39,20 +40,8 @@ def executor(model, *, temperature=1.0, microbatch_tokens=1000, **settings):
 
 
 def group(ticket=0, lengths=(3, 1, 6, 2), prompt=4):
-    random = torch.Generator().manual_seed(ticket)
-    tokens, size = sum(lengths), len(lengths)
-    return Group(
-        ticket=ticket,
-        prompt_ids=torch.randint(0, 29, (prompt,), generator=random),
-        lengths=torch.tensor(lengths),
-        token_ids=torch.randint(0, 29, (tokens,), generator=random),
-        generator_logprobs=-torch.rand(tokens, generator=random),
-        policy_versions=torch.arange(tokens),
-        ref_logprobs=torch.empty(0),
-        rewards=torch.ones(size),
-        finish_reasons=("stop",) * size,
-        outcomes=("score",) * size,
-    )
+    versions = torch.arange(sum(lengths))
+    return build_group(ticket, lengths, prompt=prompt, vocab_size=29, policy_versions=versions)
 
 
 def scored_all(ours, groups):

@@ -10,6 +10,7 @@ from llamarl.scoring.model import ModelScorer
 from llamarl.scoring.scorer import Scorer
 from llamarl.scoring.weighted import WeightedPart
 from llamarl.types import Completion, EvalCompletion, Group, Outcome, Prompt
+from tests.build.completion import build_completion
 from tests.scorers import SCORES, asked_for
 
 SIZE = 3
@@ -58,16 +59,10 @@ def prompt(i, **meta):
 
 
 def completion(ticket, sample, *, finish_reason="stop"):
-    ids = ASKED[ticket].completions[sample]
-    return Completion(
-        ticket,
-        sample,
-        ASKED[ticket].prompt_ids,
-        ids,
-        torch.zeros(len(ids)),
-        torch.zeros_like(ids),
-        finish_reason,
-    )
+    asked = ASKED[ticket]
+    ids = asked.completions[sample].tolist()
+    prompt = asked.prompt_ids.tolist()
+    return build_completion(ticket, sample, ids, prompt=prompt, finish_reason=finish_reason)
 
 
 def answer(i):

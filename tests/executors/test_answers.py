@@ -13,7 +13,8 @@ from llamarl.errors import RewardError
 from llamarl.scoring.replies import ReplyMean, ReplySettings, mean_outcome
 from llamarl.scoring.routing import InTurn
 from llamarl.scoring.scorer import Item, Scorer
-from llamarl.types import Completion, Group, Outcome, Prompt, Replied
+from llamarl.types import Group, Outcome, Prompt, Replied
+from tests.build.completion import build_completion
 
 WORDS = ["error", "abstain", "right", "wrong", ""]  # of a token
 SCORES = {"right": 1.0, "wrong": 0.0}
@@ -58,22 +59,9 @@ class Later(Scorer):
         return True
 
 
-def completion(ticket, sample, *, finish_reason="stop"):
-    ids = torch.tensor([2])
-    return Completion(
-        ticket,
-        sample,
-        torch.tensor([1, 2]),
-        ids,
-        torch.zeros(1),
-        torch.zeros_like(ids),
-        finish_reason,
-    )
-
-
 def answered(*words, ticket=0, sample=0, outcome="score", reason=""):
     return Replied(
-        attack=completion(ticket, sample),
+        attack=build_completion(ticket, sample, [2]),
         prompt_ids=torch.tensor([9]),
         lengths=torch.ones(len(words), dtype=torch.int64),
         token_ids=torch.tensor([WORDS.index(word) for word in words], dtype=torch.int64),

@@ -21,6 +21,7 @@ from llamarl.scoring.pool import RewardPool
 from llamarl.scoring.routing import InTurn
 from llamarl.tasks.parts import APART, EvalSet
 from llamarl.types import Completion, EvalCompletion, Group, Outcome
+from tests.build.completion import build_completion
 from tests.evaluated import Said, own_set
 from tests.executors.fakes import FakeStream
 from tests.executors.pooled import FN, WORDS, make_prompt, train_prompt
@@ -34,17 +35,8 @@ def build(build_reward):
 
 
 def completion(ticket, sample_index, word, *, finish_reason="stop", version=3):
-    ids = torch.tensor([WORDS.index(word)] if word else [], dtype=torch.int64)
-    versions = torch.full_like(ids, version)
-    return Completion(
-        ticket,
-        sample_index,
-        torch.tensor([1, 2]),
-        ids,
-        torch.zeros(len(ids)),
-        versions,
-        finish_reason,
-    )
+    ids = [WORDS.index(word)] if word else []
+    return build_completion(ticket, sample_index, ids, version=version, finish_reason=finish_reason)
 
 
 def answer(prompt, sample, word, *, version=3):

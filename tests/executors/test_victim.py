@@ -15,6 +15,7 @@ from llamarl.inference import Engine, SamplingParams
 from llamarl.models.config import tiny_directory
 from llamarl.models.hf import load_tokenizer, named_parameters_hf
 from llamarl.types import Completion, EvalCompletion, EvalReplied, Policy, Replied
+from tests.build.completion import build_completion
 from tests.executors.fakes import FakeControl, FakeMetrics, FakeReceiver, FakeSender
 
 ANSWERS = 3  # to an attack
@@ -40,25 +41,16 @@ def read(attack):
 
 
 def ids_of(text):
-    return torch.tensor(TOKENIZER.encode(text)[1:], dtype=torch.int64)  # without bos
+    return TOKENIZER.encode(text)[1:]  # without bos
 
 
 def attack(ticket, sample, text, *, finish_reason="stop"):
-    ids = ids_of(text)
-    return Completion(
-        ticket,
-        sample,
-        torch.tensor([1]),
-        ids,
-        torch.zeros(len(ids)),
-        torch.zeros_like(ids),
-        finish_reason,
-    )
+    return build_completion(ticket, sample, ids_of(text), finish_reason=finish_reason)
 
 
 def eval_attack(sample, text, *, version=4):
     """Sample 0 is the greedy one."""
-    ids = ids_of(text)
+    ids = torch.tensor(ids_of(text), dtype=torch.int64)
     return EvalCompletion(
         prompt_index=0,
         greedy=sample == 0,
@@ -153,7 +145,7 @@ def test_neither_order_nor_slots_change_an_answer(build):
     """
     attacks = [*SUMS, *(eval_attack(i, f"2{i}+3") for i in range(EVAL_ATTACKS))]
     first = answered_by(build(), *attacks)
-    for seed in range(4):
+    for seed in range(2):
         shuffled = random.Random(seed).sample(attacks, len(attacks))
         for reproducible, max_slots in ((True, 8), (False, 2)):
             victim = build(reproducible=reproducible, max_slots=max_slots)
