@@ -56,22 +56,15 @@ class Copier:
         # The digest is of what has arrived in its place.
         return self.digest_all(place.contiguous() for _, place in parts)
 
-    def digest(self, of: Tensor) -> int:
-        """Return the digest of a contiguous tensor's bytes."""
-        flat = of.reshape(-1).view(torch.uint8)
-        if self.method == "device":
-            return _device_digests([flat])[0]
-        return xxhash.xxh3_64_intdigest(flat.numpy().data)
-
     def digest_all(self, tensors: Iterable[Tensor]) -> int:
         """Return the folded digests of contiguous tensors, which lie on one device.
 
         A GPU takes them together: one alone costs it a dozen kernels, and a wait.
         """
-        if self.method != "device":
-            return fold(map(self.digest, tensors))
-        flats = [of.reshape(-1).view(torch.uint8) for of in tensors]
-        return fold(_device_digests(flats))
+        flats = (of.reshape(-1).view(torch.uint8) for of in tensors)
+        if self.method == "device":
+            return fold(_device_digests(list(flats)))
+        return fold(xxhash.xxh3_64_intdigest(flat.numpy().data) for flat in flats)
 
 
 def fold(digests: Iterable[int]) -> int:

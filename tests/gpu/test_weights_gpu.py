@@ -5,17 +5,15 @@ import json
 import pytest
 import torch
 
-from llamarl.comm.control import Control
 from llamarl.comm.groups import this_rank_info
-from llamarl.ddma.layout import Destination, Source
-from llamarl.ddma.payload import Copier, fold
+from llamarl.ddma.payload import Copier
 from llamarl.ddma.receiver import WeightsReceiver
-from llamarl.ddma.route import WeightsRoute
 from llamarl.ddma.sender import WeightsSender
 from llamarl.machine.offload import DeviceSharing
 from llamarl.models.build import build_decoder, read_config
 from llamarl.models.config import tiny_directory
 from llamarl.models.hf import load_weights, named_parameters_hf
+from tests.build.routes import route_of
 from tests.launching import SMALL, Job
 
 pytestmark = [
@@ -25,7 +23,7 @@ pytestmark = [
 
 
 def digest_of(flat: torch.Tensor) -> int:
-    return fold([Copier("device").digest(flat)])
+    return Copier("device").digest_all([flat])
 
 
 def test_a_device_digest_sees_a_changed_byte_and_exchanged_words():
@@ -45,30 +43,14 @@ def test_a_device_digest_sees_a_changed_byte_and_exchanged_words():
 @pytest.mark.parametrize("on_host", [False, True])
 def test_a_version_reaches_the_parameters_in_place(on_host):
     device = torch.device("cuda", 0)
-    control = Control(None, rank=0, world_size=1, leader=0, names=["everything"])
     source = load_weights(
         build_decoder(read_config(tiny_directory())), tiny_directory(), device=device
     )
     target = build_decoder(
         read_config(tiny_directory()), device=device, dtype=torch.bfloat16
     ).requires_grad_(False)
-    route = WeightsRoute(
-        "policy",
-        sources=(0,),
-        destinations=(0,),
-        source=Source(),
-        destination=Destination(),
-        dtype=torch.bfloat16,
-        quantize="none",
-        exclude=(),
-        transport="auto",
-        on_host=on_host,
-        ranks=[this_rank_info(0, device)],
-        group=None,
-        device_group=None,
-        control=control,
-        timeout_s=30,
-    )
+    infos = [this_rank_info(0, device)]
+    route = route_of(ranks=infos, dtype=torch.bfloat16, on_host=on_host, timeout_s=30)
     sender, receiver = WeightsSender(route), WeightsReceiver(route)
     sender.bind(source.config, list(named_parameters_hf(source)))
     receiver.bind(target.config, list(named_parameters_hf(target)))
@@ -79,8 +61,8 @@ def test_a_version_reaches_the_parameters_in_place(on_host):
                 p.add_(0.01)
         sender.publish(version, evaluate=True, must_differ=version > 0)
         while receiver.staged is None:
-            control.check()
-            control.wait(0.01)
+            route.control.check()
+            route.control.wait(0.01)
         assert receiver.swap().version == version
         for (name, a), (_, b) in zip(named_parameters_hf(source), named_parameters_hf(target)):
             assert torch.equal(a.bfloat16(), b), name

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.build.model_config import model_config
+from tests.build.routes import route_of
 from tests.pool import Pool
 
 RANKS, VERSIONS = 4, 3
@@ -23,27 +25,18 @@ HEADERS = [64, (16 << 10) - 8, (16 << 10) - 7, 100_000]  # bytes, of JSON; a fra
 TOPOLOGIES = {
     "one process": ((0,), (0,), (1, 1, 1), (1, 1)),
     "one to one": ((0,), (1,), (1, 1, 1), (1, 1)),
-    "two shards to one": ((0, 1), (2,), (2, 1, 1), (1, 1)),
-    "three uneven shards to one": ((0, 1, 2), (3,), (3, 1, 1), (1, 1)),
-    "two shards to two replicas": ((0, 1), (2, 3), (2, 1, 1), (1, 2)),
     "a rank on both sides": ((0, 1), (1, 2), (2, 1, 1), (1, 2)),
-    "four shards to two of these ranks": ((0, 1, 2, 3), (1, 3), (4, 1, 1), (1, 2)),
-    "hsdp to one, who share the work": ((0, 1, 2, 3), (3,), (2, 2, 1), (1, 1)),
     "hsdp to two, one replica each": ((0, 1, 2, 3), (2, 3), (2, 2, 1), (1, 2)),
     "copies to three": ((0, 1), (1, 2, 3), (1, 2, 1), (1, 3)),
-    "one to two parts": ((0,), (1, 2), (1, 1, 1), (2, 1)),
     "three uneven shards to two parts": ((0, 1, 2), (2, 3), (3, 1, 1), (2, 1)),
-    "two parts to one": ((0, 1), (2,), (1, 1, 2), (1, 1)),
     "two parts of two shards to three parts": ((0, 1, 2, 3), (0, 1, 2), (2, 1, 2), (3, 1)),
     "one to two replicas of two parts": ((0,), (0, 1, 2, 3), (1, 1, 1), (2, 2)),
     "one to three replicas": ((0,), (1, 2, 3), (1, 1, 1), (1, 3)),
-    "two shards to three replicas": ((0, 1), (1, 2, 3), (2, 1, 1), (1, 3)),
 }
 CHAINED = {  # over gloo: generator ranks that others hand their weights on to
     "copies to three": [1],
     "one to two replicas of two parts": [0, 1],
     "one to three replicas": [1, 2],
-    "two shards to three replicas": [1],
 }
 
 
@@ -67,8 +60,15 @@ def left_in_shared_memory(pids: list[int]) -> list[Path]:
     return named + [file for file in opened if "memfd:llamarl" in os.readlink(file)]
 
 
-@pytest.mark.parametrize("transport", ["shm", "gloo"])
-@pytest.mark.parametrize("name", TOPOLOGIES)
+def ways() -> list:
+    """Parameters (name, transport): chains are of gloo, and one process has a link of its own."""
+    out = []
+    for name in TOPOLOGIES:
+        out += [(name, "gloo")] if name in CHAINED else [(name, "shm")]
+    return [*out, ("one to one", "gloo"), ("two parts of two shards to three parts", "gloo")]
+
+
+@pytest.mark.parametrize("name, transport", ways())
 def test_every_replica_holds_what_the_trainer_holds(pool, run, name, transport):
     sources, destinations, source, destination = TOPOLOGIES[name]
     answers = run(
@@ -82,12 +82,11 @@ def test_every_replica_holds_what_the_trainer_holds(pool, run, name, transport):
         VERSIONS * (rank in destinations) for rank in range(RANKS)
     ]
     handing_on = [rank for rank, a in enumerate(answers) if a["forwards"]]
-    assert handing_on == (CHAINED.get(name, []) if transport == "gloo" else [])
+    assert handing_on == CHAINED.get(name, [])
     assert left_in_shared_memory(pool.pids) == []
 
 
-@pytest.mark.parametrize("transport", ["shm", "gloo"])
-@pytest.mark.parametrize("quantize", ["none", "int8", "fp8"])
+@pytest.mark.parametrize("quantize, transport", [("int8", "shm"), ("fp8", "gloo")])
 def test_what_travels_has_the_generators_dtype(run, quantize, transport):
     run(
         sources=(0, 1, 2),
@@ -101,15 +100,13 @@ def test_what_travels_has_the_generators_dtype(run, quantize, transport):
     )
 
 
-@pytest.mark.parametrize("transport", ["shm", "gloo"])
 @pytest.mark.parametrize(
-    "sources, source, destinations, destination",
+    "sources, source, destinations, destination, transport",
     [
-        ((0, 1), (2, 1, 1), (2, 3), (2, 1)),
-        ((0, 1, 2), (3, 1, 1), (3,), (1, 1)),
-        ((0, 1, 2, 3), (2, 2, 1), (2, 3), (1, 2)),
+        ((0, 1, 2), (3, 1, 1), (3,), (1, 1), "shm"),
+        ((0, 1, 2, 3), (2, 2, 1), (2, 3), (1, 2), "gloo"),
     ],
-    ids=["two shards", "three shards", "hsdp"],
+    ids=["three shards", "hsdp"],
 )
 def test_parameters_that_fsdp2_has_sharded_arrive_whole(
     run, sources, source, destinations, destination, transport
@@ -137,10 +134,8 @@ def test_a_topology_that_is_not_the_trainers_is_refused(pool, run):
         refused=True,
     )
     for rank, rows in ((0, 12), (1, 11)):
-        text = (
-            f"model.embed_tokens.weight: rank {rank} holds ({rows}, 10), the topology says (23, 10)"
-        )
-        assert answers[rank]["refused"] == text
+        text = f"rank {rank} holds ({rows}, 10), the topology says (23, 10)"
+        assert text in answers[rank]["refused"]
     assert left_in_shared_memory(pool.pids) == []
 
 
@@ -207,23 +202,12 @@ def tell_headers(rank: int) -> list[int]:
 
 
 def config_of(scale: int):
-    from llamarl.models.config import ModelConfig
-
     # Neither two nor three divide all of these, and the heads of three generator ranks overlap.
-    return ModelConfig(
-        architecture="LlamaForCausalLM",
+    return model_config(
         vocab_size=23 * scale,
         hidden_size=10 * scale,
         intermediate_size=14 * scale,
-        num_hidden_layers=2,
         num_attention_heads=6,
-        num_key_value_heads=2,
-        head_dim=4,
-        rms_norm_eps=1e-6,
-        rope_theta=1e4,
-        rope_scaling=None,
-        max_position_embeddings=64,
-        tie_word_embeddings=False,
         attention_bias=True,
     )
 
@@ -253,24 +237,17 @@ def trainer_parameters(scenario, config, source, index: int, mesh):
     from llamarl.models.hf import named_parameters_hf
     from llamarl.models.sharding import Box, parameter_shapes
 
+    out = []
     if not mesh:
-        boxes = {
-            name: source.box(config, Parameter(name, shape, torch.float32), index)
-            for name, shape in parameter_shapes(config).items()
-        }
-        return [
-            (
-                name,
-                torch.nn.Parameter(torch.zeros(box.lengths)),
-                box.within(Box.whole(parameter_shapes(config)[name])),
-            )
-            for name, box in boxes.items()
-        ]
+        for name, shape in parameter_shapes(config).items():
+            box = source.box(config, Parameter(name, shape, torch.float32), index)
+            parameter = torch.nn.Parameter(torch.zeros(box.lengths))
+            out.append((name, parameter, box.within(Box.whole(shape))))
+        return out
     decoder = build_decoder(config, device="cpu")
     for layer in decoder.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(decoder, mesh=mesh)
-    out = []
     for name, p in named_parameters_hf(decoder):
         lengths, offsets = compute_local_shape_and_global_offset(
             p.shape, p.device_mesh, p.placements
@@ -313,12 +290,10 @@ def exchange(rank: int, scenario: dict) -> dict:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
-    from llamarl.comm.control import Control
     from llamarl.comm.groups import link_group, this_rank_info
     from llamarl.ddma import route as routes
     from llamarl.ddma.layout import Destination, Source
     from llamarl.ddma.receiver import Staged, WeightsReceiver
-    from llamarl.ddma.route import WeightsRoute
     from llamarl.ddma.sender import WeightsSender
     from llamarl.errors import WeightsError
 
@@ -333,16 +308,12 @@ def exchange(rank: int, scenario: dict) -> dict:
     if scenario.get("fsdp2"):
         fsdp, replicate, _ = scenario.get("mesh") or scenario["source"]
         grid = torch.tensor(sources).view(replicate, fsdp)
-        mesh = (
-            DeviceMesh("cpu", grid, mesh_dim_names=("copies", "shards"))
-            if replicate > 1
-            else DeviceMesh("cpu", grid[0])
-        )
-    control = Control(
-        None, rank=rank, world_size=size, leader=0, names=[f"executor {r}" for r in range(size)]
-    )
-    route = WeightsRoute(
-        "policy",
+        if replicate > 1:
+            mesh = DeviceMesh("cpu", grid, mesh_dim_names=("copies", "shards"))
+        else:
+            mesh = DeviceMesh("cpu", grid[0])
+    route = route_of(
+        rank,
         sources=sources,
         destinations=destinations,
         source=source,
@@ -353,10 +324,9 @@ def exchange(rank: int, scenario: dict) -> dict:
         transport=scenario["transport"],
         ranks=[this_rank_info(r, torch.device("cpu")) for r in range(size)],
         group=link_group(sources, destinations),
-        device_group=None,
-        control=control,
         timeout_s=WAIT_S,
     )
+    control = route.control
     plan, answer = route.plan(config), {"checked": 0, "forwards": False, "samples": []}
     sender = receiver = None
     if rank in sources:

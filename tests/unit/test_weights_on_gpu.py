@@ -8,19 +8,17 @@ import time
 import pytest
 import torch
 
-from llamarl.comm.control import Control
 from llamarl.comm.groups import RankInfo
 from llamarl.ddma.layout import Destination, Source, parameters_to_send
 from llamarl.ddma.receiver import WeightsReceiver
-from llamarl.ddma.route import WeightsRoute
 from llamarl.ddma.sender import WeightsSender
 from llamarl.models.quantize import QUANTIZED, quantize_rows
 from llamarl.models.sharding import parameter_shapes
+from tests.build.routes import PATIENCE_S, control_of, route_of
 from tests.imagined_gpu import GPU, OnGpu, imagined_gpu
 from tests.imagined_ranks import Office, Post
 from tests.small_decoders import CONFIG
 
-PATIENCE_S = 20.0
 SHAPES = parameter_shapes(CONFIG)
 
 
@@ -48,14 +46,9 @@ class Ranks:
         together = len(infos) == 1
         trainers = (0,) if together else tuple(range(count))
         generators = (0,) if together else tuple(range(count, count + destination.num_ranks))
-        names = [f"rank {info.rank}" for info in infos]
-        self.controls = []
         self.routes = []
         for info in infos:
-            control = Control(None, rank=info.rank, world_size=len(infos), leader=0, names=names)
-            self.controls.append(control)
-            route = WeightsRoute(
-                "policy",
+            route = route_of(
                 sources=trainers,
                 destinations=generators,
                 source=source,
@@ -63,12 +56,10 @@ class Ranks:
                 dtype=self.dtype,
                 quantize=quantize,
                 exclude=("lm_head",) if quantize != "none" else (),
-                transport="auto",
                 ranks=infos,
                 group=None if post is None else Office("gloo", info.rank),
                 device_group=None if post is None else Office("nccl", info.rank),
-                control=control,
-                timeout_s=PATIENCE_S,
+                control=control_of(info.rank, len(infos)),
                 on_host=on_host,
             )
             self.routes.append(route)
@@ -109,10 +100,10 @@ class Ranks:
         until = time.monotonic() + PATIENCE_S
         for receiver in self.receivers:
             while receiver.staged is None:
-                for control in self.controls:
-                    control.check()
+                for route in self.routes:
+                    route.control.check()
                 assert time.monotonic() < until, "it never came"
-                self.controls[0].wait(0.01)
+                self.routes[0].control.wait(0.01)
             assert receiver.swap().version == version
 
     def assert_received(self, version):
@@ -138,15 +129,14 @@ def said(gpu, thread):
     return [done for done in gpu.streams.log if done.thread.startswith(thread)]
 
 
-@pytest.mark.parametrize("quantize", ["none", "fp8", "int8"])
-@pytest.mark.parametrize("on_host", [False, True])
+@pytest.mark.parametrize("on_host, quantize", [(False, "fp8"), (True, "none"), (True, "int8")])
 def test_versions_arrive_in_one_process_and_each_copy_waits_for_what_it_reads(
     gpu, on_host, quantize
 ):
     ranks = Ranks([info(0)], Source(), Destination(), on_host=on_host, quantize=quantize)
     assert ranks.routes[0].on_device is not on_host
     addresses = [p.data_ptr() for p in ranks.targets[0].values()]
-    for version in range(3):
+    for version in range(2):
         ranks.train(version)
         ranks.sync(version)
         ranks.assert_received(version)
@@ -156,7 +146,12 @@ def test_versions_arrive_in_one_process_and_each_copy_waits_for_what_it_reads(
 
 def test_threads_that_move_weights_keep_out_of_the_models_stream(gpu):
     ranks = Ranks([info(0)], Source(), Destination())
+    slots = ranks.senders[0]._bound._slots
+    assert all(isinstance(t, OnGpu) for t in slots.tensors) and not slots.counters
     ranks.sync(0)
+    # The swap is over before the buffer may be written again.
+    main = [done.what for done in said(gpu, "MainThread")]
+    assert "_foreach_copy_" in main[-2] and main[-1] == "synchronize"
     ranks.close()
     ours = {done.who for done in said(gpu, "publish-") + said(gpu, "subscribe-")} - {"host"}
     assert len(ours) == 2 and "default" not in ours
@@ -165,14 +160,6 @@ def test_threads_that_move_weights_keep_out_of_the_models_stream(gpu):
     recorded = [done for done in said(gpu, "MainThread") if done.what == "record"]
     waited = [done for done in said(gpu, "publish-") if done.what == "wait for an event"]
     assert len(recorded) == len(staged) - 1 and len(waited) >= len(recorded)
-
-
-def test_the_swap_is_over_before_the_buffer_may_be_written_again(gpu):
-    ranks = Ranks([info(0)], Source(), Destination())
-    ranks.sync(0)
-    main = [done.what for done in said(gpu, "MainThread")]
-    assert "_foreach_copy_" in main[-2] and main[-1] == "synchronize"
-    ranks.close()
 
 
 @pytest.mark.parametrize("on_host", [False, True])
@@ -231,10 +218,3 @@ def test_gpus_of_several_hosts_send_in_the_order_in_which_the_others_receive(
     assert {name for name, *_ in post.sent} == {"nccl"}
     assert {(sender, receiver) for _, sender, receiver in post.sent} == expected
     assert len(gpu.shared) == shared
-
-
-def test_what_a_trainer_holds_on_a_gpu_is_staged_there(gpu):
-    ranks = Ranks([info(0)], Source(), Destination())
-    slots = ranks.senders[0]._bound._slots
-    assert all(isinstance(t, OnGpu) for t in slots.tensors) and not slots.counters
-    ranks.close()
