@@ -63,7 +63,7 @@ def mesh(size: int) -> dict:
     from llamarl.ddma.layout import Destination, Source, parameters_to_send
     from llamarl.ddma.plan import make_plan
     from llamarl.models.config import read_config, tiny_directory
-    from llamarl.models.training import training_decoder
+    from llamarl.models.loading import training_decoder
 
     new_group = c10d.new_group
 

@@ -177,7 +177,7 @@ class Counter:
 
 
 def decoder_of(case: Case, config: ModelConfig, lora: Lora | None = None) -> Decoder:
-    """As llamarl.models.training makes one on a single rank, with random weights."""
+    """As llamarl.models.loading makes one on a single rank, with random weights."""
     decoder = build_decoder(dataclasses.replace(config, lora=lora))
     decoder.activation_checkpointing = case.checkpointing
     if case.dtype != "float32":

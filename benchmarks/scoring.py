@@ -38,8 +38,8 @@ from llamarl.executor import ExecutorGroup
 from llamarl.machine.precision import use_float32_products
 from llamarl.models.config import read_config
 from llamarl.models.hf import export, named_parameters_hf
+from llamarl.models.loading import training_decoder
 from llamarl.models.scorer import scorer_fields
-from llamarl.models.training import training_decoder
 from llamarl.scoring.sharded import ScoreRequest, ScorerSettings, ShardedScorer, pack_scored
 
 SPREAD = 0.7  # of the logarithm of lengths

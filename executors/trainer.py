@@ -36,8 +36,8 @@ from llamarl.learning.trained_model import TrainedModel, TrainedModelSettings, l
 from llamarl.learning.update import PolicyUpdate, StepAborted, UpdateSettings
 from llamarl.learning.values import Critic, CriticSettings, OwnCritic, SharedCritic
 from llamarl.models.build import Decoder
-from llamarl.models.frozen import frozen_decoder
 from llamarl.models.fsdp import local
+from llamarl.models.loading import frozen_decoder
 from llamarl.models.parity import Prompts, canary_sequences, marks_of
 from llamarl.types import Group, Policy, ReferencePolicy
 

@@ -182,10 +182,8 @@ class Publisher:
         self._slots = slots
         self._links = links
         self._while_staging = bool(slots.counters)
-        if slots.counters:
-            self._progress = [BucketProgress(counter) for counter in slots.counters]
-        else:
-            self._progress = [BucketProgress(None) for _ in range(NUM_SLOTS)]
+        counters: Sequence[Tensor | None] = slots.counters or [None] * NUM_SLOTS
+        self._progress = [BucketProgress(counter) for counter in counters]
         self._free: queue.Queue[int] = queue.Queue()
         for slot in range(NUM_SLOTS):
             self._free.put(slot)
@@ -263,7 +261,11 @@ class Publisher:
         version = -1
         try:
             work_behind_the_model(self._slots.tensors[0].device)
-            self._offer_slots()
+            try:
+                for out in self._links:
+                    out.link.offer(self._slots, out.buckets[0].start)
+            finally:
+                self._slots.close_files()
             while True:
                 queued = self._queued.get()
                 if queued is None:
@@ -281,13 +283,6 @@ class Publisher:
                 return  # that generator has ended already
             text = f"{where}, version {version}: {self._control.gone(error)}"
             raise PeerDied(text, error.ranks) from error
-
-    def _offer_slots(self) -> None:
-        try:
-            for out in self._links:
-                out.link.offer(self._slots, out.buckets[0].start)
-        finally:
-            self._slots.close_files()
 
     def _deliver(self, queued: QueuedVersion) -> None:
         if not self._while_staging:

@@ -24,8 +24,8 @@ from llamarl.evaluation.judges import EvalJudge, JudgeWork, greedy_items, spans_
 from llamarl.evaluation.metrics import Metrics
 from llamarl.learning.packing import collate
 from llamarl.learning.sft import NextToken, SFTPair, completion_logprobs, pair_of
-from llamarl.models.frozen import decoder_over
 from llamarl.models.fsdp import local, reshard
+from llamarl.models.loading import decoder_over
 from llamarl.scoring.scorer import Site
 from llamarl.scoring.sharded import ScoreRequest, from_message, to_message
 

@@ -142,33 +142,6 @@ class Prefill:
         return self._packed.attend(layer, q_THK, k_TJK, v_TJK)
 
 
-class Extend:
-    """Attention of the next tokens of one slot, at ascending positions_T, over what the slot holds
-    and themselves.
-    """
-
-    padding = 0
-
-    def __init__(self, cache: SlotCache, slot: int, positions_T: Tensor):
-        self._cache = cache
-        self._slot = slot
-        last = int(positions_T[-1])
-        self.longest = last + 1
-        self._positions = positions_T
-        self._slots = torch.full_like(positions_T, slot)
-        places = torch.arange(self.longest, device=cache.device)
-        self._seen = places <= positions_T[:, None]
-
-    def attend(self, layer: int, q_THK: Tensor, k_TJK: Tensor, v_TJK: Tensor) -> Tensor:
-        """Keep the K/V, and return what each token reads of the slot up to itself, [T, H, K]."""
-        keys, values = self._cache.write(layer, self._slots, self._positions, k_TJK, v_TJK)
-        k_1JLK = keys[self._slot, None, :, : self.longest].contiguous()
-        v_1JLK = values[self._slot, None, :, : self.longest].contiguous()
-        q_HTK = q_THK.transpose(0, 1)
-        (out_HTK,) = fused(q_HTK[None], k_1JLK, v_1JLK, self._seen)
-        return out_HTK.transpose(0, 1)
-
-
 class Pieces:
     """Attention of the next tokens of N sequences end to end, each over what its slot holds and
     over its own. Sequences are padded to the longest for the kernel alone.

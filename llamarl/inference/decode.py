@@ -100,7 +100,7 @@ def _library(dtype: torch.dtype) -> ctypes.CDLL | None:
 
 
 class NativeDecode:
-    """Computes what `decoder` does in the contexts Decode, Prefill and Extend of a cache. Logits
+    """Computes what `decoder` does in the contexts Decode, Prefill and Pieces of a cache. Logits
     [N, V] float32.
     """
 

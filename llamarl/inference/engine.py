@@ -403,20 +403,10 @@ class Engine(SlotEngine):
         if self._runner.native:
             self._prefill(starts, done, first)
         else:
-            for is_kept, alike in itertools.groupby(
-                starts, lambda start: start.request.kept.places > 0
-            ):
-                run = self._go_on if is_kept else self._prefill
-                done = run(list(alike), done, first)
+            # The module attends in another way to samples whose K/V are kept.
+            for _, alike in itertools.groupby(starts, lambda start: start.request.kept.places > 0):
+                done = self._prefill(list(alike), done, first)
         self._reach = 0
-
-    def _go_on(self, starts: list[Start[Request]], done: int, first: int) -> int:
-        """Do what `_prefill` does, by the module, for samples whose K/V are kept."""
-        assert done >= first, "the rows that run have had their token"
-        places = [start.request.kept.places for start in starts]
-        rows_ids = [self._restored(start, slot) for slot, start in enumerate(starts, done)]
-        logits_NV = self._runner.extend(done, rows_ids, places)
-        return self._append(done, logits_NV)
 
     def _prefill(self, starts: list[Start[Request]], done: int, first: int) -> int:
         """Start samples in the rows behind the first `done`, with those rows of the `first` that

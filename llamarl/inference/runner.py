@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from llamarl.inference.cache import Decode, Extend, Pieces, Prefill, SlotCache
+from llamarl.inference.cache import Decode, Pieces, Prefill, SlotCache
 from llamarl.inference.decode import NativeDecode, has_own_code
 from llamarl.machine.choice import fastest
 from llamarl.models.attention import AttentionContext
@@ -122,8 +122,8 @@ class ModelRunner:
         tokens_M, positions_M: of running rows in the slots before first_slot, which decode in the
         same pass. Natively alone: the weights are read once for both then, so that new rows hardly
         hold up the others.
-        starts: how many places the first slot of each holds already, behind which it goes on.
-        Natively of any; else of one prompt, given chunk by chunk. Not given: none.
+        starts: how many places the first slot of each holds already, behind which it goes on. By
+        the module such sequences are padded to the longest. Not given: none.
         """
         device = self._cache.device
         num_decoding = tokens_M.numel()
@@ -152,7 +152,7 @@ class ModelRunner:
                 cu_seqlens = F.pad(ends_N.to(device), (1, 0))
                 context = Prefill(self._cache, cu_seqlens, slots_T.to(device), positions_T)
             else:
-                context = Extend(self._cache, first_slot, positions_T)
+                context = Pieces(self._cache, slots_N, starts_N, lengths_N)
 
             def project_last(h_TD: Tensor, w_VD: Tensor) -> Tensor:
                 return self._decoder.project(h_TD[last_N], w_VD)
@@ -167,25 +167,6 @@ class ModelRunner:
         target = slots_R[is_copy_R].to(device)
         self._cache.copy(source, target, int(lengths_N.max()))
         return logits_NV[inputs_R.to(device)]
-
-    def extend(self, first_slot: int, chunks: list[Tensor], starts: list[int]) -> Tensor:
-        """Run, by the module, the next tokens of sequences in the slots from first_slot on, one
-        each, behind the starts[i] places that a slot holds already. Next logits [N, V]. chunks:
-        token ids on the CPU, one at least each.
-        """
-        device = self._cache.device
-        lengths_N = torch.tensor([chunk.numel() for chunk in chunks])
-        starts_N = torch.tensor(starts)
-        slots_N = first_slot + torch.arange(len(chunks))
-        last_N = lengths_N.cumsum(0) - 1
-        tokens_T = torch.cat(chunks)
-        context = Pieces(self._cache, slots_N, starts_N, lengths_N)
-
-        def project_last(h_TD: Tensor, w_VD: Tensor) -> Tensor:
-            return self._decoder.project(h_TD[last_N.to(device)], w_VD)
-
-        logits_NV = self._decoder(tokens_T.to(device), context.positions_T, context, project_last)
-        return self._narrowed(logits_NV)
 
     def _narrowed(self, logits_NV: Tensor) -> Tensor:
         """Take the rows that no token has out of the distribution, in place."""

@@ -283,10 +283,6 @@ class Scheduler(Generic[R]):
         num_staging = 0 if self._staged is None else self._staging_slot + 1
         return max(len(self.running), num_staging)
 
-    def _num_left(self, request: R) -> int:
-        """Return how many tokens of a prompt are not prefilled yet."""
-        return request.num_tokens - request.num_cached
-
     def _chunk(self, request: R, begin: int) -> PrefillChunk[R]:
         """Return the chunk of a long prompt that begins there."""
         end = min(begin + self.prefill_chunk, request.num_tokens)
@@ -297,7 +293,7 @@ class Scheduler(Generic[R]):
         no row runs that would have to wait, stage all but the last.
         """
         chunks: list[PrefillChunk[R]] = []
-        while self._num_left(request) > self.prefill_chunk:
+        while request.num_tokens - request.num_cached > self.prefill_chunk:
             if not request.num_cached:
                 is_fixed = self._room.is_fixed
                 self._staging_slot = self._room.rows - 1 if is_fixed else len(self.running)

@@ -33,7 +33,7 @@ from llamarl.launch.inputs import JobInputs
 from llamarl.launch.kinds import gold_kind, reward_kinds
 from llamarl.launch.model_directory import ModelParts, architecture_of, parts_of, stop_tokens
 from llamarl.models.config import read_config
-from llamarl.models.fingerprint import model_digest, tokenizer_digest, weights_digest
+from llamarl.models.directory import model_digest, tokenizer_digest, weights_digest
 from llamarl.words.choices import START
 from llamarl.words.findings import show
 

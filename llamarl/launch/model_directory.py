@@ -14,8 +14,7 @@ from pathlib import Path
 from llamarl.config.placement import TINY_MODEL
 from llamarl.models.attention import rotary_of
 from llamarl.models.config import ModelConfig, check_as_transformers_reads, check_sizes, read_config
-from llamarl.models.directory import check_files, read_json
-from llamarl.models.fingerprint import weights_digest
+from llamarl.models.directory import check_files, read_json, weights_digest
 from llamarl.models.hf import load_tokenizer
 from llamarl.tasks.special import turn_end
 

@@ -29,7 +29,7 @@ from llamarl.launch.sources import check_sources
 from llamarl.launch.start import explained, joined_world
 from llamarl.launch.tasks import TaskBuilder
 from llamarl.models.config import read_config
-from llamarl.models.fingerprint import model_digest
+from llamarl.models.directory import model_digest
 from llamarl.observe.console import shown_left
 from llamarl.scoring.pairs import Tally
 from llamarl.tasks.base import Example, PromptMaker, sample_digest

@@ -19,13 +19,13 @@ from llamarl.models.build import Decoder
 from llamarl.models.config import Lora
 from llamarl.models.fsdp import held_box, is_split, local, whole_parameters
 from llamarl.models.hf import export
+from llamarl.models.loading import training_decoder
 from llamarl.models.lora import travelling
 from llamarl.models.peft import export_adapted, load_adapter
 from llamarl.models.scorer import scorer_fields, settle_pad_token
 from llamarl.models.sharded_state import Shard, load_shards, optimizer_tensors, set_steps, steps_of
 from llamarl.models.sharding import Box, adapter_shapes, num_parameters, parameter_shapes
 from llamarl.models.tp import TensorParallel
-from llamarl.models.training import training_decoder
 
 EMA = "_ema"  # ends the name of the exported directory with the averaged weights
 _SAVED_AS = {"weights": "model/", "moments": ""}  # prefixes, see llamarl.models.sharded_state

@@ -1,7 +1,13 @@
 """Hugging Face directories in and out: parameter names, safetensors, tokenizer.
 
-Weights are the same numbers on both sides, so a round trip is bit-exact. Parameters go by the names
-of Llama's directories; stored.py says where those of other families keep them.
+Weights are the same numbers on both sides, so a round trip is bit-exact. Here every model's
+parameters have Llama's names and lie apart, [out, in]; each family's directories have names of
+their own, and some hold the projections to queries, keys and values as one tensor:
+
+    by heads    q0 k0 v0 q1 k1 v1 ...    rows of head 0's queries, keys, values, then head 1's
+    by kinds    q0 q1 ... k0 k1 ... v0 v1 ...
+
+GPT-2's matrices are [in, out]. What is read is put back where it was.
 """
 
 from __future__ import annotations
@@ -10,21 +16,21 @@ import json
 import re
 import shutil
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from llamarl.errors import BadWeights, NoWeights
+from llamarl.errors import BadWeights
 from llamarl.models.config import ModelConfig, oversized, read_config
-from llamarl.models.directory import NAMED_TEMPLATES, check_files, read_json
+from llamarl.models.directory import NAMED_TEMPLATES, SafetensorsDir, check_files, read_json
+from llamarl.models.families import Family
 from llamarl.models.fsdp import held_box, local
 from llamarl.models.protocol import LanguageModel, Model
-from llamarl.models.sharding import Shape
-from llamarl.models.stored import Stored, read_box, stored_parameters, stored_shapes, to_stored
+from llamarl.models.sharding import Box, Shape, parameter_shapes
 
 # transformers' names for a tokenizer that is its tokenizer.json and nothing more.
 PLAIN_TOKENIZERS = ("PreTrainedTokenizerFast", "TokenizersBackend")
@@ -88,6 +94,7 @@ _COPIED = (
     "chat_template.jinja",
     "NOTICE",
 )
+_KINDS = ("q_proj", "k_proj", "v_proj")
 SHARD_BYTES = 4 << 30  # of exported files; also the most that export holds in memory
 
 
@@ -112,69 +119,116 @@ def named_parameters_hf(decoder: nn.Module | LanguageModel) -> Iterator[tuple[st
         yield hf_name(name.replace("_checkpoint_wrapped_module.", "")), parameter
 
 
-class SafetensorsDir:
-    """Reads the tensors of a model directory, one at a time or by slice; sharded (index.json) or
-    single.
-
-    base: how names begin; where none does, it is left out in the files. NoWeights (which is a
-    FileNotFoundError) or ValueError naming the file when one is missing, truncated, not
-    safetensors, or outside of the directory.
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A parameter's place in a directory. name, shape: of the tensor that holds it. kind: queries,
+    keys or values, if that tensor holds all three; else None. turned: it is stored as [in, out].
     """
 
-    def __init__(self, path: str | Path, *, base: str = ""):
-        self.path = Path(path)
-        self._left_out = ""
-        if self.path.is_dir():
-            check_files(self.path)
-        index = self.path / "model.safetensors.index.json"
-        single = self.path / "model.safetensors"
-        if index.is_file():
-            files = sorted(set(_weight_map(index).values()))
-            if single.is_file() and single.name not in files:
-                # transformers reads the single file, others the shards.
-                raise ValueError(
-                    f"{index} names {files[0]}, but {single.name} is there too, and they may hold "
-                    "other weights; remove the one that is out of date"
-                )
-        elif single.is_file():
-            files = [single.name]
-        else:
-            raise NoWeights(f"{single}: no such file; weights are loaded from safetensors only")
-        self.files = [self.path / name for name in files]
-        self.file_of = {}  # name of a tensor -> the opened file
-        for name in files:
-            file = self.path / name
-            if not file.is_file():
-                raise NoWeights(f"{file}: no such file, but the index names it")
-            try:
-                opened = safe_open(file, framework="pt")
-            except (SafetensorError, OSError) as error:
-                raise ValueError(
-                    f"{file}: not a whole safetensors file ({error}); fetch it again"
-                ) from error
-            self.file_of.update(dict.fromkeys(opened.keys(), opened))
-        if not any(name.startswith(base) for name in self.file_of):
-            self._left_out = base
-            self.file_of = {base + name: opened for name, opened in self.file_of.items()}
-
-    def get_slice(self, name: str):
-        """Return a tensor that is read only where it is sliced."""
-        return self.file_of[name].get_slice(name.removeprefix(self._left_out))
+    name: str
+    shape: Shape
+    kind: int | None = None
+    turned: bool = False
 
 
-def _weight_map(index: Path) -> dict[str, str]:
-    """Return tensor -> file of an index. ValueError naming the index if it says no such thing."""
-    named = read_json(index).get("weight_map")
-    files = named.values() if isinstance(named, dict) else ()
-    if not isinstance(named, dict) or not all(isinstance(file, str) for file in files) or not files:
-        raise ValueError(f"{index}: no weight_map from tensors to files; fetch it again")
-    for tensor, file in named.items():
-        # A path, or "..", which Path calls the name of itself: it may lead anywhere.
-        if Path(file).name != file or file == ".." or "\0" in file:
-            raise ValueError(
-                f"{index}: {tensor} in {file!r}, which is no file of the directory; fetch it again"
-            )
-    return named
+def stored_parameters(config: ModelConfig) -> dict[str, Stored]:
+    """Return where every parameter is stored, by our name for it."""
+    shapes = parameter_shapes(config)
+    return {name: _stored(config.traits, name, shape) for name, shape in shapes.items()}
+
+
+def stored_shapes(config: ModelConfig) -> dict[str, Shape]:
+    """Return the shape of every tensor of a directory, by its name there."""
+    return {place.name: place.shape for place in stored_parameters(config).values()}
+
+
+def _stored(family: Family, name: str, shape: Shape) -> Stored:
+    kind = None
+    if family.fused:
+        *_, module, _ = name.split(".")
+        if module in _KINDS:
+            kind = _KINDS.index(module)
+            shape = (len(_KINDS) * shape[0], *shape[1:])
+    turned = family.turned and name.endswith("_proj.weight")
+    if turned:
+        shape = (shape[1], shape[0])
+    return Stored(name=_name_in(family, name), shape=shape, kind=kind, turned=turned)
+
+
+def _name_in(family: Family, name: str) -> str:
+    """Return a directory's name for the parameter that Llama's call `name`."""
+    for ours, theirs in family.names:
+        if ours in name:
+            name = name.replace(ours, theirs)
+    return name
+
+
+def read_box(tensor, place: Stored, box: Box, config: ModelConfig) -> Tensor:
+    """Read the box of a parameter from the tensor that holds it, which is sliced as it lies on
+    disk.
+    """
+    first = box.offsets[0]
+    rows = torch.arange(first, first + box.lengths[0])
+    if place.kind is not None:
+        rows = _fused_rows(rows, place.kind, config)
+    if not rows.numel():
+        return torch.empty(box.lengths)
+    low = int(rows[0])
+    high = int(rows[-1]) + 1
+    span: tuple[slice, ...] = (slice(low, high),)
+    for offset, length in zip(box.offsets[1:], box.lengths[1:]):
+        span += (slice(offset, offset + length),)
+    if place.turned:
+        part = tensor[span[::-1]].T
+    else:
+        part = tensor[span]
+    if high - low == rows.numel():
+        return part
+    return part.index_select(0, rows - low)
+
+
+def _fused_rows(rows: Tensor, kind: int, config: ModelConfig) -> Tensor:
+    """Return the places of these rows of queries, keys or values (`kind`) in the fused tensor."""
+    if config.traits.fused == "kinds":
+        whole = config.num_attention_heads * config.head_dim
+        return rows + kind * whole
+    head_dim = config.head_dim
+    head = rows // head_dim
+    return (len(_KINDS) * head + kind) * head_dim + rows % head_dim
+
+
+def to_stored(
+    named_tensors: Iterable[tuple[str, Tensor]], config: ModelConfig
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors that a directory keeps, from whole parameters under our names, as they
+    come.
+
+    Queries, keys and values wait for each other.
+    """
+    places = stored_parameters(config)
+    waiting: dict[str, dict[int, Tensor]] = {}
+    for name, tensor in named_tensors:
+        place = places.get(name)
+        if place is None:  # not of this architecture: a head that replaces another
+            yield name, tensor
+            continue
+        if place.kind is not None:
+            parts = waiting.setdefault(place.name, {})
+            parts[place.kind] = tensor
+            if len(parts) < len(_KINDS):
+                continue
+            del waiting[place.name]
+            tensor = _joined([parts[kind] for kind in range(len(_KINDS))], config)
+        yield place.name, tensor.T if place.turned else tensor
+    assert not waiting, f"{list(waiting)} without some of queries, keys and values"
+
+
+def _joined(parts: list[Tensor], config: ModelConfig) -> Tensor:
+    """Join rows of queries, keys and values into one tensor."""
+    if config.traits.fused == "kinds":
+        return torch.cat(parts)
+    by_head = [part.unflatten(0, (-1, config.head_dim)) for part in parts]
+    return torch.stack(by_head, dim=1).flatten(0, 2)
 
 
 def check_weights(

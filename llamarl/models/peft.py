@@ -22,11 +22,18 @@ from llamarl.models.build import Decoder, build_decoder
 from llamarl.models.config import Lora, ModelConfig, read_config
 from llamarl.models.directory import check_files, read_json
 from llamarl.models.fsdp import held_box, local
-from llamarl.models.hf import absent_rows, check_finite, export, load_weights, weights_of
+from llamarl.models.hf import (
+    absent_rows,
+    check_finite,
+    export,
+    load_weights,
+    read_box,
+    stored_parameters,
+    weights_of,
+)
 from llamarl.models.lora import adapters_of, lay_side_by_side
 from llamarl.models.protocol import LanguageModel
 from llamarl.models.sharding import LORA_A, LORA_B, Box, adapter_shapes, parameter_shapes
-from llamarl.models.stored import read_box, stored_parameters
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"

@@ -7,8 +7,8 @@ it.
 
 A model is no subclass of anything here. It has these attributes, and three tables name its
 parameters: `_NAMES` in hf.py, `parameter_shapes` and `tensor_parallel_box` in sharding.py. A
-Hugging Face name is here the one of Llama's directories, in every family; stored.py knows where
-those of other families keep the same.
+Hugging Face name is here the one of Llama's directories, in every family; hf.py knows where those
+of other families keep the same.
 docs/models.md adds a family step by step.
 
 Shapes: T tokens, D model, V vocabulary, K head dim.

@@ -1,7 +1,7 @@
 """Models that score sequences: a language model's trunk and one linear head, as transformers'
 ...ForSequenceClassification.
 
-    decoder = load_scorer(DIR, device=device, dtype=torch.bfloat16)
+    decoder = load_scorer(DIR, device=device, dtype=torch.bfloat16)  # llamarl.models.loading
     scores_NC = decoder(tokens_T, positions_T, attention, scores_at(last_N))
 
 A scorer is a Decoder whose config has labels; `score.weight` [labels, D] stands in the place of the
@@ -20,16 +20,13 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from llamarl.models.build import Decoder
-from llamarl.models.config import ModelConfig, read_config
+from llamarl.models.config import ModelConfig
 from llamarl.models.directory import read_json
-from llamarl.models.frozen import frozen_decoder
 from llamarl.models.fsdp import held_box, local
 from llamarl.models.hf import stored_tokenizer
 from llamarl.models.sharding import Box
-from llamarl.models.tp import TensorParallel
 
 SCORE = "score.weight"  # the head's Hugging Face name
 
@@ -58,27 +55,6 @@ def draw_score_head(decoder: Decoder, *, seed: int) -> None:
     parameter = decoder.score.weight
     part = held_box(decoder, SCORE, parameter).within(Box.whole(shape))
     local(parameter).copy_(whole_CD[part])
-
-
-def load_scorer(
-    path: str | Path,
-    *,
-    device: torch.device,
-    dtype: torch.dtype,
-    mesh: DeviceMesh | None = None,
-    tensor_parallel: TensorParallel | None = None,
-) -> Decoder:
-    """Load the `frozen_decoder` of a ...ForSequenceClassification directory. ValueError naming the
-    directory if it holds a language model, or weights that do not fit.
-    """
-    config = read_config(path)
-    if not config.labels:
-        raise ValueError(
-            f"{path}: {config.architecture} has no score head; recipes/reward_model.py trains one"
-        )
-    return frozen_decoder(
-        path, mesh=mesh, device=device, dtype=dtype, tensor_parallel=tensor_parallel
-    )
 
 
 def settle_pad_token(path: str | Path) -> None:

@@ -26,8 +26,8 @@ from llamarl.errors import NoWeights
 from llamarl.learning.packing import collate
 from llamarl.models.attention import PackedAttention
 from llamarl.models.directory import read_json
-from llamarl.models.frozen import frozen_decoder
 from llamarl.models.hf import check_encoder_directory, check_finite, load_tokenizer
+from llamarl.models.loading import frozen_decoder
 from llamarl.scoring.classifier import most_tokens_of
 
 _UNBOUNDED = 1_000_000  # a tokenizer without a longest text gives a larger number than this

@@ -8,7 +8,7 @@ from collections import Counter, deque
 
 from llamarl.ddma.receiver import Staged
 from llamarl.models.config import tiny_directory
-from llamarl.models.hf import SafetensorsDir
+from llamarl.models.directory import SafetensorsDir
 from llamarl.models.sharding import Box
 from llamarl.types import Ticket
 

@@ -22,11 +22,11 @@ from llamarl.models import hf
 from llamarl.models.attention import PackedAttention
 from llamarl.models.build import build_decoder, read_config
 from llamarl.models.config import Lora
+from llamarl.models.hf import to_stored
+from llamarl.models.loading import training_decoder
 from llamarl.models.lora import LoraLinear, adapters_of
 from llamarl.models.peft import export_adapted
 from llamarl.models.quantize import QuantizedLinear, quantize_decoder
-from llamarl.models.stored import to_stored
-from llamarl.models.training import training_decoder
 from tests.random_models import save_drawn
 from tests.tolerances import assert_same_greedy, margins_of, rounding
 

@@ -21,8 +21,8 @@ from llamarl.models import hf
 from llamarl.models.attention import PackedAttention
 from llamarl.models.build import build_decoder, read_config
 from llamarl.models.config import Lora
+from llamarl.models.loading import training_decoder
 from llamarl.models.lora import LoraLinear, reset_lora
-from llamarl.models.training import training_decoder
 from tests.tolerances import rounding
 
 pytestmark = pytest.mark.machine

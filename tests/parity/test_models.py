@@ -27,9 +27,9 @@ from llamarl.models.attention import PackedAttention, Rotary
 from llamarl.models.build import build_decoder, read_config
 from llamarl.models.config import tiny_directory
 from llamarl.models.families import FAMILIES, Family
+from llamarl.models.hf import stored_parameters
 from llamarl.models.protocol import LanguageModel
 from llamarl.models.sharding import num_parameters, parameter_shapes
-from llamarl.models.stored import stored_parameters
 from tests.protocols import missing_members
 from tests.random_models import SIZES, save_drawn
 from tests.tolerances import rounding

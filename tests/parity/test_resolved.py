@@ -10,8 +10,8 @@ from transformers import GraniteConfig, LlamaConfig, SmolLM3Config
 from llamarl.errors import BadInput
 from llamarl.launch.checks import check_inputs
 from llamarl.models.config import check_as_transformers_reads, read_config, tiny_directory
+from llamarl.models.directory import SafetensorsDir
 from llamarl.models.families import FAMILIES, Family
-from llamarl.models.hf import SafetensorsDir
 from tests.random_models import SIZES
 from tests.unit.refusals import change, model_job
 

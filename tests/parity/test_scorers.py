@@ -22,9 +22,9 @@ from transformers import (
 from llamarl.models.attention import PackedAttention
 from llamarl.models.config import read_config
 from llamarl.models.hf import export, named_parameters_hf
-from llamarl.models.scorer import load_scorer, scorer_fields, scores_at
+from llamarl.models.loading import load_scorer, training_decoder
+from llamarl.models.scorer import scorer_fields, scores_at
 from llamarl.models.sharding import num_parameters
-from llamarl.models.training import training_decoder
 from tests.random_models import SIZES, save_drawn
 from tests.tolerances import rounding
 

@@ -23,7 +23,7 @@ from llamarl.models.attention import PackedAttention
 from llamarl.models.build import build_decoder, read_config
 from llamarl.models.config import Lora, tiny_directory
 from llamarl.models.fsdp import held_box
-from llamarl.models.hf import load_weights, named_parameters_hf
+from llamarl.models.hf import load_weights, named_parameters_hf, to_stored
 from llamarl.models.lora import adapters_of
 from llamarl.models.sharding import (
     LORA_A,
@@ -34,7 +34,6 @@ from llamarl.models.sharding import (
     parameter_shapes,
     tensor_parallel_box,
 )
-from llamarl.models.stored import to_stored
 from llamarl.models.tp import TensorParallel
 from tests.tolerances import assert_same_greedy, first_difference, margins_of, of_logprobs, rounding
 

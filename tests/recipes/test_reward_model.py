@@ -24,7 +24,8 @@ from llamarl.config.sft import SFT
 from llamarl.config.supervised import REWARD_MODEL
 from llamarl.models.attention import PackedAttention
 from llamarl.models.config import read_config, tiny_directory
-from llamarl.models.scorer import load_scorer, scores_at
+from llamarl.models.loading import load_scorer
+from llamarl.models.scorer import scores_at
 from llamarl.observe.report import write_report
 from llamarl.words.findings import ConfigError
 from recipes import reward_model

@@ -42,7 +42,7 @@ from llamarl.launch.job import Job
 from llamarl.launch.run_directory import RunDirectory, open_run
 from llamarl.launch.start import _announce
 from llamarl.models.config import tiny_directory
-from llamarl.models.fingerprint import model_digest, weights_digest
+from llamarl.models.directory import model_digest, weights_digest
 from tests.scorers import write_encoder, write_scorer
 
 WORLD = World(0, 1, torch.device("cpu"))

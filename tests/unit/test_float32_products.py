@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from llamarl.machine import precision
 from llamarl.machine.precision import EXACT, Measured, choose, measure, use_float32_products
 from llamarl.models.config import tiny_directory
-from llamarl.models.training import training_decoder
+from llamarl.models.loading import training_decoder
 from tests.house import ROOT, python_files
 
 pytestmark = [pytest.mark.machine, pytest.mark.usefixtures("process_state")]

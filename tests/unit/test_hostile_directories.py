@@ -23,7 +23,7 @@ from llamarl.launch.job import Job
 from llamarl.launch.run_directory import RunDirectory
 from llamarl.models.build import build_decoder, read_config
 from llamarl.models.config import tiny_directory
-from llamarl.models.fingerprint import weights_digest
+from llamarl.models.directory import weights_digest
 from llamarl.models.hf import (
     SafetensorsDir,
     check_encoder_directory,

@@ -13,7 +13,7 @@ from llamarl.learning.preference import BradleyTerry, Preference
 from llamarl.learning.sft import NextToken, SFTPair
 from llamarl.learning.supervised import SupervisedSettings, SupervisedUpdate
 from llamarl.models.config import tiny_directory
-from llamarl.models.training import training_decoder
+from llamarl.models.loading import training_decoder
 from tests.imagined_gpu import CPU, GPU, OnGpu, imagined_gpu
 from tests.loss_problems import PUBLISHED, problem
 from tests.tolerances import rounding

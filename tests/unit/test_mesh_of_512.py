@@ -20,9 +20,9 @@ from llamarl.ddma.plan import make_plan
 from llamarl.models.config import read_config, tiny_directory
 from llamarl.models.fsdp import held_box, local
 from llamarl.models.hf import named_parameters_hf
+from llamarl.models.loading import training_decoder
 from llamarl.models.sharding import Box, overlap
 from llamarl.models.tp import TensorParallel
-from llamarl.models.training import training_decoder
 
 RANKS = 512
 CPU = torch.device("cpu")

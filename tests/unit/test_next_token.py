@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from llamarl.learning.sft import NextToken, SFTPair, read_sft_data
 from llamarl.models.config import read_config, tiny_directory
 from llamarl.models.hf import load_tokenizer
-from llamarl.models.training import training_decoder
+from llamarl.models.loading import training_decoder
 from tests.supervised import task_of, update_that_keeps_weights
 from tests.tolerances import rounding
 

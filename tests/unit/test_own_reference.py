@@ -19,8 +19,8 @@ from llamarl.learning.losses.policy_gradient import policy_gradient
 from llamarl.learning.losses.regularisers import regularised
 from llamarl.learning.update import StepAborted
 from llamarl.models.config import Lora, tiny_directory
+from llamarl.models.loading import training_decoder
 from llamarl.models.lora import LoraLinear, adapters_off
-from llamarl.models.training import training_decoder
 from llamarl.scoring.sharded import ShardedReference, asked_of
 from tests.launching import SMALL, ForkedJob
 from tests.tolerances import rounding

@@ -17,10 +17,10 @@ from llamarl.inference import Engine
 from llamarl.models.attention import PackedAttention
 from llamarl.models.build import read_config
 from llamarl.models.config import Lora, tiny_directory
+from llamarl.models.loading import training_decoder
 from llamarl.models.lora import adapters_of
 from llamarl.models.peft import CONFIG, WEIGHTS, check_adapter, load_adapter, lora_in, save_adapter
 from llamarl.models.sharding import adapter_shapes
-from llamarl.models.training import training_decoder
 from tests.tolerances import of_logprobs
 
 LORA = Lora(rank=3, alpha=8.0, targets=("q_proj", "down_proj"))

@@ -17,8 +17,8 @@ from llamarl.models.build import build_decoder, read_config
 from llamarl.models.config import tiny_directory
 from llamarl.models.fsdp import drop_gradients, local, next_backward, wrap
 from llamarl.models.hf import load_weights
+from llamarl.models.loading import share_of_bfloat16_ties, training_decoder, warn_of_ties
 from llamarl.models.lora import Lora
-from llamarl.models.training import share_of_bfloat16_ties, training_decoder, warn_of_ties
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from llamarl.config.command_line import check_command_line, compose_config
 from llamarl.launch.checks import check_inputs
 from llamarl.launch.identity import reward_identity
 from llamarl.models.config import tiny_directory
-from llamarl.models.fingerprint import model_digest
+from llamarl.models.directory import model_digest
 from tests.random_models import swap_tokens
 from tests.scorers import write_scorer
 from tests.unit.refusals import complaint, job, refusal

@@ -20,7 +20,7 @@ from llamarl.launch.run_directory import RunDirectory
 from llamarl.learning import logprobs
 from llamarl.machine.offload import DeviceSharing
 from llamarl.models.config import read_config, tiny_directory
-from llamarl.models.frozen import frozen_decoder
+from llamarl.models.loading import frozen_decoder
 from llamarl.models.lora import travelling
 from llamarl.models.parity import Sequence
 from llamarl.types import Group, Policy

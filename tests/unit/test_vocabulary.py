@@ -23,9 +23,8 @@ from llamarl.learning.packing import pack
 from llamarl.learning.sft import NextToken, SFTPair, completion_logprobs, pack_pairs
 from llamarl.learning.targets import Targets
 from llamarl.models.config import tiny_directory
-from llamarl.models.frozen import frozen_decoder
 from llamarl.models.hf import absent_rows
-from llamarl.models.training import training_decoder
+from llamarl.models.loading import frozen_decoder, training_decoder
 from tests.decoding import drain
 from tests.padded import ABSENT, ROWS, padded_directory
 

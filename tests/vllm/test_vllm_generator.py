@@ -18,7 +18,8 @@ from torch import nn
 from llamarl.inference import Engine, SamplingParams
 from llamarl.inference.vllm_engine import VLLMEngine, vllm_problem
 from llamarl.models.build import build_decoder, read_config
-from llamarl.models.hf import SafetensorsDir, load_weights, named_parameters_hf
+from llamarl.models.directory import SafetensorsDir
+from llamarl.models.hf import load_weights, named_parameters_hf
 from llamarl.models.sharding import parameter_shapes
 from tests.launching import Job
 

@@ -10,7 +10,7 @@ from llamarl.errors import NoWeights
 from llamarl.launch.kinds.kind import Kind
 from llamarl.launch.placement import Placement
 from llamarl.memory import ITEMSIZES, Price, encoder_numbers
-from llamarl.models.fingerprint import model_digest
+from llamarl.models.directory import model_digest
 from llamarl.scoring.ahead import StreamSettings
 from llamarl.scoring.classifier import Classifier, ClassifierSettings, check_encoder
 from llamarl.scoring.routing import InTurn

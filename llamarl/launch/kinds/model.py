@@ -13,7 +13,7 @@ from llamarl.launch.model_directory import ModelParts, parts_of, read_model, rea
 from llamarl.launch.placement import Placement
 from llamarl.memory import GIB, Price, cache_bytes
 from llamarl.models.config import ModelConfig, read_config
-from llamarl.models.fingerprint import model_digest
+from llamarl.models.directory import model_digest
 from llamarl.models.scorer import label_of
 from llamarl.models.sharding import num_parameters
 from llamarl.scoring.ahead import StreamSettings

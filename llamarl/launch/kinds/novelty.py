@@ -9,7 +9,7 @@ from llamarl.launch.embedders import check_embedder, embedder_bytes, embedder_se
 from llamarl.launch.kinds.kind import Kind
 from llamarl.launch.placement import Placement
 from llamarl.memory import Price
-from llamarl.models.fingerprint import model_digest
+from llamarl.models.directory import model_digest
 from llamarl.scoring.ahead import StreamSettings
 from llamarl.scoring.novelty import Novelty, NoveltySettings
 from llamarl.scoring.scorer import Scorer, Site

@@ -1,5 +1,5 @@
-"""The trainer's decoder: read shard by shard, computed in mixed precision, over a mesh or on one
-rank.
+"""Decoders of model directories: to train in mixed precision, or frozen; over a mesh, in
+tensor-parallel parts, or on one rank. Each rank reads its own shard.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from llamarl.executor import ExecutorGroup
 from llamarl.machine.precision import warn_of_slow_bfloat16
 from llamarl.models.build import Decoder, build_decoder, read_config
 from llamarl.models.config import Lora
@@ -118,3 +119,74 @@ def share_of_bfloat16_ties(weights: Tensor) -> float:
     step = (weights.numel() >> 16) | 1
     lower_bits = weights.flatten()[::step].view(torch.int32) & 0xFFFF
     return float((lower_bits == 0x8000).float().mean())
+
+
+def frozen_decoder(
+    path: str | Path,
+    *,
+    mesh: DeviceMesh | None,
+    device: torch.device,
+    dtype: torch.dtype,
+    tensor_parallel: TensorParallel | None = None,
+    cpu_offload: bool = False,
+    lora: Lora | None = None,
+) -> Decoder:
+    """Load the decoder of a Hugging Face directory in dtype, with frozen weights.
+
+    mesh: [shard], or [replicate, shard]: the ranks that hold the same tensor-parallel part, over
+    which FSDP2 shards it; each reads its own rows alone. Collective over both from the first use
+    on. A rank that holds it whole needs no mesh. cpu_offload: weights are in host memory, a layer's
+    on the device while it computes. lora: adapters beside them, whose products are 0 until others
+    are copied there. FileNotFoundError or ValueError naming the file when the
+    directory is not whole.
+    """
+    config = dataclasses.replace(read_config(path), lora=lora)
+    decoder = build_decoder(config, dtype=dtype, tensor_parallel=tensor_parallel)
+    if not config.labels:
+        decoder.absent_rows = absent_rows(path, config.vocab_size, device)
+    decoder.requires_grad_(False)
+    if cpu_offload or (mesh is not None and mesh.shape[-1] > 1):
+        pin_memory = device.type == "cuda"
+        wrap(decoder, mesh, dtype, cpu_offload=cpu_offload, pin_memory=pin_memory)
+    holder = torch.device("cpu") if cpu_offload else device
+    load_weights(decoder, path, device=holder)
+    if lora is not None:
+        reset_lora(decoder, lora.seed)
+    return decoder.eval()
+
+
+def decoder_over(
+    group: ExecutorGroup, path: str | Path, *, dtype: torch.dtype, lora: Lora | None = None
+) -> Decoder:
+    """Return the frozen decoder of a directory, which the ranks of an executor hold together. Where
+    they share layers, each rank holds the whole embedding and head, for a token's logprob.
+    """
+    return frozen_decoder(
+        path,
+        mesh=group.data_mesh() if group.size > 1 else None,
+        device=group.device,
+        dtype=dtype,
+        tensor_parallel=TensorParallel.of(group, split_vocabulary=False),
+        lora=lora,
+    )
+
+
+def load_scorer(
+    path: str | Path,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    mesh: DeviceMesh | None = None,
+    tensor_parallel: TensorParallel | None = None,
+) -> Decoder:
+    """Load the `frozen_decoder` of a ...ForSequenceClassification directory. ValueError naming the
+    directory if it holds a language model, or weights that do not fit.
+    """
+    config = read_config(path)
+    if not config.labels:
+        raise ValueError(
+            f"{path}: {config.architecture} has no score head; recipes/reward_model.py trains one"
+        )
+    return frozen_decoder(
+        path, mesh=mesh, device=device, dtype=dtype, tensor_parallel=tensor_parallel
+    )
