@@ -1,3 +1,7 @@
+"""The engine's completions against one forward over the whole sequence, however it batches, grows,
+swaps weights, or is interrupted.
+"""
+
 import dataclasses
 import math
 import os
@@ -8,8 +12,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import save_file
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from llamarl.inference import generate
 from llamarl.inference.engine import Engine
@@ -32,59 +35,62 @@ from tests.tolerances import assert_same_greedy, margins_of, of_logprobs
 
 pytestmark = pytest.mark.machine
 
-
-def engine(max_slots=8, max_len=MAX_LEN, **kwargs):
-    return Engine(random_decoder(**kwargs), max_slots=max_slots, max_len=max_len)
-
-
 PROMPTS = [[1, 5, 9], [1, 7], [3], [2, 4, 6, 8, 10, 12, 14], [1, 5, 9, 11]]
+LONG = [(5 * i) % 29 + 1 for i in range(23)]
+
+
+def engine(max_slots=8, max_len=MAX_LEN, **options):
+    return Engine(random_decoder(), max_slots=max_slots, max_len=max_len, **options)
+
+
+def assert_close(got, want):
+    torch.testing.assert_close(got, want, atol=TOLERANCE, rtol=0)
+
+
+def assert_parity(e, completions, **processing):
+    assert completions
+    for c in completions:
+        assert_close(c.generator_logprobs, full_forward_logprobs(e.decoder, c, **processing))
+
+
+def tokens_of(completions):
+    return [c.token_ids.tolist() for c in completions]
 
 
 def test_greedy_equals_transformers_generate(way, tmp_path):
     torch.manual_seed(0)
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=61,
-            hidden_size=48,
-            intermediate_size=64,
-            num_hidden_layers=3,
-            num_attention_heads=6,
-            num_key_value_heads=2,
-            head_dim=8,
-            max_position_embeddings=128,
-            initializer_range=0.3,
-            pad_token_id=0,
-            bos_token_id=1,
-            eos_token_id=2,
-        )
-    ).eval()
+    config = LlamaConfig(
+        vocab_size=61,
+        hidden_size=48,
+        intermediate_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=128,
+        initializer_range=0.3,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    model = LlamaForCausalLM(config).eval()
     model.save_pretrained(tmp_path)
     decoder = load_weights(build_decoder(read_config(tmp_path)), tmp_path)
     greedy = SamplingParams(40, temperature=0.0, stop_token_ids=(2,))
     ours = generate(Engine(decoder, max_slots=3, max_len=64), PROMPTS, greedy)
     for prompt, (completion,) in zip(PROMPTS, ours):
         generated = model.generate(torch.tensor([prompt]), max_new_tokens=40, do_sample=False)
-        theirs, margins = (
-            generated[0, len(prompt) :],
-            margins_of(model(generated).logits[0, len(prompt) - 1 : -1]),
-        )
-        assert_same_greedy(
-            completion.token_ids,
-            theirs,
-            margins,
-            of_logprobs(model.config, size=float(margins.max())),
-        )
+        margins = margins_of(model(generated).logits[0, len(prompt) - 1 : -1])
+        close = of_logprobs(config, size=float(margins.max()))
+        assert_same_greedy(completion.token_ids, generated[0, len(prompt) :], margins, close)
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_generator_logprobs_equal_a_fresh_full_forward(way, temperature):
+def test_generator_logprobs_equal_a_fresh_full_forward(way):
     e = engine(max_slots=5)
-    params = SamplingParams(24, temperature=temperature, stop_token_ids=(2, 3), n=3)
+    params = SamplingParams(24, temperature=0.7, stop_token_ids=(2, 3), n=3)
     completions = list(chain.from_iterable(generate(e, PROMPTS, params)))
     assert len({c.token_ids.numel() for c in completions}) > 3  # ragged, so that rows were moved
-    for c in completions:
-        expected = full_forward_logprobs(e.decoder, c, temperature)
-        torch.testing.assert_close(c.generator_logprobs, expected, atol=TOLERANCE, rtol=0)
+    assert_parity(e, completions, temperature=0.7)
 
 
 def test_score_is_the_logprobs_of_the_sampling_path():
@@ -93,42 +99,30 @@ def test_score_is_the_logprobs_of_the_sampling_path():
     e.submit(9, [1, 2], SamplingParams(20))
     e.step(2)
     got = e.score(completion.prompt_ids, completion.token_ids, temperature=0.7)
-    torch.testing.assert_close(got, completion.generator_logprobs, atol=TOLERANCE, rtol=0)
-    running = drain(e)[0, 9, 0]
-    torch.testing.assert_close(
-        running.generator_logprobs,
-        full_forward_logprobs(e.decoder, running),
-        atol=TOLERANCE,
-        rtol=0,
-    )
+    assert_close(got, completion.generator_logprobs)
+    assert_parity(e, drain(e).values())
     assert e.score([1], []).shape == (0,)
 
 
 def test_a_sample_depends_on_its_seed_and_ticket_alone_and_not_on_slots_batch_or_chunk():
     params = SamplingParams(16, stop_token_ids=(2,), n=4, seed=5)
+    others = SamplingParams(7, top_k=3, temperature=0.5, n=2, seed=1)
 
-    def samples(max_slots, chunk, order, extra=False):
+    def samples(max_slots, chunk, order, *, extra=False, stream=0):
         e = engine(max_slots=max_slots)
         for ticket in order:
             if extra:
-                e.submit(
-                    100 + ticket,
-                    [9, 9, 9],
-                    SamplingParams(7, top_k=3, temperature=0.5, n=2, seed=1),
-                )
-            e.submit(ticket, PROMPTS[ticket], params)
-        return {key: c.token_ids.tolist() for key, c in drain(e, chunk).items() if key[1] < 100}
+                e.submit(100 + ticket, [9, 9, 9], others)
+            e.submit(ticket, PROMPTS[ticket], params, stream=stream)
+        found = drain(e, chunk).items()
+        return {(t, i): c.token_ids.tolist() for (_, t, i), c in found if t < 100}
 
     alone = samples(1, 3, [0, 1, 2, 3, 4])
     assert len({tuple(ids) for ids in alone.values()}) > 15  # samples differ among themselves
     assert samples(20, 16, [4, 2, 0, 1, 3]) == alone
     assert samples(6, 1, [3, 1, 4, 0, 2], extra=True) == alone
-    other = engine(max_slots=20)
-    for ticket, prompt in enumerate(PROMPTS):
-        other.submit(ticket, prompt, params, stream=1)
-    assert all(
-        other_c.token_ids.tolist() != alone[0, t, i] for (_, t, i), other_c in drain(other).items()
-    )
+    other = samples(20, 4, range(5), stream=1)
+    assert all(other[place] != ids for place, ids in alone.items())
 
 
 @pytest.mark.bitwise("an engine's completions follow from what it is asked")
@@ -146,19 +140,24 @@ def test_the_same_submissions_give_the_same_bits():
         assert torch.equal(c.generator_logprobs, second[key].generator_logprobs)
 
 
-def test_samples_of_one_prompt_follow_the_softmax():
-    e = engine(max_slots=500)
-    (group,) = generate(e, [PROMPTS[0]], SamplingParams(1, n=4000))
-    with torch.no_grad():
-        logits = e.decoder(
-            torch.tensor(PROMPTS[0]), torch.arange(3), PackedAttention(torch.tensor([0, 3]))
-        )[-1]
-    expected = logits.double().softmax(0) * 4000
-    seen = torch.bincount(torch.cat([c.token_ids for c in group]), minlength=31)
-    often = expected >= 5
-    chi2 = ((seen - expected) ** 2 / expected)[often].sum()
-    freedom = int(often.sum())
-    assert chi2 < freedom + 5 * math.sqrt(2 * freedom)
+class OverOldKeys:
+    """Attention whose second decoder reads the first `kept` keys and values of the first one."""
+
+    padding = 0
+
+    def __init__(self, longest, kept):
+        self.longest = longest
+        self.kept = kept
+        self.cached = {}
+
+    def attend(self, layer, q, k, v):
+        if layer in self.cached:
+            pairs = zip(self.cached[layer], (k, v))
+            k, v = (torch.cat([old[: self.kept], now[self.kept :]]) for old, now in pairs)
+        self.cached[layer] = (k, v)
+        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return out[0].transpose(0, 1)
 
 
 def test_new_weights_stamp_later_tokens_and_keep_the_cache():
@@ -168,124 +167,60 @@ def test_new_weights_stamp_later_tokens_and_keep_the_cache():
     e.weights_changed(3)
     e.submit(0, PROMPTS[0], SamplingParams(12))
     assert e.step(5) == 5
-    with torch.no_grad():
-        for parameter, value in zip(e.decoder.parameters(), new.parameters()):
-            parameter.copy_(value)
-    e.weights_changed(4)
+    load(e, dict(named_parameters_hf(new)), 4)
     completion = drain(e)[0, 0, 0]
     assert completion.policy_versions.tolist() == [3] * 5 + [4] * 7
-    before = full_forward_logprobs(old, completion)[:5]
-    torch.testing.assert_close(completion.generator_logprobs[:5], before, atol=TOLERANCE, rtol=0)
-
-    # The reference: the new weights over the keys and values that the old ones left (token 4 was
-    # sampled, but not yet read).
-    kept = 3 + 4
+    assert_close(completion.generator_logprobs[:5], full_forward_logprobs(old, completion)[:5])
+    # Token 4 was sampled, but not yet read.
     ids = torch.cat([completion.prompt_ids, completion.token_ids])
-
-    class Mixed:
-        longest = ids.numel()
-        padding = 0
-        cached: dict = {}
-
-        def attend(self, layer, q, k, v):
-            if layer in self.cached:
-                k, v = (
-                    torch.cat([before[:kept], now[kept:]])
-                    for before, now in zip(self.cached[layer], (k, v))
-                )
-            self.cached[layer] = (k, v)
-            q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)[
-                0
-            ].transpose(0, 1)
-
-    context = Mixed()
+    context = OverOldKeys(ids.numel(), kept=3 + 4)
     with torch.no_grad():
         for decoder in (old, new):
             logits = decoder(ids, torch.arange(ids.numel()), context)
     expected = logits[2:-1].log_softmax(1).gather(1, completion.token_ids[:, None]).squeeze(1)
-    torch.testing.assert_close(
-        completion.generator_logprobs[5:], expected[5:], atol=TOLERANCE, rtol=0
-    )
-    assert (full_forward_logprobs(new, completion)[5:] - expected[5:]).abs().max() > 100 * TOLERANCE
-
-
-def test_stop_tokens_end_a_completion_and_are_its_last_token():
-    e = engine()
-    params = SamplingParams(20, stop_token_ids=(2, 7, 11, 19), n=8)
-    completions = list(chain.from_iterable(generate(e, PROMPTS, params)))
-    assert {c.finish_reason for c in completions} == {"stop", "length"}
-    for c in completions:
-        inside = torch.isin(c.token_ids, torch.tensor(params.stop_token_ids))
-        assert not inside[:-1].any()
-        assert bool(inside[-1]) == (c.finish_reason == "stop")
-        assert c.finish_reason == "stop" or c.token_ids.numel() == 20
+    assert_close(completion.generator_logprobs[5:], expected[5:])
+    fresh = full_forward_logprobs(new, completion)
+    assert (fresh[5:] - expected[5:]).abs().max() > 100 * TOLERANCE
 
 
 def test_min_new_tokens_keeps_stop_tokens_out_of_the_distribution():
     e = engine(max_slots=64)
     params = SamplingParams(10, min_new_tokens=4, stop_token_ids=tuple(range(15)), n=50)
     (completions,) = generate(e, [PROMPTS[0]], params)
-    lengths = [c.token_ids.numel() for c in completions]
-    assert min(lengths) == 5  # four without a stop token, then one
+    assert min(c.token_ids.numel() for c in completions) == 5  # four without a stop token, then one
     for c in completions[:5]:
-        ids = torch.cat([c.prompt_ids, c.token_ids])
-        with torch.no_grad():
-            logits = e.decoder(
-                ids, torch.arange(ids.numel()), PackedAttention(torch.tensor([0, ids.numel()]))
-            )[2:-1]
+        logits = full_forward_logits(e.decoder, c)
         logits[:4, :15] = -math.inf
         expected = logits.log_softmax(1).gather(1, c.token_ids[:, None]).squeeze(1)
-        torch.testing.assert_close(c.generator_logprobs, expected, atol=TOLERANCE, rtol=0)
+        assert_close(c.generator_logprobs, expected)
 
 
 def test_greedy_and_sampling_rows_share_a_batch():
-    e = engine(max_slots=8)
-    expected = generate(engine(max_slots=1), [PROMPTS[0]], SamplingParams(9, temperature=0.0))[0][0]
+    e = engine()
+    ((expected,),) = generate(engine(max_slots=1), PROMPTS[:1], SamplingParams(9, temperature=0.0))
     e.submit(0, PROMPTS[1], SamplingParams(9, n=4, top_p=0.5, temperature=1.3))
-    e.submit(0, PROMPTS[0], SamplingParams(9, temperature=0.0, stop_token_ids=()), stream=1)
+    e.submit(0, PROMPTS[0], SamplingParams(9, temperature=0.0), stream=1)
     greedy = drain(e)[1, 0, 0]
     margins = margins_of(full_forward_logits(e.decoder, expected))
     assert_same_greedy(greedy.token_ids, expected.token_ids, margins, TOLERANCE)
-    torch.testing.assert_close(
-        greedy.generator_logprobs, full_forward_logprobs(e.decoder, greedy), atol=TOLERANCE, rtol=0
-    )
+    assert_parity(e, [greedy])
 
 
-def test_a_group_larger_than_the_slots_is_split_over_time():
-    e = engine(max_slots=3)
-    e.submit(0, PROMPTS[0], SamplingParams(5, n=7))
-    assert (e.num_live, e.num_waiting, e.free_slots) == (0, 7, 3)
-    e.step(1)
-    assert (e.num_live, e.num_waiting, e.free_slots) == (3, 4, 0)
-    assert sorted(index for _, _, index in drain(e)) == list(range(7))
-    assert (e.num_live, e.num_waiting, e.free_slots) == (0, 0, 3)
-
-
-@pytest.mark.parametrize("chunk", [1, 4, 100])
-def test_step_returns_the_number_of_tokens_sampled(chunk):
+def test_step_returns_the_number_of_tokens_sampled():
     e = engine(max_slots=4)
     for ticket, prompt in enumerate(PROMPTS):
         e.submit(ticket, prompt, SamplingParams(9, n=2, stop_token_ids=(2, 5, 6)))
     sampled, finished = 0, []
     while e.num_live or e.num_waiting:
-        sampled += e.step(chunk)
+        sampled += e.step(4)
         finished += e.pop_finished()
     assert sampled == sum(c.token_ids.numel() for _, c in finished)
-    assert e.step(chunk) == 0
-
-
-def assert_parity(e, completions):
-    for c in completions:
-        torch.testing.assert_close(
-            c.generator_logprobs, full_forward_logprobs(e.decoder, c), atol=TOLERANCE, rtol=0
-        )
+    assert e.step(4) == 0
 
 
 def test_the_longest_completion_fills_its_slot_and_no_other(way):
-    e = engine(
-        max_slots=2, max_len=16
-    )  # a whole number of blocks: the place behind it is the next slot's first
+    # A whole number of blocks: the place behind it is the next slot's first.
+    e = engine(max_slots=2, max_len=16)
     e.submit(0, [1, 2, 3, 4], SamplingParams(12))
     e.submit(1, [5], SamplingParams(15))
     assert_parity(e, drain(e, chunk=20).values())
@@ -293,18 +228,19 @@ def test_the_longest_completion_fills_its_slot_and_no_other(way):
 
 def test_rows_that_ended_but_were_not_yet_taken_out_do_not_lengthen_the_cache(way):
     e = engine(max_slots=41)
-    e.submit(
-        0, [1] * 8, SamplingParams(8)
-    )  # ends at place 16 of 16, alone, four tokens before the others
+    # It ends at place 16 of 16, alone, four tokens before the others.
+    e.submit(0, [1] * 8, SamplingParams(8))
     e.submit(1, [5], SamplingParams(12, n=40))
     assert_parity(e, drain(e, chunk=20).values())
 
 
-def test_the_cache_grows_under_running_rows(way):
-    e = engine(max_slots=4)
+def test_the_cache_grows_under_running_rows_and_a_full_engine_still_scores(way):
+    e = engine(max_slots=3)
     e.submit(0, PROMPTS[0], SamplingParams(13))
     e.step(4)
     e.submit(1, PROMPTS[3], SamplingParams(32, n=2))
+    e.step(1)
+    assert e.free_slots == 0 and e.score([1], [2]).shape == (1,)
     assert_parity(e, drain(e).values())
 
 
@@ -318,32 +254,18 @@ def test_aborted_samples_keep_their_tokens_and_the_rest_go_on():
     e.step(4)
     assert e.abort(0, stream=0) == 2
     assert e.abort(0, stream=0) == 0
-    aborted = [c for _, c in e.pop_finished()]
-    assert [(c.ticket, c.finish_reason, c.token_ids.numel()) for c in aborted] == [
-        (0, "aborted", 4)
-    ] * 2
+    aborted = [(c.ticket, c.finish_reason, c.token_ids.numel()) for _, c in e.pop_finished()]
+    assert aborted == [(0, "aborted", 4)] * 2
     rest = drain(e)
-    assert {key: c.token_ids.numel() for key, c in rest.items()} == {
-        (0, 1, 0): 30,
-        (0, 1, 1): 30,
-        (0, 1, 2): 30,
-        (1, 0, 0): 10,
-    }
+    lengths = {key: c.token_ids.numel() for key, c in rest.items()}
+    assert lengths == {(0, 1, 0): 30, (0, 1, 1): 30, (0, 1, 2): 30, (1, 0, 0): 10}
     assert_parity(e, [rest[1, 0, 0]])
-    for c in (rest[0, 1, i] for i in range(3)):
-        assert (
-            c.generator_logprobs - full_forward_logprobs(e.decoder, c, banned=(2, 3))
-        ).abs().max() < TOLERANCE
+    assert_parity(e, [rest[0, 1, i] for i in range(3)], banned=(2, 3))
     e.submit(5, PROMPTS[0], SamplingParams(10, n=5))
     e.step(1)
     assert e.abort() == 5 and (e.num_live, e.num_waiting) == (0, 0)
-    assert sorted((c.sample_index, c.token_ids.numel()) for _, c in e.pop_finished()) == [
-        (0, 1),
-        (1, 1),
-        (2, 1),
-        (3, 0),
-        (4, 0),
-    ]
+    ended = sorted((c.sample_index, c.token_ids.numel()) for _, c in e.pop_finished())
+    assert ended == [(0, 1), (1, 1), (2, 1), (3, 0), (4, 0)]
 
 
 def test_prompts_beyond_one_prefill_are_prefilled_in_parts(monkeypatch):
@@ -351,22 +273,17 @@ def test_prompts_beyond_one_prefill_are_prefilled_in_parts(monkeypatch):
     whole = generate(engine(max_slots=10), PROMPTS, params)
     monkeypatch.setattr("llamarl.inference.runner._PREFILL_TOKENS", 6)
     parts = generate(engine(max_slots=10), PROMPTS, params)
-    for group, expected in zip(parts, whole):
-        assert [c.token_ids.tolist() for c in group] == [c.token_ids.tolist() for c in expected]
+    assert list(map(tokens_of, parts)) == list(map(tokens_of, whole))
 
 
 def test_a_completion_can_be_trained_on():
     e = engine()
     ((completion,),) = generate(e, [PROMPTS[0]], SamplingParams(4))
     ids = torch.cat([completion.prompt_ids, completion.token_ids])
-    logits = e.decoder(
-        ids, torch.arange(ids.numel()), PackedAttention(torch.tensor([0, ids.numel()]))
-    )
-    loss = (
-        logits[2:-1].log_softmax(1).gather(1, completion.token_ids[:, None]).squeeze(1)
-        * completion.generator_logprobs
-    ).sum()
-    loss.backward()
+    ends = torch.tensor([0, ids.numel()])
+    logits = e.decoder(ids, torch.arange(ids.numel()), PackedAttention(ends))
+    logprobs = logits[2:-1].log_softmax(1).gather(1, completion.token_ids[:, None]).squeeze(1)
+    (logprobs * completion.generator_logprobs).sum().backward()
     assert all(p.grad is not None for p in e.decoder.parameters())
 
 
@@ -375,30 +292,16 @@ def test_what_does_not_fit_is_refused_at_submit():
     e.submit(0, [1] * 6, SamplingParams(10))
     for prompt, params, problem in (
         ([1] * 7, SamplingParams(10), "7 prompt tokens.*max_new_tokens=10 exceed max_len=16"),
-        ([], SamplingParams(1), "at least one token"),
-        ([1, 31], SamplingParams(1), "vocabulary of 31"),
         ([1, -1], SamplingParams(1), "vocabulary of 31"),
         ([1], SamplingParams(1, stop_token_ids=(31,)), "vocabulary of 31"),
     ):
         with pytest.raises(ValueError, match=problem):
             e.submit(1, prompt, params)
     assert e.num_waiting == 1
-    with pytest.raises(ValueError, match="chunk=0"):
-        e.step(0)
-    for options, problem in (
-        ({"cache_tokens": 39}, "cache_tokens=39"),
-        ({"prefill_chunk": 0}, "prefill_chunk=0"),
-    ):
-        with pytest.raises(ValueError, match=problem):
-            Engine(random_decoder(), max_slots=2, max_len=MAX_LEN, **options)
-
-
-def test_a_full_engine_still_scores(way):
-    e = engine(max_slots=1)
-    e.submit(0, [1], SamplingParams(9))
-    e.step(1)
-    assert e.score([1], [2]).shape == (1,)
-    assert_parity(e, drain(e).values())
+    for options in ({"cache_tokens": 39}, {"prefill_chunk": 0}):
+        ((key, value),) = options.items()
+        with pytest.raises(ValueError, match=f"{key}={value}"):
+            engine(**options)
 
 
 def test_weights_that_are_not_finite_are_an_error_and_not_a_completion():
@@ -410,21 +313,13 @@ def test_weights_that_are_not_finite_are_an_error_and_not_a_completion():
         e.step(8)
 
 
-def test_bfloat16_agrees_with_its_own_full_forward():
-    e = Engine(random_decoder(), max_slots=4, max_len=MAX_LEN, dtype=torch.bfloat16)
-    (group,) = generate(e, [PROMPTS[3]], SamplingParams(16, n=4))
-    for c in group:
-        expected = full_forward_logprobs(e.decoder, c).float()
-        assert (
-            c.generator_logprobs - expected
-        ).abs().mean() < 0.05  # bf16 logits of size ~4 are 2^-6 apart
-
-
 # --- The native decode path ---
 
 
-@pytest.mark.parametrize("head_dim", [8, 16, 32, 48, 64, 80, 128])
-@pytest.mark.parametrize("heads, groups, vocab", [(6, 2, 31), (4, 4, 97)])
+@pytest.mark.parametrize(
+    "head_dim, heads, groups, vocab",
+    [(8, 6, 2, 31), (48, 4, 4, 97), (80, 6, 2, 31), (128, 4, 4, 97)],
+)
 def test_the_native_path_takes_any_heads_biases_and_both_dtypes(head_dim, heads, groups, vocab):
     needs_kernels()
     config = dataclasses.replace(
@@ -437,20 +332,18 @@ def test_the_native_path_takes_any_heads_biases_and_both_dtypes(head_dim, heads,
         vocab_size=vocab,
         intermediate_size=106,
     )
+    params = SamplingParams(80, n=11)  # longer than what attention reads at once
     for dtype, tolerance in ((torch.float32, TOLERANCE), (torch.bfloat16, 0.4)):
-        e = Engine(
-            random_decoder(config=config, scale=0.15), max_slots=11, max_len=100, dtype=dtype
-        )
+        decoder = random_decoder(config=config, scale=0.15)
+        e = Engine(decoder, max_slots=11, max_len=100, dtype=dtype)
         assert e._runner.native is not None
-        for c in generate(e, [PROMPTS[3]], SamplingParams(80, n=11))[
-            0
-        ]:  # longer than what attention reads at once
-            difference = (c.generator_logprobs - full_forward_logprobs(e.decoder, c).float()).abs()
-            assert difference.max() < tolerance
+        for c in generate(e, [PROMPTS[3]], params)[0]:
+            difference = c.generator_logprobs - full_forward_logprobs(e.decoder, c).float()
+            assert difference.abs().max() < tolerance
 
 
-@pytest.mark.bitwise("the decode kernel sums a row alike whatever rows lie beside it")
-def test_a_row_of_the_native_path_does_not_depend_on_the_others_or_on_threads():
+@pytest.mark.bitwise("the decode kernel sums a row alike on any number of threads")
+def test_the_native_path_does_not_depend_on_threads():
     needs_kernels()
     e = engine(max_slots=70)
     prompts = [[1 + i % 30, 5, i % 7] for i in range(70)]
@@ -462,20 +355,8 @@ def test_a_row_of_the_native_path_does_not_depend_on_the_others_or_on_threads():
     finally:
         torch.set_num_threads(threads)
     for (a,), (b,) in zip(together, again):
-        assert torch.equal(a.token_ids, b.token_ids) and torch.equal(
-            a.generator_logprobs, b.generator_logprobs
-        )
-    with torch.inference_mode():
-        e._cache.reserve(70, MAX_LEN)
-        slots = torch.arange(70)
-        tokens = slots % 31
-        positions = torch.full((70,), 9)
-        whole = e._runner.native(tokens, positions, e._cache, slots)
-        for first, end in ((0, 1), (3, 10), (8, 70)):
-            part = e._runner.native(
-                tokens[first:end], positions[first:end], e._cache, slots[first:end]
-            )
-            assert torch.equal(part, whole[first:end])
+        assert torch.equal(a.token_ids, b.token_ids)
+        assert torch.equal(a.generator_logprobs, b.generator_logprobs)
 
 
 def test_the_native_path_in_bfloat16_is_as_near_float32_as_the_module_is():
@@ -513,22 +394,20 @@ def test_a_projection_that_is_no_plain_linear_is_left_to_the_module():
         def forward(self, x):
             return super().forward(x) / 2
 
-    decoder = random_decoder()
-    decoder.layers[1].mlp.w2.__class__ = Halved
-    e = Engine(decoder, max_slots=2, max_len=MAX_LEN)
+    e = engine()
+    e.decoder.layers[1].mlp.w2.__class__ = Halved
+    e = Engine(e.decoder, max_slots=2, max_len=MAX_LEN)
     assert e._runner.native is None
     assert_parity(e, generate(e, [PROMPTS[0]], SamplingParams(9))[0])
 
 
 # --- Long prompts, the cache's budget ---
 
-LONG = [(5 * i) % 29 + 1 for i in range(23)]
 
-
-def test_a_long_prompt_is_prefilled_in_pieces_between_which_rows_decode():
+def test_a_long_prompt_is_prefilled_in_pieces_between_which_rows_decode(way):
     params = SamplingParams(8, n=3)
     expected = generate(engine(max_slots=6), [LONG], params)[0]
-    e = Engine(random_decoder(), max_slots=6, max_len=MAX_LEN, prefill_chunk=7)
+    e = engine(max_slots=6, prefill_chunk=7)
     e.submit(9, PROMPTS[1], SamplingParams(30, n=2))
     assert e.step(3) == 6
     e.submit(0, LONG, params)
@@ -537,14 +416,12 @@ def test_a_long_prompt_is_prefilled_in_pieces_between_which_rows_decode():
         assert e.score(PROMPTS[0], [4, 5]).isfinite().all()
     assert e.step(2) == 4 + 6 and e.num_live == 5
     found = drain(e)
-    assert [found[0, 0, i].token_ids.tolist() for i in range(3)] == [
-        c.token_ids.tolist() for c in expected
-    ]
+    assert tokens_of(found[0, 0, i] for i in range(3)) == tokens_of(expected)
     assert_parity(e, found.values())
 
 
 def test_long_prompts_alone_in_groups_larger_than_the_slots():
-    e = Engine(random_decoder(), max_slots=2, max_len=MAX_LEN, prefill_chunk=5)
+    e = engine(max_slots=2, prefill_chunk=5)
     e.submit(0, LONG, SamplingParams(6, n=3))
     e.submit(1, PROMPTS[0], SamplingParams(9, n=2))
     e.submit(2, LONG[::-1], SamplingParams(6))
@@ -555,7 +432,7 @@ def test_long_prompts_alone_in_groups_larger_than_the_slots():
 
 
 def test_aborting_a_half_prefilled_prompt_frees_its_place():
-    e = Engine(random_decoder(), max_slots=3, max_len=MAX_LEN, prefill_chunk=5)
+    e = engine(max_slots=3, prefill_chunk=5)
     e.submit(0, PROMPTS[0], SamplingParams(20))
     e.step(1)
     e.submit(1, LONG, SamplingParams(6, n=2))
@@ -566,9 +443,9 @@ def test_aborting_a_half_prefilled_prompt_frees_its_place():
     assert_parity(e, [found[0, 0, 0], found[0, 2, 0]])
 
 
-@pytest.mark.parametrize("cache_tokens", [48, 100, 320])
+@pytest.mark.parametrize("cache_tokens", [48, 100])
 def test_the_cache_stays_within_its_budget_and_everybody_is_served(cache_tokens):
-    e = Engine(random_decoder(), max_slots=12, max_len=MAX_LEN, cache_tokens=cache_tokens)
+    e = engine(max_slots=12, cache_tokens=cache_tokens)
     for ticket, prompt in enumerate(PROMPTS * 2):
         e.submit(ticket, prompt, SamplingParams(5 if ticket % 3 else 30, n=2))
     finished, most = [], 0
@@ -585,88 +462,33 @@ def test_the_cache_stays_within_its_budget_and_everybody_is_served(cache_tokens)
 # --- New weights, partial completions ---
 
 
-def certain_decoder(token):
-    """Weights whose next token is `token`, if nothing computed by others is attended to."""
-    decoder = random_decoder(7)
-    with torch.no_grad():
-        for layer in decoder.layers:
-            layer.attn.output_proj.weight.mul_(0.0), layer.mlp.w2.weight.mul_(0.0)
-        decoder.tok_embeddings.weight.mul_(0.01)
-        decoder.tok_embeddings.weight[:, 0] = 1.0
-        decoder.tok_embeddings.weight[token, 0] = 20.0
-    return decoder
-
-
-def test_recomputed_keys_and_values_are_those_of_the_new_weights():
-    e, new = (
-        Engine(random_decoder(), max_slots=4, max_len=MAX_LEN, prefill_chunk=9),
-        random_decoder(1),
-    )
-    e.submit(0, PROMPTS[0], SamplingParams(20, n=2))
-    e.submit(1, LONG, SamplingParams(9))
-    e.step(4)
-    load(e, dict(named_parameters_hf(new)), 2, recompute_kv=True)
-    for c in drain(e).values():
-        before = int((c.policy_versions == 0).sum())
-        assert c.policy_versions.tolist() == [0] * before + [2] * (c.token_ids.numel() - before)
-        expected = full_forward_logprobs(new, c)[before:]
-        torch.testing.assert_close(c.generator_logprobs[before:], expected, atol=TOLERANCE, rtol=0)
-
-
-def test_a_completion_that_begins_under_new_weights_has_read_no_others():
-    """Its prompt is prefilled in pieces, some of them before the weights change."""
-    e, new = (
-        Engine(random_decoder(), max_slots=4, max_len=MAX_LEN, prefill_chunk=5),
-        random_decoder(1),
-    )
+@pytest.mark.parametrize("recompute_kv", [True, False])
+def test_keys_and_values_of_new_weights(recompute_kv):
+    """They are recomputed where that is asked for. Without that a prompt of which some pieces were
+    prefilled, and which has sampled nothing, has read the new weights all the same.
+    """
+    e, new = engine(max_slots=4, prefill_chunk=9 if recompute_kv else 5), random_decoder(1)
     e.submit(0, PROMPTS[0], SamplingParams(20, n=2))
     e.submit(1, LONG, SamplingParams(9))
     e.step(1), e.step(1)
     assert e.num_waiting == 1 and e._waiting[0].num_cached >= 5
-    load(e, dict(named_parameters_hf(new)), 2)
-    completion = drain(e)[0, 1, 0]
-    assert completion.policy_versions.tolist() == [2] * 9
-    expected = full_forward_logprobs(new, completion)
-    torch.testing.assert_close(completion.generator_logprobs, expected, atol=TOLERANCE, rtol=0)
+    load(e, dict(named_parameters_hf(new)), 2, recompute_kv=recompute_kv)
+    found = drain(e)
+    for c in found.values() if recompute_kv else [found[0, 1, 0]]:
+        before = int((c.policy_versions == 0).sum())
+        assert c.policy_versions.tolist() == [0] * before + [2] * (c.token_ids.numel() - before)
+        expected = full_forward_logprobs(new, c)
+        assert_close(c.generator_logprobs[before:], expected[before:])
+    assert found[0, 1, 0].policy_versions.tolist() == [2] * 9
 
 
-@pytest.mark.parametrize("recompute_kv", [False, True])
-def test_weights_that_make_the_next_token_certain_do_so_at_once(recompute_kv):
-    e = engine()
-    e.submit(0, PROMPTS[0], SamplingParams(12, n=3))
-    e.step(4)
-    load(e, dict(named_parameters_hf(certain_decoder(17))), 2, recompute_kv=recompute_kv)
-    for c in drain(e).values():
-        assert c.token_ids[c.policy_versions == 2].tolist() == [17] * 8
-        assert c.policy_versions.tolist() == [0] * 4 + [2] * 8
-
-
-def test_weights_that_do_not_fit_are_refused_whole(tmp_path):
-    e = engine()
-    before = [p.clone() for p in e.decoder.parameters()]
-    state = dict(named_parameters_hf(random_decoder(1)))
-    state["model.norm.weight"], state["extra"] = (
-        torch.ones(3),
-        state.pop("model.embed_tokens.weight"),
-    )
-    save_file({name: p.detach() for name, p in state.items()}, tmp_path / "model.safetensors")
-    with pytest.raises(
-        ValueError, match="(?s)extra: not in.*embed_tokens.weight: absent.*norm.weight: shape"
-    ):
-        load(e, tmp_path, 1)
-    assert (
-        all(torch.equal(a, b) for a, b in zip(before, e.decoder.parameters()))
-        and e.policy_version == 0
-    )
-
-
-@settings(max_examples=12)
+@settings(max_examples=8)
 @given(st.integers(0, 16), st.integers(1, 5), st.sampled_from([3, 512]))
 def test_a_completion_interrupted_anywhere_goes_on_in_another_engine(steps, slots, prefill_chunk):
     params = SamplingParams(14, n=2, stop_token_ids=(2, 3), temperature=0.8, min_new_tokens=2)
 
     def submitted(slots):
-        e = Engine(random_decoder(), max_slots=slots, max_len=MAX_LEN, prefill_chunk=prefill_chunk)
+        e = engine(max_slots=slots, prefill_chunk=prefill_chunk)
         for ticket, prompt in enumerate(PROMPTS[:3]):
             e.submit(ticket, prompt, params)
         return e
@@ -676,35 +498,28 @@ def test_a_completion_interrupted_anywhere_goes_on_in_another_engine(steps, slot
     for _ in range(steps):
         first.step(1)
     found = {(stream, c.ticket, c.sample_index): c for stream, c in first.pop_finished()}
-    second = Engine(random_decoder(), max_slots=4, max_len=MAX_LEN, prefill_chunk=prefill_chunk)
+    second = engine(max_slots=4, prefill_chunk=prefill_chunk)
     second.weights_changed(5)
     partials = first.export_partials()
     for partial in partials:
         second.submit_partial(partial)
-    assert [p.token_ids.tolist() for p in second.export_partials()] == [
-        p.token_ids.tolist() for p in partials
-    ]
-    done, sampled = sum(p.token_ids.numel() for p in partials), 0
+    assert tokens_of(second.export_partials()) == tokens_of(partials)
+    sampled = 0
     while second.num_live or second.num_waiting:
         sampled += second.step(4)
         found |= {(stream, c.ticket, c.sample_index): c for stream, c in second.pop_finished()}
     assert found.keys() == expected.keys()
     for key, c in expected.items():
-        assert (
-            torch.equal(found[key].token_ids, c.token_ids)
-            and found[key].finish_reason == c.finish_reason
-        )
-        torch.testing.assert_close(
-            found[key].generator_logprobs, c.generator_logprobs, atol=TOLERANCE, rtol=0
-        )
+        assert torch.equal(found[key].token_ids, c.token_ids)
+        assert found[key].finish_reason == c.finish_reason
+        assert_close(found[key].generator_logprobs, c.generator_logprobs)
+    new = 0
     for p in partials:
-        versions, had = (
-            found[p.stream, p.ticket, p.sample_index].policy_versions,
-            p.token_ids.numel(),
-        )
+        versions = found[p.stream, p.ticket, p.sample_index].policy_versions
+        had = p.token_ids.numel()
         assert versions.tolist() == [0] * had + [5] * (versions.numel() - had)
-    ended = sum(found[p.stream, p.ticket, p.sample_index].token_ids.numel() for p in partials)
-    assert sampled == ended - done
+        new += versions.numel() - had
+    assert sampled == new
 
 
 def test_a_completion_that_has_ended_cannot_go_on_and_an_aborted_partial_keeps_its_tokens():
@@ -739,39 +554,25 @@ def test_a_completion_that_has_ended_cannot_go_on_and_an_aborted_partial_keeps_i
 def test_greedy_equals_transformers_on_a_real_model():
     path = os.environ.get("LLAMARL_SMOLLM2")
     if not path:
-        pytest.skip(
-            "needs LLAMARL_SMOLLM2: the directory of SmolLM2-135M-Instruct "
-            "(recipes/fetch_smollm2.py makes it)"
-        )
-    from transformers import AutoModelForCausalLM
-
+        pytest.skip("needs LLAMARL_SMOLLM2: SmolLM2-135M-Instruct (recipes/fetch_smollm2.py)")
     num_prompts = 100
     tokens = 128
     near_tie = 1e-3  # nats between the two likeliest
-    generator = torch.Generator().manual_seed(0)
-    prompts = [
-        torch.randint(100, 40_000, (16,), generator=generator).tolist() for _ in range(num_prompts)
-    ]
+    prompts = torch.randint(100, 40_000, (100, 16), generator=torch.Generator().manual_seed(0))
     e = Engine.from_hf(path, dtype="float32", max_slots=num_prompts, max_len=16 + tokens)
-    ours = [c.token_ids for (c,) in generate(e, prompts, SamplingParams(tokens, temperature=0.0))]
+    ours = generate(e, prompts.tolist(), SamplingParams(tokens, temperature=0.0))
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-    theirs = model.generate(
-        torch.tensor(prompts),
-        attention_mask=torch.ones(num_prompts, 16, dtype=torch.int64),
+    generated = model.generate(
+        prompts,
+        attention_mask=torch.ones_like(prompts),
         do_sample=False,
         min_new_tokens=tokens,
         max_new_tokens=tokens,
         eos_token_id=None,
         pad_token_id=0,
         repetition_penalty=1.0,
-    )[:, 16:]
-    for prompt, mine, reference in zip(prompts, ours, theirs):
-        unlike = (mine != reference).nonzero()
-        if unlike.numel():
-            at = int(unlike[0])
-            with torch.no_grad():
-                logits = model(torch.tensor([prompt + reference[:at].tolist()])).logits[0, -1]
-            first, second = logits.log_softmax(0).topk(2).values.tolist()
-            assert first - second < near_tie, (
-                f"token {at} differs, {first - second} nats between the likeliest"
-            )
+    )
+    for (completion,), whole in zip(ours, generated):
+        with torch.no_grad():
+            margins = margins_of(model(whole[None]).logits[0, 15:-1])
+        assert_same_greedy(completion.token_ids, whole[16:], margins, near_tie / 2)
