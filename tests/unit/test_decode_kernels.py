@@ -23,23 +23,10 @@ ROWS = 70  # two tiles of rows and more than one block
 BFLOAT16_LOGITS = 0.05
 
 # The inputs of the second model's products are no whole tiles (48), or only some are (64 but 80).
-SHAPES = {
-    "tiny": {},
-    "no_tiles": {
-        "hidden_size": 48,
-        "num_attention_heads": 3,
-        "num_key_value_heads": 1,
-        "head_dim": 16,
-        "intermediate_size": 80,
-    },
-    "some_tiles": {
-        "hidden_size": 64,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "intermediate_size": 80,
-    },
-}
+NO_TILES = {"hidden_size": 48, "num_attention_heads": 3, "num_key_value_heads": 1}
+SOME_TILES = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+NARROW = {"head_dim": 16, "intermediate_size": 80}
+SHAPES = {"tiny": {}, "no_tiles": NO_TILES | NARROW, "some_tiles": SOME_TILES | NARROW}
 
 
 def native_engine(shape: str, dtype: torch.dtype) -> Engine:
@@ -55,7 +42,7 @@ def ways(engine: Engine) -> list[str]:
 
 
 @torch.inference_mode()
-def logits(engine: Engine, way: str, rows: slice) -> torch.Tensor:
+def logits(engine: Engine, way: str, rows: slice = slice(0, ROWS)) -> torch.Tensor:
     """Of a few tokens one after the other in each of these slots."""
     engine._runner.take(way)
     engine._runner.refresh()
@@ -75,16 +62,10 @@ def logits(engine: Engine, way: str, rows: slice) -> torch.Tensor:
 def test_a_row_has_the_same_bits_among_any_other_rows(shape, dtype):
     engine = native_engine(shape, dtype)
     for way in ways(engine):
-        together = logits(engine, way, slice(0, ROWS))
-        for rows in (
-            slice(0, 1),
-            slice(3, 10),
-            slice(5, 21),
-            slice(1, 33),
-            slice(2, 35),
-            slice(6, ROWS),
-        ):
-            assert torch.equal(logits(engine, way, rows), together[:, rows]), (way, rows)
+        together = logits(engine, way)
+        for first, end in ((0, 1), (3, 10), (5, 21), (1, 33), (2, 35), (6, ROWS)):
+            part = logits(engine, way, slice(first, end))
+            assert torch.equal(part, together[:, first:end]), (way, first, end)
 
 
 @pytest.mark.parametrize("shape", list(SHAPES))
@@ -92,21 +73,9 @@ def test_tiles_and_vectors_give_the_modules_logits(shape):
     engine = native_engine(shape, torch.bfloat16)
     exact = build_decoder(engine.decoder.config, device="cpu")
     exact.load_state_dict({name: p.float() for name, p in engine.decoder.state_dict().items()})
-    other = Engine(exact, max_slots=ROWS, max_len=MAX_LEN, dtype=torch.float32)
-    truth = logits(other, "vectors", slice(0, ROWS))
-    spread = truth.std()
-    for way in ways(engine):
-        error = (logits(engine, way, slice(0, ROWS)) - truth).abs().max()
-        assert error < BFLOAT16_LOGITS * spread, way
-
-
-def test_tiles_are_really_other_instructions():
-    """Where there are tiles, they sum in another order than vectors: the two do not give the same
-    bits everywhere.
-    """
-    engine = native_engine("tiny", torch.bfloat16)
-    if len(ways(engine)) < 2:
-        pytest.skip("this CPU has no tile instructions for bfloat16")
-    assert not torch.equal(
-        logits(engine, "tiles", slice(0, ROWS)), logits(engine, "vectors", slice(0, ROWS))
-    )
+    truth = logits(Engine(exact, max_slots=ROWS, max_len=MAX_LEN), "vectors")
+    found = [logits(engine, way) for way in ways(engine)]
+    for made in found:
+        assert (made - truth).abs().max() < BFLOAT16_LOGITS * truth.std()
+    # Where there are tiles, they sum in another order: not the same bits everywhere.
+    assert len(found) < 2 or not torch.equal(*found)

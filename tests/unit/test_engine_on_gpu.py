@@ -11,6 +11,7 @@ from llamarl.inference import Engine, SamplingParams
 from llamarl.inference.cache import Pieces, SlotCache
 from llamarl.machine.offload import DeviceSharing
 from llamarl.models.quantize import QuantizedLinear, _takes_row_scales, quantize_decoder
+from tests.decoding import drain
 from tests.imagined_gpu import GPU, imagined_gpu
 from tests.small_decoders import CONFIG, LOGITS, drawn_decoder
 from tests.tolerances import of_logprobs, rounding
@@ -40,12 +41,9 @@ def engine_on(device, *, cuda_graphs=True, decoder=None, **options):
     )
 
 
-def drain(engine, chunk=4):
-    finished = []
-    while engine.num_live or engine.num_waiting:
-        engine.step(chunk)
-        finished += engine.pop_finished()
-    return {(c.ticket, c.sample_index): c for _, c in finished}
+def drained(engine):
+    """Completions by (ticket, sample_index)."""
+    return {(ticket, index): c for (_, ticket, index), c in drain(engine).items()}
 
 
 def assert_scored_alike(completions, cpu, temperature=1.0):
@@ -61,7 +59,7 @@ def test_what_a_gpu_samples_has_the_logprobs_that_a_cpu_gives_it(gpu, cuda_graph
     engine = engine_on("cuda", cuda_graphs=cuda_graphs)
     for ticket, prompt in enumerate(PROMPTS):
         engine.submit(ticket, prompt, PLAIN)
-    found = drain(engine)
+    found = drained(engine)
     assert len(found) == 6 and (engine._graphs is not None) is cuda_graphs
     assert all(c.token_ids.device.type == "cpu" for c in found.values())
     assert_scored_alike(found.values(), engine_on("cpu"))
@@ -78,7 +76,7 @@ def test_every_demand_on_the_sampler_runs_on_a_gpu(gpu, cuda_graphs):
     engine.submit(1, PROMPTS[1], SamplingParams(5, temperature=0.7, top_k=5, top_p=0.9))
     late = SamplingParams(5, min_new_tokens=4, stop_token_ids=tuple(range(2, 40)))
     engine.submit(2, PROMPTS[2], late)
-    found = drain(engine)
+    found = drained(engine)
     assert_scored_alike([found[0, 0]], engine_on("cpu", decoder=drawn_decoder(config)))
     assert found[2, 0].token_ids.numel() >= 4
     assert all(c.generator_logprobs.isfinite().all() for c in found.values())
@@ -88,7 +86,7 @@ def test_a_stop_string_ends_a_row_on_a_gpu(gpu):
     engine = engine_on("cuda")
     every = tuple(f"<{i}>" for i in range(CONFIG.vocab_size))
     engine.submit(0, PROMPTS[0], SamplingParams(5, stop_strings=every))
-    (completion,) = drain(engine).values()
+    (completion,) = drained(engine).values()
     assert completion.token_ids.numel() == 1 and completion.finish_reason == "stop"
 
 
@@ -104,7 +102,7 @@ def test_a_long_prompt_in_pieces_and_rows_that_start_again_run_on_a_gpu(gpu):
     engine.pop_finished()
     for partial in partials:
         engine.submit_partial(partial)
-    found = drain(engine)
+    found = drained(engine)
     assert_scored_alike(found.values(), engine_on("cpu"))
     cpu = engine_on("cpu")
     scored = engine.score(PROMPTS[0], [5, 6, 7])
@@ -150,7 +148,7 @@ def test_a_graph_is_captured_once_for_a_shape_and_a_replay_is_all_that_a_token_t
     assert [done.what for done in gpu.streams.log[began:]] == ["replay"]
     assert len(gpu.allocated) == allocated
     engine.submit(1, PROMPTS[1], SamplingParams(4, n=1))
-    drain(engine)
+    drained(engine)
     kinds = list(engine._graphs._graphs)
     assert gpu.streams.num_captures == len(kinds) == len(set(kinds))
     assert sum(graph.num_replays for graph in engine._graphs._graphs.values()) > 20
@@ -183,7 +181,7 @@ def test_graphs_read_weights_that_are_copied_in_place_and_stamp_the_new_version(
         for mine, its in zip(engine.decoder.parameters(), other.parameters()):
             mine.copy_(its)
     engine.weights_changed(3, recompute_kv=True)
-    found = drain(engine)
+    found = drained(engine)
     assert gpu.streams.num_captures == captured
     cpu = engine_on("cpu", decoder=other)
     for c in found.values():
@@ -212,7 +210,7 @@ def test_an_engine_whose_memory_was_away_goes_on_with_what_it_had(gpu):
     turns.claim("trainer")
     assert {t.untyped_storage().nbytes() for t in engine.offloadable()} == {0}
     turns.claim("generator")
-    assert_scored_alike(drain(engine).values(), engine_on("cpu"))
+    assert_scored_alike(drained(engine).values(), engine_on("cpu"))
     assert engine._graphs._addresses[0] == next(engine.decoder.parameters()).data_ptr()
 
 
@@ -244,7 +242,7 @@ def test_a_quantised_generator_decodes_by_graphs_with_its_own_products(gpu, kind
     quantize_decoder(decoder, kind)
     engine = engine_on("cuda", decoder=decoder)
     engine.submit(0, PROMPTS[0], SamplingParams(6, n=2))
-    found = drain(engine)
+    found = drained(engine)
     assert all(c.generator_logprobs.isfinite().all() for c in found.values())
     linears = [m for m in decoder.modules() if isinstance(m, QuantizedLinear)]
     assert len(linears) == 14 and all(m.weight.device == GPU for m in linears)

@@ -116,8 +116,6 @@ def change(directory, **fields):
         {"bias": "all"},
         {"modules_to_save": ["lm_head"]},
         {"rank_pattern": {"q_proj": 2}},
-        {"alpha_pattern": {"q_proj": 2}},
-        {"layers_to_transform": [0]},
         {"peft_type": "IA3"},
         {"init_lora_weights": "pissa"},
         {"target_modules": "all-linear"},

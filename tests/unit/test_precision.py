@@ -98,9 +98,8 @@ def test_gradients_of_microbatches_add_up_in_float32(mesh, make):
     assert got.keys() == parts[0].keys()
     for name in got:
         want = parts[0][name] + parts[1][name] + parts[2][name]
-        assert (got[name] - want).abs().max() <= 1e-6 * want.abs().max(), (
-            name
-        )  # a dozen roundings of float32
+        # A dozen roundings of float32.
+        assert (got[name] - want).abs().max() <= 1e-6 * want.abs().max(), name
     narrow = {
         n: (parts[0][n].bfloat16() + parts[1][n].bfloat16() + parts[2][n].bfloat16()).float()
         for n in got

@@ -3,9 +3,6 @@ against float64.
 """
 
 import math
-import os
-import subprocess
-import sys
 import warnings
 from itertools import chain
 
@@ -19,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from llamarl.models import quantize
 from llamarl.models.attention import PackedAttention
 from llamarl.models.build import build_decoder
-from llamarl.models.config import ModelConfig, read_config, tiny_directory
+from llamarl.models.config import read_config, tiny_directory
 from llamarl.models.hf import load_weights, named_parameters_hf
 from llamarl.models.quantize import (
     QUANTIZED,
@@ -30,6 +27,8 @@ from llamarl.models.quantize import (
     quantize_decoder,
     quantize_rows,
 )
+from tests.build.job import run_python
+from tests.build.model_config import model_config
 from tests.tolerances import rounding
 
 pytestmark = [pytest.mark.machine, pytest.mark.usefixtures("float32_products")]
@@ -150,7 +149,7 @@ def test_rounding_costs_no_more_than_the_format_says(dtype):
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     exponent=st.sampled_from([-45, -39, -3, 0, 30]),
 )
-@settings(max_examples=150)
+@settings(max_examples=60)
 def test_shards_of_rows_are_quantised_as_the_whole_is(
     rows, columns, cuts, block, seed, kind, dtype, exponent
 ):
@@ -212,18 +211,13 @@ def test_a_weight_that_is_no_number_shows_in_its_channel_alone(kind, arithmetic,
     weight = random(16, 16)
     weight[3, 5] = poison
     out = linear_of(weight, kind, arithmetic)(random(4, 16, seed=1))
-    assert (
-        not out[:, 3].isfinite().any()
-        and out[:, :3].isfinite().all()
-        and out[:, 4:].isfinite().all()
-    )
+    assert out.isfinite().all(0).tolist() == [channel != 3 for channel in range(16)]
 
 
 def test_an_unknown_kind_names_the_choices():
     for attempt in (
         lambda: quantize_rows(torch.ones(2, 2), "fp4"),
         lambda: QuantizedLinear(2, 2, "fp4"),
-        lambda: quantize_decoder(build_decoder(read_config(tiny_directory())), "fp4"),
     ):
         with pytest.raises(ValueError, match="quantize='fp4': need one of fp8, int8"):
             attempt()
@@ -232,7 +226,7 @@ def test_an_unknown_kind_names_the_choices():
 # --- Linears ---
 
 
-@pytest.mark.parametrize("tokens, inputs, outputs", [(1, 16, 32), (32, 576, 192), (7, 37, 5)])
+@pytest.mark.parametrize("tokens, inputs, outputs", [(32, 576, 192), (7, 37, 5)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind, arithmetic", ARITHMETICS)
 def test_linears_compute_with_the_quantised_numbers(
@@ -279,7 +273,7 @@ def test_fp8_products_are_the_same_where_torch_takes_one_scale_for_the_whole(mon
     )
 
 
-@pytest.mark.parametrize("error", [RuntimeError, ValueError, NotImplementedError])
+@pytest.mark.parametrize("error", [RuntimeError, ValueError])
 def test_whether_scales_of_rows_are_taken_is_found_by_a_trial(monkeypatch, error):
     def refuses(*args, **kwargs):
         raise error("For tensor-wise scaling scales must be scalars")
@@ -349,59 +343,40 @@ def test_casts_and_moves_leave_one_byte_and_float32(kind):
     )
 
 
-def test_the_arithmetic_is_the_devices_best_and_what_rules_it_out_is_said(monkeypatch):
-    cuda = torch.device("cuda")
-    cpu = torch.device("cpu")
-    capability = (9, 0)
+@pytest.mark.parametrize(
+    "kind, shape, device, capability, hip, usual, obstacle",
+    [
+        ("fp8", (5, 37), "cpu", (9, 0), None, "weight_only", ""),
+        ("fp8", (48, 16), "cuda", (8, 9), None, "scaled_mm", ""),
+        ("int8", (8, 24), "cuda", (8, 0), None, "int_mm", ""),
+        ("fp8", (48, 24), "cuda", (9, 0), None, "weight_only", "multiples of 16"),
+        ("int8", (12, 8), "cuda", (9, 0), None, "weight_only", "multiples of 8"),
+        ("fp8", (48, 16), "cuda", (8, 0), None, "weight_only", "compute capability 8.9"),
+        ("int8", (8, 8), "mps", (9, 0), None, "weight_only", "known on NVIDIA GPUs alone"),
+        ("fp8", (48, 16), "cuda", (9, 0), "6.4", "weight_only", "known on NVIDIA GPUs alone"),
+    ],
+)
+def test_the_arithmetic_is_the_devices_best_and_what_rules_it_out_is_said(
+    monkeypatch, kind, shape, device, capability, hip, usual, obstacle
+):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(torch.version, "hip", None)
-    assert arithmetic_of("fp8", (5, 37), cpu) == ("weight_only", "")
-    assert arithmetic_of("fp8", (48, 16), cuda) == ("scaled_mm", "") and arithmetic_of(
-        "int8", (8, 24), cuda
-    ) == ("int_mm", "")
-    assert arithmetic_of("fp8", (48, 24), cuda) == (
-        "weight_only",
-        "scaled_mm needs both dimensions in multiples of 16",
-    )
-    assert arithmetic_of("int8", (12, 8), cuda) == (
-        "weight_only",
-        "int_mm needs both dimensions in multiples of 8",
-    )
-    capability = (8, 0)
-    assert arithmetic_of("fp8", (48, 16), cuda) == (
-        "weight_only",
-        "scaled_mm needs compute capability 8.9",
-    )
-    assert arithmetic_of("int8", (48, 16), cuda) == ("int_mm", "")
-    assert arithmetic_of("int8", (8, 8), torch.device("mps")) == (
-        "weight_only",
-        "int_mm is known on NVIDIA GPUs alone",
-    )
-    monkeypatch.setattr(torch.version, "hip", "6.4")
-    assert arithmetic_of("fp8", (48, 16), cuda) == (
-        "weight_only",
-        "scaled_mm is known on NVIDIA GPUs alone",
-    )
+    monkeypatch.setattr(torch.version, "hip", hip)
+    found, said = arithmetic_of(kind, shape, torch.device(device))
+    assert found == usual and said.endswith(obstacle) and bool(said) == bool(obstacle)
 
 
 def test_a_linear_warns_once_if_it_is_not_multiplied_as_usual(monkeypatch):
     monkeypatch.setattr(quantize, "_int_mm_is_exact", lambda: False)
     linear, x = linear_of(random(8, 16), "int8"), random(2, 16)
-    with pytest.warns(
-        UserWarning,
-        match=r"int8 weights \[8, 16\] on cpu: multiplied as weight_only.*because this CPU's",
-    ):
+    with pytest.warns(UserWarning, match=r"int8 weights \[8, 16\] .* weight_only.* this CPU's"):
         first = linear(x)
     monkeypatch.setattr(quantize, "_int_mm_is_exact", lambda: True)
     usual = linear_of(random(8, 16), "int8"), linear_of(random(8, 16), "fp8")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        tolerance = rounding(terms=16, size=float(first.abs().max()))
-        assert (linear(x) - first).abs().max() <= tolerance
-        assert [u(x).shape for u in usual] == [(2, 8)] * 2 and [u.arithmetic for u in usual] == [
-            "int_mm",
-            "weight_only",
-        ]
+        assert (linear(x) - first).abs().max() <= rounding(terms=16, size=float(first.abs().max()))
+        assert [each(x).shape for each in usual] == [(2, 8)] * 2
+    assert [each.arithmetic for each in usual] == ["int_mm", "weight_only"]
 
 
 def test_int8_is_right_on_a_cpu_whose_products_saturate():
@@ -414,11 +389,8 @@ linear.weight.fill_(127), linear.weight_scale.fill_(1)
 print(linear(torch.full((16, 64), 127.0)).unique().tolist(), flush=True)
 """
     # oneDNN then acts as if the CPU had no VNNI.
-    environment = os.environ | {"ONEDNN_MAX_CPU_ISA": "AVX2", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=240
-    )
-    assert done.stdout.strip() == f"[{64 * 127.0 * 127}]", done.stderr
+    said = run_python("-c", code, ONEDNN_MAX_CPU_ISA="AVX2")
+    assert said.strip() == f"[{64 * 127.0 * 127}]"
 
 
 # --- Decoders ---
@@ -462,22 +434,7 @@ def test_names_shapes_and_dtypes_are_what_is_quantized_says(kind):
         quantize_decoder(build_decoder(read_config(tiny_directory())), kind, ("dwon_proj",))
 
 
-UNTIED = ModelConfig(
-    architecture="LlamaForCausalLM",
-    vocab_size=96,
-    hidden_size=32,
-    intermediate_size=64,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
-    rms_norm_eps=1e-5,
-    rope_theta=1e4,
-    rope_scaling=None,
-    max_position_embeddings=64,
-    tie_word_embeddings=False,
-    attention_bias=False,
-)
+UNTIED = model_config(vocab_size=96, hidden_size=32, intermediate_size=64, head_dim=8)
 
 
 @pytest.mark.bitwise(
@@ -501,35 +458,6 @@ def test_an_untied_head_is_quantised_where_it_is_asked_for(kind):
     logits = decoder(tokens, tokens, attention)
     assert torch.equal(logits, decoder.output(hidden)) and not torch.equal(logits, kept)
     torch.testing.assert_close(logits, kept, rtol=0, atol=0.05 * kept.abs().max().item())
-
-
-def test_what_always_stays_and_what_is_skipped():
-    q_proj, bias = "model.layers.0.self_attn.q_proj.weight", "model.layers.0.self_attn.q_proj.bias"
-    assert is_quantized(q_proj, (8, 8)) and is_quantized(q_proj, (8, 8), ("layers.1.", "o_proj"))
-    assert not is_quantized(q_proj, (8, 8), ("layers.0.",)) and not is_quantized(bias, (8,))
-    assert not is_quantized(q_proj, (8,))  # rows have scales, and a vector has no rows
-    for name in ("model.embed_tokens.weight", "lm_head.weight"):
-        assert not is_quantized(name, (52, 8))
-    assert is_quantized("lm_head.weight", (52, 8), ()) and not is_quantized(
-        "model.embed_tokens.weight", (52, 8), ()
-    )
-    assert not is_quantized("model.layers.0.input_layernorm.weight", (8,))
-
-
-@pytest.mark.bitwise(
-    "activations are rounded to int8 or fp8 at thresholds, where a last bit is a whole step"
-)
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_decoder_from_the_meta_device_computes_with_what_it_is_sent(kind):
-    sender = decoder_on_cpu()
-    quantize_decoder(sender, kind)
-    receiver = build_decoder(read_config(tiny_directory()))
-    quantize_decoder(receiver, kind)
-    receiver.to_empty(device="cpu")
-    sent = dict(named_parameters_hf(sender))
-    for name, parameter in named_parameters_hf(receiver):
-        parameter.data = sent[name].data.clone()
-    assert torch.equal(logprobs_of(receiver), logprobs_of(sender))
 
 
 # --- KL ---
@@ -558,7 +486,7 @@ def test_kl_from_top_by_hand():
     sharpness=st.sampled_from([0.1, 1.0, 5.0]),
     data=st.data(),
 )
-@settings(max_examples=150)
+@settings(max_examples=60)
 def test_kl_from_top_is_the_kl_of_all_ids_and_never_more(seed, vocabulary, sharpness, data):
     known = data.draw(st.integers(1, vocabulary))
     generator = torch.Generator().manual_seed(seed)

@@ -73,7 +73,7 @@ def test_uniforms_are_uniform_and_unlike_between_keys_and_counters():
     assert len(sample_keys(every).unique()) == 256
 
 
-@pytest.mark.parametrize("vocab", [256, 512, 768, WHOLE])
+@pytest.mark.parametrize("vocab", [256, WHOLE])
 def test_the_greedy_token_is_the_first_of_the_likeliest(way, vocab):
     logits = torch.randn(50, vocab, generator=torch.Generator().manual_seed(0)).round()  # many ties
     tokens, logprobs = sample(logits, draws(50), torch.ones(50, dtype=torch.bool))
@@ -84,21 +84,16 @@ def test_the_greedy_token_is_the_first_of_the_likeliest(way, vocab):
 @pytest.mark.parametrize("vocab", [52, LARGE])
 def test_frequencies_follow_the_softmax(way, vocab):
     logits = torch.randn(vocab, generator=torch.Generator().manual_seed(0)) * 1.5
-    count = 60_000
-    tokens, logprobs = [], []
-    for part in draws(count).split(50_000):
-        token, logprob = sample(logits.expand(part.numel(), -1), part)
-        tokens.append(token), logprobs.append(logprob)
+    count = 40_000
+    tokens, logprobs = sample(logits.expand(count, -1), draws(count))
     expected = logits.double().softmax(0) * count
-    seen = torch.bincount(torch.cat(tokens), minlength=vocab).double()
+    seen = torch.bincount(tokens, minlength=vocab).double()
     rare = expected < 10  # merged into one cell, as chi-square wants
     expected, seen = (torch.cat([x[~rare], x[rare].sum(0, keepdim=True)]) for x in (expected, seen))
     chi2 = ((seen - expected) ** 2 / expected)[expected > 0].sum()
     freedom = expected.numel() - 1
     assert abs(chi2 - freedom) < CHI2_STDEVS * math.sqrt(2 * freedom)
-    torch.testing.assert_close(
-        torch.cat(logprobs), logits.log_softmax(0)[torch.cat(tokens)], atol=TOLERANCE, rtol=0
-    )
+    torch.testing.assert_close(logprobs, logits.log_softmax(0)[tokens], atol=TOLERANCE, rtol=0)
 
 
 @pytest.mark.parametrize("vocab", [52, LARGE])
@@ -118,7 +113,7 @@ def test_rounding_of_block_sums_never_carries_a_sample_past_the_last_possible_to
     assert tokens.max() < 1000
 
 
-@settings(max_examples=150)
+@settings(max_examples=80)
 @given(
     st.integers(0, 2**31),
     st.sampled_from([3, 52, LARGE, WHOLE]),
