@@ -203,10 +203,6 @@ def test_published_configurations_are_read_as_transformers_reads_them(tmp_path, 
     check_as_transformers_reads(path, read_config(path))
 
 
-def test_the_embedded_model_is_read_as_transformers_reads_it():
-    check_as_transformers_reads(tiny_directory(), read_config(tiny_directory()))
-
-
 def llama(**fields):
     return PUBLISHED["Llama 2 7B"] | fields
 

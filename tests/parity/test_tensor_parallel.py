@@ -8,7 +8,6 @@ computed in a safetensors file.
 import dataclasses
 import functools
 import itertools
-import json
 import shutil
 from pathlib import Path
 
@@ -23,7 +22,7 @@ from llamarl.models.attention import PackedAttention
 from llamarl.models.build import build_decoder, read_config
 from llamarl.models.config import Lora, tiny_directory
 from llamarl.models.fsdp import held_box
-from llamarl.models.hf import load_weights, named_parameters_hf, to_stored
+from llamarl.models.hf import load_weights, named_parameters_hf
 from llamarl.models.lora import adapters_of
 from llamarl.models.sharding import (
     LORA_A,
@@ -31,10 +30,10 @@ from llamarl.models.sharding import (
     Box,
     adapter_shapes,
     heads_of,
-    parameter_shapes,
     tensor_parallel_box,
 )
 from llamarl.models.tp import TensorParallel
+from tests.build.model_directory import write_model
 from tests.tolerances import assert_same_greedy, first_difference, margins_of, of_logprobs, rounding
 
 pytestmark = pytest.mark.machine
@@ -53,12 +52,11 @@ BASE = {
 }
 # over 2 ranks the K/V heads of "uneven" and "biased" do not divide, nor do the vocabularies and the
 # hidden units
+UNEVEN = {"num_attention_heads": 6, "num_key_value_heads": 3, "vocab_size": 53}
 MODELS = {
-    "uneven": {
+    "uneven": UNEVEN
+    | {
         "architectures": ["LlamaForCausalLM"],
-        "num_attention_heads": 6,
-        "num_key_value_heads": 3,
-        "vocab_size": 53,
         "intermediate_size": 77,
         "tie_word_embeddings": False,
     },
@@ -70,11 +68,9 @@ MODELS = {
         "intermediate_size": 80,
         "tie_word_embeddings": True,
     },
-    "normed_heads": {
+    "normed_heads": UNEVEN
+    | {
         "architectures": ["Qwen3ForCausalLM"],
-        "num_attention_heads": 6,
-        "num_key_value_heads": 3,
-        "vocab_size": 53,
         "intermediate_size": 80,
         "tie_word_embeddings": True,
     },
@@ -107,28 +103,12 @@ MODELS = {
 }
 NAMES = ("tiny", *MODELS)
 QKV = ("q_proj", "k_proj", "v_proj")
-QUICK = ("uneven", "biased", "fused_by_heads")  # the others are slow
-PROMPTS = ([1, 5, 6, 14, 7, 8, 18], [3], [9, 9, 4, 31], [40, 2, 17, 6, 6], [11, 12])
+QUICK = {"uneven": (3,), "fused_by_heads": (2,)}  # model -> ranks; the others are slow
+PROMPTS = ([1, 5, 6, 14, 7, 8, 18], [3], [9, 9, 4, 31], [40, 2, 17, 6, 6])
 TOKENS = torch.tensor([1, 5, 6, 14, 7, 8, 18, 40, 3, 9, 44, 12])
 CU_SEQLENS = torch.tensor([0, 7, 12])
 POSITIONS = torch.tensor([*range(7), *range(5)])
 MODES = {"greedy": {"temperature": 0.0}, "sampled": {"temperature": 0.9, "top_p": 0.95, "seed": 5}}
-
-
-def write_model(path: Path, raw: dict, seed: int) -> Path:
-    """A random model; weights so large that every one of them shows in the logits."""
-    path.mkdir()
-    (path / "config.json").write_text(json.dumps(BASE | raw))
-    random = torch.Generator().manual_seed(seed)
-    shapes = parameter_shapes(read_config(path))
-    weights = {
-        name: torch.randn(shape, generator=random) * 0.2 + (len(shape) == 1)
-        for name, shape in shapes.items()
-    }
-    stored = to_stored(weights.items(), read_config(path))
-    files = {name: tensor.contiguous() for name, tensor in stored}
-    save_file(files, path / "model.safetensors")
-    return path
 
 
 def logits_of(decoder) -> torch.Tensor:
@@ -137,10 +117,8 @@ def logits_of(decoder) -> torch.Tensor:
 
 def completions_of(decoder, mode: str) -> dict[str, torch.Tensor]:
     """Fewer slots than samples, and samples that end early: slots are given back and rows moved."""
-    engine = Engine(decoder, max_slots=4, max_len=32)
-    params = SamplingParams(
-        max_new_tokens=12, n=2, stop_token_ids=(2, 7, 9, 12, 21, 33), **MODES[mode]
-    )
+    engine = Engine(decoder, max_slots=3, max_len=32)
+    params = SamplingParams(9, n=2, stop_token_ids=(2, 7, 9, 12, 21, 33), **MODES[mode])
     found = []
     for group in generate(engine, PROMPTS, params):
         found += group
@@ -210,33 +188,28 @@ def compute(path: Path, tp: TensorParallel | None) -> dict[str, torch.Tensor]:
     out = {f"weight/{name}": p.detach() for name, p in named_parameters_hf(decoder())}
     out["logits"] = logits_of(decoder()).detach()
     for mode in MODES:
-        out |= {
-            f"{mode}/{name}": value
-            for name, value in completions_of(decoder().requires_grad_(False), mode).items()
-        }
+        found = completions_of(decoder().requires_grad_(False), mode)
+        out |= {f"{mode}/{name}": value for name, value in found.items()}
     for kind, split in (("split", True), ("whole", False)):
         shared = decoder(split_vocabulary=split)
         shared.activation_checkpointing = kind == "whole"
         out |= {f"grad_{kind}/{name}": value for name, value in gradients_of(shared).items()}
-    for kind, split in (("split", True), ("whole", False)):
-        mine = dataclasses.replace(tp, split_vocabulary=split) if tp else None
-        shared = adapted(path, mine)
+        shared = adapted(path, dataclasses.replace(tp, split_vocabulary=split) if tp else None)
         out[f"adapted_{kind}/logits"] = logits_of(shared).detach()
-        gradients = {name: p for name, p in gradients_of(shared).items() if p is not None}
-        out |= {f"adapted_{kind}/{name}": value for name, value in gradients.items()}
+        for name, value in gradients_of(shared).items():
+            if value is not None:
+                out[f"adapted_{kind}/{name}"] = value
     return {name: value.contiguous() for name, value in out.items()}
 
 
-def compute_on_ranks(rank: int, directory: str, name: str) -> None:
+def compute_on_ranks(rank: int, directory: str, name: str, sizes: list[int]) -> None:
     """What one rank of the pool runs."""
     directory = Path(directory)
-    out = {}
-    for size in SIZES:
+    for size in sizes:
         group = dist.new_group(list(range(size)))
         if rank < size:
             computed = compute(directory / name, TensorParallel(rank, size, group))
-            out |= {f"{size}/{what}": value for what, value in computed.items()}
-    save_file(out, directory / f"{name}.rank{rank}.safetensors")
+            save_file(computed, directory / f"{name}.{size}.rank{rank}.safetensors")
 
 
 @pytest.fixture(scope="module")
@@ -244,25 +217,20 @@ def directory(tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("tensor_parallel")
     shutil.copytree(tiny_directory(), root / "tiny")
     for seed, (name, raw) in enumerate(MODELS.items()):
-        write_model(root / name, raw, seed)
+        write_model(root / name, BASE | raw, seed=seed, scale=0.2)
     return root
 
 
 @pytest.fixture(scope="module")
 def ranks(pool, directory):
-    """ranks(name): what each rank computed of a model, made when it is first asked for."""
+    """ranks(name, size): what each rank computed of a model, made when it is first asked for."""
 
     @functools.cache
-    def ranks_of(name: str) -> list[dict[str, torch.Tensor]]:
-        pool.call(
-            __file__,
-            "compute_on_ranks",
-            ranks=WORLD,
-            timeout_s=DEADLINE_S,
-            directory=str(directory),
-            name=name,
-        )
-        return [load_file(directory / f"{name}.rank{rank}.safetensors") for rank in range(WORLD)]
+    def ranks_of(name: str, size: int) -> list[dict[str, torch.Tensor]]:
+        where = {"timeout_s": DEADLINE_S, "directory": str(directory)}
+        pool.call(__file__, "compute_on_ranks", ranks=size, name=name, sizes=[size], **where)
+        files = [directory / f"{name}.{size}.rank{rank}.safetensors" for rank in range(size)]
+        return list(map(load_file, files))
 
     return ranks_of
 
@@ -278,13 +246,23 @@ def alone(directory):
     return alone_of
 
 
-def marked(name: str):
-    return pytest.param(name, marks=() if name in QUICK else pytest.mark.slow)
+def cases() -> list:
+    """Models, each with a number of ranks."""
+    found = []
+    for name, size in itertools.product(NAMES, SIZES):
+        marks = () if size in QUICK.get(name, ()) else pytest.mark.slow
+        found.append(pytest.param((name, size), marks=marks, id=f"{name}-{size}"))
+    return found
 
 
-@pytest.fixture(params=[marked(name) for name in NAMES])
-def name(request) -> str:
+@pytest.fixture(params=cases())
+def case(request) -> tuple[str, int]:
     return request.param
+
+
+@pytest.fixture
+def name(case) -> str:
+    return case[0]
 
 
 @pytest.fixture
@@ -292,30 +270,22 @@ def one(alone, name) -> dict[str, torch.Tensor]:
     return alone(name)
 
 
-@pytest.fixture(params=SIZES)
-def several(request, ranks, name) -> list[dict[str, torch.Tensor]]:
+@pytest.fixture
+def several(ranks, case) -> list[dict[str, torch.Tensor]]:
     """What the ranks computed of the model, by rank."""
-    prefix = f"{request.param}/"
-    found = []
-    for rank in ranks(name)[: request.param]:
-        found.append({k.removeprefix(prefix): v for k, v in rank.items() if k.startswith(prefix)})
-    return found
+    return ranks(*case)
 
 
-def boxed(
-    directory,
-    name: str,
-    parameter: str,
-    whole: torch.Tensor,
-    rank: int,
-    size: int,
-    split: bool = True,
-) -> torch.Tensor:
-    config = read_config(directory / name)
-    box = tensor_parallel_box(
-        config, parameter, tuple(whole.shape), rank, size, split_vocabulary=split
-    )
-    return whole[tuple(slice(a, a + n) for a, n in zip(box.offsets, box.lengths))]
+def boxed(config, parameter: str, whole, rank: int, size: int, split: bool = True):
+    """A rank's part of a whole parameter."""
+    shape = tuple(whole.shape)
+    box = tensor_parallel_box(config, parameter, shape, rank, size, split_vocabulary=split)
+    return whole[box.within(Box.whole(shape))]
+
+
+@pytest.fixture
+def config(directory, name):
+    return read_config(directory / name)
 
 
 def test_the_models_need_all_of_the_rules(directory):
@@ -332,34 +302,29 @@ def test_the_models_need_all_of_the_rules(directory):
     assert {size % ranks for size, ranks in itertools.product(vocabularies, SIZES)} > {0}
 
 
+def test_a_rank_holds_its_part_of_every_parameter_and_no_more(config, several, one):
+    names = {key for key in one if key.startswith("weight/")}
+    sizes = []
+    for rank, computed in enumerate(several):
+        assert {key for key in computed if key.startswith("weight/")} == names
+        for key in names:
+            want = boxed(config, key.removeprefix("weight/"), one[key], rank, len(several))
+            assert torch.equal(computed[key], want), key
+        sizes.append(sum(computed[key].numel() for key in names if not is_whole(key)))
+    whole = sum(one[key].numel() for key in names if not is_whole(key))
+    assert max(sizes) < whole * 1.4 / len(several)
+
+
 def is_whole(key: str) -> bool:
     """Whether every rank holds all of this parameter."""
     ends = ("o_proj.bias", "down_proj.bias", "embed_positions.weight")
     return "norm" in key or key.endswith(ends)
 
 
-def num_split(computed: dict[str, torch.Tensor]) -> int:
-    """Numbers that are held of split weights."""
-    names = [key for key in computed if key.startswith("weight/") and not is_whole(key)]
-    return sum(computed[name].numel() for name in names)
-
-
-def test_a_rank_holds_its_part_of_every_parameter_and_no_more(directory, several, one, name):
-    for rank, computed in enumerate(several):
-        names = [key for key in one if key.startswith("weight/")]
-        assert {key for key in computed if key.startswith("weight/")} == set(names)
-        for key in names:
-            want = boxed(directory, name, key.removeprefix("weight/"), one[key], rank, len(several))
-            assert torch.equal(computed[key], want), key
-    sizes = [num_split(rank) for rank in several]
-    whole = num_split(one)
-    assert max(sizes) < whole * 1.4 / len(several)
-
-
 @pytest.fixture
-def close(directory, name, one) -> float:
+def close(config, one) -> float:
     """How far two ways to compute the model's logits or logprobs may be apart."""
-    return of_logprobs(read_config(directory / name), size=float(one["logits"].std()))
+    return of_logprobs(config, size=float(one["logits"].std()))
 
 
 def test_logits_are_those_of_one_rank_and_the_same_bits_on_all(several, one, close):
@@ -377,10 +342,13 @@ def completions_in(computed, mode: str) -> list[dict[str, torch.Tensor]]:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_completions_are_those_of_one_rank(several, one, mode, close):
+def test_completions_are_those_of_one_rank_and_the_same_bits_on_all(several, one, mode, close):
     assert mode == "greedy" or one[f"{mode}/lengths"].unique().numel() > 2, (
         "samples should end at different places"
     )
+    for rank in several:
+        for what in ("lengths", "token_ids", "generator_logprobs", "probe"):
+            assert torch.equal(rank[f"{mode}/{what}"], several[0][f"{mode}/{what}"]), what
     compared = left = 0
     for ours, theirs in zip(
         completions_in(several[0], mode), completions_in(one, mode), strict=True
@@ -403,21 +371,16 @@ def test_completions_are_those_of_one_rank(several, one, mode, close):
     )
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_completions_are_the_same_bits_on_all_ranks(several, mode):
-    for rank in several:
-        for what in ("lengths", "token_ids", "generator_logprobs", "probe"):
-            assert torch.equal(rank[f"{mode}/{what}"], several[0][f"{mode}/{what}"]), what
-
-
 @pytest.mark.parametrize("kind", ["split", "whole"])
-def test_gradients_are_the_parts_of_one_ranks(directory, several, one, name, kind):
+def test_gradients_are_the_parts_of_one_ranks(config, several, one, kind):
     names = [key for key in one if key.startswith(f"grad_{kind}/")]
     largest = max(one[key].abs().max().item() for key in names)
     for rank, computed in enumerate(several):
         for key in names:
+            if is_whole(key):
+                torch.testing.assert_close(computed[key], several[0][key], atol=1e-7, rtol=1e-5)
             parameter = key.removeprefix(f"grad_{kind}/")
-            want = boxed(directory, name, parameter, one[key], rank, len(several), kind == "split")
+            want = boxed(config, parameter, one[key], rank, len(several), kind == "split")
             torch.testing.assert_close(
                 computed[key],
                 want,
@@ -425,15 +388,6 @@ def test_gradients_are_the_parts_of_one_ranks(directory, several, one, name, kin
                 rtol=0,
                 msg=lambda m: f"{parameter} on rank {rank}: {m}",
             )
-
-
-def test_what_is_whole_on_every_rank_has_the_same_gradient_on_every_rank(several, one):
-    for key in one:
-        if key.startswith("grad_") and is_whole(key):
-            for rank in several:
-                torch.testing.assert_close(
-                    rank[key], several[0][key], atol=1e-7, rtol=1e-5, msg=key
-                )
 
 
 def test_weights_of_another_shape_are_named_by_the_shape_of_the_whole(directory, tmp_path):
@@ -461,9 +415,7 @@ def test_fewer_query_heads_than_ranks_are_refused(directory):
 
 
 @pytest.mark.parametrize("kind", ["split", "whole"])
-def test_adapters_give_the_logits_and_gradients_of_one_rank(
-    directory, several, one, name, kind, close
-):
+def test_adapters_give_the_logits_and_gradients_of_one_rank(config, several, one, kind, close):
     prefix = f"adapted_{kind}/"
     names = [key for key in one if key.startswith(prefix) and key.endswith((LORA_A, LORA_B))]
     assert {key.split(".")[-2] for key in names} >= {*QKV, "o_proj", "down_proj"}
@@ -474,5 +426,5 @@ def test_adapters_give_the_logits_and_gradients_of_one_rank(
         assert (computed[f"{prefix}logits"] - adapted).abs().max() <= close
         for key in names:
             parameter = key.removeprefix(prefix)
-            want = boxed(directory, name, parameter, one[key], rank, len(several))
+            want = boxed(config, parameter, one[key], rank, len(several))
             assert (computed[key] - want).abs().max() <= GRADIENTS * largest, key

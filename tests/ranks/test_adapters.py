@@ -6,18 +6,16 @@ Each rank trains on every topology, resumes from what others saved, and leaves w
 
 import dataclasses
 import itertools
-import json
 import re
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from executors.build_trainer import build_trainer
 from executors.trainer import FSDPTrainer
-from llamarl.comm.channel import dp_rank_of
 from llamarl.comm.groups import World, executor_group
 from llamarl.config.command_line import compose_config
 from llamarl.ddma.layout import Source, parameters_to_send
@@ -26,16 +24,24 @@ from llamarl.launch.job import Job
 from llamarl.launch.run_directory import RunDirectory
 from llamarl.models.config import Lora, read_config
 from llamarl.models.fsdp import local
-from llamarl.models.sharding import parameter_shapes
-from llamarl.types import Group, Policy
-from tests.executors.fakes import FakeReceiver
+from tests.build.model_directory import write_model
+from tests.ranks.topologies import WORLD
+from tests.ranks.trainers import (
+    MODEL,
+    Peers,
+    alone,
+    attached,
+    group_of,
+    learn,
+    leave,
+    load_states,
+    save_state,
+)
 from tests.tolerances import rounding
 
 pytestmark = pytest.mark.slow
 
-WORLD = 4
 STEPS = 2
-GROUPS = 4
 TOPOLOGIES = {  # the rest of the ranks are shards
     "fsdp4": {"replicate": 1},
     "hsdp2x2": {"replicate": 2},
@@ -53,89 +59,11 @@ CASES = {
     "lora": [*LORA, *OWN_REFERENCE, "trainer.ema_decay=0.5"],
     "whole": ["reference=sharded", "loss.kl_coef=0.1", "trainer.ema_decay=0.5"],
 }
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 23,
-    "hidden_size": 12,
-    "intermediate_size": 20,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "head_dim": 4,
-    "max_position_embeddings": 64,
-}
 # Of the largest. A weight's gradient is a sum over the trained tokens of a step, some 54, which are
 # more than the width; then come the layers there and back, in each step.
 VALUES = rounding(terms=54, depth=2 * 2 * 2 * STEPS)
 DEADLINE_S = 200
 TARGET = re.compile("q_proj|v_proj|o_proj|down_proj")
-
-
-def write_model(path: Path) -> Path:
-    path.mkdir()
-    (path / "config.json").write_text(json.dumps(CONFIG))
-    draw = torch.Generator().manual_seed(0)
-    shapes = parameter_shapes(read_config(path))
-    save_file(
-        {n: torch.randn(s, generator=draw) * 0.4 + (len(s) == 1) for n, s in shapes.items()},
-        path / "model.safetensors",
-    )
-    return path
-
-
-def group_of(ticket: int) -> Group:
-    draw = torch.Generator().manual_seed(ticket)
-    lengths = torch.randint(1, 9, (4,), generator=draw)
-    tokens = torch.randint(0, 23, (int(lengths.sum()),), generator=draw)
-    version = (
-        ticket // GROUPS - 1
-    )  # a step old, so that parity with made-up logprobs is not asked for
-    return Group(
-        ticket=ticket,
-        prompt_ids=torch.randint(0, 23, (3,), generator=draw),
-        lengths=lengths,
-        token_ids=tokens,
-        generator_logprobs=torch.full(tokens.shape, -3.0),
-        policy_versions=torch.full_like(tokens, version),
-        ref_logprobs=torch.empty(0),
-        rewards=torch.tensor([1.0, 0.0, 0.5, float("nan")]),
-        finish_reasons=("stop",) * 4,
-        outcomes=("score",) * 3 + ("error",),
-    )
-
-
-class Peers:
-    """Stands for the weights channel, metrics, control and tickets. Holds what generators would
-    have been sent.
-    """
-
-    stopping = ending = False
-    bytes_per_sync = overcommit = 0
-
-    def __init__(self):
-        self.published = {}
-
-    def bind(self, config, parameters, tensor_group) -> None:
-        self.config, self.parameters = config, parameters
-
-    def publish(self, version, **_) -> float:
-        self.published = {name: local(p).clone() for name, p in self.parameters}
-        return 0.0
-
-    def reconcile(self, buffered) -> set[int]:
-        return set(buffered)
-
-    def trained(self, reward) -> None: ...
-
-    def report(self, step, row) -> None: ...
-
-    def finish(self, tickets, verdicts) -> None: ...
-
-    def given_back(self) -> list[int]:
-        return []
-
-    def yield_row(self) -> dict:
-        return {}
 
 
 def trainer_of(model: Path, group: ExecutorGroup, case: str) -> tuple[FSDPTrainer, Peers]:
@@ -157,73 +85,35 @@ def trainer_of(model: Path, group: ExecutorGroup, case: str) -> tuple[FSDPTraine
     job = Job(config, World(0, WORLD, group.device), RunDirectory(Path(), None))
     job.inputs.model_path, job.inputs.prompts = model, [group_of(i) for i in range(99)]
     trainer = build_trainer(config, job)
-    peers = Peers()
-    ends = [(Group, FakeReceiver())], [(Policy, peers)]
-    trainer.attach(group, *ends, peers, peers, peers, peers)
-    trainer.setup()
-    return trainer, peers
-
-
-def learn(trainer: FSDPTrainer, first: int, steps: int) -> None:
-    dp_ranks = trainer.group.data_size
-    for step in range(first, first + steps):
-        mine = [
-            t
-            for t in range(step * GROUPS, (step + 1) * GROUPS)
-            if dp_rank_of(t, dp_ranks) == trainer.group.data_index
-        ]
-        trainer.buffer.put([group_of(t) for t in mine])
-        trainer._train(mine)
+    return trainer, attached(trainer, group)
 
 
 def held(trainer: FSDPTrainer, peers: Peers) -> dict[str, torch.Tensor]:
     trained = [(shard.name, shard.parameter) for shard in trainer.model.shards]
-    out = {f"weight/{name}": local(p) for name, p in trained}
-    out |= {f"ema/{name}": local(trainer.model.average.of(p)) for name, p in trained}
-    out |= {
-        f"exp_avg/{name}": local(trainer.model.optimizer.state[p]["exp_avg"]) for name, p in trained
-    }
-    return out | {f"sent/{name}": p for name, p in peers.published.items()}
-
-
-def save_state(trainer: FSDPTrainer, stem: Path) -> None:
-    state = trainer.state_dict()
-    tensors = {
-        name: value.contiguous() for name, value in state.items() if isinstance(value, torch.Tensor)
-    }
-    save_file(tensors, f"{stem}.safetensors")
-    Path(f"{stem}.json").write_text(
-        json.dumps({name: value for name, value in state.items() if name not in tensors})
-    )
-
-
-def load_states(folder: Path, name: str, ranks: int) -> list[dict]:
-    stems = [folder / f"{name}.state.rank{rank}" for rank in range(ranks)]
-    return [
-        json.loads(Path(f"{stem}.json").read_text()) | load_file(f"{stem}.safetensors")
-        for stem in stems
-    ]
-
-
-def leave(tensors: dict[str, torch.Tensor], file: Path) -> None:
-    save_file({name: value.clone().contiguous() for name, value in tensors.items()}, file)
+    out = {f"sent/{name}": p for name, p in peers.published.items()}
+    for name, p in trained:
+        out[f"weight/{name}"] = local(p)
+        out[f"ema/{name}"] = local(trainer.model.average.of(p))
+        out[f"exp_avg/{name}"] = local(trainer.model.optimizer.state[p]["exp_avg"])
+    return out
 
 
 def run(root: Path, group: ExecutorGroup, case: str, name: str, rank: int) -> None:
     """Train, leave what is held, save, export, go on."""
     trainer, peers = trainer_of(root / "model", group, case)
-    learn(trainer, 0, STEPS)
+    for step in range(STEPS):
+        learn(trainer, step)
     leave(held(trainer, peers), root / f"{case}.{name}.rank{rank}")
     save_state(trainer, root / f"{case}.{name}.state.rank{rank}")
     trainer.export(str(root / f"{case}.{name}" / "hf"))
-    learn(trainer, STEPS, 1)
+    learn(trainer, STEPS)
     leave(held(trainer, peers), root / f"{case}.{name}.after.rank{rank}")
 
 
 def resume(root: Path, group: ExecutorGroup, case: str, name: str, ranks: int, rank: int) -> None:
     trainer, peers = trainer_of(root / "model", group, case)
     trainer.load_state_dict(load_states(root, f"{case}.{name}", ranks))
-    learn(trainer, STEPS, 1)
+    learn(trainer, STEPS)
     leave(held(trainer, peers), root / f"{case}.{name}.resumed.rank{rank}")
 
 
@@ -245,14 +135,10 @@ def train_and_resume(rank: int, root: str) -> None:
             resume(root, groups["fsdp2_tp2"], case, "fsdp2_tp2", WORLD, rank)
 
 
-def alone() -> ExecutorGroup:
-    return ExecutorGroup("trainer", (0,), 0, torch.device("cpu"))
-
-
 @pytest.fixture(scope="module")
 def root(pool, tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("adapters")
-    write_model(root / "model")
+    write_model(root / "model", MODEL | {"architectures": ["LlamaForCausalLM"]})
     for case in CASES:
         run(root, alone(), case, "one", 0)
         resume(root, alone(), case, "one", 1, 0)
@@ -267,7 +153,7 @@ def case(request) -> str:
 
 def whole(root: Path, stem: str, shards: int) -> dict[str, torch.Tensor]:
     """Tensors of the first replica's shards, joined by rows."""
-    parts = [load_file(root / f"{stem}.rank{r}") for r in range(shards)]
+    parts = [load_file(root / f"{stem}.rank{r}.safetensors") for r in range(shards)]
     found = {}
     for name in parts[0]:
         found[name] = torch.cat([part[name] for part in parts])
@@ -342,9 +228,10 @@ def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(root, case, name, ra
         pytest.skip("tests/ranks/test_topologies.py has it")
     for rank in range(ranks):
         got, want = (
-            load_file(root / f"{case}.{name}.{when}.rank{rank}") for when in ("resumed", "after")
+            load_file(root / f"{case}.{name}.{when}.rank{rank}.safetensors")
+            for when in ("resumed", "after")
         )
-        before = load_file(root / f"{case}.{name}.rank{rank}")
+        before = load_file(root / f"{case}.{name}.rank{rank}.safetensors")
         assert all(torch.equal(got[key], want[key]) for key in want)
         assert any(
             not torch.equal(before[key], want[key]) for key in want if key.startswith("ema/")
@@ -369,7 +256,7 @@ def test_what_is_sent_is_held_as_the_plan_says(root, name):
     replicate, tp = (TOPOLOGIES[name].get(k, 1) for k in ("replicate", "tensor_parallel"))
     source = Source(WORLD // (replicate * tp), replicate, tp)
     for rank in range(WORLD):
-        left = load_file(root / f"lora.{name}.rank{rank}")
+        left = load_file(root / f"lora.{name}.rank{rank}.safetensors")
         for p in parameters_to_send(config, torch.float32):
             assert tuple(left[f"sent/{p.name}"].shape) == source.box(config, p, rank).lengths
 
