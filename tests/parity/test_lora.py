@@ -5,17 +5,13 @@ tests/ranks/test_adapters.py.
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 
 import pytest
 import torch
 from torch.func import functional_call
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-from llamarl.comm.groups import World
-from llamarl.config.command_line import ConfigError, check_command_line, compose_config
-from llamarl.launch.job import Job
-from llamarl.launch.run_directory import RunDirectory
+from llamarl.config.command_line import ConfigError, check_command_line
 from llamarl.learning.trained_model import WeightAverage
 from llamarl.models import hf
 from llamarl.models.attention import PackedAttention
@@ -23,6 +19,7 @@ from llamarl.models.build import build_decoder, read_config
 from llamarl.models.config import Lora
 from llamarl.models.loading import training_decoder
 from llamarl.models.lora import LoraLinear, reset_lora
+from tests.random_models import SIZES, save_drawn
 from tests.tolerances import rounding
 
 pytestmark = pytest.mark.machine
@@ -36,22 +33,9 @@ TOKENS = torch.arange(40) * 7 % 53
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
     """Random, with weights so large that every one of them shows in the logits."""
+    config = Qwen2Config(**SIZES | {"num_hidden_layers": 2}, tie_word_embeddings=True)
     path = tmp_path_factory.mktemp("lora")
-    config = Qwen2Config(
-        vocab_size=53,
-        hidden_size=48,
-        intermediate_size=80,
-        num_hidden_layers=2,
-        num_attention_heads=6,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        tie_word_embeddings=True,
-    )
-    model = AutoModelForCausalLM.from_config(config)
-    draw = torch.Generator().manual_seed(0)
-    for p in model.parameters():
-        p.data = torch.randn(p.shape, generator=draw) * 0.2 + (p.dim() == 1)
-    model.save_pretrained(path)
+    save_drawn(AutoModelForCausalLM.from_config(config), path)
     return path
 
 
@@ -143,8 +127,7 @@ def test_values_of_adapters_follow_from_the_seed(directory):
     )
 
 
-# -- the average of the weights
-# --------------------------------------------------------------------------------------------
+# --- the average of the weights ---
 
 
 def test_the_average_is_that_of_hand_arithmetic():
@@ -178,52 +161,24 @@ def test_the_average_of_bfloat16_weights_is_kept_in_float32():
     assert average.of(w).item() == pytest.approx(1 + 1 / 512, abs=1e-7)
 
 
-# -- what is refused before anything starts
-# --------------------------------------------------------------------------------
+# --- what is refused before anything starts ---
 
 
 @pytest.mark.parametrize(
-    "overrides, ranks, said",
+    "overrides, said",
     [
-        ("trainer.lora.path=.", 1, "adapter_config.json"),
-        ("trainer.lora.rank=8 trainer.lora.targets=[]", 1, "nothing to adapt"),
-        ("trainer.lora.targets=[qproj]", 1, "need a list of some of q_proj"),
-        ("trainer.lora.rnk=8", 1, "did you mean trainer.lora.rank?"),
+        ("trainer.lora.path=.", "adapter_config.json"),
+        ("trainer.lora.rank=8 trainer.lora.targets=[]", "nothing to adapt"),
+        ("trainer.lora.targets=[qproj]", "need a list of some of q_proj"),
         (
             "trainer.optimizer=adamw8bit offload=true max_lag=0 "
             "placement.colocate=[trainer,generator]",
-            1,
             "8-bit ones cannot leave",
         ),
-        ("trainer.ema_decay=1", 1, "trainer.ema_decay=1"),
+        ("trainer.ema_decay=1", "trainer.ema_decay=1"),
     ],
 )
-def test_what_cannot_be_is_said(overrides, ranks, said):
+def test_what_cannot_be_is_said(overrides, said):
     with pytest.raises(ConfigError) as caught:
-        check_command_line(overrides.split(), world_size=ranks)
+        check_command_line(overrides.split(), world_size=1)
     assert said in str(caught.value)
-
-
-def test_settings_reach_the_trainer():
-    from executors.build_trainer import build_trainer
-
-    def trainer_of(*overrides):
-        config = compose_config(overrides)
-        return build_trainer(
-            config, Job(config, World(0, 1, torch.device("cpu")), RunDirectory(Path(), None))
-        )
-
-    overrides = [
-        "trainer.lora.rank=8",
-        "trainer.lora.alpha=16",
-        "trainer.lora.targets=[q_proj,up_proj]",
-        "trainer.ema_decay=0.9",
-        "seed=4",
-    ]
-    trainer = trainer_of(*overrides)
-    assert (
-        trainer.model_settings.lora == Lora(8, 16.0, ("q_proj", "up_proj"), 4)
-        and trainer.model_settings.ema_decay == 0.9
-    )
-    plain = trainer_of()
-    assert plain.model_settings.lora is None and plain.model_settings.ema_decay is None

@@ -405,7 +405,8 @@ def group_layout(groups):
     """cu_seqlens, parents and positions, and for each branch (a completion with its prompt, or a
     lone prompt) its places.
     """
-    lengths, parents, positions, branches = [], [], [], []
+    lengths, parents = [], []
+    positions, branches = [], []
     total = 0
     for prompt, completions in groups:
         segment, prompt_places = len(lengths), list(range(total, total + prompt))

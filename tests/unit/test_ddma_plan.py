@@ -248,12 +248,8 @@ def assert_delivers(plan, fuse=False, limit=1 << 20) -> None:
     """Carry all that the plan says, by hand, and compare every generator rank's buffer with the
     full tensors.
     """
-    config, parameters, source, destination = (
-        plan.config,
-        plan.parameters,
-        plan.source,
-        plan.destination,
-    )
+    config, parameters = plan.config, plan.parameters
+    source, destination = plan.source, plan.destination
     full = stamps(parameters)
     carried = 0
     buffers = []

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from llamarl.inference.schedule import PrefillChunk, Room, RowMove, Scheduler, Start
+from llamarl.inference.schedule import PrefillChunk, Room, Scheduler, Start
 
 BLOCK = 16
 WORTH_FLOPS = 2e8
@@ -324,54 +324,6 @@ def test_a_long_prompt_alone_comes_at_once():
     plan = scheduler_of(long).schedule()
     assert plan.chunks == [PrefillChunk(long, 0, 0, 10), PrefillChunk(long, 0, 10, 20)]
     assert plan.starts == [Start(long, range(1), last_chunk=PrefillChunk(long, 0, 20, 23))]
-
-
-def test_a_short_sample_waits_where_the_rows_are_too_long_for_one_more():
-    long = Request(num_tokens=10, lengths=[54], max_new=54)
-    room = Room(max_slots=4, max_len=64, budget=96)  # one row of 64, or six of 16
-    waiting = deque([long])
-    scheduler = Scheduler(waiting, room, max_slots=4, prefill_chunk=10, flops_per_token=1.0)
-    assert scheduler.schedule().starts == [Start(long, range(1))]
-    waiting += [small(2, 5), small(2, 5)]
-    assert scheduler.schedule().starts == []
-    scheduler.retire([0])
-    assert len(scheduler.schedule().starts) == 1 and len(scheduler.running) == 4
-
-
-def test_a_staged_prompt_keeps_its_slot_until_it_is_copied_however_the_room_grows():
-    three, staged = small(8, 3), small(23, 1)
-    wide = Request(num_tokens=10, lengths=[54], max_new=54)
-    room = Room(max_slots=4, max_len=64, budget=192)  # three rows of 64
-    waiting = deque([three, staged])
-    scheduler = Scheduler(waiting, room, max_slots=4, prefill_chunk=10, flops_per_token=1.0)
-    assert scheduler.schedule().chunks == [PrefillChunk(staged, 3, 0, 10)]
-    assert scheduler.schedule().chunks == [PrefillChunk(staged, 3, 10, 20)]
-    scheduler.retire([0, 1])
-    waiting.append(wide)
-    plan = scheduler.schedule()
-    assert plan.starts == [
-        Start(staged, range(1), last_chunk=PrefillChunk(staged, 3, 20, 23)),
-        Start(wide, range(1)),
-    ]
-    assert (room.rows, room.capacity) == (4, 64)
-
-
-def test_the_last_rows_move_into_the_holes():
-    scheduler = scheduler_of(*(small(2, 1) for _ in range(4)))
-    scheduler.schedule()
-    zero, one, two, three = scheduler.running
-    assert scheduler.retire([0, 2]) == [RowMove(source=3, target=0)]
-    assert scheduler.running == [three, one]
-    assert scheduler.retire([1]) == [] and scheduler.running == [three]
-
-
-def test_ended_rows_are_taken_out_once_they_have_cost_what_that_costs():
-    scheduler = scheduler_of(*(small(2, 1) for _ in range(4)), flops_per_token=7e7)
-    scheduler.schedule()
-    # 0.7e8 a turn for one row: 2.1e8 with the third.
-    assert [scheduler.waste(1) for _ in range(3)] == [False, False, True]
-    scheduler.schedule()
-    assert [scheduler.waste(0), scheduler.waste(4)] == [False, True]
 
 
 def test_a_room_grows_as_its_examples_say():
