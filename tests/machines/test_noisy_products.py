@@ -4,14 +4,13 @@ or by a kernel, in any process; and all of it is right up to rounding.
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from llamarl.machine.kernels import library
-from tests.launching import JOB_S, ROOT, environment
+from tests.build.job import run_python
+from tests.launching import environment
 
 pytestmark = pytest.mark.machine
 NOISY = Path(__file__).parent / "noisy"
@@ -28,16 +27,7 @@ def seen(name: str) -> float:
 def said_by(*command: str) -> str:
     """What Python on such a machine prints."""
     path = os.pathsep.join([str(NOISY), environment()["PYTHONPATH"]])
-    done = subprocess.run(
-        [sys.executable, *command],
-        capture_output=True,
-        text=True,
-        timeout=JOB_S,
-        cwd=ROOT,
-        env=environment(PYTHONPATH=path, LLAMARL_NOISE_SEED="1"),
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return run_python(*command, PYTHONPATH=path, LLAMARL_NOISE_SEED="1")
 
 
 @pytest.fixture(scope="module")

@@ -4,15 +4,14 @@ take them: tile instructions that it may lack, and loops for what it may have.
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from llamarl.machine.kernels import library
 from llamarl.models.config import tiny_directory
-from tests.launching import JOB_S, ROOT, SMALL, STEPS, Job, environment
+from tests.build.job import run_python
+from tests.launching import SMALL, STEPS, Job
 
 pytestmark = [
     pytest.mark.machine,
@@ -33,27 +32,13 @@ print(NativeDecode(decoder, x.dtype).use_tiles, kernels(x).has_tiles())
 KERNELS = ("tests/unit/test_fused.py", "tests/unit/test_decode_kernels.py")
 
 
-def said_by(*command: str) -> str:
-    """What Python prints where the other branches are taken."""
-    done = subprocess.run(
-        [sys.executable, *command],
-        capture_output=True,
-        text=True,
-        timeout=JOB_S,
-        cwd=ROOT,
-        env=environment(**OTHER),
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
 def test_decoding_and_backward_multiply_by_tiles():
-    assert said_by("-c", TAKEN).split() == ["True", "1"]
+    assert run_python("-c", TAKEN, **OTHER).split() == ["True", "1"]
 
 
 @pytest.mark.bitwise("kernels have the same bits whatever rows and threads are beside")
 def test_the_kernels_compute_the_same_by_their_other_branches():
-    said = said_by("-m", "pytest", "-q", "-n", "0", *KERNELS)
+    said = run_python("-m", "pytest", "-q", "-n", "0", *KERNELS, **OTHER)
     assert " passed" in said
 
 
