@@ -1,7 +1,10 @@
-"""The fastest way by measured times, with a clock that the test turns; kept for later processes."""
+"""What is asked of the machine: the fastest way by a clock that the test turns, turns on a device,
+and how long threads spin.
+"""
 
 from __future__ import annotations
 
+import ast
 import json
 
 import pytest
@@ -13,10 +16,15 @@ from llamarl.inference.runner import ModelRunner
 from llamarl.machine import choice
 from llamarl.machine.choice import CLEARLY_FASTER, fastest
 from llamarl.machine.kernels import cache_folder
+from llamarl.machine.offload import DeviceSharing
+from llamarl.machine.waiting import SPINS, wait_briefly
 from llamarl.models.config import tiny_directory
+from tests.house import ROOT, python_files
+
+# --- the fastest way ---
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def own_folder(tmp_path, monkeypatch):
     monkeypatch.setattr(choice, "cache_folder", lambda: tmp_path / "kept")
     return tmp_path / "kept"
@@ -39,13 +47,13 @@ class Work:
         return fastest("work", self.ways, key=key, clock=lambda: self.now)
 
 
-def test_the_first_way_is_taken_unless_another_is_clearly_faster():
+def test_the_first_way_is_taken_unless_another_is_clearly_faster(own_folder):
     nearly = 1 / CLEARLY_FASTER
     assert Work(tiles=1.0, vectors=1.01 * nearly).fastest("a") == "tiles"
     assert Work(tiles=1.0, vectors=0.99 * nearly).fastest("b") == "vectors"
 
 
-def test_one_slow_moment_decides_nothing():
+def test_one_slow_moment_decides_nothing(own_folder):
     work = Work(tiles=1.0, vectors=2.0)
     slow = iter([1.0, 50.0, 1.0, 1.0])
     work.ways["tiles"] = lambda: work._pass("tiles", next(slow))
@@ -131,3 +139,114 @@ def test_an_engine_takes_the_way_that_was_found_fastest(monkeypatch, way):
 def test_a_reproducible_engine_asks_no_clock(monkeypatch):
     monkeypatch.setattr(ModelRunner, "_fastest_way", lambda self: pytest.fail("asked a clock"))
     generate(the_engine(), [[1, 7]], SamplingParams(2))
+
+
+# --- turns on a device ---
+
+
+def bytes_held(tensors) -> int:
+    return sum(
+        {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values()
+    )
+
+
+@pytest.fixture
+def pair():
+    a, b = [torch.arange(12.0).view(3, 4), torch.ones(5, dtype=torch.int8)], [torch.full((7,), 2.0)]
+    turns = DeviceSharing(["a", "b"])
+    turns.join("a", lambda: a)
+    turns.join("b", lambda: b)
+    return turns, a, b
+
+
+def test_only_the_holder_has_its_bytes_and_views_survive(pair):
+    turns, a, b = pair
+    assert bytes_held(a) == bytes_held(b) == 0
+    assert turns.claim("a") and not turns.claim("a")
+    assert (
+        bytes_held(b) == 0
+        and torch.equal(a[0], torch.arange(12.0).view(3, 4))
+        and a[1].tolist() == [1] * 5
+    )
+    view = a[0][1]
+    view += 100
+    assert turns.claim("b") and bytes_held(a) == 0 and b[0].tolist() == [2.0] * 7
+    turns.claim("a")
+    assert view.tolist() == [104.0, 105.0, 106.0, 107.0] and torch.equal(a[0][1], view)
+
+
+def test_shared_storages_move_once_and_new_tensors_join_at_the_next_turn():
+    base = torch.arange(10.0)
+    held = [base, base[2:4]]
+    turns = DeviceSharing(["a", "b"])
+    turns.join("a", lambda: held)
+    assert bytes_held(held) == 0
+    turns.join("b", lambda: [])
+    turns.claim("a")
+    held.append(torch.ones(3))
+    turns.claim("b")
+    assert bytes_held(held) == 0
+    turns.claim("a")
+    assert held[1].tolist() == [2.0, 3.0] and held[2].tolist() == [1.0] * 3
+
+
+def test_executors_that_did_not_join_take_no_turn(pair):
+    turns, a, _ = pair
+    turns.claim("a")
+    assert not turns.claim("reward") and turns.holder == "a" and bytes_held(a) > 0
+
+
+# --- waiting threads ---
+
+
+@pytest.fixture
+def environment(monkeypatch):
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        monkeypatch.delenv(name, raising=False)
+    return monkeypatch
+
+
+def settings() -> dict[str, str]:
+    import os
+
+    return {
+        name: os.environ[name]
+        for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
+        if name in os.environ
+    }
+
+
+def test_waiting_threads_spin_briefly(environment):
+    wait_briefly()
+    assert settings() == {"GOMP_SPINCOUNT": str(SPINS)}
+
+
+@pytest.mark.parametrize("given", [{"GOMP_SPINCOUNT": "7"}, {"OMP_WAIT_POLICY": "active"}])
+def test_what_the_user_sets_goes_before(environment, given):
+    for name, value in given.items():
+        environment.setenv(name, value)
+    wait_briefly()
+    assert settings() == given
+
+
+def first_import(file, packages: set[str]) -> str | None:
+    """Which of these packages a program imports first, by its top level."""
+    for node in ast.parse(file.read_text()).body:
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names = [node.module]
+        for name in names:
+            if name.partition(".")[0] in packages:
+                return name.partition(".")[0]
+    return None
+
+
+def test_every_program_that_computes_imports_the_package_before_torch():
+    ours = {"llamarl", "executors"}
+    late = []
+    for file in python_files("recipes", "benchmarks"):
+        if first_import(file, ours) and first_import(file, {"torch", *ours}) == "torch":
+            late.append(file.relative_to(ROOT).as_posix())
+    assert late == []
