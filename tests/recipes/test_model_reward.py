@@ -65,13 +65,6 @@ def test_ranks_that_share_the_scorer_reward_alike(run, scorer, tmp_path, split):
                 assert one[name] == pytest.approx(other[name], abs=SCORES)
 
 
-@pytest.mark.bitwise("a synchronous run is the same every time")
-@pytest.mark.slow
-def test_synchronous_runs_are_alike_to_the_bit(run, scorer, tmp_path):
-    job = finished_job(*SMALL, *scorer, "max_lag=0", run_dir=tmp_path / "run", ranks=2)
-    assert untimed(job.rows) == untimed(run.rows)
-
-
 @pytest.mark.slow
 def test_scores_that_are_not_finite_end_the_run(tmp_path):
     write_scorer(tmp_path)
@@ -112,9 +105,8 @@ def test_executors_that_take_turns_train_the_same(scorer, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("killed", [1, 2])
-def test_a_killed_rank_of_a_scorer_costs_no_step_that_was_trained(scorer, tmp_path, killed):
-    """Rank 1 leads it, and rank 2 follows."""
+def test_a_killed_rank_of_a_scorer_costs_no_step_that_was_trained(scorer, tmp_path):
+    """Rank 1 leads the scorer, and rank 2 follows."""
     given = (
         *SMALL,
         *scorer,
@@ -127,9 +119,9 @@ def test_a_killed_rank_of_a_scorer_costs_no_step_that_was_trained(scorer, tmp_pa
     run_dir = tmp_path / "run"
     with ForkedJob(*given, "max_steps=100000", run_dir=run_dir, ranks=3) as job:
         job.until(lambda: len(job.rows) >= 3, "three steps")
-        os.kill(job.rank_pids()[killed], signal.SIGKILL)
+        os.kill(job.rank_pids()[2], signal.SIGKILL)
         assert job.wait() == EXIT_FAILED, job.output
-        assert f"rank {killed} (reward)" in job.output, job.output
+        assert "rank 2 (reward)" in job.output, job.output
         assert "was sealed after that" in job.output, job.output
         step = int(job.checkpoint.name.removeprefix("step_"))
         assert step >= 3

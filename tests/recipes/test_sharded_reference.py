@@ -127,7 +127,7 @@ def test_a_split_reference_takes_versions_and_is_resumed(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind, killed", [("frozen", 2), ("frozen", 3), ("reset", 3)])
+@pytest.mark.parametrize("kind, killed", [("frozen", 2), ("reset", 3)])
 def test_a_killed_rank_of_a_reference_is_named_and_the_run_ends(tmp_path, kind, killed):
     """Rank 2 leads it, and rank 3 follows. A frozen one is where the model is; what was taken from
     the policy is lost with its rank.
@@ -146,7 +146,7 @@ def test_a_killed_rank_of_a_reference_is_named_and_the_run_ends(tmp_path, kind, 
 
 @pytest.mark.bitwise("a synchronous run that was resumed is the one that was not")
 @pytest.mark.slow
-@pytest.mark.parametrize("after", [(SHARDED,), (WHOLE,), COPIES])
+@pytest.mark.parametrize("after", [(WHOLE,), COPIES])
 def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted(
     reset_run, interrupted_run, tmp_path, after
 ):

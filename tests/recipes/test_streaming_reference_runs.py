@@ -55,13 +55,6 @@ def test_completions_are_read_while_they_are_sampled_and_train_the_same(streamed
     assert_close(untimed(streamed.rows), whole)
 
 
-@pytest.mark.bitwise("a synchronous run is the same every time")
-@pytest.mark.slow
-def test_synchronous_runs_with_it_are_alike_to_the_bit(streamed, tmp_path):
-    again = run(*STREAMED, run_dir=tmp_path / "run")
-    assert untimed(again.rows) == untimed(streamed.rows)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("split", ["reference.tensor_parallel=2", "reference.tensor_parallel=1"])
 def test_ranks_that_share_the_model_say_the_same(whole, tmp_path, split):

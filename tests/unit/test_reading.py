@@ -154,18 +154,6 @@ def test_other_rows_settings_or_tokens_are_looked_at_again(tokenizer, tmp_path):
         assert reading.num_finds == 1
 
 
-def test_a_system_prompt_makes_prompts_longer(tmp_path):
-    tokenizer = load_tokenizer(tiny_directory())
-    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}={% endfor %}"
-    file = write(tmp_path / "rows.jsonl", *PROMPTS)
-    first = alone(tmp_path)
-    short = build(tokenizer, file, first)
-    first.save(tmp_path)
-    long = build(tokenizer, file, alone(tmp_path), system_prompt="12345")
-    assert long.num_train < short.num_train
-    assert same(long, build(tokenizer, file, system_prompt="12345"))
-
-
 def test_the_same_file_of_another_kind_is_looked_at_again(tokenizer, tmp_path):
     """GSM8K's prompts have an instruction behind them."""
     rows = [{"question": f"{n}+1", "answer": f"so #### {n + 1}"} for n in range(40)]
@@ -212,6 +200,8 @@ def test_what_was_kept_stays_kept_beside_what_is_new(tokenizer, tmp_path, caplog
     assert third.num_finds == 0
     third._reading.save(tmp_path / "gone")  # there is nothing to save
     assert "cannot be written" not in caplog.text
+    first.save(tmp_path / "gone")
+    assert "cannot be written" in caplog.text
 
 
 @pytest.mark.parametrize("damage", ["bit", "no text"])
@@ -232,13 +222,6 @@ def test_a_damaged_file_is_made_anew_and_said(tokenizer, tmp_path, caplog, damag
     assert f"{kept} is damaged" in caplog.text
     reading._reading.save(tmp_path)
     assert kept.read_text() == whole
-
-
-def test_a_disk_that_refuses_the_file_ends_nothing(tokenizer, tmp_path, caplog):
-    reading = alone()
-    build(tokenizer, write(tmp_path / "rows.jsonl", *PROMPTS), reading)
-    reading.save(tmp_path / "gone")
-    assert "cannot be written" in caplog.text
 
 
 def together(files, tokenizer):
@@ -284,24 +267,6 @@ def test_what_is_wrong_with_the_rows_ends_all_ranks(tokenizer, tmp_path):
     (told, other), finds = together([file, file], tokenizer)
     assert finds == [1, 0]
     assert f"{file}:41: not JSON" in str(told) and "rank 0 failed to read" in str(other)
-
-
-def test_long_work_is_said(tokenizer, tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr("llamarl.tasks.list_task.SOON_S", 0.0)
-    monkeypatch.setattr("llamarl.tasks.list_task.TOLD_EVERY_S", 0.0)
-    monkeypatch.setattr(list_task, "BATCH", 10)
-    caplog.set_level("INFO")
-    build(tokenizer, write(tmp_path / "rows.jsonl", *PROMPTS))
-    assert "task jsonl: 10 of 40 rows encoded" in caplog.text
-    assert "task jsonl: 40 of 40 rows encoded" in caplog.text
-
-
-def test_a_large_file_says_what_it_takes(tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr("llamarl.tasks.files.LARGE_BYTES", 100)
-    caplog.set_level("INFO")
-    file = write(tmp_path / "rows.jsonl", *PROMPTS)
-    JsonlExamples(file, dict)
-    assert f"{file}: each rank holds it in memory: 0.0 GB and 16 bytes a row" in caplog.text
 
 
 @settings(max_examples=50)
