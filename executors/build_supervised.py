@@ -9,8 +9,7 @@ from functools import partial
 from executors.build import build_scorer, engine_alone, sampling_of
 from executors.build_trainer import trained_model_of
 from executors.supervised import SupervisedTrainer
-from llamarl.config.sft import SFTConfig
-from llamarl.config.supervised import RewardModelConfig, SupervisedConfig
+from llamarl.config.supervised import RewardModelConfig, SFTConfig, SupervisedConfig
 from llamarl.evaluation.ask import HeldOutPrompts
 from llamarl.launch.supervised import SupervisedJob
 from llamarl.learning.preference import BradleyTerry

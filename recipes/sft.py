@@ -14,7 +14,7 @@ held-out prompts are right so often, by the task's own reward. Exit status 1: th
 first. docs/rewards.md tells the rest, docs/keys.md what can be set.
 """
 
-from llamarl.config.sft import SFTConfig, sft_main
+from llamarl.config.supervised import SFTConfig, sft_main
 
 
 @sft_main

@@ -43,6 +43,16 @@ def pytest_collection_modifyitems(items) -> None:
     long_files_first(items)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def conf_is_read_once():
+    """Command lines are composed by tests/build/composing.py, at a sixth of the time."""
+    from tests.build.composing import quick_compose
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("hydra.compose", quick_compose)
+        yield
+
+
 @pytest.fixture(scope="session")
 def pool():
     """Four ranks, which come up with the first call."""

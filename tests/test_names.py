@@ -15,8 +15,7 @@ from llamarl.config.command_line import Config
 from llamarl.config.conversion import known_keys, schemas_of
 from llamarl.config.evaluation import EvaluationConfig
 from llamarl.config.preferences import PreferencesConfig
-from llamarl.config.sft import SFTConfig
-from llamarl.config.supervised import RewardModelConfig
+from llamarl.config.supervised import RewardModelConfig, SFTConfig
 from tests.house import BLOCK, ROOT, module_of, our_files, parts_of_code, python_files, text_of
 
 CODE = ("llamarl", "executors", "recipes", "benchmarks", "tests")

@@ -41,8 +41,7 @@ from llamarl.config.conversion import ConfigError, Problem
 from llamarl.config.evaluation import EVALUATION
 from llamarl.config.preferences import PREFERENCES
 from llamarl.config.script import read_script
-from llamarl.config.sft import SFT
-from llamarl.config.supervised import REWARD_MODEL
+from llamarl.config.supervised import REWARD_MODEL, SFT
 from llamarl.disk.files import replace_text
 from llamarl.words.names import did_you_mean
 

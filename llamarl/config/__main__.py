@@ -4,8 +4,7 @@ from llamarl.config.command_line import RL, JobKind, default_values
 from llamarl.config.evaluation import EVALUATION
 from llamarl.config.keys import key_lines
 from llamarl.config.preferences import PREFERENCES
-from llamarl.config.sft import SFT
-from llamarl.config.supervised import REWARD_MODEL
+from llamarl.config.supervised import REWARD_MODEL, SFT
 
 HEAD = """# Keys
 

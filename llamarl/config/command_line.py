@@ -5,7 +5,7 @@ Imports no torch.
     def run(config: Config) -> None: ...
 
 Values live in conf/ (Hydra groups). Types, ranges and what cannot work together are in
-llamarl/config/sections/, a file for each section. Everything wrong with a command line is found
+llamarl/config/sections/. Everything wrong with a command line is found
 before anything heavy starts and is printed at once:
 
     bad config, nothing started:

@@ -18,11 +18,10 @@ from pydantic import ValidationError
 from yaml import YAMLError
 
 from llamarl.config.files import sections, with_whole_parts
-from llamarl.config.refusals import problems_of
 from llamarl.config.schema import Config
 from llamarl.disk.files import FORMAT, other_format, replace_text
 from llamarl.words.fields import Mark, adapter, all_keys, by_kind, flat_of, hints_of, schemas_of
-from llamarl.words.findings import ConfigError, Problem, keys_of, show
+from llamarl.words.findings import ConfigError, Problem, keys_of, problems_of, show
 
 REQUIRED = "???"  # the value of a key that has no default
 _REFERENCE = re.compile(r"(\\*)\$\{")  # and the backslashes before it, which then are signs too

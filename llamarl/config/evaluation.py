@@ -5,10 +5,11 @@ has. Imports no torch.
 from __future__ import annotations
 
 from llamarl.config.command_line import JobKind
-from llamarl.config.conversion import Problem
+from llamarl.config.conversion import to_values
 from llamarl.config.rules import check as check_run
 from llamarl.config.schema import Config
 from llamarl.words.fields import Count, Natural, Text, settings_dataclass
+from llamarl.words.findings import Findings, Problem
 
 REFERENCES = "references"
 
@@ -33,16 +34,18 @@ def check(
     config: EvaluationConfig, world_size: int, local_world_size: int | None = None
 ) -> list[Problem]:
     """Return what cannot work together."""
-    problems = check_run(config, 1, trains=False)
+    found = Findings(to_values(config))
+    found.problems += check_run(config, 1, trains=False)
     if config.model.path is None:
-        problems.append(Problem("model.path", "required: set model.path=DIR", ("model.path",)))
+        found.problems.append(
+            Problem("model.path", "required: set model.path=DIR", ("model.path",))
+        )
     if config.generator.kind != "native":
-        what = "the native engine evaluates models; leave generator out"
-        problems.append(Problem(f"generator.kind={config.generator.kind}", what))
+        found.add("the native engine evaluates models; leave generator out", "generator.kind")
     if config.against != REFERENCES and config.gold is None:
         what = "a judge must compare the two; eval.gold=DIR or eval.gold=module:function"
-        problems.append(Problem(f"against={config.against}", what))
-    return problems
+        found.add(what, "against")
+    return found.problems
 
 
 EVALUATION = JobKind("evaluate", EvaluationConfig, check=check)

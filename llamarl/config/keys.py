@@ -16,9 +16,8 @@ from pathlib import Path
 
 from llamarl.config.conversion import REQUIRED, flat
 from llamarl.config.files import defaults_of
-from llamarl.config.refusals import describe
 from llamarl.words.fields import Key, by_kind, is_named, keys_of_kind, schemas_of
-from llamarl.words.findings import show
+from llamarl.words.findings import describe, show
 
 _WIDTH = 126
 

@@ -11,8 +11,7 @@ from typing import Literal
 
 from llamarl.config.command_line import JobKind, default_config, main
 from llamarl.config.conversion import known_keys, to_config, to_values
-from llamarl.config.files import PARTS
-from llamarl.config.rules import check as check_run
+from llamarl.config.rules import check_sampling
 from llamarl.config.schema import Config
 from llamarl.config.sections.reward import AnyRewardSettings, parts_of
 from llamarl.config.sections.task import AnyTaskSettings, EnvironmentSettings
@@ -171,10 +170,7 @@ def check(
             )
             found.add(what, part.key("kind"))
     keys = known_keys(PreferencesConfig).keys() - set(split)
-    for problem in check_run(as_run(config), 1, trains=False):
-        if all(key in keys or key.startswith(f"{PARTS}.") for key in problem.keys):
-            found.problems.append(problem)
-    return found.problems
+    return found.problems + check_sampling(as_run(config), keys)
 
 
 PREFERENCES = JobKind("preferences", PreferencesConfig, check=check)

@@ -7,8 +7,10 @@ sections, are in llamarl/config/placement.py.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from llamarl.config.conversion import to_values
-from llamarl.config.files import EVAL_SETS
+from llamarl.config.files import EVAL_SETS, PARTS
 from llamarl.config.kinds.kind import RunFacts
 from llamarl.config.placement import find_placement
 from llamarl.config.schema import Config
@@ -20,23 +22,19 @@ from llamarl.config.sections.generator import (
     find_other_temperatures,
 )
 from llamarl.config.sections.loss import find_loss
-from llamarl.config.sections.metrics import find_metrics
-from llamarl.config.sections.model import find_model
-from llamarl.config.sections.overcommit import find_overcommit
-from llamarl.config.sections.placement import find_planning, find_sharing
+from llamarl.config.sections.placement import find_asked, find_weights
 from llamarl.config.sections.reference import find_reference, find_reference_stream
 from llamarl.config.sections.reward import find_gold, find_reward
-from llamarl.config.sections.run import find_run
+from llamarl.config.sections.run import find_metrics, find_run
 from llamarl.config.sections.task import (
     EnvironmentSettings,
     FileSettings,
     MixtureSettings,
     find_environment,
 )
-from llamarl.config.sections.tickets import find_tickets
+from llamarl.config.sections.tickets import find_overcommit, find_tickets
 from llamarl.config.sections.trainer import find_trainer
 from llamarl.config.sections.victim import find_victim
-from llamarl.config.sections.weights import find_weights
 from llamarl.words.findings import Findings, Problem
 
 
@@ -71,12 +69,11 @@ def check(
         buffer_kind=c.buffer.kind,
         has_rows=_has_rows(c),
     )
-    find_sharing(c.placement, found, offload=c.offload)
-    find_planning(c.placement, found, max_lag=c.max_lag)
+    find_asked(c.placement, found, offload=c.offload, max_lag=c.max_lag)
     find_placement(c, world_size, found)
     find_weights(c.weights, found, cpu_offload=c.trainer.cpu_offload, num_hosts=num_hosts)
     find_metrics(c.metrics, found)
-    find_model(c.model, found)
+    found.add_unless_model(c.model.path, "model.path")
     find_generator(c.generator, c, found, longest=c.longest_asked, longest_keys=c.longest_keys)
     if trains:
         find_cut_distributions(c.generator, found)
@@ -106,6 +103,17 @@ def check(
     find_gold(c.given_gold, c.eval.gold_label, facts, found)
     _find_files(c, found)
     return found.problems
+
+
+def check_sampling(run: Config, keys: Collection[str]) -> list[Problem]:
+    """Return what keeps a run from sampling and scoring, for a job that has these of its keys, and
+    those of a reward's parts.
+    """
+    found = []
+    for problem in check(run, 1, trains=False):
+        if all(key in keys or key.startswith(f"{PARTS}.") for key in problem.keys):
+            found.append(problem)
+    return found
 
 
 def _has_rows(c: Config) -> bool:

@@ -21,27 +21,27 @@ from __future__ import annotations
 from llamarl.config.files import EVAL_SETS, TASK_PARTS
 from llamarl.config.kinds.kind import Given, KindSettings
 from llamarl.config.sections.buffer import AnyBufferSettings, ReplayBufferSettings
-from llamarl.config.sections.checkpoint import CheckpointSettings
 from llamarl.config.sections.evaluation import EvalSettings
 from llamarl.config.sections.generator import AnyGeneratorSettings
 from llamarl.config.sections.loss import AnyLossSettings
-from llamarl.config.sections.metrics import RunMetricsSettings
-from llamarl.config.sections.model import ModelSettings
-from llamarl.config.sections.overcommit import GovernorSettings
-from llamarl.config.sections.placement import PlacementSettings
+from llamarl.config.sections.placement import PlacementSettings, WeightsSettings
 from llamarl.config.sections.reference import AnyReferenceSettings
 from llamarl.config.sections.reward import AnyRewardSettings, gold_of, parts_of
-from llamarl.config.sections.run import RunSettings
+from llamarl.config.sections.run import (
+    CheckpointSettings,
+    ModelSettings,
+    RunMetricsSettings,
+    RunSettings,
+)
 from llamarl.config.sections.task import (
     AnyPromptSettings,
     AnyTaskSettings,
     MixtureSettings,
     PlayedSettings,
 )
-from llamarl.config.sections.tickets import TicketsSettings
+from llamarl.config.sections.tickets import GovernorSettings, TicketsSettings
 from llamarl.config.sections.trainer import TrainerSettings
 from llamarl.config.sections.victim import AnyVictimSettings
-from llamarl.config.sections.weights import WeightsSettings
 from llamarl.words.fields import marked, settings_dataclass
 
 HEAD_LR = 1e-3  # a value head's learning rate if trainer.value_lr is null

@@ -1,5 +1,6 @@
-"""The configuration of a supervised job: recipes/reward_model.py and, with what llamarl.config.sft
-adds, recipes/sft.py. Imports no torch.
+"""The configurations of supervised jobs: recipes/reward_model.py, which learns rows of preferences,
+and recipes/sft.py, which learns rows, or the targets of a task of the main job until it is right
+often enough. Imports no torch.
 
 As llamarl.config.schema is for the main job: types and ranges here, values and what they mean in
 conf/supervised.yaml.
@@ -9,28 +10,52 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
-from llamarl.config.command_line import JobKind, main
-from llamarl.config.conversion import to_values
-from llamarl.config.sections.checkpoint import CheckpointSettings
-from llamarl.config.sections.metrics import MetricsSettings, find_metrics
-from llamarl.config.sections.run import find_ranks
+from omegaconf import OmegaConf
+
+from llamarl.config.command_line import JobKind, default_config, main
+from llamarl.config.conversion import known_keys, to_config, to_values
+from llamarl.config.rules import check_sampling
+from llamarl.config.schema import Config
+from llamarl.config.sections.run import (
+    CheckpointSettings,
+    MetricsSettings,
+    find_metrics,
+    find_ranks,
+)
+from llamarl.config.sections.task import (
+    AdditionSettings,
+    FactsSettings,
+    GSM8KSettings,
+    PythonTaskSettings,
+    QuestionsSettings,
+    ReasoningGymSettings,
+    RowsSettings,
+)
 from llamarl.config.sections.trainer import ShardedTrainerSettings
+from llamarl.models.config import tiny_directory
 from llamarl.words.fields import (
     AnyText,
     BelowOne,
+    ByKind,
     Count,
     Flag,
     Natural,
     NonNegative,
     Positive,
     Seed,
+    Share,
     Text,
     marked,
     settings_dataclass,
 )
 from llamarl.words.findings import Findings, Problem
+
+SLOTS = 64  # held-out prompts that are completed at once
+
+# For conf/sft/model/tiny.yaml.
+OmegaConf.register_new_resolver("tiny_model", lambda: str(tiny_directory()), replace=True)
 
 
 @settings_dataclass
@@ -171,7 +196,7 @@ def check_common(
     return found
 
 
-def check(
+def check_reward_model(
     config: RewardModelConfig, world_size: int, local_world_size: int | None = None
 ) -> list[Problem]:
     """Return the values that cannot work together, or with this many ranks and these files."""
@@ -186,5 +211,93 @@ def is_of_a_supervised_job(file: Path) -> bool:
     return any(line.startswith("out:") for line in lines)
 
 
-REWARD_MODEL = JobKind("reward_model", RewardModelConfig, check=check)
+REWARD_MODEL = JobKind("reward_model", RewardModelConfig, check=check_reward_model)
 reward_model_main = functools.partial(main, kind=REWARD_MODEL)
+
+
+@settings_dataclass
+class SFTEvalSettings(SupervisedEvalSettings):
+    num_prompts: Natural = marked("data")
+    """Held-out prompts of a task. Of rows, task.num_eval are held out."""
+
+
+@settings_dataclass
+class SFTConfig(SupervisedConfig):
+    task: Annotated[
+        SupervisedRows
+        | AdditionSettings
+        | FactsSettings
+        | QuestionsSettings
+        | RowsSettings
+        | GSM8KSettings
+        | ReasoningGymSettings
+        | PythonTaskSettings,
+        ByKind(),
+    ] = marked("data")
+    eval: SFTEvalSettings
+    target_accuracy: Share | None
+    """Of a task: end once the greedy answers to its held-out prompts have this mean reward by
+    the task's own, measured every eval.every steps; null: nothing is answered.
+    """
+    max_new_tokens: Count | None
+    """Tokens of such an answer. Every task has its own."""
+
+    scores: ClassVar[bool] = False
+
+    @property
+    def rows(self) -> SupervisedRows | None:
+        """The rows that are learned; None if the job learns a task's targets."""
+        return self.task if isinstance(self.task, SupervisedRows) else None
+
+
+def as_run(config: SFTConfig) -> Config:
+    """Return a main job with this task, which only completes its held-out prompts. Its settings for
+    learning are never used.
+    """
+    values = to_values(default_config())
+    own = to_values(config)
+    for name in ("seed", "max_new_tokens", "threads", "timeout_s", "dry_run"):
+        values[name] = own[name]
+    values["task"] = own["task"]
+    values["model"].update(own["model"])
+    values["eval"].update(every=1, num_prompts=config.eval.num_prompts)
+    values["generator"].update(max_slots=SLOTS)
+    values["max_lag"] = 0
+    return to_config(values)
+
+
+def check_sft(
+    config: SFTConfig, world_size: int, local_world_size: int | None = None
+) -> list[Problem]:
+    """Return what cannot work together, or with this many ranks and these files."""
+    found = check_common(config, config.rows, world_size)
+    aims = config.target_accuracy is not None
+    if config.rows is not None:
+        if aims:
+            what = (
+                "rows have no held-out prompts to complete and score; choose a task, such as "
+                "task=jsonl task.path=FILE task.answer_key=completion"
+            )
+            found.add(what, "target_accuracy")
+        return found.problems
+    if config.max_new_tokens is None:
+        found.add("need the longest completion, a whole number of at least 1", "max_new_tokens")
+        return found.problems
+    if aims and not config.eval.num_prompts:
+        found.add(
+            "no prompt is completed, so no accuracy is known; eval.num_prompts=100, or "
+            "target_accuracy=null",
+            "target_accuracy",
+            "eval.num_prompts",
+        )
+    return found.problems + check_sampling(as_run(config), known_keys(SFTConfig))
+
+
+SFT = JobKind(
+    "sft",
+    SFTConfig,
+    check=check_sft,
+    groups={"model": "sft/model"},
+    of_others=("groups_per_step",),
+)
+sft_main = functools.partial(main, kind=SFT)

@@ -24,8 +24,7 @@ from omegaconf import OmegaConf
 
 from llamarl.comm.groups import World
 from llamarl.config.conversion import to_values
-from llamarl.config.sft import SFTConfig, as_run
-from llamarl.config.supervised import RewardModelConfig, SupervisedRows
+from llamarl.config.supervised import RewardModelConfig, SFTConfig, SupervisedRows, as_run
 from llamarl.controller import ExecutorController
 from llamarl.ending import remembered_stops
 from llamarl.errors import NoWeights, RunDirectoryError

@@ -20,8 +20,7 @@ from transformers import (
 
 from llamarl.checkpoint.checkpointer import verify
 from llamarl.config.command_line import check_command_line, compose_config
-from llamarl.config.sft import SFT
-from llamarl.config.supervised import REWARD_MODEL
+from llamarl.config.supervised import REWARD_MODEL, SFT
 from llamarl.models.attention import PackedAttention
 from llamarl.models.config import read_config, tiny_directory
 from llamarl.models.loading import load_scorer

@@ -13,8 +13,7 @@ from transformers import AutoModelForCausalLM
 from benchmarks.rlhf.report import quality_of
 from llamarl.config.command_line import check_command_line
 from llamarl.config.preferences import PREFERENCES
-from llamarl.config.sft import SFT
-from llamarl.config.supervised import REWARD_MODEL
+from llamarl.config.supervised import REWARD_MODEL, SFT
 from llamarl.models.hf import load_tokenizer
 from llamarl.tasks.facts import facts_posts, make_post, vocabulary
 from tests.launching import ROOT, environment

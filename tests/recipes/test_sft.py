@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from llamarl.config.command_line import check_command_line, compose_config
 from llamarl.config.conversion import ConfigError
-from llamarl.config.sft import SFT, SFTConfig
+from llamarl.config.supervised import SFT, SFTConfig
 from llamarl.learning import sft
 from llamarl.learning.sft import PairsOnDemand, read_answers, read_sft_data
 from llamarl.models.build import build_decoder, random_weights, read_config

@@ -23,7 +23,7 @@ from llamarl.types import MESSAGES_KEY
 from tests.judge_server import JudgeServer
 from tests.padded import padded_directory
 from tests.random_models import swap_tokens
-from tests.unit.refusals import change, complaint, model_job, model_refusal
+from tests.unit.refusals import change, model_job, model_refusal
 
 BAD_INPUT = 2
 FIRST = "model.layers.0.mlp.up_proj.weight"
@@ -90,8 +90,6 @@ def test_no_weights_at_all(model):
     "text, said",
     [
         ("{", "not JSON"),
-        ("[]", "need a JSON object"),
-        ("{}", "no weight_map"),
         ('{"weight_map": {"a": 1}}', "no weight_map"),
     ],
 )
@@ -110,7 +108,6 @@ def test_a_broken_index_is_named(model, text, said):
             "rope_scaling type 'longrope' is not supported",
         ),
         ("rope_scaling", {"type": "linear"}, "rope_scaling of type 'linear' lacks factor"),
-        ("rope_scaling", {"type": "linear", "factor": "x"}, ""),
         ("rope_scaling", "linear", "rope_scaling='linear': need an object"),
         ("hidden_size", "192", "hidden_size='192': need a whole number"),
         ("vocab_size", 0, "vocab_size=0: need a whole number"),
@@ -180,7 +177,6 @@ def test_a_value_model_that_starts_beside_rescaled_rewards_is_warned_of(model, c
     "changes, said",
     [
         ({"id2label": {"0": "bad", "1": "good"}}, "a head of 2 labels (bad, good)"),
-        ({"id2label": {"1": "good"}}, "config.json: id2label={'1': 'good'}: need an object with"),
         ({"id2label": ["good"]}, "config.json: id2label=['good']: need an object with"),
         ({"vocab_size": 40}, "its vocabulary is not that of the policy"),
         ({"max_position_embeddings": 8}, "the value model's context is 8, but"),
@@ -251,8 +247,6 @@ def test_a_model_without_stop_tokens_is_warned_of(model, caplog):
     "name, text",
     [
         ("tokenizer.json", "{"),
-        ("tokenizer.json", "{}"),
-        ("tokenizer_config.json", "{"),
         ("tokenizer_config.json", "[]"),
         ("generation_config.json", "{"),
     ],
@@ -263,8 +257,13 @@ def test_a_broken_file_beside_the_tokenizer_is_named(model, name, text):
     assert message.startswith(f"{model / name}: ") and "\n" not in message
 
 
-@pytest.mark.parametrize("name", ["chat_template.jinja", "tokenizer_config.json"])
-@pytest.mark.parametrize("template", ["{{ raise_exception('no users here') }}", "{% if %}"])
+@pytest.mark.parametrize(
+    "name, template",
+    [
+        ("chat_template.jinja", "{{ raise_exception('no users here') }}"),
+        ("tokenizer_config.json", "{% if %}"),
+    ],
+)
 def test_a_chat_template_that_raises_is_named(model, name, template):
     if name.endswith("jinja"):
         (model / name).write_text(template)
@@ -283,12 +282,9 @@ def test_a_chat_template_that_raises_is_named(model, name, template):
     "overrides, said",
     [
         (("+dry_run=true", "max_new_tokens=1000"), "the model's context is 512"),
-        (("+dry_run=true", "reward.fn=tests.launching:fails"), "failed on all 3 samples"),
-        (("max_new_tokens=1000",), "the model's context is 512"),
         (("reward.fn=tests.launching:fails",), "failed on all 3 samples: RuntimeError: no verdict"),
         (("eval.gold=tests.launching:fails",), "eval.gold=tests.launching:fails: failed on all 3"),
         (("reward.fn=nosuch:fn",), "reward.fn=nosuch:fn: no module nosuch"),
-        (("reward.fn=tests.launching:unhurrid",), "did you mean"),
     ],
 )
 def test_a_run_and_a_dry_run_end_with_one_line_and_leave_no_directory(
@@ -485,8 +481,3 @@ def test_a_column_of_rows_where_a_reward_finds_the_part_of_a_mixture_is_refused(
     rows.write_text(json.dumps({**row, "part": "first half"}) + "\n")
     message = model_refusal(model, *words)
     assert message.startswith('task.parts.mine: the key "part" of a row')
-
-
-def test_the_name_of_a_model_on_the_hub_is_told_from_a_directory():
-    said = complaint("model=hf", "model.path=Qwen/Qwen2.5-0.5B")
-    assert "hf download Qwen/Qwen2.5-0.5B --local-dir DIR" in said

@@ -7,7 +7,7 @@ import shutil
 import pytest
 
 from llamarl.config.command_line import compose_config
-from llamarl.config.sft import SFT
+from llamarl.config.supervised import SFT
 from llamarl.launch.supervised import launch_supervised, within_context
 from llamarl.learning.sft import read_sft_data
 from llamarl.models.config import tiny_directory

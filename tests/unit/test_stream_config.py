@@ -1,4 +1,4 @@
-"""reward.stream and its keys: what is refused, and what is made of them."""
+"""What is made of reward.stream, reference.stream and their keys."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ import torch
 
 from executors.build import build_executors
 from llamarl.comm.groups import World
-from llamarl.config.command_line import RED_TEAM, ConfigError, check_command_line, compose_config
+from llamarl.config.command_line import compose_config
 from llamarl.inference.cache import whole_blocks
 from llamarl.launch.dry_run import dry_run
 from llamarl.launch.graph import channels_between
@@ -19,71 +19,7 @@ from llamarl.types import Stretch
 from tests.scorers import write_scorer
 
 GIVEN = ("reward=model", f"reward.path={tiny_directory()}", "reward.stream=true")
-PARTS = "reward.parts={brief: {kind: function}}"
-LONGEST = compose_config(list(GIVEN)).longest
-
-
-@pytest.mark.parametrize(
-    "overrides, where, remedy",
-    [
-        (["reward.piece_tokens=0"], "reward.piece_tokens=0", "at least 1"),
-        (["reward.piece_tokens=4096"], "reward.piece_tokens=4096", f"at most {LONGEST - 1}"),
-        (["reward.cache_tokens=5"], "reward.cache_tokens=5", f"need at least {LONGEST}"),
-        (["reward.piece_tokens=auto", "max_lag=0"], "reward.piece_tokens=auto max_lag=0", "null"),
-        (["generator=vllm"], "reward.stream=true generator.kind=vllm", "generator=native"),
-        (["offload=true", "max_lag=0"], "reward.stream=true offload=true", "offload=false"),
-        (
-            ["placement.reward=[0,1]", "placement.trainer=[0,1]", "max_lag=0"],
-            "placement.reward=[0,1] placement.trainer=[0,1] reward.stream=true",
-            "place them apart",
-        ),
-    ],
-)
-def test_what_cannot_stream_is_refused(overrides, where, remedy, monkeypatch):
-    monkeypatch.setattr("llamarl.inference.vllm_engine.vllm_problem", lambda: None)
-    with pytest.raises(ConfigError) as error:
-        check_command_line([*GIVEN, *overrides], world_size=2)
-    assert where in str(error.value) and remedy in str(error.value)
-
-
-def test_a_reward_of_a_victims_answers_cannot_stream():
-    with pytest.raises(ConfigError, match="begin only when an attack has ended"):
-        check_command_line([*GIVEN], world_size=2, kind=RED_TEAM)
-
-
-def test_parts_without_a_model_cannot_stream():
-    with pytest.raises(ConfigError, match="only scorers of kind model read tokens ahead"):
-        check_command_line(["reward=parts", PARTS, "reward.stream=true"], world_size=2)
-
-
 REFERENCE = ("reference=frozen", "reference.stream=true")
-
-
-@pytest.mark.parametrize(
-    "overrides, where, remedy",
-    [
-        (
-            ["reference=reset"],
-            "reference.stream=true reference.kind=reset",
-            "the newest token of a completion",
-        ),
-        (["generator=vllm"], "reference.stream=true generator.kind=vllm", "generator=native"),
-        (["reference.piece_tokens=4096"], "reference.piece_tokens=4096", f"at most {LONGEST - 1}"),
-        (["reference.cache_tokens=5"], "reference.cache_tokens=5", f"need at least {LONGEST}"),
-        (["offload=true", "max_lag=0"], "reference.stream=true offload=true", "offload=false"),
-        (
-            ["placement.reference=[0,1]", "placement.trainer=[0,1]", "max_lag=0"],
-            "placement.reference=[0,1] placement.trainer=[0,1] reference.stream=true",
-            "place them apart",
-        ),
-        (["reference=none"], "reference.stream", "reference=frozen"),
-    ],
-)
-def test_a_reference_that_cannot_stream_is_refused(overrides, where, remedy, monkeypatch):
-    monkeypatch.setattr("llamarl.inference.vllm_engine.vllm_problem", lambda: None)
-    with pytest.raises(ConfigError) as error:
-        check_command_line([*REFERENCE, *overrides], world_size=2)
-    assert where in str(error.value) and remedy in str(error.value)
 
 
 def test_a_cache_holds_as_many_as_the_generators_unless_it_is_said():
@@ -99,7 +35,7 @@ def test_a_cache_holds_as_many_as_the_generators_unless_it_is_said():
     assert placement.stream_cache_tokens("reward") == 999
     slots = config.generator.max_slots
     rows = -(-3 * slots // 2)
-    assert placement.stream_cache_tokens("reference") == rows * whole_blocks(LONGEST)
+    assert placement.stream_cache_tokens("reference") == rows * whole_blocks(config.longest)
 
 
 @pytest.mark.parametrize(

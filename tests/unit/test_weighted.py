@@ -71,3 +71,22 @@ def test_parts_go_on_from_their_own_state():
     assert (old.loaded, new.loaded) == ({"history": 1.0}, {"history": 0.5})
     ours.load_state_dict({"new/history": 3.0, "another/history": 4.0})
     assert (old.loaded, new.loaded) == ({"history": 1.0}, {"history": 3.0})
+
+
+def test_parts_that_are_outcomes_alone_say_whether_a_completion_succeeded():
+    def scored(**options):
+        right, short = Slow(), Slow(-0.5)
+        parts = [
+            WeightedPart("right", lambda site: right, 0.9),
+            WeightedPart("short", lambda site: short),
+        ]
+        ours = Weighted(parts, site_alone("cpu"), **options)
+        ours.submit(1, text_item("", "", {}))
+        right.finish(1)
+        short.finish(1)
+        ((key, outcome),) = ours.poll()
+        assert key == 1 and outcome.value == 0.9 - 0.5
+        return outcome.achieved
+
+    assert scored(outcomes=["right"]) == 0.9
+    assert scored() == 0.9 - 0.5

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, Protocol
 
 from llamarl.config.sections.loss import LossSettings, declares
 from llamarl.config.sections.run import RunSettings
@@ -230,4 +230,58 @@ def find_other_temperatures(
             "not the policy's; loss.kl_coef instead, or generator.temperature=null",
             "generator.temperature",
             "trainer.reward_kl_coef",
+        )
+
+
+class ReadsAhead(Protocol):
+    """Settings of a model that may read completions while they are sampled."""
+
+    @property
+    def piece_tokens(self) -> int | str | None: ...
+
+    @property
+    def cache_tokens(self) -> int | None: ...
+
+
+def find_reading_ahead(
+    settings: ReadsAhead,
+    found: Findings,
+    *,
+    section: str,
+    reader: str,
+    generator_kind: str,
+    offload: bool,
+    longest: int,
+) -> None:
+    """Find what keeps a model from reading completions while they are sampled.
+
+    section: of its settings. longest: tokens of a prompt that is trained on and its completion at
+    most.
+    """
+    stream = f"{section}.stream"
+    if generator_kind == "vllm":
+        found.add(
+            "vLLM gives no tokens of a completion before it has ended; generator=native, or "
+            f"{stream}=false",
+            stream,
+            "generator.kind",
+        )
+    if offload:
+        found.add(
+            f"with offload executors take turns on the device, so the {reader} cannot read while "
+            f"the generator samples; offload=false, or {stream}=false",
+            stream,
+            "offload",
+        )
+    if isinstance(settings.piece_tokens, int) and settings.piece_tokens >= longest:
+        found.add(
+            "completions have fewer tokens than one piece, so none would be read before it ends; "
+            f"at most {longest - 1}, or null",
+            f"{section}.piece_tokens",
+        )
+    if settings.cache_tokens is not None and settings.cache_tokens < longest:
+        found.add(
+            "the cache does not hold one sequence of task.max_prompt_tokens + max_new_tokens; "
+            f"need at least {longest}, or null",
+            f"{section}.cache_tokens",
         )

@@ -14,7 +14,6 @@ from omegaconf import OmegaConf
 from pydantic import BeforeValidator
 
 from llamarl.config.files import CONF_DIR, SCHEDULES, sections
-from llamarl.config.refusals import need
 from llamarl.words.choices import Estimator, Normalize, RatioLevel
 from llamarl.words.fields import (
     AnyText,
@@ -33,7 +32,7 @@ from llamarl.words.fields import (
     nested,
     settings_dataclass,
 )
-from llamarl.words.findings import Findings, Problem, did_you_mean
+from llamarl.words.findings import Findings, Problem, did_you_mean, need
 
 
 @settings_dataclass

@@ -1,4 +1,5 @@
-"""The section `placement`: which executor has which ranks, and what cannot be asked for.
+"""The sections `placement` and `weights`: which executor has which ranks, how weights travel
+between them, and what cannot be asked for.
 
 Where null is given, llamarl/config/placement.py finds ranks, and what these cannot host.
 """
@@ -7,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from llamarl.words.choices import Transport
 from llamarl.words.fields import AnyText, RankList, Texts, settings_dataclass
 from llamarl.words.findings import Findings, show
 
@@ -34,8 +36,12 @@ class PlacementSettings:
     """
 
 
-def find_sharing(placement: PlacementSettings, found: Findings, *, offload: bool) -> None:
-    """Find an offload without executors to move."""
+def find_asked(
+    placement: PlacementSettings, found: Findings, *, offload: bool, max_lag: int | None
+) -> None:
+    """Find an offload without executors to move, ranks that are given beside a hardware profile,
+    and a profile for a synchronous run.
+    """
     if offload and not placement.colocate:
         found.add(
             "offload moves executors that share a device out of each other's way, and none share "
@@ -43,10 +49,6 @@ def find_sharing(placement: PlacementSettings, found: Findings, *, offload: bool
             "offload",
             "placement.colocate",
         )
-
-
-def find_planning(placement: PlacementSettings, found: Findings, *, max_lag: int | None) -> None:
-    """Find ranks that are given beside a hardware profile, and a profile for a synchronous run."""
     if placement.sheet is None:
         return
     for name in ("trainer", "generator", "colocate"):
@@ -94,3 +96,30 @@ def _find_ranks(key: str, ranks: list[int], found: Findings, *, world_size: int)
         if world_size > 1:
             there_are = f"ranks are 0 to {world_size - 1}"
         found.add(f"no rank {show(outside)}: {there_are} (torchrun --nproc-per-node)", key)
+
+
+@settings_dataclass
+class WeightsSettings:
+    transport: Transport
+    """How weights travel. shm, cuda_ipc: between ranks of one host; gloo, nccl: over a network;
+    auto: the best that connects the ranks.
+    """
+
+
+def find_weights(
+    weights: WeightsSettings, found: Findings, *, cpu_offload: bool, num_hosts: int
+) -> None:
+    """Find transports that cannot connect the ranks. cpu_offload: the trainer's."""
+    transport = weights.transport
+    if transport in ("nccl", "cuda_ipc") and cpu_offload:
+        found.add(
+            "with cpu_offload weights leave from host memory, which only shm and gloo can read; "
+            "weights.transport=auto",
+            "weights.transport",
+            "trainer.cpu_offload",
+        )
+    if transport in ("shm", "cuda_ipc") and num_hosts > 1:
+        found.add(
+            f"ranks on {num_hosts} hosts share no memory; weights.transport=gloo or nccl, or auto",
+            "weights.transport",
+        )

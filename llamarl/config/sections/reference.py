@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal
 
+from llamarl.config.sections.generator import find_reading_ahead
 from llamarl.config.sections.loss import LossSettings, declares
 from llamarl.config.sections.run import RunSettings
 from llamarl.config.sections.trainer import TrainerSettings
@@ -144,29 +145,12 @@ def find_reference_stream(
             "reference.kind",
         )
         return
-    if generator_kind == "vllm":
-        found.add(
-            "vLLM gives no tokens of a completion before it has ended; generator=native, or "
-            "reference.stream=false",
-            "reference.stream",
-            "generator.kind",
-        )
-    if run.offload:
-        found.add(
-            "with offload executors take turns on the device, so the reference cannot read while "
-            "the generator samples; offload=false, or reference.stream=false",
-            "reference.stream",
-            "offload",
-        )
-    if reference.piece_tokens is not None and reference.piece_tokens >= longest:
-        found.add(
-            "completions have fewer tokens than one piece, so none would be read before it ends; "
-            f"at most {longest - 1}, or null",
-            "reference.piece_tokens",
-        )
-    if reference.cache_tokens is not None and reference.cache_tokens < longest:
-        found.add(
-            "the cache does not hold one sequence of task.max_prompt_tokens + max_new_tokens; "
-            f"need at least {longest}, or null",
-            "reference.cache_tokens",
-        )
+    find_reading_ahead(
+        reference,
+        found,
+        section="reference",
+        reader="reference",
+        generator_kind=generator_kind,
+        offload=run.offload,
+        longest=longest,
+    )

@@ -15,6 +15,7 @@ from llamarl.config.kinds import KINDS
 from llamarl.config.kinds.function import FunctionKindSettings
 from llamarl.config.kinds.kind import Given, KindSettings, RunFacts
 from llamarl.config.kinds.model import ModelKindSettings
+from llamarl.config.sections.generator import find_reading_ahead
 from llamarl.words.fields import (
     ByKind,
     Count,
@@ -177,35 +178,19 @@ def find_gold(gold: Given | None, label: str | None, run: RunFacts, found: Findi
 
 def _find_stream(reward: AnyRewardSettings, run: RunFacts, found: Findings) -> None:
     """Add settings that keep models from reading completions while these are sampled."""
-    cache_tokens = reward.cache_tokens
-    piece_tokens = reward.piece_tokens
     parts = parts_of(reward)
-    if piece_tokens == "auto" and run.max_lag == 0:
+    if reward.piece_tokens == "auto" and run.max_lag == 0:
         found.add(
             "auto measures which size is fastest, and a synchronous run must not depend on a "
             "clock; a number, null, or max_lag=1",
             "reward.piece_tokens",
             "max_lag",
         )
-    if run.generator_kind == "vllm":
-        found.add(
-            "vLLM gives no tokens of a completion before it has ended; generator=native, or "
-            "reward.stream=false",
-            "reward.stream",
-            "generator.kind",
-        )
     if parts and not any(part.settings.is_sharded for part in parts):
         found.add(
             "only scorers of kind model read tokens ahead, and there is none; reward.stream=false",
             "reward.stream",
             "reward.kind",
-        )
-    if run.offload:
-        found.add(
-            "with offload executors take turns on the device, so the scorer cannot read while "
-            "the generator samples; offload=false, or reward.stream=false",
-            "reward.stream",
-            "offload",
         )
     if run.has_victim:
         found.add(
@@ -214,18 +199,15 @@ def _find_stream(reward: AnyRewardSettings, run: RunFacts, found: Findings) -> N
             "reward.stream",
             "victim.kind",
         )
-    if isinstance(piece_tokens, int) and piece_tokens >= run.longest:
-        found.add(
-            "completions have fewer tokens than one piece, so none would be read before it ends; "
-            f"at most {run.longest - 1}, or null",
-            "reward.piece_tokens",
-        )
-    if cache_tokens is not None and cache_tokens < run.longest:
-        found.add(
-            "the cache does not hold one sequence of task.max_prompt_tokens + max_new_tokens; "
-            f"need at least {run.longest}, or null",
-            "reward.cache_tokens",
-        )
+    find_reading_ahead(
+        reward,
+        found,
+        section="reward",
+        reader="scorer",
+        generator_kind=run.generator_kind,
+        offload=run.offload,
+        longest=run.longest,
+    )
 
 
 def gold_of(

@@ -1,8 +1,11 @@
-"""The keys of a run that are in no section, and what cannot go together among them."""
+"""The keys of a run that are in no section, the sections `model`, `checkpoint` and `metrics`, and
+what cannot go together among them.
+"""
 
 from __future__ import annotations
 
 import os
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -171,3 +174,53 @@ def find_run(run: RunSettings, num_started: int, found: Findings) -> None:
             "offload",
             "max_lag",
         )
+
+
+@settings_dataclass
+class ModelSettings:
+    path: AnyText | None = marked("data")
+    """Directory of the model that training starts from, which chooses conf/model/hf.yaml; null:
+    the tiny model that comes with the package.
+    """
+    dtype: Literal["float32", "bfloat16"] = marked("answers")
+    """Type of the weights that the generators compute with."""
+
+
+@settings_dataclass
+class CheckpointSettings:
+    every: Natural
+    """Steps between checkpoints; 0: one at the end alone."""
+    keep: Count
+    """Newest checkpoints that are kept."""
+
+
+@settings_dataclass
+class MetricsSettings:
+    tensorboard: Flag
+    """Write metrics for TensorBoard too."""
+    wandb: Flag
+    """Send metrics to Weights & Biases too."""
+    trace: Flag
+    """Write a bounded Perfetto trace of what every rank did."""
+
+
+@settings_dataclass
+class RunMetricsSettings(MetricsSettings):
+    """Those of a run of RL, which has samples to look at."""
+
+    samples: Natural
+    """Groups of a step that are kept in RUN_DIR/samples.jsonl for the report; 0: none
+    (docs/watching.md).
+    """
+    show_every: Natural
+    """Steps between two looks of the console at the best and the worst completion of such a
+    group; 0: never.
+    """
+
+
+def find_metrics(metrics: MetricsSettings, found: Findings) -> None:
+    """Find places for rows whose package is not installed: each is an extra of its own name."""
+    for name, is_wanted in (("tensorboard", metrics.tensorboard), ("wandb", metrics.wandb)):
+        if is_wanted and find_spec(name) is None:
+            what = f"the package {name} is missing; pip install 'llamarl[{name}]'"
+            found.add(what, f"metrics.{name}")

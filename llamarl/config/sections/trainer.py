@@ -257,17 +257,12 @@ def _find_advantages(
             "trainer.whiten",
             "trainer.advantages",
         )
-    if trainer.filter_groups and trainer.advantages == "turns":
+    if trainer.filter_groups:
+        why = "groups of equal rewards may have turns that differ"
+        if trainer.advantages == "gae":
+            why = "a value model learns from groups of equal rewards too"
         found.add(
-            "groups of equal rewards may have turns that differ, so keep them; "
-            "trainer.filter_groups=false",
-            "trainer.filter_groups",
-            "trainer.advantages",
-        )
-    elif trainer.filter_groups:
-        found.add(
-            "a value model learns from groups of equal rewards too, so keep them; "
-            "trainer.filter_groups=false",
+            f"{why}, so keep them; trainer.filter_groups=false",
             "trainer.filter_groups",
             "trainer.advantages",
         )
