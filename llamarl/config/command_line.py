@@ -31,7 +31,14 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from llamarl.config.by_model import is_tiny
-from llamarl.config.conversion import Schema, echoing, known_keys, sections_of_kinds, to_config
+from llamarl.config.conversion import (
+    Schema,
+    echoing,
+    known_keys,
+    sections_of_kinds,
+    to_config,
+    to_values,
+)
 from llamarl.config.files import (
     CONF_DIR,
     EVAL_SETS,
@@ -235,6 +242,25 @@ def default_config(kind: JobKind = RL, overrides: Sequence[str] = ()) -> Config:
     is read or runs. It is not checked.
     """
     return to_config(_compose_defaults(kind, overrides), kind.schema)
+
+
+def sampling_job(own: object, shared: Sequence[str], settings: Mapping[str, object]) -> Config:
+    """Return a synchronous main job that samples and scores as a side job does. It is not checked,
+    and its settings of learning, which are the defaults, are never read.
+
+    own: the side job's config. shared: keys and sections of it that the main job has too. settings:
+    values of further keys, such as {"eval.every": 0}.
+    """
+    values = to_values(default_config())
+    given = to_values(own)
+    for name in shared:
+        is_whole = not isinstance(given[name], dict) or "kind" in given[name]
+        values[name] = given[name] if is_whole else values[name] | given[name]
+    values["max_lag"] = 0
+    for key, value in settings.items():
+        section, _, name = key.rpartition(".")
+        (values[section] if section else values)[name] = value
+    return to_config(values)
 
 
 def default_values(kind: JobKind) -> dict[str, object]:

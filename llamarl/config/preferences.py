@@ -9,8 +9,8 @@ from __future__ import annotations
 import functools
 from typing import Literal
 
-from llamarl.config.command_line import JobKind, default_config, main
-from llamarl.config.conversion import known_keys, to_config, to_values
+from llamarl.config.command_line import JobKind, main, sampling_job
+from llamarl.config.conversion import known_keys, to_values
 from llamarl.config.rules import check_sampling
 from llamarl.config.schema import Config
 from llamarl.config.sections.reward import AnyRewardSettings, parts_of
@@ -119,21 +119,14 @@ class PreferencesConfig:
 
 
 def as_run(config: PreferencesConfig) -> Config:
-    """Return the main job that samples and scores in the same way: synchronous, in one process,
-    without evaluations. Its settings of learning do not matter.
+    """Return a main job that samples and scores in the same way, in one process and without
+    evaluations.
     """
-    values = to_values(default_config())
-    own = to_values(config)
-    for name in ("seed", "max_new_tokens", "temperature", "threads", "timeout_s"):
-        values[name] = own[name]
-    for section in ("task", "reward"):
-        values[section] = own[section]  # of its kind
-    for section in ("model", "eval", "generator"):
-        values[section].update(own[section])
-    values["max_lag"] = 0
-    values["eval"]["every"] = 0
-    values["group_size"] = max(2, min(config.samples, config.generator.max_slots))
-    return to_config(values)
+    shared = ("seed", "max_new_tokens", "temperature", "threads", "timeout_s")
+    sections = ("task", "reward", "model", "eval", "generator")
+    group_size = max(2, min(config.samples, config.generator.max_slots))
+    settings = {"eval.every": 0, "group_size": group_size}
+    return sampling_job(config, (*shared, *sections), settings)
 
 
 def check(

@@ -14,8 +14,8 @@ from typing import Annotated, ClassVar, Literal
 
 from omegaconf import OmegaConf
 
-from llamarl.config.command_line import JobKind, default_config, main
-from llamarl.config.conversion import known_keys, to_config, to_values
+from llamarl.config.command_line import JobKind, main, sampling_job
+from llamarl.config.conversion import known_keys, to_values
 from llamarl.config.rules import check_sampling
 from llamarl.config.schema import Config
 from llamarl.config.sections.run import (
@@ -251,19 +251,9 @@ class SFTConfig(SupervisedConfig):
 
 
 def as_run(config: SFTConfig) -> Config:
-    """Return a main job with this task, which only completes its held-out prompts. Its settings for
-    learning are never used.
-    """
-    values = to_values(default_config())
-    own = to_values(config)
-    for name in ("seed", "max_new_tokens", "threads", "timeout_s", "dry_run"):
-        values[name] = own[name]
-    values["task"] = own["task"]
-    values["model"].update(own["model"])
-    values["eval"].update(every=1, num_prompts=config.eval.num_prompts)
-    values["generator"].update(max_slots=SLOTS)
-    values["max_lag"] = 0
-    return to_config(values)
+    """Return a main job that only completes the held-out prompts of the task."""
+    shared = ("seed", "max_new_tokens", "threads", "timeout_s", "dry_run", "task", "model", "eval")
+    return sampling_job(config, shared, {"eval.every": 1, "generator.max_slots": SLOTS})
 
 
 def check_sft(
