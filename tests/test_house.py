@@ -301,6 +301,7 @@ def test_no_path_of_a_machine():
 # None: the keys that are in no section. The section of a task is a variable in its rules.
 RULED_KEYS = {
     "evaluation": {"eval"},
+    "generator": {"generator", "offload"},
     "placement": {"placement", "weights"},
     "reward": {"reward", "eval"},
     "run": None,

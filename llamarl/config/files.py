@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from pathlib import Path
 
 from omegaconf import OmegaConf
@@ -18,7 +17,9 @@ EVAL_SETS = "eval.sets"
 SCHEDULES = "loss.schedules"  # by options of the loss
 # Arguments of what the user names, by names that it has.
 OPTIONS = ("task.options", "reward.options")
-# Keys of a whole reward that its parts do not have.
+# Where users name sections: the section that has them, the key there, the folder of conf/ that has
+# a file of each kind, the keys of such a file that they lack, and values that no file has. All rows
+# of a set of held-out prompts are held out, so it has no eval_path.
 _OF_ALL_PARTS = (
     "max_error_rate",
     "replicate",
@@ -26,6 +27,11 @@ _OF_ALL_PARTS = (
     "stream",
     "piece_tokens",
     "cache_tokens",
+)
+_NAMED: tuple[tuple[str, str, str, tuple[str, ...], dict[str, object]], ...] = (
+    ("reward", "parts", "reward", _OF_ALL_PARTS, {"weight": 1.0}),
+    ("task", "parts", "task", (), {"weight": 1.0}),
+    ("eval", "sets", "task", ("eval_path",), {"num_prompts": "${eval.num_prompts}"}),
 )
 
 
@@ -42,26 +48,19 @@ def with_whole_parts(values: dict[str, object]) -> dict[str, object]:
     part's weight is 1, and a set has eval.num_prompts prompts. The values stay unresolved.
     """
     whole = dict(values)
-    for name in ("reward", "task"):
+    for name, key, folder, lacking, further in _NAMED:
         section = values.get(name)
-        parts = section.get("parts") if isinstance(section, Mapping) else None
-        if isinstance(section, Mapping) and isinstance(parts, Mapping):
-            whole[name] = {**section, "parts": _whole(parts, partial(_of_a_part, name))}
-    evaluation = values.get("eval")
-    sets = evaluation.get("sets") if isinstance(evaluation, Mapping) else None
-    if isinstance(evaluation, Mapping) and isinstance(sets, Mapping):
-        whole["eval"] = {**evaluation, "sets": _whole(sets, _of_a_set)}
-    return whole
-
-
-def _whole(
-    parts: Mapping[str, object], defaults_of: Callable[[object], dict[str, object]]
-) -> dict[str, object]:
-    whole = {}
-    for name, part in parts.items():
-        whole[name] = part
-        if isinstance(part, Mapping):
-            whole[name] = _filled(defaults_of(part.get("kind")), part)
+        given = section.get(key) if isinstance(section, Mapping) else None
+        if not isinstance(section, Mapping) or not isinstance(given, Mapping):
+            continue
+        filled: dict[str, object] = dict(given)
+        for part, own in given.items():
+            kind = own.get("kind") if isinstance(own, Mapping) else None
+            defaults = {} if kind in ("parts", "mixture") else defaults_of(folder, kind)
+            kept = {one: value for one, value in defaults.items() if one not in lacking}
+            if isinstance(own, Mapping) and kept:
+                filled[part] = _filled({**kept, **further}, own)
+        whole[name] = {**section, key: filled}
     return whole
 
 
@@ -73,29 +72,6 @@ def _filled(defaults: Mapping[str, object], given: Mapping[str, object]) -> dict
         if isinstance(own, Mapping) and isinstance(theirs, Mapping):
             filled[name] = {**own, **theirs}
     return filled
-
-
-def _of_a_part(section: str, kind: object) -> dict[str, object]:
-    """Return the defaults of a part of this kind; nothing for an unknown kind."""
-    own = _defaults(section, kind)
-    return {**own, "weight": 1.0} if own else {}
-
-
-def _of_a_set(kind: object) -> dict[str, object]:
-    """Return the values that a set of held-out prompts of this kind has by default. All rows of its
-    path are held out, so there is no eval_path.
-    """
-    own = _defaults("task", kind)
-    own.pop("eval_path", None)
-    return {**own, "num_prompts": "${eval.num_prompts}"} if own else {}
-
-
-def _defaults(section: str, kind: object) -> dict[str, object]:
-    """Return the values that a part of this kind has by default; nothing for an unknown kind."""
-    if kind in ("parts", "mixture"):
-        return {}
-    values = defaults_of(section, kind)
-    return {name: value for name, value in values.items() if name not in _OF_ALL_PARTS}
 
 
 def defaults_of(section: str, kind: object) -> dict[str, object]:

@@ -176,7 +176,7 @@ def check_common(
     files. rows: the config's, if it has any.
     """
     found = Findings(to_values(config))
-    find_ranks(config, world_size, found)
+    find_ranks(config.ranks, config.dry_run, world_size, found)
     world_size = config.ranks or world_size
     if world_size % config.trainer.replicate:
         found.add(f"must divide the {world_size} ranks", "trainer.replicate")

@@ -3,7 +3,7 @@ the code that acts on them. Imports nothing: a command line is checked before to
 
 A set of words is a Literal, which the schema (llamarl/config/schema.py) takes as a type; code that
 checks a word by itself takes the tuple of the same words. Where words name functions or classes, as
-in llamarl.learning.optim.SCHEDULES, the table is there, and tests/unit/test_choices.py compares it
+in llamarl.learning.optim.SCHEDULES, the table is there, and tests/unit/test_keys.py compares it
 with the words here.
 """
 

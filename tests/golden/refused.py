@@ -5,8 +5,8 @@ What is said of them is in refusals.txt, for a person to read when it changes:
     python -m tests.golden.refused > tests/golden/refusals.txt
 
 A line of refused.txt is COMMAND LINE -> KEYS. "a b | c" are the keys of two problems, and "ok" says
-that the line is accepted. A first word @JOB/RANKS/RANKS_OF_A_HOST asks for another job than rl, or
-for more ranks than one. The words of SHORT stand for what they are there.
+that the line is accepted. A first word such as @sft, or @/4/2 for four ranks, two of them on a
+host, asks for another job or for more ranks. The words of SHORT stand for what they are there.
 """
 
 from __future__ import annotations
@@ -60,15 +60,17 @@ def problems(line: str) -> tuple[Problem, ...]:
     for short, whole in SHORT.items():
         line = line.replace(short, whole)
     words = shlex.split(line)
-    job, ranks, of_a_host = "", "1", ""
-    if words[0].startswith("@"):
-        job, ranks, of_a_host = (words.pop(0)[1:] + "/1/").split("/")[:3]
+    where = [*words.pop(0)[1:].split("/"), "", ""] if words[0].startswith("@") else [""] * 3
     vllm = patch("llamarl.inference.vllm_engine.vllm_problem", lambda: None)
     others = patch("llamarl.config.sections.run.find_spec", lambda name: None)
-    hosts = int(of_a_host) if of_a_host else None
     with vllm, others:
         try:
-            check_command_line(words, kind=JOBS[job], world_size=int(ranks), local_world_size=hosts)
+            check_command_line(
+                words,
+                kind=JOBS[where[0]],
+                world_size=int(where[1] or 1),
+                local_world_size=int(where[2]) if where[2] else None,
+            )
         except ConfigError as error:
             return tuple(error.problems)
     return ()

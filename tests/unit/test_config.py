@@ -110,7 +110,7 @@ def test_what_is_said_of_bad_command_lines_is_what_somebody_has_read():
     assert not [line for line in said if "secret" in line]
 
 
-@pytest.mark.parametrize("words", [(), ("buffer=replay", "max_lag=2"), ("+experiment=magistral",)])
+@pytest.mark.parametrize("words", [(), ("buffer=replay", "max_lag=2"), ("experiment=magistral",)])
 def test_tests_compose_what_hydra_composes(words):
     with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
         assert quick_compose("config", [*words]) == compose("config", [*words])

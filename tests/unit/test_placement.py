@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llamarl.comm.groups import RankInfo, have_a_gpu_each
-from llamarl.config.command_line import RED_TEAM, compose_config
+from llamarl.config.command_line import RED_TEAM, compose_config, default_config
 from llamarl.config.placement import idle_ranks, placement_of
 from llamarl.config.sections.placement import PlacementSettings
 from llamarl.launch.placement import planned_placement
@@ -128,7 +128,7 @@ def test_automatic_placement_makes_whole_replicas_wherever_it_can(
 
 def test_a_rank_that_hosts_nothing_is_known():
     given = ["placement.trainer=[0]", "placement.generator=[1]", "placement.reward=[1]"]
-    config = compose_config(given)
+    config = default_config(overrides=given)
     assert idle_ranks(config, 4) == [2, 3]
 
 

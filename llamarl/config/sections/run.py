@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal
 
 from llamarl.words.choices import Governor
 from llamarl.words.fields import (
@@ -105,26 +105,16 @@ class RunSettings:
         return self.synchronous
 
 
-class Imagined(Protocol):
-    """A config whose dry run may have more ranks than were started."""
-
-    @property
-    def dry_run(self) -> bool: ...
-
-    @property
-    def ranks(self) -> int | None: ...
-
-
-def find_ranks(run: Imagined, num_started: int, found: Findings) -> None:
+def find_ranks(ranks: int | None, dry_run: bool, num_started: int, found: Findings) -> None:
     """Find ranks that were not started. num_started: the ranks that torchrun started."""
-    if run.ranks is not None and not run.dry_run:
+    if ranks is not None and not dry_run:
         found.add(
             "a run has as many ranks as torchrun --nproc-per-node starts; +dry_run=true shows "
             "what other numbers would hold",
             "ranks",
             "dry_run",
         )
-    if run.ranks is not None and num_started > 1:
+    if ranks is not None and num_started > 1:
         found.add(
             f"this dry run has {num_started} ranks already; start it in one process, without "
             "torchrun",
@@ -150,7 +140,7 @@ def find_run(run: RunSettings, num_started: int, found: Findings) -> None:
 
     num_started: the ranks that torchrun started.
     """
-    find_ranks(run, num_started, found)
+    find_ranks(run.ranks, run.dry_run, num_started, found)
     what = unusable(Path(run.run_dir)) if run.run_dir else None
     if run.run_dir is None and Path("runs").is_file():
         what = "runs is a file here"
