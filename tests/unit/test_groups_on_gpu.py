@@ -131,8 +131,9 @@ def test_a_torch_without_nccl_makes_no_group_of_it():
     assert route.device_group is None
 
 
-@pytest.mark.parametrize("per_host, per_gpu", ON.values(), ids=ON)
-def test_weights_go_by_the_nearest_way_that_joins_two_gpus(per_host, per_gpu):
+@pytest.mark.parametrize("on", ["two hosts", "one host", "two ranks on a GPU"])
+def test_weights_go_by_the_nearest_way_that_joins_two_gpus(on):
+    per_host, per_gpu = ON[on]
     infos = infos_of(8, per_host=per_host, per_gpu=per_gpu)
     _, routes, placement = groups_of(0, [], infos)
     (route,) = routes
