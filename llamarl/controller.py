@@ -46,10 +46,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import replace
 from itertools import chain
-from pathlib import Path
 
 from llamarl.checkpoint.checkpointer import Checkpointer
 from llamarl.checkpoint.service import CONTROLLER, CheckpointService
@@ -59,7 +58,7 @@ from llamarl.comm.dropped import Clock, DroppedRecords
 from llamarl.comm.groups import RankInfo, World, executor_group
 from llamarl.comm.meeting import reaching, wait_for_all
 from llamarl.disk.space import shown_free
-from llamarl.ending import BreakableSteps, RunEnd, heard_stops
+from llamarl.ending import BreakableSteps, RunEnd, RunLimits, heard_stops
 from llamarl.errors import PeerDied, TimedOut
 from llamarl.executor import POLL_S, Executor, ExecutorGroup
 from llamarl.machine.offload import DeviceSharing
@@ -69,27 +68,6 @@ from llamarl.tickets.ledger import TicketLedger
 from llamarl.tickets.service import TicketService
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class RunLimits:
-    """Where a run writes and how patient it is."""
-
-    run_dir: Path
-    resume_from: Path | None
-    keep_checkpoints: int
-    timeout_s: float
-    heartbeat_timeout_s: float
-    # From a stop request to the sealed checkpoint, not counting time in which it makes progress.
-    stop_s: float
-    offload: tuple[str, ...] = ()  # executors that take turns on the device that they share
-    eval_target: float | None = None  # end once the evaluation's mean reward reaches it
-    trace: bool = True
-    truncate: bool = False  # end stragglers at their deadline, rather than wait
-    # The log names a ticket that takes this many times the median.
-    straggler_factor: float = 5.0
-    identity: Mapping[str, object] = field(default_factory=dict)  # see llamarl.launch.identity
-    stale_tickets: frozenset[int] = frozenset()  # in resume_from; their prompts have changed
 
 
 def _is_kept(executor: Executor) -> bool:
@@ -179,9 +157,7 @@ class ExecutorController:
             control=self.control,
             checkpoints=self.checkpoints,
             metrics=self.metrics,
-            timeout_s=settings.timeout_s,
-            stop_s=settings.stop_s,
-            target=settings.eval_target,
+            limits=settings,
         )
         # By name: the executors of this rank whose steps the loop can leave.
         self._breakable: dict[str, BreakableSteps] = {}

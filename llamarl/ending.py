@@ -21,6 +21,8 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -35,12 +37,31 @@ from llamarl.observe import Metrics
 log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class RunLimits:
+    """Where a run writes and how patient it is."""
+
+    run_dir: Path
+    resume_from: Path | None
+    keep_checkpoints: int
+    timeout_s: float
+    heartbeat_timeout_s: float
+    # From a stop request to the sealed checkpoint, not counting time in which it makes progress.
+    stop_s: float
+    offload: tuple[str, ...] = ()  # executors that take turns on the device that they share
+    eval_target: float | None = None  # end once the evaluation's mean reward reaches it
+    trace: bool = True
+    truncate: bool = False  # end stragglers at their deadline, rather than wait
+    # The log names a ticket that takes this many times the median.
+    straggler_factor: float = 5.0
+    identity: Mapping[str, object] = field(default_factory=dict)  # see llamarl.launch.identity
+    stale_tickets: frozenset[int] = frozenset()  # in resume_from; their prompts have changed
+
+
 class RunEnd:
     """Decides when this rank's loop ends. The loop calls it once a turn.
 
-    keepers: the ranks without which no checkpoint can be made. stop_s: from a stop request to the
-    sealed checkpoint, not counting time in which it makes progress. target: stop once the
-    evaluation's mean reward reaches it.
+    keepers: the ranks without which no checkpoint can be made.
     """
 
     def __init__(
@@ -52,9 +73,7 @@ class RunEnd:
         control: Control,
         checkpoints: CheckpointService,
         metrics: Metrics,
-        timeout_s: float,
-        stop_s: float,
-        target: float | None,
+        limits: RunLimits,
     ):
         self.reached_target = False  # on the leader
         self._trainer = trainer
@@ -63,9 +82,7 @@ class RunEnd:
         self._control = control
         self._checkpoints = checkpoints
         self._metrics = metrics
-        self._timeout_s = timeout_s
-        self._stop_s = stop_s
-        self._target = target
+        self._limits = limits
         self._has_signal = False  # a signal to stop has come; the leader has not been told yet
         self._told_of_loss = False
         self._done_at: float | None = None  # when the leader's trainer had made its last step
@@ -140,9 +157,9 @@ class RunEnd:
     def _check_target(self) -> None:
         """On the leader: ask to stop once the evaluation has reached the target."""
         writer = self._metrics.writer  # only the leader has one
-        if self._target is None or writer is None or self._control.stopping:
+        if self._limits.eval_target is None or writer is None or self._control.stopping:
             return
-        if writer.evaluated is not None and writer.evaluated >= self._target:
+        if writer.evaluated is not None and writer.evaluated >= self._limits.eval_target:
             self.reached_target = True
             self._control.request_stop()
 
@@ -156,11 +173,12 @@ class RunEnd:
         writer = self._metrics.writer
         if self._control.stopping or writer is None or writer.is_complete(trainer.version):
             return True
-        if time.monotonic() - self._done_at > self._timeout_s:
+        timeout_s = self._limits.timeout_s
+        if time.monotonic() - self._done_at > timeout_s:
             raise TimedOut(
                 f"trainer on rank {self._control.rank} is done with step {trainer.version}, but "
                 "its evaluation did not come from the generator and the reward within "
-                f"{self._timeout_s:.0f} s. The checkpoint is whole; raise timeout_s for a longer "
+                f"{timeout_s:.0f} s. The checkpoint is whole; raise timeout_s for a longer "
                 "evaluation"
             )
         return False
@@ -209,8 +227,8 @@ class RunEnd:
         The others wait for the leader, which may be writing: it decides what is too slow.
         """
         if self._control.stopping and self._control.is_leader:
-            return self._stop_s
-        return self._timeout_s
+            return self._limits.stop_s
+        return self._limits.timeout_s
 
 
 # --- Steps that the loop can leave ---

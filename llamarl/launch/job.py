@@ -9,7 +9,8 @@ from llamarl.comm.channel import Channel
 from llamarl.comm.groups import World
 from llamarl.config.command_line import Config
 from llamarl.config.supervised import SupervisedConfig
-from llamarl.controller import ExecutorController, RunLimits
+from llamarl.controller import ExecutorController
+from llamarl.ending import RunLimits
 from llamarl.executor import Executor
 from llamarl.launch.graph import channels_between
 from llamarl.launch.inputs import JobInputs
